@@ -1,0 +1,27 @@
+"""The errors hadagen raises on purpose. Each message is one sentence: the value, the limit and the fix."""
+
+from __future__ import annotations
+
+
+class HadagenError(Exception):
+    """Something failed that the caller could not have known. The command line exits with 1."""
+
+    exit_code = 1
+
+
+class UsageError(HadagenError, ValueError):
+    """The caller asked for something that cannot be. The command line exits with 2."""
+
+    exit_code = 2
+
+
+class ToolchainError(HadagenError):
+    """nvcc or the host compiler is missing or does not work at all."""
+
+
+class StorageError(HadagenError):
+    """A database or bundle cannot be read or written: foreign, newer, damaged, read-only or full."""
+
+
+class DeviceError(HadagenError):
+    """A GPU is missing, was lost, or refused a call."""

@@ -1,0 +1,90 @@
+"""`Problem`: what is computed. No hardware and no choice of the search is in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from hadagen.errors import UsageError
+
+MAX_LOG2_N = 15
+
+
+class DType(str, Enum):
+    """Element type of input and output."""
+
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+
+    @property
+    def bytes(self) -> int:
+        return 2
+
+
+class Numerics(str, Enum):
+    """`accurate` rounds once, at the store; `fast` may round between steps."""
+
+    ACCURATE = "accurate"
+    FAST = "fast"
+
+
+# Largest ‖out − ref‖ / ‖ref‖ against float64 that a kernel may show and still be used.
+ERROR_BOUND = {
+    (DType.FLOAT16, Numerics.ACCURATE): 2.2e-4,
+    (DType.BFLOAT16, Numerics.ACCURATE): 1.8e-3,
+    (DType.FLOAT16, Numerics.FAST): 7e-4,
+    (DType.BFLOAT16, Numerics.FAST): 5.5e-3,
+}
+
+
+@dataclass(frozen=True, order=True)
+class Problem:
+    """y = (x · H_n) · scale over the last dimension of a contiguous [rows, n] array.
+
+    Raises `UsageError` where n is not a power of two from 2 to 32768, or dtype or numerics is unknown.
+    """
+
+    n: int
+    dtype: DType
+    numerics: Numerics = Numerics.ACCURATE
+
+    def __post_init__(self) -> None:
+        if (
+            isinstance(self.n, bool)
+            or not isinstance(self.n, int)
+            or not (2 <= self.n <= 1 << MAX_LOG2_N)
+            or self.n & (self.n - 1)
+        ):
+            raise UsageError(
+                f"n = {self.n} is not supported; n must be a power of two from 2 to {1 << MAX_LOG2_N}"
+            )
+        object.__setattr__(self, "dtype", _member(DType, self.dtype, "dtype"))
+        object.__setattr__(self, "numerics", _member(Numerics, self.numerics, "numerics"))
+
+    @property
+    def log2_n(self) -> int:
+        return self.n.bit_length() - 1
+
+    @property
+    def error_bound(self) -> float:
+        return ERROR_BOUND[self.dtype, self.numerics]
+
+    @property
+    def name(self) -> str:
+        return f"n{self.n}-{self.dtype.value}-{self.numerics.value}"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"n": self.n, "dtype": self.dtype.value, "numerics": self.numerics.value}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Problem:
+        return cls(values["n"], DType(values["dtype"]), Numerics(values["numerics"]))
+
+
+def _member(kind: type[Enum], value: Any, what: str) -> Any:
+    try:
+        return kind(value)
+    except ValueError:
+        known = ", ".join(str(member.value) for member in kind)
+        raise UsageError(f"{what} {value!r} is not supported; choose one of {known}") from None

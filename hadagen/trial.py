@@ -1,0 +1,111 @@
+"""What is known of a variant: the compiled `Kernel`, and the `Trial` that says how it did on a device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from hadagen.launch import LaunchSpec
+from hadagen.problem import Problem
+
+# Element counts (rows · n) at which every kernel is timed.
+ELEMENT_BUCKETS = tuple(1 << k for k in range(13, 29))
+
+
+class Outcome(str, Enum):
+    """How a trial ended."""
+
+    ILLEGAL = "illegal"
+    COMPILE_FAILED = "compile_failed"
+    WRONG_ANSWER = "wrong_answer"
+    LAUNCH_FAILED = "launch_failed"
+    TIMEOUT = "timeout"
+    UNSTABLE = "unstable"
+    OK = "ok"
+
+
+class Destination(str, Enum):
+    IN_PLACE = "in-place"
+    OUT_OF_PLACE = "out-of-place"
+
+
+class Cache(str, Enum):
+    """Where the input lies when a timed launch begins: in L2, or in device memory."""
+
+    HOT = "hot"
+    COLD = "cold"
+
+
+class Provenance(str, Enum):
+    MEASURED = "measured"
+    ESTIMATED = "estimated"
+
+
+@dataclass(frozen=True)
+class Environment:
+    """The device and software a trial ran on. `gpu` is "" for an estimate, which ran on no device."""
+
+    gpu: str = ""
+    compute_capability: str = ""
+    sms: int = 0
+    l2_bytes: int = 0
+    driver: str = ""
+    cuda: str = ""
+    nvcc: str = ""
+    sm_clock_mhz: int = 0
+    memory_clock_mhz: int = 0
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Time of one launch in microseconds, beside the copy kernel's over the same bytes in the same process."""
+
+    elements: int
+    destination: Destination
+    cache: Cache
+    us: float  # median
+    us_low: float  # first quartile
+    us_high: float  # third quartile
+    copy_us: float
+
+    @property
+    def fraction_of_copy(self) -> float:
+        return self.copy_us / self.us
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A compiled variant."""
+
+    digest: str  # SHA-256 of the cubin
+    entry: str
+    arch: str
+    source: str
+    cubin: bytes
+    ptx: bytes
+    launch: LaunchSpec
+    registers: int
+    spill_bytes: int
+    nvcc: str
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One variant of a problem on one device.
+
+    `errors`: relative error ‖out − ref‖ / ‖ref‖ against float64, by class of input.
+    """
+
+    problem: Problem
+    arch: str
+    knobs: dict[str, Any]
+    outcome: Outcome
+    provenance: Provenance
+    kernel: Kernel | None = None
+    detail: str = ""
+    errors: dict[str, float] = field(default_factory=dict)
+    timings: tuple[Timing, ...] = ()
+    environment: Environment = Environment()
+    date: str = ""  # UTC, ISO 8601
+    seconds: float = 0.0  # wall time the trial took

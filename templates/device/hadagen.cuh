@@ -1,0 +1,252 @@
+// Device primitives: the only place where PTX appears.
+// The header of the same name under host/ gives the same functions to a C++ compiler, so one kernel source runs on both.
+#pragma once
+
+#define HADAGEN_INLINE __device__ __forceinline__
+#define HADAGEN_SHARED(name) extern __shared__ __align__(128) unsigned char name[]
+
+namespace hadagen {
+
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i64 = long long;
+using byte = unsigned char;
+
+// Element types. `exponent_bias`, `mantissa_bits`: of the 16-bit format; `one`: the packed pair (+1, +1).
+struct float16 {
+    static constexpr int exponent_bias = 15, mantissa_bits = 10;
+    static constexpr u32 one = 0x3C003C00u;
+};
+struct bfloat16 {
+    static constexpr int exponent_bias = 127, mantissa_bits = 7;
+    static constexpr u32 one = 0x3F803F80u;
+};
+
+// Sixteen bytes: four registers, each a packed pair of 16-bit elements or one fp32.
+struct alignas(16) Vec16 {
+    u32 word[4];
+};
+
+// ---- who am I ------------------------------------------------------------------------------------------------------
+HADAGEN_INLINE u32 thread_index() { return threadIdx.x; }
+HADAGEN_INLINE i64 block_index() { return blockIdx.x; }
+HADAGEN_INLINE i64 grid_blocks() { return gridDim.x; }
+HADAGEN_INLINE u32 cluster_rank() {
+    u32 rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+// ---- global memory -------------------------------------------------------------------------------------------------
+HADAGEN_INLINE Vec16 zero16() { return Vec16{{0u, 0u, 0u, 0u}}; }
+
+HADAGEN_INLINE Vec16 load16(const void* global) {
+    Vec16 v;
+    asm volatile("ld.global.v4.b32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
+                 : "l"(global));
+    return v;
+}
+
+// Leaves nothing in L1, which no other thread would read from.
+HADAGEN_INLINE Vec16 load16_no_allocate(const void* global) {
+    Vec16 v;
+    asm volatile("ld.global.L1::no_allocate.v4.b32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
+                 : "l"(global));
+    return v;
+}
+
+HADAGEN_INLINE void store16(void* global, Vec16 v) {
+    asm volatile("st.global.v4.b32 [%0], {%1,%2,%3,%4};" ::"l"(global), "r"(v.word[0]), "r"(v.word[1]),
+                 "r"(v.word[2]), "r"(v.word[3])
+                 : "memory");
+}
+
+// Marks the lines as the first to leave the cache.
+HADAGEN_INLINE void store16_streaming(void* global, Vec16 v) {
+    asm volatile("st.global.cs.v4.b32 [%0], {%1,%2,%3,%4};" ::"l"(global), "r"(v.word[0]), "r"(v.word[1]),
+                 "r"(v.word[2]), "r"(v.word[3])
+                 : "memory");
+}
+
+// The first `count` (1 to 8) 16-bit elements of a vector; the others read as zero and are not written.
+HADAGEN_INLINE Vec16 load_elements(const void* global, i64 count) {
+    Vec16 v = zero16();
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+        if (i < count) v.word[i / 2] |= u32(static_cast<const u16*>(global)[i]) << (16 * (i % 2));
+    return v;
+}
+HADAGEN_INLINE void store_elements(void* global, Vec16 v, i64 count) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+        if (i < count) static_cast<u16*>(global)[i] = u16(v.word[i / 2] >> (16 * (i % 2)));
+}
+
+// ---- packed pairs --------------------------------------------------------------------------------------------------
+template <class T> HADAGEN_INLINE u32 pack(float low, float high);
+template <> HADAGEN_INLINE u32 pack<float16>(float low, float high) {
+    u32 d;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+    return d;
+}
+template <> HADAGEN_INLINE u32 pack<bfloat16>(float low, float high) {
+    u32 d;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+    return d;
+}
+
+template <class T> HADAGEN_INLINE float low(u32 pair);
+template <class T> HADAGEN_INLINE float high(u32 pair);
+template <> HADAGEN_INLINE float low<float16>(u32 pair) {
+    float f;
+    asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, l;}" : "=f"(f) : "r"(pair));
+    return f;
+}
+template <> HADAGEN_INLINE float high<float16>(u32 pair) {
+    float f;
+    asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, h;}" : "=f"(f) : "r"(pair));
+    return f;
+}
+template <> HADAGEN_INLINE float low<bfloat16>(u32 pair) { return __uint_as_float(pair << 16); }
+template <> HADAGEN_INLINE float high<bfloat16>(u32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
+
+HADAGEN_INLINE u32 as_word(float f) { return __float_as_uint(f); }
+HADAGEN_INLINE float as_float(u32 word) { return __uint_as_float(word); }
+
+template <class T> HADAGEN_INLINE u32 add(u32 a, u32 b);
+template <class T> HADAGEN_INLINE u32 sub(u32 a, u32 b);
+template <class T> HADAGEN_INLINE u32 fma(u32 a, u32 b, u32 c);
+#define HADAGEN_PACKED(T, suffix)                                                                                      \
+    template <> HADAGEN_INLINE u32 add<T>(u32 a, u32 b) {                                                              \
+        u32 d;                                                                                                         \
+        asm("add.rn." suffix " %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));                                               \
+        return d;                                                                                                      \
+    }                                                                                                                  \
+    template <> HADAGEN_INLINE u32 sub<T>(u32 a, u32 b) {                                                              \
+        u32 d;                                                                                                         \
+        asm("sub.rn." suffix " %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));                                               \
+        return d;                                                                                                      \
+    }                                                                                                                  \
+    template <> HADAGEN_INLINE u32 fma<T>(u32 a, u32 b, u32 c) {                                                       \
+        u32 d;                                                                                                         \
+        asm("fma.rn." suffix " %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));                                   \
+        return d;                                                                                                      \
+    }
+HADAGEN_PACKED(float16, "f16x2")
+HADAGEN_PACKED(bfloat16, "bf16x2")
+#undef HADAGEN_PACKED
+
+// (low + high, low − high) of one pair.
+template <class T> HADAGEN_INLINE u32 butterfly_pair(u32 pair) {
+    return fma<T>(pair, T::one | 0x80000000u, __byte_perm(pair, pair, 0x1032));
+}
+
+// ---- the warp ------------------------------------------------------------------------------------------------------
+HADAGEN_INLINE u32 shuffle_xor(u32 value, int lanes) { return __shfl_xor_sync(0xFFFFFFFFu, value, lanes); }
+HADAGEN_INLINE float shuffle_xor(float value, int lanes) { return __shfl_xor_sync(0xFFFFFFFFu, value, lanes); }
+
+// other + value where the lane bit is 0, other − value where it is 1: one output of a butterfly across lanes.
+HADAGEN_INLINE float butterfly_lane(float value, float other, bool lane_bit) {
+    return __fmaf_rn(value, lane_bit ? -1.0f : 1.0f, other);
+}
+template <class T> HADAGEN_INLINE u32 butterfly_lane(u32 value, u32 other, bool lane_bit) {
+    return fma<T>(value, lane_bit ? T::one | 0x80008000u : T::one, other);
+}
+
+// A operand of `mma`: the Kronecker product over the four index bits of [[1,1],[1,-1]] where the bit is in `bits` and
+// of the 2×2 identity where it is not, times 2^exponent. Bit 0 pair, bits 1 and 2 lanes 0 and 1, bit 3 the register.
+struct Operand {
+    u32 word[4];
+};
+template <class T, u32 bits, int exponent> HADAGEN_INLINE Operand hadamard16() {
+    const u32 lane = thread_index() & 31u;
+    const u32 magnitude = u32(T::exponent_bias + exponent) << T::mantissa_bits;
+    Operand a;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        a.word[i] = 0u;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const u32 row = lane / 4u + 8u * (i & 1);
+            const u32 column = 2u * (lane % 4u) + half + 8u * (i >> 1);
+            const u32 sign = (__popc(row & column & bits) & 1u) << 15;
+            const u32 element = ((row ^ column) & ~bits) ? 0u : (magnitude | sign);
+            a.word[i] |= element << (16 * half);
+        }
+    }
+    return a;
+}
+
+// d += a · b, with b = {b0, b1} a 16×8 operand: mma.m16n8k16 with fp32 accumulators.
+template <class T> HADAGEN_INLINE void mma(float (&d)[4], const Operand& a, u32 b0, u32 b1);
+#define HADAGEN_MMA(T, type)                                                                                           \
+    template <> HADAGEN_INLINE void mma<T>(float (&d)[4], const Operand& a, u32 b0, u32 b1) {                          \
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type ".f32 "                                    \
+                     "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"                                           \
+                     : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                                  \
+                     : "r"(a.word[0]), "r"(a.word[1]), "r"(a.word[2]), "r"(a.word[3]), "r"(b0), "r"(b1));              \
+    }
+HADAGEN_MMA(float16, "f16")
+HADAGEN_MMA(bfloat16, "bf16")
+#undef HADAGEN_MMA
+
+// ---- the block and the cluster -------------------------------------------------------------------------------------
+HADAGEN_INLINE u32 shared_address(const void* shared) { return u32(__cvta_generic_to_shared(shared)); }
+
+HADAGEN_INLINE void block_sync() { __syncthreads(); }
+
+HADAGEN_INLINE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+HADAGEN_INLINE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+HADAGEN_INLINE Vec16 shared_load16(const byte* shared) { return *reinterpret_cast<const Vec16*>(shared); }
+HADAGEN_INLINE void shared_store16(byte* shared, Vec16 v) { *reinterpret_cast<Vec16*>(shared) = v; }
+
+// Stores to the same place in the shared memory of block `rank` of the cluster.
+HADAGEN_INLINE void remote_shared_store16(byte* shared, u32 rank, Vec16 v) {
+    u32 remote;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(shared_address(shared)), "r"(rank));
+    asm volatile("st.shared::cluster.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(remote), "r"(v.word[0]), "r"(v.word[1]),
+                 "r"(v.word[2]), "r"(v.word[3])
+                 : "memory");
+}
+
+// ---- asynchronous copies -------------------------------------------------------------------------------------------
+HADAGEN_INLINE void cp_async16(byte* shared, const void* global) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global) : "memory");
+}
+HADAGEN_INLINE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits until at most `pending` of this thread's newest groups are under way.
+template <int pending> HADAGEN_INLINE void cp_async_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
+}
+
+// An mbarrier for one arrival a phase. One thread calls `barrier_init` for each, and all threads `block_sync` before use.
+HADAGEN_INLINE void barrier_init(u64* barrier) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\n\tfence.mbarrier_init.release.cluster;" ::"r"(
+                     shared_address(barrier))
+                 : "memory");
+}
+// Starts copying `bytes` (a multiple of 16) and arrives at the barrier; its phase ends when they have landed. One thread calls it.
+HADAGEN_INLINE void bulk_copy(byte* shared, const void* global, u32 bytes, u64* barrier) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+                 : "memory");
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+            shared_address(shared)),
+        "l"(global), "r"(bytes), "r"(shared_address(barrier))
+        : "memory");
+}
+// Waits for the end of the barrier's phase of this parity (0, 1, 0, …).
+HADAGEN_INLINE void barrier_wait(u64* barrier, u32 parity) {
+    asm volatile("{\n\t.reg .pred done;\n"
+                 "again:\n\t"
+                 "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n\t"
+                 "@!done bra again;\n\t}" ::"r"(shared_address(barrier)),
+                 "r"(parity)
+                 : "memory");
+}
+
+}  // namespace hadagen
