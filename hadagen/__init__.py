@@ -1,0 +1,57 @@
+"""hadagen: generated, verified and tuned GPU kernels for the Walsh–Hadamard transform, called from PyTorch.
+
+    y = hadagen.hadamard_transform(x, x.shape[-1] ** -0.5)
+
+`best_config` says which kernel that runs. Nothing is imported before it is asked for, neither PyTorch nor CUDA.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from hadagen.errors import DeviceError, HadagenError, StorageError, TensorError, UsageError
+from hadagen.problem import DType, Numerics, Problem
+
+if TYPE_CHECKING:
+    from hadagen.runtime.choose import BestConfig, Match, best_config
+    from hadagen.runtime.transform import hadamard_transform
+
+    __version__: str
+
+__all__ = [
+    "BestConfig",
+    "DType",
+    "DeviceError",
+    "HadagenError",
+    "Match",
+    "Numerics",
+    "Problem",
+    "StorageError",
+    "TensorError",
+    "UsageError",
+    "best_config",
+    "hadamard_transform",
+]
+
+_LAZY = {
+    "BestConfig": "hadagen.runtime.choose",
+    "Match": "hadagen.runtime.choose",
+    "best_config": "hadagen.runtime.choose",
+    "hadamard_transform": "hadagen.runtime.transform",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("hadagen")
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value = getattr(import_module(_LAZY[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

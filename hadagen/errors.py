@@ -15,6 +15,10 @@ class UsageError(HadagenError, ValueError):
     exit_code = 2
 
 
+class TensorError(UsageError, RuntimeError):
+    """A tensor cannot be transformed, or not written to. PyTorch raises RuntimeError there, and so is this one."""
+
+
 class ToolchainError(HadagenError):
     """nvcc or the host compiler is missing or does not work at all."""
 

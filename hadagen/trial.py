@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -11,6 +13,11 @@ from hadagen.problem import Problem
 
 # Element counts (rows · n) at which every kernel is timed.
 ELEMENT_BUCKETS = tuple(1 << k for k in range(13, 29))
+
+
+def knobs_key(knobs: Mapping[str, Any]) -> str:
+    """Canonical text of knobs: equal knobs give equal text, whatever their order."""
+    return json.dumps(dict(knobs), sort_keys=True, separators=(",", ":"))
 
 
 class Outcome(str, Enum):
@@ -35,6 +42,12 @@ class Cache(str, Enum):
 
     HOT = "hot"
     COLD = "cold"
+
+
+def deciding_cache(problem: Problem, elements: int, destination: Destination, l2_bytes: int) -> Cache:
+    """Which timings name the winner of an element count: hot where input and output fit in half of L2, else cold."""
+    buffers = 1 if destination is Destination.IN_PLACE else 2
+    return Cache.HOT if elements * problem.dtype.bytes * buffers <= l2_bytes // 2 else Cache.COLD
 
 
 class Provenance(str, Enum):
@@ -88,6 +101,7 @@ class Kernel:
     registers: int
     spill_bytes: int
     nvcc: str
+    static_shared_bytes: int = 0  # of one block, beside launch.shared_bytes
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,22 @@
+"""Measuring kernels: verified against float64, then timed beside a copy, in a process of its own.
+
+Importing this imports neither PyTorch nor CUDA; the worker process does.
+"""
+
+from hadagen.measure.cells import Cell, all_cells
+from hadagen.measure.copy import CopySource, copy_sources
+from hadagen.measure.environment import device_environment
+from hadagen.measure.replay import ReplayRunner
+from hadagen.measure.runner import Candidate, DeviceRunner, Runner
+
+__all__ = [
+    "Candidate",
+    "Cell",
+    "CopySource",
+    "DeviceRunner",
+    "ReplayRunner",
+    "Runner",
+    "all_cells",
+    "copy_sources",
+    "device_environment",
+]

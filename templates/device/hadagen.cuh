@@ -58,6 +58,19 @@ HADAGEN_INLINE Vec16 load16_no_allocate(const void* global) {
     return v;
 }
 
+// The vector where `inside`, zeros where not. The address is computed either way, off the path of the condition.
+#define HADAGEN_LOAD_IF(name, instruction)                                                                             \
+    HADAGEN_INLINE Vec16 name(const void* global, bool inside) {                                                       \
+        Vec16 v = zero16();                                                                                            \
+        asm volatile("{.reg .pred p; setp.ne.s32 p, %5, 0; @p " instruction " {%0,%1,%2,%3}, [%4];}"                    \
+                     : "+r"(v.word[0]), "+r"(v.word[1]), "+r"(v.word[2]), "+r"(v.word[3])                              \
+                     : "l"(global), "r"(int(inside)));                                                                 \
+        return v;                                                                                                      \
+    }
+HADAGEN_LOAD_IF(load16_if, "ld.global.v4.b32")
+HADAGEN_LOAD_IF(load16_no_allocate_if, "ld.global.L1::no_allocate.v4.b32")
+#undef HADAGEN_LOAD_IF
+
 HADAGEN_INLINE void store16(void* global, Vec16 v) {
     asm volatile("st.global.v4.b32 [%0], {%1,%2,%3,%4};" ::"l"(global), "r"(v.word[0]), "r"(v.word[1]),
                  "r"(v.word[2]), "r"(v.word[3])
@@ -156,12 +169,18 @@ template <class T> HADAGEN_INLINE u32 butterfly_lane(u32 value, u32 other, bool 
     return fma<T>(value, lane_bit ? T::one | 0x80008000u : T::one, other);
 }
 
-// A operand of `mma`: the Kronecker product over the four index bits of [[1,1],[1,-1]] where the bit is in `bits` and
-// of the 2×2 identity where it is not, times 2^exponent. Bit 0 pair, bits 1 and 2 lanes 0 and 1, bit 3 the register.
+// Transposes an 8×8 matrix of 16-bit elements (movmatrix): swaps pair with lane2, lane0 with lane3, lane1 with lane4.
+HADAGEN_INLINE u32 transpose(u32 pair) {
+    u32 d;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(pair));
+    return d;
+}
+
+// A operand of `mma`: the 16×16 Hadamard matrix times 2^exponent.
 struct Operand {
     u32 word[4];
 };
-template <class T, u32 bits, int exponent> HADAGEN_INLINE Operand hadamard16() {
+template <class T, int exponent> HADAGEN_INLINE Operand hadamard16() {
     const u32 lane = thread_index() & 31u;
     const u32 magnitude = u32(T::exponent_bias + exponent) << T::mantissa_bits;
     Operand a;
@@ -172,9 +191,8 @@ template <class T, u32 bits, int exponent> HADAGEN_INLINE Operand hadamard16() {
         for (int half = 0; half < 2; ++half) {
             const u32 row = lane / 4u + 8u * (i & 1);
             const u32 column = 2u * (lane % 4u) + half + 8u * (i >> 1);
-            const u32 sign = (__popc(row & column & bits) & 1u) << 15;
-            const u32 element = ((row ^ column) & ~bits) ? 0u : (magnitude | sign);
-            a.word[i] |= element << (16 * half);
+            const u32 sign = u32(__popc(row & column) & 1) << 15;
+            a.word[i] |= (magnitude | sign) << (16 * half);
         }
     }
     return a;
@@ -184,7 +202,7 @@ template <class T, u32 bits, int exponent> HADAGEN_INLINE Operand hadamard16() {
 template <class T> HADAGEN_INLINE void mma(float (&d)[4], const Operand& a, u32 b0, u32 b1);
 #define HADAGEN_MMA(T, type)                                                                                           \
     template <> HADAGEN_INLINE void mma<T>(float (&d)[4], const Operand& a, u32 b0, u32 b1) {                          \
-        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type ".f32 "                                    \
+        asm("mma.sync.aligned.m16n8k16.row.col.f32." type "." type ".f32 "                                             \
                      "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"                                           \
                      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                                  \
                      : "r"(a.word[0]), "r"(a.word[1]), "r"(a.word[2]), "r"(a.word[3]), "r"(b0), "r"(b1));              \
@@ -192,6 +210,14 @@ template <class T> HADAGEN_INLINE void mma(float (&d)[4], const Operand& a, u32 
 HADAGEN_MMA(float16, "f16")
 HADAGEN_MMA(bfloat16, "bf16")
 #undef HADAGEN_MMA
+
+// The same with packed accumulators, rounded to 16 bits: d = {row lane/4, row lane/4 + 8}.
+template <class T> HADAGEN_INLINE void mma(u32 (&d)[2], const Operand& a, u32 b0, u32 b1);
+template <> HADAGEN_INLINE void mma<float16>(u32 (&d)[2], const Operand& a, u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 {%0,%1}, {%2,%3,%4,%5}, {%6,%7}, {%0,%1};"
+        : "+r"(d[0]), "+r"(d[1])
+        : "r"(a.word[0]), "r"(a.word[1]), "r"(a.word[2]), "r"(a.word[3]), "r"(b0), "r"(b1));
+}
 
 // ---- the block and the cluster -------------------------------------------------------------------------------------
 HADAGEN_INLINE u32 shared_address(const void* shared) { return u32(__cvta_generic_to_shared(shared)); }

@@ -1,0 +1,164 @@
+"""`hadagen bench`: the kernels that calls run, timed on this machine's GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hadagen.cli import options
+from hadagen.cli.output import print_json, print_table
+from hadagen.errors import DeviceError, UsageError
+
+if TYPE_CHECKING:
+    from hadagen.measure import Candidate, Cell
+    from hadagen.problem import Problem
+    from hadagen.runtime.device import Device
+    from hadagen.trial import Destination, Kernel, Trial
+    from hadagen.tuning_db.bundle import Bundle
+
+MIN_ELEMENTS, MAX_ELEMENTS = 1 << 13, 1 << 28
+DEFAULT_ELEMENTS = "65536,1048576,8388608,67108864,268435456"
+
+
+@click.command()
+@options.sizes
+@click.option("--elements", default=DEFAULT_ELEMENTS, show_default=True, help="Sizes of the input, rows times n.")
+@options.dtype
+@options.numerics
+@click.option("--inplace", is_flag=True, help="The result overwrites the input.")
+@click.option("--device", type=int, default=0, show_default=True, metavar="INDEX", help="CUDA device to run on.")
+@options.as_json
+def bench(
+    sizes: tuple[str, ...], elements: str, dtype: str, numerics: str, inplace: bool, device: int, as_json: bool
+) -> None:
+    """Time the known winners on a GPU of this machine, beside a plain copy of the same bytes.
+
+    The data lies in L2 where it fits in half of it, and in device memory otherwise. Needs nvcc, for the copy kernel.
+    Where fast_hadamard_transform is installed, it is timed too.
+    """
+    from hadagen.measure import device_environment
+    from hadagen.runtime.device import Device
+    from hadagen.trial import Destination
+
+    problems = [options.make_problem(n, dtype, numerics) for n in options.parse_sizes(sizes)]
+    counts = _parse_elements(elements)
+    environment = device_environment(device)
+    target = Device(f"sm{environment.compute_capability.replace('.', '')}", environment.gpu)
+    destination = Destination.IN_PLACE if inplace else Destination.OUT_OF_PLACE
+    results = _measure(problems, counts, destination, target, device, environment.l2_bytes)
+    if as_json:
+        print_json({"gpu": environment.gpu, "driver": environment.driver, "results": results})
+        return
+    versus = any(result["over_fast_hadamard_transform"] for result in results)
+    click.echo(f"{environment.gpu}, {dtype}, {numerics}, {destination.value}: speed as a fraction of a plain copy")
+    if versus:
+        click.echo("×: as many times as fast as fast_hadamard_transform")
+    by_cell = {(result["n"], result["elements"]): result for result in results}
+    print_table(
+        ["n", *(_short(count) for count in counts)],
+        [[p.n, *(_cell(by_cell.get((p.n, count))) for count in counts)] for p in problems],
+    )
+
+
+def _measure(
+    problems: Sequence[Problem],
+    counts: Sequence[int],
+    destination: Destination,
+    target: Device,
+    index: int,
+    l2_bytes: int,
+) -> list[dict[str, Any]]:
+    """Time the winner of every problem at every element count; one object for each that has one."""
+    from hadagen.arch import load_arch
+    from hadagen.measure import Candidate, Cell, DeviceRunner, copy_sources
+    from hadagen.measure.peer import find_peer, time_peer
+    from hadagen.runtime.choose import choose_from_bundles
+    from hadagen.toolchain import BuildFailure, Toolchain
+    from hadagen.trial import Outcome, deciding_cache
+
+    chosen: dict[tuple[Problem, Cell], str] = {}
+    candidates: dict[tuple[Problem, str], Candidate] = {}
+    for problem in problems:
+        for count in (count for count in counts if count >= problem.n):
+            _, found = choose_from_bundles(problem, destination, count, target)
+            if found is None or found[0].arch != target.arch:
+                continue
+            entry, bundle = found
+            cell = Cell(count, destination, deciding_cache(problem, count, destination, l2_bytes))
+            chosen[problem, cell] = entry.kernel
+            candidates[problem, entry.kernel] = Candidate(problem, dict(entry.knobs), _kernel(bundle, entry.kernel))
+    if not chosen:
+        raise DeviceError(f"no bundle has kernels for {target.gpu} ({target.arch}); run hadagen tune on this machine")
+    built = Toolchain.find().build([(source, source.launch) for source in copy_sources()], load_arch(target.arch))
+    copies = [kernel for kernel in built if not isinstance(kernel, BuildFailure)]
+    cells = sorted({cell for _, cell in chosen})
+    trials: dict[tuple[Problem, str], Trial] = {}
+    with DeviceRunner(index, copies, cells=cells, give_up=float("inf")) as runner:
+        for candidate, trial in runner.run(candidates.values()):
+            assert candidate.kernel is not None
+            trials[candidate.problem, candidate.kernel.digest] = trial
+    peer = find_peer()
+    results = []
+    for (problem, cell), digest in chosen.items():
+        trial = trials[problem, digest]
+        if trial.outcome is not Outcome.OK:
+            raise DeviceError(f"kernel {digest[:12]} for {problem.name} ended as {trial.outcome.value}: {trial.detail}")
+        timing = next(t for t in trial.timings if (t.elements, t.destination, t.cache) == cell)
+        peer_us = time_peer(peer, problem.n, problem.dtype, cell, l2_bytes) if peer else None
+        results.append(
+            {
+                "n": problem.n,
+                "elements": cell.elements,
+                "cache": cell.cache.value,
+                "kernel": digest,
+                "us": timing.us,
+                "copy_us": timing.copy_us,
+                "fraction_of_copy": timing.fraction_of_copy,
+                "over_fast_hadamard_transform": peer_us and peer_us / timing.us,
+            }
+        )
+    return results
+
+
+def _kernel(bundle: Bundle, digest: str) -> Kernel:
+    from hadagen.trial import Kernel
+
+    shipped = bundle.kernel(digest)
+    return Kernel(
+        digest=shipped.digest,
+        entry=shipped.entry,
+        arch=bundle.arch,
+        source="",
+        cubin=shipped.cubin,
+        ptx=shipped.ptx,
+        launch=shipped.launch,
+        registers=shipped.registers,
+        spill_bytes=shipped.spill_bytes,
+        nvcc=shipped.nvcc,
+    )
+
+
+def _parse_elements(text: str) -> list[int]:
+    try:
+        counts = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        raise UsageError(f"--elements {text!r} is not a list of numbers; write for example 65536,8388608") from None
+    for count in counts:
+        if not MIN_ELEMENTS <= count <= MAX_ELEMENTS or count & (count - 1):
+            raise UsageError(
+                f"--elements {count} is not supported; give powers of two from {MIN_ELEMENTS} to {MAX_ELEMENTS}"
+            )
+    return counts
+
+
+def _short(elements: int) -> str:
+    return f"{elements >> 20}M" if elements >= 1 << 20 else f"{elements >> 10}K"
+
+
+def _cell(result: dict[str, Any] | None) -> str:
+    if result is None:
+        return "-"
+    faster = result["over_fast_hadamard_transform"]
+    return f"{result['fraction_of_copy']:.2f}" + (f" ×{faster:.2f}" if faster else "")

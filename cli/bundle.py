@@ -1,0 +1,126 @@
+"""`hadagen bundle`: make, check, show and export bundles."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from hadagen.cli import options
+from hadagen.cli.listing import bundle_summary, winner_values, winners
+from hadagen.cli.output import print_json, print_table, short_knobs
+from hadagen.errors import StorageError
+
+if TYPE_CHECKING:
+    from hadagen.trial import Trial
+    from hadagen.tuning_db.bundle import Bundle
+    from hadagen.tuning_db.store import Store
+    from hadagen.tuning_db.winners import Cell
+
+loss = click.option(
+    "--loss",
+    type=click.FloatRange(0, 1),
+    default=0.02,
+    show_default=True,
+    help="How much slower than the best the small set of kernels may be, anywhere.",
+)
+
+
+@click.group()
+def bundle() -> None:
+    """Make, check, show and export bundles, the files that ship winners."""
+
+
+@bundle.command()
+@options.db
+@options.arch
+@loss
+@click.argument("path", type=click.Path(path_type=Path), required=False)
+def make(db: str | None, arch: str, loss: float, path: Path | None) -> None:
+    """Write the winners of a tuning database to PATH, or to where hadagen looks for bundles."""
+    from hadagen.tuning_db.bundle_writer import write_bundle
+
+    with options.open_db(db) as store:
+        selection = _portfolio(store, arch, loss)
+        path = path or options.default_bundle(arch)
+        write_bundle(path, arch, selection, store.kernel)
+    click.echo(f"{path}: {_count(selection)}, {path.stat().st_size / 1e6:.1f} MB")
+
+
+@bundle.command()
+@click.argument("paths", type=click.Path(path_type=Path), nargs=-1)
+def verify(paths: tuple[Path, ...]) -> None:
+    """Check every byte of the bundles at PATHS, or of all that hadagen uses."""
+    for each in _opened(paths):
+        each.verify()
+        click.echo(f"{each.path}: sound, {each.digest}")
+
+
+@bundle.command()
+@click.argument("paths", type=click.Path(path_type=Path), nargs=-1)
+@options.as_json
+def show(paths: tuple[Path, ...], as_json: bool) -> None:
+    """Show the winners in the bundles at PATHS, or in all that hadagen uses."""
+    bundles = _opened(paths)
+    if as_json:
+        print_json(
+            [bundle_summary(each) | {"winners": [winner_values(entry) for entry in winners(each)]} for each in bundles]
+        )
+        return
+    for each in bundles:
+        click.echo(f"{each.path}: {each.arch}, {', '.join(gpu or 'estimated' for gpu in each.gpus())}")
+        print_table(
+            ("n", "dtype", "numerics", "destination", "elements", "us", "of copy", "error", "kernel", "knobs"),
+            (
+                (
+                    entry.problem.n,
+                    entry.problem.dtype.value,
+                    entry.problem.numerics.value,
+                    entry.destination.value,
+                    entry.elements,
+                    entry.us,
+                    entry.fraction_of_copy,
+                    entry.relative_error,
+                    entry.kernel[:12],
+                    short_knobs(entry.knobs),
+                )
+                for entry in winners(each)
+            ),
+        )
+
+
+@bundle.command()
+@options.db
+@options.arch
+@loss
+@click.argument("path", type=click.Path(path_type=Path))
+def export(db: str | None, arch: str, loss: float, path: Path) -> None:
+    """Write the times of the winners of a tuning database to PATH, as CSV."""
+    from hadagen.tuning_db.table import export_csv
+
+    with options.open_db(db) as store:
+        selection = _portfolio(store, arch, loss)
+    export_csv(selection, path)
+    click.echo(f"{path}: {_count(selection)}")
+
+
+def _portfolio(store: Store, arch: str, loss: float) -> dict[Cell, Trial]:
+    from hadagen.tuning_db.winners import portfolio
+
+    return portfolio(store.trials(arch=arch, blobs=False), loss)
+
+
+def _count(selection: dict[Cell, Trial]) -> str:
+    kernels = {trial.kernel.digest for trial in selection.values() if trial.kernel}
+    return f"{len(selection)} winners, {len(kernels)} kernels"
+
+
+def _opened(paths: tuple[Path, ...]) -> list[Bundle]:
+    from hadagen.runtime import bundles
+    from hadagen.tuning_db.bundle import Bundle
+
+    found = [Bundle.open(path) for path in paths] if paths else bundles.known()
+    if not found:
+        raise StorageError("there is no bundle; make one with hadagen tune, or name one")
+    return found

@@ -1,0 +1,218 @@
+"""`hadagen doctor`: what this machine can do, and what is missing."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib.metadata import version
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import click
+
+from hadagen.cli import options
+from hadagen.cli.listing import winners
+from hadagen.cli.output import print_json
+from hadagen.cli.sentences import EXTRAS, explain
+from hadagen.errors import DeviceError, HadagenError, ToolchainError
+
+if TYPE_CHECKING:
+    from hadagen.tuning_db.bundle import Bundle
+
+OK, MISSING, BROKEN = "ok", "missing", "broken"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the report. `missing` limits what can be done here; `broken` is there and does not work."""
+
+    name: str
+    state: str
+    says: str
+
+
+class Broken(Exception):
+    """Something is there and does not work."""
+
+
+@click.command()
+@options.as_json
+@click.pass_context
+def doctor(context: click.Context, as_json: bool) -> None:
+    """Say what this machine can do, and what is missing.
+
+    The exit code is 1 only where something is broken; what is missing only limits what can be done.
+    """
+    checks = [_checked(name, check) for name, check in CHECKS.items()]
+    checks += _bundles()
+    abilities = _abilities({check.name for check in checks if check.state == OK})
+    if as_json:
+        print_json({"can": abilities, "checks": [asdict(check) for check in checks]})
+    else:
+        for check in checks:
+            click.echo(f"{check.name:<14} {check.state:<8} {check.says}")
+        click.echo()
+        for ability, how in abilities.items():
+            click.echo(f"{ability:<14} {how}")
+    context.exit(1 if any(check.state == BROKEN for check in checks) else 0)
+
+
+def _checked(name: str, check: Callable[[], str]) -> Check:
+    try:
+        return Check(name, OK, check())
+    except Broken as error:
+        return Check(name, BROKEN, str(error))
+    except (DeviceError, ToolchainError, ModuleNotFoundError) as error:
+        return Check(name, MISSING, explain(error)[0])
+    except Exception as error:
+        return Check(name, BROKEN, explain(error)[0])
+
+
+def _python() -> str:
+    return f"{platform.python_version()}, {sys.executable}"
+
+
+def _torch() -> str:
+    import torch
+
+    built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
+    return f"{torch.__version__}, {built}"
+
+
+def _bindings() -> str:
+    from cuda.bindings import driver  # noqa: F401  whether it can be imported is the question
+
+    return version("cuda-bindings")
+
+
+def _gpu() -> str:
+    from hadagen.driver import bindings, check
+    from hadagen.measure import device_environment
+
+    count = check(bindings().cuDeviceGetCount(), "counting CUDA devices")
+    environments = [device_environment(index) for index in range(max(1, count))]
+    names = ", ".join(f"{e.gpu} (compute capability {e.compute_capability})" for e in environments)
+    return f"{names}; driver {environments[0].driver}, CUDA {environments[0].cuda}"
+
+
+def _kernels() -> str:
+    """Which kernels the current GPU would run."""
+    import torch
+
+    from hadagen.runtime import bundles
+    from hadagen.runtime.choose import Match, match_of
+    from hadagen.runtime.device import cuda_device
+
+    if not torch.cuda.is_available():
+        raise DeviceError("PyTorch sees no GPU, so it computes the transform itself, on the CPU")
+    device = cuda_device(torch.cuda.current_device())
+    entries = (entry for bundle in bundles.known() for entry in winners(bundle))
+    found = Counter(match_of(entry, device) for entry in entries) if device else Counter[Match]()
+    best = next((quality for quality in Match if found[quality]), Match.GENERIC)
+    if best is Match.GENERIC:
+        raise DeviceError("no bundle has kernels for this GPU, so PyTorch computes the transform; run: hadagen tune")
+    return f"{found[best]} winners match this GPU as {best.value}"
+
+
+def _extra() -> str:
+    missing = [package for package in EXTRAS if find_spec(package) is None]
+    if missing:
+        raise ModuleNotFoundError(name=missing[0])
+    return "all packages that tuning needs"
+
+
+def _nvcc() -> str:
+    """Finds it, and compiles something."""
+    from hadagen.arch import load_arch
+    from hadagen.measure import copy_sources
+    from hadagen.toolchain import BuildFailure, Toolchain
+
+    try:
+        toolchain = Toolchain.find()
+        source = copy_sources()[0]
+        (built,) = toolchain.build([(source, source.launch)], load_arch(options.DEFAULT_ARCH))
+    except ToolchainError as error:
+        if shutil.which("nvcc"):
+            raise Broken(str(error)) from error
+        raise
+    if isinstance(built, BuildFailure):
+        raise Broken(f"{toolchain.nvcc} refuses the copy kernel: {' / '.join(built.log.split())}; install another")
+    return f"{toolchain.release}, {toolchain.nvcc}"
+
+
+def _emulator() -> str:
+    """Runs the smallest kernel on the CPU."""
+    from hadagen.arch import load_arch
+    from hadagen.codegen import render
+    from hadagen.emulator import HostCompileError, verify
+    from hadagen.problem import DType, Problem
+    from hadagen.space import Space, build_plan
+
+    problem, arch = Problem(2, DType.FLOAT16), load_arch(options.DEFAULT_ARCH)
+    plan = build_plan(problem, Space(problem, arch).seeds()[0], arch)
+    try:
+        error = max(verify(problem, render(plan), plan.launch).values())
+    except HostCompileError as failure:
+        raise Broken(str(failure)) from failure
+    if error > problem.error_bound:
+        raise Broken(f"a kernel is off by {error:.1e} in the emulator; use another C++ compiler, see CXX")
+    return "the C++ compiler builds kernels for the CPU, and they are right"
+
+
+def _cache() -> str:
+    from hadagen.cache import KernelCache, cache_root
+
+    with KernelCache(cache_root()).workspace():
+        pass
+    files = [path for path in cache_root().rglob("*") if path.is_file()]
+    size = sum(path.stat().st_size for path in files)
+    return f"{cache_root()}, {size / 1e6:.0f} MB"
+
+
+CHECKS: dict[str, Callable[[], str]] = {
+    "python": _python,
+    "torch": _torch,
+    "cuda-bindings": _bindings,
+    "gpu": _gpu,
+    "kernels": _kernels,
+    "tune extra": _extra,
+    "nvcc": _nvcc,
+    "emulator": _emulator,
+    "cache": _cache,
+}
+
+
+def _bundles() -> list[Check]:
+    """One check for each bundle, and one for each that cannot be used."""
+    from hadagen.runtime import bundles
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            known = bundles.known()
+        except HadagenError as error:
+            return [Check("bundle", BROKEN, str(error))]
+    checks = [_checked("bundle", partial(_verified, bundle)) for bundle in known]
+    checks += [Check("bundle", BROKEN, str(warning.message)) for warning in caught]
+    return checks or [Check("bundle", MISSING, "there is none; make one with: hadagen tune")]
+
+
+def _verified(bundle: Bundle) -> str:
+    bundle.verify()
+    gpus = ", ".join(gpu or "estimated" for gpu in bundle.gpus())
+    return f"{bundle.path}: {bundle.arch}, {len(bundle.problems())} problems, {gpus}"
+
+
+def _abilities(sound: set[str]) -> dict[str, str]:
+    """What follows from the checks that are sound."""
+    if not {"tune extra", "nvcc", "emulator", "cache"} <= sound:
+        tunes = "no"
+    else:
+        tunes = "measured" if "gpu" in sound else "estimated, for lack of a GPU"
+    return {"runs kernels": "yes" if "kernels" in sound else "no, PyTorch computes the transform", "tunes": tunes}

@@ -1,0 +1,63 @@
+"""`hadagen emit`: the source of one variant, or what the compiler makes of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from hadagen.cli import options
+from hadagen.errors import ToolchainError
+from hadagen.problem import Problem
+
+if TYPE_CHECKING:
+    from hadagen.arch import Arch
+    from hadagen.space import Knobs
+
+LARGE_ELEMENTS = 1 << 26
+
+
+@click.command()
+@options.arch
+@options.problem
+@click.option("--knobs", multiple=True, metavar="K=V", help="Set a knob; may be given several times.")
+@click.option("--ptx", "form", flag_value="ptx", help="Print the PTX that nvcc makes of it.")
+@click.option("--sass", "form", flag_value="sass", help="Print the machine code.")
+def emit(arch: str, problem: Problem, knobs: tuple[str, ...], form: str | None) -> None:
+    """Print the CUDA C++ source of a kernel.
+
+    Knobs that are not set are as near as is legal to those of the known winner for large inputs, or to the first seed
+    where no winner is known.
+    """
+    from hadagen.arch import load_arch
+    from hadagen.codegen import render
+    from hadagen.space import build_plan
+
+    target = load_arch(arch)
+    plan = build_plan(problem, _complete(options.parse_knobs(knobs), problem, target), target)
+    source = render(plan)
+    if form is None:
+        click.echo(source.text, nl=False)
+        return
+
+    from hadagen.toolchain import BuildFailure, Toolchain, disassemble
+
+    (built,) = Toolchain.find().build([(source, plan.launch)], target)
+    if isinstance(built, BuildFailure):
+        log = " / ".join(line.strip() for line in built.log.splitlines() if line.strip())
+        raise ToolchainError(f"nvcc refuses {source.entry}, which is a bug of hadagen: {log}")
+    click.echo(built.ptx.decode() if form == "ptx" else disassemble(built), nl=False)
+
+
+def _complete(given: dict[str, int | str], problem: Problem, arch: Arch) -> Knobs:
+    """The legal knobs with the given values that differ least from the default ones; where there are none, the sum."""
+    from hadagen.runtime.choose import best_config
+    from hadagen.space import Knobs, Space
+
+    space = Space(problem, arch)
+    winner = best_config(problem, max(1, LARGE_ELEMENTS // problem.n), arch=arch.name, inplace=True)
+    default = space.seeds()[0] if winner.knobs is None else Knobs.from_dict(winner.knobs)
+    wanted = {**default.to_dict(), **given}
+    both = Knobs.from_dict(wanted)
+    legal = (knobs for knobs in space.legal if given.items() <= knobs.to_dict().items())
+    return min(legal, key=lambda knobs: len(wanted.items() - knobs.to_dict().items()), default=both)

@@ -1,0 +1,121 @@
+"""`hadagen list`: which bundles and databases there are, and what they hold."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hadagen.cli import options
+from hadagen.cli.output import print_json, print_table
+
+if TYPE_CHECKING:
+    from hadagen.trial import Trial
+    from hadagen.tuning_db.bundle import Bundle, BundleEntry
+    from hadagen.tuning_db.store import Store
+
+
+@click.command("list")
+@options.db
+@options.as_json
+def list_(db: str | None, as_json: bool) -> None:
+    """List the bundles that hadagen uses, the most wanted first, and the tuning database."""
+    from hadagen.runtime import bundles
+
+    found = [bundle_summary(bundle) for bundle in bundles.known()]
+    databases = []
+    if db is not None or options.default_db().exists():
+        with options.open_db(db) as store:
+            databases.append(_database_summary(store))
+    if as_json:
+        print_json({"bundles": found, "databases": databases})
+        return
+    if not found:
+        click.echo("no bundle; make one with: hadagen tune")
+    else:
+        print_table(
+            ("bundle", "arch", "GPUs", "problems", "winners", "kernels", "date"),
+            (
+                (b["path"], b["arch"], _names(b["gpus"]), b["problems"], b["winners"], b["kernels"], b["date"])
+                for b in found
+            ),
+        )
+    for each in databases:
+        click.echo()
+        click.echo(f"database {each['path']}" + (", read-only" if each["read_only"] else ""))
+        print_table(
+            ("arch", "GPU", "problems", "trials", "outcomes"),
+            (
+                (run["arch"], _names([run["gpu"]]), run["problems"], run["trials"], _outcomes(run["outcomes"]))
+                for run in each["runs"]
+            ),
+        )
+
+
+def bundle_summary(bundle: Bundle) -> dict[str, Any]:
+    """What a bundle holds, as plain values; the GPU "" stands for an estimate."""
+    entries = list(winners(bundle))
+    return {
+        "path": str(bundle.path),
+        "arch": bundle.arch,
+        "gpus": bundle.gpus(),
+        "problems": len(bundle.problems()),
+        "winners": len(entries),
+        "kernels": len({entry.kernel for entry in entries}),
+        "date": bundle.date,
+        "version": bundle.version,
+        "digest": bundle.digest,
+    }
+
+
+def winners(bundle: Bundle) -> Iterator[BundleEntry]:
+    """All of a bundle."""
+    for problem in bundle.problems():
+        yield from bundle.entries(problem)
+
+
+def winner_values(entry: BundleEntry) -> dict[str, Any]:
+    """A winner as plain values, in the words of `hadagen best`."""
+    return {
+        "problem": entry.problem.to_dict(),
+        "destination": entry.destination.value,
+        "elements": entry.elements,
+        "cache": entry.cache.value,
+        "gpu": entry.gpu,
+        "kernel": entry.kernel,
+        "knobs": dict(entry.knobs),
+        "us": entry.us,
+        "copy_us": entry.copy_us,
+        "fraction_of_copy": entry.fraction_of_copy,
+        "relative_error": entry.relative_error,
+        "provenance": entry.provenance.value,
+        "date": entry.date,
+    }
+
+
+def _database_summary(store: Store) -> dict[str, Any]:
+    """What a database holds, as plain values: its trials by arch and GPU."""
+    trials: dict[tuple[str, str], list[Trial]] = {}
+    for trial in store.trials(blobs=False):
+        trials.setdefault((trial.arch, trial.environment.gpu), []).append(trial)
+    runs = [
+        {
+            "arch": arch,
+            "gpu": gpu,
+            "problems": len({trial.problem for trial in group}),
+            "trials": len(group),
+            "outcomes": dict(Counter(trial.outcome.value for trial in group).most_common()),
+        }
+        for (arch, gpu), group in sorted(trials.items())
+    ]
+    return {"path": store.place, "read_only": store.read_only, "runs": runs}
+
+
+def _names(gpus: list[str]) -> str:
+    return ", ".join(gpu or "estimated" for gpu in gpus)
+
+
+def _outcomes(counts: dict[str, int]) -> str:
+    return ", ".join(f"{count} {outcome}" for outcome, count in counts.items())

@@ -1,0 +1,61 @@
+"""`hadagen`: the command line. Every expected failure becomes one sentence on stderr and an exit code.
+
+Exit codes: 0 done, 1 failed, 2 wrong usage. `HADAGEN_DEBUG=1` shows the traceback before the sentence.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+import warnings
+from typing import Any, NoReturn
+
+import click
+
+from hadagen.cli.bench import bench
+from hadagen.cli.best import best
+from hadagen.cli.bundle import bundle
+from hadagen.cli.doctor import doctor
+from hadagen.cli.emit import emit
+from hadagen.cli.listing import list_
+from hadagen.cli.sentences import explain
+from hadagen.cli.space import space
+from hadagen.cli.tune import tune
+
+
+class Commands(click.Group):
+    """A click group that never shows a traceback."""
+
+    def main(self, *args: Any, **kwargs: Any) -> NoReturn:
+        kwargs["standalone_mode"] = False
+        warnings.showwarning = _show_warning
+        try:
+            status = super().main(*args, **kwargs)
+        except Exception as error:
+            if os.environ.get("HADAGEN_DEBUG"):
+                traceback.print_exc()
+            sentence, status = explain(error)
+            click.echo(f"hadagen: {sentence}", err=True)
+        sys.exit(status)
+
+
+def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
+    click.echo(f"hadagen: warning: {message}", err=True)
+
+
+@click.group(
+    cls=Commands,
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
+)
+@click.version_option(package_name="hadagen", message="%(prog)s %(version)s")
+@click.pass_context
+def main(context: click.Context) -> None:
+    """Generate, verify, time, store and ship GPU kernels for the Walsh-Hadamard transform."""
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
+
+
+for command in (tune, best, list_, emit, space, bench, bundle, doctor):
+    main.add_command(command)

@@ -1,0 +1,117 @@
+"""Options that several commands share, and how their text becomes values."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import click
+
+from hadagen.errors import StorageError, UsageError
+from hadagen.problem import MAX_LOG2_N, DType, Numerics, Problem
+from hadagen.runtime.bundles import user_directory
+
+if TYPE_CHECKING:
+    from hadagen.tuning_db.store import Store
+
+DEFAULT_ARCH = "sm90"
+
+arch = click.option("--arch", default=DEFAULT_ARCH, show_default=True, help="Target architecture.")
+n = click.option("--n", type=int, required=True, help="Row length: a power of two from 2 to 32768.")
+sizes = click.option(
+    "--n",
+    "sizes",
+    multiple=True,
+    default=["2-32768"],
+    show_default=True,
+    help="Row lengths, such as 4096 or 128,256 or 2-64.",
+)
+dtype = click.option("--dtype", default=DType.FLOAT16.value, show_default=True, help="float16 or bfloat16.")
+numerics = click.option(
+    "--numerics",
+    default=Numerics.ACCURATE.value,
+    show_default=True,
+    help="accurate rounds once; fast may round between steps.",
+)
+db = click.option(
+    "--db",
+    metavar="PATH|URL",
+    help="Tuning database: a file or a postgresql:// URL.  [default: tuning.db in hadagen's data directory]",
+)
+as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+def make_problem(n: int, dtype: str, numerics: str) -> Problem:
+    """The problem of these texts; `Problem` itself checks and converts them. Raises `UsageError`."""
+    return Problem(n, cast(DType, dtype), cast(Numerics, numerics))
+
+
+def problem(command: Callable[..., None]) -> Callable[..., None]:
+    """`--n --dtype --numerics`, which the command receives as one `Problem`."""
+
+    @n
+    @dtype
+    @numerics
+    @functools.wraps(command)
+    def with_problem(*, n: int, dtype: str, numerics: str, **others: Any) -> None:
+        command(problem=make_problem(n, dtype, numerics), **others)
+
+    return with_problem
+
+
+def parse_sizes(texts: Iterable[str]) -> list[int]:
+    """Row lengths named by texts such as `4096`, `128,256` and `2-32768` (every power of two between), ascending.
+
+    Raises `UsageError` where a text names no size, or one that is not supported.
+    """
+    sizes: set[int] = set()
+    for text in (part.strip() for given in texts for part in given.split(",")):
+        first, dash, last = text.partition("-")
+        if not first.isdigit() or (dash and not last.isdigit()):
+            raise UsageError(f"--n {text!r} is not a size; write 4096, 128,256 or 2-32768")
+        if not dash:
+            sizes.add(Problem(int(first), DType.FLOAT16).n)
+            continue
+        low, high = Problem(int(first), DType.FLOAT16).n, Problem(int(last), DType.FLOAT16).n
+        if low > high:
+            raise UsageError(f"--n {text!r} is an empty range; write the smaller size first, as in {high}-{low}")
+        sizes.update(1 << k for k in range(1, MAX_LOG2_N + 1) if low <= 1 << k <= high)
+    return sorted(sizes)
+
+
+def parse_knobs(texts: Iterable[str]) -> dict[str, int | str]:
+    """Knobs from texts such as `warps=4`; what they may be is for the space to say.
+
+    Raises `UsageError` where a text is not of that form.
+    """
+    values: dict[str, int | str] = {}
+    for text in (part.strip() for given in texts for part in given.split(",")):
+        name, equals, value = text.partition("=")
+        if not (name and equals and value):
+            raise UsageError(f"--knobs {text!r} is not of the form k=v; write for example --knobs warps=4")
+        values[name] = int(value) if value.isdigit() else value
+    return values
+
+
+def default_db() -> Path:
+    """Where trials are kept where nothing else is said; beside the bundles that the runtime looks for."""
+    return user_directory().parent / "tuning.db"
+
+
+def default_bundle(arch: str) -> Path:
+    """Where a bundle is written where nothing else is said, and where the runtime then finds it."""
+    return user_directory() / f"{arch}.db"
+
+
+def open_db(where: str | None) -> Store:
+    """The tuning database named by `--db`, which must be there. Raises `StorageError`."""
+    from hadagen.tuning_db.store import Store
+
+    place = where or str(default_db())
+    if "://" not in place and not Path(place).exists():
+        raise StorageError(
+            f"there is no tuning database {place}; make one with hadagen tune, or name another with --db"
+        )
+    return Store.open(place)

@@ -1,0 +1,43 @@
+"""How results are printed: JSON for programs, aligned columns for people."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import click
+
+
+def print_json(value: Any) -> None:
+    click.echo(json.dumps(value, indent=2))
+
+
+def print_table(headers: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """Columns as wide as their widest cell, two blanks apart; numbers lean right."""
+    rows = list(rows)
+    cells = [list(headers), *([_cell(value) for value in row] for row in rows)]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(headers))]
+    numeric = [all(isinstance(row[column], (int, float, type(None))) for row in rows) for column in range(len(headers))]
+    for line in cells:
+        padded = (
+            text.rjust(width) if right else text.ljust(width)
+            for text, width, right in zip(line, widths, numeric, strict=True)
+        )
+        click.echo("  ".join(padded).rstrip())
+
+
+def short_knobs(knobs: Mapping[str, Any]) -> str:
+    """Knobs on one line, in the order of the search: `chunks=4 warps=2 ...`."""
+    return " ".join(f"{name}={value}" for name, value in knobs.items())
+
+
+def clock_text(seconds: float | None) -> str:
+    """Such as 3:07."""
+    return "?:??" if seconds is None else f"{int(seconds) // 60}:{int(seconds) % 60:02}"
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.3g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,111 @@
+"""What a search shows while it runs: a live display on a terminal, and lines of text anywhere else."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import click
+
+from hadagen.cli.output import clock_text
+from hadagen.trial import Outcome
+from hadagen.tuner import REGIMES, Event, Listener, PairRaced, ProblemFinished, SearchStarted, TrialFinished
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+LINE_SECONDS = 10.0  # between two lines of text, at least
+
+
+class State:
+    """How far a search is, from its events. `clock` gives seconds."""
+
+    def __init__(self, time_budget: float | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._time_budget = time_budget
+        self._started = clock()
+        self.outcomes: Counter[Outcome] = Counter()
+        self.trials = 0  # that will be finished at the end
+        self.finished = 0  # those of earlier runs included
+        self._before = 0
+        self.now = ""
+        self.raced = 0
+
+    def listen(self, event: Event) -> None:
+        if isinstance(event, SearchStarted):
+            self.trials, self.finished, self._before = event.trials, event.finished, event.finished
+        elif isinstance(event, TrialFinished):
+            self.trials, self.finished = event.trials, event.finished
+            self.outcomes[event.trial.outcome] += 1
+            self.now = f"{event.trial.problem.name}: {best_so_far(event.best)}"
+        elif isinstance(event, PairRaced):
+            self.raced += 1
+            self.now = f"{event.problem.name}: racing near-ties"
+
+    @property
+    def counts(self) -> str:
+        outcomes = ", ".join(f"{count} {outcome.value}" for outcome, count in self.outcomes.most_common())
+        races = f", {self.raced} pairs raced" if self.raced else ""
+        return f"{self.finished} of {self.trials} trials" + (f" ({outcomes}{races})" if outcomes else "")
+
+    @property
+    def seconds_left(self) -> float | None:
+        """By the rate so far, and at most what the time budget leaves; None while there is nothing to go by."""
+        elapsed = self._clock() - self._started
+        done = self.finished - self._before
+        left = [] if self._time_budget is None else [self._time_budget - elapsed]
+        if done:
+            left.append(elapsed / done * (self.trials - self.finished))
+        return max(0.0, min(left)) if left else None
+
+    def __rich__(self) -> RenderableType:
+        from rich.console import Group
+        from rich.progress_bar import ProgressBar
+        from rich.text import Text
+
+        return Group(
+            ProgressBar(total=max(1, self.trials), completed=self.finished, width=60),
+            Text(f"{self.counts}, {clock_text(self.seconds_left)} left"),
+            Text(self.now),
+        )
+
+
+@contextmanager
+def shown(time_budget: float | None) -> Iterator[Listener]:
+    """A listener whose events are shown on stderr until the end of the `with`."""
+    from rich.console import Console
+    from rich.live import Live
+
+    state = State(time_budget)
+    console = Console(stderr=True)
+    if console.is_terminal:
+        with Live(state, console=console, refresh_per_second=4):
+            yield state.listen
+    else:
+        yield _Lines(state).listen
+
+
+class _Lines:
+    """A line now and then, and one for every finished problem."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._next = time.monotonic() + LINE_SECONDS
+
+    def listen(self, event: Event) -> None:
+        self._state.listen(event)
+        if isinstance(event, ProblemFinished):
+            click.echo(f"{event.problem.name}: {event.finished} trials, {best_so_far(event.best)}", err=True)
+        elif time.monotonic() >= self._next:
+            click.echo(f"{self._state.counts}, {clock_text(self._state.seconds_left)} left", err=True)
+            self._next = time.monotonic() + LINE_SECONDS
+
+
+def best_so_far(best: tuple[float, ...]) -> str:
+    """The best fraction of copy in each regime."""
+    return (
+        "best " + ", ".join(f"{score:.2f} ({regime})" for score, regime in zip(best, REGIMES, strict=True)) + " of copy"
+    )

@@ -1,0 +1,54 @@
+"""Errors as people read them: one sentence and an exit code."""
+
+from __future__ import annotations
+
+import errno
+
+import click
+
+from hadagen.errors import HadagenError
+
+# What a command needs beyond a bare install, and the extra that brings it.
+EXTRAS = {
+    "alembic": "tune",
+    "jinja2": "tune",
+    "numpy": "tune",
+    "optuna": "tune",
+    "rich": "tune",
+    "sqlalchemy": "tune",
+    "yaml": "tune",
+}
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)
+
+
+def explain(error: Exception) -> tuple[str, int]:
+    """The sentence and the exit code that stand for `error`."""
+    if isinstance(error, HadagenError):
+        return str(error), error.exit_code
+    if isinstance(error, click.UsageError):
+        command = error.ctx.command_path if error.ctx else "hadagen"
+        return f"{error.format_message().rstrip('.')}; see '{command} --help'", 2
+    if isinstance(error, click.ClickException):
+        return error.format_message(), error.exit_code
+    if isinstance(error, click.Abort):
+        return "interrupted; what had finished is kept", 1
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        package = error.name.partition(".")[0]
+        wanted = f"hadagen[{EXTRAS[package]}]" if package in EXTRAS else package
+        return f"the Python package {package} is not installed; install it with: pip install '{wanted}'", 1
+    if isinstance(error, OSError):
+        return _of_system(error), 1
+    bug = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return f"{bug}; this is a bug of hadagen, please report it with what HADAGEN_DEBUG=1 shows", 1
+
+
+def _of_system(error: OSError) -> str:
+    what = error.strerror or str(error)
+    where = f"{error.filename}: " if error.filename else ""
+    if error.errno in _FULL:
+        return f"{where}{what}; make room and run the same command again, nothing that was stored is lost"
+    if error.errno in _FORBIDDEN:
+        return f"{where}{what}; name a place that you may write to"
+    return f"{where}{what}; check the path and run the same command again"

@@ -1,0 +1,185 @@
+"""`hadagen tune`: search, then write a bundle of the winners."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hadagen.cli import options
+from hadagen.cli.listing import winner_values
+from hadagen.cli.output import clock_text, print_json, print_table
+from hadagen.errors import DeviceError
+from hadagen.problem import DType, Numerics, Problem
+from hadagen.trial import Destination
+
+if TYPE_CHECKING:
+    from hadagen.arch import Arch
+    from hadagen.measure import Runner
+    from hadagen.toolchain import Toolchain
+    from hadagen.trial import Environment
+    from hadagen.tuning_db.bundle import BundleEntry
+
+# Where the table at the end looks: rows · n of a small input, one in L2, and a large one.
+SHOWN_ELEMENTS = {"64K": 1 << 16, "8M": 1 << 23, "256M": 1 << 28}
+NOT_MEASURED = (
+    "there is no {arch} GPU here, so kernels are verified on the CPU and ranked by a cost model, and every winner is "
+    "only estimated; run the same command on a machine with such a GPU to measure"
+)
+
+
+@click.command()
+@click.option("--arch", help="Target architecture.  [default: that of the GPU here, or sm90]")
+@options.sizes
+@click.option(
+    "--dtype", "dtypes", multiple=True, default=[d.value for d in DType], help="float16, bfloat16; both if not given."
+)
+@click.option(
+    "--numerics",
+    "contracts",
+    multiple=True,
+    default=[n.value for n in Numerics],
+    help="accurate, fast; both if not given.",
+)
+@click.option("--trials", type=int, help="Trials of each problem, those of earlier runs included.")
+@click.option("--time-budget", type=float, metavar="SECONDS", help="Stop after this long.  [default: no limit]")
+@options.db
+@click.option(
+    "--bundle", type=click.Path(path_type=Path), help="Where the winners go.  [default: where calls find them]"
+)
+@click.option("--device", type=int, metavar="INDEX", help="CUDA device to measure on.  [default: 0]")
+@click.option("--seed", type=int, default=0, show_default=True, help="Same seed and same timings: same search.")
+@options.as_json
+def tune(
+    arch: str | None,
+    sizes: tuple[str, ...],
+    dtypes: tuple[str, ...],
+    contracts: tuple[str, ...],
+    trials: int | None,
+    time_budget: float | None,
+    db: str | None,
+    bundle: Path | None,
+    device: int | None,
+    seed: int,
+    as_json: bool,
+) -> None:
+    """Search for the fastest kernels, and write them to a bundle that calls find.
+
+    Every finished trial is kept at once: a run that was interrupted goes on where it was when it is started again.
+    Without a GPU of the architecture, kernels are verified on the CPU and ranked by a model, and say so.
+    """
+    from hadagen.arch import load_arch
+    from hadagen.cli.progress import shown
+    from hadagen.toolchain import Toolchain
+    from hadagen.tuner import TuneOptions
+    from hadagen.tuner import tune as search
+    from hadagen.tuning_db.bundle import Bundle
+    from hadagen.tuning_db.bundle_writer import write_bundle
+    from hadagen.tuning_db.store import Store
+    from hadagen.tuning_db.winners import portfolio
+
+    problems = [options.make_problem(*parts) for parts in product(options.parse_sizes(sizes), dtypes, contracts)]
+    gpu = _find_gpu(device)
+    target = load_arch(arch or (_arch_name(gpu) if gpu else options.DEFAULT_ARCH))
+    if gpu and _arch_name(gpu) != target.name:
+        gpu = None
+    provenance = f"measuring on {gpu.gpu}" if gpu else NOT_MEASURED.format(arch=target.name)
+    toolchain = Toolchain.find()
+    with Store.open(db or options.default_db()) as store, _runner(target, gpu, device or 0, toolchain) as runner:
+        wanted = TuneOptions(
+            arch=target,
+            problems=problems,
+            store=store,
+            runner=runner,
+            build=lambda sources: toolchain.build(sources, target),
+            trials=trials,
+            time_budget=time_budget,
+            seed=seed,
+        )
+        click.echo(f"tuning {len(problems)} problems for {target.name}; {provenance}", err=True)
+        click.echo(f"every trial is kept in {store.place}", err=True)
+        with shown(time_budget) as listen:
+            report = search(wanted, listen)
+        if report.stopped == "interrupted":
+            raise click.Abort
+        path = bundle or options.default_bundle(target.name)
+        write_bundle(path, target.name, portfolio(store.trials(arch=target.name, blobs=False)), store.kernel)
+        place = store.place
+    written = Bundle.open(path)
+    gpu_name = report.environment.gpu
+    entries = [entry for problem in problems for entry in written.entries(problem) if entry.gpu == gpu_name]
+    if as_json:
+        print_json(
+            {
+                "arch": target.name,
+                "gpu": gpu_name,
+                "estimated": report.estimated,
+                "database": place,
+                "bundle": str(path),
+                "trials": report.finished,
+                "trials_before": report.finished_before,
+                "outcomes": {outcome.value: count for outcome, count in report.outcomes.items()},
+                "seconds": report.seconds,
+                "stopped": report.stopped,
+                "winners": [winner_values(entry) for entry in entries],
+            }
+        )
+        return
+    _print_winners(entries)
+    new, stopped = report.finished - report.finished_before, f", {report.stopped}" if report.stopped else ""
+    click.echo(f"\n{new} new trials in {clock_text(report.seconds)}{stopped}; the winners are in {path}")
+    click.echo(f"{'estimated' if report.estimated else 'measured'}: {provenance}")
+
+
+def _find_gpu(index: int | None) -> Environment | None:
+    """The CUDA device asked for; where none was asked for, the first one, or None."""
+    from hadagen.measure import device_environment
+
+    try:
+        return device_environment(index or 0)
+    except DeviceError:
+        if index is not None:
+            raise
+        return None
+
+
+def _arch_name(gpu: Environment) -> str:
+    return f"sm{gpu.compute_capability.replace('.', '')}"
+
+
+@contextmanager
+def _runner(arch: Arch, gpu: Environment | None, index: int, toolchain: Toolchain) -> Iterator[Runner]:
+    """Measures on the GPU, or estimates where there is none."""
+    from hadagen.measure import DeviceRunner, copy_sources
+    from hadagen.toolchain import BuildFailure
+    from hadagen.tuner import EstimateRunner
+
+    if gpu is None:
+        yield EstimateRunner(arch)
+        return
+    built = toolchain.build([(source, source.launch) for source in copy_sources()], arch)
+    with DeviceRunner(index, [kernel for kernel in built if not isinstance(kernel, BuildFailure)]) as runner:
+        yield runner
+
+
+def _print_winners(entries: Sequence[BundleEntry]) -> None:
+    """A line for each problem: in place, at each of `SHOWN_ELEMENTS`."""
+    from hadagen.space import Knobs
+
+    lines: dict[Problem, dict[int, BundleEntry]] = {}
+    for entry in entries:
+        if entry.destination is Destination.IN_PLACE:
+            lines.setdefault(entry.problem, {})[entry.elements] = entry
+    times = [header for label in SHOWN_ELEMENTS for header in (f"{label}: µs", "of copy")]
+    rows: list[list[Any]] = []
+    for problem, there in lines.items():
+        rows.append(list(problem.to_dict().values()))
+        for elements in SHOWN_ELEMENTS.values():
+            entry_there = there.get(elements)
+            rows[-1] += [entry_there.us, entry_there.fraction_of_copy] if entry_there else [None, None]
+        rows[-1].append(Knobs.from_dict(there[max(there)].knobs))
+    print_table(["n", "dtype", "numerics", *times, "knobs where large"], rows)

@@ -1,0 +1,245 @@
+"""Plans → CUDA C++. Each step becomes one commented block of a kernel; `templates/steps.cu.j2` holds the blocks.
+
+What is computed here are the index expressions that follow from placements; what a block looks like is the template's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+import jinja2
+
+from hadagen.layout import PAIR, Place
+from hadagen.plan import (
+    BARRIER_BYTES,
+    CHUNK_ELEMENTS,
+    FP32,
+    MMA_EXPONENT,
+    VECTOR_ELEMENTS,
+    Butterfly,
+    Exchange,
+    Load,
+    Mma,
+    Plan,
+    Scale,
+    Shuffle,
+    Step,
+    Store,
+)
+
+TEMPLATES = "hadagen.templates"
+HEADER = "hadagen.cuh"
+
+
+@dataclass(frozen=True)
+class Source:
+    """One kernel: its name, and the text of a translation unit that includes `hadagen.cuh` and defines it."""
+
+    entry: str
+    text: str
+
+
+def render(plan: Plan) -> Source:
+    """The CUDA C++ of a plan. The same plan always gives the same text."""
+    problem = plan.problem
+    entry = f"hadagen_n{problem.n}_{problem.dtype.value}_{problem.numerics.value}_{plan.digest[:8]}"
+    text = _environment().get_template("kernel.cu.j2").render(_view(plan, entry))
+    return Source(entry, text)
+
+
+def header(target: str = "device") -> str:
+    """Text of the primitives header, for `device` (nvcc) or `host` (the emulator)."""
+    return files(TEMPLATES).joinpath(target, HEADER).read_text(encoding="utf-8")
+
+
+@cache
+def _environment() -> jinja2.Environment:
+    return jinja2.Environment(
+        loader=jinja2.PackageLoader(TEMPLATES, "."),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+
+
+def _view(plan: Plan, entry: str) -> dict[str, Any]:
+    """What the templates may see: the plan, its numbers and its index expressions. No launch argument is among them."""
+    stored = plan.placements[-1]
+    cluster = plan.launch.cluster
+    per_cluster = f" / {cluster}" if cluster > 1 else ""
+    remote_first = bool(plan.exchanges) and plan.exchanges[0].crosses_blocks
+    return {
+        "plan": plan,
+        "entry": entry,
+        "places": _place_lines(plan),
+        "groups": _groups(plan),
+        "tile": plan.tile_elements,
+        "block": plan.block_elements,
+        "cluster": cluster,
+        "chunks": 1 << plan.chunk_bits,
+        "chunk": CHUNK_ELEMENTS,
+        "vector_elements": VECTOR_ELEMENTS,
+        "barrier_bytes": BARRIER_BYTES,
+        "mma_exponent": MMA_EXPONENT,
+        "wide": FP32 in plan.carriers,
+        "prefetch": plan.load.stages > 1 and not plan.load.staged,
+        "remote_first": remote_first,
+        # The last tile may be partly beyond the end of the array; a vector only where it holds several rows.
+        "ragged": plan.rows_per_tile > 1,
+        "ragged_vector": plan.problem.n < VECTOR_ELEMENTS,
+        "first_tile": f"block_index(){per_cluster}",
+        "tiles_in_grid": f"grid_blocks(){per_cluster}",
+        "share": f"tile * {plan.tile_elements}" + (f" + rank * {plan.block_elements}" if cluster > 1 else ""),
+        "moved": stored != plan.loaded,
+        "load_thread": _sum(f"lane * {VECTOR_ELEMENTS}", _scatter("warp", plan.loaded.bits_of("warp"))),
+        "store_thread": _sum(
+            f"lane * {VECTOR_ELEMENTS}",
+            _scatter("warp", stored.bits_of("warp")),
+            _scatter("rank", stored.bits_of("cta")),
+        ),
+        "store_chunk": _scatter("c", _chunk_bits(stored.bits_of("reg"))) or "0",
+    }
+
+
+def _place_lines(plan: Plan) -> list[str]:
+    """For each kind of place, the index bits that live there as loaded, low to high."""
+    kinds = {
+        "pair": "half of a register",
+        "reg": "register of the thread",
+        "lane": "thread of the warp",
+        "warp": "warp of the block",
+        "cta": "block of the cluster",
+    }
+    held = {kind: plan.loaded.bits_of(kind) for kind in kinds}
+    return [f"{kind:5}{' '.join(map(str, held[kind].values())):17}{what}" for kind, what in kinds.items() if held[kind]]
+
+
+def _groups(plan: Plan) -> list[dict[str, Any]]:
+    """The steps in the order they are written: each over all chunks, or runs of steps that stay in a chunk, chunk by chunk."""
+    groups: list[dict[str, Any]] = []
+    for step, view in zip(plan.steps, _steps(plan), strict=True):
+        by_chunk = plan.by_chunk and _stays_in_chunk(step)
+        if by_chunk and groups and groups[-1]["by_chunk"]:
+            groups[-1]["steps"].append(view)
+        else:
+            groups.append({"by_chunk": by_chunk, "steps": [view]})
+    for group in groups:
+        group["wide"] = any(view["wide"] for view in group["steps"])
+    return groups
+
+
+def _stays_in_chunk(step: Step) -> bool:
+    if isinstance(step, Butterfly):
+        return step.place == PAIR or step.place.index < 2
+    return not isinstance(step, Load | Store | Exchange)
+
+
+def _steps(plan: Plan) -> list[dict[str, Any]]:
+    """What the block of each step needs to know."""
+    views: list[dict[str, Any]] = []
+    turns = _turns(plan)
+    carrier = ""
+    lines = zip(plan.steps, plan.describe(), plan.carriers, strict=True)
+    for number, (step, line, carrier_after) in enumerate(lines, 1):
+        view: dict[str, Any] = {"kind": type(step).__name__, "number": number, "line": line, "carrier": carrier}
+        view["wide"] = FP32 in (carrier, carrier_after)
+        if isinstance(step, Mma):
+            view |= {"stride": 1 << step.reg, "split": step.split, "accumulator": step.accumulator}
+        elif isinstance(step, Butterfly):
+            view |= {"stride": _stride(step.place, carrier), "in_pair": step.place == PAIR}
+        elif isinstance(step, Shuffle):
+            view |= {"mask": 1 << step.lane, "widen": step.widen}
+        elif isinstance(step, Scale):
+            view |= {"factor": 2.0**step.exponent}
+        elif isinstance(step, Exchange):
+            view |= _exchange(plan, step) | {"turns": [next(turns) for _ in range(step.rounds)]}
+        carrier = carrier_after
+        views.append(view)
+    return views
+
+
+def _stride(place: Place, carrier: str) -> int:
+    """How far apart in p or f the two values of a butterfly lie."""
+    if place == PAIR:
+        return 1
+    return 1 << (place.index + 1 if carrier == FP32 else place.index)
+
+
+def _chunk_bits(reg_bits: Mapping[int, int]) -> dict[int, int]:
+    """Bit of the chunk number → index bit: the register places above the two inside a vector."""
+    return {index - 2: bit for index, bit in reg_bits.items() if index >= 2}
+
+
+def _exchange(plan: Plan, step: Exchange) -> dict[str, Any]:
+    """Where chunk c of a warp goes: to slot (warp', chunk') of block rank', the swapped bits of the three replaced."""
+    room = plan.chunk_bits
+    chunk_of = {far: near.index - 2 for near, far in step.pairs}
+    from_warp = {far.index: near for far, near in chunk_of.items() if far.kind == "warp"}
+    from_cta = {far.index: near for far, near in chunk_of.items() if far.kind == "cta"}
+    slot_of_warp = {j: room + j for j in range(plan.warp_bits)} | from_warp
+    slot_of_chunk = {j: j for j in range(room)} | {near: room + far for far, near in from_warp.items()}
+    slot_of_chunk = {j: slot for j, slot in slot_of_chunk.items() if j not in from_cta.values()}
+    rank_of_rank = {j: j for j in range(plan.cta_bits) if j not in from_cta}
+    rank_of_chunk = {near: far for far, near in from_cta.items()}
+    lane_bytes = {"linear": f"lane * {16 * step.planes}", "padded": "lane * 32 + lane / 4 * 16", "swizzled": "lane * 32"}
+    return {
+        "offset": plan.exchange_offset,
+        "slot_bytes": step.slot_bytes,
+        "slot_thread": _sum(_scatter("warp", slot_of_warp), _scatter("rank", from_cta)) or "0",
+        "slot_chunk": _scatter("c", slot_of_chunk) or "0",
+        "slot_read": f"warp * {1 << room}" if plan.warp_bits else "0",
+        "lane_bytes": lane_bytes[step.shared_layout],
+        "remote": step.crosses_blocks,
+        "rank": _sum(_scatter("rank", rank_of_rank), _scatter("c", rank_of_chunk)),
+    }
+
+
+def _turns(plan: Plan) -> Iterator[dict[str, Any]]:
+    """The rounds of all exchanges: which vectors of a chunk cross in each, and what keeps a slot's reader from its next writer.
+
+    Slots of one block are freed by `block_sync`. Those of a cluster are freed by all its blocks having arrived: each
+    arrives when it has read what lies there (or, at the start, when it runs), and waits before it writes to others.
+    """
+    rounds = [(step, number) for step in plan.exchanges for number in range(step.rounds)]
+    for i, (step, number) in enumerate(rounds):
+        last = i == len(rounds) - 1
+        follower = rounds[0][0] if last and plan.persistent else None if last else rounds[i + 1][0]
+        # In a persistent grid, reading a bulk-copied stage has ended in a block_sync already.
+        fresh = i == 0 and (not plan.persistent or plan.load.path == "bulk")
+        before = ["cluster_wait()"] if step.crosses_blocks else [] if fresh else ["block_sync()"]
+        between = ["cluster_arrive()", "cluster_wait()"] if step.crosses_blocks else ["block_sync()"]
+        after = ["cluster_arrive()"] if follower is not None and follower.crosses_blocks else []
+        planes = [
+            {"number": number * step.planes + plane, "offset": _plane_offset(step, plane)} for plane in range(step.planes)
+        ]
+        yield {"before": before, "between": between, "after": after, "planes": planes}
+
+
+def _plane_offset(step: Exchange, plane: int) -> str:
+    if step.shared_layout == "swizzled":
+        return f" + 16 * (lane / 4 % 2 ^ {plane})"
+    return f" + {16 * plane}" if plane else ""
+
+
+def _scatter(name: str, bits: Mapping[int, int]) -> str:
+    """C expression that puts bit i of `name` at bit `bits[i]`, one term for each run of neighbours."""
+    terms: list[str] = []
+    todo = sorted(bits.items())
+    while todo:
+        source, target = todo[0]
+        length = 1
+        while length < len(todo) and todo[length] == (source + length, target + length):
+            length += 1
+        todo = todo[length:]
+        value = f"{name} / {1 << source}" if source else name
+        terms.append(f"{value} % {1 << length}" + (f" * {1 << target}" if target else ""))
+    return " + ".join(terms)
+
+
+def _sum(*terms: str) -> str:
+    return " + ".join(term for term in terms if term)

@@ -1,0 +1,210 @@
+"""The CUDA driver, as far as hadagen needs it: load a compiled kernel, launch it, and read every return code.
+
+`cuda.bindings` is imported by the first call that needs a GPU, so importing this module costs nothing on a machine
+without one. Nothing here imports PyTorch: contexts are the devices' primary ones, which PyTorch uses too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from hadagen.errors import DeviceError
+from hadagen.launch import LaunchSpec
+
+# Dynamic shared memory, in bytes, that a kernel may use without asking for more.
+DEFAULT_SHARED_BYTES = 48 * 1024
+
+# What to do about an error, by the name of its code.
+_FIXES = {
+    "CUDA_ERROR_OUT_OF_MEMORY": "free some device memory",
+    "CUDA_ERROR_NO_DEVICE": "run on a machine with an NVIDIA GPU, or make one visible in CUDA_VISIBLE_DEVICES",
+    "CUDA_ERROR_NO_BINARY_FOR_GPU": "tune for this GPU's architecture",
+    "CUDA_ERROR_UNSUPPORTED_PTX_VERSION": "update the NVIDIA driver",
+    "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED": "make the first call before the graph capture begins",
+    "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED": "make the first call before the graph capture begins",
+}
+_RESTART = "restart the process, and look for the cause with compute-sanitizer or in the kernel log"
+_FIXES.update(
+    dict.fromkeys(
+        (
+            "CUDA_ERROR_ILLEGAL_ADDRESS",
+            "CUDA_ERROR_MISALIGNED_ADDRESS",
+            "CUDA_ERROR_ILLEGAL_INSTRUCTION",
+            "CUDA_ERROR_LAUNCH_FAILED",
+            "CUDA_ERROR_LAUNCH_TIMEOUT",
+            "CUDA_ERROR_ECC_UNCORRECTABLE",
+            "CUDA_ERROR_HARDWARE_STACK_ERROR",
+            "CUDA_ERROR_DEVICE_UNAVAILABLE",
+        ),
+        _RESTART,
+    )
+)
+
+
+class DriverError(DeviceError):
+    """A driver call failed. `code` is the name of its return code, such as `CUDA_ERROR_OUT_OF_MEMORY`."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@functools.cache
+def bindings() -> Any:
+    """The module `cuda.bindings.driver`, initialized. Raises `DeviceError` where there is no package or no driver."""
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise DeviceError(f"cuda-bindings cannot be imported ({error}); pip install cuda-bindings") from error
+    try:
+        result = driver.cuInit(0)
+    except Exception as error:  # which class it is depends on the version of cuda-bindings
+        raise DeviceError(f"no NVIDIA driver was found ({error}); install one to use a GPU") from error
+    _check(driver, result, "starting CUDA")
+    return driver
+
+
+def check(result: tuple[Any, ...], doing: str = "a CUDA call") -> Any:
+    """What a driver call returned besides its code: nothing, one value, or a tuple of several.
+
+    Raises `DriverError` where the code is not CUDA_SUCCESS; `doing` says in its sentence what failed.
+    """
+    return _check(bindings(), result, doing)
+
+
+def _check(driver: Any, result: tuple[Any, ...], doing: str) -> Any:
+    code, *values = result
+    if code != driver.CUresult.CUDA_SUCCESS:
+        name = getattr(code, "name", str(code))
+        _, text = driver.cuGetErrorString(code)
+        description = f" ({text.decode()})" if text else ""
+        raise DriverError(name, f"{doing} failed with {name}{description}; {_FIXES.get(name, 'run `hadagen doctor`')}")
+    if len(values) > 1:
+        return tuple(values)
+    return values[0] if values else None
+
+
+@functools.cache
+def primary_context(device: int) -> Any:
+    """The primary context of a device, held until the process ends. Raises `DriverError`."""
+    driver = bindings()
+    handle = check(driver.cuDeviceGet(device), f"opening CUDA device {device}")
+    return check(driver.cuDevicePrimaryCtxRetain(handle), f"opening CUDA device {device}")
+
+
+@contextmanager
+def active(device: int) -> Iterator[None]:
+    """Makes the device's primary context current on this thread, and the previous one again at the end."""
+    driver = bindings()
+    check(driver.cuCtxPushCurrent(primary_context(device)), f"switching to CUDA device {device}")
+    try:
+        yield
+    finally:
+        check(driver.cuCtxPopCurrent(), f"leaving CUDA device {device}")
+
+
+@contextmanager
+def _capture_allowed() -> Iterator[None]:
+    """Lets this thread load modules while one of its streams is being captured into a graph."""
+    driver = bindings()
+    relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    previous = check(driver.cuThreadExchangeStreamCaptureMode(relaxed))
+    try:
+        yield
+    finally:
+        check(driver.cuThreadExchangeStreamCaptureMode(previous))
+
+
+class _Arguments(threading.local):
+    """A parameter block for each thread: (const void* x, void* y, int64 elements, float scale)."""
+
+    layout = struct.Struct("=QQqf")
+
+    def __init__(self) -> None:
+        self.values = ctypes.create_string_buffer(self.layout.size)
+        start = ctypes.addressof(self.values)
+        self._pointers = (ctypes.c_void_p * 4)(start, start + 8, start + 16, start + 24)
+        self.address = ctypes.addressof(self._pointers)
+
+
+_arguments = _Arguments()
+
+
+@dataclass(frozen=True)
+class LoadedKernel:
+    """A kernel in the primary context of one device.
+
+    `resident_blocks`: how many of its blocks the device holds at once.
+    """
+
+    entry: str
+    spec: LaunchSpec
+    device: int
+    resident_blocks: int
+    module: Any  # CUmodule
+    function: Any  # CUfunction
+
+    def launch(self, stream: int, x: int, y: int, elements: int, scale: float) -> None:
+        """Queues y = (x · H) · scale on a stream of the device, whose context must be current or none at all.
+
+        x, y: device addresses, multiples of 16 bytes, equal or not overlapping. elements: rows · n, at least 1.
+        stream: its handle as an integer. Raises `DriverError`; what fails while the kernel runs shows up later.
+        """
+        driver = bindings()
+        spec = self.spec
+        arguments = _arguments
+        arguments.layout.pack_into(arguments.values, 0, x, y, elements, scale)
+        blocks = spec.grid(elements, self.resident_blocks)
+        geometry = (blocks, 1, 1, spec.threads, 1, 1, spec.shared_bytes, stream, arguments.address, 0)
+        result = driver.cuLaunchKernel(self.function, *geometry)
+        if not result[0]:
+            return
+        if result[0] == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:  # the first CUDA call of this thread
+            check(driver.cuCtxSetCurrent(primary_context(self.device)), f"switching to CUDA device {self.device}")
+            result = driver.cuLaunchKernel(self.function, *geometry)
+        check(result, f"launching {self.entry} on {elements} elements")
+
+
+def load(image: bytes, entry: str, spec: LaunchSpec, device: int = 0) -> LoadedKernel:
+    """Loads a cubin, or PTX that the driver then compiles, into the primary context of a device.
+
+    Raises `DriverError` where the image is not for this device, lacks `entry`, or needs more than the device has.
+    """
+    driver = bindings()
+    doing = f"loading {entry} on CUDA device {device}"
+    with active(device), _capture_allowed():
+        module = check(driver.cuModuleLoadData(image + b"\0"), doing)  # PTX must end with a zero byte
+        function = check(driver.cuModuleGetFunction(module, entry.encode()), doing)
+        if spec.shared_bytes > DEFAULT_SHARED_BYTES:
+            limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            check(driver.cuFuncSetAttribute(function, limit, spec.shared_bytes), doing)
+        resident_blocks = _resident_blocks(driver, function, spec, device)
+    if resident_blocks < 1:
+        raise DriverError(
+            "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES",
+            f"{doing} failed: a block of {spec.threads} threads with {spec.shared_bytes} bytes of shared memory "
+            f"(in clusters of {spec.cluster}) does not fit on this GPU; tune for it",
+        )
+    return LoadedKernel(entry, spec, device, resident_blocks, module, function)
+
+
+def _resident_blocks(driver: Any, function: Any, spec: LaunchSpec, device: int) -> int:
+    doing = f"computing the occupancy on CUDA device {device}"
+    if spec.cluster > 1:
+        # The cluster's size is compiled into the kernel, so the configuration leaves it out.
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = spec.cluster, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = spec.threads, 1, 1
+        config.sharedMemBytes = spec.shared_bytes
+        return int(check(driver.cuOccupancyMaxActiveClusters(function, config), doing)) * spec.cluster
+    blocks = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, spec.threads, spec.shared_bytes)
+    handle = check(driver.cuDeviceGet(device), doing)
+    sms = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
+    return int(check(blocks, doing)) * int(check(driver.cuDeviceGetAttribute(sms, handle), doing))

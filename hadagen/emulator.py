@@ -1,0 +1,350 @@
+"""Kernels on the CPU: the emitted source, built for the host and run with the threads of a cluster as fibers.
+
+The same text that nvcc compiles is compiled by a C++ compiler against `templates/host/hadagen.cuh`, whose primitives
+have the meaning of the device's. Threads meet at every collective, in an order that `order_seed` varies. The machine
+below (`templates/host/machine.cpp`) is hostile: shared memory begins as NaNs, a copy lands when it is waited for and
+not sooner, and every access is checked for bounds, alignment and races. While it runs it counts what would be slow on
+a device: bank conflicts and uncoalesced accesses.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shlex
+import shutil
+import subprocess
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from hashlib import sha256
+from importlib.resources import files
+from pathlib import Path
+
+import numpy as np
+
+from hadagen.bits import Bits, decode, encode
+from hadagen.cache import cache_root
+from hadagen.codegen import Source
+from hadagen.errors import HadagenError, StorageError, ToolchainError, UsageError
+from hadagen.launch import LaunchSpec
+from hadagen.problem import Problem
+from hadagen.reference import (
+    INPUT_CLASSES,
+    NORMAL_ELEMENTS,
+    hadamard,
+    input_classes,
+    relative_error,
+    verification_scale,
+)
+
+# The sources in `templates/host`: what kernels include, what the machine is made of, and what stands between them.
+PRIMITIVES = ("hadagen.cuh", "numbers.hpp")
+MACHINE = ("machine.cpp", "fiber.hpp", "memory.hpp", "machine.hpp")
+
+# Kernels are run for milliseconds, so most of the time is the compiler's: -O1 for them, -O2 for the machine.
+# Some distributions turn _FORTIFY_SOURCE on, and its longjmp refuses to leave the stack it is on.
+FLAGS = (
+    "-std=c++17",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-ffp-contract=off",
+    "-fno-strict-aliasing",
+    "-w",
+    "-U_FORTIFY_SOURCE",
+)
+KERNEL_FLAGS = (*FLAGS, "-O1")
+MACHINE_FLAGS = (*FLAGS, "-O2")
+KERNELS_PER_UNIT = 8
+
+RESIDENT_CLUSTERS = 2  # of the imagined device: few, so that a persistent grid loops
+PERSISTENT_TILES = 11  # in a verification: each cluster comes round often enough to use every stage twice
+STEPS_PER_ELEMENT = 100  # far more primitives than any kernel calls; beyond that it is taken to loop forever
+VECTOR_BYTES = 16
+
+
+class EmulationError(HadagenError):
+    """A kernel did what a kernel must not: diverged, hung, raced, went out of bounds, or left elements unwritten."""
+
+
+class HostCompileError(ToolchainError):
+    """The host compiler refused a source. `log` is what it said."""
+
+    def __init__(self, message: str, log: str) -> None:
+        super().__init__(message)
+        self.log = log
+
+
+@dataclass(frozen=True)
+class EmulationReport:
+    """What a launch did besides its result.
+
+    `races`: accesses with no barrier between them and another thread's access to the same 16 bytes of shared memory, or
+    in-place loads of what has been overwritten. `uninitialized_reads`: loads of shared memory nobody wrote.
+    `unwritten`, `rewritten`: elements of the output written never, or more than once. `wavefronts`: of shared-memory
+    accesses, of which `bank_conflicts` would not have been needed. `sectors`: of 32 bytes of global memory, of which
+    `excess_sectors` would not have been touched by coalesced accesses.
+    """
+
+    races: int
+    first_race: str
+    uninitialized_reads: int
+    unwritten: int
+    rewritten: int
+    wavefronts: int
+    bank_conflicts: int
+    sectors: int
+    excess_sectors: int
+
+    @property
+    def complaint(self) -> str:
+        """What is wrong with the kernel, in a sentence; empty where nothing is."""
+        if self.races:
+            return f"{self.races} races; the first: {self.first_race}"
+        if self.unwritten or self.rewritten:
+            return f"{self.unwritten} elements of the output are never written and {self.rewritten} more than once"
+        return ""
+
+
+class _Launch(ctypes.Structure):
+    _fields_ = (
+        ("blocks", ctypes.c_int64),
+        ("elements", ctypes.c_int64),
+        ("steps", ctypes.c_int64),
+        ("seed", ctypes.c_uint64),
+        ("threads", ctypes.c_uint32),
+        ("cluster", ctypes.c_uint32),
+        ("shared_bytes", ctypes.c_uint32),
+        ("scale", ctypes.c_float),
+    )
+
+
+_COUNTS = (
+    "races",
+    "uninitialized_reads",
+    "unwritten",
+    "rewritten",
+    "wavefronts",
+    "bank_conflicts",
+    "sectors",
+    "excess_sectors",
+)
+
+
+class _Report(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in _COUNTS),
+        ("first_race", ctypes.c_char * 256),
+        ("error", ctypes.c_char * 768),
+    )
+
+
+# A machine keeps its threads in one place, and one library file is loaded once however many modules name it.
+_ONE_AT_A_TIME = threading.Lock()
+
+
+class HostModule:
+    """Kernels built for the host. `compile_host` makes it."""
+
+    def __init__(self, path: Path) -> None:
+        self._library = ctypes.CDLL(str(path))
+        self._library.hadagen_run.argtypes = (ctypes.c_void_p,) * 5
+        self._library.hadagen_run.restype = None
+
+    def run(
+        self,
+        entry: str,
+        launch: LaunchSpec,
+        x: Bits,
+        out: Bits,
+        *,
+        scale: float,
+        elements: int | None = None,
+        grid: int | None = None,
+        order_seed: int = 0,
+    ) -> EmulationReport:
+        """Transform the first `elements` (default: all) of x, raw 16-bit elements, into `out`, which may be x.
+
+        `grid`: blocks to launch; by default as many as a device with room for `RESIDENT_CLUSTERS` clusters would get.
+        `order_seed`: 0 runs the threads in order, each as far as it comes; 1 in reverse; any other in a random order.
+        Raises `EmulationError` where the kernel diverges, hangs, loops forever, or touches what it must not, and
+        `UsageError` where x or out is not contiguous and aligned to 16 bytes.
+        """
+        elements = x.size if elements is None else elements
+        for name, array in (("x", x), ("out", out)):
+            if array.dtype != np.uint16 or not array.flags.c_contiguous or array.ctypes.data % VECTOR_BYTES:
+                raise UsageError(
+                    f"{name} is not a contiguous uint16 array aligned to {VECTOR_BYTES} bytes; copy it first"
+                )
+            if array.size < elements:
+                raise UsageError(f"{name} has {array.size} elements, fewer than the {elements} to transform")
+        tiles = -(-elements // launch.tile_elements)
+        settings = _Launch(
+            blocks=launch.grid(elements, RESIDENT_CLUSTERS * launch.cluster) if grid is None else grid,
+            elements=elements,
+            steps=STEPS_PER_ELEMENT * max(tiles * launch.tile_elements, 8 * launch.threads * launch.cluster),
+            seed=order_seed,
+            threads=launch.threads,
+            cluster=launch.cluster,
+            shared_bytes=launch.shared_bytes,
+            scale=scale,
+        )
+        report = _Report()
+        with _ONE_AT_A_TIME:
+            self._library.hadagen_run(
+                ctypes.cast(getattr(self._library, entry), ctypes.c_void_p),
+                ctypes.byref(settings),
+                x.ctypes.data,
+                out.ctypes.data,
+                ctypes.byref(report),
+            )
+        if report.error:
+            raise EmulationError(f"{entry}: {report.error.decode(errors='replace')}")
+        counts = {name: getattr(report, name) for name in _COUNTS}
+        return EmulationReport(first_race=report.first_race.decode(errors="replace"), **counts)
+
+
+def compile_host(
+    sources: Sequence[Source],
+    *,
+    texts: Mapping[str, str] | None = None,
+    cache_directory: Path | None = None,
+    jobs: int | None = None,
+) -> HostModule:
+    """Build kernels for the host, or find what an earlier call built of the same texts with the same compiler.
+
+    `texts`: the machine's sources by name, `host_texts()` by default. `jobs`: compilers at a time, one per CPU by
+    default. Raises `ToolchainError` where there is no C++ compiler, `HostCompileError` where it refuses a source, and
+    `StorageError` where the cache cannot be written.
+    """
+    texts = host_texts() if texts is None else texts
+    root = cache_root() / "host" if cache_directory is None else cache_directory
+    unique = list(dict.fromkeys(source.text for source in sources))
+    units = ["\n".join(unique[at : at + KERNELS_PER_UNIT]) for at in range(0, len(unique), KERNELS_PER_UNIT)]
+    compiler = _compiler(os.environ.get("CXX"))
+    library = root / f"{_key(compiler.version, KERNEL_FLAGS, MACHINE_FLAGS, sorted(texts.items()), units)}.so"
+    machine = root / f"{_key(compiler.version, MACHINE_FLAGS, [texts[name] for name in MACHINE])}.o"
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=root) as folder:
+            if not library.exists():
+                _build(compiler, units, texts, machine, library, Path(folder), jobs or os.cpu_count() or 1)
+    except OSError as error:
+        raise StorageError(
+            f"kernels for the emulator cannot be written to {root} ({error.strerror}); "
+            "free some space or set HADAGEN_CACHE to a directory that can be written"
+        ) from error
+    return HostModule(library)
+
+
+def host_texts() -> dict[str, str]:
+    """The machine's sources, by file name."""
+    folder = files("hadagen.templates") / "host"
+    return {name: (folder / name).read_text(encoding="utf-8") for name in (*PRIMITIVES, *MACHINE)}
+
+
+def verification_rows(problem: Problem, launch: LaunchSpec) -> int:
+    """Rows of each class of input for `verify`: few, but enough for full tiles, a ragged one and a persistent loop, and
+    for the error of normal inputs to be measured on `NORMAL_ELEMENTS`."""
+    tiles = PERSISTENT_TILES if launch.persistent else 2
+    elements = max(tiles * launch.tile_elements, len(INPUT_CLASSES) * NORMAL_ELEMENTS)
+    return max(2, -(-elements // (len(INPUT_CLASSES) * problem.n)))
+
+
+def verify(
+    problem: Problem,
+    source: Source,
+    launch: LaunchSpec,
+    rows: int | None = None,
+    *,
+    module: HostModule | None = None,
+    in_place: bool = False,
+    order_seed: int = 0,
+) -> dict[str, float]:
+    """Relative error of a kernel against float64 for each class of input, all classes in one launch.
+
+    `rows` (2 or more, default `verification_rows`): of each class, but one fewer of the last, so that the last tile is
+    ragged wherever a tile holds several rows. `module` already holds the kernel where many were built at once. The
+    scale is n**-0.5; the output begins as NaNs. Raises `EmulationError` where the kernel does not run to its end or
+    `EmulationReport.complaint` says something.
+    """
+    rows = verification_rows(problem, launch) if rows is None else rows
+    module = compile_host([source]) if module is None else module
+    classes = input_classes(problem, rows)
+    classes[INPUT_CLASSES[-1]] = classes[INPUT_CLASSES[-1]][:-1]
+    scale = verification_scale(problem)
+    x = np.concatenate([encode(problem.dtype, values) for values in classes.values()])
+    out = x if in_place else np.full_like(x, 0xFFFF)
+    report = module.run(source.entry, launch, x, out, scale=scale, order_seed=order_seed)
+    if report.complaint:
+        raise EmulationError(f"{source.entry}: {report.complaint}")
+    results = np.split(decode(problem.dtype, out), np.cumsum([len(values) for values in classes.values()])[:-1])
+    return {
+        name: relative_error(result, hadamard(values, scale))
+        for (name, values), result in zip(classes.items(), results, strict=True)
+    }
+
+
+@dataclass(frozen=True)
+class _Compiler:
+    command: tuple[str, ...]
+    version: str
+
+    def __call__(self, *arguments: str | Path) -> None:
+        done = subprocess.run(
+            [*self.command, *map(str, arguments)], capture_output=True, text=True, errors="replace", check=False
+        )
+        if done.returncode:
+            log = done.stderr.strip() or f"exit status {done.returncode}"
+            first = next((line for line in log.splitlines() if "error" in line), log.splitlines()[0])
+            raise HostCompileError(f"{self.command[0]} refuses a kernel for the emulator: {first}", log)
+
+
+@cache
+def _compiler(cxx: str | None) -> _Compiler:
+    """$CXX, or the first of c++, g++ and clang++ that is there."""
+    for name in [cxx] if cxx else ["c++", "g++", "clang++"]:
+        command = shlex.split(name)
+        if shutil.which(command[0]) is None:
+            continue
+        said = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False).stdout
+        return _Compiler(tuple(command), f"{name}\n{said}")
+    raise ToolchainError(
+        f"no C++ compiler was found as {cxx or 'c++, g++ or clang++'}; install one or set CXX to its name"
+    )
+
+
+def _build(
+    compiler: _Compiler,
+    units: Sequence[str],
+    texts: Mapping[str, str],
+    machine: Path,
+    library: Path,
+    folder: Path,
+    jobs: int,
+) -> None:
+    """Compile in `folder`, then put the finished files in their places."""
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    todo: list[tuple[str | Path, ...]] = []
+    objects = []
+    if not machine.exists():
+        todo.append((*MACHINE_FLAGS, "-c", folder / MACHINE[0], "-o", folder / "machine.o"))
+    for number, unit in enumerate(units):
+        path = folder / f"unit{number}.cpp"
+        path.write_text(unit, encoding="utf-8")
+        objects.append(path.with_suffix(".o"))
+        todo.append((*KERNEL_FLAGS, "-I", folder, "-c", path, "-o", objects[-1]))
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(lambda arguments: compiler(*arguments), todo))
+    if not machine.exists():
+        (folder / "machine.o").replace(machine)
+    compiler("-shared", machine, *objects, "-o", folder / "kernels.so")
+    (folder / "kernels.so").replace(library)
+
+
+def _key(*parts: object) -> str:
+    return sha256(repr(parts).encode()).hexdigest()

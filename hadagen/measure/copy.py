@@ -1,0 +1,38 @@
+"""The yardstick: plain 16-byte copy kernels, with the signature of every other kernel.
+
+The best of a few shapes at each cell is the copy's time there: one shape cannot be best at 16 KB and at 512 MB.
+"""
+
+from __future__ import annotations
+
+from importlib import resources
+from string import Template
+from typing import NamedTuple
+
+from hadagen.launch import LaunchSpec
+
+# (threads of a block, 16-byte vectors of a thread)
+SHAPES = ((128, 1), (1024, 1), (512, 2), (256, 4))
+_VECTOR_ELEMENTS = 8
+
+
+class CopySource(NamedTuple):
+    """CUDA source of one copy kernel (it includes `hadagen.cuh`), and how it is launched."""
+
+    entry: str
+    text: str
+    launch: LaunchSpec
+
+
+def copy_sources() -> tuple[CopySource, ...]:
+    """The copy kernels to build and to hand to `DeviceRunner`."""
+    template = Template(resources.files("hadagen.templates").joinpath("device/copy.cu").read_text(encoding="utf-8"))
+    return tuple(_source(template, threads, vectors) for threads, vectors in SHAPES)
+
+
+def _source(template: Template, threads: int, vectors: int) -> CopySource:
+    entry = f"copy_{threads}x{vectors}"
+    tile = threads * vectors
+    text = template.substitute(entry=entry, threads=threads, vectors=vectors, tile_vectors=tile)
+    launch = LaunchSpec(threads, cluster=1, shared_bytes=0, tile_elements=tile * _VECTOR_ELEMENTS, persistent=False)
+    return CopySource(entry, text, launch)

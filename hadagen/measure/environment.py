@@ -1,0 +1,54 @@
+"""What a device is, asked of the driver without creating a context on it."""
+
+from __future__ import annotations
+
+import ctypes
+
+from hadagen.driver import bindings, check
+from hadagen.errors import DeviceError
+from hadagen.trial import Environment
+
+
+def device_environment(device_index: int = 0) -> Environment:
+    """The environment of a CUDA device; `nvcc` is "", for only a kernel knows it. Clocks are the device's highest.
+
+    Raises `DeviceError` where there is no driver or no such device.
+    """
+    driver = bindings()
+    count = check(driver.cuDeviceGetCount(), "counting CUDA devices")
+    if not 0 <= device_index < count:
+        raise DeviceError(f"CUDA device {device_index} does not exist; this machine shows {count}, numbered from 0")
+    device = check(driver.cuDeviceGet(device_index), f"opening CUDA device {device_index}")
+    asked = driver.CUdevice_attribute
+
+    def attribute(which: object) -> int:
+        return int(check(driver.cuDeviceGetAttribute(which, device), f"asking CUDA device {device_index}"))
+
+    name = check(driver.cuDeviceGetName(256, device), f"asking CUDA device {device_index}")
+    cuda = int(check(driver.cuDriverGetVersion(), "asking the driver's version"))
+    major = attribute(asked.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)
+    minor = attribute(asked.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)
+    return Environment(
+        gpu=name.split(b"\0")[0].decode(),
+        compute_capability=f"{major}.{minor}",
+        sms=attribute(asked.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT),
+        l2_bytes=attribute(asked.CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE),
+        driver=_driver_version(),
+        cuda=f"{cuda // 1000}.{cuda % 1000 // 10}",
+        sm_clock_mhz=attribute(asked.CU_DEVICE_ATTRIBUTE_CLOCK_RATE) // 1000,
+        memory_clock_mhz=attribute(asked.CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE) // 1000,
+    )
+
+
+def _driver_version() -> str:
+    """Such as "580.82.07", from NVML, which is a part of the driver; "" where a container leaves NVML out."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return ""
+    text = ctypes.create_string_buffer(96)
+    if nvml.nvmlInit_v2() != 0:
+        return ""
+    found = nvml.nvmlSystemGetDriverVersion(text, ctypes.c_uint(len(text)))
+    nvml.nvmlShutdown()
+    return text.value.decode() if found == 0 else ""

@@ -1,0 +1,53 @@
+"""fast_hadamard_transform, where it is installed, timed as our kernels are: a CUDA graph of launches, replayed."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from hadagen.measure.cells import EVICTION, Cell
+from hadagen.measure.verify import TORCH_DTYPE
+from hadagen.problem import DType
+
+Transform = Callable[[torch.Tensor, float], torch.Tensor]
+
+_REPLAYS = 7
+
+
+def find_peer() -> Transform | None:
+    """`fast_hadamard_transform.hadamard_transform(x, scale)`, or None where it is not installed."""
+    name = "fast_hadamard_transform"
+    return None if find_spec(name) is None else import_module(name).hadamard_transform
+
+
+def time_peer(transform: Transform, n: int, dtype: DType, cell: Cell, l2_bytes: int) -> float:
+    """Microseconds of one call on the current device: the median over the replays.
+
+    It allocates its result, so its destination is always out-of-place. `cell.elements` must be a multiple of n.
+    Raises PyTorch's `RuntimeError` where memory runs out or the call cannot be captured.
+    """
+    slots, launches = cell.slots(l2_bytes), cell.launches(l2_bytes)
+    x = torch.randn(slots, cell.elements // n, n, dtype=TORCH_DTYPE[dtype], device="cuda")
+    flusher = torch.zeros(EVICTION * l2_bytes // 4, dtype=torch.int32, device="cuda")
+    results: list[Any] = [transform(x[0], 1.0)] * slots  # the first call may do what a capture forbids
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        for launch in range(launches):
+            results[launch % slots] = transform(x[launch % slots], 1.0)
+    graph.replay()
+    us: list[float] = []
+    for _ in range(_REPLAYS):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        if cell.needs_flush(l2_bytes):
+            flusher.sum()
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        us.append(start.elapsed_time(end) * 1000.0 / launches)
+    return statistics.median(us)

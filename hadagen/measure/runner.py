@@ -1,0 +1,198 @@
+"""Runners: what takes candidates and returns trials. The study knows nothing else of measuring."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from typing import Any, Protocol
+
+from hadagen.errors import DeviceError, UsageError
+from hadagen.measure.cells import Cell
+from hadagen.measure.messages import Answer, Measure, Race
+from hadagen.measure.worker import Failure, Service, Worker, WorkerLost, WorkerTimeout
+from hadagen.problem import Problem
+from hadagen.trial import Environment, Kernel, Outcome, Provenance, Trial
+
+_REPLAYS = 7
+_QUICK_REPLAYS = 3
+_RACE_REPLAYS = 15
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A variant to be tried. `kernel` is None only for runners that run nothing, such as `ReplayRunner`."""
+
+    problem: Problem
+    knobs: dict[str, Any]
+    kernel: Kernel | None = None
+
+
+class Runner(Protocol):
+    """Turns candidates into trials, in their order, one by one. No outcome of a candidate ends the run."""
+
+    @property
+    def environment(self) -> Environment: ...
+
+    def run(self, candidates: Iterable[Candidate]) -> Iterator[tuple[Candidate, Trial]]: ...
+
+
+def _device_service(*arguments: Any) -> Service:
+    from hadagen.measure.service import DeviceService  # PyTorch is for the worker process only
+
+    return DeviceService(*arguments)
+
+
+class DeviceRunner:
+    """Verifies and times kernels on one CUDA device, in a process of its own that is replaced whenever it breaks.
+
+    copy_kernels: the compiled `copy_sources()`. cells: what to time, by default all that the device's L2 calls for.
+    quick: fewer replays. give_up: a kernel this many times slower than the best of its problem so far at each of three
+    probe cells is not timed further; its trial is `ok` with the timings there are. timeout_s: for one candidate.
+    make_service: what the worker runs instead of the GPU; for tests.
+
+    The worker starts with the first use and is killed by `close`. Every use raises `DeviceError` where it cannot start.
+    """
+
+    def __init__(
+        self,
+        device_index: int,
+        copy_kernels: Sequence[Kernel],
+        *,
+        cells: Sequence[Cell] | None = None,
+        quick: bool = False,
+        give_up: float = 3.0,
+        timeout_s: float = 20.0,
+        make_service: Callable[..., Service] = _device_service,
+    ) -> None:
+        if not copy_kernels:
+            raise UsageError("no copy kernel was given; build `copy_sources()` and pass the kernels")
+        copies = tuple(_bare(kernel) for kernel in copy_kernels)
+        replays = _QUICK_REPLAYS if quick else _REPLAYS
+        self._worker = Worker(make_service, (device_index, copies, cells, replays))
+        self._environment: Environment | None = None
+        self._give_up = give_up
+        self._timeout_s = timeout_s
+        self._best: dict[Problem, dict[Cell, float]] = {}
+
+    @property
+    def environment(self) -> Environment:
+        """The device's; `nvcc` is "" here and filled in for each trial."""
+        if self._environment is None:
+            self._start()
+        assert self._environment is not None
+        return self._environment
+
+    def run(self, candidates: Iterable[Candidate]) -> Iterator[tuple[Candidate, Trial]]:
+        """Yields each candidate with its trial as soon as it is finished.
+
+        The next candidate is drawn and handed to the worker before a trial is yielded, so the device works while the
+        caller records. Leaving the loop early kills the worker if it is busy. Give candidates of one problem together:
+        the worker keeps the reference of the last problem only.
+        """
+        waiting = iter(candidates)
+        current = next(waiting, None)
+        if current is None:
+            return
+        self._submit(current)
+        busy = True
+        try:
+            while current is not None:
+                trial = self._collect(current)
+                busy = False
+                following = next(waiting, None)
+                at_once = self._worker.is_running  # a worker that has to be started would hold up the trial
+                if following is not None and at_once:
+                    self._submit(following)
+                    busy = True
+                yield current, trial
+                if following is not None and not at_once:
+                    self._submit(following)
+                    busy = True
+                current = following
+        finally:
+            if busy:
+                self._worker.stop()
+
+    def race(
+        self, a: Candidate, b: Candidate, cells: Sequence[Cell], replays: int = _RACE_REPLAYS
+    ) -> list[tuple[float, float]]:
+        """Times two verified candidates of one problem by turns: (µs of a, µs of b) for each cell.
+
+        Raises `DeviceError` where the worker fails or takes longer than a candidate may.
+        """
+        if a.problem != b.problem:
+            raise UsageError(f"{a.problem.name} cannot be raced against {b.problem.name}; give two of one problem")
+        if not self._worker.is_running:
+            self._start()
+        self._worker.send(Race(a.problem, _bare(_kernel(a)), _bare(_kernel(b)), tuple(cells), replays))
+        try:
+            answer = self._worker.receive(self._timeout_s)
+        except WorkerTimeout:
+            raise DeviceError(f"a race took more than {self._timeout_s:.0f} s; race fewer cells at a time") from None
+        except WorkerLost as error:
+            raise DeviceError(f"a race failed because {error}; run the same command again to go on") from None
+        if isinstance(answer, Failure):
+            raise DeviceError(f"a race failed ({answer.detail}); run the same command again to go on")
+        return list(answer)
+
+    def close(self) -> None:
+        self._worker.stop()
+
+    def __enter__(self) -> DeviceRunner:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _start(self) -> None:
+        self._environment = self._worker.start()
+
+    def _submit(self, candidate: Candidate) -> None:
+        if not self._worker.is_running:
+            self._start()
+        limits = {cell: us * self._give_up for cell, us in self._best.get(candidate.problem, {}).items()}
+        self._worker.send(Measure(candidate.problem, _bare(_kernel(candidate)), limits))
+
+    def _collect(self, candidate: Candidate) -> Trial:
+        started = time.monotonic()
+        try:
+            answer = self._worker.receive(self._timeout_s)
+        except WorkerTimeout:
+            answer = Answer(Outcome.TIMEOUT, f"no answer within {self._timeout_s:g} s", seconds=self._timeout_s)
+        except WorkerLost as error:
+            answer = Answer(Outcome.LAUNCH_FAILED, str(error), seconds=time.monotonic() - started)
+        if isinstance(answer, Failure):
+            answer = Answer(Outcome.LAUNCH_FAILED, answer.detail, seconds=time.monotonic() - started)
+        if answer.outcome is Outcome.OK:
+            best = self._best.setdefault(candidate.problem, {})
+            for timing in answer.timings:
+                cell = Cell(timing.elements, timing.destination, timing.cache)
+                best[cell] = min(timing.us, best.get(cell, timing.us))
+        kernel = _kernel(candidate)
+        return Trial(
+            problem=candidate.problem,
+            arch=kernel.arch,
+            knobs=candidate.knobs,
+            outcome=answer.outcome,
+            provenance=Provenance.MEASURED,
+            kernel=kernel,
+            detail=answer.detail,
+            errors=answer.errors,
+            timings=answer.timings,
+            environment=replace(self.environment, nvcc=kernel.nvcc),
+            date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            seconds=answer.seconds,
+        )
+
+
+def _kernel(candidate: Candidate) -> Kernel:
+    if candidate.kernel is None:
+        raise UsageError(f"a candidate for {candidate.problem.name} has no kernel; build it before it is measured")
+    return candidate.kernel
+
+
+def _bare(kernel: Kernel) -> Kernel:
+    """The kernel without its texts, which a worker does not need."""
+    return replace(kernel, source="", ptx=b"")

@@ -1,0 +1,202 @@
+"""Is a kernel right? Asked before anything is timed, with every buffer poisoned beforehand.
+
+Each class of input is transformed out of place and in place and compared with float64. Inputs end in a ragged tile,
+and the normal ones are many enough for a persistent grid to loop. Rows do not depend on each other, so fewer rows must
+come out as the very same bits; the same holds for a second run.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import torch
+
+from hadagen.bits import encode
+from hadagen.launch import LaunchSpec
+from hadagen.problem import DType, Problem
+from hadagen.reference import hadamard, input_classes, verification_scale
+from hadagen.trial import Outcome
+
+TORCH_DTYPE = {DType.FLOAT16: torch.float16, DType.BFLOAT16: torch.bfloat16}
+
+# A NaN of both types. What no kernel wrote still holds it.
+_POISON = 0x7FFF
+_GUARD_ELEMENTS = 1 << 15  # 64 KiB
+# Error measures are stable to a few per mille over this many elements.
+_LEAST_ELEMENTS = 1 << 17
+_LOOPED_CLASS = "normal"
+
+
+class Launchable(Protocol):
+    """What is verified: `hadagen.driver.LoadedKernel`, or a stand-in."""
+
+    @property
+    def spec(self) -> LaunchSpec: ...
+
+    @property
+    def resident_blocks(self) -> int: ...
+
+    def launch(self, stream: int, x: int, y: int, elements: int, scale: float) -> None: ...
+
+
+class RowCounts(NamedTuple):
+    """How many rows are transformed: `base` by every class, `looped` by the normal one, `few` compared by bits."""
+
+    base: int
+    looped: int
+    few: tuple[int, ...]
+
+
+def row_counts(spec: LaunchSpec, n: int, resident_blocks: int) -> RowCounts:
+    """Row counts whose last tile is ragged wherever a tile has several rows.
+
+    `base`: at least three tiles. `looped`: where the grid is persistent, every block gets two tiles and half of them
+    a third. `few`: a single row, and a whole tile plus one row.
+    """
+    tile_rows = spec.tile_elements // n
+
+    def ragged(tiles: int) -> int:
+        return tiles * tile_rows - (1 if tile_rows > 1 else 0)
+
+    tiles = max(3, -(-_LEAST_ELEMENTS // spec.tile_elements))
+    clusters = resident_blocks // spec.cluster if spec.persistent else 0
+    return RowCounts(ragged(tiles), ragged(max(tiles, 2 * clusters + clusters // 2 + 1)), (1, tile_rows + 1))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`errors`: relative error by class of input, infinite where an output is not finite."""
+
+    outcome: Outcome
+    detail: str
+    errors: dict[str, float]
+
+
+class _Case(NamedTuple):
+    """Rows that are repeated to any number. There are an odd number of them, so no whole tiles are alike."""
+
+    bits: torch.Tensor  # [rows, n] int16
+    reference: torch.Tensor  # [rows, n] float64
+
+    def rows(self, count: int) -> torch.Tensor:
+        """Which of them to take, to have `count`."""
+        return torch.arange(count, device=self.bits.device) % len(self.bits)
+
+    def to(self, device: torch.device) -> _Case:
+        return _Case(self.bits.to(device, copy=True), self.reference.to(device, copy=True))
+
+
+def _cases(problem: Problem) -> dict[str, _Case]:
+    rows = _LEAST_ELEMENTS // problem.n + 1
+    scale = verification_scale(problem)
+    cases = {}
+    for name, values in input_classes(problem, rows).items():
+        bits = torch.from_numpy(encode(problem.dtype, values).view("int16"))
+        cases[name] = _Case(bits, torch.from_numpy(hadamard(values, scale)))
+    return cases
+
+
+@dataclass
+class _Findings:
+    """What is still on the device: read once, at the end."""
+
+    errors: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    outside: list[torch.Tensor] = field(default_factory=list)  # true: nothing but the output was written
+    repeated: list[torch.Tensor] = field(default_factory=list)  # true: the same bits again
+    fewer: list[torch.Tensor] = field(default_factory=list)  # true: fewer rows gave the same bits
+
+
+class Verifier:
+    """Verifies kernels on one device. The inputs and the reference of the last problem are kept.
+
+    `stream`: handle of the stream that is current for PyTorch.
+    """
+
+    def __init__(self, device: torch.device, stream: int) -> None:
+        self._device = device
+        self._stream = stream
+        self._problem: Problem | None = None
+        self._host_cases: dict[str, _Case] = {}
+        self._device_cases: dict[str, _Case] = {}
+
+    def check(self, kernel: Launchable, problem: Problem) -> Verdict:
+        """Raises what a failed launch raises: `DeviceError`, or PyTorch's `RuntimeError`."""
+        if problem != self._problem:
+            self._host_cases, self._problem, self._device_cases = _cases(problem), problem, {}
+        cases = self._device_cases or {name: case.to(self._device) for name, case in self._host_cases.items()}
+        self._device_cases = {}  # a wrong kernel may have written anywhere
+        verdict = self._judge(kernel, problem, cases)
+        if verdict.outcome is Outcome.OK:
+            self._device_cases = cases
+        return verdict
+
+    def _judge(self, kernel: Launchable, problem: Problem, cases: dict[str, _Case]) -> Verdict:
+        counts = row_counts(kernel.spec, problem.n, kernel.resident_blocks)
+        findings = _Findings()
+        for name, case in cases.items():
+            rows = case.rows(counts.looped if name == _LOOPED_CLASS else counts.base)
+            x, reference = case.bits[rows], case.reference[rows]
+            out, again = (self._run(kernel, problem, x, in_place, findings) for in_place in (False, True))
+            findings.errors[name] = [_relative_error(y, reference, problem.dtype) for y in (out, again)]
+            findings.repeated.append((out == again).all())
+            if name == _LOOPED_CLASS:
+                findings.repeated.append((out == self._run(kernel, problem, x, False, findings)).all())
+                for few in counts.few:
+                    for in_place in (False, True):
+                        part = self._run(kernel, problem, x[:few], in_place, findings)
+                        findings.fewer.append((part == out[:few]).all())
+        return _verdict(problem, findings)
+
+    def _run(
+        self, kernel: Launchable, problem: Problem, x: torch.Tensor, in_place: bool, findings: _Findings
+    ) -> torch.Tensor:
+        """The bits of the transform of x, both [rows, n] int16, from amid poison that must be there afterwards."""
+        elements = x.numel()
+        stride = -(-elements // _GUARD_ELEMENTS) * _GUARD_ELEMENTS + _GUARD_ELEMENTS  # keeps y as aligned as x
+        memory = torch.full((2 * stride + _GUARD_ELEMENTS,), _POISON, dtype=torch.int16, device=self._device)
+        source = memory[_GUARD_ELEMENTS:][:elements]
+        source.copy_(x.view(-1))
+        target = source if in_place else memory[_GUARD_ELEMENTS + stride :][:elements]
+        scale = verification_scale(problem)
+        kernel.launch(self._stream, source.data_ptr(), target.data_ptr(), elements, scale)
+        result = target.clone()
+        if not in_place:
+            findings.outside.append((source == x.view(-1)).all())
+        source.fill_(_POISON)
+        target.fill_(_POISON)
+        findings.outside.append((memory == _POISON).all())
+        return result.view(x.shape)
+
+
+def _relative_error(bits: torch.Tensor, reference: torch.Tensor, dtype: DType) -> torch.Tensor:
+    """‖out − reference‖ / ‖reference‖, not finite where `out` is not."""
+    out = bits.view(TORCH_DTYPE[dtype]).double()
+    error: torch.Tensor = torch.linalg.vector_norm(out - reference) / torch.linalg.vector_norm(reference)
+    return error
+
+
+def _verdict(problem: Problem, findings: _Findings) -> Verdict:
+    errors = {name: _largest(values) for name, values in findings.errors.items()}
+    outside, repeated, fewer = (
+        bool(torch.stack(flags).all()) for flags in (findings.outside, findings.repeated, findings.fewer)
+    )
+    wrong = [name for name, error in errors.items() if not error <= problem.error_bound]
+    if not outside:
+        return Verdict(Outcome.WRONG_ANSWER, "it wrote outside its output", errors)
+    if wrong:
+        worst = max(wrong, key=lambda name: errors[name])
+        bound = problem.error_bound
+        detail = f"relative error {errors[worst]:.2e} for {worst} inputs; {problem.name} allows {bound:.1e}"
+        return Verdict(Outcome.WRONG_ANSWER, detail, errors)
+    if not repeated:
+        return Verdict(Outcome.UNSTABLE, "the same input came out differently a second time", errors)
+    if not fewer:
+        return Verdict(Outcome.WRONG_ANSWER, "a few rows alone came out differently than among many", errors)
+    return Verdict(Outcome.OK, "", errors)
+
+
+def _largest(values: list[torch.Tensor]) -> float:
+    errors = [float(value) for value in values]
+    return max(errors) if all(math.isfinite(error) for error in errors) else math.inf

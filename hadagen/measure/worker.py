@@ -1,0 +1,193 @@
+"""The process that touches the GPU: its loop, and how the process that holds the study starts, asks and ends it.
+
+One request is under way at a time. A worker that dies, hangs or says that it can no longer be used is replaced; the
+asking side learns which of these happened from types alone.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+
+from hadagen.errors import DeviceError
+
+_START_ATTEMPTS = 3
+_START_PAUSE_S = 1.0  # between attempts: the driver needs a moment to clear up after a killed process
+_END_TIMEOUT_S = 10.0
+
+
+class Service(Protocol):
+    """What runs inside the worker. Any exception of `handle` becomes a `Failure` answer."""
+
+    @property
+    def greeting(self) -> Any:
+        """What the worker says once it is ready."""
+
+    def handle(self, request: Any) -> Any: ...
+
+    def is_usable(self) -> bool:
+        """Whether the device still answers; asked after every request."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The request failed; the reason is one line for people."""
+
+    detail: str
+
+
+@dataclass(frozen=True)
+class _Reply:
+    body: Any  # the service's answer, or a `Failure`
+    usable: bool
+
+
+class WorkerLost(Exception):
+    """The worker ended while it worked on a request."""
+
+
+class WorkerTimeout(Exception):
+    """The worker did not answer in time, and was killed."""
+
+
+def serve(connection: Connection, make_service: Callable[..., Service], arguments: tuple[Any, ...]) -> None:
+    """Body of the worker process: greet, then answer requests until the other side is gone or the device is lost."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the study decides what it means
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    try:
+        service = make_service(*arguments)
+    except Exception as error:
+        connection.send(_Reply(_failure(error), usable=False))
+        return
+    connection.send(_Reply(service.greeting, usable=True))
+    usable = True
+    while usable:
+        try:
+            request = connection.recv()
+        except EOFError:
+            break
+        try:
+            body = service.handle(request)
+        except Exception as error:
+            body = _failure(error)
+        usable = service.is_usable()
+        connection.send(_Reply(body, usable))
+    os._exit(0)  # libraries must not clean up on a device that may be lost
+
+
+def _failure(error: Exception) -> Failure:
+    lines = str(error).splitlines()
+    return Failure(lines[0] if lines else type(error).__name__)
+
+
+def _end_with(parent: int) -> None:
+    """Ends this process, whatever it waits for, soon after its parent ended, however that happened."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
+
+
+class Worker:
+    """The asking side. `make_service` must be importable by name: the worker process is spawned, not forked."""
+
+    def __init__(
+        self, make_service: Callable[..., Service], arguments: tuple[Any, ...], start_timeout_s: float = 120.0
+    ) -> None:
+        self._make_service = make_service
+        self._arguments = arguments
+        self._start_timeout_s = start_timeout_s
+        self._process: Any = None
+        self._connection: Connection | None = None
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and bool(self._process.is_alive())
+
+    def start(self) -> Any:
+        """Starts the process and returns its greeting. Raises `DeviceError` where it does not come up three times."""
+        self.stop()
+        reason = ""
+        for attempt in range(_START_ATTEMPTS):
+            if attempt:
+                time.sleep(_START_PAUSE_S)
+            self._spawn()
+            try:
+                greeting = self.receive(self._start_timeout_s)
+            except WorkerLost as error:
+                reason = str(error)
+            except WorkerTimeout:
+                reason = f"it did not come up within {self._start_timeout_s:.0f} s"
+            else:
+                if not isinstance(greeting, Failure):
+                    return greeting
+                reason = greeting.detail
+        raise DeviceError(
+            f"the measuring process did not start in {_START_ATTEMPTS} attempts ({reason}); "
+            "check the GPU with `hadagen doctor`, then run the same command again to go on"
+        )
+
+    def send(self, request: Any) -> None:
+        """Hands over a request; the worker must be running and idle. What went wrong is for `receive` to say."""
+        if self._connection is None:
+            raise RuntimeError("the worker is not running")
+        with suppress(OSError):  # it is dead
+            self._connection.send(request)
+
+    def receive(self, timeout_s: float) -> Any:
+        """The answer to the last request, or a `Failure`.
+
+        Raises `WorkerLost` or `WorkerTimeout`; no process is left behind then.
+        """
+        if self._connection is None:
+            raise WorkerLost("the measuring process is not running")
+        try:
+            answered = self._connection.poll(timeout_s)
+            reply = self._connection.recv() if answered else None
+        except (EOFError, OSError):
+            raise WorkerLost(f"the measuring process ended with {self._exit_status()}") from None
+        except BaseException:
+            self.stop()
+            raise
+        if reply is None:
+            self.stop()
+            raise WorkerTimeout
+        if not reply.usable:
+            self.stop()
+        return reply.body
+
+    def stop(self) -> None:
+        """Kills the process, if there is one. The next `start` brings up a fresh one."""
+        if self._process is not None:
+            self._process.kill()
+            self._reap()
+
+    def _spawn(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        process = context.Process(target=serve, args=(theirs, self._make_service, self._arguments), daemon=True)
+        process.start()
+        theirs.close()  # else the end of the process would not close the pipe
+        self._process, self._connection = process, ours
+
+    def _exit_status(self) -> str:
+        process = self._process
+        process.join(_END_TIMEOUT_S)
+        code = process.exitcode
+        self.stop()
+        if code is None:
+            return "a closed pipe"
+        return f"signal {-code}" if code < 0 else f"exit status {code}"
+
+    def _reap(self) -> None:
+        self._process.join(_END_TIMEOUT_S)
+        if self._connection is not None:
+            self._connection.close()
+        self._process = self._connection = None

@@ -1,0 +1,405 @@
+"""Plans: lists of steps over a placement, their legality, and what they compute.
+
+The transform is a Kronecker product of one 2×2 factor per index bit, so a plan is right exactly when every row bit is
+transformed once and every element is stored where it belongs. `Plan` checks that, symbolically, when it is made;
+`interpret` carries a plan out in float64.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from hadagen.errors import UsageError
+from hadagen.launch import LaunchSpec
+from hadagen.layout import LANE_BITS, MMA_MOVES, PAIR, Place, Placement, lane, reg, swaps
+from hadagen.problem import Numerics, Problem
+
+if TYPE_CHECKING:
+    import numpy as np
+
+VECTOR_ELEMENTS = 8  # of 16 bits in a 16-byte vector
+CHUNK_ELEMENTS = 32 * VECTOR_ELEMENTS
+CHUNK_BITS = 8
+MMA_EXPONENT = -2  # ±2^-2 makes the 16×16 matrix orthonormal, so values keep their size
+BARRIER_BYTES = 128  # room for the mbarriers of all stages; keeps what follows aligned
+
+PACKED = "packed"  # two 16-bit elements to a register
+FP32 = "fp32"
+
+
+@dataclass(frozen=True)
+class Load:
+    """Global memory → packed registers, in 16-byte vectors, `stages` tiles under way."""
+
+    path: str  # plain, no_allocate, cp_async or bulk
+    stages: int = 1
+
+    @property
+    def staged(self) -> bool:
+        """Whether tiles land in shared memory first."""
+        return self.path in ("cp_async", "bulk")
+
+
+@dataclass(frozen=True)
+class Mma:
+    """Transforms the four bits at {pair, lane0, lane1, reg}, times 2^`MMA_EXPONENT`, and applies `MMA_MOVES`. Leaves
+    what it accumulates in: fp32, or packed (float16 only). `split` takes fp32 as high + low halves. All four must be bits of the row: were one not, rows would meet in
+    a sum with weight 0, and an infinity in one would make NaN of its neighbours."""
+
+    reg: int
+    split: bool = False
+    accumulator: str = FP32
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        return (PAIR, lane(0), lane(1), reg(self.reg))
+
+
+@dataclass(frozen=True)
+class Butterfly:
+    """Transforms the bit at `place` (pair or a register bit) by add and subtract."""
+
+    place: Place
+
+
+@dataclass(frozen=True)
+class Shuffle:
+    """Transforms the bit at lane[`lane`] by a warp shuffle with the lane across, then add or subtract. `widen` takes
+    packed values and leaves fp32, so that half as many words cross."""
+
+    lane: int
+    widen: bool = False
+
+
+@dataclass(frozen=True)
+class Transpose:
+    """Applies `MMA_MOVES` to packed values (movmatrix): brings the bits back that one `Mma` moved."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Swaps register bits with warp or cta bits through (distributed) shared memory."""
+
+    pairs: tuple[tuple[Place, Place], ...]  # (register place, warp or cta place)
+    carrier: str
+    rounds: int = 1  # shared memory is used this many times over, a share of the vectors each time
+    shared_layout: str = "linear"
+
+    @property
+    def crosses_blocks(self) -> bool:
+        return any(far.kind == "cta" for _, far in self.pairs)
+
+    @property
+    def planes(self) -> int:
+        """16-byte vectors of one chunk that a thread exchanges in one round."""
+        return (2 if self.carrier == FP32 else 1) // self.rounds
+
+    @property
+    def slot_bytes(self) -> int:
+        """Shared memory of one chunk of one warp."""
+        lane_bytes = 16 * self.planes
+        padding = 16 * 8 if self.shared_layout == "padded" else 0  # one vector after every fourth lane
+        return 32 * lane_bytes + padding
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Multiplies by scale · 2^exponent; the exponent undoes those of the `Mma` steps."""
+
+    exponent: int
+
+
+@dataclass(frozen=True)
+class Widen:
+    """Packed → fp32, exact."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """fp32 → packed, to nearest even."""
+
+
+@dataclass(frozen=True)
+class Store:
+    """Packed registers → global memory, each 16-byte vector where it belongs."""
+
+    path: str  # plain or streaming
+
+
+Step = Load | Mma | Transpose | Butterfly | Shuffle | Exchange | Scale | Widen | Round | Store
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A problem's steps over 2^chunk_bits chunks per warp, 2^warp_bits warps, 2^cta_bits blocks.
+
+    Raises `UsageError`, naming the step, if the steps do not compute the problem within its numeric contract.
+    """
+
+    problem: Problem
+    chunk_bits: int
+    warp_bits: int
+    cta_bits: int
+    steps: tuple[Step, ...]
+    persistent: bool = False
+    min_blocks: int = 1
+    by_chunk: bool = False  # steps that stay in a chunk are written chunk by chunk, not each over all chunks
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    @property
+    def loaded(self) -> Placement:
+        return Placement.standard(self.chunk_bits, self.warp_bits, self.cta_bits)
+
+    @cached_property
+    def placements(self) -> tuple[Placement, ...]:
+        """The placement after each step."""
+        trace, placement = [], self.loaded
+        for step in self.steps:
+            if isinstance(step, Mma | Transpose):
+                placement = placement.moved(MMA_MOVES)
+            elif isinstance(step, Exchange):
+                placement = placement.moved(swaps(step.pairs))
+            trace.append(placement)
+        return tuple(trace)
+
+    @cached_property
+    def carriers(self) -> tuple[str, ...]:
+        """The form of the values after each step: `PACKED` or `FP32`."""
+        trace, carrier = [], ""
+        for step in self.steps:
+            carrier = carrier_after(step, carrier)
+            trace.append(carrier)
+        return tuple(trace)
+
+    @property
+    def load(self) -> Load:
+        return next(step for step in self.steps if isinstance(step, Load))
+
+    @property
+    def exchanges(self) -> tuple[Exchange, ...]:
+        return tuple(step for step in self.steps if isinstance(step, Exchange))
+
+    @property
+    def tile_elements(self) -> int:
+        """Elements that one cluster transforms at a time."""
+        return 1 << len(self.loaded)
+
+    @property
+    def rows_per_tile(self) -> int:
+        return self.tile_elements // self.problem.n
+
+    @property
+    def block_elements(self) -> int:
+        """Elements of a tile that one block loads."""
+        return self.tile_elements >> self.cta_bits
+
+    @property
+    def stage_bytes(self) -> int:
+        """Shared memory of one staged tile."""
+        return self.block_elements * self.problem.dtype.bytes if self.load.staged else 0
+
+    @property
+    def exchange_offset(self) -> int:
+        """Where in shared memory the exchanges begin: after the barriers and the staged tiles."""
+        barriers = BARRIER_BYTES if self.load.path == "bulk" else 0
+        return barriers + self.load.stages * self.stage_bytes
+
+    @property
+    def shared_bytes(self) -> int:
+        slots = 1 << (self.chunk_bits + self.warp_bits)
+        return self.exchange_offset + max((slots * step.slot_bytes for step in self.exchanges), default=0)
+
+    @property
+    def launch(self) -> LaunchSpec:
+        return LaunchSpec(
+            threads=32 << self.warp_bits,
+            cluster=1 << self.cta_bits,
+            shared_bytes=self.shared_bytes,
+            tile_elements=self.tile_elements,
+            persistent=self.persistent,
+        )
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 over everything the plan says."""
+        return hashlib.sha256(repr(self).encode()).hexdigest()
+
+    def describe(self) -> list[str]:
+        """One line per step."""
+        lines, before = [], self.loaded
+        for step, after in zip(self.steps, self.placements, strict=True):
+            lines.append(_sentence(step, before))
+            before = after
+        return lines
+
+
+def transformed_bits(step: Step, before: Placement) -> tuple[int, ...]:
+    """The index bits that a step transforms, given where they live before it."""
+    if isinstance(step, Mma):
+        return tuple(before.bit_at(place) for place in step.places)
+    if isinstance(step, Butterfly):
+        return (before.bit_at(step.place),)
+    if isinstance(step, Shuffle):
+        return (before.bit_at(lane(step.lane)),)
+    return ()
+
+
+def carrier_after(step: Step, carrier: str) -> str:
+    """The form of the values that a step leaves, given the form it finds."""
+    if isinstance(step, Load | Round):
+        return PACKED
+    if isinstance(step, Mma):
+        return step.accumulator
+    if isinstance(step, Widen) or (isinstance(step, Shuffle) and step.widen):
+        return FP32
+    return carrier
+
+
+def _check(plan: Plan) -> None:
+    n_bits = plan.problem.log2_n
+    if plan.tile_elements < plan.problem.n:
+        raise UsageError(
+            f"a tile of {plan.tile_elements} elements is shorter than a row of {plan.problem.n}; give it more chunks, warps or blocks"
+        )
+    carrier, exact, done, scaled, exponent = "", True, set[int](), False, 0
+    before = plan.loaded
+    for number, (step, after) in enumerate(zip(plan.steps, plan.placements, strict=True), 1):
+
+        def refuse(why: str, number: int = number, step: Step = step) -> UsageError:
+            return UsageError(f"step {number} ({type(step).__name__}) of {plan.problem.name}: {why}")
+
+        needs = {Round: FP32, Widen: PACKED, Transpose: PACKED, Store: PACKED, Load: ""}.get(
+            type(step), carrier
+        )
+        if isinstance(step, Mma):
+            needs = FP32 if step.split else PACKED
+        elif isinstance(step, Shuffle) and step.widen:
+            needs = PACKED
+        elif isinstance(step, Exchange):
+            needs = step.carrier
+        if carrier != needs:
+            raise refuse(f"needs {needs or 'no'} values but finds {carrier or 'none'}")
+        for bit in transformed_bits(step, before):
+            if bit in done or bit >= n_bits:
+                raise refuse(f"transforms index bit {bit} a second time or beyond the row")
+            done.add(bit)
+        if plan.problem.numerics is Numerics.ACCURATE and not exact and changes_values(step):
+            raise refuse("computes with rounded values, but accurate rounds once, at the end")
+        carrier = carrier_after(step, carrier)
+        if isinstance(step, Round) or (changes_values(step) and carrier == PACKED):
+            exact = False
+        if isinstance(step, Mma):
+            exponent += MMA_EXPONENT
+        if isinstance(step, Scale):
+            exponent, scaled = exponent + step.exponent, True
+        before = after
+    if done != set(range(n_bits)):
+        raise UsageError(f"{plan.problem.name}: index bits {sorted(set(range(n_bits)) - done)} are never transformed")
+    if not scaled or exponent != 0:
+        raise UsageError(f"{plan.problem.name}: the powers of two of the steps do not cancel in one Scale")
+    if not isinstance(plan.steps[-1], Store) or before.places[:CHUNK_BITS] != plan.loaded.places[:CHUNK_BITS]:
+        raise UsageError(f"{plan.problem.name}: the plan does not end with a Store of whole 16-byte vectors")
+
+
+def changes_values(step: Step) -> bool:
+    """Whether a step does arithmetic, not only moves or converts."""
+    return isinstance(step, Mma | Butterfly | Shuffle | Scale)
+
+
+def _sentence(step: Step, before: Placement) -> str:
+    bits = " ".join(str(bit) for bit in transformed_bits(step, before))
+    match step:
+        case Load(path, stages):
+            return f"load {path}" + (f", {stages} stages" if stages > 1 else "")
+        case Mma(register, split, accumulator):
+            how = " as high + low halves" if split else ", packed accumulators" if accumulator == PACKED else ""
+            return f"mma reg{register}: bits {bits}{how}"
+        case Transpose():
+            return "transpose back"
+        case Butterfly(place):
+            return f"butterfly {place}: bit {bits}"
+        case Shuffle(index, widen):
+            return f"shuffle lane{index}: bit {bits}" + (", widening to fp32" if widen else "")
+        case Exchange(pairs, carrier, rounds, shared_layout):
+            through = "distributed shared memory" if step.crosses_blocks else "shared memory"
+            swapped = ", ".join(f"{near}↔{far}" for near, far in pairs)
+            return f"exchange {swapped} through {through}: {carrier}, {shared_layout}" + (
+                f", {rounds} rounds" if rounds > 1 else ""
+            )
+        case Scale(exponent):
+            return "scale" + (f", times 2^{exponent}" if exponent else "")
+        case Widen():
+            return "widen to fp32"
+        case Round():
+            return "round to 16 bits"
+        case Store(path):
+            return f"store {path}"
+
+
+def interpret(plan: Plan, x: np.ndarray, scale: float = 1.0) -> np.ndarray:
+    """What the plan computes, in float64, step by step over places. x: [rows, n], rows a multiple of rows_per_tile."""
+    import numpy as np
+
+    axes = plan.loaded.places
+    bits = len(axes)
+    # Axis i of `tile` is the coordinate of place axes[i]; bit 0 varies fastest in memory, so it comes last in a reshape.
+    tile = np.asarray(x, np.float64).reshape((-1,) + (2,) * bits).transpose(0, *range(bits, 0, -1))
+    hadamard = np.array([[1.0, 1.0], [1.0, -1.0]])
+    for step in plan.steps:
+        touched: tuple[Place, ...] = ()
+        if isinstance(step, Mma):
+            touched = step.places
+        elif isinstance(step, Butterfly):
+            touched = (step.place,)
+        elif isinstance(step, Shuffle):
+            touched = (lane(step.lane),)
+        for place in touched:
+            axis = 1 + axes.index(place)
+            tile = np.moveaxis(np.tensordot(hadamard, tile, (1, axis)), 0, axis)
+        if isinstance(step, Mma):
+            tile = _permute(tile * 2.0**MMA_EXPONENT, axes, MMA_MOVES)
+        elif isinstance(step, Transpose):
+            tile = _permute(tile, axes, MMA_MOVES)
+        elif isinstance(step, Exchange):
+            tile = _permute(tile, axes, swaps(step.pairs))
+        elif isinstance(step, Scale):
+            tile = tile * (scale * 2.0**step.exponent)
+    stored = plan.placements[-1]
+    order = [1 + axes.index(stored.places[bit]) for bit in reversed(range(bits))]
+    return tile.transpose(0, *order).reshape(np.shape(x))
+
+
+def _permute(tile: np.ndarray, axes: tuple[Place, ...], moves: dict[Place, Place]) -> np.ndarray:
+    back = {after: before for before, after in moves.items()}
+    return tile.transpose(0, *(1 + axes.index(back.get(place, place)) for place in axes))
+
+
+__all__ = [
+    "CHUNK_BITS",
+    "CHUNK_ELEMENTS",
+    "FP32",
+    "LANE_BITS",
+    "MMA_EXPONENT",
+    "PACKED",
+    "Butterfly",
+    "Exchange",
+    "Load",
+    "Mma",
+    "Plan",
+    "Round",
+    "Scale",
+    "Shuffle",
+    "Step",
+    "Store",
+    "Transpose",
+    "Widen",
+    "carrier_after",
+    "changes_values",
+    "interpret",
+    "transformed_bits",
+]

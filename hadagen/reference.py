@@ -1,0 +1,72 @@
+"""What a kernel is checked against, on emulator and device: the inputs, the float64 transform, the error measure."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hadagen.bits import Reals, decode, encode
+from hadagen.problem import DType, Problem
+
+INPUT_CLASSES = ("normal", "constant", "one-hot", "large")
+
+# With this many normal elements the measured error lies within a few percent of its expectation.
+NORMAL_ELEMENTS = 8192
+
+# A "large" element is a standard normal one times this: near the top of the type, orthonormal results still finite.
+LARGE = {DType.FLOAT16: 4096.0, DType.BFLOAT16: 1e30}
+
+
+def verification_scale(problem: Problem) -> float:
+    """The scale that makes the transform orthonormal, n**-0.5: results are as large as inputs."""
+    return float(problem.n**-0.5)
+
+
+def input_classes(problem: Problem, rows: int, seed: int = 0) -> dict[str, Reals]:
+    """Inputs by class, in the order of `INPUT_CLASSES`, each [rows, n] float64 that the problem's dtype holds exactly.
+
+    - `normal`: standard normal. Rounding the result costs 2.08e-4 (float16) or 1.66e-3 (bfloat16) on average, which
+      rows · n of `NORMAL_ELEMENTS` or more show.
+    - `constant`: each row one signed power of two, so the result is a single element and exact zeros.
+    - `one-hot`: a single ±1 in each row, at the first place in row 0, at the last in row 1, then anywhere.
+    - `large`: normal times `LARGE`.
+    """
+    random = np.random.default_rng(seed)
+    shape = (rows, problem.n)
+
+    places = random.integers(0, problem.n, rows)
+    places[:2] = (0, problem.n - 1)[:rows]
+    one_hot = np.zeros(shape)
+    one_hot[np.arange(rows), places] = random.choice((-1.0, 1.0), rows)
+
+    constants = np.ldexp(random.choice((-1.0, 1.0), rows), random.integers(-2, 3, rows))
+    values = (
+        random.standard_normal(shape),
+        np.repeat(constants[:, None], problem.n, axis=1),
+        one_hot,
+        random.standard_normal(shape) * LARGE[problem.dtype],
+    )
+    dtype = problem.dtype
+    return {name: decode(dtype, encode(dtype, reals)) for name, reals in zip(INPUT_CLASSES, values, strict=True)}
+
+
+def hadamard(x: Reals, scale: float = 1.0) -> Reals:
+    """(x · H_n) · scale over the last dimension in float64; H[i, j] = (−1)^popcount(i & j), n a power of two."""
+    n = x.shape[-1]
+    y = np.asarray(x, dtype=np.float64).reshape(-1, n)
+    width = 1
+    while width < n:
+        halves = y.reshape(-1, n // (2 * width), 2, width)
+        even, odd = halves[:, :, 0], halves[:, :, 1]
+        y = np.stack((even + odd, even - odd), axis=2)
+        width *= 2
+    return y.reshape(x.shape) * scale
+
+
+def relative_error(out: Reals, reference: Reals) -> float:
+    """‖out − reference‖ / ‖reference‖ over all elements, in float64; infinity where anything in `out` is not finite."""
+    if not np.isfinite(out).all():
+        return float("inf")
+    # Divided by the peak first: squares of large values stay finite.
+    peak = float(np.abs(reference).max(initial=0.0)) or 1.0
+    norm = float(np.linalg.norm(reference / peak)) or 1.0
+    return float(np.linalg.norm((out - reference) / peak)) / norm

@@ -1,0 +1,53 @@
+"""Where bundles are looked for, and in which order."""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+from pathlib import Path
+
+from hadagen.errors import StorageError
+from hadagen.tuning_db.bundle import Bundle, shipped
+
+VARIABLE = "HADAGEN_BUNDLE"
+
+
+def user_directory() -> Path:
+    """Where the bundles lie that were tuned on this machine, whatever they are called: `*.db`."""
+    data = os.environ.get("XDG_DATA_HOME") or os.path.expanduser("~/.local/share")
+    return Path(data) / "hadagen" / "bundles"
+
+
+def known() -> list[Bundle]:
+    """Every bundle there is, the most wanted first.
+
+    1. the paths in the environment variable HADAGEN_BUNDLE, separated like those in PATH;
+    2. those of `user_directory`, by name;
+    3. those that hadagen ships.
+
+    Raises `StorageError` where HADAGEN_BUNDLE names what is not a sound bundle. Of the others, such a one only causes a
+    warning: a file left behind by another version must not stop a program that never asked for it.
+    """
+    named = [Path(path) for path in os.environ.get(VARIABLE, "").split(os.pathsep) if path]
+    bundles = [_opened(path) for path in named]
+    for path in (*sorted(user_directory().glob("*.db")), *shipped().values()):
+        try:
+            bundles.append(_opened(path))
+        except StorageError as error:
+            warnings.warn(f"hadagen goes on without a bundle: {error}", RuntimeWarning, stacklevel=2)
+    return bundles
+
+
+def _opened(path: Path) -> Bundle:
+    try:
+        state = path.stat()
+    except OSError:
+        return Bundle.open(path)  # which says what is wrong
+    return _open(path, state.st_mtime_ns, state.st_size)
+
+
+@functools.cache
+def _open(path: Path, mtime_ns: int, size: int) -> Bundle:
+    """Opens each state of a file once."""
+    return Bundle.open(path)

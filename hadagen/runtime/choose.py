@@ -1,0 +1,168 @@
+"""Which kernel a call runs: a pure function of the bundles and the arguments, so that all ranks of a job agree.
+
+n, dtype, numerics and destination of an entry must be those that are asked for. Among the entries left, the better
+`Match` wins; then the nearest element count on a logarithmic scale, and of two as near the larger; then the bundle that
+was found first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from hadagen.errors import UsageError
+from hadagen.launch import LaunchSpec
+from hadagen.problem import Problem
+from hadagen.runtime import bundles
+from hadagen.runtime.device import Device, find_device
+from hadagen.trial import Destination, Provenance
+from hadagen.tuning_db.bundle import Bundle, BundleEntry
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Match(str, Enum):
+    """How well a choice suits the device, best first."""
+
+    SAME_GPU = "same-gpu"  # measured on a GPU of this name
+    SAME_ARCH = "same-arch"  # measured on another GPU of this arch
+    ESTIMATED = "estimated"  # never timed on this arch: named by the cost model, or PTX of an older arch
+    GENERIC = "generic"  # no kernel: plain PyTorch
+
+
+_RANK = {match: rank for rank, match in enumerate(Match)}
+
+
+def bucket(elements: int) -> int:
+    """log2(elements) rounded to the nearest integer, exactly; elements ≥ 1."""
+    return (elements * elements).bit_length() // 2
+
+
+def match_of(entry: BundleEntry, device: Device) -> Match:
+    """How well what is known of an entry holds on a device."""
+    if entry.arch == device.arch:
+        if entry.provenance is Provenance.ESTIMATED:
+            return Match.ESTIMATED
+        return Match.SAME_GPU if device.is_named(entry.gpu) else Match.SAME_ARCH
+    return Match.ESTIMATED if Device(entry.arch).generation < device.generation else Match.GENERIC
+
+
+def choose(
+    entries: Iterable[BundleEntry], problem: Problem, destination: Destination, elements: int, device: Device
+) -> tuple[Match, BundleEntry | None]:
+    """The entry to run for `elements` = rows · n, at least 1, and how well it suits. None goes with GENERIC."""
+    wanted = bucket(elements)
+
+    def badness(candidate: tuple[Match, BundleEntry]) -> tuple[int, int, bool, int, int]:
+        match, entry = candidate
+        timed = bucket(entry.elements)
+        guessed = entry.provenance is Provenance.ESTIMATED
+        return _RANK[match], -Device(entry.arch).generation, guessed, abs(timed - wanted), -timed
+
+    fitting = [entry for entry in entries if entry.problem == problem and entry.destination is destination]
+    candidates = [(match, entry) for entry in fitting if (match := match_of(entry, device)) is not Match.GENERIC]
+    return min(candidates, key=badness, default=(Match.GENERIC, None))
+
+
+def choose_from_bundles(
+    problem: Problem, destination: Destination, elements: int, device: Device
+) -> tuple[Match, tuple[BundleEntry, Bundle] | None]:
+    """`choose` among all known bundles; with the entry comes the bundle that holds its kernel.
+
+    Raises `StorageError` where HADAGEN_BUNDLE names what is not a sound bundle.
+    """
+    held = [(entry, bundle) for bundle in bundles.known() for entry in bundle.entries(problem)]
+    match, chosen = choose((entry for entry, _ in held), problem, destination, elements, device)
+    return match, next((pair for pair in held if pair[0] is chosen), None)
+
+
+@dataclass(frozen=True)
+class BestConfig:
+    """What runs for a problem on a device, and how well that is known.
+
+    `kernel` is its digest. `us` and `copy_us` are the microseconds of one launch and of a plain copy of the same bytes
+    at the element count that was timed, `relative_error` is the largest ‖out − ref‖ / ‖ref‖ against float64 that was
+    seen. `provenance` tells where they are from: "kind" (measured or estimated), "gpu", "driver", "nvcc", "date" (UTC)
+    and "elements". All of these are None where `match` is GENERIC.
+    """
+
+    problem: Problem
+    rows: int
+    destination: Destination
+    device: Device
+    match: Match
+    kernel: str | None = None
+    knobs: Mapping[str, Any] | None = None
+    launch: LaunchSpec | None = None
+    us: float | None = None
+    copy_us: float | None = None
+    relative_error: float | None = None
+    provenance: Mapping[str, Any] | None = None
+
+    @property
+    def fraction_of_copy(self) -> float | None:
+        return None if self.us is None or self.copy_us is None else self.copy_us / self.us
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values, for JSON."""
+        return {
+            "problem": self.problem.to_dict(),
+            "rows": self.rows,
+            "destination": self.destination.value,
+            "arch": self.device.arch,
+            "gpu": self.device.gpu,
+            "match": self.match.value,
+            "kernel": self.kernel,
+            "knobs": None if self.knobs is None else dict(self.knobs),
+            "launch": None if self.launch is None else self.launch.to_dict(),
+            "us": self.us,
+            "copy_us": self.copy_us,
+            "fraction_of_copy": self.fraction_of_copy,
+            "relative_error": self.relative_error,
+            "provenance": None if self.provenance is None else dict(self.provenance),
+        }
+
+
+def best_config(
+    problem: Problem | Mapping[str, Any],
+    rows: int,
+    device: int | str | torch.device | None = None,
+    *,
+    arch: str | None = None,
+    inplace: bool = False,
+) -> BestConfig:
+    """What `hadamard_transform` runs for a [rows, n] tensor, without running it. With `arch` it needs no GPU.
+
+    problem: a `Problem`, or the arguments of one: {"n": 4096, "dtype": "float16", "numerics": "fast"}.
+    device: a CUDA device of this machine, the current one if none is given. With `arch` (for instance "sm90") the name
+        of a GPU, such as "NVIDIA H100 80GB HBM3", or any GPU of that arch.
+    inplace: whether the result overwrites the input.
+
+    Raises `UsageError` for a bad problem, rows below 1, a bad arch, or where there is no device; `StorageError` where
+    HADAGEN_BUNDLE names no sound bundle.
+    """
+    if not isinstance(problem, Problem):
+        problem = Problem(**problem)
+    if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
+        raise UsageError(f"rows = {rows!r} is not supported; give a whole number of rows, at least 1")
+    target = find_device(device, arch)
+    destination = Destination.IN_PLACE if inplace else Destination.OUT_OF_PLACE
+    match, chosen = choose_from_bundles(problem, destination, rows * problem.n, target)
+    asked = (problem, rows, destination, target, match)
+    if chosen is None:
+        return BestConfig(*asked)
+    entry, _ = chosen
+    provenance = {
+        "kind": entry.provenance.value,
+        "gpu": entry.gpu,
+        "driver": entry.environment.driver,
+        "nvcc": entry.nvcc,
+        "date": entry.date,
+        "elements": entry.elements,
+    }
+    return BestConfig(
+        *asked, entry.kernel, entry.knobs, entry.launch, entry.us, entry.copy_us, entry.relative_error, provenance
+    )

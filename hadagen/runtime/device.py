@@ -1,0 +1,81 @@
+"""`Device`: what a choice needs to know of a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hadagen.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Device:
+    """`arch`: such as "sm90". `gpu`: the name CUDA gives it, such as "NVIDIA H100 80GB HBM3"; "" for any."""
+
+    arch: str
+    gpu: str = ""
+
+    def __post_init__(self) -> None:
+        digits = self.arch.removeprefix("sm")
+        if digits == self.arch or not (digits.isascii() and digits.isdigit()):
+            raise UsageError(f"arch {self.arch!r} is not one; write sm and the compute capability, for instance sm90")
+
+    @property
+    def generation(self) -> int:
+        """Ten times the compute capability. A GPU runs the PTX of every generation up to its own."""
+        return int(self.arch[2:])
+
+    def is_named(self, gpu: str) -> bool:
+        """Whether `gpu` is its name, with or without the maker's."""
+        return bool(gpu) and _plain(gpu) == _plain(self.gpu)
+
+
+def _plain(gpu: str) -> str:
+    return " ".join(gpu.casefold().removeprefix("nvidia").split())
+
+
+def cuda_device(index: int) -> Device | None:
+    """The CUDA device that PyTorch numbers `index`; None where PyTorch drives GPUs of another maker."""
+    import torch
+
+    if torch.version.cuda is None:
+        return None
+    major, minor = torch.cuda.get_device_capability(index)
+    return Device(f"sm{major}{minor}", torch.cuda.get_device_name(index))
+
+
+def find_device(device: int | str | torch.device | None = None, arch: str | None = None) -> Device:
+    """The device that is meant: with `arch` the GPU called `device`, or any; else a CUDA device of this machine.
+
+    Raises `UsageError` where there is none.
+    """
+    if arch is not None:
+        return Device(arch, "" if device is None else str(device))
+    import torch
+
+    if not torch.cuda.is_available():
+        raise UsageError("this machine has no CUDA device to choose for; name an arch, for instance sm90")
+    index = _index(device)
+    found = None if index is None else cuda_device(index)
+    if found is None:
+        raise UsageError(f"device {device!r} is not a CUDA device of this machine; name one, or name an arch too")
+    return found
+
+
+def _index(device: Any) -> int | None:
+    """The number of a CUDA device of this machine; None where it is not one."""
+    import torch
+
+    if device is None:
+        return torch.cuda.current_device()
+    try:
+        device = torch.device(device)
+    except RuntimeError:
+        return None
+    if device.type != "cuda":
+        return None
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return index if index < torch.cuda.device_count() else None

@@ -1,0 +1,285 @@
+"""nvcc: sources in, compiled kernels and their resource report out; in batches, in parallel, and from the cache.
+
+A source that is not in the cache goes through nvcc twice. The front end costs a good part of a second a call, whatever
+it compiles, so the sources of a batch share as many calls as there are jobs, and the PTX is split again, kernel by
+kernel. The back end assembles each kernel on its own. A source that does not compile fails alone.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from hashlib import sha256
+from importlib import resources
+from importlib.util import find_spec
+from pathlib import Path
+from threading import Lock
+from typing import Protocol
+
+from hadagen import ptx
+from hadagen.arch import Arch
+from hadagen.cache import KernelCache, cache_key, cache_root
+from hadagen.errors import ToolchainError, UsageError
+from hadagen.launch import LaunchSpec
+from hadagen.trial import Kernel
+
+# For both ends of nvcc. `-v` makes the back end report what a kernel uses.
+FLAGS = ("-std=c++17", "-O3", "-Xptxas=-v")
+
+_HINT = "install the CUDA toolkit 12 or newer, or: pip install 'hadagen[nvcc]'"
+
+
+class Source(Protocol):
+    """CUDA C++ that defines one kernel, `entry`."""
+
+    @property
+    def entry(self) -> str: ...
+
+    @property
+    def text(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class BuildFailure:
+    """A source that does not compile, and what nvcc says about it."""
+
+    entry: str
+    log: str
+
+
+_Built = dict[str, bytes] | BuildFailure  # the files of a cache entry, or why there are none
+
+
+def device_headers() -> dict[str, str]:
+    """The texts of the device headers, by the name that sources include them by."""
+    folder = resources.files("hadagen.templates") / "device"
+    return {item.name: item.read_text("utf-8") for item in folder.iterdir() if item.name.endswith(".cuh")}
+
+
+@dataclass(frozen=True)
+class Toolchain:
+    """An nvcc that answers. `version`: all that `nvcc --version` says."""
+
+    nvcc: Path
+    version: str
+    flags: tuple[str, ...] = FLAGS
+    headers: Mapping[str, str] = field(default_factory=device_headers)
+    cache: KernelCache = field(default_factory=lambda: KernelCache(cache_root()))
+
+    @classmethod
+    def find(cls) -> Toolchain:
+        """The nvcc on PATH, else in $CUDA_HOME, else of the installed wheels.
+
+        Raises `ToolchainError` where there is none, or it cannot be run.
+        """
+        nvcc = _find("nvcc")
+        if nvcc is None:
+            raise ToolchainError(f"nvcc is not on PATH, in $CUDA_HOME/bin or among the Python packages; {_HINT}")
+        answer = _run([nvcc, "--version"])
+        if answer.returncode:
+            raise ToolchainError(f"{nvcc} --version fails, so this nvcc is broken: {_first_lines(answer)}; {_HINT}")
+        return cls(nvcc, answer.stdout.strip())
+
+    @property
+    def release(self) -> str:
+        """The version as a number, such as "13.0.88"; all that nvcc says where there is none in it."""
+        match = re.search(r"\bV(\d+(?:\.\d+)+)", self.version)
+        return match[1] if match else self.version
+
+    def key(self, source: Source, arch: Arch) -> str:
+        """The name of a source's cache entry."""
+        before, after = (os.environ.get(f"NVCC_{end}_FLAGS", "") for end in ("PREPEND", "APPEND"))
+        return cache_key(
+            nvcc=self.version,
+            flags=(before, *self.flags, after),
+            arch=arch.nvcc_arch,
+            source=source.text,
+            headers=self.headers,
+        )
+
+    def build(
+        self, sources: Sequence[tuple[Source, LaunchSpec]], arch: Arch, *, jobs: int | None = None
+    ) -> list[Kernel | BuildFailure]:
+        """Compile sources, as many at a time as `jobs` (default: one for each CPU), and return them in the same order.
+
+        Every kernel is called `ptx.ENTRY`, so sources that differ in their name alone have one cubin and one digest.
+        Raises `ToolchainError` where nvcc cannot compile anything, `StorageError` where the cache cannot be written.
+        """
+        jobs = (os.cpu_count() or 1) if jobs is None else jobs
+        if jobs < 1:
+            raise UsageError(f"jobs = {jobs} is not possible; give at least 1")
+        keyed = [(self.key(source, arch), source, launch) for source, launch in sources]
+        built: dict[str, _Built] = {key: files for key, _, _ in keyed if (files := self.cache.load(key))}
+        # By key, so that equal sources are built once.
+        missing = {key: source for key, source, _ in keyed if key not in built}
+        if missing:
+            with self.cache.workspace() as folder:
+                built |= _Build(self, arch, folder).run(list(missing.items()), jobs)
+        return [self._result(built[key], launch, arch) for key, _, launch in keyed]
+
+    def _result(self, built: _Built, launch: LaunchSpec, arch: Arch) -> Kernel | BuildFailure:
+        if isinstance(built, BuildFailure):
+            return built
+        report = built["log.txt"].decode()
+        return Kernel(
+            digest=sha256(built["kernel.cubin"]).hexdigest(),
+            entry=ptx.ENTRY,
+            arch=arch.name,
+            source=built["source.cu"].decode(),
+            cubin=built["kernel.cubin"],
+            ptx=built["kernel.ptx"],
+            launch=launch,
+            registers=_reported(report, r"Used (\d+) registers"),
+            spill_bytes=_reported(report, r"(\d+) bytes spill stores"),
+            static_shared_bytes=_reported(report, r"(\d+) bytes smem", absent=0),
+            nvcc=self.release,
+        )
+
+
+class _Build:
+    """One call of nvcc after another for the sources of one batch, in `folder`."""
+
+    def __init__(self, toolchain: Toolchain, arch: Arch, folder: Path) -> None:
+        self._toolchain, self._arch, self._folder = toolchain, arch, folder
+        self._lock = Lock()
+        self._nvcc_works = False
+        for name, text in toolchain.headers.items():
+            (folder / name).write_text(text, encoding="utf-8")
+
+    def run(self, sources: list[tuple[str, Source]], jobs: int) -> dict[str, _Built]:
+        """Compile sources given with their keys, and return what became of them by key."""
+        built: dict[str, _Built] = {}
+        back_ends: dict[Future[_Built], str] = {}
+        with ThreadPoolExecutor(jobs) as pool:
+            try:
+                units = [sources[first::jobs] for first in range(min(jobs, len(sources)))]
+                for front_end in as_completed([pool.submit(self._front_end, unit) for unit in units]):
+                    for key, source, module in front_end.result():
+                        if isinstance(module, BuildFailure):
+                            built[key] = module
+                        else:
+                            back_ends[pool.submit(self._back_end, key, source, module)] = key
+                for back_end in as_completed(back_ends):
+                    built[back_ends[back_end]] = back_end.result()
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+        return built
+
+    def _front_end(self, unit: list[tuple[str, Source]]) -> list[tuple[str, Source, str | BuildFailure]]:
+        """The PTX of each source. Where one does not compile, each half of the unit is tried without the other."""
+        name = f"unit-{unit[0][0]}"
+        text = "\n".join(f'#line 1 "{source.entry}.cu"\n{source.text}' for _, source in unit)
+        (self._folder / f"{name}.cu").write_text(text, encoding="utf-8")
+        answer = self._nvcc("-ptx", f"{name}.cu", "-o", f"{name}.ptx")
+        if answer.returncode == 0:
+            modules = ptx.split((self._folder / f"{name}.ptx").read_text(encoding="utf-8"))
+            return [(key, source, modules.get(source.entry) or _without_kernel(source)) for key, source in unit]
+        self._check_nvcc_works()
+        if len(unit) == 1:
+            [(key, source)] = unit
+            return [(key, source, BuildFailure(source.entry, answer.stdout))]
+        return self._front_end(unit[::2]) + self._front_end(unit[1::2])
+
+    def _back_end(self, key: str, source: Source, module: str) -> _Built:
+        """Assemble one kernel and put it in the cache."""
+        (self._folder / f"{key}.ptx").write_text(module, encoding="utf-8")
+        answer = self._nvcc("-cubin", f"{key}.ptx", "-o", f"{key}.cubin")
+        if answer.returncode:
+            self._check_nvcc_works()
+            return BuildFailure(source.entry, answer.stdout)
+        files = {
+            "source.cu": source.text.encode(),
+            "kernel.ptx": module.encode(),
+            "kernel.cubin": (self._folder / f"{key}.cubin").read_bytes(),
+            "log.txt": answer.stdout.encode(),
+        }
+        meta = {"nvcc": self._toolchain.version, "flags": self._toolchain.flags, "arch": self._arch.nvcc_arch}
+        return self._toolchain.cache.store(key, files, meta)
+
+    def _nvcc(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        options = (*self._toolchain.flags, f"-arch={self._arch.nvcc_arch}", *arguments)
+        return _run([self._toolchain.nvcc, *options], self._folder)
+
+    def _check_nvcc_works(self) -> None:
+        """Raise unless an empty kernel compiles here: what failed was then not the source's fault."""
+        with self._lock:
+            if self._nvcc_works:
+                return
+            (self._folder / "room").write_bytes(bytes(1 << 20))
+            (self._folder / "empty.cu").write_text('extern "C" __global__ void empty() {}\n', encoding="utf-8")
+            answer = self._nvcc("-cubin", "empty.cu", "-o", "empty.cubin")
+            if answer.returncode:
+                raise ToolchainError(
+                    f"{self._toolchain.nvcc} cannot compile an empty kernel for {self._arch.nvcc_arch}: "
+                    f"{_first_lines(answer)}; check that a C++ compiler is installed, or {_HINT}"
+                )
+            self._nvcc_works = True
+
+
+def _without_kernel(source: Source) -> BuildFailure:
+    return BuildFailure(source.entry, f"the source defines no kernel called {source.entry}")
+
+
+def disassemble(kernel: Kernel) -> str:
+    """The machine code of a kernel as text. Raises `ToolchainError` where there is no nvdisasm, or it fails."""
+    nvdisasm = _find("nvdisasm")
+    if nvdisasm is None:
+        raise ToolchainError(f"nvdisasm is not on PATH, in $CUDA_HOME/bin or among the Python packages; {_HINT}")
+    with KernelCache(cache_root()).workspace() as folder:
+        (folder / "kernel.cubin").write_bytes(kernel.cubin)
+        answer = _run([nvdisasm, "--print-code", "kernel.cubin"], folder)
+    if answer.returncode:
+        raise ToolchainError(f"{nvdisasm} cannot read a cubin of nvcc {kernel.nvcc}: {_first_lines(answer)}; {_HINT}")
+    return answer.stdout
+
+
+def _find(tool: str) -> Path | None:
+    if path := shutil.which(tool):
+        return Path(path)
+    folders = [Path(home) / "bin"] if (home := os.environ.get("CUDA_HOME")) else []
+    wheels = find_spec("nvidia")
+    for packages in (wheels and wheels.submodule_search_locations) or ():
+        folders += sorted(Path(packages).glob("cu*/bin"), reverse=True)  # cu13 and so on: the newest first
+    return next((folder / tool for folder in folders if (folder / tool).is_file()), None)
+
+
+def _run(command: Sequence[str | Path], folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run to the end, and return what it wrote to either output as `stdout`."""
+    environment = dict(os.environ)
+    if folder is not None:
+        environment["TMPDIR"] = str(folder)
+    if not shutil.which("gcc") and (compiler := shutil.which("c++")):
+        environment.setdefault("NVCC_CCBIN", compiler)  # nvcc itself looks for no other name than gcc
+    try:
+        return subprocess.run(
+            command,
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            encoding="utf-8",
+            errors="replace",
+            start_new_session=True,  # or Ctrl-C would end it too, and pass for a source that does not compile
+        )
+    except OSError as error:
+        raise ToolchainError(f"{command[0]} cannot be run ({error.strerror}); {_HINT}") from error
+
+
+def _first_lines(answer: subprocess.CompletedProcess[str]) -> str:
+    lines = [line.strip() for line in answer.stdout.splitlines() if line.strip()]
+    return " / ".join(lines[:3]) or f"exit code {answer.returncode}"
+
+
+def _reported(report: str, pattern: str, absent: int | None = None) -> int:
+    """The number of the back end's report that `pattern` finds; `absent` where it says nothing, if it may."""
+    numbers = [int(number) for number in re.findall(pattern, report)]
+    if absent is None and not numbers:
+        raise ToolchainError(f"nvcc's resource report has no {pattern!r}, so its format is new; use nvcc 12 or 13")
+    return max(numbers, default=absent or 0)

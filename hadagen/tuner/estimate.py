@@ -1,0 +1,146 @@
+"""What can be said of kernels where no device can time them: which look best, and whether they are right.
+
+`shortlist` ranks knobs by the cost model, which needs no compiler. `EstimateRunner` then verifies kernels on the
+emulator and writes the cost model's times into their trials, which say `estimated`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from datetime import datetime, timezone
+from itertools import chain, islice
+from math import fsum, log
+from operator import attrgetter
+from typing import Any
+
+from hadagen.arch import Arch
+from hadagen.codegen import Source, render
+from hadagen.costmodel import Estimate, copy_us
+from hadagen.emulator import EmulationError, HostCompileError, HostModule, compile_host, verify
+from hadagen.measure import Candidate, Cell, all_cells
+from hadagen.plan import Plan
+from hadagen.problem import Problem
+from hadagen.space import Knobs, Space, build_plan
+from hadagen.trial import Environment, Outcome, Provenance, Timing, Trial
+from hadagen.tuner.study import REGIMES, regime
+
+LEAST_ELEMENTS = 4096  # of each class of input, for an error that is stable to a few percent
+# Knobs that the cost model knows of, and those of them that make one kernel much unlike another.
+_MODELED = attrgetter(
+    *("chunks", "warps", "cluster", "low_bits", "mma_carrier", "butterfly_carrier", "exchange_carrier"),
+    *("exchange_rounds", "shared_layout", "load", "grid", "stages"),
+)
+_SHAPE = attrgetter("chunks", "warps", "cluster", "low_bits", "butterfly_carrier")
+ORDER_SEED = 2  # the emulator's threads in a random order
+
+
+def shortlist(space: Space, count: int) -> list[Knobs]:
+    """At most `count` legal knobs with the best estimates, each for another tile or other carriers.
+
+    First the best of each regime, then the second best of each, and so on. What the cost model is blind to stays at
+    its first value.
+    """
+    arch, problem = space.arch, space.problem
+    known: dict[Any, Knobs] = {}
+    for knobs in space.legal:
+        if knobs.load != "no_allocate":
+            known.setdefault(_MODELED(knobs), knobs)
+    estimates = {knobs: Estimate(build_plan(problem, knobs, arch), arch) for knobs in known.values()}
+    ranked = []
+    for cells in _cells_by_regime(problem, arch).values():
+        times = {knobs: fsum(log(estimate.us(*cell)) for cell in cells) for knobs, estimate in estimates.items()}
+        best: dict[Any, Knobs] = {}
+        for knobs in sorted(times, key=times.__getitem__):
+            best.setdefault(_SHAPE(knobs), knobs)
+        ranked.append(list(best.values()))
+    return list(islice(dict.fromkeys(chain.from_iterable(zip(*ranked, strict=True))), count))
+
+
+def _cells_by_regime(problem: Problem, arch: Arch) -> dict[str, list[Cell]]:
+    cells: dict[str, list[Cell]] = {}
+    for cell in _cells(problem, arch):
+        if where := regime(problem, *cell, arch.model.l2_bytes):
+            cells.setdefault(where, []).append(cell)
+    return cells
+
+
+def _cells(problem: Problem, arch: Arch) -> list[Cell]:
+    return [cell for cell in all_cells(arch.model.l2_bytes) if cell.elements >= problem.n]
+
+
+class EstimateRunner:
+    """A runner for machines without the device: right or wrong by the emulator, fast or slow by the cost model."""
+
+    def __init__(self, arch: Arch) -> None:
+        self._arch = arch
+        major, minor = arch.compute_capability
+        self.environment = Environment(
+            compute_capability=f"{major}.{minor}", sms=arch.model.sms, l2_bytes=arch.model.l2_bytes
+        )
+
+    def run(self, candidates: Iterable[Candidate]) -> Iterator[tuple[Candidate, Trial]]:
+        """Builds all candidates for the host at once, then yields each with its trial."""
+        waiting = list(candidates)
+        plans = [build_plan(c.problem, Knobs.from_dict(c.knobs), self._arch) for c in waiting]
+        sources = [render(plan) for plan in plans]
+        module = _compile(sources)
+        for candidate, plan, source in zip(waiting, plans, sources, strict=True):
+            yield candidate, self._try(candidate, plan, source, module)
+
+    def _try(self, candidate: Candidate, plan: Plan, source: Source, module: HostModule | None) -> Trial:
+        started = time.monotonic()
+        kernel = candidate.kernel
+        environment = self.environment if kernel is None else replace(self.environment, nvcc=kernel.nvcc)
+        trial = Trial(
+            problem=candidate.problem,
+            arch=self._arch.name,
+            knobs=candidate.knobs,
+            outcome=Outcome.OK,
+            provenance=Provenance.ESTIMATED,
+            kernel=kernel,
+            environment=environment,
+            date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        )
+        try:
+            errors = _verify(candidate.problem, plan, source, module)
+        except HostCompileError as error:
+            trial = replace(trial, outcome=Outcome.COMPILE_FAILED, detail=str(error))
+        except EmulationError as error:
+            trial = replace(trial, outcome=Outcome.WRONG_ANSWER, detail=str(error))
+        else:
+            trial = replace(trial, errors=errors)
+            worst = max(errors, key=errors.__getitem__)
+            bound = candidate.problem.error_bound
+            if errors[worst] <= bound:
+                registers = None if kernel is None else kernel.registers
+                trial = replace(trial, timings=tuple(self._timings(plan, registers)))
+            else:
+                detail = f"relative error {errors[worst]:.2e} for {worst} inputs is above {bound:.1e}"
+                trial = replace(trial, outcome=Outcome.WRONG_ANSWER, detail=detail)
+        return replace(trial, seconds=time.monotonic() - started)
+
+    def _timings(self, plan: Plan, registers: int | None) -> Iterator[Timing]:
+        estimate = Estimate(plan, self._arch, registers)
+        for cell in _cells(plan.problem, self._arch):
+            us = estimate.us(*cell)
+            yield Timing(*cell, us, us, us, copy_us(self._arch, cell.elements, plan.problem.dtype.bytes, *cell[1:]))
+
+
+def _compile(sources: Sequence[Source]) -> HostModule | None:
+    """All kernels in one module; None where one of them does not compile, and each has to be tried alone."""
+    try:
+        return compile_host(sources) if sources else None
+    except HostCompileError:
+        return None
+
+
+def _verify(problem: Problem, plan: Plan, source: Source, module: HostModule | None) -> dict[str, float]:
+    """The larger error out of place and in place, by class of input."""
+    ragged = 1 if plan.rows_per_tile > 1 else 0
+    rows = max(plan.rows_per_tile + ragged, -(-LEAST_ELEMENTS // problem.n))
+    module = module or compile_host([source])
+    apart = verify(problem, source, plan.launch, rows, module=module)
+    in_place = verify(problem, source, plan.launch, rows, module=module, in_place=True, order_seed=ORDER_SEED)
+    return {name: max(apart[name], in_place[name]) for name in apart}

@@ -1,0 +1,99 @@
+"""Near-ties, raced: the two fastest kernels of a cell are timed again by turns before a winner is named.
+
+Winners are a view of the trials, so that is where the result goes: the trials of both kernels get the times of the
+race, and their detail says by how much it was won.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol, runtime_checkable
+
+from hadagen.errors import DeviceError
+from hadagen.measure import Candidate, Cell
+from hadagen.trial import Kernel, Timing, Trial, deciding_cache
+from hadagen.tuning_db.store import Store
+from hadagen.tuning_db.winners import may_win
+
+NEAR = 0.01  # kernels no further apart than this are raced
+ROUNDS = 2  # for after a race another kernel may be second
+
+Field = dict[str, list[Trial]]  # the trials that may win, by the digest of their kernel
+Times = Mapping[Cell, tuple[float, float]]  # µs of a kernel, and of the one it raced with
+
+
+@runtime_checkable
+class Racing(Protocol):
+    """A runner that can time two kernels by turns: (µs of a, µs of b) for each cell. Raises `DeviceError`."""
+
+    def race(self, a: Candidate, b: Candidate, cells: Sequence[Cell]) -> list[tuple[float, float]]: ...
+
+
+def race_near_ties(trials: Iterable[Trial], store: Store, runner: Racing) -> Iterator[tuple[float, ...]]:
+    """Race the near-ties of one problem on one device, record the results, and yield the margins, pair by pair.
+
+    A margin is by how much of the winner's time the loser was slower, one for each cell. `trials` need no blobs. A pair
+    whose race fails is left as it is. Raises `StorageError` where a result cannot be recorded.
+    """
+    field: Field = defaultdict(list)
+    for trial in trials:
+        if trial.kernel is not None and may_win(trial):
+            field[trial.kernel.digest].append(trial)
+    met: set[tuple[Cell, str, str]] = set()
+    for _ in range(ROUNDS):
+        for (a, b), cells in _near_ties(field, met).items():
+            met |= {(cell, a, b) for cell in cells}
+            kernel_a, kernel_b = store.kernel(a), store.kernel(b)
+            try:
+                times = runner.race(_candidate(field[a][0], kernel_a), _candidate(field[b][0], kernel_b), cells)
+            except DeviceError:
+                continue
+            of_a = dict(zip(cells, times, strict=True))
+            of_b = {cell: (mine, other) for cell, (other, mine) in of_a.items()}
+            for digest, kernel, result, opponent in ((a, kernel_a, of_a, b), (b, kernel_b, of_b, a)):
+                field[digest] = [_with_race(trial, result, opponent) for trial in field[digest]]
+                for trial in field[digest]:
+                    store.record(replace(trial, kernel=kernel))
+            yield tuple(max(pair) / min(pair) - 1 for pair in times)
+
+
+def _near_ties(field: Field, met: set[tuple[Cell, str, str]]) -> dict[tuple[str, str], list[Cell]]:
+    """Digests of two kernels, in order → the cells in which they are the fastest, near each other, and have not met."""
+    times: dict[Cell, list[tuple[float, str]]] = defaultdict(list)
+    for digest, (trial, *_) in field.items():
+        for timing in trial.timings:
+            cell = _cell(timing)
+            if cell.cache is deciding_cache(trial.problem, cell.elements, cell.destination, trial.environment.l2_bytes):
+                times[cell].append((timing.us, digest))
+    ties: dict[tuple[str, str], list[Cell]] = defaultdict(list)
+    for cell, ranked in times.items():
+        if len(ranked) > 1:
+            (first_us, first), (second_us, second) = sorted(ranked)[:2]
+            a, b = sorted((first, second))
+            if second_us <= first_us * (1 + NEAR) and (cell, a, b) not in met:
+                ties[a, b].append(cell)
+    return ties
+
+
+def _with_race(trial: Trial, times: Times, opponent: str) -> Trial:
+    """The trial with its times of a race, and what came of it in its detail."""
+    timings = []
+    for timing in trial.timings:
+        us, _ = times.get(_cell(timing), (timing.us, 0.0))
+        timings.append(replace(timing, us=us, us_low=min(us, timing.us_low), us_high=max(us, timing.us_high)))
+    slower = (
+        f"{cell.elements} {cell.destination.value} {cell.cache.value} {mine / other - 1:+.2%}"
+        for cell, (mine, other) in times.items()
+    )
+    note = f"raced with kernel {opponent[:12]}, slower by {', '.join(slower)}"
+    return replace(trial, timings=tuple(timings), detail="; ".join(filter(None, (trial.detail, note))))
+
+
+def _cell(timing: Timing) -> Cell:
+    return Cell(timing.elements, timing.destination, timing.cache)
+
+
+def _candidate(trial: Trial, kernel: Kernel) -> Candidate:
+    return Candidate(trial.problem, trial.knobs, kernel)

@@ -1,0 +1,314 @@
+"""The search: ask, build, verify and time, record, tell, over many problems at once.
+
+A batch holds knobs of all open problems. Three are under way: one is measured, one is built, one is being built
+(`pipeline`), so no device waits for a compiler. Another is asked for when one was told to its end; so the same seed and
+the same answers give the same search, whatever takes how long. A trial is in the database before anything is told or
+reported: however the process ends, what was reported is kept, and starting it again goes on from there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+
+import optuna
+from optuna.exceptions import StorageInternalError
+from optuna.storages import RDBStorage
+
+from hadagen.arch import Arch
+from hadagen.errors import StorageError, UsageError
+from hadagen.measure import Candidate, Runner
+from hadagen.problem import MAX_LOG2_N, DType, Numerics, Problem
+from hadagen.space import Knobs, Space
+from hadagen.toolchain import BuildFailure
+from hadagen.trial import Outcome, Provenance, Trial
+from hadagen.tuner.estimate import shortlist
+from hadagen.tuner.events import (
+    BatchBuilt,
+    Listener,
+    PairRaced,
+    ProblemFinished,
+    ProblemStarted,
+    SearchStarted,
+    TrialFinished,
+    TuneReport,
+)
+from hadagen.tuner.pipeline import Build, Built, KernelKey, Measured, Pipeline, kernel_key
+from hadagen.tuner.races import Racing, race_near_ties
+from hadagen.tuner.study import Leader, Study, leaders
+from hadagen.tuning_db.store import Store
+
+MEASURED_TRIALS = 50
+ESTIMATED_TRIALS = 6
+BATCHES = 3  # under way at once
+BATCH_SIZE = 64
+MOST_OF_ONE_PROBLEM = 8  # in a batch, for what is asked together cannot learn from each other
+OPENED_AT_ONCE = 8  # problems, because listing their legal knobs takes a moment and the first batch is waited for
+SEEDS = 8  # of a kind
+SEARCH_SHARE = 0.9  # of the time budget; the rest is for races
+
+
+@dataclass(frozen=True)
+class TuneOptions:
+    """What to search, with what, and for how long.
+
+    `build`: compiles variants and answers in their order; None for a runner that needs no kernels. `trials`: to be
+    finished for each problem, those of earlier runs included; by default `MEASURED_TRIALS`, or `ESTIMATED_TRIALS`
+    without a device. `time_budget`: seconds for everything, given to all problems alike.
+    """
+
+    arch: Arch
+    problems: Sequence[Problem]
+    store: Store
+    runner: Runner
+    build: Build | None
+    trials: int | None = None
+    time_budget: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.trials is not None and self.trials < 1:
+            raise UsageError(f"trials = {self.trials} would try nothing; give at least 1")
+        if self.time_budget is not None and not self.time_budget > 0:
+            raise UsageError(f"a time budget of {self.time_budget:g} s leaves no time; give more than 0")
+
+
+def tune(options: TuneOptions, listen: Listener = lambda event: None) -> TuneReport:
+    """Search, keep every trial in the store, and tell `listen` what happens.
+
+    Ctrl-C and the end of the time budget end it early, with a report. Raises `ToolchainError`, `DeviceError` or
+    `StorageError` where it cannot go on; what was reported until then is kept.
+    """
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    storage = _optuna_storage(options.store)
+    try:
+        search = _Search(options, listen, storage)
+        search.run()
+        search.race()
+        return search.report()
+    except StorageInternalError as error:
+        reason = error.__cause__ or error
+        raise StorageError(f"{options.store.place} cannot keep Optuna's tables ({reason}); make room there") from error
+    finally:
+        storage.engine.dispose()
+
+
+def _optuna_storage(store: Store) -> RDBStorage:
+    """Optuna's tables, in our database."""
+    sqlite = store.url.startswith("sqlite")
+    try:
+        return RDBStorage(store.url, engine_kwargs={"connect_args": {"timeout": 60}} if sqlite else None)
+    except (RuntimeError, StorageInternalError) as error:
+        raise StorageError(
+            f"{store.place} holds tables of another Optuna than {optuna.__version__}; name another database"
+        ) from error
+
+
+class _Search:
+    def __init__(self, options: TuneOptions, listen: Listener, storage: RDBStorage) -> None:
+        self.stopped = ""
+        self._options, self._listen, self._storage = options, listen, storage
+        self._started = time.monotonic()
+        self._environment = options.runner.environment
+        self._estimated = not self._environment.gpu
+        self._trials = options.trials or (ESTIMATED_TRIALS if self._estimated else MEASURED_TRIALS)
+
+        self._unopened = deque(dict.fromkeys(options.problems))
+        self._studies: dict[Problem, Study] = {}
+        self._stored: dict[Problem, list[Trial]] = defaultdict(list)
+        self._of_kernel: dict[KernelKey, Trial] = {}  # without the kernel, which would fill the memory
+        for trial in options.store.trials(arch=options.arch.name, gpu=self._environment.gpu, blobs=False):
+            self._stored[trial.problem].append(trial)
+            self._remember(trial)
+        # By problem: trials there are, and will be.
+        self._finished = {problem: len(self._stored[problem]) for problem in self._unopened}
+        self._goals = {problem: max(self._trials, stored) for problem, stored in self._finished.items()}
+        self._finished_before = sum(self._finished.values())
+        self._outcomes: Counter[Outcome] = Counter()
+        self._changed: set[Problem] = set()
+        self._under_way = 0  # batches
+        self._raced = 0
+        listen(
+            SearchStarted(
+                problems=len(self._unopened),
+                trials=sum(self._goals.values()),
+                finished=self._finished_before,
+                environment=self._environment,
+                estimated=self._estimated,
+            )
+        )
+
+    def run(self) -> None:
+        """Search to the end, or until time is up or Ctrl-C. What was measured until then is recorded."""
+        options = self._options
+        with Pipeline(options.arch, options.build, options.runner, set(self._of_kernel)) as pipeline:
+            try:
+                self._refill(pipeline)
+                while self._under_way and not self.stopped:
+                    result = pipeline.next(timeout=self._seconds_left(SEARCH_SHARE))
+                    if result is None or self._seconds_left(SEARCH_SHARE) == 0:
+                        self.stopped = "out of time"
+                    if result is not None:
+                        self._handle(result, pipeline)
+            except KeyboardInterrupt:
+                self.stopped = "interrupted"
+            for trial in pipeline.stop():
+                self._finish(trial)
+
+    def race(self) -> None:
+        """Race the near-ties of the problems that have new trials, if the runner can."""
+        options = self._options
+        if self.stopped == "interrupted" or not isinstance(options.runner, Racing):
+            return
+        deadline = self._started + (options.time_budget or (time.monotonic() - self._started) / SEARCH_SHARE)
+        try:
+            for problem in sorted(self._changed):
+                trials = options.store.trials(
+                    problem, options.arch.name, self._environment.gpu, Outcome.OK, blobs=False
+                )
+                for margins in race_near_ties(trials, options.store, options.runner):
+                    self._raced += len(margins)
+                    self._listen(PairRaced(problem, margins))
+                    if time.monotonic() > deadline:
+                        return
+        except KeyboardInterrupt:
+            self.stopped = "interrupted"
+
+    def report(self) -> TuneReport:
+        return TuneReport(
+            environment=self._environment,
+            estimated=self._estimated,
+            finished=sum(self._finished.values()),
+            finished_before=self._finished_before,
+            outcomes=dict(self._outcomes),
+            best={problem: study.best for problem, study in self._studies.items()},
+            raced=self._raced,
+            stopped=self.stopped,
+            seconds=time.monotonic() - self._started,
+        )
+
+    def _seconds_left(self, share: float) -> float | None:
+        """Until this share of the time budget is used up; None without a budget."""
+        budget = self._options.time_budget
+        return None if budget is None else max(0.0, self._started + share * budget - time.monotonic())
+
+    def _refill(self, pipeline: Pipeline) -> None:
+        while self._under_way < BATCHES and (batch := self._ask()):
+            pipeline.submit(batch)
+            self._under_way += 1
+
+    def _ask(self) -> list[tuple[Problem, Knobs]]:
+        """The next batch: as many knobs of each open problem as there is room for; empty when all have their trials."""
+        batch: list[tuple[Problem, Knobs]] = []
+        while not batch:
+            for _ in range(min(OPENED_AT_ONCE, len(self._unopened))):
+                self._open(self._unopened.popleft())
+            active = [study for problem, study in self._studies.items() if study.asked < self._goals[problem]]
+            if not active and not self._unopened:
+                break
+            for _ in range(min(MOST_OF_ONE_PROBLEM, max(1, BATCH_SIZE // max(1, len(active))))):
+                batch += [(study.problem, study.ask()) for study in active if study.asked < self._goals[study.problem]]
+        return batch
+
+    def _open(self, problem: Problem) -> None:
+        options = self._options
+        space = Space(problem, options.arch)
+        device = self._environment.gpu or "estimated"
+        study = Study(space, device, self._stored[problem], self._storage, options.seed)
+        self._studies[problem] = study
+        self._finished[problem] = study.finished
+        self._goals[problem] = max(study.finished, min(self._trials, len(space.legal)))
+        self._listen(ProblemStarted(problem, len(space.legal), study.finished))
+        if study.finished == self._goals[problem]:
+            self._listen(ProblemFinished(problem, study.finished, study.best))
+            return
+        if self._estimated:
+            suggestions = shortlist(space, self._trials)
+        else:
+            suggestions = [*self._winners_nearby(problem), *shortlist(space, SEEDS), *space.seeds()[:SEEDS]]
+        for knobs in suggestions:
+            study.suggest(knobs)
+
+    def _winners_nearby(self, problem: Problem) -> list[Knobs]:
+        """The best knobs of the problems that differ least, of this run or earlier ones."""
+        nearby: list[Leader] = []
+        for neighbor in _neighbors(problem):
+            study = self._studies.get(neighbor)
+            nearby += study.leaders if study else leaders(self._stored[neighbor])
+        return [leader.knobs for leader in nearby if leader.knobs]
+
+    def _handle(self, result: Built | Trial | Measured, pipeline: Pipeline) -> None:
+        if isinstance(result, Built):
+            self._listen(BatchBuilt(len(result.fresh), len(result.known), len(result.failed), result.seconds))
+            for problem, knobs, failure in result.failed:
+                self._finish(self._failed(problem, knobs, failure))
+        elif isinstance(result, Trial):
+            self._finish(result)
+        else:
+            for candidate in result.built.known:
+                self._finish(self._same_kernel(candidate))
+            self._under_way -= 1
+            self._refill(pipeline)
+
+    def _finish(self, trial: Trial) -> None:
+        """Record, then learn, then report."""
+        self._options.store.record(trial)
+        self._remember(trial)
+        problem, study = trial.problem, self._studies[trial.problem]
+        leads = study.tell(trial)
+        if leads and not self._estimated:
+            for neighbor in _neighbors(problem):
+                if neighbor in self._studies:
+                    self._studies[neighbor].suggest(Knobs.from_dict(trial.knobs))
+        self._changed.add(problem)
+        self._outcomes[trial.outcome] += 1
+        self._finished[problem] = study.finished
+        self._listen(TrialFinished(trial, study.best, sum(self._finished.values()), sum(self._goals.values())))
+        if study.finished == self._goals[problem]:
+            self._listen(ProblemFinished(problem, study.finished, study.best))
+
+    def _remember(self, trial: Trial) -> None:
+        if trial.kernel is not None:
+            self._of_kernel.setdefault(kernel_key(trial.problem, trial.kernel), replace(trial, kernel=None))
+
+    def _failed(self, problem: Problem, knobs: Knobs, failure: BuildFailure) -> Trial:
+        return Trial(
+            problem=problem,
+            arch=self._options.arch.name,
+            knobs=knobs.to_dict(),
+            outcome=Outcome.COMPILE_FAILED,
+            provenance=Provenance.ESTIMATED if self._estimated else Provenance.MEASURED,
+            detail=failure.log,
+            environment=self._environment,
+            date=_now(),
+        )
+
+    def _same_kernel(self, candidate: Candidate) -> Trial:
+        """The trial of knobs that compile to a kernel that other knobs had before."""
+        assert candidate.kernel is not None
+        first = self._of_kernel[kernel_key(candidate.problem, candidate.kernel)]
+        return replace(
+            first,
+            knobs=candidate.knobs,
+            kernel=candidate.kernel,
+            detail=f"same kernel as {Knobs.from_dict(first.knobs)}",
+            date=_now(),
+            seconds=0.0,
+        )
+
+
+def _neighbors(problem: Problem) -> list[Problem]:
+    """The problems that differ least: half and twice the n, the other types, the other numerics."""
+    n = [m for m in (problem.n // 2, problem.n * 2) if 2 <= m <= 1 << MAX_LOG2_N]
+    return [
+        *(replace(problem, n=m) for m in n),
+        *(replace(problem, dtype=dtype) for dtype in DType if dtype is not problem.dtype),
+        *(replace(problem, numerics=numerics) for numerics in Numerics if numerics is not problem.numerics),
+    ]
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")

@@ -1,0 +1,214 @@
+"""`Study`: what to try next for one problem on one device.
+
+Optuna's TPE names a point, and the nearest legal knobs that were not tried yet are tried. So only legal knobs leave,
+none twice, until none are left.
+
+The sampler works in memory. Each finished trial is then added to Optuna's tables in the database, in one transaction;
+were it asked there, every knob would be one of its own, and asking would take 18 ms instead of 5. A killed run thus
+leaves no half-open trial behind. Our own trials are the truth: what Optuna's tables lack of them is added on start.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from operator import attrgetter
+from statistics import geometric_mean
+from typing import Any
+
+import numpy as np
+import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution
+from optuna.storages import BaseStorage
+from optuna.study import StudyDirection
+from optuna.trial import FrozenTrial, TrialState, create_trial
+
+from hadagen.problem import Problem
+from hadagen.space import KNOB_NAMES, Knobs, Space
+from hadagen.trial import Cache, Destination, Outcome, Trial, deciding_cache
+
+REGIMES = ("latency", "L2", "memory")
+LATENCY_ELEMENTS = 1 << 18  # up to here a launch is mostly latency
+STARTUP_TRIALS = 10  # before TPE has its say; those that were suggested count
+
+Scores = tuple[float, float, float]
+
+
+def regime(problem: Problem, elements: int, destination: Destination, cache: Cache, l2_bytes: int) -> str | None:
+    """Which of `REGIMES` a time belongs to; None where it names no winner, as the other cache decides there."""
+    if cache is not deciding_cache(problem, elements, destination, l2_bytes):
+        return None
+    if elements <= LATENCY_ELEMENTS:
+        return "latency"
+    return "L2" if cache is Cache.HOT else "memory"
+
+
+def scores(trial: Trial) -> Scores:
+    """Geometric mean of the fraction of copy in each of `REGIMES`; 0 in one that was not timed."""
+    fractions: dict[str | None, list[float]] = {}
+    for timing in trial.timings:
+        l2_bytes = trial.environment.l2_bytes
+        where = regime(trial.problem, timing.elements, timing.destination, timing.cache, l2_bytes)
+        fractions.setdefault(where, []).append(timing.fraction_of_copy)
+    latency, l2, memory = (geometric_mean(fractions[name]) if name in fractions else 0.0 for name in REGIMES)
+    return latency, l2, memory
+
+
+@dataclass(frozen=True)
+class Leader:
+    """The best of a regime so far: its score and its knobs."""
+
+    score: float = 0.0
+    knobs: Knobs | None = None
+
+
+Leaders = tuple[Leader, ...]  # of each of `REGIMES`
+
+
+NO_LEADERS: Leaders = (Leader(), Leader(), Leader())
+
+
+def leaders(trials: Iterable[Trial], before: Leaders = NO_LEADERS) -> Leaders:
+    """The best among trials, and those that led before."""
+    for trial in trials:
+        if trial.outcome is Outcome.OK:
+            new = (Leader(score, Knobs.from_dict(trial.knobs)) for score in scores(trial))
+            before = tuple(max(pair, key=attrgetter("score")) for pair in zip(before, new, strict=True))
+    return before
+
+
+class Study:
+    """The search of one problem on `device` (a GPU's name, or "estimated").
+
+    `finished`: its trials so far, of any run; they are learned from and not repeated. `storage`: where Optuna keeps
+    its tables. The same `seed` and the same answers give the same questions.
+    """
+
+    def __init__(self, space: Space, device: str, finished: Iterable[Trial], storage: BaseStorage, seed: int) -> None:
+        self.problem = space.problem
+        self._choices = _Choices(space)
+        self._ranges: dict[str, BaseDistribution] = {
+            name: CategoricalDistribution(space.arch.search[name]) for name in KNOB_NAMES
+        }
+        self._suggested: deque[Knobs] = deque()
+        self._asked: dict[Knobs, optuna.Trial] = {}
+
+        known = {knobs: trial for trial in finished if (knobs := Knobs.from_dict(trial.knobs)) in self._choices}
+        directions = [StudyDirection.MAXIMIZE] * len(REGIMES)
+        sampler = optuna.samplers.TPESampler(
+            n_startup_trials=STARTUP_TRIALS,
+            multivariate=True,
+            seed=random.Random(f"{seed} {self.problem.name} {len(known)}").getrandbits(32),
+        )
+        self._study = optuna.create_study(directions=directions, sampler=sampler)
+        # Parameters of a study cannot change their ranges, so other ranges make another study.
+        ranges = zlib.crc32(repr([space.arch.search[name] for name in KNOB_NAMES]).encode())
+        name = f"{self.problem.name} on {space.arch.name}, {device}, ranges {ranges:08x}"
+        self._kept = optuna.create_study(storage=storage, study_name=name, directions=directions, load_if_exists=True)
+        self.leaders = leaders(known.values())
+        kept = {Knobs.from_dict(trial.params) for trial in self._kept.get_trials(deepcopy=False)}
+        for knobs, trial in known.items():
+            self._choices.take(knobs)
+            result = self._result(knobs, trial)
+            self._study.add_trial(result)
+            if knobs not in kept:
+                self._kept.add_trial(result)
+
+    @property
+    def best(self) -> Scores:
+        """The scores of the leaders."""
+        latency, l2, memory = (leader.score for leader in self.leaders)
+        return latency, l2, memory
+
+    @property
+    def asked(self) -> int:
+        """Knobs that were asked for or already known."""
+        return self._choices.taken
+
+    @property
+    def finished(self) -> int:
+        """Trials told or already known."""
+        return self._choices.taken - len(self._asked)
+
+    def suggest(self, knobs: Knobs) -> None:
+        """Ask for these, or the legal ones nearest to them, before those that Optuna names."""
+        self._suggested.append(knobs)
+
+    def ask(self) -> Knobs:
+        """Legal knobs never asked for before. Raises `LookupError` if there are none."""
+        while self._suggested:
+            knobs = self._choices.nearest(self._suggested.popleft().to_dict())
+            if not self._choices.is_taken(knobs):
+                return self._start(knobs)
+        trial = self._study.ask(self._ranges)
+        knobs = self._choices.nearest(trial.params, free=True)
+        if knobs.to_dict() == trial.params:
+            return self._start(knobs, trial)
+        self._study.tell(trial, state=TrialState.FAIL)  # TPE ignores it
+        return self._start(knobs)
+
+    def tell(self, trial: Trial) -> bool:
+        """Learn from the trial of knobs that were asked for. Returns whether it is the best so far in some regime."""
+        knobs = Knobs.from_dict(trial.knobs)
+        asked, result = self._asked.pop(knobs), self._result(knobs, trial)
+        for name, value in result.constraints.items():
+            asked.set_constraint(name, value)
+        self._study.tell(asked, result.values, result.state)
+        self._kept.add_trial(result)
+        before, self.leaders = self.leaders, leaders([trial], self.leaders)
+        return self.leaders != before
+
+    def _start(self, knobs: Knobs, trial: optuna.Trial | None = None) -> Knobs:
+        if trial is None:
+            self._study.enqueue_trial(knobs.to_dict())
+            trial = self._study.ask(self._ranges)
+        self._choices.take(knobs)
+        self._asked[knobs] = trial
+        return knobs
+
+    def _result(self, knobs: Knobs, trial: Trial) -> FrozenTrial:
+        """What Optuna is told. Where a trial failed, it is pruned and breaks a constraint: from these TPE learns."""
+        params: dict[str, Any] = {"params": knobs.to_dict(), "distributions": self._ranges}
+        if trial.outcome is Outcome.OK:
+            return create_trial(values=scores(trial), **params)
+        return create_trial(state=TrialState.PRUNED, constraints={"failed": 1.0}, **params)
+
+
+class _Choices:
+    """The legal knobs of a problem, and which of them are taken."""
+
+    def __init__(self, space: Space) -> None:
+        self._legal = space.legal
+        self._row = {knobs: row for row, knobs in enumerate(self._legal)}
+        self._positions = [{v: i for i, v in enumerate(space.arch.search[name])} for name in KNOB_NAMES]
+        values = attrgetter(*KNOB_NAMES)
+        # [legal, knobs]: where each value stands in its range
+        self._codes = np.array([self._code(values(knobs)) for knobs in self._legal], np.int8)
+        self._is_taken = np.zeros(len(self._legal), bool)
+        self.taken = 0
+
+    def __contains__(self, knobs: Knobs) -> bool:
+        return knobs in self._row
+
+    def is_taken(self, knobs: Knobs) -> bool:
+        return bool(self._is_taken[self._row[knobs]])
+
+    def take(self, knobs: Knobs) -> None:
+        self._is_taken[self._row[knobs]] = True
+        self.taken += 1
+
+    def nearest(self, wanted: Mapping[str, Any], free: bool = False) -> Knobs:
+        """The legal knobs (`free`: not taken yet) of which the fewest differ, by the fewest places in their ranges."""
+        apart = np.abs(self._codes - np.array(self._code(wanted[name] for name in KNOB_NAMES), np.int8))
+        distance = 1000 * np.count_nonzero(apart, axis=1) + apart.sum(axis=1, dtype=np.int64)
+        if free:
+            if self.taken == len(self._legal):
+                raise LookupError("all legal knobs are taken")
+            distance[self._is_taken] = np.iinfo(np.int64).max
+        return self._legal[int(distance.argmin())]
+
+    def _code(self, values: Iterable[Any]) -> list[int]:
+        return [position[value] for position, value in zip(self._positions, values, strict=True)]

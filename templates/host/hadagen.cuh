@@ -1,0 +1,164 @@
+// The primitives of device/hadagen.cuh for a C++ compiler: same names, same meaning, one kernel source for both.
+#pragma once
+
+#include "machine.hpp"
+#include "numbers.hpp"
+
+#define __global__ __attribute__((visibility("default")))
+#define __launch_bounds__(...)
+#define __cluster_dims__(...)
+
+#define HADAGEN_INLINE inline
+#define HADAGEN_SHARED(name) ::hadagen::byte* const name = ::hadagen::machine::self->shared
+
+namespace hadagen {
+
+// Element types. `exponent_bias`, `mantissa_bits`: of the 16-bit format; `one`: the packed pair (+1, +1).
+struct float16 {
+    static constexpr int exponent_bias = 15, mantissa_bits = 10;
+    static constexpr u32 one = 0x3C003C00u;
+};
+struct bfloat16 {
+    static constexpr int exponent_bias = 127, mantissa_bits = 7;
+    static constexpr u32 one = 0x3F803F80u;
+};
+
+// ---- who am I ------------------------------------------------------------------------------------------------------
+HADAGEN_INLINE u32 thread_index() { return machine::self->thread; }
+HADAGEN_INLINE i64 block_index() { return machine::self->block; }
+HADAGEN_INLINE i64 grid_blocks() { return machine::self->blocks; }
+HADAGEN_INLINE u32 cluster_rank() { return machine::self->rank; }
+
+// ---- global memory -------------------------------------------------------------------------------------------------
+HADAGEN_INLINE Vec16 zero16() { return Vec16{{0u, 0u, 0u, 0u}}; }
+
+// The first `count` (1 to 8) 16-bit elements of a vector; the others read as zero and are not written.
+HADAGEN_INLINE Vec16 load_elements(const void* global, i64 count) {
+    Vec16 v = zero16();
+    machine::load(v, global, count < 8 ? count : 8);
+    return v;
+}
+HADAGEN_INLINE void store_elements(void* global, Vec16 v, i64 count) {
+    machine::store(global, v, count < 8 ? count : 8);
+}
+
+HADAGEN_INLINE Vec16 load16(const void* global) { return load_elements(global, 8); }
+HADAGEN_INLINE Vec16 load16_no_allocate(const void* global) { return load16(global); }
+HADAGEN_INLINE Vec16 load16_if(const void* global, bool inside) { return inside ? load16(global) : zero16(); }
+HADAGEN_INLINE Vec16 load16_no_allocate_if(const void* global, bool inside) { return load16_if(global, inside); }
+HADAGEN_INLINE void store16(void* global, Vec16 v) { store_elements(global, v, 8); }
+HADAGEN_INLINE void store16_streaming(void* global, Vec16 v) { store16(global, v); }
+
+// ---- packed pairs --------------------------------------------------------------------------------------------------
+template <class T> HADAGEN_INLINE u32 encode_pair(double low, double high) {
+    return encode<T>(low) | u32(encode<T>(high)) << 16;
+}
+template <class T> HADAGEN_INLINE u32 pack(float low, float high) { return encode_pair<T>(low, high); }
+template <class T> HADAGEN_INLINE float low(u32 pair) { return decode<T>(u16(pair)); }
+template <class T> HADAGEN_INLINE float high(u32 pair) { return decode<T>(u16(pair >> 16)); }
+
+HADAGEN_INLINE u32 as_word(float f) { return bit_cast<u32>(f); }
+HADAGEN_INLINE float as_float(u32 word) { return bit_cast<float>(word); }
+
+// One rounding each: the fp64 result is exact wherever one factor is ±1.
+template <class T> HADAGEN_INLINE u32 fma(u32 a, u32 b, u32 c) {
+    return encode_pair<T>(double(low<T>(a)) * low<T>(b) + low<T>(c), double(high<T>(a)) * high<T>(b) + high<T>(c));
+}
+template <class T> HADAGEN_INLINE u32 add(u32 a, u32 b) {
+    return encode_pair<T>(double(low<T>(a)) + low<T>(b), double(high<T>(a)) + high<T>(b));
+}
+template <class T> HADAGEN_INLINE u32 sub(u32 a, u32 b) {
+    return encode_pair<T>(double(low<T>(a)) - low<T>(b), double(high<T>(a)) - high<T>(b));
+}
+
+// (low + high, low − high) of one pair.
+template <class T> HADAGEN_INLINE u32 butterfly_pair(u32 pair) {
+    return fma<T>(pair, T::one | 0x80000000u, pair << 16 | pair >> 16);
+}
+
+// ---- the warp ------------------------------------------------------------------------------------------------------
+HADAGEN_INLINE u32 shuffle_xor(u32 value, int lanes) { return machine::shuffle(value, (thread_index() ^ lanes) & 31u); }
+HADAGEN_INLINE float shuffle_xor(float value, int lanes) { return as_float(shuffle_xor(as_word(value), lanes)); }
+
+// other + value where the lane bit is 0, other − value where it is 1: one output of a butterfly across lanes.
+HADAGEN_INLINE float butterfly_lane(float value, float other, bool lane_bit) {
+    return other + (lane_bit ? -value : value);
+}
+template <class T> HADAGEN_INLINE u32 butterfly_lane(u32 value, u32 other, bool lane_bit) {
+    return fma<T>(value, lane_bit ? T::one | 0x80008000u : T::one, other);
+}
+
+// Transposes an 8×8 matrix of 16-bit elements (movmatrix): swaps pair with lane2, lane0 with lane3, lane1 with lane4.
+HADAGEN_INLINE u32 transpose(u32 pair) {
+    const u32 lane = thread_index() & 31u, row = lane / 4u, from = lane % 4u * 8u + row / 2u, half = row % 2u * 16u;
+    const u32 low = machine::shuffle(pair, from) >> half & 0xFFFFu;
+    const u32 high = machine::shuffle(pair, from + 4u) >> half & 0xFFFFu;
+    return low | high << 16;
+}
+
+// A operand of `mma`: the 16×16 Hadamard matrix times 2^exponent.
+struct Operand {
+    u32 word[4];
+};
+template <class T, int exponent> HADAGEN_INLINE Operand hadamard16() {
+    const u32 lane = thread_index() & 31u;
+    const u32 magnitude = u32(T::exponent_bias + exponent) << T::mantissa_bits;
+    Operand a;
+    for (int i = 0; i < 4; ++i) {
+        a.word[i] = 0u;
+        for (int half = 0; half < 2; ++half) {
+            const u32 row = lane / 4u + 8u * (i & 1);
+            const u32 column = 2u * (lane % 4u) + half + 8u * (i >> 1);
+            const u32 sign = u32(__builtin_parity(row & column)) << 15;
+            a.word[i] |= (magnitude | sign) << (16 * half);
+        }
+    }
+    return a;
+}
+
+// d += a · b, with b = {b0, b1} a 16×8 operand: mma.m16n8k16 with fp32 accumulators.
+template <class T> HADAGEN_INLINE void mma(float (&d)[4], const Operand& a, u32 b0, u32 b1) {
+    float left[8];
+    for (int i = 0; i < 4; ++i) {
+        left[2 * i] = low<T>(a.word[i]);
+        left[2 * i + 1] = high<T>(a.word[i]);
+    }
+    const float right[4] = {low<T>(b0), high<T>(b0), low<T>(b1), high<T>(b1)};
+    machine::mma(d, left, right);
+}
+
+// The same with packed accumulators, rounded to 16 bits: d = {row lane/4, row lane/4 + 8}.
+template <class T> HADAGEN_INLINE void mma(u32 (&d)[2], const Operand& a, u32 b0, u32 b1) {
+    float wide[4] = {low<T>(d[0]), high<T>(d[0]), low<T>(d[1]), high<T>(d[1])};
+    mma<T>(wide, a, b0, b1);
+    d[0] = pack<T>(wide[0], wide[1]);
+    d[1] = pack<T>(wide[2], wide[3]);
+}
+
+// ---- the block and the cluster -------------------------------------------------------------------------------------
+HADAGEN_INLINE void block_sync() { machine::block_sync(); }
+HADAGEN_INLINE void cluster_arrive() { machine::cluster_arrive(); }
+HADAGEN_INLINE void cluster_wait() { machine::cluster_wait(); }
+
+HADAGEN_INLINE Vec16 shared_load16(const byte* shared) { return machine::shared_load(shared); }
+HADAGEN_INLINE void shared_store16(byte* shared, Vec16 v) { machine::shared_store(shared, cluster_rank(), v); }
+
+// Stores to the same place in the shared memory of block `rank` of the cluster.
+HADAGEN_INLINE void remote_shared_store16(byte* shared, u32 rank, Vec16 v) { machine::shared_store(shared, rank, v); }
+
+// ---- asynchronous copies -------------------------------------------------------------------------------------------
+HADAGEN_INLINE void cp_async16(byte* shared, const void* global) { machine::copy_async(shared, global); }
+HADAGEN_INLINE void cp_async_commit() { machine::copy_async_commit(); }
+// Waits until at most `pending` of this thread's newest groups are under way.
+template <int pending> HADAGEN_INLINE void cp_async_wait() { machine::copy_async_wait(pending); }
+
+// An mbarrier for one arrival a phase. One thread calls `barrier_init` for each, and all threads `block_sync` before use.
+HADAGEN_INLINE void barrier_init(u64* barrier) { machine::barrier_init(barrier); }
+// Starts copying `bytes` (a multiple of 16) and arrives at the barrier; its phase ends when they have landed. One thread calls it.
+HADAGEN_INLINE void bulk_copy(byte* shared, const void* global, u32 bytes, u64* barrier) {
+    machine::bulk_copy(shared, global, bytes, barrier);
+}
+// Waits for the end of the barrier's phase of this parity (0, 1, 0, …).
+HADAGEN_INLINE void barrier_wait(u64* barrier, u32 parity) { machine::barrier_wait(barrier, parity); }
+
+}  // namespace hadagen

@@ -1,0 +1,89 @@
+// What the host primitives in hadagen.cuh stand on: a machine that runs every thread of a cluster as a fiber.
+// A thread runs until it reaches a collective that others have yet to reach; then another one runs. Memory is checked
+// at every access. What a kernel does wrong ends the launch with a sentence (`Report::error`) or is counted.
+#pragma once
+
+namespace hadagen {
+
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i64 = long long;
+using byte = unsigned char;
+
+struct alignas(16) Vec16 {
+    u32 word[4];
+};
+
+namespace machine {
+
+struct Identity {
+    u32 thread;     // in the block
+    u32 rank;       // of the block in its cluster
+    i64 block;      // in the grid
+    i64 blocks;     // of the grid
+    byte* shared;   // the block's dynamic shared memory
+};
+extern const Identity* self;  // the thread that runs
+
+// Collectives of a warp.
+u32 shuffle(u32 value, u32 from_lane);
+// d += a · b, each lane with its fragments of mma.m16n8k16, decoded: the sums are exact to fp64 and rounded once to fp32.
+void mma(float (&d)[4], const float (&a)[8], const float (&b)[4]);
+
+// Collectives of the block and the cluster.
+void block_sync();
+void cluster_arrive();
+void cluster_wait();
+
+// Global memory. `count`: 16-bit elements.
+void load(Vec16& v, const void* global, i64 count);
+void store(void* global, const Vec16& v, i64 count);
+
+// Shared memory, 16 bytes at a time, of block `rank`.
+Vec16 shared_load(const byte* shared);
+void shared_store(byte* shared, u32 rank, const Vec16& v);
+
+// Asynchronous copies. The bytes read as NaN until the thread has waited.
+void copy_async(byte* shared, const void* global);
+void copy_async_commit();
+void copy_async_wait(u32 pending);
+void barrier_init(const u64* barrier);
+void bulk_copy(byte* shared, const void* global, u32 bytes, const u64* barrier);
+void barrier_wait(const u64* barrier, u32 parity);
+
+// ---- for emulator.py, which mirrors these two structures -----------------------------------------------------------
+struct Launch {
+    i64 blocks;
+    i64 elements;
+    i64 steps;  // calls of primitives after which a kernel is taken to loop forever
+    u64 seed;   // order in which threads run
+    u32 threads;
+    u32 cluster;
+    u32 shared_bytes;
+    float scale;
+};
+
+struct Report {
+    i64 races;                // accesses with no barrier between them and another thread's access to the same bytes
+    i64 uninitialized_reads;  // of shared memory that nobody has written
+    i64 unwritten;            // elements of the output
+    i64 rewritten;            // elements of the output written more than once
+    i64 wavefronts;           // of shared memory accesses
+    i64 bank_conflicts;       // those of the wavefronts that no conflict-free access would need
+    i64 sectors;              // of 32 bytes, touched by global accesses
+    i64 excess_sectors;       // those that no coalesced access would touch
+    char first_race[256];
+    char error[768];  // empty where the kernel ran to its end
+};
+
+using Kernel = void (*)(const void* x, void* y, i64 elements, float scale);
+
+}  // namespace machine
+}  // namespace hadagen
+
+// Runs `kernel` on `elements` elements. `report` comes zeroed.
+extern "C" __attribute__((visibility("default"))) void hadagen_run(hadagen::machine::Kernel kernel,
+                                                                   const hadagen::machine::Launch* launch,
+                                                                   const void* x, void* y,
+                                                                   hadagen::machine::Report* report);

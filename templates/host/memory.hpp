@@ -1,0 +1,153 @@
+// What is known of memory while a kernel runs: who touched each 16 bytes of shared memory and when, which elements of
+// global memory were written, and what the accesses of a warp cost.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <vector>
+
+#include "machine.hpp"
+
+namespace hadagen::machine {
+
+constexpr u32 vector_bytes = 16;
+constexpr int warp_lanes = 32;
+constexpr int max_barriers = 8;  // mbarriers of one block
+
+// ---- races ---------------------------------------------------------------------------------------------------------
+// How far a thread has come, in numbers that other threads' accesses are compared with.
+struct Clock {
+    u32 block_syncs = 0;
+    u32 arrivals = 0, waits = 0;           // at the cluster barrier
+    std::array<u32, max_barriers> landed{};  // phases of each mbarrier of its block that it has waited for
+};
+
+// Who made an access, and when.
+struct Stamp {
+    enum By : byte { nobody, thread, several_threads, copy_under_way, bulk_copy } by = nobody;
+    u32 who = 0;          // the thread, numbered in its cluster; of a bulk copy, the first that waited for it
+    u32 rank = 0;         // the block of the thread
+    u32 block_syncs = 0;  // of the thread's clock
+    u32 arrivals = 0;
+    u32 barrier = 0;  // of a bulk copy
+    u32 phase = 0;    // whose end shows that it has landed
+};
+
+// Whether an access is over, and seen to be, when thread `who` of block `rank` is at `now`. A thread that has passed
+// the block_sync or cluster_wait that another has reached after its access comes after that access. (Barriers of two
+// kinds in a chain are not followed where a thread arrives at one kind, touches memory, and then waits for the other.)
+inline bool happened_before(const Stamp& access, u32 who, u32 rank, const Clock& now) {
+    if (access.by == Stamp::nobody) return true;
+    if (access.by == Stamp::copy_under_way) return false;
+    if (access.by == Stamp::thread && access.who == who) return true;
+    const bool same_block = access.rank == rank;
+    if (access.by == Stamp::bulk_copy && same_block && now.landed[access.barrier] >= access.phase) return true;
+    return (same_block && now.block_syncs > access.block_syncs) || now.waits > access.arrivals;
+}
+
+struct Cell {
+    Stamp write, read;  // the latest; `read` only since that write
+};
+
+// ---- the shared memory of one block --------------------------------------------------------------------------------
+struct BulkCopy {
+    byte* shared;
+    const void* global;
+    u32 bytes;
+};
+
+struct Barrier {
+    const u64* address;
+    u32 phases = 0;  // that have ended
+    Stamp ended{};   // who was the first to see the latest end
+    bool under_way = false;
+    BulkCopy copy{};
+};
+
+struct SharedMemory {
+    std::vector<Vec16> storage;
+    std::vector<Cell> cells;
+    std::vector<Barrier> barriers;
+    byte* base = nullptr;
+
+    void clear(u32 bytes) {
+        constexpr u32 alignment = 128;
+        storage.resize((bytes + alignment) / vector_bytes + 1);
+        const u64 address = reinterpret_cast<u64>(storage.data());
+        base = reinterpret_cast<byte*>(storage.data()) + (alignment - address % alignment) % alignment;
+        poison(base, bytes);
+        cells.assign((bytes + vector_bytes - 1) / vector_bytes, Cell{});
+        barriers.clear();
+        barriers.reserve(max_barriers);  // references to them stay good
+    }
+    // All ones is a NaN in every format.
+    static void poison(byte* at, u32 bytes) { std::memset(at, 0xFF, bytes); }
+
+    Cell& cell(const byte* at) { return cells[u64(at - base) / vector_bytes]; }
+};
+
+// ---- the cost of a warp's accesses ---------------------------------------------------------------------------------
+// Lanes do not run in lockstep here. The accesses of one instruction are told by counting: a lane's s-th access since
+// its warp last met at a collective belongs with the other lanes' s-th.
+class WarpAccesses {
+   public:
+    static constexpr i64 none = -1;
+    using Row = std::array<i64, warp_lanes>;  // byte address for each lane
+
+    void add(u32 lane, i64 address) {
+        const u32 row = counts_[lane]++;
+        if (row == rows_.size()) {
+            rows_.emplace_back();
+            rows_.back().fill(none);
+        }
+        rows_[row][lane] = address;
+    }
+
+    template <class Count> void flush(Count count) {
+        for (const Row& row : rows_) count(row);
+        rows_.clear();
+        counts_.fill(0);
+    }
+
+   private:
+    std::vector<Row> rows_;
+    std::array<u32, warp_lanes> counts_{};
+};
+
+// 16-byte accesses to shared memory are served eight lanes at a time; each of eight groups of banks gives one 16-byte
+// address a wavefront.
+inline void count_wavefronts(const WarpAccesses::Row& row, Report& report) {
+    constexpr int quarter = 8;
+    for (int first = 0; first < warp_lanes; first += quarter) {
+        std::array<i64, quarter> seen;
+        std::array<int, quarter> in_group{};
+        int distinct = 0, wavefronts = 0;
+        for (int lane = first; lane < first + quarter; ++lane) {
+            if (row[lane] == WarpAccesses::none) continue;
+            const auto end = seen.begin() + distinct;
+            if (std::find(seen.begin(), end, row[lane]) != end) continue;
+            seen[distinct++] = row[lane];
+            wavefronts = std::max(wavefronts, ++in_group[row[lane] / vector_bytes % quarter]);
+        }
+        report.wavefronts += wavefronts;
+        report.bank_conflicts += std::max(0, wavefronts - 1);
+    }
+}
+
+// Global memory is moved in sectors of 32 bytes.
+inline void count_sectors(WarpAccesses::Row row, Report& report) {
+    constexpr int sector_bytes = 32;
+    std::sort(row.begin(), row.end());
+    i64 vectors = 0, sectors = 0, last = WarpAccesses::none;
+    for (const i64 address : row) {
+        if (address == WarpAccesses::none || address == last) continue;
+        ++vectors;
+        sectors += last == WarpAccesses::none || address / sector_bytes != last / sector_bytes;
+        last = address;
+    }
+    report.sectors += sectors;
+    report.excess_sectors += sectors - (vectors * vector_bytes + sector_bytes - 1) / sector_bytes;
+}
+
+}  // namespace hadagen::machine

@@ -1,0 +1,30 @@
+"""What every test shares: reproducible hypothesis runs, and GPU tests that say why they do not run."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+
+# The same examples in every run, and no verdict that depends on how busy the machine is.
+settings.register_profile("hadagen", derandomize=True, deadline=None)
+settings.load_profile("hadagen")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--require-gpu", action="store_true", help="fail where GPU tests would be skipped")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if not gpu_items or _has_gpu():
+        return
+    if config.getoption("--require-gpu"):
+        raise pytest.UsageError("--require-gpu was given, but torch.cuda.is_available() is False on this machine")
+    for item in gpu_items:
+        item.add_marker(pytest.mark.skip(reason="needs a GPU: torch.cuda.is_available() is False"))
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()

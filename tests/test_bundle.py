@@ -1,0 +1,260 @@
+"""Bundles: what was selected comes out, equal winners give equal files, and no damage goes unnoticed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing, suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sample_trials import H100, H200, LAUNCH, PROBLEM, competitors, make_kernel, make_timing, make_trial, times
+
+from hadagen.errors import StorageError, UsageError
+from hadagen.trial import Cache, Destination, Environment, Kernel, Provenance, Trial
+from hadagen.tuning_db.bundle import APPLICATION_ID, FORMAT, TABLES, Bundle, shipped
+from hadagen.tuning_db.bundle_writer import write_bundle
+from hadagen.tuning_db.store import Store
+from hadagen.tuning_db.winners import Cell, cell_value, portfolio
+
+OTHER = replace(PROBLEM, n=512)
+PERSISTENT = make_kernel(b"cubin 9" * 50, launch=replace(LAUNCH, shared_bytes=1024, persistent=True))
+TRIALS = [
+    make_trial(1, timings=(make_timing(1.5), make_timing(2.5, cache=Cache.COLD))),
+    make_trial(2, timings=times({1 << 13: 3.0, 1 << 28: 170.25}, Destination.OUT_OF_PLACE)),
+    make_trial(4, environment=H200, date="2025-02-03T00:00:00+00:00", timings=(make_timing(1.25),)),
+    make_trial(9, problem=OTHER, kernel=PERSISTENT),
+    make_trial(
+        8, problem=OTHER, environment=Environment(), provenance=Provenance.ESTIMATED, timings=times({1 << 20: 4})
+    ),
+]
+
+
+def kernels_of(trials: list[Trial]) -> Callable[[str], Kernel]:
+    return {trial.kernel.digest: trial.kernel for trial in trials if trial.kernel}.__getitem__
+
+
+def write(path: Path, trials: list[Trial] = TRIALS) -> Path:
+    write_bundle(path, "sm90", portfolio(trials), kernels_of(trials))
+    return path
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return write(tmp_path / "sm90.db")
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(StorageError) as refused:
+        Bundle.open(path).verify()
+    assert str(path) in str(refused.value)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def change(path: Path, statement: str) -> None:
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute(statement)
+
+
+def content(path: Path) -> list[object]:
+    bundle = Bundle.open(path)
+    bundle.verify()
+    entries = [entry for problem in bundle.problems() for entry in bundle.entries(problem)]
+    return [bundle.digest, bundle.arch, bundle.date, entries, [bundle.kernel(entry.kernel) for entry in entries]]
+
+
+# ---- what is in it ---------------------------------------------------------------------------------------------------
+def test_a_bundle_holds_the_winners(path: Path) -> None:
+    bundle = Bundle.open(path)
+    assert (bundle.arch, bundle.date) == ("sm90", "2025-02-03T00:00:00+00:00")
+    assert bundle.problems() == [PROBLEM, OTHER]
+    assert bundle.gpus() == ["", H100.gpu, H200.gpu]
+    assert bundle.entries(replace(PROBLEM, n=2)) == []
+    found = {}
+    for problem in bundle.problems():
+        for entry in bundle.entries(problem):
+            found[Cell(problem, entry.arch, entry.gpu, entry.destination, entry.elements)] = entry
+    selection = portfolio(TRIALS)
+    assert list(found) == sorted(selection)
+    for cell, trial in selection.items():
+        entry, kernel = found[cell], trial.kernel
+        assert kernel is not None
+        assert (entry.kernel, entry.launch, entry.nvcc) == (kernel.digest, kernel.launch, kernel.nvcc)
+        assert (entry.knobs, entry.errors, entry.relative_error) == (trial.knobs, trial.errors, 2e-4)
+        assert (entry.provenance, entry.date, entry.environment) == (trial.provenance, trial.date, trial.environment)
+        timing = cell_value(trial, cell.destination, cell.elements, trial.environment.l2_bytes)
+        assert timing is not None
+        assert (entry.cache, entry.us, entry.copy_us) == (timing.cache, timing.us, timing.copy_us)
+        loaded = bundle.kernel(entry.kernel)
+        assert vars(loaded) == {name: getattr(kernel, name) for name in vars(loaded)}
+
+
+def test_both_regimes_are_kept_where_measured(path: Path) -> None:
+    both, hot = (
+        next(e for e in Bundle.open(path).entries(PROBLEM) if (e.gpu, e.elements) == (gpu, 1 << 13))
+        for gpu in (H100.gpu, H200.gpu)
+    )
+    assert (both.hot_us, both.cold_us, both.hot_copy_us, both.cold_copy_us) == (1.5, 2.5, 1.9, 1.9)
+    assert (hot.hot_us, hot.cold_us) == (1.25, None)
+    assert both.fraction_of_copy == 1.9 / 1.5
+
+
+def test_a_store_fills_a_bundle_without_reading_all_blobs(tmp_path: Path, path: Path) -> None:
+    with Store.open(tmp_path / "trials.db") as store:
+        for trial in TRIALS:
+            store.record(trial)
+        other = tmp_path / "other.db"
+        write_bundle(other, "sm90", portfolio(store.trials(blobs=False)), store.kernel)
+    assert other.read_bytes() == path.read_bytes()
+
+
+@settings(max_examples=30)
+@given(st.data())
+def test_equal_winners_give_equal_files(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    trials = data.draw(competitors().filter(portfolio))
+    shuffled = data.draw(st.permutations(trials))
+    directory = tmp_path_factory.getbasetemp()
+    first, second = write(directory / "first.db", trials), write(directory / "second.db", shuffled)
+    assert first.read_bytes() == second.read_bytes()
+    assert content(first) == content(second)
+    selection = portfolio(trials)
+    cell = data.draw(st.sampled_from(list(selection)))
+    for other in (selection | {cell: replace(selection[cell], date="2026")}, dict(list(selection.items())[1:])):
+        if other:
+            assert write_bundle(second, "sm90", other, kernels_of(trials)) != Bundle.open(first).digest
+
+
+def test_opening_leaves_nothing_beside_the_file(path: Path) -> None:
+    content(path)
+    assert os.listdir(path.parent) == [path.name]
+
+
+def test_the_shipped_bundles_are_sound() -> None:
+    for arch, path in shipped().items():
+        bundle = Bundle.open(path)
+        bundle.verify()
+        assert bundle.arch == arch
+        assert path.stat().st_size <= 8 << 20
+        for problem in bundle.problems():
+            assert all(entry.relative_error <= problem.error_bound for entry in bundle.entries(problem))
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+def test_a_bundle_is_replaced_only_by_a_complete_one(path: Path) -> None:
+    before = path.read_bytes()
+
+    def fails(digest: str) -> Kernel:
+        raise StorageError(f"no kernel {digest}")
+
+    with pytest.raises(StorageError):
+        write_bundle(path, "sm90", portfolio(TRIALS), fails)
+    assert path.read_bytes() == before
+    assert os.listdir(path.parent) == [path.name]
+    write(path, TRIALS[:1])
+    assert Bundle.open(path).problems() == [PROBLEM]
+
+
+def test_a_bundle_that_cannot_be_written_is_reported(tmp_path: Path, path: Path) -> None:
+    for place in (path / "sm90.db", tmp_path):
+        with pytest.raises(StorageError, match="cannot be written"):
+            write(place)
+    assert os.listdir(tmp_path) == [path.name]
+
+
+def test_a_bundle_needs_winners_of_its_arch_with_cubins(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"no winner for sm90 .* run `hadagen tune --arch sm90`"):
+        write(tmp_path / "x.db", [])
+    with pytest.raises(UsageError, match="the winners are for sm80 and the bundle for sm90"):
+        write(tmp_path / "x.db", [make_trial(arch="sm80")])
+    with pytest.raises(UsageError, match="has no cubin"):
+        write(tmp_path / "x.db", [make_trial(kernel=make_kernel(b""))])
+
+
+# ---- damage ----------------------------------------------------------------------------------------------------------
+COLUMNS = [(table, column) for table, columns in TABLES.items() for column in columns]
+
+
+@pytest.mark.parametrize(("table", "column"), [*COLUMNS, ("blobs", "cubin"), ("blobs", "ptx")])
+def test_a_change_of_any_value_is_noticed(path: Path, table: str, column: str) -> None:
+    with closing(sqlite3.connect(path)) as connection:
+        rows = connection.execute(f"SELECT rowid, {column} FROM {table}").fetchall()
+    assert rows
+    for row, value in rows:
+        for new in (9, 1.5, "9", b"9", f"{value} ", None):
+            damaged = Path(shutil.copy(path, path.with_name("damaged.db")))
+            with closing(sqlite3.connect(damaged)) as connection:
+                with suppress(sqlite3.IntegrityError), connection:  # where SQLite itself does not allow it
+                    connection.execute(f"UPDATE {table} SET {column} = ? WHERE rowid = ?", (new, row))
+                after = connection.execute(f"SELECT rowid, {column} FROM {table}").fetchall()
+            assert after == rows or "is damaged" in refusal(damaged)
+
+
+@pytest.mark.parametrize("table", [*TABLES, "blobs"])
+def test_a_row_or_table_that_is_gone_is_noticed(path: Path, table: str) -> None:
+    change(path, f"DELETE FROM {table} WHERE rowid = (SELECT max(rowid) FROM {table})")
+    assert "is damaged" in refusal(path)
+    change(path, f"DROP TABLE {table}")
+    assert "is damaged" in refusal(path)
+
+
+@given(st.data())
+def test_a_changed_byte_is_noticed_or_harmless(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    directory = tmp_path_factory.getbasetemp()
+    path, damaged = directory / "sound.db", directory / "damaged.db"
+    if not path.exists():
+        write(path)
+    sound = bytearray(path.read_bytes())
+    used = [place for place, byte in enumerate(sound) if byte]
+    place = data.draw(st.sampled_from(used) | st.integers(0, len(sound) - 1))
+    sound[place] = data.draw(st.integers(0, 255))
+    damaged.write_bytes(sound)
+    with suppress(StorageError):
+        assert content(damaged) == content(path)
+
+
+def test_a_truncated_file_is_noticed(path: Path) -> None:
+    whole = path.read_bytes()
+    for size in (0, 10, 71, 100, 4095, 4096, 4097, len(whole) // 2, len(whole) - 4096, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        assert "is not a hadagen bundle" in refusal(path) or "is damaged" in refusal(path)
+
+
+def test_damage_is_noticed_when_a_kernel_is_loaded(path: Path) -> None:
+    bundle = Bundle.open(path)
+    assert bundle.kernel(PERSISTENT.digest).cubin == PERSISTENT.cubin
+    change(path, "UPDATE blobs SET cubin = (SELECT ptx FROM blobs)")
+    with pytest.raises(StorageError, match=r"is damaged .* make it again with `hadagen bundle`, or reinstall"):
+        bundle.kernel(PERSISTENT.digest)
+    with pytest.raises(StorageError, match="is damaged"):
+        bundle.verify()
+
+
+# ---- files that are not ours -----------------------------------------------------------------------------------------
+def test_foreign_files_are_refused(tmp_path: Path) -> None:
+    Store.open(tmp_path / "trials.db").close()
+    (tmp_path / "text").write_text("a text\n" * 100)
+    (tmp_path / "empty").touch()
+    for name in ("trials.db", "text", "empty"):
+        assert "is not a hadagen bundle; name one, or make one" in refusal(tmp_path / name)
+    assert "No such file" in refusal(tmp_path / "missing.db")
+    assert "Is a directory" in refusal(tmp_path)
+
+
+def test_a_bundle_is_no_database_of_trials(path: Path) -> None:
+    with pytest.raises(StorageError, match="is not a tuning database"):
+        Store.open(path)
+
+
+def test_other_formats_are_refused(path: Path) -> None:
+    with closing(sqlite3.connect(path)) as connection:
+        assert connection.execute("PRAGMA application_id").fetchone() == (APPLICATION_ID,)
+    change(path, f"PRAGMA user_version = {FORMAT + 1}")
+    assert f"of format {FORMAT + 1}, later than {FORMAT}; upgrade hadagen" in refusal(path)
+    change(path, "PRAGMA user_version = 0")
+    assert f"of format 0, earlier than {FORMAT}; make it again" in refusal(path)

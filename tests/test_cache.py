@@ -1,0 +1,172 @@
+"""The cache: every input reaches the key, an entry is whole or absent, and any number of processes may share it."""
+
+from __future__ import annotations
+
+import errno
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hadagen.cache import FILES, KernelCache, cache_key, cache_root
+from hadagen.errors import StorageError
+
+INPUTS: dict[str, Any] = {
+    "nvcc": "release 13.0, V13.0.88",
+    "flags": ("-std=c++17", "-O3"),
+    "arch": "sm_90",
+    "source": "void kernel() {}",
+    "headers": {"hadagen.cuh": "#pragma once"},
+    "schema": 1,
+}
+CHANGES: list[tuple[str, Any]] = [
+    ("nvcc", "release 13.0, V13.0.89"),
+    ("flags", ("-O3", "-std=c++17")),
+    ("flags", ("-std=c++17",)),
+    ("flags", ("-std=c++17 -O3",)),
+    ("arch", "sm_90a"),
+    ("source", "void kernel() { }"),
+    ("headers", {"hadagen.cuh": "#pragma once\n"}),
+    ("headers", {"other.cuh": "#pragma once"}),
+    ("headers", {"hadagen.cuh": "#pragma once", "other.cuh": ""}),
+    ("headers", {}),
+    ("schema", 2),
+]
+CONTENT = {name: f"content of {name}".encode() for name in FILES}
+TEXTS = st.text(max_size=3)
+ARGUMENTS = st.fixed_dictionaries(
+    {
+        "nvcc": TEXTS,
+        "flags": st.lists(TEXTS, max_size=3).map(tuple),
+        "arch": TEXTS,
+        "source": TEXTS,
+        "headers": st.dictionaries(TEXTS, TEXTS, max_size=2),
+        "schema": st.integers(0, 2),
+    }
+)
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> KernelCache:
+    return KernelCache(tmp_path / "cache")
+
+
+def entries(cache: KernelCache) -> list[str]:
+    return sorted(path.name for path in (cache.root / "kernels").glob("*"))
+
+
+@pytest.mark.parametrize(("name", "value"), CHANGES)
+def test_changing_one_input_changes_the_key(name: str, value: Any) -> None:
+    assert cache_key(**{**INPUTS, name: value}) != cache_key(**INPUTS)
+
+
+def test_every_input_is_perturbed_above() -> None:
+    assert {name for name, _ in CHANGES} == set(INPUTS)
+
+
+@given(ARGUMENTS, ARGUMENTS)
+def test_keys_are_equal_exactly_where_the_inputs_are(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert (cache_key(**one) == cache_key(**other)) == (one == other)
+
+
+def test_what_was_stored_is_loaded(cache: KernelCache) -> None:
+    assert cache.load("key") is None
+    assert cache.store("key", CONTENT, {"nvcc": "13"}) == CONTENT
+    assert cache.load("key") == CONTENT
+    assert cache.load("other") is None
+    assert os.listdir(cache.root / "work") == []
+
+
+@pytest.mark.parametrize("name", [*FILES, "meta.json"])
+@pytest.mark.parametrize("damage", ["missing", "short", "changed"])
+def test_a_damaged_entry_counts_as_absent_and_is_replaced(cache: KernelCache, name: str, damage: str) -> None:
+    cache.store("key", CONTENT, {})
+    path = cache.root / "kernels" / "key" / name
+    if damage == "missing":
+        path.unlink()
+    elif damage == "short":
+        path.write_bytes(path.read_bytes()[:-1])
+    else:
+        path.write_bytes(path.read_bytes().replace(b"e", b"x"))
+    assert cache.load("key") is None
+    assert cache.store("key", CONTENT, {}) == CONTENT
+    assert cache.load("key") == CONTENT
+    assert entries(cache) == ["key"]
+
+
+@pytest.mark.parametrize("meta", ["", "[]", "{}", '{"sha256": []}', '{"sha256": {}}', '{"sha256": 3}', "\xff"])
+def test_foreign_metadata_counts_as_damage(cache: KernelCache, meta: str) -> None:
+    cache.store("key", CONTENT, {})
+    (cache.root / "kernels" / "key" / "meta.json").write_text(meta, encoding="latin-1")
+    assert cache.load("key") is None
+
+
+def test_a_file_in_the_place_of_an_entry_is_replaced(cache: KernelCache) -> None:
+    (cache.root / "kernels").mkdir(parents=True)
+    (cache.root / "kernels" / "key").write_text("not an entry")
+    assert cache.store("key", CONTENT, {}) == CONTENT
+    assert cache.load("key") == CONTENT
+
+
+def test_the_second_to_store_gets_what_the_first_stored(cache: KernelCache) -> None:
+    cache.store("key", CONTENT, {})
+    assert cache.store("key", {**CONTENT, "log.txt": b"another"}, {}) == CONTENT
+    assert os.listdir(cache.root / "work") == []
+
+
+def test_all_of_many_writers_get_the_same(cache: KernelCache) -> None:
+    candidates = [{**CONTENT, "log.txt": f"by writer {i}".encode()} for i in range(16)]
+    with ThreadPoolExecutor(16) as pool:
+        results = list(pool.map(lambda files: cache.store("key", files, {}), candidates))
+    assert results[0] in candidates
+    assert all(result == results[0] for result in results)
+    assert cache.load("key") == results[0]
+
+
+@pytest.mark.parametrize("failing", [*FILES, "meta.json"])
+def test_a_full_disk_is_one_sentence_and_leaves_nothing_half_written(
+    cache: KernelCache, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    opened = Path.open
+
+    def full(path: Path, mode: str = "r", *arguments: Any, **keywords: Any) -> Any:
+        if path.name == failing and "w" in mode:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return opened(path, mode, *arguments, **keywords)
+
+    monkeypatch.setattr(Path, "open", full)
+    with pytest.raises(StorageError, match=r"No space left on device.*free some space or set HADAGEN_CACHE"):
+        cache.store("key", CONTENT, {})
+    assert cache.load("key") is None
+    assert entries(cache) == []
+    assert os.listdir(cache.root / "work") == []
+
+
+def test_a_place_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match="set HADAGEN_CACHE to a directory that can be written"):
+        KernelCache(tmp_path / "file" / "cache").store("key", CONTENT, {})
+
+
+def test_what_a_killed_process_left_is_removed_after_a_day(cache: KernelCache) -> None:
+    old, recent = cache.root / "work" / "old", cache.root / "work" / "recent"
+    for folder in (old, recent):
+        (folder / "inner").mkdir(parents=True)
+    os.utime(old, (0, 0))
+    cache.store("key", CONTENT, {})
+    assert os.listdir(cache.root / "work") == ["recent"]
+
+
+def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("HADAGEN_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_root() == tmp_path / ".cache" / "hadagen"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_root() == tmp_path / "xdg" / "hadagen"
+    monkeypatch.setenv("HADAGEN_CACHE", str(tmp_path / "here"))
+    assert cache_root() == tmp_path / "here"

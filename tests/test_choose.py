@@ -1,0 +1,241 @@
+"""Choosing: each class of match, the order among entries, and where bundles come from."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sample_bundle import hide_bundles, write_sample
+from sample_trials import H100, LAUNCH, PROBLEM, make_trial
+
+import hadagen
+from hadagen.errors import StorageError, UsageError
+from hadagen.problem import DType, Numerics, Problem
+from hadagen.runtime import bundles
+from hadagen.runtime.choose import Match, bucket, choose
+from hadagen.runtime.device import Device
+from hadagen.trial import Cache, Destination, Environment, Provenance
+from hadagen.tuning_db.bundle import BundleEntry
+
+HERE = Device("sm90", "NVIDIA H100 80GB HBM3")
+
+# What was timed where: a name for the entry, its arch, its GPU ("" for an estimate), log2 of its elements.
+FIXTURE = """
+    older-20   sm80   NVIDIA A100-SXM4-80GB   20
+    guess-20   sm90                           20
+    other-14   sm90   NVIDIA H200             14
+    other-20   sm90   NVIDIA H200             20
+    same-13    sm90   NVIDIA H100 80GB HBM3   13
+    same-16    sm90   NVIDIA H100 80GB HBM3   16
+    newer-20   sm120  NVIDIA RTX 5090         20
+"""
+
+
+def make_entry(kernel: str, arch: str, gpu: str, log2_elements: int) -> BundleEntry:
+    return BundleEntry(
+        problem=PROBLEM,
+        arch=arch,
+        environment=replace(H100, gpu=gpu) if gpu else Environment(),
+        destination=Destination.IN_PLACE,
+        elements=1 << log2_elements,
+        kernel=kernel,
+        launch=LAUNCH,
+        knobs={},
+        errors={"normal": 2e-4},
+        provenance=Provenance.MEASURED if gpu else Provenance.ESTIMATED,
+        date="2025-01-02T03:04:05+00:00",
+        nvcc="13.0.48",
+        cache=Cache.HOT,
+        hot_us=2.0,
+        hot_copy_us=1.9,
+        cold_us=None,
+        cold_copy_us=None,
+    )
+
+
+def read_fixture() -> list[BundleEntry]:
+    lines = (line.split() for line in FIXTURE.strip().splitlines())
+    return [make_entry(name, arch, " ".join(gpu), int(log2)) for name, arch, *gpu, log2 in lines]
+
+
+ENTRIES = read_fixture()
+
+
+def chosen(
+    device: Device, elements: int, entries: list[BundleEntry] = ENTRIES, problem: Problem = PROBLEM
+) -> tuple[Match, str]:
+    match, entry = choose(entries, problem, Destination.IN_PLACE, elements, device)
+    return match, entry.kernel if entry else ""
+
+
+@pytest.mark.parametrize(
+    ("device", "log2_elements", "match", "kernel"),
+    [
+        (HERE, 13, Match.SAME_GPU, "same-13"),
+        (HERE, 20, Match.SAME_GPU, "same-16"),  # a nearer element count does not outweigh the GPU
+        (Device("sm90", "h100 80gb HBM3"), 13, Match.SAME_GPU, "same-13"),  # a name may be spelled without its maker
+        (Device("sm90", "NVIDIA H100 PCIe"), 20, Match.SAME_ARCH, "other-20"),
+        (Device("sm90"), 15, Match.SAME_ARCH, "same-16"),  # other-14 is as near, but smaller
+        (Device("sm86", "NVIDIA A10"), 20, Match.ESTIMATED, "older-20"),
+        (Device("sm100", "NVIDIA B200"), 20, Match.ESTIMATED, "other-20"),  # of the older arches the newest
+        (Device("sm75", "Tesla T4"), 20, Match.GENERIC, ""),
+    ],
+)
+def test_each_class_of_match(device: Device, log2_elements: int, match: Match, kernel: str) -> None:
+    assert chosen(device, 1 << log2_elements) == (match, kernel)
+
+
+def test_an_estimate_serves_only_where_nothing_of_the_arch_was_measured() -> None:
+    unmeasured = [entry for entry in ENTRIES if entry.arch != "sm90" or entry.provenance is Provenance.ESTIMATED]
+    assert chosen(HERE, 1 << 13, unmeasured) == (Match.ESTIMATED, "guess-20")
+    assert chosen(HERE, 1 << 13, [*unmeasured, make_entry("far", "sm90", "NVIDIA H20", 28)]) == (Match.SAME_ARCH, "far")
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [replace(PROBLEM, n=512), replace(PROBLEM, dtype=DType.BFLOAT16), replace(PROBLEM, numerics=Numerics.FAST)],
+)
+def test_another_problem_is_no_match(problem: Problem) -> None:
+    assert chosen(HERE, 1 << 13, problem=problem) == (Match.GENERIC, "")
+
+
+def test_another_destination_is_no_match() -> None:
+    assert choose(ENTRIES, PROBLEM, Destination.OUT_OF_PLACE, 1 << 13, HERE) == (Match.GENERIC, None)
+
+
+def test_the_first_of_equals_wins() -> None:
+    mine, shipped = (make_entry(name, "sm90", HERE.gpu, 13) for name in ("mine", "shipped"))
+    assert chosen(HERE, 1 << 13, [mine, shipped]) == (Match.SAME_GPU, "mine")
+
+
+@given(st.integers(1, 1 << 40))
+def test_a_bucket_is_the_nearest_power_of_two(elements: int) -> None:
+    assert abs(math.log2(elements) - bucket(elements)) <= 0.5
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, unique=True), st.integers(1, 1 << 40), st.randoms())
+def test_the_nearest_element_count_wins_in_any_order(logs: list[int], elements: int, random: st.DataObject) -> None:
+    entries = [make_entry(str(log), "sm90", HERE.gpu, log) for log in logs]
+    nearest = min(logs, key=lambda log: (abs(log - bucket(elements)), -log))
+    random.shuffle(entries)
+    assert chosen(HERE, elements, entries) == (Match.SAME_GPU, str(nearest))
+
+
+# ---- bundles ---------------------------------------------------------------------------------------------------------
+@pytest.fixture(autouse=True)
+def no_bundles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hide_bundles(tmp_path, monkeypatch)
+
+
+def test_best_config_tells_what_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(bundles.VARIABLE, str(write_sample(tmp_path / "a.db")))
+    best = hadagen.best_config(PROBLEM, 300, HERE.gpu, arch="sm90", inplace=True)
+    trial = make_trial(1)
+    assert trial.kernel
+    assert json.loads(json.dumps(best.to_dict())) == {
+        "problem": {"n": 256, "dtype": "float16", "numerics": "accurate"},
+        "rows": 300,
+        "destination": "in-place",
+        "arch": "sm90",
+        "gpu": "NVIDIA H100 80GB HBM3",
+        "match": "same-gpu",
+        "kernel": trial.kernel.digest,
+        "knobs": trial.knobs,
+        "launch": LAUNCH.to_dict(),
+        "us": 4.0,
+        "copy_us": 1.9,
+        "fraction_of_copy": 1.9 / 4.0,
+        "relative_error": 2e-4,
+        "provenance": {
+            "kind": "measured",
+            "gpu": "NVIDIA H100 80GB HBM3",
+            "driver": "580.65",
+            "nvcc": "13.0.48",
+            "date": "2025-01-02T03:04:05+00:00",
+            "elements": 1 << 16,
+        },
+    }
+
+
+def test_best_config_without_a_kernel(tmp_path: Path) -> None:
+    best = hadagen.best_config({"n": 256, "dtype": "float16"}, 1, arch="sm90")
+    assert best.match is Match.GENERIC
+    assert best.fraction_of_copy is None
+    assert best.to_dict()["kernel"] is None
+
+
+def test_bundles_are_looked_for_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    named = [write_sample(tmp_path / name) for name in ("z.db", "b.db")]
+    own = write_sample(bundles.user_directory() / "mine.db")
+    shipped = write_sample(tmp_path / "sm90.db")
+    monkeypatch.setenv(bundles.VARIABLE, os.pathsep.join(map(str, named)))
+    monkeypatch.setattr(bundles, "shipped", lambda: {"sm90": shipped})
+    assert [bundle.path for bundle in bundles.known()] == [*named, own, shipped]
+
+
+def test_a_bundle_is_opened_once_until_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_sample(tmp_path / "a.db")
+    monkeypatch.setenv(bundles.VARIABLE, str(path))
+    (first,), (second,) = bundles.known(), bundles.known()
+    assert first is second
+    write_sample(path, chunks=2)
+    os.utime(path, ns=(0, 0))
+    assert bundles.known()[0].digest != first.digest
+
+
+@pytest.mark.parametrize("spoil", [Path.unlink, lambda path: path.write_bytes(b"what is this")])
+def test_a_bad_bundle_that_was_named_is_refused(
+    spoil: Callable[[Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_sample(tmp_path / "a.db")
+    spoil(path)
+    monkeypatch.setenv(bundles.VARIABLE, str(path))
+    with pytest.raises(StorageError, match=r"a\.db"):
+        hadagen.best_config(PROBLEM, 1, arch="sm90")
+
+
+def test_a_bad_bundle_that_was_only_found_causes_a_warning() -> None:
+    write_sample(bundles.user_directory() / "good.db")
+    (bundles.user_directory() / "bad.db").write_bytes(b"what is this")
+    with pytest.warns(RuntimeWarning, match=r"bad\.db is not a hadagen bundle"):
+        best = hadagen.best_config(PROBLEM, 1, arch="sm90", inplace=True)
+    assert best.match is Match.SAME_ARCH
+
+
+# ---- bad input -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("rows", [0, -1, 2.0, True, "8"])
+def test_bad_rows(rows: int) -> None:
+    with pytest.raises(UsageError, match=f"rows = {rows!r} is not supported"):
+        hadagen.best_config(PROBLEM, rows, arch="sm90")
+
+
+@pytest.mark.parametrize("arch", ["", "sm", "90", "sm_90", "hopper"])
+def test_bad_arch(arch: str) -> None:
+    with pytest.raises(UsageError, match="for instance sm90"):
+        hadagen.best_config(PROBLEM, 1, arch=arch)
+
+
+def test_bad_problem() -> None:
+    with pytest.raises(UsageError, match="n = 100 is not supported"):
+        hadagen.best_config({"n": 100, "dtype": "float16"}, 1, arch="sm90")
+
+
+def test_no_arch_and_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(UsageError, match="name an arch"):
+        hadagen.best_config(PROBLEM, 1)
+
+
+@pytest.mark.parametrize("device", ["cpu", "NVIDIA H100 80GB HBM3", "cuda:7", 7])
+def test_a_device_that_is_not_here(device: int | str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    with pytest.raises(UsageError, match="is not a CUDA device of this machine"):
+        hadagen.best_config(PROBLEM, 1, device)

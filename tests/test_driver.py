@@ -1,0 +1,172 @@
+"""The driver module against a stand-in for `cuda.bindings.driver` that notes every call."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from enum import IntEnum
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hadagen import driver
+from hadagen.driver import DriverError
+from hadagen.errors import DeviceError
+from hadagen.launch import LaunchSpec
+
+
+class CUresult(IntEnum):
+    CUDA_SUCCESS = 0
+    CUDA_ERROR_OUT_OF_MEMORY = 2
+    CUDA_ERROR_INVALID_CONTEXT = 201
+    CUDA_ERROR_NO_BINARY_FOR_GPU = 209
+
+
+class FakeDriver:
+    """Answers every call with success, or with what `answers` holds for it; `calls` notes them."""
+
+    CUresult = CUresult
+    CUstreamCaptureMode = SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED="relaxed")
+    CUfunction_attribute = SimpleNamespace(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES="shared")
+    CUdevice_attribute = SimpleNamespace(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT="sms")
+    CUlaunchConfig = SimpleNamespace
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.launched: list[tuple[Any, ...]] = []
+        self.codes: dict[str, list[CUresult]] = {}
+        self.values: dict[str, Any] = {
+            "cuDeviceGet": 0,
+            "cuDevicePrimaryCtxRetain": "context",
+            "cuCtxPopCurrent": "context",
+            "cuThreadExchangeStreamCaptureMode": "global",
+            "cuModuleLoadData": "module",
+            "cuModuleGetFunction": "function",
+            "cuDeviceGetAttribute": 132,
+            "cuOccupancyMaxActiveBlocksPerMultiprocessor": 2,
+            "cuOccupancyMaxActiveClusters": 30,
+        }
+
+    def __getattr__(self, name: str) -> Callable[..., tuple[Any, ...]]:
+        def call(*arguments: Any) -> tuple[Any, ...]:
+            self.calls.append((name, *arguments))
+            code = self.codes[name].pop(0) if self.codes.get(name) else CUresult.CUDA_SUCCESS
+            return (code, self.values[name]) if name in self.values else (code,)
+
+        return call
+
+    def cuGetErrorString(self, code: CUresult) -> tuple[CUresult, bytes]:
+        return CUresult.CUDA_SUCCESS, b"what it means"
+
+    def cuLaunchKernel(self, function: str, *geometry: int) -> tuple[CUresult]:
+        """Reads the arguments as a kernel would: through an array of pointers."""
+        pointers = ctypes.cast(geometry[8], ctypes.POINTER(ctypes.c_void_p))
+        kinds = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int64, ctypes.c_float)
+        arguments = [ctypes.cast(pointers[i], ctypes.POINTER(kind)).contents.value for i, kind in enumerate(kinds)]
+        self.launched.append((function, geometry[:8], arguments))
+        codes = self.codes.get("cuLaunchKernel")
+        return (codes.pop(0) if codes else CUresult.CUDA_SUCCESS,)
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    fake = FakeDriver()
+    monkeypatch.setattr(driver, "bindings", lambda: fake)
+    monkeypatch.setattr(driver, "primary_context", driver.primary_context.__wrapped__)
+    return fake
+
+
+TILES = LaunchSpec(threads=256, cluster=1, shared_bytes=0, tile_elements=4096, persistent=False)
+CLUSTERS = LaunchSpec(threads=512, cluster=4, shared_bytes=100_000, tile_elements=1 << 15, persistent=True)
+
+
+def test_loading_and_launching(fake: FakeDriver) -> None:
+    kernel = driver.load(b"image", "entry", TILES, device=3)
+    assert kernel.resident_blocks == 2 * 132
+    assert ("cuModuleLoadData", b"image\0") in fake.calls
+    assert ("cuModuleGetFunction", "module", b"entry") in fake.calls
+    assert not [call for call in fake.calls if call[0] == "cuFuncSetAttribute"]
+    kernel.launch(7, 0x1000, 2**63, 3 * 2**40 + 1, -0.5)
+    blocks = (3 * 2**40 + 4096) // 4096
+    assert fake.launched == [("function", (blocks, 1, 1, 256, 1, 1, 0, 7), [0x1000, 2**63, 3 * 2**40 + 1, -0.5])]
+
+
+def test_clusters_and_much_shared_memory(fake: FakeDriver) -> None:
+    kernel = driver.load(b"image", "entry", CLUSTERS)
+    assert ("cuFuncSetAttribute", "function", "shared", 100_000) in fake.calls
+    assert kernel.resident_blocks == 30 * 4
+    kernel.launch(0, 16, 32, 1 << 30, 1.0)
+    assert fake.launched[0][1][0] == 30 * 4
+
+
+def test_loading_may_happen_while_capturing_and_leaves_the_thread_as_it_was(fake: FakeDriver) -> None:
+    fake.codes["cuModuleLoadData"] = [CUresult.CUDA_ERROR_NO_BINARY_FOR_GPU]
+    with pytest.raises(DriverError, match="CUDA device 1 failed with CUDA_ERROR_NO_BINARY_FOR_GPU") as caught:
+        driver.load(b"image", "entry", TILES, device=1)
+    assert caught.value.code == "CUDA_ERROR_NO_BINARY_FOR_GPU"
+    assert "tune for this GPU's architecture" in str(caught.value)
+    names = [call[0] for call in fake.calls]
+    assert names[names.index("cuModuleLoadData") + 1 :] == ["cuThreadExchangeStreamCaptureMode", "cuCtxPopCurrent"]
+    exchanged = [call[1] for call in fake.calls if call[0] == "cuThreadExchangeStreamCaptureMode"]
+    assert exchanged == ["relaxed", "global"]
+
+
+def test_a_kernel_too_large_for_the_device_is_refused(fake: FakeDriver) -> None:
+    fake.values["cuOccupancyMaxActiveBlocksPerMultiprocessor"] = 0
+    with pytest.raises(DriverError, match=r"256 threads with 0 bytes of shared memory .* does not fit"):
+        driver.load(b"image", "entry", TILES)
+
+
+def test_a_thread_without_a_context_gets_one(fake: FakeDriver) -> None:
+    kernel = driver.load(b"image", "entry", TILES)
+    fake.codes["cuLaunchKernel"] = [CUresult.CUDA_ERROR_INVALID_CONTEXT]
+    kernel.launch(0, 16, 16, 1, 1.0)
+    assert ("cuCtxSetCurrent", "context") in fake.calls
+    assert len(fake.launched) == 2
+    assert fake.launched[0] == fake.launched[1]
+
+
+def test_a_refused_launch_is_one_sentence(fake: FakeDriver) -> None:
+    kernel = driver.load(b"image", "entry", TILES)
+    fake.codes["cuLaunchKernel"] = [CUresult.CUDA_ERROR_OUT_OF_MEMORY]
+    with pytest.raises(DeviceError) as caught:
+        kernel.launch(0, 16, 16, 4096, 1.0)
+    assert str(caught.value) == (
+        "launching entry on 4096 elements failed with CUDA_ERROR_OUT_OF_MEMORY (what it means); free some device memory"
+    )
+
+
+def test_threads_do_not_share_arguments(fake: FakeDriver) -> None:
+    kernel = driver.load(b"image", "entry", TILES)
+    threads = [threading.Thread(target=lambda i=i: kernel.launch(0, i, i, i + 1, float(i))) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(call[2] for call in fake.launched) == [[i, i, i + 1, float(i)] for i in range(8)]
+
+
+def test_check_returns_what_the_call_did(fake: FakeDriver) -> None:
+    ok = CUresult.CUDA_SUCCESS
+    assert driver.check((ok,)) is None
+    assert driver.check((ok, 1)) == 1
+    assert driver.check((ok, 1, 2)) == (1, 2)
+
+
+def test_no_gpu_is_one_sentence() -> None:
+    program = """
+from hadagen import driver
+try:
+    driver.bindings()
+except driver.DeviceError as error:
+    print(error)
+"""
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env, check=True)
+    assert done.stdout.count("\n") == 1
+    assert "NVIDIA" in done.stdout

@@ -1,0 +1,137 @@
+"""Generated kernels on the emulator: every structural family × dtype × a spread of n, against float64."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from math import inf
+
+import pytest
+
+from hadagen.arch import load_arch
+from hadagen.codegen import Source, render
+from hadagen.emulator import EmulationError, HostModule, compile_host, verification_rows, verify
+from hadagen.errors import UsageError
+from hadagen.launch import LaunchSpec
+from hadagen.plan import VECTOR_ELEMENTS, Plan
+from hadagen.problem import DType, Numerics, Problem
+from hadagen.space import KNOB_NAMES, Knobs, build_plan, space_of
+
+ARCH = "sm90"
+PROBLEMS = [Problem(1 << k, dtype, numerics) for k in range(1, 16) for dtype in DType for numerics in Numerics]
+# Random choices that are legal for these n (and fast, as more is then) are tried on every problem; those that are legal
+# there and show something new are run.
+POOL_SIZES = (4, 64, 512, 4096, 32768)
+SAMPLE = 300
+
+# `fast` may miss its bound, and then it is no winner; but by no more than rounding at every step explains.
+SLACK = {Numerics.ACCURATE: 1.0, Numerics.FAST: 2.0}
+
+
+@dataclass(frozen=True)
+class Variant:
+    knobs: Knobs
+    plan: Plan
+    source: Source
+
+
+def exchange_kind(plan: Plan) -> str:
+    match plan.exchanges:
+        case ():
+            return "none"
+        case (only,):
+            return "cluster" if only.crosses_blocks else "block"
+        case _:
+            return "two"
+
+
+def features(knobs: Knobs, plan: Plan) -> Iterator[tuple[object, ...]]:
+    """What is particular to a variant: each pair of choices that meet in the emitted code, and every knob's value."""
+    problem, k, exchange = plan.problem, knobs, exchange_kind(plan)
+    ragged = "vector" if problem.n < VECTOR_ELEMENTS else "tile" if plan.rows_per_tile > 1 else "never"
+    yield "problem", problem
+    yield "values", problem.dtype, k.low_bits, k.mma_carrier, k.accumulator, k.butterfly_carrier
+    yield "order", k.order, k.low_bits, exchange
+    yield "exchange", exchange, k.exchange_carrier, k.exchange_rounds, k.shared_layout
+    yield "exchange in a loop", exchange, k.load, k.grid
+    yield "pipeline", k.load, k.grid, k.stages, ragged
+    yield "store", k.store, ragged
+    yield from ((name, getattr(k, name), problem.dtype) for name in KNOB_NAMES)
+
+
+def cover() -> dict[Problem, list[Variant]]:
+    """A few legal variants of every problem that have, together, every feature found in a random sample."""
+    choose, arch = random.Random(0), load_arch(ARCH)
+    pool: list[Knobs] = []
+    for n in POOL_SIZES:
+        pool += choose.sample(space_of(Problem(n, DType.FLOAT16, Numerics.FAST), ARCH).legal, SAMPLE)
+    seen: set[tuple[object, ...]] = set()
+    chosen = defaultdict(list)
+    for problem in choose.sample(PROBLEMS, len(PROBLEMS)):
+        for knobs in choose.sample(pool, SAMPLE):
+            with suppress(UsageError):  # not legal for this problem
+                plan = build_plan(problem, knobs, arch)
+                new = set(features(knobs, plan)) - seen
+                if new:
+                    seen |= new
+                    chosen[problem].append(Variant(knobs, plan, render(plan)))
+    return chosen
+
+
+@pytest.fixture(scope="module")
+def variants() -> dict[Problem, list[Variant]]:
+    return cover()
+
+
+@pytest.fixture(scope="module")
+def module(variants: dict[Problem, list[Variant]]) -> HostModule:
+    return compile_host([variant.source for some in variants.values() for variant in some])
+
+
+def test_the_variants_have_every_value_of_every_knob(variants: dict[Problem, list[Variant]]) -> None:
+    chosen = [variant for some in variants.values() for variant in some]
+    for name, values in load_arch(ARCH).search.items():
+        assert {getattr(variant.knobs, name) for variant in chosen} == set(values), name
+    assert {exchange_kind(variant.plan) for variant in chosen} == {"none", "block", "cluster", "two"}
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.name)
+def test_variants_are_right(problem: Problem, variants: dict[Problem, list[Variant]], module: HostModule) -> None:
+    for number, variant in enumerate(variants[problem]):
+        errors = verify(
+            problem, variant.source, variant.plan.launch, module=module, in_place=number % 2 == 0, order_seed=number % 3
+        )
+        for name, error in errors.items():
+            overflows = name == "large" and problem.numerics is Numerics.FAST and error == inf
+            assert overflows or error <= SLACK[problem.numerics] * problem.error_bound, (variant.knobs, name)
+
+
+@pytest.mark.parametrize("rows_left_over", [1, 2, 3, 63, 127])
+def test_any_number_of_rows(rows_left_over: int) -> None:
+    problem = Problem(32, DType.BFLOAT16)
+    knobs = Knobs(chunks=2, warps=4, low_bits="shuffle", butterfly_carrier="fp32", load="bulk", grid="persistent")
+    plan = build_plan(problem, knobs, load_arch(ARCH))
+    assert plan.rows_per_tile == 64
+    errors = verify(problem, render(plan), plan.launch, rows=128 + rows_left_over)
+    assert max(errors.values()) <= problem.error_bound
+
+
+def test_rows_of_a_verification_show_a_ragged_tile_and_come_round_a_persistent_loop() -> None:
+    problem = Problem(256, DType.FLOAT16)
+    rows = verification_rows(problem, LaunchSpec(256, 1, 0, 1 << 14, persistent=True))
+    assert (4 * rows - 1) % 64
+    assert (4 * rows - 1) * 256 > 10 << 14
+    assert verification_rows(Problem(32768, DType.FLOAT16), LaunchSpec(256, 1, 0, 1 << 15, persistent=False)) == 2
+
+
+def test_verify_raises_for_what_the_result_does_not_show() -> None:
+    problem = Problem(512, DType.FLOAT16)
+    plan = build_plan(problem, Knobs(low_bits="shuffle", chunks=2, butterfly_carrier="fp32"), load_arch(ARCH))
+    source = render(plan)
+    again = source.text.replace("store16(out + 2 * at, v);", "store16(out + 2 * at, v), store16(out + 2 * at, v);")
+    assert again != source.text
+    with pytest.raises(EmulationError, match="more than once"):
+        verify(problem, Source(source.entry, again), plan.launch)

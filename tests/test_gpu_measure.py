@@ -1,0 +1,169 @@
+"""Measuring on a GPU: the environment, the yardstick, a right kernel, wrong kernels and broken ones."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from hadagen.arch import load_arch
+from hadagen.codegen import Source, render
+from hadagen.launch import LaunchSpec
+from hadagen.measure import Candidate, Cell, DeviceRunner, all_cells, copy_sources, device_environment
+from hadagen.problem import DType, Problem
+from hadagen.space import Space, build_plan
+from hadagen.toolchain import Toolchain
+from hadagen.trial import Cache, Destination, Kernel, Outcome, Trial
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on PATH"),
+]
+
+ARCH = load_arch("sm90")
+PROBLEM = Problem(256, DType.FLOAT16)
+LARGE = Cell(1 << 28, Destination.OUT_OF_PLACE, Cache.COLD)
+SMALL = Cell(1 << 16, Destination.IN_PLACE, Cache.HOT)
+
+# One element a thread. Each kernel below is this one with another body.
+SPEC = LaunchSpec(threads=256, cluster=1, shared_bytes=0, tile_elements=256, persistent=False)
+KERNEL = """#include "hadagen.cuh"
+namespace hadagen {{
+extern "C" __global__ void {entry}(const void* x, void* y, i64 elements, float scale) {{
+    const u16* in = static_cast<const u16*>(x);
+    u16* out = static_cast<u16*>(y);
+    const i64 i = block_index() * 256 + thread_index();
+    if (i >= elements) return;
+    {body}
+}}
+}}
+"""
+BODIES = {
+    "identity": "out[i] = in[i];",
+    "beyond_the_end": "out[i] = in[i]; if (i == elements - 1) out[elements] = 0;",
+    "illegal_address": "*reinterpret_cast<u16*>(i) = in[i];",
+    # Ten seconds: far more than a candidate gets in these tests, and yet an end.
+    "hang": "u64 now, end; asm volatile(\"mov.u64 %0, %%globaltimer;\" : \"=l\"(end)); end += 10000000000ull;"
+    "do asm volatile(\"mov.u64 %0, %%globaltimer;\" : \"=l\"(now)); while (now < end); out[i] = in[i];",
+}  # fmt: skip
+
+
+def build(*sources: tuple[Source, LaunchSpec]) -> list[Kernel]:
+    built = list(Toolchain.find().build(sources, ARCH))
+    for kernel in built:
+        assert isinstance(kernel, Kernel), kernel
+    return [kernel for kernel in built if isinstance(kernel, Kernel)]
+
+
+@dataclass(frozen=True)
+class Bench:
+    runner: DeviceRunner
+    copies: list[Kernel]
+    right: Candidate
+
+    def trial(self, candidate: Candidate) -> Trial:
+        ((_, trial),) = self.runner.run([candidate])
+        return trial
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[Bench]:
+    knobs = Space(PROBLEM, ARCH).seeds()[0]
+    plan = build_plan(PROBLEM, knobs, ARCH)
+    copies = build(*((Source(copy.entry, copy.text), copy.launch) for copy in copy_sources()))
+    (kernel,) = build((render(plan), plan.launch))
+    with DeviceRunner(0, copies, timeout_s=5.0) as runner:
+        yield Bench(runner, copies, Candidate(PROBLEM, knobs.to_dict(), kernel))
+
+
+@pytest.fixture
+def broken() -> Callable[[str], Candidate]:
+    def candidate(name: str) -> Candidate:
+        (kernel,) = build((Source(name, KERNEL.format(entry=name, body=BODIES[name])), SPEC))
+        return Candidate(PROBLEM, {"name": name}, kernel)
+
+    return candidate
+
+
+def test_environment() -> None:
+    import torch
+
+    environment = device_environment(0)
+    properties = torch.cuda.get_device_properties(0)
+    assert environment.gpu == properties.name
+    assert environment.compute_capability == f"{properties.major}.{properties.minor}"
+    assert environment.sms == properties.multi_processor_count
+    assert environment.l2_bytes == properties.L2_cache_size
+    assert environment.sm_clock_mhz > 0
+    assert environment.cuda
+
+
+def test_a_right_kernel_is_timed_everywhere(bench: Bench) -> None:
+    trial = bench.trial(bench.right)
+    assert (trial.outcome, trial.detail) == (Outcome.OK, "")
+    assert set(trial.errors) == {"normal", "constant", "one-hot", "large"}
+    timed = [Cell(t.elements, t.destination, t.cache) for t in trial.timings]
+    assert timed == [cell for cell in all_cells(trial.environment.l2_bytes) if cell.elements >= PROBLEM.n]
+    for timing in trial.timings:
+        assert 0 < timing.us_low <= timing.us <= timing.us_high
+        assert 0.05 < timing.fraction_of_copy < 2.0
+    assert trial.kernel is not None
+    assert trial.environment.nvcc == trial.kernel.nvcc
+
+
+def test_cold_is_no_faster_than_hot(bench: Bench) -> None:
+    timings = bench.trial(bench.right).timings
+    copy_us = {Cell(t.elements, t.destination, t.cache): t.copy_us for t in timings}
+    middle = [Cell(1 << 22, destination, Cache.HOT) for destination in Destination]
+    for hot in middle:
+        assert copy_us[hot] < copy_us[hot._replace(cache=Cache.COLD)]
+
+
+def test_the_yardstick_keeps_up_with_torch(bench: Bench) -> None:
+    import torch
+
+    copy_us = {Cell(t.elements, t.destination, t.cache): t.copy_us for t in bench.trial(bench.right).timings}
+    x = torch.randn(LARGE.elements, device="cuda", dtype=torch.float16)
+    y = torch.empty_like(x)
+    times = []
+    for _ in range(6):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        y.copy_(x)
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) * 1000.0)
+    assert copy_us[LARGE] < min(times[1:]) / 0.8
+
+
+@pytest.mark.parametrize(
+    ("name", "outcome", "says"),
+    [
+        ("identity", Outcome.WRONG_ANSWER, "relative error"),
+        ("beyond_the_end", Outcome.WRONG_ANSWER, "outside"),
+        ("illegal_address", Outcome.LAUNCH_FAILED, "illegal"),
+        ("hang", Outcome.TIMEOUT, "no answer"),
+    ],
+)
+def test_a_broken_kernel_ends_nothing(
+    bench: Bench, broken: Callable[[str], Candidate], name: str, outcome: Outcome, says: str
+) -> None:
+    answers = [trial for _, trial in bench.runner.run([broken(name), bench.right])]
+    assert [trial.outcome for trial in answers] == [outcome, Outcome.OK]
+    assert says in answers[0].detail
+    assert answers[0].timings == ()
+
+
+def test_a_hopeless_kernel_is_given_up(bench: Bench) -> None:
+    with DeviceRunner(0, bench.copies, give_up=0.1) as impatient:  # even the best is ten times too slow
+        first, second = [trial for _, trial in impatient.run([bench.right, bench.right])]
+    assert len(first.timings) > len(second.timings) == 3
+    assert second.outcome is Outcome.OK
+    assert second.detail
+
+
+def test_a_race_against_itself_is_a_draw(bench: Bench) -> None:
+    for us_a, us_b in bench.runner.race(bench.right, bench.right, [SMALL, LARGE]):
+        assert us_a == pytest.approx(us_b, rel=0.1)

@@ -1,0 +1,135 @@
+"""The import table: which room may know which. Checked over every file, so that the shape of the house cannot drift."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+# A row is a module, or a package with all its modules. It may import itself, the rooms named, which all stand above it
+# (`*`: every room above), the packages named last, and the standard library. `__init__` is `hadagen` itself.
+TABLE = """
+    room             | may import                                          | and of other packages
+    -----------------+-----------------------------------------------------+----------------------
+    errors           |                                                     |
+    problem          | errors                                              |
+    launch           | errors                                              |
+    trial            | problem launch errors                               |
+    arch             | problem errors                                      | yaml
+    layout           |                                                     |
+    plan             | layout problem launch errors                        | numpy
+    space            | plan layout arch problem errors                     |
+    templates        |                                                     |
+    codegen          | plan layout problem launch errors                   | jinja2
+    bits             | problem errors                                      | numpy
+    reference        | bits problem errors                                 | numpy
+    cache            | errors                                              |
+    ptx              | errors                                              |
+    toolchain        | cache ptx codegen arch trial launch errors          |
+    emulator         | cache codegen reference bits launch problem errors  | numpy
+    driver           | launch errors                                       | cuda
+    tuning_db.bundle | trial problem launch errors                         |
+    tuning_db        | tuning_db.bundle trial problem launch errors        | sqlalchemy alembic
+    runtime          | tuning_db.bundle driver trial problem launch errors | torch
+    __init__         | runtime problem errors                              |
+    measure          | driver reference bits trial problem launch errors   | torch
+    costmodel        | arch plan trial                                     |
+    tuner            | *                                                   | numpy optuna
+    cli              | *                                                   | click cuda rich torch
+"""
+# What a program that only calls kernels never imports.
+HEAVY = ("optuna", "jinja2", "click", "sqlalchemy", "alembic", "yaml", "cuda")
+
+ROOT = Path(__file__).resolve().parent.parent
+# Where the modules of a package lie, and the name they are imported by.
+DIRECTORIES = {"hadagen": "", "templates": "templates", "tuning_db": "tuning_db", "cli": "cli"}
+
+
+class Room(NamedTuple):
+    rooms: frozenset[str]
+    packages: frozenset[str]
+
+
+def read_table() -> dict[str, Room]:
+    table: dict[str, Room] = {}
+    for line in TABLE.strip().splitlines()[2:]:
+        name, rooms, packages = (column.split() for column in line.split("|"))
+        above = frozenset(table)
+        named = above if rooms == ["*"] else frozenset(rooms)
+        assert named <= above, f"{name} names rooms that do not stand above it: {sorted(named - above)}"
+        table[name[0]] = Room(named, frozenset(packages))
+    return table
+
+
+def find_modules() -> dict[str, Path]:
+    modules: dict[str, Path] = {}
+    for directory, package in DIRECTORIES.items():
+        for path in sorted((ROOT / directory).rglob("*.py")):
+            parts = [package, *path.relative_to(ROOT / directory).with_suffix("").parts]
+            modules[".".join(filter(None, parts)).removesuffix(".__init__")] = path
+    return modules
+
+
+# Both without the `hadagen.` that every name begins with.
+ROOMS = read_table()
+MODULES = find_modules()
+
+
+def room_of(module: str) -> str | None:
+    """The row of a module: the longest that is the module itself or a package it is in."""
+    return max((room for room in ROOMS if f"{module}.".startswith(f"{room}.")), key=len, default=None)
+
+
+def imports_of(module: str) -> Iterator[tuple[int, str]]:
+    """Line and full name of every import of a file, those inside functions too."""
+    for node in ast.walk(ast.parse(MODULES[module].read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{MODULES[module]}:{node.lineno}: write imports in full, from hadagen"
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def may_import(room: str, target: str) -> bool:
+    package, _, rest = target.partition(".")
+    if package != "hadagen":
+        return package in ROOMS[room].packages | sys.stdlib_module_names
+    # A name that no row holds is one that `hadagen` itself defines.
+    return (room_of(rest) or "__init__") in ROOMS[room].rooms | {room}
+
+
+def test_every_row_of_the_table_is_a_room() -> None:
+    assert set(ROOMS) == {room_of(module) for module in MODULES}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_module_imports_only_what_its_room_may(module: str) -> None:
+    room = room_of(module)
+    assert room, f"{module} has no row in the import table of {Path(__file__).name}; add one"
+    path = MODULES[module].relative_to(ROOT)
+    wrong = [f"{path}:{line} imports {target}" for line, target in imports_of(module) if not may_import(room, target)]
+    assert not wrong, f"{room} may import {sorted(ROOMS[room].rooms)} and {sorted(ROOMS[room].packages)}; but {wrong}"
+
+
+@pytest.mark.parametrize(("module", "first"), [("hadagen", "sys"), ("hadagen.runtime", "torch")])
+def test_calling_a_kernel_needs_only_the_base_package(module: str, first: str) -> None:
+    """No package of the tuner is imported and no CUDA library loaded, but for what PyTorch brings to the runtime."""
+    program = f"""
+import re, sys
+from pathlib import Path
+def loaded():
+    maps = Path("/proc/self/maps")
+    libraries = re.findall(r"/(lib(?:cu|nv)[^/]*[.]so[^/]*)$", maps.read_text(), re.M) if maps.exists() else []
+    return {{*libraries, *sys.modules}}
+import {first}
+before = loaded()
+import {module}
+print(sorted(name for name in loaded() - before if ".so" in name or name.split(".")[0] in {HEAVY}))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.returncode) == ("[]\n", 0), done.stdout + done.stderr

@@ -1,0 +1,548 @@
+"""The machine under the emulator: handwritten kernels that use each primitive rightly, and wrongly in many ways."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hadagen.bits import Bits, decode, encode
+from hadagen.codegen import Source
+from hadagen.emulator import EmulationError, EmulationReport, HostCompileError, HostModule, compile_host, host_texts
+from hadagen.errors import StorageError, ToolchainError, UsageError
+from hadagen.launch import LaunchSpec
+from hadagen.problem import DType
+from hadagen.reference import hadamard
+
+DEVICE_HEADER = Path(__file__).parent.parent / "templates" / "device" / "hadagen.cuh"
+
+TEMPLATE = """#include "hadagen.cuh"
+extern "C" __global__ void __launch_bounds__({threads}) __cluster_dims__({cluster}, 1, 1)
+{name}(const void* x, void* y, hadagen::i64 elements, float scale) {{
+    using namespace hadagen;
+    using T = {dtype};
+    HADAGEN_SHARED(shared);
+    u64* const barrier = reinterpret_cast<u64*>(shared);
+    byte* const data = shared + 128;
+    const u32 t = thread_index(), lane = t % 32, rank = cluster_rank();
+    const i64 first = block_index() * {threads} * 8;
+    const byte* const in = static_cast<const byte*>(x) + 2 * first;
+    byte* const out = static_cast<byte*>(y) + 2 * first;
+    {body}
+}}
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel of which every block has 8 elements a thread, at `in` and `out`."""
+
+    name: str
+    body: str
+    threads: int = 32
+    cluster: int = 1
+    dtype: DType = DType.FLOAT16
+
+    @property
+    def source(self) -> Source:
+        fields = {"name": self.name, "body": self.body, "threads": self.threads, "cluster": self.cluster}
+        return Source(self.name, TEMPLATE.format(dtype=self.dtype.value, **fields))
+
+    def run(self, x: Bits, out: Bits, *, order_seed: int = 0) -> EmulationReport:
+        tile = 8 * self.threads * self.cluster
+        launch = LaunchSpec(self.threads, self.cluster, SHARED_BYTES, tile, persistent=False)
+        return module().run(self.name, launch, x, out, scale=1.0, order_seed=order_seed)
+
+
+SHARED_BYTES = 8192
+COPY = "store16(out + 16 * t, load16(in + 16 * t));"
+
+
+def transposed(x: Bits) -> Bits:
+    """Register w of lane l = 4·row + q holds elements 8·l + 2·w and the next: row `row`, columns 2·q and the next."""
+    matrices = x.reshape(-1, 8, 4, 4, 2).transpose(0, 3, 1, 2, 4).reshape(-1, 4, 8, 8).swapaxes(2, 3)
+    return matrices.reshape(-1, 4, 8, 4, 2).transpose(0, 2, 3, 1, 4)
+
+
+def odd_lanes(x: Bits) -> Bits:
+    """Zero where the lane is even."""
+    return x.reshape(-1, 2, 8) * np.array([[0], [1]], np.uint16)
+
+
+# Kernels that do what they should, and their results as a function of x.
+GOOD: dict[Case, Callable[[Bits], Bits]] = {
+    Case("copies", COPY): lambda x: x,
+    Case("copies_with_hints", "store16_streaming(out + 16 * t, load16_no_allocate(in + 16 * t));"): lambda x: x,
+    Case(
+        "copies_elements",
+        """const i64 left = elements - first - 8 * t;
+        if (left > 0) store_elements(out + 16 * t, load_elements(in + 16 * t, left), left);""",
+    ): lambda x: x,
+    Case("copies_if", "store16(out + 16 * t, load16_if(in + 16 * (t % 2 ? t : 99999), t % 2));"): odd_lanes,
+    Case(
+        "shuffles",
+        """Vec16 v = load16(in + 16 * t);
+        for (int w = 0; w < 3; ++w) v.word[w] = shuffle_xor(v.word[w], 5);
+        v.word[3] = as_word(shuffle_xor(as_float(v.word[3]), 5));
+        store16(out + 16 * t, v);""",
+    ): lambda x: x.reshape(-1, 32, 8)[:, np.arange(32) ^ 5],
+    Case(
+        "transposes",
+        """Vec16 v = load16(in + 16 * t);
+        for (int w = 0; w < 4; ++w) v.word[w] = transpose(v.word[w]);
+        store16(out + 16 * t, v);""",
+    ): transposed,
+    Case(
+        "exchanges_in_a_block",
+        """shared_store16(shared + 16 * t, load16(in + 16 * t));
+        block_sync();
+        store16(out + 16 * t, shared_load16(shared + 16 * ((t + 1) % 64)));""",
+        threads=64,
+    ): lambda x: np.roll(x.reshape(-1, 64, 8), -1, axis=1),
+    Case(
+        "exchanges_in_a_cluster",
+        """cluster_arrive();
+        const Vec16 v = load16(in + 16 * t);
+        cluster_wait();
+        remote_shared_store16(shared + 16 * t, (rank + 1) % 4, v);
+        cluster_arrive();
+        cluster_wait();
+        store16(out + 16 * t, shared_load16(shared + 16 * t));""",
+        cluster=4,
+    ): lambda x: np.roll(x.reshape(-1, 4, 256), 1, axis=1),
+    Case(
+        "waits_for_groups",
+        """for (u32 group = 0; group < 8; ++group) {
+            if (lane / 4 == group) cp_async16(shared + 16 * t, in + 16 * t);
+            cp_async_commit();
+        }
+        cp_async_wait<4>();
+        if (lane < 16) store16(out + 16 * t, shared_load16(shared + 16 * t));
+        cp_async_wait<0>();
+        if (lane >= 16) store16(out + 16 * t, shared_load16(shared + 16 * t));""",
+    ): lambda x: x,
+    Case(
+        "pipelines_bulk_copies",
+        """if (t == 0) barrier_init(&barrier[0]), barrier_init(&barrier[1]);
+        block_sync();
+        const auto start = [&](u32 part) {
+            if (t == 0) bulk_copy(data + part % 2 * 256, in + 256 * part, 256, &barrier[part % 2]);
+        };
+        start(0), start(1);
+        for (u32 part = 0; part < 4; ++part) {
+            barrier_wait(&barrier[part % 2], part / 2 % 2);
+            if (t / 16 == part) store16(out + 16 * t, shared_load16(data + part % 2 * 256 + 16 * (t % 16)));
+            block_sync();
+            if (part < 2) start(part + 2);
+        }""",
+        threads=64,
+    ): lambda x: x,
+}
+
+# Kernels with a race and no other fault.
+RACES = (
+    Case(
+        "no_sync",
+        """shared_store16(shared + 16 * t, load16(in + 16 * t));
+        store16(out + 16 * t, shared_load16(shared + 16 * (t ^ 32)));""",
+        threads=64,
+    ),
+    Case(
+        "no_sync_before_reuse",
+        """Vec16 v = load16(in + 16 * t);
+        for (int i = 0; i < 2; ++i) {
+            shared_store16(shared + 16 * t, v);
+            block_sync();
+            v = shared_load16(shared + 16 * (t ^ 32));
+        }
+        store16(out + 16 * t, v);""",
+        threads=64,
+    ),
+    Case(
+        "several_readers_then_a_writer",
+        """if (t == 0) shared_store16(shared, zero16());
+        block_sync();
+        shared_load16(shared);
+        if (t == 5) shared_store16(shared, zero16());
+        """
+        + COPY,
+    ),
+    Case("two_writers", "shared_store16(shared, zero16()); " + COPY),
+    Case(
+        "cp_async_not_waited_for",
+        """cp_async16(shared + 16 * t, in + 16 * t);
+        cp_async_commit();
+        store16(out + 16 * t, shared_load16(shared + 16 * t));""",
+    ),
+    Case(
+        "cp_async_not_committed",
+        """cp_async16(shared + 16 * t, in + 16 * t);
+        cp_async_wait<0>();
+        store16(out + 16 * t, shared_load16(shared + 16 * t));""",
+    ),
+    Case(
+        "cp_async_of_another_thread",
+        """cp_async16(shared + 16 * t, in + 16 * t);
+        cp_async_commit();
+        cp_async_wait<0>();
+        store16(out + 16 * t, shared_load16(shared + 16 * (t ^ 1)));""",
+    ),
+    Case(
+        "mbarrier_not_published",
+        """if (t == 0) barrier_init(barrier), bulk_copy(data, in, 512, barrier);
+        for (int i = 0; i < 2; ++i) shuffle_xor(0u, 1);
+        barrier_wait(barrier, 0);
+        store16(out + 16 * t, shared_load16(data + 16 * t));""",
+    ),
+    Case(
+        "bulk_copy_that_others_wait_for",
+        """if (t == 0) barrier_init(barrier);
+        block_sync();
+        if (t == 0) bulk_copy(data, in, 512, barrier), barrier_wait(barrier, 0);
+        store16(out + 16 * t, shared_load16(data + 16 * t));""",
+    ),
+    Case(
+        "bulk_copy_over_what_is_read",
+        """if (t == 0) barrier_init(barrier);
+        shared_store16(data + 16 * t, load16(in + 16 * t));
+        block_sync();
+        store16(out + 16 * t, shared_load16(data + 16 * (t ^ 1)));
+        if (t == 0) bulk_copy(data, in, 512, barrier), barrier_wait(barrier, 0);""",
+    ),
+    Case(
+        "no_cluster_wait_before_reuse",
+        """Vec16 v = load16(in + 16 * t);
+        cluster_arrive();
+        cluster_wait();
+        for (int i = 0; i < 2; ++i) {
+            remote_shared_store16(shared + 16 * t, rank ^ 1, v);
+            cluster_arrive();
+            cluster_wait();
+            v = shared_load16(shared + 16 * t);
+        }
+        store16(out + 16 * t, v);""",
+        cluster=2,
+    ),
+)
+
+# Kernels that the machine stops, and what it says.
+STOPPED = {
+    Case("beyond_x", "load16(in + 16 * (t + 64));"): "loads 8 elements at element 512 of x, which has 512",
+    Case("before_x", "load16(in - 16);"): "thread 0 of block 0 loads 8 elements at element -8 of x",
+    Case("beyond_y", "store_elements(out + 1024 - 8, zero16(), 5);"): "stores 5 elements at element 508 of y",
+    Case("askew", "load16(in + 2);"): "at byte 2 of x, which is not a multiple of 16",
+    Case(
+        "beyond_shared", "shared_load16(shared + 8192);"
+    ): "16 bytes at byte 8192 of shared memory, of which there are",
+    Case(
+        "askew_in_shared", "shared_store16(shared + 8, zero16());"
+    ): "8 of shared memory, which is not a multiple of 16",
+    Case("half_a_warp", "if (t < 16) shuffle_xor(1u, 1);"): (
+        "hangs: threads 0-15 of block 0 wait at shuffle; threads 16-31 of block 0 have ended"
+    ),
+    Case(
+        "two_collectives",
+        "float d[4] = {}; if (t == 0) mma<T>(d, Operand{}, 0u, 0u); else shuffle_xor(1u, 1);",
+    ): "a warp diverges: threads 0-0 of block 0 wait at mma; threads 1-1 of block 0 wait at shuffle",
+    Case(
+        "one_warp_syncs", "if (t < 32) block_sync();", threads=64
+    ): "hangs: threads 0-31 of block 0 wait at block_sync",
+    Case("one_block_waits", "if (rank == 0) cluster_arrive(), cluster_wait();", cluster=2): "wait at cluster_wait",
+    Case("no_arrival", "cluster_wait();"): "waits at the cluster barrier without having arrived",
+    Case("two_arrivals", "cluster_arrive(); cluster_arrive();"): "arrives at the cluster barrier twice without waiting",
+    Case(
+        "no_such_block",
+        "cluster_arrive(); cluster_wait(); remote_shared_store16(shared, 2, zero16());",
+        cluster=2,
+    ): "stores to block 2 of a cluster of 2",
+    Case(
+        "other_block_may_not_have_begun",
+        "remote_shared_store16(shared + 16 * t, rank ^ 1, zero16());",
+        cluster=2,
+    ): "which may not have begun",
+    Case(
+        "other_block_may_have_ended",
+        "cluster_arrive(); cluster_wait(); remote_shared_store16(shared + 16 * t, rank ^ 1, zero16());",
+        cluster=2,
+    ): "block 0 may end before other blocks of its cluster have stored",
+    Case("no_mbarrier", "barrier_wait(barrier, 0);"): "uses an mbarrier that was not initialized",
+    Case("mbarrier_again", "barrier_init(barrier);"): "thread 1 of block 0 initializes an mbarrier again",
+    Case("no_copy", "if (t == 0) barrier_init(barrier), barrier_wait(barrier, 0);"): "block 0 wait at barrier_wait",
+    Case(
+        "copy_under_way_at_the_end",
+        "if (t == 0) barrier_init(barrier), bulk_copy(data, in, 512, barrier);",
+    ): "block 0 ends with a bulk copy under way",
+    Case("odd_copy", "if (t == 0) barrier_init(barrier), bulk_copy(data, in, 8, barrier);"): "copies 8 bytes",
+    Case(
+        "two_copies_in_a_phase",
+        """if (t == 0) {
+            barrier_init(barrier);
+            for (u32 part = 0; part < 2; ++part) bulk_copy(data + 16 * part, in, 16, barrier);
+        }""",
+    ): "before it knows that the last one has landed",
+    Case("endless", "for (;;) load16(in);"): "does not end",
+}
+
+# By the stride between lanes in bytes: wavefronts of a warp's load from shared memory, and those that are conflicts.
+STRIDES = {0: (4, 0), 16: (4, 0), 32: (8, 4), 48: (4, 0), 64: (16, 12), 128: (32, 28), 144: (4, 0)}
+CONFLICTS = {stride: Case(f"stride_{stride}", f"shared_load16(shared + {stride} * t); {COPY}") for stride in STRIDES}
+
+# Kernels that end, but leave something to report.
+WASTEFUL = Case("wasteful", "const u32 at = 32 * (t % 16) + t / 16 * 16; load16(in + at / 32 * 32); " + COPY)
+SPREAD = Case("spread", "if (rank == 0) load16(in + 32 * t); " + COPY, cluster=2)
+FORGETFUL = Case("forgetful", "if (t % 2) " + COPY)
+REPETITIVE = Case("repetitive", COPY + COPY)
+LATE = Case("late", COPY + " shuffle_xor(0u, 1); load16(in + 16 * (t ^ 1));")
+
+ARITHMETIC = [
+    Case(f"{name}_{dtype.value}", body, dtype=dtype)
+    for dtype in DType
+    for name, body in {
+        "packs": """const Vec16 v = load16(in + 16 * t);
+            const u32 p = pack<T>(as_float(v.word[0]), as_float(v.word[1]));
+            const u32 q = pack<T>(low<T>(v.word[2]), high<T>(v.word[2]));
+            store16(out + 16 * t, Vec16{{p, q, as_word(low<T>(v.word[3])), as_word(high<T>(v.word[3]))}});""",
+        "adds": """const Vec16 v = load16(in + 16 * t);
+            const u32 a = v.word[0], b = v.word[1], c = v.word[2];
+            store16(out + 16 * t, Vec16{{add<T>(a, b), sub<T>(a, b), fma<T>(a, b, c), butterfly_pair<T>(a)}});""",
+        "meets": """const Vec16 v = load16(in + 16 * t);
+            const u32 a = v.word[0], b = v.word[1];
+            const float f = butterfly_lane(as_float(v.word[2]), as_float(v.word[3]), t % 2);
+            store16(out + 16 * t, Vec16{{butterfly_lane<T>(a, b, t % 2), as_word(f), 0u, 0u}});""",
+        "multiplies": """const Vec16 v = load16(in + 16 * t);
+            float d[4] = {0.0f, 1.0f, 2.0f, 3.0f};
+            mma<T>(d, Operand{{v.word[0], v.word[1], v.word[2], v.word[3]}}, v.word[1], v.word[2]);
+            store16(out + 16 * t, Vec16{{as_word(d[0]), as_word(d[1]), as_word(d[2]), as_word(d[3])}});""",
+        "operands": """const Operand h = hadamard16<T, -2>();
+            store16(out + 16 * t, Vec16{{h.word[0], h.word[1], h.word[2], h.word[3]}});""",
+    }.items()
+]
+
+
+@cache
+def module() -> HostModule:
+    cases = [*GOOD, *RACES, *STOPPED, *CONFLICTS.values(), WASTEFUL, SPREAD, FORGETFUL, REPETITIVE, LATE, *ARITHMETIC]
+    return compile_host([case.source for case in cases])
+
+
+def random_bits(count: int, seed: int = 0) -> Bits:
+    return np.random.default_rng(seed).integers(0, 1 << 16, count, dtype=np.uint16)
+
+
+def run(case: Case, x: Bits) -> tuple[Bits, EmulationReport]:
+    out = np.full_like(x, 0xFFFF)
+    return out, case.run(x, out)
+
+
+def named(cases: object) -> object:
+    return pytest.mark.parametrize("case", cases, ids=lambda case: case.name)
+
+
+@named(GOOD)
+@pytest.mark.parametrize("order_seed", [0, 1, 2, 3])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_good_kernel_has_its_result_in_any_order(case: Case, order_seed: int, in_place: bool) -> None:
+    x = random_bits(3072)
+    expected = GOOD[case](x).reshape(-1).copy()
+    out = x if in_place else np.full_like(x, 0xFFFF)
+    report = case.run(x, out, order_seed=order_seed)
+    assert report.complaint == ""
+    assert (report.uninitialized_reads, report.excess_sectors, report.bank_conflicts) == (0, 0, 0)
+    assert np.array_equal(out, expected)
+
+
+def test_elements_beyond_the_end_are_not_touched() -> None:
+    (case,) = (case for case in GOOD if case.name == "copies_elements")
+    x, out = random_bits(512), np.full(512, 0xFFFF, np.uint16)
+    launch = LaunchSpec(case.threads, 1, SHARED_BYTES, 256, persistent=False)
+    report = module().run(case.name, launch, x, out, scale=1.0, elements=301)
+    assert report.complaint == ""
+    assert np.array_equal(out[:301], x[:301])
+    assert (out[301:] == 0xFFFF).all()
+
+
+@named(RACES)
+@pytest.mark.parametrize("order_seed", [0, 1, 2, 3])
+def test_a_race_is_seen_in_any_order(case: Case, order_seed: int) -> None:
+    x = random_bits(1024)
+    report = case.run(x, np.zeros_like(x), order_seed=order_seed)
+    assert report.races > 0
+    assert re.fullmatch(r"thread \d+ of block \d+ (reads|writes) byte \d+ of .*", report.first_race)
+    assert report.first_race in report.complaint
+
+
+@named(STOPPED)
+def test_a_wrong_kernel_is_stopped_with_a_sentence(case: Case) -> None:
+    with pytest.raises(EmulationError, match=re.escape(STOPPED[case])):
+        run(case, random_bits(512))
+    # The machine is as good as new afterwards.
+    x = random_bits(512)
+    assert np.array_equal(run(next(iter(GOOD)), x)[0], x)
+
+
+@pytest.mark.parametrize("stride", STRIDES)
+def test_bank_conflicts_are_wavefronts_beyond_the_ideal(stride: int) -> None:
+    _, report = run(CONFLICTS[stride], random_bits(256))
+    assert (report.wavefronts, report.bank_conflicts) == STRIDES[stride]
+    assert report.uninitialized_reads == 32
+
+
+def test_excess_sectors_are_those_of_half_used_sectors() -> None:
+    # The store and the second load are coalesced. Pairs of lanes load the same half of 16 sectors, half of them enough.
+    _, report = run(WASTEFUL, random_bits(256))
+    assert (report.sectors, report.excess_sectors) == (48, 8)
+    # 32 lanes load the first half of a sector each, one block in two.
+    _, report = run(SPREAD, random_bits(512))
+    assert (report.sectors, report.excess_sectors) == (2 * 32 + 32, 16)
+
+
+def test_output_is_written_exactly_once() -> None:
+    _, report = run(FORGETFUL, random_bits(256))
+    assert (report.unwritten, report.rewritten) == (128, 0)
+    _, report = run(REPETITIVE, random_bits(256))
+    assert (report.unwritten, report.rewritten) == (0, 256)
+    assert "256 more than once" in report.complaint
+
+
+def test_in_place_input_is_not_read_after_it_is_overwritten() -> None:
+    x = random_bits(256)
+    assert LATE.run(x, np.zeros_like(x)).races == 0
+    assert LATE.run(x, x).races == 256
+
+
+def arithmetic(name: str, dtype: DType, x: Bits) -> Bits:
+    (case,) = (case for case in ARITHMETIC if case.name == f"{name}_{dtype.value}")
+    return run(case, x)[0].reshape(-1, 8)
+
+
+def same(dtype: DType, result: Bits, expected: np.ndarray) -> bool:
+    """Whether `result` is `expected` rounded once, any NaN being as good as another."""
+    rounded = encode(dtype, expected)
+    return bool(((result == rounded) | (np.isnan(decode(dtype, result)) & np.isnan(expected))).all())
+
+
+dtypes = pytest.mark.parametrize("dtype", DType)
+
+
+@dtypes
+def test_conversions(dtype: DType) -> None:
+    x = random_bits(1 << 18)
+    x.reshape(-1, 8)[: 1 << 14, 4:] = np.arange(1 << 16, dtype=np.uint16).reshape(-1, 4)  # every element there is
+    parts, result = x.reshape(-1, 8), arithmetic("packs", dtype, x)
+    with np.errstate(invalid="ignore"):
+        reals = np.ascontiguousarray(parts[:, :4]).view(np.float32).astype(np.float64)
+    assert same(dtype, result[:, :2], reals)
+    assert same(dtype, result[:, 2:4], decode(dtype, parts[:, 4:6]))
+    widened = np.ascontiguousarray(result[:, 4:]).view(np.float32)
+    assert np.array_equal(widened, decode(dtype, parts[:, 6:]), equal_nan=True)
+
+
+@dtypes
+def test_packed_arithmetic_rounds_once(dtype: DType) -> None:
+    x = np.concatenate([random_bits(1 << 16), encode(dtype, np.random.default_rng(1).standard_normal(1 << 16))])
+    parts, result = decode(dtype, x).reshape(-1, 8), arithmetic("adds", dtype, x)
+    a, b, c = parts[:, :2], parts[:, 2:4], parts[:, 4:6]
+    with np.errstate(all="ignore"):
+        for at, expected in enumerate((a + b, a - b, a * b + c)):
+            assert same(dtype, result[:, 2 * at : 2 * at + 2], expected)
+        assert same(dtype, result[:, 6:], np.stack([a[:, 0] + a[:, 1], a[:, 0] - a[:, 1]], axis=1))
+
+
+@dtypes
+def test_butterfly_across_lanes(dtype: DType) -> None:
+    x = encode(dtype, np.random.default_rng(2).standard_normal(4096))
+    parts, result = x.reshape(-1, 8), arithmetic("meets", dtype, x)
+    sign = np.where(np.arange(len(parts)) % 2, -1.0, 1.0)
+    values = decode(dtype, parts)
+    assert same(dtype, result[:, :2], values[:, 2:4] + sign[:, None] * values[:, :2])
+    floats = np.ascontiguousarray(parts[:, 4:]).view(np.float32)
+    widened = np.ascontiguousarray(result[:, 2:4]).view(np.float32)[:, 0]
+    assert np.array_equal(widened, floats[:, 1] + sign.astype(np.float32) * floats[:, 0])
+
+
+# PTX ISA, "Matrix fragments for mma.m16n8k16": row and column of element i of each lane, in A, B and D.
+LANE = np.arange(32)[:, None]
+A_AT = (LANE // 4 + 8 * (np.arange(8) // 2 % 2), 2 * (LANE % 4) + np.arange(8) % 2 + 8 * (np.arange(8) // 4))
+B_AT = (2 * (LANE % 4) + np.arange(4) % 2 + 8 * (np.arange(4) // 2), LANE // 4 + 0 * np.arange(4))
+D_AT = (LANE // 4 + 8 * (np.arange(4) // 2), 2 * (LANE % 4) + np.arange(4) % 2)
+
+
+@dtypes
+def test_mma_multiplies_a_by_b_and_adds(dtype: DType) -> None:
+    integers = np.random.default_rng(3).integers(-8, 9, 256).astype(np.float64)  # every sum is exact
+    lanes = integers.reshape(32, 8)
+    a, b, d = np.zeros((16, 16)), np.zeros((16, 8)), np.zeros((16, 8))
+    a[A_AT], b[B_AT], d[D_AT] = lanes, lanes[:, 2:6], np.arange(4)
+    result = arithmetic("multiplies", dtype, encode(dtype, integers))
+    assert np.array_equal(result.view(np.float32), (a @ b + d)[D_AT])
+
+
+@dtypes
+def test_operand_is_the_hadamard_matrix(dtype: DType) -> None:
+    result = decode(dtype, arithmetic("operands", dtype, random_bits(256)))
+    assert np.array_equal(result, hadamard(np.eye(16), 0.25)[A_AT])
+
+
+def signatures(text: str, inline: str) -> set[str]:
+    """The primitives a header offers: return type, name and parameters, templates and specializations alike."""
+    found = re.findall(inline + r" (\w+) (\w+)(?:<\w+>)?(\([^)]*\)) ?[{;]", text)
+    return {re.sub(r"\s+", " ", " ".join(parts)) for parts in found}
+
+
+def test_both_headers_offer_the_same_primitives() -> None:
+    # Some of the device's are made by macros, so a preprocessor reads it first.
+    command = [*shlex.split(os.environ.get("CXX", "c++")), "-E", "-P", "-x", "c++", str(DEVICE_HEADER)]
+    expanded = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    device = signatures(expanded, "__device__ __forceinline__")
+    host = signatures(host_texts()["hadagen.cuh"], "HADAGEN_INLINE")
+    assert len(device) > 30
+    assert host - device == {"u32 encode_pair (double low, double high)"}
+    assert device - host == {"u32 shared_address (const void* shared)"}
+
+
+def test_a_refused_source_raises_with_the_compilers_log() -> None:
+    with pytest.raises(HostCompileError, match=r"refuses a kernel.*\berror\b") as caught:
+        compile_host([Case("broken", "no_such_primitive();").source])
+    assert "no_such_primitive" in caught.value.log
+
+
+def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(ToolchainError, match="no-such-compiler; install one or set CXX"):
+        compile_host([Case("any", COPY).source])
+
+
+def test_what_was_built_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Case("once", COPY).source
+    compile_host([source], cache_directory=tmp_path)
+    monkeypatch.setattr(subprocess, "run", None)
+    compile_host([source], cache_directory=tmp_path)
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match=r"cannot be written to .*file.*; free some space or set HADAGEN_CACHE"):
+        compile_host([Case("any", COPY).source], cache_directory=tmp_path / "file")
+
+
+@pytest.mark.parametrize(
+    ("x", "fault"),
+    [
+        (np.zeros(512, np.uint16)[::2], "x is not a contiguous uint16 array"),
+        (np.zeros(264, np.uint16)[1:257], "x is not a contiguous uint16 array"),
+        (np.zeros(256, np.int16), "x is not a contiguous uint16 array"),
+        (np.zeros(248, np.uint16), "x has 248 elements, fewer than the 256"),
+    ],
+)
+def test_unusable_arrays_are_refused(x: Bits, fault: str) -> None:
+    launch = LaunchSpec(32, 1, SHARED_BYTES, 256, persistent=False)
+    with pytest.raises(UsageError, match=fault):
+        module().run("copies", launch, x, np.zeros(256, np.uint16), scale=1.0, elements=256)

@@ -1,0 +1,88 @@
+"""Bits and reference: what everything else is compared with, compared with slower or other people's versions."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hadagen.bits import decode, encode
+from hadagen.problem import DType, Problem
+from hadagen.reference import (
+    INPUT_CLASSES,
+    NORMAL_ELEMENTS,
+    hadamard,
+    input_classes,
+    relative_error,
+    verification_scale,
+)
+
+TORCH_TYPES = {DType.FLOAT16: torch.float16, DType.BFLOAT16: torch.bfloat16}
+ONE_ROUNDING = {DType.FLOAT16: 2.2e-4, DType.BFLOAT16: 1.8e-3}
+dtypes = pytest.mark.parametrize("dtype", DType)
+
+
+@dtypes
+def test_every_element_survives_decode_and_encode(dtype: DType) -> None:
+    bits = np.arange(1 << 16, dtype=np.uint16)
+    values = decode(dtype, bits)
+    number = ~np.isnan(values)
+    assert np.array_equal(encode(dtype, values)[number], bits[number])
+    assert np.isnan(decode(dtype, encode(dtype, values[~number]))).all()
+
+
+@dtypes
+def test_encode_rounds_fp32_as_torch_does(dtype: DType) -> None:
+    random = np.random.default_rng(0)
+    values = (random.standard_normal(100_000) * 2.0 ** random.integers(-149, 120, 100_000)).astype(np.float32)
+    expected = torch.from_numpy(values).to(TORCH_TYPES[dtype]).view(torch.int16).numpy().view(np.uint16)
+    assert np.array_equal(encode(dtype, values), expected)
+
+
+@dtypes
+def test_encode_rounds_once(dtype: DType) -> None:
+    tie = 1 + 2.0 ** -(11 if dtype is DType.FLOAT16 else 8)
+    # Through fp32 the second would look like the tie, and go down to even.
+    assert list(decode(dtype, encode(dtype, np.array([tie, tie + 2.0**-40])))) == [1.0, 2 * tie - 1]
+
+
+@pytest.mark.parametrize("n", [2, 4, 64, 512])
+def test_hadamard_is_the_explicit_matrix(n: int) -> None:
+    explicit = [[(-1.0) ** (i & j).bit_count() for j in range(n)] for i in range(n)]
+    assert np.array_equal(hadamard(np.eye(n)), explicit)
+
+
+@given(st.integers(1, 15), st.integers(0, 2**32))
+def test_orthonormal_transform_keeps_length_and_undoes_itself(log2_n: int, seed: int) -> None:
+    x = np.random.default_rng(seed).standard_normal((2, 1 << log2_n))
+    y = hadamard(x, 2.0 ** (-log2_n / 2))
+    assert np.allclose(np.linalg.norm(y, axis=1), np.linalg.norm(x, axis=1))
+    assert np.allclose(hadamard(y, 2.0 ** (-log2_n / 2)), x)
+
+
+@dtypes
+@pytest.mark.parametrize("n", [1 << k for k in range(1, 16)])
+def test_one_rounding_keeps_every_class_within_the_accurate_bound(n: int, dtype: DType) -> None:
+    problem = Problem(n, dtype)
+    classes = input_classes(problem, max(2, NORMAL_ELEMENTS // n))
+    assert tuple(classes) == INPUT_CLASSES
+    for values in classes.values():
+        assert np.array_equal(decode(dtype, encode(dtype, values)), values)
+        result = hadamard(values, verification_scale(problem))
+        assert relative_error(decode(dtype, encode(dtype, result)), result) <= ONE_ROUNDING[dtype]
+
+
+def test_one_hot_rows_begin_with_the_first_and_the_last_place() -> None:
+    one_hot = input_classes(Problem(64, DType.FLOAT16), 5)["one-hot"]
+    assert np.array_equal(np.abs(one_hot).sum(axis=1), np.ones(5))
+    assert abs(one_hot[0, 0]) == abs(one_hot[1, 63]) == 1
+
+
+def test_relative_error() -> None:
+    reference = np.array([3.0, 4.0])
+    assert relative_error(reference, reference) == 0
+    assert relative_error(np.array([3.0, 4.5]), reference) == pytest.approx(0.1)
+    assert relative_error(np.array([3e200, 4.5e200]), reference * 1e200) == pytest.approx(0.1)
+    assert relative_error(np.array([3.0, np.nan]), reference) == float("inf")

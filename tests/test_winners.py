@@ -1,0 +1,152 @@
+"""Winners and portfolios: laws over arbitrary trials, and what may and may not win."""
+
+from __future__ import annotations
+
+import csv
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sample_trials import H100, H200, PROBLEM, competitors, make_timing, make_trial, times
+
+from hadagen.errors import StorageError
+from hadagen.trial import Cache, Destination, Environment, Outcome, Provenance, Trial
+from hadagen.tuning_db.table import export_csv
+from hadagen.tuning_db.winners import Cell, best_by_cell, cell_value, may_win, portfolio
+
+IN_PLACE, OUT_OF_PLACE = Destination.IN_PLACE, Destination.OUT_OF_PLACE
+CELL = Cell(PROBLEM, "sm90", H100.gpu, IN_PLACE, 1 << 13)
+
+
+def time_in(trial: Trial, cell: Cell) -> float:
+    timing = cell_value(trial, cell.destination, cell.elements, trial.environment.l2_bytes)
+    assert timing is not None
+    return timing.us
+
+
+@given(competitors(), st.sampled_from([0.0, 0.02, 0.05]))
+def test_a_portfolio_serves_every_cell_within_the_loss(trials: list[Trial], loss: float) -> None:
+    best = best_by_cell(trials)
+    chosen = portfolio(trials, loss)
+    assert chosen.keys() == best.keys()
+    for cell, trial in chosen.items():
+        assert (trial.problem, trial.arch, trial.environment.gpu) == (cell.problem, cell.arch, cell.gpu)
+        assert best[cell][1].us <= time_in(trial, cell) <= best[cell][1].us * (1 + loss)
+
+
+@given(competitors())
+def test_a_cell_gets_the_fastest_kernel_of_the_portfolio(trials: list[Trial]) -> None:
+    chosen = portfolio(trials, loss=0.05)
+    kernels = {trial.kernel for trial in chosen.values()}
+    small = [trial for trial in trials if trial.kernel in kernels]
+    assert {cell: time_in(trial, cell) for cell, trial in chosen.items()} == {
+        cell: timing.us for cell, (_, timing) in best_by_cell(small).items()
+    }
+
+
+@given(st.data())
+def test_the_order_of_the_trials_does_not_matter(data: st.DataObject) -> None:
+    trials = data.draw(competitors())
+    shuffled = data.draw(st.permutations(trials))
+    assert list(best_by_cell(shuffled).items()) == list(best_by_cell(trials).items())
+    assert list(portfolio(shuffled).items()) == list(portfolio(trials).items())
+
+
+@given(competitors())
+def test_nothing_eligible_is_faster_than_the_best(trials: list[Trial]) -> None:
+    best = best_by_cell(trials)
+    for trial in filter(may_win, trials):
+        for timing in trial.timings:
+            cell = Cell(trial.problem, trial.arch, trial.environment.gpu, timing.destination, timing.elements)
+            if trial.provenance is Provenance.MEASURED:
+                assert best[cell][1].us <= timing.us
+
+
+def test_one_kernel_close_to_the_best_everywhere_is_enough() -> None:
+    specialists = [
+        make_trial(1, timings=times({1 << 13: 1.00, 1 << 20: 9.0})),
+        make_trial(2, timings=times({1 << 13: 9.00, 1 << 20: 2.0})),
+    ]
+    generalist = make_trial(4, timings=times({1 << 13: 1.01, 1 << 20: 2.03}))
+    assert set(map(id, portfolio([*specialists, generalist]).values())) == {id(generalist)}
+    assert set(map(id, portfolio([*specialists, generalist], loss=0.005).values())) == set(map(id, specialists))
+
+
+def test_gpus_of_one_arch_share_a_kernel() -> None:
+    trials = [
+        make_trial(1, timings=times({1 << 13: 1.00})),
+        make_trial(2, timings=times({1 << 13: 1.01})),
+        make_trial(1, timings=times({1 << 13: 1.30}), environment=H200),
+        make_trial(2, timings=times({1 << 13: 1.20}), environment=H200),
+    ]
+    assert [trial.knobs["chunks"] for trial in portfolio(trials).values()] == [2, 2]
+
+
+# Half of the L2 of an H100 is 25 MiB: 13107200 elements of two bytes in place, half as many out of place.
+@pytest.mark.parametrize(
+    ("destination", "elements", "cache"),
+    [
+        (IN_PLACE, 13107200, Cache.HOT),
+        (IN_PLACE, 13107201, Cache.COLD),
+        (OUT_OF_PLACE, 6553600, Cache.HOT),
+        (OUT_OF_PLACE, 6553601, Cache.COLD),
+    ],
+)
+def test_hot_decides_up_to_half_of_l2(destination: Destination, elements: int, cache: Cache) -> None:
+    hot = make_timing(1.0, elements, destination, Cache.HOT)
+    cold = make_timing(2.0, elements, destination, Cache.COLD)
+    decided = cell_value(make_trial(timings=(cold, hot)), destination, elements, H100.l2_bytes)
+    assert decided is not None
+    assert decided.cache is cache
+
+
+def test_the_other_regime_counts_only_where_the_deciding_one_is_missing() -> None:
+    cold = make_trial(1, timings=(make_timing(1.0, cache=Cache.COLD),))
+    hot = make_trial(2, timings=(make_timing(5.0, cache=Cache.HOT),))
+    assert best_by_cell([cold])[CELL][0] is cold
+    assert best_by_cell([cold, hot])[CELL][0] is hot
+    assert portfolio([cold, hot], loss=10)[CELL] is hot
+    assert cell_value(hot, OUT_OF_PLACE, CELL.elements, H100.l2_bytes) is None
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *({"outcome": outcome} for outcome in Outcome if outcome is not Outcome.OK),
+        {"errors": {"normal": 1e-4, "large": 2.3e-4}},
+        {"errors": {"normal": math.nan}},
+        {"errors": {}},
+        {"kernel": None},
+    ],
+)
+def test_what_is_unverified_or_inexact_never_wins(fields: dict[str, object]) -> None:
+    assert best_by_cell([make_trial()])
+    assert not best_by_cell([make_trial(**fields)])
+
+
+def test_a_measured_trial_outranks_a_faster_estimate() -> None:
+    measured = make_trial(1, timings=times({1 << 13: 5.0}))
+    estimate = make_trial(2, timings=times({1 << 13: 1.0, 1 << 20: 1.0}), provenance=Provenance.ESTIMATED)
+    assert portfolio([measured, estimate], loss=10)[CELL] is measured
+    # Also where the estimate is for no GPU in particular: it keeps only the cell that nobody measured.
+    anywhere = replace(estimate, environment=Environment())
+    assert list(portfolio([measured, anywhere])) == [replace(CELL, gpu="", elements=1 << 20), CELL]
+
+
+def test_the_table_has_a_line_for_each_regime(tmp_path: Path) -> None:
+    path = tmp_path / "winners.csv"
+    export_csv(portfolio([make_trial(2), make_trial(1, timings=times({1 << 20: 1.5}))]), path)
+    with path.open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert [(line["elements"], line["cache"], line["us"], line["chunks"]) for line in lines] == [
+        ("8192", "cold", "3.000", "2"),
+        ("8192", "hot", "2.000", "2"),
+        ("1048576", "cold", "1.500", "1"),
+        ("1048576", "hot", "1.500", "1"),
+    ]
+    assert lines[1]["fraction_of_copy"] == "0.950"
+    with pytest.raises(StorageError, match="cannot be written"):
+        export_csv({}, tmp_path)

@@ -1,0 +1,312 @@
+"""`Bundle`: the winners of one arch with their kernels, in one SQLite file that is only read.
+
+Read with the standard library alone, so that calling a kernel needs nothing else. The file is read as a whole, but for
+the cubins and PTX, when it is opened, and a file descriptor is held only while reading: a `Bundle` may be shared by
+threads and survives a fork.
+
+Everything in the file is protected: the content digest in `meta` is the SHA-256 of all other rows, in which each cubin
+and PTX stands as its SHA-256. The rows are checked on opening, a cubin and its PTX when they are loaded, and
+`Bundle.verify` checks all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sqlite3
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from hadagen.errors import StorageError
+from hadagen.launch import LaunchSpec
+from hadagen.problem import Problem
+from hadagen.trial import Cache, Destination, Environment, Provenance
+
+APPLICATION_ID = 0x68616461  # "hada", in the header of the file
+FORMAT = 1  # of the tables below; in the header too
+
+# Every table with its columns, read in this order. launch, knobs and errors are JSON objects.
+TABLES: dict[str, dict[str, str]] = {
+    "meta": {"key": "TEXT PRIMARY KEY", "value": "TEXT"},
+    "problems": {"id": "INTEGER PRIMARY KEY", "n": "INTEGER", "dtype": "TEXT", "numerics": "TEXT"},
+    "environments": {
+        "id": "INTEGER PRIMARY KEY",
+        "gpu": "TEXT",
+        "compute_capability": "TEXT",
+        "sms": "INTEGER",
+        "l2_bytes": "INTEGER",
+        "driver": "TEXT",
+        "cuda": "TEXT",
+        "nvcc": "TEXT",
+        "sm_clock_mhz": "INTEGER",
+        "memory_clock_mhz": "INTEGER",
+    },
+    "kernels": {
+        "id": "INTEGER PRIMARY KEY",
+        "digest": "TEXT UNIQUE",
+        "entry": "TEXT",
+        "launch": "TEXT",
+        "registers": "INTEGER",
+        "spill_bytes": "INTEGER",
+        "nvcc": "TEXT",
+        "cubin_sha256": "TEXT",
+        "ptx_sha256": "TEXT",
+    },
+    "trials": {
+        "id": "INTEGER PRIMARY KEY",
+        "problem": "INTEGER REFERENCES problems",
+        "environment": "INTEGER REFERENCES environments",
+        "kernel": "INTEGER REFERENCES kernels",
+        "knobs": "TEXT",
+        "errors": "TEXT",
+        "provenance": "TEXT",
+        "date": "TEXT",
+    },
+    "entries": {
+        "id": "INTEGER PRIMARY KEY",
+        "trial": "INTEGER REFERENCES trials",
+        "destination": "TEXT",
+        "elements": "INTEGER",
+        "cache": "TEXT",
+        "hot_us": "REAL",
+        "hot_copy_us": "REAL",
+        "cold_us": "REAL",
+        "cold_copy_us": "REAL",
+    },
+}
+# Compressed, one row per kernel; apart from the tables above so that those are read without them.
+BLOBS = {"kernel": "INTEGER PRIMARY KEY REFERENCES kernels", "cubin": "BLOB", "ptx": "BLOB"}
+
+Row = tuple[Any, ...]
+Tables = dict[str, list[Row]]
+
+
+@dataclass(frozen=True)
+class BundleEntry:
+    """The winner of one cell: a problem on a GPU, in place or out of place, at a number of elements (rows · n).
+
+    Times are microseconds for one launch, None where not measured. `cache` says which of them decided.
+    `errors` is the relative error ‖out − ref‖ / ‖ref‖ against float64, by class of input.
+    """
+
+    problem: Problem
+    arch: str
+    environment: Environment
+    destination: Destination
+    elements: int
+    kernel: str  # digest
+    launch: LaunchSpec
+    knobs: Mapping[str, Any]
+    errors: Mapping[str, float]
+    provenance: Provenance
+    date: str
+    nvcc: str
+    cache: Cache
+    hot_us: float | None
+    hot_copy_us: float | None
+    cold_us: float | None
+    cold_copy_us: float | None
+
+    @property
+    def gpu(self) -> str:
+        return self.environment.gpu
+
+    @property
+    def us(self) -> float:
+        return self._decisive(self.hot_us, self.cold_us)
+
+    @property
+    def copy_us(self) -> float:
+        return self._decisive(self.hot_copy_us, self.cold_copy_us)
+
+    @property
+    def fraction_of_copy(self) -> float:
+        return self.copy_us / self.us
+
+    @property
+    def relative_error(self) -> float:
+        """The largest of `errors`."""
+        return max(self.errors.values())
+
+    def _decisive(self, hot: float | None, cold: float | None) -> float:
+        time = hot if self.cache is Cache.HOT else cold
+        assert time is not None  # the writer names a regime that was timed
+        return time
+
+
+@dataclass(frozen=True)
+class BundleKernel:
+    """What loading and launching a kernel needs. `ptx` serves GPUs newer than the cubin's arch."""
+
+    digest: str
+    entry: str
+    cubin: bytes
+    ptx: bytes
+    launch: LaunchSpec
+    registers: int
+    spill_bytes: int
+    nvcc: str
+
+
+class Bundle:
+    """A bundle that was found sound when it was opened. Attributes: `path`, `arch`, `digest`, `date`, `version`.
+
+    `digest` is the content digest, `date` that of the newest trial, `version` that of the hadagen that wrote it.
+    """
+
+    def __init__(self, path: Path, tables: Tables) -> None:
+        meta = _meta(tables)
+        self.path = path
+        self.arch = meta["arch"]
+        self.digest = meta["digest"]
+        self.date = meta["date"]
+        self.version = meta["hadagen"]
+        self._problems = {number: Problem.from_dict(row) for number, row in _by_id(tables, "problems").items()}
+        self._environments = {number: Environment(**row) for number, row in _by_id(tables, "environments").items()}
+        self._kernels = _by_id(tables, "kernels")
+        self._trials = _by_id(tables, "trials")
+        self._entries: dict[Problem, list[Row]] = {problem: [] for problem in self._problems.values()}
+        for row in tables["entries"]:
+            self._entries[self._problems[self._trials[row[1]]["problem"]]].append(row)
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Bundle:
+        """Open the bundle at `path`. Raises `StorageError` where it is missing, foreign, newer or damaged."""
+        path = Path(path).absolute()
+        with _reading(path) as connection:
+            tables = read_tables(connection)
+            if _meta(tables)["digest"] != content_digest(tables):
+                raise ValueError("the content digest does not match")
+            return cls(path, tables)
+
+    def problems(self) -> list[Problem]:
+        """The problems that were tuned, in order."""
+        return sorted(self._entries)
+
+    def gpus(self) -> list[str]:
+        """The GPUs that the winners were timed on, in order; "" stands for an estimate."""
+        return sorted({environment.gpu for environment in self._environments.values()})
+
+    def entries(self, problem: Problem) -> list[BundleEntry]:
+        """The winners of a problem, by GPU, destination and elements; none where it was not tuned."""
+        return [self._entry(problem, *row) for row in self._entries.get(problem, ())]
+
+    def kernel(self, digest: str) -> BundleKernel:
+        """Load a kernel. Raises `StorageError` where the bundle has none of this digest or it is damaged."""
+        number = next((number for number, row in self._kernels.items() if row["digest"] == digest), None)
+        if number is None:
+            raise StorageError(f"{self.path} holds no kernel {digest}; ask for one that its entries name")
+        row = self._kernels[number]
+        with _reading(self.path) as connection:
+            blobs = connection.execute("SELECT cubin, ptx FROM blobs WHERE kernel = ?", (number,)).fetchone()
+            cubin, ptx = map(zlib.decompress, blobs)
+            if (sha256(cubin), sha256(ptx)) != (row["cubin_sha256"], row["ptx_sha256"]):
+                raise ValueError("a blob does not match its SHA-256")
+        launch = LaunchSpec.from_dict(json.loads(row["launch"]))
+        return BundleKernel(digest, row["entry"], cubin, ptx, launch, row["registers"], row["spill_bytes"], row["nvcc"])
+
+    def verify(self) -> None:
+        """Check all of the file, as it is now. Raises `StorageError` where anything was changed."""
+        now = Bundle.open(self.path)
+        for row in now._kernels.values():
+            now.kernel(row["digest"])
+
+    def _entry(
+        self,
+        problem: Problem,
+        _: int,
+        trial_number: int,
+        destination: str,
+        elements: int,
+        cache: str,
+        hot_us: float | None,
+        hot_copy_us: float | None,
+        cold_us: float | None,
+        cold_copy_us: float | None,
+    ) -> BundleEntry:
+        trial = self._trials[trial_number]
+        kernel = self._kernels[trial["kernel"]]
+        return BundleEntry(
+            problem=problem,
+            arch=self.arch,
+            environment=self._environments[trial["environment"]],
+            destination=Destination(destination),
+            elements=elements,
+            kernel=kernel["digest"],
+            launch=LaunchSpec.from_dict(json.loads(kernel["launch"])),
+            knobs=json.loads(trial["knobs"]),
+            errors=json.loads(trial["errors"]),
+            provenance=Provenance(trial["provenance"]),
+            date=trial["date"],
+            nvcc=kernel["nvcc"],
+            cache=Cache(cache),
+            hot_us=hot_us,
+            hot_copy_us=hot_copy_us,
+            cold_us=cold_us,
+            cold_copy_us=cold_copy_us,
+        )
+
+
+def shipped() -> dict[str, Path]:
+    """The bundles that come with hadagen, by arch."""
+    return {path.stem: path for path in sorted((Path(__file__).parent / "bundles").glob("*.db"))}
+
+
+def read_tables(connection: sqlite3.Connection) -> Tables:
+    """All rows but the blobs, in order."""
+    return {
+        table: connection.execute(f"SELECT {', '.join(columns)} FROM {table} ORDER BY 1").fetchall()
+        for table, columns in TABLES.items()
+    }
+
+
+def content_digest(tables: Tables) -> str:
+    """SHA-256 of all rows but the one of `meta` that holds it."""
+    rows = {**tables, "meta": [row for row in tables["meta"] if row[0] != "digest"]}
+    return sha256(json.dumps(rows, separators=(",", ":")).encode())
+
+
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _meta(tables: Tables) -> dict[str, str]:
+    return {row[0]: row[1] for row in tables["meta"]}
+
+
+def _by_id(tables: Tables, table: str) -> dict[int, dict[str, Any]]:
+    """Rows of a table as {column: value} without the id, by id."""
+    names = list(TABLES[table])[1:]
+    return {number: dict(zip(names, values, strict=True)) for number, *values in tables[table]}
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[sqlite3.Connection]:
+    """The file, known to be a bundle of our format. Whatever then fails to be read or understood means damage."""
+    again = "make it again with `hadagen bundle`, or reinstall hadagen if it came with it"
+    try:
+        with path.open("rb") as file:
+            header = file.read(72)
+    except OSError as error:
+        raise StorageError(f"{path} cannot be read ({error.strerror}); name a bundle, or {again}") from error
+    # https://www.sqlite.org/fileformat.html#the_database_header: user version and application id, big-endian
+    magic, user_version, application_id = header[:16], header[60:64], header[68:72]
+    if magic != b"SQLite format 3\0" or int.from_bytes(application_id, "big") != APPLICATION_ID:
+        raise StorageError(f"{path} is not a hadagen bundle; name one, or make one with `hadagen bundle`")
+    version = int.from_bytes(user_version, "big")
+    if version > FORMAT:
+        raise StorageError(f"{path} is a bundle of format {version}, later than {FORMAT}; upgrade hadagen to read it")
+    if version < FORMAT:
+        raise StorageError(f"{path} is a bundle of format {version}, earlier than {FORMAT}; {again}")
+    try:
+        uri = f"file:{quote(str(path))}?mode=ro&immutable=1"
+        with closing(sqlite3.connect(uri, uri=True)) as connection:
+            yield connection
+    except (sqlite3.Error, zlib.error, ValueError, TypeError, KeyError) as error:
+        raise StorageError(f"{path} is damaged ({error}); {again}") from error

@@ -1,0 +1,163 @@
+"""Writing a bundle: the winners of many problems on one arch into one file that `hadagen.tuning_db.bundle` reads."""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import astuple
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from hadagen.errors import StorageError, UsageError
+from hadagen.trial import Cache, Kernel, Trial, knobs_key
+from hadagen.tuning_db.bundle import (
+    APPLICATION_ID,
+    BLOBS,
+    FORMAT,
+    TABLES,
+    Row,
+    Tables,
+    content_digest,
+    read_tables,
+    sha256,
+)
+from hadagen.tuning_db.winners import Cell, cell_value
+
+
+def write_bundle(
+    path: str | os.PathLike[str], arch: str, selection: Mapping[Cell, Trial], kernel_of: Callable[[str], Kernel]
+) -> str:
+    """Write the winners `selection` (see `winners.portfolio`) as a bundle and return its content digest.
+
+    `kernel_of` gives the kernel of a digest with its cubin and PTX (`Store.kernel`); it is asked once for each. The
+    same selection gives the same digest. A file that is already there is replaced once the new one is complete.
+
+    Raises `UsageError` for an empty selection or one of another arch, and `StorageError` where the file cannot be
+    written.
+    """
+    if not selection:
+        raise UsageError(f"there is no winner for {arch} to put in a bundle; run `hadagen tune --arch {arch}` first")
+    others = sorted({cell.arch for cell in selection} - {arch})
+    if others:
+        raise UsageError(f"the winners are for {others[0]} and the bundle for {arch}; write a bundle for each arch")
+    kernels = [kernel_of(digest) for digest in sorted({_digest(trial) for trial in selection.values()})]
+    if not all(kernel.cubin for kernel in kernels):
+        raise UsageError("a kernel of the bundle has no cubin; give kernels that were read with their blobs")
+
+    path = Path(path)
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside.unlink(missing_ok=True)
+        with closing(sqlite3.connect(aside, isolation_level=None)) as connection:
+            digest = _fill(connection, _tables(arch, selection, kernels), kernels)
+        os.replace(aside, path)
+    except (OSError, sqlite3.Error) as error:
+        with suppress(OSError):
+            aside.unlink()
+        raise StorageError(f"bundle {path} cannot be written ({error}); make room, or name another place") from error
+    return digest
+
+
+def _fill(connection: sqlite3.Connection, tables: Tables, kernels: Sequence[Kernel]) -> str:
+    """Write all rows in one transaction; returns the content digest."""
+    connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+    connection.execute(f"PRAGMA user_version = {FORMAT}")
+    connection.execute("BEGIN")
+    blobs = [(n, zlib.compress(kernel.cubin, 9), zlib.compress(kernel.ptx, 9)) for n, kernel in enumerate(kernels, 1)]
+    for table, columns in {**TABLES, "blobs": BLOBS}.items():
+        connection.execute(f"CREATE TABLE {table} ({', '.join(f'{name} {kind}' for name, kind in columns.items())})")
+        places = ", ".join("?" * len(columns))
+        connection.executemany(f"INSERT INTO {table} VALUES ({places})", {**tables, "blobs": blobs}[table])
+    digest = content_digest(read_tables(connection))
+    connection.execute("INSERT INTO meta VALUES ('digest', ?)", (digest,))
+    connection.execute("COMMIT")
+    return digest
+
+
+def _tables(arch: str, selection: Mapping[Cell, Trial], kernels: Iterable[Kernel]) -> Tables:
+    """The rows of `bundle.TABLES`: each distinct one once, numbered in sorted order, so that files are reproducible."""
+    trials = selection.values()
+    problems = _numbered(_problem_row(trial) for trial in trials)
+    environments = _numbered(astuple(trial.environment) for trial in trials)
+    kernel_rows = _numbered(_kernel_row(kernel) for kernel in kernels)
+    kernel_numbers = {row[0]: number for row, number in kernel_rows.items()}
+
+    def trial_row(trial: Trial) -> Row:
+        return (
+            problems[_problem_row(trial)],
+            environments[astuple(trial.environment)],
+            kernel_numbers[_digest(trial)],
+            knobs_key(trial.knobs),
+            _json(trial.errors),
+            trial.provenance.value,
+            trial.date,
+        )
+
+    trial_rows = _numbered(trial_row(trial) for trial in trials)
+    entries = [
+        (trial_rows[trial_row(selection[cell])], *_entry_row(cell, selection[cell])) for cell in sorted(selection)
+    ]
+    return {
+        "meta": [("arch", arch), ("date", max(trial.date for trial in trials)), ("hadagen", version("hadagen"))],
+        "problems": _with_numbers(problems),
+        "environments": _with_numbers(environments),
+        "kernels": _with_numbers(kernel_rows),
+        "trials": _with_numbers(trial_rows),
+        "entries": [(number, *row) for number, row in enumerate(entries, 1)],
+    }
+
+
+def _numbered(rows: Iterable[Row]) -> dict[Row, int]:
+    return {row: number for number, row in enumerate(sorted(set(rows)), 1)}
+
+
+def _with_numbers(numbers: Mapping[Row, int]) -> list[Row]:
+    return [(number, *row) for row, number in numbers.items()]
+
+
+def _problem_row(trial: Trial) -> Row:
+    return tuple(trial.problem.to_dict().values())
+
+
+def _kernel_row(kernel: Kernel) -> Row:
+    return (
+        kernel.digest,
+        kernel.entry,
+        _json(kernel.launch.to_dict()),
+        kernel.registers,
+        kernel.spill_bytes,
+        kernel.nvcc,
+        sha256(kernel.cubin),
+        sha256(kernel.ptx),
+    )
+
+
+def _entry_row(cell: Cell, trial: Trial) -> Row:
+    times = {t.cache: t for t in trial.timings if (t.destination, t.elements) == (cell.destination, cell.elements)}
+    decided = cell_value(trial, cell.destination, cell.elements, trial.environment.l2_bytes)
+    assert decided is not None  # no timing, no winner
+    hot, cold = times.get(Cache.HOT), times.get(Cache.COLD)
+    return (
+        cell.destination.value,
+        cell.elements,
+        decided.cache.value,
+        hot and hot.us,
+        hot and hot.copy_us,
+        cold and cold.us,
+        cold and cold.copy_us,
+    )
+
+
+def _digest(trial: Trial) -> str:
+    assert trial.kernel is not None  # no kernel, no winner
+    return trial.kernel.digest
+
+
+def _json(values: Mapping[str, Any]) -> str:
+    return json.dumps(values, sort_keys=True, separators=(",", ":"))

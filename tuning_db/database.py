@@ -1,0 +1,233 @@
+"""Opening a tuning database, its transactions, and one clear sentence for whatever goes wrong.
+
+A database is a path or an SQLAlchemy URL (SQLite or PostgreSQL). A new one gets the current schema, an older one is
+upgraded with a message, a newer or foreign one is refused untouched, and a file that may not be written is read.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import sqlite3
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from urllib.parse import quote
+
+from sqlalchemy import Connection, Engine, create_engine, event, inspect, text
+from sqlalchemy.engine import URL, make_url
+from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.orm import Session
+
+from hadagen.errors import StorageError, UsageError
+from hadagen.tuning_db.schema import SCHEMA_VERSION, VERSION_TABLE
+
+MIGRATIONS = Path(__file__).parent / "migrations"
+BUSY_SECONDS = 60.0  # how long to wait for another process to finish its transaction
+
+_log = logging.getLogger("hadagen")
+
+# How a transaction begins, by dialect and whether it writes. One writer at a time, so that a writer that first looks
+# and then inserts is right; a reader sees one moment.
+_BEGIN = {
+    ("sqlite", False): "BEGIN",
+    ("sqlite", True): "BEGIN IMMEDIATE",
+    ("postgresql", False): "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ",
+    ("postgresql", True): "SELECT pg_advisory_xact_lock(1751213172)",
+}
+
+# What SQLite says (its texts are part of its interface; Python 3.10 does not give the code), and our sentence.
+_SENTENCES = {
+    "readonly database": "{place} is read-only; make it and its directory writable, or name another database",
+    "disk is full": "the disk of {place} is full ({free} bytes free); make room and run again, nothing stored is lost",
+    "disk I/O error": "the disk of {place} failed to read or write ({free} bytes free); make room or name another disk",
+    "database is locked": "{place} was locked by another process for {busy:.0f} s; wait for that process or end it",
+    "not a database": "{place} is not a tuning database; name another file, or one that does not exist yet",
+    "malformed": "{place} is damaged; restore it from a copy, or name another file to start a new database",
+    "unable to open": "{place} cannot be opened; check that its directory exists and that you may read it",
+}
+
+
+class Database:
+    """An open database that has the current schema.
+
+    `place` names it in messages (no password in it); `url` opens it again, for instance for Optuna.
+    Every method raises `StorageError` where the database fails, and leaves what was stored as it was.
+    """
+
+    def __init__(self, where: str | os.PathLike[str]) -> None:
+        """Open, and create or upgrade where needed. Raises `UsageError` for a URL that is no SQLite or PostgreSQL."""
+        url = _url(where)
+        self.url = url.render_as_string(hide_password=False)
+        self.place = url.render_as_string(hide_password=True)
+        self._path: Path | None = None
+        self.read_only = False
+        if url.get_backend_name() == "sqlite" and url.database not in (None, "", ":memory:"):
+            self._path = Path(str(url.database))
+            self.place = str(self._path)
+            self.read_only = _inspect_file(self._path)
+        self._engine = self._create_engine(url)
+        self._writer = self._engine.execution_options(writes=True)
+        self._bring_up_to_date()
+
+    def close(self) -> None:
+        self._engine.dispose()
+
+    @contextmanager
+    def reading(self) -> Iterator[Session]:
+        """A transaction that sees the database at one moment."""
+        with self._sentences(), Session(self._engine) as session, session.begin():
+            yield session
+
+    @contextmanager
+    def writing(self) -> Iterator[Session]:
+        """A transaction alone among writers; durable when it ends, and without effect where it fails."""
+        if self.read_only:
+            raise StorageError(_SENTENCES["readonly database"].format(place=self.place))
+        with self._sentences(), Session(self._writer) as session, session.begin():
+            yield session
+
+    def _create_engine(self, url: URL) -> Engine:
+        backend = url.get_backend_name()
+        try:
+            if backend != "sqlite":
+                engine = create_engine(url)
+            elif self._path is not None and self.read_only:
+                uri = _read_only_uri(self._path)
+                engine = create_engine(url, creator=lambda: sqlite3.connect(uri, uri=True, check_same_thread=False))
+            else:
+                engine = create_engine(url, connect_args={"timeout": BUSY_SECONDS})
+        except ImportError as error:
+            raise StorageError(
+                f"{self.place} needs the Python package {error.name}, which is missing; install it with pip"
+            ) from error
+
+        @event.listens_for(engine, "connect")
+        def connect(connection: object, record: object) -> None:
+            if isinstance(connection, sqlite3.Connection):
+                connection.isolation_level = None  # sqlite3 begins no transactions of its own: we do
+
+        @event.listens_for(engine, "begin")
+        def begin(connection: Connection) -> None:
+            writes = connection.get_execution_options().get("writes", False)
+            connection.exec_driver_sql(_BEGIN[backend, writes])
+
+        return engine
+
+    def _bring_up_to_date(self) -> None:
+        with self._sentences(), self._engine.begin() as connection:
+            version = self._version(connection)
+        if version == SCHEMA_VERSION:
+            return
+        if self.read_only:
+            raise StorageError(
+                f"{self.place} has schema {version or 'none'}, not {SCHEMA_VERSION}, and is read-only; "
+                "make it writable, or open a copy that is, and it will be upgraded"
+            )
+        with self._sentences(), self._writer.begin() as connection:
+            version = self._version(connection)  # again: another process may have been faster
+            if version != SCHEMA_VERSION:
+                _migrate(connection)
+        if version not in (None, SCHEMA_VERSION):
+            _log.warning("%s was upgraded from schema %s to %s", self.place, version, SCHEMA_VERSION)
+        if self._path is not None:
+            self._let_readers_and_writers_overlap()
+
+    def _version(self, connection: Connection) -> str | None:
+        """The schema version, or None where there is no schema yet. Raises `StorageError` for foreign and newer."""
+        tables = inspect(connection).get_table_names()
+        if VERSION_TABLE not in tables:
+            # Optuna's tables may have been there first. A PostgreSQL database may be shared with anything.
+            if tables and "studies" not in tables and self._path is not None:
+                raise StorageError(
+                    f"{self.place} is not a tuning database: it holds the tables {', '.join(sorted(tables)[:4])}; "
+                    "name another file, or one that does not exist yet"
+                )
+            return None
+        version = str(connection.scalar(text(f"SELECT version_num FROM {VERSION_TABLE}")))
+        if version > SCHEMA_VERSION:
+            raise StorageError(
+                f"{self.place} has schema {version} and this hadagen knows no later one than {SCHEMA_VERSION}; "
+                "upgrade hadagen, or name another database"
+            )
+        return version
+
+    def _let_readers_and_writers_overlap(self) -> None:
+        """SQLite's write-ahead log; the file remembers it."""
+        connection = self._engine.raw_connection()
+        # Refused while another process is in a transaction; that process or the next opening sets it.
+        with suppress(sqlite3.OperationalError):
+            connection.cursor().execute("PRAGMA journal_mode = WAL")
+        connection.close()
+
+    @contextmanager
+    def _sentences(self) -> Iterator[None]:
+        try:
+            yield
+        except SQLAlchemyError as error:
+            reason = str(getattr(error, "orig", None) or error)
+            free = shutil.disk_usage(self._path.parent).free if self._path else 0
+            for says, sentence in _SENTENCES.items():
+                if says in reason:
+                    raise StorageError(sentence.format(place=self.place, free=free, busy=BUSY_SECONDS)) from error
+            raise StorageError(
+                f"{self.place} failed ({' '.join(reason.split())}); check it, or name another"
+            ) from error
+        except (zlib.error, ValueError) as error:  # what was read is nothing that we wrote
+            raise StorageError(_SENTENCES["malformed"].format(place=self.place)) from error
+
+
+def _url(where: str | os.PathLike[str]) -> URL:
+    text_form = os.fspath(where)
+    if "://" not in text_form:
+        return URL.create("sqlite", database=os.path.abspath(text_form))
+    try:
+        url = make_url(text_form)
+        backend = url.get_backend_name()
+    except (SQLAlchemyError, ValueError) as error:
+        raise UsageError(
+            f"database {text_form!r} is no URL that SQLAlchemy understands; name a file instead"
+        ) from error
+    if (backend, True) not in _BEGIN:
+        raise UsageError(f"database {backend} is not supported; name a file or a postgresql:// URL")
+    return url
+
+
+def _inspect_file(path: Path) -> bool:
+    """Whether the file can only be read. Raises `StorageError` for what is no SQLite file, and creates directories."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            if not _writable(path.parent):
+                raise StorageError(f"{path} cannot be created: its directory is not writable; name another file")
+            return False
+        with path.open("rb") as file:
+            start = file.read(16)
+    except OSError as error:
+        raise StorageError(f"{path} cannot be opened ({error.strerror}); name another file") from error
+    if start not in (b"", b"SQLite format 3\0"):
+        raise StorageError(_SENTENCES["not a database"].format(place=path))
+    return not (_writable(path) and _writable(path.parent))
+
+
+def _writable(path: Path) -> bool:
+    return os.access(path, os.W_OK, effective_ids=os.access in os.supports_effective_ids)
+
+
+def _read_only_uri(path: Path) -> str:
+    # Without a write-ahead log nobody has the file open, and "immutable" spares SQLite the files that it would
+    # otherwise create beside it.
+    in_use = path.with_name(f"{path.name}-wal").exists()
+    return f"file:{quote(str(path))}?mode=ro{'' if in_use else '&immutable=1'}"
+
+
+def _migrate(connection: Connection) -> None:
+    from alembic import command
+    from alembic.config import Config
+
+    config = Config()
+    config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
+    config.attributes["connection"] = connection
+    command.upgrade(config, "head")

@@ -1,0 +1,13 @@
+"""What Alembic runs: the migrations, in the transaction that the caller has begun."""
+
+from alembic import context
+
+from hadagen.tuning_db.schema import VERSION_TABLE, Base
+
+context.configure(
+    connection=context.config.attributes["connection"],
+    target_metadata=Base.metadata,
+    version_table=VERSION_TABLE,
+    transactional_ddl=True,
+)
+context.run_migrations()

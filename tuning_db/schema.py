@@ -1,0 +1,158 @@
+"""The tables of a tuning database.
+
+They hold every trial, its timings, its errors, and what it ran: problem, kernel and environment, each stored once.
+Real columns everywhere; JSON only for knobs. Optuna keeps its own tables (`trials`, `studies`, `alembic_version` …) in
+the same database, hence the prefix. Nothing here is particular to SQLite: PostgreSQL works too.
+
+A change of this file needs a migration in `migrations/versions` and a new `SCHEMA_VERSION`.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+from sqlalchemy import JSON, BigInteger, Double, ForeignKey, LargeBinary, MetaData, String, Text, UniqueConstraint
+from sqlalchemy.engine import Dialect
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, relationship
+from sqlalchemy.types import TypeDecorator
+
+PREFIX = "hadagen_"
+SCHEMA_VERSION = "0001"
+VERSION_TABLE = f"{PREFIX}schema_version"
+
+
+class Compressed(TypeDecorator[bytes]):
+    """Bytes that the database keeps compressed: a cubin shrinks to a third, PTX to a tenth."""
+
+    impl = LargeBinary
+    cache_ok = True
+
+    def process_bind_param(self, value: bytes | None, dialect: Dialect) -> bytes | None:
+        return None if value is None else zlib.compress(value)
+
+    def process_result_value(self, value: bytes | None, dialect: Dialect) -> bytes | None:
+        return None if value is None else zlib.decompress(value)
+
+
+class Base(DeclarativeBase):
+    metadata = MetaData(
+        naming_convention={
+            "pk": "pk_%(table_name)s",
+            "fk": "fk_%(table_name)s_%(column_0_name)s",
+            "uq": "uq_%(table_name)s",
+            "ix": "ix_%(table_name)s_%(column_0_name)s",
+        }
+    )
+    type_annotation_map = {str: String(), float: Double(), dict[str, Any]: JSON()}  # noqa: RUF012
+
+
+class ProblemRow(Base):
+    __tablename__ = f"{PREFIX}problems"
+    __table_args__ = (UniqueConstraint("n", "dtype", "numerics"),)
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    n: Mapped[int]
+    dtype: Mapped[str]
+    numerics: Mapped[str]
+
+
+class EnvironmentRow(Base):
+    """One row for each distinct `hadagen.trial.Environment`; the same names and the same meaning."""
+
+    __tablename__ = f"{PREFIX}environments"
+    __table_args__ = (
+        UniqueConstraint(
+            "gpu",
+            "compute_capability",
+            "sms",
+            "l2_bytes",
+            "driver",
+            "cuda",
+            "nvcc",
+            "sm_clock_mhz",
+            "memory_clock_mhz",
+        ),
+    )
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    gpu: Mapped[str]
+    compute_capability: Mapped[str]
+    sms: Mapped[int]
+    l2_bytes: Mapped[int] = mapped_column(BigInteger)
+    driver: Mapped[str]
+    cuda: Mapped[str]
+    nvcc: Mapped[str]
+    sm_clock_mhz: Mapped[int]
+    memory_clock_mhz: Mapped[int]
+
+
+class KernelRow(Base):
+    """One row for each distinct cubin. `threads` … `persistent` are the fields of its `LaunchSpec`."""
+
+    __tablename__ = f"{PREFIX}kernels"
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    digest: Mapped[str] = mapped_column(unique=True)
+    entry: Mapped[str]
+    arch: Mapped[str]
+    threads: Mapped[int]
+    cluster: Mapped[int]
+    shared_bytes: Mapped[int]
+    tile_elements: Mapped[int] = mapped_column(BigInteger)
+    persistent: Mapped[bool]
+    registers: Mapped[int]
+    spill_bytes: Mapped[int]
+    static_shared_bytes: Mapped[int]
+    nvcc: Mapped[str]
+    source: Mapped[str] = mapped_column(Text)
+    ptx: Mapped[bytes] = mapped_column(Compressed)
+    cubin: Mapped[bytes] = mapped_column(Compressed)
+
+
+class TrialRow(Base):
+    __tablename__ = f"{PREFIX}trials"
+    __table_args__ = (UniqueConstraint("problem_id", "arch", "knobs_key", "environment_id", "provenance"),)
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    problem_id: Mapped[int] = mapped_column(ForeignKey(ProblemRow.id))
+    environment_id: Mapped[int] = mapped_column(ForeignKey(EnvironmentRow.id))
+    kernel_id: Mapped[int | None] = mapped_column(ForeignKey(KernelRow.id), index=True)
+    arch: Mapped[str]
+    knobs: Mapped[dict[str, Any]]
+    knobs_key: Mapped[str]  # the knobs as canonical text, so that equal knobs are equal keys
+    provenance: Mapped[str]
+    outcome: Mapped[str]
+    detail: Mapped[str] = mapped_column(Text)
+    date: Mapped[str]
+    seconds: Mapped[float]
+
+    problem: Mapped[ProblemRow] = relationship()
+    environment: Mapped[EnvironmentRow] = relationship()
+    kernel: Mapped[KernelRow | None] = relationship()
+
+
+class ErrorRow(Base):
+    """Relative error of a trial for one class of input; NULL stands for NaN, which SQLite cannot hold."""
+
+    __tablename__ = f"{PREFIX}errors"
+
+    trial_id: Mapped[int] = mapped_column(ForeignKey(TrialRow.id), primary_key=True)
+    input_class: Mapped[str] = mapped_column(primary_key=True)
+    relative_error: Mapped[float | None]
+
+
+class TimingRow(Base):
+    """One `hadagen.trial.Timing`; `position` keeps their order. Microseconds."""
+
+    __tablename__ = f"{PREFIX}timings"
+
+    trial_id: Mapped[int] = mapped_column(ForeignKey(TrialRow.id), primary_key=True)
+    position: Mapped[int] = mapped_column(primary_key=True)
+    elements: Mapped[int] = mapped_column(BigInteger)
+    destination: Mapped[str]
+    cache: Mapped[str]
+    us: Mapped[float]
+    us_low: Mapped[float]
+    us_high: Mapped[float]
+    copy_us: Mapped[float]

@@ -1,0 +1,263 @@
+"""`Store`: every trial that was ever finished, kept in a database."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import defaultdict
+from dataclasses import asdict, fields
+from types import TracebackType
+from typing import Any, TypeVar
+
+from sqlalchemy import delete, insert, select
+from sqlalchemy.orm import Session, defer, joinedload, selectinload
+from sqlalchemy.sql import ColumnElement, Select
+
+from hadagen.errors import StorageError
+from hadagen.launch import LaunchSpec
+from hadagen.problem import DType, Numerics, Problem
+from hadagen.trial import Cache, Destination, Environment, Kernel, Outcome, Provenance, Timing, Trial, knobs_key
+from hadagen.tuning_db.database import Database
+from hadagen.tuning_db.schema import Base, EnvironmentRow, ErrorRow, KernelRow, ProblemRow, TimingRow, TrialRow
+
+Row = TypeVar("Row", bound=Base)
+
+_BLOBS = (KernelRow.source, KernelRow.ptx, KernelRow.cubin)
+
+
+class Store:
+    """A tuning database. Safe to use from several threads and processes at once.
+
+    Every method raises `StorageError` where the database cannot do it.
+    """
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    @classmethod
+    def open(cls, where: str | os.PathLike[str]) -> Store:
+        """Open a path or a SQLite or PostgreSQL URL; a new file is created, an older schema upgraded with a message.
+
+        A file that may not be written is opened all the same, for reading.
+        """
+        return cls(Database(where))
+
+    def close(self) -> None:
+        self._database.close()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    @property
+    def url(self) -> str:
+        """What opens this database in SQLAlchemy, for instance in Optuna, which keeps its tables beside ours."""
+        return self._database.url
+
+    @property
+    def place(self) -> str:
+        """Path or URL for messages, without a password."""
+        return self._database.place
+
+    @property
+    def read_only(self) -> bool:
+        return self._database.read_only
+
+    def record(self, trial: Trial) -> int:
+        """Store a trial in one transaction, durable when this returns, and return its row number.
+
+        A trial is known by problem, arch, knobs, environment and provenance: recording such a one again replaces it.
+        """
+        with self._database.writing() as session:
+            return _record(session, trial)
+
+    def trials(
+        self,
+        problem: Problem | None = None,
+        arch: str | None = None,
+        gpu: str | None = None,
+        outcome: Outcome | None = None,
+        *,
+        blobs: bool = True,
+    ) -> list[Trial]:
+        """The trials that match, in the order they were first recorded.
+
+        `blobs=False` leaves source, PTX and cubin of the kernels empty, which is much faster; see `kernel`.
+        """
+        wanted = _wanted(problem, arch, gpu, outcome)
+        kernels = selectinload(TrialRow.kernel)
+        if not blobs:
+            kernels = kernels.options(*(defer(column, raiseload=True) for column in _BLOBS))
+        query = (
+            select(TrialRow)
+            .where(TrialRow.id.in_(wanted))
+            .order_by(TrialRow.id)
+            .options(joinedload(TrialRow.problem), joinedload(TrialRow.environment), kernels)
+        )
+        with self._database.reading() as session:
+            errors = _errors(session, wanted)
+            timings = _timings(session, wanted)
+            return [_trial(row, errors[row.id], timings[row.id], blobs) for row in session.scalars(query)]
+
+    def finished(self, problem: Problem, arch: str, environment: Environment, provenance: Provenance) -> set[str]:
+        """Keys (`hadagen.trial.knobs_key`) of the knobs that have a trial, whatever its outcome."""
+        query = (
+            select(TrialRow.knobs_key)
+            .join(TrialRow.environment)
+            .where(TrialRow.id.in_(_wanted(problem, arch)), TrialRow.provenance == provenance.value)
+            .where(*_same(EnvironmentRow, asdict(environment)))
+        )
+        with self._database.reading() as session:
+            return set(session.scalars(query))
+
+    def kernel(self, digest: str) -> Kernel:
+        """The kernel of that digest, with source, PTX and cubin."""
+        with self._database.reading() as session:
+            row = session.scalar(select(KernelRow).where(KernelRow.digest == digest))
+            if row is None:
+                raise StorageError(f"{self.place} holds no kernel {digest}; tune its problem again")
+            return _kernel(row, blobs=True)
+
+
+def _record(session: Session, trial: Trial) -> int:
+    problem = _row_of(session, ProblemRow, trial.problem.to_dict())
+    environment = _row_of(session, EnvironmentRow, asdict(trial.environment))
+    key = {
+        "problem_id": problem.id,
+        "arch": trial.arch,
+        "knobs_key": knobs_key(trial.knobs),
+        "environment_id": environment.id,
+        "provenance": trial.provenance.value,
+    }
+    row = session.scalar(select(TrialRow).where(*_same(TrialRow, key))) or TrialRow(**key)
+    row.knobs = trial.knobs
+    row.outcome = trial.outcome.value
+    row.detail = trial.detail
+    row.date = trial.date
+    row.seconds = trial.seconds
+    row.kernel = None if trial.kernel is None else _kernel_row(session, trial.kernel)
+    session.add(row)
+    session.flush()
+    session.execute(delete(ErrorRow).where(ErrorRow.trial_id == row.id))
+    session.execute(delete(TimingRow).where(TimingRow.trial_id == row.id))
+    if trial.errors:
+        session.execute(insert(ErrorRow), [_error_columns(row.id, *error) for error in trial.errors.items()])
+    if trial.timings:
+        session.execute(insert(TimingRow), [_timing_columns(row.id, *timing) for timing in enumerate(trial.timings)])
+    return row.id
+
+
+def _same(model: type[Base], columns: dict[str, object]) -> list[ColumnElement[bool]]:
+    return [getattr(model, name) == value for name, value in columns.items()]
+
+
+def _row_of(session: Session, model: type[Row], columns: dict[str, object]) -> Row:
+    """The row with these columns, added where there is none."""
+    row = session.scalar(select(model).where(*_same(model, columns)))
+    if row is None:
+        row = model(**columns)
+        session.add(row)
+        session.flush()
+    return row
+
+
+def _kernel_row(session: Session, kernel: Kernel) -> KernelRow:
+    row = session.scalar(select(KernelRow).where(KernelRow.digest == kernel.digest)) or KernelRow()
+    columns = asdict(kernel)
+    columns |= columns.pop("launch")
+    for name, value in columns.items():
+        setattr(row, name, value)
+    return row
+
+
+def _error_columns(trial_id: int, input_class: str, error: float) -> dict[str, object]:
+    return {
+        "trial_id": trial_id,
+        "input_class": input_class,
+        "relative_error": None if math.isnan(error) else error,
+    }
+
+
+def _timing_columns(trial_id: int, position: int, timing: Timing) -> dict[str, object]:
+    columns = asdict(timing) | {"destination": timing.destination.value, "cache": timing.cache.value}
+    return columns | {"trial_id": trial_id, "position": position}
+
+
+def _wanted(
+    problem: Problem | None = None, arch: str | None = None, gpu: str | None = None, outcome: Outcome | None = None
+) -> Select[Any]:
+    """Selects the row numbers of the trials that match."""
+    query = select(TrialRow.id).join(TrialRow.problem).join(TrialRow.environment)
+    if problem is not None:
+        query = query.where(*_same(ProblemRow, problem.to_dict()))
+    if arch is not None:
+        query = query.where(TrialRow.arch == arch)
+    if gpu is not None:
+        query = query.where(EnvironmentRow.gpu == gpu)
+    if outcome is not None:
+        query = query.where(TrialRow.outcome == outcome.value)
+    return query
+
+
+def _errors(session: Session, wanted: Select[Any]) -> dict[int, dict[str, float]]:
+    query = select(ErrorRow.trial_id, ErrorRow.input_class, ErrorRow.relative_error)
+    errors: dict[int, dict[str, float]] = defaultdict(dict)
+    for trial_id, input_class, error in session.execute(query.where(ErrorRow.trial_id.in_(wanted))):
+        errors[trial_id][input_class] = math.nan if error is None else error
+    return errors
+
+
+def _timings(session: Session, wanted: Select[Any]) -> dict[int, list[Timing]]:
+    query = (
+        select(
+            TimingRow.trial_id,
+            TimingRow.elements,
+            TimingRow.destination,
+            TimingRow.cache,
+            TimingRow.us,
+            TimingRow.us_low,
+            TimingRow.us_high,
+            TimingRow.copy_us,
+        )
+        .where(TimingRow.trial_id.in_(wanted))
+        .order_by(TimingRow.trial_id, TimingRow.position)
+    )
+    timings: dict[int, list[Timing]] = defaultdict(list)
+    for trial_id, elements, destination, cache, *times in session.execute(query):
+        timings[trial_id].append(Timing(elements, Destination(destination), Cache(cache), *times))
+    return timings
+
+
+def _trial(row: TrialRow, errors: dict[str, float], timings: list[Timing], blobs: bool) -> Trial:
+    return Trial(
+        problem=Problem(row.problem.n, DType(row.problem.dtype), Numerics(row.problem.numerics)),
+        arch=row.arch,
+        knobs=row.knobs,
+        outcome=Outcome(row.outcome),
+        provenance=Provenance(row.provenance),
+        kernel=None if row.kernel is None else _kernel(row.kernel, blobs),
+        detail=row.detail,
+        errors=errors,
+        timings=tuple(timings),
+        environment=Environment(**{field.name: getattr(row.environment, field.name) for field in fields(Environment)}),
+        date=row.date,
+        seconds=row.seconds,
+    )
+
+
+def _kernel(row: KernelRow, blobs: bool) -> Kernel:
+    return Kernel(
+        digest=row.digest,
+        entry=row.entry,
+        arch=row.arch,
+        source=row.source if blobs else "",
+        cubin=row.cubin if blobs else b"",
+        ptx=row.ptx if blobs else b"",
+        launch=LaunchSpec(**{field.name: getattr(row, field.name) for field in fields(LaunchSpec)}),
+        registers=row.registers,
+        spill_bytes=row.spill_bytes,
+        static_shared_bytes=row.static_shared_bytes,
+        nvcc=row.nvcc,
+    )

@@ -1,0 +1,71 @@
+"""The winners as a CSV table, from which the pictures and tables of the documentation are made."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from hadagen.errors import StorageError
+from hadagen.trial import Timing, Trial
+from hadagen.tuning_db.winners import Cell
+
+COLUMNS = (
+    "gpu",
+    "numerics",
+    "dtype",
+    "elements",
+    "n",
+    "destination",
+    "cache",
+    "us",
+    "copy_us",
+    "fraction_of_copy",
+    "kernel",
+)
+
+
+def export_csv(selection: Mapping[Cell, Trial], path: str | os.PathLike[str]) -> None:
+    """Write one line for each cell of `selection` (see `winners.portfolio`) and regime that its winner was timed in.
+
+    Columns: `COLUMNS`, then the knobs; times in microseconds, `kernel` the first 12 digits of the digest. Raises
+    `StorageError` where the file cannot be written.
+    """
+    rows = [
+        _row(cell, selection[cell], timing)
+        for cell in sorted(selection, key=_order)
+        for timing in sorted(selection[cell].timings, key=lambda timing: timing.cache)
+        if (timing.destination, timing.elements) == (cell.destination, cell.elements)
+    ]
+    knobs = list(dict.fromkeys(knob for trial in selection.values() for knob in trial.knobs))
+    try:
+        with open(path, "w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, [*COLUMNS, *knobs], lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+    except OSError as error:
+        raise StorageError(f"{path} cannot be written ({error.strerror}); make room, or name another place") from error
+
+
+def _order(cell: Cell) -> tuple[Any, ...]:
+    problem = cell.problem
+    return cell.gpu, problem.numerics, problem.dtype, cell.elements, problem.n, cell.destination
+
+
+def _row(cell: Cell, trial: Trial, timing: Timing) -> dict[str, Any]:
+    assert trial.kernel is not None  # no kernel, no winner
+    return {
+        "gpu": cell.gpu,
+        "numerics": cell.problem.numerics.value,
+        "dtype": cell.problem.dtype.value,
+        "elements": cell.elements,
+        "n": cell.problem.n,
+        "destination": cell.destination.value,
+        "cache": timing.cache.value,
+        "us": f"{timing.us:.3f}",
+        "copy_us": f"{timing.copy_us:.3f}",
+        "fraction_of_copy": f"{timing.fraction_of_copy:.3f}",
+        "kernel": trial.kernel.digest[:12],
+        **trial.knobs,
+    }
