@@ -45,7 +45,7 @@ def bench(
     problems = [options.make_problem(n, dtype, numerics) for n in options.parse_sizes(sizes)]
     counts = _parse_elements(elements)
     environment = device_environment(device)
-    target = Device(f"sm{environment.compute_capability.replace('.', '')}", environment.gpu)
+    target = Device(options.arch_of(environment), environment.gpu)
     destination = Destination.IN_PLACE if inplace else Destination.OUT_OF_PLACE
     results = _measure(problems, counts, destination, target, device, environment.l2_bytes)
     if as_json:

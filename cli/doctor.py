@@ -19,13 +19,19 @@ import click
 from hadagen.cli import options
 from hadagen.cli.listing import winners
 from hadagen.cli.output import print_json
-from hadagen.cli.sentences import EXTRAS, explain
+from hadagen.cli.sentences import TUNE_PACKAGES, explain
 from hadagen.errors import DeviceError, HadagenError, ToolchainError
 
 if TYPE_CHECKING:
     from hadagen.tuning_db.bundle import Bundle
 
 OK, MISSING, BROKEN = "ok", "missing", "broken"
+RUNS = {"yes": "yes", "no": "no, PyTorch computes the transform instead"}
+TUNES = {
+    "measured": "yes, winners are measured",
+    "estimated": "without a GPU: kernels are verified on the CPU, winners are estimated",
+    "no": "no, for what is missing or broken above",
+}
 
 
 @dataclass(frozen=True)
@@ -58,8 +64,8 @@ def doctor(context: click.Context, as_json: bool) -> None:
         for check in checks:
             click.echo(f"{check.name:<14} {check.state:<8} {check.says}")
         click.echo()
-        for ability, how in abilities.items():
-            click.echo(f"{ability:<14} {how}")
+        click.echo(f"runs kernels   {RUNS[abilities['run_kernels']]}")
+        click.echo(f"tunes          {TUNES[abilities['tune']]}")
     context.exit(1 if any(check.state == BROKEN for check in checks) else 0)
 
 
@@ -92,13 +98,17 @@ def _bindings() -> str:
 
 
 def _gpu() -> str:
+    from hadagen.arch import known_archs
     from hadagen.driver import bindings, check
     from hadagen.measure import device_environment
 
     count = check(bindings().cuDeviceGetCount(), "counting CUDA devices")
     environments = [device_environment(index) for index in range(max(1, count))]
-    names = ", ".join(f"{e.gpu} (compute capability {e.compute_capability})" for e in environments)
-    return f"{names}; driver {environments[0].driver}, CUDA {environments[0].cuda}"
+    says = ", ".join(f"{e.gpu} ({options.arch_of(e)})" for e in environments)
+    says += f"; driver {environments[0].driver}, CUDA {environments[0].cuda}"
+    if not {options.arch_of(e) for e in environments} & set(known_archs()):
+        raise DeviceError(f"{says}; hadagen has a target for {', '.join(known_archs())} only, so it cannot tune here")
+    return says
 
 
 def _kernels() -> str:
@@ -121,7 +131,7 @@ def _kernels() -> str:
 
 
 def _extra() -> str:
-    missing = [package for package in EXTRAS if find_spec(package) is None]
+    missing = [package for package in TUNE_PACKAGES if find_spec(package) is None]
     if missing:
         raise ModuleNotFoundError(name=missing[0])
     return "all packages that tuning needs"
@@ -211,8 +221,7 @@ def _verified(bundle: Bundle) -> str:
 
 def _abilities(sound: set[str]) -> dict[str, str]:
     """What follows from the checks that are sound."""
-    if not {"tune extra", "nvcc", "emulator", "cache"} <= sound:
-        tunes = "no"
-    else:
-        tunes = "measured" if "gpu" in sound else "estimated, for lack of a GPU"
-    return {"runs kernels": "yes" if "kernels" in sound else "no, PyTorch computes the transform", "tunes": tunes}
+    tune = "no"
+    if {"tune extra", "nvcc", "emulator", "cache"} <= sound:
+        tune = "measured" if "gpu" in sound else "estimated"
+    return {"run_kernels": "yes" if "kernels" in sound else "no", "tune": tune}

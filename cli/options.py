@@ -14,6 +14,7 @@ from hadagen.problem import MAX_LOG2_N, DType, Numerics, Problem
 from hadagen.runtime.bundles import user_directory
 
 if TYPE_CHECKING:
+    from hadagen.trial import Environment
     from hadagen.tuning_db.store import Store
 
 DEFAULT_ARCH = "sm90"
@@ -93,6 +94,11 @@ def parse_knobs(texts: Iterable[str]) -> dict[str, int | str]:
             raise UsageError(f"--knobs {text!r} is not of the form k=v; write for example --knobs warps=4")
         values[name] = int(value) if value.isdigit() else value
     return values
+
+
+def arch_of(gpu: Environment) -> str:
+    """The arch of a device, such as "sm90"."""
+    return f"sm{gpu.compute_capability.replace('.', '')}"
 
 
 def default_db() -> Path:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 LINE_SECONDS = 10.0  # between two lines of text, at least
+FEW_TRIALS = 10  # too few to tell the rate from
 
 
 class State:
@@ -30,15 +31,16 @@ class State:
         self.outcomes: Counter[Outcome] = Counter()
         self.trials = 0  # that will be finished at the end
         self.finished = 0  # those of earlier runs included
-        self._before = 0
-        self.now = ""
+        self._first = 0.0  # when the first trial was finished
+        self.now = "building the first kernels"
         self.raced = 0
 
     def listen(self, event: Event) -> None:
         if isinstance(event, SearchStarted):
-            self.trials, self.finished, self._before = event.trials, event.finished, event.finished
+            self.trials, self.finished = event.trials, event.finished
         elif isinstance(event, TrialFinished):
             self.trials, self.finished = event.trials, event.finished
+            self._first = self._first or self._clock()
             self.outcomes[event.trial.outcome] += 1
             self.now = f"{event.trial.problem.name}: {best_so_far(event.best)}"
         elif isinstance(event, PairRaced):
@@ -53,24 +55,23 @@ class State:
 
     @property
     def seconds_left(self) -> float | None:
-        """By the rate so far, and at most what the time budget leaves; None while there is nothing to go by."""
-        elapsed = self._clock() - self._started
-        done = self.finished - self._before
-        left = [] if self._time_budget is None else [self._time_budget - elapsed]
-        if done:
-            left.append(elapsed / done * (self.trials - self.finished))
+        """By the rate since the first trial, and at most what the time budget leaves; None with nothing to go by."""
+        now = self._clock()
+        left = [] if self._time_budget is None else [self._started + self._time_budget - now]
+        done = sum(self.outcomes.values()) - 1
+        if done >= FEW_TRIALS:
+            left.append((now - self._first) / done * (self.trials - self.finished))
         return max(0.0, min(left)) if left else None
 
     def __rich__(self) -> RenderableType:
-        from rich.console import Group
         from rich.progress_bar import ProgressBar
-        from rich.text import Text
+        from rich.table import Table
 
-        return Group(
-            ProgressBar(total=max(1, self.trials), completed=self.finished, width=60),
-            Text(f"{self.counts}, {clock_text(self.seconds_left)} left"),
-            Text(self.now),
-        )
+        lines = Table.grid()
+        lines.add_row(ProgressBar(total=max(1, self.trials), completed=self.finished, width=60))
+        lines.add_row(f"{self.counts}, {clock_text(self.seconds_left)} left")
+        lines.add_row(self.now)
+        return lines
 
 
 @contextmanager

@@ -8,16 +8,8 @@ import click
 
 from hadagen.errors import HadagenError
 
-# What a command needs beyond a bare install, and the extra that brings it.
-EXTRAS = {
-    "alembic": "tune",
-    "jinja2": "tune",
-    "numpy": "tune",
-    "optuna": "tune",
-    "rich": "tune",
-    "sqlalchemy": "tune",
-    "yaml": "tune",
-}
+# What commands import beyond a bare install; the extra `tune` brings all of it.
+TUNE_PACKAGES = ("alembic", "jinja2", "numpy", "optuna", "rich", "sqlalchemy", "yaml")
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)
@@ -36,7 +28,7 @@ def explain(error: Exception) -> tuple[str, int]:
         return "interrupted; what had finished is kept", 1
     if isinstance(error, ModuleNotFoundError) and error.name:
         package = error.name.partition(".")[0]
-        wanted = f"hadagen[{EXTRAS[package]}]" if package in EXTRAS else package
+        wanted = "hadagen[tune]" if package in TUNE_PACKAGES else {"cuda": "cuda-bindings"}.get(package, package)
         return f"the Python package {package} is not installed; install it with: pip install '{wanted}'", 1
     if isinstance(error, OSError):
         return _of_system(error), 1

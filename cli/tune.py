@@ -84,8 +84,8 @@ def tune(
 
     problems = [options.make_problem(*parts) for parts in product(options.parse_sizes(sizes), dtypes, contracts)]
     gpu = _find_gpu(device)
-    target = load_arch(arch or (_arch_name(gpu) if gpu else options.DEFAULT_ARCH))
-    if gpu and _arch_name(gpu) != target.name:
+    target = load_arch(arch or (options.arch_of(gpu) if gpu else options.DEFAULT_ARCH))
+    if gpu and options.arch_of(gpu) != target.name:
         gpu = None
     provenance = f"measuring on {gpu.gpu}" if gpu else NOT_MEASURED.format(arch=target.name)
     toolchain = Toolchain.find()
@@ -145,10 +145,6 @@ def _find_gpu(index: int | None) -> Environment | None:
         if index is not None:
             raise
         return None
-
-
-def _arch_name(gpu: Environment) -> str:
-    return f"sm{gpu.compute_capability.replace('.', '')}"
 
 
 @contextmanager

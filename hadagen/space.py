@@ -7,7 +7,7 @@ value is legal, so no two legal choices mean the same plan.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property, lru_cache, reduce
 from math import prod
@@ -429,10 +429,10 @@ class Space:
 
     @cached_property
     def legal(self) -> tuple[Knobs, ...]:
-        return self._walk[0]
+        return self._enumerated[0]
 
     def report(self) -> SpaceReport:
-        legal, reasons = self._walk
+        legal, reasons = self._enumerated
         total = prod(len(self.arch.search[name]) for name in KNOB_NAMES)
         return SpaceReport(total, len(legal), dict(reasons.most_common()))
 
@@ -465,29 +465,44 @@ class Space:
                 tree.setdefault(values[:i], {})[values[i]] = None
         return {prefix: tuple(values) for prefix, values in tree.items()}
 
+    def nearest(self, wanted: Mapping[str, Any]) -> Iterator[Knobs]:
+        """All legal choices, nearest to `wanted` first: knob by knob, each as near in its range as the ones before let it."""
+        ranges = []
+        for name in KNOB_NAMES:
+            values = self.arch.search[name]
+            place = values.index(wanted[name])
+            ranges.append(sorted(values, key=lambda value: abs(values.index(value) - place)))
+        return self._walk(ranges, Counter())
+
     @cached_property
-    def _walk(self) -> tuple[tuple[Knobs, ...], Counter[str]]:
-        """Knob by knob; each rule is asked as soon as the knobs it reads are chosen, so a dead branch is counted, not walked."""
-        depth = {name: i for i, name in enumerate(KNOB_NAMES)}
-        rules: dict[int, list[Rule]] = {}
-        for rule in RULES:
-            rules.setdefault(max(depth[name] for name in rule.reads), []).append(rule)
-        below = [prod(len(self.arch.search[name]) for name in KNOB_NAMES[i + 1 :]) for i in range(len(KNOB_NAMES))]
+    def _enumerated(self) -> tuple[tuple[Knobs, ...], Counter[str]]:
         reasons: Counter[str] = Counter()
+        return tuple(self._walk([self.arch.search[name] for name in KNOB_NAMES], reasons)), reasons
+
+    @cached_property
+    def _rules(self) -> list[list[Rule]]:
+        """For each knob the rules that can be asked once it is chosen."""
+        last = [max(KNOB_NAMES.index(name) for name in rule.reads) for rule in RULES]
+        return [[rule for rule, at in zip(RULES, last, strict=True) if at == i] for i in range(len(KNOB_NAMES))]
+
+    def _walk(self, ranges: Sequence[Sequence[Any]], reasons: Counter[str]) -> Iterator[Knobs]:
+        """The legal choices, knob by knob in the order of `ranges`. Each rule is asked as soon as the knobs it reads are
+        chosen, so a dead branch is counted, not walked."""
+        below = [prod(map(len, ranges[i + 1 :])) for i in range(len(ranges))]
 
         def walk(knobs: Knobs, level: int) -> Iterator[Knobs]:
             if level == len(KNOB_NAMES):
                 yield knobs
                 return
-            for value in self.arch.search[KNOB_NAMES[level]]:
+            for value in ranges[level]:
                 chosen = replace(knobs, **{KNOB_NAMES[level]: value})
-                why = next((w for rule in rules.get(level, ()) if (w := rule.broken(self._context, chosen))), None)
+                why = next((w for rule in self._rules[level] if (w := rule.broken(self._context, chosen))), None)
                 if why:
                     reasons[why] += below[level]
                 else:
                     yield from walk(chosen, level + 1)
 
-        return tuple(walk(Knobs(), 0)), reasons
+        return walk(Knobs(), 0)
 
 
 @lru_cache(maxsize=128)

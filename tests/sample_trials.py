@@ -163,7 +163,7 @@ def competitors() -> st.SearchStrategy[list[Trial]]:
                 [(H100, Provenance.MEASURED), (H200, Provenance.MEASURED), (Environment(), Provenance.ESTIMATED)]
             ),
             st.sampled_from([1e-5, 1e-4, 2.2e-4, 1e-3, math.nan]),
-            st.lists(st.integers(100, 110), max_size=4),
+            st.lists(st.integers(100, 105), max_size=4),
         ),
         max_size=20,
         unique_by=_identity,

@@ -120,7 +120,8 @@ def test_equal_winners_give_equal_files(tmp_path_factory: pytest.TempPathFactory
     trials = data.draw(competitors().filter(portfolio))
     shuffled = data.draw(st.permutations(trials))
     directory = tmp_path_factory.getbasetemp()
-    first, second = write(directory / "first.db", trials), write(directory / "second.db", shuffled)
+    first, second = write(directory / "first.db", trials), directory / "second.db"
+    write_bundle(second, "sm90", dict(reversed(portfolio(shuffled).items())), kernels_of(trials))
     assert first.read_bytes() == second.read_bytes()
     assert content(first) == content(second)
     selection = portfolio(trials)
@@ -130,8 +131,10 @@ def test_equal_winners_give_equal_files(tmp_path_factory: pytest.TempPathFactory
             assert write_bundle(second, "sm90", other, kernels_of(trials)) != Bundle.open(first).digest
 
 
-def test_opening_leaves_nothing_beside_the_file(path: Path) -> None:
-    content(path)
+def test_a_bundle_is_only_read(path: Path) -> None:
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("BEGIN EXCLUSIVE")
+        assert content(path)
     assert os.listdir(path.parent) == [path.name]
 
 

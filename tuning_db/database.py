@@ -104,11 +104,6 @@ class Database:
                 f"{self.place} needs the Python package {error.name}, which is missing; install it with pip"
             ) from error
 
-        @event.listens_for(engine, "connect")
-        def connect(connection: object, record: object) -> None:
-            if isinstance(connection, sqlite3.Connection):
-                connection.isolation_level = None  # sqlite3 begins no transactions of its own: we do
-
         @event.listens_for(engine, "begin")
         def begin(connection: Connection) -> None:
             writes = connection.get_execution_options().get("writes", False)
@@ -168,15 +163,20 @@ class Database:
             yield
         except SQLAlchemyError as error:
             reason = str(getattr(error, "orig", None) or error)
-            free = shutil.disk_usage(self._path.parent).free if self._path else 0
             for says, sentence in _SENTENCES.items():
                 if says in reason:
-                    raise StorageError(sentence.format(place=self.place, free=free, busy=BUSY_SECONDS)) from error
+                    known = {"place": self.place, "busy": BUSY_SECONDS, "free": self._free_bytes()}
+                    raise StorageError(sentence.format(**known)) from error
             raise StorageError(
                 f"{self.place} failed ({' '.join(reason.split())}); check it, or name another"
             ) from error
         except (zlib.error, ValueError) as error:  # what was read is nothing that we wrote
             raise StorageError(_SENTENCES["malformed"].format(place=self.place)) from error
+
+    def _free_bytes(self) -> int:
+        with suppress(OSError):  # the directory may be gone as well
+            return shutil.disk_usage(self._path.parent).free if self._path else 0
+        return 0
 
 
 def _url(where: str | os.PathLike[str]) -> URL:

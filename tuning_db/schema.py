@@ -133,7 +133,7 @@ class TrialRow(Base):
 
 
 class ErrorRow(Base):
-    """Relative error of a trial for one class of input; NULL stands for NaN, which SQLite cannot hold."""
+    """Relative error of a trial for one class of input. SQLite makes a NaN NULL."""
 
     __tablename__ = f"{PREFIX}errors"
 

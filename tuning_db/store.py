@@ -143,7 +143,10 @@ def _record(session: Session, trial: Trial) -> int:
     session.execute(delete(ErrorRow).where(ErrorRow.trial_id == row.id))
     session.execute(delete(TimingRow).where(TimingRow.trial_id == row.id))
     if trial.errors:
-        session.execute(insert(ErrorRow), [_error_columns(row.id, *error) for error in trial.errors.items()])
+        errors = [
+            {"trial_id": row.id, "input_class": kind, "relative_error": error} for kind, error in trial.errors.items()
+        ]
+        session.execute(insert(ErrorRow), errors)
     if trial.timings:
         session.execute(insert(TimingRow), [_timing_columns(row.id, *timing) for timing in enumerate(trial.timings)])
     return row.id
@@ -170,14 +173,6 @@ def _kernel_row(session: Session, kernel: Kernel) -> KernelRow:
     for name, value in columns.items():
         setattr(row, name, value)
     return row
-
-
-def _error_columns(trial_id: int, input_class: str, error: float) -> dict[str, object]:
-    return {
-        "trial_id": trial_id,
-        "input_class": input_class,
-        "relative_error": None if math.isnan(error) else error,
-    }
 
 
 def _timing_columns(trial_id: int, position: int, timing: Timing) -> dict[str, object]:

@@ -24,30 +24,32 @@ from hadagen.plan import Plan
 from hadagen.problem import Problem
 from hadagen.space import Knobs, Space, build_plan
 from hadagen.trial import Environment, Outcome, Provenance, Timing, Trial
-from hadagen.tuner.study import REGIMES, regime
+from hadagen.tuner.study import regime
 
 LEAST_ELEMENTS = 4096  # of each class of input, for an error that is stable to a few percent
-# Knobs that the cost model knows of, and those of them that make one kernel much unlike another.
-_MODELED = attrgetter(
-    *("chunks", "warps", "cluster", "low_bits", "mma_carrier", "butterfly_carrier", "exchange_carrier"),
-    *("exchange_rounds", "shared_layout", "load", "grid", "stages"),
-)
+# What makes one kernel much unlike another.
 _SHAPE = attrgetter("chunks", "warps", "cluster", "low_bits", "butterfly_carrier")
+# What the cost model is blind to.
+_UNSEEN = ("accumulator", "order", "store", "min_blocks")
+_UNSEEN_LOADS = ("no_allocate",)
 ORDER_SEED = 2  # the emulator's threads in a random order
 
 
-def shortlist(space: Space, count: int) -> list[Knobs]:
-    """At most `count` legal knobs with the best estimates, each for another tile or other carriers.
+def seen_by_model(space: Space) -> Space:
+    """The part of a space that the cost model tells apart: knobs that it is blind to keep their first value."""
+    search = dict(space.arch.search)
+    search |= {name: search[name][:1] for name in _UNSEEN}
+    search["load"] = tuple(load for load in search["load"] if load not in _UNSEEN_LOADS)
+    return Space(space.problem, replace(space.arch, search=search))
 
-    First the best of each regime, then the second best of each, and so on. What the cost model is blind to stays at
-    its first value.
+
+def shortlist(space: Space, count: int) -> list[Knobs]:
+    """At most `count` legal knobs of a space (`seen_by_model`) with the best estimates, no two alike in `_SHAPE`.
+
+    First the best of each regime, then the second best of each, and so on.
     """
     arch, problem = space.arch, space.problem
-    known: dict[Any, Knobs] = {}
-    for knobs in space.legal:
-        if knobs.load != "no_allocate":
-            known.setdefault(_MODELED(knobs), knobs)
-    estimates = {knobs: Estimate(build_plan(problem, knobs, arch), arch) for knobs in known.values()}
+    estimates = {knobs: Estimate(build_plan(problem, knobs, arch), arch) for knobs in space.legal}
     ranked = []
     for cells in _cells_by_regime(problem, arch).values():
         times = {knobs: fsum(log(estimate.us(*cell)) for cell in cells) for knobs, estimate in estimates.items()}

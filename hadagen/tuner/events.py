@@ -26,10 +26,9 @@ class SearchStarted:
 
 @dataclass(frozen=True)
 class ProblemStarted:
-    """`legal`: knobs there are to choose from. `finished`: trials of earlier runs."""
+    """`finished`: trials of earlier runs."""
 
     problem: Problem
-    legal: int
     finished: int
 
 

@@ -25,7 +25,7 @@ from hadagen.problem import MAX_LOG2_N, DType, Numerics, Problem
 from hadagen.space import Knobs, Space
 from hadagen.toolchain import BuildFailure
 from hadagen.trial import Outcome, Provenance, Trial
-from hadagen.tuner.estimate import shortlist
+from hadagen.tuner.estimate import seen_by_model, shortlist
 from hadagen.tuner.events import (
     BatchBuilt,
     Listener,
@@ -46,7 +46,7 @@ ESTIMATED_TRIALS = 6
 BATCHES = 3  # under way at once
 BATCH_SIZE = 64
 MOST_OF_ONE_PROBLEM = 8  # in a batch, for what is asked together cannot learn from each other
-OPENED_AT_ONCE = 8  # problems, because listing their legal knobs takes a moment and the first batch is waited for
+OPENED_AT_ONCE = 8  # problems, because ranking their knobs takes a moment and the first batch is waited for
 SEEDS = 8  # of a kind
 SEARCH_SHARE = 0.9  # of the time budget; the rest is for races
 
@@ -118,6 +118,7 @@ class _Search:
 
         self._unopened = deque(dict.fromkeys(options.problems))
         self._studies: dict[Problem, Study] = {}
+        self._seeds: dict[tuple[int, Numerics, int], list[Knobs]] = {}
         self._stored: dict[Problem, list[Trial]] = defaultdict(list)
         self._of_kernel: dict[KernelKey, Trial] = {}  # without the kernel, which would fill the memory
         for trial in options.store.trials(arch=options.arch.name, gpu=self._environment.gpu, blobs=False):
@@ -210,8 +211,16 @@ class _Search:
             if not active and not self._unopened:
                 break
             for _ in range(min(MOST_OF_ONE_PROBLEM, max(1, BATCH_SIZE // max(1, len(active))))):
-                batch += [(study.problem, study.ask()) for study in active if study.asked < self._goals[study.problem]]
+                batch += [asked for study in active if (asked := self._ask_study(study))]
         return batch
+
+    def _ask_study(self, study: Study) -> tuple[Problem, Knobs] | None:
+        if study.asked < self._goals[study.problem]:
+            try:
+                return study.problem, study.ask()
+            except LookupError:  # it has fewer legal knobs than trials were wanted
+                self._goals[study.problem] = study.asked
+        return None
 
     def _open(self, problem: Problem) -> None:
         options = self._options
@@ -220,16 +229,20 @@ class _Search:
         study = Study(space, device, self._stored[problem], self._storage, options.seed)
         self._studies[problem] = study
         self._finished[problem] = study.finished
-        self._goals[problem] = max(study.finished, min(self._trials, len(space.legal)))
-        self._listen(ProblemStarted(problem, len(space.legal), study.finished))
+        self._goals[problem] = max(study.finished, self._trials)
+        self._listen(ProblemStarted(problem, study.finished))
         if study.finished == self._goals[problem]:
             self._listen(ProblemFinished(problem, study.finished, study.best))
             return
-        if self._estimated:
-            suggestions = shortlist(space, self._trials)
-        else:
-            suggestions = [*self._winners_nearby(problem), *shortlist(space, SEEDS), *space.seeds()[:SEEDS]]
-        for knobs in suggestions:
+        # Neither depends on the type but for its size.
+        key = problem.n, problem.numerics, problem.dtype.bytes
+        if key not in self._seeds:
+            part = seen_by_model(space)
+            self._seeds[key] = (
+                shortlist(part, self._trials) if self._estimated else shortlist(part, SEEDS) + part.seeds()[:SEEDS]
+            )
+        nearby = [] if self._estimated else self._winners_nearby(problem)
+        for knobs in nearby + self._seeds[key]:
             study.suggest(knobs)
 
     def _winners_nearby(self, problem: Problem) -> list[Knobs]:

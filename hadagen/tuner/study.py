@@ -1,7 +1,7 @@
 """`Study`: what to try next for one problem on one device.
 
-Optuna's TPE names a point, and the nearest legal knobs that were not tried yet are tried. So only legal knobs leave,
-none twice, until none are left.
+Optuna's TPE names a point; the nearest legal knobs are tried, or others a few random steps away if they already were.
+So only legal knobs leave, none twice, until none are left.
 
 The sampler works in memory. Each finished trial is then added to Optuna's tables in the database, in one transaction;
 were it asked there, every knob would be one of its own, and asking would take 18 ms instead of 5. A killed run thus
@@ -19,19 +19,20 @@ from operator import attrgetter
 from statistics import geometric_mean
 from typing import Any
 
-import numpy as np
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.storages import BaseStorage
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
+from hadagen.errors import UsageError
 from hadagen.problem import Problem
-from hadagen.space import KNOB_NAMES, Knobs, Space
+from hadagen.space import KNOB_NAMES, Knobs, Space, build_plan
 from hadagen.trial import Cache, Destination, Outcome, Trial, deciding_cache
 
 REGIMES = ("latency", "L2", "memory")
 LATENCY_ELEMENTS = 1 << 18  # up to here a launch is mostly latency
+RANDOM_STEPS = 20
 STARTUP_TRIALS = 10  # before TPE has its say; those that were suggested count
 
 Scores = tuple[float, float, float]
@@ -89,29 +90,27 @@ class Study:
 
     def __init__(self, space: Space, device: str, finished: Iterable[Trial], storage: BaseStorage, seed: int) -> None:
         self.problem = space.problem
-        self._choices = _Choices(space)
+        self._space = space
+        ranges = {name: space.arch.search[name] for name in KNOB_NAMES}
         self._ranges: dict[str, BaseDistribution] = {
-            name: CategoricalDistribution(space.arch.search[name]) for name in KNOB_NAMES
+            name: CategoricalDistribution(values) for name, values in ranges.items()
         }
         self._suggested: deque[Knobs] = deque()
         self._asked: dict[Knobs, optuna.Trial] = {}
+        self._told = {knobs: trial for trial in finished if (knobs := self._legal(trial.knobs))}
+        self.leaders = leaders(self._told.values())
 
-        known = {knobs: trial for trial in finished if (knobs := Knobs.from_dict(trial.knobs)) in self._choices}
-        directions = [StudyDirection.MAXIMIZE] * len(REGIMES)
+        self._random = random.Random(f"{seed} {self.problem.name} {len(self._told)}")
         sampler = optuna.samplers.TPESampler(
-            n_startup_trials=STARTUP_TRIALS,
-            multivariate=True,
-            seed=random.Random(f"{seed} {self.problem.name} {len(known)}").getrandbits(32),
+            n_startup_trials=STARTUP_TRIALS, multivariate=True, seed=self._random.getrandbits(32)
         )
+        directions = [StudyDirection.MAXIMIZE] * len(REGIMES)
         self._study = optuna.create_study(directions=directions, sampler=sampler)
         # Parameters of a study cannot change their ranges, so other ranges make another study.
-        ranges = zlib.crc32(repr([space.arch.search[name] for name in KNOB_NAMES]).encode())
-        name = f"{self.problem.name} on {space.arch.name}, {device}, ranges {ranges:08x}"
+        name = f"{self.problem.name} on {space.arch.name}, {device}, ranges {zlib.crc32(repr(ranges).encode()):08x}"
         self._kept = optuna.create_study(storage=storage, study_name=name, directions=directions, load_if_exists=True)
-        self.leaders = leaders(known.values())
         kept = {Knobs.from_dict(trial.params) for trial in self._kept.get_trials(deepcopy=False)}
-        for knobs, trial in known.items():
-            self._choices.take(knobs)
+        for knobs, trial in self._told.items():
             result = self._result(knobs, trial)
             self._study.add_trial(result)
             if knobs not in kept:
@@ -126,12 +125,12 @@ class Study:
     @property
     def asked(self) -> int:
         """Knobs that were asked for or already known."""
-        return self._choices.taken
+        return len(self._asked) + len(self._told)
 
     @property
     def finished(self) -> int:
         """Trials told or already known."""
-        return self._choices.taken - len(self._asked)
+        return len(self._told)
 
     def suggest(self, knobs: Knobs) -> None:
         """Ask for these, or the legal ones nearest to them, before those that Optuna names."""
@@ -140,11 +139,11 @@ class Study:
     def ask(self) -> Knobs:
         """Legal knobs never asked for before. Raises `LookupError` if there are none."""
         while self._suggested:
-            knobs = self._choices.nearest(self._suggested.popleft().to_dict())
-            if not self._choices.is_taken(knobs):
+            knobs = next(self._space.nearest(self._suggested.popleft().to_dict()))
+            if self._is_new(knobs):
                 return self._start(knobs)
         trial = self._study.ask(self._ranges)
-        knobs = self._choices.nearest(trial.params, free=True)
+        knobs = self._new_near(trial.params)
         if knobs.to_dict() == trial.params:
             return self._start(knobs, trial)
         self._study.tell(trial, state=TrialState.FAIL)  # TPE ignores it
@@ -158,6 +157,7 @@ class Study:
             asked.set_constraint(name, value)
         self._study.tell(asked, result.values, result.state)
         self._kept.add_trial(result)
+        self._told[knobs] = trial
         before, self.leaders = self.leaders, leaders([trial], self.leaders)
         return self.leaders != before
 
@@ -165,9 +165,33 @@ class Study:
         if trial is None:
             self._study.enqueue_trial(knobs.to_dict())
             trial = self._study.ask(self._ranges)
-        self._choices.take(knobs)
         self._asked[knobs] = trial
         return knobs
+
+    def _legal(self, knobs: Mapping[str, Any]) -> Knobs | None:
+        """The knobs, if they are legal by today's rules and ranges."""
+        try:
+            known = Knobs.from_dict(knobs)
+            build_plan(self.problem, known, self._space.arch)
+        except UsageError:
+            return None
+        return known
+
+    def _is_new(self, knobs: Knobs) -> bool:
+        return knobs not in self._asked and knobs not in self._told
+
+    def _new_near(self, wanted: Mapping[str, Any]) -> Knobs:
+        """The legal knobs nearest to `wanted`; were they tried, then after a few random steps from there."""
+        for _ in range(RANDOM_STEPS):
+            knobs = next(self._space.nearest(wanted))
+            if self._is_new(knobs):
+                return knobs
+            name = self._random.choice(KNOB_NAMES)
+            wanted = knobs.to_dict() | {name: self._random.choice(self._space.arch.search[name])}
+        for knobs in self._space.nearest(wanted):
+            if self._is_new(knobs):
+                return knobs
+        raise LookupError(f"all legal knobs of {self.problem.name} were tried")
 
     def _result(self, knobs: Knobs, trial: Trial) -> FrozenTrial:
         """What Optuna is told. Where a trial failed, it is pruned and breaks a constraint: from these TPE learns."""
@@ -175,40 +199,3 @@ class Study:
         if trial.outcome is Outcome.OK:
             return create_trial(values=scores(trial), **params)
         return create_trial(state=TrialState.PRUNED, constraints={"failed": 1.0}, **params)
-
-
-class _Choices:
-    """The legal knobs of a problem, and which of them are taken."""
-
-    def __init__(self, space: Space) -> None:
-        self._legal = space.legal
-        self._row = {knobs: row for row, knobs in enumerate(self._legal)}
-        self._positions = [{v: i for i, v in enumerate(space.arch.search[name])} for name in KNOB_NAMES]
-        values = attrgetter(*KNOB_NAMES)
-        # [legal, knobs]: where each value stands in its range
-        self._codes = np.array([self._code(values(knobs)) for knobs in self._legal], np.int8)
-        self._is_taken = np.zeros(len(self._legal), bool)
-        self.taken = 0
-
-    def __contains__(self, knobs: Knobs) -> bool:
-        return knobs in self._row
-
-    def is_taken(self, knobs: Knobs) -> bool:
-        return bool(self._is_taken[self._row[knobs]])
-
-    def take(self, knobs: Knobs) -> None:
-        self._is_taken[self._row[knobs]] = True
-        self.taken += 1
-
-    def nearest(self, wanted: Mapping[str, Any], free: bool = False) -> Knobs:
-        """The legal knobs (`free`: not taken yet) of which the fewest differ, by the fewest places in their ranges."""
-        apart = np.abs(self._codes - np.array(self._code(wanted[name] for name in KNOB_NAMES), np.int8))
-        distance = 1000 * np.count_nonzero(apart, axis=1) + apart.sum(axis=1, dtype=np.int64)
-        if free:
-            if self.taken == len(self._legal):
-                raise LookupError("all legal knobs are taken")
-            distance[self._is_taken] = np.iinfo(np.int64).max
-        return self._legal[int(distance.argmin())]
-
-    def _code(self, values: Iterable[Any]) -> list[int]:
-        return [position[value] for position, value in zip(self._positions, values, strict=True)]

@@ -1,0 +1,207 @@
+"""Break a kernel, a primitive or the machine in one place, and verification notices: a wrong answer, a race, an error.
+
+Each mutation is applied on its own, at every place where it fits, to kernels that have all kinds of statements.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from hadagen.arch import load_arch
+from hadagen.codegen import Source, render
+from hadagen.emulator import EmulationError, HostModule, compile_host, host_texts, verify
+from hadagen.plan import Plan
+from hadagen.problem import DType, Numerics, Problem
+from hadagen.space import Knobs, build_plan
+
+FP16, BF16 = DType.FLOAT16, DType.BFLOAT16
+CHOICES: dict[str, tuple[Problem, Knobs]] = {
+    "cluster exchange, bulk copies": (
+        Problem(4096, FP16),
+        Knobs(
+            chunks=4,
+            warps=2,
+            cluster=2,
+            mma_carrier="split",
+            butterfly_carrier="fp32",
+            exchange_carrier="fp32",
+            exchange_rounds=2,
+            load="bulk",
+            grid="persistent",
+            stages=2,
+        ),
+    ),
+    "two exchanges": (
+        Problem(8192, BF16, Numerics.FAST),
+        Knobs(chunks=4, warps=4, cluster=2, load="no_allocate", grid="persistent"),
+    ),
+    "block exchange, cp_async": (
+        Problem(512, BF16),
+        Knobs(
+            chunks=2,
+            warps=4,
+            low_bits="mma_shuffle",
+            butterfly_carrier="fp32",
+            load="cp_async",
+            grid="persistent",
+            stages=2,
+        ),
+    ),
+    "packed shuffles": (Problem(64, FP16, Numerics.FAST), Knobs(warps=2, low_bits="shuffle")),
+    "less than a vector": (
+        Problem(4, FP16),
+        Knobs(chunks=2, low_bits="shuffle", butterfly_carrier="fp32", grid="persistent"),
+    ),
+    "ragged bulk copies": (
+        Problem(512, BF16, Numerics.FAST),
+        Knobs(chunks=2, warps=2, load="bulk", store="streaming"),
+    ),
+}
+
+# What to look for in a kernel, and what to put there instead.
+KERNEL_MUTATIONS = {
+    "no block_sync": (r"block_sync\(\);", ";"),
+    "no cluster_arrive": (r"cluster_arrive\(\);", ";"),
+    "no cluster_wait": (r"(?<= {8})cluster_wait\(\);", ";"),  # the last one only keeps arrivals and waits in pairs
+    "no cp_async_wait": (r"cp_async_wait<\d+>\(\);", ";"),
+    "cp_async_wait too short": (r"cp_async_wait<(\d+)>", r"cp_async_wait<\1 + 1>"),
+    "no commit": (r"cp_async_commit\(\);", ";"),
+    "no barrier_wait": (r"barrier_wait\(.*\);", ";"),
+    "no barrier_init": (r"barrier_init\(.*\);", ";"),
+    "parity never turns": (r"parity \^= 1", "parity ^= 0"),
+    "stage never turns": (r"stage = stage \+ 1 == .*;", ";"),
+    "wrong place of a stage": (r"stage \* (\d+)u", r"16u + stage * \1u"),
+    "wrong tile ahead": (r"start\(tile \+ \d+ \* stride", "start(tile + stride"),
+    "wrong stride": (r"tile \+= stride", "tile += 2 * stride"),
+    "no stride": (r"tile \+= stride", "tile += 0"),
+    "bulk copy of too little": (r"2 \* count", "2 * count - 16"),
+    "no low halves": (r"mma<T>\(d, h, al, bl\);", ";"),
+    "no high halves": (r"mma<T>\(d, h, ah, bh\);", ";"),
+    "operands swapped": (r"mma<T>\(d, h, p\[a\], p\[b\]\)", "mma<T>(d, h, p[b], p[a])"),
+    "results swapped": (r"= d\[0\](.*)= d\[1\]", r"= d[1]\1= d[0]"),
+    "rows swapped": (r"= d\[1\](.*)= d\[2\]", r"= d[2]\1= d[1]"),
+    "wrong exponent": (r"hadamard16<T, -2>", "hadamard16<T, -1>"),
+    "wrong scale": (r"scale \* (\d)", r"scale * 1\1"),
+    "wrong sign in fp32": (r"f\[a\] - f\[b\]", "f[b] - f[a]"),
+    "wrong sign in packed": (r"sub<T>\(p\[a\], p\[b\]\)", "sub<T>(p[b], p[a])"),
+    "no sum": (r"sum = (f|p)\[a\] \+ .*;|sum = add<T>\(p\[a\], p\[b\]\);", r"sum = (sizeof(p[0]), p[a]);"),
+    "wrong partner register": (r"b = a \+ (\d+);", r"b = a ^ (\1 == 1 ? 2 : \1 / 2);"),
+    "wrong lane": (r"shuffle_xor\((\S+), (\d+)\)", r"shuffle_xor(\1, \2 ^ 16 ^ 8)"),
+    "wrong lane sign": (r", lane & (\d+)\)", r", !(lane & \1))"),
+    "no transpose": (r"= transpose\(", "= ("),
+    "wrong block": (r", (rank|c)( / \d+)?( % \d+)?, Vec16", r", (\1\2\3) ^ 1, Vec16"),
+    "wrong slot to write": (r"write_at = \(", "write_at = (1 ^ "),
+    "wrong slot to read": (r"read_at = \(", "read_at = (1 ^ "),
+    "slots over stages": (r"slots = shared \+ \d+", "slots = shared + 128"),
+    "wrong half of a chunk": (r"\+ 4 \+ w\] = as_float", "+ (4 ^ 1) + w] = as_float"),
+    "wrong place to load": (r"load_at = lane \* 8", "load_at = lane * 7"),
+    "wrong place to store": (r"store_at = lane \* 8", "store_at = (lane ^ 1) * 8"),
+    "no guard at the end": (r"(?<!else )if \(left > offset\)", "if (true)"),
+    "guard too early": (r"if \(left > offset\)", "if (left > offset + 8)"),
+    "no guard of part of a vector": (r"left >= offset \+ 8", "left > offset"),
+    "no guard of a copy": (r"at \+ c \* 256 < elements", "true"),
+    "guard of the load too early": (r"left > c \* 256\b", "left > c * 256 + 8"),
+}
+
+PRIMITIVE_MUTATIONS = {
+    "shuffle from the wrong lane": ("(thread_index() ^ lanes)", "(thread_index() ^ lanes ^ 16)"),
+    "butterfly_lane sign": ("lane_bit ? -value : value", "lane_bit ? value : -value"),
+    "packed butterfly_lane sign": ("lane_bit ? T::one | 0x80008000u : T::one", "T::one"),
+    "butterfly_pair sign": ("T::one | 0x80000000u", "T::one | 0x00008000u"),
+    "operand sign": ("row & column)", "row & (column ^ 1u))"),
+    "operand rows": ("8u * (i & 1)", "8u * (i >> 1)"),
+    "mma operand": ("high<T>(b0), low<T>(b1)", "low<T>(b1), high<T>(b0)"),
+    "transpose": ("from + 4u", "from"),
+    "low half": ("decode<T>(u16(pair))", "decode<T>(u16(pair >> 16))"),
+    "rank": ("return machine::self->rank", "return 0"),
+    "remote rank": ("machine::shared_store(shared, rank, v)", "machine::shared_store(shared, cluster_rank(), v)"),
+    "count of a load": ("machine::load(v, global, count < 8 ? count : 8)", "machine::load(v, global, 8)"),
+    "count of a store": ("machine::store(global, v, count < 8 ? count : 8)", "machine::store(global, v, 8)"),
+    "pending": ("copy_async_wait(pending)", "copy_async_wait(pending + 1)"),
+    "parity": ("barrier_wait(barrier, parity)", "barrier_wait(barrier, parity ^ 1)"),
+    "block_sync": ("machine::block_sync();", ";"),
+    "cluster_wait": ("machine::cluster_wait();", ";"),
+    "rounding": ("(bits + (1ull << (dropped - 1)) - 1 + (bits >> dropped & 1)) >> dropped", "bits >> dropped"),
+    "machine, rows of A": ("a[group + 8 * (i / 2 % 2)]", "a[group ^ 8 * (i / 4)]"),
+    "machine, shuffle": ("of(lane)->value = values[lane]", "of(lane)->value = values[lane & 15]"),
+}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A kernel, perhaps a broken one."""
+
+    name: str
+    plan: Plan
+    source: Source
+
+    def is_caught(self, module: HostModule) -> bool:
+        """Whether some verification, in any order, in place or not, finds the kernel wrong."""
+        for order_seed in (2, 0, 1):
+            try:
+                errors = verify(
+                    self.plan.problem,
+                    self.source,
+                    self.plan.launch,
+                    module=module,
+                    in_place=order_seed > 0,
+                    order_seed=order_seed,
+                )
+            except EmulationError:
+                return True
+            if not max(errors.values()) <= self.plan.problem.error_bound:
+                return True
+        return False
+
+
+@pytest.fixture(scope="module")
+def sound() -> list[Subject]:
+    arch = load_arch("sm90")
+    plans = {name: build_plan(problem, knobs, arch) for name, (problem, knobs) in CHOICES.items()}
+    return [Subject(name, plan, render(plan)) for name, plan in plans.items()]
+
+
+def mutants(subject: Subject, mutation: str) -> Iterator[Subject]:
+    """One for each place where the mutation fits."""
+    pattern, replacement = KERNEL_MUTATIONS[mutation]
+    text = subject.source.text
+    for number, match in enumerate(re.finditer(pattern, text)):
+        broken = text[: match.start()] + match.expand(replacement) + text[match.end() :]
+        entry = f"{subject.source.entry}_{re.sub('[^a-z]', '_', mutation)}_{number}"
+        line = text.count("\n", 0, match.start()) + 1
+        source = Source(entry, broken.replace(subject.source.entry, entry))
+        yield Subject(f"{mutation}, line {line} of {subject.name}", subject.plan, source)
+
+
+@pytest.fixture(scope="module")
+def broken(sound: list[Subject]) -> dict[str, list[Subject]]:
+    return {name: [mutant for subject in sound for mutant in mutants(subject, name)] for name in KERNEL_MUTATIONS}
+
+
+@pytest.fixture(scope="module")
+def module(sound: list[Subject], broken: dict[str, list[Subject]]) -> HostModule:
+    subjects = [*sound, *(subject for some in broken.values() for subject in some)]
+    return compile_host([subject.source for subject in subjects])
+
+
+def test_sound_kernels_are_not_caught(sound: list[Subject], module: HostModule) -> None:
+    assert [subject.name for subject in sound if subject.is_caught(module)] == []
+
+
+@pytest.mark.parametrize("mutation", KERNEL_MUTATIONS)
+def test_a_broken_kernel_is_caught(mutation: str, broken: dict[str, list[Subject]], module: HostModule) -> None:
+    assert broken[mutation], "fits nowhere"
+    assert [subject.name for subject in broken[mutation] if not subject.is_caught(module)] == []
+
+
+@pytest.mark.parametrize("mutation", PRIMITIVE_MUTATIONS)
+def test_a_broken_primitive_is_caught(mutation: str, sound: list[Subject]) -> None:
+    old, new = PRIMITIVE_MUTATIONS[mutation]
+    texts = {name: text.replace(old, new) for name, text in host_texts().items()}
+    assert texts != host_texts(), "fits nowhere"
+    module = compile_host([subject.source for subject in sound], texts=texts)
+    assert any(subject.is_caught(module) for subject in sound)

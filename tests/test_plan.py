@@ -1,0 +1,115 @@
+"""Plans: what is legal computes the transform, and what would not is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hadagen.arch import load_arch
+from hadagen.errors import UsageError
+from hadagen.layout import reg, warp
+from hadagen.plan import Butterfly, Exchange, Mma, Plan, Round, Scale, Shuffle, Transpose, interpret
+from hadagen.problem import DType, Numerics, Problem
+from hadagen.reference import hadamard
+from hadagen.space import Knobs, Space, build_plan, space_of
+
+ARCH = load_arch("sm90")
+
+
+def space(log2_n: int, numerics: Numerics, dtype: DType = DType.FLOAT16) -> Space:
+    return space_of(Problem(1 << log2_n, dtype, numerics), "sm90")
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    chosen = space(draw(st.integers(1, 15)), draw(st.sampled_from(Numerics)))
+    return build_plan(chosen.problem, draw(st.sampled_from(chosen.legal)), ARCH)
+
+
+@pytest.mark.parametrize("numerics", Numerics)
+@pytest.mark.parametrize("log2_n", range(1, 16))
+def test_every_n_equals_the_explicit_matrix(log2_n: int, numerics: Numerics) -> None:
+    """One plan of every tile shape and family, over a few rows of basis vectors and noise."""
+    n = 1 << log2_n
+    index = np.arange(n)
+    random = np.random.default_rng(log2_n)
+    picks = random.integers(0, n, 3)
+    parity = np.array([[bin(i & j).count("1") % 2 for j in index] for i in picks])
+    families = {(k.chunks, k.warps, k.cluster, k.low_bits): k for k in space(log2_n, numerics).legal}
+    for knobs in families.values():
+        plan = build_plan(space(log2_n, numerics).problem, knobs, ARCH)
+        rows = max(plan.rows_per_tile, 4) // plan.rows_per_tile * plan.rows_per_tile
+        x = np.zeros((rows, n))
+        x[np.arange(3) % rows, picks] = 1.0
+        out = interpret(plan, x, 0.5)
+        if rows >= 3:
+            np.testing.assert_array_equal(out[:3], 0.5 * (1.0 - 2.0 * parity))
+        noise = random.standard_normal((rows, n))
+        np.testing.assert_allclose(interpret(plan, noise), hadamard(noise), rtol=0, atol=1e-9 * n)
+
+
+@given(plans())
+@settings(max_examples=60)
+def test_each_bit_is_transformed_once_and_stored_where_it_belongs(plan: Plan) -> None:
+    stored = plan.placements[-1]
+    assert stored.places[:8] == plan.loaded.places[:8]
+    assert sorted(stored.places) == sorted(plan.loaded.places)
+    lines = plan.describe()
+    named = [int(bit) for line in lines if ": bit" in line for bit in line.split("bit")[1].lstrip("s ").split() if bit.isdigit()]
+    assert sorted(named[:]) == sorted(set(named))
+
+
+@given(plans())
+@settings(max_examples=60)
+def test_accurate_rounds_once(plan: Plan) -> None:
+    if plan.problem.numerics is Numerics.ACCURATE:
+        kinds = [type(step) for step in plan.steps]
+        assert kinds.count(Round) == 1
+        assert not {Mma, Butterfly, Shuffle, Scale, Exchange} & set(kinds[kinds.index(Round) :])
+
+
+def worked_example() -> Plan:
+    """n = 1024 over 4 warps of 4 chunks, fast."""
+    problem = Problem(4096, DType.FLOAT16, Numerics.FAST)
+    return build_plan(problem, Knobs(chunks=4, warps=4), ARCH)
+
+
+def changed(plan: Plan, index: int, *steps: object) -> Plan:
+    return dataclasses.replace(plan, steps=(*plan.steps[:index], *steps, *plan.steps[index + 1 :]))
+
+
+@pytest.mark.parametrize("kind", [Mma, Butterfly, Exchange, Scale, Round])
+def test_a_plan_without_one_of_its_steps_is_refused(kind: type) -> None:
+    plan = worked_example()
+    for index, step in enumerate(plan.steps):
+        if isinstance(step, kind):
+            with pytest.raises(UsageError):
+                changed(plan, index)
+
+
+def test_what_would_be_computed_twice_or_displaced_is_refused() -> None:
+    plan = worked_example()
+    first = next(i for i, step in enumerate(plan.steps) if isinstance(step, Butterfly))
+    with pytest.raises(UsageError, match="a second time"):
+        changed(plan, first, plan.steps[first], plan.steps[first])
+    with pytest.raises(UsageError, match="whole 16-byte vectors"):
+        changed(plan, len(plan.steps) - 1, Transpose(), plan.steps[-1])
+    exchange = next(i for i, step in enumerate(plan.steps) if isinstance(step, Exchange))
+    with pytest.raises(UsageError):
+        changed(plan, exchange, Exchange(((reg(2), warp(0)),), "packed"))
+
+
+def test_accurate_refuses_a_round_between_steps() -> None:
+    fast = build_plan(Problem(256, DType.FLOAT16, Numerics.FAST), Knobs(), ARCH)
+    with pytest.raises(UsageError, match="rounds once"):
+        dataclasses.replace(fast, problem=Problem(256, DType.FLOAT16, Numerics.ACCURATE))
+
+
+def test_equal_plans_have_equal_digests_and_others_do_not() -> None:
+    plan = worked_example()
+    assert plan.digest == worked_example().digest
+    assert plan.digest != dataclasses.replace(plan, min_blocks=2).digest
