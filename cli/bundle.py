@@ -64,9 +64,7 @@ def show(paths: tuple[Path, ...], as_json: bool) -> None:
     """Show the winners in the bundles at PATHS, or in all that hadagen uses."""
     bundles = _opened(paths)
     if as_json:
-        print_json(
-            [bundle_summary(each) | {"winners": [winner_values(entry) for entry in winners(each)]} for each in bundles]
-        )
+        print_json([bundle_summary(each) | {"entries": [*map(winner_values, winners(each))]} for each in bundles])
         return
     for each in bundles:
         click.echo(f"{each.path}: {each.arch}, {', '.join(gpu or 'estimated' for gpu in each.gpus())}")

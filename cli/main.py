@@ -29,9 +29,10 @@ class Commands(click.Group):
 
     def main(self, *args: Any, **kwargs: Any) -> NoReturn:
         kwargs["standalone_mode"] = False
-        warnings.showwarning = _show_warning
         try:
-            status = super().main(*args, **kwargs)
+            with warnings.catch_warnings():
+                warnings.showwarning = _show_warning
+                status = super().main(*args, **kwargs)
         except Exception as error:
             if os.environ.get("HADAGEN_DEBUG"):
                 traceback.print_exc()

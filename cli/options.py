@@ -117,7 +117,5 @@ def open_db(where: str | None) -> Store:
 
     place = where or str(default_db())
     if "://" not in place and not Path(place).exists():
-        raise StorageError(
-            f"there is no tuning database {place}; make one with hadagen tune, or name another with --db"
-        )
+        raise StorageError(f"there is no tuning database {place}; run hadagen tune first, or name another with --db")
     return Store.open(place)

@@ -13,7 +13,7 @@ import click
 from hadagen.cli import options
 from hadagen.cli.listing import winner_values
 from hadagen.cli.output import clock_text, print_json, print_table
-from hadagen.errors import DeviceError
+from hadagen.errors import DeviceError, StorageError
 from hadagen.problem import DType, Numerics, Problem
 from hadagen.trial import Destination
 
@@ -90,6 +90,8 @@ def tune(
     provenance = f"measuring on {gpu.gpu}" if gpu else NOT_MEASURED.format(arch=target.name)
     toolchain = Toolchain.find()
     with Store.open(db or options.default_db()) as store, _runner(target, gpu, device or 0, toolchain) as runner:
+        if store.read_only:
+            raise StorageError(f"{store.place} is read-only; make it writable, or name another database with --db")
         wanted = TuneOptions(
             arch=target,
             problems=problems,

@@ -69,8 +69,9 @@ def read_speeds(ours: Path, peers: Path = PEERS) -> Speeds:
 
 
 def numbers(speeds: Speeds) -> str:
-    """The README's sentence and table, in Markdown."""
-    return f"{_sentence(speeds)}\n\n{_table(speeds)}"
+    """The README's picture, sentence and table, in Markdown."""
+    picture = f"![Speed over n as a fraction of a plain copy]({PICTURE.relative_to(README.parent)})"
+    return f"{picture}\n\n{_sentence(speeds)}\n\n{_table(speeds)}"
 
 
 def _sentence(speeds: Speeds) -> str:
@@ -113,7 +114,7 @@ def fingerprint() -> str:
 
 
 def draw(speeds: Speeds, path: Path, description: str) -> None:
-    """One panel for each regime: fraction of copy over n, a line for each library. The same data gives the same file."""
+    """One panel for each regime, a line for each library. The same data gives the same file."""
     import matplotlib
 
     matplotlib.use("agg")

@@ -186,7 +186,11 @@ def _exchange(plan: Plan, step: Exchange) -> dict[str, Any]:
     slot_of_chunk = {j: slot for j, slot in slot_of_chunk.items() if j not in from_cta.values()}
     rank_of_rank = {j: j for j in range(plan.cta_bits) if j not in from_cta}
     rank_of_chunk = {near: far for far, near in from_cta.items()}
-    lane_bytes = {"linear": f"lane * {16 * step.planes}", "padded": "lane * 32 + lane / 4 * 16", "swizzled": "lane * 32"}
+    lane_bytes = {
+        "linear": f"lane * {16 * step.planes}",
+        "padded": "lane * 32 + lane / 4 * 16",
+        "swizzled": "lane * 32",
+    }
     return {
         "offset": plan.exchange_offset,
         "slot_bytes": step.slot_bytes,
@@ -215,7 +219,8 @@ def _turns(plan: Plan) -> Iterator[dict[str, Any]]:
         between = ["cluster_arrive()", "cluster_wait()"] if step.crosses_blocks else ["block_sync()"]
         after = ["cluster_arrive()"] if follower is not None and follower.crosses_blocks else []
         planes = [
-            {"number": number * step.planes + plane, "offset": _plane_offset(step, plane)} for plane in range(step.planes)
+            {"number": number * step.planes + plane, "offset": _plane_offset(step, plane)}
+            for plane in range(step.planes)
         ]
         yield {"before": before, "between": between, "after": after, "planes": planes}
 

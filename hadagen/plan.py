@@ -273,9 +273,7 @@ def _check(plan: Plan) -> None:
         def refuse(why: str, number: int = number, step: Step = step) -> UsageError:
             return UsageError(f"step {number} ({type(step).__name__}) of {plan.problem.name}: {why}")
 
-        needs = {Round: FP32, Widen: PACKED, Transpose: PACKED, Store: PACKED, Load: ""}.get(
-            type(step), carrier
-        )
+        needs = {Round: FP32, Widen: PACKED, Transpose: PACKED, Store: PACKED, Load: ""}.get(type(step), carrier)
         if isinstance(step, Mma):
             needs = FP32 if step.split else PACKED
         elif isinstance(step, Shuffle) and step.widen:

@@ -191,16 +191,16 @@ def _exchanges(problem: Problem, knobs: Knobs) -> list[tuple[tuple[Place, Place]
 
 
 def _with_scale(steps: list[Step]) -> list[Step]:
-    """Adds `Scale` and the final `Round`: where values were last fp32, or as early as can be where they never were, so
-    that sums of 16-bit values stay in range."""
+    """Adds `Scale` and the final `Round`. It scales as late as it can in fp32, but before values are rounded and summed
+    on, so that 16-bit sums stay in range."""
     scale = Scale(-MMA_EXPONENT * sum(isinstance(step, Mma) for step in steps))
-    rounds = [i for i, step in enumerate(steps) if isinstance(step, Round)]
+    after = 1 + max(i for i, step in enumerate(steps) if isinstance(step, Load | Mma))
+    rounds = [i for i, step in enumerate(steps) if isinstance(step, Round) and i >= after]
     if _Converter(steps).carrier == FP32:
-        return [*steps, scale, Round()]
-    if rounds:
-        return [*steps[: rounds[-1]], scale, *steps[rounds[-1] :]]
-    start = max(i for i, step in enumerate(steps) if isinstance(step, Load | Mma)) + 1
-    return [*steps[:start], scale, *steps[start:]]
+        steps = [*steps, Round()]
+        rounds.append(len(steps) - 1)
+    at = rounds[0] if rounds else after
+    return [*steps[:at], scale, *steps[at:]]
 
 
 # ---- what is legal -------------------------------------------------------------------------------------------------

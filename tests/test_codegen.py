@@ -63,7 +63,20 @@ def test_both_headers_give_the_same_functions() -> None:
 
 def test_every_call_of_a_kernel_is_a_primitive() -> None:
     known = set(re.findall(r"(\w+)(?:<[\w ]+>)?\(", header("host")))
-    local = {"start", "fetch", "static_cast", "reinterpret_cast", "u32", "i64", "if", "for", "byte", "auto", "__launch_bounds__", "__cluster_dims__"}
+    local = {
+        "start",
+        "fetch",
+        "static_cast",
+        "reinterpret_cast",
+        "u32",
+        "i64",
+        "if",
+        "for",
+        "byte",
+        "auto",
+        "__launch_bounds__",
+        "__cluster_dims__",
+    }
     for plan in PLANS:
         source = render(plan)
         body = "\n".join(line.split("//")[0] for line in source.text.splitlines())

@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
 
+import numpy as np
 import pytest
 
 from hadagen.arch import load_arch
@@ -110,6 +111,25 @@ def test_variants_are_right(problem: Problem, variants: dict[Problem, list[Varia
         for name, error in errors.items():
             overflows = name == "large" and problem.numerics is Numerics.FAST and error == inf
             assert overflows or error <= SLACK[problem.numerics] * problem.error_bound, (variant.knobs, name)
+
+
+@pytest.mark.parametrize(("layout", "conflicts"), [("linear", 64), ("padded", 0), ("swizzled", 0)])
+def test_layouts_keep_a_wide_exchange_free_of_bank_conflicts(layout: str, conflicts: int) -> None:
+    problem = Problem(1024, DType.FLOAT16)
+    knobs = Knobs(
+        chunks=2,
+        warps=2,
+        low_bits="shuffle",
+        butterfly_carrier="fp32",
+        exchange_carrier="fp32",
+        shared_layout=layout,
+    )
+    plan = build_plan(problem, knobs, load_arch(ARCH))
+    source, x = render(plan), np.zeros(problem.n, np.uint16)
+    report = compile_host([source]).run(source.entry, plan.launch, x, np.zeros_like(x), scale=1.0)
+    # 16 accesses of a warp, each served in 4 wavefronts, or 8 where two lanes meet in a bank.
+    assert (report.wavefronts, report.bank_conflicts) == (64 + conflicts, conflicts)
+    assert (report.excess_sectors, report.uninitialized_reads) == (0, 0)
 
 
 @pytest.mark.parametrize("rows_left_over", [1, 2, 3, 63, 127])

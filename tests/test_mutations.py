@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -159,6 +160,12 @@ class Subject:
 
 
 @pytest.fixture(scope="module")
+def cache_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Nobody else wants what is built here."""
+    return tmp_path_factory.mktemp("host")
+
+
+@pytest.fixture(scope="module")
 def sound() -> list[Subject]:
     arch = load_arch("sm90")
     plans = {name: build_plan(problem, knobs, arch) for name, (problem, knobs) in CHOICES.items()}
@@ -183,9 +190,9 @@ def broken(sound: list[Subject]) -> dict[str, list[Subject]]:
 
 
 @pytest.fixture(scope="module")
-def module(sound: list[Subject], broken: dict[str, list[Subject]]) -> HostModule:
+def module(sound: list[Subject], broken: dict[str, list[Subject]], cache_directory: Path) -> HostModule:
     subjects = [*sound, *(subject for some in broken.values() for subject in some)]
-    return compile_host([subject.source for subject in subjects])
+    return compile_host([subject.source for subject in subjects], cache_directory=cache_directory)
 
 
 def test_sound_kernels_are_not_caught(sound: list[Subject], module: HostModule) -> None:
@@ -199,9 +206,9 @@ def test_a_broken_kernel_is_caught(mutation: str, broken: dict[str, list[Subject
 
 
 @pytest.mark.parametrize("mutation", PRIMITIVE_MUTATIONS)
-def test_a_broken_primitive_is_caught(mutation: str, sound: list[Subject]) -> None:
+def test_a_broken_primitive_is_caught(mutation: str, sound: list[Subject], cache_directory: Path) -> None:
     old, new = PRIMITIVE_MUTATIONS[mutation]
     texts = {name: text.replace(old, new) for name, text in host_texts().items()}
     assert texts != host_texts(), "fits nowhere"
-    module = compile_host([subject.source for subject in sound], texts=texts)
+    module = compile_host([subject.source for subject in sound], texts=texts, cache_directory=cache_directory)
     assert any(subject.is_caught(module) for subject in sound)

@@ -59,7 +59,13 @@ def test_each_bit_is_transformed_once_and_stored_where_it_belongs(plan: Plan) ->
     assert stored.places[:8] == plan.loaded.places[:8]
     assert sorted(stored.places) == sorted(plan.loaded.places)
     lines = plan.describe()
-    named = [int(bit) for line in lines if ": bit" in line for bit in line.split("bit")[1].lstrip("s ").split() if bit.isdigit()]
+    named = [
+        int(bit)
+        for line in lines
+        if ": bit" in line
+        for bit in line.split("bit")[1].lstrip("s ").split()
+        if bit.isdigit()
+    ]
     assert sorted(named[:]) == sorted(set(named))
 
 

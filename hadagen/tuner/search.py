@@ -48,6 +48,7 @@ BATCH_SIZE = 64
 MOST_OF_ONE_PROBLEM = 8  # in a batch, for what is asked together cannot learn from each other
 OPENED_AT_ONCE = 8  # problems, because ranking their knobs takes a moment and the first batch is waited for
 SEEDS = 8  # of a kind
+NEIGHBORS_TURN = 4  # of so many trials one is what is best for a neighboring problem by then
 SEARCH_SHARE = 0.9  # of the time budget; the rest is for races
 
 
@@ -216,8 +217,9 @@ class _Search:
 
     def _ask_study(self, study: Study) -> tuple[Problem, Knobs] | None:
         if study.asked < self._goals[study.problem]:
+            its_turn = study.asked % NEIGHBORS_TURN == 0 and not self._estimated
             try:
-                return study.problem, study.ask()
+                return study.problem, study.ask(prefer=self._winners_nearby(study.problem) if its_turn else ())
             except LookupError:  # it has fewer legal knobs than trials were wanted
                 self._goals[study.problem] = study.asked
         return None
@@ -241,8 +243,7 @@ class _Search:
             self._seeds[key] = (
                 shortlist(part, self._trials) if self._estimated else shortlist(part, SEEDS) + part.seeds()[:SEEDS]
             )
-        nearby = [] if self._estimated else self._winners_nearby(problem)
-        for knobs in nearby + self._seeds[key]:
+        for knobs in self._seeds[key]:
             study.suggest(knobs)
 
     def _winners_nearby(self, problem: Problem) -> list[Knobs]:
@@ -271,11 +272,7 @@ class _Search:
         self._options.store.record(trial)
         self._remember(trial)
         problem, study = trial.problem, self._studies[trial.problem]
-        leads = study.tell(trial)
-        if leads and not self._estimated:
-            for neighbor in _neighbors(problem):
-                if neighbor in self._studies:
-                    self._studies[neighbor].suggest(Knobs.from_dict(trial.knobs))
+        study.tell(trial)
         self._changed.add(problem)
         self._outcomes[trial.outcome] += 1
         self._finished[problem] = study.finished

@@ -13,8 +13,9 @@ from __future__ import annotations
 import random
 import zlib
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from operator import attrgetter
 from statistics import geometric_mean
 from typing import Any
@@ -97,10 +98,11 @@ class Study:
         }
         self._suggested: deque[Knobs] = deque()
         self._asked: dict[Knobs, optuna.Trial] = {}
-        self._told = {knobs: trial for trial in finished if (knobs := self._legal(trial.knobs))}
-        self.leaders = leaders(self._told.values())
+        known = {knobs: trial for trial in finished if (knobs := self._legal(trial.knobs))}
+        self._told = set(known)
+        self.leaders = leaders(known.values())
 
-        self._random = random.Random(f"{seed} {self.problem.name} {len(self._told)}")
+        self._random = random.Random(f"{seed} {self.problem.name} {len(known)}")
         sampler = optuna.samplers.TPESampler(
             n_startup_trials=STARTUP_TRIALS, multivariate=True, seed=self._random.getrandbits(32)
         )
@@ -110,7 +112,7 @@ class Study:
         name = f"{self.problem.name} on {space.arch.name}, {device}, ranges {zlib.crc32(repr(ranges).encode()):08x}"
         self._kept = optuna.create_study(storage=storage, study_name=name, directions=directions, load_if_exists=True)
         kept = {Knobs.from_dict(trial.params) for trial in self._kept.get_trials(deepcopy=False)}
-        for knobs, trial in self._told.items():
+        for knobs, trial in known.items():
             result = self._result(knobs, trial)
             self._study.add_trial(result)
             if knobs not in kept:
@@ -136,10 +138,13 @@ class Study:
         """Ask for these, or the legal ones nearest to them, before those that Optuna names."""
         self._suggested.append(knobs)
 
-    def ask(self) -> Knobs:
-        """Legal knobs never asked for before. Raises `LookupError` if there are none."""
-        while self._suggested:
-            knobs = next(self._space.nearest(self._suggested.popleft().to_dict()))
+    def ask(self, prefer: Iterable[Knobs] = ()) -> Knobs:
+        """Legal knobs never asked for before: of `prefer` if it has any, then of those suggested, then Optuna's.
+
+        Raises `LookupError` if there are no more.
+        """
+        for wanted in chain(prefer, _drain(self._suggested)):
+            knobs = next(self._space.nearest(wanted.to_dict()))
             if self._is_new(knobs):
                 return self._start(knobs)
         trial = self._study.ask(self._ranges)
@@ -149,17 +154,16 @@ class Study:
         self._study.tell(trial, state=TrialState.FAIL)  # TPE ignores it
         return self._start(knobs)
 
-    def tell(self, trial: Trial) -> bool:
-        """Learn from the trial of knobs that were asked for. Returns whether it is the best so far in some regime."""
+    def tell(self, trial: Trial) -> None:
+        """Learn from the trial of knobs that were asked for."""
         knobs = Knobs.from_dict(trial.knobs)
         asked, result = self._asked.pop(knobs), self._result(knobs, trial)
         for name, value in result.constraints.items():
             asked.set_constraint(name, value)
         self._study.tell(asked, result.values, result.state)
         self._kept.add_trial(result)
-        self._told[knobs] = trial
-        before, self.leaders = self.leaders, leaders([trial], self.leaders)
-        return self.leaders != before
+        self._told.add(knobs)
+        self.leaders = leaders([trial], self.leaders)
 
     def _start(self, knobs: Knobs, trial: optuna.Trial | None = None) -> Knobs:
         if trial is None:
@@ -199,3 +203,8 @@ class Study:
         if trial.outcome is Outcome.OK:
             return create_trial(values=scores(trial), **params)
         return create_trial(state=TrialState.PRUNED, constraints={"failed": 1.0}, **params)
+
+
+def _drain(queue: deque[Knobs]) -> Iterator[Knobs]:
+    while queue:
+        yield queue.popleft()

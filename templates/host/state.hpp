@@ -1,0 +1,90 @@
+// The state of the machine, shared by machine.cpp (threads) and access.cpp (memory).
+#pragma once
+
+#include <csetjmp>
+#include <vector>
+
+#include "fiber.hpp"
+#include "memory.hpp"
+
+namespace hadagen::machine {
+
+// Where a thread waits; compared as pointers.
+inline constexpr char at_shuffle[] = "shuffle", at_mma[] = "mma", at_block_sync[] = "block_sync",
+               at_cluster_wait[] = "cluster_wait", at_barrier_wait[] = "barrier_wait", ended[] = "ended";
+
+struct AsyncCopy {
+    byte* shared;
+    const void* global;
+    u32 group;
+};
+
+struct Thread : Identity {
+    Fiber fiber;
+    u32 who;               // number in the cluster
+    Clock clock;
+    const char* waits_at;  // or null
+    void* operand;         // of a warp's collective, on this thread's stack
+    std::vector<AsyncCopy> copies;
+    u32 groups;  // of copies committed
+};
+
+struct Warp {
+    u32 waiting = 0;
+    const char* meets_at = nullptr;
+    WarpAccesses shared, global;
+};
+
+struct Block {
+    SharedMemory memory;
+    u32 waiting = 0;
+    u32 written_until = 0;  // arrivals at the cluster barrier by which other blocks' stores into this one are over
+};
+
+struct Machine {
+    Kernel kernel;
+    Launch launch;
+    Report* report;
+    const byte* x;
+    byte* y;
+    std::vector<byte> writes;  // of each element of y, up to 2
+
+    std::vector<Thread> threads;  // of the cluster
+    std::vector<Warp> warps;
+    std::vector<Block> blocks;
+    u32 arrived, phases;  // of the cluster barrier
+
+    Thread* running;
+    std::vector<Thread*> ready;
+    u32 unfinished;
+    i64 steps;
+    u64 random;
+    std::jmp_buf done;
+
+    u32 cluster_threads() const { return launch.threads * launch.cluster; }
+    Block& block() { return blocks[running->rank]; }
+    Warp& warp() { return warps[running->who / warp_lanes]; }
+};
+extern Machine m;
+
+// ---- threads -------------------------------------------------------------------------------------------------------
+// Lets others run until the running thread is made ready again.
+void pause();
+void make_ready(Thread& thread);
+
+// ---- what went wrong -----------------------------------------------------------------------------------------------
+// Ends the launch. Every thread is left where it is.
+[[noreturn, gnu::format(printf, 1, 2)]] void fail(const char* format, ...);
+
+// "thread 5 of block 0", for messages.
+struct Name {
+    char text[48];
+    explicit Name(u32 who);
+};
+
+// Counts a call of a primitive.
+inline void step() {
+    if (++m.steps > m.launch.steps) fail("the kernel does not end: %lld calls of primitives so far", m.steps);
+}
+
+}  // namespace hadagen::machine

@@ -1,0 +1,145 @@
+"""A search with neither compiler nor device: kernels are made up, and a runner knows what they would take.
+
+As a program it runs such a search that kills itself: `fake_search.py DATABASE LOG WHERE COUNT`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hadagen.arch import Arch, load_arch
+from hadagen.codegen import Source
+from hadagen.launch import LaunchSpec
+from hadagen.measure import Candidate
+from hadagen.problem import DType, Numerics, Problem
+from hadagen.toolchain import BuildFailure
+from hadagen.trial import Cache, Destination, Environment, Kernel, Outcome, Provenance, Timing, Trial
+from hadagen.tuner import Event, TrialFinished, TuneOptions, tune
+from hadagen.tuning_db.store import Store
+
+GPU = Environment(gpu="Test GPU", compute_capability="9.0", sms=132, l2_bytes=50 << 20)
+# One cell of each regime, with the cache that decides it.
+CELLS = ((1 << 14, Cache.HOT), (1 << 22, Cache.HOT), (1 << 26, Cache.COLD))
+TRIALS = 12
+
+
+def arch(**search: tuple[int | str, ...]) -> Arch:
+    """sm90, with other ranges for some knobs."""
+    real = load_arch("sm90")
+    return replace(real, search={**real.search, **search})
+
+
+def problems(*sizes: int) -> list[Problem]:
+    return [Problem(n, DType.FLOAT16, Numerics.FAST) for n in sizes]
+
+
+def make_kernel(source: Source, launch: LaunchSpec) -> Kernel:
+    """Sources that differ in nothing but the name and comments have the same kernel, as from a compiler."""
+    lines = source.text.replace(source.entry, "kernel").splitlines()
+    code = "\n".join(line.partition("//")[0].strip() for line in lines).encode()
+    digest = hashlib.sha256(code).hexdigest()
+    return Kernel(digest, "kernel", "sm90", source.text, code, b"", launch, registers=32, spill_bytes=0, nvcc="13.0")
+
+
+def build(sources: Sequence[tuple[Source, LaunchSpec]]) -> list[Kernel | BuildFailure]:
+    return [make_kernel(source, launch) for source, launch in sources]
+
+
+def make_trial(problem: Problem, knobs: dict[str, Any], kernel: Kernel | None = None, **fields: Any) -> Trial:
+    """The best there is: a tile of 8192 elements in 4 warps, a persistent grid, loads by cp_async."""
+    tile = knobs["chunks"] * knobs["warps"] * knobs["cluster"]
+    slower = 0.2 * abs(tile.bit_length() - 6) + 0.1 * abs(knobs["warps"].bit_length() - 3)
+    slower += 0.3 * (knobs["grid"] == "tiles") + 0.2 * (knobs["load"] != "cp_async") + 0.05 * knobs["min_blocks"]
+    timings = [
+        Timing(elements, destination, cache, us=1 + slower + 0.01 * i, us_low=1, us_high=2, copy_us=1.0)
+        for i, (elements, cache) in enumerate(CELLS)
+        for destination in Destination
+    ]
+    known: dict[str, Any] = {
+        "outcome": Outcome.OK,
+        "provenance": Provenance.MEASURED,
+        "errors": {"normal": 2e-4},
+        "timings": tuple(timings),
+        "environment": GPU,
+    }
+    return Trial(problem, "sm90", knobs, kernel=kernel, **known | fields)
+
+
+class FakeRunner:
+    """Answers with `make_trial`, and remembers what it was asked."""
+
+    environment = GPU
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Problem, dict[str, Any]]] = []
+
+    def run(self, candidates: Iterable[Candidate]) -> Iterator[tuple[Candidate, Trial]]:
+        for candidate in candidates:
+            self.asked.append((candidate.problem, candidate.knobs))
+            yield candidate, self.trial(candidate)
+
+    def trial(self, candidate: Candidate) -> Trial:
+        return make_trial(candidate.problem, candidate.knobs, candidate.kernel)
+
+
+def options(store: Store, runner: Any, **fields: Any) -> TuneOptions:
+    known = {"arch": arch(), "problems": problems(256), "build": build, "trials": TRIALS}
+    return TuneOptions(store=store, runner=runner, **known | fields)
+
+
+class Killer:
+    """Ends this process as `kill -9` would, the `count`-th time that it comes to `where`."""
+
+    def __init__(self, where: str, count: int) -> None:
+        self._where, self._left = where, count
+
+    def pass_by(self, where: str) -> None:
+        if where == self._where:
+            self._left -= 1
+            if self._left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+class LoggingRunner(FakeRunner):
+    """Writes down what it measures, in the moment it does."""
+
+    def __init__(self, log: Path, killer: Killer) -> None:
+        super().__init__()
+        self._log, self._killer = log, killer
+
+    def trial(self, candidate: Candidate) -> Trial:
+        self._killer.pass_by("measuring")
+        with self._log.open("a") as log:
+            log.write(f"{candidate.problem.name} {sorted(candidate.knobs.items())}\n")
+        self._killer.pass_by("measured")
+        return super().trial(candidate)
+
+
+def search_and_die(database: Path, log: Path, where: str, count: int) -> None:
+    killer = Killer(where, count)
+
+    class DyingStore(Store):
+        def record(self, trial: Trial) -> int:
+            killer.pass_by("recording")
+            number = super().record(trial)
+            killer.pass_by("recorded")
+            return number
+
+    def listen(event: Event) -> None:
+        if isinstance(event, TrialFinished):
+            killer.pass_by("reported")
+
+    with DyingStore.open(database) as store:
+        report = tune(options(store, LoggingRunner(log, killer), problems=problems(64, 256)), listen)
+    print(report.finished)
+
+
+if __name__ == "__main__":
+    search_and_die(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]))

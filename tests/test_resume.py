@@ -1,0 +1,103 @@
+"""A search that is killed goes on where it was: nothing that was reported is lost, nothing is tried twice."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import fake_search
+import optuna
+import pytest
+from fake_search import TRIALS, FakeRunner, options, problems
+
+from hadagen.trial import knobs_key
+from hadagen.tuner import TrialFinished, tune
+from hadagen.tuning_db.store import Store
+
+PROGRAM = Path(fake_search.__file__)
+
+
+def run(database: Path, log: Path, where: str = "", count: int = 0) -> subprocess.CompletedProcess[str]:
+    arguments = [str(database), str(log), where, str(count)]
+    return subprocess.run([sys.executable, str(PROGRAM), *arguments], capture_output=True, text=True, check=False)
+
+
+def recorded(database: Path) -> list[str]:
+    with Store.open(database) as store:
+        return [f"{trial.problem.name} {sorted(trial.knobs.items())}" for trial in store.trials(blobs=False)]
+
+
+@pytest.mark.parametrize(
+    ("where", "count"),
+    [("measuring", 1), ("measured", 9), ("recording", 5), ("recorded", 6), ("recorded", 24), ("reported", 13)],
+)
+def test_a_killed_search_ends_like_one_that_was_not(tmp_path: Path, where: str, count: int) -> None:
+    database, log = tmp_path / "trials.db", tmp_path / "log"
+    killed = run(database, log, where, count)
+    assert killed.returncode == -9, killed.stderr
+    before = recorded(database)
+    log.write_text("")
+
+    resumed = run(database, log)
+    assert resumed.returncode == 0, resumed.stderr
+    assert int(resumed.stdout) == 2 * TRIALS
+    after = recorded(database)
+    assert len(after) == 2 * TRIALS
+    assert after[: len(before)] == before
+    measured = log.read_text().splitlines()
+    assert not set(measured) & set(before)
+    assert set(measured) <= set(after)
+    assert max(Counter(measured).values(), default=0) <= 1
+
+
+def test_a_finished_search_is_not_done_again(tmp_path: Path) -> None:
+    with Store.open(tmp_path / "trials.db") as store:
+        tune(options(store, FakeRunner()))
+        again = FakeRunner()
+        report = tune(options(store, again))
+        assert again.asked == []
+        assert (report.finished, report.finished_before, report.stopped) == (TRIALS, TRIALS, "")
+        more = tune(options(store, again, trials=TRIALS + 3))
+        assert (len(again.asked), more.finished) == (3, TRIALS + 3)
+
+
+def test_ctrl_c_keeps_what_was_measured_and_says_so(tmp_path: Path) -> None:
+    reported = []
+
+    def listen(event: object) -> None:
+        if isinstance(event, TrialFinished):
+            reported.append(knobs_key(event.trial.knobs))
+            if len(reported) == 4:
+                raise KeyboardInterrupt
+
+    with Store.open(tmp_path / "trials.db") as store:
+        report = tune(options(store, FakeRunner()), listen)
+        assert report.stopped == "interrupted"
+        kept = {knobs_key(trial.knobs) for trial in store.trials(blobs=False)}
+        assert len(reported) >= 4
+        assert kept == set(reported)
+        assert tune(options(store, FakeRunner())).finished == TRIALS
+
+
+def test_optuna_gets_the_trials_that_its_tables_lack(tmp_path: Path) -> None:
+    """As after a death between recording a trial and telling Optuna, or in a database whose trials were imported."""
+    (problem,) = problems(256)
+    with Store.open(tmp_path / "trials.db") as store:
+        tune(options(store, FakeRunner(), trials=5))
+        imported = Store.open(tmp_path / "imported.db")
+        for trial in store.trials():
+            imported.record(trial)
+        report = tune(options(imported, FakeRunner(), trials=6))
+        assert (report.finished_before, report.finished) == (5, 6)
+        (name,) = optuna.get_all_study_names(imported.url)
+        assert problem.name in name
+        assert GPU_NAME in name
+        study = optuna.load_study(study_name=name, storage=imported.url)
+        assert len(study.trials) == 6
+        assert all(trial.state.is_finished() for trial in study.trials)
+        imported.close()
+
+
+GPU_NAME = fake_search.GPU.gpu

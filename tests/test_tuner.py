@@ -1,0 +1,334 @@
+"""The search: what it tries, what it keeps, and in which order things happen."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+from fake_search import GPU, TRIALS, FakeRunner, arch, build, make_trial, options, problems
+
+from hadagen.errors import DeviceError, StorageError, ToolchainError, UsageError
+from hadagen.measure import Candidate, Cell, ReplayRunner
+from hadagen.problem import DType, Numerics, Problem
+from hadagen.space import Knobs, Space, build_plan
+from hadagen.toolchain import BuildFailure
+from hadagen.trial import Cache, Destination, Outcome, Provenance, Trial, knobs_key
+from hadagen.tuner import (
+    BatchBuilt,
+    Event,
+    PairRaced,
+    ProblemFinished,
+    ProblemStarted,
+    SearchStarted,
+    TrialFinished,
+    TuneOptions,
+    search,
+    tune,
+)
+from hadagen.tuner.study import scores
+from hadagen.tuning_db.store import Store
+from hadagen.tuning_db.winners import best_by_cell
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with Store.open(tmp_path / "trials.db") as opened:
+        yield opened
+
+
+def knobs_of(trials: list[Trial]) -> list[tuple[Problem, str]]:
+    return [(trial.problem, knobs_key(trial.knobs)) for trial in trials]
+
+
+# ---- what is tried -------------------------------------------------------------------------------------------------
+
+
+def test_every_problem_gets_its_trials_all_legal_and_none_twice(store: Store) -> None:
+    wanted = problems(2, 256, 4096)
+    report = tune(options(store, FakeRunner(), problems=wanted))
+    trials = store.trials()
+    assert Counter(trial.problem for trial in trials) == dict.fromkeys(wanted, TRIALS)
+    assert len(set(knobs_of(trials))) == len(trials) == report.finished
+    for trial in trials:
+        build_plan(trial.problem, Knobs.from_dict(trial.knobs), arch())  # or raises
+    assert report.outcomes == {Outcome.OK: len(trials)}
+    assert report.stopped == ""
+
+
+def test_same_seed_and_same_answers_give_the_same_search(tmp_path: Path) -> None:
+    class UnsteadyRunner(FakeRunner):
+        """Now and then lets the other threads go first."""
+
+        def trial(self, candidate: Candidate) -> Trial:
+            for _ in range(len(self.asked) % 7):
+                threading.Event().wait(0.001)
+            return super().trial(candidate)
+
+    asked = []
+    for name, runner, seed in (("a", FakeRunner(), 3), ("b", UnsteadyRunner(), 3), ("c", FakeRunner(), 4)):
+        with Store.open(tmp_path / name) as store:
+            tune(options(store, runner, problems=problems(256, 512), trials=30, seed=seed))
+            asked.append(runner.asked)
+    assert asked[0] == asked[1]
+    assert asked[0] != asked[2]
+
+
+def test_the_search_finds_what_is_fast(store: Store) -> None:
+    (problem,) = problems(1024)
+    report = tune(options(store, FakeRunner(), problems=[problem], trials=60))
+    found = report.best[problem][0]
+    everything = [scores(make_trial(problem, knobs.to_dict()))[0] for knobs in Space(problem, arch()).legal[::7]]
+    assert sum(score > found for score in everything) < len(everything) / 500
+
+
+def test_a_small_space_is_tried_whole_and_then_it_ends(store: Store) -> None:
+    (problem,) = problems(4)
+    small = arch(
+        chunks=(1, 2), warps=(1, 2), load=("plain",), store=("plain",), min_blocks=(1,), stages=(1,), order=("by_step",)
+    )
+    legal = Space(problem, small).legal
+    events: list[Event] = []
+    report = tune(options(store, FakeRunner(), arch=small, problems=[problem], trials=500), events.append)
+    assert report.finished == len(legal) < 500
+    assert {Knobs.from_dict(trial.knobs) for trial in store.trials()} == set(legal)
+    assert sum(isinstance(event, ProblemFinished) for event in events) == 1
+
+
+def test_what_wins_next_door_is_tried_early(store: Store) -> None:
+    """The winner of n = 256 is nothing that a search would begin with, and yet among the first for n = 512."""
+    small, large = problems(256, 512)
+    knobs = Knobs(chunks=2, warps=16, low_bits="mma", load="cp_async", grid="persistent", stages=3, min_blocks=2)
+    best = make_trial(small, knobs.to_dict())
+    store.record(replace(best, timings=tuple(replace(timing, us=0.5) for timing in best.timings)))
+    runner = FakeRunner()
+    tune(options(store, runner, problems=[large], trials=4))
+    assert knobs.to_dict() in [asked for _, asked in runner.asked]
+
+
+def test_knobs_with_a_known_kernel_share_its_trial(store: Store) -> None:
+    """Nothing crosses chunks at n = 4, so the order of steps makes no difference to the kernel."""
+    few = arch(chunks=(1, 2), warps=(1, 2), load=("plain",), store=("plain",), min_blocks=(1,), stages=(1,))
+    runner = FakeRunner()
+
+    def same_for_both_orders(sources: Any) -> Any:
+        return [replace(kernel, digest=f"{kernel.launch}"[:64]) for kernel in build(sources)]
+
+    tune(options(store, runner, arch=few, problems=problems(4), build=same_for_both_orders, trials=500))
+    trials = store.trials()
+    kernels = {trial.kernel.digest for trial in trials if trial.kernel}
+    assert len(runner.asked) == len(kernels) < len(trials)
+    for trial in trials:
+        assert trial.timings
+        assert trial.errors
+        measured = (trial.problem, trial.knobs) in runner.asked
+        assert trial.detail.startswith("same kernel as") != measured
+
+
+# ---- what is kept and told -----------------------------------------------------------------------------------------
+
+
+def test_a_trial_is_recorded_before_it_is_reported(store: Store) -> None:
+    seen = 0
+
+    def listen(event: Event) -> None:
+        nonlocal seen
+        if isinstance(event, TrialFinished):
+            seen += 1
+            assert event.finished == seen
+            assert len(store.trials(blobs=False)) == seen
+
+    tune(options(store, FakeRunner()), listen)
+    assert seen == TRIALS
+
+
+def test_events_tell_the_whole_search(store: Store) -> None:
+    events: list[Event] = []
+    wanted = problems(64, 256)
+    report = tune(options(store, FakeRunner(), problems=wanted), events.append)
+    kinds = Counter(type(event) for event in events)
+    assert events[0] == SearchStarted(2, 2 * TRIALS, 0, GPU, estimated=False)
+    assert kinds[ProblemStarted] == kinds[ProblemFinished] == 2
+    assert kinds[TrialFinished] == 2 * TRIALS
+    built = [event for event in events if isinstance(event, BatchBuilt)]
+    assert sum(event.fresh + event.known + event.failed for event in built) == 2 * TRIALS
+    for problem in wanted:
+        best = [event.best for event in events if isinstance(event, TrialFinished) and event.trial.problem == problem]
+        assert all(all(a <= b for a, b in zip(*pair, strict=True)) for pair in pairwise(best))
+        assert report.best[problem] == best[-1]
+
+
+def test_failures_are_kept_and_optuna_learns_from_them(store: Store) -> None:
+    class Wrong(FakeRunner):
+        def trial(self, candidate: Candidate) -> Trial:
+            trial = super().trial(candidate)
+            if candidate.knobs["load"] == "bulk":
+                return replace(trial, outcome=Outcome.WRONG_ANSWER, timings=(), detail="nonsense")
+            return trial
+
+    def refuse_persistent(sources: Any) -> Any:
+        return [
+            BuildFailure(source.entry, "no") if launch.persistent else kernel
+            for (source, launch), kernel in zip(sources, build(sources), strict=True)
+        ]
+
+    report = tune(options(store, Wrong(), build=refuse_persistent, trials=25))
+    outcomes = Counter(trial.outcome for trial in store.trials())
+    assert report.outcomes == outcomes
+    assert min(outcomes[kind] for kind in (Outcome.OK, Outcome.WRONG_ANSWER, Outcome.COMPILE_FAILED)) > 0
+    assert all(trial.detail == "no" for trial in store.trials(outcome=Outcome.COMPILE_FAILED))
+    (name,) = optuna.get_all_study_names(store.url)
+    kept = optuna.load_study(study_name=name, storage=store.url).trials
+    assert len(kept) == 25
+    pruned = [trial for trial in kept if trial.state is optuna.trial.TrialState.PRUNED]
+    assert len(pruned) == 25 - outcomes[Outcome.OK]
+    assert all(max(trial.constraints.values()) > 0 for trial in pruned)
+
+
+def test_regimes_count_the_timings_that_decide() -> None:
+    trial = make_trial(problems(256)[0], Knobs().to_dict())
+    latency, l2, memory = scores(trial)
+    assert latency > l2 > memory > 0
+    other = [replace(timing, cache=Cache.COLD, us=9.0) for timing in trial.timings if timing.cache is Cache.HOT]
+    assert scores(replace(trial, timings=trial.timings + tuple(other))) == (latency, l2, memory)
+    assert scores(replace(trial, timings=())) == (0.0, 0.0, 0.0)
+
+
+# ---- how it runs ---------------------------------------------------------------------------------------------------
+
+
+def test_a_batch_is_built_while_another_is_measured(store: Store) -> None:
+    builds = 0
+    built_again = threading.Event()
+
+    def counted(sources: Any) -> Any:
+        nonlocal builds
+        builds += 1
+        if builds == 2:
+            built_again.set()
+        return build(sources)
+
+    class Waiting(FakeRunner):
+        def trial(self, candidate: Candidate) -> Trial:
+            assert built_again.wait(60), "the second batch waits for the first to be measured"
+            return super().trial(candidate)
+
+    tune(options(store, Waiting(), build=counted, trials=20))
+
+
+def test_the_time_budget_ends_it(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(10**9))
+    monkeypatch.setattr(search.time, "monotonic", lambda: float(next(clock)))
+    report = tune(options(store, FakeRunner(), trials=400, time_budget=60.0))
+    assert report.stopped == "out of time"
+    assert 0 < report.finished < 400
+    assert report.finished == len(store.trials(blobs=False))
+
+
+@pytest.mark.parametrize("error", [ToolchainError("no nvcc"), DeviceError("the GPU is gone")])
+def test_what_ends_the_search_is_raised_and_the_trials_are_kept(store: Store, error: Exception) -> None:
+    class Breaking(FakeRunner):
+        def trial(self, candidate: Candidate) -> Trial:
+            if isinstance(error, DeviceError) and len(self.asked) > 3:
+                raise error
+            return super().trial(candidate)
+
+    calls = 0
+
+    def breaking(sources: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if isinstance(error, ToolchainError) and calls == 2:
+            raise error
+        return build(sources)
+
+    with pytest.raises(type(error), match=str(error)):
+        tune(options(store, Breaking(), build=breaking, trials=40))
+    kept = len(store.trials(blobs=False))
+    assert kept == (3 if isinstance(error, DeviceError) else 8)
+    assert tune(options(store, FakeRunner(), trials=40)).finished == 40
+
+
+def test_a_database_that_fails_ends_it_with_its_sentence(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise StorageError("the disk is full")
+
+    monkeypatch.setattr(store, "record", full)
+    with pytest.raises(StorageError, match="the disk is full"):
+        tune(options(store, FakeRunner()))
+
+
+def test_recorded_trials_replace_a_device(store: Store, tmp_path: Path) -> None:
+    few = arch(chunks=(1, 2), warps=(1, 2, 4), load=("plain",), store=("plain",), min_blocks=(1,), stages=(1,))
+    (problem,) = problems(16)
+    everything = [make_trial(problem, knobs.to_dict()) for knobs in Space(problem, few).legal]
+    best = max(scores(trial)[0] for trial in everything)
+    report = tune(TuneOptions(few, [problem], store, ReplayRunner(everything), None, trials=20))
+    assert report.best[problem][0] == pytest.approx(best)
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [({"trials": 0}, "trials = 0 would try nothing"), ({"time_budget": 0.0}, "a time budget of 0 s leaves no time")],
+)
+def test_options_that_make_no_sense_are_refused(store: Store, fields: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        options(store, FakeRunner(), **fields)
+
+
+# ---- races ---------------------------------------------------------------------------------------------------------
+
+
+class RacingRunner(FakeRunner):
+    """All kernels look alike, but in a race the one with more chunks is faster."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.races: list[tuple[Candidate, Candidate, list[Cell]]] = []
+
+    def trial(self, candidate: Candidate) -> Trial:
+        trial = super().trial(candidate)
+        us = 2 + 0.001 * candidate.knobs["chunks"]
+        return replace(trial, timings=tuple(replace(timing, us=us) for timing in trial.timings))
+
+    def race(self, a: Candidate, b: Candidate, cells: list[Cell]) -> list[tuple[float, float]]:
+        self.races.append((a, b, cells))
+        return [(2 - 0.01 * a.knobs["chunks"], 2 - 0.01 * b.knobs["chunks"]) for _ in cells]
+
+
+def test_near_ties_are_raced_and_the_race_decides(store: Store) -> None:
+    events: list[Event] = []
+    runner = RacingRunner()
+    report = tune(options(store, runner), events.append)
+    raced = [event for event in events if isinstance(event, PairRaced)]
+    assert report.raced == sum(len(event.margins) for event in raced) > 0
+    for a, b, cells in runner.races:
+        assert a.kernel
+        assert b.kernel
+        assert a.kernel.cubin
+        assert a.problem == b.problem
+        assert all(cell.cache is dict((e, c) for e, c in ((1 << 14, Cache.HOT), (1 << 22, Cache.HOT), (1 << 26, Cache.COLD)))[cell.elements] for cell in cells)
+    faster = max((trial for pair in runner.races for trial in pair[:2]), key=lambda c: c.knobs["chunks"])
+    for trial, timing in best_by_cell(store.trials()).values():
+        assert trial.knobs["chunks"] == faster.knobs["chunks"]
+        assert timing.us == pytest.approx(2 - 0.01 * faster.knobs["chunks"])
+        assert "raced with kernel" in trial.detail
+        assert trial.kernel
+        assert trial.kernel.cubin
+    assert len(store.trials()) == TRIALS
+
+
+def test_a_race_that_fails_changes_nothing(store: Store) -> None:
+    class Failing(RacingRunner):
+        def race(self, a: Candidate, b: Candidate, cells: list[Cell]) -> list[tuple[float, float]]:
+            raise DeviceError("a race failed")
+
+    report = tune(options(store, Failing()))
+    assert (report.raced, report.stopped, report.finished) == (0, "", TRIALS)
+    assert all("raced" not in trial.detail for trial in store.trials(blobs=False))
