@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 import click
 
 from hadagen.cli import options
-from hadagen.errors import ToolchainError
+from hadagen.errors import ToolchainError, UsageError
 from hadagen.problem import Problem
 
 if TYPE_CHECKING:
     from hadagen.arch import Arch
-    from hadagen.space import Knobs
+    from hadagen.plan import Plan
 
 LARGE_ELEMENTS = 1 << 26
 
@@ -31,10 +31,9 @@ def emit(arch: str, problem: Problem, knobs: tuple[str, ...], form: str | None) 
     """
     from hadagen.arch import load_arch
     from hadagen.codegen import render
-    from hadagen.space import build_plan
 
     target = load_arch(arch)
-    plan = build_plan(problem, _complete(options.parse_knobs(knobs), problem, target), target)
+    plan = _complete(options.parse_knobs(knobs), problem, target)
     source = render(plan)
     if form is None:
         click.echo(source.text, nl=False)
@@ -49,15 +48,24 @@ def emit(arch: str, problem: Problem, knobs: tuple[str, ...], form: str | None) 
     click.echo(built.ptx.decode() if form == "ptx" else disassemble(built), nl=False)
 
 
-def _complete(given: dict[str, int | str], problem: Problem, arch: Arch) -> Knobs:
-    """The legal knobs with the given values that differ least from the default ones; where there are none, the sum."""
+def _complete(given: dict[str, int | str], problem: Problem, arch: Arch) -> Plan:
+    """The plan of the legal knobs with the given values that differ least from the default ones.
+
+    Raises `UsageError` where there are none, with the reason why the default ones are not legal with those given.
+    """
     from hadagen.runtime.choose import best_config
-    from hadagen.space import Knobs, Space
+    from hadagen.space import Knobs, Space, build_plan
 
     space = Space(problem, arch)
     winner = best_config(problem, max(1, LARGE_ELEMENTS // problem.n), arch=arch.name, inplace=True)
     default = space.seeds()[0] if winner.knobs is None else Knobs.from_dict(winner.knobs)
     wanted = {**default.to_dict(), **given}
     both = Knobs.from_dict(wanted)
-    legal = (knobs for knobs in space.legal if given.items() <= knobs.to_dict().items())
-    return min(legal, key=lambda knobs: len(wanted.items() - knobs.to_dict().items()), default=both)
+    try:
+        return build_plan(problem, both, arch)
+    except UsageError:
+        legal = [knobs for knobs in space.legal if given.items() <= knobs.to_dict().items()]
+        if not legal:
+            raise
+        nearest = min(legal, key=lambda knobs: len(wanted.items() - knobs.to_dict().items()))
+        return build_plan(problem, nearest, arch)

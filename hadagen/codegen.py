@@ -53,7 +53,7 @@ def render(plan: Plan) -> Source:
 
 def header(target: str = "device") -> str:
     """Text of the primitives header, for `device` (nvcc) or `host` (the emulator)."""
-    return files(TEMPLATES).joinpath(target, HEADER).read_text(encoding="utf-8")
+    return files(TEMPLATES).joinpath(target).joinpath(HEADER).read_text(encoding="utf-8")
 
 
 @cache
@@ -120,7 +120,7 @@ def _place_lines(plan: Plan) -> list[str]:
 
 
 def _groups(plan: Plan) -> list[dict[str, Any]]:
-    """The steps in the order they are written: each over all chunks, or runs of steps that stay in a chunk, chunk by chunk."""
+    """The steps as they are written: each over all chunks, or runs of steps that stay in a chunk, chunk by chunk."""
     groups: list[dict[str, Any]] = []
     for step, view in zip(plan.steps, _steps(plan), strict=True):
         by_chunk = plan.by_chunk and _stays_in_chunk(step)
@@ -204,7 +204,7 @@ def _exchange(plan: Plan, step: Exchange) -> dict[str, Any]:
 
 
 def _turns(plan: Plan) -> Iterator[dict[str, Any]]:
-    """The rounds of all exchanges: which vectors of a chunk cross in each, and what keeps a slot's reader from its next writer.
+    """The rounds of all exchanges: which vectors of a chunk cross, and what keeps a slot's reader from its next writer.
 
     Slots of one block are freed by `block_sync`. Those of a cluster are freed by all its blocks having arrived: each
     arrives when it has read what lies there (or, at the start, when it runs), and waits before it writes to others.

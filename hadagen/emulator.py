@@ -2,7 +2,7 @@
 
 The same text that nvcc compiles is compiled by a C++ compiler against `templates/host/hadagen.cuh`, whose primitives
 have the meaning of the device's. Threads meet at every collective, in an order that `order_seed` varies. The machine
-below (`templates/host/machine.cpp`) is hostile: shared memory begins as NaNs, a copy lands when it is waited for and
+below (`templates/host/`) is hostile: shared memory begins as NaNs, a copy lands when it is waited for and
 not sooner, and every access is checked for bounds, alignment and races. While it runs it counts what would be slow on
 a device: bank conflicts and uncoalesced accesses.
 """
@@ -41,9 +41,10 @@ from hadagen.reference import (
     verification_scale,
 )
 
-# The sources in `templates/host`: what kernels include, what the machine is made of, and what stands between them.
+# The sources in `templates/host`: the primitives, which only kernels include, and the machine they stand on.
 PRIMITIVES = ("hadagen.cuh", "numbers.hpp")
-MACHINE = ("machine.cpp", "fiber.hpp", "memory.hpp", "machine.hpp")
+MACHINE = ("machine.cpp", "access.cpp")
+MACHINE_HEADERS = ("machine.hpp", "state.hpp", "fiber.hpp", "memory.hpp")
 
 # Kernels are run for milliseconds, so most of the time is the compiler's: -O1 for them, -O2 for the machine.
 # Some distributions turn _FORTIFY_SOURCE on, and its longjmp refuses to leave the stack it is on.
@@ -226,7 +227,8 @@ def compile_host(
     units = ["\n".join(unique[at : at + KERNELS_PER_UNIT]) for at in range(0, len(unique), KERNELS_PER_UNIT)]
     compiler = _compiler(os.environ.get("CXX"))
     library = root / f"{_key(compiler.version, KERNEL_FLAGS, MACHINE_FLAGS, sorted(texts.items()), units)}.so"
-    machine = root / f"{_key(compiler.version, MACHINE_FLAGS, [texts[name] for name in MACHINE])}.o"
+    shared = [texts[name] for name in MACHINE_HEADERS]
+    machine = {name: root / f"{_key(compiler.version, MACHINE_FLAGS, shared, texts[name])}.o" for name in MACHINE}
     try:
         root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=root) as folder:
@@ -243,7 +245,7 @@ def compile_host(
 def host_texts() -> dict[str, str]:
     """The machine's sources, by file name."""
     folder = files("hadagen.templates") / "host"
-    return {name: (folder / name).read_text(encoding="utf-8") for name in (*PRIMITIVES, *MACHINE)}
+    return {name: (folder / name).read_text(encoding="utf-8") for name in (*PRIMITIVES, *MACHINE, *MACHINE_HEADERS)}
 
 
 def verification_rows(problem: Problem, launch: LaunchSpec) -> int:
@@ -321,28 +323,28 @@ def _build(
     compiler: _Compiler,
     units: Sequence[str],
     texts: Mapping[str, str],
-    machine: Path,
+    machine: Mapping[str, Path],
     library: Path,
     folder: Path,
     jobs: int,
 ) -> None:
-    """Compile in `folder`, then put the finished files in their places."""
+    """Compile in `folder`, then put the finished files in their places: the machine's objects, and the library."""
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
     todo: list[tuple[str | Path, ...]] = []
-    objects = []
-    if not machine.exists():
-        todo.append((*MACHINE_FLAGS, "-c", folder / MACHINE[0], "-o", folder / "machine.o"))
+    new = {name: (folder / name).with_suffix(".o") for name, place in machine.items() if not place.exists()}
+    todo += [(*MACHINE_FLAGS, "-c", folder / name, "-o", built) for name, built in new.items()]
+    kernels = []
     for number, unit in enumerate(units):
         path = folder / f"unit{number}.cpp"
         path.write_text(unit, encoding="utf-8")
-        objects.append(path.with_suffix(".o"))
-        todo.append((*KERNEL_FLAGS, "-I", folder, "-c", path, "-o", objects[-1]))
+        kernels.append(path.with_suffix(".o"))
+        todo.append((*KERNEL_FLAGS, "-I", folder, "-c", path, "-o", kernels[-1]))
     with ThreadPoolExecutor(jobs) as pool:
         list(pool.map(lambda arguments: compiler(*arguments), todo))
-    if not machine.exists():
-        (folder / "machine.o").replace(machine)
-    compiler("-shared", machine, *objects, "-o", folder / "kernels.so")
+    for name, built in new.items():
+        built.replace(machine[name])
+    compiler("-shared", *machine.values(), *kernels, "-o", folder / "kernels.so")
     (folder / "kernels.so").replace(library)
 
 

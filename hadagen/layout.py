@@ -87,11 +87,13 @@ class Placement:
     def standard(cls, chunk_bits: int, warp_bits: int, cta_bits: int) -> Placement:
         """As loaded in 16-byte vectors of 16-bit elements: 256-element chunks, then warps, then blocks."""
         return cls(
-            (PAIR, reg(0), reg(1))
-            + tuple(lane(j) for j in range(LANE_BITS))
-            + tuple(reg(2 + j) for j in range(chunk_bits))
-            + tuple(warp(j) for j in range(warp_bits))
-            + tuple(cta(j) for j in range(cta_bits))
+            (
+                *(PAIR, reg(0), reg(1)),
+                *(lane(j) for j in range(LANE_BITS)),
+                *(reg(2 + j) for j in range(chunk_bits)),
+                *(warp(j) for j in range(warp_bits)),
+                *(cta(j) for j in range(cta_bits)),
+            )
         )
 
     def __len__(self) -> int:

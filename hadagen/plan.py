@@ -19,6 +19,9 @@ from hadagen.problem import Numerics, Problem
 
 if TYPE_CHECKING:
     import numpy as np
+    from numpy.typing import NDArray
+
+    Reals = NDArray[np.float64]
 
 VECTOR_ELEMENTS = 8  # of 16 bits in a 16-byte vector
 CHUNK_ELEMENTS = 32 * VECTOR_ELEMENTS
@@ -45,9 +48,12 @@ class Load:
 
 @dataclass(frozen=True)
 class Mma:
-    """Transforms the four bits at {pair, lane0, lane1, reg}, times 2^`MMA_EXPONENT`, and applies `MMA_MOVES`. Leaves
-    what it accumulates in: fp32, or packed (float16 only). `split` takes fp32 as high + low halves. All four must be bits of the row: were one not, rows would meet in
-    a sum with weight 0, and an infinity in one would make NaN of its neighbours."""
+    """Transforms the four bits at {pair, lane0, lane1, reg}, times 2^`MMA_EXPONENT`, and applies `MMA_MOVES`.
+
+    Leaves what it accumulates in: fp32, or packed (float16 only). `split` takes fp32 as high + low halves. All four must
+    be bits of the row: were one not, rows would meet in a sum with weight 0, and an infinity in one would make NaN of
+    its neighbors.
+    """
 
     reg: int
     split: bool = False
@@ -264,7 +270,8 @@ def _check(plan: Plan) -> None:
     n_bits = plan.problem.log2_n
     if plan.tile_elements < plan.problem.n:
         raise UsageError(
-            f"a tile of {plan.tile_elements} elements is shorter than a row of {plan.problem.n}; give it more chunks, warps or blocks"
+            f"a tile of {plan.tile_elements} elements is shorter than a row of {plan.problem.n}; "
+            "give it more chunks, warps or blocks"
         )
     carrier, exact, done, scaled, exponent = "", True, set[int](), False, 0
     before = plan.loaded
@@ -339,13 +346,13 @@ def _sentence(step: Step, before: Placement) -> str:
             return f"store {path}"
 
 
-def interpret(plan: Plan, x: np.ndarray, scale: float = 1.0) -> np.ndarray:
-    """What the plan computes, in float64, step by step over places. x: [rows, n], rows a multiple of rows_per_tile."""
+def interpret(plan: Plan, x: Reals, scale: float = 1.0) -> Reals:
+    """What the plan computes, in float64, step by step. x: [rows, n], rows a multiple of `rows_per_tile`."""
     import numpy as np
 
     axes = plan.loaded.places
     bits = len(axes)
-    # Axis i of `tile` is the coordinate of place axes[i]; bit 0 varies fastest in memory, so it comes last in a reshape.
+    # Axis i of `tile` is the coordinate of place axes[i]; bit 0 varies fastest in memory, so a reshape has it last.
     tile = np.asarray(x, np.float64).reshape((-1,) + (2,) * bits).transpose(0, *range(bits, 0, -1))
     hadamard = np.array([[1.0, 1.0], [1.0, -1.0]])
     for step in plan.steps:
@@ -372,7 +379,7 @@ def interpret(plan: Plan, x: np.ndarray, scale: float = 1.0) -> np.ndarray:
     return tile.transpose(0, *order).reshape(np.shape(x))
 
 
-def _permute(tile: np.ndarray, axes: tuple[Place, ...], moves: dict[Place, Place]) -> np.ndarray:
+def _permute(tile: Reals, axes: tuple[Place, ...], moves: dict[Place, Place]) -> Reals:
     back = {after: before for before, after in moves.items()}
     return tile.transpose(0, *(1 + axes.index(back.get(place, place)) for place in axes))
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from functools import cached_property, lru_cache, reduce
+from functools import cached_property, reduce
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -81,10 +82,15 @@ class Knobs:
 
 
 KNOB_NAMES = tuple(field.name for field in fields(Knobs))
+_SHAPE = ("chunks", "warps", "cluster")
+# What proved good on H100s, whatever the tile; where it is not legal, the nearest that is.
+PROVEN = Knobs(
+    accumulator=PACKED, shared_layout="swizzled", order="by_chunk", load="no_allocate", store="streaming", min_blocks=2
+)
 
 
 def build_plan(problem: Problem, knobs: Knobs, arch: Arch) -> Plan:
-    """The plan that the knobs mean. Raises `UsageError` with the reason if they are not legal for the problem on the arch."""
+    """The plan that the knobs mean. Raises `UsageError` with the reason if they are not legal for problem and arch."""
     for name in KNOB_NAMES:
         value = getattr(knobs, name)
         if value not in arch.search[name]:
@@ -234,9 +240,6 @@ def _rule(*reads: str) -> Callable[[Callable[[_Context, Knobs], str | None]], No
     return add
 
 
-_TILE = ("chunks", "warps", "cluster")
-
-
 def _tile(knobs: Knobs) -> int:
     return knobs.chunks * knobs.warps * knobs.cluster << CHUNK_BITS
 
@@ -255,12 +258,12 @@ def _(c: _Context, k: Knobs) -> str | None:
     return f"more than {limit} threads per block" if 32 * k.warps > limit else None
 
 
-@_rule(*_TILE)
+@_rule(*_SHAPE)
 def _(c: _Context, k: Knobs) -> str | None:
     return "the tile is shorter than a row" if _tile(k) < c.problem.n else None
 
 
-@_rule(*_TILE)
+@_rule(*_SHAPE)
 def _(c: _Context, k: Knobs) -> str | None:
     if k.cluster == 1:
         return None
@@ -269,7 +272,7 @@ def _(c: _Context, k: Knobs) -> str | None:
     return "a row does not need that many blocks" if _tile(k) > c.problem.n else None
 
 
-@_rule(*_TILE)
+@_rule(*_SHAPE)
 def _(c: _Context, k: Knobs) -> str | None:
     if not _has_exchange(c, k):
         return None
@@ -384,12 +387,12 @@ def _(c: _Context, k: Knobs) -> str | None:
     threads = 32 * k.warps
     available = min(c.arch.limits.registers_per_thread, c.arch.limits.registers_per_sm // (threads * k.min_blocks))
     if data + OVERHEAD_REGISTERS > available:
-        return f"a thread's values do not fit its registers"
+        return "a thread's values do not fit its registers"
     return None
 
 
 @_rule(
-    *_TILE, "butterfly_carrier", "exchange_carrier", "exchange_rounds", "shared_layout", "load", "stages", "min_blocks"
+    *_SHAPE, "butterfly_carrier", "exchange_carrier", "exchange_rounds", "shared_layout", "load", "stages", "min_blocks"
 )
 def _(c: _Context, k: Knobs) -> str | None:
     block = k.chunks * k.warps << CHUNK_BITS
@@ -399,7 +402,6 @@ def _(c: _Context, k: Knobs) -> str | None:
         slot = Exchange((), k.exchange_carrier, k.exchange_rounds, k.shared_layout).slot_bytes
         exchanged = k.chunks * k.warps * slot
     bytes_ = 128 + staged + exchanged
-    blocks = k.min_blocks
     if bytes_ > c.arch.limits.shared_per_block:
         return f"more than {c.arch.limits.shared_per_block} bytes of shared memory per block"
     if k.min_blocks * (bytes_ + c.arch.limits.shared_reserved_per_block) > c.arch.limits.shared_per_sm:
@@ -436,41 +438,27 @@ class Space:
         total = prod(len(self.arch.search[name]) for name in KNOB_NAMES)
         return SpaceReport(total, len(legal), dict(reasons.most_common()))
 
-    def choices(self, prefix: Mapping[str, Any]) -> tuple[str | None, tuple[Any, ...]]:
-        """The next knob after `prefix` (knobs in their order), and its values from which some legal choice can be reached."""
-        if len(prefix) == len(KNOB_NAMES):
-            return None, ()
-        name = KNOB_NAMES[len(prefix)]
-        return name, self._tree.get(tuple(prefix.values()), ())
-
     def seeds(self) -> list[Knobs]:
-        """A few legal choices that tend to be good: one per tile shape, everything else as simple as it can be."""
-        simple: dict[tuple[int, int, int], Knobs] = {}
-        for knobs in self.legal:
-            simple.setdefault((knobs.chunks, knobs.warps, knobs.cluster), knobs)
-        return sorted(simple.values(), key=lambda k: (k.cluster, abs(k.chunks * k.warps - 16), k.warps))
-
-    def neighbours(self, knobs: Knobs) -> list[Knobs]:
-        """The legal choices that differ from `knobs` in one knob."""
-        legal = set(self.legal)
-        near = (replace(knobs, **{name: value}) for name in KNOB_NAMES for value in self.arch.search[name])
-        return [other for other in near if other != knobs and other in legal]
-
-    @cached_property
-    def _tree(self) -> dict[tuple[Any, ...], tuple[Any, ...]]:
-        tree: dict[tuple[Any, ...], dict[Any, None]] = {}
-        for knobs in self.legal:
-            values = tuple(getattr(knobs, name) for name in KNOB_NAMES)
-            for i in range(len(values)):
-                tree.setdefault(values[:i], {})[values[i]] = None
-        return {prefix: tuple(values) for prefix, values in tree.items()}
+        """Legal choices that tend to be good, for a search to start from: each tile shape, with a block per tile and
+        with a persistent grid; shapes of 16 chunks in a block first."""
+        shapes = product(*(self.arch.search[name] for name in _SHAPE))
+        found: dict[Knobs, None] = {}
+        for shape in sorted(shapes, key=lambda shape: (shape[2], abs(shape[0] * shape[1] - 16), shape[1])):
+            for start in (PROVEN, replace(PROVEN, load="cp_async", grid="persistent", stages=2)):
+                wanted = start.to_dict() | dict(zip(_SHAPE, shape, strict=True))
+                knobs = next(self.nearest(wanted))
+                if all(getattr(knobs, name) == wanted[name] for name in _SHAPE):
+                    found[knobs] = None
+        return list(found)
 
     def nearest(self, wanted: Mapping[str, Any]) -> Iterator[Knobs]:
-        """All legal choices, nearest to `wanted` first: knob by knob, each as near in its range as the ones before let it."""
+        """All legal choices, nearest to `wanted` first: knob by knob, each as near in its range as those before let it.
+
+        For a value that is not searched, the first of the range stands in."""
         ranges = []
         for name in KNOB_NAMES:
             values = self.arch.search[name]
-            place = values.index(wanted[name])
+            place = values.index(wanted[name]) if wanted[name] in values else 0
             ranges.append(sorted(values, key=lambda value: abs(values.index(value) - place)))
         return self._walk(ranges, Counter())
 
@@ -486,8 +474,8 @@ class Space:
         return [[rule for rule, at in zip(RULES, last, strict=True) if at == i] for i in range(len(KNOB_NAMES))]
 
     def _walk(self, ranges: Sequence[Sequence[Any]], reasons: Counter[str]) -> Iterator[Knobs]:
-        """The legal choices, knob by knob in the order of `ranges`. Each rule is asked as soon as the knobs it reads are
-        chosen, so a dead branch is counted, not walked."""
+        """The legal choices, knob by knob in the order of `ranges`. Each rule is asked as soon as the knobs it reads
+        are chosen, so a dead branch is counted, not walked."""
         below = [prod(map(len, ranges[i + 1 :])) for i in range(len(ranges))]
 
         def walk(knobs: Knobs, level: int) -> Iterator[Knobs]:
@@ -495,7 +483,7 @@ class Space:
                 yield knobs
                 return
             for value in ranges[level]:
-                chosen = replace(knobs, **{KNOB_NAMES[level]: value})
+                chosen = replace(knobs, **{KNOB_NAMES[level]: value})  # type: ignore[arg-type]
                 why = next((w for rule in self._rules[level] if (w := rule.broken(self._context, chosen))), None)
                 if why:
                     reasons[why] += below[level]
@@ -503,11 +491,3 @@ class Space:
                     yield from walk(chosen, level + 1)
 
         return walk(Knobs(), 0)
-
-
-@lru_cache(maxsize=128)
-def space_of(problem: Problem, arch_name: str) -> Space:
-    """The space of a problem on a known arch, made once."""
-    from hadagen.arch import load_arch
-
-    return Space(problem, load_arch(arch_name))

@@ -8,20 +8,18 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from spaces import ARCH, space_of
 
-from hadagen.arch import load_arch
 from hadagen.errors import UsageError
 from hadagen.layout import reg, warp
 from hadagen.plan import Butterfly, Exchange, Mma, Plan, Round, Scale, Shuffle, Transpose, interpret
 from hadagen.problem import DType, Numerics, Problem
 from hadagen.reference import hadamard
-from hadagen.space import Knobs, Space, build_plan, space_of
-
-ARCH = load_arch("sm90")
+from hadagen.space import Knobs, Space, build_plan
 
 
 def space(log2_n: int, numerics: Numerics, dtype: DType = DType.FLOAT16) -> Space:
-    return space_of(Problem(1 << log2_n, dtype, numerics), "sm90")
+    return space_of(Problem(1 << log2_n, dtype, numerics))
 
 
 @st.composite

@@ -83,9 +83,8 @@ def test_same_seed_and_same_answers_give_the_same_search(tmp_path: Path) -> None
 def test_the_search_finds_what_is_fast(store: Store) -> None:
     (problem,) = problems(1024)
     report = tune(options(store, FakeRunner(), problems=[problem], trials=60))
-    found = report.best[problem][0]
     everything = [scores(make_trial(problem, knobs.to_dict()))[0] for knobs in Space(problem, arch()).legal[::7]]
-    assert sum(score > found for score in everything) < len(everything) / 500
+    assert report.best[problem][0] > 0.9 * max(everything)
 
 
 def test_a_small_space_is_tried_whole_and_then_it_ends(store: Store) -> None:
@@ -313,7 +312,13 @@ def test_near_ties_are_raced_and_the_race_decides(store: Store) -> None:
         assert b.kernel
         assert a.kernel.cubin
         assert a.problem == b.problem
-        assert all(cell.cache is dict((e, c) for e, c in ((1 << 14, Cache.HOT), (1 << 22, Cache.HOT), (1 << 26, Cache.COLD)))[cell.elements] for cell in cells)
+        assert all(
+            cell.cache
+            is dict((e, c) for e, c in ((1 << 14, Cache.HOT), (1 << 22, Cache.HOT), (1 << 26, Cache.COLD)))[
+                cell.elements
+            ]
+            for cell in cells
+        )
     faster = max((trial for pair in runner.races for trial in pair[:2]), key=lambda c: c.knobs["chunks"])
     for trial, timing in best_by_cell(store.trials()).values():
         assert trial.knobs["chunks"] == faster.knobs["chunks"]

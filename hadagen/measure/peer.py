@@ -42,7 +42,7 @@ def time_peer(transform: Transform, n: int, dtype: DType, cell: Cell, l2_bytes: 
     graph.replay()
     us: list[float] = []
     for _ in range(_REPLAYS):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start, end = _event(), _event()
         if cell.needs_flush(l2_bytes):
             flusher.sum()
         start.record()
@@ -51,3 +51,7 @@ def time_peer(transform: Transform, n: int, dtype: DType, cell: Cell, l2_bytes: 
         end.synchronize()
         us.append(start.elapsed_time(end) * 1000.0 / launches)
     return statistics.median(us)
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

@@ -35,7 +35,7 @@ _UNSEEN_LOADS = ("no_allocate",)
 ORDER_SEED = 2  # the emulator's threads in a random order
 
 
-def seen_by_model(space: Space) -> Space:
+def _seen(space: Space) -> Space:
     """The part of a space that the cost model tells apart: knobs that it is blind to keep their first value."""
     search = dict(space.arch.search)
     search |= {name: search[name][:1] for name in _UNSEEN}
@@ -44,12 +44,12 @@ def seen_by_model(space: Space) -> Space:
 
 
 def shortlist(space: Space, count: int) -> list[Knobs]:
-    """At most `count` legal knobs of a space (`seen_by_model`) with the best estimates, no two alike in `_SHAPE`.
+    """At most `count` legal knobs with the best estimates, no two alike in `_SHAPE`.
 
     First the best of each regime, then the second best of each, and so on.
     """
     arch, problem = space.arch, space.problem
-    estimates = {knobs: Estimate(build_plan(problem, knobs, arch), arch) for knobs in space.legal}
+    estimates = {knobs: Estimate(build_plan(problem, knobs, arch), arch) for knobs in _seen(space).legal}
     ranked = []
     for cells in _cells_by_regime(problem, arch).values():
         times = {knobs: fsum(log(estimate.us(*cell)) for cell in cells) for knobs, estimate in estimates.items()}

@@ -25,7 +25,7 @@ from hadagen.problem import MAX_LOG2_N, DType, Numerics, Problem
 from hadagen.space import Knobs, Space
 from hadagen.toolchain import BuildFailure
 from hadagen.trial import Outcome, Provenance, Trial
-from hadagen.tuner.estimate import seen_by_model, shortlist
+from hadagen.tuner.estimate import shortlist
 from hadagen.tuner.events import (
     BatchBuilt,
     Listener,
@@ -45,7 +45,7 @@ MEASURED_TRIALS = 50
 ESTIMATED_TRIALS = 6
 BATCHES = 3  # under way at once
 BATCH_SIZE = 64
-MOST_OF_ONE_PROBLEM = 8  # in a batch, for what is asked together cannot learn from each other
+MOST_OF_ONE_PROBLEM = 4  # in a batch, for what is asked together cannot learn from each other
 OPENED_AT_ONCE = 8  # problems, because ranking their knobs takes a moment and the first batch is waited for
 SEEDS = 8  # of a kind
 NEIGHBORS_TURN = 4  # of so many trials one is what is best for a neighboring problem by then
@@ -236,12 +236,11 @@ class _Search:
         if study.finished == self._goals[problem]:
             self._listen(ProblemFinished(problem, study.finished, study.best))
             return
-        # Neither depends on the type but for its size.
+        # Nothing of it depends on the type but for its size.
         key = problem.n, problem.numerics, problem.dtype.bytes
         if key not in self._seeds:
-            part = seen_by_model(space)
             self._seeds[key] = (
-                shortlist(part, self._trials) if self._estimated else shortlist(part, SEEDS) + part.seeds()[:SEEDS]
+                shortlist(space, self._trials) if self._estimated else shortlist(space, SEEDS) + space.seeds()[:SEEDS]
             )
         for knobs in self._seeds[key]:
             study.suggest(knobs)

@@ -62,7 +62,8 @@ struct Whereabouts {
     m.running->fiber.resume();
 }
 
-// Continues when the running thread is made ready again.
+}  // namespace
+
 void pause() {
     if (!_setjmp(m.running->fiber.place)) run_next();
 }
@@ -71,6 +72,8 @@ void make_ready(Thread& thread) {
     thread.waits_at = nullptr;
     m.ready.push_back(&thread);
 }
+
+namespace {
 
 // Seed 0 runs threads in order, each as far as it comes; seed 1 the other way round; any other at random.
 void make_ready(u32 first, u32 count) {
@@ -145,7 +148,7 @@ void begin_cluster(i64 first_block) {
         m.blocks[rank].memory.clear(launch.shared_bytes);
         m.blocks[rank].waiting = m.blocks[rank].written_until = 0;
     }
-    for (Warp& warp : m.warps) warp.waiting = 0;
+    for (Warp& warp : m.warps) warp = Warp{};
     for (u32 who = 0; who < m.cluster_threads(); ++who) {
         Thread& thread = m.threads[who];
         const u32 rank = who / launch.threads;

@@ -1,0 +1,57 @@
+"""Running `hadagen` in the process of a test, as on a machine that has neither a GPU nor anything of the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from sample_bundle import hide_bundles
+
+from hadagen import measure
+from hadagen.cli.main import main
+from hadagen.errors import DeviceError
+from hadagen.trial import Environment
+
+TINY_TUNE = ("tune", "--arch", "sm90", "--n", "2", "--dtype", "float16", "--numerics", "fast", "--trials", "1")
+
+
+def empty_machine(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hides GPUs and bundles, and what the user keeps. Compiled kernels are shared by all tests of a run."""
+
+    def no_device(index: int = 0) -> Environment:
+        raise DeviceError("there is no GPU in this test; add one")
+
+    hide_bundles(tmp_path, monkeypatch)
+    monkeypatch.setenv("HADAGEN_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+    monkeypatch.delenv("HADAGEN_DEBUG", raising=False)
+    monkeypatch.setattr(measure, "device_environment", no_device)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments], prog_name="hadagen")
+
+
+def succeed(*arguments: str | Path) -> str:
+    result = run(*arguments)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def sentence(result: Result, exit_code: int) -> str:
+    """What was said on stderr; nothing else may have been."""
+    assert result.exit_code == exit_code, result.output
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("hadagen: ")
+    return line.removeprefix("hadagen: ")
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    def function(*arguments: object) -> Any:
+        raise error
+
+    return function
