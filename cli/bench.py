@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from itertools import product
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
@@ -12,11 +13,11 @@ from hadagen.cli.output import print_json, print_table
 from hadagen.errors import DeviceError, UsageError
 
 if TYPE_CHECKING:
-    from hadagen.measure import Candidate, Cell
+    from hadagen.measure import Cell
     from hadagen.problem import Problem
     from hadagen.runtime.device import Device
-    from hadagen.trial import Destination, Kernel, Trial
-    from hadagen.tuning_db.bundle import Bundle
+    from hadagen.trial import Destination, Kernel
+    from hadagen.tuning_db.bundle import Bundle, BundleEntry
 
 MIN_ELEMENTS, MAX_ELEMENTS = 1 << 13, 1 << 28
 DEFAULT_ELEMENTS = "65536,1048576,8388608,67108864,268435456"
@@ -47,7 +48,10 @@ def bench(
     environment = device_environment(device)
     target = Device(options.arch_of(environment), environment.gpu)
     destination = Destination.IN_PLACE if inplace else Destination.OUT_OF_PLACE
-    results = _measure(problems, counts, destination, target, device, environment.l2_bytes)
+    choices = _choose(problems, counts, destination, target, environment.l2_bytes)
+    if not choices:
+        raise DeviceError(f"no bundle has kernels for {target.gpu} ({target.arch}); run hadagen tune on this machine")
+    results = _time(choices, target.arch, device, environment.l2_bytes)
     if as_json:
         print_json({"gpu": environment.gpu, "driver": environment.driver, "results": results})
         return
@@ -62,57 +66,64 @@ def bench(
     )
 
 
-def _measure(
-    problems: Sequence[Problem],
-    counts: Sequence[int],
-    destination: Destination,
-    target: Device,
-    index: int,
-    l2_bytes: int,
-) -> list[dict[str, Any]]:
-    """Time the winner of every problem at every element count; one object for each that has one."""
-    from hadagen.arch import load_arch
-    from hadagen.measure import Candidate, Cell, DeviceRunner, copy_sources
-    from hadagen.measure.peer import find_peer, time_peer
-    from hadagen.runtime.choose import choose_from_bundles
-    from hadagen.toolchain import BuildFailure, Toolchain
-    from hadagen.trial import Outcome, deciding_cache
+class Choice(NamedTuple):
+    """The winner of a cell of a problem, and the bundle that holds it."""
 
-    chosen: dict[tuple[Problem, Cell], str] = {}
-    candidates: dict[tuple[Problem, str], Candidate] = {}
-    for problem in problems:
-        for count in (count for count in counts if count >= problem.n):
-            _, found = choose_from_bundles(problem, destination, count, target)
-            if found is None or found[0].arch != target.arch:
-                continue
-            entry, bundle = found
+    problem: Problem
+    cell: Cell
+    entry: BundleEntry
+    bundle: Bundle
+
+
+def _choose(
+    problems: Sequence[Problem], counts: Sequence[int], destination: Destination, target: Device, l2_bytes: int
+) -> list[Choice]:
+    from hadagen.measure import Cell
+    from hadagen.runtime.choose import choose_from_bundles
+    from hadagen.trial import deciding_cache
+
+    choices = []
+    for problem, count in product(problems, counts):
+        _, found = choose_from_bundles(problem, destination, count, target)
+        if found and found[0].arch == target.arch and count >= problem.n:
             cell = Cell(count, destination, deciding_cache(problem, count, destination, l2_bytes))
-            chosen[problem, cell] = entry.kernel
-            candidates[problem, entry.kernel] = Candidate(problem, dict(entry.knobs), _kernel(bundle, entry.kernel))
-    if not chosen:
-        raise DeviceError(f"no bundle has kernels for {target.gpu} ({target.arch}); run hadagen tune on this machine")
-    built = Toolchain.find().build([(source, source.launch) for source in copy_sources()], load_arch(target.arch))
+            choices.append(Choice(problem, cell, *found))
+    return choices
+
+
+def _time(choices: Sequence[Choice], arch: str, index: int, l2_bytes: int) -> list[dict[str, Any]]:
+    """Verify and time each choice on a device; one object for each."""
+    from hadagen.arch import load_arch
+    from hadagen.measure import Candidate, DeviceRunner, copy_sources, peer
+    from hadagen.toolchain import BuildFailure, Toolchain
+    from hadagen.trial import Outcome
+
+    built = Toolchain.find().build([(source, source.launch) for source in copy_sources()], load_arch(arch))
     copies = [kernel for kernel in built if not isinstance(kernel, BuildFailure)]
-    cells = sorted({cell for _, cell in chosen})
-    trials: dict[tuple[Problem, str], Trial] = {}
+    candidates = {
+        (choice.problem, choice.entry.kernel): Candidate(
+            choice.problem, dict(choice.entry.knobs), _kernel(choice.bundle, choice.entry.kernel)
+        )
+        for choice in choices
+    }
+    cells = sorted({choice.cell for choice in choices})
     with DeviceRunner(index, copies, cells=cells, give_up=float("inf")) as runner:
-        for candidate, trial in runner.run(candidates.values()):
-            assert candidate.kernel is not None
-            trials[candidate.problem, candidate.kernel.digest] = trial
-    peer = find_peer()
+        trials = dict(zip(candidates, (trial for _, trial in runner.run(candidates.values())), strict=True))
+    transform = peer.find_peer()
     results = []
-    for (problem, cell), digest in chosen.items():
-        trial = trials[problem, digest]
+    for problem, cell, entry, _ in choices:
+        trial = trials[problem, entry.kernel]
         if trial.outcome is not Outcome.OK:
-            raise DeviceError(f"kernel {digest[:12]} for {problem.name} ended as {trial.outcome.value}: {trial.detail}")
+            why = f"{trial.outcome.value}: {trial.detail}"
+            raise DeviceError(f"kernel {entry.kernel[:12]} for {problem.name} ended as {why}; tune again")
         timing = next(t for t in trial.timings if (t.elements, t.destination, t.cache) == cell)
-        peer_us = time_peer(peer, problem.n, problem.dtype, cell, l2_bytes) if peer else None
+        peer_us = transform and peer.time_peer(transform, problem.n, problem.dtype, cell, l2_bytes, index)
         results.append(
             {
                 "n": problem.n,
                 "elements": cell.elements,
                 "cache": cell.cache.value,
-                "kernel": digest,
+                "kernel": entry.kernel,
                 "us": timing.us,
                 "copy_us": timing.copy_us,
                 "fraction_of_copy": timing.fraction_of_copy,

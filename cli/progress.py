@@ -107,6 +107,5 @@ class _Lines:
 
 def best_so_far(best: tuple[float, ...]) -> str:
     """The best fraction of copy in each regime."""
-    return (
-        "best " + ", ".join(f"{score:.2f} ({regime})" for score, regime in zip(best, REGIMES, strict=True)) + " of copy"
-    )
+    scores = ", ".join(f"{regime} {score:.2f}" for regime, score in zip(REGIMES, best, strict=True))
+    return f"best so far, as fraction of copy: {scores}"

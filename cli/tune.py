@@ -13,7 +13,7 @@ import click
 from hadagen.cli import options
 from hadagen.cli.listing import winner_values
 from hadagen.cli.output import clock_text, print_json, print_table
-from hadagen.errors import DeviceError, StorageError
+from hadagen.errors import DeviceError, HadagenError, StorageError
 from hadagen.problem import DType, Numerics, Problem
 from hadagen.trial import Destination
 
@@ -108,8 +108,11 @@ def tune(
             report = search(wanted, listen)
         if report.stopped == "interrupted":
             raise click.Abort
+        selection = portfolio(store.trials(arch=target.name, blobs=False))
+        if not selection:
+            raise HadagenError(f"none of {report.finished} trials has won anything yet; give more time or more trials")
         path = bundle or options.default_bundle(target.name)
-        write_bundle(path, target.name, portfolio(store.trials(arch=target.name, blobs=False)), store.kernel)
+        write_bundle(path, target.name, selection, store.kernel)
         place = store.place
     written = Bundle.open(path)
     gpu_name = report.environment.gpu
@@ -134,7 +137,7 @@ def tune(
     _print_winners(entries)
     new, stopped = report.finished - report.finished_before, f", {report.stopped}" if report.stopped else ""
     click.echo(f"\n{new} new trials in {clock_text(report.seconds)}{stopped}; the winners are in {path}")
-    click.echo(f"{'estimated' if report.estimated else 'measured'}: {provenance}")
+    click.echo(f"estimated: {provenance}" if report.estimated else f"measured on {gpu_name}")
 
 
 def _find_gpu(index: int | None) -> Environment | None:

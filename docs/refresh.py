@@ -56,7 +56,7 @@ class Cell(NamedTuple):
 Speeds = dict[str, dict[Cell, float]]
 
 
-def read_speeds(ours: Path, peers: Path = PEERS) -> Speeds:
+def read_speeds(ours: Path, peers: Path) -> Speeds:
     """Both tables, by the names of `LIBRARIES`."""
     speeds: Speeds = defaultdict(dict)
     for path in (ours, peers):
@@ -157,7 +157,7 @@ def outdated() -> list[str]:
     readme = README.read_text(encoding="utf-8")
     if not OURS.exists():
         return [] if with_numbers(readme, NO_DATA) == readme else [README.name]
-    stale = [] if with_numbers(readme, numbers(read_speeds(OURS))) == readme else [README.name]
+    stale = [] if with_numbers(readme, numbers(read_speeds(OURS, PEERS))) == readme else [README.name]
     drawn = PICTURE.exists() and fingerprint() in PICTURE.read_text(encoding="utf-8")
     return stale + ([] if drawn else [PICTURE.name])
 
@@ -171,7 +171,7 @@ def main(arguments: list[str]) -> None:
         raise SystemExit("usage: python docs/refresh.py [--check]")
     if not OURS.exists():
         raise SystemExit(f"{OURS} is missing; make it on an H100 with hadagen bundle export")
-    speeds = read_speeds(OURS)
+    speeds = read_speeds(OURS, PEERS)
     readme = README.read_text(encoding="utf-8")
     README.write_text(with_numbers(readme, numbers(speeds)), encoding="utf-8")
     draw(speeds, PICTURE, fingerprint())

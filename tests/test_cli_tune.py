@@ -54,6 +54,12 @@ def test_an_interrupted_tune_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.stderr.splitlines()[-1] == "hadagen: interrupted; what had finished is kept"
 
 
+def test_a_tune_without_time_says_that_nothing_was_found() -> None:
+    result = run(*TINY_TUNE, "--time-budget", "1e-9")
+    assert result.exit_code == 1
+    assert result.stderr.splitlines()[-1].endswith("has won anything yet; give more time or more trials")
+
+
 def test_a_gpu_that_disappears_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hadagen.tuner.tune", raising(DeviceError("CUDA device 0 was lost; restart the process")))
     result = run(*TINY_TUNE)

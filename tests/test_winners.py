@@ -150,3 +150,18 @@ def test_the_table_has_a_line_for_each_regime(tmp_path: Path) -> None:
     assert lines[1]["fraction_of_copy"] == "0.950"
     with pytest.raises(StorageError, match="cannot be written"):
         export_csv({}, tmp_path)
+
+
+def test_among_kernels_that_tie_where_it_decides_the_other_regime_has_a_say() -> None:
+    cell = (1 << 26, OUT_OF_PLACE)
+
+    def trial(chunks: int, cold: float, hot: float) -> Trial:
+        return make_trial(chunks, timings=(make_timing(cold, *cell, Cache.COLD), make_timing(hot, *cell, Cache.HOT)))
+
+    slow_when_hot, fast_when_hot, slower = trial(1, 100.0, 150.0), trial(2, 100.5, 100.0), trial(4, 110.0, 90.0)
+    ((winner, timing),) = best_by_cell([slow_when_hot, fast_when_hot, slower]).values()
+    assert winner == fast_when_hot
+    assert timing.cache is Cache.COLD
+    untimed = make_trial(8, timings=(make_timing(100.0, *cell, Cache.COLD),))
+    ((winner, _),) = best_by_cell([slow_when_hot, fast_when_hot, untimed]).values()
+    assert winner == fast_when_hot

@@ -2,18 +2,18 @@
 
 A *cell* is a place where a kernel is wanted: a problem on a GPU, in place or out of place, at a number of elements.
 Only a trial that is ok, has a kernel and keeps the problem's error bound for every class of input can win one. What
-decides is the time with the data hot in L2 where it fits in half of it, and cold otherwise; the other time counts only
-in a cell where no trial has the deciding one. Whatever their times, a measured trial outranks an estimated one, and
-an estimate wins no cell that was measured on any GPU of the arch.
+decides is the time with the data hot in L2 where it fits in half of it, and cold otherwise. The other time has a small
+say (`OTHER_SHARE`): where memory is the limit, kernels that tie when cold differ by half when data happens to be hot.
+Whatever their times, a measured trial outranks an estimated one, and an estimate wins no cell that was measured on any
+GPU of the arch.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import fsum
-from operator import itemgetter
 from typing import Any
 
 from hadagen.problem import Problem
@@ -31,7 +31,17 @@ class Cell:
     elements: int
 
 
-Candidate = tuple[Trial, Timing]
+# Of the two times of a cell, hot and cold, the share in their weighted geometric mean of the one that does not decide.
+OTHER_SHARE = 0.1
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A trial in a cell, with the timing that decides there. `score` ranks it: less is better."""
+
+    trial: Trial
+    timing: Timing
+    score: float
 
 
 def may_win(trial: Trial) -> bool:
@@ -51,16 +61,16 @@ def cell_value(trial: Trial, destination: Destination, elements: int, l2_bytes: 
     return min(there, key=lambda timing: timing.cache is not decides, default=None)
 
 
-def best_by_cell(trials: Iterable[Trial]) -> dict[Cell, Candidate]:
-    """The fastest trial of every cell, with the timing that decided; the order of the trials does not matter."""
-    return {cell: candidates[0] for cell, candidates in _candidates(trials).items()}
+def best_by_cell(trials: Iterable[Trial]) -> dict[Cell, tuple[Trial, Timing]]:
+    """The best trial of every cell, with the timing that decided; the order of the trials does not matter."""
+    return {cell: (ranked[0].trial, ranked[0].timing) for cell, ranked in _candidates(trials).items()}
 
 
 def portfolio(trials: Iterable[Trial], loss: float = 0.02) -> dict[Cell, Trial]:
-    """A small set of kernels that is nowhere slower than the best by more than `loss` (0.02 is 2 %), by cell.
+    """A small set of kernels that nowhere scores worse than the best by more than `loss` (0.02 is 2 %), by cell.
 
     The set of a problem is found greedily: next comes the kernel that serves most of the cells not served yet. Then
-    every cell gets the fastest kernel of the set. The order of the trials does not matter.
+    every cell gets the best kernel of the set. The order of the trials does not matter.
     """
     candidates = _candidates(trials)
     problems: dict[tuple[Problem, str], list[list[Candidate]]] = defaultdict(list)
@@ -68,20 +78,20 @@ def portfolio(trials: Iterable[Trial], loss: float = 0.02) -> dict[Cell, Trial]:
         problems[cell.problem, cell.arch].append(ranked)
     chosen = {problem: _cover(cells, loss) for problem, cells in problems.items()}
     return {
-        cell: next(trial for trial, _ in ranked if _digest(trial) in chosen[cell.problem, cell.arch])
+        cell: next(c.trial for c in ranked if _digest(c.trial) in chosen[cell.problem, cell.arch])
         for cell, ranked in candidates.items()
     }
 
 
 def _cover(cells: Sequence[Sequence[Candidate]], loss: float) -> set[str]:
-    """Digests of kernels of which every cell has one within `loss` of its fastest; greedy, ties by least slowdown."""
-    # Kernel -> the cells it serves, with its time there as a multiple of the best.
+    """Digests of kernels of which every cell has one within `loss` of its best; greedy, ties by least slowdown."""
+    # Kernel -> the cells it serves, with its score there as a multiple of the best.
     serves: dict[str, dict[int, float]] = defaultdict(dict)
     for index, ranked in enumerate(cells):
-        best_us = ranked[0][1].us
-        for trial, timing in ranked:
-            if timing.us <= best_us * (1 + loss):
-                serves[_digest(trial)].setdefault(index, timing.us / best_us)
+        best = ranked[0].score
+        for candidate in ranked:
+            if candidate.score <= best * (1 + loss):
+                serves[_digest(candidate.trial)].setdefault(index, candidate.score / best)
 
     def rank(digest: str) -> tuple[int, float, str]:
         return -len(serves[digest]), fsum(serves[digest].values()), digest
@@ -98,28 +108,46 @@ def _cover(cells: Sequence[Sequence[Candidate]], loss: float) -> set[str]:
 
 
 def _candidates(trials: Iterable[Trial]) -> dict[Cell, list[Candidate]]:
-    """The trials that compete in each cell, fastest first."""
-    # A sort key beside each: estimated?, timed in the other regime only?, time, and what makes the order complete.
-    found: dict[Cell, list[tuple[tuple[Any, ...], Candidate]]] = defaultdict(list)
+    """The trials that compete in each cell, best first."""
+    # In each cell: is it an estimate, does it lack the time that decides, and the two times.
+    found: dict[Cell, list[tuple[bool, bool, Trial, Timing, Timing | None]]] = defaultdict(list)
     for trial in filter(may_win, trials):
         estimated = trial.provenance is Provenance.ESTIMATED
-        complete = (knobs_key(trial.knobs), trial.date, repr(trial.environment))
-        l2_bytes = trial.environment.l2_bytes
         for destination, elements in {(timing.destination, timing.elements) for timing in trial.timings}:
-            timing = cell_value(trial, destination, elements, l2_bytes)
+            timing = cell_value(trial, destination, elements, trial.environment.l2_bytes)
             assert timing is not None
-            other = timing.cache is not deciding_cache(trial.problem, elements, destination, l2_bytes)
+            there = (t for t in trial.timings if (t.destination, t.elements) == (destination, elements))
+            other = next((t for t in there if t.cache is not timing.cache), None)
+            decides = deciding_cache(trial.problem, elements, destination, trial.environment.l2_bytes)
             cell = Cell(trial.problem, trial.arch, trial.environment.gpu, destination, elements)
-            found[cell].append(((estimated, other, timing.us, *complete), (trial, timing)))
+            found[cell].append((estimated, timing.cache is not decides, trial, timing, other))
 
     candidates = {}
-    measured = {_on_any_gpu(cell) for cell, ranked in found.items() if not all(key[0] for key, _ in ranked)}
-    for cell, ranked in sorted(found.items()):
-        ranked.sort(key=itemgetter(0))
-        estimated, other = ranked[0][0][:2]
-        if not (estimated and _on_any_gpu(cell) in measured):
-            candidates[cell] = [candidate for key, candidate in ranked if key[:2] == (estimated, other)]
+    measured = {_on_any_gpu(cell) for cell, entries in found.items() if not all(entry[0] for entry in entries)}
+    for cell, entries in sorted(found.items()):
+        estimated, lacking = min(entry[:2] for entry in entries)
+        if estimated and _on_any_gpu(cell) in measured:
+            continue
+        rivals = [entry[2:] for entry in entries if entry[:2] == (estimated, lacking)]
+        candidates[cell] = sorted((Candidate(*rival[:2], score) for rival, score in _scored(rivals)), key=_rank)
     return candidates
+
+
+Rival = tuple[Trial, Timing, Timing | None]
+
+
+def _scored(rivals: Sequence[Rival]) -> Iterator[tuple[Rival, float]]:
+    """Each rival with its score. One that was not timed in the other regime counts there as the slowest that was."""
+    slowest = max((other.us for _, _, other in rivals if other), default=1.0)
+    for rival in rivals:
+        _, timing, other = rival
+        yield rival, timing.us ** (1 - OTHER_SHARE) * (other.us if other else slowest) ** OTHER_SHARE
+
+
+def _rank(candidate: Candidate) -> tuple[Any, ...]:
+    """A complete order, so that winners do not depend on the order of the trials."""
+    trial = candidate.trial
+    return candidate.score, candidate.timing.us, knobs_key(trial.knobs), trial.date, repr(trial.environment)
 
 
 def _on_any_gpu(cell: Cell) -> Cell:

@@ -6,7 +6,6 @@ import statistics
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 
@@ -25,32 +24,33 @@ def find_peer() -> Transform | None:
     return None if find_spec(name) is None else import_module(name).hadamard_transform
 
 
-def time_peer(transform: Transform, n: int, dtype: DType, cell: Cell, l2_bytes: int) -> float:
-    """Microseconds of one call on the current device: the median over the replays.
+def time_peer(transform: Transform, n: int, dtype: DType, cell: Cell, l2_bytes: int, device_index: int) -> float:
+    """Microseconds of one call on a CUDA device: the median over the replays.
 
     It allocates its result, so its destination is always out-of-place. `cell.elements` must be a multiple of n.
     Raises PyTorch's `RuntimeError` where memory runs out or the call cannot be captured.
     """
-    slots, launches = cell.slots(l2_bytes), cell.launches(l2_bytes)
-    x = torch.randn(slots, cell.elements // n, n, dtype=TORCH_DTYPE[dtype], device="cuda")
-    flusher = torch.zeros(EVICTION * l2_bytes // 4, dtype=torch.int32, device="cuda")
-    results: list[Any] = [transform(x[0], 1.0)] * slots  # the first call may do what a capture forbids
-    graph = torch.cuda.CUDAGraph()
-    with torch.no_grad(), torch.cuda.graph(graph):
-        for launch in range(launches):
-            results[launch % slots] = transform(x[launch % slots], 1.0)
-    graph.replay()
-    us: list[float] = []
-    for _ in range(_REPLAYS):
-        start, end = _event(), _event()
-        if cell.needs_flush(l2_bytes):
-            flusher.sum()
-        start.record()
+    with torch.no_grad(), torch.cuda.device(device_index):
+        slots, launches = cell.slots(l2_bytes), cell.launches(l2_bytes)
+        x = torch.randn(slots, cell.elements // n, n, dtype=TORCH_DTYPE[dtype], device="cuda")
+        flusher = torch.zeros(EVICTION * l2_bytes // 4, dtype=torch.int32, device="cuda")
+        results = [transform(x[0], 1.0)] * slots  # the first call may do what a capture forbids
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for launch in range(launches):
+                results[launch % slots] = transform(x[launch % slots], 1.0)
         graph.replay()
-        end.record()
-        end.synchronize()
-        us.append(start.elapsed_time(end) * 1000.0 / launches)
-    return statistics.median(us)
+        intervals = []
+        for _ in range(_REPLAYS):
+            start, end = _event(), _event()
+            if cell.needs_flush(l2_bytes):
+                flusher.sum()
+            start.record()
+            graph.replay()
+            end.record()
+            intervals.append((start, end))
+        torch.cuda.synchronize()
+        return float(statistics.median(start.elapsed_time(end) for start, end in intervals)) * 1000.0 / launches
 
 
 def _event() -> torch.cuda.Event:

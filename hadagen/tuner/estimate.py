@@ -44,9 +44,9 @@ def _seen(space: Space) -> Space:
 
 
 def shortlist(space: Space, count: int) -> list[Knobs]:
-    """At most `count` legal knobs with the best estimates, no two alike in `_SHAPE`.
+    """At most `count` legal knobs with the best estimates: the best of each regime, then the second best, and so on.
 
-    First the best of each regime, then the second best of each, and so on.
+    Those of one regime differ in `_SHAPE`, for two that are nearly the same would tell no more than one.
     """
     arch, problem = space.arch, space.problem
     estimates = {knobs: Estimate(build_plan(problem, knobs, arch), arch) for knobs in _seen(space).legal}

@@ -40,12 +40,12 @@ Scores = tuple[float, float, float]
 
 
 def regime(problem: Problem, elements: int, destination: Destination, cache: Cache, l2_bytes: int) -> str | None:
-    """Which of `REGIMES` a time belongs to; None where it names no winner, as the other cache decides there."""
-    if cache is not deciding_cache(problem, elements, destination, l2_bytes):
-        return None
-    if elements <= LATENCY_ELEMENTS:
-        return "latency"
-    return "L2" if cache is Cache.HOT else "memory"
+    """Which of `REGIMES` a time belongs to; None for what is beyond L2 but hot, and for what fits in half of it but cold."""
+    decides = cache is deciding_cache(problem, elements, destination, l2_bytes)
+    if cache is Cache.COLD:
+        return "memory" if decides else None
+    fits = decides or deciding_cache(problem, elements, destination, 2 * l2_bytes) is Cache.HOT
+    return None if not fits else "latency" if elements <= LATENCY_ELEMENTS else "L2"
 
 
 def scores(trial: Trial) -> Scores:

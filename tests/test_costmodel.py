@@ -1,0 +1,227 @@
+"""The cost model against times measured on an H100, and the laws that any of its times must keep."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hadagen.arch import load_arch
+from hadagen.codegen import Source
+from hadagen.costmodel import Estimate, copy_us, resident_blocks
+from hadagen.launch import LaunchSpec
+from hadagen.measure import Candidate
+from hadagen.plan import Plan
+from hadagen.problem import DType, Numerics, Problem
+from hadagen.space import Knobs, Space, build_plan
+from hadagen.trial import ELEMENT_BUCKETS, Cache, Destination, Kernel, Outcome, Provenance, Trial
+from hadagen.tuner import EstimateRunner, estimate, shortlist
+from hadagen.tuner.study import scores
+
+SM90 = load_arch("sm90")
+
+# Hand-picked float16 kernels on an H100 80GB HBM3: chunks, warps, blocks per cluster, and the time of a launch.
+MEASURED = """
+    numerics      n   elements destination  cache  c  w  b       us
+    fast        128      65536 in-place      hot    2  4  1    1.368
+    fast        128    8388608 out-of-place  hot    8  2  1    6.103
+    fast        128  268435456 out-of-place  cold   1  4  1  357.536
+    fast        256       8192 in-place      hot    1  8  1    1.337
+    fast        256    8388608 in-place      hot   16  1  1    6.354
+    fast        256  268435456 in-place      cold   1  8  1  358.208
+    fast       1024       8192 in-place      hot    4  2  1    1.389
+    fast       1024    1048576 in-place      hot    4  1  1    1.976
+    fast       1024   33554432 in-place      cold   2  2  1   46.640
+    fast       4096      65536 in-place      hot    4  4  1    1.607
+    fast       4096    8388608 in-place      hot    8  2  1    6.885
+    fast       4096  268435456 in-place      cold   4  4  1  360.432
+    fast       8192     262144 in-place      hot    8  4  1    2.051
+    fast       8192   16777216 in-place      hot    8  4  1   14.484
+    fast       8192   33554432 in-place      cold  16  2  1   47.190
+    fast      32768     262144 in-place      hot   16  1  8    3.408
+    fast      32768    1048576 in-place      hot   16  8  1    4.350
+    fast      32768   33554432 in-place      cold  16  8  1   49.147
+    accurate    128      65536 in-place      hot    2  4  1    1.527
+    accurate    128    8388608 in-place      hot    4  4  1    7.491
+    accurate    128  268435456 out-of-place  cold   1 16  1  354.560
+    accurate    256      65536 in-place      hot    2  4  1    1.494
+    accurate    256    8388608 in-place      hot    4  2  1    7.270
+    accurate    256  268435456 in-place      cold   1 16  1  356.688
+    accurate   1024      65536 in-place      hot    2  2  1    1.607
+    accurate   1024    1048576 in-place      hot    4  1  1    2.276
+    accurate   1024  268435456 out-of-place  cold   2  2  1  357.296
+    accurate   4096      65536 in-place      hot    4  4  1    1.867
+    accurate   4096    1048576 in-place      hot    4  4  1    2.593
+    accurate   4096  268435456 in-place      cold   4  4  1  359.424
+    accurate   8192      65536 in-place      hot    8  4  1    2.408
+    accurate   8192    1048576 in-place      hot    8  4  1    2.795
+    accurate   8192  268435456 in-place      cold   8  4  1  360.976
+    accurate  32768      65536 in-place      hot   16  8  1    5.112
+    accurate  32768    1048576 in-place      hot   16  8  1    5.566
+    accurate  32768  268435456 out-of-place  cold  16  8  1  484.688
+"""
+
+
+def estimates_and_times() -> list[tuple[int, float, float]]:
+    """n, estimated µs and measured µs of each row."""
+    rows = []
+    for line in MEASURED.strip().splitlines()[1:]:
+        numerics, n, elements, destination, cache, chunks, warps, blocks, us = line.split()
+        problem = Problem(int(n), DType.FLOAT16, Numerics(numerics))
+        form = "fp32" if problem.numerics is Numerics.ACCURATE else "packed"
+        wanted = {
+            "chunks": int(chunks),
+            "warps": int(warps),
+            "cluster": int(blocks),
+            "mma_carrier": "split" if form == "fp32" else "packed",
+            "butterfly_carrier": form,
+            "exchange_carrier": form,
+            "shared_layout": "swizzled",
+        }
+        knobs = next(Space(problem, SM90).nearest(Knobs().to_dict() | wanted))
+        estimate = Estimate(build_plan(problem, knobs, SM90), SM90)
+        rows.append((int(n), estimate.us(int(elements), Destination(destination), Cache(cache)), float(us)))
+    return rows
+
+
+def test_estimates_are_near_what_was_measured() -> None:
+    errors = [abs(math.log(estimate / us)) for _, estimate, us in estimates_and_times()]
+    assert math.exp(statistics.median(errors)) < 1.08
+    assert math.exp(max(errors)) < 1.5
+
+
+@pytest.mark.parametrize("n", [128, 256, 1024, 4096, 8192, 32768])
+def test_estimates_order_the_times_of_each_n(n: int) -> None:
+    rows = np.array([(estimate, us) for m, estimate, us in estimates_and_times() if m == n])
+    ranks = rows.argsort(axis=0).argsort(axis=0)
+    assert np.corrcoef(ranks.T)[0, 1] > 0.8
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> tuple[Problem, Knobs]:
+    problem = Problem(1 << draw(st.integers(1, 15)), draw(st.sampled_from(DType)), draw(st.sampled_from(Numerics)))
+    wanted = {name: draw(st.sampled_from(values)) for name, values in SM90.search.items()}
+    return problem, next(Space(problem, SM90).nearest(wanted))
+
+
+@given(plans(), st.sampled_from(Destination), st.sampled_from(Cache))
+def test_more_elements_never_take_less(choice: tuple[Problem, Knobs], destination: Destination, cache: Cache) -> None:
+    problem, knobs = choice
+    estimate = Estimate(build_plan(problem, knobs, SM90), SM90)
+    times = [estimate.us(elements, destination, cache) for elements in ELEMENT_BUCKETS]
+    assert all(SM90.model.launch_us < time < math.inf for time in times)
+    assert times == sorted(times)
+
+
+@given(plans(), st.sampled_from(ELEMENT_BUCKETS), st.sampled_from(Destination))
+def test_cold_is_never_faster_than_hot(choice: tuple[Problem, Knobs], elements: int, destination: Destination) -> None:
+    problem, knobs = choice
+    estimate = Estimate(build_plan(problem, knobs, SM90), SM90)
+    assert estimate.us(elements, destination, Cache.HOT) <= estimate.us(elements, destination, Cache.COLD)
+
+
+@given(plans(), st.sampled_from(ELEMENT_BUCKETS), st.sampled_from(Destination), st.sampled_from(Cache))
+def test_nothing_beats_a_copy(
+    choice: tuple[Problem, Knobs], elements: int, destination: Destination, cache: Cache
+) -> None:
+    problem, knobs = choice
+    estimate = Estimate(build_plan(problem, knobs, SM90), SM90)
+    assert estimate.us(elements, destination, cache) >= copy_us(SM90, elements, 2, destination, cache)
+
+
+def test_occupancy_is_the_calculation_of_the_programming_guide() -> None:
+    problem = Problem(4096, DType.FLOAT16, Numerics.FAST)
+    plan = build_plan(problem, Knobs(chunks=4, warps=4), SM90)
+    assert plan.launch.threads == 128
+    assert resident_blocks(plan, SM90, 32) == 16  # threads: 2048 / 128
+    assert resident_blocks(plan, SM90, 57) == 8  # registers: 65536 / (64 · 128)
+    wide = build_plan(problem, Knobs(chunks=4, warps=4, load="bulk", grid="persistent", stages=4), SM90)
+    shared = 233472 // (wide.launch.shared_bytes + 1024)
+    assert resident_blocks(wide, SM90, 32) == shared < 16
+
+
+def test_fewer_registers_let_more_blocks_wait_for_memory_together() -> None:
+    plan = build_plan(Problem(4096, DType.FLOAT16, Numerics.FAST), Knobs(chunks=4, warps=4), SM90)
+    times = [Estimate(plan, SM90, registers).us(1 << 24, Destination.IN_PLACE, Cache.HOT) for registers in (32, 255)]
+    assert times[0] < times[1]
+
+
+# ---- ranking and running without a device --------------------------------------------------------------------------
+
+
+def test_the_shortlist_begins_with_the_best_of_each_regime() -> None:
+    problem = Problem(2048, DType.BFLOAT16, Numerics.ACCURATE)
+    space = Space(problem, SM90)
+    listed = shortlist(space, 6)
+    assert len(set(listed)) == 6
+    for same_regime in (listed[:1] + listed[3:4], listed[1:2] + listed[4:5], listed[2:3] + listed[5:]):
+        assert len({(k.chunks, k.warps, k.cluster, k.low_bits) for k in same_regime}) == 2
+    few = Space(problem, replace(SM90, search={**SM90.search, "cluster": (1,), "load": ("plain",), "stages": (1,)}))
+    cells = estimate._cells_by_regime(problem, SM90)
+    for cells_of_regime, best in zip(cells.values(), listed, strict=False):
+
+        def total(knobs: Knobs, cells: list[estimate.Cell] = cells_of_regime) -> float:
+            times = Estimate(build_plan(problem, knobs, SM90), SM90)
+            return math.fsum(math.log(times.us(*cell)) for cell in cells)
+
+        assert total(best) <= min(map(total, few.legal[::29])) + 1e-9
+
+
+def _kernel(registers: int) -> Kernel:
+    launch = LaunchSpec(32, 1, 0, 256, False)
+    return Kernel("digest", "kernel", "sm90", "", b"cubin", b"", launch, registers, 0, "13.0")
+
+
+def _run(problem: Problem, *knobs: Knobs) -> list[Trial]:
+    candidates = [Candidate(problem, k.to_dict(), _kernel(40)) for k in knobs]
+    return [trial for _, trial in EstimateRunner(SM90).run(candidates)]
+
+
+def test_an_estimate_is_verified_and_says_that_it_is_one() -> None:
+    problem = Problem(512, DType.FLOAT16, Numerics.ACCURATE)
+    knobs = shortlist(Space(problem, SM90), 2)
+    for trial, chosen in zip(_run(problem, *knobs), knobs, strict=True):
+        assert (trial.outcome, trial.provenance) == (Outcome.OK, Provenance.ESTIMATED)
+        assert trial.environment.gpu == ""
+        assert trial.knobs == chosen.to_dict()
+        assert set(trial.errors) == {"normal", "constant", "one-hot", "large"}
+        assert 0 < max(trial.errors.values()) <= problem.error_bound
+        assert {timing.elements for timing in trial.timings} == set(ELEMENT_BUCKETS)
+        times = Estimate(build_plan(problem, chosen, SM90), SM90, registers=40)
+        assert all(t.us == times.us(t.elements, t.destination, t.cache) for t in trial.timings)
+        assert all(0 < score <= 1 for score in scores(trial))
+
+
+def test_a_wrong_kernel_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    render = estimate.render
+
+    def with_another_scale(plan: Plan) -> Source:
+        source = render(plan)
+        assert "*= scale" in source.text
+        return replace(source, text=source.text.replace("*= scale", "*= 1.5f * scale"))
+
+    monkeypatch.setattr(estimate, "render", with_another_scale)
+    (trial,) = _run(Problem(64, DType.FLOAT16, Numerics.FAST), Knobs(low_bits="mma_shuffle"))
+    assert trial.outcome is Outcome.WRONG_ANSWER
+    assert trial.timings == ()
+    assert "relative error" in trial.detail
+
+
+def test_a_source_that_the_host_compiler_refuses_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    render = estimate.render
+
+    def broken_for_streaming(plan: Plan) -> Source:
+        source = render(plan)
+        return replace(source, text=source.text.replace("store16_streaming", "store16_steaming"))
+
+    monkeypatch.setattr(estimate, "render", broken_for_streaming)
+    problem = Problem(64, DType.FLOAT16, Numerics.FAST)
+    good, bad = _run(problem, Knobs(low_bits="mma_shuffle"), Knobs(low_bits="mma_shuffle", store="streaming"))
+    assert good.outcome is Outcome.OK
+    assert bad.outcome is Outcome.COMPILE_FAILED
+    assert "steaming" in bad.detail

@@ -1,0 +1,125 @@
+"""The documents: their numbers are those of the committed data, and what they name is there."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+from xml.etree import ElementTree
+
+import pytest
+from command_line import succeed
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def load_refresh() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("refresh", ROOT / "docs" / "refresh.py")
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+refresh = load_refresh()
+
+
+@pytest.fixture
+def documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A README and measured tables in which hadagen is everywhere twice as fast as its peers."""
+    for name in ("OURS", "PEERS", "PICTURE", "README"):
+        monkeypatch.setattr(refresh, name, tmp_path / Path(getattr(refresh, name)).name)
+    (tmp_path / "README.md").write_text(f"before\n{refresh.BEGIN}\nold\n{refresh.END}\nafter\n")
+    cells = [(n, elements, cache) for n in (128, 32768) for _, elements, cache in refresh.REGIMES]
+    write_table(
+        refresh.OURS,
+        [
+            {"numerics": numerics, "kernel": "0a1b", "fraction_of_copy": speed, **cell(*place)}
+            for numerics, speed in (("fast", 1.0), ("accurate", 0.5))
+            for place in cells
+        ],
+    )
+    write_table(
+        refresh.PEERS,
+        [
+            {"kernel": kernel, "fraction_of_copy": 0.5, **cell(*place)}
+            for kernel in ("hadacore", "fast-hadamard-transform")
+            for place in cells
+        ],
+    )
+    return tmp_path
+
+
+def cell(n: int, elements: int, cache: str) -> dict[str, object]:
+    return {"dtype": "float16", "destination": "in-place", "n": n, "elements": elements, "cache": cache}
+
+
+def write_table(path: Path, rows: list[dict[str, object]]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def test_the_readme_and_the_picture_are_up_to_date() -> None:
+    assert refresh.outdated() == [], "run: make docs"
+
+
+def test_refresh_writes_numbers_and_picture_once(documents: Path) -> None:
+    pytest.importorskip("matplotlib", reason="drawing needs the docs extra")
+    assert refresh.outdated() == ["README.md", "speed.svg"]
+    with pytest.raises(SystemExit, match=r"README.md, speed.svg: out of date"):
+        refresh.main(["--check"])
+    refresh.main([])
+    assert refresh.outdated() == []
+    refresh.main(["--check"])
+    readme = (documents / "README.md").read_text()
+    assert readme.startswith(f"before\n{refresh.BEGIN}\n![")
+    assert readme.endswith(f"{refresh.END}\nafter\n")
+    assert "`accurate` is 1.00 times as fast as HadaCore" in readme
+    assert "`fast` is 2.00 times as fast as HadaCore and 2.00 times as fast as fast-hadamard-transform" in readme
+    assert "| 64 K elements, in L2: hadagen, fast | – | 1.00 | – | – | – | – | – | 1.00 |" in readme
+    picture = (documents / "speed.svg").read_bytes()
+    ElementTree.fromstring(picture)
+    refresh.main([])
+    assert (documents / "speed.svg").read_bytes() == picture
+
+
+def test_a_changed_table_outdates_both(documents: Path) -> None:
+    pytest.importorskip("matplotlib", reason="drawing needs the docs extra")
+    refresh.main([])
+    refresh.OURS.write_text(refresh.OURS.read_text().replace("1.0", "0.9"))
+    assert refresh.outdated() == ["README.md", "speed.svg"]
+
+
+def test_without_a_table_there_is_nothing_to_refresh(documents: Path) -> None:
+    refresh.OURS.unlink()
+    with pytest.raises(SystemExit, match="is missing; make it on an H100"):
+        refresh.main([])
+    (documents / "README.md").write_text("no markers")
+    with pytest.raises(SystemExit, match="put the two markers back"):
+        refresh.outdated()
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "docs/architecture.md"])
+def test_what_a_document_names_is_there(name: str) -> None:
+    text = (ROOT / name).read_text()
+    for link in re.findall(r"\]\((?!http)([^)#]+)\)", text):
+        assert ((ROOT / name).parent / link).exists(), link
+    for target in re.findall(r"^make ([a-z-]+)", text, re.MULTILINE):
+        assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), target
+    for command in set(
+        re.findall(r"\bhadagen ([a-z]+)\b(?! =)", "\n".join(re.findall(r"`[^`]+`|^hadagen.*$", text, re.M)))
+    ):
+        assert "Usage: " in succeed(command, "--help")
+
+
+def test_the_architecture_names_every_module() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    modules = [path.stem for path in (ROOT / "hadagen").glob("*.py") if path.stem != "__init__"]
+    rooms = [path.parent.name for path in (ROOT / "hadagen").glob("*/__init__.py")]
+    missing = [name for name in [*modules, *rooms, "cli", "templates", "tuning_db"] if f"`{name}`" not in text]
+    assert not missing

@@ -1,0 +1,51 @@
+"""The command line on a machine with a GPU: from a measured tune to a bench that times its winners."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from command_line import run, succeed
+from sample_bundle import hide_bundles
+
+from hadagen.measure import peer
+
+pytestmark = pytest.mark.gpu
+
+TUNE = ("tune", "--n", "128,4096", "--dtype", "float16", "--numerics", "fast", "--trials", "3", "--json")
+BENCH = ("bench", "--n", "128,4096", "--numerics", "fast", "--inplace", "--elements", "65536,8388608", "--json")
+
+
+@pytest.fixture(autouse=True)
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hide_bundles(tmp_path, monkeypatch)
+
+
+def test_winners_are_measured_chosen_and_timed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    tuned = json.loads(succeed(*TUNE))
+    assert not tuned["estimated"]
+    assert tuned["gpu"] == torch.cuda.get_device_name(0)
+    assert {winner["provenance"] for winner in tuned["winners"]} == {"measured"}
+    best = json.loads(succeed("best", "--n", "4096", "--numerics", "fast", "--rows", "2048", "--inplace", "--json"))
+    assert best["match"] == "same-gpu"
+
+    # A stand-in for fast_hadamard_transform: it too returns a new tensor.
+    monkeypatch.setattr(peer, "find_peer", lambda: torch.mul)
+    results = json.loads(succeed(*BENCH))["results"]
+    assert [(result["n"], result["elements"]) for result in results] == [
+        (n, elements) for n in (128, 4096) for elements in (65536, 8388608)
+    ]
+    for result in results:
+        assert 0.05 < result["fraction_of_copy"] < 2.0
+        assert result["over_fast_hadamard_transform"] > 0.05
+    timed_again = next(result for result in results if (result["n"], result["elements"]) == (4096, 8388608))
+    assert timed_again["kernel"] == best["kernel"]
+    assert timed_again["us"] == pytest.approx(best["us"], rel=0.3)
+
+
+def test_the_doctor_finds_the_gpu() -> None:
+    checks = {check["name"]: check for check in json.loads(run("doctor", "--json").stdout)["checks"]}
+    assert checks["gpu"]["state"] == "ok"
+    assert torch.cuda.get_device_name(0) in checks["gpu"]["says"]
