@@ -297,7 +297,12 @@ class _Compiler:
 
     def __call__(self, *arguments: str | Path) -> None:
         done = subprocess.run(
-            [*self.command, *map(str, arguments)], capture_output=True, text=True, errors="replace", check=False
+            [*self.command, *map(str, arguments)],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+            start_new_session=True,  # or Ctrl-C would end it too, and pass for a source that does not compile
         )
         if done.returncode:
             log = done.stderr.strip() or f"exit status {done.returncode}"

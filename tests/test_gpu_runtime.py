@@ -125,7 +125,7 @@ def test_what_has_no_kernel_runs_in_pytorch(n: int, dtype: torch.dtype) -> None:
     x = normal(3, n, dtype=dtype)
     assert found(x) is None
     y = hadamard_transform(x, 0.5)
-    torch.testing.assert_close(y.cpu(), expected(x.cpu(), 0.5).to(dtype))
+    torch.testing.assert_close(y.cpu(), expected(x.cpu(), 0.5).to(dtype), rtol=2e-3, atol=1e-4)
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------

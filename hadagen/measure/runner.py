@@ -62,7 +62,7 @@ class DeviceRunner:
         *,
         cells: Sequence[Cell] | None = None,
         quick: bool = False,
-        give_up: float = 3.0,
+        give_up: float = 1.3,
         timeout_s: float = 20.0,
         make_service: Callable[..., Service] = _device_service,
     ) -> None:

@@ -6,6 +6,7 @@ emulator and writes the cost model's times into their trials, which say `estimat
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -26,6 +27,7 @@ from hadagen.space import Knobs, Space, build_plan
 from hadagen.trial import Environment, Outcome, Provenance, Timing, Trial
 from hadagen.tuner.study import regime
 
+BUILT_AT_ONCE = 8 * (os.cpu_count() or 1)  # for the host; a search that is stopped waits for these
 LEAST_ELEMENTS = 4096  # of each class of input, for an error that is stable to a few percent
 # What makes one kernel much unlike another.
 _SHAPE = attrgetter("chunks", "warps", "cluster", "low_bits", "butterfly_carrier")
@@ -83,13 +85,14 @@ class EstimateRunner:
         )
 
     def run(self, candidates: Iterable[Candidate]) -> Iterator[tuple[Candidate, Trial]]:
-        """Builds all candidates for the host at once, then yields each with its trial."""
-        waiting = list(candidates)
-        plans = [build_plan(c.problem, Knobs.from_dict(c.knobs), self._arch) for c in waiting]
-        sources = [render(plan) for plan in plans]
-        module = _compile(sources)
-        for candidate, plan, source in zip(waiting, plans, sources, strict=True):
-            yield candidate, self._try(candidate, plan, source, module)
+        """Builds some candidates for the host at a time, and yields each of them with its trial."""
+        waiting = iter(candidates)
+        while some := list(islice(waiting, BUILT_AT_ONCE)):
+            plans = [build_plan(c.problem, Knobs.from_dict(c.knobs), self._arch) for c in some]
+            sources = [render(plan) for plan in plans]
+            module = _compile(sources)
+            for candidate, plan, source in zip(some, plans, sources, strict=True):
+                yield candidate, self._try(candidate, plan, source, module)
 
     def _try(self, candidate: Candidate, plan: Plan, source: Source, module: HostModule | None) -> Trial:
         started = time.monotonic()
@@ -133,7 +136,7 @@ class EstimateRunner:
 def _compile(sources: Sequence[Source]) -> HostModule | None:
     """All kernels in one module; None where one of them does not compile, and each has to be tried alone."""
     try:
-        return compile_host(sources) if sources else None
+        return compile_host(sources)
     except HostCompileError:
         return None
 

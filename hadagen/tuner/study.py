@@ -40,7 +40,7 @@ Scores = tuple[float, float, float]
 
 
 def regime(problem: Problem, elements: int, destination: Destination, cache: Cache, l2_bytes: int) -> str | None:
-    """Which of `REGIMES` a time belongs to; None for what is beyond L2 but hot, and for what fits in half of it but cold."""
+    """Which of `REGIMES` a time belongs to; None for hot ones beyond L2, and for cold ones that fit in half of it."""
     decides = cache is deciding_cache(problem, elements, destination, l2_bytes)
     if cache is Cache.COLD:
         return "memory" if decides else None
