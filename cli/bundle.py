@@ -10,7 +10,7 @@ import click
 from hadagen.cli import options
 from hadagen.cli.listing import bundle_summary, winner_values, winners
 from hadagen.cli.output import print_json, print_table, short_knobs
-from hadagen.errors import StorageError
+from hadagen.errors import StorageError, UsageError
 
 if TYPE_CHECKING:
     from hadagen.trial import Trial
@@ -89,18 +89,32 @@ def show(paths: tuple[Path, ...], as_json: bool) -> None:
 
 
 @bundle.command()
-@options.db
-@options.arch
-@loss
+@click.argument("paths", type=click.Path(path_type=Path), nargs=-1, required=True)
+@click.argument("out", type=click.Path(path_type=Path))
+def merge(paths: tuple[Path, ...], out: Path) -> None:
+    """Write the winners of the bundles at PATHS, of several GPUs of one arch, to the bundle OUT."""
+    from hadagen.tuning_db.merge import merge_bundles
+
+    selection = merge_bundles(paths, out)
+    click.echo(f"{out}: {_count(selection)}, {out.stat().st_size / 1e6:.1f} MB")
+
+
+@bundle.command()
+@click.option("--gpu", metavar="NAME", help="Only the winners of this GPU.  [default: of all]")
 @click.argument("path", type=click.Path(path_type=Path))
-def export(db: str | None, arch: str, loss: float, path: Path) -> None:
-    """Write the times of the winners of a tuning database to PATH, as CSV."""
+@click.argument("out", type=click.Path(path_type=Path))
+def export(path: Path, out: Path, gpu: str | None) -> None:
+    """Write the times of the winners in the bundle at PATH to OUT, as CSV."""
+    from hadagen.tuning_db.bundle import Bundle
+    from hadagen.tuning_db.merge import selection_of
     from hadagen.tuning_db.table import export_csv
 
-    with options.open_db(db) as store:
-        selection = _portfolio(store, arch, loss)
-    export_csv(selection, path)
-    click.echo(f"{path}: {_count(selection)}")
+    opened = Bundle.open(path)
+    selection = {cell: trial for cell, trial in selection_of(opened).items() if gpu in (None, cell.gpu)}
+    if not selection:
+        raise UsageError(f"{path} has no winner of {gpu}; choose one of {', '.join(opened.gpus())}")
+    export_csv(selection, out)
+    click.echo(f"{out}: {_count(selection)}")
 
 
 def _portfolio(store: Store, arch: str, loss: float) -> dict[Cell, Trial]:

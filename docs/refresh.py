@@ -3,7 +3,7 @@
     python docs/refresh.py            # write them
     python docs/refresh.py --check    # change nothing; fail, naming what is out of date
 
-`data/h100.csv` is written by `hadagen bundle export` on an H100; `data/peers_h100.csv` holds the same cells for the
+`data/h100.csv` is written by `hadagen bundle export` from the shipped bundle; `data/peers_h100.csv` holds the same cells for the
 libraries we compare with. Drawing needs matplotlib (pip install 'hadagen[docs]'); checking does not.
 """
 
@@ -170,7 +170,7 @@ def main(arguments: list[str]) -> None:
     if arguments:
         raise SystemExit("usage: python docs/refresh.py [--check]")
     if not OURS.exists():
-        raise SystemExit(f"{OURS} is missing; make it on an H100 with hadagen bundle export")
+        raise SystemExit(f"{OURS} is missing; make it with hadagen bundle export")
     speeds = read_speeds(OURS, PEERS)
     readme = README.read_text(encoding="utf-8")
     README.write_text(with_numbers(readme, numbers(speeds)), encoding="utf-8")

@@ -19,6 +19,7 @@ from hadagen.errors import StorageError, UsageError
 from hadagen.trial import Cache, Destination, Environment, Kernel, Provenance, Trial
 from hadagen.tuning_db.bundle import APPLICATION_ID, FORMAT, TABLES, Bundle, shipped
 from hadagen.tuning_db.bundle_writer import write_bundle
+from hadagen.tuning_db.merge import merge_bundles
 from hadagen.tuning_db.store import Store
 from hadagen.tuning_db.winners import Cell, cell_value, portfolio
 
@@ -261,3 +262,27 @@ def test_other_formats_are_refused(path: Path) -> None:
     assert f"of format {FORMAT + 1}, later than {FORMAT}; upgrade hadagen" in refusal(path)
     change(path, "PRAGMA user_version = 0")
     assert f"of format 0, earlier than {FORMAT}; make it again" in refusal(path)
+
+
+def test_merging_keeps_every_winner_and_its_kernel(tmp_path: Path) -> None:
+    ours = portfolio([make_trial(1)])
+    theirs = portfolio([make_trial(2, environment=H200)])
+    kernels = {trial.kernel.digest: trial.kernel for trial in (*ours.values(), *theirs.values()) if trial.kernel}
+    for name, selection in (("h100.db", ours), ("h200.db", theirs), ("both.db", ours | theirs)):
+        write_bundle(tmp_path / name, "sm90", selection, kernels.__getitem__)
+    merge_bundles([tmp_path / "h100.db", tmp_path / "h200.db"], tmp_path / "merged.db")
+    merged, both = Bundle.open(tmp_path / "merged.db"), Bundle.open(tmp_path / "both.db")
+    merged.verify()
+    assert merged.digest == both.digest
+    merge_bundles([tmp_path / "merged.db"], tmp_path / "again.db")
+    assert Bundle.open(tmp_path / "again.db").digest == merged.digest
+
+
+def test_bundles_of_several_archs_cannot_be_merged(tmp_path: Path) -> None:
+    for arch in ("sm90", "sm120"):
+        trial = make_trial(1, arch=arch)
+        assert trial.kernel is not None
+        write_bundle(tmp_path / arch, arch, portfolio([trial]), {trial.kernel.digest: trial.kernel}.__getitem__)
+    with pytest.raises(UsageError, match="2 archs"):
+        merge_bundles([tmp_path / "sm90", tmp_path / "sm120"], tmp_path / "out.db")
+    assert not (tmp_path / "out.db").exists()

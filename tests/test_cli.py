@@ -125,7 +125,7 @@ def test_a_device_that_was_asked_for_and_is_not_there_is_not_replaced_by_an_esti
 
 def test_nothing_to_open(tmp_path: Path) -> None:
     absent = tmp_path / "absent.db"
-    for arguments in (("list", "--db"), ("bundle", "make", "--db"), ("bundle", "export", tmp_path / "x.csv", "--db")):
+    for arguments in (("list", "--db"), ("bundle", "make", "--db")):
         assert f"there is no tuning database {absent}; run hadagen tune first" in sentence(run(*arguments, absent), 1)
     assert "No such file" in sentence(run("bundle", "verify", absent), 1)
     assert "there is no bundle; make one with hadagen tune" in sentence(run("bundle", "show"), 1)
@@ -326,12 +326,16 @@ def test_a_bundle_of_nothing_is_refused(database: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "x.db").exists()
 
 
-def test_the_winners_are_exported(database: Path, tmp_path: Path) -> None:
-    succeed("bundle", "export", "--db", database, tmp_path / "h100.csv")
-    header, *lines = (tmp_path / "h100.csv").read_text().splitlines()
+def test_the_winners_of_a_bundle_are_exported_and_merged(sample: Path, tmp_path: Path) -> None:
+    succeed("bundle", "export", sample, tmp_path / "winners.csv")
+    header, *lines = (tmp_path / "winners.csv").read_text().splitlines()
     assert header.startswith("gpu,numerics,dtype,elements,n,destination,cache,us,")
-    assert len(lines) == 4
-    assert "cannot be written" in sentence(run("bundle", "export", "--db", database, "/proc/h100.csv"), 1)
+    assert lines
+    assert "cannot be written" in sentence(run("bundle", "export", sample, "/proc/winners.csv"), 1)
+    assert "has no winner of Abacus" in sentence(run("bundle", "export", "--gpu", "Abacus", sample, tmp_path / "x"), 2)
+    succeed("bundle", "merge", sample, sample, tmp_path / "both.db")
+    succeed("bundle", "export", tmp_path / "both.db", tmp_path / "again.csv")
+    assert (tmp_path / "again.csv").read_text() == (tmp_path / "winners.csv").read_text()
 
 
 @pytest.mark.parametrize(

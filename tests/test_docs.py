@@ -97,7 +97,7 @@ def test_a_changed_table_outdates_both(documents: Path) -> None:
 
 def test_without_a_table_there_is_nothing_to_refresh(documents: Path) -> None:
     refresh.OURS.unlink()
-    with pytest.raises(SystemExit, match="is missing; make it on an H100"):
+    with pytest.raises(SystemExit, match="is missing; make it with hadagen bundle export"):
         refresh.main([])
     (documents / "README.md").write_text("no markers")
     with pytest.raises(SystemExit, match="put the two markers back"):

@@ -149,16 +149,15 @@ class _Search:
         with Pipeline(options.arch, options.build, options.runner, set(self._of_kernel)) as pipeline:
             try:
                 self._refill(pipeline)
-                while self._under_way and not self.stopped:
-                    result = pipeline.next(timeout=self._seconds_left(SEARCH_SHARE))
-                    if result is None or self._seconds_left(SEARCH_SHARE) == 0:
-                        self.stopped = "out of time"
-                    if result is not None:
+                while self._under_way and not self._out_of_time():
+                    if result := pipeline.next(timeout=self._seconds_left(SEARCH_SHARE)):
                         self._handle(result, pipeline)
             except KeyboardInterrupt:
                 self.stopped = "interrupted"
             for trial in pipeline.stop():
                 self._finish(trial)
+        if not self.stopped and self._finished != self._goals:
+            self.stopped = "out of time"
 
     def race(self) -> None:
         """Race the near-ties of the problems that have new trials, if the runner can."""
@@ -197,8 +196,11 @@ class _Search:
         budget = self._options.time_budget
         return None if budget is None else max(0.0, self._started + share * budget - time.monotonic())
 
+    def _out_of_time(self) -> bool:
+        return self._seconds_left(SEARCH_SHARE) == 0
+
     def _refill(self, pipeline: Pipeline) -> None:
-        while self._under_way < BATCHES and (batch := self._ask()):
+        while self._under_way < BATCHES and not self._out_of_time() and (batch := self._ask()):
             pipeline.submit(batch)
             self._under_way += 1
 

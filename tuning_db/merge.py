@@ -1,0 +1,85 @@
+"""Bundles back into selections of winners: to join those of several GPUs, and to make tables of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from hadagen.errors import UsageError
+from hadagen.trial import Cache, Kernel, Outcome, Timing, Trial
+from hadagen.tuning_db.bundle import Bundle, BundleEntry
+from hadagen.tuning_db.bundle_writer import write_bundle
+from hadagen.tuning_db.winners import Cell
+
+Selection = dict[Cell, Trial]
+
+
+def selection_of(bundle: Bundle) -> Selection:
+    """The winners of a bundle as `write_bundle` takes them: each with the times of its own cell, their quartiles lost,
+    and with a kernel that has no source."""
+    kernels: dict[str, Kernel] = {}
+    selection: Selection = {}
+    for problem in bundle.problems():
+        for entry in bundle.entries(problem):
+            if entry.kernel not in kernels:
+                kernels[entry.kernel] = _kernel(bundle, entry.kernel)
+            cell = Cell(problem, entry.arch, entry.gpu, entry.destination, entry.elements)
+            selection[cell] = _trial(entry, kernels[entry.kernel])
+    return selection
+
+
+def merge_bundles(paths: Iterable[str | os.PathLike[str]], out: str | os.PathLike[str]) -> Selection:
+    """Write one bundle with the winners of several of one arch, such as of an H100 and an H200, and return them.
+
+    Where two have a winner for the same cell, the later one's is taken. Raises `UsageError` where there are none or
+    they are of several archs, and `StorageError` as `Bundle.open` and `write_bundle` do.
+    """
+    bundles = [Bundle.open(Path(path)) for path in paths]
+    archs = {bundle.arch for bundle in bundles}
+    if len(archs) != 1:
+        raise UsageError(
+            f"bundles of {len(archs)} archs ({', '.join(sorted(archs))}) cannot be one; merge those of one arch"
+        )
+    selection: Selection = {}
+    for bundle in bundles:
+        selection |= selection_of(bundle)
+    kernels = {trial.kernel.digest: trial.kernel for trial in selection.values() if trial.kernel}
+    write_bundle(out, archs.pop(), selection, kernels.__getitem__)
+    return selection
+
+
+def _kernel(bundle: Bundle, digest: str) -> Kernel:
+    stored = bundle.kernel(digest)
+    return Kernel(
+        digest=digest,
+        entry=stored.entry,
+        arch=bundle.arch,
+        source="",
+        cubin=stored.cubin,
+        ptx=stored.ptx,
+        launch=stored.launch,
+        registers=stored.registers,
+        spill_bytes=stored.spill_bytes,
+        nvcc=stored.nvcc,
+    )
+
+
+def _trial(entry: BundleEntry, kernel: Kernel) -> Trial:
+    times = {Cache.HOT: (entry.hot_us, entry.hot_copy_us), Cache.COLD: (entry.cold_us, entry.cold_copy_us)}
+    return Trial(
+        problem=entry.problem,
+        arch=entry.arch,
+        knobs=dict(entry.knobs),
+        outcome=Outcome.OK,
+        provenance=entry.provenance,
+        kernel=kernel,
+        errors=dict(entry.errors),
+        timings=tuple(
+            Timing(entry.elements, entry.destination, cache, us, us, us, copy_us)
+            for cache, (us, copy_us) in times.items()
+            if us is not None and copy_us is not None
+        ),
+        environment=entry.environment,
+        date=entry.date,
+    )
