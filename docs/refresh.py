@@ -3,8 +3,8 @@
     python docs/refresh.py            # write them
     python docs/refresh.py --check    # change nothing; fail, naming what is out of date
 
-`data/h100.csv` is written by `hadagen bundle export` from the shipped bundle; `data/peers_h100.csv` holds the same cells for the
-libraries we compare with. Drawing needs matplotlib (pip install 'hadagen[docs]'); checking does not.
+`data/h100.csv` is written by `hadagen bundle export` from the shipped bundle; `data/peers_h100.csv` holds the same
+cells for the libraries we compare with. Drawing needs matplotlib (pip install 'hadagen[docs]'); checking does not.
 """
 
 from __future__ import annotations

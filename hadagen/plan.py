@@ -50,9 +50,9 @@ class Load:
 class Mma:
     """Transforms the four bits at {pair, lane0, lane1, reg}, times 2^`MMA_EXPONENT`, and applies `MMA_MOVES`.
 
-    Leaves what it accumulates in: fp32, or packed (float16 only). `split` takes fp32 as high + low halves. All four must
-    be bits of the row: were one not, rows would meet in a sum with weight 0, and an infinity in one would make NaN of
-    its neighbors.
+    Leaves what it accumulates in: fp32, or packed (float16 only). `split` takes fp32 as high + low halves. All four
+    must be bits of the row: were one not, rows would meet in a sum with weight 0, and an infinity in one would make NaN
+    of its neighbors.
     """
 
     reg: int
@@ -376,12 +376,14 @@ def interpret(plan: Plan, x: Reals, scale: float = 1.0) -> Reals:
             tile = tile * (scale * 2.0**step.exponent)
     stored = plan.placements[-1]
     order = [1 + axes.index(stored.places[bit]) for bit in reversed(range(bits))]
-    return tile.transpose(0, *order).reshape(np.shape(x))
+    stored_tile: Reals = tile.transpose(0, *order)
+    return stored_tile.reshape(np.shape(x))
 
 
 def _permute(tile: Reals, axes: tuple[Place, ...], moves: dict[Place, Place]) -> Reals:
     back = {after: before for before, after in moves.items()}
-    return tile.transpose(0, *(1 + axes.index(back.get(place, place)) for place in axes))
+    permuted: Reals = tile.transpose(0, *(1 + axes.index(back.get(place, place)) for place in axes))
+    return permuted
 
 
 __all__ = [

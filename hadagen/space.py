@@ -240,6 +240,10 @@ def _rule(*reads: str) -> Callable[[Callable[[_Context, Knobs], str | None]], No
     return add
 
 
+def _shape(knobs: Knobs) -> tuple[int, int, int]:
+    return knobs.chunks, knobs.warps, knobs.cluster
+
+
 def _tile(knobs: Knobs) -> int:
     return knobs.chunks * knobs.warps * knobs.cluster << CHUNK_BITS
 
@@ -441,13 +445,17 @@ class Space:
     def seeds(self) -> list[Knobs]:
         """Legal choices that tend to be good, for a search to start from: each tile shape, with a block per tile and
         with a persistent grid; shapes of 16 chunks in a block first."""
-        shapes = product(*(self.arch.search[name] for name in _SHAPE))
+        search = self.arch.search
+        shapes = [
+            Knobs.from_dict(dict(zip(_SHAPE, shape, strict=True)))
+            for shape in product(*(search[name] for name in _SHAPE))
+        ]
         found: dict[Knobs, None] = {}
-        for shape in sorted(shapes, key=lambda shape: (shape[2], abs(shape[0] * shape[1] - 16), shape[1])):
-            for start in (PROVEN, replace(PROVEN, load="cp_async", grid="persistent", stages=2)):
-                wanted = start.to_dict() | dict(zip(_SHAPE, shape, strict=True))
-                knobs = next(self.nearest(wanted))
-                if all(getattr(knobs, name) == wanted[name] for name in _SHAPE):
+        for shape in sorted(shapes, key=lambda k: (k.cluster, abs(k.chunks * k.warps - 16), k.warps)):
+            wanted = replace(PROVEN, chunks=shape.chunks, warps=shape.warps, cluster=shape.cluster)
+            for start in (wanted, replace(wanted, load="cp_async", grid="persistent", stages=2)):
+                knobs = next(self.nearest(start.to_dict()))
+                if _shape(knobs) == _shape(wanted):
                     found[knobs] = None
         return list(found)
 
@@ -483,7 +491,7 @@ class Space:
                 yield knobs
                 return
             for value in ranges[level]:
-                chosen = replace(knobs, **{KNOB_NAMES[level]: value})  # type: ignore[arg-type]
+                chosen = replace(knobs, **{KNOB_NAMES[level]: value})
                 why = next((w for rule in self._rules[level] if (w := rule.broken(self._context, chosen))), None)
                 if why:
                     reasons[why] += below[level]

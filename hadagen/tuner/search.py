@@ -224,6 +224,7 @@ class _Search:
                 return study.problem, study.ask(prefer=self._winners_nearby(study.problem) if its_turn else ())
             except LookupError:  # it has fewer legal knobs than trials were wanted
                 self._goals[study.problem] = study.asked
+                self._tell_if_finished(study)
         return None
 
     def _open(self, problem: Problem) -> None:
@@ -235,8 +236,7 @@ class _Search:
         self._finished[problem] = study.finished
         self._goals[problem] = max(study.finished, self._trials)
         self._listen(ProblemStarted(problem, study.finished))
-        if study.finished == self._goals[problem]:
-            self._listen(ProblemFinished(problem, study.finished, study.best))
+        if self._tell_if_finished(study):
             return
         # Nothing of it depends on the type but for its size.
         key = problem.n, problem.numerics, problem.dtype.bytes
@@ -278,8 +278,13 @@ class _Search:
         self._outcomes[trial.outcome] += 1
         self._finished[problem] = study.finished
         self._listen(TrialFinished(trial, study.best, sum(self._finished.values()), sum(self._goals.values())))
-        if study.finished == self._goals[problem]:
-            self._listen(ProblemFinished(problem, study.finished, study.best))
+        self._tell_if_finished(study)
+
+    def _tell_if_finished(self, study: Study) -> bool:
+        finished = study.finished == self._goals[study.problem]
+        if finished:
+            self._listen(ProblemFinished(study.problem, study.finished, study.best))
+        return finished
 
     def _remember(self, trial: Trial) -> None:
         if trial.kernel is not None:
