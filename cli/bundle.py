@@ -51,7 +51,7 @@ def make(db: str | None, arch: str, loss: float, path: Path | None) -> None:
 @bundle.command()
 @click.argument("paths", type=click.Path(path_type=Path), nargs=-1)
 def verify(paths: tuple[Path, ...]) -> None:
-    """Check every byte of the bundles at PATHS, or of all that hadagen uses."""
+    """Check all that is in the bundles at PATHS, or in all that hadagen uses."""
     for each in _opened(paths):
         each.verify()
         click.echo(f"{each.path}: sound, {each.digest}")

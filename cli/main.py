@@ -33,12 +33,23 @@ class Commands(click.Group):
             with warnings.catch_warnings():
                 warnings.showwarning = _show_warning
                 status = super().main(*args, **kwargs)
+        except BrokenPipeError:  # whoever reads the output has seen enough, as head does
+            status = 1
         except Exception as error:
             if os.environ.get("HADAGEN_DEBUG"):
                 traceback.print_exc()
             sentence, status = explain(error)
             click.echo(f"hadagen: {sentence}", err=True)
+        _flush_stdout()
         sys.exit(status)
+
+
+def _flush_stdout() -> None:
+    """Python flushes once more when it ends, and would print a traceback where that fails."""
+    try:
+        click.echo(nl=False)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:

@@ -66,7 +66,7 @@ def bindings() -> Any:
     try:
         result = driver.cuInit(0)
     except Exception as error:  # which class it is depends on the version of cuda-bindings
-        raise DeviceError(f"no NVIDIA driver was found ({error}); install one to use a GPU") from error
+        raise DeviceError("no NVIDIA driver was found on this machine; install one to use a GPU") from error
     _check(driver, result, "starting CUDA")
     return driver
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from hadagen.errors import UsageError
 from hadagen.launch import LaunchSpec
-from hadagen.layout import LANE_BITS, MMA_MOVES, PAIR, Place, Placement, lane, reg, swaps
+from hadagen.layout import MMA_MOVES, PAIR, Place, Placement, lane, reg, swaps
 from hadagen.problem import Numerics, Problem
 
 if TYPE_CHECKING:
@@ -384,29 +384,3 @@ def _permute(tile: Reals, axes: tuple[Place, ...], moves: dict[Place, Place]) ->
     back = {after: before for before, after in moves.items()}
     permuted: Reals = tile.transpose(0, *(1 + axes.index(back.get(place, place)) for place in axes))
     return permuted
-
-
-__all__ = [
-    "CHUNK_BITS",
-    "CHUNK_ELEMENTS",
-    "FP32",
-    "LANE_BITS",
-    "MMA_EXPONENT",
-    "PACKED",
-    "Butterfly",
-    "Exchange",
-    "Load",
-    "Mma",
-    "Plan",
-    "Round",
-    "Scale",
-    "Shuffle",
-    "Step",
-    "Store",
-    "Transpose",
-    "Widen",
-    "carrier_after",
-    "changes_values",
-    "interpret",
-    "transformed_bits",
-]

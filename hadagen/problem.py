@@ -56,7 +56,7 @@ class Problem:
             or not (2 <= self.n <= 1 << MAX_LOG2_N)
             or self.n & (self.n - 1)
         ):
-            raise UsageError(f"n = {self.n} is not supported; n must be a power of two from 2 to {1 << MAX_LOG2_N}")
+            raise UsageError(f"n = {self.n!r} is not supported; n must be a power of two from 2 to {1 << MAX_LOG2_N}")
         object.__setattr__(self, "dtype", _member(DType, self.dtype, "dtype"))
         object.__setattr__(self, "numerics", _member(Numerics, self.numerics, "numerics"))
 

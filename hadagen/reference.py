@@ -52,7 +52,7 @@ def input_classes(problem: Problem, rows: int, seed: int = 0) -> dict[str, Reals
 def hadamard(x: Reals, scale: float = 1.0) -> Reals:
     """(x · H_n) · scale over the last dimension in float64; H[i, j] = (−1)^popcount(i & j), n a power of two."""
     n = x.shape[-1]
-    y = np.asarray(x, dtype=np.float64).reshape(-1, n)
+    y: Reals = np.asarray(x, dtype=np.float64).reshape(-1, n)
     width = 1
     while width < n:
         halves = y.reshape(-1, n // (2 * width), 2, width)

@@ -18,6 +18,7 @@ from hadagen.arch import Arch
 from hadagen.errors import UsageError
 from hadagen.layout import LANE_BITS, PAIR, Place, cta, reg, warp
 from hadagen.plan import (
+    BARRIER_BYTES,
     CHUNK_BITS,
     FP32,
     MMA_EXPONENT,
@@ -182,7 +183,9 @@ def _low_bits(problem: Problem, knobs: Knobs) -> list[Step]:
 
 
 def _exchanges(problem: Problem, knobs: Knobs) -> list[tuple[tuple[Place, Place], ...]]:
-    """The swaps of each exchange: all far bits at once if they fit in the chunk bits, warps before blocks if not."""
+    """The swaps of each exchange: all far bits at once if they fit in the chunk bits, warps before blocks if not.
+
+    Where there are any, chunks must be 2 or more."""
     room = _log2(knobs.chunks)
     cta_bits = _log2(knobs.cluster)
     warp_bits = max(0, problem.log2_n - CHUNK_BITS - room - cta_bits)
@@ -190,8 +193,6 @@ def _exchanges(problem: Problem, knobs: Knobs) -> list[tuple[tuple[Place, Place]
     far: list[Place] = warps + ctas
     if not far:
         return []
-    if room == 0:
-        raise UsageError("chunks = 1 leaves no register bit to exchange a warp or block bit with")
     groups = [far] if len(far) <= room else [g[i : i + room] for g in (warps, ctas) for i in range(0, len(g), room)]
     return [tuple((reg(2 + i), place) for i, place in enumerate(group)) for group in groups]
 
@@ -256,15 +257,15 @@ def _has_butterflies(c: _Context, k: Knobs) -> bool:
     return k.low_bits != "mma" or c.bits > CHUNK_BITS
 
 
-@_rule("chunks", "warps")
+@_rule("warps")
 def _(c: _Context, k: Knobs) -> str | None:
     limit = c.arch.limits.threads_per_block
-    return f"more than {limit} threads per block" if 32 * k.warps > limit else None
+    return f"more than {limit} threads per block (take fewer warps)" if 32 * k.warps > limit else None
 
 
 @_rule(*_SHAPE)
 def _(c: _Context, k: Knobs) -> str | None:
-    return "the tile is shorter than a row" if _tile(k) < c.problem.n else None
+    return "the tile is shorter than a row (take more chunks, warps or blocks)" if _tile(k) < c.problem.n else None
 
 
 @_rule(*_SHAPE)
@@ -273,7 +274,9 @@ def _(c: _Context, k: Knobs) -> str | None:
         return None
     if "cluster" not in c.arch.features or k.cluster > c.arch.limits.cluster_blocks:
         return f"the arch has no clusters of {k.cluster} blocks"
-    return "a row does not need that many blocks" if _tile(k) > c.problem.n else None
+    if _tile(k) > c.problem.n:
+        return "the tile of several blocks is longer than a row (take fewer chunks, warps or blocks)"
+    return None
 
 
 @_rule(*_SHAPE)
@@ -281,9 +284,9 @@ def _(c: _Context, k: Knobs) -> str | None:
     if not _has_exchange(c, k):
         return None
     if k.chunks == 1:
-        return "one chunk leaves no register bit to exchange with"
+        return "one chunk leaves no register bit to exchange with (chunks must be 2 or more)"
     count = len(_exchanges(c.problem, k))
-    return f"more than {MAX_EXCHANGES} exchanges" if count > MAX_EXCHANGES else None
+    return f"more than {MAX_EXCHANGES} exchanges (more chunks need fewer)" if count > MAX_EXCHANGES else None
 
 
 @_rule("low_bits")
@@ -291,10 +294,12 @@ def _(c: _Context, k: Knobs) -> str | None:
     if k.low_bits == "shuffle":
         return None
     if "mma" not in c.arch.features:
-        return "the arch has no mma"
-    if k.low_bits == "mma":
-        return "two mma transform eight bits, more than the row has" if c.bits < 8 else None
-    return "an mma would mix bits of two rows" if c.bits < 5 else None
+        return "the arch has no mma (low_bits must be shuffle)"
+    if c.bits < 5:
+        return "an mma would mix bits of two rows (low_bits must be shuffle)"
+    if k.low_bits == "mma" and c.bits < CHUNK_BITS:
+        return "two mma transform eight bits, more than the row has (low_bits must be mma_shuffle or shuffle)"
+    return None
 
 
 @_rule("low_bits", "mma_carrier")
@@ -303,7 +308,7 @@ def _(c: _Context, k: Knobs) -> str | None:
     if k.mma_carrier == "split":
         return None if between else "no value passes from one mma to another (mma_carrier must be packed)"
     accurate = c.problem.numerics is Numerics.ACCURATE
-    return "accurate may not round between two mma" if between and accurate else None
+    return "accurate may not round between two mma (mma_carrier must be split)" if between and accurate else None
 
 
 @_rule("low_bits", "mma_carrier", "accumulator")
@@ -313,16 +318,20 @@ def _(c: _Context, k: Knobs) -> str | None:
     if k.low_bits == "shuffle" or k.mma_carrier == "split":
         return "no mma leaves packed values (accumulator must be fp32)"
     if c.problem.dtype is not DType.FLOAT16:
-        return "mma accumulates in fp32 or float16 only"
-    return "accurate may not round inside an mma" if c.problem.numerics is Numerics.ACCURATE else None
+        return "no mma sums in bfloat16 (accumulator must be fp32)"
+    if c.problem.numerics is Numerics.ACCURATE:
+        return "accurate may not round inside an mma (accumulator must be fp32)"
+    return None
 
 
-@_rule("chunks", "low_bits", "butterfly_carrier")
+@_rule("low_bits", "butterfly_carrier")
 def _(c: _Context, k: Knobs) -> str | None:
     if k.butterfly_carrier == FP32:
         return None if _has_butterflies(c, k) else "no butterfly has a carrier (butterfly_carrier must be packed)"
     accurate = c.problem.numerics is Numerics.ACCURATE
-    return "accurate may not round between butterflies" if accurate and _has_butterflies(c, k) else None
+    if accurate and _has_butterflies(c, k):
+        return "accurate may not round between butterflies (butterfly_carrier must be fp32)"
+    return None
 
 
 @_rule("chunks", "butterfly_carrier", "exchange_carrier")
@@ -330,12 +339,16 @@ def _(c: _Context, k: Knobs) -> str | None:
     if k.exchange_carrier == FP32:
         if not _has_exchange(c, k):
             return "there is no exchange (exchange_carrier must be packed)"
-        return "an exchange in fp32 between packed butterflies" if k.butterfly_carrier == PACKED else None
+        if k.butterfly_carrier == PACKED:
+            return "packed butterflies have nothing in fp32 to exchange (exchange_carrier must be packed)"
+        return None
     accurate = c.problem.numerics is Numerics.ACCURATE
-    return "accurate may not round before an exchange" if accurate and _has_exchange(c, k) else None
+    if accurate and _has_exchange(c, k):
+        return "accurate may not round before an exchange (exchange_carrier must be fp32)"
+    return None
 
 
-@_rule("chunks", "exchange_carrier", "exchange_rounds")
+@_rule("exchange_carrier", "exchange_rounds")
 def _(c: _Context, k: Knobs) -> str | None:
     if k.exchange_rounds > 1 and k.exchange_carrier == PACKED:
         return "only an fp32 exchange has two vectors a chunk to take in rounds (exchange_rounds must be 1)"
@@ -360,9 +373,9 @@ def _(c: _Context, k: Knobs) -> str | None:
     if k.load in ("cp_async", "bulk"):
         needed = {"cp_async": "cp_async", "bulk": "bulk_copy"}[k.load]
         if needed not in c.arch.features:
-            return f"the arch has no {needed}"
+            return f"the arch has no {needed} (load must be another)"
         if c.bits < IN_THREAD_BITS:
-            return "a row shorter than 16 bytes cannot be copied asynchronously at the ragged end"
+            return "rows shorter than 16 bytes cannot be copied asynchronously (load must be plain or no_allocate)"
     return None
 
 
@@ -373,16 +386,18 @@ def _(c: _Context, k: Knobs) -> str | None:
     if k.grid == "tiles":
         return "one tile a block leaves nothing to have under way (stages must be 1)"
     limit = 4 if k.load in ("cp_async", "bulk") else 2
-    return f"more than {limit} stages of registers" if k.stages > limit else None
+    return f"more than {limit} stages of registers (more need cp_async or bulk)" if k.stages > limit else None
 
 
 @_rule("warps", "min_blocks")
 def _(c: _Context, k: Knobs) -> str | None:
     limit = c.arch.limits.threads_per_sm
-    return f"more than {limit} threads per SM" if k.min_blocks * k.warps * 32 > limit else None
+    if k.min_blocks * k.warps * 32 > limit:
+        return f"more than {limit} threads per SM (take fewer warps or a smaller min_blocks)"
+    return None
 
 
-@_rule("chunks", "warps", "butterfly_carrier", "mma_carrier", "load", "stages", "min_blocks")
+@_rule("chunks", "warps", "butterfly_carrier", "load", "stages", "min_blocks")
 def _(c: _Context, k: Knobs) -> str | None:
     wide = k.butterfly_carrier == FP32 or c.problem.numerics is Numerics.ACCURATE
     data = k.chunks * (8 if wide else 4)
@@ -391,13 +406,11 @@ def _(c: _Context, k: Knobs) -> str | None:
     threads = 32 * k.warps
     available = min(c.arch.limits.registers_per_thread, c.arch.limits.registers_per_sm // (threads * k.min_blocks))
     if data + OVERHEAD_REGISTERS > available:
-        return "a thread's values do not fit its registers"
+        return "a thread's values do not fit its registers (take fewer chunks, stages or min_blocks)"
     return None
 
 
-@_rule(
-    *_SHAPE, "butterfly_carrier", "exchange_carrier", "exchange_rounds", "shared_layout", "load", "stages", "min_blocks"
-)
+@_rule("chunks", "warps", "exchange_carrier", "exchange_rounds", "shared_layout", "load", "stages", "min_blocks")
 def _(c: _Context, k: Knobs) -> str | None:
     block = k.chunks * k.warps << CHUNK_BITS
     staged = k.stages * block * c.problem.dtype.bytes if k.load in ("cp_async", "bulk") else 0
@@ -405,11 +418,12 @@ def _(c: _Context, k: Knobs) -> str | None:
     if _has_exchange(c, k):
         slot = Exchange((), k.exchange_carrier, k.exchange_rounds, k.shared_layout).slot_bytes
         exchanged = k.chunks * k.warps * slot
-    bytes_ = 128 + staged + exchanged
-    if bytes_ > c.arch.limits.shared_per_block:
-        return f"more than {c.arch.limits.shared_per_block} bytes of shared memory per block"
-    if k.min_blocks * (bytes_ + c.arch.limits.shared_reserved_per_block) > c.arch.limits.shared_per_sm:
-        return f"more than {c.arch.limits.shared_per_sm} bytes of shared memory per SM"
+    bytes_ = BARRIER_BYTES + staged + exchanged  # barriers or not: a little room to spare
+    limits = c.arch.limits
+    if bytes_ > limits.shared_per_block:
+        return f"more than {limits.shared_per_block} bytes of shared memory per block (take fewer stages or warps)"
+    if k.min_blocks * (bytes_ + limits.shared_reserved_per_block) > limits.shared_per_sm:
+        return f"more than {limits.shared_per_sm} bytes of shared memory per SM (min_blocks must be smaller)"
     return None
 
 

@@ -211,7 +211,7 @@ class _Build:
         with self._lock:
             if self._nvcc_works:
                 return
-            (self._folder / "room").write_bytes(bytes(1 << 20))
+            (self._folder / "room").write_bytes(bytes(1 << 20))  # on a full disk the sentence is about that
             (self._folder / "empty.cu").write_text('extern "C" __global__ void empty() {}\n', encoding="utf-8")
             answer = self._nvcc("-cubin", "empty.cu", "-o", "empty.cubin")
             if answer.returncode:

@@ -188,14 +188,24 @@ def test_an_nvcc_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert checks["nvcc"]["state"] == "broken"
 
 
-def test_a_full_disk_is_a_sentence() -> None:
+@pytest.mark.parametrize("buffering", [[], ["-u"]], ids=["buffered", "unbuffered"])
+def test_a_full_disk_is_a_sentence(buffering: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    command = [sys.executable, *buffering, "-m", "hadagen.cli", "space", "--n", "2"]
     with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [sys.executable, "-m", "hadagen.cli", "space", "--n", "2"], stdout=full, stderr=subprocess.PIPE, text=True
-        )
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 1
     assert done.stderr.startswith("hadagen: No space left on device; make room")
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_reader_that_stops_reading_is_no_error() -> None:
+    command = [sys.executable, "-m", "hadagen.cli", "bundle", "show"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        assert process.stderr
+        process.stdout.close()
+        assert process.stderr.read() == ""
 
 
 # What a command raises → what is said, and the exit code.

@@ -29,7 +29,7 @@ from sqlalchemy.schema import CreateTable
 from hadagen.errors import StorageError, UsageError
 from hadagen.launch import LaunchSpec
 from hadagen.problem import DType, Numerics
-from hadagen.trial import Environment, Kernel, Outcome, Provenance, Timing, Trial, knobs_key
+from hadagen.trial import Environment, Kernel, Outcome, Timing, Trial
 from hadagen.tuning_db import database, schema
 from hadagen.tuning_db.store import Store
 
@@ -135,20 +135,6 @@ def test_recording_again_replaces(store: Store) -> None:
     assert store.trials() == [again]
     assert store.record(replace(again, kernel=None, errors={}, timings=())) == number
     assert store.trials()[0].kernel is None
-
-
-def test_finished_are_the_knobs_of_this_device_whatever_the_outcome(store: Store) -> None:
-    ok, failed = make_trial(1), make_trial(2, outcome=Outcome.COMPILE_FAILED, kernel=None)
-    for trial in (
-        ok,
-        failed,
-        make_trial(4, environment=replace(H100, driver="590")),
-        make_trial(8, provenance=Provenance.ESTIMATED),
-        make_trial(16, problem=replace(PROBLEM, n=512)),
-        make_trial(32, arch="sm80"),
-    ):
-        store.record(trial)
-    assert store.finished(PROBLEM, "sm90", H100, Provenance.MEASURED) == {knobs_key(ok.knobs), knobs_key(failed.knobs)}
 
 
 def test_every_field_has_a_column() -> None:
@@ -444,5 +430,4 @@ def test_postgresql_keeps_trials_too() -> None:
             for trial in trials:
                 store.record(trial)
             assert store.trials() == trials
-            assert store.finished(PROBLEM, "sm90", H100, Provenance.MEASURED) == {knobs_key(t.knobs) for t in trials}
             assert store.place != url or ":" not in url.split("//")[1].split("@")[0]

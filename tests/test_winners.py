@@ -165,3 +165,12 @@ def test_among_kernels_that_tie_where_it_decides_the_other_regime_has_a_say() ->
     untimed = make_trial(8, timings=(make_timing(100.0, *cell, Cache.COLD),))
     ((winner, _),) = best_by_cell([slow_when_hot, fast_when_hot, untimed]).values()
     assert winner == fast_when_hot
+
+
+def test_where_data_may_well_be_hot_both_regimes_count_alike() -> None:
+    cell = (1 << 24, IN_PLACE)  # 32 MiB: more than half of L2, and less than all of it
+    cold_king = make_trial(1, timings=(make_timing(20.0, *cell, Cache.COLD), make_timing(15.0, *cell, Cache.HOT)))
+    all_round = make_trial(2, timings=(make_timing(21.0, *cell, Cache.COLD), make_timing(10.0, *cell, Cache.HOT)))
+    ((winner, timing),) = best_by_cell([cold_king, all_round]).values()
+    assert winner == all_round
+    assert timing.cache is Cache.COLD

@@ -101,17 +101,6 @@ class Store:
             timings = _timings(session, wanted)
             return [_trial(row, errors[row.id], timings[row.id], blobs) for row in session.scalars(query)]
 
-    def finished(self, problem: Problem, arch: str, environment: Environment, provenance: Provenance) -> set[str]:
-        """Keys (`hadagen.trial.knobs_key`) of the knobs that have a trial, whatever its outcome."""
-        query = (
-            select(TrialRow.knobs_key)
-            .join(TrialRow.environment)
-            .where(TrialRow.id.in_(_wanted(problem, arch)), TrialRow.provenance == provenance.value)
-            .where(*_same(EnvironmentRow, asdict(environment)))
-        )
-        with self._database.reading() as session:
-            return set(session.scalars(query))
-
     def kernel(self, digest: str) -> Kernel:
         """The kernel of that digest, with source, PTX and cubin."""
         with self._database.reading() as session:

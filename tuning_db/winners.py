@@ -2,8 +2,8 @@
 
 A *cell* is a place where a kernel is wanted: a problem on a GPU, in place or out of place, at a number of elements.
 Only a trial that is ok, has a kernel and keeps the problem's error bound for every class of input can win one. What
-decides is the time with the data hot in L2 where it fits in half of it, and cold otherwise. The other time has a small
-say (`OTHER_SHARE`): where memory is the limit, kernels that tie when cold differ by half when data happens to be hot.
+decides is the time with the data hot in L2 where it fits in half of it, and cold otherwise. The other time has a say too
+(`_other_share`): where memory is the limit, kernels that tie when cold differ by half when the data happens to be hot.
 Whatever their times, a measured trial outranks an estimated one, and an estimate wins no cell that was measured on any
 GPU of the arch.
 """
@@ -17,7 +17,7 @@ from math import fsum
 from typing import Any
 
 from hadagen.problem import Problem
-from hadagen.trial import Destination, Outcome, Provenance, Timing, Trial, deciding_cache, knobs_key
+from hadagen.trial import Cache, Destination, Outcome, Provenance, Timing, Trial, deciding_cache, knobs_key
 
 
 @dataclass(frozen=True, order=True)
@@ -31,8 +31,10 @@ class Cell:
     elements: int
 
 
-# Of the two times of a cell, hot and cold, the share in their weighted geometric mean of the one that does not decide.
+# Of the two times of a cell, hot and cold, the share in their weighted geometric mean of the one that does not decide:
+# in general, and where data may well be hot though it does not fit in half of L2, because it fits in all of it.
 OTHER_SHARE = 0.1
+OTHER_SHARE_BETWEEN = 0.5
 
 
 @dataclass(frozen=True)
@@ -141,7 +143,14 @@ def _scored(rivals: Sequence[Rival]) -> Iterator[tuple[Rival, float]]:
     slowest = max((other.us for _, _, other in rivals if other), default=1.0)
     for rival in rivals:
         _, timing, other = rival
-        yield rival, timing.us ** (1 - OTHER_SHARE) * (other.us if other else slowest) ** OTHER_SHARE
+        share = _other_share(*rival[:2])
+        yield rival, timing.us ** (1 - share) * (other.us if other else slowest) ** share
+
+
+def _other_share(trial: Trial, timing: Timing) -> float:
+    of_all = deciding_cache(trial.problem, timing.elements, timing.destination, 2 * trial.environment.l2_bytes)
+    between = timing.cache is Cache.COLD and of_all is Cache.HOT
+    return OTHER_SHARE_BETWEEN if between else OTHER_SHARE
 
 
 def _rank(candidate: Candidate) -> tuple[Any, ...]:

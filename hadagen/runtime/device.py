@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +20,7 @@ class Device:
     gpu: str = ""
 
     def __post_init__(self) -> None:
-        digits = self.arch.removeprefix("sm")
-        if digits == self.arch or not (digits.isascii() and digits.isdigit()):
+        if not re.fullmatch("sm[0-9]+", str(self.arch)):
             raise UsageError(f"arch {self.arch!r} is not one; write sm and the compute capability, for instance sm90")
 
     @property
