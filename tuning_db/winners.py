@@ -2,8 +2,8 @@
 
 A *cell* is a place where a kernel is wanted: a problem on a GPU, in place or out of place, at a number of elements.
 Only a trial that is ok, has a kernel and keeps the problem's error bound for every class of input can win one. What
-decides is the time with the data hot in L2 where it fits in half of it, and cold otherwise. The other time has a say too
-(`_other_share`): where memory is the limit, kernels that tie when cold differ by half when the data happens to be hot.
+decides is the time with the data hot in L2 where it fits in half of it, and cold otherwise. The other time has a say
+too: where memory is the limit, kernels that tie when cold differ by half when the data happens to be hot.
 Whatever their times, a measured trial outranks an estimated one, and an estimate wins no cell that was measured on any
 GPU of the arch.
 """
