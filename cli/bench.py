@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from hadagen.measure import Cell
     from hadagen.problem import Problem
     from hadagen.runtime.device import Device
-    from hadagen.trial import Destination, Kernel
+    from hadagen.trial import Destination
     from hadagen.tuning_db.bundle import Bundle, BundleEntry
 
 MIN_ELEMENTS, MAX_ELEMENTS = 1 << 13, 1 << 28
@@ -97,12 +97,13 @@ def _time(choices: Sequence[Choice], arch: str, index: int, l2_bytes: int) -> li
     from hadagen.measure import Candidate, DeviceRunner, copy_sources, peer
     from hadagen.toolchain import BuildFailure, Toolchain
     from hadagen.trial import Outcome
+    from hadagen.tuning_db.merge import kernel_of
 
     built = Toolchain.find().build([(source, source.launch) for source in copy_sources()], load_arch(arch))
     copies = [kernel for kernel in built if not isinstance(kernel, BuildFailure)]
     candidates = {
         (choice.problem, choice.entry.kernel): Candidate(
-            choice.problem, dict(choice.entry.knobs), _kernel(choice.bundle, choice.entry.kernel)
+            choice.problem, dict(choice.entry.knobs), kernel_of(choice.bundle, choice.entry.kernel)
         )
         for choice in choices
     }
@@ -131,24 +132,6 @@ def _time(choices: Sequence[Choice], arch: str, index: int, l2_bytes: int) -> li
             }
         )
     return results
-
-
-def _kernel(bundle: Bundle, digest: str) -> Kernel:
-    from hadagen.trial import Kernel
-
-    shipped = bundle.kernel(digest)
-    return Kernel(
-        digest=shipped.digest,
-        entry=shipped.entry,
-        arch=bundle.arch,
-        source="",
-        cubin=shipped.cubin,
-        ptx=shipped.ptx,
-        launch=shipped.launch,
-        registers=shipped.registers,
-        spill_bytes=shipped.spill_bytes,
-        nvcc=shipped.nvcc,
-    )
 
 
 def _parse_elements(text: str) -> list[int]:

@@ -33,8 +33,6 @@ class Commands(click.Group):
             with warnings.catch_warnings():
                 warnings.showwarning = _show_warning
                 status = super().main(*args, **kwargs)
-        except BrokenPipeError:  # whoever reads the output has seen enough, as head does
-            status = 1
         except Exception as error:
             if os.environ.get("HADAGEN_DEBUG"):
                 traceback.print_exc()

@@ -199,15 +199,6 @@ def test_a_full_disk_is_a_sentence(buffering: list[str], monkeypatch: pytest.Mon
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_a_reader_that_stops_reading_is_no_error() -> None:
-    command = [sys.executable, "-m", "hadagen.cli", "bundle", "show"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout
-        assert process.stderr
-        process.stdout.close()
-        assert process.stderr.read() == ""
-
-
 # What a command raises → what is said, and the exit code.
 RAISED: list[tuple[Exception, str, int]] = [
     (OSError(errno.ENOSPC, "No space left on device", "/data/x"), "/data/x: No space left on device; make room", 1),

@@ -53,14 +53,15 @@ def write_bundle(
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside.unlink(missing_ok=True)
+        aside.write_bytes(b"")  # of a full or forbidden place this tells more than SQLite does
         with closing(sqlite3.connect(aside, isolation_level=None)) as connection:
             digest = _fill(connection, _tables(arch, selection, kernels), kernels)
         os.replace(aside, path)
     except (OSError, sqlite3.Error) as error:
         with suppress(OSError):
             aside.unlink()
-        raise StorageError(f"bundle {path} cannot be written ({error}); make room, or name another place") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise StorageError(f"bundle {path} cannot be written ({reason}); make room, or name another place") from error
     return digest
 
 

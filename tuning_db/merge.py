@@ -23,7 +23,7 @@ def selection_of(bundle: Bundle) -> Selection:
     for problem in bundle.problems():
         for entry in bundle.entries(problem):
             if entry.kernel not in kernels:
-                kernels[entry.kernel] = _kernel(bundle, entry.kernel)
+                kernels[entry.kernel] = kernel_of(bundle, entry.kernel)
             cell = Cell(problem, entry.arch, entry.gpu, entry.destination, entry.elements)
             selection[cell] = _trial(entry, kernels[entry.kernel])
     return selection
@@ -49,7 +49,8 @@ def merge_bundles(paths: Iterable[str | os.PathLike[str]], out: str | os.PathLik
     return selection
 
 
-def _kernel(bundle: Bundle, digest: str) -> Kernel:
+def kernel_of(bundle: Bundle, digest: str) -> Kernel:
+    """A kernel of a bundle, without its source. Raises `StorageError` as `Bundle.kernel` does."""
     stored = bundle.kernel(digest)
     return Kernel(
         digest=digest,
