@@ -112,7 +112,7 @@ def export(path: Path, out: Path, gpu: str | None) -> None:
     opened = Bundle.open(path)
     selection = {cell: trial for cell, trial in selection_of(opened).items() if gpu in (None, cell.gpu)}
     if not selection:
-        raise UsageError(f"{path} has no winner of {gpu}; choose one of {', '.join(opened.gpus())}")
+        raise UsageError(f"{path} has no winner of {gpu}; choose one of {', '.join(filter(None, opened.gpus()))}")
     export_csv(selection, out)
     click.echo(f"{out}: {_count(selection)}")
 

@@ -160,19 +160,20 @@ def _emulator() -> str:
     """Runs the smallest kernel on the CPU."""
     from hadagen.arch import load_arch
     from hadagen.codegen import render
-    from hadagen.emulator import HostCompileError, verify
+    from hadagen.emulator import host_compiler, verify
     from hadagen.problem import DType, Problem
     from hadagen.space import Space, build_plan
 
+    compiler = host_compiler()
     problem, arch = Problem(2, DType.FLOAT16), load_arch(options.DEFAULT_ARCH)
     plan = build_plan(problem, Space(problem, arch).seeds()[0], arch)
     try:
         error = max(verify(problem, render(plan), plan.launch).values())
-    except HostCompileError as failure:
+    except ToolchainError as failure:
         raise Broken(str(failure)) from failure
     if error > problem.error_bound:
         raise Broken(f"a kernel is off by {error:.1e} in the emulator; use another C++ compiler, see CXX")
-    return "the C++ compiler builds kernels for the CPU, and they are right"
+    return f"{compiler}; kernels run on the CPU, and they are right"
 
 
 def _cache() -> str:

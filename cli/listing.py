@@ -45,6 +45,9 @@ def list_(db: str | None, as_json: bool) -> None:
     for each in databases:
         click.echo()
         click.echo(f"database {each['path']}" + (", read-only" if each["read_only"] else ""))
+        if not each["runs"]:
+            click.echo("no trials yet")
+            continue
         print_table(
             ("arch", "GPU", "problems", "trials", "outcomes"),
             (

@@ -23,6 +23,7 @@ from math import ceil
 from hadagen.arch import Arch
 from hadagen.plan import (
     FP32,
+    OVERHEAD_REGISTERS,
     Butterfly,
     Exchange,
     Load,
@@ -42,7 +43,6 @@ OVERLAP = 4.0  # p of the norm: 1 would overlap nothing, infinity everything
 SCHEDULERS = 4  # of an SM; each issues one instruction of a warp in a cycle
 SHARED_BYTES_PER_CYCLE = 128
 REGISTER_GRANULE = 8  # a thread gets its registers in eights
-OVERHEAD_REGISTERS = 24  # addresses, the A operands of the mma, accumulators under way
 CHUNK_BYTES = 512  # of packed values, which is what an exchange moves at a time
 WARP_BYTES = 128  # one register of every thread
 TILE_INSTRUCTIONS = 40  # index arithmetic, bounds and A operands

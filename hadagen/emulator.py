@@ -218,8 +218,8 @@ def compile_host(
     """Build kernels for the host, or find what an earlier call built of the same texts with the same compiler.
 
     `texts`: the machine's sources by name, `host_texts()` by default. `jobs`: compilers at a time, one per CPU by
-    default. Raises `ToolchainError` where there is no C++ compiler, `HostCompileError` where it refuses a source, and
-    `StorageError` where the cache cannot be written.
+    default. Raises `HostCompileError` where the compiler refuses a source, `ToolchainError` where there is none or it
+    compiles nothing at all, and `StorageError` where the cache cannot be written.
     """
     texts = host_texts() if texts is None else texts
     root = cache_root() / "host" if cache_directory is None else cache_directory
@@ -233,7 +233,11 @@ def compile_host(
         root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=root) as folder:
             if not library.exists():
-                _build(compiler, units, texts, machine, library, Path(folder), jobs or os.cpu_count() or 1)
+                try:
+                    _build(compiler, units, texts, machine, library, Path(folder), jobs or os.cpu_count() or 1)
+                except HostCompileError:
+                    _check_compiler_works(compiler, Path(folder))
+                    raise
     except OSError as error:
         raise StorageError(
             f"kernels for the emulator cannot be written to {root} ({error.strerror}); "
@@ -246,6 +250,11 @@ def host_texts() -> dict[str, str]:
     """The machine's sources, by file name."""
     folder = files("hadagen.templates") / "host"
     return {name: (folder / name).read_text(encoding="utf-8") for name in (*PRIMITIVES, *MACHINE, *MACHINE_HEADERS)}
+
+
+def host_compiler() -> str:
+    """The C++ compiler and what it calls itself. Raises `ToolchainError` where there is none."""
+    return ": ".join(_compiler(os.environ.get("CXX")).version.splitlines()[:2])
 
 
 def verification_rows(problem: Problem, launch: LaunchSpec) -> int:
@@ -317,7 +326,10 @@ def _compiler(cxx: str | None) -> _Compiler:
         command = shlex.split(name)
         if shutil.which(command[0]) is None:
             continue
-        said = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False).stdout
+        try:
+            said = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False).stdout
+        except OSError as error:
+            raise ToolchainError(f"{name} cannot be run ({error.strerror}); set CXX to a C++ compiler") from error
         return _Compiler(tuple(command), f"{name}\n{said}")
     raise ToolchainError(
         f"no C++ compiler was found as {cxx or 'c++, g++ or clang++'}; install one or set CXX to its name"
@@ -351,6 +363,21 @@ def _build(
         built.replace(machine[name])
     compiler("-shared", *machine.values(), *kernels, "-o", folder / "kernels.so")
     (folder / "kernels.so").replace(library)
+
+
+def _check_compiler_works(compiler: _Compiler, folder: Path) -> None:
+    """Raise unless there is room in `folder` and an empty library can be built there: what failed was then not the
+    source's fault."""
+    (folder / "room").write_bytes(bytes(16 << 20))
+    empty = folder / "empty.cpp"
+    empty.touch()
+    try:
+        compiler(*FLAGS, "-shared", empty, "-o", folder / "empty.so")
+    except HostCompileError as error:
+        raise ToolchainError(
+            f"{compiler.command[0]} cannot build an empty library: {error.log.splitlines()[0]}; set CXX to another "
+            "C++ compiler"
+        ) from error
 
 
 def _key(*parts: object) -> str:

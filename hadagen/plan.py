@@ -27,6 +27,8 @@ VECTOR_ELEMENTS = 8  # of 16 bits in a 16-byte vector
 CHUNK_ELEMENTS = 32 * VECTOR_ELEMENTS
 CHUNK_BITS = 8
 MMA_EXPONENT = -2  # ±2^-2 makes the 16×16 matrix orthonormal, so values keep their size
+# Registers of a thread besides its values: addresses, the A operands of the mma, accumulators under way.
+OVERHEAD_REGISTERS = 24
 BARRIER_BYTES = 128  # room for the mbarriers of all stages; keeps what follows aligned
 
 PACKED = "packed"  # two 16-bit elements to a register
@@ -50,9 +52,9 @@ class Load:
 class Mma:
     """Transforms the four bits at {pair, lane0, lane1, reg}, times 2^`MMA_EXPONENT`, and applies `MMA_MOVES`.
 
-    Leaves what it accumulates in: fp32, or packed (float16 only). `split` takes fp32 as high + low halves. All four
-    must be bits of the row: were one not, rows would meet in a sum with weight 0, and an infinity in one would make NaN
-    of its neighbors.
+    Leaves what it accumulates in: fp32, or packed (float16 only). `split` takes fp32 as high + low halves in bfloat16,
+    whose range is that of fp32. All four must be bits of the row: were one not, rows would meet in a sum with weight 0,
+    and an infinity in one would make NaN of its neighbors.
     """
 
     reg: int
@@ -280,7 +282,9 @@ def _check(plan: Plan) -> None:
         def refuse(why: str, number: int = number, step: Step = step) -> UsageError:
             return UsageError(f"step {number} ({type(step).__name__}) of {plan.problem.name}: {why}")
 
-        needs = {Round: FP32, Widen: PACKED, Transpose: PACKED, Store: PACKED, Load: ""}.get(type(step), carrier)
+        needs = {Round: FP32, Scale: FP32, Widen: PACKED, Transpose: PACKED, Store: PACKED, Load: ""}.get(
+            type(step), carrier
+        )
         if isinstance(step, Mma):
             needs = FP32 if step.split else PACKED
         elif isinstance(step, Shuffle) and step.widen:

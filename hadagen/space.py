@@ -22,6 +22,7 @@ from hadagen.plan import (
     CHUNK_BITS,
     FP32,
     MMA_EXPONENT,
+    OVERHEAD_REGISTERS,
     PACKED,
     Butterfly,
     Exchange,
@@ -41,8 +42,6 @@ from hadagen.problem import DType, Numerics, Problem
 
 MAX_EXCHANGES = 2
 IN_THREAD_BITS = 3  # index bits 0–2 sit inside a 16-byte vector
-# Registers a kernel needs besides its data: addresses, the A operands of the mma steps, accumulators in flight.
-OVERHEAD_REGISTERS = 24
 
 
 @dataclass(frozen=True, order=True)
@@ -206,8 +205,9 @@ def _with_scale(steps: list[Step]) -> list[Step]:
     if _Converter(steps).carrier == FP32:
         steps = [*steps, Round()]
         rounds.append(len(steps) - 1)
-    at = rounds[0] if rounds else after
-    return [*steps[:at], scale, *steps[at:]]
+    if rounds:
+        return [*steps[: rounds[0]], scale, *steps[rounds[0] :]]
+    return [*steps[:after], Widen(), scale, Round(), *steps[after:]]
 
 
 # ---- what is legal -------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from hadagen.errors import UsageError
 from hadagen.launch import LaunchSpec
 from hadagen.plan import VECTOR_ELEMENTS, Plan
 from hadagen.problem import DType, Numerics, Problem
+from hadagen.reference import hadamard, relative_error
 from hadagen.space import KNOB_NAMES, Knobs, build_plan
 
 ARCH = "sm90"
@@ -180,3 +181,20 @@ def test_an_infinity_stays_in_its_row(n: int, dtype: DType) -> None:
         finite = np.isfinite(decode(dtype, out)).all(axis=1)
         assert not finite[[1, -1]].any()
         assert finite[[0, *range(2, rows - 1)]].all()
+
+
+@pytest.mark.parametrize("magnitude", [20000.0, 60000.0, 6e-6])
+@pytest.mark.parametrize("n", [16, 64, 256, 4096])
+def test_accurate_keeps_its_bound_where_large_or_tiny_values_add_up(n: int, magnitude: float) -> None:
+    """Sums of equal values are as large as sums can be; what is between the steps has the range of fp32."""
+    problem = Problem(n, DType.FLOAT16, Numerics.ACCURATE)
+    families = {k.low_bits: k for k in space_of(problem).legal if k.chunks * k.warps <= 16}
+    plans = [build_plan(problem, knobs, load_arch(ARCH)) for knobs in families.values()]
+    module = compile_host([render(plan) for plan in plans])
+    for plan in plans:
+        rows = plan.rows_per_tile
+        signs = hadamard(np.eye(n))[np.arange(rows) % n]
+        x = decode(problem.dtype, encode(problem.dtype, signs * magnitude))
+        out = np.zeros((rows, n), np.uint16)
+        module.run(render(plan).entry, plan.launch, encode(problem.dtype, x), out, scale=1.0 / n)
+        assert relative_error(decode(problem.dtype, out), hadamard(x, 1.0 / n)) <= problem.error_bound

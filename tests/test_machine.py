@@ -521,6 +521,37 @@ def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         compile_host([Case("any", COPY).source])
 
 
+def fake_compiler(path: Path, script: str) -> str:
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("script", "says"),
+    [
+        ("[ $1 = --version ] || { echo no license >&2; exit 1; }", "cannot build an empty library: no license; set CXX"),
+        ("[ $1 = --version ] || kill -9 $$", "cannot build an empty library: exit status -9; set CXX"),
+    ],
+)
+def test_a_compiler_that_compiles_nothing_is_not_the_sources_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, says: str
+) -> None:
+    monkeypatch.setenv("CXX", fake_compiler(tmp_path / "c++", script))
+    with pytest.raises(ToolchainError, match=says) as caught:
+        compile_host([Case("any", COPY).source], cache_directory=tmp_path)
+    assert not isinstance(caught.value, HostCompileError)
+
+
+def test_a_compiler_that_is_no_program_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "c++"
+    path.write_text("no program")
+    path.chmod(0o755)
+    monkeypatch.setenv("CXX", str(path))
+    with pytest.raises(ToolchainError, match="cannot be run .*; set CXX to a C"):
+        compile_host([Case("any", COPY).source])
+
+
 def test_what_was_built_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = Case("once", COPY).source
     compile_host([source], cache_directory=tmp_path)

@@ -38,7 +38,7 @@ from hadagen.tuner.events import (
 )
 from hadagen.tuner.pipeline import Build, Built, KernelKey, Measured, Pipeline, kernel_key
 from hadagen.tuner.races import Racing, race_near_ties
-from hadagen.tuner.study import Leader, Study, leaders
+from hadagen.tuner.study import Leader, Study, leaders, legal_knobs
 from hadagen.tuning_db.store import Store
 
 MEASURED_TRIALS = 50
@@ -123,8 +123,9 @@ class _Search:
         self._stored: dict[Problem, list[Trial]] = defaultdict(list)
         self._of_kernel: dict[KernelKey, Trial] = {}  # without the kernel, which would fill the memory
         for trial in options.store.trials(arch=options.arch.name, gpu=self._environment.gpu, blobs=False):
-            self._stored[trial.problem].append(trial)
-            self._remember(trial)
+            if legal_knobs(trial, options.arch):
+                self._stored[trial.problem].append(trial)
+                self._remember(trial)
         # By problem: trials there are, and will be.
         self._finished = {problem: len(self._stored[problem]) for problem in self._unopened}
         self._goals = {problem: max(self._trials, stored) for problem, stored in self._finished.items()}

@@ -26,6 +26,7 @@ from optuna.storages import BaseStorage
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
+from hadagen.arch import Arch
 from hadagen.errors import UsageError
 from hadagen.problem import Problem
 from hadagen.space import KNOB_NAMES, Knobs, Space, build_plan
@@ -57,6 +58,16 @@ def scores(trial: Trial) -> Scores:
         fractions.setdefault(where, []).append(timing.fraction_of_copy)
     latency, l2, memory = (geometric_mean(fractions[name]) if name in fractions else 0.0 for name in REGIMES)
     return latency, l2, memory
+
+
+def legal_knobs(trial: Trial, arch: Arch) -> Knobs | None:
+    """The knobs of a trial, if they are legal by today's rules and ranges."""
+    try:
+        known = Knobs.from_dict(trial.knobs)
+        build_plan(trial.problem, known, arch)
+    except UsageError:
+        return None
+    return known
 
 
 @dataclass(frozen=True)
@@ -98,7 +109,7 @@ class Study:
         }
         self._suggested: deque[Knobs] = deque()
         self._asked: dict[Knobs, optuna.Trial] = {}
-        known = {knobs: trial for trial in finished if (knobs := self._legal(trial.knobs))}
+        known = {knobs: trial for trial in finished if (knobs := legal_knobs(trial, space.arch))}
         self._told = set(known)
         self.leaders = leaders(known.values())
 
@@ -174,15 +185,6 @@ class Study:
             trial = self._study.ask(self._ranges)
         self._asked[knobs] = trial
         return knobs
-
-    def _legal(self, knobs: Mapping[str, Any]) -> Knobs | None:
-        """The knobs, if they are legal by today's rules and ranges."""
-        try:
-            known = Knobs.from_dict(knobs)
-            build_plan(self.problem, known, self._space.arch)
-        except UsageError:
-            return None
-        return known
 
     def _is_new(self, knobs: Knobs) -> bool:
         return knobs not in self._asked and knobs not in self._told

@@ -172,7 +172,7 @@ template <class T> HADAGEN_INLINE u32 butterfly_lane(u32 value, u32 other, bool 
 // Transposes an 8×8 matrix of 16-bit elements (movmatrix): swaps pair with lane2, lane0 with lane3, lane1 with lane4.
 HADAGEN_INLINE u32 transpose(u32 pair) {
     u32 d;
-    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(pair));
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(pair));
     return d;
 }
 
@@ -202,7 +202,7 @@ template <class T, int exponent> HADAGEN_INLINE Operand hadamard16() {
 template <class T> HADAGEN_INLINE void mma(float (&d)[4], const Operand& a, u32 b0, u32 b1);
 #define HADAGEN_MMA(T, type)                                                                                           \
     template <> HADAGEN_INLINE void mma<T>(float (&d)[4], const Operand& a, u32 b0, u32 b1) {                          \
-        asm("mma.sync.aligned.m16n8k16.row.col.f32." type "." type ".f32 "                                             \
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type ".f32 "                                             \
                      "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"                                           \
                      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                                  \
                      : "r"(a.word[0]), "r"(a.word[1]), "r"(a.word[2]), "r"(a.word[3]), "r"(b0), "r"(b1));              \
@@ -214,7 +214,7 @@ HADAGEN_MMA(bfloat16, "bf16")
 // The same with packed accumulators, rounded to 16 bits: d = {row lane/4, row lane/4 + 8}.
 template <class T> HADAGEN_INLINE void mma(u32 (&d)[2], const Operand& a, u32 b0, u32 b1);
 template <> HADAGEN_INLINE void mma<float16>(u32 (&d)[2], const Operand& a, u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 {%0,%1}, {%2,%3,%4,%5}, {%6,%7}, {%0,%1};"
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 {%0,%1}, {%2,%3,%4,%5}, {%6,%7}, {%0,%1};"
         : "+r"(d[0]), "+r"(d[1])
         : "r"(a.word[0]), "r"(a.word[1]), "r"(a.word[2]), "r"(a.word[3]), "r"(b0), "r"(b1));
 }
