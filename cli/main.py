@@ -32,6 +32,7 @@ class Commands(click.Group):
         try:
             with warnings.catch_warnings():
                 warnings.showwarning = _show_warning
+                warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # PyTorch, where NumPy is not needed
                 status = super().main(*args, **kwargs)
         except Exception as error:
             if os.environ.get("HADAGEN_DEBUG"):

@@ -85,7 +85,7 @@ def _sentence(speeds: Speeds) -> str:
             ratio = geometric_mean([mine[cell] / theirs[cell] for cell in sorted(mine.keys() & theirs.keys())])
             ratios.append(f"{ratio:.2f} times as fast as {name}")
         claims.append(f"`{numerics}` is {' and '.join(ratios)}")
-    return f"Over every n, size, type and destination, {'; '.join(claims)} (geometric means)."
+    return f"Over all n, sizes, types and destinations that both were timed at, {'; '.join(claims)} (geometric means)."
 
 
 def _table(speeds: Speeds) -> str:
