@@ -53,8 +53,9 @@ def _complete(given: dict[str, int | str], problem: Problem, arch: Arch) -> Plan
 
     Raises `UsageError` where there are none, with the reason why the default ones are not legal with those given.
     """
+    from hadagen.knobs import Knobs
     from hadagen.runtime.choose import best_config
-    from hadagen.space import Knobs, Space, build_plan
+    from hadagen.space import Space, build_plan
 
     space = Space(problem, arch)
     winner = best_config(problem, max(1, LARGE_ELEMENTS // problem.n), arch=arch.name, inplace=True)

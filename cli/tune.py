@@ -169,7 +169,7 @@ def _runner(arch: Arch, gpu: Environment | None, index: int, toolchain: Toolchai
 
 def _print_winners(entries: Sequence[BundleEntry]) -> None:
     """A line for each problem: in place, at each of `SHOWN_ELEMENTS`."""
-    from hadagen.space import Knobs
+    from hadagen.knobs import Knobs
 
     lines: dict[Problem, dict[int, BundleEntry]] = {}
     for entry in entries:

@@ -13,7 +13,7 @@ import yaml
 
 from hadagen.arch import ARCH_DIRECTORY, KNOB_VALUES, Arch, Limits, known_archs, load_arch, read_arch
 from hadagen.errors import UsageError
-from hadagen.space import KNOB_NAMES
+from hadagen.knobs import KNOB_NAMES
 
 
 @pytest.fixture

@@ -9,9 +9,10 @@ import pytest
 from spaces import ARCH, space_of
 
 from hadagen.codegen import header, render
+from hadagen.knobs import Knobs
 from hadagen.plan import Plan
 from hadagen.problem import DType, Numerics, Problem
-from hadagen.space import Knobs, build_plan
+from hadagen.space import build_plan
 
 
 def sample(count: int) -> list[Plan]:

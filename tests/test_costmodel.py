@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from hadagen.arch import load_arch
 from hadagen.codegen import Source
 from hadagen.costmodel import Estimate, copy_us, resident_blocks
+from hadagen.knobs import Knobs
 from hadagen.launch import LaunchSpec
 from hadagen.measure import Candidate
 from hadagen.plan import Plan
 from hadagen.problem import DType, Numerics, Problem
-from hadagen.space import Knobs, Space, build_plan
+from hadagen.space import Space, build_plan
 from hadagen.trial import ELEMENT_BUCKETS, Cache, Destination, Kernel, Outcome, Provenance, Trial
 from hadagen.tuner import EstimateRunner, estimate, shortlist
 from hadagen.tuner.study import scores

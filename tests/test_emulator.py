@@ -19,11 +19,12 @@ from hadagen.bits import decode, encode
 from hadagen.codegen import Source, render
 from hadagen.emulator import EmulationError, HostModule, compile_host, verification_rows, verify
 from hadagen.errors import UsageError
+from hadagen.knobs import KNOB_NAMES, Knobs
 from hadagen.launch import LaunchSpec
 from hadagen.plan import VECTOR_ELEMENTS, Plan
 from hadagen.problem import DType, Numerics, Problem
 from hadagen.reference import hadamard, relative_error
-from hadagen.space import KNOB_NAMES, Knobs, build_plan
+from hadagen.space import build_plan
 
 ARCH = "sm90"
 PROBLEMS = [Problem(1 << k, dtype, numerics) for k in range(1, 16) for dtype in DType for numerics in Numerics]

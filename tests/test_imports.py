@@ -23,7 +23,9 @@ TABLE = """
     arch             | problem errors                                      | yaml
     layout           |                                                     |
     plan             | layout problem launch errors                        | numpy
-    space            | plan layout arch problem errors                     |
+    knobs            | plan layout problem errors                          |
+    legality         | knobs plan arch problem                             |
+    space            | legality knobs plan arch problem errors             |
     templates        |                                                     |
     codegen          | plan layout problem launch errors                   | jinja2
     bits             | problem errors                                      | numpy

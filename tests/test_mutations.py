@@ -15,9 +15,10 @@ import pytest
 from hadagen.arch import load_arch
 from hadagen.codegen import Source, render
 from hadagen.emulator import EmulationError, HostModule, compile_host, host_texts, verify
+from hadagen.knobs import Knobs
 from hadagen.plan import Plan
 from hadagen.problem import DType, Numerics, Problem
-from hadagen.space import Knobs, build_plan
+from hadagen.space import build_plan
 
 FP16, BF16 = DType.FLOAT16, DType.BFLOAT16
 CHOICES: dict[str, tuple[Problem, Knobs]] = {

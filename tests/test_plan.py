@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from spaces import ARCH, space_of
 
 from hadagen.errors import UsageError
+from hadagen.knobs import Knobs
 from hadagen.layout import reg, warp
 from hadagen.plan import Butterfly, Exchange, Mma, Plan, Round, Scale, Shuffle, Transpose, interpret
 from hadagen.problem import DType, Numerics, Problem
 from hadagen.reference import hadamard
-from hadagen.space import Knobs, Space, build_plan
+from hadagen.space import Space, build_plan
 
 
 def space(log2_n: int, numerics: Numerics, dtype: DType = DType.FLOAT16) -> Space:

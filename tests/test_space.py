@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from spaces import ARCH, space_of
 
 from hadagen.errors import UsageError
+from hadagen.knobs import KNOB_NAMES, Knobs
 from hadagen.problem import DType, Numerics, Problem
-from hadagen.space import KNOB_NAMES, Knobs, Space, build_plan
+from hadagen.space import Space, build_plan
 
 PROBLEMS = [Problem(n, DType.FLOAT16, numerics) for n in (2, 32, 256, 4096, 32768) for numerics in Numerics]
 

@@ -15,9 +15,10 @@ import pytest
 from fake_search import CELLS, GPU, TRIALS, FakeRunner, arch, build, make_trial, options, problems
 
 from hadagen.errors import DeviceError, StorageError, ToolchainError, UsageError
+from hadagen.knobs import Knobs
 from hadagen.measure import Candidate, Cell, ReplayRunner
 from hadagen.problem import Problem
-from hadagen.space import Knobs, Space, build_plan
+from hadagen.space import Space, build_plan
 from hadagen.toolchain import BuildFailure
 from hadagen.trial import Cache, Outcome, Trial, knobs_key
 from hadagen.tuner import (

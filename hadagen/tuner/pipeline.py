@@ -11,10 +11,11 @@ from threading import Event as Flag
 
 from hadagen.arch import Arch
 from hadagen.codegen import Source, render
+from hadagen.knobs import Knobs
 from hadagen.launch import LaunchSpec
 from hadagen.measure import Candidate, Runner
 from hadagen.problem import Problem
-from hadagen.space import Knobs, build_plan
+from hadagen.space import build_plan
 from hadagen.toolchain import BuildFailure
 from hadagen.trial import Kernel, Trial
 

@@ -20,9 +20,10 @@ from optuna.storages import RDBStorage
 
 from hadagen.arch import Arch
 from hadagen.errors import StorageError, UsageError
+from hadagen.knobs import Knobs
 from hadagen.measure import Candidate, Runner
 from hadagen.problem import MAX_LOG2_N, DType, Numerics, Problem
-from hadagen.space import Knobs, Space
+from hadagen.space import Space
 from hadagen.toolchain import BuildFailure
 from hadagen.trial import Outcome, Provenance, Trial
 from hadagen.tuner.estimate import shortlist

@@ -28,8 +28,9 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from hadagen.arch import Arch
 from hadagen.errors import UsageError
+from hadagen.knobs import KNOB_NAMES, Knobs
 from hadagen.problem import Problem
-from hadagen.space import KNOB_NAMES, Knobs, Space, build_plan
+from hadagen.space import Space, build_plan
 from hadagen.trial import Cache, Destination, Outcome, Trial, deciding_cache
 
 REGIMES = ("latency", "L2", "memory")

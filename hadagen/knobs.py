@@ -1,0 +1,181 @@
+"""`Knobs`: what the search may choose, and the plan that a choice means.
+
+Knobs are independent: each may take any of its values, whatever the others are. Which choices are legal together for a
+problem on an arch is said in `hadagen.legality`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from functools import reduce
+from typing import Any
+
+from hadagen.errors import UsageError
+from hadagen.layout import LANE_BITS, PAIR, Place, cta, reg, warp
+from hadagen.plan import (
+    CHUNK_BITS,
+    FP32,
+    MMA_EXPONENT,
+    PACKED,
+    Butterfly,
+    Exchange,
+    Load,
+    Mma,
+    Plan,
+    Round,
+    Scale,
+    Shuffle,
+    Step,
+    Store,
+    Transpose,
+    Widen,
+    carrier_after,
+)
+from hadagen.problem import Problem
+
+IN_THREAD_BITS = 3  # index bits 0–2 sit inside a 16-byte vector
+
+
+@dataclass(frozen=True, order=True)
+class Knobs:
+    """What the search may choose. The values of each that are searched stand in the arch's YAML, under `search`."""
+
+    chunks: int = 1  # 256-element chunks per warp, 8 elements of each in a thread
+    warps: int = 1  # per block
+    cluster: int = 1  # blocks per cluster
+    low_bits: str = "mma"  # what transforms index bits 0–7: mma (two), mma_shuffle (one, then shuffles) or shuffle
+    mma_carrier: str = PACKED  # values between two mma: packed, or split into high + low halves
+    accumulator: str = FP32  # what mma sums in; packed sums (float16 only) need no conversion
+    butterfly_carrier: str = PACKED  # values that butterflies and shuffles work on
+    exchange_carrier: str = PACKED  # values that cross shared memory
+    exchange_rounds: int = 1  # shared memory used this many times over in one exchange
+    shared_layout: str = "linear"  # linear, padded or swizzled
+    order: str = "by_step"  # each step over all chunks, or runs of steps chunk by chunk, which need fewer registers
+    load: str = "plain"  # plain, no_allocate, cp_async or bulk
+    grid: str = "tiles"  # a block per tile, or a persistent grid that loops over tiles
+    stages: int = 1  # tiles under way in a persistent grid
+    store: str = "plain"  # plain or streaming
+    min_blocks: int = 1  # blocks per SM the compiler must leave registers for; fewer let it overlap more
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Knobs:
+        unknown = sorted(set(values) - set(KNOB_NAMES))
+        if unknown:
+            raise UsageError(f"knob {unknown[0]!r} is not known; choose from {', '.join(KNOB_NAMES)}")
+        return cls(**values)
+
+    def __str__(self) -> str:
+        """The knobs that differ from their defaults, as `k=v` pairs."""
+        changed = [f"{k}={v}" for k, v in self.to_dict().items() if v != getattr(Knobs, k)]
+        return " ".join(changed) or "defaults"
+
+
+KNOB_NAMES = tuple(field.name for field in fields(Knobs))
+
+
+def _log2(value: int) -> int:
+    return value.bit_length() - 1
+
+
+def plan_of(problem: Problem, knobs: Knobs) -> Plan:
+    steps: list[Step] = [Load(knobs.load, knobs.stages)]
+    steps += _low_bits(problem, knobs)
+    bits = problem.log2_n
+    if bits > CHUNK_BITS:
+        chunk_bits = min(_log2(knobs.chunks), bits - CHUNK_BITS)
+        convert = _Converter(steps)
+        if chunk_bits or knobs.butterfly_carrier == FP32:
+            convert.to(knobs.butterfly_carrier)
+        steps += [Butterfly(reg(2 + j)) for j in range(chunk_bits)]
+        for pairs in exchanges_of(problem, knobs):
+            convert.to(knobs.exchange_carrier)
+            steps.append(Exchange(pairs, knobs.exchange_carrier, knobs.exchange_rounds, knobs.shared_layout))
+            convert.to(knobs.butterfly_carrier)
+            steps += [Butterfly(near) for near, _ in pairs]
+    steps = _with_scale(steps)
+    if knobs.low_bits == "mma_shuffle":
+        steps.append(Transpose())
+    steps.append(Store(knobs.store))
+    return Plan(
+        problem,
+        _log2(knobs.chunks),
+        _log2(knobs.warps),
+        _log2(knobs.cluster),
+        tuple(steps),
+        persistent=knobs.grid == "persistent",
+        min_blocks=knobs.min_blocks,
+        by_chunk=knobs.order == "by_chunk",
+    )
+
+
+class _Converter:
+    """Appends the `Widen` or `Round` that brings the values into a wanted form."""
+
+    def __init__(self, steps: list[Step]) -> None:
+        self.steps = steps
+
+    @property
+    def carrier(self) -> str:
+        return reduce(lambda carrier, step: carrier_after(step, carrier), self.steps, "")
+
+    def to(self, carrier: str) -> None:
+        if self.carrier != carrier:
+            self.steps.append(Round() if carrier == PACKED else Widen())
+
+
+def _low_bits(problem: Problem, knobs: Knobs) -> list[Step]:
+    """The steps that transform index bits 0–7, as far as the row has them."""
+    bits = problem.log2_n
+    if knobs.low_bits == "mma":
+        # mma(reg0) finds bits 0 3 4 1 at its places and leaves 5 6 7 there, which mma(reg1) transforms with bit 2.
+        if knobs.mma_carrier == "split":
+            return [Mma(0), Mma(1, split=True)]
+        if knobs.accumulator == PACKED:
+            return [Mma(0, accumulator=PACKED), Mma(1, accumulator=PACKED)]
+        return [Mma(0), Round(), Mma(1)]
+    if knobs.low_bits == "mma_shuffle":
+        # Bits 5 6 7 are left at pair, lane0, lane1, and bit 2 at reg1.
+        steps: list[Step] = [Mma(0, accumulator=knobs.accumulator)]
+        _Converter(steps).to(knobs.butterfly_carrier)
+        rest: list[Step] = [Butterfly(reg(1)), Butterfly(PAIR), Shuffle(0), Shuffle(1)]
+        return steps + rest[: bits - 4]
+    inside: list[Step] = [Butterfly(PAIR), Butterfly(reg(0)), Butterfly(reg(1))]
+    across = range(max(0, min(bits - IN_THREAD_BITS, LANE_BITS)))
+    if knobs.butterfly_carrier == PACKED:
+        return [*inside[:bits], *(Shuffle(j) for j in across)]
+    if not across:
+        return [Widen(), *inside[:bits]]
+    return [*(Shuffle(j, widen=j == 0) for j in across), *inside]
+
+
+def exchanges_of(problem: Problem, knobs: Knobs) -> list[tuple[tuple[Place, Place], ...]]:
+    """The swaps of each exchange: all far bits at once if they fit in the chunk bits, warps before blocks if not.
+
+    Where there are any, chunks must be 2 or more."""
+    room = _log2(knobs.chunks)
+    cta_bits = _log2(knobs.cluster)
+    warp_bits = max(0, problem.log2_n - CHUNK_BITS - room - cta_bits)
+    warps, ctas = [warp(j) for j in range(warp_bits)], [cta(j) for j in range(cta_bits)]
+    far: list[Place] = warps + ctas
+    if not far:
+        return []
+    groups = [far] if len(far) <= room else [g[i : i + room] for g in (warps, ctas) for i in range(0, len(g), room)]
+    return [tuple((reg(2 + i), place) for i, place in enumerate(group)) for group in groups]
+
+
+def _with_scale(steps: list[Step]) -> list[Step]:
+    """Adds `Scale` and the final `Round`. It scales as late as it can in fp32, but before values are rounded and summed
+    on, so that 16-bit sums stay in range."""
+    scale = Scale(-MMA_EXPONENT * sum(isinstance(step, Mma) for step in steps))
+    after = 1 + max(i for i, step in enumerate(steps) if isinstance(step, Load | Mma))
+    rounds = [i for i, step in enumerate(steps) if isinstance(step, Round) and i >= after]
+    if _Converter(steps).carrier == FP32:
+        steps = [*steps, Round()]
+        rounds.append(len(steps) - 1)
+    if rounds:
+        return [*steps[: rounds[0]], scale, *steps[rounds[0] :]]
+    return [*steps[:after], Widen(), scale, Round(), *steps[after:]]

@@ -1,0 +1,228 @@
+"""Which knobs are legal together for a problem on an arch, and why the others are not.
+
+Where a knob would not change the kernel (a shared layout without an exchange), only its first value is legal, so no two
+legal choices mean the same plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hadagen.arch import Arch
+from hadagen.knobs import IN_THREAD_BITS, Knobs, exchanges_of
+from hadagen.plan import BARRIER_BYTES, CHUNK_BITS, FP32, OVERHEAD_REGISTERS, PACKED, Exchange
+from hadagen.problem import DType, Numerics, Problem
+
+MAX_EXCHANGES = 2
+SHAPE = ("chunks", "warps", "cluster")  # of a tile
+
+
+@dataclass(frozen=True)
+class Context:
+    problem: Problem
+    arch: Arch
+
+    @property
+    def bits(self) -> int:
+        return self.problem.log2_n
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`broken` says why the knobs it `reads` are not legal together, or nothing."""
+
+    reads: tuple[str, ...]
+    broken: Callable[[Context, Knobs], str | None]
+
+
+RULES: list[Rule] = []
+
+
+def _rule(*reads: str) -> Callable[[Callable[[Context, Knobs], str | None]], None]:
+    def add(broken: Callable[[Context, Knobs], str | None]) -> None:
+        RULES.append(Rule(reads, broken))
+
+    return add
+
+
+def _tile(knobs: Knobs) -> int:
+    return knobs.chunks * knobs.warps * knobs.cluster << CHUNK_BITS
+
+
+def _has_exchange(c: Context, k: Knobs) -> bool:
+    return c.problem.n > k.chunks << CHUNK_BITS
+
+
+def _has_butterflies(c: Context, k: Knobs) -> bool:
+    return k.low_bits != "mma" or c.bits > CHUNK_BITS
+
+
+@_rule("warps")
+def _(c: Context, k: Knobs) -> str | None:
+    limit = c.arch.limits.threads_per_block
+    return f"more than {limit} threads per block (take fewer warps)" if 32 * k.warps > limit else None
+
+
+@_rule(*SHAPE)
+def _(c: Context, k: Knobs) -> str | None:
+    return "the tile is shorter than a row (take more chunks, warps or blocks)" if _tile(k) < c.problem.n else None
+
+
+@_rule(*SHAPE)
+def _(c: Context, k: Knobs) -> str | None:
+    if k.cluster == 1:
+        return None
+    if "cluster" not in c.arch.features or k.cluster > c.arch.limits.cluster_blocks:
+        return f"the arch has no clusters of {k.cluster} blocks"
+    if _tile(k) > c.problem.n:
+        return "the tile of several blocks is longer than a row (take fewer chunks, warps or blocks)"
+    return None
+
+
+@_rule(*SHAPE)
+def _(c: Context, k: Knobs) -> str | None:
+    if not _has_exchange(c, k):
+        return None
+    if k.chunks == 1:
+        return "one chunk leaves no register bit to exchange with (chunks must be 2 or more)"
+    count = len(exchanges_of(c.problem, k))
+    return f"more than {MAX_EXCHANGES} exchanges (more chunks need fewer)" if count > MAX_EXCHANGES else None
+
+
+@_rule("low_bits")
+def _(c: Context, k: Knobs) -> str | None:
+    if k.low_bits == "shuffle":
+        return None
+    if "mma" not in c.arch.features:
+        return "the arch has no mma (low_bits must be shuffle)"
+    if c.bits < 5:
+        return "an mma would mix bits of two rows (low_bits must be shuffle)"
+    if k.low_bits == "mma" and c.bits < CHUNK_BITS:
+        return "two mma transform eight bits, more than the row has (low_bits must be mma_shuffle or shuffle)"
+    return None
+
+
+@_rule("low_bits", "mma_carrier")
+def _(c: Context, k: Knobs) -> str | None:
+    between = k.low_bits == "mma"
+    if k.mma_carrier == "split":
+        return None if between else "no value passes from one mma to another (mma_carrier must be packed)"
+    accurate = c.problem.numerics is Numerics.ACCURATE
+    return "accurate may not round between two mma (mma_carrier must be split)" if between and accurate else None
+
+
+@_rule("low_bits", "mma_carrier", "accumulator")
+def _(c: Context, k: Knobs) -> str | None:
+    if k.accumulator == FP32:
+        return None
+    if k.low_bits == "shuffle" or k.mma_carrier == "split":
+        return "no mma leaves packed values (accumulator must be fp32)"
+    if c.problem.dtype is not DType.FLOAT16:
+        return "no mma sums in bfloat16 (accumulator must be fp32)"
+    if c.problem.numerics is Numerics.ACCURATE:
+        return "accurate may not round inside an mma (accumulator must be fp32)"
+    return None
+
+
+@_rule("low_bits", "butterfly_carrier")
+def _(c: Context, k: Knobs) -> str | None:
+    if k.butterfly_carrier == FP32:
+        return None if _has_butterflies(c, k) else "no butterfly has a carrier (butterfly_carrier must be packed)"
+    accurate = c.problem.numerics is Numerics.ACCURATE
+    if accurate and _has_butterflies(c, k):
+        return "accurate may not round between butterflies (butterfly_carrier must be fp32)"
+    return None
+
+
+@_rule("chunks", "butterfly_carrier", "exchange_carrier")
+def _(c: Context, k: Knobs) -> str | None:
+    if k.exchange_carrier == FP32:
+        if not _has_exchange(c, k):
+            return "there is no exchange (exchange_carrier must be packed)"
+        if k.butterfly_carrier == PACKED:
+            return "packed butterflies have nothing in fp32 to exchange (exchange_carrier must be packed)"
+        return None
+    accurate = c.problem.numerics is Numerics.ACCURATE
+    if accurate and _has_exchange(c, k):
+        return "accurate may not round before an exchange (exchange_carrier must be fp32)"
+    return None
+
+
+@_rule("exchange_carrier", "exchange_rounds")
+def _(c: Context, k: Knobs) -> str | None:
+    if k.exchange_rounds > 1 and k.exchange_carrier == PACKED:
+        return "only an fp32 exchange has two vectors a chunk to take in rounds (exchange_rounds must be 1)"
+    return None
+
+
+@_rule("exchange_carrier", "exchange_rounds", "shared_layout")
+def _(c: Context, k: Knobs) -> str | None:
+    conflicts = k.exchange_carrier == FP32 and k.exchange_rounds == 1
+    if k.shared_layout != "linear" and not conflicts:
+        return "one vector a lane meets no bank conflict (shared_layout must be linear)"
+    return None
+
+
+@_rule("chunks", "order")
+def _(c: Context, k: Knobs) -> str | None:
+    return "one chunk has no order (order must be by_step)" if k.order == "by_chunk" and k.chunks == 1 else None
+
+
+@_rule("load")
+def _(c: Context, k: Knobs) -> str | None:
+    if k.load in ("cp_async", "bulk"):
+        needed = {"cp_async": "cp_async", "bulk": "bulk_copy"}[k.load]
+        if needed not in c.arch.features:
+            return f"the arch has no {needed} (load must be another)"
+        if c.bits < IN_THREAD_BITS:
+            return "rows shorter than 16 bytes cannot be copied asynchronously (load must be plain or no_allocate)"
+    return None
+
+
+@_rule("load", "grid", "stages")
+def _(c: Context, k: Knobs) -> str | None:
+    if k.stages == 1:
+        return None
+    if k.grid == "tiles":
+        return "one tile a block leaves nothing to have under way (stages must be 1)"
+    limit = 4 if k.load in ("cp_async", "bulk") else 2
+    return f"more than {limit} stages of registers (more need cp_async or bulk)" if k.stages > limit else None
+
+
+@_rule("warps", "min_blocks")
+def _(c: Context, k: Knobs) -> str | None:
+    limit = c.arch.limits.threads_per_sm
+    if k.min_blocks * k.warps * 32 > limit:
+        return f"more than {limit} threads per SM (take fewer warps or a smaller min_blocks)"
+    return None
+
+
+@_rule("chunks", "warps", "butterfly_carrier", "load", "stages", "min_blocks")
+def _(c: Context, k: Knobs) -> str | None:
+    wide = k.butterfly_carrier == FP32 or c.problem.numerics is Numerics.ACCURATE
+    data = k.chunks * (8 if wide else 4)
+    if k.stages > 1 and k.load in ("plain", "no_allocate"):
+        data += k.chunks * 4
+    threads = 32 * k.warps
+    available = min(c.arch.limits.registers_per_thread, c.arch.limits.registers_per_sm // (threads * k.min_blocks))
+    if data + OVERHEAD_REGISTERS > available:
+        return "a thread's values do not fit its registers (take fewer chunks, stages or min_blocks)"
+    return None
+
+
+@_rule("chunks", "warps", "exchange_carrier", "exchange_rounds", "shared_layout", "load", "stages", "min_blocks")
+def _(c: Context, k: Knobs) -> str | None:
+    block = k.chunks * k.warps << CHUNK_BITS
+    staged = k.stages * block * c.problem.dtype.bytes if k.load in ("cp_async", "bulk") else 0
+    exchanged = 0
+    if _has_exchange(c, k):
+        slot = Exchange((), k.exchange_carrier, k.exchange_rounds, k.shared_layout).slot_bytes
+        exchanged = k.chunks * k.warps * slot
+    bytes_ = BARRIER_BYTES + staged + exchanged  # barriers or not: a little room to spare
+    limits = c.arch.limits
+    if bytes_ > limits.shared_per_block:
+        return f"more than {limits.shared_per_block} bytes of shared memory per block (take fewer stages or warps)"
+    if k.min_blocks * (bytes_ + limits.shared_reserved_per_block) > limits.shared_per_sm:
+        return f"more than {limits.shared_per_sm} bytes of shared memory per SM (min_blocks must be smaller)"
+    return None
