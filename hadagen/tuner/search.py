@@ -92,8 +92,12 @@ def tune(options: TuneOptions, listen: Listener = lambda event: None) -> TuneRep
         search.race()
         return search.report()
     except StorageInternalError as error:
-        reason = error.__cause__ or error
-        raise StorageError(f"{options.store.place} cannot keep Optuna's tables ({reason}); make room there") from error
+        cause = error.__cause__ or error
+        reason = getattr(cause, "orig", None) or cause  # SQLAlchemy's own text is of several lines
+        raise StorageError(
+            f"{options.store.place} cannot keep Optuna's tables ({reason}); make room there and run it again, "
+            "no finished trial is lost"
+        ) from error
     finally:
         storage.engine.dispose()
 
