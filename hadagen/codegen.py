@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 from typing import Any
 
 import jinja2
@@ -31,9 +30,6 @@ from hadagen.plan import (
     Store,
 )
 
-TEMPLATES = "hadagen.templates"
-HEADER = "hadagen.cuh"
-
 
 @dataclass(frozen=True)
 class Source:
@@ -51,15 +47,10 @@ def render(plan: Plan) -> Source:
     return Source(entry, text)
 
 
-def header(target: str = "device") -> str:
-    """Text of the primitives header, for `device` (nvcc) or `host` (the emulator)."""
-    return files(TEMPLATES).joinpath(target).joinpath(HEADER).read_text(encoding="utf-8")
-
-
 @cache
 def _environment() -> jinja2.Environment:
     return jinja2.Environment(
-        loader=jinja2.PackageLoader(TEMPLATES, "."),
+        loader=jinja2.PackageLoader("hadagen.templates", "."),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

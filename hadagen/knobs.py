@@ -82,6 +82,7 @@ def _log2(value: int) -> int:
 
 
 def plan_of(problem: Problem, knobs: Knobs) -> Plan:
+    """The plan that legal knobs mean; `hadagen.space.build_plan` also says why others are not legal."""
     steps: list[Step] = [Load(knobs.load, knobs.stages)]
     steps += _low_bits(problem, knobs)
     bits = problem.log2_n

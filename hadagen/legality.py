@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from hadagen.arch import Arch
 from hadagen.knobs import IN_THREAD_BITS, Knobs, exchanges_of
-from hadagen.plan import BARRIER_BYTES, CHUNK_BITS, FP32, OVERHEAD_REGISTERS, PACKED, Exchange
+from hadagen.plan import BARRIER_BYTES, CHUNK_BITS, FP32, OVERHEAD_REGISTERS, PACKED, Exchange, Load
 from hadagen.problem import DType, Numerics, Problem
 
 MAX_EXCHANGES = 2
@@ -171,7 +171,7 @@ def _(c: Context, k: Knobs) -> str | None:
 
 @_rule("load")
 def _(c: Context, k: Knobs) -> str | None:
-    if k.load in ("cp_async", "bulk"):
+    if Load(k.load).staged:
         needed = {"cp_async": "cp_async", "bulk": "bulk_copy"}[k.load]
         if needed not in c.arch.features:
             return f"the arch has no {needed} (load must be another)"
@@ -186,7 +186,7 @@ def _(c: Context, k: Knobs) -> str | None:
         return None
     if k.grid == "tiles":
         return "one tile a block leaves nothing to have under way (stages must be 1)"
-    limit = 4 if k.load in ("cp_async", "bulk") else 2
+    limit = 4 if Load(k.load).staged else 2
     return f"more than {limit} stages of registers (more need cp_async or bulk)" if k.stages > limit else None
 
 
@@ -202,7 +202,7 @@ def _(c: Context, k: Knobs) -> str | None:
 def _(c: Context, k: Knobs) -> str | None:
     wide = k.butterfly_carrier == FP32 or c.problem.numerics is Numerics.ACCURATE
     data = k.chunks * (8 if wide else 4)
-    if k.stages > 1 and k.load in ("plain", "no_allocate"):
+    if k.stages > 1 and not Load(k.load).staged:
         data += k.chunks * 4
     threads = 32 * k.warps
     available = min(c.arch.limits.registers_per_thread, c.arch.limits.registers_per_sm // (threads * k.min_blocks))
@@ -214,7 +214,7 @@ def _(c: Context, k: Knobs) -> str | None:
 @_rule("chunks", "warps", "exchange_carrier", "exchange_rounds", "shared_layout", "load", "stages", "min_blocks")
 def _(c: Context, k: Knobs) -> str | None:
     block = k.chunks * k.warps << CHUNK_BITS
-    staged = k.stages * block * c.problem.dtype.bytes if k.load in ("cp_async", "bulk") else 0
+    staged = k.stages * block * c.problem.dtype.bytes if Load(k.load).staged else 0
     exchanged = 0
     if _has_exchange(c, k):
         slot = Exchange((), k.exchange_carrier, k.exchange_rounds, k.shared_layout).slot_bytes

@@ -66,17 +66,13 @@ class Space:
     def seeds(self) -> list[Knobs]:
         """Legal choices that tend to be good, for a search to start from: each tile shape, with a block per tile and
         with a persistent grid; shapes of 16 chunks in a block first."""
-        search = self.arch.search
-        shapes = [
-            Knobs.from_dict(dict(zip(SHAPE, shape, strict=True)))
-            for shape in product(*(search[name] for name in SHAPE))
-        ]
+        shapes = product(*(self.arch.search[name] for name in SHAPE))
+        tiles = [Knobs.from_dict(PROVEN.to_dict() | dict(zip(SHAPE, shape, strict=True))) for shape in shapes]
         found: dict[Knobs, None] = {}
-        for shape in sorted(shapes, key=lambda k: (k.cluster, abs(k.chunks * k.warps - 16), k.warps)):
-            wanted = replace(PROVEN, chunks=shape.chunks, warps=shape.warps, cluster=shape.cluster)
-            for start in (wanted, replace(wanted, load="cp_async", grid="persistent", stages=2)):
+        for tile in sorted(tiles, key=lambda k: (k.cluster, abs(k.chunks * k.warps - 16), k.warps)):
+            for start in (tile, replace(tile, load="cp_async", grid="persistent", stages=2)):
                 knobs = next(self.nearest(start.to_dict()))
-                if shape_of(knobs) == shape_of(wanted):
+                if shape_of(knobs) == shape_of(tile):
                     found[knobs] = None
         return list(found)
 

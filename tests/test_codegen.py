@@ -8,11 +8,13 @@ import re
 import pytest
 from spaces import ARCH, space_of
 
-from hadagen.codegen import header, render
+from hadagen.codegen import render
+from hadagen.emulator import host_texts
 from hadagen.knobs import Knobs
 from hadagen.plan import Plan
 from hadagen.problem import DType, Numerics, Problem
 from hadagen.space import build_plan
+from hadagen.toolchain import device_headers
 
 
 def sample(count: int) -> list[Plan]:
@@ -58,11 +60,11 @@ def test_both_headers_give_the_same_functions() -> None:
         functions = set(re.findall(r"HADAGEN_INLINE [\w ]+?(\w+)(?:<\w+>)?\(", text))
         return (functions | set(re.findall(r"HADAGEN_LOAD_IF\((\w+), \"", text))) - {"name", "shared_address"}
 
-    assert names(header("device")) <= names(header("host"))
+    assert names(device_headers()["hadagen.cuh"]) <= names(host_texts()["hadagen.cuh"])
 
 
 def test_every_call_of_a_kernel_is_a_primitive() -> None:
-    known = set(re.findall(r"(\w+)(?:<[\w ]+>)?\(", header("host")))
+    known = set(re.findall(r"(\w+)(?:<[\w ]+>)?\(", host_texts()["hadagen.cuh"]))
     local = {
         "start",
         "fetch",
