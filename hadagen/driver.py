@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hadagen.errors import DeviceError
-from hadagen.launch import LaunchSpec
+from hadagen.launch import LaunchSpec, RowShape
+from hadagen.scale import scale_word
 
 # Dynamic shared memory, in bytes, that a kernel may use without asking for more.
 DEFAULT_SHARED_BYTES = 48 * 1024
@@ -123,14 +124,16 @@ def _capture_allowed() -> Iterator[None]:
 
 
 class _Arguments(threading.local):
-    """A parameter block for each thread: (const void* x, void* y, int64 elements, float scale)."""
+    """A parameter block for each thread: (const void* x, void* y, int64 elements, scale), and what a pitched kernel takes
+    after these, (int64 columns, x_pitch, y_pitch)."""
 
-    layout = struct.Struct("=QQqf")
+    layout = struct.Struct("=QQqI4xqqq")
+    offsets = (0, 8, 16, 24, 32, 40, 48)
 
     def __init__(self) -> None:
         self.values = ctypes.create_string_buffer(self.layout.size)
         start = ctypes.addressof(self.values)
-        self._pointers = (ctypes.c_void_p * 4)(start, start + 8, start + 16, start + 24)
+        self._pointers = (ctypes.c_void_p * len(self.offsets))(*(start + offset for offset in self.offsets))
         self.address = ctypes.addressof(self._pointers)
 
 
@@ -151,16 +154,21 @@ class LoadedKernel:
     module: Any  # CUmodule
     function: Any  # CUfunction
 
-    def launch(self, stream: int, x: int, y: int, elements: int, scale: float) -> None:
+    def launch(
+        self, stream: int, x: int, y: int, elements: int, scale: float, rows: RowShape = RowShape(0, 0, 0)
+    ) -> None:
         """Queues y = (x · H) · scale on a stream of the device, whose context must be current or none at all.
 
-        x, y: device addresses, multiples of 16 bytes, equal or not overlapping. elements: rows · n, at least 1.
-        stream: its handle as an integer. Raises `DriverError`; what fails while the kernel runs shows up later.
+        x, y: device addresses, multiples of 16 bytes (of an element where the kernel is pitched), equal or not
+        overlapping. elements: rows · n, at least 1. scale: of a size within `spec.scale_form.range`. rows: read by pitched
+        kernels only. stream: its handle as an integer. Raises `DriverError`; what fails while the kernel runs shows up
+        later.
         """
         driver = bindings()
         spec = self.spec
         arguments = _arguments
-        arguments.layout.pack_into(arguments.values, 0, x, y, elements, scale)
+        word = scale_word(spec.scale_form, scale)
+        arguments.layout.pack_into(arguments.values, 0, x, y, elements, word, *rows)
         blocks = spec.grid(elements, self.resident_blocks)
         geometry = (blocks, 1, 1, spec.threads, 1, 1, spec.shared_bytes, stream, arguments.address, 0)
         result = driver.cuLaunchKernel(self.function, *geometry)

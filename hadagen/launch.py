@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+from hadagen.scale import ScaleForm
+
+
+class RowShape(NamedTuple):
+    """How the rows of a call lie in memory, for a pitched kernel: the first `columns` ≤ n elements of each are there,
+    x's rows `x_pitch` elements apart and y's `y_pitch`. The rest of a row counts as zeros and is not stored."""
+
+    columns: int
+    x_pitch: int
+    y_pitch: int
 
 
 @dataclass(frozen=True)
 class LaunchSpec:
     """Launch geometry of one kernel.
 
-    Every kernel has the signature `(const void* x, void* y, int64 elements, float scale)`; x may equal y.
+    Every kernel has the signature `(const void* x, void* y, int64 elements, scale)`, where elements = rows · n, the scale
+    is a word of `scale_form`, and x may equal y. A `pitched` one takes `int64 columns, x_pitch, y_pitch` after these.
     A *tile* is what one cluster (of `cluster` blocks) transforms at a time: `tile_elements` elements of whole rows.
     """
 
@@ -19,6 +31,8 @@ class LaunchSpec:
     shared_bytes: int  # dynamic shared memory of one block
     tile_elements: int
     persistent: bool  # the grid is as large as the device holds at once, and blocks loop over tiles
+    scale_form: ScaleForm = ScaleForm.FP32
+    pitched: bool = False
 
     def grid(self, elements: int, resident_blocks: int) -> int:
         """Blocks to launch for `elements` = rows · n.
@@ -31,8 +45,8 @@ class LaunchSpec:
         return tiles * self.cluster
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return asdict(self) | {"scale_form": self.scale_form.value}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> LaunchSpec:
-        return cls(**values)
+        return cls(**values | {"scale_form": ScaleForm(values["scale_form"])})

@@ -16,14 +16,15 @@ class DType(str, Enum):
 
     FLOAT16 = "float16"
     BFLOAT16 = "bfloat16"
+    FLOAT32 = "float32"
 
     @property
     def bytes(self) -> int:
-        return 2
+        return 4 if self is DType.FLOAT32 else 2
 
 
 class Numerics(str, Enum):
-    """`accurate` rounds once, at the store; `fast` may round between steps."""
+    """`accurate` rounds to 16 bits once, at the store; `fast` may round between steps. float32 has only `accurate`."""
 
     ACCURATE = "accurate"
     FAST = "fast"
@@ -35,6 +36,7 @@ ERROR_BOUND = {
     (DType.BFLOAT16, Numerics.ACCURATE): 1.8e-3,
     (DType.FLOAT16, Numerics.FAST): 7e-4,
     (DType.BFLOAT16, Numerics.FAST): 5.5e-3,
+    (DType.FLOAT32, Numerics.ACCURATE): 3e-7,
 }
 
 
@@ -42,12 +44,16 @@ ERROR_BOUND = {
 class Problem:
     """y = (x · H_n) · scale over the last dimension of a contiguous [rows, n] array.
 
+    `pitched`: rows have any number of elements up to n, count as zeros beyond it, and lie any number of elements apart.
+    For float32 `fast` means `accurate`.
+
     Raises `UsageError` where n is not a power of two from 2 to 32768, or dtype or numerics is unknown.
     """
 
     n: int
     dtype: DType
     numerics: Numerics = Numerics.ACCURATE
+    pitched: bool = False
 
     def __post_init__(self) -> None:
         if (
@@ -58,7 +64,8 @@ class Problem:
         ):
             raise UsageError(f"n = {self.n!r} is not supported; n must be a power of two from 2 to {1 << MAX_LOG2_N}")
         object.__setattr__(self, "dtype", _member(DType, self.dtype, "dtype"))
-        object.__setattr__(self, "numerics", _member(Numerics, self.numerics, "numerics"))
+        numerics = _member(Numerics, self.numerics, "numerics")
+        object.__setattr__(self, "numerics", Numerics.ACCURATE if self.dtype is DType.FLOAT32 else numerics)
 
     @property
     def log2_n(self) -> int:
@@ -70,14 +77,19 @@ class Problem:
 
     @property
     def name(self) -> str:
-        return f"n{self.n}-{self.dtype.value}-{self.numerics.value}"
+        return f"n{self.n}-{self.dtype.value}-{self.numerics.value}" + ("-pitched" if self.pitched else "")
 
     def to_dict(self) -> dict[str, Any]:
-        return {"n": self.n, "dtype": self.dtype.value, "numerics": self.numerics.value}
+        return {
+            "n": self.n,
+            "dtype": self.dtype.value,
+            "numerics": self.numerics.value,
+            "pitched": self.pitched,
+        }
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Problem:
-        return cls(values["n"], DType(values["dtype"]), Numerics(values["numerics"]))
+        return cls(values["n"], values["dtype"], values["numerics"], values["pitched"])
 
 
 def _member(kind: type[Enum], value: Any, what: str) -> Any:

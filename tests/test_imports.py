@@ -18,11 +18,12 @@ TABLE = """
     -----------------+-----------------------------------------------------+----------------------
     errors           |                                                     |
     problem          | errors                                              |
-    launch           | errors                                              |
+    scale            |                                                     |
+    launch           | scale errors                                        |
     trial            | problem launch errors                               |
     arch             | problem errors                                      | yaml
     layout           |                                                     |
-    plan             | layout problem launch errors                        | numpy
+    plan             | layout problem launch scale errors                  | numpy
     knobs            | plan layout problem errors                          |
     legality         | knobs plan arch problem                             |
     space            | legality knobs plan arch problem errors             |
@@ -33,10 +34,10 @@ TABLE = """
     cache            | errors                                              |
     ptx              | errors                                              |
     toolchain        | cache ptx codegen arch trial launch errors          |
-    emulator         | cache codegen reference bits launch problem errors  | numpy
-    driver           | launch errors                                       | cuda
-    tuning_db.bundle | trial problem launch errors                         |
-    tuning_db        | tuning_db.bundle trial problem launch errors        | sqlalchemy alembic
+    emulator         | cache codegen reference bits launch scale problem errors | numpy
+    driver           | launch scale errors                                 | cuda
+    tuning_db.bundle | trial problem launch scale errors                   |
+    tuning_db        | tuning_db.bundle trial problem launch scale errors  | sqlalchemy alembic
     runtime          | tuning_db.bundle driver trial problem launch errors | torch
     __init__         | runtime problem errors                              |
     measure          | driver reference bits trial problem launch errors   | torch
