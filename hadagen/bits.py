@@ -1,4 +1,4 @@
-"""Real numbers ↔ the raw bits of 16-bit elements. numpy has no bfloat16, so both types travel as uint16 arrays."""
+"""Real numbers ↔ the raw bits of elements. numpy has no bfloat16, so all types travel as uint16 or uint32 arrays."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from hadagen.problem import DType
 
-Bits = NDArray[np.uint16]
+Bits = NDArray[np.uint16] | NDArray[np.uint32]
 Reals = NDArray[np.float64]
 
 _BFLOAT16_PRECISION = 8  # significant bits, the hidden one included
@@ -23,8 +23,11 @@ def encode(dtype: DType, values: NDArray[Any]) -> Bits:
     """
     reals = np.asarray(values, dtype=np.float64)
     with np.errstate(over="ignore", invalid="ignore"):
+        if dtype is DType.FLOAT32:
+            singles: NDArray[np.uint32] = reals.astype(np.float32).view(np.uint32)
+            return singles
         if dtype is DType.FLOAT16:
-            halves: Bits = reals.astype(np.float16).view(np.uint16)
+            halves: NDArray[np.uint16] = reals.astype(np.float16).view(np.uint16)
             return halves
         _, exponent = np.frexp(reals)
         step = np.maximum(exponent - _BFLOAT16_PRECISION, _BFLOAT16_LEAST)
@@ -37,6 +40,8 @@ def encode(dtype: DType, values: NDArray[Any]) -> Bits:
 def decode(dtype: DType, bits: Bits) -> Reals:
     """The values of raw `dtype` bits, exact."""
     with np.errstate(invalid="ignore"):  # a signaling NaN becomes a quiet one
+        if dtype is DType.FLOAT32:
+            return bits.view(np.float32).astype(np.float64)
         if dtype is DType.FLOAT16:
             return bits.view(np.float16).astype(np.float64)
         return np.left_shift(bits, 16, dtype=np.uint32).view(np.float32).astype(np.float64)

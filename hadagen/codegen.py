@@ -15,10 +15,10 @@ import jinja2
 from hadagen.layout import PAIR, Place
 from hadagen.plan import (
     BARRIER_BYTES,
-    CHUNK_ELEMENTS,
+    CHUNK_BITS,
     FP32,
     MMA_EXPONENT,
-    VECTOR_ELEMENTS,
+    PACKED,
     Butterfly,
     Exchange,
     Load,
@@ -64,6 +64,8 @@ def _view(plan: Plan, entry: str) -> dict[str, Any]:
     cluster = plan.launch.cluster
     per_cluster = f" / {cluster}" if cluster > 1 else ""
     remote_first = bool(plan.exchanges) and plan.exchanges[0].crosses_blocks
+    lane_at = f"lane * {plan.vector_elements}"
+    n = plan.problem.n
     return {
         "plan": plan,
         "entry": entry,
@@ -73,27 +75,32 @@ def _view(plan: Plan, entry: str) -> dict[str, Any]:
         "block": plan.block_elements,
         "cluster": cluster,
         "chunks": 1 << plan.chunk_bits,
-        "chunk": CHUNK_ELEMENTS,
-        "vector_elements": VECTOR_ELEMENTS,
+        "span": 32 * plan.vector_elements,  # between one vector of a thread and the next
+        "bytes": plan.problem.dtype.bytes,
+        "scale_form": plan.scale_form.value,
         "barrier_bytes": BARRIER_BYTES,
         "mma_exponent": MMA_EXPONENT,
+        "packed": PACKED in plan.carriers,
         "wide": FP32 in plan.carriers,
         "prefetch": plan.load.stages > 1 and not plan.load.staged,
         "remote_first": remote_first,
         # The last tile may be partly beyond the end of the array; a vector only where it holds several rows.
         "ragged": plan.rows_per_tile > 1,
-        "ragged_vector": plan.problem.n < VECTOR_ELEMENTS,
+        "ragged_vector": plan.problem.n < plan.vector_elements,
         "first_tile": f"block_index(){per_cluster}",
         "tiles_in_grid": f"grid_blocks(){per_cluster}",
         "share": f"tile * {plan.tile_elements}" + (f" + rank * {plan.block_elements}" if cluster > 1 else ""),
         "moved": stored != plan.loaded,
-        "load_thread": _sum(f"lane * {VECTOR_ELEMENTS}", _scatter("warp", plan.loaded.bits_of("warp"))),
+        "load_thread": _sum(lane_at, _scatter("warp", plan.loaded.bits_of("warp"))),
         "store_thread": _sum(
-            f"lane * {VECTOR_ELEMENTS}",
+            lane_at,
             _scatter("warp", stored.bits_of("warp")),
             _scatter("rank", stored.bits_of("cta")),
         ),
-        "store_chunk": _scatter("c", _chunk_bits(stored.bits_of("reg"))) or "0",
+        "store_vector": _scatter("i", _vector_bits(plan, stored.bits_of("reg"))) or "0",
+        # Of the vector at `at` of a pitched tile.
+        "row_of_vector": f"tile * {plan.rows_per_tile} + at / {n}" if plan.rows_per_tile > 1 else "tile",
+        "column_of_vector": f"at % {n}" if plan.rows_per_tile > 1 else "at",
     }
 
 
@@ -141,6 +148,7 @@ def _steps(plan: Plan) -> list[dict[str, Any]]:
         view["wide"] = FP32 in (carrier, carrier_after)
         if isinstance(step, Mma):
             view |= {"stride": 1 << step.reg, "split": step.split, "accumulator": step.accumulator}
+            view["factor"] = step.factor
         elif isinstance(step, Butterfly):
             view |= {"stride": _stride(step.place, carrier), "in_pair": step.place == PAIR}
         elif isinstance(step, Shuffle):
@@ -164,6 +172,12 @@ def _stride(place: Place, carrier: str) -> int:
 def _chunk_bits(reg_bits: Mapping[int, int]) -> dict[int, int]:
     """Bit of the chunk number → index bit: the register places above the two inside a vector."""
     return {index - 2: bit for index, bit in reg_bits.items() if index >= 2}
+
+
+def _vector_bits(plan: Plan, reg_bits: Mapping[int, int]) -> dict[int, int]:
+    """Bit of the number of a vector → index bit: where a chunk takes several vectors, the lowest tell them apart."""
+    within = {j: bit for j, bit in enumerate(range((32 * plan.vector_elements).bit_length() - 1, CHUNK_BITS))}
+    return within | {len(within) + j: bit for j, bit in _chunk_bits(reg_bits).items()}
 
 
 def _exchange(plan: Plan, step: Exchange) -> dict[str, Any]:

@@ -30,8 +30,8 @@ from hadagen.bits import Bits, decode, encode
 from hadagen.cache import cache_root
 from hadagen.codegen import Source
 from hadagen.errors import HadagenError, StorageError, ToolchainError, UsageError
-from hadagen.launch import LaunchSpec
-from hadagen.problem import Problem
+from hadagen.launch import LaunchSpec, RowShape
+from hadagen.problem import DType, Problem
 from hadagen.reference import (
     INPUT_CLASSES,
     NORMAL_ELEMENTS,
@@ -40,6 +40,7 @@ from hadagen.reference import (
     relative_error,
     verification_scale,
 )
+from hadagen.scale import scale_word
 
 # The sources in `templates/host`: the primitives, which only kernels include, and the machine they stand on.
 PRIMITIVES = ("hadagen.cuh", "numbers.hpp")
@@ -114,12 +115,18 @@ class _Launch(ctypes.Structure):
     _fields_ = (
         ("blocks", ctypes.c_int64),
         ("elements", ctypes.c_int64),
+        ("rows", ctypes.c_int64),
+        ("columns", ctypes.c_int64),
+        ("x_pitch", ctypes.c_int64),
+        ("y_pitch", ctypes.c_int64),
         ("steps", ctypes.c_int64),
         ("seed", ctypes.c_uint64),
         ("threads", ctypes.c_uint32),
         ("cluster", ctypes.c_uint32),
         ("shared_bytes", ctypes.c_uint32),
-        ("scale", ctypes.c_float),
+        ("scale_word", ctypes.c_uint32),
+        ("element_bytes", ctypes.c_uint32),
+        ("pitched", ctypes.c_uint32),
     )
 
 
@@ -164,34 +171,48 @@ class HostModule:
         *,
         scale: float,
         elements: int | None = None,
+        rows: int = 0,
+        shape: RowShape | None = None,
         grid: int | None = None,
         order_seed: int = 0,
     ) -> EmulationReport:
-        """Transform the first `elements` (default: all) of x, raw 16-bit elements, into `out`, which may be x.
+        """Transform the first `elements` (default: all) of x, the raw bits of elements, into `out`, which may be x.
 
+        `rows`, `shape`: for a pitched kernel, how many rows there are and how they lie; then `elements` is rows · n.
         `grid`: blocks to launch; by default as many as a device with room for `RESIDENT_CLUSTERS` clusters would get.
         `order_seed`: 0 runs the threads in order, each as far as it comes; 1 in reverse; any other in a random order.
         Raises `EmulationError` where the kernel diverges, hangs, loops forever, or touches what it must not, and
-        `UsageError` where x or out is not contiguous and aligned to 16 bytes.
+        `UsageError` where x or out is not contiguous, or too small, or, for any but a pitched kernel, not aligned to
+        16 bytes.
         """
         elements = x.size if elements is None else elements
-        for name, array in (("x", x), ("out", out)):
-            if array.dtype != np.uint16 or not array.flags.c_contiguous or array.ctypes.data % VECTOR_BYTES:
-                raise UsageError(
-                    f"{name} is not a contiguous uint16 array aligned to {VECTOR_BYTES} bytes; copy it first"
-                )
-            if array.size < elements:
-                raise UsageError(f"{name} has {array.size} elements, fewer than the {elements} to transform")
+        if shape is None:
+            rows, shape = elements, RowShape(1, 1, 1)  # as any array without gaps
+        columns, x_pitch, y_pitch = shape
+        alignment = x.itemsize if launch.pitched else VECTOR_BYTES
+        for name, array, pitch in (("x", x, x_pitch), ("out", out, y_pitch)):
+            if array.dtype not in (np.uint16, np.uint32) or not array.flags.c_contiguous:
+                raise UsageError(f"{name} is not a contiguous uint16 or uint32 array; copy it first")
+            if array.ctypes.data % alignment:
+                raise UsageError(f"{name} is not aligned to {alignment} bytes; copy it first")
+            if array.size < (least := (rows - 1) * pitch + columns):
+                raise UsageError(f"{name} has {array.size} elements, fewer than the {least} to transform")
         tiles = -(-elements // launch.tile_elements)
         settings = _Launch(
             blocks=launch.grid(elements, RESIDENT_CLUSTERS * launch.cluster) if grid is None else grid,
             elements=elements,
+            rows=rows,
+            columns=columns,
+            x_pitch=x_pitch,
+            y_pitch=y_pitch,
             steps=STEPS_PER_ELEMENT * max(tiles * launch.tile_elements, 8 * launch.threads * launch.cluster),
             seed=order_seed,
             threads=launch.threads,
             cluster=launch.cluster,
             shared_bytes=launch.shared_bytes,
-            scale=scale,
+            scale_word=scale_word(launch.scale_form, scale),
+            element_bytes=x.itemsize,
+            pitched=launch.pitched,
         )
         report = _Report()
         with _ONE_AT_A_TIME:
@@ -272,31 +293,60 @@ def verify(
     rows: int | None = None,
     *,
     module: HostModule | None = None,
+    shape: RowShape | None = None,
     in_place: bool = False,
     order_seed: int = 0,
 ) -> dict[str, float]:
     """Relative error of a kernel against float64 for each class of input, all classes in one launch.
 
     `rows` (2 or more, default `verification_rows`): of each class, but one fewer of the last, so that the last tile is
-    ragged wherever a tile holds several rows. `module` already holds the kernel where many were built at once. The
-    scale is n**-0.5; the output begins as NaNs. Raises `EmulationError` where the kernel does not run to its end or
+    ragged wherever a tile holds several rows. `module` already holds the kernel where many were built at once. `shape`:
+    of a pitched problem, by default three quarters of each row; x and the output then begin one element after a multiple of 16
+    bytes where a pitch is odd. The scale is n**-0.5; the output begins as NaNs, and so do the gaps of x. Raises `EmulationError` where the kernel does not run to its end or
     `EmulationReport.complaint` says something.
     """
     rows = verification_rows(problem, launch) if rows is None else rows
     module = compile_host([source]) if module is None else module
     classes = input_classes(problem, rows)
     classes[INPUT_CLASSES[-1]] = classes[INPUT_CLASSES[-1]][:-1]
+    if problem.pitched and shape is None:
+        shape = RowShape(problem.n - problem.n // 4, problem.n, problem.n)
+    columns, x_pitch, y_pitch = (problem.n,) * 3 if shape is None else shape
+    if columns < problem.n:
+        del classes["constant"]  # cut short it gives the same few values over and over, whose rounding averages out no more
+    values = np.concatenate(list(classes.values()))
+    values[:, columns:] = 0.0
     scale = verification_scale(problem)
-    x = np.concatenate([encode(problem.dtype, values) for values in classes.values()])
-    out = x if in_place else np.full_like(x, 0xFFFF)
-    report = module.run(source.entry, launch, x, out, scale=scale, order_seed=order_seed)
+    x = _poisoned(problem.dtype, len(values), x_pitch)
+    x[:, :columns] = encode(problem.dtype, values[:, :columns])
+    out = x if in_place else _poisoned(problem.dtype, len(values), y_pitch)
+    report = module.run(
+        source.entry,
+        launch,
+        x.reshape(-1),
+        out.reshape(-1),
+        scale=scale,
+        elements=values.size,
+        rows=len(values),
+        shape=shape,
+        order_seed=order_seed,
+    )
     if report.complaint:
         raise EmulationError(f"{source.entry}: {report.complaint}")
-    results = np.split(decode(problem.dtype, out), np.cumsum([len(values) for values in classes.values()])[:-1])
+    results = decode(problem.dtype, out[:, :columns])
+    ends = np.cumsum([len(some) for some in classes.values()])[:-1]
     return {
-        name: relative_error(result, hadamard(values, scale))
-        for (name, values), result in zip(classes.items(), results, strict=True)
+        name: relative_error(result, reference)
+        for name, result, reference in zip(
+            classes, np.split(results, ends), np.split(hadamard(values, scale)[:, :columns], ends), strict=True
+        )
     }
+
+
+def _poisoned(dtype: DType, rows: int, pitch: int) -> Bits:
+    """[rows, pitch] NaNs, one element after a multiple of 16 bytes where the pitch is odd."""
+    bits = encode(dtype, np.full(rows * pitch + 1, np.nan))
+    return bits[pitch % 2 :][: rows * pitch].reshape(rows, pitch)
 
 
 @dataclass(frozen=True)

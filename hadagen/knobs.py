@@ -19,6 +19,7 @@ from hadagen.plan import (
     MMA_EXPONENT,
     PACKED,
     Butterfly,
+    Correct,
     Exchange,
     Load,
     Mma,
@@ -32,10 +33,7 @@ from hadagen.plan import (
     Widen,
     carrier_after,
 )
-from hadagen.problem import Problem
-
-IN_THREAD_BITS = 3  # index bits 0–2 sit inside a 16-byte vector
-
+from hadagen.problem import DType, Numerics, Problem
 
 @dataclass(frozen=True, order=True)
 class Knobs:
@@ -83,8 +81,8 @@ def _log2(value: int) -> int:
 
 def plan_of(problem: Problem, knobs: Knobs) -> Plan:
     """The plan that legal knobs mean; `hadagen.space.build_plan` also says why others are not legal."""
-    steps: list[Step] = [Load(knobs.load, knobs.stages)]
-    steps += _low_bits(problem, knobs)
+    steps: list[Step] = [Load(knobs.load, knobs.stages, FP32 if problem.dtype is DType.FLOAT32 else PACKED)]
+    steps += _float32_low_bits(problem) if problem.dtype is DType.FLOAT32 else _low_bits(problem, knobs)
     bits = problem.log2_n
     if bits > CHUNK_BITS:
         chunk_bits = min(_log2(knobs.chunks), bits - CHUNK_BITS)
@@ -97,7 +95,7 @@ def plan_of(problem: Problem, knobs: Knobs) -> Plan:
             steps.append(Exchange(pairs, knobs.exchange_carrier, knobs.exchange_rounds, knobs.shared_layout))
             convert.to(knobs.butterfly_carrier)
             steps += [Butterfly(near) for near, _ in pairs]
-    steps = _with_scale(steps)
+    steps = _with_scale(problem, knobs, steps)
     if knobs.low_bits == "mma_shuffle":
         steps.append(Transpose())
     steps.append(Store(knobs.store))
@@ -129,28 +127,47 @@ class _Converter:
 
 
 def _low_bits(problem: Problem, knobs: Knobs) -> list[Step]:
-    """The steps that transform index bits 0–7, as far as the row has them."""
+    """The steps that transform index bits 0–7 of packed values, as far as the row has them."""
     bits = problem.log2_n
+    first, second = (1, 2) if _scales_in_mma(problem, knobs) else (0, 0)
     if knobs.low_bits == "mma":
         # mma(reg0) finds bits 0 3 4 1 at its places and leaves 5 6 7 there, which mma(reg1) transforms with bit 2.
         if knobs.mma_carrier == "split":
             return [Mma(0), Mma(1, split=True)]
         if knobs.accumulator == PACKED:
-            return [Mma(0, accumulator=PACKED), Mma(1, accumulator=PACKED)]
-        return [Mma(0), Round(), Mma(1)]
+            return [Mma(0, accumulator=PACKED, factor=first), Mma(1, accumulator=PACKED, factor=second)]
+        return [Mma(0, factor=first), Round(), Mma(1, factor=second)]
     if knobs.low_bits == "mma_shuffle":
         # Bits 5 6 7 are left at pair, lane0, lane1, and bit 2 at reg1.
-        steps: list[Step] = [Mma(0, accumulator=knobs.accumulator)]
+        steps: list[Step] = [Mma(0, accumulator=knobs.accumulator, factor=first)]
         _Converter(steps).to(knobs.butterfly_carrier)
+        if first:
+            steps.append(Correct())
         rest: list[Step] = [Butterfly(reg(1)), Butterfly(PAIR), Shuffle(0), Shuffle(1)]
         return steps + rest[: bits - 4]
     inside: list[Step] = [Butterfly(PAIR), Butterfly(reg(0)), Butterfly(reg(1))]
-    across = range(max(0, min(bits - IN_THREAD_BITS, LANE_BITS)))
+    across = range(max(0, min(bits - len(inside), LANE_BITS)))
     if knobs.butterfly_carrier == PACKED:
         return [*inside[:bits], *(Shuffle(j) for j in across)]
     if not across:
         return [Widen(), *inside[:bits]]
     return [*(Shuffle(j, widen=j == 0) for j in across), *inside]
+
+
+def _float32_low_bits(problem: Problem) -> list[Step]:
+    steps: list[Step] = [Butterfly(PAIR), Butterfly(reg(0))]
+    steps += [Shuffle(j) for j in range(LANE_BITS)]
+    steps.append(Butterfly(reg(1)))
+    return steps[: problem.log2_n]
+
+
+def _scales_in_mma(problem: Problem, knobs: Knobs) -> bool:
+    """Whether the scale is multiplied by mma, in 16-bit factors; packed values then need no step for it."""
+    if problem.numerics is Numerics.ACCURATE:
+        return False  # for the sake of scales of any size
+    if knobs.low_bits == "mma":
+        return knobs.mma_carrier == PACKED
+    return knobs.low_bits == "mma_shuffle" and knobs.butterfly_carrier == PACKED
 
 
 def exchanges_of(problem: Problem, knobs: Knobs) -> list[tuple[tuple[Place, Place], ...]]:
@@ -168,10 +185,14 @@ def exchanges_of(problem: Problem, knobs: Knobs) -> list[tuple[tuple[Place, Plac
     return [tuple((reg(2 + i), place) for i, place in enumerate(group)) for group in groups]
 
 
-def _with_scale(steps: list[Step]) -> list[Step]:
+def _with_scale(problem: Problem, knobs: Knobs, steps: list[Step]) -> list[Step]:
     """Adds `Scale` and the final `Round`. It scales as late as it can in fp32, but before values are rounded and summed
     on, so that 16-bit sums stay in range."""
     scale = Scale(-MMA_EXPONENT * sum(isinstance(step, Mma) for step in steps))
+    if problem.dtype is DType.FLOAT32:
+        return [*steps, scale]
+    if _scales_in_mma(problem, knobs):
+        return [*steps, Round()] if _Converter(steps).carrier == FP32 else steps
     after = 1 + max(i for i, step in enumerate(steps) if isinstance(step, Load | Mma))
     rounds = [i for i, step in enumerate(steps) if isinstance(step, Round) and i >= after]
     if _Converter(steps).carrier == FP32:

@@ -7,6 +7,11 @@ A *placement* says, for each index bit of a tile, the *place* whose coordinate b
         index bit   0     1     2     3      4      5      6      7
         place       pair  reg0  reg1  lane0  lane1  lane2  lane3  lane4
 
+    in float32 a thread holds elements 4t … 4t+3 and 128 + 4t …, in what would be two registers for a pair
+
+        index bit   0     1     2      3      4      5      6      7
+        place       pair  reg0  lane0  lane1  lane2  lane3  lane4  reg1
+
 Rule: the element held at some coordinates is the sum of 2^b over the index bits b whose place has coordinate 1.
 
     lane 0, reg 0, low half                        element 0
@@ -84,12 +89,14 @@ class Placement:
             raise ValueError(f"two index bits share a place in {self}")
 
     @classmethod
-    def standard(cls, chunk_bits: int, warp_bits: int, cta_bits: int) -> Placement:
-        """As loaded in 16-byte vectors of 16-bit elements: 256-element chunks, then warps, then blocks."""
+    def standard(cls, vector_bits: int, chunk_bits: int, warp_bits: int, cta_bits: int) -> Placement:
+        """As loaded in vectors of 2^vector_bits elements (2 or 3): 256-element chunks, then warps, then blocks."""
+        in_thread = (PAIR, reg(0), reg(1))
         return cls(
             (
-                *(PAIR, reg(0), reg(1)),
+                *in_thread[:vector_bits],
                 *(lane(j) for j in range(LANE_BITS)),
+                *in_thread[vector_bits:],
                 *(reg(2 + j) for j in range(chunk_bits)),
                 *(warp(j) for j in range(warp_bits)),
                 *(cta(j) for j in range(cta_bits)),

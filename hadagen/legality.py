@@ -10,8 +10,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hadagen.arch import Arch
-from hadagen.knobs import IN_THREAD_BITS, Knobs, exchanges_of
-from hadagen.plan import BARRIER_BYTES, CHUNK_BITS, FP32, OVERHEAD_REGISTERS, PACKED, Exchange, Load
+from hadagen.knobs import Knobs, exchanges_of
+from hadagen.plan import (
+    BARRIER_BYTES,
+    CHUNK_BITS,
+    FP32,
+    OVERHEAD_REGISTERS,
+    PACKED,
+    THREAD_ELEMENTS,
+    VECTOR_BYTES,
+    Exchange,
+    Load,
+)
 from hadagen.problem import DType, Numerics, Problem
 
 MAX_EXCHANGES = 2
@@ -94,6 +104,8 @@ def _(c: Context, k: Knobs) -> str | None:
 def _(c: Context, k: Knobs) -> str | None:
     if k.low_bits == "shuffle":
         return None
+    if c.problem.dtype is DType.FLOAT32:
+        return "no mma is exact to float32 (low_bits must be shuffle)"
     if "mma" not in c.arch.features:
         return "the arch has no mma (low_bits must be shuffle)"
     if c.bits < 5:
@@ -175,8 +187,10 @@ def _(c: Context, k: Knobs) -> str | None:
         needed = {"cp_async": "cp_async", "bulk": "bulk_copy"}[k.load]
         if needed not in c.arch.features:
             return f"the arch has no {needed} (load must be another)"
-        if c.bits < IN_THREAD_BITS:
+        if c.problem.n * c.problem.dtype.bytes < VECTOR_BYTES:
             return "rows shorter than 16 bytes cannot be copied asynchronously (load must be plain or no_allocate)"
+        if c.problem.pitched:
+            return "pitched rows cannot be copied as they lie (load must be plain or no_allocate)"
     return None
 
 
@@ -201,9 +215,10 @@ def _(c: Context, k: Knobs) -> str | None:
 @_rule("chunks", "warps", "butterfly_carrier", "load", "stages", "min_blocks")
 def _(c: Context, k: Knobs) -> str | None:
     wide = k.butterfly_carrier == FP32 or c.problem.numerics is Numerics.ACCURATE
-    data = k.chunks * (8 if wide else 4)
+    packed = k.chunks * THREAD_ELEMENTS * c.problem.dtype.bytes // 4
+    data = k.chunks * THREAD_ELEMENTS if wide else packed
     if k.stages > 1 and not Load(k.load).staged:
-        data += k.chunks * 4
+        data += packed
     threads = 32 * k.warps
     available = min(c.arch.limits.registers_per_thread, c.arch.limits.registers_per_sm // (threads * k.min_blocks))
     if data + OVERHEAD_REGISTERS > available:

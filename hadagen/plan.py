@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 from hadagen.errors import UsageError
 from hadagen.launch import LaunchSpec
 from hadagen.layout import MMA_MOVES, PAIR, Place, Placement, lane, reg, swaps
-from hadagen.problem import Numerics, Problem
+from hadagen.problem import DType, Numerics, Problem
+from hadagen.scale import ScaleForm
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,9 +24,10 @@ if TYPE_CHECKING:
 
     Reals = NDArray[np.float64]
 
-VECTOR_ELEMENTS = 8  # of 16 bits in a 16-byte vector
-CHUNK_ELEMENTS = 32 * VECTOR_ELEMENTS
+VECTOR_BYTES = 16
 CHUNK_BITS = 8
+CHUNK_ELEMENTS = 1 << CHUNK_BITS
+THREAD_ELEMENTS = CHUNK_ELEMENTS // 32  # of one chunk in one thread
 MMA_EXPONENT = -2  # ±2^-2 makes the 16×16 matrix orthonormal, so values keep their size
 # Registers of a thread besides its values: addresses, the A operands of the mma, accumulators under way.
 OVERHEAD_REGISTERS = 24
@@ -37,10 +39,11 @@ FP32 = "fp32"
 
 @dataclass(frozen=True)
 class Load:
-    """Global memory → packed registers, in 16-byte vectors, `stages` tiles under way."""
+    """Global memory → registers, in 16-byte vectors, `stages` tiles under way."""
 
     path: str  # plain, no_allocate, cp_async or bulk
     stages: int = 1
+    carrier: str = PACKED  # fp32 for float32
 
     @property
     def staged(self) -> bool:
@@ -50,7 +53,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Mma:
-    """Transforms the four bits at {pair, lane0, lane1, reg}, times 2^`MMA_EXPONENT`, and applies `MMA_MOVES`.
+    """Transforms the four bits at {pair, lane0, lane1, reg}, times `factor`, and applies `MMA_MOVES`.
 
     Leaves what it accumulates in: fp32, or packed (float16 only). `split` takes fp32 as high + low halves in bfloat16,
     whose range is that of fp32. All four must be bits of the row: were one not, rows would meet in a sum with weight 0,
@@ -60,6 +63,7 @@ class Mma:
     reg: int
     split: bool = False
     accumulator: str = FP32
+    factor: int = 0  # 1 or 2: the first or second of those that the scale came as; 0: 2^`MMA_EXPONENT`
 
     @property
     def places(self) -> tuple[Place, ...]:
@@ -121,6 +125,11 @@ class Scale:
 
 
 @dataclass(frozen=True)
+class Correct:
+    """Multiplies packed values by 1 + b, where the scale came as a · (1 + b) and an `Mma` has multiplied by a."""
+
+
+@dataclass(frozen=True)
 class Widen:
     """Packed → fp32, exact."""
 
@@ -132,12 +141,12 @@ class Round:
 
 @dataclass(frozen=True)
 class Store:
-    """Packed registers → global memory, each 16-byte vector where it belongs."""
+    """Registers → global memory, each 16-byte vector where it belongs; values as `Load` left them."""
 
     path: str  # plain or streaming
 
 
-Step = Load | Mma | Transpose | Butterfly | Shuffle | Exchange | Scale | Widen | Round | Store
+Step = Load | Mma | Transpose | Butterfly | Shuffle | Exchange | Scale | Correct | Widen | Round | Store
 
 
 @dataclass(frozen=True)
@@ -161,7 +170,17 @@ class Plan:
 
     @property
     def loaded(self) -> Placement:
-        return Placement.standard(self.chunk_bits, self.warp_bits, self.cta_bits)
+        vector_bits = self.vector_elements.bit_length() - 1
+        return Placement.standard(vector_bits, self.chunk_bits, self.warp_bits, self.cta_bits)
+
+    @property
+    def vector_elements(self) -> int:
+        return VECTOR_BYTES // self.problem.dtype.bytes
+
+    @property
+    def vectors(self) -> int:
+        """16-byte vectors of a tile in one thread."""
+        return (THREAD_ELEMENTS << self.chunk_bits) // self.vector_elements
 
     @cached_property
     def placements(self) -> tuple[Placement, ...]:
@@ -230,7 +249,16 @@ class Plan:
             shared_bytes=self.shared_bytes,
             tile_elements=self.tile_elements,
             persistent=self.persistent,
+            scale_form=self.scale_form,
+            pitched=self.problem.pitched,
         )
+
+    @property
+    def scale_form(self) -> ScaleForm:
+        if any(isinstance(step, Scale) for step in self.steps):
+            return ScaleForm.FP32
+        corrected = any(isinstance(step, Correct) for step in self.steps)
+        return ScaleForm(f"{self.problem.dtype.value}-{'corrected' if corrected else 'factors'}")
 
     @property
     def digest(self) -> str:
@@ -259,7 +287,9 @@ def transformed_bits(step: Step, before: Placement) -> tuple[int, ...]:
 
 def carrier_after(step: Step, carrier: str) -> str:
     """The form of the values that a step leaves, given the form it finds."""
-    if isinstance(step, Load | Round):
+    if isinstance(step, Load):
+        return step.carrier
+    if isinstance(step, Round):
         return PACKED
     if isinstance(step, Mma):
         return step.accumulator
@@ -275,16 +305,23 @@ def _check(plan: Plan) -> None:
             f"a tile of {plan.tile_elements} elements is shorter than a row of {plan.problem.n}; "
             "give it more chunks, warps or blocks"
         )
-    carrier, exact, done, scaled, exponent = "", True, set[int](), False, 0
+    carrier, exact, done = "", True, set[int]()
+    exponent, multiplied = 0, list[str]()  # by the powers of two of the steps, and by the parts of the scale
     before = plan.loaded
     for number, (step, after) in enumerate(zip(plan.steps, plan.placements, strict=True), 1):
 
         def refuse(why: str, number: int = number, step: Step = step) -> UsageError:
             return UsageError(f"step {number} ({type(step).__name__}) of {plan.problem.name}: {why}")
 
-        needs = {Round: FP32, Scale: FP32, Widen: PACKED, Transpose: PACKED, Store: PACKED, Load: ""}.get(
-            type(step), carrier
-        )
+        needs = {
+            Round: FP32,
+            Scale: FP32,
+            Correct: PACKED,
+            Widen: PACKED,
+            Transpose: PACKED,
+            Store: plan.load.carrier,
+            Load: "",
+        }.get(type(step), carrier)
         if isinstance(step, Mma):
             needs = FP32 if step.split else PACKED
         elif isinstance(step, Shuffle) and step.widen:
@@ -302,22 +339,33 @@ def _check(plan: Plan) -> None:
         carrier = carrier_after(step, carrier)
         if isinstance(step, Round) or (changes_values(step) and carrier == PACKED):
             exact = False
-        if isinstance(step, Mma):
+        if isinstance(step, Mma) and step.factor:
+            multiplied.append(f"factor {step.factor}")
+        elif isinstance(step, Mma):
             exponent += MMA_EXPONENT
-        if isinstance(step, Scale):
-            exponent, scaled = exponent + step.exponent, True
+        elif isinstance(step, Scale):
+            exponent += step.exponent
+            multiplied.append("scale")
+        elif isinstance(step, Correct):
+            multiplied.append("correction")
         before = after
     if done != set(range(n_bits)):
         raise UsageError(f"{plan.problem.name}: index bits {sorted(set(range(n_bits)) - done)} are never transformed")
-    if not scaled or exponent != 0:
-        raise UsageError(f"{plan.problem.name}: the powers of two of the steps do not cancel in one Scale")
+    if exponent != 0:
+        raise UsageError(f"{plan.problem.name}: the powers of two of the steps do not cancel")
+    if sorted(multiplied) not in (["scale"], ["factor 1", "factor 2"], ["correction", "factor 1"]):
+        raise UsageError(f"{plan.problem.name}: the steps do not multiply by the scale once; they do by {multiplied}")
+    if plan.load.carrier != (FP32 if plan.problem.dtype is DType.FLOAT32 else PACKED):
+        raise UsageError(f"{plan.problem.name}: values of this type are not loaded as {plan.load.carrier}")
+    if plan.problem.pitched and plan.load.staged:
+        raise UsageError(f"{plan.problem.name}: pitched rows are not copied to shared memory as they lie")
     if not isinstance(plan.steps[-1], Store) or before.places[:CHUNK_BITS] != plan.loaded.places[:CHUNK_BITS]:
         raise UsageError(f"{plan.problem.name}: the plan does not end with a Store of whole 16-byte vectors")
 
 
 def changes_values(step: Step) -> bool:
     """Whether a step does arithmetic, not only moves or converts."""
-    return isinstance(step, Mma | Butterfly | Shuffle | Scale)
+    return isinstance(step, Mma | Butterfly | Shuffle | Scale | Correct)
 
 
 def _sentence(step: Step, before: Placement) -> str:
@@ -325,9 +373,10 @@ def _sentence(step: Step, before: Placement) -> str:
     match step:
         case Load(path, stages):
             return f"load {path}" + (f", {stages} stages" if stages > 1 else "")
-        case Mma(register, split, accumulator):
+        case Mma(register, split, accumulator, factor):
             how = " as high + low halves" if split else ", packed accumulators" if accumulator == PACKED else ""
-            return f"mma reg{register}: bits {bits}{how}"
+            times = f", times the {('first', 'second')[factor - 1]} factor of scale" if factor else ""
+            return f"mma reg{register}: bits {bits}{how}{times}"
         case Transpose():
             return "transpose back"
         case Butterfly(place):
@@ -342,6 +391,8 @@ def _sentence(step: Step, before: Placement) -> str:
             )
         case Scale(exponent):
             return "scale" + (f", times 2^{exponent}" if exponent else "")
+        case Correct():
+            return "correct the scale"
         case Widen():
             return "widen to fp32"
         case Round():
@@ -371,13 +422,17 @@ def interpret(plan: Plan, x: Reals, scale: float = 1.0) -> Reals:
             axis = 1 + axes.index(place)
             tile = np.moveaxis(np.tensordot(hadamard, tile, (1, axis)), 0, axis)
         if isinstance(step, Mma):
-            tile = _permute(tile * 2.0**MMA_EXPONENT, axes, MMA_MOVES)
+            # The whole scale stands for its second factor, and 1 for the first.
+            factor = (2.0**MMA_EXPONENT, 1.0, scale)[step.factor]
+            tile = _permute(tile * factor, axes, MMA_MOVES)
         elif isinstance(step, Transpose):
             tile = _permute(tile, axes, MMA_MOVES)
         elif isinstance(step, Exchange):
             tile = _permute(tile, axes, swaps(step.pairs))
         elif isinstance(step, Scale):
             tile = tile * (scale * 2.0**step.exponent)
+        elif isinstance(step, Correct):
+            tile = tile * scale
     stored = plan.placements[-1]
     order = [1 + axes.index(stored.places[bit]) for bit in reversed(range(bits))]
     stored_tile: Reals = tile.transpose(0, *order)

@@ -13,7 +13,7 @@ INPUT_CLASSES = ("normal", "constant", "one-hot", "large")
 NORMAL_ELEMENTS = 8192
 
 # A "large" element is a standard normal one times this: near the top of the type, orthonormal results still finite.
-LARGE = {DType.FLOAT16: 4096.0, DType.BFLOAT16: 1e30}
+LARGE = {DType.FLOAT16: 4096.0, DType.BFLOAT16: 1e30, DType.FLOAT32: 1e30}
 
 
 def verification_scale(problem: Problem) -> float:

@@ -21,7 +21,7 @@ from hadagen.emulator import EmulationError, HostModule, compile_host, verificat
 from hadagen.errors import UsageError
 from hadagen.knobs import KNOB_NAMES, Knobs
 from hadagen.launch import LaunchSpec
-from hadagen.plan import VECTOR_ELEMENTS, Plan
+from hadagen.plan import Plan
 from hadagen.problem import DType, Numerics, Problem
 from hadagen.reference import hadamard, relative_error
 from hadagen.space import build_plan
@@ -58,7 +58,7 @@ def exchange_kind(plan: Plan) -> str:
 def features(knobs: Knobs, plan: Plan) -> Iterator[tuple[object, ...]]:
     """What is particular to a variant: each pair of choices that meet in the emitted code, and every knob's value."""
     problem, k, exchange = plan.problem, knobs, exchange_kind(plan)
-    ragged = "vector" if problem.n < VECTOR_ELEMENTS else "tile" if plan.rows_per_tile > 1 else "never"
+    ragged = "vector" if problem.n < plan.vector_elements else "tile" if plan.rows_per_tile > 1 else "never"
     yield "problem", problem
     yield "values", problem.dtype, k.low_bits, k.mma_carrier, k.accumulator, k.butterfly_carrier
     yield "order", k.order, k.low_bits, exchange

@@ -3,7 +3,7 @@
 // The yardstick: a plain copy, ${vectors} 16-byte vectors a thread. `elements` is a multiple of 8; nothing is scaled.
 namespace hadagen {
 
-extern "C" __global__ void __launch_bounds__(${threads}) ${entry}(const void* x, void* y, i64 elements, float) {
+extern "C" __global__ void __launch_bounds__(${threads}) ${entry}(const void* x, void* y, i64 elements, u32) {
     const i64 bytes = 2 * elements;
     const i64 first = 16 * (block_index() * ${tile_vectors} + thread_index());
     Vec16 v[${vectors}];

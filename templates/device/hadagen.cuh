@@ -13,14 +13,19 @@ using u64 = unsigned long long;
 using i64 = long long;
 using byte = unsigned char;
 
-// Element types. `exponent_bias`, `mantissa_bits`: of the 16-bit format; `one`: the packed pair (+1, +1).
+// Element types, of `bytes` each. `exponent_bias`, `mantissa_bits`: of a 16-bit format; `one`: the packed pair (+1, +1).
 struct float16 {
+    static constexpr int bytes = 2;
     static constexpr int exponent_bias = 15, mantissa_bits = 10;
     static constexpr u32 one = 0x3C003C00u;
 };
 struct bfloat16 {
+    static constexpr int bytes = 2;
     static constexpr int exponent_bias = 127, mantissa_bits = 7;
     static constexpr u32 one = 0x3F803F80u;
+};
+struct float32 {
+    static constexpr int bytes = 4;
 };
 
 // Sixteen bytes: four registers, each a packed pair of 16-bit elements or one fp32.
@@ -84,19 +89,32 @@ HADAGEN_INLINE void store16_streaming(void* global, Vec16 v) {
                  : "memory");
 }
 
-// The first `count` (1 to 8) 16-bit elements of a vector; the others read as zero and are not written.
-HADAGEN_INLINE Vec16 load_elements(const void* global, i64 count) {
+// Element i of a vector, which is zero before.
+template <class T> HADAGEN_INLINE void load_element(Vec16& v, int i, const void* global) {
+    if (T::bytes == 4) v.word[i] = *static_cast<const u32*>(global);
+    else v.word[i / 2] |= u32(*static_cast<const u16*>(global)) << (16 * (i % 2));
+}
+template <class T> HADAGEN_INLINE void store_element(void* global, Vec16 v, int i) {
+    if (T::bytes == 4) *static_cast<u32*>(global) = v.word[i];
+    else *static_cast<u16*>(global) = u16(v.word[i / 2] >> (16 * (i % 2)));
+}
+
+// The first `count` elements of a vector, of any number; the others read as zero and are not written.
+template <class T> HADAGEN_INLINE Vec16 load_elements(const void* global, i64 count) {
     Vec16 v = zero16();
 #pragma unroll
-    for (int i = 0; i < 8; ++i)
-        if (i < count) v.word[i / 2] |= u32(static_cast<const u16*>(global)[i]) << (16 * (i % 2));
+    for (int i = 0; i < 16 / T::bytes; ++i)
+        if (i < count) load_element<T>(v, i, static_cast<const byte*>(global) + i * T::bytes);
     return v;
 }
-HADAGEN_INLINE void store_elements(void* global, Vec16 v, i64 count) {
+template <class T> HADAGEN_INLINE void store_elements(void* global, Vec16 v, i64 count) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i)
-        if (i < count) static_cast<u16*>(global)[i] = u16(v.word[i / 2] >> (16 * (i % 2)));
+    for (int i = 0; i < 16 / T::bytes; ++i)
+        if (i < count) store_element<T>(static_cast<byte*>(global) + i * T::bytes, v, i);
 }
+
+// Whether rows `pitch` bytes apart can be moved in whole vectors.
+HADAGEN_INLINE bool in_vectors(const void* rows, i64 pitch) { return (reinterpret_cast<u64>(rows) | pitch) % 16 == 0; }
 
 // ---- packed pairs --------------------------------------------------------------------------------------------------
 template <class T> HADAGEN_INLINE u32 pack(float low, float high);
@@ -176,13 +194,19 @@ HADAGEN_INLINE u32 transpose(u32 pair) {
     return d;
 }
 
-// A operand of `mma`: the 16×16 Hadamard matrix times 2^exponent.
+// 2^exponent as a 16-bit element.
+template <class T> HADAGEN_INLINE constexpr u32 power_of_two(int exponent) {
+    return u32(T::exponent_bias + exponent) << T::mantissa_bits;
+}
+HADAGEN_INLINE u32 low_half(u32 pair) { return pair & 0xFFFFu; }
+HADAGEN_INLINE u32 high_half(u32 pair) { return pair >> 16; }
+
+// A operand of `mma`: the 16×16 Hadamard matrix times a factor, an element in the low half of a word.
 struct Operand {
     u32 word[4];
 };
-template <class T, int exponent> HADAGEN_INLINE Operand hadamard16() {
+HADAGEN_INLINE Operand hadamard16(u32 factor) {
     const u32 lane = thread_index() & 31u;
-    const u32 magnitude = u32(T::exponent_bias + exponent) << T::mantissa_bits;
     Operand a;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -192,7 +216,7 @@ template <class T, int exponent> HADAGEN_INLINE Operand hadamard16() {
             const u32 row = lane / 4u + 8u * (i & 1);
             const u32 column = 2u * (lane % 4u) + half + 8u * (i >> 1);
             const u32 sign = u32(__popc(row & column) & 1) << 15;
-            a.word[i] |= (magnitude | sign) << (16 * half);
+            a.word[i] |= (factor ^ sign) << (16 * half);
         }
     }
     return a;

@@ -19,28 +19,32 @@ void race(const char* does, i64 offset, const Stamp& other, const char* did) {
 }
 
 // ---- checked memory ------------------------------------------------------------------------------------------------
-// The element at `global`, of `count` elements that must lie inside the array and be aligned.
-i64 element(const void* global, i64 count, const byte* array, const char* does, const char* name) {
-    const i64 offset = i64(global) - i64(array);
-    if (offset < 0 || offset + 2 * count > 2 * m.launch.elements)
-        fail("%s %s %lld elements at element %lld of %s, which has %lld", Name(m.running->who).text, does, count,
-             offset / 2, name, m.launch.elements);
-    const i64 alignment = count % 8 ? 2 : vector_bytes;
-    if (offset % alignment)
-        fail("%s %s %lld elements at byte %lld of %s, which is not a multiple of %lld", Name(m.running->who).text, does,
-             count, offset, name, alignment);
-    return offset / 2;
+// The first of the elements that `bytes` at `global` hold. They must lie inside a row of the array and be aligned.
+i64 element(const void* global, i64 bytes, const byte* array, i64 pitch, const char* does, const char* name) {
+    const i64 offset = i64(global) - i64(array), size = m.launch.element_bytes;
+    const i64 first = offset / size, count = bytes / size;
+    if (offset < 0 || first + count > extent(pitch))
+        fail("%s %s %lld elements at element %lld of %s, which has %lld", Name(m.running->who).text, does, count, first,
+             name, extent(pitch));
+    if (pitch > m.launch.columns && first % pitch + count > m.launch.columns)
+        fail("%s %s %lld elements at element %lld of a row of %s, which has %lld", Name(m.running->who).text, does,
+             count, first % pitch, name, m.launch.columns);
+    const i64 address = i64(global), alignment = bytes % vector_bytes ? size : vector_bytes;
+    if (address % alignment)
+        fail("%s %s %lld elements at byte %lld of %s, whose address is not a multiple of %lld",
+             Name(m.running->who).text, does, count, offset, name, alignment);
+    return first;
 }
 
-void read_global(void* into, const void* global, i64 count) {
-    const i64 first = element(global, count, m.x, "loads", "x");
+void read_global(void* into, const void* global, i64 bytes) {
+    const i64 first = element(global, bytes, m.x, m.launch.x_pitch, "loads", "x");
     if (m.x == m.y)
-        for (i64 i = first; i < first + count; ++i)
+        for (i64 i = first; i < first + bytes / m.launch.element_bytes; ++i)
             if (m.writes[i] && !m.report->races++)
                 std::snprintf(m.report->first_race, sizeof m.report->first_race,
                               "%s loads element %lld of x, in place, after its result was stored",
                               Name(m.running->who).text, i);
-    std::memcpy(into, global, 2 * count);
+    std::memcpy(into, global, bytes);
 }
 
 // The offset of `shared`, in the running thread's block, of `bytes` that must lie inside its shared memory.
@@ -92,7 +96,7 @@ void begin_copy(byte* shared, u32 bytes) {
 }
 
 void end_copy(byte* shared, const void* global, u32 bytes, const Stamp& stamp) {
-    read_global(shared, global, bytes / 2);
+    read_global(shared, global, bytes);
     for (u32 at = 0; at < bytes; at += vector_bytes) m.block().memory.cell(shared + at).write = stamp;
 }
 
@@ -109,20 +113,18 @@ u32 barrier_at(const u64* address) {
 }  // namespace
 
 // ---- primitives ----------------------------------------------------------------------------------------------------
-void load(Vec16& v, const void* global, i64 count) {
+void load(void* into, const void* global, i64 bytes) {
     step();
-    if (count <= 0) return;
-    read_global(&v, global, count);
-    if (count == 8) m.warp().global.add(self->thread % warp_lanes, i64(global) - i64(m.x));
+    read_global(into, global, bytes);
+    if (bytes == vector_bytes) m.warp().global.add(self->thread % warp_lanes, i64(global) - i64(m.x));
 }
 
-void store(void* global, const Vec16& v, i64 count) {
+void store(void* global, const void* from, i64 bytes) {
     step();
-    if (count <= 0) return;
-    const i64 first = element(global, count, m.y, "stores", "y");
-    for (i64 i = first; i < first + count; ++i) m.writes[i] += m.writes[i] < 2;
-    std::memcpy(global, &v, 2 * count);
-    if (count == 8) m.warp().global.add(self->thread % warp_lanes, 2 * first);
+    const i64 first = element(global, bytes, m.y, m.launch.y_pitch, "stores", "y");
+    for (i64 i = first; i < first + bytes / m.launch.element_bytes; ++i) m.writes[i] += m.writes[i] < 2;
+    std::memcpy(global, from, bytes);
+    if (bytes == vector_bytes) m.warp().global.add(self->thread % warp_lanes, i64(global) - i64(m.y));
 }
 
 Vec16 shared_load(const byte* shared) {
@@ -155,7 +157,7 @@ void shared_store(byte* shared, u32 rank, const Vec16& v) {
 void copy_async(byte* shared, const void* global) {
     step();
     begin_copy(shared, vector_bytes);
-    element(global, 8, m.x, "loads", "x");
+    element(global, vector_bytes, m.x, m.launch.x_pitch, "loads", "x");
     m.running->copies.push_back({shared, global, m.running->groups});
     m.warp().shared.add(self->thread % warp_lanes, shared - self->shared);
     m.warp().global.add(self->thread % warp_lanes, i64(global) - i64(m.x));
@@ -192,7 +194,7 @@ void bulk_copy(byte* shared, const void* global, u32 bytes, const u64* barrier) 
     if (state.under_way || !in_order(state.ended))
         fail("%s starts a bulk copy before it knows that the last one has landed", Name(m.running->who).text);
     begin_copy(shared, bytes);
-    element(global, bytes / 2, m.x, "loads", "x");
+    element(global, bytes, m.x, m.launch.x_pitch, "loads", "x");
     state.under_way = true;
     state.copy = {shared, global, bytes};
     const u32 first = self->rank * m.launch.threads;

@@ -13,14 +13,19 @@
 
 namespace hadagen {
 
-// Element types. `exponent_bias`, `mantissa_bits`: of the 16-bit format; `one`: the packed pair (+1, +1).
+// Element types, of `bytes` each. `exponent_bias`, `mantissa_bits`: of a 16-bit format; `one`: the packed pair (+1, +1).
 struct float16 {
+    static constexpr int bytes = 2;
     static constexpr int exponent_bias = 15, mantissa_bits = 10;
     static constexpr u32 one = 0x3C003C00u;
 };
 struct bfloat16 {
+    static constexpr int bytes = 2;
     static constexpr int exponent_bias = 127, mantissa_bits = 7;
     static constexpr u32 one = 0x3F803F80u;
+};
+struct float32 {
+    static constexpr int bytes = 4;
 };
 
 // ---- who am I ------------------------------------------------------------------------------------------------------
@@ -32,22 +37,39 @@ HADAGEN_INLINE u32 cluster_rank() { return machine::self->rank; }
 // ---- global memory -------------------------------------------------------------------------------------------------
 HADAGEN_INLINE Vec16 zero16() { return Vec16{{0u, 0u, 0u, 0u}}; }
 
-// The first `count` (1 to 8) 16-bit elements of a vector; the others read as zero and are not written.
-HADAGEN_INLINE Vec16 load_elements(const void* global, i64 count) {
-    Vec16 v = zero16();
-    machine::load(v, global, count < 8 ? count : 8);
+HADAGEN_INLINE Vec16 load16(const void* global) {
+    Vec16 v;
+    machine::load(&v, global, sizeof v);
     return v;
 }
-HADAGEN_INLINE void store_elements(void* global, Vec16 v, i64 count) {
-    machine::store(global, v, count < 8 ? count : 8);
-}
-
-HADAGEN_INLINE Vec16 load16(const void* global) { return load_elements(global, 8); }
 HADAGEN_INLINE Vec16 load16_no_allocate(const void* global) { return load16(global); }
 HADAGEN_INLINE Vec16 load16_if(const void* global, bool inside) { return inside ? load16(global) : zero16(); }
 HADAGEN_INLINE Vec16 load16_no_allocate_if(const void* global, bool inside) { return load16_if(global, inside); }
-HADAGEN_INLINE void store16(void* global, Vec16 v) { store_elements(global, v, 8); }
+HADAGEN_INLINE void store16(void* global, Vec16 v) { machine::store(global, &v, sizeof v); }
 HADAGEN_INLINE void store16_streaming(void* global, Vec16 v) { store16(global, v); }
+
+// Element i of a vector, which is zero before.
+template <class T> HADAGEN_INLINE void load_element(Vec16& v, int i, const void* global) {
+    machine::load(reinterpret_cast<byte*>(&v) + i * T::bytes, global, T::bytes);
+}
+template <class T> HADAGEN_INLINE void store_element(void* global, const Vec16& v, int i) {
+    machine::store(global, reinterpret_cast<const byte*>(&v) + i * T::bytes, T::bytes);
+}
+
+// The first `count` elements of a vector, of any number; the others read as zero and are not written.
+template <class T> HADAGEN_INLINE Vec16 load_elements(const void* global, i64 count) {
+    Vec16 v = zero16();
+    for (int i = 0; i < 16 / T::bytes && i < count; ++i)
+        load_element<T>(v, i, static_cast<const byte*>(global) + i * T::bytes);
+    return v;
+}
+template <class T> HADAGEN_INLINE void store_elements(void* global, const Vec16& v, i64 count) {
+    for (int i = 0; i < 16 / T::bytes && i < count; ++i)
+        store_element<T>(static_cast<byte*>(global) + i * T::bytes, v, i);
+}
+
+// Whether rows `pitch` bytes apart can be moved in whole vectors.
+HADAGEN_INLINE bool in_vectors(const void* rows, i64 pitch) { return (reinterpret_cast<u64>(rows) | pitch) % 16 == 0; }
 
 // ---- packed pairs --------------------------------------------------------------------------------------------------
 template <class T> HADAGEN_INLINE u32 encode_pair(double low, double high) {
@@ -96,13 +118,19 @@ HADAGEN_INLINE u32 transpose(u32 pair) {
     return low | high << 16;
 }
 
-// A operand of `mma`: the 16×16 Hadamard matrix times 2^exponent.
+// 2^exponent as a 16-bit element.
+template <class T> HADAGEN_INLINE constexpr u32 power_of_two(int exponent) {
+    return u32(T::exponent_bias + exponent) << T::mantissa_bits;
+}
+HADAGEN_INLINE u32 low_half(u32 pair) { return pair & 0xFFFFu; }
+HADAGEN_INLINE u32 high_half(u32 pair) { return pair >> 16; }
+
+// A operand of `mma`: the 16×16 Hadamard matrix times a factor, an element in the low half of a word.
 struct Operand {
     u32 word[4];
 };
-template <class T, int exponent> HADAGEN_INLINE Operand hadamard16() {
+HADAGEN_INLINE Operand hadamard16(u32 factor) {
     const u32 lane = thread_index() & 31u;
-    const u32 magnitude = u32(T::exponent_bias + exponent) << T::mantissa_bits;
     Operand a;
     for (int i = 0; i < 4; ++i) {
         a.word[i] = 0u;
@@ -110,7 +138,7 @@ template <class T, int exponent> HADAGEN_INLINE Operand hadamard16() {
             const u32 row = lane / 4u + 8u * (i & 1);
             const u32 column = 2u * (lane % 4u) + half + 8u * (i >> 1);
             const u32 sign = u32(__builtin_parity(row & column)) << 15;
-            a.word[i] |= (magnitude | sign) << (16 * half);
+            a.word[i] |= (factor ^ sign) << (16 * half);
         }
     }
     return a;

@@ -81,7 +81,11 @@ void make_ready(u32 first, u32 count) {
 }
 
 void run_kernel() {
-    m.kernel(m.x, m.y, m.launch.elements, m.launch.scale);
+    const Launch& launch = m.launch;
+    if (launch.pitched)
+        reinterpret_cast<PitchedKernel>(m.kernel)(m.x, m.y, launch.elements, launch.scale_word, launch.columns,
+                                                  launch.x_pitch, launch.y_pitch);
+    else m.kernel(m.x, m.y, launch.elements, launch.scale_word);
     m.running->waits_at = ended;
     --m.unfinished;
     run_next();
@@ -192,9 +196,9 @@ void run_clusters() {
         begin_cluster(block);
         if (!ends_well(run_next) || !ends_well(end_cluster)) return;
     }
-    for (const byte writes : m.writes) {
-        m.report->unwritten += writes == 0;
-        m.report->rewritten += writes > 1;
+    for (size_t i = 0; i < m.writes.size(); ++i) {
+        m.report->unwritten += m.writes[i] == 0 && i64(i) % m.launch.y_pitch < m.launch.columns;
+        m.report->rewritten += m.writes[i] > 1;
     }
 }
 
@@ -267,7 +271,7 @@ void hadagen_run(hadagen::machine::Kernel kernel, const hadagen::machine::Launch
     m.report = report;
     m.x = static_cast<const hadagen::byte*>(x);
     m.y = static_cast<hadagen::byte*>(y);
-    m.writes.assign(launch->elements, 0);
+    m.writes.assign(extent(launch->y_pitch), 0);
     m.threads.resize(m.cluster_threads());
     m.warps.resize(m.cluster_threads() / warp_lanes);
     m.blocks.resize(launch->cluster);

@@ -36,9 +36,9 @@ void block_sync();
 void cluster_arrive();
 void cluster_wait();
 
-// Global memory. `count`: 16-bit elements.
-void load(Vec16& v, const void* global, i64 count);
-void store(void* global, const Vec16& v, i64 count);
+// Global memory. `bytes`: of one element, or a whole vector.
+void load(void* into, const void* global, i64 bytes);
+void store(void* global, const void* from, i64 bytes);
 
 // Shared memory, 16 bytes at a time, of block `rank`.
 Vec16 shared_load(const byte* shared);
@@ -56,12 +56,19 @@ void barrier_wait(const u64* barrier, u32 parity);
 struct Launch {
     i64 blocks;
     i64 elements;
+    // How x and y lie in memory: rows of `columns` elements, so many elements apart. Nothing in between may be touched.
+    i64 rows;
+    i64 columns;
+    i64 x_pitch;
+    i64 y_pitch;
     i64 steps;  // calls of primitives after which a kernel is taken to loop forever
     u64 seed;   // order in which threads run
     u32 threads;
     u32 cluster;
     u32 shared_bytes;
-    float scale;
+    u32 scale_word;
+    u32 element_bytes;
+    u32 pitched;  // whether the kernel is
 };
 
 struct Report {
@@ -77,7 +84,9 @@ struct Report {
     char error[768];  // empty where the kernel ran to its end
 };
 
-using Kernel = void (*)(const void* x, void* y, i64 elements, float scale);
+using Kernel = void (*)(const void* x, void* y, i64 elements, u32 scale_word);
+using PitchedKernel = void (*)(const void* x, void* y, i64 elements, u32 scale_word, i64 columns, i64 x_pitch,
+                               i64 y_pitch);
 
 }  // namespace machine
 }  // namespace hadagen

@@ -72,6 +72,9 @@ extern Machine m;
 void pause();
 void make_ready(Thread& thread);
 
+// Elements from the first to the last of an array.
+inline i64 extent(i64 pitch) { return m.launch.rows ? (m.launch.rows - 1) * pitch + m.launch.columns : 0; }
+
 // ---- what went wrong -----------------------------------------------------------------------------------------------
 // Ends the launch. Every thread is left where it is.
 [[noreturn, gnu::format(printf, 1, 2)]] void fail(const char* format, ...);
