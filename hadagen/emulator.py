@@ -191,8 +191,8 @@ class HostModule:
         columns, x_pitch, y_pitch = shape
         alignment = x.itemsize if launch.pitched else VECTOR_BYTES
         for name, array, pitch in (("x", x, x_pitch), ("out", out, y_pitch)):
-            if array.dtype not in (np.uint16, np.uint32) or not array.flags.c_contiguous:
-                raise UsageError(f"{name} is not a contiguous uint16 or uint32 array; copy it first")
+            if array.dtype not in (np.uint16, np.uint32) or array.dtype != x.dtype or not array.flags.c_contiguous:
+                raise UsageError(f"{name} is not a contiguous uint16 or uint32 array, of the type of x; copy it first")
             if array.ctypes.data % alignment:
                 raise UsageError(f"{name} is not aligned to {alignment} bytes; copy it first")
             if array.size < (least := (rows - 1) * pitch + columns):

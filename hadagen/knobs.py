@@ -140,9 +140,11 @@ def _low_bits(problem: Problem, knobs: Knobs) -> list[Step]:
     if knobs.low_bits == "mma_shuffle":
         # Bits 5 6 7 are left at pair, lane0, lane1, and bit 2 at reg1.
         steps: list[Step] = [Mma(0, accumulator=knobs.accumulator, factor=first)]
-        _Converter(steps).to(knobs.butterfly_carrier)
+        convert = _Converter(steps)
         if first:
+            convert.to(PACKED)
             steps.append(Correct())
+        convert.to(knobs.butterfly_carrier)
         rest: list[Step] = [Butterfly(reg(1)), Butterfly(PAIR), Shuffle(0), Shuffle(1)]
         return steps + rest[: bits - 4]
     inside: list[Step] = [Butterfly(PAIR), Butterfly(reg(0)), Butterfly(reg(1))]
@@ -167,7 +169,7 @@ def _scales_in_mma(problem: Problem, knobs: Knobs) -> bool:
         return False  # for the sake of scales of any size
     if knobs.low_bits == "mma":
         return knobs.mma_carrier == PACKED
-    return knobs.low_bits == "mma_shuffle" and knobs.butterfly_carrier == PACKED
+    return knobs.low_bits == "mma_shuffle" and PACKED in (knobs.accumulator, knobs.butterfly_carrier)
 
 
 def exchanges_of(problem: Problem, knobs: Knobs) -> list[tuple[tuple[Place, Place], ...]]:

@@ -19,14 +19,18 @@ from hadagen.reference import (
     verification_scale,
 )
 
-TORCH_TYPES = {DType.FLOAT16: torch.float16, DType.BFLOAT16: torch.bfloat16}
-ONE_ROUNDING = {DType.FLOAT16: 2.2e-4, DType.BFLOAT16: 1.8e-3}
+TORCH_TYPES = {DType.FLOAT16: torch.float16, DType.BFLOAT16: torch.bfloat16, DType.FLOAT32: torch.float32}
+ONE_ROUNDING = {DType.FLOAT16: 2.2e-4, DType.BFLOAT16: 1.8e-3, DType.FLOAT32: 3e-8}
+SIGNIFICAND_BITS = {DType.FLOAT16: 11, DType.BFLOAT16: 8, DType.FLOAT32: 24}
 dtypes = pytest.mark.parametrize("dtype", DType)
 
 
 @dtypes
 def test_every_element_survives_decode_and_encode(dtype: DType) -> None:
-    bits = np.arange(1 << 16, dtype=np.uint16)
+    if dtype is DType.FLOAT32:
+        bits = np.arange(0, 1 << 32, 65521, dtype=np.uint32)
+    else:
+        bits = np.arange(1 << 16, dtype=np.uint16)
     values = decode(dtype, bits)
     number = ~np.isnan(values)
     assert np.array_equal(encode(dtype, values)[number], bits[number])
@@ -37,13 +41,14 @@ def test_every_element_survives_decode_and_encode(dtype: DType) -> None:
 def test_encode_rounds_fp32_as_torch_does(dtype: DType) -> None:
     random = np.random.default_rng(0)
     values = (random.standard_normal(100_000) * 2.0 ** random.integers(-149, 120, 100_000)).astype(np.float32)
-    expected = torch.from_numpy(values).to(TORCH_TYPES[dtype]).view(torch.int16).numpy().view(np.uint16)
-    assert np.array_equal(encode(dtype, values), expected)
+    bits = encode(dtype, values)
+    expected = torch.from_numpy(values).to(TORCH_TYPES[dtype])
+    assert torch.equal(torch.from_numpy(bits.view(f"int{8 * dtype.bytes}")).view(TORCH_TYPES[dtype]), expected)
 
 
 @dtypes
 def test_encode_rounds_once(dtype: DType) -> None:
-    tie = 1 + 2.0 ** -(11 if dtype is DType.FLOAT16 else 8)
+    tie = 1 + 2.0 ** -SIGNIFICAND_BITS[dtype]
     # Through fp32 the second would look like the tie, and go down to even.
     assert list(decode(dtype, encode(dtype, np.array([tie, tie + 2.0**-40])))) == [1.0, 2 * tie - 1]
 
