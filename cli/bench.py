@@ -118,7 +118,7 @@ def _time(choices: Sequence[Choice], arch: str, index: int, l2_bytes: int) -> li
             why = f"{trial.outcome.value}: {trial.detail}"
             raise DeviceError(f"kernel {entry.kernel[:12]} for {problem.name} ended as {why}; tune again")
         timing = next(t for t in trial.timings if (t.elements, t.destination, t.cache) == cell)
-        peer_us = transform and peer.time_peer(transform, problem.n, problem.dtype, cell, l2_bytes, index)
+        peer_us = transform and peer.time_peer(transform, problem, cell, l2_bytes, index)
         results.append(
             {
                 "n": problem.n,

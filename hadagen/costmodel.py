@@ -37,7 +37,7 @@ from hadagen.plan import (
     Transpose,
     Widen,
 )
-from hadagen.trial import Cache, Destination
+from hadagen.trial import Cache, Destination, buffer_bytes
 
 OVERLAP = 4.0  # p of the norm: 1 would overlap nothing, infinity everything
 SCHEDULERS = 4  # of an SM; each issues one instruction of a warp in a cycle
@@ -75,7 +75,7 @@ class Estimate:
         self._arch = arch
         self._launch = plan.launch
         self._stages = plan.load.stages if plan.persistent else 1
-        self._element_bytes = plan.problem.dtype.bytes
+        self._problem = plan.problem
         wanted = _registers(plan) if registers is None else registers
         self._blocks_per_sm = resident_blocks(plan, arch, wanted)
         costs = _costs(plan, arch)
@@ -87,13 +87,14 @@ class Estimate:
             sum(cost.shared_bytes for cost in costs) / SHARED_BYTES_PER_CYCLE,
         )
         self._first_block_cycles = max(self._block_cycles, instructions)  # one warp keeps one scheduler busy
-        self._block_memory_cycles = 2 * plan.block_elements * self._element_bytes / model.sm_bytes_per_cycle
+        block_bytes = buffer_bytes(plan.problem, plan.launch.tile_elements) / plan.launch.cluster
+        self._block_memory_cycles = 2 * block_bytes / model.sm_bytes_per_cycle
         self._latency_cycles = sum(cost.latency for cost in costs)
 
     def us(self, elements: int, destination: Destination, cache: Cache) -> float:
-        """Microseconds of one launch over `elements` = rows · n."""
+        """Microseconds of one launch over `elements` = rows · n, at the rows that are timed (`timed_rows`)."""
         model, launch = self._arch.model, self._launch
-        memory, loading = _memory(self._arch, elements * self._element_bytes, destination, cache)
+        memory, loading = _memory(self._arch, buffer_bytes(self._problem, elements), destination, cache)
         chain = self._latency_cycles / model.cycles_per_us
         first_issue = self._first_block_cycles / model.cycles_per_us
         block_issue = self._block_cycles / model.cycles_per_us
@@ -108,9 +109,9 @@ class Estimate:
         return model.launch_us + loading + block_memory + first_issue + chain + together
 
 
-def copy_us(arch: Arch, elements: int, element_bytes: int, destination: Destination, cache: Cache) -> float:
-    """Microseconds of the copy kernel over the same bytes: launch, one load, and the memory."""
-    memory, loading = _memory(arch, elements * element_bytes, destination, cache)
+def copy_us(arch: Arch, copied_bytes: int, destination: Destination, cache: Cache) -> float:
+    """Microseconds of the copy kernel over a buffer: launch, one load, and the memory."""
+    memory, loading = _memory(arch, copied_bytes, destination, cache)
     return arch.model.launch_us + loading + memory
 
 
@@ -129,16 +130,16 @@ def resident_blocks(plan: Plan, arch: Arch, registers: int) -> int:
     )
 
 
-def _memory(arch: Arch, buffer_bytes: int, destination: Destination, cache: Cache) -> tuple[float, float]:
+def _memory(arch: Arch, moved_bytes: int, destination: Destination, cache: Cache) -> tuple[float, float]:
     """Microseconds that memory is busy with one launch, and that the first load takes."""
     model = arch.model
-    footprint = buffer_bytes * (1 if destination is Destination.IN_PLACE else 2)
+    footprint = moved_bytes * (1 if destination is Destination.IN_PLACE else 2)
     # L2 keeps what is read in both of its halves: it is hot up to half of L2, and nothing is beyond the whole.
     beyond = 1.0
     if cache is Cache.HOT and footprint <= model.l2_bytes:
-        beyond = max(0.0, 2 * buffer_bytes / model.l2_bytes - 1)
+        beyond = max(0.0, 2 * moved_bytes / model.l2_bytes - 1)
     near = 1 - beyond
-    busy = 2 * buffer_bytes * (near / model.l2_bytes_per_us + beyond / model.dram_bytes_per_us)
+    busy = 2 * moved_bytes * (near / model.l2_bytes_per_us + beyond / model.dram_bytes_per_us)
     return busy, near * model.l2_latency_us + beyond * model.dram_latency_us
 
 

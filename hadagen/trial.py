@@ -8,11 +8,33 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from hadagen.launch import LaunchSpec
+from hadagen.launch import LaunchSpec, RowShape
 from hadagen.problem import Problem
 
-# Element counts (rows · n) at which every kernel is timed.
+# Element counts (rows · n) at which kernels are timed, those of pitched rows at fewer.
 ELEMENT_BUCKETS = tuple(1 << k for k in range(13, 29))
+PITCHED_ELEMENT_BUCKETS = (1 << 16, 1 << 20, 1 << 24, 1 << 27)
+
+
+def element_buckets(problem: Problem) -> tuple[int, ...]:
+    """The element counts at which the kernels of a problem are timed: those of at least one row."""
+    buckets = PITCHED_ELEMENT_BUCKETS if problem.pitched else ELEMENT_BUCKETS
+    return tuple(elements for elements in buckets if elements >= problem.n)
+
+
+def timed_rows(problem: Problem) -> RowShape:
+    """The rows that every time of a problem is of. They lie one right behind another.
+
+    Those of a pitched problem have three quarters of n elements, rounded down to a multiple of 8, but more than half
+    of n: with fewer, a smaller n would do.
+    """
+    columns = min(problem.n, max(problem.n * 3 // 4 // 8 * 8, problem.n // 2 + 1)) if problem.pitched else problem.n
+    return RowShape(columns, columns, columns)
+
+
+def buffer_bytes(problem: Problem, elements: int) -> int:
+    """Bytes of the input, and of the result, where a problem is timed at `elements` = rows · n."""
+    return elements // problem.n * timed_rows(problem).columns * problem.dtype.bytes
 
 
 def knobs_key(knobs: Mapping[str, Any]) -> str:
@@ -47,7 +69,7 @@ class Cache(str, Enum):
 def deciding_cache(problem: Problem, elements: int, destination: Destination, l2_bytes: int) -> Cache:
     """Which timings name the winner of an element count: hot where input and output fit in half of L2, else cold."""
     buffers = 1 if destination is Destination.IN_PLACE else 2
-    return Cache.HOT if elements * problem.dtype.bytes * buffers <= l2_bytes // 2 else Cache.COLD
+    return Cache.HOT if buffer_bytes(problem, elements) * buffers <= l2_bytes // 2 else Cache.COLD
 
 
 class Provenance(str, Enum):
@@ -72,7 +94,10 @@ class Environment:
 
 @dataclass(frozen=True)
 class Timing:
-    """Time of one launch in microseconds, beside the copy kernel's over the same bytes in the same process."""
+    """Time of one launch in microseconds, beside the copy kernel's over the same bytes in the same process.
+
+    `elements` is rows · n; the rows are `timed_rows` of the problem.
+    """
 
     elements: int
     destination: Destination

@@ -105,7 +105,7 @@ def test_a_right_kernel_is_timed_everywhere(bench: Bench) -> None:
     assert (trial.outcome, trial.detail) == (Outcome.OK, "")
     assert set(trial.errors) == {"normal", "constant", "one-hot", "large"}
     timed = [Cell(t.elements, t.destination, t.cache) for t in trial.timings]
-    assert timed == [cell for cell in all_cells(trial.environment.l2_bytes) if cell.elements >= PROBLEM.n]
+    assert timed == list(all_cells(PROBLEM, trial.environment.l2_bytes))
     for timing in trial.timings:
         assert 0 < timing.us_low <= timing.us <= timing.us_high
         assert 0.05 < timing.fraction_of_copy < 2.0
