@@ -34,7 +34,7 @@ def timed_rows(problem: Problem) -> RowShape:
 
 def buffer_bytes(problem: Problem, elements: int) -> int:
     """Bytes of the input, and of the result, where a problem is timed at `elements` = rows · n."""
-    return elements // problem.n * timed_rows(problem).columns * problem.dtype.bytes
+    return elements * timed_rows(problem).columns * problem.dtype.bytes // problem.n
 
 
 def knobs_key(knobs: Mapping[str, Any]) -> str:

@@ -140,7 +140,7 @@ def test_best_config_tells_what_is_known(tmp_path: Path, monkeypatch: pytest.Mon
     trial = make_trial(1)
     assert trial.kernel
     assert json.loads(json.dumps(best.to_dict())) == {
-        "problem": {"n": 256, "dtype": "float16", "numerics": "accurate"},
+        "problem": {"n": 256, "dtype": "float16", "numerics": "accurate", "pitched": False},
         "rows": 300,
         "destination": "in-place",
         "arch": "sm90",

@@ -228,7 +228,7 @@ def test_the_traceback_is_shown_on_demand(monkeypatch: pytest.MonkeyPatch) -> No
 # ---- best ------------------------------------------------------------------------------------------------------------
 def test_best_prints_one_object(sample: Path) -> None:
     found = json.loads(succeed(*BEST, "256", "--rows", "256", "--inplace", "--device", GPU, "--json"))
-    assert found["problem"] == {"n": 256, "dtype": "float16", "numerics": "accurate"}
+    assert found["problem"] == {"n": 256, "dtype": "float16", "numerics": "accurate", "pitched": False}
     assert (found["rows"], found["destination"], found["match"]) == (256, "in-place", "same-gpu")
     assert found["kernel"] == make_trial(1).kernel.digest
     assert found["knobs"] == {"chunks": 1, "grid": "tiles"}

@@ -37,7 +37,6 @@ from hadagen.trial import (
     Provenance,
     Timing,
     Trial,
-    buffer_bytes,
     timed_rows,
 )
 
