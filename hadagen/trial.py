@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -112,11 +113,16 @@ class Timing:
         return self.copy_us / self.us
 
 
+def kernel_digest(cubin: bytes, launch: LaunchSpec) -> str:
+    """What names a kernel: SHA-256 of its code and of how it is launched. Equal ones do the same in the same time."""
+    return hashlib.sha256(cubin + json.dumps(launch.to_dict(), sort_keys=True).encode()).hexdigest()
+
+
 @dataclass(frozen=True)
 class Kernel:
     """A compiled variant."""
 
-    digest: str  # SHA-256 of the cubin
+    digest: str  # `kernel_digest`
     entry: str
     arch: str
     source: str

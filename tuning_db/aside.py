@@ -13,7 +13,7 @@ from hadagen.errors import StorageError
 
 @contextmanager
 def written_aside(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """An empty file beside `path`, to be filled within the `with`; it then becomes `path`, or is gone where that failed.
+    """An empty file beside `path`, to be filled within the `with`; it then becomes `path`, or is gone if that failed.
 
     Directories are made. Raises `OSError` where there is no room or it may not be.
     """

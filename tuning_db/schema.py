@@ -89,7 +89,7 @@ class EnvironmentRow(Base):
 
 
 class KernelRow(Base):
-    """One row for each distinct cubin. `threads` … `pitched` are the fields of its `LaunchSpec`."""
+    """One row for each `hadagen.trial.Kernel`. `threads` … `pitched` are the fields of its `LaunchSpec`."""
 
     __tablename__ = f"{PREFIX}kernels"
 
