@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -187,6 +188,24 @@ def test_the_yardstick_is_the_fastest_copy_of_each_traffic(monkeypatch: pytest.M
     assert yardstick.us == {small: 1 + 1 + 130, large: 5 + 16 + 130}
     yardstick.refresh([small, large])
     assert len(asked) == 6
+
+
+def test_the_arena_fits_whatever_is_timed() -> None:
+    import torch
+
+    from hadagen.measure.timing import Stopwatch, transform_work
+
+    l2_bytes = 1 << 16
+    stopwatch = Stopwatch(SimpleNamespace(device=torch.device("cpu")), l2_bytes)  # type: ignore[arg-type]
+    for problem in (PROBLEM, Problem(256, DType.FLOAT32), Problem(256, DType.BFLOAT16, pitched=True)):
+        cells = [cell for cell in all_cells(problem, l2_bytes) if cell.elements <= 1 << 16]
+        works = [transform_work(problem, cell) for cell in cells]
+        assert [(work.elements, work.rows) for work in works] == [(c.elements, timed_rows(problem)) for c in cells]
+        stopwatch.fill(problem.dtype, [work.traffic for work in works])
+        assert all(work.traffic.slots(l2_bytes) * work.traffic.footprint <= stopwatch._arena.nbytes for work in works)
+        assert stopwatch.is_finite(problem.dtype)
+        stopwatch._arena[-1] = 0x7F807F80  # infinities in bfloat16 and float32, NaN in float16
+        assert not stopwatch.is_finite(problem.dtype)
 
 
 # ---- verification --------------------------------------------------------------------------------------------------
