@@ -30,7 +30,6 @@ from hadagen.plan import (
     Mma,
     Plan,
     Round,
-    Scale,
     Shuffle,
     Step,
     Store,
@@ -148,8 +147,13 @@ def _registers(plan: Plan) -> int:
     words = [
         _words(carrier) for step, carrier in zip(plan.steps, plan.carriers, strict=True) if isinstance(step, HOLDS_ALL)
     ]
-    prefetched = 4 if plan.load.stages > 1 and not plan.load.staged else 0
+    prefetched = _width(plan) * 4 if plan.load.stages > 1 and not plan.load.staged else 0
     return OVERHEAD_REGISTERS + (max(words) + prefetched << plan.chunk_bits)
+
+
+def _width(plan: Plan) -> int:
+    """How many times as many bytes as 16-bit elements those of the plan are."""
+    return plan.problem.dtype.bytes // 2
 
 
 def _words(carrier: str) -> int:
@@ -161,22 +165,26 @@ def _costs(plan: Plan, arch: Arch) -> list[Cost]:
     """One for each step, and one for the tile as a whole."""
     chunks = 1 << plan.chunk_bits
     before = ("", *plan.carriers[:-1])
-    steps = [_cost(step, chunks, _words(carrier), arch) for step, carrier in zip(plan.steps, before, strict=True)]
+    moved = chunks * _width(plan)
+    steps = [
+        _cost(step, chunks, moved, _words(carrier), arch) for step, carrier in zip(plan.steps, before, strict=True)
+    ]
     return [Cost(TILE_INSTRUCTIONS), *steps]
 
 
-def _cost(step: Step, chunks: int, words: int, arch: Arch) -> Cost:
-    """Of one step over a warp's chunks, each `words` registers in a thread before the step."""
+def _cost(step: Step, chunks: int, moved: int, words: int, arch: Arch) -> Cost:
+    """Of one step over a warp's chunks, each `words` registers in a thread before the step, which are `moved` times
+    `CHUNK_BYTES` in memory."""
     match step:
         case Load() if step.staged:
             bulk = step.path == "bulk"
             return Cost(
-                instructions=(1 if bulk else 3) * chunks,
-                shared_bytes=2 * CHUNK_BYTES * chunks,
+                instructions=(1 if bulk else 3) * moved,
+                shared_bytes=2 * CHUNK_BYTES * moved,
                 latency=BULK_LATENCY if bulk else SHARED_LATENCY,
             )
         case Load() | Store():
-            return Cost(instructions=2 * chunks)
+            return Cost(instructions=2 * moved)
         case Mma(split=split):
             # high + low: two mma into one accumulator, and 24 instructions that take the four pairs apart
             return Cost((28 if split else 2) * chunks, (4 if split else 2) * chunks, latency=(1 + split) * MMA_LATENCY)
@@ -197,5 +205,4 @@ def _cost(step: Step, chunks: int, words: int, arch: Arch) -> Cost:
             return Cost(words / 2 * chunks, latency=ARITHMETIC_LATENCY)
         case Widen():
             return Cost(2 * words * chunks, latency=ARITHMETIC_LATENCY)
-        case Butterfly() | Scale():
-            return Cost(words * chunks, latency=ARITHMETIC_LATENCY)
+    return Cost(words * chunks, latency=ARITHMETIC_LATENCY)  # arithmetic on every value where it is

@@ -291,7 +291,7 @@ ONE_ROUNDING = {DType.FLOAT16: 2.08e-4, DType.BFLOAT16: 1.66e-3, DType.FLOAT32: 
 
 @pytest.mark.parametrize("pitched", [False, True], ids=["contiguous", "pitched"])
 @pytest.mark.parametrize("dtype", DType)
-@pytest.mark.parametrize("n", [2, 4, 256, 32768])
+@pytest.mark.parametrize("n", [2, 4, 8, 256, 512, 32768])
 def test_a_correct_kernel_passes(n: int, dtype: DType, pitched: bool) -> None:
     spec = replace(SPEC, tile_elements=max(n, 4096), persistent=True)
     verdict = verify(StandIn(Problem(n, dtype, pitched=pitched), spec=spec))

@@ -33,6 +33,7 @@ _GUARD_ELEMENTS = 1 << 15  # 64 KiB or more
 # Error measures are stable to a few per mille over this many elements.
 _LEAST_ELEMENTS = 1 << 17
 _LOOPED_CLASS = "normal"
+_WHOLE_CLASS = "constant"
 
 
 class Launchable(Protocol):
@@ -125,7 +126,9 @@ class _Case(NamedTuple):
         return _Case(self.bits.to(device, copy=True), self.reference.to(device, copy=True))
 
 
-_Cases = dict[tuple[str, int], _Case]  # by class of input and columns
+# By class of input and columns. Constant rows that are cut short are left out: a few values would come out over and
+# over, and the rounding of so few does not average out.
+_Cases = dict[tuple[str, int], _Case]
 
 
 def _cases(problem: Problem) -> _Cases:
@@ -134,6 +137,8 @@ def _cases(problem: Problem) -> _Cases:
     cases = {}
     for name, values in input_classes(problem, rows).items():
         for columns in {arrangement.rows.columns for arrangement in arrangements(problem)}:
+            if name == _WHOLE_CLASS and columns < problem.n:
+                continue
             padded = values.copy()
             padded[:, columns:] = 0.0
             bits = torch.from_numpy(encode(problem.dtype, padded[:, :columns])).view(_BITS[problem.dtype.bytes])
@@ -179,6 +184,8 @@ class Verifier:
         counts = row_counts(kernel.spec, problem.n, kernel.resident_blocks)
         findings = _Findings()
         for arranged, name in product(arrangements(problem), INPUT_CLASSES):
+            if (name, arranged.rows.columns) not in cases:
+                continue
             case = cases[name, arranged.rows.columns]
             rows = case.rows(counts.looped if name == _LOOPED_CLASS else counts.base)
             x, reference = case.bits[rows], case.reference[rows]
