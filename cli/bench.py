@@ -28,22 +28,30 @@ DEFAULT_ELEMENTS = "65536,1048576,8388608,67108864,268435456"
 @click.option("--elements", default=DEFAULT_ELEMENTS, show_default=True, help="Sizes of the input, rows times n.")
 @options.dtype
 @options.numerics
+@options.pitched
 @click.option("--inplace", is_flag=True, help="The result overwrites the input.")
 @click.option("--device", type=int, default=0, show_default=True, metavar="INDEX", help="CUDA device to run on.")
 @options.as_json
 def bench(
-    sizes: tuple[str, ...], elements: str, dtype: str, numerics: str, inplace: bool, device: int, as_json: bool
+    sizes: tuple[str, ...],
+    elements: str,
+    dtype: str,
+    numerics: str,
+    pitched: bool,
+    inplace: bool,
+    device: int,
+    as_json: bool,
 ) -> None:
     """Time the known winners on a GPU of this machine, beside a plain copy of the same bytes.
 
-    The data lies in L2 where it fits in half of it, and in device memory otherwise. Needs nvcc, for the copy kernel.
-    Where fast_hadamard_transform is installed, it is timed too.
+    The data lies in L2 where it fits in half of it, and in device memory otherwise. Pitched rows have three quarters of
+    n elements. Needs nvcc, for the copy kernel. Where fast_hadamard_transform is installed, it is timed too.
     """
     from hadagen.measure import device_environment
     from hadagen.runtime.device import Device
     from hadagen.trial import Destination
 
-    problems = [options.make_problem(n, dtype, numerics) for n in options.parse_sizes(sizes)]
+    problems = [options.make_problem(n, dtype, numerics, pitched) for n in options.parse_sizes(sizes)]
     counts = _parse_elements(elements)
     environment = device_environment(device)
     target = Device(options.arch_of(environment), environment.gpu)
@@ -56,7 +64,9 @@ def bench(
         print_json({"gpu": environment.gpu, "driver": environment.driver, "results": results})
         return
     versus = any(result["over_fast_hadamard_transform"] for result in results)
-    click.echo(f"{environment.gpu}, {dtype}, {numerics}, {destination.value}: speed as a fraction of a plain copy")
+    one, *_ = problems
+    asked = (one.dtype.value, one.numerics.value, *(["pitched"] if pitched else []), destination.value)
+    click.echo(f"{environment.gpu}, {', '.join(asked)}: speed as a fraction of a plain copy")
     if versus:
         click.echo("×: as many times as fast as fast_hadamard_transform")
     by_cell = {(result["n"], result["elements"]): result for result in results}
@@ -118,7 +128,7 @@ def _time(choices: Sequence[Choice], arch: str, index: int, l2_bytes: int) -> li
             why = f"{trial.outcome.value}: {trial.detail}"
             raise DeviceError(f"kernel {entry.kernel[:12]} for {problem.name} ended as {why}; tune again")
         timing = next(t for t in trial.timings if (t.elements, t.destination, t.cache) == cell)
-        peer_us = transform and peer.time_peer(transform, problem.n, problem.dtype, cell, l2_bytes, index)
+        peer_us = transform and peer.time_peer(transform, problem, cell, l2_bytes, index)
         results.append(
             {
                 "n": problem.n,

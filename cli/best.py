@@ -24,6 +24,7 @@ def best(arch: str | None, problem: Problem, rows: int, inplace: bool, device: s
     """
     from hadagen.arch import known_archs
     from hadagen.runtime.choose import Match, best_config
+    from hadagen.trial import timed_rows
 
     config = best_config(problem, rows, device, arch=arch, inplace=inplace)
     if config.match is Match.GENERIC and config.device.arch not in known_archs():
@@ -47,8 +48,9 @@ def best(arch: str | None, problem: Problem, rows: int, inplace: bool, device: s
         + (f", clusters of {launch.cluster}" if launch.cluster > 1 else "")
         + (", persistent" if launch.persistent else "")
     )
+    rows_timed = f", rows of {timed_rows(problem).columns}" if problem.pitched else ""
     click.echo(
-        f"time      {config.us:.2f} µs for {source['elements']} elements, "
+        f"time      {config.us:.2f} µs for {source['elements']} elements{rows_timed}, "
         f"{config.fraction_of_copy:.2f} of a plain copy ({config.copy_us:.2f} µs)"
     )
     click.echo(f"error     {config.relative_error:.2g}, against float64")

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from statistics import geometric_mean
 from typing import TYPE_CHECKING
 
 import click
 
 from hadagen.cli import options
 from hadagen.cli.listing import bundle_summary, winner_values, winners
-from hadagen.cli.output import print_json, print_table, short_knobs
+from hadagen.cli.output import PROBLEM_HEADERS, print_json, print_table, problem_cells, short_knobs
 from hadagen.errors import StorageError, UsageError
 
 if TYPE_CHECKING:
     from hadagen.trial import Trial
-    from hadagen.tuning_db.bundle import Bundle
+    from hadagen.tuning_db.bundle import Bundle, BundleEntry
     from hadagen.tuning_db.store import Store
     from hadagen.tuning_db.winners import Cell
 
@@ -59,33 +61,66 @@ def verify(paths: tuple[Path, ...]) -> None:
 
 @bundle.command()
 @click.argument("paths", type=click.Path(path_type=Path), nargs=-1)
+@click.option("--all", "every", is_flag=True, help="A line for every winner.")
 @options.as_json
-def show(paths: tuple[Path, ...], as_json: bool) -> None:
-    """Show the winners in the bundles at PATHS, or in all that hadagen uses."""
+def show(paths: tuple[Path, ...], every: bool, as_json: bool) -> None:
+    """Show what the bundles at PATHS hold, or all that hadagen uses; with --all or --json every winner."""
     bundles = _opened(paths)
     if as_json:
         print_json([bundle_summary(each) | {"entries": [*map(winner_values, winners(each))]} for each in bundles])
         return
     for each in bundles:
         click.echo(f"{each.path}: {each.arch}, {', '.join(gpu or 'estimated' for gpu in each.gpus())}")
-        print_table(
-            ("n", "dtype", "numerics", "destination", "elements", "us", "of copy", "error", "kernel", "knobs"),
+        if every:
+            _print_winners(winners(each))
+        else:
+            _print_groups(winners(each))
+
+
+def _print_winners(entries: Iterable[BundleEntry]) -> None:
+    print_table(
+        (*PROBLEM_HEADERS, "destination", "elements", "us", "of copy", "error", "kernel", "knobs"),
+        (
             (
-                (
-                    entry.problem.n,
-                    entry.problem.dtype.value,
-                    entry.problem.numerics.value,
-                    entry.destination.value,
-                    entry.elements,
-                    entry.us,
-                    entry.fraction_of_copy,
-                    entry.relative_error,
-                    entry.kernel[:12],
-                    short_knobs(entry.knobs),
-                )
-                for entry in winners(each)
-            ),
-        )
+                *problem_cells(entry.problem),
+                entry.destination.value,
+                entry.elements,
+                entry.us,
+                entry.fraction_of_copy,
+                entry.relative_error,
+                entry.kernel[:12],
+                short_knobs(entry.knobs),
+            )
+            for entry in entries
+        ),
+    )
+
+
+def _print_groups(entries: Iterable[BundleEntry]) -> None:
+    """A line for the winners of each GPU that differ in nothing but n, destination and elements."""
+    groups: dict[tuple[str, ...], list[BundleEntry]] = {}
+    for entry in entries:
+        key = (entry.gpu or "estimated", *problem_cells(entry.problem)[1:])
+        groups.setdefault(key, []).append(entry)
+    print_table(
+        ("GPU", *PROBLEM_HEADERS[1:], "n", "winners", "kernels", "of copy, mean", "largest error"),
+        (
+            (
+                *key,
+                _range([entry.problem.n for entry in group]),
+                len(group),
+                len({entry.kernel for entry in group}),
+                geometric_mean(entry.fraction_of_copy for entry in group),
+                max(entry.relative_error for entry in group),
+            )
+            for key, group in sorted(groups.items())
+        ),
+    )
+
+
+def _range(sizes: Sequence[int]) -> str:
+    least, most = min(sizes), max(sizes)
+    return str(least) if least == most else f"{least}-{most}"
 
 
 @bundle.command()

@@ -29,12 +29,15 @@ sizes = click.option(
     show_default=True,
     help="Row lengths, such as 4096 or 128,256 or 2-64.",
 )
-dtype = click.option("--dtype", default=DType.FLOAT16.value, show_default=True, help="float16 or bfloat16.")
+dtype = click.option("--dtype", default=DType.FLOAT16.value, show_default=True, help="float16, bfloat16 or float32.")
 numerics = click.option(
     "--numerics",
     default=Numerics.ACCURATE.value,
     show_default=True,
-    help="accurate rounds once; fast may round between steps.",
+    help="accurate rounds once; fast may round between steps, but not of float32.",
+)
+pitched = click.option(
+    "--pitched", is_flag=True, help="Rows of any number of elements up to n, any number of elements apart."
 )
 db = click.option(
     "--db",
@@ -44,20 +47,21 @@ db = click.option(
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
-def make_problem(n: int, dtype: str, numerics: str) -> Problem:
+def make_problem(n: int, dtype: str, numerics: str, pitched: bool = False) -> Problem:
     """The problem of these texts; `Problem` itself checks and converts them. Raises `UsageError`."""
-    return Problem(n, cast(DType, dtype), cast(Numerics, numerics))
+    return Problem(n, cast(DType, dtype), cast(Numerics, numerics), pitched)
 
 
 def problem(command: Callable[..., None]) -> Callable[..., None]:
-    """`--n --dtype --numerics`, which the command receives as one `Problem`."""
+    """`--n --dtype --numerics --pitched`, which the command receives as one `Problem`."""
 
     @n
     @dtype
     @numerics
+    @pitched
     @functools.wraps(command)
-    def with_problem(*, n: int, dtype: str, numerics: str, **others: Any) -> None:
-        command(problem=make_problem(n, dtype, numerics), **others)
+    def with_problem(*, n: int, dtype: str, numerics: str, pitched: bool, **others: Any) -> None:
+        command(problem=make_problem(n, dtype, numerics, pitched), **others)
 
     return with_problem
 

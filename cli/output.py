@@ -8,6 +8,8 @@ from typing import Any
 
 import click
 
+from hadagen.problem import Problem
+
 
 def print_json(value: Any) -> None:
     click.echo(json.dumps(value, indent=2))
@@ -30,6 +32,15 @@ def print_table(headers: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
 def short_knobs(knobs: Mapping[str, Any]) -> str:
     """Knobs on one line, in the order of the search: `chunks=4 warps=2 ...`."""
     return " ".join(f"{name}={value}" for name, value in knobs.items())
+
+
+# Headers of `problem_cells`.
+PROBLEM_HEADERS = ("n", "dtype", "numerics", "rows")
+
+
+def problem_cells(problem: Problem) -> tuple[int, str, str, str]:
+    """A problem as cells of a table."""
+    return problem.n, problem.dtype.value, problem.numerics.value, "pitched" if problem.pitched else "contiguous"
 
 
 def clock_text(seconds: float | None) -> str:

@@ -12,7 +12,7 @@ import click
 
 from hadagen.cli import options
 from hadagen.cli.listing import winner_values
-from hadagen.cli.output import clock_text, print_json, print_table
+from hadagen.cli.output import PROBLEM_HEADERS, clock_text, print_json, print_table, problem_cells
 from hadagen.errors import DeviceError, HadagenError, StorageError
 from hadagen.problem import DType, Numerics, Problem
 from hadagen.trial import Destination
@@ -24,8 +24,11 @@ if TYPE_CHECKING:
     from hadagen.trial import Environment
     from hadagen.tuning_db.bundle import BundleEntry
 
-# Where the table at the end looks: rows · n of a small input, one in L2, and a large one.
-SHOWN_ELEMENTS = {"64K": 1 << 16, "8M": 1 << 23, "256M": 1 << 28}
+# Where the table at the end looks: rows · n of a small input, one in L2, and a large one; by whether rows are pitched.
+SHOWN_ELEMENTS = {
+    False: {"64K": 1 << 16, "8M": 1 << 23, "256M": 1 << 28},
+    True: {"64K": 1 << 16, "1M": 1 << 20, "128M": 1 << 27},
+}
 NOT_MEASURED = (
     "there is no {arch} GPU here, so kernels are verified on the CPU and ranked by a cost model, and every winner is "
     "only estimated; run the same command on a machine with such a GPU to measure"
@@ -36,7 +39,11 @@ NOT_MEASURED = (
 @click.option("--arch", help="Target architecture.  [default: that of the GPU here, or sm90]")
 @options.sizes
 @click.option(
-    "--dtype", "dtypes", multiple=True, default=[d.value for d in DType], help="float16, bfloat16; both if not given."
+    "--dtype",
+    "dtypes",
+    multiple=True,
+    default=[d.value for d in DType],
+    help="float16, bfloat16, float32; all if not given.",
 )
 @click.option(
     "--numerics",
@@ -45,7 +52,12 @@ NOT_MEASURED = (
     default=[n.value for n in Numerics],
     help="accurate, fast; both if not given.",
 )
-@click.option("--trials", type=int, help="Trials of each problem, those of earlier runs included.")
+@click.option(
+    "--pitched/--contiguous",
+    default=None,
+    help="Only problems of pitched rows, or none of them; both kinds if not given.",
+)
+@click.option("--trials", type=int, help="Trials of each problem, those of earlier runs included; pitched: a quarter.")
 @click.option("--time-budget", type=float, metavar="SECONDS", help="Stop after this long.  [default: no limit]")
 @options.db
 @click.option(
@@ -59,6 +71,7 @@ def tune(
     sizes: tuple[str, ...],
     dtypes: tuple[str, ...],
     contracts: tuple[str, ...],
+    pitched: bool | None,
     trials: int | None,
     time_budget: float | None,
     db: str | None,
@@ -75,18 +88,24 @@ def tune(
     from hadagen.arch import load_arch
     from hadagen.cli.progress import shown
     from hadagen.toolchain import Toolchain
-    from hadagen.tuner import TuneOptions
+    from hadagen.tuner import TuneOptions, check_effort
     from hadagen.tuner import tune as search
+    from hadagen.tuning_db.aside import check_place
     from hadagen.tuning_db.bundle import Bundle
     from hadagen.tuning_db.bundle_writer import write_bundle
     from hadagen.tuning_db.store import Store
     from hadagen.tuning_db.winners import portfolio
 
-    problems = [options.make_problem(*parts) for parts in product(options.parse_sizes(sizes), dtypes, contracts)]
+    check_effort(trials, time_budget)
+    kinds = (False, True) if pitched is None else (pitched,)
+    named = product(options.parse_sizes(sizes), dtypes, contracts, kinds)
+    problems = list(dict.fromkeys(options.make_problem(*parts) for parts in named))
     gpu = _find_gpu(device)
     target = load_arch(arch or (options.arch_of(gpu) if gpu else options.DEFAULT_ARCH))
     if gpu and options.arch_of(gpu) != target.name:
         gpu = None
+    path = bundle or options.default_bundle(target.name)
+    check_place(path)
     provenance = f"measuring on {gpu.gpu}" if gpu else NOT_MEASURED.format(arch=target.name)
     toolchain = Toolchain.find()
     with Store.open(db or options.default_db()) as store, _runner(target, gpu, device or 0, toolchain) as runner:
@@ -111,7 +130,6 @@ def tune(
         selection = portfolio(store.trials(arch=target.name, blobs=False))
         if not selection:
             raise HadagenError(f"none of {report.finished} trials has won anything yet; give more time or more trials")
-        path = bundle or options.default_bundle(target.name)
         write_bundle(path, target.name, selection, store.kernel)
         place = store.place
     written = Bundle.open(path)
@@ -168,19 +186,21 @@ def _runner(arch: Arch, gpu: Environment | None, index: int, toolchain: Toolchai
 
 
 def _print_winners(entries: Sequence[BundleEntry]) -> None:
-    """A line for each problem: in place, at each of `SHOWN_ELEMENTS`."""
+    """A table of the contiguous problems and one of the pitched ones: in place, at each of `SHOWN_ELEMENTS`."""
     from hadagen.knobs import Knobs
 
-    lines: dict[Problem, dict[int, BundleEntry]] = {}
+    lines: dict[bool, dict[Problem, dict[int, BundleEntry]]] = {}
     for entry in entries:
         if entry.destination is Destination.IN_PLACE:
-            lines.setdefault(entry.problem, {})[entry.elements] = entry
-    times = [header for label in SHOWN_ELEMENTS for header in (f"{label}: µs", "of copy")]
-    rows: list[list[Any]] = []
-    for problem, there in lines.items():
-        rows.append(list(problem.to_dict().values()))
-        for elements in SHOWN_ELEMENTS.values():
-            entry_there = there.get(elements)
-            rows[-1] += [entry_there.us, entry_there.fraction_of_copy] if entry_there else [None, None]
-        rows[-1].append(Knobs.from_dict(there[max(there)].knobs))
-    print_table(["n", "dtype", "numerics", *times, "knobs where large"], rows)
+            lines.setdefault(entry.problem.pitched, {}).setdefault(entry.problem, {})[entry.elements] = entry
+    for pitched, problems in sorted(lines.items()):
+        shown = SHOWN_ELEMENTS[pitched]
+        rows: list[list[Any]] = []
+        for problem, there in problems.items():
+            rows.append(list(problem_cells(problem)))
+            for elements in shown.values():
+                found = there.get(elements)
+                rows[-1] += [found.us, found.fraction_of_copy] if found else [None, None]
+            rows[-1].append(Knobs.from_dict(there[max(there)].knobs))
+        times = [header for label in shown for header in (f"{label}: µs", "of copy")]
+        print_table([*PROBLEM_HEADERS, *times, "knobs where large"], rows)

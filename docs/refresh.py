@@ -57,11 +57,13 @@ Speeds = dict[str, dict[Cell, float]]
 
 
 def read_speeds(ours: Path, peers: Path) -> Speeds:
-    """Both tables, by the names of `LIBRARIES`."""
+    """Both tables, by the names of `LIBRARIES`; pitched rows are left out, for the peers have none."""
     speeds: Speeds = defaultdict(dict)
     for path in (ours, peers):
         with path.open(newline="", encoding="utf-8") as file:
             for row in csv.DictReader(file):
+                if path == ours and row["pitched"] == "1":
+                    continue
                 library = f"hadagen {row['numerics']}" if path == ours else row["kernel"]
                 cell = Cell(row["dtype"], int(row["n"]), int(row["elements"]), row["destination"], row["cache"])
                 speeds[library][cell] = float(row["fraction_of_copy"])

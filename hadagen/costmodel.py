@@ -30,14 +30,13 @@ from hadagen.plan import (
     Mma,
     Plan,
     Round,
-    Scale,
     Shuffle,
     Step,
     Store,
     Transpose,
     Widen,
 )
-from hadagen.trial import Cache, Destination
+from hadagen.trial import Cache, Destination, buffer_bytes
 
 OVERLAP = 4.0  # p of the norm: 1 would overlap nothing, infinity everything
 SCHEDULERS = 4  # of an SM; each issues one instruction of a warp in a cycle
@@ -75,7 +74,7 @@ class Estimate:
         self._arch = arch
         self._launch = plan.launch
         self._stages = plan.load.stages if plan.persistent else 1
-        self._element_bytes = plan.problem.dtype.bytes
+        self._problem = plan.problem
         wanted = _registers(plan) if registers is None else registers
         self._blocks_per_sm = resident_blocks(plan, arch, wanted)
         costs = _costs(plan, arch)
@@ -87,13 +86,14 @@ class Estimate:
             sum(cost.shared_bytes for cost in costs) / SHARED_BYTES_PER_CYCLE,
         )
         self._first_block_cycles = max(self._block_cycles, instructions)  # one warp keeps one scheduler busy
-        self._block_memory_cycles = 2 * plan.block_elements * self._element_bytes / model.sm_bytes_per_cycle
+        block_bytes = buffer_bytes(plan.problem, plan.launch.tile_elements) / plan.launch.cluster
+        self._block_memory_cycles = 2 * block_bytes / model.sm_bytes_per_cycle
         self._latency_cycles = sum(cost.latency for cost in costs)
 
     def us(self, elements: int, destination: Destination, cache: Cache) -> float:
-        """Microseconds of one launch over `elements` = rows · n."""
+        """Microseconds of one launch over `elements` = rows · n, at the rows that are timed (`timed_rows`)."""
         model, launch = self._arch.model, self._launch
-        memory, loading = _memory(self._arch, elements * self._element_bytes, destination, cache)
+        memory, loading = _memory(self._arch, buffer_bytes(self._problem, elements), destination, cache)
         chain = self._latency_cycles / model.cycles_per_us
         first_issue = self._first_block_cycles / model.cycles_per_us
         block_issue = self._block_cycles / model.cycles_per_us
@@ -108,9 +108,9 @@ class Estimate:
         return model.launch_us + loading + block_memory + first_issue + chain + together
 
 
-def copy_us(arch: Arch, elements: int, element_bytes: int, destination: Destination, cache: Cache) -> float:
-    """Microseconds of the copy kernel over the same bytes: launch, one load, and the memory."""
-    memory, loading = _memory(arch, elements * element_bytes, destination, cache)
+def copy_us(arch: Arch, copied_bytes: int, destination: Destination, cache: Cache) -> float:
+    """Microseconds of the copy kernel over a buffer: launch, one load, and the memory."""
+    memory, loading = _memory(arch, copied_bytes, destination, cache)
     return arch.model.launch_us + loading + memory
 
 
@@ -129,16 +129,16 @@ def resident_blocks(plan: Plan, arch: Arch, registers: int) -> int:
     )
 
 
-def _memory(arch: Arch, buffer_bytes: int, destination: Destination, cache: Cache) -> tuple[float, float]:
+def _memory(arch: Arch, moved_bytes: int, destination: Destination, cache: Cache) -> tuple[float, float]:
     """Microseconds that memory is busy with one launch, and that the first load takes."""
     model = arch.model
-    footprint = buffer_bytes * (1 if destination is Destination.IN_PLACE else 2)
+    footprint = moved_bytes * (1 if destination is Destination.IN_PLACE else 2)
     # L2 keeps what is read in both of its halves: it is hot up to half of L2, and nothing is beyond the whole.
     beyond = 1.0
     if cache is Cache.HOT and footprint <= model.l2_bytes:
-        beyond = max(0.0, 2 * buffer_bytes / model.l2_bytes - 1)
+        beyond = max(0.0, 2 * moved_bytes / model.l2_bytes - 1)
     near = 1 - beyond
-    busy = 2 * buffer_bytes * (near / model.l2_bytes_per_us + beyond / model.dram_bytes_per_us)
+    busy = 2 * moved_bytes * (near / model.l2_bytes_per_us + beyond / model.dram_bytes_per_us)
     return busy, near * model.l2_latency_us + beyond * model.dram_latency_us
 
 
@@ -147,8 +147,13 @@ def _registers(plan: Plan) -> int:
     words = [
         _words(carrier) for step, carrier in zip(plan.steps, plan.carriers, strict=True) if isinstance(step, HOLDS_ALL)
     ]
-    prefetched = 4 if plan.load.stages > 1 and not plan.load.staged else 0
+    prefetched = _width(plan) * 4 if plan.load.stages > 1 and not plan.load.staged else 0
     return OVERHEAD_REGISTERS + (max(words) + prefetched << plan.chunk_bits)
+
+
+def _width(plan: Plan) -> int:
+    """How many times as many bytes as 16-bit elements those of the plan are."""
+    return plan.problem.dtype.bytes // 2
 
 
 def _words(carrier: str) -> int:
@@ -160,22 +165,26 @@ def _costs(plan: Plan, arch: Arch) -> list[Cost]:
     """One for each step, and one for the tile as a whole."""
     chunks = 1 << plan.chunk_bits
     before = ("", *plan.carriers[:-1])
-    steps = [_cost(step, chunks, _words(carrier), arch) for step, carrier in zip(plan.steps, before, strict=True)]
+    moved = chunks * _width(plan)
+    steps = [
+        _cost(step, chunks, moved, _words(carrier), arch) for step, carrier in zip(plan.steps, before, strict=True)
+    ]
     return [Cost(TILE_INSTRUCTIONS), *steps]
 
 
-def _cost(step: Step, chunks: int, words: int, arch: Arch) -> Cost:
-    """Of one step over a warp's chunks, each `words` registers in a thread before the step."""
+def _cost(step: Step, chunks: int, moved: int, words: int, arch: Arch) -> Cost:
+    """Of one step over a warp's chunks, each `words` registers in a thread before the step, which are `moved` times
+    `CHUNK_BYTES` in memory."""
     match step:
         case Load() if step.staged:
             bulk = step.path == "bulk"
             return Cost(
-                instructions=(1 if bulk else 3) * chunks,
-                shared_bytes=2 * CHUNK_BYTES * chunks,
+                instructions=(1 if bulk else 3) * moved,
+                shared_bytes=2 * CHUNK_BYTES * moved,
                 latency=BULK_LATENCY if bulk else SHARED_LATENCY,
             )
         case Load() | Store():
-            return Cost(instructions=2 * chunks)
+            return Cost(instructions=2 * moved)
         case Mma(split=split):
             # high + low: two mma into one accumulator, and 24 instructions that take the four pairs apart
             return Cost((28 if split else 2) * chunks, (4 if split else 2) * chunks, latency=(1 + split) * MMA_LATENCY)
@@ -196,5 +205,4 @@ def _cost(step: Step, chunks: int, words: int, arch: Arch) -> Cost:
             return Cost(words / 2 * chunks, latency=ARITHMETIC_LATENCY)
         case Widen():
             return Cost(2 * words * chunks, latency=ARITHMETIC_LATENCY)
-        case Butterfly() | Scale():
-            return Cost(words * chunks, latency=ARITHMETIC_LATENCY)
+    return Cost(words * chunks, latency=ARITHMETIC_LATENCY)  # arithmetic on every value where it is

@@ -14,7 +14,6 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
-from hashlib import sha256
 from importlib import resources
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,7 +25,7 @@ from hadagen.arch import Arch
 from hadagen.cache import KernelCache, cache_key, cache_root
 from hadagen.errors import ToolchainError, UsageError
 from hadagen.launch import LaunchSpec
-from hadagen.trial import Kernel
+from hadagen.trial import Kernel, kernel_digest
 
 # For both ends of nvcc. `-v` makes the back end report what a kernel uses.
 FLAGS = ("-std=c++17", "-O3", "-Xptxas=-v")
@@ -127,7 +126,7 @@ class Toolchain:
             return built
         report = built["log.txt"].decode()
         return Kernel(
-            digest=sha256(built["kernel.cubin"]).hexdigest(),
+            digest=kernel_digest(built["kernel.cubin"], launch),
             entry=ptx.ENTRY,
             arch=arch.name,
             source=built["source.cu"].decode(),

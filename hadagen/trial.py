@@ -2,17 +2,40 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from hadagen.launch import LaunchSpec
+from hadagen.launch import LaunchSpec, RowShape
 from hadagen.problem import Problem
 
-# Element counts (rows · n) at which every kernel is timed.
+# Element counts (rows · n) at which kernels are timed, those of pitched rows at fewer.
 ELEMENT_BUCKETS = tuple(1 << k for k in range(13, 29))
+PITCHED_ELEMENT_BUCKETS = (1 << 16, 1 << 20, 1 << 24, 1 << 27)
+
+
+def element_buckets(problem: Problem) -> tuple[int, ...]:
+    """The element counts at which the kernels of a problem are timed: those of at least one row."""
+    buckets = PITCHED_ELEMENT_BUCKETS if problem.pitched else ELEMENT_BUCKETS
+    return tuple(elements for elements in buckets if elements >= problem.n)
+
+
+def timed_rows(problem: Problem) -> RowShape:
+    """The rows that every time of a problem is of. They lie one right behind another.
+
+    Those of a pitched problem have three quarters of n elements, rounded down to a multiple of 8, but more than half
+    of n: with fewer, a smaller n would do.
+    """
+    columns = min(problem.n, max(problem.n * 3 // 4 // 8 * 8, problem.n // 2 + 1)) if problem.pitched else problem.n
+    return RowShape(columns, columns, columns)
+
+
+def buffer_bytes(problem: Problem, elements: int) -> int:
+    """Bytes of the input, and of the result, where a problem is timed at `elements` = rows · n."""
+    return elements * timed_rows(problem).columns * problem.dtype.bytes // problem.n
 
 
 def knobs_key(knobs: Mapping[str, Any]) -> str:
@@ -47,7 +70,7 @@ class Cache(str, Enum):
 def deciding_cache(problem: Problem, elements: int, destination: Destination, l2_bytes: int) -> Cache:
     """Which timings name the winner of an element count: hot where input and output fit in half of L2, else cold."""
     buffers = 1 if destination is Destination.IN_PLACE else 2
-    return Cache.HOT if elements * problem.dtype.bytes * buffers <= l2_bytes // 2 else Cache.COLD
+    return Cache.HOT if buffer_bytes(problem, elements) * buffers <= l2_bytes // 2 else Cache.COLD
 
 
 class Provenance(str, Enum):
@@ -72,7 +95,10 @@ class Environment:
 
 @dataclass(frozen=True)
 class Timing:
-    """Time of one launch in microseconds, beside the copy kernel's over the same bytes in the same process."""
+    """Time of one launch in microseconds, beside the copy kernel's over the same bytes in the same process.
+
+    `elements` is rows · n; the rows are `timed_rows` of the problem.
+    """
 
     elements: int
     destination: Destination
@@ -87,11 +113,16 @@ class Timing:
         return self.copy_us / self.us
 
 
+def kernel_digest(cubin: bytes, launch: LaunchSpec) -> str:
+    """What names a kernel: SHA-256 of its code and of how it is launched. Equal ones do the same in the same time."""
+    return hashlib.sha256(cubin + json.dumps(launch.to_dict(), sort_keys=True).encode()).hexdigest()
+
+
 @dataclass(frozen=True)
 class Kernel:
     """A compiled variant."""
 
-    digest: str  # SHA-256 of the cubin
+    digest: str  # `kernel_digest`
     entry: str
     arch: str
     source: str

@@ -15,7 +15,8 @@ from hadagen.cli.main import main
 from hadagen.errors import DeviceError
 from hadagen.trial import Environment
 
-TINY_TUNE = ("tune", "--arch", "sm90", "--n", "2", "--dtype", "float16", "--numerics", "fast", "--trials", "1")
+TINY = ("--n", "2", "--dtype", "float16", "--numerics", "fast", "--contiguous", "--trials", "1")
+TINY_TUNE = ("tune", "--arch", "sm90", *TINY)
 
 
 def empty_machine(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:

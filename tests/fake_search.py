@@ -5,7 +5,6 @@ As a program it runs such a search that kills itself: `fake_search.py DATABASE L
 
 from __future__ import annotations
 
-import hashlib
 import os
 import signal
 import sys
@@ -20,7 +19,7 @@ from hadagen.launch import LaunchSpec
 from hadagen.measure import Candidate
 from hadagen.problem import DType, Numerics, Problem
 from hadagen.toolchain import BuildFailure
-from hadagen.trial import Cache, Destination, Environment, Kernel, Outcome, Provenance, Timing, Trial
+from hadagen.trial import Cache, Destination, Environment, Kernel, Outcome, Provenance, Timing, Trial, kernel_digest
 from hadagen.tuner import Event, TrialFinished, TuneOptions, tune
 from hadagen.tuning_db.store import Store
 
@@ -55,7 +54,7 @@ def make_kernel(source: Source, launch: LaunchSpec) -> Kernel:
     """Sources that differ in nothing but the name and comments have the same kernel, as from a compiler."""
     lines = source.text.replace(source.entry, "kernel").splitlines()
     code = "\n".join(line.partition("//")[0].strip() for line in lines).encode()
-    digest = hashlib.sha256(code).hexdigest()
+    digest = kernel_digest(code, launch)
     return Kernel(digest, "kernel", "sm90", source.text, code, b"", launch, registers=32, spill_bytes=0, nvcc="13.0")
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from hadagen.launch import LaunchSpec
 from hadagen.problem import DType, Numerics, Problem
+from hadagen.scale import ScaleForm
 from hadagen.trial import (
     ELEMENT_BUCKETS,
     Cache,
@@ -79,12 +80,25 @@ _text = st.text(max_size=8)
 _count = st.integers(0, 2**31 - 1)
 
 problems = st.builds(
-    Problem, st.sampled_from([1 << k for k in range(1, 16)]), st.sampled_from(DType), st.sampled_from(Numerics)
+    Problem,
+    st.sampled_from([1 << k for k in range(1, 16)]),
+    st.sampled_from(DType),
+    st.sampled_from(Numerics),
+    st.booleans(),
 )
 environments = st.builds(
     Environment, _text, _text, _count, st.integers(0, 2**40), _text, _text, _text, _count, _count
 ) | st.sampled_from([Environment(), H100, H200])
-launches = st.builds(LaunchSpec, _count, _count, _count, st.integers(0, 2**40), st.booleans())
+launches = st.builds(
+    LaunchSpec,
+    _count,
+    _count,
+    _count,
+    st.integers(0, 2**40),
+    st.booleans(),
+    st.sampled_from(ScaleForm),
+    st.booleans(),
+)
 kernels = st.builds(
     make_kernel,
     st.binary(min_size=1, max_size=30),
@@ -158,7 +172,7 @@ def competitors() -> st.SearchStrategy[list[Trial]]:
         st.builds(
             _competitor,
             st.sampled_from([1, 2, 4, 8]),
-            st.sampled_from([PROBLEM, replace(PROBLEM, numerics=Numerics.FAST)]),
+            st.sampled_from([PROBLEM, replace(PROBLEM, numerics=Numerics.FAST), replace(PROBLEM, pitched=True)]),
             st.sampled_from(
                 [(H100, Provenance.MEASURED), (H200, Provenance.MEASURED), (Environment(), Provenance.ESTIMATED)]
             ),

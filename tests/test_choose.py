@@ -100,7 +100,13 @@ def test_an_estimate_serves_only_where_nothing_of_the_arch_was_measured() -> Non
 
 @pytest.mark.parametrize(
     "problem",
-    [replace(PROBLEM, n=512), replace(PROBLEM, dtype=DType.BFLOAT16), replace(PROBLEM, numerics=Numerics.FAST)],
+    [
+        replace(PROBLEM, n=512),
+        replace(PROBLEM, dtype=DType.BFLOAT16),
+        replace(PROBLEM, dtype=DType.FLOAT32),
+        replace(PROBLEM, numerics=Numerics.FAST),
+        replace(PROBLEM, pitched=True),
+    ],
 )
 def test_another_problem_is_no_match(problem: Problem) -> None:
     assert chosen(HERE, 1 << 13, problem=problem) == (Match.GENERIC, "")
@@ -140,7 +146,7 @@ def test_best_config_tells_what_is_known(tmp_path: Path, monkeypatch: pytest.Mon
     trial = make_trial(1)
     assert trial.kernel
     assert json.loads(json.dumps(best.to_dict())) == {
-        "problem": {"n": 256, "dtype": "float16", "numerics": "accurate"},
+        "problem": {"n": 256, "dtype": "float16", "numerics": "accurate", "pitched": False},
         "rows": 300,
         "destination": "in-place",
         "arch": "sm90",
@@ -165,8 +171,8 @@ def test_best_config_tells_what_is_known(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_best_config_without_a_kernel(tmp_path: Path) -> None:
-    best = hadagen.best_config({"n": 256, "dtype": "float16"}, 1, arch="sm90")
-    assert best.match is Match.GENERIC
+    best = hadagen.best_config({"n": 256, "dtype": "float16", "pitched": True}, 1, arch="sm90")
+    assert (best.match, best.problem.pitched) == (Match.GENERIC, True)
     assert best.fraction_of_copy is None
     assert best.to_dict()["kernel"] is None
 

@@ -9,20 +9,24 @@ import sqlite3
 import subprocess
 import sys
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from command_line import TINY_TUNE, empty_machine, raising, run, sentence, succeed
 from sample_bundle import write_sample
-from sample_trials import H100, make_trial, times
+from sample_trials import H100, PROBLEM, make_trial, times
 
 from hadagen import toolchain
 from hadagen.cli import options
 from hadagen.cli.sentences import TUNE_PACKAGES
 from hadagen.errors import DeviceError
+from hadagen.problem import DType
 from hadagen.runtime.bundles import VARIABLE
 from hadagen.trial import Outcome
+from hadagen.tuning_db.bundle_writer import write_bundle
 from hadagen.tuning_db.store import Store
+from hadagen.tuning_db.winners import portfolio
 
 GPU = H100.gpu
 
@@ -76,7 +80,7 @@ WRONG = {
     (*BEST, "65536"): "n = 65536 is not supported",
     (*BEST, "256", "--rows", "0"): "rows = 0 is not supported; give a whole number of rows, at least 1",
     (*BEST, "256", "--rows", "-1"): "rows = -1 is not supported",
-    (*BEST, "256", "--dtype", "float8"): "dtype 'float8' is not supported; choose one of float16, bfloat16",
+    (*BEST, "256", "--dtype", "float8"): "dtype 'float8' is not supported; choose one of float16, bfloat16, float32",
     (*BEST, "256", "--numerics", "so-so"): "numerics 'so-so' is not supported; choose one of accurate, fast",
     (*BEST, "256", "--arch", "sm12"): "arch 'sm12' is not known and no bundle serves it; choose one of sm90",
     (*BEST, "256", "--arch", "hopper"): "arch 'hopper' is not one; write sm and the compute capability",
@@ -109,9 +113,8 @@ def test_wrong_usage_is_one_sentence_and_exit_code_2(arguments: tuple[str, ...])
 
 @pytest.mark.parametrize(("option", "value"), [("--trials", "0"), ("--time-budget", "-1"), ("--time-budget", "nan")])
 def test_a_tune_that_would_try_nothing_is_refused(option: str, value: str) -> None:
-    result = run(*TINY_TUNE, option, value)
-    assert result.exit_code == 2
-    assert "; give " in result.stderr.splitlines()[-1]
+    assert "; give " in sentence(run(*TINY_TUNE, option, value), 2)
+    assert not options.default_db().exists()
 
 
 # ---- what fails ------------------------------------------------------------------------------------------------------
@@ -228,7 +231,7 @@ def test_the_traceback_is_shown_on_demand(monkeypatch: pytest.MonkeyPatch) -> No
 # ---- best ------------------------------------------------------------------------------------------------------------
 def test_best_prints_one_object(sample: Path) -> None:
     found = json.loads(succeed(*BEST, "256", "--rows", "256", "--inplace", "--device", GPU, "--json"))
-    assert found["problem"] == {"n": 256, "dtype": "float16", "numerics": "accurate"}
+    assert found["problem"] == {"n": 256, "dtype": "float16", "numerics": "accurate", "pitched": False}
     assert (found["rows"], found["destination"], found["match"]) == (256, "in-place", "same-gpu")
     assert found["kernel"] == make_trial(1).kernel.digest
     assert found["knobs"] == {"chunks": 1, "grid": "tiles"}
@@ -244,6 +247,16 @@ def test_best_is_readable(sample: Path) -> None:
     assert "match     same-arch" in text
     assert "chunks=1 grid=tiles" in text
     assert f"measured  {GPU}, driver 580.65, nvcc 13.0.48" in text
+
+
+def test_best_tells_pitched_rows_from_contiguous_ones(sample: Path) -> None:
+    pitched = json.loads(succeed(*BEST, "256", "--inplace", "--pitched", "--json"))
+    assert (pitched["problem"]["pitched"], pitched["match"]) == (True, "generic")
+    trial = make_trial(problem=replace(PROBLEM, n=4096, dtype=DType.FLOAT32, pitched=True), errors={"normal": 1e-7})
+    write_bundle(sample, "sm90", portfolio([trial]), {trial.kernel.digest: trial.kernel}.__getitem__)
+    asked = ("best", "--arch", "sm90", "--n", "4096", "--dtype", "float32", "--rows", "8", "--inplace")
+    assert "8192 elements, rows of 3072, 0.95 of a plain copy" in succeed(*asked, "--pitched")
+    assert json.loads(succeed(*asked, "--json"))["match"] == "generic"
 
 
 def test_best_says_that_there_is_no_kernel(sample: Path) -> None:
@@ -318,11 +331,14 @@ def test_a_bundle_is_made_found_verified_and_shown(database: Path) -> None:
     (shown,) = json.loads(succeed("bundle", "show", "--json"))
     assert [entry["elements"] for entry in shown["entries"]] == [1 << 13, 1 << 23]
     assert shown["entries"][1]["us"] == 9.0
-    assert "8388608" in succeed("bundle", "show")
+    assert "8388608" in succeed("bundle", "show", "--all")
+    _, header, line = succeed("bundle", "show").splitlines()
+    assert header.split()[:6] == ["GPU", "dtype", "numerics", "rows", "n", "winners"]
+    assert line.removeprefix(GPU).split()[:6] == ["float16", "accurate", "contiguous", "256", "2", "1"]
 
 
 def test_a_bundle_of_nothing_is_refused(database: Path, tmp_path: Path) -> None:
-    said = sentence(run("bundle", "make", "--db", database, "--arch", "sm80", tmp_path / "x.db"), 2)
+    said = sentence(run("bundle", "make", "--db", database, "--arch", "sm80", tmp_path / "x.db"), 1)
     assert "there is no winner for sm80" in said
     assert not (tmp_path / "x.db").exists()
 
@@ -330,10 +346,15 @@ def test_a_bundle_of_nothing_is_refused(database: Path, tmp_path: Path) -> None:
 def test_the_winners_of_a_bundle_are_exported_and_merged(sample: Path, tmp_path: Path) -> None:
     succeed("bundle", "export", sample, tmp_path / "winners.csv")
     header, *lines = (tmp_path / "winners.csv").read_text().splitlines()
-    assert header.startswith("gpu,numerics,dtype,elements,n,destination,cache,us,")
+    assert header.startswith("gpu,numerics,dtype,pitched,elements,n,destination,cache,us,")
     assert lines
+    assert all(line.startswith(f"{GPU},accurate,float16,0,") for line in lines)
     assert "cannot be written" in sentence(run("bundle", "export", sample, "/proc/winners.csv"), 1)
     assert "has no winner of Abacus" in sentence(run("bundle", "export", "--gpu", "Abacus", sample, tmp_path / "x"), 2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("csv.DictWriter.writerows", raising(OSError(errno.ENOSPC, "No space left on device")))
+        assert "No space left" in sentence(run("bundle", "export", sample, tmp_path / "winners.csv"), 1)
+    assert (tmp_path / "winners.csv").read_text().splitlines() == [header, *lines]
     succeed("bundle", "merge", sample, sample, tmp_path / "both.db")
     succeed("bundle", "export", tmp_path / "both.db", tmp_path / "again.csv")
     assert (tmp_path / "again.csv").read_text() == (tmp_path / "winners.csv").read_text()

@@ -18,9 +18,10 @@ from hadagen.cli.progress import State, shown
 from hadagen.errors import DeviceError
 from hadagen.measure import peer
 from hadagen.trial import Kernel, Outcome
-from hadagen.tuner import PairRaced, ProblemFinished, SearchStarted, TrialFinished
+from hadagen.tuner import PairRaced, ProblemFinished, SearchStarted, TrialFinished, TuneOptions
 
-SMALL_TUNE = ("tune", "--n", "4", "--dtype", "float16", "--numerics", "fast", "--trials", "3", "--json")
+ONE = ("--n", "4", "--dtype", "float16", "--numerics", "fast")
+SMALL_TUNE = ("tune", *ONE, "--contiguous", "--trials", "3", "--json")
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +35,7 @@ def test_a_tune_without_a_gpu_estimates_is_found_and_goes_on() -> None:
     assert "every winner is only estimated" in result.stderr.splitlines()[0]
     assert "n2-float16-fast: 1 trials" in result.stderr
     assert result.stdout.splitlines()[-1].startswith("estimated: there is no sm90 GPU here")
-    assert result.stdout.splitlines()[1].startswith("2  float16  fast")
+    assert result.stdout.splitlines()[1].startswith("2  float16  fast      contiguous")
 
     again = json.loads(succeed(*TINY_TUNE, "--json"))
     assert (again["trials"], again["trials_before"], again["outcomes"]) == (1, 1, {})
@@ -45,6 +46,47 @@ def test_a_tune_without_a_gpu_estimates_is_found_and_goes_on() -> None:
     assert found["match"] == "estimated"
     assert found["kernel"] in {winner["kernel"] for winner in again["winners"]}
     assert "estimated" in succeed("list")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        ((), "float16-accurate float16-fast bfloat16-accurate bfloat16-fast float32-accurate"),
+        (("--dtype", "float32"), "float32-accurate"),
+        (("--dtype", "float32", "--numerics", "fast"), "float32-accurate"),
+        (("--dtype", "float16", "--numerics", "fast"), "float16-fast"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("kind", "ends"), [((), ("", "-pitched")), (("--pitched",), ("-pitched",)), (("--contiguous",), ("",))]
+)
+def test_what_is_tuned(
+    arguments: tuple[str, ...],
+    names: str,
+    kind: tuple[str, ...],
+    ends: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wanted: list[TuneOptions] = []
+    monkeypatch.setattr(
+        "hadagen.tuner.tune", lambda options, listen: wanted.append(options) or raising(KeyboardInterrupt())()
+    )
+    result = run("tune", "--n", "64", *arguments, *kind)
+    expected = {f"n64-{name}{end}" for name in names.split() for end in ends}
+    assert {problem.name for problem in wanted[0].problems} == expected
+    assert f"tuning {len(expected)} problems" in result.stderr
+    assert len(wanted[0].problems) == len(expected)
+
+
+@pytest.mark.parametrize("place", ["a directory", "beneath a file"])
+def test_a_bad_place_for_the_bundle_is_noticed_before_the_search(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hadagen.tuner.tune", raising(AssertionError("it searched")))
+    (tmp_path / "file").touch()
+    path = tmp_path if place == "a directory" else tmp_path / "file" / "sm90.db"
+    assert f"{path} cannot be written" in sentence(run(*TINY_TUNE, "--bundle", path), 1)
+    assert not options.default_db().exists()
 
 
 def test_an_interrupted_tune_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,6 +162,11 @@ def test_bench_prints_one_table(fake_gpu: None, monkeypatch: pytest.MonkeyPatch)
     assert header.split() == ["n", "16K", "4M", "64M"]
     assert two.split() == ["2", "-", "-", "-"]
     assert four.split()[:2] == ["4", f"{1 / fastest:.2f}"]
+
+    (title, *_) = succeed("bench", "--n", "4", "--numerics", "fast", "--elements", counts).splitlines()
+    assert title.startswith("Test GPU, float16, fast, out-of-place: ")
+    said = sentence(run("bench", "--n", "4", "--dtype", "float32", "--numerics", "fast", "--pitched"), 1)
+    assert said.startswith("no bundle has kernels for Test GPU")
 
     monkeypatch.setattr(peer, "find_peer", lambda: "a peer")
     monkeypatch.setattr(peer, "time_peer", lambda *arguments: 3 * fastest)

@@ -16,7 +16,7 @@ from hadagen.codegen import Source
 from hadagen.costmodel import Estimate, copy_us, resident_blocks
 from hadagen.knobs import Knobs
 from hadagen.launch import LaunchSpec
-from hadagen.measure import Candidate
+from hadagen.measure import Candidate, Cell, all_cells
 from hadagen.plan import Plan
 from hadagen.problem import DType, Numerics, Problem
 from hadagen.space import Space, build_plan
@@ -126,13 +126,26 @@ def test_cold_is_never_faster_than_hot(choice: tuple[Problem, Knobs], elements: 
     assert estimate.us(elements, destination, Cache.HOT) <= estimate.us(elements, destination, Cache.COLD)
 
 
+@pytest.mark.parametrize("dtype", DType)
+@pytest.mark.parametrize("pitched", [False, True], ids=["contiguous", "pitched"])
+def test_where_memory_is_the_limit_bytes_make_the_time(dtype: DType, pitched: bool) -> None:
+    problem = Problem(1024, dtype, pitched=pitched)
+    estimate = Estimate(build_plan(problem, Space(problem, SM90).seeds()[0], SM90), SM90)
+    for cell in all_cells(problem, SM90.model.l2_bytes):
+        assert estimate.us(*cell) >= copy_us(SM90, *cell.traffic(problem))
+    large = Cell(1 << 27, Destination.OUT_OF_PLACE, Cache.COLD)
+    nbytes = (1 << 27) * dtype.bytes * (3 / 4 if pitched else 1)
+    assert large.traffic(problem).buffer_bytes == nbytes
+    assert estimate.us(*large) == pytest.approx(2 * nbytes / SM90.model.dram_bytes_per_us, rel=0.2)
+
+
 @given(plans(), st.sampled_from(ELEMENT_BUCKETS), st.sampled_from(Destination), st.sampled_from(Cache))
 def test_nothing_beats_a_copy(
     choice: tuple[Problem, Knobs], elements: int, destination: Destination, cache: Cache
 ) -> None:
     problem, knobs = choice
     estimate = Estimate(build_plan(problem, knobs, SM90), SM90)
-    assert estimate.us(elements, destination, cache) >= copy_us(SM90, elements, 2, destination, cache)
+    assert estimate.us(elements, destination, cache) >= copy_us(SM90, 2 * elements, destination, cache)
 
 
 def test_occupancy_is_the_calculation_of_the_programming_guide() -> None:

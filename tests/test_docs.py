@@ -37,8 +37,8 @@ def documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_table(
         refresh.OURS,
         [
-            {"numerics": numerics, "kernel": "0a1b", "fraction_of_copy": speed, **cell(*place)}
-            for numerics, speed in (("fast", 1.0), ("accurate", 0.5))
+            {"numerics": numerics, "pitched": pitched, "kernel": "0a1b", "fraction_of_copy": speed, **cell(*place)}
+            for numerics, pitched, speed in (("fast", 0, 1.0), ("accurate", 0, 0.5), ("fast", 1, 0.1))
             for place in cells
         ],
     )

@@ -28,6 +28,10 @@ def test_winners_are_measured_chosen_and_timed_again(monkeypatch: pytest.MonkeyP
     assert not tuned["estimated"]
     assert tuned["gpu"] == torch.cuda.get_device_name(0)
     assert {winner["provenance"] for winner in tuned["winners"]} == {"measured"}
+    assert {winner["problem"]["pitched"] for winner in tuned["winners"]} == {False, True}
+    title, *_, small, large = succeed(*BENCH[:-1], "--pitched").splitlines()
+    assert "pitched" in title
+    assert [line.split()[0] for line in (small, large)] == ["128", "4096"]
     best = json.loads(succeed("best", "--n", "4096", "--numerics", "fast", "--rows", "2048", "--inplace", "--json"))
     assert best["match"] == "same-gpu"
 

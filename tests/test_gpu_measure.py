@@ -15,7 +15,7 @@ from hadagen.measure import Candidate, Cell, DeviceRunner, all_cells, copy_sourc
 from hadagen.problem import DType, Problem
 from hadagen.space import Space, build_plan
 from hadagen.toolchain import Toolchain
-from hadagen.trial import Cache, Destination, Kernel, Outcome, Trial
+from hadagen.trial import Cache, Destination, Kernel, Outcome, Trial, buffer_bytes
 
 pytestmark = [
     pytest.mark.gpu,
@@ -105,12 +105,30 @@ def test_a_right_kernel_is_timed_everywhere(bench: Bench) -> None:
     assert (trial.outcome, trial.detail) == (Outcome.OK, "")
     assert set(trial.errors) == {"normal", "constant", "one-hot", "large"}
     timed = [Cell(t.elements, t.destination, t.cache) for t in trial.timings]
-    assert timed == [cell for cell in all_cells(trial.environment.l2_bytes) if cell.elements >= PROBLEM.n]
+    assert timed == list(all_cells(PROBLEM, trial.environment.l2_bytes))
     for timing in trial.timings:
         assert 0 < timing.us_low <= timing.us <= timing.us_high
         assert 0.05 < timing.fraction_of_copy < 2.0
     assert trial.kernel is not None
     assert trial.environment.nvcc == trial.kernel.nvcc
+
+
+@pytest.mark.parametrize("dtype", DType)
+@pytest.mark.parametrize("pitched", [False, True], ids=["contiguous", "pitched"])
+def test_kernels_of_every_type_are_timed_beside_a_copy_of_the_same_bytes(
+    bench: Bench, dtype: DType, pitched: bool
+) -> None:
+    problem = Problem(1024, dtype, pitched=pitched)
+    knobs = Space(problem, ARCH).seeds()[0]
+    plan = build_plan(problem, knobs, ARCH)
+    (kernel,) = build((render(plan), plan.launch))
+    trial = bench.trial(Candidate(problem, knobs.to_dict(), kernel))
+    assert (trial.outcome, trial.detail) == (Outcome.OK, "")
+    timed = [Cell(t.elements, t.destination, t.cache) for t in trial.timings]
+    assert timed == list(all_cells(problem, trial.environment.l2_bytes))
+    assert all(0.02 < timing.fraction_of_copy < 2.0 for timing in trial.timings)
+    largest = max(trial.timings, key=lambda timing: timing.copy_us)
+    assert 2e3 < buffer_bytes(problem, largest.elements) * 2 / largest.copy_us / 1e3 < 1e4  # GB/s, read and written
 
 
 def test_cold_is_no_faster_than_hot(bench: Bench) -> None:

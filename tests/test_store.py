@@ -11,13 +11,16 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
+import zlib
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
+from alembic import command
 from alembic.autogenerate import compare_metadata
+from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from hypothesis import HealthCheck, given, settings
@@ -99,11 +102,13 @@ def test_trials_are_found_by_problem_arch_gpu_and_outcome(store: Store) -> None:
         replace(trial, arch="sm80"),
         replace(trial, environment=H200),
         replace(trial, knobs={}, outcome=Outcome.TIMEOUT),
+        replace(trial, problem=replace(PROBLEM, pitched=True)),
     ]
     for each in (trial, *others):
         store.record(each)
     assert store.trials() == [trial, *others]
     assert store.trials(problem=others[0].problem) == [others[0]]
+    assert store.trials(problem=others[4].problem) == [others[4]]
     assert store.trials(arch="sm80") == [others[1]]
     assert store.trials(gpu=H200.gpu) == [others[2]]
     assert store.trials(outcome=Outcome.TIMEOUT) == [others[3]]
@@ -221,10 +226,10 @@ def test_optuna_keeps_its_tables_in_the_same_file(tmp_path: Path) -> None:
 
 
 # ---- versions of the schema ------------------------------------------------------------------------------------------
-SECOND = """
+NEXT = """
 import sqlalchemy as sa
 from alembic import op
-revision, down_revision = "0002", "0001"
+revision, down_revision = "0003", "0002"
 def upgrade():
     op.add_column("hadagen_kernels", sa.Column("plan", sa.Text))
     op.execute({statement!r})
@@ -235,11 +240,11 @@ def upgrade():
 def next_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A hadagen whose schema is one version ahead; the file is its last migration."""
     migrations = Path(shutil.copytree(database.MIGRATIONS, tmp_path / "50% migrations"))
-    second = migrations / "versions" / "0002_second.py"
-    second.write_text(SECOND.format(statement="UPDATE hadagen_kernels SET plan = 'unknown'"))
+    following = migrations / "versions" / "0003_next.py"
+    following.write_text(NEXT.format(statement="UPDATE hadagen_kernels SET plan = 'unknown'"))
     monkeypatch.setattr(database, "MIGRATIONS", migrations)
-    monkeypatch.setattr(database, "SCHEMA_VERSION", "0002")
-    return second
+    monkeypatch.setattr(database, "SCHEMA_VERSION", "0003")
+    return following
 
 
 def test_the_migrations_end_at_the_schema(path: Path) -> None:
@@ -253,20 +258,75 @@ def test_the_migrations_end_at_the_schema(path: Path) -> None:
     engine.dispose()
 
 
+# What hadagen wrote when its schema was 0001: a problem with a measured trial, and one whose compilation failed.
+FIRST = """
+INSERT INTO hadagen_problems (id, n, dtype, numerics) VALUES (1, 256, 'float16', 'accurate');
+INSERT INTO hadagen_environments VALUES
+    (1, 'NVIDIA H100 80GB HBM3', '9.0', 132, 52428800, '580.65', '13.0', '13.0.48', 1980, 2619);
+INSERT INTO hadagen_trials VALUES
+    (1, 1, 1, 1, 'sm90', '{"chunks": 1, "grid": "tiles"}', '{"chunks":1,"grid":"tiles"}', 'measured', 'ok', '',
+     '2025-01-02T03:04:05+00:00', 0.25),
+    (2, 1, 1, NULL, 'sm90', '{"chunks": 2}', '{"chunks":2}', 'measured', 'compile_failed', 'no', 'later', 0);
+INSERT INTO hadagen_errors VALUES (1, 'normal', 2e-4), (1, 'constant', 0);
+INSERT INTO hadagen_timings VALUES
+    (1, 0, 8192, 'in-place', 'hot', 2, 2 * 0.99, 2 * 1.01, 1.9),
+    (1, 1, 8192, 'in-place', 'cold', 3, 3 * 0.99, 3 * 1.01, 1.9);
+"""
+
+
+@pytest.fixture
+def first(tmp_path: Path) -> Path:
+    """A database of schema 0001, with trials."""
+    path = tmp_path / "first.db"
+    engine = create_engine(f"sqlite:///{path}")
+    with engine.begin() as connection:
+        config = Config()
+        config.set_main_option("script_location", str(database.MIGRATIONS))
+        config.attributes["connection"] = connection
+        command.upgrade(config, "0001")
+    engine.dispose()
+    kernel = make_kernel(b"cubin 1")
+    blobs = [zlib.compress(blob) for blob in (kernel.ptx, kernel.cubin)]
+    with closing(sqlite3.connect(path)) as old, old:
+        old.executescript(FIRST)
+        columns = kernel.digest, "k", "sm90", 256, 1, 0, 4096, False, 40, 0, 0, "13.0.48", kernel.source, *blobs
+        old.execute(f"INSERT INTO hadagen_kernels VALUES (1{', ?' * len(columns)})", columns)
+    return path
+
+
+def test_a_database_of_the_first_schema_is_upgraded(first: Path) -> None:
+    failed = replace(make_trial(), knobs={"chunks": 2}, outcome=Outcome.COMPILE_FAILED, kernel=None, detail="no")
+    failed = replace(failed, errors={}, timings=(), date="later", seconds=0.0)
+    pitched = make_trial(problem=replace(PROBLEM, pitched=True))
+    with Store.open(first) as store:
+        assert store.trials() == [make_trial(), failed]
+        assert store.kernel(make_kernel(b"cubin 1").digest).launch == make_kernel().launch
+        store.record(pitched)
+        assert store.trials() == [make_trial(), failed, pitched]
+        assert store.trials(problem=PROBLEM) == [make_trial(), failed]
+    test_the_migrations_end_at_the_schema(first)
+    with closing(sqlite3.connect(first)) as connection:
+        assert connection.execute("PRAGMA foreign_key_check").fetchall() == []
+        with pytest.raises(sqlite3.IntegrityError, match="UNIQUE"):
+            connection.execute("INSERT INTO hadagen_problems VALUES (9, 256, 'float16', 'accurate', 1)")
+        with pytest.raises(sqlite3.IntegrityError, match="NOT NULL"):
+            connection.execute("INSERT INTO hadagen_problems (n, dtype, numerics) VALUES (2, 'float16', 'fast')")
+
+
 def test_an_older_schema_is_upgraded_with_a_message(
     store: Store, path: Path, next_version: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     store.record(make_trial())
     with caplog.at_level(logging.WARNING), Store.open(path) as upgraded:
         assert upgraded.trials() == [make_trial()]
-    assert f"{path} was upgraded from schema 0001 to 0002" in caplog.text
+    assert f"{path} was upgraded from schema 0002 to 0003" in caplog.text
     with closing(sqlite3.connect(path)) as connection:
         assert connection.execute("SELECT plan FROM hadagen_kernels").fetchall() == [("unknown",)]
 
 
 def test_an_upgrade_that_fails_changes_nothing(store: Store, path: Path, next_version: Path) -> None:
     store.record(make_trial())
-    next_version.write_text(SECOND.format(statement="UPDATE missing SET plan = 0"))
+    next_version.write_text(NEXT.format(statement="UPDATE missing SET plan = 0"))
     assert "no such table" in refusal(path)
     assert store.trials() == [make_trial()]
     with closing(sqlite3.connect(path)) as connection, pytest.raises(sqlite3.OperationalError, match="no such column"):
@@ -277,7 +337,7 @@ def test_a_newer_schema_is_refused(tmp_path: Path, next_version: Path, monkeypat
     path = tmp_path / "newer.db"
     Store.open(path).close()
     monkeypatch.undo()
-    assert "has schema 0002 and this hadagen knows no later one than 0001; upgrade hadagen" in refusal(path)
+    assert "has schema 0003 and this hadagen knows no later one than 0002; upgrade hadagen" in refusal(path)
 
 
 # ---- files that are not ours -----------------------------------------------------------------------------------------
@@ -352,8 +412,8 @@ def test_a_read_only_file_is_read(protected: Path) -> None:
 
 
 def test_a_read_only_file_is_not_upgraded(protected: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(database, "SCHEMA_VERSION", "0002")
-    assert "has schema 0001, not 0002, and is read-only; make it writable" in refusal(protected)
+    monkeypatch.setattr(database, "SCHEMA_VERSION", "0003")
+    assert "has schema 0002, not 0003, and is read-only; make it writable" in refusal(protected)
 
 
 def test_a_file_in_a_read_only_directory_cannot_be_created(protected: Path) -> None:

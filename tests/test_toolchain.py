@@ -7,7 +7,6 @@ import os
 import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +19,7 @@ from hadagen.cache import KernelCache
 from hadagen.errors import StorageError, ToolchainError, UsageError
 from hadagen.launch import LaunchSpec
 from hadagen.toolchain import BuildFailure, Toolchain, disassemble
-from hadagen.trial import Kernel
+from hadagen.trial import Kernel, kernel_digest
 
 needs_nvcc = pytest.mark.skipif(
     toolchain._find("nvcc") is None, reason="no nvcc on PATH, in $CUDA_HOME or among the Python packages"
@@ -119,7 +118,7 @@ def test_a_batch_comes_back_in_order_and_only_what_is_wrong_fails(nvcc: Toolchai
     one, other, third = kernels([copy, copies, shares])
     assert (one.entry, one.arch, one.launch, one.nvcc) == (ptx.ENTRY, "sm90", LAUNCH, nvcc.release)
     assert one.source == sources[0][0].text
-    assert one.digest == sha256(one.cubin).hexdigest()
+    assert one.digest == kernel_digest(one.cubin, one.launch)
     # the same code under two names is one kernel
     assert (one.cubin, one.ptx) == (other.cubin, other.ptx)
     assert one.digest != third.digest

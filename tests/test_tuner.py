@@ -17,7 +17,7 @@ from fake_search import CELLS, GPU, TRIALS, FakeRunner, arch, build, make_trial,
 from hadagen.errors import DeviceError, StorageError, ToolchainError, UsageError
 from hadagen.knobs import Knobs
 from hadagen.measure import Candidate, Cell, ReplayRunner
-from hadagen.problem import Problem
+from hadagen.problem import DType, Problem
 from hadagen.space import Space, build_plan
 from hadagen.toolchain import BuildFailure
 from hadagen.trial import Cache, Outcome, Trial, knobs_key
@@ -108,6 +108,52 @@ def test_what_wins_next_door_is_tried_early(store: Store) -> None:
     runner = FakeRunner()
     tune(options(store, runner, problems=[large], trials=4))
     assert knobs.to_dict() in [asked for _, asked in runner.asked]
+
+
+def test_pitched_problems_follow_their_twins_with_a_quarter_of_the_trials(store: Store) -> None:
+    contiguous = [*problems(128, 256), Problem(256, DType.FLOAT32)]
+    pitched = [replace(problem, pitched=True) for problem in contiguous]
+    runner = FakeRunner()
+    events: list[Event] = []
+    report = tune(options(store, runner, problems=[*pitched, *contiguous, *pitched], trials=24), events.append)
+    counts = dict.fromkeys(contiguous, 24) | dict.fromkeys(pitched, 24 // search.PITCHED_SHARE)
+    assert Counter(trial.problem for trial in store.trials()) == counts
+    assert events[0] == SearchStarted(6, sum(counts.values()), 0, GPU, estimated=False)
+    assert (report.finished, report.stopped) == (sum(counts.values()), "")
+    asked: Counter[Problem] = Counter()
+    for problem, knobs in runner.asked:
+        if problem.pitched:
+            twin = replace(problem, pitched=False)
+            assert search.PITCHED_SHARE * asked[problem] < asked[twin]
+            if not asked[problem]:
+                assert (twin, knobs) in runner.asked, "it begins with what its twin had by then"
+        asked[problem] += 1
+
+
+def test_a_few_trials_of_pitched_rows_are_the_least(store: Store) -> None:
+    (problem,) = problems(64)
+    tune(options(store, FakeRunner(), problems=[replace(problem, pitched=True)], trials=5))
+    assert len(store.trials()) == search.LEAST_PITCHED
+
+
+def test_pitched_rows_alone_start_from_the_winners_that_are_stored(store: Store) -> None:
+    (problem,) = problems(256)
+    knobs = Knobs(chunks=2, warps=8, load="plain", grid="persistent", stages=2, store="streaming", min_blocks=2)
+    store.record(make_trial(problem, knobs.to_dict()))
+    runner = FakeRunner()
+    tune(options(store, runner, problems=[replace(problem, pitched=True)], trials=12))
+    assert runner.asked[0] == (replace(problem, pitched=True), knobs.to_dict())
+    assert len(runner.asked) == search.LEAST_PITCHED
+
+
+@pytest.mark.parametrize("dtype", DType)
+@pytest.mark.parametrize("n", [2, 256, 32768])
+def test_no_problem_is_its_own_neighbor(n: int, dtype: DType) -> None:
+    problem = Problem(n, dtype, pitched=True)
+    neighbors = search._neighbors(problem)
+    assert problem not in neighbors
+    assert len(set(neighbors)) == len(neighbors) == (1 if n in (2, 32768) else 2) + 2 + (dtype is not DType.FLOAT32)
+    assert all(neighbor.pitched for neighbor in neighbors)
 
 
 def test_knobs_with_a_known_kernel_share_its_trial(store: Store) -> None:

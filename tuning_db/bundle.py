@@ -1,12 +1,13 @@
 """`Bundle`: the winners of one arch with their kernels, in one SQLite file that is only read.
 
-Read with the standard library alone, so that calling a kernel needs nothing else. The file is read as a whole, but for
-the cubins and PTX, when it is opened, and a file descriptor is held only while reading: a `Bundle` may be shared by
-threads and survives a fork.
+Read with the standard library alone, so that calling a kernel needs nothing else. A program uses few of the thousands
+of winners, so only what it asks for is read: the list of problems on opening, the winners of a problem when they are
+first asked for, a cubin and its PTX when the kernel is loaded. A file descriptor is held only while reading: a `Bundle`
+may be shared by threads and survives a fork.
 
-Everything in the file is protected: the content digest in `meta` is the SHA-256 of all other rows, in which each cubin
-and PTX stands as its SHA-256. The rows are checked on opening, a cubin and its PTX when they are loaded, and
-`Bundle.verify` checks all.
+Everything in the file is protected, and checked when it is read. The content digest in `meta` is the SHA-256 of the
+rows that are read on opening; the row of a problem among them holds the SHA-256 of its winners, and the row of a kernel
+among these those of its cubin and PTX. `Bundle.verify` checks all.
 """
 
 from __future__ import annotations
@@ -29,12 +30,20 @@ from hadagen.problem import Problem
 from hadagen.trial import Cache, Destination, Environment, Provenance
 
 APPLICATION_ID = 0x68616461  # "hada", in the header of the file
-FORMAT = 1  # of the tables below; in the header too
+FORMAT = 2  # of the tables below; in the header too
 
-# Every table with its columns, read in this order. launch, knobs and errors are JSON objects.
+# Every table with its columns; launch, knobs and errors are JSON objects. The first three are read on opening, the
+# others problem by problem; `winners` is the SHA-256 of what these have of it.
 TABLES: dict[str, dict[str, str]] = {
     "meta": {"key": "TEXT PRIMARY KEY", "value": "TEXT"},
-    "problems": {"id": "INTEGER PRIMARY KEY", "n": "INTEGER", "dtype": "TEXT", "numerics": "TEXT"},
+    "problems": {
+        "id": "INTEGER PRIMARY KEY",
+        "n": "INTEGER",
+        "dtype": "TEXT",
+        "numerics": "TEXT",
+        "pitched": "INTEGER",
+        "winners": "TEXT",
+    },
     "environments": {
         "id": "INTEGER PRIMARY KEY",
         "gpu": "TEXT",
@@ -80,6 +89,14 @@ TABLES: dict[str, dict[str, str]] = {
         "cold_copy_us": "REAL",
     },
 }
+OPENED = ("meta", "problems", "environments")
+# How the rows of a problem are found, by table: the rows of `kernels` first, then those of `trials` and `entries`.
+OF_PROBLEM = {
+    "kernels": "id IN (SELECT kernel FROM trials WHERE problem = ?)",
+    "trials": "problem = ?",
+    "entries": "trial IN (SELECT id FROM trials WHERE problem = ?)",
+}
+INDEXES = {"trials": "problem", "entries": "trial"}
 # Compressed, one row per kernel; apart from the tables above so that those are read without them.
 BLOBS = {"kernel": "INTEGER PRIMARY KEY REFERENCES kernels", "cubin": "BLOB", "ptx": "BLOB"}
 
@@ -161,48 +178,57 @@ class Bundle:
     """
 
     def __init__(self, path: Path, tables: Tables) -> None:
+        """`tables`: those of `OPENED`."""
         meta = _meta(tables)
         self.path = path
         self.arch = meta["arch"]
         self.digest = meta["digest"]
         self.date = meta["date"]
         self.version = meta["hadagen"]
-        self._problems = {number: Problem.from_dict(row) for number, row in _by_id(tables, "problems").items()}
         self._environments = {number: Environment(**row) for number, row in _by_id(tables, "environments").items()}
-        self._kernels = _by_id(tables, "kernels")
-        self._trials = _by_id(tables, "trials")
-        self._entries: dict[Problem, list[Row]] = {problem: [] for problem in self._problems.values()}
-        for row in tables["entries"]:
-            self._entries[self._problems[self._trials[row[1]]["problem"]]].append(row)
+        self._numbers: dict[Problem, int] = {}
+        self._sums: dict[int, str] = {}
+        for number, row in _by_id(tables, "problems").items():
+            self._sums[number] = row.pop("winners")
+            self._numbers[Problem.from_dict(row | {"pitched": bool(row["pitched"])})] = number
+        self._entries: dict[Problem, list[BundleEntry]] = {}
+        self._kernels: dict[str, tuple[int, dict[str, Any]]] = {}  # of the problems that were read, by digest
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Bundle:
         """Open the bundle at `path`. Raises `StorageError` where it is missing, foreign, newer or damaged."""
         path = Path(path).absolute()
         with _reading(path) as connection:
-            tables = read_tables(connection)
+            tables = {table: read_rows(connection, table) for table in OPENED}
             if _meta(tables)["digest"] != content_digest(tables):
                 raise ValueError("the content digest does not match")
             return cls(path, tables)
 
     def problems(self) -> list[Problem]:
         """The problems that were tuned, in order."""
-        return sorted(self._entries)
+        return sorted(self._numbers)
 
     def gpus(self) -> list[str]:
         """The GPUs that the winners were timed on, in order; "" stands for an estimate."""
         return sorted({environment.gpu for environment in self._environments.values()})
 
     def entries(self, problem: Problem) -> list[BundleEntry]:
-        """The winners of a problem, by GPU, destination and elements; none where it was not tuned."""
-        return [self._entry(problem, *row) for row in self._entries.get(problem, ())]
+        """The winners of a problem, by GPU, destination and elements; none where it was not tuned.
+
+        Raises `StorageError` where they are damaged, or the file is another than the one that was opened.
+        """
+        number = self._numbers.get(problem)
+        if number is None:
+            return []
+        if problem not in self._entries:
+            self._read(problem, number)
+        return list(self._entries[problem])
 
     def kernel(self, digest: str) -> BundleKernel:
         """Load a kernel. Raises `StorageError` where the bundle has none of this digest or it is damaged."""
-        number = next((number for number, row in self._kernels.items() if row["digest"] == digest), None)
-        if number is None:
-            raise StorageError(f"{self.path} holds no kernel {digest}; ask for one that its entries name")
-        row = self._kernels[number]
+        if digest not in self._kernels:
+            self._read_problem_of(digest)
+        number, row = self._kernels[digest]
         with _reading(self.path) as connection:
             blobs = connection.execute("SELECT cubin, ptx FROM blobs WHERE kernel = ?", (number,)).fetchone()
             cubin, ptx = map(zlib.decompress, blobs)
@@ -214,14 +240,45 @@ class Bundle:
     def verify(self) -> None:
         """Check all of the file, as it is now. Raises `StorageError` where anything was changed."""
         now = Bundle.open(self.path)
-        for row in now._kernels.values():
-            now.kernel(row["digest"])
+        entries = [entry for problem in now.problems() for entry in now.entries(problem)]
+        for digest in now._kernels:
+            now.kernel(digest)
+        with _reading(self.path) as connection:
+            ours = {"entries": len(entries), "kernels": len(now._kernels), "blobs": len(now._kernels)}
+            for table, count in ours.items():
+                if connection.execute(f"SELECT count(*) FROM {table}").fetchone() != (count,):
+                    raise ValueError(f"{table} has rows that belong to no problem")
+
+    def _read_problem_of(self, digest: str) -> None:
+        """Read the winners of a problem that has this kernel."""
+        with _reading(self.path) as connection:
+            found = connection.execute(
+                "SELECT problem FROM trials JOIN kernels ON kernels.id = trials.kernel WHERE digest = ?", (digest,)
+            ).fetchone()
+        problem = next((problem for problem, number in self._numbers.items() if found == (number,)), None)
+        if problem is None:
+            raise StorageError(f"{self.path} holds no kernel {digest}; ask for one that its entries name")
+        self._read(problem, self._numbers[problem])
+
+    def _read(self, problem: Problem, number: int) -> None:
+        """Read and check the winners of a problem."""
+        with _reading(self.path) as connection:
+            tables = winners_of(connection, number)
+            if self._sums[number] != rows_digest(tables):
+                raise ValueError(f"the winners of {problem.name} do not match their SHA-256")
+            kernels, trials = _by_id(tables, "kernels"), _by_id(tables, "trials")
+            for trial in trials.values():
+                trial["kernel"] = kernels[trial["kernel"]]
+                trial["launch"] = LaunchSpec.from_dict(json.loads(trial["kernel"]["launch"]))
+                trial["knobs"], trial["errors"] = json.loads(trial["knobs"]), json.loads(trial["errors"])
+            entries = [self._entry(problem, trials[row[1]], *row[2:]) for row in tables["entries"]]
+        self._kernels |= {row["digest"]: (kernel, row) for kernel, row in kernels.items()}
+        self._entries[problem] = entries
 
     def _entry(
         self,
         problem: Problem,
-        _: int,
-        trial_number: int,
+        trial: Mapping[str, Any],
         destination: str,
         elements: int,
         cache: str,
@@ -230,8 +287,7 @@ class Bundle:
         cold_us: float | None,
         cold_copy_us: float | None,
     ) -> BundleEntry:
-        trial = self._trials[trial_number]
-        kernel = self._kernels[trial["kernel"]]
+        kernel = trial["kernel"]
         return BundleEntry(
             problem=problem,
             arch=self.arch,
@@ -239,9 +295,9 @@ class Bundle:
             destination=Destination(destination),
             elements=elements,
             kernel=kernel["digest"],
-            launch=LaunchSpec.from_dict(json.loads(kernel["launch"])),
-            knobs=json.loads(trial["knobs"]),
-            errors=json.loads(trial["errors"]),
+            launch=trial["launch"],
+            knobs=trial["knobs"],
+            errors=trial["errors"],
             provenance=Provenance(trial["provenance"]),
             date=trial["date"],
             nvcc=kernel["nvcc"],
@@ -258,18 +314,25 @@ def shipped() -> dict[str, Path]:
     return {path.stem: path for path in sorted((Path(__file__).parent / "bundles").glob("*.db"))}
 
 
-def read_tables(connection: sqlite3.Connection) -> Tables:
-    """All rows but the blobs, in order."""
-    return {
-        table: connection.execute(f"SELECT {', '.join(columns)} FROM {table} ORDER BY 1").fetchall()
-        for table, columns in TABLES.items()
-    }
+def read_rows(connection: sqlite3.Connection, table: str, where: str = "true", *values: int) -> list[Row]:
+    """Rows of a table of `TABLES`, in order."""
+    query = f"SELECT {', '.join(TABLES[table])} FROM {table} WHERE {where} ORDER BY 1"
+    return connection.execute(query, values).fetchall()
+
+
+def winners_of(connection: sqlite3.Connection, problem: int) -> Tables:
+    """The rows of the winners of a problem, which is named by its number."""
+    return {table: read_rows(connection, table, where, problem) for table, where in OF_PROBLEM.items()}
 
 
 def content_digest(tables: Tables) -> str:
-    """SHA-256 of all rows but the one of `meta` that holds it."""
-    rows = {**tables, "meta": [row for row in tables["meta"] if row[0] != "digest"]}
-    return sha256(json.dumps(rows, separators=(",", ":")).encode())
+    """SHA-256 of the rows of `OPENED` but the one of `meta` that holds it."""
+    return rows_digest(tables | {"meta": [row for row in tables["meta"] if row[0] != "digest"]})
+
+
+def rows_digest(tables: Tables) -> str:
+    """SHA-256 of rows."""
+    return sha256(json.dumps(tables, separators=(",", ":")).encode())
 
 
 def sha256(data: bytes) -> str:

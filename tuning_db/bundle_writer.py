@@ -7,24 +7,28 @@ import os
 import sqlite3
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import astuple
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 from hadagen.errors import StorageError, UsageError
 from hadagen.trial import Cache, Kernel, Trial, knobs_key
+from hadagen.tuning_db.aside import unwritable, written_aside
 from hadagen.tuning_db.bundle import (
     APPLICATION_ID,
     BLOBS,
     FORMAT,
+    INDEXES,
+    OPENED,
     TABLES,
     Row,
     Tables,
     content_digest,
-    read_tables,
+    read_rows,
+    rows_digest,
     sha256,
+    winners_of,
 )
 from hadagen.tuning_db.winners import Cell, cell_value
 
@@ -37,11 +41,11 @@ def write_bundle(
     `kernel_of` gives the kernel of a digest with its cubin and PTX (`Store.kernel`); it is asked once for each. The
     same selection gives the same digest. A file that is already there is replaced once the new one is complete.
 
-    Raises `UsageError` for an empty selection or one of another arch, and `StorageError` where the file cannot be
+    Raises `UsageError` for a selection of another arch, and `StorageError` where it is empty or the file cannot be
     written.
     """
     if not selection:
-        raise UsageError(f"there is no winner for {arch} to put in a bundle; run `hadagen tune --arch {arch}` first")
+        raise StorageError(f"there is no winner for {arch} to put in a bundle; run `hadagen tune --arch {arch}` first")
     others = sorted({cell.arch for cell in selection} - {arch})
     if others:
         raise UsageError(f"the winners are for {others[0]} and the bundle for {arch}; write a bundle for each arch")
@@ -49,20 +53,11 @@ def write_bundle(
     if not all(kernel.cubin for kernel in kernels):
         raise UsageError("a kernel of the bundle has no cubin; give kernels that were read with their blobs")
 
-    path = Path(path)
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        aside.write_bytes(b"")  # of a full or forbidden place this tells more than SQLite does
-        with closing(sqlite3.connect(aside, isolation_level=None)) as connection:
-            digest = _fill(connection, _tables(arch, selection, kernels), kernels)
-        os.replace(aside, path)
+        with written_aside(path) as aside, closing(sqlite3.connect(aside, isolation_level=None)) as connection:
+            return _fill(connection, _tables(arch, selection, kernels), kernels)
     except (OSError, sqlite3.Error) as error:
-        with suppress(OSError):
-            aside.unlink()
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise StorageError(f"bundle {path} cannot be written ({reason}); make room, or name another place") from error
-    return digest
+        raise unwritable(path, error) from error
 
 
 def _fill(connection: sqlite3.Connection, tables: Tables, kernels: Sequence[Kernel]) -> str:
@@ -75,7 +70,12 @@ def _fill(connection: sqlite3.Connection, tables: Tables, kernels: Sequence[Kern
         connection.execute(f"CREATE TABLE {table} ({', '.join(f'{name} {kind}' for name, kind in columns.items())})")
         places = ", ".join("?" * len(columns))
         connection.executemany(f"INSERT INTO {table} VALUES ({places})", {**tables, "blobs": blobs}[table])
-    digest = content_digest(read_tables(connection))
+    for table, column in INDEXES.items():
+        connection.execute(f"CREATE INDEX {table}_by_{column} ON {table} ({column})")
+    for number, *_ in tables["problems"]:
+        winners = rows_digest(winners_of(connection, number))
+        connection.execute("UPDATE problems SET winners = ? WHERE id = ?", (winners, number))
+    digest = content_digest({table: read_rows(connection, table) for table in OPENED})
     connection.execute("INSERT INTO meta VALUES ('digest', ?)", (digest,))
     connection.execute("COMMIT")
     return digest
@@ -106,7 +106,7 @@ def _tables(arch: str, selection: Mapping[Cell, Trial], kernels: Iterable[Kernel
     ]
     return {
         "meta": [("arch", arch), ("date", max(trial.date for trial in trials)), ("hadagen", version("hadagen"))],
-        "problems": _with_numbers(problems),
+        "problems": [(*row, "") for row in _with_numbers(problems)],
         "environments": _with_numbers(environments),
         "kernels": _with_numbers(kernel_rows),
         "trials": _with_numbers(trial_rows),

@@ -18,7 +18,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, relationship
 from sqlalchemy.types import TypeDecorator
 
 PREFIX = "hadagen_"
-SCHEMA_VERSION = "0001"
+SCHEMA_VERSION = "0002"
 VERSION_TABLE = f"{PREFIX}schema_version"
 
 
@@ -49,12 +49,13 @@ class Base(DeclarativeBase):
 
 class ProblemRow(Base):
     __tablename__ = f"{PREFIX}problems"
-    __table_args__ = (UniqueConstraint("n", "dtype", "numerics"),)
+    __table_args__ = (UniqueConstraint("n", "dtype", "numerics", "pitched"),)
 
     id: Mapped[int] = mapped_column(primary_key=True)
     n: Mapped[int]
     dtype: Mapped[str]
     numerics: Mapped[str]
+    pitched: Mapped[bool]
 
 
 class EnvironmentRow(Base):
@@ -88,7 +89,7 @@ class EnvironmentRow(Base):
 
 
 class KernelRow(Base):
-    """One row for each distinct cubin. `threads` … `persistent` are the fields of its `LaunchSpec`."""
+    """One row for each `hadagen.trial.Kernel`. `threads` … `pitched` are the fields of its `LaunchSpec`."""
 
     __tablename__ = f"{PREFIX}kernels"
 
@@ -101,6 +102,8 @@ class KernelRow(Base):
     shared_bytes: Mapped[int]
     tile_elements: Mapped[int] = mapped_column(BigInteger)
     persistent: Mapped[bool]
+    scale_form: Mapped[str]
+    pitched: Mapped[bool]
     registers: Mapped[int]
     spill_bytes: Mapped[int]
     static_shared_bytes: Mapped[int]

@@ -15,7 +15,7 @@ from sqlalchemy.sql import ColumnElement, Select
 
 from hadagen.errors import StorageError
 from hadagen.launch import LaunchSpec
-from hadagen.problem import DType, Numerics, Problem
+from hadagen.problem import Problem
 from hadagen.trial import Cache, Destination, Environment, Kernel, Outcome, Provenance, Timing, Trial, knobs_key
 from hadagen.tuning_db.database import Database
 from hadagen.tuning_db.schema import Base, EnvironmentRow, ErrorRow, KernelRow, ProblemRow, TimingRow, TrialRow
@@ -157,8 +157,8 @@ def _row_of(session: Session, model: type[Row], columns: dict[str, object]) -> R
 
 def _kernel_row(session: Session, kernel: Kernel) -> KernelRow:
     row = session.scalar(select(KernelRow).where(KernelRow.digest == kernel.digest)) or KernelRow()
-    columns = asdict(kernel)
-    columns |= columns.pop("launch")
+    columns = asdict(kernel) | kernel.launch.to_dict()
+    del columns["launch"]
     for name, value in columns.items():
         setattr(row, name, value)
     return row
@@ -216,7 +216,7 @@ def _timings(session: Session, wanted: Select[Any]) -> dict[int, list[Timing]]:
 
 def _trial(row: TrialRow, errors: dict[str, float], timings: list[Timing], blobs: bool) -> Trial:
     return Trial(
-        problem=Problem(row.problem.n, DType(row.problem.dtype), Numerics(row.problem.numerics)),
+        problem=Problem(**_values(Problem, row.problem)),
         arch=row.arch,
         knobs=row.knobs,
         outcome=Outcome(row.outcome),
@@ -225,7 +225,7 @@ def _trial(row: TrialRow, errors: dict[str, float], timings: list[Timing], blobs
         detail=row.detail,
         errors=errors,
         timings=tuple(timings),
-        environment=Environment(**{field.name: getattr(row.environment, field.name) for field in fields(Environment)}),
+        environment=Environment(**_values(Environment, row.environment)),
         date=row.date,
         seconds=row.seconds,
     )
@@ -239,9 +239,14 @@ def _kernel(row: KernelRow, blobs: bool) -> Kernel:
         source=row.source if blobs else "",
         cubin=row.cubin if blobs else b"",
         ptx=row.ptx if blobs else b"",
-        launch=LaunchSpec(**{field.name: getattr(row, field.name) for field in fields(LaunchSpec)}),
+        launch=LaunchSpec.from_dict(_values(LaunchSpec, row)),
         registers=row.registers,
         spill_bytes=row.spill_bytes,
         static_shared_bytes=row.static_shared_bytes,
         nvcc=row.nvcc,
     )
+
+
+def _values(kind: type, row: Base) -> dict[str, Any]:
+    """What a row says of the fields of a dataclass."""
+    return {field.name: getattr(row, field.name) for field in fields(kind)}

@@ -7,14 +7,15 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from hadagen.errors import StorageError
 from hadagen.trial import Timing, Trial
+from hadagen.tuning_db.aside import unwritable, written_aside
 from hadagen.tuning_db.winners import Cell
 
 COLUMNS = (
     "gpu",
     "numerics",
     "dtype",
+    "pitched",
     "elements",
     "n",
     "destination",
@@ -29,8 +30,9 @@ COLUMNS = (
 def export_csv(selection: Mapping[Cell, Trial], path: str | os.PathLike[str]) -> None:
     """Write one line for each cell of `selection` (see `winners.portfolio`) and regime that its winner was timed in.
 
-    Columns: `COLUMNS`, then the knobs; times in microseconds, `kernel` the first 12 digits of the digest. Raises
-    `StorageError` where the file cannot be written.
+    Columns: `COLUMNS`, then the knobs; times in microseconds, `pitched` 0 or 1, `kernel` the first 12 digits of the
+    digest. A file that is there is replaced once the new one is complete. Raises `StorageError` where it cannot be
+    written.
     """
     rows = [
         _row(cell, selection[cell], timing)
@@ -40,17 +42,17 @@ def export_csv(selection: Mapping[Cell, Trial], path: str | os.PathLike[str]) ->
     ]
     knobs = list(dict.fromkeys(knob for trial in selection.values() for knob in trial.knobs))
     try:
-        with open(path, "w", newline="", encoding="utf-8") as file:
+        with written_aside(path) as aside, aside.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, [*COLUMNS, *knobs], lineterminator="\n")
             writer.writeheader()
             writer.writerows(rows)
     except OSError as error:
-        raise StorageError(f"{path} cannot be written ({error.strerror}); make room, or name another place") from error
+        raise unwritable(path, error) from error
 
 
 def _order(cell: Cell) -> tuple[Any, ...]:
     problem = cell.problem
-    return cell.gpu, problem.numerics, problem.dtype, cell.elements, problem.n, cell.destination
+    return cell.gpu, problem.pitched, problem.numerics, problem.dtype, cell.elements, problem.n, cell.destination
 
 
 def _row(cell: Cell, trial: Trial, timing: Timing) -> dict[str, Any]:
@@ -59,6 +61,7 @@ def _row(cell: Cell, trial: Trial, timing: Timing) -> dict[str, Any]:
         "gpu": cell.gpu,
         "numerics": cell.problem.numerics.value,
         "dtype": cell.problem.dtype.value,
+        "pitched": int(cell.problem.pitched),
         "elements": cell.elements,
         "n": cell.problem.n,
         "destination": cell.destination.value,

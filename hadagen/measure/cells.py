@@ -14,34 +14,29 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from hadagen.trial import ELEMENT_BUCKETS, Cache, Destination
+from hadagen.problem import Problem
+from hadagen.trial import Cache, Destination, buffer_bytes, element_buckets
 
-# Cold times begin here: below, 128 KiB and less, a launch is all latency and its input is hot in any real program.
+# Cold times begin here: below, 256 KiB and less, a launch is all latency and its input is hot in any real program.
 LEAST_COLD_ELEMENTS = 1 << 16
 # A buffer was evicted from L2 once this many times the L2 were touched since.
 EVICTION = 3
 # Enough launches in a graph for its own start and end to be less than one percent of them.
 _MAX_LAUNCHES = 96
 _HOT_BYTES = 1 << 28
-_ELEMENT_BYTES = 2
 
 
-class Cell(NamedTuple):
-    """What one timing is of: `elements` = rows · n, where the result goes, and where the input lies."""
+class Traffic(NamedTuple):
+    """The memory of one timing. Where the traffic is equal the copy kernel takes the same time, whatever computes."""
 
-    elements: int
+    buffer_bytes: int  # of the input, and of the result; a multiple of 16
     destination: Destination
     cache: Cache
 
     @property
     def footprint(self) -> int:
         """Bytes that one launch touches, each counted once."""
-        buffers = 1 if self.destination is Destination.IN_PLACE else 2
-        return buffers * self.buffer_bytes
-
-    @property
-    def buffer_bytes(self) -> int:
-        return self.elements * _ELEMENT_BYTES
+        return self.buffer_bytes * (1 if self.destination is Destination.IN_PLACE else 2)
 
     def launches(self, l2_bytes: int) -> int:
         """Launches in the graph. The copy kernel's graph has as many."""
@@ -58,21 +53,32 @@ class Cell(NamedTuple):
         return self.cache is Cache.COLD and self.slots(l2_bytes) * self.footprint < EVICTION * l2_bytes
 
 
-def all_cells(l2_bytes: int) -> tuple[Cell, ...]:
-    """Every cell of a device: hot up to twice its L2, cold from 65536 elements up, both destinations."""
-    cells = (Cell(e, d, c) for e in ELEMENT_BUCKETS for d in Destination for c in Cache)
-    return tuple(cell for cell in cells if _is_timed(cell, l2_bytes))
+class Cell(NamedTuple):
+    """What one timing is of: `elements` = rows · n, where the result goes, and where the input lies."""
+
+    elements: int
+    destination: Destination
+    cache: Cache
+
+    def traffic(self, problem: Problem) -> Traffic:
+        return Traffic(buffer_bytes(problem, self.elements), self.destination, self.cache)
 
 
-def _is_timed(cell: Cell, l2_bytes: int) -> bool:
+def all_cells(problem: Problem, l2_bytes: int) -> tuple[Cell, ...]:
+    """Every cell of a problem on a device: hot up to twice its L2, cold from 65536 elements up, both destinations."""
+    cells = (Cell(e, d, c) for e in element_buckets(problem) for d in Destination for c in Cache)
+    return tuple(cell for cell in cells if _is_timed(problem, cell, l2_bytes))
+
+
+def _is_timed(problem: Problem, cell: Cell, l2_bytes: int) -> bool:
     if cell.cache is Cache.HOT:
-        return cell.footprint <= 2 * l2_bytes
+        return cell.traffic(problem).footprint <= 2 * l2_bytes
     return cell.elements >= LEAST_COLD_ELEMENTS
 
 
-def probe_cells(cells: Iterable[Cell], l2_bytes: int) -> tuple[Cell, ...]:
+def probe_cells(problem: Problem, cells: Iterable[Cell], l2_bytes: int) -> tuple[Cell, ...]:
     """The three in-place cells that are timed first: the smallest, the largest in half of L2, the largest of all."""
     in_place = sorted(cell for cell in cells if cell.destination is Destination.IN_PLACE)
-    hot = [cell for cell in in_place if cell.cache is Cache.HOT and cell.footprint <= l2_bytes // 2]
+    hot = [cell for cell in in_place if cell.cache is Cache.HOT and cell.traffic(problem).footprint <= l2_bytes // 2]
     cold = [cell for cell in in_place if cell.cache is Cache.COLD]
     return tuple(dict.fromkeys(hot[:1] + hot[-1:] + cold[-1:]))

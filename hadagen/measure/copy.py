@@ -1,4 +1,4 @@
-"""The yardstick: plain 16-byte copy kernels, with the signature of every other kernel.
+"""The yardstick: plain 16-byte copy kernels, with the signature of every other kernel; an element is two bytes.
 
 The best of a few shapes at each cell is the copy's time there: one shape cannot be best at 16 KB and at 512 MB.
 """

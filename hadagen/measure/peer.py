@@ -11,7 +11,8 @@ import torch
 
 from hadagen.measure.cells import EVICTION, Cell
 from hadagen.measure.verify import TORCH_DTYPE
-from hadagen.problem import DType
+from hadagen.problem import Problem
+from hadagen.trial import timed_rows
 
 Transform = Callable[[torch.Tensor, float], torch.Tensor]
 
@@ -24,15 +25,18 @@ def find_peer() -> Transform | None:
     return None if find_spec(name) is None else import_module(name).hadamard_transform
 
 
-def time_peer(transform: Transform, n: int, dtype: DType, cell: Cell, l2_bytes: int, device_index: int) -> float:
+def time_peer(transform: Transform, problem: Problem, cell: Cell, l2_bytes: int, device_index: int) -> float:
     """Microseconds of one call on a CUDA device: the median over the replays.
 
-    It allocates its result, so its destination is always out-of-place. `cell.elements` must be a multiple of n.
+    It allocates its result, so its destination is always out-of-place, and pads rows that are shorter than n by
+    itself. `cell.elements` must be a multiple of n.
     Raises PyTorch's `RuntimeError` where memory runs out or the call cannot be captured.
     """
     with torch.no_grad(), torch.cuda.device(device_index):
-        slots, launches = cell.slots(l2_bytes), cell.launches(l2_bytes)
-        x = torch.randn(slots, cell.elements // n, n, dtype=TORCH_DTYPE[dtype], device="cuda")
+        traffic = cell.traffic(problem)
+        slots, launches = traffic.slots(l2_bytes), traffic.launches(l2_bytes)
+        shape = slots, cell.elements // problem.n, timed_rows(problem).columns
+        x = torch.randn(shape, dtype=TORCH_DTYPE[problem.dtype], device="cuda")
         flusher = torch.zeros(EVICTION * l2_bytes // 4, dtype=torch.int32, device="cuda")
         results = [transform(x[0], 1.0)] * slots  # the first call may do what a capture forbids
         graph = torch.cuda.CUDAGraph()
@@ -43,7 +47,7 @@ def time_peer(transform: Transform, n: int, dtype: DType, cell: Cell, l2_bytes: 
         intervals = []
         for _ in range(_REPLAYS):
             start, end = _event(), _event()
-            if cell.needs_flush(l2_bytes):
+            if traffic.needs_flush(l2_bytes):
                 flusher.sum()
             start.record()
             graph.replay()

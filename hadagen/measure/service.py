@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 
 from hadagen.driver import LoadedKernel, bindings, load
-from hadagen.measure.cells import Cell, all_cells, probe_cells
+from hadagen.measure.cells import Cell, Traffic, all_cells, probe_cells
 from hadagen.measure.environment import device_environment
 from hadagen.measure.messages import Answer, Measure, Race
-from hadagen.measure.timing import Stopwatch
+from hadagen.measure.timing import Stopwatch, copy_work, transform_work
 from hadagen.measure.verify import Verifier
-from hadagen.problem import DType, Problem
-from hadagen.reference import verification_scale
+from hadagen.problem import Problem
 from hadagen.trial import Environment, Kernel, Outcome, Timing
 
 # Copy times are no older than this when they are written beside a kernel's.
@@ -24,33 +24,37 @@ _YARDSTICK_LIFE_S = 20.0
 
 
 class Yardstick:
-    """The copy's time at every cell: of the shape that was the fastest there at the start, taken again now and then."""
+    """The copy's time for every traffic: of the shape that was the fastest the first time, taken again now and then."""
 
-    def __init__(
-        self, stopwatch: Stopwatch, copies: Sequence[LoadedKernel], cells: Sequence[Cell], replays: int
-    ) -> None:
+    def __init__(self, stopwatch: Stopwatch, copies: Sequence[LoadedKernel], replays: int) -> None:
         self._stopwatch = stopwatch
+        self._copies = copies
         self._replays = replays
-        stopwatch.fill(DType.FLOAT16)
-        stopwatch.warm_up()
-        rounds = [stopwatch.time(copy, cells, 1.0, replays) for copy in copies]
-        best = {cell: min(range(len(copies)), key=lambda i: rounds[i][cell].us) for cell in cells}
-        self._shares = [(copy, [cell for cell in cells if best[cell] == i]) for i, copy in enumerate(copies)]
-        self.us = {cell: rounds[best[cell]][cell].us for cell in cells}
-        self._taken = time.monotonic()
+        self._fastest: dict[Traffic, LoadedKernel] = {}
+        self._taken: dict[Traffic, float] = {}
+        self.us: dict[Traffic, float] = {}
 
-    def refresh(self) -> None:
-        """Times the copies again if that was long ago."""
-        if time.monotonic() - self._taken < _YARDSTICK_LIFE_S:
-            return
-        for copy, cells in self._shares:
-            samples = self._stopwatch.time(copy, cells, 1.0, self._replays)
-            self.us.update({cell: sample.us for cell, sample in samples.items()})
-        self._taken = time.monotonic()
+    def refresh(self, traffics: Iterable[Traffic]) -> None:
+        """Times the copies for those of `traffics` that they were never timed for, or long ago."""
+        now = time.monotonic()
+        wanted = [t for t in dict.fromkeys(traffics) if now - self._taken.get(t, -math.inf) >= _YARDSTICK_LIFE_S]
+        new = [traffic for traffic in wanted if traffic not in self._fastest]
+        rounds = [self._time(copy, new) for copy in self._copies]
+        for traffic in new:
+            times = [samples[traffic] for samples in rounds]
+            self.us[traffic] = min(times)
+            self._fastest[traffic] = self._copies[times.index(self.us[traffic])]
+        for copy in self._copies:
+            self.us |= self._time(copy, [t for t in wanted if t not in new and self._fastest[t] is copy])
+        self._taken |= dict.fromkeys(wanted, now)
+
+    def _time(self, copy: LoadedKernel, traffics: Sequence[Traffic]) -> dict[Traffic, float]:
+        samples = self._stopwatch.time(copy, [copy_work(traffic) for traffic in traffics], self._replays)
+        return {traffic: sample.us for traffic, sample in zip(traffics, samples, strict=True)}
 
 
 class DeviceService:
-    """Answers `Measure` and `Race` on one GPU. `cells` None: all that the device's L2 calls for."""
+    """Answers `Measure` and `Race` on one GPU. `cells` None: all that the problem and the device's L2 call for."""
 
     def __init__(
         self, device_index: int, copy_kernels: Sequence[Kernel], cells: Sequence[Cell] | None, replays: int
@@ -59,13 +63,14 @@ class DeviceService:
         self._device_index = device_index
         self._replays = replays
         self._l2_bytes = self.greeting.l2_bytes
-        self._cells = tuple(cells) if cells is not None else all_cells(self._l2_bytes)
+        self._cells = cells
         torch.cuda.set_device(device_index)
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         torch.cuda.set_stream(stream)
-        self._stopwatch = Stopwatch(stream, self._l2_bytes, self._cells)
+        self._stopwatch = Stopwatch(stream, self._l2_bytes)
+        self._stopwatch.warm_up()
         self._verifier = Verifier(stream.device, stream.cuda_stream)
-        self._yardstick = Yardstick(self._stopwatch, [self._load(k) for k in copy_kernels], self._cells, replays)
+        self._yardstick = Yardstick(self._stopwatch, [self._load(k) for k in copy_kernels], replays)
 
     def handle(self, request: Measure | Race) -> Answer | list[tuple[float, float]]:
         if isinstance(request, Race):
@@ -83,10 +88,12 @@ class DeviceService:
             verdict = self._verifier.check(kernel, problem)
             if verdict.outcome is not Outcome.OK:
                 return Answer(verdict.outcome, verdict.detail, verdict.errors)
-            self._yardstick.refresh()
-            self._stopwatch.fill(problem.dtype)
-            cells = [cell for cell in self._cells if cell.elements >= problem.n]
-            probes = probe_cells(cells, self._l2_bytes)
+            cells = all_cells(problem, self._l2_bytes) if self._cells is None else self._cells
+            cells = [cell for cell in cells if cell.elements >= problem.n]
+            traffics = [cell.traffic(problem) for cell in cells]
+            self._stopwatch.fill(problem.dtype, traffics)
+            self._yardstick.refresh(traffics)
+            probes = probe_cells(problem, cells, self._l2_bytes)
             timings = self._time(kernel, problem, probes)
             detail = ""
             if probes and all(t.us > request.limits_us.get(cell, t.us) for cell, t in timings.items()):
@@ -99,14 +106,18 @@ class DeviceService:
             return Answer(Outcome.OK, detail, verdict.errors, ordered)
 
     def _time(self, kernel: LoadedKernel, problem: Problem, cells: Sequence[Cell]) -> dict[Cell, Timing]:
-        samples = self._stopwatch.time(kernel, cells, verification_scale(problem), self._replays)
-        return {cell: Timing(*cell, *sample, self._yardstick.us[cell]) for cell, sample in samples.items()}
+        works = [transform_work(problem, cell) for cell in cells]
+        samples = self._stopwatch.time(kernel, works, self._replays)
+        return {
+            cell: Timing(*cell, *sample, self._yardstick.us[work.traffic])
+            for cell, work, sample in zip(cells, works, samples, strict=True)
+        }
 
     def _race(self, request: Race) -> list[tuple[float, float]]:
-        scale = verification_scale(request.problem)
+        works = [transform_work(request.problem, cell) for cell in request.cells]
         with self._loaded(request.a) as a, self._loaded(request.b) as b:
-            self._stopwatch.fill(request.problem.dtype)
-            samples = [self._stopwatch.race(a, b, cell, scale, request.replays) for cell in request.cells]
+            self._stopwatch.fill(request.problem.dtype, [work.traffic for work in works])
+            samples = [self._stopwatch.race(a, b, work, request.replays) for work in works]
             return [(of_a.us, of_b.us) for of_a, of_b in samples]
 
     def _load(self, kernel: Kernel) -> LoadedKernel:

@@ -14,10 +14,31 @@ from typing import Any, NamedTuple
 import torch
 
 from hadagen.driver import LoadedKernel, bindings, check
-from hadagen.measure.cells import EVICTION, Cell
+from hadagen.launch import RowShape
+from hadagen.measure.cells import EVICTION, Cell, Traffic
 from hadagen.measure.verify import TORCH_DTYPE
-from hadagen.problem import DType
-from hadagen.trial import Destination
+from hadagen.problem import DType, Problem
+from hadagen.reference import verification_scale
+from hadagen.trial import Destination, timed_rows
+
+
+class Work(NamedTuple):
+    """What is timed of a kernel: the memory of its launches, and what they are told beside the addresses."""
+
+    traffic: Traffic
+    elements: int
+    scale: float
+    rows: RowShape
+
+
+def transform_work(problem: Problem, cell: Cell) -> Work:
+    """A problem's at a cell. The scale makes the transform orthonormal."""
+    return Work(cell.traffic(problem), cell.elements, verification_scale(problem), timed_rows(problem))
+
+
+def copy_work(traffic: Traffic) -> Work:
+    """The copy kernel's, which counts in elements of two bytes."""
+    return Work(traffic, traffic.buffer_bytes // 2, 1.0, RowShape(0, 0, 0))
 
 
 class Sample(NamedTuple):
@@ -31,9 +52,7 @@ class Sample(NamedTuple):
 class LaunchGraph:
     """A CUDA graph of launches of one kernel, one after another. Close it when its replays are over."""
 
-    def __init__(
-        self, stream: int, kernel: LoadedKernel, addresses: Iterable[tuple[int, int]], elements: int, scale: float
-    ) -> None:
+    def __init__(self, stream: int, kernel: LoadedKernel, addresses: Iterable[tuple[int, int]], work: Work) -> None:
         """`addresses`: of x and y, one pair a launch. Raises `DriverError`."""
         driver = bindings()
         self._stream = stream
@@ -41,7 +60,7 @@ class LaunchGraph:
         check(driver.cuStreamBeginCapture(stream, mode), "beginning a graph capture")
         try:
             for x, y in addresses:
-                kernel.launch(stream, x, y, elements, scale)
+                kernel.launch(stream, x, y, *work[1:])
         finally:
             captured = driver.cuStreamEndCapture(stream)
         self._graph = check(captured, f"capturing launches of {kernel.entry}")
@@ -66,20 +85,27 @@ def _event() -> torch.cuda.Event:
 
 
 class Stopwatch:
-    """Times launches on one stream, over an arena of random normals that fits any of `cells`.
+    """Times launches on one stream, over an arena of random normals.
 
     `stream` must be current for PyTorch in every call. Raises PyTorch's `RuntimeError` where memory runs out.
     """
 
-    def __init__(self, stream: torch.cuda.Stream, l2_bytes: int, cells: Sequence[Cell]) -> None:
+    def __init__(self, stream: torch.cuda.Stream, l2_bytes: int) -> None:
         self._stream = stream
         self._l2_bytes = l2_bytes
-        arena_bytes = max(cell.slots(l2_bytes) * cell.footprint for cell in cells)
-        self._arena = torch.empty(arena_bytes // 2, dtype=torch.int16, device=stream.device)
+        self._arena = torch.zeros(4, dtype=torch.int32, device=stream.device)
         self._flusher = torch.zeros(EVICTION * l2_bytes // 4, dtype=torch.int32, device=stream.device)
 
-    def fill(self, dtype: DType) -> None:
-        """New random normals. Orthonormal transforms keep them as large as they are, however often they run."""
+    def fill(self, dtype: DType, traffics: Iterable[Traffic]) -> None:
+        """New random normals in an arena that any of `traffics` fits in.
+
+        Orthonormal transforms keep them as large as they are, however often they run; those of pitched rows make them
+        no larger.
+        """
+        needed = max((traffic.slots(self._l2_bytes) * traffic.footprint for traffic in traffics), default=0)
+        if needed > self._arena.nbytes:
+            self._arena = torch.empty(0, dtype=torch.int32, device=self._stream.device)  # gives its memory back first
+            self._arena = torch.empty(-(-needed // 4), dtype=torch.int32, device=self._stream.device)
         self._arena.view(TORCH_DTYPE[dtype]).normal_()
 
     def is_finite(self, dtype: DType) -> bool:
@@ -93,52 +119,53 @@ class Stopwatch:
             self._flush()
         self._stream.synchronize()
 
-    def time(self, kernel: LoadedKernel, cells: Sequence[Cell], scale: float, replays: int) -> dict[Cell, Sample]:
-        """The time of a launch at each cell: `replays` timed replays after one that warms up."""
-        intervals: dict[Cell, list[_Interval]] = {}
-        for cell in cells[:1]:
-            self._launch_once(kernel, cell, scale)
+    def time(self, kernel: LoadedKernel, works: Sequence[Work], replays: int) -> list[Sample]:
+        """The time of a launch of each work: `replays` timed replays after one that warms up."""
+        intervals: list[list[_Interval]] = []
+        for work in works[:1]:
+            self._launch_once(kernel, work)
         with ExitStack() as open_graphs:
-            for cell in cells:
-                graph = open_graphs.enter_context(closing(self._graph(kernel, cell, scale)))
+            for work in works:
+                graph = open_graphs.enter_context(closing(self._graph(kernel, work)))
                 graph.replay()
-                intervals[cell] = [self._timed_replay(graph, cell) for _ in range(replays)]
+                intervals.append([self._timed_replay(graph, work.traffic) for _ in range(replays)])
             self._stream.synchronize()
-        return {cell: self._sample(intervals[cell], cell) for cell in cells}
+        return [self._sample(times, work.traffic) for times, work in zip(intervals, works, strict=True)]
 
-    def race(self, a: LoadedKernel, b: LoadedKernel, cell: Cell, scale: float, replays: int) -> tuple[Sample, Sample]:
+    def race(self, a: LoadedKernel, b: LoadedKernel, work: Work, replays: int) -> tuple[Sample, Sample]:
         """Times of two kernels whose replays alternate, so that a drift of the clocks hits both."""
         intervals: tuple[list[_Interval], list[_Interval]] = ([], [])
-        self._launch_once(a, cell, scale)
-        self._launch_once(b, cell, scale)
-        with closing(self._graph(a, cell, scale)) as graph_a, closing(self._graph(b, cell, scale)) as graph_b:
+        self._launch_once(a, work)
+        self._launch_once(b, work)
+        with closing(self._graph(a, work)) as graph_a, closing(self._graph(b, work)) as graph_b:
             lanes = [(graph_a, intervals[0]), (graph_b, intervals[1])]
             for graph, _ in lanes:
                 graph.replay()
             for _ in range(replays):
                 for graph, times in lanes:
-                    times.append(self._timed_replay(graph, cell))
+                    times.append(self._timed_replay(graph, work.traffic))
                 lanes.reverse()  # so that neither always comes second
             self._stream.synchronize()
-        return self._sample(intervals[0], cell), self._sample(intervals[1], cell)
+        return self._sample(intervals[0], work.traffic), self._sample(intervals[1], work.traffic)
 
-    def _launch_once(self, kernel: LoadedKernel, cell: Cell, scale: float) -> None:
+    def _launch_once(self, kernel: LoadedKernel, work: Work) -> None:
         """The driver may load code with its first launch, which must not happen inside a capture."""
         base = self._arena.data_ptr()
-        kernel.launch(self._stream.cuda_stream, base, base, cell.elements, scale)
+        kernel.launch(self._stream.cuda_stream, base, base, *work[1:])
 
-    def _graph(self, kernel: LoadedKernel, cell: Cell, scale: float) -> LaunchGraph:
+    def _graph(self, kernel: LoadedKernel, work: Work) -> LaunchGraph:
+        traffic = work.traffic
         base = self._arena.data_ptr()
-        y_offset = 0 if cell.destination is Destination.IN_PLACE else cell.buffer_bytes
-        slots = cell.slots(self._l2_bytes)
-        launches = range(cell.launches(self._l2_bytes))
-        starts = (base + launch % slots * cell.footprint for launch in launches)
+        y_offset = 0 if traffic.destination is Destination.IN_PLACE else traffic.buffer_bytes
+        slots = traffic.slots(self._l2_bytes)
+        launches = range(traffic.launches(self._l2_bytes))
+        starts = (base + launch % slots * traffic.footprint for launch in launches)
         addresses = ((start, start + y_offset) for start in starts)
-        return LaunchGraph(self._stream.cuda_stream, kernel, addresses, cell.elements, scale)
+        return LaunchGraph(self._stream.cuda_stream, kernel, addresses, work)
 
-    def _timed_replay(self, graph: LaunchGraph, cell: Cell) -> _Interval:
+    def _timed_replay(self, graph: LaunchGraph, traffic: Traffic) -> _Interval:
         interval = _Interval(_event(), _event())
-        if cell.needs_flush(self._l2_bytes):
+        if traffic.needs_flush(self._l2_bytes):
             self._flush()
         interval.start.record(self._stream)
         graph.replay()
@@ -149,8 +176,8 @@ class Stopwatch:
         """Fills L2 with lines that are only read, so that none has to be written back while others are timed."""
         return self._flusher.sum()
 
-    def _sample(self, intervals: Sequence[_Interval], cell: Cell) -> Sample:
-        launches = cell.launches(self._l2_bytes)
+    def _sample(self, intervals: Sequence[_Interval], traffic: Traffic) -> Sample:
+        launches = traffic.launches(self._l2_bytes)
         us = [interval.start.elapsed_time(interval.end) * 1000.0 / launches for interval in intervals]
         low, median, high = statistics.quantiles(us, n=4, method="inclusive")
         return Sample(median, low, high)

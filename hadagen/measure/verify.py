@@ -3,30 +3,37 @@
 Each class of input is transformed out of place and in place and compared with float64. Inputs end in a ragged tile,
 and the normal ones are many enough for a persistent grid to loop. Rows do not depend on each other, so fewer rows must
 come out as the very same bits; the same holds for a second run.
+
+Of pitched problems all of this is asked for rows of several shapes, with poison between the rows too: were it read as
+anything but zeros, no result would be finite.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from itertools import product
 from typing import NamedTuple, Protocol
 
 import torch
 
 from hadagen.bits import encode
-from hadagen.launch import LaunchSpec
+from hadagen.launch import LaunchSpec, RowShape
 from hadagen.problem import DType, Problem
-from hadagen.reference import hadamard, input_classes, verification_scale
-from hadagen.trial import Outcome
+from hadagen.reference import INPUT_CLASSES, hadamard, input_classes, verification_scale
+from hadagen.trial import Outcome, timed_rows
 
-TORCH_DTYPE = {DType.FLOAT16: torch.float16, DType.BFLOAT16: torch.bfloat16}
+TORCH_DTYPE = {DType.FLOAT16: torch.float16, DType.BFLOAT16: torch.bfloat16, DType.FLOAT32: torch.float32}
+# Of the raw bits of an element, by its bytes.
+_BITS = {2: torch.int16, 4: torch.int32}
 
-# A NaN of both types. What no kernel wrote still holds it.
-_POISON = 0x7FFF
-_GUARD_ELEMENTS = 1 << 15  # 64 KiB
+# A NaN of every type of that many bytes. What no kernel wrote still holds it.
+_POISON = {2: 0x7FFF, 4: 0x7FFF7FFF}
+_GUARD_ELEMENTS = 1 << 15  # 64 KiB or more
 # Error measures are stable to a few per mille over this many elements.
 _LEAST_ELEMENTS = 1 << 17
 _LOOPED_CLASS = "normal"
+_WHOLE_CLASS = "constant"
 
 
 class Launchable(Protocol):
@@ -38,7 +45,7 @@ class Launchable(Protocol):
     @property
     def resident_blocks(self) -> int: ...
 
-    def launch(self, stream: int, x: int, y: int, elements: int, scale: float) -> None: ...
+    def launch(self, stream: int, x: int, y: int, elements: int, scale: float, rows: RowShape) -> None: ...
 
 
 class RowCounts(NamedTuple):
@@ -65,6 +72,37 @@ def row_counts(spec: LaunchSpec, n: int, resident_blocks: int) -> RowCounts:
     return RowCounts(ragged(tiles), ragged(max(tiles, 2 * clusters + clusters // 2 + 1)), (1, tile_rows + 1))
 
 
+class Arrangement(NamedTuple):
+    """How the rows of a verification lie: their shape, and by how many elements the first ones of x and y miss a
+    boundary of 16 bytes. In place y's rows lie as x's do."""
+
+    rows: RowShape
+    x_offset: int = 0
+    y_offset: int = 0
+
+    @property
+    def in_place(self) -> Arrangement:
+        columns, x_pitch, _ = self.rows
+        return Arrangement(RowShape(columns, x_pitch, x_pitch), self.x_offset, self.x_offset)
+
+
+def arrangements(problem: Problem) -> tuple[Arrangement, ...]:
+    """The rows to verify with. Those of a pitched problem: as they are timed; apart, and as long as n; with 16-byte
+    boundaries nowhere; with them in x alone, and as short as may be."""
+    timed = timed_rows(problem)
+    if not problem.pitched:
+        return (Arrangement(timed),)
+    n, vector = problem.n, 16 // problem.dtype.bytes
+    most, least = max(n - 1, 1), n // 2 + (n > 2)
+    aligned = -(-least // vector) * vector
+    return (
+        Arrangement(timed),
+        Arrangement(RowShape(n, n + vector, n + 2 * vector)),
+        Arrangement(RowShape(most, most + 4, most + 2), x_offset=1, y_offset=3),
+        Arrangement(RowShape(least, aligned + vector, least), y_offset=1),
+    )
+
+
 @dataclass(frozen=True)
 class Verdict:
     """`errors`: relative error by class of input, infinite where an output is not finite."""
@@ -77,8 +115,8 @@ class Verdict:
 class _Case(NamedTuple):
     """Rows that are repeated to any number. There are an odd number of them, so no whole tiles are alike."""
 
-    bits: torch.Tensor  # [rows, n] int16
-    reference: torch.Tensor  # [rows, n] float64
+    bits: torch.Tensor  # [rows, columns] int16 or int32
+    reference: torch.Tensor  # [rows, columns] float64
 
     def rows(self, count: int) -> torch.Tensor:
         """Which of them to take, to have `count`."""
@@ -88,13 +126,23 @@ class _Case(NamedTuple):
         return _Case(self.bits.to(device, copy=True), self.reference.to(device, copy=True))
 
 
-def _cases(problem: Problem) -> dict[str, _Case]:
+# By class of input and columns. Constant rows that are cut short are left out: a few values would come out over and
+# over, and the rounding of so few does not average out.
+_Cases = dict[tuple[str, int], _Case]
+
+
+def _cases(problem: Problem) -> _Cases:
     rows = _LEAST_ELEMENTS // problem.n + 1
     scale = verification_scale(problem)
     cases = {}
     for name, values in input_classes(problem, rows).items():
-        bits = torch.from_numpy(encode(problem.dtype, values).view("int16"))
-        cases[name] = _Case(bits, torch.from_numpy(hadamard(values, scale)))
+        for columns in {arrangement.rows.columns for arrangement in arrangements(problem)}:
+            if name == _WHOLE_CLASS and columns < problem.n:
+                continue
+            padded = values.copy()
+            padded[:, columns:] = 0.0
+            bits = torch.from_numpy(encode(problem.dtype, padded[:, :columns])).view(_BITS[problem.dtype.bytes])
+            cases[name, columns] = _Case(bits, torch.from_numpy(hadamard(padded, scale)[:, :columns].copy()))
     return cases
 
 
@@ -118,56 +166,73 @@ class Verifier:
         self._device = device
         self._stream = stream
         self._problem: Problem | None = None
-        self._host_cases: dict[str, _Case] = {}
-        self._device_cases: dict[str, _Case] = {}
+        self._host_cases: _Cases = {}
+        self._device_cases: _Cases = {}
 
     def check(self, kernel: Launchable, problem: Problem) -> Verdict:
         """Raises what a failed launch raises: `DeviceError`, or PyTorch's `RuntimeError`."""
         if problem != self._problem:
             self._host_cases, self._problem, self._device_cases = _cases(problem), problem, {}
-        cases = self._device_cases or {name: case.to(self._device) for name, case in self._host_cases.items()}
+        cases = self._device_cases or {key: case.to(self._device) for key, case in self._host_cases.items()}
         self._device_cases = {}  # a wrong kernel may have written anywhere
         verdict = self._judge(kernel, problem, cases)
         if verdict.outcome is Outcome.OK:
             self._device_cases = cases
         return verdict
 
-    def _judge(self, kernel: Launchable, problem: Problem, cases: dict[str, _Case]) -> Verdict:
+    def _judge(self, kernel: Launchable, problem: Problem, cases: _Cases) -> Verdict:
         counts = row_counts(kernel.spec, problem.n, kernel.resident_blocks)
         findings = _Findings()
-        for name, case in cases.items():
+        for arranged, name in product(arrangements(problem), INPUT_CLASSES):
+            if (name, arranged.rows.columns) not in cases:
+                continue
+            case = cases[name, arranged.rows.columns]
             rows = case.rows(counts.looped if name == _LOOPED_CLASS else counts.base)
             x, reference = case.bits[rows], case.reference[rows]
-            out, again = (self._run(kernel, problem, x, in_place, findings) for in_place in (False, True))
-            findings.errors[name] = [_relative_error(y, reference, problem.dtype) for y in (out, again)]
+            ways = (arranged, False), (arranged.in_place, True)
+            out, again = (self._run(kernel, problem, x, *way, findings) for way in ways)
+            errors = findings.errors.setdefault(name, [])
+            errors += [_relative_error(y, reference, problem.dtype) for y in (out, again)]
             findings.repeated.append((out == again).all())
             if name == _LOOPED_CLASS:
-                findings.repeated.append((out == self._run(kernel, problem, x, False, findings)).all())
-                for few in counts.few:
-                    for in_place in (False, True):
-                        part = self._run(kernel, problem, x[:few], in_place, findings)
-                        findings.fewer.append((part == out[:few]).all())
+                findings.repeated.append((out == self._run(kernel, problem, x, arranged, False, findings)).all())
+                for few, way in product(counts.few, ways):
+                    part = self._run(kernel, problem, x[:few], *way, findings)
+                    findings.fewer.append((part == out[:few]).all())
         return _verdict(problem, findings)
 
     def _run(
-        self, kernel: Launchable, problem: Problem, x: torch.Tensor, in_place: bool, findings: _Findings
+        self,
+        kernel: Launchable,
+        problem: Problem,
+        x: torch.Tensor,
+        arranged: Arrangement,
+        in_place: bool,
+        findings: _Findings,
     ) -> torch.Tensor:
-        """The bits of the transform of x, both [rows, n] int16, from amid poison that must be there afterwards."""
-        elements = x.numel()
-        stride = -(-elements // _GUARD_ELEMENTS) * _GUARD_ELEMENTS + _GUARD_ELEMENTS  # keeps y as aligned as x
-        memory = torch.full((2 * stride + _GUARD_ELEMENTS,), _POISON, dtype=torch.int16, device=self._device)
-        source = memory[_GUARD_ELEMENTS:][:elements]
-        source.copy_(x.view(-1))
-        target = source if in_place else memory[_GUARD_ELEMENTS + stride :][:elements]
+        """The bits of the transform of x, both [rows, columns], from amid poison that must be there afterwards."""
+        count, (columns, *pitches) = len(x), arranged.rows
+        extent = (count - 1) * max(pitches) + columns
+        stride = -(-extent // _GUARD_ELEMENTS) * _GUARD_ELEMENTS + _GUARD_ELEMENTS  # keeps y as aligned as x
+        poison = _POISON[problem.dtype.bytes]
+        memory = torch.full((2 * stride + _GUARD_ELEMENTS,), poison, dtype=x.dtype, device=self._device)
+        starts = _GUARD_ELEMENTS + arranged.x_offset, _GUARD_ELEMENTS + stride + arranged.y_offset
+        source, target = (
+            memory.as_strided((count, columns), (pitch, 1), start) for pitch, start in zip(pitches, starts, strict=True)
+        )
+        if in_place:
+            target = source
+        source.copy_(x)
         scale = verification_scale(problem)
-        kernel.launch(self._stream, source.data_ptr(), target.data_ptr(), elements, scale)
-        result = target.clone()
+        elements = count * problem.n
+        kernel.launch(self._stream, source.data_ptr(), target.data_ptr(), elements, scale, arranged.rows)
+        result = target.clone(memory_format=torch.contiguous_format)
         if not in_place:
-            findings.outside.append((source == x.view(-1)).all())
-        source.fill_(_POISON)
-        target.fill_(_POISON)
-        findings.outside.append((memory == _POISON).all())
-        return result.view(x.shape)
+            findings.outside.append((source == x).all())
+        source.fill_(poison)
+        target.fill_(poison)
+        findings.outside.append((memory == poison).all())
+        return result
 
 
 def _relative_error(bits: torch.Tensor, reference: torch.Tensor, dtype: DType) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Which kernel a call runs: a pure function of the bundles and the arguments, so that all ranks of a job agree.
 
-n, dtype, numerics and destination of an entry must be those that are asked for. Among the entries left, the better
+Problem and destination of an entry must be those that are asked for. Among the entries left, the better
 `Match` wins; then the nearest element count on a logarithmic scale, and of two as near the larger; then the bundle that
 was found first.
 """
@@ -136,7 +136,8 @@ def best_config(
 ) -> BestConfig:
     """What `hadamard_transform` runs for a [rows, n] tensor, without running it. With `arch` it needs no GPU.
 
-    problem: a `Problem`, or the arguments of one: {"n": 4096, "dtype": "float16", "numerics": "fast"}.
+    problem: a `Problem`, or the arguments of one: {"n": 4096, "dtype": "float16", "numerics": "fast"}; with
+        "pitched": True that of rows that are shorter than n or not contiguous.
     device: a CUDA device of this machine, the current one if none is given. With `arch` (for instance "sm90") the name
         of a GPU, such as "NVIDIA H100 80GB HBM3", or any GPU of that arch.
     inplace: whether the result overwrites the input.

@@ -12,7 +12,7 @@ from hadagen.tuner.events import (
     TrialFinished,
     TuneReport,
 )
-from hadagen.tuner.search import ESTIMATED_TRIALS, MEASURED_TRIALS, TuneOptions, tune
+from hadagen.tuner.search import ESTIMATED_TRIALS, MEASURED_TRIALS, TuneOptions, check_effort, tune
 from hadagen.tuner.study import REGIMES
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "TrialFinished",
     "TuneOptions",
     "TuneReport",
+    "check_effort",
     "shortlist",
     "tune",
 ]

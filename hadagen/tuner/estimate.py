@@ -65,14 +65,10 @@ def shortlist(space: Space, count: int) -> list[Knobs]:
 
 def _cells_by_regime(problem: Problem, arch: Arch) -> dict[str, list[Cell]]:
     cells: dict[str, list[Cell]] = {}
-    for cell in _cells(problem, arch):
+    for cell in all_cells(problem, arch.model.l2_bytes):
         if where := regime(problem, *cell, arch.model.l2_bytes):
             cells.setdefault(where, []).append(cell)
     return cells
-
-
-def _cells(problem: Problem, arch: Arch) -> list[Cell]:
-    return [cell for cell in all_cells(arch.model.l2_bytes) if cell.elements >= problem.n]
 
 
 class EstimateRunner:
@@ -129,9 +125,9 @@ class EstimateRunner:
 
     def _timings(self, plan: Plan, registers: int | None) -> Iterator[Timing]:
         estimate = Estimate(plan, self._arch, registers)
-        for cell in _cells(plan.problem, self._arch):
+        for cell in all_cells(plan.problem, self._arch.model.l2_bytes):
             us = estimate.us(*cell)
-            yield Timing(*cell, us, us, us, copy_us(self._arch, cell.elements, plan.problem.dtype.bytes, *cell[1:]))
+            yield Timing(*cell, us, us, us, copy_us(self._arch, *cell.traffic(plan.problem)))
 
 
 def _compile(sources: Sequence[Source]) -> HostModule | None:

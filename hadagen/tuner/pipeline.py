@@ -20,7 +20,7 @@ from hadagen.toolchain import BuildFailure
 from hadagen.trial import Kernel, Trial
 
 Build = Callable[[Sequence[tuple[Source, LaunchSpec]]], Sequence[Kernel | BuildFailure]]
-KernelKey = tuple[Problem, str, LaunchSpec]
+KernelKey = tuple[Problem, str]
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ Result = Built | Trial | Measured
 
 def kernel_key(problem: Problem, kernel: Kernel) -> KernelKey:
     """Candidates with the same key do the same thing in the same time."""
-    return problem, kernel.digest, kernel.launch
+    return problem, kernel.digest
 
 
 class Pipeline:

@@ -13,6 +13,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
+from operator import attrgetter
 
 import optuna
 from optuna.exceptions import StorageInternalError
@@ -39,7 +40,7 @@ from hadagen.tuner.events import (
 )
 from hadagen.tuner.pipeline import Build, Built, KernelKey, Measured, Pipeline, kernel_key
 from hadagen.tuner.races import Racing, race_near_ties
-from hadagen.tuner.study import Leader, Study, leaders, legal_knobs
+from hadagen.tuner.study import Leaders, Study, leaders, legal_knobs
 from hadagen.tuning_db.store import Store
 
 MEASURED_TRIALS = 50
@@ -49,6 +50,10 @@ BATCH_SIZE = 64
 MOST_OF_ONE_PROBLEM = 4  # in a batch, for what is asked together cannot learn from each other
 OPENED_AT_ONCE = 8  # problems, because ranking their knobs takes a moment and the first batch is waited for
 SEEDS = 8  # of a kind
+# A problem of pitched rows gets one trial for so many of its contiguous twin, whose winners it starts from, at the same
+# pace; but at least a few.
+PITCHED_SHARE = 4
+LEAST_PITCHED = 3
 NEIGHBORS_TURN = 4  # of so many trials one is what is best for a neighboring problem by then
 SEARCH_SHARE = 0.9  # of the time budget; the rest is for races
 
@@ -59,7 +64,8 @@ class TuneOptions:
 
     `build`: compiles variants and answers in their order; None for a runner that needs no kernels. `trials`: to be
     finished for each problem, those of earlier runs included; by default `MEASURED_TRIALS`, or `ESTIMATED_TRIALS`
-    without a device. `time_budget`: seconds for everything, given to all problems alike.
+    without a device. Pitched problems get a quarter of them. `time_budget`: seconds for everything, given to all
+    contiguous problems alike.
     """
 
     arch: Arch
@@ -72,10 +78,15 @@ class TuneOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.trials is not None and self.trials < 1:
-            raise UsageError(f"trials = {self.trials} would try nothing; give at least 1")
-        if self.time_budget is not None and not self.time_budget > 0:
-            raise UsageError(f"a time budget of {self.time_budget:g} s leaves no time; give more than 0")
+        check_effort(self.trials, self.time_budget)
+
+
+def check_effort(trials: int | None, time_budget: float | None) -> None:
+    """Raises `UsageError` where the trials or the seconds of a search would try nothing."""
+    if trials is not None and trials < 1:
+        raise UsageError(f"trials = {trials} would try nothing; give at least 1")
+    if time_budget is not None and not time_budget > 0:
+        raise UsageError(f"a time budget of {time_budget:g} s leaves no time; give more than 0")
 
 
 def tune(options: TuneOptions, listen: Listener = lambda event: None) -> TuneReport:
@@ -122,7 +133,7 @@ class _Search:
         self._estimated = not self._environment.gpu
         self._trials = options.trials or (ESTIMATED_TRIALS if self._estimated else MEASURED_TRIALS)
 
-        self._unopened = deque(dict.fromkeys(options.problems))
+        self._unopened = deque(sorted(dict.fromkeys(options.problems), key=attrgetter("pitched")))
         self._studies: dict[Problem, Study] = {}
         self._seeds: dict[tuple[int, Numerics, int], list[Knobs]] = {}
         self._stored: dict[Problem, list[Trial]] = defaultdict(list)
@@ -133,7 +144,7 @@ class _Search:
                 self._remember(trial)
         # By problem: trials there are, and will be.
         self._finished = {problem: len(self._stored[problem]) for problem in self._unopened}
-        self._goals = {problem: max(self._trials, stored) for problem, stored in self._finished.items()}
+        self._goals = {problem: max(self._share(problem), stored) for problem, stored in self._finished.items()}
         self._finished_before = sum(self._finished.values())
         self._outcomes: Counter[Outcome] = Counter()
         self._changed: set[Problem] = set()
@@ -197,6 +208,10 @@ class _Search:
             seconds=time.monotonic() - self._started,
         )
 
+    def _share(self, problem: Problem) -> int:
+        """The trials that a problem should get."""
+        return min(self._trials, max(LEAST_PITCHED, self._trials // PITCHED_SHARE)) if problem.pitched else self._trials
+
     def _seconds_left(self, share: float) -> float | None:
         """Until this share of the time budget is used up; None without a budget."""
         budget = self._options.time_budget
@@ -211,23 +226,32 @@ class _Search:
             self._under_way += 1
 
     def _ask(self) -> list[tuple[Problem, Knobs]]:
-        """The next batch: as many knobs of each open problem as there is room for; empty when all have their trials."""
+        """The next batch: as many knobs of each open problem as there is room for; empty if none may have more now."""
         batch: list[tuple[Problem, Knobs]] = []
         while not batch:
             for _ in range(min(OPENED_AT_ONCE, len(self._unopened))):
                 self._open(self._unopened.popleft())
-            active = [study for problem, study in self._studies.items() if study.asked < self._goals[problem]]
+            active = [study for study in self._studies.values() if self._may_ask(study)]
             if not active and not self._unopened:
                 break
             for _ in range(min(MOST_OF_ONE_PROBLEM, max(1, BATCH_SIZE // max(1, len(active))))):
                 batch += [asked for study in active if (asked := self._ask_study(study))]
         return batch
 
+    def _may_ask(self, study: Study) -> bool:
+        """Whether it lacks trials, and does not run ahead of its contiguous twin."""
+        problem = study.problem
+        if study.asked >= self._goals[problem]:
+            return False
+        twin = replace(problem, pitched=False)
+        if not problem.pitched or twin not in self._studies or self._finished[twin] == self._goals[twin]:
+            return True
+        return PITCHED_SHARE * study.asked < self._finished[twin]
+
     def _ask_study(self, study: Study) -> tuple[Problem, Knobs] | None:
-        if study.asked < self._goals[study.problem]:
-            its_turn = study.asked % NEIGHBORS_TURN == 0 and not self._estimated
+        if self._may_ask(study):
             try:
-                return study.problem, study.ask(prefer=self._winners_nearby(study.problem) if its_turn else ())
+                return study.problem, study.ask(prefer=self._winners_nearby(study))
             except LookupError:  # it has fewer legal knobs than trials were wanted
                 self._goals[study.problem] = study.asked
                 self._tell_if_finished(study)
@@ -240,26 +264,32 @@ class _Search:
         study = Study(space, device, self._stored[problem], self._storage, options.seed)
         self._studies[problem] = study
         self._finished[problem] = study.finished
-        self._goals[problem] = max(study.finished, self._trials)
+        self._goals[problem] = max(study.finished, self._share(problem))
         self._listen(ProblemStarted(problem, study.finished))
         if self._tell_if_finished(study):
             return
-        # Nothing of it depends on the type but for its size.
+        # Nothing of it depends on the type but for its size, and pitched problems start as their twins do.
         key = problem.n, problem.numerics, problem.dtype.bytes
         if key not in self._seeds:
+            start = Space(replace(problem, pitched=False), options.arch) if problem.pitched else space
             self._seeds[key] = (
-                shortlist(space, self._trials) if self._estimated else shortlist(space, SEEDS) + space.seeds()[:SEEDS]
+                shortlist(start, self._trials) if self._estimated else shortlist(start, SEEDS) + start.seeds()[:SEEDS]
             )
         for knobs in self._seeds[key]:
             study.suggest(knobs)
 
-    def _winners_nearby(self, problem: Problem) -> list[Knobs]:
-        """The best knobs of the problems that differ least, of this run or earlier ones."""
-        nearby: list[Leader] = []
-        for neighbor in _neighbors(problem):
-            study = self._studies.get(neighbor)
-            nearby += study.leaders if study else leaders(self._stored[neighbor])
-        return [leader.knobs for leader in nearby if leader.knobs]
+    def _winners_nearby(self, study: Study) -> list[Knobs]:
+        """The best knobs of the problems that differ least, of this run or earlier ones: of a contiguous twin always,
+        of the others when it is their turn."""
+        problem = study.problem
+        nearby = [replace(problem, pitched=False)] if problem.pitched else []
+        if study.asked % NEIGHBORS_TURN == 0 and not self._estimated:
+            nearby += _neighbors(problem)
+        return [leader.knobs for neighbor in nearby for leader in self._leaders(neighbor) if leader.knobs]
+
+    def _leaders(self, problem: Problem) -> Leaders:
+        study = self._studies.get(problem)
+        return study.leaders if study else leaders(self._stored[problem])
 
     def _handle(self, result: Built | Trial | Measured, pipeline: Pipeline) -> None:
         if isinstance(result, Built):
@@ -325,11 +355,12 @@ class _Search:
 def _neighbors(problem: Problem) -> list[Problem]:
     """The problems that differ least: half and twice the n, the other types, the other numerics."""
     n = [m for m in (problem.n // 2, problem.n * 2) if 2 <= m <= 1 << MAX_LOG2_N]
-    return [
+    near = [
         *(replace(problem, n=m) for m in n),
-        *(replace(problem, dtype=dtype) for dtype in DType if dtype is not problem.dtype),
-        *(replace(problem, numerics=numerics) for numerics in Numerics if numerics is not problem.numerics),
+        *(replace(problem, dtype=dtype) for dtype in DType),
+        *(replace(problem, numerics=numerics) for numerics in Numerics),
     ]
+    return [neighbor for neighbor in dict.fromkeys(near) if neighbor != problem]
 
 
 def _now() -> str:
