@@ -123,9 +123,12 @@ def _capture_allowed() -> Iterator[None]:
         check(driver.cuThreadExchangeStreamCaptureMode(previous))
 
 
+_NO_ROWS = RowShape(0, 0, 0)  # for a kernel that does not read them
+
+
 class _Arguments(threading.local):
-    """A parameter block for each thread: (const void* x, void* y, int64 elements, scale), and what a pitched kernel takes
-    after these, (int64 columns, x_pitch, y_pitch)."""
+    """A parameter block for each thread: (const void* x, void* y, int64 elements, scale), and what a pitched kernel
+    takes after these, (int64 columns, x_pitch, y_pitch)."""
 
     layout = struct.Struct("=QQqI4xqqq")
     offsets = (0, 8, 16, 24, 32, 40, 48)
@@ -138,6 +141,17 @@ class _Arguments(threading.local):
 
 
 _arguments = _Arguments()
+
+
+class _Streams(dict[int, Any]):
+    """CUstream by handle: a launch would make one of a number each time."""
+
+    def __missing__(self, handle: int) -> Any:
+        self[handle] = stream = bindings().CUstream(handle)
+        return stream
+
+
+_streams = _Streams()
 
 Launch = Callable[[int, int, int], None]  # (stream, x, y)
 
@@ -156,22 +170,21 @@ class LoadedKernel:
     module: Any  # CUmodule
     function: Any  # CUfunction
 
-    def launch(
-        self, stream: int, x: int, y: int, elements: int, scale: float, rows: RowShape = RowShape(0, 0, 0)
-    ) -> None:
+    def launch(self, stream: int, x: int, y: int, elements: int, scale: float, rows: RowShape = _NO_ROWS) -> None:
         """Queues y = (x · H) · scale on a stream of the device, whose context must be current or none at all.
 
         x, y: device addresses, multiples of 16 bytes (of an element where the kernel is pitched), equal or not
-        overlapping. elements: rows · n, at least 1. scale: of a size within `spec.scale_form.range`. rows: read by pitched
-        kernels only. stream: its handle as an integer. Raises `DriverError`; what fails while the kernel runs shows up
-        later.
+        overlapping. elements: rows · n, at least 1. scale: of a size within `spec.scale_form.range`. rows: read by
+        pitched kernels only. stream: its handle as an integer. Raises `DriverError`; what fails while the kernel runs
+        shows up later.
         """
         self.prepared(elements, scale, rows)(stream, x, y)
 
-    def prepared(self, elements: int, scale: float, rows: RowShape = RowShape(0, 0, 0)) -> Launch:
-        """`launch` with all known but stream and addresses, for calls that come again: it then does only what it must."""
+    def prepared(self, elements: int, scale: float, rows: RowShape = _NO_ROWS) -> Launch:
+        """`launch` with all known but stream and addresses, for calls that come again: it then does only what it
+        must."""
         driver = bindings()
-        launch_kernel, function, arguments = driver.cuLaunchKernel, self.function, _arguments
+        launch_kernel, function, arguments, streams = driver.cuLaunchKernel, self.function, _arguments, _streams
         pack = arguments.layout.pack_into
         threads, shared_bytes = self.spec.threads, self.spec.shared_bytes
         blocks = self.spec.grid(elements, self.resident_blocks)
@@ -181,12 +194,12 @@ class LoadedKernel:
         def launch(stream: int, x: int, y: int) -> None:
             values, address = arguments.block
             pack(values, 0, x, y, elements, word, columns, x_pitch, y_pitch)
-            result = launch_kernel(function, blocks, 1, 1, threads, 1, 1, shared_bytes, stream, address, 0)
+            result = launch_kernel(function, blocks, 1, 1, threads, 1, 1, shared_bytes, streams[stream], address, 0)
             if not result[0]:
                 return
             if result[0] == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:  # the first CUDA call of this thread
                 check(driver.cuCtxSetCurrent(primary_context(self.device)), f"switching to CUDA device {self.device}")
-                result = launch_kernel(function, blocks, 1, 1, threads, 1, 1, shared_bytes, stream, address, 0)
+                result = launch_kernel(function, blocks, 1, 1, threads, 1, 1, shared_bytes, streams[stream], address, 0)
             check(result, f"launching {self.entry} on {elements} elements")
 
         return launch

@@ -1,5 +1,5 @@
-"""What is wrong with the arguments of a call, said in one sentence. Nothing here looks at memory, so that tensors without
-any (fake ones, those of torch.compile) are checked alike."""
+"""What is wrong with the arguments of a call, said in one sentence. Nothing here looks at memory, so that tensors
+without any (fake ones, those of torch.compile) are checked alike."""
 
 from __future__ import annotations
 

@@ -1,15 +1,16 @@
-"""The transform of tensors that have memory, without derivatives: a kernel where one serves them, plain PyTorch elsewhere.
+"""The transform of tensors that have memory, without derivatives: a kernel where one serves them, plain PyTorch
+elsewhere.
 
-Kernels come in two kinds. A *contiguous* one takes whole rows of n elements without gaps, at addresses that are multiples
-of 16 bytes. A *pitched* one takes rows of up to n elements, zero-padded, at any address and any distance from each other.
-So only tensors whose elements lie in yet another order are copied: transposed ones, for instance.
+Kernels come in two kinds. A *contiguous* one takes whole rows of n elements without gaps, at addresses that are
+multiples of 16 bytes. A *pitched* one takes rows of up to n elements, zero-padded, at any address and any distance from
+each other. So only tensors whose elements lie in yet another order are copied: transposed ones, for instance.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,28 +22,54 @@ from hadagen.runtime.checks import check_like, check_options, check_tensor, chec
 
 _ALIGNMENT = 16  # bytes; contiguous kernels read and write vectors of this size
 
-Call = Callable[[torch.Tensor, int], torch.Tensor]
 
-# What to do for all calls that differ in nothing but the address of x, and there by multiples of 16. So a call that comes
-# again costs one look-up. Only good arguments are in here.
+class Call(NamedTuple):
+    """What to do for arguments that are known to be good."""
+
+    run: Callable[[torch.Tensor, int], torch.Tensor]  # on x, whose address is given too
+    scale: float
+    numerics: str
+
+
+# What to do for all calls that differ in nothing but the address of x, and there by multiples of 16. So a call that
+# comes again costs one look-up. Only good arguments are in here.
 calls: dict[tuple[Any, ...], Call] = {}
 _MAX_CALLS = 4096  # a program may come with ever new row counts
 
-_increment_version: Any = torch.autograd.graph.increment_version
+
+def _find_increment_version() -> Any:
+    """Tells autograd of a write, given the tensors: PyTorch's function without its wrapper, where it takes several."""
+    try:
+        torch._C._increment_version(())
+    except TypeError:
+        return torch.autograd.graph.increment_version
+    return torch._C._increment_version
+
+
+_increment_version = _find_increment_version()
 
 
 def compute(x: torch.Tensor, scale: float, numerics: str, inplace: bool) -> torch.Tensor:
     """The transform of x, into x or into a new contiguous tensor. Raises what `hadamard_transform` does."""
     try:
         address = x.data_ptr()
-        key = (x.shape, x.stride(), x.dtype, x.get_device(), address & 15, scale, numerics, inplace)
+        key = (
+            x.shape,
+            x.is_contiguous() or x.stride(),
+            x.dtype,
+            x.get_device(),
+            address & 15,
+            scale,
+            numerics,
+            inplace,
+        )
         call = calls.get(key)
     except (RuntimeError, TypeError):  # a sparse or nested tensor, or a scale that is none
         check_options(scale, numerics)
         check_tensor(x)
         raise
     if call is not None and address:
-        return call(x, address)
+        return call.run(x, address)
     check_options(scale, numerics)
     check_tensor(x)
     if inplace:
@@ -53,12 +80,12 @@ def compute(x: torch.Tensor, scale: float, numerics: str, inplace: bool) -> torc
             if len(calls) >= _MAX_CALLS:
                 calls.clear()
             calls[key] = call
-            return call(x, address)
+            return call.run(x, address)
         result = _transformed_copy(x, scale, numerics)
         if result is not None:
             return x.copy_(result) if inplace else result.contiguous()
     if inplace and x.is_contiguous():
-        _increment_version(x)
+        _increment_version((x,))
         fallback.transform(x, x, scale)
         return x
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -75,12 +102,13 @@ def compute_into(x: torch.Tensor, y: torch.Tensor, scale: float, numerics: str) 
     check_tensor(x)
     check_like(x, y)
     check_writable(y)
-    if y.data_ptr() == x.data_ptr() and y.stride() == x.stride():
-        compute(x, scale, numerics, True)
+    dense = x.is_contiguous() and y.is_contiguous()
+    if y.data_ptr() == x.data_ptr() and (dense or y.stride() == x.stride()):
+        compute(y, scale, numerics, True)
         return
-    if _surely_overlap(x, y):
+    if dense and abs(x.data_ptr() - y.data_ptr()) < x.nbytes:
         raise TensorError("out overlaps x without being x; pass x itself or memory of its own")
-    _increment_version(y)
+    _increment_version((y,))
     has_kernels = takes_kernels(x)
     if _may_overlap(x, y) or (has_kernels and row_pitch(x) is None):
         x = x.clone(memory_format=torch.contiguous_format)
@@ -136,7 +164,7 @@ def _prepare_call(x: torch.Tensor, address: int, scale: float, numerics: str, in
     def call_in_place(x: torch.Tensor, address: int) -> torch.Tensor:
         if x.is_inference():
             check_writable(x)
-        increment_version(x)  # a kernel writes behind PyTorch's back
+        increment_version((x,))  # a kernel writes behind PyTorch's back
         if current_device() == device:
             launch(raw_stream(device), address, address)
         else:
@@ -151,13 +179,14 @@ def _prepare_call(x: torch.Tensor, address: int, scale: float, numerics: str, in
             queue(launch, device, address, y.data_ptr())
         return y
 
-    return call_in_place if inplace else call_out_of_place
+    return Call(call_in_place if inplace else call_out_of_place, scale, numerics)
 
 
 def _prepare_launch(
     x: torch.Tensor, x_pitch: int, y_pitch: int, aligned: bool, in_place: bool, scale: float, numerics: str
 ) -> Launch | None:
-    """The launch of a kernel that serves x and a target with these pitches, in elements; None where there is no such."""
+    """The launch of a kernel that serves x and a target with these pitches, in elements; None where there is no
+    such."""
     columns = x.shape[-1]
     rows = x.numel() // columns
     n = padded(columns)
@@ -207,11 +236,6 @@ def _transformed_copy(x: torch.Tensor, scale: float, numerics: str) -> torch.Ten
         _launch(copy, copy, scale, numerics)
         return part
     return None
-
-
-def _surely_overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether both are without gaps and share memory."""
-    return x.is_contiguous() and y.is_contiguous() and 0 <= abs(x.data_ptr() - y.data_ptr()) < x.nbytes
 
 
 def _may_overlap(x: torch.Tensor, y: torch.Tensor) -> bool:

@@ -53,9 +53,7 @@ def find(device: int, problem: Problem, in_place: bool, elements: int) -> Loaded
     return _found[key]
 
 
-def find_for_scale(
-    device: int, problem: Problem, in_place: bool, elements: int, scale: float
-) -> LoadedKernel | None:
+def find_for_scale(device: int, problem: Problem, in_place: bool, elements: int, scale: float) -> LoadedKernel | None:
     """`find`, or the accurate kernel where the fast one cannot hold the scale."""
     kernel = find(device, problem, in_place, elements)
     if kernel is None:
@@ -94,8 +92,8 @@ def warmup(
     inplace, numerics: as in the calls to come; both of each, if not given. `out=` counts as not in place.
     device: that of the tensors to come; the current CUDA device, if not given. Other devices have no kernels.
 
-    Tensors whose rows lie apart, or whose address is no multiple of 16 bytes, have kernels of their own; those are loaded
-    too. Returns how many different kernels the calls may now run; 0 where PyTorch does the work.
+    Tensors whose rows lie apart, or whose address is no multiple of 16 bytes, have kernels of their own; those are
+    loaded too. Returns how many different kernels the calls may now run; 0 where PyTorch does the work.
 
     Raises `UsageError` for a bad argument or where there is no such device, `DeviceError` where a kernel does not load
     while a graph is being captured.
@@ -109,7 +107,7 @@ def warmup(
     index = _warmed_device(device)
     if index is None:
         return 0
-    kernels = set()
+    ready = set()
     for length in lengths:
         padded = max(2, 1 << (length - 1).bit_length())
         smallest = bucket(padded)
@@ -122,8 +120,8 @@ def warmup(
         }
         for problem in filter(None, problems):
             for in_place in (False, True) if inplace is None else (inplace,):
-                kernels.update(find(index, problem, in_place, 1 << each) for each in buckets)
-    return len({id(kernel) for kernel in kernels if kernel is not None})
+                ready.update(id(find(index, problem, in_place, 1 << each)) for each in buckets)
+    return len(ready - {id(None)})
 
 
 def _warmed_device(device: int | str | torch.device | None) -> int | None:

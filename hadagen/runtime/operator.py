@@ -21,9 +21,9 @@ from torch.overrides import has_torch_function_unary
 
 from hadagen.errors import TensorError
 from hadagen.runtime.checks import check_like, check_options, check_tensor
-from hadagen.runtime.compute import compute, compute_into
+from hadagen.runtime.compute import Call, compute, compute_into
 
-_LIBRARY = torch.library.Library("hadagen", "DEF")
+_LIBRARY: Any = torch.library.Library("hadagen", "DEF")  # type: ignore[no-untyped-call]
 for _schema in (
     "hadamard_transform(Tensor x, float scale, str numerics) -> Tensor",
     "hadamard_transform_(Tensor(a!) x, float scale, str numerics) -> ()",
@@ -70,48 +70,59 @@ def _into_fake(x: torch.Tensor, scale: float, numerics: str, out: torch.Tensor) 
 # The matrix is symmetric, also where rows are padded and the result is cut, for that leaves its first rows and columns.
 # So gradients and tangents are transformed exactly as x is.
 #
-# These run where the dispatcher has come to autograd, at one level of torch.func's transforms. `torch.autograd.Function`
-# would begin with those anew; its base class does what it does at one level.
+# These run where the dispatcher has come to autograd, at one level of torch.func's transforms.
+# `torch.autograd.Function` would begin with those anew; its base class does what it does at one level.
 class _Functional(_SingleLevelFunction):
     @staticmethod
-    def forward(x: torch.Tensor, scale: float, numerics: str) -> torch.Tensor:
-        if has_only_memory(x):
-            return compute(x, scale, numerics, False)
-        with torch._C._AutoDispatchBelowAutograd():
-            result: torch.Tensor = functional(x, scale, numerics)
-            return result
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[torch.Tensor, float, str], output: torch.Tensor) -> None:
-        _, ctx.scale, ctx.numerics = inputs
+    def forward(ctx: Any, x: torch.Tensor, scale: float, numerics: str) -> torch.Tensor:
+        ctx.options = scale, numerics
+        return _below_autograd(x, scale, numerics)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return transform(gradient, ctx.scale, ctx.numerics), None, None
+        return transform(gradient, *ctx.options), None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: torch.Tensor, *_: None) -> torch.Tensor:
-        return transform(tangent, ctx.scale, ctx.numerics)
+        return transform(tangent, *ctx.options)
+
+
+class Remembered(_SingleLevelFunction):
+    """The same for a call that comes again, past the dispatcher: x has only memory, and no tangent."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, call: Call, address: int) -> torch.Tensor:
+        ctx.call = call
+        return call.run(x, address)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return transform(gradient, ctx.call.scale, ctx.call.numerics), None, None
 
 
 class _InPlace(_SingleLevelFunction):
     @staticmethod
-    def forward(x: torch.Tensor, scale: float, numerics: str) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, scale: float, numerics: str) -> torch.Tensor:
+        ctx.options = scale, numerics
+        ctx.mark_dirty(x)
         with torch._C._AutoDispatchBelowAutograd():
             in_place(x, scale, numerics)
         return x
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[torch.Tensor, float, str], output: torch.Tensor) -> None:
-        x, ctx.scale, ctx.numerics = inputs
-        ctx.mark_dirty(x)
 
     backward = _Functional.backward
 
     @staticmethod
     def jvp(ctx: Any, tangent: torch.Tensor, *_: None) -> torch.Tensor:
-        in_place(tangent, ctx.scale, ctx.numerics)
+        in_place(tangent, *ctx.options)
         return tangent
+
+
+def _below_autograd(x: torch.Tensor, scale: float, numerics: str) -> torch.Tensor:
+    if has_only_memory(x):
+        return compute(x, scale, numerics, False)
+    with torch._C._AutoDispatchBelowAutograd():
+        result: torch.Tensor = functional(x, scale, numerics)
+        return result
 
 
 def transform(x: torch.Tensor, scale: float, numerics: str) -> torch.Tensor:
@@ -149,19 +160,20 @@ def _at_one_level() -> AbstractContextManager[None]:
 def _functional_autograd(x: torch.Tensor, scale: float, numerics: str) -> torch.Tensor:
     if needs_derivative(x):
         with _at_one_level():
-            result: torch.Tensor = _Functional.apply(x, scale, numerics)  # type: ignore[no-untyped-call]
+            result: torch.Tensor = _Functional.apply(x, scale, numerics)  # type: ignore[attr-defined]
         return result
-    return _Functional.forward(x, scale, numerics)
+    return _below_autograd(x, scale, numerics)
 
 
 def _in_place_autograd(x: torch.Tensor, scale: float, numerics: str) -> None:
     if not needs_derivative(x):
-        _InPlace.forward(x, scale, numerics)
+        with torch._C._AutoDispatchBelowAutograd():
+            in_place(x, scale, numerics)
         return
     if x.requires_grad and (x._base if x._base is not None else x).is_leaf:
         raise TensorError("x is a leaf, or a view of one, that requires grad; leave out inplace=True or use no_grad")
     with _at_one_level():
-        _InPlace.apply(x, scale, numerics)  # type: ignore[no-untyped-call]
+        _InPlace.apply(x, scale, numerics)  # type: ignore[attr-defined]
 
 
 def _into_autograd(x: torch.Tensor, scale: float, numerics: str, out: torch.Tensor) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.autograd import forward_ad
@@ -19,6 +19,7 @@ _is_grad_enabled = torch.is_grad_enabled
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _dispatch_modes: Any = torch._C._len_torch_dispatch_stack
 _is_tracing: Any = torch._C._is_tracing
+_with_gradient: Any = operator.Remembered.apply  # type: ignore[attr-defined]
 _in_functorch: Any = torch._C._are_functorch_transforms_active
 
 
@@ -32,49 +33,59 @@ def hadamard_transform(
 ) -> torch.Tensor:
     """(x · H_n) · scale over the last dimension, where H_n is the Hadamard matrix of ±1 in Sylvester's order.
 
-    x: [..., m] with m at least 1, of type float16, bfloat16, float32 or float64, with any strides, on any device. Where m
+    x: [..., m] with m at least 1, of type float16, bfloat16, float32 or float64, with any strides, on any device. Where
+    m
         is no power of two, each row counts as zero-padded to the next one, n, and the first m results are returned.
-        On a GPU for which there are kernels, all types but float64 run one of them for m from 2 to 32768; everything else
-        runs in plain PyTorch.
+        On a GPU for which there are kernels, all types but float64 run one of them for m from 2 to 32768; everything
+        else runs in plain PyTorch.
     scale: n ** -0.5 makes the transform orthonormal and, where m = n, its own inverse.
     inplace: overwrite x and return it.
     out: write here and return it: a tensor of x's shape, dtype and device, either x itself or not overlapping it.
     numerics: "accurate" rounds once, when the result is stored; "fast" may also round in between.
 
-    Returns a tensor of x's shape, dtype and device, also under autocast; contiguous, unless it is x or out. Differentiable
-    in x, any number of times. Runs on the current stream of x's device. There may be no rows at all.
+    Returns a tensor of x's shape, dtype and device, also under autocast; contiguous, unless it is x or out.
+    Differentiable in x, any number of times. Runs on the current stream of x's device. There may be no rows at all.
 
     Raises TypeError where x, out or scale is of a wrong type; `UsageError`, a ValueError, for a bad scale or numerics;
-    `TensorError`, a RuntimeError too, for a tensor that cannot be transformed or written to; `DeviceError` where the GPU
-    refuses the launch. Nothing is written before the arguments are known to be good.
+    `TensorError`, a RuntimeError too, for a tensor that cannot be transformed or written to; `DeviceError` where the
+    GPU refuses the launch. Nothing is written before the arguments are known to be good.
     """
     # A call that comes again goes straight to its kernel, past PyTorch's dispatcher, where that has nothing to do: no
-    # gradient, no mode or transform or subclass that wants to see the operator, no trace.
+    # mode, transform or subclass wants to see the operator, and nothing is being traced.
     if (
         not _is_dynamo_compiling()
         and out is None
         and type(x) is _Tensor
         and not has_torch_function_unary(x)
-        and not (x.requires_grad and _is_grad_enabled())
-        and forward_ad._current_level < 0
         and not _dispatch_modes()
         and not _is_tracing()
-        and not (inplace and _in_functorch())
+        and forward_ad._current_level < 0
     ):
         try:
             address = x.data_ptr()
-            key = (x.shape, x.stride(), x.dtype, x.get_device(), address & 15, scale, numerics, inplace)
+            key = (
+                x.shape,
+                x.is_contiguous() or x.stride(),
+                x.dtype,
+                x.get_device(),
+                address & 15,
+                scale,
+                numerics,
+                inplace,
+            )
             call = calls.get(key)
         except (RuntimeError, TypeError):  # no memory, as under vmap, or no good argument
             call = None
         if call is not None and address:
-            return call(x, address)
+            if not (x.requires_grad and _is_grad_enabled()):
+                if not (inplace and _in_functorch()):
+                    return call.run(x, address)
+            elif not (inplace or _in_functorch()):
+                return cast(torch.Tensor, _with_gradient(x, call, address))
     return _dispatched(x, scale, inplace, out, numerics)
 
 
-def _dispatched(
-    x: torch.Tensor, scale: float, inplace: bool, out: torch.Tensor | None, numerics: str
-) -> torch.Tensor:
+def _dispatched(x: torch.Tensor, scale: float, inplace: bool, out: torch.Tensor | None, numerics: str) -> torch.Tensor:
     check_is_tensor(x, "x")
     check_is_number(scale)
     if out is not None:
@@ -92,5 +103,4 @@ def _dispatched(
     if out is not None:
         operator.into(x, scale, numerics, out)
         return out
-    result: torch.Tensor = operator.functional(x, scale, numerics)
-    return result
+    return cast(torch.Tensor, operator.functional(x, scale, numerics))
