@@ -10,7 +10,8 @@ could not be made functional by torch.compile.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -105,7 +106,7 @@ class _InPlace(_SingleLevelFunction):
     def forward(ctx: Any, x: torch.Tensor, scale: float, numerics: str) -> torch.Tensor:
         ctx.options = scale, numerics
         ctx.mark_dirty(x)
-        with torch._C._AutoDispatchBelowAutograd():
+        with _next_level():
             in_place(x, scale, numerics)
         return x
 
@@ -120,9 +121,21 @@ class _InPlace(_SingleLevelFunction):
 def _below_autograd(x: torch.Tensor, scale: float, numerics: str) -> torch.Tensor:
     if has_only_memory(x):
         return compute(x, scale, numerics, False)
-    with torch._C._AutoDispatchBelowAutograd():
+    with _next_level():
         result: torch.Tensor = functional(x, scale, numerics)
         return result
+
+
+@contextmanager
+def _next_level() -> Iterator[None]:
+    """Where the dispatcher goes on after autograd: under transforms of torch.func, to those outside of this one. They
+    want derivatives too, which PyTorch turns off while a function of its own runs."""
+    with ExitStack() as stack:
+        if torch._C._are_functorch_transforms_active():
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(forward_ad._set_fwd_grad_enabled(True))
+        stack.enter_context(torch._C._AutoDispatchBelowAutograd())
+        yield
 
 
 def transform(x: torch.Tensor, scale: float, numerics: str) -> torch.Tensor:
