@@ -143,6 +143,11 @@ class _Arguments(threading.local):
 _arguments = _Arguments()
 
 
+def argument_block() -> int:
+    """The address of what this thread launched last, as cuLaunchKernel takes it."""
+    return _arguments.block[1]
+
+
 class _Streams(dict[int, Any]):
     """CUstream by handle: a launch would make one of a number each time."""
 

@@ -107,7 +107,7 @@ def warmup(
     index = _warmed_device(device)
     if index is None:
         return 0
-    ready = set()
+    ready: set[int] = set()
     for length in lengths:
         padded = max(2, 1 << (length - 1).bit_length())
         smallest = bucket(padded)
