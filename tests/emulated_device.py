@@ -43,10 +43,13 @@ class EmulatedKernel:
             assert (x | y) % (size if problem.pitched else 16) == 0
             if self.in_place:
                 assert rows.x_pitch == rows.y_pitch
-            values = np.zeros((count, problem.n))
-            values[:, : rows.columns] = self._rows(x, count, rows.columns, rows.x_pitch)
+            source = self._rows(x, count, rows.columns, rows.x_pitch)
+            target = self._rows(y, count, rows.columns, rows.y_pitch)
+            row = np.zeros((1, problem.n))
             with np.errstate(over="ignore"):  # infinities are what a kernel stores too
-                self._rows(y, count, rows.columns, rows.y_pitch)[:] = hadamard(values, scale)[:, : rows.columns]
+                for index in reversed(range(count)):  # one after the other, so that rows that overlap would show
+                    row[0, : rows.columns] = source[index]
+                    target[index] = hadamard(row, scale)[0, : rows.columns]
             self.launched.append(self)
 
         return launch

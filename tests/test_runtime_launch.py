@@ -129,6 +129,14 @@ def test_out_that_overlaps_rows_of_x_is_still_right(rows: slice, device: Emulate
     assert len(device.ran()) == 1
 
 
+@pytest.mark.parametrize("shift", [1, 50, 95, 150, 250])
+def test_out_that_overlaps_columns_of_x_is_still_right(shift: int, device: EmulatedDevice) -> None:
+    flat = normal(2000, dtype=HALF)
+    x, y = flat.as_strided((5, 96), (200, 1)), flat.as_strided((5, 96), (200, 1), shift)
+    wanted = padded(x)
+    assert same(hadamard_transform(x, out=y), wanted)
+
+
 @pytest.mark.parametrize("scale", [0.0, 1e-30, -1e-30, 1e30, 0.5, -0.5])
 def test_a_scale_out_of_the_range_of_a_kernel(scale: float, device: EmulatedDevice) -> None:
     x = normal(3, 64, dtype=HALF)
@@ -153,6 +161,14 @@ def test_a_call_that_comes_again_is_one_look_up(device: EmulatedDevice, monkeypa
         assert same(hadamard_transform(again, 0.5), padded(x, 0.5))
     assert device.searches == searches
     assert len(compute.calls) == 1
+
+
+def test_a_known_shape_at_another_address(device: EmulatedDevice) -> None:
+    flat = normal(400, dtype=HALF)
+    for offset in (0, 1, 8, 3, 0):
+        x = flat[offset : offset + 192].view(3, 64)
+        assert same(hadamard_transform(x), padded(x))
+        assert [kind(name) for name in device.ran()] == ["n64" if offset % 8 == 0 else "n64-pitched"]
 
 
 def test_known_calls_are_not_kept_without_end(device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:

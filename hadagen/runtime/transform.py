@@ -18,7 +18,6 @@ _Tensor = torch.Tensor
 _is_grad_enabled = torch.is_grad_enabled
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _dispatch_modes: Any = torch._C._len_torch_dispatch_stack
-_is_tracing: Any = torch._C._is_tracing
 _with_gradient: Any = operator.Remembered.apply  # type: ignore[attr-defined]
 _in_functorch: Any = torch._C._are_functorch_transforms_active
 
@@ -51,14 +50,14 @@ def hadamard_transform(
     GPU refuses the launch. Nothing is written before the arguments are known to be good.
     """
     # A call that comes again goes straight to its kernel, past PyTorch's dispatcher, where that has nothing to do: no
-    # mode, transform or subclass wants to see the operator, and nothing is being traced.
+    # mode, transform or subclass wants to see the operator. (While PyTorch traces, a shape is made of tensors, and
+    # never known.)
     if (
         not _is_dynamo_compiling()
         and out is None
         and type(x) is _Tensor
         and not has_torch_function_unary(x)
         and not _dispatch_modes()
-        and not _is_tracing()
         and forward_ad._current_level < 0
     ):
         try:
