@@ -132,7 +132,7 @@ def test_out_that_overlaps_rows_of_x_is_still_right(rows: slice, device: Emulate
 @pytest.mark.parametrize("shift", [1, 50, 95, 150, 250])
 def test_out_that_overlaps_columns_of_x_is_still_right(shift: int, device: EmulatedDevice) -> None:
     flat = normal(2000, dtype=HALF)
-    x, y = flat.as_strided((5, 96), (200, 1)), flat.as_strided((5, 96), (200, 1), shift)
+    y, x = flat.as_strided((5, 96), (200, 1)), flat.as_strided((5, 96), (200, 1), shift)
     wanted = padded(x)
     assert same(hadamard_transform(x, out=y), wanted)
 
