@@ -16,6 +16,7 @@ import click
 from hadagen.cli.bench import bench
 from hadagen.cli.best import best
 from hadagen.cli.bundle import bundle
+from hadagen.cli.calls import calls
 from hadagen.cli.doctor import doctor
 from hadagen.cli.emit import emit
 from hadagen.cli.listing import list_
@@ -68,5 +69,5 @@ def main(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-for command in (tune, best, list_, emit, space, bench, bundle, doctor):
+for command in (tune, best, list_, emit, space, bench, calls, bundle, doctor):
     main.add_command(command)

@@ -1,16 +1,18 @@
-"""Brings the README's numbers and picture up to date with the measured tables in `docs/data`.
+"""Brings the numbers in the README and in performance.md, and the picture, up to date with the tables in `docs/data`.
 
     python docs/refresh.py            # write them
     python docs/refresh.py --check    # change nothing; fail, naming what is out of date
 
 `data/h100.csv` is written by `hadagen bundle export` from the shipped bundle; `data/peers_h100.csv` holds the same
-cells for the libraries we compare with. Drawing needs matplotlib (pip install 'hadagen[docs]'); checking does not.
+cells for the libraries we compare with. `data/calls_h100.json` is written by `hadagen calls --json`. Drawing needs
+matplotlib (pip install 'hadagen[docs]'); checking does not.
 """
 
 from __future__ import annotations
 
 import csv
 import hashlib
+import json
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -22,8 +24,11 @@ OURS = DOCS / "data" / "h100.csv"
 PEERS = DOCS / "data" / "peers_h100.csv"
 PICTURE = DOCS / "assets" / "speed.svg"
 README = DOCS.parent / "README.md"
+CALLS = DOCS / "data" / "calls_h100.json"
+PERFORMANCE = DOCS / "performance.md"
 
 BEGIN, END = "<!-- numbers:begin -->", "<!-- numbers:end -->"
+CALLS_BEGIN, CALLS_END = "<!-- calls:begin -->", "<!-- calls:end -->"
 NO_DATA = "*No measured table has been committed yet.*"
 
 # What the table and the picture show.
@@ -101,13 +106,33 @@ def _table(speeds: Speeds) -> str:
     return "\n".join(lines)
 
 
+def call_table() -> str:
+    """What performance.md shows of the CPU time of calls, in Markdown."""
+    if not CALLS.exists():
+        return NO_DATA
+    data = json.loads(CALLS.read_text(encoding="utf-8"))
+    versions = f"Python {data['python']} and PyTorch {data['torch']}"
+    head = f"On a {data['gpu']}, with {versions}, for a {data['tensor']} tensor:"
+    lines = [f"| {name} | {us:.1f} |" for name, us in data["us"].items()]
+    return "\n".join([head, "", "| call | µs |", "| --- | ---: |", *lines])
+
+
 def with_numbers(readme: str, text: str) -> str:
     """The README with `text` between its markers."""
-    before, begin, rest = readme.partition(BEGIN)
-    _, end, after = rest.partition(END)
+    return _between(README, readme, BEGIN, text, END)
+
+
+def with_calls(document: str) -> str:
+    """performance.md with the table of calls between its markers."""
+    return _between(PERFORMANCE, document, CALLS_BEGIN, call_table(), CALLS_END)
+
+
+def _between(path: Path, document: str, first: str, text: str, last: str) -> str:
+    before, begin, rest = document.partition(first)
+    _, end, after = rest.partition(last)
     if not (begin and end):
-        raise SystemExit(f"{README.name} has no {BEGIN} … {END}; put the two markers back")
-    return f"{before}{BEGIN}\n{text}\n{END}{after}"
+        raise SystemExit(f"{path.name} has no {first} … {last}; put the two markers back")
+    return f"{before}{first}\n{text}\n{last}{after}"
 
 
 def fingerprint() -> str:
@@ -156,12 +181,13 @@ def draw(speeds: Speeds, path: Path, description: str) -> None:
 
 def outdated() -> list[str]:
     """Names of the files that do not say what the data says."""
-    readme = README.read_text(encoding="utf-8")
+    readme, performance = README.read_text(encoding="utf-8"), PERFORMANCE.read_text(encoding="utf-8")
+    calls = [] if with_calls(performance) == performance else [PERFORMANCE.name]
     if not OURS.exists():
-        return [] if with_numbers(readme, NO_DATA) == readme else [README.name]
+        return calls if with_numbers(readme, NO_DATA) == readme else [README.name, *calls]
     stale = [] if with_numbers(readme, numbers(read_speeds(OURS, PEERS))) == readme else [README.name]
     drawn = PICTURE.exists() and fingerprint() in PICTURE.read_text(encoding="utf-8")
-    return stale + ([] if drawn else [PICTURE.name])
+    return stale + ([] if drawn else [PICTURE.name]) + calls
 
 
 def main(arguments: list[str]) -> None:
@@ -173,6 +199,7 @@ def main(arguments: list[str]) -> None:
         raise SystemExit("usage: python docs/refresh.py [--check]")
     if not OURS.exists():
         raise SystemExit(f"{OURS} is missing; make it with hadagen bundle export")
+    PERFORMANCE.write_text(with_calls(PERFORMANCE.read_text(encoding="utf-8")), encoding="utf-8")
     speeds = read_speeds(OURS, PEERS)
     readme = README.read_text(encoding="utf-8")
     README.write_text(with_numbers(readme, numbers(speeds)), encoding="utf-8")

@@ -2,7 +2,8 @@
 
     y = hadagen.hadamard_transform(x, x.shape[-1] ** -0.5)
 
-`best_config` says which kernel that runs. Nothing is imported before it is asked for, neither PyTorch nor CUDA.
+`best_config` says which kernel that runs, and `warmup` loads it beforehand. Nothing is imported before it is asked for,
+neither PyTorch nor CUDA.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from hadagen.problem import DType, Numerics, Problem
 
 if TYPE_CHECKING:
     from hadagen.runtime.choose import BestConfig, Match, best_config
+    from hadagen.runtime.kernels import warmup
     from hadagen.runtime.transform import hadamard_transform
 
     __version__: str
@@ -32,6 +34,7 @@ __all__ = [
     "UsageError",
     "best_config",
     "hadamard_transform",
+    "warmup",
 ]
 
 _LAZY = {
@@ -39,6 +42,7 @@ _LAZY = {
     "Match": "hadagen.runtime.choose",
     "best_config": "hadagen.runtime.choose",
     "hadamard_transform": "hadagen.runtime.transform",
+    "warmup": "hadagen.runtime.kernels",
 }
 
 

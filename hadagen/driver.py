@@ -10,7 +10,7 @@ import ctypes
 import functools
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -28,8 +28,8 @@ _FIXES = {
     "CUDA_ERROR_NO_DEVICE": "run on a machine with an NVIDIA GPU, or make one visible in CUDA_VISIBLE_DEVICES",
     "CUDA_ERROR_NO_BINARY_FOR_GPU": "tune for this GPU's architecture",
     "CUDA_ERROR_UNSUPPORTED_PTX_VERSION": "update the NVIDIA driver",
-    "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED": "make the first call before the graph capture begins",
-    "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED": "make the first call before the graph capture begins",
+    "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED": "call hadagen.warmup before the graph capture begins",
+    "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED": "call hadagen.warmup before the graph capture begins",
 }
 _RESTART = "restart the process, and look for the cause with compute-sanitizer or in the kernel log"
 _FIXES.update(
@@ -123,21 +123,42 @@ def _capture_allowed() -> Iterator[None]:
         check(driver.cuThreadExchangeStreamCaptureMode(previous))
 
 
+_NO_ROWS = RowShape(0, 0, 0)  # for a kernel that does not read them
+
+
 class _Arguments(threading.local):
-    """A parameter block for each thread: (const void* x, void* y, int64 elements, scale), and what a pitched kernel takes
-    after these, (int64 columns, x_pitch, y_pitch)."""
+    """A parameter block for each thread: (const void* x, void* y, int64 elements, scale), and what a pitched kernel
+    takes after these, (int64 columns, x_pitch, y_pitch)."""
 
     layout = struct.Struct("=QQqI4xqqq")
     offsets = (0, 8, 16, 24, 32, 40, 48)
 
     def __init__(self) -> None:
-        self.values = ctypes.create_string_buffer(self.layout.size)
-        start = ctypes.addressof(self.values)
+        values = ctypes.create_string_buffer(self.layout.size)
+        start = ctypes.addressof(values)
         self._pointers = (ctypes.c_void_p * len(self.offsets))(*(start + offset for offset in self.offsets))
-        self.address = ctypes.addressof(self._pointers)
+        self.block = values, ctypes.addressof(self._pointers)  # in one attribute, for each costs time
 
 
 _arguments = _Arguments()
+
+
+def argument_block() -> int:
+    """The address of what this thread launched last, as cuLaunchKernel takes it."""
+    return _arguments.block[1]
+
+
+class _Streams(dict[int, Any]):
+    """CUstream by handle: a launch would make one of a number each time."""
+
+    def __missing__(self, handle: int) -> Any:
+        self[handle] = stream = bindings().CUstream(handle)
+        return stream
+
+
+_streams = _Streams()
+
+Launch = Callable[[int, int, int], None]  # (stream, x, y)
 
 
 @dataclass(frozen=True)
@@ -154,30 +175,39 @@ class LoadedKernel:
     module: Any  # CUmodule
     function: Any  # CUfunction
 
-    def launch(
-        self, stream: int, x: int, y: int, elements: int, scale: float, rows: RowShape = RowShape(0, 0, 0)
-    ) -> None:
+    def launch(self, stream: int, x: int, y: int, elements: int, scale: float, rows: RowShape = _NO_ROWS) -> None:
         """Queues y = (x · H) · scale on a stream of the device, whose context must be current or none at all.
 
         x, y: device addresses, multiples of 16 bytes (of an element where the kernel is pitched), equal or not
-        overlapping. elements: rows · n, at least 1. scale: of a size within `spec.scale_form.range`. rows: read by pitched
-        kernels only. stream: its handle as an integer. Raises `DriverError`; what fails while the kernel runs shows up
-        later.
+        overlapping. elements: rows · n, at least 1. scale: of a size within `spec.scale_form.range`. rows: read by
+        pitched kernels only. stream: its handle as an integer. Raises `DriverError`; what fails while the kernel runs
+        shows up later.
         """
+        self.prepared(elements, scale, rows)(stream, x, y)
+
+    def prepared(self, elements: int, scale: float, rows: RowShape = _NO_ROWS) -> Launch:
+        """`launch` with all known but stream and addresses, for calls that come again: it then does only what it
+        must."""
         driver = bindings()
-        spec = self.spec
-        arguments = _arguments
-        word = scale_word(spec.scale_form, scale)
-        arguments.layout.pack_into(arguments.values, 0, x, y, elements, word, *rows)
-        blocks = spec.grid(elements, self.resident_blocks)
-        geometry = (blocks, 1, 1, spec.threads, 1, 1, spec.shared_bytes, stream, arguments.address, 0)
-        result = driver.cuLaunchKernel(self.function, *geometry)
-        if not result[0]:
-            return
-        if result[0] == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:  # the first CUDA call of this thread
-            check(driver.cuCtxSetCurrent(primary_context(self.device)), f"switching to CUDA device {self.device}")
-            result = driver.cuLaunchKernel(self.function, *geometry)
-        check(result, f"launching {self.entry} on {elements} elements")
+        launch_kernel, function, arguments, streams = driver.cuLaunchKernel, self.function, _arguments, _streams
+        pack = arguments.layout.pack_into
+        threads, shared_bytes = self.spec.threads, self.spec.shared_bytes
+        blocks = self.spec.grid(elements, self.resident_blocks)
+        word = scale_word(self.spec.scale_form, scale)
+        columns, x_pitch, y_pitch = rows
+
+        def launch(stream: int, x: int, y: int) -> None:
+            values, address = arguments.block
+            pack(values, 0, x, y, elements, word, columns, x_pitch, y_pitch)
+            result = launch_kernel(function, blocks, 1, 1, threads, 1, 1, shared_bytes, streams[stream], address, 0)
+            if not result[0]:
+                return
+            if result[0] == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:  # the first CUDA call of this thread
+                check(driver.cuCtxSetCurrent(primary_context(self.device)), f"switching to CUDA device {self.device}")
+                result = launch_kernel(function, blocks, 1, 1, threads, 1, 1, shared_bytes, streams[stream], address, 0)
+            check(result, f"launching {self.entry} on {elements} elements")
+
+        return launch
 
 
 def load(image: bytes, entry: str, spec: LaunchSpec, device: int = 0) -> LoadedKernel:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import importlib.util
+import json
 import re
 from pathlib import Path
 from types import ModuleType
@@ -30,9 +31,10 @@ refresh = load_refresh()
 @pytest.fixture
 def documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A README and measured tables in which hadagen is everywhere twice as fast as its peers."""
-    for name in ("OURS", "PEERS", "PICTURE", "README"):
+    for name in ("OURS", "PEERS", "PICTURE", "README", "CALLS", "PERFORMANCE"):
         monkeypatch.setattr(refresh, name, tmp_path / Path(getattr(refresh, name)).name)
     (tmp_path / "README.md").write_text(f"before\n{refresh.BEGIN}\nold\n{refresh.END}\nafter\n")
+    (tmp_path / "performance.md").write_text(f"a\n{refresh.CALLS_BEGIN}\n{refresh.NO_DATA}\n{refresh.CALLS_END}\nb\n")
     cells = [(n, elements, cache) for n in (128, 32768) for _, elements, cache in refresh.REGIMES]
     write_table(
         refresh.OURS,
@@ -95,6 +97,23 @@ def test_a_changed_table_outdates_both(documents: Path) -> None:
     assert refresh.outdated() == ["README.md", "speed.svg"]
 
 
+def test_the_cost_of_calls(documents: Path) -> None:
+    pytest.importorskip("matplotlib", reason="drawing needs the docs extra")
+    refresh.main([])
+    data = {"gpu": "NVIDIA H100", "python": "3.12.1", "torch": "2.11.0", "tensor": "[64, 128] float16"}
+    refresh.CALLS.write_text(json.dumps({**data, "us": {"in place": 4.56, "out of place": 7}}))
+    assert refresh.outdated() == ["performance.md"]
+    refresh.main([])
+    assert refresh.outdated() == []
+    text = (documents / "performance.md").read_text()
+    begin = f"a\n{refresh.CALLS_BEGIN}\nOn a NVIDIA H100, with Python 3.12.1 and PyTorch 2.11.0, for a [64, 128]"
+    assert text.startswith(begin)
+    assert "| in place | 4.6 |\n| out of place | 7.0 |\n" in text
+    (documents / "performance.md").write_text("no markers")
+    with pytest.raises(SystemExit, match=r"performance.md has no .* put the two markers back"):
+        refresh.outdated()
+
+
 def test_without_a_table_there_is_nothing_to_refresh(documents: Path) -> None:
     refresh.OURS.unlink()
     with pytest.raises(SystemExit, match="is missing; make it with hadagen bundle export"):
@@ -104,7 +123,7 @@ def test_without_a_table_there_is_nothing_to_refresh(documents: Path) -> None:
         refresh.outdated()
 
 
-@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "docs/architecture.md"])
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/performance.md"])
 def test_what_a_document_names_is_there(name: str) -> None:
     text = (ROOT / name).read_text()
     for link in re.findall(r"\]\((?!http)([^)#]+)\)", text):

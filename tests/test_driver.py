@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from enum import IntEnum
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ import pytest
 from hadagen import driver
 from hadagen.driver import DriverError
 from hadagen.errors import DeviceError
-from hadagen.launch import LaunchSpec
+from hadagen.launch import LaunchSpec, RowShape
 
 
 class CUresult(IntEnum):
@@ -35,6 +36,7 @@ class FakeDriver:
     CUfunction_attribute = SimpleNamespace(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES="shared")
     CUdevice_attribute = SimpleNamespace(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT="sms")
     CUlaunchConfig = SimpleNamespace
+    CUstream = int
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -68,6 +70,7 @@ class FakeDriver:
         pointers = ctypes.cast(geometry[8], ctypes.POINTER(ctypes.c_void_p))
         kinds = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int64, ctypes.c_float)
         arguments = [ctypes.cast(pointers[i], ctypes.POINTER(kind)).contents.value for i, kind in enumerate(kinds)]
+        self.rows = [ctypes.cast(pointers[i], ctypes.POINTER(ctypes.c_int64)).contents.value for i in (4, 5, 6)]
         self.launched.append((function, geometry[:8], arguments))
         codes = self.codes.get("cuLaunchKernel")
         return (codes.pop(0) if codes else CUresult.CUDA_SUCCESS,)
@@ -77,6 +80,7 @@ class FakeDriver:
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     fake = FakeDriver()
     monkeypatch.setattr(driver, "bindings", lambda: fake)
+    monkeypatch.setattr(driver, "_streams", driver._Streams())
     monkeypatch.setattr(driver, "primary_context", driver.primary_context.__wrapped__)
     return fake
 
@@ -94,6 +98,16 @@ def test_loading_and_launching(fake: FakeDriver) -> None:
     kernel.launch(7, 0x1000, 2**63, 3 * 2**40 + 1, -0.5)
     blocks = (3 * 2**40 + 4096) // 4096
     assert fake.launched == [("function", (blocks, 1, 1, 256, 1, 1, 0, 7), [0x1000, 2**63, 3 * 2**40 + 1, -0.5])]
+
+
+def test_a_prepared_launch_takes_streams_and_addresses(fake: FakeDriver) -> None:
+    kernel = driver.load(b"image", "entry", replace(TILES, pitched=True))
+    launch = kernel.prepared(1 << 20, 0.25, RowShape(100, 2**33, 128))
+    for stream in (7, 9, 7):
+        launch(stream, 16 * stream, 32)
+    geometry = (256, 1, 1, 256, 1, 1, 0)
+    assert fake.launched == [("function", (*geometry, s), [16 * s, 32, 1 << 20, 0.25]) for s in (7, 9, 7)]
+    assert fake.rows == [100, 2**33, 128]
 
 
 def test_clusters_and_much_shared_memory(fake: FakeDriver) -> None:

@@ -11,18 +11,18 @@ from typing import Any
 
 import pytest
 import torch
-from test_runtime import VIEWS, expected
+from test_runtime import VIEWS, expected, padded
 
 import hadagen
 from hadagen import Match, Problem, best_config, driver, hadamard_transform
-from hadagen.runtime import bundles, kernels
+from hadagen.runtime import bundles, compute, kernels, operator
 from hadagen.runtime.choose import choose_from_bundles
 from hadagen.runtime.device import find_device
 from hadagen.trial import Destination
 
 pytestmark = pytest.mark.gpu
 
-DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 SIZES = [1 << k for k in range(1, 16)]
 GUARD = 4096  # elements on either side of a tensor that must not be written
 
@@ -37,6 +37,7 @@ def kernels_for_this_gpu() -> None:
 def nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_found", {})
     monkeypatch.setattr(kernels, "_loaded", {})
+    compute.calls.clear()
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float16, seed: int = 0) -> torch.Tensor:
@@ -59,14 +60,28 @@ def bound(problem: Problem, elements: int) -> float:
     return problem.error_bound * (1 if elements >= 8192 else 3)
 
 
-def found(x: torch.Tensor, numerics: str = "accurate", in_place: bool = False) -> driver.LoadedKernel | None:
-    return kernels.find(x.get_device(), x.shape[-1], x.dtype, numerics, in_place, x.numel())
+def found(
+    x: torch.Tensor, numerics: str = "accurate", in_place: bool = False, pitched: bool = False
+) -> driver.LoadedKernel | None:
+    n = compute.padded(x.shape[-1])
+    problem = kernels.problem_of(n, x.dtype, numerics, pitched)
+    return problem and kernels.find(x.get_device(), problem, in_place, x.numel() // x.shape[-1] * n)
+
+
+def dtype_name(x: torch.Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")
 
 
 def assert_good(y: torch.Tensor, x: torch.Tensor, scale: float = 1.0) -> None:
     assert found(x), "plain PyTorch did it"
     torch.cuda.synchronize()
-    assert error(y, x, scale) <= bound(Problem(x.shape[-1], str(x.dtype).removeprefix("torch.")), x.numel())
+    assert error(y, x, scale) <= bound(Problem(x.shape[-1], dtype_name(x)), x.numel())
+
+
+def require(kernel: driver.LoadedKernel | None) -> driver.LoadedKernel:
+    if kernel is None:
+        pytest.skip("no bundle has such a kernel")
+    return kernel
 
 
 # ---- values ----------------------------------------------------------------------------------------------------------
@@ -77,6 +92,7 @@ def assert_good(y: torch.Tensor, x: torch.Tensor, scale: float = 1.0) -> None:
 def test_every_kernel_against_float64(n: int, dtype: str, numerics: str, inplace: bool) -> None:
     """At every bucket's size and a ragged one beside it; nothing outside of the result is written."""
     problem = Problem(n, dtype, numerics)
+    require(found(normal(1, n, dtype=DTYPES[dtype]), numerics, inplace))
     counts = {1, 3} | {max(1, (1 << k) // n) + ragged for k in range(13, 26, 2) for ragged in (0, 1)}
     for rows in sorted(counts):
         scale = 0.3 * n**-0.5
@@ -116,16 +132,69 @@ def test_ptx_gives_the_same(nothing_loaded: None) -> None:
     kernel = bundle.kernel(entry.kernel)
     loaded = driver.load(kernel.ptx, kernel.entry, kernel.launch, x.get_device())
     y = torch.empty_like(x)
-    kernels.launch(loaded, x.data_ptr(), y.data_ptr(), x.numel(), 0.5)
+    kernels.queue(loaded.prepared(x.numel(), 0.5), x.get_device(), x.data_ptr(), y.data_ptr())
     assert_good(y, x, 0.5)
 
 
-@pytest.mark.parametrize(("n", "dtype"), [(1 << 16, torch.float16), (1, torch.bfloat16), (256, torch.float32)])
+@pytest.mark.parametrize(("n", "dtype"), [(1 << 16, torch.float16), (1, torch.bfloat16), (256, torch.float64)])
 def test_what_has_no_kernel_runs_in_pytorch(n: int, dtype: torch.dtype) -> None:
     x = normal(3, n, dtype=dtype)
-    assert found(x) is None
+    assert kernels.problem_of(n, dtype, "accurate", False) is None
     y = hadamard_transform(x, 0.5)
     torch.testing.assert_close(y.cpu(), expected(x.cpu(), 0.5).to(dtype), rtol=2e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-30, -1e-20, 0.01, -3.0, 1e5])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_any_scale_with_fast_kernels(dtype: str, scale: float) -> None:
+    x = normal(64, 512, dtype=DTYPES[dtype]) * 2.0**-10
+    for _ in range(2):
+        y = hadamard_transform(x, scale, numerics="fast")
+        wanted = (reference(x) * scale).to(x.dtype)
+        torch.testing.assert_close(y, wanted, rtol=2e-2, atol=float(wanted.abs().max()) * 1e-2)
+
+
+# ---- rows of any length, anywhere ------------------------------------------------------------------------------------
+@pytest.mark.parametrize("inplace", [False, True], ids=["out-of-place", "in-place"])
+@pytest.mark.parametrize("numerics", ["accurate", "fast"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [2, 3, 7, 48, 96, 100, 192, 255, 257, 1000, 4095, 5120, 11008, 14336, 18944, 32767])
+def test_pitched_rows_against_float64(columns: int, dtype: str, numerics: str, inplace: bool) -> None:
+    """Padded, at any address and pitch; nothing between the rows or around them is written."""
+    problem = Problem(compute.padded(columns), dtype, numerics, pitched=True)
+    for rows, pitch, offset in ((1, columns, 0), (3, columns + 1, 1), (65, columns + 8, 8), (1030, columns, 3)):
+        x = normal(rows, columns, dtype=DTYPES[dtype], seed=rows)
+        require(found(x, numerics, inplace, pitched=True))
+        buffer = torch.full((GUARD + offset + rows * pitch + GUARD,), 7.0, dtype=x.dtype, device="cuda")
+        y = buffer[GUARD + offset :].as_strided((rows, columns), (pitch, 1))
+        scale = 0.3 * columns**-0.5
+        if inplace:
+            y.copy_(x)
+            hadamard_transform(y, scale, inplace=True, numerics=numerics)
+        else:
+            hadamard_transform(x, scale, out=y, numerics=numerics)
+        wanted = padded(x.cpu(), scale)
+        wrong = float((y.cpu().double() - wanted).norm() / wanted.norm())
+        assert wrong <= bound(problem, x.numel()), f"{rows} rows, pitch {pitch}, offset {offset}"
+        if not inplace:  # and read from there
+            z = hadamard_transform(y, numerics=numerics)
+            wanted = padded(y.cpu())
+            assert float((z.cpu().double() - wanted).norm() / wanted.norm()) <= bound(problem, x.numel())
+        y.fill_(7.0)
+        assert bool((buffer == 7).all()), f"{rows} rows, pitch {pitch}, offset {offset}: written outside"
+
+
+@pytest.mark.parametrize("name", ["strided rows", "misaligned"])
+def test_rows_apart_need_no_copy(name: str) -> None:
+    x = VIEWS[name](normal(6, 4, 64))
+    require(found(x, pitched=True))
+    y = hadamard_transform(x)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    hadamard_transform(x, out=y)
+    hadamard_transform(x, inplace=True)
+    assert torch.cuda.max_memory_allocated() == before
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
@@ -209,6 +278,38 @@ def test_the_first_call_may_be_captured(nothing_loaded: None) -> None:
     assert_good(y, x, 1 / 32)
 
 
+def test_a_warm_call_loads_nothing(nothing_loaded: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert hadagen.warmup([1024, 96], torch.float16, device="cuda") > 0
+    monkeypatch.setattr(bundles, "known", None)
+    monkeypatch.setattr(driver, "load", None)
+    for x in (normal(100, 1024), normal(100, 1025)[:, 1:], normal(100, 96), normal(1 << 15, 1024)):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = hadamard_transform(x, 1 / 32, numerics="fast")
+            z = hadamard_transform(x, 1 / 32)
+        graph.replay()
+        torch.cuda.synchronize()
+        for each in (y, z):
+            wanted = padded(x[:100].cpu(), 1 / 32)
+            assert float((each[:100].cpu().double() - wanted).norm() / wanted.norm()) <= 7e-4
+
+
+@pytest.mark.parametrize("mode", ["global", "thread_local", "relaxed"])
+def test_the_first_call_may_be_captured_on_any_stream(mode: str, nothing_loaded: None) -> None:
+    x = torch.zeros(100, 512, dtype=torch.float16, device="cuda")
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode=mode):
+        y = hadamard_transform(x, 1 / 16)
+        hadamard_transform(y, 1 / 16, inplace=True)
+    x.copy_(normal(100, 512))
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        graph.replay()
+    torch.cuda.synchronize()
+    torch.testing.assert_close(y, x * 2, rtol=4e-3, atol=1e-2)
+
+
 def in_threads(work: Callable[[int], None], count: int = 8) -> None:
     failures: list[BaseException] = []
     start = threading.Barrier(count)
@@ -289,6 +390,88 @@ def test_compile() -> None:
         assert torch.equal(call(x), model(x))
 
 
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_the_operator_keeps_the_rules_of_pytorch(requires_grad: bool) -> None:
+    x = normal(16, 256, dtype=torch.float32).requires_grad_(requires_grad)
+    torch.library.opcheck(operator.functional, (x, 1 / 16, "accurate"))
+    torch.library.opcheck(operator.in_place, (x.clone(), 1 / 16, "accurate"))
+    if not requires_grad:
+        torch.library.opcheck(operator.into, (x, 1 / 16, "accurate", x.clone()))
+
+
+def test_compile_with_inductor() -> None:
+    torch.compiler.reset()
+
+    def model(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        hadamard_transform(x, 1 / 16, inplace=True)
+        return hadamard_transform(x + 1, 1 / 16, out=y) * 2
+
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        call = torch.compile(model, fullgraph=True, dynamic=True)
+        for rows in (2, 50, 999):
+            ours, theirs = normal(rows, 256), normal(rows, 256)
+            torch.testing.assert_close(call(ours, torch.empty_like(ours)), model(theirs, torch.empty_like(theirs)))
+            assert torch.equal(ours, theirs)
+
+
+def test_batches_and_autocast() -> None:
+    x = normal(8, 64, 256, dtype=torch.float32)
+    for dim in (0, 1):
+        y = torch.vmap(lambda x: hadamard_transform(x, 1 / 16), dim, dim)(x)
+        assert torch.equal(y, hadamard_transform(x, 1 / 16))
+    with torch.autocast("cuda"):
+        assert hadamard_transform(x).dtype == torch.float32
+
+
+def test_what_calls_cost() -> None:
+    from hadagen.runtime.costs import call_costs
+
+    costs = call_costs()
+    assert list(costs)[:4] == ["cuLaunchKernel", "+ packing the arguments", "+ finding the launch", "in place"]
+    assert all(0 < us < 1e4 for us in costs.values())
+
+
+def in_new_process(program: str) -> None:
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.returncode) == ("done\n", 0), done.stdout + done.stderr
+
+
+def test_a_fork_before_cuda_is_used() -> None:
+    in_new_process("""
+import os
+import torch, hadagen
+hadagen.hadamard_transform(torch.ones(3, 256, dtype=torch.float16))
+children = []
+for _ in range(2):
+    if not (child := os.fork()):
+        y = hadagen.hadamard_transform(torch.ones(3, 256, dtype=torch.float16, device="cuda"))
+        os._exit(0 if y[:, 0].eq(256).all() and y[:, 1:].eq(0).all() else 1)
+    children.append(child)
+assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0, 0]
+print("done")
+""")
+
+
+def test_a_fork_after_cuda_was_used_gets_the_error_of_pytorch() -> None:
+    in_new_process("""
+import os
+import torch, hadagen
+x = torch.ones(3, 256, dtype=torch.float16, device="cuda")
+hadagen.hadamard_transform(x, inplace=True)
+torch.cuda.synchronize()
+if not (child := os.fork()):
+    status = 1
+    try:
+        hadagen.hadamard_transform(x, inplace=True)
+    except RuntimeError as error:
+        status = 0 if "forked subprocess" in str(error) else 2
+    finally:
+        os._exit(status)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+print("done")
+""")
+
+
 def test_a_call_imports_no_tuner_and_needs_no_compiler() -> None:
     program = """
 import sys
@@ -318,6 +501,6 @@ def test_a_gpu_without_kernels_runs_pytorch(nothing_loaded: None, monkeypatch: p
 
 @pytest.mark.parametrize("options", [{"scale": float("nan")}, {"numerics": "exact"}, {"out": torch.ones(2, 256)}])
 def test_bad_input_launches_nothing(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "launch", None)
+    monkeypatch.setattr(driver.LoadedKernel, "prepared", None)
     with pytest.raises((ValueError, RuntimeError)):
         hadamard_transform(normal(2, 256), **options)

@@ -58,15 +58,15 @@ def find_device(device: int | str | torch.device | None = None, arch: str | None
 
     if not torch.cuda.is_available():
         raise UsageError("this machine has no CUDA device to choose for; name an arch, for instance sm90")
-    index = _index(device)
+    index = cuda_index(device)
     found = None if index is None else cuda_device(index)
     if found is None:
         raise UsageError(f"device {device!r} is not a CUDA device of this machine; name one, or name an arch too")
     return found
 
 
-def _index(device: Any) -> int | None:
-    """The number of a CUDA device of this machine; None where it is not one."""
+def cuda_index(device: Any = None) -> int | None:
+    """The number of a CUDA device of this machine, the current one where none is given; None where it is not one."""
     import torch
 
     if device is None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,15 +13,17 @@ import torch
 from hadagen import driver
 from hadagen.driver import LoadedKernel
 from hadagen.errors import DeviceError, UsageError
-from hadagen.problem import DType, Numerics, Problem
+from hadagen.problem import MAX_LOG2_N, DType, Numerics, Problem
 from hadagen.runtime.choose import bucket, choose_from_bundles
-from hadagen.runtime.device import cuda_device
+from hadagen.runtime.device import cuda_device, cuda_index
 from hadagen.trial import Destination
 from hadagen.tuning_db.bundle import Bundle
 
-_DTYPES = {torch.float16: DType.FLOAT16, torch.bfloat16: DType.BFLOAT16}
+_DTYPES = {torch.float16: DType.FLOAT16, torch.bfloat16: DType.BFLOAT16, torch.float32: DType.FLOAT32}
+# Beyond the last bucket that was timed its kernel is chosen; no GPU holds more elements than this in one tensor.
+_LARGEST_BUCKET = 40
 
-Key = tuple[int, int, torch.dtype, str, bool, int]  # the arguments of `find`, with the bucket of the elements
+Key = tuple[int, Problem, bool, int]  # device, problem, whether in place, bucket of the elements
 
 _found: dict[Key, LoadedKernel | None] = {}
 _loaded: dict[tuple[int, str], LoadedKernel] = {}  # by device and digest: buckets share kernels
@@ -29,33 +33,125 @@ _lock = threading.Lock()  # taken by those who find nothing in `_found`
 _raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None) or (
     lambda device: torch.cuda.current_stream(device).cuda_stream
 )
+_current_device: Any = getattr(torch._C, "_cuda_getDevice", None) or torch.cuda.current_device
 
 
-def find(device: int, n: int, dtype: torch.dtype, numerics: str, in_place: bool, elements: int) -> LoadedKernel | None:
+def problem_of(n: int, dtype: torch.dtype, numerics: str, pitched: bool) -> Problem | None:
+    """None where there are no kernels for such."""
+    if dtype not in _DTYPES or not 2 <= n <= 1 << MAX_LOG2_N:
+        return None
+    return Problem(n, _DTYPES[dtype], Numerics(numerics), pitched)
+
+
+def find(device: int, problem: Problem, in_place: bool, elements: int) -> LoadedKernel | None:
     """The kernel for `elements` = rows · n on a CUDA device, ready to launch; None where PyTorch must do it."""
-    key = (device, n, dtype, numerics, in_place, bucket(elements))
+    key = (device, problem, in_place, bucket(elements))
     if key not in _found:
         with _lock:
             if key not in _found:
-                _found[key] = _find(*key[:5], elements)
+                _found[key] = _find(*key[:3], elements)
     return _found[key]
 
 
-def launch(kernel: LoadedKernel, x: int, y: int, elements: int, scale: float) -> None:
-    """Queues the kernel on the current stream of its device. x, y: addresses on it. Raises `DriverError`."""
-    stream = _raw_stream(kernel.device)
-    if torch.cuda.current_device() == kernel.device:
-        kernel.launch(stream, x, y, elements, scale)
-    else:
-        with driver.active(kernel.device):
-            kernel.launch(stream, x, y, elements, scale)
-
-
-def _find(device: int, n: int, dtype: torch.dtype, numerics: str, in_place: bool, elements: int) -> LoadedKernel | None:
-    try:
-        problem = Problem(n, _DTYPES[dtype], Numerics(numerics))
-    except (KeyError, UsageError):  # kernels are made for none such
+def find_for_scale(device: int, problem: Problem, in_place: bool, elements: int, scale: float) -> LoadedKernel | None:
+    """`find`, or the accurate kernel where the fast one cannot hold the scale."""
+    kernel = find(device, problem, in_place, elements)
+    if kernel is None:
         return None
+    least, greatest = kernel.spec.scale_form.range
+    if least <= abs(scale) <= greatest:
+        return kernel
+    if problem.numerics is Numerics.ACCURATE:
+        return None
+    accurate = Problem(problem.n, problem.dtype, Numerics.ACCURATE, problem.pitched)
+    return find_for_scale(device, accurate, in_place, elements, scale)
+
+
+def queue(launch: driver.Launch, device: int, x: int, y: int) -> None:
+    """Queues a prepared launch on the current stream of its device. x, y: addresses on it. Raises `DriverError`."""
+    if _current_device() == device:
+        launch(_raw_stream(device), x, y)
+    else:
+        with driver.active(device):
+            launch(_raw_stream(device), x, y)
+
+
+def warmup(
+    n: int | Iterable[int],
+    dtype: torch.dtype | str | Iterable[torch.dtype | str],
+    *,
+    rows: int | Iterable[int] | None = None,
+    inplace: bool | None = None,
+    numerics: str | None = None,
+    device: int | str | torch.device | None = None,
+) -> int:
+    """Loads the kernels of later calls now, so that none of those waits, and none loads while a CUDA graph is captured.
+
+    n: last dimensions of the tensors to come, each at least 1. dtype: their types, such as torch.float16 or "float16".
+    rows: how many rows they will have, all dimensions but the last multiplied; any number, if not given.
+    inplace, numerics: as in the calls to come; both of each, if not given. `out=` counts as not in place.
+    device: that of the tensors to come; the current CUDA device, if not given. Other devices have no kernels.
+
+    Tensors whose rows lie apart, or whose address is no multiple of 16 bytes, have kernels of their own; those are
+    loaded too. Returns how many different kernels the calls may now run; 0 where PyTorch does the work.
+
+    Raises `UsageError` for a bad argument or where there is no such device, `DeviceError` where a kernel does not load
+    while a graph is being captured.
+    """
+    lengths = [_whole(value, "n") for value in _several(n)]
+    dtypes = [_dtype(value) for value in _several(dtype)]
+    contracts = [Numerics.ACCURATE]
+    if numerics is None or Problem(2, DType.FLOAT16, numerics).numerics is Numerics.FAST:  # type: ignore[arg-type]
+        contracts.append(Numerics.FAST)  # which falls back to accurate where the scale is out of its range
+    counts = None if rows is None else [_whole(value, "rows") for value in _several(rows)]
+    index = _warmed_device(device)
+    if index is None:
+        return 0
+    ready: set[int] = set()
+    for length in lengths:
+        padded = max(2, 1 << (length - 1).bit_length())
+        smallest = bucket(padded)
+        buckets = range(smallest, _LARGEST_BUCKET + 1) if counts is None else {bucket(padded * c) for c in counts}
+        problems = {
+            problem_of(padded, kind, contract.value, pitched)
+            for kind in dtypes
+            for contract in contracts
+            for pitched in (False, True)
+        }
+        for problem in filter(None, problems):
+            for in_place in (False, True) if inplace is None else (inplace,):
+                ready.update(id(find(index, problem, in_place, 1 << each)) for each in buckets)
+    return len(ready - {id(None)})
+
+
+def _warmed_device(device: int | str | torch.device | None) -> int | None:
+    """Its CUDA index; None where it has no kernels. Raises `UsageError` where this machine has no such device."""
+    if not torch.cuda.is_available() if device is None else str(device).partition(":")[0] == "cpu":
+        return None
+    index = cuda_index(device)
+    if index is None:
+        raise UsageError(f"device {device!r} is not a CUDA device of this machine; name one of those it has")
+    return index
+
+
+def _several(values: Any) -> list[Any]:
+    return list(values) if isinstance(values, Iterable) and not isinstance(values, str) else [values]
+
+
+def _whole(value: Any, name: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UsageError(f"{name} = {value!r} is not supported; give whole numbers, at least 1")
+    return value
+
+
+def _dtype(value: Any) -> torch.dtype:
+    found = getattr(torch, value, None) if isinstance(value, str) else value
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise UsageError(f"dtype {value!r} is not supported; give a floating-point type, such as torch.float16")
+    return found
+
+
+def _find(device: int, problem: Problem, in_place: bool, elements: int) -> LoadedKernel | None:
     target = cuda_device(device)
     if target is None:
         return None
@@ -80,3 +176,15 @@ def _load(bundle: Bundle, digest: str, device: int, *, compiled: bool) -> Loaded
         kernel = bundle.kernel(digest)
         _loaded[place] = driver.load(kernel.cubin if compiled else kernel.ptx, kernel.entry, kernel.launch, device)
     return _loaded[place]
+
+
+def _forget() -> None:
+    """In a forked child: what is loaded belongs to the parent, and a thread that is not here may hold the lock."""
+    global _lock
+    _lock = threading.Lock()
+    _found.clear()
+    _loaded.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)

@@ -1,0 +1,35 @@
+"""`hadagen calls`: what a call costs the CPU."""
+
+from __future__ import annotations
+
+import click
+
+from hadagen.cli import options
+from hadagen.cli.output import print_json, print_table
+
+
+@click.command()
+@click.option("--device", type=int, default=0, show_default=True, metavar="INDEX", help="CUDA device to run on.")
+@options.as_json
+def calls(device: int, as_json: bool) -> None:
+    """Time what a call costs the CPU, piece by piece, on a small tensor.
+
+    These are microseconds until a call returns, with the kernel queued; hadagen bench times the kernels themselves.
+    Where fast_hadamard_transform is installed, it is timed too.
+    """
+    from hadagen.measure import device_environment
+    from hadagen.runtime.costs import DTYPE, ROWS, N, call_costs
+
+    environment = device_environment(device)
+    costs = call_costs(device)
+    tensor = f"[{ROWS}, {N}] {str(DTYPE).removeprefix('torch.')}"
+    if as_json:
+        import platform
+
+        import torch
+
+        versions = {"python": platform.python_version(), "torch": torch.__version__, "driver": environment.driver}
+        print_json({"gpu": environment.gpu, **versions, "tensor": tensor, "us": costs})
+        return
+    click.echo(f"{environment.gpu}, {tensor}: CPU time of one call")
+    print_table(("call", "µs"), ((name, round(us, 2)) for name, us in costs.items()))

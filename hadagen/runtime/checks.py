@@ -1,0 +1,76 @@
+"""What is wrong with the arguments of a call, said in one sentence. Nothing here looks at memory, so that tensors
+without any (fake ones, those of torch.compile) are checked alike."""
+
+from __future__ import annotations
+
+from numbers import Real
+from typing import Any
+
+import torch
+
+from hadagen.errors import TensorError, UsageError
+from hadagen.problem import Numerics
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_NUMERICS = tuple(member.value for member in Numerics)
+_LARGEST_SCALE = torch.finfo(torch.float32).max  # kernels take the scale in float32
+
+
+def check_is_number(scale: Any) -> None:
+    """Raises TypeError."""
+    if not isinstance(scale, (float, int, Real)):  # a tensor is none, and would expect a gradient
+        raise TypeError(f"scale is a {type(scale).__name__}; pass a real number")
+
+
+def check_options(scale: float, numerics: str) -> None:
+    """Raises `UsageError` for a bad scale or numerics."""
+    if not abs(scale) <= _LARGEST_SCALE:
+        raise UsageError(f"scale = {scale} is not finite in float32; pass a number up to {_LARGEST_SCALE:.3g}")
+    if numerics not in _NUMERICS:
+        raise UsageError(f"numerics {numerics!r} is not supported; choose one of {_names(_NUMERICS)}")
+
+
+def check_is_tensor(x: Any, name: str) -> None:
+    """Raises TypeError."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} is a {type(x).__name__}; pass a torch.Tensor")
+
+
+def check_tensor(x: torch.Tensor) -> None:
+    """Raises `TensorError` for an input that cannot be transformed."""
+    if x.dtype not in DTYPES:
+        raise TensorError(f"x has the type {_plain(x.dtype)}; convert it to {_names(DTYPES)}")
+    if x.is_nested:
+        raise TensorError("x is a nested tensor; pass x.to_padded_tensor(0.0), or each of its parts")
+    if x.layout is not torch.strided:
+        raise TensorError(f"x has the layout {_plain(x.layout)}; convert it with x.to_dense()")
+    if x.dim() == 0:
+        raise TensorError("x has no dimension to transform; pass a tensor of shape [..., n]")
+    if x.shape[-1] < 1:
+        raise TensorError("the last dimension of x is 0; it must be at least 1")
+
+
+def check_like(x: torch.Tensor, out: torch.Tensor) -> None:
+    """Raises `TensorError` where out cannot take the result for x."""
+    for what in ("shape", "dtype", "device", "layout"):
+        mine, theirs = getattr(out, what), getattr(x, what)
+        if mine != theirs:
+            raise TensorError(f"out has the {what} {_plain(mine)} but x has {_plain(theirs)}; pass an out like x")
+
+
+def check_writable(y: torch.Tensor) -> None:
+    """Raises `TensorError` where the elements of y share memory, or PyTorch forbids to write it here."""
+    if y.is_inference() and not torch.is_inference_mode_enabled():
+        raise TensorError(
+            "the tensor to write was made in inference mode; write it in that mode too, or clone it first"
+        )
+    if not y.is_contiguous() and torch._debug_has_internal_overlap(y) == 1:
+        raise TensorError("several elements of the tensor to write share memory (expand does that); clone it first")
+
+
+def _names(values: tuple[Any, ...]) -> str:
+    return ", ".join(_plain(value) for value in values)
+
+
+def _plain(value: Any) -> str:
+    return str(tuple(value)) if isinstance(value, torch.Size) else str(value).removeprefix("torch.")

@@ -1,0 +1,260 @@
+"""The transform of tensors that have memory, without derivatives: a kernel where one serves them, plain PyTorch
+elsewhere.
+
+Kernels come in two kinds. A *contiguous* one takes whole rows of n elements without gaps, at addresses that are
+multiples of 16 bytes. A *pitched* one takes rows of up to n elements, zero-padded, at any address and any distance from
+each other. So only tensors whose elements lie in yet another order are copied: transposed ones, for instance.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from hadagen.driver import Launch
+from hadagen.errors import TensorError
+from hadagen.launch import RowShape
+from hadagen.runtime import fallback, kernels
+from hadagen.runtime.checks import check_like, check_options, check_tensor, check_writable
+
+_ALIGNMENT = 16  # bytes; contiguous kernels read and write vectors of this size
+
+
+class Call(NamedTuple):
+    """What to do for arguments that are known to be good."""
+
+    run: Callable[[torch.Tensor, int], torch.Tensor]  # on x, whose address is given too
+    scale: float
+    numerics: str
+
+
+# What to do for all calls that differ in nothing but the address of x, and there by multiples of 16. So a call that
+# comes again costs one look-up. Only good arguments are in here.
+calls: dict[tuple[Any, ...], Call] = {}
+_MAX_CALLS = 4096  # a program may come with ever new row counts
+
+
+def _find_increment_version() -> Any:
+    """Tells autograd of a write, given the tensors: PyTorch's function without its wrapper, where it takes several."""
+    try:
+        torch._C._increment_version(())
+    except TypeError:
+        return torch.autograd.graph.increment_version
+    return torch._C._increment_version
+
+
+_increment_version = _find_increment_version()
+
+
+def compute(x: torch.Tensor, scale: float, numerics: str, inplace: bool) -> torch.Tensor:
+    """The transform of x, into x or into a new contiguous tensor. Raises what `hadamard_transform` does."""
+    try:
+        address = x.data_ptr()
+        key = (
+            x.shape,
+            x.is_contiguous() or x.stride(),
+            x.dtype,
+            x.get_device(),
+            address & 15,
+            scale,
+            numerics,
+            inplace,
+        )
+        call = calls.get(key)
+    except (RuntimeError, TypeError):  # a sparse or nested tensor, or a scale that is none
+        check_options(scale, numerics)
+        check_tensor(x)
+        raise
+    if call is not None and address:
+        return call.run(x, address)
+    check_options(scale, numerics)
+    check_tensor(x)
+    if inplace:
+        check_writable(x)
+    if takes_kernels(x):
+        call = _prepare_call(x, address, scale, numerics, inplace)
+        if call is not None:
+            if len(calls) >= _MAX_CALLS:
+                calls.clear()
+            calls[key] = call
+            return call.run(x, address)
+        result = _transformed_copy(x, scale, numerics)
+        if result is not None:
+            return x.copy_(result) if inplace else result.contiguous()
+    if inplace and x.is_contiguous():
+        _increment_version((x,))
+        fallback.transform(x, x, scale)
+        return x
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    fallback.transform(x, y, scale)
+    return x.copy_(y) if inplace else y
+
+
+def compute_into(x: torch.Tensor, y: torch.Tensor, scale: float, numerics: str) -> None:
+    """The transform of x into y, of the same shape, type and device: the same memory as x, or sharing none with it.
+
+    Where it is hard to know whether they share some, the result is right anyway. Raises what `hadamard_transform` does.
+    """
+    check_options(scale, numerics)
+    check_tensor(x)
+    check_like(x, y)
+    check_writable(y)
+    dense = x.is_contiguous() and y.is_contiguous()
+    if y.data_ptr() == x.data_ptr() and (dense or y.stride() == x.stride()):
+        compute(y, scale, numerics, True)
+        return
+    if dense and abs(x.data_ptr() - y.data_ptr()) < x.nbytes:
+        raise TensorError("out overlaps x without being x; pass x itself or memory of its own")
+    _increment_version((y,))
+    has_kernels = takes_kernels(x)
+    if _may_overlap(x, y) or (has_kernels and row_pitch(x) is None):
+        x = x.clone(memory_format=torch.contiguous_format)
+    if has_kernels:
+        if _launch(x, y, scale, numerics):
+            return
+        result = _transformed_copy(x, scale, numerics)
+        if result is not None:
+            y.copy_(result)
+            return
+    if y.is_contiguous():
+        fallback.transform(x, y, scale)
+    else:
+        y.copy_(compute(x, scale, numerics, False))
+
+
+def takes_kernels(x: torch.Tensor) -> bool:
+    return x.is_cuda and x.numel() > 0
+
+
+def row_pitch(x: torch.Tensor) -> int | None:
+    """Elements from one row of x to the next, where all its rows are equally far apart and have no gaps; else None."""
+    (*sizes, columns), (*strides, step) = x.shape, x.stride()
+    if columns > 1 and step != 1:
+        return None
+    rows, pitch = 1, columns
+    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
+        if size == 1:
+            continue
+        if rows == 1:
+            pitch = stride
+        elif stride != pitch * rows:
+            return None
+        rows *= size
+    return pitch
+
+
+def _prepare_call(x: torch.Tensor, address: int, scale: float, numerics: str, inplace: bool) -> Call | None:
+    pitch = row_pitch(x)
+    if pitch is None:
+        return None
+    columns = x.shape[-1]
+    aligned = address % _ALIGNMENT == 0
+    target_pitch = pitch if inplace else columns
+    launch = _prepare_launch(x, pitch, target_pitch, aligned, inplace, scale, numerics)
+    if launch is None:
+        return None
+    device = x.get_device()
+    current_device, raw_stream = kernels._current_device, kernels._raw_stream
+    queue, empty_like, increment_version = kernels.queue, torch.empty_like, _increment_version
+    contiguous = x.is_contiguous()
+
+    def call_in_place(x: torch.Tensor, address: int) -> torch.Tensor:
+        if x.is_inference():
+            check_writable(x)
+        increment_version((x,))  # a kernel writes behind PyTorch's back
+        if current_device() == device:
+            launch(raw_stream(device), address, address)
+        else:
+            queue(launch, device, address, address)
+        return x
+
+    def call_out_of_place(x: torch.Tensor, address: int) -> torch.Tensor:
+        y = empty_like(x) if contiguous else empty_like(x, memory_format=torch.contiguous_format)
+        if current_device() == device:
+            launch(raw_stream(device), address, y.data_ptr())
+        else:
+            queue(launch, device, address, y.data_ptr())
+        return y
+
+    return Call(call_in_place if inplace else call_out_of_place, scale, numerics)
+
+
+def _prepare_launch(
+    x: torch.Tensor, x_pitch: int, y_pitch: int, aligned: bool, in_place: bool, scale: float, numerics: str
+) -> Launch | None:
+    """The launch of a kernel that serves x and a target with these pitches, in elements; None where there is no
+    such."""
+    columns = x.shape[-1]
+    rows = x.numel() // columns
+    n = padded(columns)
+    dense = aligned and x_pitch == y_pitch == columns == n
+    for pitched in (False, True) if dense else (True,):
+        problem = kernels.problem_of(n, x.dtype, numerics, pitched)
+        if problem is None:
+            return None
+        kernel = kernels.find_for_scale(x.get_device(), problem, in_place, rows * n, scale)
+        if kernel is not None:
+            return kernel.prepared(rows * n, scale, RowShape(columns, x_pitch, y_pitch))
+    return None
+
+
+def padded(columns: int) -> int:
+    """The row length that a kernel has for rows of so many elements: n."""
+    return 1 if columns == 1 else 1 << (columns - 1).bit_length()
+
+
+def _launch(x: torch.Tensor, y: torch.Tensor, scale: float, numerics: str) -> bool:
+    """Runs a kernel on x and y as they are. False where there is none for them."""
+    x_pitch, y_pitch = row_pitch(x), row_pitch(y)
+    if x_pitch is None or y_pitch is None:
+        return False
+    source, target = x.data_ptr(), y.data_ptr()
+    aligned = (source | target) % _ALIGNMENT == 0
+    launch = _prepare_launch(x, x_pitch, y_pitch, aligned, x is y, scale, numerics)
+    if launch is None:
+        return False
+    kernels.queue(launch, x.get_device(), source, target)
+    return True
+
+
+def _transformed_copy(x: torch.Tensor, scale: float, numerics: str) -> torch.Tensor | None:
+    """The transform of x by a kernel that works in place on a copy of x; None where there is no kernel."""
+    columns = x.shape[-1]
+    n, rows = padded(columns), x.numel() // columns
+    kinds = ((columns, True), (n, False))  # elements of a row of the copy; whether the kernel is pitched
+    for width, pitched in kinds if columns < n else reversed(kinds):
+        problem = kernels.problem_of(n, x.dtype, numerics, pitched)
+        if problem is None or kernels.find_for_scale(x.get_device(), problem, True, rows * n, scale) is None:
+            continue
+        copy = x.new_empty((*x.shape[:-1], width))
+        part = copy[..., :columns]
+        part.copy_(x)
+        copy[..., columns:].zero_()
+        _launch(copy, copy, scale, numerics)
+        return part
+    return None
+
+
+def _may_overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether an element of x may be one of y. Rows that interleave are known not to."""
+    apart = y.data_ptr() - x.data_ptr()
+    if apart >= _span(x) or -apart >= _span(y):
+        return False
+    pitch, columns = row_pitch(x), x.shape[-1]
+    if pitch is None or pitch != row_pitch(y) or not pitch:
+        return True
+    offset, rest = divmod(apart, x.element_size())
+    return rest != 0 or not columns <= offset % pitch <= pitch - columns
+
+
+def _span(x: torch.Tensor) -> int:
+    """Bytes from the first to the end of the last element."""
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return (last + 1) * x.element_size() if x.numel() else 0
+
+
+if hasattr(os, "register_at_fork"):  # a forked child has no CUDA, as PyTorch then says
+    os.register_at_fork(after_in_child=calls.clear)

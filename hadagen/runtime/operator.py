@@ -1,0 +1,232 @@
+"""`torch.ops.hadagen`: the transform as PyTorch's dispatcher knows it, for torch.compile, autograd, vmap and modes.
+
+    hadamard_transform(x, scale, numerics)           a new tensor, contiguous
+    hadamard_transform_(x, scale, numerics)          x is overwritten
+    hadamard_transform_out(x, scale, numerics, out)  out is overwritten
+
+The results have the type of x under autocast too. The last two return nothing: an operator that returned its argument
+could not be made functional by torch.compile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction
+from torch.overrides import has_torch_function_unary
+
+from hadagen.errors import TensorError
+from hadagen.runtime.checks import check_like, check_options, check_tensor
+from hadagen.runtime.compute import Call, compute, compute_into
+
+_LIBRARY: Any = torch.library.Library("hadagen", "DEF")  # type: ignore[no-untyped-call]
+for _schema in (
+    "hadamard_transform(Tensor x, float scale, str numerics) -> Tensor",
+    "hadamard_transform_(Tensor(a!) x, float scale, str numerics) -> ()",
+    "hadamard_transform_out(Tensor x, float scale, str numerics, Tensor(a!) out) -> ()",
+):
+    _LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
+
+functional: Any = torch.ops.hadagen.hadamard_transform.default
+in_place: Any = torch.ops.hadagen.hadamard_transform_.default
+into: Any = torch.ops.hadagen.hadamard_transform_out.default
+
+
+# ---- on real tensors -------------------------------------------------------------------------------------------------
+def _functional(x: torch.Tensor, scale: float, numerics: str) -> torch.Tensor:
+    return compute(x, scale, numerics, False)
+
+
+def _in_place(x: torch.Tensor, scale: float, numerics: str) -> None:
+    compute(x, scale, numerics, True)
+
+
+def _into(x: torch.Tensor, scale: float, numerics: str, out: torch.Tensor) -> None:
+    compute_into(x, out, scale, numerics)
+
+
+# ---- on tensors without memory ---------------------------------------------------------------------------------------
+def _functional_fake(x: torch.Tensor, scale: float, numerics: str) -> torch.Tensor:
+    check_options(scale, numerics)
+    check_tensor(x)
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _in_place_fake(x: torch.Tensor, scale: float, numerics: str) -> None:
+    check_options(scale, numerics)
+    check_tensor(x)
+
+
+def _into_fake(x: torch.Tensor, scale: float, numerics: str, out: torch.Tensor) -> None:
+    _in_place_fake(x, scale, numerics)
+    check_like(x, out)
+
+
+# ---- derivatives -----------------------------------------------------------------------------------------------------
+# The matrix is symmetric, also where rows are padded and the result is cut, for that leaves its first rows and columns.
+# So gradients and tangents are transformed exactly as x is.
+#
+# These run where the dispatcher has come to autograd, at one level of torch.func's transforms.
+# `torch.autograd.Function` would begin with those anew; its base class does what it does at one level.
+class _Functional(_SingleLevelFunction):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, scale: float, numerics: str) -> torch.Tensor:
+        ctx.options = scale, numerics
+        return _below_autograd(x, scale, numerics)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return transform(gradient, *ctx.options), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor, *_: None) -> torch.Tensor:
+        return transform(tangent, *ctx.options)
+
+
+class Remembered(_SingleLevelFunction):
+    """The same for a call that comes again, past the dispatcher: x has only memory, and no tangent."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, call: Call, address: int) -> torch.Tensor:
+        ctx.call = call
+        return call.run(x, address)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return transform(gradient, ctx.call.scale, ctx.call.numerics), None, None
+
+
+class _InPlace(_SingleLevelFunction):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, scale: float, numerics: str) -> torch.Tensor:
+        ctx.options = scale, numerics
+        ctx.mark_dirty(x)
+        with _next_level():
+            in_place(x, scale, numerics)
+        return x
+
+    backward = _Functional.backward
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor, *_: None) -> torch.Tensor:
+        in_place(tangent, *ctx.options)
+        return tangent
+
+
+def _below_autograd(x: torch.Tensor, scale: float, numerics: str) -> torch.Tensor:
+    if has_only_memory(x):
+        return compute(x, scale, numerics, False)
+    with _next_level():
+        result: torch.Tensor = functional(x, scale, numerics)
+        return result
+
+
+@contextmanager
+def _next_level() -> Iterator[None]:
+    """Where the dispatcher goes on after autograd: under transforms of torch.func, to those outside of this one. They
+    want derivatives too, which PyTorch turns off while a function of its own runs."""
+    with ExitStack() as stack:
+        if torch._C._are_functorch_transforms_active():
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(forward_ad._set_fwd_grad_enabled(True))
+        stack.enter_context(torch._C._AutoDispatchBelowAutograd())
+        yield
+
+
+def transform(x: torch.Tensor, scale: float, numerics: str) -> torch.Tensor:
+    """The operator, past the dispatcher where that has nothing to do."""
+    if has_only_memory(x) and not needs_derivative(x):
+        return compute(x, scale, numerics, False)
+    result: torch.Tensor = functional(x, scale, numerics)
+    return result
+
+
+def has_only_memory(x: torch.Tensor) -> bool:
+    """Whether x is a tensor with memory and no more, and nobody watches the dispatcher."""
+    if (
+        type(x) is not torch.Tensor
+        or has_torch_function_unary(x)
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._is_tracing()
+    ):
+        return False
+    try:
+        return x.data_ptr() != 0
+    except RuntimeError:
+        return False
+
+
+def needs_derivative(*tensors: torch.Tensor) -> bool:
+    return (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)) or forward_ad._current_level >= 0
+
+
+def _at_one_level() -> AbstractContextManager[None]:
+    return enable_single_level_autograd_function() if torch._C._are_functorch_transforms_active() else nullcontext()
+
+
+def _functional_autograd(x: torch.Tensor, scale: float, numerics: str) -> torch.Tensor:
+    if needs_derivative(x):
+        with _at_one_level():
+            result: torch.Tensor = _Functional.apply(x, scale, numerics)  # type: ignore[attr-defined]
+        return result
+    return _below_autograd(x, scale, numerics)
+
+
+def _in_place_autograd(x: torch.Tensor, scale: float, numerics: str) -> None:
+    if not needs_derivative(x):
+        with torch._C._AutoDispatchBelowAutograd():
+            in_place(x, scale, numerics)
+        return
+    if x.requires_grad and (x._base if x._base is not None else x).is_leaf:
+        raise TensorError("x is a leaf, or a view of one, that requires grad; leave out inplace=True or use no_grad")
+    with _at_one_level():
+        _InPlace.apply(x, scale, numerics)  # type: ignore[attr-defined]
+
+
+def _into_autograd(x: torch.Tensor, scale: float, numerics: str, out: torch.Tensor) -> None:
+    if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):
+        raise TensorError("x or out requires grad, and out= has no derivative; leave it out or use no_grad")
+    with torch._C._AutoDispatchBelowAutograd():
+        into(x, scale, numerics, out)
+
+
+# ---- vmap ------------------------------------------------------------------------------------------------------------
+# One more leading dimension changes nothing, so only a batch in the last place has to move.
+def _functional_vmap(
+    info: Any, in_dims: tuple[int | None, ...], x: torch.Tensor, scale: float, numerics: str
+) -> tuple[torch.Tensor, int]:
+    x, batch = _with_last_in_place(x, in_dims[0])
+    return functional(x, scale, numerics), batch
+
+
+def _in_place_vmap(
+    info: Any, in_dims: tuple[int | None, ...], x: torch.Tensor, scale: float, numerics: str
+) -> tuple[None, None]:
+    in_place(_with_last_in_place(x, in_dims[0])[0], scale, numerics)
+    return None, None
+
+
+def _with_last_in_place(x: torch.Tensor, batch: int | None) -> tuple[torch.Tensor, int]:
+    """x as a view whose last dimension is that of a single tensor, and where its batch lies then."""
+    assert batch is not None  # a rule is called for batches only
+    if x.dim() == 1:
+        check_tensor(x[0])
+    return (x.movedim(batch, 0), 0) if batch == x.dim() - 1 else (x, batch)
+
+
+for _name, _real, _fake, _autograd in (
+    ("hadamard_transform", _functional, _functional_fake, _functional_autograd),
+    ("hadamard_transform_", _in_place, _in_place_fake, _in_place_autograd),
+    ("hadamard_transform_out", _into, _into_fake, _into_autograd),
+):
+    _LIBRARY.impl(_name, _real, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"hadagen::{_name}", _fake, lib=_LIBRARY)
+    _LIBRARY.impl(_name, _autograd, "Autograd")
+torch.library.register_vmap("hadagen::hadamard_transform", _functional_vmap, lib=_LIBRARY)
+torch.library.register_vmap("hadagen::hadamard_transform_", _in_place_vmap, lib=_LIBRARY)

@@ -1,0 +1,101 @@
+"""Tensors on the CPU, for which the runtime takes kernels as if they were on a GPU. The kernels read and write memory
+by address alone, as real ones do, and check what they were promised."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hadagen.launch import LaunchSpec, RowShape
+from hadagen.problem import DType, Problem
+from hadagen.reference import hadamard
+from hadagen.runtime import compute, kernels
+from hadagen.scale import ScaleForm
+
+# What numpy takes for an element. It has no bfloat16, which the tests of memory do not need.
+_ELEMENT = {DType.FLOAT16: np.float16, DType.FLOAT32: np.float32}
+
+
+@dataclass(frozen=True)
+class EmulatedKernel:
+    problem: Problem
+    in_place: bool
+    spec: LaunchSpec
+    launched: list[EmulatedKernel]
+
+    def prepared(self, elements: int, scale: float, rows: RowShape) -> Callable[[int, int, int], None]:
+        problem = self.problem
+        low, high = self.spec.scale_form.range
+        assert low <= abs(scale) <= high
+        assert elements % problem.n == 0
+        if not problem.pitched:
+            assert rows == (problem.n, problem.n, problem.n)
+        count, size = elements // problem.n, problem.dtype.bytes
+
+        def launch(stream: int, x: int, y: int) -> None:
+            assert (x == y) == self.in_place
+            assert (x | y) % (size if problem.pitched else 16) == 0
+            if self.in_place:
+                assert rows.x_pitch == rows.y_pitch
+            source = self._rows(x, count, rows.columns, rows.x_pitch)
+            target = self._rows(y, count, rows.columns, rows.y_pitch)
+            row = np.zeros((1, problem.n))
+            with np.errstate(over="ignore"):  # infinities are what a kernel stores too
+                for index in reversed(range(count)):  # one after the other, so that rows that overlap would show
+                    row[0, : rows.columns] = source[index]
+                    target[index] = hadamard(row, scale)[0, : rows.columns]
+            self.launched.append(self)
+
+        return launch
+
+    def _rows(self, address: int, count: int, columns: int, pitch: int) -> Any:
+        size = self.problem.dtype.bytes
+        memory = (ctypes.c_byte * (((count - 1) * pitch + columns) * size)).from_address(address)
+        flat = np.frombuffer(memory, _ELEMENT[self.problem.dtype])
+        return np.lib.stride_tricks.as_strided(flat, (count, columns), (pitch * size, size))
+
+
+class EmulatedDevice:
+    """`launched`: the kernels that ran. `pitched`, `dense`: whether there are such. `form`: that of fast kernels."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.launched: list[EmulatedKernel] = []
+        self.pitched = self.dense = True
+        self.form = ScaleForm.FLOAT16_FACTORS
+        self.searches = 0
+        monkeypatch.setattr(compute, "calls", compute.calls)
+        compute.calls.clear()
+        monkeypatch.setattr(compute, "takes_kernels", lambda x: x.numel() > 0)
+        monkeypatch.setattr(kernels, "find", self._find)
+        monkeypatch.setattr(kernels, "_raw_stream", lambda device: 0)
+        monkeypatch.setattr(kernels, "_current_device", lambda: -1)  # what PyTorch calls the CPU
+
+    def _find(self, device: int, problem: Problem, in_place: bool, elements: int) -> EmulatedKernel | None:
+        self.searches += 1
+        if not (self.pitched if problem.pitched else self.dense) or problem.dtype is DType.BFLOAT16:
+            return None
+        form = self.form if problem.numerics.value == "fast" else ScaleForm.FP32
+        spec = LaunchSpec(256, 1, 0, 4096, False, form, problem.pitched)
+        return EmulatedKernel(problem, in_place, spec, self.launched)
+
+    def ran(self) -> list[str]:
+        """The names of the problems of the kernels that ran since this was asked last."""
+        names = [kernel.problem.name for kernel in self.launched]
+        self.launched.clear()
+        return names
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Any:
+    yield EmulatedDevice(monkeypatch)
+    compute.calls.clear()
+
+
+def same(y: torch.Tensor, wanted: torch.Tensor) -> bool:
+    return torch.allclose(y.double(), wanted.double(), rtol=1e-3, atol=1e-2)

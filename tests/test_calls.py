@@ -1,0 +1,30 @@
+"""`hadagen calls`, and the ladder it climbs."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from command_line import run, sentence, succeed
+
+from hadagen.runtime import costs
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_without_a_gpu_it_says_so() -> None:
+    assert "NVIDIA" in sentence(run("calls"), 1)
+
+
+def test_the_ladder_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = SimpleNamespace(gpu="NVIDIA H100", driver="580.1")
+    monkeypatch.setattr("hadagen.measure.device_environment", lambda device: environment)
+    monkeypatch.setattr(costs, "call_costs", lambda device: {"in place": 4.5678, "out of place": 6.0})
+    text = succeed("calls")
+    assert "NVIDIA H100, [64, 128] float16: CPU time of one call" in text
+    assert "in place      4.57" in text
+    value = json.loads(succeed("calls", "--json"))
+    assert value["us"] == {"in place": 4.5678, "out of place": 6.0}
+    assert value["tensor"] == "[64, 128] float16"
+    assert set(value) == {"gpu", "python", "torch", "driver", "tensor", "us"}

@@ -1,0 +1,472 @@
+"""How a call finds its kernel and what it hands to it: the tests of `hadagen.runtime` that need no GPU to launch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from emulated_device import EmulatedDevice, device, same
+from sample_bundle import hide_bundles, write_sample
+from sample_trials import H100, PROBLEM
+from test_runtime import VIEWS, normal, padded
+
+import hadagen
+from hadagen import hadamard_transform
+from hadagen.driver import DriverError, LoadedKernel
+from hadagen.problem import Problem
+from hadagen.runtime import bundles, compute, kernels
+from hadagen.runtime.device import Device
+from hadagen.scale import ScaleForm
+
+__all__ = ["device"]  # a fixture
+
+HALF = torch.float16
+
+
+# ---- what kernels are given ------------------------------------------------------------------------------------------
+# Views of a whole of shape [6, 4, 64], and the kind of kernel that serves each without a copy; "" where there is none.
+KINDS = {
+    "contiguous": "n64",
+    "one row": "n64",
+    "strided rows": "n32-pitched",
+    "strided elements": "",
+    "transposed": "",
+    "misaligned": "n64-pitched",
+    "flipped": "n64",
+    "no rows": None,
+    "no rows inside": None,
+}
+
+
+def kind(name: str) -> str:
+    return name.replace("-float16-accurate", "")
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_views(name: str, device: EmulatedDevice) -> None:
+    view = VIEWS[name]
+    wanted_kinds = [] if KINDS[name] is None else [KINDS[name]] if KINDS[name] else None
+    whole = normal(6, 4, 64, dtype=HALF)
+    x = view(whole)
+    wanted = padded(x, 0.5)
+    for _ in range(2):  # found, and then known
+        y = hadamard_transform(x, 0.5)
+        assert y.is_contiguous()
+        assert same(y, wanted)
+        assert torch.equal(whole, normal(6, 4, 64, dtype=HALF)), "the input was changed"
+        ran = [kind(each) for each in device.ran()]
+        assert ran == wanted_kinds or (wanted_kinds is None and len(ran) == 1)
+    whole_target = torch.full_like(whole, 7.0)
+    target = view(whole_target)
+    assert hadamard_transform(x, 0.5, out=target) is target
+    assert same(target, wanted)
+    target.fill_(7.0)
+    assert bool((whole_target == 7.0).all()), "written outside of out"
+
+    device.ran()
+    version = x._version
+    assert hadamard_transform(x, 0.5, inplace=True) is x
+    assert same(x, wanted)
+    assert x._version > version or not x.numel(), "autograd would not know of the write"
+    assert len(device.ran()) == (0 if wanted_kinds == [] else 1)
+    x.copy_(view(normal(6, 4, 64, dtype=HALF)))
+    assert torch.equal(whole, normal(6, 4, 64, dtype=HALF)), "written outside of x"
+
+
+@pytest.mark.parametrize(("pitched", "dense"), [(True, True), (False, True), (True, False), (False, False)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("columns", [1, 2, 3, 48, 64, 65, 100, 127])
+def test_any_row_length_with_any_kernels(
+    columns: int, dtype: torch.dtype, pitched: bool, dense: bool, device: EmulatedDevice
+) -> None:
+    """The same result, whichever kinds of kernel a bundle has."""
+    device.pitched, device.dense = pitched, dense
+    for x in (
+        normal(2, 3, columns, dtype=dtype),
+        normal(6, 130, dtype=dtype)[:, 2 : columns + 2],
+        normal(columns, 7, dtype=dtype).t(),
+        normal(columns, dtype=dtype).expand(4, columns),
+        normal(400, dtype=dtype).unfold(0, columns, 20),  # windows, which overlap
+    ):
+        before = x.clone()
+        wanted = padded(x, 0.1)
+        assert same(hadamard_transform(x, 0.1), wanted)
+        assert torch.equal(x, before), "the input was changed"
+        assert bool(device.ran()) == (columns > 1 and (pitched or dense))
+        for out in (torch.empty_like(before), torch.empty(columns, *x.shape[:-1], dtype=dtype).movedim(0, -1)):
+            assert same(hadamard_transform(x, 0.1, out=out), wanted)
+        y = before.clone()
+        assert same(hadamard_transform(y, 0.1, inplace=True), wanted)
+
+
+def test_interleaved_rows_need_no_copy(device: EmulatedDevice) -> None:
+    whole = normal(5, 200, dtype=HALF)
+    x, y = whole[:, :96], whole[:, 100:196]
+    wanted = padded(x)
+    hadamard_transform(x, out=y)
+    assert device.launched[0].problem.pitched
+    assert len(device.ran()) == 1
+    assert same(y, wanted)
+    assert torch.equal(x, normal(5, 200, dtype=HALF)[:, :96])
+
+
+@pytest.mark.parametrize("rows", [slice(1, 6), slice(0, 5), slice(4, 9)])
+def test_out_that_overlaps_rows_of_x_is_still_right(rows: slice, device: EmulatedDevice) -> None:
+    whole = normal(9, 64, dtype=HALF)
+    x, y = whole[::2], whole[rows]
+    wanted = padded(x)
+    assert same(hadamard_transform(x, out=y), wanted)
+    assert len(device.ran()) == 1
+
+
+@pytest.mark.parametrize("shift", [1, 50, 95, 150, 250])
+def test_out_that_overlaps_columns_of_x_is_still_right(shift: int, device: EmulatedDevice) -> None:
+    flat = normal(2000, dtype=HALF)
+    y, x = flat.as_strided((5, 96), (200, 1)), flat.as_strided((5, 96), (200, 1), shift)
+    wanted = padded(x)
+    assert same(hadamard_transform(x, out=y), wanted)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-30, -1e-30, 1e30, 0.5, -0.5])
+def test_a_scale_out_of_the_range_of_a_kernel(scale: float, device: EmulatedDevice) -> None:
+    x = normal(3, 64, dtype=HALF)
+    y = hadamard_transform(x, scale, numerics="fast")
+    assert same(y, padded(x, scale).half())
+    assert device.ran() == [f"n64-float16-{'fast' if abs(scale) == 0.5 else 'accurate'}"]
+
+
+def test_a_scale_that_no_kernel_holds(device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ScaleForm, "range", (1.0, 2.0))
+    x = normal(3, 64, dtype=HALF)
+    assert same(hadamard_transform(x, 0.5, numerics="fast"), padded(x, 0.5))
+    assert device.ran() == []
+
+
+def test_a_call_that_comes_again_is_one_look_up(device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = normal(3, 64, dtype=HALF)
+    hadamard_transform(x, 0.5)
+    searches = device.searches
+    monkeypatch.setattr("hadagen.runtime.operator.functional", None)  # the dispatcher is not asked
+    for again in (x, x.clone()):
+        assert same(hadamard_transform(again, 0.5), padded(x, 0.5))
+    assert device.searches == searches
+    assert len(compute.calls) == 1
+
+
+def test_a_known_shape_at_another_address(device: EmulatedDevice) -> None:
+    flat = normal(400, dtype=HALF)
+    for offset in (0, 1, 8, 3, 0):
+        x = flat[offset : offset + 192].view(3, 64)
+        assert same(hadamard_transform(x), padded(x))
+        assert [kind(name) for name in device.ran()] == ["n64" if offset % 8 == 0 else "n64-pitched"]
+
+
+def test_known_calls_are_not_kept_without_end(device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compute, "_MAX_CALLS", 10)
+    for rows in range(1, 30):
+        x = normal(rows, 8, dtype=HALF)
+        assert same(hadamard_transform(x), padded(x))
+        assert len(compute.calls) <= 10
+
+
+def test_gradients_past_the_dispatcher(device: EmulatedDevice) -> None:
+    x = normal(3, 48, dtype=torch.float32).requires_grad_()
+    g = normal(3, 48, dtype=torch.float32, seed=1).requires_grad_()
+    for _ in range(2):
+        y = hadamard_transform(x, 0.5)
+        assert same(y, padded(x, 0.5))
+        (gradient,) = torch.autograd.grad(y, x, g, create_graph=True)
+        assert same(gradient, padded(g, 0.5))
+        (twice,) = torch.autograd.grad(gradient, g, torch.ones_like(g))
+        assert same(twice, padded(torch.ones_like(g), 0.5))
+        assert device.ran() == ["n64-float32-accurate-pitched"] * 3
+
+
+def test_what_wants_to_see_the_operator_does_see_it(device: EmulatedDevice) -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen: list[str] = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    x = normal(3, 64, dtype=HALF)
+    for _ in range(2):
+        hadamard_transform(x)
+    with Mode():
+        hadamard_transform(x)
+    assert "hadagen.hadamard_transform.default" in seen
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is deprecated, but must not be wrong
+        traced = torch.jit.trace(hadamard_transform, (x,), check_trace=False)
+    other = normal(3, 64, dtype=HALF, seed=1)
+    assert same(traced(other), padded(other))
+    batched = torch.vmap(lambda row: hadamard_transform(row))(x)
+    assert same(batched, padded(x))
+
+
+def test_an_inference_tensor_is_not_written_later(device: EmulatedDevice) -> None:
+    ordinary = normal(3, 64, dtype=HALF)
+    hadamard_transform(ordinary, inplace=True)
+    with torch.inference_mode():
+        x = normal(3, 64, dtype=HALF)
+        hadamard_transform(x, inplace=True)
+    with pytest.raises(RuntimeError, match="inference"):
+        hadamard_transform(x, inplace=True)
+
+
+def test_bad_input_launches_nothing(device: EmulatedDevice) -> None:
+    x = normal(2, 64, dtype=HALF)
+    for options in ({"scale": float("nan")}, {"numerics": "exact"}, {"numerics": []}, {"out": x[:1]}, {"scale": "1"}):
+        with pytest.raises((ValueError, RuntimeError, TypeError)):
+            hadamard_transform(x, **options)  # type: ignore[arg-type]
+    assert device.ran() == []
+
+
+# ---- finding kernels -------------------------------------------------------------------------------------------------
+class Loader:
+    """Stands in for `hadagen.driver.load` and notes what it was asked for."""
+
+    def __init__(self) -> None:
+        self.images: list[bytes] = []
+        self.error: Exception | None = None
+
+    def __call__(self, image: bytes, entry: str, spec: Any, device: int) -> LoadedKernel:
+        time.sleep(0.01)  # so that threads meet
+        self.images.append(image)
+        if self.error:
+            raise self.error
+        return LoadedKernel(entry, spec, device, 1, "module", "function")
+
+
+@pytest.fixture
+def loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Loader:
+    """A machine with an H100 and a bundle with one kernel for it, for n = 256 in place."""
+    loader = Loader()
+    hide_bundles(tmp_path, monkeypatch)
+    monkeypatch.setenv(bundles.VARIABLE, str(write_sample(tmp_path / "a.db")))
+    monkeypatch.setattr(kernels, "cuda_device", lambda index: Device("sm90", H100.gpu))
+    monkeypatch.setattr(kernels, "_found", {})
+    monkeypatch.setattr(kernels, "_loaded", {})
+    monkeypatch.setattr(kernels.driver, "load", loader)
+    monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: False)
+    return loader
+
+
+def find(elements: int = 1 << 13, device: int = 0, in_place: bool = True, problem: Problem = PROBLEM) -> Any:
+    return kernels.find(device, problem, in_place, elements)
+
+
+def test_a_kernel_is_loaded_once_for_all_buckets_of_a_device(loader: Loader) -> None:
+    first = find()
+    assert first
+    assert first.spec.tile_elements == 4096
+    assert find(1 << 28) is first
+    assert loader.images == [b"cubin 1"]
+    second = find(device=1)
+    assert second
+    assert second.device == 1
+    assert len(loader.images) == 2
+
+
+def test_threads_load_a_kernel_once(loader: Loader) -> None:
+    start = threading.Barrier(8)
+
+    def work(index: int) -> LoadedKernel | None:
+        start.wait()
+        return find(1 << 10 + index)
+
+    with ThreadPoolExecutor(8) as pool:
+        assert len(set(map(id, pool.map(work, range(8))))) == 1
+    assert len(loader.images) == 1
+
+
+def test_a_known_bucket_opens_no_file_and_takes_no_lock(loader: Loader, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = find()
+    monkeypatch.setattr(kernels, "_lock", None)
+    monkeypatch.setattr(bundles, "known", None)
+    assert find((1 << 13) + 256) is first
+
+
+@pytest.mark.parametrize(
+    "problem", [Problem(512, "float16"), Problem(256, "float16", "fast"), Problem(256, "float16", pitched=True)]
+)
+def test_what_has_no_kernel(problem: Problem, loader: Loader) -> None:
+    assert find(problem=problem) is None
+    assert find(in_place=False) is None
+    assert loader.images == []
+
+
+@pytest.mark.parametrize(("n", "dtype"), [(1, torch.float16), (1 << 16, torch.float16), (256, torch.float64)])
+def test_what_kernels_are_not_made_for(n: int, dtype: torch.dtype) -> None:
+    assert kernels.problem_of(n, dtype, "accurate", False) is None
+
+
+@pytest.mark.parametrize("current", [0, 1])
+def test_a_launch_is_queued_on_the_current_stream_of_its_device(current: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+
+    @contextmanager
+    def active(device: int) -> Iterator[None]:
+        calls.append(("active", device))
+        yield
+
+    monkeypatch.setattr(kernels, "_raw_stream", lambda device: 100 + device)
+    monkeypatch.setattr(kernels.driver, "active", active)
+    monkeypatch.setattr(kernels, "_current_device", lambda: current)
+    kernels.queue(lambda *arguments: calls.append(arguments), 1, 16, 32)
+    assert calls == [("active", 1)] * (current != 1) + [(101, 16, 32)]
+
+
+def test_a_newer_gpu_gets_ptx(loader: Loader, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "cuda_device", lambda index: Device("sm100", "NVIDIA B200"))
+    assert find()
+    assert loader.images == [b"// ptx of cubin 1"]
+
+
+def test_an_older_gpu_and_other_makers_get_none(loader: Loader, monkeypatch: pytest.MonkeyPatch) -> None:
+    for here in (Device("sm80", "NVIDIA A100-SXM4-80GB"), None):
+        monkeypatch.setattr(kernels, "cuda_device", lambda index, here=here: here)
+        monkeypatch.setattr(kernels, "_found", {})
+        assert find() is None
+
+
+def test_a_kernel_that_does_not_load_is_replaced_with_a_warning(loader: Loader) -> None:
+    loader.error = DriverError("CUDA_ERROR_NO_BINARY_FOR_GPU", "loading k failed; update the driver")
+    with pytest.warns(RuntimeWarning, match=f"{PROBLEM.name} here: loading k failed; update the driver"):
+        assert find() is None
+    assert find() is None
+    assert len(loader.images) == 1
+
+
+def test_a_kernel_that_does_not_load_ends_a_graph_capture(loader: Loader, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: True)
+    loader.error = DriverError("CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED", "loading k failed; call it before")
+    with pytest.raises(DriverError):
+        find()
+    loader.error = None
+    assert find()
+
+
+# ---- warmup ----------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def machine(loader: Loader, monkeypatch: pytest.MonkeyPatch) -> Loader:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(kernels, "cuda_index", lambda device: {None: 0, "cuda:1": 1}.get(device))
+    return loader
+
+
+def test_warmup_leaves_nothing_to_load(machine: Loader, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert hadagen.warmup(256, torch.float16) == 1
+    assert machine.images == [b"cubin 1"]
+    monkeypatch.setattr(bundles, "known", None)
+    for elements in (256, 1 << 13, 1 << 31):
+        assert find(elements)
+        for problem in (PROBLEM, Problem(256, "float16", "fast"), Problem(256, "float16", pitched=True)):
+            find(elements, in_place=False, problem=problem)
+
+
+@pytest.mark.parametrize(
+    ("options", "count"),
+    [
+        ({}, 1),
+        ({"n": [128, 256], "dtype": ["float16", torch.float32]}, 1),
+        ({"n": 129, "rows": (1, 1000)}, 1),  # rows of 129 are padded to 256
+        ({"device": "cuda:1", "numerics": "accurate", "inplace": True}, 1),
+        ({"numerics": "fast"}, 1),  # falls back to accurate where a scale asks for it
+        ({"inplace": False}, 0),
+        ({"n": 512}, 0),
+        ({"n": 1}, 0),
+        ({"n": 1 << 20}, 0),
+        ({"dtype": torch.float64}, 0),
+        ({"device": "cpu"}, 0),
+    ],
+)
+def test_what_warmup_loads(options: dict[str, Any], count: int, machine: Loader) -> None:
+    assert hadagen.warmup(**{"n": 256, "dtype": "float16", **options}) == count
+    assert len(machine.images) == count
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"n": 0}, "n = 0 is not supported; give whole numbers, at least 1"),
+        ({"n": [256, 2.0]}, "n = 2.0 is not supported"),
+        ({"rows": True}, "rows = True is not supported"),
+        ({"dtype": "int8"}, "dtype 'int8' is not supported; give a floating-point type"),
+        ({"dtype": "half precision"}, "is not supported"),
+        ({"dtype": 16}, "dtype 16 is not supported"),
+        ({"numerics": "exact"}, "numerics 'exact' is not supported"),
+        ({"device": "cuda:7"}, "device 'cuda:7' is not a CUDA device of this machine"),
+    ],
+)
+def test_bad_warmups(options: dict[str, Any], message: str, machine: Loader) -> None:
+    with pytest.raises(ValueError, match=message):
+        hadagen.warmup(**{"n": 256, "dtype": "float16", **options})
+    assert machine.images == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_warmup_without_a_gpu_has_nothing_to_do() -> None:
+    assert hadagen.warmup(256, torch.float16) == 0
+
+
+# ---- processes -------------------------------------------------------------------------------------------------------
+def run(program: str) -> str:
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_a_call_on_the_cpu_never_touches_cuda() -> None:
+    program = """
+import torch, hadagen
+from hadagen import driver
+x = torch.randn(3, 8).requires_grad_()
+hadagen.hadamard_transform(x).sum().backward()
+hadagen.warmup(8, "float16", device="cpu")
+print(torch.cuda.is_initialized(), driver.bindings.cache_info().currsize)
+"""
+    assert run(program) == "False 0"
+
+
+def test_a_forked_child_knows_nothing_of_its_parent() -> None:
+    """Not even that a thread, which is not in the child, holds the lock."""
+    program = """
+import os
+import torch, hadagen
+from hadagen.problem import Problem
+from hadagen.runtime import compute, kernels
+hadagen.hadamard_transform(torch.randn(3, 8))
+kernels._found["key"] = kernels._loaded["key"] = compute.calls["key"] = "kernel of the parent"
+kernels._lock.acquire()
+if child := os.fork():
+    assert len(kernels._found) == len(kernels._loaded) == len(compute.calls) == 1
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    print("done")
+else:
+    status = 1
+    try:
+        assert not kernels._found and not kernels._loaded and not compute.calls
+        kernels.cuda_device = lambda index: None
+        assert kernels.find(0, Problem(8, "float16"), True, 8) is None
+        torch.set_num_threads(1)
+        x = torch.ones(1, 8)
+        assert hadagen.hadamard_transform(x)[0, 0] == 8
+        status = 0
+    finally:
+        os._exit(status)
+"""
+    assert run(program) == "done"

@@ -1,0 +1,268 @@
+"""`torch.ops.hadagen`: what torch.compile, autograd and torch.func make of the transform. No GPU needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from test_runtime import expected, normal, padded
+from torch.autograd import forward_ad
+
+from hadagen import hadamard_transform
+from hadagen.errors import TensorError, UsageError
+from hadagen.runtime import operator
+
+SIZES = [8, 6]  # and one whose rows are zero-padded
+
+
+def matrix(m: int) -> torch.Tensor:
+    """Of the transform of rows of m elements: symmetric, the leading part of a Hadamard matrix."""
+    return padded(torch.eye(m))
+
+
+# ---- the rules of PyTorch --------------------------------------------------------------------------------------------
+CHECKED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "dense": lambda x: x,
+    "transposed": lambda x: x.t(),
+    "padded": lambda x: x[:, 1:7],
+    "no rows": lambda x: x[:0],
+    "one row": lambda x: x[0],
+}
+
+
+@pytest.mark.parametrize(
+    ("view", "dtype", "numerics", "requires_grad"),
+    [
+        *((name, torch.float64, "accurate", True) for name in CHECKED),
+        ("dense", torch.float16, "fast", True),
+        ("padded", torch.float64, "accurate", False),
+        ("no rows", torch.bfloat16, "fast", False),
+    ],
+    ids=str,
+)
+def test_every_check_of_an_operator(view: str, dtype: torch.dtype, numerics: str, requires_grad: bool) -> None:
+    x = CHECKED[view](normal(4, 8, dtype=dtype).requires_grad_(requires_grad))
+    tolerances = {"rtol": 1e-2, "atol": 1e-2}  # gradients are compared between eager and compiled, not with the truth
+    torch.library.opcheck(operator.functional, (x, 0.5, numerics), **tolerances)
+    torch.library.opcheck(operator.in_place, (x.clone(), 0.5, numerics), **tolerances)
+    if not requires_grad:
+        torch.library.opcheck(operator.into, (x, 0.5, numerics, x.clone()), **tolerances)
+
+
+def test_autocast_leaves_the_type() -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for dtype in (torch.float16, torch.float32, torch.float64):
+            x = normal(3, 8, dtype=dtype).requires_grad_()
+            y = hadamard_transform(x)
+            assert y.dtype == dtype
+            y.sum().backward()
+            assert x.grad is not None
+            assert x.grad.dtype == dtype
+
+
+def test_fake_tensors_and_those_without_memory() -> None:
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode():
+        x = torch.empty(3, 6)
+        assert type(hadamard_transform(x)) is type(x)
+        assert hadamard_transform(x, inplace=True) is x
+    meta = torch.empty(4, 3, device="meta").t()
+    y = hadamard_transform(meta)
+    assert (y.shape, y.device, y.is_contiguous()) == (meta.shape, meta.device, True)
+    assert hadamard_transform(meta, out=y) is y
+    assert torch.equal(hadamard_transform(torch._efficientzerotensor((3, 8))), torch.zeros(3, 8))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        ((torch.ones(2, 8).long(), 1.0, "accurate"), TensorError, "x has the type int64"),
+        ((torch.tensor(1.0), 1.0, "accurate"), TensorError, "x has no dimension"),
+        ((torch.ones(2, 0), 1.0, "accurate"), TensorError, "the last dimension of x is 0"),
+        ((torch.ones(2, 8), float("nan"), "accurate"), UsageError, "scale = nan is not finite"),
+        ((torch.ones(2, 8), 1.0, "exact"), UsageError, "numerics 'exact' is not supported"),
+    ],
+)
+def test_bad_input_is_the_same_sentence_everywhere(
+    arguments: tuple[Any, ...], kind: type[Exception], message: str
+) -> None:
+    x, scale, numerics = arguments
+    for call in (operator.functional, operator.in_place):
+        for tensor in (x, x.to("meta")):
+            with pytest.raises(kind, match=message):
+                call(tensor, scale, numerics)
+    with pytest.raises(RuntimeError, match=message):  # PyTorch's own error, with ours in it
+        compiled(lambda x: hadamard_transform(x, scale, numerics=numerics))(x)
+
+
+# ---- derivatives -----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("m", SIZES)
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: hadamard_transform(x, 0.3),
+        lambda x: hadamard_transform(x * 1, 0.3, inplace=True),
+        lambda x: hadamard_transform(x.t().contiguous().t() * 1, 0.3, inplace=True),
+        lambda x: torch.ops.hadagen.hadamard_transform(x, 0.3, "accurate"),
+    ],
+    ids=["new", "in place", "in place, transposed", "operator"],
+)
+def test_derivatives(function: Callable[[torch.Tensor], torch.Tensor], m: int) -> None:
+    x = normal(3, m).requires_grad_()
+    assert torch.autograd.gradcheck(function, x, check_forward_ad=True, check_batched_grad=True)
+    assert torch.autograd.gradgradcheck(function, x, check_fwd_over_rev=True, check_batched_grad=True)
+
+
+@pytest.mark.parametrize("m", SIZES)
+def test_the_gradient_is_the_transform_of_the_gradient(m: int) -> None:
+    x, g = normal(3, m).requires_grad_(), normal(3, m, seed=1)
+    hadamard_transform(x, 0.3).backward(g)
+    torch.testing.assert_close(x.grad, padded(g, 0.3))
+
+
+def test_the_gradient_keeps_the_numerics(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    real = operator.compute
+    monkeypatch.setattr(operator, "compute", lambda *args: (seen.append(args[2]), real(*args))[1])
+    hadamard_transform(normal(3, 8).requires_grad_(), numerics="fast").sum().backward()
+    assert seen == ["fast", "fast"]
+
+
+def test_a_write_in_place_is_known_to_autograd() -> None:
+    x = normal(3, 8)
+    weight = normal(3, 8, seed=1).requires_grad_()
+    product = x * weight
+    with torch.no_grad():
+        hadamard_transform(x, inplace=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_tangents(inplace: bool) -> None:
+    x, tangent = normal(3, 8), normal(3, 8, seed=1)
+    with forward_ad.dual_level():
+        y = hadamard_transform(forward_ad.make_dual(x, tangent) * 1, 0.5, inplace=inplace)
+        torch.testing.assert_close(forward_ad.unpack_dual(y).tangent, expected(tangent, 0.5))
+
+
+# ---- torch.func ------------------------------------------------------------------------------------------------------
+def in_place(x: torch.Tensor) -> torch.Tensor:
+    return hadamard_transform(x * 1, 0.5, inplace=True)
+
+
+def out_of_place(x: torch.Tensor) -> torch.Tensor:
+    return hadamard_transform(x, 0.5)
+
+
+def written(x: torch.Tensor) -> torch.Tensor:
+    hadamard_transform(x, 0.5, inplace=True)
+    return x
+
+
+@pytest.mark.parametrize("in_dim", [0, 1, 2, -1, -2, -3])
+@pytest.mark.parametrize("function", [out_of_place, in_place, written])
+def test_a_batch_in_any_dimension(function: Callable[[torch.Tensor], torch.Tensor], in_dim: int) -> None:
+    x = normal(3, 5, 8)
+    wanted = torch.stack([padded(part, 0.5) for part in x.unbind(in_dim)], in_dim)
+    torch.testing.assert_close(torch.vmap(function, in_dim, in_dim)(x.clone()), wanted)
+
+
+def test_batches_of_batches_and_none() -> None:
+    x = normal(3, 5, 8)
+    torch.testing.assert_close(torch.vmap(torch.vmap(out_of_place))(x), expected(x, 0.5))
+    torch.testing.assert_close(torch.vmap(torch.vmap(out_of_place, 0), 1, 1)(x), expected(x, 0.5))
+    both = torch.vmap(lambda x, y: out_of_place(x) + out_of_place(y), (0, None))(x, x[0])
+    torch.testing.assert_close(both, expected(x, 0.5) + expected(x[0], 0.5))
+    with pytest.raises(TensorError, match="no dimension"):
+        torch.vmap(out_of_place)(x[0, 0])
+
+
+@pytest.mark.parametrize("function", [out_of_place, in_place])
+@pytest.mark.parametrize("m", SIZES)
+def test_transforms_of_functions(function: Callable[[torch.Tensor], torch.Tensor], m: int) -> None:
+    x, other, h = normal(3, m), normal(3, m, seed=1), matrix(m) * 0.5
+    close = torch.testing.assert_close
+    close(torch.func.grad(lambda x: (function(x) * other).sum())(x), other @ h)
+    close(torch.func.jvp(function, (x,), (other,))[1], other @ h)
+    close(torch.func.jacrev(function)(x[0]), h)
+    close(torch.func.jacfwd(function)(x[0]), h)
+    close(torch.func.hessian(lambda x: function(x).square().sum())(x[0]), 2 * h @ h)
+    close(torch.func.jacrev(torch.func.grad(lambda x: function(x).square().sum()))(x[0]), 2 * h @ h)
+    per_sample = torch.vmap(torch.func.grad(lambda x: function(x).square().sum()))(x)
+    close(per_sample, 2 * x @ h @ h)
+
+
+# ---- torch.compile ---------------------------------------------------------------------------------------------------
+def compiled(function: Callable[..., torch.Tensor], backend: Any = "aot_eager", **options: Any) -> Any:
+    torch.compiler.reset()
+    return torch.compile(function, fullgraph=True, backend=backend, **options)
+
+
+@pytest.mark.parametrize("m", SIZES)
+def test_compile_once_for_all_row_counts(m: int) -> None:
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    def model(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        first = hadamard_transform(x * 2, 0.5, numerics="fast") + 1
+        hadamard_transform(first, 0.5, inplace=True)
+        return hadamard_transform(first, 0.5, out=y) + first
+
+    counter = CompileCounterWithBackend("aot_eager")
+    call = compiled(model, counter, dynamic=True)
+    for rows in (2, 3, 50, 1000):
+        x, ours, theirs = normal(rows, m), normal(rows, m), normal(rows, m)
+        torch.testing.assert_close(call(x, ours), model(x, theirs))
+        torch.testing.assert_close(ours, theirs)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_compile_gradients(inplace: bool) -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return hadamard_transform(x * 2, 0.5, inplace=inplace).square() + 1
+
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        call = compiled(model, dynamic=True)
+        for rows in (2, 3, 50):
+            x = normal(rows, 8).requires_grad_()
+            y, wanted = call(x), model(x)
+            torch.testing.assert_close(y, wanted)
+            ours, theirs = (torch.autograd.grad(each.sum(), x) for each in (y, wanted))
+            torch.testing.assert_close(ours, theirs)
+
+
+def test_compile_writes_its_arguments() -> None:
+    def model(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        hadamard_transform(x, 0.5, inplace=True)
+        return hadamard_transform(x, 0.5, out=y) + x
+
+    call = compiled(model)
+    ours, theirs = normal(3, 8), normal(3, 8)
+    out = torch.empty(3, 8, dtype=torch.float64)
+    torch.testing.assert_close(call(ours, out), model(theirs, torch.empty_like(theirs)))
+    assert torch.equal(ours, theirs)
+    assert torch.equal(out, hadamard_transform(theirs, 0.5))
+
+
+def test_compile_with_out_that_is_x() -> None:
+    call = compiled(lambda x: hadamard_transform(x, 0.5, out=x) + 1)
+    x = normal(3, 8)
+    wanted = expected(x, 0.5)
+    torch.testing.assert_close(call(x), wanted + 1)
+    torch.testing.assert_close(x, wanted)
+
+
+def test_export() -> None:
+    class Model(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return hadamard_transform(x, 0.5)
+
+    rows = torch.export.Dim("rows", min=2)
+    program = torch.export.export(Model(), (normal(3, 8),), dynamic_shapes=({0: rows},))
+    x = normal(7, 8)
+    torch.testing.assert_close(program.module()(x), expected(x, 0.5))
+    assert "hadagen.hadamard_transform.default" in program.graph_module.code
