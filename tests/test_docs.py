@@ -104,7 +104,7 @@ def test_without_a_table_there_is_nothing_to_refresh(documents: Path) -> None:
         refresh.outdated()
 
 
-@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "docs/architecture.md"])
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/compat.md"])
 def test_what_a_document_names_is_there(name: str) -> None:
     text = (ROOT / name).read_text()
     for link in re.findall(r"\]\((?!http)([^)#]+)\)", text):

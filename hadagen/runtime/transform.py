@@ -104,8 +104,8 @@ def _check_input(x: torch.Tensor, scale: float, numerics: str) -> None:
     if x.dim() == 0:
         raise TensorError("x has no dimension to transform; pass a tensor of shape [..., n]")
     n = x.shape[-1]
-    if n < 1 or n & (n - 1):
-        raise UsageError(f"the last dimension of x is {n}; it must be a power of two, so pad it with zeros")
+    if n < 1:
+        raise UsageError(f"the last dimension of x is {n}; it must have an element at least")
     if not isinstance(scale, (float, int, Real)):  # a tensor is none, and would expect a gradient
         raise TypeError(f"scale is a {type(scale).__name__}; pass a real number")
     if not abs(scale) <= _LARGEST_SCALE:
