@@ -40,7 +40,8 @@ def hadamard_transform_ref(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
     factor = torch.tensor([[1, 1], [1, -1]], dtype=x.dtype, device=x.device)
     while matrix.shape[0] < m:
         matrix = torch.kron(factor, matrix)
-    return x @ matrix[:m, :m] * scale  # the zeros that continue x would meet only the rows cut off
+    # The zeros that continue x would meet only the rows cut off here.
+    return torch.nn.functional.linear(x, matrix[:m, :m]) * scale
 
 
 def hadamard_transform_12N(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
