@@ -123,7 +123,9 @@ def test_without_a_table_there_is_nothing_to_refresh(documents: Path) -> None:
         refresh.outdated()
 
 
-@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/performance.md"])
+@pytest.mark.parametrize(
+    "name", ["README.md", "CONTRIBUTING.md", *(f"docs/{page}.md" for page in ("architecture", "performance", "compat"))]
+)
 def test_what_a_document_names_is_there(name: str) -> None:
     text = (ROOT / name).read_text()
     for link in re.findall(r"\]\((?!http)([^)#]+)\)", text):

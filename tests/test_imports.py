@@ -39,6 +39,7 @@ TABLE = """
     tuning_db.bundle | trial problem launch scale errors                   |
     tuning_db        | tuning_db.bundle trial problem launch scale errors  | sqlalchemy alembic
     runtime          | tuning_db.bundle driver trial problem launch errors | torch
+    compat           | runtime errors                                      | torch
     __init__         | runtime problem errors                              |
     measure          | driver reference bits trial problem launch errors   | torch
     costmodel        | arch plan trial                                     |

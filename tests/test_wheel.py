@@ -1,32 +1,149 @@
-"""The wheel: every file of every room is in it, where the package looks for it, and nothing else."""
+"""The wheel: every file of every room is in it, nothing else is, and with PyTorch and click alone it works."""
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 from zipfile import ZipFile
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = {"hadagen": "hadagen", "templates": "hadagen/templates", "tuning_db": "hadagen/tuning_db", "cli": "hadagen/cli"}
+# All that a bare install has, for lack of NumPy, Jinja2 or cuda-bindings; the others are what importing PyTorch needs.
+BARE = ("torch", "torchgen", "functorch", "click")
+OF_TORCH = ("typing_extensions", "sympy", "mpmath", "networkx", "filelock", "fsspec")
+
+SMOKE = """
+import sys, torch, hadagen
+from hadagen.compat.fast_hadamard_transform import hadamard_transform, hadamard_transform_ref
+from hadagen.compat.hadacore import hadacore_transform
+
+for m in (8, 12):
+    x = torch.randn(3, m, dtype=torch.float64, requires_grad=True)
+    torch.testing.assert_close(hadamard_transform(x), hadamard_transform_ref(x))
+    hadamard_transform(x).sum().backward()
+z = torch.randn(3, 64)
+torch.testing.assert_close(hadacore_transform(hadacore_transform(z.clone())), z)
+assert hadagen.hadamard_transform(z, inplace=True) is z
+call = torch.compile(lambda x: hadagen.hadamard_transform(x * 2, 0.5) + 1, fullgraph=True, backend="aot_eager")
+torch.testing.assert_close(call(z), hadagen.hadamard_transform(z) + 1)
+best = hadagen.best_config({"n": 4096, "dtype": "float16"}, 1024, arch="sm90")
+assert best.kernel and best.match is hadagen.Match.SAME_ARCH, best
+assert not {"optuna", "jinja2", "click", "sqlalchemy", "alembic", "yaml", "rich"} & set(sys.modules)
+print("python", sys.version.split()[0], "torch", torch.__version__, "hadagen", hadagen.__version__)
+"""
 
 
-def test_every_file_of_every_room_is_in_the_wheel(tmp_path: Path) -> None:
-    source = tmp_path / "source"
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a wheel is made from, without what else lies in a checkout."""
+    source = tmp_path_factory.mktemp("wheel") / "source"
     for room in ROOMS:
         shutil.copytree(ROOT / room, source / room, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    expected = {
+    return source
+
+
+@pytest.fixture(scope="module")
+def expected(source: Path) -> set[str]:
+    return {
         str(installed / path.relative_to(source / room))
         for room, installed in ((room, Path(directory)) for room, directory in ROOMS.items())
         for path in (source / room).rglob("*")
         if path.is_file()
     }
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, expected: set[str]) -> Path:
+    """The wheel, built. `expected` is asked for first, because building leaves files in the source."""
     command = "-m pip wheel --quiet --no-deps --no-build-isolation --disable-pip-version-check --wheel-dir"
-    subprocess.run([sys.executable, *command.split(), str(tmp_path), str(source)], check=True)
-    (wheel,) = tmp_path.glob("hadagen-*.whl")
+    subprocess.run([sys.executable, *command.split(), str(source.parent), str(source)], check=True)
+    (wheel,) = source.parent.glob("hadagen-*.whl")
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def bare(wheel: Path) -> Path:
+    """A directory to import from, where the wheel is unpacked beside PyTorch and click."""
+    site = wheel.parent / "site"
+    with ZipFile(wheel) as archive:
+        archive.extractall(site)
+    for name in (*BARE, *OF_TORCH):
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.origin is not None:  # PyTorch's parts vary with its version
+            path = Path(spec.origin)
+            path = path.parent if path.name == "__init__.py" else path
+            (site / path.name).symlink_to(path)
+    return site
+
+
+def python(site: Path, program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs a program that sees the standard library and `site` alone: no site-packages, no variables, no tree."""
+    program = f"import sys; sys.path.insert(0, {str(site)!r})\n{program}"
+    home = str(site.parent / "home")
+    return subprocess.run(
+        [sys.executable, "-I", "-S", "-c", program, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=site.parent,
+        env={"HOME": home, "XDG_DATA_HOME": home, "XDG_CACHE_HOME": home, "PATH": ""},
+    )
+
+
+def hadagen(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return python(site, "from hadagen.cli.main import main; main(prog_name='hadagen')", *arguments)
+
+
+def test_every_file_of_every_room_is_in_the_wheel(wheel: Path, expected: set[str]) -> None:
     with ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     assert names == expected
+
+
+def test_the_wheel_is_for_every_platform(wheel: Path) -> None:
+    assert wheel.name.endswith("-py3-none-any.whl")
+    with ZipFile(wheel) as archive:
+        (metadata,) = (archive.read(name).decode() for name in archive.namelist() if name.endswith("/METADATA"))
+    needed = [line.split(": ", 1)[1] for line in metadata.splitlines() if line.startswith("Requires-Dist: ")]
+    always = {line for line in needed if "extra ==" not in line}
+    assert {line.partition(">=")[0] for line in always if ";" not in line} == {"click", "torch"}
+    (bindings,) = (line for line in always if ";" in line)
+    assert bindings.startswith("cuda-bindings")
+    assert 'sys_platform == "linux"' in bindings.replace("'", '"')
+
+
+def test_a_bare_install_transforms_compiles_and_chooses(bare: Path) -> None:
+    done = python(bare, SMOKE)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("python ")
+
+
+def test_a_bare_install_looks_up_and_inspects(bare: Path) -> None:
+    best = hadagen(bare, "best", "--arch", "sm90", "--n", "4096", "--dtype", "float16", "--rows", "1024", "--json")
+    assert best.returncode == 0, best.stderr
+    assert json.loads(best.stdout)["match"] == "same-arch"
+    listed = hadagen(bare, "list", "--json")
+    assert listed.returncode == 0, listed.stderr
+    (bundle,) = json.loads(listed.stdout)["bundles"]
+    assert Path(bundle["path"]).is_relative_to(bare)
+    for action in ("show", "verify"):
+        done = hadagen(bare, "bundle", action, bundle["path"])
+        assert done.returncode == 0, done.stderr
+        assert done.stdout
+
+
+@pytest.mark.parametrize("command", [("tune", "--arch", "sm90"), ("emit", "--n", "4096"), ("space", "--n", "4096")])
+def test_what_tunes_names_the_extra_it_needs(command: tuple[str, ...], bare: Path) -> None:
+    done = hadagen(bare, *command)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.endswith(" is not installed; install it with: pip install 'hadagen[tune]'\n")

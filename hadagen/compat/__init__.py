@@ -1,0 +1,1 @@
+"""Other projects' functions by their own names: a program that calls them changes one import."""

@@ -1,0 +1,71 @@
+"""The functions of fast_hadamard_transform (version 1.1.0): same names, arguments and results.
+
+    from hadagen.compat.fast_hadamard_transform import hadamard_transform
+
+This takes more than the original does: rows longer than 32768, float64, tensors on the CPU, second derivatives.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hadagen.runtime import transform
+
+__all__ = [
+    "hadamard_transform",
+    "hadamard_transform_12N",
+    "hadamard_transform_20N",
+    "hadamard_transform_28N",
+    "hadamard_transform_40N",
+    "hadamard_transform_ref",
+]
+
+
+def hadamard_transform(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    """(x · H_n) · scale over the last dimension, in a new tensor of x's shape and type; differentiable in x.
+
+    x: [..., m] with any m ≥ 1. Where m is no power of two, n is the next one: x counts as continued with zeros, and the
+        first m results are returned.
+    scale: a number, or a tensor of one element, which gets no gradient.
+
+    Raises what `hadagen.hadamard_transform` raises.
+    """
+    return transform.hadamard_transform(x, float(scale))
+
+
+def hadamard_transform_ref(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    """The same by a product with the explicit matrix, in x's type: slow, in O(m²) memory, and sure. For tests."""
+    m = x.shape[-1]
+    matrix = torch.ones((1, 1), dtype=x.dtype, device=x.device)
+    factor = torch.tensor([[1, 1], [1, -1]], dtype=x.dtype, device=x.device)
+    while matrix.shape[0] < m:
+        matrix = torch.kron(factor, matrix)
+    # The zeros that continue x would meet only the rows cut off here.
+    return torch.nn.functional.linear(x, matrix[:m, :m]) * scale
+
+
+def hadamard_transform_12N(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    """Planned. Raises NotImplementedError."""
+    raise _planned(12)
+
+
+def hadamard_transform_20N(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    """Planned. Raises NotImplementedError."""
+    raise _planned(20)
+
+
+def hadamard_transform_28N(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    """Planned. Raises NotImplementedError."""
+    raise _planned(28)
+
+
+def hadamard_transform_40N(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    """Planned. Raises NotImplementedError."""
+    raise _planned(40)
+
+
+def _planned(k: int) -> NotImplementedError:
+    return NotImplementedError(
+        f"hadamard_transform_{k}N is not in hadagen yet (planned: n = K·2^m, K = {k} among them); "
+        "import it from fast_hadamard_transform until then"
+    )

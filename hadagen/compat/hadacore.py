@@ -1,0 +1,36 @@
+"""The function of HadaCore, and vLLM's wrapper of it: same names, arguments and results.
+
+    from hadagen.compat.hadacore import hadamard_transform  # for: from faster_hadamard_transform import …
+    from hadagen.compat.hadacore import hadacore_transform  # for: from vllm._custom_ops import …
+
+This takes more than the originals do: rows longer than 32768, float32 and float64, tensors on the CPU, any strides and
+numbers of rows. Results round once, and gradients flow, where the originals return tensors without a gradient.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hadagen.errors import UsageError
+from hadagen.runtime import transform
+
+__all__ = ["hadacore_transform", "hadamard_transform"]
+
+
+def hadamard_transform(x: torch.Tensor, inplace: bool = False) -> torch.Tensor:
+    """(x · H_n) / √n over the last dimension: orthonormal, so its own inverse.
+
+    x: [..., n] with n a power of two.
+    inplace: overwrite x and return it; else the result is a new tensor of x's shape and type.
+
+    Raises `UsageError`, a ValueError, for another n, and what `hadagen.hadamard_transform` raises.
+    """
+    n = x.shape[-1] if isinstance(x, torch.Tensor) and x.dim() else 1  # what else is wrong, the transform says
+    if n & (n - 1):
+        raise UsageError(f"the last dimension of x is {n}; it must be a power of two, so pad it with zeros")
+    return transform.hadamard_transform(x, max(n, 1) ** -0.5, inplace=inplace)
+
+
+def hadacore_transform(x: torch.Tensor, inplace: bool = True) -> torch.Tensor:
+    """`hadamard_transform`, with vLLM's name and default: it overwrites x."""
+    return hadamard_transform(x, inplace)

@@ -1,0 +1,190 @@
+"""The transform in plain PyTorch, on the CPU: every row length, every type, in place and not, block by block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import hadagen
+from hadagen.reference import hadamard
+from hadagen.runtime import fallback
+
+# Largest relative error of normal inputs; rounding a 16-bit result once costs four fifths of it.
+BOUNDS = {torch.float16: 2.2e-4, torch.bfloat16: 1.8e-3, torch.float32: 3e-7, torch.float64: 1e-15}
+LENGTHS = (1, 2, 3, 4, 5, 8, 12, 31, 64, 100, 137, 1000, 4096, 5000, 40960, 1 << 17)
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def expected(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    """In float64: x continued with zeros to a power of two, transformed, cut."""
+    m = x.shape[-1]
+    padded = torch.nn.functional.pad(x.double(), (0, (1 << (m - 1).bit_length()) - m))
+    return torch.from_numpy(hadamard(padded.numpy(), scale))[..., :m]
+
+
+def transform(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    y = torch.full(x.shape, 7.0, dtype=x.dtype)
+    fallback.transform(x, y, scale)
+    return y
+
+
+def error(y: torch.Tensor, reference: torch.Tensor) -> float:
+    return float((y.double() - reference).norm() / reference.norm())
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fallback, "_CPU_BLOCK", 64)
+
+
+# ---- values ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("m", LENGTHS)
+def test_every_length_against_float64(m: int, dtype: torch.dtype) -> None:
+    x = normal(max(2, 8192 // m), m, dtype=dtype)
+    before = x.clone()
+    assert error(transform(x, m**-0.5), expected(x, m**-0.5)) <= BOUNDS[dtype]
+    assert torch.equal(x, before), "the input was changed"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("m", [200, 256])
+def test_sixteen_bit_results_are_rounded_once(m: int, dtype: torch.dtype) -> None:
+    x = torch.randint(-100, 100, (64, m), generator=torch.Generator().manual_seed(0)).to(dtype)  # every sum is exact
+    assert torch.equal(transform(x, 0.25), expected(x, 0.25).to(dtype))
+
+
+@pytest.mark.parametrize("precision", ["highest", "high", "medium"])
+def test_the_precision_of_matrix_products_does_not_matter(precision: str) -> None:
+    x = normal(64, 4096, dtype=torch.float32)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        assert error(transform(x), expected(x)) <= BOUNDS[torch.float32]
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_what_is_not_finite_stays_in_its_row() -> None:
+    for m in (48, 64):
+        x = normal(5, m, dtype=torch.float32)
+        x[1, 3], x[3, 0] = float("inf"), float("nan")
+        finite = torch.isfinite(transform(x)).all(-1)
+        assert finite.tolist() == [True, False, True, False, True]
+
+
+@given(m=st.integers(1, 300), rows=st.integers(0, 4), seed=st.integers(0, 99), scale=st.floats(-1e3, 1e3))
+def test_laws(m: int, rows: int, seed: int, scale: float) -> None:
+    x, z = normal(rows, m, seed=seed), normal(rows, m, seed=seed + 1)
+    y = transform(x)
+    close: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-9 * m}
+    torch.testing.assert_close(transform(x, scale), y * scale, rtol=1e-9, atol=1e-6 * m)
+    torch.testing.assert_close(transform(x + z), y + transform(z), **close)
+    torch.testing.assert_close((y * z).sum(-1), (x * transform(z)).sum(-1), rtol=1e-9, atol=1e-6)  # symmetric
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("m", [1, 5, 16, 48, 64, 100, 128])
+@pytest.mark.usefixtures("small_blocks")
+def test_blocks_in_place_and_not(m: int, dtype: torch.dtype) -> None:
+    x = normal(11, m, dtype=dtype)
+    y = transform(x)
+    assert torch.equal(y, expected(x).to(dtype)) or error(y, expected(x)) <= BOUNDS[dtype]
+    fallback.transform(x, x, 1.0)
+    assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("m", [32, 24])
+@pytest.mark.usefixtures("small_blocks")
+def test_any_strides(m: int) -> None:
+    whole = normal(6, 4, 64)
+    views = {
+        "pitched": whole[:, 0, :m],
+        "every other element": whole[..., : 2 * m : 2],
+        "transposed": whole[..., :m].transpose(0, 1),
+        "turned": normal(m, 9).t(),
+        "expanded": normal(m).expand(5, m),
+        "no rows": whole[:0, :, :m],
+    }
+    for name, x in views.items():
+        torch.testing.assert_close(transform(x), expected(x), rtol=1e-12, atol=1e-12, msg=lambda m, name=name: name + m)
+    pitched = views["pitched"]
+    wanted, outside = transform(pitched), whole[:, :, m:].clone()
+    fallback.transform(pitched, pitched, 1.0)
+    assert torch.equal(pitched, wanted)
+    assert torch.equal(whole[:, :, m:], outside)
+
+
+class Largest(TorchDispatchMode):
+    """Notes the largest storage that an operation returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in (torch.ops.aten.empty.memory_format, torch.ops.aten.clone.default, torch.ops.aten._to_copy.default):
+            self.bytes = max(self.bytes, result.untyped_storage().nbytes())
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("m", [96, 128])
+@pytest.mark.usefixtures("small_blocks")
+def test_no_copy_of_the_whole(m: int, dtype: torch.dtype) -> None:
+    x = normal(50, m, dtype=dtype)
+    y = torch.empty_like(x)
+    with Largest() as largest:
+        fallback.transform(x, y, 1.0)
+    assert largest.bytes == 2 * 128 * 4, "two buffers of one block of float32"
+
+
+# ---- derivatives -----------------------------------------------------------------------------------------------------
+def differentiated(dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The gradient of (y · weight).sum() for y from x, and what it must be, for each way to call."""
+    weight = normal(6, 64, dtype=dtype, seed=1)
+    for inplace in (False, True):
+        x = normal(6, 64, dtype=dtype).requires_grad_()
+        y = hadagen.hadamard_transform(x * 1 if inplace else x, 0.125, inplace=inplace)
+        (gradient,) = torch.autograd.grad(y, x, weight)
+        yield gradient, expected(weight, 0.125)
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+def test_gradients_on_the_cpu(dtype: torch.dtype) -> None:
+    for gradient, wanted in differentiated(dtype):
+        assert gradient.dtype == dtype
+        assert error(gradient, wanted) <= BOUNDS[dtype]
+
+
+def test_gradcheck_in_float64() -> None:
+    for m in (1, 4, 32):
+        x = normal(2, m).requires_grad_()
+        assert torch.autograd.gradcheck(lambda x: hadagen.hadamard_transform(x, 0.3), x)
+        assert torch.autograd.gradgradcheck(lambda x: hadagen.hadamard_transform(x, 0.3), x)
+
+
+# ---- on a GPU without kernels ----------------------------------------------------------------------------------------
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("m", [1, 8, 137, 4096, 1 << 16])
+def test_on_a_gpu(m: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fallback, "_GPU_BLOCK", 1 << 14)
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
+    x = normal(max(3, 50000 // m), m, dtype=dtype).cuda()
+    y = torch.full_like(x, 7.0)
+    fallback.transform(x, y, m**-0.5)
+    assert error(y.cpu(), expected(x.cpu(), m**-0.5)) <= BOUNDS[dtype]
+    fallback.transform(x, x, m**-0.5)
+    assert torch.equal(x, y)
