@@ -10,7 +10,7 @@ from hadagen.errors import UsageError
 from hadagen.trial import Cache, Kernel, Outcome, Timing, Trial
 from hadagen.tuning_db.bundle import Bundle, BundleEntry
 from hadagen.tuning_db.bundle_writer import write_bundle
-from hadagen.tuning_db.winners import Cell
+from hadagen.tuning_db.winners import Cell, best_by_cell
 
 Selection = dict[Cell, Trial]
 
@@ -32,8 +32,8 @@ def selection_of(bundle: Bundle) -> Selection:
 def merge_bundles(paths: Iterable[str | os.PathLike[str]], out: str | os.PathLike[str]) -> Selection:
     """Write one bundle with the winners of several of one arch, such as of an H100 and an H200, and return them.
 
-    Where two have a winner for the same cell, the later one's is taken. Raises `UsageError` where there are none or
-    they are of several archs, and `StorageError` as `Bundle.open` and `write_bundle` do.
+    Where two have a winner for the same cell, the better one's is taken, as a search would take it. Raises `UsageError`
+    where there are none or they are of several archs, and `StorageError` as `Bundle.open` and `write_bundle` do.
     """
     bundles = [Bundle.open(Path(path)) for path in paths]
     archs = {bundle.arch for bundle in bundles}
@@ -41,9 +41,8 @@ def merge_bundles(paths: Iterable[str | os.PathLike[str]], out: str | os.PathLik
         raise UsageError(
             f"bundles of {len(archs)} archs ({', '.join(sorted(archs))}) cannot be one; merge those of one arch"
         )
-    selection: Selection = {}
-    for bundle in bundles:
-        selection |= selection_of(bundle)
+    trials = [trial for bundle in bundles for trial in selection_of(bundle).values()]
+    selection = {cell: trial for cell, (trial, _) in best_by_cell(trials).items()}
     kernels = {trial.kernel.digest: trial.kernel for trial in selection.values() if trial.kernel}
     write_bundle(out, archs.pop(), selection, kernels.__getitem__)
     return selection

@@ -32,9 +32,9 @@ def hadamard_transform(
 ) -> torch.Tensor:
     """(x · H_n) · scale over the last dimension, where H_n is the Hadamard matrix of ±1 in Sylvester's order.
 
-    x: [..., m] with m at least 1, of type float16, bfloat16, float32 or float64, with any strides, on any device. Where
-    m
-        is no power of two, each row counts as zero-padded to the next one, n, and the first m results are returned.
+    x: [..., m] with m at least 1, of type float16, bfloat16, float32 or float64, with any strides, on any device.
+        Where m is no power of two, each row counts as zero-padded to the next one, n, and the first m results are
+        returned.
         On a GPU for which there are kernels, all types but float64 run one of them for m from 2 to 32768; everything
         else runs in plain PyTorch.
     scale: n ** -0.5 makes the transform orthonormal and, where m = n, its own inverse.
