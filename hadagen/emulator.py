@@ -301,9 +301,9 @@ def verify(
 
     `rows` (2 or more, default `verification_rows`): of each class, but one fewer of the last, so that the last tile is
     ragged wherever a tile holds several rows. `module` already holds the kernel where many were built at once. `shape`:
-    of a pitched problem, by default three quarters of each row; x and the output then begin one element after a multiple of 16
-    bytes where a pitch is odd. The scale is n**-0.5; the output begins as NaNs, and so do the gaps of x. Raises `EmulationError` where the kernel does not run to its end or
-    `EmulationReport.complaint` says something.
+    of a pitched problem, by default three quarters of each row; an array whose pitch is odd begins one element after a
+    multiple of 16 bytes. The scale is n**-0.5; the output begins as NaNs, and so do the gaps of x. Raises
+    `EmulationError` where the kernel does not run to its end or `EmulationReport.complaint` says something.
     """
     rows = verification_rows(problem, launch) if rows is None else rows
     module = compile_host([source]) if module is None else module
@@ -313,7 +313,7 @@ def verify(
         shape = RowShape(problem.n - problem.n // 4, problem.n, problem.n)
     columns, x_pitch, y_pitch = (problem.n,) * 3 if shape is None else shape
     if columns < problem.n:
-        del classes["constant"]  # cut short it gives the same few values over and over, whose rounding averages out no more
+        del classes["constant"]  # cut short it gives few values over and over, whose rounding does not average out
     values = np.concatenate(list(classes.values()))
     values[:, columns:] = 0.0
     scale = verification_scale(problem)
