@@ -20,7 +20,6 @@ from hadagen.problem import DType, Numerics, Problem
 from hadagen.reference import hadamard
 from hadagen.space import build_plan
 
-
 # float32 has one contract, and pitched rows change no step.
 KINDS = [(DType.FLOAT16, Numerics.FAST), (DType.FLOAT16, Numerics.ACCURATE), (DType.FLOAT32, Numerics.ACCURATE)]
 
