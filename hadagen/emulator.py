@@ -182,8 +182,8 @@ class HostModule:
         `grid`: blocks to launch; by default as many as a device with room for `RESIDENT_CLUSTERS` clusters would get.
         `order_seed`: 0 runs the threads in order, each as far as it comes; 1 in reverse; any other in a random order.
         Raises `EmulationError` where the kernel diverges, hangs, loops forever, or touches what it must not, and
-        `UsageError` where x or out is not contiguous, or too small, or not aligned to 16 bytes (a pitched kernel's: to an
-        element), or where they are one array of two pitches.
+        `UsageError` where x or out is not contiguous, too small, or not aligned to 16 bytes (to an element for a pitched
+        kernel), or where they are one array of two pitches.
         """
         elements = x.size if elements is None else elements
         if shape is None:
@@ -198,7 +198,7 @@ class HostModule:
             if array.size < (least := (rows - 1) * pitch + columns):
                 raise UsageError(f"{name} has {array.size} elements, fewer than the {least} to transform")
         if x.ctypes.data == out.ctypes.data and x_pitch != y_pitch:
-            raise UsageError(f"in place, rows cannot be both {x_pitch} and {y_pitch} elements apart; give them one pitch")
+            raise UsageError(f"in place, rows cannot lie both {x_pitch} and {y_pitch} elements apart; give one pitch")
         tiles = -(-elements // launch.tile_elements)
         settings = _Launch(
             blocks=launch.grid(elements, RESIDENT_CLUSTERS * launch.cluster) if grid is None else grid,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from spaces import ARCH, families, space_of
+from spaces import ARCH, draw, families
 
 from hadagen.bits import decode, encode
 from hadagen.codegen import Source, render
@@ -78,8 +78,7 @@ def cover() -> dict[Problem, list[Variant]]:
     seen: set[tuple[object, ...]] = set()
     chosen = defaultdict(list)
     for problem in choose.sample(PROBLEMS * TRIES, len(PROBLEMS) * TRIES):
-        wanted = {name: choose.choice(values) for name, values in ARCH.search.items()}
-        knobs = next(space_of(problem).nearest(wanted))
+        knobs = draw(problem, choose)
         plan = build_plan(problem, knobs, ARCH)
         new = set(features(knobs, plan)) - seen
         if new:

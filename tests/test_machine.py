@@ -557,7 +557,7 @@ def test_rows_in_place_are_not_read_after_they_are_overwritten() -> None:
     x, shape = random_bits(72), RowShape(12, 20, 20)
     assert LATE_ROWS.run(x, np.zeros_like(x), rows=4, shape=shape).races == 0
     assert LATE_ROWS.run(x, x, rows=4, shape=shape).races == 4 * 12
-    with pytest.raises(UsageError, match="rows cannot be both 16 and 20 elements apart"):
+    with pytest.raises(UsageError, match="rows cannot lie both 16 and 20 elements apart"):
         LATE_ROWS.run(x, x, rows=4, shape=SHAPE)
 
 
