@@ -176,7 +176,7 @@ def _chunk_bits(reg_bits: Mapping[int, int]) -> dict[int, int]:
 
 def _vector_bits(plan: Plan, reg_bits: Mapping[int, int]) -> dict[int, int]:
     """Bit of the number of a vector → index bit: where a chunk takes several vectors, the lowest tell them apart."""
-    within = {j: bit for j, bit in enumerate(range((32 * plan.vector_elements).bit_length() - 1, CHUNK_BITS))}
+    within = dict(enumerate(range((32 * plan.vector_elements).bit_length() - 1, CHUNK_BITS)))
     return within | {len(within) + j: bit for j, bit in _chunk_bits(reg_bits).items()}
 
 

@@ -182,8 +182,8 @@ class HostModule:
         `grid`: blocks to launch; by default as many as a device with room for `RESIDENT_CLUSTERS` clusters would get.
         `order_seed`: 0 runs the threads in order, each as far as it comes; 1 in reverse; any other in a random order.
         Raises `EmulationError` where the kernel diverges, hangs, loops forever, or touches what it must not, and
-        `UsageError` where x or out is not contiguous, or too small, or, for any but a pitched kernel, not aligned to
-        16 bytes.
+        `UsageError` where x or out is not contiguous, too small, or not aligned to 16 bytes (to an element for a pitched
+        kernel), or where they are one array of two pitches.
         """
         elements = x.size if elements is None else elements
         if shape is None:
@@ -197,6 +197,8 @@ class HostModule:
                 raise UsageError(f"{name} is not aligned to {alignment} bytes; copy it first")
             if array.size < (least := (rows - 1) * pitch + columns):
                 raise UsageError(f"{name} has {array.size} elements, fewer than the {least} to transform")
+        if x.ctypes.data == out.ctypes.data and x_pitch != y_pitch:
+            raise UsageError(f"in place, rows cannot lie both {x_pitch} and {y_pitch} elements apart; give one pitch")
         tiles = -(-elements // launch.tile_elements)
         settings = _Launch(
             blocks=launch.grid(elements, RESIDENT_CLUSTERS * launch.cluster) if grid is None else grid,
@@ -301,9 +303,9 @@ def verify(
 
     `rows` (2 or more, default `verification_rows`): of each class, but one fewer of the last, so that the last tile is
     ragged wherever a tile holds several rows. `module` already holds the kernel where many were built at once. `shape`:
-    of a pitched problem, by default three quarters of each row; x and the output then begin one element after a multiple of 16
-    bytes where a pitch is odd. The scale is n**-0.5; the output begins as NaNs, and so do the gaps of x. Raises `EmulationError` where the kernel does not run to its end or
-    `EmulationReport.complaint` says something.
+    of a pitched problem, by default three quarters of each row; an array whose pitch is odd begins one element after a
+    multiple of 16 bytes. The scale is n**-0.5; the output begins as NaNs, and so do the gaps of x. Raises
+    `EmulationError` where the kernel does not run to its end or `EmulationReport.complaint` says something.
     """
     rows = verification_rows(problem, launch) if rows is None else rows
     module = compile_host([source]) if module is None else module
@@ -313,7 +315,7 @@ def verify(
         shape = RowShape(problem.n - problem.n // 4, problem.n, problem.n)
     columns, x_pitch, y_pitch = (problem.n,) * 3 if shape is None else shape
     if columns < problem.n:
-        del classes["constant"]  # cut short it gives the same few values over and over, whose rounding averages out no more
+        del classes["constant"]  # cut short it gives few values over and over, whose rounding does not average out
     values = np.concatenate(list(classes.values()))
     values[:, columns:] = 0.0
     scale = verification_scale(problem)

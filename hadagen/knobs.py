@@ -35,6 +35,7 @@ from hadagen.plan import (
 )
 from hadagen.problem import DType, Numerics, Problem
 
+
 @dataclass(frozen=True, order=True)
 class Knobs:
     """What the search may choose. The values of each that are searched stand in the arch's YAML, under `search`."""

@@ -21,8 +21,9 @@ class RowShape(NamedTuple):
 class LaunchSpec:
     """Launch geometry of one kernel.
 
-    Every kernel has the signature `(const void* x, void* y, int64 elements, scale)`, where elements = rows · n, the scale
-    is a word of `scale_form`, and x may equal y. A `pitched` one takes `int64 columns, x_pitch, y_pitch` after these.
+    Every kernel has the signature `(const void* x, void* y, int64 elements, uint32 scale_word)`, where elements is
+    rows · n, the word has the `scale_form`, and x may equal y. A `pitched` one takes `int64 columns, x_pitch, y_pitch`
+    after these.
     A *tile* is what one cluster (of `cluster` blocks) transforms at a time: `tile_elements` elements of whole rows.
     """
 

@@ -50,8 +50,8 @@ _LARGEST_FIRST_FACTOR = 2.0**-4
 def scale_word(form: ScaleForm, scale: float) -> int:
     """The word that stands for `scale`, whose size lies in the range of the form.
 
-    Relative error of a · b: below 1e-5 (float16) and 3e-4 (bfloat16); none where scale is a power of two. Of a · (1 + b):
-    below 1e-5.
+    Relative error of a · b: below 1e-5 (float16) and 3e-4 (bfloat16); none where scale is a power of two. Of
+    a · (1 + b): below 1e-5.
     """
     if form is ScaleForm.FP32:
         return int.from_bytes(struct.pack("<f", scale), "little")
@@ -66,7 +66,7 @@ def scale_word(form: ScaleForm, scale: float) -> int:
 
 
 def _factors(scale: float, bits: int) -> tuple[float, float]:
-    """The a and b of `bits` significant bits each whose product is nearest to `scale` > 0, with a as large as allowed."""
+    """The a and b of `bits` significant bits each whose product is nearest to `scale` > 0; a is as large as allowed."""
     least = 1 << (bits - 1)
     fraction, exponent = math.frexp(scale)
     found = []

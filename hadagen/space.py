@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -102,20 +103,23 @@ class Space:
         """The legal choices, knob by knob in the order of `ranges`. Each rule is asked as soon as the knobs it reads
         are chosen, so a dead branch is counted, not walked."""
         below = [prod(map(len, ranges[i + 1 :])) for i in range(len(ranges))]
-
-        def walk(knobs: Knobs, level: int) -> Iterator[Knobs]:
-            if level == len(KNOB_NAMES):
-                yield knobs
-                return
-            for value in ranges[level]:
-                chosen = replace(knobs, **{KNOB_NAMES[level]: value})
-                why = next((w for rule in self._rules[level] if (w := rule.broken(self._context, chosen))), None)
-                if why:
-                    reasons[why] += below[level]
+        chosen = Knobs()  # the one choice that changes along the way; rules read only what is chosen so far
+        todo = [iter(ranges[0])]
+        while todo:
+            level = len(todo) - 1
+            for value in todo[level]:
+                object.__setattr__(chosen, KNOB_NAMES[level], value)
+                for rule in self._rules[level]:
+                    if why := rule.broken(self._context, chosen):
+                        reasons[why] += below[level]
+                        break
                 else:
-                    yield from walk(chosen, level + 1)
-
-        return walk(Knobs(), 0)
+                    if level + 1 < len(ranges):
+                        todo.append(iter(ranges[level + 1]))
+                        break
+                    yield copy(chosen)
+            else:
+                todo.pop()
 
 
 def shape_of(knobs: Knobs) -> tuple[int, int, int]:

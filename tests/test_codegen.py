@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
+import shlex
+import subprocess
+from itertools import product
+from pathlib import Path
 
 import pytest
-from spaces import ARCH, space_of
+from spaces import ARCH, draw
 
 from hadagen.codegen import render
 from hadagen.emulator import host_texts
 from hadagen.knobs import Knobs
-from hadagen.plan import Plan
+from hadagen.plan import Correct, Mma, Plan, Scale
 from hadagen.problem import DType, Numerics, Problem
+from hadagen.scale import ScaleForm
 from hadagen.space import build_plan
-from hadagen.toolchain import device_headers
 
 
-def sample(count: int) -> list[Plan]:
-    pick = random.Random(2)
-    plans = []
-    for log2_n in range(1, 16):
-        for numerics in Numerics:
-            problem = Problem(1 << log2_n, pick.choice(list(DType)), numerics)
-            legal = pick.sample(space_of(problem).legal, count)
-            plans += [build_plan(problem, knobs, ARCH) for knobs in legal]
-    return plans
+def sample() -> list[Plan]:
+    choose = random.Random(2)
+    kinds = list(product((1 << k for k in range(1, 16)), DType, Numerics, (False, True)))
+    problems = dict.fromkeys(Problem(*kind) for kind in kinds)
+    return [build_plan(problem, draw(problem, choose), ARCH) for problem in problems]
 
 
-PLANS = sample(4)
+PLANS = sample()
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.digest[:8])
@@ -53,14 +54,86 @@ def test_two_plans_never_share_a_name() -> None:
     assert len(set(entries)) == len({plan.digest for plan in PLANS})
 
 
-def test_both_headers_give_the_same_functions() -> None:
-    """What a kernel can call on the device it can call on the host."""
+def test_nothing_is_declared_that_is_not_used(tmp_path: Path) -> None:
+    """Values, lambdas and arrays: a compiler knows."""
+    for name, text in host_texts().items():
+        (tmp_path / name).write_text(text)
+    kernels = tmp_path / "kernels.cpp"
+    kernels.write_text("\n".join({source.entry: source.text for source in map(render, PLANS)}.values()))
+    command = [*shlex.split(os.environ.get("CXX", "c++")), "-std=c++17", "-fsyntax-only"]
+    warnings = ["-Wunused-variable", "-Wunused-but-set-variable", "-Werror", "-Wno-unknown-pragmas"]
+    done = subprocess.run([*command, *warnings, str(kernels)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
-    def names(text: str) -> set[str]:
-        functions = set(re.findall(r"HADAGEN_INLINE [\w ]+?(\w+)(?:<\w+>)?\(", text))
-        return (functions | set(re.findall(r"HADAGEN_LOAD_IF\((\w+), \"", text))) - {"name", "shared_address"}
 
-    assert names(device_headers()["hadagen.cuh"]) <= names(host_texts()["hadagen.cuh"])
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.digest[:8])
+def test_empty_lines_stand_only_between_blocks(plan: Plan) -> None:
+    lines = render(plan).text.splitlines()
+    depth = 0
+    for before, line, after in zip(lines, lines[1:], lines[2:], strict=False):
+        depth += before.count("{") - before.count("}")
+        if line == "":
+            assert depth <= 1 + plan.persistent
+            assert before
+            assert after
+            assert not before.endswith("{")
+            assert not after.lstrip().startswith("}")
+        assert line == line.rstrip()
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.digest[:8])
+def test_a_scale_is_read_in_one_form(plan: Plan) -> None:
+    text = render(plan).text
+    kinds = {type(step) for step in plan.steps}
+    factors = {step.factor for step in plan.steps if isinstance(step, Mma)} - {0}
+    assert ("const float scale = as_float(scale_word);" in text) == (Scale in kinds)
+    assert bool(re.search(r"\] \*= scale\b", text)) == (Scale in kinds)
+    assert ("correction = high_half(scale_word)" in text) == (Correct in kinds)
+    assert ("hadamard16(low_half(scale_word))" in text) == (1 in factors)
+    assert ("hadamard16(high_half(scale_word))" in text) == (2 in factors)
+    assert text.count("scale_word") == 1 + (Scale in kinds) + (Correct in kinds) + len(factors)
+    assert (Scale in kinds) != bool(factors)
+    if plan.problem.numerics is Numerics.ACCURATE:
+        assert Scale in kinds
+
+
+def test_fast_scales_in_mma_wherever_values_between_two_are_packed() -> None:
+    fast = [plan for plan in PLANS if plan.problem.numerics is Numerics.FAST]
+    scaled = [plan for plan in fast if Scale not in {type(step) for step in plan.steps}]
+    assert {plan.scale_form for plan in scaled} == set(ScaleForm) - {ScaleForm.FP32}
+    with_mma = [plan for plan in fast if sum(isinstance(step, Mma) and not step.split for step in plan.steps) == 2]
+    assert with_mma
+    assert all(plan in scaled for plan in with_mma)
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.digest[:8])
+def test_only_pitched_kernels_know_columns_and_pitches(plan: Plan) -> None:
+    body = render(plan).text.partition("__global__")[2]
+    for name in ("columns", "x_pitch", "y_pitch"):
+        # In the signature, and where it is used.
+        assert (len(re.findall(rf"\b{name}\b", body)) >= 2) if plan.problem.pitched else (name not in body)
+
+
+@pytest.mark.parametrize("plan", [plan for plan in PLANS if plan.problem.pitched], ids=lambda plan: plan.digest[:8])
+def test_a_pitched_kernel_takes_vectors_where_it_may(plan: Plan) -> None:
+    text = render(plan).text
+    whole = plan.problem.n >= plan.vector_elements
+    size, width = plan.problem.dtype.bytes, plan.vector_elements
+    assert (f"x_in_vectors = in_vectors(x, {size} * x_pitch)" in text) == whole
+    assert (f"x_in_vectors && left >= {width} ? load16" in text) == whole
+    assert (f"if (y_in_vectors && left >= {width}) store16" in text) == whole
+    assert ("load_element<T>" in text, "store_element<T>" in text) == (not whole, not whole)
+    assert "staged" not in text
+    assert "_if(" not in text
+
+
+@pytest.mark.parametrize(
+    "plan", [plan for plan in PLANS if plan.problem.dtype is DType.FLOAT32], ids=lambda plan: plan.digest[:8]
+)
+def test_float32_has_no_packed_values(plan: Plan) -> None:
+    text = render(plan).text
+    assert not re.search(r"\bpc?\b|pack<|low<|high<|mma|float16", text)
+    assert "float f[8 * chunks];" in text
 
 
 def test_every_call_of_a_kernel_is_a_primitive() -> None:
@@ -68,6 +141,8 @@ def test_every_call_of_a_kernel_is_a_primitive() -> None:
     local = {
         "start",
         "fetch",
+        "vector_of_row",
+        "vector_of_rows",
         "static_cast",
         "reinterpret_cast",
         "u32",

@@ -18,7 +18,7 @@ from hadagen.bits import Bits, decode, encode
 from hadagen.codegen import Source
 from hadagen.emulator import EmulationError, EmulationReport, HostCompileError, HostModule, compile_host, host_texts
 from hadagen.errors import StorageError, ToolchainError, UsageError
-from hadagen.launch import LaunchSpec
+from hadagen.launch import LaunchSpec, RowShape
 from hadagen.problem import DType
 from hadagen.reference import hadamard
 
@@ -26,16 +26,17 @@ DEVICE_HEADER = Path(__file__).parent.parent / "templates" / "device" / "hadagen
 
 TEMPLATE = """#include "hadagen.cuh"
 extern "C" __global__ void __launch_bounds__({threads}) __cluster_dims__({cluster}, 1, 1)
-{name}(const void* x, void* y, hadagen::i64 elements, float scale) {{
+{name}(const void* x, void* y, hadagen::i64 elements, hadagen::u32 scale_word{rows}) {{
     using namespace hadagen;
     using T = {dtype};
     HADAGEN_SHARED(shared);
     u64* const barrier = reinterpret_cast<u64*>(shared);
     byte* const data = shared + 128;
     const u32 t = thread_index(), lane = t % 32, rank = cluster_rank();
-    const i64 first = block_index() * {threads} * 8;
-    const byte* const in = static_cast<const byte*>(x) + 2 * first;
-    byte* const out = static_cast<byte*>(y) + 2 * first;
+    constexpr i64 width = 16 / T::bytes;
+    const i64 first = block_index() * {threads} * width;
+    const byte* const in = static_cast<const byte*>(x) + T::bytes * first;
+    byte* const out = static_cast<byte*>(y) + T::bytes * first;
     {body}
 }}
 """
@@ -43,23 +44,42 @@ extern "C" __global__ void __launch_bounds__({threads}) __cluster_dims__({cluste
 
 @dataclass(frozen=True)
 class Case:
-    """A kernel of which every block has 8 elements a thread, at `in` and `out`."""
+    """A kernel of which every block has `width` elements a thread, 16 bytes, at `in` and `out`."""
 
     name: str
     body: str
     threads: int = 32
     cluster: int = 1
     dtype: DType = DType.FLOAT16
+    pitched: bool = False
 
     @property
     def source(self) -> Source:
+        rows = ", hadagen::i64 columns, hadagen::i64 x_pitch, hadagen::i64 y_pitch" if self.pitched else ""
         fields = {"name": self.name, "body": self.body, "threads": self.threads, "cluster": self.cluster}
-        return Source(self.name, TEMPLATE.format(dtype=self.dtype.value, **fields))
+        return Source(self.name, TEMPLATE.format(dtype=self.dtype.value, rows=rows, **fields))
 
-    def run(self, x: Bits, out: Bits, *, order_seed: int = 0) -> EmulationReport:
-        tile = 8 * self.threads * self.cluster
-        launch = LaunchSpec(self.threads, self.cluster, SHARED_BYTES, tile, persistent=False)
-        return module().run(self.name, launch, x, out, scale=1.0, order_seed=order_seed)
+    @property
+    def launch(self) -> LaunchSpec:
+        tile = 16 // self.dtype.bytes * self.threads * self.cluster
+        return LaunchSpec(self.threads, self.cluster, SHARED_BYTES, tile, persistent=False, pitched=self.pitched)
+
+    def run(
+        self, x: Bits, out: Bits, *, order_seed: int = 0, rows: int = 0, shape: RowShape | None = None
+    ) -> EmulationReport:
+        """`rows`, `shape`: of a pitched kernel, whose rows have two vectors."""
+        elements = 2 * rows * 16 // self.dtype.bytes if self.pitched else None
+        return module().run(
+            self.name,
+            self.launch,
+            x,
+            out,
+            scale=1.0,
+            elements=elements,
+            rows=rows,
+            shape=shape,
+            order_seed=order_seed,
+        )
 
 
 SHARED_BYTES = 8192
@@ -84,8 +104,8 @@ GOOD: dict[Case, Callable[[Bits], Bits]] = {
     Case("copies_with_hints", "store16_streaming(out + 16 * t, load16_no_allocate(in + 16 * t));"): lambda x: x,
     Case(
         "copies_elements",
-        """const i64 left = elements - first - 8 * t;
-        if (left > 0) store_elements(out + 16 * t, load_elements(in + 16 * t, left), left);""",
+        """const i64 left = elements - first - width * t;
+        store_elements<T>(out + 16 * t, load_elements<T>(in + 16 * t, left), left);""",
     ): lambda x: x,
     Case("copies_if", "store16(out + 16 * t, load16_if(in + 16 * (t < 16 ? t : 9999), t < 16));"): lower_lanes,
     Case(
@@ -238,8 +258,10 @@ RACES = (
 STOPPED = {
     Case("beyond_x", "load16(in + 16 * (t + 64));"): "loads 8 elements at element 512 of x, which has 512",
     Case("before_x", "load16(in - 16);"): "thread 0 of block 0 loads 8 elements at element -8 of x",
-    Case("beyond_y", "store_elements(out + 1024 - 8, zero16(), 5);"): "stores 5 elements at element 508 of y",
-    Case("askew", "load16(in + 2);"): "at byte 2 of x, which is not a multiple of 16",
+    Case(
+        "beyond_y", "store_elements<T>(out + 1024 - 8, zero16(), 5);"
+    ): "stores 1 elements at element 512 of y, which has 512",
+    Case("askew", "load16(in + 2);"): "at byte 2 of x, whose address is not a multiple of 16",
     Case(
         "beyond_shared", "shared_load16(shared + 8192);"
     ): "16 bytes at byte 8192 of shared memory, of which there are",
@@ -303,9 +325,10 @@ FORGETFUL = Case("forgetful", "if (t % 2) " + COPY)
 REPETITIVE = Case("repetitive", COPY + COPY)
 LATE = Case("late", COPY + " shuffle_xor(0u, 1); load16(in + 16 * (t ^ 1));")
 
+PACKED_TYPES = (DType.FLOAT16, DType.BFLOAT16)
 ARITHMETIC = [
     Case(f"{name}_{dtype.value}", body, dtype=dtype)
-    for dtype in DType
+    for dtype in PACKED_TYPES
     for name, body in {
         "packs": """const Vec16 v = load16(in + 16 * t);
             const u32 p = pack<T>(as_float(v.word[0]), as_float(v.word[1]));
@@ -322,15 +345,121 @@ ARITHMETIC = [
             float d[4] = {0.0f, 1.0f, 2.0f, 3.0f};
             mma<T>(d, Operand{{v.word[0], v.word[1], v.word[2], v.word[3]}}, v.word[1], v.word[2]);
             store16(out + 16 * t, Vec16{{as_word(d[0]), as_word(d[1]), as_word(d[2]), as_word(d[3])}});""",
-        "operands": """const Operand h = hadamard16<T, -2>();
+        "operands": """const Operand h = hadamard16(power_of_two<T>(-2));
             store16(out + 16 * t, Vec16{{h.word[0], h.word[1], h.word[2], h.word[3]}});""",
+        "negative_operands": """const Operand h = hadamard16(0x8000u | power_of_two<T>(1));
+            store16(out + 16 * t, Vec16{{h.word[0], h.word[1], h.word[2], h.word[3]}});""",
+        "halves": """const u32 a = load16(in + 16 * t).word[0];
+            store16(out + 16 * t, Vec16{{low_half(a), high_half(a), power_of_two<T>(-3), power_of_two<T>(0)}});""",
     }.items()
 ]
+
+
+# Kernels of elements one by one: thread t moves t - 4 elements of its vector, or all, the last first.
+COUNTED = [
+    Case(f"{name}_{dtype.value}", body, dtype=dtype)
+    for dtype in DType
+    for name, body in {
+        "loads_some": "store16(out + 16 * t, load_elements<T>(in + 16 * t, i64(t) - 4));",
+        "stores_some": "store_elements<T>(out + 16 * t, load16(in + 16 * t), i64(t) - 4);",
+        "turns_round": """Vec16 v = zero16();
+            for (int i = 0; i < width; ++i) load_element<T>(v, i, in + 16 * t + T::bytes * (width - 1 - i));
+            for (int i = 0; i < width; ++i) store_element<T>(out + 16 * t + T::bytes * i, v, i);""",
+    }.items()
+]
+ALIGNED = Case(
+    "aligned",
+    """const bool address = in_vectors(in + 2 * t, 32), pitch = in_vectors(in, 2 * t), both = in_vectors(in + 16, 48);
+    store16(out + 16 * t, Vec16{{address, pitch, both, 0u}});""",
+)
+
+# Kernels of pitched rows, of two vectors each.
+ROW = """const i64 row = block_index() * 16 + t / 2, column = t % 2 * width;
+    const byte* const from = static_cast<const byte*>(x) + T::bytes * (row * x_pitch + column);
+    byte* const to = static_cast<byte*>(y) + T::bytes * (row * y_pitch + column);
+    const i64 left = row * 2 * width < elements ? columns - column : 0;
+    """
+COPY_ROW = ROW + "store_elements<T>(to, load_elements<T>(from, left), left);"
+ROWS = {dtype: Case(f"rows_{dtype.value}", COPY_ROW, dtype=dtype, pitched=True) for dtype in DType}
+UNEVEN_ROWS = Case(
+    "uneven_rows",
+    ROW + "for (int i = 0; i < (row == 1 ? 0 : row == 2 ? 2 : 1); ++i) store_elements<T>(to, zero16(), left);",
+    pitched=True,
+)
+LATE_ROWS = Case("late_rows", COPY_ROW + " shuffle_xor(0u, 1); load_elements<T>(from, left);", pitched=True)
+
+# Those that the machine stops: four rows of 12 elements, in x 16 apart and in y 20.
+SHAPE = RowShape(12, 16, 20)
+ROWS_STOPPED = {
+    Case(name, "Vec16 v = zero16(); " + body, dtype=dtype, pitched=True): says
+    for dtype, name, body, says in (
+        (
+            DType.FLOAT16,
+            "gap_of_x",
+            "load_elements<T>(in + 16, 5);",
+            "loads 1 elements at element 12 of a row of x, which",
+        ),
+        (
+            DType.FLOAT16,
+            "vector_in_a_gap",
+            "load16(in + 16);",
+            "loads 8 elements at element 8 of a row of x, which has 12",
+        ),
+        (DType.FLOAT16, "copy_of_a_gap", "cp_async16(shared, in + 16);", "loads 8 elements at element 8 of a row of x"),
+        (
+            DType.FLOAT16,
+            "bulk_copy_of_gaps",
+            "if (t == 0) barrier_init(barrier), bulk_copy(data, in, 64, barrier);",
+            "loads 32 elements at element 0 of a row of x, which has 12",
+        ),
+        (
+            DType.FLOAT16,
+            "gap_of_y",
+            "store_element<T>(out + 78, v, 0);",
+            "stores 1 elements at element 19 of a row of y",
+        ),
+        (
+            DType.FLOAT16,
+            "after_x",
+            "load_element<T>(v, 0, in + 120);",
+            "loads 1 elements at element 60 of x, which has 60",
+        ),
+        (DType.FLOAT16, "row_after_y", "store_element<T>(out + 160, v, 0);", "at element 80 of y, which has 72"),
+        (DType.FLOAT16, "askew_row", "store16(out + 40, v);", "at byte 40 of y, whose address is not a multiple of 16"),
+        (DType.FLOAT16, "askew_element", "load_element<T>(v, 0, in + 1);", "at byte 1 of x, whose address is not"),
+        (
+            DType.FLOAT16,
+            "wide_element",
+            "load_element<float32>(v, 0, in);",
+            "thread 0 of block 0 loads an element of 4 bytes, but those of x have 2",
+        ),
+        (
+            DType.FLOAT32,
+            "gap_of_float32",
+            "load16(in + 48);",
+            "loads 4 elements at element 12 of a row of x, which has 12",
+        ),
+        (
+            DType.FLOAT32,
+            "after_float32",
+            "store16(out + 288, v);",
+            "stores 4 elements at element 72 of y, which has 72",
+        ),
+        (DType.FLOAT32, "askew_float32", "load_element<T>(v, 0, in + 2);", "at byte 2 of x, whose address is not a"),
+        (
+            DType.FLOAT32,
+            "narrow_element",
+            "store_element<float16>(out, v, 0);",
+            "stores an element of 2 bytes, but those of y have 4",
+        ),
+    )
+}
 
 
 @cache
 def module() -> HostModule:
     cases = [*GOOD, *RACES, *STOPPED, *CONFLICTS.values(), WASTEFUL, SPREAD, FORGETFUL, REPETITIVE, LATE, *ARITHMETIC]
+    cases += [*COUNTED, ALIGNED, *ROWS.values(), *ROWS_STOPPED, UNEVEN_ROWS, LATE_ROWS]
     return compile_host([case.source for case in cases])
 
 
@@ -338,8 +467,13 @@ def random_bits(count: int, seed: int = 0) -> Bits:
     return np.random.default_rng(seed).integers(0, 1 << 16, count, dtype=np.uint16)
 
 
+def bits_of(dtype: DType, count: int) -> Bits:
+    """Random elements."""
+    return random_bits(count * dtype.bytes // 2).view(f"u{dtype.bytes}")
+
+
 def run(case: Case, x: Bits) -> tuple[Bits, EmulationReport]:
-    out = np.full_like(x, 0xFFFF)
+    out = np.full_like(x, np.iinfo(x.dtype).max)
     return out, case.run(x, out)
 
 
@@ -363,11 +497,80 @@ def test_a_good_kernel_has_its_result_in_any_order(case: Case, order_seed: int, 
 def test_elements_beyond_the_end_are_not_touched() -> None:
     (case,) = (case for case in GOOD if case.name == "copies_elements")
     x, out = random_bits(512), np.full(512, 0xFFFF, np.uint16)
-    launch = LaunchSpec(case.threads, 1, SHARED_BYTES, 256, persistent=False)
-    report = module().run(case.name, launch, x, out, scale=1.0, elements=301)
+    report = module().run(case.name, case.launch, x, out, scale=1.0, elements=301)
     assert report.complaint == ""
     assert np.array_equal(out[:301], x[:301])
     assert (out[301:] == 0xFFFF).all()
+
+
+@pytest.mark.parametrize("dtype", DType)
+def test_counts_of_elements_below_zero_and_beyond_a_vector(dtype: DType) -> None:
+    loads, stores, turns = (case for case in COUNTED if case.dtype is dtype)
+    width = 16 // dtype.bytes
+    x = bits_of(dtype, 32 * width)
+    vectors, moved = x.reshape(32, width), np.arange(width) < np.arange(32)[:, None] - 4
+    out, report = run(loads, x)
+    assert np.array_equal(out.reshape(32, width), np.where(moved, vectors, 0))
+    out, report = run(stores, x)
+    assert np.array_equal(out.reshape(32, width), np.where(moved, vectors, np.iinfo(x.dtype).max))
+    assert (report.unwritten, report.rewritten) == ((~moved).sum(), 0)
+    out, report = run(turns, x)
+    assert np.array_equal(out.reshape(32, width), vectors[:, ::-1])
+    assert report.complaint == ""
+
+
+def test_rows_move_in_vectors_where_address_and_pitch_allow() -> None:
+    words = run(ALIGNED, random_bits(256))[0].view(np.uint32).reshape(32, 4)
+    every_eighth = np.arange(32) % 8 == 0
+    assert np.array_equal(words.T, [every_eighth, every_eighth, np.ones(32), np.zeros(32)])
+
+
+@pytest.mark.parametrize("dtype", DType)
+@pytest.mark.parametrize("shift", [0, 1])
+def test_rows_lie_anywhere_and_their_gaps_are_not_touched(dtype: DType, shift: int) -> None:
+    """Arrays that begin at any element, rows of any length, gaps of any length, the last row without one."""
+    width = 16 // dtype.bytes
+    for rows, columns, x_pitch, y_pitch in ((21, 2 * width - 3, 2 * width + 1, 2 * width - 2), (16, width, width, 9)):
+        x = bits_of(dtype, (rows - 1) * x_pitch + columns + shift)[shift:]
+        out = np.full((rows - 1) * y_pitch + columns + shift, np.iinfo(x.dtype).max, x.dtype)[shift:]
+        report = ROWS[dtype].run(x, out, rows=rows, shape=RowShape(columns, x_pitch, y_pitch))
+        assert report.complaint == ""
+        expected = np.full_like(out, np.iinfo(x.dtype).max)
+        for row in range(rows):
+            expected[row * y_pitch :][:columns] = x[row * x_pitch :][:columns]
+        assert np.array_equal(out, expected)
+
+
+@named(ROWS_STOPPED)
+def test_a_kernel_that_leaves_its_rows_is_stopped(case: Case) -> None:
+    x = bits_of(case.dtype, 3 * 16 + 12)
+    with pytest.raises(EmulationError, match=re.escape(ROWS_STOPPED[case])):
+        case.run(x, np.zeros(3 * 20 + 12, x.dtype), rows=4, shape=SHAPE)
+
+
+def test_rows_are_written_exactly_once() -> None:
+    report = UNEVEN_ROWS.run(np.zeros(72, np.uint16), np.zeros(72, np.uint16), rows=4, shape=RowShape(12, 12, 20))
+    assert (report.unwritten, report.rewritten) == (12, 12)
+
+
+def test_rows_in_place_are_not_read_after_they_are_overwritten() -> None:
+    x, shape = random_bits(72), RowShape(12, 20, 20)
+    assert LATE_ROWS.run(x, np.zeros_like(x), rows=4, shape=shape).races == 0
+    assert LATE_ROWS.run(x, x, rows=4, shape=shape).races == 4 * 12
+    with pytest.raises(UsageError, match="rows cannot lie both 16 and 20 elements apart"):
+        LATE_ROWS.run(x, x, rows=4, shape=SHAPE)
+
+
+def test_arrays_shorter_than_their_rows_or_askew_are_refused() -> None:
+    x, out, case = np.zeros(60, np.uint16), np.zeros(72, np.uint16), ROWS[DType.FLOAT16]
+    assert case.run(x, out, rows=4, shape=SHAPE).complaint == ""
+    with pytest.raises(UsageError, match="x has 59 elements, fewer than the 60"):
+        case.run(x[1:], out, rows=4, shape=SHAPE)
+    with pytest.raises(UsageError, match="out has 71 elements, fewer than the 72"):
+        case.run(x, out[:-1], rows=4, shape=SHAPE)
+    askew = np.frombuffer(bytes(145), np.uint16, 72, offset=1)
+    with pytest.raises(UsageError, match="out is not aligned to 2 bytes"):
+        case.run(x, askew, rows=4, shape=SHAPE)
 
 
 @named(RACES)
@@ -430,7 +633,7 @@ def same(dtype: DType, result: Bits, expected: np.ndarray) -> bool:
     return bool(((result == rounded) | (np.isnan(decode(dtype, result)) & np.isnan(expected))).all())
 
 
-dtypes = pytest.mark.parametrize("dtype", DType)
+dtypes = pytest.mark.parametrize("dtype", PACKED_TYPES)
 
 
 @dtypes
@@ -487,14 +690,24 @@ def test_mma_multiplies_a_by_b_and_adds(dtype: DType) -> None:
 
 
 @dtypes
-def test_operand_is_the_hadamard_matrix(dtype: DType) -> None:
-    result = decode(dtype, arithmetic("operands", dtype, random_bits(256)))
-    assert np.array_equal(result, hadamard(np.eye(16), 0.25)[A_AT])
+@pytest.mark.parametrize(("name", "factor"), [("operands", 0.25), ("negative_operands", -2.0)])
+def test_operand_is_the_hadamard_matrix_times_a_factor(dtype: DType, name: str, factor: float) -> None:
+    result = decode(dtype, arithmetic(name, dtype, random_bits(256)))
+    assert np.array_equal(result, hadamard(np.eye(16), factor)[A_AT])
+
+
+@dtypes
+def test_halves_of_a_word_and_powers_of_two(dtype: DType) -> None:
+    x = random_bits(256)
+    result = arithmetic("halves", dtype, x)
+    assert np.array_equal(result[:, [0, 2]], x.reshape(-1, 8)[:, :2])
+    assert np.array_equal(decode(dtype, result[:, [4, 6]]), np.tile([0.125, 1.0], (32, 1)))
+    assert not result[:, 1::2].any()
 
 
 def signatures(text: str, inline: str) -> set[str]:
     """The primitives a header offers: return type, name and parameters, templates and specializations alike."""
-    found = re.findall(inline + r" (\w+) (\w+)(?:<\w+>)?(\([^)]*\)) ?[{;]", text)
+    found = re.findall(inline + r" (?:constexpr )?(\w+) (\w+)(?:<\w+>)?(\([^)]*\)) ?[{;]", text)
     return {re.sub(r"\s+", " ", " ".join(parts)) for parts in found}
 
 
@@ -568,10 +781,11 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("x", "fault"),
     [
-        (np.zeros(512, np.uint16)[::2], "x is not a contiguous uint16 array"),
-        (np.zeros(264, np.uint16)[1:257], "x is not a contiguous uint16 array"),
-        (np.zeros(256, np.int16), "x is not a contiguous uint16 array"),
+        (np.zeros(512, np.uint16)[::2], "x is not a contiguous uint16 or uint32 array"),
+        (np.zeros(264, np.uint16)[1:257], "x is not aligned to 16 bytes"),
+        (np.zeros(256, np.int16), "x is not a contiguous uint16 or uint32 array"),
         (np.zeros(248, np.uint16), "x has 248 elements, fewer than the 256"),
+        (np.zeros(256, np.uint32), "out is not a contiguous uint16 or uint32 array, of the type of x"),
     ],
 )
 def test_unusable_arrays_are_refused(x: Bits, fault: str) -> None:

@@ -9,20 +9,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from spaces import ARCH, space_of
+from spaces import ARCH, families, space_of
 
 from hadagen.errors import UsageError
 from hadagen.knobs import Knobs
 from hadagen.layout import reg, warp
+from hadagen.legality import SHAPE
 from hadagen.plan import Butterfly, Correct, Exchange, Mma, Plan, Round, Scale, Shuffle, Transpose, interpret
 from hadagen.problem import DType, Numerics, Problem
 from hadagen.reference import hadamard
-from hadagen.space import Space, build_plan
-
-
-def space(log2_n: int, numerics: Numerics, dtype: DType = DType.FLOAT16) -> Space:
-    return space_of(Problem(1 << log2_n, dtype, numerics))
-
+from hadagen.space import build_plan
 
 # float32 has one contract, and pitched rows change no step.
 KINDS = [(DType.FLOAT16, Numerics.FAST), (DType.FLOAT16, Numerics.ACCURATE), (DType.FLOAT32, Numerics.ACCURATE)]
@@ -31,29 +27,27 @@ KINDS = [(DType.FLOAT16, Numerics.FAST), (DType.FLOAT16, Numerics.ACCURATE), (DT
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
     dtype, numerics = draw(st.sampled_from(KINDS))
-    chosen = space(draw(st.integers(1, 15)), numerics, dtype)
-    return build_plan(chosen.problem, draw(st.sampled_from(chosen.legal)), ARCH)
+    problem = Problem(1 << draw(st.integers(1, 15)), dtype, numerics)
+    wanted = {name: draw(st.sampled_from(values)) for name, values in ARCH.search.items()}
+    return build_plan(problem, next(space_of(problem).nearest(wanted)), ARCH)
 
 
 @pytest.mark.parametrize(("dtype", "numerics"), KINDS)
 @pytest.mark.parametrize("log2_n", range(1, 16))
 def test_every_n_equals_the_explicit_matrix(log2_n: int, dtype: DType, numerics: Numerics) -> None:
-    """One plan of every tile shape and family, over a few rows of basis vectors and noise."""
-    n = 1 << log2_n
-    index = np.arange(n)
-    random = np.random.default_rng(log2_n)
-    picks = random.integers(0, n, 3)
-    parity = np.array([[bin(i & j).count("1") % 2 for j in index] for i in picks])
-    families = {(k.chunks, k.warps, k.cluster, k.low_bits): k for k in space(log2_n, numerics, dtype).legal}
-    for knobs in families.values():
-        plan = build_plan(space(log2_n, numerics, dtype).problem, knobs, ARCH)
-        rows = max(plan.rows_per_tile, 4) // plan.rows_per_tile * plan.rows_per_tile
-        x = np.zeros((rows, n))
-        x[np.arange(3), picks] = 1.0
-        out = interpret(plan, x, 0.5)
-        np.testing.assert_array_equal(out[:3], 0.5 * (1.0 - 2.0 * parity))
-        noise = random.standard_normal((rows, n))
-        np.testing.assert_allclose(interpret(plan, noise), hadamard(noise), rtol=0, atol=1e-9 * n)
+    """A plan of every tile shape and family, over a few rows of basis vectors and noise."""
+    n, problem = 1 << log2_n, Problem(1 << log2_n, dtype, numerics)
+    some = [build_plan(problem, knobs, ARCH) for knobs in families(problem, *SHAPE, "low_bits")]
+    x = np.random.default_rng(log2_n).standard_normal((max(4, *(plan.rows_per_tile for plan in some)), n))
+    picks = np.random.default_rng(log2_n).integers(0, n, 3)
+    x[:3] = np.arange(n) == picks[:, None]
+    expected = 0.5 * hadamard(x)
+    expected[:3] = [[0.5 - bin(i & j).count("1") % 2 for j in range(n)] for i in picks]
+    for plan in some:
+        rows = max(plan.rows_per_tile, 4)
+        out = interpret(plan, x[:rows], 0.5)
+        np.testing.assert_array_equal(out[:3], expected[:3])
+        np.testing.assert_allclose(out[3:], expected[3:rows], rtol=0, atol=1e-9 * n)
 
 
 @given(plans())

@@ -23,6 +23,9 @@ void race(const char* does, i64 offset, const Stamp& other, const char* did) {
 i64 element(const void* global, i64 bytes, const byte* array, i64 pitch, const char* does, const char* name) {
     const i64 offset = i64(global) - i64(array), size = m.launch.element_bytes;
     const i64 first = offset / size, count = bytes / size;
+    if (bytes < vector_bytes && bytes != size)
+        fail("%s %s an element of %lld bytes, but those of %s have %lld", Name(m.running->who).text, does, bytes, name,
+             size);
     if (offset < 0 || first + count > extent(pitch))
         fail("%s %s %lld elements at element %lld of %s, which has %lld", Name(m.running->who).text, does, count, first,
              name, extent(pitch));

@@ -52,7 +52,7 @@ HADAGEN_INLINE void store16_streaming(void* global, Vec16 v) { store16(global, v
 template <class T> HADAGEN_INLINE void load_element(Vec16& v, int i, const void* global) {
     machine::load(reinterpret_cast<byte*>(&v) + i * T::bytes, global, T::bytes);
 }
-template <class T> HADAGEN_INLINE void store_element(void* global, const Vec16& v, int i) {
+template <class T> HADAGEN_INLINE void store_element(void* global, Vec16 v, int i) {
     machine::store(global, reinterpret_cast<const byte*>(&v) + i * T::bytes, T::bytes);
 }
 
@@ -63,7 +63,7 @@ template <class T> HADAGEN_INLINE Vec16 load_elements(const void* global, i64 co
         load_element<T>(v, i, static_cast<const byte*>(global) + i * T::bytes);
     return v;
 }
-template <class T> HADAGEN_INLINE void store_elements(void* global, const Vec16& v, i64 count) {
+template <class T> HADAGEN_INLINE void store_elements(void* global, Vec16 v, i64 count) {
     for (int i = 0; i < 16 / T::bytes && i < count; ++i)
         store_element<T>(static_cast<byte*>(global) + i * T::bytes, v, i);
 }
@@ -82,7 +82,7 @@ template <class T> HADAGEN_INLINE float high(u32 pair) { return decode<T>(u16(pa
 HADAGEN_INLINE u32 as_word(float f) { return bit_cast<u32>(f); }
 HADAGEN_INLINE float as_float(u32 word) { return bit_cast<float>(word); }
 
-// One rounding each: the fp64 result is exact wherever one factor is ±1.
+// One rounding each: the fp64 result is exact wherever one factor is ±1, or a · b + a with b the correction of a scale.
 template <class T> HADAGEN_INLINE u32 fma(u32 a, u32 b, u32 c) {
     return encode_pair<T>(double(low<T>(a)) * low<T>(b) + low<T>(c), double(high<T>(a)) * high<T>(b) + high<T>(c));
 }
