@@ -182,8 +182,8 @@ class HostModule:
         `grid`: blocks to launch; by default as many as a device with room for `RESIDENT_CLUSTERS` clusters would get.
         `order_seed`: 0 runs the threads in order, each as far as it comes; 1 in reverse; any other in a random order.
         Raises `EmulationError` where the kernel diverges, hangs, loops forever, or touches what it must not, and
-        `UsageError` where x or out is not contiguous, too small, or not aligned to 16 bytes (to an element for a pitched
-        kernel), or where they are one array of two pitches.
+        `UsageError` where x or out is not contiguous, too small, or not aligned to 16 bytes (a pitched kernel's: to an
+        element), or where they are one array of two pitches.
         """
         elements = x.size if elements is None else elements
         if shape is None:
