@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
+from itertools import islice, product
 from math import prod
 from typing import Any
 
@@ -72,9 +72,9 @@ class Space:
         found: dict[Knobs, None] = {}
         for tile in sorted(tiles, key=lambda k: (k.cluster, abs(k.chunks * k.warps - 16), k.warps)):
             for start in (tile, replace(tile, load="cp_async", grid="persistent", stages=2)):
-                knobs = next(self.nearest(start.to_dict()))
-                if shape_of(knobs) == shape_of(tile):
-                    found[knobs] = None
+                for knobs in islice(self.nearest(start.to_dict()), 1):
+                    if shape_of(knobs) == shape_of(tile):
+                        found[knobs] = None
         return list(found)
 
     def nearest(self, wanted: Mapping[str, Any]) -> Iterator[Knobs]:

@@ -282,13 +282,13 @@ def test_emit_sets_the_knobs_it_is_given_and_completes_the_others() -> None:
     source = succeed(
         "emit", "--n", "4096", "--numerics", "fast", "--knobs", "chunks=8", "--knobs", "cluster=2,stages=1"
     )
-    assert "constexpr int chunks = 8;" in source
+    assert "constexpr int chunks = 8, vectors = 8;" in source
     assert "__cluster_dims__(2, 1, 1)" in source
 
 
 def test_emit_starts_from_the_known_winner(sample: Path) -> None:
     write_sample(sample, chunks=2)
-    assert "constexpr int chunks = 2;" in succeed("emit", "--n", "256")
+    assert "constexpr int chunks = 2, vectors = 2;" in succeed("emit", "--n", "256")
 
 
 def test_emit_prints_ptx() -> None:

@@ -217,7 +217,7 @@ def test_a_wrong_kernel_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
         return replace(source, text=source.text.replace("*= scale", "*= 1.5f * scale"))
 
     monkeypatch.setattr(estimate, "render", with_another_scale)
-    (trial,) = _run(Problem(64, DType.FLOAT16, Numerics.FAST), Knobs(low_bits="mma_shuffle"))
+    (trial,) = _run(Problem(64, DType.FLOAT16, Numerics.FAST), Knobs(low_bits="shuffle"))
     assert trial.outcome is Outcome.WRONG_ANSWER
     assert trial.timings == ()
     assert "relative error" in trial.detail

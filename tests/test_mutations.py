@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,7 @@ from hadagen.arch import load_arch
 from hadagen.codegen import Source, render
 from hadagen.emulator import EmulationError, HostModule, compile_host, host_texts, verify
 from hadagen.knobs import Knobs
+from hadagen.launch import RowShape
 from hadagen.plan import Plan
 from hadagen.problem import DType, Numerics, Problem
 from hadagen.space import build_plan
@@ -62,6 +64,15 @@ CHOICES: dict[str, tuple[Problem, Knobs]] = {
         Problem(512, BF16, Numerics.FAST),
         Knobs(chunks=2, warps=2, load="bulk", store="streaming"),
     ),
+    "one mma": (Problem(128, BF16, Numerics.FAST), Knobs(warps=2, low_bits="mma_shuffle")),
+    "pitched float32": (
+        Problem(1024, DType.FLOAT32, pitched=True),
+        Knobs(chunks=2, warps=4, low_bits="shuffle", butterfly_carrier="fp32", exchange_carrier="fp32"),
+    ),
+    "pitched, less than a vector": (
+        Problem(4, BF16, Numerics.FAST, pitched=True),
+        Knobs(chunks=2, low_bits="shuffle", grid="persistent"),
+    ),
 }
 
 # What to look for in a kernel, and what to put there instead.
@@ -86,11 +97,15 @@ KERNEL_MUTATIONS = {
     "operands swapped": (r"mma<T>\(d, h, p\[a\], p\[b\]\)", "mma<T>(d, h, p[b], p[a])"),
     "results swapped": (r"= d\[0\](.*)= d\[1\]", r"= d[1]\1= d[0]"),
     "rows swapped": (r"= d\[1\](.*)= d\[2\]", r"= d[2]\1= d[1]"),
-    "wrong exponent": (r"hadamard16<T, -2>", "hadamard16<T, -1>"),
-    "wrong scale": (r"scale \* (\d)", r"scale * 1\1"),
+    "wrong exponent": (r"power_of_two<(\w+)>\(-2\)", r"power_of_two<\1>(-1)"),
+    "wrong scale": (r"\*= scale;", "*= 1.01f * scale;"),
+    "first factor twice": (r"high_half(\(scale_word\)\))", r"low_half\1"),
+    "second factor twice": (r"low_half(\(scale_word\)\))", r"high_half\1"),
+    "wrong correction": (r"high_half(\(scale_word\) \* 0x10001u)", r"low_half\1"),
     "wrong sign in fp32": (r"f\[a\] - f\[b\]", "f[b] - f[a]"),
     "wrong sign in packed": (r"sub<T>\(p\[a\], p\[b\]\)", "sub<T>(p[b], p[a])"),
-    "no sum": (r"sum = (f|p)\[a\] \+ .*;|sum = add<T>\(p\[a\], p\[b\]\);", r"sum = (sizeof(p[0]), p[a]);"),
+    "no sum in fp32": (r"sum = f\[a\] \+ .*;", "sum = f[a];"),
+    "no sum in packed": (r"sum = add<T>\(p\[a\], p\[b\]\);", "sum = p[a];"),
     "wrong partner register": (r"b = a \+ (\d+);", r"b = a ^ (\1 == 1 ? 2 : \1 / 2);"),
     "wrong lane": (r"shuffle_xor\((\S+), (\d+)\)", r"shuffle_xor(\1, \2 ^ 16 ^ 8)"),
     "wrong lane sign": (r", lane & (\d+)\)", r", !(lane & \1))"),
@@ -105,8 +120,15 @@ KERNEL_MUTATIONS = {
     "no guard at the end": (r"(?<!else )if \(left > offset\)", "if (true)"),
     "guard too early": (r"if \(left > offset\)", "if (left > offset + 8)"),
     "no guard of part of a vector": (r"left >= offset \+ 8", "left > offset"),
-    "no guard of a copy": (r"at \+ c \* 256 < elements", "true"),
-    "guard of the load too early": (r"left > c \* 256\b", "left > c * 256 + 8"),
+    "no guard of a copy": (r"at \+ i \* 256 < elements", "true"),
+    "guard of the load too early": (r"left > i \* 256\b", "left > i * 256 + 8"),
+    "wrong column": (r", column = ([^;]*);", r", column = (\1) ^ 1;"),
+    "pitches swapped": (r"row \* (x|y)_pitch", r"row * (x_pitch + y_pitch - \1_pitch)"),
+    "no guard of rows": (r"row \* \d+ < elements", "true"),
+    "guard of rows too early": (r"(row \* \d+) <( elements)", r"\1 + 1024 <\2"),
+    "no guard of columns": (r" && column < columns", ""),
+    "vectors whatever the pitch": (r"[xy]_in_vectors && ", ""),
+    "vectors past the columns": (r"in_vectors && left >= \d", "in_vectors && left > 0"),
 }
 
 PRIMITIVE_MUTATIONS = {
@@ -121,8 +143,10 @@ PRIMITIVE_MUTATIONS = {
     "low half": ("decode<T>(u16(pair))", "decode<T>(u16(pair >> 16))"),
     "rank": ("return machine::self->rank", "return 0"),
     "remote rank": ("machine::shared_store(shared, rank, v)", "machine::shared_store(shared, cluster_rank(), v)"),
-    "count of a load": ("machine::load(v, global, count < 8 ? count : 8)", "machine::load(v, global, 8)"),
-    "count of a store": ("machine::store(global, v, count < 8 ? count : 8)", "machine::store(global, v, 8)"),
+    "count of a load": (" && i < count; ++i)\n        load_element", "; ++i)\n        load_element"),
+    "count of a store": (" && i < count; ++i)\n        store_element", "; ++i)\n        store_element"),
+    "what is not loaded": ("Vec16 v = zero16();", "Vec16 v{{~0u, ~0u, ~0u, ~0u}};"),
+    "pitch of vectors": ("(reinterpret_cast<u64>(rows) | pitch) % 16 == 0", "reinterpret_cast<u64>(rows) % 16 == 0"),
     "pending": ("copy_async_wait(pending)", "copy_async_wait(pending + 1)"),
     "parity": ("barrier_wait(barrier, parity)", "barrier_wait(barrier, parity ^ 1)"),
     "block_sync": ("machine::block_sync();", ";"),
@@ -143,21 +167,26 @@ class Subject:
 
     def is_caught(self, module: HostModule) -> bool:
         """Whether some verification, in any order, in place or not, finds the kernel wrong."""
-        for order_seed in (2, 0, 1):
-            try:
-                errors = verify(
-                    self.plan.problem,
-                    self.source,
-                    self.plan.launch,
-                    module=module,
-                    in_place=order_seed > 0,
-                    order_seed=order_seed,
-                )
-            except EmulationError:
-                return True
-            if not max(errors.values()) <= self.plan.problem.error_bound:
-                return True
-        return False
+        return any(
+            self._is_caught(module, order_seed=seed, in_place=in_place, shape=shape)
+            for seed, in_place, shape in zip((2, 0, 1), (True, False, True), self._shapes(), strict=True)
+        )
+
+    def _shapes(self) -> tuple[RowShape | None, ...]:
+        """Rows of whole vectors; some that end inside of one; and some that begin anywhere."""
+        n = self.plan.problem.n
+        ragged = (n + 1) // 2 + 1
+        if not self.plan.problem.pitched:
+            return None, None, None
+        return None, RowShape(ragged, n, n + 8), RowShape(ragged, n + 2, n + 2)
+
+    def _is_caught(self, module: HostModule, **arrangement: Any) -> bool:
+        plan = self.plan
+        try:
+            errors = verify(plan.problem, self.source, plan.launch, module=module, **arrangement)
+        except EmulationError:
+            return True
+        return not max(errors.values()) <= plan.problem.error_bound
 
 
 @pytest.fixture(scope="module")

@@ -33,7 +33,7 @@ from hadagen.tuner import (
     search,
     tune,
 )
-from hadagen.tuner.study import scores
+from hadagen.tuner.study import Leaders, by_cells_led, follow, scores
 from hadagen.tuning_db.store import Store
 from hadagen.tuning_db.winners import best_by_cell
 
@@ -88,6 +88,29 @@ def test_the_search_finds_what_is_fast(store: Store) -> None:
     assert report.best[problem][0] > 0.9 * max(everything)
 
 
+def test_each_cell_has_its_leader(store: Store) -> None:
+    """A kernel that is the best in one cell only is kept in mind, and passed on to problems nearby."""
+    (problem,) = problems(256)
+    good, odd = (make_trial(problem, Knobs(chunks=chunks).to_dict()) for chunks in (8, 2))
+    (first, *others) = odd.timings
+    odd = replace(odd, timings=(replace(first, us=0.5), *others))
+    leaders: Leaders = {}
+    for trial in (good, odd, replace(odd, outcome=Outcome.WRONG_ANSWER, knobs=Knobs(chunks=1).to_dict())):
+        follow(leaders, trial)
+    cell = first.elements, first.destination, first.cache
+    assert {at: leader.knobs.chunks for at, leader in leaders.items() if leader.knobs.chunks != 8} == {cell: 2}
+    assert leaders[Cell(*cell)].fraction == first.copy_us / 0.5
+    assert [knobs.chunks for knobs in by_cells_led(leaders)] == [8, 2]
+
+
+def test_a_problem_without_legal_knobs_ends_without_a_trial(store: Store) -> None:
+    (possible,) = problems(256)
+    impossible = Problem(256, DType.FLOAT32)  # would have to carry fp32 through butterflies
+    report = tune(options(store, FakeRunner(), problems=[impossible, possible]))
+    assert Counter(trial.problem for trial in store.trials()) == {possible: TRIALS}
+    assert (report.best[impossible], report.stopped) == ((0.0, 0.0, 0.0), "")
+
+
 def test_a_small_space_is_tried_whole_and_then_it_ends(store: Store) -> None:
     (problem,) = problems(4)
     small = arch(chunks=(1, 2), warps=(1, 2), load=("plain",), store=("plain",), min_blocks=(1,), order=("by_step",))
@@ -115,7 +138,9 @@ def test_pitched_problems_follow_their_twins_with_a_quarter_of_the_trials(store:
     pitched = [replace(problem, pitched=True) for problem in contiguous]
     runner = FakeRunner()
     events: list[Event] = []
-    report = tune(options(store, runner, problems=[*pitched, *contiguous, *pitched], trials=24), events.append)
+    wide = arch(butterfly_carrier=("packed", "fp32"))  # or float32 has no legal knobs
+    wanted = [*pitched, *contiguous, *pitched]
+    report = tune(options(store, runner, problems=wanted, arch=wide, trials=24), events.append)
     counts = dict.fromkeys(contiguous, 24) | dict.fromkeys(pitched, 24 // search.PITCHED_SHARE)
     assert Counter(trial.problem for trial in store.trials()) == counts
     assert events[0] == SearchStarted(6, sum(counts.values()), 0, GPU, estimated=False)

@@ -13,6 +13,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
+from itertools import zip_longest
 from operator import attrgetter
 
 import optuna
@@ -40,7 +41,7 @@ from hadagen.tuner.events import (
 )
 from hadagen.tuner.pipeline import Build, Built, KernelKey, Measured, Pipeline, kernel_key
 from hadagen.tuner.races import Racing, race_near_ties
-from hadagen.tuner.study import Leaders, Study, leaders, legal_knobs
+from hadagen.tuner.study import Leaders, Study, by_cells_led, follow, legal_knobs
 from hadagen.tuning_db.store import Store
 
 MEASURED_TRIALS = 50
@@ -285,11 +286,16 @@ class _Search:
         nearby = [replace(problem, pitched=False)] if problem.pitched else []
         if study.asked % NEIGHBORS_TURN == 0 and not self._estimated:
             nearby += _neighbors(problem)
-        return [leader.knobs for neighbor in nearby for leader in self._leaders(neighbor) if leader.knobs]
+        by_problem = (by_cells_led(self._leaders(neighbor)) for neighbor in nearby)
+        return [knobs for rank in zip_longest(*by_problem) for knobs in rank if knobs]
 
     def _leaders(self, problem: Problem) -> Leaders:
-        study = self._studies.get(problem)
-        return study.leaders if study else leaders(self._stored[problem])
+        if study := self._studies.get(problem):
+            return study.leaders
+        leaders: Leaders = {}
+        for trial in self._stored[problem]:
+            follow(leaders, trial)
+        return leaders
 
     def _handle(self, result: Built | Trial | Measured, pipeline: Pipeline) -> None:
         if isinstance(result, Built):
@@ -353,12 +359,11 @@ class _Search:
 
 
 def _neighbors(problem: Problem) -> list[Problem]:
-    """The problems that differ least: half and twice the n, the other types, the other numerics."""
-    n = [m for m in (problem.n // 2, problem.n * 2) if 2 <= m <= 1 << MAX_LOG2_N]
+    """The problems that differ least, the nearest first: the other types, the other numerics, half and twice the n."""
     near = [
-        *(replace(problem, n=m) for m in n),
         *(replace(problem, dtype=dtype) for dtype in DType),
         *(replace(problem, numerics=numerics) for numerics in Numerics),
+        *(replace(problem, n=m) for m in (problem.n // 2, problem.n * 2) if 2 <= m <= 1 << MAX_LOG2_N),
     ]
     return [neighbor for neighbor in dict.fromkeys(near) if neighbor != problem]
 

@@ -1,7 +1,8 @@
 """`Study`: what to try next for one problem on one device.
 
-By turns Optuna's TPE names a point, or one is a step away from the best so far. The nearest legal knobs are tried, or
-others a few random steps on if they already were. So only legal knobs leave, none twice, until none are left.
+By turns Optuna's TPE names a point, or one is a step away from the best so far in a random cell. The nearest legal
+knobs are tried, or others a few random steps on if they already were. So only legal knobs leave, none twice, until none
+are left.
 
 The sampler works in memory. Each finished trial is then added to Optuna's tables in the database, in one transaction;
 were it asked there, every knob would be one of its own, and asking would take 18 ms instead of 5. A killed run thus
@@ -12,13 +13,11 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import chain
-from operator import attrgetter
 from statistics import geometric_mean
-from typing import Any
+from typing import Any, NamedTuple
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution
@@ -29,6 +28,7 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 from hadagen.arch import Arch
 from hadagen.errors import UsageError
 from hadagen.knobs import KNOB_NAMES, Knobs
+from hadagen.measure import Cell
 from hadagen.problem import Problem
 from hadagen.space import Space, build_plan
 from hadagen.trial import Cache, Destination, Outcome, Trial, deciding_cache
@@ -52,12 +52,18 @@ def regime(problem: Problem, elements: int, destination: Destination, cache: Cac
 
 def scores(trial: Trial) -> Scores:
     """Geometric mean of the fraction of copy in each of `REGIMES`; 0 in one that was not timed."""
-    fractions: dict[str | None, list[float]] = {}
-    for timing in trial.timings:
-        l2_bytes = trial.environment.l2_bytes
-        where = regime(trial.problem, timing.elements, timing.destination, timing.cache, l2_bytes)
-        fractions.setdefault(where, []).append(timing.fraction_of_copy)
-    latency, l2, memory = (geometric_mean(fractions[name]) if name in fractions else 0.0 for name in REGIMES)
+    l2_bytes = trial.environment.l2_bytes
+    return _means(
+        (regime(trial.problem, timing.elements, timing.destination, timing.cache, l2_bytes), timing.fraction_of_copy)
+        for timing in trial.timings
+    )
+
+
+def _means(fractions: Iterable[tuple[str | None, float]]) -> Scores:
+    found: dict[str | None, list[float]] = {}
+    for where, fraction in fractions:
+        found.setdefault(where, []).append(fraction)
+    latency, l2, memory = (geometric_mean(found[name]) if name in found else 0.0 for name in REGIMES)
     return latency, l2, memory
 
 
@@ -71,27 +77,32 @@ def legal_knobs(trial: Trial, arch: Arch) -> Knobs | None:
     return known
 
 
-@dataclass(frozen=True)
-class Leader:
-    """The best of a regime so far: its score and its knobs."""
+class Leader(NamedTuple):
+    """The best of a cell so far: its fraction of copy there, its knobs, and which of `REGIMES` the cell is of."""
 
-    score: float = 0.0
-    knobs: Knobs | None = None
-
-
-Leaders = tuple[Leader, ...]  # of each of `REGIMES`
+    fraction: float
+    knobs: Knobs
+    regime: str
 
 
-NO_LEADERS: Leaders = (Leader(), Leader(), Leader())
+Leaders = dict[Cell, Leader]
 
 
-def leaders(trials: Iterable[Trial], before: Leaders = NO_LEADERS) -> Leaders:
-    """The best among trials, and those that led before."""
-    for trial in trials:
-        if trial.outcome is Outcome.OK:
-            new = (Leader(score, Knobs.from_dict(trial.knobs)) for score in scores(trial))
-            before = tuple(max(pair, key=attrgetter("score")) for pair in zip(before, new, strict=True))
-    return before
+def follow(leaders: Leaders, trial: Trial) -> None:
+    """Let the trial lead the cells where it is the best so far, of those that count."""
+    if trial.outcome is not Outcome.OK:
+        return
+    knobs = Knobs.from_dict(trial.knobs)
+    for timing in trial.timings:
+        cell = Cell(timing.elements, timing.destination, timing.cache)
+        where = regime(trial.problem, *cell, trial.environment.l2_bytes)
+        if where and (cell not in leaders or timing.fraction_of_copy > leaders[cell].fraction):
+            leaders[cell] = Leader(timing.fraction_of_copy, knobs, where)
+
+
+def by_cells_led(leaders: Leaders) -> list[Knobs]:
+    """The knobs that lead, those of most cells first."""
+    return [knobs for knobs, _ in Counter(leader.knobs for leader in leaders.values()).most_common()]
 
 
 class Study:
@@ -112,7 +123,9 @@ class Study:
         self._asked: dict[Knobs, optuna.Trial] = {}
         known = {knobs: trial for trial in finished if (knobs := legal_knobs(trial, space.arch))}
         self._told = set(known)
-        self.leaders = leaders(known.values())
+        self.leaders: Leaders = {}
+        for trial in known.values():
+            follow(self.leaders, trial)
 
         self._random = random.Random(f"{seed} {self.problem.name} {len(known)}")
         sampler = optuna.samplers.TPESampler(
@@ -132,9 +145,8 @@ class Study:
 
     @property
     def best(self) -> Scores:
-        """The scores of the leaders."""
-        latency, l2, memory = (leader.score for leader in self.leaders)
-        return latency, l2, memory
+        """The scores that a kernel would have which were everywhere as fast as the leader there."""
+        return _means((leader.regime, leader.fraction) for leader in self.leaders.values())
 
     @property
     def asked(self) -> int:
@@ -156,12 +168,12 @@ class Study:
         Raises `LookupError` if there are no more.
         """
         for wanted in chain(prefer, _drain(self._suggested)):
-            knobs = next(self._space.nearest(wanted.to_dict()))
-            if self._is_new(knobs):
+            knobs = next(self._space.nearest(wanted.to_dict()), None)
+            if knobs and self._is_new(knobs):
                 return self._start(knobs)
-        leading = [leader.knobs for leader in self.leaders if leader.knobs]
-        if leading and self.asked % 2:
-            return self._start(self._new_near(self._step(self._random.choice(leading))))
+        if self.leaders and self.asked % 2:
+            leader = self._random.choice(list(self.leaders.values()))
+            return self._start(self._new_near(self._step(leader.knobs)))
         trial = self._study.ask(self._ranges)
         knobs = self._new_near(trial.params)
         if knobs.to_dict() == trial.params:
@@ -178,7 +190,7 @@ class Study:
         self._study.tell(asked, result.values, result.state)
         self._kept.add_trial(result)
         self._told.add(knobs)
-        self.leaders = leaders([trial], self.leaders)
+        follow(self.leaders, trial)
 
     def _start(self, knobs: Knobs, trial: optuna.Trial | None = None) -> Knobs:
         if trial is None:
@@ -193,7 +205,9 @@ class Study:
     def _new_near(self, wanted: Mapping[str, Any]) -> Knobs:
         """The legal knobs nearest to `wanted`; were they tried, then after a few random steps from there."""
         for _ in range(RANDOM_STEPS):
-            knobs = next(self._space.nearest(wanted))
+            knobs = next(self._space.nearest(wanted), None)
+            if knobs is None:
+                raise LookupError(f"no knobs of the ranges searched are legal for {self.problem.name}")
             if self._is_new(knobs):
                 return knobs
             wanted = self._step(knobs)
