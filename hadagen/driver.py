@@ -9,11 +9,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
-import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from hadagen.errors import DeviceError
 from hadagen.launch import LaunchSpec, RowShape
@@ -125,38 +125,20 @@ def _capture_allowed() -> Iterator[None]:
 
 _NO_ROWS = RowShape(0, 0, 0)  # for a kernel that does not read them
 
-
-class _Arguments(threading.local):
-    """A parameter block for each thread: (const void* x, void* y, int64 elements, scale), and what a pitched kernel
-    takes after these, (int64 columns, x_pitch, y_pitch)."""
-
-    layout = struct.Struct("=QQqI4xqqq")
-    offsets = (0, 8, 16, 24, 32, 40, 48)
-
-    def __init__(self) -> None:
-        values = ctypes.create_string_buffer(self.layout.size)
-        start = ctypes.addressof(values)
-        self._pointers = (ctypes.c_void_p * len(self.offsets))(*(start + offset for offset in self.offsets))
-        self.block = values, ctypes.addressof(self._pointers)  # in one attribute, for each costs time
+# What a kernel takes: (const void* x, void* y, int64 elements, scale), and a pitched one after these (int64 columns,
+# x_pitch, y_pitch).
+_PARAMETERS = struct.Struct("=QQqI4xqqq")
+_OFFSETS = (0, 8, 16, 24, 32, 40, 48)
 
 
-_arguments = _Arguments()
+class LaunchBlock(NamedTuple):
+    """A launch laid out in memory, but for x and y. It serves one launch at a time."""
 
+    config: Any  # CUlaunchConfig, which names the stream too
+    addresses: memoryview  # [0] is x, [1] is y
+    pointers: int  # address of an array with the address of each parameter
+    memory: tuple[Any, ...]  # where these live
 
-def argument_block() -> int:
-    """The address of what this thread launched last, as cuLaunchKernel takes it."""
-    return _arguments.block[1]
-
-
-class _Streams(dict[int, Any]):
-    """CUstream by handle: a launch would make one of a number each time."""
-
-    def __missing__(self, handle: int) -> Any:
-        self[handle] = stream = bindings().CUstream(handle)
-        return stream
-
-
-_streams = _Streams()
 
 Launch = Callable[[int, int, int], None]  # (stream, x, y)
 
@@ -188,26 +170,49 @@ class LoadedKernel:
     def prepared(self, elements: int, scale: float, rows: RowShape = _NO_ROWS) -> Launch:
         """`launch` with all known but stream and addresses, for calls that come again: it then does only what it
         must."""
-        driver = bindings()
-        launch_kernel, function, arguments, streams = driver.cuLaunchKernel, self.function, _arguments, _streams
-        pack = arguments.layout.pack_into
-        threads, shared_bytes = self.spec.threads, self.spec.shared_bytes
-        blocks = self.spec.grid(elements, self.resident_blocks)
-        word = scale_word(self.spec.scale_form, scale)
-        columns, x_pitch, y_pitch = rows
+        launch_kernel, function = bindings().cuLaunchKernelEx, self.function
+        # By stream, the blocks that no launch uses: of a launch that several threads make, each needs one of its own.
+        idle: dict[int, list[LaunchBlock]] = defaultdict(list)
 
         def launch(stream: int, x: int, y: int) -> None:
-            values, address = arguments.block
-            pack(values, 0, x, y, elements, word, columns, x_pitch, y_pitch)
-            result = launch_kernel(function, blocks, 1, 1, threads, 1, 1, shared_bytes, streams[stream], address, 0)
-            if not result[0]:
-                return
-            if result[0] == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:  # the first CUDA call of this thread
-                check(driver.cuCtxSetCurrent(primary_context(self.device)), f"switching to CUDA device {self.device}")
-                result = launch_kernel(function, blocks, 1, 1, threads, 1, 1, shared_bytes, streams[stream], address, 0)
-            check(result, f"launching {self.entry} on {elements} elements")
+            blocks = idle[stream]
+            try:
+                block = blocks.pop()
+            except IndexError:
+                block = self.block(stream, elements, scale, rows)
+            config, addresses, pointers, _ = block
+            addresses[0], addresses[1] = x, y
+            result = launch_kernel(config, function, pointers, 0)
+            if result[0]:
+                result = self._launch_in_context(result, block)
+                check(result, f"launching {self.entry} on {elements} elements")
+            blocks.append(block)
 
         return launch
+
+    def block(self, stream: int, elements: int, scale: float, rows: RowShape = _NO_ROWS) -> LaunchBlock:
+        """A new block for these arguments, which are those of `launch`."""
+        driver = bindings()
+        config = driver.CUlaunchConfig()  # the cluster's size is compiled into the kernel
+        config.gridDimX, config.gridDimY, config.gridDimZ = self.spec.grid(elements, self.resident_blocks), 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = self.spec.threads, 1, 1
+        config.sharedMemBytes, config.hStream = self.spec.shared_bytes, driver.CUstream(stream)
+        values = ctypes.create_string_buffer(_PARAMETERS.size)
+        _PARAMETERS.pack_into(values, 0, 0, 0, elements, scale_word(self.spec.scale_form, scale), *rows)
+        start = ctypes.addressof(values)
+        pointers = (ctypes.c_void_p * len(_OFFSETS))(*(start + offset for offset in _OFFSETS))
+        return LaunchBlock(
+            config, memoryview(values).cast("B").cast("Q"), ctypes.addressof(pointers), (values, pointers)
+        )
+
+    def _launch_in_context(self, result: tuple[Any, ...], block: LaunchBlock) -> tuple[Any, ...]:
+        """The launch again where it failed because it is the first CUDA call of this thread."""
+        driver = bindings()
+        if result[0] != driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
+            return result
+        check(driver.cuCtxSetCurrent(primary_context(self.device)), f"switching to CUDA device {self.device}")
+        again: tuple[Any, ...] = driver.cuLaunchKernelEx(block.config, self.function, block.pointers, 0)
+        return again
 
 
 def load(image: bytes, entry: str, spec: LaunchSpec, device: int = 0) -> LoadedKernel:

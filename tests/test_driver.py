@@ -39,6 +39,7 @@ class FakeDriver:
     CUstream = int
 
     def __init__(self) -> None:
+        self.during_a_launch: Callable[[], object] = lambda: None
         self.calls: list[tuple[Any, ...]] = []
         self.launched: list[tuple[Any, ...]] = []
         self.codes: dict[str, list[CUresult]] = {}
@@ -65,14 +66,18 @@ class FakeDriver:
     def cuGetErrorString(self, code: CUresult) -> tuple[CUresult, bytes]:
         return CUresult.CUDA_SUCCESS, b"what it means"
 
-    def cuLaunchKernel(self, function: str, *geometry: int) -> tuple[CUresult]:
+    def cuLaunchKernelEx(self, config: Any, function: str, parameters: int, extra: int) -> tuple[CUresult]:
         """Reads the arguments as a kernel would: through an array of pointers."""
-        pointers = ctypes.cast(geometry[8], ctypes.POINTER(ctypes.c_void_p))
+        assert extra == 0
+        pointers = ctypes.cast(parameters, ctypes.POINTER(ctypes.c_void_p))
         kinds = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int64, ctypes.c_float)
         arguments = [ctypes.cast(pointers[i], ctypes.POINTER(kind)).contents.value for i, kind in enumerate(kinds)]
         self.rows = [ctypes.cast(pointers[i], ctypes.POINTER(ctypes.c_int64)).contents.value for i in (4, 5, 6)]
-        self.launched.append((function, geometry[:8], arguments))
-        codes = self.codes.get("cuLaunchKernel")
+        grid = config.gridDimX, config.gridDimY, config.gridDimZ
+        block = config.blockDimX, config.blockDimY, config.blockDimZ
+        self.launched.append((function, (*grid, *block, config.sharedMemBytes, config.hStream), arguments))
+        self.during_a_launch()
+        codes = self.codes.get("cuLaunchKernelEx")
         return (codes.pop(0) if codes else CUresult.CUDA_SUCCESS,)
 
 
@@ -80,7 +85,6 @@ class FakeDriver:
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     fake = FakeDriver()
     monkeypatch.setattr(driver, "bindings", lambda: fake)
-    monkeypatch.setattr(driver, "_streams", driver._Streams())
     monkeypatch.setattr(driver, "primary_context", driver.primary_context.__wrapped__)
     return fake
 
@@ -138,7 +142,7 @@ def test_a_kernel_too_large_for_the_device_is_refused(fake: FakeDriver) -> None:
 
 def test_a_thread_without_a_context_gets_one(fake: FakeDriver) -> None:
     kernel = driver.load(b"image", "entry", TILES)
-    fake.codes["cuLaunchKernel"] = [CUresult.CUDA_ERROR_INVALID_CONTEXT]
+    fake.codes["cuLaunchKernelEx"] = [CUresult.CUDA_ERROR_INVALID_CONTEXT]
     kernel.launch(0, 16, 16, 1, 1.0)
     assert ("cuCtxSetCurrent", "context") in fake.calls
     assert len(fake.launched) == 2
@@ -147,7 +151,7 @@ def test_a_thread_without_a_context_gets_one(fake: FakeDriver) -> None:
 
 def test_a_refused_launch_is_one_sentence(fake: FakeDriver) -> None:
     kernel = driver.load(b"image", "entry", TILES)
-    fake.codes["cuLaunchKernel"] = [CUresult.CUDA_ERROR_OUT_OF_MEMORY]
+    fake.codes["cuLaunchKernelEx"] = [CUresult.CUDA_ERROR_OUT_OF_MEMORY]
     with pytest.raises(DeviceError) as caught:
         kernel.launch(0, 16, 16, 4096, 1.0)
     assert str(caught.value) == (
@@ -156,13 +160,44 @@ def test_a_refused_launch_is_one_sentence(fake: FakeDriver) -> None:
 
 
 def test_threads_do_not_share_arguments(fake: FakeDriver) -> None:
+    """While one thread launches, another launches the same kernel."""
     kernel = driver.load(b"image", "entry", TILES)
-    threads = [threading.Thread(target=lambda i=i: kernel.launch(0, i, i, i + 1, float(i))) for i in range(8)]
-    for thread in threads:
+    launch = kernel.prepared(4096, 0.5)
+
+    def launch_elsewhere() -> None:
+        fake.during_a_launch = lambda: None
+        thread = threading.Thread(target=launch, args=(0, 32, 48))
         thread.start()
-    for thread in threads:
         thread.join()
-    assert sorted(call[2] for call in fake.launched) == [[i, i, i + 1, float(i)] for i in range(8)]
+        addresses = ctypes.cast(outer, ctypes.POINTER(ctypes.c_uint64))
+        assert (addresses[0], addresses[1]) == (16, 16)
+
+    outer = 0
+    real = driver.LoadedKernel.block
+
+    def block(self: driver.LoadedKernel, *arguments: Any) -> driver.LaunchBlock:
+        nonlocal outer
+        made = real(self, *arguments)
+        outer = outer or ctypes.addressof(made.memory[0])
+        return made
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(driver.LoadedKernel, "block", block)
+        fake.during_a_launch = launch_elsewhere
+        launch(0, 16, 16)
+    assert [call[2][:2] for call in fake.launched] == [[16, 16], [32, 48]]
+
+
+def test_blocks_are_used_again(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = driver.load(b"image", "entry", TILES).prepared(4096, 0.5)
+    launch(7, 16, 16)
+    fake.codes["cuLaunchKernelEx"] = [CUresult.CUDA_ERROR_OUT_OF_MEMORY]
+    with pytest.raises(DeviceError):
+        launch(7, 16, 16)
+    launch(7, 32, 48)
+    monkeypatch.setattr(driver.LoadedKernel, "block", None)
+    launch(7, 64, 80)
+    assert [call[2][:2] for call in fake.launched][2:] == [[32, 48], [64, 80]]
 
 
 def test_check_returns_what_the_call_did(fake: FakeDriver) -> None:

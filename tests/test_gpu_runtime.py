@@ -427,7 +427,7 @@ def test_what_calls_cost() -> None:
     from hadagen.runtime.costs import call_costs
 
     costs = call_costs()
-    assert list(costs)[:4] == ["cuLaunchKernel", "+ packing the arguments", "+ finding the launch", "in place"]
+    assert list(costs)[:4] == ["cuLaunchKernelEx", "+ setting the addresses", "+ finding the launch", "in place"]
     assert all(0 < us < 1e4 for us in costs.values())
 
 

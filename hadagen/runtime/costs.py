@@ -44,16 +44,15 @@ def call_costs(device: int = 0) -> dict[str, float]:
 def _rungs(kernel: driver.LoadedKernel, x: torch.Tensor) -> dict[str, Callable[[], object]]:
     address, stream = x.data_ptr(), kernels._raw_stream(kernel.device)
     launch = kernel.prepared(x.numel(), 0.5)
-    geometry = (kernel.spec.grid(x.numel(), kernel.resident_blocks), 1, 1, kernel.spec.threads, 1, 1)
-    launch(stream, address, address)  # fills the parameter block that the first rung then uses
-    block = driver.argument_block()
-    launch_kernel: Any = driver.bindings().cuLaunchKernel
-    handle = driver.bindings().CUstream(stream)
-    function, shared_bytes = kernel.function, kernel.spec.shared_bytes
+    block = kernel.block(stream, x.numel(), 0.5)
+    block.addresses[0] = block.addresses[1] = address
+    config, _, pointers, _ = block
+    launch_kernel: Any = driver.bindings().cuLaunchKernelEx
+    function = kernel.function
     leaf = x.clone().requires_grad_()
     rungs: dict[str, Callable[[], object]] = {
-        "cuLaunchKernel": lambda: launch_kernel(function, *geometry, shared_bytes, handle, block, 0),
-        "+ packing the arguments": lambda: launch(stream, address, address),
+        "cuLaunchKernelEx": lambda: launch_kernel(config, function, pointers, 0),
+        "+ setting the addresses": lambda: launch(stream, address, address),
         "+ finding the launch": lambda: compute.compute(x, 0.5, "accurate", True),
         "in place": lambda: hadamard_transform(x, 0.5, inplace=True),
         "out of place": lambda: hadamard_transform(x, 0.5),

@@ -72,10 +72,10 @@ def hadamard_transform(
                 numerics,
                 inplace,
             )
-            call = calls.get(key)
-        except (RuntimeError, TypeError):  # no memory, as under vmap, or no good argument
-            call = None
-        if call is not None and address:
+            call = calls[key]
+        except (KeyError, RuntimeError, TypeError):  # a new call, no memory, as under vmap, or no good argument
+            address = 0
+        if address:
             if not (x.requires_grad and _is_grad_enabled()):
                 if not (inplace and _in_functorch()):
                     return call.run(x, address)
