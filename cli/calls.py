@@ -15,13 +15,13 @@ def calls(device: int, as_json: bool) -> None:
     """Time what a call costs the CPU, piece by piece, on a small tensor.
 
     These are microseconds until a call returns, with the kernel queued; hadagen bench times the kernels themselves.
-    Where fast_hadamard_transform is installed, it is timed too.
+    Where fast_hadamard_transform is installed, it is timed too. Then come the milliseconds that a process pays once.
     """
     from hadagen.measure import device_environment
-    from hadagen.runtime.costs import DTYPE, ROWS, N, call_costs
+    from hadagen.runtime.costs import DTYPE, ROWS, N, call_costs, start_costs
 
     environment = device_environment(device)
-    costs = call_costs(device)
+    costs, start = call_costs(device), start_costs(f"cuda:{device}")
     tensor = f"[{ROWS}, {N}] {str(DTYPE).removeprefix('torch.')}"
     if as_json:
         import platform
@@ -29,7 +29,9 @@ def calls(device: int, as_json: bool) -> None:
         import torch
 
         versions = {"python": platform.python_version(), "torch": torch.__version__, "driver": environment.driver}
-        print_json({"gpu": environment.gpu, **versions, "tensor": tensor, "us": costs})
+        print_json({"gpu": environment.gpu, **versions, "tensor": tensor, "us": costs, "ms": start})
         return
     click.echo(f"{environment.gpu}, {tensor}: CPU time of one call")
     print_table(("call", "µs"), ((name, round(us, 2)) for name, us in costs.items()))
+    click.echo()
+    print_table(("once in a process", "ms"), ((name, round(ms, 1)) for name, ms in start.items()))

@@ -113,8 +113,10 @@ def call_table() -> str:
     data = json.loads(CALLS.read_text(encoding="utf-8"))
     versions = f"Python {data['python']} and PyTorch {data['torch']}"
     head = f"On a {data['gpu']}, with {versions}, for a {data['tensor']} tensor:"
-    lines = [f"| {name} | {us:.1f} |" for name, us in data["us"].items()]
-    return "\n".join([head, "", "| call | µs |", "| --- | ---: |", *lines])
+    calls = [f"| {name} | {us:.1f} |" for name, us in data["us"].items()]
+    once = [f"| {name} | {ms:.0f} |" for name, ms in data["ms"].items()]
+    rule = "| --- | ---: |"
+    return "\n".join([head, "", "| call | µs |", rule, *calls, "", "| once in a process | ms |", rule, *once])
 
 
 def with_numbers(readme: str, text: str) -> str:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from command_line import run, sentence, succeed
 
+from hadagen.errors import DeviceError
 from hadagen.runtime import costs
 
 
@@ -21,10 +22,22 @@ def test_the_ladder_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     environment = SimpleNamespace(gpu="NVIDIA H100", driver="580.1")
     monkeypatch.setattr("hadagen.measure.device_environment", lambda device: environment)
     monkeypatch.setattr(costs, "call_costs", lambda device: {"in place": 4.5678, "out of place": 6.0})
+    monkeypatch.setattr(costs, "start_costs", lambda device: {"the first call": 31.44})
     text = succeed("calls")
     assert "NVIDIA H100, [64, 128] float16: CPU time of one call" in text
     assert "in place      4.57" in text
+    assert "the first call     31.4" in text
     value = json.loads(succeed("calls", "--json"))
     assert value["us"] == {"in place": 4.5678, "out of place": 6.0}
     assert value["tensor"] == "[64, 128] float16"
-    assert set(value) == {"gpu", "python", "torch", "driver", "tensor", "us"}
+    assert value["ms"] == {"the first call": 31.44}
+    assert set(value) == {"gpu", "python", "torch", "driver", "tensor", "us", "ms"}
+
+
+def test_what_a_process_pays_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(costs, "_STARTS", 1)
+    found = costs.start_costs("cpu")
+    assert list(found) == ["import hadagen, after torch", "the first call, after PyTorch's own"]
+    assert all(0 < ms < 1e5 for ms in found.values())
+    with pytest.raises(DeviceError, match=r"could not transform anything \(.*\); see `hadagen doctor`"):
+        costs.start_costs("cuda:99")

@@ -101,7 +101,7 @@ def test_the_cost_of_calls(documents: Path) -> None:
     pytest.importorskip("matplotlib", reason="drawing needs the docs extra")
     refresh.main([])
     data = {"gpu": "NVIDIA H100", "python": "3.12.1", "torch": "2.11.0", "tensor": "[64, 128] float16"}
-    refresh.CALLS.write_text(json.dumps({**data, "us": {"in place": 4.56, "out of place": 7}}))
+    refresh.CALLS.write_text(json.dumps({**data, "us": {"in place": 4.56, "out of place": 7}, "ms": {"first": 31.4}}))
     assert refresh.outdated() == ["performance.md"]
     refresh.main([])
     assert refresh.outdated() == []
@@ -109,6 +109,7 @@ def test_the_cost_of_calls(documents: Path) -> None:
     begin = f"a\n{refresh.CALLS_BEGIN}\nOn a NVIDIA H100, with Python 3.12.1 and PyTorch 2.11.0, for a [64, 128]"
     assert text.startswith(begin)
     assert "| in place | 4.6 |\n| out of place | 7.0 |\n" in text
+    assert "| once in a process | ms |\n| --- | ---: |\n| first | 31 |\n" in text
     (documents / "performance.md").write_text("no markers")
     with pytest.raises(SystemExit, match=r"performance.md has no .* put the two markers back"):
         refresh.outdated()

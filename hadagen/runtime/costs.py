@@ -1,9 +1,14 @@
-"""What a call costs the CPU, piece by piece: how long it takes to queue a small transform, not to run it."""
+"""What a call costs the CPU, piece by piece: how long it takes to queue a small transform, not to run it. And what the
+first one of a process costs."""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from statistics import median
@@ -22,6 +27,22 @@ DTYPE = torch.float16
 _CALLS = 200  # between two waits for the device, whose queue must not run full
 _REPEATS = 50
 PEER = "fast_hadamard_transform"
+_STARTS = 3  # processes whose first call is timed
+# CUDA has loaded a module and run a kernel before the call that is timed; `item` waits for the device.
+_START = """
+import json, time
+import torch
+times = [time.perf_counter()]
+import hadagen
+times.append(time.perf_counter())
+x = torch.ones({rows}, {n}, dtype={dtype}, device="{device}")
+(x + 1)[0, 0].item()
+times.append(time.perf_counter())
+hadagen.hadamard_transform(x, 0.5)[0, 0].item()
+times.append(time.perf_counter())
+imported, _, called = (1e3 * (end - start) for start, end in zip(times, times[1:]))
+print(json.dumps({{"import hadagen, after torch": imported, "the first call, after PyTorch's own": called}}))
+"""
 
 
 def call_costs(device: int = 0) -> dict[str, float]:
@@ -38,7 +59,25 @@ def call_costs(device: int = 0) -> dict[str, float]:
         kernel = None if problem is None else kernels.find(device, problem, True, ROWS * N)
         if kernel is None:
             raise DeviceError(f"no kernel is known for {torch.cuda.get_device_name(device)}; run hadagen tune first")
-        return {name: _time(call) for name, call in _rungs(kernel, x).items()}
+        return _times(_rungs(kernel, x))
+
+
+def start_costs(device: str = "cuda") -> dict[str, float]:
+    """Milliseconds that a process pays once: for its import, and for its first call, [64, 128] float16.
+
+    device: one of PyTorch's. The median of a few processes, whose files the system has in memory. Raises `DeviceError`
+    where one fails.
+    """
+    program = _START.format(rows=ROWS, n=N, dtype=DTYPE, device=device)
+    found: dict[str, list[float]] = defaultdict(list)
+    for _ in range(_STARTS + 1):
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+        if done.returncode:
+            reason = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1]
+            raise DeviceError(f"a new process could not transform anything ({reason}); see `hadagen doctor`")
+        for name, ms in json.loads(done.stdout).items():
+            found[name].append(ms)
+    return {name: median(times[1:]) for name, times in found.items()}  # the first one reads files, and compiles them
 
 
 def _rungs(kernel: driver.LoadedKernel, x: torch.Tensor) -> dict[str, Callable[[], object]]:
@@ -69,13 +108,17 @@ def _rungs(kernel: driver.LoadedKernel, x: torch.Tensor) -> dict[str, Callable[[
     return rungs
 
 
-def _time(call: Callable[[], object]) -> float:
-    """Microseconds of one call. The device is idle when each batch begins, so that nothing waits for it."""
-    times = []
+def _times(calls: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+    """Microseconds of each call: the median of batches, by turns, so that a processor that slows down does so for all.
+
+    The device is idle when a batch begins, so that nothing waits for it.
+    """
+    times: dict[str, list[float]] = defaultdict(list)
     for _ in range(_REPEATS):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(_CALLS):
-            call()
-        times.append((time.perf_counter() - start) / _CALLS)
-    return median(times) * 1e6
+        for name, call in calls.items():
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(_CALLS):
+                call()
+            times[name].append((time.perf_counter() - start) / _CALLS)
+    return {name: median(some) * 1e6 for name, some in times.items()}

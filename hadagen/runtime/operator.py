@@ -226,7 +226,7 @@ for _name, _real, _fake, _autograd in (
     ("hadamard_transform_out", _into, _into_fake, _into_autograd),
 ):
     _LIBRARY.impl(_name, _real, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"hadagen::{_name}", _fake, lib=_LIBRARY)
+    _LIBRARY.impl(_name, _fake, "Meta")
     _LIBRARY.impl(_name, _autograd, "Autograd")
 torch.library.register_vmap("hadagen::hadamard_transform", _functional_vmap, lib=_LIBRARY)
 torch.library.register_vmap("hadagen::hadamard_transform_", _in_place_vmap, lib=_LIBRARY)
