@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
@@ -15,10 +16,11 @@ from hadagen.cli.listing import winner_values
 from hadagen.cli.output import PROBLEM_HEADERS, clock_text, print_json, print_table, problem_cells
 from hadagen.errors import DeviceError, HadagenError, StorageError
 from hadagen.problem import DType, Numerics, Problem
-from hadagen.trial import Destination
+from hadagen.trial import Destination, Provenance
 
 if TYPE_CHECKING:
     from hadagen.arch import Arch
+    from hadagen.knobs import Knobs
     from hadagen.measure import Runner
     from hadagen.toolchain import Toolchain
     from hadagen.trial import Environment
@@ -64,6 +66,12 @@ NOT_MEASURED = (
     "--bundle", type=click.Path(path_type=Path), help="Where the winners go.  [default: where calls find them]"
 )
 @click.option("--device", type=int, metavar="INDEX", help="CUDA device to measure on.  [default: 0]")
+@click.option(
+    "--from-winners/--from-scratch",
+    default=True,
+    show_default=True,
+    help="Try first what wins in the bundles there are, or begin with nothing. Estimates always begin with nothing.",
+)
 @click.option("--seed", type=int, default=0, show_default=True, help="Same seed and same timings: same search.")
 @options.as_json
 def tune(
@@ -77,6 +85,7 @@ def tune(
     db: str | None,
     bundle: Path | None,
     device: int | None,
+    from_winners: bool,
     seed: int,
     as_json: bool,
 ) -> None:
@@ -120,6 +129,7 @@ def tune(
             trials=trials,
             time_budget=time_budget,
             seed=seed,
+            known=_known_winners(target, problems) if gpu and from_winners else {},
         )
         click.echo(f"tuning {len(problems)} problems for {target.name}; {provenance}", err=True)
         click.echo(f"every trial is kept in {store.place}", err=True)
@@ -156,6 +166,25 @@ def tune(
     new, stopped = report.finished - report.finished_before, f", {report.stopped}" if report.stopped else ""
     click.echo(f"\n{new} new trials in {clock_text(report.seconds)}{stopped}; the winners are in {path}")
     click.echo(f"estimated: {provenance}" if report.estimated else f"measured on {gpu_name}")
+
+
+def _known_winners(arch: Arch, problems: Sequence[Problem]) -> dict[Problem, list[Knobs]]:
+    """What wins in the bundles there are, by measurement on any GPU of the arch: the knobs of most cells first."""
+    from hadagen.knobs import KNOB_NAMES, Knobs
+    from hadagen.runtime import bundles
+
+    cells: dict[Problem, Counter[Knobs]] = {problem: Counter() for problem in problems}
+    for bundle in bundles.known():
+        if bundle.arch != arch.name:
+            continue
+        try:
+            for problem, found in cells.items():
+                for entry in bundle.entries(problem):
+                    if entry.provenance is Provenance.MEASURED and entry.knobs.keys() <= set(KNOB_NAMES):
+                        found[Knobs.from_dict(entry.knobs)] += 1
+        except StorageError as error:
+            click.echo(f"not beginning with its winners: {error}", err=True)
+    return {problem: [knobs for knobs, _ in found.most_common()] for problem, found in cells.items()}
 
 
 def _find_gpu(index: int | None) -> Environment | None:

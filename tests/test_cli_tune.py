@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from command_line import TINY_TUNE, empty_machine, raising, run, sentence, succeed
 from fake_search import CELLS, FakeRunner
+from sample_bundle import write_sample
 from sample_trials import make_trial
 
 from hadagen import measure
@@ -17,6 +18,8 @@ from hadagen.cli import options
 from hadagen.cli.progress import State, shown
 from hadagen.errors import DeviceError
 from hadagen.measure import peer
+from hadagen.problem import DType, Problem
+from hadagen.runtime.bundles import VARIABLE
 from hadagen.trial import Kernel, Outcome
 from hadagen.tuner import PairRaced, ProblemFinished, SearchStarted, TrialFinished, TuneOptions
 
@@ -138,6 +141,23 @@ def test_a_tune_with_a_gpu_measures(fake_gpu: None) -> None:
     assert (report["gpu"], report["estimated"], report["outcomes"]) == ("Test GPU", False, {"ok": 3})
     assert {winner["elements"] for winner in report["winners"]} == {elements for elements, _ in CELLS}
     assert report["winners"][0]["provenance"] == "measured"
+
+
+def test_a_tune_begins_with_the_winners_there_are(
+    fake_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted: list[TuneOptions] = []
+    monkeypatch.setattr(
+        "hadagen.tuner.tune", lambda options, listen: wanted.append(options) or raising(KeyboardInterrupt())()
+    )
+    bundle = write_sample(tmp_path / "winners.db", chunks=2)
+    problem = Problem(256, DType.FLOAT16)
+    monkeypatch.setenv(VARIABLE, str(bundle))
+    run("tune", "--n", "128,256", "--dtype", "float16", "--numerics", "accurate", "--contiguous")
+    run("tune", "--n", "256", "--from-scratch")
+    assert [knobs.chunks for knobs in wanted[0].known[problem]] == [2]
+    assert wanted[0].known[replace(problem, n=128)] == []
+    assert wanted[1].known == {}
 
 
 def test_a_gpu_of_another_arch_is_not_measured(fake_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:

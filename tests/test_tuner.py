@@ -103,6 +103,15 @@ def test_each_cell_has_its_leader(store: Store) -> None:
     assert [knobs.chunks for knobs in by_cells_led(leaders)] == [8, 2]
 
 
+def test_known_knobs_are_tried_first(store: Store) -> None:
+    first, second = problems(256, 512)
+    known = [Knobs(chunks=2, warps=2), Knobs(chunks=4, warps=8, grid="persistent")]
+    runner = FakeRunner()
+    tune(options(store, runner, problems=[first, second], known={second: known}))
+    asked = [Knobs.from_dict(knobs) for problem, knobs in runner.asked if problem == second]
+    assert asked[:2] == [next(Space(second, arch()).nearest(knobs.to_dict())) for knobs in known]
+
+
 def test_a_problem_without_legal_knobs_ends_without_a_trial(store: Store) -> None:
     (possible,) = problems(256)
     impossible = Problem(256, DType.FLOAT32)  # would have to carry fp32 through butterflies

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from itertools import zip_longest
 from operator import attrgetter
@@ -66,7 +66,7 @@ class TuneOptions:
     `build`: compiles variants and answers in their order; None for a runner that needs no kernels. `trials`: to be
     finished for each problem, those of earlier runs included; by default `MEASURED_TRIALS`, or `ESTIMATED_TRIALS`
     without a device. Pitched problems get a quarter of them. `time_budget`: seconds for everything, given to all
-    contiguous problems alike.
+    contiguous problems alike. `known`: by problem, knobs that are tried before any others, such as those of winners.
     """
 
     arch: Arch
@@ -77,6 +77,7 @@ class TuneOptions:
     trials: int | None = None
     time_budget: float | None = None
     seed: int = 0
+    known: Mapping[Problem, Sequence[Knobs]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_effort(self.trials, self.time_budget)
@@ -276,7 +277,7 @@ class _Search:
             self._seeds[key] = (
                 shortlist(start, self._trials) if self._estimated else shortlist(start, SEEDS) + start.seeds()[:SEEDS]
             )
-        for knobs in self._seeds[key]:
+        for knobs in (*options.known.get(problem, ()), *self._seeds[key]):
             study.suggest(knobs)
 
     def _winners_nearby(self, study: Study) -> list[Knobs]:
