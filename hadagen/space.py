@@ -66,16 +66,23 @@ class Space:
 
     def seeds(self) -> list[Knobs]:
         """Legal choices that tend to be good, for a search to start from: each tile shape, with a block per tile and
-        with a persistent grid; shapes of 16 chunks in a block first."""
+        with a persistent grid that has the next tile under way; shapes of 16 chunks in a block first."""
         shapes = product(*(self.arch.search[name] for name in SHAPE))
         tiles = [Knobs.from_dict(PROVEN.to_dict() | dict(zip(SHAPE, shape, strict=True))) for shape in shapes]
         found: dict[Knobs, None] = {}
         for tile in sorted(tiles, key=lambda k: (k.cluster, abs(k.chunks * k.warps - 16), k.warps)):
-            for start in (tile, replace(tile, load="cp_async", grid="persistent", stages=2)):
-                for knobs in islice(self.nearest(start.to_dict()), 1):
-                    if shape_of(knobs) == shape_of(tile):
-                        found[knobs] = None
+            two_buffers = replace(tile, load="cp_async", grid="persistent", stages=2)
+            one_buffer = replace(tile, exchange_rounds=2, load="bulk", grid="persistent")  # leaves it more room
+            for kind in ((tile,), (two_buffers, one_buffer)):
+                found.update(dict.fromkeys(islice(self._near(kind), 1)))
         return list(found)
+
+    def _near(self, starts: Iterable[Knobs]) -> Iterator[Knobs]:
+        """The legal choice nearest to each, where that keeps its shape and load."""
+        for start in starts:
+            for knobs in islice(self.nearest(start.to_dict()), 1):
+                if (shape_of(knobs), knobs.load) == (shape_of(start), start.load):
+                    yield knobs
 
     def nearest(self, wanted: Mapping[str, Any]) -> Iterator[Knobs]:
         """All legal choices, nearest to `wanted` first: knob by knob, each as near in its range as those before let it.
