@@ -11,8 +11,8 @@ could not be made functional by torch.compile.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from typing import Any, cast
 
 import torch
 from torch._functorch.utils import enable_single_level_autograd_function
@@ -162,19 +162,20 @@ def has_only_memory(x: torch.Tensor) -> bool:
         return False
 
 
-def needs_derivative(*tensors: torch.Tensor) -> bool:
-    return (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)) or forward_ad._current_level >= 0
+def needs_derivative(x: torch.Tensor) -> bool:
+    return (x.requires_grad and torch.is_grad_enabled()) or forward_ad._current_level >= 0
 
 
-def _at_one_level() -> AbstractContextManager[None]:
-    return enable_single_level_autograd_function() if torch._C._are_functorch_transforms_active() else nullcontext()
+def _apply_at_one_level(function: Any, *arguments: Any) -> Any:
+    if not torch._C._are_functorch_transforms_active():
+        return function.apply(*arguments)
+    with enable_single_level_autograd_function():
+        return function.apply(*arguments)
 
 
 def _functional_autograd(x: torch.Tensor, scale: float, numerics: str) -> torch.Tensor:
     if needs_derivative(x):
-        with _at_one_level():
-            result: torch.Tensor = _Functional.apply(x, scale, numerics)  # type: ignore[attr-defined]
-        return result
+        return cast(torch.Tensor, _apply_at_one_level(_Functional, x, scale, numerics))
     return _below_autograd(x, scale, numerics)
 
 
@@ -185,8 +186,7 @@ def _in_place_autograd(x: torch.Tensor, scale: float, numerics: str) -> None:
         return
     if x.requires_grad and (x._base if x._base is not None else x).is_leaf:
         raise TensorError("x is a leaf, or a view of one, that requires grad; leave out inplace=True or use no_grad")
-    with _at_one_level():
-        _InPlace.apply(x, scale, numerics)  # type: ignore[attr-defined]
+    _apply_at_one_level(_InPlace, x, scale, numerics)
 
 
 def _into_autograd(x: torch.Tensor, scale: float, numerics: str, out: torch.Tensor) -> None:
