@@ -69,8 +69,7 @@ class EmulatedDevice:
         self.pitched = self.dense = True
         self.form = ScaleForm.FLOAT16_FACTORS
         self.searches = 0
-        monkeypatch.setattr(compute, "calls", compute.calls)
-        compute.calls.clear()
+        forget()
         monkeypatch.setattr(compute, "takes_kernels", lambda x: x.numel() > 0)
         monkeypatch.setattr(kernels, "find", self._find)
         monkeypatch.setattr(kernels, "_raw_stream", lambda device: 0)
@@ -94,7 +93,13 @@ class EmulatedDevice:
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Any:
     yield EmulatedDevice(monkeypatch)
+    forget()
+
+
+def forget() -> None:
+    """Calls are remembered no more."""
     compute.calls.clear()
+    compute._calls_into.clear()
 
 
 def same(y: torch.Tensor, wanted: torch.Tensor) -> bool:

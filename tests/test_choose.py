@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from sample_bundle import hide_bundles, write_sample
@@ -231,6 +232,13 @@ def test_bad_arch(arch: str) -> None:
 def test_bad_problem() -> None:
     with pytest.raises(UsageError, match="n = 100 is not supported"):
         hadagen.best_config({"n": 100, "dtype": "float16"}, 1, arch="sm90")
+    for problem in ({"n": 128}, {"n": 128, "dtype": "float16", "m": 1}, 7, "n128"):
+        with pytest.raises(UsageError, match=r"problem = .* is not one; give a Problem, or such as"):
+            hadagen.best_config(problem, 1, arch="sm90")
+    with pytest.raises(UsageError, match="dtype 'int8' is not supported; choose one of float16"):
+        hadagen.best_config({"n": 128, "dtype": torch.int8}, 1, arch="sm90")
+    wanted = hadagen.best_config({"n": 128, "dtype": "bfloat16"}, 1, arch="sm90")
+    assert hadagen.best_config({"n": 128, "dtype": torch.bfloat16}, 1, arch="sm90") == wanted
 
 
 def test_no_arch_and_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

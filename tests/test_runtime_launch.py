@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from emulated_device import EmulatedDevice, device, same
@@ -23,6 +24,7 @@ from test_runtime import VIEWS, normal, padded
 import hadagen
 from hadagen import hadamard_transform
 from hadagen.driver import DriverError, LoadedKernel
+from hadagen.errors import TensorError
 from hadagen.problem import Problem
 from hadagen.runtime import bundles, compute, kernels
 from hadagen.runtime.device import Device
@@ -161,6 +163,28 @@ def test_a_call_that_comes_again_is_one_look_up(device: EmulatedDevice, monkeypa
         assert same(hadamard_transform(again, 0.5), padded(x, 0.5))
     assert device.searches == searches
     assert len(compute.calls) == 1
+
+
+def test_a_call_with_out_that_comes_again_is_one_look_up(device: EmulatedDevice) -> None:
+    flat = torch.zeros(2, 4, 64, dtype=HALF)
+    x, y = normal(3, 64, dtype=HALF), flat[0, :3]
+    hadamard_transform(x, 0.5, out=y)
+    searches = device.searches
+    for target in (y, flat[1, 1:]):
+        assert hadamard_transform(x, 0.5, out=target) is target
+        assert same(target, padded(x, 0.5))
+    assert device.searches == searches
+    overlapping = flat.view(-1)[64 : 64 + 192].view(3, 64)
+    with pytest.raises(TensorError, match="out overlaps x without being x"):
+        hadamard_transform(y, 0.5, out=overlapping)
+    assert hadamard_transform(y, 0.5, out=y) is y
+    wanted = padded(padded(x, 0.5), 0.5)
+    assert same(y, wanted)
+    version = y._version
+    hadamard_transform(x, 0.5, out=y)
+    assert y._version == version + 1
+    with pytest.raises(TensorError, match="shape"):
+        hadamard_transform(x, 0.5, out=flat[0])
 
 
 def test_a_known_shape_at_another_address(device: EmulatedDevice) -> None:
@@ -383,10 +407,10 @@ def test_warmup_leaves_nothing_to_load(machine: Loader, monkeypatch: pytest.Monk
     [
         ({}, 1),
         ({"n": [128, 256], "dtype": ["float16", torch.float32]}, 1),
-        ({"n": 129, "rows": (1, 1000)}, 1),  # rows of 129 are padded to 256
+        ({"n": np.int64(129), "rows": (1, 1000)}, 1),  # rows of 129 are padded to 256
         ({"device": "cuda:1", "numerics": "accurate", "inplace": True}, 1),
         ({"numerics": "fast"}, 1),  # falls back to accurate where a scale asks for it
-        ({"inplace": False}, 0),
+        ({"inplace": False}, 1),  # for what has to be copied
         ({"n": 512}, 0),
         ({"n": 1}, 0),
         ({"n": 1 << 20}, 0),
@@ -410,6 +434,7 @@ def test_what_warmup_loads(options: dict[str, Any], count: int, machine: Loader)
         ({"dtype": 16}, "dtype 16 is not supported"),
         ({"numerics": "exact"}, "numerics 'exact' is not supported"),
         ({"device": "cuda:7"}, "device 'cuda:7' is not a CUDA device of this machine"),
+        ({"device": 1.5}, "device 1.5 is not a CUDA device of this machine"),
     ],
 )
 def test_bad_warmups(options: dict[str, Any], message: str, machine: Loader) -> None:
@@ -421,6 +446,8 @@ def test_bad_warmups(options: dict[str, Any], message: str, machine: Loader) -> 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_warmup_without_a_gpu_has_nothing_to_do() -> None:
     assert hadagen.warmup(256, torch.float16) == 0
+    with pytest.raises(ValueError, match="device 'cuda' is not a CUDA device of this machine"):
+        hadagen.warmup(256, torch.float16, device="cuda")
 
 
 # ---- processes -------------------------------------------------------------------------------------------------------

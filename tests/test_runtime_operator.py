@@ -141,6 +141,20 @@ def test_a_write_in_place_is_known_to_autograd() -> None:
         product.sum().backward()
 
 
+def test_out_refuses_a_tangent() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return hadamard_transform(x, out=torch.empty_like(x))
+
+    x = torch.randn(3, 8)
+    for call in (lambda: torch.func.jvp(function, (x,), (x,)), lambda: torch.func.jacfwd(function)(x)):
+        with pytest.raises(TensorError, match="out= has no derivative"):
+            call()
+    with forward_ad.dual_level():
+        assert forward_ad.unpack_dual(function(x)).tangent is None
+        with pytest.raises(TensorError, match="x or out has a tangent"):
+            function(forward_ad.make_dual(x, x))
+
+
 @pytest.mark.parametrize("inplace", [False, True])
 def test_tangents(inplace: bool) -> None:
     x, tangent = normal(3, 8), normal(3, 8, seed=1)
@@ -233,6 +247,39 @@ def test_compile_gradients(inplace: bool) -> None:
             torch.testing.assert_close(y, wanted)
             ours, theirs = (torch.autograd.grad(each.sum(), x) for each in (y, wanted))
             torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_compiled_autograd_of_an_eager_call(inplace: bool) -> None:
+    torch.compiler.reset()
+    x = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True)):
+        hadamard_transform(x * 1, inplace=inplace).square().sum().backward()
+    torch.testing.assert_close(x.grad, 16 * x.detach())
+
+
+def test_compile_once_where_the_scale_depends_on_the_shape() -> None:
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    counter = CompileCounterWithBackend("aot_eager")
+    call = compiled(lambda x: hadamard_transform(x, x.shape[-1] ** -0.5), counter, dynamic=True)
+    for n in (4, 64, 1000, 2048):
+        x = torch.randn(3, n)
+        torch.testing.assert_close(call(x), hadamard_transform(x, n**-0.5))
+    assert counter.frame_count == 1
+
+
+def test_views_into_conjugates() -> None:
+    """They have a bit that says: negate what you read."""
+    z = torch.randn(4, 8, dtype=torch.complex64)
+    wanted = expected(-z.imag, 0.5).float()
+    x, y = z.clone().conj().imag, z.clone().conj().imag
+    assert x.is_neg()
+    torch.testing.assert_close(hadamard_transform(x, 0.5), wanted)
+    hadamard_transform(x, 0.5, out=y)
+    torch.testing.assert_close(y, wanted)
+    torch.testing.assert_close(hadamard_transform(x, 0.5, inplace=True), wanted)
+    torch.testing.assert_close(x, wanted)
 
 
 def test_compile_writes_its_arguments() -> None:

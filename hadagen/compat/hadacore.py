@@ -25,7 +25,8 @@ def hadamard_transform(x: torch.Tensor, inplace: bool = False) -> torch.Tensor:
 
     Raises `UsageError`, a ValueError, for another n, and what `hadagen.hadamard_transform` raises.
     """
-    n = x.shape[-1] if isinstance(x, torch.Tensor) and x.dim() else 1  # what else is wrong, the transform says
+    # What else is wrong, the transform says.
+    n = x.shape[-1] if isinstance(x, torch.Tensor) and not x.is_nested and x.dim() else 1
     if n & (n - 1):
         raise UsageError(f"the last dimension of x is {n}; it must be a power of two, so pad it with zeros")
     return transform.hadamard_transform(x, max(n, 1) ** -0.5, inplace=inplace)

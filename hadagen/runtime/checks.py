@@ -18,13 +18,20 @@ _LARGEST_SCALE = torch.finfo(torch.float32).max  # kernels take the scale in flo
 
 def check_is_number(scale: Any) -> None:
     """Raises TypeError."""
-    if not isinstance(scale, (float, int, Real)):  # a tensor is none, and would expect a gradient
+    if not (
+        isinstance(scale, (float, int, Real)) or is_symbolic(scale)
+    ):  # a tensor is none, and would expect a gradient
         raise TypeError(f"scale is a {type(scale).__name__}; pass a real number")
+
+
+def is_symbolic(scale: Any) -> bool:
+    """Whether it stands for a number in a trace that is open for others."""
+    return isinstance(scale, (torch.SymFloat, torch.SymInt))
 
 
 def check_options(scale: float, numerics: str) -> None:
     """Raises `UsageError` for a bad scale or numerics."""
-    if not abs(scale) <= _LARGEST_SCALE:
+    if not is_symbolic(scale) and not abs(scale) <= _LARGEST_SCALE:
         raise UsageError(f"scale = {scale} is not finite in float32; pass a number up to {_LARGEST_SCALE:.3g}")
     if numerics not in _NUMERICS:
         raise UsageError(f"numerics {numerics!r} is not supported; choose one of {_names(_NUMERICS)}")

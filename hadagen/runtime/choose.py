@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from hadagen.errors import UsageError
 from hadagen.launch import LaunchSpec
-from hadagen.problem import Problem
+from hadagen.problem import DType, Problem
 from hadagen.runtime import bundles
 from hadagen.runtime.device import Device, find_device
 from hadagen.trial import Destination, Provenance
@@ -126,6 +126,22 @@ class BestConfig:
         }
 
 
+def _problem(given: Any) -> Problem:
+    if isinstance(given, Problem):
+        return given
+    try:
+        values = dict(given)
+        dtype = values.pop("dtype")
+        name = dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch.")  # torch.float16 is "float16"
+        return Problem(dtype=cast(DType, name), **values)
+    except UsageError:
+        raise
+    except (KeyError, TypeError, ValueError):
+        raise UsageError(
+            f'problem = {given!r} is not one; give a Problem, or such as {{"n": 4096, "dtype": "float16"}}'
+        ) from None
+
+
 def best_config(
     problem: Problem | Mapping[str, Any],
     rows: int,
@@ -136,7 +152,7 @@ def best_config(
 ) -> BestConfig:
     """What `hadamard_transform` runs for a [rows, n] tensor, without running it. With `arch` it needs no GPU.
 
-    problem: a `Problem`, or the arguments of one: {"n": 4096, "dtype": "float16", "numerics": "fast"}; with
+    problem: a `Problem`, or the arguments of one: {"n": 4096, "dtype": torch.float16, "numerics": "fast"}; with
         "pitched": True that of rows that are shorter than n or not contiguous.
     device: a CUDA device of this machine, the current one if none is given. With `arch` (for instance "sm90") the name
         of a GPU, such as "NVIDIA H100 80GB HBM3", or any GPU of that arch.
@@ -145,8 +161,7 @@ def best_config(
     Raises `UsageError` for a bad problem, rows below 1, a bad arch, or where there is no device; `StorageError` where
     HADAGEN_BUNDLE names no sound bundle.
     """
-    if not isinstance(problem, Problem):
-        problem = Problem(**problem)
+    problem = _problem(problem)
     if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
         raise UsageError(f"rows = {rows!r} is not supported; give a whole number of rows, at least 1")
     target = find_device(device, arch)

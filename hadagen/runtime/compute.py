@@ -34,7 +34,9 @@ class Call(NamedTuple):
 # What to do for all calls that differ in nothing but the address of x, and there by multiples of 16. So a call that
 # comes again costs one look-up. Only good arguments are in here.
 calls: dict[tuple[Any, ...], Call] = {}
-_MAX_CALLS = 4096  # a program may come with ever new row counts
+# The same for contiguous tensors and out=, with the bytes that must lie between the two addresses.
+_calls_into: dict[tuple[Any, ...], tuple[Launch, int]] = {}
+_MAX_CALLS = 4096  # of each; a program may come with ever new row counts
 
 
 def _find_increment_version() -> Any:
@@ -94,9 +96,7 @@ def compute(x: torch.Tensor, scale: float, numerics: str, inplace: bool) -> torc
     if takes_kernels(x):
         prepared = _prepare_call(x, address, scale, numerics, inplace)
         if prepared is not None:
-            if len(calls) >= _MAX_CALLS:
-                calls.clear()
-            calls[key] = prepared
+            _remember(calls, key, prepared)
             return prepared.run(x, address)
         result = _transformed_copy(x, scale, numerics)
         if result is not None:
@@ -115,22 +115,43 @@ def compute_into(x: torch.Tensor, y: torch.Tensor, scale: float, numerics: str) 
 
     Where it is hard to know whether they share some, the result is right anyway. Raises what `hadamard_transform` does.
     """
+    try:
+        source, target = x.data_ptr(), y.data_ptr()
+        dense = x.is_contiguous() and y.is_contiguous()
+        like = x.shape, x.dtype, x.get_device(), y.shape, y.dtype, y.get_device()
+        key = (*like, dense, (source | target) & 15, scale, numerics)
+        launch, size = _calls_into[key]
+    except KeyError:
+        pass
+    except (RuntimeError, TypeError):  # a sparse or nested tensor, or a scale that is none
+        check_options(scale, numerics)
+        check_tensor(x)
+        check_like(x, y)
+        raise
+    else:
+        if source and target and abs(source - target) >= size and not y.is_inference():
+            _increment_version((y,))
+            kernels.queue(launch, x.get_device(), source, target)
+            return
     check_options(scale, numerics)
     check_tensor(x)
     check_like(x, y)
     check_writable(y)
-    dense = x.is_contiguous() and y.is_contiguous()
-    if y.data_ptr() == x.data_ptr() and (dense or y.stride() == x.stride()):
+    if source == target and (dense or y.stride() == x.stride()):
         compute(y, scale, numerics, True)
         return
-    if dense and abs(x.data_ptr() - y.data_ptr()) < x.nbytes:
+    if dense and abs(source - target) < x.nbytes:
         raise TensorError("out overlaps x without being x; pass x itself or memory of its own")
     _increment_version((y,))
     has_kernels = takes_kernels(x)
     if _may_overlap(x, y) or (has_kernels and row_pitch(x) is None):
         x = x.clone(memory_format=torch.contiguous_format)
     if has_kernels:
-        if _launch(x, y, scale, numerics):
+        found = _find_launch(x, y, scale, numerics)
+        if found is not None:
+            if dense:
+                _remember(_calls_into, key, (found, x.nbytes))
+            kernels.queue(found, x.get_device(), x.data_ptr(), target)
             return
         result = _transformed_copy(x, scale, numerics)
         if result is not None:
@@ -140,6 +161,12 @@ def compute_into(x: torch.Tensor, y: torch.Tensor, scale: float, numerics: str) 
         fallback.transform(x, y, scale)
     else:
         y.copy_(compute(x, scale, numerics, False))
+
+
+def _remember(table: dict[tuple[Any, ...], Any], key: tuple[Any, ...], value: Any) -> None:
+    if len(table) >= _MAX_CALLS:
+        table.clear()
+    table[key] = value
 
 
 def takes_kernels(x: torch.Tensor) -> bool:
@@ -225,18 +252,13 @@ def padded(columns: int) -> int:
     return 1 if columns == 1 else 1 << (columns - 1).bit_length()
 
 
-def _launch(x: torch.Tensor, y: torch.Tensor, scale: float, numerics: str) -> bool:
-    """Runs a kernel on x and y as they are. False where there is none for them."""
+def _find_launch(x: torch.Tensor, y: torch.Tensor, scale: float, numerics: str) -> Launch | None:
+    """The launch of a kernel that takes x and y as they are; None where there is none for them."""
     x_pitch, y_pitch = row_pitch(x), row_pitch(y)
     if x_pitch is None or y_pitch is None:
-        return False
-    source, target = x.data_ptr(), y.data_ptr()
-    aligned = (source | target) % _ALIGNMENT == 0
-    launch = _prepare_launch(x, x_pitch, y_pitch, aligned, x is y, scale, numerics)
-    if launch is None:
-        return False
-    kernels.queue(launch, x.get_device(), source, target)
-    return True
+        return None
+    aligned = (x.data_ptr() | y.data_ptr()) % _ALIGNMENT == 0
+    return _prepare_launch(x, x_pitch, y_pitch, aligned, x is y, scale, numerics)
 
 
 def _transformed_copy(x: torch.Tensor, scale: float, numerics: str) -> torch.Tensor | None:
@@ -252,7 +274,9 @@ def _transformed_copy(x: torch.Tensor, scale: float, numerics: str) -> torch.Ten
         part = copy[..., :columns]
         part.copy_(x)
         copy[..., columns:].zero_()
-        _launch(copy, copy, scale, numerics)
+        launch = _find_launch(copy, copy, scale, numerics)
+        assert launch is not None  # a kernel was found just now
+        kernels.queue(launch, x.get_device(), copy.data_ptr(), copy.data_ptr())
         return part
     return None
 
@@ -277,3 +301,4 @@ def _span(x: torch.Tensor) -> int:
 
 if hasattr(os, "register_at_fork"):  # a forked child has no CUDA, as PyTorch then says
     os.register_at_fork(after_in_child=calls.clear)
+    os.register_at_fork(after_in_child=_calls_into.clear)

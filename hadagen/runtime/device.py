@@ -73,9 +73,9 @@ def cuda_index(device: Any = None) -> int | None:
         return torch.cuda.current_device()
     try:
         device = torch.device(device)
-    except RuntimeError:
+    except (RuntimeError, TypeError):
         return None
-    if device.type != "cuda":
+    if device.type != "cuda" or not torch.cuda.is_available():
         return None
     index = torch.cuda.current_device() if device.index is None else device.index
     return index if index < torch.cuda.device_count() else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import threading
 import warnings
@@ -119,7 +120,8 @@ def warmup(
             for pitched in (False, True)
         }
         for problem in filter(None, problems):
-            for in_place in (False, True) if inplace is None else (inplace,):
+            # Tensors that have to be copied are transformed in place, in their copy.
+            for in_place in (True,) if inplace else (False, True):
                 ready.update(id(find(index, problem, in_place, 1 << each)) for each in buckets)
     return len(ready - {id(None)})
 
@@ -139,9 +141,13 @@ def _several(values: Any) -> list[Any]:
 
 
 def _whole(value: Any, name: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    try:
+        number = operator.index(value)  # numpy's integers too
+    except TypeError:
+        number = 0
+    if isinstance(value, bool) or number < 1:
         raise UsageError(f"{name} = {value!r} is not supported; give whole numbers, at least 1")
-    return value
+    return number
 
 
 def _dtype(value: Any) -> torch.dtype:

@@ -5,7 +5,7 @@
     hadamard_transform_out(x, scale, numerics, out)  out is overwritten
 
 The results have the type of x under autocast too. The last two return nothing: an operator that returned its argument
-could not be made functional by torch.compile.
+could not be made functional by torch.compile. The scale is a Scalar: for each float torch.compile would compile anew.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from hadagen.runtime.compute import Call, compute, compute_into
 
 _LIBRARY: Any = torch.library.Library("hadagen", "DEF")  # type: ignore[no-untyped-call]
 for _schema in (
-    "hadamard_transform(Tensor x, float scale, str numerics) -> Tensor",
-    "hadamard_transform_(Tensor(a!) x, float scale, str numerics) -> ()",
-    "hadamard_transform_out(Tensor x, float scale, str numerics, Tensor(a!) out) -> ()",
+    "hadamard_transform(Tensor x, Scalar scale, str numerics) -> Tensor",
+    "hadamard_transform_(Tensor(a!) x, Scalar scale, str numerics) -> ()",
+    "hadamard_transform_out(Tensor x, Scalar scale, str numerics, Tensor(a!) out) -> ()",
 ):
     _LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 
@@ -73,7 +73,11 @@ def _into_fake(x: torch.Tensor, scale: float, numerics: str, out: torch.Tensor) 
 #
 # These run where the dispatcher has come to autograd, at one level of torch.func's transforms.
 # `torch.autograd.Function` would begin with those anew; its base class does what it does at one level.
-class _Functional(_SingleLevelFunction):
+class _Function(_SingleLevelFunction):
+    _compiled_autograd_key = torch.autograd.Function._compiled_autograd_key  # what compiled autograd asks for
+
+
+class _Functional(_Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, scale: float, numerics: str) -> torch.Tensor:
         ctx.options = scale, numerics
@@ -88,7 +92,7 @@ class _Functional(_SingleLevelFunction):
         return transform(tangent, *ctx.options)
 
 
-class Remembered(_SingleLevelFunction):
+class Remembered(_Function):
     """The same for a call that comes again, past the dispatcher: x has only memory, and no tangent."""
 
     @staticmethod
@@ -101,7 +105,7 @@ class Remembered(_SingleLevelFunction):
         return transform(gradient, ctx.call.scale, ctx.call.numerics), None, None
 
 
-class _InPlace(_SingleLevelFunction):
+class _InPlace(_Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, scale: float, numerics: str) -> torch.Tensor:
         ctx.options = scale, numerics
@@ -149,8 +153,10 @@ def transform(x: torch.Tensor, scale: float, numerics: str) -> torch.Tensor:
 def has_only_memory(x: torch.Tensor) -> bool:
     """Whether x is a tensor with memory and no more, and nobody watches the dispatcher."""
     if (
-        type(x) is not torch.Tensor
+        torch.compiler.is_dynamo_compiling()
+        or type(x) is not torch.Tensor
         or has_torch_function_unary(x)
+        or x.is_neg()
         or torch._C._len_torch_dispatch_stack()
         or torch._C._are_functorch_transforms_active()
         or torch._C._is_tracing()
@@ -189,9 +195,15 @@ def _in_place_autograd(x: torch.Tensor, scale: float, numerics: str) -> None:
     _apply_at_one_level(_InPlace, x, scale, numerics)
 
 
+def _has_tangent(x: torch.Tensor) -> bool:
+    return forward_ad.unpack_dual(x).tangent is not None  # type: ignore[no-untyped-call]
+
+
 def _into_autograd(x: torch.Tensor, scale: float, numerics: str, out: torch.Tensor) -> None:
     if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):
         raise TensorError("x or out requires grad, and out= has no derivative; leave it out or use no_grad")
+    if forward_ad._current_level >= 0 and (_has_tangent(x) or _has_tangent(out)):
+        raise TensorError("x or out has a tangent, and out= has no derivative; leave it out")
     with torch._C._AutoDispatchBelowAutograd():
         into(x, scale, numerics, out)
 

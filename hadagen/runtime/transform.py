@@ -10,7 +10,14 @@ from torch.overrides import has_torch_function_unary
 
 from hadagen.errors import UsageError
 from hadagen.runtime import operator
-from hadagen.runtime.checks import check_is_number, check_is_tensor, check_like, check_options
+from hadagen.runtime.checks import (
+    check_is_number,
+    check_is_tensor,
+    check_like,
+    check_options,
+    check_tensor,
+    is_symbolic,
+)
 from hadagen.runtime.compute import calls
 
 # What is asked on the way of every call, without the time of looking it up.
@@ -93,9 +100,15 @@ def _dispatched(x: torch.Tensor, scale: float, inplace: bool, out: torch.Tensor 
             raise UsageError("inplace=True and out= name two places for the result; give one of them")
     if not _is_dynamo_compiling():  # where the operator's own checks do more for the message
         check_options(scale, numerics)
+        check_tensor(x)
+        target = x if inplace else out
         if out is not None:
             check_like(x, out)
-    scale = float(scale)
+        if target is not None and (x.is_neg() or target.is_neg()):
+            # A view into a conjugate is negated as it is read, which PyTorch does only for operators with a result.
+            return target.copy_(operator.functional(x.resolve_neg(), scale, numerics))
+    if not is_symbolic(scale):
+        scale = float(scale)
     if inplace or out is x:
         operator.in_place(x, scale, numerics)
         return x
