@@ -20,18 +20,29 @@ if TYPE_CHECKING:
     from hadagen.tuning_db.store import Store
     from hadagen.tuning_db.winners import Cell
 
+
+def _checked_loss(context: click.Context, parameter: click.Parameter, value: float) -> float:
+    if not 0 <= value <= 1:  # click's own ranges let nan pass
+        raise UsageError(f"--loss {value:g} is not supported; give 0 to 1")
+    return value
+
+
 loss = click.option(
     "--loss",
-    type=click.FloatRange(0, 1),
+    type=float,
+    callback=_checked_loss,
     default=0.02,
     show_default=True,
     help="How much slower than the best the small set of kernels may be, anywhere.",
 )
 
 
-@click.group()
-def bundle() -> None:
+@click.group(invoke_without_command=True)
+@click.pass_context
+def bundle(context: click.Context) -> None:
     """Make, check, show and export bundles, the files that ship winners."""
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
 
 
 @bundle.command()
@@ -127,9 +138,14 @@ def _range(sizes: Sequence[int]) -> str:
 @click.argument("paths", type=click.Path(path_type=Path), nargs=-1, required=True)
 @click.argument("out", type=click.Path(path_type=Path))
 def merge(paths: tuple[Path, ...], out: Path) -> None:
-    """Write the winners of the bundles at PATHS, of several GPUs of one arch, to the bundle OUT."""
+    """Write the winners of the bundles at PATHS, of several GPUs or searches for one arch, to the bundle OUT.
+
+    Of two winners of one cell the better one is taken. OUT is a new file, or one of PATHS.
+    """
     from hadagen.tuning_db.merge import merge_bundles
 
+    if out.exists() and not any(path.exists() and path.samefile(out) for path in paths):
+        raise UsageError(f"{out} is there already and would be lost; name a new file last, or {out} twice to add to it")
     selection = merge_bundles(paths, out)
     click.echo(f"{out}: {_count(selection)}, {out.stat().st_size / 1e6:.1f} MB")
 

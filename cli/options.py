@@ -74,7 +74,7 @@ def parse_sizes(texts: Iterable[str]) -> list[int]:
     sizes: set[int] = set()
     for text in (part.strip() for given in texts for part in given.split(",")):
         first, dash, last = text.partition("-")
-        if not first.isdigit() or (dash and not last.isdigit()):
+        if not _is_whole(first) or (dash and not _is_whole(last)):
             raise UsageError(f"--n {text!r} is not a size; write 4096, 128,256 or 2-32768")
         if not dash:
             sizes.add(Problem(int(first), DType.FLOAT16).n)
@@ -96,8 +96,14 @@ def parse_knobs(texts: Iterable[str]) -> dict[str, int | str]:
         name, equals, value = text.partition("=")
         if not (name and equals and value):
             raise UsageError(f"--knobs {text!r} is not of the form k=v; write for example --knobs warps=4")
-        values[name] = int(value) if value.isdigit() else value
+        if name in values:
+            raise UsageError(f"--knobs sets {name} twice, to {values[name]} and {value}; give one value")
+        values[name] = int(value) if _is_whole(value) else value
     return values
+
+
+def _is_whole(text: str) -> bool:
+    return text.isascii() and text.isdigit()
 
 
 def arch_of(gpu: Environment) -> str:

@@ -25,7 +25,7 @@ def explain(error: Exception) -> tuple[str, int]:
     if isinstance(error, click.ClickException):
         return error.format_message(), error.exit_code
     if isinstance(error, click.Abort):
-        return "interrupted; what had finished is kept", 1
+        return "interrupted; what had finished is kept, and the same command goes on from there", 1
     if isinstance(error, ModuleNotFoundError) and error.name:
         package = error.name.partition(".")[0]
         wanted = "hadagen[tune]" if package in TUNE_PACKAGES else {"cuda": "cuda-bindings"}.get(package, package)

@@ -14,7 +14,7 @@ import click
 from hadagen.cli import options
 from hadagen.cli.listing import winner_values
 from hadagen.cli.output import PROBLEM_HEADERS, clock_text, print_json, print_table, problem_cells
-from hadagen.errors import DeviceError, HadagenError, StorageError
+from hadagen.errors import DeviceError, HadagenError, StorageError, UsageError
 from hadagen.problem import DType, Numerics, Problem
 from hadagen.trial import Destination, Provenance
 
@@ -70,7 +70,7 @@ NOT_MEASURED = (
     "--from-winners/--from-scratch",
     default=True,
     show_default=True,
-    help="Try first what wins in the bundles there are, or begin with nothing. Estimates always begin with nothing.",
+    help="Whether to try first what wins in the bundles there are. Trials in the database count either way.",
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Same seed and same timings: same search.")
 @options.as_json
@@ -99,9 +99,8 @@ def tune(
     from hadagen.toolchain import Toolchain
     from hadagen.tuner import TuneOptions, check_effort
     from hadagen.tuner import tune as search
-    from hadagen.tuning_db.aside import check_place
     from hadagen.tuning_db.bundle import Bundle
-    from hadagen.tuning_db.bundle_writer import write_bundle
+    from hadagen.tuning_db.bundle_writer import check_bundle_place, write_bundle
     from hadagen.tuning_db.store import Store
     from hadagen.tuning_db.winners import portfolio
 
@@ -114,7 +113,9 @@ def tune(
     if gpu and options.arch_of(gpu) != target.name:
         gpu = None
     path = bundle or options.default_bundle(target.name)
-    check_place(path)
+    check_bundle_place(path)
+    if path.absolute() == Path(db or options.default_db()).absolute():
+        raise UsageError(f"{path} cannot be both the database and the bundle; name two places")
     provenance = f"measuring on {gpu.gpu}" if gpu else NOT_MEASURED.format(arch=target.name)
     toolchain = Toolchain.find()
     with Store.open(db or options.default_db()) as store, _runner(target, gpu, device or 0, toolchain) as runner:

@@ -355,7 +355,12 @@ def test_the_winners_of_a_bundle_are_exported_and_merged(sample: Path, tmp_path:
         patch.setattr("csv.DictWriter.writerows", raising(OSError(errno.ENOSPC, "No space left on device")))
         assert "No space left" in sentence(run("bundle", "export", sample, tmp_path / "winners.csv"), 1)
     assert (tmp_path / "winners.csv").read_text().splitlines() == [header, *lines]
+    said = sentence(run("bundle", "export", sample, sample), 1)
+    assert f"{sample} is there already and is not a table" in said
     succeed("bundle", "merge", sample, sample, tmp_path / "both.db")
+    succeed("bundle", "merge", sample, tmp_path / "both.db", tmp_path / "both.db")
+    said = sentence(run("bundle", "merge", sample, tmp_path / "both.db"), 2)
+    assert f"{tmp_path / 'both.db'} is there already and would be lost" in said
     succeed("bundle", "export", tmp_path / "both.db", tmp_path / "again.csv")
     assert (tmp_path / "again.csv").read_text() == (tmp_path / "winners.csv").read_text()
 

@@ -22,6 +22,7 @@ from hadagen.problem import DType, Problem
 from hadagen.runtime.bundles import VARIABLE
 from hadagen.trial import Kernel, Outcome
 from hadagen.tuner import PairRaced, ProblemFinished, SearchStarted, TrialFinished, TuneOptions
+from hadagen.tuning_db.store import Store
 
 ONE = ("--n", "4", "--dtype", "float16", "--numerics", "fast")
 SMALL_TUNE = ("tune", *ONE, "--contiguous", "--trials", "3", "--json")
@@ -92,11 +93,31 @@ def test_a_bad_place_for_the_bundle_is_noticed_before_the_search(
     assert not options.default_db().exists()
 
 
+def test_what_is_no_bundle_is_not_replaced_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hadagen.tuner.tune", raising(AssertionError("it searched")))
+    letter, database = tmp_path / "letter.txt", tmp_path / "tuning.db"
+    letter.write_text("Dear reader")
+    Store.open(database).close()
+    for path, db in ((letter, database), (database, tmp_path / "other.db")):
+        before = path.read_bytes()
+        said = sentence(run(*TINY_TUNE, "--bundle", path, "--db", db), 1)
+        assert f"{path} is there already and is not a hadagen bundle; name another place" in said
+        assert path.read_bytes() == before
+    new = tmp_path / "new.db"
+    assert f"{new} cannot be both the database and the bundle" in sentence(
+        run(*TINY_TUNE, "--bundle", new, "--db", new), 2
+    )
+    assert not new.exists()
+
+
 def test_an_interrupted_tune_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hadagen.tuner.tune", raising(KeyboardInterrupt()))
     result = run(*TINY_TUNE)
     assert result.exit_code == 1
-    assert result.stderr.splitlines()[-1] == "hadagen: interrupted; what had finished is kept"
+    assert (
+        result.stderr.splitlines()[-1]
+        == "hadagen: interrupted; what had finished is kept, and the same command goes on from there"
+    )
 
 
 def test_a_tune_without_time_says_that_nothing_was_found() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -353,7 +354,13 @@ def test_recorded_trials_replace_a_device(store: Store, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("fields", "sentence"),
-    [({"trials": 0}, "trials = 0 would try nothing"), ({"time_budget": 0.0}, "a time budget of 0 s leaves no time")],
+    [
+        ({"trials": 0}, "trials = 0 is not supported; give 1 to"),
+        ({"trials": 10**20}, "trials = 100000000000000000000 is not supported"),
+        ({"time_budget": 0.0}, "a time budget of 0 s is not supported; give more than 0"),
+        ({"time_budget": math.inf}, "a time budget of inf s is not supported"),
+        ({"time_budget": math.nan}, "a time budget of nan s is not supported"),
+    ],
 )
 def test_options_that_make_no_sense_are_refused(store: Store, fields: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hadagen.errors import StorageError
+
+HEADER_BYTES = 100  # what says which kind a file is; in an SQLite database, its header
 
 
 @contextmanager
@@ -30,17 +32,24 @@ def written_aside(path: str | os.PathLike[str]) -> Iterator[Path]:
         raise
 
 
-def check_place(path: str | os.PathLike[str]) -> None:
-    """Raises `StorageError` where no file can be written at `path`; what is there is left alone."""
+def check_place(path: str | os.PathLike[str], kind: str, is_one: Callable[[bytes], bool]) -> None:
+    """Raises `StorageError` where no file can be written at `path`, or one is there that is not of the `kind` to come,
+    which `is_one` tells by its first bytes. What is there is left alone."""
     path = Path(path)
     try:
-        if path.is_dir():
-            raise IsADirectoryError(None, "Is a directory")
+        if path.exists() and not path.is_file():
+            raise IsADirectoryError(None, "Is a directory") if path.is_dir() else OSError(None, "Not a regular file")
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path.parent):
             pass
+        header = b""
+        if path.exists():
+            with path.open("rb") as file:
+                header = file.read(HEADER_BYTES)
     except OSError as error:
         raise unwritable(path, error) from error
+    if header and not is_one(header):
+        raise StorageError(f"{path} is there already and is not {kind}; name another place, or remove it first")
 
 
 def unwritable(path: str | os.PathLike[str], error: Exception) -> StorageError:

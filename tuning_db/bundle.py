@@ -29,6 +29,7 @@ from hadagen.launch import LaunchSpec
 from hadagen.problem import Problem
 from hadagen.trial import Cache, Destination, Environment, Provenance
 
+SQLITE_MAGIC = b"SQLite format 3\0"
 APPLICATION_ID = 0x68616461  # "hada", in the header of the file
 FORMAT = 2  # of the tables below; in the header too
 
@@ -349,6 +350,14 @@ def _by_id(tables: Tables, table: str) -> dict[int, dict[str, Any]]:
     return {number: dict(zip(names, values, strict=True)) for number, *values in tables[table]}
 
 
+def is_bundle(header: bytes) -> bool:
+    """Whether a file that begins so is a bundle of some format.
+
+    https://www.sqlite.org/fileformat.html#the_database_header: user version at 60, application id at 68, big-endian.
+    """
+    return header.startswith(SQLITE_MAGIC) and int.from_bytes(header[68:72], "big") == APPLICATION_ID
+
+
 @contextmanager
 def _reading(path: Path) -> Iterator[sqlite3.Connection]:
     """The file, known to be a bundle of our format. Whatever then fails to be read or understood means damage."""
@@ -358,11 +367,9 @@ def _reading(path: Path) -> Iterator[sqlite3.Connection]:
             header = file.read(72)
     except OSError as error:
         raise StorageError(f"{path} cannot be read ({error.strerror}); name a bundle, or {again}") from error
-    # https://www.sqlite.org/fileformat.html#the_database_header: user version and application id, big-endian
-    magic, user_version, application_id = header[:16], header[60:64], header[68:72]
-    if magic != b"SQLite format 3\0" or int.from_bytes(application_id, "big") != APPLICATION_ID:
+    if not is_bundle(header):
         raise StorageError(f"{path} is not a hadagen bundle; name one, or make one with `hadagen bundle`")
-    version = int.from_bytes(user_version, "big")
+    version = int.from_bytes(header[60:64], "big")
     if version > FORMAT:
         raise StorageError(f"{path} is a bundle of format {version}, later than {FORMAT}; upgrade hadagen to read it")
     if version < FORMAT:

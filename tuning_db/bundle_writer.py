@@ -14,7 +14,7 @@ from typing import Any
 
 from hadagen.errors import StorageError, UsageError
 from hadagen.trial import Cache, Kernel, Trial, knobs_key
-from hadagen.tuning_db.aside import unwritable, written_aside
+from hadagen.tuning_db.aside import check_place, unwritable, written_aside
 from hadagen.tuning_db.bundle import (
     APPLICATION_ID,
     BLOBS,
@@ -25,6 +25,7 @@ from hadagen.tuning_db.bundle import (
     Row,
     Tables,
     content_digest,
+    is_bundle,
     read_rows,
     rows_digest,
     sha256,
@@ -33,22 +34,28 @@ from hadagen.tuning_db.bundle import (
 from hadagen.tuning_db.winners import Cell, cell_value
 
 
+def check_bundle_place(path: str | os.PathLike[str]) -> None:
+    """Raises `StorageError` where no bundle can be written at `path`, or what is there is none."""
+    check_place(path, "a hadagen bundle", is_bundle)
+
+
 def write_bundle(
     path: str | os.PathLike[str], arch: str, selection: Mapping[Cell, Trial], kernel_of: Callable[[str], Kernel]
 ) -> str:
     """Write the winners `selection` (see `winners.portfolio`) as a bundle and return its content digest.
 
     `kernel_of` gives the kernel of a digest with its cubin and PTX (`Store.kernel`); it is asked once for each. The
-    same selection gives the same digest. A file that is already there is replaced once the new one is complete.
+    same selection gives the same digest. A bundle that is already there is replaced once the new one is complete.
 
     Raises `UsageError` for a selection of another arch, and `StorageError` where it is empty or the file cannot be
-    written.
+    written, or is there and no bundle.
     """
     if not selection:
         raise StorageError(f"there is no winner for {arch} to put in a bundle; run `hadagen tune --arch {arch}` first")
     others = sorted({cell.arch for cell in selection} - {arch})
     if others:
         raise UsageError(f"the winners are for {others[0]} and the bundle for {arch}; write a bundle for each arch")
+    check_bundle_place(path)
     kernels = [kernel_of(digest) for digest in sorted({_digest(trial) for trial in selection.values()})]
     if not all(kernel.cubin for kernel in kernels):
         raise UsageError("a kernel of the bundle has no cubin; give kernels that were read with their blobs")

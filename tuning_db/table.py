@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from hadagen.trial import Timing, Trial
-from hadagen.tuning_db.aside import unwritable, written_aside
+from hadagen.tuning_db.aside import check_place, unwritable, written_aside
+from hadagen.tuning_db.bundle import SQLITE_MAGIC
 from hadagen.tuning_db.winners import Cell
 
 COLUMNS = (
@@ -32,8 +33,9 @@ def export_csv(selection: Mapping[Cell, Trial], path: str | os.PathLike[str]) ->
 
     Columns: `COLUMNS`, then the knobs; times in microseconds, `pitched` 0 or 1, `kernel` the first 12 digits of the
     digest. A file that is there is replaced once the new one is complete. Raises `StorageError` where it cannot be
-    written.
+    written, or is there and a database.
     """
+    check_place(path, "a table", lambda header: not header.startswith(SQLITE_MAGIC))
     rows = [
         _row(cell, selection[cell], timing)
         for cell in sorted(selection, key=_order)

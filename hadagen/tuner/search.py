@@ -46,6 +46,8 @@ from hadagen.tuning_db.store import Store
 
 MEASURED_TRIALS = 50
 ESTIMATED_TRIALS = 6
+MOST_TRIALS = 1_000_000
+MOST_SECONDS = 30 * 24 * 3600
 BATCHES = 3  # under way at once
 BATCH_SIZE = 64
 MOST_OF_ONE_PROBLEM = 4  # in a batch, for what is asked together cannot learn from each other
@@ -84,11 +86,13 @@ class TuneOptions:
 
 
 def check_effort(trials: int | None, time_budget: float | None) -> None:
-    """Raises `UsageError` where the trials or the seconds of a search would try nothing."""
-    if trials is not None and trials < 1:
-        raise UsageError(f"trials = {trials} would try nothing; give at least 1")
-    if time_budget is not None and not time_budget > 0:
-        raise UsageError(f"a time budget of {time_budget:g} s leaves no time; give more than 0")
+    """Raises `UsageError` where the trials or the seconds of a search would try nothing, or never end."""
+    if trials is not None and not 1 <= trials <= MOST_TRIALS:
+        raise UsageError(f"trials = {trials} is not supported; give 1 to {MOST_TRIALS}")
+    if time_budget is not None and not 0 < time_budget <= MOST_SECONDS:
+        raise UsageError(
+            f"a time budget of {time_budget:g} s is not supported; give more than 0, at most {MOST_SECONDS}"
+        )
 
 
 def tune(options: TuneOptions, listen: Listener = lambda event: None) -> TuneReport:
