@@ -15,6 +15,7 @@ import hashlib
 import json
 import sys
 from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from statistics import geometric_mean
 from typing import NamedTuple
@@ -29,6 +30,7 @@ PERFORMANCE = DOCS / "performance.md"
 
 BEGIN, END = "<!-- numbers:begin -->", "<!-- numbers:end -->"
 CALLS_BEGIN, CALLS_END = "<!-- calls:begin -->", "<!-- calls:end -->"
+PITCHED_BEGIN, PITCHED_END = "<!-- pitched:begin -->", "<!-- pitched:end -->"
 NO_DATA = "*No measured table has been committed yet.*"
 
 # What the table and the picture show.
@@ -38,6 +40,14 @@ REGIMES = (
     ("64 K elements, in L2", 1 << 16, "hot"),
     ("8 M elements, in L2", 1 << 23, "hot"),
     ("256 M elements, in memory", 1 << 28, "cold"),
+)
+# From here on rows are as long as quantizers have them; and what two measurements of one kernel differ by.
+COMMON_N, NOISE = 128, 0.02
+# The same of pitched rows, whose element counts are others.
+PITCHED_REGIMES = (
+    ("64 K elements, in L2", 1 << 16, "hot"),
+    ("1 M elements, in L2", 1 << 20, "hot"),
+    ("128 M elements, in memory", 1 << 27, "cold"),
 )
 COLUMNS = (16, 128, 512, 1024, 4096, 8192, 16384, 32768)
 # Name in the documents → name in the tables and color.
@@ -56,52 +66,74 @@ class Cell(NamedTuple):
     destination: str
     cache: str
 
+    def __str__(self) -> str:
+        return f"{self.dtype}, n = {self.n}, {self.elements >> 10} K elements, {self.destination}, {self.cache}"
 
-# library → cell → fraction of copy
-Speeds = dict[str, dict[Cell, float]]
+
+class Time(NamedTuple):
+    us: float
+    fraction_of_copy: float
 
 
-def read_speeds(ours: Path, peers: Path) -> Speeds:
-    """Both tables, by the names of `LIBRARIES`; pitched rows are left out, for the peers have none."""
-    speeds: Speeds = defaultdict(dict)
+# library → cell → time
+Times = dict[str, dict[Cell, Time]]
+
+
+def read_times(ours: Path, peers: Path) -> Times:
+    """Both tables, by the names of `LIBRARIES`; and of pitched rows, which the peers have no kernels for."""
+    times: Times = defaultdict(dict)
     for path in (ours, peers):
         with path.open(newline="", encoding="utf-8") as file:
             for row in csv.DictReader(file):
-                if path == ours and row["pitched"] == "1":
-                    continue
                 library = f"hadagen {row['numerics']}" if path == ours else row["kernel"]
+                if path == ours and row["pitched"] == "1":
+                    library += ", pitched"
                 cell = Cell(row["dtype"], int(row["n"]), int(row["elements"]), row["destination"], row["cache"])
-                speeds[library][cell] = float(row["fraction_of_copy"])
-    return speeds
+                times[library][cell] = Time(float(row["us"]), float(row["fraction_of_copy"]))
+    return times
 
 
-def numbers(speeds: Speeds) -> str:
-    """The README's picture, sentence and table, in Markdown."""
+def numbers(times: Times) -> str:
+    """The README's picture and tables, in Markdown."""
     picture = f"![Speed over n as a fraction of a plain copy]({PICTURE.relative_to(README.parent)})"
-    return f"{picture}\n\n{_sentence(speeds)}\n\n{_table(speeds)}"
+    table = _table(times, REGIMES, {name: library for name, (library, _) in LIBRARIES.items()})
+    return f"{picture}\n\n{table}\n\n{_comparison(times)}"
 
 
-def _sentence(speeds: Speeds) -> str:
-    """How many times as fast as each peer, as a geometric mean over all cells that both have."""
-    claims = []
+def _comparison(times: Times) -> str:
+    """How many times as fast as each peer, by microseconds over all cells that both have, and where not."""
+    lines = [
+        f"| as fast as … (geometric mean) | all n | n ≥ {COMMON_N} | behind by more than {NOISE:.0%} | worst |",
+        "| --- | ---: | ---: | ---: | --- |",
+    ]
     for numerics in ("accurate", "fast"):
-        mine = speeds[f"hadagen {numerics}"]
-        ratios = []
+        mine = times[f"hadagen {numerics}"]
         for name in ("HadaCore", "fast-hadamard-transform"):
-            theirs = speeds[LIBRARIES[name][0]]
-            ratio = geometric_mean([mine[cell] / theirs[cell] for cell in sorted(mine.keys() & theirs.keys())])
-            ratios.append(f"{ratio:.2f} times as fast as {name}")
-        claims.append(f"`{numerics}` is {' and '.join(ratios)}")
-    return f"Over all n, sizes, types and destinations that both were timed at, {'; '.join(claims)} (geometric means)."
+            theirs = times[LIBRARIES[name][0]]
+            ratios = {cell: theirs[cell].us / mine[cell].us for cell in sorted(mine.keys() & theirs.keys())}
+            large = [ratio for cell, ratio in ratios.items() if cell.n >= COMMON_N]
+            behind = sum(ratio < 1 - NOISE for ratio in ratios.values())
+            worst = min(ratios, key=ratios.__getitem__)
+            lines.append(
+                f"| `{numerics}` / {name} | {geometric_mean(ratios.values()):.2f} | {geometric_mean(large):.2f} "
+                f"| {behind} of {len(ratios)} cells | {ratios[worst]:.2f}: {worst} |"
+            )
+    return "\n".join(lines)
 
 
-def _table(speeds: Speeds) -> str:
+def pitched_table(times: Times) -> str:
+    """What performance.md shows of the speed of pitched rows, in Markdown."""
+    libraries = {numerics: f"hadagen {numerics}, pitched" for numerics in ("fast", "accurate")}
+    return _table(times, PITCHED_REGIMES, libraries)
+
+
+def _table(times: Times, regimes: Iterable[tuple[str, int, str]], libraries: Mapping[str, str]) -> str:
     header = " | ".join(str(n) for n in COLUMNS)
     lines = [f"| {DTYPE}, {DESTINATION}, fraction of copy; n = | {header} |", f"| --- |{' ---: |' * len(COLUMNS)}"]
-    for title, elements, cache in REGIMES:
-        for name, (library, _) in LIBRARIES.items():
-            found = (speeds[library].get(Cell(DTYPE, n, elements, DESTINATION, cache)) for n in COLUMNS)
-            cells = " | ".join("–" if fraction is None else f"{fraction:.2f}" for fraction in found)
+    for title, elements, cache in regimes:
+        for name, library in libraries.items():
+            found = (times[library].get(Cell(DTYPE, n, elements, DESTINATION, cache)) for n in COLUMNS)
+            cells = " | ".join("–" if time is None else f"{time.fraction_of_copy:.2f}" for time in found)
             lines.append(f"| {title}: {name} | {cells} |")
     return "\n".join(lines)
 
@@ -124,9 +156,10 @@ def with_numbers(readme: str, text: str) -> str:
     return _between(README, readme, BEGIN, text, END)
 
 
-def with_calls(document: str) -> str:
-    """performance.md with the table of calls between its markers."""
-    return _between(PERFORMANCE, document, CALLS_BEGIN, call_table(), CALLS_END)
+def with_tables(document: str, pitched: str) -> str:
+    """performance.md with the table of calls, and the one of pitched rows, between their markers."""
+    document = _between(PERFORMANCE, document, CALLS_BEGIN, call_table(), CALLS_END)
+    return _between(PERFORMANCE, document, PITCHED_BEGIN, pitched, PITCHED_END)
 
 
 def _between(path: Path, document: str, first: str, text: str, last: str) -> str:
@@ -142,7 +175,7 @@ def fingerprint() -> str:
     return "data " + hashlib.sha256(OURS.read_bytes() + PEERS.read_bytes()).hexdigest()
 
 
-def draw(speeds: Speeds, path: Path, description: str) -> None:
+def draw(times: Times, path: Path, description: str) -> None:
     """One panel for each regime, a line for each library. The same data gives the same file."""
     import matplotlib
 
@@ -157,8 +190,8 @@ def draw(speeds: Speeds, path: Path, description: str) -> None:
         panel.axhline(1.0, color="#c5c9cf", linewidth=1, zorder=0)
         for name, (library, color) in LIBRARIES.items():
             shown = {
-                cell.n: speed
-                for cell, speed in sorted(speeds[library].items())
+                cell.n: time.fraction_of_copy
+                for cell, time in sorted(times[library].items())
                 if cell == Cell(DTYPE, cell.n, elements, DESTINATION, cache)
             }
             width = 2.2 if library.startswith("hadagen") else 1.5
@@ -174,6 +207,7 @@ def draw(speeds: Speeds, path: Path, description: str) -> None:
         panel.set_axisbelow(True)
         panel.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("speed, as a fraction of a plain copy")
+    figure.suptitle(f"H100, {DTYPE}, {DESTINATION}", fontsize=10, x=0.01, ha="left")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(LIBRARIES), frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -184,12 +218,13 @@ def draw(speeds: Speeds, path: Path, description: str) -> None:
 def outdated() -> list[str]:
     """Names of the files that do not say what the data says."""
     readme, performance = README.read_text(encoding="utf-8"), PERFORMANCE.read_text(encoding="utf-8")
-    calls = [] if with_calls(performance) == performance else [PERFORMANCE.name]
-    if not OURS.exists():
-        return calls if with_numbers(readme, NO_DATA) == readme else [README.name, *calls]
-    stale = [] if with_numbers(readme, numbers(read_speeds(OURS, PEERS))) == readme else [README.name]
-    drawn = PICTURE.exists() and fingerprint() in PICTURE.read_text(encoding="utf-8")
-    return stale + ([] if drawn else [PICTURE.name]) + calls
+    times = read_times(OURS, PEERS) if OURS.exists() else None
+    wanted = {
+        README.name: with_numbers(readme, numbers(times) if times else NO_DATA) == readme,
+        PICTURE.name: not times or (PICTURE.exists() and fingerprint() in PICTURE.read_text(encoding="utf-8")),
+        PERFORMANCE.name: with_tables(performance, pitched_table(times) if times else NO_DATA) == performance,
+    }
+    return [name for name, fresh in wanted.items() if not fresh]
 
 
 def main(arguments: list[str]) -> None:
@@ -201,11 +236,12 @@ def main(arguments: list[str]) -> None:
         raise SystemExit("usage: python docs/refresh.py [--check]")
     if not OURS.exists():
         raise SystemExit(f"{OURS} is missing; make it with hadagen bundle export")
-    PERFORMANCE.write_text(with_calls(PERFORMANCE.read_text(encoding="utf-8")), encoding="utf-8")
-    speeds = read_speeds(OURS, PEERS)
+    times = read_times(OURS, PEERS)
+    performance = PERFORMANCE.read_text(encoding="utf-8")
+    PERFORMANCE.write_text(with_tables(performance, pitched_table(times)), encoding="utf-8")
     readme = README.read_text(encoding="utf-8")
-    README.write_text(with_numbers(readme, numbers(speeds)), encoding="utf-8")
-    draw(speeds, PICTURE, fingerprint())
+    README.write_text(with_numbers(readme, numbers(times)), encoding="utf-8")
+    draw(times, PICTURE, fingerprint())
 
 
 if __name__ == "__main__":

@@ -34,12 +34,21 @@ def documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("OURS", "PEERS", "PICTURE", "README", "CALLS", "PERFORMANCE"):
         monkeypatch.setattr(refresh, name, tmp_path / Path(getattr(refresh, name)).name)
     (tmp_path / "README.md").write_text(f"before\n{refresh.BEGIN}\nold\n{refresh.END}\nafter\n")
-    (tmp_path / "performance.md").write_text(f"a\n{refresh.CALLS_BEGIN}\n{refresh.NO_DATA}\n{refresh.CALLS_END}\nb\n")
+    blocks = (refresh.CALLS_BEGIN, refresh.CALLS_END), (refresh.PITCHED_BEGIN, refresh.PITCHED_END)
+    text = "\n".join(f"{begin}\n{refresh.NO_DATA}\n{end}" for begin, end in blocks)
+    (tmp_path / "performance.md").write_text(f"a\n{text}\nb\n")
     cells = [(n, elements, cache) for n in (128, 32768) for _, elements, cache in refresh.REGIMES]
     write_table(
         refresh.OURS,
         [
-            {"numerics": numerics, "pitched": pitched, "kernel": "0a1b", "fraction_of_copy": speed, **cell(*place)}
+            {
+                "numerics": numerics,
+                "pitched": pitched,
+                "kernel": "0a1b",
+                "fraction_of_copy": speed,
+                "us": 1 / speed,
+                **cell(*place),
+            }
             for numerics, pitched, speed in (("fast", 0, 1.0), ("accurate", 0, 0.5), ("fast", 1, 0.1))
             for place in cells
         ],
@@ -47,7 +56,7 @@ def documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_table(
         refresh.PEERS,
         [
-            {"kernel": kernel, "fraction_of_copy": 0.5, **cell(*place)}
+            {"kernel": kernel, "fraction_of_copy": 0.5, "us": 2.0, **cell(*place)}
             for kernel in ("hadacore", "fast-hadamard-transform")
             for place in cells
         ],
@@ -72,8 +81,8 @@ def test_the_readme_and_the_picture_are_up_to_date() -> None:
 
 def test_refresh_writes_numbers_and_picture_once(documents: Path) -> None:
     pytest.importorskip("matplotlib", reason="drawing needs the docs extra")
-    assert refresh.outdated() == ["README.md", "speed.svg"]
-    with pytest.raises(SystemExit, match=r"README.md, speed.svg: out of date"):
+    assert refresh.outdated() == ["README.md", "speed.svg", "performance.md"]
+    with pytest.raises(SystemExit, match=r"README.md, speed.svg, performance.md: out of date"):
         refresh.main(["--check"])
     refresh.main([])
     assert refresh.outdated() == []
@@ -81,8 +90,11 @@ def test_refresh_writes_numbers_and_picture_once(documents: Path) -> None:
     readme = (documents / "README.md").read_text()
     assert readme.startswith(f"before\n{refresh.BEGIN}\n![")
     assert readme.endswith(f"{refresh.END}\nafter\n")
-    assert "`accurate` is 1.00 times as fast as HadaCore" in readme
-    assert "`fast` is 2.00 times as fast as HadaCore and 2.00 times as fast as fast-hadamard-transform" in readme
+    worst = "float16, n = 128, 64 K elements, in-place, hot"
+    assert f"| `accurate` / HadaCore | 1.00 | 1.00 | 0 of 6 cells | 1.00: {worst} |" in readme
+    assert f"| `fast` / fast-hadamard-transform | 2.00 | 2.00 | 0 of 6 cells | 2.00: {worst} |" in readme
+    performance = (documents / "performance.md").read_text()
+    assert "| 64 K elements, in L2: fast | – | 0.10 | – | – | – | – | – | 0.10 |" in performance
     assert "| 64 K elements, in L2: hadagen, fast | – | 1.00 | – | – | – | – | – | 1.00 |" in readme
     picture = (documents / "speed.svg").read_bytes()
     ElementTree.fromstring(picture)
