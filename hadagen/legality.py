@@ -188,9 +188,9 @@ def _(c: Context, k: Knobs) -> str | None:
         if needed not in c.arch.features:
             return f"the arch has no {needed} (load must be another)"
         if c.problem.n * c.problem.dtype.bytes < VECTOR_BYTES:
-            return "rows shorter than 16 bytes cannot be copied asynchronously (load must be plain or no_allocate)"
+            return "rows shorter than 16 bytes cannot be copied asynchronously (load must be another)"
         if c.problem.pitched:
-            return "pitched rows cannot be copied as they lie (load must be plain or no_allocate)"
+            return "pitched rows cannot be copied as they lie (load must be another)"
     return None
 
 

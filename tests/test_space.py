@@ -84,5 +84,5 @@ def test_an_arch_without_a_feature_never_uses_it() -> None:
     legal = Space(Problem(1024, DType.FLOAT16, Numerics.FAST), bare).legal
     assert legal
     assert {k.low_bits for k in legal} == {"shuffle"}
-    assert {k.load for k in legal} == {"plain", "no_allocate"}
+    assert {k.load for k in legal} == {"plain", "no_allocate", "evict_first"}
     assert {k.cluster for k in legal} == {1}

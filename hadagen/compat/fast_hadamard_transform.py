@@ -30,7 +30,7 @@ def hadamard_transform(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
 
     Raises what `hadagen.hadamard_transform` raises.
     """
-    return transform.hadamard_transform(x, float(scale))
+    return transform.hadamard_transform(x, float(scale) if isinstance(scale, torch.Tensor) else scale)
 
 
 def hadamard_transform_ref(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
