@@ -21,7 +21,7 @@ __all__ = [
 ]
 
 
-def hadamard_transform(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+def hadamard_transform(x: torch.Tensor, scale: float | torch.Tensor = 1.0) -> torch.Tensor:
     """(x · H_n) · scale over the last dimension, in a new tensor of x's shape and type; differentiable in x.
 
     x: [..., m] with any m ≥ 1. Where m is no power of two, n is the next one: x counts as continued with zeros, and the
