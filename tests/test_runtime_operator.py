@@ -102,6 +102,13 @@ def test_bad_input_is_the_same_sentence_everywhere(
         compiled(lambda x: hadamard_transform(x, scale, numerics=numerics))(x)
 
 
+def test_a_scalar_must_be_real() -> None:
+    for call in (operator.functional, operator.in_place):
+        with pytest.raises(TypeError, match="scale is a complex; pass a real number"):
+            call(torch.ones(2, 8), 1j, "accurate")
+    assert torch.equal(operator.functional(torch.ones(2, 8), 2, "accurate"), hadamard_transform(torch.ones(2, 8), 2.0))
+
+
 # ---- derivatives -----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("m", SIZES)
 @pytest.mark.parametrize(

@@ -30,7 +30,8 @@ def is_symbolic(scale: Any) -> bool:
 
 
 def check_options(scale: float, numerics: str) -> None:
-    """Raises `UsageError` for a bad scale or numerics."""
+    """Raises TypeError where the scale is no real number, and `UsageError` for a bad scale or numerics."""
+    check_is_number(scale)
     if not is_symbolic(scale) and not abs(scale) <= _LARGEST_SCALE:
         raise UsageError(f"scale = {scale} is not finite in float32; pass a number up to {_LARGEST_SCALE:.3g}")
     if numerics not in _NUMERICS:

@@ -93,7 +93,6 @@ def hadamard_transform(
 
 def _dispatched(x: torch.Tensor, scale: float, inplace: bool, out: torch.Tensor | None, numerics: str) -> torch.Tensor:
     check_is_tensor(x, "x")
-    check_is_number(scale)
     if out is not None:
         check_is_tensor(out, "out")
         if inplace and out is not x:
@@ -107,6 +106,7 @@ def _dispatched(x: torch.Tensor, scale: float, inplace: bool, out: torch.Tensor 
         if target is not None and (x.is_neg() or target.is_neg()):
             # A view into a conjugate is negated as it is read, which PyTorch does only for operators with a result.
             return target.copy_(operator.functional(x.resolve_neg(), scale, numerics))
+    check_is_number(scale)
     if not is_symbolic(scale):
         scale = float(scale)
     if inplace or out is x:
