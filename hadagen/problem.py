@@ -92,6 +92,11 @@ class Problem:
         return cls(values["n"], values["dtype"], values["numerics"], values["pitched"])
 
 
+def padded_length(columns: int) -> int:
+    """The least power of two that is no less than `columns`, which is at least 1: what such rows are padded to."""
+    return 1 << (columns - 1).bit_length()
+
+
 def _member(kind: type[Enum], value: Any, what: str) -> Any:
     try:
         return kind(value)

@@ -72,8 +72,8 @@ class EmulatedDevice:
         forget()
         monkeypatch.setattr(compute, "takes_kernels", lambda x: x.numel() > 0)
         monkeypatch.setattr(kernels, "find", self._find)
-        monkeypatch.setattr(kernels, "_raw_stream", lambda device: 0)
-        monkeypatch.setattr(kernels, "_current_device", lambda: -1)  # what PyTorch calls the CPU
+        monkeypatch.setattr(kernels, "raw_stream", lambda device: 0)
+        monkeypatch.setattr(kernels, "current_device", lambda: -1)  # what PyTorch calls the CPU
 
     def _find(self, device: int, problem: Problem, in_place: bool, elements: int) -> EmulatedKernel | None:
         self.searches += 1

@@ -15,6 +15,7 @@ from test_runtime import VIEWS, expected, padded
 
 import hadagen
 from hadagen import Match, Problem, best_config, driver, hadamard_transform
+from hadagen.problem import padded_length
 from hadagen.runtime import bundles, compute, kernels, operator
 from hadagen.runtime.choose import choose_from_bundles
 from hadagen.runtime.device import find_device
@@ -63,7 +64,7 @@ def bound(problem: Problem, elements: int) -> float:
 def found(
     x: torch.Tensor, numerics: str = "accurate", in_place: bool = False, pitched: bool = False
 ) -> driver.LoadedKernel | None:
-    n = compute.padded(x.shape[-1])
+    n = padded_length(x.shape[-1])
     problem = kernels.problem_of(n, x.dtype, numerics, pitched)
     return problem and kernels.find(x.get_device(), problem, in_place, x.numel() // x.shape[-1] * n)
 
@@ -161,7 +162,7 @@ def test_any_scale_with_fast_kernels(dtype: str, scale: float) -> None:
 @pytest.mark.parametrize("columns", [2, 3, 7, 48, 96, 100, 192, 255, 257, 1000, 4095, 5120, 11008, 14336, 18944, 32767])
 def test_pitched_rows_against_float64(columns: int, dtype: str, numerics: str, inplace: bool) -> None:
     """Padded, at any address and pitch; nothing between the rows or around them is written."""
-    problem = Problem(compute.padded(columns), dtype, numerics, pitched=True)
+    problem = Problem(padded_length(columns), dtype, numerics, pitched=True)
     for rows, pitch, offset in ((1, columns, 0), (3, columns + 1, 1), (65, columns + 8, 8), (1030, columns, 3)):
         x = normal(rows, columns, dtype=DTYPES[dtype], seed=rows)
         require(found(x, numerics, inplace, pitched=True))

@@ -347,9 +347,9 @@ def test_a_launch_is_queued_on_the_current_stream_of_its_device(current: int, mo
         calls.append(("active", device))
         yield
 
-    monkeypatch.setattr(kernels, "_raw_stream", lambda device: 100 + device)
+    monkeypatch.setattr(kernels, "raw_stream", lambda device: 100 + device)
     monkeypatch.setattr(kernels.driver, "active", active)
-    monkeypatch.setattr(kernels, "_current_device", lambda: current)
+    monkeypatch.setattr(kernels, "current_device", lambda: current)
     kernels.queue(lambda *arguments: calls.append(arguments), 1, 16, 32)
     assert calls == [("active", 1)] * (current != 1) + [(101, 16, 32)]
 

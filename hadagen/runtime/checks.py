@@ -18,15 +18,20 @@ _LARGEST_SCALE = torch.finfo(torch.float32).max  # kernels take the scale in flo
 
 def check_is_number(scale: Any) -> None:
     """Raises TypeError."""
-    if not (
-        isinstance(scale, (float, int, Real)) or is_symbolic(scale)
-    ):  # a tensor is none, and would expect a gradient
+    # A tensor is none, and would expect a gradient.
+    if not (isinstance(scale, (float, int, Real)) or is_symbolic(scale)):
         raise TypeError(f"scale is a {type(scale).__name__}; pass a real number")
 
 
 def is_symbolic(scale: Any) -> bool:
     """Whether it stands for a number in a trace that is open for others."""
     return isinstance(scale, (torch.SymFloat, torch.SymInt))
+
+
+def check_call(x: torch.Tensor, scale: float, numerics: str) -> None:
+    """Raises what `check_options` and `check_tensor` do."""
+    check_options(scale, numerics)
+    check_tensor(x)
 
 
 def check_options(scale: float, numerics: str) -> None:

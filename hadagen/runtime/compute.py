@@ -17,8 +17,9 @@ import torch
 from hadagen.driver import Launch
 from hadagen.errors import TensorError
 from hadagen.launch import RowShape
+from hadagen.problem import padded_length
 from hadagen.runtime import fallback, kernels
-from hadagen.runtime.checks import check_like, check_options, check_tensor, check_writable
+from hadagen.runtime.checks import check_call, check_like, check_writable
 
 _ALIGNMENT = 16  # bytes; contiguous kernels read and write vectors of this size
 
@@ -65,32 +66,27 @@ def _find_empty_strided(device_type: str) -> Any:
 _empty_strided = {name: _find_empty_strided(name) for name in ("cuda", "cpu")}
 
 
+def key_of(x: torch.Tensor, address: int, scale: float, numerics: str, inplace: bool) -> tuple[Any, ...]:
+    """What a call is remembered by in `calls`."""
+    strides = x.is_contiguous() or x.stride()
+    return x.shape, strides, x.dtype, x.get_device(), address % _ALIGNMENT, scale, numerics, inplace
+
+
 def compute(x: torch.Tensor, scale: float, numerics: str, inplace: bool) -> torch.Tensor:
     """The transform of x, into x or into a new contiguous tensor. Raises what `hadamard_transform` does."""
     try:
         address = x.data_ptr()
-        key = (
-            x.shape,
-            x.is_contiguous() or x.stride(),
-            x.dtype,
-            x.get_device(),
-            address & 15,
-            scale,
-            numerics,
-            inplace,
-        )
+        key = key_of(x, address, scale, numerics, inplace)
         call = calls[key]
     except KeyError:
         pass
     except (RuntimeError, TypeError):  # a sparse or nested tensor, or a scale that is none
-        check_options(scale, numerics)
-        check_tensor(x)
+        check_call(x, scale, numerics)
         raise
     else:
         if address:
             return call.run(x, address)
-    check_options(scale, numerics)
-    check_tensor(x)
+    check_call(x, scale, numerics)
     if inplace:
         check_writable(x)
     if takes_kernels(x):
@@ -119,13 +115,12 @@ def compute_into(x: torch.Tensor, y: torch.Tensor, scale: float, numerics: str) 
         source, target = x.data_ptr(), y.data_ptr()
         dense = x.is_contiguous() and y.is_contiguous()
         like = x.shape, x.dtype, x.get_device(), y.shape, y.dtype, y.get_device()
-        key = (*like, dense, (source | target) & 15, scale, numerics)
+        key = (*like, dense, (source | target) % _ALIGNMENT, scale, numerics)
         launch, size = _calls_into[key]
     except KeyError:
         pass
     except (RuntimeError, TypeError):  # a sparse or nested tensor, or a scale that is none
-        check_options(scale, numerics)
-        check_tensor(x)
+        check_call(x, scale, numerics)
         check_like(x, y)
         raise
     else:
@@ -133,8 +128,7 @@ def compute_into(x: torch.Tensor, y: torch.Tensor, scale: float, numerics: str) 
             _increment_version((y,))
             kernels.queue(launch, x.get_device(), source, target)
             return
-    check_options(scale, numerics)
-    check_tensor(x)
+    check_call(x, scale, numerics)
     check_like(x, y)
     check_writable(y)
     if source == target and (dense or y.stride() == x.stride()):
@@ -201,7 +195,7 @@ def _prepare_call(x: torch.Tensor, address: int, scale: float, numerics: str, in
     if launch is None:
         return None
     device, dtype = x.get_device(), x.dtype
-    current_device, raw_stream = kernels._current_device, kernels._raw_stream
+    current_device, raw_stream = kernels.current_device, kernels.raw_stream
     alone = torch.cuda.device_count() == 1  # then it is current
     queue, increment_version, empty_strided = kernels.queue, _increment_version, _empty_strided[x.device.type]
     sizes, strides = tuple(x.shape), torch.empty(x.shape, device="meta").stride()
@@ -235,7 +229,7 @@ def _prepare_launch(
     such."""
     columns = x.shape[-1]
     rows = x.numel() // columns
-    n = padded(columns)
+    n = padded_length(columns)
     dense = aligned and x_pitch == y_pitch == columns == n
     for pitched in (False, True) if dense else (True,):
         problem = kernels.problem_of(n, x.dtype, numerics, pitched)
@@ -245,11 +239,6 @@ def _prepare_launch(
         if kernel is not None:
             return kernel.prepared(rows * n, scale, RowShape(columns, x_pitch, y_pitch))
     return None
-
-
-def padded(columns: int) -> int:
-    """The row length that a kernel has for rows of so many elements: n."""
-    return 1 if columns == 1 else 1 << (columns - 1).bit_length()
 
 
 def _find_launch(x: torch.Tensor, y: torch.Tensor, scale: float, numerics: str) -> Launch | None:
@@ -264,7 +253,7 @@ def _find_launch(x: torch.Tensor, y: torch.Tensor, scale: float, numerics: str) 
 def _transformed_copy(x: torch.Tensor, scale: float, numerics: str) -> torch.Tensor | None:
     """The transform of x by a kernel that works in place on a copy of x; None where there is no kernel."""
     columns = x.shape[-1]
-    n, rows = padded(columns), x.numel() // columns
+    n, rows = padded_length(columns), x.numel() // columns
     kinds = ((columns, True), (n, False))  # elements of a row of the copy; whether the kernel is pitched
     for width, pitched in kinds if columns < n else reversed(kinds):
         problem = kernels.problem_of(n, x.dtype, numerics, pitched)

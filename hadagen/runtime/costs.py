@@ -51,7 +51,7 @@ def call_costs(device: int = 0) -> dict[str, float]:
     The rungs up to "in place" each contain those before: a launch, its arguments, finding it, checking the tensor. With
     fast_hadamard_transform installed, that is in too. Raises `DeviceError` where no kernel serves such a call.
     """
-    if not torch.cuda.is_available() or cuda_index(f"cuda:{device}") is None:
+    if cuda_index(f"cuda:{device}") is None:
         raise DeviceError(f"CUDA device {device} does not exist; run this on a machine with an NVIDIA GPU")
     with torch.cuda.device(device):
         x = torch.zeros(ROWS, N, dtype=DTYPE, device="cuda")
@@ -81,7 +81,7 @@ def start_costs(device: str = "cuda") -> dict[str, float]:
 
 
 def _rungs(kernel: driver.LoadedKernel, x: torch.Tensor) -> dict[str, Callable[[], object]]:
-    address, stream = x.data_ptr(), kernels._raw_stream(kernel.device)
+    address, stream = x.data_ptr(), kernels.raw_stream(kernel.device)
     launch = kernel.prepared(x.numel(), 0.5)
     block = kernel.block(stream, x.numel(), 0.5)
     block.addresses[0] = block.addresses[1] = address

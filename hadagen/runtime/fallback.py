@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from hadagen.problem import padded_length
+
 # Elements transformed at a time. On the CPU the two work buffers then stay in cache; on a GPU they stay out of the way.
 _CPU_BLOCK = 1 << 20
 _GPU_BLOCK = 1 << 24
@@ -19,7 +21,7 @@ def transform(x: torch.Tensor, y: torch.Tensor, scale: float) -> None:
     y's type once. There are no matrix products in it, which could be told to round their operands (TF32, bfloat16).
     """
     m = x.shape[-1]
-    n = 1 << (m - 1).bit_length()
+    n = padded_length(m)
     source, target = x.reshape(-1, m), y.view(-1, m)
     block = max(1, min(source.shape[0], (_CPU_BLOCK if x.device.type == "cpu" else _GPU_BLOCK) // n))
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32

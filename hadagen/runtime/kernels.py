@@ -14,7 +14,7 @@ import torch
 from hadagen import driver
 from hadagen.driver import LoadedKernel
 from hadagen.errors import DeviceError, UsageError
-from hadagen.problem import MAX_LOG2_N, DType, Numerics, Problem
+from hadagen.problem import MAX_LOG2_N, DType, Numerics, Problem, padded_length
 from hadagen.runtime.choose import bucket, choose_from_bundles
 from hadagen.runtime.device import cuda_device, cuda_index
 from hadagen.trial import Destination
@@ -31,10 +31,10 @@ _loaded: dict[tuple[int, str], LoadedKernel] = {}  # by device and digest: bucke
 _lock = threading.Lock()  # taken by those who find nothing in `_found`
 
 # torch.cuda.current_stream builds an object, which takes longer than the launch.
-_raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None) or (
+raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None) or (
     lambda device: torch.cuda.current_stream(device).cuda_stream
 )
-_current_device: Any = getattr(torch._C, "_cuda_getDevice", None) or torch.cuda.current_device
+current_device: Any = getattr(torch._C, "_cuda_getDevice", None) or torch.cuda.current_device
 
 
 def problem_of(n: int, dtype: torch.dtype, numerics: str, pitched: bool) -> Problem | None:
@@ -70,11 +70,11 @@ def find_for_scale(device: int, problem: Problem, in_place: bool, elements: int,
 
 def queue(launch: driver.Launch, device: int, x: int, y: int) -> None:
     """Queues a prepared launch on the current stream of its device. x, y: addresses on it. Raises `DriverError`."""
-    if _current_device() == device:
-        launch(_raw_stream(device), x, y)
+    if current_device() == device:
+        launch(raw_stream(device), x, y)
     else:
         with driver.active(device):
-            launch(_raw_stream(device), x, y)
+            launch(raw_stream(device), x, y)
 
 
 def warmup(
@@ -110,11 +110,10 @@ def warmup(
         return 0
     ready: set[int] = set()
     for length in lengths:
-        padded = max(2, 1 << (length - 1).bit_length())
-        smallest = bucket(padded)
-        buckets = range(smallest, _LARGEST_BUCKET + 1) if counts is None else {bucket(padded * c) for c in counts}
+        row = padded_length(length)
+        buckets = range(bucket(row), _LARGEST_BUCKET + 1) if counts is None else {bucket(row * c) for c in counts}
         problems = {
-            problem_of(padded, kind, contract.value, pitched)
+            problem_of(row, kind, contract.value, pitched)
             for kind in dtypes
             for contract in contracts
             for pitched in (False, True)

@@ -21,7 +21,7 @@ from torch.autograd.function import _SingleLevelFunction
 from torch.overrides import has_torch_function_unary
 
 from hadagen.errors import TensorError
-from hadagen.runtime.checks import check_like, check_options, check_tensor
+from hadagen.runtime.checks import check_call, check_like, check_tensor
 from hadagen.runtime.compute import Call, compute, compute_into
 
 _LIBRARY: Any = torch.library.Library("hadagen", "DEF")  # type: ignore[no-untyped-call]
@@ -52,14 +52,12 @@ def _into(x: torch.Tensor, scale: float, numerics: str, out: torch.Tensor) -> No
 
 # ---- on tensors without memory ---------------------------------------------------------------------------------------
 def _functional_fake(x: torch.Tensor, scale: float, numerics: str) -> torch.Tensor:
-    check_options(scale, numerics)
-    check_tensor(x)
+    check_call(x, scale, numerics)
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _in_place_fake(x: torch.Tensor, scale: float, numerics: str) -> None:
-    check_options(scale, numerics)
-    check_tensor(x)
+    check_call(x, scale, numerics)
 
 
 def _into_fake(x: torch.Tensor, scale: float, numerics: str, out: torch.Tensor) -> None:

@@ -11,14 +11,13 @@ from torch.overrides import has_torch_function_unary
 from hadagen.errors import UsageError
 from hadagen.runtime import operator
 from hadagen.runtime.checks import (
+    check_call,
     check_is_number,
     check_is_tensor,
     check_like,
-    check_options,
-    check_tensor,
     is_symbolic,
 )
-from hadagen.runtime.compute import calls
+from hadagen.runtime.compute import calls, key_of
 
 # What is asked on the way of every call, without the time of looking it up.
 _Tensor = torch.Tensor
@@ -69,17 +68,7 @@ def hadamard_transform(
     ):
         try:
             address = x.data_ptr()
-            key = (
-                x.shape,
-                x.is_contiguous() or x.stride(),
-                x.dtype,
-                x.get_device(),
-                address & 15,
-                scale,
-                numerics,
-                inplace,
-            )
-            call = calls[key]
+            call = calls[key_of(x, address, scale, numerics, inplace)]
         except (KeyError, RuntimeError, TypeError):  # a new call, no memory, as under vmap, or no good argument
             address = 0
         if address:
@@ -97,16 +86,16 @@ def _dispatched(x: torch.Tensor, scale: float, inplace: bool, out: torch.Tensor 
         check_is_tensor(out, "out")
         if inplace and out is not x:
             raise UsageError("inplace=True and out= name two places for the result; give one of them")
-    if not _is_dynamo_compiling():  # where the operator's own checks do more for the message
-        check_options(scale, numerics)
-        check_tensor(x)
+    if _is_dynamo_compiling():  # where the operator's own checks do more for the message
+        check_is_number(scale)
+    else:
+        check_call(x, scale, numerics)
         target = x if inplace else out
         if out is not None:
             check_like(x, out)
         if target is not None and (x.is_neg() or target.is_neg()):
             # A view into a conjugate is negated as it is read, which PyTorch does only for operators with a result.
             return target.copy_(operator.functional(x.resolve_neg(), scale, numerics))
-    check_is_number(scale)
     if not is_symbolic(scale):
         scale = float(scale)
     if inplace or out is x:
