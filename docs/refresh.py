@@ -41,14 +41,14 @@ REGIMES = (
     ("8 M elements, in L2", 1 << 23, "hot"),
     ("256 M elements, in memory", 1 << 28, "cold"),
 )
-# From here on rows are as long as quantizers have them; and what two measurements of one kernel differ by.
-COMMON_N, NOISE = 128, 0.02
 # The same of pitched rows, whose element counts are others.
 PITCHED_REGIMES = (
     ("64 K elements, in L2", 1 << 16, "hot"),
     ("1 M elements, in L2", 1 << 20, "hot"),
     ("128 M elements, in memory", 1 << 27, "cold"),
 )
+# From here on rows are as long as quantizers have them; and what two measurements of one kernel differ by.
+COMMON_N, NOISE = 128, 0.02
 COLUMNS = (16, 128, 512, 1024, 4096, 8192, 16384, 32768)
 # Name in the documents → name in the tables and color.
 LIBRARIES = {

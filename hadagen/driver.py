@@ -6,9 +6,8 @@ without one. Nothing here imports PyTorch: contexts are the devices' primary one
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import struct
+from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -125,11 +124,6 @@ def _capture_allowed() -> Iterator[None]:
 
 _NO_ROWS = RowShape(0, 0, 0)  # for a kernel that does not read them
 
-# What a kernel takes: (const void* x, void* y, int64 elements, scale), and a pitched one after these (int64 columns,
-# x_pitch, y_pitch).
-_PARAMETERS = struct.Struct("=QQqI4xqqq")
-_OFFSETS = (0, 8, 16, 24, 32, 40, 48)
-
 
 class LaunchBlock(NamedTuple):
     """A launch laid out in memory, but for x and y. It serves one launch at a time."""
@@ -137,7 +131,7 @@ class LaunchBlock(NamedTuple):
     config: Any  # CUlaunchConfig, which names the stream too
     addresses: memoryview  # [0] is x, [1] is y
     pointers: int  # address of an array with the address of each parameter
-    memory: tuple[Any, ...]  # where these live
+    memory: Any  # that array
 
 
 Launch = Callable[[int, int, int], None]  # (stream, x, y)
@@ -197,13 +191,12 @@ class LoadedKernel:
         config.gridDimX, config.gridDimY, config.gridDimZ = self.spec.grid(elements, self.resident_blocks), 1, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = self.spec.threads, 1, 1
         config.sharedMemBytes, config.hStream = self.spec.shared_bytes, driver.CUstream(stream)
-        values = ctypes.create_string_buffer(_PARAMETERS.size)
-        _PARAMETERS.pack_into(values, 0, 0, 0, elements, scale_word(self.spec.scale_form, scale), *rows)
-        start = ctypes.addressof(values)
-        pointers = (ctypes.c_void_p * len(_OFFSETS))(*(start + offset for offset in _OFFSETS))
-        return LaunchBlock(
-            config, memoryview(values).cast("B").cast("Q"), ctypes.addressof(pointers), (values, pointers)
-        )
+        # What a kernel takes, in eight bytes each: (x, y, elements, scale word), and a pitched one (columns, x_pitch,
+        # y_pitch) after these. The word is read from the lower four.
+        values = array("Q", (0, 0, elements, scale_word(self.spec.scale_form, scale), *rows))
+        start, count = values.buffer_info()
+        pointers = array("Q", range(start, start + 8 * count, 8))
+        return LaunchBlock(config, memoryview(values), pointers.buffer_info()[0], pointers)
 
     def _launch_in_context(self, result: tuple[Any, ...], block: LaunchBlock) -> tuple[Any, ...]:
         """The launch again where it failed because it is the first CUDA call of this thread."""

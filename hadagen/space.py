@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice, product
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -15,7 +15,7 @@ from hadagen.arch import Arch
 from hadagen.errors import UsageError
 from hadagen.knobs import KNOB_NAMES, Knobs, plan_of
 from hadagen.legality import RULES, SHAPE, Context, Rule
-from hadagen.plan import PACKED, Plan
+from hadagen.plan import PACKED, Load, Plan
 from hadagen.problem import Problem
 
 # What proved good on H100s, whatever the tile; where it is not legal, the nearest that is.
@@ -73,16 +73,19 @@ class Space:
         for tile in sorted(tiles, key=lambda k: (k.cluster, abs(k.chunks * k.warps - 16), k.warps)):
             two_buffers = replace(tile, load="cp_async", grid="persistent", stages=2)
             one_buffer = replace(tile, exchange_rounds=2, load="bulk", grid="persistent")  # leaves it more room
-            for kind in ((tile,), (two_buffers, one_buffer)):
-                found.update(dict.fromkeys(islice(self._near(kind), 1)))
+            plain, two, one = map(self._of_shape, (tile, two_buffers, one_buffer))
+            ahead = next((knobs for knobs in (two, one) if knobs and Load(knobs.load).staged), two)
+            found |= dict.fromkeys(filter(None, (plain, ahead)))
         return list(found)
 
-    def _near(self, starts: Iterable[Knobs]) -> Iterator[Knobs]:
-        """The legal choice nearest to each, where that keeps its shape and load."""
-        for start in starts:
-            for knobs in islice(self.nearest(start.to_dict()), 1):
-                if (shape_of(knobs), knobs.load) == (shape_of(start), start.load):
-                    yield knobs
+    def _of_shape(self, wanted: Knobs) -> Knobs | None:
+        """The closest, where that keeps the shape of its tile."""
+        knobs = self.closest(wanted)
+        return knobs if knobs and shape_of(knobs) == shape_of(wanted) else None
+
+    def closest(self, wanted: Knobs) -> Knobs | None:
+        """The first of `nearest`; None where nothing is legal."""
+        return next(self.nearest(wanted.to_dict()), None)
 
     def nearest(self, wanted: Mapping[str, Any]) -> Iterator[Knobs]:
         """All legal choices, nearest to `wanted` first: knob by knob, each as near in its range as those before let it.

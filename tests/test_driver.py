@@ -169,17 +169,14 @@ def test_threads_do_not_share_arguments(fake: FakeDriver) -> None:
         thread = threading.Thread(target=launch, args=(0, 32, 48))
         thread.start()
         thread.join()
-        addresses = ctypes.cast(outer, ctypes.POINTER(ctypes.c_uint64))
-        assert (addresses[0], addresses[1]) == (16, 16)
+        assert made[0].addresses.tolist()[:2] == [16, 16]
 
-    outer = 0
+    made: list[driver.LaunchBlock] = []
     real = driver.LoadedKernel.block
 
     def block(self: driver.LoadedKernel, *arguments: Any) -> driver.LaunchBlock:
-        nonlocal outer
-        made = real(self, *arguments)
-        outer = outer or ctypes.addressof(made.memory[0])
-        return made
+        made.append(real(self, *arguments))
+        return made[-1]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(driver.LoadedKernel, "block", block)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import islice
 from math import prod
 
@@ -65,6 +66,20 @@ def test_seeds_are_legal_and_of_every_shape(problem: Problem) -> None:
     assert len(set(seeds)) == len(seeds)
     shapes = {(knobs.chunks, knobs.warps, knobs.cluster) for knobs in space.legal}
     assert {(knobs.chunks, knobs.warps, knobs.cluster) for knobs in seeds} == shapes
+
+
+def test_seeds_have_the_next_tile_under_way() -> None:
+    """In two buffers where there is room, in one where not, and in registers where nothing can be staged."""
+    for problem, load, stages in (
+        (Problem(4096, DType.FLOAT16), "cp_async", 2),
+        (Problem(32768, DType.FLOAT32), "bulk", 1),
+        (Problem(4, DType.FLOAT16), "evict_first", 2),
+    ):
+        ahead = [knobs for knobs in space_of(problem).seeds() if knobs.grid == "persistent"]
+        assert (ahead[0].load, ahead[0].stages) == (load, stages)
+    few = replace(ARCH, search={**ARCH.search, "load": ("plain",)})
+    problem = Problem(4096, DType.FLOAT16)
+    assert len(Space(problem, few).seeds()) > 20
 
 
 def test_bad_knobs_are_named() -> None:

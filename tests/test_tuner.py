@@ -34,7 +34,7 @@ from hadagen.tuner import (
     search,
     tune,
 )
-from hadagen.tuner.study import Leaders, by_cells_led, follow, scores
+from hadagen.tuner.study import by_cells_led, leaders_of, scores
 from hadagen.tuning_db.store import Store
 from hadagen.tuning_db.winners import best_by_cell
 
@@ -95,9 +95,7 @@ def test_each_cell_has_its_leader(store: Store) -> None:
     good, odd = (make_trial(problem, Knobs(chunks=chunks).to_dict()) for chunks in (8, 2))
     (first, *others) = odd.timings
     odd = replace(odd, timings=(replace(first, us=0.5), *others))
-    leaders: Leaders = {}
-    for trial in (good, odd, replace(odd, outcome=Outcome.WRONG_ANSWER, knobs=Knobs(chunks=1).to_dict())):
-        follow(leaders, trial)
+    leaders = leaders_of([good, odd, replace(odd, outcome=Outcome.WRONG_ANSWER, knobs=Knobs(chunks=1).to_dict())])
     cell = first.elements, first.destination, first.cache
     assert {at: leader.knobs.chunks for at, leader in leaders.items() if leader.knobs.chunks != 8} == {cell: 2}
     assert leaders[Cell(*cell)].fraction == first.copy_us / 0.5

@@ -41,7 +41,7 @@ from hadagen.tuner.events import (
 )
 from hadagen.tuner.pipeline import Build, Built, KernelKey, Measured, Pipeline, kernel_key
 from hadagen.tuner.races import Racing, race_near_ties
-from hadagen.tuner.study import Leaders, Study, by_cells_led, follow, legal_knobs
+from hadagen.tuner.study import Leaders, Study, by_cells_led, leaders_of, legal_knobs
 from hadagen.tuning_db.store import Store
 
 MEASURED_TRIALS = 50
@@ -295,12 +295,8 @@ class _Search:
         return [knobs for rank in zip_longest(*by_problem) for knobs in rank if knobs]
 
     def _leaders(self, problem: Problem) -> Leaders:
-        if study := self._studies.get(problem):
-            return study.leaders
-        leaders: Leaders = {}
-        for trial in self._stored[problem]:
-            follow(leaders, trial)
-        return leaders
+        study = self._studies.get(problem)
+        return study.leaders if study else leaders_of(self._stored[problem])
 
     def _handle(self, result: Built | Trial | Measured, pipeline: Pipeline) -> None:
         if isinstance(result, Built):

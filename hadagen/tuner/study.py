@@ -100,6 +100,13 @@ def follow(leaders: Leaders, trial: Trial) -> None:
             leaders[cell] = Leader(timing.fraction_of_copy, knobs, where)
 
 
+def leaders_of(trials: Iterable[Trial]) -> Leaders:
+    leaders: Leaders = {}
+    for trial in trials:
+        follow(leaders, trial)
+    return leaders
+
+
 def by_cells_led(leaders: Leaders) -> list[Knobs]:
     """The knobs that lead, those of most cells first."""
     return [knobs for knobs, _ in Counter(leader.knobs for leader in leaders.values()).most_common()]
@@ -123,9 +130,7 @@ class Study:
         self._asked: dict[Knobs, optuna.Trial] = {}
         known = {knobs: trial for trial in finished if (knobs := legal_knobs(trial, space.arch))}
         self._told = set(known)
-        self.leaders: Leaders = {}
-        for trial in known.values():
-            follow(self.leaders, trial)
+        self.leaders = leaders_of(known.values())
 
         self._random = random.Random(f"{seed} {self.problem.name} {len(known)}")
         sampler = optuna.samplers.TPESampler(
@@ -168,7 +173,7 @@ class Study:
         Raises `LookupError` if there are no more.
         """
         for wanted in chain(prefer, _drain(self._suggested)):
-            knobs = next(self._space.nearest(wanted.to_dict()), None)
+            knobs = self._space.closest(wanted)
             if knobs and self._is_new(knobs):
                 return self._start(knobs)
         if self.leaders and self.asked % 2:
