@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_runtime import error, normal
 
 from hadagen.compat import fast_hadamard_transform as fast
 from hadagen.compat import hadacore
@@ -18,17 +19,9 @@ BOUNDS = {torch.float16: 4.9e-4, torch.bfloat16: 3.9e-3, torch.float32: 3e-7, to
 DTYPES = tuple(BOUNDS)
 
 
-def normal(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
-
-
 def matrix(m: int) -> torch.Tensor:
     """The first m rows and columns of H, in float64: what is left of it where x is padded and the result is cut."""
     return torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(m)] for i in range(m)], dtype=torch.float64)
-
-
-def error(y: torch.Tensor, reference: torch.Tensor) -> float:
-    return float((y.double() - reference).norm() / reference.norm())
 
 
 def signature(function: Callable[..., Any]) -> list[tuple[str, Any]]:
