@@ -247,8 +247,8 @@ def test_no_arch_and_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         hadagen.best_config(PROBLEM, 1)
 
 
-@pytest.mark.parametrize("device", ["cpu", "NVIDIA H100 80GB HBM3", "cuda:7", 7])
-def test_a_device_that_is_not_here(device: int | str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("device", ["cpu", "NVIDIA H100 80GB HBM3", "cuda:7", 7, 1.5])
+def test_a_device_that_is_not_here(device: float | str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     with pytest.raises(UsageError, match="is not a CUDA device of this machine"):
