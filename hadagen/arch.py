@@ -33,7 +33,7 @@ KNOB_VALUES: dict[str, tuple[KnobValue, ...]] = {
     "exchange_rounds": (1, 2),
     "shared_layout": ("linear", "padded", "swizzled"),
     "order": ("by_step", "by_chunk"),
-    "load": ("plain", "no_allocate", "evict_first", "cp_async", "bulk"),
+    "load": ("plain", "no_allocate", "cp_async", "bulk"),
     "grid": ("tiles", "persistent"),
     "stages": (1, 2, 3, 4),
     "store": ("plain", "streaming"),

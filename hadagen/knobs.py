@@ -51,7 +51,7 @@ class Knobs:
     exchange_rounds: int = 1  # shared memory used this many times over in one exchange
     shared_layout: str = "linear"  # linear, padded or swizzled
     order: str = "by_step"  # each step over all chunks, or runs of steps chunk by chunk, which need fewer registers
-    load: str = "plain"  # plain, no_allocate (in L1), evict_first (from L2 too), cp_async or bulk
+    load: str = "plain"  # plain, no_allocate, cp_async or bulk
     grid: str = "tiles"  # a block per tile, or a persistent grid that loops over tiles
     stages: int = 1  # tiles under way in a persistent grid
     store: str = "plain"  # plain or streaming

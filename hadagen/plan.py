@@ -41,7 +41,7 @@ FP32 = "fp32"
 class Load:
     """Global memory → registers, in 16-byte vectors, `stages` tiles under way."""
 
-    path: str  # plain, no_allocate, evict_first, cp_async or bulk
+    path: str  # plain, no_allocate, cp_async or bulk
     stages: int = 1
     carrier: str = PACKED  # fp32 for float32
 

@@ -102,7 +102,6 @@ def lower_lanes(x: Bits) -> Bits:
 GOOD: dict[Case, Callable[[Bits], Bits]] = {
     Case("copies", COPY): lambda x: x,
     Case("copies_with_hints", "store16_streaming(out + 16 * t, load16_no_allocate(in + 16 * t));"): lambda x: x,
-    Case("copies_first_out", "store16(out + 16 * t, load16_evict_first(in + 16 * t));"): lambda x: x,
     Case(
         "copies_elements",
         """const i64 left = elements - first - width * t;
@@ -720,7 +719,7 @@ def test_both_headers_offer_the_same_primitives() -> None:
     host = signatures(host_texts()["hadagen.cuh"], "HADAGEN_INLINE")
     assert len(device) > 30
     assert host - device == {"u32 encode_pair (double low, double high)"}
-    assert device - host == {"u32 shared_address (const void* shared)", "u64 evict_first ()"}
+    assert device - host == {"u32 shared_address (const void* shared)"}
 
 
 def test_a_refused_source_raises_with_the_compilers_log() -> None:

@@ -73,7 +73,7 @@ def test_seeds_have_the_next_tile_under_way() -> None:
     for problem, load, stages in (
         (Problem(4096, DType.FLOAT16), "cp_async", 2),
         (Problem(32768, DType.FLOAT32), "bulk", 1),
-        (Problem(4, DType.FLOAT16), "evict_first", 2),
+        (Problem(4, DType.FLOAT16), "no_allocate", 2),
     ):
         ahead = [knobs for knobs in space_of(problem).seeds() if knobs.grid == "persistent"]
         assert (ahead[0].load, ahead[0].stages) == (load, stages)
@@ -99,5 +99,5 @@ def test_an_arch_without_a_feature_never_uses_it() -> None:
     legal = Space(Problem(1024, DType.FLOAT16, Numerics.FAST), bare).legal
     assert legal
     assert {k.low_bits for k in legal} == {"shuffle"}
-    assert {k.load for k in legal} == {"plain", "no_allocate", "evict_first"}
+    assert {k.load for k in legal} == {"plain", "no_allocate"}
     assert {k.cluster for k in legal} == {1}

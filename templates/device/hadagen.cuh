@@ -63,21 +63,6 @@ HADAGEN_INLINE Vec16 load16_no_allocate(const void* global) {
     return v;
 }
 
-// Leaves nothing in L1, reads L2 in pieces of 256 bytes, and marks their lines as the first to leave it: room for results.
-#define HADAGEN_EVICT_FIRST "ld.global.L1::no_allocate.L2::cache_hint.L2::256B.v4.b32"
-HADAGEN_INLINE u64 evict_first() {
-    u64 policy;
-    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    return policy;
-}
-HADAGEN_INLINE Vec16 load16_evict_first(const void* global) {
-    Vec16 v;
-    asm volatile(HADAGEN_EVICT_FIRST " {%0,%1,%2,%3}, [%4], %5;"
-                 : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
-                 : "l"(global), "l"(evict_first()));
-    return v;
-}
-
 // The vector where `inside`, zeros where not. The address is computed either way, off the path of the condition.
 #define HADAGEN_LOAD_IF(name, instruction)                                                                             \
     HADAGEN_INLINE Vec16 name(const void* global, bool inside) {                                                       \
@@ -90,14 +75,6 @@ HADAGEN_INLINE Vec16 load16_evict_first(const void* global) {
 HADAGEN_LOAD_IF(load16_if, "ld.global.v4.b32")
 HADAGEN_LOAD_IF(load16_no_allocate_if, "ld.global.L1::no_allocate.v4.b32")
 #undef HADAGEN_LOAD_IF
-HADAGEN_INLINE Vec16 load16_evict_first_if(const void* global, bool inside) {
-    Vec16 v = zero16();
-    asm volatile("{.reg .pred p; setp.ne.s32 p, %5, 0; @p " HADAGEN_EVICT_FIRST " {%0,%1,%2,%3}, [%4], %6;}"
-                 : "+r"(v.word[0]), "+r"(v.word[1]), "+r"(v.word[2]), "+r"(v.word[3])
-                 : "l"(global), "r"(int(inside)), "l"(evict_first()));
-    return v;
-}
-#undef HADAGEN_EVICT_FIRST
 
 HADAGEN_INLINE void store16(void* global, Vec16 v) {
     asm volatile("st.global.v4.b32 [%0], {%1,%2,%3,%4};" ::"l"(global), "r"(v.word[0]), "r"(v.word[1]),

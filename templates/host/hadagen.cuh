@@ -43,10 +43,8 @@ HADAGEN_INLINE Vec16 load16(const void* global) {
     return v;
 }
 HADAGEN_INLINE Vec16 load16_no_allocate(const void* global) { return load16(global); }
-HADAGEN_INLINE Vec16 load16_evict_first(const void* global) { return load16(global); }
 HADAGEN_INLINE Vec16 load16_if(const void* global, bool inside) { return inside ? load16(global) : zero16(); }
 HADAGEN_INLINE Vec16 load16_no_allocate_if(const void* global, bool inside) { return load16_if(global, inside); }
-HADAGEN_INLINE Vec16 load16_evict_first_if(const void* global, bool inside) { return load16_if(global, inside); }
 HADAGEN_INLINE void store16(void* global, Vec16 v) { machine::store(global, &v, sizeof v); }
 HADAGEN_INLINE void store16_streaming(void* global, Vec16 v) { store16(global, v); }
 
