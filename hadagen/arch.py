@@ -18,7 +18,7 @@ KnobValue = int | str
 
 ARCH_DIRECTORY = Path(__file__).with_suffix("")
 
-FEATURES = frozenset({"mma", "cp_async", "bulk_copy", "cluster"})
+FEATURES = frozenset({"mma", "cp_async", "bulk_copy", "cluster", "dependent_launch"})
 
 # Every value that a plan can be built with, knob by knob; a file's `search` lists those worth trying on its target.
 KNOB_VALUES: dict[str, tuple[KnobValue, ...]] = {

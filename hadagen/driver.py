@@ -191,6 +191,8 @@ class LoadedKernel:
         config.gridDimX, config.gridDimY, config.gridDimZ = self.spec.grid(elements, self.resident_blocks), 1, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = self.spec.threads, 1, 1
         config.sharedMemBytes, config.hStream = self.spec.shared_bytes, driver.CUstream(stream)
+        if self.spec.starts_early:
+            config.attrs, config.numAttrs = [_early_start(driver)], 1
         # What a kernel takes, in eight bytes each: (x, y, elements, scale word), and a pitched one (columns, x_pitch,
         # y_pitch) after these. The word is read from the lower four.
         values = array("Q", (0, 0, elements, scale_word(self.spec.scale_form, scale), *rows))
@@ -229,6 +231,16 @@ def load(image: bytes, entry: str, spec: LaunchSpec, device: int = 0) -> LoadedK
             f"(in clusters of {spec.cluster}) does not fit on this GPU; tune for it",
         )
     return LoadedKernel(entry, spec, device, resident_blocks, module, function)
+
+
+def _early_start(driver: Any) -> Any:
+    """The launch attribute by which a kernel need not wait for the end of the one before it."""
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    value = driver.CUlaunchAttributeValue()
+    value.programmaticStreamSerializationAllowed = 1
+    attribute.value = value
+    return attribute
 
 
 def _resident_blocks(driver: Any, function: Any, spec: LaunchSpec, device: int) -> int:

@@ -127,6 +127,7 @@ class _Launch(ctypes.Structure):
         ("scale_word", ctypes.c_uint32),
         ("element_bytes", ctypes.c_uint32),
         ("pitched", ctypes.c_uint32),
+        ("starts_early", ctypes.c_uint32),
     )
 
 
@@ -215,6 +216,7 @@ class HostModule:
             scale_word=scale_word(launch.scale_form, scale),
             element_bytes=x.itemsize,
             pitched=launch.pitched,
+            starts_early=launch.starts_early,
         )
         report = _Report()
         with _ONE_AT_A_TIME:

@@ -80,8 +80,10 @@ def _log2(value: int) -> int:
     return value.bit_length() - 1
 
 
-def plan_of(problem: Problem, knobs: Knobs) -> Plan:
-    """The plan that legal knobs mean; `hadagen.space.build_plan` also says why others are not legal."""
+def plan_of(problem: Problem, knobs: Knobs, *, starts_early: bool = False) -> Plan:
+    """The plan that legal knobs mean; `hadagen.space.build_plan` also says why others are not legal.
+
+    starts_early: for an arch with programmatic dependent launch."""
     steps: list[Step] = [Load(knobs.load, knobs.stages, FP32 if problem.dtype is DType.FLOAT32 else PACKED)]
     steps += _float32_low_bits(problem) if problem.dtype is DType.FLOAT32 else _low_bits(problem, knobs)
     bits = problem.log2_n
@@ -109,6 +111,7 @@ def plan_of(problem: Problem, knobs: Knobs) -> Plan:
         persistent=knobs.grid == "persistent",
         min_blocks=knobs.min_blocks,
         by_chunk=knobs.order == "by_chunk",
+        starts_early=starts_early,
     )
 
 

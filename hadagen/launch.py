@@ -34,6 +34,9 @@ class LaunchSpec:
     persistent: bool  # the grid is as large as the device holds at once, and blocks loop over tiles
     scale_form: ScaleForm = ScaleForm.FP32
     pitched: bool = False
+    # Its blocks may start while the kernel before it in the stream ends (programmatic dependent launch, CUDA C++
+    # Programming Guide); they wait for that end themselves before they touch global memory.
+    starts_early: bool = False
 
     def grid(self, elements: int, resident_blocks: int) -> int:
         """Blocks to launch for `elements` = rows · n.

@@ -164,6 +164,7 @@ class Plan:
     persistent: bool = False
     min_blocks: int = 1
     by_chunk: bool = False  # steps that stay in a chunk are written chunk by chunk, not each over all chunks
+    starts_early: bool = False  # as in `LaunchSpec`
 
     def __post_init__(self) -> None:
         _check(self)
@@ -251,6 +252,7 @@ class Plan:
             persistent=self.persistent,
             scale_form=self.scale_form,
             pitched=self.problem.pitched,
+            starts_early=self.starts_early,
         )
 
     @property

@@ -35,7 +35,7 @@ def build_plan(problem: Problem, knobs: Knobs, arch: Arch) -> Plan:
     for rule in RULES:
         if why := rule.broken(context, knobs):
             raise UsageError(f"{problem.name} with {knobs}: {why}")
-    return plan_of(problem, knobs)
+    return plan_of(problem, knobs, starts_early="dependent_launch" in arch.features)
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ def test_hopper_is_as_nvidia_documents_it() -> None:
         shared_reserved_per_block=1024,
         cluster_blocks=8,
     )
-    assert arch.features == {"mma", "cp_async", "bulk_copy", "cluster"}
+    assert arch.features == {"mma", "cp_async", "bulk_copy", "cluster", "dependent_launch"}
 
 
 def test_an_arch_can_be_hashed_and_sent_to_another_process() -> None:

@@ -37,6 +37,8 @@ class FakeDriver:
     CUdevice_attribute = SimpleNamespace(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT="sms")
     CUlaunchConfig = SimpleNamespace
     CUstream = int
+    CUlaunchAttribute = CUlaunchAttributeValue = SimpleNamespace
+    CUlaunchAttributeID = SimpleNamespace(CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION="early")
 
     def __init__(self) -> None:
         self.during_a_launch: Callable[[], object] = lambda: None
@@ -76,6 +78,8 @@ class FakeDriver:
         grid = config.gridDimX, config.gridDimY, config.gridDimZ
         block = config.blockDimX, config.blockDimY, config.blockDimZ
         self.launched.append((function, (*grid, *block, config.sharedMemBytes, config.hStream), arguments))
+        self.attributes = getattr(config, "attrs", [])
+        assert len(self.attributes) == getattr(config, "numAttrs", 0)
         self.during_a_launch()
         codes = self.codes.get("cuLaunchKernelEx")
         return (codes.pop(0) if codes else CUresult.CUDA_SUCCESS,)
@@ -112,6 +116,14 @@ def test_a_prepared_launch_takes_streams_and_addresses(fake: FakeDriver) -> None
     geometry = (256, 1, 1, 256, 1, 1, 0)
     assert fake.launched == [("function", (*geometry, s), [16 * s, 32, 1 << 20, 0.25]) for s in (7, 9, 7)]
     assert fake.rows == [100, 2**33, 128]
+
+
+def test_only_a_kernel_that_waits_itself_starts_early(fake: FakeDriver) -> None:
+    for early in (False, True):
+        kernel = driver.load(b"image", "entry", replace(TILES, starts_early=early))
+        kernel.launch(7, 16, 32, 1 << 20, 1.0)
+        attributes = [(a.id, a.value.programmaticStreamSerializationAllowed) for a in fake.attributes]
+        assert attributes == [("early", 1)] * early
 
 
 def test_clusters_and_much_shared_memory(fake: FakeDriver) -> None:

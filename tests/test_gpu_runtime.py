@@ -266,6 +266,35 @@ def test_graphs(inplace: bool) -> None:
         assert_good(z, y if inplace else values, 1 / 32)
 
 
+@pytest.mark.parametrize("elements", [1 << 15, 1 << 18, 1 << 23])
+@pytest.mark.parametrize("numerics", ["accurate", "fast"])
+def test_kernels_that_start_early_read_what_was_written_before(elements: int, numerics: str) -> None:
+    """Rows of each length cross those of the length before, and kernels of others come in between."""
+
+    def chain(x: torch.Tensor, after_each: Callable[[], object]) -> torch.Tensor:
+        for length in (4096, 2, 32768, 64, 1024, 128, 16384, 8, 2048, 256) * 3:
+            y = hadamard_transform(x.view(-1, length), length**-0.5, numerics=numerics)
+            after_each()
+            hadamard_transform(y.view(-1, 512), 512**-0.5, inplace=True, numerics=numerics)
+            after_each()
+            hadamard_transform(y.view(64, -1).t(), 1 / 8, out=x.view(-1, 64), numerics=numerics)
+            after_each()
+            if length > 1000:
+                x = x.roll(4096)
+        return x
+
+    start = normal(elements)
+    wanted = chain(start.clone(), torch.cuda.synchronize)
+    x, graph = start.clone(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = chain(x, lambda: None)
+    for _ in range(5):
+        assert torch.equal(chain(start.clone(), lambda: None), wanted)
+        x.copy_(start)
+        graph.replay()
+        assert torch.equal(y, wanted)
+
+
 def test_the_first_call_may_be_captured(nothing_loaded: None) -> None:
     x = torch.zeros(100, 1024, dtype=torch.float16, device="cuda")
     graph = torch.cuda.CUDAGraph()

@@ -52,6 +52,7 @@ class Case:
     cluster: int = 1
     dtype: DType = DType.FLOAT16
     pitched: bool = False
+    starts_early: bool = False
 
     @property
     def source(self) -> Source:
@@ -62,7 +63,15 @@ class Case:
     @property
     def launch(self) -> LaunchSpec:
         tile = 16 // self.dtype.bytes * self.threads * self.cluster
-        return LaunchSpec(self.threads, self.cluster, SHARED_BYTES, tile, persistent=False, pitched=self.pitched)
+        return LaunchSpec(
+            self.threads,
+            self.cluster,
+            SHARED_BYTES,
+            tile,
+            persistent=False,
+            pitched=self.pitched,
+            starts_early=self.starts_early,
+        )
 
     def run(
         self, x: Bits, out: Bits, *, order_seed: int = 0, rows: int = 0, shape: RowShape | None = None
@@ -101,6 +110,7 @@ def lower_lanes(x: Bits) -> Bits:
 # Kernels that do what they should, and their results as a function of x.
 GOOD: dict[Case, Callable[[Bits], Bits]] = {
     Case("copies", COPY): lambda x: x,
+    Case("copies_early", f"grid_dependency_sync(); {COPY}", starts_early=True): lambda x: x,
     Case("copies_with_hints", "store16_streaming(out + 16 * t, load16_no_allocate(in + 16 * t));"): lambda x: x,
     Case(
         "copies_elements",
@@ -268,6 +278,13 @@ STOPPED = {
     Case(
         "askew_in_shared", "shared_store16(shared + 8, zero16());"
     ): "8 of shared memory, which is not a multiple of 16",
+    Case("reads_too_early", COPY, starts_early=True): (
+        "thread 0 of block 0 loads x while the kernel before this one may still be running"
+    ),
+    Case("writes_too_early", "if (t < 31) grid_dependency_sync(); else store16(out, zero16());", starts_early=True): (
+        "thread 31 of block 0 stores y while the kernel before this one may still be running"
+    ),
+    Case("copies_too_early", "cp_async16(shared + 16 * t, in);", starts_early=True): "no grid_dependency_sync so far",
     Case("half_a_warp", "if (t < 16) shuffle_xor(1u, 1);"): (
         "hangs: threads 0-15 of block 0 wait at shuffle; threads 16-31 of block 0 have ended"
     ),

@@ -78,6 +78,7 @@ CHOICES: dict[str, tuple[Problem, Knobs]] = {
 # What to look for in a kernel, and what to put there instead.
 KERNEL_MUTATIONS = {
     "no block_sync": (r"block_sync\(\);", ";"),
+    "no grid_dependency_sync": (r"grid_dependency_sync\(\);", ";"),
     "no cluster_arrive": (r"cluster_arrive\(\);", ";"),
     "no cluster_wait": (r"(?<= {8})cluster_wait\(\);", ";"),  # the last one only keeps arrivals and waits in pairs
     "no cp_async_wait": (r"cp_async_wait<\d+>\(\);", ";"),
@@ -150,6 +151,7 @@ PRIMITIVE_MUTATIONS = {
     "pending": ("copy_async_wait(pending)", "copy_async_wait(pending + 1)"),
     "parity": ("barrier_wait(barrier, parity)", "barrier_wait(barrier, parity ^ 1)"),
     "block_sync": ("machine::block_sync();", ";"),
+    "grid_dependency_sync": ("machine::grid_dependency_sync();", ";"),
     "cluster_wait": ("machine::cluster_wait();", ";"),
     "rounding": ("(bits + (1ull << (dropped - 1)) - 1 + (bits >> dropped & 1)) >> dropped", "bits >> dropped"),
     "machine, rows of A": ("a[group + 8 * (i / 2 % 2)]", "a[group ^ 8 * (i / 4)]"),

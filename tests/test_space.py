@@ -101,3 +101,4 @@ def test_an_arch_without_a_feature_never_uses_it() -> None:
     assert {k.low_bits for k in legal} == {"shuffle"}
     assert {k.load for k in legal} == {"plain", "no_allocate"}
     assert {k.cluster for k in legal} == {1}
+    assert not build_plan(Problem(1024, DType.FLOAT16, Numerics.FAST), legal[0], bare).launch.starts_early

@@ -229,7 +229,7 @@ def test_optuna_keeps_its_tables_in_the_same_file(tmp_path: Path) -> None:
 NEXT = """
 import sqlalchemy as sa
 from alembic import op
-revision, down_revision = "0003", "0002"
+revision, down_revision = "0004", "0003"
 def upgrade():
     op.add_column("hadagen_kernels", sa.Column("plan", sa.Text))
     op.execute({statement!r})
@@ -240,10 +240,10 @@ def upgrade():
 def next_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A hadagen whose schema is one version ahead; the file is its last migration."""
     migrations = Path(shutil.copytree(database.MIGRATIONS, tmp_path / "50% migrations"))
-    following = migrations / "versions" / "0003_next.py"
+    following = migrations / "versions" / "0004_next.py"
     following.write_text(NEXT.format(statement="UPDATE hadagen_kernels SET plan = 'unknown'"))
     monkeypatch.setattr(database, "MIGRATIONS", migrations)
-    monkeypatch.setattr(database, "SCHEMA_VERSION", "0003")
+    monkeypatch.setattr(database, "SCHEMA_VERSION", "0004")
     return following
 
 
@@ -319,7 +319,7 @@ def test_an_older_schema_is_upgraded_with_a_message(
     store.record(make_trial())
     with caplog.at_level(logging.WARNING), Store.open(path) as upgraded:
         assert upgraded.trials() == [make_trial()]
-    assert f"{path} was upgraded from schema 0002 to 0003" in caplog.text
+    assert f"{path} was upgraded from schema 0003 to 0004" in caplog.text
     with closing(sqlite3.connect(path)) as connection:
         assert connection.execute("SELECT plan FROM hadagen_kernels").fetchall() == [("unknown",)]
 
@@ -337,7 +337,7 @@ def test_a_newer_schema_is_refused(tmp_path: Path, next_version: Path, monkeypat
     path = tmp_path / "newer.db"
     Store.open(path).close()
     monkeypatch.undo()
-    assert "has schema 0003 and this hadagen knows no later one than 0002; upgrade hadagen" in refusal(path)
+    assert "has schema 0004 and this hadagen knows no later one than 0003; upgrade hadagen" in refusal(path)
 
 
 # ---- files that are not ours -----------------------------------------------------------------------------------------
@@ -412,8 +412,8 @@ def test_a_read_only_file_is_read(protected: Path) -> None:
 
 
 def test_a_read_only_file_is_not_upgraded(protected: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(database, "SCHEMA_VERSION", "0003")
-    assert "has schema 0002, not 0003, and is read-only; make it writable" in refusal(protected)
+    monkeypatch.setattr(database, "SCHEMA_VERSION", "0004")
+    assert "has schema 0003, not 0004, and is read-only; make it writable" in refusal(protected)
 
 
 def test_a_file_in_a_read_only_directory_cannot_be_created(protected: Path) -> None:

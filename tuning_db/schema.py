@@ -18,7 +18,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, relationship
 from sqlalchemy.types import TypeDecorator
 
 PREFIX = "hadagen_"
-SCHEMA_VERSION = "0002"
+SCHEMA_VERSION = "0003"
 VERSION_TABLE = f"{PREFIX}schema_version"
 
 
@@ -89,7 +89,7 @@ class EnvironmentRow(Base):
 
 
 class KernelRow(Base):
-    """One row for each `hadagen.trial.Kernel`. `threads` … `pitched` are the fields of its `LaunchSpec`."""
+    """One row for each `hadagen.trial.Kernel`. `threads` … `starts_early` are the fields of its `LaunchSpec`."""
 
     __tablename__ = f"{PREFIX}kernels"
 
@@ -104,6 +104,7 @@ class KernelRow(Base):
     persistent: Mapped[bool]
     scale_form: Mapped[str]
     pitched: Mapped[bool]
+    starts_early: Mapped[bool]
     registers: Mapped[int]
     spill_bytes: Mapped[int]
     static_shared_bytes: Mapped[int]

@@ -83,14 +83,13 @@ def start_costs(device: str = "cuda") -> dict[str, float]:
 def _rungs(kernel: driver.LoadedKernel, x: torch.Tensor) -> dict[str, Callable[[], object]]:
     address, stream = x.data_ptr(), kernels.raw_stream(kernel.device)
     launch = kernel.prepared(x.numel(), 0.5)
-    block = kernel.block(stream, x.numel(), 0.5)
-    block.addresses[0] = block.addresses[1] = address
-    config, _, pointers, _ = block
+    config, addresses, pointers, memory = kernel.block(stream, x.numel(), 0.5)
+    addresses[0] = addresses[1] = address
     launch_kernel: Any = driver.bindings().cuLaunchKernelEx
     function = kernel.function
     leaf = x.clone().requires_grad_()
     rungs: dict[str, Callable[[], object]] = {
-        "cuLaunchKernelEx": lambda: launch_kernel(config, function, pointers, 0),
+        "cuLaunchKernelEx": lambda read=(addresses, memory): launch_kernel(config, function, pointers, 0),
         "+ setting the addresses": lambda: launch(stream, address, address),
         "+ finding the launch": lambda: compute.compute(x, 0.5, "accurate", True),
         "in place": lambda: hadamard_transform(x, 0.5, inplace=True),

@@ -243,6 +243,10 @@ template <> HADAGEN_INLINE void mma<float16>(u32 (&d)[2], const Operand& a, u32 
         : "r"(a.word[0]), "r"(a.word[1]), "r"(a.word[2]), "r"(a.word[3]), "r"(b0), "r"(b1));
 }
 
+// Waits until the kernels before this one in the stream have ended and their stores can be read: where the launch lets this
+// one start early. Global memory is touched after it only.
+HADAGEN_INLINE void grid_dependency_sync() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
 // ---- the block and the cluster -------------------------------------------------------------------------------------
 HADAGEN_INLINE u32 shared_address(const void* shared) { return u32(__cvta_generic_to_shared(shared)); }
 

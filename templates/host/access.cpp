@@ -21,6 +21,9 @@ void race(const char* does, i64 offset, const Stamp& other, const char* did) {
 // ---- checked memory ------------------------------------------------------------------------------------------------
 // The first of the elements that `bytes` at `global` hold. They must lie inside a row of the array and be aligned.
 i64 element(const void* global, i64 bytes, const byte* array, i64 pitch, const char* does, const char* name) {
+    if (!m.running->synced)
+        fail("%s %s %s while the kernel before this one may still be running: no grid_dependency_sync so far",
+             Name(m.running->who).text, does, name);
     const i64 offset = i64(global) - i64(array), size = m.launch.element_bytes;
     const i64 first = offset / size, count = bytes / size;
     if (bytes < vector_bytes && bytes != size)
@@ -116,6 +119,8 @@ u32 barrier_at(const u64* address) {
 }  // namespace
 
 // ---- primitives ----------------------------------------------------------------------------------------------------
+void grid_dependency_sync() { m.running->synced = true; }
+
 void load(void* into, const void* global, i64 bytes) {
     step();
     read_global(into, global, bytes);

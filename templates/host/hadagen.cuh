@@ -164,6 +164,7 @@ template <class T> HADAGEN_INLINE void mma(u32 (&d)[2], const Operand& a, u32 b0
 }
 
 // ---- the block and the cluster -------------------------------------------------------------------------------------
+HADAGEN_INLINE void grid_dependency_sync() { machine::grid_dependency_sync(); }
 HADAGEN_INLINE void block_sync() { machine::block_sync(); }
 HADAGEN_INLINE void cluster_arrive() { machine::cluster_arrive(); }
 HADAGEN_INLINE void cluster_wait() { machine::cluster_wait(); }

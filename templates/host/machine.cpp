@@ -162,6 +162,7 @@ void begin_cluster(i64 first_block) {
         thread.clock = Clock{};
         thread.copies.clear();
         thread.groups = 0;
+        thread.synced = !launch.starts_early;
         thread.fiber.begin(run_kernel);
     }
     m.arrived = m.phases = 0;

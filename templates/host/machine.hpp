@@ -36,7 +36,8 @@ void block_sync();
 void cluster_arrive();
 void cluster_wait();
 
-// Global memory. `bytes`: of one element, or a whole vector.
+// Global memory, which a kernel that starts early touches only after the sync. `bytes`: of one element, or a whole vector.
+void grid_dependency_sync();
 void load(void* into, const void* global, i64 bytes);
 void store(void* global, const void* from, i64 bytes);
 
@@ -68,7 +69,8 @@ struct Launch {
     u32 shared_bytes;
     u32 scale_word;
     u32 element_bytes;
-    u32 pitched;  // whether the kernel is
+    u32 pitched;       // whether the kernel is
+    u32 starts_early;  // likewise
 };
 
 struct Report {

@@ -27,6 +27,7 @@ struct Thread : Identity {
     void* operand;         // of a warp's collective, on this thread's stack
     std::vector<AsyncCopy> copies;
     u32 groups;  // of copies committed
+    bool synced;  // with the kernels before this one
 };
 
 struct Warp {
