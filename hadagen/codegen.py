@@ -14,8 +14,8 @@ import jinja2
 
 from hadagen.layout import PAIR, Place
 from hadagen.plan import (
-    BARRIER_BYTES,
     CHUNK_BITS,
+    CROSSED_BARRIER,
     FP32,
     MMA_EXPONENT,
     PACKED,
@@ -63,7 +63,6 @@ def _view(plan: Plan, entry: str) -> dict[str, Any]:
     stored = plan.placements[-1]
     cluster = plan.launch.cluster
     per_cluster = f" / {cluster}" if cluster > 1 else ""
-    remote_first = bool(plan.exchanges) and plan.exchanges[0].crosses_blocks
     lane_at = f"lane * {plan.vector_elements}"
     n = plan.problem.n
     return {
@@ -78,12 +77,13 @@ def _view(plan: Plan, entry: str) -> dict[str, Any]:
         "span": 32 * plan.vector_elements,  # between one vector of a thread and the next
         "bytes": plan.problem.dtype.bytes,
         "scale_form": plan.scale_form.value,
-        "barrier_bytes": BARRIER_BYTES,
         "mma_exponent": MMA_EXPONENT,
         "packed": PACKED in plan.carriers,
         "wide": FP32 in plan.carriers,
         "prefetch": plan.load.stages > 1 and not plan.load.staged,
-        "remote_first": remote_first,
+        # Each block of a cluster has one barrier for what the others store in it.
+        "crossed_barrier": CROSSED_BARRIER,
+        "crossed_bytes": next((_crossed_bytes(plan, step) for step in plan.exchanges if step.crosses_blocks), 0),
         # The last tile may be partly beyond the end of the array; a vector only where it holds several rows.
         "ragged": plan.rows_per_tile > 1,
         "ragged_vector": plan.problem.n < plan.vector_elements,
@@ -197,7 +197,7 @@ def _exchange(plan: Plan, step: Exchange) -> dict[str, Any]:
         "swizzled": "lane * 32",
     }
     return {
-        "offset": plan.exchange_offset,
+        "offset": plan.exchange_offset(step),
         "slot_bytes": step.slot_bytes,
         "slot_thread": _sum(_scatter("warp", slot_of_warp), _scatter("rank", from_cta)) or "0",
         "slot_chunk": _scatter("c", slot_of_chunk) or "0",
@@ -212,22 +212,36 @@ def _turns(plan: Plan) -> Iterator[dict[str, Any]]:
     """The rounds of all exchanges: which vectors of a chunk cross, and what keeps a slot's reader from its next writer.
 
     Slots of one block are freed by `block_sync`. Those of a cluster are freed by all its blocks having arrived: each
-    arrives when it has read what lies there (or, at the start, when it runs), and waits before it writes to others.
+    arrives when it has read what lies there (or, at the start, when it runs), and waits before it stores to others.
+    What was stored is there when as many bytes have landed at the barrier of the block; it then expects the next.
     """
+    crossings = 0
     rounds = [(step, number) for step in plan.exchanges for number in range(step.rounds)]
     for i, (step, number) in enumerate(rounds):
         last = i == len(rounds) - 1
-        follower = rounds[0][0] if last and plan.persistent else None if last else rounds[i + 1][0]
         # In a persistent grid, reading a bulk-copied stage has ended in a block_sync already.
         fresh = i == 0 and (not plan.persistent or plan.load.path == "bulk")
         before = ["cluster_wait()"] if step.crosses_blocks else [] if fresh else ["block_sync()"]
-        between = ["cluster_arrive()", "cluster_wait()"] if step.crosses_blocks else ["block_sync()"]
-        after = ["cluster_arrive()"] if follower is not None and follower.crosses_blocks else []
+        between, after = ["block_sync()"], list[str]()
+        if step.crosses_blocks:
+            again = plan.persistent or not last  # exchanges that cross come last
+            between = [f"remote_barrier_wait(crossed, {'parity_crossed' if plan.persistent else crossings % 2})"]
+            if plan.persistent:
+                between.append("parity_crossed ^= 1")
+            if again:
+                between.append(f"if (thread_index() == 0) barrier_expect(crossed, {_crossed_bytes(plan, step)}u)")
+                after.append("cluster_arrive()")
+            crossings += 1
         planes = [
             {"number": number * step.planes + plane, "offset": _plane_offset(step, plane)}
             for plane in range(step.planes)
         ]
         yield {"before": before, "between": between, "after": after, "planes": planes}
+
+
+def _crossed_bytes(plan: Plan, step: Exchange) -> int:
+    """What lands in a block's shared memory in one round of an exchange: a vector for each lane, chunk and plane."""
+    return step.planes * (512 << (plan.chunk_bits + plan.warp_bits))
 
 
 def _plane_offset(step: Exchange, plane: int) -> str:

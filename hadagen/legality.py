@@ -226,14 +226,15 @@ def _(c: Context, k: Knobs) -> str | None:
     return None
 
 
-@_rule("chunks", "warps", "exchange_carrier", "exchange_rounds", "shared_layout", "load", "stages", "min_blocks")
+@_rule(*SHAPE, "exchange_carrier", "exchange_rounds", "shared_layout", "load", "stages", "min_blocks")
 def _(c: Context, k: Knobs) -> str | None:
     block = k.chunks * k.warps << CHUNK_BITS
     staged = k.stages * block * c.problem.dtype.bytes if Load(k.load).staged else 0
     exchanged = 0
     if _has_exchange(c, k):
         slot = Exchange((), k.exchange_carrier, k.exchange_rounds, k.shared_layout).slot_bytes
-        exchanged = k.chunks * k.warps * slot
+        crossing = [any(far.kind == "cta" for _, far in pairs) for pairs in exchanges_of(c.problem, k)]
+        exchanged = k.chunks * k.warps * slot * len(set(crossing))  # blocks fill each other's slots beside their own
     bytes_ = BARRIER_BYTES + staged + exchanged  # barriers or not: a little room to spare
     limits = c.arch.limits
     if bytes_ > limits.shared_per_block:

@@ -31,7 +31,8 @@ THREAD_ELEMENTS = CHUNK_ELEMENTS // 32  # of one chunk in one thread
 MMA_EXPONENT = -2  # ±2^-2 makes the 16×16 matrix orthonormal, so values keep their size
 # Registers of a thread besides its values: addresses, the A operands of the mma, accumulators under way.
 OVERHEAD_REGISTERS = 24
-BARRIER_BYTES = 128  # room for the mbarriers of all stages; keeps what follows aligned
+CROSSED_BARRIER = 15  # number of the mbarrier for other blocks' stores; those of the stages come first
+BARRIER_BYTES = 128  # room for all mbarriers; keeps what follows aligned
 
 PACKED = "packed"  # two 16-bit elements to a register
 FP32 = "fp32"
@@ -232,15 +233,28 @@ class Plan:
         return self.block_elements * self.problem.dtype.bytes if self.load.staged else 0
 
     @property
-    def exchange_offset(self) -> int:
-        """Where in shared memory the exchanges begin: after the barriers and the staged tiles."""
-        barriers = BARRIER_BYTES if self.load.path == "bulk" else 0
-        return barriers + self.load.stages * self.stage_bytes
+    def crosses_blocks(self) -> bool:
+        return any(step.crosses_blocks for step in self.exchanges)
+
+    @property
+    def stages_offset(self) -> int:
+        """Where in shared memory the staged tiles begin: after the barriers."""
+        return BARRIER_BYTES if self.crosses_blocks or self.load.path == "bulk" else 0
+
+    def exchange_offset(self, step: Exchange) -> int:
+        """Where in shared memory the slots of an exchange begin: after the staged tiles, and those that other blocks
+        fill after those of this block alone, so that they are free from the start."""
+        own = self._slots_bytes(crossing=False) if step.crosses_blocks else 0
+        return self.stages_offset + self.load.stages * self.stage_bytes + own
 
     @property
     def shared_bytes(self) -> int:
+        slots = self._slots_bytes(crossing=False) + self._slots_bytes(crossing=True)
+        return self.stages_offset + self.load.stages * self.stage_bytes + slots
+
+    def _slots_bytes(self, *, crossing: bool) -> int:
         slots = 1 << (self.chunk_bits + self.warp_bits)
-        return self.exchange_offset + max((slots * step.slot_bytes for step in self.exchanges), default=0)
+        return max((slots * step.slot_bytes for step in self.exchanges if step.crosses_blocks == crossing), default=0)
 
     @property
     def launch(self) -> LaunchSpec:

@@ -140,15 +140,32 @@ GOOD: dict[Case, Callable[[Bits], Bits]] = {
     ): lambda x: np.roll(x.reshape(-1, 64, 8), -1, axis=1),
     Case(
         "exchanges_in_a_cluster",
-        """cluster_arrive();
+        """if (t == 0) barrier_init(barrier), barrier_expect(barrier, 512);
+        cluster_arrive_relaxed();
         const Vec16 v = load16(in + 16 * t);
         cluster_wait();
-        remote_shared_store16(shared + 16 * t, (rank + 1) % 4, v);
-        cluster_arrive();
-        cluster_wait();
-        store16(out + 16 * t, shared_load16(shared + 16 * t));""",
+        remote_shared_store16(data + 16 * t, (rank + 1) % 4, v, barrier);
+        remote_barrier_wait(barrier, 0);
+        store16(out + 16 * t, shared_load16(data + 16 * t));""",
         cluster=4,
     ): lambda x: np.roll(x.reshape(-1, 4, 256), 1, axis=1),
+    Case(
+        "exchanges_in_a_cluster_twice",
+        """if (t == 0) barrier_init(barrier), barrier_expect(barrier, 512);
+        cluster_arrive_relaxed();
+        Vec16 v = load16(in + 16 * t);
+        for (u32 turn = 0; turn < 2; ++turn) {
+            cluster_wait();
+            remote_shared_store16(data + 16 * t, (rank + 1) % 4, v, barrier);
+            remote_barrier_wait(barrier, turn);
+            if (t == 0) barrier_expect(barrier, 512);
+            v = shared_load16(data + 16 * t);
+            cluster_arrive();
+        }
+        cluster_wait();
+        store16(out + 16 * t, v);""",
+        cluster=4,
+    ): lambda x: np.roll(x.reshape(-1, 4, 256), 2, axis=1),
     Case(
         "waits_for_groups",
         """for (u32 group = 0; group < 8; ++group) {
@@ -250,16 +267,27 @@ RACES = (
     ),
     Case(
         "no_cluster_wait_before_reuse",
-        """Vec16 v = load16(in + 16 * t);
-        cluster_arrive();
+        """for (int turn = 0; turn < 2 && t == 0; ++turn)
+            barrier_init(&barrier[turn]), barrier_expect(&barrier[turn], 512);
+        Vec16 v = load16(in + 16 * t);
+        cluster_arrive_relaxed();
         cluster_wait();
-        for (int i = 0; i < 2; ++i) {
-            remote_shared_store16(shared + 16 * t, rank ^ 1, v);
-            cluster_arrive();
-            cluster_wait();
-            v = shared_load16(shared + 16 * t);
+        for (int turn = 0; turn < 2; ++turn) {
+            remote_shared_store16(data + 16 * t, rank ^ 1, v, &barrier[turn]);
+            remote_barrier_wait(&barrier[turn], 0);
+            v = shared_load16(data + 16 * t);
         }
         store16(out + 16 * t, v);""",
+        cluster=2,
+    ),
+    Case(
+        "what_another_thread_waited_for",
+        """if (t == 0) barrier_init(barrier), barrier_expect(barrier, 512);
+        cluster_arrive_relaxed();
+        cluster_wait();
+        remote_shared_store16(data + 16 * t, rank ^ 1, load16(in + 16 * t), barrier);
+        if (t == 0) remote_barrier_wait(barrier, 0);
+        store16(out + 16 * t, shared_load16(data + 16 * t));""",
         cluster=2,
     ),
 )
@@ -300,34 +328,59 @@ STOPPED = {
     Case("two_arrivals", "cluster_arrive(); cluster_arrive();"): "arrives at the cluster barrier twice without waiting",
     Case(
         "no_such_block",
-        "cluster_arrive(); cluster_wait(); remote_shared_store16(shared, 2, zero16());",
+        "cluster_arrive(); cluster_wait(); remote_shared_store16(data, 2, zero16(), barrier);",
         cluster=2,
     ): "stores to block 2 of a cluster of 2",
     Case(
         "other_block_may_not_have_begun",
-        "remote_shared_store16(shared + 16 * t, rank ^ 1, zero16());",
+        "if (t == 0) barrier_init(barrier); remote_shared_store16(data + 16 * t, rank ^ 1, zero16(), barrier);",
         cluster=2,
     ): "which may not have begun",
     Case(
         "other_block_may_have_ended",
-        "cluster_arrive(); cluster_wait(); remote_shared_store16(shared + 16 * t, rank ^ 1, zero16());",
+        """if (t == 0) barrier_init(barrier), barrier_expect(barrier, 512);
+        cluster_arrive_relaxed();
+        cluster_wait();
+        remote_shared_store16(data + 16 * t, rank ^ 1, zero16(), barrier);""",
         cluster=2,
-    ): "block 0 may end before other blocks of its cluster have stored",
+    ): "block 0 ends while 512 bytes are on their way to it",
+    Case(
+        "more_than_expected",
+        """if (t == 0) barrier_init(barrier), barrier_expect(barrier, 256);
+        cluster_arrive_relaxed();
+        cluster_wait();
+        remote_shared_store16(data + 16 * t, rank ^ 1, zero16(), barrier);
+        remote_barrier_wait(barrier, 0);""",
+        cluster=2,
+    ): "block 0 ends while 256 bytes are on their way to it",
+    Case(
+        "never_expected",
+        """if (t == 0) barrier_init(barrier);
+        cluster_arrive_relaxed();
+        cluster_wait();
+        remote_shared_store16(data + 16 * t, rank ^ 1, zero16(), barrier);
+        remote_barrier_wait(barrier, 0);""",
+        cluster=2,
+    ): "threads 0-31 of block 0 wait at barrier_wait",
+    Case(
+        "relaxed_arrival_for_data",
+        "shared_store16(data + 16 * t, zero16()); cluster_arrive_relaxed();",
+    ): "arrives at the cluster barrier, relaxed, after it has touched shared memory",
     Case("no_mbarrier", "barrier_wait(barrier, 0);"): "uses an mbarrier that was not initialized",
     Case("mbarrier_again", "barrier_init(barrier);"): "thread 1 of block 0 initializes an mbarrier again",
     Case("no_copy", "if (t == 0) barrier_init(barrier), barrier_wait(barrier, 0);"): "block 0 wait at barrier_wait",
     Case(
         "copy_under_way_at_the_end",
         "if (t == 0) barrier_init(barrier), bulk_copy(data, in, 512, barrier);",
-    ): "block 0 ends with a bulk copy under way",
-    Case("odd_copy", "if (t == 0) barrier_init(barrier), bulk_copy(data, in, 8, barrier);"): "copies 8 bytes",
+    ): "block 0 ends while 512 bytes are on their way to it",
+    Case("odd_copy", "if (t == 0) barrier_init(barrier), bulk_copy(data, in, 8, barrier);"): "expects 8 bytes",
     Case(
         "two_copies_in_a_phase",
         """if (t == 0) {
             barrier_init(barrier);
             for (u32 part = 0; part < 2; ++part) bulk_copy(data + 16 * part, in, 16, barrier);
         }""",
-    ): "before it knows that the last one has landed",
+    ): "before it knows that the last ones have landed",
     Case("endless", "for (;;) load16(in);"): "does not end",
 }
 
@@ -736,7 +789,10 @@ def test_both_headers_offer_the_same_primitives() -> None:
     host = signatures(host_texts()["hadagen.cuh"], "HADAGEN_INLINE")
     assert len(device) > 30
     assert host - device == {"u32 encode_pair (double low, double high)"}
-    assert device - host == {"u32 shared_address (const void* shared)"}
+    assert device - host == {
+        "u32 shared_address (const void* shared)",
+        "u32 remote_address (const void* shared, u32 rank)",
+    }
 
 
 def test_a_refused_source_raises_with_the_compilers_log() -> None:

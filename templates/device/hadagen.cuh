@@ -253,19 +253,12 @@ HADAGEN_INLINE u32 shared_address(const void* shared) { return u32(__cvta_generi
 HADAGEN_INLINE void block_sync() { __syncthreads(); }
 
 HADAGEN_INLINE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+// Orders no memory access but `barrier_init`, and takes a third of a microsecond less.
+HADAGEN_INLINE void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 HADAGEN_INLINE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 HADAGEN_INLINE Vec16 shared_load16(const byte* shared) { return *reinterpret_cast<const Vec16*>(shared); }
 HADAGEN_INLINE void shared_store16(byte* shared, Vec16 v) { *reinterpret_cast<Vec16*>(shared) = v; }
-
-// Stores to the same place in the shared memory of block `rank` of the cluster.
-HADAGEN_INLINE void remote_shared_store16(byte* shared, u32 rank, Vec16 v) {
-    u32 remote;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(shared_address(shared)), "r"(rank));
-    asm volatile("st.shared::cluster.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(remote), "r"(v.word[0]), "r"(v.word[1]),
-                 "r"(v.word[2]), "r"(v.word[3])
-                 : "memory");
-}
 
 // ---- asynchronous copies -------------------------------------------------------------------------------------------
 HADAGEN_INLINE void cp_async16(byte* shared, const void* global) {
@@ -283,10 +276,14 @@ HADAGEN_INLINE void barrier_init(u64* barrier) {
                      shared_address(barrier))
                  : "memory");
 }
-// Starts copying `bytes` (a multiple of 16) and arrives at the barrier; its phase ends when they have landed. One thread calls it.
-HADAGEN_INLINE void bulk_copy(byte* shared, const void* global, u32 bytes, u64* barrier) {
+// Arrives at the barrier, whose phase ends when so many bytes, a multiple of 16, have landed. One thread calls it.
+HADAGEN_INLINE void barrier_expect(u64* barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
                  : "memory");
+}
+// Starts copying `bytes`, for which the barrier waits. One thread calls it.
+HADAGEN_INLINE void bulk_copy(byte* shared, const void* global, u32 bytes, u64* barrier) {
+    barrier_expect(barrier, bytes);
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
             shared_address(shared)),
@@ -298,6 +295,28 @@ HADAGEN_INLINE void barrier_wait(u64* barrier, u32 parity) {
     asm volatile("{\n\t.reg .pred done;\n"
                  "again:\n\t"
                  "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n\t"
+                 "@!done bra again;\n\t}" ::"r"(shared_address(barrier)),
+                 "r"(parity)
+                 : "memory");
+}
+
+HADAGEN_INLINE u32 remote_address(const void* shared, u32 rank) {
+    u32 remote;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(shared_address(shared)), "r"(rank));
+    return remote;
+}
+// Starts storing to the same place in the shared memory of block `rank` of the cluster; lands at the same barrier there.
+HADAGEN_INLINE void remote_shared_store16(byte* shared, u32 rank, Vec16 v, u64* barrier) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1,%2,%3,%4}, [%5];" ::"r"(
+                     remote_address(shared, rank)),
+                 "r"(v.word[0]), "r"(v.word[1]), "r"(v.word[2]), "r"(v.word[3]), "r"(remote_address(barrier, rank))
+                 : "memory");
+}
+// `barrier_wait` where other blocks have stored.
+HADAGEN_INLINE void remote_barrier_wait(u64* barrier, u32 parity) {
+    asm volatile("{\n\t.reg .pred done;\n"
+                 "again:\n\t"
+                 "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n\t"
                  "@!done bra again;\n\t}" ::"r"(shared_address(barrier)),
                  "r"(parity)
                  : "memory");

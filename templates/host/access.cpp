@@ -11,7 +11,7 @@ void race(const char* does, i64 offset, const Stamp& other, const char* did) {
     const char* by = other.by == Stamp::several_threads  ? "other threads"
                      : other.by == Stamp::thread         ? nullptr
                      : other.by == Stamp::copy_under_way ? "a copy under way"
-                                                         : "a bulk copy not waited for";
+                                                         : "a copy not waited for";
     const Name first(m.running->who), second(by ? 0 : other.who);
     std::snprintf(m.report->first_race, sizeof m.report->first_race,
                   "%s %s byte %lld of shared memory, which %s %s, with no barrier in between", first.text, does, offset,
@@ -74,8 +74,8 @@ Stamp stamp_now() {
     return {Stamp::thread, thread.who, thread.rank, thread.clock.block_syncs, thread.clock.arrivals};
 }
 
-void note_read(u32 offset) {
-    Cell& cell = m.block().memory.cells[offset / vector_bytes];
+void note_read(u32 rank, u32 offset) {
+    Cell& cell = m.blocks[rank].memory.cells[offset / vector_bytes];
     if (cell.write.by == Stamp::nobody) ++m.report->uninitialized_reads;
     if (!in_order(cell.write)) race("reads", offset, cell.write, "has written");
     Stamp now = stamp_now();
@@ -93,27 +93,45 @@ void note_write(u32 rank, u32 offset, const Stamp& stamp) {
     cell = {stamp, Stamp{}};
 }
 
-// A copy to shared memory begins: until it has landed, the bytes are nobody's to touch.
-void begin_copy(byte* shared, u32 bytes) {
+// A copy to the shared memory of block `rank` begins: until it has landed, the bytes are nobody's to touch.
+void begin_copy(u32 rank, byte* shared, u32 bytes) {
     const u32 offset = shared_offset(shared, bytes, vector_bytes);
     for (u32 at = 0; at < bytes; at += vector_bytes)
-        note_write(self->rank, offset + at, {Stamp::copy_under_way, m.running->who, self->rank});
-    SharedMemory::poison(shared, bytes);
+        note_write(rank, offset + at, {Stamp::copy_under_way, m.running->who, self->rank});
+    SharedMemory::poison(m.blocks[rank].memory.base + offset, bytes);
+    m.running->touched_shared = true;
 }
 
-void end_copy(byte* shared, const void* global, u32 bytes, const Stamp& stamp) {
-    read_global(shared, global, bytes);
-    for (u32 at = 0; at < bytes; at += vector_bytes) m.block().memory.cell(shared + at).write = stamp;
+void end_copy(const Arrival& arrival, const Stamp& stamp) {
+    if (arrival.global) read_global(arrival.shared, arrival.global, arrival.bytes);
+    else std::memcpy(arrival.shared, &arrival.vector, sizeof arrival.vector);
+    for (u32 at = 0; at < arrival.bytes; at += vector_bytes) m.block().memory.cell(arrival.shared + at).write = stamp;
 }
 
-u32 barrier_at(const u64* address) {
-    const auto& barriers = m.block().memory.barriers;
-    for (u32 b = 0; b < barriers.size(); ++b)
-        if (barriers[b].address == address) {
-            note_read(shared_offset(address, sizeof *address, sizeof *address));
+// The number of the barrier that lies in block `rank` where `address` lies in the running thread's.
+u32 barrier_at(u32 rank, const u64* address) {
+    const u32 offset = shared_offset(address, sizeof *address, sizeof *address);
+    const SharedMemory& memory = m.blocks[rank].memory;
+    for (u32 b = 0; b < memory.barriers.size(); ++b)
+        if (reinterpret_cast<const byte*>(memory.barriers[b].address) == memory.base + offset) {
+            note_read(rank, offset);
             return b;
         }
     fail("%s uses an mbarrier that was not initialized", Name(m.running->who).text);
+}
+
+// Those who wait at a barrier of block `rank` look again.
+void wake(u32 rank) {
+    const u32 first = rank * m.launch.threads;
+    for (u32 t = first; t < first + m.launch.threads; ++t)
+        if (m.threads[t].waits_at == at_barrier_wait) make_ready(m.threads[t]);
+}
+
+// Bytes are on their way to a barrier of block `rank`.
+void send(u32 rank, Barrier& barrier, const Arrival& arrival) {
+    barrier.arrivals.push_back(arrival);
+    barrier.came += arrival.bytes;
+    wake(rank);
 }
 
 }  // namespace
@@ -138,33 +156,26 @@ void store(void* global, const void* from, i64 bytes) {
 Vec16 shared_load(const byte* shared) {
     step();
     const u32 offset = shared_offset(shared, vector_bytes, vector_bytes);
-    note_read(offset);
+    note_read(self->rank, offset);
+    m.running->touched_shared = true;
     m.warp().shared.add(self->thread % warp_lanes, offset);
     Vec16 v;
     std::memcpy(&v, shared, sizeof v);
     return v;
 }
 
-void shared_store(byte* shared, u32 rank, const Vec16& v) {
+void shared_store(byte* shared, const Vec16& v) {
     step();
     const u32 offset = shared_offset(shared, vector_bytes, vector_bytes);
-    if (rank >= m.launch.cluster)
-        fail("%s stores to block %u of a cluster of %u", Name(m.running->who).text, rank, m.launch.cluster);
-    const Clock& clock = m.running->clock;
-    if (rank != self->rank) {
-        if (clock.waits == 0)
-            fail("%s stores into the shared memory of another block, which may not have begun: no cluster_wait so far",
-                 Name(m.running->who).text);
-        m.blocks[rank].written_until = std::max(m.blocks[rank].written_until, clock.arrivals + 1);
-    }
-    note_write(rank, offset, stamp_now());
-    m.warp().shared.add(self->thread % warp_lanes, i64(rank) * m.launch.shared_bytes / 128 * 128 + offset);
-    std::memcpy(m.blocks[rank].memory.base + offset, &v, sizeof v);
+    note_write(self->rank, offset, stamp_now());
+    m.running->touched_shared = true;
+    m.warp().shared.add(self->thread % warp_lanes, offset);
+    std::memcpy(shared, &v, sizeof v);
 }
 
 void copy_async(byte* shared, const void* global) {
     step();
-    begin_copy(shared, vector_bytes);
+    begin_copy(self->rank, shared, vector_bytes);
     element(global, vector_bytes, m.x, m.launch.x_pitch, "loads", "x");
     m.running->copies.push_back({shared, global, m.running->groups});
     m.warp().shared.add(self->thread % warp_lanes, shared - self->shared);
@@ -178,7 +189,7 @@ void copy_async_wait(u32 pending) {
     auto& copies = m.running->copies;
     const auto landed = [&](const AsyncCopy& copy) { return copy.group + pending < m.running->groups; };
     for (const AsyncCopy& copy : copies)
-        if (landed(copy)) end_copy(copy.shared, copy.global, vector_bytes, stamp_now());
+        if (landed(copy)) end_copy({copy.shared, copy.global, vector_bytes, {}}, stamp_now());
     copies.erase(std::remove_if(copies.begin(), copies.end(), landed), copies.end());
 }
 
@@ -193,35 +204,52 @@ void barrier_init(const u64* barrier) {
     barriers.push_back({barrier});
 }
 
+void barrier_expect(const u64* barrier, u32 bytes) {
+    step();
+    Barrier& state = m.block().memory.barriers[barrier_at(self->rank, barrier)];
+    if (bytes == 0 || bytes % vector_bytes)
+        fail("%s expects %u bytes, which is not a multiple of %u", Name(m.running->who).text, bytes, vector_bytes);
+    if (state.expected || !in_order(state.ended))
+        fail("%s expects bytes at an mbarrier before it knows that the last ones have landed",
+             Name(m.running->who).text);
+    state.expected = bytes;
+    wake(self->rank);
+}
+
 void bulk_copy(byte* shared, const void* global, u32 bytes, const u64* barrier) {
     step();
-    const u32 b = barrier_at(barrier);
-    Barrier& state = m.block().memory.barriers[b];
-    if (bytes == 0 || bytes % vector_bytes)
-        fail("%s copies %u bytes, which is not a multiple of %u", Name(m.running->who).text, bytes, vector_bytes);
-    if (state.under_way || !in_order(state.ended))
-        fail("%s starts a bulk copy before it knows that the last one has landed", Name(m.running->who).text);
-    begin_copy(shared, bytes);
+    begin_copy(self->rank, shared, bytes);
     element(global, bytes, m.x, m.launch.x_pitch, "loads", "x");
-    state.under_way = true;
-    state.copy = {shared, global, bytes};
-    const u32 first = self->rank * m.launch.threads;
-    for (u32 t = first; t < first + m.launch.threads; ++t)
-        if (m.threads[t].waits_at == at_barrier_wait) make_ready(m.threads[t]);
+    send(self->rank, m.block().memory.barriers[barrier_at(self->rank, barrier)], {shared, global, bytes, {}});
+}
+
+void remote_shared_store(byte* shared, u32 rank, const Vec16& v, const u64* barrier) {
+    step();
+    const u32 offset = shared_offset(shared, vector_bytes, vector_bytes);
+    if (rank >= m.launch.cluster)
+        fail("%s stores to block %u of a cluster of %u", Name(m.running->who).text, rank, m.launch.cluster);
+    if (rank != self->rank && m.running->clock.waits == 0)
+        fail("%s stores into the shared memory of another block, which may not have begun: no cluster_wait so far",
+             Name(m.running->who).text);
+    begin_copy(rank, shared, vector_bytes);
+    m.warp().shared.add(self->thread % warp_lanes, i64(rank) * m.launch.shared_bytes / 128 * 128 + offset);
+    SharedMemory& memory = m.blocks[rank].memory;
+    send(rank, memory.barriers[barrier_at(rank, barrier)], {memory.base + offset, nullptr, vector_bytes, v});
 }
 
 void barrier_wait(const u64* barrier, u32 parity) {
     step();
-    const u32 b = barrier_at(barrier);
+    const u32 b = barrier_at(self->rank, barrier);
     Barrier& state = m.block().memory.barriers[b];
     while (state.phases % 2 == parity) {
-        if (state.under_way) {
-            state.under_way = false;
+        if (state.expected && state.came == state.expected) {
             state.ended = stamp_now();
-            state.ended.by = Stamp::bulk_copy;
+            state.ended.by = Stamp::landed;
             state.ended.barrier = b;
             state.ended.phase = ++state.phases;
-            end_copy(state.copy.shared, state.copy.global, state.copy.bytes, state.ended);
+            for (const Arrival& arrival : state.arrivals) end_copy(arrival, state.ended);
+            state.arrivals.clear();
+            state.expected = state.came = 0;
         } else {
             m.running->waits_at = at_barrier_wait;
             pause();

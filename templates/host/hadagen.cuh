@@ -167,13 +167,11 @@ template <class T> HADAGEN_INLINE void mma(u32 (&d)[2], const Operand& a, u32 b0
 HADAGEN_INLINE void grid_dependency_sync() { machine::grid_dependency_sync(); }
 HADAGEN_INLINE void block_sync() { machine::block_sync(); }
 HADAGEN_INLINE void cluster_arrive() { machine::cluster_arrive(); }
+HADAGEN_INLINE void cluster_arrive_relaxed() { machine::cluster_arrive_relaxed(); }
 HADAGEN_INLINE void cluster_wait() { machine::cluster_wait(); }
 
 HADAGEN_INLINE Vec16 shared_load16(const byte* shared) { return machine::shared_load(shared); }
-HADAGEN_INLINE void shared_store16(byte* shared, Vec16 v) { machine::shared_store(shared, cluster_rank(), v); }
-
-// Stores to the same place in the shared memory of block `rank` of the cluster.
-HADAGEN_INLINE void remote_shared_store16(byte* shared, u32 rank, Vec16 v) { machine::shared_store(shared, rank, v); }
+HADAGEN_INLINE void shared_store16(byte* shared, Vec16 v) { machine::shared_store(shared, v); }
 
 // ---- asynchronous copies -------------------------------------------------------------------------------------------
 HADAGEN_INLINE void cp_async16(byte* shared, const void* global) { machine::copy_async(shared, global); }
@@ -183,11 +181,21 @@ template <int pending> HADAGEN_INLINE void cp_async_wait() { machine::copy_async
 
 // An mbarrier for one arrival a phase. One thread calls `barrier_init` for each, and all threads `block_sync` before use.
 HADAGEN_INLINE void barrier_init(u64* barrier) { machine::barrier_init(barrier); }
-// Starts copying `bytes` (a multiple of 16) and arrives at the barrier; its phase ends when they have landed. One thread calls it.
+// Arrives at the barrier, whose phase ends when so many bytes, a multiple of 16, have landed. One thread calls it.
+HADAGEN_INLINE void barrier_expect(u64* barrier, u32 bytes) { machine::barrier_expect(barrier, bytes); }
+// Starts copying `bytes`, for which the barrier waits. One thread calls it.
 HADAGEN_INLINE void bulk_copy(byte* shared, const void* global, u32 bytes, u64* barrier) {
+    barrier_expect(barrier, bytes);
     machine::bulk_copy(shared, global, bytes, barrier);
 }
 // Waits for the end of the barrier's phase of this parity (0, 1, 0, …).
 HADAGEN_INLINE void barrier_wait(u64* barrier, u32 parity) { machine::barrier_wait(barrier, parity); }
+
+// Starts storing to the same place in the shared memory of block `rank` of the cluster; lands at the same barrier there.
+HADAGEN_INLINE void remote_shared_store16(byte* shared, u32 rank, Vec16 v, u64* barrier) {
+    machine::remote_shared_store(shared, rank, v, barrier);
+}
+// `barrier_wait` where other blocks have stored.
+HADAGEN_INLINE void remote_barrier_wait(u64* barrier, u32 parity) { machine::barrier_wait(barrier, parity); }
 
 }  // namespace hadagen

@@ -150,7 +150,7 @@ void begin_cluster(i64 first_block) {
     const Launch& launch = m.launch;
     for (u32 rank = 0; rank < launch.cluster; ++rank) {
         m.blocks[rank].memory.clear(launch.shared_bytes);
-        m.blocks[rank].waiting = m.blocks[rank].written_until = 0;
+        m.blocks[rank].waiting = 0;
     }
     for (Warp& warp : m.warps) warp = Warp{};
     for (u32 who = 0; who < m.cluster_threads(); ++who) {
@@ -163,6 +163,7 @@ void begin_cluster(i64 first_block) {
         thread.copies.clear();
         thread.groups = 0;
         thread.synced = !launch.starts_early;
+        thread.touched_shared = false;
         thread.fiber.begin(run_kernel);
     }
     m.arrived = m.phases = 0;
@@ -173,16 +174,11 @@ void begin_cluster(i64 first_block) {
 
 // A block's shared memory is its own only while one of its threads runs.
 void end_cluster() {
-    for (u32 rank = 0; rank < m.launch.cluster; ++rank) {
-        const Thread* const threads = &m.threads[rank * m.launch.threads];
+    for (u32 rank = 0; rank < m.launch.cluster; ++rank)
         for (const Barrier& barrier : m.blocks[rank].memory.barriers)
-            if (barrier.under_way) fail("block %lld ends with a bulk copy under way", threads[0].block);
-        u32 waits = 0;
-        for (u32 t = 0; t < m.launch.threads; ++t) waits = std::max(waits, threads[t].clock.waits);
-        if (waits < m.blocks[rank].written_until)
-            fail("block %lld may end before other blocks of its cluster have stored into its shared memory",
-                 threads[0].block);
-    }
+            if (barrier.came)
+                fail("block %lld ends while %u bytes are on their way to it",
+                     m.threads[rank * m.launch.threads].block, barrier.came);
     for (Warp& warp : m.warps) count_accesses(warp);
 }
 
@@ -248,6 +244,13 @@ void cluster_arrive() {
         Thread& thread = m.threads[m.launch.seed == 1 ? i : m.cluster_threads() - 1 - i];
         if (thread.waits_at == at_cluster_wait) make_ready(thread);
     }
+}
+
+void cluster_arrive_relaxed() {
+    if (m.running->touched_shared)
+        fail("%s arrives at the cluster barrier, relaxed, after it has touched shared memory",
+             Name(m.running->who).text);
+    cluster_arrive();
 }
 
 void cluster_wait() {

@@ -34,6 +34,7 @@ void mma(float (&d)[4], const float (&a)[8], const float (&b)[4]);
 // Collectives of the block and the cluster.
 void block_sync();
 void cluster_arrive();
+void cluster_arrive_relaxed();  // before the thread touches shared memory
 void cluster_wait();
 
 // Global memory, which a kernel that starts early touches only after the sync. `bytes`: of one element, or a whole vector.
@@ -41,16 +42,18 @@ void grid_dependency_sync();
 void load(void* into, const void* global, i64 bytes);
 void store(void* global, const void* from, i64 bytes);
 
-// Shared memory, 16 bytes at a time, of block `rank`.
+// Shared memory, 16 bytes at a time.
 Vec16 shared_load(const byte* shared);
-void shared_store(byte* shared, u32 rank, const Vec16& v);
+void shared_store(byte* shared, const Vec16& v);
 
 // Asynchronous copies. The bytes read as NaN until the thread has waited.
 void copy_async(byte* shared, const void* global);
 void copy_async_commit();
 void copy_async_wait(u32 pending);
 void barrier_init(const u64* barrier);
+void barrier_expect(const u64* barrier, u32 bytes);
 void bulk_copy(byte* shared, const void* global, u32 bytes, const u64* barrier);
+void remote_shared_store(byte* shared, u32 rank, const Vec16& v, const u64* barrier);
 void barrier_wait(const u64* barrier, u32 parity);
 
 // ---- for emulator.py, which mirrors these two structures -----------------------------------------------------------

@@ -25,12 +25,12 @@ struct Clock {
 
 // Who made an access, and when.
 struct Stamp {
-    enum By : byte { nobody, thread, several_threads, copy_under_way, bulk_copy } by = nobody;
-    u32 who = 0;          // the thread, numbered in its cluster; of a bulk copy, the first that waited for it
+    enum By : byte { nobody, thread, several_threads, copy_under_way, landed } by = nobody;
+    u32 who = 0;          // the thread, numbered in its cluster; of what has landed, the first that waited for it
     u32 rank = 0;         // the block of the thread
     u32 block_syncs = 0;  // of the thread's clock
     u32 arrivals = 0;
-    u32 barrier = 0;  // of a bulk copy
+    u32 barrier = 0;  // of what has landed
     u32 phase = 0;    // whose end shows that it has landed
 };
 
@@ -42,7 +42,7 @@ inline bool happened_before(const Stamp& access, u32 who, u32 rank, const Clock&
     if (access.by == Stamp::copy_under_way) return false;
     if (access.by == Stamp::thread && access.who == who) return true;
     const bool same_block = access.rank == rank;
-    if (access.by == Stamp::bulk_copy && same_block && now.landed[access.barrier] >= access.phase) return true;
+    if (access.by == Stamp::landed && same_block && now.landed[access.barrier] >= access.phase) return true;
     return (same_block && now.block_syncs > access.block_syncs) || now.waits > access.arrivals;
 }
 
@@ -51,18 +51,20 @@ struct Cell {
 };
 
 // ---- the shared memory of one block --------------------------------------------------------------------------------
-struct BulkCopy {
+// What lands when a phase of a barrier ends: bytes of global memory, or, where `global` is null, a vector.
+struct Arrival {
     byte* shared;
     const void* global;
     u32 bytes;
+    Vec16 vector;
 };
 
 struct Barrier {
     const u64* address;
     u32 phases = 0;  // that have ended
     Stamp ended{};   // who was the first to see the latest end
-    bool under_way = false;
-    BulkCopy copy{};
+    u32 expected = 0, came = 0;  // bytes of this phase
+    std::vector<Arrival> arrivals{};
 };
 
 struct SharedMemory {

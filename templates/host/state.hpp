@@ -28,6 +28,7 @@ struct Thread : Identity {
     std::vector<AsyncCopy> copies;
     u32 groups;  // of copies committed
     bool synced;  // with the kernels before this one
+    bool touched_shared;
 };
 
 struct Warp {
@@ -39,7 +40,6 @@ struct Warp {
 struct Block {
     SharedMemory memory;
     u32 waiting = 0;
-    u32 written_until = 0;  // arrivals at the cluster barrier by which other blocks' stores into this one are over
 };
 
 struct Machine {
