@@ -147,7 +147,7 @@ def _steps(plan: Plan) -> list[dict[str, Any]]:
         view: dict[str, Any] = {"kind": type(step).__name__, "number": number, "line": line, "carrier": carrier}
         view["wide"] = FP32 in (carrier, carrier_after)
         if isinstance(step, Mma):
-            view |= {"stride": 1 << step.reg, "split": step.split, "accumulator": step.accumulator}
+            view |= {"stride": 1 << step.reg, "parts": step.parts, "accumulator": step.accumulator}
             view["factor"] = step.factor
         elif isinstance(step, Butterfly):
             view |= {"stride": _stride(step.place, carrier), "in_pair": step.place == PAIR}

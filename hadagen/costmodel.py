@@ -45,6 +45,7 @@ REGISTER_GRANULE = 8  # a thread gets its registers in eights
 CHUNK_BYTES = 512  # of packed values, which is what an exchange moves at a time
 WARP_BYTES = 128  # one register of every thread
 TILE_INSTRUCTIONS = 40  # index arithmetic, bounds and A operands
+PART_INSTRUCTIONS = {1: 0, 2: 6, 3: 11}  # that take a pair of fp32 values into this many parts
 # Cycles until a dependent instruction may start.
 MMA_LATENCY = 33
 ARITHMETIC_LATENCY = 5
@@ -185,9 +186,10 @@ def _cost(step: Step, chunks: int, moved: int, words: int, arch: Arch) -> Cost:
             )
         case Load() | Store():
             return Cost(instructions=2 * moved)
-        case Mma(split=split):
-            # high + low: two mma into one accumulator, and 24 instructions that take the four pairs apart
-            return Cost((28 if split else 2) * chunks, (4 if split else 2) * chunks, latency=(1 + split) * MMA_LATENCY)
+        case Mma(parts=parts):
+            # as many mma into one accumulator, and what takes the four pairs of a chunk apart
+            instructions = 2 * parts + 4 * PART_INSTRUCTIONS[parts]
+            return Cost(instructions * chunks, 2 * parts * chunks, latency=parts * MMA_LATENCY)
         case Transpose():
             return Cost(words * chunks, latency=MMA_LATENCY)
         case Shuffle():

@@ -18,6 +18,7 @@ from hadagen.plan import (
     FP32,
     MMA_EXPONENT,
     PACKED,
+    PARTS,
     Butterfly,
     Correct,
     Exchange,
@@ -44,7 +45,7 @@ class Knobs:
     warps: int = 1  # per block
     cluster: int = 1  # blocks per cluster
     low_bits: str = "mma"  # what transforms index bits 0–7: mma (two), mma_shuffle (one, then shuffles) or shuffle
-    mma_carrier: str = PACKED  # values between two mma: packed, or split into high + low halves
+    mma_carrier: str = PACKED  # values between two mma: packed, or fp32 split into parts
     accumulator: str = FP32  # what mma sums in; packed sums (float16 only) need no conversion
     butterfly_carrier: str = PACKED  # values that butterflies and shuffles work on
     exchange_carrier: str = PACKED  # values that cross shared memory
@@ -85,7 +86,7 @@ def plan_of(problem: Problem, knobs: Knobs, *, starts_early: bool = False) -> Pl
 
     starts_early: for an arch with programmatic dependent launch."""
     steps: list[Step] = [Load(knobs.load, knobs.stages, FP32 if problem.dtype is DType.FLOAT32 else PACKED)]
-    steps += _float32_low_bits(problem) if problem.dtype is DType.FLOAT32 else _low_bits(problem, knobs)
+    steps += _float32_low_bits(problem, knobs) if problem.dtype is DType.FLOAT32 else _low_bits(problem, knobs)
     bits = problem.log2_n
     if bits > CHUNK_BITS:
         chunk_bits = min(_log2(knobs.chunks), bits - CHUNK_BITS)
@@ -137,7 +138,7 @@ def _low_bits(problem: Problem, knobs: Knobs) -> list[Step]:
     if knobs.low_bits == "mma":
         # mma(reg0) finds bits 0 3 4 1 at its places and leaves 5 6 7 there, which mma(reg1) transforms with bit 2.
         if knobs.mma_carrier == "split":
-            return [Mma(0), Mma(1, split=True)]
+            return [Mma(0), Mma(1, parts=PARTS[problem.dtype])]
         if knobs.accumulator == PACKED:
             return [Mma(0, accumulator=PACKED, factor=first), Mma(1, accumulator=PACKED, factor=second)]
         return [Mma(0, factor=first), Round(), Mma(1, factor=second)]
@@ -160,7 +161,13 @@ def _low_bits(problem: Problem, knobs: Knobs) -> list[Step]:
     return [*(Shuffle(j, widen=j == 0) for j in across), *inside]
 
 
-def _float32_low_bits(problem: Problem) -> list[Step]:
+def _float32_low_bits(problem: Problem, knobs: Knobs) -> list[Step]:
+    """The steps that transform index bits 0–7 of float32, as far as the row has them."""
+    if knobs.low_bits == "mma":
+        # mma(reg0) finds bits 0 2 3 1 at its places and leaves 4 5 6 there, which mma(reg1) transforms with bit 7.
+        # Sums times 2^MMA_EXPONENT overflow later than those of butterflies do, and nothing is lost of values that keep
+        # their 24 bits above 2^-133, the least bfloat16: from 2^-110 on, or 2^-108 with room for that factor.
+        return [Mma(register, parts=PARTS[problem.dtype]) for register in (0, 1)]
     steps: list[Step] = [Butterfly(PAIR), Butterfly(reg(0))]
     steps += [Shuffle(j) for j in range(LANE_BITS)]
     steps.append(Butterfly(reg(1)))

@@ -104,14 +104,16 @@ def _(c: Context, k: Knobs) -> str | None:
 def _(c: Context, k: Knobs) -> str | None:
     if k.low_bits == "shuffle":
         return None
-    if c.problem.dtype is DType.FLOAT32:
-        return "no mma is exact to float32 (low_bits must be shuffle)"
     if "mma" not in c.arch.features:
         return "the arch has no mma (low_bits must be shuffle)"
     if c.bits < 5:
         return "an mma would mix bits of two rows (low_bits must be shuffle)"
+    single = c.problem.dtype is DType.FLOAT32
     if k.low_bits == "mma" and c.bits < CHUNK_BITS:
-        return "two mma transform eight bits, more than the row has (low_bits must be mma_shuffle or shuffle)"
+        others = "shuffle" if single else "mma_shuffle or shuffle"
+        return f"two mma transform eight bits, more than the row has (low_bits must be {others})"
+    if k.low_bits == "mma_shuffle" and single:
+        return "the transpose after one mma moves only 16-bit values (low_bits must be another)"
     return None
 
 

@@ -29,6 +29,8 @@ CHUNK_BITS = 8
 CHUNK_ELEMENTS = 1 << CHUNK_BITS
 THREAD_ELEMENTS = CHUNK_ELEMENTS // 32  # of one chunk in one thread
 MMA_EXPONENT = -2  # ±2^-2 makes the 16×16 matrix orthonormal, so values keep their size
+# In how many bfloat16 an `Mma` takes an fp32 value: 2 are more than a 16-bit result shows, 3 are the whole value.
+PARTS = {DType.FLOAT16: 2, DType.BFLOAT16: 2, DType.FLOAT32: 3}
 # Registers of a thread besides its values: addresses, the A operands of the mma, accumulators under way.
 OVERHEAD_REGISTERS = 24
 CROSSED_BARRIER = 15  # number of the mbarrier for other blocks' stores; those of the stages come first
@@ -56,13 +58,13 @@ class Load:
 class Mma:
     """Transforms the four bits at {pair, lane0, lane1, reg}, times `factor`, and applies `MMA_MOVES`.
 
-    Leaves what it accumulates in: fp32, or packed (float16 only). `split` takes fp32 as high + low halves in bfloat16,
-    whose range is that of fp32. All four must be bits of the row: were one not, rows would meet in a sum with weight 0,
-    and an infinity in one would make NaN of its neighbors.
+    Takes packed values (1 part), or fp32 as a sum of 2 or 3 `parts` in bfloat16, whose range is that of fp32. Leaves
+    what it accumulates in: fp32, or packed (float16 only). All four must be bits of the row: were one not, rows would
+    meet in a sum with weight 0, and an infinity in one would make NaN of its neighbors.
     """
 
     reg: int
-    split: bool = False
+    parts: int = 1
     accumulator: str = FP32
     factor: int = 0  # 1 or 2: the first or second of those that the scale came as; 0: 2^`MMA_EXPONENT`
 
@@ -339,7 +341,9 @@ def _check(plan: Plan) -> None:
             Load: "",
         }.get(type(step), carrier)
         if isinstance(step, Mma):
-            needs = FP32 if step.split else PACKED
+            if step.parts not in (1, PARTS[plan.problem.dtype]):
+                raise refuse(f"takes fp32 in {step.parts} parts instead of {PARTS[plan.problem.dtype]}")
+            needs = PACKED if step.parts == 1 else FP32
         elif isinstance(step, Shuffle) and step.widen:
             needs = PACKED
         elif isinstance(step, Exchange):
@@ -389,8 +393,9 @@ def _sentence(step: Step, before: Placement) -> str:
     match step:
         case Load(path, stages):
             return f"load {path}" + (f", {stages} stages" if stages > 1 else "")
-        case Mma(register, split, accumulator, factor):
-            how = " as high + low halves" if split else ", packed accumulators" if accumulator == PACKED else ""
+        case Mma(register, parts, accumulator, factor):
+            packed = ", packed accumulators" if accumulator == PACKED else ""
+            how = {1: packed, 2: " as high + low halves", 3: " as three parts"}[parts]
             times = f", times the {('first', 'second')[factor - 1]} factor of scale" if factor else ""
             return f"mma reg{register}: bits {bits}{how}{times}"
         case Transpose():

@@ -16,7 +16,7 @@ from hadagen.errors import UsageError
 from hadagen.knobs import KNOB_NAMES, Knobs, plan_of
 from hadagen.legality import RULES, SHAPE, Context, Rule
 from hadagen.plan import PACKED, Load, Plan
-from hadagen.problem import Problem
+from hadagen.problem import DType, Problem
 
 # What proved good on H100s, whatever the tile; where it is not legal, the nearest that is.
 PROVEN = Knobs(
@@ -66,9 +66,12 @@ class Space:
 
     def seeds(self) -> list[Knobs]:
         """Legal choices that tend to be good, for a search to start from: each tile shape, with a block per tile and
-        with a persistent grid that has the next tile under way; shapes of 16 chunks in a block first."""
+        with a persistent grid that has the next tile under way; shapes of 16 chunks in a block first. Float32 needs
+        three times the mma, so there each comes with shuffles too."""
         shapes = product(*(self.arch.search[name] for name in SHAPE))
         tiles = [Knobs.from_dict(PROVEN.to_dict() | dict(zip(SHAPE, shape, strict=True))) for shape in shapes]
+        if self.problem.dtype is DType.FLOAT32:
+            tiles = [replace(tile, low_bits=low_bits) for tile in tiles for low_bits in ("mma", "shuffle")]
         found: dict[Knobs, None] = {}
         for tile in sorted(tiles, key=lambda k: (k.cluster, abs(k.chunks * k.warps - 16), k.warps)):
             two_buffers = replace(tile, load="cp_async", grid="persistent", stages=2)

@@ -101,7 +101,7 @@ def test_fast_scales_in_mma_wherever_values_between_two_are_packed() -> None:
     fast = [plan for plan in PLANS if plan.problem.numerics is Numerics.FAST]
     scaled = [plan for plan in fast if Scale not in {type(step) for step in plan.steps}]
     assert {plan.scale_form for plan in scaled} == set(ScaleForm) - {ScaleForm.FP32}
-    with_mma = [plan for plan in fast if sum(isinstance(step, Mma) and not step.split for step in plan.steps) == 2]
+    with_mma = [plan for plan in fast if sum(isinstance(step, Mma) and step.parts == 1 for step in plan.steps) == 2]
     assert with_mma
     assert all(plan in scaled for plan in with_mma)
 
@@ -132,8 +132,20 @@ def test_a_pitched_kernel_takes_vectors_where_it_may(plan: Plan) -> None:
 )
 def test_float32_has_no_packed_values(plan: Plan) -> None:
     text = render(plan).text
-    assert not re.search(r"\bpc?\b|pack<|low<|high<|mma|float16", text)
+    assert not re.search(r"\bpc?\b|pack<|<T>\(d|\bfloat16", text)
     assert "float f[8 * chunks];" in text
+
+
+def test_float32_goes_through_mma_in_three_parts() -> None:
+    """Eight bits each, the smallest summed first, of what is cut off and never rounded."""
+    plan = build_plan(Problem(256, DType.FLOAT32), Knobs(mma_carrier="split"), ARCH)
+    text = render(plan).text
+    assert [line for line in plan.describe() if "mma" in line] == [
+        "mma reg0: bits 0 2 3 1 as three parts",
+        "mma reg1: bits 4 5 6 7 as three parts",
+    ]
+    assert re.findall(r"mma<\w+>\(.*\)", text) == [f"mma<bfloat16>(d, h, a{part}, b{part})" for part in "lmh"] * 2
+    assert not re.search(r"pack<|shuffle|shared", text)
 
 
 def test_every_call_of_a_kernel_is_a_primitive() -> None:

@@ -198,13 +198,22 @@ def test_an_infinity_stays_in_its_row(n: int, dtype: DType) -> None:
 
 
 @pytest.mark.parametrize(
-    ("numerics", "magnitude"),
-    [(Numerics.ACCURATE, 20000.0), (Numerics.ACCURATE, 60000.0), (Numerics.ACCURATE, 6e-6), (Numerics.FAST, 60000.0)],
+    ("dtype", "numerics", "magnitude"),
+    [
+        (DType.FLOAT16, Numerics.ACCURATE, 20000.0),
+        (DType.FLOAT16, Numerics.ACCURATE, 60000.0),
+        (DType.FLOAT16, Numerics.ACCURATE, 6e-6),
+        (DType.FLOAT16, Numerics.FAST, 60000.0),
+        (DType.FLOAT32, Numerics.ACCURATE, 3.4e38 / 4096),
+        (DType.FLOAT32, Numerics.ACCURATE, 1e-33),
+    ],
 )
 @pytest.mark.parametrize("n", [16, 64, 256, 4096])
-def test_the_bound_holds_where_large_or_tiny_values_add_up(n: int, numerics: Numerics, magnitude: float) -> None:
+def test_the_bound_holds_where_large_or_tiny_values_add_up(
+    n: int, dtype: DType, numerics: Numerics, magnitude: float
+) -> None:
     """Sums of equal values are as large as sums can be; none between the steps is larger than results may be."""
-    problem = Problem(n, DType.FLOAT16, numerics)
+    problem = Problem(n, dtype, numerics)
     some = families(problem, "low_bits", "accumulator", "butterfly_carrier", chunks=4, warps=4, cluster=1)
     plans = [build_plan(problem, knobs, ARCH) for knobs in some]
     module = compile_host([render(plan) for plan in plans])
@@ -212,6 +221,22 @@ def test_the_bound_holds_where_large_or_tiny_values_add_up(n: int, numerics: Num
         rows = plan.rows_per_tile
         signs = hadamard((np.arange(n) == np.arange(rows)[:, None] % n).astype(np.float64))
         x = decode(problem.dtype, encode(problem.dtype, signs * magnitude))
-        out = np.zeros((rows, n), np.uint16)
-        module.run(render(plan).entry, plan.launch, encode(problem.dtype, x), out, scale=1.0 / n)
+        bits = encode(problem.dtype, x)
+        out = np.zeros_like(bits)
+        module.run(render(plan).entry, plan.launch, bits, out, scale=1.0 / n)
         assert relative_error(decode(problem.dtype, out), hadamard(x, 1.0 / n)) <= problem.error_bound
+
+
+def test_mma_takes_all_24_bits_of_a_float32_of_any_size() -> None:
+    """From 2^-108 to the largest, alone in its row, whose transform then is exact."""
+    problem = Problem(256, DType.FLOAT32)
+    plan = build_plan(problem, Knobs(mma_carrier="split"), ARCH)
+    random, rows = np.random.default_rng(0), 500
+    values = np.ldexp(random.uniform(1.0, 2.0, rows), random.integers(-108, 128, rows)).astype(np.float32)
+    values[:4] = (np.finfo(np.float32).max, 2.0**-108 * (2.0 - 2.0**-23), 1.0 + 2.0**-23, 1.0 - 2.0**-24)
+    x = np.zeros((rows, problem.n))
+    x[np.arange(rows), random.integers(0, problem.n, rows)] = values * random.choice((-1.0, 1.0), rows)
+    bits = encode(problem.dtype, x)
+    out = np.zeros_like(bits)
+    compile_host([render(plan)]).run(render(plan).entry, plan.launch, bits, out, scale=1.0)
+    np.testing.assert_array_equal(decode(problem.dtype, out), hadamard(x))

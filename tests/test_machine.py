@@ -423,6 +423,12 @@ ARITHMETIC = [
             store16(out + 16 * t, Vec16{{low_half(a), high_half(a), power_of_two<T>(-3), power_of_two<T>(0)}});""",
     }.items()
 ]
+CUTS_OFF = Case(
+    "cuts_off",
+    """const Vec16 v = load16(in + 16 * t);
+    const u32 a = high_halves(as_float(v.word[0]), as_float(v.word[1]));
+    store16(out + 16 * t, Vec16{{a, high_halves(as_float(v.word[2]), as_float(v.word[3])), 0u, 0u}});""",
+)
 
 
 # Kernels of elements one by one: thread t moves t - 4 elements of its vector, or all, the last first.
@@ -529,7 +535,7 @@ ROWS_STOPPED = {
 @cache
 def module() -> HostModule:
     cases = [*GOOD, *RACES, *STOPPED, *CONFLICTS.values(), WASTEFUL, SPREAD, FORGETFUL, REPETITIVE, LATE, *ARITHMETIC]
-    cases += [*COUNTED, ALIGNED, *ROWS.values(), *ROWS_STOPPED, UNEVEN_ROWS, LATE_ROWS]
+    cases += [CUTS_OFF, *COUNTED, ALIGNED, *ROWS.values(), *ROWS_STOPPED, UNEVEN_ROWS, LATE_ROWS]
     return compile_host([case.source for case in cases])
 
 
@@ -717,6 +723,12 @@ def test_conversions(dtype: DType) -> None:
     assert same(dtype, result[:, 2:4], decode(dtype, parts[:, 4:6]))
     widened = np.ascontiguousarray(result[:, 4:]).view(np.float32)
     assert np.array_equal(widened, decode(dtype, parts[:, 6:]), equal_nan=True)
+
+
+def test_high_halves_are_what_is_left_when_the_low_ones_are_cut_off() -> None:
+    x = random_bits(4096)
+    result, _ = run(CUTS_OFF, x)
+    assert np.array_equal(result.reshape(-1, 8)[:, :4], x.reshape(-1, 8)[:, 1::2])
 
 
 @dtypes

@@ -69,6 +69,10 @@ CHOICES: dict[str, tuple[Problem, Knobs]] = {
         Problem(1024, DType.FLOAT32, pitched=True),
         Knobs(chunks=2, warps=4, low_bits="shuffle", butterfly_carrier="fp32", exchange_carrier="fp32"),
     ),
+    "float32 in parts": (
+        Problem(512, DType.FLOAT32),
+        Knobs(chunks=2, mma_carrier="split", butterfly_carrier="fp32", order="by_chunk"),
+    ),
     "pitched, less than a vector": (
         Problem(4, BF16, Numerics.FAST, pitched=True),
         Knobs(chunks=2, low_bits="shuffle", grid="persistent"),
@@ -99,6 +103,9 @@ KERNEL_MUTATIONS = {
     "bulk copy of too little": (r"2 \* count", "2 * count - 16"),
     "no low halves": (r"mma<bfloat16>\(d, h, al, bl\);", ";"),
     "no high halves": (r"mma<bfloat16>\(d, h, ah, bh\);", ";"),
+    "no middle parts": (r"mma<bfloat16>\(d, h, am, bm\);", ";"),
+    "high parts twice": (r" - (low|high)<bfloat16>\([ab]h\)", ""),
+    "middle parts twice": (r" - (low|high)<bfloat16>\([ab]m\)", ""),
     "operands swapped": (r"mma<T>\(d, h, p\[a\], p\[b\]\)", "mma<T>(d, h, p[b], p[a])"),
     "results swapped": (r"= d\[0\](.*)= d\[1\]", r"= d[1]\1= d[0]"),
     "rows swapped": (r"= d\[1\](.*)= d\[2\]", r"= d[2]\1= d[1]"),
@@ -146,6 +153,7 @@ PRIMITIVE_MUTATIONS = {
     "mma operand": ("high<T>(b0), low<T>(b1)", "low<T>(b1), high<T>(b0)"),
     "transpose": ("from + 4u", "from"),
     "low half": ("decode<T>(u16(pair))", "decode<T>(u16(pair >> 16))"),
+    "high halves": ("as_word(low) >> 16 | (as_word(high)", "as_word(high) >> 16 | (as_word(low)"),
     "rank": ("return machine::self->rank", "return 0"),
     "remote rank": ("machine::remote_shared_store(shared, rank,", "machine::remote_shared_store(shared, cluster_rank(),"),
     "count of a load": (" && i < count; ++i)\n        load_element", "; ++i)\n        load_element"),

@@ -86,6 +86,7 @@ def examples() -> list[Plan]:
         worked_example(),
         build_plan(Problem(64, DType.BFLOAT16, Numerics.FAST), Knobs(low_bits="mma_shuffle"), ARCH),
         build_plan(Problem(8, DType.FLOAT32), Knobs(low_bits="shuffle", butterfly_carrier="fp32"), ARCH),
+        build_plan(Problem(256, DType.FLOAT32), Knobs(mma_carrier="split"), ARCH),
     ]
 
 
@@ -126,6 +127,19 @@ def test_accurate_refuses_a_round_between_steps() -> None:
     fast = build_plan(Problem(256, DType.FLOAT16, Numerics.FAST), Knobs(), ARCH)
     with pytest.raises(UsageError, match="rounds once"):
         dataclasses.replace(fast, problem=Problem(256, DType.FLOAT16, Numerics.ACCURATE))
+
+
+def test_mma_takes_fp32_in_as_many_parts_as_its_type_needs() -> None:
+    for dtype, needed, other in ((DType.FLOAT32, 3, 2), (DType.FLOAT16, 2, 3)):
+        plan = build_plan(Problem(256, dtype), Knobs(mma_carrier="split"), ARCH)
+        last = max(i for i, step in enumerate(plan.steps) if isinstance(step, Mma))
+        assert plan.steps[last] == Mma(1, parts=needed)
+        with pytest.raises(
+            UsageError, match=rf"step {last + 1} \(Mma\) .*: takes fp32 in {other} parts instead of {needed}"
+        ):
+            changed(plan, last, Mma(1, parts=other))
+        with pytest.raises(UsageError, match="needs packed values but finds fp32"):
+            changed(plan, last, Mma(1))
 
 
 def test_equal_plans_have_equal_digests_and_others_do_not() -> None:

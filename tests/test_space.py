@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import replace
 from itertools import islice
 from math import prod
@@ -18,6 +19,7 @@ from hadagen.problem import DType, Numerics, Problem
 from hadagen.space import Space, build_plan
 
 PROBLEMS = [Problem(n, DType.FLOAT16, numerics) for n in (2, 32, 256, 4096, 32768) for numerics in Numerics]
+PROBLEMS += [Problem(n, DType.FLOAT32) for n in (128, 256, 4096)]
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.name)
@@ -80,6 +82,29 @@ def test_seeds_have_the_next_tile_under_way() -> None:
     few = replace(ARCH, search={**ARCH.search, "load": ("plain",)})
     problem = Problem(4096, DType.FLOAT16)
     assert len(Space(problem, few).seeds()) > 20
+
+
+@pytest.mark.parametrize("n", [128, 256, 4096, 32768])
+def test_seeds_of_float32_begin_with_mma_and_with_shuffles(n: int) -> None:
+    begin = {knobs.low_bits for knobs in space_of(Problem(n, DType.FLOAT32)).seeds()[:4]}
+    assert begin == ({"mma", "shuffle"} if n >= 256 else {"shuffle"})
+
+
+@pytest.mark.parametrize(
+    ("n", "knobs", "why"),
+    [
+        (128, Knobs(mma_carrier="split"), "eight bits, more than the row has (low_bits must be shuffle)"),
+        (128, Knobs(low_bits="mma_shuffle"), "the transpose after one mma moves only 16-bit values"),
+        (256, Knobs(low_bits="mma_shuffle"), "the transpose after one mma moves only 16-bit values"),
+        (256, Knobs(), "may not round between two mma (mma_carrier must be split)"),
+        (256, Knobs(mma_carrier="split", accumulator="packed"), "no mma leaves packed values"),
+        (256, Knobs(mma_carrier="split", butterfly_carrier="fp32"), "no butterfly has a carrier"),
+        (512, Knobs(mma_carrier="split", chunks=2), "may not round between butterflies"),
+    ],
+)
+def test_float32_goes_through_two_mma_or_none(n: int, knobs: Knobs, why: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(why)):
+        build_plan(Problem(n, DType.FLOAT32), knobs, ARCH)
 
 
 def test_bad_knobs_are_named() -> None:

@@ -147,6 +147,9 @@ template <> HADAGEN_INLINE float high<bfloat16>(u32 pair) { return __uint_as_flo
 HADAGEN_INLINE u32 as_word(float f) { return __float_as_uint(f); }
 HADAGEN_INLINE float as_float(u32 word) { return __uint_as_float(word); }
 
+// Two fp32, cut off to bfloat16.
+HADAGEN_INLINE u32 high_halves(float low, float high) { return __byte_perm(as_word(low), as_word(high), 0x7632); }
+
 template <class T> HADAGEN_INLINE u32 add(u32 a, u32 b);
 template <class T> HADAGEN_INLINE u32 sub(u32 a, u32 b);
 template <class T> HADAGEN_INLINE u32 fma(u32 a, u32 b, u32 c);

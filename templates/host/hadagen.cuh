@@ -82,6 +82,9 @@ template <class T> HADAGEN_INLINE float high(u32 pair) { return decode<T>(u16(pa
 HADAGEN_INLINE u32 as_word(float f) { return bit_cast<u32>(f); }
 HADAGEN_INLINE float as_float(u32 word) { return bit_cast<float>(word); }
 
+// Two fp32, cut off to bfloat16.
+HADAGEN_INLINE u32 high_halves(float low, float high) { return as_word(low) >> 16 | (as_word(high) & 0xFFFF0000u); }
+
 // One rounding each: the fp64 result is exact wherever one factor is ±1, or a · b + a with b the correction of a scale.
 template <class T> HADAGEN_INLINE u32 fma(u32 a, u32 b, u32 c) {
     return encode_pair<T>(double(low<T>(a)) * low<T>(b) + low<T>(c), double(high<T>(a)) * high<T>(b) + high<T>(c));
