@@ -209,10 +209,15 @@ struct Operand {
     u32 word[4];
 };
 HADAGEN_INLINE Operand hadamard16(u32 factor) {
-    const u32 lane = thread_index() & 31u;
+    // Three words are equal, but an mma reads four registers in a row: words that the compiler cannot tell to be equal
+    // have a register each from the start, and are not copied for every mma.
+    u32 lanes[3] = {thread_index() & 31u, 0u, 0u};
+    asm("mov.u32 %0, %%laneid;" : "=r"(lanes[1]));
+    asm("{.reg .u32 below; mov.u32 below, %%lanemask_lt; popc.b32 %0, below;}" : "=r"(lanes[2]));
     Operand a;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
+        const u32 lane = lanes[i % 3];
         a.word[i] = 0u;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
