@@ -23,7 +23,7 @@ from hadagen.space import build_plan
 
 
 def sample() -> list[Plan]:
-    choose = random.Random(2)
+    choose = random.Random(3)
     kinds = list(product((1 << k for k in range(1, 16)), DType, Numerics, (False, True)))
     problems = dict.fromkeys(Problem(*kind) for kind in kinds)
     return [build_plan(problem, draw(problem, choose), ARCH) for problem in problems]

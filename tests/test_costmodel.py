@@ -154,7 +154,7 @@ def test_occupancy_is_the_calculation_of_the_programming_guide() -> None:
     assert plan.launch.threads == 128
     assert resident_blocks(plan, SM90, 32) == 16  # threads: 2048 / 128
     assert resident_blocks(plan, SM90, 57) == 8  # registers: 65536 / (64 · 128)
-    wide = build_plan(problem, Knobs(chunks=4, warps=4, load="bulk", grid="persistent", stages=4), SM90)
+    wide = build_plan(problem, Knobs(chunks=8, warps=4, load="bulk", grid="persistent", stages=2), SM90)
     shared = 233472 // (wide.launch.shared_bytes + 1024)
     assert resident_blocks(wide, SM90, 32) == shared < 16
 

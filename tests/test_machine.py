@@ -188,6 +188,7 @@ GOOD: dict[Case, Callable[[Bits], Bits]] = {
         for (u32 part = 0; part < 4; ++part) {
             barrier_wait(&barrier[part % 2], part / 2 % 2);
             if (t / 16 == part) store16(out + 16 * t, shared_load16(data + part % 2 * 256 + 16 * (t % 16)));
+            bulk_copy_fence();
             block_sync();
             if (part < 2) start(part + 2);
         }""",
@@ -261,8 +262,10 @@ RACES = (
         "bulk_copy_over_what_is_read",
         """if (t == 0) barrier_init(barrier);
         shared_store16(data + 16 * t, load16(in + 16 * t));
+        bulk_copy_fence();
         block_sync();
         store16(out + 16 * t, shared_load16(data + 16 * (t ^ 1)));
+        bulk_copy_fence();
         if (t == 0) bulk_copy(data, in, 512, barrier), barrier_wait(barrier, 0);""",
     ),
     Case(
@@ -381,6 +384,14 @@ STOPPED = {
             for (u32 part = 0; part < 2; ++part) bulk_copy(data + 16 * part, in, 16, barrier);
         }""",
     ): "before it knows that the last ones have landed",
+    Case(
+        "no_bulk_copy_fence",
+        """if (t == 0) barrier_init(barrier);
+        shared_store16(data + 16 * t, zero16());
+        if (t != 5) bulk_copy_fence();
+        block_sync();
+        if (t == 0) bulk_copy(data, in, 512, barrier);""",
+    ): "thread 0 of block 0 copies over byte 208 of shared memory, which thread 5 of block 0 has touched",
     Case("endless", "for (;;) load16(in);"): "does not end",
 }
 

@@ -208,6 +208,28 @@ def test_the_arena_fits_whatever_is_timed() -> None:
         assert not stopwatch.is_finite(problem.dtype)
 
 
+def test_a_result_that_differs_once_is_seen() -> None:
+    import torch
+
+    from hadagen.measure.timing import Stopwatch, transform_work
+
+    stopwatch = Stopwatch(SimpleNamespace(device=torch.device("cpu"), cuda_stream=0), 1 << 16)  # type: ignore[arg-type]
+    work = transform_work(PROBLEM, Cell(1 << 10, Destination.OUT_OF_PLACE, Cache.COLD))
+    stopwatch.fill(PROBLEM.dtype, [work.traffic])
+
+    class Negates:
+        def __init__(self, wrong: int) -> None:
+            self.launches, self.wrong = 0, wrong
+
+        def launch(self, stream: int, x: int, y: int, elements: int, *_: object) -> None:
+            array_at(y, elements, PROBLEM.dtype)[:] = array_at(x, elements, PROBLEM.dtype) ^ 0x8000
+            if self.launches == self.wrong:
+                array_at(y, elements, PROBLEM.dtype)[-1] ^= 1
+            self.launches += 1
+
+    assert [stopwatch.repeats(Negates(wrong), work, 5) for wrong in (0, 1, 5, 6)] == [False, False, False, True]  # type: ignore[arg-type]
+
+
 # ---- verification --------------------------------------------------------------------------------------------------
 def array_at(address: int, elements: int, dtype: DType) -> np.ndarray:
     kind = ctypes.c_uint16 if dtype.bytes == 2 else ctypes.c_uint32

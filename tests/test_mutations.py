@@ -93,6 +93,7 @@ KERNEL_MUTATIONS = {
     "cp_async_wait too short": (r"cp_async_wait<(\d+)>", r"cp_async_wait<\1 + 1>"),
     "no commit": (r"cp_async_commit\(\);", ";"),
     "no barrier_wait": (r"(remote_)?barrier_wait\(.*\);", ";"),
+    "no bulk_copy_fence": (r"bulk_copy_fence\(\);", ";"),
     "no barrier_init": (r"barrier_init\(.*\);", ";"),
     "parity never turns": (r"parity \^= 1", "parity ^= 0"),
     "stage never turns": (r"stage = stage \+ 1 == .*;", ";"),

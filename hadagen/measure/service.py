@@ -17,8 +17,11 @@ from hadagen.measure.messages import Answer, Measure, Race
 from hadagen.measure.timing import Stopwatch, copy_work, transform_work
 from hadagen.measure.verify import Verifier
 from hadagen.problem import Problem
-from hadagen.trial import Environment, Kernel, Outcome, Timing
+from hadagen.trial import Cache, Destination, Environment, Kernel, Outcome, Timing
 
+# Races that one tile in a hundred thousand loses show in so many launches over so many elements, which take 4 ms.
+_REPEATED_CELL = Cell(1 << 24, Destination.OUT_OF_PLACE, Cache.COLD)
+_REPEATED_LAUNCHES = 48
 # Copy times are no older than this when they are written beside a kernel's.
 _YARDSTICK_LIFE_S = 20.0
 
@@ -91,7 +94,8 @@ class DeviceService:
             cells = all_cells(problem, self._l2_bytes) if self._cells is None else self._cells
             cells = [cell for cell in cells if cell.elements >= problem.n]
             traffics = [cell.traffic(problem) for cell in cells]
-            self._stopwatch.fill(problem.dtype, traffics)
+            repeated = transform_work(problem, _REPEATED_CELL)
+            self._stopwatch.fill(problem.dtype, [*traffics, repeated.traffic])
             self._yardstick.refresh(traffics)
             probes = probe_cells(problem, cells, self._l2_bytes)
             timings = self._time(kernel, problem, probes)
@@ -103,6 +107,9 @@ class DeviceService:
             ordered = tuple(timings[cell] for cell in cells if cell in timings)
             if not self._stopwatch.is_finite(problem.dtype):
                 return Answer(Outcome.UNSTABLE, "values were no longer finite after timing", verdict.errors, ordered)
+            if not self._stopwatch.repeats(kernel, repeated, _REPEATED_LAUNCHES):
+                detail = f"the same input came out differently in one of {_REPEATED_LAUNCHES + 1} launches"
+                return Answer(Outcome.UNSTABLE, detail, verdict.errors, ordered)
             return Answer(Outcome.OK, detail, verdict.errors, ordered)
 
     def _time(self, kernel: LoadedKernel, problem: Problem, cells: Sequence[Cell]) -> dict[Cell, Timing]:

@@ -148,6 +148,23 @@ class Stopwatch:
             self._stream.synchronize()
         return self._sample(intervals[0], work.traffic), self._sample(intervals[1], work.traffic)
 
+    def repeats(self, kernel: LoadedKernel, work: Work, launches: int) -> bool:
+        """Whether so many launches over the same input all have the same result, bit for bit.
+
+        work: out of place, of a traffic that the arena was filled for in two slots or more; it is overwritten.
+        """
+        size = work.traffic.buffer_bytes
+        buffers = (self._arena.view(torch.uint8)[at : at + size].view(torch.int32) for at in (0, size, 2 * size))
+        x, first, again = buffers
+        first.zero_()  # between pitched rows nothing is written
+        again.zero_()
+        kernel.launch(self._stream.cuda_stream, x.data_ptr(), first.data_ptr(), *work[1:])
+        same = []
+        for _ in range(launches):
+            kernel.launch(self._stream.cuda_stream, x.data_ptr(), again.data_ptr(), *work[1:])
+            same.append((first == again).all())
+        return bool(torch.stack(same).all())
+
     def _launch_once(self, kernel: LoadedKernel, work: Work) -> None:
         """The driver may load code with its first launch, which must not happen inside a capture."""
         base = self._arena.data_ptr()

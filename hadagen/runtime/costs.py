@@ -87,9 +87,13 @@ def _rungs(kernel: driver.LoadedKernel, x: torch.Tensor) -> dict[str, Callable[[
     addresses[0] = addresses[1] = address
     launch_kernel: Any = driver.bindings().cuLaunchKernelEx
     function = kernel.function
+
+    def launch_alone(read: object = (addresses, memory)) -> object:  # which must stay: `pointers` leads there
+        return launch_kernel(config, function, pointers, 0)
+
     leaf = x.clone().requires_grad_()
     rungs: dict[str, Callable[[], object]] = {
-        "cuLaunchKernelEx": lambda read=(addresses, memory): launch_kernel(config, function, pointers, 0),
+        "cuLaunchKernelEx": launch_alone,
         "+ setting the addresses": lambda: launch(stream, address, address),
         "+ finding the launch": lambda: compute.compute(x, 0.5, "accurate", True),
         "in place": lambda: hadamard_transform(x, 0.5, inplace=True),

@@ -298,6 +298,9 @@ HADAGEN_INLINE void bulk_copy(byte* shared, const void* global, u32 bytes, u64* 
         "l"(global), "r"(bytes), "r"(shared_address(barrier))
         : "memory");
 }
+// Bulk copies that start after a `block_sync` from here overwrite nothing that this thread has yet to read: the unit that
+// carries them out does not wait for loads under way.
+HADAGEN_INLINE void bulk_copy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // Waits for the end of the barrier's phase of this parity (0, 1, 0, …).
 HADAGEN_INLINE void barrier_wait(u64* barrier, u32 parity) {
     asm volatile("{\n\t.reg .pred done;\n"

@@ -71,7 +71,8 @@ bool in_order(const Stamp& access) {
 
 Stamp stamp_now() {
     const Thread& thread = *m.running;
-    return {Stamp::thread, thread.who, thread.rank, thread.clock.block_syncs, thread.clock.arrivals};
+    return {Stamp::thread,        thread.who,           thread.rank, thread.clock.block_syncs,
+            thread.clock.arrivals, thread.clock.fences};
 }
 
 void note_read(u32 rank, u32 offset) {
@@ -216,8 +217,22 @@ void barrier_expect(const u64* barrier, u32 bytes) {
     wake(self->rank);
 }
 
+void bulk_copy_fence() {
+    step();
+    ++m.running->clock.fences;
+}
+
 void bulk_copy(byte* shared, const void* global, u32 bytes, const u64* barrier) {
     step();
+    const u32 offset = shared_offset(shared, bytes, vector_bytes);
+    for (u32 at = 0; at < bytes; at += vector_bytes) {
+        const Cell& cell = m.block().memory.cells[(offset + at) / vector_bytes];
+        if (!in_order(cell.read) || !in_order(cell.write)) continue;  // a race, as begin_copy will find
+        for (const Stamp& access : {cell.read, cell.write})
+            if (access.by == Stamp::thread && m.threads[access.who].clock.fences == access.fences)
+                fail("%s copies over byte %u of shared memory, which %s has touched with no bulk_copy_fence since",
+                     Name(m.running->who).text, offset + at, Name(access.who).text);
+    }
     begin_copy(self->rank, shared, bytes);
     element(global, bytes, m.x, m.launch.x_pitch, "loads", "x");
     send(self->rank, m.block().memory.barriers[barrier_at(self->rank, barrier)], {shared, global, bytes, {}});

@@ -191,6 +191,8 @@ HADAGEN_INLINE void bulk_copy(byte* shared, const void* global, u32 bytes, u64* 
     barrier_expect(barrier, bytes);
     machine::bulk_copy(shared, global, bytes, barrier);
 }
+// Bulk copies that start after a `block_sync` from here overwrite nothing that this thread has yet to read.
+HADAGEN_INLINE void bulk_copy_fence() { machine::bulk_copy_fence(); }
 // Waits for the end of the barrier's phase of this parity (0, 1, 0, …).
 HADAGEN_INLINE void barrier_wait(u64* barrier, u32 parity) { machine::barrier_wait(barrier, parity); }
 

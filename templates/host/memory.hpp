@@ -20,6 +20,7 @@ constexpr int max_barriers = 8;  // mbarriers of one block
 struct Clock {
     u32 block_syncs = 0;
     u32 arrivals = 0, waits = 0;           // at the cluster barrier
+    u32 fences = 0;                        // before bulk copies
     std::array<u32, max_barriers> landed{};  // phases of each mbarrier of its block that it has waited for
 };
 
@@ -30,6 +31,7 @@ struct Stamp {
     u32 rank = 0;         // the block of the thread
     u32 block_syncs = 0;  // of the thread's clock
     u32 arrivals = 0;
+    u32 fences = 0;
     u32 barrier = 0;  // of what has landed
     u32 phase = 0;    // whose end shows that it has landed
 };
