@@ -156,7 +156,7 @@ PRIMITIVE_MUTATIONS = {
     "low half": ("decode<T>(u16(pair))", "decode<T>(u16(pair >> 16))"),
     "high halves": ("as_word(low) >> 16 | (as_word(high)", "as_word(high) >> 16 | (as_word(low)"),
     "rank": ("return machine::self->rank", "return 0"),
-    "remote rank": ("machine::remote_shared_store(shared, rank,", "machine::remote_shared_store(shared, cluster_rank(),"),
+    "remote rank": ("remote_shared_store(shared, rank,", "remote_shared_store(shared, cluster_rank(),"),
     "count of a load": (" && i < count; ++i)\n        load_element", "; ++i)\n        load_element"),
     "count of a store": (" && i < count; ++i)\n        store_element", "; ++i)\n        store_element"),
     "what is not loaded": ("Vec16 v = zero16();", "Vec16 v{{~0u, ~0u, ~0u, ~0u}};"),
