@@ -111,6 +111,17 @@ def test_known_knobs_are_tried_first(store: Store) -> None:
     assert asked[:2] == [next(Space(second, arch()).nearest(knobs.to_dict())) for knobs in known]
 
 
+def test_known_knobs_of_pitched_rows_come_before_what_their_twins_have(store: Store) -> None:
+    (problem,) = problems(256)
+    pitched = replace(problem, pitched=True)
+    known = [Knobs(chunks=2, warps=2), Knobs(chunks=4, warps=8, grid="persistent")]
+    store.record(make_trial(problem, Knobs(chunks=2, warps=8).to_dict()))
+    runner = FakeRunner()
+    tune(options(store, runner, problems=[pitched, problem], trials=24, known={pitched: known}))
+    asked = [Knobs.from_dict(knobs) for which, knobs in runner.asked if which == pitched]
+    assert asked[:2] == [Space(pitched, arch()).closest(knobs) for knobs in known]
+
+
 def test_a_problem_without_legal_knobs_ends_without_a_trial(store: Store) -> None:
     (possible,) = problems(256)
     impossible = Problem(128, DType.FLOAT32)  # would have to carry fp32 through butterflies

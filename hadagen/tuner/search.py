@@ -245,12 +245,12 @@ class _Search:
         return batch
 
     def _may_ask(self, study: Study) -> bool:
-        """Whether it lacks trials, and does not run ahead of its contiguous twin."""
+        """Whether it lacks trials, and does not run ahead of its contiguous twin but with what is known."""
         problem = study.problem
         if study.asked >= self._goals[problem]:
             return False
         twin = replace(problem, pitched=False)
-        if not problem.pitched or twin not in self._studies or self._finished[twin] == self._goals[twin]:
+        if not problem.pitched or study.has_first or twin not in self._studies or self._finished[twin] == self._goals[twin]:
             return True
         return PITCHED_SHARE * study.asked < self._finished[twin]
 
@@ -281,7 +281,9 @@ class _Search:
             self._seeds[key] = (
                 shortlist(start, self._trials) if self._estimated else shortlist(start, SEEDS) + start.seeds()[:SEEDS]
             )
-        for knobs in (*options.known.get(problem, ()), *self._seeds[key]):
+        for knobs in options.known.get(problem, ()):
+            study.suggest(knobs, first=True)
+        for knobs in self._seeds[key]:
             study.suggest(knobs)
 
     def _winners_nearby(self, study: Study) -> list[Knobs]:

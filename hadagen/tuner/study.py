@@ -126,6 +126,7 @@ class Study:
         self._ranges: dict[str, BaseDistribution] = {
             name: CategoricalDistribution(values) for name, values in ranges.items()
         }
+        self._first: deque[Knobs] = deque()
         self._suggested: deque[Knobs] = deque()
         self._asked: dict[Knobs, optuna.Trial] = {}
         known = {knobs: trial for trial in finished if (knobs := legal_knobs(trial, space.arch))}
@@ -163,16 +164,21 @@ class Study:
         """Trials told or already known."""
         return len(self._told)
 
-    def suggest(self, knobs: Knobs) -> None:
-        """Ask for these, or the legal ones nearest to them, before those that Optuna names."""
-        self._suggested.append(knobs)
+    def suggest(self, knobs: Knobs, *, first: bool = False) -> None:
+        """Ask for these, or the legal ones nearest to them, before those that Optuna names; `first`: before all others."""
+        (self._first if first else self._suggested).append(knobs)
+
+    @property
+    def has_first(self) -> bool:
+        """Whether knobs are left that come before all others."""
+        return bool(self._first)
 
     def ask(self, prefer: Iterable[Knobs] = ()) -> Knobs:
-        """Legal knobs never asked for before: of `prefer` if it has any, then of those suggested, then Optuna's.
+        """Legal knobs never asked for before: of those suggested first, of `prefer`, of those suggested, then Optuna's.
 
         Raises `LookupError` if there are no more.
         """
-        for wanted in chain(prefer, _drain(self._suggested)):
+        for wanted in chain(_drain(self._first), prefer, _drain(self._suggested)):
             knobs = self._space.closest(wanted)
             if knobs and self._is_new(knobs):
                 return self._start(knobs)
