@@ -45,7 +45,7 @@ def documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
                 "numerics": numerics,
                 "pitched": pitched,
                 "kernel": "0a1b",
-                "fraction_of_copy": speed,
+                "copy_us": 1.0,
                 "us": 1 / speed,
                 **cell(*place),
             }
@@ -56,7 +56,7 @@ def documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_table(
         refresh.PEERS,
         [
-            {"kernel": kernel, "fraction_of_copy": 0.5, "us": 2.0, **cell(*place)}
+            {"kernel": kernel, "copy_us": 1.0, "us": 2.0, **cell(*place)}
             for kernel in ("hadacore", "fast-hadamard-transform")
             for place in cells
         ],
@@ -105,7 +105,7 @@ def test_refresh_writes_numbers_and_picture_once(documents: Path) -> None:
 def test_a_changed_table_outdates_both(documents: Path) -> None:
     pytest.importorskip("matplotlib", reason="drawing needs the docs extra")
     refresh.main([])
-    refresh.OURS.write_text(refresh.OURS.read_text().replace("1.0", "0.9"))
+    refresh.OURS.write_text(refresh.OURS.read_text().replace("2.0", "2.5"))
     assert refresh.outdated() == ["README.md", "speed.svg"]
 
 
