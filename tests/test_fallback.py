@@ -57,6 +57,20 @@ def test_the_precision_of_matrix_products_does_not_matter(precision: str) -> Non
         torch.set_float32_matmul_precision(before)
 
 
+def test_products_that_round_are_not_taken(monkeypatch: pytest.MonkeyPatch, small_blocks: None) -> None:
+    x, product, taken = normal(64, 256, dtype=torch.float32), torch.mm, list[int]()
+
+    def rounding(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        taken.append(len(a))
+        return product(a.bfloat16().float(), b, out=out)
+
+    wanted = transform(x)
+    monkeypatch.setattr(torch, "mm", rounding)
+    assert error(transform(x), padded(x)) <= BOUNDS[torch.float32]
+    assert taken == [16]  # of the probe
+    assert torch.allclose(transform(x), wanted, rtol=1e-4, atol=1e-4)
+
+
 def test_what_is_not_finite_stays_in_its_row() -> None:
     for m in (48, 64):
         x = normal(5, m, dtype=torch.float32)

@@ -11,6 +11,9 @@ _CPU_BLOCK = 1 << 20
 _GPU_BLOCK = 1 << 24
 # Where the innermost dimension is shorter than this, the CPU is faster with one column of it at a time.
 _SHORT = 4
+# Butterflies between neighbors are slow on the CPU, so of many blocks a matrix product transforms the lowest index bits.
+_PRODUCT = 16
+_MANY_BLOCKS = 4
 
 
 def transform(x: torch.Tensor, y: torch.Tensor, scale: float) -> None:
@@ -18,7 +21,7 @@ def transform(x: torch.Tensor, y: torch.Tensor, scale: float) -> None:
 
     x, y: floating point, of the same shape [..., m] with m ≥ 1, the same tensor or not overlapping; y can be viewed as
     [rows, m]. n is m or the next power of two. Computes in float64 for float64 and in float32 otherwise, and rounds to
-    y's type once. There are no matrix products in it, which could be told to round their operands (TF32, bfloat16).
+    y's type once, whatever PyTorch was told of the precision of matrix products.
     """
     m = x.shape[-1]
     n = padded_length(m)
@@ -26,24 +29,30 @@ def transform(x: torch.Tensor, y: torch.Tensor, scale: float) -> None:
     block = max(1, min(source.shape[0], (_CPU_BLOCK if x.device.type == "cpu" else _GPU_BLOCK) // n))
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     buffers = torch.empty((2, block, n), dtype=dtype, device=x.device)
+    many = x.device.type == "cpu" and n >= _PRODUCT and source.shape[0] >= _MANY_BLOCKS * block
+    low = _exact_product(buffers) if many else None
     for first in range(0, source.shape[0], block):
         rows = slice(first, first + block)
-        torch.mul(_butterflies(source[rows], buffers)[:, :m], scale, out=target[rows])
+        torch.mul(_hadamard(source[rows], buffers, low)[:, :m], scale, out=target[rows])
 
 
-def _butterflies(x: torch.Tensor, buffers: torch.Tensor) -> torch.Tensor:
-    """x · H_n for x of shape [rows, m]: one pass of sums and differences per index bit.
+def _hadamard(x: torch.Tensor, buffers: torch.Tensor, low: torch.Tensor | None) -> torch.Tensor:
+    """x · H_n for x of shape [rows, m]: the lowest bits by a product with `low`, if that is given, and one pass of sums
+    and differences for each other index bit.
 
     buffers: [2, at least rows, n] of the type to compute in. The result is in one of them, or x itself where n = 1.
     """
     rows, m = x.shape
     n = buffers.shape[-1]
     values, (result, other) = x, buffers[:, :rows]
-    if m < n or x.dtype != buffers.dtype:
+    if m < n or x.dtype != buffers.dtype or not (low is None or x.is_contiguous()):
         values = other
         values[:, :m] = x
         values[:, m:] = 0
-    for bit in range(n.bit_length() - 1):
+    if low is not None:
+        torch.mm(values.view(-1, _PRODUCT), low, out=result.view(-1, _PRODUCT))
+        values, result, other = result, other, result
+    for bit in range(0 if low is None else low.shape[0].bit_length() - 1, n.bit_length() - 1):
         width = 1 << bit
         halves = (rows, n // (2 * width), 2, width)
         views = *values.view(halves).unbind(2), *result.view(halves).unbind(2)
@@ -53,3 +62,19 @@ def _butterflies(x: torch.Tensor, buffers: torch.Tensor) -> torch.Tensor:
             torch.sub(even, odd, out=differences)
         values, result, other = result, other, result
     return values
+
+
+def _exact_product(buffers: torch.Tensor) -> torch.Tensor | None:
+    """H of the lowest bits; None where products of the shape that the blocks have round their operands.
+
+    PyTorch and its libraries may be told to do so (bfloat16, TF32) in more ways than can be asked for.
+    """
+    low = torch.ones(1, 1, dtype=buffers.dtype)
+    while low.shape[0] < _PRODUCT:
+        low = torch.cat([torch.cat([low, low], 1), torch.cat([low, -low], 1)])
+    probe, result = (buffer.view(-1, _PRODUCT) for buffer in buffers)
+    value = 1 + torch.finfo(buffers.dtype).eps
+    probe.zero_()
+    probe[:, 0] = value
+    torch.mm(probe, low, out=result)
+    return low if result[-1].tolist() == [value] * _PRODUCT else None

@@ -250,7 +250,9 @@ class _Search:
         if study.asked >= self._goals[problem]:
             return False
         twin = replace(problem, pitched=False)
-        if not problem.pitched or study.has_first or twin not in self._studies or self._finished[twin] == self._goals[twin]:
+        if not problem.pitched or study.has_first or twin not in self._studies:
+            return True
+        if self._finished[twin] == self._goals[twin]:
             return True
         return PITCHED_SHARE * study.asked < self._finished[twin]
 

@@ -165,7 +165,7 @@ class Study:
         return len(self._told)
 
     def suggest(self, knobs: Knobs, *, first: bool = False) -> None:
-        """Ask for these, or the legal ones nearest to them, before those that Optuna names; `first`: before all others."""
+        """Ask for these, or the legal ones nearest to them, before those that Optuna names; if `first`, before all."""
         (self._first if first else self._suggested).append(knobs)
 
     @property
