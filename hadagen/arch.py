@@ -35,7 +35,7 @@ KNOB_VALUES: dict[str, tuple[KnobValue, ...]] = {
     "order": ("by_step", "by_chunk"),
     "load": ("plain", "no_allocate", "cp_async", "bulk"),
     "grid": ("tiles", "persistent"),
-    "stages": (1, 2, 3, 4),
+    "stages": (1, 2),
     "store": ("plain", "streaming"),
     "min_blocks": (1, 2, 3, 4, 5, 6, 7, 8),
 }

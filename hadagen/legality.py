@@ -196,14 +196,10 @@ def _(c: Context, k: Knobs) -> str | None:
     return None
 
 
-@_rule("load", "grid", "stages")
+@_rule("grid", "stages")
 def _(c: Context, k: Knobs) -> str | None:
-    if k.stages == 1:
-        return None
-    if k.grid == "tiles":
-        return "one tile a block leaves nothing to have under way (stages must be 1)"
-    limit = 4 if Load(k.load).staged else 2
-    return f"more than {limit} stages of registers (more need cp_async or bulk)" if k.stages > limit else None
+    alone = k.grid == "tiles" and k.stages > 1
+    return "one tile a block leaves nothing to have under way (stages must be 1)" if alone else None
 
 
 @_rule("warps", "min_blocks")

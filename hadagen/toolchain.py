@@ -30,7 +30,7 @@ from hadagen.trial import Kernel, kernel_digest
 # For both ends of nvcc. `-v` makes the back end report what a kernel uses.
 FLAGS = ("-std=c++17", "-O3", "-Xptxas=-v")
 
-_HINT = "install the CUDA toolkit 12 or newer, or: pip install 'hadagen[nvcc]'"
+_HINT = "install the CUDA toolkit 12.1 or newer, or: pip install 'hadagen[nvcc]'"
 
 
 class Source(Protocol):

@@ -392,6 +392,17 @@ STOPPED = {
         block_sync();
         if (t == 0) bulk_copy(data, in, 512, barrier);""",
     ): "thread 0 of block 0 copies over byte 208 of shared memory, which thread 5 of block 0 has touched",
+    Case(
+        "no_bulk_copy_fence_by_one_of_many",
+        """if (t == 0) barrier_init(barrier);
+        shared_store16(data + 16 * t, zero16());
+        bulk_copy_fence();
+        block_sync();
+        shared_load16(data);
+        if (t != 7) bulk_copy_fence();
+        block_sync();
+        if (t == 0) bulk_copy(data, in, 512, barrier);""",
+    ): "copies over byte 128 of shared memory, which thread 7 of block 0 has touched",
     Case("endless", "for (;;) load16(in);"): "does not end",
 }
 

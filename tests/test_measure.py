@@ -216,7 +216,7 @@ def test_a_result_that_differs_once_is_seen() -> None:
 
     stopwatch = Stopwatch(SimpleNamespace(device=torch.device("cpu"), cuda_stream=0), 1 << 16)  # type: ignore[arg-type]
     work = transform_work(PROBLEM, Cell(1 << 10, Destination.OUT_OF_PLACE, Cache.COLD))
-    stopwatch.fill(PROBLEM.dtype, [work.traffic])
+    stopwatch.fill(PROBLEM.dtype, [], least_bytes=3 * work.traffic.buffer_bytes)
 
     class Negates:
         def __init__(self, wrong: int) -> None:

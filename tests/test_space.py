@@ -107,6 +107,20 @@ def test_float32_goes_through_two_mma_or_none(n: int, knobs: Knobs, why: str) ->
         build_plan(Problem(n, DType.FLOAT32), knobs, ARCH)
 
 
+@pytest.mark.parametrize("n", [512, 4096, 16384, 32768])
+@pytest.mark.parametrize("dtype", [DType.FLOAT16, DType.FLOAT32])
+def test_what_is_legal_fits_the_limits(n: int, dtype: DType) -> None:
+    """With exchanges inside blocks and between them, each in shared memory of its own."""
+    limits, both = ARCH.limits, 0
+    for knobs in space_of(Problem(n, dtype)).legal[::41]:
+        plan = build_plan(Problem(n, dtype), knobs, ARCH)
+        assert plan.launch.threads <= limits.threads_per_block
+        assert plan.shared_bytes <= limits.shared_per_block
+        assert knobs.min_blocks * (plan.shared_bytes + limits.shared_reserved_per_block) <= limits.shared_per_sm
+        both += {step.crosses_blocks for step in plan.exchanges} == {False, True}
+    assert both or n <= 4096
+
+
 def test_bad_knobs_are_named() -> None:
     problem = Problem(4096, DType.FLOAT16, Numerics.FAST)
     with pytest.raises(UsageError, match="knob 'color' is not known"):

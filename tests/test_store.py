@@ -313,6 +313,13 @@ def test_a_database_of_the_first_schema_is_upgraded(first: Path) -> None:
             connection.execute("INSERT INTO hadagen_problems (n, dtype, numerics) VALUES (2, 'float16', 'fast')")
 
 
+def test_an_upgrade_distrusts_kernels_without_the_fence_of_bulk_copies(first: Path) -> None:
+    with closing(sqlite3.connect(first)) as old, old:
+        old.execute("UPDATE hadagen_kernels SET persistent = 1, source = 'bulk_copy(staged + stage * 8192u, x);'")
+    with Store.open(first) as store:
+        assert [trial.outcome for trial in store.trials()] == [Outcome.UNSTABLE, Outcome.COMPILE_FAILED]
+
+
 def test_an_older_schema_is_upgraded_with_a_message(
     store: Store, path: Path, next_version: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -31,7 +31,7 @@ from hadagen.trial import Cache, Destination, Environment, Provenance
 
 SQLITE_MAGIC = b"SQLite format 3\0"
 APPLICATION_ID = 0x68616461  # "hada", in the header of the file
-FORMAT = 2  # of the tables below; in the header too
+FORMAT = 3  # of the tables below; in the header too
 
 # Every table with its columns; launch, knobs and errors are JSON objects. The first three are read on opening, the
 # others problem by problem; `winners` is the SHA-256 of what these have of it.

@@ -14,14 +14,16 @@ from hadagen.driver import LoadedKernel, bindings, load
 from hadagen.measure.cells import Cell, Traffic, all_cells, probe_cells
 from hadagen.measure.environment import device_environment
 from hadagen.measure.messages import Answer, Measure, Race
-from hadagen.measure.timing import Stopwatch, copy_work, transform_work
+from hadagen.measure.timing import REPEATED_BUFFERS, Stopwatch, copy_work, transform_work
 from hadagen.measure.verify import Verifier
 from hadagen.problem import Problem
 from hadagen.trial import Cache, Destination, Environment, Kernel, Outcome, Timing
 
-# Races that one tile in a hundred thousand loses show in so many launches over so many elements, which take 4 ms.
+# A race that one tile in a hundred thousand loses shows, more often than not, in so many tiles; launches of so many
+# elements, which take some 0.1 ms each.
+_REPEATED_TILES = 100_000
 _REPEATED_CELL = Cell(1 << 24, Destination.OUT_OF_PLACE, Cache.COLD)
-_REPEATED_LAUNCHES = 48
+_LEAST_REPEATED = 48
 # Copy times are no older than this when they are written beside a kernel's.
 _YARDSTICK_LIFE_S = 20.0
 # Graphs of a copy that are timed; the faster counts, for now and then all replays of one take a third longer.
@@ -99,7 +101,7 @@ class DeviceService:
             cells = [cell for cell in cells if cell.elements >= problem.n]
             traffics = [cell.traffic(problem) for cell in cells]
             repeated = transform_work(problem, _REPEATED_CELL)
-            self._stopwatch.fill(problem.dtype, [*traffics, repeated.traffic])
+            self._stopwatch.fill(problem.dtype, traffics, least_bytes=REPEATED_BUFFERS * repeated.traffic.buffer_bytes)
             self._yardstick.refresh(traffics)
             probes = probe_cells(problem, cells, self._l2_bytes)
             timings = self._time(kernel, problem, probes)
@@ -111,8 +113,9 @@ class DeviceService:
             ordered = tuple(timings[cell] for cell in cells if cell in timings)
             if not self._stopwatch.is_finite(problem.dtype):
                 return Answer(Outcome.UNSTABLE, "values were no longer finite after timing", verdict.errors, ordered)
-            if not self._stopwatch.repeats(kernel, repeated, _REPEATED_LAUNCHES):
-                detail = f"the same input came out differently in one of {_REPEATED_LAUNCHES + 1} launches"
+            launches = max(_LEAST_REPEATED, _REPEATED_TILES * kernel.spec.tile_elements // repeated.elements)
+            if not self._stopwatch.repeats(kernel, repeated, launches):
+                detail = f"the same input came out differently in one of {launches + 1} launches"
                 return Answer(Outcome.UNSTABLE, detail, verdict.errors, ordered)
             return Answer(Outcome.OK, detail, verdict.errors, ordered)
 

@@ -21,6 +21,8 @@ from hadagen.problem import DType, Problem
 from hadagen.reference import verification_scale
 from hadagen.trial import Destination, timed_rows
 
+REPEATED_BUFFERS = 3  # an input and two results
+
 
 class Work(NamedTuple):
     """What is timed of a kernel: the memory of its launches, and what they are told beside the addresses."""
@@ -96,13 +98,14 @@ class Stopwatch:
         self._arena = torch.zeros(4, dtype=torch.int32, device=stream.device)
         self._flusher = torch.zeros(EVICTION * l2_bytes // 4, dtype=torch.int32, device=stream.device)
 
-    def fill(self, dtype: DType, traffics: Iterable[Traffic]) -> None:
+    def fill(self, dtype: DType, traffics: Iterable[Traffic], least_bytes: int = 0) -> None:
         """New random normals in an arena that any of `traffics` fits in.
 
         Orthonormal transforms keep them as large as they are, however often they run; those of pitched rows make them
         no larger.
         """
         needed = max((traffic.slots(self._l2_bytes) * traffic.footprint for traffic in traffics), default=0)
+        needed = max(needed, least_bytes)
         if needed > self._arena.nbytes:
             self._arena = torch.empty(0, dtype=torch.int32, device=self._stream.device)  # gives its memory back first
             self._arena = torch.empty(-(-needed // 4), dtype=torch.int32, device=self._stream.device)
@@ -151,11 +154,11 @@ class Stopwatch:
     def repeats(self, kernel: LoadedKernel, work: Work, launches: int) -> bool:
         """Whether so many launches over the same input all have the same result, bit for bit.
 
-        work: out of place, of a traffic that the arena was filled for in two slots or more; it is overwritten.
+        work: out of place, with `REPEATED_BUFFERS` of its buffers in the arena, which it overwrites.
         """
         size = work.traffic.buffer_bytes
-        buffers = (self._arena.view(torch.uint8)[at : at + size].view(torch.int32) for at in (0, size, 2 * size))
-        x, first, again = buffers
+        memory = self._arena.view(torch.uint8)
+        x, first, again = (memory[i * size : (i + 1) * size].view(torch.int32) for i in range(REPEATED_BUFFERS))
         first.zero_()  # between pitched rows nothing is written
         again.zero_()
         kernel.launch(self._stream.cuda_stream, x.data_ptr(), first.data_ptr(), *work[1:])

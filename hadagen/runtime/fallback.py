@@ -11,7 +11,7 @@ _CPU_BLOCK = 1 << 20
 _GPU_BLOCK = 1 << 24
 # Where the innermost dimension is shorter than this, the CPU is faster with one column of it at a time.
 _SHORT = 4
-# Butterflies between neighbors are slow on the CPU, so of many blocks a matrix product transforms the lowest index bits.
+# Butterflies between neighbors are slow on the CPU; so of many blocks a matrix product transforms the lowest bits.
 _PRODUCT = 16
 _MANY_BLOCKS = 4
 

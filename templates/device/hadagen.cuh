@@ -278,7 +278,7 @@ template <int pending> HADAGEN_INLINE void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
 }
 
-// An mbarrier for one arrival a phase. One thread calls `barrier_init` for each, and all threads `block_sync` before use.
+// An mbarrier for one arrival a phase. One thread calls `barrier_init` for each; all threads meet before use.
 HADAGEN_INLINE void barrier_init(u64* barrier) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\n\tfence.mbarrier_init.release.cluster;" ::"r"(
                      shared_address(barrier))

@@ -82,6 +82,7 @@ void note_read(u32 rank, u32 offset) {
     Stamp now = stamp_now();
     if (!in_order(cell.read)) {
         now.by = Stamp::several_threads;
+        now.fences = std::max(now.fences, cell.read.fences);
         now.arrivals = std::max(now.arrivals, cell.read.arrivals);
     }
     cell.read = now;
@@ -107,6 +108,16 @@ void end_copy(const Arrival& arrival, const Stamp& stamp) {
     if (arrival.global) read_global(arrival.shared, arrival.global, arrival.bytes);
     else std::memcpy(arrival.shared, &arrival.vector, sizeof arrival.vector);
     for (u32 at = 0; at < arrival.bytes; at += vector_bytes) m.block().memory.cell(arrival.shared + at).write = stamp;
+}
+
+// A thread that may have made this access and has called no bulk_copy_fence since; null where there is none.
+const Thread* unfenced(const Stamp& access) {
+    const auto is_unfenced = [&](const Thread& thread) { return thread.clock.fences <= access.fences; };
+    if (access.by == Stamp::thread) return is_unfenced(m.threads[access.who]) ? &m.threads[access.who] : nullptr;
+    if (access.by != Stamp::several_threads) return nullptr;
+    const auto first = m.threads.begin() + self->rank * m.launch.threads, end = first + m.launch.threads;
+    const auto found = std::find_if(first, end, is_unfenced);
+    return found == end ? nullptr : &*found;
 }
 
 // The number of the barrier that lies in block `rank` where `address` lies in the running thread's.
@@ -229,9 +240,9 @@ void bulk_copy(byte* shared, const void* global, u32 bytes, const u64* barrier) 
         const Cell& cell = m.block().memory.cells[(offset + at) / vector_bytes];
         if (!in_order(cell.read) || !in_order(cell.write)) continue;  // a race, as begin_copy will find
         for (const Stamp& access : {cell.read, cell.write})
-            if (access.by == Stamp::thread && m.threads[access.who].clock.fences == access.fences)
+            if (const Thread* const toucher = unfenced(access))
                 fail("%s copies over byte %u of shared memory, which %s has touched with no bulk_copy_fence since",
-                     Name(m.running->who).text, offset + at, Name(access.who).text);
+                     Name(m.running->who).text, offset + at, Name(toucher->who).text);
     }
     begin_copy(self->rank, shared, bytes);
     element(global, bytes, m.x, m.launch.x_pitch, "loads", "x");
@@ -252,7 +263,7 @@ void remote_shared_store(byte* shared, u32 rank, const Vec16& v, const u64* barr
     send(rank, memory.barriers[barrier_at(rank, barrier)], {memory.base + offset, nullptr, vector_bytes, v});
 }
 
-void barrier_wait(const u64* barrier, u32 parity) {
+void barrier_wait(const u64* barrier, u32 parity, bool remote) {
     step();
     const u32 b = barrier_at(self->rank, barrier);
     Barrier& state = m.block().memory.barriers[b];
@@ -262,6 +273,7 @@ void barrier_wait(const u64* barrier, u32 parity) {
             state.ended.by = Stamp::landed;
             state.ended.barrier = b;
             state.ended.phase = ++state.phases;
+            state.stored = std::any_of(state.arrivals.begin(), state.arrivals.end(), [](auto& a) { return !a.global; });
             for (const Arrival& arrival : state.arrivals) end_copy(arrival, state.ended);
             state.arrivals.clear();
             state.expected = state.came = 0;
@@ -270,6 +282,9 @@ void barrier_wait(const u64* barrier, u32 parity) {
             pause();
         }
     }
+    if (state.stored && !remote)
+        fail("%s waits with barrier_wait for what blocks have stored; only remote_barrier_wait shows it",
+             Name(m.running->who).text);
     u32& landed = m.running->clock.landed[b];
     landed = std::max(landed, state.phases);
 }

@@ -182,7 +182,7 @@ HADAGEN_INLINE void cp_async_commit() { machine::copy_async_commit(); }
 // Waits until at most `pending` of this thread's newest groups are under way.
 template <int pending> HADAGEN_INLINE void cp_async_wait() { machine::copy_async_wait(pending); }
 
-// An mbarrier for one arrival a phase. One thread calls `barrier_init` for each, and all threads `block_sync` before use.
+// An mbarrier for one arrival a phase. One thread calls `barrier_init` for each; all threads meet before use.
 HADAGEN_INLINE void barrier_init(u64* barrier) { machine::barrier_init(barrier); }
 // Arrives at the barrier, whose phase ends when so many bytes, a multiple of 16, have landed. One thread calls it.
 HADAGEN_INLINE void barrier_expect(u64* barrier, u32 bytes) { machine::barrier_expect(barrier, bytes); }
@@ -194,13 +194,13 @@ HADAGEN_INLINE void bulk_copy(byte* shared, const void* global, u32 bytes, u64* 
 // Bulk copies that start after a `block_sync` from here overwrite nothing that this thread has yet to read.
 HADAGEN_INLINE void bulk_copy_fence() { machine::bulk_copy_fence(); }
 // Waits for the end of the barrier's phase of this parity (0, 1, 0, …).
-HADAGEN_INLINE void barrier_wait(u64* barrier, u32 parity) { machine::barrier_wait(barrier, parity); }
+HADAGEN_INLINE void barrier_wait(u64* barrier, u32 parity) { machine::barrier_wait(barrier, parity, false); }
 
 // Starts storing to the same place in the shared memory of block `rank` of the cluster; lands at the same barrier there.
 HADAGEN_INLINE void remote_shared_store16(byte* shared, u32 rank, Vec16 v, u64* barrier) {
     machine::remote_shared_store(shared, rank, v, barrier);
 }
 // `barrier_wait` where other blocks have stored.
-HADAGEN_INLINE void remote_barrier_wait(u64* barrier, u32 parity) { machine::barrier_wait(barrier, parity); }
+HADAGEN_INLINE void remote_barrier_wait(u64* barrier, u32 parity) { machine::barrier_wait(barrier, parity, true); }
 
 }  // namespace hadagen

@@ -55,7 +55,7 @@ void barrier_expect(const u64* barrier, u32 bytes);
 void bulk_copy_fence();
 void bulk_copy(byte* shared, const void* global, u32 bytes, const u64* barrier);
 void remote_shared_store(byte* shared, u32 rank, const Vec16& v, const u64* barrier);
-void barrier_wait(const u64* barrier, u32 parity);
+void barrier_wait(const u64* barrier, u32 parity, bool remote);
 
 // ---- for emulator.py, which mirrors these two structures -----------------------------------------------------------
 struct Launch {

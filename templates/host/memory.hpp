@@ -66,6 +66,7 @@ struct Barrier {
     u32 phases = 0;  // that have ended
     Stamp ended{};   // who was the first to see the latest end
     u32 expected = 0, came = 0;  // bytes of this phase
+    bool stored = false;         // whether blocks stored what came with the latest end
     std::vector<Arrival> arrivals{};
 };
 
