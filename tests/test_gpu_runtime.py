@@ -295,6 +295,34 @@ def test_kernels_that_start_early_read_what_was_written_before(elements: int, nu
         assert torch.equal(y, wanted)
 
 
+def test_early_kernels_after_copies_and_joins_in_a_graph() -> None:
+    """What comes before a kernel may be no kernel, or be on several streams."""
+    source, x, y = normal(256, 4096), *(torch.zeros(256, 4096, dtype=torch.float16, device="cuda") for _ in range(2))
+    side, graph, scale = torch.cuda.Stream(), torch.cuda.CUDAGraph(), 1 / 64
+
+    def work() -> torch.Tensor:
+        x.copy_(source)
+        hadamard_transform(x, scale, inplace=True)
+        y.zero_()
+        hadamard_transform(x[:128], scale, out=y[:128])
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            hadamard_transform(x[128:], scale, out=y[128:])
+        z = hadamard_transform(x, 2 * scale)
+        torch.cuda.current_stream().wait_stream(side)
+        hadamard_transform(y, scale, inplace=True)
+        return z
+
+    work()
+    with torch.cuda.graph(graph):
+        z = work()
+    for seed in range(5):
+        source.copy_(normal(256, 4096, seed=seed))
+        graph.replay()
+        torch.testing.assert_close(z, source * 2, rtol=4e-3, atol=1e-2)
+        assert_good(y, source, scale)
+
+
 def test_the_first_call_may_be_captured(nothing_loaded: None) -> None:
     x = torch.zeros(100, 1024, dtype=torch.float16, device="cuda")
     graph = torch.cuda.CUDAGraph()

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -222,11 +222,14 @@ def test_a_result_that_differs_once_is_seen() -> None:
         def __init__(self, wrong: int) -> None:
             self.launches, self.wrong = 0, wrong
 
-        def launch(self, stream: int, x: int, y: int, elements: int, *_: object) -> None:
-            array_at(y, elements, PROBLEM.dtype)[:] = array_at(x, elements, PROBLEM.dtype) ^ 0x8000
-            if self.launches == self.wrong:
-                array_at(y, elements, PROBLEM.dtype)[-1] ^= 1
-            self.launches += 1
+        def prepared(self, elements: int, *_: object) -> Callable[[int, int, int], None]:
+            def launch(stream: int, x: int, y: int) -> None:
+                array_at(y, elements, PROBLEM.dtype)[:] = array_at(x, elements, PROBLEM.dtype) ^ 0x8000
+                if self.launches == self.wrong:
+                    array_at(y, elements, PROBLEM.dtype)[-1] ^= 1
+                self.launches += 1
+
+            return launch
 
     assert [stopwatch.repeats(Negates(wrong), work, 5) for wrong in (0, 1, 5, 6)] == [False, False, False, True]  # type: ignore[arg-type]
 

@@ -57,12 +57,13 @@ class LaunchGraph:
     def __init__(self, stream: int, kernel: LoadedKernel, addresses: Iterable[tuple[int, int]], work: Work) -> None:
         """`addresses`: of x and y, one pair a launch. Raises `DriverError`."""
         driver = bindings()
+        launch = kernel.prepared(*work[1:])  # once: thousands of launches are captured in a trial
         self._stream = stream
         mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
         check(driver.cuStreamBeginCapture(stream, mode), "beginning a graph capture")
         try:
             for x, y in addresses:
-                kernel.launch(stream, x, y, *work[1:])
+                launch(stream, x, y)
         finally:
             captured = driver.cuStreamEndCapture(stream)
         self._graph = check(captured, f"capturing launches of {kernel.entry}")
@@ -161,10 +162,11 @@ class Stopwatch:
         x, first, again = (memory[i * size : (i + 1) * size].view(torch.int32) for i in range(REPEATED_BUFFERS))
         first.zero_()  # between pitched rows nothing is written
         again.zero_()
-        kernel.launch(self._stream.cuda_stream, x.data_ptr(), first.data_ptr(), *work[1:])
+        stream, launch = self._stream.cuda_stream, kernel.prepared(*work[1:])
+        launch(stream, x.data_ptr(), first.data_ptr())
         same = []
         for _ in range(launches):
-            kernel.launch(self._stream.cuda_stream, x.data_ptr(), again.data_ptr(), *work[1:])
+            launch(stream, x.data_ptr(), again.data_ptr())
             same.append((first == again).all())
         return bool(torch.stack(same).all())
 
