@@ -320,7 +320,7 @@ def test_early_kernels_after_copies_and_joins_in_a_graph() -> None:
         source.copy_(normal(256, 4096, seed=seed))
         graph.replay()
         torch.testing.assert_close(z, source * 2, rtol=4e-3, atol=1e-2)
-        assert_good(y, source, scale)
+        assert error(y, source, scale) <= 1e-3  # rounded three times
 
 
 def test_the_first_call_may_be_captured(nothing_loaded: None) -> None:
