@@ -45,7 +45,8 @@ def bench(
     """Time the known winners on a GPU of this machine, beside a plain copy of the same bytes.
 
     The data lies in L2 where it fits in half of it, and in device memory otherwise. Pitched rows have three quarters of
-    n elements. Needs nvcc, for the copy kernel. Where fast_hadamard_transform is installed, it is timed too.
+    n elements. Needs nvcc, for the copy kernel. Other libraries are timed too where they are
+    installed: fast_hadamard_transform, and HadaCore as faster_hadamard_transform.
     """
     from hadagen.measure import device_environment
     from hadagen.runtime.device import Device
@@ -63,12 +64,12 @@ def bench(
     if as_json:
         print_json({"gpu": environment.gpu, "driver": environment.driver, "results": results})
         return
-    versus = any(result["over_fast_hadamard_transform"] for result in results)
+    peers = dict.fromkeys(name for result in results for name in result["times_as_fast_as"])
     one, *_ = problems
     asked = (one.dtype.value, one.numerics.value, *(["pitched"] if pitched else []), destination.value)
     click.echo(f"{environment.gpu}, {', '.join(asked)}: speed as a fraction of a plain copy")
-    if versus:
-        click.echo("×: as many times as fast as fast_hadamard_transform")
+    if peers:
+        click.echo(f"×: as many times as fast as {', '.join(peers)}")
     by_cell = {(result["n"], result["elements"]): result for result in results}
     print_table(
         ["n", *(_short(count) for count in counts)],
@@ -120,7 +121,7 @@ def _time(choices: Sequence[Choice], arch: str, index: int, l2_bytes: int) -> li
     cells = sorted({choice.cell for choice in choices})
     with DeviceRunner(index, copies, cells=cells, give_up=float("inf")) as runner:
         trials = dict(zip(candidates, (trial for _, trial in runner.run(candidates.values())), strict=True))
-    transform = peer.find_peer()
+    peers = peer.find_peers()
     results = []
     for problem, cell, entry, _ in choices:
         trial = trials[problem, entry.kernel]
@@ -128,7 +129,9 @@ def _time(choices: Sequence[Choice], arch: str, index: int, l2_bytes: int) -> li
             why = f"{trial.outcome.value}: {trial.detail}"
             raise DeviceError(f"kernel {entry.kernel[:12]} for {problem.name} ended as {why}; tune again")
         timing = next(t for t in trial.timings if (t.elements, t.destination, t.cache) == cell)
-        peer_us = transform and peer.time_peer(transform, problem, cell, l2_bytes, index)
+        others = {
+            each.name: peer.time_peer(each, problem, cell, l2_bytes, index) for each in peers if each.serves(problem)
+        }
         results.append(
             {
                 "n": problem.n,
@@ -138,7 +141,7 @@ def _time(choices: Sequence[Choice], arch: str, index: int, l2_bytes: int) -> li
                 "us": timing.us,
                 "copy_us": timing.copy_us,
                 "fraction_of_copy": timing.fraction_of_copy,
-                "over_fast_hadamard_transform": peer_us and peer_us / timing.us,
+                "times_as_fast_as": {name: us / timing.us for name, us in others.items()},
             }
         )
     return results
@@ -164,5 +167,5 @@ def _short(elements: int) -> str:
 def _cell(result: dict[str, Any] | None) -> str:
     if result is None:
         return "-"
-    faster = result["over_fast_hadamard_transform"]
-    return f"{result['fraction_of_copy']:.2f}" + (f" ×{faster:.2f}" if faster else "")
+    faster = (f" ×{ratio:.2f}" for ratio in result["times_as_fast_as"].values())
+    return f"{result['fraction_of_copy']:.2f}{''.join(faster)}"

@@ -197,7 +197,7 @@ def test_bench_prints_one_table(fake_gpu: None, monkeypatch: pytest.MonkeyPatch)
     report = json.loads(succeed(*arguments, "--json"))
     assert [result["elements"] for result in report["results"]] == [elements for elements, _ in CELLS]
     assert report["results"][0]["us"] == fastest
-    assert report["results"][0]["over_fast_hadamard_transform"] is None
+    assert report["results"][0]["times_as_fast_as"] == {}
     title, header, two, four = succeed(*arguments).splitlines()
     assert title == "Test GPU, float16, fast, in-place: speed as a fraction of a plain copy"
     assert header.split() == ["n", "16K", "4M", "64M"]
@@ -209,9 +209,13 @@ def test_bench_prints_one_table(fake_gpu: None, monkeypatch: pytest.MonkeyPatch)
     said = sentence(run("bench", "--n", "4", "--dtype", "float32", "--numerics", "fast", "--pitched"), 1)
     assert said.startswith("no bundle has kernels for Test GPU")
 
-    monkeypatch.setattr(peer, "find_peer", lambda: "a peer")
-    monkeypatch.setattr(peer, "time_peer", lambda *arguments: 3 * fastest)
-    assert "×3.00" in succeed(*arguments)
+    serving = {"one": frozenset(DType), "no float16": frozenset({DType.BFLOAT16}), "other": frozenset(DType)}
+    peers = [peer.Peer(name, dtypes, False, False, lambda x, *_: x) for name, dtypes in serving.items()]
+    monkeypatch.setattr(peer, "find_peers", lambda: peers)
+    monkeypatch.setattr(peer, "time_peer", lambda each, *_: fastest * (3 if each.name == "one" else 2))
+    printed = succeed(*arguments)
+    assert "×: as many times as fast as one, other\n" in printed
+    assert f"{1 / fastest:.2f} ×3.00 ×2.00" in printed
 
 
 def test_bench_without_kernels_says_what_to_do(fake_gpu: None) -> None:

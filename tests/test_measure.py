@@ -11,7 +11,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -232,6 +233,25 @@ def test_a_result_that_differs_once_is_seen() -> None:
             return launch
 
     assert [stopwatch.repeats(Negates(wrong), work, 5) for wrong in (0, 1, 5, 6)] == [False, False, False, True]  # type: ignore[arg-type]
+
+
+def test_peers_are_called_by_their_own_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hadagen.measure import peer
+
+    for name in ("fast_hadamard_transform", "faster_hadamard_transform"):
+        module: Any = ModuleType(name)
+        module.__spec__, module.hadamard_transform = ModuleSpec(name, None), lambda *arguments: arguments
+        monkeypatch.setitem(sys.modules, name, module)
+    fast, hadacore = peer.find_peers()
+    x: Any = object()
+    assert (fast.name, fast.transform(x, 0.5, True)) == ("fast_hadamard_transform", (x, 0.5))
+    assert (hadacore.name, hadacore.transform(x, 0.5, True)) == ("HadaCore", (x, True))
+    problems = PROBLEM, replace(PROBLEM, dtype=DType.FLOAT32), replace(PROBLEM, pitched=True)
+    assert [(fast.serves(problem), hadacore.serves(problem)) for problem in problems] == [
+        (True, True),
+        (True, False),
+        (True, False),
+    ]
 
 
 # ---- verification --------------------------------------------------------------------------------------------------
