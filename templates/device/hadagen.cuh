@@ -261,7 +261,7 @@ HADAGEN_INLINE u32 shared_address(const void* shared) { return u32(__cvta_generi
 HADAGEN_INLINE void block_sync() { __syncthreads(); }
 
 HADAGEN_INLINE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-// Orders no memory access but `barrier_init`, and takes a third of a microsecond less.
+// Orders no memory access but `barrier_init`, so it waits for none.
 HADAGEN_INLINE void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 HADAGEN_INLINE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
