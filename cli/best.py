@@ -47,6 +47,7 @@ def best(arch: str | None, problem: Problem, rows: int, inplace: bool, device: s
         f"{launch.tile_elements} elements a tile"
         + (f", clusters of {launch.cluster}" if launch.cluster > 1 else "")
         + (", persistent" if launch.persistent else "")
+        + (", starts early" if launch.starts_early else "")
     )
     rows_timed = f", rows of {timed_rows(problem).columns}" if problem.pitched else ""
     click.echo(

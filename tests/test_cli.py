@@ -24,6 +24,7 @@ from hadagen.errors import DeviceError
 from hadagen.problem import DType
 from hadagen.runtime.bundles import VARIABLE
 from hadagen.trial import Outcome
+from hadagen.tuning_db.bundle import shipped
 from hadagen.tuning_db.bundle_writer import write_bundle
 from hadagen.tuning_db.store import Store
 from hadagen.tuning_db.winners import portfolio
@@ -240,6 +241,11 @@ def test_best_prints_one_object(sample: Path) -> None:
     assert found["relative_error"] == 2e-4
     assert found["provenance"]["kind"] == "measured"
     assert {"gpu", "driver", "nvcc", "date"} <= found["provenance"].keys()
+
+
+def test_best_says_how_a_kernel_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HADAGEN_BUNDLE", str(shipped()["sm90"]))
+    assert "elements a tile, starts early\n" in succeed(*BEST, "4096", "--rows", "1024")
 
 
 def test_best_is_readable(sample: Path) -> None:
