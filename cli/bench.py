@@ -45,8 +45,8 @@ def bench(
     """Time the known winners on a GPU of this machine, beside a plain copy of the same bytes.
 
     The data lies in L2 where it fits in half of it, and in device memory otherwise. Pitched rows have three quarters of
-    n elements. Needs nvcc, for the copy kernel. Other libraries are timed too where they are
-    installed: fast_hadamard_transform, and HadaCore as faster_hadamard_transform.
+    n elements. Needs nvcc, for the copy kernel. Other libraries are timed too where they are installed:
+    fast_hadamard_transform, and HadaCore as faster_hadamard_transform.
     """
     from hadagen.measure import device_environment
     from hadagen.runtime.device import Device

@@ -246,13 +246,15 @@ class Plan:
     def exchange_offset(self, step: Exchange) -> int:
         """Where in shared memory the slots of an exchange begin: after the staged tiles, and those that other blocks
         fill after those of this block alone, so that they are free from the start."""
-        own = self._slots_bytes(crossing=False) if step.crosses_blocks else 0
-        return self.stages_offset + self.load.stages * self.stage_bytes + own
+        return self._slots_offset + (self._slots_bytes(crossing=False) if step.crosses_blocks else 0)
 
     @property
     def shared_bytes(self) -> int:
-        slots = self._slots_bytes(crossing=False) + self._slots_bytes(crossing=True)
-        return self.stages_offset + self.load.stages * self.stage_bytes + slots
+        return self._slots_offset + self._slots_bytes(crossing=False) + self._slots_bytes(crossing=True)
+
+    @property
+    def _slots_offset(self) -> int:
+        return self.stages_offset + self.load.stages * self.stage_bytes
 
     def _slots_bytes(self, *, crossing: bool) -> int:
         slots = 1 << (self.chunk_bits + self.warp_bits)

@@ -102,6 +102,13 @@ def test_refresh_writes_numbers_and_picture_once(documents: Path) -> None:
     assert (documents / "speed.svg").read_bytes() == picture
 
 
+def test_one_odd_time_of_a_copy_changes_nothing(documents: Path) -> None:
+    times, table = refresh.read_times(refresh.OURS, refresh.PEERS), refresh.OURS.read_text()
+    refresh.OURS.write_text(table.replace("0a1b,1.0,", "0a1b,1.4,", 1))
+    assert refresh.OURS.read_text() != table
+    assert refresh.read_times(refresh.OURS, refresh.PEERS) == times
+
+
 def test_a_changed_table_outdates_both(documents: Path) -> None:
     pytest.importorskip("matplotlib", reason="drawing needs the docs extra")
     refresh.main([])

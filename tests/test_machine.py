@@ -91,6 +91,15 @@ class Case:
         )
 
 
+def crossing(expected: int) -> str:
+    """A body in which each of two blocks stores 512 bytes in the other, whose barrier expects so many; none where 0."""
+    expect = f", barrier_expect(barrier, {expected})" if expected else ""
+    return f"""if (t == 0) barrier_init(barrier){expect};
+        cluster_arrive_relaxed();
+        cluster_wait();
+        remote_shared_store16(data + 16 * t, rank ^ 1, zero16(), barrier);"""
+
+
 SHARED_BYTES = 8192
 COPY = "store16(out + 16 * t, load16(in + 16 * t));"
 
@@ -341,28 +350,17 @@ STOPPED = {
     ): "which may not have begun",
     Case(
         "other_block_may_have_ended",
-        """if (t == 0) barrier_init(barrier), barrier_expect(barrier, 512);
-        cluster_arrive_relaxed();
-        cluster_wait();
-        remote_shared_store16(data + 16 * t, rank ^ 1, zero16(), barrier);""",
+        crossing(512),
         cluster=2,
     ): "block 0 ends while 512 bytes are on their way to it",
     Case(
         "more_than_expected",
-        """if (t == 0) barrier_init(barrier), barrier_expect(barrier, 256);
-        cluster_arrive_relaxed();
-        cluster_wait();
-        remote_shared_store16(data + 16 * t, rank ^ 1, zero16(), barrier);
-        remote_barrier_wait(barrier, 0);""",
+        crossing(256) + "remote_barrier_wait(barrier, 0);",
         cluster=2,
     ): "block 0 ends while 256 bytes are on their way to it",
     Case(
         "never_expected",
-        """if (t == 0) barrier_init(barrier);
-        cluster_arrive_relaxed();
-        cluster_wait();
-        remote_shared_store16(data + 16 * t, rank ^ 1, zero16(), barrier);
-        remote_barrier_wait(barrier, 0);""",
+        crossing(0) + "remote_barrier_wait(barrier, 0);",
         cluster=2,
     ): "threads 0-31 of block 0 wait at barrier_wait",
     Case(

@@ -102,24 +102,19 @@ def test_each_cell_has_its_leader(store: Store) -> None:
     assert [knobs.chunks for knobs in by_cells_led(leaders)] == [8, 2]
 
 
-def test_known_knobs_are_tried_first(store: Store) -> None:
-    first, second = problems(256, 512)
+@pytest.mark.parametrize("pitched", [False, True])
+def test_known_knobs_are_tried_first(store: Store, pitched: bool) -> None:
+    """Before what a neighboring problem has, or the contiguous twin of pitched rows."""
+    neighbor, twin = problems(256, 512)
+    problem = replace(twin, pitched=pitched)
     known = [Knobs(chunks=2, warps=2), Knobs(chunks=4, warps=8, grid="persistent")]
+    others = {neighbor, twin} - {problem}
+    for other in others:
+        store.record(make_trial(other, Knobs(chunks=2, warps=8).to_dict()))
     runner = FakeRunner()
-    tune(options(store, runner, problems=[first, second], known={second: known}))
-    asked = [Knobs.from_dict(knobs) for problem, knobs in runner.asked if problem == second]
-    assert asked[:2] == [next(Space(second, arch()).nearest(knobs.to_dict())) for knobs in known]
-
-
-def test_known_knobs_of_pitched_rows_come_before_what_their_twins_have(store: Store) -> None:
-    (problem,) = problems(256)
-    pitched = replace(problem, pitched=True)
-    known = [Knobs(chunks=2, warps=2), Knobs(chunks=4, warps=8, grid="persistent")]
-    store.record(make_trial(problem, Knobs(chunks=2, warps=8).to_dict()))
-    runner = FakeRunner()
-    tune(options(store, runner, problems=[pitched, problem], trials=24, known={pitched: known}))
-    asked = [Knobs.from_dict(knobs) for which, knobs in runner.asked if which == pitched]
-    assert asked[:2] == [Space(pitched, arch()).closest(knobs) for knobs in known]
+    tune(options(store, runner, problems=[problem, *others], trials=24, known={problem: known}))
+    asked = [Knobs.from_dict(knobs) for which, knobs in runner.asked if which == problem]
+    assert asked[:2] == [Space(problem, arch()).closest(knobs) for knobs in known]
 
 
 def test_a_problem_without_legal_knobs_ends_without_a_trial(store: Store) -> None:

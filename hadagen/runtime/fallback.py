@@ -49,10 +49,12 @@ def _hadamard(x: torch.Tensor, buffers: torch.Tensor, low: torch.Tensor | None) 
         values = other
         values[:, :m] = x
         values[:, m:] = 0
+    done = 0
     if low is not None:
         torch.mm(values.view(-1, _PRODUCT), low, out=result.view(-1, _PRODUCT))
         values, result, other = result, other, result
-    for bit in range(0 if low is None else low.shape[0].bit_length() - 1, n.bit_length() - 1):
+        done = _PRODUCT.bit_length() - 1
+    for bit in range(done, n.bit_length() - 1):
         width = 1 << bit
         halves = (rows, n // (2 * width), 2, width)
         views = *values.view(halves).unbind(2), *result.view(halves).unbind(2)

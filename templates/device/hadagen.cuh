@@ -301,15 +301,19 @@ HADAGEN_INLINE void bulk_copy(byte* shared, const void* global, u32 bytes, u64* 
 // Bulk copies that start after a `block_sync` from here overwrite nothing that this thread has yet to read: the unit that
 // carries them out does not wait for loads under way.
 HADAGEN_INLINE void bulk_copy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+#define HADAGEN_BARRIER_WAIT(name, instruction)                                                                        \
+    HADAGEN_INLINE void name(u64* barrier, u32 parity) {                                                               \
+        asm volatile("{\n\t.reg .pred done;\n"                                                                         \
+                     "again:\n\t" instruction " done, [%0], %1;\n\t"                                                    \
+                     "@!done bra again;\n\t}" ::"r"(shared_address(barrier)),                                          \
+                     "r"(parity)                                                                                       \
+                     : "memory");                                                                                      \
+    }
 // Waits for the end of the barrier's phase of this parity (0, 1, 0, …).
-HADAGEN_INLINE void barrier_wait(u64* barrier, u32 parity) {
-    asm volatile("{\n\t.reg .pred done;\n"
-                 "again:\n\t"
-                 "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n\t"
-                 "@!done bra again;\n\t}" ::"r"(shared_address(barrier)),
-                 "r"(parity)
-                 : "memory");
-}
+HADAGEN_BARRIER_WAIT(barrier_wait, "mbarrier.try_wait.parity.shared::cta.b64")
+// The same where other blocks have stored.
+HADAGEN_BARRIER_WAIT(remote_barrier_wait, "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64")
+#undef HADAGEN_BARRIER_WAIT
 
 HADAGEN_INLINE u32 remote_address(const void* shared, u32 rank) {
     u32 remote;
@@ -321,15 +325,6 @@ HADAGEN_INLINE void remote_shared_store16(byte* shared, u32 rank, Vec16 v, u64* 
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1,%2,%3,%4}, [%5];" ::"r"(
                      remote_address(shared, rank)),
                  "r"(v.word[0]), "r"(v.word[1]), "r"(v.word[2]), "r"(v.word[3]), "r"(remote_address(barrier, rank))
-                 : "memory");
-}
-// `barrier_wait` where other blocks have stored.
-HADAGEN_INLINE void remote_barrier_wait(u64* barrier, u32 parity) {
-    asm volatile("{\n\t.reg .pred done;\n"
-                 "again:\n\t"
-                 "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n\t"
-                 "@!done bra again;\n\t}" ::"r"(shared_address(barrier)),
-                 "r"(parity)
                  : "memory");
 }
 

@@ -195,12 +195,12 @@ HADAGEN_INLINE void bulk_copy(byte* shared, const void* global, u32 bytes, u64* 
 HADAGEN_INLINE void bulk_copy_fence() { machine::bulk_copy_fence(); }
 // Waits for the end of the barrier's phase of this parity (0, 1, 0, …).
 HADAGEN_INLINE void barrier_wait(u64* barrier, u32 parity) { machine::barrier_wait(barrier, parity, false); }
+// The same where other blocks have stored.
+HADAGEN_INLINE void remote_barrier_wait(u64* barrier, u32 parity) { machine::barrier_wait(barrier, parity, true); }
 
 // Starts storing to the same place in the shared memory of block `rank` of the cluster; lands at the same barrier there.
 HADAGEN_INLINE void remote_shared_store16(byte* shared, u32 rank, Vec16 v, u64* barrier) {
     machine::remote_shared_store(shared, rank, v, barrier);
 }
-// `barrier_wait` where other blocks have stored.
-HADAGEN_INLINE void remote_barrier_wait(u64* barrier, u32 parity) { machine::barrier_wait(barrier, parity, true); }
 
 }  // namespace hadagen
