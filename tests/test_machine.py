@@ -396,8 +396,9 @@ STOPPED = {
         shared_store16(data + 16 * t, zero16());
         bulk_copy_fence();
         block_sync();
+        if (t == 7) bulk_copy_fence();
         shared_load16(data);
-        if (t != 7) bulk_copy_fence();
+        for (int i = 0; i < 2 && t != 7; ++i) bulk_copy_fence();
         block_sync();
         if (t == 0) bulk_copy(data, in, 512, barrier);""",
     ): "copies over byte 128 of shared memory, which thread 7 of block 0 has touched",
