@@ -25,6 +25,7 @@ KNOB_VALUES: dict[str, tuple[KnobValue, ...]] = {
     "chunks": (1, 2, 4, 8, 16),
     "warps": (1, 2, 4, 8, 16, 32),
     "cluster": (1, 2, 4, 8),
+    "far_bits": ("registers", "lanes"),
     "low_bits": ("mma", "mma_shuffle", "shuffle"),
     "mma_carrier": ("packed", "split"),
     "accumulator": ("fp32", "packed"),

@@ -12,19 +12,17 @@ from typing import Any
 
 import jinja2
 
-from hadagen.layout import PAIR, Place
+from hadagen.layout import PAIR, Place, cta, reg, swaps, warp
 from hadagen.plan import (
     CHUNK_BITS,
     CROSSED_BARRIER,
     FP32,
-    MMA_EXPONENT,
     PACKED,
     Butterfly,
     Exchange,
     Load,
     Mma,
     Plan,
-    Scale,
     Shuffle,
     Step,
     Store,
@@ -64,6 +62,7 @@ def _view(plan: Plan, entry: str) -> dict[str, Any]:
     cluster = plan.launch.cluster
     per_cluster = f" / {cluster}" if cluster > 1 else ""
     lane_at = f"lane * {plan.vector_elements}"
+    lanes = stored.bits_of("lane")
     n = plan.problem.n
     return {
         "plan": plan,
@@ -77,7 +76,7 @@ def _view(plan: Plan, entry: str) -> dict[str, Any]:
         "span": 32 * plan.vector_elements,  # between one vector of a thread and the next
         "bytes": plan.problem.dtype.bytes,
         "scale_form": plan.scale_form.value,
-        "mma_exponent": MMA_EXPONENT,
+        "powers": [step.factor for step in plan.steps if isinstance(step, Mma) and step.factor],
         "packed": PACKED in plan.carriers,
         "wide": FP32 in plan.carriers,
         "prefetch": plan.load.stages > 1 and not plan.load.staged,
@@ -93,7 +92,7 @@ def _view(plan: Plan, entry: str) -> dict[str, Any]:
         "moved": stored != plan.loaded,
         "load_thread": _sum(lane_at, _scatter("warp", plan.loaded.bits_of("warp"))),
         "store_thread": _sum(
-            lane_at,
+            lane_at if lanes == plan.loaded.bits_of("lane") else _scatter("lane", lanes),
             _scatter("warp", stored.bits_of("warp")),
             _scatter("rank", stored.bits_of("cta")),
         ),
@@ -153,8 +152,6 @@ def _steps(plan: Plan) -> list[dict[str, Any]]:
             view |= {"stride": _stride(step.place, carrier), "in_pair": step.place == PAIR}
         elif isinstance(step, Shuffle):
             view |= {"mask": 1 << step.lane, "widen": step.widen}
-        elif isinstance(step, Scale):
-            view |= {"factor": 2.0**step.exponent}
         elif isinstance(step, Exchange):
             view |= _exchange(plan, step) | {"turns": [next(turns) for _ in range(step.rounds)]}
         carrier = carrier_after
@@ -181,30 +178,50 @@ def _vector_bits(plan: Plan, reg_bits: Mapping[int, int]) -> dict[int, int]:
 
 
 def _exchange(plan: Plan, step: Exchange) -> dict[str, Any]:
-    """Where chunk c of a warp goes: to slot (warp', chunk') of block rank', the swapped bits of the three replaced."""
+    """Where the vectors of a thread go: chunk c to slot (warp', chunk') of block rank', and there to lane', the swapped
+    bits of the four replaced.
+
+    What changes lanes lies at lane ^ lane', as seen by who writes and by who reads it, so that neither meets bank
+    conflicts: the eight lanes that access shared memory together differ there in all three bits.
+    """
     room = plan.chunk_bits
-    chunk_of = {far: near.index - 2 for near, far in step.pairs}
-    from_warp = {far.index: near for far, near in chunk_of.items() if far.kind == "warp"}
-    from_cta = {far.index: near for far, near in chunk_of.items() if far.kind == "cta"}
-    slot_of_warp = {j: room + j for j in range(plan.warp_bits)} | from_warp
-    slot_of_chunk = {j: j for j in range(room)} | {near: room + far for far, near in from_warp.items()}
-    slot_of_chunk = {j: slot for j, slot in slot_of_chunk.items() if j not in from_cta.values()}
-    rank_of_rank = {j: j for j in range(plan.cta_bits) if j not in from_cta}
-    rank_of_chunk = {near: far for far, near in from_cta.items()}
+    moves = swaps(step.pairs)
+    # By what an index expression calls them: bit of the slot, the block or the lane that a bit goes to.
+    slot: dict[str, dict[int, int]] = {"c": {}, "warp": {}, "rank": {}, "lane": {}}
+    rank: dict[str, dict[int, int]] = {name: {} for name in slot}
+    across: dict[str, dict[int, int]] = {name: {} for name in slot}
+    for name, places in (
+        ("c", [reg(2 + j) for j in range(room)]),
+        ("warp", [warp(j) for j in range(plan.warp_bits)]),
+        ("rank", [cta(j) for j in range(plan.cta_bits)]),
+        ("lane", [place for place in moves if place.kind == "lane"]),
+    ):
+        for bit, place in enumerate(places):
+            target = moves.get(place, place)
+            source = place.index if name == "lane" else bit
+            if target.kind == "lane":
+                across[name][source] = target.index
+            elif target.kind == "cta":
+                rank[name][source] = target.index
+            else:
+                slot[name][source] = target.index - 2 if target.kind == "reg" else room + target.index
+    changes = _sum(*(_scatter(name, bits) for name, bits in across.items()))
+    place = "place" if changes else "lane"
     lane_bytes = {
-        "linear": f"lane * {16 * step.planes}",
-        "padded": "lane * 32 + lane / 4 * 16",
-        "swizzled": "lane * 32",
+        "linear": f"{place} * {16 * step.planes}",
+        "padded": f"{place} * 32 + {place} / 4 * 16",
+        "swizzled": f"{place} * 32",
     }
     return {
         "offset": plan.exchange_offset(step),
         "slot_bytes": step.slot_bytes,
-        "slot_thread": _sum(_scatter("warp", slot_of_warp), _scatter("rank", from_cta)) or "0",
-        "slot_chunk": _scatter("c", slot_of_chunk) or "0",
+        "slot_thread": _sum(*(_scatter(name, slot[name]) for name in ("warp", "rank", "lane"))) or "0",
+        "slot_chunk": _scatter("c", slot["c"]) or "0",
         "slot_read": f"warp * {1 << room}" if plan.warp_bits else "0",
+        "place": f"lane ^ ({changes})" if changes else "",
         "lane_bytes": lane_bytes[step.shared_layout],
         "remote": step.crosses_blocks,
-        "rank": _sum(_scatter("rank", rank_of_rank), _scatter("c", rank_of_chunk)),
+        "rank": _sum(*(_scatter(name, rank[name]) for name in ("rank", "lane", "c"))),
     }
 
 
@@ -246,7 +263,8 @@ def _crossed_bytes(plan: Plan, step: Exchange) -> int:
 
 def _plane_offset(step: Exchange, plane: int) -> str:
     if step.shared_layout == "swizzled":
-        return f" + 16 * (lane / 4 % 2 ^ {plane})"
+        place = "place" if any(near.kind == "lane" for near, _ in step.pairs) else "lane"
+        return f" + 16 * ({place} / 4 % 2 ^ {plane})"
     return f" + {16 * plane}" if plane else ""
 
 

@@ -12,11 +12,10 @@ from functools import reduce
 from typing import Any
 
 from hadagen.errors import UsageError
-from hadagen.layout import LANE_BITS, PAIR, Place, cta, reg, warp
+from hadagen.layout import LANE_BITS, PAIR, Place, cta, lane, reg, warp
 from hadagen.plan import (
     CHUNK_BITS,
     FP32,
-    MMA_EXPONENT,
     PACKED,
     PARTS,
     Butterfly,
@@ -36,6 +35,9 @@ from hadagen.plan import (
 )
 from hadagen.problem import DType, Numerics, Problem
 
+REGISTERS, LANES = "registers", "lanes"
+MAX_EXCHANGED_LANES = 4  # the last one leaves stores whole sectors of 32 bytes
+
 
 @dataclass(frozen=True, order=True)
 class Knobs:
@@ -44,6 +46,7 @@ class Knobs:
     chunks: int = 1  # 256-element chunks per warp, 8 elements of each in a thread
     warps: int = 1  # per block
     cluster: int = 1  # blocks per cluster
+    far_bits: str = REGISTERS  # what warp and block bits are swapped with: register bits, or at once with lane bits too
     low_bits: str = "mma"  # what transforms index bits 0–7: mma (two), mma_shuffle (one, then shuffles) or shuffle
     mma_carrier: str = PACKED  # values between two mma: packed, or fp32 split into parts
     accumulator: str = FP32  # what mma sums in; packed sums (float16 only) need no conversion
@@ -77,7 +80,8 @@ class Knobs:
 KNOB_NAMES = tuple(field.name for field in fields(Knobs))
 
 
-def _log2(value: int) -> int:
+def log2(value: int) -> int:
+    """Of a power of two."""
     return value.bit_length() - 1
 
 
@@ -89,7 +93,7 @@ def plan_of(problem: Problem, knobs: Knobs, *, starts_early: bool = False) -> Pl
     steps += _float32_low_bits(problem, knobs) if problem.dtype is DType.FLOAT32 else _low_bits(problem, knobs)
     bits = problem.log2_n
     if bits > CHUNK_BITS:
-        chunk_bits = min(_log2(knobs.chunks), bits - CHUNK_BITS)
+        chunk_bits = min(log2(knobs.chunks), bits - CHUNK_BITS)
         convert = _Converter(steps)
         if chunk_bits or knobs.butterfly_carrier == FP32:
             convert.to(knobs.butterfly_carrier)
@@ -98,16 +102,16 @@ def plan_of(problem: Problem, knobs: Knobs, *, starts_early: bool = False) -> Pl
             convert.to(knobs.exchange_carrier)
             steps.append(Exchange(pairs, knobs.exchange_carrier, knobs.exchange_rounds, knobs.shared_layout))
             convert.to(knobs.butterfly_carrier)
-            steps += [Butterfly(near) for near, _ in pairs]
+            steps += [Shuffle(near.index) if near.kind == "lane" else Butterfly(near) for near, _ in pairs]
     steps = _with_scale(problem, knobs, steps)
     if knobs.low_bits == "mma_shuffle":
         steps.append(Transpose())
     steps.append(Store(knobs.store))
     return Plan(
         problem,
-        _log2(knobs.chunks),
-        _log2(knobs.warps),
-        _log2(knobs.cluster),
+        log2(knobs.chunks),
+        log2(knobs.warps),
+        log2(knobs.cluster),
         tuple(steps),
         persistent=knobs.grid == "persistent",
         min_blocks=knobs.min_blocks,
@@ -134,11 +138,11 @@ class _Converter:
 def _low_bits(problem: Problem, knobs: Knobs) -> list[Step]:
     """The steps that transform index bits 0–7 of packed values, as far as the row has them."""
     bits = problem.log2_n
-    first, second = (1, 2) if _scales_in_mma(problem, knobs) else (0, 0)
+    first, second = (1, 2) if _scales_in_mma(problem, knobs) or wide_range(problem.dtype) else (0, 0)
     if knobs.low_bits == "mma":
         # mma(reg0) finds bits 0 3 4 1 at its places and leaves 5 6 7 there, which mma(reg1) transforms with bit 2.
         if knobs.mma_carrier == "split":
-            return [Mma(0), Mma(1, parts=PARTS[problem.dtype])]
+            return [Mma(0, factor=first), Mma(1, parts=PARTS[problem.dtype], factor=second)]
         if knobs.accumulator == PACKED:
             return [Mma(0, accumulator=PACKED, factor=first), Mma(1, accumulator=PACKED, factor=second)]
         return [Mma(0, factor=first), Round(), Mma(1, factor=second)]
@@ -146,7 +150,7 @@ def _low_bits(problem: Problem, knobs: Knobs) -> list[Step]:
         # Bits 5 6 7 are left at pair, lane0, lane1, and bit 2 at reg1.
         steps: list[Step] = [Mma(0, accumulator=knobs.accumulator, factor=first)]
         convert = _Converter(steps)
-        if first:
+        if _scales_in_mma(problem, knobs):
             convert.to(PACKED)
             steps.append(Correct())
         convert.to(knobs.butterfly_carrier)
@@ -156,8 +160,8 @@ def _low_bits(problem: Problem, knobs: Knobs) -> list[Step]:
     across = range(max(0, min(bits - len(inside), LANE_BITS)))
     if knobs.butterfly_carrier == PACKED:
         return [*inside[:bits], *(Shuffle(j) for j in across)]
-    if not across:
-        return [Widen(), *inside[:bits]]
+    if not across or wide_range(problem.dtype):  # it is scaled as soon as it is wide
+        return [Widen(), *inside[:bits], *(Shuffle(j) for j in across)]
     return [*(Shuffle(j, widen=j == 0) for j in across), *inside]
 
 
@@ -165,9 +169,9 @@ def _float32_low_bits(problem: Problem, knobs: Knobs) -> list[Step]:
     """The steps that transform index bits 0–7 of float32, as far as the row has them."""
     if knobs.low_bits == "mma":
         # mma(reg0) finds bits 0 2 3 1 at its places and leaves 4 5 6 there, which mma(reg1) transforms with bit 7.
-        # Sums times 2^MMA_EXPONENT overflow later than those of butterflies do, and nothing is lost of values that keep
-        # their 24 bits above 2^-133, the least bfloat16: from 2^-110 on, or 2^-108 with room for that factor.
-        return [Mma(register, parts=PARTS[problem.dtype]) for register in (0, 1)]
+        # Nothing is lost of values that keep their 24 bits above 2^-133, the least bfloat16: from 2^-110 on, or 2^-106
+        # where the first mma multiplies by 2^LEAST_POWER.
+        return [Mma(register, parts=PARTS[problem.dtype], factor=1 + register) for register in (0, 1)]
     steps: list[Step] = [Butterfly(PAIR), Butterfly(reg(0))]
     steps += [Shuffle(j) for j in range(LANE_BITS)]
     steps.append(Butterfly(reg(1)))
@@ -184,33 +188,51 @@ def _scales_in_mma(problem: Problem, knobs: Knobs) -> bool:
 
 
 def exchanges_of(problem: Problem, knobs: Knobs) -> list[tuple[tuple[Place, Place], ...]]:
-    """The swaps of each exchange: all far bits at once if they fit in the chunk bits, warps before blocks if not.
+    """The swaps of each exchange: all far bits at once if they fit in the chunk bits or may go to lanes as well, warps
+    before blocks if not.
 
-    Where there are any, chunks must be 2 or more."""
-    room = _log2(knobs.chunks)
-    cta_bits = _log2(knobs.cluster)
+    Where there are any, chunks must be 2 or more, or `far_bits` be lanes."""
+    room = log2(knobs.chunks)
+    cta_bits = log2(knobs.cluster)
     warp_bits = max(0, problem.log2_n - CHUNK_BITS - room - cta_bits)
     warps, ctas = [warp(j) for j in range(warp_bits)], [cta(j) for j in range(cta_bits)]
-    far: list[Place] = warps + ctas
-    if not far:
+    if not warps + ctas:
         return []
-    groups = [far] if len(far) <= room else [g[i : i + room] for g in (warps, ctas) for i in range(0, len(g), room)]
-    return [tuple((reg(2 + i), place) for i, place in enumerate(group)) for group in groups]
+    near = [reg(2 + i) for i in range(room)]
+    if knobs.far_bits == LANES:
+        # Register bits go to blocks first, for then a warp stores to one block at a time; and the highest lane bits go,
+        # for the lowest keep neighbors in memory together.
+        near += [lane(LANE_BITS - 1 - i) for i in range(MAX_EXCHANGED_LANES)]
+        groups = [ctas + warps]
+    elif len(warps + ctas) <= room:
+        groups = [warps + ctas]
+    else:
+        groups = [group[i : i + room] for group in (warps, ctas) for i in range(0, len(group), room)]
+    return [tuple(zip(near, group, strict=False)) for group in groups]
+
+
+def wide_range(dtype: DType) -> bool:
+    """Whether the type has the range of fp32, so that sums of its values may be beyond it."""
+    return dtype is not DType.FLOAT16
 
 
 def _with_scale(problem: Problem, knobs: Knobs, steps: list[Step]) -> list[Step]:
-    """Adds `Scale` and the final `Round`. It scales as late as it can in fp32, but before values are rounded and summed
-    on, so that 16-bit sums stay in range."""
-    scale = Scale(-MMA_EXPONENT * sum(isinstance(step, Mma) for step in steps))
-    if problem.dtype is DType.FLOAT32:
-        return [*steps, scale]
+    """Adds `Scale` and the final `Round`.
+
+    Values of a wide range are scaled as soon as they are in fp32 and no mma takes a part of the scale any more: what is
+    left to do are sums and differences, and none of those exceeds the largest result. The others are scaled as late as
+    they can in fp32, but before values are rounded and summed on, so that 16-bit sums stay in range.
+    """
     if _scales_in_mma(problem, knobs):
         return [*steps, Round()] if _Converter(steps).carrier == FP32 else steps
     after = 1 + max(i for i, step in enumerate(steps) if isinstance(step, Load | Mma))
-    rounds = [i for i, step in enumerate(steps) if isinstance(step, Round) and i >= after]
+    if problem.dtype is DType.FLOAT32:
+        return [*steps[:after], Scale(), *steps[after:]]
     if _Converter(steps).carrier == FP32:
         steps = [*steps, Round()]
-        rounds.append(len(steps) - 1)
-    if rounds:
-        return [*steps[: rounds[0]], scale, *steps[rounds[0] :]]
-    return [*steps[:after], Widen(), scale, Round(), *steps[after:]]
+    wide = [i for i in range(after, len(steps)) if _Converter(steps[:i]).carrier == FP32]
+    if not wide:
+        return [*steps[:after], Widen(), Scale(), Round(), *steps[after:]]
+    rounds = next(i for i in range(wide[0], len(steps)) if isinstance(steps[i], Round))
+    at = wide[0] if wide_range(problem.dtype) else rounds
+    return [*steps[:at], Scale(), *steps[at:]]

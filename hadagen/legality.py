@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hadagen.arch import Arch
-from hadagen.knobs import Knobs, exchanges_of
+from hadagen.knobs import LANES, MAX_EXCHANGED_LANES, Knobs, exchanges_of, log2
 from hadagen.plan import (
     BARRIER_BYTES,
     CHUNK_BITS,
@@ -90,12 +90,20 @@ def _(c: Context, k: Knobs) -> str | None:
     return None
 
 
-@_rule(*SHAPE)
+@_rule(*SHAPE, "far_bits")
 def _(c: Context, k: Knobs) -> str | None:
+    far = c.bits - CHUNK_BITS - log2(k.chunks)  # bits
+    if k.far_bits == LANES:
+        if far <= log2(k.chunks):
+            return "register bits are enough to exchange with (far_bits must be registers)"
+        lanes = far - log2(k.chunks)
+        if lanes > MAX_EXCHANGED_LANES:
+            return f"more than {MAX_EXCHANGED_LANES} lane bits to exchange with (take more chunks)"
+        return None
     if not _has_exchange(c, k):
         return None
     if k.chunks == 1:
-        return "one chunk leaves no register bit to exchange with (chunks must be 2 or more)"
+        return "one chunk leaves no register bit to exchange with (chunks must be 2 or more, or far_bits lanes)"
     count = len(exchanges_of(c.problem, k))
     return f"more than {MAX_EXCHANGES} exchanges (more chunks need fewer)" if count > MAX_EXCHANGES else None
 
@@ -115,6 +123,12 @@ def _(c: Context, k: Knobs) -> str | None:
     if k.low_bits == "mma_shuffle" and single:
         return "the transpose after one mma moves only 16-bit values (low_bits must be another)"
     return None
+
+
+@_rule("far_bits", "low_bits")
+def _(c: Context, k: Knobs) -> str | None:
+    moved = k.far_bits == LANES and k.low_bits == "mma_shuffle"
+    return "one mma leaves bits in lanes that must come back from there (low_bits must be another)" if moved else None
 
 
 @_rule("low_bits", "mma_carrier")

@@ -8,6 +8,7 @@ transformed once and every element is stored where it belongs. `Plan` checks tha
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -28,7 +29,8 @@ VECTOR_BYTES = 16
 CHUNK_BITS = 8
 CHUNK_ELEMENTS = 1 << CHUNK_BITS
 THREAD_ELEMENTS = CHUNK_ELEMENTS // 32  # of one chunk in one thread
-MMA_EXPONENT = -2  # ±2^-2 makes the 16×16 matrix orthonormal, so values keep their size
+IN_VECTORS = (PAIR, reg(0), reg(1))  # places of a thread's share of a chunk
+LEAST_POWER = -4  # 2^-4 of the scale in an mma: sums of 16 are then no larger than what is summed
 # In how many bfloat16 an `Mma` takes an fp32 value: 2 are more than a 16-bit result shows, 3 are the whole value.
 PARTS = {DType.FLOAT16: 2, DType.BFLOAT16: 2, DType.FLOAT32: 3}
 # Registers of a thread besides its values: addresses, the A operands of the mma, accumulators under way.
@@ -56,7 +58,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Mma:
-    """Transforms the four bits at {pair, lane0, lane1, reg}, times `factor`, and applies `MMA_MOVES`.
+    """Transforms the four bits at {pair, lane0, lane1, reg}, times a factor of the scale, and applies `MMA_MOVES`.
 
     Takes packed values (1 part), or fp32 as a sum of 2 or 3 `parts` in bfloat16, whose range is that of fp32. Leaves
     what it accumulates in: fp32, or packed (float16 only). All four must be bits of the row: were one not, rows would
@@ -66,7 +68,9 @@ class Mma:
     reg: int
     parts: int = 1
     accumulator: str = FP32
-    factor: int = 0  # 1 or 2: the first or second of those that the scale came as; 0: 2^`MMA_EXPONENT`
+    # 1 or 2: the first or second of those that the scale came as; where it came whole, the first or second power of two
+    # taken from it, at most 1 and at least 2^`LEAST_POWER`. 0: none.
+    factor: int = 0
 
     @property
     def places(self) -> tuple[Place, ...]:
@@ -96,9 +100,9 @@ class Transpose:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Swaps register bits with warp or cta bits through (distributed) shared memory."""
+    """Swaps register or lane bits with warp or cta bits through (distributed) shared memory."""
 
-    pairs: tuple[tuple[Place, Place], ...]  # (register place, warp or cta place)
+    pairs: tuple[tuple[Place, Place], ...]  # (register or lane place, warp or cta place)
     carrier: str
     rounds: int = 1  # shared memory is used this many times over, a share of the vectors each time
     shared_layout: str = "linear"
@@ -122,9 +126,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Scale:
-    """Multiplies by scale · 2^exponent; the exponent undoes those of the `Mma` steps."""
-
-    exponent: int
+    """Multiplies by the scale, or by what `Mma` steps took no power of two of."""
 
 
 @dataclass(frozen=True)
@@ -148,6 +150,15 @@ class Store:
 
     path: str  # plain or streaming
 
+
+# What a plan may multiply by, in this order, to have multiplied by the scale once.
+SCALINGS = (
+    ["scale"],
+    ["factor 1", "scale"],
+    ["factor 1", "factor 2", "scale"],
+    ["factor 1", "factor 2"],
+    ["factor 1", "correction"],
+)
 
 Step = Load | Mma | Transpose | Butterfly | Shuffle | Exchange | Scale | Correct | Widen | Round | Store
 
@@ -326,7 +337,7 @@ def _check(plan: Plan) -> None:
             "give it more chunks, warps or blocks"
         )
     carrier, exact, done = "", True, set[int]()
-    exponent, multiplied = 0, list[str]()  # by the powers of two of the steps, and by the parts of the scale
+    multiplied = list[str]()  # by the parts of the scale
     before = plan.loaded
     for number, (step, after) in enumerate(zip(plan.steps, plan.placements, strict=True), 1):
 
@@ -363,25 +374,20 @@ def _check(plan: Plan) -> None:
             exact = False
         if isinstance(step, Mma) and step.factor:
             multiplied.append(f"factor {step.factor}")
-        elif isinstance(step, Mma):
-            exponent += MMA_EXPONENT
         elif isinstance(step, Scale):
-            exponent += step.exponent
             multiplied.append("scale")
         elif isinstance(step, Correct):
             multiplied.append("correction")
         before = after
     if done != set(range(n_bits)):
         raise UsageError(f"{plan.problem.name}: index bits {sorted(set(range(n_bits)) - done)} are never transformed")
-    if exponent != 0:
-        raise UsageError(f"{plan.problem.name}: the powers of two of the steps do not cancel")
-    if sorted(multiplied) not in (["scale"], ["factor 1", "factor 2"], ["correction", "factor 1"]):
+    if multiplied not in SCALINGS:
         raise UsageError(f"{plan.problem.name}: the steps do not multiply by the scale once; they do by {multiplied}")
     if plan.load.carrier != (FP32 if plan.problem.dtype is DType.FLOAT32 else PACKED):
         raise UsageError(f"{plan.problem.name}: values of this type are not loaded as {plan.load.carrier}")
     if plan.problem.pitched and plan.load.staged:
         raise UsageError(f"{plan.problem.name}: pitched rows are not copied to shared memory as they lie")
-    if not isinstance(plan.steps[-1], Store) or before.places[:CHUNK_BITS] != plan.loaded.places[:CHUNK_BITS]:
+    if not isinstance(plan.steps[-1], Store) or any(before.bit_at(at) != plan.loaded.bit_at(at) for at in IN_VECTORS):
         raise UsageError(f"{plan.problem.name}: the plan does not end with a Store of whole 16-byte vectors")
 
 
@@ -398,7 +404,7 @@ def _sentence(step: Step, before: Placement) -> str:
         case Mma(register, parts, accumulator, factor):
             packed = ", packed accumulators" if accumulator == PACKED else ""
             how = {1: packed, 2: " as high + low halves", 3: " as three parts"}[parts]
-            times = f", times the {('first', 'second')[factor - 1]} factor of scale" if factor else ""
+            times = f", times the {('first', 'second')[factor - 1]} factor of the scale" if factor else ""
             return f"mma reg{register}: bits {bits}{how}{times}"
         case Transpose():
             return "transpose back"
@@ -412,8 +418,8 @@ def _sentence(step: Step, before: Placement) -> str:
             return f"exchange {swapped} through {through}: {carrier}, {shared_layout}" + (
                 f", {rounds} rounds" if rounds > 1 else ""
             )
-        case Scale(exponent):
-            return "scale" + (f", times 2^{exponent}" if exponent else "")
+        case Scale():
+            return "scale"
         case Correct():
             return "correct the scale"
         case Widen():
@@ -433,6 +439,7 @@ def interpret(plan: Plan, x: Reals, scale: float = 1.0) -> Reals:
     # Axis i of `tile` is the coordinate of place axes[i]; bit 0 varies fastest in memory, so a reshape has it last.
     tile = np.asarray(x, np.float64).reshape((-1,) + (2,) * bits).transpose(0, *range(bits, 0, -1))
     hadamard = np.array([[1.0, 1.0], [1.0, -1.0]])
+    left = scale  # to multiply by
     for step in plan.steps:
         touched: tuple[Place, ...] = ()
         if isinstance(step, Mma):
@@ -445,21 +452,28 @@ def interpret(plan: Plan, x: Reals, scale: float = 1.0) -> Reals:
             axis = 1 + axes.index(place)
             tile = np.moveaxis(np.tensordot(hadamard, tile, (1, axis)), 0, axis)
         if isinstance(step, Mma):
-            # The whole scale stands for its second factor, and 1 for the first.
-            factor = (2.0**MMA_EXPONENT, 1.0, scale)[step.factor]
+            factor = _factor(plan, step, left)
+            left /= factor
             tile = _permute(tile * factor, axes, MMA_MOVES)
         elif isinstance(step, Transpose):
             tile = _permute(tile, axes, MMA_MOVES)
         elif isinstance(step, Exchange):
             tile = _permute(tile, axes, swaps(step.pairs))
-        elif isinstance(step, Scale):
-            tile = tile * (scale * 2.0**step.exponent)
-        elif isinstance(step, Correct):
-            tile = tile * scale
+        elif isinstance(step, Scale | Correct):
+            tile = tile * left
     stored = plan.placements[-1]
     order = [1 + axes.index(stored.places[bit]) for bit in reversed(range(bits))]
     stored_tile: Reals = tile.transpose(0, *order)
     return stored_tile.reshape(np.shape(x))
+
+
+def _factor(plan: Plan, step: Mma, left: float) -> float:
+    """What an `Mma` multiplies by, where steps have still to multiply by `left`."""
+    if not step.factor:
+        return 1.0
+    if plan.scale_form is ScaleForm.FP32:
+        return 2.0 ** max(LEAST_POWER, min(0, math.frexp(left)[1] - 1))
+    return (1.0, left)[step.factor - 1]  # the whole scale stands for the second, or for the correction
 
 
 def _permute(tile: Reals, axes: tuple[Place, ...], moves: dict[Place, Place]) -> Reals:

@@ -13,15 +13,13 @@ using u64 = unsigned long long;
 using i64 = long long;
 using byte = unsigned char;
 
-// Element types, of `bytes` each. `exponent_bias`, `mantissa_bits`: of a 16-bit format; `one`: the packed pair (+1, +1).
+// Element types, of `bytes` each. `one`: the packed pair (+1, +1).
 struct float16 {
     static constexpr int bytes = 2;
-    static constexpr int exponent_bias = 15, mantissa_bits = 10;
     static constexpr u32 one = 0x3C003C00u;
 };
 struct bfloat16 {
     static constexpr int bytes = 2;
-    static constexpr int exponent_bias = 127, mantissa_bits = 7;
     static constexpr u32 one = 0x3F803F80u;
 };
 struct float32 {
@@ -197,10 +195,14 @@ HADAGEN_INLINE u32 transpose(u32 pair) {
     return d;
 }
 
-// 2^exponent as a 16-bit element.
-template <class T> HADAGEN_INLINE constexpr u32 power_of_two(int exponent) {
-    return u32(T::exponent_bias + exponent) << T::mantissa_bits;
+// Takes a power of two out of the scale, at most 1 and at least 2^-4, and gives it as a bfloat16.
+HADAGEN_INLINE u32 take_power(float& scale) {
+    const u32 exponent = as_word(scale) >> 23 & 0xFFu;
+    const u32 taken = exponent < 123u ? 123u : exponent > 127u ? 127u : exponent;
+    scale *= as_float(254u - taken << 23);
+    return taken << 7;
 }
+
 HADAGEN_INLINE u32 low_half(u32 pair) { return pair & 0xFFFFu; }
 HADAGEN_INLINE u32 high_half(u32 pair) { return pair >> 16; }
 
