@@ -26,6 +26,7 @@ KNOB_VALUES: dict[str, tuple[KnobValue, ...]] = {
     "warps": (1, 2, 4, 8, 16, 32),
     "cluster": (1, 2, 4, 8),
     "far_bits": ("registers", "lanes"),
+    "far_lanes": ("shuffle", "mma"),
     "low_bits": ("mma", "mma_shuffle", "shuffle"),
     "mma_carrier": ("packed", "split"),
     "accumulator": ("fp32", "packed"),

@@ -133,6 +133,8 @@ def _groups(plan: Plan) -> list[dict[str, Any]]:
 def _stays_in_chunk(step: Step) -> bool:
     if isinstance(step, Butterfly):
         return step.place == PAIR or step.place.index < 2
+    if isinstance(step, Mma):
+        return step.reg < 2
     return not isinstance(step, Load | Store | Exchange)
 
 
@@ -147,7 +149,7 @@ def _steps(plan: Plan) -> list[dict[str, Any]]:
         view["wide"] = FP32 in (carrier, carrier_after)
         if isinstance(step, Mma):
             view |= {"stride": 1 << step.reg, "parts": step.parts, "accumulator": step.accumulator}
-            view["factor"] = step.factor
+            view |= {"factor": step.factor, "turned": step.turned}
         elif isinstance(step, Butterfly):
             view |= {"stride": _stride(step.place, carrier), "in_pair": step.place == PAIR}
         elif isinstance(step, Shuffle):

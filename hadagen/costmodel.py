@@ -186,10 +186,10 @@ def _cost(step: Step, chunks: int, moved: int, words: int, arch: Arch) -> Cost:
             )
         case Load() | Store():
             return Cost(instructions=2 * moved)
-        case Mma(parts=parts):
-            # as many mma into one accumulator, and what takes the four pairs of a chunk apart
-            instructions = 2 * parts + 4 * PART_INSTRUCTIONS[parts]
-            return Cost(instructions * chunks, 2 * parts * chunks, latency=parts * MMA_LATENCY)
+        case Mma(parts=parts, turned=turned):
+            # as many mma into one accumulator, what takes the four pairs of a chunk apart, and what transposes them
+            instructions = 2 * parts + 4 * PART_INSTRUCTIONS[parts] + (4 * parts if turned else 0)
+            return Cost(instructions * chunks, 2 * parts * chunks, latency=(parts + turned) * MMA_LATENCY)
         case Transpose():
             return Cost(words * chunks, latency=MMA_LATENCY)
         case Shuffle():

@@ -7,7 +7,7 @@ problem on an arch is said in `hadagen.legality`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import reduce
 from typing import Any
 
@@ -47,6 +47,7 @@ class Knobs:
     warps: int = 1  # per block
     cluster: int = 1  # blocks per cluster
     far_bits: str = REGISTERS  # what warp and block bits are swapped with: register bits, or at once with lane bits too
+    far_lanes: str = "shuffle"  # what transforms bits that came to lanes: shuffle, or mma
     low_bits: str = "mma"  # what transforms index bits 0–7: mma (two), mma_shuffle (one, then shuffles) or shuffle
     mma_carrier: str = PACKED  # values between two mma: packed, or fp32 split into parts
     accumulator: str = FP32  # what mma sums in; packed sums (float16 only) need no conversion
@@ -102,7 +103,7 @@ def plan_of(problem: Problem, knobs: Knobs, *, starts_early: bool = False) -> Pl
             convert.to(knobs.exchange_carrier)
             steps.append(Exchange(pairs, knobs.exchange_carrier, knobs.exchange_rounds, knobs.shared_layout))
             convert.to(knobs.butterfly_carrier)
-            steps += [Shuffle(near.index) if near.kind == "lane" else Butterfly(near) for near, _ in pairs]
+            steps += _far_bits(problem, knobs, [near for near, _ in pairs])
     steps = _with_scale(problem, knobs, steps)
     if knobs.low_bits == "mma_shuffle":
         steps.append(Transpose())
@@ -165,6 +166,18 @@ def _low_bits(problem: Problem, knobs: Knobs) -> list[Step]:
     return [*(Shuffle(j, widen=j == 0) for j in across), *inside]
 
 
+def _far_bits(problem: Problem, knobs: Knobs, near: list[Place]) -> list[Step]:
+    """The steps that transform bits at the places where an exchange has brought them."""
+    steps: list[Step] = []
+    if knobs.far_lanes == "mma":
+        turned = Mma(2, parts=PARTS[problem.dtype], turned=True)
+        if knobs.butterfly_carrier == PACKED:
+            turned = replace(turned, parts=1, accumulator=knobs.accumulator)
+        steps += [turned] if turned.parts > 1 or turned.accumulator == PACKED else [turned, Round()]
+        near = [place for place in near if place not in turned.places]
+    return steps + [Shuffle(place.index) if place.kind == "lane" else Butterfly(place) for place in near]
+
+
 def _float32_low_bits(problem: Problem, knobs: Knobs) -> list[Step]:
     """The steps that transform index bits 0–7 of float32, as far as the row has them."""
     if knobs.low_bits == "mma":
@@ -225,7 +238,9 @@ def _with_scale(problem: Problem, knobs: Knobs, steps: list[Step]) -> list[Step]
     """
     if _scales_in_mma(problem, knobs):
         return [*steps, Round()] if _Converter(steps).carrier == FP32 else steps
-    after = 1 + max(i for i, step in enumerate(steps) if isinstance(step, Load | Mma))
+    after = 1 + max(
+        i for i, step in enumerate(steps) if isinstance(step, Load) or (isinstance(step, Mma) and not step.turned)
+    )
     if problem.dtype is DType.FLOAT32:
         return [*steps[:after], Scale(), *steps[after:]]
     if _Converter(steps).carrier == FP32:

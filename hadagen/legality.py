@@ -131,6 +131,16 @@ def _(c: Context, k: Knobs) -> str | None:
     return "one mma leaves bits in lanes that must come back from there (low_bits must be another)" if moved else None
 
 
+@_rule(*SHAPE, "far_bits", "far_lanes", "low_bits")
+def _(c: Context, k: Knobs) -> str | None:
+    if k.far_lanes == "shuffle":
+        return None
+    if k.far_bits != LANES or k.low_bits != "mma":
+        return "no bit comes to lanes after an mma (far_lanes must be shuffle)"
+    few = k.chunks == 1 or c.bits - CHUNK_BITS - 2 * log2(k.chunks) < 3
+    return "an mma needs three bits in lanes and one in registers (far_lanes must be shuffle)" if few else None
+
+
 @_rule("low_bits", "mma_carrier")
 def _(c: Context, k: Knobs) -> str | None:
     between = k.low_bits == "mma"

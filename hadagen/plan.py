@@ -71,10 +71,15 @@ class Mma:
     # 1 or 2: the first or second of those that the scale came as; where it came whole, the first or second power of two
     # taken from it, at most 1 and at least 2^`LEAST_POWER`. 0: none.
     factor: int = 0
+    turned: bool = False  # transposed on its way in: transforms {lane2, lane3, lane4, reg} and moves nothing
 
     @property
     def places(self) -> tuple[Place, ...]:
-        return (PAIR, lane(0), lane(1), reg(self.reg))
+        return (*((lane(2), lane(3), lane(4)) if self.turned else (PAIR, lane(0), lane(1))), reg(self.reg))
+
+    @property
+    def moves(self) -> dict[Place, Place]:
+        return {} if self.turned else MMA_MOVES
 
 
 @dataclass(frozen=True)
@@ -202,7 +207,9 @@ class Plan:
         """The placement after each step."""
         trace, placement = [], self.loaded
         for step in self.steps:
-            if isinstance(step, Mma | Transpose):
+            if isinstance(step, Mma):
+                placement = placement.moved(step.moves)
+            elif isinstance(step, Transpose):
                 placement = placement.moved(MMA_MOVES)
             elif isinstance(step, Exchange):
                 placement = placement.moved(swaps(step.pairs))
@@ -401,11 +408,11 @@ def _sentence(step: Step, before: Placement) -> str:
     match step:
         case Load(path, stages):
             return f"load {path}" + (f", {stages} stages" if stages > 1 else "")
-        case Mma(register, parts, accumulator, factor):
+        case Mma(register, parts, accumulator, factor, turned):
             packed = ", packed accumulators" if accumulator == PACKED else ""
             how = {1: packed, 2: " as high + low halves", 3: " as three parts"}[parts]
             times = f", times the {('first', 'second')[factor - 1]} factor of the scale" if factor else ""
-            return f"mma reg{register}: bits {bits}{how}{times}"
+            return f"mma reg{register}{', turned' if turned else ''}: bits {bits}{how}{times}"
         case Transpose():
             return "transpose back"
         case Butterfly(place):
@@ -454,7 +461,7 @@ def interpret(plan: Plan, x: Reals, scale: float = 1.0) -> Reals:
         if isinstance(step, Mma):
             factor = _factor(plan, step, left)
             left /= factor
-            tile = _permute(tile * factor, axes, MMA_MOVES)
+            tile = _permute(tile * factor, axes, step.moves)
         elif isinstance(step, Transpose):
             tile = _permute(tile, axes, MMA_MOVES)
         elif isinstance(step, Exchange):
