@@ -90,6 +90,21 @@ def plan_of(problem: Problem, knobs: Knobs, *, starts_early: bool = False) -> Pl
     """The plan that legal knobs mean; `hadagen.space.build_plan` also says why others are not legal.
 
     starts_early: for an arch with programmatic dependent launch."""
+    return Plan(
+        problem,
+        log2(knobs.chunks),
+        log2(knobs.warps),
+        log2(knobs.cluster),
+        steps_of(problem, knobs),
+        persistent=knobs.grid == "persistent",
+        min_blocks=knobs.min_blocks,
+        by_chunk=knobs.order == "by_chunk",
+        starts_early=starts_early,
+    )
+
+
+def steps_of(problem: Problem, knobs: Knobs) -> tuple[Step, ...]:
+    """The steps of the plan that legal knobs mean."""
     steps: list[Step] = [Load(knobs.load, knobs.stages, FP32 if problem.dtype is DType.FLOAT32 else PACKED)]
     steps += _float32_low_bits(problem, knobs) if problem.dtype is DType.FLOAT32 else _low_bits(problem, knobs)
     bits = problem.log2_n
@@ -108,17 +123,7 @@ def plan_of(problem: Problem, knobs: Knobs, *, starts_early: bool = False) -> Pl
     if knobs.low_bits == "mma_shuffle":
         steps.append(Transpose())
     steps.append(Store(knobs.store))
-    return Plan(
-        problem,
-        log2(knobs.chunks),
-        log2(knobs.warps),
-        log2(knobs.cluster),
-        tuple(steps),
-        persistent=knobs.grid == "persistent",
-        min_blocks=knobs.min_blocks,
-        by_chunk=knobs.order == "by_chunk",
-        starts_early=starts_early,
-    )
+    return tuple(steps)
 
 
 class _Converter:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hadagen.arch import Arch
-from hadagen.knobs import LANES, MAX_EXCHANGED_LANES, Knobs, exchanges_of, log2
+from hadagen.knobs import LANES, MAX_EXCHANGED_LANES, Knobs, exchanges_of, log2, steps_of
 from hadagen.plan import (
     BARRIER_BYTES,
     CHUNK_BITS,
@@ -21,6 +21,7 @@ from hadagen.plan import (
     VECTOR_BYTES,
     Exchange,
     Load,
+    roundings,
 )
 from hadagen.problem import DType, Numerics, Problem
 
@@ -184,6 +185,18 @@ def _(c: Context, k: Knobs) -> str | None:
     accurate = c.problem.numerics is Numerics.ACCURATE
     if accurate and _has_exchange(c, k):
         return "accurate may not round before an exchange (exchange_carrier must be fp32)"
+    return None
+
+
+@_rule(
+    *SHAPE, "far_bits", "far_lanes", "low_bits", "mma_carrier", "accumulator", "butterfly_carrier", "exchange_carrier"
+)
+def _(c: Context, k: Knobs) -> str | None:
+    if c.problem.numerics is Numerics.ACCURATE:
+        return None
+    # Those of its own sample are known no better than this.
+    if roundings(steps_of(c.problem, k)) > c.problem.roundings + 0.05:
+        return "it rounds more often than fast may (take fp32 carriers)"
     return None
 
 

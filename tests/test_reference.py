@@ -80,13 +80,11 @@ def test_one_rounding_keeps_every_class_within_the_accurate_bound(n: int, dtype:
 
 
 @pytest.mark.parametrize("dtype", [DType.FLOAT16, DType.BFLOAT16])
-def test_fast_may_err_more_than_accurate_but_nowhere_more_than_hadacore(dtype: DType) -> None:
-    bounds = [Problem(1 << k, dtype, Numerics.FAST).error_bound for k in range(1, MAX_LOG2_N + 1)]
-    assert bounds == sorted(bounds)
-    assert min(bounds) > Problem(2, dtype).error_bound
-    hadacore = {128: 3.1e-4, 8192: 4.3e-4, 32768: 4.3e-4}
-    for n, error in hadacore.items():
-        assert Problem(n, dtype, Numerics.FAST).error_bound == pytest.approx(error * (8 if dtype.value[0] == "b" else 1))
+def test_fast_may_err_as_often_as_hadacore_rounds(dtype: DType) -> None:
+    for k in range(1, MAX_LOG2_N + 1):
+        roundings = 1 + (k > 4) + (k > 8) + (k > 12)
+        bound, rounding = Problem(1 << k, dtype, Numerics.FAST).error_bound, ONE_ROUNDING[dtype]
+        assert 0.93 * rounding * roundings**0.5 < bound < 1.13 * rounding * roundings**0.5
     assert Problem(64, DType.FLOAT32, Numerics.FAST).error_bound == Problem(64, DType.FLOAT32).error_bound
 
 
