@@ -60,7 +60,6 @@ def _view(plan: Plan, entry: str) -> dict[str, Any]:
     """What the templates may see: the plan, its numbers and its index expressions. No launch argument is among them."""
     stored = plan.placements[-1]
     cluster = plan.launch.cluster
-    per_cluster = f" / {cluster}" if cluster > 1 else ""
     lane_at = f"lane * {plan.vector_elements}"
     lanes = stored.bits_of("lane")
     n = plan.problem.n
@@ -86,8 +85,7 @@ def _view(plan: Plan, entry: str) -> dict[str, Any]:
         # The last tile may be partly beyond the end of the array; a vector only where it holds several rows.
         "ragged": plan.rows_per_tile > 1,
         "ragged_vector": plan.problem.n < plan.vector_elements,
-        "first_tile": f"block_index(){per_cluster}",
-        "tiles_in_grid": f"grid_blocks(){per_cluster}",
+        "first_tile": "block_index()" + (f" / {cluster}" if cluster > 1 else ""),
         "share": f"tile * {plan.tile_elements}" + (f" + rank * {plan.block_elements}" if cluster > 1 else ""),
         "moved": stored != plan.loaded,
         "load_thread": _sum(lane_at, _scatter("warp", plan.loaded.bits_of("warp"))),
@@ -243,11 +241,8 @@ def _turns(plan: Plan) -> Iterator[dict[str, Any]]:
         before = ["cluster_wait()"] if step.crosses_blocks else [] if fresh else ["block_sync()"]
         between, after = ["block_sync()"], list[str]()
         if step.crosses_blocks:
-            again = plan.persistent or not last  # exchanges that cross come last
-            between = [f"remote_barrier_wait(crossed, {'parity_crossed' if plan.persistent else crossings % 2})"]
-            if plan.persistent:
-                between.append("parity_crossed ^= 1")
-            if again:
+            between = [f"remote_barrier_wait(crossed, {crossings % 2})"]
+            if not last:  # exchanges that cross come last
                 between.append(f"if (thread_index() == 0) barrier_expect(crossed, {_crossed_bytes(plan, step)}u)")
                 after.append("cluster_arrive()")
             crossings += 1

@@ -233,6 +233,13 @@ def _(c: Context, k: Knobs) -> str | None:
     return None
 
 
+@_rule("cluster", "grid")
+def _(c: Context, k: Knobs) -> str | None:
+    # None of 240 winners in clusters looped, for these are of few rows.
+    loops = k.cluster > 1 and k.grid == "persistent"
+    return "clusters take one tile each (grid must be tiles)" if loops else None
+
+
 @_rule("grid", "stages")
 def _(c: Context, k: Knobs) -> str | None:
     alone = k.grid == "tiles" and k.stages > 1

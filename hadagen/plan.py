@@ -359,6 +359,8 @@ def _check(plan: Plan) -> None:
             f"a tile of {plan.tile_elements} elements is shorter than a row of {plan.problem.n}; "
             "give it more chunks, warps or blocks"
         )
+    if plan.persistent and plan.cta_bits:
+        raise UsageError(f"{plan.problem.name}: a cluster takes one tile, so its grid cannot be persistent")
     carrier, exact, done = "", True, set[int]()
     multiplied = list[str]()  # by the parts of the scale
     before = plan.loaded
