@@ -117,8 +117,7 @@ def steps_of(problem: Problem, knobs: Knobs) -> tuple[Step, ...]:
         for pairs in exchanges_of(problem, knobs):
             convert.to(knobs.exchange_carrier)
             steps.append(Exchange(pairs, knobs.exchange_carrier, knobs.exchange_rounds, knobs.shared_layout))
-            convert.to(knobs.butterfly_carrier)
-            steps += _far_bits(problem, knobs, [near for near, _ in pairs])
+            _add_far_bits(convert, problem, knobs, [near for near, _ in pairs])
     steps = _with_scale(problem, knobs, steps)
     if knobs.low_bits == "mma_shuffle":
         steps.append(Transpose())
@@ -171,16 +170,22 @@ def _low_bits(problem: Problem, knobs: Knobs) -> list[Step]:
     return [*(Shuffle(j, widen=j == 0) for j in across), *inside]
 
 
-def _far_bits(problem: Problem, knobs: Knobs, near: list[Place]) -> list[Step]:
-    """The steps that transform bits at the places where an exchange has brought them."""
-    steps: list[Step] = []
+def _add_far_bits(convert: _Converter, problem: Problem, knobs: Knobs, near: list[Place]) -> None:
+    """Appends the steps that transform bits at the places where an exchange has brought them. Those of lanes come
+    first, for they can take packed values as they are and leave fp32."""
+    lanes, others = [[p for p in near if (p.kind == "lane") == of_lane] for of_lane in (True, False)]
+    steps = convert.steps
     if knobs.far_lanes == "mma":
-        turned = Mma(2, parts=PARTS[problem.dtype], turned=True)
-        if knobs.butterfly_carrier == PACKED:
-            turned = replace(turned, parts=1, accumulator=knobs.accumulator)
-        steps += [turned] if turned.parts > 1 or turned.accumulator == PACKED else [turned, Round()]
-        near = [place for place in near if place not in turned.places]
-    return steps + [Shuffle(place.index) if place.kind == "lane" else Butterfly(place) for place in near]
+        turned = Mma(2, parts=1 if convert.carrier == PACKED else PARTS[problem.dtype], turned=True)
+        lanes, others = [[p for p in places if p not in turned.places] for places in (lanes, others)]
+        if turned.parts == 1 and (knobs.butterfly_carrier == PACKED or not lanes + others):
+            turned = replace(turned, accumulator=knobs.accumulator)
+        steps.append(turned)
+    elif lanes and convert.carrier == PACKED and knobs.butterfly_carrier == FP32:
+        steps.append(Shuffle(lanes.pop(0).index, widen=True))
+    if lanes or others:
+        convert.to(knobs.butterfly_carrier)
+    steps += [Shuffle(place.index) for place in lanes] + [Butterfly(place) for place in others]
 
 
 def _float32_low_bits(problem: Problem, knobs: Knobs) -> list[Step]:
