@@ -124,7 +124,8 @@ def _groups(plan: Plan) -> list[dict[str, Any]]:
         else:
             groups.append({"by_chunk": by_chunk, "steps": [view]})
     for group in groups:
-        group["wide"] = any(view["wide"] for view in group["steps"])
+        for form in ("wide", "packed"):
+            group[form] = any(view[form] for view in group["steps"])
     return groups
 
 
@@ -144,12 +145,12 @@ def _steps(plan: Plan) -> list[dict[str, Any]]:
     lines = zip(plan.steps, plan.describe(), plan.carriers, strict=True)
     for number, (step, line, carrier_after) in enumerate(lines, 1):
         view: dict[str, Any] = {"kind": type(step).__name__, "number": number, "line": line, "carrier": carrier}
-        view["wide"] = FP32 in (carrier, carrier_after)
+        view |= {"wide": FP32 in (carrier, carrier_after), "packed": PACKED in (carrier, carrier_after)}
         if isinstance(step, Mma):
             view |= {"stride": 1 << step.reg, "parts": step.parts, "accumulator": step.accumulator}
             view |= {"factor": step.factor, "turned": step.turned}
         elif isinstance(step, Butterfly):
-            view |= {"stride": _stride(step.place, carrier), "in_pair": step.place == PAIR}
+            view |= {"stride": _stride(step.place, carrier)}
         elif isinstance(step, Shuffle):
             view |= {"mask": 1 << step.lane, "widen": step.widen}
         elif isinstance(step, Exchange):

@@ -427,7 +427,7 @@ ARITHMETIC = [
             store16(out + 16 * t, Vec16{{p, q, as_word(low<T>(v.word[3])), as_word(high<T>(v.word[3]))}});""",
         "adds": """const Vec16 v = load16(in + 16 * t);
             const u32 a = v.word[0], b = v.word[1], c = v.word[2];
-            store16(out + 16 * t, Vec16{{add<T>(a, b), sub<T>(a, b), fma<T>(a, b, c), butterfly_pair<T>(a)}});""",
+            store16(out + 16 * t, Vec16{{add<T>(a, b), sub<T>(a, b), fma<T>(a, b, c), 0u}});""",
         "meets": """const Vec16 v = load16(in + 16 * t);
             const u32 a = v.word[0], b = v.word[1];
             const float f = butterfly_lane(as_float(v.word[2]), as_float(v.word[3]), t % 2);
@@ -436,12 +436,12 @@ ARITHMETIC = [
             float d[4] = {0.0f, 1.0f, 2.0f, 3.0f};
             mma<T>(d, Operand{{v.word[0], v.word[1], v.word[2], v.word[3]}}, v.word[1], v.word[2]);
             store16(out + 16 * t, Vec16{{as_word(d[0]), as_word(d[1]), as_word(d[2]), as_word(d[3])}});""",
-        "operands": """const Operand h = hadamard16(power_of_two<T>(-2));
+        "operands": """const Operand h = hadamard16(low_half(T::one));
             store16(out + 16 * t, Vec16{{h.word[0], h.word[1], h.word[2], h.word[3]}});""",
-        "negative_operands": """const Operand h = hadamard16(0x8000u | power_of_two<T>(1));
+        "negative_operands": """const Operand h = hadamard16(0x8000u | high_half(T::one));
             store16(out + 16 * t, Vec16{{h.word[0], h.word[1], h.word[2], h.word[3]}});""",
         "halves": """const u32 a = load16(in + 16 * t).word[0];
-            store16(out + 16 * t, Vec16{{low_half(a), high_half(a), power_of_two<T>(-3), power_of_two<T>(0)}});""",
+            store16(out + 16 * t, Vec16{{low_half(a), high_half(a), low_half(T::one), high_half(T::one)}});""",
     }.items()
 ]
 CUTS_OFF = Case(
@@ -760,7 +760,6 @@ def test_packed_arithmetic_rounds_once(dtype: DType) -> None:
     with np.errstate(all="ignore"):
         for at, expected in enumerate((a + b, a - b, a * b + c)):
             assert same(dtype, result[:, 2 * at : 2 * at + 2], expected)
-        assert same(dtype, result[:, 6:], np.stack([a[:, 0] + a[:, 1], a[:, 0] - a[:, 1]], axis=1))
 
 
 @dtypes
@@ -793,18 +792,18 @@ def test_mma_multiplies_a_by_b_and_adds(dtype: DType) -> None:
 
 
 @dtypes
-@pytest.mark.parametrize(("name", "factor"), [("operands", 0.25), ("negative_operands", -2.0)])
+@pytest.mark.parametrize(("name", "factor"), [("operands", 1.0), ("negative_operands", -1.0)])
 def test_operand_is_the_hadamard_matrix_times_a_factor(dtype: DType, name: str, factor: float) -> None:
     result = decode(dtype, arithmetic(name, dtype, random_bits(256)))
     assert np.array_equal(result, hadamard(np.eye(16), factor)[A_AT])
 
 
 @dtypes
-def test_halves_of_a_word_and_powers_of_two(dtype: DType) -> None:
+def test_halves_of_a_word(dtype: DType) -> None:
     x = random_bits(256)
     result = arithmetic("halves", dtype, x)
     assert np.array_equal(result[:, [0, 2]], x.reshape(-1, 8)[:, :2])
-    assert np.array_equal(decode(dtype, result[:, [4, 6]]), np.tile([0.125, 1.0], (32, 1)))
+    assert np.array_equal(decode(dtype, result[:, [4, 6]]), np.ones((32, 2)))
     assert not result[:, 1::2].any()
 
 

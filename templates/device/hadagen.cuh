@@ -171,11 +171,6 @@ HADAGEN_PACKED(float16, "f16x2")
 HADAGEN_PACKED(bfloat16, "bf16x2")
 #undef HADAGEN_PACKED
 
-// (low + high, low − high) of one pair.
-template <class T> HADAGEN_INLINE u32 butterfly_pair(u32 pair) {
-    return fma<T>(pair, T::one | 0x80000000u, __byte_perm(pair, pair, 0x1032));
-}
-
 // ---- the warp ------------------------------------------------------------------------------------------------------
 HADAGEN_INLINE u32 shuffle_xor(u32 value, int lanes) { return __shfl_xor_sync(0xFFFFFFFFu, value, lanes); }
 HADAGEN_INLINE float shuffle_xor(float value, int lanes) { return __shfl_xor_sync(0xFFFFFFFFu, value, lanes); }

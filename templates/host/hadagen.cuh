@@ -96,11 +96,6 @@ template <class T> HADAGEN_INLINE u32 sub(u32 a, u32 b) {
     return encode_pair<T>(double(low<T>(a)) - low<T>(b), double(high<T>(a)) - high<T>(b));
 }
 
-// (low + high, low − high) of one pair.
-template <class T> HADAGEN_INLINE u32 butterfly_pair(u32 pair) {
-    return fma<T>(pair, T::one | 0x80000000u, pair << 16 | pair >> 16);
-}
-
 // ---- the warp ------------------------------------------------------------------------------------------------------
 HADAGEN_INLINE u32 shuffle_xor(u32 value, int lanes) { return machine::shuffle(value, (thread_index() ^ lanes) & 31u); }
 HADAGEN_INLINE float shuffle_xor(float value, int lanes) { return as_float(shuffle_xor(as_word(value), lanes)); }
