@@ -15,7 +15,7 @@ from hadagen.cli.main import main
 from hadagen.errors import DeviceError
 from hadagen.trial import Environment
 
-TINY = ("--n", "2", "--dtype", "float16", "--numerics", "fast", "--contiguous", "--trials", "1")
+TINY = ("--n", "2", "--dtype", "float16", "--numerics", "accurate", "--contiguous", "--trials", "1")
 TINY_TUNE = ("tune", "--arch", "sm90", *TINY)
 
 

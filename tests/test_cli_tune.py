@@ -37,16 +37,16 @@ def test_a_tune_without_a_gpu_estimates_is_found_and_goes_on() -> None:
     result = run(*TINY_TUNE)
     assert result.exit_code == 0, result.output
     assert "every winner is only estimated" in result.stderr.splitlines()[0]
-    assert "n2-float16-fast: 1 trials" in result.stderr
+    assert "n2-float16-accurate: 1 trials" in result.stderr
     assert result.stdout.splitlines()[-1].startswith("estimated: there is no sm90 GPU here")
-    assert result.stdout.splitlines()[1].startswith("2  float16  fast      contiguous")
+    assert result.stdout.splitlines()[1].startswith("2  float16  accurate  contiguous")
 
     again = json.loads(succeed(*TINY_TUNE, "--json"))
     assert (again["trials"], again["trials_before"], again["outcomes"]) == (1, 1, {})
     assert again["estimated"]
     assert again["winners"][0]["provenance"] == "estimated"
     assert again["database"] == str(options.default_db())
-    found = json.loads(succeed("best", "--arch", "sm90", "--n", "2", "--numerics", "fast", "--rows", "9", "--json"))
+    found = json.loads(succeed("best", "--arch", "sm90", "--n", "2", "--numerics", "accurate", "--rows", "9", "--json"))
     assert found["match"] == "estimated"
     assert found["kernel"] in {winner["kernel"] for winner in again["winners"]}
     assert "estimated" in succeed("list")

@@ -232,7 +232,8 @@ def test_a_source_that_the_host_compiler_refuses_fails_alone(monkeypatch: pytest
 
     monkeypatch.setattr(estimate, "render", broken_for_streaming)
     problem = Problem(64, DType.FLOAT16, Numerics.FAST)
-    good, bad = _run(problem, Knobs(low_bits="mma_shuffle"), Knobs(low_bits="mma_shuffle", store="streaming"))
+    good_knobs = Knobs(low_bits="mma_shuffle", butterfly_carrier="fp32")
+    good, bad = _run(problem, good_knobs, replace(good_knobs, store="streaming"))
     assert good.outcome is Outcome.OK
     assert bad.outcome is Outcome.COMPILE_FAILED
     assert "steaming" in bad.detail

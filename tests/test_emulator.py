@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from rounding import rounding_bound
 from spaces import ARCH, draw, families
 
 from hadagen.bits import decode, encode
@@ -33,9 +34,6 @@ PROBLEMS = list(
 )
 # Random choices for each problem, of which those that show something new are run.
 TRIES = 40
-
-# `fast` may miss its bound, and then it is no winner; but by no more than rounding at every step explains.
-SLACK = {Numerics.ACCURATE: 1.0, Numerics.FAST: 2.0}
 
 
 @dataclass(frozen=True)
@@ -119,7 +117,7 @@ def test_variants_are_right(problem: Problem, variants: dict[Problem, list[Varia
                 order_seed=number % 3,
             )
             for name, error in errors.items():
-                assert error <= SLACK[problem.numerics] * problem.error_bound, (variant.knobs, shape, name)
+                assert error <= rounding_bound(problem), (variant.knobs, shape, name)
 
 
 def shapes(n: int, in_place: bool) -> list[RowShape]:

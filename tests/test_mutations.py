@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rounding import rounding_bound
 
 from hadagen.arch import load_arch
 from hadagen.codegen import Source, render
@@ -202,7 +203,7 @@ class Subject:
             errors = verify(plan.problem, self.source, plan.launch, module=module, **arrangement)
         except EmulationError:
             return True
-        return not max(errors.values()) <= plan.problem.error_bound
+        return not max(errors.values()) <= rounding_bound(plan.problem)
 
 
 @pytest.fixture(scope="module")

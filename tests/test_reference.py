@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hadagen.bits import decode, encode
-from hadagen.problem import DType, Problem
+from hadagen.problem import MAX_LOG2_N, DType, Numerics, Problem
 from hadagen.reference import (
     INPUT_CLASSES,
     NORMAL_ELEMENTS,
@@ -77,6 +77,17 @@ def test_one_rounding_keeps_every_class_within_the_accurate_bound(n: int, dtype:
         assert np.array_equal(decode(dtype, encode(dtype, values)), values)
         result = hadamard(values, verification_scale(problem))
         assert relative_error(decode(dtype, encode(dtype, result)), result) <= ONE_ROUNDING[dtype]
+
+
+@pytest.mark.parametrize("dtype", [DType.FLOAT16, DType.BFLOAT16])
+def test_fast_may_err_more_than_accurate_but_nowhere_more_than_hadacore(dtype: DType) -> None:
+    bounds = [Problem(1 << k, dtype, Numerics.FAST).error_bound for k in range(1, MAX_LOG2_N + 1)]
+    assert bounds == sorted(bounds)
+    assert min(bounds) > Problem(2, dtype).error_bound
+    hadacore = {128: 3.1e-4, 8192: 4.3e-4, 32768: 4.3e-4}
+    for n, error in hadacore.items():
+        assert Problem(n, dtype, Numerics.FAST).error_bound == pytest.approx(error * (8 if dtype.value[0] == "b" else 1))
+    assert Problem(64, DType.FLOAT32, Numerics.FAST).error_bound == Problem(64, DType.FLOAT32).error_bound
 
 
 def test_one_hot_rows_begin_with_the_first_and_the_last_place() -> None:
