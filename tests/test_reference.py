@@ -86,7 +86,9 @@ def test_fast_may_err_more_than_accurate_but_nowhere_more_than_hadacore(dtype: D
     assert min(bounds) > Problem(2, dtype).error_bound
     hadacore = {128: 3.1e-4, 8192: 4.3e-4, 32768: 4.3e-4}
     for n, error in hadacore.items():
-        assert Problem(n, dtype, Numerics.FAST).error_bound == pytest.approx(error * (8 if dtype.value[0] == "b" else 1))
+        assert Problem(n, dtype, Numerics.FAST).error_bound == pytest.approx(
+            error * (8 if dtype.value[0] == "b" else 1)
+        )
     assert Problem(64, DType.FLOAT32, Numerics.FAST).error_bound == Problem(64, DType.FLOAT32).error_bound
 
 
