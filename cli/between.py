@@ -99,7 +99,9 @@ def between(
         fields = [_field(problem, counts, ways, target, environment.l2_bytes, store) for problem in problems]
         fields = [field for field in fields if field.places]
         if not fields:
-            raise DeviceError(f"no bundle has kernels for {target.gpu} ({target.arch}); run hadagen tune here first")
+            raise DeviceError(
+                f"no bundle has kernels for {target.gpu} ({target.arch}); run hadagen tune on this machine"
+            )
         with measuring(environment, device) as runner:
             for field in counted(fields, "timing"):
                 rows += _rows(target.gpu, field, runner.rank(field.candidates, field.places))
@@ -175,7 +177,7 @@ def _rows(gpu: str, field: Field, ranking: Ranking) -> Iterator[Row]:
         if standing is None:
             answer, digest = ranking.answers[place.chosen], digests[place.chosen]
             why = f"{answer.outcome.value}: {answer.detail}"
-            raise DeviceError(f"kernel {digest[:12]} for {problem.name} was refused as {why}; tune again")
+            raise DeviceError(f"kernel {digest[:12]} for {problem.name} ended as {why}; tune again")
         (cell, _), *_ = place.cells
         what = gpu, problem.numerics.value, problem.dtype.value, int(problem.pitched), problem.n
         where = rows, cell.elements, cell.destination.value, cell.cache.value, variants
