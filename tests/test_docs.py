@@ -118,7 +118,7 @@ def test_refresh_writes_numbers_and_picture_once(documents: Path) -> None:
 
 def test_one_odd_time_of_a_copy_changes_nothing(documents: Path) -> None:
     times, table = refresh.read_times(), refresh.OURS.read_text()
-    refresh.OURS.write_text(table.replace("0a1b,1.0,", "0a1b,1.4,", 1))
+    refresh.OURS.write_text(table.replace("fast,0,1.0,", "fast,0,1.4,", 1))
     assert refresh.OURS.read_text() != table
     assert refresh.read_times() == times
 
