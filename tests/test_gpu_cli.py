@@ -18,7 +18,6 @@ pytestmark = pytest.mark.gpu
 
 TUNE = ("tune", "--n", "128,4096", "--dtype", "float16", "--numerics", "accurate", "--trials", "3", "--json")
 BENCH = ("bench", "--n", "128,4096", "--numerics", "accurate", "--inplace", "--elements", "65536,8388608", "--json")
-
 BETWEEN = ("between", "--n", "128,4096", "--numerics", "accurate", "--inplace", "--out-of-place", "--counts", "6")
 
 

@@ -215,7 +215,7 @@ def test_kernels_and_other_libraries_side_by_side(
         assert times.copy == pytest.approx(timings[cell].copy_us, rel=0.15)
         assert times.peers.keys() == names
         assert min(times.peers.values()) > times.kernels[0]
-        assert later.peers == pytest.approx(times.peers, rel=0.15)
+        assert later.peers == pytest.approx(times.peers, rel=0.25)
 
 
 def test_a_kernel_loses_nothing_to_itself(bench: Bench, broken: Callable[[str], Candidate]) -> None:
