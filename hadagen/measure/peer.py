@@ -92,8 +92,10 @@ class Peers:
     def __init__(self) -> None:
         self.all = find_peers()
         self._pool = torch.cuda.graph_pool_handle()
-        # With its last graph a pool is gone.
-        self._keeper = PeerGraph(self._pool, [functools.partial(torch.zeros, 1, device="cuda")], 1)
+        # With its last graph a pool is gone, so one stays.
+        least = functools.partial(torch.zeros, 1, device="cuda")
+        least()  # the driver may load code with its first launch, which must not happen inside a capture
+        self._keeper = PeerGraph(self._pool, [least], 1)
 
     def graph(self, calls: Sequence[Call], launches: int) -> PeerGraph:
         return PeerGraph(self._pool, calls, launches)
