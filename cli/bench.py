@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from hadagen.cli import options
-from hadagen.cli.device import measuring
+from hadagen.cli.device import measuring, refusal, report_failures
 from hadagen.cli.output import counted, print_json, print_table
 from hadagen.errors import DeviceError, UsageError
 from hadagen.trial import Outcome
@@ -103,10 +103,7 @@ def bench(
         print_json({"gpu": environment.gpu, "driver": environment.driver, "results": rows})
     elif rows:
         _print(environment.gpu, rows, bool(caches))
-    for failure in failures[:-1]:
-        click.echo(f"hadagen: {failure}", err=True)
-    if failures:
-        raise DeviceError(failures[-1])
+    report_failures(failures)
 
 
 class Choice(NamedTuple):
@@ -170,10 +167,8 @@ def _time(choices: Sequence[Choice], environment: Environment, index: int) -> tu
             except DeviceError as error:
                 failures.append(str(error))
                 continue
-            for (problem, digest), answer in zip(kernels, comparison.answers, strict=True):
-                if answer.outcome is not Outcome.OK:
-                    why = f"{answer.outcome.value}: {answer.detail}"
-                    failures.append(f"kernel {digest[:12]} for {problem.name} ended as {why}; tune again")
+            answers = zip(kernels, comparison.answers, strict=True)
+            failures += [refusal(*kernel, answer) for kernel, answer in answers if answer.outcome is not Outcome.OK]
             rows += _rows(by_cell, positions, comparison)
     return rows, failures
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from hadagen.cli import options
-from hadagen.cli.device import measuring
+from hadagen.cli.device import measuring, refusal, report_failures
 from hadagen.cli.output import PROBLEM_HEADERS, counted, print_json, print_table
 from hadagen.errors import DeviceError, UsageError
 from hadagen.trial import Outcome
@@ -95,6 +95,7 @@ def between(
     environment = device_environment(device)
     target = Device(options.arch_of(environment), environment.gpu)
     rows: list[Row] = []
+    failures: list[str] = []
     with nullcontext() if db is None else options.open_db(db) as store:
         fields = [_field(problem, counts, ways, target, environment.l2_bytes, store) for problem in problems]
         fields = [field for field in fields if field.places]
@@ -104,17 +105,24 @@ def between(
             )
         with measuring(environment, device) as runner:
             for field in counted(fields, "timing"):
-                rows += _rows(target.gpu, field, runner.rank(field.candidates, field.places))
-    if table:
-        write_table(
-            table, COLUMNS, ({name: format(row[name], FORMS.get(name, "")) for name in COLUMNS} for row in rows)
-        )
+                try:
+                    ranking = runner.rank(field.candidates, field.places)
+                except DeviceError as error:
+                    failures.append(str(error))
+                    continue
+                rows += _rows(target.gpu, field, ranking)
+                failures += _refusals(field, ranking)
     losses = [row["loss"] for row in rows]
-    summary = {"geometric_mean_loss": geometric_mean(1 + loss for loss in losses) - 1, "worst_loss": max(losses)}
-    if as_json:
-        print_json({"gpu": environment.gpu, "driver": environment.driver, **summary, "results": rows})
-    else:
-        _print(environment.gpu, rows, *summary.values())
+    if rows:
+        summary = {"geometric_mean_loss": geometric_mean(1 + loss for loss in losses) - 1, "worst_loss": max(losses)}
+        if table:
+            forms = [(name, FORMS.get(name, "")) for name in COLUMNS]
+            write_table(table, COLUMNS, ({name: format(row[name], form) for name, form in forms} for row in rows))
+        if as_json:
+            print_json({"gpu": environment.gpu, "driver": environment.driver, **summary, "results": rows})
+        else:
+            _print(environment.gpu, rows, *summary.values())
+    report_failures(failures)
 
 
 class Field(NamedTuple):
@@ -124,6 +132,11 @@ class Field(NamedTuple):
     candidates: list[Candidate]
     rows: list[int]
     places: list[Place]
+
+    @property
+    def digests(self) -> list[str]:
+        """Of the candidates' kernels."""
+        return [candidate.kernel.digest for candidate in self.candidates if candidate.kernel]
 
 
 def _field(
@@ -170,19 +183,24 @@ def _cells(problem: Problem, elements: int, destination: Destination, l2_bytes: 
 
 
 def _rows(gpu: str, field: Field, ranking: Ranking) -> Iterator[Row]:
-    """Raises `DeviceError` where a kernel that calls run was refused."""
+    """One for each place where the kernel that calls run was not refused."""
     problem, variants = field.problem, sum(answer.outcome is Outcome.OK for answer in ranking.answers)
-    digests = [candidate.kernel.digest for candidate in field.candidates if candidate.kernel]
+    digests = field.digests
     for rows, place, standing in zip(field.rows, field.places, ranking.standings, strict=True):
-        if standing is None:
-            answer, digest = ranking.answers[place.chosen], digests[place.chosen]
-            why = f"{answer.outcome.value}: {answer.detail}"
-            raise DeviceError(f"kernel {digest[:12]} for {problem.name} ended as {why}; tune again")
-        (cell, _), *_ = place.cells
-        what = gpu, problem.numerics.value, problem.dtype.value, int(problem.pitched), problem.n
-        where = rows, cell.elements, cell.destination.value, cell.cache.value, variants
-        times = standing.chosen_us, standing.best_us, standing.loss
-        yield dict(zip(COLUMNS, (*what, *where, *times, digests[place.chosen], digests[standing.best]), strict=True))
+        if standing is not None:
+            (cell, _), *_ = place.cells
+            what = gpu, problem.numerics.value, problem.dtype.value, int(problem.pitched), problem.n
+            where = rows, cell.elements, cell.destination.value, cell.cache.value, variants
+            times = standing.chosen_us, standing.best_us, standing.loss
+            kernels = digests[place.chosen], digests[standing.best]
+            yield dict(zip(COLUMNS, (*what, *where, *times, *kernels), strict=True))
+
+
+def _refusals(field: Field, ranking: Ranking) -> list[str]:
+    """Sentences on the kernels that calls run and verification refused."""
+    chosen = {place.chosen: ranking.answers[place.chosen] for place in field.places}
+    refused = {position: answer for position, answer in chosen.items() if answer.outcome is not Outcome.OK}
+    return [refusal(field.problem, field.digests[position], answer) for position, answer in refused.items()]
 
 
 def _print(gpu: str, rows: Sequence[Row], mean: float, worst: float) -> None:

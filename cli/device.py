@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+import click
+
 from hadagen.cli import options
+from hadagen.errors import DeviceError
 
 if TYPE_CHECKING:
-    from hadagen.measure import DeviceRunner
+    from hadagen.measure import Answer, DeviceRunner
+    from hadagen.problem import Problem
     from hadagen.trial import Environment
+
+
+def refusal(problem: Problem, digest: str, answer: Answer) -> str:
+    """A sentence on a kernel that verification refused."""
+    return f"kernel {digest[:12]} for {problem.name} ended as {answer.outcome.value}: {answer.detail}; tune again"
+
+
+def report_failures(failures: Sequence[str]) -> None:
+    """Says on stderr what could not be timed, and raises `DeviceError` for the last of it, if there is any."""
+    for failure in failures[:-1]:
+        click.echo(f"hadagen: {failure}", err=True)
+    if failures:
+        raise DeviceError(failures[-1])
 
 
 @contextmanager

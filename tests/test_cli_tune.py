@@ -381,6 +381,24 @@ def test_between_is_refused_where_it_cannot_be(fake_gpu: None) -> None:
     assert "for n4-float16-fast ended as wrong_answer: it is off; tune again" in sentence(run(*BETWEEN), 1)
 
 
+def test_between_says_what_it_could_not_time_and_shows_the_rest(
+    fake_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    succeed("tune", "--n", "2,4", "--dtype", "float16", "--numerics", "fast", "--contiguous", "--trials", "1")
+    rank = FakeDevice.rank
+
+    def fails_at_two(self: FakeDevice, candidates: Sequence[Candidate], places: Sequence[Place]) -> Ranking:
+        if candidates[0].problem.n == 2:
+            raise DeviceError("ranking failed; run it again")
+        return rank(self, candidates, places)
+
+    monkeypatch.setattr(FakeDevice, "rank", fails_at_two)
+    result = run(*BETWEEN, "--csv", tmp_path / "between.csv")
+    assert (result.exit_code, result.stderr) == (1, "hadagen: ranking failed; run it again\n")
+    assert len((tmp_path / "between.csv").read_text().splitlines()) == 1 + 5
+    assert "in all: " in result.stdout
+
+
 # ---- progress --------------------------------------------------------------------------------------------------------
 SCORES = (0.5, 0.75, 1.0)
 
