@@ -173,7 +173,7 @@ class Stopwatch:
         return [self._sample(times, work.traffic) for times in intervals]
 
     def once(self, call: Callable[[], object]) -> float:
-        """Microseconds of a call, whatever it has to do the first time included."""
+        """Microseconds from before a call until the device has done what it asked for."""
         interval = _Interval(_event(), _event())
         interval.start.record(self._stream)
         call()
