@@ -1,80 +1,109 @@
-"""`hadagen bench`: the kernels that calls run, timed on this machine's GPU."""
+"""`hadagen bench`: the kernels that calls run, timed on this machine's GPU beside a copy and other libraries."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import product
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby, product
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
 from hadagen.cli import options
-from hadagen.cli.output import print_json, print_table
+from hadagen.cli.device import measuring, refusal, report_failures
+from hadagen.cli.output import counted, print_json, print_table
 from hadagen.errors import DeviceError, UsageError
+from hadagen.trial import Outcome
 
 if TYPE_CHECKING:
-    from hadagen.measure import Cell
+    from hadagen.measure import Cell, Comparison
     from hadagen.problem import Problem
     from hadagen.runtime.device import Device
-    from hadagen.trial import Destination
+    from hadagen.trial import Cache, Destination, Environment
     from hadagen.tuning_db.bundle import Bundle, BundleEntry
 
 MIN_ELEMENTS, MAX_ELEMENTS = 1 << 13, 1 << 28
 DEFAULT_ELEMENTS = "65536,1048576,8388608,67108864,268435456"
+OURS = "hadagen"
+COLUMNS = (
+    "library",
+    "numerics",
+    "dtype",
+    "pitched",
+    "elements",
+    "n",
+    "destination",
+    "cache",
+    "us",
+    "copy_us",
+    "fraction_of_copy",
+    "error",
+    "kernel",
+)
+Row = dict[str, Any]  # by `COLUMNS`
 
 
 @click.command()
 @options.sizes
 @click.option("--elements", default=DEFAULT_ELEMENTS, show_default=True, help="Sizes of the input, rows times n.")
-@options.dtype
-@options.numerics
+@options.dtypes
+@options.contracts
 @options.pitched
-@click.option("--inplace", is_flag=True, help="The result overwrites the input.")
-@click.option("--device", type=int, default=0, show_default=True, metavar="INDEX", help="CUDA device to run on.")
+@options.inplace
+@options.out_of_place
+@click.option("--hot", is_flag=True, help="Time with the data in L2, up to twice its size.")
+@click.option("--cold", is_flag=True, help="Time with the data in device memory, from 65536 elements on.")
+@options.device
+@click.option("--csv", "table", type=click.Path(path_type=Path), metavar="FILE", help="Write all numbers to FILE too.")
 @options.as_json
 def bench(
     sizes: tuple[str, ...],
     elements: str,
-    dtype: str,
-    numerics: str,
+    dtypes: tuple[str, ...],
+    contracts: tuple[str, ...],
     pitched: bool,
     inplace: bool,
+    out_of_place: bool,
+    hot: bool,
+    cold: bool,
     device: int,
+    table: Path | None,
     as_json: bool,
 ) -> None:
     """Time the known winners on a GPU of this machine, beside a plain copy of the same bytes.
 
-    The data lies in L2 where it fits in half of it, and in device memory otherwise. Pitched rows have three quarters of
-    n elements. Needs nvcc, for the copy kernel. Other libraries are timed too where they are installed:
-    fast_hadamard_transform, and HadaCore as faster_hadamard_transform.
+    With neither --hot nor --cold the data lies in L2 where it fits in half of it, and in device memory otherwise.
+    Pitched rows have three quarters of n elements. Needs nvcc, for the copy kernel. Other libraries are timed too where
+    they are installed, by the same method within the same seconds: fast_hadamard_transform, and HadaCore as
+    faster_hadamard_transform.
+
+    Errors are those on normal inputs, ‖out − ref‖ / ‖ref‖ against float64.
     """
     from hadagen.measure import device_environment
     from hadagen.runtime.device import Device
-    from hadagen.trial import Destination
+    from hadagen.trial import Cache
+    from hadagen.tuning_db.table import check_table_place
 
-    problems = [options.make_problem(n, dtype, numerics, pitched) for n in options.parse_sizes(sizes)]
+    if table:
+        check_table_place(table)
+    problems = options.make_problems(sizes, dtypes, contracts, pitched)
     counts = _parse_elements(elements)
     environment = device_environment(device)
     target = Device(options.arch_of(environment), environment.gpu)
-    destination = Destination.IN_PLACE if inplace else Destination.OUT_OF_PLACE
-    choices = _choose(problems, counts, destination, target, environment.l2_bytes)
+    asked = product(problems, counts, options.destinations(inplace, out_of_place))
+    caches = [cache for cache, wanted in ((Cache.HOT, hot), (Cache.COLD, cold)) if wanted]
+    choices = list(_choose(asked, caches, target, environment.l2_bytes))
     if not choices:
         raise DeviceError(f"no bundle has kernels for {target.gpu} ({target.arch}); run hadagen tune on this machine")
-    results = _time(choices, target.arch, device, environment.l2_bytes)
-    if as_json:
-        print_json({"gpu": environment.gpu, "driver": environment.driver, "results": results})
-        return
-    peers = dict.fromkeys(name for result in results for name in result["times_as_fast_as"])
-    one, *_ = problems
-    asked = (one.dtype.value, one.numerics.value, *(["pitched"] if pitched else []), destination.value)
-    click.echo(f"{environment.gpu}, {', '.join(asked)}: speed as a fraction of a plain copy")
-    if peers:
-        click.echo(f"×: as many times as fast as {', '.join(peers)}")
-    by_cell = {(result["n"], result["elements"]): result for result in results}
-    print_table(
-        ["n", *(_short(count) for count in counts)],
-        [[p.n, *(_cell(by_cell.get((p.n, count))) for count in counts)] for p in problems],
-    )
+    rows, failures = _time(choices, environment, device)
+    if rows and table:
+        _write(table, rows)
+    if rows and as_json:
+        print_json({"gpu": environment.gpu, "driver": environment.driver, "results": rows})
+    elif rows:
+        _print(environment.gpu, rows, bool(caches))
+    report_failures(failures)
 
 
 class Choice(NamedTuple):
@@ -85,66 +114,135 @@ class Choice(NamedTuple):
     entry: BundleEntry
     bundle: Bundle
 
+    @property
+    def kernel(self) -> tuple[Problem, str]:
+        return self.problem, self.entry.kernel
+
 
 def _choose(
-    problems: Sequence[Problem], counts: Sequence[int], destination: Destination, target: Device, l2_bytes: int
-) -> list[Choice]:
-    from hadagen.measure import Cell
+    asked: Iterable[tuple[Problem, int, Destination]], caches: Sequence[Cache], target: Device, l2_bytes: int
+) -> Iterator[Choice]:
+    """What a call runs in each regime; `caches` empty: in the one that decides."""
+    from hadagen.measure import Cell, is_timed
     from hadagen.runtime.choose import choose_from_bundles
     from hadagen.trial import deciding_cache
 
-    choices = []
-    for problem, count in product(problems, counts):
-        _, found = choose_from_bundles(problem, destination, count, target)
-        if found and found[0].arch == target.arch and count >= problem.n:
-            cell = Cell(count, destination, deciding_cache(problem, count, destination, l2_bytes))
-            choices.append(Choice(problem, cell, *found))
-    return choices
+    for problem, elements, destination in asked:
+        _, found = choose_from_bundles(problem, destination, elements, target)
+        if not found or found[0].arch != target.arch or elements < problem.n:
+            continue
+        for cache in caches or [deciding_cache(problem, elements, destination, l2_bytes)]:
+            cell = Cell(elements, destination, cache)
+            if is_timed(problem, cell, l2_bytes) or not caches:
+                yield Choice(problem, cell, *found)
 
 
-def _time(choices: Sequence[Choice], arch: str, index: int, l2_bytes: int) -> list[dict[str, Any]]:
-    """Verify and time each choice on a device; one object for each."""
-    from hadagen.arch import load_arch
-    from hadagen.measure import Candidate, DeviceRunner, copy_sources, peer
-    from hadagen.toolchain import BuildFailure, Toolchain
-    from hadagen.trial import Outcome
+def _time(choices: Sequence[Choice], environment: Environment, index: int) -> tuple[list[Row], list[str]]:
+    """Verify and time the choices on a device, and the other libraries beside them; rows of a kind together.
+
+    Also sentences on what could not be timed, because verification refused it or the device failed. The rest is.
+    """
+    from hadagen.measure import Candidate
+    from hadagen.problem import Numerics
     from hadagen.tuning_db.merge import kernel_of
 
-    built = Toolchain.find().build([(source, source.launch) for source in copy_sources()], load_arch(arch))
-    copies = [kernel for kernel in built if not isinstance(kernel, BuildFailure)]
-    candidates = {
-        (choice.problem, choice.entry.kernel): Candidate(
-            choice.problem, dict(choice.entry.knobs), kernel_of(choice.bundle, choice.entry.kernel)
+    rows: list[Row] = []
+    failures: list[str] = []
+
+    def kind(choice: Choice) -> Problem:
+        return replace(choice.problem, numerics=Numerics.ACCURATE)
+
+    kinds = [list(group) for _, group in groupby(sorted(choices, key=lambda c: (kind(c), c.cell, c.problem)), kind)]
+    with measuring(environment, index) as runner:
+        for group in counted(kinds, "timing"):
+            kernels = {choice.kernel: choice for choice in group}
+            positions = {kernel: position for position, kernel in enumerate(kernels)}
+            candidates = [
+                Candidate(c.problem, dict(c.entry.knobs), kernel_of(c.bundle, c.entry.kernel)) for c in kernels.values()
+            ]
+            by_cell = {cell: list(some) for cell, some in groupby(group, lambda choice: choice.cell)}
+            cells = [(cell, [positions[c.kernel] for c in some]) for cell, some in by_cell.items()]
+            try:
+                comparison = runner.compare(candidates, cells)
+            except DeviceError as error:
+                failures.append(str(error))
+                continue
+            answers = zip(kernels, comparison.answers, strict=True)
+            failures += [refusal(*kernel, answer) for kernel, answer in answers if answer.outcome is not Outcome.OK]
+            rows += _rows(by_cell, positions, comparison)
+    return rows, failures
+
+
+def _rows(
+    by_cell: Mapping[Cell, Sequence[Choice]], positions: Mapping[tuple[Problem, str], int], comparison: Comparison
+) -> Iterator[Row]:
+    for (cell, choices), times in zip(by_cell.items(), comparison.times, strict=True):
+        problem = choices[0].problem
+        for choice in choices:
+            position = positions[choice.kernel]
+            if position in times.kernels:
+                error = comparison.answers[position].errors["normal"]
+                us = times.kernels[position]
+                numerics = choice.problem.numerics.value
+                yield _row(OURS, numerics, problem, cell, us, times.copy, error, choice.entry.kernel)
+        for name, us in times.peers.items():
+            yield _row(name, "", problem, cell, us, times.copy, comparison.peer_errors[name]["normal"], "")
+
+
+def _row(
+    library: str, numerics: str, problem: Problem, cell: Cell, us: float, copy_us: float, error: float, kernel: str
+) -> Row:
+    place = problem.dtype.value, int(problem.pitched), cell.elements, problem.n, cell.destination.value
+    times = cell.cache.value, us, copy_us, copy_us / us
+    return dict(zip(COLUMNS, (library, numerics, *place, *times, error, kernel), strict=True))
+
+
+def _write(path: Path, rows: Iterable[Row]) -> None:
+    """As `docs/data` has it: microseconds with three digits after the point."""
+    from hadagen.tuning_db.table import write_table
+
+    forms = {"us": ".3f", "copy_us": ".3f", "fraction_of_copy": ".3f", "error": ".3e", "kernel": ".12"}
+    write_table(
+        path, COLUMNS, ({name: format(value, forms.get(name, "")) for name, value in row.items()} for row in rows)
+    )
+
+
+def _print(gpu: str, rows: Sequence[Row], by_regime: bool) -> None:
+    """A table for each dtype, numerics and destination, and for each regime where those were asked for."""
+    ours = [row for row in rows if row["library"] == OURS]
+    others: dict[tuple[Any, ...], dict[str, Row]] = {}
+    for row in rows:
+        if row["library"] != OURS:
+            others.setdefault(_place(row), {})[row["library"]] = row
+    tables: dict[tuple[str, ...], list[Row]] = {}
+    for row in ours:
+        regime = [row["cache"]] if by_regime else []
+        key = (row["dtype"], row["numerics"], *(["pitched"] if row["pitched"] else []), row["destination"], *regime)
+        tables.setdefault(key, []).append(row)
+    for key, found in sorted(tables.items()):
+        click.echo(f"{gpu}, {', '.join(key)}: speed as a fraction of a plain copy")
+        if names := dict.fromkeys(name for row in found for name in others.get(_place(row), ())):
+            click.echo(f"×: as many times as fast as {', '.join(names)}")
+        by_cell = {(row["n"], row["elements"]): row for row in found}
+        counts = sorted({row["elements"] for row in found})
+        print_table(
+            ["n", *(_short(count) for count in counts)],
+            [
+                [n, *(_cell(by_cell.get((n, count)), others) for count in counts)]
+                for n in sorted({row["n"] for row in found})
+            ],
         )
-        for choice in choices
-    }
-    cells = sorted({choice.cell for choice in choices})
-    with DeviceRunner(index, copies, cells=cells, give_up=float("inf")) as runner:
-        trials = dict(zip(candidates, (trial for _, trial in runner.run(candidates.values())), strict=True))
-    peers = peer.find_peers()
-    results = []
-    for problem, cell, entry, _ in choices:
-        trial = trials[problem, entry.kernel]
-        if trial.outcome is not Outcome.OK:
-            why = f"{trial.outcome.value}: {trial.detail}"
-            raise DeviceError(f"kernel {entry.kernel[:12]} for {problem.name} ended as {why}; tune again")
-        timing = next(t for t in trial.timings if (t.elements, t.destination, t.cache) == cell)
-        others = {
-            each.name: peer.time_peer(each, problem, cell, l2_bytes, index) for each in peers if each.serves(problem)
-        }
-        results.append(
-            {
-                "n": problem.n,
-                "elements": cell.elements,
-                "cache": cell.cache.value,
-                "kernel": entry.kernel,
-                "us": timing.us,
-                "copy_us": timing.copy_us,
-                "fraction_of_copy": timing.fraction_of_copy,
-                "times_as_fast_as": {name: us / timing.us for name, us in others.items()},
-            }
-        )
-    return results
+
+
+def _place(row: Row) -> tuple[Any, ...]:
+    return tuple(row[name] for name in ("dtype", "pitched", "elements", "n", "destination", "cache"))
+
+
+def _cell(row: Row | None, others: Mapping[tuple[Any, ...], Mapping[str, Row]]) -> str:
+    if row is None:
+        return "-"
+    faster = (f" ×{other['us'] / row['us']:.2f}" for other in others.get(_place(row), {}).values())
+    return f"{row['fraction_of_copy']:.2f}{''.join(faster)}"
 
 
 def _parse_elements(text: str) -> list[int]:
@@ -162,10 +260,3 @@ def _parse_elements(text: str) -> list[int]:
 
 def _short(elements: int) -> str:
     return f"{elements >> 20}M" if elements >= 1 << 20 else f"{elements >> 10}K"
-
-
-def _cell(result: dict[str, Any] | None) -> str:
-    if result is None:
-        return "-"
-    faster = (f" ×{ratio:.2f}" for ratio in result["times_as_fast_as"].values())
-    return f"{result['fraction_of_copy']:.2f}{''.join(faster)}"

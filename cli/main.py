@@ -15,6 +15,7 @@ import click
 
 from hadagen.cli.bench import bench
 from hadagen.cli.best import best
+from hadagen.cli.between import between
 from hadagen.cli.bundle import bundle
 from hadagen.cli.calls import calls
 from hadagen.cli.doctor import doctor
@@ -69,5 +70,5 @@ def main(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-for command in (tune, best, list_, emit, space, bench, calls, bundle, doctor):
+for command in (tune, best, list_, emit, space, bench, between, calls, bundle, doctor):
     main.add_command(command)

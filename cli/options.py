@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -12,6 +13,7 @@ import click
 from hadagen.errors import StorageError, UsageError
 from hadagen.problem import MAX_LOG2_N, DType, Numerics, Problem
 from hadagen.runtime.bundles import user_directory
+from hadagen.trial import Destination
 
 if TYPE_CHECKING:
     from hadagen.trial import Environment
@@ -21,20 +23,50 @@ DEFAULT_ARCH = "sm90"
 
 arch = click.option("--arch", default=DEFAULT_ARCH, show_default=True, help="Target architecture.")
 n = click.option("--n", type=int, required=True, help="Row length: a power of two from 2 to 32768.")
-sizes = click.option(
-    "--n",
-    "sizes",
-    multiple=True,
-    default=["2-32768"],
-    show_default=True,
-    help="Row lengths, such as 4096 or 128,256 or 2-64.",
-)
+
+
+def sizes_by_default(default: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """`--n`, which may be several, for `parse_sizes`."""
+    return click.option(
+        "--n",
+        "sizes",
+        multiple=True,
+        default=[default],
+        show_default=True,
+        help="Row lengths, such as 4096 or 128,256 or 2-64.",
+    )
+
+
+sizes = sizes_by_default("2-32768")
 dtype = click.option("--dtype", default=DType.FLOAT16.value, show_default=True, help="float16, bfloat16 or float32.")
 numerics = click.option(
     "--numerics",
     default=Numerics.ACCURATE.value,
     show_default=True,
     help="accurate rounds once; fast may round between steps, but not of float32.",
+)
+dtypes = click.option(
+    "--dtype",
+    "dtypes",
+    multiple=True,
+    default=[DType.FLOAT16.value],
+    show_default=True,
+    help="float16, bfloat16 or float32; may be given several times.",
+)
+contracts = click.option(
+    "--numerics",
+    "contracts",
+    multiple=True,
+    default=[Numerics.ACCURATE.value],
+    show_default=True,
+    help="accurate rounds once; fast may round between steps, but not of float32. May be given twice.",
+)
+inplace = click.option("--inplace", is_flag=True, help="The result overwrites the input.")
+out_of_place = click.option(
+    "--out-of-place", is_flag=True, help="The result goes elsewhere, as it does where nothing else is said."
+)
+device = click.option(
+    "--device", type=int, default=0, show_default=True, metavar="INDEX", help="CUDA device to run on."
 )
 pitched = click.option(
     "--pitched", is_flag=True, help="Rows of any number of elements up to n, any number of elements apart."
@@ -64,6 +96,20 @@ def problem(command: Callable[..., None]) -> Callable[..., None]:
         command(problem=make_problem(n, dtype, numerics, pitched), **others)
 
     return with_problem
+
+
+def make_problems(
+    sizes: Iterable[str], dtypes: Iterable[str], contracts: Iterable[str], pitched: bool
+) -> list[Problem]:
+    """The problems that options name, each once. Raises `UsageError`."""
+    named = product(parse_sizes(sizes), dtypes, contracts)
+    return list(dict.fromkeys(make_problem(*parts, pitched) for parts in named))
+
+
+def destinations(inplace: bool, out_of_place: bool) -> list[Destination]:
+    """Those that the two flags ask for; out of place where neither is given."""
+    asked = {Destination.IN_PLACE: inplace, Destination.OUT_OF_PLACE: out_of_place or not inplace}
+    return [destination for destination, wanted in asked.items() if wanted]
 
 
 def parse_sizes(texts: Iterable[str]) -> list[int]:

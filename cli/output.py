@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import click
 
 from hadagen.problem import Problem
+
+Item = TypeVar("Item")
 
 
 def print_json(value: Any) -> None:
@@ -27,6 +30,15 @@ def print_table(headers: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
             for text, width, right in zip(line, widths, numeric, strict=True)
         )
         click.echo("  ".join(padded).rstrip())
+
+
+def counted(items: Sequence[Item], doing: str) -> Iterator[Item]:
+    """The items, with a bar on a terminal's stderr that shows how many are done."""
+    if not sys.stderr.isatty():
+        yield from items
+        return
+    with click.progressbar(items, label=doing, file=sys.stderr, show_pos=True) as shown:
+        yield from shown
 
 
 def short_knobs(knobs: Mapping[str, Any]) -> str:

@@ -3,9 +3,10 @@
     python docs/refresh.py            # write them
     python docs/refresh.py --check    # change nothing; fail, naming what is out of date
 
-`data/h100.csv` is written by `hadagen bundle export` from the shipped bundle; `data/peers_h100.csv` holds the same
-cells for the libraries we compare with. `data/calls_h100.json` is written by `hadagen calls --json`. Drawing needs
-matplotlib (pip install 'hadagen[docs]'); checking does not.
+`data/bench_h100.csv` is one run of `hadagen bench --csv` with the libraries we compare with installed; until it is
+there, `data/peers_h100.csv` has their times of another day. `data/h100.csv` is written by `hadagen bundle export` from
+the shipped bundle, `data/between_h100.csv` by `hadagen between --csv`, and `data/calls_h100.json` by `hadagen calls
+--json`. Drawing needs matplotlib (pip install 'hadagen[docs]'); checking does not.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import csv
 import hashlib
 import json
 import sys
+import textwrap
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -22,7 +24,9 @@ from typing import NamedTuple
 
 DOCS = Path(__file__).resolve().parent
 OURS = DOCS / "data" / "h100.csv"
+BENCH = DOCS / "data" / "bench_h100.csv"
 PEERS = DOCS / "data" / "peers_h100.csv"
+BETWEEN = DOCS / "data" / "between_h100.csv"
 PICTURE = DOCS / "assets" / "speed.svg"
 README = DOCS.parent / "README.md"
 CALLS = DOCS / "data" / "calls_h100.json"
@@ -31,6 +35,7 @@ PERFORMANCE = DOCS / "performance.md"
 BEGIN, END = "<!-- numbers:begin -->", "<!-- numbers:end -->"
 CALLS_BEGIN, CALLS_END = "<!-- calls:begin -->", "<!-- calls:end -->"
 PITCHED_BEGIN, PITCHED_END = "<!-- pitched:begin -->", "<!-- pitched:end -->"
+BETWEEN_BEGIN, BETWEEN_END = "<!-- between:begin -->", "<!-- between:end -->"
 NO_DATA = "*No measured table has been committed yet.*"
 
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
@@ -48,16 +53,32 @@ PITCHED_REGIMES = (
     ("1 M elements, in L2", 1 << 20, "hot"),
     ("128 M elements, in memory", 1 << 27, "cold"),
 )
-# From here on rows are as long as quantizers have them; and what two measurements of one kernel differ by.
-COMMON_N, NOISE = 128, 0.02
+# From here on rows are as long as quantizers have them; what two measurements of one kernel differ by; and the elements
+# of what a model's layer transforms at once, and finds in L2.
+COMMON_N, NOISE, LAYER = 128, 0.02, 1 << 23
+ERROR_DTYPES = ("float16", "bfloat16")
 COLUMNS = (16, 128, 512, 1024, 4096, 8192, 16384, 32768)
-# Name in the documents → name in the tables and color.
+# Name in the documents → color.
 LIBRARIES = {
-    "hadagen, fast": ("hadagen fast", "#1b6ac9"),
-    "hadagen, accurate": ("hadagen accurate", "#0b2e59"),
-    "HadaCore": ("hadacore", "#d9822b"),
-    "fast-hadamard-transform": ("fast-hadamard-transform", "#8a8f98"),
+    "hadagen, fast": "#1b6ac9",
+    "hadagen, accurate": "#0b2e59",
+    "HadaCore": "#d9822b",
+    "fast-hadamard-transform": "#8a8f98",
 }
+# Of others, name in the tables → in the documents.
+PEER_NAMES = {"hadacore": "HadaCore", "fast_hadamard_transform": "fast-hadamard-transform"}
+
+METHOD = """\
+Launches are timed one right after another. Ours start while the one before still ends, which copies and the peers do
+not, and so may beat a copy where launches are short; after a kernel of another library that saves less, or nothing. The
+second table divides microseconds. Cells are all of a size from 64 K to 256 M elements, a type and a destination, with
+the input hot in L2 or cold, that both were timed at; fast-hadamard-transform loses most at small n."""
+ONE_RUN = """\
+All of it is one run, in which everything at a cell is timed within the same seconds by the same method. Fractions are
+of the median of the fastest of four copy kernels."""
+SEVERAL_DAYS = """\
+Fractions are of the median of the copies timed with the kernels: ours of the fastest of four copy kernels, the peers',
+measured on another day on the same kind of GPU, of one."""
 
 
 class Cell(NamedTuple):
@@ -74,32 +95,50 @@ class Cell(NamedTuple):
 class Time(NamedTuple):
     us: float
     fraction_of_copy: float
+    error: float | None  # on normal inputs, where the table has it
 
 
 # library → cell → time
 Times = dict[str, dict[Cell, Time]]
 
 
-def read_times(ours: Path, peers: Path) -> Times:
-    """Both tables, by the names of `LIBRARIES`; and of pitched rows, which the peers have no kernels for.
+def read_times() -> Times:
+    """All tables, by the names of `LIBRARIES`; and of pitched rows, which the peers have no kernels for, by `pitched`.
 
     The copy is the median of all that a table has of as many bytes: one in hundreds takes a third longer than the rest.
     """
     times: Times = defaultdict(dict)
-    for path in (ours, peers):
+    for path in sources():
         with path.open(newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
         copies = defaultdict(list)
         for row in rows:
             copies[_traffic(row)].append(float(row["copy_us"]))
         for row in rows:
-            library = f"hadagen {row['numerics']}" if path == ours else row["kernel"]
-            if path == ours and row["pitched"] == "1":
-                library += ", pitched"
+            library = _library(row)
+            if path == OURS and BENCH in sources() and library in LIBRARIES:
+                continue  # timed by the bench too
             cell = Cell(row["dtype"], int(row["n"]), int(row["elements"]), row["destination"], row["cache"])
-            us = float(row["us"])
-            times[library][cell] = Time(us, median(copies[_traffic(row)]) / us)
+            us, error = float(row["us"]), row.get("error")
+            times[library][cell] = Time(us, median(copies[_traffic(row)]) / us, float(error) if error else None)
     return times
+
+
+def sources() -> tuple[Path, Path]:
+    """The tables that the times are read from."""
+    return OURS, BENCH if BENCH.exists() else PEERS
+
+
+def pitched(numerics: str) -> str:
+    """The name of our times of pitched rows."""
+    return f"hadagen, {numerics}, pitched"
+
+
+def _library(row: Mapping[str, str]) -> str:
+    if not row.get("numerics"):
+        name = row.get("library") or row["kernel"]
+        return PEER_NAMES.get(name, name)
+    return pitched(row["numerics"]) if row["pitched"] == "1" else f"hadagen, {row['numerics']}"
 
 
 def _traffic(row: Mapping[str, str]) -> tuple[object, ...]:
@@ -112,34 +151,105 @@ def _traffic(row: Mapping[str, str]) -> tuple[object, ...]:
 def numbers(times: Times) -> str:
     """The README's picture and tables, in Markdown."""
     picture = f"![Speed over n as a fraction of a plain copy]({PICTURE.relative_to(README.parent)})"
-    table = _table(times, REGIMES, {name: library for name, (library, _) in LIBRARIES.items()})
-    return f"{picture}\n\n{table}\n\n{_comparison(times)}"
+    table = _table(times, REGIMES, {name: name for name in LIBRARIES})
+    method = f"{ONE_RUN if BENCH.exists() else SEVERAL_DAYS} {METHOD}"
+    parts = [picture, table, _comparison(times), _wrapped(method), _errors(times)]
+    return "\n\n".join(filter(None, parts))
 
 
 def _comparison(times: Times) -> str:
     """How many times as fast as each peer, by microseconds over all cells that both have, and where not."""
     lines = [
-        f"| as fast as … (geometric mean) | all n | n ≥ {COMMON_N} | behind by more than {NOISE:.0%} | worst |",
-        "| --- | ---: | ---: | ---: | --- |",
+        f"| as fast as … (geometric mean) | all cells | in L2, to {LAYER >> 20} M elements | n ≥ {COMMON_N} "
+        f"| behind by more than {NOISE:.0%} | worst cell |",
+        "| --- | ---: | ---: | ---: | ---: | --- |",
     ]
     for numerics in ("accurate", "fast"):
-        mine = times[f"hadagen {numerics}"]
+        mine = times[f"hadagen, {numerics}"]
         for name in ("HadaCore", "fast-hadamard-transform"):
-            theirs = times[LIBRARIES[name][0]]
-            ratios = {cell: theirs[cell].us / mine[cell].us for cell in sorted(mine.keys() & theirs.keys())}
+            ratios = {cell: times[name][cell].us / mine[cell].us for cell in sorted(mine.keys() & times[name].keys())}
+            if not ratios:
+                continue
+            layer = [ratio for cell, ratio in ratios.items() if cell.cache == "hot" and cell.elements <= LAYER]
             large = [ratio for cell, ratio in ratios.items() if cell.n >= COMMON_N]
             behind = sum(ratio < 1 - NOISE for ratio in ratios.values())
             worst = min(ratios, key=ratios.__getitem__)
+            means = " | ".join(_mean(some) for some in (ratios.values(), layer, large))
             lines.append(
-                f"| `{numerics}` / {name} | {geometric_mean(ratios.values()):.2f} | {geometric_mean(large):.2f} "
-                f"| {behind} of {len(ratios)} cells | {ratios[worst]:.2f}: {worst} |"
+                f"| `{numerics}` / {name} | {means} | {behind} of {len(ratios)} cells | {ratios[worst]:.2f}: {worst} |"
             )
     return "\n".join(lines)
 
 
+def _mean(ratios: Iterable[float]) -> str:
+    ratios = list(ratios)
+    return f"{geometric_mean(ratios):.2f}" if ratios else "–"
+
+
+def _errors(times: Times) -> str:
+    """The largest error at each n, of all that were timed there; "" where the tables have none."""
+    found: dict[tuple[str, str, int], float] = {}
+    for name in LIBRARIES:
+        for cell, time in times[name].items():
+            if time.error is not None:
+                key = cell.dtype, name, cell.n
+                found[key] = max(time.error, found.get(key, 0.0))
+    if not found:
+        return ""
+    lines = [
+        "Relative error ‖out − ref‖ / ‖ref‖ against float64, in 10⁻⁴, on the same normal inputs in the same run:",
+        "",
+        f"| n = | {' | '.join(map(str, COLUMNS))} |",
+        f"| --- |{' ---: |' * len(COLUMNS)}",
+    ]
+    for dtype, name in dict.fromkeys((dtype, name) for dtype in ERROR_DTYPES for name in LIBRARIES):
+        errors = (found.get((dtype, name, n)) for n in COLUMNS)
+        cells = " | ".join("–" if error is None else f"{error * 1e4:.2f}" for error in errors)
+        lines.append(f"| {dtype}: {name} | {cells} |")
+    return "\n".join(lines)
+
+
+def between_table() -> str:
+    """What performance.md shows of the loss between the element counts that were tuned, in Markdown."""
+    if not BETWEEN.exists():
+        return NO_DATA
+    with BETWEEN.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    problems: dict[tuple[str, ...], list[dict[str, str]]] = defaultdict(list)
+    for row in rows:
+        problems[row["n"], row["dtype"], row["numerics"], row["pitched"]].append(row)
+    counts = len(rows) / len(problems)
+    lines = [
+        f"On a {rows[0]['gpu']}, over {len(problems)} problems with {counts:.0f} row counts each, a call loses "
+        f"{_loss(rows)} (geometric mean) to the best variant known, and {_worst(rows)} where it loses most:",
+        "",
+        "| n | dtype | numerics | variants | loss, geometric mean | worst | at rows |",
+        "| ---: | --- | --- | ---: | ---: | ---: | --- |",
+    ]
+    for (n, dtype, numerics, is_pitched), found in problems.items():
+        worst = max(found, key=lambda row: float(row["loss"]))
+        kind = f"{numerics}, pitched" if is_pitched == "1" else numerics
+        place = f"{worst['rows']}, {worst['destination']}"
+        lines.append(f"| {n} | {dtype} | {kind} | {worst['variants']} | {_loss(found)} | {_worst(found)} | {place} |")
+    lines[0] = _wrapped(lines[0])
+    return "\n".join(lines)
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, 120, break_on_hyphens=False)
+
+
+def _loss(rows: Iterable[Mapping[str, str]]) -> str:
+    return f"{geometric_mean(1 + float(row['loss']) for row in rows) - 1:.1%}"
+
+
+def _worst(rows: Iterable[Mapping[str, str]]) -> str:
+    return f"{max(float(row['loss']) for row in rows):.1%}"
+
+
 def pitched_table(times: Times) -> str:
     """What performance.md shows of the speed of pitched rows, in Markdown."""
-    libraries = {numerics: f"hadagen {numerics}, pitched" for numerics in ("fast", "accurate")}
+    libraries = {numerics: pitched(numerics) for numerics in ("fast", "accurate")}
     return _table(times, PITCHED_REGIMES, libraries)
 
 
@@ -172,10 +282,11 @@ def with_numbers(readme: str, text: str) -> str:
     return _between(README, readme, BEGIN, text, END)
 
 
-def with_tables(document: str, pitched: str) -> str:
-    """performance.md with the table of calls, and the one of pitched rows, between their markers."""
+def with_tables(document: str, of_pitched: str) -> str:
+    """performance.md with the tables of calls, of pitched rows and of what lies between, between their markers."""
     document = _between(PERFORMANCE, document, CALLS_BEGIN, call_table(), CALLS_END)
-    return _between(PERFORMANCE, document, PITCHED_BEGIN, pitched, PITCHED_END)
+    document = _between(PERFORMANCE, document, BETWEEN_BEGIN, between_table(), BETWEEN_END)
+    return _between(PERFORMANCE, document, PITCHED_BEGIN, of_pitched, PITCHED_END)
 
 
 def _between(path: Path, document: str, first: str, text: str, last: str) -> str:
@@ -188,7 +299,7 @@ def _between(path: Path, document: str, first: str, text: str, last: str) -> str
 
 def fingerprint() -> str:
     """What the picture says it was drawn from."""
-    return "data " + hashlib.sha256(OURS.read_bytes() + PEERS.read_bytes()).hexdigest()
+    return "data " + hashlib.sha256(b"".join(path.read_bytes() for path in sources())).hexdigest()
 
 
 def draw(times: Times, path: Path, description: str) -> None:
@@ -204,13 +315,13 @@ def draw(times: Times, path: Path, description: str) -> None:
     figure, panels = pyplot.subplots(1, len(REGIMES), figsize=(11, 3.9), sharey=True, layout="constrained")
     for panel, (title, elements, cache) in zip(panels, REGIMES, strict=True):
         panel.axhline(1.0, color="#c5c9cf", linewidth=1, zorder=0)
-        for name, (library, color) in LIBRARIES.items():
+        for name, color in LIBRARIES.items():
             shown = {
                 cell.n: time.fraction_of_copy
-                for cell, time in sorted(times[library].items())
+                for cell, time in sorted(times[name].items())
                 if cell == Cell(DTYPE, cell.n, elements, DESTINATION, cache)
             }
-            width = 2.2 if library.startswith("hadagen") else 1.5
+            width = 2.2 if name.startswith("hadagen") else 1.5
             panel.plot(shown.keys(), shown.values(), color=color, linewidth=width, marker="o", markersize=3, label=name)
         panel.set_title(title, fontsize=10, loc="left")
         panel.set_xscale("log", base=2)
@@ -234,7 +345,7 @@ def draw(times: Times, path: Path, description: str) -> None:
 def outdated() -> list[str]:
     """Names of the files that do not say what the data says."""
     readme, performance = README.read_text(encoding="utf-8"), PERFORMANCE.read_text(encoding="utf-8")
-    times = read_times(OURS, PEERS) if OURS.exists() else None
+    times = read_times() if OURS.exists() else None
     wanted = {
         README.name: with_numbers(readme, numbers(times) if times else NO_DATA) == readme,
         PICTURE.name: not times or (PICTURE.exists() and fingerprint() in PICTURE.read_text(encoding="utf-8")),
@@ -252,7 +363,7 @@ def main(arguments: list[str]) -> None:
         raise SystemExit("usage: python docs/refresh.py [--check]")
     if not OURS.exists():
         raise SystemExit(f"{OURS} is missing; make it with hadagen bundle export")
-    times = read_times(OURS, PEERS)
+    times = read_times()
     performance = PERFORMANCE.read_text(encoding="utf-8")
     PERFORMANCE.write_text(with_tables(performance, pitched_table(times)), encoding="utf-8")
     readme = README.read_text(encoding="utf-8")

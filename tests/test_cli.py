@@ -58,7 +58,7 @@ def database(tmp_path: Path) -> Path:
 # ---- help ------------------------------------------------------------------------------------------------------------
 def test_without_arguments_the_commands_are_listed() -> None:
     assert succeed() == succeed("--help")
-    for command in ("tune", "best", "list", "emit", "space", "bench", "bundle", "doctor"):
+    for command in ("tune", "best", "list", "emit", "space", "bench", "between", "bundle", "doctor"):
         assert f"  {command} " in succeed()
         assert "Usage: " in succeed(command, "--help")
 

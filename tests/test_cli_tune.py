@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 from command_line import TINY_TUNE, empty_machine, raising, run, sentence, succeed
@@ -17,10 +19,10 @@ from hadagen import measure
 from hadagen.cli import options
 from hadagen.cli.progress import State, shown
 from hadagen.errors import DeviceError
-from hadagen.measure import peer
+from hadagen.measure import Answer, Candidate, Cell, Comparison, Place, Ranking, Standing, Times
 from hadagen.problem import DType, Problem
 from hadagen.runtime.bundles import VARIABLE
-from hadagen.trial import Kernel, Outcome
+from hadagen.trial import Destination, Kernel, Outcome
 from hadagen.tuner import PairRaced, ProblemFinished, SearchStarted, TrialFinished, TuneOptions
 from hadagen.tuning_db.store import Store
 
@@ -134,12 +136,36 @@ def test_a_gpu_that_disappears_is_a_sentence(monkeypatch: pytest.MonkeyPatch) ->
 
 
 class FakeDevice(FakeRunner):
-    """Stands for a `DeviceRunner` on an H100."""
+    """Stands for a `DeviceRunner` on an H100. `peers`: other libraries and what they take; what does not begin with
+    "one" serves n = 4 alone. `refusals`: what is found of kernels, by n."""
+
+    peers: ClassVar[dict[str, float]] = {}
+    refusals: ClassVar[dict[int, Answer]] = {}
+    compared: ClassVar[list[tuple[list[Problem], list[Cell]]]] = []
+    ranked: ClassVar[list[tuple[list[Candidate], list[Place]]]] = []
 
     def __init__(self, device_index: int, copy_kernels: Sequence[Kernel], **others: object) -> None:
         super().__init__()
         assert device_index == 0
         assert len(copy_kernels) == len(measure.copy_sources())
+
+    def compare(self, candidates: Sequence[Candidate], cells: Sequence[tuple[Cell, Sequence[int]]]) -> Comparison:
+        """Ours take 1 µs at the position in `candidates`, and one more at each after it; the copy takes 0.5 µs."""
+        self.compared.append(([candidate.problem for candidate in candidates], [cell for cell, _ in cells]))
+        answers = [self.refusals.get(c.problem.n, Answer(Outcome.OK, "", {"normal": 2e-4})) for c in candidates]
+        peers = {name: us for name, us in self.peers.items() if name == "one" or candidates[0].problem.n == 4}
+        times = [
+            Times(0.5, {i: 1.0 + i for i in wanted if answers[i].outcome is Outcome.OK}, peers) for _, wanted in cells
+        ]
+        return Comparison(tuple(answers), {name: {"normal": 3e-4} for name in self.peers}, tuple(times))
+
+    def rank(self, candidates: Sequence[Candidate], places: Sequence[Place]) -> Ranking:
+        """Each place is lost by one percent more than the one before it."""
+        self.ranked.append((list(candidates), list(places)))
+        answers = [self.refusals.get(c.problem.n, Answer(Outcome.OK, "")) for c in candidates]
+        right = all(answer.outcome is Outcome.OK for answer in answers)
+        standings = [Standing(0, 2.0 + i / 50, 2.0, i / 100) if right else None for i, _ in enumerate(places)]
+        return Ranking(tuple(answers), tuple(standings))
 
     def __enter__(self) -> FakeDevice:
         return self
@@ -150,6 +176,8 @@ class FakeDevice(FakeRunner):
 
 @pytest.fixture
 def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, empty in (("peers", {}), ("refusals", {}), ("compared", []), ("ranked", [])):
+        monkeypatch.setattr(FakeDevice, name, empty)
     monkeypatch.setattr(measure, "device_environment", lambda index=0: FakeDevice.environment)
     monkeypatch.setattr(measure, "DeviceRunner", FakeDevice)
 
@@ -189,38 +217,186 @@ def test_a_gpu_of_another_arch_is_not_measured(fake_gpu: None, monkeypatch: pyte
 
 
 # ---- bench -----------------------------------------------------------------------------------------------------------
-def test_bench_prints_one_table(fake_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+COUNTS = ",".join(str(elements) for elements, _ in CELLS)
+GRID = ("--inplace", "--out-of-place", "--hot", "--cold")
+BENCH = ("bench", "--n", "2,4", "--numerics", "fast", "--elements", COUNTS)
+
+
+def test_bench_prints_one_table(fake_gpu: None) -> None:
     tuned = json.loads(succeed(*SMALL_TUNE))
-    fastest = min(winner["us"] for winner in tuned["winners"])
-    counts = ",".join(str(elements) for elements, _ in CELLS)
-    arguments = ("bench", "--n", "2,4", "--numerics", "fast", "--inplace", "--elements", counts)
-    report = json.loads(succeed(*arguments, "--json"))
-    assert [result["elements"] for result in report["results"]] == [elements for elements, _ in CELLS]
-    assert report["results"][0]["us"] == fastest
-    assert report["results"][0]["times_as_fast_as"] == {}
-    title, header, two, four = succeed(*arguments).splitlines()
+    report = json.loads(succeed(*BENCH, "--inplace", "--json"))
+    (problems, cells), *others = FakeDevice.compared
+    assert not others
+    assert {(problem.n, problem.numerics.value) for problem in problems} == {(4, "fast")}
+    assert cells == [Cell(elements, Destination.IN_PLACE, cache) for elements, cache in CELLS]
+    assert [(row["elements"], row["cache"]) for row in report["results"]] == [(e, c.value) for e, c in CELLS]
+    first = report["results"][0]
+    assert first["kernel"] in {winner["kernel"] for winner in tuned["winners"]}
+    assert (first["library"], first["us"], first["copy_us"], first["fraction_of_copy"]) == ("hadagen", 1.0, 0.5, 0.5)
+    assert first["error"] == 2e-4
+    title, header, four = succeed(*BENCH, "--inplace").splitlines()
     assert title == "Test GPU, float16, fast, in-place: speed as a fraction of a plain copy"
     assert header.split() == ["n", "16K", "4M", "64M"]
-    assert two.split() == ["2", "-", "-", "-"]
-    assert four.split()[:2] == ["4", f"{1 / fastest:.2f}"]
+    assert four.split()[:2] == ["4", "0.50"]
 
-    (title, *_) = succeed("bench", "--n", "4", "--numerics", "fast", "--elements", counts).splitlines()
+    (title, *_) = succeed(*BENCH).splitlines()
     assert title.startswith("Test GPU, float16, fast, out-of-place: ")
     said = sentence(run("bench", "--n", "4", "--dtype", "float32", "--numerics", "fast", "--pitched"), 1)
     assert said.startswith("no bundle has kernels for Test GPU")
 
-    serving = {"one": frozenset(DType), "no float16": frozenset({DType.BFLOAT16}), "other": frozenset(DType)}
-    peers = [peer.Peer(name, dtypes, False, False, lambda x, *_: x) for name, dtypes in serving.items()]
-    monkeypatch.setattr(peer, "find_peers", lambda: peers)
-    monkeypatch.setattr(peer, "time_peer", lambda each, *_: fastest * (3 if each.name == "one" else 2))
-    printed = succeed(*arguments)
+    FakeDevice.peers |= {"one": 3.0, "other": 2.0}
+    printed = succeed(*BENCH, "--inplace")
     assert "×: as many times as fast as one, other\n" in printed
-    assert f"{1 / fastest:.2f} ×3.00 ×2.00" in printed
+    assert "0.50 ×3.00 ×2.00" in printed
+
+
+def test_bench_of_a_grid_writes_one_table(fake_gpu: None, tmp_path: Path) -> None:
+    succeed("tune", "--n", "2,4", "--dtype", "float16", "--dtype", "bfloat16", "--contiguous", "--trials", "1")
+    FakeDevice.peers |= {"one": 3.0}
+    table = tmp_path / "bench.csv"
+    kinds = ("--dtype", "float16", "--dtype", "bfloat16", "--numerics", "accurate", "--numerics", "fast")
+    printed = succeed(*BENCH[:3], *kinds, "--elements", COUNTS, *GRID, "--csv", table)
+    with table.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    keys = ("library", "numerics", "dtype", "n", "elements", "destination", "cache")
+    lines = [tuple(row[key] for key in keys) for row in rows]
+    assert len(set(lines)) == len(lines)
+    libraries = ("hadagen", "accurate"), ("hadagen", "fast"), ("one", "")
+    assert {line[:3] for line in lines} == {(*each, dtype) for each in libraries for dtype in ("float16", "bfloat16")}
+    regimes = {line[4:] for line in lines}
+    # No cold times of the small, and no hot ones of what is far larger than L2.
+    assert {(elements, cache) for elements, _, cache in regimes} == {
+        ("16384", "hot"),
+        ("4194304", "hot"),
+        ("4194304", "cold"),
+        ("67108864", "cold"),
+    }
+    assert {destination for _, destination, _ in regimes} == {"in-place", "out-of-place"}
+    assert len(lines) == 2 * 6 * len(regimes)
+    assert {row["error"] for row in rows} == {"2.000e-04", "3.000e-04"}
+    assert {(row["us"], row["fraction_of_copy"]) for row in rows if row["library"] == "one"} == {("3.000", "0.167")}
+    # Rows of a kind are timed together, by both kinds of kernel.
+    assert [{problem.n for problem in problems} for problems, _ in FakeDevice.compared] == [{2}, {2}, {4}, {4}]
+    assert printed.count("Test GPU, float16, fast, in-place, cold: speed") == 1
+    assert printed.count("speed as a fraction") == 2 * 2 * 2 * 2
+
+
+def test_bench_times_what_it_can(fake_gpu: None, tmp_path: Path) -> None:
+    succeed("tune", "--n", "2,4", "--dtype", "float16", "--numerics", "fast", "--contiguous", "--trials", "1")
+    FakeDevice.refusals[2] = Answer(Outcome.WRONG_ANSWER, "it is off", {"normal": 1.0})
+    result = run(*BENCH, "--csv", tmp_path / "bench.csv")
+    assert result.exit_code == 1
+    (said,) = result.stderr.splitlines()
+    assert "for n2-float16-fast ended as wrong_answer: it is off; tune again" in said
+    _, four = result.stdout.splitlines()[1:]
+    assert four.split()[0] == "4"
+    assert {line.split(",")[5] for line in (tmp_path / "bench.csv").read_text().splitlines()} == {"n", "4"}
+    FakeDevice.refusals[4] = FakeDevice.refusals[2]
+    assert run(*BENCH, "--csv", tmp_path / "none.csv").stdout == ""
+    assert not (tmp_path / "none.csv").exists()
+
+
+def test_a_device_that_fails_on_some_rows_is_asked_for_the_others(
+    fake_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    succeed("tune", "--n", "2,4", "--dtype", "float16", "--numerics", "fast", "--contiguous", "--trials", "1")
+    compare = FakeDevice.compare
+
+    def fails_at_two(self: FakeDevice, candidates: Sequence[Candidate], cells: Any) -> Comparison:
+        if candidates[0].problem.n == 2:
+            raise DeviceError("comparing failed; run it again")
+        return compare(self, candidates, cells)
+
+    monkeypatch.setattr(FakeDevice, "compare", fails_at_two)
+    result = run(*BENCH)
+    assert (result.exit_code, result.stderr) == (1, "hadagen: comparing failed; run it again\n")
+    assert [line.split()[0] for line in result.stdout.splitlines()[1:]] == ["n", "4"]
 
 
 def test_bench_without_kernels_says_what_to_do(fake_gpu: None) -> None:
     said = sentence(run("bench", "--n", "4"), 1)
     assert said == "no bundle has kernels for Test GPU (sm90); run hadagen tune on this machine"
+
+
+# ---- between ---------------------------------------------------------------------------------------------------------
+BETWEEN = ("between", "--n", "2,4", "--numerics", "fast", "--inplace", "--out-of-place", "--counts", "5")
+
+
+def test_what_calls_lose_between_the_sizes_that_were_tuned(fake_gpu: None, tmp_path: Path) -> None:
+    succeed("tune", "--n", "4", "--dtype", "float16", "--numerics", "fast", "--contiguous", "--trials", "3")
+    table = tmp_path / "between.csv"
+    report = json.loads(succeed(*BETWEEN, "--csv", table, "--json"))
+    ((candidates, places),) = FakeDevice.ranked
+    shipped = {entry["kernel"] for entry in json.loads(succeed("bundle", "show", "--json"))[0]["entries"]}
+    assert {candidate.kernel.digest for candidate in candidates if candidate.kernel} == shipped
+    assert report["worst_loss"] == 0.04
+    assert report["geometric_mean_loss"] == pytest.approx(0.02, abs=1e-3)
+    results = report["results"]
+    assert [row["rows"] * row["n"] for row in results] == [row["elements"] for row in results]
+    assert all(row["rows"] % 2 for row in results)
+    assert [row["destination"] for row in results] == ["in-place", "out-of-place"] * 2 + ["in-place"]
+    assert {row["best_kernel"] for row in results} == {candidates[0].kernel.digest if candidates[0].kernel else ""}
+    assert [row["loss"] for row in results] == [0.0, 0.01, 0.02, 0.03, 0.04]
+    for row, place in zip(results, places, strict=True):
+        (first, share), *others = place.cells
+        assert (first.elements, first.destination.value, first.cache.value) == tuple(
+            row[name] for name in ("elements", "destination", "cache")
+        )
+        assert share + sum(other for _, other in others) == 1
+        assert all(other <= share for _, other in others)
+        chosen = candidates[place.chosen].kernel
+        assert chosen
+        assert chosen.digest == row["kernel"]
+    with table.open(newline="") as file:
+        written = list(csv.DictReader(file))
+    assert [(row["gpu"], row["loss"], row["us"]) for row in written[:2]] == [
+        ("Test GPU", "0.0000", "2.000"),
+        ("Test GPU", "0.0100", "2.020"),
+    ]
+
+    title, _, four, total = succeed(*BETWEEN).splitlines()
+    assert title.startswith("Test GPU: what calls lose")
+    assert "4.00%" in four
+    assert total == "in all: 1.99% (geometric mean), 4.00% (worst)"
+
+
+def test_between_brings_in_the_best_of_a_database(fake_gpu: None) -> None:
+    succeed("tune", "--n", "4", "--dtype", "float16", "--numerics", "fast", "--contiguous", "--trials", "12")
+    succeed(*BETWEEN)
+    succeed(*BETWEEN, "--db", options.default_db())
+    (few, _), (many, _) = FakeDevice.ranked
+    digests = [candidate.kernel.digest for candidate in many if candidate.kernel]
+    assert len(set(digests)) == len(digests) > len(few)
+    assert many[: len(few)] == few
+    said = sentence(run(*BETWEEN, "--db", "missing.db"), 1)
+    assert said.startswith("there is no tuning database missing.db; ")
+
+
+def test_between_is_refused_where_it_cannot_be(fake_gpu: None) -> None:
+    assert sentence(run("between", "--counts", "1"), 2) == "--counts 1 is not supported; give 2 to 100"
+    said = sentence(run("between", "--n", "4"), 1)
+    assert said == "no bundle has kernels for Test GPU (sm90); run hadagen tune on this machine"
+    succeed("tune", "--n", "4", "--dtype", "float16", "--numerics", "fast", "--contiguous", "--trials", "1")
+    FakeDevice.refusals[4] = Answer(Outcome.WRONG_ANSWER, "it is off")
+    assert "for n4-float16-fast ended as wrong_answer: it is off; tune again" in sentence(run(*BETWEEN), 1)
+
+
+def test_between_says_what_it_could_not_time_and_shows_the_rest(
+    fake_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    succeed("tune", "--n", "2,4", "--dtype", "float16", "--numerics", "fast", "--contiguous", "--trials", "1")
+    rank = FakeDevice.rank
+
+    def fails_at_two(self: FakeDevice, candidates: Sequence[Candidate], places: Sequence[Place]) -> Ranking:
+        if candidates[0].problem.n == 2:
+            raise DeviceError("ranking failed; run it again")
+        return rank(self, candidates, places)
+
+    monkeypatch.setattr(FakeDevice, "rank", fails_at_two)
+    result = run(*BETWEEN, "--csv", tmp_path / "between.csv")
+    assert (result.exit_code, result.stderr) == (1, "hadagen: ranking failed; run it again\n")
+    assert len((tmp_path / "between.csv").read_text().splitlines()) == 1 + 5
+    assert "in all: " in result.stdout
 
 
 # ---- progress --------------------------------------------------------------------------------------------------------

@@ -6,17 +6,19 @@ import json
 from pathlib import Path
 
 import pytest
+import stand_in_peers
 import torch
 from command_line import run, succeed
 from sample_bundle import hide_bundles
 
-from hadagen.measure import peer
-from hadagen.problem import DType
+from hadagen.cli import options
+from hadagen.problem import DType, Problem
 
 pytestmark = pytest.mark.gpu
 
-TUNE = ("tune", "--n", "128,4096", "--dtype", "float16", "--numerics", "fast", "--trials", "3", "--json")
-BENCH = ("bench", "--n", "128,4096", "--numerics", "fast", "--inplace", "--elements", "65536,8388608", "--json")
+TUNE = ("tune", "--n", "128,4096", "--dtype", "float16", "--numerics", "accurate", "--trials", "3", "--json")
+BENCH = ("bench", "--n", "128,4096", "--numerics", "accurate", "--inplace", "--elements", "65536,8388608", "--json")
+BETWEEN = ("between", "--n", "128,4096", "--numerics", "accurate", "--inplace", "--out-of-place", "--counts", "6")
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +26,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hide_bundles(tmp_path, monkeypatch)
 
 
-def test_winners_are_measured_chosen_and_timed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_winners_are_measured_chosen_and_timed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tuned = json.loads(succeed(*TUNE))
     assert not tuned["estimated"]
     assert tuned["gpu"] == torch.cuda.get_device_name(0)
@@ -33,24 +35,33 @@ def test_winners_are_measured_chosen_and_timed_again(monkeypatch: pytest.MonkeyP
     title, *_, small, large = succeed(*BENCH[:-1], "--pitched").splitlines()
     assert "pitched" in title
     assert [line.split()[0] for line in (small, large)] == ["128", "4096"]
-    best = json.loads(succeed("best", "--n", "4096", "--numerics", "fast", "--rows", "2048", "--inplace", "--json"))
+    best = json.loads(succeed("best", "--n", "4096", "--numerics", "accurate", "--rows", "2048", "--inplace", "--json"))
     assert best["match"] == "same-gpu"
 
-    # Stand-ins for peers: one returns a new tensor, one works in place.
-    both = frozenset(DType)
-    new = peer.Peer("new", both, True, False, lambda x, scale, in_place: torch.mul(x, 1.0))
-    same = peer.Peer("same", both, True, True, lambda x, scale, in_place: x.mul_(1.0) if in_place else x * 1.0)
-    monkeypatch.setattr(peer, "find_peers", lambda: [new, same])
-    results = json.loads(succeed(*BENCH))["results"]
-    assert [(result["n"], result["elements"]) for result in results] == [
-        (n, elements) for n in (128, 4096) for elements in (65536, 8388608)
-    ]
+    stand_in_peers.install(tmp_path, monkeypatch)
+    rows = json.loads(succeed(*BENCH))["results"]
+    places = [(n, elements) for n in (128, 4096) for elements in (65536, 8388608)]
+    results = [row for row in rows if row["library"] == "hadagen"]
+    assert [(result["n"], result["elements"]) for result in results] == places
     for result in results:
         assert 0.05 < result["fraction_of_copy"] < 2.0
-        assert min(result["times_as_fast_as"][each.name] for each in (new, same)) > 0.05
+        assert 0 < result["error"] <= Problem(result["n"], DType.FLOAT16).error_bound
+    for name in ("fast_hadamard_transform", "HadaCore"):
+        theirs = [row for row in rows if row["library"] == name]
+        assert [(row["n"], row["elements"]) for row in theirs] == places
+        assert all(row["us"] > row["copy_us"] for row in theirs)
+        assert all(1.9e-4 < row["error"] < 2.2e-4 for row in theirs)  # they round once
     timed_again = next(result for result in results if (result["n"], result["elements"]) == (4096, 8388608))
     assert timed_again["kernel"] == best["kernel"]
     assert timed_again["us"] == pytest.approx(best["us"], rel=0.3)
+
+    table = tmp_path / "between.csv"
+    report = json.loads(succeed(*BETWEEN, "--db", options.default_db(), "--csv", table, "--json"))
+    assert len(report["results"]) == 2 * 6 == len(table.read_text().splitlines()) - 1
+    assert {row["variants"] for row in report["results"]} <= {1, 2, 3}
+    for row in report["results"]:
+        assert 0 <= row["loss"] <= report["worst_loss"]
+        assert (row["loss"] == 0) == (row["kernel"] == row["best_kernel"])
 
 
 def test_the_doctor_finds_the_gpu() -> None:

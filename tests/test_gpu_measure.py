@@ -5,13 +5,15 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
+import stand_in_peers
 
 from hadagen.arch import load_arch
 from hadagen.codegen import Source, render
 from hadagen.launch import LaunchSpec
-from hadagen.measure import Candidate, Cell, DeviceRunner, all_cells, copy_sources, device_environment
+from hadagen.measure import Candidate, Cell, DeviceRunner, Place, all_cells, copy_sources, device_environment
 from hadagen.problem import DType, Problem
 from hadagen.space import Space, build_plan
 from hadagen.toolchain import Toolchain
@@ -185,3 +187,45 @@ def test_a_hopeless_kernel_is_given_up(bench: Bench) -> None:
 def test_a_race_against_itself_is_a_draw(bench: Bench) -> None:
     for us_a, us_b in bench.runner.race(bench.right, bench.right, [SMALL, LARGE]):
         assert us_a == pytest.approx(us_b, rel=0.1)
+
+
+def test_kernels_and_other_libraries_side_by_side(
+    bench: Bench, broken: Callable[[str], Candidate], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in_peers.install(tmp_path, monkeypatch)
+    cells = [
+        SMALL,
+        Cell(1 << 20, Destination.OUT_OF_PLACE, Cache.COLD),
+        Cell(1 << 16, Destination.IN_PLACE, Cache.COLD),
+    ]
+    # A worker of its own: that of the other tests has looked for libraries already.
+    with DeviceRunner(0, bench.copies) as runner:
+        right, wrong = bench.right, broken("identity")
+        comparison = runner.compare([right, wrong], [(cell, (0, 1)) for cell in cells])
+        again = runner.compare([right], [(cell, (0,)) for cell in cells])  # in memory that the first has used
+    assert [answer.outcome for answer in comparison.answers] == [Outcome.OK, Outcome.WRONG_ANSWER]
+    names = {"fast_hadamard_transform", "HadaCore"}
+    assert comparison.peer_errors.keys() == names
+    for name in names:
+        assert 0 < comparison.peer_errors[name]["normal"] <= PROBLEM.error_bound
+    timings = {Cell(t.elements, t.destination, t.cache): t for t in bench.trial(right).timings}
+    for cell, times, later in zip(cells, comparison.times, again.times, strict=True):
+        assert times.kernels.keys() == {0}
+        assert times.kernels[0] == pytest.approx(timings[cell].us, rel=0.15)
+        assert times.copy == pytest.approx(timings[cell].copy_us, rel=0.15)
+        assert times.peers.keys() == names
+        assert min(times.peers.values()) > times.kernels[0]
+        assert later.peers == pytest.approx(times.peers, rel=0.25)
+
+
+def test_a_kernel_loses_nothing_to_itself(bench: Bench, broken: Callable[[str], Candidate]) -> None:
+    shares = (
+        (Cell(3 * 256 << 8, Destination.IN_PLACE, cache), share) for cache, share in zip(Cache, (0.9, 0.1), strict=True)
+    )
+    ranking = bench.runner.rank([bench.right, bench.right, broken("identity")], [Place(0, tuple(shares))])
+    assert [answer.outcome for answer in ranking.answers] == [Outcome.OK, Outcome.OK, Outcome.WRONG_ANSWER]
+    (standing,) = ranking.standings
+    assert standing
+    assert standing.best in (0, 1)
+    assert standing.loss < 0.05
+    assert standing.chosen_us == pytest.approx(standing.best_us, rel=0.1)

@@ -346,7 +346,7 @@ def test_a_warm_call_loads_nothing(nothing_loaded: None, monkeypatch: pytest.Mon
         torch.cuda.synchronize()
         for each in (y, z):
             wanted = padded(x[:100].cpu(), 1 / 32)
-            assert float((each[:100].cpu().double() - wanted).norm() / wanted.norm()) <= 7e-4
+            assert float((each[:100].cpu().double() - wanted).norm() / wanted.norm()) <= 4e-4
 
 
 @pytest.mark.parametrize("mode", ["global", "thread_local", "relaxed"])

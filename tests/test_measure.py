@@ -159,11 +159,11 @@ def test_copy_sources_copy() -> None:
 
 
 def test_the_yardstick_is_the_fastest_copy_of_each_traffic(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hadagen.measure import service, timing
+    from hadagen.measure import timing, yardstick
     from hadagen.measure.cells import Traffic
 
     now = [100.0]
-    monkeypatch.setattr(service.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(yardstick.time, "monotonic", lambda: now[0])
     asked: list[tuple[str, list[int]]] = []
 
     class FakeStopwatch:
@@ -179,16 +179,16 @@ def test_the_yardstick_is_the_fastest_copy_of_each_traffic(monkeypatch: pytest.M
             ]
 
     small, large = (Traffic(size, Destination.IN_PLACE, Cache.HOT) for size in (2, 64))
-    yardstick = service.Yardstick(FakeStopwatch(), ["small", "large"], 3)  # type: ignore[arg-type, list-item]
-    yardstick.refresh([small])
-    yardstick.refresh([small, large, large])
+    copies = yardstick.Yardstick(FakeStopwatch(), ["small", "large"], 3)  # type: ignore[arg-type, list-item]
+    copies.refresh([small])
+    copies.refresh([small, large, large])
     assert asked == [(copy, [size]) for size in (2, 64) for copy in ("small", "small", "large", "large")]
-    assert yardstick.us == {small: 1 + 1 + 100, large: 5 + 16 + 100}
+    assert copies.us == {small: 1 + 1 + 100, large: 5 + 16 + 100}
     now[0] = 130.0
-    yardstick.refresh([small, large])
+    copies.refresh([small, large])
     assert asked[8:] == [("small", [2])] * 2 + [("large", [64])] * 2
-    assert yardstick.us == {small: 1 + 1 + 130, large: 5 + 16 + 130}
-    yardstick.refresh([small, large])
+    assert copies.us == {small: 1 + 1 + 130, large: 5 + 16 + 130}
+    copies.refresh([small, large])
     assert len(asked) == 12
 
 

@@ -15,7 +15,7 @@ from sample_trials import H100, H200, PROBLEM, competitors, make_timing, make_tr
 from hadagen.errors import StorageError
 from hadagen.trial import Cache, Destination, Environment, Outcome, Provenance, Trial
 from hadagen.tuning_db.table import export_csv
-from hadagen.tuning_db.winners import Cell, best_by_cell, cell_value, may_win, portfolio
+from hadagen.tuning_db.winners import Cell, best_by_cell, cell_value, contenders, may_win, portfolio
 
 IN_PLACE, OUT_OF_PLACE = Destination.IN_PLACE, Destination.OUT_OF_PLACE
 CELL = Cell(PROBLEM, "sm90", H100.gpu, IN_PLACE, 1 << 13)
@@ -53,6 +53,31 @@ def test_the_order_of_the_trials_does_not_matter(data: st.DataObject) -> None:
     shuffled = data.draw(st.permutations(trials))
     assert list(best_by_cell(shuffled).items()) == list(best_by_cell(trials).items())
     assert list(portfolio(shuffled).items()) == list(portfolio(trials).items())
+
+
+@given(st.data(), st.integers(1, 6))
+def test_contenders_come_nearest_to_the_best(data: st.DataObject, most: int) -> None:
+    trials = [trial for trial in data.draw(competitors()) if trial.problem == PROBLEM]
+    found = contenders(trials, most)
+    assert contenders(data.draw(st.permutations(trials)), most) == found
+    every = contenders(trials, len(trials))
+    assert found == every[:most]
+    kernels = [trial.kernel for trial in every]
+    assert len(set(kernels)) == len(kernels)
+    assert {trial.kernel for trial, _ in best_by_cell(trials).values()} <= set(kernels)
+    assert all(may_win(trial) for trial in every)
+
+
+def test_who_wins_one_cell_comes_before_who_is_near_in_all() -> None:
+    small, large = 1 << 13, 1 << 20
+    trials = [
+        make_trial(1, timings=times({small: 1.02, large: 1.01})),
+        make_trial(2, timings=times({small: 1.00, large: 9.0})),
+        make_trial(4, timings=times({small: 9.00, large: 1.0})),
+        make_trial(8, timings=times({small: 5.00, large: 5.0})),
+    ]
+    assert [trial.knobs["chunks"] for trial in contenders(trials, 3)][2] == 1
+    assert {trial.knobs["chunks"] for trial in contenders(trials, 2)} == {2, 4}
 
 
 @given(competitors())

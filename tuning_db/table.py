@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hadagen.trial import Timing, Trial
@@ -35,7 +35,7 @@ def export_csv(selection: Mapping[Cell, Trial], path: str | os.PathLike[str]) ->
     digest. A file that is there is replaced once the new one is complete. Raises `StorageError` where it cannot be
     written, or is there and a database.
     """
-    check_place(path, "a table", lambda header: not header.startswith(SQLITE_MAGIC))
+    check_table_place(path)
     rows = [
         _row(cell, selection[cell], timing)
         for cell in sorted(selection, key=_order)
@@ -43,9 +43,20 @@ def export_csv(selection: Mapping[Cell, Trial], path: str | os.PathLike[str]) ->
         if (timing.destination, timing.elements) == (cell.destination, cell.elements)
     ]
     knobs = list(dict.fromkeys(knob for trial in selection.values() for knob in trial.knobs))
+    write_table(path, [*COLUMNS, *knobs], rows)
+
+
+def check_table_place(path: str | os.PathLike[str]) -> None:
+    """Raises `StorageError` where no table can be written at `path`, or what is there is a database."""
+    check_place(path, "a table", lambda header: not header.startswith(SQLITE_MAGIC))
+
+
+def write_table(path: str | os.PathLike[str], columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write rows as CSV, where a column that a row lacks is empty. A file that is there is replaced once the new one is
+    complete. Raises `StorageError` where it cannot be written."""
     try:
         with written_aside(path) as aside, aside.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, [*COLUMNS, *knobs], lineterminator="\n")
+            writer = csv.DictWriter(file, columns, lineterminator="\n")
             writer.writeheader()
             writer.writerows(rows)
     except OSError as error:

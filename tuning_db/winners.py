@@ -142,15 +142,31 @@ def _scored(rivals: Sequence[Rival]) -> Iterator[tuple[Rival, float]]:
     """Each rival with its score. One that was not timed in the other regime counts there as the slowest that was."""
     slowest = max((other.us for _, _, other in rivals if other), default=1.0)
     for rival in rivals:
-        _, timing, other = rival
-        share = _other_share(*rival[:2])
+        trial, timing, other = rival
+        share = other_share(trial.problem, timing.elements, timing.destination, trial.environment.l2_bytes)
         yield rival, timing.us ** (1 - share) * (other.us if other else slowest) ** share
 
 
-def _other_share(trial: Trial, timing: Timing) -> float:
-    of_all = deciding_cache(trial.problem, timing.elements, timing.destination, 2 * trial.environment.l2_bytes)
-    between = timing.cache is Cache.COLD and of_all is Cache.HOT
+def other_share(problem: Problem, elements: int, destination: Destination, l2_bytes: int) -> float:
+    """What the time in the regime that does not decide counts, of 1, on a device with that much L2."""
+    cold, all_hot = (deciding_cache(problem, elements, destination, size) for size in (l2_bytes, 2 * l2_bytes))
+    between = cold is Cache.COLD and all_hot is Cache.HOT
     return OTHER_SHARE_BETWEEN if between else OTHER_SHARE
+
+
+def contenders(trials: Iterable[Trial], most: int) -> list[Trial]:
+    """The trials of one problem that come nearest to the best of some cell, at most so many, each with another kernel.
+
+    The order of the trials does not matter.
+    """
+    nearest: dict[str, tuple[float, Trial]] = {}
+    for ranked in _candidates(trials).values():
+        for candidate in ranked:
+            slowdown, digest = candidate.score / ranked[0].score, _digest(candidate.trial)
+            if digest not in nearest or slowdown < nearest[digest][0]:
+                nearest[digest] = slowdown, candidate.trial
+    order = sorted(nearest, key=lambda digest: (nearest[digest][0], digest))
+    return [nearest[digest][1] for digest in order[:most]]
 
 
 def _rank(candidate: Candidate) -> tuple[Any, ...]:

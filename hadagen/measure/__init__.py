@@ -3,20 +3,29 @@
 Importing this imports neither PyTorch nor CUDA; the worker process does.
 """
 
-from hadagen.measure.cells import Cell, all_cells
+from hadagen.measure.cells import Cell, all_cells, is_timed, rows_between
 from hadagen.measure.copy import CopySource, copy_sources
 from hadagen.measure.environment import device_environment
+from hadagen.measure.messages import Answer, Comparison, Place, Ranking, Standing, Times
 from hadagen.measure.replay import ReplayRunner
 from hadagen.measure.runner import Candidate, DeviceRunner, Runner
 
 __all__ = [
+    "Answer",
     "Candidate",
     "Cell",
+    "Comparison",
     "CopySource",
     "DeviceRunner",
+    "Place",
+    "Ranking",
     "ReplayRunner",
     "Runner",
+    "Standing",
+    "Times",
     "all_cells",
     "copy_sources",
     "device_environment",
+    "is_timed",
+    "rows_between",
 ]

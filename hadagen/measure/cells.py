@@ -12,6 +12,7 @@ A slot holds x, and y behind it where the destination is out-of-place.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import log2
 from typing import NamedTuple
 
 from hadagen.problem import Problem
@@ -61,19 +62,34 @@ class Cell(NamedTuple):
     cache: Cache
 
     def traffic(self, problem: Problem) -> Traffic:
-        return Traffic(buffer_bytes(problem, self.elements), self.destination, self.cache)
+        whole_vectors = -(-buffer_bytes(problem, self.elements) // 16) * 16  # a few rows of 2 elements are less
+        return Traffic(whole_vectors, self.destination, self.cache)
 
 
 def all_cells(problem: Problem, l2_bytes: int) -> tuple[Cell, ...]:
     """Every cell of a problem on a device: hot up to twice its L2, cold from 65536 elements up, both destinations."""
     cells = (Cell(e, d, c) for e in element_buckets(problem) for d in Destination for c in Cache)
-    return tuple(cell for cell in cells if _is_timed(problem, cell, l2_bytes))
+    return tuple(cell for cell in cells if is_timed(problem, cell, l2_bytes))
 
 
-def _is_timed(problem: Problem, cell: Cell, l2_bytes: int) -> bool:
+def is_timed(problem: Problem, cell: Cell, l2_bytes: int) -> bool:
+    """Whether kernels of a problem are timed in the regime of a cell, on a device with that much L2."""
     if cell.cache is Cache.HOT:
         return cell.traffic(problem).footprint <= 2 * l2_bytes
     return cell.elements >= LEAST_COLD_ELEMENTS
+
+
+def rows_between(problem: Problem, counts: int) -> list[int]:
+    """So many (2 or more) odd numbers of rows, ascending, whose element counts lie between those that kernels are timed
+    at, spread evenly on a logarithmic scale: from the middle between the first two to that between the last two."""
+    first, second, *_, last_but_one, last = (log2(elements) for elements in element_buckets(problem))
+    low, high = (first + second) / 2, (last_but_one + last) / 2
+    found: list[int] = []
+    for i in range(counts):
+        rows = 2.0 ** (low + (high - low) * i / (counts - 1)) / problem.n
+        odd = 2 * round((rows - 1) / 2) + 1
+        found.append(max(odd, found[-1] + 2 if found else 3))  # a single row is such an element count itself
+    return found
 
 
 def probe_cells(problem: Problem, cells: Iterable[Cell], l2_bytes: int) -> tuple[Cell, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from hadagen.measure.cells import Cell
 from hadagen.problem import Problem
@@ -38,3 +39,70 @@ class Race:
     b: Kernel
     cells: tuple[Cell, ...]
     replays: int
+
+
+@dataclass(frozen=True)
+class Compare:
+    """Verify kernels that transform rows of one kind, then time them side by side, with the peers and the copy.
+
+    `kernels`: each with its problem; problems differ in numerics only. `cells`: each with the positions in `kernels` of
+    those that are timed there.
+    """
+
+    kernels: tuple[tuple[Problem, Kernel], ...]
+    cells: tuple[tuple[Cell, tuple[int, ...]], ...]
+
+
+class Times(NamedTuple):
+    """Microseconds of one launch at a cell."""
+
+    copy: float
+    kernels: dict[int, float]  # by position in `Compare.kernels`; those that verification refused are left out
+    peers: dict[str, float]  # by name
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What came of `Compare`. `answers`: of the kernels' verification. `peer_errors`: relative error by class of input,
+    by name of the peer; those that cannot transform such rows are left out. `times`: in the order of the cells."""
+
+    answers: tuple[Answer, ...]
+    peer_errors: dict[str, dict[str, float]]
+    times: tuple[Times, ...]
+
+
+class Place(NamedTuple):
+    """Where one of several kernels is chosen: its position among them, and the cells by whose times, each to the power
+    of its share, kernels are ranked there. The shares add up to 1; the first cell's is no smaller than another's."""
+
+    chosen: int
+    cells: tuple[tuple[Cell, float], ...]
+
+
+@dataclass(frozen=True)
+class Rank:
+    """Verify kernels of one problem, and find the fastest at each place."""
+
+    problem: Problem
+    kernels: tuple[Kernel, ...]
+    places: tuple[Place, ...]
+
+
+class Standing(NamedTuple):
+    """What came of a place: the position of the fastest kernel, times in µs of a launch at the first cell of the chosen
+    one and of the fastest, from one race between the two, and by how much of the fastest one's score that of the chosen
+    one is worse (0.02 is 2 %)."""
+
+    best: int
+    chosen_us: float
+    best_us: float
+    loss: float
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """What came of `Rank`. `answers`: of the kernels' verification; those it refused are not timed. `standings`: in the
+    order of the places, None where it refused the chosen kernel."""
+
+    answers: tuple[Answer, ...]
+    standings: tuple[Standing | None, ...]

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
 
-from hadagen.measure.cells import EVICTION, Cell
-from hadagen.measure.verify import TORCH_DTYPE
 from hadagen.problem import DType, Problem
 from hadagen.reference import verification_scale
-from hadagen.trial import Destination, timed_rows
 
-_REPLAYS = 7
+Call = Callable[[], torch.Tensor]
 
 
 class Peer(NamedTuple):
@@ -61,38 +58,51 @@ def find_peers() -> list[Peer]:
     return [make(import_module(name)) for name, make in _KNOWN.items() if find_spec(name) is not None]
 
 
-def time_peer(peer: Peer, problem: Problem, cell: Cell, l2_bytes: int, device_index: int) -> float:
-    """Microseconds of one call on a CUDA device: the median over the replays.
+class PeerGraph:
+    """A graph of calls (a `timing.Graph`), one after another. What they allocate is the graph's, one result for each of
+    `calls`, among which the launches rotate."""
 
-    The problem is one that the peer serves. A peer that does not work in place allocates its result, whatever the
-    cell's destination. `cell.elements` must be a multiple of n.
-    Raises PyTorch's `RuntimeError` where memory runs out or the call cannot be captured.
-    """
-    with torch.no_grad(), torch.cuda.device(device_index):
-        traffic = cell.traffic(problem)
-        slots, launches = traffic.slots(l2_bytes), traffic.launches(l2_bytes)
-        shape = slots, cell.elements // problem.n, timed_rows(problem).columns
-        x = torch.randn(shape, dtype=TORCH_DTYPE[problem.dtype], device="cuda")
-        flusher = torch.zeros(EVICTION * l2_bytes // 4, dtype=torch.int32, device="cuda")
-        options = verification_scale(problem), cell.destination is Destination.IN_PLACE and peer.works_in_place
-        results = [peer.transform(x[0], *options)] * slots  # the first call may do what a capture forbids
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+    def __init__(self, pool: Any, calls: Sequence[Call], launches: int) -> None:
+        """Raises PyTorch's `RuntimeError` where memory runs out or a call cannot be captured."""
+        self._graph = torch.cuda.CUDAGraph()
+        results: list[torch.Tensor | None] = [None] * len(calls)
+        self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
             for launch in range(launches):
-                results[launch % slots] = peer.transform(x[launch % slots], *options)
-        graph.replay()
-        intervals = []
-        for _ in range(_REPLAYS):
-            start, end = _event(), _event()
-            if traffic.needs_flush(l2_bytes):
-                flusher.sum()
-            start.record()
-            graph.replay()
-            end.record()
-            intervals.append((start, end))
-        torch.cuda.synchronize()
-        return float(statistics.median(start.elapsed_time(end) for start, end in intervals)) * 1000.0 / launches
+                slot = launch % len(calls)
+                results[slot] = None  # its memory is the next one's
+                results[slot] = calls[slot]()
+        finally:
+            self._graph.capture_end()
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+    def close(self) -> None:
+        self._graph.reset()
 
 
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+class Peers:
+    """Those that are installed, ready to be captured on the stream that is current for PyTorch, not the default one.
+
+    Results come from PyTorch's allocator, out of one pool that lasts as long as this; so no graph allocates anew what
+    an earlier one gave back.
+    """
+
+    def __init__(self) -> None:
+        self.all = find_peers()
+        self._pool = torch.cuda.graph_pool_handle()
+        # With its last graph a pool is gone, so one stays.
+        least = functools.partial(torch.zeros, 1, device="cuda")
+        least()  # the driver may load code with its first launch, which must not happen inside a capture
+        self._keeper = PeerGraph(self._pool, [least], 1)
+
+    def graph(self, calls: Sequence[Call], launches: int) -> PeerGraph:
+        return PeerGraph(self._pool, calls, launches)
+
+
+def calls_of(peer: Peer, problem: Problem, inputs: Iterable[torch.Tensor], in_place: bool) -> list[Call]:
+    """One call for each input, with the scale that makes the transform orthonormal. A peer that does not work in place
+    allocates its result all the same."""
+    options = verification_scale(problem), in_place and peer.works_in_place
+    return [functools.partial(peer.transform, x, *options) for x in inputs]

@@ -10,14 +10,15 @@ from typing import Any, Protocol
 
 from hadagen.errors import DeviceError, UsageError
 from hadagen.measure.cells import Cell
-from hadagen.measure.messages import Answer, Measure, Race
+from hadagen.measure.messages import Answer, Compare, Comparison, Measure, Place, Race, Rank, Ranking
 from hadagen.measure.worker import Failure, Service, Worker, WorkerLost, WorkerTimeout
-from hadagen.problem import Problem
+from hadagen.problem import Numerics, Problem
 from hadagen.trial import Environment, Kernel, Outcome, Provenance, Trial
 
 _REPLAYS = 7
 _QUICK_REPLAYS = 3
 _RACE_REPLAYS = 15
+COMPARISON_TIMEOUT_S = 300.0  # a library may take a second for some of what our kernels do in a millisecond
 
 
 @dataclass(frozen=True)
@@ -124,18 +125,49 @@ class DeviceRunner:
         """
         if a.problem != b.problem:
             raise UsageError(f"{a.problem.name} cannot be raced against {b.problem.name}; give two of one problem")
+        request = Race(a.problem, _bare(_kernel(a)), _bare(_kernel(b)), tuple(cells), replays)
+        return list(self._ask(request, "a race", self._timeout_s))
+
+    def compare(self, candidates: Sequence[Candidate], cells: Sequence[tuple[Cell, Sequence[int]]]) -> Comparison:
+        """Verifies candidates whose problems differ in numerics only, then times them side by side, with the other
+        libraries that are installed and the copy.
+
+        cells: each with the positions of the candidates that are timed there. Raises `DeviceError` where the worker
+        fails or takes longer than `COMPARISON_TIMEOUT_S`.
+        """
+        kinds = {replace(candidate.problem, numerics=Numerics.ACCURATE).name for candidate in candidates}
+        if len(kinds) != 1:
+            raise UsageError(f"{' and '.join(sorted(kinds))} cannot be compared; give candidates of one n and dtype")
+        kernels = tuple((candidate.problem, _bare(_kernel(candidate))) for candidate in candidates)
+        request = Compare(kernels, tuple((cell, tuple(wanted)) for cell, wanted in cells))
+        answer: Comparison = self._ask(request, f"comparing kernels for {candidates[0].problem.name}")
+        return answer
+
+    def rank(self, candidates: Sequence[Candidate], places: Sequence[Place]) -> Ranking:
+        """Verifies candidates of one problem, and finds the fastest at each place.
+
+        Raises `DeviceError` where the worker fails or takes longer than `COMPARISON_TIMEOUT_S`.
+        """
+        problem = candidates[0].problem
+        if any(candidate.problem != problem for candidate in candidates):
+            raise UsageError(f"not all candidates are for {problem.name}; give those of one problem")
+        request = Rank(problem, tuple(_bare(_kernel(candidate)) for candidate in candidates), tuple(places))
+        answer: Ranking = self._ask(request, f"ranking kernels for {problem.name}")
+        return answer
+
+    def _ask(self, request: Race | Compare | Rank, doing: str, timeout_s: float = COMPARISON_TIMEOUT_S) -> Any:
         if not self._worker.is_running:
             self._start()
-        self._worker.send(Race(a.problem, _bare(_kernel(a)), _bare(_kernel(b)), tuple(cells), replays))
+        self._worker.send(request)
         try:
-            answer = self._worker.receive(self._timeout_s)
+            answer = self._worker.receive(timeout_s)
         except WorkerTimeout:
-            raise DeviceError(f"a race took more than {self._timeout_s:.0f} s; race fewer cells at a time") from None
+            raise DeviceError(f"{doing} took more than {timeout_s:.0f} s; ask for fewer cells at a time") from None
         except WorkerLost as error:
-            raise DeviceError(f"a race failed because {error}; run the same command again to go on") from None
+            raise DeviceError(f"{doing} failed because {error}; run the same command again") from None
         if isinstance(answer, Failure):
-            raise DeviceError(f"a race failed ({answer.detail}); run the same command again to go on")
-        return list(answer)
+            raise DeviceError(f"{doing} failed ({answer.detail}); run the same command again")
+        return answer
 
     def close(self) -> None:
         self._worker.stop()

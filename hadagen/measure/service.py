@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 
 from hadagen.driver import LoadedKernel, bindings, load
-from hadagen.measure.cells import Cell, Traffic, all_cells, probe_cells
+from hadagen.measure.cells import Cell, all_cells, probe_cells
+from hadagen.measure.contests import Contests
 from hadagen.measure.environment import device_environment
-from hadagen.measure.messages import Answer, Measure, Race
-from hadagen.measure.timing import REPEATED_BUFFERS, Stopwatch, copy_work, transform_work
+from hadagen.measure.messages import Answer, Compare, Comparison, Measure, Race, Rank, Ranking
+from hadagen.measure.timing import REPEATED_BUFFERS, Stopwatch, transform_work
 from hadagen.measure.verify import Verifier
+from hadagen.measure.yardstick import Yardstick
 from hadagen.problem import Problem
 from hadagen.trial import Cache, Destination, Environment, Kernel, Outcome, Timing
 
@@ -24,46 +25,11 @@ from hadagen.trial import Cache, Destination, Environment, Kernel, Outcome, Timi
 _REPEATED_TILES = 100_000
 _REPEATED_CELL = Cell(1 << 24, Destination.OUT_OF_PLACE, Cache.COLD)
 _LEAST_REPEATED = 48
-# Copy times are no older than this when they are written beside a kernel's.
-_YARDSTICK_LIFE_S = 20.0
-# Graphs of a copy that are timed; the faster counts, for now and then all replays of one take a third longer.
-_YARDSTICK_GRAPHS = 2
-
-
-class Yardstick:
-    """The copy's time for every traffic: of the shape that was the fastest the first time, taken again now and then."""
-
-    def __init__(self, stopwatch: Stopwatch, copies: Sequence[LoadedKernel], replays: int) -> None:
-        self._stopwatch = stopwatch
-        self._copies = copies
-        self._replays = replays
-        self._fastest: dict[Traffic, LoadedKernel] = {}
-        self._taken: dict[Traffic, float] = {}
-        self.us: dict[Traffic, float] = {}
-
-    def refresh(self, traffics: Iterable[Traffic]) -> None:
-        """Times the copies for those of `traffics` that they were never timed for, or long ago."""
-        now = time.monotonic()
-        wanted = [t for t in dict.fromkeys(traffics) if now - self._taken.get(t, -math.inf) >= _YARDSTICK_LIFE_S]
-        new = [traffic for traffic in wanted if traffic not in self._fastest]
-        rounds = [self._time(copy, new) for copy in self._copies]
-        for traffic in new:
-            times = [samples[traffic] for samples in rounds]
-            self.us[traffic] = min(times)
-            self._fastest[traffic] = self._copies[times.index(self.us[traffic])]
-        for copy in self._copies:
-            self.us |= self._time(copy, [t for t in wanted if t not in new and self._fastest[t] is copy])
-        self._taken |= dict.fromkeys(wanted, now)
-
-    def _time(self, copy: LoadedKernel, traffics: Sequence[Traffic]) -> dict[Traffic, float]:
-        works = [copy_work(traffic) for traffic in traffics]
-        rounds = [self._stopwatch.time(copy, works, self._replays) for _ in range(_YARDSTICK_GRAPHS)]
-        times = zip(*rounds, strict=True)
-        return {traffic: min(sample.us for sample in samples) for traffic, samples in zip(traffics, times, strict=True)}
 
 
 class DeviceService:
-    """Answers `Measure` and `Race` on one GPU. `cells` None: all that the problem and the device's L2 call for."""
+    """Answers requests on one GPU. `cells`: those that `Measure` times; None: all that the problem and the device's L2
+    call for."""
 
     def __init__(
         self, device_index: int, copy_kernels: Sequence[Kernel], cells: Sequence[Cell] | None, replays: int
@@ -80,10 +46,17 @@ class DeviceService:
         self._stopwatch.warm_up()
         self._verifier = Verifier(stream.device, stream.cuda_stream)
         self._yardstick = Yardstick(self._stopwatch, [self._load(k) for k in copy_kernels], replays)
+        self._contests = Contests(self._stopwatch, self._verifier, self._yardstick, self._l2_bytes, self._loaded)
 
-    def handle(self, request: Measure | Race) -> Answer | list[tuple[float, float]]:
+    def handle(
+        self, request: Measure | Race | Compare | Rank
+    ) -> Answer | list[tuple[float, float]] | Comparison | Ranking:
         if isinstance(request, Race):
             return self._race(request)
+        if isinstance(request, Compare):
+            return self._contests.compare(request)
+        if isinstance(request, Rank):
+            return self._contests.rank(request)
         started = time.monotonic()
         return replace(self._measure(request), seconds=time.monotonic() - started)
 
@@ -131,7 +104,7 @@ class DeviceService:
         works = [transform_work(request.problem, cell) for cell in request.cells]
         with self._loaded(request.a) as a, self._loaded(request.b) as b:
             self._stopwatch.fill(request.problem.dtype, [work.traffic for work in works])
-            samples = [self._stopwatch.race(a, b, work, request.replays) for work in works]
+            samples = [self._stopwatch.race((a, b), work, request.replays) for work in works]
             return [(of_a.us, of_b.us) for of_a, of_b in samples]
 
     def _load(self, kernel: Kernel) -> LoadedKernel:

@@ -6,10 +6,12 @@ nothing of the host.
 
 from __future__ import annotations
 
+import functools
+import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, closing
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -51,8 +53,16 @@ class Sample(NamedTuple):
     us_high: float
 
 
+class Graph(Protocol):
+    """A CUDA graph of launches, one after another, on the stopwatch's stream. Close it when its replays are over."""
+
+    def replay(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class LaunchGraph:
-    """A CUDA graph of launches of one kernel, one after another. Close it when its replays are over."""
+    """A `Graph` of launches of one kernel."""
 
     def __init__(self, stream: int, kernel: LoadedKernel, addresses: Iterable[tuple[int, int]], work: Work) -> None:
         """`addresses`: of x and y, one pair a launch. Raises `DriverError`."""
@@ -125,32 +135,51 @@ class Stopwatch:
 
     def time(self, kernel: LoadedKernel, works: Sequence[Work], replays: int) -> list[Sample]:
         """The time of a launch of each work: `replays` timed replays after one that warms up."""
-        intervals: list[list[_Interval]] = []
         for work in works[:1]:
-            self._launch_once(kernel, work)
-        with ExitStack() as open_graphs:
-            for work in works:
-                graph = open_graphs.enter_context(closing(self._graph(kernel, work)))
-                graph.replay()
-                intervals.append([self._timed_replay(graph, work.traffic) for _ in range(replays)])
-            self._stream.synchronize()
-        return [self._sample(times, work.traffic) for times, work in zip(intervals, works, strict=True)]
+            self.launch_once(kernel, work)
+        makers = [(functools.partial(self.graph, kernel, work), work.traffic, replays) for work in works]
+        return self.sample(makers)
 
-    def race(self, a: LoadedKernel, b: LoadedKernel, work: Work, replays: int) -> tuple[Sample, Sample]:
-        """Times of two kernels whose replays alternate, so that a drift of the clocks hits both."""
-        intervals: tuple[list[_Interval], list[_Interval]] = ([], [])
-        self._launch_once(a, work)
-        self._launch_once(b, work)
-        with closing(self._graph(a, work)) as graph_a, closing(self._graph(b, work)) as graph_b:
-            lanes = [(graph_a, intervals[0]), (graph_b, intervals[1])]
+    def sample(self, graphs: Sequence[tuple[Callable[[], Graph], Traffic, int]]) -> list[Sample]:
+        """The time of a launch in each of several graphs, one after another: the next is made while the device is busy.
+
+        graphs: what makes each, the memory of its launches, and how often it is replayed, two times or more, after once
+        that warms up.
+        """
+        intervals: list[list[_Interval]] = []
+        with ExitStack() as open_graphs:
+            for make, traffic, replays in graphs:
+                graph = open_graphs.enter_context(closing(make()))
+                graph.replay()
+                intervals.append([self._timed_replay(graph, traffic) for _ in range(replays)])
+            self._stream.synchronize()
+        return [self._sample(times, traffic) for times, (_, traffic, _) in zip(intervals, graphs, strict=True)]
+
+    def race(self, kernels: Sequence[LoadedKernel], work: Work, replays: int) -> list[Sample]:
+        """Times of kernels whose replays alternate, so that a drift of the clocks hits all of them."""
+        for kernel in kernels:
+            self.launch_once(kernel, work)
+        intervals: list[list[_Interval]] = [[] for _ in kernels]
+        with ExitStack() as open_graphs:
+            graphs = [open_graphs.enter_context(closing(self.graph(kernel, work))) for kernel in kernels]
+            lanes = list(zip(graphs, intervals, strict=True))
             for graph, _ in lanes:
                 graph.replay()
             for _ in range(replays):
                 for graph, times in lanes:
                     times.append(self._timed_replay(graph, work.traffic))
-                lanes.reverse()  # so that neither always comes second
+                lanes.reverse()  # so that of two neither always comes second
             self._stream.synchronize()
-        return self._sample(intervals[0], work.traffic), self._sample(intervals[1], work.traffic)
+        return [self._sample(times, work.traffic) for times in intervals]
+
+    def once(self, call: Callable[[], object]) -> float:
+        """Microseconds from before a call until the device has done what it asked for."""
+        interval = _Interval(_event(), _event())
+        interval.start.record(self._stream)
+        call()
+        interval.end.record(self._stream)
+        self._stream.synchronize()
+        return float(interval.start.elapsed_time(interval.end)) * 1000.0
 
     def repeats(self, kernel: LoadedKernel, work: Work, launches: int) -> bool:
         """Whether so many launches over the same input all have the same result, bit for bit.
@@ -170,12 +199,20 @@ class Stopwatch:
             same.append((first == again).all())
         return bool(torch.stack(same).all())
 
-    def _launch_once(self, kernel: LoadedKernel, work: Work) -> None:
+    def launch_once(self, kernel: LoadedKernel, work: Work) -> None:
         """The driver may load code with its first launch, which must not happen inside a capture."""
         base = self._arena.data_ptr()
         kernel.launch(self._stream.cuda_stream, base, base, *work[1:])
 
-    def _graph(self, kernel: LoadedKernel, work: Work) -> LaunchGraph:
+    def inputs(self, dtype: DType, work: Work, rows: int) -> list[torch.Tensor]:
+        """What the launches of a work read, for those who take tensors: one [rows, columns] for each slot."""
+        arena = self._arena.view(TORCH_DTYPE[dtype])
+        starts = range(0, work.traffic.slots(self._l2_bytes) * work.traffic.footprint, work.traffic.footprint)
+        shape = rows, work.rows.columns
+        return [arena[start // dtype.bytes :][: math.prod(shape)].view(shape) for start in starts]
+
+    def graph(self, kernel: LoadedKernel, work: Work) -> LaunchGraph:
+        """Launches of a kernel in the slots of a work."""
         traffic = work.traffic
         base = self._arena.data_ptr()
         y_offset = 0 if traffic.destination is Destination.IN_PLACE else traffic.buffer_bytes
@@ -185,7 +222,7 @@ class Stopwatch:
         addresses = ((start, start + y_offset) for start in starts)
         return LaunchGraph(self._stream.cuda_stream, kernel, addresses, work)
 
-    def _timed_replay(self, graph: LaunchGraph, traffic: Traffic) -> _Interval:
+    def _timed_replay(self, graph: Graph, traffic: Traffic) -> _Interval:
         interval = _Interval(_event(), _event())
         if traffic.needs_flush(self._l2_bytes):
             self._flush()

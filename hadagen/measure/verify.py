@@ -11,7 +11,8 @@ anything but zeros, no result would be finite.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import NamedTuple, Protocol
 
@@ -19,7 +20,7 @@ import torch
 
 from hadagen.bits import encode
 from hadagen.launch import LaunchSpec, RowShape
-from hadagen.problem import DType, Problem
+from hadagen.problem import DType, Numerics, Problem
 from hadagen.reference import INPUT_CLASSES, hadamard, input_classes, verification_scale
 from hadagen.trial import Outcome, timed_rows
 
@@ -171,14 +172,36 @@ class Verifier:
 
     def check(self, kernel: Launchable, problem: Problem) -> Verdict:
         """Raises what a failed launch raises: `DeviceError`, or PyTorch's `RuntimeError`."""
-        if problem != self._problem:
-            self._host_cases, self._problem, self._device_cases = _cases(problem), problem, {}
-        cases = self._device_cases or {key: case.to(self._device) for key, case in self._host_cases.items()}
+        cases = self._cases_of(problem)
         self._device_cases = {}  # a wrong kernel may have written anywhere
         verdict = self._judge(kernel, problem, cases)
         if verdict.outcome is Outcome.OK:
             self._device_cases = cases
         return verdict
+
+    def errors_of(self, transform: Callable[[torch.Tensor], torch.Tensor], problem: Problem) -> dict[str, float]:
+        """Relative error, by class of input, of an orthonormal transform of [rows, columns] that is no kernel of ours.
+
+        The rows are those that kernels are verified with, as they are timed; but a power of two of them, as other
+        libraries may need. Raises what `transform` raises.
+        """
+        columns = timed_rows(problem).columns
+        errors = {}
+        for (name, of_columns), case in self._cases_of(problem).items():
+            if of_columns == columns:
+                x = case.bits[: len(case.bits) - 1].view(TORCH_DTYPE[problem.dtype]).clone()
+                out = transform(x).contiguous().view(case.bits.dtype)
+                errors[name] = [_relative_error(out, case.reference[: len(x)], problem.dtype)]
+        return {name: _largest(values) for name, values in errors.items()}
+
+    def _cases_of(self, problem: Problem) -> _Cases:
+        """On the device. Both numerics have the same."""
+        problem = replace(problem, numerics=Numerics.ACCURATE)
+        if problem != self._problem:
+            self._host_cases, self._problem, self._device_cases = _cases(problem), problem, {}
+        if not self._device_cases:
+            self._device_cases = {key: case.to(self._device) for key, case in self._host_cases.items()}
+        return self._device_cases
 
     def _judge(self, kernel: Launchable, problem: Problem, cases: _Cases) -> Verdict:
         counts = row_counts(kernel.spec, problem.n, kernel.resident_blocks)

@@ -1,0 +1,224 @@
+"""`hadagen between`: what calls lose where no kernel was tuned, between the element counts that were."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from statistics import geometric_mean
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import click
+
+from hadagen.cli import options
+from hadagen.cli.device import measuring, refusal, report_failures
+from hadagen.cli.output import PROBLEM_HEADERS, counted, print_json, print_table
+from hadagen.errors import DeviceError, UsageError
+from hadagen.trial import Outcome
+
+if TYPE_CHECKING:
+    from hadagen.measure import Candidate, Cell, Place, Ranking
+    from hadagen.problem import Problem
+    from hadagen.runtime.device import Device
+    from hadagen.trial import Destination
+    from hadagen.tuning_db.store import Store
+
+COLUMNS = (
+    "gpu",
+    "numerics",
+    "dtype",
+    "pitched",
+    "n",
+    "rows",
+    "elements",
+    "destination",
+    "cache",
+    "variants",
+    "us",
+    "best_us",
+    "loss",
+    "kernel",
+    "best_kernel",
+)
+DEFAULT_SIZES = "64,256,1024,4096,16384,32768"
+DEFAULT_COUNTS, MAX_COUNTS = 20, 100
+# Of a database, the variants that come nearest to the best somewhere.
+MOST_TRIALS = 24
+
+Row = dict[str, Any]  # by `COLUMNS`
+# In a table, what is not written as it is.
+FORMS = {"us": ".3f", "best_us": ".3f", "loss": ".4f", "kernel": ".12", "best_kernel": ".12"}
+
+
+@click.command()
+@options.sizes_by_default(DEFAULT_SIZES)
+@click.option("--counts", default=DEFAULT_COUNTS, show_default=True, help="Row counts of each problem.")
+@options.dtypes
+@options.contracts
+@options.pitched
+@options.inplace
+@options.out_of_place
+@click.option("--db", metavar="PATH|URL", help="Tuning database whose best trials on this GPU compete too.")
+@options.device
+@click.option("--csv", "table", type=click.Path(path_type=Path), metavar="FILE", help="Write all numbers to FILE too.")
+@options.as_json
+def between(
+    sizes: tuple[str, ...],
+    counts: int,
+    dtypes: tuple[str, ...],
+    contracts: tuple[str, ...],
+    pitched: bool,
+    inplace: bool,
+    out_of_place: bool,
+    db: str | None,
+    device: int,
+    table: Path | None,
+    as_json: bool,
+) -> None:
+    """Time the kernels that calls run between the element counts that were tuned, against every variant known.
+
+    Each problem is looked at with odd numbers of rows, spread evenly over all sizes; with both destinations, they take
+    turns. Known are all kernels that the bundles have for the problem, and with --db the best two dozen of a tuning
+    database. What a call loses is how much slower its kernel is than the fastest of them, by the score that names
+    winners. Needs nvcc, for the copy kernel.
+    """
+    from hadagen.measure import device_environment
+    from hadagen.runtime.device import Device
+    from hadagen.tuning_db.table import check_table_place, write_table
+
+    if not 2 <= counts <= MAX_COUNTS:
+        raise UsageError(f"--counts {counts} is not supported; give 2 to {MAX_COUNTS}")
+    if table:
+        check_table_place(table)
+    problems = options.make_problems(sizes, dtypes, contracts, pitched)
+    ways = options.destinations(inplace, out_of_place)
+    environment = device_environment(device)
+    target = Device(options.arch_of(environment), environment.gpu)
+    rows: list[Row] = []
+    failures: list[str] = []
+    with nullcontext() if db is None else options.open_db(db) as store:
+        fields = [_field(problem, counts, ways, target, environment.l2_bytes, store) for problem in problems]
+        fields = [field for field in fields if field.places]
+        if not fields:
+            raise DeviceError(
+                f"no bundle has kernels for {target.gpu} ({target.arch}); run hadagen tune on this machine"
+            )
+        with measuring(environment, device) as runner:
+            for field in counted(fields, "timing"):
+                try:
+                    ranking = runner.rank(field.candidates, field.places)
+                except DeviceError as error:
+                    failures.append(str(error))
+                    continue
+                rows += _rows(target.gpu, field, ranking)
+                failures += _refusals(field, ranking)
+    losses = [row["loss"] for row in rows]
+    if rows:
+        summary = {"geometric_mean_loss": geometric_mean(1 + loss for loss in losses) - 1, "worst_loss": max(losses)}
+        if table:
+            forms = [(name, FORMS.get(name, "")) for name in COLUMNS]
+            write_table(table, COLUMNS, ({name: format(row[name], form) for name, form in forms} for row in rows))
+        if as_json:
+            print_json({"gpu": environment.gpu, "driver": environment.driver, **summary, "results": rows})
+        else:
+            _print(environment.gpu, rows, *summary.values())
+    report_failures(failures)
+
+
+class Field(NamedTuple):
+    """All that competes for a problem, and where."""
+
+    problem: Problem
+    candidates: list[Candidate]
+    rows: list[int]
+    places: list[Place]
+
+    @property
+    def digests(self) -> list[str]:
+        """Of the candidates' kernels."""
+        return [candidate.kernel.digest for candidate in self.candidates if candidate.kernel]
+
+
+def _field(
+    problem: Problem, counts: int, ways: Sequence[Destination], target: Device, l2_bytes: int, store: Store | None
+) -> Field:
+    from hadagen.measure import Candidate, Place, rows_between
+    from hadagen.runtime import bundles
+    from hadagen.runtime.choose import choose_from_bundles
+    from hadagen.tuning_db.merge import kernel_of
+    from hadagen.tuning_db.winners import contenders
+
+    known: dict[str, Candidate] = {}
+    for bundle in bundles.known():
+        for entry in bundle.entries(problem) if bundle.arch == target.arch else []:
+            if entry.kernel not in known:
+                known[entry.kernel] = Candidate(problem, dict(entry.knobs), kernel_of(bundle, entry.kernel))
+    if store:
+        trials = store.trials(problem, target.arch, target.gpu, Outcome.OK, blobs=False)
+        for trial in contenders(trials, MOST_TRIALS):
+            if trial.kernel and trial.kernel.digest not in known:
+                known[trial.kernel.digest] = Candidate(problem, trial.knobs, store.kernel(trial.kernel.digest))
+    positions = {digest: position for position, digest in enumerate(known)}
+    field = Field(problem, list(known.values()), [], [])
+    for number, rows in enumerate(rows_between(problem, counts)):
+        destination = ways[number % len(ways)]
+        _, found = choose_from_bundles(problem, destination, rows * problem.n, target)
+        if found and found[0].arch == target.arch:
+            cells = _cells(problem, rows * problem.n, destination, l2_bytes)
+            field.rows.append(rows)
+            field.places.append(Place(positions[found[0].kernel], cells))
+    return field
+
+
+def _cells(problem: Problem, elements: int, destination: Destination, l2_bytes: int) -> tuple[tuple[Cell, float], ...]:
+    """What ranks kernels there: the regime that decides, and the other one, where kernels are timed in it too."""
+    from hadagen.measure import Cell, is_timed
+    from hadagen.trial import Cache, deciding_cache
+    from hadagen.tuning_db.winners import other_share
+
+    decides = deciding_cache(problem, elements, destination, l2_bytes)
+    (other,) = (Cell(elements, destination, cache) for cache in Cache if cache is not decides)
+    share = other_share(problem, elements, destination, l2_bytes) if is_timed(problem, other, l2_bytes) else 0.0
+    return (Cell(elements, destination, decides), 1 - share), *([(other, share)] if share else [])
+
+
+def _rows(gpu: str, field: Field, ranking: Ranking) -> Iterator[Row]:
+    """One for each place where the kernel that calls run was not refused."""
+    problem, variants = field.problem, sum(answer.outcome is Outcome.OK for answer in ranking.answers)
+    digests = field.digests
+    for rows, place, standing in zip(field.rows, field.places, ranking.standings, strict=True):
+        if standing is not None:
+            (cell, _), *_ = place.cells
+            what = gpu, problem.numerics.value, problem.dtype.value, int(problem.pitched), problem.n
+            where = rows, cell.elements, cell.destination.value, cell.cache.value, variants
+            times = standing.chosen_us, standing.best_us, standing.loss
+            kernels = digests[place.chosen], digests[standing.best]
+            yield dict(zip(COLUMNS, (*what, *where, *times, *kernels), strict=True))
+
+
+def _refusals(field: Field, ranking: Ranking) -> list[str]:
+    """Sentences on the kernels that calls run and verification refused."""
+    chosen = {place.chosen: ranking.answers[place.chosen] for place in field.places}
+    refused = {position: answer for position, answer in chosen.items() if answer.outcome is not Outcome.OK}
+    return [refusal(field.problem, field.digests[position], answer) for position, answer in refused.items()]
+
+
+def _print(gpu: str, rows: Sequence[Row], mean: float, worst: float) -> None:
+    """A line for each problem."""
+    by_problem: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        kind = "pitched" if row["pitched"] else "contiguous"
+        by_problem.setdefault((row["n"], row["dtype"], row["numerics"], kind), []).append(row)
+    click.echo(f"{gpu}: what calls lose to the best known variant between the element counts that were tuned")
+    print_table(
+        (*PROBLEM_HEADERS, "row counts", "variants", "loss, mean", "loss, worst", "at rows", "destination"),
+        (_line(key, found) for key, found in by_problem.items()),
+    )
+    click.echo(f"in all: {mean:.2%} (geometric mean), {worst:.2%} (worst)")
+
+
+def _line(key: tuple[Any, ...], rows: Sequence[Row]) -> tuple[Any, ...]:
+    worst = max(rows, key=lambda row: row["loss"])
+    mean = geometric_mean(1 + row["loss"] for row in rows) - 1
+    place = worst["rows"], worst["destination"]
+    return *key, len(rows), worst["variants"], f"{mean:.2%}", f"{worst['loss']:.2%}", *place

@@ -1,0 +1,186 @@
+"""Kernels against each other and against other libraries, on the GPU of the worker process.
+
+`compare` times all that computes the same rows within the same seconds, each as a trial is timed: by a CUDA graph of as
+many launches in the same slots. `rank` looks for the fastest of many kernels of one problem: all are timed once, those
+near the best race against each other, and the lead of the one that won is taken from one more race, since the least of
+many noisy times is less than any kernel takes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack, suppress
+from functools import partial
+
+import torch
+
+from hadagen.driver import LoadedKernel
+from hadagen.measure.cells import Cell
+from hadagen.measure.messages import Answer, Compare, Comparison, Place, Rank, Ranking, Standing, Times
+from hadagen.measure.peer import Peer, Peers, calls_of
+from hadagen.measure.timing import Graph, Stopwatch, Work, transform_work
+from hadagen.measure.verify import Verifier
+from hadagen.measure.yardstick import Yardstick
+from hadagen.problem import Problem
+from hadagen.trial import Destination, Kernel, Outcome
+
+# Graphs of each that are timed; the faster counts, for now and then all replays of one take a third longer.
+_GRAPHS = 2
+_REPLAYS = 5
+# A call that takes milliseconds is timed as well by fewer.
+_FEW_REPLAYS = 2
+_LONG_US = 20_000.0
+
+_SCREENING_REPLAYS = 3
+# What comes so near the best of the screening, and of these the first so many, is raced.
+_NEAR, _FINALISTS = 1.06, 6
+_RACE_REPLAYS = 9
+_FINAL_REPLAYS = 15
+
+Load = Callable[[Kernel], AbstractContextManager[LoadedKernel]]
+
+
+class Contests:
+    """`load` gives a kernel on the device for as long as the `with` lasts. The stopwatch's stream is PyTorch's current
+    one."""
+
+    def __init__(self, stopwatch: Stopwatch, verifier: Verifier, yardstick: Yardstick, l2_bytes: int, load: Load):
+        self._stopwatch = stopwatch
+        self._verifier = verifier
+        self._yardstick = yardstick
+        self._l2_bytes = l2_bytes
+        self._load = load
+        self._peers: Peers | None = None
+
+    def compare(self, request: Compare) -> Comparison:
+        if self._peers is None:
+            self._peers = Peers()
+        problem, _ = request.kernels[0]
+        with torch.no_grad(), ExitStack() as loaded:
+            kernels = [loaded.enter_context(self._load(kernel)) for _, kernel in request.kernels]
+            pairs = zip(kernels, request.kernels, strict=True)
+            answers = tuple(self._verify(kernel, of) for kernel, (of, _) in pairs)
+            peer_errors = self._peer_errors(problem)
+            self._stopwatch.fill(problem.dtype, [cell.traffic(problem) for cell, _ in request.cells])
+            times = []
+            for cell, wanted in request.cells:
+                right = {i: kernels[i] for i in wanted if answers[i].outcome is Outcome.OK}
+                times.append(self._times(problem, cell, right, peer_errors))
+            return Comparison(answers, peer_errors, tuple(times))
+
+    def rank(self, request: Rank) -> Ranking:
+        problem = request.problem
+        with ExitStack() as loaded:
+            kernels = [loaded.enter_context(self._load(kernel)) for kernel in request.kernels]
+            answers = tuple(self._verify(kernel, problem) for kernel in kernels)
+            right = {i: kernel for i, kernel in enumerate(kernels) if answers[i].outcome is Outcome.OK}
+            cells = list(dict.fromkeys(cell for place in request.places for cell, _ in place.cells))
+            works = {cell: transform_work(problem, cell) for cell in cells}
+            self._stopwatch.fill(problem.dtype, [work.traffic for work in works.values()])
+            screened: dict[Cell, dict[int, float]] = {cell: {} for cell in cells}
+            for i, kernel in right.items():
+                samples = self._stopwatch.time(kernel, list(works.values()), _SCREENING_REPLAYS)
+                for cell, sample in zip(cells, samples, strict=True):
+                    screened[cell][i] = sample.us
+            standings = (
+                self._standing(place, works, right, screened) if place.chosen in right else None
+                for place in request.places
+            )
+            return Ranking(answers, tuple(standings))
+
+    def _verify(self, kernel: LoadedKernel, problem: Problem) -> Answer:
+        verdict = self._verifier.check(kernel, problem)
+        return Answer(verdict.outcome, verdict.detail, verdict.errors)
+
+    def _peer_errors(self, problem: Problem) -> dict[str, dict[str, float]]:
+        assert self._peers is not None
+        errors = {}
+        for peer in self._peers.all:
+            if peer.serves(problem):
+                with suppress(RuntimeError):  # it has no kernel for such rows
+                    errors[peer.name] = self._verifier.errors_of(partial(_transform, peer, problem), problem)
+        return errors
+
+    def _times(self, problem: Problem, cell: Cell, kernels: dict[int, LoadedKernel], peers: Iterable[str]) -> Times:
+        assert self._peers is not None
+        work = transform_work(problem, cell)
+        traffic = work.traffic
+        self._yardstick.refresh([traffic])
+        lanes: dict[int | str, tuple[Callable[[], Graph], int]] = {
+            i: (partial(self._stopwatch.graph, kernel, work), _REPLAYS) for i, kernel in kernels.items()
+        }
+        launches = traffic.launches(self._l2_bytes)
+        inputs = self._stopwatch.inputs(problem.dtype, work, cell.elements // problem.n)
+        for peer in self._peers.all:
+            if peer.name in peers:
+                calls = calls_of(peer, problem, inputs, cell.destination is Destination.IN_PLACE)
+                try:
+                    calls[0]()  # the first call may do what a capture forbids, and takes longer
+                    us = self._stopwatch.once(calls[0])
+                except RuntimeError:  # so many rows are too many for it, or for what it allocates
+                    continue
+                replays = _FEW_REPLAYS if us * launches > _LONG_US else _REPLAYS
+                lanes[peer.name] = partial(self._peers.graph, calls, launches), replays
+        found = dict.fromkeys(lanes, math.inf)
+        for _ in range(_GRAPHS):
+            samples = self._stopwatch.sample([(make, traffic, replays) for make, replays in lanes.values()])
+            for name, sample in zip(lanes, samples, strict=True):
+                found[name] = min(found[name], sample.us)
+            lanes = dict(reversed(lanes.items()))  # so that none always comes after the same one
+        return Times(
+            self._yardstick.us[traffic],
+            {i: found[i] for i in kernels},
+            {name: us for name, us in found.items() if isinstance(name, str)},
+        )
+
+    def _standing(
+        self,
+        place: Place,
+        works: dict[Cell, Work],
+        kernels: dict[int, LoadedKernel],
+        screened: dict[Cell, dict[int, float]],
+    ) -> Standing:
+        rank = {i: _score(place, {cell: screened[cell][i] for cell, _ in place.cells}) for i in kernels}
+        near = sorted((i for i in rank if rank[i] <= _NEAR * min(rank.values())), key=rank.__getitem__)
+        raced = self._race(
+            place, works, kernels, list(dict.fromkeys([place.chosen, *near[:_FINALISTS]])), _RACE_REPLAYS
+        )
+        scores = {i: _score(place, times) for i, times in raced.items()}
+        best = min(scores, key=scores.__getitem__)
+        first, _ = place.cells[0]
+        if best == place.chosen:
+            us = raced[best][first]
+            return Standing(best, us, us, 0.0)
+        final = self._race(place, works, kernels, [place.chosen, best], _FINAL_REPLAYS)
+        loss = _score(place, final[place.chosen]) / _score(place, final[best]) - 1
+        if loss <= 0:  # the lead was noise
+            best, loss = place.chosen, 0.0
+        return Standing(best, final[place.chosen][first], final[best][first], loss)
+
+    def _race(
+        self,
+        place: Place,
+        works: dict[Cell, Work],
+        kernels: dict[int, LoadedKernel],
+        racing: Sequence[int],
+        replays: int,
+    ) -> dict[int, dict[Cell, float]]:
+        """µs of those kernels in each cell of a place: of two races, with graphs of their own, the less."""
+        found: dict[int, dict[Cell, float]] = {i: {} for i in racing}
+        for _ in range(_GRAPHS):
+            for cell, _ in place.cells:
+                samples = self._stopwatch.race([kernels[i] for i in racing], works[cell], replays)
+                for i, sample in zip(racing, samples, strict=True):
+                    found[i][cell] = min(found[i].get(cell, math.inf), sample.us)
+        return found
+
+
+def _transform(peer: Peer, problem: Problem, x: torch.Tensor) -> torch.Tensor:
+    (call,) = calls_of(peer, problem, [x], in_place=False)
+    return call()
+
+
+def _score(place: Place, us: dict[Cell, float]) -> float:
+    """What ranks a kernel at a place by its times there: less is better."""
+    return math.exp(math.fsum(share * math.log(us[cell]) for cell, share in place.cells))

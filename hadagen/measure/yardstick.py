@@ -1,0 +1,48 @@
+"""`Yardstick`: what a plain copy of the same bytes takes, kept beside every time."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Sequence
+
+from hadagen.driver import LoadedKernel
+from hadagen.measure.cells import Traffic
+from hadagen.measure.timing import Stopwatch, copy_work
+
+# Copy times are no older than this when they are written beside a kernel's.
+_YARDSTICK_LIFE_S = 20.0
+# Graphs of a copy that are timed; the faster counts, for now and then all replays of one take a third longer.
+_YARDSTICK_GRAPHS = 2
+
+
+class Yardstick:
+    """The copy's time for every traffic: of the shape that was the fastest the first time, taken again now and then."""
+
+    def __init__(self, stopwatch: Stopwatch, copies: Sequence[LoadedKernel], replays: int) -> None:
+        self._stopwatch = stopwatch
+        self._copies = copies
+        self._replays = replays
+        self._fastest: dict[Traffic, LoadedKernel] = {}
+        self._taken: dict[Traffic, float] = {}
+        self.us: dict[Traffic, float] = {}
+
+    def refresh(self, traffics: Iterable[Traffic]) -> None:
+        """Times the copies for those of `traffics` that they were never timed for, or long ago."""
+        now = time.monotonic()
+        wanted = [t for t in dict.fromkeys(traffics) if now - self._taken.get(t, -math.inf) >= _YARDSTICK_LIFE_S]
+        new = [traffic for traffic in wanted if traffic not in self._fastest]
+        rounds = [self._time(copy, new) for copy in self._copies]
+        for traffic in new:
+            times = [samples[traffic] for samples in rounds]
+            self.us[traffic] = min(times)
+            self._fastest[traffic] = self._copies[times.index(self.us[traffic])]
+        for copy in self._copies:
+            self.us |= self._time(copy, [t for t in wanted if t not in new and self._fastest[t] is copy])
+        self._taken |= dict.fromkeys(wanted, now)
+
+    def _time(self, copy: LoadedKernel, traffics: Sequence[Traffic]) -> dict[Traffic, float]:
+        works = [copy_work(traffic) for traffic in traffics]
+        rounds = [self._stopwatch.time(copy, works, self._replays) for _ in range(_YARDSTICK_GRAPHS)]
+        times = zip(*rounds, strict=True)
+        return {traffic: min(sample.us for sample in samples) for traffic, samples in zip(traffics, times, strict=True)}
