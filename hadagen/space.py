@@ -7,21 +7,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
+from itertools import chain, product, zip_longest
 from math import prod
 from typing import Any
 
 from hadagen.arch import Arch
 from hadagen.errors import UsageError
-from hadagen.knobs import KNOB_NAMES, Knobs, plan_of
+from hadagen.knobs import KNOB_NAMES, Knobs, log2, plan_of
 from hadagen.legality import RULES, SHAPE, Context, Rule
-from hadagen.plan import PACKED, Load, Plan
+from hadagen.plan import CHUNK_BITS, PACKED, Load, Plan
 from hadagen.problem import DType, Problem
 
 # What proved good on H100s, whatever the tile; where it is not legal, the nearest that is.
-PROVEN = Knobs(
-    accumulator=PACKED, shared_layout="swizzled", order="by_chunk", load="no_allocate", store="streaming", min_blocks=2
-)
+PROVEN = Knobs(far_bits="lanes", far_lanes="mma", accumulator=PACKED, shared_layout="swizzled")
+LEAST_CHUNKS = 8  # of a tile, however short its rows
 
 
 def build_plan(problem: Problem, knobs: Knobs, arch: Arch) -> Plan:
@@ -66,20 +65,31 @@ class Space:
 
     def seeds(self) -> list[Knobs]:
         """Legal choices that tend to be good, for a search to start from: each tile shape, with a block per tile and
-        with a persistent grid that has the next tile under way; shapes of 16 chunks in a block first. Float32 needs
-        three times the mma, so there each comes with shuffles too."""
-        shapes = product(*(self.arch.search[name] for name in SHAPE))
-        tiles = [Knobs.from_dict(PROVEN.to_dict() | dict(zip(SHAPE, shape, strict=True))) for shape in shapes]
-        if self.problem.dtype is DType.FLOAT32:
-            tiles = [replace(tile, low_bits=low_bits) for tile in tiles for low_bits in ("mma", "shuffle")]
+        with a persistent grid that has the next tile under way. First come, of each size of cluster in turn, tiles of a
+        row, or of `LEAST_CHUNKS` where rows are short, with about as many chunks as warps. Float32 needs three times
+        the mma, so there each comes with shuffles too."""
+        shapes: dict[int, list[Knobs]] = {cluster: [] for cluster in self.arch.search["cluster"]}
+        for shape in product(*(self.arch.search[name] for name in SHAPE)):
+            tile = Knobs.from_dict(PROVEN.to_dict() | dict(zip(SHAPE, shape, strict=True)))
+            shapes[tile.cluster].append(tile)
+        in_turn = zip_longest(*(sorted(tiles, key=self._oddity) for tiles in shapes.values()))
+        kinds = ("mma", "shuffle") if self.problem.dtype is DType.FLOAT32 else (PROVEN.low_bits,)
         found: dict[Knobs, None] = {}
-        for tile in sorted(tiles, key=lambda k: (k.cluster, abs(k.chunks * k.warps - 16), k.warps)):
+        for shaped, low_bits in product(filter(None, chain.from_iterable(in_turn)), kinds):
+            tile = replace(shaped, low_bits=low_bits)
             two_buffers = replace(tile, load="cp_async", grid="persistent", stages=2)
             one_buffer = replace(tile, exchange_rounds=2, load="bulk", grid="persistent")  # leaves it more room
             plain, two, one = map(self._of_shape, (tile, two_buffers, one_buffer))
-            ahead = next((knobs for knobs in (two, one) if knobs and Load(knobs.load).staged), two)
+            looping = [knobs for knobs in (two, one) if knobs and knobs.grid == "persistent"]
+            ahead = next((knobs for knobs in looping if Load(knobs.load).staged), looping[0] if looping else None)
             found |= dict.fromkeys(filter(None, (plain, ahead)))
         return list(found)
+
+    def _oddity(self, knobs: Knobs) -> tuple[int, ...]:
+        """How far the shape of a tile is from one that tends to be good."""
+        chunks, warps, cluster = map(log2, shape_of(knobs))
+        wanted = log2(max(LEAST_CHUNKS, self.problem.n >> CHUNK_BITS))
+        return abs(chunks + warps + cluster - wanted), abs(chunks - warps), warps
 
     def _of_shape(self, wanted: Knobs) -> Knobs | None:
         """The closest, where that keeps the shape of its tile."""

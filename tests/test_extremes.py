@@ -1,8 +1,9 @@
-"""Values at the edges of float16: nothing overflows on the way to a finite result, and subnormal inputs count."""
+"""Values at the edges of each type: nothing overflows on the way to a finite result, and subnormal inputs count."""
 
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -11,20 +12,40 @@ from spaces import ARCH, draw
 from hadagen.bits import Bits, decode, encode
 from hadagen.codegen import Source, render
 from hadagen.emulator import HostModule, compile_host, verification_rows
-from hadagen.plan import Plan
+from hadagen.plan import Mma, Plan
 from hadagen.problem import DType, Numerics, Problem
 from hadagen.reference import hadamard
 from hadagen.space import build_plan
 
-LARGEST, SMALLEST = 65504.0, 2.0**-24
-EACH = 2  # plans of each n and numerics
+
+@dataclass(frozen=True)
+class Edges:
+    """The largest value of a type, the smallest normal and the smallest of all, and half a unit in the last place."""
+
+    largest: float
+    normal: float
+    smallest: float
+    rounding: float
+
+
+EDGES = {
+    DType.FLOAT16: Edges(65504.0, 2.0**-14, 2.0**-24, 2.0**-11),
+    DType.BFLOAT16: Edges(2.0**128 - 2.0**120, 2.0**-126, 2.0**-133, 2.0**-8),
+    DType.FLOAT32: Edges(2.0**128 - 2.0**104, 2.0**-126, 2.0**-149, 2.0**-24),
+}
 # A few values over and over are not rounded as the average is: half a unit in the last place, and some of these.
-BOUNDS = {Numerics.ACCURATE: 2.0**-11, Numerics.FAST: 8 * 2.0**-11}
+SLACK = {Numerics.ACCURATE: 1, Numerics.FAST: 8}
+# float32 is rounded in each sum, and where an mma takes it in parts of bfloat16 it keeps what lies above 2^-133.
+FLOAT32_SLACK = 16
+LEAST_IN_PARTS = 2.0**-100
+EACH = 1  # plans of each n, type and numerics
 
 
 def sample() -> list[Plan]:
     choose = random.Random(7)
-    problems = [Problem(1 << k, DType.FLOAT16, numerics) for k in range(1, 16) for numerics in Numerics]
+    problems = dict.fromkeys(
+        Problem(1 << k, dtype, numerics) for k in range(1, 16) for dtype in DType for numerics in Numerics
+    )
     return [build_plan(problem, draw(problem, choose), ARCH) for problem in problems for _ in range(EACH)]
 
 
@@ -37,33 +58,41 @@ def module() -> HostModule:
     return compile_host(SOURCES)
 
 
-def inputs(problem: Problem, rows: int) -> dict[str, tuple[np.ndarray, float]]:
+def inputs(plan: Plan, rows: int) -> dict[str, tuple[np.ndarray, float]]:
     """Rows and a scale, with which every result is finite."""
-    generator = np.random.default_rng(problem.n)
-    signs = generator.choice([-1.0, 1.0], (rows, problem.n))
-    part = np.zeros((rows, problem.n))
-    part[:, : 1 << problem.log2_n // 2] = LARGEST
-    return {
-        "random signs of the largest": (LARGEST * signs, 1 / problem.n),
-        "the largest everywhere": (np.full((rows, problem.n), LARGEST), 1 / problem.n),
-        "the largest in a part of the row": (part, problem.n**-0.5),
-        "subnormals": (SMALLEST * generator.integers(-1023, 1024, (rows, problem.n)), 1.0),
-        "the smallest, alone": (SMALLEST * np.eye(problem.n)[np.arange(rows) % problem.n], 1.0),
+    n, edges = plan.problem.n, EDGES[plan.problem.dtype]
+    generator = np.random.default_rng(n)
+    signs = generator.choice([-1.0, 1.0], (rows, n))
+    part = np.zeros((rows, n))
+    part[:, : 1 << plan.problem.log2_n // 2] = edges.largest
+    found = {
+        "random signs of the largest": (edges.largest * signs, 1 / n),
+        "the largest everywhere": (np.full((rows, n), edges.largest), 1 / n),
+        "the largest in a part of the row": (part, n**-0.5),
+        "the largest by turns": (edges.largest * np.where(np.arange(n) % 2, signs[:, :1], 1.0), 1 / n),
     }
+    in_parts = any(isinstance(step, Mma) for step in plan.steps) and plan.problem.dtype is DType.FLOAT32
+    least = LEAST_IN_PARTS if in_parts else edges.smallest
+    found["subnormals"] = least * generator.integers(-127, 128, (rows, n)), 1.0
+    found["the smallest, alone"] = least * np.eye(n)[np.arange(rows) % n], 1.0
+    return found
 
 
 @pytest.mark.parametrize("number", range(len(PLANS)), ids=lambda number: SOURCES[number].entry)
-def test_the_edges_of_float16(number: int, module: HostModule) -> None:
+def test_the_edges_of_a_type(number: int, module: HostModule) -> None:
     plan, source = PLANS[number], SOURCES[number]
     problem = plan.problem
     least, greatest = plan.scale_form.range
-    for name, (x, scale) in inputs(problem, max(2, verification_rows(problem, plan.launch) // 8)).items():
+    slack = FLOAT32_SLACK if problem.dtype is DType.FLOAT32 else SLACK[problem.numerics]
+    for name, (x, scale) in inputs(plan, max(2, verification_rows(problem, plan.launch) // 8)).items():
         if not least <= scale <= greatest:
             continue  # the runtime asks the accurate kernel
         bits: Bits = encode(problem.dtype, x)
         out = np.full_like(bits, 0x7FFF)
         module.run(source.entry, plan.launch, bits.reshape(-1), out.reshape(-1), scale=scale)
-        y, wanted = decode(problem.dtype, out), hadamard(x, scale)
+        # Far below the largest, for the squares of an error's norm to be finite.
+        unit = np.abs(x).max()
+        y, wanted = decode(problem.dtype, out) / unit, hadamard(x / unit, scale)
         assert np.isfinite(y).all(), name
         error = np.linalg.norm(y - wanted) / np.linalg.norm(wanted)
-        assert error <= BOUNDS[problem.numerics], (name, error)
+        assert error <= slack * EDGES[problem.dtype].rounding, (name, error)

@@ -52,7 +52,7 @@ BATCHES = 3  # under way at once
 BATCH_SIZE = 64
 MOST_OF_ONE_PROBLEM = 4  # in a batch, for what is asked together cannot learn from each other
 OPENED_AT_ONCE = 8  # problems, because ranking their knobs takes a moment and the first batch is waited for
-SEEDS = 8  # of a kind
+RANKED, SEEDS = 8, 12  # choices to begin with: the best by the cost model, and the first of the space's seeds
 # A problem of pitched rows gets one trial for so many of its contiguous twin, whose winners it starts from, at the same
 # pace; but at least a few.
 PITCHED_SHARE = 4
@@ -281,7 +281,7 @@ class _Search:
         if key not in self._seeds:
             start = Space(replace(problem, pitched=False), options.arch) if problem.pitched else space
             self._seeds[key] = (
-                shortlist(start, self._trials) if self._estimated else shortlist(start, SEEDS) + start.seeds()[:SEEDS]
+                shortlist(start, self._trials) if self._estimated else shortlist(start, RANKED) + start.seeds()[:SEEDS]
             )
         for knobs in options.known.get(problem, ()):
             study.suggest(knobs, first=True)
