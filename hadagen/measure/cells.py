@@ -11,7 +11,7 @@ A slot holds x, and y behind it where the destination is out-of-place.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from hadagen.problem import Problem
@@ -62,6 +62,10 @@ class Cell(NamedTuple):
 
     def traffic(self, problem: Problem) -> Traffic:
         return Traffic(buffer_bytes(problem, self.elements), self.destination, self.cache)
+
+
+# What to time: the same of every problem, or by problem.
+Cells = Sequence[Cell] | Mapping[Problem, Sequence[Cell]]
 
 
 def all_cells(problem: Problem, l2_bytes: int) -> tuple[Cell, ...]:

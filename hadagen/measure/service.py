@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 
 from hadagen.driver import LoadedKernel, bindings, load
-from hadagen.measure.cells import Cell, Traffic, all_cells, probe_cells
+from hadagen.measure.cells import Cell, Cells, Traffic, all_cells, probe_cells
 from hadagen.measure.environment import device_environment
 from hadagen.measure.messages import Answer, Measure, Race
 from hadagen.measure.timing import REPEATED_BUFFERS, Stopwatch, copy_work, transform_work
@@ -63,10 +63,10 @@ class Yardstick:
 
 
 class DeviceService:
-    """Answers `Measure` and `Race` on one GPU. `cells` None: all that the problem and the device's L2 call for."""
+    """Answers `Measure` and `Race` on one GPU. `cells` as `DeviceRunner` takes them."""
 
     def __init__(
-        self, device_index: int, copy_kernels: Sequence[Kernel], cells: Sequence[Cell] | None, replays: int
+        self, device_index: int, copy_kernels: Sequence[Kernel], cells: Cells | None, replays: int
     ) -> None:
         self.greeting: Environment = device_environment(device_index)
         self._device_index = device_index
@@ -97,8 +97,7 @@ class DeviceService:
             verdict = self._verifier.check(kernel, problem)
             if verdict.outcome is not Outcome.OK:
                 return Answer(verdict.outcome, verdict.detail, verdict.errors)
-            cells = all_cells(problem, self._l2_bytes) if self._cells is None else self._cells
-            cells = [cell for cell in cells if cell.elements >= problem.n]
+            cells = self._cells_of(problem)
             traffics = [cell.traffic(problem) for cell in cells]
             repeated = transform_work(problem, _REPEATED_CELL)
             self._stopwatch.fill(problem.dtype, traffics, least_bytes=REPEATED_BUFFERS * repeated.traffic.buffer_bytes)
@@ -118,6 +117,11 @@ class DeviceService:
                 detail = f"the same input came out differently in one of {launches + 1} launches"
                 return Answer(Outcome.UNSTABLE, detail, verdict.errors, ordered)
             return Answer(Outcome.OK, detail, verdict.errors, ordered)
+
+    def _cells_of(self, problem: Problem) -> list[Cell]:
+        wanted = self._cells[problem] if isinstance(self._cells, Mapping) else self._cells
+        cells = all_cells(problem, self._l2_bytes) if wanted is None else wanted
+        return [cell for cell in cells if cell.elements >= problem.n]
 
     def _time(self, kernel: LoadedKernel, problem: Problem, cells: Sequence[Cell]) -> dict[Cell, Timing]:
         works = [transform_work(problem, cell) for cell in cells]

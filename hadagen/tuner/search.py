@@ -12,7 +12,6 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime, timezone
 from itertools import zip_longest
 from operator import attrgetter
 
@@ -23,11 +22,10 @@ from optuna.storages import RDBStorage
 from hadagen.arch import Arch
 from hadagen.errors import StorageError, UsageError
 from hadagen.knobs import Knobs
-from hadagen.measure import Candidate, Runner
+from hadagen.measure import Runner
 from hadagen.problem import MAX_LOG2_N, DType, Numerics, Problem
 from hadagen.space import Space
-from hadagen.toolchain import BuildFailure
-from hadagen.trial import Outcome, Provenance, Trial
+from hadagen.trial import Outcome, Trial
 from hadagen.tuner.estimate import shortlist
 from hadagen.tuner.events import (
     BatchBuilt,
@@ -39,7 +37,18 @@ from hadagen.tuner.events import (
     TrialFinished,
     TuneReport,
 )
-from hadagen.tuner.pipeline import Build, Built, KernelKey, Measured, Pipeline, kernel_key
+from hadagen.tuner.pipeline import (
+    BATCH_SIZE,
+    BATCHES,
+    Build,
+    Built,
+    KernelKey,
+    Measured,
+    Pipeline,
+    failed_trial,
+    kernel_key,
+    same_kernel_trial,
+)
 from hadagen.tuner.races import Racing, race_near_ties
 from hadagen.tuner.study import Leaders, Study, by_cells_led, leaders_of, legal_knobs
 from hadagen.tuning_db.store import Store
@@ -48,8 +57,6 @@ MEASURED_TRIALS = 50
 ESTIMATED_TRIALS = 6
 MOST_TRIALS = 1_000_000
 MOST_SECONDS = 30 * 24 * 3600
-BATCHES = 3  # under way at once
-BATCH_SIZE = 64
 MOST_OF_ONE_PROBLEM = 4  # in a batch, for what is asked together cannot learn from each other
 OPENED_AT_ONCE = 8  # problems, because ranking their knobs takes a moment and the first batch is waited for
 SEEDS = 8  # of a kind
@@ -305,13 +312,15 @@ class _Search:
     def _handle(self, result: Built | Trial | Measured, pipeline: Pipeline) -> None:
         if isinstance(result, Built):
             self._listen(BatchBuilt(len(result.fresh), len(result.known), len(result.failed), result.seconds))
-            for problem, knobs, failure in result.failed:
-                self._finish(self._failed(problem, knobs, failure))
+            for failed in result.failed:
+                self._finish(failed_trial(*failed, self._options.arch, self._environment))
         elif isinstance(result, Trial):
             self._finish(result)
         else:
             for candidate in result.built.known:
-                self._finish(self._same_kernel(candidate))
+                assert candidate.kernel is not None
+                first = self._of_kernel[kernel_key(candidate.problem, candidate.kernel)]
+                self._finish(same_kernel_trial(first, candidate))
             self._under_way -= 1
             self._refill(pipeline)
 
@@ -337,31 +346,6 @@ class _Search:
         if trial.kernel is not None:
             self._of_kernel.setdefault(kernel_key(trial.problem, trial.kernel), replace(trial, kernel=None))
 
-    def _failed(self, problem: Problem, knobs: Knobs, failure: BuildFailure) -> Trial:
-        return Trial(
-            problem=problem,
-            arch=self._options.arch.name,
-            knobs=knobs.to_dict(),
-            outcome=Outcome.COMPILE_FAILED,
-            provenance=Provenance.ESTIMATED if self._estimated else Provenance.MEASURED,
-            detail=failure.log,
-            environment=self._environment,
-            date=_now(),
-        )
-
-    def _same_kernel(self, candidate: Candidate) -> Trial:
-        """The trial of knobs that compile to a kernel that other knobs had before."""
-        assert candidate.kernel is not None
-        first = self._of_kernel[kernel_key(candidate.problem, candidate.kernel)]
-        return replace(
-            first,
-            knobs=candidate.knobs,
-            kernel=candidate.kernel,
-            detail=f"same kernel as {Knobs.from_dict(first.knobs)}",
-            date=_now(),
-            seconds=0.0,
-        )
-
 
 def _neighbors(problem: Problem) -> list[Problem]:
     """The problems that differ least, the nearest first: the other types, the other numerics, half and twice the n."""
@@ -371,7 +355,3 @@ def _neighbors(problem: Problem) -> list[Problem]:
         *(replace(problem, n=m) for m in (problem.n // 2, problem.n * 2) if 2 <= m <= 1 << MAX_LOG2_N),
     ]
     return [neighbor for neighbor in dict.fromkeys(near) if neighbor != problem]
-
-
-def _now() -> str:
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")
