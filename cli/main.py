@@ -20,6 +20,7 @@ from hadagen.cli.calls import calls
 from hadagen.cli.doctor import doctor
 from hadagen.cli.emit import emit
 from hadagen.cli.listing import list_
+from hadagen.cli.record import record
 from hadagen.cli.sentences import explain
 from hadagen.cli.space import space
 from hadagen.cli.tune import tune
@@ -69,5 +70,5 @@ def main(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-for command in (tune, best, list_, emit, space, bench, calls, bundle, doctor):
+for command in (tune, best, list_, emit, space, bench, calls, bundle, record, doctor):
     main.add_command(command)

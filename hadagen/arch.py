@@ -100,7 +100,9 @@ class Arch:
                 raise UsageError(f"knob {knob} is left no value to search; give at least one of {searched}")
             for value in values:
                 if value not in self.search[knob]:
-                    raise UsageError(f"knob {knob} = {value!r} is not searched on {self.name}; choose one of {searched}")
+                    raise UsageError(
+                        f"knob {knob} = {value!r} is not searched on {self.name}; choose one of {searched}"
+                    )
         kept = {knob: tuple(value for value in self.search[knob] if value in values) for knob, values in only.items()}
         return replace(self, search={**self.search, **kept})
 

@@ -47,8 +47,8 @@ def _device_service(*arguments: Any) -> Service:
 class DeviceRunner:
     """Verifies and times kernels on one CUDA device, in a process of its own that is replaced whenever it breaks.
 
-    copy_kernels: the compiled `copy_sources()`. cells: what to time, of every problem or by problem; by default all that
-    the device's L2 calls for.
+    copy_kernels: the compiled `copy_sources()`. cells: what to time, of every problem or by problem; by default
+    all that the device's L2 calls for.
     quick: fewer replays. give_up: a kernel this many times slower than the best of its problem so far at each of three
     probe cells is not timed further; its trial is `ok` with the timings there are. timeout_s: for one candidate.
     make_service: what the worker runs instead of the GPU; for tests.

@@ -65,9 +65,7 @@ class Yardstick:
 class DeviceService:
     """Answers `Measure` and `Race` on one GPU. `cells` as `DeviceRunner` takes them."""
 
-    def __init__(
-        self, device_index: int, copy_kernels: Sequence[Kernel], cells: Cells | None, replays: int
-    ) -> None:
+    def __init__(self, device_index: int, copy_kernels: Sequence[Kernel], cells: Cells | None, replays: int) -> None:
         self.greeting: Environment = device_environment(device_index)
         self._device_index = device_index
         self._replays = replays
