@@ -17,7 +17,7 @@ from operator import attrgetter
 
 import optuna
 from optuna.exceptions import StorageInternalError
-from optuna.storages import RDBStorage
+from optuna.storages import BaseStorage, InMemoryStorage, RDBStorage
 
 from hadagen.arch import Arch
 from hadagen.errors import StorageError, UsageError
@@ -72,15 +72,16 @@ SEARCH_SHARE = 0.9  # of the time budget; the rest is for races
 class TuneOptions:
     """What to search, with what, and for how long.
 
-    `build`: compiles variants and answers in their order; None for a runner that needs no kernels. `trials`: to be
-    finished for each problem, those of earlier runs included; by default `MEASURED_TRIALS`, or `ESTIMATED_TRIALS`
-    without a device. Pitched problems get a quarter of them. `time_budget`: seconds for everything, given to all
-    contiguous problems alike. `known`: by problem, knobs that are tried before any others, such as those of winners.
+    `store`: where trials are kept; None for a search that is only watched. `build`: compiles variants and answers in
+    their order; None for a runner that needs no kernels. `trials`: to be finished for each problem, those of earlier
+    runs included; by default `MEASURED_TRIALS`, or `ESTIMATED_TRIALS` without a device. Pitched problems get a quarter
+    of them. `time_budget`: seconds for everything, given to all contiguous problems alike. `known`: by problem, knobs
+    that are tried before any others, such as those of winners.
     """
 
     arch: Arch
     problems: Sequence[Problem]
-    store: Store
+    store: Store | None
     runner: Runner
     build: Build | None
     trials: int | None = None
@@ -109,21 +110,28 @@ def tune(options: TuneOptions, listen: Listener = lambda event: None) -> TuneRep
     `StorageError` where it cannot go on; what was reported until then is kept.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    storage = _optuna_storage(options.store)
+    store = options.store
+    if store is None:
+        return _search(options, listen, InMemoryStorage())
+    storage = _optuna_storage(store)
     try:
-        search = _Search(options, listen, storage)
-        search.run()
-        search.race()
-        return search.report()
+        return _search(options, listen, storage)
     except StorageInternalError as error:
         cause = error.__cause__ or error
         reason = getattr(cause, "orig", None) or cause  # SQLAlchemy's own text is of several lines
         raise StorageError(
-            f"{options.store.place} cannot keep Optuna's tables ({reason}); make room there and run it again, "
+            f"{store.place} cannot keep Optuna's tables ({reason}); make room there and run it again, "
             "no finished trial is lost"
         ) from error
     finally:
         storage.engine.dispose()
+
+
+def _search(options: TuneOptions, listen: Listener, storage: BaseStorage) -> TuneReport:
+    search = _Search(options, listen, storage)
+    search.run()
+    search.race()
+    return search.report()
 
 
 def _optuna_storage(store: Store) -> RDBStorage:
@@ -138,7 +146,7 @@ def _optuna_storage(store: Store) -> RDBStorage:
 
 
 class _Search:
-    def __init__(self, options: TuneOptions, listen: Listener, storage: RDBStorage) -> None:
+    def __init__(self, options: TuneOptions, listen: Listener, storage: BaseStorage) -> None:
         self.stopped = ""
         self._options, self._listen, self._storage = options, listen, storage
         self._started = time.monotonic()
@@ -151,7 +159,12 @@ class _Search:
         self._seeds: dict[tuple[int, Numerics, int], list[Knobs]] = {}
         self._stored: dict[Problem, list[Trial]] = defaultdict(list)
         self._of_kernel: dict[KernelKey, Trial] = {}  # without the kernel, which would fill the memory
-        for trial in options.store.trials(arch=options.arch.name, gpu=self._environment.gpu, blobs=False):
+        kept = (
+            options.store.trials(arch=options.arch.name, gpu=self._environment.gpu, blobs=False)
+            if options.store
+            else ()
+        )
+        for trial in kept:
             if legal_knobs(trial, options.arch):
                 self._stored[trial.problem].append(trial)
                 self._remember(trial)
@@ -191,16 +204,14 @@ class _Search:
 
     def race(self) -> None:
         """Race the near-ties of the problems that have new trials, if the runner can."""
-        options = self._options
-        if self.stopped == "interrupted" or not isinstance(options.runner, Racing):
+        options, store = self._options, self._options.store
+        if self.stopped == "interrupted" or store is None or not isinstance(options.runner, Racing):
             return
         deadline = self._started + (options.time_budget or (time.monotonic() - self._started) / SEARCH_SHARE)
         try:
             for problem in sorted(self._changed):
-                trials = options.store.trials(
-                    problem, options.arch.name, self._environment.gpu, Outcome.OK, blobs=False
-                )
-                for margins in race_near_ties(trials, options.store, options.runner):
+                trials = store.trials(problem, options.arch.name, self._environment.gpu, Outcome.OK, blobs=False)
+                for margins in race_near_ties(trials, store, options.runner):
                     self._raced += len(margins)
                     self._listen(PairRaced(problem, margins))
                     if time.monotonic() > deadline:
@@ -326,7 +337,8 @@ class _Search:
 
     def _finish(self, trial: Trial) -> None:
         """Record, then learn, then report."""
-        self._options.store.record(trial)
+        if self._options.store is not None:
+            self._options.store.record(trial)
         self._remember(trial)
         problem, study = trial.problem, self._studies[trial.problem]
         study.tell(trial)
