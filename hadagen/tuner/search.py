@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from operator import attrgetter
@@ -299,7 +299,9 @@ class _Search:
         if key not in self._seeds:
             start = Space(replace(problem, pitched=False), options.arch) if problem.pitched else space
             self._seeds[key] = (
-                shortlist(start, self._trials) if self._estimated else shortlist(start, SEEDS) + start.seeds()[:SEEDS]
+                shortlist(start, self._trials)
+                if self._estimated
+                else _by_turns([start.seeds()[:SEEDS], shortlist(start, SEEDS)])
             )
         for knobs in options.known.get(problem, ()):
             study.suggest(knobs, first=True)
@@ -313,8 +315,7 @@ class _Search:
         nearby = [replace(problem, pitched=False)] if problem.pitched else []
         if study.asked % NEIGHBORS_TURN == 0 and not self._estimated:
             nearby += _neighbors(problem)
-        by_problem = (by_cells_led(self._leaders(neighbor)) for neighbor in nearby)
-        return [knobs for rank in zip_longest(*by_problem) for knobs in rank if knobs]
+        return _by_turns(by_cells_led(self._leaders(neighbor)) for neighbor in nearby)
 
     def _leaders(self, problem: Problem) -> Leaders:
         study = self._studies.get(problem)
@@ -357,6 +358,11 @@ class _Search:
     def _remember(self, trial: Trial) -> None:
         if trial.kernel is not None:
             self._of_kernel.setdefault(kernel_key(trial.problem, trial.kernel), replace(trial, kernel=None))
+
+
+def _by_turns(lists: Iterable[Sequence[Knobs]]) -> list[Knobs]:
+    """The first of each list, then the second of each, and so on."""
+    return [knobs for rank in zip_longest(*lists) for knobs in rank if knobs]
 
 
 def _neighbors(problem: Problem) -> list[Problem]:
