@@ -134,8 +134,12 @@ def _course(field: Field, order: Order) -> list[float]:
     for trial in order[: field.budget]:
         for cell, us in times_of(trial).items():
             so_far[cell] = min(us, so_far[cell])
-        course.append(fsum(log(field.best[cell] / us) for cell, us in so_far.items()) / len(so_far))
-    return course + course[-1:] * (field.budget - len(course))
+        course.append(_log_fraction(field, so_far))
+    return course + [_log_fraction(field, so_far)] * (field.budget - len(course))
+
+
+def _log_fraction(field: Field, so_far: Mapping[Cell, float]) -> float:
+    return fsum(log(field.best[cell] / us) for cell, us in so_far.items()) / len(so_far)
 
 
 def run_searches(fields: Sequence[Field], seeds: Iterable[int]) -> dict[str, Curve]:
