@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -12,9 +12,23 @@ from hadagen.cli import options
 from hadagen.errors import DeviceError
 
 if TYPE_CHECKING:
+    from hadagen.arch import Arch
     from hadagen.measure import Answer, DeviceRunner
     from hadagen.problem import Problem
+    from hadagen.toolchain import Toolchain
     from hadagen.trial import Environment
+
+
+def find_gpu(index: int | None) -> Environment | None:
+    """The CUDA device asked for; where none was asked for, the first one, or None. Raises `DeviceError`."""
+    from hadagen.measure import device_environment
+
+    try:
+        return device_environment(index or 0)
+    except DeviceError:
+        if index is not None:
+            raise
+        return None
 
 
 def refusal(problem: Problem, digest: str, answer: Answer) -> str:
@@ -31,16 +45,26 @@ def report_failures(failures: Sequence[str]) -> None:
 
 
 @contextmanager
-def measuring(environment: Environment, index: int) -> Iterator[DeviceRunner]:
-    """A runner on the CUDA device of that index, which is what `environment` says, with the copy kernels built for it.
+def device_runner(arch: Arch, index: int, toolchain: Toolchain, **how: Any) -> Iterator[DeviceRunner]:
+    """A runner on a device, with the copy kernels beside which it times; `how` as `DeviceRunner` takes it.
 
-    Raises `ToolchainError` where they cannot be, and `UsageError` where its arch is not known.
+    Raises `ToolchainError` where they cannot be built."""
+    from hadagen.measure import DeviceRunner, copy_sources
+    from hadagen.toolchain import BuildFailure
+
+    built = toolchain.build([(source, source.launch) for source in copy_sources()], arch)
+    with DeviceRunner(index, [kernel for kernel in built if not isinstance(kernel, BuildFailure)], **how) as runner:
+        yield runner
+
+
+@contextmanager
+def measuring(environment: Environment, index: int) -> Iterator[DeviceRunner]:
+    """A runner on the CUDA device of that index, which is what `environment` says.
+
+    Raises as `device_runner` does, and `UsageError` where its arch is not known.
     """
     from hadagen.arch import load_arch
-    from hadagen.measure import DeviceRunner, copy_sources
-    from hadagen.toolchain import BuildFailure, Toolchain
+    from hadagen.toolchain import Toolchain
 
-    sources = [(source, source.launch) for source in copy_sources()]
-    built = Toolchain.find().build(sources, load_arch(options.arch_of(environment)))
-    with DeviceRunner(index, [kernel for kernel in built if not isinstance(kernel, BuildFailure)]) as runner:
+    with device_runner(load_arch(options.arch_of(environment)), index, Toolchain.find()) as runner:
         yield runner

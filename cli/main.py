@@ -21,6 +21,8 @@ from hadagen.cli.calls import calls
 from hadagen.cli.doctor import doctor
 from hadagen.cli.emit import emit
 from hadagen.cli.listing import list_
+from hadagen.cli.record import record
+from hadagen.cli.replay import replay
 from hadagen.cli.sentences import explain
 from hadagen.cli.space import space
 from hadagen.cli.tune import tune
@@ -70,5 +72,5 @@ def main(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-for command in (tune, best, list_, emit, space, bench, between, calls, bundle, doctor):
+for command in (tune, best, list_, emit, space, bench, between, calls, bundle, record, replay, doctor):
     main.add_command(command)

@@ -13,13 +13,14 @@ import click
 from hadagen.errors import StorageError, UsageError
 from hadagen.problem import MAX_LOG2_N, DType, Numerics, Problem
 from hadagen.runtime.bundles import user_directory
-from hadagen.trial import Destination
+from hadagen.trial import ELEMENT_BUCKETS, Destination
 
 if TYPE_CHECKING:
     from hadagen.trial import Environment
     from hadagen.tuning_db.store import Store
 
 DEFAULT_ARCH = "sm90"
+_FACTORS = {"K": 1 << 10, "M": 1 << 20}
 
 arch = click.option("--arch", default=DEFAULT_ARCH, show_default=True, help="Target architecture.")
 n = click.option("--n", type=int, required=True, help="Row length: a power of two from 2 to 32768.")
@@ -112,6 +113,63 @@ def destinations(inplace: bool, out_of_place: bool) -> list[Destination]:
     return [destination for destination, wanted in asked.items() if wanted]
 
 
+def problems(command: Callable[..., None]) -> Callable[..., None]:
+    """`--n --dtype --numerics --pitched/--contiguous`, each of which may name several, and which the command receives
+    as a list of `problems`."""
+
+    @sizes
+    @click.option(
+        "--dtype",
+        "dtypes",
+        multiple=True,
+        default=[d.value for d in DType],
+        help="float16, bfloat16, float32; all if not given.",
+    )
+    @click.option(
+        "--numerics",
+        "contracts",
+        multiple=True,
+        default=[n.value for n in Numerics],
+        help="accurate, fast; both if not given.",
+    )
+    @click.option(
+        "--pitched/--contiguous",
+        default=None,
+        help="Only problems of pitched rows, or none of them; both kinds if not given.",
+    )
+    @functools.wraps(command)
+    def with_problems(
+        *,
+        sizes: tuple[str, ...],
+        dtypes: tuple[str, ...],
+        contracts: tuple[str, ...],
+        pitched: bool | None,
+        **others: Any,
+    ) -> None:
+        kinds = (False, True) if pitched is None else (pitched,)
+        named = product(parse_sizes(sizes), dtypes, contracts, kinds)
+        command(problems=list(dict.fromkeys(make_problem(*parts) for parts in named)), **others)
+
+    return with_problems
+
+
+def only(command: Callable[..., None]) -> Callable[..., None]:
+    """`--only`, which the command receives as a dictionary of `parse_ranges`."""
+
+    @click.option(
+        "--only",
+        "ranges",
+        multiple=True,
+        metavar="KNOB=V1,V2,...",
+        help="Search these values of a knob and no others; may be given for several knobs.",
+    )
+    @functools.wraps(command)
+    def with_ranges(*, ranges: tuple[str, ...], **others: Any) -> None:
+        command(only=parse_ranges(ranges), **others)
+
+    return with_ranges
+
+
 def parse_sizes(texts: Iterable[str]) -> list[int]:
     """Row lengths named by texts such as `4096`, `128,256` and `2-32768` (every power of two between), ascending.
 
@@ -146,6 +204,43 @@ def parse_knobs(texts: Iterable[str]) -> dict[str, int | str]:
             raise UsageError(f"--knobs sets {name} twice, to {values[name]} and {value}; give one value")
         values[name] = int(value) if _is_whole(value) else value
     return values
+
+
+def parse_ranges(texts: Iterable[str]) -> dict[str, list[int | str]]:
+    """Values by knob, from texts such as `warps=2,4`; which there are is for the arch to say.
+
+    Raises `UsageError` where a text is not of that form, or a knob is named twice.
+    """
+    ranges: dict[str, list[int | str]] = {}
+    for text in texts:
+        name, _, listed = (part.strip() for part in text.partition("="))
+        values = [value.strip() for value in listed.split(",")]
+        if not (name and all(values)):
+            raise UsageError(f"--only {text!r} is not of the form KNOB=V1,V2,...; write for example --only warps=2,4")
+        if name in ranges:
+            raise UsageError(f"--only names {name} twice; give all its values at once, as in {name}={listed},...")
+        ranges[name] = [int(value) if _is_whole(value) else value for value in values]
+    return ranges
+
+
+def parse_elements(text: str) -> list[int]:
+    """Sizes of an input, rows · n, from a text such as `65536,1M,8M` (K is 1024, M its square), ascending, each once.
+
+    Raises `UsageError` where one is no number, or outside of what is timed.
+    """
+    counts = set()
+    low, high = ELEMENT_BUCKETS[0], ELEMENT_BUCKETS[-1]
+    for part in (part.strip() for part in text.split(",")):
+        number, factor = part, 1
+        if part[-1:] in _FACTORS:
+            number, factor = part[:-1], _FACTORS[part[-1]]
+        if not _is_whole(number):
+            raise UsageError(f"--elements {part!r} is not a size; write for example 65536,1M")
+        count = int(number) * factor
+        if count not in ELEMENT_BUCKETS:
+            raise UsageError(f"--elements {part} is not supported; give powers of two from {low} to {high}")
+        counts.add(count)
+    return sorted(counts)
 
 
 def _is_whole(text: str) -> bool:

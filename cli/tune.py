@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from hadagen.cli import options
+from hadagen.cli.device import device_runner, find_gpu
 from hadagen.cli.listing import winner_values
 from hadagen.cli.output import PROBLEM_HEADERS, clock_text, print_json, print_table, problem_cells
-from hadagen.errors import DeviceError, HadagenError, StorageError, UsageError
-from hadagen.problem import DType, Numerics, Problem
+from hadagen.errors import HadagenError, StorageError, UsageError
+from hadagen.problem import Problem
 from hadagen.trial import Destination, Provenance
 
 if TYPE_CHECKING:
@@ -39,26 +39,8 @@ NOT_MEASURED = (
 
 @click.command()
 @click.option("--arch", help="Target architecture.  [default: that of the GPU here, or sm90]")
-@options.sizes
-@click.option(
-    "--dtype",
-    "dtypes",
-    multiple=True,
-    default=[d.value for d in DType],
-    help="float16, bfloat16, float32; all if not given.",
-)
-@click.option(
-    "--numerics",
-    "contracts",
-    multiple=True,
-    default=[n.value for n in Numerics],
-    help="accurate, fast; both if not given.",
-)
-@click.option(
-    "--pitched/--contiguous",
-    default=None,
-    help="Only problems of pitched rows, or none of them; both kinds if not given.",
-)
+@options.problems
+@options.only
 @click.option("--trials", type=int, help="Trials of each problem, those of earlier runs included; pitched: a quarter.")
 @click.option("--time-budget", type=float, metavar="SECONDS", help="Stop after this long.  [default: no limit]")
 @options.db
@@ -76,10 +58,8 @@ NOT_MEASURED = (
 @options.as_json
 def tune(
     arch: str | None,
-    sizes: tuple[str, ...],
-    dtypes: tuple[str, ...],
-    contracts: tuple[str, ...],
-    pitched: bool | None,
+    problems: list[Problem],
+    only: dict[str, list[int | str]],
     trials: int | None,
     time_budget: float | None,
     db: str | None,
@@ -105,11 +85,8 @@ def tune(
     from hadagen.tuning_db.winners import portfolio
 
     check_effort(trials, time_budget)
-    kinds = (False, True) if pitched is None else (pitched,)
-    named = product(options.parse_sizes(sizes), dtypes, contracts, kinds)
-    problems = list(dict.fromkeys(options.make_problem(*parts) for parts in named))
-    gpu = _find_gpu(device)
-    target = load_arch(arch or (options.arch_of(gpu) if gpu else options.DEFAULT_ARCH))
+    gpu = find_gpu(device)
+    target = load_arch(arch or (options.arch_of(gpu) if gpu else options.DEFAULT_ARCH)).narrowed(only)
     if gpu and options.arch_of(gpu) != target.name:
         gpu = None
     path = bundle or options.default_bundle(target.name)
@@ -188,30 +165,15 @@ def _known_winners(arch: Arch, problems: Sequence[Problem]) -> dict[Problem, lis
     return {problem: [knobs for knobs, _ in found.most_common()] for problem, found in cells.items()}
 
 
-def _find_gpu(index: int | None) -> Environment | None:
-    """The CUDA device asked for; where none was asked for, the first one, or None."""
-    from hadagen.measure import device_environment
-
-    try:
-        return device_environment(index or 0)
-    except DeviceError:
-        if index is not None:
-            raise
-        return None
-
-
 @contextmanager
 def _runner(arch: Arch, gpu: Environment | None, index: int, toolchain: Toolchain) -> Iterator[Runner]:
     """Measures on the GPU, or estimates where there is none."""
-    from hadagen.measure import DeviceRunner, copy_sources
-    from hadagen.toolchain import BuildFailure
     from hadagen.tuner import EstimateRunner
 
     if gpu is None:
         yield EstimateRunner(arch)
         return
-    built = toolchain.build([(source, source.launch) for source in copy_sources()], arch)
-    with DeviceRunner(index, [kernel for kernel in built if not isinstance(kernel, BuildFailure)]) as runner:
+    with device_runner(arch, index, toolchain) as runner:
         yield runner
 
 

@@ -1,12 +1,12 @@
-"""Brings the numbers in the README and in performance.md, and the picture, up to date with the tables in `docs/data`.
+"""Brings the numbers in the README, performance.md and search.md, and the pictures, up to date with `docs/data`.
 
     python docs/refresh.py            # write them
     python docs/refresh.py --check    # change nothing; fail, naming what is out of date
 
 `data/bench_h100.csv` is one run of `hadagen bench --csv` with the libraries we compare with installed; until it is
 there, `data/peers_h100.csv` has their times of another day. `data/h100.csv` is written by `hadagen bundle export` from
-the shipped bundle, `data/between_h100.csv` by `hadagen between --csv`, and `data/calls_h100.json` by `hadagen calls
---json`. Drawing needs matplotlib (pip install 'hadagen[docs]'); checking does not.
+the shipped bundle, `data/between_h100.csv` by `hadagen between --csv`, `data/calls_h100.json` by `hadagen calls --json`,
+and `data/search.json` by `compare_search.py`. Drawing needs matplotlib (pip install 'hadagen[docs]'); checking does not.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from statistics import geometric_mean, median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 DOCS = Path(__file__).resolve().parent
 OURS = DOCS / "data" / "h100.csv"
@@ -32,10 +32,15 @@ README = DOCS.parent / "README.md"
 CALLS = DOCS / "data" / "calls_h100.json"
 PERFORMANCE = DOCS / "performance.md"
 
+SEARCH = DOCS / "data" / "search.json"
+SEARCH_PAGE = DOCS / "search.md"
+SEARCH_PICTURE = DOCS / "assets" / "search.svg"
+
 BEGIN, END = "<!-- numbers:begin -->", "<!-- numbers:end -->"
 CALLS_BEGIN, CALLS_END = "<!-- calls:begin -->", "<!-- calls:end -->"
 PITCHED_BEGIN, PITCHED_END = "<!-- pitched:begin -->", "<!-- pitched:end -->"
 BETWEEN_BEGIN, BETWEEN_END = "<!-- between:begin -->", "<!-- between:end -->"
+SEARCH_BEGIN, SEARCH_END = "<!-- search:begin -->", "<!-- search:end -->"
 NO_DATA = "*No measured table has been committed yet.*"
 
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
@@ -79,6 +84,12 @@ of the median of the fastest of four copy kernels."""
 SEVERAL_DAYS = """\
 Fractions are of the median of the copies timed with the kernels: ours of the fastest of four copy kernels, the peers',
 measured on another day on the same kind of GPU, of one."""
+
+
+# Of our searches, and of Kernel Tuner's from the best on.
+SEARCH_COLORS = ("#1b6ac9", "#8a8f98"), ("#d9822b", "#e3b341", "#a05a2c")
+# Counts of evaluations that the table shows, and the least fraction that the picture does.
+EVALUATIONS, LEAST_FRACTION = (1, 5, 10, 20, 30, 40, 60, 80, 100, 150, 200), 0.85
 
 
 class Cell(NamedTuple):
@@ -277,6 +288,79 @@ def call_table() -> str:
     return "\n".join([head, "", "| call | µs |", rule, *calls, "", "| once in a process | ms |", rule, *once])
 
 
+class Searches(NamedTuple):
+    """What search.json says. `ours` and `theirs`: name → after 1, 2, … evaluations, the fraction of the best."""
+
+    data: dict[str, Any]
+    ours: dict[str, list[float]]
+    theirs: dict[str, list[float]]
+
+    @classmethod
+    def read(cls) -> Searches:
+        data = json.loads(SEARCH.read_text(encoding="utf-8"))
+        ours, theirs = (
+            {name: search["curve"] for name, search in data[whose].items()} for whose in ("hadagen", "kernel_tuner")
+        )
+        return cls(data, ours, theirs)
+
+    @property
+    def labels(self) -> list[str]:
+        return [*self.ours, *(f"Kernel Tuner: {name}" for name in self.theirs)]
+
+    @property
+    def curves(self) -> list[list[float]]:
+        return [*self.ours.values(), *self.theirs.values()]
+
+
+def search_numbers() -> str:
+    """What search.md shows, in Markdown."""
+    if not SEARCH.exists():
+        return NO_DATA
+    searches = Searches.read()
+    data, problems = searches.data, searches.data["problems"]
+    environment, versions = data["environment"], data["versions"]
+    head = " | ".join(searches.labels)
+    rule = " ---: |" * len(searches.labels)
+    longest = max(problem["budget"] for problem in problems)
+    counts = [count for count in EVALUATIONS if count < longest]
+    rows = [f"| {count} | {_fractions(curve[count - 1] for curve in searches.curves)} |" for count in counts]
+    all_searches = [*data["hadagen"].values(), *data["kernel_tuner"].values()]
+    by_problem = [
+        f"| {problem['name']} | {problem['variants']} | {problem['budget']} "
+        f"| {_fractions(search['at_budget'][i] for search in all_searches)} |"
+        for i, problem in enumerate(problems)
+    ]
+    others = ", ".join(f"{name} {value:.3f}" for name, value in data["kernel_tuner_others"].items())
+    return "\n".join(
+        [
+            f"![Fraction of the best over evaluations]({SEARCH_PICTURE.relative_to(SEARCH_PAGE.parent)})",
+            "",
+            f"Recorded on a {environment['gpu']} (driver {environment['driver']}, nvcc {environment['nvcc']}); "
+            f"{data['seeds']} seeds; Optuna {versions['optuna']}, Kernel Tuner {versions['kernel_tuner']}.",
+            "",
+            f"| evaluations | {head} |",
+            f"| --- |{rule}",
+            *rows,
+            f"| **budget** | {_fractions(curve[-1] for curve in searches.curves)} |",
+            "",
+            f"| after its budget | variants | budget | {head} |",
+            f"| --- | ---: | ---: |{rule}",
+            *by_problem,
+            "",
+            f"Kernel Tuner's other strategies, after the budget: {others or 'none'}.",
+        ]
+    )
+
+
+def _fractions(values: Iterable[float]) -> str:
+    return " | ".join(f"{value:.3f}" for value in values)
+
+
+def with_search(document: str) -> str:
+    """search.md with its numbers between their markers."""
+    return _between(SEARCH_PAGE, document, SEARCH_BEGIN, search_numbers(), SEARCH_END)
+
+
 def with_numbers(readme: str, text: str) -> str:
     """The README with `text` between its markers."""
     return _between(README, readme, BEGIN, text, END)
@@ -297,21 +381,58 @@ def _between(path: Path, document: str, first: str, text: str, last: str) -> str
     return f"{before}{first}\n{text}\n{last}{after}"
 
 
-def fingerprint() -> str:
-    """What the picture says it was drawn from."""
-    return "data " + hashlib.sha256(b"".join(path.read_bytes() for path in sources())).hexdigest()
+def fingerprint(*tables: Path) -> str:
+    """What a picture says it was drawn from."""
+    return "data " + hashlib.sha256(b"".join(table.read_bytes() for table in tables)).hexdigest()
 
 
-def draw(times: Times, path: Path, description: str) -> None:
-    """One panel for each regime, a line for each library. The same data gives the same file."""
+def _pyplot() -> Any:
+    """What draws. The same data gives the same file."""
     import matplotlib
 
     matplotlib.use("agg")
     from matplotlib import pyplot
-    from matplotlib.ticker import FixedLocator, NullLocator
 
     # svg.fonttype: text stays text
     pyplot.rcParams.update({"svg.hashsalt": "hadagen", "svg.fonttype": "none", "font.family": "sans-serif"})
+    return pyplot
+
+
+def _save(pyplot: Any, figure: Any, path: Path, description: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="svg", facecolor="white", metadata={"Date": None, "Description": description})
+    pyplot.close(figure)
+
+
+def _style(panel: Any) -> None:
+    panel.grid(axis="y", color="#eceef1", linewidth=0.8)
+    panel.set_axisbelow(True)
+    panel.spines[["top", "right"]].set_visible(False)
+
+
+def draw_search(searches: Searches, path: Path, description: str) -> None:
+    """A line for each search: the fraction of the best over evaluations."""
+    pyplot = _pyplot()
+    figure, panel = pyplot.subplots(figsize=(8, 3.9), layout="constrained")
+    panel.axhline(1.0, color="#c5c9cf", linewidth=1, zorder=0)
+    ours, theirs = SEARCH_COLORS
+    colors = [*ours[: len(searches.ours)], *theirs[: len(searches.theirs)]]
+    for label, curve, color in zip(searches.labels, searches.curves, colors, strict=True):
+        width = 2.2 if label == "hadagen" else 1.5
+        panel.plot(range(1, len(curve) + 1), curve, color=color, linewidth=width, label=label)
+    panel.set_xlabel("evaluations")
+    panel.set_ylabel("best possible time / best so far")
+    panel.set_ylim(bottom=LEAST_FRACTION)
+    _style(panel)
+    panel.legend(loc="lower right", frameon=False)
+    _save(pyplot, figure, path, description)
+
+
+def draw(times: Times, path: Path, description: str) -> None:
+    """One panel for each regime, a line for each library."""
+    pyplot = _pyplot()
+    from matplotlib.ticker import FixedLocator, NullLocator
+
     figure, panels = pyplot.subplots(1, len(REGIMES), figsize=(11, 3.9), sharey=True, layout="constrained")
     for panel, (title, elements, cache) in zip(panels, REGIMES, strict=True):
         panel.axhline(1.0, color="#c5c9cf", linewidth=1, zorder=0)
@@ -330,28 +451,31 @@ def draw(times: Times, path: Path, description: str) -> None:
         panel.xaxis.set_major_formatter("{x:g}")
         panel.set_xlabel("n")
         panel.set_ylim(bottom=0)
-        panel.grid(axis="y", color="#eceef1", linewidth=0.8)
-        panel.set_axisbelow(True)
-        panel.spines[["top", "right"]].set_visible(False)
+        _style(panel)
     panels[0].set_ylabel("speed, as a fraction of a plain copy")
     figure.suptitle(f"H100, {DTYPE}, {DESTINATION}", fontsize=10, x=0.01, ha="left")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(LIBRARIES), frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="svg", facecolor="white", metadata={"Date": None, "Description": description})
-    pyplot.close(figure)
+    _save(pyplot, figure, path, description)
 
 
 def outdated() -> list[str]:
     """Names of the files that do not say what the data says."""
     readme, performance = README.read_text(encoding="utf-8"), PERFORMANCE.read_text(encoding="utf-8")
+    search = SEARCH_PAGE.read_text(encoding="utf-8")
     times = read_times() if OURS.exists() else None
     wanted = {
         README.name: with_numbers(readme, numbers(times) if times else NO_DATA) == readme,
-        PICTURE.name: not times or (PICTURE.exists() and fingerprint() in PICTURE.read_text(encoding="utf-8")),
+        PICTURE.name: not times or _is_drawn_from(PICTURE, *sources()),
         PERFORMANCE.name: with_tables(performance, pitched_table(times) if times else NO_DATA) == performance,
+        SEARCH_PAGE.name: with_search(search) == search,
+        SEARCH_PICTURE.name: not SEARCH.exists() or _is_drawn_from(SEARCH_PICTURE, SEARCH),
     }
     return [name for name, fresh in wanted.items() if not fresh]
+
+
+def _is_drawn_from(picture: Path, *tables: Path) -> bool:
+    return picture.exists() and fingerprint(*tables) in picture.read_text(encoding="utf-8")
 
 
 def main(arguments: list[str]) -> None:
@@ -368,7 +492,10 @@ def main(arguments: list[str]) -> None:
     PERFORMANCE.write_text(with_tables(performance, pitched_table(times)), encoding="utf-8")
     readme = README.read_text(encoding="utf-8")
     README.write_text(with_numbers(readme, numbers(times)), encoding="utf-8")
-    draw(times, PICTURE, fingerprint())
+    draw(times, PICTURE, fingerprint(*sources()))
+    SEARCH_PAGE.write_text(with_search(SEARCH_PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    if SEARCH.exists():
+        draw_search(Searches.read(), SEARCH_PICTURE, fingerprint(SEARCH))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -88,6 +88,25 @@ class Arch:
     features: frozenset[str]
     search: Mapping[str, tuple[KnobValue, ...]] = field(hash=False)
     model: Model
+
+    def narrowed(self, only: Mapping[str, Sequence[KnobValue]]) -> Arch:
+        """The same target, of which fewer values are searched: those in `only`, for each knob that it names.
+
+        Values keep their order. Raises `UsageError` where a knob is unknown, or a value not searched, or there is none.
+        """
+        for knob, values in only.items():
+            if knob not in self.search:
+                raise UsageError(f"knob {knob!r} is not known; choose from {', '.join(self.search)}")
+            searched = ", ".join(map(str, self.search[knob]))
+            if not values:
+                raise UsageError(f"knob {knob} is left no value to search; give at least one of {searched}")
+            for value in values:
+                if value not in self.search[knob]:
+                    raise UsageError(
+                        f"knob {knob} = {value!r} is not searched on {self.name}; choose one of {searched}"
+                    )
+        kept = {knob: tuple(value for value in self.search[knob] if value in values) for knob, values in only.items()}
+        return replace(self, search={**self.search, **kept})
 
 
 def known_archs() -> list[str]:

@@ -209,6 +209,14 @@ def test_a_tune_begins_with_the_winners_there_are(
     assert wanted[1].known == {}
 
 
+def test_a_tune_of_fewer_values(fake_gpu: None) -> None:
+    report = json.loads(succeed(*SMALL_TUNE, "--only", "warps=2,4", "--only", "store=streaming"))
+    assert report["trials"] == 3
+    for winner in report["winners"]:
+        assert (winner["knobs"]["warps"] in (2, 4), winner["knobs"]["store"]) == (True, "streaming")
+    assert "knob warps = 3 is not searched on sm90" in sentence(run(*SMALL_TUNE, "--only", "warps=3"), 2)
+
+
 def test_a_gpu_of_another_arch_is_not_measured(fake_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     ampere = replace(FakeDevice.environment, compute_capability="8.0")
     monkeypatch.setattr(measure, "device_environment", lambda index=0: ampere)

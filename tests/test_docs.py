@@ -31,12 +31,14 @@ refresh = load_refresh()
 @pytest.fixture
 def documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A README and measured tables in which hadagen is everywhere twice as fast as its peers, of several days."""
-    for name in ("OURS", "BENCH", "PEERS", "BETWEEN", "PICTURE", "README", "CALLS", "PERFORMANCE"):
+    names = ("OURS", "BENCH", "PEERS", "BETWEEN", "PICTURE", "README", "CALLS", "PERFORMANCE")
+    for name in (*names, "SEARCH", "SEARCH_PAGE", "SEARCH_PICTURE"):
         monkeypatch.setattr(refresh, name, tmp_path / Path(getattr(refresh, name)).name)
     (tmp_path / "README.md").write_text(f"before\n{refresh.BEGIN}\nold\n{refresh.END}\nafter\n")
     blocks = [(getattr(refresh, f"{name}_BEGIN"), getattr(refresh, f"{name}_END")) for name in BLOCKS]
     text = "\n".join(f"{begin}\n{refresh.NO_DATA}\n{end}" for begin, end in blocks)
     (tmp_path / "performance.md").write_text(f"a\n{text}\nb\n")
+    (tmp_path / "search.md").write_text(f"a\n{refresh.SEARCH_BEGIN}\n{refresh.NO_DATA}\n{refresh.SEARCH_END}\nb\n")
     write_table(refresh.OURS, [{**row, "kernel": "0a1b"} for row in ours()])
     write_table(
         refresh.PEERS, [{**row, "kernel": name} for name in ("hadacore", "fast-hadamard-transform") for row in slow()]
@@ -200,6 +202,35 @@ def test_the_cost_of_calls(documents: Path) -> None:
         refresh.outdated()
 
 
+def test_the_curves_of_searches(documents: Path) -> None:
+    pytest.importorskip("matplotlib", reason="drawing needs the docs extra")
+    refresh.main([])
+    assert not refresh.SEARCH_PICTURE.exists()
+    curves = {"hadagen": [0.5] * 59 + [0.99], "random": [0.4] * 59 + [0.9]}
+    theirs = {"pso": [0.45] * 59 + [0.95]}
+    data = {
+        "environment": {"gpu": "NVIDIA H100", "driver": "580", "nvcc": "13.0"},
+        "versions": {"optuna": "5.0", "kernel_tuner": "1.5"},
+        "seeds": 20,
+        "problems": [{"name": "n8-float16-fast", "variants": 300, "budget": 60}],
+        "hadagen": {name: {"curve": curve, "at_budget": [curve[-1]]} for name, curve in curves.items()},
+        "kernel_tuner": {name: {"curve": curve, "at_budget": [curve[-1]]} for name, curve in theirs.items()},
+        "kernel_tuner_others": {"mls": 0.9312},
+    }
+    refresh.SEARCH.write_text(json.dumps(data))
+    assert refresh.outdated() == ["search.md", "search.svg"]
+    refresh.main([])
+    assert refresh.outdated() == []
+    text = refresh.SEARCH_PAGE.read_text()
+    assert "| evaluations | hadagen | random | Kernel Tuner: pso |" in text
+    assert "| 40 | 0.500 | 0.400 | 0.450 |\n| **budget** | 0.990 | 0.900 | 0.950 |" in text
+    assert "| n8-float16-fast | 300 | 60 | 0.990 | 0.900 | 0.950 |" in text
+    assert "after the budget: mls 0.931." in text
+    ElementTree.fromstring(refresh.SEARCH_PICTURE.read_bytes())
+    refresh.SEARCH.write_text(json.dumps({**data, "seeds": 10}))
+    assert refresh.outdated() == ["search.md", "search.svg"]
+
+
 def test_without_a_table_there_is_nothing_to_refresh(documents: Path) -> None:
     refresh.OURS.unlink()
     with pytest.raises(SystemExit, match="is missing; make it with hadagen bundle export"):
@@ -210,7 +241,12 @@ def test_without_a_table_there_is_nothing_to_refresh(documents: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["README.md", "CONTRIBUTING.md", *(f"docs/{page}.md" for page in ("architecture", "performance", "compat"))]
+    "name",
+    [
+        "README.md",
+        "CONTRIBUTING.md",
+        *(f"docs/{page}.md" for page in ("architecture", "performance", "search", "compat")),
+    ],
 )
 def test_what_a_document_names_is_there(name: str) -> None:
     text = (ROOT / name).read_text()

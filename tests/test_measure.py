@@ -192,6 +192,22 @@ def test_the_yardstick_is_the_fastest_copy_of_each_traffic(monkeypatch: pytest.M
     assert len(asked) == 12
 
 
+def test_cells_are_of_every_problem_or_by_problem() -> None:
+    from hadagen.measure.service import DeviceService
+
+    small, large = (Cell(elements, Destination.IN_PLACE, Cache.HOT) for elements in (1 << 13, 1 << 20))
+    long = Problem(1 << 14, DType.FLOAT16)
+    service = DeviceService.__new__(DeviceService)  # without the device
+    service._l2_bytes = 50 << 20
+    for cells, of_problem, of_long in (
+        (None, list(all_cells(PROBLEM, 50 << 20)), list(all_cells(long, 50 << 20))),
+        ([small, large], [small, large], [large]),
+        ({PROBLEM: [small], long: [small, large]}, [small], [large]),
+    ):
+        service._cells = cells
+        assert (service._cells_of(PROBLEM), service._cells_of(long)) == (of_problem, of_long)
+
+
 def test_the_arena_fits_whatever_is_timed() -> None:
     import torch
 

@@ -11,7 +11,7 @@ A slot holds x, and y behind it where the destination is out-of-place.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from math import log2
 from typing import NamedTuple
 
@@ -64,6 +64,10 @@ class Cell(NamedTuple):
     def traffic(self, problem: Problem) -> Traffic:
         whole_vectors = -(-buffer_bytes(problem, self.elements) // 16) * 16  # a few rows of 2 elements are less
         return Traffic(whole_vectors, self.destination, self.cache)
+
+
+# What to time: the same of every problem, or by problem.
+Cells = Sequence[Cell] | Mapping[Problem, Sequence[Cell]]
 
 
 def all_cells(problem: Problem, l2_bytes: int) -> tuple[Cell, ...]:

@@ -9,7 +9,7 @@ from datetime import datetime, timezone
 from typing import Any, Protocol
 
 from hadagen.errors import DeviceError, UsageError
-from hadagen.measure.cells import Cell
+from hadagen.measure.cells import Cell, Cells
 from hadagen.measure.messages import Answer, Compare, Comparison, Measure, Place, Race, Rank, Ranking
 from hadagen.measure.worker import Failure, Service, Worker, WorkerLost, WorkerTimeout
 from hadagen.problem import Numerics, Problem
@@ -48,7 +48,8 @@ def _device_service(*arguments: Any) -> Service:
 class DeviceRunner:
     """Verifies and times kernels on one CUDA device, in a process of its own that is replaced whenever it breaks.
 
-    copy_kernels: the compiled `copy_sources()`. cells: what to time, by default all that the device's L2 calls for.
+    copy_kernels: the compiled `copy_sources()`. cells: what to time, of every problem or by problem; by default
+    all that the device's L2 calls for.
     quick: fewer replays. give_up: a kernel this many times slower than the best of its problem so far at each of three
     probe cells is not timed further; its trial is `ok` with the timings there are. timeout_s: for one candidate.
     make_service: what the worker runs instead of the GPU; for tests.
@@ -61,7 +62,7 @@ class DeviceRunner:
         device_index: int,
         copy_kernels: Sequence[Kernel],
         *,
-        cells: Sequence[Cell] | None = None,
+        cells: Cells | None = None,
         quick: bool = False,
         give_up: float = 1.3,
         timeout_s: float = 20.0,

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from hadagen.driver import LoadedKernel, bindings, load
-from hadagen.measure.cells import Cell, all_cells, probe_cells
+from hadagen.measure.cells import Cell, Cells, all_cells, probe_cells
 from hadagen.measure.contests import Contests
 from hadagen.measure.environment import device_environment
 from hadagen.measure.messages import Answer, Compare, Comparison, Measure, Race, Rank, Ranking
@@ -28,12 +28,9 @@ _LEAST_REPEATED = 48
 
 
 class DeviceService:
-    """Answers requests on one GPU. `cells`: those that `Measure` times; None: all that the problem and the device's L2
-    call for."""
+    """Answers requests on one GPU. `cells` as `DeviceRunner` takes them."""
 
-    def __init__(
-        self, device_index: int, copy_kernels: Sequence[Kernel], cells: Sequence[Cell] | None, replays: int
-    ) -> None:
+    def __init__(self, device_index: int, copy_kernels: Sequence[Kernel], cells: Cells | None, replays: int) -> None:
         self.greeting: Environment = device_environment(device_index)
         self._device_index = device_index
         self._replays = replays
@@ -70,8 +67,7 @@ class DeviceService:
             verdict = self._verifier.check(kernel, problem)
             if verdict.outcome is not Outcome.OK:
                 return Answer(verdict.outcome, verdict.detail, verdict.errors)
-            cells = all_cells(problem, self._l2_bytes) if self._cells is None else self._cells
-            cells = [cell for cell in cells if cell.elements >= problem.n]
+            cells = self._cells_of(problem)
             traffics = [cell.traffic(problem) for cell in cells]
             repeated = transform_work(problem, _REPEATED_CELL)
             self._stopwatch.fill(problem.dtype, traffics, least_bytes=REPEATED_BUFFERS * repeated.traffic.buffer_bytes)
@@ -91,6 +87,11 @@ class DeviceService:
                 detail = f"the same input came out differently in one of {launches + 1} launches"
                 return Answer(Outcome.UNSTABLE, detail, verdict.errors, ordered)
             return Answer(Outcome.OK, detail, verdict.errors, ordered)
+
+    def _cells_of(self, problem: Problem) -> list[Cell]:
+        wanted = self._cells[problem] if isinstance(self._cells, Mapping) else self._cells
+        cells = all_cells(problem, self._l2_bytes) if wanted is None else wanted
+        return [cell for cell in cells if cell.elements >= problem.n]
 
     def _time(self, kernel: LoadedKernel, problem: Problem, cells: Sequence[Cell]) -> dict[Cell, Timing]:
         works = [transform_work(problem, cell) for cell in cells]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
 from queue import Empty, SimpleQueue
 from threading import Event as Flag
 
@@ -17,7 +18,10 @@ from hadagen.measure import Candidate, Runner
 from hadagen.problem import Problem
 from hadagen.space import build_plan
 from hadagen.toolchain import BuildFailure
-from hadagen.trial import Kernel, Trial
+from hadagen.trial import Environment, Kernel, Outcome, Provenance, Trial
+
+BATCHES = 3  # under way at once: one is measured, one is built, one is being built
+BATCH_SIZE = 64
 
 Build = Callable[[Sequence[tuple[Source, LaunchSpec]]], Sequence[Kernel | BuildFailure]]
 KernelKey = tuple[Problem, str]
@@ -46,6 +50,36 @@ Result = Built | Trial | Measured
 def kernel_key(problem: Problem, kernel: Kernel) -> KernelKey:
     """Candidates with the same key do the same thing in the same time."""
     return problem, kernel.digest
+
+
+def failed_trial(problem: Problem, knobs: Knobs, failure: BuildFailure, arch: Arch, environment: Environment) -> Trial:
+    """The trial of knobs whose source does not compile. On no device (`gpu` is ""), it is an estimate."""
+    return Trial(
+        problem=problem,
+        arch=arch.name,
+        knobs=knobs.to_dict(),
+        outcome=Outcome.COMPILE_FAILED,
+        provenance=Provenance.MEASURED if environment.gpu else Provenance.ESTIMATED,
+        detail=failure.log,
+        environment=environment,
+        date=_now(),
+    )
+
+
+def same_kernel_trial(first: Trial, candidate: Candidate) -> Trial:
+    """The trial of knobs that compile to the kernel that other knobs had before."""
+    return replace(
+        first,
+        knobs=candidate.knobs,
+        kernel=candidate.kernel,
+        detail=f"same kernel as {Knobs.from_dict(first.knobs)}",
+        date=_now(),
+        seconds=0.0,
+    )
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 class Pipeline:

@@ -10,24 +10,22 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime, timezone
 from itertools import zip_longest
 from operator import attrgetter
 
 import optuna
 from optuna.exceptions import StorageInternalError
-from optuna.storages import RDBStorage
+from optuna.storages import BaseStorage, InMemoryStorage, RDBStorage
 
 from hadagen.arch import Arch
 from hadagen.errors import StorageError, UsageError
 from hadagen.knobs import Knobs
-from hadagen.measure import Candidate, Runner
+from hadagen.measure import Runner
 from hadagen.problem import MAX_LOG2_N, DType, Numerics, Problem
 from hadagen.space import Space
-from hadagen.toolchain import BuildFailure
-from hadagen.trial import Outcome, Provenance, Trial
+from hadagen.trial import Outcome, Trial
 from hadagen.tuner.estimate import shortlist
 from hadagen.tuner.events import (
     BatchBuilt,
@@ -39,7 +37,18 @@ from hadagen.tuner.events import (
     TrialFinished,
     TuneReport,
 )
-from hadagen.tuner.pipeline import Build, Built, KernelKey, Measured, Pipeline, kernel_key
+from hadagen.tuner.pipeline import (
+    BATCH_SIZE,
+    BATCHES,
+    Build,
+    Built,
+    KernelKey,
+    Measured,
+    Pipeline,
+    failed_trial,
+    kernel_key,
+    same_kernel_trial,
+)
 from hadagen.tuner.races import Racing, race_near_ties
 from hadagen.tuner.study import Leaders, Study, by_cells_led, leaders_of, legal_knobs
 from hadagen.tuning_db.store import Store
@@ -48,8 +57,6 @@ MEASURED_TRIALS = 50
 ESTIMATED_TRIALS = 6
 MOST_TRIALS = 1_000_000
 MOST_SECONDS = 30 * 24 * 3600
-BATCHES = 3  # under way at once
-BATCH_SIZE = 64
 MOST_OF_ONE_PROBLEM = 4  # in a batch, for what is asked together cannot learn from each other
 OPENED_AT_ONCE = 8  # problems, because ranking their knobs takes a moment and the first batch is waited for
 RANKED, SEEDS = 8, 12  # choices to begin with: the best by the cost model, and the first of the space's seeds
@@ -65,15 +72,16 @@ SEARCH_SHARE = 0.9  # of the time budget; the rest is for races
 class TuneOptions:
     """What to search, with what, and for how long.
 
-    `build`: compiles variants and answers in their order; None for a runner that needs no kernels. `trials`: to be
-    finished for each problem, those of earlier runs included; by default `MEASURED_TRIALS`, or `ESTIMATED_TRIALS`
-    without a device. Pitched problems get a quarter of them. `time_budget`: seconds for everything, given to all
-    contiguous problems alike. `known`: by problem, knobs that are tried before any others, such as those of winners.
+    `store`: where trials are kept; None for a search that is only watched. `build`: compiles variants and answers in
+    their order; None for a runner that needs no kernels. `trials`: to be finished for each problem, those of earlier
+    runs included; by default `MEASURED_TRIALS`, or `ESTIMATED_TRIALS` without a device. Pitched problems get a quarter
+    of them. `time_budget`: seconds for everything, given to all contiguous problems alike. `known`: by problem, knobs
+    that are tried before any others, such as those of winners.
     """
 
     arch: Arch
     problems: Sequence[Problem]
-    store: Store
+    store: Store | None
     runner: Runner
     build: Build | None
     trials: int | None = None
@@ -102,21 +110,28 @@ def tune(options: TuneOptions, listen: Listener = lambda event: None) -> TuneRep
     `StorageError` where it cannot go on; what was reported until then is kept.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    storage = _optuna_storage(options.store)
+    store = options.store
+    if store is None:
+        return _search(options, listen, InMemoryStorage())
+    storage = _optuna_storage(store)
     try:
-        search = _Search(options, listen, storage)
-        search.run()
-        search.race()
-        return search.report()
+        return _search(options, listen, storage)
     except StorageInternalError as error:
         cause = error.__cause__ or error
         reason = getattr(cause, "orig", None) or cause  # SQLAlchemy's own text is of several lines
         raise StorageError(
-            f"{options.store.place} cannot keep Optuna's tables ({reason}); make room there and run it again, "
+            f"{store.place} cannot keep Optuna's tables ({reason}); make room there and run it again, "
             "no finished trial is lost"
         ) from error
     finally:
         storage.engine.dispose()
+
+
+def _search(options: TuneOptions, listen: Listener, storage: BaseStorage) -> TuneReport:
+    search = _Search(options, listen, storage)
+    search.run()
+    search.race()
+    return search.report()
 
 
 def _optuna_storage(store: Store) -> RDBStorage:
@@ -131,7 +146,7 @@ def _optuna_storage(store: Store) -> RDBStorage:
 
 
 class _Search:
-    def __init__(self, options: TuneOptions, listen: Listener, storage: RDBStorage) -> None:
+    def __init__(self, options: TuneOptions, listen: Listener, storage: BaseStorage) -> None:
         self.stopped = ""
         self._options, self._listen, self._storage = options, listen, storage
         self._started = time.monotonic()
@@ -144,7 +159,12 @@ class _Search:
         self._seeds: dict[tuple[int, Numerics, int], list[Knobs]] = {}
         self._stored: dict[Problem, list[Trial]] = defaultdict(list)
         self._of_kernel: dict[KernelKey, Trial] = {}  # without the kernel, which would fill the memory
-        for trial in options.store.trials(arch=options.arch.name, gpu=self._environment.gpu, blobs=False):
+        kept = (
+            options.store.trials(arch=options.arch.name, gpu=self._environment.gpu, blobs=False)
+            if options.store
+            else ()
+        )
+        for trial in kept:
             if legal_knobs(trial, options.arch):
                 self._stored[trial.problem].append(trial)
                 self._remember(trial)
@@ -184,16 +204,14 @@ class _Search:
 
     def race(self) -> None:
         """Race the near-ties of the problems that have new trials, if the runner can."""
-        options = self._options
-        if self.stopped == "interrupted" or not isinstance(options.runner, Racing):
+        options, store = self._options, self._options.store
+        if self.stopped == "interrupted" or store is None or not isinstance(options.runner, Racing):
             return
         deadline = self._started + (options.time_budget or (time.monotonic() - self._started) / SEARCH_SHARE)
         try:
             for problem in sorted(self._changed):
-                trials = options.store.trials(
-                    problem, options.arch.name, self._environment.gpu, Outcome.OK, blobs=False
-                )
-                for margins in race_near_ties(trials, options.store, options.runner):
+                trials = store.trials(problem, options.arch.name, self._environment.gpu, Outcome.OK, blobs=False)
+                for margins in race_near_ties(trials, store, options.runner):
                     self._raced += len(margins)
                     self._listen(PairRaced(problem, margins))
                     if time.monotonic() > deadline:
@@ -281,7 +299,9 @@ class _Search:
         if key not in self._seeds:
             start = Space(replace(problem, pitched=False), options.arch) if problem.pitched else space
             self._seeds[key] = (
-                shortlist(start, self._trials) if self._estimated else shortlist(start, RANKED) + start.seeds()[:SEEDS]
+                shortlist(start, self._trials)
+                if self._estimated
+                else _by_turns([start.seeds()[:SEEDS], shortlist(start, RANKED)])
             )
         for knobs in options.known.get(problem, ()):
             study.suggest(knobs, first=True)
@@ -295,8 +315,7 @@ class _Search:
         nearby = [replace(problem, pitched=False)] if problem.pitched else []
         if study.asked % NEIGHBORS_TURN == 0 and not self._estimated:
             nearby += _neighbors(problem)
-        by_problem = (by_cells_led(self._leaders(neighbor)) for neighbor in nearby)
-        return [knobs for rank in zip_longest(*by_problem) for knobs in rank if knobs]
+        return _by_turns(by_cells_led(self._leaders(neighbor)) for neighbor in nearby)
 
     def _leaders(self, problem: Problem) -> Leaders:
         study = self._studies.get(problem)
@@ -305,19 +324,22 @@ class _Search:
     def _handle(self, result: Built | Trial | Measured, pipeline: Pipeline) -> None:
         if isinstance(result, Built):
             self._listen(BatchBuilt(len(result.fresh), len(result.known), len(result.failed), result.seconds))
-            for problem, knobs, failure in result.failed:
-                self._finish(self._failed(problem, knobs, failure))
+            for failed in result.failed:
+                self._finish(failed_trial(*failed, self._options.arch, self._environment))
         elif isinstance(result, Trial):
             self._finish(result)
         else:
             for candidate in result.built.known:
-                self._finish(self._same_kernel(candidate))
+                assert candidate.kernel is not None
+                first = self._of_kernel[kernel_key(candidate.problem, candidate.kernel)]
+                self._finish(same_kernel_trial(first, candidate))
             self._under_way -= 1
             self._refill(pipeline)
 
     def _finish(self, trial: Trial) -> None:
         """Record, then learn, then report."""
-        self._options.store.record(trial)
+        if self._options.store is not None:
+            self._options.store.record(trial)
         self._remember(trial)
         problem, study = trial.problem, self._studies[trial.problem]
         study.tell(trial)
@@ -337,30 +359,10 @@ class _Search:
         if trial.kernel is not None:
             self._of_kernel.setdefault(kernel_key(trial.problem, trial.kernel), replace(trial, kernel=None))
 
-    def _failed(self, problem: Problem, knobs: Knobs, failure: BuildFailure) -> Trial:
-        return Trial(
-            problem=problem,
-            arch=self._options.arch.name,
-            knobs=knobs.to_dict(),
-            outcome=Outcome.COMPILE_FAILED,
-            provenance=Provenance.ESTIMATED if self._estimated else Provenance.MEASURED,
-            detail=failure.log,
-            environment=self._environment,
-            date=_now(),
-        )
 
-    def _same_kernel(self, candidate: Candidate) -> Trial:
-        """The trial of knobs that compile to a kernel that other knobs had before."""
-        assert candidate.kernel is not None
-        first = self._of_kernel[kernel_key(candidate.problem, candidate.kernel)]
-        return replace(
-            first,
-            knobs=candidate.knobs,
-            kernel=candidate.kernel,
-            detail=f"same kernel as {Knobs.from_dict(first.knobs)}",
-            date=_now(),
-            seconds=0.0,
-        )
+def _by_turns(lists: Iterable[Sequence[Knobs]]) -> list[Knobs]:
+    """The first of each list, then the second of each, and so on."""
+    return [knobs for rank in zip_longest(*lists) for knobs in rank if knobs]
 
 
 def _neighbors(problem: Problem) -> list[Problem]:
@@ -371,7 +373,3 @@ def _neighbors(problem: Problem) -> list[Problem]:
         *(replace(problem, n=m) for m in (problem.n // 2, problem.n * 2) if 2 <= m <= 1 << MAX_LOG2_N),
     ]
     return [neighbor for neighbor in dict.fromkeys(near) if neighbor != problem]
-
-
-def _now() -> str:
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")

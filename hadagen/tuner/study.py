@@ -107,6 +107,11 @@ def leaders_of(trials: Iterable[Trial]) -> Leaders:
     return leaders
 
 
+def best_of(leaders: Leaders) -> Scores:
+    """The scores that a kernel would have which were everywhere as fast as the leader there."""
+    return _means((leader.regime, leader.fraction) for leader in leaders.values())
+
+
 def by_cells_led(leaders: Leaders) -> list[Knobs]:
     """The knobs that lead, those of most cells first."""
     return [knobs for knobs, _ in Counter(leader.knobs for leader in leaders.values()).most_common()]
@@ -151,8 +156,7 @@ class Study:
 
     @property
     def best(self) -> Scores:
-        """The scores that a kernel would have which were everywhere as fast as the leader there."""
-        return _means((leader.regime, leader.fraction) for leader in self.leaders.values())
+        return best_of(self.leaders)
 
     @property
     def asked(self) -> int:

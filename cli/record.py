@@ -1,0 +1,147 @@
+"""`hadagen record`: measure every legal variant, for searches to be compared on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import click
+
+from hadagen.cli import options
+from hadagen.cli.device import device_runner, find_gpu
+from hadagen.cli.output import PROBLEM_HEADERS, clock_text, print_json, print_table, problem_cells
+from hadagen.errors import DeviceError, UsageError
+from hadagen.problem import Problem
+from hadagen.trial import Outcome
+
+# Beyond so many it would take hours; ranges are cut first.
+MOST_VARIANTS = 20_000
+
+
+@click.command()
+@options.problems
+@options.only
+@click.option(
+    "--elements",
+    default="64K,1M,8M,64M",
+    show_default=True,
+    help="Sizes of the input at which kernels are timed, rows times n; K is 1024, M its square.",
+)
+@click.option(
+    "--out",
+    "folder",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=Path("recordings"),
+    show_default=True,
+    help="Folder that gets a file for each problem.",
+)
+@click.option("--device", type=int, metavar="INDEX", help="CUDA device to measure on.  [default: 0]")
+@click.option("--dry-run", is_flag=True, help="Only count the variants; needs no GPU.")
+@click.option("--arch", help="Target architecture.  [default: that of the GPU here, or sm90]")
+@options.as_json
+def record(
+    problems: list[Problem],
+    only: dict[str, list[int | str]],
+    elements: str,
+    folder: Path,
+    device: int | None,
+    dry_run: bool,
+    arch: str | None,
+    as_json: bool,
+) -> None:
+    """Measure every legal variant of problems, and keep all trials in files that hadagen replay reads.
+
+    There are tens of thousands of variants, so name fewer values of some knobs with --only. Each is verified, then
+    timed in place; in L2 where the data fits in half of it, and in device memory otherwise. Every finished trial is
+    kept at once: a run that was interrupted goes on where it was when it is started again.
+    """
+    from hadagen.arch import load_arch
+    from hadagen.cli.progress import shown
+    from hadagen.space import Space
+    from hadagen.toolchain import Toolchain
+    from hadagen.tuner.record import RecordOptions, deciding_cells
+    from hadagen.tuner.record import record as measure_all
+
+    counts = options.parse_elements(elements)
+    gpu = None if dry_run else find_gpu(device)
+    target = load_arch(arch or (options.arch_of(gpu) if gpu else options.DEFAULT_ARCH)).narrowed(only)
+    variants = {problem: len(Space(problem, target).legal) for problem in problems}
+    for problem, legal in variants.items():
+        if not legal:
+            raise UsageError(f"no knobs of these ranges are legal for {problem.name}; give more values with --only")
+        if not any(count >= problem.n for count in counts):
+            raise UsageError(f"--elements {elements} holds no row of {problem.n} elements; give a larger size")
+    if dry_run:
+        _print_variants(variants, as_json)
+        return
+    if (total := sum(variants.values())) > MOST_VARIANTS:
+        raise UsageError(
+            f"{total} variants are too many to measure, the limit is {MOST_VARIANTS}; "
+            "name fewer values of some knobs with --only"
+        )
+    if gpu is None or options.arch_of(gpu) != target.name:
+        raise DeviceError(
+            f"there is no {target.name} GPU here; record on a machine that has one, or count with --dry-run"
+        )
+    toolchain = Toolchain.find()
+    cells = {problem: deciding_cells(problem, counts, gpu.l2_bytes) for problem in problems}
+    # All cells of all kernels are timed, however slow.
+    with (
+        device_runner(target, device or 0, toolchain, cells=cells, give_up=float("inf")) as runner,
+        shown(None) as listen,
+    ):
+        report = measure_all(
+            RecordOptions(
+                arch=target,
+                cells=cells,
+                runner=runner,
+                build=lambda sources: toolchain.build(sources, target),
+                environment=replace(gpu, nvcc=toolchain.release),
+                folder=folder,
+            ),
+            listen,
+        )
+    if report.interrupted:
+        raise click.Abort
+    if as_json:
+        print_json(
+            {
+                "arch": target.name,
+                "gpu": gpu.gpu,
+                "trials": report.finished,
+                "seconds": report.seconds,
+                "recordings": [
+                    {
+                        "problem": problem.to_dict(),
+                        "variants": variants[problem],
+                        "outcomes": {outcome.value: count for outcome, count in report.outcomes[problem].items()},
+                        "file": str(path),
+                    }
+                    for problem, path in report.files.items()
+                ],
+            }
+        )
+        return
+    print_table(
+        [*PROBLEM_HEADERS, "variants", "ok", "bytes", "file"],
+        [
+            [
+                *problem_cells(problem),
+                variants[problem],
+                report.outcomes[problem].get(Outcome.OK, 0),
+                path.stat().st_size,
+                str(path),
+            ]
+            for problem, path in report.files.items()
+        ],
+    )
+    click.echo(f"\n{report.finished} new trials in {clock_text(report.seconds)}, measured on {gpu.gpu}")
+
+
+def _print_variants(variants: dict[Problem, int], as_json: bool) -> None:
+    if as_json:
+        print_json([{"problem": problem.to_dict(), "variants": legal} for problem, legal in variants.items()])
+        return
+    print_table(
+        [*PROBLEM_HEADERS, "variants"], [[*problem_cells(problem), legal] for problem, legal in variants.items()]
+    )

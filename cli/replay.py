@@ -1,0 +1,103 @@
+"""`hadagen replay`: how soon searches find the best of recordings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from hadagen.cli import options
+from hadagen.cli.output import PROBLEM_HEADERS, print_json, print_table, problem_cells
+from hadagen.errors import UsageError
+
+if TYPE_CHECKING:
+    from hadagen.tuner.replay import Curve, Field
+
+# Counts of evaluations that the table shows, those that no budget exceeds.
+SHOWN = (1, 5, 10, 20, 30, 40, 50, 60, 80, 100, 150, 200, 300, 500, 1000)
+MOST_SEEDS = 1000
+
+
+@click.command()
+@click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--seeds", type=int, default=20, show_default=True, help="Searches of each problem.")
+@click.option(
+    "--export",
+    "folder",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Only write the recordings there, as caches for Kernel Tuner.",
+)
+@options.as_json
+def replay(files: tuple[Path, ...], seeds: int, folder: Path | None, as_json: bool) -> None:
+    """Search recordings as hadagen tune does, and at random, and compare how soon the best is found.
+
+    FILES are what hadagen record wrote, for one device. A search may try a tenth of a problem's variants, or 60 if that
+    is more. The same files and seeds give the same numbers.
+    """
+    from hadagen.tuner.export import write_kernel_tuner_cache
+    from hadagen.tuner.recording import read_recording
+    from hadagen.tuner.replay import Field, run_searches
+
+    if not 1 <= seeds <= MOST_SEEDS:
+        raise UsageError(f"--seeds {seeds} is not supported; give 1 to {MOST_SEEDS}")
+    recordings = [read_recording(path) for path in files]
+    if folder is not None:
+        written = [str(write_kernel_tuner_cache(recording, folder)) for recording in recordings]
+        print_json(written) if as_json else click.echo("\n".join(written))
+        return
+    fields = [Field.of(recording) for recording in recordings]
+    gpus = sorted({recording.environment.gpu for recording in recordings})
+    if len(gpus) > 1:
+        raise UsageError(f"the recordings come from several devices ({', '.join(gpus)}); replay those of one")
+    curves = run_searches(fields, range(seeds))
+    if as_json:
+        print_json(
+            {
+                "gpu": gpus[0],
+                "seeds": seeds,
+                "problems": [
+                    {
+                        "problem": field.recording.problem.to_dict(),
+                        "variants": len(field.trials),
+                        "budget": field.budget,
+                        "cells": [[cell.elements, cell.destination, cell.cache] for cell in field.best],
+                    }
+                    for field in fields
+                ],
+                "searches": {
+                    name: {"curve": curve.values, "at_budget": curve.at_budget} for name, curve in curves.items()
+                },
+            }
+        )
+        return
+    _print_curves(fields, curves, gpus[0], seeds)
+
+
+def _print_curves(fields: Sequence[Field], curves: Mapping[str, Curve], gpu: str, seeds: int) -> None:
+    click.echo(
+        f"{gpu}, {seeds} seeds: best possible time / best found so far, geometric mean over problems and cells\n"
+    )
+    longest = max(field.budget for field in fields)
+    counts = [count for count in SHOWN if count < longest]
+    rows = [[str(count), *(_fraction(curve.values[count - 1]) for curve in curves.values())] for count in counts]
+    final = ["budget", *(_fraction(curve.final) for curve in curves.values())]
+    print_table(["evaluations", *curves], [*rows, final])
+    click.echo()
+    print_table(
+        [*PROBLEM_HEADERS, "variants", "budget", *curves],
+        [
+            [
+                *problem_cells(field.recording.problem),
+                len(field.trials),
+                field.budget,
+                *(_fraction(curve.at_budget[i]) for curve in curves.values()),
+            ]
+            for i, field in enumerate(fields)
+        ],
+    )
+
+
+def _fraction(value: float) -> str:
+    return f"{value:.4f}"

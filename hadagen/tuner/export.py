@@ -1,0 +1,78 @@
+"""Recordings in the cache format of Kernel Tuner, whose simulation mode then searches them as ours are searched.
+
+Kernel Tuner searches for one number; here `time` is the geometric mean over the cells of time / copy, without unit.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import geometric_mean
+from typing import Any
+
+from hadagen.trial import Outcome, Trial
+from hadagen.tuner.recording import Recording
+from hadagen.tuning_db.aside import unwritable, written_aside
+
+OBJECTIVE = "geometric mean over the cells of time / copy"
+# What stands in place of a time, by outcome.
+_FAILURES = {Outcome.ILLEGAL: "InvalidConfig", Outcome.COMPILE_FAILED: "CompilationFailedConfig"}
+_OTHER_FAILURE = "RuntimeFailedConfig"
+
+
+def objective(trial: Trial) -> float:
+    """The number that is made small, of a trial that is right: below 1 is faster than a copy."""
+    return geometric_mean(timing.us / timing.copy_us for timing in trial.timings)
+
+
+def kernel_tuner_cache(recording: Recording) -> dict[str, Any]:
+    """The recording as Kernel Tuner keeps one, values by name as in its documentation; times of a cache in ms.
+
+    Beside `time`, each entry has `times`, time / copy of every cell, and `us`, microseconds of every cell, both in the
+    order of the recording's cells.
+    """
+    return {
+        "device_name": recording.environment.gpu,
+        "kernel_name": recording.problem.name,
+        "problem_size": [recording.problem.n, 1, 1],
+        "tune_params_keys": list(recording.ranges),
+        "tune_params": {name: list(values) for name, values in recording.ranges.items()},
+        "objective": ["time"],
+        "cache": {cache_key(recording, trial): _entry(recording, trial) for trial in recording.trials},
+    }
+
+
+def cache_key(recording: Recording, trial: Trial) -> str:
+    """The name of a trial in a cache: the values of its knobs."""
+    return ",".join(str(trial.knobs[name]) for name in recording.ranges)
+
+
+def write_kernel_tuner_cache(recording: Recording, folder: Path) -> Path:
+    """Write a cache called as the problem is, and return its path. One that is there is replaced.
+
+    Raises `StorageError` where it cannot be written.
+    """
+    path = folder / f"{recording.problem.name}.json"
+    try:
+        with written_aside(path) as aside:
+            aside.write_text(json.dumps(kernel_tuner_cache(recording)), encoding="utf-8")
+    except OSError as error:
+        raise unwritable(path, error) from error
+    return path
+
+
+def _entry(recording: Recording, trial: Trial) -> dict[str, Any]:
+    ok = trial.outcome is Outcome.OK
+    measuring_ms = trial.seconds * 1000
+    return {
+        **{name: trial.knobs[name] for name in recording.ranges},
+        "time": objective(trial) if ok else _FAILURES.get(trial.outcome, _OTHER_FAILURE),
+        "times": [timing.us / timing.copy_us for timing in trial.timings] if ok else [],
+        "us": [timing.us for timing in trial.timings] if ok else [],
+        "compile_time": 0.0,
+        "verification_time": 0.0,
+        "benchmark_time": measuring_ms,
+        "strategy_time": 0.0,
+        "framework_time": 0.0,
+        "timestamp": trial.date,
+    }

@@ -1,0 +1,246 @@
+"""Measuring every legal variant of problems within cut ranges: the data on which searches are compared.
+
+Trials go to a file of plain lines as they finish, beside where the recording will be. So a run that was interrupted
+goes on where it was; what is complete becomes one compressed file.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from itertools import islice
+from pathlib import Path
+
+from hadagen.arch import Arch
+from hadagen.errors import StorageError
+from hadagen.knobs import Knobs
+from hadagen.measure import Cell, Runner
+from hadagen.problem import Problem
+from hadagen.space import Space
+from hadagen.trial import Destination, Environment, Outcome, Trial, deciding_cache
+from hadagen.tuner.events import BatchBuilt, Listener, ProblemFinished, ProblemStarted, SearchStarted, TrialFinished
+from hadagen.tuner.pipeline import (
+    BATCH_SIZE,
+    BATCHES,
+    Build,
+    Built,
+    KernelKey,
+    Pipeline,
+    Result,
+    failed_trial,
+    kernel_key,
+    same_kernel_trial,
+)
+from hadagen.tuner.recording import SUFFIX, Recording, read_recording, recording_of, write_recording
+from hadagen.tuner.study import Leaders, best_of, follow, leaders_of
+from hadagen.tuning_db.aside import unwritable
+
+PART_SUFFIX = ".part"
+
+
+@dataclass(frozen=True)
+class RecordOptions:
+    """What to record, with what, and where.
+
+    `arch`: whose ranges are cut already. `cells`: by problem, what `runner` times. `environment`: of the device, `nvcc`
+    included. `folder`: gets a file for each problem, called as the problem is.
+    """
+
+    arch: Arch
+    cells: Mapping[Problem, Sequence[Cell]]
+    runner: Runner
+    build: Build | None
+    environment: Environment
+    folder: Path
+
+
+@dataclass(frozen=True)
+class RecordReport:
+    """How it ended. `interrupted`: before all was measured. `outcomes`: by problem, of its trials so far, those of
+    earlier runs included. `files`: of the problems that are complete. `finished`: trials of this run."""
+
+    outcomes: Mapping[Problem, Mapping[Outcome, int]]
+    files: Mapping[Problem, Path]
+    finished: int
+    interrupted: bool
+    seconds: float
+
+
+def deciding_cells(problem: Problem, elements: Sequence[int], l2_bytes: int) -> tuple[Cell, ...]:
+    """At each of these element counts that hold a row: in place, where the winner is named, in L2 or in memory."""
+    destination = Destination.IN_PLACE
+    return tuple(
+        Cell(count, destination, deciding_cache(problem, count, destination, l2_bytes))
+        for count in sorted(elements)
+        if count >= problem.n
+    )
+
+
+def record(options: RecordOptions, listen: Listener = lambda event: None) -> RecordReport:
+    """Measure every legal variant that no earlier run has, and write the file of each problem that is complete.
+
+    Ctrl-C ends it early, with a report. Raises `StorageError` where a file is in the way or cannot be written, and
+    `ToolchainError` or `DeviceError` where it cannot go on; what was reported until then is kept.
+    """
+    return _Recorder(options, listen).run()
+
+
+class _Draft:
+    """A recording under way: its file of lines, which variants are still missing, and what leads so far."""
+
+    def __init__(self, empty: Recording, arch: Arch, folder: Path) -> None:
+        self.path = folder / f"{empty.problem.name}{SUFFIX}"
+        self._part = self.path.with_suffix(PART_SUFFIX)
+        self._legal = Space(empty.problem, arch).legal
+        self.recording = self._kept_before(empty)
+        self.trials = {Knobs.from_dict(trial.knobs): trial for trial in self.recording.trials}
+        if not self.trials.keys() <= set(self._legal):
+            raise self._in_the_way()
+        self.missing = [knobs for knobs in self._legal if knobs not in self.trials]
+        # What drifts while it is measured must not look like the effect of a knob.
+        random.Random(empty.problem.name).shuffle(self.missing)
+        self.leaders: Leaders = leaders_of(self.recording.trials)
+
+    def keep(self, trial: Trial) -> Trial:
+        """Write a trial down, and the whole file once it is the last. Returns it as it is kept."""
+        kept = self.recording.as_kept(trial)
+        with self._part.open("a", encoding="utf-8") as part:
+            part.write(f"{self.recording.trial_line(kept)}\n")
+        self.trials[Knobs.from_dict(kept.knobs)] = kept
+        follow(self.leaders, kept)
+        if self.is_complete:
+            write_recording(
+                replace(self.recording, trials=tuple(self.trials[knobs] for knobs in self._legal)), self.path
+            )
+            self._part.unlink()
+        return kept
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.trials) == len(self._legal)
+
+    @property
+    def outcomes(self) -> Counter[Outcome]:
+        return Counter(trial.outcome for trial in self.trials.values())
+
+    def _kept_before(self, empty: Recording) -> Recording:
+        """What earlier runs have kept. Where there were none, a new file of lines is begun."""
+        if self.path.exists():
+            found = read_recording(self.path)
+            if not found.same_but_for_trials(empty) or len(found.trials) != len(self._legal):
+                raise self._in_the_way()
+            return found
+        self._part.parent.mkdir(parents=True, exist_ok=True)
+        if not self._part.exists():
+            self._part.write_text(f"{empty.header_line()}\n", encoding="utf-8")
+            return empty
+        text = self._part.read_text(encoding="utf-8")
+        whole = text[: text.rfind("\n") + 1]  # the last line may have been cut off
+        try:
+            header, *lines = whole.splitlines()
+            found = recording_of(header, lines)
+        except ValueError:
+            raise self._in_the_way() from None
+        if not found.same_but_for_trials(empty):
+            raise self._in_the_way()
+        if whole != text:
+            self._part.write_text(whole, encoding="utf-8")
+        return found
+
+    def _in_the_way(self) -> StorageError:
+        path = self.path if self.path.exists() else self._part
+        return StorageError(
+            f"{path} is there already and of other ranges, cells or another device; "
+            "name another folder, or remove it first"
+        )
+
+
+class _Recorder:
+    def __init__(self, options: RecordOptions, listen: Listener) -> None:
+        self._options, self._listen = options, listen
+        self._started = time.monotonic()
+        date = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        self._drafts = {}
+        for problem, cells in options.cells.items():
+            ranges = dict(options.arch.search)
+            empty = Recording(problem, options.arch.name, ranges, tuple(cells), options.environment, date)
+            try:
+                self._drafts[problem] = _Draft(empty, options.arch, options.folder)
+            except OSError as error:
+                raise unwritable(options.folder, error) from error
+        self._of_kernel: dict[KernelKey, Trial] = {}
+        self._trials = sum(len(draft.missing) + len(draft.trials) for draft in self._drafts.values())
+        self._before = self._finished = sum(len(draft.trials) for draft in self._drafts.values())
+        self._waiting = self._missing()
+
+    def run(self) -> RecordReport:
+        options, interrupted = self._options, False
+        self._listen(
+            SearchStarted(len(self._drafts), self._trials, self._finished, options.environment, estimated=False)
+        )
+        with Pipeline(options.arch, options.build, options.runner, set()) as pipeline:
+            try:
+                under_way = sum(self._submit(pipeline) for _ in range(BATCHES))
+                while under_way:
+                    result = pipeline.next()
+                    assert result is not None  # for it had no timeout
+                    if self._handle(result):
+                        under_way += self._submit(pipeline) - 1
+            except KeyboardInterrupt:
+                interrupted = True
+            for trial in pipeline.stop():
+                self._finish(trial)
+        return RecordReport(
+            outcomes={problem: draft.outcomes for problem, draft in self._drafts.items()},
+            files={problem: draft.path for problem, draft in self._drafts.items() if draft.is_complete},
+            finished=self._finished - self._before,
+            interrupted=interrupted,
+            seconds=time.monotonic() - self._started,
+        )
+
+    def _missing(self) -> Iterator[tuple[Problem, Knobs]]:
+        for problem, draft in self._drafts.items():
+            self._listen(ProblemStarted(problem, len(draft.trials)))
+            for knobs in draft.missing:
+                yield problem, knobs
+
+    def _submit(self, pipeline: Pipeline) -> int:
+        """Hand over another batch: how many were."""
+        batch = list(islice(self._waiting, BATCH_SIZE))
+        if batch:
+            pipeline.submit(batch)
+        return bool(batch)
+
+    def _handle(self, result: Result) -> bool:
+        """Keep what came; whether it was the end of a batch."""
+        if isinstance(result, Built):
+            self._listen(BatchBuilt(len(result.fresh), len(result.known), len(result.failed), result.seconds))
+            for failed in result.failed:
+                self._finish(failed_trial(*failed, self._options.arch, self._options.environment))
+        elif isinstance(result, Trial):
+            self._finish(result)
+        else:
+            for candidate in result.built.known:
+                assert candidate.kernel is not None
+                first = self._of_kernel[kernel_key(candidate.problem, candidate.kernel)]
+                self._finish(same_kernel_trial(first, candidate))
+            return True
+        return False
+
+    def _finish(self, trial: Trial) -> None:
+        draft = self._drafts[trial.problem]
+        try:
+            kept = draft.keep(trial)
+        except OSError as error:
+            raise unwritable(draft.path, error) from error
+        if trial.kernel is not None:
+            self._of_kernel.setdefault(kernel_key(trial.problem, trial.kernel), kept)
+        self._finished += 1
+        best = best_of(draft.leaders)
+        self._listen(TrialFinished(kept, best, self._finished, self._trials))
+        if draft.is_complete:
+            self._listen(ProblemFinished(trial.problem, len(draft.trials), best))

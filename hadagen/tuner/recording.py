@@ -1,0 +1,181 @@
+"""`Recording`: every legal variant of a problem, measured within cut ranges; and its file.
+
+A file is JSON lines, compressed: first what all trials share, then a line for each of them, in the order of the space.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hadagen.arch import Arch, KnobValue, load_arch
+from hadagen.errors import StorageError
+from hadagen.knobs import KNOB_NAMES, Knobs
+from hadagen.measure import Cell
+from hadagen.problem import Problem
+from hadagen.trial import Cache, Destination, Environment, Outcome, Provenance, Timing, Trial
+from hadagen.tuning_db.aside import unwritable, written_aside
+
+SCHEMA = 1
+SUFFIX = ".jsonl.gz"
+_SCHEMA_KEY = "hadagen recording"
+_US_DIGITS, _SECONDS_DIGITS = 4, 4  # after the point: a tenth of a nanosecond, and of a millisecond
+_ERROR_DIGITS = 3  # significant ones
+_DETAIL_LENGTH = 200
+
+
+@dataclass(frozen=True)
+class Recording:
+    """Trials of one problem on one device, one for each legal choice of knobs within `ranges`.
+
+    `ranges`: by knob, the values that were searched. `cells`: what each kernel was timed at. `environment` and `date`
+    (UTC, ISO 8601: when it was begun) are those of all trials. These are as `as_kept` leaves them.
+    """
+
+    problem: Problem
+    arch: str
+    ranges: Mapping[str, tuple[KnobValue, ...]]
+    cells: tuple[Cell, ...]
+    environment: Environment
+    date: str
+    trials: tuple[Trial, ...] = ()
+
+    @property
+    def target(self) -> Arch:
+        """The arch with nothing but the ranges to search. A knob that came later has its default value alone.
+
+        Raises `UsageError` where a value of the ranges is no longer searched.
+        """
+        later = {name: (getattr(Knobs, name),) for name in KNOB_NAMES if name not in self.ranges}
+        return load_arch(self.arch).narrowed({**self.ranges, **later})
+
+    def same_but_for_trials(self, other: Recording) -> bool:
+        """Whether both are of the same problem, device and ranges, whenever they were made."""
+        return replace(self, date="", trials=()) == replace(other, date="", trials=())
+
+    def as_kept(self, trial: Trial) -> Trial:
+        """What is kept of a trial: times of `cells`, no more digits than a clock has, and no kernel."""
+        timed = {Cell(timing.elements, timing.destination, timing.cache): timing for timing in trial.timings}
+        timings = (
+            Timing(*cell, *(round(us, _US_DIGITS) for us in _us(timed[cell]))) for cell in self.cells if cell in timed
+        )
+        return replace(
+            trial,
+            kernel=None,
+            detail=trial.detail.strip().partition("\n")[0][:_DETAIL_LENGTH],
+            errors={name: float(f"{error:.{_ERROR_DIGITS}g}") for name, error in trial.errors.items()},
+            timings=tuple(timings),
+            environment=self.environment,
+            date=self.date,
+            seconds=round(trial.seconds, _SECONDS_DIGITS),
+        )
+
+    def header_line(self) -> str:
+        """The first line of a file."""
+        return _line(
+            {
+                _SCHEMA_KEY: SCHEMA,
+                "problem": self.problem.to_dict(),
+                "arch": self.arch,
+                "ranges": {name: list(values) for name, values in self.ranges.items()},
+                "cells": [[cell.elements, cell.destination.value, cell.cache.value] for cell in self.cells],
+                "environment": asdict(self.environment),
+                "date": self.date,
+            }
+        )
+
+    def trial_line(self, trial: Trial) -> str:
+        """The line of a trial that is as `as_kept` leaves it. Its times stand in the order of `cells`."""
+        times = {Cell(timing.elements, timing.destination, timing.cache): _us(timing) for timing in trial.timings}
+        return _line(
+            {
+                "knobs": [trial.knobs[name] for name in self.ranges],
+                "outcome": trial.outcome.value,
+                "us": [times.get(cell) for cell in self.cells] if times else [],
+                "errors": trial.errors,
+                "detail": trial.detail,
+                "seconds": trial.seconds,
+            }
+        )
+
+
+def recording_of(header: str, lines: Iterable[str]) -> Recording:
+    """The recording that these lines of a file say. Raises `ValueError` where they say none."""
+    values = json.loads(header)
+    if not isinstance(values, dict) or values.get(_SCHEMA_KEY) != SCHEMA:
+        raise ValueError(f"it does not begin with {_SCHEMA_KEY!r}: {SCHEMA}")
+    try:
+        empty = Recording(
+            problem=Problem.from_dict(values["problem"]),
+            arch=values["arch"],
+            ranges={name: tuple(searched) for name, searched in values["ranges"].items()},
+            cells=tuple(Cell(elements, Destination(d), Cache(c)) for elements, d, c in values["cells"]),
+            environment=Environment(**values["environment"]),
+            date=values["date"],
+        )
+        return replace(empty, trials=tuple(_trial(empty, json.loads(line)) for line in lines))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+
+
+def write_recording(recording: Recording, path: Path) -> None:
+    """Write a file; one that is there is replaced once the new one is complete. Equal recordings make equal files.
+
+    Raises `StorageError` where it cannot be written.
+    """
+    text = "\n".join([recording.header_line(), *map(recording.trial_line, recording.trials), ""])
+    try:
+        with written_aside(path) as aside:
+            aside.write_bytes(gzip.compress(text.encode(), mtime=0))
+    except OSError as error:
+        raise unwritable(path, error) from error
+
+
+def read_recording(path: str | os.PathLike[str]) -> Recording:
+    """Read a file. Raises `StorageError` where it cannot be read or is no recording."""
+    try:
+        header, *lines = gzip.decompress(Path(path).read_bytes()).decode().splitlines()
+        return recording_of(header, lines)
+    except (EOFError, ValueError, zlib.error, gzip.BadGzipFile) as error:
+        reason = " ".join(str(error).split())
+        raise StorageError(f"{path} is not a recording ({reason}); make one with hadagen record") from error
+    except OSError as error:
+        raise StorageError(f"{path} cannot be read: {error.strerror}; name a file of hadagen record") from error
+
+
+def _line(values: Mapping[str, Any]) -> str:
+    return json.dumps(values, separators=(",", ":"))
+
+
+def _trial(recording: Recording, values: Mapping[str, Any]) -> Trial:
+    return Trial(
+        problem=recording.problem,
+        arch=recording.arch,
+        # Those that came later have their defaults.
+        knobs=Knobs.from_dict(dict(zip(recording.ranges, values["knobs"], strict=True))).to_dict(),
+        outcome=Outcome(values["outcome"]),
+        provenance=Provenance.MEASURED,
+        detail=values["detail"],
+        errors=values["errors"],
+        timings=tuple(_timings(recording.cells, values["us"])),
+        environment=recording.environment,
+        date=recording.date,
+        seconds=values["seconds"],
+    )
+
+
+def _us(timing: Timing) -> tuple[float, float, float, float]:
+    """The times as they stand in a file, and as a `Timing` takes them."""
+    return timing.us, timing.us_low, timing.us_high, timing.copy_us
+
+
+def _timings(cells: Iterable[Cell], times: Iterable[tuple[float, float, float, float] | None]) -> Iterator[Timing]:
+    for cell, us in zip(cells, times, strict=False):
+        if us is not None:
+            yield Timing(*cell, *us)
