@@ -5,8 +5,9 @@
 
 `data/bench_h100.csv` is one run of `hadagen bench --csv` with the libraries we compare with installed; until it is
 there, `data/peers_h100.csv` has their times of another day. `data/h100.csv` is written by `hadagen bundle export` from
-the shipped bundle, `data/between_h100.csv` by `hadagen between --csv`, `data/calls_h100.json` by `hadagen calls --json`,
-and `data/search.json` by `compare_search.py`. Drawing needs matplotlib (pip install 'hadagen[docs]'); checking does not.
+the shipped bundle, `data/between_h100.csv` by `hadagen between --csv`, `data/calls_h100.json` by `hadagen calls
+--json`, and `data/search.json` by `compare_search.py`. Drawing needs matplotlib (pip install 'hadagen[docs]'); checking
+does not.
 """
 
 from __future__ import annotations

@@ -207,11 +207,11 @@ def _exchange(plan: Plan, step: Exchange) -> dict[str, Any]:
             else:
                 slot[name][source] = target.index - 2 if target.kind == "reg" else room + target.index
     changes = _sum(*(_scatter(name, bits) for name, bits in across.items()))
-    place = "place" if changes else "lane"
+    at = "place" if changes else "lane"
     lane_bytes = {
-        "linear": f"{place} * {16 * step.planes}",
-        "padded": f"{place} * 32 + {place} / 4 * 16",
-        "swizzled": f"{place} * 32",
+        "linear": f"{at} * {16 * step.planes}",
+        "padded": f"{at} * 32 + {at} / 4 * 16",
+        "swizzled": f"{at} * 32",
     }
     return {
         "offset": plan.exchange_offset(step),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -68,11 +68,11 @@ class Space:
         with a persistent grid that has the next tile under way. First come, of each size of cluster in turn, tiles of a
         row, or of `LEAST_CHUNKS` where rows are short, with about as many chunks as warps. Float32 needs three times
         the mma, so there each comes with shuffles too."""
-        shapes: dict[int, list[Knobs]] = {cluster: [] for cluster in self.arch.search["cluster"]}
+        shapes: dict[int, list[Knobs]] = defaultdict(list)
         for shape in product(*(self.arch.search[name] for name in SHAPE)):
             tile = Knobs.from_dict(PROVEN.to_dict() | dict(zip(SHAPE, shape, strict=True)))
             shapes[tile.cluster].append(tile)
-        in_turn = zip_longest(*(sorted(tiles, key=self._oddity) for tiles in shapes.values()))
+        in_turn = zip_longest(*(sorted(shapes[cluster], key=self._oddity) for cluster in sorted(shapes)))
         kinds = ("mma", "shuffle") if self.problem.dtype is DType.FLOAT32 else (PROVEN.low_bits,)
         found: dict[Knobs, None] = {}
         for shaped, low_bits in product(filter(None, chain.from_iterable(in_turn)), kinds):
