@@ -33,7 +33,7 @@ FEW: dict[str, tuple[int | str, ...]] = {
     "warps": (1, 2, 4, 8),
     "cluster": (1,),
     "accumulator": ("fp32",),
-    "butterfly_carrier": ("packed",),
+    "butterfly_carrier": ("packed", "fp32"),
     "load": ("plain", "cp_async"),
     "stages": (1, 2),
     "min_blocks": (1, 2),

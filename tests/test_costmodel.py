@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from hadagen.arch import load_arch
 from hadagen.codegen import Source
 from hadagen.costmodel import Estimate, copy_us, resident_blocks
-from hadagen.knobs import Knobs
+from hadagen.knobs import Knobs, plan_of
 from hadagen.launch import LaunchSpec
 from hadagen.measure import Candidate, Cell, all_cells
-from hadagen.plan import Plan
+from hadagen.plan import CHUNK_BITS, Plan
 from hadagen.problem import DType, Numerics, Problem
 from hadagen.space import Space, build_plan
 from hadagen.trial import ELEMENT_BUCKETS, Cache, Destination, Kernel, Outcome, Provenance, Trial
@@ -74,18 +74,20 @@ def estimates_and_times() -> list[tuple[int, float, float]]:
     for line in MEASURED.strip().splitlines()[1:]:
         numerics, n, elements, destination, cache, chunks, warps, blocks, us = line.split()
         problem = Problem(int(n), DType.FLOAT16, Numerics(numerics))
-        form = "fp32" if problem.numerics is Numerics.ACCURATE else "packed"
-        wanted = {
-            "chunks": int(chunks),
-            "warps": int(warps),
-            "cluster": int(blocks),
-            "mma_carrier": "split" if form == "fp32" else "packed",
-            "butterfly_carrier": form,
-            "exchange_carrier": form,
-            "shared_layout": "swizzled",
-        }
-        knobs = next(Space(problem, SM90).nearest(Knobs().to_dict() | wanted))
-        estimate = Estimate(build_plan(problem, knobs, SM90), SM90)
+        wide = problem.numerics is Numerics.ACCURATE
+        far = wide and problem.n > int(chunks) << CHUNK_BITS
+        knobs = Knobs(
+            int(chunks),
+            int(warps),
+            int(blocks),
+            low_bits="mma" if problem.log2_n >= CHUNK_BITS else "mma_shuffle",
+            mma_carrier="split" if wide and problem.log2_n >= CHUNK_BITS else "packed",
+            butterfly_carrier="fp32" if wide and problem.log2_n != CHUNK_BITS else "packed",
+            exchange_carrier="fp32" if far else "packed",
+            shared_layout="swizzled" if far else "linear",
+        )
+        # Not by `build_plan`, for some of the fast ones round more often than fast may.
+        estimate = Estimate(plan_of(problem, knobs, starts_early=True), SM90)
         rows.append((int(n), estimate.us(int(elements), Destination(destination), Cache(cache)), float(us)))
     return rows
 
@@ -150,17 +152,19 @@ def test_nothing_beats_a_copy(
 
 def test_occupancy_is_the_calculation_of_the_programming_guide() -> None:
     problem = Problem(4096, DType.FLOAT16, Numerics.FAST)
-    plan = build_plan(problem, Knobs(chunks=4, warps=4), SM90)
+    knobs = Knobs(chunks=4, warps=4, butterfly_carrier="fp32")
+    plan = build_plan(problem, knobs, SM90)
     assert plan.launch.threads == 128
     assert resident_blocks(plan, SM90, 32) == 16  # threads: 2048 / 128
     assert resident_blocks(plan, SM90, 57) == 8  # registers: 65536 / (64 · 128)
-    wide = build_plan(problem, Knobs(chunks=8, warps=4, load="bulk", grid="persistent", stages=2), SM90)
-    shared = 233472 // (wide.launch.shared_bytes + 1024)
-    assert resident_blocks(wide, SM90, 32) == shared < 16
+    staged = build_plan(problem, replace(knobs, chunks=8, load="bulk", grid="persistent", stages=2), SM90)
+    shared = 233472 // (staged.launch.shared_bytes + 1024)
+    assert resident_blocks(staged, SM90, 32) == shared < 16
 
 
 def test_fewer_registers_let_more_blocks_wait_for_memory_together() -> None:
-    plan = build_plan(Problem(4096, DType.FLOAT16, Numerics.FAST), Knobs(chunks=4, warps=4), SM90)
+    knobs = Knobs(chunks=4, warps=4, butterfly_carrier="fp32")
+    plan = build_plan(Problem(4096, DType.FLOAT16, Numerics.FAST), knobs, SM90)
     times = [Estimate(plan, SM90, registers).us(1 << 24, Destination.IN_PLACE, Cache.HOT) for registers in (32, 255)]
     assert times[0] < times[1]
 
@@ -217,7 +221,8 @@ def test_a_wrong_kernel_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
         return replace(source, text=source.text.replace("*= scale", "*= 1.5f * scale"))
 
     monkeypatch.setattr(estimate, "render", with_another_scale)
-    (trial,) = _run(Problem(64, DType.FLOAT16, Numerics.FAST), Knobs(low_bits="shuffle"))
+    knobs = Knobs(low_bits="shuffle", butterfly_carrier="fp32")
+    (trial,) = _run(Problem(64, DType.FLOAT16, Numerics.FAST), knobs)
     assert trial.outcome is Outcome.WRONG_ANSWER
     assert trial.timings == ()
     assert "relative error" in trial.detail
