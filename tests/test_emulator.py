@@ -7,6 +7,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 import pytest
@@ -62,6 +63,7 @@ def features(knobs: Knobs, plan: Plan) -> Iterator[tuple[object, ...]]:
     yield "order", k.order, k.low_bits, exchange
     yield "low bits", problem.n, k.low_bits, k.butterfly_carrier
     yield "exchange", problem.dtype, exchange, k.exchange_carrier, k.exchange_rounds, k.shared_layout
+    yield "far bits", problem.dtype, exchange, k.far_bits, k.far_lanes, k.exchange_carrier
     yield "exchange in a loop", exchange, k.load, k.grid
     yield "pipeline", exchange, k.load, k.grid, k.stages, ragged
     yield "store", k.store, ragged, problem.dtype.bytes
@@ -99,7 +101,17 @@ def test_the_variants_have_every_value_of_every_knob(variants: dict[Problem, lis
     chosen = [variant for some in variants.values() for variant in some]
     for name, values in ARCH.search.items():
         assert {getattr(variant.knobs, name) for variant in chosen} == set(values), name
-    assert {exchange_kind(variant.plan) for variant in chosen} == {"none", "block", "cluster", "two"}
+    for dtype in DType:
+        assert {
+            (exchange_kind(variant.plan), variant.knobs.far_bits, variant.knobs.far_lanes)
+            for variant in chosen
+            if variant.plan.problem.dtype is dtype
+        } == {
+            ("none", "registers", "shuffle"),
+            ("two", "registers", "shuffle"),
+            *product(("block", "cluster"), ("registers",), ("shuffle",)),
+            *product(("block", "cluster"), ("lanes",), ("shuffle", "mma")),
+        }
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.name)
@@ -144,6 +156,44 @@ def test_layouts_keep_a_wide_exchange_free_of_bank_conflicts(layout: str, confli
     # 16 accesses of a warp, each served in 4 wavefronts, or 8 where two lanes meet in a bank.
     assert (report.wavefronts, report.bank_conflicts) == (64 + conflicts, conflicts)
     assert (report.excess_sectors, report.uninitialized_reads) == (0, 0)
+
+
+EXCHANGES: dict[str, tuple[DType, dict[str, object]]] = {
+    "packed": (DType.FLOAT16, {}),
+    "packed, then mma": (DType.FLOAT16, {"far_lanes": "mma"}),
+    "fp32": (DType.FLOAT16, {"mma_carrier": "split", "exchange_carrier": "fp32", "shared_layout": "swizzled"}),
+    "fp32 in rounds": (DType.FLOAT16, {"mma_carrier": "split", "exchange_carrier": "fp32", "exchange_rounds": 2}),
+    "float32": (DType.FLOAT32, {"low_bits": "shuffle", "exchange_carrier": "fp32", "shared_layout": "swizzled"}),
+}
+
+
+@pytest.mark.parametrize(
+    ("chunks", "warps", "cluster", "lanes"),
+    [(4, 8, 1, 1), (2, 16, 1, 3), (1, 16, 1, 4), (4, 4, 2, 1), (2, 4, 4, 3), (1, 4, 4, 4)],
+)
+def test_an_exchange_with_lanes_is_free_of_bank_conflicts_and_stores_whole_sectors(
+    chunks: int, warps: int, cluster: int, lanes: int
+) -> None:
+    plans = []
+    for dtype, values in EXCHANGES.values():
+        if values.get("far_lanes") == "mma" and not (chunks > 1 and lanes >= 3):
+            continue
+        problem = Problem(256 * chunks * warps * cluster, dtype, Numerics.FAST)
+        knobs = {"chunks": chunks, "warps": warps, "cluster": cluster, "far_bits": "lanes", "butterfly_carrier": "fp32"}
+        plans.append(build_plan(problem, Knobs.from_dict(knobs | values), ARCH))
+    sources = [render(plan) for plan in plans]
+    module = compile_host(sources)
+    for plan, source in zip(plans, sources, strict=True):
+        (exchange,) = plan.exchanges
+        assert [near.kind for near, _ in exchange.pairs].count("lane") == lanes
+        assert exchange.crosses_blocks == (cluster > 1)
+        x = encode(plan.problem.dtype, np.zeros((2, plan.problem.n)))
+        report = module.run(source.entry, plan.launch, x, np.zeros_like(x), scale=1.0)
+        # Of each vector of 16 bytes, written and read.
+        vectors = 2 * x.size * (4 if exchange.carrier == "fp32" else 2) // 16
+        assert (report.wavefronts, report.bank_conflicts) == (vectors // 8, 0)
+        assert (report.sectors, report.excess_sectors) == (2 * x.nbytes // 32, 0)
+        assert (report.complaint, report.uninitialized_reads) == ("", 0)
 
 
 @pytest.mark.parametrize("rows_left_over", [1, 2, 3, 63, 127])
