@@ -452,6 +452,16 @@ CUTS_OFF = Case(
 )
 
 
+TAKES_POWERS = Case(
+    "takes_powers",
+    """float scale = as_float(load16(in + 16 * t).word[0]);
+    const u32 a = take_power(scale);
+    const float once = scale;
+    const u32 b = take_power(scale);
+    store16(out + 16 * t, Vec16{{a, as_word(once), b, as_word(scale)}});""",
+)
+
+
 # Kernels of elements one by one: thread t moves t - 4 elements of its vector, or all, the last first.
 COUNTED = [
     Case(f"{name}_{dtype.value}", body, dtype=dtype)
@@ -556,7 +566,7 @@ ROWS_STOPPED = {
 @cache
 def module() -> HostModule:
     cases = [*GOOD, *RACES, *STOPPED, *CONFLICTS.values(), WASTEFUL, SPREAD, FORGETFUL, REPETITIVE, LATE, *ARITHMETIC]
-    cases += [CUTS_OFF, *COUNTED, ALIGNED, *ROWS.values(), *ROWS_STOPPED, UNEVEN_ROWS, LATE_ROWS]
+    cases += [CUTS_OFF, TAKES_POWERS, *COUNTED, ALIGNED, *ROWS.values(), *ROWS_STOPPED, UNEVEN_ROWS, LATE_ROWS]
     return compile_host([case.source for case in cases])
 
 
@@ -750,6 +760,29 @@ def test_high_halves_are_what_is_left_when_the_low_ones_are_cut_off() -> None:
     x = random_bits(4096)
     result, _ = run(CUTS_OFF, x)
     assert np.array_equal(result.reshape(-1, 8)[:, :4], x.reshape(-1, 8)[:, 1::2])
+
+
+def test_powers_are_taken_of_a_scale_until_none_is_left_or_least() -> None:
+    """Each a power of two, at most 1 and at least 2^-4, as near to the scale as that, so that sums of 16 do not grow;
+    and what is left times those taken is the scale, to the last bit and of its sign."""
+    random, steps = np.random.default_rng(0), range(-140, 101)
+    sizes = [np.ldexp(factor, power) for power in steps for factor in (1.0, random.uniform(1.0, 2.0), 2.0 - 2.0**-23)]
+    sizes += [2.0**-149, np.finfo(np.float32).max, 0.0]
+    scales = np.array([sign * size for size in sizes for sign in (1.0, -1.0)], np.float32)
+    scales = np.append(scales, np.zeros(-len(scales) % 32, np.float32))
+    words = np.zeros((len(scales), 4), np.uint32)
+    words[:, 0] = scales.view(np.uint32)
+    result = run(TAKES_POWERS, words.view(np.uint16).reshape(-1))[0].reshape(-1, 8).view(np.uint32)
+    powers, left = result[:, [0, 2]], np.ascontiguousarray(result[:, [1, 3]]).view(np.float32)
+    assert (powers >> 16 == 0).all()
+    taken = decode(DType.BFLOAT16, powers.astype(np.uint16))
+    before = scales
+    for at in range(2):
+        nearest = 2.0 ** np.clip(np.frexp(np.abs(before).astype(np.float64))[1] - 1.0, -4, 0)
+        assert np.array_equal(taken[:, at], np.where(before == 0, 2.0**-4, nearest))
+        assert np.array_equal(taken[:, at] * left[:, at], before.astype(np.float64))
+        before = left[:, at]
+    assert np.array_equal(np.signbit(left), np.signbit(np.stack((scales, scales), axis=1)))
 
 
 @dtypes

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -11,13 +13,33 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from spaces import ARCH, families, space_of
 
+from hadagen.bits import decode, encode
+from hadagen.codegen import render
+from hadagen.emulator import compile_host
 from hadagen.errors import UsageError
 from hadagen.knobs import Knobs
 from hadagen.layout import LANE_BITS, PAIR, lane, reg, warp
 from hadagen.legality import SHAPE
-from hadagen.plan import Butterfly, Correct, Exchange, Mma, Plan, Round, Scale, Shuffle, Transpose, interpret
-from hadagen.problem import DType, Numerics, Problem
-from hadagen.reference import hadamard
+from hadagen.plan import (
+    PACKED,
+    Butterfly,
+    Correct,
+    Exchange,
+    Load,
+    Mma,
+    Plan,
+    Round,
+    Scale,
+    Shuffle,
+    Step,
+    Store,
+    Transpose,
+    Widen,
+    interpret,
+    roundings,
+)
+from hadagen.problem import HADACORE_ERROR, ROUNDING_ERROR, DType, Numerics, Problem
+from hadagen.reference import hadamard, relative_error, verification_scale
 from hadagen.space import build_plan
 
 LANES = [lane(j) for j in range(LANE_BITS)]
@@ -26,8 +48,8 @@ KINDS = [(DType.FLOAT16, Numerics.FAST), (DType.FLOAT16, Numerics.ACCURATE), (DT
 
 
 @st.composite
-def plans(draw: st.DrawFn) -> Plan:
-    dtype, numerics = draw(st.sampled_from(KINDS))
+def plans(draw: st.DrawFn, kinds: Sequence[tuple[DType, Numerics]] = KINDS) -> Plan:
+    dtype, numerics = draw(st.sampled_from(kinds))
     problem = Problem(1 << draw(st.integers(1, 15)), dtype, numerics)
     wanted = {name: draw(st.sampled_from(values)) for name, values in ARCH.search.items()}
     return build_plan(problem, next(space_of(problem).nearest(wanted)), ARCH)
@@ -73,6 +95,82 @@ def test_accurate_rounds_once(plan: Plan) -> None:
             assert not {Mma, Butterfly, Shuffle, Scale, Exchange} & set(kinds[kinds.index(Round) :])
 
 
+# ---- how often it rounds ---------------------------------------------------------------------------------------------
+# Where packed values are summed, and where fp32 is rounded; but not where values are moved, widened or summed in fp32.
+LOAD, STORE, FLIP = Load("plain"), Store("plain"), Butterfly(reg(0))
+TURNED = Mma(2, accumulator=PACKED, turned=True)
+EXCHANGE = Exchange(((reg(2), warp(0)),), PACKED)
+
+
+@pytest.mark.parametrize(
+    ("steps", "count"),
+    [
+        ([LOAD, STORE], 0.0),
+        ([LOAD, Mma(0), Round(), STORE], 1.0),
+        ([LOAD, Mma(0), Mma(1, parts=2), Butterfly(reg(2)), Scale(), Round(), STORE], 1.0),
+        ([LOAD, Mma(0), Round(), Mma(1), Round(), STORE], 2.0),
+        ([LOAD, Mma(0, accumulator=PACKED), Mma(1, accumulator=PACKED), TURNED, STORE], 3.0),
+        ([LOAD, Mma(0, accumulator=PACKED), Correct(), Widen(), FLIP, Round(), Transpose(), STORE], 2.25),
+        ([LOAD, Mma(0), Round(), Transpose(), EXCHANGE, Widen(), FLIP, Shuffle(0), Round(), STORE], 2.0),
+        ([LOAD, FLIP, Shuffle(0), EXCHANGE, FLIP, STORE], 3 * 1.15),
+        ([LOAD, FLIP, Shuffle(0, widen=True), Shuffle(1), Round(), STORE], 1.15 + 1.0),
+        ([Load("plain", carrier="fp32"), FLIP, Mma(0, parts=3), Scale(), STORE], 0.0),
+    ],
+)
+def test_roundings_are_those_of_packed_values(steps: list[Step], count: float) -> None:
+    assert roundings(steps) == pytest.approx(count)
+
+
+@given(plans([(dtype, Numerics.FAST) for dtype in HADACORE_ERROR]))
+@settings(max_examples=100)
+def test_fast_rounds_no_more_often_than_its_bound_lets_it(plan: Plan) -> None:
+    problem, count = plan.problem, roundings(plan.steps)
+    assert 1.0 <= count <= problem.roundings + 0.05
+    assert ROUNDING_ERROR[problem.dtype] * math.sqrt(count) <= problem.error_bound
+
+
+@given(plans())
+@settings(max_examples=60)
+def test_accurate_counts_one_rounding_at_most(plan: Plan) -> None:
+    if plan.problem.numerics is Numerics.ACCURATE:
+        assert roundings(plan.steps) == (plan.problem.dtype is not DType.FLOAT32)
+
+
+# n, type, and knobs: of each way to round one.
+ROUNDING = [
+    (64, DType.BFLOAT16, {"low_bits": "shuffle", "butterfly_carrier": "fp32"}),
+    (256, DType.FLOAT16, {}),
+    (256, DType.BFLOAT16, {}),
+    (256, DType.FLOAT16, {"accumulator": "packed"}),
+    (128, DType.FLOAT16, {"low_bits": "mma_shuffle", "accumulator": "packed", "butterfly_carrier": "fp32"}),
+    (512, DType.FLOAT16, {"chunks": 2, "mma_carrier": "split"}),
+    (512, DType.FLOAT16, {"chunks": 2}),
+    (4096, DType.BFLOAT16, {"chunks": 4, "warps": 4, "butterfly_carrier": "fp32"}),
+    (8192, DType.FLOAT16, {"far_bits": "lanes", "far_lanes": "mma", "mma_carrier": "split", "chunks": 2, "warps": 16}),
+    (
+        32768,
+        DType.FLOAT16,
+        {"far_bits": "lanes", "accumulator": "packed", "butterfly_carrier": "fp32", "chunks": 4, "warps": 32},
+    ),
+]
+
+
+def test_the_error_is_that_of_as_many_roundings() -> None:
+    some = [build_plan(Problem(n, dtype, Numerics.FAST), Knobs(**knobs), ARCH) for n, dtype, knobs in ROUNDING]
+    assert {round(roundings(plan.steps), 2) for plan in some} == {1.0, 2.0, 2.15, 2.25, 3.0, 3.15, 4.0}
+    sources = [render(plan) for plan in some]
+    module = compile_host(sources)
+    for plan, source in zip(some, sources, strict=True):
+        problem, scale = plan.problem, verification_scale(plan.problem)
+        bits = encode(problem.dtype, np.random.default_rng(0).standard_normal(((1 << 17) // problem.n, problem.n)))
+        out = np.zeros_like(bits)
+        module.run(source.entry, plan.launch, bits, out, scale=scale)
+        error = relative_error(decode(problem.dtype, out), hadamard(decode(problem.dtype, bits), scale))
+        expected = ROUNDING_ERROR[problem.dtype] * math.sqrt(roundings(plan.steps))
+        assert error == pytest.approx(expected, rel=0.04), (source.entry, error / expected)
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
 def worked_example() -> Plan:
     """n = 4096 over 4 warps of 4 chunks, fast."""
     problem = Problem(4096, DType.FLOAT16, Numerics.FAST)
