@@ -112,7 +112,7 @@ def _only_recorded(field: Field) -> Any:
     def having(*chosen: bool) -> set[tuple[Any, ...]]:
         return {tuple(value for value, is_one in zip(variant, chosen, strict=True) if is_one) for variant in variants}
 
-    class OnlyRecorded(Constraint):  # type: ignore[misc]
+    class OnlyRecorded(Constraint):
         def __call__(self, variables: Any, domains: Any, assignments: Mapping[str, Any], *_: Any) -> bool:
             chosen = [name in assignments for name in names]
             return tuple(assignments[name] for name in names if name in assignments) in having(*chosen)
