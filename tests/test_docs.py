@@ -16,8 +16,8 @@ from command_line import succeed
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def load_refresh() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("refresh", ROOT / "docs" / "refresh.py")
+def load_script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
@@ -25,7 +25,7 @@ def load_refresh() -> ModuleType:
     return module
 
 
-refresh = load_refresh()
+refresh = load_script("refresh")
 
 
 @pytest.fixture
@@ -229,6 +229,19 @@ def test_the_curves_of_searches(documents: Path) -> None:
     ElementTree.fromstring(refresh.SEARCH_PICTURE.read_bytes())
     refresh.SEARCH.write_text(json.dumps({**data, "seeds": 10}))
     assert refresh.outdated() == ["search.md", "search.svg"]
+
+
+def test_a_comparison_without_recordings_or_kernel_tuner_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = load_script("compare_search")
+    monkeypatch.setattr("sys.argv", ["compare_search.py", str(tmp_path)])
+    with pytest.raises(SystemExit, match=r"holds no recordings .* make them with hadagen record"):
+        script.main()
+    (tmp_path / "a.jsonl.gz").touch()
+    monkeypatch.setattr(script.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="Kernel Tuner is not installed; install it with: pip install kernel-tuner"):
+        script.main()
 
 
 def test_without_a_table_there_is_nothing_to_refresh(documents: Path) -> None:

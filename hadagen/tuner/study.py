@@ -232,9 +232,12 @@ class Study:
         raise LookupError(f"all legal knobs of {self.problem.name} were tried")
 
     def _step(self, knobs: Knobs) -> dict[str, Any]:
-        """One or two knobs changed at random, legal or not."""
-        names = self._random.sample(KNOB_NAMES, self._random.randint(1, 2))
-        return knobs.to_dict() | {name: self._random.choice(self._space.arch.search[name]) for name in names}
+        """One or two knobs changed at random, legal or not; none if none has another value."""
+        searched = self._space.arch.search
+        values = {name: [value for value in searched[name] if value != getattr(knobs, name)] for name in KNOB_NAMES}
+        others = {name: some for name, some in values.items() if some}
+        names = self._random.sample(list(others), min(len(others), self._random.randint(1, 2)))
+        return knobs.to_dict() | {name: self._random.choice(others[name]) for name in names}
 
     def _result(self, knobs: Knobs, trial: Trial) -> FrozenTrial:
         """What Optuna is told. Where a trial failed, it is pruned and breaks a constraint: from these TPE learns."""
