@@ -19,7 +19,7 @@ from hadagen.emulator import compile_host
 from hadagen.errors import UsageError
 from hadagen.knobs import Knobs
 from hadagen.layout import LANE_BITS, PAIR, lane, reg, warp
-from hadagen.legality import SHAPE
+from hadagen.legality import ROUNDINGS_SPREAD, SHAPE
 from hadagen.plan import (
     PACKED,
     Butterfly,
@@ -96,7 +96,8 @@ def test_accurate_rounds_once(plan: Plan) -> None:
 
 
 # ---- how often it rounds ---------------------------------------------------------------------------------------------
-# Where packed values are summed, and where fp32 is rounded; but not where values are moved, widened or summed in fp32.
+# Where packed values are summed, and where fp32 is rounded, most where it is a sum of two rounded values; but not where
+# values are moved, widened or summed in fp32.
 LOAD, STORE, FLIP = Load("plain"), Store("plain"), Butterfly(reg(0))
 TURNED = Mma(2, accumulator=PACKED, turned=True)
 EXCHANGE = Exchange(((reg(2), warp(0)),), PACKED)
@@ -110,10 +111,10 @@ EXCHANGE = Exchange(((reg(2), warp(0)),), PACKED)
         ([LOAD, Mma(0), Mma(1, parts=2), Butterfly(reg(2)), Scale(), Round(), STORE], 1.0),
         ([LOAD, Mma(0), Round(), Mma(1), Round(), STORE], 2.0),
         ([LOAD, Mma(0, accumulator=PACKED), Mma(1, accumulator=PACKED), TURNED, STORE], 3.0),
-        ([LOAD, Mma(0, accumulator=PACKED), Correct(), Widen(), FLIP, Round(), Transpose(), STORE], 2.25),
-        ([LOAD, Mma(0), Round(), Transpose(), EXCHANGE, Widen(), FLIP, Shuffle(0), Round(), STORE], 2.0),
+        ([LOAD, Mma(0, accumulator=PACKED), Correct(), Widen(), FLIP, Round(), Transpose(), STORE], 2.25 + 0.17),
+        ([LOAD, Mma(0), Round(), Transpose(), EXCHANGE, Widen(), FLIP, Shuffle(0), Round(), STORE], 2.05),
         ([LOAD, FLIP, Shuffle(0), EXCHANGE, FLIP, STORE], 3 * 1.15),
-        ([LOAD, FLIP, Shuffle(0, widen=True), Shuffle(1), Round(), STORE], 1.15 + 1.0),
+        ([LOAD, FLIP, Shuffle(0, widen=True), Shuffle(1), Round(), STORE], 1.15 + 1.05),
         ([Load("plain", carrier="fp32"), FLIP, Mma(0, parts=3), Scale(), STORE], 0.0),
     ],
 )
@@ -125,7 +126,7 @@ def test_roundings_are_those_of_packed_values(steps: list[Step], count: float) -
 @settings(max_examples=100)
 def test_fast_rounds_no_more_often_than_its_bound_lets_it(plan: Plan) -> None:
     problem, count = plan.problem, roundings(plan.steps)
-    assert 1.0 <= count <= problem.roundings + 0.05
+    assert 1.0 <= count <= problem.roundings + ROUNDINGS_SPREAD
     assert ROUNDING_ERROR[problem.dtype] * math.sqrt(count) <= problem.error_bound
 
 
@@ -136,8 +137,7 @@ def test_accurate_counts_one_rounding_at_most(plan: Plan) -> None:
         assert roundings(plan.steps) == (plan.problem.dtype is not DType.FLOAT32)
 
 
-# n, type, and knobs: of each way to round one. But none rounds what one fp32 sum has made of two rounded values: half
-# of those lie in the middle between two, where rounding errs most, so that the error is up to 6 % larger.
+# n, type, and knobs: of each way to round one.
 ROUNDING = [
     (64, DType.BFLOAT16, {"low_bits": "shuffle", "butterfly_carrier": "fp32"}),
     (256, DType.FLOAT16, {}),
@@ -146,7 +146,8 @@ ROUNDING = [
     (128, DType.FLOAT16, {"low_bits": "mma_shuffle", "accumulator": "packed", "butterfly_carrier": "fp32"}),
     (512, DType.FLOAT16, {"chunks": 2, "mma_carrier": "split"}),
     (512, DType.FLOAT16, {"chunks": 2}),
-    (4096, DType.BFLOAT16, {"chunks": 4, "warps": 4, "butterfly_carrier": "fp32"}),
+    (512, DType.FLOAT16, {"chunks": 2, "accumulator": "packed", "butterfly_carrier": "fp32"}),
+    (4096, DType.BFLOAT16, {"far_bits": "lanes", "chunks": 2, "warps": 8, "butterfly_carrier": "fp32"}),
     (8192, DType.FLOAT16, {"far_bits": "lanes", "far_lanes": "mma", "mma_carrier": "split", "chunks": 2, "warps": 16}),
     (
         32768,
@@ -158,7 +159,7 @@ ROUNDING = [
 
 def test_the_error_is_that_of_as_many_roundings() -> None:
     some = [build_plan(Problem(n, dtype, Numerics.FAST), Knobs(**knobs), ARCH) for n, dtype, knobs in ROUNDING]
-    assert {round(roundings(plan.steps), 2) for plan in some} == {1.0, 2.0, 2.15, 2.25, 3.0, 3.15, 4.0}
+    assert {round(roundings(plan.steps), 2) for plan in some} == {1.0, 2.0, 2.15, 2.25, 3.0, 3.15, 3.17, 4.05}
     sources = [render(plan) for plan in some]
     module = compile_host(sources)
     for plan, source in zip(some, sources, strict=True):
@@ -175,7 +176,7 @@ def test_the_error_is_that_of_as_many_roundings() -> None:
 def worked_example() -> Plan:
     """n = 4096 over 4 warps of 4 chunks, fast."""
     problem = Problem(4096, DType.FLOAT16, Numerics.FAST)
-    return build_plan(problem, Knobs(chunks=4, warps=4, butterfly_carrier="fp32"), ARCH)
+    return build_plan(problem, Knobs(chunks=4, warps=4, butterfly_carrier="fp32", exchange_carrier="fp32"), ARCH)
 
 
 def changed(plan: Plan, index: int, *steps: object) -> Plan:
