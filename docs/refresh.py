@@ -3,11 +3,10 @@
     python docs/refresh.py            # write them
     python docs/refresh.py --check    # change nothing; fail, naming what is out of date
 
-`data/bench_h100.csv` is one run of `hadagen bench --csv` with the libraries we compare with installed; until it is
-there, `data/peers_h100.csv` has their times of another day. `data/h100.csv` is written by `hadagen bundle export` from
-the shipped bundle, `data/between_h100.csv` by `hadagen between --csv`, `data/calls_h100.json` by `hadagen calls
---json`, and `data/search.json` by `compare_search.py`. Drawing needs matplotlib (pip install 'hadagen[docs]'); checking
-does not.
+`data/bench_h100.csv` is one run of `hadagen bench --csv` with the libraries we compare with installed. `data/h100.csv`
+is written by `hadagen bundle export` from the shipped bundle, `data/between_h100.csv` by `hadagen between --csv`,
+`data/calls_h100.json` by `hadagen calls --json`, and `data/search.json` by `compare_search.py`. Drawing needs
+matplotlib (pip install 'hadagen[docs]'); checking does not.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from typing import Any, NamedTuple
 DOCS = Path(__file__).resolve().parent
 OURS = DOCS / "data" / "h100.csv"
 BENCH = DOCS / "data" / "bench_h100.csv"
-PEERS = DOCS / "data" / "peers_h100.csv"
 BETWEEN = DOCS / "data" / "between_h100.csv"
 PICTURE = DOCS / "assets" / "speed.svg"
 README = DOCS.parent / "README.md"
@@ -75,16 +73,12 @@ LIBRARIES = {
 PEER_NAMES = {"hadacore": "HadaCore", "fast_hadamard_transform": "fast-hadamard-transform"}
 
 METHOD = """\
+All of it is one run, in which everything at a cell is timed within the same seconds by the same method. Fractions are
+of the median of the fastest of four copy kernels.
 Launches are timed one right after another. Ours start while the one before still ends, which copies and the peers do
 not, and so may beat a copy where launches are short; after a kernel of another library that saves less, or nothing. The
 second table divides microseconds. Cells are all of a size from 64 K to 256 M elements, a type and a destination, with
 the input hot in L2 or cold, that both were timed at; fast-hadamard-transform loses most at small n."""
-ONE_RUN = """\
-All of it is one run, in which everything at a cell is timed within the same seconds by the same method. Fractions are
-of the median of the fastest of four copy kernels."""
-SEVERAL_DAYS = """\
-Fractions are of the median of the copies timed with the kernels: ours of the fastest of four copy kernels, the peers',
-measured on another day on the same kind of GPU, of one."""
 
 
 # Of our searches, and of Kernel Tuner's from the best on.
@@ -128,7 +122,7 @@ def read_times() -> Times:
             copies[_traffic(row)].append(float(row["copy_us"]))
         for row in rows:
             library = _library(row)
-            if path == OURS and BENCH in sources() and library in LIBRARIES:
+            if path == OURS and library in LIBRARIES:
                 continue  # timed by the bench too
             cell = Cell(row["dtype"], int(row["n"]), int(row["elements"]), row["destination"], row["cache"])
             us, error = float(row["us"]), row.get("error")
@@ -138,7 +132,7 @@ def read_times() -> Times:
 
 def sources() -> tuple[Path, Path]:
     """The tables that the times are read from."""
-    return OURS, BENCH if BENCH.exists() else PEERS
+    return OURS, BENCH
 
 
 def pitched(numerics: str) -> str:
@@ -164,9 +158,7 @@ def numbers(times: Times) -> str:
     """The README's picture and tables, in Markdown."""
     picture = f"![Speed over n as a fraction of a plain copy]({PICTURE.relative_to(README.parent)})"
     table = _table(times, REGIMES, {name: name for name in LIBRARIES})
-    method = f"{ONE_RUN if BENCH.exists() else SEVERAL_DAYS} {METHOD}"
-    parts = [picture, table, _comparison(times), _wrapped(method), _errors(times)]
-    return "\n\n".join(filter(None, parts))
+    return "\n\n".join([picture, table, _comparison(times), _wrapped(METHOD), _errors(times)])
 
 
 def _comparison(times: Times) -> str:
@@ -199,15 +191,13 @@ def _mean(ratios: Iterable[float]) -> str:
 
 
 def _errors(times: Times) -> str:
-    """The largest error at each n, of all that were timed there; "" where the tables have none."""
+    """The largest error at each n, of all that were timed there."""
     found: dict[tuple[str, str, int], float] = {}
     for name in LIBRARIES:
         for cell, time in times[name].items():
             if time.error is not None:
                 key = cell.dtype, name, cell.n
                 found[key] = max(time.error, found.get(key, 0.0))
-    if not found:
-        return ""
     lines = [
         "Relative error ‖out − ref‖ / ‖ref‖ against float64, in 10⁻⁴, on the same normal inputs in the same run:",
         "",
@@ -464,7 +454,7 @@ def outdated() -> list[str]:
     """Names of the files that do not say what the data says."""
     readme, performance = README.read_text(encoding="utf-8"), PERFORMANCE.read_text(encoding="utf-8")
     search = SEARCH_PAGE.read_text(encoding="utf-8")
-    times = read_times() if OURS.exists() else None
+    times = read_times() if all(path.exists() for path in sources()) else None
     wanted = {
         README.name: with_numbers(readme, numbers(times) if times else NO_DATA) == readme,
         PICTURE.name: not times or _is_drawn_from(PICTURE, *sources()),
@@ -486,8 +476,9 @@ def main(arguments: list[str]) -> None:
         return
     if arguments:
         raise SystemExit("usage: python docs/refresh.py [--check]")
-    if not OURS.exists():
-        raise SystemExit(f"{OURS} is missing; make it with hadagen bundle export")
+    for path, command in zip(sources(), ("hadagen bundle export", "hadagen bench --csv"), strict=True):
+        if not path.exists():
+            raise SystemExit(f"{path} is missing; make it with {command}")
     times = read_times()
     performance = PERFORMANCE.read_text(encoding="utf-8")
     PERFORMANCE.write_text(with_tables(performance, pitched_table(times)), encoding="utf-8")
