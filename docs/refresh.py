@@ -12,6 +12,7 @@ matplotlib (pip install 'hadagen[docs]'); checking does not.
 from __future__ import annotations
 
 import csv
+import gzip
 import hashlib
 import json
 import sys
@@ -29,6 +30,7 @@ BETWEEN = DOCS / "data" / "between_h100.csv"
 PICTURE = DOCS / "assets" / "speed.svg"
 README = DOCS.parent / "README.md"
 CALLS = DOCS / "data" / "calls_h100.json"
+RECORDINGS = DOCS / "data" / "recordings"
 PERFORMANCE = DOCS / "performance.md"
 
 SEARCH = DOCS / "data" / "search.json"
@@ -39,6 +41,7 @@ BEGIN, END = "<!-- numbers:begin -->", "<!-- numbers:end -->"
 CALLS_BEGIN, CALLS_END = "<!-- calls:begin -->", "<!-- calls:end -->"
 PITCHED_BEGIN, PITCHED_END = "<!-- pitched:begin -->", "<!-- pitched:end -->"
 BETWEEN_BEGIN, BETWEEN_END = "<!-- between:begin -->", "<!-- between:end -->"
+CHOICES_BEGIN, CHOICES_END = "<!-- choices:begin -->", "<!-- choices:end -->"
 SEARCH_BEGIN, SEARCH_END = "<!-- search:begin -->", "<!-- search:end -->"
 NO_DATA = "*No measured table has been committed yet.*"
 
@@ -81,6 +84,19 @@ second table divides microseconds. Cells are all of a size from 64 K to 256 M el
 the input hot in L2 or cold, that both were timed at; fast-hadamard-transform loses most at small n."""
 
 
+# Knob, its value without an idea and with it, as the table of what ideas are worth has them.
+CHOICES = (
+    ("cluster", 1, 8),
+    ("far_bits", "registers", "lanes"),
+    ("far_lanes", "shuffle", "mma"),
+    ("low_bits", "shuffle", "mma"),
+    ("exchange_carrier", "fp32", "packed"),
+    ("accumulator", "fp32", "packed"),
+    ("load", "plain", "cp_async"),
+    ("grid", "tiles", "persistent"),
+    ("order", "by_step", "by_chunk"),
+    ("store", "plain", "streaming"),
+)
 # Of our searches, and of Kernel Tuner's from the best on.
 SEARCH_COLORS = ("#1b6ac9", "#8a8f98"), ("#d9822b", "#e3b341", "#a05a2c")
 # Counts of evaluations that the table shows, and the least fraction that the picture does.
@@ -249,6 +265,48 @@ def _worst(rows: Iterable[Mapping[str, str]]) -> str:
     return f"{max(float(row['loss']) for row in rows):.1%}"
 
 
+def choices_table() -> str:
+    """What performance.md shows of how much faster the best kernel with an idea is than the best without, in Markdown:
+    for each recorded problem with kernels of both kinds, at each of its sizes."""
+    paths = sorted(RECORDINGS.glob("*.jsonl.gz"))
+    if not paths:
+        return NO_DATA
+    rows: dict[tuple[str, object, object], list[tuple[int, str]]] = defaultdict(list)
+    sizes: dict[int, None] = {}
+    for path in paths:
+        with gzip.open(path, "rt", encoding="utf-8") as file:
+            head, *trials = map(json.loads, file)
+        problem, knobs = head["problem"], list(head["ranges"])
+        elements = [count for count, _, _ in head["cells"]]
+        sizes |= dict.fromkeys(elements)
+        for choice in CHOICES:
+            knob, *values = choice
+            best = [_best_times(trials, knobs.index(knob), value) for value in values]
+            if all(best):
+                ratios = " | ".join(f"{without / with_it:.2f}" for without, with_it in zip(*best, strict=True))
+                kind = f"{problem['n']}, {problem['dtype']}, {problem['numerics']}"
+                rows[choice].append((problem["n"], f"{kind} | {ratios} |"))
+    lines = [
+        f"| idea | n | {' | '.join(map(_short, sizes))} |",
+        f"| --- | --- |{' ---: |' * len(sizes)}",
+    ]
+    for choice in CHOICES:
+        knob, without, with_it = choice
+        for number, (_, text) in enumerate(sorted(rows[choice])):
+            lines.append(f"| {'' if number else f'`{knob}`: {without} → {with_it}'} | {text}")
+    return "\n".join(lines)
+
+
+def _short(count: int) -> str:
+    return f"{count >> 20} M" if count >= 1 << 20 else f"{count >> 10} K"
+
+
+def _best_times(trials: Iterable[Mapping[str, Any]], place: int, value: object) -> list[float]:
+    """The least microseconds in each cell of the trials whose knob at that place has the value."""
+    times = [[us for us, *_ in trial["us"]] for trial in trials if trial["us"] and trial["knobs"][place] == value]
+    return [min(of_cell) for of_cell in zip(*times, strict=True)]
+
+
 def pitched_table(times: Times) -> str:
     """What performance.md shows of the speed of pitched rows, in Markdown."""
     libraries = {numerics: pitched(numerics) for numerics in ("fast", "accurate")}
@@ -358,9 +416,10 @@ def with_numbers(readme: str, text: str) -> str:
 
 
 def with_tables(document: str, of_pitched: str) -> str:
-    """performance.md with the tables of calls, of pitched rows and of what lies between, between their markers."""
+    """performance.md with its tables, each between its markers."""
     document = _between(PERFORMANCE, document, CALLS_BEGIN, call_table(), CALLS_END)
     document = _between(PERFORMANCE, document, BETWEEN_BEGIN, between_table(), BETWEEN_END)
+    document = _between(PERFORMANCE, document, CHOICES_BEGIN, choices_table(), CHOICES_END)
     return _between(PERFORMANCE, document, PITCHED_BEGIN, of_pitched, PITCHED_END)
 
 

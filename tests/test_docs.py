@@ -32,7 +32,7 @@ refresh = load_script("refresh")
 def documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A README and measured tables in which hadagen, fast, is everywhere twice as fast as its peers."""
     names = ("OURS", "BENCH", "BETWEEN", "PICTURE", "README", "CALLS", "PERFORMANCE")
-    for name in (*names, "SEARCH", "SEARCH_PAGE", "SEARCH_PICTURE"):
+    for name in (*names, "RECORDINGS", "SEARCH", "SEARCH_PAGE", "SEARCH_PICTURE"):
         monkeypatch.setattr(refresh, name, tmp_path / Path(getattr(refresh, name)).name)
     (tmp_path / "README.md").write_text(f"before\n{refresh.BEGIN}\nold\n{refresh.END}\nafter\n")
     blocks = [(getattr(refresh, f"{name}_BEGIN"), getattr(refresh, f"{name}_END")) for name in BLOCKS]
@@ -47,7 +47,7 @@ def documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-BLOCKS = ("CALLS", "BETWEEN", "PITCHED")
+BLOCKS = ("CALLS", "BETWEEN", "CHOICES", "PITCHED")
 
 
 def ours() -> list[dict[str, object]]:
