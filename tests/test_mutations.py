@@ -52,7 +52,7 @@ CHOICES: dict[str, tuple[Problem, Knobs]] = {
         ),
     ),
     "two exchanges": (
-        Problem(8192, BF16, Numerics.FAST),
+        Problem(8192, FP16, Numerics.FAST),
         Knobs(chunks=4, warps=4, cluster=2, butterfly_carrier="fp32", load="no_allocate"),
     ),
     "far bits in lanes, mma": (
