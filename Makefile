@@ -67,7 +67,7 @@ format: $(SETUP) ## rewrite the Python files in the house style
 	$(PY) -m ruff check --fix
 	$(PY) -m ruff format
 
-docs: $(SETUP) ## bring the README's numbers and picture up to date with docs/data
+docs: $(SETUP) ## bring the numbers and pictures of the documents up to date with docs/data
 	$(PY) docs/refresh.py
 
 wheel: $(SETUP) ## build dist/*.whl

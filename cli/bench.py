@@ -13,7 +13,7 @@ import click
 from hadagen.cli import options
 from hadagen.cli.device import measuring, refusal, report_failures
 from hadagen.cli.output import counted, print_json, print_table
-from hadagen.errors import DeviceError, UsageError
+from hadagen.errors import DeviceError
 from hadagen.trial import Outcome
 
 if TYPE_CHECKING:
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from hadagen.trial import Cache, Destination, Environment
     from hadagen.tuning_db.bundle import Bundle, BundleEntry
 
-MIN_ELEMENTS, MAX_ELEMENTS = 1 << 13, 1 << 28
-DEFAULT_ELEMENTS = "65536,1048576,8388608,67108864,268435456"
+DEFAULT_ELEMENTS = "64K,1M,8M,64M,256M"
 OURS = "hadagen"
 COLUMNS = (
     "library",
@@ -46,7 +45,12 @@ Row = dict[str, Any]  # by `COLUMNS`
 
 @click.command()
 @options.sizes
-@click.option("--elements", default=DEFAULT_ELEMENTS, show_default=True, help="Sizes of the input, rows times n.")
+@click.option(
+    "--elements",
+    default=DEFAULT_ELEMENTS,
+    show_default=True,
+    help="Sizes of the input, rows times n; K is 1024, M its square.",
+)
 @options.dtypes
 @options.contracts
 @options.pitched
@@ -88,7 +92,7 @@ def bench(
     if table:
         check_table_place(table)
     problems = options.make_problems(sizes, dtypes, contracts, pitched)
-    counts = _parse_elements(elements)
+    counts = options.parse_elements(elements)
     environment = device_environment(device)
     target = Device(options.arch_of(environment), environment.gpu)
     asked = product(problems, counts, options.destinations(inplace, out_of_place))
@@ -243,19 +247,6 @@ def _cell(row: Row | None, others: Mapping[tuple[Any, ...], Mapping[str, Row]]) 
         return "-"
     faster = (f" ×{other['us'] / row['us']:.2f}" for other in others.get(_place(row), {}).values())
     return f"{row['fraction_of_copy']:.2f}{''.join(faster)}"
-
-
-def _parse_elements(text: str) -> list[int]:
-    try:
-        counts = sorted({int(part) for part in text.split(",")})
-    except ValueError:
-        raise UsageError(f"--elements {text!r} is not a list of numbers; write for example 65536,8388608") from None
-    for count in counts:
-        if not MIN_ELEMENTS <= count <= MAX_ELEMENTS or count & (count - 1):
-            raise UsageError(
-                f"--elements {count} is not supported; give powers of two from {MIN_ELEMENTS} to {MAX_ELEMENTS}"
-            )
-    return counts
 
 
 def _short(elements: int) -> str:

@@ -15,7 +15,7 @@ from hadagen.errors import UsageError
 if TYPE_CHECKING:
     from hadagen.tuner.replay import Curve, Field
 
-# Counts of evaluations that the table shows, those that no budget exceeds.
+# Counts of evaluations that the table shows, as far as the largest budget goes.
 SHOWN = (1, 5, 10, 20, 30, 40, 50, 60, 80, 100, 150, 200, 300, 500, 1000)
 MOST_SEEDS = 1000
 

@@ -73,7 +73,7 @@ LIBRARIES = {
     "fast-hadamard-transform": "#8a8f98",
 }
 # Of others, name in the tables → in the documents.
-PEER_NAMES = {"hadacore": "HadaCore", "fast_hadamard_transform": "fast-hadamard-transform"}
+PEER_NAMES = {"fast_hadamard_transform": "fast-hadamard-transform"}
 
 METHOD = """\
 All of it is one run, in which everything at a cell is timed within the same seconds by the same method. Fractions are
@@ -157,16 +157,15 @@ def pitched(numerics: str) -> str:
 
 
 def _library(row: Mapping[str, str]) -> str:
-    if not row.get("numerics"):
-        name = row.get("library") or row["kernel"]
-        return PEER_NAMES.get(name, name)
+    if not row["numerics"]:
+        return PEER_NAMES.get(row["library"], row["library"])
     return pitched(row["numerics"]) if row["pitched"] == "1" else f"hadagen, {row['numerics']}"
 
 
 def _traffic(row: Mapping[str, str]) -> tuple[object, ...]:
     """What tells the copies beside the times apart: bytes and places. Of pitched rows a quarter is left out, if that is
     an element."""
-    pitched = row.get("pitched") == "1" and int(row["n"]) >= 4
+    pitched = row["pitched"] == "1" and int(row["n"]) >= 4
     return pitched, int(row["elements"]) * DTYPE_BYTES[row["dtype"]], row["destination"], row["cache"]
 
 

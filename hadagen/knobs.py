@@ -57,7 +57,7 @@ class Knobs:
     shared_layout: str = "linear"  # linear, padded or swizzled
     order: str = "by_step"  # each step over all chunks, or runs of steps chunk by chunk, which need fewer registers
     load: str = "plain"  # plain, no_allocate, cp_async or bulk
-    grid: str = "tiles"  # a block per tile, or a persistent grid that loops over tiles
+    grid: str = "tiles"  # a block or cluster per tile, or persistent blocks that loop over tiles
     stages: int = 1  # tiles under way in a persistent grid
     store: str = "plain"  # plain or streaming
     min_blocks: int = 1  # blocks per SM the compiler must leave registers for; fewer let it overlap more

@@ -235,7 +235,7 @@ def _(c: Context, k: Knobs) -> str | None:
 
 @_rule("cluster", "grid")
 def _(c: Context, k: Knobs) -> str | None:
-    # None of 240 winners in clusters looped, for these are of few rows.
+    # Clusters win where rows are few, and then there is nothing to loop over.
     loops = k.cluster > 1 and k.grid == "persistent"
     return "clusters take one tile each (grid must be tiles)" if loops else None
 

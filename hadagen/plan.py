@@ -132,7 +132,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Scale:
-    """Multiplies by the scale, or by what `Mma` steps took no power of two of."""
+    """Multiplies by the scale, or by what is left of it where `Mma` steps took powers of two."""
 
 
 @dataclass(frozen=True)

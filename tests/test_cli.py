@@ -58,7 +58,10 @@ def database(tmp_path: Path) -> Path:
 # ---- help ------------------------------------------------------------------------------------------------------------
 def test_without_arguments_the_commands_are_listed() -> None:
     assert succeed() == succeed("--help")
-    for command in ("tune", "best", "list", "emit", "space", "bench", "between", "bundle", "doctor"):
+    for command in (
+        *("tune", "best", "list", "emit", "space", "bench", "between", "calls"),
+        *("bundle", "record", "replay", "doctor"),
+    ):
         assert f"  {command} " in succeed()
         assert "Usage: " in succeed(command, "--help")
 
@@ -103,7 +106,7 @@ WRONG = {
     ("tune", "--db", "mysql://host/db"): "database mysql is not supported; name a file or a postgresql:// URL",
     ("bench", "--n", "12"): "n = 12 is not supported",
     ("bench", "--elements", "1000"): "--elements 1000 is not supported; give powers of two from 8192 to 268435456",
-    ("bench", "--elements", "many"): "--elements 'many' is not a list of numbers; write for example 65536,8388608",
+    ("bench", "--elements", "many"): "--elements 'many' is not a size; write for example 65536,1M",
 }
 
 

@@ -151,8 +151,8 @@ def test_nothing_beats_a_copy(
 
 
 def test_occupancy_is_the_calculation_of_the_programming_guide() -> None:
-    problem = Problem(256, DType.FLOAT16, Numerics.FAST)
-    knobs = Knobs(chunks=4, warps=4)
+    problem = Problem(4096, DType.FLOAT16, Numerics.FAST)
+    knobs = Knobs(chunks=4, warps=4, mma_carrier="split", butterfly_carrier="fp32")
     plan = build_plan(problem, knobs, SM90)
     assert plan.launch.threads == 128
     assert resident_blocks(plan, SM90, 32) == 16  # threads: 2048 / 128
@@ -163,7 +163,7 @@ def test_occupancy_is_the_calculation_of_the_programming_guide() -> None:
 
 
 def test_fewer_registers_let_more_blocks_wait_for_memory_together() -> None:
-    knobs = Knobs(chunks=4, warps=4, butterfly_carrier="fp32", exchange_carrier="fp32")
+    knobs = Knobs(chunks=4, warps=4, mma_carrier="split", butterfly_carrier="fp32")
     plan = build_plan(Problem(4096, DType.FLOAT16, Numerics.FAST), knobs, SM90)
     times = [Estimate(plan, SM90, registers).us(1 << 24, Destination.IN_PLACE, Cache.HOT) for registers in (32, 255)]
     assert times[0] < times[1]
