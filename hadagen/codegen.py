@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from itertools import starmap
 from typing import Any
 
 import jinja2
@@ -197,17 +198,15 @@ def _exchange(plan: Plan, step: Exchange) -> dict[str, Any]:
         ("rank", [cta(j) for j in range(plan.cta_bits)]),
         ("lane", [place for place in moves if place.kind == "lane"]),
     ):
-        for bit, place in enumerate(places):
-            target = moves.get(place, place)
-            source = place.index if name == "lane" else bit
+        for place in places:
+            bit, target = _number(place), moves.get(place, place)
             if target.kind == "lane":
-                across[name][source] = target.index
+                across[name][bit] = _number(target)
             elif target.kind == "cta":
-                rank[name][source] = target.index
+                rank[name][bit] = _number(target)
             else:
-                slot[name][source] = target.index - 2 if target.kind == "reg" else room + target.index
-    changes = _sum(*(_scatter(name, bits) for name, bits in across.items()))
-    at = "place" if changes else "lane"
+                slot[name][bit] = _number(target) + (room if target.kind == "warp" else 0)
+    at = _lane_of_slot(step)
     lane_bytes = {
         "linear": f"{at} * {16 * step.planes}",
         "padded": f"{at} * 32 + {at} / 4 * 16",
@@ -219,7 +218,7 @@ def _exchange(plan: Plan, step: Exchange) -> dict[str, Any]:
         "slot_thread": _sum(*(_scatter(name, slot[name]) for name in ("warp", "rank", "lane"))) or "0",
         "slot_chunk": _scatter("c", slot["c"]) or "0",
         "slot_read": f"warp * {1 << room}" if plan.warp_bits else "0",
-        "place": f"lane ^ ({changes})" if changes else "",
+        "place": f"lane ^ ({_sum(*starmap(_scatter, across.items()))})" if step.changes_lanes else "",
         "lane_bytes": lane_bytes[step.shared_layout],
         "remote": step.crosses_blocks,
         "rank": _sum(*(_scatter(name, rank[name]) for name in ("rank", "lane", "c"))),
@@ -259,10 +258,19 @@ def _crossed_bytes(plan: Plan, step: Exchange) -> int:
     return step.planes * (512 << (plan.chunk_bits + plan.warp_bits))
 
 
+def _number(place: Place) -> int:
+    """Which bit it is of what its index expression names; of the chunk number where it is a register."""
+    return place.index - 2 if place.kind == "reg" else place.index
+
+
+def _lane_of_slot(step: Exchange) -> str:
+    """What a kernel calls the place in a slot where the vectors of a lane lie."""
+    return "place" if step.changes_lanes else "lane"
+
+
 def _plane_offset(step: Exchange, plane: int) -> str:
     if step.shared_layout == "swizzled":
-        place = "place" if any(near.kind == "lane" for near, _ in step.pairs) else "lane"
-        return f" + 16 * ({place} / 4 % 2 ^ {plane})"
+        return f" + 16 * ({_lane_of_slot(step)} / 4 % 2 ^ {plane})"
     return f" + {16 * plane}" if plane else ""
 
 

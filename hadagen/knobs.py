@@ -154,17 +154,13 @@ def _low_bits(problem: Problem, knobs: Knobs) -> list[Step]:
     if knobs.low_bits == "mma_shuffle":
         # Bits 5 6 7 are left at pair, lane0, lane1, and bit 2 at reg1.
         steps: list[Step] = [Mma(0, accumulator=knobs.accumulator, factor=first)]
-        convert = _Converter(steps)
         if _scales_in_mma(problem, knobs):
-            convert.to(PACKED)
             steps.append(Correct())
-        convert.to(knobs.butterfly_carrier)
+        _Converter(steps).to(FP32)
         rest: list[Step] = [Butterfly(reg(1)), Butterfly(PAIR), Shuffle(0), Shuffle(1)]
         return steps + rest[: bits - 4]
     inside: list[Step] = [Butterfly(PAIR), Butterfly(reg(0)), Butterfly(reg(1))]
     across = range(max(0, min(bits - len(inside), LANE_BITS)))
-    if knobs.butterfly_carrier == PACKED:
-        return [*inside[:bits], *(Shuffle(j) for j in across)]
     if not across or wide_range(problem.dtype):  # it is scaled as soon as it is wide
         return [Widen(), *inside[:bits], *(Shuffle(j) for j in across)]
     return [*(Shuffle(j, widen=j == 0) for j in across), *inside]
@@ -207,7 +203,7 @@ def _scales_in_mma(problem: Problem, knobs: Knobs) -> bool:
         return False  # for the sake of scales of any size
     if knobs.low_bits == "mma":
         return knobs.mma_carrier == PACKED
-    return knobs.low_bits == "mma_shuffle" and PACKED in (knobs.accumulator, knobs.butterfly_carrier)
+    return knobs.accumulator == PACKED
 
 
 def exchanges_of(problem: Problem, knobs: Knobs) -> list[tuple[tuple[Place, Place], ...]]:
@@ -255,9 +251,7 @@ def _with_scale(problem: Problem, knobs: Knobs, steps: list[Step]) -> list[Step]
         return [*steps[:after], Scale(), *steps[after:]]
     if _Converter(steps).carrier == FP32:
         steps = [*steps, Round()]
-    wide = [i for i in range(after, len(steps)) if _Converter(steps[:i]).carrier == FP32]
-    if not wide:
-        return [*steps[:after], Widen(), Scale(), Round(), *steps[after:]]
-    rounds = next(i for i in range(wide[0], len(steps)) if isinstance(steps[i], Round))
-    at = wide[0] if wide_range(problem.dtype) else rounds
+    wide = next(i for i in range(after, len(steps)) if _Converter(steps[:i]).carrier == FP32)
+    rounds = next(i for i in range(wide, len(steps)) if isinstance(steps[i], Round))
+    at = wide if wide_range(problem.dtype) else rounds
     return [*steps[:at], Scale(), *steps[at:]]

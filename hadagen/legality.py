@@ -66,6 +66,11 @@ def _has_exchange(c: Context, k: Knobs) -> bool:
     return c.problem.n > k.chunks << CHUNK_BITS
 
 
+def _lanes(c: Context, k: Knobs) -> int:
+    """How many bits of warps and blocks are left for lanes once each chunk bit is exchanged with one; below 1: none."""
+    return c.bits - CHUNK_BITS - 2 * log2(k.chunks)
+
+
 def _has_butterflies(c: Context, k: Knobs) -> bool:
     return k.low_bits != "mma" or c.bits > CHUNK_BITS
 
@@ -94,12 +99,10 @@ def _(c: Context, k: Knobs) -> str | None:
 
 @_rule(*SHAPE, "far_bits")
 def _(c: Context, k: Knobs) -> str | None:
-    far = c.bits - CHUNK_BITS - log2(k.chunks)  # bits
     if k.far_bits == LANES:
-        if far <= log2(k.chunks):
+        if _lanes(c, k) <= 0:
             return "register bits are enough to exchange with (far_bits must be registers)"
-        lanes = far - log2(k.chunks)
-        if lanes > MAX_EXCHANGED_LANES:
+        if _lanes(c, k) > MAX_EXCHANGED_LANES:
             return f"more than {MAX_EXCHANGED_LANES} lane bits to exchange with (take more chunks)"
         return None
     if not _has_exchange(c, k):
@@ -139,7 +142,7 @@ def _(c: Context, k: Knobs) -> str | None:
         return None
     if k.far_bits != LANES or k.low_bits != "mma":
         return "no bit comes to lanes after an mma (far_lanes must be shuffle)"
-    few = k.chunks == 1 or c.bits - CHUNK_BITS - 2 * log2(k.chunks) < 3
+    few = k.chunks == 1 or _lanes(c, k) < 3
     return "an mma needs three bits in lanes and one in registers (far_lanes must be shuffle)" if few else None
 
 
@@ -172,6 +175,8 @@ def _(c: Context, k: Knobs) -> str | None:
     accurate = c.problem.numerics is Numerics.ACCURATE
     if accurate and _has_butterflies(c, k):
         return "accurate may not round between butterflies (butterfly_carrier must be fp32)"
+    if k.low_bits != "mma":
+        return "packed shuffles and butterflies round too often (butterfly_carrier must be fp32, or low_bits mma)"
     return None
 
 

@@ -118,6 +118,10 @@ class Exchange:
         return any(far.kind == "cta" for _, far in self.pairs)
 
     @property
+    def changes_lanes(self) -> bool:
+        return any(near.kind == "lane" for near, _ in self.pairs)
+
+    @property
     def planes(self) -> int:
         """16-byte vectors of one chunk that a thread exchanges in one round."""
         return (2 if self.carrier == FP32 else 1) // self.rounds
@@ -394,6 +398,8 @@ def _check(plan: Plan) -> None:
             needs = PACKED if step.parts == 1 else FP32
         elif isinstance(step, Shuffle) and step.widen:
             needs = PACKED
+        elif isinstance(step, Butterfly) and step.place == PAIR:
+            needs = FP32  # the two values of a pair are one operand
         elif isinstance(step, Exchange):
             needs = step.carrier
         if carrier != needs:

@@ -78,7 +78,7 @@ def test_every_n_equals_the_explicit_matrix(log2_n: int, dtype: DType, numerics:
 def test_each_bit_is_transformed_once_and_stored_where_it_belongs(plan: Plan) -> None:
     stored = plan.placements[-1]
     assert all(stored.bit_at(place) == plan.loaded.bit_at(place) for place in (PAIR, reg(0), reg(1)))
-    neighbors = [lane(0)] if any(near.kind == "lane" for step in plan.exchanges for near, _ in step.pairs) else LANES
+    neighbors = [lane(0)] if any(step.changes_lanes for step in plan.exchanges) else LANES
     assert all(stored.bit_at(place) == plan.loaded.bit_at(place) for place in neighbors)
     assert sorted(stored.places) == sorted(plan.loaded.places)
     named = [bits for line in plan.describe() for bits in re.findall(r": bits? ([\d ]+)", line)]
@@ -227,6 +227,14 @@ def test_what_would_be_computed_twice_or_displaced_is_refused() -> None:
     exchange = next(i for i, step in enumerate(plan.steps) if isinstance(step, Exchange))
     with pytest.raises(UsageError):
         changed(plan, exchange, Exchange(((reg(2), warp(0)),), "packed"))
+
+
+def test_no_butterfly_is_between_the_packed_values_of_a_pair() -> None:
+    plan = build_plan(Problem(512, DType.FLOAT16, Numerics.FAST), Knobs(chunks=2), ARCH)
+    packed = next(i for i, step in enumerate(plan.steps) if isinstance(step, Butterfly))
+    assert plan.carriers[packed] == PACKED
+    with pytest.raises(UsageError, match="needs fp32 values but finds packed"):
+        changed(plan, packed, plan.steps[packed], Butterfly(PAIR))
 
 
 def test_accurate_refuses_a_round_between_steps() -> None:
