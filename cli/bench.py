@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from hadagen.cli import options
-from hadagen.cli.device import measuring, refusal, report_failures
+from hadagen.cli.device import measuring, no_kernels, refusal, report_failures
 from hadagen.cli.output import counted, print_json, print_table
 from hadagen.errors import DeviceError
 from hadagen.trial import Outcome
@@ -41,6 +41,8 @@ COLUMNS = (
     "kernel",
 )
 Row = dict[str, Any]  # by `COLUMNS`
+# In a table, what is not written as it is.
+FORMS = {"us": ".3f", "copy_us": ".3f", "fraction_of_copy": ".3f", "error": ".3e", "kernel": ".12"}
 
 
 @click.command()
@@ -59,7 +61,7 @@ Row = dict[str, Any]  # by `COLUMNS`
 @click.option("--hot", is_flag=True, help="Time with the data in L2, up to twice its size.")
 @click.option("--cold", is_flag=True, help="Time with the data in device memory, from 65536 elements on.")
 @options.device
-@click.option("--csv", "table", type=click.Path(path_type=Path), metavar="FILE", help="Write all numbers to FILE too.")
+@options.table
 @options.as_json
 def bench(
     sizes: tuple[str, ...],
@@ -87,7 +89,7 @@ def bench(
     from hadagen.measure import device_environment
     from hadagen.runtime.device import Device
     from hadagen.trial import Cache
-    from hadagen.tuning_db.table import check_table_place
+    from hadagen.tuning_db.table import check_table_place, write_table
 
     if table:
         check_table_place(table)
@@ -99,10 +101,10 @@ def bench(
     caches = [cache for cache, wanted in ((Cache.HOT, hot), (Cache.COLD, cold)) if wanted]
     choices = list(_choose(asked, caches, target, environment.l2_bytes))
     if not choices:
-        raise DeviceError(f"no bundle has kernels for {target.gpu} ({target.arch}); run hadagen tune on this machine")
+        raise no_kernels(target)
     rows, failures = _time(choices, environment, device)
     if rows and table:
-        _write(table, rows)
+        write_table(table, COLUMNS, rows, FORMS)
     if rows and as_json:
         print_json({"gpu": environment.gpu, "driver": environment.driver, "results": rows})
     elif rows:
@@ -199,16 +201,6 @@ def _row(
     place = problem.dtype.value, int(problem.pitched), cell.elements, problem.n, cell.destination.value
     times = cell.cache.value, us, copy_us, copy_us / us
     return dict(zip(COLUMNS, (library, numerics, *place, *times, error, kernel), strict=True))
-
-
-def _write(path: Path, rows: Iterable[Row]) -> None:
-    """As `docs/data` has it: microseconds with three digits after the point."""
-    from hadagen.tuning_db.table import write_table
-
-    forms = {"us": ".3f", "copy_us": ".3f", "fraction_of_copy": ".3f", "error": ".3e", "kernel": ".12"}
-    write_table(
-        path, COLUMNS, ({name: format(value, forms.get(name, "")) for name, value in row.items()} for row in rows)
-    )
 
 
 def _print(gpu: str, rows: Sequence[Row], by_regime: bool) -> None:

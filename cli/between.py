@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from hadagen.cli import options
-from hadagen.cli.device import measuring, refusal, report_failures
+from hadagen.cli.device import measuring, no_kernels, refusal, report_failures
 from hadagen.cli.output import PROBLEM_HEADERS, counted, print_json, print_table
 from hadagen.errors import DeviceError, UsageError
 from hadagen.trial import Outcome
@@ -60,7 +60,7 @@ FORMS = {"us": ".3f", "best_us": ".3f", "loss": ".4f", "kernel": ".12", "best_ke
 @options.out_of_place
 @click.option("--db", metavar="PATH|URL", help="Tuning database whose best trials on this GPU compete too.")
 @options.device
-@click.option("--csv", "table", type=click.Path(path_type=Path), metavar="FILE", help="Write all numbers to FILE too.")
+@options.table
 @options.as_json
 def between(
     sizes: tuple[str, ...],
@@ -100,9 +100,7 @@ def between(
         fields = [_field(problem, counts, ways, target, environment.l2_bytes, store) for problem in problems]
         fields = [field for field in fields if field.places]
         if not fields:
-            raise DeviceError(
-                f"no bundle has kernels for {target.gpu} ({target.arch}); run hadagen tune on this machine"
-            )
+            raise no_kernels(target)
         with measuring(environment, device) as runner:
             for field in counted(fields, "timing"):
                 try:
@@ -116,8 +114,7 @@ def between(
     if rows:
         summary = {"geometric_mean_loss": geometric_mean(1 + loss for loss in losses) - 1, "worst_loss": max(losses)}
         if table:
-            forms = [(name, FORMS.get(name, "")) for name in COLUMNS]
-            write_table(table, COLUMNS, ({name: format(row[name], form) for name, form in forms} for row in rows))
+            write_table(table, COLUMNS, rows, FORMS)
         if as_json:
             print_json({"gpu": environment.gpu, "driver": environment.driver, **summary, "results": rows})
         else:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from hadagen.arch import Arch
     from hadagen.measure import Answer, DeviceRunner
     from hadagen.problem import Problem
+    from hadagen.runtime.device import Device
     from hadagen.toolchain import Toolchain
     from hadagen.trial import Environment
 
@@ -29,6 +30,11 @@ def find_gpu(index: int | None) -> Environment | None:
         if index is not None:
             raise
         return None
+
+
+def no_kernels(target: Device) -> DeviceError:
+    """That calls on a device find nothing to run."""
+    return DeviceError(f"no bundle has kernels for {target.gpu} ({target.arch}); run hadagen tune on this machine")
 
 
 def refusal(problem: Problem, digest: str, answer: Answer) -> str:

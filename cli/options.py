@@ -77,6 +77,9 @@ db = click.option(
     metavar="PATH|URL",
     help="Tuning database: a file or a postgresql:// URL.  [default: tuning.db in hadagen's data directory]",
 )
+table = click.option(
+    "--csv", "table", type=click.Path(path_type=Path), metavar="FILE", help="Write all numbers to FILE too."
+)
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
@@ -100,11 +103,12 @@ def problem(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def make_problems(
-    sizes: Iterable[str], dtypes: Iterable[str], contracts: Iterable[str], pitched: bool
+    sizes: Iterable[str], dtypes: Iterable[str], contracts: Iterable[str], pitched: bool | None
 ) -> list[Problem]:
-    """The problems that options name, each once. Raises `UsageError`."""
-    named = product(parse_sizes(sizes), dtypes, contracts)
-    return list(dict.fromkeys(make_problem(*parts, pitched) for parts in named))
+    """The problems that options name, each once; of both kinds of rows where `pitched` is None. Raises `UsageError`."""
+    kinds = (False, True) if pitched is None else (pitched,)
+    named = product(parse_sizes(sizes), dtypes, contracts, kinds)
+    return list(dict.fromkeys(make_problem(*parts) for parts in named))
 
 
 def destinations(inplace: bool, out_of_place: bool) -> list[Destination]:
@@ -146,9 +150,7 @@ def problems(command: Callable[..., None]) -> Callable[..., None]:
         pitched: bool | None,
         **others: Any,
     ) -> None:
-        kinds = (False, True) if pitched is None else (pitched,)
-        named = product(parse_sizes(sizes), dtypes, contracts, kinds)
-        command(problems=list(dict.fromkeys(make_problem(*parts) for parts in named)), **others)
+        command(problems=make_problems(sizes, dtypes, contracts, pitched), **others)
 
     return with_problems
 

@@ -51,14 +51,21 @@ def check_table_place(path: str | os.PathLike[str]) -> None:
     check_place(path, "a table", lambda header: not header.startswith(SQLITE_MAGIC))
 
 
-def write_table(path: str | os.PathLike[str], columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
+def write_table(
+    path: str | os.PathLike[str],
+    columns: Sequence[str],
+    rows: Iterable[Mapping[str, Any]],
+    forms: Mapping[str, str] | None = None,
+) -> None:
     """Write rows as CSV, where a column that a row lacks is empty. A file that is there is replaced once the new one is
-    complete. Raises `StorageError` where it cannot be written."""
+    complete. `forms`: format specifications of columns that are not written as they are. Raises `StorageError` where it
+    cannot be written."""
+    forms = forms or {}
     try:
         with written_aside(path) as aside, aside.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, columns, lineterminator="\n")
             writer.writeheader()
-            writer.writerows(rows)
+            writer.writerows({**row, **{name: format(row[name], form) for name, form in forms.items()}} for row in rows)
     except OSError as error:
         raise unwritable(path, error) from error
 

@@ -19,14 +19,12 @@ from hadagen.driver import LoadedKernel
 from hadagen.measure.cells import Cell
 from hadagen.measure.messages import Answer, Compare, Comparison, Place, Rank, Ranking, Standing, Times
 from hadagen.measure.peer import Peer, Peers, calls_of
-from hadagen.measure.timing import Graph, Stopwatch, Work, transform_work
+from hadagen.measure.timing import GRAPHS, Graph, Stopwatch, Work, transform_work
 from hadagen.measure.verify import Verifier
 from hadagen.measure.yardstick import Yardstick
 from hadagen.problem import Problem
 from hadagen.trial import Destination, Kernel, Outcome
 
-# Graphs of each that are timed; the faster counts, for now and then all replays of one take a third longer.
-_GRAPHS = 2
 _REPLAYS = 5
 # A call that takes milliseconds is timed as well by fewer.
 _FEW_REPLAYS = 2
@@ -123,7 +121,7 @@ class Contests:
                 replays = _FEW_REPLAYS if us * launches > _LONG_US else _REPLAYS
                 lanes[peer.name] = partial(self._peers.graph, calls, launches), replays
         found = dict.fromkeys(lanes, math.inf)
-        for _ in range(_GRAPHS):
+        for _ in range(GRAPHS):
             samples = self._stopwatch.sample([(make, traffic, replays) for make, replays in lanes.values()])
             for name, sample in zip(lanes, samples, strict=True):
                 found[name] = min(found[name], sample.us)
@@ -168,7 +166,7 @@ class Contests:
     ) -> dict[int, dict[Cell, float]]:
         """µs of those kernels in each cell of a place: of two races, with graphs of their own, the less."""
         found: dict[int, dict[Cell, float]] = {i: {} for i in racing}
-        for _ in range(_GRAPHS):
+        for _ in range(GRAPHS):
             for cell, _ in place.cells:
                 samples = self._stopwatch.race([kernels[i] for i in racing], works[cell], replays)
                 for i, sample in zip(racing, samples, strict=True):

@@ -8,12 +8,10 @@ from collections.abc import Iterable, Sequence
 
 from hadagen.driver import LoadedKernel
 from hadagen.measure.cells import Traffic
-from hadagen.measure.timing import Stopwatch, copy_work
+from hadagen.measure.timing import GRAPHS, Stopwatch, copy_work
 
 # Copy times are no older than this when they are written beside a kernel's.
 _YARDSTICK_LIFE_S = 20.0
-# Graphs of a copy that are timed; the faster counts, for now and then all replays of one take a third longer.
-_YARDSTICK_GRAPHS = 2
 
 
 class Yardstick:
@@ -43,6 +41,6 @@ class Yardstick:
 
     def _time(self, copy: LoadedKernel, traffics: Sequence[Traffic]) -> dict[Traffic, float]:
         works = [copy_work(traffic) for traffic in traffics]
-        rounds = [self._stopwatch.time(copy, works, self._replays) for _ in range(_YARDSTICK_GRAPHS)]
+        rounds = [self._stopwatch.time(copy, works, self._replays) for _ in range(GRAPHS)]
         times = zip(*rounds, strict=True)
         return {traffic: min(sample.us for sample in samples) for traffic, samples in zip(traffics, times, strict=True)}

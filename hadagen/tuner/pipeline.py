@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
@@ -66,8 +66,10 @@ def failed_trial(problem: Problem, knobs: Knobs, failure: BuildFailure, arch: Ar
     )
 
 
-def same_kernel_trial(first: Trial, candidate: Candidate) -> Trial:
-    """The trial of knobs that compile to the kernel that other knobs had before."""
+def same_kernel_trial(candidate: Candidate, of_kernel: Mapping[KernelKey, Trial]) -> Trial:
+    """The trial of knobs that compile to the kernel that other knobs had before, whose trial is among `of_kernel`."""
+    assert candidate.kernel is not None
+    first = of_kernel[kernel_key(candidate.problem, candidate.kernel)]
     return replace(
         first,
         knobs=candidate.knobs,

@@ -225,9 +225,7 @@ class _Recorder:
             self._finish(result)
         else:
             for candidate in result.built.known:
-                assert candidate.kernel is not None
-                first = self._of_kernel[kernel_key(candidate.problem, candidate.kernel)]
-                self._finish(same_kernel_trial(first, candidate))
+                self._finish(same_kernel_trial(candidate, self._of_kernel))
             return True
         return False
 

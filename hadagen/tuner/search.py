@@ -330,9 +330,7 @@ class _Search:
             self._finish(result)
         else:
             for candidate in result.built.known:
-                assert candidate.kernel is not None
-                first = self._of_kernel[kernel_key(candidate.problem, candidate.kernel)]
-                self._finish(same_kernel_trial(first, candidate))
+                self._finish(same_kernel_trial(candidate, self._of_kernel))
             self._under_way -= 1
             self._refill(pipeline)
 
