@@ -19,6 +19,7 @@ import sys
 import textwrap
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from itertools import product
 from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any, NamedTuple
@@ -65,6 +66,7 @@ PITCHED_REGIMES = (
 COMMON_N, NOISE, LAYER = 128, 0.02, 1 << 23
 ERROR_DTYPES = ("float16", "bfloat16")
 COLUMNS = (16, 128, 512, 1024, 4096, 8192, 16384, 32768)
+SIDES = "l" + "r" * len(COLUMNS)  # of a table that has them
 # Name in the documents → color.
 LIBRARIES = {
     "hadagen, fast": "#1b6ac9",
@@ -178,11 +180,16 @@ def numbers(times: Times) -> str:
 
 def _comparison(times: Times) -> str:
     """How many times as fast as each peer, by microseconds over all cells that both have, and where not."""
-    lines = [
-        f"| as fast as … (geometric mean) | all cells | in L2, to {LAYER >> 20} M elements | n ≥ {COMMON_N} "
-        f"| behind by more than {NOISE:.0%} | worst cell |",
-        "| --- | ---: | ---: | ---: | ---: | --- |",
+    layers, common = f"in L2, to {LAYER >> 20} M elements", f"n ≥ {COMMON_N}"
+    head = [
+        "as fast as … (geometric mean)",
+        "all cells",
+        layers,
+        common,
+        f"behind by more than {NOISE:.0%}",
+        "worst cell",
     ]
+    rows = []
     for numerics in ("accurate", "fast"):
         mine = times[f"hadagen, {numerics}"]
         for name in ("HadaCore", "fast-hadamard-transform"):
@@ -193,11 +200,16 @@ def _comparison(times: Times) -> str:
             large = [ratio for cell, ratio in ratios.items() if cell.n >= COMMON_N]
             behind = sum(ratio < 1 - NOISE for ratio in ratios.values())
             worst = min(ratios, key=ratios.__getitem__)
-            means = " | ".join(_mean(some) for some in (ratios.values(), layer, large))
-            lines.append(
-                f"| `{numerics}` / {name} | {means} | {behind} of {len(ratios)} cells | {ratios[worst]:.2f}: {worst} |"
-            )
-    return "\n".join(lines)
+            means = map(_mean, (ratios.values(), layer, large))
+            behind_of = f"{behind} of {len(ratios)} cells"
+            rows.append([f"`{numerics}` / {name}", *means, behind_of, f"{ratios[worst]:.2f}: {worst}"])
+    return _grid("lrrrrl", head, rows)
+
+
+def _grid(sides: str, head: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
+    """A table in Markdown. `sides`: l or r for each column, where its text stands."""
+    rule = ("---" if side == "l" else "---:" for side in sides)
+    return "\n".join(f"| {' | '.join(map(str, row))} |" for row in (head, rule, *rows))
 
 
 def _mean(ratios: Iterable[float]) -> str:
@@ -213,17 +225,16 @@ def _errors(times: Times) -> str:
             if time.error is not None:
                 key = cell.dtype, name, cell.n
                 found[key] = max(time.error, found.get(key, 0.0))
-    lines = [
-        "Relative error ‖out − ref‖ / ‖ref‖ against float64, in 10⁻⁴, on the same normal inputs in the same run:",
-        "",
-        f"| n = | {' | '.join(map(str, COLUMNS))} |",
-        f"| --- |{' ---: |' * len(COLUMNS)}",
-    ]
-    for dtype, name in dict.fromkeys((dtype, name) for dtype in ERROR_DTYPES for name in LIBRARIES):
-        errors = (found.get((dtype, name, n)) for n in COLUMNS)
-        cells = " | ".join("–" if error is None else f"{error * 1e4:.2f}" for error in errors)
-        lines.append(f"| {dtype}: {name} | {cells} |")
-    return "\n".join(lines)
+    text = "Relative error ‖out − ref‖ / ‖ref‖ against float64, in 10⁻⁴, on the same normal inputs in the same run:"
+    rows = (
+        [f"{dtype}: {name}", *(_number(found.get((dtype, name, n)), 1e4) for n in COLUMNS)]
+        for dtype, name in product(ERROR_DTYPES, LIBRARIES)
+    )
+    return f"{text}\n\n{_grid(SIDES, ['n =', *COLUMNS], rows)}"
+
+
+def _number(value: float | None, times: float = 1.0) -> str:
+    return "–" if value is None else f"{value * times:.2f}"
 
 
 def between_table() -> str:
@@ -236,20 +247,18 @@ def between_table() -> str:
     for row in rows:
         problems[row["n"], row["dtype"], row["numerics"], row["pitched"]].append(row)
     counts = len(rows) / len(problems)
-    lines = [
+    text = (
         f"On a {rows[0]['gpu']}, over {len(problems)} problems with {counts:.0f} row counts each, a call loses "
-        f"{_loss(rows)} (geometric mean) to the best variant known, and {_worst(rows)} where it loses most:",
-        "",
-        "| n | dtype | numerics | variants | loss, geometric mean | worst | at rows |",
-        "| ---: | --- | --- | ---: | ---: | ---: | --- |",
-    ]
+        f"{_loss(rows)} (geometric mean) to the best variant known, and {_worst(rows)} where it loses most:"
+    )
+    head = ("n", "dtype", "numerics", "variants", "loss, geometric mean", "worst", "at rows")
+    lines = []
     for (n, dtype, numerics, is_pitched), found in problems.items():
         worst = max(found, key=lambda row: float(row["loss"]))
         kind = f"{numerics}, pitched" if is_pitched == "1" else numerics
         place = f"{worst['rows']}, {worst['destination']}"
-        lines.append(f"| {n} | {dtype} | {kind} | {worst['variants']} | {_loss(found)} | {_worst(found)} | {place} |")
-    lines[0] = _wrapped(lines[0])
-    return "\n".join(lines)
+        lines.append((n, dtype, kind, worst["variants"], _loss(found), _worst(found), place))
+    return f"{_wrapped(text)}\n\n{_grid('rllrrrl', head, lines)}"
 
 
 def _wrapped(text: str) -> str:
@@ -266,44 +275,46 @@ def _worst(rows: Iterable[Mapping[str, str]]) -> str:
 
 def choices_table() -> str:
     """What performance.md shows of how much faster the best kernel with an idea is than the best without, in Markdown:
-    for each recorded problem with kernels of both kinds, at each of its sizes."""
-    paths = sorted(RECORDINGS.glob("*.jsonl.gz"))
-    if not paths:
-        return NO_DATA
-    rows: dict[tuple[str, object, object], list[tuple[int, str]]] = defaultdict(list)
-    sizes: dict[int, None] = {}
-    for path in paths:
+    for each recorded problem with kernels of both kinds, at each size that was recorded."""
+    recordings = []
+    for path in sorted(RECORDINGS.glob("*.jsonl.gz")):
         with gzip.open(path, "rt", encoding="utf-8") as file:
             head, *trials = map(json.loads, file)
-        problem, knobs = head["problem"], list(head["ranges"])
-        elements = [count for count, _, _ in head["cells"]]
-        sizes |= dict.fromkeys(elements)
-        for choice in CHOICES:
-            knob, *values = choice
-            best = [_best_times(trials, knobs.index(knob), value) for value in values]
-            if all(best):
-                ratios = " | ".join(f"{without / with_it:.2f}" for without, with_it in zip(*best, strict=True))
-                kind = f"{problem['n']}, {problem['dtype']}, {problem['numerics']}"
-                rows[choice].append((problem["n"], f"{kind} | {ratios} |"))
-    lines = [
-        f"| idea | n | {' | '.join(map(_short, sizes))} |",
-        f"| --- | --- |{' ---: |' * len(sizes)}",
-    ]
-    for choice in CHOICES:
-        knob, without, with_it = choice
-        for number, (_, text) in enumerate(sorted(rows[choice])):
-            lines.append(f"| {'' if number else f'`{knob}`: {without} → {with_it}'} | {text}")
-    return "\n".join(lines)
+        recordings.append((head, trials))
+    if not recordings:
+        return NO_DATA
+    recordings.sort(key=lambda recording: recording[0]["problem"]["n"])
+    sizes = sorted({elements for head, _ in recordings for elements, _, _ in head["cells"]})
+    rows = []
+    for knob, without, with_it in CHOICES:
+        idea = f"`{knob}`: {without} → {with_it}"
+        for head, trials in recordings:
+            before, after = (_best_times(head, trials, knob, value) for value in (without, with_it))
+            if before and after:
+                problem = head["problem"]
+                ratios = (_number(before[size] / after[size] if size in before else None) for size in sizes)
+                rows.append([idea, f"{problem['n']}, {problem['dtype']}, {problem['numerics']}", *ratios])
+                idea = ""  # once is enough
+    return _grid("ll" + "r" * len(sizes), ["idea", "n", *map(_short, sizes)], rows)
 
 
 def _short(count: int) -> str:
     return f"{count >> 20} M" if count >= 1 << 20 else f"{count >> 10} K"
 
 
-def _best_times(trials: Iterable[Mapping[str, Any]], place: int, value: object) -> list[float]:
-    """The least microseconds in each cell of the trials whose knob at that place has the value."""
-    times = [[us for us, *_ in trial["us"]] for trial in trials if trial["us"] and trial["knobs"][place] == value]
-    return [min(of_cell) for of_cell in zip(*times, strict=True)]
+def _best_times(
+    head: Mapping[str, Any], trials: Iterable[Mapping[str, Any]], knob: str, value: object
+) -> dict[int, float]:
+    """By element count, the least microseconds of a recording's trials whose knob has the value; {} where none has."""
+    names = list(head["ranges"])
+    best: dict[int, float] = {}
+    if knob not in names:  # it came later
+        return best
+    for trial in trials:
+        if trial["us"] and trial["knobs"][names.index(knob)] == value:
+            for (elements, _, _), (us, *_) in zip(head["cells"], trial["us"], strict=True):
+                best[elements] = min(us, best.get(elements, us))
+    return best
 
 
 def pitched_table(times: Times) -> str:
@@ -313,14 +324,11 @@ def pitched_table(times: Times) -> str:
 
 
 def _table(times: Times, regimes: Iterable[tuple[str, int, str]], libraries: Mapping[str, str]) -> str:
-    header = " | ".join(str(n) for n in COLUMNS)
-    lines = [f"| {DTYPE}, {DESTINATION}, fraction of copy; n = | {header} |", f"| --- |{' ---: |' * len(COLUMNS)}"]
-    for title, elements, cache in regimes:
-        for name, library in libraries.items():
-            found = (times[library].get(Cell(DTYPE, n, elements, DESTINATION, cache)) for n in COLUMNS)
-            cells = " | ".join("–" if time is None else f"{time.fraction_of_copy:.2f}" for time in found)
-            lines.append(f"| {title}: {name} | {cells} |")
-    return "\n".join(lines)
+    rows = []
+    for (title, elements, cache), (name, library) in product(regimes, libraries.items()):
+        found = (times[library].get(Cell(DTYPE, n, elements, DESTINATION, cache)) for n in COLUMNS)
+        rows.append([f"{title}: {name}", *(_number(time and time.fraction_of_copy) for time in found)])
+    return _grid(SIDES, [f"{DTYPE}, {DESTINATION}, fraction of copy; n =", *COLUMNS], rows)
 
 
 def call_table() -> str:
@@ -330,10 +338,9 @@ def call_table() -> str:
     data = json.loads(CALLS.read_text(encoding="utf-8"))
     versions = f"Python {data['python']} and PyTorch {data['torch']}"
     head = f"On a {data['gpu']}, with {versions}, for a {data['tensor']} tensor:"
-    calls = [f"| {name} | {us:.1f} |" for name, us in data["us"].items()]
-    once = [f"| {name} | {ms:.0f} |" for name, ms in data["ms"].items()]
-    rule = "| --- | ---: |"
-    return "\n".join([head, "", "| call | µs |", rule, *calls, "", "| once in a process | ms |", rule, *once])
+    calls = _grid("lr", ["call", "µs"], ((name, f"{us:.1f}") for name, us in data["us"].items()))
+    once = _grid("lr", ["once in a process", "ms"], ((name, f"{ms:.0f}") for name, ms in data["ms"].items()))
+    return f"{head}\n\n{calls}\n\n{once}"
 
 
 class Searches(NamedTuple):
@@ -367,15 +374,14 @@ def search_numbers() -> str:
     searches = Searches.read()
     data, problems = searches.data, searches.data["problems"]
     environment, versions = data["environment"], data["versions"]
-    head = " | ".join(searches.labels)
-    rule = " ---: |" * len(searches.labels)
+    sides = "r" * len(searches.labels)
     longest = max(problem["budget"] for problem in problems)
     counts = [count for count in EVALUATIONS if count < longest]
-    rows = [f"| {count} | {_fractions(curve[count - 1] for curve in searches.curves)} |" for count in counts]
+    rows = [(count, *_fractions(curve[count - 1] for curve in searches.curves)) for count in counts]
+    rows.append(("**budget**", *_fractions(curve[-1] for curve in searches.curves)))
     all_searches = [*data["hadagen"].values(), *data["kernel_tuner"].values()]
     by_problem = [
-        f"| {problem['name']} | {problem['variants']} | {problem['budget']} "
-        f"| {_fractions(search['at_budget'][i] for search in all_searches)} |"
+        (problem["name"], problem["variants"], problem["budget"], *_fractions(s["at_budget"][i] for s in all_searches))
         for i, problem in enumerate(problems)
     ]
     others = ", ".join(f"{name} {value:.3f}" for name, value in data["kernel_tuner_others"].items())
@@ -386,22 +392,17 @@ def search_numbers() -> str:
             f"Recorded on a {environment['gpu']} (driver {environment['driver']}, nvcc {environment['nvcc']}); "
             f"{data['seeds']} seeds; Optuna {versions['optuna']}, Kernel Tuner {versions['kernel_tuner']}.",
             "",
-            f"| evaluations | {head} |",
-            f"| --- |{rule}",
-            *rows,
-            f"| **budget** | {_fractions(curve[-1] for curve in searches.curves)} |",
+            _grid("l" + sides, ["evaluations", *searches.labels], rows),
             "",
-            f"| after its budget | variants | budget | {head} |",
-            f"| --- | ---: | ---: |{rule}",
-            *by_problem,
+            _grid("lrr" + sides, ["after its budget", "variants", "budget", *searches.labels], by_problem),
             "",
             f"Kernel Tuner's other strategies, after the budget: {others or 'none'}.",
         ]
     )
 
 
-def _fractions(values: Iterable[float]) -> str:
-    return " | ".join(f"{value:.3f}" for value in values)
+def _fractions(values: Iterable[float]) -> list[str]:
+    return [f"{value:.3f}" for value in values]
 
 
 def with_search(document: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import importlib.util
 import json
 import re
@@ -156,6 +157,30 @@ def test_what_lies_between(documents: Path) -> None:
     assert "On a NVIDIA H100, over 2 problems with 2 row counts each, a call loses 4.9% (geometric mean)" in words
     assert "known, and 21.0% where it loses most:" in words
     assert "| 64 | float16 | fast | 9 | 10.0% | 21.0% | 5, in-place |\n| 128 | float16 | fast | 9 | 0.0% |" in text
+
+
+def test_what_the_ideas_are_worth(documents: Path) -> None:
+    """The best kernel with an idea against the best without, size by size; of recordings that know its knob."""
+    pytest.importorskip("matplotlib", reason="drawing needs the docs extra")
+    refresh.main([])
+    refresh.RECORDINGS.mkdir()
+    problem = {"dtype": "float16", "numerics": "fast"}
+    cells = [[1 << 16, "in-place", "hot"], [1 << 20, "in-place", "hot"]]
+    trials = [("plain", [4.0, 8.0]), ("plain", [5.0, 6.0]), ("cp_async", [2.0, 9.0]), ("cp_async", [3.0, 8.0])]
+    failed = {"knobs": [1, "cp_async"], "us": []}
+    for n, knob in ((4096, "load"), (128, "load"), (64, "another")):
+        head = {"problem": {**problem, "n": n}, "ranges": {"warps": [1], knob: []}, "cells": cells[: 2 - (n == 128)]}
+        lines = [{"knobs": [1, load], "us": [[us] * 4 for us in times[: len(head["cells"])]]} for load, times in trials]
+        with gzip.open(refresh.RECORDINGS / f"n{n}.jsonl.gz", "wt") as file:
+            file.write("\n".join(json.dumps(line) for line in (head, *lines, failed)))
+    assert refresh.outdated() == ["performance.md"]
+    refresh.main([])
+    assert refresh.outdated() == []
+    first = "| `load`: plain → cp_async | 128, float16, fast | 2.00 | – |"
+    table = (
+        f"| idea | n | 64 K | 1 M |\n| --- | --- | ---: | ---: |\n{first}\n|  | 4096, float16, fast | 2.00 | 0.75 |\n"
+    )
+    assert f"{refresh.CHOICES_BEGIN}\n{table}{refresh.CHOICES_END}" in (documents / "performance.md").read_text()
 
 
 def test_the_cost_of_calls(documents: Path) -> None:
