@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -34,7 +35,7 @@ from hadagen.tuner import (
     search,
     tune,
 )
-from hadagen.tuner.study import by_cells_led, leaders_of, scores
+from hadagen.tuner.study import by_cells_led, leaders_of, scores, step_from
 from hadagen.tuning_db.store import Store
 from hadagen.tuning_db.winners import best_by_cell
 
@@ -214,6 +215,19 @@ def test_knobs_with_a_known_kernel_share_its_trial(store: Store) -> None:
         assert trial.errors
         measured = (trial.problem, trial.knobs) in runner.asked
         assert trial.detail.startswith("same kernel as") != measured
+        assert bool(trial.seconds) == measured
+
+
+def test_a_step_changes_one_or_two_knobs_that_have_another_value() -> None:
+    choose, start = random.Random(0), Knobs(warps=4)
+    narrow = arch().narrowed({name: values[:1] for name, values in arch().search.items() if name != "warps"})
+    for target, knobs, most in ((arch(), start, 2), (narrow, start, 1), (narrow.narrowed({"warps": (4,)}), start, 0)):
+        steps = [step_from(knobs, target, choose) for _ in range(200)]
+        changed = [{name for name, value in knobs.to_dict().items() if step[name] != value} for step in steps]
+        assert {len(names) for names in changed} == set(range(min(most, 1), most + 1))
+        assert all(
+            step[name] in target.search[name] for step, names in zip(steps, changed, strict=True) for name in names
+        )
 
 
 # ---- what is kept and told -----------------------------------------------------------------------------------------

@@ -117,6 +117,14 @@ def by_cells_led(leaders: Leaders) -> list[Knobs]:
     return [knobs for knobs, _ in Counter(leader.knobs for leader in leaders.values()).most_common()]
 
 
+def step_from(knobs: Knobs, arch: Arch, choose: random.Random) -> dict[str, Any]:
+    """One or two knobs changed at random, legal or not; none if none has another value on the arch."""
+    values = {name: [value for value in arch.search[name] if value != getattr(knobs, name)] for name in KNOB_NAMES}
+    others = {name: some for name, some in values.items() if some}
+    names = choose.sample(list(others), min(len(others), choose.randint(1, 2)))
+    return knobs.to_dict() | {name: choose.choice(others[name]) for name in names}
+
+
 class Study:
     """The search of one problem on `device` (a GPU's name, or "estimated").
 
@@ -188,7 +196,7 @@ class Study:
                 return self._start(knobs)
         if self.leaders and self.asked % 2:
             leader = self._random.choice(list(self.leaders.values()))
-            return self._start(self._new_near(self._step(leader.knobs)))
+            return self._start(self._new_near(step_from(leader.knobs, self._space.arch, self._random)))
         trial = self._study.ask(self._ranges)
         knobs = self._new_near(trial.params)
         if knobs.to_dict() == trial.params:
@@ -225,19 +233,11 @@ class Study:
                 raise LookupError(f"no knobs of the ranges searched are legal for {self.problem.name}")
             if self._is_new(knobs):
                 return knobs
-            wanted = self._step(knobs)
+            wanted = step_from(knobs, self._space.arch, self._random)
         for knobs in self._space.nearest(wanted):
             if self._is_new(knobs):
                 return knobs
         raise LookupError(f"all legal knobs of {self.problem.name} were tried")
-
-    def _step(self, knobs: Knobs) -> dict[str, Any]:
-        """One or two knobs changed at random, legal or not; none if none has another value."""
-        searched = self._space.arch.search
-        values = {name: [value for value in searched[name] if value != getattr(knobs, name)] for name in KNOB_NAMES}
-        others = {name: some for name, some in values.items() if some}
-        names = self._random.sample(list(others), min(len(others), self._random.randint(1, 2)))
-        return knobs.to_dict() | {name: self._random.choice(others[name]) for name in names}
 
     def _result(self, knobs: Knobs, trial: Trial) -> FrozenTrial:
         """What Optuna is told. Where a trial failed, it is pruned and breaks a constraint: from these TPE learns."""
