@@ -148,8 +148,8 @@ def _steps(plan: Plan) -> list[dict[str, Any]]:
         view: dict[str, Any] = {"kind": type(step).__name__, "number": number, "line": line, "carrier": carrier}
         view |= {"wide": FP32 in (carrier, carrier_after), "packed": PACKED in (carrier, carrier_after)}
         if isinstance(step, Mma):
-            view |= {"stride": 1 << step.reg, "parts": step.parts, "accumulator": step.accumulator}
-            view |= {"factor": step.factor, "turned": step.turned}
+            view |= {"stride": 1 << step.reg, "operand": step.operand, "parts": step.parts, "turned": step.turned}
+            view |= {"accumulator": step.accumulator, "factor": step.factor}
         elif isinstance(step, Butterfly):
             view |= {"stride": _stride(step.place, carrier)}
         elif isinstance(step, Shuffle):

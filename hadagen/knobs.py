@@ -49,7 +49,7 @@ class Knobs:
     far_bits: str = REGISTERS  # what warp and block bits are swapped with: register bits, or at once with lane bits too
     far_lanes: str = "shuffle"  # what transforms bits that came to lanes: shuffle, or mma
     low_bits: str = "mma"  # what transforms index bits 0–7: mma (two), mma_shuffle (one, then shuffles) or shuffle
-    mma_carrier: str = PACKED  # values between two mma: packed, or fp32 split into parts
+    mma_carrier: str = PACKED  # values between two mma: packed, or fp32 in parts of bfloat16 (split) or of tf32
     accumulator: str = FP32  # what mma sums in; packed sums (float16 only) need no conversion
     butterfly_carrier: str = PACKED  # values that butterflies and shuffles work on
     exchange_carrier: str = PACKED  # values that cross shared memory
@@ -146,8 +146,8 @@ def _low_bits(problem: Problem, knobs: Knobs) -> list[Step]:
     first, second = (1, 2) if _scales_in_mma(problem, knobs) or wide_range(problem.dtype) else (0, 0)
     if knobs.low_bits == "mma":
         # mma(reg0) finds bits 0 3 4 1 at its places and leaves 5 6 7 there, which mma(reg1) transforms with bit 2.
-        if knobs.mma_carrier == "split":
-            return [Mma(0, factor=first), Mma(1, parts=PARTS[problem.dtype], factor=second)]
+        if knobs.mma_carrier != PACKED:
+            return [Mma(0, factor=first), _wide_mma(1, problem, knobs, second)]
         if knobs.accumulator == PACKED:
             return [Mma(0, accumulator=PACKED, factor=first), Mma(1, accumulator=PACKED, factor=second)]
         return [Mma(0, factor=first), Round(), Mma(1, factor=second)]
@@ -166,15 +166,23 @@ def _low_bits(problem: Problem, knobs: Knobs) -> list[Step]:
     return [*(Shuffle(j, widen=j == 0) for j in across), *inside]
 
 
+def _wide_mma(register: int, problem: Problem, knobs: Knobs, factor: int) -> Mma:
+    """One that takes fp32 values, as `mma_carrier` has them."""
+    operand = "bfloat16" if knobs.mma_carrier == "split" else knobs.mma_carrier
+    return Mma(register, operand, PARTS[operand][problem.dtype], factor=factor)
+
+
 def _add_far_bits(convert: _Converter, problem: Problem, knobs: Knobs, near: list[Place]) -> None:
     """Appends the steps that transform bits at the places where an exchange has brought them. Those of lanes come
     first, for they can take packed values as they are and leave fp32."""
     lanes, others = [[p for p in near if (p.kind == "lane") == of_lane] for of_lane in (True, False)]
     steps = convert.steps
     if knobs.far_lanes == "mma":
-        turned = Mma(2, parts=1 if convert.carrier == PACKED else PARTS[problem.dtype], turned=True)
+        turned = Mma(2, turned=True)
+        if convert.carrier == FP32:
+            turned = replace(turned, operand="bfloat16", parts=PARTS["bfloat16"][problem.dtype])
         lanes, others = [[p for p in places if p not in turned.places] for places in (lanes, others)]
-        if turned.parts == 1 and (knobs.butterfly_carrier == PACKED or not lanes + others):
+        if turned.operand == PACKED and (knobs.butterfly_carrier == PACKED or not lanes + others):
             turned = replace(turned, accumulator=knobs.accumulator)
         steps.append(turned)
     elif lanes and convert.carrier == PACKED and knobs.butterfly_carrier == FP32:
@@ -188,9 +196,9 @@ def _float32_low_bits(problem: Problem, knobs: Knobs) -> list[Step]:
     """The steps that transform index bits 0–7 of float32, as far as the row has them."""
     if knobs.low_bits == "mma":
         # mma(reg0) finds bits 0 2 3 1 at its places and leaves 4 5 6 there, which mma(reg1) transforms with bit 7.
-        # Nothing is lost of values that keep their 24 bits above 2^-133, the least bfloat16: from 2^-110 on, or 2^-106
-        # where the first mma multiplies by 2^LEAST_POWER.
-        return [Mma(register, parts=PARTS[problem.dtype], factor=1 + register) for register in (0, 1)]
+        # In bfloat16 nothing is lost of values that keep their 24 bits above 2^-133, the least of them: from 2^-110 on, or
+        # 2^-106 where the first mma multiplies by 2^LEAST_POWER.
+        return [_wide_mma(register, problem, knobs, 1 + register) for register in (0, 1)]
     steps: list[Step] = [Butterfly(PAIR), Butterfly(reg(0))]
     steps += [Shuffle(j) for j in range(LANE_BITS)]
     steps.append(Butterfly(reg(1)))

@@ -17,6 +17,7 @@ from hadagen.plan import (
     FP32,
     OVERHEAD_REGISTERS,
     PACKED,
+    PARTS,
     THREAD_ELEMENTS,
     VECTOR_BYTES,
     Exchange,
@@ -149,8 +150,12 @@ def _(c: Context, k: Knobs) -> str | None:
 @_rule("low_bits", "mma_carrier")
 def _(c: Context, k: Knobs) -> str | None:
     between = k.low_bits == "mma"
-    if k.mma_carrier == "split":
-        return None if between else "no value passes from one mma to another (mma_carrier must be packed)"
+    if k.mma_carrier != PACKED and not between:
+        return "no value passes from one mma to another (mma_carrier must be packed)"
+    if k.mma_carrier == "tf32" and c.problem.dtype not in PARTS["tf32"]:
+        return f"a tf32 has no more bits than {c.problem.dtype.value} (mma_carrier must be another)"
+    if k.mma_carrier != PACKED:
+        return None
     accurate = c.problem.numerics is Numerics.ACCURATE
     return "accurate may not round between two mma (mma_carrier must be split)" if between and accurate else None
 
@@ -159,7 +164,7 @@ def _(c: Context, k: Knobs) -> str | None:
 def _(c: Context, k: Knobs) -> str | None:
     if k.accumulator == FP32:
         return None
-    if k.low_bits == "shuffle" or k.mma_carrier == "split":
+    if k.low_bits == "shuffle" or k.mma_carrier != PACKED:
         return "no mma leaves packed values (accumulator must be fp32)"
     if c.problem.dtype is not DType.FLOAT16:
         return "no mma sums in bfloat16 (accumulator must be fp32)"

@@ -32,8 +32,12 @@ CHUNK_ELEMENTS = 1 << CHUNK_BITS
 THREAD_ELEMENTS = CHUNK_ELEMENTS // 32  # of one chunk in one thread
 IN_VECTORS = (PAIR, reg(0), reg(1))  # places of a thread's share of a chunk
 LEAST_POWER = -4  # 2^-4 of the scale in an mma: sums of 16 are then no larger than what is summed
-# In how many bfloat16 an `Mma` takes an fp32 value: 2 are more than a 16-bit result shows, 3 are the whole value.
-PARTS = {DType.FLOAT16: 2, DType.BFLOAT16: 2, DType.FLOAT32: 3}
+# As what an `Mma` takes fp32 values, and in how many parts: more of them than a 16-bit result shows, or all of float32.
+# Both have the range of fp32; a bfloat16 has 8 bits and a tf32 11, which are no more than float16 shows.
+PARTS = {
+    "bfloat16": {DType.FLOAT16: 2, DType.BFLOAT16: 2, DType.FLOAT32: 3},
+    "tf32": {DType.BFLOAT16: 1, DType.FLOAT32: 2},
+}
 # Registers of a thread besides its values: addresses, the A operands of the mma, accumulators under way.
 OVERHEAD_REGISTERS = 24
 CROSSED_BARRIER = 15  # number of the mbarrier for other blocks' stores; those of the stages come first
@@ -61,18 +65,20 @@ class Load:
 class Mma:
     """Transforms the four bits at {pair, lane0, lane1, reg}, times a factor of the scale, and applies `MMA_MOVES`.
 
-    Takes packed values (1 part), or fp32 as a sum of 2 or 3 `parts` in bfloat16, whose range is that of fp32. Leaves
-    what it accumulates in: fp32, or packed (float16 only). All four must be bits of the row: were one not, rows would
+    Takes packed values as they are, or fp32 as a sum of `parts` of the type of its `operand`. Leaves what it accumulates
+    in: fp32, or packed (float16 only). All four must be bits of the row: were one not, rows would
     meet in a sum with weight 0, and an infinity in one would make NaN of its neighbors.
     """
 
     reg: int
+    operand: str = PACKED  # or a type of `PARTS`
     parts: int = 1
     accumulator: str = FP32
     # 1 or 2: the first or second of those that the scale came as; where it came whole, the first or second power of two
     # taken from it, at most 1 and at least 2^`LEAST_POWER`. 0: none.
     factor: int = 0
-    turned: bool = False  # transposed on its way in: transforms {lane2, lane3, lane4, reg} and moves nothing
+    # Transposed on its way in, 16 bits at a time: transforms {lane2, lane3, lane4, reg} and moves nothing.
+    turned: bool = False
 
     @property
     def places(self) -> tuple[Place, ...]:
@@ -340,6 +346,8 @@ def carrier_after(step: Step, carrier: str) -> str:
 # What a sum of packed values counts, and a correction, which changes values by a fraction of their last places: against
 # one rounding of normal values, as the errors of 1285 measured kernels have it.
 _PACKED_SUM, _CORRECTION = 1.15, 0.25
+# Cutting a value off to the 11 bits of a tf32, where the result has the 8 of a bfloat16.
+_CUT = 1 / 16
 # And the rounding of an fp32 sum of so many rounded values: half of the sums of two lie in the middle between two.
 _ROUNDED_SUM = {2: 1.17, 4: 1.05}
 
@@ -357,6 +365,8 @@ def roundings(steps: Iterable[Step]) -> float:
             count += 1.0
         elif isinstance(step, Correct):
             count += _CORRECTION
+        elif isinstance(step, Mma) and step.operand == "tf32" and step.parts == 1:
+            count += _CUT
         elif sums and carrier == PACKED:
             count += _PACKED_SUM
         if isinstance(step, Round | Mma) or (sums and carrier == PACKED):
@@ -393,9 +403,12 @@ def _check(plan: Plan) -> None:
             Load: "",
         }.get(type(step), carrier)
         if isinstance(step, Mma):
-            if step.parts not in (1, PARTS[plan.problem.dtype]):
-                raise refuse(f"takes fp32 in {step.parts} parts instead of {PARTS[plan.problem.dtype]}")
-            needs = PACKED if step.parts == 1 else FP32
+            parts = 1 if step.operand == PACKED else PARTS[step.operand].get(plan.problem.dtype)
+            if step.parts != parts:
+                raise refuse(f"takes values as {step.parts} {step.operand} instead of {parts or 'another type'}")
+            if step.turned and step.operand == "tf32":
+                raise refuse("only 16-bit values are transposed on their way in")
+            needs = PACKED if step.operand == PACKED else FP32
         elif isinstance(step, Shuffle) and step.widen:
             needs = PACKED
         elif isinstance(step, Butterfly) and step.place == PAIR:
@@ -443,9 +456,9 @@ def _sentence(step: Step, before: Placement) -> str:
     match step:
         case Load(path, stages):
             return f"load {path}" + (f", {stages} stages" if stages > 1 else "")
-        case Mma(register, parts, accumulator, factor, turned):
+        case Mma(register, operand, parts, accumulator, factor, turned):
             packed = ", packed accumulators" if accumulator == PACKED else ""
-            how = {1: packed, 2: " as high + low halves", 3: " as three parts"}[parts]
+            how = packed if operand == PACKED else f" as {parts} {operand}"
             times = f", times the {('first', 'second')[factor - 1]} factor of the scale" if factor else ""
             return f"mma reg{register}{', turned' if turned else ''}: bits {bits}{how}{times}"
         case Transpose():

@@ -148,6 +148,11 @@ HADAGEN_INLINE float as_float(u32 word) { return __uint_as_float(word); }
 // Two fp32, cut off to bfloat16.
 HADAGEN_INLINE u32 high_halves(float low, float high) { return __byte_perm(as_word(low), as_word(high), 0x7632); }
 
+// What is left of an fp32 when it is cut off to tf32, ready to be cut off itself: half of a last place is added.
+HADAGEN_INLINE float below_tf32(float f) {
+    return as_float(as_word(f - as_float(as_word(f) & 0xFFFFE000u)) + 0x1000u);
+}
+
 template <class T> HADAGEN_INLINE u32 add(u32 a, u32 b);
 template <class T> HADAGEN_INLINE u32 sub(u32 a, u32 b);
 template <class T> HADAGEN_INLINE u32 fma(u32 a, u32 b, u32 c);
@@ -239,6 +244,37 @@ template <class T> HADAGEN_INLINE void mma(float (&d)[4], const Operand& a, u32 
 HADAGEN_MMA(float16, "f16")
 HADAGEN_MMA(bfloat16, "bf16")
 #undef HADAGEN_MMA
+
+// The same with fp32 values that are cut off to tf32, as two mma.m16n8k8: rows 2t and 2t + 1 of b, t = lane % 4, in the
+// first, rows 2t + 8 and 2t + 9 in the second.
+struct WideOperand {
+    u32 word[8];
+};
+HADAGEN_INLINE WideOperand hadamard16_tf32(u32 factor) {
+    // As above: four words are equal at most, three of them in one mma.
+    u32 lanes[3] = {thread_index() & 31u, 0u, 0u};
+    asm("mov.u32 %0, %%laneid;" : "=r"(lanes[1]));
+    asm("{.reg .u32 below; mov.u32 below, %%lanemask_lt; popc.b32 %0, below;}" : "=r"(lanes[2]));
+    WideOperand a;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        const u32 lane = lanes[i == 4 || i == 6 ? 2 : i & 1];
+        const u32 row = lane / 4u + 8u * (i & 1);
+        const u32 column = 2u * (lane % 4u) + (i >> 1 & 1) + 8u * (i >> 2);
+        a.word[i] = factor << 16 ^ u32(__popc(row & column) & 1) << 31;
+    }
+    return a;
+}
+HADAGEN_INLINE void mma(float (&d)[4], const WideOperand& a, float b0, float b1, float b8, float b9) {
+    const float b[4] = {b0, b1, b8, b9};
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+        asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
+                     "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                     : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                     : "r"(a.word[4 * i]), "r"(a.word[4 * i + 1]), "r"(a.word[4 * i + 2]), "r"(a.word[4 * i + 3]),
+                       "r"(as_word(b[2 * i])), "r"(as_word(b[2 * i + 1])));
+}
 
 // The same with packed accumulators, rounded to 16 bits: d = {row lane/4, row lane/4 + 8}.
 template <class T> HADAGEN_INLINE void mma(u32 (&d)[2], const Operand& a, u32 b0, u32 b1);

@@ -85,6 +85,10 @@ HADAGEN_INLINE float as_float(u32 word) { return bit_cast<float>(word); }
 // Two fp32, cut off to bfloat16.
 HADAGEN_INLINE u32 high_halves(float low, float high) { return as_word(low) >> 16 | (as_word(high) & 0xFFFF0000u); }
 
+// What is left of an fp32 when it is cut off to tf32, ready to be cut off itself: half of a last place is added.
+HADAGEN_INLINE float cut_to_tf32(float f) { return as_float(as_word(f) & 0xFFFFE000u); }
+HADAGEN_INLINE float below_tf32(float f) { return as_float(as_word(f - cut_to_tf32(f)) + 0x1000u); }
+
 // One rounding each: the fp64 result is exact wherever one factor is ±1, or a · b + a with b the correction of a scale.
 template <class T> HADAGEN_INLINE u32 fma(u32 a, u32 b, u32 c) {
     return encode_pair<T>(double(low<T>(a)) * low<T>(b) + low<T>(c), double(high<T>(a)) * high<T>(b) + high<T>(c));
@@ -155,6 +159,30 @@ template <class T> HADAGEN_INLINE void mma(float (&d)[4], const Operand& a, u32 
     }
     const float right[4] = {low<T>(b0), high<T>(b0), low<T>(b1), high<T>(b1)};
     machine::mma(d, left, right);
+}
+
+// The same with fp32 values that are cut off to tf32, as two mma.m16n8k8: rows 2t and 2t + 1 of b, t = lane % 4, in the
+// first, rows 2t + 8 and 2t + 9 in the second.
+struct WideOperand {
+    u32 word[8];
+};
+HADAGEN_INLINE WideOperand hadamard16_tf32(u32 factor) {
+    const u32 lane = thread_index() & 31u;
+    WideOperand a;
+    for (int i = 0; i < 8; ++i) {
+        const u32 row = lane / 4u + 8u * (i & 1);
+        const u32 column = 2u * (lane % 4u) + (i >> 1 & 1) + 8u * (i >> 2);
+        a.word[i] = factor << 16 ^ u32(__builtin_parity(row & column)) << 31;
+    }
+    return a;
+}
+HADAGEN_INLINE void mma(float (&d)[4], const WideOperand& a, float b0, float b1, float b8, float b9) {
+    const float b[4] = {cut_to_tf32(b0), cut_to_tf32(b1), cut_to_tf32(b8), cut_to_tf32(b9)};
+    for (int i = 0; i < 2; ++i) {
+        float left[4];
+        for (int j = 0; j < 4; ++j) left[j] = cut_to_tf32(as_float(a.word[4 * i + j]));
+        machine::mma(d, left, {b[2 * i], b[2 * i + 1]});
+    }
 }
 
 // The same with packed accumulators, rounded to 16 bits: d = {row lane/4, row lane/4 + 8}.

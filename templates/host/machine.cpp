@@ -126,18 +126,21 @@ struct Fragments {
     const float* b;
 };
 
-// PTX ISA, "Matrix fragments for mma.m16n8k16": where register i of a lane lies in A (16×16), B (16×8) and D (16×8).
-void multiply(Thread* lanes) {
-    double a[16][16], b[16][8], d[16][8];
+// PTX ISA, "Matrix fragments for mma.m16n8k16" with 16-bit elements, two to a register, and "for mma.m16n8k8" with tf32,
+// one to a register: where element i of a lane lies in A (16×depth), B (depth×8) and D (16×8).
+template <u32 depth> void multiply(Thread* lanes) {
+    constexpr u32 each = depth / 8;  // elements to a register
+    double a[16][depth], b[depth][8], d[16][8];
     for (u32 lane = 0; lane < warp_lanes; ++lane) {
         const Fragments& part = *static_cast<const Fragments*>(lanes[lane].operand);
-        const u32 group = lane / 4, pair = 2 * (lane % 4);
-        for (u32 i = 0; i < 8; ++i) a[group + 8 * (i / 2 % 2)][pair + i % 2 + 8 * (i / 4)] = part.a[i];
-        for (u32 i = 0; i < 4; ++i) b[pair + i % 2 + 8 * (i / 2)][group] = part.b[i];
-        for (u32 i = 0; i < 4; ++i) d[group + 8 * (i / 2)][pair + i % 2] = part.d[i];
+        const u32 group = lane / 4, t = lane % 4;
+        for (u32 i = 0; i < 4 * each; ++i)
+            a[group + 8 * (i / each % 2)][each * t + i % each + depth / 2 * (i / each / 2)] = part.a[i];
+        for (u32 i = 0; i < 2 * each; ++i) b[each * t + i % each + depth / 2 * (i / each)][group] = part.b[i];
+        for (u32 i = 0; i < 4; ++i) d[group + 8 * (i / 2)][2 * t + i % 2] = part.d[i];
     }
     for (int row = 0; row < 16; ++row)
-        for (int k = 0; k < 16; ++k)
+        for (u32 k = 0; k < depth; ++k)
             for (int column = 0; column < 8; ++column) d[row][column] += a[row][k] * b[k][column];
     for (u32 lane = 0; lane < warp_lanes; ++lane) {
         const Fragments& part = *static_cast<const Fragments*>(lanes[lane].operand);
@@ -215,7 +218,12 @@ u32 shuffle(u32 value, u32 from_lane) {
 
 void mma(float (&d)[4], const float (&a)[8], const float (&b)[4]) {
     Fragments operand{d, a, b};
-    meet_warp(at_mma, &operand, multiply);
+    meet_warp(at_mma, &operand, multiply<16>);
+}
+
+void mma(float (&d)[4], const float (&a)[4], const float (&b)[2]) {
+    Fragments operand{d, a, b};
+    meet_warp(at_mma, &operand, multiply<8>);
 }
 
 void block_sync() {

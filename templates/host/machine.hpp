@@ -28,8 +28,10 @@ extern const Identity* self;  // the thread that runs
 
 // Collectives of a warp.
 u32 shuffle(u32 value, u32 from_lane);
-// d += a · b, each lane with its fragments of mma.m16n8k16, decoded: the sums are exact to fp64 and rounded once to fp32.
+// d += a · b, each lane with its fragments of mma.m16n8k16 or m16n8k8, decoded: the sums are exact to fp64 and rounded
+// once to fp32.
 void mma(float (&d)[4], const float (&a)[8], const float (&b)[4]);
+void mma(float (&d)[4], const float (&a)[4], const float (&b)[2]);
 
 // Collectives of the block and the cluster.
 void block_sync();
