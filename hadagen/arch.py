@@ -28,6 +28,7 @@ KNOB_VALUES: dict[str, tuple[KnobValue, ...]] = {
     "far_bits": ("registers", "lanes"),
     "far_lanes": ("shuffle", "mma"),
     "low_bits": ("mma", "mma_shuffle", "shuffle"),
+    "block_bits": ("exchange", "load"),
     "mma_carrier": ("packed", "split", "tf32"),
     "accumulator": ("fp32", "packed"),
     "butterfly_carrier": ("packed", "fp32"),

@@ -64,6 +64,8 @@ def _view(plan: Plan, entry: str) -> dict[str, Any]:
     lane_at = f"lane * {plan.vector_elements}"
     lanes = stored.bits_of("lane")
     n = plan.problem.n
+    span = 32 * plan.vector_elements
+    rank = f"rank * {plan.block_elements}" if cluster > 1 and not plan.loads_rows else ""
     return {
         "plan": plan,
         "entry": entry,
@@ -73,7 +75,7 @@ def _view(plan: Plan, entry: str) -> dict[str, Any]:
         "block": plan.block_elements,
         "cluster": cluster,
         "chunks": 1 << plan.chunk_bits,
-        "span": 32 * plan.vector_elements,  # between one vector of a thread and the next
+        "span": span,  # between one vector of a thread and the next
         "bytes": plan.problem.dtype.bytes,
         "scale_form": plan.scale_form.value,
         "powers": [step.factor for step in plan.steps if isinstance(step, Mma) and step.factor],
@@ -87,8 +89,12 @@ def _view(plan: Plan, entry: str) -> dict[str, Any]:
         "ragged": plan.rows_per_tile > 1,
         "ragged_vector": plan.problem.n < plan.vector_elements,
         "first_tile": "block_index()" + (f" / {cluster}" if cluster > 1 else ""),
-        "share": f"tile * {plan.tile_elements}" + (f" + rank * {plan.block_elements}" if cluster > 1 else ""),
-        "moved": stored != plan.loaded,
+        "share": _sum(f"tile * {plan.tile_elements}", rank),
+        "rank_share": rank,
+        # Of vector i of a thread, from its first.
+        "vector_at": f"i / vectors * {plan.block_elements} + i % vectors * {span}" if plan.loads_rows else f"i * {span}",
+        "slices": cluster if plan.loads_rows else 1,  # of a row in one thread as loaded
+        "moved": stored != plan.loaded or plan.loads_rows,  # does a thread store elsewhere than where it loaded?
         "load_thread": _sum(lane_at, _scatter("warp", plan.loaded.bits_of("warp"))),
         "store_thread": _sum(
             lane_at if lanes == plan.loaded.bits_of("lane") else _scatter("lane", lanes),
@@ -125,8 +131,8 @@ def _groups(plan: Plan) -> list[dict[str, Any]]:
         else:
             groups.append({"by_chunk": by_chunk, "steps": [view]})
     for group in groups:
-        for form in ("wide", "packed"):
-            group[form] = any(view[form] for view in group["steps"])
+        for form in ("wide", "packed", "summed"):
+            group[form] = any(view.get(form) for view in group["steps"])
     return groups
 
 
@@ -149,7 +155,7 @@ def _steps(plan: Plan) -> list[dict[str, Any]]:
         view |= {"wide": FP32 in (carrier, carrier_after), "packed": PACKED in (carrier, carrier_after)}
         if isinstance(step, Mma):
             view |= {"stride": 1 << step.reg, "operand": step.operand, "parts": step.parts, "turned": step.turned}
-            view |= {"accumulator": step.accumulator, "factor": step.factor}
+            view |= {"accumulator": step.accumulator, "factor": step.factor, "summed": step.summed}
         elif isinstance(step, Butterfly):
             view |= {"stride": _stride(step.place, carrier)}
         elif isinstance(step, Shuffle):

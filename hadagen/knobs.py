@@ -35,6 +35,7 @@ from hadagen.plan import (
 )
 from hadagen.problem import DType, Numerics, Problem
 
+EXCHANGE, LOAD = "exchange", "load"
 REGISTERS, LANES = "registers", "lanes"
 MAX_EXCHANGED_LANES = 4  # the last one leaves stores whole sectors of 32 bytes
 
@@ -46,6 +47,7 @@ class Knobs:
     chunks: int = 1  # 256-element chunks per warp, 8 elements of each in a thread
     warps: int = 1  # per block
     cluster: int = 1  # blocks per cluster
+    block_bits: str = EXCHANGE  # what brings bits of blocks together: an exchange, or each block's load of the whole row
     far_bits: str = REGISTERS  # what warp and block bits are swapped with: register bits, or at once with lane bits too
     far_lanes: str = "shuffle"  # what transforms bits that came to lanes: shuffle, or mma
     low_bits: str = "mma"  # what transforms index bits 0–7: mma (two), mma_shuffle (one, then shuffles) or shuffle
@@ -107,6 +109,8 @@ def steps_of(problem: Problem, knobs: Knobs) -> tuple[Step, ...]:
     """The steps of the plan that legal knobs mean."""
     steps: list[Step] = [Load(knobs.load, knobs.stages, FP32 if problem.dtype is DType.FLOAT32 else PACKED)]
     steps += _float32_low_bits(problem, knobs) if problem.dtype is DType.FLOAT32 else _low_bits(problem, knobs)
+    if knobs.block_bits == LOAD and isinstance(first := steps[1], Mma):
+        steps[1] = replace(first, summed=True)
     bits = problem.log2_n
     if bits > CHUNK_BITS:
         chunk_bits = min(log2(knobs.chunks), bits - CHUNK_BITS)
@@ -222,7 +226,8 @@ def exchanges_of(problem: Problem, knobs: Knobs) -> list[tuple[tuple[Place, Plac
     room = log2(knobs.chunks)
     cta_bits = log2(knobs.cluster)
     warp_bits = max(0, problem.log2_n - CHUNK_BITS - room - cta_bits)
-    warps, ctas = [warp(j) for j in range(warp_bits)], [cta(j) for j in range(cta_bits)]
+    warps = [warp(j) for j in range(warp_bits)]
+    ctas = [cta(j) for j in range(cta_bits) if knobs.block_bits == EXCHANGE]
     if not warps + ctas:
         return []
     near = [reg(2 + i) for i in range(room)]

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hadagen.arch import Arch
-from hadagen.knobs import LANES, MAX_EXCHANGED_LANES, Knobs, exchanges_of, log2, steps_of
+from hadagen.knobs import EXCHANGE, LANES, LOAD, MAX_EXCHANGED_LANES, Knobs, exchanges_of, log2, steps_of
 from hadagen.plan import (
     BARRIER_BYTES,
     CHUNK_BITS,
@@ -63,13 +63,18 @@ def _tile(knobs: Knobs) -> int:
     return knobs.chunks * knobs.warps * knobs.cluster << CHUNK_BITS
 
 
+def _shares(k: Knobs) -> int:
+    """Of how many blocks' shares of a row a thread loads its part."""
+    return k.cluster if k.block_bits == LOAD else 1
+
+
 def _has_exchange(c: Context, k: Knobs) -> bool:
-    return c.problem.n > k.chunks << CHUNK_BITS
+    return c.problem.n > _shares(k) * k.chunks << CHUNK_BITS
 
 
 def _lanes(c: Context, k: Knobs) -> int:
     """How many bits of warps and blocks are left for lanes once each chunk bit is exchanged with one; below 1: none."""
-    return c.bits - CHUNK_BITS - 2 * log2(k.chunks)
+    return c.bits - CHUNK_BITS - 2 * log2(k.chunks) - log2(_shares(k))
 
 
 def _has_butterflies(c: Context, k: Knobs) -> bool:
@@ -98,7 +103,30 @@ def _(c: Context, k: Knobs) -> str | None:
     return None
 
 
-@_rule(*SHAPE, "far_bits")
+@_rule("cluster", "block_bits", "low_bits")
+def _(c: Context, k: Knobs) -> str | None:
+    if k.block_bits == EXCHANGE:
+        return None
+    if k.cluster == 1:
+        return "there are no other blocks whose share to load (block_bits must be exchange)"
+    if c.problem.dtype is DType.FLOAT32:
+        return "the mma of fp32 values does not sum over blocks (block_bits must be exchange)"
+    return "only an mma sums over blocks (block_bits must be exchange)" if k.low_bits == "shuffle" else None
+
+
+@_rule("block_bits", "accumulator")
+def _(c: Context, k: Knobs) -> str | None:
+    often = k.block_bits == LOAD and k.accumulator == PACKED
+    return "packed sums over blocks round too often (accumulator must be fp32)" if often else None
+
+
+@_rule("block_bits", "load")
+def _(c: Context, k: Knobs) -> str | None:
+    staged = k.block_bits == LOAD and Load(k.load).staged
+    return "whole rows are loaded straight to registers (load must be plain or no_allocate)" if staged else None
+
+
+@_rule(*SHAPE, "block_bits", "far_bits")
 def _(c: Context, k: Knobs) -> str | None:
     if k.far_bits == LANES:
         if _lanes(c, k) <= 0:
@@ -137,7 +165,7 @@ def _(c: Context, k: Knobs) -> str | None:
     return "one mma leaves bits in lanes that must come back from there (low_bits must be another)" if moved else None
 
 
-@_rule(*SHAPE, "far_bits", "far_lanes", "low_bits")
+@_rule(*SHAPE, "block_bits", "far_bits", "far_lanes", "low_bits")
 def _(c: Context, k: Knobs) -> str | None:
     if k.far_lanes == "shuffle":
         return None
@@ -185,7 +213,7 @@ def _(c: Context, k: Knobs) -> str | None:
     return None
 
 
-@_rule("chunks", "butterfly_carrier", "exchange_carrier")
+@_rule("chunks", "cluster", "block_bits", "butterfly_carrier", "exchange_carrier")
 def _(c: Context, k: Knobs) -> str | None:
     if k.exchange_carrier == FP32:
         if not _has_exchange(c, k):
@@ -200,7 +228,15 @@ def _(c: Context, k: Knobs) -> str | None:
 
 
 @_rule(
-    *SHAPE, "far_bits", "far_lanes", "low_bits", "mma_carrier", "accumulator", "butterfly_carrier", "exchange_carrier"
+    *SHAPE,
+    "block_bits",
+    "far_bits",
+    "far_lanes",
+    "low_bits",
+    "mma_carrier",
+    "accumulator",
+    "butterfly_carrier",
+    "exchange_carrier",
 )
 def _(c: Context, k: Knobs) -> str | None:
     if c.problem.numerics is Numerics.ACCURATE:
@@ -264,11 +300,11 @@ def _(c: Context, k: Knobs) -> str | None:
     return None
 
 
-@_rule("chunks", "warps", "butterfly_carrier", "load", "stages", "min_blocks")
+@_rule("chunks", "warps", "cluster", "block_bits", "butterfly_carrier", "load", "stages", "min_blocks")
 def _(c: Context, k: Knobs) -> str | None:
     wide = k.butterfly_carrier == FP32 or c.problem.numerics is Numerics.ACCURATE
     packed = k.chunks * THREAD_ELEMENTS * c.problem.dtype.bytes // 4
-    data = k.chunks * THREAD_ELEMENTS if wide else packed
+    data = max(k.chunks * THREAD_ELEMENTS if wide else packed, _shares(k) * packed)
     if k.stages > 1 and not Load(k.load).staged:
         data += packed
     threads = 32 * k.warps
@@ -278,7 +314,7 @@ def _(c: Context, k: Knobs) -> str | None:
     return None
 
 
-@_rule(*SHAPE, "exchange_carrier", "exchange_rounds", "shared_layout", "load", "stages", "min_blocks")
+@_rule(*SHAPE, "block_bits", "exchange_carrier", "exchange_rounds", "shared_layout", "load", "stages", "min_blocks")
 def _(c: Context, k: Knobs) -> str | None:
     block = k.chunks * k.warps << CHUNK_BITS
     staged = k.stages * block * c.problem.dtype.bytes if Load(k.load).staged else 0

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from hadagen.errors import UsageError
 from hadagen.launch import LaunchSpec
-from hadagen.layout import MMA_MOVES, PAIR, Place, Placement, lane, reg, swaps
+from hadagen.layout import MMA_MOVES, PAIR, Place, Placement, cta, lane, reg, swaps
 from hadagen.problem import DType, Numerics, Problem
 from hadagen.scale import ScaleForm
 
@@ -43,6 +43,8 @@ OVERHEAD_REGISTERS = 24
 CROSSED_BARRIER = 15  # number of the mbarrier for other blocks' stores; those of the stages come first
 BARRIER_BYTES = 128  # room for all mbarriers; keeps what follows aligned
 
+STRAIGHT = ("plain", "no_allocate")  # paths of loads to registers
+
 PACKED = "packed"  # two 16-bit elements to a register
 FP32 = "fp32"
 
@@ -58,7 +60,7 @@ class Load:
     @property
     def staged(self) -> bool:
         """Whether tiles land in shared memory first."""
-        return self.path in ("cp_async", "bulk")
+        return self.path not in STRAIGHT
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,8 @@ class Mma:
     factor: int = 0
     # Transposed on its way in, 16 bits at a time: transforms {lane2, lane3, lane4, reg} and moves nothing.
     turned: bool = False
+    # Over all blocks of a cluster, each of which has loaded the whole row: transforms the bits at cta as well.
+    summed: bool = False
 
     @property
     def places(self) -> tuple[Place, ...]:
@@ -237,6 +241,11 @@ class Plan:
         return next(step for step in self.steps if isinstance(step, Load))
 
     @property
+    def loads_rows(self) -> bool:
+        """Whether each block of a cluster loads the whole row, of which it stores its share."""
+        return any(isinstance(step, Mma) and step.summed for step in self.steps)
+
+    @property
     def exchanges(self) -> tuple[Exchange, ...]:
         return tuple(step for step in self.steps if isinstance(step, Exchange))
 
@@ -322,7 +331,8 @@ class Plan:
 def transformed_bits(step: Step, before: Placement) -> tuple[int, ...]:
     """The index bits that a step transforms, given where they live before it."""
     if isinstance(step, Mma):
-        return tuple(before.bit_at(place) for place in step.places)
+        summed = before.bits_of("cta").values() if step.summed else ()
+        return (*(before.bit_at(place) for place in step.places), *summed)
     if isinstance(step, Butterfly):
         return (before.bit_at(step.place),)
     if isinstance(step, Shuffle):
@@ -408,6 +418,10 @@ def _check(plan: Plan) -> None:
                 raise refuse(f"takes values as {step.parts} {step.operand} instead of {parts or 'another type'}")
             if step.turned and step.operand == "tf32":
                 raise refuse("only 16-bit values are transposed on their way in")
+            if step.summed and (number != 2 or step.operand != PACKED or plan.load.path not in STRAIGHT):
+                raise refuse("only the first step sums, packed values straight from global memory")
+            if step.summed and (step.accumulator == PACKED or not plan.cta_bits):
+                raise refuse("sums over the blocks of a cluster, in fp32")
             needs = PACKED if step.operand == PACKED else FP32
         elif isinstance(step, Shuffle) and step.widen:
             needs = PACKED
@@ -456,11 +470,12 @@ def _sentence(step: Step, before: Placement) -> str:
     match step:
         case Load(path, stages):
             return f"load {path}" + (f", {stages} stages" if stages > 1 else "")
-        case Mma(register, operand, parts, accumulator, factor, turned):
+        case Mma(register, operand, parts, accumulator, factor, turned, summed):
             packed = ", packed accumulators" if accumulator == PACKED else ""
             how = packed if operand == PACKED else f" as {parts} {operand}"
             times = f", times the {('first', 'second')[factor - 1]} factor of the scale" if factor else ""
-            return f"mma reg{register}{', turned' if turned else ''}: bits {bits}{how}{times}"
+            means = ", turned" if turned else ", summed over the blocks" if summed else ""
+            return f"mma reg{register}{means}: bits {bits}{how}{times}"
         case Transpose():
             return "transpose back"
         case Butterfly(place):
@@ -498,7 +513,7 @@ def interpret(plan: Plan, x: Reals, scale: float = 1.0) -> Reals:
     for step in plan.steps:
         touched: tuple[Place, ...] = ()
         if isinstance(step, Mma):
-            touched = step.places
+            touched = step.places + tuple(cta(j) for j in range(plan.cta_bits) if step.summed)
         elif isinstance(step, Butterfly):
             touched = (step.place,)
         elif isinstance(step, Shuffle):

@@ -203,6 +203,8 @@ HADAGEN_INLINE u32 take_power(float& scale) {
     return taken << 7;
 }
 
+HADAGEN_INLINE u32 parity(u32 bits) { return u32(__popc(bits) & 1); }
+
 HADAGEN_INLINE u32 low_half(u32 pair) { return pair & 0xFFFFu; }
 HADAGEN_INLINE u32 high_half(u32 pair) { return pair >> 16; }
 
@@ -225,7 +227,7 @@ HADAGEN_INLINE Operand hadamard16(u32 factor) {
         for (int half = 0; half < 2; ++half) {
             const u32 row = lane / 4u + 8u * (i & 1);
             const u32 column = 2u * (lane % 4u) + half + 8u * (i >> 1);
-            const u32 sign = u32(__popc(row & column) & 1) << 15;
+            const u32 sign = parity(row & column) << 15;
             a.word[i] |= (factor ^ sign) << (16 * half);
         }
     }
@@ -261,7 +263,7 @@ HADAGEN_INLINE WideOperand hadamard16_tf32(u32 factor) {
         const u32 lane = lanes[i == 4 || i == 6 ? 2 : i & 1];
         const u32 row = lane / 4u + 8u * (i & 1);
         const u32 column = 2u * (lane % 4u) + (i >> 1 & 1) + 8u * (i >> 2);
-        a.word[i] = factor << 16 ^ u32(__popc(row & column) & 1) << 31;
+        a.word[i] = factor << 16 ^ parity(row & column) << 31;
     }
     return a;
 }
