@@ -38,6 +38,7 @@ from hadagen.problem import DType, Numerics, Problem
 EXCHANGE, LOAD = "exchange", "load"
 REGISTERS, LANES = "registers", "lanes"
 MAX_EXCHANGED_LANES = 4  # the last one leaves stores whole sectors of 32 bytes
+FAR_MMA = Mma(2, turned=True)  # transforms bits that came to the upper three lane bits, and the lowest chunk bit
 
 
 @dataclass(frozen=True, order=True)
@@ -49,7 +50,7 @@ class Knobs:
     cluster: int = 1  # blocks per cluster
     block_bits: str = EXCHANGE  # what brings bits of blocks together: an exchange, or each block's load of the whole row
     far_bits: str = REGISTERS  # what warp and block bits are swapped with: register bits, or at once with lane bits too
-    far_lanes: str = "shuffle"  # what transforms bits that came to lanes: shuffle, or mma
+    far_lanes: str = "shuffle"  # what transforms bits that came to lanes: shuffle, or mma, for which three come there
     low_bits: str = "mma"  # what transforms index bits 0–7: mma (two), mma_shuffle (one, then shuffles) or shuffle
     mma_carrier: str = PACKED  # values between two mma: packed, or fp32 in parts of bfloat16 (split) or of tf32
     accumulator: str = FP32  # what mma sums in; packed sums (float16 only) need no conversion
@@ -113,11 +114,10 @@ def steps_of(problem: Problem, knobs: Knobs) -> tuple[Step, ...]:
         steps[1] = replace(first, summed=True)
     bits = problem.log2_n
     if bits > CHUNK_BITS:
-        chunk_bits = min(log2(knobs.chunks), bits - CHUNK_BITS)
         convert = _Converter(steps)
-        if chunk_bits or knobs.butterfly_carrier == FP32:
+        if near := near_butterflies(problem, knobs):
             convert.to(knobs.butterfly_carrier)
-        steps += [Butterfly(reg(2 + j)) for j in range(chunk_bits)]
+        steps += [Butterfly(place) for place in near]
         for pairs in exchanges_of(problem, knobs):
             convert.to(knobs.exchange_carrier)
             steps.append(Exchange(pairs, knobs.exchange_carrier, knobs.exchange_rounds, knobs.shared_layout))
@@ -176,13 +176,23 @@ def _wide_mma(register: int, problem: Problem, knobs: Knobs, factor: int) -> Mma
     return Mma(register, operand, PARTS[operand][problem.dtype], factor=factor)
 
 
+def near_butterflies(problem: Problem, knobs: Knobs) -> list[Place]:
+    """The places of chunk bits that butterflies transform: all of the row, but for the one that is left to `FAR_MMA`."""
+    chunk_bits = min(log2(knobs.chunks), problem.log2_n - CHUNK_BITS)
+    places = [reg(2 + j) for j in range(chunk_bits)]
+    if knobs.far_lanes == "mma":
+        exchanged = [near for pairs in exchanges_of(problem, knobs) for near, _ in pairs]
+        places = [place for place in places if place not in FAR_MMA.places or place in exchanged]
+    return places
+
+
 def _add_far_bits(convert: _Converter, problem: Problem, knobs: Knobs, near: list[Place]) -> None:
     """Appends the steps that transform bits at the places where an exchange has brought them. Those of lanes come
     first, for they can take packed values as they are and leave fp32."""
     lanes, others = [[p for p in near if (p.kind == "lane") == of_lane] for of_lane in (True, False)]
     steps = convert.steps
     if knobs.far_lanes == "mma":
-        turned = Mma(2, turned=True)
+        turned = FAR_MMA
         if convert.carrier == FP32:
             turned = replace(turned, operand="bfloat16", parts=PARTS["bfloat16"][problem.dtype])
         lanes, others = [[p for p in places if p not in turned.places] for places in (lanes, others)]
@@ -234,7 +244,9 @@ def exchanges_of(problem: Problem, knobs: Knobs) -> list[tuple[tuple[Place, Plac
     if knobs.far_bits == LANES:
         # Register bits go to blocks first, for then a warp stores to one block at a time; and the highest lane bits go,
         # for the lowest keep neighbors in memory together.
-        near += [lane(LANE_BITS - 1 - i) for i in range(MAX_EXCHANGED_LANES)]
+        lanes = [lane(LANE_BITS - 1 - i) for i in range(MAX_EXCHANGED_LANES)]
+        first = len(ctas) if knobs.far_lanes == "mma" else room
+        near = near[:first] + lanes[:3] + near[first:] + lanes[3:]
         groups = [ctas + warps]
     elif len(warps + ctas) <= room:
         groups = [warps + ctas]

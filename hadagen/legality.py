@@ -72,13 +72,17 @@ def _has_exchange(c: Context, k: Knobs) -> bool:
     return c.problem.n > _shares(k) * k.chunks << CHUNK_BITS
 
 
-def _lanes(c: Context, k: Knobs) -> int:
-    """How many bits of warps and blocks are left for lanes once each chunk bit is exchanged with one; below 1: none."""
-    return c.bits - CHUNK_BITS - 2 * log2(k.chunks) - log2(_shares(k))
+def _far(c: Context, k: Knobs) -> int:
+    """How many bits of warps and blocks an exchange brings to registers or lanes."""
+    return c.bits - CHUNK_BITS - log2(k.chunks) - log2(_shares(k))
 
 
 def _has_butterflies(c: Context, k: Knobs) -> bool:
-    return k.low_bits != "mma" or c.bits > CHUNK_BITS
+    """Whether bits are left that no mma transforms."""
+    if k.low_bits != "mma":
+        return True
+    far_mma = 4 if k.far_lanes == "mma" and _far(c, k) == 3 else 0  # where more come, they take its register's place
+    return c.bits > CHUNK_BITS + log2(_shares(k)) + far_mma
 
 
 @_rule("warps")
@@ -126,13 +130,14 @@ def _(c: Context, k: Knobs) -> str | None:
     return "whole rows are loaded straight to registers (load must be plain or no_allocate)" if staged else None
 
 
-@_rule(*SHAPE, "block_bits", "far_bits")
+@_rule(*SHAPE, "block_bits", "far_bits", "far_lanes")
 def _(c: Context, k: Knobs) -> str | None:
     if k.far_bits == LANES:
-        if _lanes(c, k) <= 0:
-            return "register bits are enough to exchange with (far_bits must be registers)"
-        if _lanes(c, k) > MAX_EXCHANGED_LANES:
+        lanes = _far(c, k) - log2(k.chunks)
+        if lanes > MAX_EXCHANGED_LANES:
             return f"more than {MAX_EXCHANGED_LANES} lane bits to exchange with (take more chunks)"
+        if lanes <= 0 and k.far_lanes == "shuffle":
+            return "register bits are enough to exchange with (far_bits must be registers, or far_lanes mma)"
         return None
     if not _has_exchange(c, k):
         return None
@@ -171,7 +176,8 @@ def _(c: Context, k: Knobs) -> str | None:
         return None
     if k.far_bits != LANES or k.low_bits != "mma":
         return "no bit comes to lanes after an mma (far_lanes must be shuffle)"
-    few = k.chunks == 1 or _lanes(c, k) < 3
+    blocks = 0 if k.block_bits == LOAD else log2(k.cluster)
+    few = k.chunks == 1 or _far(c, k) - min(blocks, log2(k.chunks)) < 3
     return "an mma needs three bits in lanes and one in registers (far_lanes must be shuffle)" if few else None
 
 
@@ -201,10 +207,11 @@ def _(c: Context, k: Knobs) -> str | None:
     return None
 
 
-@_rule("low_bits", "butterfly_carrier")
+@_rule(*SHAPE, "block_bits", "far_lanes", "low_bits", "butterfly_carrier")
 def _(c: Context, k: Knobs) -> str | None:
     if k.butterfly_carrier == FP32:
-        return None if _has_butterflies(c, k) else "no butterfly has a carrier (butterfly_carrier must be packed)"
+        carries = _has_butterflies(c, k) or _has_exchange(c, k)
+        return None if carries else "no butterfly has a carrier (butterfly_carrier must be packed)"
     accurate = c.problem.numerics is Numerics.ACCURATE
     if accurate and _has_butterflies(c, k):
         return "accurate may not round between butterflies (butterfly_carrier must be fp32)"
@@ -213,7 +220,7 @@ def _(c: Context, k: Knobs) -> str | None:
     return None
 
 
-@_rule("chunks", "cluster", "block_bits", "butterfly_carrier", "exchange_carrier")
+@_rule("chunks", "cluster", "block_bits", "far_lanes", "low_bits", "butterfly_carrier", "exchange_carrier")
 def _(c: Context, k: Knobs) -> str | None:
     if k.exchange_carrier == FP32:
         if not _has_exchange(c, k):
@@ -221,6 +228,8 @@ def _(c: Context, k: Knobs) -> str | None:
         if k.butterfly_carrier == PACKED:
             return "packed butterflies have nothing in fp32 to exchange (exchange_carrier must be packed)"
         return None
+    if k.butterfly_carrier == FP32 and not _has_butterflies(c, k):
+        return "no butterfly has a carrier (butterfly_carrier must be as exchange_carrier)"
     accurate = c.problem.numerics is Numerics.ACCURATE
     if accurate and _has_exchange(c, k):
         return "accurate may not round before an exchange (exchange_carrier must be fp32)"
