@@ -208,30 +208,34 @@ HADAGEN_INLINE u32 parity(u32 bits) { return u32(__popc(bits) & 1); }
 HADAGEN_INLINE u32 low_half(u32 pair) { return pair & 0xFFFFu; }
 HADAGEN_INLINE u32 high_half(u32 pair) { return pair >> 16; }
 
-// A operand of `mma`: the 16×16 Hadamard matrix times a factor, an element in the low half of a word.
+// Signs of the Hadamard matrix in row lane/4: of column 2 · (lane % 4) in bit 15, and of the one after it in bit 31.
+HADAGEN_INLINE u32 hadamard_signs() {
+    const u32 lane = thread_index() & 31u, common = lane & lane >> 3;
+    return ((common ^ common >> 1) << 15 & 0x8000u) * 0x10001u ^ (lane << 29 & 0x80000000u);
+}
+
+// Zeros that the compiler cannot tell to be. An mma reads registers in a row: equal words that seem to differ have a register
+// each from the start, and are not copied for every mma.
+struct Zeros {
+    u32 first, second;
+};
+HADAGEN_INLINE Zeros hidden_zeros() {
+    const u32 lane = thread_index() & 31u;
+    u32 same, below;
+    asm("mov.u32 %0, %%laneid;" : "=r"(same));
+    asm("{.reg .u32 below; mov.u32 below, %%lanemask_lt; popc.b32 %0, below;}" : "=r"(below));
+    return {lane ^ same, lane ^ below};
+}
+
+// A operand of `mma`: the 16×16 Hadamard matrix times a factor, an element in the low half of a word. Its rows and columns
+// from 8 on are the first ones again, but for the sign where both are.
 struct Operand {
     u32 word[4];
 };
 HADAGEN_INLINE Operand hadamard16(u32 factor) {
-    // Three words are equal, but an mma reads four registers in a row: words that the compiler cannot tell to be equal
-    // have a register each from the start, and are not copied for every mma.
-    u32 lanes[3] = {thread_index() & 31u, 0u, 0u};
-    asm("mov.u32 %0, %%laneid;" : "=r"(lanes[1]));
-    asm("{.reg .u32 below; mov.u32 below, %%lanemask_lt; popc.b32 %0, below;}" : "=r"(lanes[2]));
-    Operand a;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const u32 lane = lanes[i % 3];
-        a.word[i] = 0u;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const u32 row = lane / 4u + 8u * (i & 1);
-            const u32 column = 2u * (lane % 4u) + half + 8u * (i >> 1);
-            const u32 sign = parity(row & column) << 15;
-            a.word[i] |= (factor ^ sign) << (16 * half);
-        }
-    }
-    return a;
+    const u32 word = factor * 0x10001u ^ hadamard_signs();
+    const Zeros zero = hidden_zeros();
+    return {{word, word ^ zero.first, word ^ zero.second, word ^ 0x80008000u}};
 }
 
 // d += a · b, with b = {b0, b1} a 16×8 operand: mma.m16n8k16 with fp32 accumulators.
@@ -253,19 +257,11 @@ struct WideOperand {
     u32 word[8];
 };
 HADAGEN_INLINE WideOperand hadamard16_tf32(u32 factor) {
-    // As above: four words are equal at most, three of them in one mma.
-    u32 lanes[3] = {thread_index() & 31u, 0u, 0u};
-    asm("mov.u32 %0, %%laneid;" : "=r"(lanes[1]));
-    asm("{.reg .u32 below; mov.u32 below, %%lanemask_lt; popc.b32 %0, below;}" : "=r"(lanes[2]));
-    WideOperand a;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        const u32 lane = lanes[i == 4 || i == 6 ? 2 : i & 1];
-        const u32 row = lane / 4u + 8u * (i & 1);
-        const u32 column = 2u * (lane % 4u) + (i >> 1 & 1) + 8u * (i >> 2);
-        a.word[i] = factor << 16 ^ parity(row & column) << 31;
-    }
-    return a;
+    const u32 signs = hadamard_signs();
+    const u32 even = factor << 16 ^ (signs << 16 & 0x80000000u), odd = factor << 16 ^ (signs & 0x80000000u);
+    const Zeros zero = hidden_zeros();
+    return {{even, even ^ zero.first, odd, odd ^ zero.first,
+             even ^ zero.second, even ^ 0x80000000u, odd ^ zero.second, odd ^ 0x80000000u}};
 }
 HADAGEN_INLINE void mma(float (&d)[4], const WideOperand& a, float b0, float b1, float b8, float b9) {
     const float b[4] = {b0, b1, b8, b9};
