@@ -222,7 +222,7 @@ def _print(gpu: str, rows: Sequence[Row], by_regime: bool) -> None:
         by_cell = {(row["n"], row["elements"]): row for row in found}
         counts = sorted({row["elements"] for row in found})
         print_table(
-            ["n", *(_short(count) for count in counts)],
+            ["n", *map(options.short_elements, counts)],
             [
                 [n, *(_cell(by_cell.get((n, count)), others) for count in counts)]
                 for n in sorted({row["n"] for row in found})
@@ -239,7 +239,3 @@ def _cell(row: Row | None, others: Mapping[tuple[Any, ...], Mapping[str, Row]]) 
         return "-"
     faster = (f" ×{other['us'] / row['us']:.2f}" for other in others.get(_place(row), {}).values())
     return f"{row['fraction_of_copy']:.2f}{''.join(faster)}"
-
-
-def _short(elements: int) -> str:
-    return f"{elements >> 20}M" if elements >= 1 << 20 else f"{elements >> 10}K"

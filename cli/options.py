@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterable
+from fractions import Fraction
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -13,7 +15,7 @@ import click
 from hadagen.errors import StorageError, UsageError
 from hadagen.problem import MAX_LOG2_N, DType, Numerics, Problem
 from hadagen.runtime.bundles import user_directory
-from hadagen.trial import ELEMENT_BUCKETS, Destination
+from hadagen.trial import BUCKETS_BETWEEN, ELEMENT_BUCKETS, Destination
 
 if TYPE_CHECKING:
     from hadagen.trial import Environment
@@ -226,23 +228,30 @@ def parse_ranges(texts: Iterable[str]) -> dict[str, list[int | str]]:
 
 
 def parse_elements(text: str) -> list[int]:
-    """Sizes of an input, rows · n, from a text such as `65536,1M,8M` (K is 1024, M its square), ascending, each once.
+    """Sizes of an input, rows · n, from a text such as `65536,1.5M,8M` (K is 1024, M its square), ascending, each once.
 
-    Raises `UsageError` where one is no number, or outside of what is timed.
+    Raises `UsageError` where one is no number, or none of those at which kernels are timed.
     """
     counts = set()
-    low, high = ELEMENT_BUCKETS[0], ELEMENT_BUCKETS[-1]
     for part in (part.strip() for part in text.split(",")):
         number, factor = part, 1
         if part[-1:] in _FACTORS:
             number, factor = part[:-1], _FACTORS[part[-1]]
-        if not _is_whole(number):
+        if not re.fullmatch(r"[0-9]+(\.[0-9]+)?", number):
             raise UsageError(f"--elements {part!r} is not a size; write for example 65536,1M")
-        count = int(number) * factor
-        if count not in ELEMENT_BUCKETS:
-            raise UsageError(f"--elements {part} is not supported; give powers of two from {low} to {high}")
-        counts.add(count)
+        count = Fraction(number) * factor
+        if count not in ELEMENT_BUCKETS and count not in BUCKETS_BETWEEN:
+            known = f"powers of two from {ELEMENT_BUCKETS[0]} to {ELEMENT_BUCKETS[-1]}"
+            others = ", ".join(map(short_elements, BUCKETS_BETWEEN))
+            raise UsageError(f"--elements {part} is not supported; give {known}, or {others}")
+        counts.add(int(count))
     return sorted(counts)
+
+
+def short_elements(count: int) -> str:
+    """A size of an input as `parse_elements` takes it: 64K, 1.5M."""
+    suffix = "M" if count >= _FACTORS["M"] else "K"
+    return f"{count / _FACTORS[suffix]:g}{suffix}"
 
 
 def _is_whole(text: str) -> bool:

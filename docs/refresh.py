@@ -299,7 +299,7 @@ def choices_table() -> str:
 
 
 def _short(count: int) -> str:
-    return f"{count >> 20} M" if count >= 1 << 20 else f"{count >> 10} K"
+    return f"{count / (1 << 20):g} M" if count >= 1 << 20 else f"{count / (1 << 10):g} K"
 
 
 def _best_times(

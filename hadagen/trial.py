@@ -15,12 +15,15 @@ from hadagen.problem import Problem
 # Element counts (rows · n) at which kernels are timed, those of pitched rows at fewer.
 ELEMENT_BUCKETS = tuple(1 << k for k in range(13, 29))
 PITCHED_ELEMENT_BUCKETS = (1 << 16, 1 << 20, 1 << 24, 1 << 27)
+# Others of contiguous rows, 384K to 12M: there a launch is a few waves of blocks, and which kernel is the best depends
+# on how full its last wave is. These are timed in the regime that decides alone, unless both count alike.
+BUCKETS_BETWEEN = tuple(3 << k for k in range(17, 23))
 
 
 def element_buckets(problem: Problem) -> tuple[int, ...]:
-    """The element counts at which the kernels of a problem are timed: those of at least one row."""
-    buckets = PITCHED_ELEMENT_BUCKETS if problem.pitched else ELEMENT_BUCKETS
-    return tuple(elements for elements in buckets if elements >= problem.n)
+    """The element counts at which the kernels of a problem are timed, ascending: those of at least one row."""
+    buckets = PITCHED_ELEMENT_BUCKETS if problem.pitched else (*ELEMENT_BUCKETS, *BUCKETS_BETWEEN)
+    return tuple(sorted(elements for elements in buckets if elements >= problem.n))
 
 
 def timed_rows(problem: Problem) -> RowShape:
@@ -71,6 +74,12 @@ def deciding_cache(problem: Problem, elements: int, destination: Destination, l2
     """Which timings name the winner of an element count: hot where input and output fit in half of L2, else cold."""
     buffers = 1 if destination is Destination.IN_PLACE else 2
     return Cache.HOT if buffer_bytes(problem, elements) * buffers <= l2_bytes // 2 else Cache.COLD
+
+
+def may_be_hot(problem: Problem, elements: int, destination: Destination, l2_bytes: int) -> bool:
+    """Whether cold timings decide though data may well be hot: input and output fit in L2, but not in half of it."""
+    cold, all_hot = (deciding_cache(problem, elements, destination, size) for size in (l2_bytes, 2 * l2_bytes))
+    return cold is Cache.COLD and all_hot is Cache.HOT
 
 
 class Provenance(str, Enum):

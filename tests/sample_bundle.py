@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 from sample_trials import make_trial, times
 
 from hadagen.runtime import bundles
+from hadagen.trial import Trial
 from hadagen.tuning_db.bundle_writer import write_bundle
 from hadagen.tuning_db.winners import portfolio
 
@@ -21,7 +23,15 @@ def hide_bundles(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def write_sample(path: Path, chunks: int = 1) -> Path:
     """Writes a bundle of one winner, timed in place on an H100 at 8K and 64K elements; returns its path."""
-    trial = make_trial(chunks, timings=times({1 << 13: 2.0, 1 << 16: 4.0}))
-    assert trial.kernel
-    write_bundle(path, "sm90", portfolio([trial]), {trial.kernel.digest: trial.kernel}.__getitem__)
+    return _write(path, [make_trial(chunks, timings=times({1 << 13: 2.0, 1 << 16: 4.0}))])
+
+
+def write_winners(path: Path, chunks: Mapping[int, int]) -> Path:
+    """Writes a bundle of a winner for each of these element counts, timed in place on an H100; returns its path."""
+    return _write(path, [make_trial(each, timings=times({elements: 2.0})) for elements, each in chunks.items()])
+
+
+def _write(path: Path, trials: Sequence[Trial]) -> Path:
+    kernels = {trial.kernel.digest: trial.kernel for trial in trials if trial.kernel}
+    write_bundle(path, "sm90", portfolio(trials), kernels.__getitem__)
     return path

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -20,9 +20,9 @@ import hadagen
 from hadagen.errors import StorageError, UsageError
 from hadagen.problem import DType, Numerics, Problem
 from hadagen.runtime import bundles
-from hadagen.runtime.choose import Match, bucket, choose
+from hadagen.runtime.choose import Match, choose, nearest
 from hadagen.runtime.device import Device
-from hadagen.trial import Cache, Destination, Environment, Provenance
+from hadagen.trial import Cache, Destination, Environment, Provenance, element_buckets
 from hadagen.tuning_db.bundle import BundleEntry
 
 HERE = Device("sm90", "NVIDIA H100 80GB HBM3")
@@ -39,13 +39,13 @@ FIXTURE = """
 """
 
 
-def make_entry(kernel: str, arch: str, gpu: str, log2_elements: int) -> BundleEntry:
+def make_entry(kernel: str, arch: str, gpu: str, elements: int) -> BundleEntry:
     return BundleEntry(
         problem=PROBLEM,
         arch=arch,
         environment=replace(H100, gpu=gpu) if gpu else Environment(),
         destination=Destination.IN_PLACE,
-        elements=1 << log2_elements,
+        elements=elements,
         kernel=kernel,
         launch=LAUNCH,
         knobs={},
@@ -63,7 +63,7 @@ def make_entry(kernel: str, arch: str, gpu: str, log2_elements: int) -> BundleEn
 
 def read_fixture() -> list[BundleEntry]:
     lines = (line.split() for line in FIXTURE.strip().splitlines())
-    return [make_entry(name, arch, " ".join(gpu), int(log2)) for name, arch, *gpu, log2 in lines]
+    return [make_entry(name, arch, " ".join(gpu), 1 << int(log2)) for name, arch, *gpu, log2 in lines]
 
 
 ENTRIES = read_fixture()
@@ -96,7 +96,8 @@ def test_each_class_of_match(device: Device, log2_elements: int, match: Match, k
 def test_an_estimate_serves_only_where_nothing_of_the_arch_was_measured() -> None:
     unmeasured = [entry for entry in ENTRIES if entry.arch != "sm90" or entry.provenance is Provenance.ESTIMATED]
     assert chosen(HERE, 1 << 13, unmeasured) == (Match.ESTIMATED, "guess-20")
-    assert chosen(HERE, 1 << 13, [*unmeasured, make_entry("far", "sm90", "NVIDIA H20", 28)]) == (Match.SAME_ARCH, "far")
+    far = make_entry("far", "sm90", "NVIDIA H20", 1 << 28)
+    assert chosen(HERE, 1 << 13, [*unmeasured, far]) == (Match.SAME_ARCH, "far")
 
 
 @pytest.mark.parametrize(
@@ -118,21 +119,48 @@ def test_another_destination_is_no_match() -> None:
 
 
 def test_the_first_of_equals_wins() -> None:
-    mine, shipped = (make_entry(name, "sm90", HERE.gpu, 13) for name in ("mine", "shipped"))
+    mine, shipped = (make_entry(name, "sm90", HERE.gpu, 1 << 13) for name in ("mine", "shipped"))
     assert chosen(HERE, 1 << 13, [mine, shipped]) == (Match.SAME_GPU, "mine")
 
 
-@given(st.integers(1, 1 << 40))
-def test_a_bucket_is_the_nearest_power_of_two(elements: int) -> None:
-    assert abs(math.log2(elements) - bucket(elements)) <= 0.5
+# Powers of two, three times such, and anything: so many are evenly spaced, unevenly, or next to each other.
+counts = st.integers(0, 40).map(lambda k: 1 << k) | st.integers(0, 38).map(lambda k: 3 << k) | st.integers(1, 1 << 40)
+timed_counts = st.lists(counts, min_size=1, max_size=25, unique=True)
 
 
-@given(st.lists(st.integers(0, 40), min_size=1, unique=True), st.integers(1, 1 << 40), st.randoms())
-def test_the_nearest_element_count_wins_in_any_order(logs: list[int], elements: int, random: st.DataObject) -> None:
-    entries = [make_entry(str(log), "sm90", HERE.gpu, log) for log in logs]
-    nearest = min(logs, key=lambda log: (abs(log - bucket(elements)), -log))
+def nearest_by_ratio(timed: list[int], elements: int) -> int:
+    """That with the least |log(timed / elements)|: the least ratio of the larger to the smaller."""
+    return min(timed, key=lambda count: (max(Fraction(count, elements), Fraction(elements, count)), -count))
+
+
+@given(timed_counts, counts, st.randoms())
+def test_the_nearest_element_count_wins_in_any_order(timed: list[int], elements: int, random: st.DataObject) -> None:
+    entries = [make_entry(str(count), "sm90", HERE.gpu, count) for count in timed]
     random.shuffle(entries)
-    assert chosen(HERE, elements, entries) == (Match.SAME_GPU, str(nearest))
+    assert chosen(HERE, elements, entries) == (Match.SAME_GPU, str(nearest_by_ratio(timed, elements)))
+
+
+@given(timed_counts, st.data())
+def test_at_the_very_middle_the_larger_wins(timed: list[int], data: st.DataObject) -> None:
+    """There, and one element beside it, logarithms in floating point would decide by chance."""
+    a, b = data.draw(st.integers(2, 1 << 20)), data.draw(st.integers(2, 1 << 20))
+    middle = a * b
+    for low, high in ((a * a, b * b), (a, a * b * b), (1, middle * middle)):
+        if low < high:
+            assert [nearest([low, high], middle + by) for by in (-1, 0, 1)] == [low, high, high]
+            others = [count for count in timed if not low < count < high]
+            assert nearest(sorted({*others, low, high}), middle) == high
+
+
+def test_what_is_between_the_buckets_goes_to_the_nearer() -> None:
+    old, new = ([1 << k for k in range(13, 29)], list(element_buckets(PROBLEM)))
+    assert [nearest(new, e) for e in (1, 1 << 13, 1 << 31)] == [1 << 13, 1 << 13, 1 << 28]
+    for k in range(18, 24):
+        assert nearest(old, 3 << k - 1) == 2 << k  # of a bundle that has nothing between; 1.5 is above √2
+        assert nearest(new, 3 << k - 1) == 3 << k - 1
+        # √1.5 = 1.2247… and √3 = 1.7320…
+        assert [nearest(new, (x << k) // 10000) for x in (12247, 12248)] == [1 << k, 3 << k - 1]
+        assert [nearest(new, (x << k) // 10000) for x in (17320, 17321)] == [3 << k - 1, 2 << k]
 
 
 # ---- bundles ---------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from hadagen.cli.sentences import TUNE_PACKAGES
 from hadagen.errors import DeviceError
 from hadagen.problem import DType
 from hadagen.runtime.bundles import VARIABLE
-from hadagen.trial import Outcome
+from hadagen.trial import BUCKETS_BETWEEN, ELEMENT_BUCKETS, Outcome
 from hadagen.tuning_db.bundle import shipped
 from hadagen.tuning_db.bundle_writer import write_bundle
 from hadagen.tuning_db.store import Store
@@ -106,7 +106,9 @@ WRONG = {
     ("tune", "--db", "mysql://host/db"): "database mysql is not supported; name a file or a postgresql:// URL",
     ("bench", "--n", "12"): "n = 12 is not supported",
     ("bench", "--elements", "1000"): "--elements 1000 is not supported; give powers of two from 8192 to 268435456",
+    ("bench", "--elements", "1.5"): "--elements 1.5 is not supported; give powers of two from 8192 to 268435456",
     ("bench", "--elements", "many"): "--elements 'many' is not a size; write for example 65536,1M",
+    ("bench", "--elements", "1e6"): "--elements '1e6' is not a size; write for example 65536,1M",
 }
 
 
@@ -380,6 +382,13 @@ def test_the_winners_of_a_bundle_are_exported_and_merged(sample: Path, tmp_path:
 )
 def test_sizes(texts: list[str], sizes: list[int]) -> None:
     assert options.parse_sizes(texts) == sizes
+
+
+def test_elements() -> None:
+    assert options.parse_elements("8M, 64K,1.5M,65536,0.375M") == [1 << 16, 3 << 17, 3 << 19, 1 << 23]
+    counts = [*ELEMENT_BUCKETS, *BUCKETS_BETWEEN]
+    assert options.parse_elements(",".join(map(options.short_elements, counts))) == sorted(counts)
+    assert [options.short_elements(count) for count in (3 << 17, 1 << 20, 3 << 19)] == ["384K", "1M", "1.5M"]
 
 
 # ---- doctor ----------------------------------------------------------------------------------------------------------

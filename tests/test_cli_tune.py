@@ -247,6 +247,9 @@ def test_bench_prints_one_table(fake_gpu: None) -> None:
     assert header.split() == ["n", "16K", "4M", "64M"]
     assert four.split()[:2] == ["4", "0.50"]
 
+    _, header, _ = succeed(*BENCH[:-1], "384K,3M,1.5M", "--inplace", "--hot").splitlines()
+    assert header.split() == ["n", "384K", "1.5M", "3M"]
+
     (title, *_) = succeed(*BENCH).splitlines()
     assert title.startswith("Test GPU, float16, fast, out-of-place: ")
     said = sentence(run("bench", "--n", "4", "--dtype", "float32", "--numerics", "fast", "--pitched"), 1)

@@ -20,7 +20,16 @@ from hadagen.measure import Candidate, Cell, all_cells
 from hadagen.plan import CHUNK_BITS, Plan
 from hadagen.problem import DType, Numerics, Problem
 from hadagen.space import Space, build_plan
-from hadagen.trial import ELEMENT_BUCKETS, Cache, Destination, Kernel, Outcome, Provenance, Trial
+from hadagen.trial import (
+    ELEMENT_BUCKETS,
+    Cache,
+    Destination,
+    Kernel,
+    Outcome,
+    Provenance,
+    Trial,
+    element_buckets,
+)
 from hadagen.tuner import EstimateRunner, estimate, shortlist
 from hadagen.tuner.study import scores
 
@@ -206,7 +215,7 @@ def test_an_estimate_is_verified_and_says_that_it_is_one() -> None:
         assert trial.knobs == chosen.to_dict()
         assert set(trial.errors) == {"normal", "constant", "one-hot", "large"}
         assert 0 < max(trial.errors.values()) <= problem.error_bound
-        assert {timing.elements for timing in trial.timings} == set(ELEMENT_BUCKETS)
+        assert {timing.elements for timing in trial.timings} == set(element_buckets(problem))
         times = Estimate(build_plan(problem, chosen, SM90), SM90, registers=40)
         assert all(t.us == times.us(t.elements, t.destination, t.cache) for t in trial.timings)
         assert all(0 < score <= 1 for score in scores(trial))

@@ -36,6 +36,7 @@ def kernels_for_this_gpu() -> None:
 
 @pytest.fixture
 def nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_timed", {})
     monkeypatch.setattr(kernels, "_found", {})
     monkeypatch.setattr(kernels, "_loaded", {})
     compute.calls.clear()
@@ -537,7 +538,7 @@ import hadagen
 hadagen.hadamard_transform(x, inplace=True)
 torch.cuda.synchronize()
 from hadagen.runtime import kernels
-assert all(kernels._found.values()), "plain PyTorch did it"
+assert kernels._found and all(kernels._found.values()), "plain PyTorch did it"
 print(sorted({"optuna", "jinja2", "click", "sqlalchemy", "alembic", "yaml"} & set(sys.modules) - before))
 """
     environment = {**os.environ, "PATH": ""}

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from importlib.machinery import ModuleSpec
+from itertools import product
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -29,6 +30,7 @@ from hadagen.measure.messages import Answer, Measure, Race
 from hadagen.problem import DType, Numerics, Problem
 from hadagen.reference import hadamard
 from hadagen.trial import (
+    BUCKETS_BETWEEN,
     ELEMENT_BUCKETS,
     PITCHED_ELEMENT_BUCKETS,
     Cache,
@@ -39,6 +41,9 @@ from hadagen.trial import (
     Provenance,
     Timing,
     Trial,
+    deciding_cache,
+    element_buckets,
+    may_be_hot,
     timed_rows,
 )
 
@@ -65,9 +70,10 @@ ALL_PROBLEMS = [
 
 def test_cells_of_an_h100() -> None:
     cells = all_cells(PROBLEM, H100_L2)
-    assert len(set(cells)) == len(cells) == 51
+    assert len(set(cells)) == len(cells) == 64
+    assert {cell.elements for cell in cells} == {*ELEMENT_BUCKETS, *BUCKETS_BETWEEN}
     cold = {cell.elements for cell in cells if cell.cache is Cache.COLD}
-    assert cold == {e for e in ELEMENT_BUCKETS if e >= 1 << 16}
+    assert cold == {12 << 20, *(e for e in ELEMENT_BUCKETS if e >= 1 << 16)}
     hot = [cell for cell in cells if cell.cache is Cache.HOT]
     assert max(cell.elements for cell in hot if cell.destination is Destination.IN_PLACE) == 1 << 25
     assert max(cell.elements for cell in hot if cell.destination is Destination.OUT_OF_PLACE) == 1 << 24
@@ -76,6 +82,21 @@ def test_cells_of_an_h100() -> None:
     pitched = all_cells(replace(PROBLEM, pitched=True), H100_L2)
     assert {cell.elements for cell in pitched} == set(PITCHED_ELEMENT_BUCKETS)
     assert all(cell.elements >= 1 << 15 for cell in all_cells(Problem(1 << 15, DType.FLOAT16), H100_L2))
+
+
+@given(st.sampled_from(ALL_PROBLEMS), st.integers(10, 28).map(lambda k: 1 << k) | st.just(H100_L2))
+def test_every_element_count_is_timed_where_it_decides(problem: Problem, l2_bytes: int) -> None:
+    """Powers of two also in the other regime, where kernels are timed in it; what lies between only if both count."""
+    cells = all_cells(problem, l2_bytes)
+    buckets = element_buckets(problem)
+    assert list(buckets) == sorted(set(buckets))
+    assert not any(elements % problem.n for elements in buckets)
+    for elements, destination in product(buckets, Destination):
+        decides = deciding_cache(problem, elements, destination, l2_bytes)
+        caches = {cell.cache for cell in cells if cell[:2] == (elements, destination)}
+        assert decides in caches or elements < 1 << 16
+        if elements in BUCKETS_BETWEEN:
+            assert caches == (set(Cache) if may_be_hot(problem, elements, destination, l2_bytes) else {decides})
 
 
 @pytest.mark.parametrize("problem", ALL_PROBLEMS, ids=lambda problem: problem.name)
@@ -111,10 +132,10 @@ def test_probe_cells() -> None:
 
     assert probes(PROBLEM) == (
         Cell(1 << 13, Destination.IN_PLACE, Cache.HOT),
-        Cell(1 << 23, Destination.IN_PLACE, Cache.HOT),
+        Cell(12 << 20, Destination.IN_PLACE, Cache.HOT),
         Cell(1 << 28, Destination.IN_PLACE, Cache.COLD),
     )
-    assert probes(Problem(256, DType.FLOAT32))[1].elements == 1 << 22
+    assert probes(Problem(256, DType.FLOAT32))[1].elements == 6 << 20
     assert [cell.elements for cell in probes(replace(PROBLEM, pitched=True))] == [1 << 16, 1 << 24, 1 << 27]
     assert probe_cells(PROBLEM, [CELL], H100_L2) == (CELL,)
     assert probe_cells(PROBLEM, [], H100_L2) == ()

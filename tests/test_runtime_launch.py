@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from emulated_device import EmulatedDevice, device, same
-from sample_bundle import hide_bundles, write_sample
+from sample_bundle import hide_bundles, write_sample, write_winners
 from sample_trials import H100, PROBLEM
 from test_runtime import VIEWS, normal, padded
 
@@ -27,8 +28,10 @@ from hadagen.driver import DriverError, LoadedKernel
 from hadagen.errors import TensorError
 from hadagen.problem import Problem
 from hadagen.runtime import bundles, compute, kernels
+from hadagen.runtime.choose import choose_from_bundles
 from hadagen.runtime.device import Device
 from hadagen.scale import ScaleForm
+from hadagen.trial import Destination
 
 __all__ = ["device"]  # a fixture
 
@@ -282,6 +285,7 @@ def loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Loader:
     hide_bundles(tmp_path, monkeypatch)
     monkeypatch.setenv(bundles.VARIABLE, str(write_sample(tmp_path / "a.db")))
     monkeypatch.setattr(kernels, "cuda_device", lambda index: Device("sm90", H100.gpu))
+    monkeypatch.setattr(kernels, "_timed", {})
     monkeypatch.setattr(kernels, "_found", {})
     monkeypatch.setattr(kernels, "_loaded", {})
     monkeypatch.setattr(kernels.driver, "load", loader)
@@ -324,6 +328,40 @@ def test_a_known_bucket_opens_no_file_and_takes_no_lock(loader: Loader, monkeypa
     assert find((1 << 13) + 256) is first
 
 
+# Element counts with a kernel each, evenly spaced and not.
+TIMED = {1 << 13: 1, 1 << 16: 2, 3 << 15: 4, 1 << 17: 8}
+
+
+@pytest.fixture
+def four_kernels(loader: Loader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = write_winners(tmp_path / "four.db", TIMED)
+    monkeypatch.setenv(bundles.VARIABLE, str(path))
+    return path
+
+
+def test_a_call_runs_the_kernel_of_the_nearest_count(four_kernels: Path, loader: Loader) -> None:
+    """Between 64K, 96K and 128K it changes at √1.5 and √3 times 64K, though nothing else is half an octave apart."""
+    ran = {}
+    for elements in (256, 1 << 13, 23170, 23171, 1 << 16, 80264, 80265, 3 << 15, 113511, 113512, 1 << 17, 1 << 31):
+        kernel = find(elements)
+        assert kernel
+        assert find(elements) is kernel
+        ran[elements] = len(loader.images)
+        _, chosen = choose_from_bundles(PROBLEM, Destination.IN_PLACE, elements, Device("sm90", H100.gpu))
+        assert chosen
+        assert loader.images[-1] == b"cubin %d" % chosen[0].knobs["chunks"]
+    assert list(ran.values()) == [1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 4]
+
+
+def test_a_bundle_that_was_replaced_goes_on_serving(four_kernels: Path, loader: Loader) -> None:
+    first = find()
+    write_winners(four_kernels, {1 << 15: 16, 1 << 20: 32})
+    os.utime(four_kernels, ns=(0, 0))
+    assert find() is first
+    assert find(1 << 31)
+    assert loader.images == [b"cubin 1", b"cubin 16"]  # of 128K, the largest of what was there, 32K are the nearest
+
+
 @pytest.mark.parametrize(
     "problem", [Problem(512, "float16"), Problem(256, "float16", "fast"), Problem(256, "float16", pitched=True)]
 )
@@ -363,7 +401,7 @@ def test_a_newer_gpu_gets_ptx(loader: Loader, monkeypatch: pytest.MonkeyPatch) -
 def test_an_older_gpu_and_other_makers_get_none(loader: Loader, monkeypatch: pytest.MonkeyPatch) -> None:
     for here in (Device("sm80", "NVIDIA A100-SXM4-80GB"), None):
         monkeypatch.setattr(kernels, "cuda_device", lambda index, here=here: here)
-        monkeypatch.setattr(kernels, "_found", {})
+        monkeypatch.setattr(kernels, "_timed", {})
         assert find() is None
 
 
@@ -424,6 +462,26 @@ def test_what_warmup_loads(options: dict[str, Any], count: int, machine: Loader)
 
 
 @pytest.mark.parametrize(
+    ("options", "chunks"),
+    [
+        ({}, [1, 2, 4, 8]),
+        ({"rows": 300}, [2]),
+        ({"rows": (1, 400)}, [1, 4]),
+        ({"rows": 1 << 30}, [8]),
+        ({"n": 129, "rows": range(310, 320)}, [2, 4]),  # from 314 rows of 256 on, 96K are nearer than 64K
+    ],
+)
+def test_warmup_loads_what_those_rows_run(
+    options: dict[str, Any], chunks: list[int], machine: Loader, four_kernels: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert hadagen.warmup(**{"n": 256, "dtype": "float16", **options}) == len(chunks)
+    assert sorted(machine.images) == [b"cubin %d" % each for each in chunks]
+    monkeypatch.setattr(bundles, "known", None)
+    for rows in (3, 300, 400, 500) if "rows" not in options else kernels._several(options["rows"]):
+        assert find(rows * 256)
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"n": 0}, "n = 0 is not supported; give whole numbers, at least 1"),
@@ -477,16 +535,16 @@ import torch, hadagen
 from hadagen.problem import Problem
 from hadagen.runtime import compute, kernels
 hadagen.hadamard_transform(torch.randn(3, 8))
-kernels._found["key"] = kernels._loaded["key"] = compute.calls["key"] = "kernel of the parent"
+kernels._timed["key"] = kernels._found["key"] = kernels._loaded["key"] = compute.calls["key"] = "kernel of the parent"
 kernels._lock.acquire()
 if child := os.fork():
-    assert len(kernels._found) == len(kernels._loaded) == len(compute.calls) == 1
+    assert len(kernels._timed) == len(kernels._found) == len(kernels._loaded) == len(compute.calls) == 1
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     print("done")
 else:
     status = 1
     try:
-        assert not kernels._found and not kernels._loaded and not compute.calls
+        assert not (kernels._timed or kernels._found or kernels._loaded or compute.calls)
         kernels.cuda_device = lambda index: None
         assert kernels.find(0, Problem(8, "float16"), True, 8) is None
         torch.set_num_threads(1)

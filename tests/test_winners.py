@@ -192,6 +192,23 @@ def test_among_kernels_that_tie_where_it_decides_the_other_regime_has_a_say() ->
     assert winner == fast_when_hot
 
 
+@pytest.mark.parametrize(
+    "cell", [(3 << 20, IN_PLACE, Cache.HOT), (12 << 20, OUT_OF_PLACE, Cache.COLD), (3 << 27, IN_PLACE, Cache.COLD)]
+)
+def test_where_only_one_regime_was_timed_a_loss_is_one_of_time(cell: tuple[int, Destination, Cache]) -> None:
+    elements, destination, cache = cell
+
+    def trial(chunks: int, us: float) -> Trial:
+        aside = make_timing(1.0 if chunks == 2 else 9.0, 1 << 13)
+        return make_trial(chunks, timings=(make_timing(us, elements, destination, cache), aside))
+
+    best, general, near = trial(1, 100.0), trial(2, 102.1), trial(2, 101.9)
+    where = replace(CELL, destination=destination, elements=elements)
+    assert portfolio([best, general])[where] == best
+    assert portfolio([best, near])[where] == near
+    assert contenders([general, best], 2) == contenders([best, general], 2)
+
+
 def test_where_data_may_well_be_hot_both_regimes_count_alike() -> None:
     cell = (1 << 24, IN_PLACE)  # 32 MiB: more than half of L2, and less than all of it
     cold_king = make_trial(1, timings=(make_timing(20.0, *cell, Cache.COLD), make_timing(15.0, *cell, Cache.HOT)))

@@ -3,7 +3,8 @@
 A *cell* is a place where a kernel is wanted: a problem on a GPU, in place or out of place, at a number of elements.
 Only a trial that is ok, has a kernel and keeps the problem's error bound for every class of input can win one. What
 decides is the time with the data hot in L2 where it fits in half of it, and cold otherwise. The other time has a say
-too: where memory is the limit, kernels that tie when cold differ by half when the data happens to be hot.
+too, if any trial has it: where memory is the limit, kernels that tie when cold differ by half when the data happens to
+be hot.
 Whatever their times, a measured trial outranks an estimated one, and an estimate wins no cell that was measured on any
 GPU of the arch.
 """
@@ -17,7 +18,7 @@ from math import fsum
 from typing import Any
 
 from hadagen.problem import Problem
-from hadagen.trial import Cache, Destination, Outcome, Provenance, Timing, Trial, deciding_cache, knobs_key
+from hadagen.trial import Destination, Outcome, Provenance, Timing, Trial, deciding_cache, knobs_key, may_be_hot
 
 
 @dataclass(frozen=True, order=True)
@@ -139,19 +140,21 @@ Rival = tuple[Trial, Timing, Timing | None]
 
 
 def _scored(rivals: Sequence[Rival]) -> Iterator[tuple[Rival, float]]:
-    """Each rival with its score. One that was not timed in the other regime counts there as the slowest that was."""
-    slowest = max((other.us for _, _, other in rivals if other), default=1.0)
+    """Each rival with its score. One that was not timed in the other regime counts there as the slowest that was; where
+    none was, the deciding time is the score, so that a loss of score is a loss of time."""
+    slowest = max((other.us for _, _, other in rivals if other), default=None)
     for rival in rivals:
         trial, timing, other = rival
+        if slowest is None:
+            yield rival, timing.us
+            continue
         share = other_share(trial.problem, timing.elements, timing.destination, trial.environment.l2_bytes)
         yield rival, timing.us ** (1 - share) * (other.us if other else slowest) ** share
 
 
 def other_share(problem: Problem, elements: int, destination: Destination, l2_bytes: int) -> float:
     """What the time in the regime that does not decide counts, of 1, on a device with that much L2."""
-    cold, all_hot = (deciding_cache(problem, elements, destination, size) for size in (l2_bytes, 2 * l2_bytes))
-    between = cold is Cache.COLD and all_hot is Cache.HOT
-    return OTHER_SHARE_BETWEEN if between else OTHER_SHARE
+    return OTHER_SHARE_BETWEEN if may_be_hot(problem, elements, destination, l2_bytes) else OTHER_SHARE
 
 
 def contenders(trials: Iterable[Trial], most: int) -> list[Trial]:

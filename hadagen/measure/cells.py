@@ -16,7 +16,15 @@ from math import log2
 from typing import NamedTuple
 
 from hadagen.problem import Problem
-from hadagen.trial import Cache, Destination, buffer_bytes, element_buckets
+from hadagen.trial import (
+    BUCKETS_BETWEEN,
+    Cache,
+    Destination,
+    buffer_bytes,
+    deciding_cache,
+    element_buckets,
+    may_be_hot,
+)
 
 # Cold times begin here: below, 256 KiB and less, a launch is all latency and its input is hot in any real program.
 LEAST_COLD_ELEMENTS = 1 << 16
@@ -71,13 +79,22 @@ Cells = Sequence[Cell] | Mapping[Problem, Sequence[Cell]]
 
 
 def all_cells(problem: Problem, l2_bytes: int) -> tuple[Cell, ...]:
-    """Every cell of a problem on a device: hot up to twice its L2, cold from 65536 elements up, both destinations."""
+    """Every cell of a problem on a device: both destinations, hot up to twice its L2 and cold from 65536 elements up.
+
+    Of `BUCKETS_BETWEEN` only the regime that decides, or both where they count alike.
+    """
     cells = (Cell(e, d, c) for e in element_buckets(problem) for d in Destination for c in Cache)
-    return tuple(cell for cell in cells if is_timed(problem, cell, l2_bytes))
+    return tuple(cell for cell in cells if is_timed(problem, cell, l2_bytes) and _weighs(problem, cell, l2_bytes))
+
+
+def _weighs(problem: Problem, cell: Cell, l2_bytes: int) -> bool:
+    where = problem, cell.elements, cell.destination, l2_bytes
+    return cell.elements not in BUCKETS_BETWEEN or cell.cache is deciding_cache(*where) or may_be_hot(*where)
 
 
 def is_timed(problem: Problem, cell: Cell, l2_bytes: int) -> bool:
-    """Whether kernels of a problem are timed in the regime of a cell, on a device with that much L2."""
+    """Whether the regime of a cell is one that kernels of a problem are timed in, on a device with that much L2; the
+    element count may be any."""
     if cell.cache is Cache.HOT:
         return cell.traffic(problem).footprint <= 2 * l2_bytes
     return cell.elements >= LEAST_COLD_ELEMENTS
@@ -85,7 +102,10 @@ def is_timed(problem: Problem, cell: Cell, l2_bytes: int) -> bool:
 
 def rows_between(problem: Problem, counts: int) -> list[int]:
     """So many (2 or more) odd numbers of rows, ascending, whose element counts lie between those that kernels are timed
-    at, spread evenly on a logarithmic scale: from the middle between the first two to that between the last two."""
+    at, spread evenly on a logarithmic scale: from the middle between the first two to that between the last two.
+
+    None is such an element count itself: those hold a single row, or an even number.
+    """
     first, second, *_, last_but_one, last = (log2(elements) for elements in element_buckets(problem))
     low, high = (first + second) / 2, (last_but_one + last) / 2
     found: list[int] = []

@@ -1,13 +1,14 @@
 """Which kernel a call runs: a pure function of the bundles and the arguments, so that all ranks of a job agree.
 
 Problem and destination of an entry must be those that are asked for. Among the entries left, the better
-`Match` wins; then the nearest element count on a logarithmic scale, and of two as near the larger; then the bundle that
-was found first.
+`Match` wins; then the nearest of the element counts that were timed, on a logarithmic scale, and of two as near the
+larger; then the bundle that was found first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, cast
@@ -36,9 +37,12 @@ class Match(str, Enum):
 _RANK = {match: rank for rank, match in enumerate(Match)}
 
 
-def bucket(elements: int) -> int:
-    """log2(elements) rounded to the nearest integer, exactly; elements ≥ 1."""
-    return (elements * elements).bit_length() // 2
+def nearest(timed: Sequence[int], elements: int) -> int:
+    """Of element counts, ascending and at least one, the nearest to `elements` on a logarithmic scale, exactly; of two
+    as near the larger."""
+    above = bisect_left(timed, elements)
+    low, high = timed[max(0, above - 1)], timed[min(above, len(timed) - 1)]
+    return low if elements * elements < low * high else high
 
 
 def match_of(entry: BundleEntry, device: Device) -> Match:
@@ -50,21 +54,33 @@ def match_of(entry: BundleEntry, device: Device) -> Match:
     return Match.ESTIMATED if Device(entry.arch).generation < device.generation else Match.GENERIC
 
 
+def rivals(
+    entries: Iterable[BundleEntry], problem: Problem, destination: Destination, device: Device
+) -> tuple[Match, dict[int, BundleEntry]]:
+    """The entries among which only the element count decides, by that count, ascending; and how well they suit.
+
+    There are none with GENERIC.
+    """
+
+    def badness(match: Match, entry: BundleEntry) -> tuple[int, int, bool]:
+        return _RANK[match], -Device(entry.arch).generation, entry.provenance is Provenance.ESTIMATED
+
+    fitting = [entry for entry in entries if entry.problem == problem and entry.destination is destination]
+    candidates = [(match, entry) for entry in fitting if (match := match_of(entry, device)) is not Match.GENERIC]
+    if not candidates:
+        return Match.GENERIC, {}
+    least = min(badness(*candidate) for candidate in candidates)
+    best = [candidate for candidate in candidates if badness(*candidate) == least]
+    first = {entry.elements: entry for _, entry in reversed(best)}
+    return best[0][0], dict(sorted(first.items()))
+
+
 def choose(
     entries: Iterable[BundleEntry], problem: Problem, destination: Destination, elements: int, device: Device
 ) -> tuple[Match, BundleEntry | None]:
     """The entry to run for `elements` = rows · n, at least 1, and how well it suits. None goes with GENERIC."""
-    wanted = bucket(elements)
-
-    def badness(candidate: tuple[Match, BundleEntry]) -> tuple[int, int, bool, int, int]:
-        match, entry = candidate
-        timed = bucket(entry.elements)
-        guessed = entry.provenance is Provenance.ESTIMATED
-        return _RANK[match], -Device(entry.arch).generation, guessed, abs(timed - wanted), -timed
-
-    fitting = [entry for entry in entries if entry.problem == problem and entry.destination is destination]
-    candidates = [(match, entry) for entry in fitting if (match := match_of(entry, device)) is not Match.GENERIC]
-    return min(candidates, key=badness, default=(Match.GENERIC, None))
+    match, found = rivals(entries, problem, destination, device)
+    return match, found[nearest(list(found), elements)] if found else None
 
 
 def choose_from_bundles(
@@ -77,6 +93,13 @@ def choose_from_bundles(
     held = [(entry, bundle) for bundle in bundles.known() for entry in bundle.entries(problem)]
     match, chosen = choose((entry for entry, _ in held), problem, destination, elements, device)
     return match, next((pair for pair in held if pair[0] is chosen), None)
+
+
+def timed_in_bundles(problem: Problem, destination: Destination, device: Device) -> list[int]:
+    """The element counts, ascending, between which `choose_from_bundles` decides: it runs the same for all that are
+    `nearest` to the same. Empty where it runs none. Raises as it does."""
+    entries = (entry for bundle in bundles.known() for entry in bundle.entries(problem))
+    return list(rivals(entries, problem, destination, device)[1])
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""The kernel of a call: chosen and loaded once per device, problem, destination and bucket, then a dictionary hit."""
+"""The kernel of a call: chosen and loaded once per device, problem, destination and the element count that was timed
+nearest to the call's, then a dictionary hit."""
 
 from __future__ import annotations
 
@@ -15,20 +16,20 @@ from hadagen import driver
 from hadagen.driver import LoadedKernel
 from hadagen.errors import DeviceError, UsageError
 from hadagen.problem import MAX_LOG2_N, DType, Numerics, Problem, padded_length
-from hadagen.runtime.choose import bucket, choose_from_bundles
+from hadagen.runtime.choose import choose_from_bundles, nearest, timed_in_bundles
 from hadagen.runtime.device import cuda_device, cuda_index
 from hadagen.trial import Destination
 from hadagen.tuning_db.bundle import Bundle
 
 _DTYPES = {torch.float16: DType.FLOAT16, torch.bfloat16: DType.BFLOAT16, torch.float32: DType.FLOAT32}
-# Beyond the last bucket that was timed its kernel is chosen; no GPU holds more elements than this in one tensor.
-_LARGEST_BUCKET = 40
 
-Key = tuple[int, Problem, bool, int]  # device, problem, whether in place, bucket of the elements
+Kind = tuple[int, Problem, bool]  # device, problem, whether in place
+Key = tuple[int, Problem, bool, int]  # the same and an element count that was timed
 
+_timed: dict[Kind, list[int]] = {}  # the element counts of its kernels, ascending
 _found: dict[Key, LoadedKernel | None] = {}
 _loaded: dict[tuple[int, str], LoadedKernel] = {}  # by device and digest: buckets share kernels
-_lock = threading.Lock()  # taken by those who find nothing in `_found`
+_lock = threading.Lock()  # taken by those who find nothing in `_timed` or `_found`
 
 # torch.cuda.current_stream builds an object, which takes longer than the launch.
 raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None) or (
@@ -46,11 +47,14 @@ def problem_of(n: int, dtype: torch.dtype, numerics: str, pitched: bool) -> Prob
 
 def find(device: int, problem: Problem, in_place: bool, elements: int) -> LoadedKernel | None:
     """The kernel for `elements` = rows · n on a CUDA device, ready to launch; None where PyTorch must do it."""
-    key = (device, problem, in_place, bucket(elements))
+    timed = _timed_of(device, problem, in_place)
+    if not timed:
+        return None
+    key = (device, problem, in_place, nearest(timed, elements))
     if key not in _found:
         with _lock:
             if key not in _found:
-                _found[key] = _find(*key[:3], elements)
+                _found[key] = _find(*key)
     return _found[key]
 
 
@@ -111,7 +115,7 @@ def warmup(
     ready: set[int] = set()
     for length in lengths:
         row = padded_length(length)
-        buckets = range(bucket(row), _LARGEST_BUCKET + 1) if counts is None else {bucket(row * c) for c in counts}
+        given = None if counts is None else [row * count for count in counts]
         problems = {
             problem_of(row, kind, contract.value, pitched)
             for kind in dtypes
@@ -121,7 +125,9 @@ def warmup(
         for problem in filter(None, problems):
             # Tensors that have to be copied are transformed in place, in their copy.
             for in_place in (True,) if inplace else (False, True):
-                ready.update(id(find(index, problem, in_place, 1 << each)) for each in buckets)
+                # From a single row on, where any number may come.
+                wanted = [row, *(e for e in _timed_of(index, problem, in_place) if e > row)] if given is None else given
+                ready.update(id(find(index, problem, in_place, elements)) for elements in wanted)
     return len(ready - {id(None)})
 
 
@@ -156,12 +162,27 @@ def _dtype(value: Any) -> torch.dtype:
     return found
 
 
+def _timed_of(device: int, problem: Problem, in_place: bool) -> list[int]:
+    """The element counts that its kernels were timed at, ascending; none where PyTorch must do all."""
+    kind = (device, problem, in_place)
+    if kind not in _timed:
+        with _lock:
+            if kind not in _timed:
+                target = cuda_device(device)
+                _timed[kind] = [] if target is None else timed_in_bundles(problem, _destination(in_place), target)
+    return _timed[kind]
+
+
+def _destination(in_place: bool) -> Destination:
+    return Destination.IN_PLACE if in_place else Destination.OUT_OF_PLACE
+
+
 def _find(device: int, problem: Problem, in_place: bool, elements: int) -> LoadedKernel | None:
+    # Chosen anew, for a bundle may have been replaced since its element counts were read.
     target = cuda_device(device)
     if target is None:
         return None
-    destination = Destination.IN_PLACE if in_place else Destination.OUT_OF_PLACE
-    _, chosen = choose_from_bundles(problem, destination, elements, target)
+    _, chosen = choose_from_bundles(problem, _destination(in_place), elements, target)
     if chosen is None:
         return None
     entry, bundle = chosen
@@ -187,6 +208,7 @@ def _forget() -> None:
     """In a forked child: what is loaded belongs to the parent, and a thread that is not here may hold the lock."""
     global _lock
     _lock = threading.Lock()
+    _timed.clear()
     _found.clear()
     _loaded.clear()
 
