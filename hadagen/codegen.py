@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from itertools import starmap
 from typing import Any
 
 import jinja2
 
-from hadagen.layout import PAIR, Place, cta, reg, swaps, warp
+from hadagen.layout import PAIR, Place, cta, reg, warp
 from hadagen.plan import (
     CHUNK_BITS,
     CROSSED_BARRIER,
@@ -24,6 +23,7 @@ from hadagen.plan import (
     Load,
     Mma,
     Plan,
+    Scale,
     Shuffle,
     Step,
     Store,
@@ -79,6 +79,7 @@ def _view(plan: Plan, entry: str) -> dict[str, Any]:
         "bytes": plan.problem.dtype.bytes,
         "scale_form": plan.scale_form.value,
         "powers": [step.factor for step in plan.steps if isinstance(step, Mma) and step.factor],
+        "lifted": any(isinstance(step, Scale) and step.lifted for step in plan.steps),
         "packed": PACKED in plan.carriers,
         "wide": FP32 in plan.carriers,
         "prefetch": plan.load.stages > 1 and not plan.load.staged,
@@ -186,49 +187,52 @@ def _vector_bits(plan: Plan, reg_bits: Mapping[int, int]) -> dict[int, int]:
 
 
 def _exchange(plan: Plan, step: Exchange) -> dict[str, Any]:
-    """Where the vectors of a thread go: chunk c to slot (warp', chunk') of block rank', and there to lane', the swapped
-    bits of the four replaced.
+    """Where the vectors of a thread go: those of chunk c to slot (warp', chunk') of block rank', and there to lane', the
+    bits that move replaced.
 
     What changes lanes lies at lane ^ lane', as seen by who writes and by who reads it, so that neither meets bank
     conflicts: the eight lanes that access shared memory together differ there in all three bits.
     """
-    room = plan.chunk_bits
-    moves = swaps(step.pairs)
-    # By what an index expression calls them: bit of the slot, the block or the lane that a bit goes to.
-    slot: dict[str, dict[int, int]] = {"c": {}, "warp": {}, "rank": {}, "lane": {}}
-    rank: dict[str, dict[int, int]] = {name: {} for name in slot}
-    across: dict[str, dict[int, int]] = {name: {} for name in slot}
+    there = _routes(plan, step.moves)
+    back = _routes(plan, {after: before for before, after in step.moves.items()})
+    return {
+        "offset": plan.exchange_offset(step),
+        "slot_bytes": step.slot_bytes,
+        "slot_thread": _route(there, "slot", "warp", "rank", "lane") or "0",
+        "slot_chunk": _route(there, "slot", "c") or "0",
+        "slot_read": f"warp * {1 << plan.chunk_bits}" if plan.warp_bits else "0",
+        "writes_to": f"lane ^ ({_route(there, 'lane', 'warp', 'rank', 'lane')})" if step.changes_lanes else "",
+        "reads_from": f"lane ^ ({_route(back, 'lane', 'warp', 'rank', 'lane')})" if step.changes_lanes else "",
+        "remote": step.crosses_blocks,
+        "rank": _route(there, "rank", "rank", "lane", "c"),
+    }
+
+
+# By kind of what moves take bits to, and by what an index expression calls them, bit → bit.
+Routes = dict[str, dict[str, dict[int, int]]]
+
+
+def _routes(plan: Plan, moves: Mapping[Place, Place]) -> Routes:
+    """Where bits of the chunk number c, the warp, the rank and the lane go: to those of the slot, the rank, the lane (that
+    change) and the half of a chunk."""
+    names = ("c", "warp", "rank", "lane")
+    routes: Routes = {kind: {name: {} for name in names} for kind in ("slot", "rank", "lane", "half")}
     for name, places in (
-        ("c", [reg(2 + j) for j in range(room)]),
+        ("c", [reg(2 + j) for j in range(plan.chunk_bits)]),
         ("warp", [warp(j) for j in range(plan.warp_bits)]),
         ("rank", [cta(j) for j in range(plan.cta_bits)]),
         ("lane", [place for place in moves if place.kind == "lane"]),
     ):
         for place in places:
-            bit, target = _number(place), moves.get(place, place)
-            if target.kind == "lane":
-                across[name][bit] = _number(target)
-            elif target.kind == "cta":
-                rank[name][bit] = _number(target)
-            else:
-                slot[name][bit] = _number(target) + (room if target.kind == "warp" else 0)
-    at = _lane_of_slot(step)
-    lane_bytes = {
-        "linear": f"{at} * {16 * step.planes}",
-        "padded": f"{at} * 32 + {at} / 4 * 16",
-        "swizzled": f"{at} * 32",
-    }
-    return {
-        "offset": plan.exchange_offset(step),
-        "slot_bytes": step.slot_bytes,
-        "slot_thread": _sum(*(_scatter(name, slot[name]) for name in ("warp", "rank", "lane"))) or "0",
-        "slot_chunk": _scatter("c", slot["c"]) or "0",
-        "slot_read": f"warp * {1 << room}" if plan.warp_bits else "0",
-        "place": f"lane ^ ({_sum(*starmap(_scatter, across.items()))})" if step.changes_lanes else "",
-        "lane_bytes": lane_bytes[step.shared_layout],
-        "remote": step.crosses_blocks,
-        "rank": _sum(*(_scatter(name, rank[name]) for name in ("rank", "lane", "c"))),
-    }
+            target = moves.get(place, place)
+            kind = {"lane": "lane", "cta": "rank", "pair": "half"}.get(target.kind, "slot")
+            above = plan.chunk_bits if target.kind == "warp" else 0
+            routes[kind][name][_number(place)] = _number(target) + above
+    return routes
+
+
+def _route(routes: Routes, kind: str, *names: str) -> str:
+    return _sum(*(_scatter(name, routes[kind][name]) for name in names))
 
 
 def _turns(plan: Plan) -> Iterator[dict[str, Any]]:
@@ -252,10 +256,7 @@ def _turns(plan: Plan) -> Iterator[dict[str, Any]]:
                 between.append(f"if (thread_index() == 0) barrier_expect(crossed, {_crossed_bytes(plan, step)}u)")
                 after.append("cluster_arrive()")
             crossings += 1
-        planes = [
-            {"number": number * step.planes + plane, "offset": _plane_offset(step, plane)}
-            for plane in range(step.planes)
-        ]
+        planes = [_plane(plan, step, plane, number * step.planes + plane) for plane in range(step.planes)]
         yield {"before": before, "between": between, "after": after, "planes": planes}
 
 
@@ -269,15 +270,30 @@ def _number(place: Place) -> int:
     return place.index - 2 if place.kind == "reg" else place.index
 
 
-def _lane_of_slot(step: Exchange) -> str:
-    """What a kernel calls the place in a slot where the vectors of a lane lie."""
-    return "place" if step.changes_lanes else "lane"
+def _plane(plan: Plan, step: Exchange, plane: int, vector: int) -> dict[str, Any]:
+    """A vector of a chunk that crosses in a round: its four values, and the bytes where it lies in its slot, for who writes
+    and for who reads it. Where they are turned, a vector is of one half of the pairs, and the halves change places with
+    a lane bit (of who reads) and another bit (of who writes)."""
+    if step.carrier == PACKED:
+        values = [f"p[4 * c + {word}]" for word in range(4)]
+    elif step.turned:
+        values = [f"f[8 * c + {2 * word + vector}]" for word in range(4)]
+    else:
+        values = [f"f[8 * c + {4 * vector + word}]" for word in range(4)]
+    writes_to, reads_from = ("writes_to", "reads_from") if step.changes_lanes else ("lane", "lane")
+    if not step.turned:
+        return {"values": values, "write": _in_slot(step, writes_to, str(plane)), "read": _in_slot(step, reads_from, str(plane))}
+    half = _route(_routes(plan, step.moves), "half", "warp", "rank", "lane", "c")
+    to = f"(writes_to ^ {vector << step.moves[PAIR].index})"
+    return {"values": values, "write": _in_slot(step, to, f"({half})"), "read": _in_slot(step, reads_from, str(plane))}
 
 
-def _plane_offset(step: Exchange, plane: int) -> str:
+def _in_slot(step: Exchange, at: str, plane: str) -> str:
+    """Bytes from the beginning of a slot to a vector of the lane there."""
     if step.shared_layout == "swizzled":
-        return f" + 16 * ({_lane_of_slot(step)} / 4 % 2 ^ {plane})"
-    return f" + {16 * plane}" if plane else ""
+        return f"{at} * 32 + 16 * ({at} / 4 % 2 ^ {plane})"
+    padding = f" + {at} / 4 * 16" if step.shared_layout == "padded" else ""
+    return f"{at} * {16 * step.planes}{padding}" + (f" + 16 * {plane}" if plane != "0" else "")
 
 
 def _scatter(name: str, bits: Mapping[int, int]) -> str:

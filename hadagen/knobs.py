@@ -120,7 +120,8 @@ def steps_of(problem: Problem, knobs: Knobs) -> tuple[Step, ...]:
         steps += [Butterfly(place) for place in near]
         for pairs in exchanges_of(problem, knobs):
             convert.to(knobs.exchange_carrier)
-            steps.append(Exchange(pairs, knobs.exchange_carrier, knobs.exchange_rounds, knobs.shared_layout))
+            through = knobs.exchange_carrier, knobs.exchange_rounds, knobs.shared_layout
+            steps.append(Exchange(pairs, *through, turned=turns_in_exchange(knobs)))
             _add_far_bits(convert, problem, knobs, [near for near, _ in pairs])
     steps = _with_scale(problem, knobs, steps)
     if knobs.low_bits == "mma_shuffle":
@@ -176,6 +177,11 @@ def _wide_mma(register: int, problem: Problem, knobs: Knobs, factor: int) -> Mma
     return Mma(register, operand, PARTS[operand][problem.dtype], factor=factor)
 
 
+def turns_in_exchange(knobs: Knobs) -> bool:
+    """Whether values are turned on their way through shared memory, for an mma of far bits that cannot turn a tf32."""
+    return knobs.far_lanes == "mma" and knobs.mma_carrier == "tf32" and knobs.exchange_carrier == FP32
+
+
 def near_butterflies(problem: Problem, knobs: Knobs) -> list[Place]:
     """The places of chunk bits that butterflies transform: all of the row, but for the one that is left to `FAR_MMA`."""
     chunk_bits = min(log2(knobs.chunks), problem.log2_n - CHUNK_BITS)
@@ -189,16 +195,18 @@ def near_butterflies(problem: Problem, knobs: Knobs) -> list[Place]:
 def _add_far_bits(convert: _Converter, problem: Problem, knobs: Knobs, near: list[Place]) -> None:
     """Appends the steps that transform bits at the places where an exchange has brought them. Those of lanes come
     first, for they can take packed values as they are and leave fp32."""
-    lanes, others = [[p for p in near if (p.kind == "lane") == of_lane] for of_lane in (True, False)]
+    lanes, others = [[p for p in near if (p.kind != "reg") == in_lanes] for in_lanes in (True, False)]
     steps = convert.steps
     if knobs.far_lanes == "mma":
-        turned = FAR_MMA
-        if convert.carrier == FP32:
-            turned = replace(turned, operand="bfloat16", parts=PARTS["bfloat16"][problem.dtype])
-        lanes, others = [[p for p in places if p not in turned.places] for places in (lanes, others)]
-        if turned.operand == PACKED and (knobs.butterfly_carrier == PACKED or not lanes + others):
-            turned = replace(turned, accumulator=knobs.accumulator)
-        steps.append(turned)
+        far = FAR_MMA
+        if turns_in_exchange(knobs):
+            far = _wide_mma(FAR_MMA.reg, problem, knobs, factor=0)
+        elif convert.carrier == FP32:
+            far = replace(far, operand="bfloat16", parts=PARTS["bfloat16"][problem.dtype])
+        lanes, others = [[p for p in places if p not in far.places] for places in (lanes, others)]
+        if far.operand == PACKED and (knobs.butterfly_carrier == PACKED or not lanes + others):
+            far = replace(far, accumulator=knobs.accumulator)
+        steps.append(far)
     elif lanes and convert.carrier == PACKED and knobs.butterfly_carrier == FP32:
         steps.append(Shuffle(lanes.pop(0).index, widen=True))
     if lanes or others:
@@ -245,6 +253,8 @@ def exchanges_of(problem: Problem, knobs: Knobs) -> list[tuple[tuple[Place, Plac
         # Register bits go to blocks first, for then a warp stores to one block at a time; and the highest lane bits go,
         # for the lowest keep neighbors in memory together.
         lanes = [lane(LANE_BITS - 1 - i) for i in range(MAX_EXCHANGED_LANES)]
+        if turns_in_exchange(knobs):
+            lanes = [PAIR, lane(0), lane(1)]
         first = len(ctas) if knobs.far_lanes == "mma" else room
         near = near[:first] + lanes[:3] + near[first:] + lanes[3:]
         groups = [ctas + warps]
@@ -270,7 +280,7 @@ def _with_scale(problem: Problem, knobs: Knobs, steps: list[Step]) -> list[Step]
     if _scales_in_mma(problem, knobs):
         return [*steps, Round()] if _Converter(steps).carrier == FP32 else steps
     after = 1 + max(
-        i for i, step in enumerate(steps) if isinstance(step, Load) or (isinstance(step, Mma) and not step.turned)
+        i for i, step in enumerate(steps) if isinstance(step, Load) or (isinstance(step, Mma) and step.reg < 2)
     )
     if problem.dtype is DType.FLOAT32:
         return [*steps[:after], Scale(), *steps[after:]]
@@ -279,4 +289,5 @@ def _with_scale(problem: Problem, knobs: Knobs, steps: list[Step]) -> list[Step]
     wide = next(i for i in range(after, len(steps)) if _Converter(steps[:i]).carrier == FP32)
     rounds = next(i for i in range(wide, len(steps)) if isinstance(steps[i], Round))
     at = wide if wide_range(problem.dtype) else rounds
-    return [*steps[:at], Scale(), *steps[at:]]
+    cut = any(isinstance(step, Mma) and step.operand == "tf32" and step.parts == 1 for step in steps[at:])
+    return [*steps[:at], Scale(lifted=cut), *steps[at:]]

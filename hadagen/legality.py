@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hadagen.arch import Arch
-from hadagen.knobs import EXCHANGE, LANES, LOAD, MAX_EXCHANGED_LANES, Knobs, exchanges_of, log2, steps_of
+from hadagen.knobs import EXCHANGE, LANES, LOAD, MAX_EXCHANGED_LANES, Knobs, exchanges_of, log2, steps_of, turns_in_exchange
 from hadagen.plan import (
     BARRIER_BYTES,
     CHUNK_BITS,
@@ -255,8 +255,17 @@ def _(c: Context, k: Knobs) -> str | None:
     return None
 
 
-@_rule("exchange_carrier", "exchange_rounds")
+@_rule(*SHAPE, "block_bits", "far_lanes", "mma_carrier", "exchange_carrier")
 def _(c: Context, k: Knobs) -> str | None:
+    if turns_in_exchange(k) and _far(c, k) - log2(k.chunks) > 3:
+        return "an mma of tf32 leaves room for three bits in lanes (take more chunks, or far_lanes must be shuffle)"
+    return None
+
+
+@_rule("far_lanes", "mma_carrier", "exchange_carrier", "exchange_rounds")
+def _(c: Context, k: Knobs) -> str | None:
+    if k.exchange_rounds > 1 and turns_in_exchange(k):
+        return "values that are turned on their way cross all at once (exchange_rounds must be 1)"
     if k.exchange_rounds > 1 and k.exchange_carrier == PACKED:
         return "only an fp32 exchange has two vectors a chunk to take in rounds (exchange_rounds must be 1)"
     return None

@@ -116,12 +116,19 @@ class Transpose:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Swaps register or lane bits with warp or cta bits through (distributed) shared memory."""
+    """Swaps places of a warp with warp or cta bits through (distributed) shared memory."""
 
-    pairs: tuple[tuple[Place, Place], ...]  # (register or lane place, warp or cta place)
+    pairs: tuple[tuple[Place, Place], ...]  # (place of a warp, warp or cta place); pair only if turned
     carrier: str
     rounds: int = 1  # shared memory is used this many times over, a share of the vectors each time
     shared_layout: str = "linear"
+    turned: bool = False  # applies `MMA_MOVES` first, so that an mma after it brings back what they moved
+
+    @property
+    def moves(self) -> dict[Place, Place]:
+        swapped = swaps(self.pairs)
+        moved = MMA_MOVES if self.turned else {}
+        return {place: swapped.get(moved.get(place, place), moved.get(place, place)) for place in {**moved, **swapped}}
 
     @property
     def crosses_blocks(self) -> bool:
@@ -129,7 +136,7 @@ class Exchange:
 
     @property
     def changes_lanes(self) -> bool:
-        return any(near.kind == "lane" for near, _ in self.pairs)
+        return self.turned or any(near.kind == "lane" for near, _ in self.pairs)
 
     @property
     def planes(self) -> int:
@@ -147,6 +154,11 @@ class Exchange:
 @dataclass(frozen=True)
 class Scale:
     """Multiplies by the scale, or by what is left of it where `Mma` steps took powers of two."""
+
+    # By a third of a last place of 11 bits more, for values that are cut off to one tf32 later: as much as they lose there
+    # in the mean (the least squares of m · d − u over u in [0, 1) and m in [1, 2) with density 1/m), and too little to
+    # change values of 11 bits.
+    lifted: bool = False
 
 
 @dataclass(frozen=True)
@@ -223,7 +235,7 @@ class Plan:
             elif isinstance(step, Transpose):
                 placement = placement.moved(MMA_MOVES)
             elif isinstance(step, Exchange):
-                placement = placement.moved(swaps(step.pairs))
+                placement = placement.moved(step.moves)
             trace.append(placement)
         return tuple(trace)
 
@@ -429,6 +441,8 @@ def _check(plan: Plan) -> None:
             needs = FP32  # the two values of a pair are one operand
         elif isinstance(step, Exchange):
             needs = step.carrier
+            if step.turned and (step.carrier == PACKED or step.rounds > 1):
+                raise refuse("only all fp32 values at once are turned on their way")
         if carrier != needs:
             raise refuse(f"needs {needs or 'no'} values but finds {carrier or 'none'}")
         for bit in transformed_bits(step, before):
@@ -482,14 +496,15 @@ def _sentence(step: Step, before: Placement) -> str:
             return f"butterfly {place}: bit {bits}"
         case Shuffle(index, widen):
             return f"shuffle lane{index}: bit {bits}" + (", widening to fp32" if widen else "")
-        case Exchange(pairs, carrier, rounds, shared_layout):
+        case Exchange(pairs, carrier, rounds, shared_layout, turned):
             through = "distributed shared memory" if step.crosses_blocks else "shared memory"
             swapped = ", ".join(f"{near}↔{far}" for near, far in pairs)
-            return f"exchange {swapped} through {through}: {carrier}, {shared_layout}" + (
+            means = "exchange, turned," if turned else "exchange"
+            return f"{means} {swapped} through {through}: {carrier}, {shared_layout}" + (
                 f", {rounds} rounds" if rounds > 1 else ""
             )
-        case Scale():
-            return "scale"
+        case Scale(lifted):
+            return "scale" + (", lifted by what a tf32 loses" if lifted else "")
         case Correct():
             return "correct the scale"
         case Widen():
@@ -528,7 +543,7 @@ def interpret(plan: Plan, x: Reals, scale: float = 1.0) -> Reals:
         elif isinstance(step, Transpose):
             tile = _permute(tile, axes, MMA_MOVES)
         elif isinstance(step, Exchange):
-            tile = _permute(tile, axes, swaps(step.pairs))
+            tile = _permute(tile, axes, step.moves)
         elif isinstance(step, Scale | Correct):
             tile = tile * left
     stored = plan.placements[-1]
