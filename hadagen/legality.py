@@ -257,9 +257,12 @@ def _(c: Context, k: Knobs) -> str | None:
 
 @_rule(*SHAPE, "block_bits", "far_lanes", "mma_carrier", "exchange_carrier")
 def _(c: Context, k: Knobs) -> str | None:
-    if turns_in_exchange(k) and _far(c, k) - log2(k.chunks) > 3:
-        return "an mma of tf32 leaves room for three bits in lanes (take more chunks, or far_lanes must be shuffle)"
-    return None
+    if not turns_in_exchange(k):
+        return None
+    if PARTS["tf32"][c.problem.dtype] > 1:
+        return "several tf32 a value take longer in an mma than butterflies (far_lanes must be shuffle)"
+    few = _far(c, k) - log2(k.chunks) > 3
+    return "an mma of tf32 leaves room for three bits in lanes (chunks must be more)" if few else None
 
 
 @_rule("far_lanes", "mma_carrier", "exchange_carrier", "exchange_rounds")
