@@ -6,7 +6,7 @@ import random
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import numpy as np
@@ -19,7 +19,7 @@ from hadagen.codegen import Source, render
 from hadagen.emulator import EmulationError, HostModule, compile_host, verification_rows, verify
 from hadagen.knobs import KNOB_NAMES, Knobs
 from hadagen.launch import LaunchSpec, RowShape
-from hadagen.plan import Plan
+from hadagen.plan import Mma, Plan
 from hadagen.problem import DType, Numerics, Problem
 from hadagen.reference import hadamard, relative_error
 from hadagen.space import build_plan
@@ -160,10 +160,15 @@ def test_layouts_keep_a_wide_exchange_free_of_bank_conflicts(layout: str, confli
 
 EXCHANGES: dict[str, tuple[DType, dict[str, object]]] = {
     "packed": (DType.FLOAT16, {}),
-    "packed, then mma": (DType.FLOAT16, {"far_lanes": "mma"}),
     "fp32": (DType.FLOAT16, {"mma_carrier": "split", "exchange_carrier": "fp32", "shared_layout": "swizzled"}),
     "fp32 in rounds": (DType.FLOAT16, {"mma_carrier": "split", "exchange_carrier": "fp32", "exchange_rounds": 2}),
     "float32": (DType.FLOAT32, {"low_bits": "shuffle", "exchange_carrier": "fp32", "shared_layout": "swizzled"}),
+}
+# Three bits come to lanes, for an mma.
+EXCHANGES_FOR_MMA: dict[str, tuple[DType, dict[str, object]]] = {
+    "packed": (DType.FLOAT16, {}),
+    "fp32": (DType.FLOAT16, {"mma_carrier": "split", "exchange_carrier": "fp32", "shared_layout": "swizzled"}),
+    "turned": (DType.BFLOAT16, {"mma_carrier": "tf32", "exchange_carrier": "fp32", "shared_layout": "swizzled"}),
 }
 
 
@@ -174,19 +179,37 @@ EXCHANGES: dict[str, tuple[DType, dict[str, object]]] = {
 def test_an_exchange_with_lanes_is_free_of_bank_conflicts_and_stores_whole_sectors(
     chunks: int, warps: int, cluster: int, lanes: int
 ) -> None:
-    plans = []
-    for dtype, values in EXCHANGES.values():
-        if values.get("far_lanes") == "mma" and not (chunks > 1 and lanes >= 3):
-            continue
-        problem = Problem(256 * chunks * warps * cluster, dtype, Numerics.FAST)
-        knobs = {"chunks": chunks, "warps": warps, "cluster": cluster, "far_bits": "lanes", "butterfly_carrier": "fp32"}
-        plans.append(build_plan(problem, Knobs.from_dict(knobs | values), ARCH))
+    shape = {"chunks": chunks, "warps": warps, "cluster": cluster}
+    check_exchanges([exchanging(dtype, shape | values) for dtype, values in EXCHANGES.values()], lanes)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "warps", "cluster"), [(2, 8, 1), (4, 8, 1), (8, 8, 1), (2, 16, 1), (4, 16, 1), (2, 8, 2), (4, 8, 2), (2, 8, 8)]
+)
+def test_so_is_one_that_brings_bits_to_an_mma(chunks: int, warps: int, cluster: int) -> None:
+    shape = {"chunks": chunks, "warps": warps, "cluster": cluster, "far_lanes": "mma"}
+    plans = [exchanging(dtype, shape | values) for dtype, values in EXCHANGES_FOR_MMA.values()]
+    check_exchanges(plans, 3)
+    for plan in plans:
+        far = [step for step in plan.steps if isinstance(step, Mma)][-1]
+        assert (far.reg, far.turned) == (2, far.operand != "tf32")
+
+
+def exchanging(dtype: DType, values: dict[str, object]) -> Plan:
+    knobs = Knobs.from_dict({"far_bits": "lanes", "butterfly_carrier": "fp32", **values})
+    if (knobs.chunks, knobs.warps, knobs.cluster, knobs.exchange_carrier) == (2, 8, 1, "packed"):
+        knobs = replace(knobs, butterfly_carrier="packed")  # for want of butterflies
+    return build_plan(Problem(256 * knobs.chunks * knobs.warps * knobs.cluster, dtype, Numerics.FAST), knobs, ARCH)
+
+
+def check_exchanges(plans: list[Plan], lanes: int) -> None:
+    """All in one module: each has one exchange, of so many bits with lanes (or pairs), without a conflict."""
     sources = [render(plan) for plan in plans]
     module = compile_host(sources)
     for plan, source in zip(plans, sources, strict=True):
         (exchange,) = plan.exchanges
-        assert [near.kind for near, _ in exchange.pairs].count("lane") == lanes
-        assert exchange.crosses_blocks == (cluster > 1)
+        assert [near.kind in ("lane", "pair") for near, _ in exchange.pairs].count(True) == lanes
+        assert exchange.crosses_blocks == (plan.cta_bits > 0)
         x = encode(plan.problem.dtype, np.zeros((2, plan.problem.n)))
         report = module.run(source.entry, plan.launch, x, np.zeros_like(x), scale=1.0)
         # Of each vector of 16 bytes, written and read.
