@@ -198,7 +198,6 @@ PRIMITIVE_MUTATIONS = {
     "mma operand": ("high<T>(b0), low<T>(b1)", "low<T>(b1), high<T>(b0)"),
     "mma operand of tf32": ("cut_to_tf32(b1), cut_to_tf32(b8)", "cut_to_tf32(b8), cut_to_tf32(b1)"),
     "cut off to bfloat16": ("0xFFFFE000u", "0xFFFF0000u"),
-    "below a bfloat16": ("f - cut_to_tf32(f)", "f - as_float(as_word(f) & 0xFFFF0000u)"),
     "below a longer tf32": ("f - cut_to_tf32(f)", "f - as_float(as_word(f) & 0xFFFFF000u)"),
     "below, times 2^11": ("return rounded * 0x1p-11f", "return rounded"),
     "transpose": ("from + 4u", "from"),
