@@ -24,6 +24,7 @@ from hadagen.arch import Arch
 from hadagen.plan import (
     FP32,
     OVERHEAD_REGISTERS,
+    PACKED,
     Butterfly,
     Exchange,
     Load,
@@ -45,7 +46,9 @@ REGISTER_GRANULE = 8  # a thread gets its registers in eights
 CHUNK_BYTES = 512  # of packed values, which is what an exchange moves at a time
 WARP_BYTES = 128  # one register of every thread
 TILE_INSTRUCTIONS = 40  # index arithmetic, bounds and A operands
-PART_INSTRUCTIONS = {1: 0, 2: 6, 3: 11}  # that take a pair of fp32 values into this many parts
+# That take a pair of fp32 values into this many parts; an mma cuts a value off to one tf32 by itself.
+PART_INSTRUCTIONS = {(PACKED, 1): 0, ("bfloat16", 2): 6, ("bfloat16", 3): 11, ("tf32", 1): 0, ("tf32", 2): 8}
+MMA_OF_TF32 = 2  # m16n8k8 take as long as one m16n8k16, each
 # Cycles until a dependent instruction may start.
 MMA_LATENCY = 33
 ARITHMETIC_LATENCY = 5
@@ -186,10 +189,11 @@ def _cost(step: Step, chunks: int, moved: int, words: int, arch: Arch) -> Cost:
             )
         case Load() | Store():
             return Cost(instructions=2 * moved)
-        case Mma(parts=parts, turned=turned):
-            # as many mma into one accumulator, what takes the four pairs of a chunk apart, and what transposes them
-            instructions = 2 * parts + 4 * PART_INSTRUCTIONS[parts] + (4 * parts if turned else 0)
-            return Cost(instructions * chunks, 2 * parts * chunks, latency=(parts + turned) * MMA_LATENCY)
+        case Mma(operand=operand, parts=parts, turned=turned):
+            # so many mma into one accumulator, what takes the four pairs of a chunk apart, and what transposes them
+            mma = parts * (MMA_OF_TF32 if operand == "tf32" else 1)
+            instructions = 2 * mma + 4 * PART_INSTRUCTIONS[operand, parts] + (4 * parts if turned else 0)
+            return Cost(instructions * chunks, 2 * mma * chunks, latency=(mma + turned) * MMA_LATENCY)
         case Transpose():
             return Cost(words * chunks, latency=MMA_LATENCY)
         case Shuffle():

@@ -218,8 +218,9 @@ def _float32_low_bits(problem: Problem, knobs: Knobs) -> list[Step]:
     """The steps that transform index bits 0–7 of float32, as far as the row has them."""
     if knobs.low_bits == "mma":
         # mma(reg0) finds bits 0 2 3 1 at its places and leaves 4 5 6 there, which mma(reg1) transforms with bit 7.
-        # In bfloat16 nothing is lost of values that keep their 24 bits above 2^-133, the least of them: from 2^-110 on, or
-        # 2^-106 where the first mma multiplies by 2^LEAST_POWER.
+        # In parts of bfloat16 nothing is lost of values that keep their 24 bits above 2^-133, the least of them: from
+        # 2^-110 on, or 2^-106 where the first mma multiplies by 2^LEAST_POWER. Two tf32, of which the least is 2^-136,
+        # are values rounded to 22 bits from 2^-114 on, or 2^-110; of smaller ones the second, subnormal, is cut off.
         return [_wide_mma(register, problem, knobs, 1 + register) for register in (0, 1)]
     steps: list[Step] = [Butterfly(PAIR), Butterfly(reg(0))]
     steps += [Shuffle(j) for j in range(LANE_BITS)]

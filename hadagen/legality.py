@@ -183,15 +183,15 @@ def _(c: Context, k: Knobs) -> str | None:
 
 @_rule("low_bits", "mma_carrier")
 def _(c: Context, k: Knobs) -> str | None:
-    between = k.low_bits == "mma"
-    if k.mma_carrier != PACKED and not between:
+    between, tf32 = k.low_bits == "mma", c.problem.dtype in PARTS["tf32"]
+    if k.mma_carrier == PACKED:
+        accurate, wide = c.problem.numerics is Numerics.ACCURATE, "split or tf32" if tf32 else "split"
+        return f"accurate may not round between two mma (mma_carrier must be {wide})" if between and accurate else None
+    if not between:
         return "no value passes from one mma to another (mma_carrier must be packed)"
-    if k.mma_carrier == "tf32" and c.problem.dtype not in PARTS["tf32"]:
-        return f"a tf32 has no more bits than {c.problem.dtype.value} (mma_carrier must be another)"
-    if k.mma_carrier != PACKED:
-        return None
-    accurate = c.problem.numerics is Numerics.ACCURATE
-    return "accurate may not round between two mma (mma_carrier must be split)" if between and accurate else None
+    if k.mma_carrier == "tf32" and not tf32:
+        return f"a tf32 has no more bits than a {c.problem.dtype.value} (mma_carrier must be another)"
+    return None
 
 
 @_rule("low_bits", "mma_carrier", "accumulator")

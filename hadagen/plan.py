@@ -32,8 +32,9 @@ CHUNK_ELEMENTS = 1 << CHUNK_BITS
 THREAD_ELEMENTS = CHUNK_ELEMENTS // 32  # of one chunk in one thread
 IN_VECTORS = (PAIR, reg(0), reg(1))  # places of a thread's share of a chunk
 LEAST_POWER = -4  # 2^-4 of the scale in an mma: sums of 16 are then no larger than what is summed
-# As what an `Mma` takes fp32 values, and in how many parts: more of them than a 16-bit result shows, or all of float32.
-# Both have the range of fp32; a bfloat16 has 8 bits and a tf32 11, which are no more than float16 shows.
+# As what an `Mma` takes fp32 values, and in how many parts. Both types have the range of fp32; a bfloat16 has 8 bits, a
+# tf32 11. Together they are more than a 16-bit result shows, and of float32 all 24 bits or, as two tf32, 22. A float16
+# shows 11 itself: one tf32 would count as four roundings, and two cost more than two bfloat16.
 PARTS = {
     "bfloat16": {DType.FLOAT16: 2, DType.BFLOAT16: 2, DType.FLOAT32: 3},
     "tf32": {DType.BFLOAT16: 1, DType.FLOAT32: 2},
@@ -67,9 +68,9 @@ class Load:
 class Mma:
     """Transforms the four bits at {pair, lane0, lane1, reg}, times a factor of the scale, and applies `MMA_MOVES`.
 
-    Takes packed values as they are, or fp32 as a sum of `parts` of the type of its `operand`. Leaves what it accumulates
-    in: fp32, or packed (float16 only). All four must be bits of the row: were one not, rows would
-    meet in a sum with weight 0, and an infinity in one would make NaN of its neighbors.
+    Takes packed values as they are, or fp32 as a sum of `parts` of the type of its `operand`. Leaves what it
+    accumulates in: fp32, or packed (float16 only). All four must be bits of the row: were one not, rows would meet in a
+    sum with weight 0, and an infinity in one would make NaN of its neighbors.
     """
 
     reg: int
@@ -368,7 +369,10 @@ def carrier_after(step: Step, carrier: str) -> str:
 # What a sum of packed values counts, and a correction, which changes values by a fraction of their last places: against
 # one rounding of normal values, as the errors of 1285 measured kernels have it.
 _PACKED_SUM, _CORRECTION = 1.15, 0.25
-# Cutting a value off to the 11 bits of a tf32, where the result has the 8 of a bfloat16.
+# Cutting an fp32 off to the 11 bits of a tf32, where the result has the 8 of a bfloat16 (as `PARTS` has it): the error
+# is anything up to the last place, u/8 if that of the result is u, so its mean square, mean² + variance, is (u/16)² +
+# (u/8)²/12 = u²/192, to u²/12 of a rounding. That the mean is not 0 is no matter: the transform keeps sums of squares.
+# Sums of the first 16 have few bits to cut off, so it is a sixth less than this.
 _CUT = 1 / 16
 # And the rounding of an fp32 sum of so many rounded values: half of the sums of two lie in the middle between two.
 _ROUNDED_SUM = {2: 1.17, 4: 1.05}

@@ -16,7 +16,7 @@ from spaces import ARCH, draw
 from hadagen.codegen import render
 from hadagen.emulator import host_texts
 from hadagen.knobs import Knobs
-from hadagen.plan import Correct, Mma, Plan, Scale
+from hadagen.plan import PACKED, Correct, Mma, Plan, Scale
 from hadagen.problem import DType, Numerics, Problem
 from hadagen.scale import ScaleForm
 from hadagen.space import build_plan
@@ -93,7 +93,7 @@ def test_a_scale_is_read_in_one_form(plan: Plan) -> None:
     for number, half in ((1, "low_half"), (2, "high_half")):
         assert (f"hadamard16({half}(scale_word))" in text) == (number in factors and not whole)
         assert (f"power{number} = take_power(scale)" in text) == (number in factors and whole)
-        assert (f"hadamard16(power{number})" in text) == (number in factors and whole)
+        assert bool(re.search(rf"hadamard16(_tf32)?\(power{number}\)", text)) == (number in factors and whole)
     assert text.count("scale_word") == 1 + (1 if whole else len(factors) + (Correct in kinds))
     assert whole or factors
     if plan.problem.numerics is Numerics.ACCURATE:
@@ -107,7 +107,7 @@ def test_fast_scales_in_mma_wherever_values_between_two_are_packed() -> None:
     # In bfloat16, where no mma leaves packed values, one of them and a correction would round too often.
     assert {plan.scale_form for plan in scaled} == set(ScaleForm) - {ScaleForm.FP32, ScaleForm.BFLOAT16_CORRECTED}
     second = [(plan, step) for plan in fast for step in plan.steps if isinstance(step, Mma) and step.reg == 1]
-    with_mma = [plan for plan, step in second if step.parts == 1]
+    with_mma = [plan for plan, step in second if step.operand == PACKED]
     assert with_mma
     assert all(plan in scaled for plan in with_mma)
 
@@ -147,11 +147,34 @@ def test_float32_goes_through_mma_in_three_parts() -> None:
     plan = build_plan(Problem(256, DType.FLOAT32), Knobs(mma_carrier="split"), ARCH)
     text = render(plan).text
     assert [line for line in plan.describe() if "mma" in line] == [
-        "mma reg0: bits 0 2 3 1 as three parts, times the first factor of the scale",
-        "mma reg1: bits 4 5 6 7 as three parts, times the second factor of the scale",
+        "mma reg0: bits 0 2 3 1 as 3 bfloat16, times the first factor of the scale",
+        "mma reg1: bits 4 5 6 7 as 3 bfloat16, times the second factor of the scale",
     ]
     assert re.findall(r"mma<\w+>\(.*\)", text) == [f"mma<bfloat16>(d, h, a{part}, b{part})" for part in "lmh"] * 2
     assert not re.search(r"pack<|shuffle|shared", text)
+
+
+def test_float32_goes_through_mma_as_two_tf32() -> None:
+    """What is cut off of them first, and then they themselves, of which an mma takes no more than a tf32."""
+    text = render(build_plan(Problem(256, DType.FLOAT32), Knobs(mma_carrier="tf32"), ARCH)).text
+    values = ["f[2 * a]", "f[2 * a + 1]", "f[2 * b]", "f[2 * b + 1]"]
+    below = [f"below_tf32({value})" for value in values]
+    assert re.findall(r"mma\(d, h, (.*)\);", text) == [", ".join(below), ", ".join(values)] * 2
+    assert not re.search(r"pack<|mma<|shuffle|shared|high_halves", text)
+
+
+def test_bfloat16_goes_through_the_second_mma_as_one_tf32() -> None:
+    plan = build_plan(Problem(256, DType.BFLOAT16), Knobs(mma_carrier="tf32"), ARCH)
+    text = render(plan).text
+    assert [line for line in plan.describe() if "mma" in line] == [
+        "mma reg0: bits 0 3 4 1, times the first factor of the scale",
+        "mma reg1: bits 5 6 7 2 as 1 tf32, times the second factor of the scale",
+    ]
+    assert re.findall(r"mma(?:<T>)?\(d, h, (.*)\);", text) == [
+        "p[a], p[b]",
+        "f[2 * a], f[2 * a + 1], f[2 * b], f[2 * b + 1]",
+    ]
+    assert "below_tf32" not in text
 
 
 def test_every_call_of_a_kernel_is_a_primitive() -> None:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hadagen import costmodel
 from hadagen.arch import load_arch
 from hadagen.codegen import Source
 from hadagen.costmodel import Estimate, copy_us, resident_blocks
@@ -169,6 +170,19 @@ def test_occupancy_is_the_calculation_of_the_programming_guide() -> None:
     staged = build_plan(problem, replace(knobs, chunks=8, load="bulk", grid="persistent", stages=2), SM90)
     shared = 233472 // (staged.launch.shared_bytes + 1024)
     assert resident_blocks(staged, SM90, 32) == shared < 16
+
+
+@pytest.mark.parametrize(("dtype", "more_mma"), [(DType.BFLOAT16, 0), (DType.FLOAT32, 2 * 4 * (4 - 3))])
+def test_tf32_saves_the_instructions_that_take_values_apart(dtype: DType, more_mma: int) -> None:
+    """Each costs as much of the tensor core as two bfloat16: of bfloat16 one for two, of float32 four for three, in
+    both mma. So where instructions are the limit it is faster."""
+    knobs = Knobs(chunks=4, warps=4)
+    plans = [build_plan(Problem(256, dtype), replace(knobs, mma_carrier=c), SM90) for c in ("split", "tf32")]
+    split, tf32 = (costmodel._costs(plan, SM90) for plan in plans)
+    assert sum(cost.mma for cost in tf32) - sum(cost.mma for cost in split) == 2 * more_mma
+    assert sum(cost.instructions for cost in tf32) < sum(cost.instructions for cost in split)
+    times = [Estimate(plan, SM90).us(1 << 22, Destination.IN_PLACE, Cache.HOT) for plan in plans]
+    assert times[1] < times[0]
 
 
 def test_fewer_registers_let_more_blocks_wait_for_memory_together() -> None:

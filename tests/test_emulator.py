@@ -269,6 +269,39 @@ def test_an_infinity_stays_in_its_row(n: int, dtype: DType) -> None:
 
 
 @pytest.mark.parametrize(
+    ("dtype", "carrier"),
+    [
+        (DType.FLOAT16, "split"),
+        (DType.BFLOAT16, "split"),
+        (DType.BFLOAT16, "tf32"),
+        (DType.FLOAT32, "split"),
+        (DType.FLOAT32, "tf32"),
+    ],
+)
+@pytest.mark.parametrize("n", [256, 1024])
+def test_nan_comes_out_as_nan_and_an_infinity_as_nan_where_values_are_taken_apart(
+    n: int, dtype: DType, carrier: str
+) -> None:
+    """Whatever the bits of a NaN: quiet or not, of either sign, all of them or one. One tf32 is not taken apart."""
+    few = {} if n == 256 else {"butterfly_carrier": "fp32"}
+    plan = build_plan(Problem(n, dtype), Knobs(chunks=4, mma_carrier=carrier, **few), ARCH)
+    x = np.random.default_rng(n).standard_normal((9, n))
+    bits = encode(dtype, x)
+    infinity, sign = encode(dtype, np.array([np.inf, -0.0]))
+    quiet = infinity | infinity >> 1
+    nans = [quiet, quiet | sign, infinity | 1, infinity | sign | 1, ~sign, sign | ~sign]
+    for row, word in enumerate([*nans, infinity, infinity | sign]):
+        bits[row, 31 * row] = word
+    out = np.zeros_like(bits)
+    compile_host([render(plan)]).run(render(plan).entry, plan.launch, bits, out, scale=n**-0.5)
+    y = decode(dtype, out)
+    assert np.isnan(y[: len(nans)]).all()
+    taken_apart = (dtype, carrier) != (DType.BFLOAT16, "tf32")
+    assert (np.isnan(y[len(nans) : -1]) if taken_apart else np.isinf(y[len(nans) : -1])).all()
+    assert np.isfinite(y[-1]).all()
+
+
+@pytest.mark.parametrize(
     ("dtype", "numerics", "magnitude"),
     [
         (DType.FLOAT16, Numerics.ACCURATE, 20000.0),
@@ -285,7 +318,8 @@ def test_the_bound_holds_where_large_or_tiny_values_add_up(
 ) -> None:
     """Sums of equal values are as large as sums can be; none between the steps is larger than results may be."""
     problem = Problem(n, dtype, numerics)
-    some = families(problem, "low_bits", "accumulator", "butterfly_carrier", chunks=4, warps=4, cluster=1)
+    fixed = {"chunks": 4, "warps": 4, "cluster": 1}
+    some = families(problem, "low_bits", "mma_carrier", "accumulator", "butterfly_carrier", **fixed)
     plans = [build_plan(problem, knobs, ARCH) for knobs in some]
     module = compile_host([render(plan) for plan in plans])
     for plan in plans:
@@ -311,3 +345,23 @@ def test_mma_takes_all_24_bits_of_a_float32_of_any_size() -> None:
     out = np.zeros_like(bits)
     compile_host([render(plan)]).run(render(plan).entry, plan.launch, bits, out, scale=1.0)
     np.testing.assert_array_equal(decode(problem.dtype, out), hadamard(x))
+
+
+def test_mma_takes_22_bits_of_a_float32_as_tf32() -> None:
+    """From 2^-114 to the largest, alone in its row; and all that lies above 2^-136 of smaller ones."""
+    problem = Problem(256, DType.FLOAT32)
+    plan = build_plan(problem, Knobs(mma_carrier="tf32"), ARCH)
+    random, rows = np.random.default_rng(0), 500
+    values = np.ldexp(random.uniform(1.0, 2.0, rows), random.integers(-114, 128, rows)).astype(np.float32)
+    values[:4] = (np.finfo(np.float32).max, 2.0**-114 * (2.0 - 2.0**-23), 1.0 + 2.0**-23, 1.0 - 2.0**-24)
+    values[4::3] = np.ldexp(random.integers(1, 1 << 15, len(values[4::3])), -136)
+    x = np.zeros((rows, problem.n))
+    x[np.arange(rows), random.integers(0, problem.n, rows)] = values * random.choice((-1.0, 1.0), rows)
+    bits = encode(problem.dtype, x)
+    out = np.zeros_like(bits)
+    compile_host([render(plan)]).run(render(plan).entry, plan.launch, bits, out, scale=1.0)
+    kept = np.abs(decode(problem.dtype, out))
+    assert (kept == kept[:, :1]).all()
+    np.testing.assert_array_equal(decode(problem.dtype, out), hadamard(x / values[:, None]) * kept[:, :1])
+    np.testing.assert_array_equal(kept[4::3, 0], values[4::3])
+    np.testing.assert_allclose(kept[:, 0], values, rtol=2.0**-22)

@@ -12,7 +12,7 @@ from spaces import ARCH, draw
 from hadagen.bits import Bits, decode, encode
 from hadagen.codegen import Source, render
 from hadagen.emulator import HostModule, compile_host, verification_rows
-from hadagen.plan import Mma, Plan
+from hadagen.plan import PACKED, PARTS, Mma, Plan
 from hadagen.problem import DType, Numerics, Problem
 from hadagen.reference import hadamard
 from hadagen.space import build_plan
@@ -35,9 +35,10 @@ EDGES = {
 }
 # A few values over and over are not rounded as the average is: half a unit in the last place, and some of these.
 SLACK = {Numerics.ACCURATE: 1, Numerics.FAST: 8}
-# float32 is rounded in each sum, and where an mma takes it in parts of bfloat16 it keeps what lies above 2^-133.
+# float32 is rounded in each sum, and where an mma takes it in parts it keeps multiples of the least number of their
+# type: seven bits below an exponent of -126, or ten.
 FLOAT32_SLACK = 16
-LEAST_IN_PARTS = 2.0**-100
+LEAST_IN_PARTS = {"bfloat16": 2.0 ** (-126 - 7), "tf32": 2.0 ** (-126 - 10)}
 EACH = 2  # plans of each n, type and numerics
 
 
@@ -58,6 +59,16 @@ def module() -> HostModule:
     return compile_host(SOURCES)
 
 
+def operands(plan: Plan) -> set[str]:
+    """As what each `Mma` takes its values."""
+    return {step.operand for step in plan.steps if isinstance(step, Mma)}
+
+
+def test_there_are_plans_with_every_operand() -> None:
+    found = {(plan.problem.dtype, operand) for plan in PLANS for operand in operands(plan)}
+    assert {(dtype, operand) for operand, parts in PARTS.items() for dtype in parts} <= found
+
+
 def inputs(plan: Plan, rows: int) -> dict[str, tuple[np.ndarray, float]]:
     """Rows and a scale, with which every result is finite."""
     n, edges = plan.problem.n, EDGES[plan.problem.dtype]
@@ -71,8 +82,7 @@ def inputs(plan: Plan, rows: int) -> dict[str, tuple[np.ndarray, float]]:
         "the largest in a part of the row": (part, n**-0.5),
         "the largest by turns": (edges.largest * np.where(np.arange(n) % 2, signs[:, :1], 1.0), 1 / n),
     }
-    in_parts = any(isinstance(step, Mma) for step in plan.steps) and plan.problem.dtype is DType.FLOAT32
-    least = LEAST_IN_PARTS if in_parts else edges.smallest
+    least = max(edges.smallest, *(LEAST_IN_PARTS[operand] for operand in operands(plan) - {PACKED}), 0.0)
     found["subnormals"] = least * generator.integers(-127, 128, (rows, n)), 1.0
     found["the smallest, alone"] = least * (np.arange(n) == np.arange(rows)[:, None] % n), 1.0
     return found

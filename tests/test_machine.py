@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shlex
@@ -451,6 +452,34 @@ CUTS_OFF = Case(
     store16(out + 16 * t, Vec16{{a, high_halves(as_float(v.word[2]), as_float(v.word[3])), 0u, 0u}});""",
 )
 
+CUTS_TO_TF32 = Case(
+    "cuts_to_tf32",
+    """const float f = as_float(load16(in + 16 * t).word[0]);
+    store16(out + 16 * t, Vec16{{as_word(cut_to_tf32(f)), as_word(below_tf32(f)), 0u, 0u}});""",
+    dtype=DType.FLOAT32,
+)
+# Lane t has vectors t, 32 + t and 64 + t of what a block moves: the first two are its A, the third its B.
+MULTIPLIES_TF32 = Case(
+    "multiplies_tf32",
+    """if (t >= 32) return;
+    const Vec16 p = load16(in + 16 * t), q = load16(in + 512 + 16 * t), b = load16(in + 1024 + 16 * t);
+    const WideOperand a = {{p.word[0], p.word[1], p.word[2], p.word[3], q.word[0], q.word[1], q.word[2], q.word[3]}};
+    float d[4] = {0.0f, 1.0f, 2.0f, 3.0f};
+    mma(d, a, as_float(b.word[0]), as_float(b.word[1]), as_float(b.word[2]), as_float(b.word[3]));
+    store16(out + 16 * t, Vec16{{as_word(d[0]), as_word(d[1]), as_word(d[2]), as_word(d[3])}});""",
+    threads=96,
+    dtype=DType.FLOAT32,
+)
+TF32_OPERANDS = Case(
+    "tf32_operands",
+    """if (t >= 32) return;
+    const WideOperand h = hadamard16_tf32(block_index() == 0 ? 0x3F80u : 0xBE80u);
+    store16(out + 16 * t, Vec16{{h.word[0], h.word[1], h.word[2], h.word[3]}});
+    store16(out + 512 + 16 * t, Vec16{{h.word[4], h.word[5], h.word[6], h.word[7]}});""",
+    threads=64,
+    dtype=DType.FLOAT32,
+)
+
 
 TAKES_POWERS = Case(
     "takes_powers",
@@ -566,7 +595,19 @@ ROWS_STOPPED = {
 @cache
 def module() -> HostModule:
     cases = [*GOOD, *RACES, *STOPPED, *CONFLICTS.values(), WASTEFUL, SPREAD, FORGETFUL, REPETITIVE, LATE, *ARITHMETIC]
-    cases += [CUTS_OFF, TAKES_POWERS, *COUNTED, ALIGNED, *ROWS.values(), *ROWS_STOPPED, UNEVEN_ROWS, LATE_ROWS]
+    cases += [
+        CUTS_OFF,
+        CUTS_TO_TF32,
+        MULTIPLIES_TF32,
+        TF32_OPERANDS,
+        TAKES_POWERS,
+        *COUNTED,
+        ALIGNED,
+        *ROWS.values(),
+        *ROWS_STOPPED,
+        UNEVEN_ROWS,
+        LATE_ROWS,
+    ]
     return compile_host([case.source for case in cases])
 
 
@@ -762,6 +803,55 @@ def test_high_halves_are_what_is_left_when_the_low_ones_are_cut_off() -> None:
     assert np.array_equal(result.reshape(-1, 8)[:, :4], x.reshape(-1, 8)[:, 1::2])
 
 
+def cut_to_tf32(values: np.ndarray) -> np.ndarray:
+    """float32 without what lies below the 11th bit, or below 2^-136."""
+    _, exponent = np.frexp(values.astype(np.float64))
+    step = np.maximum(exponent - 11, -136)
+    return np.ldexp(np.trunc(np.ldexp(values.astype(np.float64), -step)), step).astype(np.float32)
+
+
+def split_to_tf32(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """What an mma takes of values, and of what is below that, as `below_tf32` has it. Any number of values."""
+    words = np.zeros((-(-len(values) // 32) * 32, 4), np.float32)
+    words[: len(values), 0] = values
+    result = run(CUTS_TO_TF32, words.view(np.uint32).reshape(-1))[0].reshape(-1, 4)[: len(values), :2]
+    high, low = np.ascontiguousarray(result.T).view(np.float32)
+    return high, cut_to_tf32(low) if np.isfinite(low).all() else low
+
+
+def test_two_tf32_are_a_value_rounded_to_22_bits() -> None:
+    """From 2^-114 to the largest: neither is too large, nor what the largest is rounded to. Ties go up and down equally
+    often. Of what has 22 bits, and of multiples of 2^-136, nothing is lost."""
+    random = np.random.default_rng(0)
+    values = np.ldexp(random.uniform(1.0, 2.0, 1 << 16), random.integers(-114, 128, 1 << 16)).astype(np.float32)
+    largest = np.finfo(np.float32).max
+    values[:4] = largest, largest * (1 - 2.0**-23), 2.0**-114, -largest
+    values[4::2] *= -1
+    high, low = split_to_tf32(values)
+    assert np.array_equal(high, cut_to_tf32(values))
+    exact = values.astype(np.float64)
+    error = (high.astype(np.float64) + low - exact) / exact
+    assert np.abs(error[4:]).max() <= 2.0**-22
+    assert (np.abs(high.astype(np.float64) + low) <= largest).all()
+    assert np.abs(error[:4]).max() < 2.0**-21
+    # Cut off, it would be 40 times as large in the mean.
+    assert np.abs(np.mean(error)) < 2.0**-29
+    assert math.sqrt(np.mean(error**2)) < 2.0**-23.5
+
+    short = np.ldexp(random.integers(1 << 21, 1 << 22, 1 << 14), random.integers(-136, 106, 1 << 14))
+    tiny = random.integers(-(1 << 20), 1 << 20, 1 << 14) * 2.0**-136
+    for kept in (short, -short, tiny, np.array([0.0])):
+        high, low = split_to_tf32(kept)
+        assert np.array_equal(high.astype(np.float64) + low, kept)
+
+
+def test_of_nan_and_infinity_what_is_below_a_tf32_is_nan() -> None:
+    """Even of NaNs with all bits, which a carry would make a number of, and of those with low bits only, which an mma
+    takes for infinities."""
+    words = np.array([0x7FC00000, 0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001, 0xFF801FFF, 0x7F800000, 0xFF800000], np.uint32)
+    assert np.isnan(split_to_tf32(words.view(np.float32))[1]).all()
+
+
 def test_powers_are_taken_of_a_scale_until_none_is_left_or_least() -> None:
     """Each a power of two, at most 1 and at least 2^-4, as near to the scale as that, so that sums of 16 do not grow;
     and what is left times those taken is the scale, to the last bit and of its sign."""
@@ -829,6 +919,53 @@ def test_mma_multiplies_a_by_b_and_adds(dtype: DType) -> None:
 def test_operand_is_the_hadamard_matrix_times_a_factor(dtype: DType, name: str, factor: float) -> None:
     result = decode(dtype, arithmetic(name, dtype, random_bits(256)))
     assert np.array_equal(result, hadamard(np.eye(16), factor)[A_AT])
+
+
+# PTX ISA, "Matrix fragments for mma.m16n8k8", of .tf32: as above, a0 to a3 and b0 and b1.
+A8_AT = (LANE // 4 + 8 * (np.arange(4) % 2), LANE % 4 + 4 * (np.arange(4) // 2))
+B8_AT = (LANE % 4 + 4 * np.arange(2), LANE // 4 + 0 * np.arange(2))
+
+
+def tf32_operands(rows: np.ndarray) -> np.ndarray:
+    """Of A, 16×16: what each lane holds for the one mma and for the other, [32, 8]."""
+    return np.concatenate([half[A8_AT] for half in np.split(rows, 2, axis=1)], axis=1)
+
+
+def multiply_tf32(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """D of two m16n8k8 that are given A, 16×16, B, 16×8, and 0, 1, 2, 3 for each lane's part of D."""
+    x = np.zeros((96, 4), np.float32)
+    x[:64] = tf32_operands(a).reshape(32, 2, 4).swapaxes(0, 1).reshape(64, 4)
+    x[64:] = np.concatenate([half[B8_AT] for half in np.split(b, 2)], axis=1)
+    result = run(MULTIPLIES_TF32, x.view(np.uint32).reshape(-1))[0].reshape(96, 4)[:32].view(np.float32)
+    d = np.zeros((16, 8))
+    d[D_AT] = result
+    return d
+
+
+def test_wide_mma_multiplies_a_by_b_and_adds() -> None:
+    random = np.random.default_rng(4)
+    a, b, d = random.integers(-8, 9, (16, 16)), random.integers(-1024, 1025, (16, 8)), np.zeros((16, 8))
+    d[D_AT] = np.arange(4)
+    assert np.array_equal(multiply_tf32(a, b), a @ b + d)  # every sum is exact
+
+
+def test_wide_mma_takes_no_more_than_a_tf32() -> None:
+    random = np.random.default_rng(5)
+    a, b = random.standard_normal((2, 16, 16)).astype(np.float32)
+    b = np.where(np.arange(16)[:, None] == np.arange(16) % 8, b, 0)[:, :8]  # one value in each column
+    d = np.zeros((16, 8))
+    d[D_AT] = np.arange(4)
+    wanted = cut_to_tf32(a).astype(np.float64) @ cut_to_tf32(b) + d
+    assert np.array_equal(multiply_tf32(a, b), wanted.astype(np.float32))
+
+
+def test_wide_operand_is_the_hadamard_matrix_times_a_factor_in_the_order_of_the_rows_of_b() -> None:
+    """Rows 2t and 2t + 1 of b are what lane t has for rows t and t + 4 of an mma."""
+    result = run(TF32_OPERANDS, np.zeros(512, np.uint32))[0].view(np.float32).reshape(2, 2, 32, 4)
+    order = np.arange(16).reshape(2, 4, 2).swapaxes(1, 2).reshape(-1)
+    for words, factor in zip(result, (1.0, -0.25), strict=True):
+        columns = hadamard(np.eye(16), factor)[:, order]
+        assert np.array_equal(words.swapaxes(0, 1).reshape(32, 8), tf32_operands(columns))
 
 
 @dtypes

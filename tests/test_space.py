@@ -96,7 +96,9 @@ def test_seeds_of_float32_begin_with_mma_and_with_shuffles(n: int) -> None:
         (128, Knobs(mma_carrier="split"), "eight bits, more than the row has (low_bits must be shuffle)"),
         (128, Knobs(low_bits="mma_shuffle"), "the transpose after one mma moves only 16-bit values"),
         (256, Knobs(low_bits="mma_shuffle"), "the transpose after one mma moves only 16-bit values"),
-        (256, Knobs(), "may not round between two mma (mma_carrier must be split)"),
+        (256, Knobs(), "may not round between two mma (mma_carrier must be split or tf32)"),
+        (128, Knobs(mma_carrier="tf32", low_bits="shuffle"), "no value passes from one mma to another"),
+        (256, Knobs(mma_carrier="tf32", accumulator="packed"), "no mma leaves packed values"),
         (256, Knobs(mma_carrier="split", accumulator="packed"), "no mma leaves packed values"),
         (256, Knobs(mma_carrier="split", butterfly_carrier="fp32"), "no butterfly has a carrier"),
         (512, Knobs(mma_carrier="split", chunks=2), "may not round between butterflies"),
@@ -105,6 +107,17 @@ def test_seeds_of_float32_begin_with_mma_and_with_shuffles(n: int) -> None:
 def test_float32_goes_through_two_mma_or_none(n: int, knobs: Knobs, why: str) -> None:
     with pytest.raises(UsageError, match=re.escape(why)):
         build_plan(Problem(n, DType.FLOAT32), knobs, ARCH)
+
+
+@pytest.mark.parametrize("numerics", Numerics)
+def test_tf32_is_for_types_that_have_fewer_bits_or_more(numerics: Numerics) -> None:
+    knobs = Knobs(mma_carrier="tf32")
+    for dtype in (DType.BFLOAT16, DType.FLOAT32):
+        build_plan(Problem(256, dtype, numerics), knobs, ARCH)
+    with pytest.raises(UsageError, match=re.escape("no more bits than a float16 (mma_carrier must be another)")):
+        build_plan(Problem(256, DType.FLOAT16, numerics), knobs, ARCH)
+    with pytest.raises(UsageError, match=re.escape("between two mma (mma_carrier must be split)")):
+        build_plan(Problem(256, DType.FLOAT16), Knobs(), ARCH)
 
 
 @pytest.mark.parametrize("n", [512, 4096, 16384, 32768])

@@ -148,10 +148,13 @@ HADAGEN_INLINE float as_float(u32 word) { return __uint_as_float(word); }
 // Two fp32, cut off to bfloat16.
 HADAGEN_INLINE u32 high_halves(float low, float high) { return __byte_perm(as_word(low), as_word(high), 0x7632); }
 
-// What is left of an fp32 when it is cut off to tf32, ready to be cut off itself: half of a last place is added.
-HADAGEN_INLINE float below_tf32(float f) {
-    return as_float(as_word(f - as_float(as_word(f) & 0xFFFFE000u)) + 0x1000u);
-}
+// An fp32 cut off to tf32, as an mma does by itself with those it is given.
+HADAGEN_INLINE float cut_to_tf32(float f) { return as_float(as_word(f) & 0xFFFFE000u); }
+
+// What is cut off of it, which is 13 bits at most, made ready to be cut off itself: times 1 + 2^-10 / 3, that rounds to the
+// nearest 11 bits, half of the ties up, and changes nothing that has no more. On the way it is 2^11 as large, where rounding
+// toward zero ends at the largest finite value, so that the largest of all is not rounded to an infinity. NaN stays NaN.
+HADAGEN_INLINE float below_tf32(float f) { return __fmul_rz(f - cut_to_tf32(f), 0x1p11f + 2.0f / 3.0f) * 0x1p-11f; }
 
 template <class T> HADAGEN_INLINE u32 add(u32 a, u32 b);
 template <class T> HADAGEN_INLINE u32 sub(u32 a, u32 b);

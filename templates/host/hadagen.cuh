@@ -1,6 +1,8 @@
 // The primitives of device/hadagen.cuh for a C++ compiler: same names, same meaning, one kernel source for both.
 #pragma once
 
+#include <cmath>
+
 #include "machine.hpp"
 #include "numbers.hpp"
 
@@ -85,9 +87,18 @@ HADAGEN_INLINE float as_float(u32 word) { return bit_cast<float>(word); }
 // Two fp32, cut off to bfloat16.
 HADAGEN_INLINE u32 high_halves(float low, float high) { return as_word(low) >> 16 | (as_word(high) & 0xFFFF0000u); }
 
-// What is left of an fp32 when it is cut off to tf32, ready to be cut off itself: half of a last place is added.
+// An fp32 cut off to tf32, as an mma does by itself with those it is given.
 HADAGEN_INLINE float cut_to_tf32(float f) { return as_float(as_word(f) & 0xFFFFE000u); }
-HADAGEN_INLINE float below_tf32(float f) { return as_float(as_word(f - cut_to_tf32(f)) + 0x1000u); }
+
+// What is cut off of it, which is 13 bits at most, made ready to be cut off itself: times 1 + 2^-10 / 3, that rounds to the
+// nearest 11 bits, half of the ties up, and changes nothing that has no more. On the way it is 2^11 as large, where rounding
+// toward zero ends at the largest finite value, so that the largest of all is not rounded to an infinity. NaN stays NaN.
+HADAGEN_INLINE float below_tf32(float f) {
+    const double product = double(f - cut_to_tf32(f)) * (0x1p11f + 2.0f / 3.0f);  // exact
+    float rounded = float(product);
+    if (std::fabs(rounded) > std::fabs(product)) rounded = std::nextafter(rounded, 0.0f);
+    return rounded * 0x1p-11f;
+}
 
 // One rounding each: the fp64 result is exact wherever one factor is ±1, or a · b + a with b the correction of a scale.
 template <class T> HADAGEN_INLINE u32 fma(u32 a, u32 b, u32 c) {

@@ -1,0 +1,128 @@
+"""Kernels of every type that an mma takes: of a value alone a GPU makes the same as the emulator, to the last bit."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from hadagen import driver
+from hadagen.arch import load_arch
+from hadagen.bits import Bits, decode, encode
+from hadagen.codegen import Source, render
+from hadagen.emulator import compile_host
+from hadagen.knobs import Knobs
+from hadagen.plan import Plan
+from hadagen.problem import DType, Problem
+from hadagen.reference import hadamard, relative_error, verification_scale
+from hadagen.space import build_plan
+from hadagen.toolchain import Toolchain
+from hadagen.trial import Kernel
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on PATH"),
+]
+
+ARCH = load_arch("sm90")
+N = 256
+CARRIERS = [
+    (DType.FLOAT16, "split"),
+    (DType.BFLOAT16, "split"),
+    (DType.BFLOAT16, "tf32"),
+    (DType.FLOAT32, "split"),
+    (DType.FLOAT32, "tf32"),
+]
+# Of the raw bits of an element.
+BITS = {2: torch.int16, 4: torch.int32}
+LARGEST = {DType.FLOAT16: 65504.0, DType.BFLOAT16: 2.0**128 - 2.0**120, DType.FLOAT32: 2.0**128 - 2.0**104}
+
+
+@dataclass(frozen=True)
+class Built:
+    plan: Plan
+    source: Source
+    kernel: driver.LoadedKernel
+
+    @property
+    def dtype(self) -> DType:
+        return self.plan.problem.dtype
+
+    def on_gpu(self, x: Bits, scale: float) -> Bits:
+        words = torch.from_numpy(x.view(f"i{self.dtype.bytes}")).to("cuda")
+        out = torch.full_like(words, torch.iinfo(BITS[self.dtype.bytes]).max)
+        self.kernel.launch(torch.cuda.current_stream().cuda_stream, words.data_ptr(), out.data_ptr(), x.size, scale)
+        torch.cuda.synchronize()
+        result: Bits = out.cpu().numpy().view(f"u{self.dtype.bytes}")
+        return result
+
+    def emulated(self, x: Bits, scale: float) -> Bits:
+        out = np.zeros_like(x)
+        compile_host([self.source]).run(self.source.entry, self.plan.launch, x, out, scale=scale)
+        return out
+
+
+@pytest.fixture(params=CARRIERS, ids=lambda carrier: f"{carrier[0].value}-{carrier[1]}", scope="module")
+def built(request: pytest.FixtureRequest) -> Built:
+    torch.cuda.init()  # the context that kernels are loaded into
+    dtype, carrier = request.param
+    plan = build_plan(Problem(N, dtype), Knobs(warps=2, mma_carrier=carrier), ARCH)
+    source = render(plan)
+    (kernel,) = Toolchain.find().build([(source, plan.launch)], ARCH)
+    assert isinstance(kernel, Kernel), kernel
+    return Built(plan, source, driver.load(kernel.cubin, kernel.entry, plan.launch))
+
+
+def test_a_value_alone_comes_out_as_on_the_emulator(built: Built) -> None:
+    """Of any bits, of every size down to the smallest, infinities and NaNs, by a scale that each mma has a part of."""
+    random, rows = np.random.default_rng(0), 2048
+    words = random.integers(0, 1 << 8 * built.dtype.bytes, rows, dtype=f"u{built.dtype.bytes}")
+    infinity, sign = encode(built.dtype, np.array([np.inf, -0.0]))
+    edges = [
+        infinity,
+        infinity | sign,
+        infinity - 1,
+        infinity - 1 | sign,
+        infinity | infinity >> 1,
+        infinity + 1,
+        ~sign,
+    ]
+    words[: len(edges)] = edges
+    words[len(edges) : len(edges) + 64] = random.integers(1, 1 << 16, 64)  # subnormals, of float32 at least
+    x = np.zeros((rows, N), words.dtype)
+    x[np.arange(rows), random.integers(0, N, rows)] = words
+    for scale in (1.0, 2.0**-8):
+        found, wanted = (decode(built.dtype, y) for y in (built.on_gpu(x, scale), built.emulated(x, scale)))
+        np.testing.assert_array_equal(found, wanted)  # a NaN being as good as another
+
+
+def test_a_nan_is_in_all_of_its_row_and_in_no_other(built: Built) -> None:
+    x = encode(built.dtype, np.random.default_rng(1).standard_normal((64, N)))
+    infinity, sign = encode(built.dtype, np.array([np.inf, -0.0]))
+    for row, word in enumerate([infinity | infinity >> 1, infinity + 1, infinity + 1 | sign, ~sign, sign | ~sign]):
+        x[8 * row, 31 * row] = word
+    y = decode(built.dtype, built.on_gpu(x, N**-0.5))
+    nan = np.isnan(decode(built.dtype, x)).any(axis=1)
+    assert nan.sum() == 5
+    assert np.isnan(y[nan]).all()
+    assert np.isfinite(y[~nan]).all()
+
+
+def test_the_largest_values_come_out_finite(built: Built) -> None:
+    largest, signs = LARGEST[built.dtype], np.random.default_rng(2).choice([-1.0, 1.0], (64, N))
+    signs[:8] = 1.0
+    signs[8:16] = hadamard(np.eye(N))[:8]
+    y = decode(built.dtype, built.on_gpu(encode(built.dtype, largest * signs), 1 / N)) / largest
+    assert np.isfinite(y).all()
+    assert relative_error(y, hadamard(signs, 1 / N)) <= built.plan.problem.error_bound
+
+
+def test_normal_values_are_within_the_bound(built: Built) -> None:
+    problem = built.plan.problem
+    x = encode(built.dtype, np.random.default_rng(3).standard_normal((4096, N)))
+    scale = verification_scale(problem)
+    error = relative_error(decode(built.dtype, built.on_gpu(x, scale)), hadamard(decode(built.dtype, x), scale))
+    assert error <= problem.error_bound
