@@ -78,7 +78,7 @@ def _view(plan: Plan, entry: str) -> dict[str, Any]:
         "span": span,  # between one vector of a thread and the next
         "bytes": plan.problem.dtype.bytes,
         "scale_form": plan.scale_form.value,
-        "powers": [step.factor for step in plan.steps if isinstance(step, Mma) and step.factor],
+        "powers": {step.factor: plan.summed_bits(step) for step in plan.steps if isinstance(step, Mma) and step.factor},
         "lifted": any(isinstance(step, Scale) and step.lifted for step in plan.steps),
         "packed": PACKED in plan.carriers,
         "wide": FP32 in plan.carriers,
@@ -93,7 +93,9 @@ def _view(plan: Plan, entry: str) -> dict[str, Any]:
         "share": _sum(f"tile * {plan.tile_elements}", rank),
         "rank_share": rank,
         # Of vector i of a thread, from its first.
-        "vector_at": f"i / vectors * {plan.block_elements} + i % vectors * {span}" if plan.loads_rows else f"i * {span}",
+        "vector_at": f"i / vectors * {plan.block_elements} + i % vectors * {span}"
+        if plan.loads_rows
+        else f"i * {span}",
         "slices": cluster if plan.loads_rows else 1,  # of a row in one thread as loaded
         "moved": stored != plan.loaded or plan.loads_rows,  # does a thread store elsewhere than where it loaded?
         "load_thread": _sum(lane_at, _scatter("warp", plan.loaded.bits_of("warp"))),
@@ -187,7 +189,7 @@ def _vector_bits(plan: Plan, reg_bits: Mapping[int, int]) -> dict[int, int]:
 
 
 def _exchange(plan: Plan, step: Exchange) -> dict[str, Any]:
-    """Where the vectors of a thread go: those of chunk c to slot (warp', chunk') of block rank', and there to lane', the
+    """Where the vectors of a thread go: those of chunk c to slot (warp', chunk') of block rank', there to lane', the
     bits that move replaced.
 
     What changes lanes lies at lane ^ lane', as seen by who writes and by who reads it, so that neither meets bank
@@ -213,8 +215,8 @@ Routes = dict[str, dict[str, dict[int, int]]]
 
 
 def _routes(plan: Plan, moves: Mapping[Place, Place]) -> Routes:
-    """Where bits of the chunk number c, the warp, the rank and the lane go: to those of the slot, the rank, the lane (that
-    change) and the half of a chunk."""
+    """Where bits of the chunk number c, the warp and the rank go, and of the lane those that move: to bits of the slot,
+    the rank, the lane, or which half of the pairs it is."""
     names = ("c", "warp", "rank", "lane")
     routes: Routes = {kind: {name: {} for name in names} for kind in ("slot", "rank", "lane", "half")}
     for name, places in (
@@ -271,21 +273,21 @@ def _number(place: Place) -> int:
 
 
 def _plane(plan: Plan, step: Exchange, plane: int, vector: int) -> dict[str, Any]:
-    """A vector of a chunk that crosses in a round: its four values, and the bytes where it lies in its slot, for who writes
-    and for who reads it. Where they are turned, a vector is of one half of the pairs, and the halves change places with
-    a lane bit (of who reads) and another bit (of who writes)."""
+    """A vector of a chunk that crosses in a round: its values, and where in a slot it is written and read.
+
+    Where values are turned, a vector is of one half of the pairs: which one it is of turns into a bit of the lane that
+    reads it, and comes from a bit of the warp, rank or chunk number that wrote it.
+    """
+    first, apart = (vector, 2) if step.turned else (4 * vector, 1)
+    values = [f"f[8 * c + {first + apart * word}]" for word in range(4)]
     if step.carrier == PACKED:
         values = [f"p[4 * c + {word}]" for word in range(4)]
-    elif step.turned:
-        values = [f"f[8 * c + {2 * word + vector}]" for word in range(4)]
-    else:
-        values = [f"f[8 * c + {4 * vector + word}]" for word in range(4)]
-    writes_to, reads_from = ("writes_to", "reads_from") if step.changes_lanes else ("lane", "lane")
-    if not step.turned:
-        return {"values": values, "write": _in_slot(step, writes_to, str(plane)), "read": _in_slot(step, reads_from, str(plane))}
-    half = _route(_routes(plan, step.moves), "half", "warp", "rank", "lane", "c")
-    to = f"(writes_to ^ {vector << step.moves[PAIR].index})"
-    return {"values": values, "write": _in_slot(step, to, f"({half})"), "read": _in_slot(step, reads_from, str(plane))}
+    to, of = ("writes_to", "reads_from") if step.changes_lanes else ("lane", "lane")
+    written = str(plane)
+    if step.turned:
+        to = f"(writes_to ^ {vector << step.moves[PAIR].index})"
+        written = f"({_route(_routes(plan, step.moves), 'half', 'warp', 'rank', 'c')})"
+    return {"values": values, "write": _in_slot(step, to, written), "read": _in_slot(step, of, str(plane))}
 
 
 def _in_slot(step: Exchange, at: str, plane: str) -> str:

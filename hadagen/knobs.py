@@ -48,7 +48,9 @@ class Knobs:
     chunks: int = 1  # 256-element chunks per warp, 8 elements of each in a thread
     warps: int = 1  # per block
     cluster: int = 1  # blocks per cluster
-    block_bits: str = EXCHANGE  # what brings bits of blocks together: an exchange, or each block's load of the whole row
+    block_bits: str = (
+        EXCHANGE  # what brings bits of blocks together: an exchange, or each block's load of the whole row
+    )
     far_bits: str = REGISTERS  # what warp and block bits are swapped with: register bits, or at once with lane bits too
     far_lanes: str = "shuffle"  # what transforms bits that came to lanes: shuffle, or mma, for which three come there
     low_bits: str = "mma"  # what transforms index bits 0–7: mma (two), mma_shuffle (one, then shuffles) or shuffle
@@ -183,7 +185,7 @@ def turns_in_exchange(knobs: Knobs) -> bool:
 
 
 def near_butterflies(problem: Problem, knobs: Knobs) -> list[Place]:
-    """The places of chunk bits that butterflies transform: all of the row, but for the one that is left to `FAR_MMA`."""
+    """The places of the row's chunk bits that butterflies transform: all but the one that is left to `FAR_MMA`."""
     chunk_bits = min(log2(knobs.chunks), problem.log2_n - CHUNK_BITS)
     places = [reg(2 + j) for j in range(chunk_bits)]
     if knobs.far_lanes == "mma":
@@ -219,7 +221,7 @@ def _float32_low_bits(problem: Problem, knobs: Knobs) -> list[Step]:
     if knobs.low_bits == "mma":
         # mma(reg0) finds bits 0 2 3 1 at its places and leaves 4 5 6 there, which mma(reg1) transforms with bit 7.
         # In parts of bfloat16 nothing is lost of values that keep their 24 bits above 2^-133, the least of them: from
-        # 2^-110 on, or 2^-106 where the first mma multiplies by 2^LEAST_POWER. Two tf32, of which the least is 2^-136,
+        # 2^-110 on, or 2^-106 where the first mma multiplies by 2^-4. Two tf32, of which the least is 2^-136,
         # are values rounded to 22 bits from 2^-114 on, or 2^-110; of smaller ones the second, subnormal, is cut off.
         return [_wide_mma(register, problem, knobs, 1 + register) for register in (0, 1)]
     steps: list[Step] = [Butterfly(PAIR), Butterfly(reg(0))]

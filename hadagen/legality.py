@@ -10,7 +10,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hadagen.arch import Arch
-from hadagen.knobs import EXCHANGE, LANES, LOAD, MAX_EXCHANGED_LANES, Knobs, exchanges_of, log2, steps_of, turns_in_exchange
+from hadagen.knobs import (
+    EXCHANGE,
+    LANES,
+    LOAD,
+    MAX_EXCHANGED_LANES,
+    Knobs,
+    exchanges_of,
+    log2,
+    steps_of,
+    turns_in_exchange,
+)
 from hadagen.plan import (
     BARRIER_BYTES,
     CHUNK_BITS,

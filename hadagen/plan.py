@@ -31,7 +31,6 @@ CHUNK_BITS = 8
 CHUNK_ELEMENTS = 1 << CHUNK_BITS
 THREAD_ELEMENTS = CHUNK_ELEMENTS // 32  # of one chunk in one thread
 IN_VECTORS = (PAIR, reg(0), reg(1))  # places of a thread's share of a chunk
-LEAST_POWER = -4  # 2^-4 of the scale in an mma: sums of 16 are then no larger than what is summed
 # As what an `Mma` takes fp32 values, and in how many parts. Both types have the range of fp32; a bfloat16 has 8 bits, a
 # tf32 11. Together they are more than a 16-bit result shows, and of float32 all 24 bits or, as two tf32, 22. A float16
 # shows 11 itself: one tf32 would count as four roundings, and two cost more than two bfloat16.
@@ -78,7 +77,7 @@ class Mma:
     parts: int = 1
     accumulator: str = FP32
     # 1 or 2: the first or second of those that the scale came as; where it came whole, the first or second power of two
-    # taken from it, at most 1 and at least 2^`LEAST_POWER`. 0: none.
+    # taken from it, at most 1 and at least one over the number of terms in a sum, so that no sum exceeds them. 0: none.
     factor: int = 0
     # Transposed on its way in, 16 bits at a time: transforms {lane2, lane3, lane4, reg} and moves nothing.
     turned: bool = False
@@ -156,9 +155,9 @@ class Exchange:
 class Scale:
     """Multiplies by the scale, or by what is left of it where `Mma` steps took powers of two."""
 
-    # By a third of a last place of 11 bits more, for values that are cut off to one tf32 later: as much as they lose there
-    # in the mean (the least squares of m · d − u over u in [0, 1) and m in [1, 2) with density 1/m), and too little to
-    # change values of 11 bits.
+    # Times 1 + 2^-10/3 too, for values that are cut off to one tf32 later: that is what they lose there in the mean
+    # (least squares of m · d − 2^-10 · u over u in [0, 1) and mantissas m in [1, 2) of density 1/m), and a value of 11
+    # bits stays as it is.
     lifted: bool = False
 
 
@@ -257,6 +256,10 @@ class Plan:
     def loads_rows(self) -> bool:
         """Whether each block of a cluster loads the whole row, of which it stores its share."""
         return any(isinstance(step, Mma) and step.summed for step in self.steps)
+
+    def summed_bits(self, step: Mma) -> int:
+        """log2 of the number of terms in its sums."""
+        return len(step.places) + (self.cta_bits if step.summed else 0)
 
     @property
     def exchanges(self) -> tuple[Exchange, ...]:
@@ -561,7 +564,7 @@ def _factor(plan: Plan, step: Mma, left: float) -> float:
     if not step.factor:
         return 1.0
     if plan.scale_form is ScaleForm.FP32:
-        return 2.0 ** max(LEAST_POWER, min(0, math.frexp(left)[1] - 1))
+        return 2.0 ** max(-plan.summed_bits(step), min(0, math.frexp(left)[1] - 1))
     return (1.0, left)[step.factor - 1]  # the whole scale stands for the second, or for the correction
 
 

@@ -16,9 +16,9 @@ from hadagen.errors import UsageError
 from hadagen.knobs import KNOB_NAMES, Knobs, log2, plan_of
 from hadagen.legality import RULES, SHAPE, Context, Rule
 from hadagen.plan import CHUNK_BITS, PACKED, Load, Plan
-from hadagen.problem import DType, Problem
+from hadagen.problem import DType, Numerics, Problem
 
-# What proved good on H100s, whatever the tile; where it is not legal, the nearest that is.
+# What proved good on H100s, whatever the tile, for `fast`; where it is not legal, the nearest that is.
 PROVEN = Knobs(far_bits="lanes", far_lanes="mma", accumulator=PACKED, shared_layout="swizzled")
 LEAST_CHUNKS = 8  # of a tile, however short its rows
 
@@ -70,10 +70,10 @@ class Space:
         the mma, so there each comes with shuffles too."""
         shapes: dict[int, list[Knobs]] = defaultdict(list)
         for shape in product(*(self.arch.search[name] for name in SHAPE)):
-            tile = Knobs.from_dict(PROVEN.to_dict() | dict(zip(SHAPE, shape, strict=True)))
+            tile = Knobs.from_dict(self._proven.to_dict() | dict(zip(SHAPE, shape, strict=True)))
             shapes[tile.cluster].append(tile)
         in_turn = zip_longest(*(sorted(shapes[cluster], key=self._oddity) for cluster in sorted(shapes)))
-        kinds = ("mma", "shuffle") if self.problem.dtype is DType.FLOAT32 else (PROVEN.low_bits,)
+        kinds = ("mma", "shuffle") if self.problem.dtype is DType.FLOAT32 else (self._proven.low_bits,)
         found: dict[Knobs, None] = {}
         for shaped, low_bits in product(filter(None, chain.from_iterable(in_turn)), kinds):
             tile = replace(shaped, low_bits=low_bits)
@@ -84,6 +84,15 @@ class Space:
             ahead = next((knobs for knobs in looping if Load(knobs.load).staged), looping[0] if looping else None)
             found |= dict.fromkeys(filter(None, (plain, ahead)))
         return list(found)
+
+    @property
+    def _proven(self) -> Knobs:
+        """What proved good, by how an mma takes its values: one by one as tf32 or packed, or in parts, which takes longer
+        than butterflies."""
+        if self.problem.numerics is Numerics.FAST:
+            return PROVEN
+        in_parts = self.problem.dtype is not DType.BFLOAT16
+        return replace(PROVEN, mma_carrier="tf32", far_lanes="shuffle" if in_parts else "mma")
 
     def _oddity(self, knobs: Knobs) -> tuple[int, ...]:
         """How far the shape of a tile is from one that tends to be good."""

@@ -184,7 +184,8 @@ def test_an_exchange_with_lanes_is_free_of_bank_conflicts_and_stores_whole_secto
 
 
 @pytest.mark.parametrize(
-    ("chunks", "warps", "cluster"), [(2, 8, 1), (4, 8, 1), (8, 8, 1), (2, 16, 1), (4, 16, 1), (2, 8, 2), (4, 8, 2), (2, 8, 8)]
+    ("chunks", "warps", "cluster"),
+    [(2, 8, 1), (4, 8, 1), (8, 8, 1), (2, 16, 1), (4, 16, 1), (2, 8, 2), (4, 8, 2), (4, 8, 4)],
 )
 def test_so_is_one_that_brings_bits_to_an_mma(chunks: int, warps: int, cluster: int) -> None:
     shape = {"chunks": chunks, "warps": warps, "cluster": cluster, "far_lanes": "mma"}

@@ -484,9 +484,9 @@ TF32_OPERANDS = Case(
 TAKES_POWERS = Case(
     "takes_powers",
     """float scale = as_float(load16(in + 16 * t).word[0]);
-    const u32 a = take_power(scale);
+    const u32 a = take_power(scale, 7);
     const float once = scale;
-    const u32 b = take_power(scale);
+    const u32 b = take_power(scale, 4);
     store16(out + 16 * t, Vec16{{a, as_word(once), b, as_word(scale)}});""",
 )
 
@@ -867,9 +867,9 @@ def test_powers_are_taken_of_a_scale_until_none_is_left_or_least() -> None:
     assert (powers >> 16 == 0).all()
     taken = decode(DType.BFLOAT16, powers.astype(np.uint16))
     before = scales
-    for at in range(2):
-        nearest = 2.0 ** np.clip(np.frexp(np.abs(before).astype(np.float64))[1] - 1.0, -4, 0)
-        assert np.array_equal(taken[:, at], np.where(before == 0, 2.0**-4, nearest))
+    for at, bits in enumerate((7, 4)):
+        nearest = 2.0 ** np.clip(np.frexp(np.abs(before).astype(np.float64))[1] - 1.0, -bits, 0)
+        assert np.array_equal(taken[:, at], np.where(before == 0, 2.0**-bits, nearest))
         assert np.array_equal(taken[:, at] * left[:, at], before.astype(np.float64))
         before = left[:, at]
     assert np.array_equal(np.signbit(left), np.signbit(np.stack((scales, scales), axis=1)))
@@ -994,6 +994,8 @@ def test_both_headers_offer_the_same_primitives() -> None:
     assert device - host == {
         "u32 shared_address (const void* shared)",
         "u32 remote_address (const void* shared, u32 rank)",
+        "u32 hadamard_signs ()",
+        "Zeros hidden_zeros ()",
     }
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from hadagen.codegen import render
 from hadagen.emulator import compile_host
 from hadagen.errors import UsageError
 from hadagen.knobs import Knobs
-from hadagen.layout import LANE_BITS, PAIR, lane, reg, warp
+from hadagen.layout import LANE_BITS, MMA_MOVES, PAIR, lane, reg, warp
 from hadagen.legality import ROUNDINGS_SPREAD, SHAPE
 from hadagen.plan import (
     PACKED,
@@ -296,13 +297,41 @@ def test_no_float16_goes_through_mma_as_tf32(parts: int) -> None:
 
 
 def test_nothing_is_transposed_as_tf32() -> None:
-    knobs = Knobs(chunks=2, warps=16, far_bits="lanes", far_lanes="mma", mma_carrier="tf32", butterfly_carrier="fp32")
-    plan = build_plan(Problem(8192, DType.FLOAT32), dataclasses.replace(knobs, exchange_carrier="fp32"), ARCH)
+    knobs = Knobs(chunks=2, warps=16, far_bits="lanes", far_lanes="mma", mma_carrier="split", butterfly_carrier="fp32")
+    plan = build_plan(Problem(8192, DType.BFLOAT16), dataclasses.replace(knobs, exchange_carrier="fp32"), ARCH)
     turned = next(i for i, step in enumerate(plan.steps) if isinstance(step, Mma) and step.turned)
-    assert plan.steps[turned] == Mma(2, "bfloat16", 3, turned=True)
-    assert {step.operand for step in plan.steps[:turned] if isinstance(step, Mma)} == {"tf32"}
+    assert plan.steps[turned] == Mma(2, "bfloat16", 2, turned=True)
     with pytest.raises(UsageError, match="only 16-bit values are transposed"):
-        changed(plan, turned, Mma(2, "tf32", 2, turned=True))
+        changed(plan, turned, Mma(2, "tf32", 1, turned=True))
+
+
+def test_values_are_turned_on_their_way_to_an_mma_of_tf32() -> None:
+    knobs = Knobs(chunks=2, warps=16, far_bits="lanes", far_lanes="mma", mma_carrier="tf32", butterfly_carrier="fp32")
+    plan = build_plan(Problem(8192, DType.BFLOAT16), dataclasses.replace(knobs, exchange_carrier="fp32"), ARCH)
+    at = next(i for i, step in enumerate(plan.steps) if isinstance(step, Exchange))
+    exchange = plan.steps[at]
+    assert isinstance(exchange, Exchange) and exchange.turned
+    assert plan.steps[at + 1] == Mma(2, "tf32", 1)
+    # What the last mma had brought back is moved once more on the way, for the next to bring it back.
+    before, after, end = plan.placements[at - 1], plan.placements[at], plan.placements[at + 1]
+    for near, other in MMA_MOVES.items():
+        if near.kind != "lane" or near.index < 2:
+            assert after.bit_at(other) == before.bit_at(near) == end.bit_at(near)
+    assert {after.bit_at(place) for place in (PAIR, lane(0), lane(1), reg(2))} == {9, 10, 11, 12}
+    for other in (dataclasses.replace(exchange, rounds=2), dataclasses.replace(exchange, carrier="packed")):
+        with pytest.raises(UsageError, match="only all fp32 values at once are turned"):
+            changed(plan, at, other)
+
+
+def test_what_one_tf32_loses_is_in_the_scale() -> None:
+    def lifted(**values: Any) -> list[bool]:
+        knobs = Knobs(chunks=2, warps=16, far_bits="lanes", butterfly_carrier="fp32", exchange_carrier="fp32", **values)
+        plan = build_plan(Problem(8192, DType.BFLOAT16), knobs, ARCH)
+        return [step.lifted for step in plan.steps if isinstance(step, Scale)]
+
+    assert lifted(far_lanes="mma", mma_carrier="tf32") == [True]
+    assert lifted(far_lanes="shuffle", mma_carrier="tf32") == [False]  # the scale comes after the cut
+    assert lifted(far_lanes="mma", mma_carrier="split") == [False]
 
 
 def test_equal_plans_have_equal_digests_and_others_do_not() -> None:

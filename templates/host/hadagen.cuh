@@ -131,10 +131,10 @@ HADAGEN_INLINE u32 transpose(u32 pair) {
     return low | high << 16;
 }
 
-// Takes a power of two out of the scale, at most 1 and at least 2^-4, and gives it as a bfloat16.
-HADAGEN_INLINE u32 take_power(float& scale) {
+// Takes a power of two out of the scale, at most 1 and at least 2^-bits, and gives it as a bfloat16.
+HADAGEN_INLINE u32 take_power(float& scale, u32 bits) {
     const u32 exponent = as_word(scale) >> 23 & 0xFFu;
-    const u32 taken = exponent < 123u ? 123u : exponent > 127u ? 127u : exponent;
+    const u32 taken = exponent < 127u - bits ? 127u - bits : exponent > 127u ? 127u : exponent;
     scale *= as_float(254u - taken << 23);
     return taken << 7;
 }
