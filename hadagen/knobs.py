@@ -110,7 +110,7 @@ def steps_of(problem: Problem, knobs: Knobs) -> tuple[Step, ...]:
     steps: list[Step] = [Load(knobs.load, knobs.stages, FP32 if problem.dtype is DType.FLOAT32 else PACKED)]
     steps += _float32_low_bits(problem, knobs) if problem.dtype is DType.FLOAT32 else _low_bits(problem, knobs)
     if knobs.block_bits == LOAD and isinstance(first := steps[1], Mma):
-        steps[1] = replace(first, summed=True)
+        steps[1] = replace(first, over_blocks=True)
     bits = problem.log2_n
     if bits > CHUNK_BITS:
         chunk_bits = min(log2(knobs.chunks), bits - CHUNK_BITS)
