@@ -84,7 +84,9 @@ def _view(plan: Plan, entry: str) -> dict[str, Any]:
         "span": span,  # between one vector of a thread and the next
         "bytes": plan.problem.dtype.bytes,
         "scale_form": plan.scale_form.value,
-        "powers": [(step.factor, -plan.least_power(step)) for step in plan.steps if isinstance(step, Mma) and step.factor],
+        "powers": [
+            (step.factor, -plan.least_power(step)) for step in plan.steps if isinstance(step, Mma) and step.factor
+        ],
         "packed": PACKED in plan.carriers,
         "wide": FP32 in plan.carriers,
         "prefetch": plan.load.stages > 1 and not plan.load.staged,

@@ -47,7 +47,7 @@ class Knobs:
     chunks: int = 1  # 256-element chunks per warp, 8 elements of each in a thread
     warps: int = 1  # per block
     cluster: int = 1  # blocks per cluster
-    block_bits: str = EXCHANGE  # what brings bits of blocks together: an exchange, or each block's load of the whole row
+    block_bits: str = EXCHANGE  # what brings bits of blocks together: an exchange, or loads of whole rows
     far_bits: str = REGISTERS  # what warp and block bits are swapped with: register bits, or at once with lane bits too
     far_lanes: str = "shuffle"  # what transforms bits that came to lanes: shuffle, or mma
     low_bits: str = "mma"  # what transforms index bits 0–7: mma (two), mma_shuffle (one, then shuffles) or shuffle

@@ -79,7 +79,7 @@ class Mma:
     factor: int = 0
     # Transposed on its way in, 16 bits at a time: transforms {lane2, lane3, lane4, reg} and moves nothing.
     turned: bool = False
-    # Sums over the blocks of a cluster too, in each of which the whole row is loaded: transforms the bits at cta as well.
+    # Sums over the blocks of a cluster too, each of which has loaded the whole row: transforms the bits at cta as well.
     over_blocks: bool = False
 
     @property
