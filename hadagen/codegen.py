@@ -65,7 +65,13 @@ def _view(plan: Plan, entry: str) -> dict[str, Any]:
     lanes = stored.bits_of("lane")
     n = plan.problem.n
     span = 32 * plan.vector_elements
-    rank = f"rank * {plan.block_elements}" if cluster > 1 and not plan.loads_rows else ""
+    loads_all = plan.shares_loaded > 1
+    block_at = f"rank * {plan.block_elements}" if cluster > 1 and not loads_all else ""
+
+    def vector_at(size: int) -> str:
+        share, within = plan.block_elements * size, span * size
+        return f"i / vectors * {share} + i % vectors * {within}" if loads_all else f"i * {within}"
+
     return {
         "plan": plan,
         "entry": entry,
@@ -78,7 +84,9 @@ def _view(plan: Plan, entry: str) -> dict[str, Any]:
         "span": span,  # between one vector of a thread and the next
         "bytes": plan.problem.dtype.bytes,
         "scale_form": plan.scale_form.value,
-        "powers": {step.factor: plan.summed_bits(step) for step in plan.steps if isinstance(step, Mma) and step.factor},
+        "powers": [
+            (step.factor, -plan.least_power(step)) for step in plan.steps if isinstance(step, Mma) and step.factor
+        ],
         "lifted": any(isinstance(step, Scale) and step.lifted for step in plan.steps),
         "packed": PACKED in plan.carriers,
         "wide": FP32 in plan.carriers,
@@ -90,14 +98,13 @@ def _view(plan: Plan, entry: str) -> dict[str, Any]:
         "ragged": plan.rows_per_tile > 1,
         "ragged_vector": plan.problem.n < plan.vector_elements,
         "first_tile": "block_index()" + (f" / {cluster}" if cluster > 1 else ""),
-        "share": _sum(f"tile * {plan.tile_elements}", rank),
-        "rank_share": rank,
-        # Of vector i of a thread, from its first.
-        "vector_at": f"i / vectors * {plan.block_elements} + i % vectors * {span}"
-        if plan.loads_rows
-        else f"i * {span}",
-        "slices": cluster if plan.loads_rows else 1,  # of a row in one thread as loaded
-        "moved": stored != plan.loaded or plan.loads_rows,  # does a thread store elsewhere than where it loaded?
+        "share": _sum(f"tile * {plan.tile_elements}", block_at),
+        "block_at": block_at,  # in the tile: from where a block loads
+        # Vector i that a thread loads, from its first; those of one block's share after those of another's.
+        "vector_at": vector_at(1),
+        "vector_bytes_at": vector_at(plan.problem.dtype.bytes),
+        "loaded": f"{plan.shares_loaded} * " if loads_all else "",  # times the vectors of a thread: what it loads
+        "moved": stored != plan.loaded or loads_all,  # does a thread store from elsewhere than where it loads?
         "load_thread": _sum(lane_at, _scatter("warp", plan.loaded.bits_of("warp"))),
         "store_thread": _sum(
             lane_at if lanes == plan.loaded.bits_of("lane") else _scatter("lane", lanes),
@@ -134,7 +141,7 @@ def _groups(plan: Plan) -> list[dict[str, Any]]:
         else:
             groups.append({"by_chunk": by_chunk, "steps": [view]})
     for group in groups:
-        for form in ("wide", "packed", "summed"):
+        for form in ("wide", "packed", "over_blocks"):
             group[form] = any(view.get(form) for view in group["steps"])
     return groups
 
@@ -158,7 +165,7 @@ def _steps(plan: Plan) -> list[dict[str, Any]]:
         view |= {"wide": FP32 in (carrier, carrier_after), "packed": PACKED in (carrier, carrier_after)}
         if isinstance(step, Mma):
             view |= {"stride": 1 << step.reg, "operand": step.operand, "parts": step.parts, "turned": step.turned}
-            view |= {"accumulator": step.accumulator, "factor": step.factor, "summed": step.summed}
+            view |= {"accumulator": step.accumulator, "factor": step.factor, "over_blocks": step.over_blocks}
         elif isinstance(step, Butterfly):
             view |= {"stride": _stride(step.place, carrier)}
         elif isinstance(step, Shuffle):
@@ -285,7 +292,7 @@ def _plane(plan: Plan, step: Exchange, plane: int, vector: int) -> dict[str, Any
     to, of = ("writes_to", "reads_from") if step.changes_lanes else ("lane", "lane")
     written = str(plane)
     if step.turned:
-        to = f"(writes_to ^ {vector << step.moves[PAIR].index})"
+        to = f"(writes_to ^ {1 << step.moves[PAIR].index})" if vector else to
         written = f"({_route(_routes(plan, step.moves), 'half', 'warp', 'rank', 'c')})"
     return {"values": values, "write": _in_slot(step, to, written), "read": _in_slot(step, of, str(plane))}
 

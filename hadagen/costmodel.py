@@ -17,7 +17,7 @@ The last four overlap, but never wholly: a p-norm joins them. What differs from 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from math import ceil
 
 from hadagen.arch import Arch
@@ -90,6 +90,7 @@ class Estimate:
             sum(cost.shared_bytes for cost in costs) / SHARED_BYTES_PER_CYCLE,
         )
         self._first_block_cycles = max(self._block_cycles, instructions)  # one warp keeps one scheduler busy
+        self._shares = plan.shares_loaded
         block_bytes = buffer_bytes(plan.problem, plan.launch.tile_elements) / plan.launch.cluster
         self._block_memory_cycles = 2 * block_bytes / model.sm_bytes_per_cycle
         self._latency_cycles = sum(cost.latency for cost in costs)
@@ -97,7 +98,10 @@ class Estimate:
     def us(self, elements: int, destination: Destination, cache: Cache) -> float:
         """Microseconds of one launch over `elements` = rows · n, at the rows that are timed (`timed_rows`)."""
         model, launch = self._arch.model, self._launch
-        memory, loading = _memory(self._arch, buffer_bytes(self._problem, elements), destination, cache)
+        moved_bytes = buffer_bytes(self._problem, elements)
+        memory, loading = _memory(self._arch, moved_bytes, destination, cache)
+        # Shares that other blocks have loaded too come from L2, for which all blocks wait together.
+        memory += (self._shares - 1) * moved_bytes / model.l2_bytes_per_us
         chain = self._latency_cycles / model.cycles_per_us
         first_issue = self._first_block_cycles / model.cycles_per_us
         block_issue = self._block_cycles / model.cycles_per_us
@@ -107,7 +111,7 @@ class Estimate:
         more = ceil(blocks / model.sms) - 1
         # With stages, a block loads its next tile while it works on this one.
         waiting = (waves - 1) * (loading + chain if self._stages == 1 else max(loading / self._stages, chain))
-        terms = (memory, more * block_memory, more * block_issue, waiting)
+        terms = (memory, more * block_memory * (self._shares + 1) / 2, more * block_issue, waiting)
         together: float = sum(time**OVERLAP for time in terms) ** (1 / OVERLAP)
         return model.launch_us + loading + block_memory + first_issue + chain + together
 
@@ -151,6 +155,7 @@ def _registers(plan: Plan) -> int:
     words = [
         _words(carrier) for step, carrier in zip(plan.steps, plan.carriers, strict=True) if isinstance(step, HOLDS_ALL)
     ]
+    words[0] *= plan.shares_loaded
     prefetched = _width(plan) * 4 if plan.load.stages > 1 and not plan.load.staged else 0
     return OVERHEAD_REGISTERS + (max(words) + prefetched << plan.chunk_bits)
 
@@ -173,7 +178,13 @@ def _costs(plan: Plan, arch: Arch) -> list[Cost]:
     steps = [
         _cost(step, chunks, moved, _words(carrier), arch) for step, carrier in zip(plan.steps, before, strict=True)
     ]
+    if plan.shares_loaded > 1:  # by the load, and summed by the first mma
+        steps[:2] = [_times(plan.shares_loaded, cost) for cost in steps[:2]]
     return [Cost(TILE_INSTRUCTIONS), *steps]
+
+
+def _times(count: int, cost: Cost) -> Cost:
+    return Cost(*(count * part for part in astuple(cost)))
 
 
 def _cost(step: Step, chunks: int, moved: int, words: int, arch: Arch) -> Cost:

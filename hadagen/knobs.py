@@ -48,9 +48,7 @@ class Knobs:
     chunks: int = 1  # 256-element chunks per warp, 8 elements of each in a thread
     warps: int = 1  # per block
     cluster: int = 1  # blocks per cluster
-    block_bits: str = (
-        EXCHANGE  # what brings bits of blocks together: an exchange, or each block's load of the whole row
-    )
+    block_bits: str = EXCHANGE  # what brings bits of blocks together: an exchange, or loads of whole rows
     far_bits: str = REGISTERS  # what warp and block bits are swapped with: register bits, or at once with lane bits too
     far_lanes: str = "shuffle"  # what transforms bits that came to lanes: shuffle, or mma, for which three come there
     low_bits: str = "mma"  # what transforms index bits 0–7: mma (two), mma_shuffle (one, then shuffles) or shuffle
@@ -113,7 +111,7 @@ def steps_of(problem: Problem, knobs: Knobs) -> tuple[Step, ...]:
     steps: list[Step] = [Load(knobs.load, knobs.stages, FP32 if problem.dtype is DType.FLOAT32 else PACKED)]
     steps += _float32_low_bits(problem, knobs) if problem.dtype is DType.FLOAT32 else _low_bits(problem, knobs)
     if knobs.block_bits == LOAD and isinstance(first := steps[1], Mma):
-        steps[1] = replace(first, summed=True)
+        steps[1] = replace(first, over_blocks=True)
     bits = problem.log2_n
     if bits > CHUNK_BITS:
         convert = _Converter(steps)

@@ -73,18 +73,18 @@ def _tile(knobs: Knobs) -> int:
     return knobs.chunks * knobs.warps * knobs.cluster << CHUNK_BITS
 
 
-def _shares(k: Knobs) -> int:
-    """Of how many blocks' shares of a row a thread loads its part."""
+def _shares_loaded(k: Knobs) -> int:
+    """Of how many blocks each block loads the share of a row."""
     return k.cluster if k.block_bits == LOAD else 1
 
 
 def _has_exchange(c: Context, k: Knobs) -> bool:
-    return c.problem.n > _shares(k) * k.chunks << CHUNK_BITS
+    return c.problem.n > _shares_loaded(k) * k.chunks << CHUNK_BITS
 
 
 def _far(c: Context, k: Knobs) -> int:
     """How many bits of warps and blocks an exchange brings to registers or lanes."""
-    return c.bits - CHUNK_BITS - log2(k.chunks) - log2(_shares(k))
+    return c.bits - CHUNK_BITS - log2(k.chunks) - log2(_shares_loaded(k))
 
 
 def _has_butterflies(c: Context, k: Knobs) -> bool:
@@ -92,7 +92,7 @@ def _has_butterflies(c: Context, k: Knobs) -> bool:
     if k.low_bits != "mma":
         return True
     far_mma = 4 if k.far_lanes == "mma" and _far(c, k) == 3 else 0  # where more come, they take its register's place
-    return c.bits > CHUNK_BITS + log2(_shares(k)) + far_mma
+    return c.bits > CHUNK_BITS + log2(_shares_loaded(k)) + far_mma
 
 
 @_rule("warps")
@@ -128,10 +128,12 @@ def _(c: Context, k: Knobs) -> str | None:
     return "only an mma sums over blocks (block_bits must be exchange)" if k.low_bits == "shuffle" else None
 
 
-@_rule("block_bits", "accumulator")
+@_rule("block_bits", "low_bits", "mma_carrier", "accumulator")
 def _(c: Context, k: Knobs) -> str | None:
-    often = k.block_bits == LOAD and k.accumulator == PACKED
-    return "packed sums over blocks round too often (accumulator must be fp32)" if often else None
+    packed = k.accumulator == PACKED or (k.low_bits == "mma" and k.mma_carrier == PACKED)
+    if k.block_bits == LOAD and packed:
+        return "sums over blocks may outgrow 16 bits (mma_carrier must not be packed, accumulator must be fp32)"
+    return None
 
 
 @_rule("block_bits", "load")
@@ -335,7 +337,7 @@ def _(c: Context, k: Knobs) -> str | None:
 def _(c: Context, k: Knobs) -> str | None:
     wide = k.butterfly_carrier == FP32 or c.problem.numerics is Numerics.ACCURATE
     packed = k.chunks * THREAD_ELEMENTS * c.problem.dtype.bytes // 4
-    data = max(k.chunks * THREAD_ELEMENTS if wide else packed, _shares(k) * packed)
+    data = max(k.chunks * THREAD_ELEMENTS if wide else packed, _shares_loaded(k) * packed)
     if k.stages > 1 and not Load(k.load).staged:
         data += packed
     threads = 32 * k.warps
@@ -345,7 +347,17 @@ def _(c: Context, k: Knobs) -> str | None:
     return None
 
 
-@_rule(*SHAPE, "block_bits", "exchange_carrier", "exchange_rounds", "shared_layout", "load", "stages", "min_blocks")
+@_rule(
+    *SHAPE,
+    "block_bits",
+    "far_bits",
+    "exchange_carrier",
+    "exchange_rounds",
+    "shared_layout",
+    "load",
+    "stages",
+    "min_blocks",
+)
 def _(c: Context, k: Knobs) -> str | None:
     block = k.chunks * k.warps << CHUNK_BITS
     staged = k.stages * block * c.problem.dtype.bytes if Load(k.load).staged else 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -31,6 +31,7 @@ CHUNK_BITS = 8
 CHUNK_ELEMENTS = 1 << CHUNK_BITS
 THREAD_ELEMENTS = CHUNK_ELEMENTS // 32  # of one chunk in one thread
 IN_VECTORS = (PAIR, reg(0), reg(1))  # places of a thread's share of a chunk
+LEAST_POWER = -4  # 2^-4 of the scale in an mma: sums of 16 are then no larger than what is summed
 # As what an `Mma` takes fp32 values, and in how many parts. Both types have the range of fp32; a bfloat16 has 8 bits, a
 # tf32 11. Together they are more than a 16-bit result shows, and of float32 all 24 bits or, as two tf32, 22. A float16
 # shows 11 itself: one tf32 would count as four roundings, and two cost more than two bfloat16.
@@ -42,8 +43,6 @@ PARTS = {
 OVERHEAD_REGISTERS = 24
 CROSSED_BARRIER = 15  # number of the mbarrier for other blocks' stores; those of the stages come first
 BARRIER_BYTES = 128  # room for all mbarriers; keeps what follows aligned
-
-STRAIGHT = ("plain", "no_allocate")  # paths of loads to registers
 
 PACKED = "packed"  # two 16-bit elements to a register
 FP32 = "fp32"
@@ -60,7 +59,7 @@ class Load:
     @property
     def staged(self) -> bool:
         """Whether tiles land in shared memory first."""
-        return self.path not in STRAIGHT
+        return self.path in ("cp_async", "bulk")
 
 
 @dataclass(frozen=True)
@@ -77,12 +76,12 @@ class Mma:
     parts: int = 1
     accumulator: str = FP32
     # 1 or 2: the first or second of those that the scale came as; where it came whole, the first or second power of two
-    # taken from it, at most 1 and at least one over the number of terms in a sum, so that no sum exceeds them. 0: none.
+    # taken from it, at most 1 and at least 2^`Plan.least_power`. 0: none.
     factor: int = 0
     # Transposed on its way in, 16 bits at a time: transforms {lane2, lane3, lane4, reg} and moves nothing.
     turned: bool = False
-    # Over all blocks of a cluster, each of which has loaded the whole row: transforms the bits at cta as well.
-    summed: bool = False
+    # Sums over the blocks of a cluster too, each of which has loaded the whole row: transforms the bits at cta as well.
+    over_blocks: bool = False
 
     @property
     def places(self) -> tuple[Place, ...]:
@@ -253,13 +252,10 @@ class Plan:
         return next(step for step in self.steps if isinstance(step, Load))
 
     @property
-    def loads_rows(self) -> bool:
-        """Whether each block of a cluster loads the whole row, of which it stores its share."""
-        return any(isinstance(step, Mma) and step.summed for step in self.steps)
-
-    def summed_bits(self, step: Mma) -> int:
-        """log2 of the number of terms in its sums."""
-        return len(step.places) + (self.cta_bits if step.summed else 0)
+    def shares_loaded(self) -> int:
+        """Of how many blocks each block loads the share of the tile: of all in the cluster, or of itself alone."""
+        over_blocks = any(isinstance(step, Mma) and step.over_blocks for step in self.steps)
+        return 1 << self.cta_bits if over_blocks else 1
 
     @property
     def exchanges(self) -> tuple[Exchange, ...]:
@@ -330,6 +326,10 @@ class Plan:
         corrected = any(isinstance(step, Correct) for step in self.steps)
         return ScaleForm(f"{self.problem.dtype.value}-{'corrected' if corrected else 'factors'}")
 
+    def least_power(self, step: Mma) -> int:
+        """Exponent of the least power of two that an `Mma` takes from a whole scale."""
+        return LEAST_POWER - (self.cta_bits if step.over_blocks else 0)
+
     @property
     def digest(self) -> str:
         """SHA-256 over everything the plan says."""
@@ -347,8 +347,8 @@ class Plan:
 def transformed_bits(step: Step, before: Placement) -> tuple[int, ...]:
     """The index bits that a step transforms, given where they live before it."""
     if isinstance(step, Mma):
-        summed = before.bits_of("cta").values() if step.summed else ()
-        return (*(before.bit_at(place) for place in step.places), *summed)
+        across = before.bits_of("cta").values() if step.over_blocks else ()
+        return (*(before.bit_at(place) for place in step.places), *across)
     if isinstance(step, Butterfly):
         return (before.bit_at(step.place),)
     if isinstance(step, Shuffle):
@@ -437,10 +437,8 @@ def _check(plan: Plan) -> None:
                 raise refuse(f"takes values as {step.parts} {step.operand} instead of {parts or 'another type'}")
             if step.turned and step.operand == "tf32":
                 raise refuse("only 16-bit values are transposed on their way in")
-            if step.summed and (number != 2 or step.operand != PACKED or plan.load.path not in STRAIGHT):
-                raise refuse("only the first step sums, packed values straight from global memory")
-            if step.summed and (step.accumulator == PACKED or not plan.cta_bits):
-                raise refuse("sums over the blocks of a cluster, in fp32")
+            if step.over_blocks:
+                _check_over_blocks(plan, number, step, refuse)
             needs = PACKED if step.operand == PACKED else FP32
         elif isinstance(step, Shuffle) and step.widen:
             needs = PACKED
@@ -481,6 +479,19 @@ def _check(plan: Plan) -> None:
         raise UsageError(f"{plan.problem.name}: the plan does not end with a Store of whole 16-byte vectors")
 
 
+def _check_over_blocks(plan: Plan, number: int, step: Mma, refuse: Callable[[str], UsageError]) -> None:
+    if not plan.cta_bits:
+        raise refuse("there is one block, and no other to sum over")
+    if number != 2 or plan.load.staged or plan.load.stages > 1:
+        raise refuse("only what each block has loaded straight to registers is summed over blocks")
+    if step != Mma(step.reg, factor=step.factor, over_blocks=True):
+        raise refuse("only packed values are summed over blocks, as they lie, in fp32")
+    if step.factor and plan.scale_form is not ScaleForm.FP32:
+        raise refuse("sums over blocks outgrow what a factor in 16 bits is made for")
+    if plan.crosses_blocks:
+        raise refuse("bits that are summed over blocks are not exchanged between them")
+
+
 def changes_values(step: Step) -> bool:
     """Whether a step does arithmetic, not only moves or converts."""
     return isinstance(step, Mma | Butterfly | Shuffle | Scale | Correct)
@@ -491,11 +502,11 @@ def _sentence(step: Step, before: Placement) -> str:
     match step:
         case Load(path, stages):
             return f"load {path}" + (f", {stages} stages" if stages > 1 else "")
-        case Mma(register, operand, parts, accumulator, factor, turned, summed):
+        case Mma(register, operand, parts, accumulator, factor, turned, over_blocks):
             packed = ", packed accumulators" if accumulator == PACKED else ""
             how = packed if operand == PACKED else f" as {parts} {operand}"
             times = f", times the {('first', 'second')[factor - 1]} factor of the scale" if factor else ""
-            means = ", turned" if turned else ", summed over the blocks" if summed else ""
+            means = ", turned" if turned else ", over blocks" if over_blocks else ""
             return f"mma reg{register}{means}: bits {bits}{how}{times}"
         case Transpose():
             return "transpose back"
@@ -535,7 +546,7 @@ def interpret(plan: Plan, x: Reals, scale: float = 1.0) -> Reals:
     for step in plan.steps:
         touched: tuple[Place, ...] = ()
         if isinstance(step, Mma):
-            touched = step.places + tuple(cta(j) for j in range(plan.cta_bits) if step.summed)
+            touched = step.places + tuple(cta(j) for j in range(plan.cta_bits) if step.over_blocks)
         elif isinstance(step, Butterfly):
             touched = (step.place,)
         elif isinstance(step, Shuffle):
@@ -564,7 +575,7 @@ def _factor(plan: Plan, step: Mma, left: float) -> float:
     if not step.factor:
         return 1.0
     if plan.scale_form is ScaleForm.FP32:
-        return 2.0 ** max(-plan.summed_bits(step), min(0, math.frexp(left)[1] - 1))
+        return 2.0 ** max(plan.least_power(step), min(0, math.frexp(left)[1] - 1))
     return (1.0, left)[step.factor - 1]  # the whole scale stands for the second, or for the correction
 
 

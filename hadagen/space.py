@@ -13,7 +13,7 @@ from typing import Any
 
 from hadagen.arch import Arch
 from hadagen.errors import UsageError
-from hadagen.knobs import KNOB_NAMES, Knobs, log2, plan_of
+from hadagen.knobs import KNOB_NAMES, LOAD, Knobs, log2, plan_of
 from hadagen.legality import RULES, SHAPE, Context, Rule
 from hadagen.plan import CHUNK_BITS, PACKED, Load, Plan
 from hadagen.problem import DType, Numerics, Problem
@@ -64,10 +64,10 @@ class Space:
         return SpaceReport(total, len(legal), dict(reasons.most_common()))
 
     def seeds(self) -> list[Knobs]:
-        """Legal choices that tend to be good, for a search to start from: each tile shape, with a block per tile and
-        with a persistent grid that has the next tile under way. First come, of each size of cluster in turn, tiles of a
-        row, or of `LEAST_CHUNKS` where rows are short, with about as many chunks as warps. Float32 needs three times
-        the mma, so there each comes with shuffles too."""
+        """Legal choices that tend to be good, for a search to start from: each tile shape, with a block per tile, with
+        blocks of a cluster that load whole rows, and with a persistent grid that has the next tile under way. First
+        come, of each size of cluster in turn, tiles of a row, or of `LEAST_CHUNKS` where rows are short, with about as
+        many chunks as warps. Float32 needs three times the mma, so there each comes with shuffles too."""
         shapes: dict[int, list[Knobs]] = defaultdict(list)
         for shape in product(*(self.arch.search[name] for name in SHAPE)):
             tile = Knobs.from_dict(self._proven.to_dict() | dict(zip(SHAPE, shape, strict=True)))
@@ -79,15 +79,16 @@ class Space:
             tile = replace(shaped, low_bits=low_bits)
             two_buffers = replace(tile, load="cp_async", grid="persistent", stages=2)
             one_buffer = replace(tile, exchange_rounds=2, load="bulk", grid="persistent")  # leaves it more room
-            plain, two, one = map(self._of_shape, (tile, two_buffers, one_buffer))
+            whole_rows = replace(tile, block_bits=LOAD)
+            plain, whole, two, one = map(self._of_shape, (tile, whole_rows, two_buffers, one_buffer))
             looping = [knobs for knobs in (two, one) if knobs and knobs.grid == "persistent"]
             ahead = next((knobs for knobs in looping if Load(knobs.load).staged), looping[0] if looping else None)
-            found |= dict.fromkeys(filter(None, (plain, ahead)))
+            found |= dict.fromkeys(filter(None, (plain, whole, ahead)))
         return list(found)
 
     @property
     def _proven(self) -> Knobs:
-        """What proved good, by how an mma takes its values: one by one as tf32 or packed, or in parts, which takes longer
+        """What proved good, by how an mma takes its values: packed or each as one tf32, or in parts, which take longer
         than butterflies."""
         if self.problem.numerics is Numerics.FAST:
             return PROVEN

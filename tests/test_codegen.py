@@ -7,6 +7,7 @@ import random
 import re
 import shlex
 import subprocess
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -91,9 +92,9 @@ def test_a_scale_is_read_in_one_form(plan: Plan) -> None:
     assert bool(re.search(r"\] \*= scale\b", text)) == whole
     assert ("correction = high_half(scale_word)" in text) == (Correct in kinds)
     for number, half in ((1, "low_half"), (2, "high_half")):
-        assert bool(re.search(rf"hadamard16\({half}\(scale_word\)[) ]", text)) == (number in factors and not whole)
+        assert (f"hadamard16({half}(scale_word))" in text) == (number in factors and not whole)
         assert (f"power{number} = take_power(scale, " in text) == (number in factors and whole)
-        assert bool(re.search(rf"hadamard16(_tf32)?\(power{number}[) ]", text)) == (number in factors and whole)
+        assert bool(re.search(rf"hadamard16(_tf32)?\(power{number}\b", text)) == (number in factors and whole)
     assert text.count("scale_word") == 1 + (1 if whole else len(factors) + (Correct in kinds))
     assert whole or factors
     if plan.problem.numerics is Numerics.ACCURATE:
@@ -175,6 +176,27 @@ def test_bfloat16_goes_through_the_second_mma_as_one_tf32() -> None:
         "f[2 * a], f[2 * a + 1], f[2 * b], f[2 * b + 1]",
     ]
     assert "below_tf32" not in text
+
+
+@pytest.mark.parametrize("pitched", [False, True], ids=["contiguous", "pitched"])
+def test_blocks_that_load_whole_rows_store_when_all_have_loaded(pitched: bool) -> None:
+    knobs = Knobs(4, 4, 4, "load", mma_carrier="split", butterfly_carrier="fp32", exchange_carrier="fp32")
+    plan = build_plan(Problem(16384, DType.BFLOAT16, pitched=pitched), knobs, ARCH)
+    text = render(plan).text
+    assert "u32 p[16 * chunks];" in text
+    assert "i < 4 * vectors" in text
+    assert "rank" not in re.findall(r"load_at = .*", text)[0]
+    assert "take_power(scale, 6)" in text  # sums of 16 in each of 4 blocks
+    assert "take_power(scale, 4)" in text
+    assert "cluster_arrive_relaxed" not in text
+    at = [
+        text.index(part)
+        for part in ("1. load plain\n    {", "mma<T>(d", "cluster_arrive();", "cluster_wait();", " store16(")
+    ]
+    assert at == sorted(at)
+    by_chunk = render(build_plan(plan.problem, replace(knobs, order="by_chunk"), ARCH)).text
+    assert by_chunk.count("cluster_arrive();") == 1
+    assert "\n    cluster_arrive();" in by_chunk  # behind the loop over chunks
 
 
 def test_every_call_of_a_kernel_is_a_primitive() -> None:

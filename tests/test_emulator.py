@@ -67,6 +67,9 @@ def features(knobs: Knobs, plan: Plan) -> Iterator[tuple[object, ...]]:
     yield "exchange in a loop", exchange, k.load, k.grid
     yield "pipeline", exchange, k.load, k.grid, k.stages, ragged
     yield "store", k.store, ragged, problem.dtype.bytes
+    if plan.shares_loaded > 1:
+        yield "whole rows", k.cluster, k.low_bits, exchange, k.order, k.chunks > 1, k.load, problem.pitched
+        yield "values of whole rows", problem.dtype, problem.numerics, k.cluster, k.mma_carrier, exchange
     if problem.pitched:
         yield "pitched", exchange, k.load, k.grid, k.stages, ragged, problem.dtype.bytes
     yield from ((name, getattr(k, name), problem.dtype) for name in KNOB_NAMES)

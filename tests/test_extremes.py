@@ -47,7 +47,11 @@ def sample() -> list[Plan]:
     problems = dict.fromkeys(
         Problem(1 << k, dtype, numerics) for k in range(1, 16) for dtype in DType for numerics in Numerics
     )
-    return [build_plan(problem, draw(problem, choose), ARCH) for problem in problems for _ in range(EACH)]
+    some = [(problem, draw(problem, choose)) for problem in problems for _ in range(EACH)]
+    # Whose first sums are the longest: over blocks too.
+    long = [problem for problem in problems if problem.n >= 2048 and problem.dtype is not DType.FLOAT32]
+    some += [(problem, draw(problem, choose, chunks=4, cluster=8, block_bits="load")) for problem in long]
+    return [build_plan(problem, knobs, ARCH) for problem, knobs in some]
 
 
 PLANS = list({plan.digest: plan for plan in sample()}.values())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ import stand_in_peers
 
 from hadagen.arch import load_arch
 from hadagen.codegen import Source, render
+from hadagen.knobs import Knobs
 from hadagen.launch import LaunchSpec
 from hadagen.measure import Candidate, Cell, DeviceRunner, Place, all_cells, copy_sources, device_environment
 from hadagen.problem import DType, Problem
@@ -131,6 +132,27 @@ def test_kernels_of_every_type_are_timed_beside_a_copy_of_the_same_bytes(
     assert all(0.02 < timing.fraction_of_copy < 2.0 for timing in trial.timings)
     largest = max(trial.timings, key=lambda timing: timing.copy_us)
     assert 2e3 < buffer_bytes(problem, largest.elements) * 2 / largest.copy_us / 1e3 < 1e4  # GB/s, read and written
+
+
+@pytest.mark.parametrize("dtype", [DType.FLOAT16, DType.BFLOAT16])
+@pytest.mark.parametrize("pitched", [False, True], ids=["contiguous", "pitched"])
+@pytest.mark.parametrize("order", ["by_step", "by_chunk"])
+def test_blocks_that_load_whole_rows_are_right_and_wait_for_each_other(
+    bench: Bench, dtype: DType, pitched: bool, order: str
+) -> None:
+    """In place too, launch after launch: clusters of each size, with an exchange inside of blocks and without."""
+    problem = Problem(8192, dtype, pitched=pitched)
+    fp32 = Knobs(block_bits="load", mma_carrier="split", butterfly_carrier="fp32", order=order)
+    shapes = ((8, 2, 2), (4, 2, 4), (2, 2, 8), (4, 1, 8))
+    some = [
+        replace(fp32, chunks=chunks, warps=warps, cluster=cluster, exchange_carrier="fp32" if warps > 1 else "packed")
+        for chunks, warps, cluster in shapes
+    ]
+    plans = [build_plan(problem, knobs, ARCH) for knobs in some]
+    kernels = build(*((render(plan), plan.launch) for plan in plans))
+    for knobs, kernel in zip(some, kernels, strict=True):
+        trial = bench.trial(Candidate(problem, knobs.to_dict(), kernel))
+        assert (trial.outcome, trial.detail) == (Outcome.OK, ""), knobs
 
 
 def test_cold_is_no_faster_than_hot(bench: Bench) -> None:

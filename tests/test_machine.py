@@ -103,6 +103,12 @@ def crossing(expected: int) -> str:
 
 SHARED_BYTES = 8192
 COPY = "store16(out + 16 * t, load16(in + 16 * t));"
+# Both blocks of a cluster load what lies at both, and store as much as one has.
+WHOLE = """{before}
+    const Vec16 a = load16(in + 16 * t), b = load16((rank ? in - 512 : in + 512) + 16 * t);
+    {between}
+    store16(out + 16 * t, Vec16{{{{a.word[0] ^ b.word[0], a.word[1] ^ b.word[1], a.word[2] ^ b.word[2],
+        a.word[3] ^ b.word[3]}}}});"""
 
 
 def transposed(x: Bits) -> Bits:
@@ -204,6 +210,9 @@ GOOD: dict[Case, Callable[[Bits], Bits]] = {
         }""",
         threads=64,
     ): lambda x: x,
+    Case(
+        "sums_over_blocks", WHOLE.format(before="", between="cluster_arrive(); cluster_wait();"), cluster=2
+    ): lambda x: x.reshape(-1, 2, 256) ^ x.reshape(-1, 2, 256)[:, ::-1],
 }
 
 # Kernels with a race and no other fault.
@@ -415,6 +424,11 @@ WASTEFUL = Case("wasteful", "const u32 at = 32 * (t % 16) + t / 16 * 16; load16(
 SPREAD = Case("spread", "if (rank == 0) load16(in + 32 * t); " + COPY, cluster=2)
 FORGETFUL = Case("forgetful", "if (t % 2) " + COPY)
 REPETITIVE = Case("repetitive", COPY + COPY)
+UNHEEDED = [
+    Case("no_cluster_barrier", WHOLE.format(before="", between=""), cluster=2),
+    Case("arrives_too_early", WHOLE.format(before="cluster_arrive();", between="cluster_wait();"), cluster=2),
+    Case("waits_too_early", WHOLE.format(before="cluster_arrive(); cluster_wait();", between=""), cluster=2),
+]
 LATE = Case("late", COPY + " shuffle_xor(0u, 1); load16(in + 16 * (t ^ 1));")
 
 PACKED_TYPES = (DType.FLOAT16, DType.BFLOAT16)
@@ -445,6 +459,11 @@ ARITHMETIC = [
             store16(out + 16 * t, Vec16{{low_half(a), high_half(a), low_half(T::one), high_half(T::one)}});""",
     }.items()
 ]
+COUNTS_ODD = Case(
+    "counts_odd",
+    """const Vec16 v = load16(in + 16 * t);
+    store16(out + 16 * t, Vec16{{parity(v.word[0]), parity(v.word[1]), parity(v.word[2] & 7u), parity(v.word[3])}});""",
+)
 CUTS_OFF = Case(
     "cuts_off",
     """const Vec16 v = load16(in + 16 * t);
@@ -484,9 +503,9 @@ TF32_OPERANDS = Case(
 TAKES_POWERS = Case(
     "takes_powers",
     """float scale = as_float(load16(in + 16 * t).word[0]);
-    const u32 a = take_power(scale, 7);
+    const u32 a = take_power(scale, 4u);
     const float once = scale;
-    const u32 b = take_power(scale, 4);
+    const u32 b = take_power(scale, 7u);
     store16(out + 16 * t, Vec16{{a, as_word(once), b, as_word(scale)}});""",
 )
 
@@ -594,9 +613,11 @@ ROWS_STOPPED = {
 
 @cache
 def module() -> HostModule:
-    cases = [*GOOD, *RACES, *STOPPED, *CONFLICTS.values(), WASTEFUL, SPREAD, FORGETFUL, REPETITIVE, LATE, *ARITHMETIC]
+    cases = [*GOOD, *RACES, *STOPPED, *CONFLICTS.values(), WASTEFUL, SPREAD, FORGETFUL, REPETITIVE, *ARITHMETIC]
+    cases += [LATE, *UNHEEDED]
     cases += [
         CUTS_OFF,
+        COUNTS_ODD,
         CUTS_TO_TF32,
         MULTIPLIES_TF32,
         TF32_OPERANDS,
@@ -770,6 +791,14 @@ def test_in_place_input_is_not_read_after_it_is_overwritten() -> None:
     assert LATE.run(x, x).races == 256
 
 
+@named(UNHEEDED)
+@pytest.mark.parametrize("order_seed", [0, 1, 2, 3])
+def test_in_place_input_is_not_overwritten_before_every_block_has_read_it(case: Case, order_seed: int) -> None:
+    x = random_bits(1024)
+    assert case.run(x, np.zeros_like(x), order_seed=order_seed).races == 0
+    assert case.run(x, x, order_seed=order_seed).races > 0
+
+
 def arithmetic(name: str, dtype: DType, x: Bits) -> Bits:
     (case,) = (case for case in ARITHMETIC if case.name == f"{name}_{dtype.value}")
     return run(case, x)[0].reshape(-1, 8)
@@ -795,6 +824,13 @@ def test_conversions(dtype: DType) -> None:
     assert same(dtype, result[:, 2:4], decode(dtype, parts[:, 4:6]))
     widened = np.ascontiguousarray(result[:, 4:]).view(np.float32)
     assert np.array_equal(widened, decode(dtype, parts[:, 6:]), equal_nan=True)
+
+
+def test_parity_is_that_of_the_bits_of_a_word() -> None:
+    x = random_bits(4096)
+    words = x.view(np.uint32).reshape(-1, 4) & np.array([~0, ~0, 7, ~0]).astype(np.uint32)
+    odd = [[bin(word).count("1") % 2 for word in some] for some in words.tolist()]
+    assert np.array_equal(run(COUNTS_ODD, x)[0].view(np.uint32).reshape(-1, 4), odd)
 
 
 def test_high_halves_are_what_is_left_when_the_low_ones_are_cut_off() -> None:
@@ -853,8 +889,8 @@ def test_of_nan_and_infinity_what_is_below_a_tf32_is_nan() -> None:
 
 
 def test_powers_are_taken_of_a_scale_until_none_is_left_or_least() -> None:
-    """Each a power of two, at most 1 and at least 2^-4, as near to the scale as that, so that sums of 16 do not grow;
-    and what is left times those taken is the scale, to the last bit and of its sign."""
+    """Each a power of two, at most 1 and at least 2^-4 or 2^-7, as near to the scale as that, so that sums of 16 or 128
+    do not grow; and what is left times those taken is the scale, to the last bit and of its sign."""
     random, steps = np.random.default_rng(0), range(-140, 101)
     sizes = [np.ldexp(factor, power) for power in steps for factor in (1.0, random.uniform(1.0, 2.0), 2.0 - 2.0**-23)]
     sizes += [2.0**-149, np.finfo(np.float32).max, 0.0]
@@ -867,9 +903,9 @@ def test_powers_are_taken_of_a_scale_until_none_is_left_or_least() -> None:
     assert (powers >> 16 == 0).all()
     taken = decode(DType.BFLOAT16, powers.astype(np.uint16))
     before = scales
-    for at, bits in enumerate((7, 4)):
-        nearest = 2.0 ** np.clip(np.frexp(np.abs(before).astype(np.float64))[1] - 1.0, -bits, 0)
-        assert np.array_equal(taken[:, at], np.where(before == 0, 2.0**-bits, nearest))
+    for at, least in enumerate((-4, -7)):
+        nearest = 2.0 ** np.clip(np.frexp(np.abs(before).astype(np.float64))[1] - 1.0, least, 0)
+        assert np.array_equal(taken[:, at], np.where(before == 0, 2.0**least, nearest))
         assert np.array_equal(taken[:, at] * left[:, at], before.astype(np.float64))
         before = left[:, at]
     assert np.array_equal(np.signbit(left), np.signbit(np.stack((scales, scales), axis=1)))

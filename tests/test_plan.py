@@ -19,7 +19,7 @@ from hadagen.codegen import render
 from hadagen.emulator import compile_host
 from hadagen.errors import UsageError
 from hadagen.knobs import Knobs
-from hadagen.layout import LANE_BITS, MMA_MOVES, PAIR, lane, reg, warp
+from hadagen.layout import LANE_BITS, MMA_MOVES, PAIR, cta, lane, reg, warp
 from hadagen.legality import ROUNDINGS_SPREAD, SHAPE
 from hadagen.plan import (
     PACKED,
@@ -72,6 +72,24 @@ def test_every_n_equals_the_explicit_matrix(log2_n: int, dtype: DType, numerics:
         out = interpret(plan, x[:rows], 0.5)
         np.testing.assert_array_equal(out[:3], expected[:3])
         np.testing.assert_allclose(out[3:], expected[3:rows], rtol=0, atol=1e-9 * n)
+
+
+@pytest.mark.parametrize("cluster", [2, 4, 8])
+@pytest.mark.parametrize(("dtype", "numerics"), KINDS[:2])
+def test_blocks_that_load_whole_rows_sum_over_blocks_and_exchange_only_inside(
+    dtype: DType, numerics: Numerics, cluster: int
+) -> None:
+    problem = Problem(8192, dtype, numerics)
+    x = np.random.default_rng(cluster).standard_normal((3, problem.n))
+    some = families(problem, "chunks", "warps", "low_bits", cluster=cluster, block_bits="load")
+    assert {knobs.low_bits for knobs in some} == {"mma", "mma_shuffle"}
+    for scale in (1.0, problem.n**-0.5):
+        for plan in (build_plan(problem, knobs, ARCH) for knobs in some):
+            np.testing.assert_allclose(interpret(plan, x, scale), hadamard(x, scale), rtol=0, atol=1e-10 * problem.n)
+            assert plan.shares_loaded == cluster
+            assert not plan.crosses_blocks
+            blocks = " ".join(str(13 - bit) for bit in range(cluster.bit_length() - 1, 0, -1))
+            assert plan.describe()[1].startswith(f"mma reg0, over blocks: bits 0 3 4 1 {blocks}")
 
 
 @given(plans())
@@ -310,7 +328,8 @@ def test_values_are_turned_on_their_way_to_an_mma_of_tf32() -> None:
     plan = build_plan(Problem(8192, DType.BFLOAT16), dataclasses.replace(knobs, exchange_carrier="fp32"), ARCH)
     at = next(i for i, step in enumerate(plan.steps) if isinstance(step, Exchange))
     exchange = plan.steps[at]
-    assert isinstance(exchange, Exchange) and exchange.turned
+    assert isinstance(exchange, Exchange)
+    assert exchange.turned
     assert plan.steps[at + 1] == Mma(2, "tf32", 1)
     # What the last mma had brought back is moved once more on the way, for the next to bring it back.
     before, after, end = plan.placements[at - 1], plan.placements[at], plan.placements[at + 1]
@@ -332,6 +351,61 @@ def test_what_one_tf32_loses_is_in_the_scale() -> None:
     assert lifted(far_lanes="mma", mma_carrier="tf32") == [True]
     assert lifted(far_lanes="shuffle", mma_carrier="tf32") == [False]  # the scale comes after the cut
     assert lifted(far_lanes="mma", mma_carrier="split") == [False]
+
+
+def whole_rows() -> Plan:
+    """n = 8192 over 2 blocks of 4 warps of 4 chunks."""
+    knobs = Knobs(4, 4, 2, "load", mma_carrier="split", butterfly_carrier="fp32", exchange_carrier="fp32")
+    return build_plan(Problem(8192, DType.BFLOAT16), knobs, ARCH)
+
+
+def test_the_bits_of_blocks_are_summed_over_once() -> None:
+    plan = whole_rows()
+    over = plan.steps[1]
+    assert over == Mma(0, factor=1, over_blocks=True)
+    with pytest.raises(UsageError, match=r"index bits \[12\] are never transformed"):
+        changed(plan, 1, Mma(0, factor=1))
+    butterfly = next(i for i, step in enumerate(plan.steps) if isinstance(step, Butterfly))
+    with pytest.raises(UsageError, match="only what each block has loaded"):
+        changed(plan, butterfly, dataclasses.replace(over, reg=2))
+    with pytest.raises(UsageError, match="are not exchanged between them"):
+        changed(plan, len(plan.steps) - 1, Exchange(((reg(2), cta(0)),), PACKED), plan.steps[-1])
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"operand": "bfloat16", "parts": 2}, "only packed values are summed over blocks"),
+        ({"accumulator": PACKED}, "only packed values are summed over blocks"),
+        ({"turned": True}, "only packed values are summed over blocks"),
+        ({"factor": 0}, "by the scale once"),
+    ],
+)
+def test_only_packed_values_as_they_lie_are_summed_over_blocks(change: dict[str, object], why: str) -> None:
+    plan = whole_rows()
+    with pytest.raises(UsageError, match=why):
+        changed(plan, 1, dataclasses.replace(plan.steps[1], **change))
+
+
+@pytest.mark.parametrize("load", [Load("bulk"), Load("cp_async"), Load("plain", stages=2)])
+def test_only_what_is_loaded_straight_to_registers_is_summed_over_blocks(load: Load) -> None:
+    with pytest.raises(UsageError, match="only what each block has loaded straight to registers"):
+        changed(whole_rows(), 0, load)
+
+
+def test_one_block_has_no_others_to_sum_over() -> None:
+    plan = build_plan(Problem(256, DType.BFLOAT16), Knobs(mma_carrier="split"), ARCH)
+    with pytest.raises(UsageError, match="there is one block"):
+        changed(plan, 1, dataclasses.replace(plan.steps[1], over_blocks=True))
+
+
+def test_sums_over_blocks_are_not_scaled_by_factors_of_16_bits() -> None:
+    """Which are made for sums of 16. What is taken of a whole scale may be as much smaller as there are blocks."""
+    fast = build_plan(Problem(512, DType.FLOAT16, Numerics.FAST), Knobs(cluster=2, far_bits="lanes"), ARCH)
+    with pytest.raises(UsageError, match="outgrow what a factor in 16 bits"):
+        changed(fast, 1, dataclasses.replace(fast.steps[1], over_blocks=True))
+    plan = whole_rows()
+    assert [plan.least_power(step) for step in plan.steps if isinstance(step, Mma)] == [-5, -4]
 
 
 def test_equal_plans_have_equal_digests_and_others_do_not() -> None:

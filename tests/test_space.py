@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 from itertools import islice
 from math import prod
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -15,6 +16,7 @@ from spaces import ARCH, space_of
 
 from hadagen.errors import UsageError
 from hadagen.knobs import KNOB_NAMES, Knobs
+from hadagen.legality import RULES, Context
 from hadagen.problem import DType, Numerics, Problem
 from hadagen.space import Space, build_plan
 
@@ -118,6 +120,73 @@ def test_tf32_is_for_types_that_have_fewer_bits_or_more(numerics: Numerics) -> N
         build_plan(Problem(256, DType.FLOAT16, numerics), knobs, ARCH)
     with pytest.raises(UsageError, match=re.escape("between two mma (mma_carrier must be split)")):
         build_plan(Problem(256, DType.FLOAT16), Knobs(), ARCH)
+
+
+WHOLE_ROWS = Knobs(4, 4, 2, "load", mma_carrier="split", butterfly_carrier="fp32", exchange_carrier="fp32")
+
+
+@pytest.mark.parametrize(
+    ("numerics", "change", "why"),
+    [
+        (Numerics.ACCURATE, {"cluster": 1, "warps": 8}, "no other blocks whose share to load"),
+        (Numerics.ACCURATE, {"low_bits": "shuffle", "mma_carrier": "packed"}, "only an mma sums over blocks"),
+        (Numerics.ACCURATE, {"load": "bulk"}, "straight to registers (load must be plain or no_allocate)"),
+        (Numerics.ACCURATE, {"grid": "persistent"}, "clusters take one tile each"),
+        (Numerics.ACCURATE, {"stages": 2}, "nothing to have under way"),
+        (Numerics.ACCURATE, {"chunks": 16, "warps": 1}, "there is no exchange (exchange_carrier must be packed)"),
+        (Numerics.ACCURATE, {"far_bits": "lanes"}, "register bits are enough to exchange with"),
+        (Numerics.ACCURATE, {"chunks": 2, "warps": 2, "cluster": 8, "min_blocks": 8}, ""),
+        (Numerics.FAST, {"mma_carrier": "packed"}, "sums over blocks may outgrow 16 bits"),
+        (
+            Numerics.FAST,
+            {"low_bits": "mma_shuffle", "mma_carrier": "packed", "accumulator": "packed"},
+            "outgrow 16 bits",
+        ),
+        (Numerics.FAST, {"low_bits": "mma_shuffle", "mma_carrier": "packed"}, ""),
+    ],
+)
+def test_blocks_load_whole_rows_where_an_mma_can_sum_them(numerics: Numerics, change: dict[str, Any], why: str) -> None:
+    problem, knobs = Problem(8192, DType.FLOAT16, numerics), replace(WHOLE_ROWS, **change)
+    if not why:
+        assert build_plan(problem, knobs, ARCH).shares_loaded == knobs.cluster
+        return
+    with pytest.raises(UsageError, match=re.escape(why)):
+        build_plan(problem, knobs, ARCH)
+
+
+def test_float32_and_short_rows_are_not_loaded_whole() -> None:
+    with pytest.raises(UsageError, match="the mma of fp32 values does not sum over blocks"):
+        build_plan(Problem(8192, DType.FLOAT32), WHOLE_ROWS, ARCH)
+    loading = {n: {k.block_bits for k in space_of(Problem(n, DType.FLOAT16)).legal} for n in (256, 512)}
+    assert loading == {256: {"exchange"}, 512: {"exchange", "load"}}
+
+
+def test_whole_rows_fit_the_registers() -> None:
+    """As loaded they are as many words as blocks times chunks times four."""
+    for knobs in space_of(Problem(32768, DType.BFLOAT16)).legal[::7]:
+        words = 4 * knobs.chunks * (knobs.cluster if knobs.block_bits == "load" else 1)
+        assert words + 24 <= min(255, 65536 // (32 * knobs.warps * knobs.min_blocks))
+    why = "a thread's values do not fit its registers"
+    with pytest.raises(UsageError, match=why):
+        build_plan(Problem(32768, DType.BFLOAT16), replace(WHOLE_ROWS, chunks=8, warps=2, cluster=8), ARCH)
+
+
+def test_seeds_of_clusters_load_whole_rows_too() -> None:
+    seeds = space_of(Problem(32768, DType.BFLOAT16)).seeds()
+    assert {k.cluster for k in seeds if k.block_bits == "load"} == {2, 4, 8}
+    assert "load" in {k.block_bits for k in seeds[:8]}
+    assert {k.block_bits for k in space_of(Problem(32768, DType.FLOAT32)).seeds()} == {"exchange"}
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.name)
+def test_a_rule_reads_what_it_says(problem: Problem) -> None:
+    """No other knob has a say: whatever it becomes, what the rule found legal it finds legal still."""
+    context = Context(problem, ARCH)
+    for knobs in random.Random(2).sample(space_of(problem).legal, 150):
+        changed = {name: [replace(knobs, **{name: value}) for value in ARCH.search[name]] for name in KNOB_NAMES}
+        for rule in RULES:
+            for name in set(KNOB_NAMES) - set(rule.reads):
+                assert not any(rule.broken(context, other) for other in changed[name]), (knobs, rule.reads, name)
 
 
 @pytest.mark.parametrize("n", [512, 4096, 16384, 32768])

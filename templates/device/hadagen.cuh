@@ -200,12 +200,13 @@ HADAGEN_INLINE u32 transpose(u32 pair) {
 
 // Takes a power of two out of the scale, at most 1 and at least 2^-bits, and gives it as a bfloat16.
 HADAGEN_INLINE u32 take_power(float& scale, u32 bits) {
-    const u32 exponent = as_word(scale) >> 23 & 0xFFu;
-    const u32 taken = exponent < 127u - bits ? 127u - bits : exponent > 127u ? 127u : exponent;
+    const u32 exponent = as_word(scale) >> 23 & 0xFFu, least = 127u - bits;
+    const u32 taken = exponent < least ? least : exponent > 127u ? 127u : exponent;
     scale *= as_float(254u - taken << 23);
     return taken << 7;
 }
 
+// Whether an odd number of bits is set.
 HADAGEN_INLINE u32 parity(u32 bits) { return u32(__popc(bits) & 1); }
 
 HADAGEN_INLINE u32 low_half(u32 pair) { return pair & 0xFFFFu; }

@@ -45,12 +45,32 @@ i64 element(const void* global, i64 bytes, const byte* array, i64 pitch, const c
 void read_global(void* into, const void* global, i64 bytes) {
     const i64 first = element(global, bytes, m.x, m.launch.x_pitch, "loads", "x");
     if (m.x == m.y)
-        for (i64 i = first; i < first + bytes / m.launch.element_bytes; ++i)
+        for (i64 i = first; i < first + bytes / m.launch.element_bytes; ++i) {
             if (m.writes[i] && !m.report->races++)
                 std::snprintf(m.report->first_race, sizeof m.report->first_race,
                               "%s loads element %lld of x, in place, after its result was stored",
                               Name(m.running->who).text, i);
+            Loaded& loaded = m.loaded[i];
+            loaded.by = loaded.by == Loaded::by_nobody || loaded.by == self->block ? self->block : Loaded::by_several;
+            loaded.arrivals = std::max(loaded.arrivals, m.running->clock.arrivals);
+        }
     std::memcpy(into, global, bytes);
+}
+
+// A result is stored, in place or not. Where one block alone has loaded what lay there, that had to come to the result;
+// where several have, only the cluster barrier says that all of them did.
+void write_global(void* global, const void* from, i64 bytes) {
+    const i64 first = element(global, bytes, m.y, m.launch.y_pitch, "stores", "y");
+    for (i64 i = first; i < first + bytes / m.launch.element_bytes; ++i) {
+        m.writes[i] += m.writes[i] < 2;
+        if (m.x == m.y && m.loaded[i].by == Loaded::by_several && m.loaded[i].arrivals >= m.running->clock.waits &&
+            !m.report->races++)
+            std::snprintf(m.report->first_race, sizeof m.report->first_race,
+                          "%s stores element %lld of y, in place, which other blocks have loaded, with no barrier in "
+                          "between",
+                          Name(m.running->who).text, i);
+    }
+    std::memcpy(global, from, bytes);
 }
 
 // The offset of `shared`, in the running thread's block, of `bytes` that must lie inside its shared memory.
@@ -159,9 +179,7 @@ void load(void* into, const void* global, i64 bytes) {
 
 void store(void* global, const void* from, i64 bytes) {
     step();
-    const i64 first = element(global, bytes, m.y, m.launch.y_pitch, "stores", "y");
-    for (i64 i = first; i < first + bytes / m.launch.element_bytes; ++i) m.writes[i] += m.writes[i] < 2;
-    std::memcpy(global, from, bytes);
+    write_global(global, from, bytes);
     if (bytes == vector_bytes) m.warp().global.add(self->thread % warp_lanes, i64(global) - i64(m.y));
 }
 

@@ -284,6 +284,7 @@ void hadagen_run(hadagen::machine::Kernel kernel, const hadagen::machine::Launch
     m.x = static_cast<const hadagen::byte*>(x);
     m.y = static_cast<hadagen::byte*>(y);
     m.writes.assign(extent(launch->y_pitch), 0);
+    m.loaded.assign(m.x == m.y ? extent(launch->x_pitch) : 0, Loaded{});
     m.threads.resize(m.cluster_threads());
     m.warps.resize(m.cluster_threads() / warp_lanes);
     m.blocks.resize(launch->cluster);

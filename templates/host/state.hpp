@@ -42,13 +42,21 @@ struct Block {
     u32 waiting = 0;
 };
 
+// Which blocks have loaded an element that lies in place, where results are stored too.
+struct Loaded {
+    static constexpr i64 by_nobody = -1, by_several = -2;
+    i64 by = by_nobody;  // or the number of the block
+    u32 arrivals = 0;    // at the cluster barrier, of the last thread to load it
+};
+
 struct Machine {
     Kernel kernel;
     Launch launch;
     Report* report;
     const byte* x;
     byte* y;
-    std::vector<byte> writes;  // of each element of y, up to 2
+    std::vector<byte> writes;    // of each element of y, up to 2
+    std::vector<Loaded> loaded;  // elements of x, where that is y
 
     std::vector<Thread> threads;  // of the cluster
     std::vector<Warp> warps;
