@@ -151,8 +151,8 @@ def test_blocks_that_load_whole_rows_are_right_and_wait_for_each_other(
     plans = [build_plan(problem, knobs, ARCH) for knobs in some]
     kernels = build(*((render(plan), plan.launch) for plan in plans))
     for knobs, kernel in zip(some, kernels, strict=True):
-        trial = bench.trial(Candidate(problem, knobs.to_dict(), kernel))
-        assert (trial.outcome, trial.detail) == (Outcome.OK, ""), knobs
+        trial = bench.trial(Candidate(problem, knobs.to_dict(), kernel))  # which may be given up as too slow
+        assert trial.outcome is Outcome.OK, (knobs, trial.detail)
 
 
 def test_cold_is_no_faster_than_hot(bench: Bench) -> None:
