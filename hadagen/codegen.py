@@ -13,21 +13,8 @@ from typing import Any
 import jinja2
 
 from hadagen.layout import PAIR, Place, cta, reg, warp
-from hadagen.plan import (
-    CHUNK_BITS,
-    CROSSED_BARRIER,
-    FP32,
-    PACKED,
-    Butterfly,
-    Exchange,
-    Load,
-    Mma,
-    Plan,
-    Scale,
-    Shuffle,
-    Step,
-    Store,
-)
+from hadagen.plan import CHUNK_BITS, CROSSED_BARRIER, Plan
+from hadagen.steps import FP32, PACKED, Butterfly, Exchange, Load, Mma, Scale, Shuffle, Step, Store
 
 
 @dataclass(frozen=True)

@@ -21,22 +21,8 @@ from dataclasses import astuple, dataclass
 from math import ceil
 
 from hadagen.arch import Arch
-from hadagen.plan import (
-    FP32,
-    OVERHEAD_REGISTERS,
-    PACKED,
-    Butterfly,
-    Exchange,
-    Load,
-    Mma,
-    Plan,
-    Round,
-    Shuffle,
-    Step,
-    Store,
-    Transpose,
-    Widen,
-)
+from hadagen.plan import OVERHEAD_REGISTERS, Plan
+from hadagen.steps import FP32, PACKED, Butterfly, Exchange, Load, Mma, Round, Shuffle, Step, Store, Transpose, Widen
 from hadagen.trial import Cache, Destination, buffer_bytes
 
 OVERLAP = 4.0  # p of the norm: 1 would overlap nothing, infinity everything

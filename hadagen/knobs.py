@@ -13,8 +13,9 @@ from typing import Any
 
 from hadagen.errors import UsageError
 from hadagen.layout import LANE_BITS, PAIR, Place, cta, lane, reg, warp
-from hadagen.plan import (
-    CHUNK_BITS,
+from hadagen.plan import CHUNK_BITS, Plan
+from hadagen.problem import DType, Numerics, Problem
+from hadagen.steps import (
     FP32,
     PACKED,
     PARTS,
@@ -23,7 +24,6 @@ from hadagen.plan import (
     Exchange,
     Load,
     Mma,
-    Plan,
     Round,
     Scale,
     Shuffle,
@@ -33,7 +33,6 @@ from hadagen.plan import (
     Widen,
     carrier_after,
 )
-from hadagen.problem import DType, Numerics, Problem
 
 EXCHANGE, LOAD = "exchange", "load"
 REGISTERS, LANES = "registers", "lanes"

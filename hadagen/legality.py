@@ -21,20 +21,9 @@ from hadagen.knobs import (
     steps_of,
     turns_in_exchange,
 )
-from hadagen.plan import (
-    BARRIER_BYTES,
-    CHUNK_BITS,
-    FP32,
-    OVERHEAD_REGISTERS,
-    PACKED,
-    PARTS,
-    THREAD_ELEMENTS,
-    VECTOR_BYTES,
-    Exchange,
-    Load,
-    roundings,
-)
+from hadagen.plan import BARRIER_BYTES, CHUNK_BITS, OVERHEAD_REGISTERS, THREAD_ELEMENTS, VECTOR_BYTES
 from hadagen.problem import DType, Numerics, Problem
+from hadagen.steps import FP32, PACKED, PARTS, Exchange, Load, roundings
 
 MAX_EXCHANGES = 2
 ROUNDINGS_SPREAD = 0.03  # by what their count may be off; half a percent of the error

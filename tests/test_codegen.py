@@ -17,10 +17,11 @@ from spaces import ARCH, draw
 from hadagen.codegen import render
 from hadagen.emulator import host_texts
 from hadagen.knobs import Knobs
-from hadagen.plan import PACKED, Correct, Mma, Plan, Scale
+from hadagen.plan import Plan
 from hadagen.problem import DType, Numerics, Problem
 from hadagen.scale import ScaleForm
 from hadagen.space import build_plan
+from hadagen.steps import PACKED, Correct, Mma, Scale
 
 
 def sample() -> list[Plan]:

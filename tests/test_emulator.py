@@ -19,10 +19,11 @@ from hadagen.codegen import Source, render
 from hadagen.emulator import EmulationError, HostModule, compile_host, verification_rows, verify
 from hadagen.knobs import KNOB_NAMES, Knobs
 from hadagen.launch import LaunchSpec, RowShape
-from hadagen.plan import Mma, Plan
+from hadagen.plan import Plan
 from hadagen.problem import DType, Numerics, Problem
 from hadagen.reference import hadamard, relative_error
 from hadagen.space import build_plan
+from hadagen.steps import Mma
 
 PROBLEMS = list(
     dict.fromkeys(

@@ -12,10 +12,11 @@ from spaces import ARCH, draw
 from hadagen.bits import Bits, decode, encode
 from hadagen.codegen import Source, render
 from hadagen.emulator import HostModule, compile_host, verification_rows
-from hadagen.plan import PACKED, PARTS, Mma, Plan
+from hadagen.plan import Plan
 from hadagen.problem import DType, Numerics, Problem
 from hadagen.reference import hadamard
 from hadagen.space import build_plan
+from hadagen.steps import PACKED, PARTS, Mma
 
 
 @dataclass(frozen=True)

@@ -23,12 +23,13 @@ TABLE = """
     trial            | problem launch errors                               |
     arch             | problem errors                                      | yaml
     layout           |                                                     |
-    plan             | layout problem launch scale errors                  | numpy
-    knobs            | plan layout problem errors                          |
-    legality         | knobs plan arch problem                             |
-    space            | legality knobs plan arch problem errors             |
+    steps            | layout problem                                      |
+    plan             | steps layout problem launch scale errors            | numpy
+    knobs            | plan steps layout problem errors                    |
+    legality         | knobs plan steps arch problem                       |
+    space            | legality knobs plan steps arch problem errors       |
     templates        |                                                     |
-    codegen          | plan layout problem launch errors                   | jinja2
+    codegen          | plan steps layout problem launch errors             | jinja2
     bits             | problem errors                                      | numpy
     reference        | bits problem errors                                 | numpy
     cache            | errors                                              |
@@ -42,7 +43,7 @@ TABLE = """
     compat           | runtime errors                                      | torch
     __init__         | runtime problem errors                              |
     measure          | driver reference bits trial problem launch errors   | torch
-    costmodel        | arch plan trial                                     |
+    costmodel        | arch plan steps trial                               |
     tuner            | *                                                   | numpy optuna
     cli              | *                                                   | click cuda rich torch
 """

@@ -21,14 +21,17 @@ from hadagen.errors import UsageError
 from hadagen.knobs import Knobs
 from hadagen.layout import LANE_BITS, MMA_MOVES, PAIR, cta, lane, reg, warp
 from hadagen.legality import ROUNDINGS_SPREAD, SHAPE
-from hadagen.plan import (
+from hadagen.plan import Plan, interpret
+from hadagen.problem import HADACORE_ERROR, ROUNDING_ERROR, DType, Numerics, Problem
+from hadagen.reference import hadamard, relative_error, verification_scale
+from hadagen.space import build_plan
+from hadagen.steps import (
     PACKED,
     Butterfly,
     Correct,
     Exchange,
     Load,
     Mma,
-    Plan,
     Round,
     Scale,
     Shuffle,
@@ -36,12 +39,8 @@ from hadagen.plan import (
     Store,
     Transpose,
     Widen,
-    interpret,
     roundings,
 )
-from hadagen.problem import HADACORE_ERROR, ROUNDING_ERROR, DType, Numerics, Problem
-from hadagen.reference import hadamard, relative_error, verification_scale
-from hadagen.space import build_plan
 
 LANES = [lane(j) for j in range(LANE_BITS)]
 # float32 has one contract, and pitched rows change no step.
