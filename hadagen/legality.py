@@ -80,9 +80,7 @@ def _has_butterflies(c: Context, k: Knobs) -> bool:
     """Whether bits are left that no mma transforms."""
     if k.low_bits != "mma":
         return True
-    # That of far bits takes three in lanes and, at its register, a chunk bit. Where more than three come, one of them
-    # comes there instead, and the chunk bit has a butterfly.
-    far_mma = 4 if k.far_lanes == "mma" and _far(c, k) == 3 else 0
+    far_mma = 4 if k.far_lanes == "mma" else 0  # three far bits and a chunk bit, or four and no chunk bit
     return c.bits > CHUNK_BITS + log2(_shares_loaded(k)) + far_mma
 
 

@@ -33,7 +33,7 @@ from hadagen.trial import (
     element_buckets,
 )
 from hadagen.tuner import EstimateRunner, estimate, shortlist
-from hadagen.tuner.study import scores
+from hadagen.tuner.study import REGIMES, scores
 
 SM90 = load_arch("sm90")
 
@@ -144,6 +144,14 @@ def test_blocks_that_load_whole_rows_need_registers_and_l2_for_them() -> None:
         less, more = (Estimate(plan, SM90, registers=152).us(*cell) for plan in (exchange, load))
         # Three of the four shares come from L2 besides; other times overlap with some of that.
         assert more - less > large.elements * problem.dtype.bytes / SM90.model.l2_bytes_per_us
+
+
+@pytest.mark.parametrize("n", [2, 256, 32768])
+def test_a_plan_is_estimated_at_powers_of_two(n: int) -> None:
+    """So that all sizes weigh alike."""
+    cells = estimate._cells_by_regime(Problem(n, DType.FLOAT16), SM90)
+    assert set(cells) == set(REGIMES)
+    assert {cell.elements for some in cells.values() for cell in some} == {e for e in ELEMENT_BUCKETS if e >= n}
 
 
 @st.composite

@@ -22,7 +22,7 @@ from hadagen.space import Space, build_plan
 
 PROBLEMS = [Problem(n, DType.FLOAT16, numerics) for n in (2, 32, 256, 4096, 32768) for numerics in Numerics]
 PROBLEMS += [Problem(n, DType.FLOAT32) for n in (128, 256, 4096)]
-PROBLEMS += [Problem(8192, DType.BFLOAT16, numerics) for numerics in Numerics]
+PROBLEMS += [Problem(512, DType.BFLOAT16), *(Problem(8192, DType.BFLOAT16, numerics) for numerics in Numerics)]
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.name)
@@ -233,6 +233,24 @@ def test_whole_rows_fit_the_registers() -> None:
     why = "a thread's values do not fit its registers"
     with pytest.raises(UsageError, match=why):
         build_plan(Problem(32768, DType.BFLOAT16), replace(WHOLE_ROWS, chunks=8, warps=2, cluster=8), ARCH)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "numerics", "carrier", "far_lanes"),
+    [
+        (DType.FLOAT16, Numerics.FAST, "packed", "mma"),
+        (DType.FLOAT16, Numerics.ACCURATE, "split", "shuffle"),
+        (DType.BFLOAT16, Numerics.ACCURATE, "tf32", "mma"),
+        (DType.FLOAT32, Numerics.ACCURATE, "tf32", "shuffle"),
+    ],
+)
+def test_seeds_take_values_into_an_mma_as_proved_good(
+    dtype: DType, numerics: Numerics, carrier: str, far_lanes: str
+) -> None:
+    seeds = [knobs for knobs in space_of(Problem(8192, dtype, numerics)).seeds() if knobs.low_bits == "mma"]
+    exchanging = [knobs for knobs in seeds if knobs.block_bits == "exchange"]
+    assert {knobs.mma_carrier for knobs in exchanging} == {carrier}
+    assert ("mma" in {knobs.far_lanes for knobs in seeds}) == (far_lanes == "mma")
 
 
 def test_seeds_of_clusters_load_whole_rows_too() -> None:
