@@ -269,8 +269,8 @@ def _number(place: Place) -> int:
 def _plane(plan: Plan, step: Exchange, plane: int, vector: int) -> dict[str, Any]:
     """A vector of a chunk that crosses in a round: its values, and where in a slot it is written and read.
 
-    Where values are turned, a vector is of one half of the pairs: which one it is of turns into a bit of the lane that
-    reads it, and comes from a bit of the warp, rank or chunk number that wrote it.
+    Where values are turned, a vector is of one half of the pairs. As written, which half it is of decides a bit of the
+    lane that reads it; and as which half it is read there, a bit of the warp or rank that writes it.
     """
     first, apart = (vector, 2) if step.turned else (4 * vector, 1)
     values = [f"f[8 * c + {first + apart * word}]" for word in range(4)]
@@ -280,7 +280,7 @@ def _plane(plan: Plan, step: Exchange, plane: int, vector: int) -> dict[str, Any
     written = str(plane)
     if step.turned:
         to = f"(writes_to ^ {1 << step.moves[PAIR].index})" if vector else to
-        written = f"({_route(_routes(plan, step.moves), 'half', 'warp', 'rank', 'c')})"
+        written = f"({_route(_routes(plan, step.moves), 'half', 'warp', 'rank')})"
     return {"values": values, "write": _in_slot(step, to, written), "read": _in_slot(step, of, str(plane))}
 
 

@@ -37,7 +37,9 @@ from hadagen.steps import (
 EXCHANGE, LOAD = "exchange", "load"
 REGISTERS, LANES = "registers", "lanes"
 MAX_EXCHANGED_LANES = 4  # the last one leaves stores whole sectors of 32 bytes
-FAR_MMA = Mma(2, turned=True)  # transforms bits that came to the upper three lane bits, and the lowest chunk bit
+# Transforms bits that came to the upper three lane bits, and the one at the lowest chunk place: a far bit too, or the
+# chunk bit of that place, which has waited for it.
+FAR_MMA = Mma(2, turned=True)
 
 
 @dataclass(frozen=True, order=True)
@@ -114,9 +116,9 @@ def steps_of(problem: Problem, knobs: Knobs) -> tuple[Step, ...]:
     bits = problem.log2_n
     if bits > CHUNK_BITS:
         convert = _Converter(steps)
-        if near := near_butterflies(problem, knobs):
+        if places := near_butterflies(problem, knobs):
             convert.to(knobs.butterfly_carrier)
-        steps += [Butterfly(place) for place in near]
+        steps += [Butterfly(place) for place in places]
         for pairs in exchanges_of(problem, knobs):
             convert.to(knobs.exchange_carrier)
             through = knobs.exchange_carrier, knobs.exchange_rounds, knobs.shared_layout
@@ -182,7 +184,8 @@ def turns_in_exchange(knobs: Knobs) -> bool:
 
 
 def near_butterflies(problem: Problem, knobs: Knobs) -> list[Place]:
-    """The places of the row's chunk bits that butterflies transform: all but the one that is left to `FAR_MMA`."""
+    """The places of the row's chunk bits that butterflies transform, before any exchange: all but that of `FAR_MMA`,
+    and that one too where a far bit comes there."""
     chunk_bits = min(log2(knobs.chunks), problem.log2_n - CHUNK_BITS)
     places = [reg(2 + j) for j in range(chunk_bits)]
     if knobs.far_lanes == "mma":

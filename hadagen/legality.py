@@ -67,20 +67,20 @@ def _shares_loaded(k: Knobs) -> int:
     return k.cluster if k.block_bits == LOAD else 1
 
 
-def _has_exchange(c: Context, k: Knobs) -> bool:
-    return c.problem.n > _shares_loaded(k) * k.chunks << CHUNK_BITS
-
-
 def _far(c: Context, k: Knobs) -> int:
-    """How many bits of warps and blocks an exchange brings to registers or lanes."""
+    """How many bits of warps and blocks exchanges bring to registers or lanes. Not above 0 where there is none."""
     return c.bits - CHUNK_BITS - log2(k.chunks) - log2(_shares_loaded(k))
+
+
+def _has_exchange(c: Context, k: Knobs) -> bool:
+    return _far(c, k) > 0
 
 
 def _has_butterflies(c: Context, k: Knobs) -> bool:
     """Whether bits are left that no mma transforms."""
     if k.low_bits != "mma":
         return True
-    far_mma = 4 if k.far_lanes == "mma" and _far(c, k) == 3 else 0  # where more come, they take its register's place
+    far_mma = 4 if k.far_lanes == "mma" else 0  # three far bits and a chunk bit, or four and no chunk bit
     return c.bits > CHUNK_BITS + log2(_shares_loaded(k)) + far_mma
 
 

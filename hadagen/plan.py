@@ -103,12 +103,10 @@ class Plan:
         """The placement after each step."""
         trace, placement = [], self.loaded
         for step in self.steps:
-            if isinstance(step, Mma):
+            if isinstance(step, Mma | Exchange):
                 placement = placement.moved(step.moves)
             elif isinstance(step, Transpose):
                 placement = placement.moved(MMA_MOVES)
-            elif isinstance(step, Exchange):
-                placement = placement.moved(step.moves)
             trace.append(placement)
         return tuple(trace)
 
@@ -261,6 +259,8 @@ def _check(plan: Plan) -> None:
             needs = step.carrier
             if step.turned and (step.carrier == PACKED or step.rounds > 1):
                 raise refuse("only all fp32 values at once are turned on their way")
+            if step.turned != any(near == PAIR for near, _ in step.pairs):
+                raise refuse("the pair is swapped where values are turned on their way, and only there")
         if carrier != needs:
             raise refuse(f"needs {needs or 'no'} values but finds {carrier or 'none'}")
         for bit in transformed_bits(step, before):

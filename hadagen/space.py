@@ -68,7 +68,7 @@ class Space:
         """Legal choices that tend to be good, for a search to start from: each tile shape, with a block per tile, with
         blocks of a cluster that load whole rows, and with a persistent grid that has the next tile under way. First
         come, of each size of cluster in turn, tiles of a row, or of `LEAST_CHUNKS` where rows are short, with about as
-        many chunks as warps. Float32 needs three times the mma, so there each comes with shuffles too."""
+        many chunks as warps. Float32 goes through an mma in parts, so there each comes with shuffles too."""
         shapes: dict[int, list[Knobs]] = defaultdict(list)
         for shape in product(*(self.arch.search[name] for name in SHAPE)):
             tile = Knobs.from_dict(self._proven.to_dict() | dict(zip(SHAPE, shape, strict=True)))
@@ -89,11 +89,12 @@ class Space:
 
     @property
     def _proven(self) -> Knobs:
-        """What proved good, by how an mma takes its values: packed or each as one tf32, or in parts, which take longer
-        than butterflies."""
+        """What proved good, by how an mma takes its values: far bits go through one where it takes them packed, or each
+        as one tf32, but not in parts, which take longer than butterflies."""
         if self.problem.numerics is Numerics.FAST:
             return PROVEN
         in_parts = self.problem.dtype is not DType.BFLOAT16
+        # No float16 is a tf32: the nearest that is legal there is split.
         return replace(PROVEN, mma_carrier="tf32", far_lanes="shuffle" if in_parts else "mma")
 
     def _oddity(self, knobs: Knobs) -> tuple[int, ...]:

@@ -90,7 +90,7 @@ class Transpose:
 class Exchange:
     """Swaps places of a warp with warp or cta bits through (distributed) shared memory."""
 
-    pairs: tuple[tuple[Place, Place], ...]  # (place of a warp, warp or cta place); pair only if turned
+    pairs: tuple[tuple[Place, Place], ...]  # (place of a warp, warp or cta place); the pair only, and always, if turned
     carrier: str
     rounds: int = 1  # shared memory is used this many times over, a share of the vectors each time
     shared_layout: str = "linear"

@@ -67,6 +67,9 @@ def features(knobs: Knobs, plan: Plan) -> Iterator[tuple[object, ...]]:
     yield "far bits", problem.dtype, exchange, k.far_bits, k.far_lanes, k.exchange_carrier
     yield "exchange in a loop", exchange, k.load, k.grid
     yield "pipeline", exchange, k.load, k.grid, k.stages, ragged
+    if any(step.turned for step in plan.exchanges):
+        yield "turned exchange", exchange, k.block_bits, k.shared_layout
+        yield "turned exchange", k.chunks, k.warps, k.cluster
     yield "store", k.store, ragged, problem.dtype.bytes
     if plan.shares_loaded > 1:
         yield "whole rows", k.cluster, k.low_bits, exchange, k.order, k.chunks > 1, k.load, problem.pitched

@@ -22,6 +22,7 @@ from hadagen.space import Space, build_plan
 
 PROBLEMS = [Problem(n, DType.FLOAT16, numerics) for n in (2, 32, 256, 4096, 32768) for numerics in Numerics]
 PROBLEMS += [Problem(n, DType.FLOAT32) for n in (128, 256, 4096)]
+PROBLEMS += [Problem(512, DType.BFLOAT16), *(Problem(8192, DType.BFLOAT16, numerics) for numerics in Numerics)]
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.name)
@@ -161,6 +162,69 @@ def test_float32_and_short_rows_are_not_loaded_whole() -> None:
     assert loading == {256: {"exchange"}, 512: {"exchange", "load"}}
 
 
+FAR_MMA = Knobs(
+    2,
+    16,
+    far_bits="lanes",
+    far_lanes="mma",
+    mma_carrier="tf32",
+    butterfly_carrier="fp32",
+    exchange_carrier="fp32",
+)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "change", "why"),
+    [
+        (DType.BFLOAT16, {}, ""),
+        (DType.BFLOAT16, {"chunks": 4, "warps": 8}, ""),
+        (DType.BFLOAT16, {"chunks": 4, "warps": 8, "far_bits": "registers"}, "no bit comes to lanes after an mma"),
+        (DType.BFLOAT16, {"low_bits": "shuffle", "mma_carrier": "packed"}, "no bit comes to lanes after an mma"),
+        (DType.BFLOAT16, {"chunks": 1}, "three bits in lanes and one in registers"),
+        (DType.BFLOAT16, {"chunks": 8, "warps": 4}, "three bits in lanes and one in registers"),
+        (DType.BFLOAT16, {"chunks": 4, "warps": 4, "cluster": 2}, "three bits in lanes and one in registers"),
+        (DType.BFLOAT16, {"chunks": 1, "far_lanes": "shuffle"}, ""),
+        (DType.BFLOAT16, {"chunks": 8, "warps": 8, "far_lanes": "shuffle"}, "register bits are enough"),
+        (DType.BFLOAT16, {"exchange_rounds": 2}, "values that are turned on their way cross all at once"),
+        (DType.BFLOAT16, {"exchange_rounds": 2, "mma_carrier": "split"}, ""),
+        (DType.BFLOAT16, {"exchange_rounds": 2, "far_lanes": "shuffle"}, ""),
+        (DType.FLOAT32, {}, "several tf32 a value take longer in an mma than butterflies"),
+        (DType.FLOAT32, {"mma_carrier": "split"}, ""),
+        (DType.FLOAT32, {"far_lanes": "shuffle"}, ""),
+        (DType.FLOAT16, {}, "no more bits than a float16"),
+    ],
+)
+def test_far_bits_go_through_an_mma_where_three_come_to_lanes(dtype: DType, change: dict[str, Any], why: str) -> None:
+    knobs = replace(FAR_MMA, **change)
+    problem = Problem(256 * knobs.chunks * knobs.warps * knobs.cluster, dtype)
+    if not why:
+        build_plan(problem, knobs, ARCH)
+        return
+    with pytest.raises(UsageError, match=re.escape(why)):
+        build_plan(problem, knobs, ARCH)
+
+
+@pytest.mark.parametrize(("mma_carrier", "why"), [("split", ""), ("tf32", "leaves room for three bits in lanes")])
+def test_five_far_bits_and_one_chunk_bit_leave_no_room_for_a_tf32(mma_carrier: str, why: str) -> None:
+    problem, knobs = Problem(16384, DType.BFLOAT16), replace(FAR_MMA, warps=32, mma_carrier=mma_carrier)
+    if why:
+        with pytest.raises(UsageError, match=why):
+            build_plan(problem, knobs, ARCH)
+    else:
+        build_plan(problem, knobs, ARCH)
+    build_plan(problem, replace(knobs, chunks=4, warps=16), ARCH)
+
+
+def test_a_carrier_of_butterflies_is_that_of_the_exchange_where_an_mma_leaves_none() -> None:
+    problem = Problem(4096, DType.FLOAT16, Numerics.FAST)
+    packed = replace(FAR_MMA, warps=8, mma_carrier="packed", butterfly_carrier="packed", exchange_carrier="packed")
+    build_plan(problem, packed, ARCH)
+    build_plan(problem, replace(packed, butterfly_carrier="fp32", exchange_carrier="fp32"), ARCH)
+    with pytest.raises(UsageError, match="butterfly_carrier must be as exchange_carrier"):
+        build_plan(problem, replace(packed, butterfly_carrier="fp32"), ARCH)
+    build_plan(Problem(8192, DType.FLOAT16, Numerics.FAST), replace(packed, warps=16, butterfly_carrier="fp32"), ARCH)
+
+
 def test_whole_rows_fit_the_registers() -> None:
     """As loaded they are as many words as blocks times chunks times four."""
     for knobs in space_of(Problem(32768, DType.BFLOAT16)).legal[::7]:
@@ -169,6 +233,24 @@ def test_whole_rows_fit_the_registers() -> None:
     why = "a thread's values do not fit its registers"
     with pytest.raises(UsageError, match=why):
         build_plan(Problem(32768, DType.BFLOAT16), replace(WHOLE_ROWS, chunks=8, warps=2, cluster=8), ARCH)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "numerics", "carrier", "far_lanes"),
+    [
+        (DType.FLOAT16, Numerics.FAST, "packed", "mma"),
+        (DType.FLOAT16, Numerics.ACCURATE, "split", "shuffle"),
+        (DType.BFLOAT16, Numerics.ACCURATE, "tf32", "mma"),
+        (DType.FLOAT32, Numerics.ACCURATE, "tf32", "shuffle"),
+    ],
+)
+def test_seeds_take_values_into_an_mma_as_proved_good(
+    dtype: DType, numerics: Numerics, carrier: str, far_lanes: str
+) -> None:
+    seeds = [knobs for knobs in space_of(Problem(8192, dtype, numerics)).seeds() if knobs.low_bits == "mma"]
+    exchanging = [knobs for knobs in seeds if knobs.block_bits == "exchange"]
+    assert {knobs.mma_carrier for knobs in exchanging} == {carrier}
+    assert ("mma" in {knobs.far_lanes for knobs in seeds}) == (far_lanes == "mma")
 
 
 def test_seeds_of_clusters_load_whole_rows_too() -> None:

@@ -35,7 +35,7 @@ class Cell:
 # Of the two times of a cell, hot and cold, the share in their weighted geometric mean of the one that does not decide:
 # in general, and where data may well be hot though it does not fit in half of L2, because it fits in all of it.
 OTHER_SHARE = 0.1
-OTHER_SHARE_BETWEEN = 0.5
+OTHER_SHARE_MAY_BE_HOT = 0.5
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def _scored(rivals: Sequence[Rival]) -> Iterator[tuple[Rival, float]]:
 
 def other_share(problem: Problem, elements: int, destination: Destination, l2_bytes: int) -> float:
     """What the time in the regime that does not decide counts, of 1, on a device with that much L2."""
-    return OTHER_SHARE_BETWEEN if may_be_hot(problem, elements, destination, l2_bytes) else OTHER_SHARE
+    return OTHER_SHARE_MAY_BE_HOT if may_be_hot(problem, elements, destination, l2_bytes) else OTHER_SHARE
 
 
 def contenders(trials: Iterable[Trial], most: int) -> list[Trial]:

@@ -31,7 +31,7 @@ from hadagen.knobs import KNOB_NAMES, Knobs
 from hadagen.measure import Cell
 from hadagen.problem import Problem
 from hadagen.space import Space, build_plan
-from hadagen.trial import Cache, Destination, Outcome, Trial, deciding_cache
+from hadagen.trial import Cache, Destination, Outcome, Trial, deciding_cache, may_be_hot
 
 REGIMES = ("latency", "L2", "memory")
 LATENCY_ELEMENTS = 1 << 18  # up to here a launch is mostly latency
@@ -46,7 +46,7 @@ def regime(problem: Problem, elements: int, destination: Destination, cache: Cac
     decides = cache is deciding_cache(problem, elements, destination, l2_bytes)
     if cache is Cache.COLD:
         return "memory" if decides else None
-    fits = decides or deciding_cache(problem, elements, destination, 2 * l2_bytes) is Cache.HOT
+    fits = decides or may_be_hot(problem, elements, destination, l2_bytes)
     return None if not fits else "latency" if elements <= LATENCY_ELEMENTS else "L2"
 
 

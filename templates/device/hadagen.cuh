@@ -151,9 +151,10 @@ HADAGEN_INLINE u32 high_halves(float low, float high) { return __byte_perm(as_wo
 // An fp32 cut off to tf32, as an mma does by itself with those it is given.
 HADAGEN_INLINE float cut_to_tf32(float f) { return as_float(as_word(f) & 0xFFFFE000u); }
 
-// What is cut off of it, which is 13 bits at most, made ready to be cut off itself: times 1 + 2^-10 / 3, that rounds to the
-// nearest 11 bits, half of the ties up, and changes nothing that has no more. On the way it is 2^11 as large, where rounding
-// toward zero ends at the largest finite value, so that the largest of all is not rounded to an infinity. NaN stays NaN.
+// What is cut off of it, which is 13 bits at most, made ready to be cut off itself. Times 1 + 2^-10 / 3 and cut off it
+// is rounded to the nearest 11 bits, half of the ties up; what has no more than 11 stays as it is. On the way it is
+// 2^11 times as large and rounded toward zero, which ends at the largest finite value: so nothing becomes an infinity.
+// NaN stays NaN.
 HADAGEN_INLINE float below_tf32(float f) { return __fmul_rz(f - cut_to_tf32(f), 0x1p11f + 2.0f / 3.0f) * 0x1p-11f; }
 
 template <class T> HADAGEN_INLINE u32 add(u32 a, u32 b);
@@ -218,8 +219,8 @@ HADAGEN_INLINE u32 hadamard_signs() {
     return ((common ^ common >> 1) << 15 & 0x8000u) * 0x10001u ^ (lane << 29 & 0x80000000u);
 }
 
-// Zeros that the compiler cannot tell to be. An mma reads registers in a row: equal words that seem to differ have a register
-// each from the start, and are not copied for every mma.
+// Zeros that the compiler cannot tell to be. An mma reads registers in a row: equal words that seem to differ have a
+// register each from the start, and are not copied for every mma.
 struct Zeros {
     u32 first, second;
 };
@@ -231,8 +232,8 @@ HADAGEN_INLINE Zeros hidden_zeros() {
     return {lane ^ same, lane ^ below};
 }
 
-// A operand of `mma`: the 16×16 Hadamard matrix times a factor, an element in the low half of a word. Its rows and columns
-// from 8 on are the first ones again, but for the sign where both are.
+// A operand of `mma`: the 16×16 Hadamard matrix times a factor, an element in the low half of a word. Its rows and
+// columns from 8 on are the first ones again, but for the sign where both are.
 struct Operand {
     u32 word[4];
 };
@@ -278,7 +279,7 @@ HADAGEN_INLINE void mma(float (&d)[4], const WideOperand& a, float b0, float b1,
                        "r"(as_word(b[2 * i])), "r"(as_word(b[2 * i + 1])));
 }
 
-// The same with packed accumulators, rounded to 16 bits: d = {row lane/4, row lane/4 + 8}.
+// d += a · b of an `Operand` with packed accumulators, rounded to 16 bits: d = {row lane/4, row lane/4 + 8}.
 template <class T> HADAGEN_INLINE void mma(u32 (&d)[2], const Operand& a, u32 b0, u32 b1);
 template <> HADAGEN_INLINE void mma<float16>(u32 (&d)[2], const Operand& a, u32 b0, u32 b1) {
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 {%0,%1}, {%2,%3,%4,%5}, {%6,%7}, {%0,%1};"

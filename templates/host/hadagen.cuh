@@ -90,9 +90,10 @@ HADAGEN_INLINE u32 high_halves(float low, float high) { return as_word(low) >> 1
 // An fp32 cut off to tf32, as an mma does by itself with those it is given.
 HADAGEN_INLINE float cut_to_tf32(float f) { return as_float(as_word(f) & 0xFFFFE000u); }
 
-// What is cut off of it, which is 13 bits at most, made ready to be cut off itself: times 1 + 2^-10 / 3, that rounds to the
-// nearest 11 bits, half of the ties up, and changes nothing that has no more. On the way it is 2^11 as large, where rounding
-// toward zero ends at the largest finite value, so that the largest of all is not rounded to an infinity. NaN stays NaN.
+// What is cut off of it, which is 13 bits at most, made ready to be cut off itself. Times 1 + 2^-10 / 3 and cut off it
+// is rounded to the nearest 11 bits, half of the ties up; what has no more than 11 stays as it is. On the way it is
+// 2^11 times as large and rounded toward zero, which ends at the largest finite value: so nothing becomes an infinity.
+// NaN stays NaN.
 HADAGEN_INLINE float below_tf32(float f) {
     const double product = double(f - cut_to_tf32(f)) * (0x1p11f + 2.0f / 3.0f);  // exact
     float rounded = float(product);
@@ -199,7 +200,7 @@ HADAGEN_INLINE void mma(float (&d)[4], const WideOperand& a, float b0, float b1,
     }
 }
 
-// The same with packed accumulators, rounded to 16 bits: d = {row lane/4, row lane/4 + 8}.
+// d += a · b of an `Operand` with packed accumulators, rounded to 16 bits: d = {row lane/4, row lane/4 + 8}.
 template <class T> HADAGEN_INLINE void mma(u32 (&d)[2], const Operand& a, u32 b0, u32 b1) {
     float wide[4] = {low<T>(d[0]), high<T>(d[0]), low<T>(d[1]), high<T>(d[1])};
     mma<T>(wide, a, b0, b1);

@@ -126,8 +126,8 @@ struct Fragments {
     const float* b;
 };
 
-// PTX ISA, "Matrix fragments for mma.m16n8k16" with 16-bit elements, two to a register, and "for mma.m16n8k8" with tf32,
-// one to a register: where element i of a lane lies in A (16×depth), B (depth×8) and D (16×8).
+// PTX ISA, "Matrix fragments for mma.m16n8k16" with 16-bit elements, two to a register, and "for mma.m16n8k8" with
+// tf32, one to a register: where element i of a lane lies in A (16×depth), B (depth×8) and D (16×8).
 template <u32 depth> void multiply(Thread* lanes) {
     constexpr u32 each = depth / 8;  // elements to a register
     double a[16][depth], b[depth][8], d[16][8];
