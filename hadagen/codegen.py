@@ -144,7 +144,7 @@ def _stays_in_chunk(step: Step) -> bool:
 def _steps(plan: Plan) -> list[dict[str, Any]]:
     """What the block of each step needs to know."""
     views: list[dict[str, Any]] = []
-    turns = _turns(plan)
+    rounds = _rounds(plan)
     carrier = ""
     lines = zip(plan.steps, plan.describe(), plan.carriers, strict=True)
     for number, (step, line, carrier_after) in enumerate(lines, 1):
@@ -158,7 +158,7 @@ def _steps(plan: Plan) -> list[dict[str, Any]]:
         elif isinstance(step, Shuffle):
             view |= {"mask": 1 << step.lane, "widen": step.widen}
         elif isinstance(step, Exchange):
-            view |= _exchange(plan, step) | {"turns": [next(turns) for _ in range(step.rounds)]}
+            view |= _exchange(plan, step) | {"rounds": [next(rounds) for _ in range(step.rounds)]}
         carrier = carrier_after
         views.append(view)
     return views
@@ -231,7 +231,7 @@ def _route(routes: Routes, kind: str, *names: str) -> str:
     return _sum(*(_scatter(name, routes[kind][name]) for name in names))
 
 
-def _turns(plan: Plan) -> Iterator[dict[str, Any]]:
+def _rounds(plan: Plan) -> Iterator[dict[str, Any]]:
     """The rounds of all exchanges: which vectors of a chunk cross, and what keeps a slot's reader from its next writer.
 
     Slots of one block are freed by `block_sync`. Those of a cluster are freed by all its blocks having arrived: each
