@@ -70,11 +70,13 @@ class Model:
     l2_bytes_per_us: float
     sm_bytes_per_cycle: float
     launch_us: float
+    early_us: float
     dram_latency_us: float
     l2_latency_us: float
     mma_cycles: float
     block_sync_cycles: float
     cluster_sync_cycles: float
+    cluster_bytes_per_cycle: float
 
 
 @dataclass(frozen=True)

@@ -34,10 +34,12 @@ from hadagen.trial import (
 )
 from hadagen.tuner import EstimateRunner, estimate, shortlist
 from hadagen.tuner.study import REGIMES, scores
+from hadagen.tuning_db.bundle import Bundle, shipped
 
 SM90 = load_arch("sm90")
 
-# Hand-picked float16 kernels on an H100 80GB HBM3: chunks, warps, blocks per cluster, and the time of a launch.
+# Hand-picked float16 kernels on an H100 80GB HBM3, of which none starts early: chunks, warps, blocks per cluster, and
+# the time of a launch, as a program took it in which an empty one was 1.02 µs.
 MEASURED = """
     numerics      n   elements destination  cache  c  w  b       us
     fast        128      65536 in-place      hot    2  4  1    1.368
@@ -98,7 +100,7 @@ def estimates_and_times() -> list[tuple[int, float, float]]:
             shared_layout="swizzled" if far else "linear",
         )
         # Not by `build_plan`, for some of the fast ones round more often than fast may.
-        estimate = Estimate(plan_of(problem, knobs, starts_early=True), SM90)
+        estimate = Estimate(plan_of(problem, knobs), replace(SM90, model=replace(SM90.model, launch_us=1.02)))
         rows.append((int(n), estimate.us(int(elements), Destination(destination), Cache(cache)), float(us)))
     return rows
 
@@ -107,6 +109,23 @@ def test_estimates_are_near_what_was_measured() -> None:
     errors = [abs(math.log(estimate / us)) for _, estimate, us in estimates_and_times()]
     assert math.exp(statistics.median(errors)) < 1.08
     assert math.exp(max(errors)) < 1.5
+
+
+def test_estimates_are_near_the_times_of_the_shipped_winners() -> None:
+    """Of every fifth of contiguous problems, in clusters and not."""
+    errors: dict[bool, list[float]] = {True: [], False: []}
+    bundle = Bundle.open(shipped()["sm90"])
+    for problem in bundle.problems():
+        for entry in [] if problem.pitched else bundle.entries(problem)[::5]:
+            estimate = Estimate(build_plan(problem, Knobs.from_dict(entry.knobs), SM90), SM90)
+            for cache, us in ((Cache.HOT, entry.hot_us), (Cache.COLD, entry.cold_us)):
+                if us is not None:
+                    error = abs(math.log(estimate.us(entry.elements, entry.destination, cache) / us))
+                    errors[entry.launch.cluster > 1].append(error)
+    for error, limit in ((errors[False], 1.06), (errors[True], 1.12)):
+        assert len(error) > 50
+        assert math.exp(statistics.median(error)) < limit
+        assert math.exp(sorted(error)[len(error) * 9 // 10]) < 1.4
 
 
 @pytest.mark.parametrize("n", [128, 256, 1024, 4096, 8192, 32768])
@@ -140,10 +159,22 @@ def test_blocks_that_load_whole_rows_need_registers_and_l2_for_them() -> None:
     exchange, load = (build_plan(problem, replace(knobs, block_bits=how), SM90) for how in ("exchange", "load"))
     assert (_registers(exchange), _registers(load)) == (24 + 8 * 8, 24 + 4 * 8 * 4)
     large = Cell(1 << 22, Destination.IN_PLACE, Cache.HOT)
-    for cell in (large, large._replace(cache=Cache.COLD)):
-        less, more = (Estimate(plan, SM90, registers=152).us(*cell) for plan in (exchange, load))
-        # Three of the four shares come from L2 besides; other times overlap with some of that.
-        assert more - less > large.elements * problem.dtype.bytes / SM90.model.l2_bytes_per_us
+    # Four shares come from L2, and one goes there.
+    assert Estimate(load, SM90).us(*large) > 5 * large.elements * problem.dtype.bytes / SM90.model.l2_bytes_per_us
+
+
+def test_what_crosses_blocks_takes_time_for_its_bytes() -> None:
+    def chain(chunks: int, warps: int, carrier: str) -> float:
+        knobs = Knobs(chunks, warps, 8, mma_carrier="split", butterfly_carrier="fp32", exchange_carrier=carrier)
+        problem = Problem(chunks * warps * 2048, DType.FLOAT16, Numerics.FAST)
+        (step,) = plan_of(problem, knobs).exchanges[-1:]
+        assert step.crosses_blocks
+        return Estimate(plan_of(problem, knobs), SM90).us(problem.n, Destination.IN_PLACE, Cache.HOT)
+
+    model = SM90.model
+    for chunks, warps in ((4, 2), (4, 4), (8, 2)):
+        packed = chunks * warps * 512 / model.cluster_bytes_per_cycle / model.cycles_per_us
+        assert chain(chunks, warps, "fp32") - chain(chunks, warps, "packed") > packed / 2
 
 
 @pytest.mark.parametrize("n", [2, 256, 32768])
@@ -166,7 +197,7 @@ def test_more_elements_never_take_less(choice: tuple[Problem, Knobs], destinatio
     problem, knobs = choice
     estimate = Estimate(build_plan(problem, knobs, SM90), SM90)
     times = [estimate.us(elements, destination, cache) for elements in ELEMENT_BUCKETS]
-    assert all(SM90.model.launch_us < time < math.inf for time in times)
+    assert all(SM90.model.launch_us - SM90.model.early_us < time < math.inf for time in times)
     assert times == sorted(times)
 
 
@@ -183,7 +214,7 @@ def test_where_memory_is_the_limit_bytes_make_the_time(dtype: DType, pitched: bo
     problem = Problem(1024, dtype, pitched=pitched)
     estimate = Estimate(build_plan(problem, Space(problem, SM90).seeds()[0], SM90), SM90)
     for cell in all_cells(problem, SM90.model.l2_bytes):
-        assert estimate.us(*cell) >= copy_us(SM90, *cell.traffic(problem))
+        assert estimate.us(*cell) + SM90.model.early_us >= copy_us(SM90, *cell.traffic(problem))
     large = Cell(1 << 27, Destination.OUT_OF_PLACE, Cache.COLD)
     nbytes = (1 << 27) * dtype.bytes * (3 / 4 if pitched else 1)
     assert large.traffic(problem).buffer_bytes == nbytes
@@ -191,12 +222,15 @@ def test_where_memory_is_the_limit_bytes_make_the_time(dtype: DType, pitched: bo
 
 
 @given(plans(), st.sampled_from(ELEMENT_BUCKETS), st.sampled_from(Destination), st.sampled_from(Cache))
-def test_nothing_beats_a_copy(
+def test_nothing_beats_a_copy_but_by_starting_early(
     choice: tuple[Problem, Knobs], elements: int, destination: Destination, cache: Cache
 ) -> None:
     problem, knobs = choice
     estimate = Estimate(build_plan(problem, knobs, SM90), SM90)
-    assert estimate.us(elements, destination, cache) >= copy_us(SM90, 2 * elements, destination, cache)
+    late = Estimate(replace(build_plan(problem, knobs, SM90), starts_early=False), SM90)
+    us = late.us(elements, destination, cache)
+    assert us >= copy_us(SM90, 2 * elements, destination, cache)
+    assert us - estimate.us(elements, destination, cache) == pytest.approx(SM90.model.early_us)
 
 
 def test_occupancy_is_the_calculation_of_the_programming_guide() -> None:
@@ -294,7 +328,7 @@ def test_an_estimate_is_verified_and_says_that_it_is_one() -> None:
         assert {timing.elements for timing in trial.timings} == set(element_buckets(problem))
         times = Estimate(build_plan(problem, chosen, SM90), SM90, registers=40)
         assert all(t.us == times.us(t.elements, t.destination, t.cache) for t in trial.timings)
-        assert all(0 < score <= 1 for score in scores(trial))
+        assert all(0 < score < 2 for score in scores(trial))
 
 
 def test_a_wrong_kernel_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
