@@ -80,7 +80,7 @@ def _view(plan: Plan, entry: str) -> dict[str, Any]:
         "prefetch": plan.load.stages > 1 and not plan.load.staged,
         # Each block of a cluster has one barrier for what the others store in it.
         "crossed_barrier": CROSSED_BARRIER,
-        "crossed_bytes": next((_crossed_bytes(plan, step) for step in plan.exchanges if step.crosses_blocks), 0),
+        "crossed_bytes": next((plan.crossed_bytes(step) for step in plan.exchanges if step.crosses_blocks), 0),
         # The last tile may be partly beyond the end of the array; a vector only where it holds several rows.
         "ragged": plan.rows_per_tile > 1,
         "ragged_vector": plan.problem.n < plan.vector_elements,
@@ -249,16 +249,11 @@ def _rounds(plan: Plan) -> Iterator[dict[str, Any]]:
         if step.crosses_blocks:
             between = [f"remote_barrier_wait(crossed, {crossings % 2})"]
             if not last:  # exchanges that cross come last
-                between.append(f"if (thread_index() == 0) barrier_expect(crossed, {_crossed_bytes(plan, step)}u)")
+                between.append(f"if (thread_index() == 0) barrier_expect(crossed, {plan.crossed_bytes(step)}u)")
                 after.append("cluster_arrive()")
             crossings += 1
         planes = [_plane(plan, step, plane, number * step.planes + plane) for plane in range(step.planes)]
         yield {"before": before, "between": between, "after": after, "planes": planes}
-
-
-def _crossed_bytes(plan: Plan, step: Exchange) -> int:
-    """What lands in a block's shared memory in one round of an exchange: a vector for each lane, chunk and plane."""
-    return step.planes * (512 << (plan.chunk_bits + plan.warp_bits))
 
 
 def _number(place: Place) -> int:

@@ -166,6 +166,10 @@ class Plan:
         fill after those of this block alone, so that they are free from the start."""
         return self._slots_offset + (self._slots_bytes(crossing=False) if step.crosses_blocks else 0)
 
+    def crossed_bytes(self, step: Exchange) -> int:
+        """What lands in a block in one round of an exchange across blocks: a vector for each lane, chunk and plane."""
+        return step.planes * (32 * VECTOR_BYTES << self.chunk_bits + self.warp_bits)
+
     @property
     def shared_bytes(self) -> int:
         return self._slots_offset + self._slots_bytes(crossing=False) + self._slots_bytes(crossing=True)

@@ -340,36 +340,39 @@ def test_the_bound_holds_where_large_or_tiny_values_add_up(
         assert relative_error(decode(problem.dtype, out), hadamard(x, 1.0 / n)) <= problem.error_bound
 
 
-def test_mma_takes_all_24_bits_of_a_float32_of_any_size() -> None:
-    """From 2^-108 to the largest, alone in its row, whose transform then is exact."""
-    problem = Problem(256, DType.FLOAT32)
-    plan = build_plan(problem, Knobs(mma_carrier="split"), ARCH)
-    random, rows = np.random.default_rng(0), 500
-    values = np.ldexp(random.uniform(1.0, 2.0, rows), random.integers(-108, 128, rows)).astype(np.float32)
-    values[:4] = (np.finfo(np.float32).max, 2.0**-108 * (2.0 - 2.0**-23), 1.0 + 2.0**-23, 1.0 - 2.0**-24)
+def floats_from(exponent: int) -> np.ndarray:
+    """Float32 of any size from 2^exponent on, both ends among them."""
+    random = np.random.default_rng(0)
+    values = np.ldexp(random.uniform(1.0, 2.0, 500), random.integers(exponent, 128, 500)).astype(np.float32)
+    values[:4] = np.finfo(np.float32).max, 2.0**exponent * (2.0 - 2.0**-23), 1.0 + 2.0**-23, 1.0 - 2.0**-24
+    return values
+
+
+def each_alone(values: np.ndarray, carrier: str) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of 256 with one of the values each, somewhere and of either sign; and what a kernel makes of them."""
+    problem, random, rows = Problem(256, DType.FLOAT32), np.random.default_rng(1), len(values)
+    plan = build_plan(problem, Knobs(mma_carrier=carrier), ARCH)
     x = np.zeros((rows, problem.n))
     x[np.arange(rows), random.integers(0, problem.n, rows)] = values * random.choice((-1.0, 1.0), rows)
     bits = encode(problem.dtype, x)
     out = np.zeros_like(bits)
     compile_host([render(plan)]).run(render(plan).entry, plan.launch, bits, out, scale=1.0)
-    np.testing.assert_array_equal(decode(problem.dtype, out), hadamard(x))
+    return x, decode(problem.dtype, out)
+
+
+def test_mma_takes_all_24_bits_of_a_float32_of_any_size() -> None:
+    """From 2^-108 to the largest, alone in its row, whose transform then is exact."""
+    x, y = each_alone(floats_from(-108), "split")
+    np.testing.assert_array_equal(y, hadamard(x))
 
 
 def test_mma_takes_22_bits_of_a_float32_as_tf32() -> None:
     """From 2^-114 to the largest, alone in its row; and all that lies above 2^-136 of smaller ones."""
-    problem = Problem(256, DType.FLOAT32)
-    plan = build_plan(problem, Knobs(mma_carrier="tf32"), ARCH)
-    random, rows = np.random.default_rng(0), 500
-    values = np.ldexp(random.uniform(1.0, 2.0, rows), random.integers(-114, 128, rows)).astype(np.float32)
-    values[:4] = (np.finfo(np.float32).max, 2.0**-114 * (2.0 - 2.0**-23), 1.0 + 2.0**-23, 1.0 - 2.0**-24)
-    values[4::3] = np.ldexp(random.integers(1, 1 << 15, len(values[4::3])), -136)
-    x = np.zeros((rows, problem.n))
-    x[np.arange(rows), random.integers(0, problem.n, rows)] = values * random.choice((-1.0, 1.0), rows)
-    bits = encode(problem.dtype, x)
-    out = np.zeros_like(bits)
-    compile_host([render(plan)]).run(render(plan).entry, plan.launch, bits, out, scale=1.0)
-    kept = np.abs(decode(problem.dtype, out))
+    values = floats_from(-114)
+    values[4::3] = np.ldexp(np.random.default_rng(0).integers(1, 1 << 15, len(values[4::3])), -136)
+    x, y = each_alone(values, "tf32")
+    kept = np.abs(y)
     assert (kept == kept[:, :1]).all()
-    np.testing.assert_array_equal(decode(problem.dtype, out), hadamard(x / values[:, None]) * kept[:, :1])
+    np.testing.assert_array_equal(y, hadamard(x / values[:, None]) * kept[:, :1])
     np.testing.assert_array_equal(kept[4::3, 0], values[4::3])
     np.testing.assert_allclose(kept[:, 0], values, rtol=2.0**-22)
