@@ -15,7 +15,7 @@ import click
 from hadagen.errors import StorageError, UsageError
 from hadagen.problem import MAX_LOG2_N, DType, Numerics, Problem
 from hadagen.runtime.bundles import user_directory
-from hadagen.trial import BUCKETS_BETWEEN, ELEMENT_BUCKETS, Destination
+from hadagen.trial import BUCKETS_BETWEEN, BUCKETS_OF_LONG_ROWS, ELEMENT_BUCKETS, Destination
 
 if TYPE_CHECKING:
     from hadagen.trial import Environment
@@ -240,9 +240,10 @@ def parse_elements(text: str) -> list[int]:
         if not re.fullmatch(r"[0-9]+(\.[0-9]+)?", number):
             raise UsageError(f"--elements {part!r} is not a size; write for example 65536,1M")
         count = Fraction(number) * factor
-        if count not in ELEMENT_BUCKETS and count not in BUCKETS_BETWEEN:
+        between = sorted((*BUCKETS_BETWEEN, *BUCKETS_OF_LONG_ROWS))
+        if count not in ELEMENT_BUCKETS and count not in between:
             known = f"powers of two from {ELEMENT_BUCKETS[0]} to {ELEMENT_BUCKETS[-1]}"
-            others = ", ".join(map(short_elements, BUCKETS_BETWEEN))
+            others = ", ".join(map(short_elements, between))
             raise UsageError(f"--elements {part} is not supported; give {known}, or {others}")
         counts.add(int(count))
     return sorted(counts)

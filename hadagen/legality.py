@@ -322,9 +322,10 @@ def _(c: Context, k: Knobs) -> str | None:
     return None
 
 
-@_rule("chunks", "warps", "cluster", "block_bits", "butterfly_carrier", "load", "stages", "min_blocks")
+@_rule("chunks", "warps", "cluster", "block_bits", "exchange_carrier", "load", "stages", "min_blocks")
 def _(c: Context, k: Knobs) -> str | None:
-    wide = k.butterfly_carrier == FP32 or c.problem.numerics is Numerics.ACCURATE
+    # Values that cross shared memory in fp32 are all wide at once; others need to be so a few at a time only.
+    wide = k.exchange_carrier == FP32 or c.problem.numerics is Numerics.ACCURATE
     packed = k.chunks * THREAD_ELEMENTS * c.problem.dtype.bytes // 4
     data = max(k.chunks * THREAD_ELEMENTS if wide else packed, _shares_loaded(k) * packed)
     if k.stages > 1 and not Load(k.load).staged:

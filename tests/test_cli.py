@@ -23,7 +23,7 @@ from hadagen.cli.sentences import TUNE_PACKAGES
 from hadagen.errors import DeviceError
 from hadagen.problem import DType
 from hadagen.runtime.bundles import VARIABLE
-from hadagen.trial import BUCKETS_BETWEEN, ELEMENT_BUCKETS, Outcome
+from hadagen.trial import BUCKETS_BETWEEN, BUCKETS_OF_LONG_ROWS, ELEMENT_BUCKETS, Outcome
 from hadagen.tuning_db.bundle import shipped
 from hadagen.tuning_db.bundle_writer import write_bundle
 from hadagen.tuning_db.store import Store
@@ -386,9 +386,9 @@ def test_sizes(texts: list[str], sizes: list[int]) -> None:
 
 def test_elements() -> None:
     assert options.parse_elements("8M, 64K,1.5M,65536,0.375M") == [1 << 16, 3 << 17, 3 << 19, 1 << 23]
-    counts = [*ELEMENT_BUCKETS, *BUCKETS_BETWEEN]
+    counts = [*ELEMENT_BUCKETS, *BUCKETS_BETWEEN, *BUCKETS_OF_LONG_ROWS]
     assert options.parse_elements(",".join(map(options.short_elements, counts))) == sorted(counts)
-    assert [options.short_elements(count) for count in (3 << 17, 1 << 20, 3 << 19)] == ["384K", "1M", "1.5M"]
+    assert [options.short_elements(count) for count in (3 << 17, 1 << 20, 5 << 18)] == ["384K", "1M", "1.25M"]
 
 
 # ---- doctor ----------------------------------------------------------------------------------------------------------

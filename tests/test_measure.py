@@ -31,6 +31,7 @@ from hadagen.problem import DType, Numerics, Problem
 from hadagen.reference import hadamard
 from hadagen.trial import (
     BUCKETS_BETWEEN,
+    BUCKETS_OF_LONG_ROWS,
     ELEMENT_BUCKETS,
     PITCHED_ELEMENT_BUCKETS,
     Cache,
@@ -81,7 +82,8 @@ def test_cells_of_an_h100() -> None:
     assert max(cell.elements for cell in wide if cell.cache is Cache.HOT) == 1 << 24
     pitched = all_cells(replace(PROBLEM, pitched=True), H100_L2)
     assert {cell.elements for cell in pitched} == set(PITCHED_ELEMENT_BUCKETS)
-    assert all(cell.elements >= 1 << 15 for cell in all_cells(Problem(1 << 15, DType.FLOAT16), H100_L2))
+    long = {cell.elements for cell in all_cells(Problem(1 << 15, DType.FLOAT16), H100_L2)}
+    assert long == {*filter((1 << 15).__le__, ELEMENT_BUCKETS), *BUCKETS_BETWEEN, *BUCKETS_OF_LONG_ROWS}
 
 
 @given(st.sampled_from(ALL_PROBLEMS), st.integers(10, 28).map(lambda k: 1 << k) | st.just(H100_L2))
@@ -95,7 +97,7 @@ def test_every_element_count_is_timed_where_it_decides(problem: Problem, l2_byte
         decides = deciding_cache(problem, elements, destination, l2_bytes)
         caches = {cell.cache for cell in cells if cell[:2] == (elements, destination)}
         assert decides in caches or elements < 1 << 16
-        if elements in BUCKETS_BETWEEN:
+        if elements not in ELEMENT_BUCKETS:
             assert caches == (set(Cache) if may_be_hot(problem, elements, destination, l2_bytes) else {decides})
 
 

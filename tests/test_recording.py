@@ -296,7 +296,7 @@ def test_the_command_records(fake_gpu: None, tmp_path: Path) -> None:
         (("--only", "warps=3"), "knob warps = 3 is not searched on sm90; choose one of 1, 2, 4, 8, 16, 32"),
         (("--only", "cluster=8"), "no knobs of these ranges are legal for n64-float16-fast; give more values"),
         (("--elements", "64k"), "--elements '64k' is not a size; write for example 65536,1M"),
-        (("--elements", "5M"), "--elements 5M is not supported; give powers of two from 8192 to 268435456, or 384K"),
+        (("--elements", "9M"), "--elements 9M is not supported; give powers of two from 8192 to 268435456, or 384K"),
         (("--n", "32768", "--elements", "8K"), "--elements 8K holds no row of 32768 elements; give a larger size"),
         (("--n", "4096"), "variants are too many to measure, the limit is 20000; name fewer values"),
     ],

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from hadagen.problem import Problem
 from hadagen.trial import (
-    BUCKETS_BETWEEN,
+    ELEMENT_BUCKETS,
     Cache,
     Destination,
     buffer_bytes,
@@ -81,7 +81,7 @@ Cells = Sequence[Cell] | Mapping[Problem, Sequence[Cell]]
 def all_cells(problem: Problem, l2_bytes: int) -> tuple[Cell, ...]:
     """Every cell of a problem on a device: both destinations, hot up to twice its L2 and cold from 65536 elements up.
 
-    Of `BUCKETS_BETWEEN` only the regime that decides, or both where they count alike.
+    Of counts that are not of `ELEMENT_BUCKETS` only the regime that decides, or both where they count alike.
     """
     cells = (Cell(e, d, c) for e in element_buckets(problem) for d in Destination for c in Cache)
     return tuple(cell for cell in cells if is_timed(problem, cell, l2_bytes) and _weighs(problem, cell, l2_bytes))
@@ -89,7 +89,7 @@ def all_cells(problem: Problem, l2_bytes: int) -> tuple[Cell, ...]:
 
 def _weighs(problem: Problem, cell: Cell, l2_bytes: int) -> bool:
     where = problem, cell.elements, cell.destination, l2_bytes
-    return cell.elements not in BUCKETS_BETWEEN or cell.cache is deciding_cache(*where) or may_be_hot(*where)
+    return cell.elements in ELEMENT_BUCKETS or cell.cache is deciding_cache(*where) or may_be_hot(*where)
 
 
 def is_timed(problem: Problem, cell: Cell, l2_bytes: int) -> bool:

@@ -25,7 +25,7 @@ from hadagen.measure import Candidate, Cell, all_cells
 from hadagen.plan import Plan
 from hadagen.problem import Problem
 from hadagen.space import Space, build_plan
-from hadagen.trial import BUCKETS_BETWEEN, Environment, Outcome, Provenance, Timing, Trial
+from hadagen.trial import ELEMENT_BUCKETS, Environment, Outcome, Provenance, Timing, Trial
 from hadagen.tuner.study import regime
 
 BUILT_AT_ONCE = 8 * (os.cpu_count() or 1)  # for the host; a search that is stopped waits for these
@@ -68,7 +68,7 @@ def _cells_by_regime(problem: Problem, arch: Arch) -> dict[str, list[Cell]]:
     cells: dict[str, list[Cell]] = {}
     for cell in all_cells(problem, arch.model.l2_bytes):
         where = regime(problem, *cell, arch.model.l2_bytes)
-        if where and cell.elements not in BUCKETS_BETWEEN:
+        if where and cell.elements in ELEMENT_BUCKETS:
             cells.setdefault(where, []).append(cell)
     return cells
 
