@@ -169,14 +169,12 @@ def _field(
 
 def _cells(problem: Problem, elements: int, destination: Destination, l2_bytes: int) -> tuple[tuple[Cell, float], ...]:
     """What ranks kernels there: the regime that decides, and the other one, where kernels are timed in it too."""
-    from hadagen.measure import Cell, is_timed
-    from hadagen.trial import Cache, deciding_cache
+    from hadagen.measure import cells_at
     from hadagen.tuning_db.winners import other_share
 
-    decides = deciding_cache(problem, elements, destination, l2_bytes)
-    (other,) = (Cell(elements, destination, cache) for cache in Cache if cache is not decides)
-    share = other_share(problem, elements, destination, l2_bytes) if is_timed(problem, other, l2_bytes) else 0.0
-    return (Cell(elements, destination, decides), 1 - share), *([(other, share)] if share else [])
+    decides, *others = cells_at(problem, elements, destination, l2_bytes)
+    share = other_share(problem, elements, destination, l2_bytes) if others else 0.0
+    return (decides, 1 - share), *((other, share) for other in others)
 
 
 def _rows(gpu: str, field: Field, ranking: Ranking) -> Iterator[Row]:

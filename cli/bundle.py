@@ -1,8 +1,8 @@
-"""`hadagen bundle`: make, check, show and export bundles."""
+"""`hadagen bundle`: make, check, show, merge, refine and export bundles."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import geometric_mean
 from typing import TYPE_CHECKING
@@ -10,15 +10,19 @@ from typing import TYPE_CHECKING
 import click
 
 from hadagen.cli import options
+from hadagen.cli.device import measuring, refusal, report_failures
 from hadagen.cli.listing import bundle_summary, winner_values, winners
-from hadagen.cli.output import PROBLEM_HEADERS, print_json, print_table, problem_cells, short_knobs
+from hadagen.cli.output import PROBLEM_HEADERS, counted, print_json, print_table, problem_cells, short_knobs
 from hadagen.errors import StorageError, UsageError
+from hadagen.trial import Outcome
 
 if TYPE_CHECKING:
+    from hadagen.measure import Candidate, Cell
+    from hadagen.problem import Problem
     from hadagen.trial import Trial
+    from hadagen.tuning_db import winners as won
     from hadagen.tuning_db.bundle import Bundle, BundleEntry
     from hadagen.tuning_db.store import Store
-    from hadagen.tuning_db.winners import Cell
 
 
 def _checked_loss(context: click.Context, parameter: click.Parameter, value: float) -> float:
@@ -40,7 +44,7 @@ loss = click.option(
 @click.group(invoke_without_command=True)
 @click.pass_context
 def bundle(context: click.Context) -> None:
-    """Make, check, show and export bundles, the files that ship winners."""
+    """Make, check, show, merge, refine and export bundles, the files that ship winners."""
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
 
@@ -151,6 +155,48 @@ def merge(paths: tuple[Path, ...], out: Path) -> None:
 
 
 @bundle.command()
+@options.problems
+@options.device
+@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path), required=False)
+def refine(path: Path, out: Path | None, problems: list[Problem], device: int) -> None:
+    """Add winners between the sizes that those of the bundle at PATH were tuned at, to it or in a new bundle OUT.
+
+    The winners of each problem on this GPU are timed between those sizes. Where a call would take one that is more than
+    2 % slower there than another, that other one is added. Needs nvcc, for the copy kernel.
+    """
+    from hadagen.measure import device_environment
+    from hadagen.tuner.refine import refine as look_between
+    from hadagen.tuning_db.bundle import Bundle
+    from hadagen.tuning_db.bundle_writer import write_bundle
+    from hadagen.tuning_db.merge import selection_of
+
+    if out and out.exists() and not (path.exists() and path.samefile(out)):
+        raise UsageError(f"{out} is there already and would be lost; name a new file last, or {path} alone")
+    gpu = device_environment(device)
+    opened = Bundle.open(path)
+    selection = selection_of(opened)
+    ours = {cell: trial for cell, trial in selection.items() if cell.gpu == gpu.gpu and cell.problem in problems}
+    if not ours:
+        raise UsageError(f"{path} has no winner of such problems on {gpu.gpu}; tune them here first")
+    failures: dict[str, str] = {}
+
+    def measure(cells: Mapping[Problem, Sequence[Cell]], candidates: Sequence[Candidate]) -> Iterator[Trial]:
+        with measuring(gpu, device, cells=cells) as runner:
+            for _, trial in runner.run(counted(candidates, "timing")):
+                if trial.outcome is not Outcome.OK and trial.kernel:
+                    failures[trial.kernel.digest] = refusal(trial.problem, trial.kernel.digest, trial)
+                yield trial
+
+    added = look_between(ours, measure, gpu.l2_bytes)
+    out = out or path
+    kernels = {trial.kernel.digest: trial.kernel for trial in selection.values() if trial.kernel}
+    write_bundle(out, opened.arch, {**selection, **added}, kernels.__getitem__)
+    click.echo(f"{out}: {_count({**selection, **added})}, {len(added)} of them new")
+    report_failures(list(failures.values()))
+
+
+@bundle.command()
 @click.option("--gpu", metavar="NAME", help="Only the winners of this GPU.  [default: of all]")
 @click.argument("path", type=click.Path(path_type=Path))
 @click.argument("out", type=click.Path(path_type=Path))
@@ -168,13 +214,13 @@ def export(path: Path, out: Path, gpu: str | None) -> None:
     click.echo(f"{out}: {_count(selection)}")
 
 
-def _portfolio(store: Store, arch: str, loss: float) -> dict[Cell, Trial]:
+def _portfolio(store: Store, arch: str, loss: float) -> dict[won.Cell, Trial]:
     from hadagen.tuning_db.winners import portfolio
 
     return portfolio(store.trials(arch=arch, blobs=False), loss)
 
 
-def _count(selection: dict[Cell, Trial]) -> str:
+def _count(selection: dict[won.Cell, Trial]) -> str:
     kernels = {trial.kernel.digest for trial in selection.values() if trial.kernel}
     return f"{len(selection)} winners, {len(kernels)} kernels"
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hadagen.problem import Problem
     from hadagen.runtime.device import Device
     from hadagen.toolchain import Toolchain
-    from hadagen.trial import Environment
+    from hadagen.trial import Environment, Trial
 
 
 def find_gpu(index: int | None) -> Environment | None:
@@ -37,7 +37,7 @@ def no_kernels(target: Device) -> DeviceError:
     return DeviceError(f"no bundle has kernels for {target.gpu} ({target.arch}); run hadagen tune on this machine")
 
 
-def refusal(problem: Problem, digest: str, answer: Answer) -> str:
+def refusal(problem: Problem, digest: str, answer: Answer | Trial) -> str:
     """A sentence on a kernel that verification refused."""
     return f"kernel {digest[:12]} for {problem.name} ended as {answer.outcome.value}: {answer.detail}; tune again"
 
@@ -64,13 +64,13 @@ def device_runner(arch: Arch, index: int, toolchain: Toolchain, **how: Any) -> I
 
 
 @contextmanager
-def measuring(environment: Environment, index: int) -> Iterator[DeviceRunner]:
-    """A runner on the CUDA device of that index, which is what `environment` says.
+def measuring(environment: Environment, index: int, **how: Any) -> Iterator[DeviceRunner]:
+    """A runner on the CUDA device of that index, which is what `environment` says; `how` as `DeviceRunner` takes it.
 
     Raises as `device_runner` does, and `UsageError` where its arch is not known.
     """
     from hadagen.arch import load_arch
     from hadagen.toolchain import Toolchain
 
-    with device_runner(load_arch(options.arch_of(environment)), index, Toolchain.find()) as runner:
+    with device_runner(load_arch(options.arch_of(environment)), index, Toolchain.find(), **how) as runner:
         yield runner

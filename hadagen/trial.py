@@ -25,10 +25,8 @@ BUCKETS_OF_LONG_ROWS = tuple(odd << k for k in range(18, 21) for odd in (5, 7))
 
 def element_buckets(problem: Problem) -> tuple[int, ...]:
     """The element counts at which the kernels of a problem are timed, ascending: those of at least one row."""
-    if problem.pitched:
-        buckets = PITCHED_ELEMENT_BUCKETS
-    else:
-        buckets = (*ELEMENT_BUCKETS, *BUCKETS_BETWEEN, *(BUCKETS_OF_LONG_ROWS if problem.n >= LONG_ROW else ()))
+    of_long_rows = BUCKETS_OF_LONG_ROWS if problem.n >= LONG_ROW else ()
+    buckets = PITCHED_ELEMENT_BUCKETS if problem.pitched else (*ELEMENT_BUCKETS, *BUCKETS_BETWEEN, *of_long_rows)
     return tuple(sorted(elements for elements in buckets if elements >= problem.n))
 
 

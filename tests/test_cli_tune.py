@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 import pytest
 from command_line import TINY_TUNE, empty_machine, raising, run, sentence, succeed
 from fake_search import CELLS, FakeRunner
-from sample_bundle import write_sample
-from sample_trials import make_trial
+from sample_bundle import write_sample, write_winners
+from sample_trials import H100, make_trial
 
 from hadagen import measure
 from hadagen.cli import options
@@ -22,8 +22,9 @@ from hadagen.errors import DeviceError
 from hadagen.measure import Answer, Candidate, Cell, Comparison, Place, Ranking, Standing, Times
 from hadagen.problem import DType, Problem
 from hadagen.runtime.bundles import VARIABLE
-from hadagen.trial import Destination, Kernel, Outcome
+from hadagen.trial import Destination, Kernel, Outcome, Timing, Trial
 from hadagen.tuner import PairRaced, ProblemFinished, SearchStarted, TrialFinished, TuneOptions
+from hadagen.tuning_db.bundle import Bundle
 from hadagen.tuning_db.store import Store
 
 ONE = ("--n", "4", "--dtype", "float16", "--numerics", "fast")
@@ -144,8 +145,9 @@ class FakeDevice(FakeRunner):
     compared: ClassVar[list[tuple[list[Problem], list[Cell]]]] = []
     ranked: ClassVar[list[tuple[list[Candidate], list[Place]]]] = []
 
-    def __init__(self, device_index: int, copy_kernels: Sequence[Kernel], **others: object) -> None:
+    def __init__(self, device_index: int, copy_kernels: Sequence[Kernel], cells: Any = None, **others: object) -> None:
         super().__init__()
+        self.cells = cells
         assert device_index == 0
         assert len(copy_kernels) == len(measure.copy_sources())
 
@@ -408,6 +410,47 @@ def test_between_says_what_it_could_not_time_and_shows_the_rest(
     assert (result.exit_code, result.stderr) == (1, "hadagen: ranking failed; run it again\n")
     assert len((tmp_path / "between.csv").read_text().splitlines()) == 1 + 5
     assert "in all: " in result.stdout
+
+
+# ---- refine ----------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def one_is_faster(fake_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An H100 on which kernels of one chunk take 1 µs, and those of two 2 µs, wherever they are timed."""
+    monkeypatch.setattr(FakeDevice, "environment", H100)
+
+    def trial(self: FakeDevice, candidate: Candidate) -> Trial:
+        chunks = candidate.knobs["chunks"]
+        answer = FakeDevice.refusals.get(chunks, Answer(Outcome.OK, ""))
+        timings = tuple(Timing(*cell, *(3 * [float(chunks)]), copy_us=1.0) for cell in self.cells[candidate.problem])
+        fields = {"outcome": answer.outcome, "detail": answer.detail, "environment": H100, "timings": timings}
+        return make_trial(chunks, problem=candidate.problem, kernel=candidate.kernel, **fields)
+
+    monkeypatch.setattr(FakeDevice, "trial", trial)
+
+
+def test_a_bundle_gets_winners_between_those_it_has(one_is_faster: None, tmp_path: Path) -> None:
+    old, new = write_winners(tmp_path / "old.db", {1 << 20: 1, 1 << 22: 2}), tmp_path / "new.db"
+    before = old.read_bytes()
+    assert succeed("bundle", "refine", old, new) == f"{new}: 4 winners, 2 kernels, 2 of them new\n"
+    entries = Bundle.open(new).entries(Problem(256, DType.FLOAT16))
+    assert [entry.knobs["chunks"] for entry in entries] == [1, 1, 1, 2]
+    assert [entry.elements / (1 << 20) for entry in entries] == pytest.approx([1, 2, 3.36, 4], rel=1e-2)
+    assert [entry.us for entry in entries[1:3]] == [1.0, 1.0]  # of this run
+    assert old.read_bytes() == before
+    said = sentence(run("bundle", "refine", old, new), 2)
+    assert said == f"{new} is there already and would be lost; name a new file last, or {old} alone"
+
+    assert succeed("bundle", "refine", new) == f"{new}: 4 winners, 2 kernels, 0 of them new\n"
+    said = sentence(run("bundle", "refine", new, "--dtype", "float32"), 2)
+    assert said == f"{new} has no winner of such problems on {H100.gpu}; tune them here first"
+
+
+def test_a_refused_kernel_is_named_and_the_others_are_kept(one_is_faster: None, tmp_path: Path) -> None:
+    bundle = write_winners(tmp_path / "winners.db", {1 << 20: 1, 1 << 22: 2})
+    FakeDevice.refusals[1] = Answer(Outcome.WRONG_ANSWER, "it is off")
+    result = run("bundle", "refine", bundle)
+    assert (result.exit_code, result.stdout) == (1, f"{bundle}: 2 winners, 2 kernels, 0 of them new\n")
+    assert "for n256-float16-accurate ended as wrong_answer: it is off; tune again" in result.stderr
 
 
 # ---- progress --------------------------------------------------------------------------------------------------------

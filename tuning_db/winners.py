@@ -66,7 +66,7 @@ def cell_value(trial: Trial, destination: Destination, elements: int, l2_bytes: 
 
 def best_by_cell(trials: Iterable[Trial]) -> dict[Cell, tuple[Trial, Timing]]:
     """The best trial of every cell, with the timing that decided; the order of the trials does not matter."""
-    return {cell: (ranked[0].trial, ranked[0].timing) for cell, ranked in _candidates(trials).items()}
+    return {cell: (ranked[0].trial, ranked[0].timing) for cell, ranked in ranked_by_cell(trials).items()}
 
 
 def portfolio(trials: Iterable[Trial], loss: float = 0.02) -> dict[Cell, Trial]:
@@ -75,7 +75,7 @@ def portfolio(trials: Iterable[Trial], loss: float = 0.02) -> dict[Cell, Trial]:
     The set of a problem is found greedily: next comes the kernel that serves most of the cells not served yet. Then
     every cell gets the best kernel of the set. The order of the trials does not matter.
     """
-    candidates = _candidates(trials)
+    candidates = ranked_by_cell(trials)
     problems: dict[tuple[Problem, str], list[list[Candidate]]] = defaultdict(list)
     for cell, ranked in candidates.items():
         problems[cell.problem, cell.arch].append(ranked)
@@ -110,8 +110,8 @@ def _cover(cells: Sequence[Sequence[Candidate]], loss: float) -> set[str]:
     return chosen
 
 
-def _candidates(trials: Iterable[Trial]) -> dict[Cell, list[Candidate]]:
-    """The trials that compete in each cell, best first."""
+def ranked_by_cell(trials: Iterable[Trial]) -> dict[Cell, list[Candidate]]:
+    """The trials that compete in each cell, best first; the order of the trials does not matter."""
     # In each cell: is it an estimate, does it lack the time that decides, and the two times.
     found: dict[Cell, list[tuple[bool, bool, Trial, Timing, Timing | None]]] = defaultdict(list)
     for trial in filter(may_win, trials):
@@ -163,7 +163,7 @@ def contenders(trials: Iterable[Trial], most: int) -> list[Trial]:
     The order of the trials does not matter.
     """
     nearest: dict[str, tuple[float, Trial]] = {}
-    for ranked in _candidates(trials).values():
+    for ranked in ranked_by_cell(trials).values():
         for candidate in ranked:
             slowdown, digest = candidate.score / ranked[0].score, _digest(candidate.trial)
             if digest not in nearest or slowdown < nearest[digest][0]:

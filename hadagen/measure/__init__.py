@@ -3,7 +3,7 @@
 Importing this imports neither PyTorch nor CUDA; the worker process does.
 """
 
-from hadagen.measure.cells import Cell, all_cells, is_timed, rows_between
+from hadagen.measure.cells import Cell, all_cells, cells_at, is_timed, rows_between
 from hadagen.measure.copy import CopySource, copy_sources
 from hadagen.measure.environment import device_environment
 from hadagen.measure.messages import Answer, Comparison, Place, Ranking, Standing, Times
@@ -24,6 +24,7 @@ __all__ = [
     "Standing",
     "Times",
     "all_cells",
+    "cells_at",
     "copy_sources",
     "device_environment",
     "is_timed",

@@ -92,6 +92,13 @@ def _weighs(problem: Problem, cell: Cell, l2_bytes: int) -> bool:
     return cell.elements in ELEMENT_BUCKETS or cell.cache is deciding_cache(*where) or may_be_hot(*where)
 
 
+def cells_at(problem: Problem, elements: int, destination: Destination, l2_bytes: int) -> tuple[Cell, ...]:
+    """What names a winner at any element count: the regime that decides, then the other, if kernels are timed in it."""
+    decides = deciding_cache(problem, elements, destination, l2_bytes)
+    cells = (Cell(elements, destination, cache) for cache in sorted(Cache, key=lambda cache: cache is not decides))
+    return tuple(cell for cell in cells if cell.cache is decides or is_timed(problem, cell, l2_bytes))
+
+
 def is_timed(problem: Problem, cell: Cell, l2_bytes: int) -> bool:
     """Whether the regime of a cell is one that kernels of a problem are timed in, on a device with that much L2; the
     element count may be any."""

@@ -1,0 +1,121 @@
+"""Winners between the element counts that kernels were tuned at.
+
+A call takes the winner of the nearest count. Where a launch needs one more wave of blocks than it did there, another
+kernel may be faster, and no fixed list of counts holds all such places. So the winners of a problem are timed once more
+between the counts: in the middle of every gap, then, where the winners at the ends of what is left of a gap differ, in
+the middle of that, until it is short. A winner is added wherever calls would lose else.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from math import inf, isqrt
+
+from hadagen.measure import Candidate, Cell, cells_at
+from hadagen.problem import Problem
+from hadagen.runtime.choose import nearest
+from hadagen.trial import Destination, Trial
+from hadagen.tuning_db import winners
+from hadagen.tuning_db.winners import ranked_by_cell
+
+LEAST_GAIN = 0.02  # kernels no further apart than this count as equally fast
+SHORT_GAP = 1.1  # element counts of no larger ratio are not looked between
+
+# Times the kernels of a problem at its cells.
+Measure = Callable[[Mapping[Problem, Sequence[Cell]], Sequence[Candidate]], Iterable[Trial]]
+Ranked = Sequence[winners.Candidate]
+
+
+class _Line:
+    """The winners of a problem in place or out of place, by element count."""
+
+    def __init__(self, problem: Problem, destination: Destination, tuned: Mapping[int, Trial]) -> None:
+        self.problem, self.destination = problem, destination
+        self._tuned = dict(sorted(tuned.items()))
+        self._known = dict(self._tuned)  # and those of middles
+        self._ranked: dict[int, Ranked] = {}
+
+    def middles(self) -> Iterator[int]:
+        """Where to look next: the middles, on a logarithmic scale, of gaps that may hide another winner."""
+        for low, high in pairwise(sorted(self._known)):
+            middle = isqrt(low * high) // self.problem.n * self.problem.n
+            never_looked = low in self._tuned and high in self._tuned and middle not in self._known
+            differ = _digest(self._known[low]) != _digest(self._known[high])
+            if low < middle and low * SHORT_GAP < high and (never_looked or differ):
+                yield middle
+
+    def learn(self, middle: int, ranked: Ranked) -> None:
+        """Take what came of a middle, the best first. The kernels at the ends of its gap win where no other is faster;
+        the lower one also where none is right on this device any more."""
+        ends = max(count for count in self._known if count < middle), min(c for c in self._known if c > middle)
+        at_ends = [_digest(self._known[end]) for end in ends]
+        near = [c.trial for c in ranked if c.score <= ranked[0].score * (1 + LEAST_GAIN)]
+        near.sort(key=lambda trial: _digest(trial) not in at_ends)
+        self._known[middle] = near[0] if near else self._known[ends[0]]
+        self._ranked[middle] = ranked
+
+    def lacking(self) -> dict[int, Trial]:
+        """The winners of middles without which calls would lose there."""
+        found = dict(self._tuned)
+        while added := {middle: self._known[middle] for middle in self._ranked if self._loses(found, middle)}:
+            first = min(added)  # it may help at the next
+            found[first] = added[first]
+        return {count: trial for count, trial in found.items() if count not in self._tuned}
+
+    def _loses(self, found: Mapping[int, Trial], middle: int) -> bool:
+        """Whether the kernel that is called is slower than the best by more than `LEAST_GAIN`, or was given up."""
+        ranked = self._ranked[middle]
+        if middle in found or not ranked:
+            return False
+        called = _digest(found[nearest(sorted(found), middle)])
+        score = next((candidate.score for candidate in ranked if _digest(candidate.trial) == called), inf)
+        return score > ranked[0].score * (1 + LEAST_GAIN)
+
+
+def refine(selection: Mapping[winners.Cell, Trial], measure: Measure, l2_bytes: int) -> dict[winners.Cell, Trial]:
+    """Winners to add to those of a selection, by cell, such that calls lose at most `LEAST_GAIN` at any count that was
+    looked at.
+
+    selection: of one GPU with that much L2; its trials have their kernels, and no others are tried. `measure` is asked
+    once for each round.
+    """
+    tuned: dict[tuple[Problem, Destination], dict[int, Trial]] = defaultdict(dict)
+    for cell, trial in selection.items():
+        tuned[cell.problem, cell.destination][cell.elements] = trial
+    lines = [_Line(problem, destination, counts) for (problem, destination), counts in tuned.items()]
+    while any(middles := [list(line.middles()) for line in lines]):
+        cells: dict[Problem, list[Cell]] = defaultdict(list)
+        for line, counts in zip(lines, middles, strict=True):
+            for count in counts:
+                cells[line.problem] += cells_at(line.problem, count, line.destination, l2_bytes)
+        ranked = {
+            (cell.problem, cell.destination, cell.elements): found
+            for cell, found in ranked_by_cell(measure(cells, _kernels(selection, cells))).items()
+        }
+        for line, counts in zip(lines, middles, strict=True):
+            for count in counts:
+                line.learn(count, ranked.get((line.problem, line.destination, count), ()))
+    first = next(iter(selection))
+    return {
+        replace(first, problem=line.problem, destination=line.destination, elements=count): trial
+        for line in lines
+        for count, trial in line.lacking().items()
+    }
+
+
+def _kernels(selection: Mapping[winners.Cell, Trial], problems: Iterable[Problem]) -> list[Candidate]:
+    """The kernels of some problems, each once, those of a problem together."""
+    kernels = {
+        (cell.problem, _digest(trial)): Candidate(cell.problem, trial.knobs, trial.kernel)
+        for cell, trial in sorted(selection.items(), key=lambda item: item[0])
+        if cell.problem in problems
+    }
+    return list(kernels.values())
+
+
+def _digest(trial: Trial) -> str:
+    assert trial.kernel is not None  # no kernel, no winner
+    return trial.kernel.digest
