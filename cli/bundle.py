@@ -157,13 +157,14 @@ def merge(paths: tuple[Path, ...], out: Path) -> None:
 @bundle.command()
 @options.problems
 @options.device
-@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("path", type=click.Path(path_type=Path), required=False)
 @click.argument("out", type=click.Path(path_type=Path), required=False)
-def refine(path: Path, out: Path | None, problems: list[Problem], device: int) -> None:
-    """Add winners between the sizes that those of the bundle at PATH were tuned at, to it or in a new bundle OUT.
+def refine(path: Path | None, out: Path | None, problems: list[Problem], device: int) -> None:
+    """Add winners between the sizes that those of a bundle were tuned at.
 
     The winners of each problem on this GPU are timed between those sizes. Where a call would take one that is more than
-    2 % slower there than another, that other one is added. Needs nvcc, for the copy kernel.
+    2 % slower there than another, that other one is added: to the bundle at PATH, by default the one that hadagen tune
+    writes, or in a new bundle OUT. Needs nvcc, for the copy kernel.
     """
     from hadagen.measure import device_environment
     from hadagen.tuner.refine import refine as look_between
@@ -171,9 +172,10 @@ def refine(path: Path, out: Path | None, problems: list[Problem], device: int) -
     from hadagen.tuning_db.bundle_writer import write_bundle
     from hadagen.tuning_db.merge import selection_of
 
+    gpu = device_environment(device)
+    path = path or options.default_bundle(options.arch_of(gpu))
     if out and out.exists() and not (path.exists() and path.samefile(out)):
         raise UsageError(f"{out} is there already and would be lost; name a new file last, or {path} alone")
-    gpu = device_environment(device)
     opened = Bundle.open(path)
     selection = selection_of(opened)
     ours = {cell: trial for cell, trial in selection.items() if cell.gpu == gpu.gpu and cell.problem in problems}

@@ -441,16 +441,23 @@ def test_a_bundle_gets_winners_between_those_it_has(one_is_faster: None, tmp_pat
     assert said == f"{new} is there already and would be lost; name a new file last, or {old} alone"
 
     assert succeed("bundle", "refine", new) == f"{new}: 4 winners, 2 kernels, 0 of them new\n"
+    mine = options.default_bundle("sm90")
+    mine.parent.mkdir(parents=True, exist_ok=True)
+    mine.write_bytes(before)
+    assert succeed("bundle", "refine") == f"{mine}: 4 winners, 2 kernels, 2 of them new\n"
+    assert mine.read_bytes() == new.read_bytes()
     said = sentence(run("bundle", "refine", new, "--dtype", "float32"), 2)
     assert said == f"{new} has no winner of such problems on {H100.gpu}; tune them here first"
 
 
-def test_a_refused_kernel_is_named_and_the_others_are_kept(one_is_faster: None, tmp_path: Path) -> None:
+def test_a_kernel_that_is_refused_by_now_is_named_and_gives_way(one_is_faster: None, tmp_path: Path) -> None:
     bundle = write_winners(tmp_path / "winners.db", {1 << 20: 1, 1 << 22: 2})
     FakeDevice.refusals[1] = Answer(Outcome.WRONG_ANSWER, "it is off")
     result = run("bundle", "refine", bundle)
-    assert (result.exit_code, result.stdout) == (1, f"{bundle}: 2 winners, 2 kernels, 0 of them new\n")
+    assert (result.exit_code, result.stdout) == (1, f"{bundle}: 3 winners, 2 kernels, 1 of them new\n")
     assert "for n256-float16-accurate ended as wrong_answer: it is off; tune again" in result.stderr
+    entries = Bundle.open(bundle).entries(Problem(256, DType.FLOAT16))
+    assert [entry.knobs["chunks"] for entry in entries] == [1, 2, 2]
 
 
 # ---- progress --------------------------------------------------------------------------------------------------------

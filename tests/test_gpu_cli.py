@@ -12,8 +12,11 @@ from command_line import run, succeed
 from sample_bundle import hide_bundles
 
 from hadagen.cli import options
+from hadagen.cli.listing import winners
 from hadagen.problem import DType, Problem
+from hadagen.trial import element_buckets
 from hadagen.tuner.recording import read_recording
+from hadagen.tuning_db.bundle import Bundle
 
 pytestmark = pytest.mark.gpu
 
@@ -63,6 +66,19 @@ def test_winners_are_measured_chosen_and_timed_again(tmp_path: Path, monkeypatch
     for row in report["results"]:
         assert 0 <= row["loss"] <= report["worst_loss"]
         assert (row["loss"] == 0) == (row["kernel"] == row["best_kernel"])
+
+
+def test_a_bundle_is_refined_with_its_own_kernels() -> None:
+    succeed(*TUNE, "--contiguous")
+    path = options.default_bundle("sm90")
+    before = {(entry.problem, entry.kernel) for entry in winners(Bundle.open(path))}
+    assert succeed("bundle", "refine", "--n", "128").endswith(" of them new\n")
+    refined = Bundle.open(path)
+    refined.verify()
+    assert {(entry.problem, entry.kernel) for entry in winners(refined)} == before
+    for entry in winners(refined):
+        assert entry.elements % entry.problem.n == 0
+        assert entry.problem.n == 128 or entry.elements in element_buckets(entry.problem)
 
 
 def test_what_is_recorded_can_be_replayed(tmp_path: Path) -> None:
