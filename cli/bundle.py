@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import inf
 from pathlib import Path
 from statistics import geometric_mean
 from typing import TYPE_CHECKING
@@ -13,7 +14,7 @@ from hadagen.cli import options
 from hadagen.cli.device import measuring, refusal, report_failures
 from hadagen.cli.listing import bundle_summary, winner_values, winners
 from hadagen.cli.output import PROBLEM_HEADERS, counted, print_json, print_table, problem_cells, short_knobs
-from hadagen.errors import StorageError, UsageError
+from hadagen.errors import DeviceError, StorageError, UsageError
 from hadagen.trial import Outcome
 
 if TYPE_CHECKING:
@@ -162,14 +163,15 @@ def merge(paths: tuple[Path, ...], out: Path) -> None:
 def refine(path: Path | None, out: Path | None, problems: list[Problem], device: int) -> None:
     """Add winners between the sizes that those of a bundle were tuned at.
 
-    The winners of each problem on this GPU are timed between those sizes. Where a call would take one that is more than
-    2 % slower there than another, that other one is added: to the bundle at PATH, by default the one that hadagen tune
-    writes, or in a new bundle OUT. Needs nvcc, for the copy kernel.
+    The winners of each problem on this GPU are timed between those sizes. Where one that calls would take is clearly
+    slower than another, that other one is added: to the bundle at PATH, by default the one that hadagen tune writes, or
+    in a new bundle OUT. Nothing is written before the end, and what hadagen tune writes later has it no more: run this
+    last. Needs nvcc, for the copy kernel.
     """
     from hadagen.measure import device_environment
     from hadagen.tuner.refine import refine as look_between
     from hadagen.tuning_db.bundle import Bundle
-    from hadagen.tuning_db.bundle_writer import write_bundle
+    from hadagen.tuning_db.bundle_writer import check_bundle_place, write_bundle
     from hadagen.tuning_db.merge import selection_of
 
     gpu = device_environment(device)
@@ -177,25 +179,30 @@ def refine(path: Path | None, out: Path | None, problems: list[Problem], device:
     if out and out.exists() and not (path.exists() and path.samefile(out)):
         raise UsageError(f"{out} is there already and would be lost; name a new file last, or {path} alone")
     opened = Bundle.open(path)
+    out = out or path
+    check_bundle_place(out)
     selection = selection_of(opened)
     ours = {cell: trial for cell, trial in selection.items() if cell.gpu == gpu.gpu and cell.problem in problems}
     if not ours:
         raise UsageError(f"{path} has no winner of such problems on {gpu.gpu}; tune them here first")
-    failures: dict[str, str] = {}
+    failures: dict[str, None] = {}
 
     def measure(cells: Mapping[Problem, Sequence[Cell]], candidates: Sequence[Candidate]) -> Iterator[Trial]:
-        with measuring(gpu, device, cells=cells) as runner:
-            for _, trial in runner.run(counted(candidates, "timing")):
-                if trial.outcome is not Outcome.OK and trial.kernel:
-                    failures[trial.kernel.digest] = refusal(trial.problem, trial.kernel.digest, trial)
+        # All that are timed win somewhere, so none is given up.
+        with measuring(gpu, device, cells=cells, give_up=inf) as runner:
+            for candidate, trial in runner.run(counted(candidates, "timing")):
+                if trial.outcome is not Outcome.OK and candidate.kernel:
+                    said = refusal(trial.problem, candidate.kernel.digest, trial)
+                    if trial.outcome not in (Outcome.WRONG_ANSWER, Outcome.UNSTABLE):
+                        raise DeviceError(f"{said.removesuffix('; tune again')}; run the same command again")
+                    failures[said] = None
                 yield trial
 
     added = look_between(ours, measure, gpu.l2_bytes)
-    out = out or path
     kernels = {trial.kernel.digest: trial.kernel for trial in selection.values() if trial.kernel}
     write_bundle(out, opened.arch, {**selection, **added}, kernels.__getitem__)
     click.echo(f"{out}: {_count({**selection, **added})}, {len(added)} of them new")
-    report_failures(list(failures.values()))
+    report_failures(list(failures))
 
 
 @bundle.command()

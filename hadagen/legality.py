@@ -324,7 +324,7 @@ def _(c: Context, k: Knobs) -> str | None:
 
 @_rule("chunks", "warps", "cluster", "block_bits", "exchange_carrier", "load", "stages", "min_blocks")
 def _(c: Context, k: Knobs) -> str | None:
-    # Values that cross shared memory in fp32 are all wide at once; others need to be so a few at a time only.
+    # All values are wide at once where they cross shared memory in fp32, or are not rounded before the store.
     wide = k.exchange_carrier == FP32 or c.problem.numerics is Numerics.ACCURATE
     packed = k.chunks * THREAD_ELEMENTS * c.problem.dtype.bytes // 4
     data = max(k.chunks * THREAD_ELEMENTS if wide else packed, _shares_loaded(k) * packed)

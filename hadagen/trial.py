@@ -18,7 +18,7 @@ PITCHED_ELEMENT_BUCKETS = (1 << 16, 1 << 20, 1 << 24, 1 << 27)
 # Others of contiguous rows, 384K to 12M: there a launch is a few waves of blocks, and which kernel is the best depends
 # on how full its last wave is. These are timed in the regime that decides alone, unless both count alike.
 BUCKETS_BETWEEN = tuple(3 << k for k in range(17, 23))
-# And of rows this long, of which a block or a cluster takes one at a time, 1.25M to 7M: few blocks run side by side.
+# And of rows this long, which are few and of which the best kernels take one at a time, 1.25M to 7M.
 LONG_ROW = 1 << 13
 BUCKETS_OF_LONG_ROWS = tuple(odd << k for k in range(18, 21) for odd in (5, 7))
 

@@ -13,17 +13,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sample_bundle import hide_bundles, write_sample
+from sample_bundle import hide_bundles, write_sample, write_winners
 from sample_trials import H100, LAUNCH, PROBLEM, make_trial
 
 import hadagen
 from hadagen.errors import StorageError, UsageError
 from hadagen.problem import DType, Numerics, Problem
 from hadagen.runtime import bundles
-from hadagen.runtime.choose import Match, choose, nearest
+from hadagen.runtime.choose import Match, choose, choose_from_bundles, nearest, timed_in_bundles
 from hadagen.runtime.device import Device
 from hadagen.trial import Cache, Destination, Environment, Provenance, element_buckets
-from hadagen.tuning_db.bundle import BundleEntry
+from hadagen.tuning_db.bundle import Bundle, BundleEntry
 
 HERE = Device("sm90", "NVIDIA H100 80GB HBM3")
 
@@ -213,6 +213,20 @@ def test_bundles_are_looked_for_in_order(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv(bundles.VARIABLE, os.pathsep.join(map(str, named)))
     monkeypatch.setattr(bundles, "shipped", lambda: {"sm90": shipped})
     assert [bundle.path for bundle in bundles.known()] == [*named, own, shipped]
+
+
+def test_a_bundle_answers_alone_where_it_suits_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The counts of one are no business of another's: its winners were compared at its own."""
+    mine, other = write_winners(tmp_path / "mine.db", {1 << 14: 1, 1 << 18: 2}), tmp_path / "other.db"
+    write_winners(other, {1 << 16: 4})
+    for first, second, kernels, counts in ((mine, other, {1, 2}, [1 << 14, 1 << 18]), (other, mine, {4}, [1 << 16])):
+        monkeypatch.setattr(bundles, "known", lambda both=(first, second): [Bundle.open(path) for path in both])
+        found = [choose_from_bundles(PROBLEM, Destination.IN_PLACE, 1 << k, HERE)[1] for k in range(12, 20)]
+        assert {(entry.knobs["chunks"], bundle.path) for entry, bundle in filter(None, found)} == {
+            (chunks, first) for chunks in kernels
+        }
+        assert timed_in_bundles(PROBLEM, Destination.IN_PLACE, HERE) == counts
+        assert choose_from_bundles(PROBLEM, Destination.OUT_OF_PLACE, 1 << 14, HERE) == (Match.GENERIC, None)
 
 
 def test_a_bundle_is_opened_once_until_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

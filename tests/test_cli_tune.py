@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from command_line import TINY_TUNE, empty_machine, raising, run, sentence, succeed
 from fake_search import CELLS, FakeRunner
 from sample_bundle import write_sample, write_winners
-from sample_trials import H100, make_trial
+from sample_trials import H100, PROBLEM, make_trial, times
 
 from hadagen import measure
 from hadagen.cli import options
@@ -25,7 +26,10 @@ from hadagen.runtime.bundles import VARIABLE
 from hadagen.trial import Destination, Kernel, Outcome, Timing, Trial
 from hadagen.tuner import PairRaced, ProblemFinished, SearchStarted, TrialFinished, TuneOptions
 from hadagen.tuning_db.bundle import Bundle
+from hadagen.tuning_db.bundle_writer import write_bundle
+from hadagen.tuning_db.merge import selection_of
 from hadagen.tuning_db.store import Store
+from hadagen.tuning_db.winners import portfolio
 
 ONE = ("--n", "4", "--dtype", "float16", "--numerics", "fast")
 SMALL_TUNE = ("tune", *ONE, "--contiguous", "--trials", "3", "--json")
@@ -148,6 +152,7 @@ class FakeDevice(FakeRunner):
     def __init__(self, device_index: int, copy_kernels: Sequence[Kernel], cells: Any = None, **others: object) -> None:
         super().__init__()
         self.cells = cells
+        assert cells is None or others["give_up"] == math.inf
         assert device_index == 0
         assert len(copy_kernels) == len(measure.copy_sources())
 
@@ -448,6 +453,34 @@ def test_a_bundle_gets_winners_between_those_it_has(one_is_faster: None, tmp_pat
     assert mine.read_bytes() == new.read_bytes()
     said = sentence(run("bundle", "refine", new, "--dtype", "float32"), 2)
     assert said == f"{new} has no winner of such problems on {H100.gpu}; tune them here first"
+
+
+def test_what_is_not_refined_stays_in_the_bundle(one_is_faster: None, tmp_path: Path) -> None:
+    fields = ({"problem": replace(PROBLEM, n=512)}, {"environment": replace(H100, gpu="NVIDIA H20")}, {})
+    trials = [
+        make_trial(chunks, timings=times({elements: 2.0}), **others)
+        for others in fields
+        for elements, chunks in ((1 << 20, 1), (1 << 22, 2))
+    ]
+    path = tmp_path / "many.db"
+    write_bundle(path, "sm90", portfolio(trials), {t.kernel.digest: t.kernel for t in trials if t.kernel}.__getitem__)
+    before = selection_of(Bundle.open(path))
+    assert succeed("bundle", "refine", "--n", "256", path, path).endswith("8 winners, 2 kernels, 2 of them new\n")
+    after = selection_of(Bundle.open(path))
+    assert before.items() <= after.items()
+    assert {(cell.problem, cell.gpu) for cell in after.keys() - before.keys()} == {(PROBLEM, H100.gpu)}
+
+
+def test_a_device_that_fails_changes_no_bundle(one_is_faster: None, tmp_path: Path) -> None:
+    bundle = write_winners(tmp_path / "winners.db", {1 << 20: 1, 1 << 22: 2})
+    before = bundle.read_bytes()
+    FakeDevice.refusals[2] = Answer(Outcome.TIMEOUT, "no answer within 20 s")
+    said = sentence(run("bundle", "refine", bundle), 1)
+    assert said.endswith(
+        "for n256-float16-accurate ended as timeout: no answer within 20 s; run the same command again"
+    )
+    assert bundle.read_bytes() == before
+    assert "cannot be written" in sentence(run("bundle", "refine", bundle, bundle / "below"), 1)
 
 
 def test_a_kernel_that_is_refused_by_now_is_named_and_gives_way(one_is_faster: None, tmp_path: Path) -> None:

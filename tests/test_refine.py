@@ -21,7 +21,7 @@ from hadagen.tuning_db import winners
 from hadagen.tuning_db.winners import best_by_cell
 
 LONG = Problem(1 << 15, DType.FLOAT16, Numerics.FAST)
-IN_PLACE = Destination.IN_PLACE
+IN_PLACE, OUT = Destination.IN_PLACE, Destination.OUT_OF_PLACE
 Formula = Callable[[int], float]  # µs of so many rows
 Selection = dict[winners.Cell, Trial]
 
@@ -122,6 +122,53 @@ def test_a_kernel_that_is_wrong_by_now_is_not_added() -> None:
     assert refine(tuned, bench, H100.l2_bytes) == {}
     bench.wrong = {0, 1}
     assert refine(tuned, bench, H100.l2_bytes) == {}
+
+
+def test_no_row_count_is_skipped() -> None:
+    """Between 2 and 4 rows lies 3, though their geometric mean is below it."""
+    bench = Bench(LONG, [lambda rows: 1.0 if rows in (2, 4) else 2.0, lambda rows: 1.5])
+    tuned = bench.tuned([LONG.n * rows for rows in (2, 4, 8)])
+    assert {cell.elements // LONG.n for cell in refine(tuned, bench, H100.l2_bytes)} == {3, 5}
+
+
+def test_a_tie_goes_to_a_kernel_at_an_end_of_the_gap() -> None:
+    """So that gaps are not halved for kernels that are as fast."""
+    third: Formula = lambda rows: 2.0 if rows == 181 else 9.0  # noqa: E731
+    bench = Bench(LONG, [waves(128, 1.0), lambda rows: 2.02, third])
+    tuned = bench.tuned([LONG.n * rows for rows in (64, 128, 256)])
+    tuned[next(iter(tuned))] = bench.trial(2, [Cell(64 * LONG.n, IN_PLACE, Cache.HOT)])
+    refine(tuned, bench, H100.l2_bytes)
+    assert {cell.elements // LONG.n for cells, _ in bench.rounds for cell in cells if cell.elements > 1 << 22} == {181}
+
+
+def test_problems_destinations_and_gpus_are_apart() -> None:
+    """The faster kernel is another in each, and has one name in all."""
+    problems = LONG, replace(LONG, numerics=Numerics.ACCURATE)
+    us = {(problems[0], IN_PLACE): (1, 2), (problems[0], OUT): (2, 1), (problems[1], IN_PLACE): (2, 1)}
+    us[problems[1], OUT] = (1, 2)
+
+    def trial(problem: Problem, number: int, cells: Sequence[Cell]) -> Trial:
+        timings = (Timing(*cell, *(3 * [float(us[problem, cell.destination][number])]), 1.0) for cell in cells)
+        return make_trial(number, problem=problem, timings=tuple(timings))
+
+    asked = []
+
+    def measure(cells: Mapping[Problem, Sequence[Cell]], candidates: Sequence[Candidate]) -> Iterator[Trial]:
+        asked.append([(candidate.problem, candidate.knobs["chunks"]) for candidate in candidates])
+        yield from (trial(c.problem, c.knobs["chunks"], cells[c.problem]) for c in candidates)
+
+    tuned: Selection = {}
+    for problem, destination in us:
+        for number, rows in enumerate((64, 256)):
+            cell = winners.Cell(problem, "sm90", H100.gpu, destination, rows * LONG.n)
+            tuned[cell] = trial(problem, number, [Cell(cell.elements, destination, Cache.HOT)])
+    elsewhere = {replace(cell, gpu="NVIDIA H20"): found for cell, found in tuned.items()}
+    added = refine(tuned | elsewhere, measure, H100.l2_bytes)
+    assert asked[0] == [(problem, number) for problem in sorted(problems) for number in (0, 1)]
+    assert {cell.gpu for cell in added} == {H100.gpu}
+    for (problem, destination), (first, second) in us.items():
+        here = [cell for cell in added if (cell.problem, cell.destination) == (problem, destination)]
+        assert {added[cell].knobs["chunks"] for cell in here} == {0 if first < second else 1}
 
 
 @pytest.mark.parametrize("elements", [1 << 16, 3 << 20, 1 << 26])

@@ -235,6 +235,23 @@ def test_whole_rows_fit_the_registers() -> None:
         build_plan(Problem(32768, DType.BFLOAT16), replace(WHOLE_ROWS, chunks=8, warps=2, cluster=8), ARCH)
 
 
+def test_what_is_rounded_before_it_crosses_is_wide_a_few_values_at_a_time() -> None:
+    """So an SM may hold two rows of 32768 in 512 threads of 64 registers each, but not of accurate or float32."""
+    two = Knobs(8, 16, far_bits="lanes", far_lanes="mma", butterfly_carrier="fp32", min_blocks=2)
+    build_plan(Problem(32768, DType.FLOAT16, Numerics.FAST), two, ARCH)
+    short = Knobs(16, 16, low_bits="shuffle", butterfly_carrier="fp32")
+    build_plan(Problem(128, DType.FLOAT16, Numerics.FAST), short, ARCH)
+    wide = replace(two, far_lanes="shuffle", exchange_carrier="fp32", exchange_rounds=2)
+    for problem, knobs in (
+        (Problem(32768, DType.FLOAT16, Numerics.FAST), wide),
+        (Problem(32768, DType.FLOAT16), replace(wide, mma_carrier="split")),
+        (Problem(128, DType.FLOAT16), short),
+        (Problem(128, DType.FLOAT32), short),
+    ):
+        with pytest.raises(UsageError, match="a thread's values do not fit its registers"):
+            build_plan(problem, knobs, ARCH)
+
+
 @pytest.mark.parametrize(
     ("dtype", "numerics", "carrier", "far_lanes"),
     [

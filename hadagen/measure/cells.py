@@ -93,7 +93,7 @@ def _weighs(problem: Problem, cell: Cell, l2_bytes: int) -> bool:
 
 
 def cells_at(problem: Problem, elements: int, destination: Destination, l2_bytes: int) -> tuple[Cell, ...]:
-    """What names a winner at any element count: the regime that decides, then the other, if kernels are timed in it."""
+    """What kernels are compared by at one element count: the regime that decides, then the other, if it is timed."""
     decides = deciding_cache(problem, elements, destination, l2_bytes)
     cells = (Cell(elements, destination, cache) for cache in sorted(Cache, key=lambda cache: cache is not decides))
     return tuple(cell for cell in cells if cell.cache is decides or is_timed(problem, cell, l2_bytes))

@@ -1,8 +1,8 @@
 """Which kernel a call runs: a pure function of the bundles and the arguments, so that all ranks of a job agree.
 
-Problem and destination of an entry must be those that are asked for. Among the entries left, the better
-`Match` wins; then the nearest of the element counts that were timed, on a logarithmic scale, and of two as near the
-larger; then the bundle that was found first.
+Problem and destination of an entry must be those that are asked for. Among the entries left, the better `Match` wins;
+then the bundle that was found first, whatever its element counts; then the nearest of those, on a logarithmic scale,
+and of two as near the larger.
 """
 
 from __future__ import annotations
@@ -57,28 +57,30 @@ def match_of(entry: BundleEntry, device: Device) -> Match:
 def rivals(
     entries: Iterable[BundleEntry], problem: Problem, destination: Destination, device: Device
 ) -> tuple[Match, dict[int, BundleEntry]]:
-    """The entries among which only the element count decides, by that count, ascending; and how well they suit.
+    """Of the entries of a bundle those among which only the element count decides, by that count, ascending; and how
+    well they suit.
 
     There are none with GENERIC.
     """
-
-    def badness(match: Match, entry: BundleEntry) -> tuple[int, int, bool]:
-        return _RANK[match], -Device(entry.arch).generation, entry.provenance is Provenance.ESTIMATED
-
     fitting = [entry for entry in entries if entry.problem == problem and entry.destination is destination]
     candidates = [(match, entry) for entry in fitting if (match := match_of(entry, device)) is not Match.GENERIC]
     if not candidates:
         return Match.GENERIC, {}
-    least = min(badness(*candidate) for candidate in candidates)
-    best = [candidate for candidate in candidates if badness(*candidate) == least]
+    least = min(_badness(*candidate) for candidate in candidates)
+    best = [candidate for candidate in candidates if _badness(*candidate) == least]
     first = {entry.elements: entry for _, entry in reversed(best)}
     return best[0][0], dict(sorted(first.items()))
+
+
+def _badness(match: Match, entry: BundleEntry) -> tuple[int, int, bool]:
+    return _RANK[match], -Device(entry.arch).generation, entry.provenance is Provenance.ESTIMATED
 
 
 def choose(
     entries: Iterable[BundleEntry], problem: Problem, destination: Destination, elements: int, device: Device
 ) -> tuple[Match, BundleEntry | None]:
-    """The entry to run for `elements` = rows · n, at least 1, and how well it suits. None goes with GENERIC."""
+    """The entry of a bundle to run for `elements` = rows · n, at least 1, and how well it suits. None goes with
+    GENERIC."""
     match, found = rivals(entries, problem, destination, device)
     return match, found[nearest(list(found), elements)] if found else None
 
@@ -86,20 +88,31 @@ def choose(
 def choose_from_bundles(
     problem: Problem, destination: Destination, elements: int, device: Device
 ) -> tuple[Match, tuple[BundleEntry, Bundle] | None]:
-    """`choose` among all known bundles; with the entry comes the bundle that holds its kernel.
+    """`choose` from the known bundle that suits best; with the entry comes that bundle, which holds its kernel.
 
     Raises `StorageError` where HADAGEN_BUNDLE names what is not a sound bundle.
     """
-    held = [(entry, bundle) for bundle in bundles.known() for entry in bundle.entries(problem)]
-    match, chosen = choose((entry for entry, _ in held), problem, destination, elements, device)
-    return match, next((pair for pair in held if pair[0] is chosen), None)
+    bundle = _best_bundle(problem, destination, device)
+    if bundle is None:
+        return Match.GENERIC, None
+    match, entry = choose(bundle.entries(problem), problem, destination, elements, device)
+    return match, (entry, bundle) if entry else None
 
 
 def timed_in_bundles(problem: Problem, destination: Destination, device: Device) -> list[int]:
     """The element counts, ascending, between which `choose_from_bundles` decides: it runs the same for all that are
     `nearest` to the same. Empty where it runs none. Raises as it does."""
-    entries = (entry for bundle in bundles.known() for entry in bundle.entries(problem))
-    return list(rivals(entries, problem, destination, device)[1])
+    bundle = _best_bundle(problem, destination, device)
+    return list(rivals(bundle.entries(problem), problem, destination, device)[1]) if bundle else []
+
+
+def _best_bundle(problem: Problem, destination: Destination, device: Device) -> Bundle | None:
+    """The first of the known bundles whose entries suit best, if any suit."""
+    suited = []
+    for bundle in bundles.known():
+        match, found = rivals(bundle.entries(problem), problem, destination, device)
+        suited += [(_badness(match, entry), bundle) for entry in list(found.values())[:1]]  # all suit alike
+    return min(suited, key=lambda each: each[0])[1] if suited else None
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,12 @@
 A call takes the winner of the nearest count. Where a launch needs one more wave of blocks than it did there, another
 kernel may be faster, and no fixed list of counts holds all such places. So the winners of a problem are timed once more
 between the counts: in the middle of every gap, then, where the winners at the ends of what is left of a gap differ, in
-the middle of that, until it is short. A winner is added wherever calls would lose else.
+the middle of that, down to a ratio of `SHORT_GAP`. A winner is added wherever calls would otherwise lose there.
 """
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -17,23 +18,23 @@ from math import inf, isqrt
 from hadagen.measure import Candidate, Cell, cells_at
 from hadagen.problem import Problem
 from hadagen.runtime.choose import nearest
-from hadagen.trial import Destination, Trial
+from hadagen.trial import Trial
 from hadagen.tuning_db import winners
 from hadagen.tuning_db.winners import ranked_by_cell
 
 LEAST_GAIN = 0.02  # kernels no further apart than this count as equally fast
 SHORT_GAP = 1.1  # element counts of no larger ratio are not looked between
 
-# Times the kernels of a problem at its cells.
+# Times each kernel at every cell of its problem, however slow it is; those that are wrong have no times.
 Measure = Callable[[Mapping[Problem, Sequence[Cell]], Sequence[Candidate]], Iterable[Trial]]
 Ranked = Sequence[winners.Candidate]
 
 
 class _Line:
-    """The winners of a problem in place or out of place, by element count."""
+    """The winners of a problem on a GPU, in place or out of place, by element count."""
 
-    def __init__(self, problem: Problem, destination: Destination, tuned: Mapping[int, Trial]) -> None:
-        self.problem, self.destination = problem, destination
+    def __init__(self, tuned: Mapping[int, Trial]) -> None:
+        self._n = next(iter(tuned.values())).problem.n
         self._tuned = dict(sorted(tuned.items()))
         self._known = dict(self._tuned)  # and those of middles
         self._ranked: dict[int, Ranked] = {}
@@ -41,20 +42,21 @@ class _Line:
     def middles(self) -> Iterator[int]:
         """Where to look next: the middles, on a logarithmic scale, of gaps that may hide another winner."""
         for low, high in pairwise(sorted(self._known)):
-            middle = isqrt(low * high) // self.problem.n * self.problem.n
-            never_looked = low in self._tuned and high in self._tuned and middle not in self._known
+            middle = max(isqrt(low * high) // self._n * self._n, low + self._n)  # down, but a row above the end
+            never_looked = low in self._tuned and high in self._tuned
             differ = _digest(self._known[low]) != _digest(self._known[high])
-            if low < middle and low * SHORT_GAP < high and (never_looked or differ):
+            if middle < high and low * SHORT_GAP < high and (never_looked or differ):
                 yield middle
 
     def learn(self, middle: int, ranked: Ranked) -> None:
-        """Take what came of a middle, the best first. The kernels at the ends of its gap win where no other is faster;
-        the lower one also where none is right on this device any more."""
-        ends = max(count for count in self._known if count < middle), min(c for c in self._known if c > middle)
-        at_ends = [_digest(self._known[end]) for end in ends]
-        near = [c.trial for c in ranked if c.score <= ranked[0].score * (1 + LEAST_GAIN)]
-        near.sort(key=lambda trial: _digest(trial) not in at_ends)
-        self._known[middle] = near[0] if near else self._known[ends[0]]
+        """Take what came of a middle, the best first. A kernel at an end of its gap wins where no other is faster by
+        more than `LEAST_GAIN`; that at the lower end also where none is right on this device any more."""
+        counts = sorted(self._known)
+        above = bisect(counts, middle)
+        low, high = self._known[counts[above - 1]], self._known[counts[above]]
+        near = [each.trial for each in ranked if each.score <= ranked[0].score * (1 + LEAST_GAIN)]
+        near.sort(key=lambda trial: _digest(trial) not in (_digest(low), _digest(high)))
+        self._known[middle] = near[0] if near else low
         self._ranked[middle] = ranked
 
     def lacking(self) -> dict[int, Trial]:
@@ -66,9 +68,9 @@ class _Line:
         return {count: trial for count, trial in found.items() if count not in self._tuned}
 
     def _loses(self, found: Mapping[int, Trial], middle: int) -> bool:
-        """Whether the kernel that is called is slower than the best by more than `LEAST_GAIN`, or was given up."""
+        """Whether the kernel that is called is slower than the best by more than `LEAST_GAIN`, or wrong by now."""
         ranked = self._ranked[middle]
-        if middle in found or not ranked:
+        if not ranked:
             return False
         called = _digest(found[nearest(sorted(found), middle)])
         score = next((candidate.score for candidate in ranked if _digest(candidate.trial) == called), inf)
@@ -79,30 +81,22 @@ def refine(selection: Mapping[winners.Cell, Trial], measure: Measure, l2_bytes: 
     """Winners to add to those of a selection, by cell, such that calls lose at most `LEAST_GAIN` at any count that was
     looked at.
 
-    selection: of one GPU with that much L2; its trials have their kernels, and no others are tried. `measure` is asked
-    once for each round.
+    selection: of the GPU on which `measure` times, with that much L2; its trials have their kernels, and no others are
+    tried. `measure` is asked once for each round.
     """
-    tuned: dict[tuple[Problem, Destination], dict[int, Trial]] = defaultdict(dict)
+    tuned: dict[winners.Cell, dict[int, Trial]] = defaultdict(dict)  # the keys with no count
     for cell, trial in selection.items():
-        tuned[cell.problem, cell.destination][cell.elements] = trial
-    lines = [_Line(problem, destination, counts) for (problem, destination), counts in tuned.items()]
-    while any(middles := [list(line.middles()) for line in lines]):
+        tuned[replace(cell, elements=0)][cell.elements] = trial
+    lines = {cell: _Line(counts) for cell, counts in tuned.items()}
+    while middles := [replace(cell, elements=count) for cell, line in lines.items() for count in line.middles()]:
         cells: dict[Problem, list[Cell]] = defaultdict(list)
-        for line, counts in zip(lines, middles, strict=True):
-            for count in counts:
-                cells[line.problem] += cells_at(line.problem, count, line.destination, l2_bytes)
-        ranked = {
-            (cell.problem, cell.destination, cell.elements): found
-            for cell, found in ranked_by_cell(measure(cells, _kernels(selection, cells))).items()
-        }
-        for line, counts in zip(lines, middles, strict=True):
-            for count in counts:
-                line.learn(count, ranked.get((line.problem, line.destination, count), ()))
-    first = next(iter(selection))
+        for middle in middles:
+            cells[middle.problem] += cells_at(middle.problem, middle.elements, middle.destination, l2_bytes)
+        ranked = ranked_by_cell(measure(cells, _kernels(selection, cells)))
+        for middle in middles:
+            lines[replace(middle, elements=0)].learn(middle.elements, ranked.get(middle, ()))
     return {
-        replace(first, problem=line.problem, destination=line.destination, elements=count): trial
-        for line in lines
-        for count, trial in line.lacking().items()
+        replace(cell, elements=count): trial for cell, line in lines.items() for count, trial in line.lacking().items()
     }
 
 
