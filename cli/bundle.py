@@ -149,8 +149,7 @@ def merge(paths: tuple[Path, ...], out: Path) -> None:
     """
     from hadagen.tuning_db.merge import merge_bundles
 
-    if out.exists() and not any(path.exists() and path.samefile(out) for path in paths):
-        raise UsageError(f"{out} is there already and would be lost; name a new file last, or {out} twice to add to it")
+    _keep_others(out, paths, f"{out} twice to add to it")
     selection = merge_bundles(paths, out)
     click.echo(f"{out}: {_count(selection)}, {out.stat().st_size / 1e6:.1f} MB")
 
@@ -171,15 +170,14 @@ def refine(path: Path | None, out: Path | None, problems: list[Problem], device:
     from hadagen.measure import device_environment
     from hadagen.tuner.refine import refine as look_between
     from hadagen.tuning_db.bundle import Bundle
-    from hadagen.tuning_db.bundle_writer import check_bundle_place, write_bundle
-    from hadagen.tuning_db.merge import selection_of
+    from hadagen.tuning_db.bundle_writer import check_bundle_place
+    from hadagen.tuning_db.merge import selection_of, write_selection
 
     gpu = device_environment(device)
     path = path or options.default_bundle(options.arch_of(gpu))
-    if out and out.exists() and not (path.exists() and path.samefile(out)):
-        raise UsageError(f"{out} is there already and would be lost; name a new file last, or {path} alone")
-    opened = Bundle.open(path)
     out = out or path
+    _keep_others(out, [path], f"{path} alone")
+    opened = Bundle.open(path)
     check_bundle_place(out)
     selection = selection_of(opened)
     ours = {cell: trial for cell, trial in selection.items() if cell.gpu == gpu.gpu and cell.problem in problems}
@@ -192,16 +190,16 @@ def refine(path: Path | None, out: Path | None, problems: list[Problem], device:
         with measuring(gpu, device, cells=cells, give_up=inf) as runner:
             for candidate, trial in runner.run(counted(candidates, "timing")):
                 if trial.outcome is not Outcome.OK and candidate.kernel:
-                    said = refusal(trial.problem, candidate.kernel.digest, trial)
+                    kernel = trial.problem, candidate.kernel.digest
                     if trial.outcome not in (Outcome.WRONG_ANSWER, Outcome.UNSTABLE):
-                        raise DeviceError(f"{said.removesuffix('; tune again')}; run the same command again")
-                    failures[said] = None
+                        raise DeviceError(refusal(*kernel, trial, "run the same command again"))
+                    failures[refusal(*kernel, trial)] = None  # each once, whatever the rounds
                 yield trial
 
     added = look_between(ours, measure, gpu.l2_bytes)
-    kernels = {trial.kernel.digest: trial.kernel for trial in selection.values() if trial.kernel}
-    write_bundle(out, opened.arch, {**selection, **added}, kernels.__getitem__)
-    click.echo(f"{out}: {_count({**selection, **added})}, {len(added)} of them new")
+    selection |= added
+    write_selection(out, opened.arch, selection)
+    click.echo(f"{out}: {_count(selection)}, {len(added)} of them new")
     report_failures(list(failures))
 
 
@@ -221,6 +219,12 @@ def export(path: Path, out: Path, gpu: str | None) -> None:
         raise UsageError(f"{path} has no winner of {gpu}; choose one of {', '.join(filter(None, opened.gpus()))}")
     export_csv(selection, out)
     click.echo(f"{out}: {_count(selection)}")
+
+
+def _keep_others(out: Path, sources: Iterable[Path], instead: str) -> None:
+    """Raises `UsageError` where `out` would replace a file that is none of the sources."""
+    if out.exists() and not any(source.exists() and source.samefile(out) for source in sources):
+        raise UsageError(f"{out} is there already and would be lost; name a new file last, or {instead}")
 
 
 def _portfolio(store: Store, arch: str, loss: float) -> dict[won.Cell, Trial]:

@@ -37,9 +37,9 @@ def no_kernels(target: Device) -> DeviceError:
     return DeviceError(f"no bundle has kernels for {target.gpu} ({target.arch}); run hadagen tune on this machine")
 
 
-def refusal(problem: Problem, digest: str, answer: Answer | Trial) -> str:
-    """A sentence on a kernel that verification refused."""
-    return f"kernel {digest[:12]} for {problem.name} ended as {answer.outcome.value}: {answer.detail}; tune again"
+def refusal(problem: Problem, digest: str, answer: Answer | Trial, advice: str = "tune again") -> str:
+    """A sentence on a kernel that did not end well."""
+    return f"kernel {digest[:12]} for {problem.name} ended as {answer.outcome.value}: {answer.detail}; {advice}"
 
 
 def report_failures(failures: Sequence[str]) -> None:

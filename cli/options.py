@@ -240,11 +240,11 @@ def parse_elements(text: str) -> list[int]:
         if not re.fullmatch(r"[0-9]+(\.[0-9]+)?", number):
             raise UsageError(f"--elements {part!r} is not a size; write for example 65536,1M")
         count = Fraction(number) * factor
-        between = sorted((*BUCKETS_BETWEEN, *BUCKETS_OF_LONG_ROWS))
-        if count not in ELEMENT_BUCKETS and count not in between:
+        others = *BUCKETS_BETWEEN, *BUCKETS_OF_LONG_ROWS
+        if count not in ELEMENT_BUCKETS and count not in others:
             known = f"powers of two from {ELEMENT_BUCKETS[0]} to {ELEMENT_BUCKETS[-1]}"
-            others = ", ".join(map(short_elements, between))
-            raise UsageError(f"--elements {part} is not supported; give {known}, or {others}")
+            listed = ", ".join(map(short_elements, sorted(others)))
+            raise UsageError(f"--elements {part} is not supported; give {known}, or {listed}")
         counts.add(int(count))
     return sorted(counts)
 

@@ -23,15 +23,16 @@ def hide_bundles(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def write_sample(path: Path, chunks: int = 1) -> Path:
     """Writes a bundle of one winner, timed in place on an H100 at 8K and 64K elements; returns its path."""
-    return _write(path, [make_trial(chunks, timings=times({1 << 13: 2.0, 1 << 16: 4.0}))])
+    return write_trials(path, [make_trial(chunks, timings=times({1 << 13: 2.0, 1 << 16: 4.0}))])
 
 
 def write_winners(path: Path, chunks: Mapping[int, int]) -> Path:
     """Writes a bundle of a winner for each of these element counts, timed in place on an H100; returns its path."""
-    return _write(path, [make_trial(each, timings=times({elements: 2.0})) for elements, each in chunks.items()])
+    return write_trials(path, [make_trial(each, timings=times({elements: 2.0})) for elements, each in chunks.items()])
 
 
-def _write(path: Path, trials: Sequence[Trial]) -> Path:
+def write_trials(path: Path, trials: Sequence[Trial]) -> Path:
+    """Writes a bundle of the winners among trials; returns its path."""
     kernels = {trial.kernel.digest: trial.kernel for trial in trials if trial.kernel}
     write_bundle(path, "sm90", portfolio(trials), kernels.__getitem__)
     return path

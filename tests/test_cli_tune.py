@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import pytest
 from command_line import TINY_TUNE, empty_machine, raising, run, sentence, succeed
 from fake_search import CELLS, FakeRunner
-from sample_bundle import write_sample, write_winners
+from sample_bundle import write_sample, write_trials, write_winners
 from sample_trials import H100, PROBLEM, make_trial, times
 
 from hadagen import measure
@@ -26,10 +26,8 @@ from hadagen.runtime.bundles import VARIABLE
 from hadagen.trial import Destination, Kernel, Outcome, Timing, Trial
 from hadagen.tuner import PairRaced, ProblemFinished, SearchStarted, TrialFinished, TuneOptions
 from hadagen.tuning_db.bundle import Bundle
-from hadagen.tuning_db.bundle_writer import write_bundle
 from hadagen.tuning_db.merge import selection_of
 from hadagen.tuning_db.store import Store
-from hadagen.tuning_db.winners import portfolio
 
 ONE = ("--n", "4", "--dtype", "float16", "--numerics", "fast")
 SMALL_TUNE = ("tune", *ONE, "--contiguous", "--trials", "3", "--json")
@@ -462,8 +460,7 @@ def test_what_is_not_refined_stays_in_the_bundle(one_is_faster: None, tmp_path: 
         for others in fields
         for elements, chunks in ((1 << 20, 1), (1 << 22, 2))
     ]
-    path = tmp_path / "many.db"
-    write_bundle(path, "sm90", portfolio(trials), {t.kernel.digest: t.kernel for t in trials if t.kernel}.__getitem__)
+    path = write_trials(tmp_path / "many.db", trials)
     before = selection_of(Bundle.open(path))
     assert succeed("bundle", "refine", "--n", "256", path, path).endswith("8 winners, 2 kernels, 2 of them new\n")
     after = selection_of(Bundle.open(path))

@@ -133,8 +133,7 @@ def test_no_row_count_is_skipped() -> None:
 
 def test_a_tie_goes_to_a_kernel_at_an_end_of_the_gap() -> None:
     """So that gaps are not halved for kernels that are as fast."""
-    third: Formula = lambda rows: 2.0 if rows == 181 else 9.0  # noqa: E731
-    bench = Bench(LONG, [waves(128, 1.0), lambda rows: 2.02, third])
+    bench = Bench(LONG, [waves(128, 1.0), lambda rows: 2.02, lambda rows: 2.0 if rows == 181 else 9.0])
     tuned = bench.tuned([LONG.n * rows for rows in (64, 128, 256)])
     tuned[next(iter(tuned))] = bench.trial(2, [Cell(64 * LONG.n, IN_PLACE, Cache.HOT)])
     refine(tuned, bench, H100.l2_bytes)

@@ -31,7 +31,7 @@ from hadagen.tuning_db.bundle import (
     sha256,
     winners_of,
 )
-from hadagen.tuning_db.winners import Cell, cell_value
+from hadagen.tuning_db.winners import Cell, cell_value, digest_of
 
 
 def check_bundle_place(path: str | os.PathLike[str]) -> None:
@@ -56,7 +56,7 @@ def write_bundle(
     if others:
         raise UsageError(f"the winners are for {others[0]} and the bundle for {arch}; write a bundle for each arch")
     check_bundle_place(path)
-    kernels = [kernel_of(digest) for digest in sorted({_digest(trial) for trial in selection.values()})]
+    kernels = [kernel_of(digest) for digest in sorted({digest_of(trial) for trial in selection.values()})]
     if not all(kernel.cubin for kernel in kernels):
         raise UsageError("a kernel of the bundle has no cubin; give kernels that were read with their blobs")
 
@@ -100,7 +100,7 @@ def _tables(arch: str, selection: Mapping[Cell, Trial], kernels: Iterable[Kernel
         return (
             problems[_problem_row(trial)],
             environments[astuple(trial.environment)],
-            kernel_numbers[_digest(trial)],
+            kernel_numbers[digest_of(trial)],
             knobs_key(trial.knobs),
             _json(trial.errors),
             trial.provenance.value,
@@ -160,11 +160,6 @@ def _entry_row(cell: Cell, trial: Trial) -> Row:
         cold and cold.us,
         cold and cold.copy_us,
     )
-
-
-def _digest(trial: Trial) -> str:
-    assert trial.kernel is not None  # no kernel, no winner
-    return trial.kernel.digest
 
 
 def _json(values: Mapping[str, Any]) -> str:

@@ -44,9 +44,14 @@ def merge_bundles(paths: Iterable[str | os.PathLike[str]], out: str | os.PathLik
         )
     trials = [trial for bundle in bundles for trial in selection_of(bundle).values()]
     selection = {cell: trial for cell, (trial, _) in best_by_cell(trials).items()}
-    kernels = {trial.kernel.digest: trial.kernel for trial in selection.values() if trial.kernel}
-    write_bundle(out, archs.pop(), selection, kernels.__getitem__)
+    write_selection(out, archs.pop(), selection)
     return selection
+
+
+def write_selection(path: str | os.PathLike[str], arch: str, selection: Selection) -> None:
+    """`write_bundle` with the kernels that the trials have. Raises as it does."""
+    kernels = {trial.kernel.digest: trial.kernel for trial in selection.values() if trial.kernel}
+    write_bundle(path, arch, selection, kernels.__getitem__)
 
 
 def kernel_of(bundle: Bundle, digest: str) -> Kernel:

@@ -81,7 +81,7 @@ def portfolio(trials: Iterable[Trial], loss: float = 0.02) -> dict[Cell, Trial]:
         problems[cell.problem, cell.arch].append(ranked)
     chosen = {problem: _cover(cells, loss) for problem, cells in problems.items()}
     return {
-        cell: next(c.trial for c in ranked if _digest(c.trial) in chosen[cell.problem, cell.arch])
+        cell: next(c.trial for c in ranked if digest_of(c.trial) in chosen[cell.problem, cell.arch])
         for cell, ranked in candidates.items()
     }
 
@@ -94,7 +94,7 @@ def _cover(cells: Sequence[Sequence[Candidate]], loss: float) -> set[str]:
         best = ranked[0].score
         for candidate in ranked:
             if candidate.score <= best * (1 + loss):
-                serves[_digest(candidate.trial)].setdefault(index, candidate.score / best)
+                serves[digest_of(candidate.trial)].setdefault(index, candidate.score / best)
 
     def rank(digest: str) -> tuple[int, float, str]:
         return -len(serves[digest]), fsum(serves[digest].values()), digest
@@ -165,11 +165,17 @@ def contenders(trials: Iterable[Trial], most: int) -> list[Trial]:
     nearest: dict[str, tuple[float, Trial]] = {}
     for ranked in ranked_by_cell(trials).values():
         for candidate in ranked:
-            slowdown, digest = candidate.score / ranked[0].score, _digest(candidate.trial)
+            slowdown, digest = candidate.score / ranked[0].score, digest_of(candidate.trial)
             if digest not in nearest or slowdown < nearest[digest][0]:
                 nearest[digest] = slowdown, candidate.trial
     order = sorted(nearest, key=lambda digest: (nearest[digest][0], digest))
     return [nearest[digest][1] for digest in order[:most]]
+
+
+def digest_of(trial: Trial) -> str:
+    """Of the kernel of a trial that may win."""
+    assert trial.kernel is not None  # no kernel, no winner
+    return trial.kernel.digest
 
 
 def _rank(candidate: Candidate) -> tuple[Any, ...]:
@@ -180,8 +186,3 @@ def _rank(candidate: Candidate) -> tuple[Any, ...]:
 
 def _on_any_gpu(cell: Cell) -> Cell:
     return replace(cell, gpu="")
-
-
-def _digest(trial: Trial) -> str:
-    assert trial.kernel is not None
-    return trial.kernel.digest

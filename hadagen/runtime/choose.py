@@ -111,7 +111,8 @@ def _best_bundle(problem: Problem, destination: Destination, device: Device) -> 
     suited = []
     for bundle in bundles.known():
         match, found = rivals(bundle.entries(problem), problem, destination, device)
-        suited += [(_badness(match, entry), bundle) for entry in list(found.values())[:1]]  # all suit alike
+        if found:
+            suited.append((_badness(match, next(iter(found.values()))), bundle))  # all that are found suit alike
     return min(suited, key=lambda each: each[0])[1] if suited else None
 
 

@@ -20,7 +20,7 @@ from hadagen.problem import Problem
 from hadagen.runtime.choose import nearest
 from hadagen.trial import Trial
 from hadagen.tuning_db import winners
-from hadagen.tuning_db.winners import ranked_by_cell
+from hadagen.tuning_db.winners import digest_of, ranked_by_cell
 
 LEAST_GAIN = 0.02  # kernels no further apart than this count as equally fast
 SHORT_GAP = 1.1  # element counts of no larger ratio are not looked between
@@ -44,7 +44,7 @@ class _Line:
         for low, high in pairwise(sorted(self._known)):
             middle = max(isqrt(low * high) // self._n * self._n, low + self._n)  # down, but a row above the end
             never_looked = low in self._tuned and high in self._tuned
-            differ = _digest(self._known[low]) != _digest(self._known[high])
+            differ = digest_of(self._known[low]) != digest_of(self._known[high])
             if middle < high and low * SHORT_GAP < high and (never_looked or differ):
                 yield middle
 
@@ -55,7 +55,7 @@ class _Line:
         above = bisect(counts, middle)
         low, high = self._known[counts[above - 1]], self._known[counts[above]]
         near = [each.trial for each in ranked if each.score <= ranked[0].score * (1 + LEAST_GAIN)]
-        near.sort(key=lambda trial: _digest(trial) not in (_digest(low), _digest(high)))
+        near.sort(key=lambda trial: digest_of(trial) not in (digest_of(low), digest_of(high)))
         self._known[middle] = near[0] if near else low
         self._ranked[middle] = ranked
 
@@ -72,8 +72,8 @@ class _Line:
         ranked = self._ranked[middle]
         if not ranked:
             return False
-        called = _digest(found[nearest(sorted(found), middle)])
-        score = next((candidate.score for candidate in ranked if _digest(candidate.trial) == called), inf)
+        called = digest_of(found[nearest(sorted(found), middle)])
+        score = next((candidate.score for candidate in ranked if digest_of(candidate.trial) == called), inf)
         return score > ranked[0].score * (1 + LEAST_GAIN)
 
 
@@ -103,13 +103,8 @@ def refine(selection: Mapping[winners.Cell, Trial], measure: Measure, l2_bytes: 
 def _kernels(selection: Mapping[winners.Cell, Trial], problems: Iterable[Problem]) -> list[Candidate]:
     """The kernels of some problems, each once, those of a problem together."""
     kernels = {
-        (cell.problem, _digest(trial)): Candidate(cell.problem, trial.knobs, trial.kernel)
+        (cell.problem, digest_of(trial)): Candidate(cell.problem, trial.knobs, trial.kernel)
         for cell, trial in sorted(selection.items(), key=lambda item: item[0])
         if cell.problem in problems
     }
     return list(kernels.values())
-
-
-def _digest(trial: Trial) -> str:
-    assert trial.kernel is not None  # no kernel, no winner
-    return trial.kernel.digest
