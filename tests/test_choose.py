@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sample_bundle import hide_bundles, write_sample, write_winners
+from sample_bundle import hide_bundles, write_sample, write_trials, write_winners
 from sample_trials import H100, LAUNCH, PROBLEM, make_trial
 
 import hadagen
@@ -227,6 +227,16 @@ def test_a_bundle_answers_alone_where_it_suits_as_well(tmp_path: Path, monkeypat
         }
         assert timed_in_bundles(PROBLEM, Destination.IN_PLACE, HERE) == counts
         assert choose_from_bundles(PROBLEM, Destination.OUT_OF_PLACE, 1 << 14, HERE) == (Match.GENERIC, None)
+
+
+def test_a_bundle_behind_another_answers_where_it_suits_better(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    foreign = write_trials(tmp_path / "h20.db", [make_trial(environment=replace(H100, gpu="NVIDIA H20"))])
+    mine = write_sample(tmp_path / "mine.db", chunks=2)
+    monkeypatch.setattr(bundles, "known", lambda: [Bundle.open(foreign), Bundle.open(mine)])
+    match, found = choose_from_bundles(PROBLEM, Destination.IN_PLACE, 1 << 13, HERE)
+    assert match is Match.SAME_GPU
+    assert found
+    assert found[1].path == mine
 
 
 def test_a_bundle_is_opened_once_until_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

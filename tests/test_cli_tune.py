@@ -451,6 +451,8 @@ def test_a_bundle_gets_winners_between_those_it_has(one_is_faster: None, tmp_pat
     assert mine.read_bytes() == new.read_bytes()
     said = sentence(run("bundle", "refine", new, "--dtype", "float32"), 2)
     assert said == f"{new} has no winner of such problems on {H100.gpu}; tune them here first"
+    elsewhere = write_trials(tmp_path / "h20.db", [make_trial(environment=replace(H100, gpu="NVIDIA H20"))])
+    assert "has no winner of such problems on" in sentence(run("bundle", "refine", elsewhere), 2)
 
 
 def test_what_is_not_refined_stays_in_the_bundle(one_is_faster: None, tmp_path: Path) -> None:

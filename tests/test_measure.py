@@ -85,6 +85,8 @@ def test_cells_of_an_h100() -> None:
     for n in (1 << 13, 1 << 15):
         long = {cell.elements for cell in all_cells(Problem(n, DType.FLOAT16), H100_L2)}
         assert long == {*filter(n.__le__, ELEMENT_BUCKETS), *BUCKETS_BETWEEN, *BUCKETS_OF_LONG_ROWS}
+    shorter = {cell.elements for cell in all_cells(Problem(1 << 12, DType.FLOAT16), H100_L2)}
+    assert not shorter & set(BUCKETS_OF_LONG_ROWS)
 
 
 @given(st.sampled_from(ALL_PROBLEMS), st.integers(10, 28).map(lambda k: 1 << k) | st.just(H100_L2))
