@@ -1,9 +1,8 @@
-"""`hadagen bundle`: make, check, show, merge, refine and export bundles."""
+"""`hadagen bundle`: make, check, show, merge and export bundles."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from math import inf
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import geometric_mean
 from typing import TYPE_CHECKING
@@ -11,15 +10,11 @@ from typing import TYPE_CHECKING
 import click
 
 from hadagen.cli import options
-from hadagen.cli.device import measuring, refusal, report_failures
 from hadagen.cli.listing import bundle_summary, winner_values, winners
-from hadagen.cli.output import PROBLEM_HEADERS, counted, print_json, print_table, problem_cells, short_knobs
-from hadagen.errors import DeviceError, StorageError, UsageError
-from hadagen.trial import Outcome
+from hadagen.cli.output import PROBLEM_HEADERS, print_json, print_table, problem_cells, short_knobs
+from hadagen.errors import StorageError, UsageError
 
 if TYPE_CHECKING:
-    from hadagen.measure import Candidate, Cell
-    from hadagen.problem import Problem
     from hadagen.trial import Trial
     from hadagen.tuning_db import winners as won
     from hadagen.tuning_db.bundle import Bundle, BundleEntry
@@ -45,7 +40,7 @@ loss = click.option(
 @click.group(invoke_without_command=True)
 @click.pass_context
 def bundle(context: click.Context) -> None:
-    """Make, check, show, merge, refine and export bundles, the files that ship winners."""
+    """Make, check, show, merge and export bundles, the files that ship winners."""
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
 
@@ -57,13 +52,10 @@ def bundle(context: click.Context) -> None:
 @click.argument("path", type=click.Path(path_type=Path), required=False)
 def make(db: str | None, arch: str, loss: float, path: Path | None) -> None:
     """Write the winners of a tuning database to PATH, or to where hadagen looks for bundles."""
-    from hadagen.tuning_db.bundle_writer import write_bundle
-
+    path = bundle_place(path, arch, db)
     with options.open_db(db) as store:
-        selection = _portfolio(store, arch, loss)
-        path = path or options.default_bundle(arch)
-        write_bundle(path, arch, selection, store.kernel)
-    click.echo(f"{path}: {_count(selection)}, {path.stat().st_size / 1e6:.1f} MB")
+        selection = write_winners(store, arch, path, loss)
+    click.echo(f"{path}: {count_of(selection)}, {path.stat().st_size / 1e6:.1f} MB")
 
 
 @bundle.command()
@@ -151,56 +143,7 @@ def merge(paths: tuple[Path, ...], out: Path) -> None:
 
     _keep_others(out, paths, f"{out} twice to add to it")
     selection = merge_bundles(paths, out)
-    click.echo(f"{out}: {_count(selection)}, {out.stat().st_size / 1e6:.1f} MB")
-
-
-@bundle.command()
-@options.problems
-@options.device
-@click.argument("path", type=click.Path(path_type=Path), required=False)
-@click.argument("out", type=click.Path(path_type=Path), required=False)
-def refine(path: Path | None, out: Path | None, problems: list[Problem], device: int) -> None:
-    """Add winners between the sizes that those of a bundle were tuned at.
-
-    The winners of each problem on this GPU are timed between those sizes. Where one that calls would take is clearly
-    slower than another, that other one is added: to the bundle at PATH, by default the one that hadagen tune writes, or
-    in a new bundle OUT. Nothing is written before the end, and what hadagen tune writes later has it no more: run this
-    last. Needs nvcc, for the copy kernel.
-    """
-    from hadagen.measure import device_environment
-    from hadagen.tuner.refine import refine as look_between
-    from hadagen.tuning_db.bundle import Bundle
-    from hadagen.tuning_db.bundle_writer import check_bundle_place
-    from hadagen.tuning_db.merge import selection_of, write_selection
-
-    gpu = device_environment(device)
-    path = path or options.default_bundle(options.arch_of(gpu))
-    out = out or path
-    _keep_others(out, [path], f"{path} alone")
-    opened = Bundle.open(path)
-    check_bundle_place(out)
-    selection = selection_of(opened)
-    ours = {cell: trial for cell, trial in selection.items() if cell.gpu == gpu.gpu and cell.problem in problems}
-    if not ours:
-        raise UsageError(f"{path} has no winner of such problems on {gpu.gpu}; tune them here first")
-    failures: dict[str, None] = {}
-
-    def measure(cells: Mapping[Problem, Sequence[Cell]], candidates: Sequence[Candidate]) -> Iterator[Trial]:
-        # All that are timed win somewhere, so none is given up.
-        with measuring(gpu, device, cells=cells, give_up=inf) as runner:
-            for candidate, trial in runner.run(counted(candidates, "timing")):
-                if trial.outcome is not Outcome.OK and candidate.kernel:
-                    kernel = trial.problem, candidate.kernel.digest
-                    if trial.outcome not in (Outcome.WRONG_ANSWER, Outcome.UNSTABLE):
-                        raise DeviceError(refusal(*kernel, trial, "run the same command again"))
-                    failures[refusal(*kernel, trial)] = None  # each once, whatever the rounds
-                yield trial
-
-    added = look_between(ours, measure, gpu.l2_bytes)
-    selection |= added
-    write_selection(out, opened.arch, selection)
-    click.echo(f"{out}: {_count(selection)}, {len(added)} of them new")
-    report_failures(list(failures))
+    click.echo(f"{out}: {count_of(selection)}, {out.stat().st_size / 1e6:.1f} MB")
 
 
 @bundle.command()
@@ -218,7 +161,7 @@ def export(path: Path, out: Path, gpu: str | None) -> None:
     if not selection:
         raise UsageError(f"{path} has no winner of {gpu}; choose one of {', '.join(filter(None, opened.gpus()))}")
     export_csv(selection, out)
-    click.echo(f"{out}: {_count(selection)}")
+    click.echo(f"{out}: {count_of(selection)}")
 
 
 def _keep_others(out: Path, sources: Iterable[Path], instead: str) -> None:
@@ -227,13 +170,31 @@ def _keep_others(out: Path, sources: Iterable[Path], instead: str) -> None:
         raise UsageError(f"{out} is there already and would be lost; name a new file last, or {instead}")
 
 
-def _portfolio(store: Store, arch: str, loss: float) -> dict[won.Cell, Trial]:
-    from hadagen.tuning_db.winners import portfolio
+def bundle_place(given: Path | None, arch: str, db: str | None) -> Path:
+    """Where the winners of a database go: to `given`, or where calls find them.
 
-    return portfolio(store.trials(arch=arch, blobs=False), loss)
+    Raises `UsageError` where that is the database, and `StorageError` where no bundle can be written there.
+    """
+    from hadagen.tuning_db.bundle_writer import check_bundle_place
+
+    path = given or options.default_bundle(arch)
+    check_bundle_place(path)
+    if path.absolute() == Path(db or options.default_db()).absolute():
+        raise UsageError(f"{path} cannot be both the database and the bundle; name two places")
+    return path
 
 
-def _count(selection: dict[won.Cell, Trial]) -> str:
+def write_winners(store: Store, arch: str, path: Path, loss: float | None = None) -> dict[won.Cell, Trial]:
+    """Write the winners of a database to a bundle, and return them. Raises as `write_bundle` does."""
+    from hadagen.tuning_db.bundle_writer import write_bundle
+    from hadagen.tuning_db.winners import LOSS, portfolio
+
+    selection = portfolio(store.trials(arch=arch, blobs=False), LOSS if loss is None else loss)
+    write_bundle(path, arch, selection, store.kernel)
+    return selection
+
+
+def count_of(selection: dict[won.Cell, Trial]) -> str:
     kernels = {trial.kernel.digest for trial in selection.values() if trial.kernel}
     return f"{len(selection)} winners, {len(kernels)} kernels"
 

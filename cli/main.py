@@ -22,6 +22,7 @@ from hadagen.cli.doctor import doctor
 from hadagen.cli.emit import emit
 from hadagen.cli.listing import list_
 from hadagen.cli.record import record
+from hadagen.cli.refine import refine
 from hadagen.cli.replay import replay
 from hadagen.cli.sentences import explain
 from hadagen.cli.space import space
@@ -72,5 +73,5 @@ def main(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-for command in (tune, best, list_, emit, space, bench, between, calls, bundle, record, replay, doctor):
+for command in (tune, refine, best, list_, emit, space, bench, between, calls, bundle, record, replay, doctor):
     main.add_command(command)

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hadagen.cli import options
+from hadagen.cli.bundle import bundle_place
 from hadagen.cli.device import device_runner, find_gpu
 from hadagen.cli.listing import winner_values
 from hadagen.cli.output import PROBLEM_HEADERS, clock_text, print_json, print_table, problem_cells
-from hadagen.errors import HadagenError, StorageError, UsageError
+from hadagen.errors import HadagenError, StorageError
 from hadagen.problem import Problem
 from hadagen.trial import Destination, Provenance
 
@@ -80,7 +81,7 @@ def tune(
     from hadagen.tuner import TuneOptions, check_effort
     from hadagen.tuner import tune as search
     from hadagen.tuning_db.bundle import Bundle
-    from hadagen.tuning_db.bundle_writer import check_bundle_place, write_bundle
+    from hadagen.tuning_db.bundle_writer import write_bundle
     from hadagen.tuning_db.store import Store
     from hadagen.tuning_db.winners import portfolio
 
@@ -89,15 +90,11 @@ def tune(
     target = load_arch(arch or (options.arch_of(gpu) if gpu else options.DEFAULT_ARCH)).narrowed(only)
     if gpu and options.arch_of(gpu) != target.name:
         gpu = None
-    path = bundle or options.default_bundle(target.name)
-    check_bundle_place(path)
-    if path.absolute() == Path(db or options.default_db()).absolute():
-        raise UsageError(f"{path} cannot be both the database and the bundle; name two places")
+    path = bundle_place(bundle, target.name, db)
     provenance = f"measuring on {gpu.gpu}" if gpu else NOT_MEASURED.format(arch=target.name)
     toolchain = Toolchain.find()
     with Store.open(db or options.default_db()) as store, _runner(target, gpu, device or 0, toolchain) as runner:
-        if store.read_only:
-            raise StorageError(f"{store.place} is read-only; make it writable, or name another database with --db")
+        options.check_writable(store)
         wanted = TuneOptions(
             arch=target,
             problems=problems,

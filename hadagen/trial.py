@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -28,6 +29,14 @@ def element_buckets(problem: Problem) -> tuple[int, ...]:
     of_long_rows = BUCKETS_OF_LONG_ROWS if problem.n >= LONG_ROW else ()
     buckets = PITCHED_ELEMENT_BUCKETS if problem.pitched else (*ELEMENT_BUCKETS, *BUCKETS_BETWEEN, *of_long_rows)
     return tuple(sorted(elements for elements in buckets if elements >= problem.n))
+
+
+def nearest(timed: Sequence[int], elements: int) -> int:
+    """Of element counts, ascending and at least one, the nearest to `elements` on a logarithmic scale, exactly; of two
+    as near the larger."""
+    above = bisect_left(timed, elements)
+    low, high = timed[max(0, above - 1)], timed[min(above, len(timed) - 1)]
+    return low if elements * elements < low * high else high
 
 
 def timed_rows(problem: Problem) -> RowShape:

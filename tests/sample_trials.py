@@ -23,6 +23,7 @@ from hadagen.trial import (
     Provenance,
     Timing,
     Trial,
+    element_buckets,
     knobs_key,
 )
 
@@ -155,6 +156,7 @@ def _competitor(
     error: float,
     us: list[int],
 ) -> Trial:
+    counts = element_buckets(problem)
     return make_trial(
         chunks,
         problem=problem,
@@ -162,7 +164,7 @@ def _competitor(
         environment=ran[0],
         provenance=ran[1],
         errors={"normal": error},
-        timings=times({elements: each / 100 for elements, each in zip(ELEMENT_BUCKETS[::5], us, strict=False)}),
+        timings=times({elements: each / 100 for elements, each in zip(counts[:: len(counts) // 4], us, strict=False)}),
     )
 
 

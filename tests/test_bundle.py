@@ -336,6 +336,31 @@ def test_merging_leaves_out_what_misses_a_bound_that_is_stricter_now(tmp_path: P
     assert [entry.kernel for entry in merged.entries(fast)] == [new.kernel.digest]
 
 
+def test_merging_takes_winners_between_buckets_only_beside_those_they_were_found_with(tmp_path: Path) -> None:
+    low, between, high = (Cell(PROBLEM, "sm90", H100.gpu, Destination.IN_PLACE, k << 17) for k in (8, 9, 12))
+
+    def write(name: str, us: dict[int, tuple[float, float, float]]) -> None:
+        """Times of kernels at the three counts."""
+        counts = low.elements, between.elements, high.elements
+        trials = [make_trial(c, timings=times(dict(zip(counts, each, strict=True)))) for c, each in us.items()]
+        write_bundle(tmp_path / name, "sm90", portfolio(trials), kernels_of(trials))
+
+    def merged(*names: str) -> list[int]:
+        selection = merge_bundles([tmp_path / name for name in names], tmp_path / "merged.db")
+        assert Bundle.open(tmp_path / "merged.db").entries(PROBLEM)
+        assert list(selection) == sorted(selection)
+        return [trial.knobs["chunks"] for trial in selection.values()]
+
+    write("old.db", {1: (1.0, 3.0, 3.0), 2: (2.0, 2.0, 2.0)})
+    assert merged("old.db") == [1, 2, 2]
+    write("small.db", {3: (0.9, 1.0, 9.0)})
+    assert merged("old.db", "small.db") == merged("small.db", "old.db") == [3, 2]
+    write("large.db", {3: (9.0, 1.0, 0.9)})
+    assert merged("old.db", "large.db") == [1, 3]
+    write("same.db", {1: (0.9, 3.0, 3.0), 2: (2.0, 1.5, 1.5)})
+    assert merged("old.db", "same.db") == [1, 2, 2]
+
+
 def test_bundles_of_several_archs_cannot_be_merged(tmp_path: Path) -> None:
     for arch in ("sm90", "sm120"):
         trial = make_trial(1, arch=arch)

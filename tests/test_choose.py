@@ -20,9 +20,9 @@ import hadagen
 from hadagen.errors import StorageError, UsageError
 from hadagen.problem import DType, Numerics, Problem
 from hadagen.runtime import bundles
-from hadagen.runtime.choose import Match, choose, choose_from_bundles, nearest, timed_in_bundles
+from hadagen.runtime.choose import Match, choose, choose_from_bundles, timed_in_bundles
 from hadagen.runtime.device import Device
-from hadagen.trial import Cache, Destination, Environment, Provenance, element_buckets
+from hadagen.trial import Cache, Destination, Environment, Provenance, element_buckets, nearest
 from hadagen.tuning_db.bundle import Bundle, BundleEntry
 
 HERE = Device("sm90", "NVIDIA H100 80GB HBM3")

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import pytest
 from command_line import TINY_TUNE, empty_machine, raising, run, sentence, succeed
 from fake_search import CELLS, FakeRunner
-from sample_bundle import write_sample, write_trials, write_winners
+from sample_bundle import write_sample
 from sample_trials import H100, PROBLEM, make_trial, times
 
 from hadagen import measure
@@ -26,7 +26,6 @@ from hadagen.runtime.bundles import VARIABLE
 from hadagen.trial import Destination, Kernel, Outcome, Timing, Trial
 from hadagen.tuner import PairRaced, ProblemFinished, SearchStarted, TrialFinished, TuneOptions
 from hadagen.tuning_db.bundle import Bundle
-from hadagen.tuning_db.merge import selection_of
 from hadagen.tuning_db.store import Store
 
 ONE = ("--n", "4", "--dtype", "float16", "--numerics", "fast")
@@ -431,65 +430,64 @@ def one_is_faster(fake_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeDevice, "trial", trial)
 
 
-def test_a_bundle_gets_winners_between_those_it_has(one_is_faster: None, tmp_path: Path) -> None:
-    old, new = write_winners(tmp_path / "old.db", {1 << 20: 1, 1 << 22: 2}), tmp_path / "new.db"
-    before = old.read_bytes()
-    assert succeed("bundle", "refine", old, new) == f"{new}: 4 winners, 2 kernels, 2 of them new\n"
-    entries = Bundle.open(new).entries(Problem(256, DType.FLOAT16))
-    assert [entry.knobs["chunks"] for entry in entries] == [1, 1, 1, 2]
-    assert [entry.elements / (1 << 20) for entry in entries] == pytest.approx([1, 2, 3.36, 4], rel=1e-2)
-    assert [entry.us for entry in entries[1:3]] == [1.0, 1.0]  # of this run
-    assert old.read_bytes() == before
-    said = sentence(run("bundle", "refine", old, new), 2)
-    assert said == f"{new} is there already and would be lost; name a new file last, or {old} alone"
+def fill(path: Path | None = None, **fields: Any) -> Path:
+    """A database in which one kernel of n = 256 wins at 1M elements, and another at 2M, by a lucky time; returns it."""
+    path = path or options.default_db()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with Store.open(path) as store:
+        for chunks, us in ((1, {1 << 20: 1.0, 1 << 21: 2.0}), (2, {1 << 20: 2.0, 1 << 21: 1.0})):
+            store.record(make_trial(chunks, timings=times(us), **fields))
+    return path
 
-    assert succeed("bundle", "refine", new) == f"{new}: 4 winners, 2 kernels, 0 of them new\n"
+
+def test_winners_are_found_between_those_that_were_tuned(one_is_faster: None, tmp_path: Path) -> None:
+    db = fill()
     mine = options.default_bundle("sm90")
-    mine.parent.mkdir(parents=True, exist_ok=True)
-    mine.write_bytes(before)
-    assert succeed("bundle", "refine") == f"{mine}: 4 winners, 2 kernels, 2 of them new\n"
-    assert mine.read_bytes() == new.read_bytes()
-    said = sentence(run("bundle", "refine", new, "--dtype", "float32"), 2)
-    assert said == f"{new} has no winner of such problems on {H100.gpu}; tune them here first"
-    elsewhere = write_trials(tmp_path / "h20.db", [make_trial(environment=replace(H100, gpu="NVIDIA H20"))])
-    assert "has no winner of such problems on" in sentence(run("bundle", "refine", elsewhere), 2)
+    told = f"{mine}: 3 winners, 2 kernels; 1 winners are between the sizes that were tuned\n"
+    assert succeed("refine", "--n", "128,256", "--contiguous") == told
+    entries = Bundle.open(mine).entries(PROBLEM)
+    assert [entry.knobs["chunks"] for entry in entries] == [1, 1, 2]
+    assert [entry.elements / (1 << 20) for entry in entries] == pytest.approx([1, 1.68, 2], rel=1e-2)
+    assert [entry.us for entry in entries] == [1.0, 1.0, 1.0]
+    with Store.open(db) as store:
+        assert [len(trial.timings) for trial in store.trials()] == [4 + 3 * 2] * 2  # at three counts in two regimes
+    other = tmp_path / "other.db"
+    report = json.loads(succeed("refine", "--n", "256", "--bundle", other, "--json"))
+    places = {"database": str(db), "bundle": str(other)}
+    assert report == {"gpu": H100.gpu, **places, "winners": 3, "between": 1}
+    assert other.read_bytes() == mine.read_bytes()
+    assert succeed("bundle", "make", tmp_path / "again.db").startswith(f"{tmp_path / 'again.db'}: 3 winners, 2 kernels")
 
 
-def test_what_is_not_refined_stays_in_the_bundle(one_is_faster: None, tmp_path: Path) -> None:
-    fields = ({"problem": replace(PROBLEM, n=512)}, {"environment": replace(H100, gpu="NVIDIA H20")}, {})
-    trials = [
-        make_trial(chunks, timings=times({elements: 2.0}), **others)
-        for others in fields
-        for elements, chunks in ((1 << 20, 1), (1 << 22, 2))
-    ]
-    path = write_trials(tmp_path / "many.db", trials)
-    before = selection_of(Bundle.open(path))
-    assert succeed("bundle", "refine", "--n", "256", path, path).endswith("8 winners, 2 kernels, 2 of them new\n")
-    after = selection_of(Bundle.open(path))
-    assert before.items() <= after.items()
-    assert {(cell.problem, cell.gpu) for cell in after.keys() - before.keys()} == {(PROBLEM, H100.gpu)}
+def test_refine_is_refused_where_nothing_was_tuned(one_is_faster: None, tmp_path: Path) -> None:
+    db = fill(tmp_path / "h20.db", environment=replace(H100, gpu="NVIDIA H20"))
+    said = sentence(run("refine", "--db", db), 2)
+    assert said == f"{db} has no trial of such problems on {H100.gpu}; tune them here first"
+    assert not options.default_bundle("sm90").exists()
+    assert "there is no tuning database" in sentence(run("refine"), 1)
+    assert "is not a hadagen bundle" in sentence(run("refine", "--db", db, "--bundle", db), 1)
 
 
-def test_a_device_that_fails_changes_no_bundle(one_is_faster: None, tmp_path: Path) -> None:
-    bundle = write_winners(tmp_path / "winners.db", {1 << 20: 1, 1 << 22: 2})
-    before = bundle.read_bytes()
+def test_a_device_that_fails_changes_no_bundle_and_loses_no_time(one_is_faster: None, tmp_path: Path) -> None:
+    db = fill()
     FakeDevice.refusals[2] = Answer(Outcome.TIMEOUT, "no answer within 20 s")
-    said = sentence(run("bundle", "refine", bundle), 1)
+    said = sentence(run("refine", "--n", "256"), 1)
     assert said.endswith(
         "for n256-float16-accurate ended as timeout: no answer within 20 s; run the same command again"
     )
-    assert bundle.read_bytes() == before
-    assert "cannot be written" in sentence(run("bundle", "refine", bundle, bundle / "below"), 1)
+    assert not options.default_bundle("sm90").exists()
+    with Store.open(db) as store:
+        assert [(trial.outcome, len(trial.timings)) for trial in store.trials()] == [(Outcome.OK, 6), (Outcome.OK, 4)]
 
 
-def test_a_kernel_that_is_refused_by_now_is_named_and_gives_way(one_is_faster: None, tmp_path: Path) -> None:
-    bundle = write_winners(tmp_path / "winners.db", {1 << 20: 1, 1 << 22: 2})
+def test_a_kernel_that_is_refused_by_now_is_named(one_is_faster: None, tmp_path: Path) -> None:
+    fill()
     FakeDevice.refusals[1] = Answer(Outcome.WRONG_ANSWER, "it is off")
-    result = run("bundle", "refine", bundle)
-    assert (result.exit_code, result.stdout) == (1, f"{bundle}: 3 winners, 2 kernels, 1 of them new\n")
+    result = run("refine", "--n", "256")
+    mine = options.default_bundle("sm90")
+    told = f"{mine}: 2 winners, 2 kernels; 0 winners are between the sizes that were tuned\n"
+    assert (result.exit_code, result.stdout) == (1, told)
     assert "for n256-float16-accurate ended as wrong_answer: it is off; tune again" in result.stderr
-    entries = Bundle.open(bundle).entries(Problem(256, DType.FLOAT16))
-    assert [entry.knobs["chunks"] for entry in entries] == [1, 2, 2]
 
 
 # ---- progress --------------------------------------------------------------------------------------------------------

@@ -68,17 +68,24 @@ def test_winners_are_measured_chosen_and_timed_again(tmp_path: Path, monkeypatch
         assert (row["loss"] == 0) == (row["kernel"] == row["best_kernel"])
 
 
-def test_a_bundle_is_refined_with_its_own_kernels() -> None:
+def test_winners_are_found_between_the_sizes_that_were_tuned() -> None:
     succeed(*TUNE, "--contiguous")
     path = options.default_bundle("sm90")
-    before = {(entry.problem, entry.kernel) for entry in winners(Bundle.open(path))}
-    assert succeed("bundle", "refine", "--n", "128").endswith(" of them new\n")
+    before = {(entry.problem, entry.destination, entry.elements): entry.kernel for entry in winners(Bundle.open(path))}
+    report = json.loads(succeed("refine", "--n", "128", "--json"))
     refined = Bundle.open(path)
     refined.verify()
-    assert {(entry.problem, entry.kernel) for entry in winners(refined)} == before
-    for entry in winners(refined):
-        assert entry.elements % entry.problem.n == 0
-        assert entry.problem.n == 128 or entry.elements in element_buckets(entry.problem)
+    after = {(entry.problem, entry.destination, entry.elements): entry.kernel for entry in winners(refined)}
+    assert before.items() <= after.items()
+    assert report["winners"] == len(after)
+    assert report["between"] == len(after) - len(before)
+    for problem, _, elements in after.keys() - before.keys():
+        assert problem.n == 128
+        assert elements % 128 == 0
+    with options.open_db(None) as store:
+        for trial in store.trials(blobs=False):
+            counts = {timing.elements for timing in trial.timings}
+            assert (len(counts) > len(element_buckets(trial.problem))) == (trial.problem.n == 128)
 
 
 def test_what_is_recorded_can_be_replayed(tmp_path: Path) -> None:

@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 from bisect import bisect
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from math import ceil
+from math import ceil, log2
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from sample_trials import H100, make_trial
+from sample_trials import H100, make_kernel, make_trial, times
 
 from hadagen.measure import Candidate, Cell, cells_at
 from hadagen.problem import DType, Numerics, Problem
-from hadagen.runtime.choose import nearest
-from hadagen.trial import Cache, Destination, Outcome, Timing, Trial, element_buckets
-from hadagen.tuner.refine import LEAST_GAIN, SHORT_GAP, refine
+from hadagen.trial import Cache, Destination, Outcome, Timing, Trial, element_buckets, nearest
+from hadagen.tuner.refine import MOST_KERNELS, SHORT_GAP, refine
 from hadagen.tuning_db import winners
-from hadagen.tuning_db.winners import best_by_cell
+from hadagen.tuning_db.store import Store
+from hadagen.tuning_db.winners import LOSS, portfolio
 
 LONG = Problem(1 << 15, DType.FLOAT16, Numerics.FAST)
 IN_PLACE, OUT = Destination.IN_PLACE, Destination.OUT_OF_PLACE
 Formula = Callable[[int], float]  # µs of so many rows
-Selection = dict[winners.Cell, Trial]
+Rows = dict[int, int]  # the number of the kernel that wins, by rows
 
 
 def waves(of: int, us: float) -> Formula:
@@ -32,143 +33,233 @@ def waves(of: int, us: float) -> Formula:
 
 
 class Bench:
-    """Times kernels by their formulas, and remembers where. `wrong` are those that verification refuses."""
+    """A store of kernels that take what their formulas say, in place, and a device that times them so.
 
-    def __init__(self, problem: Problem, formulas: Sequence[Formula]) -> None:
-        self.problem = problem
-        self.rounds: list[tuple[Sequence[Cell], Sequence[Candidate]]] = []
+    `rounds` is where kernels were timed, `wrong` are those that verification refuses, and `luck` is what the first
+    times at so many rows are multiplied by, by kernel.
+    """
+
+    def __init__(self, formulas: Sequence[Formula], problem: Problem = LONG) -> None:
+        self.problem, self.formulas = problem, formulas
+        self.store = Store.open("sqlite://")
+        self.rounds: list[tuple[list[int], list[int]]] = []
         self.wrong: set[int] = set()
-        self._formulas = dict(enumerate(formulas))
-        self._trials = [make_trial(i, problem=problem, timings=()) for i in self._formulas]
+        self.luck: dict[tuple[int, int], float] = {}
 
-    def trial(self, number: int, cells: Sequence[Cell]) -> Trial:
-        formula = self._formulas[number]
-        times = [Timing(*cell, *(3 * [formula(cell.elements // self.problem.n)]), 1.0) for cell in cells]
+    def tune(self, rows: Sequence[int] = ()) -> None:
+        """Time all kernels at these numbers of rows, by default at those of the buckets."""
+        counts = [each * self.problem.n for each in rows] or element_buckets(self.problem)
+        for number in range(len(self.formulas)):
+            self.store.record(self._trial(number, [Cell(count, IN_PLACE, Cache.HOT) for count in counts]))
+
+    def refine(self) -> Rows:
+        """What it adds."""
+        before = self.winners()
+        assert refine([self.problem], self.store, "sm90", H100, self._measure) == [self.problem]
+        after = self.winners()
+        assert before.items() <= after.items()
+        return dict(after.items() - before.items())
+
+    def winners(self) -> Rows:
+        found = portfolio(self.store.trials())
+        return {cell.elements // self.problem.n: trial.knobs["chunks"] for cell, trial in found.items()}
+
+    def loss(self, selection: Rows, rows: int) -> float:
+        """Of a call, at so many rows."""
+        us = [formula(rows) for formula in self.formulas]
+        return us[selection[nearest(sorted(selection), rows)]] / min(us) - 1
+
+    def _trial(self, number: int, cells: Sequence[Cell]) -> Trial:
+        def us(cell: Cell) -> float:
+            rows = cell.elements // self.problem.n
+            lucky = self.luck.pop((number, rows), 1.0) if cell.cache is Cache.HOT else 1.0
+            return self.formulas[number](rows) * lucky
+
+        timings = [Timing(*cell, *(3 * [us(cell)]), 1.0) for cell in cells]
         outcome = Outcome.WRONG_ANSWER if number in self.wrong else Outcome.OK
-        return replace(self._trials[number], timings=tuple(times), outcome=outcome)
+        return make_trial(number, problem=self.problem, timings=tuple(timings), outcome=outcome)
 
-    def __call__(self, cells: Mapping[Problem, Sequence[Cell]], candidates: Sequence[Candidate]) -> Iterator[Trial]:
-        (there,) = cells.values()
-        self.rounds.append((there, candidates))
-        yield from (self.trial(candidate.knobs["chunks"], there) for candidate in candidates)
+    def _measure(self, cells: Mapping[Problem, Sequence[Cell]], candidates: Sequence[Candidate]) -> Iterator[Trial]:
+        there = [cell for cell in cells[self.problem] if cell.destination is IN_PLACE]
+        numbers = [candidate.knobs["chunks"] for candidate in candidates]
+        self.rounds.append((sorted({cell.elements // self.problem.n for cell in there}), numbers))
+        yield from (self._trial(number, there) for number in numbers)
 
-    def tuned(self, counts: Sequence[int]) -> Selection:
-        """The winners at these element counts."""
-        cells = [Cell(count, IN_PLACE, Cache.HOT) for count in counts]
-        trials = [self.trial(number, cells) for number in self._formulas]
-        return {cell: trial for cell, (trial, _) in best_by_cell(trials).items()}
-
-    def loss(self, selection: Selection, count: int) -> float:
-        """Of a call, at an element count."""
-        at = {cell.elements: trial.knobs["chunks"] for cell, trial in selection.items()}
-        rows = count // self.problem.n
-        us = {number: self._formulas[number](rows) for number in at.values()}
-        return us[at[nearest(sorted(at), count)]] / min(us.values()) - 1
+    @property
+    def looked_at(self) -> list[list[int]]:
+        """Rows, round by round."""
+        return [rows for rows, _ in self.rounds]
 
 
 def test_the_end_of_a_wave_is_found() -> None:
     """264 rows are a wave of one kernel, and from there on the other is faster, as it is with less than 234."""
-    bench = Bench(LONG, [waves(264, 7.0), lambda rows: 0.03 * rows])
-    tuned = bench.tuned([LONG.n * rows for rows in (128, 256, 384, 512)])
-    assert bench.loss(tuned, 271 * LONG.n) > 0.7
-    found = tuned | refine(tuned, bench, H100.l2_bytes)
-    assert bench.loss(found, 271 * LONG.n) == 0
-    # All gaps are looked at once, and only those between different winners again.
-    looked = [sorted({cell.elements // LONG.n for cell in cells}) for cells, _ in bench.rounds]
-    assert looked == [[181, 313, 443], [215, 283, 476], [234, 269]]
-    counts = sorted({128, 256, 384, 512}.union(*looked))
-    losing = [rows for rows in range(128, 513) if bench.loss(found, rows * LONG.n) > LEAST_GAIN]
-    for rows in losing:
+    bench = Bench([waves(264, 7.0), lambda rows: 0.03 * rows])
+    bench.tune([128, 256, 384, 512])
+    assert bench.loss(bench.winners(), 271) > 0.7
+    added = bench.refine()
+    found = bench.winners()
+    assert added == {215: 1, 269: 1}
+    assert bench.loss(found, 271) == 0
+    # All gaps are looked at once, only those between different winners again, and what names a winner twice.
+    assert bench.looked_at == [[181, 313, 443], [215, 283, 476], [234, 269], [215, 269]]
+    counts = sorted({128, 256, 384, 512}.union(*bench.looked_at))
+    for rows in (rows for rows in range(128, 513) if bench.loss(found, rows) > LOSS):
         above = bisect(counts, rows)
         assert counts[above] / counts[above - 1] < SHORT_GAP
 
 
+@settings(max_examples=25)
 @given(
     st.lists(st.tuples(st.integers(1, 600), st.floats(0.5, 3.0)), min_size=1, max_size=4),
     st.sampled_from([1 << 11, 1 << 15]),
 )
 def test_calls_lose_nothing_at_any_count_that_was_looked_at(shapes: list[tuple[int, float]], n: int) -> None:
-    problem = replace(LONG, n=n)
-    bench = Bench(problem, [waves(of, us * of / 100) for of, us in shapes])
-    tuned = bench.tuned([count for count in element_buckets(problem) if count <= 1 << 24])
-    added = refine(tuned, bench, H100.l2_bytes)
-    assert not set(added) & set(tuned)
-    assert all(cell.elements % n == 0 for cell in added)
-    looked = {cell.elements for cells, _ in bench.rounds for cell in cells}
-    assert {cell.elements for cell in added} <= looked
-    for count in looked:
-        assert bench.loss(tuned | added, count) <= LEAST_GAIN
-    for cell, trial in added.items():  # a bundle keeps these times
-        assert any((t.elements, t.destination) == (cell.elements, cell.destination) for t in trial.timings)
+    bench = Bench([waves(of, us * of / 100) for of, us in shapes], replace(LONG, n=n))
+    bench.tune([count // n for count in element_buckets(bench.problem) if count <= 1 << 24])
+    added = bench.refine()
+    looked_at = {rows for there in bench.looked_at for rows in there}
+    assert added.keys() <= looked_at
+    for rows in looked_at:
+        assert bench.loss(bench.winners(), rows) <= LOSS + 1e-9
+    before = len(bench.rounds)
+    assert bench.refine() == {}
+    assert {rows for there in bench.looked_at[before:] for rows in there} <= added.keys()  # the rest is known
 
 
 def test_one_kernel_needs_no_more_winners() -> None:
-    bench = Bench(LONG, [waves(100, 1.0)])
-    assert refine(bench.tuned(element_buckets(LONG)), bench, H100.l2_bytes) == {}
+    bench = Bench([waves(100, 1.0)])
+    bench.tune()
+    assert bench.refine() == {}
     assert len(bench.rounds) == 1
 
 
 def test_near_ties_need_no_more_winners() -> None:
-    bench = Bench(LONG, [lambda rows: 1.0 + 0.0001 * rows, lambda rows: 1.01 + 0.00007 * rows])
-    tuned = bench.tuned([LONG.n * rows for rows in (64, 128, 512, 1024)])
-    assert len({trial.knobs["chunks"] for trial in tuned.values()}) == 2
-    assert refine(tuned, bench, H100.l2_bytes) == {}
+    bench = Bench([lambda rows: 1.0 + 0.0075 * log2(rows / 64), lambda rows: 1.03 - 0.0075 * log2(rows / 64)])
+    bench.tune([count // LONG.n for count in element_buckets(LONG) if 64 <= count // LONG.n <= 1024])
+    assert set(bench.winners().values()) == {0, 1}
+    assert bench.refine() == {}
 
 
-def test_a_kernel_that_is_wrong_by_now_is_not_added() -> None:
-    bench = Bench(LONG, [waves(264, 8.0), lambda rows: 0.03 * rows])
-    tuned = bench.tuned([LONG.n * rows for rows in (256, 384)])
+def test_a_lucky_time_names_no_winner() -> None:
+    """At 181 rows the second kernel is timed once as if it were faster."""
+    bench = Bench([lambda rows: 1.0 * rows, lambda rows: 1.0 * rows + (rows != 512)])
+    bench.tune([128, 256, 512])
+    bench.luck = {(1, 181): 0.5}
+    assert bench.refine() == {}
+    assert bench.looked_at[-1] == [181]
+
+
+def test_a_kernel_that_is_wrong_by_now_is_not_added_and_not_timed_again() -> None:
+    bench = Bench([waves(264, 7.0), lambda rows: 0.03 * rows])
+    bench.tune([256, 384])
     bench.wrong = {1}
-    assert refine(tuned, bench, H100.l2_bytes) == {}
+    assert bench.refine() == {}
+    assert [numbers for _, numbers in bench.rounds][:2] == [[0, 1], [0]]
     bench.wrong = {0, 1}
-    assert refine(tuned, bench, H100.l2_bytes) == {}
+    assert bench.refine() == {}
+    assert {trial.outcome for trial in bench.store.trials()} == {Outcome.OK}
 
 
 def test_no_row_count_is_skipped() -> None:
     """Between 2 and 4 rows lies 3, though their geometric mean is below it."""
-    bench = Bench(LONG, [lambda rows: 1.0 if rows in (2, 4) else 2.0, lambda rows: 1.5])
-    tuned = bench.tuned([LONG.n * rows for rows in (2, 4, 8)])
-    assert {cell.elements // LONG.n for cell in refine(tuned, bench, H100.l2_bytes)} == {3, 5}
+    bench = Bench([lambda rows: 1.0 if rows in (2, 4) else 2.0, lambda rows: 1.5])
+    bench.tune([2, 4, 8])
+    assert bench.refine() == {3: 1, 5: 1}
 
 
 def test_a_tie_goes_to_a_kernel_at_an_end_of_the_gap() -> None:
     """So that gaps are not halved for kernels that are as fast."""
-    bench = Bench(LONG, [lambda rows: 1.0, lambda rows: {181: 0.99, 512: 0.5}.get(rows, 9.0)])
-    tuned = bench.tuned([LONG.n * rows for rows in (128, 256, 512)])
-    refine(tuned, bench, H100.l2_bytes)
-    looked = {cell.elements // LONG.n for cells, _ in bench.rounds for cell in cells}
-    assert {rows for rows in looked if rows < 256} == {181}
+    bench = Bench([lambda rows: 1.0, lambda rows: {181: 0.99, 512: 0.5}.get(rows, 9.0)])
+    bench.tune([128, 256, 512])
+    bench.refine()
+    assert {rows for there in bench.looked_at for rows in there if rows < 256} == {181}
 
 
-def test_problems_destinations_and_gpus_are_apart() -> None:
+def test_kernels_that_win_nowhere_yet_compete() -> None:
+    """As many as are allowed, those first that come nearest to winning."""
+    bench = Bench([lambda rows: 1.0, *(lambda rows, i=i: 1.1 + i if rows in (128, 256) else 0.5 for i in range(20))])
+    bench.tune([128, 256])
+    assert set(bench.winners().values()) == {0}
+    assert set(bench.refine().values()) == {1}
+    assert sorted(bench.rounds[0][1]) == list(range(MOST_KERNELS))
+
+
+def test_all_that_win_compete() -> None:
+    rows = [1 << k for k in range(13)] + [3 << k for k in range(2, 8)]
+    bench = Bench([lambda rows, best=best: 1.0 if rows == best else 2.0 for best in rows])
+    bench.tune(rows)
+    bench.refine()
+    assert len(bench.rounds[0][1]) == len(rows) > MOST_KERNELS
+
+
+def test_what_an_earlier_run_timed_is_not_timed_again() -> None:
+    """But where a new kernel competes, all are."""
+    bench = Bench([lambda rows: 1.0 * rows, lambda rows: 2.0 * rows])
+    bench.tune([128, 256, 512])
+    assert bench.refine() == {}
+    assert bench.looked_at == [[181, 362]]
+    assert bench.refine() == {}
+    assert len(bench.rounds) == 1
+    bench.formulas = [*bench.formulas, lambda rows: 0.5 * rows if rows == 181 else 1.01 * rows]
+    bench.tune([128, 256, 512])
+    assert bench.refine() == {181: 2}
+    assert bench.looked_at[1][:2] == [181, 362]
+
+
+def test_a_new_winner_at_a_bucket_leaves_no_stale_one_beside_it() -> None:
+    bench = Bench([waves(264, 7.0), lambda rows: 0.03 * rows])
+    bench.tune([256, 384])
+    assert set(bench.refine().values()) == {1}
+    bench.formulas = [*bench.formulas, lambda rows: 0.01 * rows]
+    bench.tune([256, 384])
+    assert bench.winners() == {256: 2, 384: 2}
+
+
+def test_problems_and_destinations_are_apart() -> None:
     """The faster kernel is another in each, and has one name in all."""
     problems = LONG, replace(LONG, numerics=Numerics.ACCURATE)
-    us = {(problems[0], IN_PLACE): (1, 2), (problems[0], OUT): (2, 1), (problems[1], IN_PLACE): (2, 1)}
-    us[problems[1], OUT] = (1, 2)
+    between = {(problems[0], IN_PLACE): 0, (problems[0], OUT): 1, (problems[1], IN_PLACE): 1, (problems[1], OUT): 0}
+    asked = []
 
     def trial(problem: Problem, number: int, cells: Sequence[Cell]) -> Trial:
-        timings = (Timing(*cell, *(3 * [float(us[problem, cell.destination][number])]), 1.0) for cell in cells)
-        return make_trial(number, problem=problem, timings=tuple(timings))
-
-    asked = []
+        """Each kernel is the faster one at one of the two buckets, and one of them is between."""
+        timings = []
+        for cell in cells:
+            rows = cell.elements // problem.n
+            best = {64: 0, 256: 1}.get(rows, between[problem, cell.destination])
+            fast = number == best
+            timings.append(Timing(*cell, *(3 * [1.0 if fast else 2.0]), 1.0))
+        kernel = make_kernel(f"{problem.name} {number}".encode())
+        return make_trial(number, problem=problem, timings=tuple(timings), kernel=kernel)
 
     def measure(cells: Mapping[Problem, Sequence[Cell]], candidates: Sequence[Candidate]) -> Iterator[Trial]:
         asked.append([(candidate.problem, candidate.knobs["chunks"]) for candidate in candidates])
         yield from (trial(c.problem, c.knobs["chunks"], cells[c.problem]) for c in candidates)
 
-    tuned: Selection = {}
-    for problem, destination in us:
-        for number, rows in enumerate((64, 256)):
-            cell = winners.Cell(problem, "sm90", H100.gpu, destination, rows * LONG.n)
-            tuned[cell] = trial(problem, number, [Cell(cell.elements, destination, Cache.HOT)])
-    elsewhere = {replace(cell, gpu="NVIDIA H20"): found for cell, found in tuned.items()}
-    alone = {replace(cell, problem=replace(LONG, n=4096)): found for cell, found in list(tuned.items())[:1]}  # no gap
-    added = refine(tuned | elsewhere | alone, measure, H100.l2_bytes)
-    assert asked[0] == [(problem, number) for problem in sorted(problems) for number in (0, 1)]
+    store = Store.open("sqlite://")
+    h20 = replace(H100, gpu="NVIDIA H20")
+    for problem in problems:
+        for number in (0, 1):
+            there = [
+                Cell(rows * LONG.n, destination, Cache.HOT) for rows in (64, 256) for destination in (IN_PLACE, OUT)
+            ]
+            store.record(trial(problem, number, there))
+            store.record(replace(trial(problem, number, there), environment=h20))
+    alone, elsewhere = replace(LONG, n=4096), replace(LONG, n=8192)
+    store.record(make_trial(problem=alone, timings=times({1 << 20: 1.0})))  # no gap
+    store.record(make_trial(problem=elsewhere, environment=h20))
+    found = refine([*problems, alone, elsewhere], store, "sm90", H100, measure)
+    assert found == [*problems, alone]
+    assert asked[0] == [(problem, number) for problem in problems for number in (0, 1)]
+    added: dict[winners.Cell, set[int]] = defaultdict(set)
+    for cell, named in portfolio(store.trials()).items():
+        if not cell.is_bucket:
+            added[replace(cell, elements=0)].add(named.knobs["chunks"])
     assert {cell.gpu for cell in added} == {H100.gpu}
-    for (problem, destination), (first, second) in us.items():
-        here = [cell for cell in added if (cell.problem, cell.destination) == (problem, destination)]
-        assert {added[cell].knobs["chunks"] for cell in here} == {0 if first < second else 1}
+    assert {(cell.problem, cell.destination): numbers for cell, numbers in added.items()} == {
+        place: {number} for place, number in between.items()
+    }
+    assert all(kernel.source and kernel.ptx for kernel in (trial.kernel for trial in store.trials()) if kernel)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from hypothesis import HealthCheck, given, settings
-from sample_trials import H100, H200, PROBLEM, make_kernel, make_timing, make_trial, trial_lists
+from sample_trials import H100, H200, PROBLEM, make_kernel, make_timing, make_trial, times, trial_lists
 from sqlalchemy import create_engine, event
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.schema import CreateTable
@@ -140,6 +140,22 @@ def test_recording_again_replaces(store: Store) -> None:
     assert store.trials() == [again]
     assert store.record(replace(again, kernel=None, errors={}, timings=())) == number
     assert store.trials()[0].kernel is None
+
+
+def test_timings_are_added_to_those_of_the_same_kernel(store: Store) -> None:
+    old = make_trial(timings=times({1 << 13: 2.0, 1 << 20: 9.0}), detail="raced", seconds=2.0)
+    store.record(old)
+    new = make_trial(timings=times({1 << 20: 8.0, 3 << 20: 9.0}), seconds=1.0, date="2026")
+    store.add_timings(new)
+    (found,) = store.trials()
+    every = times({1 << 13: 2.0, 1 << 20: 8.0, 3 << 20: 9.0})
+    assert found == replace(new, timings=every, detail="raced", seconds=3.0)
+    rebuilt = replace(new, kernel=make_kernel(b"rebuilt"))
+    store.add_timings(rebuilt)
+    assert store.trials() == [rebuilt]
+    elsewhere = replace(new, environment=H200)
+    store.add_timings(elsewhere)
+    assert store.trials() == [rebuilt, elsewhere]
 
 
 def test_every_field_has_a_column() -> None:

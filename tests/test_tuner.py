@@ -35,7 +35,7 @@ from hadagen.tuner import (
     search,
     tune,
 )
-from hadagen.tuner.study import by_cells_led, leaders_of, scores, step_from
+from hadagen.tuner.study import Study, by_cells_led, leaders_of, scores, step_from
 from hadagen.tuning_db.store import Store
 from hadagen.tuning_db.winners import best_by_cell
 
@@ -297,6 +297,19 @@ def test_regimes_count_the_timings_that_decide() -> None:
     other = [replace(timing, cache=Cache.COLD, us=9.0) for timing in trial.timings if timing.cache is Cache.HOT]
     assert scores(replace(trial, timings=trial.timings + tuple(other))) == (latency, l2, memory)
     assert scores(replace(trial, timings=())) == (0.0, 0.0, 0.0)
+    between = [replace(timing, elements=timing.elements + 256, us=0.1) for timing in trial.timings]
+    assert scores(replace(trial, timings=trial.timings + tuple(between))) == (latency, l2, memory)
+
+
+def test_of_equal_knobs_the_trial_with_most_timings_is_learned_from(store: Store) -> None:
+    tune(options(store, FakeRunner(), trials=1))
+    (trial,) = store.trials()
+    newer = replace(trial, environment=replace(trial.environment, driver="600"), timings=trial.timings[:1])
+    space = Space(trial.problem, arch())
+    for known in ([trial, newer], [newer, trial]):
+        study = Study(space, "Test GPU", known, optuna.storages.InMemoryStorage(), seed=0)
+        assert study.finished == 1
+        assert study.best == scores(trial)
 
 
 # ---- how it runs ---------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ def time_in(trial: Trial, cell: Cell) -> float:
 
 @given(competitors(), st.sampled_from([0.0, 0.02, 0.05]))
 def test_a_portfolio_serves_every_cell_within_the_loss(trials: list[Trial], loss: float) -> None:
-    best = best_by_cell(trials)
+    best = {cell: found for cell, found in best_by_cell(trials).items() if cell.is_bucket}
     chosen = portfolio(trials, loss)
     assert chosen.keys() == best.keys()
     for cell, trial in chosen.items():
@@ -43,7 +43,7 @@ def test_a_cell_gets_the_fastest_kernel_of_the_portfolio(trials: list[Trial]) ->
     kernels = {trial.kernel for trial in chosen.values()}
     small = [trial for trial in trials if trial.kernel in kernels]
     assert {cell: time_in(trial, cell) for cell, trial in chosen.items()} == {
-        cell: timing.us for cell, (_, timing) in best_by_cell(small).items()
+        cell: timing.us for cell, (_, timing) in best_by_cell(small).items() if cell.is_bucket
     }
 
 
@@ -193,7 +193,7 @@ def test_among_kernels_that_tie_where_it_decides_the_other_regime_has_a_say() ->
 
 
 @pytest.mark.parametrize(
-    "cell", [(3 << 20, IN_PLACE, Cache.HOT), (12 << 20, OUT_OF_PLACE, Cache.COLD), (3 << 27, IN_PLACE, Cache.COLD)]
+    "cell", [(3 << 20, IN_PLACE, Cache.HOT), (12 << 20, OUT_OF_PLACE, Cache.COLD), (1 << 28, IN_PLACE, Cache.COLD)]
 )
 def test_where_only_one_regime_was_timed_a_loss_is_one_of_time(cell: tuple[int, Destination, Cache]) -> None:
     elements, destination, cache = cell
@@ -216,3 +216,42 @@ def test_where_data_may_well_be_hot_both_regimes_count_alike() -> None:
     ((winner, timing),) = best_by_cell([cold_king, all_round]).values()
     assert winner == all_round
     assert timing.cache is Cache.COLD
+
+
+# ---- between buckets -------------------------------------------------------------------------------------------------
+BETWEEN = 9 << 17  # of rows of 256 elements, which are tuned at 1M and 1.5M
+
+
+def test_between_buckets_a_winner_is_named_where_calls_lose_without() -> None:
+    """A call takes the kernel of 1M there."""
+    small = make_trial(1, timings=times({1 << 20: 1.0, BETWEEN: 2.0, 3 << 19: 3.0}))
+    large = make_trial(2, timings=times({1 << 20: 2.0, BETWEEN: 1.9, 3 << 19: 2.0}))
+    place = replace(CELL, elements=BETWEEN)
+    selection = portfolio([small, large])
+    assert [trial.knobs["chunks"] for trial in selection.values()] == [1, 2, 2]
+    assert list(selection) == [replace(CELL, elements=count) for count in (1 << 20, BETWEEN, 3 << 19)]
+    assert place not in portfolio([small, large], loss=0.06)
+    third = make_trial(3, timings=times({1 << 20: 2.0, BETWEEN: 1.88, 3 << 19: 3.0}))
+    assert portfolio([small, large, third])[place] == large  # which is there anyway
+    assert portfolio([small, large, third], loss=0.01)[place] == third
+    assert portfolio([small, replace(large, timings=times({1 << 20: 2.0, 3 << 19: 2.0})), third])[place] == third
+
+
+def test_between_buckets_no_winner_is_named_where_the_kernel_that_calls_take_was_not_timed() -> None:
+    small = make_trial(1, timings=times({1 << 20: 1.0, BETWEEN: 2.0, 3 << 19: 3.0}))
+    large = make_trial(2, timings=times({1 << 20: 2.0, BETWEEN: 1.9, 3 << 19: 2.0}))
+    newer = make_trial(3, timings=times({1 << 20: 0.5}))
+    assert [trial.knobs["chunks"] for trial in portfolio([small, large, newer]).values()] == [3, 2]
+    alone = make_trial(1, timings=times({BETWEEN: 2.0}))
+    assert portfolio([alone]) == {}
+
+
+def test_what_is_added_between_buckets_may_help_at_the_next() -> None:
+    """As the same kernel may be best there; but what is added where it loses itself calls for another."""
+    counts = [1 << 20, BETWEEN, BETWEEN + (1 << 16), 3 << 19]
+    small = make_trial(1, timings=times(dict(zip(counts, (1.0, 2.0, 2.0, 3.0), strict=True))))
+    large = make_trial(2, timings=times(dict(zip(counts, (3.0, 1.0, 1.0, 1.0), strict=True))))
+    assert [cell.elements for cell in portfolio([small, large])] == [1 << 20, BETWEEN, 3 << 19]
+    large = make_trial(2, timings=times(dict(zip(counts, (3.0, 1.0, 9.0, 1.0), strict=True))))
+    found = portfolio([small, large])
+    assert [trial.knobs["chunks"] for trial in found.values()] == [1, 2, 1, 2]

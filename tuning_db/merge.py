@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+from bisect import bisect
+from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from hadagen.errors import UsageError
 from hadagen.trial import Cache, Kernel, Outcome, Timing, Trial
 from hadagen.tuning_db.bundle import Bundle, BundleEntry
 from hadagen.tuning_db.bundle_writer import write_bundle
-from hadagen.tuning_db.winners import Cell, best_by_cell
+from hadagen.tuning_db.winners import Cell, best_by_cell, digest_of
 
 Selection = dict[Cell, Trial]
 
@@ -32,8 +35,9 @@ def selection_of(bundle: Bundle) -> Selection:
 def merge_bundles(paths: Iterable[str | os.PathLike[str]], out: str | os.PathLike[str]) -> Selection:
     """Write one bundle with the winners of several of one arch, such as of an H100 and an H200, and return them.
 
-    Where two have a winner for the same cell, the better one's is taken, as a search would take it. A winner that
-    misses its problem's error bound, which may have been wider when it was found, is left out. Raises `UsageError`
+    Where two have a winner for the same cell, the better one's is taken, as a search would take it. One between buckets
+    was found beside the winners of the buckets around it, and is taken only where these are. A winner that misses its
+    problem's error bound, which may have been wider when it was found, is left out. Raises `UsageError`
     where there are none or they are of several archs, and `StorageError` as `Bundle.open` and `write_bundle` do.
     """
     bundles = [Bundle.open(Path(path)) for path in paths]
@@ -42,10 +46,33 @@ def merge_bundles(paths: Iterable[str | os.PathLike[str]], out: str | os.PathLik
         raise UsageError(
             f"bundles of {len(archs)} archs ({', '.join(sorted(archs))}) cannot be one; merge those of one arch"
         )
-    trials = [trial for bundle in bundles for trial in selection_of(bundle).values()]
-    selection = {cell: trial for cell, (trial, _) in best_by_cell(trials).items()}
+    selections = [selection_of(bundle) for bundle in bundles]
+    buckets = _best({cell: trial for cell, trial in each.items() if cell.is_bucket} for each in selections)
+    selection = dict(sorted((buckets | _best(_between(each, buckets) for each in selections)).items()))
     write_selection(out, archs.pop(), selection)
     return selection
+
+
+def _best(selections: Iterable[Selection]) -> Selection:
+    """Of the winners of each cell the best."""
+    trials = [trial for selection in selections for trial in selection.values()]
+    return {cell: trial for cell, (trial, _) in best_by_cell(trials).items()}
+
+
+def _between(selection: Selection, buckets: Selection) -> Selection:
+    """The winners between buckets that have the same kernels around them in a selection of buckets as in their own."""
+    counts: dict[Cell, list[int]] = defaultdict(list)
+    for cell in sorted(buckets):
+        counts[replace(cell, elements=0)].append(cell.elements)
+    found = {}
+    for cell, trial in selection.items():
+        there = counts[replace(cell, elements=0)]
+        above = bisect(there, cell.elements)
+        around = [replace(cell, elements=count) for count in there[max(0, above - 1) : above + 1]]
+        same = (each in selection and digest_of(selection[each]) == digest_of(buckets[each]) for each in around)
+        if not cell.is_bucket and around and all(same):
+            found[cell] = trial
+    return found
 
 
 def write_selection(path: str | os.PathLike[str], arch: str, selection: Selection) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections import defaultdict
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -73,6 +73,20 @@ class Store:
         with self._database.writing() as session:
             return _record(session, trial)
 
+    def add_timings(self, trial: Trial) -> int:
+        """Store a trial as `record` does, but with the timings of other cells that its kernel has there already."""
+        with self._database.writing() as session:
+            row = session.scalar(select(TrialRow).where(*_same(TrialRow, _key(session, trial))))
+            if row and row.kernel and trial.kernel and row.kernel.digest == trial.kernel.digest:
+                wanted = select(TrialRow.id).where(TrialRow.id == row.id)
+                new = {_where(timing) for timing in trial.timings}
+                kept = [timing for timing in _timings(session, wanted)[row.id] if _where(timing) not in new]
+                detail = "; ".join(filter(None, (row.detail, trial.detail)))
+                trial = replace(
+                    trial, timings=(*kept, *trial.timings), detail=detail, seconds=row.seconds + trial.seconds
+                )
+            return _record(session, trial)
+
     def trials(
         self,
         problem: Problem | None = None,
@@ -110,16 +124,23 @@ class Store:
             return _kernel(row, blobs=True)
 
 
-def _record(session: Session, trial: Trial) -> int:
-    problem = _row_of(session, ProblemRow, trial.problem.to_dict())
-    environment = _row_of(session, EnvironmentRow, asdict(trial.environment))
-    key = {
-        "problem_id": problem.id,
+def _where(timing: Timing) -> tuple[int, Destination, Cache]:
+    return timing.elements, timing.destination, timing.cache
+
+
+def _key(session: Session, trial: Trial) -> dict[str, object]:
+    """What a trial is known by."""
+    return {
+        "problem_id": _row_of(session, ProblemRow, trial.problem.to_dict()).id,
         "arch": trial.arch,
         "knobs_key": knobs_key(trial.knobs),
-        "environment_id": environment.id,
+        "environment_id": _row_of(session, EnvironmentRow, asdict(trial.environment)).id,
         "provenance": trial.provenance.value,
     }
+
+
+def _record(session: Session, trial: Trial) -> int:
+    key = _key(session, trial)
     row = session.scalar(select(TrialRow).where(*_same(TrialRow, key))) or TrialRow(**key)
     row.knobs = trial.knobs
     row.outcome = trial.outcome.value

@@ -7,18 +7,32 @@ too, if any trial has it: where memory is the limit, kernels that tie when cold 
 be hot.
 Whatever their times, a measured trial outranks an estimated one, and an estimate wins no cell that was measured on any
 GPU of the arch.
+
+Every kernel is timed at `element_buckets`, and a call takes the winner of the nearest. A few are timed between two of
+them too (`hadagen refine`); a winner is named there only where calls would be slower without.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import fsum
 from typing import Any
 
 from hadagen.problem import Problem
-from hadagen.trial import Destination, Outcome, Provenance, Timing, Trial, deciding_cache, knobs_key, may_be_hot
+from hadagen.trial import (
+    Destination,
+    Outcome,
+    Provenance,
+    Timing,
+    Trial,
+    deciding_cache,
+    element_buckets,
+    knobs_key,
+    may_be_hot,
+    nearest,
+)
 
 
 @dataclass(frozen=True, order=True)
@@ -31,11 +45,18 @@ class Cell:
     destination: Destination
     elements: int
 
+    @property
+    def is_bucket(self) -> bool:
+        """Whether all kernels of the problem are timed at this number of elements."""
+        return self.elements in element_buckets(self.problem)
+
 
 # Of the two times of a cell, hot and cold, the share in their weighted geometric mean of the one that does not decide:
 # in general, and where data may well be hot though it does not fit in half of L2, because it fits in all of it.
 OTHER_SHARE = 0.1
 OTHER_SHARE_MAY_BE_HOT = 0.5
+
+LOSS = 0.02  # kernels no further apart than this count as equally fast
 
 
 @dataclass(frozen=True)
@@ -69,21 +90,67 @@ def best_by_cell(trials: Iterable[Trial]) -> dict[Cell, tuple[Trial, Timing]]:
     return {cell: (ranked[0].trial, ranked[0].timing) for cell, ranked in ranked_by_cell(trials).items()}
 
 
-def portfolio(trials: Iterable[Trial], loss: float = 0.02) -> dict[Cell, Trial]:
+def portfolio(trials: Iterable[Trial], loss: float = LOSS) -> dict[Cell, Trial]:
     """A small set of kernels that nowhere scores worse than the best by more than `loss` (0.02 is 2 %), by cell.
 
-    The set of a problem is found greedily: next comes the kernel that serves most of the cells not served yet. Then
-    every cell gets the best kernel of the set. The order of the trials does not matter.
+    The set of a problem is found greedily: next comes the kernel that serves most of the buckets not served yet. Then
+    every bucket gets the best kernel of the set, and what calls lack between buckets is added (`lacking_between`). The
+    order of the trials does not matter.
     """
     candidates = ranked_by_cell(trials)
     problems: dict[tuple[Problem, str], list[list[Candidate]]] = defaultdict(list)
     for cell, ranked in candidates.items():
-        problems[cell.problem, cell.arch].append(ranked)
+        if cell.is_bucket:
+            problems[cell.problem, cell.arch].append(ranked)
     chosen = {problem: _cover(cells, loss) for problem, cells in problems.items()}
-    return {
+    winners = {
         cell: next(c.trial for c in ranked if digest_of(c.trial) in chosen[cell.problem, cell.arch])
         for cell, ranked in candidates.items()
+        if cell.is_bucket
     }
+    return dict(sorted((winners | lacking_between(winners, candidates, loss)).items()))
+
+
+def lacking_between(
+    winners: Mapping[Cell, Trial], candidates: Mapping[Cell, Sequence[Candidate]], loss: float = LOSS
+) -> dict[Cell, Trial]:
+    """What calls lack between the buckets, by cell.
+
+    winners: those of the buckets. candidates: those of other cells, best first. A kernel is added in a cell where the
+    one that a call takes, as that of the nearest count, was timed too and scores worse than the best by more than
+    `loss`: of those within `loss` of the best one that wins at a bucket, or else the best.
+    """
+    lines: dict[Cell, dict[int, Trial]] = defaultdict(dict)
+    digests: dict[tuple[Problem, str], set[str]] = defaultdict(set)
+    for cell, trial in winners.items():
+        lines[_line(cell)][cell.elements] = trial
+        digests[cell.problem, cell.arch].add(digest_of(trial))
+    between: dict[Cell, dict[int, Sequence[Candidate]]] = defaultdict(dict)
+    for cell, ranked in candidates.items():
+        if not cell.is_bucket:
+            between[_line(cell)][cell.elements] = ranked
+    added = {}
+    for line, found in lines.items():
+        while lacking := [count for count, ranked in between[line].items() if _loss(found, count, ranked) > loss]:
+            count = min(lacking)  # what is added there may help at the next
+            first, *others = between[line][count]
+            near = [first, *(each for each in others if each.score <= first.score * (1 + loss))]
+            known = (each.trial for each in near if digest_of(each.trial) in digests[line.problem, line.arch])
+            added[replace(line, elements=count)] = found[count] = next(known, first.trial)
+    return added
+
+
+def _line(cell: Cell) -> Cell:
+    """What the cells have in common among which only the count decides."""
+    return replace(cell, elements=0)
+
+
+def _loss(winners: Mapping[int, Trial], elements: int, ranked: Sequence[Candidate]) -> float:
+    """By how much the kernel that a call takes of these winners, by element count, scores worse than the best there; 0
+    where it was not timed."""
+    called = digest_of(winners[nearest(sorted(winners), elements)])
+    scores = (candidate.score for candidate in ranked if digest_of(candidate.trial) == called)
+    return next(scores, ranked[0].score) / ranked[0].score - 1
 
 
 def _cover(cells: Sequence[Sequence[Candidate]], loss: float) -> set[str]:

@@ -7,8 +7,7 @@ and of two as near the larger.
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, cast
@@ -18,7 +17,7 @@ from hadagen.launch import LaunchSpec
 from hadagen.problem import DType, Problem
 from hadagen.runtime import bundles
 from hadagen.runtime.device import Device, find_device
-from hadagen.trial import Destination, Provenance
+from hadagen.trial import Destination, Provenance, nearest
 from hadagen.tuning_db.bundle import Bundle, BundleEntry
 
 if TYPE_CHECKING:
@@ -35,14 +34,6 @@ class Match(str, Enum):
 
 
 _RANK = {match: rank for rank, match in enumerate(Match)}
-
-
-def nearest(timed: Sequence[int], elements: int) -> int:
-    """Of element counts, ascending and at least one, the nearest to `elements` on a logarithmic scale, exactly; of two
-    as near the larger."""
-    above = bisect_left(timed, elements)
-    low, high = timed[max(0, above - 1)], timed[min(above, len(timed) - 1)]
-    return low if elements * elements < low * high else high
 
 
 def match_of(entry: BundleEntry, device: Device) -> Match:

@@ -16,9 +16,9 @@ from hadagen import driver
 from hadagen.driver import LoadedKernel
 from hadagen.errors import DeviceError, UsageError
 from hadagen.problem import MAX_LOG2_N, DType, Numerics, Problem, padded_length
-from hadagen.runtime.choose import choose_from_bundles, nearest, timed_in_bundles
+from hadagen.runtime.choose import choose_from_bundles, timed_in_bundles
 from hadagen.runtime.device import cuda_device, cuda_index
-from hadagen.trial import Destination
+from hadagen.trial import Destination, nearest
 from hadagen.tuning_db.bundle import Bundle
 
 _DTYPES = {torch.float16: DType.FLOAT16, torch.bfloat16: DType.BFLOAT16, torch.float32: DType.FLOAT32}

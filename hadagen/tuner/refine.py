@@ -1,110 +1,127 @@
-"""Winners between the element counts that kernels were tuned at.
+"""Times between the element counts that all kernels are timed at.
 
 A call takes the winner of the nearest count. Where a launch needs one more wave of blocks than it did there, another
-kernel may be faster, and no fixed list of counts holds all such places. So the winners of a problem are timed once more
-between the counts: in the middle of every gap, then, where the winners at the ends of what is left of a gap differ, in
-the middle of that, down to a ratio of `SHORT_GAP`. A winner is added wherever calls would otherwise lose there.
+kernel may be faster, and no fixed list of counts holds all such places. So the best kernels of a problem are timed in
+the middle of every gap between the counts too, then, where the winners at the ends of what is left of a gap differ, in
+the middle of that, down to a ratio of `SHORT_GAP`. The times go to the trials in the store, and `portfolio` names
+winners wherever calls would lose without. Each such place is timed twice, and the second time counts: the fastest of
+many is often one that was lucky.
 """
 
 from __future__ import annotations
 
-from bisect import bisect
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from math import inf, isqrt
+from math import isqrt
 
 from hadagen.measure import Candidate, Cell, cells_at
 from hadagen.problem import Problem
-from hadagen.runtime.choose import nearest
-from hadagen.trial import Trial
+from hadagen.trial import Destination, Environment, Kernel, Outcome, Trial
 from hadagen.tuning_db import winners
-from hadagen.tuning_db.winners import digest_of, ranked_by_cell
+from hadagen.tuning_db.store import Store
+from hadagen.tuning_db.winners import LOSS, contenders, digest_of, lacking_between, portfolio, ranked_by_cell
 
-LEAST_GAIN = 0.02  # kernels no further apart than this count as equally fast
 SHORT_GAP = 1.1  # element counts of no larger ratio are not looked between
+MOST_KERNELS = 16  # of a problem; more only where more win
 
-# Times each kernel at every cell of its problem, however slow it is; those that are wrong have no times.
+# Times each kernel at every cell of its problem, however slow it is.
 Measure = Callable[[Mapping[Problem, Sequence[Cell]], Sequence[Candidate]], Iterable[Trial]]
+Place = tuple[Destination, int]  # where the result goes, and the number of elements
 Ranked = Sequence[winners.Candidate]
 
 
-class _Line:
-    """The winners of a problem on a GPU, in place or out of place, by element count."""
+def refine(problems: Iterable[Problem], store: Store, arch: str, gpu: Environment, measure: Measure) -> list[Problem]:
+    """Time the best kernels of problems between their element counts, and add the times to their trials in the store.
 
-    def __init__(self, tuned: Mapping[int, Trial]) -> None:
-        self._n = next(iter(tuned.values())).problem.n
-        self._tuned = dict(sorted(tuned.items()))
-        self._known = dict(self._tuned)  # and those of middles
-        self._ranked: dict[int, Ranked] = {}
-
-    def middles(self) -> Iterator[int]:
-        """Where to look next: the middles, on a logarithmic scale, of gaps that may hide another winner."""
-        for low, high in pairwise(sorted(self._known)):
-            middle = max(isqrt(low * high) // self._n * self._n, low + self._n)  # down, but a row above the end
-            never_looked = low in self._tuned and high in self._tuned
-            differ = digest_of(self._known[low]) != digest_of(self._known[high])
-            if middle < high and low * SHORT_GAP < high and (never_looked or differ):
-                yield middle
-
-    def learn(self, middle: int, ranked: Ranked) -> None:
-        """Take what came of a middle, the best first. A kernel at an end of its gap wins where no other is faster by
-        more than `LEAST_GAIN`; that at the lower end also where none is right on this device any more."""
-        counts = sorted(self._known)
-        above = bisect(counts, middle)
-        low, high = self._known[counts[above - 1]], self._known[counts[above]]
-        near = [each.trial for each in ranked if each.score <= ranked[0].score * (1 + LEAST_GAIN)]
-        near.sort(key=lambda trial: digest_of(trial) not in (digest_of(low), digest_of(high)))
-        self._known[middle] = near[0] if near else low
-        self._ranked[middle] = ranked
-
-    def lacking(self) -> dict[int, Trial]:
-        """The winners of middles without which calls would lose there."""
-        found = dict(self._tuned)
-        while added := {middle: self._known[middle] for middle in self._ranked if self._loses(found, middle)}:
-            first = min(added)  # it may help at the next
-            found[first] = added[first]
-        return {count: trial for count, trial in found.items() if count not in self._tuned}
-
-    def _loses(self, found: Mapping[int, Trial], middle: int) -> bool:
-        """Whether the kernel that is called is slower than the best by more than `LEAST_GAIN`, or wrong by now."""
-        ranked = self._ranked[middle]
-        if not ranked:
-            return False
-        called = digest_of(found[nearest(sorted(found), middle)])
-        score = next((candidate.score for candidate in ranked if digest_of(candidate.trial) == called), inf)
-        return score > ranked[0].score * (1 + LEAST_GAIN)
-
-
-def refine(selection: Mapping[winners.Cell, Trial], measure: Measure, l2_bytes: int) -> dict[winners.Cell, Trial]:
-    """Winners to add to those of a selection, by cell, such that calls lose at most `LEAST_GAIN` at any count that was
-    looked at.
-
-    selection: of the GPU on which `measure` times, with that much L2; its trials have their kernels, and no others are
-    tried. `measure` is asked once for each round.
+    gpu: where `measure` times; it is asked once for each round, of all problems, and what it yields is stored at once.
+    A trial of it that is not ok is not stored, and its kernel not timed again. What earlier runs timed of all these
+    kernels is not timed again but where it names a winner. Returns those of the problems that have trials on that GPU.
+    Raises `StorageError` where the store cannot keep a time.
     """
-    tuned: dict[winners.Cell, dict[int, Trial]] = defaultdict(dict)  # the keys with no count
-    for cell, trial in selection.items():
-        tuned[replace(cell, elements=0)][cell.elements] = trial
-    lines = {cell: _Line(counts) for cell, counts in tuned.items()}
-    while middles := [replace(cell, elements=count) for cell, line in lines.items() for count in line.middles()]:
-        cells: dict[Problem, list[Cell]] = defaultdict(list)
-        for middle in middles:
-            cells[middle.problem] += cells_at(middle.problem, middle.elements, middle.destination, l2_bytes)
-        ranked = ranked_by_cell(measure(cells, _kernels(selection, cells)))
-        for middle in middles:
-            lines[replace(middle, elements=0)].learn(middle.elements, ranked.get(middle, ()))
-    return {
-        replace(cell, elements=count): trial for cell, line in lines.items() for count, trial in line.lacking().items()
-    }
+    fields = {problem: _Field(problem, store, arch, gpu) for problem in problems}
+    fields = {problem: field for problem, field in fields.items() if field.kernels}
+    while looking := {problem: places for problem, field in fields.items() if (places := field.to_look_at())}:
+        cells = {
+            problem: [cell for where, count in places for cell in cells_at(problem, count, where, gpu.l2_bytes)]
+            for problem, places in looking.items()
+        }
+        for trial in measure(cells, [kernel for problem in looking for kernel in fields[problem].kernels.values()]):
+            if trial.outcome is Outcome.OK:
+                store.add_timings(replace(trial, kernel=store.kernel(digest_of(trial))))
+            else:
+                del fields[trial.problem].kernels[digest_of(trial)]
+        for problem in looking:
+            fields[problem].learn()
+    return list(fields)
 
 
-def _kernels(selection: Mapping[winners.Cell, Trial], problems: Iterable[Problem]) -> list[Candidate]:
-    """The kernels of some problems, each once, those of a problem together."""
-    kernels = {
-        (cell.problem, digest_of(trial)): Candidate(cell.problem, trial.knobs, trial.kernel)
-        for cell, trial in sorted(selection.items(), key=lambda item: item[0])
-        if cell.problem in problems
-    }
-    return list(kernels.values())
+class _Field:
+    """The kernels that compete for a problem on a GPU, and what the store knows of them."""
+
+    def __init__(self, problem: Problem, store: Store, arch: str, gpu: Environment) -> None:
+        self._problem, self._store, self._arch, self._gpu = problem, store, arch, gpu.gpu
+        trials = self._trials()
+        self._winners = {cell: trial for cell, trial in portfolio(trials).items() if cell.is_bucket}
+        best = {digest_of(trial): trial for trial in self._winners.values()}
+        for trial in contenders(trials, MOST_KERNELS):
+            if len(best) < MOST_KERNELS:
+                best.setdefault(digest_of(trial), trial)
+        self.kernels = {digest: _candidate(trial, store.kernel(digest)) for digest, trial in best.items()}
+        self._looked_at: set[Place] = set()
+        self._confirmed: set[Place] = set()
+        self._ranked: dict[winners.Cell, Ranked] = {}
+        self.learn()
+
+    def _trials(self) -> list[Trial]:
+        return self._store.trials(self._problem, self._arch, self._gpu, Outcome.OK, blobs=False)
+
+    def learn(self) -> None:
+        """Read what the store has of these kernels by now."""
+        ours = [trial for trial in self._trials() if trial.kernel and trial.kernel.digest in self.kernels]
+        self._ranked = {**ranked_by_cell(ours)}
+        for cell, ranked in self._ranked.items():
+            if self.kernels.keys() <= {digest_of(candidate.trial) for candidate in ranked}:
+                self._looked_at.add((cell.destination, cell.elements))
+
+    def to_look_at(self) -> list[Place]:
+        """The next places where the kernels should be timed, each once; if none are left, those that are to be timed a
+        second time."""
+        if not self.kernels:
+            return []
+        places = [(where, count) for where in Destination for count in self._middles(where)]
+        if not places:
+            named = lacking_between(self._winners, self._ranked)
+            places = [place for cell in named if (place := (cell.destination, cell.elements)) not in self._confirmed]
+            self._confirmed.update(places)
+        self._looked_at.update(places)
+        return places
+
+    def _middles(self, destination: Destination) -> list[int]:
+        """The middles, on a logarithmic scale, of gaps that may hide another winner and were not looked at."""
+        tuned = {cell.elements: digest_of(t) for cell, t in self._winners.items() if cell.destination is destination}
+        ranked = {cell.elements: found for cell, found in self._ranked.items() if cell.destination is destination}
+        known, n = dict(tuned), self._problem.n
+        while True:
+            middles = {}
+            for low, high in pairwise(sorted(known)):
+                middle = max(isqrt(low * high) // n * n, low + n)  # down, but a row above the end
+                never_looked = low in tuned and high in tuned
+                if middle < high and low * SHORT_GAP < high and (never_looked or known[low] != known[high]):
+                    middles[middle] = known[low], known[high]
+            seen = [middle for middle in middles if (destination, middle) in self._looked_at]
+            if not seen:
+                return list(middles)
+            known |= {middle: _winner(ranked.get(middle, ()), *middles[middle]) for middle in seen}
+
+
+def _candidate(trial: Trial, kernel: Kernel) -> Candidate:
+    """To be timed again: without source and PTX, for there may be thousands."""
+    return Candidate(trial.problem, trial.knobs, replace(kernel, source="", ptx=b""))
+
+
+def _winner(ranked: Ranked, low: str, high: str) -> str:
+    """The digest of the kernel that wins in the middle of a gap: one that wins at an end of it where no other is faster
+    by more than `LOSS`; that at the lower end also where none is right on this device any more."""
+    near = [digest_of(each.trial) for each in ranked if each.score <= ranked[0].score * (1 + LOSS)]
+    return next((digest for digest in near if digest in (low, high)), near[0] if near else low)

@@ -31,7 +31,7 @@ from hadagen.knobs import KNOB_NAMES, Knobs
 from hadagen.measure import Cell
 from hadagen.problem import Problem
 from hadagen.space import Space, build_plan
-from hadagen.trial import Cache, Destination, Outcome, Trial, deciding_cache, may_be_hot
+from hadagen.trial import Cache, Destination, Outcome, Trial, deciding_cache, element_buckets, may_be_hot
 
 REGIMES = ("latency", "L2", "memory")
 LATENCY_ELEMENTS = 1 << 18  # up to here a launch is mostly latency
@@ -42,7 +42,10 @@ Scores = tuple[float, float, float]
 
 
 def regime(problem: Problem, elements: int, destination: Destination, cache: Cache, l2_bytes: int) -> str | None:
-    """Which of `REGIMES` a time belongs to; None for hot ones beyond L2, and for cold ones that fit in half of it."""
+    """Which of `REGIMES` a time belongs to; None where not all kernels are timed, for hot ones beyond L2, and for cold
+    ones that fit in half of it."""
+    if elements not in element_buckets(problem):
+        return None
     decides = cache is deciding_cache(problem, elements, destination, l2_bytes)
     if cache is Cache.COLD:
         return "memory" if decides else None
@@ -142,7 +145,9 @@ class Study:
         self._first: deque[Knobs] = deque()
         self._suggested: deque[Knobs] = deque()
         self._asked: dict[Knobs, optuna.Trial] = {}
-        known = {knobs: trial for trial in finished if (knobs := legal_knobs(trial, space.arch))}
+        # Of trials of the same knobs, such as on another driver, that with most timings.
+        ascending = sorted(finished, key=lambda trial: len(trial.timings))
+        known = {knobs: trial for trial in ascending if (knobs := legal_knobs(trial, space.arch))}
         self._told = set(known)
         self.leaders = leaders_of(known.values())
 

@@ -1,0 +1,69 @@
+"""`hadagen refine`: winners between the sizes that kernels were tuned at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import inf
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from hadagen.cli import options
+from hadagen.cli.bundle import bundle_place, count_of, write_winners
+from hadagen.cli.device import measuring, refusal, report_failures
+from hadagen.cli.output import counted, print_json
+from hadagen.errors import DeviceError, UsageError
+from hadagen.trial import Outcome
+
+if TYPE_CHECKING:
+    from hadagen.measure import Candidate, Cell
+    from hadagen.problem import Problem
+    from hadagen.trial import Trial
+
+
+@click.command()
+@options.problems
+@options.db
+@click.option(
+    "--bundle", type=click.Path(path_type=Path), help="Where the winners go.  [default: where calls find them]"
+)
+@options.device
+@options.as_json
+def refine(problems: list[Problem], db: str | None, bundle: Path | None, device: int, as_json: bool) -> None:
+    """Find winners between the sizes that kernels were tuned at, and write all winners to the bundle that calls find.
+
+    The best kernels of each problem in the tuning database are timed on this GPU between the sizes that all are timed
+    at. A winner is named there wherever calls would clearly be slower without. Every time is kept at once: a run that
+    was interrupted goes on where it was when it is started again. Needs nvcc, for the copy kernel.
+    """
+    from hadagen.measure import device_environment
+    from hadagen.tuner.refine import refine as look_between
+
+    gpu = device_environment(device)
+    arch = options.arch_of(gpu)
+    path = bundle_place(bundle, arch, db)
+    failures: dict[str, None] = {}
+
+    def measure(cells: Mapping[Problem, Sequence[Cell]], candidates: Sequence[Candidate]) -> Iterator[Trial]:
+        with measuring(gpu, device, cells=cells, give_up=inf) as runner:  # slow here may be fast there
+            for candidate, trial in runner.run(counted(candidates, "timing")):
+                if trial.outcome is not Outcome.OK and candidate.kernel:
+                    kernel = trial.problem, candidate.kernel.digest
+                    if trial.outcome not in (Outcome.WRONG_ANSWER, Outcome.UNSTABLE):
+                        raise DeviceError(refusal(*kernel, trial, "run the same command again"))
+                    failures[refusal(*kernel, trial)] = None
+                yield trial
+
+    with options.open_db(db) as store:
+        options.check_writable(store)
+        if not look_between(problems, store, arch, gpu, measure):
+            raise UsageError(f"{store.place} has no trial of such problems on {gpu.gpu}; tune them here first")
+        selection = write_winners(store, arch, path)
+    between = [cell for cell in selection if cell.gpu == gpu.gpu and not cell.is_bucket]
+    if as_json:
+        places = {"database": store.place, "bundle": str(path)}
+        print_json({"gpu": gpu.gpu, **places, "winners": len(selection), "between": len(between)})
+    else:
+        click.echo(f"{path}: {count_of(selection)}; {len(between)} winners are between the sizes that were tuned")
+    report_failures(list(failures))
