@@ -39,6 +39,7 @@ KNOB_VALUES: dict[str, tuple[KnobValue, ...]] = {
     "load": ("plain", "no_allocate", "cp_async", "bulk"),
     "grid": ("tiles", "persistent"),
     "stages": (1, 2),
+    "ahead": (0, 1, 2, 4, 8, 16),
     "store": ("plain", "streaming"),
     "min_blocks": (1, 2, 3, 4, 5, 6, 7, 8),
 }
@@ -71,6 +72,7 @@ class Model:
     sm_bytes_per_cycle: float
     launch_us: float
     early_us: float
+    prefetch_share: float
     dram_latency_us: float
     l2_latency_us: float
     mma_cycles: float

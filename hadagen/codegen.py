@@ -14,7 +14,7 @@ import jinja2
 
 from hadagen.layout import PAIR, Place, cta, reg, warp
 from hadagen.plan import CHUNK_BITS, CROSSED_BARRIER, Plan
-from hadagen.steps import FP32, PACKED, Butterfly, Exchange, Load, Mma, Scale, Shuffle, Step, Store
+from hadagen.steps import FP32, PACKED, Butterfly, Exchange, Load, Mma, Prefetch, Scale, Shuffle, Step, Store
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def _view(plan: Plan, entry: str) -> dict[str, Any]:
         "lifted": any(isinstance(step, Scale) and step.lifted for step in plan.steps),
         "packed": PACKED in plan.carriers,
         "wide": FP32 in plan.carriers,
-        "prefetch": plan.load.stages > 1 and not plan.load.staged,
+        "fetches_next": plan.load.stages > 1 and not plan.load.staged,
         # Each block of a cluster has one barrier for what the others store in it.
         "crossed_barrier": CROSSED_BARRIER,
         "crossed_bytes": next((plan.crossed_bytes(step) for step in plan.exchanges if step.crosses_blocks), 0),
@@ -138,7 +138,7 @@ def _stays_in_chunk(step: Step) -> bool:
         return step.place == PAIR or step.place.index < 2
     if isinstance(step, Mma):
         return step.reg < 2
-    return not isinstance(step, Load | Store | Exchange)
+    return not isinstance(step, Load | Prefetch | Store | Exchange)
 
 
 def _steps(plan: Plan) -> list[dict[str, Any]]:
@@ -153,6 +153,8 @@ def _steps(plan: Plan) -> list[dict[str, Any]]:
         if isinstance(step, Mma):
             view |= {"stride": 1 << step.reg, "operand": step.operand, "parts": step.parts, "turned": step.turned}
             view |= {"accumulator": step.accumulator, "factor": step.factor, "over_blocks": step.over_blocks}
+        elif isinstance(step, Prefetch):
+            view |= {"tiles": plan.tiles_ahead(step)}
         elif isinstance(step, Butterfly):
             view |= {"stride": _stride(step.place, carrier)}
         elif isinstance(step, Shuffle):

@@ -22,7 +22,21 @@ from math import ceil
 
 from hadagen.arch import Arch
 from hadagen.plan import OVERHEAD_REGISTERS, Plan
-from hadagen.steps import FP32, PACKED, Butterfly, Exchange, Load, Mma, Round, Shuffle, Step, Store, Transpose, Widen
+from hadagen.steps import (
+    FP32,
+    PACKED,
+    Butterfly,
+    Exchange,
+    Load,
+    Mma,
+    Prefetch,
+    Round,
+    Shuffle,
+    Step,
+    Store,
+    Transpose,
+    Widen,
+)
 from hadagen.trial import Cache, Destination, buffer_bytes
 
 OVERLAP = 4.0  # p of the norm: 1 would overlap nothing, infinity everything
@@ -64,6 +78,7 @@ class Estimate:
         self._arch = arch
         self._launch = plan.launch
         self._stages = plan.load.stages if plan.persistent else 1
+        self._prefetches = any(isinstance(step, Prefetch) for step in plan.steps)
         self._problem = plan.problem
         wanted = _registers(plan) if registers is None else registers
         self._blocks_per_sm = resident_blocks(plan, arch, wanted)
@@ -95,8 +110,12 @@ class Estimate:
         blocks = ceil(elements / launch.tile_elements) * launch.cluster
         waves = ceil(blocks / (self._blocks_per_sm * model.sms))
         more = ceil(blocks / model.sms) - 1
+        later = loading
+        if self._prefetches:  # then it comes from L2, which was asked once more
+            later = min(loading, model.l2_latency_us)
+            memory += model.prefetch_share * _l2_busy(self._arch, moved_bytes, destination, cache)
         # With stages, a block loads its next tile while it works on this one.
-        waiting = (waves - 1) * (loading + chain if self._stages == 1 else max(loading / self._stages, chain))
+        waiting = (waves - 1) * (later + chain if self._stages == 1 else max(later / self._stages, chain))
         terms = (memory, shared, more * block_memory, more * block_issue, waiting)
         together: float = sum(time**OVERLAP for time in terms) ** (1 / OVERLAP)
         launching = model.launch_us - (model.early_us if launch.starts_early else 0.0)
@@ -124,16 +143,26 @@ def resident_blocks(plan: Plan, arch: Arch, registers: int) -> int:
     )
 
 
+def _near(arch: Arch, moved_bytes: int, destination: Destination, cache: Cache) -> float:
+    """The share of what one launch moves that L2 holds."""
+    footprint = moved_bytes * (1 if destination is Destination.IN_PLACE else 2)
+    # L2 keeps what is read in both of its halves: it is hot up to half of L2, and nothing is beyond the whole.
+    if cache is Cache.HOT and footprint <= arch.model.l2_bytes:
+        return 1 - max(0.0, 2 * moved_bytes / arch.model.l2_bytes - 1)
+    return 0.0
+
+
+def _l2_busy(arch: Arch, moved_bytes: int, destination: Destination, cache: Cache) -> float:
+    """Microseconds that L2 is busy with what it holds of one launch."""
+    return 2 * moved_bytes * _near(arch, moved_bytes, destination, cache) / arch.model.l2_bytes_per_us
+
+
 def _memory(arch: Arch, moved_bytes: int, destination: Destination, cache: Cache) -> tuple[float, float]:
     """Microseconds that memory is busy with one launch, and that the first load takes."""
     model = arch.model
-    footprint = moved_bytes * (1 if destination is Destination.IN_PLACE else 2)
-    # L2 keeps what is read in both of its halves: it is hot up to half of L2, and nothing is beyond the whole.
-    beyond = 1.0
-    if cache is Cache.HOT and footprint <= model.l2_bytes:
-        beyond = max(0.0, 2 * moved_bytes / model.l2_bytes - 1)
-    near = 1 - beyond
-    busy = 2 * moved_bytes * (near / model.l2_bytes_per_us + beyond / model.dram_bytes_per_us)
+    near = _near(arch, moved_bytes, destination, cache)
+    beyond = 1 - near
+    busy = _l2_busy(arch, moved_bytes, destination, cache) + 2 * moved_bytes * beyond / model.dram_bytes_per_us
     return busy, near * model.l2_latency_us + beyond * model.dram_latency_us
 
 
@@ -165,12 +194,13 @@ def _costs(plan: Plan, arch: Arch) -> list[Cost]:
     steps = [
         _cost(step, chunks, moved, _words(carrier), arch) for step, carrier in zip(plan.steps, before, strict=True)
     ]
-    for step in plan.exchanges:
-        if step.crosses_blocks:  # a block's stores to others wait for each other
-            crossing = step.rounds * plan.crossed_bytes(step)
+    for at, step in enumerate(plan.steps):  # shares of other blocks are loaded too, and summed by the first mma
+        if isinstance(step, Load) or (isinstance(step, Mma) and step.over_blocks):
+            steps[at] = _times(plan.shares_loaded, steps[at])
+    for exchange in plan.exchanges:
+        if exchange.crosses_blocks:  # a block's stores to others wait for each other
+            crossing = exchange.rounds * plan.crossed_bytes(exchange)
             steps.append(Cost(latency=crossing / arch.model.cluster_bytes_per_cycle))
-    if plan.shares_loaded > 1:  # by the load, and summed by the first mma
-        steps[:2] = [_times(plan.shares_loaded, cost) for cost in steps[:2]]
     return [Cost(TILE_INSTRUCTIONS), *steps]
 
 
@@ -196,6 +226,8 @@ def _cost(step: Step, chunks: int, moved: int, words: int, arch: Arch) -> Cost:
             mma = parts * (MMA_OF_TF32 if operand == "tf32" else 1)
             instructions = 2 * mma + 4 * PART_INSTRUCTIONS[operand, parts] + (4 * parts if turned else 0)
             return Cost(instructions * chunks, 2 * mma * chunks, latency=(mma + turned) * MMA_LATENCY)
+        case Prefetch():
+            return Cost()
         case Transpose():
             return Cost(words * chunks, latency=MMA_LATENCY)
         case Shuffle():

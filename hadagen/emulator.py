@@ -88,7 +88,7 @@ class EmulationReport:
     in-place loads of what has been overwritten. `uninitialized_reads`: loads of shared memory nobody wrote.
     `unwritten`, `rewritten`: elements of the output written never, or more than once. `wavefronts`: of shared-memory
     accesses, of which `bank_conflicts` would not have been needed. `sectors`: of 32 bytes of global memory, of which
-    `excess_sectors` would not have been touched by coalesced accesses.
+    `excess_sectors` would not have been touched by coalesced accesses. `prefetched_bytes`: that L2 was asked for.
     """
 
     races: int
@@ -100,6 +100,7 @@ class EmulationReport:
     bank_conflicts: int
     sectors: int
     excess_sectors: int
+    prefetched_bytes: int
 
     @property
     def complaint(self) -> str:
@@ -140,6 +141,7 @@ _COUNTS = (
     "bank_conflicts",
     "sectors",
     "excess_sectors",
+    "prefetched_bytes",
 )
 
 

@@ -24,6 +24,7 @@ from hadagen.steps import (
     Exchange,
     Load,
     Mma,
+    Prefetch,
     Round,
     Scale,
     Shuffle,
@@ -63,6 +64,7 @@ class Knobs:
     load: str = "plain"  # plain, no_allocate, cp_async or bulk
     grid: str = "tiles"  # a block or cluster per tile, or persistent blocks that loop over tiles
     stages: int = 1  # tiles under way in a persistent grid
+    ahead: int = 0  # MiB of the input between a tile and the one that is prefetched to L2 then; 0: none is
     store: str = "plain"  # plain or streaming
     min_blocks: int = 1  # blocks per SM the compiler must leave registers for; fewer let it overlap more
 
@@ -127,6 +129,8 @@ def steps_of(problem: Problem, knobs: Knobs) -> tuple[Step, ...]:
     steps = _with_scale(problem, knobs, steps)
     if knobs.low_bits == "mma_shuffle":
         steps.append(Transpose())
+    if knobs.ahead:
+        steps.insert(1, Prefetch(knobs.ahead))
     steps.append(Store(knobs.store))
     return tuple(steps)
 

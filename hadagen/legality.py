@@ -308,6 +308,17 @@ def _(c: Context, k: Knobs) -> str | None:
     return "clusters take one tile each (grid must be tiles)" if loops else None
 
 
+@_rule("grid", "ahead")
+def _(c: Context, k: Knobs) -> str | None:
+    if not k.ahead:
+        return None
+    if "bulk_copy" not in c.arch.features:
+        return "the arch has no bulk copies to L2 (ahead must be 0)"
+    if c.problem.pitched:
+        return "pitched rows lie anywhere (ahead must be 0)"
+    return "blocks that loop do not take tiles in order (ahead must be 0)" if k.grid == "persistent" else None
+
+
 @_rule("grid", "stages")
 def _(c: Context, k: Knobs) -> str | None:
     alone = k.grid == "tiles" and k.stages > 1

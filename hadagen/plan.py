@@ -29,6 +29,7 @@ from hadagen.steps import (
     Exchange,
     Load,
     Mma,
+    Prefetch,
     Round,
     Scale,
     Shuffle,
@@ -128,6 +129,10 @@ class Plan:
         """Of how many blocks each block loads the share of the tile: of all in the cluster, or of itself alone."""
         over_blocks = any(isinstance(step, Mma) and step.over_blocks for step in self.steps)
         return 1 << self.cta_bits if over_blocks else 1
+
+    def tiles_ahead(self, step: Prefetch) -> int:
+        """How many tiles behind the one that was loaded the one is that is prefetched."""
+        return max(1, (step.mib << 20) // (self.tile_elements * self.problem.dtype.bytes))
 
     @property
     def exchanges(self) -> tuple[Exchange, ...]:
@@ -245,6 +250,7 @@ def _check(plan: Plan) -> None:
             Transpose: PACKED,
             Store: plan.load.carrier,
             Load: "",
+            Prefetch: plan.load.carrier,
         }.get(type(step), carrier)
         if isinstance(step, Mma):
             parts = 1 if step.operand == PACKED else PARTS[step.operand].get(plan.problem.dtype)
@@ -292,6 +298,8 @@ def _check(plan: Plan) -> None:
         raise UsageError(f"{plan.problem.name}: values of this type are not loaded as {plan.load.carrier}")
     if plan.problem.pitched and plan.load.staged:
         raise UsageError(f"{plan.problem.name}: pitched rows are not copied to shared memory as they lie")
+    if any(isinstance(step, Prefetch) for step in plan.steps) and (plan.persistent or plan.problem.pitched):
+        raise UsageError(f"{plan.problem.name}: only of whole rows, a tile a block, the order of tiles is known ahead")
     if not isinstance(plan.steps[-1], Store) or any(before.bit_at(at) != plan.loaded.bit_at(at) for at in IN_VECTORS):
         raise UsageError(f"{plan.problem.name}: the plan does not end with a Store of whole 16-byte vectors")
 
@@ -299,7 +307,8 @@ def _check(plan: Plan) -> None:
 def _check_over_blocks(plan: Plan, number: int, step: Mma, refuse: Callable[[str], UsageError]) -> None:
     if not plan.cta_bits:
         raise refuse("there is one block, and no other to sum over")
-    if number != 2 or plan.load.staged or plan.load.stages > 1:
+    loads = all(isinstance(before, Load | Prefetch) for before in plan.steps[: number - 1])
+    if not loads or plan.load.staged or plan.load.stages > 1:
         raise refuse("only what each block has loaded straight to registers is summed over blocks")
     if step != Mma(step.reg, factor=step.factor, over_blocks=True):
         raise refuse("only packed values are summed over blocks, as they lie, in fp32")

@@ -36,6 +36,13 @@ class Load:
 
 
 @dataclass(frozen=True)
+class Prefetch:
+    """Asks L2 to bring in what lies about so many MiB behind what was just loaded, for a tile that starts later."""
+
+    mib: int
+
+
+@dataclass(frozen=True)
 class Mma:
     """Transforms the four bits at {pair, lane0, lane1, reg}, times a factor of the scale, and applies `MMA_MOVES`.
 
@@ -155,7 +162,7 @@ class Store:
     path: str  # plain or streaming
 
 
-Step = Load | Mma | Transpose | Butterfly | Shuffle | Exchange | Scale | Correct | Widen | Round | Store
+Step = Load | Prefetch | Mma | Transpose | Butterfly | Shuffle | Exchange | Scale | Correct | Widen | Round | Store
 
 
 def transformed_bits(step: Step, before: Placement) -> tuple[int, ...]:
@@ -229,6 +236,8 @@ def sentence(step: Step, before: Placement) -> str:
     match step:
         case Load(path, stages):
             return f"load {path}" + (f", {stages} stages" if stages > 1 else "")
+        case Prefetch(mib):
+            return f"prefetch to L2 what is {mib} MiB ahead"
         case Mma(register, operand, parts, accumulator, factor, turned, over_blocks):
             packed = ", packed accumulators" if accumulator == PACKED else ""
             how = packed if operand == PACKED else f" as {parts} {operand}"

@@ -36,6 +36,7 @@ FEW: dict[str, tuple[int | str, ...]] = {
     "butterfly_carrier": ("packed", "fp32"),
     "load": ("plain", "cp_async"),
     "stages": (1, 2),
+    "ahead": (0,),
     "min_blocks": (1, 2),
 }
 

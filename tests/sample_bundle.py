@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from sample_trials import make_trial, times
+from sample_trials import H100, PROBLEM, make_trial, times
 
 from hadagen.runtime import bundles
-from hadagen.trial import Trial
+from hadagen.trial import Destination, Trial
 from hadagen.tuning_db.bundle_writer import write_bundle
-from hadagen.tuning_db.winners import portfolio
+from hadagen.tuning_db.winners import Cell, portfolio
 
 
 def hide_bundles(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,11 +29,22 @@ def write_sample(path: Path, chunks: int = 1) -> Path:
 
 def write_winners(path: Path, chunks: Mapping[int, int]) -> Path:
     """Writes a bundle of a winner for each of these element counts, timed in place on an H100; returns its path."""
-    return write_trials(path, [make_trial(each, timings=times({elements: 2.0})) for elements, each in chunks.items()])
+    line = Cell(PROBLEM, "sm90", H100.gpu, Destination.IN_PLACE, 0)
+    return _write(
+        path,
+        {
+            replace(line, elements=elements): make_trial(each, timings=times({elements: 2.0}))
+            for elements, each in chunks.items()
+        },
+    )
 
 
 def write_trials(path: Path, trials: Sequence[Trial]) -> Path:
     """Writes a bundle of the winners among trials; returns its path."""
-    kernels = {trial.kernel.digest: trial.kernel for trial in trials if trial.kernel}
-    write_bundle(path, "sm90", portfolio(trials), kernels.__getitem__)
+    return _write(path, portfolio(trials))
+
+
+def _write(path: Path, selection: Mapping[Cell, Trial]) -> Path:
+    kernels = {trial.kernel.digest: trial.kernel for trial in selection.values() if trial.kernel}
+    write_bundle(path, "sm90", selection, kernels.__getitem__)
     return path

@@ -233,6 +233,22 @@ def test_nothing_beats_a_copy_but_by_starting_early(
     assert us - estimate.us(elements, destination, cache) == pytest.approx(SM90.model.early_us)
 
 
+def test_prefetches_pay_where_input_comes_from_memory_in_waves() -> None:
+    problem, plain = (
+        Problem(1 << 15, DType.FLOAT16),
+        Knobs(16, 8, mma_carrier="split", butterfly_carrier="fp32", exchange_carrier="fp32"),
+    )
+    us = {
+        (ahead, cache): Estimate(build_plan(problem, replace(plain, ahead=ahead), SM90), SM90).us(
+            1 << 23, Destination.IN_PLACE, cache
+        )
+        for ahead in (0, 4)
+        for cache in Cache
+    }
+    assert us[4, Cache.COLD] < us[0, Cache.COLD]
+    assert us[4, Cache.HOT] > us[0, Cache.HOT]
+
+
 def test_occupancy_is_the_calculation_of_the_programming_guide() -> None:
     problem = Problem(4096, DType.FLOAT16, Numerics.FAST)
     knobs = Knobs(chunks=4, warps=4, mma_carrier="split", butterfly_carrier="fp32")

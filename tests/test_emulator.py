@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from spaces import ARCH, draw, families
 from hadagen.bits import decode, encode
 from hadagen.codegen import Source, render
 from hadagen.emulator import EmulationError, HostModule, compile_host, verification_rows, verify
-from hadagen.knobs import KNOB_NAMES, Knobs
+from hadagen.knobs import KNOB_NAMES, Knobs, plan_of
 from hadagen.launch import LaunchSpec, RowShape
 from hadagen.plan import Plan
 from hadagen.problem import DType, Numerics, Problem
@@ -70,6 +71,7 @@ def features(knobs: Knobs, plan: Plan) -> Iterator[tuple[object, ...]]:
     if any(step.turned for step in plan.exchanges):
         yield "turned exchange", exchange, k.block_bits, k.shared_layout
         yield "turned exchange", k.chunks, k.warps, k.cluster
+    yield "prefetch", k.ahead > 0, k.cluster > 1, k.load, ragged
     yield "store", k.store, ragged, problem.dtype.bytes
     if plan.shares_loaded > 1:
         yield "whole rows", k.cluster, k.low_bits, exchange, k.order, k.chunks > 1, k.load, problem.pitched
@@ -144,6 +146,25 @@ def shapes(n: int, in_place: bool) -> list[RowShape]:
     even, odd = n - n // 4, (n - n // 8 - 1) | 1
     pairs = [(even, -(-even // 8) * 8 + 8), (odd, odd), (n, n + 3)]
     return [RowShape(columns, pitch, pitch if in_place else pitch + 8) for columns, pitch in pairs]
+
+
+@pytest.mark.parametrize(
+    ("n", "knobs", "rows"),
+    [
+        (4096, {"chunks": 4, "warps": 4}, 70),
+        (4096, {"chunks": 2, "warps": 4, "cluster": 2}, 70),
+        (1024, {"chunks": 4, "warps": 4, "load": "cp_async"}, 4 * 70 + 1),  # four to a tile, the last of one row alone
+    ],
+)
+def test_every_whole_tile_is_prefetched_once_from_so_far_behind(n: int, knobs: dict[str, Any], rows: int) -> None:
+    """All but those that are within 1 MiB of the beginning: of tiles of 16 KiB the first 64."""
+    problem = Problem(n, DType.FLOAT32)
+    plan = plan_of(
+        problem, Knobs(low_bits="shuffle", butterfly_carrier="fp32", exchange_carrier="fp32", **knobs, ahead=1)
+    )
+    source, x = render(plan), np.zeros(n * rows, np.uint32)
+    report = compile_host([source]).run(source.entry, plan.launch, x, np.zeros_like(x), scale=1.0)
+    assert report.prefetched_bytes == (70 - 64) * 16384
 
 
 @pytest.mark.parametrize(("layout", "conflicts"), [("linear", 64), ("padded", 0), ("swizzled", 0)])

@@ -385,6 +385,8 @@ STOPPED = {
         "if (t == 0) barrier_init(barrier), bulk_copy(data, in, 512, barrier);",
     ): "block 0 ends while 512 bytes are on their way to it",
     Case("odd_copy", "if (t == 0) barrier_init(barrier), bulk_copy(data, in, 8, barrier);"): "expects 8 bytes",
+    Case("odd_prefetch", "if (t == 0) bulk_prefetch(in, 24);"): "prefetches 24 bytes, which is not a multiple of 16",
+    Case("prefetch_beyond", "if (t == 0) bulk_prefetch(in + 16, 512);"): "prefetches 256 elements at element 264 of x",
     Case(
         "two_copies_in_a_phase",
         """if (t == 0) {

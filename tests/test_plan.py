@@ -32,6 +32,7 @@ from hadagen.steps import (
     Exchange,
     Load,
     Mma,
+    Prefetch,
     Round,
     Scale,
     Shuffle,
@@ -88,7 +89,8 @@ def test_blocks_that_load_whole_rows_sum_over_blocks_and_exchange_only_inside(
             assert plan.shares_loaded == cluster
             assert not plan.crosses_blocks
             blocks = " ".join(str(13 - bit) for bit in range(cluster.bit_length() - 1, 0, -1))
-            assert plan.describe()[1].startswith(f"mma reg0, over blocks: bits 0 3 4 1 {blocks}")
+            first = next(line for line in plan.describe() if line.startswith("mma"))
+            assert first.startswith(f"mma reg0, over blocks: bits 0 3 4 1 {blocks}")
 
 
 @given(plans())
@@ -243,6 +245,20 @@ def test_a_plan_without_one_of_its_steps_is_refused(kind: type) -> None:
                 with pytest.raises(UsageError):
                     changed(plan, index)
     assert found
+
+
+def test_only_where_the_order_of_tiles_is_known_is_one_prefetched() -> None:
+    plan = build_plan(Problem(256, DType.FLOAT16), Knobs(mma_carrier="split", ahead=4), ARCH)
+    assert [type(step) for step in plan.steps[:2]] == [Load, Prefetch]
+    assert plan.tiles_ahead(Prefetch(4)) == 4 << 20 >> 9
+    assert plan.tiles_ahead(Prefetch(1)) == plan.tiles_ahead(Prefetch(4)) // 4
+    with pytest.raises(UsageError, match="the order of tiles"):
+        dataclasses.replace(plan, persistent=True)
+    with pytest.raises(UsageError, match="the order of tiles"):
+        dataclasses.replace(plan, problem=dataclasses.replace(plan.problem, pitched=True))
+    whole_rows = Knobs(chunks=8, warps=8, cluster=2, block_bits="load", mma_carrier="split", butterfly_carrier="fp32")
+    large = dataclasses.replace(whole_rows, exchange_carrier="fp32", ahead=4)
+    assert build_plan(Problem(1 << 15, DType.FLOAT16), large, ARCH).shares_loaded == 2
 
 
 def test_the_scale_is_multiplied_once() -> None:

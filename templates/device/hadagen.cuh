@@ -337,6 +337,10 @@ HADAGEN_INLINE void bulk_copy(byte* shared, const void* global, u32 bytes, u64* 
 // Bulk copies that start after a `block_sync` from here overwrite nothing that this thread has yet to read: the unit that
 // carries them out does not wait for loads under way.
 HADAGEN_INLINE void bulk_copy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Asks L2 to bring in `bytes`, a multiple of 16; nobody waits for it. One thread calls it.
+HADAGEN_INLINE void bulk_prefetch(const void* global, u32 bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");
+}
 #define HADAGEN_BARRIER_WAIT(name, instruction)                                                                        \
     HADAGEN_INLINE void name(u64* barrier, u32 parity) {                                                               \
         asm volatile("{\n\t.reg .pred done;\n"                                                                         \

@@ -251,6 +251,14 @@ void bulk_copy_fence() {
     ++m.running->clock.fences;
 }
 
+void bulk_prefetch(const void* global, u32 bytes) {
+    step();
+    if (bytes == 0 || bytes % vector_bytes)
+        fail("%s prefetches %u bytes, which is not a multiple of %u", Name(m.running->who).text, bytes, vector_bytes);
+    element(global, bytes, m.x, m.launch.x_pitch, "prefetches", "x");
+    m.report->prefetched_bytes += bytes;
+}
+
 void bulk_copy(byte* shared, const void* global, u32 bytes, const u64* barrier) {
     step();
     const u32 offset = shared_offset(shared, bytes, vector_bytes);

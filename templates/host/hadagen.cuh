@@ -235,6 +235,8 @@ HADAGEN_INLINE void bulk_copy(byte* shared, const void* global, u32 bytes, u64* 
 }
 // Bulk copies that start after a `block_sync` from here overwrite nothing that this thread has yet to read.
 HADAGEN_INLINE void bulk_copy_fence() { machine::bulk_copy_fence(); }
+// Asks L2 to bring in `bytes`, a multiple of 16; nobody waits for it. One thread calls it.
+HADAGEN_INLINE void bulk_prefetch(const void* global, u32 bytes) { machine::bulk_prefetch(global, bytes); }
 // Waits for the end of the barrier's phase of this parity (0, 1, 0, …).
 HADAGEN_INLINE void barrier_wait(u64* barrier, u32 parity) { machine::barrier_wait(barrier, parity, false); }
 // The same where other blocks have stored.

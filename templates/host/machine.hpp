@@ -55,6 +55,7 @@ void copy_async_wait(u32 pending);
 void barrier_init(const u64* barrier);
 void barrier_expect(const u64* barrier, u32 bytes);
 void bulk_copy_fence();
+void bulk_prefetch(const void* global, u32 bytes);
 void bulk_copy(byte* shared, const void* global, u32 bytes, const u64* barrier);
 void remote_shared_store(byte* shared, u32 rank, const Vec16& v, const u64* barrier);
 void barrier_wait(const u64* barrier, u32 parity, bool remote);
@@ -88,6 +89,7 @@ struct Report {
     i64 bank_conflicts;       // those of the wavefronts that no conflict-free access would need
     i64 sectors;              // of 32 bytes, touched by global accesses
     i64 excess_sectors;       // those that no coalesced access would touch
+    i64 prefetched_bytes;     // that L2 was asked for
     char first_race[256];
     char error[768];  // empty where the kernel ran to its end
 };
