@@ -13,6 +13,7 @@ from hadagen.cli import options
 from hadagen.cli.listing import bundle_summary, winner_values, winners
 from hadagen.cli.output import PROBLEM_HEADERS, print_json, print_table, problem_cells, short_knobs
 from hadagen.errors import StorageError, UsageError
+from hadagen.tuning_db.winners import LOSS
 
 if TYPE_CHECKING:
     from hadagen.trial import Trial
@@ -31,7 +32,7 @@ loss = click.option(
     "--loss",
     type=float,
     callback=_checked_loss,
-    default=0.02,
+    default=LOSS,
     show_default=True,
     help="How much slower than the best the small set of kernels may be, anywhere.",
 )
@@ -178,18 +179,18 @@ def bundle_place(given: Path | None, arch: str, db: str | None) -> Path:
     from hadagen.tuning_db.bundle_writer import check_bundle_place
 
     path = given or options.default_bundle(arch)
-    check_bundle_place(path)
     if path.absolute() == Path(db or options.default_db()).absolute():
         raise UsageError(f"{path} cannot be both the database and the bundle; name two places")
+    check_bundle_place(path)
     return path
 
 
-def write_winners(store: Store, arch: str, path: Path, loss: float | None = None) -> dict[won.Cell, Trial]:
+def write_winners(store: Store, arch: str, path: Path, loss: float = LOSS) -> dict[won.Cell, Trial]:
     """Write the winners of a database to a bundle, and return them. Raises as `write_bundle` does."""
     from hadagen.tuning_db.bundle_writer import write_bundle
-    from hadagen.tuning_db.winners import LOSS, portfolio
+    from hadagen.tuning_db.winners import portfolio
 
-    selection = portfolio(store.trials(arch=arch, blobs=False), LOSS if loss is None else loss)
+    selection = portfolio(store.trials(arch=arch, blobs=False), loss)
     write_bundle(path, arch, selection, store.kernel)
     return selection
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from hadagen.problem import Problem
     from hadagen.trial import Trial
 
+MOST_FAILURES = 5  # of kernels that were right when they were tuned; then it is the device
+
 
 @click.command()
 @options.problems
@@ -35,7 +37,7 @@ def refine(problems: list[Problem], db: str | None, bundle: Path | None, device:
 
     The best kernels of each problem in the tuning database are timed on this GPU between the sizes that all are timed
     at. A winner is named there wherever calls would clearly be slower without. Every time is kept at once: a run that
-    was interrupted goes on where it was when it is started again. Needs nvcc, for the copy kernel.
+    was interrupted goes on with the round in which it was when it is started again. Needs nvcc, for the copy kernel.
     """
     from hadagen.measure import device_environment
     from hadagen.tuner.refine import refine as look_between
@@ -43,16 +45,17 @@ def refine(problems: list[Problem], db: str | None, bundle: Path | None, device:
     gpu = device_environment(device)
     arch = options.arch_of(gpu)
     path = bundle_place(bundle, arch, db)
-    failures: dict[str, None] = {}
+    failures: list[str] = []
 
     def measure(cells: Mapping[Problem, Sequence[Cell]], candidates: Sequence[Candidate]) -> Iterator[Trial]:
         with measuring(gpu, device, cells=cells, give_up=inf) as runner:  # slow here may be fast there
             for candidate, trial in runner.run(counted(candidates, "timing")):
                 if trial.outcome is not Outcome.OK and candidate.kernel:
-                    kernel = trial.problem, candidate.kernel.digest
-                    if trial.outcome not in (Outcome.WRONG_ANSWER, Outcome.UNSTABLE):
-                        raise DeviceError(refusal(*kernel, trial, "run the same command again"))
-                    failures[refusal(*kernel, trial)] = None
+                    lost = trial.outcome in (Outcome.WRONG_ANSWER, Outcome.UNSTABLE)
+                    advice = "it wins nothing any more" if lost else "it was left out"
+                    failures.append(refusal(trial.problem, candidate.kernel.digest, trial, advice))
+                    if len(failures) == MOST_FAILURES:
+                        raise DeviceError(f"{failures[-1]}; that many fail where the device does; run hadagen doctor")
                 yield trial
 
     with options.open_db(db) as store:
@@ -65,5 +68,5 @@ def refine(problems: list[Problem], db: str | None, bundle: Path | None, device:
         places = {"database": store.place, "bundle": str(path)}
         print_json({"gpu": gpu.gpu, **places, "winners": len(selection), "between": len(between)})
     else:
-        click.echo(f"{path}: {count_of(selection)}; {len(between)} winners are between the sizes that were tuned")
-    report_failures(list(failures))
+        click.echo(f"{path}: {count_of(selection)}; {len(between)} between the sizes that were tuned")
+    report_failures(failures)

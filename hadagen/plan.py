@@ -131,8 +131,8 @@ class Plan:
         return 1 << self.cta_bits if over_blocks else 1
 
     def tiles_ahead(self, step: Prefetch) -> int:
-        """How many tiles behind the one that was loaded the one is that is prefetched."""
-        return max(1, (step.mib << 20) // (self.tile_elements * self.problem.dtype.bytes))
+        """How many tiles after the one that was loaded the one comes that is prefetched; none is as large as 1 MiB."""
+        return (step.mib << 20) // (self.tile_elements * self.problem.dtype.bytes)
 
     @property
     def exchanges(self) -> tuple[Exchange, ...]:

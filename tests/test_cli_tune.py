@@ -18,6 +18,7 @@ from sample_trials import H100, PROBLEM, make_trial, times
 
 from hadagen import measure
 from hadagen.cli import options
+from hadagen.cli import refine as refine_command
 from hadagen.cli.progress import State, shown
 from hadagen.errors import DeviceError
 from hadagen.measure import Answer, Candidate, Cell, Comparison, Place, Ranking, Standing, Times
@@ -443,7 +444,7 @@ def fill(path: Path | None = None, **fields: Any) -> Path:
 def test_winners_are_found_between_those_that_were_tuned(one_is_faster: None, tmp_path: Path) -> None:
     db = fill()
     mine = options.default_bundle("sm90")
-    told = f"{mine}: 3 winners, 2 kernels; 1 winners are between the sizes that were tuned\n"
+    told = f"{mine}: 3 winners, 2 kernels; 1 between the sizes that were tuned\n"
     assert succeed("refine", "--n", "128,256", "--contiguous") == told
     entries = Bundle.open(mine).entries(PROBLEM)
     assert [entry.knobs["chunks"] for entry in entries] == [1, 1, 2]
@@ -465,29 +466,38 @@ def test_refine_is_refused_where_nothing_was_tuned(one_is_faster: None, tmp_path
     assert said == f"{db} has no trial of such problems on {H100.gpu}; tune them here first"
     assert not options.default_bundle("sm90").exists()
     assert "there is no tuning database" in sentence(run("refine"), 1)
-    assert "is not a hadagen bundle" in sentence(run("refine", "--db", db, "--bundle", db), 1)
+    assert "cannot be both the database and the bundle" in sentence(run("refine", "--db", db, "--bundle", db), 2)
 
 
-def test_a_device_that_fails_changes_no_bundle_and_loses_no_time(one_is_faster: None, tmp_path: Path) -> None:
+def test_a_device_that_fails_changes_no_bundle_and_loses_no_time(
+    one_is_faster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     db = fill()
-    FakeDevice.refusals[2] = Answer(Outcome.TIMEOUT, "no answer within 20 s")
+    monkeypatch.setattr(refine_command, "MOST_FAILURES", 1)
+    FakeDevice.refusals[2] = Answer(Outcome.WRONG_ANSWER, "it is off")
     said = sentence(run("refine", "--n", "256"), 1)
-    assert said.endswith(
-        "for n256-float16-accurate ended as timeout: no answer within 20 s; run the same command again"
-    )
+    assert said.endswith("that many fail where the device does; run hadagen doctor")
     assert not options.default_bundle("sm90").exists()
     with Store.open(db) as store:
         assert [(trial.outcome, len(trial.timings)) for trial in store.trials()] == [(Outcome.OK, 6), (Outcome.OK, 4)]
 
 
-def test_a_kernel_that_is_refused_by_now_is_named(one_is_faster: None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("outcome", "kernels", "advice"),
+    [(Outcome.WRONG_ANSWER, 1, "it wins nothing any more"), (Outcome.TIMEOUT, 2, "it was left out")],
+)
+def test_a_kernel_that_fails_by_now_is_named_once_and_the_others_go_on(
+    one_is_faster: None, outcome: Outcome, kernels: int, advice: str
+) -> None:
+    """What is wrong wins no more; what takes too long does where it did."""
     fill()
-    FakeDevice.refusals[1] = Answer(Outcome.WRONG_ANSWER, "it is off")
+    FakeDevice.refusals[1] = Answer(outcome, "it is off")
     result = run("refine", "--n", "256")
     mine = options.default_bundle("sm90")
-    told = f"{mine}: 2 winners, 2 kernels; 0 winners are between the sizes that were tuned\n"
+    told = f"{mine}: 2 winners, {kernels} kernels; 0 between the sizes that were tuned\n"
     assert (result.exit_code, result.stdout) == (1, told)
-    assert "for n256-float16-accurate ended as wrong_answer: it is off; tune again" in result.stderr
+    (line,) = result.stderr.splitlines()
+    assert line.endswith(f"for n256-float16-accurate ended as {outcome.value}: it is off; {advice}")
 
 
 # ---- progress --------------------------------------------------------------------------------------------------------

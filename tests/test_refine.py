@@ -35,27 +35,30 @@ def waves(of: int, us: float) -> Formula:
 class Bench:
     """A store of kernels that take what their formulas say, in place, and a device that times them so.
 
-    `rounds` is where kernels were timed, `wrong` are those that verification refuses, and `luck` is what the first
-    times at so many rows are multiplied by, by kernel.
+    `rounds` is where kernels were timed, `endings` how those end that are not ok, and `luck` is what the first times at
+    so many rows are multiplied by, by kernel.
     """
 
     def __init__(self, formulas: Sequence[Formula], problem: Problem = LONG) -> None:
         self.problem, self.formulas = problem, formulas
         self.store = Store.open("sqlite://")
         self.rounds: list[tuple[list[int], list[int]]] = []
-        self.wrong: set[int] = set()
+        self.endings: dict[int, Outcome] = {}
         self.luck: dict[tuple[int, int], float] = {}
 
     def tune(self, rows: Sequence[int] = ()) -> None:
         """Time all kernels at these numbers of rows, by default at those of the buckets."""
         counts = [each * self.problem.n for each in rows] or element_buckets(self.problem)
         for number in range(len(self.formulas)):
-            self.store.record(self._trial(number, [Cell(count, IN_PLACE, Cache.HOT) for count in counts]))
+            self.store.record(self.trial(number, [Cell(count, IN_PLACE, Cache.HOT) for count in counts]))
+
+    def run(self) -> None:
+        assert refine([self.problem], self.store, "sm90", H100, self.measure) == [self.problem]
 
     def refine(self) -> Rows:
         """What it adds."""
         before = self.winners()
-        assert refine([self.problem], self.store, "sm90", H100, self._measure) == [self.problem]
+        self.run()
         after = self.winners()
         assert before.items() <= after.items()
         return dict(after.items() - before.items())
@@ -69,21 +72,21 @@ class Bench:
         us = [formula(rows) for formula in self.formulas]
         return us[selection[nearest(sorted(selection), rows)]] / min(us) - 1
 
-    def _trial(self, number: int, cells: Sequence[Cell]) -> Trial:
+    def trial(self, number: int, cells: Sequence[Cell]) -> Trial:
         def us(cell: Cell) -> float:
             rows = cell.elements // self.problem.n
             lucky = self.luck.pop((number, rows), 1.0) if cell.cache is Cache.HOT else 1.0
             return self.formulas[number](rows) * lucky
 
         timings = [Timing(*cell, *(3 * [us(cell)]), 1.0) for cell in cells]
-        outcome = Outcome.WRONG_ANSWER if number in self.wrong else Outcome.OK
+        outcome = self.endings.get(number, Outcome.OK)
         return make_trial(number, problem=self.problem, timings=tuple(timings), outcome=outcome)
 
-    def _measure(self, cells: Mapping[Problem, Sequence[Cell]], candidates: Sequence[Candidate]) -> Iterator[Trial]:
+    def measure(self, cells: Mapping[Problem, Sequence[Cell]], candidates: Sequence[Candidate]) -> Iterator[Trial]:
         there = [cell for cell in cells[self.problem] if cell.destination is IN_PLACE]
         numbers = [candidate.knobs["chunks"] for candidate in candidates]
         self.rounds.append((sorted({cell.elements // self.problem.n for cell in there}), numbers))
-        yield from (self._trial(number, there) for number in numbers)
+        yield from (self.trial(number, there) for number in numbers)
 
     @property
     def looked_at(self) -> list[list[int]]:
@@ -149,15 +152,65 @@ def test_a_lucky_time_names_no_winner() -> None:
     assert bench.looked_at[-1] == [181]
 
 
-def test_a_kernel_that_is_wrong_by_now_is_not_added_and_not_timed_again() -> None:
+@pytest.mark.parametrize("outcome", [Outcome.WRONG_ANSWER, Outcome.UNSTABLE])
+def test_a_kernel_that_is_wrong_by_now_wins_nothing_any_more(outcome: Outcome) -> None:
+    """Not by its trials on another driver either, and it is not timed again."""
     bench = Bench([waves(264, 7.0), lambda rows: 0.03 * rows])
     bench.tune([256, 384])
-    bench.wrong = {1}
+    bench.store.record(replace(bench.store.trials()[1], environment=replace(H100, driver="1"), detail="older"))
+    bench.endings = {1: outcome}
+    assert bench.winners() == {256: 0, 384: 1}
+    bench.run()
+    assert bench.winners() == {256: 0, 384: 0}
+    assert [numbers for _, numbers in bench.rounds] == [[0, 1]]
+    outcomes = {trial.knobs["chunks"]: trial.outcome for trial in bench.store.trials()}
+    assert outcomes == {0: Outcome.OK, 1: outcome}
+    assert all(kernel.source for kernel in (trial.kernel for trial in bench.store.trials()) if kernel)
+
+
+def test_where_all_kernels_are_wrong_by_now_nothing_wins() -> None:
+    bench = Bench([waves(264, 7.0), lambda rows: 0.03 * rows])
+    bench.tune([256, 384])
+    bench.endings = dict.fromkeys((0, 1), Outcome.WRONG_ANSWER)
+    bench.run()
+    assert bench.winners() == {}
+    assert len(bench.rounds) == 1
+    assert refine([bench.problem], bench.store, "sm90", H100, bench.measure) == []
+
+
+def test_a_kernel_that_fails_otherwise_keeps_what_it_won_and_is_left_out() -> None:
+    bench = Bench([waves(264, 7.0), lambda rows: 0.03 * rows])
+    bench.tune([256, 384])
+    bench.endings = {1: Outcome.TIMEOUT}
     assert bench.refine() == {}
     assert [numbers for _, numbers in bench.rounds][:2] == [[0, 1], [0]]
-    bench.wrong = {0, 1}
-    assert bench.refine() == {}
-    assert {trial.outcome for trial in bench.store.trials()} == {Outcome.OK}
+    bench.endings = {}
+    assert set(bench.refine().values()) == {1}
+
+
+def test_only_the_newest_kernel_of_knobs_competes() -> None:
+    bench = Bench([waves(264, 7.0), lambda rows: 0.03 * rows])
+    bench.tune([256, 384])
+    (_, second) = bench.store.trials()
+    older = replace(second, environment=replace(H100, driver="1"), date="2024", kernel=make_kernel(b"older"))
+    faster = tuple(replace(timing, us=0.9 * timing.us) for timing in older.timings)
+    bench.store.record(replace(older, timings=faster))
+    before = bench.store.trials()[1]
+    bench.run()
+    (_, found, _) = bench.store.trials()
+    assert found.kernel == before.kernel
+    assert set(before.timings) < set(found.timings)
+
+
+def test_a_second_time_counts_on_another_driver_too() -> None:
+    """A kernel that was lucky on an older one."""
+    bench = Bench([lambda rows: 1.0 * rows, lambda rows: 1.0 * rows + (rows != 512)])
+    bench.tune([128, 256, 512])
+    cells = cells_at(LONG, 181 * LONG.n, IN_PLACE, H100.l2_bytes)
+    lucky = replace(bench.trial(1, cells), environment=replace(H100, driver="1"), date="2024")
+    bench.store.record(replace(lucky, timings=tuple(replace(timing, us=1.0) for timing in lucky.timings)))
+    bench.run()
+    assert set(bench.winners()) == {128, 256, 512}
 
 
 def test_no_row_count_is_skipped() -> None:
@@ -184,12 +237,26 @@ def test_kernels_that_win_nowhere_yet_compete() -> None:
     assert sorted(bench.rounds[0][1]) == list(range(MOST_KERNELS))
 
 
+def test_a_tie_in_the_middle_goes_to_the_kernel_at_the_lower_end_too() -> None:
+    bench = Bench(
+        [lambda rows: {128: 1.0, 181: 1.01, 152: 1.0}.get(rows, 9.0), lambda rows: 1.005 if rows != 128 else 9.0]
+    )
+    bench.formulas = [*bench.formulas, lambda rows: 1.0 if rows == 181 else 9.0]
+    bench.tune([128, 256])
+    assert bench.winners() == {128: 0, 256: 1}
+    bench.refine()
+    assert bench.looked_at[1] in ([152], [215])  # not both, for it is of one of them
+
+
 def test_all_that_win_compete() -> None:
     rows = [1 << k for k in range(13)] + [3 << k for k in range(2, 8)]
     bench = Bench([lambda rows, best=best: 1.0 if rows == best else 2.0 for best in rows])
     bench.tune(rows)
+    bench.formulas = [*bench.formulas, lambda rows: 3.0]
+    bench.tune(rows)
     bench.refine()
-    assert len(bench.rounds[0][1]) == len(rows) > MOST_KERNELS
+    assert sorted(bench.rounds[0][1]) == list(range(len(rows)))
+    assert len(rows) > MOST_KERNELS
 
 
 def test_what_an_earlier_run_timed_is_not_timed_again() -> None:

@@ -237,6 +237,20 @@ def test_between_buckets_a_winner_is_named_where_calls_lose_without() -> None:
     assert portfolio([small, replace(large, timings=times({1 << 20: 2.0, 3 << 19: 2.0})), third])[place] == third
 
 
+@pytest.mark.parametrize("loss", [0.0, 0.01, 0.02, 0.05, 0.3])
+@pytest.mark.parametrize("first", [1.0, 2.3, 7.7])
+def test_a_kernel_just_as_far_behind_as_it_may_be_is_near_the_best(loss: float, first: float) -> None:
+    """By one rule, however quotients and products round."""
+    worse = first * (1 + loss)
+    us = (1.0, worse, 3.0), (2.0, 2 * worse, 2.0), (2.0, first, 3.0)
+    counts = 1 << 20, BETWEEN, 3 << 19
+    trials = [
+        make_trial(chunks, timings=tuple(make_timing(*each) for each in zip(some, counts, strict=True)))
+        for chunks, some in enumerate(us, 1)
+    ]
+    assert replace(CELL, elements=BETWEEN) not in portfolio(trials, loss)
+
+
 def test_between_buckets_no_winner_is_named_where_the_kernel_that_calls_take_was_not_timed() -> None:
     small = make_trial(1, timings=times({1 << 20: 1.0, BETWEEN: 2.0, 3 << 19: 3.0}))
     large = make_trial(2, timings=times({1 << 20: 2.0, BETWEEN: 1.9, 3 << 19: 2.0}))

@@ -73,11 +73,16 @@ class Store:
         with self._database.writing() as session:
             return _record(session, trial)
 
-    def add_timings(self, trial: Trial) -> int:
-        """Store a trial as `record` does, but with the timings of other cells that its kernel has there already."""
+    def add_timings(self, trial: Trial) -> None:
+        """Store a trial as `record` does, but with the timings of other cells that its kernel has there already.
+
+        Where there is another kernel of these knobs nothing is stored.
+        """
         with self._database.writing() as session:
             row = session.scalar(select(TrialRow).where(*_same(TrialRow, _key(session, trial))))
-            if row and row.kernel and trial.kernel and row.kernel.digest == trial.kernel.digest:
+            if row:
+                if not (row.kernel and trial.kernel and row.kernel.digest == trial.kernel.digest):
+                    return
                 wanted = select(TrialRow.id).where(TrialRow.id == row.id)
                 new = {_where(timing) for timing in trial.timings}
                 kept = [timing for timing in _timings(session, wanted)[row.id] if _where(timing) not in new]
@@ -85,7 +90,7 @@ class Store:
                 trial = replace(
                     trial, timings=(*kept, *trial.timings), detail=detail, seconds=row.seconds + trial.seconds
                 )
-            return _record(session, trial)
+            _record(session, trial)
 
     def trials(
         self,

@@ -131,12 +131,11 @@ def lacking_between(
             between[_line(cell)][cell.elements] = ranked
     added = {}
     for line, found in lines.items():
-        while lacking := [count for count, ranked in between[line].items() if _loss(found, count, ranked) > loss]:
-            count = min(lacking)  # what is added there may help at the next
-            first, *others = between[line][count]
-            near = [first, *(each for each in others if each.score <= first.score * (1 + loss))]
-            known = (each.trial for each in near if digest_of(each.trial) in digests[line.problem, line.arch])
-            added[replace(line, elements=count)] = found[count] = next(known, first.trial)
+        while losing := [count for count, ranked in between[line].items() if _loses(found, count, ranked, loss)]:
+            count = min(losing)  # what is added there may help at the next
+            near = [each.trial for each in near_best(between[line][count], loss)]
+            known = (trial for trial in near if digest_of(trial) in digests[line.problem, line.arch])
+            added[replace(line, elements=count)] = found[count] = next(known, near[0])
     return added
 
 
@@ -145,12 +144,16 @@ def _line(cell: Cell) -> Cell:
     return replace(cell, elements=0)
 
 
-def _loss(winners: Mapping[int, Trial], elements: int, ranked: Sequence[Candidate]) -> float:
-    """By how much the kernel that a call takes of these winners, by element count, scores worse than the best there; 0
-    where it was not timed."""
+def _loses(winners: Mapping[int, Trial], elements: int, ranked: Sequence[Candidate], loss: float) -> bool:
+    """Whether the kernel that a call takes of these winners, by element count, was timed and is not near the best."""
     called = digest_of(winners[nearest(sorted(winners), elements)])
-    scores = (candidate.score for candidate in ranked if digest_of(candidate.trial) == called)
-    return next(scores, ranked[0].score) / ranked[0].score - 1
+    timed, near = ({digest_of(each.trial) for each in some} for some in (ranked, near_best(ranked, loss)))
+    return called in timed - near
+
+
+def near_best(ranked: Sequence[Candidate], loss: float = LOSS) -> list[Candidate]:
+    """Those of a cell that score worse than the best by no more than `loss`, the best first."""
+    return [candidate for candidate in ranked if candidate.score <= ranked[0].score * (1 + loss)]
 
 
 def _cover(cells: Sequence[Sequence[Candidate]], loss: float) -> set[str]:
@@ -158,10 +161,8 @@ def _cover(cells: Sequence[Sequence[Candidate]], loss: float) -> set[str]:
     # Kernel -> the cells it serves, with its score there as a multiple of the best.
     serves: dict[str, dict[int, float]] = defaultdict(dict)
     for index, ranked in enumerate(cells):
-        best = ranked[0].score
-        for candidate in ranked:
-            if candidate.score <= best * (1 + loss):
-                serves[digest_of(candidate.trial)].setdefault(index, candidate.score / best)
+        for candidate in near_best(ranked, loss):
+            serves[digest_of(candidate.trial)].setdefault(index, candidate.score / ranked[0].score)
 
     def rank(digest: str) -> tuple[int, float, str]:
         return -len(serves[digest]), fsum(serves[digest].values()), digest
@@ -178,7 +179,10 @@ def _cover(cells: Sequence[Sequence[Candidate]], loss: float) -> set[str]:
 
 
 def ranked_by_cell(trials: Iterable[Trial]) -> dict[Cell, list[Candidate]]:
-    """The trials that compete in each cell, best first; the order of the trials does not matter."""
+    """The trials that compete in each cell, best first; the order of the trials does not matter.
+
+    Between buckets, where a kernel is timed again to make sure, only its newest trial counts.
+    """
     # In each cell: is it an estimate, does it lack the time that decides, and the two times.
     found: dict[Cell, list[tuple[bool, bool, Trial, Timing, Timing | None]]] = defaultdict(list)
     for trial in filter(may_win, trials):
@@ -199,6 +203,8 @@ def ranked_by_cell(trials: Iterable[Trial]) -> dict[Cell, list[Candidate]]:
         if estimated and _on_any_gpu(cell) in measured:
             continue
         rivals = [entry[2:] for entry in entries if entry[:2] == (estimated, lacking)]
+        if not cell.is_bucket:
+            rivals = list({digest_of(rival[0]): rival for rival in sorted(rivals, key=_age)}.values())
         candidates[cell] = sorted((Candidate(*rival[:2], score) for rival, score in _scored(rivals)), key=_rank)
     return candidates
 
@@ -217,6 +223,12 @@ def _scored(rivals: Sequence[Rival]) -> Iterator[tuple[Rival, float]]:
             continue
         share = other_share(trial.problem, timing.elements, timing.destination, trial.environment.l2_bytes)
         yield rival, timing.us ** (1 - share) * (other.us if other else slowest) ** share
+
+
+def _age(rival: Rival) -> tuple[str, str]:
+    """Ascending from the oldest; a complete order of the trials of a kernel."""
+    trial = rival[0]
+    return trial.date, repr((trial.environment, knobs_key(trial.knobs)))
 
 
 def other_share(problem: Problem, elements: int, destination: Destination, l2_bytes: int) -> float:

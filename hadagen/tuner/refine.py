@@ -17,49 +17,73 @@ from math import isqrt
 
 from hadagen.measure import Candidate, Cell, cells_at
 from hadagen.problem import Problem
-from hadagen.trial import Destination, Environment, Kernel, Outcome, Trial
+from hadagen.trial import Destination, Environment, Kernel, Outcome, Trial, knobs_key
 from hadagen.tuning_db import winners
 from hadagen.tuning_db.store import Store
-from hadagen.tuning_db.winners import LOSS, contenders, digest_of, lacking_between, portfolio, ranked_by_cell
+from hadagen.tuning_db.winners import (
+    contenders,
+    digest_of,
+    lacking_between,
+    may_win,
+    near_best,
+    portfolio,
+    ranked_by_cell,
+)
 
 SHORT_GAP = 1.1  # element counts of no larger ratio are not looked between
 MOST_KERNELS = 16  # of a problem; more only where more win
 
 # Times each kernel at every cell of its problem, however slow it is.
 Measure = Callable[[Mapping[Problem, Sequence[Cell]], Sequence[Candidate]], Iterable[Trial]]
-Place = tuple[Destination, int]  # where the result goes, and the number of elements
-Ranked = Sequence[winners.Candidate]
+Where = tuple[Destination, int]  # where the result goes, and the number of elements
 
 
 def refine(problems: Iterable[Problem], store: Store, arch: str, gpu: Environment, measure: Measure) -> list[Problem]:
     """Time the best kernels of problems between their element counts, and add the times to their trials in the store.
 
     gpu: where `measure` times; it is asked once for each round, of all problems, and what it yields is stored at once.
-    A trial of it that is not ok is not stored, and its kernel not timed again. What earlier runs timed of all these
-    kernels is not timed again but where it names a winner. Returns those of the problems that have trials on that GPU.
-    Raises `StorageError` where the store cannot keep a time.
+    A kernel that is wrong or unstable by now wins nothing any more: that is what all its trials on that GPU become. One
+    that ends otherwise is not timed again in this run. Where an earlier run has timed all these kernels it is not done
+    again, but where a winner is named. Returns those of the problems that have trials on that GPU. Raises
+    `StorageError` where the store cannot keep a time.
     """
-    fields = {problem: _Field(problem, store, arch, gpu) for problem in problems}
-    fields = {problem: field for problem, field in fields.items() if field.kernels}
-    while looking := {problem: places for problem, field in fields.items() if (places := field.to_look_at())}:
+    ended: set[str] = set()  # digests of kernels that were not ok in this run
+    rivalries = {problem: _Rivalry(problem, store, arch, gpu, ended) for problem in problems}
+    rivalries = {problem: rivalry for problem, rivalry in rivalries.items() if rivalry.kernels}
+    while looking := {problem: there for problem, rivalry in rivalries.items() if (there := rivalry.to_look_at())}:
         cells = {
-            problem: [cell for where, count in places for cell in cells_at(problem, count, where, gpu.l2_bytes)]
-            for problem, places in looking.items()
+            problem: [cell for where, count in there for cell in cells_at(problem, count, where, gpu.l2_bytes)]
+            for problem, there in looking.items()
         }
-        for trial in measure(cells, [kernel for problem in looking for kernel in fields[problem].kernels.values()]):
+        fewer = set()
+        for trial in measure(cells, [kernel for problem in looking for kernel in rivalries[problem].kernels.values()]):
             if trial.outcome is Outcome.OK:
                 store.add_timings(replace(trial, kernel=store.kernel(digest_of(trial))))
-            else:
-                del fields[trial.problem].kernels[digest_of(trial)]
+                continue
+            ended.add(digest_of(trial))
+            fewer.add(trial.problem)
+            if trial.outcome in (Outcome.WRONG_ANSWER, Outcome.UNSTABLE):
+                _refuse(trial, store)
         for problem in looking:
-            fields[problem].learn()
-    return list(fields)
+            if problem in fewer:
+                rivalries[problem] = _Rivalry(problem, store, arch, gpu, ended)
+            else:
+                rivalries[problem].learn()
+    return list(rivalries)
 
 
-class _Field:
+def _refuse(refused: Trial, store: Store) -> None:
+    """Let all trials of the kernel for that problem on that GPU end as this one did."""
+    kernel = store.kernel(digest_of(refused))
+    for trial in store.trials(refused.problem, refused.arch, refused.environment.gpu, Outcome.OK, blobs=False):
+        if trial.kernel and trial.kernel.digest == kernel.digest:
+            store.record(replace(trial, kernel=kernel, outcome=refused.outcome, detail=refused.detail))
+
+
+class _Rivalry:
     """The kernels that compete for a problem on a GPU, and what the store knows of them."""
 
-    def __init__(self, problem: Problem, store: Store, arch: str, gpu: Environment) -> None:
+    def __init__(self, problem: Problem, store: Store, arch: str, gpu: Environment, ended: set[str]) -> None:
         self._problem, self._store, self._arch, self._gpu = problem, store, arch, gpu.gpu
         trials = self._trials()
         self._winners = {cell: trial for cell, trial in portfolio(trials).items() if cell.is_bucket}
@@ -67,10 +91,17 @@ class _Field:
         for trial in contenders(trials, MOST_KERNELS):
             if len(best) < MOST_KERNELS:
                 best.setdefault(digest_of(trial), trial)
-        self.kernels = {digest: _candidate(trial, store.kernel(digest)) for digest, trial in best.items()}
-        self._looked_at: set[Place] = set()
-        self._confirmed: set[Place] = set()
-        self._ranked: dict[winners.Cell, Ranked] = {}
+        # What the knobs of an older kernel make today is another one.
+        ascending = sorted(filter(may_win, trials), key=lambda trial: trial.date)
+        newest = {knobs_key(trial.knobs): digest_of(trial) for trial in ascending}
+        self.kernels = {
+            digest: _candidate(trial, store.kernel(digest))
+            for digest, trial in best.items()
+            if newest[knobs_key(trial.knobs)] == digest and digest not in ended
+        }
+        self._looked_at: set[Where] = set()
+        self._confirmed: set[Where] = set()
+        self._ranked: Mapping[winners.Cell, Sequence[winners.Candidate]] = {}
         self.learn()
 
     def _trials(self) -> list[Trial]:
@@ -79,14 +110,13 @@ class _Field:
     def learn(self) -> None:
         """Read what the store has of these kernels by now."""
         ours = [trial for trial in self._trials() if trial.kernel and trial.kernel.digest in self.kernels]
-        self._ranked = {**ranked_by_cell(ours)}
+        self._ranked = ranked_by_cell(ours)
         for cell, ranked in self._ranked.items():
             if self.kernels.keys() <= {digest_of(candidate.trial) for candidate in ranked}:
                 self._looked_at.add((cell.destination, cell.elements))
 
-    def to_look_at(self) -> list[Place]:
-        """The next places where the kernels should be timed, each once; if none are left, those that are to be timed a
-        second time."""
+    def to_look_at(self) -> list[Where]:
+        """Where the kernels should be timed next, each place once; when none is left, where a winner is named, again."""
         if not self.kernels:
             return []
         places = [(where, count) for where in Destination for count in self._middles(where)]
@@ -120,8 +150,8 @@ def _candidate(trial: Trial, kernel: Kernel) -> Candidate:
     return Candidate(trial.problem, trial.knobs, replace(kernel, source="", ptx=b""))
 
 
-def _winner(ranked: Ranked, low: str, high: str) -> str:
-    """The digest of the kernel that wins in the middle of a gap: one that wins at an end of it where no other is faster
-    by more than `LOSS`; that at the lower end also where none is right on this device any more."""
-    near = [digest_of(each.trial) for each in ranked if each.score <= ranked[0].score * (1 + LOSS)]
+def _winner(ranked: Sequence[winners.Candidate], low: str, high: str) -> str:
+    """The digest of the kernel that wins in the middle of a gap: one that wins at an end of it if it is near the best;
+    that at the lower end also where none is right on this device any more."""
+    near = [digest_of(candidate.trial) for candidate in near_best(ranked)]
     return next((digest for digest in near if digest in (low, high)), near[0] if near else low)

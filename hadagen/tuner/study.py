@@ -145,8 +145,9 @@ class Study:
         self._first: deque[Knobs] = deque()
         self._suggested: deque[Knobs] = deque()
         self._asked: dict[Knobs, optuna.Trial] = {}
-        # Of trials of the same knobs, such as on another driver, that with most timings.
-        ascending = sorted(finished, key=lambda trial: len(trial.timings))
+        # Of trials of the same knobs, such as on another driver, that with most timings that count.
+        buckets = element_buckets(space.problem)
+        ascending = sorted(finished, key=lambda trial: sum(timing.elements in buckets for timing in trial.timings))
         known = {knobs: trial for trial in ascending if (knobs := legal_knobs(trial, space.arch))}
         self._told = set(known)
         self.leaders = leaders_of(known.values())
