@@ -304,7 +304,8 @@ def test_regimes_count_the_timings_that_decide() -> None:
 def test_of_equal_knobs_the_trial_with_most_timings_is_learned_from(store: Store) -> None:
     tune(options(store, FakeRunner(), trials=1))
     (trial,) = store.trials()
-    newer = replace(trial, environment=replace(trial.environment, driver="600"), timings=trial.timings[:1])
+    between = tuple(replace(trial.timings[0], elements=trial.timings[0].elements + 256 * i) for i in range(1, 9))
+    newer = replace(trial, environment=replace(trial.environment, driver="600"), timings=between)
     space = Space(trial.problem, arch())
     for known in ([trial, newer], [newer, trial]):
         study = Study(space, "Test GPU", known, optuna.storages.InMemoryStorage(), seed=0)

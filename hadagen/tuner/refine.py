@@ -116,7 +116,7 @@ class _Rivalry:
                 self._looked_at.add((cell.destination, cell.elements))
 
     def to_look_at(self) -> list[Where]:
-        """Where the kernels should be timed next, each place once; when none is left, where a winner is named, again."""
+        """Where the kernels should be timed next, each place once; then, again, where a winner is named."""
         if not self.kernels:
             return []
         places = [(where, count) for where in Destination for count in self._middles(where)]
