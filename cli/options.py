@@ -79,6 +79,9 @@ db = click.option(
     metavar="PATH|URL",
     help="Tuning database: a file or a postgresql:// URL.  [default: tuning.db in hadagen's data directory]",
 )
+bundle = click.option(
+    "--bundle", type=click.Path(path_type=Path), help="Where the winners go.  [default: where calls find them]"
+)
 table = click.option(
     "--csv", "table", type=click.Path(path_type=Path), metavar="FILE", help="Write all numbers to FILE too."
 )

@@ -27,9 +27,7 @@ MOST_FAILURES = 5  # of kernels that were right when they were tuned; then it is
 @click.command()
 @options.problems
 @options.db
-@click.option(
-    "--bundle", type=click.Path(path_type=Path), help="Where the winners go.  [default: where calls find them]"
-)
+@options.bundle
 @options.device
 @options.as_json
 def refine(problems: list[Problem], db: str | None, bundle: Path | None, device: int, as_json: bool) -> None:

@@ -45,9 +45,7 @@ NOT_MEASURED = (
 @click.option("--trials", type=int, help="Trials of each problem, those of earlier runs included; pitched: a quarter.")
 @click.option("--time-budget", type=float, metavar="SECONDS", help="Stop after this long.  [default: no limit]")
 @options.db
-@click.option(
-    "--bundle", type=click.Path(path_type=Path), help="Where the winners go.  [default: where calls find them]"
-)
+@options.bundle
 @click.option("--device", type=int, metavar="INDEX", help="CUDA device to measure on.  [default: 0]")
 @click.option(
     "--from-winners/--from-scratch",

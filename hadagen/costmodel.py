@@ -100,7 +100,7 @@ class Estimate:
         """Microseconds of one launch over `elements` = rows · n, at the rows that are timed (`timed_rows`)."""
         model, launch = self._arch.model, self._launch
         moved_bytes = buffer_bytes(self._problem, elements)
-        memory, loading = _memory(self._arch, moved_bytes, destination, cache)
+        in_l2, beyond, loading = _memory(self._arch, moved_bytes, destination, cache)
         # Shares that other blocks have loaded too come from L2.
         shared = (self._shares - 1) * moved_bytes / model.l2_bytes_per_us
         chain = self._latency_cycles / model.cycles_per_us
@@ -113,10 +113,10 @@ class Estimate:
         later = loading
         if self._prefetches:  # then it comes from L2, which was asked once more
             later = min(loading, model.l2_latency_us)
-            memory += model.prefetch_share * _l2_busy(self._arch, moved_bytes, destination, cache)
+            in_l2 *= 1 + model.prefetch_share
         # With stages, a block loads its next tile while it works on this one.
         waiting = (waves - 1) * (later + chain if self._stages == 1 else max(later / self._stages, chain))
-        terms = (memory, shared, more * block_memory, more * block_issue, waiting)
+        terms = (in_l2 + beyond, shared, more * block_memory, more * block_issue, waiting)
         together: float = sum(time**OVERLAP for time in terms) ** (1 / OVERLAP)
         launching = model.launch_us - (model.early_us if launch.starts_early else 0.0)
         return launching + loading + block_memory + first_issue + chain + together
@@ -124,8 +124,8 @@ class Estimate:
 
 def copy_us(arch: Arch, copied_bytes: int, destination: Destination, cache: Cache) -> float:
     """Microseconds of the copy kernel over a buffer: launch, one load, and the memory."""
-    memory, loading = _memory(arch, copied_bytes, destination, cache)
-    return arch.model.launch_us + loading + memory
+    in_l2, beyond, loading = _memory(arch, copied_bytes, destination, cache)
+    return arch.model.launch_us + loading + in_l2 + beyond
 
 
 def resident_blocks(plan: Plan, arch: Arch, registers: int) -> int:
@@ -143,27 +143,19 @@ def resident_blocks(plan: Plan, arch: Arch, registers: int) -> int:
     )
 
 
-def _near(arch: Arch, moved_bytes: int, destination: Destination, cache: Cache) -> float:
-    """The share of what one launch moves that L2 holds."""
+def _memory(arch: Arch, moved_bytes: int, destination: Destination, cache: Cache) -> tuple[float, float, float]:
+    """Microseconds that L2 is busy with what it holds of one launch, that device memory is with the rest, and that the
+    first load takes."""
+    model = arch.model
     footprint = moved_bytes * (1 if destination is Destination.IN_PLACE else 2)
     # L2 keeps what is read in both of its halves: it is hot up to half of L2, and nothing is beyond the whole.
-    if cache is Cache.HOT and footprint <= arch.model.l2_bytes:
-        return 1 - max(0.0, 2 * moved_bytes / arch.model.l2_bytes - 1)
-    return 0.0
-
-
-def _l2_busy(arch: Arch, moved_bytes: int, destination: Destination, cache: Cache) -> float:
-    """Microseconds that L2 is busy with what it holds of one launch."""
-    return 2 * moved_bytes * _near(arch, moved_bytes, destination, cache) / arch.model.l2_bytes_per_us
-
-
-def _memory(arch: Arch, moved_bytes: int, destination: Destination, cache: Cache) -> tuple[float, float]:
-    """Microseconds that memory is busy with one launch, and that the first load takes."""
-    model = arch.model
-    near = _near(arch, moved_bytes, destination, cache)
-    beyond = 1 - near
-    busy = _l2_busy(arch, moved_bytes, destination, cache) + 2 * moved_bytes * beyond / model.dram_bytes_per_us
-    return busy, near * model.l2_latency_us + beyond * model.dram_latency_us
+    beyond = 1.0
+    if cache is Cache.HOT and footprint <= model.l2_bytes:
+        beyond = max(0.0, 2 * moved_bytes / model.l2_bytes - 1)
+    near = 1 - beyond
+    moved = 2 * moved_bytes  # read and written
+    loading = near * model.l2_latency_us + beyond * model.dram_latency_us
+    return moved * near / model.l2_bytes_per_us, moved * beyond / model.dram_bytes_per_us, loading
 
 
 def _registers(plan: Plan) -> int:
@@ -194,13 +186,13 @@ def _costs(plan: Plan, arch: Arch) -> list[Cost]:
     steps = [
         _cost(step, chunks, moved, _words(carrier), arch) for step, carrier in zip(plan.steps, before, strict=True)
     ]
-    for at, step in enumerate(plan.steps):  # shares of other blocks are loaded too, and summed by the first mma
-        if isinstance(step, Load) or (isinstance(step, Mma) and step.over_blocks):
-            steps[at] = _times(plan.shares_loaded, steps[at])
-    for exchange in plan.exchanges:
-        if exchange.crosses_blocks:  # a block's stores to others wait for each other
-            crossing = exchange.rounds * plan.crossed_bytes(exchange)
+    for step in plan.exchanges:
+        if step.crosses_blocks:  # a block's stores to others wait for each other
+            crossing = step.rounds * plan.crossed_bytes(step)
             steps.append(Cost(latency=crossing / arch.model.cluster_bytes_per_cycle))
+    if plan.shares_loaded > 1:  # by the load, and summed by the first mma; a prefetch between them costs nothing
+        summed = 1 + next(at for at, step in enumerate(plan.steps) if isinstance(step, Mma))
+        steps[:summed] = [_times(plan.shares_loaded, cost) for cost in steps[:summed]]
     return [Cost(TILE_INSTRUCTIONS), *steps]
 
 

@@ -460,13 +460,17 @@ def test_winners_are_found_between_those_that_were_tuned(one_is_faster: None, tm
     assert succeed("bundle", "make", tmp_path / "again.db").startswith(f"{tmp_path / 'again.db'}: 3 winners, 2 kernels")
 
 
-def test_refine_is_refused_where_nothing_was_tuned(one_is_faster: None, tmp_path: Path) -> None:
+def test_refine_is_refused_where_nothing_was_tuned_or_can_be_kept(
+    one_is_faster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     db = fill(tmp_path / "h20.db", environment=replace(H100, gpu="NVIDIA H20"))
     said = sentence(run("refine", "--db", db), 2)
     assert said == f"{db} has no trial of such problems on {H100.gpu}; tune them here first"
     assert not options.default_bundle("sm90").exists()
     assert "there is no tuning database" in sentence(run("refine"), 1)
     assert "cannot be both the database and the bundle" in sentence(run("refine", "--db", db, "--bundle", db), 2)
+    monkeypatch.setattr(Store, "read_only", True)
+    assert sentence(run("refine", "--db", db), 1).startswith(f"{db} is read-only; make it writable, or name another")
 
 
 def test_a_device_that_fails_changes_no_bundle_and_loses_no_time(

@@ -234,10 +234,8 @@ def test_nothing_beats_a_copy_but_by_starting_early(
 
 
 def test_prefetches_pay_where_input_comes_from_memory_in_waves() -> None:
-    problem, plain = (
-        Problem(1 << 15, DType.FLOAT16),
-        Knobs(16, 8, mma_carrier="split", butterfly_carrier="fp32", exchange_carrier="fp32"),
-    )
+    problem = Problem(1 << 15, DType.FLOAT16)
+    plain = Knobs(16, 8, mma_carrier="split", butterfly_carrier="fp32", exchange_carrier="fp32")
     us = {
         (ahead, cache): Estimate(build_plan(problem, replace(plain, ahead=ahead), SM90), SM90).us(
             1 << 23, Destination.IN_PLACE, cache
@@ -295,6 +293,18 @@ def test_an_mma_of_far_bits_saves_instructions_and_one_tf32_the_most() -> None:
     assert few < more < most
     assert one_tf32[0].mma == halves[0].mma > 0
     assert one_tf32[0].latency < halves[0].latency  # by what transposes them
+
+
+@pytest.mark.parametrize("ahead", [0, 4])
+def test_shares_of_other_blocks_are_loaded_and_summed_too(ahead: int) -> None:
+    """By two blocks; a prefetch between load and mma costs nothing."""
+    knobs = Knobs(8, 8, 2, "load", mma_carrier="split", butterfly_carrier="fp32", exchange_carrier="fp32", ahead=ahead)
+    _, load, *others = costmodel._costs(build_plan(Problem(1 << 15, DType.FLOAT16), knobs, SM90), SM90)
+    alone = replace(knobs, cluster=1, block_bits="exchange", ahead=0)
+    _, loaded, summed, *_ = costmodel._costs(build_plan(Problem(1 << 14, DType.FLOAT16), alone, SM90), SM90)
+    assert load.instructions == 2 * loaded.instructions > 0
+    first = next(cost for cost in others if cost.mma)
+    assert (first.mma, first.instructions) == (2 * summed.mma, 2 * summed.instructions)
 
 
 def test_fewer_registers_let_more_blocks_wait_for_memory_together() -> None:

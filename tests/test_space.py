@@ -235,6 +235,17 @@ def test_whole_rows_fit_the_registers() -> None:
         build_plan(Problem(32768, DType.BFLOAT16), replace(WHOLE_ROWS, chunks=8, warps=2, cluster=8), ARCH)
 
 
+def test_whole_rows_are_prefetched_where_blocks_take_tiles_in_order() -> None:
+    problem, knobs = Problem(256, DType.FLOAT16, Numerics.FAST), Knobs(ahead=4)
+    build_plan(problem, knobs, ARCH)
+    with pytest.raises(UsageError, match="blocks that loop do not take tiles in order"):
+        build_plan(problem, replace(knobs, grid="persistent"), ARCH)
+    with pytest.raises(UsageError, match="pitched rows lie anywhere"):
+        build_plan(replace(problem, pitched=True), knobs, ARCH)
+    with pytest.raises(UsageError, match="the arch has no bulk copies to L2"):
+        build_plan(problem, knobs, replace(ARCH, features=ARCH.features - {"bulk_copy"}))
+
+
 def test_what_is_rounded_before_it_crosses_is_wide_a_few_values_at_a_time() -> None:
     """So an SM may hold two rows of 32768 in 512 threads of 64 registers each, but not of accurate or float32."""
     two = Knobs(8, 16, far_bits="lanes", far_lanes="mma", butterfly_carrier="fp32", min_blocks=2)

@@ -63,10 +63,10 @@ def _between(selection: Selection, buckets: Selection) -> Selection:
     """The winners between buckets that have the same kernels around them in a selection of buckets as in their own."""
     counts: dict[Cell, list[int]] = defaultdict(list)
     for cell in sorted(buckets):
-        counts[replace(cell, elements=0)].append(cell.elements)
+        counts[cell.line].append(cell.elements)
     found = {}
     for cell, trial in selection.items():
-        there = counts[replace(cell, elements=0)]
+        there = counts[cell.line]
         above = bisect(there, cell.elements)
         around = [replace(cell, elements=count) for count in there[max(0, above - 1) : above + 1]]
         same = (each in selection and digest_of(selection[each]) == digest_of(buckets[each]) for each in around)

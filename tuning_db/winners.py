@@ -50,6 +50,11 @@ class Cell:
         """Whether all kernels of the problem are timed at this number of elements."""
         return self.elements in element_buckets(self.problem)
 
+    @property
+    def line(self) -> Cell:
+        """What it has in common with the cells among which only the number of elements decides."""
+        return replace(self, elements=0)
+
 
 # Of the two times of a cell, hot and cold, the share in their weighted geometric mean of the one that does not decide:
 # in general, and where data may well be hot though it does not fit in half of L2, because it fits in all of it.
@@ -123,12 +128,12 @@ def lacking_between(
     lines: dict[Cell, dict[int, Trial]] = defaultdict(dict)
     digests: dict[tuple[Problem, str], set[str]] = defaultdict(set)
     for cell, trial in winners.items():
-        lines[_line(cell)][cell.elements] = trial
+        lines[cell.line][cell.elements] = trial
         digests[cell.problem, cell.arch].add(digest_of(trial))
     between: dict[Cell, dict[int, Sequence[Candidate]]] = defaultdict(dict)
     for cell, ranked in candidates.items():
         if not cell.is_bucket:
-            between[_line(cell)][cell.elements] = ranked
+            between[cell.line][cell.elements] = ranked
     added = {}
     for line, found in lines.items():
         while losing := [count for count, ranked in between[line].items() if _loses(found, count, ranked, loss)]:
@@ -137,11 +142,6 @@ def lacking_between(
             known = (trial for trial in near if digest_of(trial) in digests[line.problem, line.arch])
             added[replace(line, elements=count)] = found[count] = next(known, near[0])
     return added
-
-
-def _line(cell: Cell) -> Cell:
-    """What the cells have in common among which only the count decides."""
-    return replace(cell, elements=0)
 
 
 def _loses(winners: Mapping[int, Trial], elements: int, ranked: Sequence[Candidate], loss: float) -> bool:

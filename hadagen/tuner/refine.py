@@ -102,14 +102,17 @@ class _Rivalry:
         self._looked_at: set[Where] = set()
         self._confirmed: set[Where] = set()
         self._ranked: Mapping[winners.Cell, Sequence[winners.Candidate]] = {}
-        self.learn()
+        self._rank(trials)
 
     def _trials(self) -> list[Trial]:
         return self._store.trials(self._problem, self._arch, self._gpu, Outcome.OK, blobs=False)
 
     def learn(self) -> None:
         """Read what the store has of these kernels by now."""
-        ours = [trial for trial in self._trials() if trial.kernel and trial.kernel.digest in self.kernels]
+        self._rank(self._trials())
+
+    def _rank(self, trials: Iterable[Trial]) -> None:
+        ours = [trial for trial in trials if trial.kernel and trial.kernel.digest in self.kernels]
         self._ranked = ranked_by_cell(ours)
         for cell, ranked in self._ranked.items():
             if self.kernels.keys() <= {digest_of(candidate.trial) for candidate in ranked}:
