@@ -299,7 +299,9 @@ def test_an_mma_of_far_bits_saves_instructions_and_one_tf32_the_most() -> None:
 def test_shares_of_other_blocks_are_loaded_and_summed_too(ahead: int) -> None:
     """By two blocks; a prefetch between load and mma costs nothing."""
     knobs = Knobs(8, 8, 2, "load", mma_carrier="split", butterfly_carrier="fp32", exchange_carrier="fp32", ahead=ahead)
-    _, load, *others = costmodel._costs(build_plan(Problem(1 << 15, DType.FLOAT16), knobs, SM90), SM90)
+    plan = build_plan(Problem(1 << 15, DType.FLOAT16), knobs, SM90)
+    _, load, *others = costmodel._costs(plan, SM90)
+    assert len(others) == len(plan.steps) - 1
     alone = replace(knobs, cluster=1, block_bits="exchange", ahead=0)
     _, loaded, summed, *_ = costmodel._costs(build_plan(Problem(1 << 14, DType.FLOAT16), alone, SM90), SM90)
     assert load.instructions == 2 * loaded.instructions > 0
