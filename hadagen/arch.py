@@ -36,11 +36,12 @@ KNOB_VALUES: dict[str, tuple[KnobValue, ...]] = {
     "exchange_rounds": (1, 2),
     "shared_layout": ("linear", "padded", "swizzled"),
     "order": ("by_step", "by_chunk"),
-    "load": ("plain", "no_allocate", "cp_async", "bulk"),
+    "load": ("plain", "no_allocate", "cp_async", "bulk", "multicast"),
     "grid": ("tiles", "persistent"),
     "stages": (1, 2),
     "ahead": (0, 1, 2, 4, 8, 16),
     "store": ("plain", "streaming"),
+    "trigger": ("end", "store", "load"),
     "min_blocks": (1, 2, 3, 4, 5, 6, 7, 8),
 }
 

@@ -14,7 +14,21 @@ import jinja2
 
 from hadagen.layout import PAIR, Place, cta, reg, warp
 from hadagen.plan import CHUNK_BITS, CROSSED_BARRIER, Plan
-from hadagen.steps import FP32, PACKED, Butterfly, Exchange, Load, Mma, Prefetch, Scale, Shuffle, Step, Store
+from hadagen.steps import (
+    FP32,
+    PACKED,
+    Butterfly,
+    Exchange,
+    Gather,
+    Load,
+    Mma,
+    Prefetch,
+    Scale,
+    Shuffle,
+    Step,
+    Store,
+    Trigger,
+)
 
 
 @dataclass(frozen=True)
@@ -77,6 +91,7 @@ def _view(plan: Plan, entry: str) -> dict[str, Any]:
         "lifted": any(isinstance(step, Scale) and step.lifted for step in plan.steps),
         "packed": PACKED in plan.carriers,
         "wide": FP32 in plan.carriers,
+        "gathered": any(isinstance(step, Gather) for step in plan.steps),
         "fetches_next": plan.load.stages > 1 and not plan.load.staged,
         # Each block of a cluster has one barrier for what the others store in it.
         "crossed_barrier": CROSSED_BARRIER,
@@ -92,6 +107,9 @@ def _view(plan: Plan, entry: str) -> dict[str, Any]:
         "vector_bytes_at": vector_at(plan.problem.dtype.bytes),
         "loaded": f"{plan.shares_loaded} * " if loads_all else "",  # times the vectors of a thread: what it loads
         "moved": stored != plan.loaded or loads_all,  # does a thread store from elsewhere than where it loads?
+        # Results may lie in place, so a block waits until the others have loaded all. What came by multicast was read
+        # once, for all of them.
+        "waits_for_loads": loads_all and not plan.load.multicast,
         "load_thread": _sum(lane_at, _scatter("warp", plan.loaded.bits_of("warp"))),
         "store_thread": _sum(
             lane_at if lanes == plan.loaded.bits_of("lane") else _scatter("lane", lanes),
@@ -138,7 +156,7 @@ def _stays_in_chunk(step: Step) -> bool:
         return step.place == PAIR or step.place.index < 2
     if isinstance(step, Mma):
         return step.reg < 2
-    return not isinstance(step, Load | Prefetch | Store | Exchange)
+    return not isinstance(step, Load | Prefetch | Trigger | Gather | Store | Exchange)
 
 
 def _steps(plan: Plan) -> list[dict[str, Any]]:
@@ -244,8 +262,9 @@ def _rounds(plan: Plan) -> Iterator[dict[str, Any]]:
     rounds = [(step, number) for step in plan.exchanges for number in range(step.rounds)]
     for i, (step, number) in enumerate(rounds):
         last = i == len(rounds) - 1
-        # In a persistent grid, reading a bulk-copied stage has ended in a block_sync already.
-        fresh = i == 0 and (not plan.persistent or plan.load.path == "bulk")
+        # In a persistent grid, reading a bulk-copied stage has ended in a block_sync already. Of rows that came by
+        # multicast the slots take the place.
+        fresh = i == 0 and (plan.load.path == "bulk" if plan.persistent else not plan.load.multicast)
         before = ["cluster_wait()"] if step.crosses_blocks else [] if fresh else ["block_sync()"]
         between, after = ["block_sync()"], list[str]()
         if step.crosses_blocks:

@@ -35,7 +35,9 @@ from hadagen.steps import (
     Step,
     Store,
     Transpose,
+    Trigger,
     Widen,
+    sums_over_blocks,
 )
 from hadagen.trial import Cache, Destination, buffer_bytes
 
@@ -91,7 +93,7 @@ class Estimate:
             sum(cost.shared_bytes for cost in costs) / SHARED_BYTES_PER_CYCLE,
         )
         self._first_block_cycles = max(self._block_cycles, instructions)  # one warp keeps one scheduler busy
-        self._shares = plan.shares_loaded
+        self._again = 0 if plan.load.multicast else plan.shares_loaded - 1  # times that L2 is asked for a row once more
         block_bytes = buffer_bytes(plan.problem, plan.launch.tile_elements) / plan.launch.cluster
         self._block_memory_cycles = (plan.shares_loaded + 1) * block_bytes / model.sm_bytes_per_cycle
         self._latency_cycles = sum(cost.latency for cost in costs)
@@ -102,7 +104,7 @@ class Estimate:
         moved_bytes = buffer_bytes(self._problem, elements)
         in_l2, beyond, loading = _memory(self._arch, moved_bytes, destination, cache)
         # Shares that other blocks have loaded too come from L2.
-        shared = (self._shares - 1) * moved_bytes / model.l2_bytes_per_us
+        shared = self._again * moved_bytes / model.l2_bytes_per_us
         chain = self._latency_cycles / model.cycles_per_us
         first_issue = self._first_block_cycles / model.cycles_per_us
         block_issue = self._block_cycles / model.cycles_per_us
@@ -163,7 +165,8 @@ def _registers(plan: Plan) -> int:
     words = [
         _words(carrier) for step, carrier in zip(plan.steps, plan.carriers, strict=True) if isinstance(step, HOLDS_ALL)
     ]
-    words[0] *= plan.shares_loaded
+    if plan.load.carrier == PACKED:  # fp32 is summed vector by vector
+        words[0] *= plan.shares_loaded
     prefetched = _width(plan) * 4 if plan.load.stages > 1 and not plan.load.staged else 0
     return OVERHEAD_REGISTERS + (max(words) + prefetched << plan.chunk_bits)
 
@@ -190,9 +193,11 @@ def _costs(plan: Plan, arch: Arch) -> list[Cost]:
         if step.crosses_blocks:  # a block's stores to others wait for each other
             crossing = step.rounds * plan.crossed_bytes(step)
             steps.append(Cost(latency=crossing / arch.model.cluster_bytes_per_cycle))
-    if plan.shares_loaded > 1:  # by the load, and summed by the first mma; a prefetch between them costs nothing
-        summed = 1 + next(at for at, step in enumerate(plan.steps) if isinstance(step, Mma))
+    if plan.shares_loaded > 1:  # by the load, and summed; what comes between costs nothing
+        summed = 1 + next(at for at, step in enumerate(plan.steps) if sums_over_blocks(step))
         steps[:summed] = [_times(plan.shares_loaded, cost) for cost in steps[:summed]]
+    if plan.load.staged:
+        steps.append(Cost(latency=BULK_LATENCY if plan.load.in_bulk else SHARED_LATENCY))
     return [Cost(TILE_INSTRUCTIONS), *steps]
 
 
@@ -205,12 +210,7 @@ def _cost(step: Step, chunks: int, moved: int, words: int, arch: Arch) -> Cost:
     `CHUNK_BYTES` in memory."""
     match step:
         case Load() if step.staged:
-            bulk = step.path == "bulk"
-            return Cost(
-                instructions=(1 if bulk else 3) * moved,
-                shared_bytes=2 * CHUNK_BYTES * moved,
-                latency=BULK_LATENCY if bulk else SHARED_LATENCY,
-            )
+            return Cost((1 if step.in_bulk else 3) * moved, shared_bytes=2 * CHUNK_BYTES * moved)
         case Load() | Store():
             return Cost(instructions=2 * moved)
         case Mma(operand=operand, parts=parts, turned=turned):
@@ -218,7 +218,7 @@ def _cost(step: Step, chunks: int, moved: int, words: int, arch: Arch) -> Cost:
             mma = parts * (MMA_OF_TF32 if operand == "tf32" else 1)
             instructions = 2 * mma + 4 * PART_INSTRUCTIONS[operand, parts] + (4 * parts if turned else 0)
             return Cost(instructions * chunks, 2 * mma * chunks, latency=(mma + turned) * MMA_LATENCY)
-        case Prefetch():
+        case Prefetch() | Trigger():
             return Cost()
         case Transpose():
             return Cost(words * chunks, latency=MMA_LATENCY)

@@ -22,6 +22,7 @@ from hadagen.steps import (
     Butterfly,
     Correct,
     Exchange,
+    Gather,
     Load,
     Mma,
     Prefetch,
@@ -31,6 +32,7 @@ from hadagen.steps import (
     Step,
     Store,
     Transpose,
+    Trigger,
     Widen,
     carrier_after,
 )
@@ -61,11 +63,12 @@ class Knobs:
     exchange_rounds: int = 1  # shared memory used this many times over in one exchange
     shared_layout: str = "linear"  # linear, padded or swizzled
     order: str = "by_step"  # each step over all chunks, or runs of steps chunk by chunk, which need fewer registers
-    load: str = "plain"  # plain, no_allocate, cp_async or bulk
+    load: str = "plain"  # plain, no_allocate, cp_async or bulk; of whole rows, multicast to all blocks of a cluster too
     grid: str = "tiles"  # a block or cluster per tile, or persistent blocks that loop over tiles
     stages: int = 1  # tiles under way in a persistent grid
     ahead: int = 0  # MiB of the input between a tile and the one that is prefetched to L2 then; 0: none is
     store: str = "plain"  # plain or streaming
+    trigger: str = "end"  # when the next kernel in the stream may start: at the end, before the store or after the load
     min_blocks: int = 1  # blocks per SM the compiler must leave registers for; fewer let it overlap more
 
     def to_dict(self) -> dict[str, Any]:
@@ -113,8 +116,9 @@ def steps_of(problem: Problem, knobs: Knobs) -> tuple[Step, ...]:
     """The steps of the plan that legal knobs mean."""
     steps: list[Step] = [Load(knobs.load, knobs.stages, FP32 if problem.dtype is DType.FLOAT32 else PACKED)]
     steps += _float32_low_bits(problem, knobs) if problem.dtype is DType.FLOAT32 else _low_bits(problem, knobs)
-    if knobs.block_bits == LOAD and isinstance(first := steps[1], Mma):
-        steps[1] = replace(first, over_blocks=True)
+    if knobs.block_bits == LOAD:
+        first = steps[1]
+        steps[1:2] = [replace(first, over_blocks=True)] if isinstance(first, Mma) else [Gather(), first]
     bits = problem.log2_n
     if bits > CHUNK_BITS:
         convert = _Converter(steps)
@@ -131,6 +135,8 @@ def steps_of(problem: Problem, knobs: Knobs) -> tuple[Step, ...]:
         steps.append(Transpose())
     if knobs.ahead:
         steps.insert(1, Prefetch(knobs.ahead))
+    if knobs.trigger != "end":
+        steps.insert(1 if knobs.trigger == "load" else len(steps), Trigger())
     steps.append(Store(knobs.store))
     return tuple(steps)
 
@@ -290,7 +296,8 @@ def _with_scale(problem: Problem, knobs: Knobs, steps: list[Step]) -> list[Step]
         i for i, step in enumerate(steps) if isinstance(step, Load) or (isinstance(step, Mma) and step.reg < 2)
     )
     if problem.dtype is DType.FLOAT32:
-        return [*steps[:after], Scale(), *steps[after:]]
+        scaled = any(isinstance(step, Gather) for step in steps)
+        return steps if scaled else [*steps[:after], Scale(), *steps[after:]]
     if _Converter(steps).carrier == FP32:
         steps = [*steps, Round()]
     wide = next(i for i in range(after, len(steps)) if _Converter(steps[:i]).carrier == FP32)

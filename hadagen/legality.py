@@ -113,7 +113,11 @@ def _(c: Context, k: Knobs) -> str | None:
     if k.cluster == 1:
         return "there are no other blocks whose share to load (block_bits must be exchange)"
     if c.problem.dtype is DType.FLOAT32:
-        return "the mma of fp32 values does not sum over blocks (block_bits must be exchange)"
+        return (
+            "the mma of fp32 values does not sum over blocks (low_bits must be shuffle)"
+            if k.low_bits == "mma"
+            else None
+        )
     return "only an mma sums over blocks (block_bits must be exchange)" if k.low_bits == "shuffle" else None
 
 
@@ -127,8 +131,13 @@ def _(c: Context, k: Knobs) -> str | None:
 
 @_rule("block_bits", "load")
 def _(c: Context, k: Knobs) -> str | None:
-    staged = k.block_bits == LOAD and Load(k.load).staged
-    return "whole rows are loaded straight to registers (load must be plain or no_allocate)" if staged else None
+    load = Load(k.load)
+    if k.block_bits == LOAD:
+        if c.problem.dtype is DType.FLOAT32:
+            return None if load.multicast else "fp32 is summed over blocks from shared memory (load must be multicast)"
+        allowed = load.multicast or not load.staged
+        return None if allowed else "whole rows take another way (load must be plain, no_allocate or multicast)"
+    return "no block needs the shares of others (load must not be multicast)" if load.multicast else None
 
 
 @_rule(*SHAPE, "block_bits", "far_bits", "far_lanes")
@@ -291,7 +300,7 @@ def _(c: Context, k: Knobs) -> str | None:
 @_rule("load")
 def _(c: Context, k: Knobs) -> str | None:
     if Load(k.load).staged:
-        needed = {"cp_async": "cp_async", "bulk": "bulk_copy"}[k.load]
+        needed = "bulk_copy" if Load(k.load).in_bulk else "cp_async"
         if needed not in c.arch.features:
             return f"the arch has no {needed} (load must be another)"
         if c.problem.n * c.problem.dtype.bytes < VECTOR_BYTES:
@@ -319,6 +328,16 @@ def _(c: Context, k: Knobs) -> str | None:
     return "blocks that loop do not take tiles in order (ahead must be 0)" if k.grid == "persistent" else None
 
 
+@_rule("cluster", "trigger")
+def _(c: Context, k: Knobs) -> str | None:
+    if k.trigger == "end":
+        return None
+    if "dependent_launch" not in c.arch.features:
+        return "the arch starts no kernel before the last one ends (trigger must be end)"
+    # Clusters win where blocks are few; where they are many, those of the next kernel come in their way.
+    return "only few blocks leave room for the next kernel's (trigger must be end)" if k.cluster == 1 else None
+
+
 @_rule("grid", "stages")
 def _(c: Context, k: Knobs) -> str | None:
     alone = k.grid == "tiles" and k.stages > 1
@@ -338,7 +357,8 @@ def _(c: Context, k: Knobs) -> str | None:
     # All values are wide at once where they cross shared memory in fp32, or are not rounded before the store.
     wide = k.exchange_carrier == FP32 or c.problem.numerics is Numerics.ACCURATE
     packed = k.chunks * THREAD_ELEMENTS * c.problem.dtype.bytes // 4
-    data = max(k.chunks * THREAD_ELEMENTS if wide else packed, _shares_loaded(k) * packed)
+    shares = 1 if c.problem.dtype is DType.FLOAT32 else _shares_loaded(k)  # that are in registers at once
+    data = max(k.chunks * THREAD_ELEMENTS if wide else packed, shares * packed)
     if k.stages > 1 and not Load(k.load).staged:
         data += packed
     threads = 32 * k.warps
@@ -361,13 +381,15 @@ def _(c: Context, k: Knobs) -> str | None:
 )
 def _(c: Context, k: Knobs) -> str | None:
     block = k.chunks * k.warps << CHUNK_BITS
-    staged = k.stages * block * c.problem.dtype.bytes if Load(k.load).staged else 0
+    load = Load(k.load)
+    staged = k.stages * _shares_loaded(k) * block * c.problem.dtype.bytes if load.staged else 0
     exchanged = 0
     if _has_exchange(c, k):
         slot = Exchange((), k.exchange_carrier, k.exchange_rounds, k.shared_layout).slot_bytes
         crossing = [any(far.kind == "cta" for _, far in pairs) for pairs in exchanges_of(c.problem, k)]
         exchanged = k.chunks * k.warps * slot * len(set(crossing))  # blocks fill each other's slots beside their own
-    bytes_ = BARRIER_BYTES + staged + exchanged  # barriers or not: a little room to spare
+    # Barriers or not: a little room to spare.
+    bytes_ = BARRIER_BYTES + (max(staged, exchanged) if load.multicast else staged + exchanged)
     limits = c.arch.limits
     if bytes_ > limits.shared_per_block:
         return f"more than {limits.shared_per_block} bytes of shared memory per block (take fewer stages or warps)"

@@ -27,6 +27,7 @@ from hadagen.steps import (
     Butterfly,
     Correct,
     Exchange,
+    Gather,
     Load,
     Mma,
     Prefetch,
@@ -36,10 +37,12 @@ from hadagen.steps import (
     Step,
     Store,
     Transpose,
+    Trigger,
     Widen,
     carrier_after,
     changes_values,
     sentence,
+    sums_over_blocks,
     transformed_bits,
 )
 
@@ -127,8 +130,7 @@ class Plan:
     @property
     def shares_loaded(self) -> int:
         """Of how many blocks each block loads the share of the tile: of all in the cluster, or of itself alone."""
-        over_blocks = any(isinstance(step, Mma) and step.over_blocks for step in self.steps)
-        return 1 << self.cta_bits if over_blocks else 1
+        return 1 << self.cta_bits if any(sums_over_blocks(step) for step in self.steps) else 1
 
     def tiles_ahead(self, step: Prefetch) -> int:
         """How many tiles after the one that was loaded the one comes that is prefetched; none is as large as 1 MiB."""
@@ -154,8 +156,8 @@ class Plan:
 
     @property
     def stage_bytes(self) -> int:
-        """Shared memory of one staged tile."""
-        return self.block_elements * self.problem.dtype.bytes if self.load.staged else 0
+        """Shared memory of one staged tile, as far as a block loads it."""
+        return self.shares_loaded * self.block_elements * self.problem.dtype.bytes if self.load.staged else 0
 
     @property
     def crosses_blocks(self) -> bool:
@@ -164,11 +166,12 @@ class Plan:
     @property
     def stages_offset(self) -> int:
         """Where in shared memory the staged tiles begin: after the barriers."""
-        return BARRIER_BYTES if self.crosses_blocks or self.load.path == "bulk" else 0
+        return BARRIER_BYTES if self.crosses_blocks or self.load.in_bulk else 0
 
     def exchange_offset(self, step: Exchange) -> int:
-        """Where in shared memory the slots of an exchange begin: after the staged tiles, and those that other blocks
-        fill after those of this block alone, so that they are free from the start."""
+        """Where in shared memory the slots of an exchange begin: after the staged tiles, or over the one there is where
+        whole rows take much room; and those that other blocks fill after those of this block alone, so that they are
+        free from the start."""
         return self._slots_offset + (self._slots_bytes(crossing=False) if step.crosses_blocks else 0)
 
     def crossed_bytes(self, step: Exchange) -> int:
@@ -177,11 +180,16 @@ class Plan:
 
     @property
     def shared_bytes(self) -> int:
-        return self._slots_offset + self._slots_bytes(crossing=False) + self._slots_bytes(crossing=True)
+        slots_end = self._slots_offset + self._slots_bytes(crossing=False) + self._slots_bytes(crossing=True)
+        return max(self._stages_end, slots_end)
+
+    @property
+    def _stages_end(self) -> int:
+        return self.stages_offset + self.load.stages * self.stage_bytes
 
     @property
     def _slots_offset(self) -> int:
-        return self.stages_offset + self.load.stages * self.stage_bytes
+        return self.stages_offset if self.load.multicast else self._stages_end
 
     def _slots_bytes(self, *, crossing: bool) -> int:
         slots = 1 << (self.chunk_bits + self.warp_bits)
@@ -202,7 +210,7 @@ class Plan:
 
     @property
     def scale_form(self) -> ScaleForm:
-        if any(isinstance(step, Scale) for step in self.steps):
+        if any(isinstance(step, Gather | Scale) for step in self.steps):
             return ScaleForm.FP32
         corrected = any(isinstance(step, Correct) for step in self.steps)
         return ScaleForm(f"{self.problem.dtype.value}-{'corrected' if corrected else 'factors'}")
@@ -251,6 +259,7 @@ def _check(plan: Plan) -> None:
             Store: plan.load.carrier,
             Load: "",
             Prefetch: plan.load.carrier,
+            Gather: FP32,
         }.get(type(step), carrier)
         if isinstance(step, Mma):
             parts = 1 if step.operand == PACKED else PARTS[step.operand].get(plan.problem.dtype)
@@ -258,8 +267,10 @@ def _check(plan: Plan) -> None:
                 raise refuse(f"takes values as {step.parts} {step.operand} instead of {parts or 'another type'}")
             if step.turned and step.operand == "tf32":
                 raise refuse("only 16-bit values are transposed on their way in")
-            if step.over_blocks:
-                _check_over_blocks(plan, number, step, refuse)
+            if step.over_blocks and step != Mma(step.reg, factor=step.factor, over_blocks=True):
+                raise refuse("only packed values are summed over blocks, as they lie, in fp32")
+            if step.over_blocks and step.factor and plan.scale_form is not ScaleForm.FP32:
+                raise refuse("sums over blocks outgrow what a factor in 16 bits is made for")
             needs = PACKED if step.operand == PACKED else FP32
         elif isinstance(step, Shuffle) and step.widen:
             needs = PACKED
@@ -271,6 +282,8 @@ def _check(plan: Plan) -> None:
                 raise refuse("only all fp32 values at once are turned on their way")
             if step.turned != any(near == PAIR for near, _ in step.pairs):
                 raise refuse("the pair is swapped where values are turned on their way, and only there")
+        if sums_over_blocks(step):
+            _check_over_blocks(plan, number, step, refuse)
         if carrier != needs:
             raise refuse(f"needs {needs or 'no'} values but finds {carrier or 'none'}")
         for bit in transformed_bits(step, before):
@@ -284,7 +297,7 @@ def _check(plan: Plan) -> None:
             exact = False
         if isinstance(step, Mma) and step.factor:
             multiplied.append(f"factor {step.factor}")
-        elif isinstance(step, Scale):
+        elif isinstance(step, Gather | Scale):
             multiplied.append("scale")
         elif isinstance(step, Correct):
             multiplied.append("correction")
@@ -296,6 +309,8 @@ def _check(plan: Plan) -> None:
         raise UsageError(f"{plan.problem.name}: the steps do not multiply by the scale once; they do by {multiplied}")
     if plan.load.carrier != (FP32 if plan.problem.dtype is DType.FLOAT32 else PACKED):
         raise UsageError(f"{plan.problem.name}: values of this type are not loaded as {plan.load.carrier}")
+    if plan.load.multicast and plan.shares_loaded == 1:
+        raise UsageError(f"{plan.problem.name}: no step needs the shares of other blocks that a multicast brings")
     if plan.problem.pitched and plan.load.staged:
         raise UsageError(f"{plan.problem.name}: pitched rows are not copied to shared memory as they lie")
     if any(isinstance(step, Prefetch) for step in plan.steps) and (plan.persistent or plan.problem.pitched):
@@ -304,16 +319,14 @@ def _check(plan: Plan) -> None:
         raise UsageError(f"{plan.problem.name}: the plan does not end with a Store of whole 16-byte vectors")
 
 
-def _check_over_blocks(plan: Plan, number: int, step: Mma, refuse: Callable[[str], UsageError]) -> None:
+def _check_over_blocks(plan: Plan, number: int, step: Step, refuse: Callable[[str], UsageError]) -> None:
     if not plan.cta_bits:
         raise refuse("there is one block, and no other to sum over")
-    loads = all(isinstance(before, Load | Prefetch) for before in plan.steps[: number - 1])
-    if not loads or plan.load.staged or plan.load.stages > 1:
-        raise refuse("only what each block has loaded straight to registers is summed over blocks")
-    if step != Mma(step.reg, factor=step.factor, over_blocks=True):
-        raise refuse("only packed values are summed over blocks, as they lie, in fp32")
-    if step.factor and plan.scale_form is not ScaleForm.FP32:
-        raise refuse("sums over blocks outgrow what a factor in 16 bits is made for")
+    loads = all(isinstance(before, Load | Prefetch | Trigger) for before in plan.steps[: number - 1])
+    if not loads or (plan.load.staged and not plan.load.multicast) or plan.load.stages > 1:
+        raise refuse("only what each block has loaded, straight to registers or by multicast, is summed over blocks")
+    if isinstance(step, Gather) and not plan.load.multicast:
+        raise refuse("it finds what a multicast has brought")
     if plan.crosses_blocks:
         raise refuse("bits that are summed over blocks are not exchanged between them")
 
@@ -330,8 +343,10 @@ def interpret(plan: Plan, x: Reals, scale: float = 1.0) -> Reals:
     left = scale  # to multiply by
     for step in plan.steps:
         touched: tuple[Place, ...] = ()
+        if sums_over_blocks(step):
+            touched = tuple(cta(j) for j in range(plan.cta_bits))
         if isinstance(step, Mma):
-            touched = step.places + tuple(cta(j) for j in range(plan.cta_bits) if step.over_blocks)
+            touched += step.places
         elif isinstance(step, Butterfly):
             touched = (step.place,)
         elif isinstance(step, Shuffle):
@@ -347,7 +362,7 @@ def interpret(plan: Plan, x: Reals, scale: float = 1.0) -> Reals:
             tile = _permute(tile, axes, MMA_MOVES)
         elif isinstance(step, Exchange):
             tile = _permute(tile, axes, step.moves)
-        elif isinstance(step, Scale | Correct):
+        elif isinstance(step, Gather | Scale | Correct):
             tile = tile * left
     stored = plan.placements[-1]
     order = [1 + axes.index(stored.places[bit]) for bit in reversed(range(bits))]

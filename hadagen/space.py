@@ -80,8 +80,9 @@ class Space:
             tile = replace(shaped, low_bits=low_bits)
             two_buffers = replace(tile, load="cp_async", grid="persistent", stages=2)
             one_buffer = replace(tile, exchange_rounds=2, load="bulk", grid="persistent")  # leaves it more room
-            whole_rows = replace(tile, block_bits=LOAD)
-            plain, whole, two, one = map(self._of_shape, (tile, whole_rows, two_buffers, one_buffer))
+            whole_rows = replace(tile, block_bits=LOAD, load="multicast")
+            plain, two, one = (self._keeping(wanted, *SHAPE) for wanted in (tile, two_buffers, one_buffer))
+            whole = self._keeping(whole_rows, *SHAPE, "block_bits", "low_bits")
             looping = [knobs for knobs in (two, one) if knobs and knobs.grid == "persistent"]
             ahead = next((knobs for knobs in looping if Load(knobs.load).staged), looping[0] if looping else None)
             found |= dict.fromkeys(filter(None, (plain, whole, ahead)))
@@ -103,10 +104,10 @@ class Space:
         wanted = log2(max(LEAST_CHUNKS, self.problem.n >> CHUNK_BITS))
         return abs(chunks + warps + cluster - wanted), abs(chunks - warps), warps
 
-    def _of_shape(self, wanted: Knobs) -> Knobs | None:
-        """The closest, where that keeps the shape of its tile."""
+    def _keeping(self, wanted: Knobs, *names: str) -> Knobs | None:
+        """The closest, where that has the same values of some knobs."""
         knobs = self.closest(wanted)
-        return knobs if knobs and shape_of(knobs) == shape_of(wanted) else None
+        return knobs if knobs and all(getattr(knobs, name) == getattr(wanted, name) for name in names) else None
 
     def closest(self, wanted: Knobs) -> Knobs | None:
         """The first of `nearest`; None where nothing is legal."""

@@ -25,14 +25,24 @@ PARTS = {
 class Load:
     """Global memory → registers, in 16-byte vectors, `stages` tiles under way."""
 
-    path: str  # plain, no_allocate, cp_async or bulk
+    path: str  # plain, no_allocate, cp_async, bulk or multicast
     stages: int = 1
     carrier: str = PACKED  # fp32 for float32
 
     @property
     def staged(self) -> bool:
         """Whether tiles land in shared memory first."""
-        return self.path in ("cp_async", "bulk")
+        return self.path == "cp_async" or self.in_bulk
+
+    @property
+    def in_bulk(self) -> bool:
+        """Whether one thread starts the copy of a whole share to shared memory, and an mbarrier tells of its end."""
+        return self.path in ("bulk", "multicast")
+
+    @property
+    def multicast(self) -> bool:
+        """Whether every block of a cluster copies its share to all of them, so that each has whole rows."""
+        return self.path == "multicast"
 
 
 @dataclass(frozen=True)
@@ -40,6 +50,16 @@ class Prefetch:
     """Asks L2 to bring in what lies about so many MiB behind what was just loaded, for a tile that starts later."""
 
     mib: int
+
+
+@dataclass(frozen=True)
+class Trigger:
+    """Lets the next kernel in the stream start where there is room; it waits for the end of this one all the same."""
+
+
+@dataclass(frozen=True)
+class Gather:
+    """Sums the shares of a row that a multicast has brought, fp32 times the scale: transforms the bits at cta."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +182,22 @@ class Store:
     path: str  # plain or streaming
 
 
-Step = Load | Prefetch | Mma | Transpose | Butterfly | Shuffle | Exchange | Scale | Correct | Widen | Round | Store
+Step = (
+    Load
+    | Prefetch
+    | Trigger
+    | Gather
+    | Mma
+    | Transpose
+    | Butterfly
+    | Shuffle
+    | Exchange
+    | Scale
+    | Correct
+    | Widen
+    | Round
+    | Store
+)
 
 
 def transformed_bits(step: Step, before: Placement) -> tuple[int, ...]:
@@ -170,11 +205,18 @@ def transformed_bits(step: Step, before: Placement) -> tuple[int, ...]:
     if isinstance(step, Mma):
         across = before.bits_of("cta").values() if step.over_blocks else ()
         return (*(before.bit_at(place) for place in step.places), *across)
+    if isinstance(step, Gather):
+        return tuple(before.bits_of("cta").values())
     if isinstance(step, Butterfly):
         return (before.bit_at(step.place),)
     if isinstance(step, Shuffle):
         return (before.bit_at(lane(step.lane)),)
     return ()
+
+
+def sums_over_blocks(step: Step) -> bool:
+    """Whether each block must have loaded the shares of all for it."""
+    return isinstance(step, Gather) or (isinstance(step, Mma) and step.over_blocks)
 
 
 def carrier_after(step: Step, carrier: str) -> str:
@@ -228,7 +270,7 @@ def roundings(steps: Iterable[Step]) -> float:
 
 def changes_values(step: Step) -> bool:
     """Whether a step does arithmetic, not only moves or converts."""
-    return isinstance(step, Mma | Butterfly | Shuffle | Scale | Correct)
+    return isinstance(step, Gather | Mma | Butterfly | Shuffle | Scale | Correct)
 
 
 def sentence(step: Step, before: Placement) -> str:
@@ -238,6 +280,10 @@ def sentence(step: Step, before: Placement) -> str:
             return f"load {path}" + (f", {stages} stages" if stages > 1 else "")
         case Prefetch(mib):
             return f"prefetch to L2 what is {mib} MiB ahead"
+        case Trigger():
+            return "let the next kernel start"
+        case Gather():
+            return f"sum over blocks, times the scale: bits {bits}"
         case Mma(register, operand, parts, accumulator, factor, turned, over_blocks):
             packed = ", packed accumulators" if accumulator == PACKED else ""
             how = packed if operand == PACKED else f" as {parts} {operand}"

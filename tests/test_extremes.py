@@ -50,7 +50,7 @@ def sample() -> list[Plan]:
     )
     some = [(problem, draw(problem, choose)) for problem in problems for _ in range(EACH)]
     # Whose first sums are the longest: over blocks too.
-    long = [problem for problem in problems if problem.n >= 2048 and problem.dtype is not DType.FLOAT32]
+    long = [problem for problem in problems if problem.n >= 2048]
     some += [(problem, draw(problem, choose, chunks=4, cluster=8, block_bits="load")) for problem in long]
     return [build_plan(problem, knobs, ARCH) for problem, knobs in some]
 

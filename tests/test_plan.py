@@ -475,8 +475,8 @@ def test_only_packed_values_as_they_lie_are_summed_over_blocks(change: dict[str,
 
 
 @pytest.mark.parametrize("load", [Load("bulk"), Load("cp_async"), Load("plain", stages=2)])
-def test_only_what_is_loaded_straight_to_registers_is_summed_over_blocks(load: Load) -> None:
-    with pytest.raises(UsageError, match="only what each block has loaded straight to registers"):
+def test_only_what_each_block_has_loaded_is_summed_over_blocks(load: Load) -> None:
+    with pytest.raises(UsageError, match="only what each block has loaded, straight to registers or by multicast"):
         changed(whole_rows(), 0, load)
 
 

@@ -54,7 +54,9 @@ def field_of(problem: Problem = PROBLEM) -> Field:
 @cache
 def small_field() -> Field:
     """Of which a budget covers all."""
-    return Field.of(make_recording(PROBLEM, few(grid=("tiles",), warps=(2, 4), order=("by_step",), min_blocks=(1,))))
+    return Field.of(
+        make_recording(PROBLEM, few(cluster=(1,), grid=("tiles",), warps=(2, 4), order=("by_step",), min_blocks=(1,)))
+    )
 
 
 def keys(order: object) -> list[str]:

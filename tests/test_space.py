@@ -131,7 +131,13 @@ WHOLE_ROWS = Knobs(4, 4, 2, "load", mma_carrier="split", butterfly_carrier="fp32
     [
         (Numerics.ACCURATE, {"cluster": 1, "warps": 8}, "no other blocks whose share to load"),
         (Numerics.ACCURATE, {"low_bits": "shuffle", "mma_carrier": "packed"}, "only an mma sums over blocks"),
-        (Numerics.ACCURATE, {"load": "bulk"}, "straight to registers (load must be plain or no_allocate)"),
+        (
+            Numerics.ACCURATE,
+            {"load": "bulk"},
+            "whole rows take another way (load must be plain, no_allocate or multicast)",
+        ),
+        (Numerics.ACCURATE, {"load": "multicast"}, ""),
+        (Numerics.ACCURATE, {"load": "multicast", "block_bits": "exchange"}, "no block needs the shares of others"),
         (Numerics.ACCURATE, {"grid": "persistent"}, "clusters take one tile each"),
         (Numerics.ACCURATE, {"stages": 2}, "nothing to have under way"),
         (Numerics.ACCURATE, {"chunks": 16, "warps": 1}, "there is no exchange (exchange_carrier must be packed)"),
@@ -283,9 +289,11 @@ def test_seeds_take_values_into_an_mma_as_proved_good(
 
 def test_seeds_of_clusters_load_whole_rows_too() -> None:
     seeds = space_of(Problem(32768, DType.BFLOAT16)).seeds()
-    assert {k.cluster for k in seeds if k.block_bits == "load"} == {2, 4, 8}
-    assert "load" in {k.block_bits for k in seeds[:8]}
-    assert {k.block_bits for k in space_of(Problem(32768, DType.FLOAT32)).seeds()} == {"exchange"}
+    assert {k.cluster for k in seeds if k.load == "multicast"} == {2, 4, 8}
+    assert "multicast" in {k.load for k in seeds[:8]}
+    of_float32 = [k for k in space_of(Problem(8192, DType.FLOAT32)).seeds() if k.block_bits == "load"]
+    assert {(k.low_bits, k.load) for k in of_float32} == {("shuffle", "multicast")}
+    assert {k.cluster for k in of_float32} == {2, 4, 8}
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.name)

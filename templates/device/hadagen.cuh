@@ -291,6 +291,9 @@ template <> HADAGEN_INLINE void mma<float16>(u32 (&d)[2], const Operand& a, u32 
 // one start early. Global memory is touched after it only.
 HADAGEN_INLINE void grid_dependency_sync() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
+// Lets the next kernel in the stream start once every block has come here or ended; it waits as above.
+HADAGEN_INLINE void trigger_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
 // ---- the block and the cluster -------------------------------------------------------------------------------------
 HADAGEN_INLINE u32 shared_address(const void* shared) { return u32(__cvta_generic_to_shared(shared)); }
 
@@ -332,6 +335,15 @@ HADAGEN_INLINE void bulk_copy(byte* shared, const void* global, u32 bytes, u64* 
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
             shared_address(shared)),
         "l"(global), "r"(bytes), "r"(shared_address(barrier))
+        : "memory");
+}
+// Starts copying `bytes` to the same place in the shared memory of each of the `blocks` of the cluster, where the same
+// barrier waits for them. One thread calls it.
+HADAGEN_INLINE void bulk_multicast(byte* shared, const void* global, u32 bytes, u64* barrier, u32 blocks) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;" ::"r"(
+            shared_address(shared)),
+        "l"(global), "r"(bytes), "r"(shared_address(barrier)), "h"((unsigned short)((1u << blocks) - 1))
         : "memory");
 }
 // Bulk copies that start after a `block_sync` from here overwrite nothing that this thread has yet to read: the unit that

@@ -42,7 +42,8 @@ i64 element(const void* global, i64 bytes, const byte* array, i64 pitch, const c
     return first;
 }
 
-void read_global(void* into, const void* global, i64 bytes) {
+// `for_all`: for every block of the cluster, so that none that has its share still waits for others to load it.
+void read_global(void* into, const void* global, i64 bytes, bool for_all = false) {
     const i64 first = element(global, bytes, m.x, m.launch.x_pitch, "loads", "x");
     if (m.x == m.y)
         for (i64 i = first; i < first + bytes / m.launch.element_bytes; ++i) {
@@ -50,6 +51,7 @@ void read_global(void* into, const void* global, i64 bytes) {
                 std::snprintf(m.report->first_race, sizeof m.report->first_race,
                               "%s loads element %lld of x, in place, after its result was stored",
                               Name(m.running->who).text, i);
+            if (for_all) continue;
             Loaded& loaded = m.loaded[i];
             loaded.by = loaded.by == Loaded::by_nobody || loaded.by == self->block ? self->block : Loaded::by_several;
             loaded.arrivals = std::max(loaded.arrivals, m.running->clock.arrivals);
@@ -115,6 +117,14 @@ void note_write(u32 rank, u32 offset, const Stamp& stamp) {
     cell = {stamp, Stamp{}};
 }
 
+// Another block is stored or copied to.
+void reach(u32 rank, const char* does) {
+    if (rank >= m.launch.cluster)
+        fail("%s %s block %u of a cluster of %u", Name(m.running->who).text, does, rank, m.launch.cluster);
+    if (rank != self->rank && m.running->clock.waits == 0)
+        fail("%s %s another block, which may not have begun: no cluster_wait so far", Name(m.running->who).text, does);
+}
+
 // A copy to the shared memory of block `rank` begins: until it has landed, the bytes are nobody's to touch.
 void begin_copy(u32 rank, byte* shared, u32 bytes) {
     const u32 offset = shared_offset(shared, bytes, vector_bytes);
@@ -125,7 +135,8 @@ void begin_copy(u32 rank, byte* shared, u32 bytes) {
 }
 
 void end_copy(const Arrival& arrival, const Stamp& stamp) {
-    if (arrival.global) read_global(arrival.shared, arrival.global, arrival.bytes);
+    if (arrival.read) std::memcpy(arrival.shared, arrival.read->data(), arrival.bytes);
+    else if (arrival.global) read_global(arrival.shared, arrival.global, arrival.bytes);
     else std::memcpy(arrival.shared, &arrival.vector, sizeof arrival.vector);
     for (u32 at = 0; at < arrival.bytes; at += vector_bytes) m.block().memory.cell(arrival.shared + at).write = stamp;
 }
@@ -170,6 +181,7 @@ void send(u32 rank, Barrier& barrier, const Arrival& arrival) {
 
 // ---- primitives ----------------------------------------------------------------------------------------------------
 void grid_dependency_sync() { m.running->synced = true; }
+void trigger_dependents() { step(); }
 
 void load(void* into, const void* global, i64 bytes) {
     step();
@@ -219,7 +231,7 @@ void copy_async_wait(u32 pending) {
     auto& copies = m.running->copies;
     const auto landed = [&](const AsyncCopy& copy) { return copy.group + pending < m.running->groups; };
     for (const AsyncCopy& copy : copies)
-        if (landed(copy)) end_copy({copy.shared, copy.global, vector_bytes, {}}, stamp_now());
+        if (landed(copy)) end_copy({copy.shared, copy.global, vector_bytes}, stamp_now());
     copies.erase(std::remove_if(copies.begin(), copies.end(), landed), copies.end());
 }
 
@@ -272,17 +284,29 @@ void bulk_copy(byte* shared, const void* global, u32 bytes, const u64* barrier) 
     }
     begin_copy(self->rank, shared, bytes);
     element(global, bytes, m.x, m.launch.x_pitch, "loads", "x");
-    send(self->rank, m.block().memory.barriers[barrier_at(self->rank, barrier)], {shared, global, bytes, {}});
+    send(self->rank, m.block().memory.barriers[barrier_at(self->rank, barrier)], {shared, global, bytes});
+}
+
+void bulk_multicast(byte* shared, const void* global, u32 bytes, const u64* barrier, u32 blocks) {
+    step();
+    if (bytes == 0 || bytes % vector_bytes)
+        fail("%s copies %u bytes, which is not a multiple of %u", Name(m.running->who).text, bytes, vector_bytes);
+    const u32 offset = shared_offset(shared, bytes, vector_bytes);
+    std::vector<byte> read(bytes);
+    read_global(read.data(), global, bytes, true);
+    const auto sent = std::make_shared<const std::vector<byte>>(std::move(read));
+    for (u32 rank = 0; rank < blocks; ++rank) {
+        reach(rank, "copies to");
+        begin_copy(rank, shared, bytes);
+        SharedMemory& memory = m.blocks[rank].memory;
+        send(rank, memory.barriers[barrier_at(rank, barrier)], {memory.base + offset, global, bytes, {}, sent});
+    }
 }
 
 void remote_shared_store(byte* shared, u32 rank, const Vec16& v, const u64* barrier) {
     step();
     const u32 offset = shared_offset(shared, vector_bytes, vector_bytes);
-    if (rank >= m.launch.cluster)
-        fail("%s stores to block %u of a cluster of %u", Name(m.running->who).text, rank, m.launch.cluster);
-    if (rank != self->rank && m.running->clock.waits == 0)
-        fail("%s stores into the shared memory of another block, which may not have begun: no cluster_wait so far",
-             Name(m.running->who).text);
+    reach(rank, "stores to");
     begin_copy(rank, shared, vector_bytes);
     m.warp().shared.add(self->thread % warp_lanes, i64(rank) * m.launch.shared_bytes / 128 * 128 + offset);
     SharedMemory& memory = m.blocks[rank].memory;

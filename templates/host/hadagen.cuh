@@ -210,6 +210,7 @@ template <class T> HADAGEN_INLINE void mma(u32 (&d)[2], const Operand& a, u32 b0
 
 // ---- the block and the cluster -------------------------------------------------------------------------------------
 HADAGEN_INLINE void grid_dependency_sync() { machine::grid_dependency_sync(); }
+HADAGEN_INLINE void trigger_dependents() { machine::trigger_dependents(); }
 HADAGEN_INLINE void block_sync() { machine::block_sync(); }
 HADAGEN_INLINE void cluster_arrive() { machine::cluster_arrive(); }
 HADAGEN_INLINE void cluster_arrive_relaxed() { machine::cluster_arrive_relaxed(); }
@@ -232,6 +233,11 @@ HADAGEN_INLINE void barrier_expect(u64* barrier, u32 bytes) { machine::barrier_e
 HADAGEN_INLINE void bulk_copy(byte* shared, const void* global, u32 bytes, u64* barrier) {
     barrier_expect(barrier, bytes);
     machine::bulk_copy(shared, global, bytes, barrier);
+}
+// Starts copying `bytes` to the same place in the shared memory of each of the `blocks` of the cluster, where the same
+// barrier waits for them. One thread calls it.
+HADAGEN_INLINE void bulk_multicast(byte* shared, const void* global, u32 bytes, u64* barrier, u32 blocks) {
+    machine::bulk_multicast(shared, global, bytes, barrier, blocks);
 }
 // Bulk copies that start after a `block_sync` from here overwrite nothing that this thread has yet to read.
 HADAGEN_INLINE void bulk_copy_fence() { machine::bulk_copy_fence(); }

@@ -41,6 +41,7 @@ void cluster_wait();
 
 // Global memory, which a kernel that starts early touches only after the sync. `bytes`: of one element, or a whole vector.
 void grid_dependency_sync();
+void trigger_dependents();
 void load(void* into, const void* global, i64 bytes);
 void store(void* global, const void* from, i64 bytes);
 
@@ -57,6 +58,7 @@ void barrier_expect(const u64* barrier, u32 bytes);
 void bulk_copy_fence();
 void bulk_prefetch(const void* global, u32 bytes);
 void bulk_copy(byte* shared, const void* global, u32 bytes, const u64* barrier);
+void bulk_multicast(byte* shared, const void* global, u32 bytes, const u64* barrier, u32 blocks);
 void remote_shared_store(byte* shared, u32 rank, const Vec16& v, const u64* barrier);
 void barrier_wait(const u64* barrier, u32 parity, bool remote);
 

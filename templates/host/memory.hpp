@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <memory>
 #include <vector>
 
 #include "machine.hpp"
@@ -53,12 +54,14 @@ struct Cell {
 };
 
 // ---- the shared memory of one block --------------------------------------------------------------------------------
-// What lands when a phase of a barrier ends: bytes of global memory, or, where `global` is null, a vector.
+// What lands when a phase of a barrier ends: bytes of global memory, as they are then or, where several blocks get them,
+// as they were `read` for all; or, where `global` is null, a vector.
 struct Arrival {
     byte* shared;
     const void* global;
     u32 bytes;
-    Vec16 vector;
+    Vec16 vector{};
+    std::shared_ptr<const std::vector<byte>> read{};
 };
 
 struct Barrier {
