@@ -49,6 +49,8 @@ NO_DATA = "*No measured table has been committed yet.*"
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 # What the table and the picture show.
 DTYPE, DESTINATION = "float16", "in-place"
+# What a kernel is named by.
+NAMING = ("n", "dtype", "numerics", "elements", "destination", "cache")
 # Title, elements (rows · n), where the data lies before the call.
 REGIMES = (
     ("64 K elements, in L2", 1 << 16, "hot"),
@@ -80,11 +82,12 @@ PEER_NAMES = {"fast_hadamard_transform": "fast-hadamard-transform"}
 METHOD = """\
 All of it is one run, in which everything at a cell is timed within the same seconds by the same method. Fractions
 are of the median of the fastest of four copy kernels. Launches are timed one right after another. Ours start while
-the one before still ends, which copies and the peers do not, and so may beat a copy where launches are short; after
-a kernel of another library that saves less, or nothing. From memory some of ours ask for input ahead of its use,
+the one before still ends, and some let the next one start sooner, which copies and the peers do not, and so may beat
+a copy where launches are short; beside kernels of other libraries that saves less, or nothing. From memory some of ours ask for input ahead of its use,
 and beat a copy by a little. The second table divides microseconds. Cells are all of a size from 64 K to 256 M
 elements, a type and a destination, with the input hot in L2 or cold, that both were timed at;
 fast-hadamard-transform loses most at small n."""
+RETUNED = "For some cells of n = {lengths} the bundle names other kernels by now."
 
 
 # Knob, its value without an idea and with it, as the table of what ideas are worth has them.
@@ -178,7 +181,23 @@ def numbers(times: Times) -> str:
     """The README's picture and tables, in Markdown."""
     picture = f"![Speed over n as a fraction of a plain copy]({PICTURE.relative_to(README.parent)})"
     table = _table(times, REGIMES, {name: name for name in LIBRARIES})
-    return "\n\n".join([picture, table, _comparison(times), _wrapped(METHOD), _errors(times)])
+    method = METHOD
+    if lengths := _retuned():
+        method += " " + RETUNED.format(lengths=", ".join(map(str, lengths)))
+    return "\n\n".join([picture, table, _comparison(times), _wrapped(method), _errors(times)])
+
+
+def _retuned() -> list[int]:
+    """Row lengths for which the bundle names other kernels than those that the run with the peers has timed."""
+
+    def kernels(path: Path) -> dict[tuple[str, ...], str]:
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = [row for row in csv.DictReader(file) if row["numerics"] and row["pitched"] == "0"]
+        return {tuple(row[name] for name in NAMING): row["kernel"] for row in rows}
+
+    named = kernels(OURS)
+    timed = kernels(BENCH).items()
+    return sorted({int(cell[0]) for cell, kernel in timed if named.get(cell, kernel) != kernel})
 
 
 def _comparison(times: Times) -> str:

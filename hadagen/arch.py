@@ -39,10 +39,10 @@ KNOB_VALUES: dict[str, tuple[KnobValue, ...]] = {
     "load": ("plain", "no_allocate", "cp_async", "bulk", "multicast"),
     "grid": ("tiles", "persistent"),
     "stages": (1, 2),
+    "min_blocks": (1, 2, 3, 4, 5, 6, 7, 8),
     "ahead": (0, 1, 2, 4, 8, 16),
     "store": ("plain", "streaming"),
     "trigger": ("end", "store", "load"),
-    "min_blocks": (1, 2, 3, 4, 5, 6, 7, 8),
 }
 
 

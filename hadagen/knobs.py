@@ -66,10 +66,10 @@ class Knobs:
     load: str = "plain"  # plain, no_allocate, cp_async or bulk; of whole rows, multicast to all blocks of a cluster too
     grid: str = "tiles"  # a block or cluster per tile, or persistent blocks that loop over tiles
     stages: int = 1  # tiles under way in a persistent grid
+    min_blocks: int = 1  # blocks per SM the compiler must leave registers for; fewer let it overlap more
     ahead: int = 0  # MiB of the input between a tile and the one that is prefetched to L2 then; 0: none is
     store: str = "plain"  # plain or streaming
     trigger: str = "end"  # when the next kernel in the stream may start: at the end, before the store or after the load
-    min_blocks: int = 1  # blocks per SM the compiler must leave registers for; fewer let it overlap more
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
