@@ -95,7 +95,9 @@ class Estimate:
         self._first_block_cycles = max(self._block_cycles, instructions)  # one warp keeps one scheduler busy
         self._again = 0 if plan.load.multicast else plan.shares_loaded - 1  # times that L2 is asked for a row once more
         block_bytes = buffer_bytes(plan.problem, plan.launch.tile_elements) / plan.launch.cluster
-        self._block_memory_cycles = (plan.shares_loaded + 1) * block_bytes / model.sm_bytes_per_cycle
+        # What others load for a block comes as fast as shared memory takes it.
+        others = SHARED_BYTES_PER_CYCLE if plan.load.multicast else model.sm_bytes_per_cycle
+        self._block_memory_cycles = block_bytes * (2 / model.sm_bytes_per_cycle + (plan.shares_loaded - 1) / others)
         self._latency_cycles = sum(cost.latency for cost in costs)
 
     def us(self, elements: int, destination: Destination, cache: Cache) -> float:

@@ -180,6 +180,45 @@ def test_bfloat16_goes_through_the_second_mma_as_one_tf32() -> None:
     assert "below_tf32" not in text
 
 
+def places(text: str, *parts: str) -> list[int]:
+    return [text.index(part) for part in parts]
+
+
+def test_a_multicast_starts_when_all_blocks_run_and_nobody_waits_to_store() -> None:
+    knobs = Knobs(4, 4, 4, "load", mma_carrier="split", butterfly_carrier="fp32", exchange_carrier="fp32")
+    knobs = replace(knobs, load="multicast", trigger="store")
+    plan = build_plan(Problem(16384, DType.BFLOAT16), knobs, ARCH)
+    text = render(plan).text
+    at = places(
+        text,
+        "barrier_expect(landed, 32768u);",
+        "cluster_arrive_relaxed();",
+        "cluster_wait();",
+        "grid_dependency_sync();",
+        "    start(tile, 0);",
+        "barrier_wait(&landed[0], 0);",
+        "mma<T>(d",
+        "block_sync();",
+        "shared_store16(",
+        "trigger_dependents();",
+        " store16(",
+    )
+    assert at == sorted(at)
+    assert "cluster_arrive();" not in text
+    assert text.count("cluster_wait();") == 1
+    # Each block sends its quarter to all four.
+    assert "const u32 part = rank * 4096;" in text
+    assert "+ 2 * (tile * 16384 + part), 8192u, &landed[stage], 4);" in text
+
+
+def test_kernels_let_the_next_one_start_once_they_have_loaded() -> None:
+    knobs = Knobs(4, 2, 2, mma_carrier="split", butterfly_carrier="fp32", exchange_carrier="fp32", trigger="load")
+    text = render(build_plan(Problem(4096, DType.FLOAT16), knobs, ARCH)).text
+    at = places(text, "load16(from", "trigger_dependents();", "mma<T>(d")
+    assert at == sorted(at)
+    assert text.count("trigger_dependents") == 1
+
+
 @pytest.mark.parametrize("pitched", [False, True], ids=["contiguous", "pitched"])
 def test_blocks_that_load_whole_rows_store_when_all_have_loaded(pitched: bool) -> None:
     knobs = Knobs(4, 4, 4, "load", mma_carrier="split", butterfly_carrier="fp32", exchange_carrier="fp32")

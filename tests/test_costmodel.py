@@ -163,6 +163,26 @@ def test_blocks_that_load_whole_rows_need_registers_and_l2_for_them() -> None:
     assert Estimate(load, SM90).us(*large) > 5 * large.elements * problem.dtype.bytes / SM90.model.l2_bytes_per_us
 
 
+def test_l2_reads_a_row_once_for_a_multicast() -> None:
+    """Which takes it in faster, too."""
+    knobs = Knobs(4, 4, 8, "load", mma_carrier="split", butterfly_carrier="fp32", exchange_carrier="fp32")
+    problem, cell = Problem(32768, DType.BFLOAT16), Cell(1 << 20, Destination.IN_PLACE, Cache.HOT)
+    each, once = (build_plan(problem, replace(knobs, load=load), SM90) for load in ("plain", "multicast"))
+    assert Estimate(each, SM90).us(*cell) > 1.2 * Estimate(once, SM90).us(*cell)
+    # A copy in bulk is waited for once, however many shares come.
+    bulk = [cost for cost in costmodel._costs(once, SM90) if cost.latency == costmodel.BULK_LATENCY]
+    assert len(bulk) == 1
+
+
+def test_float32_is_gathered_vector_by_vector() -> None:
+    knobs = Knobs(1, 4, 4, "load", "lanes", low_bits="shuffle", butterfly_carrier="fp32", exchange_carrier="fp32")
+    plan = build_plan(Problem(4096, DType.FLOAT32), replace(knobs, load="multicast"), SM90)
+    assert _registers(plan) == 24 + 8
+    _, load, gather, *_ = costmodel._costs(plan, SM90)
+    assert load.shared_bytes == 4 * 2 * 1024  # in and out again
+    assert gather.instructions == 4 * 8
+
+
 def test_what_crosses_blocks_takes_time_for_its_bytes() -> None:
     def chain(chunks: int, warps: int, carrier: str) -> float:
         knobs = Knobs(chunks, warps, 8, mma_carrier="split", butterfly_carrier="fp32", exchange_carrier=carrier)

@@ -101,6 +101,14 @@ def crossing(expected: int) -> str:
         remote_shared_store16(data + 16 * t, rank ^ 1, zero16(), barrier);"""
 
 
+def multicast(bytes_: int, blocks: int) -> str:
+    """A body in which each of two blocks copies `bytes_` to `blocks` blocks, whose barriers expect 512 of each."""
+    return f"""if (t == 0) barrier_init(barrier), barrier_expect(barrier, 1024);
+        cluster_arrive_relaxed();
+        cluster_wait();
+        if (t == 0) bulk_multicast(data + 512 * rank, in, {bytes_}, barrier, {blocks});"""
+
+
 SHARED_BYTES = 8192
 COPY = "store16(out + 16 * t, load16(in + 16 * t));"
 # Both blocks of a cluster load what lies at both, and store as much as one has.
@@ -182,6 +190,15 @@ GOOD: dict[Case, Callable[[Bits], Bits]] = {
         store16(out + 16 * t, v);""",
         cluster=4,
     ): lambda x: np.roll(x.reshape(-1, 4, 256), 2, axis=1),
+    # What came from the other block, stored where that one had it, in place too.
+    Case(
+        "multicasts",
+        multicast(512, 2)
+        + """
+        barrier_wait(barrier, 0);
+        store16(out + 16 * t, shared_load16(data + 512 * (rank ^ 1) + 16 * t));""",
+        cluster=2,
+    ): lambda x: x.reshape(-1, 2, 256)[:, ::-1],
     Case(
         "waits_for_groups",
         """for (u32 group = 0; group < 8; ++group) {
@@ -288,6 +305,22 @@ RACES = (
         if (t == 0) bulk_copy(data, in, 512, barrier), barrier_wait(barrier, 0);""",
     ),
     Case(
+        "multicast_not_landed",
+        multicast(512, 2) + "shared_load16(data + 512 * rank + 16 * t); barrier_wait(barrier, 0);",
+        cluster=2,
+    ),
+    Case(
+        "multicast_over_what_is_read",
+        """shared_store16(data + 16 * t, zero16());
+        if (t == 0) barrier_init(barrier), barrier_expect(barrier, 512);
+        cluster_arrive();
+        cluster_wait();
+        if (t == 0 && rank == 0) bulk_multicast(data, in, 512, barrier, 2);
+        shared_load16(data + 16 * t);
+        barrier_wait(barrier, 0);""",
+        cluster=2,
+    ),
+    Case(
         "no_cluster_wait_before_reuse",
         """for (int turn = 0; turn < 2 && t == 0; ++turn)
             barrier_init(&barrier[turn]), barrier_expect(&barrier[turn], 512);
@@ -377,6 +410,18 @@ STOPPED = {
         "relaxed_arrival_for_data",
         "shared_store16(data + 16 * t, zero16()); cluster_arrive_relaxed();",
     ): "arrives at the cluster barrier, relaxed, after it has touched shared memory",
+    Case("multicast_to_no_such_block", multicast(512, 3), cluster=2): "copies to block 2 of a cluster of 2",
+    Case("odd_multicast", multicast(24, 2), cluster=2): "copies 24 bytes, which is not a multiple of 16",
+    Case(
+        "multicast_to_one", multicast(512, 1) + "barrier_wait(barrier, 0);", cluster=2
+    ): "threads 0-31 of block 1 wait at barrier_wait",
+    Case("multicast_not_waited_for", multicast(512, 2), cluster=2): "block 0 ends while 1024 bytes are on their way",
+    Case(
+        "multicast_to_who_may_not_have_begun",
+        "if (t == 0) barrier_init(barrier), bulk_multicast(data, in, 512, barrier, 2);",
+        cluster=2,
+    ): "copies to another block, which may not have begun",
+    Case("multicast_too_early", multicast(512, 2), cluster=2, starts_early=True): "no grid_dependency_sync so far",
     Case("no_mbarrier", "barrier_wait(barrier, 0);"): "uses an mbarrier that was not initialized",
     Case("mbarrier_again", "barrier_init(barrier);"): "thread 1 of block 0 initializes an mbarrier again",
     Case("no_copy", "if (t == 0) barrier_init(barrier), barrier_wait(barrier, 0);"): "block 0 wait at barrier_wait",

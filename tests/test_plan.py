@@ -30,6 +30,7 @@ from hadagen.steps import (
     Butterfly,
     Correct,
     Exchange,
+    Gather,
     Load,
     Mma,
     Prefetch,
@@ -39,6 +40,7 @@ from hadagen.steps import (
     Step,
     Store,
     Transpose,
+    Trigger,
     Widen,
     roundings,
 )
@@ -232,10 +234,11 @@ def examples() -> list[Plan]:
         build_plan(Problem(8, DType.FLOAT32), Knobs(low_bits="shuffle", butterfly_carrier="fp32"), ARCH),
         build_plan(Problem(256, DType.FLOAT32), Knobs(mma_carrier="split"), ARCH),
         build_plan(Problem(256, DType.BFLOAT16), Knobs(mma_carrier="tf32"), ARCH),
+        gathered(),
     ]
 
 
-@pytest.mark.parametrize("kind", [Mma, Butterfly, Shuffle, Exchange, Scale, Correct, Round, Transpose])
+@pytest.mark.parametrize("kind", [Gather, Mma, Butterfly, Shuffle, Exchange, Scale, Correct, Round, Transpose])
 def test_a_plan_without_one_of_its_steps_is_refused(kind: type) -> None:
     found = 0
     for plan in examples():
@@ -478,6 +481,49 @@ def test_only_packed_values_as_they_lie_are_summed_over_blocks(change: dict[str,
 def test_only_what_each_block_has_loaded_is_summed_over_blocks(load: Load) -> None:
     with pytest.raises(UsageError, match="only what each block has loaded, straight to registers or by multicast"):
         changed(whole_rows(), 0, load)
+
+
+def test_a_multicast_brings_what_is_summed_over_blocks() -> None:
+    plan = changed(whole_rows(), 0, Load("multicast"))
+    assert plan.shares_loaded == 2
+    assert plan.stage_bytes == 2 * 8192  # the whole row
+    (exchange,) = plan.exchanges
+    assert plan.exchange_offset(exchange) == plan.stages_offset == 128  # its slots take the place of the row
+    assert plan.shared_bytes == 128 + max(plan.stage_bytes, 16 * exchange.slot_bytes)
+    with pytest.raises(UsageError, match="no step needs the shares of other blocks"):
+        changed(build_plan(Problem(256, DType.BFLOAT16), Knobs(mma_carrier="split"), ARCH), 0, Load("multicast"))
+    float32_rows = gathered()
+    with pytest.raises(UsageError, match="it finds what a multicast has brought"):
+        changed(float32_rows, 0, dataclasses.replace(float32_rows.load, path="plain"))
+
+
+def gathered() -> Plan:
+    """n = 2048 of float32 over 2 blocks of 4 warps, whose shares are summed from shared memory."""
+    knobs = Knobs(1, 4, 2, "load", "lanes", low_bits="shuffle", butterfly_carrier="fp32", exchange_carrier="fp32")
+    return build_plan(Problem(2048, DType.FLOAT32), dataclasses.replace(knobs, load="multicast"), ARCH)
+
+
+def test_shares_of_float32_are_gathered_once_and_scaled_then() -> None:
+    plan = gathered()
+    assert [type(step) for step in plan.steps[:3]] == [Load, Gather, Butterfly]
+    assert Scale not in {type(step) for step in plan.steps}
+    assert plan.describe()[1] == "sum over blocks, times the scale: bits 10"
+    with pytest.raises(UsageError, match=r"index bits \[10\] are never transformed"):
+        changed(plan, 1, Scale())
+    with pytest.raises(UsageError, match="by the scale once"):
+        changed(plan, len(plan.steps) - 1, Scale(), plan.steps[-1])
+    with pytest.raises(UsageError, match="only what each block has loaded"):
+        changed(plan, 1, plan.steps[2], plan.steps[1])
+
+
+@pytest.mark.parametrize(("trigger", "at"), [("load", 1), ("store", -2)])
+def test_the_next_kernel_may_start_after_the_load_or_before_the_store(trigger: str, at: int) -> None:
+    knobs = Knobs(4, 4, 2, "load", mma_carrier="split", butterfly_carrier="fp32", exchange_carrier="fp32", ahead=4)
+    plan = build_plan(Problem(8192, DType.BFLOAT16), dataclasses.replace(knobs, trigger=trigger), ARCH)
+    assert [i for i, step in enumerate(plan.steps) if step == Trigger()] == [at % len(plan.steps)]
+    assert isinstance(plan.steps[0], Load)
+    assert isinstance(plan.steps[-1], Store)
+    assert sum(isinstance(step, Prefetch) for step in plan.steps) == 1
 
 
 def test_one_block_has_no_others_to_sum_over() -> None:

@@ -161,6 +161,37 @@ def test_blocks_load_whole_rows_where_an_mma_can_sum_them(numerics: Numerics, ch
         build_plan(problem, knobs, ARCH)
 
 
+def test_float32_is_summed_over_blocks_from_shared_memory() -> None:
+    knobs = Knobs(1, 4, 2, "load", "lanes", low_bits="shuffle", butterfly_carrier="fp32", exchange_carrier="fp32")
+    problem = Problem(2048, DType.FLOAT32)
+    build_plan(problem, replace(knobs, load="multicast"), ARCH)
+    for load in ("plain", "no_allocate", "bulk"):
+        with pytest.raises(UsageError, match=re.escape("from shared memory (load must be multicast)")):
+            build_plan(problem, replace(knobs, load=load), ARCH)
+    with pytest.raises(UsageError, match="pitched rows cannot be copied as they lie"):
+        build_plan(replace(problem, pitched=True), replace(knobs, load="multicast"), ARCH)
+
+
+def test_a_whole_row_and_the_exchange_in_its_place_fit_shared_memory() -> None:
+    """A row of 64 KiB, in whose place 64 KiB are exchanged, so that an SM holds two; and one of 128 KiB, so that not."""
+    halves = replace(WHOLE_ROWS, warps=8, chunks=8, load="multicast", min_blocks=2)
+    assert build_plan(Problem(32768, DType.FLOAT16), halves, ARCH).shared_bytes == 128 + 65536
+    float32 = replace(WHOLE_ROWS, cluster=8, load="multicast", low_bits="shuffle", mma_carrier="packed")
+    assert build_plan(Problem(32768, DType.FLOAT32), float32, ARCH).shared_bytes == 128 + 131072
+    with pytest.raises(UsageError, match="bytes of shared memory per SM"):
+        build_plan(Problem(32768, DType.FLOAT32), replace(float32, min_blocks=2), ARCH)
+
+
+def test_the_next_kernel_starts_sooner_only_beside_clusters() -> None:
+    problem, knobs = Problem(8192, DType.FLOAT16), replace(WHOLE_ROWS, trigger="store")
+    build_plan(problem, knobs, ARCH)
+    with pytest.raises(UsageError, match="only few blocks leave room for the next kernel's"):
+        build_plan(problem, replace(knobs, cluster=1, warps=8, block_bits="exchange"), ARCH)
+    bare = replace(ARCH, features=ARCH.features - {"dependent_launch"})
+    with pytest.raises(UsageError, match="the arch starts no kernel before the last one ends"):
+        build_plan(problem, knobs, bare)
+
+
 def test_float32_and_short_rows_are_not_loaded_whole() -> None:
     with pytest.raises(UsageError, match="the mma of fp32 values does not sum over blocks"):
         build_plan(Problem(8192, DType.FLOAT32), WHOLE_ROWS, ARCH)
