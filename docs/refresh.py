@@ -80,12 +80,12 @@ LIBRARIES = {
 PEER_NAMES = {"fast_hadamard_transform": "fast-hadamard-transform"}
 
 METHOD = """\
-All of it is one run, in which everything at a cell is timed within the same seconds by the same method. Fractions
-are of the median of the fastest of four copy kernels. Launches are timed one right after another. Ours start while
-the one before still ends, and some let the next one start sooner, which copies and the peers do not, and so may beat
-a copy where launches are short; beside kernels of other libraries that saves less, or nothing. From memory some of
-ours ask for input ahead of its use, and beat a copy by a little. The second table divides microseconds. Cells are all of a size from 64 K to 256 M
-elements, a type and a destination, with the input hot in L2 or cold, that both were timed at;
+All of it is one run, in which everything at a cell is timed within the same seconds by the same method. Fractions are
+of the median of the fastest of four copy kernels. Launches are timed one right after another. Ours start while the one
+before still ends, and some let the next one start sooner, which copies and the peers do not, and so may beat a copy
+where launches are short; beside kernels of other libraries that saves less, or nothing. From memory some of ours ask
+for input ahead of its use, and beat a copy by a little. The second table divides microseconds. Cells are all of a size
+from 64 K to 256 M elements, a type and a destination, with the input hot in L2 or cold, that both were timed at;
 fast-hadamard-transform loses most at small n."""
 RETUNED = "For some cells of n = {lengths} the bundle names other kernels by now."
 

@@ -173,7 +173,7 @@ def test_float32_is_summed_over_blocks_from_shared_memory() -> None:
 
 
 def test_a_whole_row_and_the_exchange_in_its_place_fit_shared_memory() -> None:
-    """A row of 64 KiB, in whose place 64 KiB are exchanged, so that an SM holds two; and one of 128 KiB, so that not."""
+    """A row of 64 KiB, in whose place 64 KiB are exchanged, so that an SM holds two; and one of 128 KiB."""
     halves = replace(WHOLE_ROWS, warps=8, chunks=8, load="multicast", min_blocks=2)
     assert build_plan(Problem(32768, DType.FLOAT16), halves, ARCH).shared_bytes == 128 + 65536
     float32 = replace(WHOLE_ROWS, cluster=8, load="multicast", low_bits="shuffle", mma_carrier="packed")
