@@ -93,7 +93,7 @@ class Estimate:
             sum(cost.shared_bytes for cost in costs) / SHARED_BYTES_PER_CYCLE,
         )
         self._first_block_cycles = max(self._block_cycles, instructions)  # one warp keeps one scheduler busy
-        self._again = 0 if plan.load.multicast else plan.shares_loaded - 1  # times that L2 is asked for a row once more
+        self._more_reads = 0 if plan.load.multicast else plan.shares_loaded - 1  # of each row, from L2
         block_bytes = buffer_bytes(plan.problem, plan.launch.tile_elements) / plan.launch.cluster
         # What others load for a block comes as fast as shared memory takes it.
         others = SHARED_BYTES_PER_CYCLE if plan.load.multicast else model.sm_bytes_per_cycle
@@ -106,7 +106,7 @@ class Estimate:
         moved_bytes = buffer_bytes(self._problem, elements)
         in_l2, beyond, loading = _memory(self._arch, moved_bytes, destination, cache)
         # Shares that other blocks have loaded too come from L2.
-        shared = self._again * moved_bytes / model.l2_bytes_per_us
+        shared = self._more_reads * moved_bytes / model.l2_bytes_per_us
         chain = self._latency_cycles / model.cycles_per_us
         first_issue = self._first_block_cycles / model.cycles_per_us
         block_issue = self._block_cycles / model.cycles_per_us

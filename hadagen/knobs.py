@@ -290,14 +290,15 @@ def _with_scale(problem: Problem, knobs: Knobs, steps: list[Step]) -> list[Step]
     left to do are sums and differences, and none of those exceeds the largest result. The others are scaled as late as
     they can in fp32, but before values are rounded and summed on, so that 16-bit sums stay in range.
     """
+    if any(isinstance(step, Gather) for step in steps):
+        return steps  # it scales
     if _scales_in_mma(problem, knobs):
         return [*steps, Round()] if _Converter(steps).carrier == FP32 else steps
     after = 1 + max(
         i for i, step in enumerate(steps) if isinstance(step, Load) or (isinstance(step, Mma) and step.reg < 2)
     )
     if problem.dtype is DType.FLOAT32:
-        scaled = any(isinstance(step, Gather) for step in steps)
-        return steps if scaled else [*steps[:after], Scale(), *steps[after:]]
+        return [*steps[:after], Scale(), *steps[after:]]
     if _Converter(steps).carrier == FP32:
         steps = [*steps, Round()]
     wide = next(i for i in range(after, len(steps)) if _Converter(steps[:i]).carrier == FP32)

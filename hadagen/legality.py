@@ -113,12 +113,10 @@ def _(c: Context, k: Knobs) -> str | None:
     if k.cluster == 1:
         return "there are no other blocks whose share to load (block_bits must be exchange)"
     if c.problem.dtype is DType.FLOAT32:
-        return (
-            "the mma of fp32 values does not sum over blocks (low_bits must be shuffle)"
-            if k.low_bits == "mma"
-            else None
-        )
-    return "only an mma sums over blocks (block_bits must be exchange)" if k.low_bits == "shuffle" else None
+        split = k.low_bits == "mma"
+        return "the mma of fp32 values does not sum over blocks (low_bits must be shuffle)" if split else None
+    alone = k.low_bits == "shuffle"
+    return "only an mma sums 16-bit values over blocks (block_bits must be exchange)" if alone else None
 
 
 @_rule("block_bits", "low_bits", "mma_carrier", "accumulator")

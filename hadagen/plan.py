@@ -315,6 +315,9 @@ def _check(plan: Plan) -> None:
         raise UsageError(f"{plan.problem.name}: pitched rows are not copied to shared memory as they lie")
     if any(isinstance(step, Prefetch) for step in plan.steps) and (plan.persistent or plan.problem.pitched):
         raise UsageError(f"{plan.problem.name}: only of whole rows, a tile a block, the order of tiles is known ahead")
+    triggers = [at for at, step in enumerate(plan.steps) if isinstance(step, Trigger)]
+    if triggers and (plan.persistent or triggers[0] == 0 or len(triggers) > 1):
+        raise UsageError(f"{plan.problem.name}: the next kernel is let start once, after the load, and not in a loop")
     if not isinstance(plan.steps[-1], Store) or any(before.bit_at(at) != plan.loaded.bit_at(at) for at in IN_VECTORS):
         raise UsageError(f"{plan.problem.name}: the plan does not end with a Store of whole 16-byte vectors")
 

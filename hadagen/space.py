@@ -82,7 +82,9 @@ class Space:
             one_buffer = replace(tile, exchange_rounds=2, load="bulk", grid="persistent")  # leaves it more room
             whole_rows = replace(tile, block_bits=LOAD, load="multicast")
             plain, two, one = (self._keeping(wanted, *SHAPE) for wanted in (tile, two_buffers, one_buffer))
-            whole = self._keeping(whole_rows, *SHAPE, "block_bits", "low_bits")
+            kept = (*SHAPE, "block_bits", "low_bits")  # float32 has none after an mma
+            each = replace(whole_rows, load=tile.load)  # where it cannot come by multicast
+            whole = self._keeping(whole_rows, *kept, "load") or self._keeping(each, *kept)
             looping = [knobs for knobs in (two, one) if knobs and knobs.grid == "persistent"]
             ahead = next((knobs for knobs in looping if Load(knobs.load).staged), looping[0] if looping else None)
             found |= dict.fromkeys(filter(None, (plain, whole, ahead)))

@@ -23,7 +23,8 @@ PARTS = {
 
 @dataclass(frozen=True)
 class Load:
-    """Global memory → registers, in 16-byte vectors, `stages` tiles under way."""
+    """Global memory → registers, in 16-byte vectors, `stages` tiles under way. Before a `Gather`, which takes them from
+    there, it ends in shared memory."""
 
     path: str  # plain, no_allocate, cp_async, bulk or multicast
     stages: int = 1

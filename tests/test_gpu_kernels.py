@@ -1,9 +1,10 @@
-"""Kernels of every type that an mma takes: of a value alone a GPU makes the same as the emulator, to the last bit."""
+"""Kernels of every type that an mma takes: of a value alone a GPU makes the same as the emulator, to the last bit. And
+what multicasts bring, in place."""
 
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -65,15 +66,18 @@ class Built:
         return out
 
 
-@pytest.fixture(params=CARRIERS, ids=lambda carrier: f"{carrier[0].value}-{carrier[1]}", scope="module")
-def built(request: pytest.FixtureRequest) -> Built:
+def build(plan: Plan) -> Built:
     torch.cuda.init()  # the context that kernels are loaded into
-    dtype, carrier = request.param
-    plan = build_plan(Problem(N, dtype), Knobs(warps=2, mma_carrier=carrier), ARCH)
     source = render(plan)
     (kernel,) = Toolchain.find().build([(source, plan.launch)], ARCH)
     assert isinstance(kernel, Kernel), kernel
     return Built(plan, source, driver.load(kernel.cubin, kernel.entry, plan.launch))
+
+
+@pytest.fixture(params=CARRIERS, ids=lambda carrier: f"{carrier[0].value}-{carrier[1]}", scope="module")
+def built(request: pytest.FixtureRequest) -> Built:
+    dtype, carrier = request.param
+    return build(build_plan(Problem(N, dtype), Knobs(warps=2, mma_carrier=carrier), ARCH))
 
 
 def test_a_value_alone_comes_out_as_on_the_emulator(built: Built) -> None:
@@ -126,3 +130,39 @@ def test_normal_values_are_within_the_bound(built: Built) -> None:
     scale = verification_scale(problem)
     error = relative_error(decode(built.dtype, built.on_gpu(x, scale)), hadamard(decode(built.dtype, x), scale))
     assert error <= problem.error_bound
+
+
+# Chunks, warps and blocks of a row, which comes to all of its blocks by multicast.
+MULTICASTS = [
+    (DType.FLOAT16, 4096, (2, 1, 8)),
+    (DType.FLOAT16, 8192, (8, 2, 2)),
+    (DType.BFLOAT16, 16384, (4, 4, 4)),
+    (DType.FLOAT16, 32768, (4, 4, 8)),
+    (DType.FLOAT32, 2048, (2, 2, 2)),
+    (DType.FLOAT32, 8192, (2, 2, 8)),
+]
+
+
+@pytest.mark.parametrize("trigger", ["end", "load"])
+@pytest.mark.parametrize(("dtype", "n", "shape"), MULTICASTS)
+def test_what_a_multicast_brings_is_read_for_all_blocks_before_results_lie_there(
+    dtype: DType, n: int, shape: tuple[int, int, int], trigger: str
+) -> None:
+    """In place, launch after launch, over rows in L2 and from memory: to the last bit as out of place."""
+    wide = Knobs(*shape, "load", butterfly_carrier="fp32", exchange_carrier="fp32", load="multicast", trigger=trigger)
+    if dtype is DType.FLOAT32:
+        knobs = replace(wide, low_bits="shuffle")
+    else:
+        knobs = replace(wide, mma_carrier="split", exchange_carrier="fp32" if shape[1] > 1 else "packed")
+    kernel = build(build_plan(Problem(n, dtype), knobs, ARCH)).kernel
+    for elements, launches in ((1 << 17, 400), (1 << 20, 200), (1 << 25, 20)):
+        x = torch.randn(elements, device="cuda").to(getattr(torch, dtype.value))
+        once, again = torch.full_like(x, torch.nan), torch.full_like(x, torch.nan)
+        stream = torch.cuda.current_stream().cuda_stream
+        kernel.launch(stream, x.data_ptr(), once.data_ptr(), elements, n**-0.5)
+        same = []
+        for _ in range(launches):
+            again.copy_(x)
+            kernel.launch(stream, again.data_ptr(), again.data_ptr(), elements, n**-0.5)
+            same.append((again == once).all())
+        assert bool(torch.stack(same).all()), elements

@@ -310,9 +310,15 @@ RACES = (
         cluster=2,
     ),
     Case(
+        "multicasts_to_one_place",
+        multicast(512, 2).replace("512 * rank", "256 * rank") + "barrier_wait(barrier, 0);",
+        cluster=2,
+    ),
+    Case(
         "multicast_over_what_is_read",
         """shared_store16(data + 16 * t, zero16());
         if (t == 0) barrier_init(barrier), barrier_expect(barrier, 512);
+        bulk_copy_fence();
         cluster_arrive();
         cluster_wait();
         if (t == 0 && rank == 0) bulk_multicast(data, in, 512, barrier, 2);
@@ -448,6 +454,18 @@ STOPPED = {
         if (t == 0) bulk_copy(data, in, 512, barrier);""",
     ): "thread 0 of block 0 copies over byte 208 of shared memory, which thread 5 of block 0 has touched",
     Case(
+        "no_bulk_copy_fence_before_a_multicast",
+        multicast(512, 2)
+        + """
+        barrier_wait(barrier, 0);
+        shared_load16(data + 16 * t);
+        if (rank == 0) bulk_copy_fence();
+        cluster_arrive();
+        cluster_wait();
+        if (t == 0) bulk_multicast(data, in, 512, barrier, 2);""",
+        cluster=2,
+    ): "copies over byte 128 of shared memory, which thread 0 of block 1 has touched with no bulk_copy_fence since",
+    Case(
         "no_bulk_copy_fence_by_one_of_many",
         """if (t == 0) barrier_init(barrier);
         shared_store16(data + 16 * t, zero16());
@@ -475,6 +493,11 @@ UNHEEDED = [
     Case("no_cluster_barrier", WHOLE.format(before="", between=""), cluster=2),
     Case("arrives_too_early", WHOLE.format(before="cluster_arrive();", between="cluster_wait();"), cluster=2),
     Case("waits_too_early", WHOLE.format(before="cluster_arrive(); cluster_wait();", between=""), cluster=2),
+    Case(
+        "multicast_not_landed_anywhere",
+        multicast(512, 2) + "store16(out + 16 * t, zero16()); barrier_wait(barrier, 0);",
+        cluster=2,
+    ),
 ]
 LATE = Case("late", COPY + " shuffle_xor(0u, 1); load16(in + 16 * (t ^ 1));")
 

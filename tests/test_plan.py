@@ -489,7 +489,10 @@ def test_a_multicast_brings_what_is_summed_over_blocks() -> None:
     assert plan.stage_bytes == 2 * 8192  # the whole row
     (exchange,) = plan.exchanges
     assert plan.exchange_offset(exchange) == plan.stages_offset == 128  # its slots take the place of the row
-    assert plan.shared_bytes == 128 + max(plan.stage_bytes, 16 * exchange.slot_bytes)
+    assert plan.shared_bytes == 128 + plan.stage_bytes + 16 * (exchange.slot_bytes - 1024)
+    of_four = Knobs(4, 2, 4, "load", mma_carrier="split", butterfly_carrier="fp32", exchange_carrier="fp32")
+    longer = build_plan(plan.problem, dataclasses.replace(of_four, load="multicast"), ARCH)
+    assert longer.shared_bytes == 128 + longer.stage_bytes > 128 + 8 * longer.exchanges[0].slot_bytes
     with pytest.raises(UsageError, match="no step needs the shares of other blocks"):
         changed(build_plan(Problem(256, DType.BFLOAT16), Knobs(mma_carrier="split"), ARCH), 0, Load("multicast"))
     float32_rows = gathered()
@@ -524,6 +527,14 @@ def test_the_next_kernel_may_start_after_the_load_or_before_the_store(trigger: s
     assert isinstance(plan.steps[0], Load)
     assert isinstance(plan.steps[-1], Store)
     assert sum(isinstance(step, Prefetch) for step in plan.steps) == 1
+    why = "the next kernel is let start once, after the load, and not in a loop"
+    alone = build_plan(Problem(256, DType.FLOAT16), Knobs(mma_carrier="split"), ARCH)
+    steps = list(alone.steps)
+    for wrong in ([Trigger(), *steps], [steps[0], Trigger(), Trigger(), *steps[1:]]):
+        with pytest.raises(UsageError, match=why):
+            dataclasses.replace(alone, steps=tuple(wrong))
+    with pytest.raises(UsageError, match=why):
+        dataclasses.replace(alone, steps=(steps[0], Trigger(), *steps[1:]), persistent=True)
 
 
 def test_one_block_has_no_others_to_sum_over() -> None:

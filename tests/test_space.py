@@ -130,7 +130,11 @@ WHOLE_ROWS = Knobs(4, 4, 2, "load", mma_carrier="split", butterfly_carrier="fp32
     ("numerics", "change", "why"),
     [
         (Numerics.ACCURATE, {"cluster": 1, "warps": 8}, "no other blocks whose share to load"),
-        (Numerics.ACCURATE, {"low_bits": "shuffle", "mma_carrier": "packed"}, "only an mma sums over blocks"),
+        (
+            Numerics.ACCURATE,
+            {"low_bits": "shuffle", "mma_carrier": "packed"},
+            "only an mma sums 16-bit values over blocks",
+        ),
         (
             Numerics.ACCURATE,
             {"load": "bulk"},
@@ -152,7 +156,7 @@ WHOLE_ROWS = Knobs(4, 4, 2, "load", mma_carrier="split", butterfly_carrier="fp32
         (Numerics.FAST, {"low_bits": "mma_shuffle", "mma_carrier": "packed"}, ""),
     ],
 )
-def test_blocks_load_whole_rows_where_an_mma_can_sum_them(numerics: Numerics, change: dict[str, Any], why: str) -> None:
+def test_blocks_load_whole_rows_where_they_can_sum_them(numerics: Numerics, change: dict[str, Any], why: str) -> None:
     problem, knobs = Problem(8192, DType.FLOAT16, numerics), replace(WHOLE_ROWS, **change)
     if not why:
         assert build_plan(problem, knobs, ARCH).shares_loaded == knobs.cluster
@@ -192,7 +196,7 @@ def test_the_next_kernel_starts_sooner_only_beside_clusters() -> None:
         build_plan(problem, knobs, bare)
 
 
-def test_float32_and_short_rows_are_not_loaded_whole() -> None:
+def test_float32_for_an_mma_and_short_rows_are_not_loaded_whole() -> None:
     with pytest.raises(UsageError, match="the mma of fp32 values does not sum over blocks"):
         build_plan(Problem(8192, DType.FLOAT32), WHOLE_ROWS, ARCH)
     loading = {n: {k.block_bits for k in space_of(Problem(n, DType.FLOAT16)).legal} for n in (256, 512)}
@@ -322,6 +326,8 @@ def test_seeds_of_clusters_load_whole_rows_too() -> None:
     seeds = space_of(Problem(32768, DType.BFLOAT16)).seeds()
     assert {k.cluster for k in seeds if k.load == "multicast"} == {2, 4, 8}
     assert "multicast" in {k.load for k in seeds[:8]}
+    pitched = [k for k in space_of(Problem(32768, DType.BFLOAT16, pitched=True)).seeds() if k.block_bits == "load"]
+    assert {k.load for k in pitched} == {"plain"}
     of_float32 = [k for k in space_of(Problem(8192, DType.FLOAT32)).seeds() if k.block_bits == "load"]
     assert {(k.low_bits, k.load) for k in of_float32} == {("shuffle", "multicast")}
     assert {k.cluster for k in of_float32} == {2, 4, 8}

@@ -33,7 +33,7 @@ LEAST_ELEMENTS = 4096  # of each class of input, for an error that is stable to 
 # What makes one kernel much unlike another.
 _SHAPE = attrgetter("chunks", "warps", "cluster", "low_bits", "butterfly_carrier")
 # What the cost model is blind to.
-_UNSEEN = ("accumulator", "order", "store", "min_blocks")
+_UNSEEN = ("accumulator", "order", "store", "trigger", "min_blocks")
 _UNSEEN_LOADS = ("no_allocate",)
 ORDER_SEED = 2  # the emulator's threads in a random order
 

@@ -337,8 +337,8 @@ HADAGEN_INLINE void bulk_copy(byte* shared, const void* global, u32 bytes, u64* 
         "l"(global), "r"(bytes), "r"(shared_address(barrier))
         : "memory");
 }
-// Starts copying `bytes` to the same place in the shared memory of each of the `blocks` of the cluster, where the same
-// barrier waits for them. One thread calls it.
+// Starts copying `bytes` to the same place in the shared memory of each of the `blocks` of the cluster; lands at the same
+// barrier of each, which must expect them by itself. One thread calls it.
 HADAGEN_INLINE void bulk_multicast(byte* shared, const void* global, u32 bytes, u64* barrier, u32 blocks) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;" ::"r"(

@@ -135,20 +135,46 @@ void begin_copy(u32 rank, byte* shared, u32 bytes) {
 }
 
 void end_copy(const Arrival& arrival, const Stamp& stamp) {
-    if (arrival.read) std::memcpy(arrival.shared, arrival.read->data(), arrival.bytes);
-    else if (arrival.global) read_global(arrival.shared, arrival.global, arrival.bytes);
+    if (arrival.shared_bytes) {
+        if (arrival.shared_bytes->empty()) {
+            arrival.shared_bytes->resize(arrival.bytes);
+            read_global(arrival.shared_bytes->data(), arrival.global, arrival.bytes, true);
+        }
+        std::memcpy(arrival.shared, arrival.shared_bytes->data(), arrival.bytes);
+    } else if (arrival.global) read_global(arrival.shared, arrival.global, arrival.bytes);
     else std::memcpy(arrival.shared, &arrival.vector, sizeof arrival.vector);
     for (u32 at = 0; at < arrival.bytes; at += vector_bytes) m.block().memory.cell(arrival.shared + at).write = stamp;
 }
 
-// A thread that may have made this access and has called no bulk_copy_fence since; null where there is none.
-const Thread* unfenced(const Stamp& access) {
+// A thread of block `rank` that may have made this access and has called no bulk_copy_fence since; null where there is
+// none.
+const Thread* unfenced(u32 rank, const Stamp& access) {
     const auto is_unfenced = [&](const Thread& thread) { return thread.clock.fences <= access.fences; };
     if (access.by == Stamp::thread) return is_unfenced(m.threads[access.who]) ? &m.threads[access.who] : nullptr;
     if (access.by != Stamp::several_threads) return nullptr;
-    const auto first = m.threads.begin() + self->rank * m.launch.threads, end = first + m.launch.threads;
+    const auto first = m.threads.begin() + rank * m.launch.threads, end = first + m.launch.threads;
     const auto found = std::find_if(first, end, is_unfenced);
     return found == end ? nullptr : &*found;
+}
+
+// A bulk copy to the shared memory of block `rank` begins.
+void begin_bulk_copy(u32 rank, byte* shared, const void* global, u32 bytes) {
+    const u32 offset = shared_offset(shared, bytes, vector_bytes);
+    for (u32 at = 0; at < bytes; at += vector_bytes) {
+        const Cell& cell = m.blocks[rank].memory.cells[(offset + at) / vector_bytes];
+        if (!in_order(cell.read) || !in_order(cell.write)) continue;  // a race, as begin_copy will find
+        for (const Stamp& access : {cell.read, cell.write})
+            if (const Thread* const toucher = unfenced(rank, access))
+                fail("%s copies over byte %u of shared memory, which %s has touched with no bulk_copy_fence since",
+                     Name(m.running->who).text, offset + at, Name(toucher->who).text);
+    }
+    begin_copy(rank, shared, bytes);
+    element(global, bytes, m.x, m.launch.x_pitch, "loads", "x");
+}
+
+void check_whole_vectors(u32 bytes, const char* does) {
+    if (bytes == 0 || bytes % vector_bytes)
+        fail("%s %s %u bytes, which is not a multiple of %u", Name(m.running->who).text, does, bytes, vector_bytes);
 }
 
 // The number of the barrier that lies in block `rank` where `address` lies in the running thread's.
@@ -249,8 +275,7 @@ void barrier_init(const u64* barrier) {
 void barrier_expect(const u64* barrier, u32 bytes) {
     step();
     Barrier& state = m.block().memory.barriers[barrier_at(self->rank, barrier)];
-    if (bytes == 0 || bytes % vector_bytes)
-        fail("%s expects %u bytes, which is not a multiple of %u", Name(m.running->who).text, bytes, vector_bytes);
+    check_whole_vectors(bytes, "expects");
     if (state.expected || !in_order(state.ended))
         fail("%s expects bytes at an mbarrier before it knows that the last ones have landed",
              Name(m.running->who).text);
@@ -265,41 +290,27 @@ void bulk_copy_fence() {
 
 void bulk_prefetch(const void* global, u32 bytes) {
     step();
-    if (bytes == 0 || bytes % vector_bytes)
-        fail("%s prefetches %u bytes, which is not a multiple of %u", Name(m.running->who).text, bytes, vector_bytes);
+    check_whole_vectors(bytes, "prefetches");
     element(global, bytes, m.x, m.launch.x_pitch, "prefetches", "x");
     m.report->prefetched_bytes += bytes;
 }
 
 void bulk_copy(byte* shared, const void* global, u32 bytes, const u64* barrier) {
     step();
-    const u32 offset = shared_offset(shared, bytes, vector_bytes);
-    for (u32 at = 0; at < bytes; at += vector_bytes) {
-        const Cell& cell = m.block().memory.cells[(offset + at) / vector_bytes];
-        if (!in_order(cell.read) || !in_order(cell.write)) continue;  // a race, as begin_copy will find
-        for (const Stamp& access : {cell.read, cell.write})
-            if (const Thread* const toucher = unfenced(access))
-                fail("%s copies over byte %u of shared memory, which %s has touched with no bulk_copy_fence since",
-                     Name(m.running->who).text, offset + at, Name(toucher->who).text);
-    }
-    begin_copy(self->rank, shared, bytes);
-    element(global, bytes, m.x, m.launch.x_pitch, "loads", "x");
+    begin_bulk_copy(self->rank, shared, global, bytes);
     send(self->rank, m.block().memory.barriers[barrier_at(self->rank, barrier)], {shared, global, bytes});
 }
 
 void bulk_multicast(byte* shared, const void* global, u32 bytes, const u64* barrier, u32 blocks) {
     step();
-    if (bytes == 0 || bytes % vector_bytes)
-        fail("%s copies %u bytes, which is not a multiple of %u", Name(m.running->who).text, bytes, vector_bytes);
+    check_whole_vectors(bytes, "copies");
     const u32 offset = shared_offset(shared, bytes, vector_bytes);
-    std::vector<byte> read(bytes);
-    read_global(read.data(), global, bytes, true);
-    const auto sent = std::make_shared<const std::vector<byte>>(std::move(read));
+    const auto read_once = std::make_shared<std::vector<byte>>();
     for (u32 rank = 0; rank < blocks; ++rank) {
         reach(rank, "copies to");
-        begin_copy(rank, shared, bytes);
+        begin_bulk_copy(rank, shared, global, bytes);
         SharedMemory& memory = m.blocks[rank].memory;
-        send(rank, memory.barriers[barrier_at(rank, barrier)], {memory.base + offset, global, bytes, {}, sent});
+        send(rank, memory.barriers[barrier_at(rank, barrier)], {memory.base + offset, global, bytes, {}, read_once});
     }
 }
 

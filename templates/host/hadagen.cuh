@@ -234,8 +234,8 @@ HADAGEN_INLINE void bulk_copy(byte* shared, const void* global, u32 bytes, u64* 
     barrier_expect(barrier, bytes);
     machine::bulk_copy(shared, global, bytes, barrier);
 }
-// Starts copying `bytes` to the same place in the shared memory of each of the `blocks` of the cluster, where the same
-// barrier waits for them. One thread calls it.
+// Starts copying `bytes` to the same place in the shared memory of each of the `blocks` of the cluster; lands at the same
+// barrier of each, which must expect them by itself. One thread calls it.
 HADAGEN_INLINE void bulk_multicast(byte* shared, const void* global, u32 bytes, u64* barrier, u32 blocks) {
     machine::bulk_multicast(shared, global, bytes, barrier, blocks);
 }

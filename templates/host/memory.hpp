@@ -54,14 +54,14 @@ struct Cell {
 };
 
 // ---- the shared memory of one block --------------------------------------------------------------------------------
-// What lands when a phase of a barrier ends: bytes of global memory, as they are then or, where several blocks get them,
-// as they were `read` for all; or, where `global` is null, a vector.
+// What lands when a phase of a barrier ends: bytes of global memory or, where `global` is null, a vector. Bytes that
+// several blocks get are read once, when they land in the first of these, and shared.
 struct Arrival {
     byte* shared;
     const void* global;
     u32 bytes;
     Vec16 vector{};
-    std::shared_ptr<const std::vector<byte>> read{};
+    std::shared_ptr<std::vector<byte>> shared_bytes{};
 };
 
 struct Barrier {
