@@ -139,8 +139,7 @@ def read_times() -> Times:
     """
     times: Times = defaultdict(dict)
     for path in sources():
-        with path.open(newline="", encoding="utf-8") as file:
-            rows = list(csv.DictReader(file))
+        rows = _rows(path)
         copies = defaultdict(list)
         for row in rows:
             copies[_traffic(row)].append(float(row["copy_us"]))
@@ -152,6 +151,11 @@ def read_times() -> Times:
             us, error = float(row["us"]), row.get("error")
             times[library][cell] = Time(us, median(copies[_traffic(row)]) / us, float(error) if error else None)
     return times
+
+
+def _rows(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
 
 
 def sources() -> tuple[Path, Path]:
@@ -190,14 +194,11 @@ def numbers(times: Times) -> str:
 def _retuned() -> list[int]:
     """Row lengths for which the bundle names other kernels than those that the run with the peers has timed."""
 
-    def kernels(path: Path) -> dict[tuple[str, ...], str]:
-        with path.open(newline="", encoding="utf-8") as file:
-            rows = [row for row in csv.DictReader(file) if row["numerics"] and row["pitched"] == "0"]
-        return {tuple(row[name] for name in NAMING): row["kernel"] for row in rows}
-
-    named = kernels(OURS)
-    timed = kernels(BENCH).items()
-    return sorted({int(cell[0]) for cell, kernel in timed if named.get(cell, kernel) != kernel})
+    named, timed = (
+        {tuple(row[name] for name in NAMING): row["kernel"] for row in _rows(path) if _library(row) in LIBRARIES}
+        for path in (OURS, BENCH)
+    )
+    return sorted({int(cell[0]) for cell, kernel in timed.items() if named.get(cell, kernel) != kernel})
 
 
 def _comparison(times: Times) -> str:
@@ -263,8 +264,7 @@ def between_table() -> str:
     """What performance.md shows of the loss between the element counts that were tuned, in Markdown."""
     if not BETWEEN.exists():
         return NO_DATA
-    with BETWEEN.open(newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
+    rows = _rows(BETWEEN)
     problems: dict[tuple[str, ...], list[dict[str, str]]] = defaultdict(list)
     for row in rows:
         problems[row["n"], row["dtype"], row["numerics"], row["pitched"]].append(row)

@@ -80,11 +80,8 @@ class Space:
             tile = replace(shaped, low_bits=low_bits)
             two_buffers = replace(tile, load="cp_async", grid="persistent", stages=2)
             one_buffer = replace(tile, exchange_rounds=2, load="bulk", grid="persistent")  # leaves it more room
-            whole_rows = replace(tile, block_bits=LOAD, load="multicast")
             plain, two, one = (self._keeping(wanted, *SHAPE) for wanted in (tile, two_buffers, one_buffer))
-            kept = (*SHAPE, "block_bits", "low_bits")  # float32 has none after an mma
-            each = replace(whole_rows, load=tile.load)  # where it cannot come by multicast
-            whole = self._keeping(whole_rows, *kept, "load") or self._keeping(each, *kept)
+            whole = self._whole_rows(tile)
             looping = [knobs for knobs in (two, one) if knobs and knobs.grid == "persistent"]
             ahead = next((knobs for knobs in looping if Load(knobs.load).staged), looping[0] if looping else None)
             found |= dict.fromkeys(filter(None, (plain, whole, ahead)))
@@ -105,6 +102,12 @@ class Space:
         chunks, warps, cluster = map(log2, shape_of(knobs))
         wanted = log2(max(LEAST_CHUNKS, self.problem.n >> CHUNK_BITS))
         return abs(chunks + warps + cluster - wanted), abs(chunks - warps), warps
+
+    def _whole_rows(self, tile: Knobs) -> Knobs | None:
+        """The closest to a tile with whole rows in each block: by multicast, or loaded by each where that is not legal."""
+        kept = (*SHAPE, "block_bits", "low_bits")  # float32 is not summed over blocks by mma
+        each = replace(tile, block_bits=LOAD)
+        return self._keeping(replace(each, load="multicast"), *kept, "load") or self._keeping(each, *kept)
 
     def _keeping(self, wanted: Knobs, *names: str) -> Knobs | None:
         """The closest, where that has the same values of some knobs."""

@@ -24,36 +24,21 @@ from hadagen.problem import DType, Numerics, Problem
 from hadagen.space import build_plan
 
 FP16, BF16 = DType.FLOAT16, DType.BFLOAT16
+# All values in fp32 from the first mma on, and those between two mma in parts of bfloat16.
+WIDE: dict[str, Any] = {"butterfly_carrier": "fp32", "exchange_carrier": "fp32"}
+SPLIT = {"mma_carrier": "split", **WIDE}
 CHOICES: dict[str, tuple[Problem, Knobs]] = {
     "cluster exchange, bulk copies": (
         Problem(4096, FP16),
-        Knobs(
-            chunks=4,
-            warps=2,
-            cluster=2,
-            mma_carrier="split",
-            butterfly_carrier="fp32",
-            exchange_carrier="fp32",
-            exchange_rounds=2,
-            load="bulk",
-        ),
+        Knobs(chunks=4, warps=2, cluster=2, exchange_rounds=2, load="bulk", **SPLIT),
     ),
     "bulk copies in a loop": (
         Problem(2048, FP16),
-        Knobs(
-            chunks=4,
-            warps=2,
-            mma_carrier="split",
-            butterfly_carrier="fp32",
-            exchange_carrier="fp32",
-            load="bulk",
-            grid="persistent",
-            stages=2,
-        ),
+        Knobs(chunks=4, warps=2, load="bulk", grid="persistent", stages=2, **SPLIT),
     ),
     "two exchanges": (
         Problem(8192, BF16, Numerics.FAST),
-        Knobs(chunks=4, warps=4, cluster=2, butterfly_carrier="fp32", exchange_carrier="fp32", load="no_allocate"),
+        Knobs(chunks=4, warps=4, cluster=2, **WIDE, load="no_allocate"),
     ),
     "far bits in lanes, mma": (
         Problem(8192, FP16, Numerics.FAST),
@@ -62,14 +47,7 @@ CHOICES: dict[str, tuple[Problem, Knobs]] = {
     "far bits in lanes, shuffles": (
         Problem(4096, BF16),
         Knobs(
-            chunks=2,
-            warps=8,
-            far_bits="lanes",
-            mma_carrier="tf32",
-            butterfly_carrier="fp32",
-            exchange_carrier="fp32",
-            shared_layout="swizzled",
-            grid="persistent",
+            chunks=2, warps=8, far_bits="lanes", mma_carrier="tf32", shared_layout="swizzled", grid="persistent", **WIDE
         ),
     ),
     "block exchange, cp_async": (
@@ -89,46 +67,28 @@ CHOICES: dict[str, tuple[Problem, Knobs]] = {
         Problem(4, FP16),
         Knobs(chunks=2, low_bits="shuffle", butterfly_carrier="fp32", grid="persistent"),
     ),
-    "ragged bulk copies": (
-        Problem(512, FP16, Numerics.FAST),
-        Knobs(chunks=2, warps=2, load="bulk", store="streaming"),
-    ),
+    "ragged bulk copies": (Problem(512, FP16, Numerics.FAST), Knobs(chunks=2, warps=2, load="bulk", store="streaming")),
     "one mma": (
         Problem(128, FP16, Numerics.FAST),
         Knobs(warps=2, low_bits="mma_shuffle", accumulator="packed", butterfly_carrier="fp32"),
     ),
     "pitched float32": (
         Problem(1024, DType.FLOAT32, pitched=True),
-        Knobs(chunks=2, warps=4, low_bits="shuffle", butterfly_carrier="fp32", exchange_carrier="fp32"),
+        Knobs(chunks=2, warps=4, low_bits="shuffle", **WIDE),
     ),
     "float32 in parts": (
         Problem(512, DType.FLOAT32),
         Knobs(chunks=2, mma_carrier="split", butterfly_carrier="fp32", order="by_chunk"),
     ),
-    "float32 as tf32": (
-        Problem(512, DType.FLOAT32),
-        Knobs(chunks=2, mma_carrier="tf32", butterfly_carrier="fp32"),
-    ),
-    "whole rows": (
-        Problem(4096, BF16),
-        Knobs(2, 4, 2, "load", mma_carrier="split", butterfly_carrier="fp32", exchange_carrier="fp32"),
-    ),
+    "float32 as tf32": (Problem(512, DType.FLOAT32), Knobs(chunks=2, mma_carrier="tf32", butterfly_carrier="fp32")),
+    "whole rows": (Problem(4096, BF16), Knobs(2, 4, 2, "load", **SPLIT)),
     "whole rows, chunk by chunk": (
         Problem(2048, FP16, Numerics.FAST),
         Knobs(2, 1, 4, "load", low_bits="mma_shuffle", butterfly_carrier="fp32", order="by_chunk"),
     ),
     "whole rows by multicast": (
         Problem(4096, FP16),
-        Knobs(
-            chunks=2,
-            warps=2,
-            cluster=4,
-            block_bits="load",
-            mma_carrier="split",
-            butterfly_carrier="fp32",
-            exchange_carrier="fp32",
-            load="multicast",
-        ),
+        Knobs(chunks=2, warps=2, cluster=4, block_bits="load", load="multicast", **SPLIT),
     ),
     "float32 by multicast": (
         Problem(2048, DType.FLOAT32),
@@ -139,29 +99,18 @@ CHOICES: dict[str, tuple[Problem, Knobs]] = {
             block_bits="load",
             far_bits="lanes",
             low_bits="shuffle",
-            butterfly_carrier="fp32",
-            exchange_carrier="fp32",
             load="multicast",
             trigger="load",
+            **WIDE,
         ),
     ),
     "turned in the exchange": (
         Problem(8192, BF16),
         Knobs(
-            chunks=4,
-            warps=8,
-            far_bits="lanes",
-            far_lanes="mma",
-            mma_carrier="tf32",
-            butterfly_carrier="fp32",
-            exchange_carrier="fp32",
-            shared_layout="swizzled",
+            chunks=4, warps=8, far_bits="lanes", far_lanes="mma", mma_carrier="tf32", shared_layout="swizzled", **WIDE
         ),
     ),
-    "pitched whole rows": (
-        Problem(1024, FP16, pitched=True),
-        Knobs(cluster=4, block_bits="load", mma_carrier="split"),
-    ),
+    "pitched whole rows": (Problem(1024, FP16, pitched=True), Knobs(cluster=4, block_bits="load", mma_carrier="split")),
     "pitched, less than a vector": (
         Problem(4, BF16, Numerics.FAST, pitched=True),
         Knobs(chunks=2, low_bits="shuffle", butterfly_carrier="fp32", grid="persistent"),
