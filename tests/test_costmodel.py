@@ -339,6 +339,16 @@ def test_fewer_registers_let_more_blocks_wait_for_memory_together() -> None:
 # ---- ranking and running without a device --------------------------------------------------------------------------
 
 
+def test_what_the_cost_model_is_blind_to_keeps_its_first_value() -> None:
+    knobs = Knobs(4, 4, 4, mma_carrier="split", butterfly_carrier="fp32", exchange_carrier="fp32")
+    problem, cell = Problem(16384, DType.FLOAT16), (1 << 20, Destination.IN_PLACE, Cache.HOT)
+    seen = estimate._seen(Space(problem, SM90)).arch.search
+    for name, value in (("trigger", "store"), ("order", "by_chunk"), ("store", "streaming"), ("load", "no_allocate")):
+        plans = [build_plan(problem, each, SM90) for each in (knobs, replace(knobs, **{name: value}))]
+        assert len({Estimate(plan, SM90).us(*cell) for plan in plans}) == 1
+        assert value not in seen[name]
+
+
 def test_the_shortlist_begins_with_the_best_of_each_regime() -> None:
     problem = Problem(2048, DType.BFLOAT16, Numerics.ACCURATE)
     space = Space(problem, SM90)

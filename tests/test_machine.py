@@ -466,6 +466,18 @@ STOPPED = {
         cluster=2,
     ): "copies over byte 128 of shared memory, which thread 0 of block 1 has touched with no bulk_copy_fence since",
     Case(
+        "no_bulk_copy_fence_by_one_of_many_in_another_block",
+        multicast(512, 2)
+        + """
+        barrier_wait(barrier, 0);
+        shared_load16(data);
+        if (rank == 0 || t != 7) bulk_copy_fence();
+        cluster_arrive();
+        cluster_wait();
+        if (t == 0 && rank == 0) bulk_multicast(data, in, 512, barrier, 2);""",
+        cluster=2,
+    ): "copies over byte 128 of shared memory, which thread 7 of block 1 has touched with no bulk_copy_fence since",
+    Case(
         "no_bulk_copy_fence_by_one_of_many",
         """if (t == 0) barrier_init(barrier);
         shared_store16(data + 16 * t, zero16());

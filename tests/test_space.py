@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, pairwise
 from math import prod
 from typing import Any
 
@@ -328,9 +328,12 @@ def test_seeds_of_clusters_load_whole_rows_too() -> None:
     assert "multicast" in {k.load for k in seeds[:8]}
     pitched = [k for k in space_of(Problem(32768, DType.BFLOAT16, pitched=True)).seeds() if k.block_bits == "load"]
     assert {k.load for k in pitched} == {"plain"}
-    of_float32 = [k for k in space_of(Problem(8192, DType.FLOAT32)).seeds() if k.block_bits == "load"]
+    assert {k.cluster for k in pitched if k.chunks == 8} == {2, 4}  # where an exchange between blocks is legal, too
+    seeds = space_of(Problem(8192, DType.FLOAT32)).seeds()
+    of_float32 = [k for k in seeds if k.block_bits == "load"]
     assert {(k.low_bits, k.load) for k in of_float32} == {("shuffle", "multicast")}
     assert {k.cluster for k in of_float32} == {2, 4, 8}
+    assert all(before.low_bits == "shuffle" for before, k in pairwise(seeds) if k in of_float32)
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.name)
