@@ -104,7 +104,7 @@ class Space:
         return abs(chunks + warps + cluster - wanted), abs(chunks - warps), warps
 
     def _whole_rows(self, tile: Knobs) -> Knobs | None:
-        """The closest to a tile with whole rows in each block: by multicast, or loaded by each where that is illegal."""
+        """The closest to a tile that has whole rows, by multicast, or loaded by each block where that is not legal."""
         kept = (*SHAPE, "block_bits", "low_bits")  # float32 is not summed over blocks by mma
         each = replace(tile, block_bits=LOAD)
         return self._keeping(replace(each, load="multicast"), *kept, "load") or self._keeping(each, *kept)

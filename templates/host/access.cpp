@@ -42,8 +42,7 @@ i64 element(const void* global, i64 bytes, const byte* array, i64 pitch, const c
     return first;
 }
 
-// `for_all`: for every block of the cluster, so that none that has its share still waits for others to load it.
-void read_global(void* into, const void* global, i64 bytes, bool for_all = false) {
+void read_global(void* into, const void* global, i64 bytes) {
     const i64 first = element(global, bytes, m.x, m.launch.x_pitch, "loads", "x");
     if (m.x == m.y)
         for (i64 i = first; i < first + bytes / m.launch.element_bytes; ++i) {
@@ -51,7 +50,6 @@ void read_global(void* into, const void* global, i64 bytes, bool for_all = false
                 std::snprintf(m.report->first_race, sizeof m.report->first_race,
                               "%s loads element %lld of x, in place, after its result was stored",
                               Name(m.running->who).text, i);
-            if (for_all) continue;
             Loaded& loaded = m.loaded[i];
             loaded.by = loaded.by == Loaded::by_nobody || loaded.by == self->block ? self->block : Loaded::by_several;
             loaded.arrivals = std::max(loaded.arrivals, m.running->clock.arrivals);
@@ -138,7 +136,7 @@ void end_copy(const Arrival& arrival, const Stamp& stamp) {
     if (arrival.shared_bytes) {
         if (arrival.shared_bytes->empty()) {
             arrival.shared_bytes->resize(arrival.bytes);
-            read_global(arrival.shared_bytes->data(), arrival.global, arrival.bytes, true);
+            read_global(arrival.shared_bytes->data(), arrival.global, arrival.bytes);
         }
         std::memcpy(arrival.shared, arrival.shared_bytes->data(), arrival.bytes);
     } else if (arrival.global) read_global(arrival.shared, arrival.global, arrival.bytes);
