@@ -27,7 +27,7 @@ KNOB_VALUES: dict[str, tuple[KnobValue, ...]] = {
     "cluster": (1, 2, 4, 8),
     "block_bits": ("exchange", "load"),
     "far_bits": ("registers", "lanes"),
-    "far_lanes": ("shuffle", "mma"),
+    "far_lanes": ("shuffle", "mma_two", "mma"),
     "low_bits": ("mma", "mma_shuffle", "shuffle"),
     "mma_carrier": ("packed", "split", "tf32"),
     "accumulator": ("fp32", "packed"),

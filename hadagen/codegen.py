@@ -171,6 +171,7 @@ def _steps(plan: Plan) -> list[dict[str, Any]]:
         if isinstance(step, Mma):
             view |= {"stride": 1 << step.reg, "operand": step.operand, "parts": step.parts, "turned": step.turned}
             view |= {"accumulator": step.accumulator, "factor": step.factor, "over_blocks": step.over_blocks}
+            view |= {"idle": (1 << step.idle) - 1}
         elif isinstance(step, Prefetch):
             view |= {"tiles": plan.tiles_ahead(step)}
         elif isinstance(step, Butterfly):

@@ -40,6 +40,9 @@ from hadagen.steps import (
 EXCHANGE, LOAD = "exchange", "load"
 REGISTERS, LANES = "registers", "lanes"
 MAX_EXCHANGED_LANES = 4  # the last one leaves stores whole sectors of 32 bytes
+# How many bits come to lanes before any but those of blocks comes to registers, where an mma transforms them. Two leave
+# stores whole lines of 128 bytes.
+MMA_LANES = {"mma": 3, "mma_two": 2}
 # Transforms bits that came to the upper three lane bits, and the one at the lowest chunk place: a far bit too, or the
 # chunk bit of that place, which has waited for it.
 FAR_MMA = Mma(2, turned=True)
@@ -54,7 +57,7 @@ class Knobs:
     cluster: int = 1  # blocks per cluster
     block_bits: str = EXCHANGE  # what brings bits of blocks together: an exchange, or loads of whole rows
     far_bits: str = REGISTERS  # what warp and block bits are swapped with: register bits, or at once with lane bits too
-    far_lanes: str = "shuffle"  # what transforms bits that came to lanes: shuffle, or mma, for which three come there
+    far_lanes: str = "shuffle"  # what transforms bits that came to lanes: shuffle, mma (of three) or mma_two (or one)
     low_bits: str = "mma"  # what transforms index bits 0–7: mma (two), mma_shuffle (one, then shuffles) or shuffle
     mma_carrier: str = PACKED  # values between two mma: packed, or fp32 in parts of bfloat16 (split) or of tf32
     accumulator: str = FP32  # what mma sums in; packed sums (float16 only) need no conversion
@@ -198,7 +201,7 @@ def near_butterflies(problem: Problem, knobs: Knobs) -> list[Place]:
     and that one too where a far bit comes there."""
     chunk_bits = min(log2(knobs.chunks), problem.log2_n - CHUNK_BITS)
     places = [reg(2 + j) for j in range(chunk_bits)]
-    if knobs.far_lanes == "mma":
+    if knobs.far_lanes in MMA_LANES:
         exchanged = [near for pairs in exchanges_of(problem, knobs) for near, _ in pairs]
         places = [place for place in places if place not in FAR_MMA.places or place in exchanged]
     return places
@@ -209,8 +212,8 @@ def _add_far_bits(convert: _Converter, problem: Problem, knobs: Knobs, near: lis
     first, for they can take packed values as they are and leave fp32."""
     lanes, others = [[p for p in near if (p.kind != "reg") == in_lanes] for in_lanes in (True, False)]
     steps = convert.steps
-    if knobs.far_lanes == "mma":
-        far = FAR_MMA
+    if knobs.far_lanes in MMA_LANES:
+        far = replace(FAR_MMA, idle=max(0, 3 - len(lanes)))
         if turns_in_exchange(knobs):
             far = _wide_mma(FAR_MMA.reg, problem, knobs, factor=0)
         elif convert.carrier == FP32:
@@ -268,8 +271,8 @@ def exchanges_of(problem: Problem, knobs: Knobs) -> list[tuple[tuple[Place, Plac
         lanes = [lane(LANE_BITS - 1 - i) for i in range(MAX_EXCHANGED_LANES)]
         if turns_in_exchange(knobs):
             lanes = [PAIR, lane(0), lane(1)]
-        first = len(ctas) if knobs.far_lanes == "mma" else room
-        near = near[:first] + lanes[:3] + near[first:] + lanes[3:]
+        first, through_mma = (len(ctas), MMA_LANES[knobs.far_lanes]) if knobs.far_lanes in MMA_LANES else (room, 0)
+        near = near[:first] + lanes[:through_mma] + near[first:] + lanes[through_mma:]
         groups = [ctas + warps]
     elif len(warps + ctas) <= room:
         groups = [warps + ctas]

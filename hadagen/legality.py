@@ -15,6 +15,7 @@ from hadagen.knobs import (
     LANES,
     LOAD,
     MAX_EXCHANGED_LANES,
+    MMA_LANES,
     Knobs,
     exchanges_of,
     log2,
@@ -72,6 +73,12 @@ def _far(c: Context, k: Knobs) -> int:
     return c.bits - CHUNK_BITS - log2(k.chunks) - log2(_shares_loaded(k))
 
 
+def _far_beside_blocks(c: Context, k: Knobs) -> int:
+    """How many of them are left for lanes where as many as there are blocks go to registers."""
+    blocks = 0 if k.block_bits == LOAD else log2(k.cluster)
+    return _far(c, k) - min(blocks, log2(k.chunks))
+
+
 def _has_exchange(c: Context, k: Knobs) -> bool:
     return _far(c, k) > 0
 
@@ -80,7 +87,9 @@ def _has_butterflies(c: Context, k: Knobs) -> bool:
     """Whether bits are left that no mma transforms."""
     if k.low_bits != "mma":
         return True
-    far_mma = 4 if k.far_lanes == "mma" else 0  # three far bits and a chunk bit, or four and no chunk bit
+    far_mma = 0
+    if k.far_lanes in MMA_LANES:  # with one bit more: a chunk bit, or a far bit and no chunk bit
+        far_mma = min(MMA_LANES[k.far_lanes], _far_beside_blocks(c, k)) + 1
     return c.bits > CHUNK_BITS + log2(_shares_loaded(k)) + far_mma
 
 
@@ -145,7 +154,9 @@ def _(c: Context, k: Knobs) -> str | None:
         if lanes > MAX_EXCHANGED_LANES:
             return f"more than {MAX_EXCHANGED_LANES} lane bits to exchange with (take more chunks)"
         if lanes <= 0 and k.far_lanes == "shuffle":
-            return "register bits are enough to exchange with (far_bits must be registers, or far_lanes mma)"
+            return "register bits are enough to exchange with (far_bits must be registers, or far_lanes an mma)"
+        if k.far_lanes == "mma_two" and lanes > MMA_LANES["mma_two"]:
+            return "more than two lane bits to exchange with (far_lanes must be mma or shuffle)"
         return None
     if not _has_exchange(c, k):
         return None
@@ -184,9 +195,13 @@ def _(c: Context, k: Knobs) -> str | None:
         return None
     if k.far_bits != LANES or k.low_bits != "mma":
         return "no bit comes to lanes after an mma (far_lanes must be shuffle)"
-    blocks = 0 if k.block_bits == LOAD else log2(k.cluster)
-    few = k.chunks == 1 or _far(c, k) - min(blocks, log2(k.chunks)) < 3
-    return "an mma needs three bits in lanes and one in registers (far_lanes must be shuffle)" if few else None
+    if c.problem.dtype is DType.FLOAT32:
+        return "what the scale has made small loses bits in parts of bfloat16 (far_lanes must be shuffle)"
+    lanes = _far_beside_blocks(c, k)
+    if k.chunks == 1 or lanes < 1:
+        return "an mma needs a bit in lanes and one in registers (far_lanes must be shuffle)"
+    few = k.far_lanes == "mma" and lanes < 3
+    return "less than three bits come to lanes (far_lanes must be mma_two or shuffle)" if few else None
 
 
 @_rule("low_bits", "mma_carrier")
@@ -267,8 +282,6 @@ def _(c: Context, k: Knobs) -> str | None:
 def _(c: Context, k: Knobs) -> str | None:
     if not turns_in_exchange(k):
         return None
-    if PARTS["tf32"][c.problem.dtype] > 1:
-        return "several tf32 a value take longer in an mma than butterflies (far_lanes must be shuffle)"
     few = _far(c, k) - log2(k.chunks) > 3
     return "an mma of tf32 leaves room for three bits in lanes (chunks must be more)" if few else None
 

@@ -267,6 +267,10 @@ def _check(plan: Plan) -> None:
                 raise refuse(f"takes values as {step.parts} {step.operand} instead of {parts or 'another type'}")
             if step.turned and step.operand == "tf32":
                 raise refuse("only 16-bit values are transposed on their way in")
+            if step.idle and (step.operand == "tf32" or len(step.places) < 2):
+                raise refuse("two places at least transform their bits, of 16-bit values")
+            if any(before.bit_at(place) >= n_bits for place in step.operand_places):
+                raise refuse("mixes bits beyond the row")
             if step.over_blocks and step != Mma(step.reg, factor=step.factor, over_blocks=True):
                 raise refuse("only packed values are summed over blocks, as they lie, in fp32")
             if step.over_blocks and step.factor and plan.scale_form is not ScaleForm.FP32:

@@ -68,8 +68,8 @@ class Mma:
     """Transforms the four bits at {pair, lane0, lane1, reg}, times a factor of the scale, and applies `MMA_MOVES`.
 
     Takes packed values as they are, or fp32 as a sum of `parts` of the type of its `operand`. Leaves what it
-    accumulates in: fp32, or packed (float16 only). All four must be bits of the row: were one not, rows would meet in a
-    sum with weight 0, and an infinity in one would make NaN of its neighbors.
+    accumulates in: fp32, or packed (float16 only). All four must be bits of the row, `idle` ones too: were one not, rows
+    would meet in a sum with weight 0, and an infinity in one would make NaN of its neighbors.
     """
 
     reg: int
@@ -83,9 +83,15 @@ class Mma:
     turned: bool = False
     # Sums over the blocks of a cluster too, each of which has loaded the whole row: transforms the bits at cta as well.
     over_blocks: bool = False
+    idle: int = 0  # at the first so many of its places bits are left as they are
 
     @property
     def places(self) -> tuple[Place, ...]:
+        """Of the bits that it transforms."""
+        return self.operand_places[self.idle :]
+
+    @property
+    def operand_places(self) -> tuple[Place, ...]:
         return (*((lane(2), lane(3), lane(4)) if self.turned else (PAIR, lane(0), lane(1))), reg(self.reg))
 
     @property
@@ -262,7 +268,9 @@ def roundings(steps: Iterable[Step]) -> float:
             count += _CUT
         elif sums and carrier == PACKED:
             count += _PACKED_SUM
-        if isinstance(step, Round | Mma) or (sums and carrier == PACKED):
+        if isinstance(step, Mma) and step.idle and carrier == FP32:
+            terms <<= len(step.places)
+        elif isinstance(step, Round | Mma) or (sums and carrier == PACKED):
             terms = int(carrier == PACKED)
         elif sums:
             terms *= 2
@@ -285,12 +293,13 @@ def sentence(step: Step, before: Placement) -> str:
             return "let the next kernel start"
         case Gather():
             return f"sum over blocks, times the scale: bits {bits}"
-        case Mma(register, operand, parts, accumulator, factor, turned, over_blocks):
+        case Mma(register, operand, parts, accumulator, factor, turned, over_blocks, idle):
             packed = ", packed accumulators" if accumulator == PACKED else ""
             how = packed if operand == PACKED else f" as {parts} {operand}"
             times = f", times the {('first', 'second')[factor - 1]} factor of the scale" if factor else ""
             means = ", turned" if turned else ", over blocks" if over_blocks else ""
-            return f"mma reg{register}{means}: bits {bits}{how}{times}"
+            rest = f", {idle} idle" if idle else ""
+            return f"mma reg{register}{means}{rest}: bits {bits}{how}{times}"
         case Transpose():
             return "transpose back"
         case Butterfly(place):

@@ -44,6 +44,10 @@ CHOICES: dict[str, tuple[Problem, Knobs]] = {
         Problem(8192, FP16, Numerics.FAST),
         Knobs(chunks=2, warps=8, cluster=2, far_bits="lanes", far_lanes="mma", butterfly_carrier="fp32"),
     ),
+    "two far bits in lanes, mma": (
+        Problem(4096, FP16, Numerics.FAST),
+        Knobs(chunks=2, warps=8, far_bits="lanes", far_lanes="mma_two", butterfly_carrier="fp32"),
+    ),
     "far bits in lanes, shuffles": (
         Problem(4096, BF16),
         Knobs(
@@ -210,7 +214,9 @@ PRIMITIVE_MUTATIONS = {
     "shuffle from the wrong lane": ("(thread_index() ^ lanes)", "(thread_index() ^ lanes ^ 16)"),
     "butterfly_lane sign": ("lane_bit ? -value : value", "lane_bit ? value : -value"),
     "packed butterfly_lane sign": ("lane_bit ? T::one | 0x80008000u : T::one", "T::one"),
-    "operand sign": ("parity(row & column) << 15", "parity(row & (column ^ 1u)) << 15"),
+    "operand sign": ("parity(row & column & ~idle) << 15", "parity(row & (column ^ 1u) & ~idle) << 15"),
+    "operand sign where a bit is idle": ("row & column & ~idle", "row & column"),
+    "idle bits mixed": ("if (!((row ^ column) & idle)) ", ""),
     "operand sign of tf32": ("parity(row & column) << 31", "parity(row & (column ^ 1u)) << 31"),
     "operand factor of tf32": ("factor << 16 ^", "factor << 15 ^"),
     "parity": ("__builtin_parity(bits)", "bits & 1u"),

@@ -243,6 +243,18 @@ HADAGEN_INLINE Operand hadamard16(u32 factor) {
     return {{word, word ^ zero.first, word ^ zero.second, word ^ 0x80008000u}};
 }
 
+// The same with the 2×2 identity as its factor for the bits of `idle` (1 or 3) in the numbers of rows and columns: 0 where
+// row and column differ in one of them.
+HADAGEN_INLINE Operand hadamard16(u32 factor, u32 idle) {
+    const u32 lane = thread_index() & 31u, row = lane / 4u, column = lane % 4u * 2u;
+    const u32 even = (row ^ column) & idle ? 0u : 0xFFFFu, odd = (row ^ (column | 1u)) & idle ? 0u : 0xFFFF0000u;
+    const u32 sign = parity(row & idle) << 15;  // which the bits have in the Hadamard matrix where they are the same
+    Operand a = hadamard16(factor ^ sign);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a.word[i] &= even | odd;
+    return a;
+}
+
 // d += a · b, with b = {b0, b1} a 16×8 operand: mma.m16n8k16 with fp32 accumulators.
 template <class T> HADAGEN_INLINE void mma(float (&d)[4], const Operand& a, u32 b0, u32 b1);
 #define HADAGEN_MMA(T, type)                                                                                           \

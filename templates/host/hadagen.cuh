@@ -146,11 +146,12 @@ HADAGEN_INLINE u32 parity(u32 bits) { return u32(__builtin_parity(bits)); }
 HADAGEN_INLINE u32 low_half(u32 pair) { return pair & 0xFFFFu; }
 HADAGEN_INLINE u32 high_half(u32 pair) { return pair >> 16; }
 
-// A operand of `mma`: the 16×16 Hadamard matrix times a factor, an element in the low half of a word.
+// A operand of `mma`: the 16×16 Hadamard matrix times a factor, an element in the low half of a word, with the 2×2 identity
+// as its factor for the bits of `idle` in the numbers of rows and columns.
 struct Operand {
     u32 word[4];
 };
-HADAGEN_INLINE Operand hadamard16(u32 factor) {
+HADAGEN_INLINE Operand hadamard16(u32 factor, u32 idle = 0u) {
     const u32 lane = thread_index() & 31u;
     Operand a;
     for (int i = 0; i < 4; ++i) {
@@ -158,8 +159,8 @@ HADAGEN_INLINE Operand hadamard16(u32 factor) {
         for (int half = 0; half < 2; ++half) {
             const u32 row = lane / 4u + 8u * (i & 1);
             const u32 column = 2u * (lane % 4u) + half + 8u * (i >> 1);
-            const u32 sign = parity(row & column) << 15;
-            a.word[i] |= (factor ^ sign) << (16 * half);
+            const u32 sign = parity(row & column & ~idle) << 15;
+            if (!((row ^ column) & idle)) a.word[i] |= (factor ^ sign) << (16 * half);
         }
     }
     return a;
