@@ -35,7 +35,7 @@ KNOB_VALUES: dict[str, tuple[KnobValue, ...]] = {
     "exchange_carrier": ("packed", "fp32"),
     "exchange_rounds": (1, 2),
     "shared_layout": ("linear", "padded", "swizzled"),
-    "order": ("by_step", "by_chunk"),
+    "order": ("by_step", "by_chunk", "by_group"),
     "load": ("plain", "no_allocate", "cp_async", "bulk", "multicast"),
     "grid": ("tiles", "persistent"),
     "stages": (1, 2),

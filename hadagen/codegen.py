@@ -137,14 +137,20 @@ def _place_lines(plan: Plan) -> list[str]:
 
 
 def _groups(plan: Plan) -> list[dict[str, Any]]:
-    """The steps as they are written: each over all chunks, or runs of steps that stay in a chunk, chunk by chunk."""
+    """The steps as they are written: each over all chunks; or runs of steps that stay in a chunk, chunk by chunk; or all
+    from the exchange on, group by group."""
     groups: list[dict[str, Any]] = []
+    loop = ""
     for step, view in zip(plan.steps, _steps(plan), strict=True):
-        by_chunk = plan.by_chunk and _stays_in_chunk(step)
-        if by_chunk and groups and groups[-1]["by_chunk"]:
+        before = loop
+        if plan.order == "by_group":
+            loop = "group" if isinstance(step, Exchange) else loop
+        else:
+            loop = "chunk" if plan.order == "by_chunk" and _stays_in_chunk(step) else ""
+        if loop and loop == before:
             groups[-1]["steps"].append(view)
         else:
-            groups.append({"by_chunk": by_chunk, "steps": [view]})
+            groups.append({"loop": loop, "steps": [view]})
     for group in groups:
         for form in ("wide", "packed", "over_blocks"):
             group[form] = any(view.get(form) for view in group["steps"])

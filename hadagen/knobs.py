@@ -65,7 +65,9 @@ class Knobs:
     exchange_carrier: str = PACKED  # values that cross shared memory
     exchange_rounds: int = 1  # shared memory used this many times over in one exchange
     shared_layout: str = "linear"  # linear, padded or swizzled
-    order: str = "by_step"  # each step over all chunks, or runs of steps chunk by chunk, which need fewer registers
+    # by_step: each step over all chunks; by_chunk: runs of steps chunk by chunk, which need fewer registers; by_group: all
+    # from the exchange on for one group of chunks after another, so that one is stored while the next crosses
+    order: str = "by_step"
     load: str = "plain"  # plain, no_allocate, cp_async or bulk; of whole rows, multicast to all blocks of a cluster too
     grid: str = "tiles"  # a block or cluster per tile, or persistent blocks that loop over tiles
     stages: int = 1  # tiles under way in a persistent grid
@@ -110,7 +112,7 @@ def plan_of(problem: Problem, knobs: Knobs, *, starts_early: bool = False) -> Pl
         steps_of(problem, knobs),
         persistent=knobs.grid == "persistent",
         min_blocks=knobs.min_blocks,
-        by_chunk=knobs.order == "by_chunk",
+        order=knobs.order,
         starts_early=starts_early,
     )
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from hadagen.arch import Arch
 from hadagen.knobs import (
     EXCHANGE,
+    FAR_MMA,
     LANES,
     LOAD,
     MAX_EXCHANGED_LANES,
@@ -24,7 +25,7 @@ from hadagen.knobs import (
 )
 from hadagen.plan import BARRIER_BYTES, CHUNK_BITS, OVERHEAD_REGISTERS, THREAD_ELEMENTS, VECTOR_BYTES
 from hadagen.problem import DType, Numerics, Problem
-from hadagen.steps import FP32, PACKED, PARTS, Exchange, Load, roundings
+from hadagen.steps import FP32, PACKED, PARTS, Exchange, Load, mixed_chunk_bits, roundings
 
 MAX_EXCHANGES = 2
 ROUNDINGS_SPREAD = 0.03  # by what their count may be off; half a percent of the error
@@ -305,7 +306,21 @@ def _(c: Context, k: Knobs) -> str | None:
 
 @_rule("chunks", "order")
 def _(c: Context, k: Knobs) -> str | None:
-    return "one chunk has no order (order must be by_step)" if k.order == "by_chunk" and k.chunks == 1 else None
+    return "one chunk has no order (order must be by_step)" if k.order != "by_step" and k.chunks == 1 else None
+
+
+@_rule(*SHAPE, "block_bits", "far_bits", "far_lanes", "mma_carrier", "exchange_carrier", "exchange_rounds", "order")
+def _(c: Context, k: Knobs) -> str | None:
+    if k.order != "by_group":
+        return None
+    if k.cluster > 1 or k.exchange_rounds > 1 or not _has_exchange(c, k):
+        return "there is no exchange within a block, of all vectors at once (order must be another)"
+    exchanges = exchanges_of(c.problem, k)
+    far_mma = (FAR_MMA,) if k.far_lanes in MMA_LANES else ()
+    mixed = mixed_chunk_bits([*(Exchange(pairs, k.exchange_carrier) for pairs in exchanges), *far_mma])
+    if len(exchanges) > 1 or mixed >= log2(k.chunks):
+        return "all chunks meet after the first exchange (order must be another, or chunks more)"
+    return None
 
 
 @_rule("load")

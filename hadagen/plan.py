@@ -41,6 +41,7 @@ from hadagen.steps import (
     Widen,
     carrier_after,
     changes_values,
+    mixed_chunk_bits,
     sentence,
     sums_over_blocks,
     transformed_bits,
@@ -82,7 +83,7 @@ class Plan:
     steps: tuple[Step, ...]
     persistent: bool = False
     min_blocks: int = 1
-    by_chunk: bool = False  # steps that stay in a chunk are written chunk by chunk, not each over all chunks
+    order: str = "by_step"  # how steps are written: as the knob of this name has it
     starts_early: bool = False  # as in `LaunchSpec`
 
     def __post_init__(self) -> None:
@@ -139,6 +140,12 @@ class Plan:
     @property
     def exchanges(self) -> tuple[Exchange, ...]:
         return tuple(step for step in self.steps if isinstance(step, Exchange))
+
+    @property
+    def group_chunks(self) -> int:
+        """Chunks of each group, where the steps from the exchange on are done group by group."""
+        exchange = next(at for at, step in enumerate(self.steps) if isinstance(step, Exchange))
+        return 1 << mixed_chunk_bits(self.steps[exchange:])
 
     @property
     def tile_elements(self) -> int:
@@ -322,6 +329,11 @@ def _check(plan: Plan) -> None:
     triggers = [at for at, step in enumerate(plan.steps) if isinstance(step, Trigger)]
     if triggers and (plan.persistent or triggers[0] == 0 or len(triggers) > 1):
         raise UsageError(f"{plan.problem.name}: the next kernel is let start once, after the load, and not in a loop")
+    if plan.order == "by_group":
+        if len(plan.exchanges) != 1 or plan.cta_bits or plan.exchanges[0].rounds > 1:
+            raise UsageError(f"{plan.problem.name}: only one exchange, of all vectors in a block, goes group by group")
+        if plan.group_chunks >= 1 << plan.chunk_bits:
+            raise UsageError(f"{plan.problem.name}: all chunks meet from the exchange on, so there is one group")
     if not isinstance(plan.steps[-1], Store) or any(before.bit_at(at) != plan.loaded.bit_at(at) for at in IN_VECTORS):
         raise UsageError(f"{plan.problem.name}: the plan does not end with a Store of whole 16-byte vectors")
 

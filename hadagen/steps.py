@@ -68,7 +68,7 @@ class Mma:
     """Transforms the four bits at {pair, lane0, lane1, reg}, times a factor of the scale, and applies `MMA_MOVES`.
 
     Takes packed values as they are, or fp32 as a sum of `parts` of the type of its `operand`. Leaves what it
-    accumulates in: fp32, or packed (float16 only). All four must be bits of the row, `idle` ones too: were one not, rows
+    accumulates in: fp32, or packed (float16 only). All four must be bits of the row, the idle too: were one not, rows
     would meet in a sum with weight 0, and an infinity in one would make NaN of its neighbors.
     """
 
@@ -219,6 +219,19 @@ def transformed_bits(step: Step, before: Placement) -> tuple[int, ...]:
     if isinstance(step, Shuffle):
         return (before.bit_at(lane(step.lane)),)
     return ()
+
+
+def mixed_chunk_bits(steps: Iterable[Step]) -> int:
+    """The lowest bits of the chunk number, so many, beyond which none of the steps moves or transforms any."""
+    places: set[Place] = set()
+    for step in steps:
+        if isinstance(step, Mma):
+            places |= set(step.places)
+        elif isinstance(step, Butterfly):
+            places.add(step.place)
+        elif isinstance(step, Exchange):
+            places |= set(step.moves)
+    return max((place.index - 1 for place in places if place.kind == "reg"), default=0)
 
 
 def sums_over_blocks(step: Step) -> bool:

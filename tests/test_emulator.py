@@ -119,7 +119,9 @@ def test_the_variants_have_every_value_of_every_knob(variants: dict[Problem, lis
             ("none", "registers", "shuffle"),
             ("two", "registers", "shuffle"),
             *product(("block", "cluster"), ("registers",), ("shuffle",)),
-            *product(("block", "cluster"), ("lanes",), ARCH.search["far_lanes"][: 1 if dtype is DType.FLOAT32 else None]),
+            *product(
+                ("block", "cluster"), ("lanes",), ARCH.search["far_lanes"][: 1 if dtype is DType.FLOAT32 else None]
+            ),
         }
 
 

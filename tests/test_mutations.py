@@ -48,6 +48,10 @@ CHOICES: dict[str, tuple[Problem, Knobs]] = {
         Problem(4096, FP16, Numerics.FAST),
         Knobs(chunks=2, warps=8, far_bits="lanes", far_lanes="mma_two", butterfly_carrier="fp32"),
     ),
+    "group by group": (
+        Problem(4096, FP16, Numerics.FAST),
+        Knobs(chunks=4, warps=4, far_bits="lanes", far_lanes="mma_two", butterfly_carrier="fp32", order="by_group"),
+    ),
     "far bits in lanes, shuffles": (
         Problem(4096, BF16),
         Knobs(
@@ -124,6 +128,8 @@ CHOICES: dict[str, tuple[Problem, Knobs]] = {
 # What to look for in a kernel, and what to put there instead.
 KERNEL_MUTATIONS = {
     "no block_sync": (r"block_sync\(\);", ";"),
+    "no sync between groups": (r"if \(group < \d+\) block_sync\(\);", ";"),
+    "the group before": (r"(done = group) - 1", r"\1 ^ 1"),
     "no grid_dependency_sync": (r"grid_dependency_sync\(\);", ";"),
     "no cluster_arrive": (r"cluster_arrive\(\);", ";"),
     "no first cluster_arrive": (r"cluster_arrive_relaxed\(\);", ";"),

@@ -405,6 +405,101 @@ def test_a_chunk_bit_waits_for_the_mma_of_far_bits_where_none_comes_to_its_place
     assert len(taken & far_bits) == (4 if 0 in near else 3)
 
 
+# chunks, warps and blocks, the far bits that come to lanes, and the chunk bits, from 0, that have a butterfly.
+NEAR_TWO = [
+    (2, 2, 1, 1, []),
+    (2, 4, 1, 2, []),
+    (4, 4, 1, 2, [1]),
+    (2, 8, 1, 2, [0]),
+    (4, 16, 1, 2, [0, 1]),
+    (2, 4, 2, 2, [0]),
+    (4, 2, 4, 1, [0, 1]),
+]
+
+
+@pytest.mark.parametrize(("chunks", "warps", "cluster", "lanes", "near"), NEAR_TWO)
+def test_an_mma_takes_less_far_bits_and_leaves_the_others_at_its_places_as_they_are(
+    chunks: int, warps: int, cluster: int, lanes: int, near: list[int]
+) -> None:
+    knobs = dataclasses.replace(FAR_LANES, chunks=chunks, warps=warps, cluster=cluster, far_lanes="mma_two")
+    problem = Problem(256 * chunks * warps * cluster, DType.BFLOAT16)
+    plan = build_plan(problem, dataclasses.replace(knobs, mma_carrier="split"), ARCH)
+    (at,) = [i for i, step in enumerate(plan.steps) if isinstance(step, Exchange)]
+    assert [step.place for step in plan.steps[:at] if isinstance(step, Butterfly)] == [reg(2 + j) for j in near]
+    exchange, far = plan.steps[at], plan.steps[at + 1]
+    assert isinstance(exchange, Exchange)
+    assert {place for place, _ in exchange.pairs if place.kind == "lane"} == {lane(4 - i) for i in range(lanes)}
+    assert far == Mma(2, "bfloat16", 2, turned=True, idle=3 - lanes)
+    assert far.places == (*(lane(5 - lanes + i) for i in range(lanes)), reg(2))
+    # The lowest lane bits, as many as are left, keep 128 bytes together or more.
+    assert [plan.placements[-1].bit_at(lane(j)) for j in range(5 - lanes)] == [3 + j for j in range(5 - lanes)]
+
+
+def test_an_idle_place_holds_a_bit_of_the_row_and_no_tf32() -> None:
+    knobs = Knobs(chunks=2, warps=4, far_bits="lanes", far_lanes="mma_two")
+    plan = build_plan(Problem(2048, DType.FLOAT16, Numerics.FAST), knobs, ARCH)
+    far = next(i for i, step in enumerate(plan.steps) if isinstance(step, Mma) and step.turned)
+    assert plan.describe()[far] == "mma reg2, turned, 1 idle: bits 10 9 8"
+    for wrong in ({"idle": 3}, {"operand": "tf32", "parts": 1, "turned": False}):
+        problem = dataclasses.replace(plan.problem, dtype=DType.BFLOAT16)
+        steps = (*plan.steps[:far], dataclasses.replace(plan.steps[far], **wrong), *plan.steps[far + 1 :])
+        with pytest.raises(UsageError, match="two places at least transform their bits, of 16-bit values"):
+            dataclasses.replace(plan, problem=problem, steps=steps)
+    with pytest.raises(UsageError, match="mixes bits beyond the row"):
+        dataclasses.replace(plan, problem=dataclasses.replace(plan.problem, n=1024))
+
+
+def test_the_rounding_of_a_sum_of_four_rounded_values_counts_a_little_more() -> None:
+    """As that of two butterflies does: an mma that leaves two of four bits as they are sums four values."""
+    rounded = [Load("plain"), Mma(0), Round()]
+    assert roundings([*rounded, Mma(2, turned=True, idle=2), Round()]) == pytest.approx(2.05)
+    assert roundings([*rounded, Widen(), Butterfly(reg(2)), Butterfly(reg(3)), Round()]) == pytest.approx(2.05)
+    assert roundings([*rounded, Mma(2, turned=True, idle=1), Round()]) == 2
+    assert roundings([*rounded, Mma(2, turned=True), Round()]) == 2
+
+
+@pytest.mark.parametrize(
+    ("shape", "chunks"),
+    [
+        ({"chunks": 16, "warps": 8}, 2),  # the mma of three far bits takes the lowest chunk bit
+        ({"chunks": 8, "warps": 16}, 2),  # or a far bit in its place
+        ({"chunks": 16, "warps": 4, "far_lanes": "mma_two"}, 2),
+        ({"chunks": 4, "warps": 2, "far_bits": "registers", "far_lanes": "shuffle"}, 2),
+        ({"chunks": 8, "warps": 4, "far_bits": "registers", "far_lanes": "shuffle"}, 4),
+    ],
+)
+def test_groups_are_as_small_as_chunks_that_meet_from_the_exchange_on(shape: dict[str, Any], chunks: int) -> None:
+    knobs = dataclasses.replace(FAR_LANES, mma_carrier="split", order="by_group", **shape)
+    plan = build_plan(Problem(256 * knobs.chunks * knobs.warps, DType.BFLOAT16), knobs, ARCH)
+    assert plan.group_chunks == chunks
+    source = render(plan)
+    module = compile_host([source])
+    bits = encode(DType.BFLOAT16, np.random.default_rng(0).standard_normal((3, plan.problem.n)))
+    out = np.zeros_like(bits)
+    report = module.run(source.entry, plan.launch, bits, out, scale=2**-6)
+    assert (report.complaint, report.excess_sectors) == ("", 0)
+    by_step = render(dataclasses.replace(plan, order="by_step"))
+    expected = np.zeros_like(bits)
+    compile_host([by_step]).run(by_step.entry, plan.launch, bits, expected, scale=2**-6)
+    assert (out == expected).all()
+
+
+def test_only_one_exchange_in_a_block_goes_group_by_group() -> None:
+    wide = {"mma_carrier": "split", "butterfly_carrier": "fp32"}
+    for knobs in (
+        Knobs(4, 8, exchange_carrier="fp32", **wide),  # two
+        Knobs(8, 4, exchange_carrier="fp32", exchange_rounds=2, **wide),
+        Knobs(8, 2, 2, exchange_carrier="fp32", **wide),  # between blocks
+        Knobs(8, **wide),  # none
+    ):
+        plan = build_plan(Problem(256 * knobs.chunks * knobs.warps * knobs.cluster, DType.BFLOAT16), knobs, ARCH)
+        with pytest.raises(UsageError, match="only one exchange, of all vectors in a block, goes group by group"):
+            dataclasses.replace(plan, order="by_group")
+    plan = worked_example()
+    with pytest.raises(UsageError, match="all chunks meet from the exchange on"):
+        dataclasses.replace(plan, order="by_group")
+
+
 def test_what_one_tf32_loses_is_in_the_scale() -> None:
     def lifted(**values: Any) -> list[bool]:
         knobs = Knobs(chunks=2, warps=16, far_bits="lanes", butterfly_carrier="fp32", exchange_carrier="fp32", **values)

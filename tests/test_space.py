@@ -385,3 +385,26 @@ def test_an_arch_without_a_feature_never_uses_it() -> None:
     assert {k.load for k in legal} == {"plain", "no_allocate"}
     assert {k.cluster for k in legal} == {1}
     assert not build_plan(Problem(1024, DType.FLOAT16, Numerics.FAST), legal[0], bare).launch.starts_early
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({}, ""),
+        ({"chunks": 8, "warps": 16}, ""),
+        ({"chunks": 4, "warps": 32}, "all chunks meet after the first exchange"),
+        ({"chunks": 8, "warps": 8, "cluster": 2}, "there is no exchange within a block"),
+        (
+            {"exchange_carrier": "fp32", "exchange_rounds": 2},
+            "there is no exchange within a block, of all vectors at once",
+        ),
+    ],
+)
+def test_groups_of_chunks_go_on_alone_from_an_exchange(change: dict[str, Any], why: str) -> None:
+    knobs = Knobs(16, 8, far_bits="lanes", far_lanes="mma", butterfly_carrier="fp32", order="by_group")
+    problem = Problem(32768, DType.FLOAT16, Numerics.FAST)
+    if why:
+        with pytest.raises(UsageError, match=re.escape(why)):
+            build_plan(problem, replace(knobs, **change), ARCH)
+    else:
+        build_plan(problem, replace(knobs, **change), ARCH)
