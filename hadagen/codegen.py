@@ -137,7 +137,7 @@ def _place_lines(plan: Plan) -> list[str]:
 
 
 def _groups(plan: Plan) -> list[dict[str, Any]]:
-    """The steps as they are written: each over all chunks; or runs of steps that stay in a chunk, chunk by chunk; or all
+    """The steps as they are written: each over all chunks; runs of steps that stay in a chunk, chunk by chunk; or all
     from the exchange on, group by group."""
     groups: list[dict[str, Any]] = []
     loop = ""

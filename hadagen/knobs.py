@@ -65,7 +65,7 @@ class Knobs:
     exchange_carrier: str = PACKED  # values that cross shared memory
     exchange_rounds: int = 1  # shared memory used this many times over in one exchange
     shared_layout: str = "linear"  # linear, padded or swizzled
-    # by_step: each step over all chunks; by_chunk: runs of steps chunk by chunk, which need fewer registers; by_group: all
+    # by_step: each step over all chunks; by_chunk: runs of steps chunk by chunk, with fewer registers; by_group: all
     # from the exchange on for one group of chunks after another, so that one is stored while the next crosses
     order: str = "by_step"
     load: str = "plain"  # plain, no_allocate, cp_async or bulk; of whole rows, multicast to all blocks of a cluster too
