@@ -3,10 +3,11 @@
     python docs/refresh.py            # write them
     python docs/refresh.py --check    # change nothing; fail, naming what is out of date
 
-`data/bench_h100.csv` is one run of `hadagen bench --csv` with the libraries we compare with installed. `data/h100.csv`
-is written by `hadagen bundle export` from the shipped bundle, `data/between_h100.csv` by `hadagen between --csv`,
-`data/calls_h100.json` by `hadagen calls --json`, and `data/search.json` by `compare_search.py`. Drawing needs
-matplotlib (pip install 'hadagen[docs]'); checking does not.
+`data/bench_h100.csv` is one run of `hadagen bench --csv` with the libraries we compare with installed; cells that it
+lacks may come from an earlier one, in `data/bench_h100_earlier.csv`. `data/h100.csv` is written by `hadagen bundle
+export` from the shipped bundle, `data/between_h100.csv` by `hadagen between --csv`, `data/calls_h100.json` by
+`hadagen calls --json`, and `data/search.json` by `compare_search.py`. Drawing needs matplotlib (pip install
+'hadagen[docs]'); checking does not.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import Any, NamedTuple
 DOCS = Path(__file__).resolve().parent
 OURS = DOCS / "data" / "h100.csv"
 BENCH = DOCS / "data" / "bench_h100.csv"
+EARLIER = DOCS / "data" / "bench_h100_earlier.csv"
 BETWEEN = DOCS / "data" / "between_h100.csv"
 PICTURE = DOCS / "assets" / "speed.svg"
 README = DOCS.parent / "README.md"
@@ -80,13 +82,14 @@ LIBRARIES = {
 PEER_NAMES = {"fast_hadamard_transform": "fast-hadamard-transform"}
 
 METHOD = """\
-All of it is one run, in which everything at a cell is timed within the same seconds by the same method. Fractions are
+Everything at a cell is timed within the same seconds of one run, by the same method{earlier}. Fractions are
 of the median of the fastest of four copy kernels. Launches are timed one right after another. Ours start while the one
 before still ends, and some let the next one start sooner, which copies and the peers do not, and so may beat a copy
 where launches are short; beside kernels of other libraries that saves less, or nothing. From memory some of ours ask
 for input ahead of its use, and beat a copy by a little. The second table divides microseconds. Cells are all of a size
 from 64 K to 256 M elements, a type and a destination, with the input hot in L2 or cold, that both were timed at;
 fast-hadamard-transform loses most at small n."""
+ONE_RUN, MORE_RUNS = ", which is one for all", "; cells of {what} are of an earlier run"
 RETUNED = "For some cells of n = {lengths} the bundle names other kernels by now."
 
 
@@ -138,14 +141,13 @@ def read_times() -> Times:
     The copy is the median of all that a table has of as many bytes: one in hundreds takes a third longer than the rest.
     """
     times: Times = defaultdict(dict)
-    for path in sources():
-        rows = _rows(path)
+    for ours, rows in ((True, _rows(OURS)), *((False, table) for table in bench_tables())):
         copies = defaultdict(list)
         for row in rows:
             copies[_traffic(row)].append(float(row["copy_us"]))
         for row in rows:
             library = _library(row)
-            if path == OURS and library in LIBRARIES:
+            if ours and library in LIBRARIES:
                 continue  # timed by the bench too
             cell = Cell(row["dtype"], int(row["n"]), int(row["elements"]), row["destination"], row["cache"])
             us, error = float(row["us"]), row.get("error")
@@ -158,9 +160,20 @@ def _rows(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def sources() -> tuple[Path, Path]:
+def bench_tables() -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+    """The rows of the run with the peers, and those of an earlier one at cells that it lacks."""
+    rows = _rows(BENCH)
+    timed = {_place(row) for row in rows}
+    return rows, [row for row in (_rows(EARLIER) if EARLIER.exists() else []) if _place(row) not in timed]
+
+
+def _place(row: Mapping[str, str]) -> tuple[str, ...]:
+    return tuple(row[name] for name in Cell._fields)
+
+
+def sources() -> tuple[Path, ...]:
     """The tables that the times are read from."""
-    return OURS, BENCH
+    return (OURS, BENCH, EARLIER) if EARLIER.exists() else (OURS, BENCH)
 
 
 def pitched(numerics: str) -> str:
@@ -185,18 +198,28 @@ def numbers(times: Times) -> str:
     """The README's picture and tables, in Markdown."""
     picture = f"![Speed over n as a fraction of a plain copy]({PICTURE.relative_to(README.parent)})"
     table = _table(times, REGIMES, {name: name for name in LIBRARIES})
-    method = METHOD
+    method = METHOD.format(earlier=_runs())
     if lengths := _retuned():
         method += " " + RETUNED.format(lengths=", ".join(map(str, lengths)))
     return "\n\n".join([picture, table, _comparison(times), _wrapped(method), _errors(times)])
+
+
+def _runs() -> str:
+    """Of how many runs the times beside the peers' are, and of what the earlier ones."""
+    rows, earlier = bench_tables()
+    if not earlier:
+        return ONE_RUN
+    dtypes = sorted({row["dtype"] for row in earlier} - {row["dtype"] for row in rows})
+    sizes = sorted({int(row["elements"]) for row in earlier} - {int(row["elements"]) for row in rows})
+    return MORE_RUNS.format(what=" and of ".join([*dtypes, *(f"{size >> 20} M elements" for size in sizes)]))
 
 
 def _retuned() -> list[int]:
     """Row lengths for which the bundle names other kernels than those that the run with the peers has timed."""
 
     named, timed = (
-        {tuple(row[name] for name in NAMING): row["kernel"] for row in _rows(path) if _library(row) in LIBRARIES}
-        for path in (OURS, BENCH)
+        {tuple(row[name] for name in NAMING): row["kernel"] for row in rows if _library(row) in LIBRARIES}
+        for rows in (_rows(OURS), [row for table in bench_tables() for row in table])
     )
     return sorted({int(cell[0]) for cell, kernel in timed.items() if named.get(cell, kernel) != kernel})
 
@@ -557,7 +580,7 @@ def main(arguments: list[str]) -> None:
         return
     if arguments:
         raise SystemExit("usage: python docs/refresh.py [--check]")
-    for path, command in zip(sources(), ("hadagen bundle export", "hadagen bench --csv"), strict=True):
+    for path, command in ((OURS, "hadagen bundle export"), (BENCH, "hadagen bench --csv")):
         if not path.exists():
             raise SystemExit(f"{path} is missing; make it with {command}")
     times = read_times()

@@ -32,7 +32,7 @@ refresh = load_script("refresh")
 @pytest.fixture
 def documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A README and measured tables in which hadagen, fast, is everywhere twice as fast as its peers."""
-    names = ("OURS", "BENCH", "BETWEEN", "PICTURE", "README", "CALLS", "PERFORMANCE")
+    names = ("OURS", "BENCH", "EARLIER", "BETWEEN", "PICTURE", "README", "CALLS", "PERFORMANCE")
     for name in (*names, "RECORDINGS", "SEARCH", "SEARCH_PAGE", "SEARCH_PICTURE"):
         monkeypatch.setattr(refresh, name, tmp_path / Path(getattr(refresh, name)).name)
     (tmp_path / "README.md").write_text(f"before\n{refresh.BEGIN}\nold\n{refresh.END}\nafter\n")
@@ -148,6 +148,29 @@ def test_row_lengths_whose_kernels_were_named_after_the_run_are_named(documents:
     assert f"n = 32768 {since}" in " ".join(refresh.numbers(refresh.read_times()).split())
     refresh.OURS.write_text(re.sub("(fast,1,.*),0a1b", r"\1,2c3d", table))  # pitched, which the run has not
     assert since not in refresh.numbers(refresh.read_times())
+
+
+def test_cells_that_the_run_lacks_are_of_an_earlier_one(documents: Path) -> None:
+    assert "of one run, by the same method, which is one for all." in text_of(refresh.numbers(refresh.read_times()))
+    rows = [row.split(",") for row in refresh.BENCH.read_text().splitlines()]
+    us, elements = rows[0].index("us"), rows[0].index("elements")
+    size = rows[1][elements]
+    earlier = [rows[0], *([*row[:us], "0.125", *row[us + 1 :]] for row in rows[1:])]
+    refresh.EARLIER.write_text("\n".join(",".join(row) for row in earlier) + "\n")
+    before = refresh.read_times()
+    refresh.EARLIER.unlink()
+    assert before == refresh.read_times()  # it has no cell that the run lacks
+    refresh.EARLIER.write_text("\n".join(",".join(row) for row in earlier) + "\n")
+    refresh.BENCH.write_text("\n".join(",".join(row) for row in rows if row[elements] != size) + "\n")
+    times = refresh.read_times()["hadagen, fast"]
+    assert {cell.elements for cell, time in times.items() if time.us == 0.125} == {int(size)}
+    assert f"; cells of {int(size) >> 20} M elements are of an earlier run" in text_of(
+        refresh.numbers(refresh.read_times())
+    )
+
+
+def text_of(markdown: str) -> str:
+    return " ".join(markdown.split())
 
 
 def test_what_lies_between(documents: Path) -> None:
