@@ -55,7 +55,7 @@ def field_of(problem: Problem = PROBLEM) -> Field:
 def small_field() -> Field:
     """Of which a budget covers all."""
     return Field.of(
-        make_recording(PROBLEM, few(cluster=(1,), grid=("tiles",), warps=(2, 4), order=("by_step",), min_blocks=(1,)))
+        make_recording(PROBLEM, few(cluster=(1,), grid=("tiles",), warps=(4,), order=("by_step",), min_blocks=(1,)))
     )
 
 

@@ -151,7 +151,7 @@ HADAGEN_INLINE u32 high_half(u32 pair) { return pair >> 16; }
 struct Operand {
     u32 word[4];
 };
-HADAGEN_INLINE Operand hadamard16(u32 factor, u32 idle = 0u) {
+HADAGEN_INLINE Operand hadamard16(u32 factor, u32 idle) {
     const u32 lane = thread_index() & 31u;
     Operand a;
     for (int i = 0; i < 4; ++i) {
@@ -165,6 +165,7 @@ HADAGEN_INLINE Operand hadamard16(u32 factor, u32 idle = 0u) {
     }
     return a;
 }
+HADAGEN_INLINE Operand hadamard16(u32 factor) { return hadamard16(factor, 0u); }
 
 // d += a · b, with b = {b0, b1} a 16×8 operand: mma.m16n8k16 with fp32 accumulators.
 template <class T> HADAGEN_INLINE void mma(float (&d)[4], const Operand& a, u32 b0, u32 b1) {
