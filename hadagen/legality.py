@@ -315,12 +315,10 @@ def _(c: Context, k: Knobs) -> str | None:
         return None
     if k.cluster > 1 or k.exchange_rounds > 1 or not _has_exchange(c, k):
         return "there is no exchange within a block, of all vectors at once (order must be another)"
-    exchanges = exchanges_of(c.problem, k)
     far_mma = (FAR_MMA,) if k.far_lanes in MMA_LANES else ()
-    mixed = mixed_chunk_bits([*(Exchange(pairs, k.exchange_carrier) for pairs in exchanges), *far_mma])
-    if len(exchanges) > 1 or mixed >= log2(k.chunks):
-        return "all chunks meet after the first exchange (order must be another, or chunks more)"
-    return None
+    first = Exchange(exchanges_of(c.problem, k)[0], k.exchange_carrier)  # where there is another, all chunks meet in it
+    all_meet = mixed_chunk_bits((first, *far_mma)) >= log2(k.chunks)
+    return "all chunks meet from the exchange on (order must be another, or chunks more)" if all_meet else None
 
 
 @_rule("load")

@@ -392,7 +392,10 @@ def test_an_arch_without_a_feature_never_uses_it() -> None:
     [
         ({}, ""),
         ({"chunks": 8, "warps": 16}, ""),
-        ({"chunks": 4, "warps": 32}, "all chunks meet after the first exchange"),
+        ({"chunks": 4, "warps": 32}, "all chunks meet from the exchange on"),
+        ({"chunks": 2, "warps": 8}, "all chunks meet from the exchange on"),  # in the mma
+        ({"chunks": 4, "warps": 8}, ""),
+        ({"chunks": 4, "warps": 8, "far_bits": "registers", "far_lanes": "shuffle"}, "all chunks meet"),  # in the first
         ({"chunks": 8, "warps": 8, "cluster": 2}, "there is no exchange within a block"),
         (
             {"exchange_carrier": "fp32", "exchange_rounds": 2},
@@ -402,9 +405,19 @@ def test_an_arch_without_a_feature_never_uses_it() -> None:
 )
 def test_groups_of_chunks_go_on_alone_from_an_exchange(change: dict[str, Any], why: str) -> None:
     knobs = Knobs(16, 8, far_bits="lanes", far_lanes="mma", butterfly_carrier="fp32", order="by_group")
-    problem = Problem(32768, DType.FLOAT16, Numerics.FAST)
+    knobs = replace(knobs, **change)
+    problem = Problem(256 * knobs.chunks * knobs.warps * knobs.cluster, DType.FLOAT16, Numerics.FAST)
+    if problem.n == 4096:
+        knobs = replace(knobs, butterfly_carrier="packed")  # for want of butterflies
     if why:
         with pytest.raises(UsageError, match=re.escape(why)):
-            build_plan(problem, replace(knobs, **change), ARCH)
+            build_plan(problem, knobs, ARCH)
     else:
-        build_plan(problem, replace(knobs, **change), ARCH)
+        build_plan(problem, knobs, ARCH)
+
+
+def test_an_mma_of_one_far_bit_leaves_chunk_bits_to_butterflies() -> None:
+    knobs = Knobs(4, 2, far_bits="lanes", far_lanes="mma_two", butterfly_carrier="fp32")
+    build_plan(Problem(2048, DType.FLOAT16, Numerics.FAST), knobs, ARCH)
+    with pytest.raises(UsageError, match="butterfly_carrier must be as exchange_carrier"):
+        build_plan(Problem(2048, DType.FLOAT16, Numerics.FAST), replace(knobs, chunks=2, warps=4), ARCH)
