@@ -82,14 +82,14 @@ LIBRARIES = {
 PEER_NAMES = {"fast_hadamard_transform": "fast-hadamard-transform"}
 
 METHOD = """\
-Everything at a cell is timed within the same seconds of one run, by the same method{earlier}. Fractions are
+Everything at a cell is timed within the same seconds, by the same method{runs}. Fractions are
 of the median of the fastest of four copy kernels. Launches are timed one right after another. Ours start while the one
 before still ends, and some let the next one start sooner, which copies and the peers do not, and so may beat a copy
 where launches are short; beside kernels of other libraries that saves less, or nothing. From memory some of ours ask
 for input ahead of its use, and beat a copy by a little. The second table divides microseconds. Cells are all of a size
 from 64 K to 256 M elements, a type and a destination, with the input hot in L2 or cold, that both were timed at;
 fast-hadamard-transform loses most at small n."""
-ONE_RUN, MORE_RUNS = ", which is one for all", "; cells of {what} are of an earlier run"
+ONE_RUN, TWO_RUNS = ", and all cells are of one run", "; cells of {what} are of an earlier run than the others"
 RETUNED = "For some cells of n = {lengths} the bundle names other kernels by now."
 
 
@@ -198,7 +198,7 @@ def numbers(times: Times) -> str:
     """The README's picture and tables, in Markdown."""
     picture = f"![Speed over n as a fraction of a plain copy]({PICTURE.relative_to(README.parent)})"
     table = _table(times, REGIMES, {name: name for name in LIBRARIES})
-    method = METHOD.format(earlier=_runs())
+    method = METHOD.format(runs=_runs())
     if lengths := _retuned():
         method += " " + RETUNED.format(lengths=", ".join(map(str, lengths)))
     return "\n\n".join([picture, table, _comparison(times), _wrapped(method), _errors(times)])
@@ -211,7 +211,15 @@ def _runs() -> str:
         return ONE_RUN
     dtypes = sorted({row["dtype"] for row in earlier} - {row["dtype"] for row in rows})
     sizes = sorted({int(row["elements"]) for row in earlier} - {int(row["elements"]) for row in rows})
-    return MORE_RUNS.format(what=" and of ".join([*dtypes, *(f"{size >> 20} M elements" for size in sizes)]))
+    if any(row["dtype"] not in dtypes and int(row["elements"]) not in sizes for row in earlier):
+        raise SystemExit(
+            f"{EARLIER} has cells of types and sizes that {BENCH.name} has too; time all of these in one run"
+        )
+    return TWO_RUNS.format(what=" and of ".join([*dtypes, *map(_size, sizes)]))
+
+
+def _size(elements: int) -> str:
+    return f"{elements >> 20} M elements" if elements >> 20 else f"{elements >> 10} K elements"
 
 
 def _retuned() -> list[int]:

@@ -57,7 +57,9 @@ class Knobs:
     cluster: int = 1  # blocks per cluster
     block_bits: str = EXCHANGE  # what brings bits of blocks together: an exchange, or loads of whole rows
     far_bits: str = REGISTERS  # what warp and block bits are swapped with: register bits, or at once with lane bits too
-    far_lanes: str = "shuffle"  # what transforms bits that came to lanes: shuffle, mma (of three) or mma_two (or one)
+    far_lanes: str = (
+        "shuffle"  # what transforms bits that came to lanes: shuffle, mma (of three), mma_two (of one or two)
+    )
     low_bits: str = "mma"  # what transforms index bits 0–7: mma (two), mma_shuffle (one, then shuffles) or shuffle
     mma_carrier: str = PACKED  # values between two mma: packed, or fp32 in parts of bfloat16 (split) or of tf32
     accumulator: str = FP32  # what mma sums in; packed sums (float16 only) need no conversion
@@ -215,7 +217,7 @@ def _add_far_bits(convert: _Converter, problem: Problem, knobs: Knobs, near: lis
     lanes, others = [[p for p in near if (p.kind != "reg") == in_lanes] for in_lanes in (True, False)]
     steps = convert.steps
     if knobs.far_lanes in MMA_LANES:
-        far = replace(FAR_MMA, idle=max(0, 3 - len(lanes)))
+        far = replace(FAR_MMA, idle=max(0, MMA_LANES["mma"] - len(lanes)))
         if turns_in_exchange(knobs):
             far = _wide_mma(FAR_MMA.reg, problem, knobs, factor=0)
         elif convert.carrier == FP32:

@@ -75,7 +75,7 @@ def _far(c: Context, k: Knobs) -> int:
 
 
 def _far_beside_blocks(c: Context, k: Knobs) -> int:
-    """How many of them are left for lanes where as many as there are blocks go to registers."""
+    """How many far bits are left for lanes when those of blocks have gone to registers."""
     blocks = 0 if k.block_bits == LOAD else log2(k.cluster)
     return _far(c, k) - min(blocks, log2(k.chunks))
 
@@ -197,12 +197,12 @@ def _(c: Context, k: Knobs) -> str | None:
     if k.far_bits != LANES or k.low_bits != "mma":
         return "no bit comes to lanes after an mma (far_lanes must be shuffle)"
     if c.problem.dtype is DType.FLOAT32:
-        return "what the scale has made small loses bits in parts of bfloat16 (far_lanes must be shuffle)"
+        return "what the scale has made small loses bits where an mma takes it apart (far_lanes must be shuffle)"
     lanes = _far_beside_blocks(c, k)
     if k.chunks == 1 or lanes < 1:
         return "an mma needs a bit in lanes and one in registers (far_lanes must be shuffle)"
-    few = k.far_lanes == "mma" and lanes < 3
-    return "less than three bits come to lanes (far_lanes must be mma_two or shuffle)" if few else None
+    few = k.far_lanes == "mma" and lanes < MMA_LANES["mma"]
+    return "fewer than three bits come to lanes (far_lanes must be mma_two or shuffle)" if few else None
 
 
 @_rule("low_bits", "mma_carrier")
@@ -283,7 +283,7 @@ def _(c: Context, k: Knobs) -> str | None:
 def _(c: Context, k: Knobs) -> str | None:
     if not turns_in_exchange(k):
         return None
-    few = _far(c, k) - log2(k.chunks) > 3
+    few = _far(c, k) - log2(k.chunks) > MMA_LANES["mma"]
     return "an mma of tf32 leaves room for three bits in lanes (chunks must be more)" if few else None
 
 

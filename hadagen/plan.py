@@ -61,6 +61,7 @@ IN_VECTORS = (PAIR, reg(0), reg(1))  # places of a thread's share of a chunk
 # Registers of a thread besides its values: addresses, the A operands of the mma, accumulators under way.
 OVERHEAD_REGISTERS = 24
 CROSSED_BARRIER = 15  # number of the mbarrier for other blocks' stores; those of the stages come first
+ORDERS = ("by_step", "by_chunk", "by_group")  # as the knob of this name has them
 BARRIER_BYTES = 128  # room for all mbarriers; keeps what follows aligned
 
 # What a plan may multiply by, in this order, to have multiplied by the scale once: as a whole, of which an `Mma` may
@@ -83,7 +84,7 @@ class Plan:
     steps: tuple[Step, ...]
     persistent: bool = False
     min_blocks: int = 1
-    order: str = "by_step"  # how steps are written: as the knob of this name has it
+    order: str = "by_step"  # how steps are written, one of `ORDERS`
     starts_early: bool = False  # as in `LaunchSpec`
 
     def __post_init__(self) -> None:
@@ -329,11 +330,15 @@ def _check(plan: Plan) -> None:
     triggers = [at for at, step in enumerate(plan.steps) if isinstance(step, Trigger)]
     if triggers and (plan.persistent or triggers[0] == 0 or len(triggers) > 1):
         raise UsageError(f"{plan.problem.name}: the next kernel is let start once, after the load, and not in a loop")
+    if plan.order not in ORDERS:
+        raise UsageError(f"{plan.problem.name}: order {plan.order!r} is not known; choose from {', '.join(ORDERS)}")
     if plan.order == "by_group":
         if len(plan.exchanges) != 1 or plan.cta_bits or plan.exchanges[0].rounds > 1:
             raise UsageError(f"{plan.problem.name}: only one exchange, of all vectors in a block, goes group by group")
         if plan.group_chunks >= 1 << plan.chunk_bits:
             raise UsageError(f"{plan.problem.name}: all chunks meet from the exchange on, so there is one group")
+        if any(isinstance(step, Prefetch | Trigger) for step in plan.steps[plan.steps.index(plan.exchanges[0]) :]):
+            raise UsageError(f"{plan.problem.name}: what a tile asks for once has no place among groups of chunks")
     if not isinstance(plan.steps[-1], Store) or any(before.bit_at(at) != plan.loaded.bit_at(at) for at in IN_VECTORS):
         raise UsageError(f"{plan.problem.name}: the plan does not end with a Store of whole 16-byte vectors")
 

@@ -65,7 +65,8 @@ class Gather:
 
 @dataclass(frozen=True)
 class Mma:
-    """Transforms the four bits at {pair, lane0, lane1, reg}, times a factor of the scale, and applies `MMA_MOVES`.
+    """Transforms the four bits at {pair, lane0, lane1, reg}, or but the last of them, times a factor of the scale, and
+    applies `MMA_MOVES`.
 
     Takes packed values as they are, or fp32 as a sum of `parts` of the type of its `operand`. Leaves what it
     accumulates in: fp32, or packed (float16 only). All four must be bits of the row, the idle too: were one not, rows
@@ -83,11 +84,11 @@ class Mma:
     turned: bool = False
     # Sums over the blocks of a cluster too, each of which has loaded the whole row: transforms the bits at cta as well.
     over_blocks: bool = False
-    idle: int = 0  # at the first so many of its places bits are left as they are
+    idle: int = 0  # the bits at the first so many of its `operand_places` are left as they are
 
     @property
     def places(self) -> tuple[Place, ...]:
-        """Of the bits that it transforms."""
+        """Those of the bits that it transforms."""
         return self.operand_places[self.idle :]
 
     @property
@@ -231,7 +232,7 @@ def mixed_chunk_bits(steps: Iterable[Step]) -> int:
             places.add(step.place)
         elif isinstance(step, Exchange):
             places |= set(step.moves)
-    return max((place.index - 1 for place in places if place.kind == "reg"), default=0)
+    return max((place.index - 1 for place in places if place.kind == "reg" and place.index > 0), default=0)
 
 
 def sums_over_blocks(step: Step) -> bool:
@@ -274,14 +275,14 @@ def roundings(steps: Iterable[Step]) -> float:
         if isinstance(step, Round):
             count += _ROUNDED_SUM.get(terms, 1.0)
         elif isinstance(step, Mma) and carrier == PACKED:
-            count += 1.0
+            count += _ROUNDED_SUM.get(terms << len(step.places), 1.0)
         elif isinstance(step, Correct):
             count += _CORRECTION
         elif isinstance(step, Mma) and step.operand == "tf32" and step.parts == 1:
             count += _CUT
         elif sums and carrier == PACKED:
             count += _PACKED_SUM
-        if isinstance(step, Mma) and step.idle and carrier == FP32:
+        if isinstance(step, Mma) and carrier == FP32:
             terms <<= len(step.places)
         elif isinstance(step, Round | Mma) or (sums and carrier == PACKED):
             terms = int(carrier == PACKED)

@@ -151,22 +151,32 @@ def test_row_lengths_whose_kernels_were_named_after_the_run_are_named(documents:
 
 
 def test_cells_that_the_run_lacks_are_of_an_earlier_one(documents: Path) -> None:
-    assert "of one run, by the same method, which is one for all." in text_of(refresh.numbers(refresh.read_times()))
-    rows = [row.split(",") for row in refresh.BENCH.read_text().splitlines()]
-    us, elements = rows[0].index("us"), rows[0].index("elements")
-    size = rows[1][elements]
-    earlier = [rows[0], *([*row[:us], "0.125", *row[us + 1 :]] for row in rows[1:])]
-    refresh.EARLIER.write_text("\n".join(",".join(row) for row in earlier) + "\n")
-    before = refresh.read_times()
-    refresh.EARLIER.unlink()
-    assert before == refresh.read_times()  # it has no cell that the run lacks
-    refresh.EARLIER.write_text("\n".join(",".join(row) for row in earlier) + "\n")
-    refresh.BENCH.write_text("\n".join(",".join(row) for row in rows if row[elements] != size) + "\n")
-    times = refresh.read_times()["hadagen, fast"]
-    assert {cell.elements for cell, time in times.items() if time.us == 0.125} == {int(size)}
-    assert f"; cells of {int(size) >> 20} M elements are of an earlier run" in text_of(
+    head, *rows = [row.split(",") for row in refresh.BENCH.read_text().splitlines()]
+    us, elements, dtype = map(head.index, ("us", "elements", "dtype"))
+    earlier = [[*row[:us], "0.125", *row[us + 1 :]] for row in rows]
+
+    def written(path: Path, rows: list[list[str]]) -> None:
+        path.write_text("\n".join(map(",".join, [head, *rows])) + "\n")
+
+    one = refresh.read_times()
+    assert "by the same method, and all cells are of one run. " in text_of(refresh.numbers(one))
+    written(refresh.EARLIER, earlier)
+    assert refresh.read_times() == one  # it has no cell that the run lacks
+    written(refresh.BENCH, [row for row in rows if row[elements] not in ("65536", "8388608")])
+    written(refresh.EARLIER, [*earlier, *([*row[:dtype], "float32", *row[dtype + 1 :]] for row in earlier)])
+    times = refresh.read_times()
+    assert {(cell.dtype, cell.elements) for cell, time in times["hadagen, fast"].items() if time.us == 0.125} == {
+        ("float16", 65536),
+        ("float16", 8388608),
+        *(("float32", size) for size in (65536, 8388608, 268435456)),
+    }
+    since = "; cells of float32 and of 64 K elements and of 8 M elements are of an earlier run than the others. "
+    assert since in text_of(refresh.numbers(times))
+    n = head.index("n")
+    written(refresh.BENCH, [row for row in rows if (row[n], row[elements]) != ("128", "65536")])
+    written(refresh.EARLIER, earlier)
+    with pytest.raises(SystemExit, match=r"cells of types and sizes that bench_h100\.csv has too"):
         refresh.numbers(refresh.read_times())
-    )
 
 
 def text_of(markdown: str) -> str:

@@ -299,6 +299,23 @@ def test_an_infinity_stays_in_its_row(n: int, dtype: DType) -> None:
         assert finite[[0, *range(2, rows - 1)]].all()
 
 
+@pytest.mark.parametrize(("far_lanes", "kept"), [("shuffle", True), ("mma", True), ("mma_two", False)])
+def test_an_infinity_comes_out_as_nan_where_an_mma_leaves_bits_as_they_are(far_lanes: str, kept: bool) -> None:
+    """For what it leaves out, it multiplies by 0."""
+    knobs = Knobs(chunks=4, warps=8, far_bits="lanes", far_lanes=far_lanes, butterfly_carrier="fp32")
+    if far_lanes == "shuffle":
+        knobs = replace(knobs, chunks=2, warps=16)
+    plan = build_plan(Problem(8192, DType.FLOAT16, Numerics.FAST), knobs, ARCH)
+    x = np.ones((2, 8192))
+    x[1, 77] = np.inf
+    bits = encode(DType.FLOAT16, x)
+    out = np.zeros_like(bits)
+    compile_host([render(plan)]).run(render(plan).entry, plan.launch, bits, out, scale=2**-13)
+    y = decode(DType.FLOAT16, out)
+    assert np.isfinite(y[0]).all()
+    assert (np.isinf(y[1]) if kept else np.isnan(y[1])).all()
+
+
 @pytest.mark.parametrize(
     ("dtype", "carrier"),
     [

@@ -419,7 +419,7 @@ NEAR_TWO = [
 
 
 @pytest.mark.parametrize(("chunks", "warps", "cluster", "lanes", "near"), NEAR_TWO)
-def test_an_mma_takes_less_far_bits_and_leaves_the_others_at_its_places_as_they_are(
+def test_an_mma_takes_fewer_far_bits_and_leaves_the_others_at_its_places_as_they_are(
     chunks: int, warps: int, cluster: int, lanes: int, near: list[int]
 ) -> None:
     knobs = dataclasses.replace(FAR_LANES, chunks=chunks, warps=warps, cluster=cluster, far_lanes="mma_two")
@@ -446,8 +446,11 @@ def test_an_idle_place_holds_a_bit_of_the_row_and_no_tf32() -> None:
         steps = (*plan.steps[:far], dataclasses.replace(plan.steps[far], **wrong), *plan.steps[far + 1 :])
         with pytest.raises(UsageError, match="two places at least transform their bits, of 16-bit values"):
             dataclasses.replace(plan, problem=problem, steps=steps)
-    with pytest.raises(UsageError, match="mixes bits beyond the row"):
-        dataclasses.replace(plan, problem=dataclasses.replace(plan.problem, n=1024))
+    # Two rows of 512 in a tile: which of them it is comes to lane2, where nothing is transformed.
+    two_rows = Exchange(((lane(2), warp(0)),), PACKED)
+    steps = (Load("plain"), Mma(0, factor=1), Round(), Transpose(), two_rows, Mma(2, turned=True, idle=1))
+    with pytest.raises(UsageError, match=r"step 6 \(Mma\) .*: mixes bits beyond the row"):
+        Plan(Problem(512, DType.FLOAT16, Numerics.FAST), 1, 1, 0, steps)
 
 
 def test_the_rounding_of_a_sum_of_four_rounded_values_counts_a_little_more() -> None:
@@ -455,6 +458,7 @@ def test_the_rounding_of_a_sum_of_four_rounded_values_counts_a_little_more() -> 
     rounded = [Load("plain"), Mma(0), Round()]
     assert roundings([*rounded, Mma(2, turned=True, idle=2), Round()]) == pytest.approx(2.05)
     assert roundings([*rounded, Widen(), Butterfly(reg(2)), Butterfly(reg(3)), Round()]) == pytest.approx(2.05)
+    assert roundings([*rounded, Mma(2, turned=True, idle=2, accumulator=PACKED)]) == pytest.approx(2.05)
     assert roundings([*rounded, Mma(2, turned=True, idle=1), Round()]) == 2
     assert roundings([*rounded, Mma(2, turned=True), Round()]) == 2
 
@@ -487,6 +491,7 @@ def test_groups_are_as_small_as_chunks_that_meet_from_the_exchange_on(shape: dic
 
 def test_chunks_meet_in_what_moves_or_transforms_a_bit_of_their_number() -> None:
     assert mixed_chunk_bits([Load("plain"), Mma(1), Butterfly(reg(1)), Shuffle(4), Store("plain")]) == 0
+    assert mixed_chunk_bits([Mma(0)]) == 0
     assert mixed_chunk_bits([Butterfly(reg(4)), Mma(2, turned=True)]) == 3
     assert mixed_chunk_bits([Mma(2, turned=True), Butterfly(PAIR)]) == 1
     assert mixed_chunk_bits([Exchange(((lane(4), warp(0)), (reg(3), warp(1))), PACKED)]) == 2
@@ -506,6 +511,13 @@ def test_only_one_exchange_in_a_block_goes_group_by_group() -> None:
     plan = worked_example()
     with pytest.raises(UsageError, match="all chunks meet from the exchange on"):
         dataclasses.replace(plan, order="by_group")
+    with pytest.raises(UsageError, match="order 'by_tile' is not known; choose from by_step, by_chunk, by_group"):
+        dataclasses.replace(plan, order="by_tile")
+    knobs = Knobs(8, 8, far_bits="lanes", far_lanes="mma", butterfly_carrier="fp32", order="by_group")
+    grouped = build_plan(Problem(16384, DType.FLOAT16, Numerics.FAST), knobs, ARCH)
+    for asked in (Trigger(), Prefetch(4)):
+        with pytest.raises(UsageError, match="what a tile asks for once has no place among groups"):
+            changed(grouped, len(grouped.steps) - 1, asked, grouped.steps[-1])
 
 
 def test_what_one_tf32_loses_is_in_the_scale() -> None:
