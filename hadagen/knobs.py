@@ -57,9 +57,7 @@ class Knobs:
     cluster: int = 1  # blocks per cluster
     block_bits: str = EXCHANGE  # what brings bits of blocks together: an exchange, or loads of whole rows
     far_bits: str = REGISTERS  # what warp and block bits are swapped with: register bits, or at once with lane bits too
-    far_lanes: str = (
-        "shuffle"  # what transforms bits that came to lanes: shuffle, mma (of three), mma_two (of one or two)
-    )
+    far_lanes: str = "shuffle"  # what transforms bits that came to lanes: shuffle, mma (three) or mma_two (one or two)
     low_bits: str = "mma"  # what transforms index bits 0–7: mma (two), mma_shuffle (one, then shuffles) or shuffle
     mma_carrier: str = PACKED  # values between two mma: packed, or fp32 in parts of bfloat16 (split) or of tf32
     accumulator: str = FP32  # what mma sums in; packed sums (float16 only) need no conversion

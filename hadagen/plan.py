@@ -276,7 +276,7 @@ def _check(plan: Plan) -> None:
             if step.turned and step.operand == "tf32":
                 raise refuse("only 16-bit values are transposed on their way in")
             if step.idle and (step.operand == "tf32" or len(step.places) < 2):
-                raise refuse("two places at least transform their bits, of 16-bit values")
+                raise refuse("it transforms two bits at least, and leaves none as it is of a tf32")
             if any(before.bit_at(place) >= n_bits for place in step.operand_places):
                 raise refuse("mixes bits beyond the row")
             if step.over_blocks and step != Mma(step.reg, factor=step.factor, over_blocks=True):

@@ -65,8 +65,8 @@ class Gather:
 
 @dataclass(frozen=True)
 class Mma:
-    """Transforms the four bits at {pair, lane0, lane1, reg}, or but the last of them, times a factor of the scale, and
-    applies `MMA_MOVES`.
+    """Transforms the four bits at {pair, lane0, lane1, reg}, or all but the first `idle` of them, times a factor of the
+    scale, and applies `MMA_MOVES`.
 
     Takes packed values as they are, or fp32 as a sum of `parts` of the type of its `operand`. Leaves what it
     accumulates in: fp32, or packed (float16 only). All four must be bits of the row, the idle too: were one not, rows
@@ -88,11 +88,12 @@ class Mma:
 
     @property
     def places(self) -> tuple[Place, ...]:
-        """Those of the bits that it transforms."""
+        """Where the bits are that it transforms."""
         return self.operand_places[self.idle :]
 
     @property
     def operand_places(self) -> tuple[Place, ...]:
+        """Where the four bits are that its operand has."""
         return (*((lane(2), lane(3), lane(4)) if self.turned else (PAIR, lane(0), lane(1))), reg(self.reg))
 
     @property

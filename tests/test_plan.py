@@ -444,7 +444,7 @@ def test_an_idle_place_holds_a_bit_of_the_row_and_no_tf32() -> None:
     for wrong in ({"idle": 3}, {"operand": "tf32", "parts": 1, "turned": False}):
         problem = dataclasses.replace(plan.problem, dtype=DType.BFLOAT16)
         steps = (*plan.steps[:far], dataclasses.replace(plan.steps[far], **wrong), *plan.steps[far + 1 :])
-        with pytest.raises(UsageError, match="two places at least transform their bits, of 16-bit values"):
+        with pytest.raises(UsageError, match="it transforms two bits at least, and leaves none as it is of a tf32"):
             dataclasses.replace(plan, problem=problem, steps=steps)
     # Two rows of 512 in a tile: which of them it is comes to lane2, where nothing is transformed.
     two_rows = Exchange(((lane(2), warp(0)),), PACKED)
