@@ -279,7 +279,7 @@ def _errors(times: Times) -> str:
             if time.error is not None:
                 key = cell.dtype, name, cell.n
                 found[key] = max(time.error, found.get(key, 0.0))
-    text = "Relative error ‖out − ref‖ / ‖ref‖ against float64, in 10⁻⁴, on the same normal inputs in the same run:"
+    text = "Relative error ‖out − ref‖ / ‖ref‖ against float64, in 10⁻⁴, on the same normal inputs:"
     rows = (
         [f"{dtype}: {name}", *(_number(found.get((dtype, name, n)), 1e4) for n in COLUMNS)]
         for dtype, name in product(ERROR_DTYPES, LIBRARIES)

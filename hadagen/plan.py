@@ -143,10 +143,14 @@ class Plan:
         return tuple(step for step in self.steps if isinstance(step, Exchange))
 
     @property
+    def grouped_steps(self) -> tuple[Step, ...]:
+        """What is done group by group, where that is the order: the steps from the exchange on."""
+        return self.steps[self.steps.index(self.exchanges[0]) :]
+
+    @property
     def group_chunks(self) -> int:
-        """Chunks of each group, where the steps from the exchange on are done group by group."""
-        exchange = next(at for at, step in enumerate(self.steps) if isinstance(step, Exchange))
-        return 1 << mixed_chunk_bits(self.steps[exchange:])
+        """Chunks of each group, where that is the order."""
+        return 1 << mixed_chunk_bits(self.grouped_steps)
 
     @property
     def tile_elements(self) -> int:
@@ -337,7 +341,7 @@ def _check(plan: Plan) -> None:
             raise UsageError(f"{plan.problem.name}: only one exchange, of all vectors in a block, goes group by group")
         if plan.group_chunks >= 1 << plan.chunk_bits:
             raise UsageError(f"{plan.problem.name}: all chunks meet from the exchange on, so there is one group")
-        if any(isinstance(step, Prefetch | Trigger) for step in plan.steps[plan.steps.index(plan.exchanges[0]) :]):
+        if any(isinstance(step, Prefetch | Trigger) for step in plan.grouped_steps):
             raise UsageError(f"{plan.problem.name}: what a tile asks for once has no place among groups of chunks")
     if not isinstance(plan.steps[-1], Store) or any(before.bit_at(at) != plan.loaded.bit_at(at) for at in IN_VECTORS):
         raise UsageError(f"{plan.problem.name}: the plan does not end with a Store of whole 16-byte vectors")

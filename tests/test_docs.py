@@ -145,7 +145,7 @@ def test_row_lengths_whose_kernels_were_named_after_the_run_are_named(documents:
     assert since not in refresh.numbers(refresh.read_times())
     table = refresh.OURS.read_text()
     refresh.OURS.write_text(re.sub("(fast,0,.*,32768,.*),0a1b", r"\1,2c3d", table))
-    assert f"n = 32768 {since}" in " ".join(refresh.numbers(refresh.read_times()).split())
+    assert f"n = 32768 {since}" in text_of(refresh.numbers(refresh.read_times()))
     refresh.OURS.write_text(re.sub("(fast,1,.*),0a1b", r"\1,2c3d", table))  # pitched, which the run has not
     assert since not in refresh.numbers(refresh.read_times())
 
@@ -196,7 +196,7 @@ def test_what_lies_between(documents: Path) -> None:
     assert refresh.outdated() == ["performance.md"]
     refresh.main([])
     text = (documents / "performance.md").read_text()
-    words = " ".join(text.split())
+    words = text_of(text)
     assert "On a NVIDIA H100, over 2 problems with 2 row counts each, a call loses 4.9% (geometric mean)" in words
     assert "known, and 21.0% where it loses most:" in words
     assert "| 64 | float16 | fast | 9 | 10.0% | 21.0% | 5, in-place |\n| 128 | float16 | fast | 9 | 0.0% |" in text

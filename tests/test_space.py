@@ -234,6 +234,7 @@ FAR_MMA = Knobs(
         (DType.BFLOAT16, {"exchange_rounds": 2}, "values that are turned on their way cross all at once"),
         (DType.BFLOAT16, {"exchange_rounds": 2, "mma_carrier": "split"}, ""),
         (DType.BFLOAT16, {"exchange_rounds": 2, "far_lanes": "shuffle"}, ""),
+        (DType.FLOAT32, {}, "what the scale has made small loses bits"),
         (DType.FLOAT32, {"mma_carrier": "split"}, "what the scale has made small loses bits"),
         (DType.FLOAT32, {"far_lanes": "shuffle"}, ""),
         (DType.FLOAT16, {}, "no more bits than a float16"),
