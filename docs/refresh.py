@@ -19,7 +19,7 @@ import json
 import sys
 import textwrap
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import product
 from pathlib import Path
 from statistics import geometric_mean, median
@@ -209,13 +209,21 @@ def _runs() -> str:
     rows, earlier = bench_tables()
     if not earlier:
         return ONE_RUN
-    dtypes = sorted({row["dtype"] for row in earlier} - {row["dtype"] for row in rows})
-    sizes = sorted({int(row["elements"]) for row in earlier} - {int(row["elements"]) for row in rows})
-    if any(row["dtype"] not in dtypes and int(row["elements"]) not in sizes for row in earlier):
-        raise SystemExit(
-            f"{EARLIER} has cells of types and sizes that {BENCH.name} has too; time all of these in one run"
-        )
-    return TWO_RUNS.format(what=" and of ".join([*dtypes, *map(_size, sizes)]))
+    kinds: tuple[Callable[[Mapping[str, str]], str], ...] = (
+        lambda row: row["dtype"],
+        lambda row: _size(int(row["elements"])),
+        lambda row: f"{row['dtype']} at n = {row['n']}",
+    )
+    timed = {kind(row) for row in rows for kind in kinds}
+    what = []
+    for row in earlier:
+        lacking = [name for kind in kinds if (name := kind(row)) not in timed]
+        if not lacking:
+            raise SystemExit(
+                f"{EARLIER} has cells of a type, a size and an n that {BENCH.name} has too; time all of these in one run"
+            )
+        what.append(lacking[0])
+    return TWO_RUNS.format(what=" and of ".join(dict.fromkeys(what)))
 
 
 def _size(elements: int) -> str:

@@ -24,7 +24,7 @@ FEATURES = frozenset({"mma", "cp_async", "bulk_copy", "cluster", "dependent_laun
 KNOB_VALUES: dict[str, tuple[KnobValue, ...]] = {
     "chunks": (1, 2, 4, 8, 16),
     "warps": (1, 2, 4, 8, 16, 32),
-    "cluster": (1, 2, 4, 8),
+    "cluster": (1, 2, 4, 8, 16),
     "block_bits": ("exchange", "load"),
     "far_bits": ("registers", "lanes"),
     "far_lanes": ("shuffle", "mma_two", "mma"),

@@ -269,10 +269,8 @@ def _rounds(plan: Plan) -> Iterator[dict[str, Any]]:
     rounds = [(step, number) for step in plan.exchanges for number in range(step.rounds)]
     for i, (step, number) in enumerate(rounds):
         last = i == len(rounds) - 1
-        # In a persistent grid, reading a bulk-copied stage has ended in a block_sync already. Of rows that came by
-        # multicast the slots take the place.
-        fresh = i == 0 and (plan.load.path == "bulk" if plan.persistent else not plan.load.multicast)
-        before = ["cluster_wait()"] if step.crosses_blocks else [] if fresh else ["block_sync()"]
+        free = i == 0 and _slots_are_free(plan)
+        before = ["cluster_wait()"] if step.crosses_blocks else [] if free else ["block_sync()"]
         between, after = ["block_sync()"], list[str]()
         if step.crosses_blocks:
             between = [f"remote_barrier_wait(crossed, {crossings % 2})"]
@@ -282,6 +280,18 @@ def _rounds(plan: Plan) -> Iterator[dict[str, Any]]:
             crossings += 1
         planes = [_plane(plan, step, plane, number * step.planes + plane) for plane in range(step.planes)]
         yield {"before": before, "between": between, "after": after, "planes": planes}
+
+
+def _slots_are_free(plan: Plan) -> bool:
+    """Whether nobody reads the slots of the first exchange any more when a tile comes to it.
+
+    Rows that came by multicast lay where they are. In a persistent grid the tile before may still be read there, unless
+    all have met since: where a stage is copied in bulk, when it was read; and group by group, before the last group was
+    read, whose slots this tile writes to only after it has met again.
+    """
+    if plan.persistent:
+        return plan.load.path == "bulk" or plan.order == "by_group"
+    return not plan.load.multicast
 
 
 def _number(place: Place) -> int:

@@ -20,6 +20,8 @@ from hadagen.scale import scale_word
 
 # Dynamic shared memory, in bytes, that a kernel may use without asking for more.
 DEFAULT_SHARED_BYTES = 48 * 1024
+# Blocks of a cluster that every device with clusters holds; a kernel must ask for more.
+PORTABLE_CLUSTER = 8
 
 # What to do about an error, by the name of its code.
 _FIXES = {
@@ -223,6 +225,9 @@ def load(image: bytes, entry: str, spec: LaunchSpec, device: int = 0) -> LoadedK
         if spec.shared_bytes > DEFAULT_SHARED_BYTES:
             limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             check(driver.cuFuncSetAttribute(function, limit, spec.shared_bytes), doing)
+        if spec.cluster > PORTABLE_CLUSTER:
+            larger = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+            check(driver.cuFuncSetAttribute(function, larger, 1), doing)
         resident_blocks = _resident_blocks(driver, function, spec, device)
     if resident_blocks < 1:
         raise DriverError(

@@ -42,6 +42,7 @@ def _seen(space: Space) -> Space:
     """The part of a space that the cost model tells apart: knobs that it is blind to keep their first value."""
     search = dict(space.arch.search)
     search |= {name: search[name][:1] for name in _UNSEEN}
+    search["ahead"] = search["ahead"][:2]  # none, and any
     search["load"] = tuple(load for load in search["load"] if load not in _UNSEEN_LOADS)
     return Space(space.problem, replace(space.arch, search=search))
 
