@@ -220,7 +220,7 @@ def _runs() -> str:
         lacking = [name for kind in kinds if (name := kind(row)) not in timed]
         if not lacking:
             raise SystemExit(
-                f"{EARLIER} has cells of a type, a size and an n that {BENCH.name} has too; time all of these in one run"
+                f"{EARLIER} has cells of a type, a size and an n that {BENCH.name} has too; time all in one run"
             )
         what.append(lacking[0])
     return TWO_RUNS.format(what=" and of ".join(dict.fromkeys(what)))

@@ -20,7 +20,8 @@ from hadagen.scale import scale_word
 
 # Dynamic shared memory, in bytes, that a kernel may use without asking for more.
 DEFAULT_SHARED_BYTES = 48 * 1024
-# Blocks of a cluster that every device with clusters holds; a kernel must ask for more.
+# Blocks of a cluster that a kernel may have without asking for more (CUDA C++ Programming Guide, "Thread Block
+# Clusters").
 PORTABLE_CLUSTER = 8
 
 # What to do about an error, by the name of its code.
@@ -32,6 +33,8 @@ _FIXES = {
     "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED": "call hadagen.warmup before the graph capture begins",
     "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED": "call hadagen.warmup before the graph capture begins",
 }
+# What the driver says of a kernel that asks for more than the device has.
+_TOO_LARGE = frozenset({"CUDA_ERROR_INVALID_VALUE", "CUDA_ERROR_INVALID_CLUSTER_SIZE"})
 _RESTART = "restart the process, and look for the cause with compute-sanitizer or in the kernel log"
 _FIXES.update(
     dict.fromkeys(
@@ -56,6 +59,10 @@ class DriverError(DeviceError):
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
         self.code = code
+
+
+class DoesNotFit(DriverError):
+    """A kernel needs more threads, registers, shared memory or blocks of a cluster than the device has."""
 
 
 @functools.cache
@@ -215,27 +222,39 @@ class LoadedKernel:
 def load(image: bytes, entry: str, spec: LaunchSpec, device: int = 0) -> LoadedKernel:
     """Loads a cubin, or PTX that the driver then compiles, into the primary context of a device.
 
-    Raises `DriverError` where the image is not for this device, lacks `entry`, or needs more than the device has.
+    Raises `DriverError` where the image is not for this device or lacks `entry`, `DoesNotFit` where it needs more than
+    the device has.
     """
     driver = bindings()
     doing = f"loading {entry} on CUDA device {device}"
     with active(device), _capture_allowed():
         module = check(driver.cuModuleLoadData(image + b"\0"), doing)  # PTX must end with a zero byte
         function = check(driver.cuModuleGetFunction(module, entry.encode()), doing)
-        if spec.shared_bytes > DEFAULT_SHARED_BYTES:
-            limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            check(driver.cuFuncSetAttribute(function, limit, spec.shared_bytes), doing)
-        if spec.cluster > PORTABLE_CLUSTER:
-            larger = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
-            check(driver.cuFuncSetAttribute(function, larger, 1), doing)
-        resident_blocks = _resident_blocks(driver, function, spec, device)
+        try:
+            _ask_for_more(driver, function, spec, doing)
+            resident_blocks = _resident_blocks(driver, function, spec, device)
+        except DriverError as error:
+            if error.code not in _TOO_LARGE:
+                raise
+            resident_blocks = 0
     if resident_blocks < 1:
-        raise DriverError(
+        raise DoesNotFit(
             "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES",
             f"{doing} failed: a block of {spec.threads} threads with {spec.shared_bytes} bytes of shared memory "
             f"(in clusters of {spec.cluster}) does not fit on this GPU; tune for it",
         )
     return LoadedKernel(entry, spec, device, resident_blocks, module, function)
+
+
+def _ask_for_more(driver: Any, function: Any, spec: LaunchSpec, doing: str) -> None:
+    """Allows a kernel what a kernel that says nothing may not have."""
+    attributes = driver.CUfunction_attribute
+    if spec.shared_bytes > DEFAULT_SHARED_BYTES:
+        shared = attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        check(driver.cuFuncSetAttribute(function, shared, spec.shared_bytes), doing)
+    if spec.cluster > PORTABLE_CLUSTER:
+        larger = attributes.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+        check(driver.cuFuncSetAttribute(function, larger, 1), doing)
 
 
 def _early_start(driver: Any) -> Any:

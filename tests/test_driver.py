@@ -16,16 +16,18 @@ from typing import Any
 import pytest
 
 from hadagen import driver
-from hadagen.driver import DriverError
+from hadagen.driver import DoesNotFit, DriverError
 from hadagen.errors import DeviceError
 from hadagen.launch import LaunchSpec, RowShape
 
 
 class CUresult(IntEnum):
     CUDA_SUCCESS = 0
+    CUDA_ERROR_INVALID_VALUE = 1
     CUDA_ERROR_OUT_OF_MEMORY = 2
     CUDA_ERROR_INVALID_CONTEXT = 201
     CUDA_ERROR_NO_BINARY_FOR_GPU = 209
+    CUDA_ERROR_INVALID_CLUSTER_SIZE = 912
 
 
 class FakeDriver:
@@ -33,7 +35,10 @@ class FakeDriver:
 
     CUresult = CUresult
     CUstreamCaptureMode = SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED="relaxed")
-    CUfunction_attribute = SimpleNamespace(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES="shared")
+    CUfunction_attribute = SimpleNamespace(
+        CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES="shared",
+        CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED="larger clusters",
+    )
     CUdevice_attribute = SimpleNamespace(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT="sms")
     CUlaunchConfig = SimpleNamespace
     CUstream = int
@@ -146,10 +151,36 @@ def test_loading_may_happen_while_capturing_and_leaves_the_thread_as_it_was(fake
     assert exchanged == ["relaxed", "global"]
 
 
+@pytest.mark.parametrize("cluster", [8, 16])
+def test_more_than_eight_blocks_of_a_cluster_are_asked_for(cluster: int, fake: FakeDriver) -> None:
+    driver.load(b"image", "entry", replace(CLUSTERS, cluster=cluster))
+    assert (("cuFuncSetAttribute", "function", "larger clusters", 1) in fake.calls) == (cluster == 16)
+
+
 def test_a_kernel_too_large_for_the_device_is_refused(fake: FakeDriver) -> None:
     fake.values["cuOccupancyMaxActiveBlocksPerMultiprocessor"] = 0
-    with pytest.raises(DriverError, match=r"256 threads with 0 bytes of shared memory .* does not fit"):
+    with pytest.raises(DoesNotFit, match=r"256 threads with 0 bytes of shared memory .* does not fit"):
         driver.load(b"image", "entry", TILES)
+
+
+@pytest.mark.parametrize(
+    ("call", "code"),
+    [
+        ("cuFuncSetAttribute", CUresult.CUDA_ERROR_INVALID_VALUE),
+        ("cuOccupancyMaxActiveClusters", CUresult.CUDA_ERROR_INVALID_CLUSTER_SIZE),
+    ],
+)
+def test_so_is_one_of_which_the_driver_says_so(call: str, code: CUresult, fake: FakeDriver) -> None:
+    fake.codes[call] = [code]
+    with pytest.raises(DoesNotFit, match=r"in clusters of 4\) does not fit on this GPU; tune for it"):
+        driver.load(b"image", "entry", CLUSTERS)
+
+
+def test_another_failure_of_that_is_no_question_of_size(fake: FakeDriver) -> None:
+    fake.codes["cuFuncSetAttribute"] = [CUresult.CUDA_ERROR_INVALID_CONTEXT]
+    with pytest.raises(DriverError, match="CUDA_ERROR_INVALID_CONTEXT") as caught:
+        driver.load(b"image", "entry", CLUSTERS)
+    assert not isinstance(caught.value, DoesNotFit)
 
 
 def test_a_thread_without_a_context_gets_one(fake: FakeDriver) -> None:

@@ -173,12 +173,20 @@ def test_gradcheck_in_float64() -> None:
 
 
 # ---- on a GPU without kernels ----------------------------------------------------------------------------------------
+@pytest.fixture
+def tf32_allowed() -> Iterator[None]:
+    """PyTorch answers for this attribute without having it, so monkeypatch would delete it in the end."""
+    matmul = torch.backends.cuda.matmul
+    before, matmul.allow_tf32 = matmul.allow_tf32, True
+    yield
+    matmul.allow_tf32 = before
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 @pytest.mark.parametrize("m", [1, 8, 137, 4096, 1 << 16])
-def test_on_a_gpu(m: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu(m: int, dtype: torch.dtype, tf32_allowed: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fallback, "_GPU_BLOCK", 1 << 14)
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
     x = normal(max(3, 50000 // m), m, dtype=dtype).cuda()
     y = torch.full_like(x, 7.0)
     fallback.transform(x, y, m**-0.5)

@@ -24,7 +24,7 @@ from test_runtime import VIEWS, normal, padded
 
 import hadagen
 from hadagen import hadamard_transform
-from hadagen.driver import DriverError, LoadedKernel
+from hadagen.driver import DoesNotFit, DriverError, LoadedKernel
 from hadagen.errors import TensorError
 from hadagen.problem import Problem
 from hadagen.runtime import bundles, compute, kernels
@@ -269,12 +269,15 @@ class Loader:
     def __init__(self) -> None:
         self.images: list[bytes] = []
         self.error: Exception | None = None
+        self.too_large: set[bytes] = set()
 
     def __call__(self, image: bytes, entry: str, spec: Any, device: int) -> LoadedKernel:
         time.sleep(0.01)  # so that threads meet
         self.images.append(image)
         if self.error:
             raise self.error
+        if image in self.too_large:
+            raise DoesNotFit("CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES", f"{image.decode()} does not fit")
         return LoadedKernel(entry, spec, device, 1, "module", "function")
 
 
@@ -411,6 +414,23 @@ def test_a_kernel_that_does_not_load_is_replaced_with_a_warning(loader: Loader) 
         assert find() is None
     assert find() is None
     assert len(loader.images) == 1
+
+
+def test_where_a_kernel_does_not_fit_the_next_nearest_runs(four_kernels: Path, loader: Loader) -> None:
+    loader.too_large = {b"cubin 2", b"cubin 4"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert find(1 << 16)
+    assert loader.images == [b"cubin 2", b"cubin 4", b"cubin 8"]
+    assert find(1 << 17) is find(1 << 16)
+    assert len(loader.images) == 3
+
+
+def test_where_none_fits_pytorch_does_it_with_a_warning(four_kernels: Path, loader: Loader) -> None:
+    loader.too_large = {b"cubin %d" % chunks for chunks in TIMED.values()}
+    with pytest.warns(RuntimeWarning, match=f"{PROBLEM.name} here: cubin 2 does not fit"):
+        assert find(1 << 16) is None
+    assert len(loader.images) == len(TIMED)
 
 
 def test_a_kernel_that_does_not_load_ends_a_graph_capture(loader: Loader, monkeypatch: pytest.MonkeyPatch) -> None:

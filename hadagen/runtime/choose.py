@@ -7,7 +7,7 @@ and of two as near the larger.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, cast
@@ -77,17 +77,23 @@ def choose(
 
 
 def choose_from_bundles(
-    problem: Problem, destination: Destination, elements: int, device: Device
+    problem: Problem, destination: Destination, elements: int, device: Device, without: Collection[str] = ()
 ) -> tuple[Match, tuple[BundleEntry, Bundle] | None]:
     """`choose` from the known bundle that suits best; with the entry comes that bundle, which holds its kernel.
 
+    without: digests of kernels that do not fit on the device.
+
     Raises `StorageError` where HADAGEN_BUNDLE names what is not a sound bundle.
     """
-    bundle = _best_bundle(problem, destination, device)
+    bundle = _best_bundle(problem, destination, device, without)
     if bundle is None:
         return Match.GENERIC, None
-    match, entry = choose(bundle.entries(problem), problem, destination, elements, device)
+    match, entry = choose(_entries(bundle, problem, without), problem, destination, elements, device)
     return match, (entry, bundle) if entry else None
+
+
+def _entries(bundle: Bundle, problem: Problem, without: Collection[str]) -> list[BundleEntry]:
+    return [entry for entry in bundle.entries(problem) if entry.kernel not in without]
 
 
 def timed_in_bundles(problem: Problem, destination: Destination, device: Device) -> list[int]:
@@ -97,11 +103,13 @@ def timed_in_bundles(problem: Problem, destination: Destination, device: Device)
     return list(rivals(bundle.entries(problem), problem, destination, device)[1]) if bundle else []
 
 
-def _best_bundle(problem: Problem, destination: Destination, device: Device) -> Bundle | None:
+def _best_bundle(
+    problem: Problem, destination: Destination, device: Device, without: Collection[str] = ()
+) -> Bundle | None:
     """The first of the known bundles whose entries suit best, if any suit."""
     suited = []
     for bundle in bundles.known():
-        match, found = rivals(bundle.entries(problem), problem, destination, device)
+        match, found = rivals(_entries(bundle, problem, without), problem, destination, device)
         if found:
             suited.append((_badness(match, next(iter(found.values()))), bundle))  # all that are found suit alike
     return min(suited, key=lambda each: each[0])[1] if suited else None

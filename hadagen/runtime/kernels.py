@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hadagen import driver
-from hadagen.driver import LoadedKernel
+from hadagen.driver import DoesNotFit, LoadedKernel
 from hadagen.errors import DeviceError, UsageError
 from hadagen.problem import MAX_LOG2_N, DType, Numerics, Problem, padded_length
 from hadagen.runtime.choose import choose_from_bundles, timed_in_bundles
@@ -178,21 +178,31 @@ def _destination(in_place: bool) -> Destination:
 
 
 def _find(device: int, problem: Problem, in_place: bool, elements: int) -> LoadedKernel | None:
-    # Chosen anew, for a bundle may have been replaced since its element counts were read.
-    target = cuda_device(device)
-    if target is None:
-        return None
-    _, chosen = choose_from_bundles(problem, _destination(in_place), elements, target)
-    if chosen is None:
-        return None
-    entry, bundle = chosen
     try:
-        return _load(bundle, entry.kernel, device, compiled=entry.arch == target.arch)
+        return _fitting(device, problem, in_place, elements)
     except DeviceError as error:
         if torch.cuda.is_current_stream_capturing():
             raise  # plain PyTorch would stay in the graph for good
         warnings.warn(f"plain PyTorch transforms {problem.name} here: {error}", RuntimeWarning, stacklevel=2)
         return None
+
+
+def _fitting(device: int, problem: Problem, in_place: bool, elements: int) -> LoadedKernel | None:
+    """What is chosen of the kernels that fit on the device; None where there is no kernel. Raises `DeviceError`."""
+    # Chosen anew, for a bundle may have been replaced since its element counts were read.
+    target = cuda_device(device)
+    if target is None:
+        return None
+    too_large: dict[str, DoesNotFit] = {}
+    while chosen := choose_from_bundles(problem, _destination(in_place), elements, target, too_large)[1]:
+        entry, bundle = chosen
+        try:
+            return _load(bundle, entry.kernel, device, compiled=entry.arch == target.arch)
+        except DoesNotFit as error:
+            too_large[entry.kernel] = error
+    if too_large:
+        raise next(iter(too_large.values()))
+    return None
 
 
 def _load(bundle: Bundle, digest: str, device: int, *, compiled: bool) -> LoadedKernel:
