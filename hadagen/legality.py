@@ -28,6 +28,7 @@ from hadagen.problem import DType, Numerics, Problem
 from hadagen.steps import FP32, PACKED, PARTS, Exchange, Load, mixed_chunk_bits, roundings
 
 MAX_EXCHANGES = 2
+MAX_SHARES = 8  # blocks that each load a whole row: with more they compute less, but take in as much
 ROUNDINGS_SPREAD = 0.03  # by what their count may be off; half a percent of the error
 SHAPE = ("chunks", "warps", "cluster")  # of a tile
 
@@ -122,6 +123,8 @@ def _(c: Context, k: Knobs) -> str | None:
         return None
     if k.cluster == 1:
         return "there are no other blocks whose share to load (block_bits must be exchange)"
+    if k.cluster > MAX_SHARES:
+        return f"more than {MAX_SHARES} blocks would each load the whole row (block_bits must be exchange)"
     if c.problem.dtype is DType.FLOAT32:
         split = k.low_bits == "mma"
         return "the mma of fp32 values does not sum over blocks (low_bits must be shuffle)" if split else None

@@ -204,7 +204,7 @@ EXCHANGES_FOR_MMA: dict[str, tuple[DType, dict[str, object]]] = {
 
 @pytest.mark.parametrize(
     ("chunks", "warps", "cluster", "lanes"),
-    [(4, 8, 1, 1), (2, 16, 1, 3), (1, 16, 1, 4), (4, 4, 2, 1), (2, 4, 4, 3), (1, 4, 4, 4)],
+    [(4, 8, 1, 1), (2, 16, 1, 3), (1, 16, 1, 4), (4, 4, 2, 1), (2, 4, 4, 3), (1, 4, 4, 4), (4, 2, 16, 3)],
 )
 def test_an_exchange_with_lanes_is_free_of_bank_conflicts_and_stores_whole_sectors(
     chunks: int, warps: int, cluster: int, lanes: int
@@ -215,7 +215,7 @@ def test_an_exchange_with_lanes_is_free_of_bank_conflicts_and_stores_whole_secto
 
 @pytest.mark.parametrize(
     ("chunks", "warps", "cluster"),
-    [(2, 8, 1), (4, 8, 1), (8, 8, 1), (2, 16, 1), (4, 16, 1), (2, 8, 2), (4, 8, 2), (4, 8, 4)],
+    [(2, 8, 1), (4, 8, 1), (8, 8, 1), (2, 16, 1), (4, 16, 1), (2, 8, 2), (4, 8, 2), (4, 8, 4), (4, 2, 16)],
 )
 def test_so_is_one_that_brings_bits_to_an_mma(chunks: int, warps: int, cluster: int) -> None:
     shape = {"chunks": chunks, "warps": warps, "cluster": cluster, "far_lanes": "mma"}

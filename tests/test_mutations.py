@@ -52,6 +52,18 @@ CHOICES: dict[str, tuple[Problem, Knobs]] = {
         Problem(4096, FP16, Numerics.FAST),
         Knobs(chunks=4, warps=4, far_bits="lanes", far_lanes="mma_two", butterfly_carrier="fp32", order="by_group"),
     ),
+    "group by group in a loop": (
+        Problem(2048, FP16, Numerics.FAST),
+        Knobs(
+            chunks=4,
+            warps=2,
+            far_bits="lanes",
+            far_lanes="mma_two",
+            butterfly_carrier="fp32",
+            order="by_group",
+            grid="persistent",
+        ),
+    ),
     "far bits in lanes, shuffles": (
         Problem(4096, BF16),
         Knobs(

@@ -378,6 +378,7 @@ NEAR = [
     (4, 32, 1, "exchange", [0, 1]),
     (2, 8, 2, "exchange", [0]),  # the bit of blocks does
     (4, 8, 4, "exchange", [0, 1]),
+    (4, 2, 16, "exchange", [0, 1]),
     (2, 8, 2, "load", []),  # the bit of blocks is not exchanged
     (4, 8, 4, "load", [1]),
     (4, 16, 2, "load", [0, 1]),
