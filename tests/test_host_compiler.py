@@ -1,0 +1,95 @@
+"""What the emulator is built from: both headers offer the same, and whatever is wrong with a compiler is a sentence."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+from machine_case import COPY, Case
+
+from hadagen.emulator import HostCompileError, compile_host, host_texts
+from hadagen.errors import StorageError, ToolchainError
+
+DEVICE_HEADER = Path(__file__).parent.parent / "templates" / "device" / "hadagen.cuh"
+
+
+def signatures(text: str, inline: str) -> set[str]:
+    """The primitives a header offers: return type, name and parameters, templates and specializations alike."""
+    found = re.findall(inline + r" (?:constexpr )?(\w+) (\w+)(?:<\w+>)?(\([^)]*\)) ?[{;]", text)
+    return {re.sub(r"\s+", " ", " ".join(parts)) for parts in found}
+
+
+def test_both_headers_offer_the_same_primitives() -> None:
+    # Some of the device's are made by macros, so a preprocessor reads it first.
+    command = [*shlex.split(os.environ.get("CXX", "c++")), "-E", "-P", "-x", "c++", str(DEVICE_HEADER)]
+    expanded = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    device = signatures(expanded, "__device__ __forceinline__")
+    host = signatures(host_texts()["hadagen.cuh"], "HADAGEN_INLINE")
+    assert len(device) > 30
+    assert host - device == {"u32 encode_pair (double low, double high)"}
+    assert device - host == {
+        "u32 shared_address (const void* shared)",
+        "u32 remote_address (const void* shared, u32 rank)",
+        "u32 hadamard_signs ()",
+        "Zeros hidden_zeros ()",
+    }
+
+
+def test_a_refused_source_raises_with_the_compilers_log() -> None:
+    with pytest.raises(HostCompileError, match=r"refuses a kernel.*\berror\b") as caught:
+        compile_host([Case("broken", "no_such_primitive();").source])
+    assert "no_such_primitive" in caught.value.log
+
+
+def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(ToolchainError, match="no-such-compiler; install one or set CXX"):
+        compile_host([Case("any", COPY).source])
+
+
+def fake_compiler(path: Path, script: str) -> str:
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("script", "says"),
+    [
+        ("[ $1 = --version ] || { echo broken >&2; exit 1; }", "cannot build an empty library: broken; set CXX"),
+        ("[ $1 = --version ] || kill -9 $$", "cannot build an empty library: exit status -9; set CXX"),
+    ],
+)
+def test_a_compiler_that_compiles_nothing_is_not_the_sources_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, says: str
+) -> None:
+    monkeypatch.setenv("CXX", fake_compiler(tmp_path / "c++", script))
+    with pytest.raises(ToolchainError, match=says) as caught:
+        compile_host([Case("any", COPY).source], cache_directory=tmp_path)
+    assert not isinstance(caught.value, HostCompileError)
+
+
+def test_a_compiler_that_is_no_program_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "c++"
+    path.write_text("no program")
+    path.chmod(0o755)
+    monkeypatch.setenv("CXX", str(path))
+    with pytest.raises(ToolchainError, match=r"cannot be run .*; set CXX to a C"):
+        compile_host([Case("any", COPY).source])
+
+
+def test_what_was_built_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Case("once", COPY).source
+    compile_host([source], cache_directory=tmp_path)
+    monkeypatch.setattr(subprocess, "run", None)
+    compile_host([source], cache_directory=tmp_path)
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match=r"cannot be written to .*file.*; free some space or set HADAGEN_CACHE"):
+        compile_host([Case("any", COPY).source], cache_directory=tmp_path / "file")
