@@ -1,0 +1,28 @@
+"""What several tests of measuring need: a problem, a kernel that no GPU runs, and where it would be timed."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+
+from hadagen.launch import LaunchSpec
+from hadagen.measure import Cell
+from hadagen.problem import DType, Problem
+from hadagen.trial import (
+    Cache,
+    Destination,
+)
+
+H100_L2 = 52428800
+PROBLEM = Problem(256, DType.FLOAT16)
+SPEC = LaunchSpec(threads=128, cluster=1, shared_bytes=0, tile_elements=4096, persistent=False)
+CELL = Cell(1 << 16, Destination.IN_PLACE, Cache.HOT)
+ALL_PROBLEMS = [
+    Problem(1 << k, dtype, pitched=pitched) for k in range(1, 16) for dtype in DType for pitched in (False, True)
+]
+
+
+def array_at(address: int, elements: int, dtype: DType) -> np.ndarray:
+    kind = ctypes.c_uint16 if dtype.bytes == 2 else ctypes.c_uint32
+    return np.ctypeslib.as_array(ctypes.cast(address, ctypes.POINTER(kind)), (elements,))

@@ -1,0 +1,50 @@
+"""What several tests of plans need: plans to begin with, and changes to them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from hypothesis import strategies as st
+from spaces import ARCH, space_of
+
+from hadagen.knobs import Knobs
+from hadagen.plan import Plan
+from hadagen.problem import DType, Numerics, Problem
+from hadagen.space import build_plan
+
+# float32 has one contract, and pitched rows change no step.
+KINDS = [(DType.FLOAT16, Numerics.FAST), (DType.FLOAT16, Numerics.ACCURATE), (DType.FLOAT32, Numerics.ACCURATE)]
+
+
+@st.composite
+def plans(draw: st.DrawFn, kinds: Sequence[tuple[DType, Numerics]] = KINDS) -> Plan:
+    dtype, numerics = draw(st.sampled_from(kinds))
+    problem = Problem(1 << draw(st.integers(1, 15)), dtype, numerics)
+    wanted = {name: draw(st.sampled_from(values)) for name, values in ARCH.search.items()}
+    return build_plan(problem, next(space_of(problem).nearest(wanted)), ARCH)
+
+
+def worked_example() -> Plan:
+    """n = 4096 over 4 warps of 4 chunks, fast."""
+    problem = Problem(4096, DType.FLOAT16, Numerics.FAST)
+    return build_plan(problem, Knobs(chunks=4, warps=4, butterfly_carrier="fp32", exchange_carrier="fp32"), ARCH)
+
+
+def changed(plan: Plan, index: int, *steps: object) -> Plan:
+    return dataclasses.replace(plan, steps=(*plan.steps[:index], *steps, *plan.steps[index + 1 :]))
+
+
+FAR_LANES = Knobs(far_bits="lanes", far_lanes="mma", butterfly_carrier="fp32", exchange_carrier="fp32")
+
+
+def whole_rows() -> Plan:
+    """n = 8192 over 2 blocks of 4 warps of 4 chunks."""
+    knobs = Knobs(4, 4, 2, "load", mma_carrier="split", butterfly_carrier="fp32", exchange_carrier="fp32")
+    return build_plan(Problem(8192, DType.BFLOAT16), knobs, ARCH)
+
+
+def gathered() -> Plan:
+    """n = 2048 of float32 over 2 blocks of 4 warps, whose shares are summed from shared memory."""
+    knobs = Knobs(1, 4, 2, "load", "lanes", low_bits="shuffle", butterfly_carrier="fp32", exchange_carrier="fp32")
+    return build_plan(Problem(2048, DType.FLOAT32), dataclasses.replace(knobs, load="multicast"), ARCH)

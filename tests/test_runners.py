@@ -1,0 +1,222 @@
+"""What runs trials: a worker process and its runner, and the replay of what was recorded."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from measure_sample import CELL, H100_L2, PROBLEM, SPEC
+
+from hadagen.errors import DeviceError, UsageError
+from hadagen.measure import Candidate, DeviceRunner, ReplayRunner
+from hadagen.measure.messages import Answer, Measure, Race
+from hadagen.problem import DType, Numerics, Problem
+from hadagen.trial import (
+    Environment,
+    Kernel,
+    Outcome,
+    Provenance,
+    Timing,
+    Trial,
+)
+
+GPU = Environment(gpu="Stand-in", l2_bytes=H100_L2, sms=132)
+
+
+def kernel(entry: str = "ok", problem: Problem = PROBLEM) -> Kernel:
+    return Kernel(entry, entry, "sm90", "source", b"cubin", b"ptx", SPEC, 32, 0, "13.0")
+
+
+def candidates(*entries: str) -> list[Candidate]:
+    return [Candidate(PROBLEM, {"number": i}, kernel(entry)) for i, entry in enumerate(entries)]
+
+
+class FakeService:
+    """Does what the kernel's name says."""
+
+    greeting = GPU
+
+    def __init__(self, device_index: int, *_: object) -> None:
+        if device_index == 7:
+            raise DeviceError("CUDA device 7 does not exist")
+        if device_index == 8:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self._usable = True
+
+    def handle(self, request: Measure | Race) -> Any:
+        if isinstance(request, Race):
+            return [(1.0, 2.0) for _ in request.cells]
+        entry = request.kernel.entry
+        assert (request.kernel.source, request.kernel.ptx) == ("", b"")
+        if entry == "crash":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        elif entry == "hang":
+            time.sleep(1e6)
+        elif entry in ("raise", "lose the device"):
+            self._usable = entry == "raise"
+            raise RuntimeError("an illegal address\nand a second line")
+        elif entry == "wrong":
+            return Answer(Outcome.WRONG_ANSWER, "relative error", {"normal": 1.0})
+        timing = Timing(*CELL, us=float(len(request.limits_us) + 1), us_low=1.0, us_high=9.0, copy_us=1.0)
+        return Answer(Outcome.OK, "", {"normal": 2e-4}, (timing,), seconds=0.1)
+
+    def is_usable(self) -> bool:
+        return self._usable
+
+
+@pytest.fixture
+def runner() -> Iterator[DeviceRunner]:
+    with DeviceRunner(0, [kernel("copy")], timeout_s=10.0, make_service=FakeService) as device_runner:
+        yield device_runner
+
+
+def test_a_run_survives_every_failure(runner: DeviceRunner) -> None:
+    runner._timeout_s = 3.0
+    asked = candidates("ok", "crash", "ok", "raise", "lose the device", "wrong", "hang", "ok")
+    answers = list(runner.run(asked))
+    assert [candidate for candidate, _ in answers] == asked
+    failed = Outcome.LAUNCH_FAILED
+    expected = [Outcome.OK, failed, Outcome.OK, failed, failed, Outcome.WRONG_ANSWER, Outcome.TIMEOUT, Outcome.OK]
+    trials = [trial for _, trial in answers]
+    assert [trial.outcome for trial in trials] == expected
+    assert trials[1].detail == f"the measuring process ended with signal {int(signal.SIGSEGV)}"
+    assert trials[3].detail == trials[4].detail == "an illegal address"
+    assert all(trial.provenance is Provenance.MEASURED for trial in trials)
+    assert all(trial.kernel == candidate.kernel for candidate, trial in answers)
+    assert all(trial.environment == replace(GPU, nvcc="13.0") for trial in trials)
+
+
+def test_limits_come_from_the_best_so_far(runner: DeviceRunner) -> None:
+    times = [trial.timings[0].us for _, trial in runner.run(candidates("ok", "ok", "ok"))]
+    assert times == [1.0, 2.0, 2.0]  # the fake answers with one more than the number of limits it was given
+
+
+def test_trials_are_yielded_one_ahead(runner: DeviceRunner) -> None:
+    drawn: list[int] = []
+
+    def lazily() -> Iterator[Candidate]:
+        for i, candidate in enumerate(candidates("ok", "ok", "ok")):
+            drawn.append(i)
+            yield candidate
+
+    seen = [list(drawn) for _ in runner.run(lazily())]
+    assert seen == [[0, 1], [0, 1, 2], [0, 1, 2]]
+
+
+def test_leaving_a_run_early_does_not_mix_up_answers(runner: DeviceRunner) -> None:
+    for _, trial in runner.run(candidates("ok", "wrong", "ok")):
+        assert trial.outcome is Outcome.OK
+        break
+    assert [trial.outcome for _, trial in runner.run(candidates("ok"))] == [Outcome.OK]
+
+
+def test_a_worker_that_died_idle_is_replaced(runner: DeviceRunner) -> None:
+    assert runner.environment == GPU
+    runner._worker._process.kill()
+    runner._worker._process.join()
+    assert [trial.outcome for _, trial in runner.run(candidates("ok"))] == [Outcome.OK]
+
+
+def test_race(runner: DeviceRunner) -> None:
+    a, b = candidates("ok", "ok")
+    assert runner.race(a, b, [CELL, CELL]) == [(1.0, 2.0), (1.0, 2.0)]
+    with pytest.raises(UsageError, match="give two of one problem"):
+        runner.race(a, replace(b, problem=Problem(512, DType.FLOAT16)), [CELL])
+
+
+@pytest.mark.parametrize(("device", "reason"), [(7, "CUDA device 7 does not exist"), (8, "signal 9")])
+def test_a_worker_that_cannot_start_is_one_sentence(device: int, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hadagen.measure.worker._START_PAUSE_S", 0.0)
+    with (
+        DeviceRunner(device, [kernel("copy")], make_service=FakeService) as device_runner,
+        pytest.raises(DeviceError, match=reason) as caught,
+    ):
+        _ = device_runner.environment
+    assert "\n" not in str(caught.value)
+    assert caught.value.exit_code == 1
+
+
+def test_wrong_use_of_a_runner() -> None:
+    with pytest.raises(UsageError, match="copy_sources"):
+        DeviceRunner(0, [])
+
+
+def test_a_worker_ends_with_its_parent(tmp_path: Any) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(
+        "import os, sys\n"
+        f"sys.path.insert(0, {os.path.dirname(__file__)!r})\n"
+        "from test_runners import PROBLEM, FakeService, Measure, kernel, replace\n"
+        "from hadagen.measure.worker import Worker\n"
+        "if __name__ == '__main__':\n"
+        "    worker = Worker(FakeService, (0,))\n"
+        "    worker.start()\n"
+        "    worker.send(Measure(PROBLEM, replace(kernel('hang'), source='', ptx=b''), {}))\n"
+        "    print(worker._process.pid, flush=True)\n"
+        "    os.kill(os.getpid(), 9)\n"
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
+    pid = int(done.stdout)
+    for _ in range(200):
+        if not is_running(pid):
+            break
+        time.sleep(0.05)
+    assert not is_running(pid)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8") as stat:
+            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def trial(number: int, us: float, gpu: str = "Stand-in") -> Trial:
+    timing = Timing(*CELL, us, us, us, 1.0)
+    environment = Environment(gpu=gpu)
+    return Trial(
+        PROBLEM, "sm90", {"a": 1, "number": number}, Outcome.OK, Provenance.MEASURED, kernel(), timings=(timing,),
+        environment=environment,
+    )  # fmt: skip
+
+
+def test_replay_gives_back_what_was_recorded() -> None:
+    recorded = [trial(0, 1.0), trial(1, 2.0), trial(0, 3.0)]
+    replayed = ReplayRunner(recorded)
+    asked = [Candidate(PROBLEM, {"number": number, "a": 1}) for number in (1, 0, 1)]
+    assert list(replayed.run(asked)) == [(asked[0], recorded[1]), (asked[1], recorded[2]), (asked[2], recorded[1])]
+    assert replayed.environment.gpu == "Stand-in"
+
+
+@pytest.mark.parametrize(
+    "candidate",
+    [
+        Candidate(PROBLEM, {"a": 1, "number": 5}),
+        Candidate(PROBLEM, {}),
+        Candidate(replace(PROBLEM, numerics=Numerics.FAST), {"a": 1, "number": 0}),
+    ],
+)
+def test_replay_calls_the_unknown_illegal(candidate: Candidate) -> None:
+    ((_, answer),) = ReplayRunner([trial(0, 1.0)]).run([candidate])
+    assert (answer.outcome, answer.kernel, answer.timings) == (Outcome.ILLEGAL, None, ())
+    assert (answer.problem, answer.knobs) == (candidate.problem, candidate.knobs)
+
+
+def test_replay_refuses_nothing_and_mixtures() -> None:
+    with pytest.raises(UsageError, match="no recorded trials"):
+        ReplayRunner([])
+    with pytest.raises(UsageError, match="several devices"):
+        ReplayRunner([trial(0, 1.0), trial(1, 1.0, gpu="Other")])
+
+
+def test_importing_measure_imports_no_pytorch() -> None:
+    code = "import sys, hadagen.measure; print([m for m in ('torch', 'cuda.bindings.driver') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"

@@ -1,0 +1,173 @@
+"""Timing without a GPU: the copy kernels, the yardstick they make, the arena, and other libraries beside ours."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from measure_sample import PROBLEM, array_at
+
+from hadagen.measure import Cell, all_cells, copy_sources
+from hadagen.problem import DType, Problem
+from hadagen.trial import (
+    Cache,
+    Destination,
+    timed_rows,
+)
+
+
+def test_copy_sources_are_complete() -> None:
+    sources = copy_sources()
+    assert len({source.entry for source in sources}) == len(sources) >= 3
+    for source in sources:
+        assert "$" not in source.text
+        assert source.launch.tile_elements % (8 * source.launch.threads) == 0
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on PATH")
+def test_copy_sources_compile(tmp_path: Any) -> None:
+    from importlib.resources import files
+
+    header = files("hadagen.templates").joinpath("device/hadagen.cuh").read_text(encoding="utf-8")
+    (tmp_path / "hadagen.cuh").write_text(header, encoding="utf-8")
+    (tmp_path / "copies.cu").write_text("".join(source.text for source in copy_sources()), encoding="utf-8")
+    command = ["nvcc", "-std=c++17", "-arch=sm_90", "-Xptxas=-v", "-cubin", "-o", "copies.cubin", "copies.cu"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for source in copy_sources():
+        assert f"'{source.entry}'" in done.stderr
+    assert "0 bytes spill stores" in done.stderr
+
+
+def test_copy_sources_copy() -> None:
+    emulator = pytest.importorskip("hadagen.emulator")
+    from hadagen.codegen import Source
+
+    sources = copy_sources()
+    module = emulator.compile_host([Source(source.entry, source.text) for source in sources])
+    for source in sources:
+        elements = 2 * source.launch.tile_elements + 8
+        x = np.arange(elements).astype(np.uint16)
+        out = np.full_like(x, 0x7FFF)
+        module.run(source.entry, source.launch, x, out, scale=1.0, elements=elements)
+        assert (out == x).all(), source.entry
+
+
+def test_the_yardstick_is_the_fastest_copy_of_each_traffic(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hadagen.measure import timing, yardstick
+    from hadagen.measure.cells import Traffic
+
+    now = [100.0]
+    monkeypatch.setattr(yardstick.time, "monotonic", lambda: now[0])
+    asked: list[tuple[str, list[int]]] = []
+
+    class FakeStopwatch:
+        def time(self, copy: str, works: list[timing.Work], replays: int) -> list[timing.Sample]:
+            if works:
+                asked.append((copy, [work.traffic.buffer_bytes for work in works]))
+            for work in works:
+                assert 2 * work.elements == work.traffic.buffer_bytes
+            least = {"small": 1.0, "large": 5.0}[copy]  # the large copy starts slowly and is twice as fast
+            least += len(asked) % 2  # and the first graph of two is slow
+            return [
+                timing.Sample(least + work.elements / {"small": 1, "large": 2}[copy] + now[0], 0, 0) for work in works
+            ]
+
+    small, large = (Traffic(size, Destination.IN_PLACE, Cache.HOT) for size in (2, 64))
+    copies = yardstick.Yardstick(FakeStopwatch(), ["small", "large"], 3)  # type: ignore[arg-type, list-item]
+    copies.refresh([small])
+    copies.refresh([small, large, large])
+    assert asked == [(copy, [size]) for size in (2, 64) for copy in ("small", "small", "large", "large")]
+    assert copies.us == {small: 1 + 1 + 100, large: 5 + 16 + 100}
+    now[0] = 130.0
+    copies.refresh([small, large])
+    assert asked[8:] == [("small", [2])] * 2 + [("large", [64])] * 2
+    assert copies.us == {small: 1 + 1 + 130, large: 5 + 16 + 130}
+    copies.refresh([small, large])
+    assert len(asked) == 12
+
+
+def test_cells_are_of_every_problem_or_by_problem() -> None:
+    from hadagen.measure.service import DeviceService
+
+    small, large = (Cell(elements, Destination.IN_PLACE, Cache.HOT) for elements in (1 << 13, 1 << 20))
+    long = Problem(1 << 14, DType.FLOAT16)
+    service = DeviceService.__new__(DeviceService)  # without the device
+    service._l2_bytes = 50 << 20
+    for cells, of_problem, of_long in (
+        (None, list(all_cells(PROBLEM, 50 << 20)), list(all_cells(long, 50 << 20))),
+        ([small, large], [small, large], [large]),
+        ({PROBLEM: [small], long: [small, large]}, [small], [large]),
+    ):
+        service._cells = cells
+        assert (service._cells_of(PROBLEM), service._cells_of(long)) == (of_problem, of_long)
+
+
+def test_the_arena_fits_whatever_is_timed() -> None:
+    import torch
+
+    from hadagen.measure.timing import Stopwatch, transform_work
+
+    l2_bytes = 1 << 16
+    stopwatch = Stopwatch(SimpleNamespace(device=torch.device("cpu")), l2_bytes)  # type: ignore[arg-type]
+    for problem in (PROBLEM, Problem(256, DType.FLOAT32), Problem(256, DType.BFLOAT16, pitched=True)):
+        cells = [cell for cell in all_cells(problem, l2_bytes) if cell.elements <= 1 << 16]
+        works = [transform_work(problem, cell) for cell in cells]
+        assert [(work.elements, work.rows) for work in works] == [(c.elements, timed_rows(problem)) for c in cells]
+        stopwatch.fill(problem.dtype, [work.traffic for work in works])
+        assert all(work.traffic.slots(l2_bytes) * work.traffic.footprint <= stopwatch._arena.nbytes for work in works)
+        assert stopwatch.is_finite(problem.dtype)
+        stopwatch._arena[-1] = 0x7F807F80  # infinities in bfloat16 and float32, NaN in float16
+        assert not stopwatch.is_finite(problem.dtype)
+
+
+def test_a_result_that_differs_once_is_seen() -> None:
+    import torch
+
+    from hadagen.measure.timing import Stopwatch, transform_work
+
+    stopwatch = Stopwatch(SimpleNamespace(device=torch.device("cpu"), cuda_stream=0), 1 << 16)  # type: ignore[arg-type]
+    work = transform_work(PROBLEM, Cell(1 << 10, Destination.OUT_OF_PLACE, Cache.COLD))
+    stopwatch.fill(PROBLEM.dtype, [], least_bytes=3 * work.traffic.buffer_bytes)
+
+    class Negates:
+        def __init__(self, wrong: int) -> None:
+            self.launches, self.wrong = 0, wrong
+
+        def prepared(self, elements: int, *_: object) -> Callable[[int, int, int], None]:
+            def launch(stream: int, x: int, y: int) -> None:
+                array_at(y, elements, PROBLEM.dtype)[:] = array_at(x, elements, PROBLEM.dtype) ^ 0x8000
+                if self.launches == self.wrong:
+                    array_at(y, elements, PROBLEM.dtype)[-1] ^= 1
+                self.launches += 1
+
+            return launch
+
+    assert [stopwatch.repeats(Negates(wrong), work, 5) for wrong in (0, 1, 5, 6)] == [False, False, False, True]  # type: ignore[arg-type]
+
+
+def test_peers_are_called_by_their_own_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hadagen.measure import peer
+
+    for name in ("fast_hadamard_transform", "faster_hadamard_transform"):
+        module: Any = ModuleType(name)
+        module.__spec__, module.hadamard_transform = ModuleSpec(name, None), lambda *arguments: arguments
+        monkeypatch.setitem(sys.modules, name, module)
+    fast, hadacore = peer.find_peers()
+    x: Any = object()
+    assert (fast.name, fast.transform(x, 0.5, True)) == ("fast_hadamard_transform", (x, 0.5))
+    assert (hadacore.name, hadacore.transform(x, 0.5, True)) == ("HadaCore", (x, True))
+    problems = PROBLEM, replace(PROBLEM, dtype=DType.FLOAT32), replace(PROBLEM, pitched=True)
+    assert [(fast.serves(problem), hadacore.serves(problem)) for problem in problems] == [
+        (True, True),
+        (True, False),
+        (True, False),
+    ]

@@ -1,0 +1,197 @@
+"""Verification of kernels, on a stand-in for one that is right, or wrong in many ways."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from measure_sample import ALL_PROBLEMS, PROBLEM, SPEC, array_at
+
+from hadagen.bits import decode, encode
+from hadagen.launch import LaunchSpec, RowShape
+from hadagen.problem import DType, Problem
+from hadagen.reference import hadamard
+from hadagen.trial import (
+    Outcome,
+)
+
+
+def rows_at(address: int, count: int, columns: int, pitch: int, dtype: DType) -> np.ndarray:
+    """A view of rows that lie `pitch` elements apart."""
+    flat = array_at(address, (count - 1) * pitch + columns, dtype)
+    return np.lib.stride_tricks.as_strided(flat, (count, columns), (pitch * dtype.bytes, dtype.bytes))
+
+
+@dataclass
+class StandIn:
+    """A correct kernel that runs on the CPU, and ways to break it."""
+
+    problem: Problem
+    fault: str = ""
+    spec: LaunchSpec = SPEC
+    resident_blocks: int = 4
+    calls: int = 0
+
+    def launch(self, stream: int, x: int, y: int, elements: int, scale: float, rows: RowShape) -> None:
+        self.calls += 1
+        n, dtype, fault = self.problem.n, self.problem.dtype, self.fault
+        count, (columns, x_pitch, y_pitch) = elements // n, rows
+        given, out = rows_at(x, count, columns, x_pitch, dtype), rows_at(y, count, columns, y_pitch, dtype)
+        padded = np.zeros((count, n))
+        padded[:, :columns] = decode(dtype, given)
+        if fault == "takes the gap for elements" and columns < x_pitch:
+            behind = rows_at(x, count, min(n, x_pitch), x_pitch, dtype)
+            padded[:, : min(n, x_pitch)] = decode(dtype, behind)
+        bits = encode(dtype, hadamard(padded, scale))[:, :columns].copy()
+        tail = elements % self.spec.tile_elements // n
+        done = self.resident_blocks * self.spec.tile_elements // n
+        if fault == "swaps two elements":
+            bits[0, [0, 1]] = bits[0, [1, 0]]
+            bits[0, :2] ^= 0x4000
+        elif fault == "leaves out the ragged tile" and tail:
+            bits[-tail:] = out[-tail:]
+        elif fault == "scales wrongly":
+            bits = encode(dtype, hadamard(padded, scale * 1.001))[:, :columns].copy()
+        elif fault == "overflows" and decode(dtype, bits).max() > 1000.0:
+            bits[0, 1] = encode(dtype, np.array(np.inf))
+        elif fault == "drops later tiles of a block":
+            bits[done:] = out[done:]
+        elif fault == "wrong for a single row" and elements == n:
+            bits[0, 0] ^= 1
+        elif fault == "differs every time":
+            bits[self.calls % count, 0] ^= 1
+        elif fault == "reads what it wrote" and x == y:
+            padded[:, :columns] = decode(dtype, bits)
+            bits = encode(dtype, hadamard(padded, scale))[:, :columns].copy()
+        elif fault == "leaves out the last column":
+            bits[:, -1] = out[:, -1]
+        elif fault == "rounds the address down to a vector" and y % 16:
+            bits = np.roll(bits, 1)
+        elif fault == "takes one pitch for both":
+            out = rows_at(y, count, columns, x_pitch, dtype)
+        out[:] = bits
+        if fault == "writes behind":
+            array_at(y + ((count - 1) * y_pitch + columns) * dtype.bytes, 1, dtype)[0] = 0
+        elif fault == "writes before":
+            array_at(y - dtype.bytes, 1, dtype)[0] = 0
+        elif fault == "writes zeros to the end of the row" and columns < n:
+            rows_at(y, 1, min(n, y_pitch), y_pitch, dtype)[:, columns:] = 0
+        elif fault == "changes its input" and x != y:
+            given[0, 0] ^= 1
+
+
+def verify(stand_in: StandIn) -> Any:
+    import torch
+
+    from hadagen.measure.verify import Verifier
+
+    return Verifier(torch.device("cpu"), stream=0).check(stand_in, stand_in.problem)
+
+
+ONE_ROUNDING = {DType.FLOAT16: 2.08e-4, DType.BFLOAT16: 1.66e-3, DType.FLOAT32: 2.54e-8}
+
+
+@pytest.mark.parametrize("pitched", [False, True], ids=["contiguous", "pitched"])
+@pytest.mark.parametrize("dtype", DType)
+@pytest.mark.parametrize("n", [2, 4, 8, 256, 512, 32768])
+def test_a_correct_kernel_passes(n: int, dtype: DType, pitched: bool) -> None:
+    spec = replace(SPEC, tile_elements=max(n, 4096), persistent=True)
+    verdict = verify(StandIn(Problem(n, dtype, pitched=pitched), spec=spec))
+    assert (verdict.outcome, verdict.detail) == (Outcome.OK, "")
+    assert set(verdict.errors) == {"normal", "constant", "one-hot", "large"}
+    if n > 2:  # else rows of one element are among them, which are only scaled
+        assert verdict.errors["normal"] == pytest.approx(ONE_ROUNDING[dtype], rel=0.05)
+
+
+@given(st.sampled_from([problem for problem in ALL_PROBLEMS if problem.pitched]))
+def test_pitched_rows_are_verified_in_every_arrangement(problem: Problem) -> None:
+    from hadagen.measure.verify import arrangements
+
+    n, vector = problem.n, 16 // problem.dtype.bytes
+    arranged = arrangements(problem)
+    for rows, _, _ in arranged:
+        assert n // 2 + (n > 2) <= rows.columns <= n
+        assert min(rows.x_pitch, rows.y_pitch) >= rows.columns
+    columns = {rows.columns for rows, _, _ in arranged}
+    assert n in columns
+    assert any(each % vector for each in columns)
+    assert n < 32 or any(each % vector == 0 for each in columns - {n})
+    assert any(rows.x_pitch != rows.y_pitch for rows, _, _ in arranged)
+    assert {offset % 2 for _, *offsets in arranged for offset in offsets} == {0, 1}
+    for each in arranged:
+        assert each.in_place.rows.x_pitch == each.in_place.rows.y_pitch == each.rows.x_pitch
+        assert each.in_place.x_offset == each.in_place.y_offset
+
+
+@pytest.mark.parametrize(
+    ("fault", "outcome", "says"),
+    [
+        ("swaps two elements", Outcome.WRONG_ANSWER, "relative error"),
+        ("leaves out the ragged tile", Outcome.WRONG_ANSWER, "relative error inf"),
+        ("scales wrongly", Outcome.WRONG_ANSWER, "relative error"),
+        ("overflows", Outcome.WRONG_ANSWER, "relative error inf for large inputs"),
+        ("drops later tiles of a block", Outcome.WRONG_ANSWER, "relative error inf"),
+        ("reads what it wrote", Outcome.WRONG_ANSWER, "relative error"),
+        ("wrong for a single row", Outcome.WRONG_ANSWER, "a few rows"),
+        ("writes behind", Outcome.WRONG_ANSWER, "outside"),
+        ("writes before", Outcome.WRONG_ANSWER, "outside"),
+        ("changes its input", Outcome.WRONG_ANSWER, "outside"),
+        ("differs every time", Outcome.UNSTABLE, "differently"),
+    ],
+)
+@pytest.mark.parametrize("pitched", [False, True], ids=["contiguous", "pitched"])
+def test_a_wrong_kernel_is_found(fault: str, outcome: Outcome, says: str, pitched: bool) -> None:
+    verdict = verify(StandIn(replace(PROBLEM, pitched=pitched), fault, replace(SPEC, persistent=True)))
+    assert verdict.outcome is outcome
+    assert says in verdict.detail
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ("takes the gap for elements", "relative error inf"),
+        ("leaves out the last column", "relative error inf"),
+        ("rounds the address down to a vector", "relative error"),
+        ("takes one pitch for both", "outside"),
+        ("writes zeros to the end of the row", "outside"),
+    ],
+)
+@pytest.mark.parametrize("dtype", DType)
+def test_a_kernel_that_is_wrong_about_pitched_rows_is_found(dtype: DType, fault: str, says: str) -> None:
+    verdict = verify(StandIn(Problem(256, dtype, pitched=True), fault))
+    assert verdict.outcome is Outcome.WRONG_ANSWER
+    assert says in verdict.detail
+
+
+def test_verification_goes_on_after_a_wrong_kernel() -> None:
+    import torch
+
+    from hadagen.measure.verify import Verifier
+
+    verifier = Verifier(torch.device("cpu"), stream=0)
+    outcomes = [verifier.check(StandIn(PROBLEM, fault), PROBLEM).outcome for fault in ("", "scales wrongly", "")]
+    assert outcomes == [Outcome.OK, Outcome.WRONG_ANSWER, Outcome.OK]
+
+
+@given(
+    n=st.integers(1, 15).map(lambda k: 1 << k),
+    tile_rows=st.integers(0, 8).map(lambda k: 1 << k),
+    cluster=st.sampled_from([1, 2, 4, 8]),
+    resident=st.integers(1, 500),
+    persistent=st.booleans(),
+)
+def test_row_counts(n: int, tile_rows: int, cluster: int, resident: int, persistent: bool) -> None:
+    from hadagen.measure.verify import row_counts
+
+    spec = LaunchSpec(128, cluster, 0, n * tile_rows, persistent)
+    counts = row_counts(spec, n, resident * cluster)
+    assert counts.few == (1, tile_rows + 1)
+    assert counts.looped >= counts.base > 2 * tile_rows
+    assert all(rows % tile_rows != 0 or tile_rows == 1 for rows in (counts.base, counts.looped))
+    tiles = -(-counts.looped // tile_rows)
+    blocks = spec.grid(counts.looped * n, resident * cluster)
+    assert not persistent or tiles > 2 * (blocks // cluster)
