@@ -1,0 +1,291 @@
+"""How a call finds its kernel, and what `warmup` finds beforehand."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sample_bundle import hide_bundles, write_sample, write_winners
+from sample_trials import H100, PROBLEM
+
+import hadagen
+from hadagen.driver import DoesNotFit, DriverError, LoadedKernel
+from hadagen.problem import Problem
+from hadagen.runtime import bundles, kernels
+from hadagen.runtime.choose import choose_from_bundles
+from hadagen.runtime.device import Device
+from hadagen.trial import Destination
+
+
+class Loader:
+    """Stands in for `hadagen.driver.load` and notes what it was asked for."""
+
+    def __init__(self) -> None:
+        self.images: list[bytes] = []
+        self.error: Exception | None = None
+        self.too_large: set[bytes] = set()
+
+    def __call__(self, image: bytes, entry: str, spec: Any, device: int) -> LoadedKernel:
+        time.sleep(0.01)  # so that threads meet
+        self.images.append(image)
+        if self.error:
+            raise self.error
+        if image in self.too_large:
+            raise DoesNotFit("CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES", f"{image.decode()} does not fit")
+        return LoadedKernel(entry, spec, device, 1, "module", "function")
+
+
+@pytest.fixture
+def loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Loader:
+    """A machine with an H100 and a bundle with one kernel for it, for n = 256 in place."""
+    loader = Loader()
+    hide_bundles(tmp_path, monkeypatch)
+    monkeypatch.setenv(bundles.VARIABLE, str(write_sample(tmp_path / "a.db")))
+    monkeypatch.setattr(kernels, "cuda_device", lambda index: Device("sm90", H100.gpu))
+    monkeypatch.setattr(kernels, "_timed", {})
+    monkeypatch.setattr(kernels, "_found", {})
+    monkeypatch.setattr(kernels, "_loaded", {})
+    monkeypatch.setattr(kernels.driver, "load", loader)
+    monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: False)
+    return loader
+
+
+def find(elements: int = 1 << 13, device: int = 0, in_place: bool = True, problem: Problem = PROBLEM) -> Any:
+    return kernels.find(device, problem, in_place, elements)
+
+
+def test_a_kernel_is_loaded_once_for_all_buckets_of_a_device(loader: Loader) -> None:
+    first = find()
+    assert first
+    assert first.spec.tile_elements == 4096
+    assert find(1 << 28) is first
+    assert loader.images == [b"cubin 1"]
+    second = find(device=1)
+    assert second
+    assert second.device == 1
+    assert len(loader.images) == 2
+
+
+def test_threads_load_a_kernel_once(loader: Loader) -> None:
+    start = threading.Barrier(8)
+
+    def work(index: int) -> LoadedKernel | None:
+        start.wait()
+        return find(1 << 10 + index)
+
+    with ThreadPoolExecutor(8) as pool:
+        assert len(set(map(id, pool.map(work, range(8))))) == 1
+    assert len(loader.images) == 1
+
+
+def test_a_known_bucket_opens_no_file_and_takes_no_lock(loader: Loader, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = find()
+    monkeypatch.setattr(kernels, "_lock", None)
+    monkeypatch.setattr(bundles, "known", None)
+    assert find((1 << 13) + 256) is first
+
+
+# Element counts with a kernel each, evenly spaced and not.
+TIMED = {1 << 13: 1, 1 << 16: 2, 3 << 15: 4, 1 << 17: 8}
+
+
+@pytest.fixture
+def four_kernels(loader: Loader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = write_winners(tmp_path / "four.db", TIMED)
+    monkeypatch.setenv(bundles.VARIABLE, str(path))
+    return path
+
+
+def test_a_call_runs_the_kernel_of_the_nearest_count(four_kernels: Path, loader: Loader) -> None:
+    """Between 64K, 96K and 128K it changes at √1.5 and √3 times 64K, though nothing else is half an octave apart."""
+    ran = {}
+    for elements in (256, 1 << 13, 23170, 23171, 1 << 16, 80264, 80265, 3 << 15, 113511, 113512, 1 << 17, 1 << 31):
+        kernel = find(elements)
+        assert kernel
+        assert find(elements) is kernel
+        ran[elements] = len(loader.images)
+        _, chosen = choose_from_bundles(PROBLEM, Destination.IN_PLACE, elements, Device("sm90", H100.gpu))
+        assert chosen
+        assert loader.images[-1] == b"cubin %d" % chosen[0].knobs["chunks"]
+    assert list(ran.values()) == [1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 4]
+
+
+def test_a_bundle_that_was_replaced_goes_on_serving(four_kernels: Path, loader: Loader) -> None:
+    first = find()
+    write_winners(four_kernels, {1 << 15: 16, 1 << 20: 32})
+    os.utime(four_kernels, ns=(0, 0))
+    assert find() is first
+    assert find(1 << 31)
+    assert loader.images == [b"cubin 1", b"cubin 16"]  # of 128K, the largest of what was there, 32K are the nearest
+
+
+@pytest.mark.parametrize(
+    "problem", [Problem(512, "float16"), Problem(256, "float16", "fast"), Problem(256, "float16", pitched=True)]
+)
+def test_what_has_no_kernel(problem: Problem, loader: Loader) -> None:
+    assert find(problem=problem) is None
+    assert find(in_place=False) is None
+    assert loader.images == []
+
+
+@pytest.mark.parametrize(("n", "dtype"), [(1, torch.float16), (1 << 16, torch.float16), (256, torch.float64)])
+def test_what_kernels_are_not_made_for(n: int, dtype: torch.dtype) -> None:
+    assert kernels.problem_of(n, dtype, "accurate", False) is None
+
+
+@pytest.mark.parametrize("current", [0, 1])
+def test_a_launch_is_queued_on_the_current_stream_of_its_device(current: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+
+    @contextmanager
+    def active(device: int) -> Iterator[None]:
+        calls.append(("active", device))
+        yield
+
+    monkeypatch.setattr(kernels, "raw_stream", lambda device: 100 + device)
+    monkeypatch.setattr(kernels.driver, "active", active)
+    monkeypatch.setattr(kernels, "current_device", lambda: current)
+    kernels.queue(lambda *arguments: calls.append(arguments), 1, 16, 32)
+    assert calls == [("active", 1)] * (current != 1) + [(101, 16, 32)]
+
+
+def test_a_newer_gpu_gets_ptx(loader: Loader, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "cuda_device", lambda index: Device("sm100", "NVIDIA B200"))
+    assert find()
+    assert loader.images == [b"// ptx of cubin 1"]
+
+
+def test_an_older_gpu_and_other_makers_get_none(loader: Loader, monkeypatch: pytest.MonkeyPatch) -> None:
+    for here in (Device("sm80", "NVIDIA A100-SXM4-80GB"), None):
+        monkeypatch.setattr(kernels, "cuda_device", lambda index, here=here: here)
+        monkeypatch.setattr(kernels, "_timed", {})
+        assert find() is None
+
+
+def test_a_kernel_that_does_not_load_is_replaced_with_a_warning(loader: Loader) -> None:
+    loader.error = DriverError("CUDA_ERROR_NO_BINARY_FOR_GPU", "loading k failed; update the driver")
+    with pytest.warns(RuntimeWarning, match=f"{PROBLEM.name} here: loading k failed; update the driver"):
+        assert find() is None
+    assert find() is None
+    assert len(loader.images) == 1
+
+
+def test_where_a_kernel_does_not_fit_the_next_nearest_runs(four_kernels: Path, loader: Loader) -> None:
+    loader.too_large = {b"cubin 2", b"cubin 4"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert find(1 << 16)
+    assert loader.images == [b"cubin 2", b"cubin 4", b"cubin 8"]
+    assert find(1 << 17) is find(1 << 16)
+    assert len(loader.images) == 3
+
+
+def test_where_none_fits_pytorch_does_it_with_a_warning(four_kernels: Path, loader: Loader) -> None:
+    loader.too_large = {b"cubin %d" % chunks for chunks in TIMED.values()}
+    with pytest.warns(RuntimeWarning, match=f"{PROBLEM.name} here: cubin 2 does not fit"):
+        assert find(1 << 16) is None
+    assert len(loader.images) == len(TIMED)
+
+
+def test_a_kernel_that_does_not_load_ends_a_graph_capture(loader: Loader, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: True)
+    loader.error = DriverError("CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED", "loading k failed; call it before")
+    with pytest.raises(DriverError):
+        find()
+    loader.error = None
+    assert find()
+
+
+@pytest.fixture
+def machine(loader: Loader, monkeypatch: pytest.MonkeyPatch) -> Loader:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(kernels, "cuda_index", lambda device: {None: 0, "cuda:1": 1}.get(device))
+    return loader
+
+
+def test_warmup_leaves_nothing_to_load(machine: Loader, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert hadagen.warmup(256, torch.float16) == 1
+    assert machine.images == [b"cubin 1"]
+    monkeypatch.setattr(bundles, "known", None)
+    for elements in (256, 1 << 13, 1 << 31):
+        assert find(elements)
+        for problem in (PROBLEM, Problem(256, "float16", "fast"), Problem(256, "float16", pitched=True)):
+            find(elements, in_place=False, problem=problem)
+
+
+@pytest.mark.parametrize(
+    ("options", "count"),
+    [
+        ({}, 1),
+        ({"n": [128, 256], "dtype": ["float16", torch.float32]}, 1),
+        ({"n": np.int64(129), "rows": (1, 1000)}, 1),  # rows of 129 are padded to 256
+        ({"device": "cuda:1", "numerics": "accurate", "inplace": True}, 1),
+        ({"numerics": "fast"}, 1),  # falls back to accurate where a scale asks for it
+        ({"inplace": False}, 1),  # for what has to be copied
+        ({"n": 512}, 0),
+        ({"n": 1}, 0),
+        ({"n": 1 << 20}, 0),
+        ({"dtype": torch.float64}, 0),
+        ({"device": "cpu"}, 0),
+    ],
+)
+def test_what_warmup_loads(options: dict[str, Any], count: int, machine: Loader) -> None:
+    assert hadagen.warmup(**{"n": 256, "dtype": "float16", **options}) == count
+    assert len(machine.images) == count
+
+
+@pytest.mark.parametrize(
+    ("options", "chunks"),
+    [
+        ({}, [1, 2, 4, 8]),
+        ({"rows": 300}, [2]),
+        ({"rows": (1, 400)}, [1, 4]),
+        ({"rows": 1 << 30}, [8]),
+        ({"n": 129, "rows": range(310, 320)}, [2, 4]),  # from 314 rows of 256 on, 96K are nearer than 64K
+    ],
+)
+def test_warmup_loads_what_those_rows_run(
+    options: dict[str, Any], chunks: list[int], machine: Loader, four_kernels: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert hadagen.warmup(**{"n": 256, "dtype": "float16", **options}) == len(chunks)
+    assert sorted(machine.images) == [b"cubin %d" % each for each in chunks]
+    monkeypatch.setattr(bundles, "known", None)
+    for rows in (3, 300, 400, 500) if "rows" not in options else kernels._several(options["rows"]):
+        assert find(rows * 256)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"n": 0}, "n = 0 is not supported; give whole numbers, at least 1"),
+        ({"n": [256, 2.0]}, "n = 2.0 is not supported"),
+        ({"rows": True}, "rows = True is not supported"),
+        ({"dtype": "int8"}, "dtype 'int8' is not supported; give a floating-point type"),
+        ({"dtype": "half precision"}, "is not supported"),
+        ({"dtype": 16}, "dtype 16 is not supported"),
+        ({"numerics": "exact"}, "numerics 'exact' is not supported"),
+        ({"device": "cuda:7"}, "device 'cuda:7' is not a CUDA device of this machine"),
+        ({"device": 1.5}, "device 1.5 is not a CUDA device of this machine"),
+    ],
+)
+def test_bad_warmups(options: dict[str, Any], message: str, machine: Loader) -> None:
+    with pytest.raises(ValueError, match=message):
+        hadagen.warmup(**{"n": 256, "dtype": "float16", **options})
+    assert machine.images == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_warmup_without_a_gpu_has_nothing_to_do() -> None:
+    assert hadagen.warmup(256, torch.float16) == 0
+    with pytest.raises(ValueError, match="device 'cuda' is not a CUDA device of this machine"):
+        hadagen.warmup(256, torch.float16, device="cuda")
