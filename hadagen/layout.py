@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 
 
 @dataclass(frozen=True, order=True)
@@ -89,6 +90,7 @@ class Placement:
             raise ValueError(f"two index bits share a place in {self}")
 
     @classmethod
+    @cache
     def standard(cls, vector_bits: int, chunk_bits: int, warp_bits: int, cta_bits: int) -> Placement:
         """As loaded in vectors of 2^vector_bits elements (2 or 3): 256-element chunks, then warps, then blocks."""
         in_thread = (PAIR, reg(0), reg(1))

@@ -207,7 +207,7 @@ class Plan:
         slots = 1 << (self.chunk_bits + self.warp_bits)
         return max((slots * step.slot_bytes for step in self.exchanges if step.crosses_blocks == crossing), default=0)
 
-    @property
+    @cached_property
     def launch(self) -> LaunchSpec:
         return LaunchSpec(
             threads=32 << self.warp_bits,
