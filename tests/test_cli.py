@@ -96,7 +96,7 @@ WRONG = {
     ("emit", "--n", "4096", "--knobs", "warps=3"): "knob warps = 3 is not searched on sm90; choose one of 1, 2,",
     ("emit", "--n", "4096", "--knobs", "warps=x"): "knob warps = 'x' is not searched on sm90; choose one of 1, 2,",
     ("emit", "--n", "4096", "--knobs", "warps"): "--knobs 'warps' is not of the form k=v; write for example",
-    ("emit", "--n", "4096", "--knobs", "chunks=1,warps=1"): "a row",
+    ("emit", "--n", "8192", "--knobs", "chunks=1,warps=1"): "a row",
     ("tune", "--n", "3"): "n = 3 is not supported",
     ("tune", "--n", "2-"): "--n '2-' is not a size; write 4096, 128,256 or 2-32768",
     ("tune", "--n", "64-2"): "--n '64-2' is an empty range; write the smaller size first, as in 2-64",
