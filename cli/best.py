@@ -20,7 +20,8 @@ from hadagen.problem import Problem
 def best(arch: str | None, problem: Problem, rows: int, inplace: bool, device: str | None, as_json: bool) -> None:
     """Name the kernel that a call runs, with its time, its error and where they are from.
 
-    Needs no GPU where --arch is given.
+    Needs no GPU where --arch is given. A kernel that turns out not to fit on
+    a GPU gives its place to the next nearest there.
     """
     from hadagen.arch import known_archs
     from hadagen.runtime.choose import Match, best_config

@@ -33,8 +33,6 @@ _FIXES = {
     "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED": "call hadagen.warmup before the graph capture begins",
     "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED": "call hadagen.warmup before the graph capture begins",
 }
-# What the driver says of a kernel that asks for more than the device has.
-_TOO_LARGE = frozenset({"CUDA_ERROR_INVALID_VALUE", "CUDA_ERROR_INVALID_CLUSTER_SIZE"})
 _RESTART = "restart the process, and look for the cause with compute-sanitizer or in the kernel log"
 _FIXES.update(
     dict.fromkeys(
@@ -231,19 +229,38 @@ def load(image: bytes, entry: str, spec: LaunchSpec, device: int = 0) -> LoadedK
         module = check(driver.cuModuleLoadData(image + b"\0"), doing)  # PTX must end with a zero byte
         function = check(driver.cuModuleGetFunction(module, entry.encode()), doing)
         try:
-            _ask_for_more(driver, function, spec, doing)
-            resident_blocks = _resident_blocks(driver, function, spec, device)
-        except DriverError as error:
-            if error.code not in _TOO_LARGE:
-                raise
-            resident_blocks = 0
-    if resident_blocks < 1:
-        raise DoesNotFit(
-            "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES",
-            f"{doing} failed: a block of {spec.threads} threads with {spec.shared_bytes} bytes of shared memory "
-            f"(in clusters of {spec.cluster}) does not fit on this GPU; tune for it",
-        )
+            with _refused("CUDA_ERROR_INVALID_VALUE", spec, doing):
+                _ask_for_more(driver, function, spec, doing)
+            with _refused("CUDA_ERROR_INVALID_CLUSTER_SIZE", spec, doing):
+                resident_blocks = _resident_blocks(driver, function, spec, device)
+            if resident_blocks < 1:
+                raise _too_large(spec, doing)
+        except DoesNotFit:
+            check(driver.cuModuleUnload(module), doing)
+            raise
     return LoadedKernel(entry, spec, device, resident_blocks, module, function)
+
+
+@contextmanager
+def _refused(code: str, spec: LaunchSpec, doing: str) -> Iterator[None]:
+    """Takes this code for what the driver says of a kernel that needs more than the device has."""
+    try:
+        yield
+    except DriverError as error:
+        if error.code != code:
+            raise
+        raise _too_large(spec, doing) from error
+
+
+def _too_large(spec: LaunchSpec, doing: str) -> DoesNotFit:
+    blocks = ""
+    if spec.cluster > 1:
+        blocks = f", in clusters of {spec.cluster}, of which a GPU need not hold more than {PORTABLE_CLUSTER} blocks,"
+    return DoesNotFit(
+        "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES",
+        f"{doing} failed: a block of {spec.threads} threads with {spec.shared_bytes} bytes of shared memory{blocks} "
+        "does not fit on this GPU; tune for it",
+    )
 
 
 def _ask_for_more(driver: Any, function: Any, spec: LaunchSpec, doing: str) -> None:

@@ -28,7 +28,8 @@ from hadagen.problem import DType, Numerics, Problem
 from hadagen.steps import FP32, PACKED, PARTS, Exchange, Load, mixed_chunk_bits, roundings
 
 MAX_EXCHANGES = 2
-MAX_SHARES = 8  # blocks that each load a whole row: with more they compute less, but take in as much
+# Blocks that each load a whole row: with more they would compute less, but take in as much, and were never faster.
+MAX_SHARES = 8
 ROUNDINGS_SPREAD = 0.03  # by what their count may be off; half a percent of the error
 SHAPE = ("chunks", "warps", "cluster")  # of a tile
 

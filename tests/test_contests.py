@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hadagen.driver import DoesNotFit
 from hadagen.errors import DeviceError, UsageError
 from hadagen.launch import LaunchSpec
 from hadagen.measure import Candidate, Cell, DeviceRunner, Place, contests, peer, rows_between
@@ -101,6 +102,8 @@ class FakeVerifier:
 def make_contests(stopwatch: FakeStopwatch, monkeypatch: pytest.MonkeyPatch, *peers: peer.Peer) -> contests.Contests:
     @contextmanager
     def load(kernel: Kernel) -> Iterator[str]:
+        if kernel.entry == "too_large":
+            raise DoesNotFit("CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES", "it does not fit")
         yield kernel.entry
 
     graphs = SimpleNamespace(all=peers, graph=lambda calls, launches: f"graph of {len(calls)} of {calls[0].func.name}")
@@ -315,6 +318,13 @@ def test_a_refused_kernel_is_no_rival_and_has_no_standing(monkeypatch: pytest.Mo
     assert standing == Standing(0, 1.0, 1.0, 0.0)
     _, standing, _ = rank(us, "chosen wrong", monkeypatch, chosen=1)
     assert standing is None
+
+
+def test_so_is_one_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranking, standing, _ = rank(lambda *_: 1.0, "too_large chosen", monkeypatch, chosen=1)
+    outcomes = [(answer.outcome, answer.detail) for answer in ranking.answers]
+    assert outcomes == [(Outcome.LAUNCH_FAILED, "it does not fit"), (Outcome.OK, "")]
+    assert standing == Standing(1, 1.0, 1.0, 0.0)
 
 
 def test_few_finalists_race(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -349,6 +349,14 @@ def test_what_the_cost_model_is_blind_to_keeps_its_first_value() -> None:
         assert value not in seen[name]
 
 
+def test_how_far_ahead_a_prefetch_is_makes_no_difference_to_the_cost_model() -> None:
+    problem, cell = Problem(16384, DType.FLOAT16), (1 << 26, Destination.IN_PLACE, Cache.COLD)
+    knobs = Knobs(8, 8, mma_carrier="split", butterfly_carrier="fp32", exchange_carrier="fp32")
+    none, *some = (Estimate(build_plan(problem, replace(knobs, ahead=mib), SM90), SM90) for mib in (0, 2, 16))
+    assert len({estimate.us(*cell) for estimate in some} - {none.us(*cell)}) == 1
+    assert estimate._seen(Space(problem, SM90)).arch.search["ahead"] == (0, 2)
+
+
 def test_the_shortlist_begins_with_the_best_of_each_regime() -> None:
     problem = Problem(2048, DType.BFLOAT16, Numerics.ACCURATE)
     space = Space(problem, SM90)

@@ -154,12 +154,14 @@ def test_loading_may_happen_while_capturing_and_leaves_the_thread_as_it_was(fake
 @pytest.mark.parametrize("cluster", [8, 16])
 def test_more_than_eight_blocks_of_a_cluster_are_asked_for(cluster: int, fake: FakeDriver) -> None:
     driver.load(b"image", "entry", replace(CLUSTERS, cluster=cluster))
-    assert (("cuFuncSetAttribute", "function", "larger clusters", 1) in fake.calls) == (cluster == 16)
+    names = [call[:3] for call in fake.calls if call[0] in ("cuFuncSetAttribute", "cuOccupancyMaxActiveClusters")]
+    asked = ("cuFuncSetAttribute", "function", "larger clusters")
+    assert names[:-1] == [("cuFuncSetAttribute", "function", "shared"), *[asked] * (cluster == 16)]
 
 
 def test_a_kernel_too_large_for_the_device_is_refused(fake: FakeDriver) -> None:
     fake.values["cuOccupancyMaxActiveBlocksPerMultiprocessor"] = 0
-    with pytest.raises(DoesNotFit, match=r"256 threads with 0 bytes of shared memory .* does not fit"):
+    with pytest.raises(DoesNotFit, match="256 threads with 0 bytes of shared memory does not fit"):
         driver.load(b"image", "entry", TILES)
 
 
@@ -172,13 +174,24 @@ def test_a_kernel_too_large_for_the_device_is_refused(fake: FakeDriver) -> None:
 )
 def test_so_is_one_of_which_the_driver_says_so(call: str, code: CUresult, fake: FakeDriver) -> None:
     fake.codes[call] = [code]
-    with pytest.raises(DoesNotFit, match=r"in clusters of 4\) does not fit on this GPU; tune for it"):
+    says = (
+        "100000 bytes of shared memory, in clusters of 4, of which a GPU need not hold more than 8 blocks, does not fit"
+    )
+    with pytest.raises(DoesNotFit, match=says):
         driver.load(b"image", "entry", CLUSTERS)
+    assert ("cuModuleUnload", "module") in fake.calls
 
 
-def test_another_failure_of_that_is_no_question_of_size(fake: FakeDriver) -> None:
-    fake.codes["cuFuncSetAttribute"] = [CUresult.CUDA_ERROR_INVALID_CONTEXT]
-    with pytest.raises(DriverError, match="CUDA_ERROR_INVALID_CONTEXT") as caught:
+@pytest.mark.parametrize(
+    ("call", "code"),
+    [
+        ("cuFuncSetAttribute", CUresult.CUDA_ERROR_INVALID_CONTEXT),
+        ("cuOccupancyMaxActiveClusters", CUresult.CUDA_ERROR_INVALID_VALUE),
+    ],
+)
+def test_another_failure_is_no_question_of_size(call: str, code: CUresult, fake: FakeDriver) -> None:
+    fake.codes[call] = [code]
+    with pytest.raises(DriverError, match=code.name) as caught:
         driver.load(b"image", "entry", CLUSTERS)
     assert not isinstance(caught.value, DoesNotFit)
 

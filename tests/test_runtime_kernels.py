@@ -55,6 +55,7 @@ def loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Loader:
     monkeypatch.setattr(kernels, "_timed", {})
     monkeypatch.setattr(kernels, "_found", {})
     monkeypatch.setattr(kernels, "_loaded", {})
+    monkeypatch.setattr(kernels, "_too_large", {})
     monkeypatch.setattr(kernels.driver, "load", loader)
     monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: False)
     return loader
@@ -186,8 +187,25 @@ def test_where_a_kernel_does_not_fit_the_next_nearest_runs(four_kernels: Path, l
         warnings.simplefilter("error")
         assert find(1 << 16)
     assert loader.images == [b"cubin 2", b"cubin 4", b"cubin 8"]
-    assert find(1 << 17) is find(1 << 16)
-    assert len(loader.images) == 3
+    assert find(1 << 17) is find(3 << 15) is find(1 << 16)
+    assert len(loader.images) == 3  # what does not fit is loaded once
+
+
+def test_where_none_of_a_bundle_fits_that_of_another_runs(
+    loader: Loader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = [write_winners(tmp_path / f"{chunks}.db", {1 << 16: chunks}) for chunks in (2, 4)]
+    monkeypatch.setenv(bundles.VARIABLE, os.pathsep.join(map(str, paths)))
+    loader.too_large = {b"cubin 2"}
+    assert find(1 << 16)
+    assert loader.images == [b"cubin 2", b"cubin 4"]
+
+
+def test_no_other_is_tried_where_one_does_not_load_for_another_reason(four_kernels: Path, loader: Loader) -> None:
+    loader.error = DriverError("CUDA_ERROR_NO_BINARY_FOR_GPU", "loading k failed; update the driver")
+    with pytest.warns(RuntimeWarning, match="update the driver"):
+        assert find(1 << 16) is None
+    assert loader.images == [b"cubin 2"]
 
 
 def test_where_none_fits_pytorch_does_it_with_a_warning(four_kernels: Path, loader: Loader) -> None:

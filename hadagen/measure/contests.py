@@ -15,7 +15,7 @@ from functools import partial
 
 import torch
 
-from hadagen.driver import LoadedKernel
+from hadagen.driver import DoesNotFit, LoadedKernel
 from hadagen.measure.cells import Cell
 from hadagen.measure.messages import Answer, Compare, Comparison, Place, Rank, Ranking, Standing, Times
 from hadagen.measure.peer import Peer, Peers, calls_of
@@ -56,23 +56,19 @@ class Contests:
             self._peers = Peers()
         problem, _ = request.kernels[0]
         with torch.no_grad(), ExitStack() as loaded:
-            kernels = [loaded.enter_context(self._load(kernel)) for _, kernel in request.kernels]
-            pairs = zip(kernels, request.kernels, strict=True)
-            answers = tuple(self._verify(kernel, of) for kernel, (of, _) in pairs)
+            answers, right = self._verified(loaded, request.kernels)
             peer_errors = self._peer_errors(problem)
             self._stopwatch.fill(problem.dtype, [cell.traffic(problem) for cell, _ in request.cells])
             times = []
             for cell, wanted in request.cells:
-                right = {i: kernels[i] for i in wanted if answers[i].outcome is Outcome.OK}
-                times.append(self._times(problem, cell, right, peer_errors))
+                timed = {i: right[i] for i in wanted if i in right}
+                times.append(self._times(problem, cell, timed, peer_errors))
             return Comparison(answers, peer_errors, tuple(times))
 
     def rank(self, request: Rank) -> Ranking:
         problem = request.problem
         with ExitStack() as loaded:
-            kernels = [loaded.enter_context(self._load(kernel)) for kernel in request.kernels]
-            answers = tuple(self._verify(kernel, problem) for kernel in kernels)
-            right = {i: kernel for i, kernel in enumerate(kernels) if answers[i].outcome is Outcome.OK}
+            answers, right = self._verified(loaded, [(problem, kernel) for kernel in request.kernels])
             cells = list(dict.fromkeys(cell for place in request.places for cell, _ in place.cells))
             works = {cell: transform_work(problem, cell) for cell in cells}
             self._stopwatch.fill(problem.dtype, [work.traffic for work in works.values()])
@@ -87,9 +83,23 @@ class Contests:
             )
             return Ranking(answers, tuple(standings))
 
-    def _verify(self, kernel: LoadedKernel, problem: Problem) -> Answer:
-        verdict = self._verifier.check(kernel, problem)
-        return Answer(verdict.outcome, verdict.detail, verdict.errors)
+    def _verified(
+        self, loaded: ExitStack, kernels: Iterable[tuple[Problem, Kernel]]
+    ) -> tuple[tuple[Answer, ...], dict[int, LoadedKernel]]:
+        """What is said of each kernel, and by their numbers those that are right, loaded until the stack is left. One
+        that does not fit on the device is none of them."""
+        answers, right = [], {}
+        for i, (problem, kernel) in enumerate(kernels):
+            try:
+                on_device = loaded.enter_context(self._load(kernel))
+            except DoesNotFit as error:
+                answers.append(Answer(Outcome.LAUNCH_FAILED, str(error)))
+                continue
+            verdict = self._verifier.check(on_device, problem)
+            answers.append(Answer(verdict.outcome, verdict.detail, verdict.errors))
+            if verdict.outcome is Outcome.OK:
+                right[i] = on_device
+        return tuple(answers), right
 
     def _peer_errors(self, problem: Problem) -> dict[str, dict[str, float]]:
         assert self._peers is not None

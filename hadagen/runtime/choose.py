@@ -1,4 +1,5 @@
-"""Which kernel a call runs: a pure function of the bundles and the arguments, so that all ranks of a job agree.
+"""Which kernel a call runs: a pure function of the bundles and the arguments, so that all ranks of a job agree, if their
+GPUs are the same.
 
 Problem and destination of an entry must be those that are asked for. Among the entries left, the better `Match` wins;
 then the bundle that was found first, whatever its element counts; then the nearest of those, on a logarithmic scale,
@@ -187,6 +188,8 @@ def best_config(
     inplace: bool = False,
 ) -> BestConfig:
     """What `hadamard_transform` runs for a [rows, n] tensor, without running it. With `arch` it needs no GPU.
+
+    A kernel that turns out not to fit on a device gives its place to the next nearest there; this does not look.
 
     problem: a `Problem`, or the arguments of one: {"n": 4096, "dtype": torch.float16, "numerics": "fast"}; with
         "pitched": True that of rows that are shorter than n or not contiguous.

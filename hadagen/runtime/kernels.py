@@ -29,6 +29,7 @@ Key = tuple[int, Problem, bool, int]  # the same and an element count that was t
 _timed: dict[Kind, list[int]] = {}  # the element counts of its kernels, ascending
 _found: dict[Key, LoadedKernel | None] = {}
 _loaded: dict[tuple[int, str], LoadedKernel] = {}  # by device and digest: buckets share kernels
+_too_large: dict[tuple[int, str], DoesNotFit] = {}  # the same of those that the device does not hold
 _lock = threading.Lock()  # taken by those who find nothing in `_timed` or `_found`
 
 # torch.cuda.current_stream builds an object, which takes longer than the launch.
@@ -193,24 +194,31 @@ def _fitting(device: int, problem: Problem, in_place: bool, elements: int) -> Lo
     target = cuda_device(device)
     if target is None:
         return None
-    too_large: dict[str, DoesNotFit] = {}
-    while chosen := choose_from_bundles(problem, _destination(in_place), elements, target, too_large)[1]:
+    refused: dict[str, DoesNotFit] = {}
+    while chosen := choose_from_bundles(problem, _destination(in_place), elements, target, refused)[1]:
         entry, bundle = chosen
         try:
             return _load(bundle, entry.kernel, device, compiled=entry.arch == target.arch)
         except DoesNotFit as error:
-            too_large[entry.kernel] = error
-    if too_large:
-        raise next(iter(too_large.values()))
+            refused[entry.kernel] = error
+    if refused:
+        raise next(iter(refused.values()))
     return None
 
 
 def _load(bundle: Bundle, digest: str, device: int, *, compiled: bool) -> LoadedKernel:
     """The kernel on the device: the cubin where that was `compiled` for it, else PTX that the driver compiles."""
     place = (device, digest)
+    if place in _too_large:
+        raise _too_large[place]
     if place not in _loaded:
         kernel = bundle.kernel(digest)
-        _loaded[place] = driver.load(kernel.cubin if compiled else kernel.ptx, kernel.entry, kernel.launch, device)
+        image = kernel.cubin if compiled else kernel.ptx
+        try:
+            _loaded[place] = driver.load(image, kernel.entry, kernel.launch, device)
+        except DoesNotFit as error:
+            _too_large[place] = error
+            raise
     return _loaded[place]
 
 
@@ -221,6 +229,7 @@ def _forget() -> None:
     _timed.clear()
     _found.clear()
     _loaded.clear()
+    _too_large.clear()
 
 
 if hasattr(os, "register_at_fork"):

@@ -39,10 +39,11 @@ ORDER_SEED = 2  # the emulator's threads in a random order
 
 
 def _seen(space: Space) -> Space:
-    """The part of a space that the cost model tells apart: knobs that it is blind to keep their first value."""
+    """The part of a space that the cost model tells apart: knobs that it is blind to keep their first value, and of how
+    far ahead a prefetch is, which it does not see either, one is kept beside none."""
     search = dict(space.arch.search)
     search |= {name: search[name][:1] for name in _UNSEEN}
-    search["ahead"] = search["ahead"][:2]  # none, and any
+    search["ahead"] = search["ahead"][:2]
     search["load"] = tuple(load for load in search["load"] if load not in _UNSEEN_LOADS)
     return Space(space.problem, replace(space.arch, search=search))
 
