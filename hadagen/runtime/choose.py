@@ -1,5 +1,5 @@
-"""Which kernel a call runs: a pure function of the bundles and the arguments, so that all ranks of a job agree, if their
-GPUs are the same.
+"""Which kernel a call runs: a pure function of the bundles and the arguments, so that all ranks of a job agree if
+their GPUs are the same.
 
 Problem and destination of an entry must be those that are asked for. Among the entries left, the better `Match` wins;
 then the bundle that was found first, whatever its element counts; then the nearest of those, on a logarithmic scale,
