@@ -6,6 +6,7 @@ import os
 import threading
 import time
 import warnings
+from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -55,7 +56,7 @@ def loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Loader:
     monkeypatch.setattr(kernels, "_timed", {})
     monkeypatch.setattr(kernels, "_found", {})
     monkeypatch.setattr(kernels, "_loaded", {})
-    monkeypatch.setattr(kernels, "_too_large", {})
+    monkeypatch.setattr(kernels, "_too_large", defaultdict(dict))
     monkeypatch.setattr(kernels.driver, "load", loader)
     monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: False)
     return loader

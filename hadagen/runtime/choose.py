@@ -86,33 +86,32 @@ def choose_from_bundles(
 
     Raises `StorageError` where HADAGEN_BUNDLE names what is not a sound bundle.
     """
-    bundle = _best_bundle(problem, destination, device, without)
-    if bundle is None:
+    best = _best_bundle(problem, destination, device, without)
+    if best is None:
         return Match.GENERIC, None
-    match, entry = choose(_entries(bundle, problem, without), problem, destination, elements, device)
+    bundle, entries = best
+    match, entry = choose(entries, problem, destination, elements, device)
     return match, (entry, bundle) if entry else None
-
-
-def _entries(bundle: Bundle, problem: Problem, without: Collection[str]) -> list[BundleEntry]:
-    return [entry for entry in bundle.entries(problem) if entry.kernel not in without]
 
 
 def timed_in_bundles(problem: Problem, destination: Destination, device: Device) -> list[int]:
     """The element counts, ascending, between which `choose_from_bundles` decides: it runs the same for all that are
     `nearest` to the same. Empty where it runs none. Raises as it does."""
-    bundle = _best_bundle(problem, destination, device)
-    return list(rivals(bundle.entries(problem), problem, destination, device)[1]) if bundle else []
+    best = _best_bundle(problem, destination, device)
+    return list(rivals(best[1], problem, destination, device)[1]) if best else []
 
 
 def _best_bundle(
     problem: Problem, destination: Destination, device: Device, without: Collection[str] = ()
-) -> Bundle | None:
-    """The first of the known bundles whose entries suit best, if any suit."""
+) -> tuple[Bundle, list[BundleEntry]] | None:
+    """The first of the known bundles whose entries suit best, if any suit, and its entries for the problem."""
     suited = []
     for bundle in bundles.known():
-        match, found = rivals(_entries(bundle, problem, without), problem, destination, device)
+        entries = [entry for entry in bundle.entries(problem) if entry.kernel not in without]
+        match, found = rivals(entries, problem, destination, device)
         if found:
-            suited.append((_badness(match, next(iter(found.values()))), bundle))  # all that are found suit alike
+            badness = _badness(match, next(iter(found.values())))  # all that are found suit alike
+            suited.append((badness, (bundle, entries)))
     return min(suited, key=lambda each: each[0])[1] if suited else None
 
 

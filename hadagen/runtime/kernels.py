@@ -7,6 +7,7 @@ import operator
 import os
 import threading
 import warnings
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
@@ -29,7 +30,7 @@ Key = tuple[int, Problem, bool, int]  # the same and an element count that was t
 _timed: dict[Kind, list[int]] = {}  # the element counts of its kernels, ascending
 _found: dict[Key, LoadedKernel | None] = {}
 _loaded: dict[tuple[int, str], LoadedKernel] = {}  # by device and digest: buckets share kernels
-_too_large: dict[tuple[int, str], DoesNotFit] = {}  # the same of those that the device does not hold
+_too_large: dict[int, dict[str, DoesNotFit]] = defaultdict(dict)  # by device, then digest: what it does not hold
 _lock = threading.Lock()  # taken by those who find nothing in `_timed` or `_found`
 
 # torch.cuda.current_stream builds an object, which takes longer than the launch.
@@ -194,31 +195,25 @@ def _fitting(device: int, problem: Problem, in_place: bool, elements: int) -> Lo
     target = cuda_device(device)
     if target is None:
         return None
-    refused: dict[str, DoesNotFit] = {}
-    while chosen := choose_from_bundles(problem, _destination(in_place), elements, target, refused)[1]:
+    wanted, too_large = (problem, _destination(in_place), elements, target), _too_large[device]
+    while chosen := choose_from_bundles(*wanted, too_large)[1]:
         entry, bundle = chosen
         try:
             return _load(bundle, entry.kernel, device, compiled=entry.arch == target.arch)
         except DoesNotFit as error:
-            refused[entry.kernel] = error
-    if refused:
-        raise next(iter(refused.values()))
+            too_large[entry.kernel] = error
+    best = choose_from_bundles(*wanted)[1]
+    if best and (why := too_large.get(best[0].kernel)):
+        raise why
     return None
 
 
 def _load(bundle: Bundle, digest: str, device: int, *, compiled: bool) -> LoadedKernel:
     """The kernel on the device: the cubin where that was `compiled` for it, else PTX that the driver compiles."""
     place = (device, digest)
-    if place in _too_large:
-        raise _too_large[place]
     if place not in _loaded:
         kernel = bundle.kernel(digest)
-        image = kernel.cubin if compiled else kernel.ptx
-        try:
-            _loaded[place] = driver.load(image, kernel.entry, kernel.launch, device)
-        except DoesNotFit as error:
-            _too_large[place] = error
-            raise
+        _loaded[place] = driver.load(kernel.cubin if compiled else kernel.ptx, kernel.entry, kernel.launch, device)
     return _loaded[place]
 
 
