@@ -46,7 +46,7 @@ numerics = click.option(
     "--numerics",
     default=Numerics.ACCURATE.value,
     show_default=True,
-    help="accurate rounds once; fast may round between steps, but not of float32.",
+    help="accurate rounds to the type of x once; fast may round between steps, but not of float32.",
 )
 dtypes = click.option(
     "--dtype",
@@ -62,7 +62,7 @@ contracts = click.option(
     multiple=True,
     default=[Numerics.ACCURATE.value],
     show_default=True,
-    help="accurate rounds once; fast may round between steps, but not of float32. May be given twice.",
+    help="accurate rounds to the type of x once; fast may round between steps, but not of float32. May be given twice.",
 )
 inplace = click.option("--inplace", is_flag=True, help="The result overwrites the input.")
 out_of_place = click.option(

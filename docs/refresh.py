@@ -4,7 +4,8 @@
     python docs/refresh.py --check    # change nothing; fail, naming what is out of date
 
 `data/bench_h100.csv` is one run of `hadagen bench --csv` with the libraries we compare with installed; cells that it
-lacks may come from an earlier one, in `data/bench_h100_earlier.csv`. `data/h100.csv` is written by `hadagen bundle
+lacks may come from an earlier one, in `data/bench_h100_earlier.csv`. `data/bench_h200.csv` is a run on an H200, without
+them. `data/h100.csv` is written by `hadagen bundle
 export` from the shipped bundle, `data/between_h100.csv` by `hadagen between --csv`, `data/calls_h100.json` by
 `hadagen calls --json`, and `data/search.json` by `compare_search.py`. Drawing needs matplotlib (pip install
 'hadagen[docs]'); checking does not.
@@ -29,6 +30,7 @@ DOCS = Path(__file__).resolve().parent
 OURS = DOCS / "data" / "h100.csv"
 BENCH = DOCS / "data" / "bench_h100.csv"
 EARLIER = DOCS / "data" / "bench_h100_earlier.csv"
+BENCH_H200 = DOCS / "data" / "bench_h200.csv"
 BETWEEN = DOCS / "data" / "between_h100.csv"
 PICTURE = DOCS / "assets" / "speed.svg"
 README = DOCS.parent / "README.md"
@@ -44,6 +46,7 @@ BEGIN, END = "<!-- numbers:begin -->", "<!-- numbers:end -->"
 CALLS_BEGIN, CALLS_END = "<!-- calls:begin -->", "<!-- calls:end -->"
 PITCHED_BEGIN, PITCHED_END = "<!-- pitched:begin -->", "<!-- pitched:end -->"
 BETWEEN_BEGIN, BETWEEN_END = "<!-- between:begin -->", "<!-- between:end -->"
+H200_BEGIN, H200_END = "<!-- h200:begin -->", "<!-- h200:end -->"
 CHOICES_BEGIN, CHOICES_END = "<!-- choices:begin -->", "<!-- choices:end -->"
 SEARCH_BEGIN, SEARCH_END = "<!-- search:begin -->", "<!-- search:end -->"
 NO_DATA = "*No measured table has been committed yet.*"
@@ -51,6 +54,7 @@ NO_DATA = "*No measured table has been committed yet.*"
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 # What the table and the picture show.
 DTYPE, DESTINATION = "float16", "in-place"
+H200_DTYPE = "bfloat16"
 # What a kernel is named by.
 NAMING = ("n", "dtype", "numerics", "elements", "destination", "cache")
 # Title, elements (rows · n), where the data lies before the call.
@@ -140,18 +144,25 @@ def read_times() -> Times:
 
     The copy is the median of all that a table has of as many bytes: one in hundreds takes a third longer than the rest.
     """
-    times: Times = defaultdict(dict)
-    for ours, rows in ((True, _rows(OURS)), *((False, table) for table in bench_tables())):
-        copies = defaultdict(list)
-        for row in rows:
-            copies[_traffic(row)].append(float(row["copy_us"]))
-        for row in rows:
-            library = _library(row)
-            if ours and library in LIBRARIES:
-                continue  # timed by the bench too
-            cell = Cell(row["dtype"], int(row["n"]), int(row["elements"]), row["destination"], row["cache"])
-            us, error = float(row["us"]), row.get("error")
-            times[library][cell] = Time(us, median(copies[_traffic(row)]) / us, float(error) if error else None)
+    times = _timed(_rows(OURS))
+    for library in LIBRARIES:
+        times.pop(library, None)  # timed by the bench too
+    for rows in bench_tables():
+        for library, timed in _timed(rows).items():
+            times[library] |= timed
+    return times
+
+
+def _timed(rows: Iterable[Mapping[str, str]]) -> Times:
+    """The times of one table."""
+    rows, times = list(rows), defaultdict[str, dict[Cell, Time]](dict)
+    copies = defaultdict(list)
+    for row in rows:
+        copies[_traffic(row)].append(float(row["copy_us"]))
+    for row in rows:
+        cell = Cell(row["dtype"], int(row["n"]), int(row["elements"]), row["destination"], row["cache"])
+        us, error = float(row["us"]), row.get("error")
+        times[_library(row)][cell] = Time(us, median(copies[_traffic(row)]) / us, float(error) if error else None)
     return times
 
 
@@ -384,12 +395,22 @@ def pitched_table(times: Times) -> str:
     return _table(times, PITCHED_REGIMES, libraries)
 
 
-def _table(times: Times, regimes: Iterable[tuple[str, int, str]], libraries: Mapping[str, str]) -> str:
+def h200_table() -> str:
+    """What performance.md shows of the speed on an H200, in Markdown."""
+    if not BENCH_H200.exists():
+        return NO_DATA
+    libraries = {numerics: f"hadagen, {numerics}" for numerics in ("fast", "accurate")}
+    return _table(_timed(_rows(BENCH_H200)), REGIMES, libraries, H200_DTYPE)
+
+
+def _table(
+    times: Times, regimes: Iterable[tuple[str, int, str]], libraries: Mapping[str, str], dtype: str = DTYPE
+) -> str:
     rows = []
     for (title, elements, cache), (name, library) in product(regimes, libraries.items()):
-        found = (times[library].get(Cell(DTYPE, n, elements, DESTINATION, cache)) for n in COLUMNS)
+        found = (times[library].get(Cell(dtype, n, elements, DESTINATION, cache)) for n in COLUMNS)
         rows.append([f"{title}: {name}", *(_number(time and time.fraction_of_copy) for time in found)])
-    return _grid(SIDES, [f"{DTYPE}, {DESTINATION}, fraction of copy; n =", *COLUMNS], rows)
+    return _grid(SIDES, [f"{dtype}, {DESTINATION}, fraction of copy; n =", *COLUMNS], rows)
 
 
 def call_table() -> str:
@@ -480,6 +501,7 @@ def with_tables(document: str, of_pitched: str) -> str:
     """performance.md with its tables, each between its markers."""
     document = _between(PERFORMANCE, document, CALLS_BEGIN, call_table(), CALLS_END)
     document = _between(PERFORMANCE, document, BETWEEN_BEGIN, between_table(), BETWEEN_END)
+    document = _between(PERFORMANCE, document, H200_BEGIN, h200_table(), H200_END)
     document = _between(PERFORMANCE, document, CHOICES_BEGIN, choices_table(), CHOICES_END)
     return _between(PERFORMANCE, document, PITCHED_BEGIN, of_pitched, PITCHED_END)
 

@@ -16,12 +16,13 @@ from hadagen.layout import PAIR, Place, cta, reg, warp
 from hadagen.plan import CHUNK_BITS, CROSSED_BARRIER, Plan
 from hadagen.steps import (
     FP32,
-    PACKED,
+    NORMALIZER,
     Butterfly,
     Exchange,
     Gather,
     Load,
     Mma,
+    Normalize,
     Prefetch,
     Scale,
     Shuffle,
@@ -81,15 +82,18 @@ def _view(plan: Plan, entry: str) -> dict[str, Any]:
         "tile": plan.tile_elements,
         "block": plan.block_elements,
         "cluster": cluster,
+        "warps": plan.launch.threads // 32,
         "chunks": 1 << plan.chunk_bits,
         "span": span,  # between one vector of a thread and the next
         "bytes": plan.problem.dtype.bytes,
         "scale_form": plan.scale_form.value,
         "powers": [
-            (step.factor, -plan.least_power(step)) for step in plan.steps if isinstance(step, Mma) and step.factor
+            (step.factor, -plan.least_power(step))
+            for step in plan.steps
+            if isinstance(step, Mma) and step.factor not in (0, NORMALIZER)
         ],
         "lifted": any(isinstance(step, Scale) and step.lifted for step in plan.steps),
-        "packed": PACKED in plan.carriers,
+        "packed": any(carrier != FP32 for carrier in plan.carriers),
         "wide": FP32 in plan.carriers,
         "gathered": any(isinstance(step, Gather) for step in plan.steps),
         "fetches_next": plan.load.stages > 1 and not plan.load.staged,
@@ -162,7 +166,7 @@ def _stays_in_chunk(step: Step) -> bool:
         return step.place == PAIR or step.place.index < 2
     if isinstance(step, Mma):
         return step.reg < 2
-    return not isinstance(step, Load | Prefetch | Trigger | Gather | Store | Exchange)
+    return not isinstance(step, Load | Prefetch | Trigger | Normalize | Gather | Store | Exchange)
 
 
 def _steps(plan: Plan) -> list[dict[str, Any]]:
@@ -173,10 +177,12 @@ def _steps(plan: Plan) -> list[dict[str, Any]]:
     lines = zip(plan.steps, plan.describe(), plan.carriers, strict=True)
     for number, (step, line, carrier_after) in enumerate(lines, 1):
         view: dict[str, Any] = {"kind": type(step).__name__, "number": number, "line": line, "carrier": carrier}
-        view |= {"wide": FP32 in (carrier, carrier_after), "packed": PACKED in (carrier, carrier_after)}
+        forms = {carrier, carrier_after} - {""}
+        view |= {"wide": FP32 in forms, "packed": bool(forms - {FP32})}
         if isinstance(step, Mma):
             view |= {"stride": 1 << step.reg, "operand": step.operand, "parts": step.parts, "turned": step.turned}
             view |= {"accumulator": step.accumulator, "factor": step.factor, "over_blocks": step.over_blocks}
+            view |= {"in_parts": step.in_parts, "normalizes": step.factor == NORMALIZER}
             view |= {"idle": (1 << step.idle) - 1}
         elif isinstance(step, Prefetch):
             view |= {"tiles": plan.tiles_ahead(step)}
@@ -307,7 +313,7 @@ def _plane(plan: Plan, step: Exchange, plane: int, vector: int) -> dict[str, Any
     """
     first, apart = (vector, 2) if step.turned else (4 * vector, 1)
     values = [f"f[8 * c + {first + apart * word}]" for word in range(4)]
-    if step.carrier == PACKED:
+    if step.carrier != FP32:
         values = [f"p[4 * c + {word}]" for word in range(4)]
     to, of = ("writes_to", "reads_from") if step.changes_lanes else ("lane", "lane")
     written = str(plane)

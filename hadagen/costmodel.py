@@ -23,12 +23,15 @@ from math import ceil
 from hadagen.arch import Arch
 from hadagen.plan import OVERHEAD_REGISTERS, Plan
 from hadagen.steps import (
+    FP16,
     FP32,
     PACKED,
     Butterfly,
     Exchange,
     Load,
     Mma,
+    Narrow,
+    Normalize,
     Prefetch,
     Round,
     Shuffle,
@@ -49,13 +52,21 @@ CHUNK_BYTES = 512  # of packed values, which is what an exchange moves at a time
 WARP_BYTES = 128  # one register of every thread
 TILE_INSTRUCTIONS = 40  # index arithmetic, bounds and A operands
 # That take a pair of fp32 values into this many parts; an mma cuts a value off to one tf32 by itself.
-PART_INSTRUCTIONS = {(PACKED, 1): 0, ("bfloat16", 2): 6, ("bfloat16", 3): 11, ("tf32", 1): 0, ("tf32", 2): 8}
+PART_INSTRUCTIONS = {
+    (PACKED, 1): 0,
+    (FP16, 1): 0,
+    ("bfloat16", 2): 6,
+    ("bfloat16", 3): 11,
+    ("tf32", 1): 0,
+    ("tf32", 2): 8,
+}
 MMA_OF_TF32 = 2  # m16n8k8 take as long as one m16n8k16, each
 # Cycles until a dependent instruction may start.
 MMA_LATENCY = 33
 ARITHMETIC_LATENCY = 5
 SHUFFLE_LATENCY = 25
 SHARED_LATENCY = 30
+REDUCE_LATENCY = 25  # of one value over a warp
 BULK_LATENCY = 300  # what an asynchronous copy takes beyond the load itself
 
 
@@ -195,6 +206,8 @@ def _costs(plan: Plan, arch: Arch) -> list[Cost]:
         if step.crosses_blocks:  # a block's stores to others wait for each other
             crossing = step.rounds * plan.crossed_bytes(step)
             steps.append(Cost(latency=crossing / arch.model.cluster_bytes_per_cycle))
+    if plan.levels_bytes:
+        steps.append(Cost(latency=SHARED_LATENCY + 2 * REDUCE_LATENCY))
     if plan.shares_loaded > 1:  # by the load, and summed; what comes between costs nothing
         summed = 1 + next(at for at, step in enumerate(plan.steps) if sums_over_blocks(step))
         steps[:summed] = [_times(plan.shares_loaded, cost) for cost in steps[:summed]]
@@ -235,7 +248,9 @@ def _cost(step: Step, chunks: int, moved: int, words: int, arch: Arch) -> Cost:
                 shared_bytes=2 * CHUNK_BYTES * conflicts * vectors,
                 latency=step.rounds * (2 * SHARED_LATENCY + sync),
             )
-        case Round():
+        case Normalize():
+            return Cost(words * chunks, latency=REDUCE_LATENCY)
+        case Round() | Narrow():
             return Cost(words / 2 * chunks, latency=ARITHMETIC_LATENCY)
         case Widen():
             return Cost(2 * words * chunks, latency=ARITHMETIC_LATENCY)

@@ -16,7 +16,9 @@ from hadagen.layout import LANE_BITS, PAIR, Place, cta, lane, reg, warp
 from hadagen.plan import CHUNK_BITS, Plan
 from hadagen.problem import DType, Numerics, Problem
 from hadagen.steps import (
+    FP16,
     FP32,
+    NORMALIZER,
     PACKED,
     PARTS,
     Butterfly,
@@ -25,6 +27,8 @@ from hadagen.steps import (
     Gather,
     Load,
     Mma,
+    Narrow,
+    Normalize,
     Prefetch,
     Round,
     Scale,
@@ -59,8 +63,10 @@ class Knobs:
     far_bits: str = REGISTERS  # what warp and block bits are swapped with: register bits, or at once with lane bits too
     far_lanes: str = "shuffle"  # what transforms bits that came to lanes: shuffle, mma (three) or mma_two (one or two)
     low_bits: str = "mma"  # what transforms index bits 0–7: mma (two), mma_shuffle (one, then shuffles) or shuffle
-    mma_carrier: str = PACKED  # values between two mma: packed, or fp32 in parts of bfloat16 (split) or of tf32
-    accumulator: str = FP32  # what mma sums in; packed sums (float16 only) need no conversion
+    # values between two mma: packed; fp16, of bfloat16 rows brought into its range, which is what packed means for the
+    # other carriers then; or fp32 in parts of bfloat16 (split) or of tf32
+    mma_carrier: str = PACKED
+    accumulator: str = FP32  # what mma sums in; packed sums (float16 and fp16 only) need no conversion
     butterfly_carrier: str = PACKED  # values that butterflies and shuffles work on
     exchange_carrier: str = PACKED  # values that cross shared memory
     exchange_rounds: int = 1  # shared memory used this many times over in one exchange
@@ -78,6 +84,11 @@ class Knobs:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+    @property
+    def normalizes(self) -> bool:
+        """Whether values are brought into the range of float16."""
+        return self.mma_carrier == FP16
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Knobs:
@@ -126,16 +137,18 @@ def steps_of(problem: Problem, knobs: Knobs) -> tuple[Step, ...]:
         steps[1:2] = [replace(first, over_blocks=True)] if isinstance(first, Mma) else [Gather(), first]
     bits = problem.log2_n
     if bits > CHUNK_BITS:
-        convert = _Converter(steps)
+        convert = _Converter(steps, FP16 if knobs.normalizes else PACKED)
         if places := near_butterflies(problem, knobs):
             convert.to(knobs.butterfly_carrier)
         steps += [Butterfly(place) for place in places]
         for pairs in exchanges_of(problem, knobs):
             convert.to(knobs.exchange_carrier)
-            through = knobs.exchange_carrier, knobs.exchange_rounds, knobs.shared_layout
+            through = convert.carrier, knobs.exchange_rounds, knobs.shared_layout
             steps.append(Exchange(pairs, *through, turned=turns_in_exchange(knobs)))
             _add_far_bits(convert, problem, knobs, [near for near, _ in pairs])
     steps = _with_scale(problem, knobs, steps)
+    if knobs.normalizes:
+        steps.insert(1, Normalize())
     if knobs.low_bits == "mma_shuffle":
         steps.append(Transpose())
     if knobs.ahead:
@@ -147,26 +160,34 @@ def steps_of(problem: Problem, knobs: Knobs) -> tuple[Step, ...]:
 
 
 class _Converter:
-    """Appends the `Widen` or `Round` that brings the values into a wanted form."""
+    """Appends the `Widen`, `Narrow` or `Round` that brings the values into the form that a knob names; `packed` is what
+    it means by that."""
 
-    def __init__(self, steps: list[Step]) -> None:
+    def __init__(self, steps: list[Step], packed: str = PACKED) -> None:
         self.steps = steps
+        self._packed = packed
 
     @property
     def carrier(self) -> str:
         return reduce(lambda carrier, step: carrier_after(step, carrier), self.steps, "")
 
     def to(self, carrier: str) -> None:
+        carrier = self._packed if carrier == PACKED else carrier
         if self.carrier != carrier:
-            self.steps.append(Round() if carrier == PACKED else Widen())
+            self.steps.append(Widen() if carrier == FP32 else Narrow() if carrier == FP16 else Round())
 
 
 def _low_bits(problem: Problem, knobs: Knobs) -> list[Step]:
     """The steps that transform index bits 0–7 of packed values, as far as the row has them."""
     bits = problem.log2_n
     first, second = (1, 2) if _scales_in_mma(problem, knobs) or wide_range(problem.dtype) else (0, 0)
+    if knobs.normalizes:
+        first, second = NORMALIZER, 0
     if knobs.low_bits == "mma":
         # mma(reg0) finds bits 0 3 4 1 at its places and leaves 5 6 7 there, which mma(reg1) transforms with bit 2.
+        if knobs.normalizes:
+            accumulator = FP16 if knobs.accumulator == PACKED else FP32
+            return [Mma(0, factor=first), Narrow(), Mma(1, FP16, accumulator=accumulator)]
         if knobs.mma_carrier != PACKED:
             return [Mma(0, factor=first), _wide_mma(1, problem, knobs, second)]
         if knobs.accumulator == PACKED:
@@ -220,11 +241,14 @@ def _add_far_bits(convert: _Converter, problem: Problem, knobs: Knobs, near: lis
             far = _wide_mma(FAR_MMA.reg, problem, knobs, factor=0)
         elif convert.carrier == FP32:
             far = replace(far, operand="bfloat16", parts=PARTS["bfloat16"][problem.dtype])
+        else:
+            far = replace(far, operand=convert.carrier)
         lanes, others = [[p for p in places if p not in far.places] for places in (lanes, others)]
-        if far.operand == PACKED and (knobs.butterfly_carrier == PACKED or not lanes + others):
-            far = replace(far, accumulator=knobs.accumulator)
+        packed = knobs.accumulator == PACKED and not far.in_parts
+        if packed and (knobs.butterfly_carrier == PACKED or not lanes + others):
+            far = replace(far, accumulator=far.operand)
         steps.append(far)
-    elif lanes and convert.carrier == PACKED and knobs.butterfly_carrier == FP32:
+    elif lanes and convert.carrier != FP32 and knobs.butterfly_carrier == FP32:
         steps.append(Shuffle(lanes.pop(0).index, widen=True))
     if lanes or others:
         convert.to(knobs.butterfly_carrier)
@@ -304,6 +328,8 @@ def _with_scale(problem: Problem, knobs: Knobs, steps: list[Step]) -> list[Step]
     )
     if problem.dtype is DType.FLOAT32:
         return [*steps[:after], Scale(), *steps[after:]]
+    if knobs.normalizes:  # and float16 would have no room for what is scaled
+        return [*steps, *([] if _Converter(steps).carrier == FP32 else [Widen()]), Scale(), Round()]
     if _Converter(steps).carrier == FP32:
         steps = [*steps, Round()]
     wide = next(i for i in range(after, len(steps)) if _Converter(steps[:i]).carrier == FP32)

@@ -25,7 +25,7 @@ from hadagen.knobs import (
 )
 from hadagen.plan import BARRIER_BYTES, CHUNK_BITS, OVERHEAD_REGISTERS, THREAD_ELEMENTS, VECTOR_BYTES
 from hadagen.problem import DType, Numerics, Problem
-from hadagen.steps import FP32, PACKED, PARTS, Exchange, Load, mixed_chunk_bits, roundings
+from hadagen.steps import FP16, FP32, PACKED, PARTS, Exchange, Load, mixed_chunk_bits, roundings
 
 MAX_EXCHANGES = 2
 # Blocks that each load a whole row: with more they would compute less, but take in as much, and were never faster.
@@ -80,6 +80,11 @@ def _far_beside_blocks(c: Context, k: Knobs) -> int:
     """How many far bits are left for lanes when those of blocks have gone to registers."""
     blocks = 0 if k.block_bits == LOAD else log2(k.cluster)
     return _far(c, k) - min(blocks, log2(k.chunks))
+
+
+def _rounds_once(c: Context, k: Knobs) -> bool:
+    """Whether nothing but the store may round: fp16 has bits to spare for a bfloat16 result."""
+    return c.problem.numerics is Numerics.ACCURATE and not k.normalizes
 
 
 def _has_exchange(c: Context, k: Knobs) -> bool:
@@ -226,13 +231,32 @@ def _(c: Context, k: Knobs) -> str | None:
 def _(c: Context, k: Knobs) -> str | None:
     if k.accumulator == FP32:
         return None
-    if k.low_bits == "shuffle" or k.mma_carrier != PACKED:
+    if k.low_bits == "shuffle" or k.mma_carrier not in (PACKED, FP16):
         return "no mma leaves packed values (accumulator must be fp32)"
+    if k.mma_carrier == FP16:
+        return None
     if c.problem.dtype is not DType.FLOAT16:
         return "no mma sums in bfloat16 (accumulator must be fp32)"
     if c.problem.numerics is Numerics.ACCURATE:
         return "accurate may not round inside an mma (accumulator must be fp32)"
     return None
+
+
+@_rule(*SHAPE, "block_bits", "far_bits", "far_lanes", "low_bits", "mma_carrier", "exchange_carrier")
+def _(c: Context, k: Knobs) -> str | None:
+    if not k.normalizes:
+        return None
+    if c.problem.dtype is not DType.BFLOAT16:
+        return f"fp16 has no more bits than a {c.problem.dtype.value} (mma_carrier must be another)"
+    if c.problem.numerics is Numerics.FAST:
+        return "fast may carry bfloat16 (mma_carrier must be another)"
+    if k.cluster == 1 or k.block_bits == LOAD:
+        # Within a block it was never faster: the exchange costs less there than to find the level.
+        return "only between blocks fp16 saves more than its level costs (mma_carrier must be another)"
+    if k.exchange_carrier == FP32:
+        return "levels cross with fp16 (exchange_carrier must be packed)"
+    count = len(exchanges_of(c.problem, k))
+    return "levels cross in one exchange (far_bits must be lanes, or chunks more)" if count > 1 else None
 
 
 @_rule(*SHAPE, "block_bits", "far_lanes", "low_bits", "butterfly_carrier")
@@ -248,7 +272,9 @@ def _(c: Context, k: Knobs) -> str | None:
     return None
 
 
-@_rule("chunks", "cluster", "block_bits", "far_lanes", "low_bits", "butterfly_carrier", "exchange_carrier")
+@_rule(
+    "chunks", "cluster", "block_bits", "far_lanes", "low_bits", "mma_carrier", "butterfly_carrier", "exchange_carrier"
+)
 def _(c: Context, k: Knobs) -> str | None:
     if k.exchange_carrier == FP32:
         if not _has_exchange(c, k):
@@ -258,8 +284,7 @@ def _(c: Context, k: Knobs) -> str | None:
         return None
     if k.butterfly_carrier == FP32 and not _has_butterflies(c, k):
         return "no butterfly has a carrier (butterfly_carrier must be as exchange_carrier)"
-    accurate = c.problem.numerics is Numerics.ACCURATE
-    if accurate and _has_exchange(c, k):
+    if _rounds_once(c, k) and _has_exchange(c, k):
         return "accurate may not round before an exchange (exchange_carrier must be fp32)"
     return None
 
@@ -276,10 +301,10 @@ def _(c: Context, k: Knobs) -> str | None:
     "exchange_carrier",
 )
 def _(c: Context, k: Knobs) -> str | None:
-    if c.problem.numerics is Numerics.ACCURATE:
+    if _rounds_once(c, k):
         return None
     if roundings(steps_of(c.problem, k)) > c.problem.roundings + ROUNDINGS_SPREAD:
-        return "it rounds more often than fast may (take fp32 carriers)"
+        return f"it rounds more often than {c.problem.numerics.value} may (take fp32 carriers)"
     return None
 
 
@@ -380,10 +405,10 @@ def _(c: Context, k: Knobs) -> str | None:
     return None
 
 
-@_rule("chunks", "warps", "cluster", "block_bits", "exchange_carrier", "load", "stages", "min_blocks")
+@_rule("chunks", "warps", "cluster", "block_bits", "mma_carrier", "exchange_carrier", "load", "stages", "min_blocks")
 def _(c: Context, k: Knobs) -> str | None:
     # All values are wide at once where they cross shared memory in fp32, or are not rounded before the store.
-    wide = k.exchange_carrier == FP32 or c.problem.numerics is Numerics.ACCURATE
+    wide = k.exchange_carrier == FP32 or _rounds_once(c, k)
     packed = k.chunks * THREAD_ELEMENTS * c.problem.dtype.bytes // 4
     shares = 1 if c.problem.dtype is DType.FLOAT32 else _shares_loaded(k)  # that are in registers at once
     data = max(k.chunks * THREAD_ELEMENTS if wide else packed, shares * packed)
@@ -400,6 +425,7 @@ def _(c: Context, k: Knobs) -> str | None:
     *SHAPE,
     "block_bits",
     "far_bits",
+    "mma_carrier",
     "exchange_carrier",
     "exchange_rounds",
     "shared_layout",
@@ -416,8 +442,9 @@ def _(c: Context, k: Knobs) -> str | None:
         slot = Exchange((), k.exchange_carrier, k.exchange_rounds, k.shared_layout).slot_bytes
         crossing = [any(far.kind == "cta" for _, far in pairs) for pairs in exchanges_of(c.problem, k)]
         exchanged = k.chunks * k.warps * slot * len(set(crossing))  # blocks fill each other's slots beside their own
-    # Barriers or not: a little room to spare.
-    bytes_ = BARRIER_BYTES + (max(staged, exchanged) if load.multicast else staged + exchanged)
+    levels = VECTOR_BYTES * k.warps * k.cluster if k.normalizes else 0
+    # Barriers or not, and levels told or not: a little room to spare.
+    bytes_ = BARRIER_BYTES + levels + (max(staged, exchanged) if load.multicast else staged + exchanged)
     limits = c.arch.limits
     if bytes_ > limits.shared_per_block:
         return f"more than {limits.shared_per_block} bytes of shared memory per block (take fewer stages or warps)"

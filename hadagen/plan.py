@@ -20,8 +20,10 @@ from hadagen.layout import MMA_MOVES, PAIR, Place, Placement, cta, lane, reg
 from hadagen.problem import DType, Numerics, Problem
 from hadagen.scale import ScaleForm
 from hadagen.steps import (
+    FP16,
     FP32,
     LEAST_POWER,
+    NORMALIZER,
     PACKED,
     PARTS,
     Butterfly,
@@ -30,6 +32,8 @@ from hadagen.steps import (
     Gather,
     Load,
     Mma,
+    Narrow,
+    Normalize,
     Prefetch,
     Round,
     Scale,
@@ -65,8 +69,9 @@ ORDERS = ("by_step", "by_chunk", "by_group")  # as the knob of this name has the
 BARRIER_BYTES = 128  # room for all mbarriers; keeps what follows aligned
 
 # What a plan may multiply by, in this order, to have multiplied by the scale once: as a whole, of which an `Mma` may
-# take powers of two; or in two 16-bit parts, whose error `accurate` does not allow.
-WHOLE_SCALE = (["scale"], ["factor 1", "scale"], ["factor 1", "factor 2", "scale"])
+# take powers of two, or which undoes what has normalized; or in two 16-bit parts, whose error `accurate` does not
+# allow.
+WHOLE_SCALE = (["scale"], ["factor 1", "scale"], ["factor 1", "factor 2", "scale"], ["normalizer", "scale"])
 SCALE_IN_PARTS = (["factor 1", "factor 2"], ["factor 1", "correction"])
 
 
@@ -118,7 +123,7 @@ class Plan:
 
     @cached_property
     def carriers(self) -> tuple[str, ...]:
-        """The form of the values after each step: `PACKED` or `FP32`."""
+        """The form of the values after each step: `PACKED`, `FP16` or `FP32`."""
         trace, carrier = [], ""
         for step in self.steps:
             carrier = carrier_after(step, carrier)
@@ -137,6 +142,15 @@ class Plan:
     def tiles_ahead(self, step: Prefetch) -> int:
         """How many tiles after the one that was loaded the one comes that is prefetched; none is as large as 1 MiB."""
         return (step.mib << 20) // (self.tile_elements * self.problem.dtype.bytes)
+
+    @property
+    def normalizes(self) -> bool:
+        return any(isinstance(step, Normalize) for step in self.steps)
+
+    @property
+    def levels_bytes(self) -> int:
+        """Shared memory for the levels of all warps of the cluster, each in a vector."""
+        return VECTOR_BYTES << self.warp_bits + self.cta_bits if self.normalizes else 0
 
     @property
     def exchanges(self) -> tuple[Exchange, ...]:
@@ -187,11 +201,17 @@ class Plan:
         return self._slots_offset + (self._slots_bytes(crossing=False) if step.crosses_blocks else 0)
 
     def crossed_bytes(self, step: Exchange) -> int:
-        """What lands in a block in one round of an exchange across blocks: a vector for each lane, chunk and plane."""
-        return step.planes * (32 * VECTOR_BYTES << self.chunk_bits + self.warp_bits)
+        """What lands in a block in one round of an exchange across blocks: a vector for each lane, chunk and plane, and
+        the levels of all warps."""
+        return step.planes * (32 * VECTOR_BYTES << self.chunk_bits + self.warp_bits) + self.levels_bytes
 
     @property
     def shared_bytes(self) -> int:
+        return self.levels_offset + self.levels_bytes
+
+    @property
+    def levels_offset(self) -> int:
+        """Where in shared memory the levels of warps begin: behind all else."""
         slots_end = self._slots_offset + self._slots_bytes(crossing=False) + self._slots_bytes(crossing=True)
         return max(self._stages_end, slots_end)
 
@@ -264,17 +284,19 @@ def _check(plan: Plan) -> None:
 
         needs = {
             Round: FP32,
+            Narrow: FP32,
             Scale: FP32,
             Correct: PACKED,
-            Widen: PACKED,
+            Widen: carrier if carrier != FP32 else PACKED,
             Transpose: PACKED,
             Store: plan.load.carrier,
             Load: "",
             Prefetch: plan.load.carrier,
+            Normalize: PACKED,
             Gather: FP32,
         }.get(type(step), carrier)
         if isinstance(step, Mma):
-            parts = 1 if step.operand == PACKED else PARTS[step.operand].get(plan.problem.dtype)
+            parts = PARTS[step.operand].get(plan.problem.dtype) if step.in_parts else 1
             if step.parts != parts:
                 raise refuse(f"takes values as {step.parts} {step.operand} instead of {parts or 'another type'}")
             if step.turned and step.operand == "tf32":
@@ -287,9 +309,11 @@ def _check(plan: Plan) -> None:
                 raise refuse("only packed values are summed over blocks, as they lie, in fp32")
             if step.over_blocks and step.factor and plan.scale_form is not ScaleForm.FP32:
                 raise refuse("sums over blocks outgrow what a factor in 16 bits is made for")
-            needs = PACKED if step.operand == PACKED else FP32
+            if step.factor == NORMALIZER and not (plan.normalizes and step.operand == PACKED):
+                raise refuse("nothing normalizes the rows, or not these values")
+            needs = FP32 if step.in_parts else step.operand
         elif isinstance(step, Shuffle) and step.widen:
-            needs = PACKED
+            needs = carrier if carrier != FP32 else PACKED
         elif isinstance(step, Butterfly) and step.place == PAIR:
             needs = FP32  # the two values of a pair are one operand
         elif isinstance(step, Exchange):
@@ -298,6 +322,10 @@ def _check(plan: Plan) -> None:
                 raise refuse("only all fp32 values at once are turned on their way")
             if step.turned != any(near == PAIR for near, _ in step.pairs):
                 raise refuse("the pair is swapped where values are turned on their way, and only there")
+        elif isinstance(step, Normalize):
+            _check_normalize(plan, number, refuse)
+        elif isinstance(step, Narrow) and multiplied != ["normalizer"]:
+            raise refuse("only normalized values are in the range of a float16")
         if sums_over_blocks(step):
             _check_over_blocks(plan, number, step, refuse)
         if carrier != needs:
@@ -312,7 +340,7 @@ def _check(plan: Plan) -> None:
         if isinstance(step, Round) or (changes_values(step) and carrier == PACKED):
             exact = False
         if isinstance(step, Mma) and step.factor:
-            multiplied.append(f"factor {step.factor}")
+            multiplied.append("normalizer" if step.factor == NORMALIZER else f"factor {step.factor}")
         elif isinstance(step, Gather | Scale):
             multiplied.append("scale")
         elif isinstance(step, Correct):
@@ -350,13 +378,22 @@ def _check(plan: Plan) -> None:
 def _check_over_blocks(plan: Plan, number: int, step: Step, refuse: Callable[[str], UsageError]) -> None:
     if not plan.cta_bits:
         raise refuse("there is one block, and no other to sum over")
-    loads = all(isinstance(before, Load | Prefetch | Trigger) for before in plan.steps[: number - 1])
+    loads = all(isinstance(before, Load | Prefetch | Trigger | Normalize) for before in plan.steps[: number - 1])
     if not loads or (plan.load.staged and not plan.load.multicast) or plan.load.stages > 1:
         raise refuse("only what each block has loaded, straight to registers or by multicast, is summed over blocks")
     if isinstance(step, Gather) and not plan.load.multicast:
         raise refuse("it finds what a multicast has brought")
     if plan.crosses_blocks:
         raise refuse("bits that are summed over blocks are not exchanged between them")
+
+
+def _check_normalize(plan: Plan, number: int, refuse: Callable[[str], UsageError]) -> None:
+    if plan.problem.dtype is not DType.BFLOAT16:
+        raise refuse("only values of the range of a bfloat16 are normalized")
+    if not all(isinstance(before, Load | Prefetch | Trigger) for before in plan.steps[: number - 1]):
+        raise refuse("only what was just loaded is normalized")
+    if not plan.crosses_blocks or len(plan.exchanges) > 1 or plan.exchanges[0].carrier != FP16:
+        raise refuse("levels cross to other blocks with fp16, in one exchange")
 
 
 def interpret(plan: Plan, x: Reals, scale: float = 1.0) -> Reals:
@@ -400,7 +437,7 @@ def interpret(plan: Plan, x: Reals, scale: float = 1.0) -> Reals:
 
 def _factor(plan: Plan, step: Mma, left: float) -> float:
     """What an `Mma` multiplies by, where steps have still to multiply by `left`."""
-    if not step.factor:
+    if step.factor in (0, NORMALIZER):  # `Scale` undoes that
         return 1.0
     if plan.scale_form is ScaleForm.FP32:
         return 2.0 ** max(plan.least_power(step), min(0, math.frexp(left)[1] - 1))

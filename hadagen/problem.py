@@ -87,8 +87,10 @@ class Problem:
     @property
     def roundings(self) -> float:
         """How many roundings of 16-bit values may add up, independent as they are: by their squares."""
+        if self.dtype is DType.FLOAT32:
+            return 0.0
         if self.numerics is Numerics.ACCURATE:
-            return 1.0
+            return (ACCURATE_BOUND[self.dtype] / ROUNDING_ERROR[self.dtype]) ** 2
         return (HADACORE_ERROR[self.dtype][self.log2_n - 1] / ROUNDING_ERROR[self.dtype]) ** 2
 
     @property

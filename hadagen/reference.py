@@ -7,11 +7,13 @@ import numpy as np
 from hadagen.bits import Reals, decode, encode
 from hadagen.problem import DType, Problem
 
-INPUT_CLASSES = ("normal", "constant", "one-hot", "large")
+INPUT_CLASSES = ("normal", "constant", "one-hot", "uneven", "large")
 
 # With this many normal elements the measured error lies within a few percent of its expectation.
 NORMAL_ELEMENTS = 8192
 
+# Runs of so many elements of an "uneven" row are up to this power of two smaller than the largest.
+UNEVEN_RUN, UNEVEN_POWER = 256, 24
 # A "large" element is a standard normal one times this: near the top of the type, orthonormal results still finite.
 LARGE = {DType.FLOAT16: 4096.0, DType.BFLOAT16: 1e30, DType.FLOAT32: 1e30}
 
@@ -28,6 +30,7 @@ def input_classes(problem: Problem, rows: int, seed: int = 0) -> dict[str, Reals
       rows · n of `NORMAL_ELEMENTS` or more show.
     - `constant`: each row one signed power of two, so the result is a single element and exact zeros.
     - `one-hot`: a single ±1 in each row, at the first place in row 0, at the last in row 1, then anywhere.
+    - `uneven`: normal, every run of `UNEVEN_RUN` elements times a power of two, of which one in each row is 1.
     - `large`: normal times `LARGE`.
     """
     random = np.random.default_rng(seed)
@@ -39,11 +42,19 @@ def input_classes(problem: Problem, rows: int, seed: int = 0) -> dict[str, Reals
     one_hot[np.arange(rows), places] = random.choice((-1.0, 1.0), rows)
 
     constants = np.ldexp(random.choice((-1.0, 1.0), rows), random.integers(-2, 3, rows))
+    normal = random.standard_normal(shape)
+    large = random.standard_normal(shape) * LARGE[problem.dtype]
+
+    powers = random.integers(-UNEVEN_POWER, 1, (rows, -(-problem.n // UNEVEN_RUN)))
+    powers -= powers.max(axis=1, keepdims=True)
+    runs = np.repeat(np.ldexp(1.0, powers), UNEVEN_RUN, axis=1)[:, : problem.n]
+
     values = (
-        random.standard_normal(shape),
+        normal,
         np.repeat(constants[:, None], problem.n, axis=1),
         one_hot,
-        random.standard_normal(shape) * LARGE[problem.dtype],
+        random.standard_normal(shape) * runs,
+        large,
     )
     dtype = problem.dtype
     return {name: decode(dtype, encode(dtype, reals)) for name, reals in zip(INPUT_CLASSES, values, strict=True)}

@@ -17,7 +17,7 @@ from hadagen.knobs import KNOB_NAMES, LOAD, Knobs, log2, plan_of
 from hadagen.legality import RULES, SHAPE, Context, Rule
 from hadagen.plan import CHUNK_BITS, Plan
 from hadagen.problem import DType, Numerics, Problem
-from hadagen.steps import PACKED, Load
+from hadagen.steps import FP16, PACKED, Load
 
 # What proved good on H100s, whatever the tile, for `fast`; where it is not legal, the nearest that is.
 PROVEN = Knobs(far_bits="lanes", far_lanes="mma", accumulator=PACKED, shared_layout="swizzled")
@@ -89,13 +89,14 @@ class Space:
 
     @property
     def _proven(self) -> Knobs:
-        """What proved good, by how an mma takes its values: far bits go through one where it takes them packed, or each
-        as one tf32, but not in parts, which take longer than butterflies."""
+        """What proved good, by how an mma takes its values: far bits go through one where it takes them in 16 bits, but
+        not in parts, which take longer than butterflies."""
         if self.problem.numerics is Numerics.FAST:
             return PROVEN
-        in_parts = self.problem.dtype is not DType.BFLOAT16
+        if self.problem.dtype is DType.BFLOAT16:
+            return replace(PROVEN, mma_carrier=FP16)
         # No float16 is a tf32: the nearest that is legal there is split.
-        return replace(PROVEN, mma_carrier="tf32", far_lanes="shuffle" if in_parts else "mma")
+        return replace(PROVEN, mma_carrier="tf32", far_lanes="shuffle")
 
     def _oddity(self, knobs: Knobs) -> tuple[int, ...]:
         """How far the shape of a tile is from one that tends to be good."""

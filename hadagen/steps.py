@@ -10,6 +10,9 @@ from hadagen.problem import DType
 
 PACKED = "packed"  # two 16-bit elements to a register
 FP32 = "fp32"
+# Two float16 to a register, which have three bits more than the bfloat16 of a problem but a short range: so they hold
+# values times a power of two, the same for all that are summed.
+FP16 = "fp16"
 
 LEAST_POWER = -4  # 2^-4 of the scale in an mma: sums of 16 are then no larger than what is summed
 # As what an `Mma` takes fp32 values, and in how many parts. Both types have the range of fp32; a bfloat16 has 8 bits, a
@@ -19,6 +22,9 @@ PARTS = {
     "bfloat16": {DType.FLOAT16: 2, DType.BFLOAT16: 2, DType.FLOAT32: 3},
     "tf32": {DType.BFLOAT16: 1, DType.FLOAT32: 2},
 }
+
+
+NORMALIZER = 3  # as the `factor` of an `Mma`
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,14 @@ class Trigger:
 
 
 @dataclass(frozen=True)
+class Normalize:
+    """Finds the level of what each warp has loaded: a power of two, in steps of 2^8, that the largest value is below by
+    less than a step. The first `Mma` divides by half of it, so that no sum of a row is beyond float16, and `Scale`
+    multiplies by it again. The `Exchange` between blocks brings values to the highest level of all warps. Mostly it is
+    the level of each, and nothing is to be done."""
+
+
+@dataclass(frozen=True)
 class Gather:
     """Sums the shares of a row that a multicast has brought, fp32 times the scale: transforms the bits at cta."""
 
@@ -68,23 +82,28 @@ class Mma:
     """Transforms the four bits at {pair, lane0, lane1, reg}, or all but the first `idle` of them, times a factor of the
     scale, and applies `MMA_MOVES`.
 
-    Takes packed values as they are, or fp32 as a sum of `parts` of the type of its `operand`. Leaves what it
-    accumulates in: fp32, or packed (float16 only). All four must be bits of the row, the idle too: were one not, rows
+    Takes packed values or fp16 as they are, or fp32 as a sum of `parts` of the type of its `operand`. Leaves what it
+    accumulates in: fp32, or 16 bits (float16 only). All four must be bits of the row, the idle too: were one not, rows
     would meet in a sum with weight 0, and an infinity in one would make NaN of its neighbors.
     """
 
     reg: int
-    operand: str = PACKED  # or a type of `PARTS`
+    operand: str = PACKED  # or fp16, or a type of `PARTS`
     parts: int = 1
     accumulator: str = FP32
     # 1 or 2: the first or second of those that the scale came as; where it came whole, the first or second power of two
-    # taken from it, at most 1 and at least 2^`Plan.least_power`. 0: none.
+    # taken from it, at most 1 and at least 2^`Plan.least_power`. `NORMALIZER`: what `Normalize` found. 0: none.
     factor: int = 0
     # Transposed on its way in, 16 bits at a time: transforms {lane2, lane3, lane4, reg} and moves nothing.
     turned: bool = False
     # Sums over the blocks of a cluster too, each of which has loaded the whole row: transforms the bits at cta as well.
     over_blocks: bool = False
     idle: int = 0  # the bits at the first so many of its `operand_places` are left as they are
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether it takes fp32."""
+        return self.operand in PARTS
 
     @property
     def places(self) -> tuple[Place, ...]:
@@ -111,7 +130,7 @@ class Butterfly:
 @dataclass(frozen=True)
 class Shuffle:
     """Transforms the bit at lane[`lane`] by a warp shuffle with the lane across, then add or subtract. `widen` takes
-    packed values and leaves fp32, so that half as many words cross."""
+    16-bit values and leaves fp32, so that half as many words cross."""
 
     lane: int
     widen: bool = False
@@ -161,7 +180,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Scale:
-    """Multiplies by the scale, or by what is left of it where `Mma` steps took powers of two."""
+    """Multiplies by the scale, or by what is left of it where `Mma` steps took powers of two or normalized rows."""
 
     # Times 1 + 2^-10/3 too, for values that are cut off to one tf32 later: that is what they lose there in the mean
     # (least squares of m · d − 2^-10 · u over u in [0, 1) and mantissas m in [1, 2) of density 1/m), and a value of 11
@@ -176,7 +195,12 @@ class Correct:
 
 @dataclass(frozen=True)
 class Widen:
-    """Packed → fp32, exact."""
+    """Packed or fp16 → fp32, exact."""
+
+
+@dataclass(frozen=True)
+class Narrow:
+    """fp32 → fp16, to nearest even."""
 
 
 @dataclass(frozen=True)
@@ -195,6 +219,7 @@ Step = (
     Load
     | Prefetch
     | Trigger
+    | Normalize
     | Gather
     | Mma
     | Transpose
@@ -204,6 +229,7 @@ Step = (
     | Scale
     | Correct
     | Widen
+    | Narrow
     | Round
     | Store
 )
@@ -247,6 +273,8 @@ def carrier_after(step: Step, carrier: str) -> str:
         return step.carrier
     if isinstance(step, Round):
         return PACKED
+    if isinstance(step, Narrow):
+        return FP16
     if isinstance(step, Mma):
         return step.accumulator
     if isinstance(step, Widen) or (isinstance(step, Shuffle) and step.widen):
@@ -264,29 +292,31 @@ _PACKED_SUM, _CORRECTION = 1.15, 0.25
 _CUT = 1 / 16
 # And the rounding of an fp32 sum of so many rounded values: half of the sums of two lie in the middle between two.
 _ROUNDED_SUM = {2: 1.17, 4: 1.05}
+_OF_FP16 = 1 / 64  # of a rounding to bfloat16: of three bits more, so an eighth of the error
 
 
 def roundings(steps: Iterable[Step]) -> float:
     """How many roundings of normal values have the same error as all those of the steps together."""
     carrier, count = "", 0.0
-    terms = 0  # rounded values in each fp32 sum since they were rounded; 0: many, or values times a scale
+    terms, of = 0, ""  # values rounded to a form in each fp32 sum since; 0: many, or values times a scale
     for step in steps:
         carrier = carrier_after(step, carrier)
         sums = isinstance(step, Butterfly | Shuffle)
-        if isinstance(step, Round):
-            count += _ROUNDED_SUM.get(terms, 1.0)
-        elif isinstance(step, Mma) and carrier == PACKED:
-            count += _ROUNDED_SUM.get(terms << len(step.places), 1.0)
+        one = _OF_FP16 if carrier == FP16 else 1.0
+        if isinstance(step, Round | Narrow):
+            count += one * (_ROUNDED_SUM.get(terms, 1.0) if of == carrier else 1.0)
+        elif isinstance(step, Mma) and carrier != FP32:
+            count += one * _ROUNDED_SUM.get(terms << len(step.places), 1.0)
         elif isinstance(step, Correct):
             count += _CORRECTION
         elif isinstance(step, Mma) and step.operand == "tf32" and step.parts == 1:
             count += _CUT
-        elif sums and carrier == PACKED:
-            count += _PACKED_SUM
+        elif sums and carrier != FP32:
+            count += one * _PACKED_SUM
         if isinstance(step, Mma) and carrier == FP32:
             terms <<= len(step.places)
-        elif isinstance(step, Round | Mma) or (sums and carrier == PACKED):
-            terms = int(carrier == PACKED)
+        elif isinstance(step, Round | Narrow | Mma) or (sums and carrier != FP32):
+            terms, of = int(carrier != FP32), carrier
         elif sums:
             terms *= 2
     return count
@@ -295,6 +325,9 @@ def roundings(steps: Iterable[Step]) -> float:
 def changes_values(step: Step) -> bool:
     """Whether a step does arithmetic, not only moves or converts."""
     return isinstance(step, Gather | Mma | Butterfly | Shuffle | Scale | Correct)
+
+
+_FACTORS = ("", "the first factor of the scale", "the second factor of the scale", "what normalizes the warp")
 
 
 def sentence(step: Step, before: Placement) -> str:
@@ -306,12 +339,14 @@ def sentence(step: Step, before: Placement) -> str:
             return f"prefetch to L2 what is {mib} MiB ahead"
         case Trigger():
             return "let the next kernel start"
+        case Normalize():
+            return "find the level of the warp"
         case Gather():
             return f"sum over blocks, times the scale: bits {bits}"
         case Mma(register, operand, parts, accumulator, factor, turned, over_blocks, idle):
-            packed = ", packed accumulators" if accumulator == PACKED else ""
-            how = packed if operand == PACKED else f" as {parts} {operand}"
-            times = f", times the {('first', 'second')[factor - 1]} factor of the scale" if factor else ""
+            packed = f", {accumulator} accumulators" if accumulator != FP32 else ""
+            how = f" as {parts} {operand}" if step.in_parts else packed
+            times = f", times {_FACTORS[factor]}" if factor else ""
             means = ", turned" if turned else ", over blocks" if over_blocks else ""
             rest = f", {idle} idle" if idle else ""
             return f"mma reg{register}{means}{rest}: bits {bits}{how}{times}"
@@ -334,6 +369,8 @@ def sentence(step: Step, before: Placement) -> str:
             return "correct the scale"
         case Widen():
             return "widen to fp32"
+        case Narrow():
+            return "narrow to fp16"
         case Round():
             return "round to 16 bits"
         case Store(path):

@@ -239,6 +239,23 @@ def test_a_bundle_behind_another_answers_where_it_suits_better(tmp_path: Path, m
     assert found[1].path == mine
 
 
+def test_a_pinned_bundle_answers_wherever_it_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    foreign = write_trials(tmp_path / "h20.db", [make_trial(environment=replace(H100, gpu="NVIDIA H20"))])
+    mine = write_sample(tmp_path / "mine.db", chunks=2)
+    monkeypatch.setattr(bundles, "shipped", lambda: {"sm90": mine})
+    for pinned, path, match in (("", mine, Match.SAME_GPU), (str(foreign), foreign, Match.SAME_ARCH)):
+        monkeypatch.setenv(bundles.VARIABLE, pinned)
+        found, chosen = choose_from_bundles(PROBLEM, Destination.IN_PLACE, 1 << 13, HERE)
+        assert chosen
+        assert (found, chosen[1].path) == (match, path)
+    other = replace(PROBLEM, n=2 * PROBLEM.n)
+    assert choose_from_bundles(other, Destination.IN_PLACE, 1 << 13, HERE) == (Match.GENERIC, None)
+    write_trials(mine, [make_trial(problem=other)])
+    _, chosen = choose_from_bundles(other, Destination.IN_PLACE, 1 << 13, HERE)
+    assert chosen
+    assert chosen[1].path == mine  # the pinned one has no kernel for it
+
+
 def test_a_bundle_is_opened_once_until_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_sample(tmp_path / "a.db")
     monkeypatch.setenv(bundles.VARIABLE, str(path))

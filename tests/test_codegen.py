@@ -21,7 +21,14 @@ from hadagen.plan import Plan
 from hadagen.problem import DType, Numerics, Problem
 from hadagen.scale import ScaleForm
 from hadagen.space import build_plan
-from hadagen.steps import PACKED, Correct, Gather, Mma, Scale
+from hadagen.steps import (
+    NORMALIZER,
+    PACKED,
+    Correct,
+    Gather,
+    Mma,
+    Scale,
+)
 
 
 def sample() -> list[Plan]:
@@ -87,10 +94,11 @@ def test_empty_lines_stand_only_between_blocks(plan: Plan) -> None:
 def test_a_scale_is_read_in_one_form(plan: Plan) -> None:
     text = render(plan).text
     kinds = {type(step) for step in plan.steps}
-    factors = {step.factor for step in plan.steps if isinstance(step, Mma)} - {0}
+    factors = {step.factor for step in plan.steps if isinstance(step, Mma)} - {0, NORMALIZER}
     whole = Scale in kinds or Gather in kinds
     assert bool(re.search(r"float scale = as_float\(scale_word\);", text)) == whole
-    assert bool(re.search(r"\] \*= scale\b", text)) == (Scale in kinds)
+    assert bool(re.search(r"\] \*= scale\b", text)) == (Scale in kinds and not plan.normalizes)
+    assert ("undo_level(scale, level)" in text) == ("hadamard16(normalizer_of(level))" in text) == plan.normalizes
     assert ("as_word(scale) ^ parity" in text) == (Gather in kinds)
     assert ("correction = high_half(scale_word)" in text) == (Correct in kinds)
     for number, half in ((1, "low_half"), (2, "high_half")):
@@ -101,7 +109,8 @@ def test_a_scale_is_read_in_one_form(plan: Plan) -> None:
     assert whole or factors
     if plan.problem.numerics is Numerics.ACCURATE:
         assert whole
-        assert bool(factors) == (Mma in kinds and plan.problem.dtype is not DType.FLOAT16)
+        powers = Mma in kinds and plan.problem.dtype is not DType.FLOAT16
+        assert bool(factors) == (powers and not plan.normalizes)
 
 
 def test_fast_scales_in_mma_wherever_values_between_two_are_packed() -> None:

@@ -32,7 +32,7 @@ refresh = load_script("refresh")
 @pytest.fixture
 def documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A README and measured tables in which hadagen, fast, is everywhere twice as fast as its peers."""
-    names = ("OURS", "BENCH", "EARLIER", "BETWEEN", "PICTURE", "README", "CALLS", "PERFORMANCE")
+    names = ("OURS", "BENCH", "EARLIER", "BENCH_H200", "BETWEEN", "PICTURE", "README", "CALLS", "PERFORMANCE")
     for name in (*names, "RECORDINGS", "SEARCH", "SEARCH_PAGE", "SEARCH_PICTURE"):
         monkeypatch.setattr(refresh, name, tmp_path / Path(getattr(refresh, name)).name)
     (tmp_path / "README.md").write_text(f"before\n{refresh.BEGIN}\nold\n{refresh.END}\nafter\n")
@@ -48,7 +48,7 @@ def documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-BLOCKS = ("CALLS", "BETWEEN", "CHOICES", "PITCHED")
+BLOCKS = ("CALLS", "BETWEEN", "H200", "CHOICES", "PITCHED")
 
 
 def ours() -> list[dict[str, object]]:

@@ -22,7 +22,7 @@ from hadagen.knobs import KNOB_NAMES, Knobs, plan_of
 from hadagen.launch import LaunchSpec, RowShape
 from hadagen.plan import Plan
 from hadagen.problem import DType, Numerics, Problem
-from hadagen.reference import hadamard, relative_error
+from hadagen.reference import INPUT_CLASSES, hadamard, relative_error
 from hadagen.space import build_plan
 from hadagen.steps import Mma
 
@@ -263,8 +263,8 @@ def test_any_number_of_rows(rows_left_over: int) -> None:
 def test_rows_of_a_verification_show_a_ragged_tile_and_come_round_a_persistent_loop() -> None:
     problem = Problem(256, DType.FLOAT16)
     rows = verification_rows(problem, LaunchSpec(256, 1, 0, 1 << 14, persistent=True))
-    assert (4 * rows - 1) % 64
-    assert (4 * rows - 1) * 256 > 10 << 14
+    assert (len(INPUT_CLASSES) * rows - 1) % 64
+    assert (len(INPUT_CLASSES) * rows - 1) * 256 > 10 << 14
     assert verification_rows(Problem(32768, DType.FLOAT16), LaunchSpec(256, 1, 0, 1 << 15, persistent=False)) == 2
 
 

@@ -16,7 +16,7 @@ from hadagen.plan import Plan
 from hadagen.problem import DType, Numerics, Problem
 from hadagen.reference import hadamard
 from hadagen.space import build_plan
-from hadagen.steps import PACKED, PARTS, Mma
+from hadagen.steps import FP16, PARTS, Mma
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ SLACK = {Numerics.ACCURATE: 1, Numerics.FAST: 8}
 # type: seven bits below an exponent of -126, or ten.
 FLOAT32_SLACK = 16
 LEAST_IN_PARTS = {"bfloat16": 2.0 ** (-126 - 7), "tf32": 2.0 ** (-126 - 10)}
+NORMALIZED = DType.BFLOAT16, Numerics.ACCURATE
 EACH = 2  # plans of each n, type and numerics
 
 
@@ -52,6 +53,10 @@ def sample() -> list[Plan]:
     # Whose first sums are the longest: over blocks too.
     long = [problem for problem in problems if problem.n >= 2048]
     some += [(problem, draw(problem, choose, chunks=4, cluster=8, block_bits="load")) for problem in long]
+    # And which are brought to the range of float16.
+    levels = {"cluster": 4, "far_bits": "lanes", "low_bits": "mma", "mma_carrier": FP16, "exchange_carrier": "packed"}
+    normalized = [problem for problem in long if (problem.dtype, problem.numerics) == NORMALIZED]
+    some += [(problem, draw(problem, choose, block_bits="exchange", **levels)) for problem in normalized]
     return [build_plan(problem, knobs, ARCH) for problem, knobs in some]
 
 
@@ -72,6 +77,7 @@ def operands(plan: Plan) -> set[str]:
 def test_there_are_plans_with_every_operand() -> None:
     found = {(plan.problem.dtype, operand) for plan in PLANS for operand in operands(plan)}
     assert {(dtype, operand) for operand, parts in PARTS.items() for dtype in parts} <= found
+    assert sum(plan.normalizes for plan in PLANS) >= 3
 
 
 def inputs(plan: Plan, rows: int) -> dict[str, tuple[np.ndarray, float]]:
@@ -87,7 +93,7 @@ def inputs(plan: Plan, rows: int) -> dict[str, tuple[np.ndarray, float]]:
         "the largest in a part of the row": (part, n**-0.5),
         "the largest by turns": (edges.largest * np.where(np.arange(n) % 2, signs[:, :1], 1.0), 1 / n),
     }
-    least = max(edges.smallest, *(LEAST_IN_PARTS[operand] for operand in operands(plan) - {PACKED}), 0.0)
+    least = max(edges.smallest, *(LEAST_IN_PARTS[operand] for operand in operands(plan) & set(LEAST_IN_PARTS)), 0.0)
     found["subnormals"] = least * generator.integers(-127, 128, (rows, n)), 1.0
     found["the smallest, alone"] = least * (np.arange(n) == np.arange(rows)[:, None] % n), 1.0
     return found

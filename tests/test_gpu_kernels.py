@@ -1,5 +1,5 @@
-"""Kernels of every type that an mma takes: of a value alone a GPU makes the same as the emulator, to the last bit. And
-what multicasts bring, in place."""
+"""Kernels of every type that an mma takes: of a value alone a GPU makes the same as the emulator, to the last bit. What
+is at several levels, or as large or small as may be. And what multicasts bring, in place."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hadagen.emulator import compile_host
 from hadagen.knobs import Knobs
 from hadagen.plan import Plan
 from hadagen.problem import DType, Problem
-from hadagen.reference import hadamard, relative_error, verification_scale
+from hadagen.reference import hadamard, input_classes, relative_error, verification_scale
 from hadagen.space import build_plan
 from hadagen.toolchain import Toolchain
 from hadagen.trial import Kernel
@@ -29,13 +29,14 @@ pytestmark = [
 ]
 
 ARCH = load_arch("sm90")
-N = 256
+TWO_WARPS = Knobs(warps=2)
 CARRIERS = [
-    (DType.FLOAT16, "split"),
-    (DType.BFLOAT16, "split"),
-    (DType.BFLOAT16, "tf32"),
-    (DType.FLOAT32, "split"),
-    (DType.FLOAT32, "tf32"),
+    (256, DType.FLOAT16, replace(TWO_WARPS, mma_carrier="split")),
+    (256, DType.BFLOAT16, replace(TWO_WARPS, mma_carrier="split")),
+    (256, DType.BFLOAT16, replace(TWO_WARPS, mma_carrier="tf32")),
+    (256, DType.FLOAT32, replace(TWO_WARPS, mma_carrier="split")),
+    (256, DType.FLOAT32, replace(TWO_WARPS, mma_carrier="tf32")),
+    (2048, DType.BFLOAT16, Knobs(2, 1, 4, far_bits="lanes", mma_carrier="fp16", butterfly_carrier="fp32")),
 ]
 # Of the raw bits of an element.
 BITS = {2: torch.int16, 4: torch.int32}
@@ -47,6 +48,10 @@ class Built:
     plan: Plan
     source: Source
     kernel: driver.LoadedKernel
+
+    @property
+    def n(self) -> int:
+        return self.plan.problem.n
 
     @property
     def dtype(self) -> DType:
@@ -74,15 +79,15 @@ def build(plan: Plan) -> Built:
     return Built(plan, source, driver.load(kernel.cubin, kernel.entry, plan.launch))
 
 
-@pytest.fixture(params=CARRIERS, ids=lambda carrier: f"{carrier[0].value}-{carrier[1]}", scope="module")
+@pytest.fixture(params=CARRIERS, ids=lambda of: f"{of[1].value}-{of[2].mma_carrier}", scope="module")
 def built(request: pytest.FixtureRequest) -> Built:
-    dtype, carrier = request.param
-    return build(build_plan(Problem(N, dtype), Knobs(warps=2, mma_carrier=carrier), ARCH))
+    n, dtype, knobs = request.param
+    return build(build_plan(Problem(n, dtype), knobs, ARCH))
 
 
 def test_a_value_alone_comes_out_as_on_the_emulator(built: Built) -> None:
     """Of any bits, of every size down to the smallest, infinities and NaNs, by a scale that each mma has a part of."""
-    random, rows = np.random.default_rng(0), 2048
+    random, rows = np.random.default_rng(0), (1 << 19) // built.n
     words = random.integers(0, 1 << 8 * built.dtype.bytes, rows, dtype=f"u{built.dtype.bytes}")
     infinity, sign = encode(built.dtype, np.array([np.inf, -0.0]))
     edges = [
@@ -96,19 +101,19 @@ def test_a_value_alone_comes_out_as_on_the_emulator(built: Built) -> None:
     ]
     words[: len(edges)] = edges
     words[len(edges) : len(edges) + 64] = random.integers(1, 1 << 16, 64)  # subnormals, of float32 at least
-    x = np.zeros((rows, N), words.dtype)
-    x[np.arange(rows), random.integers(0, N, rows)] = words
+    x = np.zeros((rows, built.n), words.dtype)
+    x[np.arange(rows), random.integers(0, built.n, rows)] = words
     for scale in (1.0, 2.0**-8):
         found, wanted = (decode(built.dtype, y) for y in (built.on_gpu(x, scale), built.emulated(x, scale)))
         np.testing.assert_array_equal(found, wanted)  # a NaN being as good as another
 
 
 def test_a_nan_is_in_all_of_its_row_and_in_no_other(built: Built) -> None:
-    x = encode(built.dtype, np.random.default_rng(1).standard_normal((64, N)))
+    x = encode(built.dtype, np.random.default_rng(1).standard_normal((64, built.n)))
     infinity, sign = encode(built.dtype, np.array([np.inf, -0.0]))
     for row, word in enumerate([infinity | infinity >> 1, infinity + 1, infinity + 1 | sign, ~sign, sign | ~sign]):
         x[8 * row, 31 * row] = word
-    y = decode(built.dtype, built.on_gpu(x, N**-0.5))
+    y = decode(built.dtype, built.on_gpu(x, built.n**-0.5))
     nan = np.isnan(decode(built.dtype, x)).any(axis=1)
     assert nan.sum() == 5
     assert np.isnan(y[nan]).all()
@@ -116,17 +121,26 @@ def test_a_nan_is_in_all_of_its_row_and_in_no_other(built: Built) -> None:
 
 
 def test_the_largest_values_come_out_finite(built: Built) -> None:
-    largest, signs = LARGEST[built.dtype], np.random.default_rng(2).choice([-1.0, 1.0], (64, N))
+    largest, signs = LARGEST[built.dtype], np.random.default_rng(2).choice([-1.0, 1.0], (64, built.n))
     signs[:8] = 1.0
-    signs[8:16] = hadamard(np.eye(N))[:8]
-    y = decode(built.dtype, built.on_gpu(encode(built.dtype, largest * signs), 1 / N)) / largest
+    signs[8:16] = hadamard(np.eye(built.n))[:8]
+    y = decode(built.dtype, built.on_gpu(encode(built.dtype, largest * signs), 1 / built.n)) / largest
     assert np.isfinite(y).all()
-    assert relative_error(y, hadamard(signs, 1 / N)) <= built.plan.problem.error_bound
+    assert relative_error(y, hadamard(signs, 1 / built.n)) <= built.plan.problem.error_bound
+
+
+def test_uneven_rows_are_within_the_bound_one_by_one(built: Built) -> None:
+    problem = built.plan.problem
+    x = input_classes(problem, 256)["uneven"]
+    y = decode(built.dtype, built.on_gpu(encode(built.dtype, x), verification_scale(problem)))
+    errors = [relative_error(*rows) for rows in zip(y, hadamard(x, verification_scale(problem)), strict=True)]
+    assert max(errors) <= 1.3 * problem.error_bound  # of few values each
+    assert np.sqrt(np.mean(np.square(errors))) <= problem.error_bound
 
 
 def test_normal_values_are_within_the_bound(built: Built) -> None:
     problem = built.plan.problem
-    x = encode(built.dtype, np.random.default_rng(3).standard_normal((4096, N)))
+    x = encode(built.dtype, np.random.default_rng(3).standard_normal((4096, built.n)))
     scale = verification_scale(problem)
     error = relative_error(decode(built.dtype, built.on_gpu(x, scale)), hadamard(decode(built.dtype, x), scale))
     assert error <= problem.error_bound

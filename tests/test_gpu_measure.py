@@ -16,6 +16,7 @@ from hadagen.knobs import Knobs
 from hadagen.launch import LaunchSpec
 from hadagen.measure import Candidate, Cell, DeviceRunner, Place, all_cells, copy_sources, device_environment
 from hadagen.problem import DType, Problem
+from hadagen.reference import INPUT_CLASSES
 from hadagen.space import Space, build_plan
 from hadagen.toolchain import Toolchain
 from hadagen.trial import Cache, Destination, Kernel, Outcome, Trial, buffer_bytes
@@ -106,7 +107,7 @@ def test_environment() -> None:
 def test_a_right_kernel_is_timed_everywhere(bench: Bench) -> None:
     trial = bench.trial(bench.right)
     assert (trial.outcome, trial.detail) == (Outcome.OK, "")
-    assert set(trial.errors) == {"normal", "constant", "one-hot", "large"}
+    assert set(trial.errors) == set(INPUT_CLASSES)
     timed = [Cell(t.elements, t.destination, t.cache) for t in trial.timings]
     assert timed == list(all_cells(PROBLEM, trial.environment.l2_bytes))
     for timing in trial.timings:

@@ -27,6 +27,8 @@ from hadagen.steps import (
     Gather,
     Load,
     Mma,
+    Narrow,
+    Normalize,
     Prefetch,
     Round,
     Scale,
@@ -34,6 +36,7 @@ from hadagen.steps import (
     Store,
     Transpose,
     Trigger,
+    Widen,
 )
 
 LANES = [lane(j) for j in range(LANE_BITS)]
@@ -98,6 +101,12 @@ def test_accurate_rounds_once(plan: Plan) -> None:
             assert not {Mma, Butterfly, Shuffle, Scale, Exchange} & set(kinds[kinds.index(Round) :])
 
 
+def normalized() -> Plan:
+    """n = 4096 over 2 blocks of 2 warps of 4 chunks, with levels."""
+    knobs = Knobs(4, 2, 2, mma_carrier="fp16", butterfly_carrier="fp32")
+    return build_plan(Problem(4096, DType.BFLOAT16), knobs, ARCH)
+
+
 CORRECTED = Knobs(low_bits="mma_shuffle", accumulator="packed", butterfly_carrier="fp32")
 
 
@@ -110,10 +119,14 @@ def examples() -> list[Plan]:
         build_plan(Problem(256, DType.FLOAT32), Knobs(mma_carrier="split"), ARCH),
         build_plan(Problem(256, DType.BFLOAT16), Knobs(mma_carrier="tf32"), ARCH),
         gathered(),
+        normalized(),
     ]
 
 
-@pytest.mark.parametrize("kind", [Gather, Mma, Butterfly, Shuffle, Exchange, Scale, Correct, Round, Transpose])
+KINDS = [Normalize, Gather, Mma, Butterfly, Shuffle, Exchange, Scale, Correct, Narrow, Widen, Round, Transpose]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_plan_without_one_of_its_steps_is_refused(kind: type) -> None:
     found = 0
     for plan in examples():
@@ -166,6 +179,26 @@ def test_no_butterfly_is_between_the_packed_values_of_a_pair() -> None:
     assert plan.carriers[packed] == PACKED
     with pytest.raises(UsageError, match="needs fp32 values but finds packed"):
         changed(plan, packed, plan.steps[packed], Butterfly(PAIR))
+
+
+def test_only_what_was_loaded_of_one_row_and_crosses_blocks_once_is_normalized() -> None:
+    plan = normalized()
+    first = plan.steps[2]
+    assert plan.steps[1] == Normalize()
+    with pytest.raises(UsageError, match="only what was just loaded is normalized"):
+        dataclasses.replace(plan, steps=(plan.steps[0], first, Normalize(), *plan.steps[3:]))
+    with pytest.raises(UsageError, match="only values of the range of a bfloat16 are normalized"):
+        dataclasses.replace(plan, problem=Problem(4096, DType.FLOAT16))
+    with pytest.raises(UsageError, match="only normalized values are in the range of a float16"):
+        changed(plan, 2, dataclasses.replace(first, factor=0))
+    with pytest.raises(UsageError, match="nothing normalizes"):
+        changed(plan, 1)
+    wide = build_plan(Problem(256, DType.BFLOAT16), Knobs(mma_carrier="tf32"), ARCH)
+    with pytest.raises(UsageError, match="levels cross to other blocks with fp16, in one exchange"):
+        dataclasses.replace(wide, steps=(wide.steps[0], Normalize(), *wide.steps[1:]))
+    narrow = next(i for i, step in enumerate(wide.steps) if isinstance(step, Round))
+    with pytest.raises(UsageError, match="only normalized values are in the range of a float16"):
+        changed(wide, narrow, Narrow(), Widen(), Round())
 
 
 def test_accurate_refuses_a_round_between_steps() -> None:

@@ -311,21 +311,63 @@ def test_what_is_rounded_before_it_crosses_is_wide_a_few_values_at_a_time() -> N
 
 
 @pytest.mark.parametrize(
-    ("dtype", "numerics", "carrier", "far_lanes"),
+    ("dtype", "numerics", "carriers", "far_lanes"),
     [
-        (DType.FLOAT16, Numerics.FAST, "packed", "mma"),
-        (DType.FLOAT16, Numerics.ACCURATE, "split", "shuffle"),
-        (DType.BFLOAT16, Numerics.ACCURATE, "tf32", "mma"),
-        (DType.FLOAT32, Numerics.ACCURATE, "tf32", "shuffle"),
+        (DType.FLOAT16, Numerics.FAST, {"packed"}, "mma"),
+        (DType.FLOAT16, Numerics.ACCURATE, {"split"}, "shuffle"),
+        (DType.BFLOAT16, Numerics.ACCURATE, {"tf32", "fp16"}, "mma"),
+        (DType.FLOAT32, Numerics.ACCURATE, {"tf32"}, "shuffle"),
     ],
 )
 def test_seeds_take_values_into_an_mma_as_proved_good(
-    dtype: DType, numerics: Numerics, carrier: str, far_lanes: str
+    dtype: DType, numerics: Numerics, carriers: set[str], far_lanes: str
 ) -> None:
     seeds = [knobs for knobs in space_of(Problem(8192, dtype, numerics)).seeds() if knobs.low_bits == "mma"]
     exchanging = [knobs for knobs in seeds if knobs.block_bits == "exchange"]
-    assert {knobs.mma_carrier for knobs in exchanging} == {carrier}
+    assert {knobs.mma_carrier for knobs in exchanging} == carriers
+    assert all((knobs.mma_carrier == "fp16") == (knobs.cluster > 1) for knobs in exchanging if "fp16" in carriers)
     assert ("mma" in {knobs.far_lanes for knobs in seeds}) == (far_lanes == "mma")
+
+
+LEVELS = Knobs(4, 2, 4, far_bits="lanes", mma_carrier="fp16", butterfly_carrier="fp32")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "numerics", "change", "why"),
+    [
+        (DType.BFLOAT16, Numerics.ACCURATE, {}, ""),
+        (DType.BFLOAT16, Numerics.ACCURATE, {"accumulator": "packed"}, ""),
+        (DType.BFLOAT16, Numerics.ACCURATE, {"far_lanes": "mma_two"}, ""),
+        (DType.BFLOAT16, Numerics.ACCURATE, {"load": "bulk", "trigger": "load"}, ""),
+        (DType.FLOAT16, Numerics.ACCURATE, {}, "no more bits than a float16"),
+        (DType.FLOAT32, Numerics.ACCURATE, {}, "no more bits than a float32"),
+        (DType.BFLOAT16, Numerics.FAST, {}, "fast may carry bfloat16"),
+        (DType.BFLOAT16, Numerics.ACCURATE, {"cluster": 1, "warps": 8}, "only between blocks"),
+        (DType.BFLOAT16, Numerics.ACCURATE, {"block_bits": "load", "far_bits": "registers"}, "only between blocks"),
+        (DType.BFLOAT16, Numerics.ACCURATE, {"exchange_carrier": "fp32"}, "exchange_carrier must be packed"),
+        (DType.BFLOAT16, Numerics.ACCURATE, {"far_bits": "registers"}, "levels cross in one exchange"),
+        (DType.BFLOAT16, Numerics.ACCURATE, {"low_bits": "shuffle"}, "no value passes from one mma to another"),
+        (DType.BFLOAT16, Numerics.ACCURATE, {"butterfly_carrier": "packed"}, "may not round between butterflies"),
+    ],
+)
+def test_accurate_bfloat16_crosses_to_other_blocks_as_float16(
+    dtype: DType, numerics: Numerics, change: dict[str, Any], why: str
+) -> None:
+    problem, knobs = Problem(8192, dtype, numerics), replace(LEVELS, **change)
+    if why:
+        with pytest.raises(UsageError, match=re.escape(why)):
+            build_plan(problem, knobs, ARCH)
+    else:
+        assert build_plan(problem, knobs, ARCH).normalizes
+
+
+def test_levels_take_room_in_shared_memory() -> None:
+    plan = build_plan(Problem(8192, DType.BFLOAT16), LEVELS, ARCH)
+    (exchange,) = plan.exchanges
+    assert plan.levels_bytes == 16 * 2 * 4
+    assert plan.levels_offset == plan.exchange_offset(exchange) + 4 * 2 * exchange.slot_bytes
+    assert plan.shared_bytes == plan.levels_offset + plan.levels_bytes
+    assert plan.crossed_bytes(exchange) == 2 * 8192 // 4 + plan.levels_bytes
 
 
 def test_seeds_of_clusters_load_whole_rows_too() -> None:

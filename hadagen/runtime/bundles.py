@@ -19,18 +19,25 @@ def user_directory() -> Path:
     return Path(data) / "hadagen" / "bundles"
 
 
+def pinned() -> list[Bundle]:
+    """The bundles that the environment variable HADAGEN_BUNDLE names, its paths separated like those in PATH.
+
+    Raises `StorageError` where one of them is not a sound bundle.
+    """
+    return [_opened(Path(path)) for path in os.environ.get(VARIABLE, "").split(os.pathsep) if path]
+
+
 def known() -> list[Bundle]:
     """Every bundle there is, the most wanted first.
 
-    1. the paths in the environment variable HADAGEN_BUNDLE, separated like those in PATH;
+    1. those that are `pinned`;
     2. those of `user_directory`, by name;
     3. those that hadagen ships.
 
-    Raises `StorageError` where HADAGEN_BUNDLE names what is not a sound bundle. Of the others, such a one only causes a
-    warning: a file left behind by another version must not stop a program that never asked for it.
+    Raises as `pinned` does. Of the others, an unsound one only causes a warning: a file left behind by another version
+    must not stop a program that never asked for it.
     """
-    named = [Path(path) for path in os.environ.get(VARIABLE, "").split(os.pathsep) if path]
-    bundles = [_opened(path) for path in named]
+    bundles = pinned()
     for path in (*sorted(user_directory().glob("*.db")), *shipped().values()):
         try:
             bundles.append(_opened(path))

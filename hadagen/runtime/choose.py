@@ -80,7 +80,8 @@ def choose(
 def choose_from_bundles(
     problem: Problem, destination: Destination, elements: int, device: Device, without: Collection[str] = ()
 ) -> tuple[Match, tuple[BundleEntry, Bundle] | None]:
-    """`choose` from the known bundle that suits best; with the entry comes that bundle, which holds its kernel.
+    """`choose` from the known bundle that suits best, from a pinned one if any suits; with the entry comes that bundle,
+    which holds its kernel.
 
     without: digests of kernels that do not fit on the device.
 
@@ -104,15 +105,19 @@ def timed_in_bundles(problem: Problem, destination: Destination, device: Device)
 def _best_bundle(
     problem: Problem, destination: Destination, device: Device, without: Collection[str] = ()
 ) -> tuple[Bundle, list[BundleEntry]] | None:
-    """The first of the known bundles whose entries suit best, if any suit, and its entries for the problem."""
-    suited = []
-    for bundle in bundles.known():
-        entries = [entry for entry in bundle.entries(problem) if entry.kernel not in without]
-        match, found = rivals(entries, problem, destination, device)
-        if found:
-            badness = _badness(match, next(iter(found.values())))  # all that are found suit alike
-            suited.append((badness, (bundle, entries)))
-    return min(suited, key=lambda each: each[0])[1] if suited else None
+    """The first of the pinned bundles whose entries suit best, or of all where none of those suits; and its entries for
+    the problem."""
+    for asked in (bundles.pinned, bundles.known):
+        suited = []
+        for bundle in asked():
+            entries = [entry for entry in bundle.entries(problem) if entry.kernel not in without]
+            match, found = rivals(entries, problem, destination, device)
+            if found:
+                badness = _badness(match, next(iter(found.values())))  # all that are found suit alike
+                suited.append((badness, (bundle, entries)))
+        if suited:
+            return min(suited, key=lambda each: each[0])[1]
+    return None
 
 
 @dataclass(frozen=True)

@@ -46,8 +46,8 @@ def hadamard_transform(
     scale: n ** -0.5 makes the transform orthonormal and, where m = n, its own inverse.
     inplace: overwrite x and return it.
     out: write here and return it: a tensor of x's shape, dtype and device, either x itself or not overlapping it.
-    numerics: "accurate" rounds once, when the result is stored; "fast" may also round in between, no more often
-        than HadaCore.
+    numerics: "accurate" rounds to the type of x once, when the result is stored; "fast" may also round in between, no
+        more often than HadaCore.
 
     Returns a tensor of x's shape, dtype and device, also under autocast; contiguous, unless it is x or out.
     Differentiable in x, any number of times. Runs on the current stream of x's device. There may be no rows at all.

@@ -1,6 +1,7 @@
 // The primitives of device/hadagen.cuh for a C++ compiler: same names, same meaning, one kernel source for both.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 
 #include "machine.hpp"
@@ -112,6 +113,42 @@ template <class T> HADAGEN_INLINE u32 sub(u32 a, u32 b) {
     return encode_pair<T>(double(low<T>(a)) - low<T>(b), double(high<T>(a)) - high<T>(b));
 }
 
+// The larger of two bfloat16 without their signs, in both halves; the sign of the result means nothing.
+HADAGEN_INLINE u32 larger_of_bfloat16(u32 a, u32 b) {
+    const auto larger = [](u16 first, u16 second) {
+        const u16 sign = (first ^ second) & 0x8000u;
+        const float values[2] = {std::fabs(decode<bfloat16>(first)), std::fabs(decode<bfloat16>(second))};
+        return u32(encode<bfloat16>(std::fmax(values[0], values[1])) | sign);
+    };
+    return larger(u16(a), u16(b)) | larger(u16(a >> 16), u16(b >> 16)) << 16;
+}
+// The bits of the larger half, without its sign.
+HADAGEN_INLINE u32 peak_of_bfloat16(u32 pair) { return std::max(pair & 0x7FFFu, pair >> 16 & 0x7FFFu); }
+
+// The level of values of which the largest is this bfloat16, without sign: its biased exponent, with the last three bits set.
+HADAGEN_INLINE u32 level_of_bfloat16(u32 magnitude) { return magnitude >> 7 | 7u; }
+
+// 2^(127 - level) as a bfloat16, which is subnormal for the highest level. Times it, all values are below 2.
+HADAGEN_INLINE u32 normalizer_of(u32 level) { return level == 255u ? 0x20u : 254u - level << 7; }
+
+// A pair of float16, brought from a level to one that is so much higher: by a power of two, or zero.
+HADAGEN_INLINE u32 lower_float16(u32 pair, u32 by) {
+    const u32 power = by < 15u ? 15u - by << 10 : by < 25u ? 1u << (24u - by) : 0u;
+    return fma<float16>(pair, power * 0x10001u, 0x80008000u);
+}
+
+// scale · 2^(level - 127), as two factors of which the first is 1 unless the product were subnormal, or infinite while
+// results are not.
+struct Undo {
+    float first, second;
+};
+HADAGEN_INLINE Undo undo_level(float scale, u32 level) {
+    const u32 exponent = (as_word(scale) >> 23 & 0xFFu) + level;
+    if (exponent < 150u) return {0x1p-96f, scale * 0x1p96f * as_float(level << 23)};
+    if (exponent >= 340u || level == 255u) return {0x1p64f, scale * as_float(level - 64u << 23)};
+    return {1.0f, scale * as_float(level << 23)};
+}
+
 // ---- the warp ------------------------------------------------------------------------------------------------------
 HADAGEN_INLINE u32 shuffle_xor(u32 value, int lanes) { return machine::shuffle(value, (thread_index() ^ lanes) & 31u); }
 HADAGEN_INLINE float shuffle_xor(float value, int lanes) { return as_float(shuffle_xor(as_word(value), lanes)); }
@@ -122,6 +159,12 @@ HADAGEN_INLINE float butterfly_lane(float value, float other, bool lane_bit) {
 }
 template <class T> HADAGEN_INLINE u32 butterfly_lane(u32 value, u32 other, bool lane_bit) {
     return fma<T>(value, lane_bit ? T::one | 0x80008000u : T::one, other);
+}
+
+// The largest in any lane.
+HADAGEN_INLINE u32 largest_in_warp(u32 value) {
+    for (int lanes = 1; lanes < 32; lanes *= 2) value = std::max(value, shuffle_xor(value, lanes));
+    return value;
 }
 
 // Transposes an 8×8 matrix of 16-bit elements (movmatrix): swaps pair with lane2, lane0 with lane3, lane1 with lane4.
