@@ -253,9 +253,9 @@ def _refused(code: str, spec: LaunchSpec, doing: str) -> Iterator[None]:
 
 
 def _too_large(spec: LaunchSpec, doing: str) -> DoesNotFit:
-    blocks = ""
-    if spec.cluster > 1:
-        blocks = f", in clusters of {spec.cluster}, of which a GPU need not hold more than {PORTABLE_CLUSTER} blocks,"
+    blocks = f" in clusters of {spec.cluster}" if spec.cluster > 1 else ""
+    if spec.cluster > PORTABLE_CLUSTER:
+        blocks += f", where no GPU need hold more than {PORTABLE_CLUSTER},"
     return DoesNotFit(
         "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES",
         f"{doing} failed: a block of {spec.threads} threads with {spec.shared_bytes} bytes of shared memory{blocks} "

@@ -172,13 +172,16 @@ def test_a_kernel_too_large_for_the_device_is_refused(fake: FakeDriver) -> None:
         ("cuOccupancyMaxActiveClusters", CUresult.CUDA_ERROR_INVALID_CLUSTER_SIZE),
     ],
 )
-def test_so_is_one_of_which_the_driver_says_so(call: str, code: CUresult, fake: FakeDriver) -> None:
+@pytest.mark.parametrize(
+    ("cluster", "says"),
+    [(4, "in clusters of 4 does"), (16, "in clusters of 16, where no GPU need hold more than 8, does")],
+)
+def test_so_is_one_of_which_the_driver_says_so(
+    call: str, code: CUresult, cluster: int, says: str, fake: FakeDriver
+) -> None:
     fake.codes[call] = [code]
-    says = (
-        "100000 bytes of shared memory, in clusters of 4, of which a GPU need not hold more than 8 blocks, does not fit"
-    )
-    with pytest.raises(DoesNotFit, match=says):
-        driver.load(b"image", "entry", CLUSTERS)
+    with pytest.raises(DoesNotFit, match=f"100000 bytes of shared memory {says} does not fit on this GPU"):
+        driver.load(b"image", "entry", replace(CLUSTERS, cluster=cluster))
     assert ("cuModuleUnload", "module") in fake.calls
 
 
