@@ -289,7 +289,9 @@ def verification_rows(problem: Problem, launch: LaunchSpec) -> int:
     for the error of normal inputs to be measured on `NORMAL_ELEMENTS`."""
     tiles = PERSISTENT_TILES if launch.persistent else 2
     elements = max(tiles * launch.tile_elements, len(INPUT_CLASSES) * NORMAL_ELEMENTS)
-    return max(2, -(-elements // (len(INPUT_CLASSES) * problem.n)))
+    rows, tile_rows = max(2, -(-elements // (len(INPUT_CLASSES) * problem.n))), launch.tile_elements // problem.n
+    whole = tile_rows > 1 and (len(INPUT_CLASSES) * rows - 1) % tile_rows == 0
+    return rows + whole
 
 
 def verify(

@@ -311,6 +311,8 @@ def _check(plan: Plan) -> None:
                 raise refuse("sums over blocks outgrow what a factor in 16 bits is made for")
             if step.factor == NORMALIZER and not (plan.normalizes and step.operand == PACKED):
                 raise refuse("nothing normalizes the rows, or not these values")
+            if step.accumulator not in (FP32, step.operand):
+                raise refuse(f"sums of {step.operand} values are not {step.accumulator}")
             needs = FP32 if step.in_parts else step.operand
         elif isinstance(step, Shuffle) and step.widen:
             needs = carrier if carrier != FP32 else PACKED
@@ -318,8 +320,10 @@ def _check(plan: Plan) -> None:
             needs = FP32  # the two values of a pair are one operand
         elif isinstance(step, Exchange):
             needs = step.carrier
-            if step.turned and (step.carrier == PACKED or step.rounds > 1):
+            if step.turned and (step.carrier != FP32 or step.rounds > 1):
                 raise refuse("only all fp32 values at once are turned on their way")
+            if step.carrier != FP32 and step.rounds > 1:
+                raise refuse("only fp32 values have two vectors a chunk to take in rounds")
             if step.turned != any(near == PAIR for near, _ in step.pairs):
                 raise refuse("the pair is swapped where values are turned on their way, and only there")
         elif isinstance(step, Normalize):
@@ -378,7 +382,7 @@ def _check(plan: Plan) -> None:
 def _check_over_blocks(plan: Plan, number: int, step: Step, refuse: Callable[[str], UsageError]) -> None:
     if not plan.cta_bits:
         raise refuse("there is one block, and no other to sum over")
-    loads = all(isinstance(before, Load | Prefetch | Trigger | Normalize) for before in plan.steps[: number - 1])
+    loads = all(isinstance(before, Load | Prefetch | Trigger) for before in plan.steps[: number - 1])
     if not loads or (plan.load.staged and not plan.load.multicast) or plan.load.stages > 1:
         raise refuse("only what each block has loaded, straight to registers or by multicast, is summed over blocks")
     if isinstance(step, Gather) and not plan.load.multicast:
@@ -392,6 +396,8 @@ def _check_normalize(plan: Plan, number: int, refuse: Callable[[str], UsageError
         raise refuse("only values of the range of a bfloat16 are normalized")
     if not all(isinstance(before, Load | Prefetch | Trigger) for before in plan.steps[: number - 1]):
         raise refuse("only what was just loaded is normalized")
+    if plan.rows_per_tile > 1:
+        raise refuse("all values of a tile are brought to one level, but it has several rows")
     if not plan.crosses_blocks or len(plan.exchanges) > 1 or plan.exchanges[0].carrier != FP16:
         raise refuse("levels cross to other blocks with fp16, in one exchange")
 

@@ -24,7 +24,7 @@ class DType(str, Enum):
 
 
 class Numerics(str, Enum):
-    """`accurate` rounds to 16 bits once, at the store; `fast` may round between steps, no more often than HadaCore.
+    """`accurate` rounds to the type once, at the store; `fast` may round between steps, no more often than HadaCore.
     float32 has only `accurate`."""
 
     ACCURATE = "accurate"

@@ -13,7 +13,7 @@ INPUT_CLASSES = ("normal", "constant", "one-hot", "uneven", "large")
 NORMAL_ELEMENTS = 8192
 
 # Runs of so many elements of an "uneven" row are up to this power of two smaller than the largest.
-UNEVEN_RUN, UNEVEN_POWER = 256, 24
+UNEVEN_RUN, UNEVEN_POWER = 256, 40
 # A "large" element is a standard normal one times this: near the top of the type, orthonormal results still finite.
 LARGE = {DType.FLOAT16: 4096.0, DType.BFLOAT16: 1e30, DType.FLOAT32: 1e30}
 

@@ -66,10 +66,10 @@ class Trigger:
 
 @dataclass(frozen=True)
 class Normalize:
-    """Finds the level of what each warp has loaded: a power of two, in steps of 2^8, that the largest value is below by
-    less than a step. The first `Mma` divides by half of it, so that no sum of a row is beyond float16, and `Scale`
-    multiplies by it again. The `Exchange` between blocks brings values to the highest level of all warps. Mostly it is
-    the level of each, and nothing is to be done."""
+    """Finds the level of what each warp has loaded: a power of two, in steps of 2^8, that its largest value is below,
+    by less than a step if that is not subnormal. The first `Mma` divides by half of it, so that no sum of a row is
+    beyond float16, and `Scale` multiplies by it again. The `Exchange` between blocks brings values to the highest level
+    of all warps. Mostly it is the level of each, and nothing is to be done."""
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,12 @@ def chosen(
         (HERE, 20, Match.SAME_GPU, "same-16"),  # a nearer element count does not outweigh the GPU
         (Device("sm90", "h100 80gb HBM3"), 13, Match.SAME_GPU, "same-13"),  # a name may be spelled without its maker
         (Device("sm90", "NVIDIA H100 PCIe"), 20, Match.SAME_ARCH, "other-20"),
-        (Device("sm90"), 15, Match.SAME_ARCH, "same-16"),  # other-14 is as near, but smaller
+        (
+            Device("sm90"),
+            15,
+            Match.SAME_ARCH,
+            "other-14",
+        ),  # same-16 is as near and larger, but of a GPU that comes later
         (Device("sm86", "NVIDIA A10"), 20, Match.ESTIMATED, "older-20"),
         (Device("sm100", "NVIDIA B200"), 20, Match.ESTIMATED, "other-20"),  # of the older arches the newest
         (Device("sm75", "Tesla T4"), 20, Match.GENERIC, ""),

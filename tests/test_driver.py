@@ -174,7 +174,7 @@ def test_a_kernel_too_large_for_the_device_is_refused(fake: FakeDriver) -> None:
 )
 @pytest.mark.parametrize(
     ("cluster", "says"),
-    [(4, "in clusters of 4 does"), (16, "in clusters of 16, where no GPU need hold more than 8, does")],
+    [(4, "in clusters of 4"), (16, "in clusters of 16, where no GPU need hold more than 8,")],
 )
 def test_so_is_one_of_which_the_driver_says_so(
     call: str, code: CUresult, cluster: int, says: str, fake: FakeDriver

@@ -262,9 +262,11 @@ def test_any_number_of_rows(rows_left_over: int) -> None:
 
 def test_rows_of_a_verification_show_a_ragged_tile_and_come_round_a_persistent_loop() -> None:
     problem = Problem(256, DType.FLOAT16)
-    rows = verification_rows(problem, LaunchSpec(256, 1, 0, 1 << 14, persistent=True))
-    assert (len(INPUT_CLASSES) * rows - 1) % 64
-    assert (len(INPUT_CLASSES) * rows - 1) * 256 > 10 << 14
+    for tile_bits in range(9, 17):
+        rows = verification_rows(problem, LaunchSpec(256, 1, 0, 1 << tile_bits, persistent=True))
+        all_rows = len(INPUT_CLASSES) * rows - 1
+        assert all_rows % (1 << tile_bits - 8)
+        assert all_rows * 256 > 10 << tile_bits
     assert verification_rows(Problem(32768, DType.FLOAT16), LaunchSpec(256, 1, 0, 1 << 15, persistent=False)) == 2
 
 

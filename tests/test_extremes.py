@@ -12,6 +12,7 @@ from spaces import ARCH, draw
 from hadagen.bits import Bits, decode, encode
 from hadagen.codegen import Source, render
 from hadagen.emulator import HostModule, compile_host, verification_rows
+from hadagen.knobs import wide_range
 from hadagen.plan import Plan
 from hadagen.problem import DType, Numerics, Problem
 from hadagen.reference import hadamard
@@ -93,6 +94,12 @@ def inputs(plan: Plan, rows: int) -> dict[str, tuple[np.ndarray, float]]:
         "the largest in a part of the row": (part, n**-0.5),
         "the largest by turns": (edges.largest * np.where(np.arange(n) % 2, signs[:, :1], 1.0), 1 / n),
     }
+    if wide_range(plan.problem.dtype):
+        powers = np.repeat(generator.integers(-60, 1, min(32, n)), n // min(32, n))
+        found["of very different sizes"] = np.ldexp(generator.standard_normal((rows, n)), powers), n**-0.5
+        found["small, times a small scale"] = np.ldexp(signs, -60), 2.0**-60
+        found["large, times a tiny scale"] = np.ldexp(signs, 100), 2.0**-140
+        found["tiny, times a large scale"] = np.ldexp(signs, -120), 2.0**100
     least = max(edges.smallest, *(LEAST_IN_PARTS[operand] for operand in operands(plan) & set(LEAST_IN_PARTS)), 0.0)
     found["subnormals"] = least * generator.integers(-127, 128, (rows, n)), 1.0
     found["the smallest, alone"] = least * (np.arange(n) == np.arange(rows)[:, None] % n), 1.0

@@ -270,6 +270,7 @@ PRIMITIVE_MUTATIONS = {
     "largest in a warp": ("for (int lanes = 1; lanes < 32;", "for (int lanes = 1; lanes < 16;"),
     "normalizer": ("254u - level << 7", "253u - level << 7"),
     "lower by a power": ("15u - by << 10", "14u - by << 10"),
+    "lower by too much": ("1u << (24u - by) : 0u", "1u << (24u - by) : 0x3C00u"),
     "undo": ("return {1.0f, scale * as_float(level << 23)};", "return {1.0f, scale};"),
     "low half": ("decode<T>(u16(pair))", "decode<T>(u16(pair >> 16))"),
     "high halves": ("as_word(low) >> 16 | (as_word(high)", "as_word(high) >> 16 | (as_word(low)"),

@@ -20,6 +20,7 @@ from hadagen.problem import DType, Numerics, Problem
 from hadagen.reference import hadamard
 from hadagen.space import build_plan
 from hadagen.steps import (
+    FP16,
     PACKED,
     Butterfly,
     Correct,
@@ -193,6 +194,13 @@ def test_only_what_was_loaded_of_one_row_and_crosses_blocks_once_is_normalized()
         changed(plan, 2, dataclasses.replace(first, factor=0))
     with pytest.raises(UsageError, match="nothing normalizes"):
         changed(plan, 1)
+    with pytest.raises(UsageError, match="it has several rows"):
+        dataclasses.replace(plan, cta_bits=2)
+    with pytest.raises(UsageError, match="sums of packed values are not fp16"):
+        changed(plan, 2, dataclasses.replace(first, accumulator=FP16))
+    exchange = next(i for i, step in enumerate(plan.steps) if isinstance(step, Exchange))
+    with pytest.raises(UsageError, match="only fp32 values have two vectors a chunk"):
+        changed(plan, exchange, dataclasses.replace(plan.steps[exchange], rounds=2))
     wide = build_plan(Problem(256, DType.BFLOAT16), Knobs(mma_carrier="tf32"), ARCH)
     with pytest.raises(UsageError, match="levels cross to other blocks with fp16, in one exchange"):
         dataclasses.replace(wide, steps=(wide.steps[0], Normalize(), *wide.steps[1:]))

@@ -1,9 +1,9 @@
 """Which kernel a call runs: a pure function of the bundles and the arguments, so that all ranks of a job agree if
 their GPUs are the same.
 
-Problem and destination of an entry must be those that are asked for. Among the entries left, the better `Match` wins;
-then the bundle that was found first, whatever its element counts; then the nearest of those, on a logarithmic scale,
-and of two as near the larger.
+Problem and destination of an entry must be those that are asked for. Among the entries left, those of a pinned bundle
+win; then the better `Match`; then the bundle that was found first, and the GPU that comes first in it, whatever its
+element counts; then the nearest of those, on a logarithmic scale, and of two as near the larger.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def rivals(
     entries: Iterable[BundleEntry], problem: Problem, destination: Destination, device: Device
 ) -> tuple[Match, dict[int, BundleEntry]]:
     """Of the entries of a bundle those among which only the element count decides, by that count, ascending; and how
-    well they suit.
+    well they suit. All are of one GPU: its winners were compared at its own counts.
 
     There are none with GENERIC.
     """
@@ -60,8 +60,9 @@ def rivals(
         return Match.GENERIC, {}
     least = min(_badness(*candidate) for candidate in candidates)
     best = [candidate for candidate in candidates if _badness(*candidate) == least]
-    first = {entry.elements: entry for _, entry in reversed(best)}
-    return best[0][0], dict(sorted(first.items()))
+    match, leader = best[0]
+    first = {entry.elements: entry for _, entry in reversed(best) if entry.gpu == leader.gpu}
+    return match, dict(sorted(first.items()))
 
 
 def _badness(match: Match, entry: BundleEntry) -> tuple[int, int, bool]:
