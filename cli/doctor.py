@@ -121,12 +121,12 @@ def _kernels() -> str:
 
     if not torch.cuda.is_available():
         raise DeviceError("PyTorch sees no GPU, so it computes the transform itself, on the CPU")
-    device = cuda_device(torch.cuda.current_device())
-    for asked in (bundles.pinned, bundles.known) if device else ():
-        found = Counter(match_of(entry, device) for bundle in asked() for entry in winners(bundle))
-        best = next((quality for quality in Match if found[quality]), Match.GENERIC)
-        if best is not Match.GENERIC:
-            return f"{found[best]} winners match this GPU as {best.value}"
+    if device := cuda_device(torch.cuda.current_device()):
+        for asked in (bundles.pinned, bundles.known):
+            found = Counter(match_of(entry, device) for bundle in asked() for entry in winners(bundle))
+            best = next((quality for quality in Match if found[quality]), Match.GENERIC)
+            if best is not Match.GENERIC:
+                return f"{found[best]} winners match this GPU as {best.value}"
     raise DeviceError("no bundle has kernels for this GPU, so PyTorch computes the transform; run: hadagen tune")
 
 
