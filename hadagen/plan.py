@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from hadagen.errors import UsageError
 from hadagen.launch import LaunchSpec
-from hadagen.layout import MMA_MOVES, PAIR, Place, Placement, cta, lane, reg
+from hadagen.layout import LANE_BITS, MMA_MOVES, PAIR, Place, Placement, cta, lane, reg
 from hadagen.problem import DType, Numerics, Problem
 from hadagen.scale import ScaleForm
 from hadagen.steps import (
@@ -396,6 +396,8 @@ def _check_normalize(plan: Plan, number: int, refuse: Callable[[str], UsageError
         raise refuse("only values of the range of a bfloat16 are normalized")
     if not all(isinstance(before, Load | Prefetch | Trigger) for before in plan.steps[: number - 1]):
         raise refuse("only what was just loaded is normalized")
+    if plan.warp_bits + plan.cta_bits > LANE_BITS:
+        raise refuse("each lane reads one level, and there are more warps than lanes")
     if plan.rows_per_tile > 1:
         raise refuse("all values of a tile are brought to one level, but it has several rows")
     if not plan.crosses_blocks or len(plan.exchanges) > 1 or plan.exchanges[0].carrier != FP16:

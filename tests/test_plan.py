@@ -194,6 +194,8 @@ def test_only_what_was_loaded_of_one_row_and_crosses_blocks_once_is_normalized()
         changed(plan, 2, dataclasses.replace(first, factor=0))
     with pytest.raises(UsageError, match="nothing normalizes"):
         changed(plan, 1)
+    with pytest.raises(UsageError, match="more warps than lanes"):
+        dataclasses.replace(plan, warp_bits=5)
     with pytest.raises(UsageError, match="it has several rows"):
         dataclasses.replace(plan, cta_bits=2)
     with pytest.raises(UsageError, match="sums of packed values are not fp16"):
