@@ -122,8 +122,8 @@ def _kernels() -> str:
     if not torch.cuda.is_available():
         raise DeviceError("PyTorch sees no GPU, so it computes the transform itself, on the CPU")
     if device := cuda_device(torch.cuda.current_device()):
-        for asked in (bundles.pinned, bundles.known):
-            found = Counter(match_of(entry, device) for bundle in asked() for entry in winners(bundle))
+        for asked in bundles.in_turn():
+            found = Counter(match_of(entry, device) for bundle in asked for entry in winners(bundle))
             best = next((quality for quality in Match if found[quality]), Match.GENERIC)
             if best is not Match.GENERIC:
                 return f"{found[best]} winners match this GPU as {best.value}"

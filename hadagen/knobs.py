@@ -181,13 +181,11 @@ def _low_bits(problem: Problem, knobs: Knobs) -> list[Step]:
     """The steps that transform index bits 0–7 of packed values, as far as the row has them."""
     bits = problem.log2_n
     first, second = (1, 2) if _scales_in_mma(problem, knobs) or wide_range(problem.dtype) else (0, 0)
-    if knobs.normalizes:
-        first, second = NORMALIZER, 0
     if knobs.low_bits == "mma":
         # mma(reg0) finds bits 0 3 4 1 at its places and leaves 5 6 7 there, which mma(reg1) transforms with bit 2.
         if knobs.normalizes:
             accumulator = FP16 if knobs.accumulator == PACKED else FP32
-            return [Mma(0, factor=first), Narrow(), Mma(1, FP16, accumulator=accumulator)]
+            return [Mma(0, factor=NORMALIZER), Narrow(), Mma(1, FP16, accumulator=accumulator)]
         if knobs.mma_carrier != PACKED:
             return [Mma(0, factor=first), _wide_mma(1, problem, knobs, second)]
         if knobs.accumulator == PACKED:
@@ -329,7 +327,8 @@ def _with_scale(problem: Problem, knobs: Knobs, steps: list[Step]) -> list[Step]
     if problem.dtype is DType.FLOAT32:
         return [*steps[:after], Scale(), *steps[after:]]
     if knobs.normalizes:  # and float16 would have no room for what is scaled
-        return [*steps, *([] if _Converter(steps).carrier == FP32 else [Widen()]), Scale(), Round()]
+        _Converter(steps).to(FP32)
+        return [*steps, Scale(), Round()]
     if _Converter(steps).carrier == FP32:
         steps = [*steps, Round()]
     wide = next(i for i in range(after, len(steps)) if _Converter(steps[:i]).carrier == FP32)

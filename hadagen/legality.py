@@ -25,7 +25,7 @@ from hadagen.knobs import (
 )
 from hadagen.plan import BARRIER_BYTES, CHUNK_BITS, OVERHEAD_REGISTERS, THREAD_ELEMENTS, VECTOR_BYTES
 from hadagen.problem import DType, Numerics, Problem
-from hadagen.steps import FP16, FP32, PACKED, PARTS, Exchange, Load, mixed_chunk_bits, roundings
+from hadagen.steps import FP32, PACKED, PARTS, Exchange, Load, mixed_chunk_bits, roundings
 
 MAX_EXCHANGES = 2
 # Blocks that each load a whole row: with more they would compute less, but take in as much, and were never faster.
@@ -229,12 +229,10 @@ def _(c: Context, k: Knobs) -> str | None:
 
 @_rule("low_bits", "mma_carrier", "accumulator")
 def _(c: Context, k: Knobs) -> str | None:
-    if k.accumulator == FP32:
+    if k.accumulator == FP32 or k.normalizes:
         return None
-    if k.low_bits == "shuffle" or k.mma_carrier not in (PACKED, FP16):
+    if k.low_bits == "shuffle" or k.mma_carrier != PACKED:
         return "no mma leaves packed values (accumulator must be fp32)"
-    if k.mma_carrier == FP16:
-        return None
     if c.problem.dtype is not DType.FLOAT16:
         return "no mma sums in bfloat16 (accumulator must be fp32)"
     if c.problem.numerics is Numerics.ACCURATE:

@@ -282,12 +282,13 @@ def _check(plan: Plan) -> None:
         def refuse(why: str, number: int = number, step: Step = step) -> UsageError:
             return UsageError(f"step {number} ({type(step).__name__}) of {plan.problem.name}: {why}")
 
+        in_16_bits = carrier if carrier != FP32 else PACKED
         needs = {
             Round: FP32,
             Narrow: FP32,
             Scale: FP32,
             Correct: PACKED,
-            Widen: carrier if carrier != FP32 else PACKED,
+            Widen: in_16_bits,
             Transpose: PACKED,
             Store: plan.load.carrier,
             Load: "",
@@ -315,7 +316,7 @@ def _check(plan: Plan) -> None:
                 raise refuse(f"sums of {step.operand} values are not {step.accumulator}")
             needs = FP32 if step.in_parts else step.operand
         elif isinstance(step, Shuffle) and step.widen:
-            needs = carrier if carrier != FP32 else PACKED
+            needs = in_16_bits
         elif isinstance(step, Butterfly) and step.place == PAIR:
             needs = FP32  # the two values of a pair are one operand
         elif isinstance(step, Exchange):

@@ -29,13 +29,12 @@ pytestmark = [
 ]
 
 ARCH = load_arch("sm90")
-TWO_WARPS = Knobs(warps=2)
 CARRIERS = [
-    (256, DType.FLOAT16, replace(TWO_WARPS, mma_carrier="split")),
-    (256, DType.BFLOAT16, replace(TWO_WARPS, mma_carrier="split")),
-    (256, DType.BFLOAT16, replace(TWO_WARPS, mma_carrier="tf32")),
-    (256, DType.FLOAT32, replace(TWO_WARPS, mma_carrier="split")),
-    (256, DType.FLOAT32, replace(TWO_WARPS, mma_carrier="tf32")),
+    (256, DType.FLOAT16, Knobs(warps=2, mma_carrier="split")),
+    (256, DType.BFLOAT16, Knobs(warps=2, mma_carrier="split")),
+    (256, DType.BFLOAT16, Knobs(warps=2, mma_carrier="tf32")),
+    (256, DType.FLOAT32, Knobs(warps=2, mma_carrier="split")),
+    (256, DType.FLOAT32, Knobs(warps=2, mma_carrier="tf32")),
     (2048, DType.BFLOAT16, Knobs(2, 1, 4, far_bits="lanes", mma_carrier="fp16", butterfly_carrier="fp32")),
 ]
 # Of the raw bits of an element.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 from hadagen.errors import StorageError
@@ -25,6 +26,13 @@ def pinned() -> list[Bundle]:
     Raises `StorageError` where one of them is not a sound bundle.
     """
     return [_opened(Path(path)) for path in os.environ.get(VARIABLE, "").split(os.pathsep) if path]
+
+
+def in_turn() -> Iterator[list[Bundle]]:
+    """The bundles to ask, those that are `pinned` before all that are `known`: the first that serve are the only ones
+    to. Raises as `pinned` does."""
+    yield pinned()
+    yield known()
 
 
 def known() -> list[Bundle]:

@@ -108,9 +108,9 @@ def _best_bundle(
 ) -> tuple[Bundle, list[BundleEntry]] | None:
     """The first of the pinned bundles whose entries suit best, or of all where none of those suits; and its entries for
     the problem."""
-    for asked in (bundles.pinned, bundles.known):
+    for asked in bundles.in_turn():
         suited = []
-        for bundle in asked():
+        for bundle in asked:
             entries = [entry for entry in bundle.entries(problem) if entry.kernel not in without]
             match, found = rivals(entries, problem, destination, device)
             if found:
