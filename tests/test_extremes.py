@@ -86,6 +86,7 @@ def inputs(plan: Plan, rows: int) -> dict[str, tuple[np.ndarray, float]]:
     n, edges = plan.problem.n, EDGES[plan.problem.dtype]
     generator = np.random.default_rng(n)
     signs = generator.choice([-1.0, 1.0], (rows, n))
+    alone = np.arange(n) == np.arange(rows)[:, None] % n
     part = np.zeros((rows, n))
     part[:, : 1 << plan.problem.log2_n // 2] = edges.largest
     found = {
@@ -100,9 +101,10 @@ def inputs(plan: Plan, rows: int) -> dict[str, tuple[np.ndarray, float]]:
         found["small, times a small scale"] = np.ldexp(signs, -60), 2.0**-60
         found["large, times a tiny scale"] = np.ldexp(signs, 100), 2.0**-140
         found["tiny, times a large scale"] = np.ldexp(signs, -120), 2.0**100
+        found["large and alone, times a large scale"] = 2.0**113 * alone, 2.0**12
     least = max(edges.smallest, *(LEAST_IN_PARTS[operand] for operand in operands(plan) & set(LEAST_IN_PARTS)), 0.0)
     found["subnormals"] = least * generator.integers(-127, 128, (rows, n)), 1.0
-    found["the smallest, alone"] = least * (np.arange(n) == np.arange(rows)[:, None] % n), 1.0
+    found["the smallest, alone"] = least * alone, 1.0
     return found
 
 
