@@ -1,6 +1,6 @@
 """Kernels on the CPU: the emitted source, built for the host and run with the threads of a cluster as fibers.
 
-The same text that nvcc compiles is compiled by a C++ compiler against `templates/host/hadagen.cuh`, whose primitives
+The same text that nvcc compiles is compiled by a C++ compiler against `templates/host/primitives.cuh`, whose primitives
 have the meaning of the device's. Threads meet at every collective, in an order that `order_seed` varies. The machine
 below (`templates/host/`) is hostile: shared memory begins as NaNs, a copy lands when it is waited for and
 not sooner, and every access is checked for bounds, alignment and races. While it runs it counts what would be slow on
@@ -21,11 +21,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
-from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
 
+from hadagen import templates
 from hadagen.bits import Bits, decode, encode
 from hadagen.cache import cache_root
 from hadagen.codegen import Source
@@ -42,10 +42,9 @@ from hadagen.reference import (
 )
 from hadagen.scale import scale_word
 
-# The sources in `templates/host`: the primitives, which only kernels include, and the machine they stand on.
-PRIMITIVES = ("hadagen.cuh", "numbers.hpp")
+# What the machine is built from, of the sources in `templates`.
 MACHINE = ("machine.cpp", "access.cpp")
-MACHINE_HEADERS = ("machine.hpp", "state.hpp", "fiber.hpp", "memory.hpp")
+MACHINE_HEADERS = ("machine.hpp", "state.hpp", "fiber.hpp", "memory.hpp", "words.cuh")
 
 # Kernels are run for milliseconds, so most of the time is the compiler's: -O1 for them, -O2 for the machine.
 # Some distributions turn _FORTIFY_SOURCE on, and its longjmp refuses to leave the stack it is on.
@@ -274,9 +273,8 @@ def compile_host(
 
 
 def host_texts() -> dict[str, str]:
-    """The machine's sources, by file name."""
-    folder = files("hadagen.templates") / "host"
-    return {name: (folder / name).read_text(encoding="utf-8") for name in (*PRIMITIVES, *MACHINE, *MACHINE_HEADERS)}
+    """The sources of the machine, and of the primitives that only kernels include, by file name."""
+    return templates.texts("common", "host")
 
 
 def host_compiler() -> str:

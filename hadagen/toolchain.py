@@ -14,13 +14,12 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
-from importlib import resources
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Lock
 from typing import Protocol
 
-from hadagen import ptx
+from hadagen import ptx, templates
 from hadagen.arch import Arch
 from hadagen.cache import KernelCache, cache_key, cache_root
 from hadagen.errors import ToolchainError, UsageError
@@ -56,8 +55,7 @@ _Built = dict[str, bytes] | BuildFailure  # the files of a cache entry, or why t
 
 def device_headers() -> dict[str, str]:
     """The texts of the device headers, by the name that sources include them by."""
-    folder = resources.files("hadagen.templates") / "device"
-    return {item.name: item.read_text("utf-8") for item in folder.iterdir() if item.name.endswith(".cuh")}
+    return {name: text for name, text in templates.texts("common", "device").items() if name.endswith(".cuh")}
 
 
 @dataclass(frozen=True)

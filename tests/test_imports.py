@@ -34,15 +34,15 @@ TABLE = """
     reference        | bits problem errors                                 | numpy
     cache            | errors                                              |
     ptx              | errors                                              |
-    toolchain        | cache ptx codegen arch trial launch errors          |
-    emulator         | cache codegen reference bits launch scale problem errors | numpy
+    toolchain        | cache ptx codegen templates arch trial launch errors |
+    emulator         | cache codegen templates reference bits launch scale problem errors | numpy
     driver           | launch scale errors                                 | cuda
     tuning_db.bundle | trial problem launch scale errors                   |
     tuning_db        | tuning_db.bundle trial problem launch scale errors  | sqlalchemy alembic
     runtime          | tuning_db.bundle driver trial problem launch errors | torch
     compat           | runtime errors                                      | torch
     __init__         | runtime problem errors                              |
-    measure          | driver reference bits trial problem launch errors   | torch
+    measure          | driver templates reference bits trial problem launch errors | torch
     costmodel        | arch plan steps trial                               |
     tuner            | *                                                   | numpy optuna
     cli              | *                                                   | click cuda rich torch

@@ -17,6 +17,7 @@ from measure_sample import PROBLEM, array_at
 
 from hadagen.measure import Cell, all_cells, copy_sources
 from hadagen.problem import DType, Problem
+from hadagen.toolchain import device_headers
 from hadagen.trial import (
     Cache,
     Destination,
@@ -34,10 +35,8 @@ def test_copy_sources_are_complete() -> None:
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on PATH")
 def test_copy_sources_compile(tmp_path: Any) -> None:
-    from importlib.resources import files
-
-    header = files("hadagen.templates").joinpath("device/hadagen.cuh").read_text(encoding="utf-8")
-    (tmp_path / "hadagen.cuh").write_text(header, encoding="utf-8")
+    for name, text in device_headers().items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
     (tmp_path / "copies.cu").write_text("".join(source.text for source in copy_sources()), encoding="utf-8")
     command = ["nvcc", "-std=c++17", "-arch=sm_90", "-Xptxas=-v", "-cubin", "-o", "copies.cubin", "copies.cu"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)

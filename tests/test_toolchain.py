@@ -198,7 +198,9 @@ def test_a_full_disk_is_not_taken_for_a_wrong_source(
 def perturbed(tools: Toolchain, arch: Arch) -> dict[str, tuple[Toolchain, Source, Any]]:
     code = source("k", COPY)[0]
     headers = dict(tools.headers)
-    [header] = headers
+    changed = {
+        f"header {name}": replace(tools, headers={**headers, name: text + "\n"}) for name, text in headers.items()
+    }
     return {
         "nothing": (tools, code, arch),
         "nvcc": (replace(tools, version=tools.version + " "), code, arch),
@@ -206,7 +208,7 @@ def perturbed(tools: Toolchain, arch: Arch) -> dict[str, tuple[Toolchain, Source
         "order of flags": (replace(tools, flags=tools.flags[::-1]), code, arch),
         "arch": (tools, code, replace(arch, nvcc_arch="sm_90a")),
         "source": (tools, replace(code, text=code.text + "\n"), arch),
-        "header": (replace(tools, headers={header: headers[header] + "\n"}), code, arch),
+        **{name: (other, code, arch) for name, other in changed.items()},
         "another header": (replace(tools, headers={**headers, "another.cuh": ""}), code, arch),
     }
 
@@ -222,7 +224,8 @@ def test_all_that_a_build_depends_on_reaches_the_key(arch: Arch, monkeypatch: py
 
 
 def test_the_headers_are_those_of_the_package() -> None:
-    assert "HADAGEN_SHARED" in toolchain.device_headers()["hadagen.cuh"]
+    assert toolchain.device_headers().keys() == {"hadagen.cuh", "primitives.cuh", "words.cuh"}
+    assert "asm volatile" in toolchain.device_headers()["primitives.cuh"]
 
 
 # ---- nvcc that is missing, elsewhere or broken -----------------------------------------------------------------------

@@ -5,10 +5,10 @@ The best of a few shapes at each cell is the copy's time there: one shape cannot
 
 from __future__ import annotations
 
-from importlib import resources
 from string import Template
 from typing import NamedTuple
 
+from hadagen import templates
 from hadagen.launch import LaunchSpec
 
 # (threads of a block, 16-byte vectors of a thread)
@@ -26,7 +26,7 @@ class CopySource(NamedTuple):
 
 def copy_sources() -> tuple[CopySource, ...]:
     """The copy kernels to build and to hand to `DeviceRunner`."""
-    template = Template(resources.files("hadagen.templates").joinpath("device/copy.cu").read_text(encoding="utf-8"))
+    template = Template(templates.texts("device")["copy.cu"])
     return tuple(_source(template, threads, vectors) for threads, vectors in SHAPES)
 
 

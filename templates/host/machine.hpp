@@ -1,19 +1,11 @@
-// What the host primitives in hadagen.cuh stand on: a machine that runs every thread of a cluster as a fiber.
+// What the host primitives stand on: a machine that runs every thread of a cluster as a fiber.
 // A thread runs until it reaches a collective that others have yet to reach; then another one runs. Memory is checked
 // at every access. What a kernel does wrong ends the launch with a sentence (`Report::error`) or is counted.
 #pragma once
 
+#include "words.cuh"
+
 namespace hadagen {
-
-using u16 = unsigned short;
-using u32 = unsigned int;
-using u64 = unsigned long long;
-using i64 = long long;
-using byte = unsigned char;
-
-struct alignas(16) Vec16 {
-    u32 word[4];
-};
 
 namespace machine {
 

@@ -1,4 +1,4 @@
-// The primitives of device/hadagen.cuh for a C++ compiler: same names, same meaning, one kernel source for both.
+// The primitives of device/primitives.cuh for a C++ compiler: same names, same meaning, one kernel source for both.
 #pragma once
 
 #include <algorithm>
@@ -6,30 +6,15 @@
 
 #include "machine.hpp"
 #include "numbers.hpp"
+#include "words.cuh"
 
 #define __global__ __attribute__((visibility("default")))
 #define __launch_bounds__(...)
 #define __cluster_dims__(...)
 
-#define HADAGEN_INLINE inline
 #define HADAGEN_SHARED(name) ::hadagen::byte* const name = ::hadagen::machine::self->shared
 
 namespace hadagen {
-
-// Element types, of `bytes` each. `exponent_bias`, `mantissa_bits`: of a 16-bit format; `one`: the packed pair (+1, +1).
-struct float16 {
-    static constexpr int bytes = 2;
-    static constexpr int exponent_bias = 15, mantissa_bits = 10;
-    static constexpr u32 one = 0x3C003C00u;
-};
-struct bfloat16 {
-    static constexpr int bytes = 2;
-    static constexpr int exponent_bias = 127, mantissa_bits = 7;
-    static constexpr u32 one = 0x3F803F80u;
-};
-struct float32 {
-    static constexpr int bytes = 4;
-};
 
 // ---- who am I ------------------------------------------------------------------------------------------------------
 HADAGEN_INLINE u32 thread_index() { return machine::self->thread; }
@@ -38,8 +23,6 @@ HADAGEN_INLINE i64 grid_blocks() { return machine::self->blocks; }
 HADAGEN_INLINE u32 cluster_rank() { return machine::self->rank; }
 
 // ---- global memory -------------------------------------------------------------------------------------------------
-HADAGEN_INLINE Vec16 zero16() { return Vec16{{0u, 0u, 0u, 0u}}; }
-
 HADAGEN_INLINE Vec16 load16(const void* global) {
     Vec16 v;
     machine::load(&v, global, sizeof v);
@@ -58,21 +41,6 @@ template <class T> HADAGEN_INLINE void load_element(Vec16& v, int i, const void*
 template <class T> HADAGEN_INLINE void store_element(void* global, Vec16 v, int i) {
     machine::store(global, reinterpret_cast<const byte*>(&v) + i * T::bytes, T::bytes);
 }
-
-// The first `count` elements of a vector, of any number; the others read as zero and are not written.
-template <class T> HADAGEN_INLINE Vec16 load_elements(const void* global, i64 count) {
-    Vec16 v = zero16();
-    for (int i = 0; i < 16 / T::bytes && i < count; ++i)
-        load_element<T>(v, i, static_cast<const byte*>(global) + i * T::bytes);
-    return v;
-}
-template <class T> HADAGEN_INLINE void store_elements(void* global, Vec16 v, i64 count) {
-    for (int i = 0; i < 16 / T::bytes && i < count; ++i)
-        store_element<T>(static_cast<byte*>(global) + i * T::bytes, v, i);
-}
-
-// Whether rows `pitch` bytes apart can be moved in whole vectors.
-HADAGEN_INLINE bool in_vectors(const void* rows, i64 pitch) { return (reinterpret_cast<u64>(rows) | pitch) % 16 == 0; }
 
 // ---- packed pairs --------------------------------------------------------------------------------------------------
 template <class T> HADAGEN_INLINE u32 encode_pair(double low, double high) {
@@ -122,33 +90,6 @@ HADAGEN_INLINE u32 larger_of_bfloat16(u32 a, u32 b) {
     };
     return larger(u16(a), u16(b)) | larger(u16(a >> 16), u16(b >> 16)) << 16;
 }
-// The bits of the larger half, without its sign.
-HADAGEN_INLINE u32 peak_of_bfloat16(u32 pair) { return std::max(pair & 0x7FFFu, pair >> 16 & 0x7FFFu); }
-
-// The level of values of which the largest is this bfloat16, without sign: its biased exponent, with the last three bits set.
-HADAGEN_INLINE u32 level_of_bfloat16(u32 magnitude) { return magnitude >> 7 | 7u; }
-
-// 2^(127 - level) as a bfloat16, which is subnormal for the highest level. Times it, all values are below 2.
-HADAGEN_INLINE u32 normalizer_of(u32 level) { return level == 255u ? 0x20u : 254u - level << 7; }
-
-// A pair of float16, brought from a level to one that is so much higher: by a power of two, or zero.
-HADAGEN_INLINE u32 lower_float16(u32 pair, u32 by) {
-    const u32 power = by < 15u ? 15u - by << 10 : by < 25u ? 1u << (24u - by) : 0u;
-    return fma<float16>(pair, power * 0x10001u, 0x80008000u);
-}
-
-// scale · 2^(level - 127), as two factors of which the first is 1 unless the product were subnormal, or infinite while
-// results are not.
-struct Undo {
-    float first, second;
-};
-HADAGEN_INLINE Undo undo_level(float scale, u32 level) {
-    const u32 exponent = (as_word(scale) >> 23 & 0xFFu) + level;
-    if (exponent < 150u) return {0x1p-96f, scale * 0x1p96f * as_float(level << 23)};
-    if (exponent >= 340u || level == 255u) return {0x1p64f, scale * as_float(level - 64u << 23)};
-    return {1.0f, scale * as_float(level << 23)};
-}
-
 // ---- the warp ------------------------------------------------------------------------------------------------------
 HADAGEN_INLINE u32 shuffle_xor(u32 value, int lanes) { return machine::shuffle(value, (thread_index() ^ lanes) & 31u); }
 HADAGEN_INLINE float shuffle_xor(float value, int lanes) { return as_float(shuffle_xor(as_word(value), lanes)); }
@@ -156,9 +97,6 @@ HADAGEN_INLINE float shuffle_xor(float value, int lanes) { return as_float(shuff
 // other + value where the lane bit is 0, other − value where it is 1: one output of a butterfly across lanes.
 HADAGEN_INLINE float butterfly_lane(float value, float other, bool lane_bit) {
     return other + (lane_bit ? -value : value);
-}
-template <class T> HADAGEN_INLINE u32 butterfly_lane(u32 value, u32 other, bool lane_bit) {
-    return fma<T>(value, lane_bit ? T::one | 0x80008000u : T::one, other);
 }
 
 // The largest in any lane.
@@ -175,25 +113,11 @@ HADAGEN_INLINE u32 transpose(u32 pair) {
     return low | high << 16;
 }
 
-// Takes a power of two out of the scale, at most 1 and at least 2^-bits, and gives it as a bfloat16.
-HADAGEN_INLINE u32 take_power(float& scale, u32 bits) {
-    const u32 exponent = as_word(scale) >> 23 & 0xFFu, least = 127u - bits;
-    const u32 taken = exponent < least ? least : exponent > 127u ? 127u : exponent;
-    scale *= as_float(254u - taken << 23);
-    return taken << 7;
-}
-
 // Whether an odd number of bits is set.
 HADAGEN_INLINE u32 parity(u32 bits) { return u32(__builtin_parity(bits)); }
 
-HADAGEN_INLINE u32 low_half(u32 pair) { return pair & 0xFFFFu; }
-HADAGEN_INLINE u32 high_half(u32 pair) { return pair >> 16; }
-
 // A operand of `mma`: the 16×16 Hadamard matrix times a factor, an element in the low half of a word, with the 2×2 identity
 // as its factor for the bits of `idle` in the numbers of rows and columns.
-struct Operand {
-    u32 word[4];
-};
 HADAGEN_INLINE Operand hadamard16(u32 factor, u32 idle) {
     const u32 lane = thread_index() & 31u;
     Operand a;
@@ -223,9 +147,6 @@ template <class T> HADAGEN_INLINE void mma(float (&d)[4], const Operand& a, u32 
 
 // The same with fp32 values that are cut off to tf32, as two mma.m16n8k8: rows 2t and 2t + 1 of b, t = lane % 4, in the
 // first, rows 2t + 8 and 2t + 9 in the second.
-struct WideOperand {
-    u32 word[8];
-};
 HADAGEN_INLINE WideOperand hadamard16_tf32(u32 factor) {
     const u32 lane = thread_index() & 31u;
     WideOperand a;

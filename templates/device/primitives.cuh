@@ -2,34 +2,11 @@
 // The header of the same name under host/ gives the same functions to a C++ compiler, so one kernel source runs on both.
 #pragma once
 
-#define HADAGEN_INLINE __device__ __forceinline__
+#include "words.cuh"
+
 #define HADAGEN_SHARED(name) extern __shared__ __align__(128) unsigned char name[]
 
 namespace hadagen {
-
-using u16 = unsigned short;
-using u32 = unsigned int;
-using u64 = unsigned long long;
-using i64 = long long;
-using byte = unsigned char;
-
-// Element types, of `bytes` each. `one`: the packed pair (+1, +1).
-struct float16 {
-    static constexpr int bytes = 2;
-    static constexpr u32 one = 0x3C003C00u;
-};
-struct bfloat16 {
-    static constexpr int bytes = 2;
-    static constexpr u32 one = 0x3F803F80u;
-};
-struct float32 {
-    static constexpr int bytes = 4;
-};
-
-// Sixteen bytes: four registers, each a packed pair of 16-bit elements or one fp32.
-struct alignas(16) Vec16 {
-    u32 word[4];
-};
 
 // ---- who am I ------------------------------------------------------------------------------------------------------
 HADAGEN_INLINE u32 thread_index() { return threadIdx.x; }
@@ -42,8 +19,6 @@ HADAGEN_INLINE u32 cluster_rank() {
 }
 
 // ---- global memory -------------------------------------------------------------------------------------------------
-HADAGEN_INLINE Vec16 zero16() { return Vec16{{0u, 0u, 0u, 0u}}; }
-
 HADAGEN_INLINE Vec16 load16(const void* global) {
     Vec16 v;
     asm volatile("ld.global.v4.b32 {%0,%1,%2,%3}, [%4];"
@@ -96,23 +71,6 @@ template <class T> HADAGEN_INLINE void store_element(void* global, Vec16 v, int 
     if (T::bytes == 4) *static_cast<u32*>(global) = v.word[i];
     else *static_cast<u16*>(global) = u16(v.word[i / 2] >> (16 * (i % 2)));
 }
-
-// The first `count` elements of a vector, of any number; the others read as zero and are not written.
-template <class T> HADAGEN_INLINE Vec16 load_elements(const void* global, i64 count) {
-    Vec16 v = zero16();
-#pragma unroll
-    for (int i = 0; i < 16 / T::bytes; ++i)
-        if (i < count) load_element<T>(v, i, static_cast<const byte*>(global) + i * T::bytes);
-    return v;
-}
-template <class T> HADAGEN_INLINE void store_elements(void* global, Vec16 v, i64 count) {
-#pragma unroll
-    for (int i = 0; i < 16 / T::bytes; ++i)
-        if (i < count) store_element<T>(static_cast<byte*>(global) + i * T::bytes, v, i);
-}
-
-// Whether rows `pitch` bytes apart can be moved in whole vectors.
-HADAGEN_INLINE bool in_vectors(const void* rows, i64 pitch) { return (reinterpret_cast<u64>(rows) | pitch) % 16 == 0; }
 
 // ---- packed pairs --------------------------------------------------------------------------------------------------
 template <class T> HADAGEN_INLINE u32 pack(float low, float high);
@@ -186,33 +144,6 @@ HADAGEN_INLINE u32 larger_of_bfloat16(u32 a, u32 b) {
     asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
     return d;
 }
-// The bits of the larger half, without its sign.
-HADAGEN_INLINE u32 peak_of_bfloat16(u32 pair) { return max(pair & 0x7FFFu, pair >> 16 & 0x7FFFu); }
-
-// The level of values of which the largest is this bfloat16, without sign: its biased exponent, with the last three bits set.
-HADAGEN_INLINE u32 level_of_bfloat16(u32 magnitude) { return magnitude >> 7 | 7u; }
-
-// 2^(127 - level) as a bfloat16, which is subnormal for the highest level. Times it, all values are below 2.
-HADAGEN_INLINE u32 normalizer_of(u32 level) { return level == 255u ? 0x20u : 254u - level << 7; }
-
-// A pair of float16, brought from a level to one that is so much higher: by a power of two, or zero.
-HADAGEN_INLINE u32 lower_float16(u32 pair, u32 by) {
-    const u32 power = by < 15u ? 15u - by << 10 : by < 25u ? 1u << (24u - by) : 0u;
-    return fma<float16>(pair, power * 0x10001u, 0x80008000u);
-}
-
-// scale · 2^(level - 127), as two factors of which the first is 1 unless the product were subnormal, or infinite while
-// results are not.
-struct Undo {
-    float first, second;
-};
-HADAGEN_INLINE Undo undo_level(float scale, u32 level) {
-    const u32 exponent = (as_word(scale) >> 23 & 0xFFu) + level;
-    if (exponent < 150u) return {0x1p-96f, scale * 0x1p96f * as_float(level << 23)};
-    if (exponent >= 340u || level == 255u) return {0x1p64f, scale * as_float(level - 64u << 23)};
-    return {1.0f, scale * as_float(level << 23)};
-}
-
 // ---- the warp ------------------------------------------------------------------------------------------------------
 HADAGEN_INLINE u32 shuffle_xor(u32 value, int lanes) { return __shfl_xor_sync(0xFFFFFFFFu, value, lanes); }
 HADAGEN_INLINE float shuffle_xor(float value, int lanes) { return __shfl_xor_sync(0xFFFFFFFFu, value, lanes); }
@@ -220,9 +151,6 @@ HADAGEN_INLINE float shuffle_xor(float value, int lanes) { return __shfl_xor_syn
 // other + value where the lane bit is 0, other − value where it is 1: one output of a butterfly across lanes.
 HADAGEN_INLINE float butterfly_lane(float value, float other, bool lane_bit) {
     return __fmaf_rn(value, lane_bit ? -1.0f : 1.0f, other);
-}
-template <class T> HADAGEN_INLINE u32 butterfly_lane(u32 value, u32 other, bool lane_bit) {
-    return fma<T>(value, lane_bit ? T::one | 0x80008000u : T::one, other);
 }
 
 // The largest in any lane.
@@ -235,19 +163,8 @@ HADAGEN_INLINE u32 transpose(u32 pair) {
     return d;
 }
 
-// Takes a power of two out of the scale, at most 1 and at least 2^-bits, and gives it as a bfloat16.
-HADAGEN_INLINE u32 take_power(float& scale, u32 bits) {
-    const u32 exponent = as_word(scale) >> 23 & 0xFFu, least = 127u - bits;
-    const u32 taken = exponent < least ? least : exponent > 127u ? 127u : exponent;
-    scale *= as_float(254u - taken << 23);
-    return taken << 7;
-}
-
 // Whether an odd number of bits is set.
 HADAGEN_INLINE u32 parity(u32 bits) { return u32(__popc(bits) & 1); }
-
-HADAGEN_INLINE u32 low_half(u32 pair) { return pair & 0xFFFFu; }
-HADAGEN_INLINE u32 high_half(u32 pair) { return pair >> 16; }
 
 // Signs of the Hadamard matrix in row lane/4: of column 2 · (lane % 4) in bit 15, and of the one after it in bit 31.
 HADAGEN_INLINE u32 hadamard_signs() {
@@ -270,9 +187,6 @@ HADAGEN_INLINE Zeros hidden_zeros() {
 
 // A operand of `mma`: the 16×16 Hadamard matrix times a factor, an element in the low half of a word. Its rows and
 // columns from 8 on are the first ones again, but for the sign where both are.
-struct Operand {
-    u32 word[4];
-};
 HADAGEN_INLINE Operand hadamard16(u32 factor) {
     const u32 word = factor * 0x10001u ^ hadamard_signs();
     const Zeros zero = hidden_zeros();
@@ -306,9 +220,6 @@ HADAGEN_MMA(bfloat16, "bf16")
 
 // The same with fp32 values that are cut off to tf32, as two mma.m16n8k8: rows 2t and 2t + 1 of b, t = lane % 4, in the
 // first, rows 2t + 8 and 2t + 9 in the second.
-struct WideOperand {
-    u32 word[8];
-};
 HADAGEN_INLINE WideOperand hadamard16_tf32(u32 factor) {
     const u32 signs = hadamard_signs();
     const u32 even = factor << 16 ^ (signs << 16 & 0x80000000u), odd = factor << 16 ^ (signs & 0x80000000u);

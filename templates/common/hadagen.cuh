@@ -1,0 +1,75 @@
+// What kernels include: the primitives of what they are compiled for, and what is said in terms of those.
+#pragma once
+
+#include "primitives.cuh"
+
+namespace hadagen {
+
+// ---- global memory -------------------------------------------------------------------------------------------------
+// The first `count` elements of a vector, of any number; the others read as zero and are not written.
+template <class T> HADAGEN_INLINE Vec16 load_elements(const void* global, i64 count) {
+    Vec16 v = zero16();
+#pragma unroll
+    for (int i = 0; i < 16 / T::bytes; ++i)
+        if (i < count) load_element<T>(v, i, static_cast<const byte*>(global) + i * T::bytes);
+    return v;
+}
+template <class T> HADAGEN_INLINE void store_elements(void* global, Vec16 v, i64 count) {
+#pragma unroll
+    for (int i = 0; i < 16 / T::bytes; ++i)
+        if (i < count) store_element<T>(static_cast<byte*>(global) + i * T::bytes, v, i);
+}
+
+// Whether rows `pitch` bytes apart can be moved in whole vectors.
+HADAGEN_INLINE bool in_vectors(const void* rows, i64 pitch) { return (reinterpret_cast<u64>(rows) | pitch) % 16 == 0; }
+
+// ---- scales --------------------------------------------------------------------------------------------------------
+HADAGEN_INLINE u32 low_half(u32 pair) { return pair & 0xFFFFu; }
+HADAGEN_INLINE u32 high_half(u32 pair) { return pair >> 16; }
+
+// Takes a power of two out of the scale, at most 1 and at least 2^-bits, and gives it as a bfloat16.
+HADAGEN_INLINE u32 take_power(float& scale, u32 bits) {
+    const u32 exponent = as_word(scale) >> 23 & 0xFFu, least = 127u - bits;
+    const u32 taken = exponent < least ? least : exponent > 127u ? 127u : exponent;
+    scale *= as_float(254u - taken << 23);
+    return taken << 7;
+}
+
+// ---- butterflies ---------------------------------------------------------------------------------------------------
+// other + value where the lane bit is 0, other − value where it is 1: one output of a butterfly across lanes.
+template <class T> HADAGEN_INLINE u32 butterfly_lane(u32 value, u32 other, bool lane_bit) {
+    return fma<T>(value, lane_bit ? T::one | 0x80008000u : T::one, other);
+}
+
+// ---- bfloat16 in the range of float16 ------------------------------------------------------------------------------
+// The bits of the larger half, without its sign.
+HADAGEN_INLINE u32 peak_of_bfloat16(u32 pair) {
+    const u32 low = pair & 0x7FFFu, high = pair >> 16 & 0x7FFFu;
+    return low > high ? low : high;
+}
+
+// The level of values of which the largest is this bfloat16, without sign: its biased exponent, with the last three bits set.
+HADAGEN_INLINE u32 level_of_bfloat16(u32 magnitude) { return magnitude >> 7 | 7u; }
+
+// 2^(127 - level) as a bfloat16, which is subnormal for the highest level. Times it, all values are below 2.
+HADAGEN_INLINE u32 normalizer_of(u32 level) { return level == 255u ? 0x20u : 254u - level << 7; }
+
+// A pair of float16, brought from a level to one that is so much higher: by a power of two, or zero.
+HADAGEN_INLINE u32 lower_float16(u32 pair, u32 by) {
+    const u32 power = by < 15u ? 15u - by << 10 : by < 25u ? 1u << (24u - by) : 0u;
+    return fma<float16>(pair, power * 0x10001u, 0x80008000u);
+}
+
+// scale · 2^(level - 127), as two factors of which the first is 1 unless the product were subnormal, or infinite while
+// results are not.
+struct Undo {
+    float first, second;
+};
+HADAGEN_INLINE Undo undo_level(float scale, u32 level) {
+    const u32 exponent = (as_word(scale) >> 23 & 0xFFu) + level;
+    if (exponent < 150u) return {0x1p-96f, scale * 0x1p96f * as_float(level << 23)};
+    if (exponent >= 340u || level == 255u) return {0x1p64f, scale * as_float(level - 64u << 23)};
+    return {1.0f, scale * as_float(level << 23)};
+}
+
+}  // namespace hadagen

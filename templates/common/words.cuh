@@ -1,0 +1,47 @@
+// What values are made of. Both headers of primitives and the host's machine speak of these.
+#pragma once
+
+#ifdef __CUDACC__
+#define HADAGEN_INLINE __device__ __forceinline__
+#else
+#define HADAGEN_INLINE inline
+#endif
+
+namespace hadagen {
+
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i64 = long long;
+using byte = unsigned char;
+
+// Element types, of `bytes` each. `exponent_bias`, `mantissa_bits`: of a 16-bit format; `one`: the packed pair (+1, +1).
+struct float16 {
+    static constexpr int bytes = 2;
+    static constexpr int exponent_bias = 15, mantissa_bits = 10;
+    static constexpr u32 one = 0x3C003C00u;
+};
+struct bfloat16 {
+    static constexpr int bytes = 2;
+    static constexpr int exponent_bias = 127, mantissa_bits = 7;
+    static constexpr u32 one = 0x3F803F80u;
+};
+struct float32 {
+    static constexpr int bytes = 4;
+};
+
+// Sixteen bytes: four registers, each a packed pair of 16-bit elements or one fp32.
+struct alignas(16) Vec16 {
+    u32 word[4];
+};
+HADAGEN_INLINE Vec16 zero16() { return Vec16{{0u, 0u, 0u, 0u}}; }
+
+// A operands of `mma`: of m16n8k16, in pairs, and of two m16n8k8, in fp32.
+struct Operand {
+    u32 word[4];
+};
+struct WideOperand {
+    u32 word[8];
+};
+
+}  // namespace hadagen
