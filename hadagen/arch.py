@@ -29,6 +29,7 @@ KNOB_VALUES: dict[str, tuple[KnobValue, ...]] = {
     "far_bits": ("registers", "lanes"),
     "far_lanes": ("shuffle", "mma_two", "mma"),
     "low_bits": ("mma", "mma_shuffle", "shuffle"),
+    "shuffles": ("whole", "half"),
     "mma_carrier": ("packed", "fp16", "split", "tf32"),
     "accumulator": ("fp32", "packed"),
     "butterfly_carrier": ("packed", "fp32"),

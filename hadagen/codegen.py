@@ -13,7 +13,7 @@ from typing import Any
 import jinja2
 
 from hadagen.layout import PAIR, Place, cta, reg, warp
-from hadagen.plan import CHUNK_BITS, CROSSED_BARRIER, Plan
+from hadagen.plan import CROSSED_BARRIER, Plan
 from hadagen.steps import (
     FP32,
     NORMALIZER,
@@ -28,6 +28,7 @@ from hadagen.steps import (
     Shuffle,
     Step,
     Store,
+    SwapButterfly,
     Trigger,
 )
 
@@ -162,7 +163,7 @@ def _groups(plan: Plan) -> list[dict[str, Any]]:
 
 
 def _stays_in_chunk(step: Step) -> bool:
-    if isinstance(step, Butterfly):
+    if isinstance(step, Butterfly | SwapButterfly):
         return step.place == PAIR or step.place.index < 2
     if isinstance(step, Mma):
         return step.reg < 2
@@ -190,6 +191,8 @@ def _steps(plan: Plan) -> list[dict[str, Any]]:
             view |= {"stride": _stride(step.place, carrier)}
         elif isinstance(step, Shuffle):
             view |= {"mask": 1 << step.lane, "widen": step.widen}
+        elif isinstance(step, SwapButterfly):
+            view |= {"mask": 1 << step.lane, "stride": _stride(step.place, FP32)}
         elif isinstance(step, Exchange):
             view |= _exchange(plan, step) | {"rounds": [next(rounds) for _ in range(step.rounds)]}
         carrier = carrier_after
@@ -210,9 +213,9 @@ def _chunk_bits(reg_bits: Mapping[int, int]) -> dict[int, int]:
 
 
 def _vector_bits(plan: Plan, reg_bits: Mapping[int, int]) -> dict[int, int]:
-    """Bit of the number of a vector → index bit: where a chunk takes several vectors, the lowest tell them apart."""
-    within = dict(enumerate(range((32 * plan.vector_elements).bit_length() - 1, CHUNK_BITS)))
-    return within | {len(within) + j: bit for j, bit in _chunk_bits(reg_bits).items()}
+    """Bit of the number of a vector → index bit: the register places above those inside a vector."""
+    inside = len(plan.vector_places) - 1
+    return {index - inside: bit for index, bit in reg_bits.items() if index >= inside}
 
 
 def _exchange(plan: Plan, step: Exchange) -> dict[str, Any]:

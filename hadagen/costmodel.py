@@ -37,6 +37,7 @@ from hadagen.steps import (
     Shuffle,
     Step,
     Store,
+    SwapButterfly,
     Transpose,
     Trigger,
     Widen,
@@ -71,7 +72,7 @@ BULK_LATENCY = 300  # what an asynchronous copy takes beyond the load itself
 
 
 # What other steps leave in fp32 they leave chunk by chunk, and the next one may take it from there.
-HOLDS_ALL = (Load, Butterfly, Shuffle, Exchange)
+HOLDS_ALL = (Load, Butterfly, Shuffle, SwapButterfly, Exchange)
 
 
 @dataclass(frozen=True)
@@ -239,6 +240,9 @@ def _cost(step: Step, chunks: int, moved: int, words: int, arch: Arch) -> Cost:
             return Cost(words * chunks, latency=MMA_LATENCY)
         case Shuffle():
             return Cost(3 * words * chunks, shared_bytes=WARP_BYTES * words * chunks, latency=SHUFFLE_LATENCY)
+        case SwapButterfly():
+            crossing = words / 2 * chunks
+            return Cost(3 * words * chunks, shared_bytes=WARP_BYTES * crossing, latency=SHUFFLE_LATENCY)
         case Exchange():
             vectors = step.planes * step.rounds * chunks
             conflicts = 2 if step.shared_layout == "linear" and step.planes == 2 else 1

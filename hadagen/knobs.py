@@ -35,6 +35,7 @@ from hadagen.steps import (
     Shuffle,
     Step,
     Store,
+    SwapButterfly,
     Transpose,
     Trigger,
     Widen,
@@ -43,6 +44,7 @@ from hadagen.steps import (
 
 EXCHANGE, LOAD = "exchange", "load"
 REGISTERS, LANES = "registers", "lanes"
+WHOLE, HALF = "whole", "half"
 MAX_EXCHANGED_LANES = 4  # the last one leaves stores whole sectors of 32 bytes
 # How many bits come to lanes before any but those of blocks comes to registers, where an mma transforms them. Two leave
 # stores whole lines of 128 bytes.
@@ -63,6 +65,7 @@ class Knobs:
     far_bits: str = REGISTERS  # what warp and block bits are swapped with: register bits, or at once with lane bits too
     far_lanes: str = "shuffle"  # what transforms bits that came to lanes: shuffle, mma (three) or mma_two (one or two)
     low_bits: str = "mma"  # what transforms index bits 0–7: mma (two), mma_shuffle (one, then shuffles) or shuffle
+    shuffles: str = WHOLE  # what crosses lanes to transform a bit there: whole, all values; half, as it is swapped
     # values between two mma: packed; fp16, of bfloat16 rows brought into its range, which is what packed means for the
     # other carriers then; or fp32 in parts of bfloat16 (split) or of tf32
     mma_carrier: str = PACKED
@@ -250,7 +253,12 @@ def _add_far_bits(convert: _Converter, problem: Problem, knobs: Knobs, near: lis
         steps.append(Shuffle(lanes.pop(0).index, widen=True))
     if lanes or others:
         convert.to(knobs.butterfly_carrier)
-    steps += [Shuffle(place.index) for place in lanes] + [Butterfly(place) for place in others]
+    steps += [*(_shuffle(knobs, place.index) for place in lanes), *(Butterfly(place) for place in others)]
+
+
+def _shuffle(knobs: Knobs, index: int) -> Step:
+    """What transforms the bit at a lane place. One that is swapped goes to where no exchange takes bits from."""
+    return SwapButterfly(index, reg(1)) if knobs.shuffles == HALF else Shuffle(index)
 
 
 def _float32_low_bits(problem: Problem, knobs: Knobs) -> list[Step]:
@@ -261,10 +269,12 @@ def _float32_low_bits(problem: Problem, knobs: Knobs) -> list[Step]:
         # 2^-110 on, or 2^-106 where the first mma multiplies by 2^-4. Two tf32, of which the least is 2^-136,
         # are values rounded to 22 bits from 2^-114 on, or 2^-110; of smaller ones the second, subnormal, is cut off.
         return [_wide_mma(register, problem, knobs, 1 + register) for register in (0, 1)]
-    steps: list[Step] = [Butterfly(PAIR), Butterfly(reg(0))]
-    steps += [Shuffle(j) for j in range(LANE_BITS)]
-    steps.append(Butterfly(reg(1)))
-    return steps[: problem.log2_n]
+    bits = problem.log2_n
+    inside: list[Step] = [Butterfly(PAIR), Butterfly(reg(0))][:bits]
+    between: list[Step] = [Butterfly(reg(1))] if bits >= CHUNK_BITS else []
+    # Swapped from the lowest on, all lanes but that one have their neighbors in memory beside them.
+    across = [_shuffle(knobs, j) for j in range(max(0, min(bits - len(inside), LANE_BITS)))]
+    return [*inside, *between, *across] if knobs.shuffles == HALF else [*inside, *across, *between]
 
 
 def _scales_in_mma(problem: Problem, knobs: Knobs) -> bool:
@@ -293,6 +303,8 @@ def exchanges_of(problem: Problem, knobs: Knobs) -> list[tuple[tuple[Place, Plac
         # Register bits go to blocks first, for then a warp stores to one block at a time; and the highest lane bits go,
         # for the lowest keep neighbors in memory together.
         lanes = [lane(LANE_BITS - 1 - i) for i in range(MAX_EXCHANGED_LANES)]
+        if knobs.low_bits == "shuffle" and knobs.shuffles == HALF:
+            lanes = [lane(0), *lanes[:-1]]  # which has lost its neighbor
         if turns_in_exchange(knobs):
             lanes = [PAIR, lane(0), lane(1)]
         first, through_mma = (len(ctas), MMA_LANES[knobs.far_lanes]) if knobs.far_lanes in MMA_LANES else (room, 0)

@@ -17,6 +17,7 @@ from hadagen.knobs import (
     LOAD,
     MAX_EXCHANGED_LANES,
     MMA_LANES,
+    WHOLE,
     Knobs,
     exchanges_of,
     log2,
@@ -197,6 +198,17 @@ def _(c: Context, k: Knobs) -> str | None:
 def _(c: Context, k: Knobs) -> str | None:
     moved = k.far_bits == LANES and k.low_bits == "mma_shuffle"
     return "one mma leaves bits in lanes that must come back from there (low_bits must be another)" if moved else None
+
+
+@_rule("far_bits", "low_bits", "shuffles")
+def _(c: Context, k: Knobs) -> str | None:
+    if k.shuffles == WHOLE:
+        return None
+    if c.problem.dtype is not DType.FLOAT32:
+        # Few of 16 bits are left to shuffles, and chunk bits, which they could be swapped with, were never faster.
+        return "only float32 has a register bit of its own to swap with one of lanes (shuffles must be whole)"
+    shuffled = k.far_bits == LANES or (k.low_bits == "shuffle" and c.bits > 2)
+    return None if shuffled else "no bit is transformed by a shuffle (shuffles must be whole)"
 
 
 @_rule(*SHAPE, "block_bits", "far_bits", "far_lanes", "low_bits")

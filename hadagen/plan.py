@@ -40,6 +40,7 @@ from hadagen.steps import (
     Shuffle,
     Step,
     Store,
+    SwapButterfly,
     Transpose,
     Trigger,
     Widen,
@@ -61,7 +62,6 @@ VECTOR_BYTES = 16
 CHUNK_BITS = 8
 CHUNK_ELEMENTS = 1 << CHUNK_BITS
 THREAD_ELEMENTS = CHUNK_ELEMENTS // 32  # of one chunk in one thread
-IN_VECTORS = (PAIR, reg(0), reg(1))  # places of a thread's share of a chunk
 # Registers of a thread besides its values: addresses, the A operands of the mma, accumulators under way.
 OVERHEAD_REGISTERS = 24
 CROSSED_BARRIER = 15  # number of the mbarrier for other blocks' stores; those of the stages come first
@@ -105,6 +105,11 @@ class Plan:
         return VECTOR_BYTES // self.problem.dtype.bytes
 
     @property
+    def vector_places(self) -> tuple[Place, ...]:
+        """Where the bits are that tell the elements of a vector apart."""
+        return PAIR, *(reg(j) for j in range(self.vector_elements.bit_length() - 2))
+
+    @property
     def vectors(self) -> int:
         """16-byte vectors of a tile in one thread."""
         return (THREAD_ELEMENTS << self.chunk_bits) // self.vector_elements
@@ -114,7 +119,7 @@ class Plan:
         """The placement after each step."""
         trace, placement = [], self.loaded
         for step in self.steps:
-            if isinstance(step, Mma | Exchange):
+            if isinstance(step, Mma | Exchange | SwapButterfly):
                 placement = placement.moved(step.moves)
             elif isinstance(step, Transpose):
                 placement = placement.moved(MMA_MOVES)
@@ -317,8 +322,8 @@ def _check(plan: Plan) -> None:
             needs = FP32 if step.in_parts else step.operand
         elif isinstance(step, Shuffle) and step.widen:
             needs = in_16_bits
-        elif isinstance(step, Butterfly) and step.place == PAIR:
-            needs = FP32  # the two values of a pair are one operand
+        elif isinstance(step, SwapButterfly) or (isinstance(step, Butterfly) and step.place == PAIR):
+            needs = FP32  # the two values of a packed pair are one operand
         elif isinstance(step, Exchange):
             needs = step.carrier
             if step.turned and (step.carrier != FP32 or step.rounds > 1):
@@ -376,7 +381,8 @@ def _check(plan: Plan) -> None:
             raise UsageError(f"{plan.problem.name}: all chunks meet from the exchange on, so there is one group")
         if any(isinstance(step, Prefetch | Trigger) for step in plan.grouped_steps):
             raise UsageError(f"{plan.problem.name}: what a tile asks for once has no place among groups of chunks")
-    if not isinstance(plan.steps[-1], Store) or any(before.bit_at(at) != plan.loaded.bit_at(at) for at in IN_VECTORS):
+    moved = any(before.bit_at(at) != plan.loaded.bit_at(at) for at in plan.vector_places)
+    if moved or not isinstance(plan.steps[-1], Store):
         raise UsageError(f"{plan.problem.name}: the plan does not end with a Store of whole 16-byte vectors")
 
 
@@ -423,7 +429,7 @@ def interpret(plan: Plan, x: Reals, scale: float = 1.0) -> Reals:
             touched += step.places
         elif isinstance(step, Butterfly):
             touched = (step.place,)
-        elif isinstance(step, Shuffle):
+        elif isinstance(step, Shuffle | SwapButterfly):
             touched = (lane(step.lane),)
         for place in touched:
             axis = 1 + axes.index(place)
@@ -434,7 +440,7 @@ def interpret(plan: Plan, x: Reals, scale: float = 1.0) -> Reals:
             tile = _permute(tile * factor, axes, step.moves)
         elif isinstance(step, Transpose):
             tile = _permute(tile, axes, MMA_MOVES)
-        elif isinstance(step, Exchange):
+        elif isinstance(step, Exchange | SwapButterfly):
             tile = _permute(tile, axes, step.moves)
         elif isinstance(step, Gather | Scale | Correct):
             tile = tile * left

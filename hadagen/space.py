@@ -13,14 +13,14 @@ from typing import Any
 
 from hadagen.arch import Arch
 from hadagen.errors import UsageError
-from hadagen.knobs import KNOB_NAMES, LOAD, Knobs, log2, plan_of
+from hadagen.knobs import HALF, KNOB_NAMES, LOAD, Knobs, log2, plan_of
 from hadagen.legality import RULES, SHAPE, Context, Rule
 from hadagen.plan import CHUNK_BITS, Plan
 from hadagen.problem import DType, Numerics, Problem
 from hadagen.steps import FP16, PACKED, Load
 
-# What proved good on H100s, whatever the tile, for `fast`; where it is not legal, the nearest that is.
-PROVEN = Knobs(far_bits="lanes", far_lanes="mma", accumulator=PACKED, shared_layout="swizzled")
+# What proved good on H100s and H200s, whatever the tile, for `fast`; where it is not legal, the nearest that is.
+PROVEN = Knobs(far_bits="lanes", far_lanes="mma", shuffles=HALF, accumulator=PACKED, shared_layout="swizzled")
 LEAST_CHUNKS = 8  # of a tile, however short its rows
 
 

@@ -137,6 +137,19 @@ class Shuffle:
 
 
 @dataclass(frozen=True)
+class SwapButterfly:
+    """Swaps the bits at lane[`lane`] and `place`, a register bit, by a warp shuffle of fp32 values, and transforms the
+    one that comes to the register by add and subtract: half as many values cross as in a `Shuffle`."""
+
+    lane: int
+    place: Place
+
+    @property
+    def moves(self) -> dict[Place, Place]:
+        return swaps([(lane(self.lane), self.place)])
+
+
+@dataclass(frozen=True)
 class Transpose:
     """Applies `MMA_MOVES` to packed values (movmatrix): brings the bits back that one `Mma` moved."""
 
@@ -225,6 +238,7 @@ Step = (
     | Transpose
     | Butterfly
     | Shuffle
+    | SwapButterfly
     | Exchange
     | Scale
     | Correct
@@ -244,7 +258,7 @@ def transformed_bits(step: Step, before: Placement) -> tuple[int, ...]:
         return tuple(before.bits_of("cta").values())
     if isinstance(step, Butterfly):
         return (before.bit_at(step.place),)
-    if isinstance(step, Shuffle):
+    if isinstance(step, Shuffle | SwapButterfly):
         return (before.bit_at(lane(step.lane)),)
     return ()
 
@@ -257,7 +271,7 @@ def mixed_chunk_bits(steps: Iterable[Step]) -> int:
             places |= set(step.places)
         elif isinstance(step, Butterfly):
             places.add(step.place)
-        elif isinstance(step, Exchange):
+        elif isinstance(step, Exchange | SwapButterfly):
             places |= set(step.moves)
     return max((place.index - 1 for place in places if place.kind == "reg" and place.index > 0), default=0)
 
@@ -301,7 +315,7 @@ def roundings(steps: Iterable[Step]) -> float:
     terms, of = 0, ""  # values rounded to a form in each fp32 sum since; 0: many, or values times a scale
     for step in steps:
         carrier = carrier_after(step, carrier)
-        sums = isinstance(step, Butterfly | Shuffle)
+        sums = isinstance(step, Butterfly | Shuffle | SwapButterfly)
         one = _OF_FP16 if carrier == FP16 else 1.0
         if isinstance(step, Round | Narrow):
             count += one * (_ROUNDED_SUM.get(terms, 1.0) if of == carrier else 1.0)
@@ -324,7 +338,7 @@ def roundings(steps: Iterable[Step]) -> float:
 
 def changes_values(step: Step) -> bool:
     """Whether a step does arithmetic, not only moves or converts."""
-    return isinstance(step, Gather | Mma | Butterfly | Shuffle | Scale | Correct)
+    return isinstance(step, Gather | Mma | Butterfly | Shuffle | SwapButterfly | Scale | Correct)
 
 
 _FACTORS = ("", "the first factor of the scale", "the second factor of the scale", "what normalizes the warp")
@@ -356,6 +370,8 @@ def sentence(step: Step, before: Placement) -> str:
             return f"butterfly {place}: bit {bits}"
         case Shuffle(index, widen):
             return f"shuffle lane{index}: bit {bits}" + (", widening to fp32" if widen else "")
+        case SwapButterfly(index, place):
+            return f"swap lane{index}↔{place}, then butterfly: bit {bits}"
         case Exchange(pairs, carrier, rounds, shared_layout, turned):
             through = "distributed shared memory" if step.crosses_blocks else "shared memory"
             swapped = ", ".join(f"{near}↔{far}" for near, far in pairs)

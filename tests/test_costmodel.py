@@ -316,6 +316,13 @@ def test_an_mma_of_far_bits_saves_instructions_and_one_tf32_the_most() -> None:
     assert one_tf32[0].latency < halves[0].latency  # by what transposes them
 
 
+def test_a_swap_moves_half_of_what_a_shuffle_does() -> None:
+    knobs = Knobs(low_bits="shuffle", butterfly_carrier="fp32")
+    plans = [build_plan(Problem(256, DType.FLOAT32), replace(knobs, shuffles=s), SM90) for s in ("whole", "half")]
+    whole, half = (sum(cost.shared_bytes for cost in costmodel._costs(plan, SM90)) for plan in plans)
+    assert whole == 2 * half == 5 * 8 * 32 * 4  # five bits, eight values of each of 32 threads
+
+
 @pytest.mark.parametrize("ahead", [0, 4])
 def test_shares_of_other_blocks_are_loaded_and_summed_too(ahead: int) -> None:
     """By two blocks; a prefetch between load and mma costs nothing."""

@@ -66,6 +66,7 @@ def features(knobs: Knobs, plan: Plan) -> Iterator[tuple[object, ...]]:
     yield "low bits", problem.n, k.low_bits, k.butterfly_carrier
     yield "exchange", problem.dtype, exchange, k.exchange_carrier, k.exchange_rounds, k.shared_layout
     yield "far bits", problem.dtype, exchange, k.far_bits, k.far_lanes, k.exchange_carrier
+    yield "shuffles", k.shuffles, k.low_bits, k.order, exchange, problem.dtype.bytes
     yield "exchange in a loop", exchange, k.load, k.grid
     yield "pipeline", exchange, k.load, k.grid, k.stages, ragged
     if any(step.turned for step in plan.exchanges):
@@ -188,11 +189,13 @@ def test_layouts_keep_a_wide_exchange_free_of_bank_conflicts(layout: str, confli
     assert (report.excess_sectors, report.uninitialized_reads) == (0, 0)
 
 
+SINGLE: dict[str, object] = {"low_bits": "shuffle", "exchange_carrier": "fp32", "shared_layout": "swizzled"}
 EXCHANGES: dict[str, tuple[DType, dict[str, object]]] = {
     "packed": (DType.FLOAT16, {}),
     "fp32": (DType.FLOAT16, {"mma_carrier": "split", "exchange_carrier": "fp32", "shared_layout": "swizzled"}),
     "fp32 in rounds": (DType.FLOAT16, {"mma_carrier": "split", "exchange_carrier": "fp32", "exchange_rounds": 2}),
-    "float32": (DType.FLOAT32, {"low_bits": "shuffle", "exchange_carrier": "fp32", "shared_layout": "swizzled"}),
+    "float32": (DType.FLOAT32, SINGLE),
+    "float32, swapped": (DType.FLOAT32, SINGLE | {"shuffles": "half"}),
 }
 # Three bits come to lanes, for an mma.
 EXCHANGES_FOR_MMA: dict[str, tuple[DType, dict[str, object]]] = {

@@ -57,7 +57,9 @@ def sample() -> list[Plan]:
     # And which are brought to the range of float16.
     levels = {"cluster": 4, "far_bits": "lanes", "low_bits": "mma", "mma_carrier": FP16, "exchange_carrier": "packed"}
     normalized = [problem for problem in long if (problem.dtype, problem.numerics) == NORMALIZED]
-    some += [(problem, draw(problem, choose, block_bits="exchange", **levels)) for problem in normalized]
+    some += [
+        (problem, draw(problem, choose, block_bits="exchange", **levels)) for problem in normalized for _ in range(EACH)
+    ]
     return [build_plan(problem, knobs, ARCH) for problem, knobs in some]
 
 

@@ -30,6 +30,7 @@ from hadagen.steps import (
     Round,
     Shuffle,
     Store,
+    SwapButterfly,
     Transpose,
     Trigger,
     mixed_chunk_bits,
@@ -152,6 +153,7 @@ def test_chunks_meet_in_what_moves_or_transforms_a_bit_of_their_number() -> None
     assert mixed_chunk_bits([Mma(0)]) == 0
     assert mixed_chunk_bits([Butterfly(reg(4)), Mma(2, turned=True)]) == 3
     assert mixed_chunk_bits([Mma(2, turned=True), Butterfly(PAIR)]) == 1
+    assert mixed_chunk_bits([SwapButterfly(4, reg(3))]) == 2
     assert mixed_chunk_bits([Exchange(((lane(4), warp(0)), (reg(3), warp(1))), PACKED)]) == 2
 
 

@@ -35,6 +35,7 @@ from hadagen.steps import (
     Scale,
     Shuffle,
     Store,
+    SwapButterfly,
     Transpose,
     Trigger,
     Widen,
@@ -84,9 +85,10 @@ def test_blocks_that_load_whole_rows_sum_over_blocks_and_exchange_only_inside(
 @settings(max_examples=60)
 def test_each_bit_is_transformed_once_and_stored_where_it_belongs(plan: Plan) -> None:
     stored = plan.placements[-1]
-    assert all(stored.bit_at(place) == plan.loaded.bit_at(place) for place in (PAIR, reg(0), reg(1)))
-    neighbors = [lane(0)] if any(step.changes_lanes for step in plan.exchanges) else LANES
-    assert all(stored.bit_at(place) == plan.loaded.bit_at(place) for place in neighbors)
+    assert all(stored.bit_at(place) == plan.loaded.bit_at(place) for place in plan.vector_places)
+    assert stored.places[len(plan.vector_places)].kind == "lane"  # so that whole sectors of 32 bytes are stored
+    moves_lanes = any(isinstance(step, SwapButterfly) or getattr(step, "changes_lanes", False) for step in plan.steps)
+    assert moves_lanes or all(stored.bit_at(place) == plan.loaded.bit_at(place) for place in LANES)
     assert sorted(stored.places) == sorted(plan.loaded.places)
     named = [bits for line in plan.describe() for bits in re.findall(r": bits? ([\d ]+)", line)]
     assert sorted(int(bit) for bit in " ".join(named).split()) == list(range(plan.problem.log2_n))
@@ -99,7 +101,28 @@ def test_accurate_rounds_once(plan: Plan) -> None:
         kinds = [type(step) for step in plan.steps]
         assert kinds.count(Round) == (plan.problem.dtype is not DType.FLOAT32)
         if Round in kinds:
-            assert not {Mma, Butterfly, Shuffle, Scale, Exchange} & set(kinds[kinds.index(Round) :])
+            rest = set(kinds[kinds.index(Round) :])
+            assert not {Mma, Butterfly, Shuffle, SwapButterfly, Scale, Exchange} & rest
+
+
+def test_a_swapped_lane_bit_comes_to_the_register_and_what_was_there_goes_to_the_lane() -> None:
+    knobs = Knobs(2, 8, far_bits="lanes", low_bits="shuffle", shuffles="half")
+    plan = build_plan(
+        Problem(4096, DType.FLOAT32),
+        dataclasses.replace(knobs, butterfly_carrier="fp32", exchange_carrier="fp32"),
+        ARCH,
+    )
+    after = dict(zip(plan.describe(), plan.placements, strict=True))
+    assert [line for line in after if line.startswith("swap")] == [
+        *(f"swap lane{j}↔reg1, then butterfly: bit {2 + j}" for j in range(5)),
+        "swap lane0↔reg1, then butterfly: bit 10",
+        "swap lane4↔reg1, then butterfly: bit 11",
+    ]
+    low = after["swap lane4↔reg1, then butterfly: bit 6"]
+    assert [low.bit_at(place) for place in (reg(1), *LANES)] == [6, 7, 2, 3, 4, 5]
+    # The lanes that give theirs for far bits are the one without a neighbor, and the highest.
+    assert "exchange reg2↔warp0, lane0↔warp1, lane4↔warp2 through shared memory: fp32, linear" in after
+    assert [plan.placements[-1].bit_at(place) for place in (reg(1), *LANES)] == [11, 6, 2, 3, 4, 10]
 
 
 def normalized() -> Plan:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice, pairwise
 from math import prod
@@ -249,6 +250,28 @@ def test_far_bits_go_through_an_mma_where_enough_come_to_lanes(dtype: DType, cha
         return
     with pytest.raises(UsageError, match=re.escape(why)):
         build_plan(problem, knobs, ARCH)
+
+
+SINGLE = {"low_bits": "shuffle", "mma_carrier": "packed"}
+
+
+@pytest.mark.parametrize(
+    ("n", "dtype", "change", "why"),
+    [
+        (4, DType.FLOAT32, SINGLE | {"exchange_carrier": "packed"}, "no bit is transformed by a shuffle"),
+        (8, DType.FLOAT32, SINGLE | {"exchange_carrier": "packed"}, ""),
+        (4096, DType.FLOAT32, SINGLE | {"chunks": 4, "warps": 4}, ""),
+        (4096, DType.FLOAT32, {"chunks": 4, "warps": 4}, "no bit is transformed by a shuffle"),
+        (4096, DType.FLOAT32, {"chunks": 2, "warps": 8, "far_bits": "lanes"}, ""),
+        (4096, DType.FLOAT16, {"chunks": 2, "warps": 8, "far_bits": "lanes"}, "only float32 has a register bit"),
+    ],
+)
+def test_lane_bits_of_float32_are_swapped_where_there_are_shuffles(
+    n: int, dtype: DType, change: dict[str, Any], why: str
+) -> None:
+    wide = Knobs(shuffles="half", mma_carrier="split", butterfly_carrier="fp32", exchange_carrier="fp32")
+    with pytest.raises(UsageError, match=why) if why else nullcontext():
+        build_plan(Problem(n, dtype), replace(wide, **change), ARCH)
 
 
 @pytest.mark.parametrize(("mma_carrier", "why"), [("split", ""), ("tf32", "leaves room for three bits in lanes")])
