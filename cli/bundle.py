@@ -13,9 +13,11 @@ from hadagen.cli import options
 from hadagen.cli.listing import bundle_summary, winner_values, winners
 from hadagen.cli.output import PROBLEM_HEADERS, print_json, print_table, problem_cells, short_knobs
 from hadagen.errors import StorageError, UsageError
+from hadagen.trial import Provenance
 from hadagen.tuning_db.winners import LOSS
 
 if TYPE_CHECKING:
+    from hadagen.problem import Problem
     from hadagen.trial import Trial
     from hadagen.tuning_db import winners as won
     from hadagen.tuning_db.bundle import Bundle, BundleEntry
@@ -185,11 +187,31 @@ def bundle_place(given: Path | None, arch: str, db: str | None) -> Path:
     return path
 
 
+def keep_winners(path: Path, store: Store, arch: str, to_come: Iterable[tuple[Problem, str]] = ()) -> None:
+    """Raises `UsageError` where the bundle at `path` has measured winners of a problem on a GPU that the database has
+    no trial of, nor will have: it would be replaced, and they lost."""
+    from hadagen.tuning_db.bundle import Bundle
+
+    try:
+        bundle = Bundle.open(path) if path.exists() else None
+        entries = [entry for problem in bundle.problems() for entry in bundle.entries(problem)] if bundle else []
+    except StorageError:
+        return  # of what is damaged, or of another version, nothing is used any more
+    known = {(trial.problem, trial.environment.gpu) for trial in store.trials(arch=arch, blobs=False)} | set(to_come)
+    for entry in entries:
+        if entry.provenance is Provenance.MEASURED and (entry.problem, entry.gpu) not in known:
+            raise UsageError(
+                f"{path} has winners that {store.place} has no trials of, such as of {entry.problem.name} on "
+                f"{entry.gpu}, and they would be lost; name another place, remove it first, or name their database"
+            )
+
+
 def write_winners(store: Store, arch: str, path: Path, loss: float = LOSS) -> dict[won.Cell, Trial]:
-    """Write the winners of a database to a bundle, and return them. Raises as `write_bundle` does."""
+    """Write the winners of a database to a bundle, and return them. Raises as `write_bundle` and `keep_winners` do."""
     from hadagen.tuning_db.bundle_writer import write_bundle
     from hadagen.tuning_db.winners import portfolio
 
+    keep_winners(path, store, arch)
     selection = portfolio(store.trials(arch=arch, blobs=False), loss)
     write_bundle(path, arch, selection, store.kernel)
     return selection

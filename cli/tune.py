@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hadagen.cli import options
-from hadagen.cli.bundle import bundle_place
+from hadagen.cli.bundle import bundle_place, keep_winners
 from hadagen.cli.device import device_runner, find_gpu
 from hadagen.cli.listing import winner_values
 from hadagen.cli.output import PROBLEM_HEADERS, clock_text, print_json, print_table, problem_cells
@@ -93,6 +93,8 @@ def tune(
     toolchain = Toolchain.find()
     with Store.open(db or options.default_db()) as store, _runner(target, gpu, device or 0, toolchain) as runner:
         options.check_writable(store)
+        to_come = [(problem, gpu.gpu) for problem in problems] if gpu else []
+        keep_winners(path, store, target.name, to_come)
         wanted = TuneOptions(
             arch=target,
             problems=problems,
@@ -113,6 +115,7 @@ def tune(
         selection = portfolio(store.trials(arch=target.name, blobs=False))
         if not selection:
             raise HadagenError(f"none of {report.finished} trials has won anything yet; give more time or more trials")
+        keep_winners(path, store, target.name)
         write_bundle(path, target.name, selection, store.kernel)
         place = store.place
     written = Bundle.open(path)

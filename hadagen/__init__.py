@@ -8,11 +8,17 @@ neither PyTorch nor CUDA.
 
 from __future__ import annotations
 
+import os.path
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from hadagen.errors import DeviceError, HadagenError, StorageError, TensorError, UsageError
 from hadagen.problem import DType, Numerics, Problem
+
+# Python started in a checkout finds this directory before what is installed, and the other rooms lie beside it.
+_beside = os.path.dirname(__path__[0])
+if os.path.exists(os.path.join(_beside, "tuning_db", "bundle.py")):
+    __path__.append(_beside)
 
 if TYPE_CHECKING:
     from hadagen.runtime.choose import BestConfig, Match, best_config

@@ -227,16 +227,16 @@ def load(image: bytes, entry: str, spec: LaunchSpec, device: int = 0) -> LoadedK
     doing = f"loading {entry} on CUDA device {device}"
     with active(device), _capture_allowed():
         module = check(driver.cuModuleLoadData(image + b"\0"), doing)  # PTX must end with a zero byte
-        function = check(driver.cuModuleGetFunction(module, entry.encode()), doing)
         try:
+            function = check(driver.cuModuleGetFunction(module, entry.encode()), doing)
             with _refused("CUDA_ERROR_INVALID_VALUE", spec, doing):
                 _ask_for_more(driver, function, spec, doing)
             with _refused("CUDA_ERROR_INVALID_CLUSTER_SIZE", spec, doing):
                 resident_blocks = _resident_blocks(driver, function, spec, device)
             if resident_blocks < 1:
                 raise _too_large(spec, doing)
-        except DoesNotFit:
-            check(driver.cuModuleUnload(module), doing)
+        except DeviceError:
+            driver.cuModuleUnload(module)  # whose own failure would hide the first
             raise
     return LoadedKernel(entry, spec, device, resident_blocks, module, function)
 

@@ -274,7 +274,8 @@ def compile_host(
 
 def host_texts() -> dict[str, str]:
     """The sources of the machine, and of the primitives that only kernels include, by file name."""
-    return templates.texts("common", "host")
+    texts: dict[str, str] = templates.texts("common", "host")
+    return texts
 
 
 def host_compiler() -> str:

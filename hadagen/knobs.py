@@ -270,8 +270,8 @@ def _float32_low_bits(problem: Problem, knobs: Knobs) -> list[Step]:
         # are values rounded to 22 bits from 2^-114 on, or 2^-110; of smaller ones the second, subnormal, is cut off.
         return [_wide_mma(register, problem, knobs, 1 + register) for register in (0, 1)]
     bits = problem.log2_n
-    inside: list[Step] = [Butterfly(PAIR), Butterfly(reg(0))][:bits]
-    between: list[Step] = [Butterfly(reg(1))] if bits >= CHUNK_BITS else []
+    inside = (Butterfly(PAIR), Butterfly(reg(0)))[:bits]
+    between = (Butterfly(reg(1)),) if bits >= CHUNK_BITS else ()
     # Swapped from the lowest on, all lanes but that one have their neighbors in memory beside them.
     across = [_shuffle(knobs, j) for j in range(max(0, min(bits - len(inside), LANE_BITS)))]
     return [*inside, *between, *across] if knobs.shuffles == HALF else [*inside, *across, *between]

@@ -69,6 +69,8 @@ class Problem:
             or self.n & (self.n - 1)
         ):
             raise UsageError(f"n = {self.n!r} is not supported; n must be a power of two from 2 to {1 << MAX_LOG2_N}")
+        if not isinstance(self.pitched, bool):
+            raise UsageError(f"pitched = {self.pitched!r} is not supported; choose True or False")
         object.__setattr__(self, "dtype", _member(DType, self.dtype, "dtype"))
         numerics = _member(Numerics, self.numerics, "numerics")
         object.__setattr__(self, "numerics", Numerics.ACCURATE if self.dtype is DType.FLOAT32 else numerics)

@@ -13,6 +13,7 @@ import sqlite3
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from urllib.parse import quote
 
@@ -20,6 +21,7 @@ from sqlalchemy import Connection, Engine, create_engine, event, inspect, text
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
+from sqlalchemy.pool import NullPool
 
 from hadagen.errors import StorageError, UsageError
 from hadagen.tuning_db.schema import SCHEMA_VERSION, VERSION_TABLE
@@ -95,8 +97,8 @@ class Database:
             if backend != "sqlite":
                 engine = create_engine(url)
             elif self._path is not None and self.read_only:
-                uri = _read_only_uri(self._path)
-                engine = create_engine(url, creator=lambda: sqlite3.connect(uri, uri=True, check_same_thread=False))
+                # Opened anew each time, for what is there may have changed, and whether it can still change.
+                engine = create_engine(url, creator=partial(_connect_read_only, self._path), poolclass=NullPool)
             else:
                 engine = create_engine(url, connect_args={"timeout": BUSY_SECONDS})
         except ImportError as error:
@@ -115,6 +117,8 @@ class Database:
         with self._sentences(), self._engine.begin() as connection:
             version = self._version(connection)
         if version == SCHEMA_VERSION:
+            if self._path is not None and not self.read_only:
+                self._let_readers_and_writers_overlap()
             return
         if self.read_only:
             raise StorageError(
@@ -152,7 +156,7 @@ class Database:
     def _let_readers_and_writers_overlap(self) -> None:
         """SQLite's write-ahead log; the file remembers it."""
         connection = self._engine.raw_connection()
-        # Refused while another process is in a transaction; that process or the next opening sets it.
+        # Refused while another process is in a transaction; the next opening sets it.
         with suppress(sqlite3.OperationalError):
             connection.cursor().execute("PRAGMA journal_mode = WAL")
         connection.close()
@@ -216,11 +220,12 @@ def _writable(path: Path) -> bool:
     return os.access(path, os.W_OK, effective_ids=os.access in os.supports_effective_ids)
 
 
-def _read_only_uri(path: Path) -> str:
+def _connect_read_only(path: Path) -> sqlite3.Connection:
     # Without a write-ahead log nobody has the file open, and "immutable" spares SQLite the files that it would
     # otherwise create beside it.
     in_use = path.with_name(f"{path.name}-wal").exists()
-    return f"file:{quote(str(path))}?mode=ro{'' if in_use else '&immutable=1'}"
+    uri = f"file:{quote(str(path))}?mode=ro{'' if in_use else '&immutable=1'}"
+    return sqlite3.connect(uri, uri=True, check_same_thread=False)
 
 
 def _migrate(connection: Connection) -> None:

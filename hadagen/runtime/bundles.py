@@ -13,6 +13,8 @@ from hadagen.tuning_db.bundle import Bundle, shipped
 
 VARIABLE = "HADAGEN_BUNDLE"
 
+_left_out: set[Bundle] = set()
+
 
 def user_directory() -> Path:
     """Where the bundles lie that were tuned on this machine, whatever they are called: `*.db`."""
@@ -48,10 +50,26 @@ def known() -> list[Bundle]:
     bundles = pinned()
     for path in (*sorted(user_directory().glob("*.db")), *shipped().values()):
         try:
-            bundles.append(_opened(path))
+            bundle = _opened(path)
         except StorageError as error:
-            warnings.warn(f"hadagen goes on without a bundle: {error}", RuntimeWarning, stacklevel=2)
+            _warn(error)
+        else:
+            if bundle not in _left_out:
+                bundles.append(bundle)
     return bundles
+
+
+def leave_out(bundle: Bundle, error: StorageError) -> None:
+    """Goes on without a bundle in which a damage was found when more of it was read; raises the error again where it is
+    pinned."""
+    if bundle in pinned():
+        raise error
+    _left_out.add(bundle)
+    _warn(error)
+
+
+def _warn(error: StorageError) -> None:
+    warnings.warn(f"hadagen goes on without a bundle: {error}", RuntimeWarning, stacklevel=3)
 
 
 def _opened(path: Path) -> Bundle:

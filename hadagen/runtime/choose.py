@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, cast
 
-from hadagen.errors import UsageError
+from hadagen.errors import StorageError, UsageError
 from hadagen.launch import LaunchSpec
 from hadagen.problem import DType, Problem
 from hadagen.runtime import bundles
@@ -111,7 +111,11 @@ def _best_bundle(
     for asked in bundles.in_turn():
         suited = []
         for bundle in asked:
-            entries = [entry for entry in bundle.entries(problem) if entry.kernel not in without]
+            try:
+                entries = [entry for entry in bundle.entries(problem) if entry.kernel not in without]
+            except StorageError as error:
+                bundles.leave_out(bundle, error)
+                continue
             match, found = rivals(entries, problem, destination, device)
             if found:
                 badness = _badness(match, next(iter(found.values())))  # all that are found suit alike

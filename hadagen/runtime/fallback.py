@@ -31,24 +31,32 @@ def transform(x: torch.Tensor, y: torch.Tensor, scale: float) -> None:
     buffers = torch.empty((2, block, n), dtype=dtype, device=x.device)
     many = x.device.type == "cpu" and n >= _PRODUCT and source.shape[0] >= _MANY_BLOCKS * block
     low = _exact_product(buffers) if many else None
+    # A scale below 1 comes first, so that no sum is larger than a result; one above 1 last, for the same reason. Sums
+    # of float16 are far from the end of float32.
+    first_scale, last_scale = (scale, 1.0) if abs(scale) < 1 and x.dtype != torch.float16 else (1.0, scale)
+    if low is not None:
+        low, first_scale = low * first_scale, 1.0
     for first in range(0, source.shape[0], block):
         rows = slice(first, first + block)
-        torch.mul(_hadamard(source[rows], buffers, low)[:, :m], scale, out=target[rows])
+        torch.mul(_hadamard(source[rows], buffers, low, first_scale)[:, :m], last_scale, out=target[rows])
 
 
-def _hadamard(x: torch.Tensor, buffers: torch.Tensor, low: torch.Tensor | None) -> torch.Tensor:
-    """x · H_n for x of shape [rows, m]: the lowest bits by a product with `low`, if that is given, and one pass of sums
-    and differences for each other index bit.
+def _hadamard(x: torch.Tensor, buffers: torch.Tensor, low: torch.Tensor | None, scale: float) -> torch.Tensor:
+    """(x · scale) · H_n for x of shape [rows, m]: the lowest bits by a product with `low`, if that is given, and one
+    pass of sums and differences for each other index bit.
 
-    buffers: [2, at least rows, n] of the type to compute in. The result is in one of them, or x itself where n = 1.
+    buffers: [2, at least rows, n] of the type to compute in. The result is in one of them, or may be x itself where
+    n = 1.
     """
     rows, m = x.shape
     n = buffers.shape[-1]
     values, (result, other) = x, buffers[:, :rows]
-    if m < n or x.dtype != buffers.dtype or not (low is None or x.is_contiguous()):
+    if m < n or x.dtype != buffers.dtype or scale != 1 or not (low is None or x.is_contiguous()):
         values = other
         values[:, :m] = x
         values[:, m:] = 0
+        if scale != 1:
+            values.mul_(scale)
     done = 0
     if low is not None:
         torch.mm(values.view(-1, _PRODUCT), low, out=result.view(-1, _PRODUCT))

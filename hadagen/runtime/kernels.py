@@ -15,8 +15,9 @@ import torch
 
 from hadagen import driver
 from hadagen.driver import DoesNotFit, LoadedKernel
-from hadagen.errors import DeviceError, UsageError
+from hadagen.errors import DeviceError, StorageError, UsageError
 from hadagen.problem import MAX_LOG2_N, DType, Numerics, Problem, padded_length
+from hadagen.runtime import bundles
 from hadagen.runtime.choose import choose_from_bundles, timed_in_bundles
 from hadagen.runtime.device import cuda_device, cuda_index
 from hadagen.trial import Destination, nearest
@@ -202,6 +203,8 @@ def _fitting(device: int, problem: Problem, in_place: bool, elements: int) -> Lo
             return _load(bundle, entry.kernel, device, compiled=entry.arch == target.arch)
         except DoesNotFit as error:
             too_large[entry.kernel] = error
+        except StorageError as error:
+            bundles.leave_out(bundle, error)
     best = choose_from_bundles(*wanted)[1]
     if best and (why := too_large.get(best[0].kernel)):
         raise why

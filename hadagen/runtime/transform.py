@@ -64,6 +64,7 @@ def hadamard_transform(
         and out is None
         and type(x) is _Tensor
         and not has_torch_function_unary(x)
+        and not x.is_neg()
         and not _dispatch_modes()
         and forward_ad._current_level < 0
     ):
@@ -83,6 +84,8 @@ def hadamard_transform(
 
 def _dispatched(x: torch.Tensor, scale: float, inplace: bool, out: torch.Tensor | None, numerics: str) -> torch.Tensor:
     check_is_tensor(x, "x")
+    if inplace not in (True, False):
+        raise TypeError(f"inplace is {inplace!r}; pass True or False")
     if out is not None:
         check_is_tensor(out, "out")
         if inplace and out is not x:
@@ -90,6 +93,7 @@ def _dispatched(x: torch.Tensor, scale: float, inplace: bool, out: torch.Tensor 
     if _is_dynamo_compiling():  # where the operator's own checks do more for the message
         check_is_number(scale)
     else:
+        scale = _number(scale)
         check_call(x, scale, numerics)
         target = x if inplace else out
         if out is not None:
@@ -106,3 +110,8 @@ def _dispatched(x: torch.Tensor, scale: float, inplace: bool, out: torch.Tensor 
         operator.into(x, scale, numerics, out)
         return out
     return cast(torch.Tensor, operator.functional(x, scale, numerics))
+
+
+def _number(scale: Any) -> Any:
+    """The scale; where a shape was traced, of which it was computed, it is a tensor."""
+    return float(scale) if isinstance(scale, torch.Tensor) and torch._C._is_tracing() else scale

@@ -53,9 +53,11 @@ def race_near_ties(trials: Iterable[Trial], store: Store, runner: Racing) -> Ite
             of_a = dict(zip(cells, times, strict=True))
             of_b = {cell: (mine, other) for cell, (other, mine) in of_a.items()}
             for digest, kernel, result, opponent in ((a, kernel_a, of_a, b), (b, kernel_b, of_b, a)):
-                field[digest] = [_with_race(trial, result, opponent) for trial in field[digest]]
+                field[digest] = [_with_race(trial, result) for trial in field[digest]]
+                note = _note(result, opponent)
                 for trial in field[digest]:
-                    store.record(replace(trial, kernel=kernel))
+                    raced = tuple(timing for timing in trial.timings if _cell(timing) in result)
+                    store.add_timings(replace(trial, kernel=kernel, timings=raced, detail=note, seconds=0.0))
             yield tuple(max(pair) / min(pair) - 1 for pair in times)
 
 
@@ -77,18 +79,21 @@ def _near_ties(field: Field, met: set[tuple[Cell, str, str]]) -> dict[tuple[str,
     return ties
 
 
-def _with_race(trial: Trial, times: Times, opponent: str) -> Trial:
-    """The trial with its times of a race, and what came of it in its detail."""
+def _with_race(trial: Trial, times: Times) -> Trial:
+    """The trial with its times of a race."""
     timings = []
     for timing in trial.timings:
         us, _ = times.get(_cell(timing), (timing.us, 0.0))
         timings.append(replace(timing, us=us, us_low=min(us, timing.us_low), us_high=max(us, timing.us_high)))
+    return replace(trial, timings=tuple(timings))
+
+
+def _note(times: Times, opponent: str) -> str:
     slower = (
         f"{cell.elements} {cell.destination.value} {cell.cache.value} {mine / other - 1:+.2%}"
         for cell, (mine, other) in times.items()
     )
-    note = f"raced with kernel {opponent[:12]}, slower by {', '.join(slower)}"
-    return replace(trial, timings=tuple(timings), detail="; ".join(filter(None, (trial.detail, note))))
+    return f"raced with kernel {opponent[:12]}, slower by {', '.join(slower)}"
 
 
 def _cell(timing: Timing) -> Cell:

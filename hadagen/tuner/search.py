@@ -211,7 +211,8 @@ class _Search:
         try:
             for problem in sorted(self._changed):
                 trials = store.trials(problem, options.arch.name, self._environment.gpu, Outcome.OK, blobs=False)
-                for margins in race_near_ties(trials, store, options.runner):
+                here = [trial for trial in trials if trial.environment == self._environment]
+                for margins in race_near_ties(here, store, options.runner):
                     self._raced += len(margins)
                     self._listen(PairRaced(problem, margins))
                     if time.monotonic() > deadline:
