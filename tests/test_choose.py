@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import sqlite3
+import warnings
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -280,6 +283,26 @@ def test_a_bad_bundle_that_was_named_is_refused(
     monkeypatch.setenv(bundles.VARIABLE, str(path))
     with pytest.raises(StorageError, match=r"a\.db"):
         hadagen.best_config(PROBLEM, 1, arch="sm90")
+
+
+def damage(path: Path, statement: str) -> None:
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute(statement)
+
+
+def test_damage_that_is_found_late_causes_a_warning_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_sample(bundles.user_directory() / "good.db", chunks=2)
+    damage(write_sample(bundles.user_directory() / "bad.db"), "UPDATE entries SET hot_us = hot_us + 1")
+    assert len(bundles.known()) == 2
+    with pytest.warns(RuntimeWarning, match=r"goes on without a bundle: .*bad\.db is damaged"):
+        best = hadagen.best_config(PROBLEM, 1, arch="sm90", inplace=True)
+    assert best.knobs["chunks"] == 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert hadagen.best_config(PROBLEM, 1, arch="sm90", inplace=True) == best
+    monkeypatch.setenv(bundles.VARIABLE, str(bundles.user_directory() / "bad.db"))
+    with pytest.raises(StorageError, match="is damaged"):
+        hadagen.best_config(PROBLEM, 1, arch="sm90", inplace=True)
 
 
 def test_a_bad_bundle_that_was_only_found_causes_a_warning() -> None:

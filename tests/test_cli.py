@@ -21,7 +21,7 @@ from hadagen import toolchain
 from hadagen.cli import options
 from hadagen.cli.sentences import TUNE_PACKAGES
 from hadagen.errors import DeviceError
-from hadagen.problem import DType
+from hadagen.problem import DType, Problem
 from hadagen.runtime.bundles import VARIABLE
 from hadagen.trial import BUCKETS_BETWEEN, BUCKETS_OF_LONG_ROWS, ELEMENT_BUCKETS, Outcome
 from hadagen.tuning_db.bundle import shipped
@@ -347,6 +347,20 @@ def test_a_bundle_is_made_found_verified_and_shown(database: Path) -> None:
     _, header, line = succeed("bundle", "show").splitlines()
     assert header.split()[:6] == ["GPU", "dtype", "numerics", "rows", "n", "winners"]
     assert line.removeprefix(GPU).split()[:6] == ["float16", "accurate", "contiguous", "256", "2", "1"]
+
+
+def test_a_bundle_of_another_database_is_not_replaced(database: Path, tmp_path: Path) -> None:
+    succeed("bundle", "make", "--db", database)
+    before = options.default_bundle("sm90").read_bytes()
+    other = tmp_path / "other.db"
+    with Store.open(other) as store:
+        store.record(replace(make_trial(), problem=Problem(512, "float16")))
+    refused = f"has winners that {other} has no trials of, such as of n256-float16-accurate on {GPU}, and they would be"
+    assert refused in sentence(run("bundle", "make", "--db", other), 2)
+    tiny = ["tune", "--n", "512", "--dtype", "float16", "--numerics", "accurate", "--contiguous", "--trials", "1"]
+    assert refused in sentence(run(*tiny, "--db", other), 2)
+    assert options.default_bundle("sm90").read_bytes() == before
+    succeed("bundle", "make", "--db", database)  # its own
 
 
 def test_a_bundle_of_nothing_is_refused(database: Path, tmp_path: Path) -> None:

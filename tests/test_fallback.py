@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -145,6 +146,19 @@ def test_no_copy_of_the_whole(m: int, dtype: torch.dtype) -> None:
     with Largest() as largest:
         fallback.transform(x, y, 1.0)
     assert largest.bytes == 2 * 128 * 4, "two buffers of one block of float32"
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("rows", [1, 70000])  # few, and enough for a product of the lowest bits
+def test_no_sum_overflows_where_no_result_does(rows: int, dtype: torch.dtype) -> None:
+    most = 2.0 ** (math.frexp(torch.finfo(dtype).max)[1] - 1)  # a power of two, so that nothing is rounded
+    x = torch.full((rows, 64), most, dtype=dtype)
+    wanted = torch.zeros_like(x)
+    wanted[:, 0] = most
+    assert torch.equal(hadagen.hadamard_transform(x, 1 / 64), wanted)
+    alone = torch.zeros_like(x)
+    alone[:, 0] = most / 64
+    assert torch.equal(hadagen.hadamard_transform(alone, 64.0), torch.full_like(x, most))
 
 
 # ---- derivatives -----------------------------------------------------------------------------------------------------

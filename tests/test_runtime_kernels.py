@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import sqlite3
 import threading
 import time
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,19 @@ def test_a_bundle_that_was_replaced_goes_on_serving(four_kernels: Path, loader: 
     assert find() is first
     assert find(1 << 31)
     assert loader.images == [b"cubin 1", b"cubin 16"]  # of 128K, the largest of what was there, 32K are the nearest
+
+
+def test_a_kernel_that_is_damaged_is_replaced_by_one_of_another_bundle(
+    loader: Loader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(bundles.VARIABLE)
+    bad = write_sample(bundles.user_directory() / "a.db")
+    write_sample(bundles.user_directory() / "b.db", chunks=2)
+    with closing(sqlite3.connect(bad)) as connection, connection:
+        connection.execute("UPDATE blobs SET cubin = (SELECT ptx FROM blobs)")
+    with pytest.warns(RuntimeWarning, match=r"a\.db is damaged"):
+        assert find()
+    assert loader.images == [b"cubin 2"]
 
 
 @pytest.mark.parametrize(

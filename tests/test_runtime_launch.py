@@ -13,6 +13,7 @@ from emulated_device import EmulatedDevice, device, same
 from test_runtime import VIEWS, normal, padded
 
 from hadagen import hadamard_transform
+from hadagen.compat import hadacore
 from hadagen.errors import TensorError
 from hadagen.runtime import compute
 from hadagen.scale import ScaleForm
@@ -218,10 +219,21 @@ def test_what_wants_to_see_the_operator_does_see_it(device: EmulatedDevice) -> N
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it is deprecated, but must not be wrong
         traced = torch.jit.trace(hadamard_transform, (x,), check_trace=False)
+        scaled = torch.jit.trace(lambda x: hadamard_transform(x, x.shape[-1] ** -0.5), (x,), check_trace=False)
+        renamed = torch.jit.trace(hadacore.hadamard_transform, (x,), check_trace=False)
     other = normal(3, 64, dtype=HALF, seed=1)
     assert same(traced(other), padded(other))
+    assert same(scaled(other), padded(other, 0.125))
+    assert same(renamed(other), padded(other, 0.125))
     batched = torch.vmap(lambda row: hadamard_transform(row))(x)
     assert same(batched, padded(x))
+
+
+def test_a_negated_view_of_a_known_shape(device: EmulatedDevice) -> None:
+    x = normal(3, 64, dtype=HALF)
+    for _ in range(2):
+        assert same(hadamard_transform(x), padded(x))
+    assert same(hadamard_transform(torch._neg_view(x)), padded(-x))
 
 
 def test_an_inference_tensor_is_not_written_later(device: EmulatedDevice) -> None:
@@ -236,7 +248,14 @@ def test_an_inference_tensor_is_not_written_later(device: EmulatedDevice) -> Non
 
 def test_bad_input_launches_nothing(device: EmulatedDevice) -> None:
     x = normal(2, 64, dtype=HALF)
-    for options in ({"scale": float("nan")}, {"numerics": "exact"}, {"numerics": []}, {"out": x[:1]}, {"scale": "1"}):
+    for options in (
+        {"scale": float("nan")},
+        {"numerics": "exact"},
+        {"numerics": []},
+        {"out": x[:1]},
+        {"scale": "1"},
+        {"inplace": "no"},
+    ):
         with pytest.raises((ValueError, RuntimeError, TypeError)):
             hadamard_transform(x, **options)  # type: ignore[arg-type]
     assert device.ran() == []

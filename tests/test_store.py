@@ -454,6 +454,30 @@ def test_a_read_only_file_is_read_while_it_is_written(
         assert len(reader.trials()) == 2
 
 
+def test_a_reader_sees_what_was_written_since(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where nobody had the file open when it came, and everybody has closed it by now."""
+    with Store.open(path) as store:
+        store.record(make_trial())
+    with monkeypatch.context() as patch:
+        patch.setattr(database, "_writable", lambda path: False)
+        reader = Store.open(path)
+    assert reader.trials() == [make_trial()]
+    with Store.open(path) as store:
+        store.record(make_trial(2))
+    assert len(reader.trials()) == 2
+    reader.close()
+
+
+def test_the_next_opening_turns_the_log_on(path: Path) -> None:
+    with Store.open(path) as store:
+        store.record(make_trial())
+    with closing(sqlite3.connect(path)) as connection:
+        assert connection.execute("PRAGMA journal_mode = DELETE").fetchone() == ("delete",)
+    Store.open(path).close()
+    with closing(sqlite3.connect(path)) as connection:
+        assert connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+
+
 def test_a_full_disk_loses_nothing_stored(store: Store) -> None:
     full = True
 

@@ -443,6 +443,33 @@ def test_near_ties_are_raced_and_the_race_decides(store: Store) -> None:
     assert len(store.trials()) == TRIALS
 
 
+def test_a_race_leaves_alone_what_others_have_timed_meanwhile(store: Store) -> None:
+    class Interrupted(RacingRunner):
+        def race(self, a: Candidate, b: Candidate, cells: list[Cell]) -> list[tuple[float, float]]:
+            for trial in store.trials() if not self.races else ():
+                timing = replace(trial.timings[0], elements=3160320)
+                store.add_timings(replace(trial, timings=(timing,), detail="", seconds=0.0))
+            return super().race(a, b, cells)
+
+    tune(options(store, Interrupted()))
+    for trial in store.trials(blobs=False):
+        assert 3160320 in {timing.elements for timing in trial.timings}
+
+
+def test_only_trials_of_this_environment_are_raced(store: Store) -> None:
+    """The same kernels as fast under another driver stay as they are."""
+    tune(options(store, RacingRunner(), trials=TRIALS // 2))
+    older = [replace(each, environment=replace(each.environment, driver="1.0"), detail="") for each in store.trials()]
+    for trial in older:
+        store.record(trial)
+    runner = RacingRunner()
+    tune(options(store, runner))
+    assert runner.races
+    kept = [trial for trial in store.trials(blobs=False) if trial.environment.driver == "1.0"]
+    assert [trial.timings for trial in kept] == [trial.timings for trial in older]
+    assert not any("raced" in trial.detail for trial in kept)
+
+
 def test_a_race_that_fails_changes_nothing(store: Store) -> None:
     class Failing(RacingRunner):
         def race(self, a: Candidate, b: Candidate, cells: list[Cell]) -> list[tuple[float, float]]:

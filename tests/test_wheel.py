@@ -147,3 +147,10 @@ def test_what_tunes_names_the_extra_it_needs(command: tuple[str, ...], bare: Pat
     assert done.stdout == ""
     assert done.stderr.count("\n") == 1
     assert done.stderr.endswith(" is not installed; install it with: pip install 'hadagen[tune]'\n")
+
+
+def test_a_checkout_that_is_not_installed_is_whole() -> None:
+    """Python started in a checkout finds ./hadagen first, whatever is installed."""
+    program = "import hadagen.tuning_db.bundle as bundle; print(len(bundle.shipped()))"
+    done = subprocess.run([sys.executable, "-S", "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "1", "")
