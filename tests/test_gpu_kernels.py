@@ -3,12 +3,12 @@ is at several levels, or as large or small as may be. And what multicasts bring,
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 import torch
+from real_nvcc import needs_nvcc
 
 from hadagen import driver
 from hadagen.arch import load_arch
@@ -23,10 +23,7 @@ from hadagen.space import build_plan
 from hadagen.toolchain import Toolchain
 from hadagen.trial import Kernel
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on PATH"),
-]
+pytestmark = [pytest.mark.gpu, needs_nvcc]
 
 ARCH = load_arch("sm90")
 CARRIERS = [

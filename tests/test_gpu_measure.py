@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import stand_in_peers
+from real_nvcc import needs_nvcc
 
 from hadagen.arch import load_arch
 from hadagen.codegen import Source, render
@@ -21,10 +21,7 @@ from hadagen.space import Space, build_plan
 from hadagen.toolchain import Toolchain
 from hadagen.trial import Cache, Destination, Kernel, Outcome, Trial, buffer_bytes
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on PATH"),
-]
+pytestmark = [pytest.mark.gpu, needs_nvcc]
 
 ARCH = load_arch("sm90")
 PROBLEM = Problem(256, DType.FLOAT16)

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from real_nvcc import needs_nvcc
 
 from hadagen import ptx, toolchain
 from hadagen.arch import Arch, load_arch
@@ -20,10 +21,6 @@ from hadagen.errors import StorageError, ToolchainError, UsageError
 from hadagen.launch import LaunchSpec
 from hadagen.toolchain import BuildFailure, Toolchain, disassemble
 from hadagen.trial import Kernel, kernel_digest
-
-needs_nvcc = pytest.mark.skipif(
-    toolchain._find("nvcc") is None, reason="no nvcc on PATH, in $CUDA_HOME or among the Python packages"
-)
 
 LAUNCH = LaunchSpec(threads=64, cluster=1, shared_bytes=1024, tile_elements=512, persistent=False)
 
