@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from measure_sample import PROBLEM, array_at
+from real_nvcc import needs_nvcc
 
+from hadagen.arch import load_arch
+from hadagen.cache import KernelCache
+from hadagen.codegen import Source
+from hadagen.emulator import compile_host
 from hadagen.measure import Cell, all_cells, copy_sources
 from hadagen.problem import DType, Problem
-from hadagen.toolchain import device_headers
-from hadagen.trial import (
-    Cache,
-    Destination,
-    timed_rows,
-)
+from hadagen.toolchain import Toolchain
+from hadagen.trial import Cache, Destination, Kernel, timed_rows
 
 
 def test_copy_sources_are_complete() -> None:
@@ -33,25 +33,17 @@ def test_copy_sources_are_complete() -> None:
         assert source.launch.tile_elements % (8 * source.launch.threads) == 0
 
 
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on PATH")
-def test_copy_sources_compile(tmp_path: Any) -> None:
-    for name, text in device_headers().items():
-        (tmp_path / name).write_text(text, encoding="utf-8")
-    (tmp_path / "copies.cu").write_text("".join(source.text for source in copy_sources()), encoding="utf-8")
-    command = ["nvcc", "-std=c++17", "-arch=sm_90", "-Xptxas=-v", "-cubin", "-o", "copies.cubin", "copies.cu"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    for source in copy_sources():
-        assert f"'{source.entry}'" in done.stderr
-    assert "0 bytes spill stores" in done.stderr
+@needs_nvcc
+def test_copy_sources_compile(tmp_path: Path) -> None:
+    toolchain = replace(Toolchain.find(), cache=KernelCache(tmp_path))  # where nothing was built before
+    for kernel in toolchain.build([(source, source.launch) for source in copy_sources()], load_arch("sm90")):
+        assert isinstance(kernel, Kernel), kernel
+        assert kernel.spill_bytes == 0
 
 
 def test_copy_sources_copy() -> None:
-    emulator = pytest.importorskip("hadagen.emulator")
-    from hadagen.codegen import Source
-
     sources = copy_sources()
-    module = emulator.compile_host([Source(source.entry, source.text) for source in sources])
+    module = compile_host([Source(source.entry, source.text) for source in sources])
     for source in sources:
         elements = 2 * source.launch.tile_elements + 8
         x = np.arange(elements).astype(np.uint16)
