@@ -242,12 +242,12 @@ def _prepare_launch(
 
 
 def _find_launch(x: torch.Tensor, y: torch.Tensor, scale: float, numerics: str) -> Launch | None:
-    """The launch of a kernel that takes x and y as they are; None where there is none for them."""
+    """The launch of a kernel that takes x and y, which share no element, as they are; None where there is none."""
     x_pitch, y_pitch = row_pitch(x), row_pitch(y)
     if x_pitch is None or y_pitch is None:
         return None
     aligned = (x.data_ptr() | y.data_ptr()) % _ALIGNMENT == 0
-    return _prepare_launch(x, x_pitch, y_pitch, aligned, x is y, scale, numerics)
+    return _prepare_launch(x, x_pitch, y_pitch, aligned, False, scale, numerics)
 
 
 def _transformed_copy(x: torch.Tensor, scale: float, numerics: str) -> torch.Tensor | None:
@@ -257,14 +257,16 @@ def _transformed_copy(x: torch.Tensor, scale: float, numerics: str) -> torch.Ten
     kinds = ((columns, True), (n, False))  # elements of a row of the copy; whether the kernel is pitched
     for width, pitched in kinds if columns < n else reversed(kinds):
         problem = kernels.problem_of(n, x.dtype, numerics, pitched)
-        if problem is None or kernels.find_for_scale(x.get_device(), problem, True, rows * n, scale) is None:
+        if problem is None:
+            return None
+        kernel = kernels.find_for_scale(x.get_device(), problem, True, rows * n, scale)
+        if kernel is None:
             continue
         copy = x.new_empty((*x.shape[:-1], width))
         part = copy[..., :columns]
         part.copy_(x)
         copy[..., columns:].zero_()
-        launch = _find_launch(copy, copy, scale, numerics)
-        assert launch is not None  # a kernel was found just now
+        launch = kernel.prepared(rows * n, scale, RowShape(width, width, width))
         kernels.queue(launch, x.get_device(), copy.data_ptr(), copy.data_ptr())
         return part
     return None
