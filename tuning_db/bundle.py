@@ -272,29 +272,19 @@ class Bundle:
                 trial["kernel"] = kernels[trial["kernel"]]
                 trial["launch"] = LaunchSpec.from_dict(json.loads(trial["kernel"]["launch"]))
                 trial["knobs"], trial["errors"] = json.loads(trial["knobs"]), json.loads(trial["errors"])
-            entries = [self._entry(problem, trials[row[1]], *row[2:]) for row in tables["entries"]]
+            rows = _by_id(tables, "entries").values()
+            entries = [self._entry(problem, trials[row["trial"]], row) for row in rows]
         self._kernels |= {row["digest"]: (kernel, row) for kernel, row in kernels.items()}
         self._entries[problem] = entries
 
-    def _entry(
-        self,
-        problem: Problem,
-        trial: Mapping[str, Any],
-        destination: str,
-        elements: int,
-        cache: str,
-        hot_us: float | None,
-        hot_copy_us: float | None,
-        cold_us: float | None,
-        cold_copy_us: float | None,
-    ) -> BundleEntry:
+    def _entry(self, problem: Problem, trial: Mapping[str, Any], row: Mapping[str, Any]) -> BundleEntry:
         kernel = trial["kernel"]
         return BundleEntry(
             problem=problem,
             arch=self.arch,
             environment=self._environments[trial["environment"]],
-            destination=Destination(destination),
-            elements=elements,
+            destination=Destination(row["destination"]),
+            elements=row["elements"],
             kernel=kernel["digest"],
             launch=trial["launch"],
             knobs=trial["knobs"],
@@ -302,11 +292,11 @@ class Bundle:
             provenance=Provenance(trial["provenance"]),
             date=trial["date"],
             nvcc=kernel["nvcc"],
-            cache=Cache(cache),
-            hot_us=hot_us,
-            hot_copy_us=hot_copy_us,
-            cold_us=cold_us,
-            cold_copy_us=cold_copy_us,
+            cache=Cache(row["cache"]),
+            hot_us=row["hot_us"],
+            hot_copy_us=row["hot_copy_us"],
+            cold_us=row["cold_us"],
+            cold_copy_us=row["cold_copy_us"],
         )
 
 
