@@ -175,13 +175,12 @@ class HostModule:
         elements: int | None = None,
         rows: int = 0,
         shape: RowShape | None = None,
-        grid: int | None = None,
         order_seed: int = 0,
     ) -> EmulationReport:
         """Transform the first `elements` (default: all) of x, the raw bits of elements, into `out`, which may be x.
 
         `rows`, `shape`: for a pitched kernel, how many rows there are and how they lie; then `elements` is rows · n.
-        `grid`: blocks to launch; by default as many as a device with room for `RESIDENT_CLUSTERS` clusters would get.
+        As many blocks are launched as a device with room for `RESIDENT_CLUSTERS` clusters would get.
         `order_seed`: 0 runs the threads in order, each as far as it comes; 1 in reverse; any other in a random order.
         Raises `EmulationError` where the kernel diverges, hangs, loops forever, or touches what it must not, and
         `UsageError` where x or out is not contiguous, too small, or not aligned to 16 bytes (a pitched kernel's: to an
@@ -203,7 +202,7 @@ class HostModule:
             raise UsageError(f"in place, rows cannot lie both {x_pitch} and {y_pitch} elements apart; give one pitch")
         tiles = -(-elements // launch.tile_elements)
         settings = _Launch(
-            blocks=launch.grid(elements, RESIDENT_CLUSTERS * launch.cluster) if grid is None else grid,
+            blocks=launch.grid(elements, RESIDENT_CLUSTERS * launch.cluster),
             elements=elements,
             rows=rows,
             columns=columns,
@@ -239,11 +238,10 @@ def compile_host(
     *,
     texts: Mapping[str, str] | None = None,
     cache_directory: Path | None = None,
-    jobs: int | None = None,
 ) -> HostModule:
     """Build kernels for the host, or find what an earlier call built of the same texts with the same compiler.
 
-    `texts`: the machine's sources by name, `host_texts()` by default. `jobs`: compilers at a time, one per CPU by
+    As many compilers run at a time as there are CPUs. `texts`: the machine's sources by name, `host_texts()` by
     default. Raises `HostCompileError` where the compiler refuses a source, `ToolchainError` where there is none or it
     compiles nothing at all, and `StorageError` where the cache cannot be written.
     """
@@ -260,7 +258,7 @@ def compile_host(
         with tempfile.TemporaryDirectory(dir=root) as folder:
             if not library.exists():
                 try:
-                    _build(compiler, units, texts, machine, library, Path(folder), jobs or os.cpu_count() or 1)
+                    _build(compiler, units, texts, machine, library, Path(folder))
                 except HostCompileError:
                     _check_compiler_works(compiler, Path(folder))
                     raise
@@ -400,7 +398,6 @@ def _build(
     machine: Mapping[str, Path],
     library: Path,
     folder: Path,
-    jobs: int,
 ) -> None:
     """Compile in `folder`, then put the finished files in their places: the machine's objects, and the library."""
     for name, text in texts.items():
@@ -414,7 +411,7 @@ def _build(
         path.write_text(unit, encoding="utf-8")
         kernels.append(path.with_suffix(".o"))
         todo.append((*KERNEL_FLAGS, "-I", folder, "-c", path, "-o", kernels[-1]))
-    with ThreadPoolExecutor(jobs) as pool:
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         list(pool.map(lambda arguments: compiler(*arguments), todo))
     for name, built in new.items():
         built.replace(machine[name])

@@ -38,7 +38,6 @@ class Race:
     a: Kernel
     b: Kernel
     cells: tuple[Cell, ...]
-    replays: int
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from hadagen.trial import Environment, Kernel, Outcome, Provenance, Trial
 
 _REPLAYS = 7
 _QUICK_REPLAYS = 3
-_RACE_REPLAYS = 15
 COMPARISON_TIMEOUT_S = 300.0  # a library may take a second for some of what our kernels do in a millisecond
 
 
@@ -117,16 +116,14 @@ class DeviceRunner:
             if busy:
                 self._worker.stop()
 
-    def race(
-        self, a: Candidate, b: Candidate, cells: Sequence[Cell], replays: int = _RACE_REPLAYS
-    ) -> list[tuple[float, float]]:
+    def race(self, a: Candidate, b: Candidate, cells: Sequence[Cell]) -> list[tuple[float, float]]:
         """Times two verified candidates of one problem by turns: (µs of a, µs of b) for each cell.
 
         Raises `DeviceError` where the worker fails or takes longer than a candidate may.
         """
         if a.problem != b.problem:
             raise UsageError(f"{a.problem.name} cannot be raced against {b.problem.name}; give two of one problem")
-        request = Race(a.problem, _bare(_kernel(a)), _bare(_kernel(b)), tuple(cells), replays)
+        request = Race(a.problem, _bare(_kernel(a)), _bare(_kernel(b)), tuple(cells))
         return list(self._ask(request, "a race", self._timeout_s))
 
     def compare(self, candidates: Sequence[Candidate], cells: Sequence[tuple[Cell, Sequence[int]]]) -> Comparison:

@@ -20,6 +20,8 @@ from hadagen.measure.yardstick import Yardstick
 from hadagen.problem import Problem
 from hadagen.trial import Cache, Destination, Environment, Kernel, Outcome, Timing
 
+_RACE_REPLAYS = 15  # of each of two kernels
+
 # A race that one tile in a hundred thousand loses shows, more often than not, in so many tiles; launches of so many
 # elements, which take some 0.1 ms each.
 _REPEATED_TILES = 100_000
@@ -105,7 +107,7 @@ class DeviceService:
         works = [transform_work(request.problem, cell) for cell in request.cells]
         with self._loaded(request.a) as a, self._loaded(request.b) as b:
             self._stopwatch.fill(request.problem.dtype, [work.traffic for work in works])
-            samples = [self._stopwatch.race((a, b), work, request.replays) for work in works]
+            samples = [self._stopwatch.race((a, b), work, _RACE_REPLAYS) for work in works]
             return [(of_a.us, of_b.us) for of_a, of_b in samples]
 
     def _load(self, kernel: Kernel) -> LoadedKernel:

@@ -25,6 +25,7 @@ from hadagen.trial import Destination, timed_rows
 
 REPEATED_BUFFERS = 3  # an input and two results
 GRAPHS = 2  # of the same launches that are timed; the faster counts, for now and then all replays of one take longer
+_WARM_UP_FLUSHES = 2000
 
 
 class Work(NamedTuple):
@@ -128,9 +129,9 @@ class Stopwatch:
         low, high = torch.aminmax(self._arena.view(TORCH_DTYPE[dtype]))
         return bool(torch.isfinite(low) & torch.isfinite(high))
 
-    def warm_up(self, flushes: int = 2000) -> None:
+    def warm_up(self) -> None:
         """Some 0.1 s of work, so that clocks are up."""
-        for _ in range(flushes):
+        for _ in range(_WARM_UP_FLUSHES):
             self._flush()
         self._stream.synchronize()
 

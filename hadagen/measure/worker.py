@@ -21,6 +21,7 @@ from hadagen.errors import DeviceError
 
 _START_ATTEMPTS = 3
 _START_PAUSE_S = 1.0  # between attempts: the driver needs a moment to clear up after a killed process
+_START_TIMEOUT_S = 120.0
 _END_TIMEOUT_S = 10.0
 
 
@@ -98,12 +99,9 @@ def _end_with(parent: int) -> None:
 class Worker:
     """The asking side. `make_service` must be importable by name: the worker process is spawned, not forked."""
 
-    def __init__(
-        self, make_service: Callable[..., Service], arguments: tuple[Any, ...], start_timeout_s: float = 120.0
-    ) -> None:
+    def __init__(self, make_service: Callable[..., Service], arguments: tuple[Any, ...]) -> None:
         self._make_service = make_service
         self._arguments = arguments
-        self._start_timeout_s = start_timeout_s
         self._process: Any = None
         self._connection: Connection | None = None
 
@@ -120,11 +118,11 @@ class Worker:
                 time.sleep(_START_PAUSE_S)
             self._spawn()
             try:
-                greeting = self.receive(self._start_timeout_s)
+                greeting = self.receive(_START_TIMEOUT_S)
             except WorkerLost as error:
                 reason = str(error)
             except WorkerTimeout:
-                reason = f"it did not come up within {self._start_timeout_s:.0f} s"
+                reason = f"it did not come up within {_START_TIMEOUT_S:.0f} s"
             else:
                 if not isinstance(greeting, Failure):
                     return greeting
