@@ -88,7 +88,6 @@ class Arch:
     """A target. `search`: the values to try, by knob, in the order of `KNOB_VALUES`."""
 
     name: str
-    title: str
     compute_capability: tuple[int, int]
     nvcc_arch: str
     limits: Limits
@@ -134,7 +133,6 @@ def read_arch(path: Path) -> Arch:
     values = _Mapping(path.name, "", _parse(path), {f.name for f in fields(Arch)})
     return Arch(
         name=values.text("name", re.escape(path.stem), f"{path.stem!r}, as the file is called"),
-        title=values.text("title", ".+", "a line of text"),
         compute_capability=values.version("compute_capability"),
         nvcc_arch=values.text("nvcc_arch", r"sm_\d+[af]?", "a target of nvcc such as 'sm_90'"),
         limits=values.record("limits", Limits),
