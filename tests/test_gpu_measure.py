@@ -105,7 +105,7 @@ def test_a_right_kernel_is_timed_everywhere(bench: Bench) -> None:
     trial = bench.trial(bench.right)
     assert (trial.outcome, trial.detail) == (Outcome.OK, "")
     assert set(trial.errors) == set(INPUT_CLASSES)
-    timed = [Cell(t.elements, t.destination, t.cache) for t in trial.timings]
+    timed = [Cell.of(t) for t in trial.timings]
     assert timed == list(all_cells(PROBLEM, trial.environment.l2_bytes))
     for timing in trial.timings:
         assert 0 < timing.us_low <= timing.us <= timing.us_high
@@ -125,7 +125,7 @@ def test_kernels_of_every_type_are_timed_beside_a_copy_of_the_same_bytes(
     (kernel,) = build((render(plan), plan.launch))
     trial = bench.trial(Candidate(problem, knobs.to_dict(), kernel))
     assert (trial.outcome, trial.detail) == (Outcome.OK, "")
-    timed = [Cell(t.elements, t.destination, t.cache) for t in trial.timings]
+    timed = [Cell.of(t) for t in trial.timings]
     assert timed == list(all_cells(problem, trial.environment.l2_bytes))
     assert all(0.02 < timing.fraction_of_copy < 2.0 for timing in trial.timings)
     largest = max(trial.timings, key=lambda timing: timing.copy_us)
@@ -155,7 +155,7 @@ def test_blocks_that_load_whole_rows_are_right_and_wait_for_each_other(
 
 def test_cold_is_no_faster_than_hot(bench: Bench) -> None:
     timings = bench.trial(bench.right).timings
-    copy_us = {Cell(t.elements, t.destination, t.cache): t.copy_us for t in timings}
+    copy_us = {Cell.of(t): t.copy_us for t in timings}
     middle = [Cell(1 << 22, destination, Cache.HOT) for destination in Destination]
     for hot in middle:
         assert copy_us[hot] < copy_us[hot._replace(cache=Cache.COLD)]
@@ -164,7 +164,7 @@ def test_cold_is_no_faster_than_hot(bench: Bench) -> None:
 def test_the_yardstick_keeps_up_with_torch(bench: Bench) -> None:
     import torch
 
-    copy_us = {Cell(t.elements, t.destination, t.cache): t.copy_us for t in bench.trial(bench.right).timings}
+    copy_us = {Cell.of(t): t.copy_us for t in bench.trial(bench.right).timings}
     x = torch.randn(LARGE.elements, device="cuda", dtype=torch.float16)
     y = torch.empty_like(x)
     times = []
@@ -228,7 +228,7 @@ def test_kernels_and_other_libraries_side_by_side(
     assert comparison.peer_errors.keys() == names
     for name in names:
         assert 0 < comparison.peer_errors[name]["normal"] <= PROBLEM.error_bound
-    timings = {Cell(t.elements, t.destination, t.cache): t for t in bench.trial(right).timings}
+    timings = {Cell.of(t): t for t in bench.trial(right).timings}
     for cell, times, later in zip(cells, comparison.times, again.times, strict=True):
         assert times.kernels.keys() == {0}
         assert times.kernels[0] == pytest.approx(timings[cell].us, rel=0.15)

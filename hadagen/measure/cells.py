@@ -20,6 +20,7 @@ from hadagen.trial import (
     ELEMENT_BUCKETS,
     Cache,
     Destination,
+    Timing,
     buffer_bytes,
     deciding_cache,
     element_buckets,
@@ -68,6 +69,11 @@ class Cell(NamedTuple):
     elements: int
     destination: Destination
     cache: Cache
+
+    @classmethod
+    def of(cls, timing: Timing) -> Cell:
+        """What a timing is of."""
+        return cls(timing.elements, timing.destination, timing.cache)
 
     def traffic(self, problem: Problem) -> Traffic:
         whole_vectors = -(-buffer_bytes(problem, self.elements) // 16) * 16  # a few rows of 2 elements are less

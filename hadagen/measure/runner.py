@@ -198,7 +198,7 @@ class DeviceRunner:
         if answer.outcome is Outcome.OK:
             best = self._best.setdefault(candidate.problem, {})
             for timing in answer.timings:
-                cell = Cell(timing.elements, timing.destination, timing.cache)
+                cell = Cell.of(timing)
                 best[cell] = min(timing.us, best.get(cell, timing.us))
         kernel = _kernel(candidate)
         return Trial(

@@ -61,7 +61,7 @@ class Recording:
 
     def as_kept(self, trial: Trial) -> Trial:
         """What is kept of a trial: times of `cells`, no more digits than a clock has, and no kernel."""
-        timed = {Cell(timing.elements, timing.destination, timing.cache): timing for timing in trial.timings}
+        timed = {Cell.of(timing): timing for timing in trial.timings}
         timings = (
             Timing(*cell, *(round(us, _US_DIGITS) for us in _us(timed[cell]))) for cell in self.cells if cell in timed
         )
@@ -92,7 +92,7 @@ class Recording:
 
     def trial_line(self, trial: Trial) -> str:
         """The line of a trial that is as `as_kept` leaves it. Its times stand in the order of `cells`."""
-        times = {Cell(timing.elements, timing.destination, timing.cache): _us(timing) for timing in trial.timings}
+        times = {Cell.of(timing): _us(timing) for timing in trial.timings}
         return _line(
             {
                 "knobs": [trial.knobs[name] for name in self.ranges],

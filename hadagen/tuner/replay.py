@@ -64,7 +64,7 @@ def times_of(trial: Trial) -> dict[Cell, float]:
     """Microseconds by cell; none of a trial that failed."""
     if trial.outcome is not Outcome.OK:
         return {}
-    return {Cell(timing.elements, timing.destination, timing.cache): timing.us for timing in trial.timings}
+    return {Cell.of(timing): timing.us for timing in trial.timings}
 
 
 def default_search(field: Field, seed: int) -> Order:

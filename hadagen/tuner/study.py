@@ -97,7 +97,7 @@ def follow(leaders: Leaders, trial: Trial) -> None:
         return
     knobs = Knobs.from_dict(trial.knobs)
     for timing in trial.timings:
-        cell = Cell(timing.elements, timing.destination, timing.cache)
+        cell = Cell.of(timing)
         where = regime(trial.problem, *cell, trial.environment.l2_bytes)
         if where and (cell not in leaders or timing.fraction_of_copy > leaders[cell].fraction):
             leaders[cell] = Leader(timing.fraction_of_copy, knobs, where)
