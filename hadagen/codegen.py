@@ -1,4 +1,5 @@
-"""Plans → CUDA C++. Each step becomes one commented block of a kernel; `templates/steps.cu.j2` holds the blocks.
+"""Plans → CUDA C++. Each step becomes one commented block of a kernel; `templates/steps.cu.j2` holds the blocks,
+`templates/loads.cu.j2` those of Load, Prefetch and Gather.
 
 What is computed here are the index expressions that follow from placements; what a block looks like is the template's.
 """

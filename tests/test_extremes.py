@@ -37,8 +37,8 @@ EDGES = {
 }
 # A few values over and over are not rounded as the average is: half a unit in the last place, and some of these.
 SLACK = {Numerics.ACCURATE: 1, Numerics.FAST: 8}
-# float32 is rounded in each sum, and where an mma takes it in parts it keeps multiples of the least number of their
-# type: seven bits below an exponent of -126, or ten.
+# float32 is rounded in each sum, and where an mma takes it in parts it keeps multiples of the least number of the type
+# of these: seven bits below an exponent of -126, or ten.
 FLOAT32_SLACK = 16
 LEAST_IN_PARTS = {"bfloat16": 2.0 ** (-126 - 7), "tf32": 2.0 ** (-126 - 10)}
 NORMALIZED = DType.BFLOAT16, Numerics.ACCURATE

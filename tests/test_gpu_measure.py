@@ -32,7 +32,7 @@ SMALL = Cell(1 << 16, Destination.IN_PLACE, Cache.HOT)
 SPEC = LaunchSpec(threads=256, cluster=1, shared_bytes=0, tile_elements=256, persistent=False)
 KERNEL = """#include "hadagen.cuh"
 namespace hadagen {{
-extern "C" __global__ void {entry}(const void* x, void* y, i64 elements, float scale) {{
+extern "C" __global__ void {entry}(const void* x, void* y, i64 elements, u32 scale_word) {{
     const u16* in = static_cast<const u16*>(x);
     u16* out = static_cast<u16*>(y);
     const i64 i = block_index() * 256 + thread_index();

@@ -32,7 +32,7 @@ class Source:
 
 
 def source(entry: str, body: str, bounds: str = "64") -> tuple[Source, LaunchSpec]:
-    signature = f"__launch_bounds__({bounds}) {entry}(const void* x, void* y, i64 elements, float scale)"
+    signature = f"__launch_bounds__({bounds}) {entry}(const void* x, void* y, i64 elements, u32 scale_word)"
     text = f'#include "hadagen.cuh"\nusing namespace hadagen;\nextern "C" __global__ void {signature} {{\n{body}\n}}\n'
     return Source(entry, text), LAUNCH
 
