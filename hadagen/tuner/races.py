@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 
 from hadagen.errors import DeviceError
 from hadagen.measure import Candidate, Cell
-from hadagen.trial import Kernel, Timing, Trial, deciding_cache
+from hadagen.trial import Kernel, Trial, deciding_cache
 from hadagen.tuning_db.store import Store
 from hadagen.tuning_db.winners import may_win
 
@@ -56,7 +56,7 @@ def race_near_ties(trials: Iterable[Trial], store: Store, runner: Racing) -> Ite
                 field[digest] = [_with_race(trial, result) for trial in field[digest]]
                 note = _note(result, opponent)
                 for trial in field[digest]:
-                    raced = tuple(timing for timing in trial.timings if _cell(timing) in result)
+                    raced = tuple(timing for timing in trial.timings if Cell.of(timing) in result)
                     store.add_timings(replace(trial, kernel=kernel, timings=raced, detail=note, seconds=0.0))
             yield tuple(max(pair) / min(pair) - 1 for pair in times)
 
@@ -66,7 +66,7 @@ def _near_ties(field: Field, met: set[tuple[Cell, str, str]]) -> dict[tuple[str,
     times: dict[Cell, list[tuple[float, str]]] = defaultdict(list)
     for digest, (trial, *_) in field.items():
         for timing in trial.timings:
-            cell = _cell(timing)
+            cell = Cell.of(timing)
             if cell.cache is deciding_cache(trial.problem, cell.elements, cell.destination, trial.environment.l2_bytes):
                 times[cell].append((timing.us, digest))
     ties: dict[tuple[str, str], list[Cell]] = defaultdict(list)
@@ -83,7 +83,7 @@ def _with_race(trial: Trial, times: Times) -> Trial:
     """The trial with its times of a race."""
     timings = []
     for timing in trial.timings:
-        us, _ = times.get(_cell(timing), (timing.us, 0.0))
+        us, _ = times.get(Cell.of(timing), (timing.us, 0.0))
         timings.append(replace(timing, us=us, us_low=min(us, timing.us_low), us_high=max(us, timing.us_high)))
     return replace(trial, timings=tuple(timings))
 
@@ -94,10 +94,6 @@ def _note(times: Times, opponent: str) -> str:
         for cell, (mine, other) in times.items()
     )
     return f"raced with kernel {opponent[:12]}, slower by {', '.join(slower)}"
-
-
-def _cell(timing: Timing) -> Cell:
-    return Cell(timing.elements, timing.destination, timing.cache)
 
 
 def _candidate(trial: Trial, kernel: Kernel) -> Candidate:
