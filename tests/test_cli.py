@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gzip
 import json
 import os
 import sqlite3
@@ -18,12 +19,13 @@ from sample_bundle import write_sample
 from sample_trials import H100, PROBLEM, make_trial, times
 
 from hadagen import toolchain
-from hadagen.cli import options
+from hadagen.cli import bench, between, options
 from hadagen.cli.sentences import TUNE_PACKAGES
 from hadagen.errors import DeviceError
 from hadagen.problem import DType, Problem
 from hadagen.runtime.bundles import VARIABLE
 from hadagen.trial import BUCKETS_BETWEEN, BUCKETS_OF_LONG_ROWS, ELEMENT_BUCKETS, Outcome
+from hadagen.tuning_db import table
 from hadagen.tuning_db.bundle import shipped
 from hadagen.tuning_db.bundle_writer import write_bundle
 from hadagen.tuning_db.store import Store
@@ -381,14 +383,30 @@ def test_the_winners_of_a_bundle_are_exported_and_merged(sample: Path, tmp_path:
         patch.setattr("csv.DictWriter.writerows", raising(OSError(errno.ENOSPC, "No space left on device")))
         assert "No space left" in sentence(run("bundle", "export", sample, tmp_path / "winners.csv"), 1)
     assert (tmp_path / "winners.csv").read_text().splitlines() == [header, *lines]
-    said = sentence(run("bundle", "export", sample, sample), 1)
-    assert f"{sample} is there already and is not a table" in said
+    (tmp_path / "empty.csv").touch()
+    succeed("bundle", "export", sample, tmp_path / "empty.csv")
+    assert (tmp_path / "empty.csv").read_text().splitlines() == [header, *lines]
+    recording = tmp_path / "recording.jsonl.gz"
+    recording.write_bytes(gzip.compress(b"what took an hour to measure"))
+    (tmp_path / "notes.csv").write_text("n,time\n8,0.5\n")
+    for other in (sample, recording, tmp_path / "notes.csv"):
+        before = other.read_bytes()
+        said = sentence(run("bundle", "export", sample, other), 1)
+        assert f"{other} is there already and is not a table of hadagen; name another place" in said
+        assert other.read_bytes() == before
     succeed("bundle", "merge", sample, sample, tmp_path / "both.db")
     succeed("bundle", "merge", sample, tmp_path / "both.db", tmp_path / "both.db")
     said = sentence(run("bundle", "merge", sample, tmp_path / "both.db"), 2)
     assert f"{tmp_path / 'both.db'} is there already and would be lost" in said
     succeed("bundle", "export", tmp_path / "both.db", tmp_path / "again.csv")
     assert (tmp_path / "again.csv").read_text() == (tmp_path / "winners.csv").read_text()
+
+
+@pytest.mark.parametrize("columns", [bench.COLUMNS, between.COLUMNS, table.COLUMNS])
+def test_every_table_replaces_its_like(columns: tuple[str, ...], tmp_path: Path) -> None:
+    path = tmp_path / "table.csv"
+    table.write_table(path, columns, [dict.fromkeys(columns, 1)])
+    table.check_table_place(path)
 
 
 @pytest.mark.parametrize(

@@ -184,6 +184,11 @@ def test_the_command_prints_curves(files: list[Path]) -> None:
 def test_the_command_exports(files: list[Path], tmp_path: Path) -> None:
     (written,) = succeed("replay", files[0], "--export", tmp_path / "caches").splitlines()
     assert json.loads(Path(written).read_text()) == kernel_tuner_cache(small_field().recording)
+    succeed("replay", files[0], "--export", tmp_path / "caches")  # an earlier export is replaced
+    Path(written).write_text('{"notes": "not ours"}')
+    said = sentence(run("replay", files[0], "--export", tmp_path / "caches"), 1)
+    assert said.startswith(f"{written} is there already and is not an export of hadagen; ")
+    assert Path(written).read_text() == '{"notes": "not ours"}'
 
 
 def test_bad_usage_is_a_sentence(files: list[Path], tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 from hadagen.trial import Timing, Trial
 from hadagen.tuning_db.aside import check_place, unwritable, written_aside
-from hadagen.tuning_db.bundle import SQLITE_MAGIC
 from hadagen.tuning_db.winners import Cell
 
 COLUMNS = (
@@ -26,14 +25,16 @@ COLUMNS = (
     "fraction_of_copy",
     "kernel",
 )
+# How every table that hadagen writes begins: this one and that of `hadagen between`, then that of `hadagen bench`.
+BEGINNINGS = (b"gpu,numerics,dtype,pitched,", b"library,numerics,dtype,pitched,")
 
 
 def export_csv(selection: Mapping[Cell, Trial], path: str | os.PathLike[str]) -> None:
     """Write one line for each cell of `selection` (see `winners.portfolio`) and regime that its winner was timed in.
 
     Columns: `COLUMNS`, then the knobs; times in microseconds, `pitched` 0 or 1, `kernel` the first 12 digits of the
-    digest. A file that is there is replaced once the new one is complete. Raises `StorageError` where it cannot be
-    written, or is there and a database.
+    digest. A table that is there is replaced once the new one is complete. Raises `StorageError` where it cannot be
+    written, or another file is there.
     """
     check_table_place(path)
     rows = [
@@ -47,8 +48,8 @@ def export_csv(selection: Mapping[Cell, Trial], path: str | os.PathLike[str]) ->
 
 
 def check_table_place(path: str | os.PathLike[str]) -> None:
-    """Raises `StorageError` where no table can be written at `path`, or what is there is a database."""
-    check_place(path, "a table", lambda header: not header.startswith(SQLITE_MAGIC))
+    """Raises `StorageError` where no table can be written at `path`, or what is there is no table of hadagen."""
+    check_place(path, "a table of hadagen", lambda header: header.startswith(BEGINNINGS))
 
 
 def write_table(

@@ -12,12 +12,13 @@ from typing import Any
 
 from hadagen.trial import Outcome, Trial
 from hadagen.tuner.recording import Recording
-from hadagen.tuning_db.aside import unwritable, written_aside
+from hadagen.tuning_db.aside import check_place, unwritable, written_aside
 
 OBJECTIVE = "geometric mean over the cells of time / copy"
 # What stands in place of a time, by outcome.
 _FAILURES = {Outcome.ILLEGAL: "InvalidConfig", Outcome.COMPILE_FAILED: "CompilationFailedConfig"}
 _OTHER_FAILURE = "RuntimeFailedConfig"
+_BEGINNING = b'{"device_name": '  # of every cache that is written here
 
 
 def objective(trial: Trial) -> float:
@@ -50,9 +51,10 @@ def cache_key(recording: Recording, trial: Trial) -> str:
 def write_kernel_tuner_cache(recording: Recording, folder: Path) -> Path:
     """Write a cache called as the problem is, and return its path. One that is there is replaced.
 
-    Raises `StorageError` where it cannot be written.
+    Raises `StorageError` where it cannot be written, or another file is there.
     """
     path = folder / f"{recording.problem.name}.json"
+    check_place(path, "an export of hadagen", lambda header: header.startswith(_BEGINNING))
     try:
         with written_aside(path) as aside:
             aside.write_text(json.dumps(kernel_tuner_cache(recording)), encoding="utf-8")
