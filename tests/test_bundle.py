@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import sqlite3
@@ -22,6 +23,7 @@ from hadagen.problem import DType, Numerics, Problem
 from hadagen.scale import ScaleForm
 from hadagen.space import build_plan
 from hadagen.trial import Cache, Destination, Environment, Kernel, Provenance, Trial
+from hadagen.tuning_db.aside import written_aside
 from hadagen.tuning_db.bundle import APPLICATION_ID, FORMAT, TABLES, Bundle, shipped
 from hadagen.tuning_db.bundle_writer import write_bundle
 from hadagen.tuning_db.merge import merge_bundles
@@ -211,6 +213,17 @@ def test_a_bundle_that_cannot_be_written_is_reported(tmp_path: Path, path: Path)
         with pytest.raises(StorageError, match="cannot be written"):
             write(place)
     assert os.listdir(tmp_path) == [path.name]
+
+
+def test_a_write_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
+    def fails() -> None:
+        with written_aside(tmp_path / "sm90.db") as aside:
+            aside.with_name(f"{aside.name}-journal").write_bytes(b"of SQLite, which could not remove it")
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        fails()
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_bundle_needs_winners_of_its_arch_with_cubins(tmp_path: Path) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import fake_search
 import optuna
 import pytest
 from fake_search import GPU, TRIALS, FakeRunner, options, problems
+from sqlalchemy import Engine, event
 
+from hadagen.errors import StorageError
 from hadagen.trial import Trial, knobs_key
 from hadagen.tuner import TrialFinished, tune
 from hadagen.tuning_db.store import Store
@@ -85,6 +89,31 @@ def test_ctrl_c_keeps_what_was_measured_and_says_so(tmp_path: Path) -> None:
         assert len(reported) >= 4
         assert kept == set(reported)
         assert tune(options(store, FakeRunner())).finished == TRIALS
+
+
+@pytest.mark.parametrize("room", [1, 30, 40])
+def test_a_full_disk_is_said_wherever_optuna_meets_it(tmp_path: Path, room: int) -> None:
+    def limit(connection: sqlite3.Connection, _: object) -> None:
+        connection.execute(f"PRAGMA max_page_count = {pages + room}")
+
+    with Store.open(tmp_path / "trials.db") as store, closing(sqlite3.connect(tmp_path / "trials.db")) as file:
+        (pages,) = file.execute("PRAGMA page_count").fetchone()
+        event.listen(Engine, "connect", limit)
+        try:
+            with pytest.raises(StorageError, match=r"the disk of .*trials.db is full \(\d+ bytes free\); make room"):
+                tune(options(store, FakeRunner()))
+        finally:
+            event.remove(Engine, "connect", limit)
+        tune(options(store, FakeRunner()))  # once there is room
+
+
+def test_tables_of_another_optuna_are_refused(tmp_path: Path) -> None:
+    with Store.open(tmp_path / "trials.db") as store:
+        tune(options(store, FakeRunner()))
+        with closing(sqlite3.connect(tmp_path / "trials.db")) as file, file:
+            file.execute("UPDATE alembic_version SET version_num = 'v9.9.9'")
+        with pytest.raises(StorageError, match=r"holds tables of another Optuna than .*; name another database"):
+            tune(options(store, FakeRunner()))
 
 
 def test_optuna_gets_the_trials_that_its_tables_lack(tmp_path: Path) -> None:

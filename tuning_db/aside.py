@@ -27,8 +27,9 @@ def written_aside(path: str | os.PathLike[str]) -> Iterator[Path]:
         yield aside
         os.replace(aside, path)
     except BaseException:
-        with suppress(OSError):
-            aside.unlink()
+        for left in (aside, aside.with_name(f"{aside.name}-journal")):  # SQLite's, where a database was being written
+            with suppress(OSError):
+                left.unlink()
         raise
 
 

@@ -16,7 +16,6 @@ from itertools import zip_longest
 from operator import attrgetter
 
 import optuna
-from optuna.exceptions import StorageInternalError
 from optuna.storages import BaseStorage, InMemoryStorage, RDBStorage
 
 from hadagen.arch import Arch
@@ -113,18 +112,12 @@ def tune(options: TuneOptions, listen: Listener = lambda event: None) -> TuneRep
     store = options.store
     if store is None:
         return _search(options, listen, InMemoryStorage())
-    storage = _optuna_storage(store)
-    try:
-        return _search(options, listen, storage)
-    except StorageInternalError as error:
-        cause = error.__cause__ or error
-        reason = getattr(cause, "orig", None) or cause  # SQLAlchemy's own text is of several lines
-        raise StorageError(
-            f"{store.place} cannot keep Optuna's tables ({reason}); make room there and run it again, "
-            "no finished trial is lost"
-        ) from error
-    finally:
-        storage.engine.dispose()
+    with store.lent():
+        storage = _optuna_storage(store)
+        try:
+            return _search(options, listen, storage)
+        finally:
+            storage.engine.dispose()
 
 
 def _search(options: TuneOptions, listen: Listener, storage: BaseStorage) -> TuneReport:
@@ -139,7 +132,7 @@ def _optuna_storage(store: Store) -> RDBStorage:
     sqlite = store.url.startswith("sqlite")
     try:
         return RDBStorage(store.url, engine_kwargs={"connect_args": {"timeout": 60}} if sqlite else None)
-    except (RuntimeError, StorageInternalError) as error:
+    except RuntimeError as error:
         raise StorageError(
             f"{store.place} holds tables of another Optuna than {optuna.__version__}; name another database"
         ) from error
