@@ -344,6 +344,13 @@ def test_no_arch_and_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         hadagen.best_config(PROBLEM, 1)
 
 
+@pytest.mark.parametrize("device", [0, "0", "cuda", "cuda:0", torch.device("cuda:1")], ids=repr)
+def test_beside_an_arch_a_number_is_no_name_of_a_gpu(device: int | str | torch.device) -> None:
+    with pytest.raises(UsageError, match=r"is no name of a GPU, which is wanted .* such as 'NVIDIA H100 80GB HBM3'"):
+        hadagen.best_config(PROBLEM, 1, device, arch="sm90")
+    assert hadagen.best_config(PROBLEM, 1, "Abacus 3000", arch="sm90").device.gpu == "Abacus 3000"
+
+
 @pytest.mark.parametrize("device", ["cpu", "NVIDIA H100 80GB HBM3", "cuda:7", 7, 1.5])
 def test_a_device_that_is_not_here(device: float | str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)

@@ -90,6 +90,7 @@ WRONG = {
     (*BEST, "256", "--numerics", "so-so"): "numerics 'so-so' is not supported; choose one of accurate, fast",
     (*BEST, "256", "--arch", "sm12"): "arch 'sm12' is not known and no bundle serves it; choose one of sm90",
     (*BEST, "256", "--arch", "hopper"): "arch 'hopper' is not one; write sm and the compute capability",
+    (*BEST, "256", "--device", "0"): "device '0' is no name of a GPU, which is wanted beside an arch; write such as",
     ("best", "--n", "256", "--rows", "8"): "this machine has no CUDA device to choose for; name an arch",
     ("space", "--n", "100"): "n = 100 is not supported",
     ("space", "--n", "4096", "--arch", "sm1"): "arch 'sm1' is not known; choose one of sm90",

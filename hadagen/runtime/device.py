@@ -11,6 +11,8 @@ from hadagen.errors import UsageError
 if TYPE_CHECKING:
     import torch
 
+_NUMBER = re.compile("-?[0-9]+|cuda(:[0-9]+)?")  # of a CUDA device, as PyTorch writes it
+
 
 @dataclass(frozen=True)
 class Device:
@@ -50,10 +52,15 @@ def cuda_device(index: int) -> Device | None:
 def find_device(device: int | str | torch.device | None = None, arch: str | None = None) -> Device:
     """The device that is meant: with `arch` the GPU called `device`, or any; else a CUDA device of this machine.
 
-    Raises `UsageError` where there is none.
+    Raises `UsageError` where there is none, or a number stands where a name is wanted.
     """
     if arch is not None:
-        return Device(arch, "" if device is None else str(device))
+        if device is not None and (not isinstance(device, str) or _NUMBER.fullmatch(device)):
+            raise UsageError(
+                f"device {str(device)!r} is no name of a GPU, which is wanted beside an arch; "
+                "write such as 'NVIDIA H100 80GB HBM3', or leave out one of the two"
+            )
+        return Device(arch, device or "")
     import torch
 
     if not torch.cuda.is_available():
