@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from dataclasses import replace
 
@@ -419,6 +420,15 @@ def test_a_wrong_kernel_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert trial.outcome is Outcome.WRONG_ANSWER
     assert trial.timings == ()
     assert "relative error" in trial.detail
+
+
+def test_an_error_just_above_the_bound_reads_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = Problem(64, DType.FLOAT16, Numerics.FAST)
+    monkeypatch.setattr(estimate, "_verify", lambda *_: {"uneven": problem.error_bound * (1 + 1e-6)})
+    (trial,) = _run(problem, Knobs(low_bits="shuffle", butterfly_carrier="fp32"))
+    found, bound = re.findall(r"[0-9.]+e-[0-9]+", trial.detail)
+    assert float(found) > float(bound)
+    assert len(found) == len(bound)
 
 
 def test_a_source_that_the_host_compiler_refuses_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:

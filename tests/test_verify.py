@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -195,3 +196,13 @@ def test_row_counts(n: int, tile_rows: int, cluster: int, resident: int, persist
     tiles = -(-counts.looped // tile_rows)
     blocks = spec.grid(counts.looped * n, resident * cluster)
     assert not persistent or tiles > 2 * (blocks // cluster)
+
+
+def test_an_error_just_above_the_bound_reads_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    just_above = torch.tensor(PROBLEM.error_bound * (1 + 1e-6), dtype=torch.float64)
+    monkeypatch.setattr("hadagen.measure.verify._relative_error", lambda *_: just_above)
+    found, bound = re.findall(r"[0-9.]+e-[0-9]+", verify(StandIn(PROBLEM)).detail)
+    assert float(found) > float(bound)
+    assert len(found) == len(bound)

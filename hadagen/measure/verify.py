@@ -20,7 +20,7 @@ import torch
 
 from hadagen.bits import encode
 from hadagen.launch import LaunchSpec, RowShape
-from hadagen.problem import DType, Numerics, Problem
+from hadagen.problem import DType, Numerics, Problem, told_apart
 from hadagen.reference import INPUT_CLASSES, hadamard, input_classes, verification_scale
 from hadagen.trial import Outcome, timed_rows
 
@@ -275,8 +275,8 @@ def _verdict(problem: Problem, findings: _Findings) -> Verdict:
         return Verdict(Outcome.WRONG_ANSWER, "it wrote outside its output", errors)
     if wrong:
         worst = max(wrong, key=lambda name: errors[name])
-        bound = problem.error_bound
-        detail = f"relative error {errors[worst]:.2e} for {worst} inputs; {problem.name} allows {bound:.1e}"
+        found, bound = told_apart(errors[worst], problem.error_bound)
+        detail = f"relative error {found} for {worst} inputs; {problem.name} allows {bound}"
         return Verdict(Outcome.WRONG_ANSWER, detail, errors)
     if not repeated:
         return Verdict(Outcome.UNSTABLE, "the same input came out differently a second time", errors)

@@ -23,7 +23,7 @@ from hadagen.emulator import EmulationError, HostCompileError, HostModule, compi
 from hadagen.knobs import Knobs
 from hadagen.measure import Candidate, Cell, all_cells
 from hadagen.plan import Plan
-from hadagen.problem import Problem
+from hadagen.problem import Problem, told_apart
 from hadagen.space import Space, build_plan
 from hadagen.trial import ELEMENT_BUCKETS, Environment, Outcome, Provenance, Timing, Trial
 from hadagen.tuner.study import regime
@@ -123,7 +123,8 @@ class EstimateRunner:
                 registers = None if kernel is None else kernel.registers
                 trial = replace(trial, timings=tuple(self._timings(plan, registers)))
             else:
-                detail = f"relative error {errors[worst]:.2e} for {worst} inputs is above {bound:.1e}"
+                found, allowed = told_apart(errors[worst], bound)
+                detail = f"relative error {found} for {worst} inputs is above {allowed}"
                 trial = replace(trial, outcome=Outcome.WRONG_ANSWER, detail=detail)
         return replace(trial, seconds=time.monotonic() - started)
 
