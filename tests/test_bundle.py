@@ -288,7 +288,7 @@ def test_damage_is_noticed_when_a_kernel_is_loaded(path: Path) -> None:
     bundle = Bundle.open(path)
     assert bundle.kernel(PERSISTENT.digest).cubin == PERSISTENT.cubin
     change(path, "UPDATE blobs SET cubin = (SELECT ptx FROM blobs)")
-    with pytest.raises(StorageError, match=r"is damaged .* make it again with `hadagen bundle`, or reinstall"):
+    with pytest.raises(StorageError, match=r"is damaged .* make it again with `hadagen bundle make`, .* or reinstall"):
         bundle.kernel(PERSISTENT.digest)
     with pytest.raises(StorageError, match="is damaged"):
         bundle.verify()
@@ -300,8 +300,10 @@ def test_foreign_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("a text\n" * 100)
     (tmp_path / "empty").touch()
     for name in ("trials.db", "text", "empty"):
-        assert "is not a hadagen bundle; name one, or make one" in refusal(tmp_path / name)
-    assert "No such file" in refusal(tmp_path / "missing.db")
+        assert "is not a hadagen bundle; name one, or make one with `hadagen bundle make`" in refusal(tmp_path / name)
+    missing = refusal(tmp_path / "missing.db")
+    assert "(No such file or directory); name another bundle, or make one with `hadagen bundle make`" in missing
+    assert "reinstall" not in missing
     assert "Is a directory" in refusal(tmp_path)
 
 

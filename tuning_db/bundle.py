@@ -351,14 +351,17 @@ def is_bundle(header: bytes) -> bool:
 @contextmanager
 def _reading(path: Path) -> Iterator[sqlite3.Connection]:
     """The file, known to be a bundle of our format. Whatever then fails to be read or understood means damage."""
-    again = "make it again with `hadagen bundle`, or reinstall hadagen if it came with it"
+    make = "with `hadagen bundle make`, or `hadagen tune` where nothing was tuned yet"
+    again = f"make it again {make}, or reinstall hadagen if it came with it"
     try:
         with path.open("rb") as file:
             header = file.read(72)
     except OSError as error:
-        raise StorageError(f"{path} cannot be read ({error.strerror}); name a bundle, or {again}") from error
+        raise StorageError(
+            f"{path} cannot be read ({error.strerror}); name another bundle, or make one {make}"
+        ) from error
     if not is_bundle(header):
-        raise StorageError(f"{path} is not a hadagen bundle; name one, or make one with `hadagen bundle`")
+        raise StorageError(f"{path} is not a hadagen bundle; name one, or make one {make}")
     version = int.from_bytes(header[60:64], "big")
     if version > FORMAT:
         raise StorageError(f"{path} is a bundle of format {version}, later than {FORMAT}; upgrade hadagen to read it")
