@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
@@ -203,6 +204,25 @@ def test_files_that_are_no_recordings(tmp_path: Path) -> None:
             read_recording(damaged)
     with pytest.raises(StorageError, match="cannot be read: No such file"):
         read_recording(tmp_path / "absent")
+
+
+def test_times_that_are_none_are_damage(tmp_path: Path) -> None:
+    (path,) = record(options(tmp_path, cells=dict.fromkeys(problems(64), TIMED))).files.values()
+    header, *lines = gzip.decompress(path.read_bytes()).decode().splitlines()
+    trial = json.loads(next(line for line in lines if '"outcome":"ok"' in line))
+    first, *others = trial["us"]
+    for times, reason in (
+        ([[0.0, *first[1:]], *others], "are no times"),
+        ([first, *others[:-1], [*first[:3], -1.0]], "are no times"),
+        ([[math.nan] * 4, *others], "are no times"),
+        ([[math.inf] * 4, *others], "are no times"),
+        ([first[:3], *others], "TypeError"),
+        (others, "shorter"),
+        ([], "a trial is ok without a time"),
+    ):
+        path.write_bytes(gzip.compress("\n".join([header, json.dumps(trial | {"us": times})]).encode()))
+        with pytest.raises(StorageError, match=rf"is not a recording \(.*{reason}.*\); make one with hadagen record"):
+            read_recording(path)
 
 
 def test_a_knob_that_came_later_has_its_default(tmp_path: Path) -> None:

@@ -9,8 +9,9 @@ import gzip
 import json
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -154,16 +155,20 @@ def _line(values: Mapping[str, Any]) -> str:
 
 
 def _trial(recording: Recording, values: Mapping[str, Any]) -> Trial:
+    outcome = Outcome(values["outcome"])
+    timings = tuple(_timings(recording.cells, values["us"]))
+    if outcome is Outcome.OK and not timings:
+        raise ValueError(f"a trial is {outcome.value} without a time")
     return Trial(
         problem=recording.problem,
         arch=recording.arch,
         # Those that came later have their defaults.
         knobs=Knobs.from_dict(dict(zip(recording.ranges, values["knobs"], strict=True))).to_dict(),
-        outcome=Outcome(values["outcome"]),
+        outcome=outcome,
         provenance=Provenance.MEASURED,
         detail=values["detail"],
         errors=values["errors"],
-        timings=tuple(_timings(recording.cells, values["us"])),
+        timings=timings,
         environment=recording.environment,
         date=recording.date,
         seconds=values["seconds"],
@@ -175,7 +180,10 @@ def _us(timing: Timing) -> tuple[float, float, float, float]:
     return timing.us, timing.us_low, timing.us_high, timing.copy_us
 
 
-def _timings(cells: Iterable[Cell], times: Iterable[tuple[float, float, float, float] | None]) -> Iterator[Timing]:
-    for cell, us in zip(cells, times, strict=False):
+def _timings(cells: Sequence[Cell], times: Sequence[tuple[float, float, float, float] | None]) -> Iterator[Timing]:
+    """Those of a trial; none where it failed. Raises `ValueError` where no clock says so."""
+    for cell, us in zip(cells, times, strict=True) if times else ():
         if us is not None:
+            if not all(0 < time < inf for time in us):
+                raise ValueError(f"{us} are no times; they are above 0 and finite")
             yield Timing(*cell, *us)
