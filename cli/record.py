@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -14,6 +15,9 @@ from hadagen.errors import DeviceError, UsageError
 from hadagen.problem import Problem
 from hadagen.trial import Outcome
 
+if TYPE_CHECKING:
+    from hadagen.arch import Arch
+
 # Beyond so many it would take hours; ranges are cut first.
 MOST_VARIANTS = 20_000
 
@@ -21,6 +25,12 @@ MOST_VARIANTS = 20_000
 @click.command()
 @options.problems
 @options.only
+@click.option(
+    "--like",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Search the ranges of this recording; knobs that it does not know keep their defaults.",
+)
 @click.option(
     "--elements",
     default="64K,1M,8M,64M",
@@ -42,6 +52,7 @@ MOST_VARIANTS = 20_000
 def record(
     problems: list[Problem],
     only: dict[str, list[int | str]],
+    like: Path | None,
     elements: str,
     folder: Path,
     device: int | None,
@@ -51,9 +62,10 @@ def record(
 ) -> None:
     """Measure every legal variant of problems, and keep all trials in files that hadagen replay reads.
 
-    There are tens of thousands of variants, so name fewer values of some knobs with --only. Each is verified, then
-    timed in place; in L2 where the data fits in half of it, and in device memory otherwise. Every finished trial is
-    kept at once: a run that was interrupted goes on where it was when it is started again.
+    There are tens of thousands of variants, so name fewer values of some knobs with --only, or with --like a recording
+    of which to take them. Each variant is verified, then timed in place; in L2 where the data fits in half of it, and
+    in device memory otherwise. Every finished trial is kept at once: a run that was interrupted goes on where it was
+    when it is started again.
     """
     from hadagen.arch import load_arch
     from hadagen.cli.progress import shown
@@ -64,7 +76,10 @@ def record(
 
     counts = options.parse_elements(elements)
     gpu = None if dry_run else find_gpu(device)
-    target = load_arch(arch or (options.arch_of(gpu) if gpu else options.DEFAULT_ARCH)).narrowed(only)
+    target = load_arch(arch or (options.arch_of(gpu) if gpu else options.DEFAULT_ARCH))
+    if like is not None:
+        target = _narrowed_like(like, target)
+    target = target.narrowed(only)
     variants = {problem: len(Space(problem, target).legal) for problem in problems}
     for problem, legal in variants.items():
         if not legal:
@@ -136,6 +151,16 @@ def record(
         ],
     )
     click.echo(f"\n{report.finished} new trials in {clock_text(report.seconds)}, measured on {gpu.gpu}")
+
+
+def _narrowed_like(path: Path, target: Arch) -> Arch:
+    """The target with the ranges of a recording. Raises `UsageError` where that is of another arch."""
+    from hadagen.tuner.recording import read_recording
+
+    found = read_recording(path)
+    if found.arch != target.name:
+        raise UsageError(f"{path} is of {found.arch}, not of {target.name}; name a recording of {target.name}")
+    return found.target
 
 
 def _print_variants(variants: dict[Problem, int], as_json: bool) -> None:

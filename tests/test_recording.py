@@ -28,6 +28,7 @@ from hadagen.tuner.recording import Recording, read_recording, write_recording
 
 TIMED = tuple(Cell(elements, Destination.IN_PLACE, cache) for elements, cache in CELLS)
 NVCC = "13.0"
+SHIPPED = Path(__file__).resolve().parent.parent / "docs" / "data" / "recordings"
 
 
 def small() -> Arch:
@@ -292,6 +293,25 @@ def test_the_command_counts_without_a_gpu(machine: None) -> None:
     (counted,) = json.loads(succeed(*ONE, *CUT, "--dry-run", "--json"))
     assert 0 < counted["variants"] < 20
     assert succeed(*ONE, *CUT, "--dry-run").split()[-1] == str(counted["variants"])
+
+
+@pytest.mark.parametrize("path", sorted(SHIPPED.glob("*.jsonl.gz")), ids=lambda path: path.name)
+def test_the_command_finds_the_variants_of_a_shipped_recording_again(machine: None, path: Path) -> None:
+    recording = read_recording(path)
+    problem = recording.problem
+    named = ("--n", str(problem.n), "--dtype", problem.dtype.value, "--numerics", problem.numerics.value)
+    asked = ("record", *named, "--contiguous", "--like", path, "--dry-run", "--json")
+    (counted,) = json.loads(succeed(*asked))
+    assert counted["variants"] == len(recording.trials)
+    (cut,) = json.loads(succeed(*asked, "--only", "chunks=2"))
+    assert cut["variants"] == sum(trial.knobs["chunks"] == 2 for trial in recording.trials)
+
+
+def test_the_ranges_of_another_arch_are_refused(machine: None, tmp_path: Path) -> None:
+    recording = read_recording(SHIPPED / "n128-float16-fast.jsonl.gz")
+    write_recording(replace(recording, arch="sm80", trials=()), tmp_path / "other.jsonl.gz")
+    said = sentence(run(*ONE, "--like", tmp_path / "other.jsonl.gz", "--dry-run"), 2)
+    assert said == f"{tmp_path / 'other.jsonl.gz'} is of sm80, not of sm90; name a recording of sm90"
 
 
 def test_the_command_records(fake_gpu: None, tmp_path: Path) -> None:
