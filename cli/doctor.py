@@ -25,7 +25,7 @@ from hadagen.errors import DeviceError, HadagenError, ToolchainError
 if TYPE_CHECKING:
     from hadagen.tuning_db.bundle import Bundle
 
-OK, MISSING, BROKEN = "ok", "missing", "broken"
+OK, MISSING, BROKEN, UNTRIED = "ok", "missing", "broken", "untried"
 RUNS = {"yes": "yes", "no": "no, PyTorch computes the transform instead"}
 TUNES = {
     "measured": "yes, winners are measured",
@@ -36,7 +36,8 @@ TUNES = {
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the report. `missing` limits what can be done here; `broken` is there and does not work."""
+    """One line of the report. `missing` limits what can be done here; `broken` is there and does not work; `untried`
+    may work, but what it needs for a trial is missing or broken."""
 
     name: str
     state: str
@@ -55,8 +56,7 @@ def doctor(context: click.Context, as_json: bool) -> None:
 
     The exit code is 1 only where something is broken; what is missing only limits what can be done.
     """
-    checks = [_checked(name, check) for name, check in CHECKS.items()]
-    checks += _bundles()
+    checks = [*_examined(), *_bundles()]
     abilities = _abilities({check.name for check in checks if check.state == OK})
     if as_json:
         print_json({"can": abilities, "checks": [asdict(check) for check in checks]})
@@ -67,6 +67,16 @@ def doctor(context: click.Context, as_json: bool) -> None:
         click.echo(f"runs kernels   {RUNS[abilities['run_kernels']]}")
         click.echo(f"tunes          {TUNES[abilities['tune']]}")
     context.exit(1 if any(check.state == BROKEN for check in checks) else 0)
+
+
+def _examined() -> list[Check]:
+    """All of `CHECKS`; where one needs others that are not sound, it is not tried, or would be blamed for them."""
+    done: dict[str, Check] = {}
+    for name, check in CHECKS.items():
+        lacks = [need for need in NEEDS.get(name, ()) if done[need].state != OK]
+        says = f"it cannot be tried without the {' and the '.join(lacks)}, see above"
+        done[name] = Check(name, UNTRIED, says) if lacks else _checked(name, check)
+    return list(done.values())
 
 
 def _checked(name: str, check: Callable[[], str]) -> Check:
@@ -179,8 +189,8 @@ def _emulator() -> str:
 def _cache() -> str:
     from hadagen.cache import KernelCache, cache_root
 
-    with KernelCache(cache_root()).workspace():
-        pass
+    with KernelCache(cache_root()).workspace() as folder:
+        (folder / "room").write_bytes(bytes(1 << 20))  # on a full disk, too, it is the cache that fails
     files = [path for path in cache_root().rglob("*") if path.is_file()]
     size = sum(path.stat().st_size for path in files)
     return f"{cache_root()}, {size / 1e6:.0f} MB"
@@ -193,10 +203,12 @@ CHECKS: dict[str, Callable[[], str]] = {
     "gpu": _gpu,
     "kernels": _kernels,
     "tune extra": _extra,
+    "cache": _cache,
     "nvcc": _nvcc,
     "emulator": _emulator,
-    "cache": _cache,
 }
+# Checks that come before it and have to be sound for a check to say something of its own part.
+NEEDS = {"nvcc": ("tune extra", "cache"), "emulator": ("tune extra", "cache")}
 
 
 def _bundles() -> list[Check]:

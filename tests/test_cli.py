@@ -445,6 +445,23 @@ def test_the_doctor_finds_a_machine_without_a_gpu_sound(sample: Path) -> None:
     assert "winners are estimated" in succeed("doctor")
 
 
+def test_the_doctor_blames_the_cache_where_it_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("HADAGEN_CACHE", str(tmp_path / "file" / "cache"))
+    result = run("doctor", "--json")
+    assert result.exit_code == 1
+    checks = {check["name"]: check for check in json.loads(result.stdout)["checks"]}
+    assert [name for name, check in checks.items() if check["state"] == "broken"] == ["cache"]
+    assert "cannot be written (Not a directory)" in checks["cache"]["says"]
+    for name in ("nvcc", "emulator"):
+        assert (checks[name]["state"], checks[name]["says"]) == (
+            "untried",
+            "it cannot be tried without the cache, see above",
+        )
+
+
 def test_the_doctor_finds_a_damaged_bundle() -> None:
     path = options.default_bundle("sm90")
     path.parent.mkdir(parents=True)
@@ -475,6 +492,12 @@ def test_a_bare_install_chooses_kernels_and_names_the_extra_for_the_rest(sample:
 
     assert json.loads(bare(*BEST, "256", "--inplace", "--json").stdout)["match"] == "same-arch"
     assert bare("bundle", "verify").returncode == 0
+    done = bare("doctor", "--json")
+    assert done.returncode == 0
+    checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+    assert "is not installed; install it with: pip install 'hadagen[tune]'" in checks["tune extra"]["says"]
+    assert checks["tune extra"]["state"] == "missing"
+    assert all(checks[name]["says"].startswith("it cannot be tried without the tune") for name in ("nvcc", "emulator"))
     for arguments in (("tune",), ("emit", "--n", "2"), ("bundle", "make", "--db", str(sample))):
         done = bare(*arguments)
         assert done.returncode == 1
