@@ -68,6 +68,46 @@ def test_the_reference(shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], torch.ones(shape).double() @ matrix(shape[-1]) / 4)
 
 
+BOTH = pytest.mark.parametrize("function", [fast.hadamard_transform, fast.hadamard_transform_ref])
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("scale", "kind", "said"),
+    [
+        (torch.tensor(1j), TypeError, r"scale is a complex64 tensor of shape \(\); pass a real number, or"),
+        (torch.ones(2), TypeError, r"scale is a float32 tensor of shape \(2,\); pass a real number, or"),
+        (torch.ones(0), TypeError, r"scale is a float32 tensor of shape \(0,\); pass a real number, or"),
+        (1j, TypeError, "scale is a complex; pass a real number"),
+        ("1", TypeError, "scale is a str; pass a real number"),
+        (float("inf"), UsageError, "scale = inf is not finite in float32"),
+    ],
+    ids=str,
+)
+def test_a_bad_scale(function: Callable[..., torch.Tensor], scale: Any, kind: type[Exception], said: str) -> None:
+    with pytest.raises(kind, match=said):
+        function(normal(3, 8), scale)
+    with pytest.raises(TypeError, match=r"x is a list; pass a torch\.Tensor"):
+        function([1.0], scale)
+
+
+@BOTH
+@pytest.mark.filterwarnings("ignore")
+def test_traces_take_a_scale_of_either_kind(function: Callable[..., torch.Tensor]) -> None:
+    x, scale = normal(3, 8), torch.tensor(0.5, dtype=torch.float64)
+    for arguments in ((x,), (x, scale)):
+        traced = torch.jit.trace(function, arguments)
+        torch.testing.assert_close(traced(*arguments), function(*arguments))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_reference_in_a_script() -> None:
+    x = normal(3, 8)
+    torch.testing.assert_close(
+        torch.jit.script(fast.hadamard_transform_ref)(x, 0.5), fast.hadamard_transform_ref(x, 0.5)
+    )
+
+
 @pytest.mark.parametrize("k", [12, 20, 28, 40])
 def test_what_is_planned_says_so(k: int) -> None:
     with pytest.raises(
@@ -106,7 +146,9 @@ def test_heads_of_a_row_in_place() -> None:
     assert torch.equal(whole[:, 32:], normal(6, 64)[:, 32:])
 
 
-@pytest.mark.parametrize("function", [fast.hadamard_transform, hadacore.hadamard_transform])
+@pytest.mark.parametrize(
+    "function", [fast.hadamard_transform, fast.hadamard_transform_ref, hadacore.hadamard_transform]
+)
 def test_compile_without_graph_break(function: Callable[..., torch.Tensor]) -> None:
     torch.compiler.reset()
     x = normal(3, 8)
@@ -116,7 +158,8 @@ def test_compile_without_graph_break(function: Callable[..., torch.Tensor]) -> N
 
 
 @pytest.mark.parametrize(
-    "function", [fast.hadamard_transform, hadacore.hadamard_transform, hadacore.hadacore_transform]
+    "function",
+    [fast.hadamard_transform, fast.hadamard_transform_ref, hadacore.hadamard_transform, hadacore.hadacore_transform],
 )
 @pytest.mark.parametrize(
     ("x", "kind"),

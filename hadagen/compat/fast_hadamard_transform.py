@@ -7,9 +7,12 @@ This takes more than the original does: rows longer than 32768, float64, tensors
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from hadagen.runtime import transform
+from hadagen.runtime.checks import check_is_tensor, check_options, check_tensor
 
 __all__ = [
     "hadamard_transform",
@@ -30,11 +33,20 @@ def hadamard_transform(x: torch.Tensor, scale: float | torch.Tensor = 1.0) -> to
 
     Raises what `hadagen.hadamard_transform` raises.
     """
-    return transform.hadamard_transform(x, float(scale) if isinstance(scale, torch.Tensor) else scale)
+    if isinstance(scale, torch.Tensor):
+        check_is_tensor(x, "x")
+        _check_scale(scale)
+        scale = float(scale)
+    return transform.hadamard_transform(x, scale)
 
 
 def hadamard_transform_ref(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
     """The same by a product with the explicit matrix, in x's type: slow, in O(m²) memory, and sure. For tests."""
+    # A script, which knows neither the checks nor another scale than a float, goes without them.
+    if not torch.jit.is_scripting():  # type: ignore[attr-defined]
+        check_is_tensor(x, "x")
+        _check_scale(scale)
+        check_tensor(x)
     m = x.shape[-1]
     matrix = torch.ones((1, 1), dtype=x.dtype, device=x.device)
     factor = torch.tensor([[1, 1], [1, -1]], dtype=x.dtype, device=x.device)
@@ -62,6 +74,17 @@ def hadamard_transform_28N(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
 def hadamard_transform_40N(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
     """Planned. Raises NotImplementedError."""
     raise _planned(40)
+
+
+def _check_scale(scale: Any) -> None:
+    """Raises TypeError where it is no real number, nor a tensor of one, and `UsageError` for a bad number."""
+    if not isinstance(scale, torch.Tensor):
+        check_options(scale, "accurate")
+    elif scale.is_complex() or scale.numel() != 1:
+        plain = str(scale.dtype).removeprefix("torch.")
+        raise TypeError(
+            f"scale is a {plain} tensor of shape {tuple(scale.shape)}; pass a real number, or a tensor of one"
+        )
 
 
 def _planned(k: int) -> NotImplementedError:
