@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from hadagen.cli import options
-from hadagen.cli.device import measuring, no_kernels, refusal, report_failures
-from hadagen.cli.output import counted, print_json, print_table
+from hadagen.cli.device import measuring, no_kernels, refusal
+from hadagen.cli.output import counted, print_json, print_table, report_failures
 from hadagen.errors import DeviceError
 from hadagen.trial import Outcome
 
@@ -109,7 +109,7 @@ def bench(
         print_json({"gpu": environment.gpu, "driver": environment.driver, "results": rows})
     elif rows:
         _print(environment.gpu, rows, bool(caches))
-    report_failures(failures)
+    report_failures(failures, DeviceError)
 
 
 class Choice(NamedTuple):

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from hadagen.cli import options
-from hadagen.cli.device import measuring, no_kernels, refusal, report_failures
-from hadagen.cli.output import PROBLEM_HEADERS, counted, print_json, print_table
+from hadagen.cli.device import measuring, no_kernels, refusal
+from hadagen.cli.output import PROBLEM_HEADERS, counted, print_json, print_table, report_failures
 from hadagen.errors import DeviceError, UsageError
 from hadagen.trial import Outcome
 
@@ -119,7 +119,7 @@ def between(
             print_json({"gpu": environment.gpu, "driver": environment.driver, **summary, "results": rows})
         else:
             _print(environment.gpu, rows, *summary.values())
-    report_failures(failures)
+    report_failures(failures, DeviceError)
 
 
 class Field(NamedTuple):

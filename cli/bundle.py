@@ -11,7 +11,7 @@ import click
 
 from hadagen.cli import options
 from hadagen.cli.listing import bundle_summary, winner_values, winners
-from hadagen.cli.output import PROBLEM_HEADERS, print_json, print_table, problem_cells, short_knobs
+from hadagen.cli.output import PROBLEM_HEADERS, print_json, print_table, problem_cells, report_failures, short_knobs
 from hadagen.errors import StorageError, UsageError
 from hadagen.trial import Provenance
 from hadagen.tuning_db.winners import LOSS
@@ -65,9 +65,14 @@ def make(db: str | None, arch: str, loss: float, path: Path | None) -> None:
 @click.argument("paths", type=click.Path(path_type=Path), nargs=-1)
 def verify(paths: tuple[Path, ...]) -> None:
     """Check all that is in the bundles at PATHS, or in all that hadagen uses."""
+    damaged = []
     for each in _opened(paths):
-        each.verify()
-        click.echo(f"{each.path}: sound, {each.digest}")
+        try:
+            each.verify()
+            click.echo(f"{each.path}: sound, {each.digest}")
+        except StorageError as error:
+            damaged.append(str(error))
+    report_failures(damaged, StorageError)
 
 
 @bundle.command()

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
-
-import click
 
 from hadagen.cli import options
 from hadagen.errors import DeviceError
@@ -40,14 +38,6 @@ def no_kernels(target: Device) -> DeviceError:
 def refusal(problem: Problem, digest: str, answer: Answer | Trial, advice: str = "tune again") -> str:
     """A sentence on a kernel that did not end well."""
     return f"kernel {digest[:12]} for {problem.name} ended as {answer.outcome.value}: {answer.detail}; {advice}"
-
-
-def report_failures(failures: Sequence[str]) -> None:
-    """Says on stderr what could not be timed, and raises `DeviceError` for the last of it, if there is any."""
-    for failure in failures[:-1]:
-        click.echo(f"hadagen: {failure}", err=True)
-    if failures:
-        raise DeviceError(failures[-1])
 
 
 @contextmanager

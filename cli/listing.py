@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hadagen.cli import options
-from hadagen.cli.output import print_json, print_table
+from hadagen.cli.output import print_json, print_table, report_failures
+from hadagen.errors import StorageError
 
 if TYPE_CHECKING:
     from hadagen.trial import Trial
@@ -24,13 +25,19 @@ def list_(db: str | None, as_json: bool) -> None:
     """List the bundles that hadagen uses, the most wanted first, and the tuning database."""
     from hadagen.runtime import bundles
 
-    found = [bundle_summary(bundle) for bundle in bundles.known()]
+    found, damaged = [], []
+    for bundle in bundles.known():
+        try:
+            found.append(bundle_summary(bundle))
+        except StorageError as error:
+            damaged.append(str(error))
     databases = []
     if db is not None or options.default_db().exists():
         with options.open_db(db) as store:
             databases.append(_database_summary(store))
     if as_json:
         print_json({"bundles": found, "databases": databases})
+        report_failures(damaged, StorageError)
         return
     if not found:
         click.echo("no bundle; make one with: hadagen tune")
@@ -55,6 +62,7 @@ def list_(db: str | None, as_json: bool) -> None:
                 for run in each["runs"]
             ),
         )
+    report_failures(damaged, StorageError)
 
 
 def bundle_summary(bundle: Bundle) -> dict[str, Any]:

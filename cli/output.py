@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
+from hadagen.errors import HadagenError
 from hadagen.problem import Problem
 
 Item = TypeVar("Item")
@@ -64,3 +65,12 @@ def _cell(value: Any) -> str:
     if value is None:
         return "-"
     return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def report_failures(failures: Sequence[str], kind: type[HadagenError]) -> None:
+    """Says on stderr what went wrong besides all that was done, and raises an error of the kind for the last of it, if
+    there is any."""
+    for failure in failures[:-1]:
+        click.echo(f"hadagen: {failure}", err=True)
+    if failures:
+        raise kind(failures[-1])

@@ -11,8 +11,8 @@ import click
 
 from hadagen.cli import options
 from hadagen.cli.bundle import bundle_place, count_of, write_winners
-from hadagen.cli.device import measuring, refusal, report_failures
-from hadagen.cli.output import counted, print_json
+from hadagen.cli.device import measuring, refusal
+from hadagen.cli.output import counted, print_json, report_failures
 from hadagen.errors import DeviceError, UsageError
 from hadagen.trial import Outcome
 
@@ -67,4 +67,4 @@ def refine(problems: list[Problem], db: str | None, bundle: Path | None, device:
         print_json({"gpu": gpu.gpu, **places, "winners": len(selection), "between": len(between)})
     else:
         click.echo(f"{path}: {count_of(selection)}; {len(between)} between the sizes that were tuned")
-    report_failures(failures)
+    report_failures(failures, DeviceError)

@@ -6,6 +6,7 @@ import errno
 import gzip
 import json
 import os
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -166,6 +167,21 @@ def test_a_newer_database_is_refused(database: Path) -> None:
         connection.execute("UPDATE hadagen_schema_version SET version_num = '9999'")
     for arguments in (("list", "--db"), (*TINY_TUNE, "--db")):
         assert "schema 9999" in sentence(run(*arguments, database), 1)
+
+
+def test_sound_bundles_are_told_of_beside_damaged_ones(sample: Path) -> None:
+    succeed("bundle", "verify", sample)
+    bad, other = (options.default_bundle("sm90").with_name(name) for name in ("bad.db", "good.db"))
+    bad.parent.mkdir(parents=True)
+    for path in (bad, other):
+        shutil.copy(sample, path)
+    with closing(sqlite3.connect(bad)) as connection, connection:
+        connection.execute("UPDATE entries SET hot_us = hot_us + 1")
+    for command in (["list"], ["list", "--json"], ["bundle", "verify"]):
+        result = run(*command)
+        assert result.exit_code == 1
+        assert str(other) in result.stdout
+        assert "bad.db is damaged" in result.stderr.splitlines()[-1]
 
 
 def test_a_damaged_bundle_is_refused(sample: Path) -> None:

@@ -44,7 +44,7 @@ extern "C" __global__ void {entry}(const void* x, void* y, i64 elements, u32 sca
 BODIES = {
     "identity": "out[i] = in[i];",
     "beyond_the_end": "out[i] = in[i]; if (i == elements - 1) out[elements] = 0;",
-    "illegal_address": "*reinterpret_cast<u16*>(i) = in[i];",
+    "illegal_address": "*reinterpret_cast<u16*>(2 * i) = in[i];",
     # Ten seconds: far more than a candidate gets in these tests, and yet an end.
     "hang": "u64 now, end; asm volatile(\"mov.u64 %0, %%globaltimer;\" : \"=l\"(end)); end += 10000000000ull;"
     "do asm volatile(\"mov.u64 %0, %%globaltimer;\" : \"=l\"(now)); while (now < end); out[i] = in[i];",
