@@ -29,3 +29,12 @@ class StorageError(HadagenError):
 
 class DeviceError(HadagenError):
     """A GPU is missing, was lost, or refused a call."""
+
+
+def told_apart(error: float, bound: float) -> tuple[str, str]:
+    """Two numbers that differ as texts that differ: with three digits each, or with as many more as that takes."""
+    for digits in range(2, 17):
+        said = f"{error:.{digits}e}", f"{bound:.{digits}e}"
+        if said[0] != said[1]:
+            break
+    return said

@@ -112,15 +112,6 @@ class Problem:
         return cls(values["n"], values["dtype"], values["numerics"], values["pitched"])
 
 
-def told_apart(error: float, bound: float) -> tuple[str, str]:
-    """Two numbers that differ as texts that differ: with three digits each, or with as many more as that takes."""
-    for digits in range(2, 17):
-        said = f"{error:.{digits}e}", f"{bound:.{digits}e}"
-        if said[0] != said[1]:
-            break
-    return said
-
-
 def padded_length(columns: int) -> int:
     """The least power of two that is no less than `columns`, which is at least 1: what such rows are padded to."""
     return 1 << (columns - 1).bit_length()

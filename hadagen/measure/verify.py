@@ -19,8 +19,9 @@ from typing import NamedTuple, Protocol
 import torch
 
 from hadagen.bits import encode
+from hadagen.errors import told_apart
 from hadagen.launch import LaunchSpec, RowShape
-from hadagen.problem import DType, Numerics, Problem, told_apart
+from hadagen.problem import DType, Numerics, Problem
 from hadagen.reference import INPUT_CLASSES, hadamard, input_classes, verification_scale
 from hadagen.trial import Outcome, timed_rows
 

@@ -20,10 +20,11 @@ from hadagen.arch import Arch
 from hadagen.codegen import Source, render
 from hadagen.costmodel import Estimate, copy_us
 from hadagen.emulator import EmulationError, HostCompileError, HostModule, compile_host, verify
+from hadagen.errors import told_apart
 from hadagen.knobs import Knobs
 from hadagen.measure import Candidate, Cell, all_cells
 from hadagen.plan import Plan
-from hadagen.problem import Problem, told_apart
+from hadagen.problem import Problem
 from hadagen.space import Space, build_plan
 from hadagen.trial import ELEMENT_BUCKETS, Environment, Outcome, Provenance, Timing, Trial
 from hadagen.tuner.study import regime
