@@ -23,7 +23,7 @@ import hadagen
 from hadagen.errors import StorageError, UsageError
 from hadagen.problem import DType, Numerics, Problem
 from hadagen.runtime import bundles
-from hadagen.runtime.choose import Match, choose, choose_from_bundles, timed_in_bundles
+from hadagen.runtime.choose import Match, choose_from_bundles, rivals, timed_in_bundles
 from hadagen.runtime.device import Device
 from hadagen.trial import Cache, Destination, Environment, Provenance, element_buckets, nearest
 from hadagen.tuning_db.bundle import Bundle, BundleEntry
@@ -75,8 +75,8 @@ ENTRIES = read_fixture()
 def chosen(
     device: Device, elements: int, entries: list[BundleEntry] = ENTRIES, problem: Problem = PROBLEM
 ) -> tuple[Match, str]:
-    match, entry = choose(entries, problem, Destination.IN_PLACE, elements, device)
-    return match, entry.kernel if entry else ""
+    match, found = rivals(entries, problem, Destination.IN_PLACE, device)
+    return match, found[nearest(list(found), elements)].kernel if found else ""
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_another_problem_is_no_match(problem: Problem) -> None:
 
 
 def test_another_destination_is_no_match() -> None:
-    assert choose(ENTRIES, PROBLEM, Destination.OUT_OF_PLACE, 1 << 13, HERE) == (Match.GENERIC, None)
+    assert rivals(ENTRIES, PROBLEM, Destination.OUT_OF_PLACE, HERE) == (Match.GENERIC, {})
 
 
 def test_the_first_of_equals_wins() -> None:

@@ -69,20 +69,12 @@ def _badness(match: Match, entry: BundleEntry) -> tuple[int, int, bool]:
     return _RANK[match], -Device(entry.arch).generation, entry.provenance is Provenance.ESTIMATED
 
 
-def choose(
-    entries: Iterable[BundleEntry], problem: Problem, destination: Destination, elements: int, device: Device
-) -> tuple[Match, BundleEntry | None]:
-    """The entry of a bundle to run for `elements` = rows · n, at least 1, and how well it suits. None goes with
-    GENERIC."""
-    match, found = rivals(entries, problem, destination, device)
-    return match, found[nearest(list(found), elements)] if found else None
-
-
 def choose_from_bundles(
     problem: Problem, destination: Destination, elements: int, device: Device, without: Collection[str] = ()
 ) -> tuple[Match, tuple[BundleEntry, Bundle] | None]:
-    """`choose` from the known bundle that suits best, from a pinned one if any suits; with the entry comes that bundle,
-    which holds its kernel.
+    """The entry to run for `elements` = rows · n, at least 1, and how well it suits: of the known bundle that suits
+    best, or of a pinned one if any suits. With the entry comes that bundle, which holds its kernel. None goes with
+    GENERIC.
 
     without: digests of kernels that do not fit on the device.
 
@@ -91,23 +83,22 @@ def choose_from_bundles(
     best = _best_bundle(problem, destination, device, without)
     if best is None:
         return Match.GENERIC, None
-    bundle, entries = best
-    match, entry = choose(entries, problem, destination, elements, device)
-    return match, (entry, bundle) if entry else None
+    match, found, bundle = best
+    return match, (found[nearest(list(found), elements)], bundle)
 
 
 def timed_in_bundles(problem: Problem, destination: Destination, device: Device) -> list[int]:
     """The element counts, ascending, between which `choose_from_bundles` decides: it runs the same for all that are
     `nearest` to the same. Empty where it runs none. Raises as it does."""
     best = _best_bundle(problem, destination, device)
-    return list(rivals(best[1], problem, destination, device)[1]) if best else []
+    return list(best[1]) if best else []
 
 
 def _best_bundle(
     problem: Problem, destination: Destination, device: Device, without: Collection[str] = ()
-) -> tuple[Bundle, list[BundleEntry]] | None:
-    """The first of the pinned bundles whose entries suit best, or of all where none of those suits; and its entries for
-    the problem."""
+) -> tuple[Match, dict[int, BundleEntry], Bundle] | None:
+    """The `rivals` of the bundle that has the best, and that bundle: the first of the pinned ones, or of all where none
+    of those suits."""
     for asked in bundles.in_turn():
         suited = []
         for bundle in asked:
@@ -119,7 +110,7 @@ def _best_bundle(
             match, found = rivals(entries, problem, destination, device)
             if found:
                 badness = _badness(match, next(iter(found.values())))  # all that are found suit alike
-                suited.append((badness, (bundle, entries)))
+                suited.append((badness, (match, found, bundle)))
         if suited:
             return min(suited, key=lambda each: each[0])[1]
     return None
