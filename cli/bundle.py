@@ -192,32 +192,52 @@ def bundle_place(given: Path | None, arch: str, db: str | None) -> Path:
     return path
 
 
-def keep_winners(path: Path, store: Store, arch: str, to_come: Iterable[tuple[Problem, str]] = ()) -> None:
+def keep_winners(path: Path, store: Store, arch: str, known: Iterable[tuple[Problem, str]]) -> None:
     """Raises `UsageError` where the bundle at `path` has measured winners of a problem on a GPU that the database has
-    no trial of, nor will have: it would be replaced, and they lost."""
+    no trial of: it would be replaced, and they lost.
+
+    known: problems and GPUs of which it has some, or will have before it is replaced; it is asked only for others.
+    """
+    lost = _measured_in(path) - set(known)
+    if lost:
+        lost -= {(trial.problem, trial.environment.gpu) for trial in store.trials(arch=arch, blobs=False)}
+    if lost:
+        name, gpu = min((problem.name, gpu) for problem, gpu in lost)
+        raise UsageError(
+            f"{path} has winners that {store.place} has no trials of, such as of {name} on {gpu}, and they would be "
+            "lost; name another place, remove it first, or name their database"
+        )
+
+
+def _measured_in(path: Path) -> set[tuple[Problem, str]]:
+    """The problems and GPUs that a bundle has measured winners of, if it is there."""
     from hadagen.tuning_db.bundle import Bundle
 
     try:
         bundle = Bundle.open(path) if path.exists() else None
-        entries = [entry for problem in bundle.problems() for entry in bundle.entries(problem)] if bundle else []
+        entries = winners(bundle) if bundle else ()
+        return {(entry.problem, entry.gpu) for entry in entries if entry.provenance is Provenance.MEASURED}
     except StorageError:
-        return  # of what is damaged, or of another version, nothing is used any more
-    known = {(trial.problem, trial.environment.gpu) for trial in store.trials(arch=arch, blobs=False)} | set(to_come)
-    for entry in entries:
-        if entry.provenance is Provenance.MEASURED and (entry.problem, entry.gpu) not in known:
-            raise UsageError(
-                f"{path} has winners that {store.place} has no trials of, such as of {entry.problem.name} on "
-                f"{entry.gpu}, and they would be lost; name another place, remove it first, or name their database"
-            )
+        return set()  # of what is damaged, or of another version, nothing is used any more
+
+
+def select_winners(store: Store, arch: str, path: Path, loss: float = LOSS) -> dict[won.Cell, Trial]:
+    """The winners of a database, to be written to a bundle at `path`; where there are any, raises as `keep_winners`."""
+    from hadagen.tuning_db.winners import portfolio
+
+    trials = store.trials(arch=arch, blobs=False)
+    selection = portfolio(trials, loss)
+    if selection:
+        keep_winners(path, store, arch, ((trial.problem, trial.environment.gpu) for trial in trials))
+    return selection
 
 
 def write_winners(store: Store, arch: str, path: Path, loss: float = LOSS) -> dict[won.Cell, Trial]:
-    """Write the winners of a database to a bundle, and return them. Raises as `write_bundle` and `keep_winners` do."""
+    """Write the winners of a database to a bundle, and return them. Raises as `select_winners` and `write_bundle`
+    do."""
     from hadagen.tuning_db.bundle_writer import write_bundle
-    from hadagen.tuning_db.winners import portfolio
 
-    keep_winners(path, store, arch)
-    selection = portfolio(store.trials(arch=arch, blobs=False), loss)
+    selection = select_winners(store, arch, path, loss)
     write_bundle(path, arch, selection, store.kernel)
     return selection
 

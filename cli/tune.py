@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hadagen.cli import options
-from hadagen.cli.bundle import bundle_place, keep_winners
+from hadagen.cli.bundle import bundle_place, keep_winners, select_winners
 from hadagen.cli.device import device_runner, find_gpu
 from hadagen.cli.listing import winner_values
 from hadagen.cli.output import PROBLEM_HEADERS, clock_text, print_json, print_table, problem_cells
@@ -81,7 +81,6 @@ def tune(
     from hadagen.tuning_db.bundle import Bundle
     from hadagen.tuning_db.bundle_writer import write_bundle
     from hadagen.tuning_db.store import Store
-    from hadagen.tuning_db.winners import portfolio
 
     check_effort(trials, time_budget)
     gpu = find_gpu(device)
@@ -112,10 +111,9 @@ def tune(
             report = search(wanted, listen)
         if report.stopped == "interrupted":
             raise click.Abort
-        selection = portfolio(store.trials(arch=target.name, blobs=False))
+        selection = select_winners(store, target.name, path)
         if not selection:
             raise HadagenError(f"none of {report.finished} trials has won anything yet; give more time or more trials")
-        keep_winners(path, store, target.name)
         write_bundle(path, target.name, selection, store.kernel)
         place = store.place
     written = Bundle.open(path)
