@@ -177,6 +177,20 @@ class Database:
         except (zlib.error, ValueError) as error:  # what was read is nothing that we wrote
             raise StorageError(_SENTENCES["malformed"].format(place=self.place)) from error
 
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """A library that works in it may have wrapped what SQLAlchemy raised."""
+        try:
+            yield
+        except StorageError:
+            raise
+        except Exception as error:
+            failure = error if isinstance(error, SQLAlchemyError) else error.__cause__
+            if not isinstance(failure, SQLAlchemyError):
+                raise
+            with self._sentences():
+                raise failure from failure.__cause__
+
     def _free_bytes(self) -> int:
         with suppress(OSError):  # the directory may be gone as well
             return shutil.disk_usage(self._path.parent).free if self._path else 0

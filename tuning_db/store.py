@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 import os
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import asdict, fields, replace
 from types import TracebackType
 from typing import Any, TypeVar
 
 from sqlalchemy import delete, insert, select
-from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session, defer, joinedload, selectinload
 from sqlalchemy.sql import ColumnElement, Select
 
@@ -68,20 +66,10 @@ class Store:
     def read_only(self) -> bool:
         return self._database.read_only
 
-    @contextmanager
-    def lent(self) -> Iterator[None]:
+    def lent(self) -> AbstractContextManager[None]:
         """Within it another library works in this database by its `url`; where the database fails it, `StorageError`
-        says so as it does for ours. That library may have wrapped what SQLAlchemy raised."""
-        try:
-            yield
-        except StorageError:
-            raise
-        except Exception as error:
-            failure = error if isinstance(error, SQLAlchemyError) else error.__cause__
-            if not isinstance(failure, SQLAlchemyError):
-                raise
-            with self._database.reading():  # which makes it a sentence
-                raise failure from failure.__cause__
+        says so as it does for ours."""
+        return self._database.lent()
 
     def record(self, trial: Trial) -> int:
         """Store a trial in one transaction, durable when this returns, and return its row number.
