@@ -25,7 +25,6 @@ from pathlib import Path
 
 import numpy as np
 
-from hadagen import templates
 from hadagen.bits import Bits, decode, encode
 from hadagen.cache import cache_root
 from hadagen.codegen import Source
@@ -41,6 +40,7 @@ from hadagen.reference import (
     verification_scale,
 )
 from hadagen.scale import scale_word
+from hadagen.templates import read_texts
 
 # What the machine is built from, of the sources in `templates`.
 MACHINE = ("machine.cpp", "access.cpp")
@@ -272,8 +272,7 @@ def compile_host(
 
 def host_texts() -> dict[str, str]:
     """The sources of the machine, and of the primitives that only kernels include, by file name."""
-    texts: dict[str, str] = templates.texts("common", "host")
-    return texts
+    return read_texts("common", "host")
 
 
 def host_compiler() -> str:

@@ -19,11 +19,12 @@ from pathlib import Path
 from threading import Lock
 from typing import Protocol
 
-from hadagen import ptx, templates
+from hadagen import ptx
 from hadagen.arch import Arch
 from hadagen.cache import KernelCache, cache_key, cache_root
 from hadagen.errors import ToolchainError, UsageError
 from hadagen.launch import LaunchSpec
+from hadagen.templates import read_texts
 from hadagen.trial import Kernel, kernel_digest
 
 # For both ends of nvcc. `-v` makes the back end report what a kernel uses.
@@ -55,7 +56,7 @@ _Built = dict[str, bytes] | BuildFailure  # the files of a cache entry, or why t
 
 def device_headers() -> dict[str, str]:
     """The texts of the device headers, by the name that sources include them by."""
-    return {name: text for name, text in templates.texts("common", "device").items() if name.endswith(".cuh")}
+    return {name: text for name, text in read_texts("common", "device").items() if name.endswith(".cuh")}
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.resources import files
 
 
-def texts(*folders: str) -> dict[str, str]:
+def read_texts(*folders: str) -> dict[str, str]:
     """All files of these folders here, by file name."""
     return {
         item.name: item.read_text("utf-8")

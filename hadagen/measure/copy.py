@@ -8,8 +8,8 @@ from __future__ import annotations
 from string import Template
 from typing import NamedTuple
 
-from hadagen import templates
 from hadagen.launch import LaunchSpec
+from hadagen.templates import read_texts
 
 # (threads of a block, 16-byte vectors of a thread)
 SHAPES = ((128, 1), (1024, 1), (512, 2), (256, 4))
@@ -26,7 +26,7 @@ class CopySource(NamedTuple):
 
 def copy_sources() -> tuple[CopySource, ...]:
     """The copy kernels to build and to hand to `DeviceRunner`."""
-    template = Template(templates.texts("device")["copy.cu"])
+    template = Template(read_texts("device")["copy.cu"])
     return tuple(_source(template, threads, vectors) for threads, vectors in SHAPES)
 
 
