@@ -238,10 +238,8 @@ def _cost(step: Step, chunks: int, moved: int, words: int, arch: Arch) -> Cost:
             return Cost()
         case Transpose():
             return Cost(words * chunks, latency=MMA_LATENCY)
-        case Shuffle():
-            return Cost(3 * words * chunks, shared_bytes=WARP_BYTES * words * chunks, latency=SHUFFLE_LATENCY)
-        case SwapButterfly():
-            crossing = words / 2 * chunks
+        case Shuffle() | SwapButterfly():
+            crossing = words * chunks / (2 if isinstance(step, SwapButterfly) else 1)
             return Cost(3 * words * chunks, shared_bytes=WARP_BYTES * crossing, latency=SHUFFLE_LATENCY)
         case Exchange():
             vectors = step.planes * step.rounds * chunks
