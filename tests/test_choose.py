@@ -334,6 +334,8 @@ def test_bad_problem() -> None:
             hadagen.best_config(problem, 1, arch="sm90")
     with pytest.raises(UsageError, match="dtype 'int8' is not supported; choose one of float16"):
         hadagen.best_config({"n": 128, "dtype": torch.int8}, 1, arch="sm90")
+    with pytest.raises(UsageError, match="pitched = 'no' is not supported; choose True or False"):
+        hadagen.best_config({"n": 128, "dtype": "float16", "pitched": "no"}, 1, arch="sm90")
     wanted = hadagen.best_config({"n": 128, "dtype": "bfloat16"}, 1, arch="sm90")
     assert hadagen.best_config({"n": 128, "dtype": torch.bfloat16}, 1, arch="sm90") == wanted
 

@@ -197,12 +197,14 @@ def test_what_would_be_computed_twice_or_displaced_is_refused() -> None:
         changed(plan, exchange, Exchange(((reg(2), warp(0)),), "packed"))
 
 
-def test_no_butterfly_is_between_the_packed_values_of_a_pair() -> None:
+def test_no_butterfly_is_between_the_packed_values_of_a_pair_nor_across_lanes_by_swaps() -> None:
     plan = build_plan(Problem(512, DType.FLOAT16, Numerics.FAST), Knobs(chunks=2), ARCH)
     packed = next(i for i, step in enumerate(plan.steps) if isinstance(step, Butterfly))
     assert plan.carriers[packed] == PACKED
     with pytest.raises(UsageError, match="needs fp32 values but finds packed"):
         changed(plan, packed, plan.steps[packed], Butterfly(PAIR))
+    with pytest.raises(UsageError, match="needs fp32 values but finds packed"):
+        changed(plan, packed, plan.steps[packed], SwapButterfly(0, reg(2)))
 
 
 def test_only_what_was_loaded_of_one_row_and_crosses_blocks_once_is_normalized() -> None:
