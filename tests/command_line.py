@@ -8,18 +8,23 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from sample_bundle import hide_bundles
+from sample_bundle import hide_bundles, write_sample
+from sample_trials import make_trial, times
 
 from hadagen import measure
 from hadagen.cli.main import main
 from hadagen.errors import DeviceError
-from hadagen.trial import Environment
+from hadagen.runtime.bundles import VARIABLE
+from hadagen.trial import Environment, Outcome
+from hadagen.tuning_db.store import Store
 
 TINY = ("--n", "2", "--dtype", "float16", "--numerics", "accurate", "--contiguous", "--trials", "1")
 TINY_TUNE = ("tune", "--arch", "sm90", *TINY)
+BEST = ("best", "--arch", "sm90", "--dtype", "float16", "--rows", "8", "--n")
 
 
-def empty_machine(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def machine(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hides GPUs and bundles, and what the user keeps. Compiled kernels are shared by all tests of a run."""
 
     def no_device(index: int = 0) -> Environment:
@@ -30,6 +35,24 @@ def empty_machine(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monk
     monkeypatch.delenv("HADAGEN_DEBUG", raising=False)
     monkeypatch.setattr(measure, "device_environment", no_device)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+
+
+@pytest.fixture
+def sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A bundle of one winner, n = 256 on an H100, in use."""
+    path = write_sample(tmp_path / "sample.db")
+    monkeypatch.setenv(VARIABLE, str(path))
+    return path
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Path:
+    """A tuning database of one winner and one failure."""
+    path = tmp_path / "trials.db"
+    with Store.open(path) as store:
+        store.record(make_trial(1, timings=times({1 << 13: 2.0, 1 << 23: 9.0})))
+        store.record(make_trial(2, outcome=Outcome.WRONG_ANSWER, timings=()))
+    return path
 
 
 def run(*arguments: str | Path) -> Result:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from command_line import TINY_TUNE, empty_machine, raising, run, sentence, succeed
+from command_line import TINY_TUNE, machine, raising, run, sentence, succeed
 from fake_search import CELLS, FakeRunner
 from sample_bundle import write_sample
 from sample_trials import H100, PROBLEM, make_trial, times
@@ -29,13 +29,11 @@ from hadagen.tuner import PairRaced, ProblemFinished, SearchStarted, TrialFinish
 from hadagen.tuning_db.bundle import Bundle
 from hadagen.tuning_db.store import Store
 
+__all__ = ["machine"]  # a fixture
+pytestmark = pytest.mark.usefixtures("machine")
+
 ONE = ("--n", "4", "--dtype", "float16", "--numerics", "fast")
 SMALL_TUNE = ("tune", *ONE, "--contiguous", "--trials", "3", "--json")
-
-
-@pytest.fixture(autouse=True)
-def machine(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    empty_machine(tmp_path, tmp_path_factory, monkeypatch)
 
 
 def test_a_tune_without_a_gpu_estimates_is_found_and_goes_on() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import empty_machine, run, sentence, succeed
+from command_line import machine, run, sentence, succeed
 from fake_search import CELLS, GPU, FakeRunner, arch, build, problems
 
 from hadagen import measure
@@ -26,6 +26,7 @@ from hadagen.tuner import ProblemFinished, TrialFinished
 from hadagen.tuner.record import RecordOptions, RecordReport, deciding_cells, record
 from hadagen.tuner.recording import Recording, read_recording, write_recording
 
+__all__ = ["machine"]  # a fixture
 TIMED = tuple(Cell(elements, Destination.IN_PLACE, cache) for elements, cache in CELLS)
 NVCC = "13.0"
 SHIPPED = Path(__file__).resolve().parent.parent / "docs" / "data" / "recordings"
@@ -260,11 +261,6 @@ class FakeDevice(FakeRunner):
 
     def __exit__(self, *_: object) -> None:
         pass
-
-
-@pytest.fixture
-def machine(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    empty_machine(tmp_path, tmp_path_factory, monkeypatch)
 
 
 @pytest.fixture

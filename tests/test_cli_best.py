@@ -1,0 +1,60 @@
+"""`hadagen best`: the kernel that a call would take, and what is known of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from command_line import BEST, machine, sample, succeed
+from sample_trials import H100, PROBLEM, make_trial, times
+
+from hadagen.problem import DType
+from hadagen.tuning_db.bundle import shipped
+from hadagen.tuning_db.bundle_writer import write_bundle
+from hadagen.tuning_db.winners import portfolio
+
+__all__ = ["machine", "sample"]  # fixtures
+pytestmark = pytest.mark.usefixtures("machine")
+
+
+def test_best_prints_one_object(sample: Path) -> None:
+    found = json.loads(succeed(*BEST, "256", "--rows", "256", "--inplace", "--device", H100.gpu, "--json"))
+    assert found["problem"] == {"n": 256, "dtype": "float16", "numerics": "accurate", "pitched": False}
+    assert (found["rows"], found["destination"], found["match"]) == (256, "in-place", "same-gpu")
+    assert found["kernel"] == make_trial(1).kernel.digest
+    assert found["knobs"] == {"chunks": 1, "grid": "tiles"}
+    assert found["launch"]["threads"] == 256
+    assert (found["us"], found["copy_us"], found["fraction_of_copy"]) == (4.0, 1.9, 1.9 / 4.0)
+    assert found["relative_error"] == 2e-4
+    assert found["provenance"]["kind"] == "measured"
+    assert {"gpu", "driver", "nvcc", "date"} <= found["provenance"].keys()
+
+
+def test_best_says_how_a_kernel_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HADAGEN_BUNDLE", str(shipped()["sm90"]))
+    assert "elements a tile, starts early\n" in succeed(*BEST, "4096", "--rows", "1024")
+
+
+def test_best_is_readable(sample: Path) -> None:
+    text = succeed(*BEST, "256", "--inplace")
+    assert "match     same-arch" in text
+    assert "chunks=1 grid=tiles" in text
+    assert f"measured  {H100.gpu}, driver 580.65, nvcc 13.0.48" in text
+
+
+def test_best_tells_pitched_rows_from_contiguous_ones(sample: Path) -> None:
+    pitched = json.loads(succeed(*BEST, "256", "--inplace", "--pitched", "--json"))
+    assert (pitched["problem"]["pitched"], pitched["match"]) == (True, "generic")
+    trial = make_trial(problem=replace(PROBLEM, n=4096, dtype=DType.FLOAT32, pitched=True), errors={"normal": 1e-7})
+    trial = replace(trial, timings=times({1 << 16: 2.0}))
+    write_bundle(sample, "sm90", portfolio([trial]), {trial.kernel.digest: trial.kernel}.__getitem__)
+    asked = ("best", "--arch", "sm90", "--n", "4096", "--dtype", "float32", "--rows", "8", "--inplace")
+    assert "65536 elements, rows of 3072, 0.95 of a plain copy" in succeed(*asked, "--pitched")
+    assert json.loads(succeed(*asked, "--json"))["match"] == "generic"
+
+
+def test_best_says_that_there_is_no_kernel(sample: Path) -> None:
+    assert "no kernel, PyTorch computes it; to make one: hadagen tune --arch sm90" in succeed(*BEST, "512")
+    assert json.loads(succeed(*BEST, "512", "--json"))["match"] == "generic"

@@ -1,0 +1,117 @@
+"""`hadagen list` and `hadagen bundle`: winners made a bundle of, shown, verified, exported and merged."""
+
+from __future__ import annotations
+
+import errno
+import gzip
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from command_line import BEST, database, machine, raising, run, sample, sentence, succeed
+from sample_trials import H100, make_trial
+
+from hadagen.cli import bench, between, options
+from hadagen.problem import Problem
+from hadagen.tuning_db import table
+from hadagen.tuning_db.store import Store
+
+__all__ = ["database", "machine", "sample"]  # fixtures
+pytestmark = pytest.mark.usefixtures("machine")
+
+GPU = H100.gpu
+
+
+def test_list_shows_bundles_and_the_database(sample: Path, database: Path) -> None:
+    found = json.loads(succeed("list", "--db", database, "--json"))
+    (bundle,) = found["bundles"]
+    assert (bundle["path"], bundle["arch"], bundle["gpus"], bundle["winners"]) == (str(sample), "sm90", [GPU], 2)
+    assert found["databases"] == [
+        {
+            "path": str(database),
+            "read_only": False,
+            "runs": [
+                {"arch": "sm90", "gpu": GPU, "problems": 1, "trials": 2, "outcomes": {"ok": 1, "wrong_answer": 1}}
+            ],
+        }
+    ]
+    text = succeed("list", "--db", database)
+    assert str(sample) in text
+    assert "1 ok, 1 wrong_answer" in text
+
+
+def test_list_of_nothing_says_what_to_do() -> None:
+    assert succeed("list") == "no bundle; make one with: hadagen tune\n"
+    assert json.loads(succeed("list", "--json")) == {"bundles": [], "databases": []}
+
+
+def test_a_bundle_is_made_found_verified_and_shown(database: Path) -> None:
+    assert "2 winners, 1 kernels" in succeed("bundle", "make", "--db", database)
+    assert str(options.default_bundle("sm90")) in succeed("bundle", "verify")
+    assert json.loads(succeed(*BEST, "256", "--inplace", "--json"))["match"] == "same-arch"
+    (shown,) = json.loads(succeed("bundle", "show", "--json"))
+    assert [entry["elements"] for entry in shown["entries"]] == [1 << 13, 1 << 23]
+    assert shown["entries"][1]["us"] == 9.0
+    assert "8388608" in succeed("bundle", "show", "--all")
+    _, header, line = succeed("bundle", "show").splitlines()
+    assert header.split()[:6] == ["GPU", "dtype", "numerics", "rows", "n", "winners"]
+    assert line.removeprefix(GPU).split()[:6] == ["float16", "accurate", "contiguous", "256", "2", "1"]
+
+
+def test_a_bundle_of_another_database_is_not_replaced(database: Path, tmp_path: Path) -> None:
+    succeed("bundle", "make", "--db", database)
+    before = options.default_bundle("sm90").read_bytes()
+    other = tmp_path / "other.db"
+    with Store.open(other) as store:
+        store.record(replace(make_trial(), problem=Problem(512, "float16")))
+    refused = f"has winners that {other} has no trials of, such as of n256-float16-accurate on {GPU}, and they would be"
+    assert refused in sentence(run("bundle", "make", "--db", other), 2)
+    tiny = ["tune", "--n", "512", "--dtype", "float16", "--numerics", "accurate", "--contiguous", "--trials", "1"]
+    assert refused in sentence(run(*tiny, "--db", other), 2)
+    assert options.default_bundle("sm90").read_bytes() == before
+    succeed("bundle", "make", "--db", database)  # its own
+
+
+def test_a_bundle_of_nothing_is_refused(database: Path, tmp_path: Path) -> None:
+    said = sentence(run("bundle", "make", "--db", database, "--arch", "sm80", tmp_path / "x.db"), 1)
+    assert "there is no winner for sm80" in said
+    assert not (tmp_path / "x.db").exists()
+
+
+def test_the_winners_of_a_bundle_are_exported_and_merged(sample: Path, tmp_path: Path) -> None:
+    succeed("bundle", "export", sample, tmp_path / "winners.csv")
+    header, *lines = (tmp_path / "winners.csv").read_text().splitlines()
+    assert header.startswith("gpu,numerics,dtype,pitched,elements,n,destination,cache,us,")
+    assert lines
+    assert all(line.startswith(f"{GPU},accurate,float16,0,") for line in lines)
+    assert "cannot be written" in sentence(run("bundle", "export", sample, "/proc/winners.csv"), 1)
+    assert "has no winner of Abacus" in sentence(run("bundle", "export", "--gpu", "Abacus", sample, tmp_path / "x"), 2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("csv.DictWriter.writerows", raising(OSError(errno.ENOSPC, "No space left on device")))
+        assert "No space left" in sentence(run("bundle", "export", sample, tmp_path / "winners.csv"), 1)
+    assert (tmp_path / "winners.csv").read_text().splitlines() == [header, *lines]
+    (tmp_path / "empty.csv").touch()
+    succeed("bundle", "export", sample, tmp_path / "empty.csv")
+    assert (tmp_path / "empty.csv").read_text().splitlines() == [header, *lines]
+    recording = tmp_path / "recording.jsonl.gz"
+    recording.write_bytes(gzip.compress(b"what took an hour to measure"))
+    (tmp_path / "notes.csv").write_text("n,time\n8,0.5\n")
+    for other in (sample, recording, tmp_path / "notes.csv"):
+        before = other.read_bytes()
+        said = sentence(run("bundle", "export", sample, other), 1)
+        assert f"{other} is there already and is not a table of hadagen; name another place" in said
+        assert other.read_bytes() == before
+    succeed("bundle", "merge", sample, sample, tmp_path / "both.db")
+    succeed("bundle", "merge", sample, tmp_path / "both.db", tmp_path / "both.db")
+    said = sentence(run("bundle", "merge", sample, tmp_path / "both.db"), 2)
+    assert f"{tmp_path / 'both.db'} is there already and would be lost" in said
+    succeed("bundle", "export", tmp_path / "both.db", tmp_path / "again.csv")
+    assert (tmp_path / "again.csv").read_text() == (tmp_path / "winners.csv").read_text()
+
+
+@pytest.mark.parametrize("columns", [bench.COLUMNS, between.COLUMNS, table.COLUMNS])
+def test_every_table_replaces_its_like(columns: tuple[str, ...], tmp_path: Path) -> None:
+    path = tmp_path / "table.csv"
+    table.write_table(path, columns, [dict.fromkeys(columns, 1)])
+    table.check_table_place(path)

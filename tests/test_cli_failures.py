@@ -1,0 +1,148 @@
+"""Whatever fails on the command line is one sentence and an exit code, and nothing is lost by it."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import sqlite3
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from command_line import BEST, TINY_TUNE, database, machine, raising, run, sample, sentence, succeed
+
+from hadagen import toolchain
+from hadagen.cli import options
+from hadagen.errors import DeviceError
+
+__all__ = ["database", "machine", "sample"]  # fixtures
+pytestmark = pytest.mark.usefixtures("machine")
+
+
+def test_without_a_gpu_bench_says_so() -> None:
+    assert sentence(run("bench"), 1) == "there is no GPU in this test; add one"
+
+
+def test_a_device_that_was_asked_for_and_is_not_there_is_not_replaced_by_an_estimate() -> None:
+    assert sentence(run(*TINY_TUNE, "--device", "3"), 1) == "there is no GPU in this test; add one"
+
+
+def test_nothing_to_open(tmp_path: Path) -> None:
+    absent = tmp_path / "absent.db"
+    for arguments in (("list", "--db"), ("bundle", "make", "--db")):
+        assert f"there is no tuning database {absent}; run hadagen tune first" in sentence(run(*arguments, absent), 1)
+    assert "No such file" in sentence(run("bundle", "verify", absent), 1)
+    assert "there is no bundle; make one with hadagen tune" in sentence(run("bundle", "show"), 1)
+    assert not absent.exists()
+
+
+@pytest.mark.parametrize(
+    "command", ["list --db", "tune --n 2 --db", "bundle make --db", "bundle verify", "bundle show"]
+)
+def test_a_foreign_file_is_refused_and_left_alone(command: str, tmp_path: Path) -> None:
+    foreign = tmp_path / "letter.txt"
+    foreign.write_text("Dear Sir or Madam,\n" * 100)
+    assert f"{foreign} is not a " in sentence(run(*command.split(), foreign), 1)
+    assert foreign.read_text() == "Dear Sir or Madam,\n" * 100
+
+
+def test_a_newer_bundle_is_refused(sample: Path) -> None:
+    with closing(sqlite3.connect(sample)) as connection:
+        connection.execute("PRAGMA user_version = 99")
+    for arguments in (("bundle", "verify"), ("list",), (*BEST, "256")):
+        assert "is a bundle of format 99, later than" in sentence(run(*arguments), 1)
+
+
+def test_a_newer_database_is_refused(database: Path) -> None:
+    with closing(sqlite3.connect(database)) as connection, connection:
+        connection.execute("UPDATE hadagen_schema_version SET version_num = '9999'")
+    for arguments in (("list", "--db"), (*TINY_TUNE, "--db")):
+        assert "schema 9999" in sentence(run(*arguments, database), 1)
+
+
+def test_sound_bundles_are_told_of_beside_damaged_ones(sample: Path) -> None:
+    succeed("bundle", "verify", sample)
+    bad, other = (options.default_bundle("sm90").with_name(name) for name in ("bad.db", "good.db"))
+    bad.parent.mkdir(parents=True)
+    for path in (bad, other):
+        shutil.copy(sample, path)
+    with closing(sqlite3.connect(bad)) as connection, connection:
+        connection.execute("UPDATE entries SET hot_us = hot_us + 1")
+    for command in (["list"], ["list", "--json"], ["bundle", "verify"]):
+        result = run(*command)
+        assert result.exit_code == 1
+        assert str(other) in result.stdout
+        assert "bad.db is damaged" in result.stderr.splitlines()[-1]
+
+
+def test_a_damaged_bundle_is_refused(sample: Path) -> None:
+    with closing(sqlite3.connect(sample)) as connection, connection:
+        connection.execute("UPDATE entries SET hot_us = 0.1")
+    assert "is damaged" in sentence(run("bundle", "verify", sample), 1)
+
+
+def test_a_read_only_database_is_refused_before_the_search(database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hadagen.tuning_db.database._writable", lambda path: False)
+    result = run(*TINY_TUNE, "--db", database)
+    assert sentence(result, 1) == f"{database} is read-only; make it writable, or name another database with --db"
+
+
+def test_a_missing_nvcc_is_named_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(toolchain, "_find", lambda tool: None)
+    for arguments in (TINY_TUNE, ("emit", "--n", "2", "--ptx")):
+        said = sentence(run(*arguments), 1)
+        assert said.startswith("nvcc is not on PATH")
+        assert "pip install 'hadagen[nvcc]'" in said
+
+
+def test_an_nvcc_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = tmp_path / "nvcc"
+    fake.write_text("#!/bin/sh\necho out of order\nexit 1\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    said = sentence(run("emit", "--n", "2", "--ptx"), 1)
+    assert str(fake) in said
+    assert "out of order" in said
+    checks = {check["name"]: check for check in json.loads(run("doctor", "--json").stdout)["checks"]}
+    assert checks["nvcc"]["state"] == "broken"
+
+
+@pytest.mark.parametrize("buffering", [[], ["-u"]], ids=["buffered", "unbuffered"])
+def test_a_full_disk_is_a_sentence(buffering: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    command = [sys.executable, *buffering, "-m", "hadagen.cli", "space", "--n", "2"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith("hadagen: No space left on device; make room")
+    assert len(done.stderr.splitlines()) == 1
+
+
+# What a command raises → what is said, and the exit code.
+RAISED: list[tuple[Exception, str, int]] = [
+    (OSError(errno.ENOSPC, "No space left on device", "/data/x"), "/data/x: No space left on device; make room", 1),
+    (OSError(errno.EROFS, "Read-only file system", "/data/x"), "/data/x: Read-only file system; name a place", 1),
+    (OSError(errno.EIO, "Input/output error"), "Input/output error; check the path", 1),
+    (ModuleNotFoundError(name="optuna"), "optuna is not installed; install it with: pip install 'hadagen[tune]'", 1),
+    (ModuleNotFoundError(name="cuda.bindings"), "cuda is not installed; install it with: pip install 'cuda-bind", 1),
+    (DeviceError("the GPU fell off the bus; restart it"), "the GPU fell off the bus; restart it", 1),
+    (ZeroDivisionError("division by\nzero"), "ZeroDivisionError: division by zero; this is a bug of hadagen", 1),
+]
+
+
+@pytest.mark.parametrize(("raised", "said", "exit_code"), RAISED, ids=lambda value: type(value).__name__)
+def test_whatever_is_raised_becomes_a_sentence(
+    raised: Exception, said: str, exit_code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(options, "default_db", raising(raised))
+    assert said in sentence(run("list"), exit_code)
+
+
+def test_the_traceback_is_shown_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HADAGEN_DEBUG", "1")
+    monkeypatch.setattr(options, "default_db", raising(ZeroDivisionError()))
+    assert "Traceback" in run("list").stderr
