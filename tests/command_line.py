@@ -20,6 +20,8 @@ from hadagen.tuning_db.store import Store
 
 TINY = ("--n", "2", "--dtype", "float16", "--numerics", "accurate", "--contiguous", "--trials", "1")
 TINY_TUNE = ("tune", "--arch", "sm90", *TINY)
+SMALL = ("--n", "4", "--dtype", "float16", "--numerics", "fast")
+SMALL_TUNE = ("tune", *SMALL, "--contiguous", "--trials", "3", "--json")
 BEST = ("best", "--arch", "sm90", "--dtype", "float16", "--rows", "8", "--n")
 
 

@@ -1,0 +1,124 @@
+"""`hadagen bench` on a GPU that is made up: what is timed together, and the table of it."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import SMALL_TUNE, machine, run, sentence, succeed
+from fake_device import FakeDevice, fake_gpu
+from fake_search import CELLS
+
+from hadagen.errors import DeviceError
+from hadagen.measure import Answer, Candidate, Cell, Comparison
+from hadagen.trial import Destination, Outcome
+
+__all__ = ["fake_gpu", "machine"]  # fixtures
+pytestmark = pytest.mark.usefixtures("machine")
+
+COUNTS = ",".join(str(elements) for elements, _ in CELLS)
+GRID = ("--inplace", "--out-of-place", "--hot", "--cold")
+BENCH = ("bench", "--n", "2,4", "--numerics", "fast", "--elements", COUNTS)
+
+
+def test_bench_prints_one_table(fake_gpu: None) -> None:
+    tuned = json.loads(succeed(*SMALL_TUNE))
+    report = json.loads(succeed(*BENCH, "--inplace", "--json"))
+    (problems, cells), *others = FakeDevice.compared
+    assert not others
+    assert {(problem.n, problem.numerics.value) for problem in problems} == {(4, "fast")}
+    assert cells == [Cell(elements, Destination.IN_PLACE, cache) for elements, cache in CELLS]
+    assert [(row["elements"], row["cache"]) for row in report["results"]] == [(e, c.value) for e, c in CELLS]
+    first = report["results"][0]
+    assert first["kernel"] in {winner["kernel"] for winner in tuned["winners"]}
+    assert (first["library"], first["us"], first["copy_us"], first["fraction_of_copy"]) == ("hadagen", 1.0, 0.5, 0.5)
+    assert first["error"] == 2e-4
+    title, header, four = succeed(*BENCH, "--inplace").splitlines()
+    assert title == "Test GPU, float16, fast, in-place: speed as a fraction of a plain copy"
+    assert header.split() == ["n", "16K", "4M", "64M"]
+    assert four.split()[:2] == ["4", "0.50"]
+
+    _, header, _ = succeed(*BENCH[:-1], "384K,3M,1.5M", "--inplace", "--hot").splitlines()
+    assert header.split() == ["n", "384K", "1.5M", "3M"]
+
+    (title, *_) = succeed(*BENCH).splitlines()
+    assert title.startswith("Test GPU, float16, fast, out-of-place: ")
+    said = sentence(run("bench", "--n", "4", "--dtype", "float32", "--numerics", "fast", "--pitched"), 1)
+    assert said.startswith("no bundle has kernels for Test GPU")
+
+    FakeDevice.peers |= {"one": 3.0, "other": 2.0}
+    printed = succeed(*BENCH, "--inplace")
+    assert "×: as many times as fast as one, other\n" in printed
+    assert "0.50 ×3.00 ×2.00" in printed
+
+
+def test_bench_of_a_grid_writes_one_table(fake_gpu: None, tmp_path: Path) -> None:
+    succeed("tune", "--n", "2,4", "--dtype", "float16", "--dtype", "bfloat16", "--contiguous", "--trials", "1")
+    FakeDevice.peers |= {"one": 3.0}
+    table = tmp_path / "bench.csv"
+    kinds = ("--dtype", "float16", "--dtype", "bfloat16", "--numerics", "accurate", "--numerics", "fast")
+    printed = succeed(*BENCH[:3], *kinds, "--elements", COUNTS, *GRID, "--csv", table)
+    with table.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    keys = ("library", "numerics", "dtype", "n", "elements", "destination", "cache")
+    lines = [tuple(row[key] for key in keys) for row in rows]
+    assert len(set(lines)) == len(lines)
+    libraries = ("hadagen", "accurate"), ("hadagen", "fast"), ("one", "")
+    assert {line[:3] for line in lines} == {(*each, dtype) for each in libraries for dtype in ("float16", "bfloat16")}
+    regimes = {line[4:] for line in lines}
+    # No cold times of the small, and no hot ones of what is far larger than L2.
+    assert {(elements, cache) for elements, _, cache in regimes} == {
+        ("16384", "hot"),
+        ("4194304", "hot"),
+        ("4194304", "cold"),
+        ("67108864", "cold"),
+    }
+    assert {destination for _, destination, _ in regimes} == {"in-place", "out-of-place"}
+    assert len(lines) == 2 * 6 * len(regimes)
+    assert {row["error"] for row in rows} == {"2.000e-04", "3.000e-04"}
+    assert {(row["us"], row["fraction_of_copy"]) for row in rows if row["library"] == "one"} == {("3.000", "0.167")}
+    # Rows of a kind are timed together, by both kinds of kernel.
+    assert [{problem.n for problem in problems} for problems, _ in FakeDevice.compared] == [{2}, {2}, {4}, {4}]
+    assert printed.count("Test GPU, float16, fast, in-place, cold: speed") == 1
+    assert printed.count("speed as a fraction") == 2 * 2 * 2 * 2
+
+
+def test_bench_times_what_it_can(fake_gpu: None, tmp_path: Path) -> None:
+    succeed("tune", "--n", "2,4", "--dtype", "float16", "--numerics", "fast", "--contiguous", "--trials", "1")
+    FakeDevice.refusals[2] = Answer(Outcome.WRONG_ANSWER, "it is off", {"normal": 1.0})
+    result = run(*BENCH, "--csv", tmp_path / "bench.csv")
+    assert result.exit_code == 1
+    (said,) = result.stderr.splitlines()
+    assert "for n2-float16-fast ended as wrong_answer: it is off; tune again" in said
+    _, four = result.stdout.splitlines()[1:]
+    assert four.split()[0] == "4"
+    assert {line.split(",")[5] for line in (tmp_path / "bench.csv").read_text().splitlines()} == {"n", "4"}
+    FakeDevice.refusals[4] = FakeDevice.refusals[2]
+    assert run(*BENCH, "--csv", tmp_path / "none.csv").stdout == ""
+    assert not (tmp_path / "none.csv").exists()
+
+
+def test_a_device_that_fails_on_some_rows_is_asked_for_the_others(
+    fake_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    succeed("tune", "--n", "2,4", "--dtype", "float16", "--numerics", "fast", "--contiguous", "--trials", "1")
+    compare = FakeDevice.compare
+
+    def fails_at_two(self: FakeDevice, candidates: Sequence[Candidate], cells: Any) -> Comparison:
+        if candidates[0].problem.n == 2:
+            raise DeviceError("comparing failed; run it again")
+        return compare(self, candidates, cells)
+
+    monkeypatch.setattr(FakeDevice, "compare", fails_at_two)
+    result = run(*BENCH)
+    assert (result.exit_code, result.stderr) == (1, "hadagen: comparing failed; run it again\n")
+    assert [line.split()[0] for line in result.stdout.splitlines()[1:]] == ["n", "4"]
+
+
+def test_bench_without_kernels_says_what_to_do(fake_gpu: None) -> None:
+    said = sentence(run("bench", "--n", "4"), 1)
+    assert said == "no bundle has kernels for Test GPU (sm90); run hadagen tune on this machine"

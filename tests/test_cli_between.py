@@ -1,0 +1,99 @@
+"""`hadagen between` on a GPU that is made up: what calls lose between the sizes that were tuned."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from command_line import machine, run, sentence, succeed
+from fake_device import FakeDevice, fake_gpu
+
+from hadagen.cli import options
+from hadagen.errors import DeviceError
+from hadagen.measure import Answer, Candidate, Place, Ranking
+from hadagen.trial import Outcome
+
+__all__ = ["fake_gpu", "machine"]  # fixtures
+pytestmark = pytest.mark.usefixtures("machine")
+
+BETWEEN = ("between", "--n", "2,4", "--numerics", "fast", "--inplace", "--out-of-place", "--counts", "5")
+
+
+def test_what_calls_lose_between_the_sizes_that_were_tuned(fake_gpu: None, tmp_path: Path) -> None:
+    succeed("tune", "--n", "4", "--dtype", "float16", "--numerics", "fast", "--contiguous", "--trials", "3")
+    table = tmp_path / "between.csv"
+    report = json.loads(succeed(*BETWEEN, "--csv", table, "--json"))
+    ((candidates, places),) = FakeDevice.ranked
+    shipped = {entry["kernel"] for entry in json.loads(succeed("bundle", "show", "--json"))[0]["entries"]}
+    assert {candidate.kernel.digest for candidate in candidates if candidate.kernel} == shipped
+    assert report["worst_loss"] == 0.04
+    assert report["geometric_mean_loss"] == pytest.approx(0.02, abs=1e-3)
+    results = report["results"]
+    assert [row["rows"] * row["n"] for row in results] == [row["elements"] for row in results]
+    assert all(row["rows"] % 2 for row in results)
+    assert [row["destination"] for row in results] == ["in-place", "out-of-place"] * 2 + ["in-place"]
+    assert {row["best_kernel"] for row in results} == {candidates[0].kernel.digest if candidates[0].kernel else ""}
+    assert [row["loss"] for row in results] == [0.0, 0.01, 0.02, 0.03, 0.04]
+    for row, place in zip(results, places, strict=True):
+        (first, share), *others = place.cells
+        assert (first.elements, first.destination.value, first.cache.value) == tuple(
+            row[name] for name in ("elements", "destination", "cache")
+        )
+        assert share + sum(other for _, other in others) == 1
+        assert all(other <= share for _, other in others)
+        chosen = candidates[place.chosen].kernel
+        assert chosen
+        assert chosen.digest == row["kernel"]
+    with table.open(newline="") as file:
+        written = list(csv.DictReader(file))
+    assert [(row["gpu"], row["loss"], row["us"]) for row in written[:2]] == [
+        ("Test GPU", "0.0000", "2.000"),
+        ("Test GPU", "0.0100", "2.020"),
+    ]
+
+    title, _, four, total = succeed(*BETWEEN).splitlines()
+    assert title.startswith("Test GPU: what calls lose")
+    assert "4.00%" in four
+    assert total == "in all: 1.99% (geometric mean), 4.00% (worst)"
+
+
+def test_between_brings_in_the_best_of_a_database(fake_gpu: None) -> None:
+    succeed("tune", "--n", "4", "--dtype", "float16", "--numerics", "fast", "--contiguous", "--trials", "12")
+    succeed(*BETWEEN)
+    succeed(*BETWEEN, "--db", options.default_db())
+    (few, _), (many, _) = FakeDevice.ranked
+    digests = [candidate.kernel.digest for candidate in many if candidate.kernel]
+    assert len(set(digests)) == len(digests) > len(few)
+    assert many[: len(few)] == few
+    said = sentence(run(*BETWEEN, "--db", "missing.db"), 1)
+    assert said.startswith("there is no tuning database missing.db; ")
+
+
+def test_between_is_refused_where_it_cannot_be(fake_gpu: None) -> None:
+    assert sentence(run("between", "--counts", "1"), 2) == "--counts 1 is not supported; give 2 to 100"
+    said = sentence(run("between", "--n", "4"), 1)
+    assert said == "no bundle has kernels for Test GPU (sm90); run hadagen tune on this machine"
+    succeed("tune", "--n", "4", "--dtype", "float16", "--numerics", "fast", "--contiguous", "--trials", "1")
+    FakeDevice.refusals[4] = Answer(Outcome.WRONG_ANSWER, "it is off")
+    assert "for n4-float16-fast ended as wrong_answer: it is off; tune again" in sentence(run(*BETWEEN), 1)
+
+
+def test_between_says_what_it_could_not_time_and_shows_the_rest(
+    fake_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    succeed("tune", "--n", "2,4", "--dtype", "float16", "--numerics", "fast", "--contiguous", "--trials", "1")
+    rank = FakeDevice.rank
+
+    def fails_at_two(self: FakeDevice, candidates: Sequence[Candidate], places: Sequence[Place]) -> Ranking:
+        if candidates[0].problem.n == 2:
+            raise DeviceError("ranking failed; run it again")
+        return rank(self, candidates, places)
+
+    monkeypatch.setattr(FakeDevice, "rank", fails_at_two)
+    result = run(*BETWEEN, "--csv", tmp_path / "between.csv")
+    assert (result.exit_code, result.stderr) == (1, "hadagen: ranking failed; run it again\n")
+    assert len((tmp_path / "between.csv").read_text().splitlines()) == 1 + 5
+    assert "in all: " in result.stdout

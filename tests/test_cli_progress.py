@@ -1,0 +1,53 @@
+"""What is shown while a search runs: how far it is and what time is left, as lines and on a terminal."""
+
+from __future__ import annotations
+
+import pytest
+from fake_search import FakeRunner
+from sample_trials import make_trial
+
+from hadagen.cli.progress import State, shown
+from hadagen.trial import Outcome
+from hadagen.tuner import PairRaced, ProblemFinished, SearchStarted, TrialFinished
+
+SCORES = (0.5, 0.75, 1.0)
+
+
+def test_progress_says_how_far_the_search_is_and_what_time_is_left() -> None:
+    now = [0.0]
+    state = State(time_budget=1000.0, clock=lambda: now[0])
+    state.listen(SearchStarted(problems=1, trials=103, finished=2, environment=FakeRunner.environment, estimated=False))
+    assert (state.counts, state.seconds_left) == ("2 of 103 trials", 1000.0)
+    for finished in range(3, 23):
+        now[0] += 2.0
+        state.listen(TrialFinished(make_trial(), SCORES, finished, trials=103))
+    assert (state.counts, state.seconds_left) == ("22 of 103 trials (20 ok)", 2.0 * 81)
+    state.listen(TrialFinished(make_trial(outcome=Outcome.TIMEOUT), SCORES, 23, trials=103))
+    assert state.counts == "23 of 103 trials (20 ok, 1 timeout)"
+    assert state.now == "n256-float16-accurate: best so far, as fraction of copy: latency 0.50, L2 0.75, memory 1.00"
+    state.listen(PairRaced(make_trial().problem, (0.01,)))
+    assert state.counts == "23 of 103 trials (20 ok, 1 timeout, 1 pairs raced)"
+    now[0] = 999.0
+    assert state.seconds_left == 1.0
+
+
+def test_progress_is_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    with shown(None) as listen:
+        listen(TrialFinished(make_trial(), SCORES, 1, trials=2))
+        listen(ProblemFinished(make_trial().problem, 2, SCORES))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("n256-float16-accurate: 2 trials, best so far")
+
+
+def test_progress_is_drawn_on_a_terminal() -> None:
+    from rich.console import Console
+
+    state = State(time_budget=None)
+    state.listen(TrialFinished(make_trial(), SCORES, 1, trials=2))
+    console = Console(width=100)
+    with console.capture() as captured:
+        console.print(state)
+    bar, counts, now = captured.get().splitlines()
+    assert bar.startswith("━")
+    assert counts.strip() == "1 of 2 trials (1 ok), ?:?? left"
+    assert now.startswith("n256-float16-accurate: best so far")
