@@ -1,0 +1,181 @@
+"""The schema of the store: it has all that a trial has, and older and newer ones are upgraded or refused."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import sqlite3
+import zlib
+from contextlib import closing
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+from alembic import command
+from alembic.autogenerate import compare_metadata
+from alembic.config import Config
+from alembic.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sample_store import empty, path, refusal, store
+from sample_trials import PROBLEM, make_kernel, make_trial
+from sqlalchemy import create_engine
+from sqlalchemy.dialects import postgresql
+from sqlalchemy.schema import CreateTable
+
+from hadagen.launch import LaunchSpec
+from hadagen.trial import Environment, Kernel, Outcome, Timing, Trial
+from hadagen.tuning_db import database, schema
+from hadagen.tuning_db.store import Store
+
+__all__ = ["empty", "path", "store"]  # fixtures
+
+
+# ---- tables and columns ----------------------------------------------------------------------------------------------
+def columns(model: type[schema.Base]) -> set[str]:
+    return set(model.__table__.columns.keys())
+
+
+def test_every_field_has_a_column() -> None:
+    """A field that is added to a trial must be added to the schema, with a migration."""
+
+    def names(kind: type) -> set[str]:
+        return {field.name for field in fields(kind)}
+
+    assert columns(schema.EnvironmentRow) == names(Environment) | {"id"}
+    assert columns(schema.KernelRow) == names(Kernel) - {"launch"} | names(LaunchSpec) | {"id"}
+    assert columns(schema.TimingRow) == names(Timing) | {"trial_id", "position"}
+    assert columns(schema.ProblemRow) == set(PROBLEM.to_dict()) | {"id"}
+    assert columns(schema.TrialRow) == names(Trial) - {"problem", "environment", "kernel", "errors", "timings"} | {
+        "id",
+        "problem_id",
+        "environment_id",
+        "kernel_id",
+        "knobs_key",
+    }
+
+
+def test_the_schema_suits_postgresql() -> None:
+    for table in schema.Base.metadata.sorted_tables:
+        assert str(CreateTable(table).compile(dialect=postgresql.dialect()))
+
+
+# ---- versions of the schema ------------------------------------------------------------------------------------------
+NEXT = """
+import sqlalchemy as sa
+from alembic import op
+revision, down_revision = "0004", "0003"
+def upgrade():
+    op.add_column("hadagen_kernels", sa.Column("plan", sa.Text))
+    op.execute({statement!r})
+"""
+
+
+@pytest.fixture
+def next_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A hadagen whose schema is one version ahead; the file is its last migration."""
+    migrations = Path(shutil.copytree(database.MIGRATIONS, tmp_path / "50% migrations"))
+    following = migrations / "versions" / "0004_next.py"
+    following.write_text(NEXT.format(statement="UPDATE hadagen_kernels SET plan = 'unknown'"))
+    monkeypatch.setattr(database, "MIGRATIONS", migrations)
+    monkeypatch.setattr(database, "SCHEMA_VERSION", "0004")
+    return following
+
+
+def test_the_migrations_end_at_the_schema(path: Path) -> None:
+    assert ScriptDirectory(str(database.MIGRATIONS)).get_current_head() == schema.SCHEMA_VERSION
+    engine = create_engine(f"sqlite:///{path}")
+    with engine.connect() as connection:
+        context = MigrationContext.configure(
+            connection, opts={"compare_type": True, "version_table": schema.VERSION_TABLE}
+        )
+        assert compare_metadata(context, schema.Base.metadata) == []
+    engine.dispose()
+
+
+# What hadagen wrote when its schema was 0001: a problem with a measured trial, and one whose compilation failed.
+FIRST = """
+INSERT INTO hadagen_problems (id, n, dtype, numerics) VALUES (1, 256, 'float16', 'accurate');
+INSERT INTO hadagen_environments VALUES
+    (1, 'NVIDIA H100 80GB HBM3', '9.0', 132, 52428800, '580.65', '13.0', '13.0.48', 1980, 2619);
+INSERT INTO hadagen_trials VALUES
+    (1, 1, 1, 1, 'sm90', '{"chunks": 1, "grid": "tiles"}', '{"chunks":1,"grid":"tiles"}', 'measured', 'ok', '',
+     '2025-01-02T03:04:05+00:00', 0.25),
+    (2, 1, 1, NULL, 'sm90', '{"chunks": 2}', '{"chunks":2}', 'measured', 'compile_failed', 'no', 'later', 0);
+INSERT INTO hadagen_errors VALUES (1, 'normal', 2e-4), (1, 'constant', 0);
+INSERT INTO hadagen_timings VALUES
+    (1, 0, 8192, 'in-place', 'hot', 2, 2 * 0.99, 2 * 1.01, 1.9),
+    (1, 1, 8192, 'in-place', 'cold', 3, 3 * 0.99, 3 * 1.01, 1.9);
+"""
+
+
+@pytest.fixture
+def first(tmp_path: Path) -> Path:
+    """A database of schema 0001, with trials."""
+    path = tmp_path / "first.db"
+    engine = create_engine(f"sqlite:///{path}")
+    with engine.begin() as connection:
+        config = Config()
+        config.set_main_option("script_location", str(database.MIGRATIONS))
+        config.attributes["connection"] = connection
+        command.upgrade(config, "0001")
+    engine.dispose()
+    kernel = make_kernel(b"cubin 1")
+    blobs = [zlib.compress(blob) for blob in (kernel.ptx, kernel.cubin)]
+    with closing(sqlite3.connect(path)) as old, old:
+        old.executescript(FIRST)
+        columns = kernel.digest, "k", "sm90", 256, 1, 0, 4096, False, 40, 0, 0, "13.0.48", kernel.source, *blobs
+        old.execute(f"INSERT INTO hadagen_kernels VALUES (1{', ?' * len(columns)})", columns)
+    return path
+
+
+def test_a_database_of_the_first_schema_is_upgraded(first: Path) -> None:
+    failed = replace(make_trial(), knobs={"chunks": 2}, outcome=Outcome.COMPILE_FAILED, kernel=None, detail="no")
+    failed = replace(failed, errors={}, timings=(), date="later", seconds=0.0)
+    pitched = make_trial(problem=replace(PROBLEM, pitched=True))
+    with Store.open(first) as store:
+        assert store.trials() == [make_trial(), failed]
+        assert store.kernel(make_kernel(b"cubin 1").digest).launch == make_kernel().launch
+        store.record(pitched)
+        assert store.trials() == [make_trial(), failed, pitched]
+        assert store.trials(problem=PROBLEM) == [make_trial(), failed]
+    test_the_migrations_end_at_the_schema(first)
+    with closing(sqlite3.connect(first)) as connection:
+        assert connection.execute("PRAGMA foreign_key_check").fetchall() == []
+        with pytest.raises(sqlite3.IntegrityError, match="UNIQUE"):
+            connection.execute("INSERT INTO hadagen_problems VALUES (9, 256, 'float16', 'accurate', 1)")
+        with pytest.raises(sqlite3.IntegrityError, match="NOT NULL"):
+            connection.execute("INSERT INTO hadagen_problems (n, dtype, numerics) VALUES (2, 'float16', 'fast')")
+
+
+def test_an_upgrade_distrusts_kernels_without_the_fence_of_bulk_copies(first: Path) -> None:
+    with closing(sqlite3.connect(first)) as old, old:
+        old.execute("UPDATE hadagen_kernels SET persistent = 1, source = 'bulk_copy(staged + stage * 8192u, x);'")
+    with Store.open(first) as store:
+        assert [trial.outcome for trial in store.trials()] == [Outcome.UNSTABLE, Outcome.COMPILE_FAILED]
+
+
+def test_an_older_schema_is_upgraded_with_a_message(
+    store: Store, path: Path, next_version: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.record(make_trial())
+    with caplog.at_level(logging.WARNING), Store.open(path) as upgraded:
+        assert upgraded.trials() == [make_trial()]
+    assert f"{path} was upgraded from schema 0003 to 0004" in caplog.text
+    with closing(sqlite3.connect(path)) as connection:
+        assert connection.execute("SELECT plan FROM hadagen_kernels").fetchall() == [("unknown",)]
+
+
+def test_an_upgrade_that_fails_changes_nothing(store: Store, path: Path, next_version: Path) -> None:
+    store.record(make_trial())
+    next_version.write_text(NEXT.format(statement="UPDATE missing SET plan = 0"))
+    assert "no such table" in refusal(path)
+    assert store.trials() == [make_trial()]
+    with closing(sqlite3.connect(path)) as connection, pytest.raises(sqlite3.OperationalError, match="no such column"):
+        connection.execute("SELECT plan FROM hadagen_kernels")
+
+
+def test_a_newer_schema_is_refused(tmp_path: Path, next_version: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "newer.db"
+    Store.open(path).close()
+    monkeypatch.undo()
+    assert "has schema 0004 and this hadagen knows no later one than 0003; upgrade hadagen" in refusal(path)
