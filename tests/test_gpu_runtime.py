@@ -1,89 +1,39 @@
-"""`hadamard_transform` on a GPU: every shipped kernel, and every way to call one."""
+"""`hadamard_transform` on a GPU: every shipped kernel, tensors of any kind, what is refused, and what a call costs."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from test_runtime import VIEWS, expected, padded
+from gpu_tensors import (
+    DTYPES,
+    assert_good,
+    bound,
+    error,
+    found,
+    kernels_for_this_gpu,
+    normal,
+    nothing_loaded,
+    reference,
+    require,
+)
+from test_runtime import VIEWS, expected
 
 import hadagen
 from hadagen import Match, Problem, best_config, driver, hadamard_transform
 from hadagen.problem import padded_length
-from hadagen.runtime import bundles, compute, kernels, operator
+from hadagen.runtime import bundles, kernels
 from hadagen.runtime.choose import choose_from_bundles
 from hadagen.runtime.device import find_device
 from hadagen.trial import Destination
 
+__all__ = ["kernels_for_this_gpu", "nothing_loaded"]  # fixtures
 pytestmark = pytest.mark.gpu
 
-DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 SIZES = [1 << k for k in range(1, 16)]
 GUARD = 4096  # elements on either side of a tensor that must not be written
-
-
-@pytest.fixture(scope="module", autouse=True)
-def kernels_for_this_gpu() -> None:
-    if best_config(Problem(4096, "float16"), 16).match is Match.GENERIC:
-        pytest.skip(f"no bundle has kernels for {torch.cuda.get_device_name()}; run `hadagen tune`")
-
-
-@pytest.fixture
-def nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "_timed", {})
-    monkeypatch.setattr(kernels, "_found", {})
-    monkeypatch.setattr(kernels, "_loaded", {})
-    compute.calls.clear()
-
-
-def normal(*shape: int, dtype: torch.dtype = torch.float16, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator("cuda").manual_seed(seed)
-    return torch.randn(shape, generator=generator, device="cuda", dtype=torch.float32).to(dtype)
-
-
-def reference(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-    """In float64, by plain PyTorch, which test_runtime.py checks."""
-    return hadamard_transform(x.double(), scale)
-
-
-def error(y: torch.Tensor, x: torch.Tensor, scale: float) -> float:
-    wanted = reference(x, scale)
-    return float((y.double() - wanted).norm() / wanted.norm())
-
-
-def bound(problem: Problem, elements: int) -> float:
-    """The largest error allowed; of few elements one may be rounded much worse than the average."""
-    return problem.error_bound * (1 if elements >= 8192 else 3)
-
-
-def found(
-    x: torch.Tensor, numerics: str = "accurate", in_place: bool = False, pitched: bool = False
-) -> driver.LoadedKernel | None:
-    n = padded_length(x.shape[-1])
-    problem = kernels.problem_of(n, x.dtype, numerics, pitched)
-    return problem and kernels.find(x.get_device(), problem, in_place, x.numel() // x.shape[-1] * n)
-
-
-def dtype_name(x: torch.Tensor) -> str:
-    return str(x.dtype).removeprefix("torch.")
-
-
-def assert_good(y: torch.Tensor, x: torch.Tensor, scale: float = 1.0) -> None:
-    assert found(x), "plain PyTorch did it"
-    torch.cuda.synchronize()
-    assert error(y, x, scale) <= bound(Problem(x.shape[-1], dtype_name(x)), x.numel())
-
-
-def require(kernel: driver.LoadedKernel | None) -> driver.LoadedKernel:
-    if kernel is None:
-        pytest.skip("no bundle has such a kernel")
-    return kernel
 
 
 # ---- values ----------------------------------------------------------------------------------------------------------
@@ -154,6 +104,15 @@ def test_any_scale_with_fast_kernels(dtype: str, scale: float) -> None:
         y = hadamard_transform(x, scale, numerics="fast")
         wanted = (reference(x) * scale).to(x.dtype)
         torch.testing.assert_close(y, wanted, rtol=2e-2, atol=float(wanted.abs().max()) * 1e-2)
+
+
+def test_a_gpu_without_kernels_runs_pytorch(nothing_loaded: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bundles, "known", list)
+    x = normal(3, 256)
+    assert best_config(Problem(256, "float16"), 3).match is Match.GENERIC
+    y = hadagen.hadamard_transform(x, 1 / 16)
+    assert found(x) is None
+    assert error(y, x, 1 / 16) <= bound(Problem(256, "float16"), x.numel())
 
 
 # ---- rows of any length, anywhere ------------------------------------------------------------------------------------
@@ -233,250 +192,12 @@ def test_more_elements_than_fit_in_31_bits(n: int, inplace: bool) -> None:
     assert not any(part.any() for part in y.view(-1).split(1 << 28)), "a row of zeros was changed"
 
 
-# ---- streams, graphs, threads, devices -------------------------------------------------------------------------------
-def test_the_current_stream_is_used() -> None:
-    x = torch.zeros(256, 4096, dtype=torch.float16, device="cuda")
-    hadamard_transform(x)  # loaded now
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(200_000_000)
-        x.copy_(normal(256, 4096))
-        y = hadamard_transform(x, 1 / 64)
-    stream.synchronize()
-    assert_good(y, x, 1 / 64)
-
-
-@pytest.mark.parametrize("inplace", [False, True], ids=["out-of-place", "in-place"])
-def test_graphs(inplace: bool) -> None:
-    x = torch.zeros(100, 1024, dtype=torch.float16, device="cuda")
-
-    def work() -> tuple[torch.Tensor, torch.Tensor]:
-        y = hadamard_transform(x, 1 / 32, inplace=inplace)
-        return y, hadamard_transform(x.t().contiguous().t(), 1 / 32)
-
-    work()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y, z = work()
-    for seed in range(3):
-        values = normal(100, 1024, seed=seed)
-        x.copy_(values)
-        graph.replay()
-        assert_good(y, values, 1 / 32)
-        assert_good(z, y if inplace else values, 1 / 32)
-
-
-@pytest.mark.parametrize("elements", [1 << 15, 1 << 18, 1 << 23])
-@pytest.mark.parametrize("numerics", ["accurate", "fast"])
-def test_kernels_that_start_early_read_what_was_written_before(elements: int, numerics: str) -> None:
-    """Rows of each length cross those of the length before, and kernels of others come in between."""
-
-    def chain(x: torch.Tensor, after_each: Callable[[], object]) -> torch.Tensor:
-        for length in (4096, 2, 32768, 64, 1024, 128, 16384, 8, 2048, 256) * 3:
-            y = hadamard_transform(x.view(-1, length), length**-0.5, numerics=numerics)
-            after_each()
-            hadamard_transform(y.view(-1, 512), 512**-0.5, inplace=True, numerics=numerics)
-            after_each()
-            hadamard_transform(y.view(64, -1).t(), 1 / 8, out=x.view(-1, 64), numerics=numerics)
-            after_each()
-            if length > 1000:
-                x = x.roll(4096)
-        return x
-
-    start = normal(elements)
-    wanted = chain(start.clone(), torch.cuda.synchronize)
-    x, graph = start.clone(), torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = chain(x, lambda: None)
-    for _ in range(5):
-        assert torch.equal(chain(start.clone(), lambda: None), wanted)
-        x.copy_(start)
-        graph.replay()
-        assert torch.equal(y, wanted)
-
-
-def test_early_kernels_after_copies_and_joins_in_a_graph() -> None:
-    """What comes before a kernel may be no kernel, or be on several streams."""
-    source, x, y = normal(256, 4096), *(torch.zeros(256, 4096, dtype=torch.float16, device="cuda") for _ in range(2))
-    side, graph, scale = torch.cuda.Stream(), torch.cuda.CUDAGraph(), 1 / 64
-
-    def work() -> torch.Tensor:
-        x.copy_(source)
-        hadamard_transform(x, scale, inplace=True)
-        y.zero_()
-        hadamard_transform(x[:128], scale, out=y[:128])
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            hadamard_transform(x[128:], scale, out=y[128:])
-        z = hadamard_transform(x, 2 * scale)
-        torch.cuda.current_stream().wait_stream(side)
-        hadamard_transform(y, scale, inplace=True)
-        return z
-
-    work()
-    with torch.cuda.graph(graph):
-        z = work()
-    for seed in range(5):
-        source.copy_(normal(256, 4096, seed=seed))
-        graph.replay()
-        torch.testing.assert_close(z, source * 2, rtol=4e-3, atol=1e-2)
-        assert error(y, source, scale) <= 1e-3  # rounded three times
-
-
-def test_the_first_call_may_be_captured(nothing_loaded: None) -> None:
-    x = torch.zeros(100, 1024, dtype=torch.float16, device="cuda")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = hadamard_transform(x, 1 / 32)
-    x.copy_(normal(100, 1024))
-    graph.replay()
-    assert_good(y, x, 1 / 32)
-
-
-def test_a_warm_call_loads_nothing(nothing_loaded: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert hadagen.warmup([1024, 96], torch.float16, device="cuda") > 0
-    monkeypatch.setattr(bundles, "known", None)
-    monkeypatch.setattr(driver, "load", None)
-    for x in (normal(100, 1024), normal(100, 1025)[:, 1:], normal(100, 96), normal(1 << 15, 1024)):
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            y = hadamard_transform(x, 1 / 32, numerics="fast")
-            z = hadamard_transform(x, 1 / 32)
-        graph.replay()
-        torch.cuda.synchronize()
-        for each in (y, z):
-            wanted = padded(x[:100].cpu(), 1 / 32)
-            assert float((each[:100].cpu().double() - wanted).norm() / wanted.norm()) <= 4e-4
-
-
-@pytest.mark.parametrize("mode", ["global", "thread_local", "relaxed"])
-def test_the_first_call_may_be_captured_on_any_stream(mode: str, nothing_loaded: None) -> None:
-    x = torch.zeros(100, 512, dtype=torch.float16, device="cuda")
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode=mode):
-        y = hadamard_transform(x, 1 / 16)
-        hadamard_transform(y, 1 / 16, inplace=True)
-    x.copy_(normal(100, 512))
-    torch.cuda.synchronize()
-    with torch.cuda.stream(torch.cuda.Stream()):
-        graph.replay()
-    torch.cuda.synchronize()
-    torch.testing.assert_close(y, x * 2, rtol=4e-3, atol=1e-2)
-
-
-def in_threads(work: Callable[[int], None], count: int = 8) -> None:
-    failures: list[BaseException] = []
-    start = threading.Barrier(count)
-
-    def run(index: int) -> None:
-        try:
-            start.wait()
-            work(index)
-        except BaseException as failure:
-            failures.append(failure)
-
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures, failures
-
-
-def test_threads_on_streams_of_their_own(nothing_loaded: None) -> None:
-    inputs = [normal(64 + index, 512, seed=index) for index in range(8)]
-    torch.cuda.synchronize()
-
-    def work(index: int) -> None:
-        with torch.cuda.stream(torch.cuda.Stream()):
-            for _ in range(50):
-                y = hadamard_transform(inputs[index], 0.1 * (index + 1))
-            torch.cuda.current_stream().synchronize()
-            assert_good(y, inputs[index], 0.1 * (index + 1))
-
-    in_threads(work)
-
-
-def test_a_thread_whose_first_cuda_call_is_ours() -> None:
-    x = [normal(8, 256, seed=index) for index in range(8)]
-    before = [each.clone() for each in x]
-    hadamard_transform(x[0].clone(), inplace=True)
-    torch.cuda.synchronize()
-
-    def work(index: int) -> None:
-        hadamard_transform(x[index], 1 / 16, inplace=True)
-
-    in_threads(work)
-    torch.cuda.synchronize()
-    for after, values in zip(x, before, strict=True):
-        assert_good(after, values, 1 / 16)
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_a_device_that_is_not_the_current_one() -> None:
-    with torch.cuda.device(0):
-        x = normal(64, 4096).to("cuda:1")
-        y = hadamard_transform(x, 1 / 64)
-        assert torch.cuda.current_device() == 0
-    assert y.device == x.device
-    with torch.cuda.device(1):
-        assert_good(y, x, 1 / 64)
-
-
-# ---- PyTorch ---------------------------------------------------------------------------------------------------------
-def test_gradients() -> None:
-    x = normal(64, 256).requires_grad_()
-    g = normal(64, 256, seed=1)
-    hadamard_transform(x, 1 / 16).backward(g)
-    assert x.grad is not None
-    assert_good(x.grad, g, 1 / 16)
-
-
-def test_compile() -> None:
-    torch.compiler.reset()
-
-    def model(x: torch.Tensor) -> torch.Tensor:
-        return hadamard_transform(x * 2, 1 / 16) + 1
-
-    call = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)
-    for rows in (2, 50, 999):
-        x = normal(rows, 256)
-        assert torch.equal(call(x), model(x))
-
-
-@pytest.mark.parametrize("requires_grad", [False, True])
-def test_the_operator_keeps_the_rules_of_pytorch(requires_grad: bool) -> None:
-    x = normal(16, 256, dtype=torch.float32).requires_grad_(requires_grad)
-    torch.library.opcheck(operator.functional, (x, 1 / 16, "accurate"))
-    torch.library.opcheck(operator.in_place, (x.clone(), 1 / 16, "accurate"))
-    if not requires_grad:
-        torch.library.opcheck(operator.into, (x, 1 / 16, "accurate", x.clone()))
-
-
-def test_compile_with_inductor() -> None:
-    torch.compiler.reset()
-
-    def model(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        hadamard_transform(x, 1 / 16, inplace=True)
-        return hadamard_transform(x + 1, 1 / 16, out=y) * 2
-
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        call = torch.compile(model, fullgraph=True, dynamic=True)
-        for rows in (2, 50, 999):
-            ours, theirs = normal(rows, 256), normal(rows, 256)
-            torch.testing.assert_close(call(ours, torch.empty_like(ours)), model(theirs, torch.empty_like(theirs)))
-            assert torch.equal(ours, theirs)
-
-
-def test_batches_and_autocast() -> None:
-    x = normal(8, 64, 256, dtype=torch.float32)
-    for dim in (0, 1):
-        y = torch.vmap(lambda x: hadamard_transform(x, 1 / 16), dim, dim)(x)
-        assert torch.equal(y, hadamard_transform(x, 1 / 16))
-    with torch.autocast("cuda"):
-        assert hadamard_transform(x).dtype == torch.float32
+# ---- what is refused, and what a call costs --------------------------------------------------------------------------
+@pytest.mark.parametrize("options", [{"scale": float("nan")}, {"numerics": "exact"}, {"out": torch.ones(2, 256)}])
+def test_bad_input_launches_nothing(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver.LoadedKernel, "prepared", None)
+    with pytest.raises((ValueError, RuntimeError)):
+        hadamard_transform(normal(2, 256), **options)
 
 
 def test_what_calls_cost() -> None:
@@ -485,78 +206,3 @@ def test_what_calls_cost() -> None:
     costs = call_costs()
     assert list(costs)[:4] == ["cuLaunchKernelEx", "+ setting the addresses", "+ finding the launch", "in place"]
     assert all(0 < us < 1e4 for us in costs.values())
-
-
-def in_new_process(program: str) -> None:
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert (done.stdout, done.returncode) == ("done\n", 0), done.stdout + done.stderr
-
-
-def test_a_fork_before_cuda_is_used() -> None:
-    in_new_process("""
-import os
-import torch, hadagen
-hadagen.hadamard_transform(torch.ones(3, 256, dtype=torch.float16))
-children = []
-for _ in range(2):
-    if not (child := os.fork()):
-        y = hadagen.hadamard_transform(torch.ones(3, 256, dtype=torch.float16, device="cuda"))
-        os._exit(0 if y[:, 0].eq(256).all() and y[:, 1:].eq(0).all() else 1)
-    children.append(child)
-assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0, 0]
-print("done")
-""")
-
-
-def test_a_fork_after_cuda_was_used_gets_the_error_of_pytorch() -> None:
-    in_new_process("""
-import os
-import torch, hadagen
-x = torch.ones(3, 256, dtype=torch.float16, device="cuda")
-hadagen.hadamard_transform(x, inplace=True)
-torch.cuda.synchronize()
-if not (child := os.fork()):
-    status = 1
-    try:
-        hadagen.hadamard_transform(x, inplace=True)
-    except RuntimeError as error:
-        status = 0 if "forked subprocess" in str(error) else 2
-    finally:
-        os._exit(status)
-assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-print("done")
-""")
-
-
-def test_a_call_imports_no_tuner_and_needs_no_compiler() -> None:
-    program = """
-import sys
-import torch
-x = torch.randn(64, 4096, device="cuda", dtype=torch.float16)
-before = set(sys.modules)
-import hadagen
-hadagen.hadamard_transform(x, inplace=True)
-torch.cuda.synchronize()
-from hadagen.runtime import kernels
-assert kernels._found and all(kernels._found.values()), "plain PyTorch did it"
-print(sorted({"optuna", "jinja2", "click", "sqlalchemy", "alembic", "yaml"} & set(sys.modules) - before))
-"""
-    environment = {**os.environ, "PATH": ""}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=False)
-    assert (done.stdout, done.returncode) == ("[]\n", 0), done.stdout + done.stderr
-
-
-def test_a_gpu_without_kernels_runs_pytorch(nothing_loaded: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bundles, "known", list)
-    x = normal(3, 256)
-    assert best_config(Problem(256, "float16"), 3).match is Match.GENERIC
-    y = hadagen.hadamard_transform(x, 1 / 16)
-    assert found(x) is None
-    assert error(y, x, 1 / 16) <= bound(Problem(256, "float16"), x.numel())
-
-
-@pytest.mark.parametrize("options", [{"scale": float("nan")}, {"numerics": "exact"}, {"out": torch.ones(2, 256)}])
-def test_bad_input_launches_nothing(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver.LoadedKernel, "prepared", None)
-    with pytest.raises((ValueError, RuntimeError)):
-        hadamard_transform(normal(2, 256), **options)
