@@ -4,29 +4,20 @@ from __future__ import annotations
 
 import csv
 import gzip
-import importlib.util
 import json
 import re
 from pathlib import Path
-from types import ModuleType
 from xml.etree import ElementTree
 
+import compare_search
 import pytest
+import refresh
+import refresh_files as files
 from command_line import succeed
+from refresh_speed_tables import REGIMES, numbers
+from refresh_times import read_times
 
 ROOT = Path(__file__).resolve().parent.parent
-
-
-def load_script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-refresh = load_script("refresh")
 
 
 @pytest.fixture
@@ -34,17 +25,17 @@ def documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A README and measured tables in which hadagen, fast, is everywhere twice as fast as its peers."""
     names = ("OURS", "BENCH", "EARLIER", "BENCH_H200", "BETWEEN", "PICTURE", "README", "CALLS", "PERFORMANCE")
     for name in (*names, "RECORDINGS", "SEARCH", "SEARCH_PAGE", "SEARCH_PICTURE"):
-        monkeypatch.setattr(refresh, name, tmp_path / Path(getattr(refresh, name)).name)
+        monkeypatch.setattr(files, name, tmp_path / Path(getattr(files, name)).name)
     (tmp_path / "README.md").write_text(f"before\n{refresh.BEGIN}\nold\n{refresh.END}\nafter\n")
     blocks = [(getattr(refresh, f"{name}_BEGIN"), getattr(refresh, f"{name}_END")) for name in BLOCKS]
-    text = "\n".join(f"{begin}\n{refresh.NO_DATA}\n{end}" for begin, end in blocks)
+    text = "\n".join(f"{begin}\n{files.NO_DATA}\n{end}" for begin, end in blocks)
     (tmp_path / "performance.md").write_text(f"a\n{text}\nb\n")
-    (tmp_path / "search.md").write_text(f"a\n{refresh.SEARCH_BEGIN}\n{refresh.NO_DATA}\n{refresh.SEARCH_END}\nb\n")
-    write_table(refresh.OURS, ours())
+    (tmp_path / "search.md").write_text(f"a\n{refresh.SEARCH_BEGIN}\n{files.NO_DATA}\n{refresh.SEARCH_END}\nb\n")
+    write_table(files.OURS, ours())
     bench = [{"library": "hadagen", **row, "error": 2e-4} for row in ours() if not row["pitched"]]
     for name, error in {"HadaCore": 4.3e-4, "fast_hadamard_transform": 2.1e-4}.items():
         bench += [{"library": name, "numerics": "", "pitched": 0, **row, "error": error} for row in slow()]
-    write_table(refresh.BENCH, bench)
+    write_table(files.BENCH, bench)
     return tmp_path
 
 
@@ -65,7 +56,7 @@ def slow() -> list[dict[str, object]]:
 
 
 def places() -> list[dict[str, object]]:
-    return [cell(n, elements, cache) for n in (128, 32768) for _, elements, cache in refresh.REGIMES]
+    return [cell(n, elements, cache) for n in (128, 32768) for _, elements, cache in REGIMES]
 
 
 def cell(n: int, elements: int, cache: str) -> dict[str, object]:
@@ -110,30 +101,28 @@ def test_refresh_writes_numbers_and_picture_once(documents: Path) -> None:
 
 
 def test_one_odd_time_of_a_copy_changes_nothing(documents: Path) -> None:
-    times, table = refresh.read_times(), refresh.OURS.read_text()
-    refresh.OURS.write_text(table.replace("fast,0,1.0,", "fast,0,1.4,", 1))
-    assert refresh.OURS.read_text() != table
-    assert refresh.read_times() == times
+    times, table = read_times(), files.OURS.read_text()
+    files.OURS.write_text(table.replace("fast,0,1.0,", "fast,0,1.4,", 1))
+    assert files.OURS.read_text() != table
+    assert read_times() == times
 
 
 def test_times_of_the_bench_are_those_of_rows_that_are_not_pitched(documents: Path) -> None:
     pytest.importorskip("matplotlib", reason="drawing needs the docs extra")
     refresh.main([])
-    refresh.OURS.write_text(refresh.OURS.read_text().replace("fast,0,1.0,1.0", "fast,0,1.0,9.0"))
+    files.OURS.write_text(files.OURS.read_text().replace("fast,0,1.0,1.0", "fast,0,1.0,9.0"))
     assert refresh.outdated() == ["speed.svg"]
-    refresh.BENCH.write_text(refresh.BENCH.read_text().replace("0.00043", "0.00044", 1))
+    files.BENCH.write_text(files.BENCH.read_text().replace("0.00043", "0.00044", 1))
     assert refresh.outdated() == ["README.md", "speed.svg"]
 
 
 def test_the_worst_cell_is_named(documents: Path) -> None:
-    rows = refresh.BENCH.read_text().splitlines()
+    rows = files.BENCH.read_text().splitlines()
     slow = next(i for i, row in enumerate(rows) if row.startswith("hadagen,fast,0,1.0,") and "32768,268435456" in row)
     values = rows[slow].split(",")
     values[rows[0].split(",").index("us")] = "3.0"
-    refresh.BENCH.write_text("\n".join([*rows[:slow], ",".join(values), *rows[slow + 1 :]]) + "\n")
-    (line,) = (
-        row for row in refresh.numbers(refresh.read_times()).splitlines() if row.startswith("| `fast` / HadaCore")
-    )
+    files.BENCH.write_text("\n".join([*rows[:slow], ",".join(values), *rows[slow + 1 :]]) + "\n")
+    (line,) = (row for row in numbers(read_times()).splitlines() if row.startswith("| `fast` / HadaCore"))
     worst = "float16, n = 32768, 262144 K elements, in-place, cold"
     # That cell is neither hot nor as small as a layer's.
     mean = 2 ** (5 / 6) * (2 / 3) ** (1 / 6)
@@ -142,44 +131,44 @@ def test_the_worst_cell_is_named(documents: Path) -> None:
 
 def test_row_lengths_whose_kernels_were_named_after_the_run_are_named(documents: Path) -> None:
     since = "the bundle names other kernels by now"
-    assert since not in refresh.numbers(refresh.read_times())
-    table = refresh.OURS.read_text()
-    refresh.OURS.write_text(re.sub("(fast,0,.*,32768,.*),0a1b", r"\1,2c3d", table))
-    assert f"n = 32768 {since}" in text_of(refresh.numbers(refresh.read_times()))
-    refresh.OURS.write_text(re.sub("(fast,1,.*),0a1b", r"\1,2c3d", table))  # pitched, which the run has not
-    assert since not in refresh.numbers(refresh.read_times())
+    assert since not in numbers(read_times())
+    table = files.OURS.read_text()
+    files.OURS.write_text(re.sub("(fast,0,.*,32768,.*),0a1b", r"\1,2c3d", table))
+    assert f"n = 32768 {since}" in text_of(numbers(read_times()))
+    files.OURS.write_text(re.sub("(fast,1,.*),0a1b", r"\1,2c3d", table))  # pitched, which the run has not
+    assert since not in numbers(read_times())
 
 
 def test_cells_that_the_run_lacks_are_of_an_earlier_one(documents: Path) -> None:
-    head, *rows = [row.split(",") for row in refresh.BENCH.read_text().splitlines()]
+    head, *rows = [row.split(",") for row in files.BENCH.read_text().splitlines()]
     us, elements, dtype = map(head.index, ("us", "elements", "dtype"))
     earlier = [[*row[:us], "0.125", *row[us + 1 :]] for row in rows]
 
     def written(path: Path, rows: list[list[str]]) -> None:
         path.write_text("\n".join(map(",".join, [head, *rows])) + "\n")
 
-    one = refresh.read_times()
-    assert "by the same method, and all cells are of one run. " in text_of(refresh.numbers(one))
-    written(refresh.EARLIER, earlier)
-    assert refresh.read_times() == one  # it has no cell that the run lacks
-    written(refresh.BENCH, [row for row in rows if row[elements] not in ("65536", "8388608")])
-    written(refresh.EARLIER, [*earlier, *([*row[:dtype], "float32", *row[dtype + 1 :]] for row in earlier)])
-    times = refresh.read_times()
+    one = read_times()
+    assert "by the same method, and all cells are of one run. " in text_of(numbers(one))
+    written(files.EARLIER, earlier)
+    assert read_times() == one  # it has no cell that the run lacks
+    written(files.BENCH, [row for row in rows if row[elements] not in ("65536", "8388608")])
+    written(files.EARLIER, [*earlier, *([*row[:dtype], "float32", *row[dtype + 1 :]] for row in earlier)])
+    times = read_times()
     assert {(cell.dtype, cell.elements) for cell, time in times["hadagen, fast"].items() if time.us == 0.125} == {
         ("float16", 65536),
         ("float16", 8388608),
         *(("float32", size) for size in (65536, 8388608, 268435456)),
     }
     since = "; cells of 64 K elements and of 8 M elements and of float32 are of an earlier run than the others. "
-    assert since in text_of(refresh.numbers(times))
+    assert since in text_of(numbers(times))
     n = head.index("n")
-    written(refresh.BENCH, [row for row in rows if row[n] != "128"])
-    written(refresh.EARLIER, earlier)
+    written(files.BENCH, [row for row in rows if row[n] != "128"])
+    written(files.EARLIER, earlier)
     since = "; cells of float16 at n = 128 are of an earlier run than the others. "
-    assert since in text_of(refresh.numbers(refresh.read_times()))
-    written(refresh.BENCH, [row for row in rows if (row[n], row[elements]) != ("128", "65536")])
+    assert since in text_of(numbers(read_times()))
+    written(files.BENCH, [row for row in rows if (row[n], row[elements]) != ("128", "65536")])
     with pytest.raises(SystemExit, match=r"cells of a type, a size and an n that bench_h100\.csv has too"):
-        refresh.numbers(refresh.read_times())
+        numbers(read_times())
 
 
 def text_of(markdown: str) -> str:
@@ -193,7 +182,7 @@ def test_what_lies_between(documents: Path) -> None:
     head = {"gpu": "NVIDIA H100", "dtype": "float16", "pitched": 0, "destination": "in-place", "variants": 9}
     losses = {(64, 3): 0.0, (64, 5): 0.21, (128, 7): 0.0, (128, 9): 0.0}
     write_table(
-        refresh.BETWEEN,
+        files.BETWEEN,
         [{**head, "numerics": "fast", "n": n, "rows": rows, "loss": loss} for (n, rows), loss in losses.items()],
     )
     assert refresh.outdated() == ["performance.md"]
@@ -209,7 +198,7 @@ def test_what_the_ideas_are_worth(documents: Path) -> None:
     """The best kernel with an idea against the best without, size by size; of recordings that know its knob."""
     pytest.importorskip("matplotlib", reason="drawing needs the docs extra")
     refresh.main([])
-    refresh.RECORDINGS.mkdir()
+    files.RECORDINGS.mkdir()
     problem = {"dtype": "float16", "numerics": "fast"}
     cells = [[1 << 16, "in-place", "hot"], [1 << 20, "in-place", "hot"]]
     trials = [("plain", [4.0, 8.0]), ("plain", [5.0, 6.0]), ("cp_async", [2.0, 9.0]), ("cp_async", [3.0, 8.0])]
@@ -217,7 +206,7 @@ def test_what_the_ideas_are_worth(documents: Path) -> None:
     for n, knob in ((4096, "load"), (128, "load"), (64, "another")):
         head = {"problem": {**problem, "n": n}, "ranges": {"warps": [1], knob: []}, "cells": cells[: 2 - (n == 128)]}
         lines = [{"knobs": [1, load], "us": [[us] * 4 for us in times[: len(head["cells"])]]} for load, times in trials]
-        with gzip.open(refresh.RECORDINGS / f"n{n}.jsonl.gz", "wt") as file:
+        with gzip.open(files.RECORDINGS / f"n{n}.jsonl.gz", "wt") as file:
             file.write("\n".join(json.dumps(line) for line in (head, *lines, failed)))
     assert refresh.outdated() == ["performance.md"]
     refresh.main([])
@@ -233,7 +222,7 @@ def test_the_cost_of_calls(documents: Path) -> None:
     pytest.importorskip("matplotlib", reason="drawing needs the docs extra")
     refresh.main([])
     data = {"gpu": "NVIDIA H100", "python": "3.12.1", "torch": "2.11.0", "tensor": "[64, 128] float16"}
-    refresh.CALLS.write_text(json.dumps({**data, "us": {"in place": 4.56, "out of place": 7}, "ms": {"first": 31.4}}))
+    files.CALLS.write_text(json.dumps({**data, "us": {"in place": 4.56, "out of place": 7}, "ms": {"first": 31.4}}))
     assert refresh.outdated() == ["performance.md"]
     refresh.main([])
     assert refresh.outdated() == []
@@ -250,7 +239,7 @@ def test_the_cost_of_calls(documents: Path) -> None:
 def test_the_curves_of_searches(documents: Path) -> None:
     pytest.importorskip("matplotlib", reason="drawing needs the docs extra")
     refresh.main([])
-    assert not refresh.SEARCH_PICTURE.exists()
+    assert not files.SEARCH_PICTURE.exists()
     curves = {"hadagen": [0.5] * 59 + [0.99], "random": [0.4] * 59 + [0.9]}
     theirs = {"pso": [0.45] * 59 + [0.95]}
     data = {
@@ -262,35 +251,34 @@ def test_the_curves_of_searches(documents: Path) -> None:
         "kernel_tuner": {name: {"curve": curve, "at_budget": [curve[-1]]} for name, curve in theirs.items()},
         "kernel_tuner_others": {"mls": 0.9312},
     }
-    refresh.SEARCH.write_text(json.dumps(data))
+    files.SEARCH.write_text(json.dumps(data))
     assert refresh.outdated() == ["search.md", "search.svg"]
     refresh.main([])
     assert refresh.outdated() == []
-    text = refresh.SEARCH_PAGE.read_text()
+    text = files.SEARCH_PAGE.read_text()
     assert "| evaluations | hadagen | random | Kernel Tuner: pso |" in text
     assert "| 40 | 0.500 | 0.400 | 0.450 |\n| **budget** | 0.990 | 0.900 | 0.950 |" in text
     assert "| n8-float16-fast | 300 | 60 | 0.990 | 0.900 | 0.950 |" in text
     assert "after the budget: mls 0.931." in text
-    ElementTree.fromstring(refresh.SEARCH_PICTURE.read_bytes())
-    refresh.SEARCH.write_text(json.dumps({**data, "seeds": 10}))
+    ElementTree.fromstring(files.SEARCH_PICTURE.read_bytes())
+    files.SEARCH.write_text(json.dumps({**data, "seeds": 10}))
     assert refresh.outdated() == ["search.md", "search.svg"]
 
 
 def test_a_comparison_without_recordings_or_kernel_tuner_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script = load_script("compare_search")
     monkeypatch.setattr("sys.argv", ["compare_search.py", str(tmp_path)])
     with pytest.raises(SystemExit, match=r"holds no recordings .* make them with hadagen record"):
-        script.main()
+        compare_search.main()
     (tmp_path / "a.jsonl.gz").touch()
-    monkeypatch.setattr(script.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(compare_search.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit, match="Kernel Tuner is not installed; install it with: pip install kernel-tuner"):
-        script.main()
+        compare_search.main()
 
 
 def test_without_a_table_there_is_nothing_to_refresh(documents: Path) -> None:
-    refresh.OURS.unlink()
+    files.OURS.unlink()
     with pytest.raises(SystemExit, match="is missing; make it with hadagen bundle export"):
         refresh.main([])
     (documents / "README.md").write_text("no markers")

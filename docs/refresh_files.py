@@ -1,0 +1,24 @@
+"""Where the measured data, the documents and their pictures lie, for `refresh.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+DOCS = Path(__file__).resolve().parent
+OURS = DOCS / "data" / "h100.csv"
+BENCH = DOCS / "data" / "bench_h100.csv"
+EARLIER = DOCS / "data" / "bench_h100_earlier.csv"
+BENCH_H200 = DOCS / "data" / "bench_h200.csv"
+BETWEEN = DOCS / "data" / "between_h100.csv"
+PICTURE = DOCS / "assets" / "speed.svg"
+README = DOCS.parent / "README.md"
+CALLS = DOCS / "data" / "calls_h100.json"
+RECORDINGS = DOCS / "data" / "recordings"
+PERFORMANCE = DOCS / "performance.md"
+
+SEARCH = DOCS / "data" / "search.json"
+SEARCH_PAGE = DOCS / "search.md"
+SEARCH_PICTURE = DOCS / "assets" / "search.svg"
+
+# What a document shows where there is no data yet.
+NO_DATA = "*No measured table has been committed yet.*"

@@ -1,0 +1,117 @@
+"""What performance.md shows beside speed: losses between sizes, what ideas are worth, and what calls cost."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from statistics import geometric_mean
+from typing import Any
+
+import refresh_files as files
+from refresh_markdown import grid, number, wrapped
+from refresh_times import read_rows
+
+# Knob, its value without an idea and with it, as the table of what ideas are worth has them.
+CHOICES = (
+    ("cluster", 1, 8),
+    ("far_bits", "registers", "lanes"),
+    ("far_lanes", "shuffle", "mma"),
+    ("block_bits", "exchange", "load"),
+    ("low_bits", "shuffle", "mma"),
+    ("mma_carrier", "split", "tf32"),
+    ("exchange_carrier", "fp32", "packed"),
+    ("accumulator", "fp32", "packed"),
+    ("load", "plain", "cp_async"),
+    ("grid", "tiles", "persistent"),
+    ("order", "by_step", "by_chunk"),
+    ("store", "plain", "streaming"),
+)
+
+
+def between_table() -> str:
+    """What performance.md shows of the loss between the element counts that were tuned, in Markdown."""
+    if not files.BETWEEN.exists():
+        return files.NO_DATA
+    rows = read_rows(files.BETWEEN)
+    problems: dict[tuple[str, ...], list[dict[str, str]]] = defaultdict(list)
+    for row in rows:
+        problems[row["n"], row["dtype"], row["numerics"], row["pitched"]].append(row)
+    counts = len(rows) / len(problems)
+    text = (
+        f"On a {rows[0]['gpu']}, over {len(problems)} problems with {counts:.0f} row counts each, a call loses "
+        f"{_loss(rows)} (geometric mean) to the best variant known, and {_worst(rows)} where it loses most:"
+    )
+    head = ("n", "dtype", "numerics", "variants", "loss, geometric mean", "worst", "at rows")
+    lines = []
+    for (n, dtype, numerics, is_pitched), found in problems.items():
+        worst = max(found, key=lambda row: float(row["loss"]))
+        kind = f"{numerics}, pitched" if is_pitched == "1" else numerics
+        place = f"{worst['rows']}, {worst['destination']}"
+        lines.append((n, dtype, kind, worst["variants"], _loss(found), _worst(found), place))
+    return f"{wrapped(text)}\n\n{grid('rllrrrl', head, lines)}"
+
+
+def _loss(rows: Iterable[Mapping[str, str]]) -> str:
+    return f"{geometric_mean(1 + float(row['loss']) for row in rows) - 1:.1%}"
+
+
+def _worst(rows: Iterable[Mapping[str, str]]) -> str:
+    return f"{max(float(row['loss']) for row in rows):.1%}"
+
+
+def choices_table() -> str:
+    """What performance.md shows of how much faster the best kernel with an idea is than the best without, in Markdown:
+    for each recorded problem with kernels of both kinds, at each size that was recorded."""
+    recordings = []
+    for path in sorted(files.RECORDINGS.glob("*.jsonl.gz")):
+        with gzip.open(path, "rt", encoding="utf-8") as file:
+            head, *trials = map(json.loads, file)
+        recordings.append((head, trials))
+    if not recordings:
+        return files.NO_DATA
+    recordings.sort(key=lambda recording: recording[0]["problem"]["n"])
+    sizes = sorted({elements for head, _ in recordings for elements, _, _ in head["cells"]})
+    rows = []
+    for knob, without, with_it in CHOICES:
+        idea = f"`{knob}`: {without} → {with_it}"
+        for head, trials in recordings:
+            before, after = (_best_times(head, trials, knob, value) for value in (without, with_it))
+            if before and after:
+                problem = head["problem"]
+                ratios = (number(before[size] / after[size] if size in before else None) for size in sizes)
+                rows.append([idea, f"{problem['n']}, {problem['dtype']}, {problem['numerics']}", *ratios])
+                idea = ""  # once is enough
+    return grid("ll" + "r" * len(sizes), ["idea", "n", *map(_short, sizes)], rows)
+
+
+def _short(count: int) -> str:
+    return f"{count / (1 << 20):g} M" if count >= 1 << 20 else f"{count / (1 << 10):g} K"
+
+
+def _best_times(
+    head: Mapping[str, Any], trials: Iterable[Mapping[str, Any]], knob: str, value: object
+) -> dict[int, float]:
+    """By element count, the least microseconds of a recording's trials whose knob has the value; {} where none has."""
+    names = list(head["ranges"])
+    best: dict[int, float] = {}
+    if knob not in names:  # it came later
+        return best
+    for trial in trials:
+        if trial["us"] and trial["knobs"][names.index(knob)] == value:
+            for (elements, _, _), (us, *_) in zip(head["cells"], trial["us"], strict=True):
+                best[elements] = min(us, best.get(elements, us))
+    return best
+
+
+def call_table() -> str:
+    """What performance.md shows of the CPU time of calls, in Markdown."""
+    if not files.CALLS.exists():
+        return files.NO_DATA
+    data = json.loads(files.CALLS.read_text(encoding="utf-8"))
+    versions = f"Python {data['python']} and PyTorch {data['torch']}"
+    head = f"On a {data['gpu']}, with {versions}, for a {data['tensor']} tensor:"
+    calls = grid("lr", ["call", "µs"], ((name, f"{us:.1f}") for name, us in data["us"].items()))
+    once = grid("lr", ["once in a process", "ms"], ((name, f"{ms:.0f}") for name, ms in data["ms"].items()))
+    return f"{head}\n\n{calls}\n\n{once}"

@@ -1,0 +1,99 @@
+"""The pictures of the documents, which say what data they were drawn from."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from refresh_search import Searches
+from refresh_speed_tables import DESTINATION, DTYPE, REGIMES
+from refresh_times import LIBRARIES, Cell, Times
+
+# Of our searches, and of Kernel Tuner's from the best on.
+SEARCH_COLORS = ("#1b6ac9", "#8a8f98"), ("#d9822b", "#e3b341", "#a05a2c")
+# The least fraction that the picture of searches shows.
+LEAST_FRACTION = 0.85
+
+
+def fingerprint(*tables: Path) -> str:
+    """What a picture says it was drawn from."""
+    return "data " + hashlib.sha256(b"".join(table.read_bytes() for table in tables)).hexdigest()
+
+
+def is_drawn_from(picture: Path, *tables: Path) -> bool:
+    """Whether the picture says that it was drawn from the tables as they are."""
+    return picture.exists() and fingerprint(*tables) in picture.read_text(encoding="utf-8")
+
+
+def _pyplot() -> Any:
+    """What draws. The same data gives the same file."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    # svg.fonttype: text stays text
+    pyplot.rcParams.update({"svg.hashsalt": "hadagen", "svg.fonttype": "none", "font.family": "sans-serif"})
+    return pyplot
+
+
+def _save(pyplot: Any, figure: Any, path: Path, description: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="svg", facecolor="white", metadata={"Date": None, "Description": description})
+    pyplot.close(figure)
+
+
+def _style(panel: Any) -> None:
+    panel.grid(axis="y", color="#eceef1", linewidth=0.8)
+    panel.set_axisbelow(True)
+    panel.spines[["top", "right"]].set_visible(False)
+
+
+def draw_search(searches: Searches, path: Path, description: str) -> None:
+    """A line for each search: the fraction of the best over evaluations."""
+    pyplot = _pyplot()
+    figure, panel = pyplot.subplots(figsize=(8, 3.9), layout="constrained")
+    panel.axhline(1.0, color="#c5c9cf", linewidth=1, zorder=0)
+    ours, theirs = SEARCH_COLORS
+    colors = [*ours[: len(searches.ours)], *theirs[: len(searches.theirs)]]
+    for label, curve, color in zip(searches.labels, searches.curves, colors, strict=True):
+        width = 2.2 if label == "hadagen" else 1.5
+        panel.plot(range(1, len(curve) + 1), curve, color=color, linewidth=width, label=label)
+    panel.set_xlabel("evaluations")
+    panel.set_ylabel("best possible time / best so far")
+    panel.set_ylim(bottom=LEAST_FRACTION)
+    _style(panel)
+    panel.legend(loc="lower right", frameon=False)
+    _save(pyplot, figure, path, description)
+
+
+def draw(times: Times, path: Path, description: str) -> None:
+    """One panel for each regime, a line for each library."""
+    pyplot = _pyplot()
+    from matplotlib.ticker import FixedLocator, NullLocator
+
+    figure, panels = pyplot.subplots(1, len(REGIMES), figsize=(11, 3.9), sharey=True, layout="constrained")
+    for panel, (title, elements, cache) in zip(panels, REGIMES, strict=True):
+        panel.axhline(1.0, color="#c5c9cf", linewidth=1, zorder=0)
+        for name, color in LIBRARIES.items():
+            shown = {
+                cell.n: time.fraction_of_copy
+                for cell, time in sorted(times[name].items())
+                if cell == Cell(DTYPE, cell.n, elements, DESTINATION, cache)
+            }
+            width = 2.2 if name.startswith("hadagen") else 1.5
+            panel.plot(shown.keys(), shown.values(), color=color, linewidth=width, marker="o", markersize=3, label=name)
+        panel.set_title(title, fontsize=10, loc="left")
+        panel.set_xscale("log", base=2)
+        panel.xaxis.set_major_locator(FixedLocator([2, 16, 128, 1024, 8192]))
+        panel.xaxis.set_minor_locator(NullLocator())
+        panel.xaxis.set_major_formatter("{x:g}")
+        panel.set_xlabel("n")
+        panel.set_ylim(bottom=0)
+        _style(panel)
+    panels[0].set_ylabel("speed, as a fraction of a plain copy")
+    figure.suptitle(f"H100, {DTYPE}, {DESTINATION}", fontsize=10, x=0.01, ha="left")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(LIBRARIES), frameon=False)
+    _save(pyplot, figure, path, description)

@@ -1,0 +1,166 @@
+"""What the documents show of speed beside a copy and beside other libraries, and of errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from itertools import product
+from statistics import geometric_mean
+
+import refresh_files as files
+from refresh_markdown import grid, number, wrapped
+from refresh_times import LIBRARIES, Cell, Times, bench_tables, library_of, pitched, read_rows, times_of
+
+# What the table and the picture show.
+DTYPE, DESTINATION = "float16", "in-place"
+H200_DTYPE = "bfloat16"
+# What a kernel is named by.
+NAMING = ("n", "dtype", "numerics", "elements", "destination", "cache")
+# Title, elements (rows · n), where the data lies before the call.
+REGIMES = (
+    ("64 K elements, in L2", 1 << 16, "hot"),
+    ("8 M elements, in L2", 1 << 23, "hot"),
+    ("256 M elements, in memory", 1 << 28, "cold"),
+)
+# The same of pitched rows, whose element counts are others.
+PITCHED_REGIMES = (
+    ("64 K elements, in L2", 1 << 16, "hot"),
+    ("1 M elements, in L2", 1 << 20, "hot"),
+    ("128 M elements, in memory", 1 << 27, "cold"),
+)
+# From here on rows are as long as quantizers have them; what two measurements of one kernel differ by; and the elements
+# of what a model's layer transforms at once, and finds in L2.
+COMMON_N, NOISE, LAYER = 128, 0.02, 1 << 23
+ERROR_DTYPES = ("float16", "bfloat16")
+COLUMNS = (16, 128, 512, 1024, 4096, 8192, 16384, 32768)
+SIDES = "l" + "r" * len(COLUMNS)  # of a table that has them
+
+METHOD = """\
+Everything at a cell is timed within the same seconds, by the same method{runs}. Fractions are
+of the median of the fastest of four copy kernels. Launches are timed one right after another. Ours start while the one
+before still ends, and some let the next one start sooner, which copies and the peers do not, and so may beat a copy
+where launches are short; beside kernels of other libraries that saves less, or nothing. From memory some of ours ask
+for input ahead of its use, and beat a copy by a little. The second table divides microseconds. Cells are all of a size
+from 64 K to 256 M elements, a type and a destination, with the input hot in L2 or cold, that both were timed at;
+fast-hadamard-transform loses most at small n."""
+ONE_RUN, TWO_RUNS = ", and all cells are of one run", "; cells of {what} are of an earlier run than the others"
+RETUNED = "For some cells of n = {lengths} the bundle names other kernels by now."
+
+
+def numbers(times: Times) -> str:
+    """The README's picture and tables, in Markdown."""
+    picture = f"![Speed over n as a fraction of a plain copy]({files.PICTURE.relative_to(files.README.parent)})"
+    table = _table(times, REGIMES, {name: name for name in LIBRARIES})
+    method = METHOD.format(runs=_runs())
+    if lengths := _retuned():
+        method += " " + RETUNED.format(lengths=", ".join(map(str, lengths)))
+    return "\n\n".join([picture, table, _comparison(times), wrapped(method), _errors(times)])
+
+
+def _runs() -> str:
+    """Of how many runs the times beside the peers' are, and of what the earlier ones."""
+    rows, earlier = bench_tables()
+    if not earlier:
+        return ONE_RUN
+    kinds: tuple[Callable[[Mapping[str, str]], str], ...] = (
+        lambda row: row["dtype"],
+        lambda row: _size(int(row["elements"])),
+        lambda row: f"{row['dtype']} at n = {row['n']}",
+    )
+    timed = {kind(row) for row in rows for kind in kinds}
+    what = []
+    for row in earlier:
+        lacking = [name for kind in kinds if (name := kind(row)) not in timed]
+        if not lacking:
+            raise SystemExit(
+                f"{files.EARLIER} has cells of a type, a size and an n that {files.BENCH.name} has too; "
+                "time all in one run"
+            )
+        what.append(lacking[0])
+    return TWO_RUNS.format(what=" and of ".join(dict.fromkeys(what)))
+
+
+def _size(elements: int) -> str:
+    return f"{elements >> 20} M elements" if elements >> 20 else f"{elements >> 10} K elements"
+
+
+def _retuned() -> list[int]:
+    """Row lengths for which the bundle names other kernels than those that the run with the peers has timed."""
+
+    named, timed = (
+        {tuple(row[name] for name in NAMING): row["kernel"] for row in rows if library_of(row) in LIBRARIES}
+        for rows in (read_rows(files.OURS), [row for table in bench_tables() for row in table])
+    )
+    return sorted({int(cell[0]) for cell, kernel in timed.items() if named.get(cell, kernel) != kernel})
+
+
+def _comparison(times: Times) -> str:
+    """How many times as fast as each peer, by microseconds over all cells that both have, and where not."""
+    layers, common = f"in L2, to {LAYER >> 20} M elements", f"n ≥ {COMMON_N}"
+    head = [
+        "as fast as … (geometric mean)",
+        "all cells",
+        layers,
+        common,
+        f"behind by more than {NOISE:.0%}",
+        "worst cell",
+    ]
+    rows = []
+    for numerics in ("accurate", "fast"):
+        mine = times[f"hadagen, {numerics}"]
+        for name in ("HadaCore", "fast-hadamard-transform"):
+            ratios = {cell: times[name][cell].us / mine[cell].us for cell in sorted(mine.keys() & times[name].keys())}
+            if not ratios:
+                continue
+            layer = [ratio for cell, ratio in ratios.items() if cell.cache == "hot" and cell.elements <= LAYER]
+            large = [ratio for cell, ratio in ratios.items() if cell.n >= COMMON_N]
+            behind = sum(ratio < 1 - NOISE for ratio in ratios.values())
+            worst = min(ratios, key=ratios.__getitem__)
+            means = map(_mean, (ratios.values(), layer, large))
+            behind_of = f"{behind} of {len(ratios)} cells"
+            rows.append([f"`{numerics}` / {name}", *means, behind_of, f"{ratios[worst]:.2f}: {worst}"])
+    return grid("lrrrrl", head, rows)
+
+
+def _mean(ratios: Iterable[float]) -> str:
+    ratios = list(ratios)
+    return f"{geometric_mean(ratios):.2f}" if ratios else "–"
+
+
+def _errors(times: Times) -> str:
+    """The largest error at each n, of all that were timed there."""
+    found: dict[tuple[str, str, int], float] = {}
+    for name in LIBRARIES:
+        for cell, time in times[name].items():
+            if time.error is not None:
+                key = cell.dtype, name, cell.n
+                found[key] = max(time.error, found.get(key, 0.0))
+    text = "Relative error ‖out − ref‖ / ‖ref‖ against float64, in 10⁻⁴, on the same normal inputs:"
+    rows = (
+        [f"{dtype}: {name}", *(number(found.get((dtype, name, n)), 1e4) for n in COLUMNS)]
+        for dtype, name in product(ERROR_DTYPES, LIBRARIES)
+    )
+    return f"{text}\n\n{grid(SIDES, ['n =', *COLUMNS], rows)}"
+
+
+def pitched_table(times: Times) -> str:
+    """What performance.md shows of the speed of pitched rows, in Markdown."""
+    libraries = {numerics: pitched(numerics) for numerics in ("fast", "accurate")}
+    return _table(times, PITCHED_REGIMES, libraries)
+
+
+def h200_table() -> str:
+    """What performance.md shows of the speed on an H200, in Markdown."""
+    if not files.BENCH_H200.exists():
+        return files.NO_DATA
+    libraries = {numerics: f"hadagen, {numerics}" for numerics in ("fast", "accurate")}
+    return _table(times_of(read_rows(files.BENCH_H200)), REGIMES, libraries, H200_DTYPE)
+
+
+def _table(
+    times: Times, regimes: Iterable[tuple[str, int, str]], libraries: Mapping[str, str], dtype: str = DTYPE
+) -> str:
+    rows = []
+    for (title, elements, cache), (name, library) in product(regimes, libraries.items()):
+        found = (times[library].get(Cell(dtype, n, elements, DESTINATION, cache)) for n in COLUMNS)
+        rows.append([f"{title}: {name}", *(number(time and time.fraction_of_copy) for time in found)])
+    return grid(SIDES, [f"{dtype}, {DESTINATION}, fraction of copy; n =", *COLUMNS], rows)

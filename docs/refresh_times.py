@@ -1,0 +1,113 @@
+"""The times that the documents show, read from the tables that `hadagen` wrote."""
+
+from __future__ import annotations
+
+import csv
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+import refresh_files as files
+
+DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
+# Name in the documents → color.
+LIBRARIES = {
+    "hadagen, fast": "#1b6ac9",
+    "hadagen, accurate": "#0b2e59",
+    "HadaCore": "#d9822b",
+    "fast-hadamard-transform": "#8a8f98",
+}
+# Of others, name in the tables → in the documents.
+PEER_NAMES = {"fast_hadamard_transform": "fast-hadamard-transform"}
+
+
+class Cell(NamedTuple):
+    dtype: str
+    n: int
+    elements: int
+    destination: str
+    cache: str
+
+    def __str__(self) -> str:
+        return f"{self.dtype}, n = {self.n}, {self.elements >> 10} K elements, {self.destination}, {self.cache}"
+
+
+class Time(NamedTuple):
+    us: float
+    fraction_of_copy: float
+    error: float | None  # on normal inputs, where the table has it
+
+
+# library → cell → time
+Times = dict[str, dict[Cell, Time]]
+
+
+def read_times() -> Times:
+    """All tables, by the names of `LIBRARIES`; and of pitched rows, which the peers have no kernels for, by `pitched`.
+
+    The copy is the median of all that a table has of as many bytes: one in hundreds takes a third longer than the rest.
+    """
+    times = times_of(read_rows(files.OURS))
+    for library in LIBRARIES:
+        times.pop(library, None)  # timed by the bench too
+    for rows in bench_tables():
+        for library, timed in times_of(rows).items():
+            times[library] |= timed
+    return times
+
+
+def times_of(rows: Iterable[Mapping[str, str]]) -> Times:
+    """The times of one table."""
+    rows, times = list(rows), defaultdict[str, dict[Cell, Time]](dict)
+    copies = defaultdict(list)
+    for row in rows:
+        copies[_traffic(row)].append(float(row["copy_us"]))
+    for row in rows:
+        cell = Cell(row["dtype"], int(row["n"]), int(row["elements"]), row["destination"], row["cache"])
+        us, error = float(row["us"]), row.get("error")
+        times[library_of(row)][cell] = Time(us, median(copies[_traffic(row)]) / us, float(error) if error else None)
+    return times
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """The rows of a table, by the names of its columns."""
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def bench_tables() -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+    """The rows of the run with the peers, and those of an earlier one at cells that it lacks."""
+    rows = read_rows(files.BENCH)
+    timed = {_place(row) for row in rows}
+    earlier = read_rows(files.EARLIER) if files.EARLIER.exists() else []
+    return rows, [row for row in earlier if _place(row) not in timed]
+
+
+def _place(row: Mapping[str, str]) -> tuple[str, ...]:
+    return tuple(row[name] for name in Cell._fields)
+
+
+def sources() -> tuple[Path, ...]:
+    """The tables that the times are read from."""
+    return (files.OURS, files.BENCH, files.EARLIER) if files.EARLIER.exists() else (files.OURS, files.BENCH)
+
+
+def pitched(numerics: str) -> str:
+    """The name of our times of pitched rows."""
+    return f"hadagen, {numerics}, pitched"
+
+
+def library_of(row: Mapping[str, str]) -> str:
+    """What the documents call that which a row has the time of."""
+    if not row["numerics"]:
+        return PEER_NAMES.get(row["library"], row["library"])
+    return pitched(row["numerics"]) if row["pitched"] == "1" else f"hadagen, {row['numerics']}"
+
+
+def _traffic(row: Mapping[str, str]) -> tuple[object, ...]:
+    """What tells the copies beside the times apart: bytes and places. Of pitched rows a quarter is left out, if that is
+    an element."""
+    pitched = row["pitched"] == "1" and int(row["n"]) >= 4
+    return pitched, int(row["elements"]) * DTYPE_BYTES[row["dtype"]], row["destination"], row["cache"]
