@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
+from math import inf
 from queue import Empty, SimpleQueue
 from threading import Event as Flag
 
@@ -18,18 +19,20 @@ from hadagen.measure import Candidate, Runner
 from hadagen.problem import Problem
 from hadagen.space import build_plan
 from hadagen.toolchain import BuildFailure
-from hadagen.trial import Environment, Kernel, Outcome, Provenance, Trial
+from hadagen.trial import Kernel, Outcome, Provenance, Trial
+from hadagen.tuner.events import BatchBuilt
 
 BATCHES = 3  # under way at once: one is measured, one is built, one is being built
 BATCH_SIZE = 64
 
+Batch = Sequence[tuple[Problem, Knobs]]
 Build = Callable[[Sequence[tuple[Source, LaunchSpec]]], Sequence[Kernel | BuildFailure]]
-KernelKey = tuple[Problem, str]
+_KernelKey = tuple[Problem, str]  # candidates with the same key do the same thing in the same time
 
 
 @dataclass(frozen=True)
-class Built:
-    """A batch after the compiler: what will be measured, what has a kernel that is measured elsewhere, what failed."""
+class _BuiltBatch:
+    """A batch after the compiler: what will be measured, what has a kernel that others had before, what failed."""
 
     fresh: tuple[Candidate, ...]
     known: tuple[Candidate, ...]
@@ -37,80 +40,46 @@ class Built:
     seconds: float
 
 
-@dataclass(frozen=True)
-class Measured:
-    """The end of a batch: all trials of `built.fresh` came before."""
-
-    built: Built
-
-
-Result = Built | Trial | Measured
-
-
-def kernel_key(problem: Problem, kernel: Kernel) -> KernelKey:
-    """Candidates with the same key do the same thing in the same time."""
-    return problem, kernel.digest
-
-
-def failed_trial(problem: Problem, knobs: Knobs, failure: BuildFailure, arch: Arch, environment: Environment) -> Trial:
-    """The trial of knobs whose source does not compile. On no device (`gpu` is ""), it is an estimate."""
-    return Trial(
-        problem=problem,
-        arch=arch.name,
-        knobs=knobs.to_dict(),
-        outcome=Outcome.COMPILE_FAILED,
-        provenance=Provenance.MEASURED if environment.gpu else Provenance.ESTIMATED,
-        detail=failure.log,
-        environment=environment,
-        date=_now(),
-    )
-
-
-def same_kernel_trial(candidate: Candidate, of_kernel: Mapping[KernelKey, Trial]) -> Trial:
-    """The trial of knobs that compile to the kernel that other knobs had before, whose trial is among `of_kernel`."""
-    assert candidate.kernel is not None
-    first = of_kernel[kernel_key(candidate.problem, candidate.kernel)]
-    return replace(
-        first,
-        knobs=candidate.knobs,
-        kernel=candidate.kernel,
-        detail=f"same kernel as {Knobs.from_dict(first.knobs)}",
-        date=_now(),
-        seconds=0.0,
-    )
-
-
-def _now() -> str:
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")
-
-
 class Pipeline:
-    """Batches of knobs in; for each, in the same order, a `Built`, its trials and a `Measured` out.
+    """Batches of knobs in; out come, in the same order, a `BatchBuilt` of each and a trial of each of its knobs.
 
-    `build` compiles variants and answers in their order; None for a runner that needs no kernels. `known`: kernels that
-    need not be measured. As a context manager it ends its threads.
+    `build` compiles variants and answers in their order; None for a runner that needs no kernels. A kernel is measured
+    once: other knobs that compile to it get its trial under their name. `known`: trials whose kernels were measured
+    before. As a context manager it ends its threads.
     """
 
-    def __init__(self, arch: Arch, build: Build | None, runner: Runner, known: set[KernelKey]) -> None:
-        self._arch, self._build_kernels, self._runner, self._known = arch, build, runner, known
-        self._results: SimpleQueue[Result | BaseException] = SimpleQueue()
+    def __init__(self, arch: Arch, build: Build | None, runner: Runner, known: Iterable[Trial] = ()) -> None:
+        self._arch, self._build_kernels, self._runner = arch, build, runner
+        # The first trial of each kernel; without the kernel, which would fill the memory.
+        self._of_kernel: dict[_KernelKey, Trial] = {}
+        for trial in known:
+            self._remember(trial)
+        self._compiled = set(self._of_kernel)  # and those that are not measured yet
+        self._results: SimpleQueue[BatchBuilt | Trial | BaseException | None] = SimpleQueue()  # None ends a batch
+        self._under_way = 0  # batches
         self._stopped = Flag()
         self._builder = ThreadPoolExecutor(1, "hadagen-build")
         self._measurer = ThreadPoolExecutor(1, "hadagen-measure")
 
-    def submit(self, batch: Sequence[tuple[Problem, Knobs]]) -> None:
-        built = self._builder.submit(self._build, batch)
-        self._measurer.submit(self._measure, built)
+    def run(self, ask: Callable[[], Batch], deadline: float = inf) -> Iterator[BatchBuilt | Trial]:
+        """What comes of the batches that `ask` gives, until it has no more or `time.monotonic()` is past the deadline.
 
-    def next(self, timeout: float | None = None) -> Result | None:
-        """The next result, or None after `timeout` seconds. Raises what was raised in a thread."""
-        try:
-            result = self._results.get(timeout=timeout)
-        except Empty:
-            return None
-        if isinstance(result, BaseException):
-            raise result
-        return result
+        `BATCHES` are under way at once. Another is asked for when one came to its end; an empty one says that there is
+        none now. Raises what was raised in a thread.
+        """
+        self._refill(ask, deadline)
+        while self._under_way and (left := deadline - time.monotonic()) > 0:
+            try:
+                result = self._results.get(timeout=None if left == inf else left)
+            except Empty:
+                return
+            if isinstance(result, BaseException):
+                raise result
+            if result is None:
+                self._under_way -= 1
+                self._refill(ask, deadline)
+            else:
+                yield result
 
     def stop(self) -> list[Trial]:
         """Start nothing more, wait for what is under way, and return the trials that came of it."""
@@ -129,10 +98,16 @@ class Pipeline:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def _build(self, batch: Sequence[tuple[Problem, Knobs]]) -> Built:
+    def _refill(self, ask: Callable[[], Batch], deadline: float) -> None:
+        while self._under_way < BATCHES and time.monotonic() < deadline and (batch := ask()):
+            built = self._builder.submit(self._build, batch)
+            self._measurer.submit(self._measure, built)
+            self._under_way += 1
+
+    def _build(self, batch: Batch) -> _BuiltBatch:
         started = time.monotonic()
         if self._build_kernels is None:
-            return Built(tuple(Candidate(problem, knobs.to_dict()) for problem, knobs in batch), (), (), 0.0)
+            return _BuiltBatch(tuple(Candidate(problem, knobs.to_dict()) for problem, knobs in batch), (), (), 0.0)
         plans = [build_plan(problem, knobs, self._arch) for problem, knobs in batch]
         kernels = self._build_kernels([(render(plan), plan.launch) for plan in plans])
         fresh: list[Candidate] = []
@@ -142,18 +117,24 @@ class Pipeline:
             if isinstance(kernel, BuildFailure):
                 failed.append((problem, knobs, kernel))
                 continue
-            key = kernel_key(problem, kernel)
-            (known if key in self._known else fresh).append(Candidate(problem, knobs.to_dict(), kernel))
-            self._known.add(key)
-        return Built(tuple(fresh), tuple(known), tuple(failed), time.monotonic() - started)
+            key = _key(problem, kernel)
+            (known if key in self._compiled else fresh).append(Candidate(problem, knobs.to_dict(), kernel))
+            self._compiled.add(key)
+        return _BuiltBatch(tuple(fresh), tuple(known), tuple(failed), time.monotonic() - started)
 
-    def _measure(self, future: Future[Built]) -> None:
+    def _measure(self, future: Future[_BuiltBatch]) -> None:
         try:
             built = future.result()
-            self._results.put(built)
+            self._results.put(BatchBuilt(len(built.fresh), len(built.known), len(built.failed), built.seconds))
+            for problem, knobs, failure in built.failed:
+                self._results.put(self._failed_trial(problem, knobs, failure))
             for _, trial in self._runner.run(self._until_stopped(built.fresh)):
+                self._remember(trial)
                 self._results.put(trial)
-            self._results.put(Measured(built))
+            if not self._stopped.is_set():  # else some of these kernels may have no trial
+                for candidate in built.known:
+                    self._results.put(self._same_kernel_trial(candidate))
+                self._results.put(None)
         except BaseException as error:  # for the main thread to raise
             self._results.put(error)
 
@@ -162,3 +143,42 @@ class Pipeline:
             if self._stopped.is_set():
                 return
             yield candidate
+
+    def _remember(self, trial: Trial) -> None:
+        if trial.kernel is not None:
+            self._of_kernel.setdefault(_key(trial.problem, trial.kernel), replace(trial, kernel=None))
+
+    def _failed_trial(self, problem: Problem, knobs: Knobs, failure: BuildFailure) -> Trial:
+        """The trial of knobs whose source does not compile. On no device (`gpu` is ""), it is an estimate."""
+        environment = self._runner.environment
+        return Trial(
+            problem=problem,
+            arch=self._arch.name,
+            knobs=knobs.to_dict(),
+            outcome=Outcome.COMPILE_FAILED,
+            provenance=Provenance.MEASURED if environment.gpu else Provenance.ESTIMATED,
+            detail=failure.log,
+            environment=environment,
+            date=_now(),
+        )
+
+    def _same_kernel_trial(self, candidate: Candidate) -> Trial:
+        """The trial of knobs that compile to the kernel that other knobs had before."""
+        assert candidate.kernel is not None
+        first = self._of_kernel[_key(candidate.problem, candidate.kernel)]
+        return replace(
+            first,
+            knobs=candidate.knobs,
+            kernel=candidate.kernel,
+            detail=f"same kernel as {Knobs.from_dict(first.knobs)}",
+            date=_now(),
+            seconds=0.0,
+        )
+
+
+def _key(problem: Problem, kernel: Kernel) -> _KernelKey:
+    return problem, kernel.digest
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")

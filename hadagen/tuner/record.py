@@ -22,19 +22,8 @@ from hadagen.measure import Cell, Runner
 from hadagen.problem import Problem
 from hadagen.space import Space
 from hadagen.trial import Destination, Environment, Outcome, Trial, deciding_cache
-from hadagen.tuner.events import BatchBuilt, Listener, ProblemFinished, ProblemStarted, SearchStarted, TrialFinished
-from hadagen.tuner.pipeline import (
-    BATCH_SIZE,
-    BATCHES,
-    Build,
-    Built,
-    KernelKey,
-    Pipeline,
-    Result,
-    failed_trial,
-    kernel_key,
-    same_kernel_trial,
-)
+from hadagen.tuner.events import Listener, ProblemFinished, ProblemStarted, SearchStarted, TrialFinished
+from hadagen.tuner.pipeline import BATCH_SIZE, Build, Pipeline
 from hadagen.tuner.recording import SUFFIX, Recording, read_recording, recording_of, write_recording
 from hadagen.tuner.study import Leaders, best_of, follow, leaders_of
 from hadagen.tuning_db.aside import unwritable
@@ -172,24 +161,22 @@ class _Recorder:
                 self._drafts[problem] = _Draft(empty, options.arch, options.folder)
             except OSError as error:
                 raise unwritable(options.folder, error) from error
-        self._of_kernel: dict[KernelKey, Trial] = {}
         self._trials = sum(len(draft.missing) + len(draft.trials) for draft in self._drafts.values())
         self._before = self._finished = sum(len(draft.trials) for draft in self._drafts.values())
-        self._waiting = self._missing()
 
     def run(self) -> RecordReport:
         options, interrupted = self._options, False
         self._listen(
             SearchStarted(len(self._drafts), self._trials, self._finished, options.environment, estimated=False)
         )
-        with Pipeline(options.arch, options.build, options.runner, set()) as pipeline:
+        missing = self._missing()
+        with Pipeline(options.arch, options.build, options.runner) as pipeline:
             try:
-                under_way = sum(self._submit(pipeline) for _ in range(BATCHES))
-                while under_way:
-                    result = pipeline.next()
-                    assert result is not None  # for it had no timeout
-                    if self._handle(result):
-                        under_way += self._submit(pipeline) - 1
+                for result in pipeline.run(lambda: list(islice(missing, BATCH_SIZE))):
+                    if isinstance(result, Trial):
+                        self._finish(result)
+                    else:
+                        self._listen(result)
             except KeyboardInterrupt:
                 interrupted = True
             for trial in pipeline.stop():
@@ -208,35 +195,12 @@ class _Recorder:
             for knobs in draft.missing:
                 yield problem, knobs
 
-    def _submit(self, pipeline: Pipeline) -> int:
-        """Hand over another batch: how many were."""
-        batch = list(islice(self._waiting, BATCH_SIZE))
-        if batch:
-            pipeline.submit(batch)
-        return bool(batch)
-
-    def _handle(self, result: Result) -> bool:
-        """Keep what came; whether it was the end of a batch."""
-        if isinstance(result, Built):
-            self._listen(BatchBuilt(len(result.fresh), len(result.known), len(result.failed), result.seconds))
-            for failed in result.failed:
-                self._finish(failed_trial(*failed, self._options.arch, self._options.environment))
-        elif isinstance(result, Trial):
-            self._finish(result)
-        else:
-            for candidate in result.built.known:
-                self._finish(same_kernel_trial(candidate, self._of_kernel))
-            return True
-        return False
-
     def _finish(self, trial: Trial) -> None:
         draft = self._drafts[trial.problem]
         try:
             kept = draft.keep(trial)
         except OSError as error:
             raise unwritable(draft.path, error) from error
-        if trial.kernel is not None:
-            self._of_kernel.setdefault(kernel_key(trial.problem, trial.kernel), kept)
         self._finished += 1
         best = best_of(draft.leaders)
         self._listen(TrialFinished(kept, best, self._finished, self._trials))

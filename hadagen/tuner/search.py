@@ -12,7 +12,8 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
+from itertools import chain, zip_longest
+from math import inf
 from operator import attrgetter
 
 import optuna
@@ -27,7 +28,6 @@ from hadagen.space import Space
 from hadagen.trial import Outcome, Trial
 from hadagen.tuner.estimate import shortlist
 from hadagen.tuner.events import (
-    BatchBuilt,
     Listener,
     PairRaced,
     ProblemFinished,
@@ -36,18 +36,7 @@ from hadagen.tuner.events import (
     TrialFinished,
     TuneReport,
 )
-from hadagen.tuner.pipeline import (
-    BATCH_SIZE,
-    BATCHES,
-    Build,
-    Built,
-    KernelKey,
-    Measured,
-    Pipeline,
-    failed_trial,
-    kernel_key,
-    same_kernel_trial,
-)
+from hadagen.tuner.pipeline import BATCH_SIZE, Build, Pipeline
 from hadagen.tuner.races import Racing, race_near_ties
 from hadagen.tuner.study import Leaders, Study, by_cells_led, leaders_of, legal_knobs
 from hadagen.tuning_db.store import Store
@@ -151,7 +140,6 @@ class _Search:
         self._studies: dict[Problem, Study] = {}
         self._seeds: dict[tuple[int, Numerics, int], list[Knobs]] = {}
         self._stored: dict[Problem, list[Trial]] = defaultdict(list)
-        self._of_kernel: dict[KernelKey, Trial] = {}  # without the kernel, which would fill the memory
         kept = (
             options.store.trials(arch=options.arch.name, gpu=self._environment.gpu, blobs=False)
             if options.store
@@ -160,14 +148,12 @@ class _Search:
         for trial in kept:
             if legal_knobs(trial, options.arch):
                 self._stored[trial.problem].append(trial)
-                self._remember(trial)
         # By problem: trials there are, and will be.
         self._finished = {problem: len(self._stored[problem]) for problem in self._unopened}
         self._goals = {problem: max(self._share(problem), stored) for problem, stored in self._finished.items()}
         self._finished_before = sum(self._finished.values())
         self._outcomes: Counter[Outcome] = Counter()
         self._changed: set[Problem] = set()
-        self._under_way = 0  # batches
         self._raced = 0
         listen(
             SearchStarted(
@@ -181,13 +167,15 @@ class _Search:
 
     def run(self) -> None:
         """Search to the end, or until time is up or Ctrl-C. What was measured until then is recorded."""
-        options = self._options
-        with Pipeline(options.arch, options.build, options.runner, set(self._of_kernel)) as pipeline:
+        options, known = self._options, chain.from_iterable(self._stored.values())
+        deadline = self._started + SEARCH_SHARE * (options.time_budget or inf)
+        with Pipeline(options.arch, options.build, options.runner, known) as pipeline:
             try:
-                self._refill(pipeline)
-                while self._under_way and not self._out_of_time():
-                    if result := pipeline.next(timeout=self._seconds_left(SEARCH_SHARE)):
-                        self._handle(result, pipeline)
+                for result in pipeline.run(self._ask, deadline):
+                    if isinstance(result, Trial):
+                        self._finish(result)
+                    else:
+                        self._listen(result)
             except KeyboardInterrupt:
                 self.stopped = "interrupted"
             for trial in pipeline.stop():
@@ -229,19 +217,6 @@ class _Search:
     def _share(self, problem: Problem) -> int:
         """The trials that a problem should get."""
         return min(self._trials, max(LEAST_PITCHED, self._trials // PITCHED_SHARE)) if problem.pitched else self._trials
-
-    def _seconds_left(self, share: float) -> float | None:
-        """Until this share of the time budget is used up; None without a budget."""
-        budget = self._options.time_budget
-        return None if budget is None else max(0.0, self._started + share * budget - time.monotonic())
-
-    def _out_of_time(self) -> bool:
-        return self._seconds_left(SEARCH_SHARE) == 0
-
-    def _refill(self, pipeline: Pipeline) -> None:
-        while self._under_way < BATCHES and not self._out_of_time() and (batch := self._ask()):
-            pipeline.submit(batch)
-            self._under_way += 1
 
     def _ask(self) -> list[tuple[Problem, Knobs]]:
         """The next batch: as many knobs of each open problem as there is room for; empty if none may have more now."""
@@ -315,24 +290,10 @@ class _Search:
         study = self._studies.get(problem)
         return study.leaders if study else leaders_of(self._stored[problem])
 
-    def _handle(self, result: Built | Trial | Measured, pipeline: Pipeline) -> None:
-        if isinstance(result, Built):
-            self._listen(BatchBuilt(len(result.fresh), len(result.known), len(result.failed), result.seconds))
-            for failed in result.failed:
-                self._finish(failed_trial(*failed, self._options.arch, self._environment))
-        elif isinstance(result, Trial):
-            self._finish(result)
-        else:
-            for candidate in result.built.known:
-                self._finish(same_kernel_trial(candidate, self._of_kernel))
-            self._under_way -= 1
-            self._refill(pipeline)
-
     def _finish(self, trial: Trial) -> None:
         """Record, then learn, then report."""
         if self._options.store is not None:
             self._options.store.record(trial)
-        self._remember(trial)
         problem, study = trial.problem, self._studies[trial.problem]
         study.tell(trial)
         self._changed.add(problem)
@@ -346,10 +307,6 @@ class _Search:
         if finished:
             self._listen(ProblemFinished(study.problem, study.finished, study.best))
         return finished
-
-    def _remember(self, trial: Trial) -> None:
-        if trial.kernel is not None:
-            self._of_kernel.setdefault(kernel_key(trial.problem, trial.kernel), replace(trial, kernel=None))
 
 
 def _by_turns(lists: Iterable[Sequence[Knobs]]) -> list[Knobs]:
