@@ -148,7 +148,7 @@ def _time(choices: Sequence[Choice], environment: Environment, index: int) -> tu
 
     Also sentences on what could not be timed, because verification refused it or the device failed. The rest is.
     """
-    from hadagen.measure import Candidate
+    from hadagen.measure import Variant
     from hadagen.problem import Numerics
     from hadagen.tuning_db.merge import kernel_of
 
@@ -163,13 +163,13 @@ def _time(choices: Sequence[Choice], environment: Environment, index: int) -> tu
         for group in counted(kinds, "timing"):
             kernels = {choice.kernel: choice for choice in group}
             positions = {kernel: position for position, kernel in enumerate(kernels)}
-            candidates = [
-                Candidate(c.problem, dict(c.entry.knobs), kernel_of(c.bundle, c.entry.kernel)) for c in kernels.values()
+            variants = [
+                Variant(c.problem, dict(c.entry.knobs), kernel_of(c.bundle, c.entry.kernel)) for c in kernels.values()
             ]
             by_cell = {cell: list(some) for cell, some in groupby(group, lambda choice: choice.cell)}
             cells = [(cell, [positions[c.kernel] for c in some]) for cell, some in by_cell.items()]
             try:
-                comparison = runner.compare(candidates, cells)
+                comparison = runner.compare(variants, cells)
             except DeviceError as error:
                 failures.append(str(error))
                 continue

@@ -17,7 +17,7 @@ from hadagen.errors import DeviceError, UsageError
 from hadagen.trial import Outcome
 
 if TYPE_CHECKING:
-    from hadagen.measure import Candidate, Cell, Place, Ranking
+    from hadagen.measure import Cell, Place, Ranking, Variant
     from hadagen.problem import Problem
     from hadagen.runtime.device import Device
     from hadagen.trial import Destination
@@ -104,7 +104,7 @@ def between(
         with measuring(environment, device) as runner:
             for field in counted(fields, "timing"):
                 try:
-                    ranking = runner.rank(field.candidates, field.places)
+                    ranking = runner.rank(field.variants, field.places)
                 except DeviceError as error:
                     failures.append(str(error))
                     continue
@@ -126,35 +126,35 @@ class Field(NamedTuple):
     """All that competes for a problem, and where."""
 
     problem: Problem
-    candidates: list[Candidate]
+    variants: list[Variant]
     rows: list[int]
     places: list[Place]
 
     @property
     def digests(self) -> list[str]:
-        """Of the candidates' kernels."""
-        return [candidate.kernel.digest for candidate in self.candidates if candidate.kernel]
+        """Of the variants' kernels."""
+        return [variant.kernel.digest for variant in self.variants if variant.kernel]
 
 
 def _field(
     problem: Problem, counts: int, ways: Sequence[Destination], target: Device, l2_bytes: int, store: Store | None
 ) -> Field:
-    from hadagen.measure import Candidate, Place, rows_between
+    from hadagen.measure import Place, Variant, rows_between
     from hadagen.runtime import bundles
     from hadagen.runtime.choose import choose_from_bundles
     from hadagen.tuning_db.merge import kernel_of
     from hadagen.tuning_db.winners import contenders
 
-    known: dict[str, Candidate] = {}
+    known: dict[str, Variant] = {}
     for bundle in bundles.known():
         for entry in bundle.entries(problem) if bundle.arch == target.arch else []:
             if entry.kernel not in known:
-                known[entry.kernel] = Candidate(problem, dict(entry.knobs), kernel_of(bundle, entry.kernel))
+                known[entry.kernel] = Variant(problem, dict(entry.knobs), kernel_of(bundle, entry.kernel))
     if store:
         trials = store.trials(problem, target.arch, target.gpu, Outcome.OK, blobs=False)
         for trial in contenders(trials, MOST_TRIALS):
             if trial.kernel and trial.kernel.digest not in known:
-                known[trial.kernel.digest] = Candidate(problem, trial.knobs, store.kernel(trial.kernel.digest))
+                known[trial.kernel.digest] = Variant(problem, trial.knobs, store.kernel(trial.kernel.digest))
     positions = {digest: position for position, digest in enumerate(known)}
     field = Field(problem, list(known.values()), [], [])
     for number, rows in enumerate(rows_between(problem, counts)):

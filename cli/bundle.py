@@ -221,7 +221,7 @@ def _measured_in(path: Path) -> set[tuple[Problem, str]]:
         return set()  # of what is damaged, or of another version, nothing is used any more
 
 
-def select_winners(store: Store, arch: str, path: Path, loss: float = LOSS) -> dict[won.Cell, Trial]:
+def select_winners(store: Store, arch: str, path: Path, loss: float = LOSS) -> dict[won.WinnerCell, Trial]:
     """The winners of a database, to be written to a bundle at `path`; where there are any, raises as `keep_winners`."""
     from hadagen.tuning_db.winners import portfolio
 
@@ -232,7 +232,7 @@ def select_winners(store: Store, arch: str, path: Path, loss: float = LOSS) -> d
     return selection
 
 
-def write_winners(store: Store, arch: str, path: Path, loss: float = LOSS) -> dict[won.Cell, Trial]:
+def write_winners(store: Store, arch: str, path: Path, loss: float = LOSS) -> dict[won.WinnerCell, Trial]:
     """Write the winners of a database to a bundle, and return them. Raises as `select_winners` and `write_bundle`
     do."""
     from hadagen.tuning_db.bundle_writer import write_bundle
@@ -242,7 +242,7 @@ def write_winners(store: Store, arch: str, path: Path, loss: float = LOSS) -> di
     return selection
 
 
-def count_of(selection: dict[won.Cell, Trial]) -> str:
+def count_of(selection: dict[won.WinnerCell, Trial]) -> str:
     kernels = {trial.kernel.digest for trial in selection.values() if trial.kernel}
     return f"{len(selection)} winners, {len(kernels)} kernels"
 

@@ -17,7 +17,7 @@ from hadagen.errors import DeviceError, UsageError
 from hadagen.trial import Outcome
 
 if TYPE_CHECKING:
-    from hadagen.measure import Candidate, Cell
+    from hadagen.measure import Cell, Variant
     from hadagen.problem import Problem
     from hadagen.trial import Trial
 
@@ -45,13 +45,13 @@ def refine(problems: list[Problem], db: str | None, bundle: Path | None, device:
     path = bundle_place(bundle, arch, db)
     failures: list[str] = []
 
-    def measure(cells: Mapping[Problem, Sequence[Cell]], candidates: Sequence[Candidate]) -> Iterator[Trial]:
+    def measure(cells: Mapping[Problem, Sequence[Cell]], variants: Sequence[Variant]) -> Iterator[Trial]:
         with measuring(gpu, device, cells=cells, give_up=inf) as runner:  # slow here may be fast there
-            for candidate, trial in runner.run(counted(candidates, "timing")):
-                if trial.outcome is not Outcome.OK and candidate.kernel:
+            for variant, trial in runner.run(counted(variants, "timing")):
+                if trial.outcome is not Outcome.OK and variant.kernel:
                     lost = trial.outcome in (Outcome.WRONG_ANSWER, Outcome.UNSTABLE)
                     advice = "it wins nothing any more" if lost else "it was left out"
-                    failures.append(refusal(trial.problem, candidate.kernel.digest, trial, advice))
+                    failures.append(refusal(trial.problem, variant.kernel.digest, trial, advice))
                     if len(failures) == MOST_FAILURES:
                         raise DeviceError(f"{failures[-1]}; that many fail where the device does; run hadagen doctor")
                 yield trial

@@ -10,7 +10,7 @@ import pytest
 from fake_search import FakeRunner
 
 from hadagen import measure
-from hadagen.measure import Answer, Candidate, Cell, Comparison, Place, Ranking, Standing, Times
+from hadagen.measure import Answer, Cell, Comparison, Place, Ranking, Standing, Times, Variant
 from hadagen.problem import Problem
 from hadagen.trial import Kernel, Outcome
 
@@ -22,7 +22,7 @@ class FakeDevice(FakeRunner):
     peers: ClassVar[dict[str, float]] = {}
     refusals: ClassVar[dict[int, Answer]] = {}
     compared: ClassVar[list[tuple[list[Problem], list[Cell]]]] = []
-    ranked: ClassVar[list[tuple[list[Candidate], list[Place]]]] = []
+    ranked: ClassVar[list[tuple[list[Variant], list[Place]]]] = []
 
     def __init__(self, device_index: int, copy_kernels: Sequence[Kernel], cells: Any = None, **others: object) -> None:
         super().__init__()
@@ -31,20 +31,20 @@ class FakeDevice(FakeRunner):
         assert device_index == 0
         assert len(copy_kernels) == len(measure.copy_sources())
 
-    def compare(self, candidates: Sequence[Candidate], cells: Sequence[tuple[Cell, Sequence[int]]]) -> Comparison:
-        """Ours take 1 µs at the position in `candidates`, and one more at each after it; the copy takes 0.5 µs."""
-        self.compared.append(([candidate.problem for candidate in candidates], [cell for cell, _ in cells]))
-        answers = [self.refusals.get(c.problem.n, Answer(Outcome.OK, "", {"normal": 2e-4})) for c in candidates]
-        peers = {name: us for name, us in self.peers.items() if name == "one" or candidates[0].problem.n == 4}
+    def compare(self, variants: Sequence[Variant], cells: Sequence[tuple[Cell, Sequence[int]]]) -> Comparison:
+        """Ours take 1 µs at the position in `variants`, and one more at each after it; the copy takes 0.5 µs."""
+        self.compared.append(([variant.problem for variant in variants], [cell for cell, _ in cells]))
+        answers = [self.refusals.get(c.problem.n, Answer(Outcome.OK, "", {"normal": 2e-4})) for c in variants]
+        peers = {name: us for name, us in self.peers.items() if name == "one" or variants[0].problem.n == 4}
         times = [
             Times(0.5, {i: 1.0 + i for i in wanted if answers[i].outcome is Outcome.OK}, peers) for _, wanted in cells
         ]
         return Comparison(tuple(answers), {name: {"normal": 3e-4} for name in self.peers}, tuple(times))
 
-    def rank(self, candidates: Sequence[Candidate], places: Sequence[Place]) -> Ranking:
+    def rank(self, variants: Sequence[Variant], places: Sequence[Place]) -> Ranking:
         """Each place is lost by one percent more than the one before it."""
-        self.ranked.append((list(candidates), list(places)))
-        answers = [self.refusals.get(c.problem.n, Answer(Outcome.OK, "")) for c in candidates]
+        self.ranked.append((list(variants), list(places)))
+        answers = [self.refusals.get(c.problem.n, Answer(Outcome.OK, "")) for c in variants]
         right = all(answer.outcome is Outcome.OK for answer in answers)
         standings = [Standing(0, 2.0 + i / 50, 2.0, i / 100) if right else None for i, _ in enumerate(places)]
         return Ranking(tuple(answers), tuple(standings))

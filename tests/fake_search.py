@@ -16,7 +16,7 @@ from typing import Any
 from hadagen.arch import Arch, load_arch
 from hadagen.codegen import Source
 from hadagen.launch import LaunchSpec
-from hadagen.measure import Candidate
+from hadagen.measure import Variant
 from hadagen.problem import DType, Numerics, Problem
 from hadagen.toolchain import BuildFailure
 from hadagen.trial import Cache, Destination, Environment, Kernel, Outcome, Provenance, Timing, Trial, kernel_digest
@@ -92,13 +92,13 @@ class FakeRunner:
     def __init__(self) -> None:
         self.asked: list[tuple[Problem, dict[str, Any]]] = []
 
-    def run(self, candidates: Iterable[Candidate]) -> Iterator[tuple[Candidate, Trial]]:
-        for candidate in candidates:
-            self.asked.append((candidate.problem, candidate.knobs))
-            yield candidate, self.trial(candidate)
+    def run(self, variants: Iterable[Variant]) -> Iterator[tuple[Variant, Trial]]:
+        for variant in variants:
+            self.asked.append((variant.problem, variant.knobs))
+            yield variant, self.trial(variant)
 
-    def trial(self, candidate: Candidate) -> Trial:
-        return make_trial(candidate.problem, candidate.knobs, candidate.kernel)
+    def trial(self, variant: Variant) -> Trial:
+        return make_trial(variant.problem, variant.knobs, variant.kernel)
 
 
 def options(store: Store, runner: Any, **fields: Any) -> TuneOptions:
@@ -126,12 +126,12 @@ class LoggingRunner(FakeRunner):
         super().__init__()
         self._log, self._killer = log, killer
 
-    def trial(self, candidate: Candidate) -> Trial:
+    def trial(self, variant: Variant) -> Trial:
         self._killer.pass_by("measuring")
         with self._log.open("a") as log:
-            log.write(f"{candidate.problem.name} {sorted(candidate.knobs.items())}\n")
+            log.write(f"{variant.problem.name} {sorted(variant.knobs.items())}\n")
         self._killer.pass_by("measured")
-        return super().trial(candidate)
+        return super().trial(variant)
 
 
 def search_and_die(database: Path, log: Path, where: str, count: int) -> None:

@@ -12,7 +12,7 @@ from sample_trials import H100, PROBLEM, make_trial, times
 from hadagen.runtime import bundles
 from hadagen.trial import Destination, Trial
 from hadagen.tuning_db.bundle_writer import write_bundle
-from hadagen.tuning_db.winners import Cell, portfolio
+from hadagen.tuning_db.winners import WinnerCell, portfolio
 
 
 def hide_bundles(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,7 +29,7 @@ def write_sample(path: Path, chunks: int = 1) -> Path:
 
 def write_winners(path: Path, chunks: Mapping[int, int]) -> Path:
     """Writes a bundle of a winner for each of these element counts, timed in place on an H100; returns its path."""
-    line = Cell(PROBLEM, "sm90", H100.gpu, Destination.IN_PLACE, 0)
+    line = WinnerCell(PROBLEM, "sm90", H100.gpu, Destination.IN_PLACE, 0)
     return _write(
         path,
         {
@@ -44,7 +44,7 @@ def write_trials(path: Path, trials: Sequence[Trial]) -> Path:
     return _write(path, portfolio(trials))
 
 
-def _write(path: Path, selection: Mapping[Cell, Trial]) -> Path:
+def _write(path: Path, selection: Mapping[WinnerCell, Trial]) -> Path:
     kernels = {trial.kernel.digest: trial.kernel for trial in selection.values() if trial.kernel}
     write_bundle(path, "sm90", selection, kernels.__getitem__)
     return path

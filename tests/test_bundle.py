@@ -28,7 +28,7 @@ from hadagen.tuning_db.bundle import APPLICATION_ID, FORMAT, TABLES, Bundle, shi
 from hadagen.tuning_db.bundle_writer import write_bundle
 from hadagen.tuning_db.merge import merge_bundles
 from hadagen.tuning_db.store import Store
-from hadagen.tuning_db.winners import Cell, cell_value, portfolio
+from hadagen.tuning_db.winners import WinnerCell, cell_value, portfolio
 
 OTHER = replace(PROBLEM, n=512)
 PITCHED = Problem(512, DType.FLOAT32, pitched=True)
@@ -90,7 +90,7 @@ def test_a_bundle_holds_the_winners(path: Path) -> None:
     found = {}
     for problem in bundle.problems():
         for entry in bundle.entries(problem):
-            found[Cell(problem, entry.arch, entry.gpu, entry.destination, entry.elements)] = entry
+            found[WinnerCell(problem, entry.arch, entry.gpu, entry.destination, entry.elements)] = entry
     selection = portfolio(TRIALS)
     assert list(found) == sorted(selection)
     for cell, trial in selection.items():
@@ -342,7 +342,7 @@ def test_merging_leaves_out_what_misses_a_bound_that_is_stricter_now(tmp_path: P
     new = make_trial(2, problem=fast, errors={"normal": fast.error_bound}, timings=times({1 << 13: 2.0}))
     only_old = replace(old, problem=replace(fast, n=512))
     for name, trials in (("old.db", [old, only_old]), ("new.db", [new])):
-        selection = {Cell(t.problem, "sm90", H100.gpu, Destination.IN_PLACE, 1 << 13): t for t in trials}
+        selection = {WinnerCell(t.problem, "sm90", H100.gpu, Destination.IN_PLACE, 1 << 13): t for t in trials}
         write_bundle(tmp_path / name, "sm90", selection, kernels_of(trials))
     merge_bundles([tmp_path / "old.db", tmp_path / "new.db"], tmp_path / "merged.db")
     merged = Bundle.open(tmp_path / "merged.db")
@@ -352,7 +352,7 @@ def test_merging_leaves_out_what_misses_a_bound_that_is_stricter_now(tmp_path: P
 
 
 def test_merging_takes_winners_between_buckets_only_beside_those_they_were_found_with(tmp_path: Path) -> None:
-    low, between, high = (Cell(PROBLEM, "sm90", H100.gpu, Destination.IN_PLACE, k << 17) for k in (8, 9, 12))
+    low, between, high = (WinnerCell(PROBLEM, "sm90", H100.gpu, Destination.IN_PLACE, k << 17) for k in (8, 9, 12))
 
     def write(name: str, us: dict[int, tuple[float, float, float]]) -> None:
         """Times of kernels at the three counts."""

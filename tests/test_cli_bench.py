@@ -14,7 +14,7 @@ from fake_device import FakeDevice, fake_gpu
 from fake_search import CELLS
 
 from hadagen.errors import DeviceError
-from hadagen.measure import Answer, Candidate, Cell, Comparison
+from hadagen.measure import Answer, Cell, Comparison, Variant
 from hadagen.trial import Destination, Outcome
 
 __all__ = ["fake_gpu", "machine"]  # fixtures
@@ -108,10 +108,10 @@ def test_a_device_that_fails_on_some_rows_is_asked_for_the_others(
     succeed("tune", "--n", "2,4", "--dtype", "float16", "--numerics", "fast", "--contiguous", "--trials", "1")
     compare = FakeDevice.compare
 
-    def fails_at_two(self: FakeDevice, candidates: Sequence[Candidate], cells: Any) -> Comparison:
-        if candidates[0].problem.n == 2:
+    def fails_at_two(self: FakeDevice, variants: Sequence[Variant], cells: Any) -> Comparison:
+        if variants[0].problem.n == 2:
             raise DeviceError("comparing failed; run it again")
-        return compare(self, candidates, cells)
+        return compare(self, variants, cells)
 
     monkeypatch.setattr(FakeDevice, "compare", fails_at_two)
     result = run(*BENCH)

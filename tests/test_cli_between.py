@@ -13,7 +13,7 @@ from fake_device import FakeDevice, fake_gpu
 
 from hadagen.cli import options
 from hadagen.errors import DeviceError
-from hadagen.measure import Answer, Candidate, Place, Ranking
+from hadagen.measure import Answer, Place, Ranking, Variant
 from hadagen.trial import Outcome
 
 __all__ = ["fake_gpu", "machine"]  # fixtures
@@ -26,16 +26,16 @@ def test_what_calls_lose_between_the_sizes_that_were_tuned(fake_gpu: None, tmp_p
     succeed("tune", "--n", "4", "--dtype", "float16", "--numerics", "fast", "--contiguous", "--trials", "3")
     table = tmp_path / "between.csv"
     report = json.loads(succeed(*BETWEEN, "--csv", table, "--json"))
-    ((candidates, places),) = FakeDevice.ranked
+    ((variants, places),) = FakeDevice.ranked
     shipped = {entry["kernel"] for entry in json.loads(succeed("bundle", "show", "--json"))[0]["entries"]}
-    assert {candidate.kernel.digest for candidate in candidates if candidate.kernel} == shipped
+    assert {variant.kernel.digest for variant in variants if variant.kernel} == shipped
     assert report["worst_loss"] == 0.04
     assert report["geometric_mean_loss"] == pytest.approx(0.02, abs=1e-3)
     results = report["results"]
     assert [row["rows"] * row["n"] for row in results] == [row["elements"] for row in results]
     assert all(row["rows"] % 2 for row in results)
     assert [row["destination"] for row in results] == ["in-place", "out-of-place"] * 2 + ["in-place"]
-    assert {row["best_kernel"] for row in results} == {candidates[0].kernel.digest if candidates[0].kernel else ""}
+    assert {row["best_kernel"] for row in results} == {variants[0].kernel.digest if variants[0].kernel else ""}
     assert [row["loss"] for row in results] == [0.0, 0.01, 0.02, 0.03, 0.04]
     for row, place in zip(results, places, strict=True):
         (first, share), *others = place.cells
@@ -44,7 +44,7 @@ def test_what_calls_lose_between_the_sizes_that_were_tuned(fake_gpu: None, tmp_p
         )
         assert share + sum(other for _, other in others) == 1
         assert all(other <= share for _, other in others)
-        chosen = candidates[place.chosen].kernel
+        chosen = variants[place.chosen].kernel
         assert chosen
         assert chosen.digest == row["kernel"]
     with table.open(newline="") as file:
@@ -65,7 +65,7 @@ def test_between_brings_in_the_best_of_a_database(fake_gpu: None) -> None:
     succeed(*BETWEEN)
     succeed(*BETWEEN, "--db", options.default_db())
     (few, _), (many, _) = FakeDevice.ranked
-    digests = [candidate.kernel.digest for candidate in many if candidate.kernel]
+    digests = [variant.kernel.digest for variant in many if variant.kernel]
     assert len(set(digests)) == len(digests) > len(few)
     assert many[: len(few)] == few
     said = sentence(run(*BETWEEN, "--db", "missing.db"), 1)
@@ -87,10 +87,10 @@ def test_between_says_what_it_could_not_time_and_shows_the_rest(
     succeed("tune", "--n", "2,4", "--dtype", "float16", "--numerics", "fast", "--contiguous", "--trials", "1")
     rank = FakeDevice.rank
 
-    def fails_at_two(self: FakeDevice, candidates: Sequence[Candidate], places: Sequence[Place]) -> Ranking:
-        if candidates[0].problem.n == 2:
+    def fails_at_two(self: FakeDevice, variants: Sequence[Variant], places: Sequence[Place]) -> Ranking:
+        if variants[0].problem.n == 2:
             raise DeviceError("ranking failed; run it again")
-        return rank(self, candidates, places)
+        return rank(self, variants, places)
 
     monkeypatch.setattr(FakeDevice, "rank", fails_at_two)
     result = run(*BETWEEN, "--csv", tmp_path / "between.csv")

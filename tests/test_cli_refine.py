@@ -14,7 +14,7 @@ from sample_trials import H100, PROBLEM, make_trial, times
 
 from hadagen.cli import options
 from hadagen.cli import refine as refine_command
-from hadagen.measure import Answer, Candidate
+from hadagen.measure import Answer, Variant
 from hadagen.trial import Outcome, Timing, Trial
 from hadagen.tuning_db.bundle import Bundle
 from hadagen.tuning_db.store import Store
@@ -28,12 +28,12 @@ def one_is_faster(fake_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """An H100 on which kernels of one chunk take 1 µs, and those of two 2 µs, wherever they are timed."""
     monkeypatch.setattr(FakeDevice, "environment", H100)
 
-    def trial(self: FakeDevice, candidate: Candidate) -> Trial:
-        chunks = candidate.knobs["chunks"]
+    def trial(self: FakeDevice, variant: Variant) -> Trial:
+        chunks = variant.knobs["chunks"]
         answer = FakeDevice.refusals.get(chunks, Answer(Outcome.OK, ""))
-        timings = tuple(Timing(*cell, *(3 * [float(chunks)]), copy_us=1.0) for cell in self.cells[candidate.problem])
+        timings = tuple(Timing(*cell, *(3 * [float(chunks)]), copy_us=1.0) for cell in self.cells[variant.problem])
         fields = {"outcome": answer.outcome, "detail": answer.detail, "environment": H100, "timings": timings}
-        return make_trial(chunks, problem=candidate.problem, kernel=candidate.kernel, **fields)
+        return make_trial(chunks, problem=variant.problem, kernel=variant.kernel, **fields)
 
     monkeypatch.setattr(FakeDevice, "trial", trial)
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hadagen.driver import DoesNotFit
 from hadagen.errors import DeviceError, UsageError
 from hadagen.launch import LaunchSpec
-from hadagen.measure import Candidate, Cell, DeviceRunner, Place, contests, peer, rows_between
+from hadagen.measure import Cell, DeviceRunner, Place, Variant, contests, peer, rows_between
 from hadagen.measure.cells import Traffic
 from hadagen.measure.messages import Answer, Compare, Comparison, Rank, Ranking, Standing, Times
 from hadagen.measure.timing import Sample, Stopwatch, Work, transform_work
@@ -356,13 +356,13 @@ class FakeService:
 
 def test_a_runner_compares_and_ranks() -> None:
     ours, fast, other = (
-        Candidate(problem, {}, kernel("k")) for problem in (PROBLEM, FAST, Problem(2, DType.FLOAT16, Numerics.FAST))
+        Variant(problem, {}, kernel("k")) for problem in (PROBLEM, FAST, Problem(2, DType.FLOAT16, Numerics.FAST))
     )
     with DeviceRunner(0, [kernel("copy")], make_service=FakeService) as runner:
         comparison = runner.compare([ours, fast], [(HOT, [0, 1]), (COLD, [1])])
         assert [times.kernels for times in comparison.times] == [{0: 2.0, 1: 2.0}, {1: 2.0}]
         assert runner.rank([ours, ours], [Place(1, BOTH)]).standings == (Standing(1, 1.0, 1.0, 0.0),)
-        with pytest.raises(UsageError, match="cannot be compared; give candidates of one n and dtype"):
+        with pytest.raises(UsageError, match="cannot be compared; give variants of one n and dtype"):
             runner.compare([ours, other], [(HOT, [0])])
         with pytest.raises(UsageError, match="give those of one problem"):
             runner.rank([ours, fast], [])

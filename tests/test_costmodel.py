@@ -18,7 +18,7 @@ from hadagen.codegen import Source
 from hadagen.costmodel import Estimate, _registers, copy_us, resident_blocks
 from hadagen.knobs import Knobs, plan_of
 from hadagen.launch import LaunchSpec
-from hadagen.measure import Candidate, Cell, all_cells
+from hadagen.measure import Cell, Variant, all_cells
 from hadagen.plan import CHUNK_BITS, Plan
 from hadagen.problem import DType, Numerics, Problem
 from hadagen.reference import INPUT_CLASSES
@@ -388,8 +388,8 @@ def _kernel(registers: int) -> Kernel:
 
 
 def _run(problem: Problem, *knobs: Knobs) -> list[Trial]:
-    candidates = [Candidate(problem, k.to_dict(), _kernel(40)) for k in knobs]
-    return [trial for _, trial in EstimateRunner(SM90).run(candidates)]
+    variants = [Variant(problem, k.to_dict(), _kernel(40)) for k in knobs]
+    return [trial for _, trial in EstimateRunner(SM90).run(variants)]
 
 
 def test_an_estimate_is_verified_and_says_that_it_is_one() -> None:

@@ -14,7 +14,7 @@ from hadagen.arch import load_arch
 from hadagen.codegen import Source, render
 from hadagen.knobs import Knobs
 from hadagen.launch import LaunchSpec
-from hadagen.measure import Candidate, Cell, DeviceRunner, Place, all_cells, copy_sources, device_environment
+from hadagen.measure import Cell, DeviceRunner, Place, Variant, all_cells, copy_sources, device_environment
 from hadagen.problem import DType, Problem
 from hadagen.reference import INPUT_CLASSES
 from hadagen.space import Space, build_plan
@@ -45,7 +45,7 @@ BODIES = {
     "identity": "out[i] = in[i];",
     "beyond_the_end": "out[i] = in[i]; if (i == elements - 1) out[elements] = 0;",
     "illegal_address": "*reinterpret_cast<u16*>(2 * i) = in[i];",
-    # Ten seconds: far more than a candidate gets in these tests, and yet an end.
+    # Ten seconds: far more than a variant gets in these tests, and yet an end.
     "hang": "u64 now, end; asm volatile(\"mov.u64 %0, %%globaltimer;\" : \"=l\"(end)); end += 10000000000ull;"
     "do asm volatile(\"mov.u64 %0, %%globaltimer;\" : \"=l\"(now)); while (now < end); out[i] = in[i];",
 }  # fmt: skip
@@ -62,10 +62,10 @@ def build(*sources: tuple[Source, LaunchSpec]) -> list[Kernel]:
 class Bench:
     runner: DeviceRunner
     copies: list[Kernel]
-    right: Candidate
+    right: Variant
 
-    def trial(self, candidate: Candidate) -> Trial:
-        ((_, trial),) = self.runner.run([candidate])
+    def trial(self, variant: Variant) -> Trial:
+        ((_, trial),) = self.runner.run([variant])
         return trial
 
 
@@ -76,16 +76,16 @@ def bench() -> Iterator[Bench]:
     copies = build(*((Source(copy.entry, copy.text), copy.launch) for copy in copy_sources()))
     (kernel,) = build((render(plan), plan.launch))
     with DeviceRunner(0, copies, timeout_s=5.0) as runner:
-        yield Bench(runner, copies, Candidate(PROBLEM, knobs.to_dict(), kernel))
+        yield Bench(runner, copies, Variant(PROBLEM, knobs.to_dict(), kernel))
 
 
 @pytest.fixture
-def broken() -> Callable[[str], Candidate]:
-    def candidate(name: str) -> Candidate:
+def broken() -> Callable[[str], Variant]:
+    def variant(name: str) -> Variant:
         (kernel,) = build((Source(name, KERNEL.format(entry=name, body=BODIES[name])), SPEC))
-        return Candidate(PROBLEM, {"name": name}, kernel)
+        return Variant(PROBLEM, {"name": name}, kernel)
 
-    return candidate
+    return variant
 
 
 def test_environment() -> None:
@@ -123,7 +123,7 @@ def test_kernels_of_every_type_are_timed_beside_a_copy_of_the_same_bytes(
     knobs = Space(problem, ARCH).seeds()[0]
     plan = build_plan(problem, knobs, ARCH)
     (kernel,) = build((render(plan), plan.launch))
-    trial = bench.trial(Candidate(problem, knobs.to_dict(), kernel))
+    trial = bench.trial(Variant(problem, knobs.to_dict(), kernel))
     assert (trial.outcome, trial.detail) == (Outcome.OK, "")
     timed = [Cell.of(t) for t in trial.timings]
     assert timed == list(all_cells(problem, trial.environment.l2_bytes))
@@ -149,7 +149,7 @@ def test_blocks_that_load_whole_rows_are_right_and_wait_for_each_other(
     plans = [build_plan(problem, knobs, ARCH) for knobs in some]
     kernels = build(*((render(plan), plan.launch) for plan in plans))
     for knobs, kernel in zip(some, kernels, strict=True):
-        trial = bench.trial(Candidate(problem, knobs.to_dict(), kernel))  # which may be given up as too slow
+        trial = bench.trial(Variant(problem, knobs.to_dict(), kernel))  # which may be given up as too slow
         assert trial.outcome is Outcome.OK, (knobs, trial.detail)
 
 
@@ -188,7 +188,7 @@ def test_the_yardstick_keeps_up_with_torch(bench: Bench) -> None:
     ],
 )
 def test_a_broken_kernel_ends_nothing(
-    bench: Bench, broken: Callable[[str], Candidate], name: str, outcome: Outcome, says: str
+    bench: Bench, broken: Callable[[str], Variant], name: str, outcome: Outcome, says: str
 ) -> None:
     answers = [trial for _, trial in bench.runner.run([broken(name), bench.right])]
     assert [trial.outcome for trial in answers] == [outcome, Outcome.OK]
@@ -210,7 +210,7 @@ def test_a_race_against_itself_is_a_draw(bench: Bench) -> None:
 
 
 def test_kernels_and_other_libraries_side_by_side(
-    bench: Bench, broken: Callable[[str], Candidate], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, broken: Callable[[str], Variant], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stand_in_peers.install(tmp_path, monkeypatch)
     cells = [
@@ -238,7 +238,7 @@ def test_kernels_and_other_libraries_side_by_side(
         assert later.peers == pytest.approx(times.peers, rel=0.25)
 
 
-def test_a_kernel_loses_nothing_to_itself(bench: Bench, broken: Callable[[str], Candidate]) -> None:
+def test_a_kernel_loses_nothing_to_itself(bench: Bench, broken: Callable[[str], Variant]) -> None:
     shares = (
         (Cell(3 * 256 << 8, Destination.IN_PLACE, cache), share) for cache, share in zip(Cache, (0.9, 0.1), strict=True)
     )

@@ -18,7 +18,7 @@ from fake_search import CELLS, GPU, FakeRunner, arch, build, problems
 from hadagen import measure
 from hadagen.arch import Arch
 from hadagen.errors import StorageError, UsageError
-from hadagen.measure import Candidate, Cell
+from hadagen.measure import Cell, Variant
 from hadagen.problem import Problem
 from hadagen.space import Space
 from hadagen.trial import Destination, Outcome, Trial
@@ -53,17 +53,17 @@ class Interrupted(FakeRunner):
         super().__init__()
         self._after = after
 
-    def trial(self, candidate: Candidate) -> Trial:
+    def trial(self, variant: Variant) -> Trial:
         if len(self.asked) > self._after:
             raise KeyboardInterrupt
-        return super().trial(candidate)
+        return super().trial(variant)
 
 
 class Failing(FakeRunner):
     """A third of all kernels is wrong, and one has a time of a third of its cells."""
 
-    def trial(self, candidate: Candidate) -> Trial:
-        trial = super().trial(candidate)
+    def trial(self, variant: Variant) -> Trial:
+        trial = super().trial(variant)
         if len(self.asked) % 3 == 0:
             return replace(trial, outcome=Outcome.WRONG_ANSWER, timings=(), detail="error 1.0\nat row 3")
         return replace(trial, timings=trial.timings[:2]) if len(self.asked) == 1 else trial
@@ -249,10 +249,10 @@ class FakeDevice(FakeRunner):
         self._cells = cells
         assert give_up == float("inf")
 
-    def trial(self, candidate: Candidate) -> Trial:
-        trial = super().trial(candidate)
+    def trial(self, variant: Variant) -> Trial:
+        trial = super().trial(variant)
         (timing, *_) = trial.timings
-        cells = self._cells[candidate.problem]
+        cells = self._cells[variant.problem]
         timings = (replace(timing, **cell._asdict(), us=timing.us + i) for i, cell in enumerate(cells))
         return replace(trial, timings=tuple(timings))
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sample_trials import H100, make_kernel, make_trial, times
 
-from hadagen.measure import Candidate, Cell, cells_at
+from hadagen.measure import Cell, Variant, cells_at
 from hadagen.problem import DType, Numerics, Problem
 from hadagen.trial import Cache, Destination, Outcome, Timing, Trial, element_buckets, nearest
 from hadagen.tuner.refine import MOST_KERNELS, SHORT_GAP, refine
@@ -82,12 +82,12 @@ class Bench:
         outcome = self.endings.get(number, Outcome.OK)
         return make_trial(number, problem=self.problem, timings=tuple(timings), outcome=outcome)
 
-    def measure(self, cells: Mapping[Problem, Sequence[Cell]], candidates: Sequence[Candidate]) -> Iterator[Trial]:
+    def measure(self, cells: Mapping[Problem, Sequence[Cell]], variants: Sequence[Variant]) -> Iterator[Trial]:
         there = [cell for cell in cells[self.problem] if cell.destination is IN_PLACE]
-        numbers = [candidate.knobs["chunks"] for candidate in candidates]
+        numbers = [variant.knobs["chunks"] for variant in variants]
         self.rounds.append((sorted({cell.elements // self.problem.n for cell in there}), numbers))
-        for candidate in candidates:
-            yield replace(self.trial(candidate.knobs["chunks"], there), kernel=candidate.kernel)
+        for variant in variants:
+            yield replace(self.trial(variant.knobs["chunks"], there), kernel=variant.kernel)
 
     @property
     def looked_at(self) -> list[list[int]]:
@@ -316,9 +316,9 @@ def test_problems_and_destinations_are_apart() -> None:
         kernel = make_kernel(f"{problem.name} {number}".encode())
         return make_trial(number, problem=problem, timings=tuple(timings), kernel=kernel)
 
-    def measure(cells: Mapping[Problem, Sequence[Cell]], candidates: Sequence[Candidate]) -> Iterator[Trial]:
-        asked.append([(candidate.problem, candidate.knobs["chunks"]) for candidate in candidates])
-        yield from (trial(c.problem, c.knobs["chunks"], cells[c.problem]) for c in candidates)
+    def measure(cells: Mapping[Problem, Sequence[Cell]], variants: Sequence[Variant]) -> Iterator[Trial]:
+        asked.append([(variant.problem, variant.knobs["chunks"]) for variant in variants])
+        yield from (trial(c.problem, c.knobs["chunks"], cells[c.problem]) for c in variants)
 
     store = Store.open("sqlite://")
     h20 = replace(H100, gpu="NVIDIA H20")
@@ -335,7 +335,7 @@ def test_problems_and_destinations_are_apart() -> None:
     found = refine([*problems, alone, elsewhere], store, "sm90", H100, measure)
     assert found == [*problems, alone]
     assert asked[0] == [(problem, number) for problem in problems for number in (0, 1)]
-    added: dict[winners.Cell, set[int]] = defaultdict(set)
+    added: dict[winners.WinnerCell, set[int]] = defaultdict(set)
     for cell, named in portfolio(store.trials()).items():
         if not cell.is_bucket:
             added[cell.line].add(named.knobs["chunks"])

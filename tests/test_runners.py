@@ -15,7 +15,7 @@ import pytest
 from measure_sample import CELL, H100_L2, PROBLEM, SPEC
 
 from hadagen.errors import DeviceError, UsageError
-from hadagen.measure import Candidate, DeviceRunner, ReplayRunner
+from hadagen.measure import DeviceRunner, ReplayRunner, Variant
 from hadagen.measure.messages import Answer, Measure, Race
 from hadagen.problem import DType, Numerics, Problem
 from hadagen.trial import (
@@ -34,8 +34,8 @@ def kernel(entry: str = "ok", problem: Problem = PROBLEM) -> Kernel:
     return Kernel(entry, entry, "sm90", "source", b"cubin", b"ptx", SPEC, 32, 0, "13.0")
 
 
-def candidates(*entries: str) -> list[Candidate]:
-    return [Candidate(PROBLEM, {"number": i}, kernel(entry)) for i, entry in enumerate(entries)]
+def variants(*entries: str) -> list[Variant]:
+    return [Variant(PROBLEM, {"number": i}, kernel(entry)) for i, entry in enumerate(entries)]
 
 
 class FakeService:
@@ -79,9 +79,9 @@ def runner() -> Iterator[DeviceRunner]:
 
 def test_a_run_survives_every_failure(runner: DeviceRunner) -> None:
     runner._timeout_s = 3.0
-    asked = candidates("ok", "crash", "ok", "raise", "lose the device", "wrong", "hang", "ok")
+    asked = variants("ok", "crash", "ok", "raise", "lose the device", "wrong", "hang", "ok")
     answers = list(runner.run(asked))
-    assert [candidate for candidate, _ in answers] == asked
+    assert [variant for variant, _ in answers] == asked
     failed = Outcome.LAUNCH_FAILED
     expected = [Outcome.OK, failed, Outcome.OK, failed, failed, Outcome.WRONG_ANSWER, Outcome.TIMEOUT, Outcome.OK]
     trials = [trial for _, trial in answers]
@@ -89,43 +89,43 @@ def test_a_run_survives_every_failure(runner: DeviceRunner) -> None:
     assert trials[1].detail == f"the measuring process ended with signal {int(signal.SIGSEGV)}"
     assert trials[3].detail == trials[4].detail == "an illegal address"
     assert all(trial.provenance is Provenance.MEASURED for trial in trials)
-    assert all(trial.kernel == candidate.kernel for candidate, trial in answers)
+    assert all(trial.kernel == variant.kernel for variant, trial in answers)
     assert all(trial.environment == replace(GPU, nvcc="13.0") for trial in trials)
 
 
 def test_limits_come_from_the_best_so_far(runner: DeviceRunner) -> None:
-    times = [trial.timings[0].us for _, trial in runner.run(candidates("ok", "ok", "ok"))]
+    times = [trial.timings[0].us for _, trial in runner.run(variants("ok", "ok", "ok"))]
     assert times == [1.0, 2.0, 2.0]  # the fake answers with one more than the number of limits it was given
 
 
 def test_trials_are_yielded_one_ahead(runner: DeviceRunner) -> None:
     drawn: list[int] = []
 
-    def lazily() -> Iterator[Candidate]:
-        for i, candidate in enumerate(candidates("ok", "ok", "ok")):
+    def lazily() -> Iterator[Variant]:
+        for i, variant in enumerate(variants("ok", "ok", "ok")):
             drawn.append(i)
-            yield candidate
+            yield variant
 
     seen = [list(drawn) for _ in runner.run(lazily())]
     assert seen == [[0, 1], [0, 1, 2], [0, 1, 2]]
 
 
 def test_leaving_a_run_early_does_not_mix_up_answers(runner: DeviceRunner) -> None:
-    for _, trial in runner.run(candidates("ok", "wrong", "ok")):
+    for _, trial in runner.run(variants("ok", "wrong", "ok")):
         assert trial.outcome is Outcome.OK
         break
-    assert [trial.outcome for _, trial in runner.run(candidates("ok"))] == [Outcome.OK]
+    assert [trial.outcome for _, trial in runner.run(variants("ok"))] == [Outcome.OK]
 
 
 def test_a_worker_that_died_idle_is_replaced(runner: DeviceRunner) -> None:
     assert runner.environment == GPU
     runner._worker._process.kill()
     runner._worker._process.join()
-    assert [trial.outcome for _, trial in runner.run(candidates("ok"))] == [Outcome.OK]
+    assert [trial.outcome for _, trial in runner.run(variants("ok"))] == [Outcome.OK]
 
 
 def test_race(runner: DeviceRunner) -> None:
-    a, b = candidates("ok", "ok")
+    a, b = variants("ok", "ok")
     assert runner.race(a, b, [CELL, CELL]) == [(1.0, 2.0), (1.0, 2.0)]
     with pytest.raises(UsageError, match="give two of one problem"):
         runner.race(a, replace(b, problem=Problem(512, DType.FLOAT16)), [CELL])
@@ -191,23 +191,23 @@ def trial(number: int, us: float, gpu: str = "Stand-in") -> Trial:
 def test_replay_gives_back_what_was_recorded() -> None:
     recorded = [trial(0, 1.0), trial(1, 2.0), trial(0, 3.0)]
     replayed = ReplayRunner(recorded)
-    asked = [Candidate(PROBLEM, {"number": number, "a": 1}) for number in (1, 0, 1)]
+    asked = [Variant(PROBLEM, {"number": number, "a": 1}) for number in (1, 0, 1)]
     assert list(replayed.run(asked)) == [(asked[0], recorded[1]), (asked[1], recorded[2]), (asked[2], recorded[1])]
     assert replayed.environment.gpu == "Stand-in"
 
 
 @pytest.mark.parametrize(
-    "candidate",
+    "variant",
     [
-        Candidate(PROBLEM, {"a": 1, "number": 5}),
-        Candidate(PROBLEM, {}),
-        Candidate(replace(PROBLEM, numerics=Numerics.FAST), {"a": 1, "number": 0}),
+        Variant(PROBLEM, {"a": 1, "number": 5}),
+        Variant(PROBLEM, {}),
+        Variant(replace(PROBLEM, numerics=Numerics.FAST), {"a": 1, "number": 0}),
     ],
 )
-def test_replay_calls_the_unknown_illegal(candidate: Candidate) -> None:
-    ((_, answer),) = ReplayRunner([trial(0, 1.0)]).run([candidate])
+def test_replay_calls_the_unknown_illegal(variant: Variant) -> None:
+    ((_, answer),) = ReplayRunner([trial(0, 1.0)]).run([variant])
     assert (answer.outcome, answer.kernel, answer.timings) == (Outcome.ILLEGAL, None, ())
-    assert (answer.problem, answer.knobs) == (candidate.problem, candidate.knobs)
+    assert (answer.problem, answer.knobs) == (variant.problem, variant.knobs)
 
 
 def test_replay_refuses_nothing_and_mixtures() -> None:

@@ -18,7 +18,7 @@ from fake_search import CELLS, GPU, TRIALS, FakeRunner, arch, build, make_trial,
 
 from hadagen.errors import DeviceError, StorageError, ToolchainError, UsageError
 from hadagen.knobs import Knobs
-from hadagen.measure import Candidate, Cell, ReplayRunner
+from hadagen.measure import Cell, ReplayRunner, Variant
 from hadagen.problem import DType, Problem
 from hadagen.space import Space, build_plan
 from hadagen.toolchain import BuildFailure
@@ -69,10 +69,10 @@ def test_same_seed_and_same_answers_give_the_same_search(tmp_path: Path) -> None
     class UnsteadyRunner(FakeRunner):
         """Now and then lets the other threads go first."""
 
-        def trial(self, candidate: Candidate) -> Trial:
+        def trial(self, variant: Variant) -> Trial:
             for _ in range(len(self.asked) % 7):
                 threading.Event().wait(0.001)
-            return super().trial(candidate)
+            return super().trial(variant)
 
     asked = []
     for name, runner, seed in (("a", FakeRunner(), 3), ("b", UnsteadyRunner(), 3), ("c", FakeRunner(), 4)):
@@ -265,9 +265,9 @@ def test_events_tell_the_whole_search(store: Store) -> None:
 
 def test_failures_are_kept_and_optuna_learns_from_them(store: Store) -> None:
     class Wrong(FakeRunner):
-        def trial(self, candidate: Candidate) -> Trial:
-            trial = super().trial(candidate)
-            if candidate.knobs["store"] == "streaming":
+        def trial(self, variant: Variant) -> Trial:
+            trial = super().trial(variant)
+            if variant.knobs["store"] == "streaming":
                 return replace(trial, outcome=Outcome.WRONG_ANSWER, timings=(), detail="nonsense")
             return trial
 
@@ -328,9 +328,9 @@ def test_a_batch_is_built_while_another_is_measured(store: Store) -> None:
         return build(sources)
 
     class Waiting(FakeRunner):
-        def trial(self, candidate: Candidate) -> Trial:
+        def trial(self, variant: Variant) -> Trial:
             assert built_again.wait(60), "the second batch waits for the first to be measured"
-            return super().trial(candidate)
+            return super().trial(variant)
 
     tune(options(store, Waiting(), build=counted, trials=20))
 
@@ -347,10 +347,10 @@ def test_the_time_budget_ends_it(store: Store, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("error", [ToolchainError("no nvcc"), DeviceError("the GPU is gone")])
 def test_what_ends_the_search_is_raised_and_the_trials_are_kept(store: Store, error: Exception) -> None:
     class Breaking(FakeRunner):
-        def trial(self, candidate: Candidate) -> Trial:
+        def trial(self, variant: Variant) -> Trial:
             if isinstance(error, DeviceError) and len(self.asked) > 3:
                 raise error
-            return super().trial(candidate)
+            return super().trial(variant)
 
     calls = 0
 
@@ -409,14 +409,14 @@ class RacingRunner(FakeRunner):
 
     def __init__(self) -> None:
         super().__init__()
-        self.races: list[tuple[Candidate, Candidate, list[Cell]]] = []
+        self.races: list[tuple[Variant, Variant, list[Cell]]] = []
 
-    def trial(self, candidate: Candidate) -> Trial:
-        trial = super().trial(candidate)
-        us = 2 + 0.001 * candidate.knobs["chunks"]
+    def trial(self, variant: Variant) -> Trial:
+        trial = super().trial(variant)
+        us = 2 + 0.001 * variant.knobs["chunks"]
         return replace(trial, timings=tuple(replace(timing, us=us) for timing in trial.timings))
 
-    def race(self, a: Candidate, b: Candidate, cells: list[Cell]) -> list[tuple[float, float]]:
+    def race(self, a: Variant, b: Variant, cells: list[Cell]) -> list[tuple[float, float]]:
         self.races.append((a, b, cells))
         return [(2 - 0.01 * a.knobs["chunks"], 2 - 0.01 * b.knobs["chunks"]) for _ in cells]
 
@@ -445,7 +445,7 @@ def test_near_ties_are_raced_and_the_race_decides(store: Store) -> None:
 
 def test_a_race_leaves_alone_what_others_have_timed_meanwhile(store: Store) -> None:
     class Interrupted(RacingRunner):
-        def race(self, a: Candidate, b: Candidate, cells: list[Cell]) -> list[tuple[float, float]]:
+        def race(self, a: Variant, b: Variant, cells: list[Cell]) -> list[tuple[float, float]]:
             for trial in store.trials() if not self.races else ():
                 timing = replace(trial.timings[0], elements=3160320)
                 store.add_timings(replace(trial, timings=(timing,), detail="", seconds=0.0))
@@ -472,7 +472,7 @@ def test_only_trials_of_this_environment_are_raced(store: Store) -> None:
 
 def test_a_race_that_fails_changes_nothing(store: Store) -> None:
     class Failing(RacingRunner):
-        def race(self, a: Candidate, b: Candidate, cells: list[Cell]) -> list[tuple[float, float]]:
+        def race(self, a: Variant, b: Variant, cells: list[Cell]) -> list[tuple[float, float]]:
             raise DeviceError("a race failed")
 
     report = tune(options(store, Failing()))

@@ -15,13 +15,13 @@ from sample_trials import H100, H200, PROBLEM, competitors, make_timing, make_tr
 from hadagen.errors import StorageError
 from hadagen.trial import Cache, Destination, Environment, Outcome, Provenance, Trial
 from hadagen.tuning_db.table import export_csv
-from hadagen.tuning_db.winners import Cell, best_by_cell, cell_value, contenders, may_win, portfolio
+from hadagen.tuning_db.winners import WinnerCell, best_by_cell, cell_value, contenders, may_win, portfolio
 
 IN_PLACE, OUT_OF_PLACE = Destination.IN_PLACE, Destination.OUT_OF_PLACE
-CELL = Cell(PROBLEM, "sm90", H100.gpu, IN_PLACE, 1 << 13)
+CELL = WinnerCell(PROBLEM, "sm90", H100.gpu, IN_PLACE, 1 << 13)
 
 
-def time_in(trial: Trial, cell: Cell) -> float:
+def time_in(trial: Trial, cell: WinnerCell) -> float:
     timing = cell_value(trial, cell.destination, cell.elements, trial.environment.l2_bytes)
     assert timing is not None
     return timing.us
@@ -85,7 +85,7 @@ def test_nothing_eligible_is_faster_than_the_best(trials: list[Trial]) -> None:
     best = best_by_cell(trials)
     for trial in filter(may_win, trials):
         for timing in trial.timings:
-            cell = Cell(trial.problem, trial.arch, trial.environment.gpu, timing.destination, timing.elements)
+            cell = WinnerCell(trial.problem, trial.arch, trial.environment.gpu, timing.destination, timing.elements)
             if trial.provenance is Provenance.MEASURED:
                 assert best[cell][1].us <= timing.us
 

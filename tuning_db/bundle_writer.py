@@ -31,7 +31,7 @@ from hadagen.tuning_db.bundle import (
     sha256,
     winners_of,
 )
-from hadagen.tuning_db.winners import Cell, cell_value, digest_of
+from hadagen.tuning_db.winners import WinnerCell, cell_value, digest_of
 
 
 def check_bundle_place(path: str | os.PathLike[str]) -> None:
@@ -40,7 +40,7 @@ def check_bundle_place(path: str | os.PathLike[str]) -> None:
 
 
 def write_bundle(
-    path: str | os.PathLike[str], arch: str, selection: Mapping[Cell, Trial], kernel_of: Callable[[str], Kernel]
+    path: str | os.PathLike[str], arch: str, selection: Mapping[WinnerCell, Trial], kernel_of: Callable[[str], Kernel]
 ) -> str:
     """Write the winners `selection` (see `winners.portfolio`) as a bundle and return its content digest.
 
@@ -88,7 +88,7 @@ def _fill(connection: sqlite3.Connection, tables: Tables, kernels: Sequence[Kern
     return digest
 
 
-def _tables(arch: str, selection: Mapping[Cell, Trial], kernels: Iterable[Kernel]) -> Tables:
+def _tables(arch: str, selection: Mapping[WinnerCell, Trial], kernels: Iterable[Kernel]) -> Tables:
     """The rows of `bundle.TABLES`: each distinct one once, numbered in sorted order, so that files are reproducible."""
     trials = selection.values()
     problems = _numbered(_problem_row(trial) for trial in trials)
@@ -146,7 +146,7 @@ def _kernel_row(kernel: Kernel) -> Row:
     )
 
 
-def _entry_row(cell: Cell, trial: Trial) -> Row:
+def _entry_row(cell: WinnerCell, trial: Trial) -> Row:
     times = {t.cache: t for t in trial.timings if (t.destination, t.elements) == (cell.destination, cell.elements)}
     decided = cell_value(trial, cell.destination, cell.elements, trial.environment.l2_bytes)
     assert decided is not None  # no timing, no winner

@@ -13,9 +13,9 @@ from hadagen.errors import UsageError
 from hadagen.trial import Cache, Kernel, Outcome, Timing, Trial
 from hadagen.tuning_db.bundle import Bundle, BundleEntry
 from hadagen.tuning_db.bundle_writer import write_bundle
-from hadagen.tuning_db.winners import Cell, best_by_cell, digest_of
+from hadagen.tuning_db.winners import WinnerCell, best_by_cell, digest_of
 
-Selection = dict[Cell, Trial]
+Selection = dict[WinnerCell, Trial]
 
 
 def selection_of(bundle: Bundle) -> Selection:
@@ -27,7 +27,7 @@ def selection_of(bundle: Bundle) -> Selection:
         for entry in bundle.entries(problem):
             if entry.kernel not in kernels:
                 kernels[entry.kernel] = kernel_of(bundle, entry.kernel)
-            cell = Cell(problem, entry.arch, entry.gpu, entry.destination, entry.elements)
+            cell = WinnerCell(problem, entry.arch, entry.gpu, entry.destination, entry.elements)
             selection[cell] = _trial(entry, kernels[entry.kernel])
     return selection
 
@@ -61,7 +61,7 @@ def _best(selections: Iterable[Selection]) -> Selection:
 
 def _between(selection: Selection, buckets: Selection) -> Selection:
     """The winners between buckets that have the same kernels around them in a selection of buckets as in their own."""
-    counts: dict[Cell, list[int]] = defaultdict(list)
+    counts: dict[WinnerCell, list[int]] = defaultdict(list)
     for cell in sorted(buckets):
         counts[cell.line].append(cell.elements)
     found = {}

@@ -9,7 +9,7 @@ from typing import Any
 
 from hadagen.trial import Timing, Trial
 from hadagen.tuning_db.aside import check_place, unwritable, written_aside
-from hadagen.tuning_db.winners import Cell
+from hadagen.tuning_db.winners import WinnerCell
 
 COLUMNS = (
     "gpu",
@@ -29,7 +29,7 @@ COLUMNS = (
 BEGINNINGS = (b"gpu,numerics,dtype,pitched,", b"library,numerics,dtype,pitched,")
 
 
-def export_csv(selection: Mapping[Cell, Trial], path: str | os.PathLike[str]) -> None:
+def export_csv(selection: Mapping[WinnerCell, Trial], path: str | os.PathLike[str]) -> None:
     """Write one line for each cell of `selection` (see `winners.portfolio`) and regime that its winner was timed in.
 
     Columns: `COLUMNS`, then the knobs; times in microseconds, `pitched` 0 or 1, `kernel` the first 12 digits of the
@@ -71,12 +71,12 @@ def write_table(
         raise unwritable(path, error) from error
 
 
-def _order(cell: Cell) -> tuple[Any, ...]:
+def _order(cell: WinnerCell) -> tuple[Any, ...]:
     problem = cell.problem
     return cell.gpu, problem.pitched, problem.numerics, problem.dtype, cell.elements, problem.n, cell.destination
 
 
-def _row(cell: Cell, trial: Trial, timing: Timing) -> dict[str, Any]:
+def _row(cell: WinnerCell, trial: Trial, timing: Timing) -> dict[str, Any]:
     assert trial.kernel is not None  # no kernel, no winner
     return {
         "gpu": cell.gpu,

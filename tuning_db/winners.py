@@ -1,6 +1,7 @@
 """Which trial wins where: pure functions of the trials, so that nothing but trials need be stored.
 
-A *cell* is a place where a kernel is wanted: a problem on a GPU, in place or out of place, at a number of elements.
+A *cell* is here a `WinnerCell`, where a kernel is wanted: a problem on a GPU, in place or out of place, at a number of
+elements, be they hot or cold.
 Only a trial that is ok, has a kernel and keeps the problem's error bound for every class of input can win one. What
 decides is the time with the data hot in L2 where it fits in half of it, and cold otherwise. The other time has a say
 too, if any trial has it: where memory is the limit, kernels that tie when cold differ by half when the data happens to
@@ -36,7 +37,7 @@ from hadagen.trial import (
 
 
 @dataclass(frozen=True, order=True)
-class Cell:
+class WinnerCell:
     """Where a winner is named. `gpu` is "" for what was estimated without a device; `elements` is rows · n."""
 
     problem: Problem
@@ -51,7 +52,7 @@ class Cell:
         return self.elements in element_buckets(self.problem)
 
     @property
-    def line(self) -> Cell:
+    def line(self) -> WinnerCell:
         """What it has in common with the cells among which only the number of elements decides."""
         return replace(self, elements=0)
 
@@ -65,7 +66,7 @@ LOSS = 0.02  # kernels no further apart than this count as equally fast
 
 
 @dataclass(frozen=True)
-class Candidate:
+class RankedTrial:
     """A trial in a cell, with the timing that decides there. `score` ranks it: less is better."""
 
     trial: Trial
@@ -90,48 +91,48 @@ def cell_value(trial: Trial, destination: Destination, elements: int, l2_bytes: 
     return min(there, key=lambda timing: timing.cache is not decides, default=None)
 
 
-def best_by_cell(trials: Iterable[Trial]) -> dict[Cell, tuple[Trial, Timing]]:
+def best_by_cell(trials: Iterable[Trial]) -> dict[WinnerCell, tuple[Trial, Timing]]:
     """The best trial of every cell, with the timing that decided; the order of the trials does not matter."""
     return {cell: (ranked[0].trial, ranked[0].timing) for cell, ranked in ranked_by_cell(trials).items()}
 
 
-def portfolio(trials: Iterable[Trial], loss: float = LOSS) -> dict[Cell, Trial]:
+def portfolio(trials: Iterable[Trial], loss: float = LOSS) -> dict[WinnerCell, Trial]:
     """A small set of kernels that nowhere scores worse than the best by more than `loss` (0.02 is 2 %), by cell.
 
     The set of a problem is found greedily: next comes the kernel that serves most of the buckets not served yet. Then
     every bucket gets the best kernel of the set, and what calls lack between buckets is added (`lacking_between`). The
     order of the trials does not matter.
     """
-    candidates = ranked_by_cell(trials)
-    problems: dict[tuple[Problem, str], list[list[Candidate]]] = defaultdict(list)
-    for cell, ranked in candidates.items():
+    rankings = ranked_by_cell(trials)
+    problems: dict[tuple[Problem, str], list[list[RankedTrial]]] = defaultdict(list)
+    for cell, ranked in rankings.items():
         if cell.is_bucket:
             problems[cell.problem, cell.arch].append(ranked)
     chosen = {problem: _cover(cells, loss) for problem, cells in problems.items()}
     winners = {
         cell: next(c.trial for c in ranked if digest_of(c.trial) in chosen[cell.problem, cell.arch])
-        for cell, ranked in candidates.items()
+        for cell, ranked in rankings.items()
         if cell.is_bucket
     }
-    return dict(sorted((winners | lacking_between(winners, candidates, loss)).items()))
+    return dict(sorted((winners | lacking_between(winners, rankings, loss)).items()))
 
 
 def lacking_between(
-    winners: Mapping[Cell, Trial], candidates: Mapping[Cell, Sequence[Candidate]], loss: float = LOSS
-) -> dict[Cell, Trial]:
+    winners: Mapping[WinnerCell, Trial], rankings: Mapping[WinnerCell, Sequence[RankedTrial]], loss: float = LOSS
+) -> dict[WinnerCell, Trial]:
     """What calls lack between the buckets, by cell.
 
-    winners: those of the buckets. candidates: those of other cells, best first. A kernel is added in a cell where the
-    one that a call takes, as that of the nearest count, was timed too and scores worse than the best by more than
-    `loss`: of those within `loss` of the best one that wins at a bucket, or else the best.
+    winners: those of the buckets. rankings: of other cells, best first. A kernel is added in a cell where the one that
+    a call takes, as that of the nearest count, was timed too and scores worse than the best by more than `loss`: of
+    those within `loss` of the best one that wins at a bucket, or else the best.
     """
-    lines: dict[Cell, dict[int, Trial]] = defaultdict(dict)
+    lines: dict[WinnerCell, dict[int, Trial]] = defaultdict(dict)
     digests: dict[tuple[Problem, str], set[str]] = defaultdict(set)
     for cell, trial in winners.items():
         lines[cell.line][cell.elements] = trial
         digests[cell.problem, cell.arch].add(digest_of(trial))
-    between: dict[Cell, dict[int, Sequence[Candidate]]] = defaultdict(dict)
-    for cell, ranked in candidates.items():
+    between: dict[WinnerCell, dict[int, Sequence[RankedTrial]]] = defaultdict(dict)
+    for cell, ranked in rankings.items():
         if not cell.is_bucket:
             between[cell.line][cell.elements] = ranked
     added = {}
@@ -144,25 +145,25 @@ def lacking_between(
     return added
 
 
-def _loses(winners: Mapping[int, Trial], elements: int, ranked: Sequence[Candidate], loss: float) -> bool:
+def _loses(winners: Mapping[int, Trial], elements: int, ranked: Sequence[RankedTrial], loss: float) -> bool:
     """Whether the kernel that a call takes of these winners, by element count, was timed and is not near the best."""
     called = digest_of(winners[nearest(sorted(winners), elements)])
     timed, near = ({digest_of(each.trial) for each in some} for some in (ranked, near_best(ranked, loss)))
     return called in timed - near
 
 
-def near_best(ranked: Sequence[Candidate], loss: float = LOSS) -> list[Candidate]:
+def near_best(ranked: Sequence[RankedTrial], loss: float = LOSS) -> list[RankedTrial]:
     """Those of a cell that score worse than the best by no more than `loss`, the best first."""
-    return [candidate for candidate in ranked if candidate.score <= ranked[0].score * (1 + loss)]
+    return [each for each in ranked if each.score <= ranked[0].score * (1 + loss)]
 
 
-def _cover(cells: Sequence[Sequence[Candidate]], loss: float) -> set[str]:
+def _cover(cells: Sequence[Sequence[RankedTrial]], loss: float) -> set[str]:
     """Digests of kernels of which every cell has one within `loss` of its best; greedy, ties by least slowdown."""
     # Kernel -> the cells it serves, with its score there as a multiple of the best.
     serves: dict[str, dict[int, float]] = defaultdict(dict)
     for index, ranked in enumerate(cells):
-        for candidate in near_best(ranked, loss):
-            serves[digest_of(candidate.trial)].setdefault(index, candidate.score / ranked[0].score)
+        for each in near_best(ranked, loss):
+            serves[digest_of(each.trial)].setdefault(index, each.score / ranked[0].score)
 
     def rank(digest: str) -> tuple[int, float, str]:
         return -len(serves[digest]), fsum(serves[digest].values()), digest
@@ -178,13 +179,13 @@ def _cover(cells: Sequence[Sequence[Candidate]], loss: float) -> set[str]:
     return chosen
 
 
-def ranked_by_cell(trials: Iterable[Trial]) -> dict[Cell, list[Candidate]]:
+def ranked_by_cell(trials: Iterable[Trial]) -> dict[WinnerCell, list[RankedTrial]]:
     """The trials that compete in each cell, best first; the order of the trials does not matter.
 
     Between buckets, where a kernel is timed again to make sure, only its newest trial counts.
     """
     # In each cell: is it an estimate, does it lack the time that decides, and the two times.
-    found: dict[Cell, list[tuple[bool, bool, Trial, Timing, Timing | None]]] = defaultdict(list)
+    found: dict[WinnerCell, list[tuple[bool, bool, Trial, Timing, Timing | None]]] = defaultdict(list)
     for trial in filter(may_win, trials):
         estimated = trial.provenance is Provenance.ESTIMATED
         for destination, elements in {(timing.destination, timing.elements) for timing in trial.timings}:
@@ -193,10 +194,10 @@ def ranked_by_cell(trials: Iterable[Trial]) -> dict[Cell, list[Candidate]]:
             there = (t for t in trial.timings if (t.destination, t.elements) == (destination, elements))
             other = next((t for t in there if t.cache is not timing.cache), None)
             decides = deciding_cache(trial.problem, elements, destination, trial.environment.l2_bytes)
-            cell = Cell(trial.problem, trial.arch, trial.environment.gpu, destination, elements)
+            cell = WinnerCell(trial.problem, trial.arch, trial.environment.gpu, destination, elements)
             found[cell].append((estimated, timing.cache is not decides, trial, timing, other))
 
-    candidates = {}
+    rankings = {}
     measured = {_on_any_gpu(cell) for cell, entries in found.items() if not all(entry[0] for entry in entries)}
     for cell, entries in sorted(found.items()):
         estimated, lacking = min(entry[:2] for entry in entries)
@@ -205,8 +206,8 @@ def ranked_by_cell(trials: Iterable[Trial]) -> dict[Cell, list[Candidate]]:
         rivals = [entry[2:] for entry in entries if entry[:2] == (estimated, lacking)]
         if not cell.is_bucket:
             rivals = list({digest_of(rival[0]): rival for rival in sorted(rivals, key=_age)}.values())
-        candidates[cell] = sorted((Candidate(*rival[:2], score) for rival, score in _scored(rivals)), key=_rank)
-    return candidates
+        rankings[cell] = sorted((RankedTrial(*rival[:2], score) for rival, score in _scored(rivals)), key=_rank)
+    return rankings
 
 
 Rival = tuple[Trial, Timing, Timing | None]
@@ -243,10 +244,10 @@ def contenders(trials: Iterable[Trial], most: int) -> list[Trial]:
     """
     nearest: dict[str, tuple[float, Trial]] = {}
     for ranked in ranked_by_cell(trials).values():
-        for candidate in ranked:
-            slowdown, digest = candidate.score / ranked[0].score, digest_of(candidate.trial)
+        for each in ranked:
+            slowdown, digest = each.score / ranked[0].score, digest_of(each.trial)
             if digest not in nearest or slowdown < nearest[digest][0]:
-                nearest[digest] = slowdown, candidate.trial
+                nearest[digest] = slowdown, each.trial
     order = sorted(nearest, key=lambda digest: (nearest[digest][0], digest))
     return [nearest[digest][1] for digest in order[:most]]
 
@@ -257,11 +258,11 @@ def digest_of(trial: Trial) -> str:
     return trial.kernel.digest
 
 
-def _rank(candidate: Candidate) -> tuple[Any, ...]:
+def _rank(ranked: RankedTrial) -> tuple[Any, ...]:
     """A complete order, so that winners do not depend on the order of the trials."""
-    trial = candidate.trial
-    return candidate.score, candidate.timing.us, knobs_key(trial.knobs), trial.date, repr(trial.environment)
+    trial = ranked.trial
+    return ranked.score, ranked.timing.us, knobs_key(trial.knobs), trial.date, repr(trial.environment)
 
 
-def _on_any_gpu(cell: Cell) -> Cell:
+def _on_any_gpu(cell: WinnerCell) -> WinnerCell:
     return replace(cell, gpu="")

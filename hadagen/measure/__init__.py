@@ -8,11 +8,10 @@ from hadagen.measure.copy import CopySource, copy_sources
 from hadagen.measure.environment import device_environment
 from hadagen.measure.messages import Answer, Comparison, Place, Ranking, Standing, Times
 from hadagen.measure.replay import ReplayRunner
-from hadagen.measure.runner import Candidate, DeviceRunner, Runner
+from hadagen.measure.runner import DeviceRunner, Runner, Variant
 
 __all__ = [
     "Answer",
-    "Candidate",
     "Cell",
     "Comparison",
     "CopySource",
@@ -23,6 +22,7 @@ __all__ = [
     "Runner",
     "Standing",
     "Times",
+    "Variant",
     "all_cells",
     "cells_at",
     "copy_sources",

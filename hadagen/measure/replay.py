@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from hadagen.errors import UsageError
-from hadagen.measure.runner import Candidate
+from hadagen.measure.runner import Variant
 from hadagen.problem import Problem
 from hadagen.trial import Environment, Outcome, Provenance, Trial, knobs_key
 
@@ -34,16 +34,16 @@ class ReplayRunner:
     def environment(self) -> Environment:
         return self._environment
 
-    def run(self, candidates: Iterable[Candidate]) -> Iterator[tuple[Candidate, Trial]]:
-        for candidate in candidates:
-            trial = self._trials.get(_key(candidate.problem, candidate.knobs))
-            yield candidate, trial if trial is not None else self._unknown(candidate)
+    def run(self, variants: Iterable[Variant]) -> Iterator[tuple[Variant, Trial]]:
+        for variant in variants:
+            trial = self._trials.get(_key(variant.problem, variant.knobs))
+            yield variant, trial if trial is not None else self._unknown(variant)
 
-    def _unknown(self, candidate: Candidate) -> Trial:
+    def _unknown(self, variant: Variant) -> Trial:
         return Trial(
-            problem=candidate.problem,
+            problem=variant.problem,
             arch=self._arch,
-            knobs=candidate.knobs,
+            knobs=variant.knobs,
             outcome=Outcome.ILLEGAL,
             provenance=Provenance.MEASURED,
             detail=f"not among the {len(self._trials)} recorded trials",

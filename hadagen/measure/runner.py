@@ -1,4 +1,4 @@
-"""Runners: what takes candidates and returns trials. The study knows nothing else of measuring."""
+"""Runners: what takes variants and returns trials. The study knows nothing else of measuring."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ COMPARISON_TIMEOUT_S = 300.0  # a library may take a second for some of what our
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A variant to be tried. `kernel` is None only for runners that run nothing, such as `ReplayRunner`."""
+class Variant:
+    """Knobs of a problem, to be tried. `kernel` is None only for runners that run nothing, such as `ReplayRunner`."""
 
     problem: Problem
     knobs: dict[str, Any]
@@ -30,12 +30,12 @@ class Candidate:
 
 
 class Runner(Protocol):
-    """Turns candidates into trials, in their order, one by one. No outcome of a candidate ends the run."""
+    """Turns variants into trials, in their order, one by one. No outcome of a variant ends the run."""
 
     @property
     def environment(self) -> Environment: ...
 
-    def run(self, candidates: Iterable[Candidate]) -> Iterator[tuple[Candidate, Trial]]: ...
+    def run(self, variants: Iterable[Variant]) -> Iterator[tuple[Variant, Trial]]: ...
 
 
 def _device_service(*arguments: Any) -> Service:
@@ -50,7 +50,7 @@ class DeviceRunner:
     copy_kernels: the compiled `copy_sources()`. cells: what to time, of every problem or by problem; by default
     all that the device's L2 calls for.
     quick: fewer replays. give_up: a kernel this many times slower than the best of its problem so far at each of three
-    probe cells is not timed further; its trial is `ok` with the timings there are. timeout_s: for one candidate.
+    probe cells is not timed further; its trial is `ok` with the timings there are. timeout_s: for one variant.
     make_service: what the worker runs instead of the GPU; for tests.
 
     The worker starts with the first use and is killed by `close`. Every use raises `DeviceError` where it cannot start.
@@ -85,14 +85,14 @@ class DeviceRunner:
         assert self._environment is not None
         return self._environment
 
-    def run(self, candidates: Iterable[Candidate]) -> Iterator[tuple[Candidate, Trial]]:
-        """Yields each candidate with its trial as soon as it is finished.
+    def run(self, variants: Iterable[Variant]) -> Iterator[tuple[Variant, Trial]]:
+        """Yields each variant with its trial as soon as it is finished.
 
-        The next candidate is drawn and handed to the worker before a trial is yielded, so the device works while the
-        caller records. Leaving the loop early kills the worker if it is busy. Give candidates of one problem together:
+        The next variant is drawn and handed to the worker before a trial is yielded, so the device works while the
+        caller records. Leaving the loop early kills the worker if it is busy. Give variants of one problem together:
         the worker keeps the reference of the last problem only.
         """
-        waiting = iter(candidates)
+        waiting = iter(variants)
         current = next(waiting, None)
         if current is None:
             return
@@ -116,40 +116,40 @@ class DeviceRunner:
             if busy:
                 self._worker.stop()
 
-    def race(self, a: Candidate, b: Candidate, cells: Sequence[Cell]) -> list[tuple[float, float]]:
-        """Times two verified candidates of one problem by turns: (µs of a, µs of b) for each cell.
+    def race(self, a: Variant, b: Variant, cells: Sequence[Cell]) -> list[tuple[float, float]]:
+        """Times two verified variants of one problem by turns: (µs of a, µs of b) for each cell.
 
-        Raises `DeviceError` where the worker fails or takes longer than a candidate may.
+        Raises `DeviceError` where the worker fails or takes longer than a variant may.
         """
         if a.problem != b.problem:
             raise UsageError(f"{a.problem.name} cannot be raced against {b.problem.name}; give two of one problem")
         request = Race(a.problem, _bare(_kernel(a)), _bare(_kernel(b)), tuple(cells))
         return list(self._ask(request, "a race", self._timeout_s))
 
-    def compare(self, candidates: Sequence[Candidate], cells: Sequence[tuple[Cell, Sequence[int]]]) -> Comparison:
-        """Verifies candidates whose problems differ in numerics only, then times them side by side, with the other
+    def compare(self, variants: Sequence[Variant], cells: Sequence[tuple[Cell, Sequence[int]]]) -> Comparison:
+        """Verifies variants whose problems differ in numerics only, then times them side by side, with the other
         libraries that are installed and the copy.
 
-        cells: each with the positions of the candidates that are timed there. Raises `DeviceError` where the worker
+        cells: each with the positions of the variants that are timed there. Raises `DeviceError` where the worker
         fails or takes longer than `COMPARISON_TIMEOUT_S`.
         """
-        kinds = {replace(candidate.problem, numerics=Numerics.ACCURATE).name for candidate in candidates}
+        kinds = {replace(variant.problem, numerics=Numerics.ACCURATE).name for variant in variants}
         if len(kinds) != 1:
-            raise UsageError(f"{' and '.join(sorted(kinds))} cannot be compared; give candidates of one n and dtype")
-        kernels = tuple((candidate.problem, _bare(_kernel(candidate))) for candidate in candidates)
+            raise UsageError(f"{' and '.join(sorted(kinds))} cannot be compared; give variants of one n and dtype")
+        kernels = tuple((variant.problem, _bare(_kernel(variant))) for variant in variants)
         request = Compare(kernels, tuple((cell, tuple(wanted)) for cell, wanted in cells))
-        answer: Comparison = self._ask(request, f"comparing kernels for {candidates[0].problem.name}")
+        answer: Comparison = self._ask(request, f"comparing kernels for {variants[0].problem.name}")
         return answer
 
-    def rank(self, candidates: Sequence[Candidate], places: Sequence[Place]) -> Ranking:
-        """Verifies candidates of one problem, and finds the fastest at each place.
+    def rank(self, variants: Sequence[Variant], places: Sequence[Place]) -> Ranking:
+        """Verifies variants of one problem, and finds the fastest at each place.
 
         Raises `DeviceError` where the worker fails or takes longer than `COMPARISON_TIMEOUT_S`.
         """
-        problem = candidates[0].problem
-        if any(candidate.problem != problem for candidate in candidates):
-            raise UsageError(f"not all candidates are for {problem.name}; give those of one problem")
-        request = Rank(problem, tuple(_bare(_kernel(candidate)) for candidate in candidates), tuple(places))
+        problem = variants[0].problem
+        if any(variant.problem != problem for variant in variants):
+            raise UsageError(f"not all variants are for {problem.name}; give those of one problem")
+        request = Rank(problem, tuple(_bare(_kernel(variant)) for variant in variants), tuple(places))
         answer: Ranking = self._ask(request, f"ranking kernels for {problem.name}")
         return answer
 
@@ -179,13 +179,13 @@ class DeviceRunner:
     def _start(self) -> None:
         self._environment = self._worker.start()
 
-    def _submit(self, candidate: Candidate) -> None:
+    def _submit(self, variant: Variant) -> None:
         if not self._worker.is_running:
             self._start()
-        limits = {cell: us * self._give_up for cell, us in self._best.get(candidate.problem, {}).items()}
-        self._worker.send(Measure(candidate.problem, _bare(_kernel(candidate)), limits))
+        limits = {cell: us * self._give_up for cell, us in self._best.get(variant.problem, {}).items()}
+        self._worker.send(Measure(variant.problem, _bare(_kernel(variant)), limits))
 
-    def _collect(self, candidate: Candidate) -> Trial:
+    def _collect(self, variant: Variant) -> Trial:
         started = time.monotonic()
         try:
             answer = self._worker.receive(self._timeout_s)
@@ -196,15 +196,15 @@ class DeviceRunner:
         if isinstance(answer, Failure):
             answer = Answer(Outcome.LAUNCH_FAILED, answer.detail, seconds=time.monotonic() - started)
         if answer.outcome is Outcome.OK:
-            best = self._best.setdefault(candidate.problem, {})
+            best = self._best.setdefault(variant.problem, {})
             for timing in answer.timings:
                 cell = Cell.of(timing)
                 best[cell] = min(timing.us, best.get(cell, timing.us))
-        kernel = _kernel(candidate)
+        kernel = _kernel(variant)
         return Trial(
-            problem=candidate.problem,
+            problem=variant.problem,
             arch=kernel.arch,
-            knobs=candidate.knobs,
+            knobs=variant.knobs,
             outcome=answer.outcome,
             provenance=Provenance.MEASURED,
             kernel=kernel,
@@ -217,10 +217,10 @@ class DeviceRunner:
         )
 
 
-def _kernel(candidate: Candidate) -> Kernel:
-    if candidate.kernel is None:
-        raise UsageError(f"a candidate for {candidate.problem.name} has no kernel; build it before it is measured")
-    return candidate.kernel
+def _kernel(variant: Variant) -> Kernel:
+    if variant.kernel is None:
+        raise UsageError(f"a variant for {variant.problem.name} has no kernel; build it before it is measured")
+    return variant.kernel
 
 
 def _bare(kernel: Kernel) -> Kernel:

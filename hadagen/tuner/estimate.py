@@ -22,7 +22,7 @@ from hadagen.costmodel import Estimate, copy_us
 from hadagen.emulator import EmulationError, HostCompileError, HostModule, compile_host, verify
 from hadagen.errors import told_apart
 from hadagen.knobs import Knobs
-from hadagen.measure import Candidate, Cell, all_cells
+from hadagen.measure import Cell, Variant, all_cells
 from hadagen.plan import Plan
 from hadagen.problem import Problem
 from hadagen.space import Space, build_plan
@@ -86,24 +86,24 @@ class EstimateRunner:
             compute_capability=f"{major}.{minor}", sms=arch.model.sms, l2_bytes=arch.model.l2_bytes
         )
 
-    def run(self, candidates: Iterable[Candidate]) -> Iterator[tuple[Candidate, Trial]]:
-        """Builds some candidates for the host at a time, and yields each of them with its trial."""
-        waiting = iter(candidates)
+    def run(self, variants: Iterable[Variant]) -> Iterator[tuple[Variant, Trial]]:
+        """Builds some variants for the host at a time, and yields each of them with its trial."""
+        waiting = iter(variants)
         while some := list(islice(waiting, BUILT_AT_ONCE)):
             plans = [build_plan(c.problem, Knobs.from_dict(c.knobs), self._arch) for c in some]
             sources = [render(plan) for plan in plans]
             module = _compile(sources)
-            for candidate, plan, source in zip(some, plans, sources, strict=True):
-                yield candidate, self._try(candidate, plan, source, module)
+            for variant, plan, source in zip(some, plans, sources, strict=True):
+                yield variant, self._try(variant, plan, source, module)
 
-    def _try(self, candidate: Candidate, plan: Plan, source: Source, module: HostModule | None) -> Trial:
+    def _try(self, variant: Variant, plan: Plan, source: Source, module: HostModule | None) -> Trial:
         started = time.monotonic()
-        kernel = candidate.kernel
+        kernel = variant.kernel
         environment = self.environment if kernel is None else replace(self.environment, nvcc=kernel.nvcc)
         trial = Trial(
-            problem=candidate.problem,
+            problem=variant.problem,
             arch=self._arch.name,
-            knobs=candidate.knobs,
+            knobs=variant.knobs,
             outcome=Outcome.OK,
             provenance=Provenance.ESTIMATED,
             kernel=kernel,
@@ -111,7 +111,7 @@ class EstimateRunner:
             date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         )
         try:
-            errors = _verify(candidate.problem, plan, source, module)
+            errors = _verify(variant.problem, plan, source, module)
         except HostCompileError as error:
             trial = replace(trial, outcome=Outcome.COMPILE_FAILED, detail=str(error))
         except EmulationError as error:
@@ -119,7 +119,7 @@ class EstimateRunner:
         else:
             trial = replace(trial, errors=errors)
             worst = max(errors, key=errors.__getitem__)
-            bound = candidate.problem.error_bound
+            bound = variant.problem.error_bound
             if errors[worst] <= bound:
                 registers = None if kernel is None else kernel.registers
                 trial = replace(trial, timings=tuple(self._timings(plan, registers)))

@@ -15,7 +15,7 @@ from hadagen.arch import Arch
 from hadagen.codegen import Source, render
 from hadagen.knobs import Knobs
 from hadagen.launch import LaunchSpec
-from hadagen.measure import Candidate, Runner
+from hadagen.measure import Runner, Variant
 from hadagen.problem import Problem
 from hadagen.space import build_plan
 from hadagen.toolchain import BuildFailure
@@ -27,15 +27,15 @@ BATCH_SIZE = 64
 
 Batch = Sequence[tuple[Problem, Knobs]]
 Build = Callable[[Sequence[tuple[Source, LaunchSpec]]], Sequence[Kernel | BuildFailure]]
-_KernelKey = tuple[Problem, str]  # candidates with the same key do the same thing in the same time
+_KernelKey = tuple[Problem, str]  # variants with the same key do the same thing in the same time
 
 
 @dataclass(frozen=True)
 class _BuiltBatch:
     """A batch after the compiler: what will be measured, what has a kernel that others had before, what failed."""
 
-    fresh: tuple[Candidate, ...]
-    known: tuple[Candidate, ...]
+    fresh: tuple[Variant, ...]
+    known: tuple[Variant, ...]
     failed: tuple[tuple[Problem, Knobs, BuildFailure], ...]
     seconds: float
 
@@ -107,18 +107,18 @@ class Pipeline:
     def _build(self, batch: Batch) -> _BuiltBatch:
         started = time.monotonic()
         if self._build_kernels is None:
-            return _BuiltBatch(tuple(Candidate(problem, knobs.to_dict()) for problem, knobs in batch), (), (), 0.0)
+            return _BuiltBatch(tuple(Variant(problem, knobs.to_dict()) for problem, knobs in batch), (), (), 0.0)
         plans = [build_plan(problem, knobs, self._arch) for problem, knobs in batch]
         kernels = self._build_kernels([(render(plan), plan.launch) for plan in plans])
-        fresh: list[Candidate] = []
-        known: list[Candidate] = []
+        fresh: list[Variant] = []
+        known: list[Variant] = []
         failed: list[tuple[Problem, Knobs, BuildFailure]] = []
         for (problem, knobs), kernel in zip(batch, kernels, strict=True):
             if isinstance(kernel, BuildFailure):
                 failed.append((problem, knobs, kernel))
                 continue
             key = _key(problem, kernel)
-            (known if key in self._compiled else fresh).append(Candidate(problem, knobs.to_dict(), kernel))
+            (known if key in self._compiled else fresh).append(Variant(problem, knobs.to_dict(), kernel))
             self._compiled.add(key)
         return _BuiltBatch(tuple(fresh), tuple(known), tuple(failed), time.monotonic() - started)
 
@@ -132,17 +132,17 @@ class Pipeline:
                 self._remember(trial)
                 self._results.put(trial)
             if not self._stopped.is_set():  # else some of these kernels may have no trial
-                for candidate in built.known:
-                    self._results.put(self._same_kernel_trial(candidate))
+                for variant in built.known:
+                    self._results.put(self._same_kernel_trial(variant))
                 self._results.put(None)
         except BaseException as error:  # for the main thread to raise
             self._results.put(error)
 
-    def _until_stopped(self, candidates: Sequence[Candidate]) -> Iterator[Candidate]:
-        for candidate in candidates:
+    def _until_stopped(self, variants: Sequence[Variant]) -> Iterator[Variant]:
+        for variant in variants:
             if self._stopped.is_set():
                 return
-            yield candidate
+            yield variant
 
     def _remember(self, trial: Trial) -> None:
         if trial.kernel is not None:
@@ -162,14 +162,14 @@ class Pipeline:
             date=_now(),
         )
 
-    def _same_kernel_trial(self, candidate: Candidate) -> Trial:
+    def _same_kernel_trial(self, variant: Variant) -> Trial:
         """The trial of knobs that compile to the kernel that other knobs had before."""
-        assert candidate.kernel is not None
-        first = self._of_kernel[_key(candidate.problem, candidate.kernel)]
+        assert variant.kernel is not None
+        first = self._of_kernel[_key(variant.problem, variant.kernel)]
         return replace(
             first,
-            knobs=candidate.knobs,
-            kernel=candidate.kernel,
+            knobs=variant.knobs,
+            kernel=variant.kernel,
             detail=f"same kernel as {Knobs.from_dict(first.knobs)}",
             date=_now(),
             seconds=0.0,

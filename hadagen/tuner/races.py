@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 from hadagen.errors import DeviceError
-from hadagen.measure import Candidate, Cell
+from hadagen.measure import Cell, Variant
 from hadagen.trial import Kernel, Trial, deciding_cache
 from hadagen.tuning_db.store import Store
 from hadagen.tuning_db.winners import may_win
@@ -28,7 +28,7 @@ Times = Mapping[Cell, tuple[float, float]]  # µs of a kernel, and of the one it
 class Racing(Protocol):
     """A runner that can time two kernels by turns: (µs of a, µs of b) for each cell. Raises `DeviceError`."""
 
-    def race(self, a: Candidate, b: Candidate, cells: Sequence[Cell]) -> list[tuple[float, float]]: ...
+    def race(self, a: Variant, b: Variant, cells: Sequence[Cell]) -> list[tuple[float, float]]: ...
 
 
 def race_near_ties(trials: Iterable[Trial], store: Store, runner: Racing) -> Iterator[tuple[float, ...]]:
@@ -47,7 +47,7 @@ def race_near_ties(trials: Iterable[Trial], store: Store, runner: Racing) -> Ite
             met |= {(cell, a, b) for cell in cells}
             kernel_a, kernel_b = store.kernel(a), store.kernel(b)
             try:
-                times = runner.race(_candidate(field[a][0], kernel_a), _candidate(field[b][0], kernel_b), cells)
+                times = runner.race(_variant(field[a][0], kernel_a), _variant(field[b][0], kernel_b), cells)
             except DeviceError:
                 continue
             of_a = dict(zip(cells, times, strict=True))
@@ -96,5 +96,5 @@ def _note(times: Times, opponent: str) -> str:
     return f"raced with kernel {opponent[:12]}, slower by {', '.join(slower)}"
 
 
-def _candidate(trial: Trial, kernel: Kernel) -> Candidate:
-    return Candidate(trial.problem, trial.knobs, kernel)
+def _variant(trial: Trial, kernel: Kernel) -> Variant:
+    return Variant(trial.problem, trial.knobs, kernel)

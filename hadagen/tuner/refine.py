@@ -15,7 +15,7 @@ from dataclasses import replace
 from itertools import pairwise
 from math import isqrt
 
-from hadagen.measure import Candidate, Cell, cells_at
+from hadagen.measure import Cell, Variant, cells_at
 from hadagen.problem import Problem
 from hadagen.trial import Destination, Environment, Kernel, Outcome, Trial, knobs_key
 from hadagen.tuning_db import winners
@@ -34,7 +34,7 @@ SHORT_GAP = 1.1  # element counts of no larger ratio are not looked between
 MOST_KERNELS = 16  # of a problem; more only where more win
 
 # Times each kernel at every cell of its problem, however slow it is.
-Measure = Callable[[Mapping[Problem, Sequence[Cell]], Sequence[Candidate]], Iterable[Trial]]
+Measure = Callable[[Mapping[Problem, Sequence[Cell]], Sequence[Variant]], Iterable[Trial]]
 Where = tuple[Destination, int]  # where the result goes, and the number of elements
 
 
@@ -95,13 +95,13 @@ class _Rivalry:
         ascending = sorted(filter(may_win, trials), key=lambda trial: trial.date)
         newest = {knobs_key(trial.knobs): digest_of(trial) for trial in ascending}
         self.kernels = {
-            digest: _candidate(trial, store.kernel(digest))
+            digest: _variant(trial, store.kernel(digest))
             for digest, trial in best.items()
             if newest[knobs_key(trial.knobs)] == digest and digest not in ended
         }
         self._looked_at: set[Where] = set()
         self._confirmed: set[Where] = set()
-        self._ranked: Mapping[winners.Cell, Sequence[winners.Candidate]] = {}
+        self._ranked: Mapping[winners.WinnerCell, Sequence[winners.RankedTrial]] = {}
         self._rank(trials)
 
     def _trials(self) -> list[Trial]:
@@ -115,7 +115,7 @@ class _Rivalry:
         ours = [trial for trial in trials if trial.kernel and trial.kernel.digest in self.kernels]
         self._ranked = ranked_by_cell(ours)
         for cell, ranked in self._ranked.items():
-            if self.kernels.keys() <= {digest_of(candidate.trial) for candidate in ranked}:
+            if self.kernels.keys() <= {digest_of(each.trial) for each in ranked}:
                 self._looked_at.add((cell.destination, cell.elements))
 
     def to_look_at(self) -> list[Where]:
@@ -148,13 +148,13 @@ class _Rivalry:
             known |= {middle: _winner(ranked.get(middle, ()), *middles[middle]) for middle in seen}
 
 
-def _candidate(trial: Trial, kernel: Kernel) -> Candidate:
+def _variant(trial: Trial, kernel: Kernel) -> Variant:
     """To be timed again: without source and PTX, for there may be thousands."""
-    return Candidate(trial.problem, trial.knobs, replace(kernel, source="", ptx=b""))
+    return Variant(trial.problem, trial.knobs, replace(kernel, source="", ptx=b""))
 
 
-def _winner(ranked: Sequence[winners.Candidate], low: str, high: str) -> str:
+def _winner(ranked: Sequence[winners.RankedTrial], low: str, high: str) -> str:
     """The digest of the kernel that wins in the middle of a gap: one that wins at an end of it if it is near the best;
     that at the lower end also where none is right on this device any more."""
-    near = [digest_of(candidate.trial) for candidate in near_best(ranked)]
+    near = [digest_of(each.trial) for each in near_best(ranked)]
     return next((digest for digest in near if digest in (low, high)), near[0] if near else low)
