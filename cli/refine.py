@@ -61,7 +61,7 @@ def refine(problems: list[Problem], db: str | None, bundle: Path | None, device:
         if not look_between(problems, store, arch, gpu, measure):
             raise UsageError(f"{store.place} has no trial of such problems on {gpu.gpu}; tune them here first")
         selection = write_winners(store, arch, path)
-    between = [cell for cell in selection if cell.gpu == gpu.gpu and not cell.is_bucket]
+    between = [cell for cell in selection if cell.gpu == gpu.gpu and not (cell.is_bucket or cell.portable)]
     if as_json:
         places = {"database": store.place, "bundle": str(path)}
         print_json({"gpu": gpu.gpu, **places, "winners": len(selection), "between": len(between)})

@@ -180,7 +180,8 @@ def _print_winners(entries: Sequence[BundleEntry]) -> None:
     lines: dict[bool, dict[Problem, dict[int, BundleEntry]]] = {}
     for entry in entries:
         if entry.destination is Destination.IN_PLACE:
-            lines.setdefault(entry.problem.pitched, {}).setdefault(entry.problem, {})[entry.elements] = entry
+            there = lines.setdefault(entry.problem.pitched, {}).setdefault(entry.problem, {})
+            there.setdefault(entry.elements, entry)
     for pitched, problems in sorted(lines.items()):
         shown = SHOWN_ELEMENTS[pitched]
         rows: list[list[Any]] = []

@@ -15,14 +15,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from hadagen.errors import DeviceError
-from hadagen.launch import LaunchSpec, RowShape
+from hadagen.launch import PORTABLE_CLUSTER, LaunchSpec, RowShape
 from hadagen.scale import scale_word
 
 # Dynamic shared memory, in bytes, that a kernel may use without asking for more.
 DEFAULT_SHARED_BYTES = 48 * 1024
-# Blocks of a cluster that a kernel may have without asking for more (CUDA C++ Programming Guide, "Thread Block
-# Clusters").
-PORTABLE_CLUSTER = 8
 
 # What to do about an error, by the name of its code.
 _FIXES = {

@@ -7,6 +7,10 @@ from typing import Any, NamedTuple
 
 from hadagen.scale import ScaleForm
 
+# Blocks of a cluster that every GPU with clusters holds, and that a kernel may have without asking for more (CUDA C++
+# Programming Guide, "Thread Block Clusters").
+PORTABLE_CLUSTER = 8
+
 
 class RowShape(NamedTuple):
     """How the rows of a call lie in memory, for a pitched kernel: the first `columns` ≤ n elements of each are there,

@@ -65,6 +65,12 @@ def make_trial(chunks: int = 1, **fields: Any) -> Trial:
     return Trial(**{**known, **fields})
 
 
+def in_clusters(blocks: int, chunks: int, **fields: Any) -> Trial:
+    """`make_trial`, of a kernel in clusters of so many blocks."""
+    kernel = make_kernel(b"cubin %d" % chunks, launch=replace(LAUNCH, cluster=blocks))
+    return make_trial(chunks, kernel=kernel, **fields)
+
+
 def times(us: Mapping[int, float], destination: Destination = Destination.IN_PLACE) -> tuple[Timing, ...]:
     """Hot and cold timings, equal, of so many microseconds at each of these element counts."""
     return tuple(make_timing(each, elements, destination, cache) for elements, each in us.items() for cache in Cache)

@@ -14,7 +14,18 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sample_trials import H100, H200, LAUNCH, PROBLEM, competitors, make_kernel, make_timing, make_trial, times
+from sample_trials import (
+    H100,
+    H200,
+    LAUNCH,
+    PROBLEM,
+    competitors,
+    in_clusters,
+    make_kernel,
+    make_timing,
+    make_trial,
+    times,
+)
 
 from hadagen.arch import load_arch
 from hadagen.errors import StorageError, UsageError
@@ -333,6 +344,31 @@ def test_merging_keeps_every_winner_and_its_kernel(tmp_path: Path) -> None:
     assert merged.digest == both.digest
     merge_bundles([tmp_path / "merged.db"], tmp_path / "again.db")
     assert Bundle.open(tmp_path / "again.db").digest == merged.digest
+
+
+def test_merging_keeps_what_is_for_gpus_that_hold_no_large_clusters(tmp_path: Path) -> None:
+    small, between, large = 1 << 20, 9 << 17, 3 << 19
+
+    def merged(*names: str) -> list[tuple[int, bool, int]]:
+        selection = merge_bundles([tmp_path / name for name in names], tmp_path / "merged.db")
+        assert len(Bundle.open(tmp_path / "merged.db").entries(PROBLEM)) == len(selection)
+        return [(cell.elements, cell.portable, trial.knobs["chunks"]) for cell, trial in selection.items()]
+
+    old = [
+        in_clusters(16, 1, timings=times({small: 1.0, between: 3.0, large: 3.0})),
+        in_clusters(16, 2, timings=times({small: 3.0, between: 1.0, large: 1.0})),
+        in_clusters(8, 4, timings=times({small: 2.0, between: 2.0, large: 2.0})),
+    ]
+    write(tmp_path / "old.db", old)
+    found = [(small, False, 1), (small, True, 4), (between, False, 2), (between, True, 4)]
+    found += [(large, False, 2), (large, True, 4)]
+    assert merged("old.db") == found
+    assert Bundle.open(tmp_path / "merged.db").digest == Bundle.open(tmp_path / "old.db").digest
+    write(tmp_path / "slower.db", [in_clusters(1, 8, timings=times({small: 1.5}))])
+    found[1] = (small, True, 8)
+    assert merged("old.db", "slower.db") == merged("slower.db", "old.db") == found
+    write(tmp_path / "faster.db", [in_clusters(1, 8, timings=times({large: 0.5}))])
+    assert merged("old.db", "faster.db") == [(small, False, 1), (small, True, 4), (large, False, 8)]
 
 
 def test_merging_leaves_out_what_misses_a_bound_that_is_stricter_now(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from command_line import machine, run, sentence, succeed
 from fake_device import FakeDevice, fake_gpu
-from sample_trials import H100, PROBLEM, make_trial, times
+from sample_trials import H100, PROBLEM, in_clusters, make_trial, times
 
 from hadagen.cli import options
 from hadagen.cli import refine as refine_command
@@ -65,6 +65,13 @@ def test_winners_are_found_between_those_that_were_tuned(one_is_faster: None, tm
     assert report == {"gpu": H100.gpu, **places, "winners": 3, "between": 1}
     assert other.read_bytes() == mine.read_bytes()
     assert succeed("bundle", "make", tmp_path / "again.db").startswith(f"{tmp_path / 'again.db'}: 3 winners, 2 kernels")
+
+
+def test_refine_counts_only_winners_between(one_is_faster: None) -> None:
+    """And not what is for GPUs that hold no large clusters."""
+    with Store.open(fill()) as store:
+        store.record(in_clusters(16, 1, timings=times({1 << 20: 1.0, 1 << 21: 2.0})))
+    assert "5 winners, 2 kernels; 1 between" in succeed("refine", "--n", "256", "--contiguous")
 
 
 def test_refine_is_refused_where_nothing_was_tuned_or_can_be_kept(

@@ -11,12 +11,14 @@ from command_line import SMALL_TUNE, TINY_TUNE, machine, raising, run, sentence,
 from fake_device import FakeDevice, fake_gpu
 from fake_search import CELLS
 from sample_bundle import write_sample
+from sample_trials import PROBLEM, in_clusters, times
 
 from hadagen import measure
 from hadagen.cli import options
 from hadagen.errors import DeviceError
-from hadagen.problem import DType, Problem
+from hadagen.problem import DType, Numerics, Problem
 from hadagen.runtime.bundles import VARIABLE
+from hadagen.trial import Environment, Provenance
 from hadagen.tuner import TuneOptions
 from hadagen.tuning_db.store import Store
 
@@ -41,6 +43,18 @@ def test_a_tune_without_a_gpu_estimates_is_found_and_goes_on() -> None:
     assert found["match"] == "estimated"
     assert found["kernel"] in {winner["kernel"] for winner in again["winners"]}
     assert "estimated" in succeed("list")
+
+
+def test_the_table_of_a_tune_has_the_winner_where_another_is_for_gpus_that_do_not_hold_it() -> None:
+    db = options.default_db()
+    db.parent.mkdir(parents=True)
+    fields = {"problem": replace(PROBLEM, numerics=Numerics.FAST), "provenance": Provenance.ESTIMATED}
+    with Store.open(db) as store:
+        for blocks, chunks, us in ((16, 1, 1.5), (8, 2, 2.5)):
+            store.record(in_clusters(blocks, chunks, timings=times({1 << 16: us}), environment=Environment(), **fields))
+    tuned = ("tune", "--n", "256", "--dtype", "float16", "--numerics", "fast", "--contiguous", "--trials", "2")
+    assert [winner["us"] for winner in json.loads(succeed(*tuned, "--json"))["winners"]] == [1.5, 2.5]
+    assert succeed(*tuned).splitlines()[1].split()[4] == "1.5"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from math import ceil, log2
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sample_trials import H100, make_kernel, make_trial, times
+from sample_trials import H100, in_clusters, make_kernel, make_trial, times
 
 from hadagen.measure import Cell, Variant, cells_at
 from hadagen.problem import DType, Numerics, Problem
@@ -36,7 +36,7 @@ class Bench:
     """A store of kernels that take what their formulas say, in place, and a device that times them so.
 
     `rounds` is where kernels were timed, `endings` how those end that are not ok, and `luck` is what the first times at
-    so many rows are multiplied by, by kernel.
+    so many rows are multiplied by, by kernel. `clusters`: of how many blocks those are that are not of 1, by kernel.
     """
 
     def __init__(self, formulas: Sequence[Formula], problem: Problem = LONG) -> None:
@@ -45,6 +45,7 @@ class Bench:
         self.rounds: list[tuple[list[int], list[int]]] = []
         self.endings: dict[int, Outcome] = {}
         self.luck: dict[tuple[int, int], float] = {}
+        self.clusters: dict[int, int] = {}
 
     def tune(self, rows: Sequence[int] = ()) -> None:
         """Time all kernels at these numbers of rows, by default at those of the buckets."""
@@ -64,7 +65,7 @@ class Bench:
         return dict(after.items() - before.items())
 
     def winners(self) -> Rows:
-        found = portfolio(self.store.trials())
+        found = {cell: trial for cell, trial in portfolio(self.store.trials()).items() if not cell.portable}
         return {cell.elements // self.problem.n: trial.knobs["chunks"] for cell, trial in found.items()}
 
     def loss(self, selection: Rows, rows: int) -> float:
@@ -80,7 +81,8 @@ class Bench:
 
         timings = [Timing(*cell, *(3 * [us(cell)]), 1.0) for cell in cells]
         outcome = self.endings.get(number, Outcome.OK)
-        return make_trial(number, problem=self.problem, timings=tuple(timings), outcome=outcome)
+        blocks = self.clusters.get(number, 1)
+        return in_clusters(blocks, number, problem=self.problem, timings=tuple(timings), outcome=outcome)
 
     def measure(self, cells: Mapping[Problem, Sequence[Cell]], variants: Sequence[Variant]) -> Iterator[Trial]:
         there = [cell for cell in cells[self.problem] if cell.destination is IN_PLACE]
@@ -110,6 +112,17 @@ def test_the_end_of_a_wave_is_found() -> None:
     for rows in (rows for rows in range(128, 513) if bench.loss(found, rows) > LOSS):
         above = bisect(counts, rows)
         assert counts[above] / counts[above - 1] < SHORT_GAP
+
+
+def test_what_is_for_gpus_that_hold_no_large_clusters_ends_no_gap() -> None:
+    """One kernel wins at both ends of every gap and between, so each is looked at once."""
+    bench = Bench([lambda rows: rows, lambda rows: 1.5 * rows])
+    bench.clusters = {0: 16}
+    bench.tune([128, 256, 384, 512])
+    assert bench.refine() == {}
+    assert bench.looked_at == [[181, 313, 443]]
+    selection = portfolio(bench.store.trials())
+    assert [trial.knobs["chunks"] for trial in selection.values()] == [0, 1] * 4
 
 
 @settings(max_examples=25)

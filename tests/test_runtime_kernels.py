@@ -17,14 +17,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sample_bundle import hide_bundles, write_sample, write_winners
-from sample_trials import H100, PROBLEM
+from sample_bundle import hide_bundles, write_sample, write_trials, write_winners
+from sample_trials import H100, PROBLEM, in_clusters, times
 
 import hadagen
 from hadagen.driver import DoesNotFit, DriverError, LoadedKernel
 from hadagen.problem import Problem
 from hadagen.runtime import bundles, kernels
-from hadagen.runtime.choose import choose_from_bundles
+from hadagen.runtime.choose import choose_from_bundles, timed_in_bundles
 from hadagen.runtime.device import Device
 from hadagen.trial import Destination
 
@@ -204,6 +204,30 @@ def test_where_a_kernel_does_not_fit_the_next_nearest_runs(four_kernels: Path, l
     assert loader.images == [b"cubin 2", b"cubin 4", b"cubin 8"]
     assert find(1 << 17) is find(3 << 15) is find(1 << 16)
     assert len(loader.images) == 3  # what does not fit is loaded once
+
+
+def test_where_large_clusters_do_not_fit_the_best_of_the_others_runs(
+    loader: Loader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small, middle, large = 1 << 13, 1 << 14, 1 << 15
+    trials = [
+        in_clusters(16, 1, timings=times({small: 1.0, middle: 9.0, large: 1.0})),
+        in_clusters(8, 2, timings=times({small: 1.3, middle: 9.0, large: 9.0})),
+        in_clusters(1, 4, timings=times({small: 9.0, middle: 2.0, large: 1.3})),
+    ]
+    monkeypatch.setenv(bundles.VARIABLE, str(write_trials(tmp_path / "clusters.db", trials)))
+    device = Device("sm90", H100.gpu)
+    assert timed_in_bundles(PROBLEM, Destination.IN_PLACE, device) == [small, middle, large]
+    assert [find(elements) is not None for elements in (small, middle, large)] == [True] * 3
+    assert loader.images == [b"cubin 1", b"cubin 4"]
+    kernels._found.clear()
+    kernels._loaded.clear()
+    loader.images.clear()
+    loader.too_large = {b"cubin 1"}
+    assert find(small)
+    assert loader.images == [b"cubin 1", b"cubin 2"]
+    assert find(large) is find(middle)
+    assert loader.images == [b"cubin 1", b"cubin 2", b"cubin 4"]
 
 
 def test_where_none_of_a_bundle_fits_that_of_another_runs(

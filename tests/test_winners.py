@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sample_trials import H100, H200, PROBLEM, competitors, make_timing, make_trial, times
+from sample_trials import H100, H200, PROBLEM, competitors, in_clusters, make_timing, make_trial, times
 
 from hadagen.errors import StorageError
 from hadagen.trial import Cache, Destination, Environment, Outcome, Provenance, Trial
@@ -163,7 +163,8 @@ def test_a_measured_trial_outranks_a_faster_estimate() -> None:
 
 def test_the_table_has_a_line_for_each_regime(tmp_path: Path) -> None:
     path = tmp_path / "winners.csv"
-    export_csv(portfolio([make_trial(2), make_trial(1, timings=times({1 << 20: 1.5}))]), path)
+    beside = in_clusters(1, 4, timings=times({1 << 20: 2.0}))  # which the table leaves out
+    export_csv(portfolio([make_trial(2), in_clusters(16, 1, timings=times({1 << 20: 1.5})), beside]), path)
     with path.open(newline="") as file:
         lines = list(csv.DictReader(file))
     assert [(line["elements"], line["cache"], line["us"], line["chunks"]) for line in lines] == [
@@ -269,3 +270,49 @@ def test_what_is_added_between_buckets_may_help_at_the_next() -> None:
     large = make_trial(2, timings=times(dict(zip(counts, (3.0, 1.0, 9.0, 1.0), strict=True))))
     found = portfolio([small, large])
     assert [trial.knobs["chunks"] for trial in found.values()] == [1, 2, 1, 2]
+
+
+# ---- where large clusters do not fit ---------------------------------------------------------------------------------
+def test_beside_a_winner_in_large_clusters_stands_the_best_that_every_gpu_holds() -> None:
+    trials = [
+        in_clusters(16, 1, timings=times({1 << 13: 1.0, 1 << 14: 1.0, 1 << 20: 9.0})),
+        in_clusters(8, 2, timings=times({1 << 13: 1.31, 1 << 14: 1.30, 1 << 20: 5.0})),
+        in_clusters(1, 3, timings=times({1 << 13: 1.30, 1 << 14: 1.50, 1 << 20: 4.0})),
+        in_clusters(16, 4, timings=times({1 << 13: 1.1, 1 << 14: 1.1, 1 << 20: 4.5})),
+    ]
+
+    def named(trials: list[Trial], loss: float) -> list[tuple[int, bool, int]]:
+        return [(cell.elements, cell.portable, t.knobs["chunks"]) for cell, t in portfolio(trials, loss).items()]
+
+    beginning = [(1 << 13, False, 1), (1 << 13, True, 2), (1 << 14, False, 1), (1 << 14, True, 2)]
+    assert named(trials, 0.02) == [*beginning, (1 << 20, False, 3)]  # one for both, as it is near the best
+    beginning[1] = (1 << 13, True, 3)
+    assert named(trials, 0.001) == [*beginning, (1 << 20, False, 3)]
+    assert named(trials[:1], 0.02) == [(1 << 13, False, 1), (1 << 14, False, 1), (1 << 20, False, 1)]
+    between = in_clusters(16, 1, timings=times({1 << 20: 1.0, BETWEEN: 1.0, 3 << 19: 3.0}))
+    large = in_clusters(1, 3, timings=times({1 << 20: 2.0, BETWEEN: 3.0, 3 << 19: 2.0}))
+    larger = in_clusters(16, 4, timings=times({1 << 20: 2.0, BETWEEN: 0.5, 3 << 19: 2.5}))
+    found = named([between, large, larger], 0.02)
+    assert found[2:] == [(BETWEEN, False, 4), (BETWEEN, True, 3), (3 << 19, False, 3)]
+
+
+@given(competitors(), st.sampled_from([0.0, 0.02, 0.05]))
+def test_without_large_clusters_nothing_is_slower_than_the_best_by_more_than_the_loss(
+    trials: list[Trial], loss: float
+) -> None:
+    def clustered(trial: Trial) -> Trial:
+        assert trial.kernel is not None
+        blocks = 16 if trial.knobs["chunks"] > 2 else 8
+        return replace(trial, kernel=replace(trial.kernel, launch=replace(trial.kernel.launch, cluster=blocks)))
+
+    trials = [clustered(trial) for trial in trials]
+    chosen = portfolio(trials, loss)
+    small = best_by_cell(trial for trial in trials if trial.knobs["chunks"] <= 2)
+    for cell, trial in chosen.items():
+        if cell.portable:
+            bare = replace(cell, portable=False)
+            assert chosen[bare].knobs["chunks"] > 2
+            assert small[bare][1].us <= time_in(trial, cell) <= small[bare][1].us * (1 + loss)
+        elif trial.knobs["chunks"] > 2 and trial.provenance is Provenance.MEASURED:
+            there = cell in small and small[cell][0].provenance is Provenance.MEASURED
+            assert (replace(cell, portable=True) in chosen) == there

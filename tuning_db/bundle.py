@@ -107,7 +107,8 @@ Tables = dict[str, list[Row]]
 
 @dataclass(frozen=True)
 class BundleEntry:
-    """The winner of one cell: a problem on a GPU, in place or out of place, at a number of elements (rows · n).
+    """The winner of one cell: a problem on a GPU, in place or out of place, at a number of elements (rows · n). Where
+    there are two of a cell, the second is for GPUs that do not hold the first.
 
     Times are microseconds for one launch, None where not measured. `cache` says which of them decided.
     `errors` is the relative error ‖out − ref‖ / ‖ref‖ against float64, by class of input.

@@ -13,7 +13,7 @@ from hadagen.errors import UsageError
 from hadagen.trial import Cache, Kernel, Outcome, Timing, Trial
 from hadagen.tuning_db.bundle import Bundle, BundleEntry
 from hadagen.tuning_db.bundle_writer import write_bundle
-from hadagen.tuning_db.winners import WinnerCell, best_by_cell, digest_of
+from hadagen.tuning_db.winners import WinnerCell, best_by_cell, digest_of, portable_winners, ranked_by_cell
 
 Selection = dict[WinnerCell, Trial]
 
@@ -28,6 +28,7 @@ def selection_of(bundle: Bundle) -> Selection:
             if entry.kernel not in kernels:
                 kernels[entry.kernel] = kernel_of(bundle, entry.kernel)
             cell = WinnerCell(problem, entry.arch, entry.gpu, entry.destination, entry.elements)
+            cell = replace(cell, portable=cell in selection)
             selection[cell] = _trial(entry, kernels[entry.kernel])
     return selection
 
@@ -48,7 +49,9 @@ def merge_bundles(paths: Iterable[str | os.PathLike[str]], out: str | os.PathLik
         )
     selections = [selection_of(bundle) for bundle in bundles]
     buckets = _best({cell: trial for cell, trial in each.items() if cell.is_bucket} for each in selections)
-    selection = dict(sorted((buckets | _best(_between(each, buckets) for each in selections)).items()))
+    winners = buckets | _best(_between(each, buckets) for each in selections)
+    rankings = ranked_by_cell(trial for each in selections for trial in each.values())
+    selection = dict(sorted((winners | portable_winners(winners, rankings)).items()))
     write_selection(out, archs.pop(), selection)
     return selection
 

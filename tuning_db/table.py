@@ -39,7 +39,7 @@ def export_csv(selection: Mapping[WinnerCell, Trial], path: str | os.PathLike[st
     check_table_place(path)
     rows = [
         _row(cell, selection[cell], timing)
-        for cell in sorted(selection, key=_order)
+        for cell in sorted((cell for cell in selection if not cell.portable), key=_order)
         for timing in sorted(selection[cell].timings, key=lambda timing: timing.cache)
         if (timing.destination, timing.elements) == (cell.destination, cell.elements)
     ]

@@ -9,6 +9,9 @@ be hot.
 Whatever their times, a measured trial outranks an estimated one, and an estimate wins no cell that was measured on any
 GPU of the arch.
 
+A GPU need not hold clusters of more than `PORTABLE_CLUSTER` blocks. Where the winner is in larger ones, a second cell,
+`portable`, has the winner of all other kernels, for calls to take where the first does not fit.
+
 Every kernel is timed at `element_buckets`, and a call takes the winner of the nearest. A few are timed between two of
 them too (`hadagen refine`); a winner is named there only where calls would be slower without.
 """
@@ -21,6 +24,7 @@ from dataclasses import dataclass, replace
 from math import fsum
 from typing import Any
 
+from hadagen.launch import PORTABLE_CLUSTER
 from hadagen.problem import Problem
 from hadagen.trial import (
     Destination,
@@ -38,13 +42,17 @@ from hadagen.trial import (
 
 @dataclass(frozen=True, order=True)
 class WinnerCell:
-    """Where a winner is named. `gpu` is "" for what was estimated without a device; `elements` is rows · n."""
+    """Where a winner is named. `gpu` is "" for what was estimated without a device; `elements` is rows · n.
+
+    `portable`: among kernels that every GPU of the arch holds; only beside a winner that is none.
+    """
 
     problem: Problem
     arch: str
     gpu: str
     destination: Destination
     elements: int
+    portable: bool = False
 
     @property
     def is_bucket(self) -> bool:
@@ -100,21 +108,37 @@ def portfolio(trials: Iterable[Trial], loss: float = LOSS) -> dict[WinnerCell, T
     """A small set of kernels that nowhere scores worse than the best by more than `loss` (0.02 is 2 %), by cell.
 
     The set of a problem is found greedily: next comes the kernel that serves most of the buckets not served yet. Then
-    every bucket gets the best kernel of the set, and what calls lack between buckets is added (`lacking_between`). The
-    order of the trials does not matter.
+    every bucket gets the best kernel of the set, and what calls lack between buckets is added (`lacking_between`), and
+    on GPUs that hold no large clusters (`portable_winners`). The order of the trials does not matter.
     """
     rankings = ranked_by_cell(trials)
-    problems: dict[tuple[Problem, str], list[list[RankedTrial]]] = defaultdict(list)
-    for cell, ranked in rankings.items():
-        if cell.is_bucket:
-            problems[cell.problem, cell.arch].append(ranked)
-    chosen = {problem: _cover(cells, loss) for problem, cells in problems.items()}
-    winners = {
-        cell: next(c.trial for c in ranked if digest_of(c.trial) in chosen[cell.problem, cell.arch])
-        for cell, ranked in rankings.items()
-        if cell.is_bucket
+    winners = _few({cell: ranked for cell, ranked in rankings.items() if cell.is_bucket}, loss)
+    winners |= lacking_between(winners, rankings, loss)
+    return dict(sorted((winners | portable_winners(winners, rankings, loss)).items()))
+
+
+def portable_winners(
+    winners: Mapping[WinnerCell, Trial], rankings: Mapping[WinnerCell, Sequence[RankedTrial]], loss: float = LOSS
+) -> dict[WinnerCell, Trial]:
+    """Beside each winner that is not portable, one that is, if any is ranked there: a set as small as `portfolio`'s."""
+    portable = {
+        replace(cell, portable=True): [each for each in rankings.get(cell, ()) if _is_portable(each.trial)]
+        for cell, trial in winners.items()
+        if not _is_portable(trial)
     }
-    return dict(sorted((winners | lacking_between(winners, rankings, loss)).items()))
+    return _few({cell: ranked for cell, ranked in portable.items() if ranked}, loss)
+
+
+def _few(rankings: Mapping[WinnerCell, Sequence[RankedTrial]], loss: float) -> dict[WinnerCell, Trial]:
+    """A trial for each cell, of no more kernels than `_cover` needs for each problem."""
+    problems: dict[tuple[Problem, str], list[Sequence[RankedTrial]]] = defaultdict(list)
+    for cell, ranked in rankings.items():
+        problems[cell.problem, cell.arch].append(ranked)
+    chosen = {problem: _cover(cells, loss) for problem, cells in problems.items()}
+    return {
+        cell: next(each.trial for each in ranked if digest_of(each.trial) in chosen[cell.problem, cell.arch])
+        for cell, ranked in rankings.items()
+    }
 
 
 def lacking_between(
@@ -250,6 +274,11 @@ def contenders(trials: Iterable[Trial], most: int) -> list[Trial]:
                 nearest[digest] = slowdown, each.trial
     order = sorted(nearest, key=lambda digest: (nearest[digest][0], digest))
     return [nearest[digest][1] for digest in order[:most]]
+
+
+def _is_portable(trial: Trial) -> bool:
+    assert trial.kernel is not None  # no kernel, no winner
+    return trial.kernel.launch.cluster <= PORTABLE_CLUSTER
 
 
 def digest_of(trial: Trial) -> str:

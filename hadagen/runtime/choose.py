@@ -3,7 +3,8 @@ their GPUs are the same.
 
 Problem and destination of an entry must be those that are asked for. Among the entries left, those of a pinned bundle
 win; then the better `Match`; then the bundle that was found first, and the GPU that comes first in it, whatever its
-element counts; then the nearest of those, on a logarithmic scale, and of two as near the larger.
+element counts; then the nearest of those, on a logarithmic scale, of two as near the larger, and of two of the same
+count the first.
 """
 
 from __future__ import annotations

@@ -86,7 +86,8 @@ class _Rivalry:
     def __init__(self, problem: Problem, store: Store, arch: str, gpu: Environment, ended: set[str]) -> None:
         self._problem, self._store, self._arch, self._gpu = problem, store, arch, gpu.gpu
         trials = self._trials()
-        self._winners = {cell: trial for cell, trial in portfolio(trials).items() if cell.is_bucket}
+        found = portfolio(trials)
+        self._winners = {cell: trial for cell, trial in found.items() if cell.is_bucket and not cell.portable}
         best = {digest_of(trial): trial for trial in self._winners.values()}
         for trial in contenders(trials, MOST_KERNELS):
             if len(best) < MOST_KERNELS:
