@@ -93,6 +93,7 @@ def winner_values(entry: BundleEntry) -> dict[str, Any]:
         "problem": entry.problem.to_dict(),
         "destination": entry.destination.value,
         "elements": entry.elements,
+        "portable": entry.portable,
         "cache": entry.cache.value,
         "gpu": entry.gpu,
         "kernel": entry.kernel,

@@ -179,9 +179,8 @@ def _print_winners(entries: Sequence[BundleEntry]) -> None:
 
     lines: dict[bool, dict[Problem, dict[int, BundleEntry]]] = {}
     for entry in entries:
-        if entry.destination is Destination.IN_PLACE:
-            there = lines.setdefault(entry.problem.pitched, {}).setdefault(entry.problem, {})
-            there.setdefault(entry.elements, entry)
+        if entry.destination is Destination.IN_PLACE and not entry.portable:
+            lines.setdefault(entry.problem.pitched, {}).setdefault(entry.problem, {})[entry.elements] = entry
     for pitched, problems in sorted(lines.items()):
         shown = SHOWN_ELEMENTS[pitched]
         rows: list[list[Any]] = []

@@ -53,7 +53,8 @@ def test_the_table_of_a_tune_has_the_winner_where_another_is_for_gpus_that_do_no
         for blocks, chunks, us in ((16, 1, 1.5), (8, 2, 2.5)):
             store.record(in_clusters(blocks, chunks, timings=times({1 << 16: us}), environment=Environment(), **fields))
     tuned = ("tune", "--n", "256", "--dtype", "float16", "--numerics", "fast", "--contiguous", "--trials", "2")
-    assert [winner["us"] for winner in json.loads(succeed(*tuned, "--json"))["winners"]] == [1.5, 2.5]
+    found = json.loads(succeed(*tuned, "--json"))["winners"]
+    assert [(winner["us"], winner["portable"]) for winner in found] == [(1.5, False), (2.5, True)]
     assert succeed(*tuned).splitlines()[1].split()[4] == "1.5"
 
 

@@ -19,7 +19,7 @@ import sqlite3
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -107,8 +107,9 @@ Tables = dict[str, list[Row]]
 
 @dataclass(frozen=True)
 class BundleEntry:
-    """The winner of one cell: a problem on a GPU, in place or out of place, at a number of elements (rows · n). Where
-    there are two of a cell, the second is for GPUs that do not hold the first.
+    """The winner of one cell: a problem on a GPU, in place or out of place, at a number of elements (rows · n).
+
+    `portable`: whether it is the second of its cell, for GPUs that do not hold the clusters of the first.
 
     Times are microseconds for one launch, None where not measured. `cache` says which of them decided.
     `errors` is the relative error ‖out − ref‖ / ‖ref‖ against float64, by class of input.
@@ -131,6 +132,7 @@ class BundleEntry:
     hot_copy_us: float | None
     cold_us: float | None
     cold_copy_us: float | None
+    portable: bool = False
 
     @property
     def gpu(self) -> str:
@@ -273,8 +275,13 @@ class Bundle:
                 trial["kernel"] = kernels[trial["kernel"]]
                 trial["launch"] = LaunchSpec.from_dict(json.loads(trial["kernel"]["launch"]))
                 trial["knobs"], trial["errors"] = json.loads(trial["knobs"]), json.loads(trial["errors"])
-            rows = _by_id(tables, "entries").values()
-            entries = [self._entry(problem, trials[row["trial"]], row) for row in rows]
+            entries: list[BundleEntry] = []
+            firsts = set()
+            for row in _by_id(tables, "entries").values():
+                entry = self._entry(problem, trials[row["trial"]], row)
+                cell = entry.gpu, entry.destination, entry.elements
+                entries.append(replace(entry, portable=True) if cell in firsts else entry)
+                firsts.add(cell)
         self._kernels |= {row["digest"]: (kernel, row) for kernel, row in kernels.items()}
         self._entries[problem] = entries
 

@@ -27,8 +27,7 @@ def selection_of(bundle: Bundle) -> Selection:
         for entry in bundle.entries(problem):
             if entry.kernel not in kernels:
                 kernels[entry.kernel] = kernel_of(bundle, entry.kernel)
-            cell = WinnerCell(problem, entry.arch, entry.gpu, entry.destination, entry.elements)
-            cell = replace(cell, portable=cell in selection)
+            cell = WinnerCell(problem, entry.arch, entry.gpu, entry.destination, entry.elements, entry.portable)
             selection[cell] = _trial(entry, kernels[entry.kernel])
     return selection
 
