@@ -12,7 +12,7 @@ import click
 
 from hadagen.cli import options
 from hadagen.cli.device import measuring, no_kernels, refusal
-from hadagen.cli.output import counted, print_json, print_table, report_failures
+from hadagen.cli.output import counted, print_json, print_table, report_failures, until_interrupted
 from hadagen.errors import DeviceError
 from hadagen.trial import Outcome
 
@@ -146,7 +146,8 @@ def _choose(
 def _time(choices: Sequence[Choice], environment: Environment, index: int) -> tuple[list[Row], list[str]]:
     """Verify and time the choices on a device, and the other libraries beside them; rows of a kind together.
 
-    Also sentences on what could not be timed, because verification refused it or the device failed. The rest is.
+    Also sentences on what could not be timed, because verification refused it, the device failed or somebody
+    interrupted it. The rest is.
     """
     from hadagen.measure import Variant
     from hadagen.problem import Numerics
@@ -159,7 +160,7 @@ def _time(choices: Sequence[Choice], environment: Environment, index: int) -> tu
         return replace(choice.problem, numerics=Numerics.ACCURATE)
 
     kinds = [list(group) for _, group in groupby(sorted(choices, key=lambda c: (kind(c), c.cell, c.problem)), kind)]
-    with measuring(environment, index) as runner:
+    with measuring(environment, index) as runner, until_interrupted(failures):
         for group in counted(kinds, "timing"):
             kernels = {choice.kernel: choice for choice in group}
             positions = {kernel: position for position, kernel in enumerate(kernels)}

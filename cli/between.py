@@ -12,7 +12,7 @@ import click
 
 from hadagen.cli import options
 from hadagen.cli.device import measuring, no_kernels, refusal
-from hadagen.cli.output import PROBLEM_HEADERS, counted, print_json, print_table, report_failures
+from hadagen.cli.output import PROBLEM_HEADERS, counted, print_json, print_table, report_failures, until_interrupted
 from hadagen.errors import DeviceError, UsageError
 from hadagen.trial import Outcome
 
@@ -101,7 +101,7 @@ def between(
         fields = [field for field in fields if field.places]
         if not fields:
             raise no_kernels(target)
-        with measuring(environment, device) as runner:
+        with measuring(environment, device) as runner, until_interrupted(failures):
             for field in counted(fields, "timing"):
                 try:
                     ranking = runner.rank(field.variants, field.places)

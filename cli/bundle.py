@@ -11,7 +11,15 @@ import click
 
 from hadagen.cli import options
 from hadagen.cli.listing import bundle_summary, winner_values, winners
-from hadagen.cli.output import PROBLEM_HEADERS, print_json, print_table, problem_cells, report_failures, short_knobs
+from hadagen.cli.output import (
+    PROBLEM_HEADERS,
+    Item,
+    print_json,
+    print_table,
+    problem_cells,
+    report_failures,
+    short_knobs,
+)
 from hadagen.errors import StorageError, UsageError
 from hadagen.trial import Provenance
 from hadagen.tuning_db.winners import LOSS
@@ -63,15 +71,26 @@ def make(db: str | None, arch: str, loss: float, path: Path | None) -> None:
 
 @bundle.command()
 @click.argument("paths", type=click.Path(path_type=Path), nargs=-1)
-def verify(paths: tuple[Path, ...]) -> None:
-    """Check all that is in the bundles at PATHS, or in all that hadagen uses."""
-    damaged = []
-    for each in _opened(paths):
+@options.as_json
+def verify(paths: tuple[Path, ...], as_json: bool) -> None:
+    """Check all that is in the bundles at PATHS, or in all that hadagen finds."""
+    from hadagen.runtime import bundles
+    from hadagen.tuning_db.bundle import Bundle
+
+    sound: dict[str, str] = {}
+    damaged: list[str] = []
+    for path in _some(paths or bundles.files()):
         try:
+            each = Bundle.open(path)
             each.verify()
-            click.echo(f"{each.path}: sound, {each.digest}")
         except StorageError as error:
             damaged.append(str(error))
+        else:
+            sound[str(path)] = each.digest
+            if not as_json:
+                click.echo(f"{path}: sound, {each.digest}")
+    if as_json:
+        print_json({"sound": sound, "damaged": damaged})
     report_failures(damaged, StorageError)
 
 
@@ -247,11 +266,15 @@ def count_of(selection: dict[won.WinnerCell, Trial]) -> str:
     return f"{len(selection)} winners, {len(kernels)} kernels"
 
 
-def _opened(paths: tuple[Path, ...]) -> list[Bundle]:
+def _opened(paths: tuple[Path, ...]) -> Sequence[Bundle]:
     from hadagen.runtime import bundles
     from hadagen.tuning_db.bundle import Bundle
 
-    found = [Bundle.open(path) for path in paths] if paths else bundles.known()
+    return _some([Bundle.open(path) for path in paths] if paths else bundles.known())
+
+
+def _some(found: Sequence[Item]) -> Sequence[Item]:
+    """The same. Raises `StorageError` where there is none."""
     if not found:
         raise StorageError("there is no bundle; make one with hadagen tune, or name one")
     return found

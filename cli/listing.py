@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -32,7 +33,7 @@ def list_(db: str | None, as_json: bool) -> None:
         except StorageError as error:
             damaged.append(str(error))
     databases = []
-    if db is not None or options.default_db().exists():
+    if db is not None or _has_default_db():
         with options.open_db(db) as store:
             databases.append(_database_summary(store))
     if as_json:
@@ -63,6 +64,12 @@ def list_(db: str | None, as_json: bool) -> None:
             ),
         )
     report_failures(damaged, StorageError)
+
+
+def _has_default_db() -> bool:
+    with suppress(StorageError):  # no home directory is known
+        return options.default_db().exists()
+    return False
 
 
 def bundle_summary(bundle: Bundle) -> dict[str, Any]:

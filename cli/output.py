@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import click
@@ -65,6 +66,15 @@ def _cell(value: Any) -> str:
     if value is None:
         return "-"
     return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+@contextmanager
+def until_interrupted(failures: list[str]) -> Iterator[None]:
+    """Ends at Ctrl-C with a sentence more, for what is done by then to be printed and written."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        failures.append("interrupted; what had finished is in the results, and the rest is not")
 
 
 def report_failures(failures: Sequence[str], kind: type[HadagenError]) -> None:

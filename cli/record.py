@@ -11,6 +11,7 @@ import click
 from hadagen.cli import options
 from hadagen.cli.device import device_runner, find_gpu
 from hadagen.cli.output import PROBLEM_HEADERS, clock_text, print_json, print_table, problem_cells
+from hadagen.cli.sentences import keeping
 from hadagen.errors import DeviceError, UsageError
 from hadagen.problem import Problem
 from hadagen.trial import Outcome
@@ -49,6 +50,7 @@ MOST_VARIANTS = 20_000
 @click.option("--dry-run", is_flag=True, help="Only count the variants; needs no GPU.")
 @click.option("--arch", help="Target architecture.  [default: that of the GPU here, or sm90]")
 @options.as_json
+@keeping()
 def record(
     problems: list[Problem],
     only: dict[str, list[int | str]],
@@ -117,7 +119,7 @@ def record(
             listen,
         )
     if report.interrupted:
-        raise click.Abort
+        raise KeyboardInterrupt
     if as_json:
         print_json(
             {

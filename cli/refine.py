@@ -13,6 +13,7 @@ from hadagen.cli import options
 from hadagen.cli.bundle import bundle_place, count_of, write_winners
 from hadagen.cli.device import measuring, refusal
 from hadagen.cli.output import counted, print_json, report_failures
+from hadagen.cli.sentences import keeping
 from hadagen.errors import DeviceError, UsageError
 from hadagen.trial import Outcome
 
@@ -30,6 +31,7 @@ MOST_FAILURES = 5  # of kernels that were right when they were tuned; then it is
 @options.bundle
 @options.device
 @options.as_json
+@keeping()
 def refine(problems: list[Problem], db: str | None, bundle: Path | None, device: int, as_json: bool) -> None:
     """Find winners between the sizes that kernels were tuned at, and write all winners to the bundle that calls find.
 

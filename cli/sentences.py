@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import click
 
@@ -25,7 +27,7 @@ def explain(error: Exception) -> tuple[str, int]:
     if isinstance(error, click.ClickException):
         return error.format_message(), error.exit_code
     if isinstance(error, click.Abort):
-        return "interrupted; what had finished is kept, and the same command goes on from there", 1
+        return f"interrupted; {str(error) or 'start the same command again'}", 1
     if isinstance(error, ModuleNotFoundError) and error.name:
         package = error.name.partition(".")[0]
         wanted = "hadagen[tune]" if package in TUNE_PACKAGES else {"cuda": "cuda-bindings"}.get(package, package)
@@ -34,6 +36,15 @@ def explain(error: Exception) -> tuple[str, int]:
         return _of_system(error), 1
     bug = f"{type(error).__name__}: {' '.join(str(error).split())}"
     return f"{bug}; this is a bug of hadagen, please report it with what HADAGEN_DEBUG=1 shows", 1
+
+
+@contextmanager
+def keeping() -> Iterator[None]:
+    """Around a command that stores each result at once: what is said at Ctrl-C."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise click.Abort("what had finished is kept, and the same command goes on from there") from None
 
 
 def _of_system(error: OSError) -> str:

@@ -15,6 +15,7 @@ from hadagen.cli.bundle import bundle_place, keep_winners, select_winners
 from hadagen.cli.device import device_runner, find_gpu
 from hadagen.cli.listing import winner_values
 from hadagen.cli.output import PROBLEM_HEADERS, clock_text, print_json, print_table, problem_cells
+from hadagen.cli.sentences import keeping
 from hadagen.errors import HadagenError, StorageError
 from hadagen.problem import Problem
 from hadagen.trial import Destination, Provenance
@@ -43,7 +44,12 @@ NOT_MEASURED = (
 @options.problems
 @options.only
 @click.option("--trials", type=int, help="Trials of each problem, those of earlier runs included; pitched: a quarter.")
-@click.option("--time-budget", type=float, metavar="SECONDS", help="Stop after this long.  [default: no limit]")
+@click.option(
+    "--time-budget",
+    type=float,
+    metavar="SECONDS",
+    help="Begin nothing after this long.  [default: no limit]",
+)
 @options.db
 @options.bundle
 @click.option("--device", type=int, metavar="INDEX", help="CUDA device to measure on.  [default: 0]")
@@ -55,6 +61,7 @@ NOT_MEASURED = (
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Same seed and same timings: same search.")
 @options.as_json
+@keeping()
 def tune(
     arch: str | None,
     problems: list[Problem],
@@ -84,7 +91,9 @@ def tune(
 
     check_effort(trials, time_budget)
     gpu = find_gpu(device)
-    target = load_arch(arch or (options.arch_of(gpu) if gpu else options.DEFAULT_ARCH)).narrowed(only)
+    if arch is None:
+        arch = options.arch_of(gpu) if gpu else options.DEFAULT_ARCH
+    target = load_arch(arch).narrowed(only)
     if gpu and options.arch_of(gpu) != target.name:
         gpu = None
     path = bundle_place(bundle, target.name, db)
@@ -110,7 +119,7 @@ def tune(
         with shown(time_budget) as listen:
             report = search(wanted, listen)
         if report.stopped == "interrupted":
-            raise click.Abort
+            raise KeyboardInterrupt
         selection = select_winners(store, target.name, path)
         if not selection:
             raise HadagenError(f"none of {report.finished} trials has won anything yet; give more time or more trials")

@@ -313,6 +313,25 @@ def test_a_bad_bundle_that_was_only_found_causes_a_warning() -> None:
     assert best.match is Match.SAME_ARCH
 
 
+def test_a_directory_of_bundles_that_cannot_be_read_causes_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "data" / "hadagen").mkdir(parents=True)
+    bundles.user_directory().write_text("no directory")
+    with pytest.warns(RuntimeWarning, match=r"bundles cannot be read \(Not a directory\); make it readable"):
+        assert hadagen.best_config(PROBLEM, 1, arch="sm90").match is Match.GENERIC
+
+
+def test_without_a_home_directory_there_are_the_bundles_that_come_with_hadagen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shipped = write_sample(tmp_path / "shipped.db")
+    monkeypatch.delenv("XDG_DATA_HOME")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    monkeypatch.setattr(bundles, "shipped", lambda: {"sm90": shipped})
+    assert [bundle.path for bundle in bundles.known()] == [shipped]
+    with pytest.raises(StorageError, match="no home directory is known to keep trials and bundles in; set XDG_DATA"):
+        bundles.user_directory()
+
+
 # ---- bad input -------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("rows", [0, -1, 2.0, True, "8"])
 def test_bad_rows(rows: int) -> None:
@@ -320,7 +339,7 @@ def test_bad_rows(rows: int) -> None:
         hadagen.best_config(PROBLEM, rows, arch="sm90")
 
 
-@pytest.mark.parametrize("arch", ["", "sm", "90", "sm_90", "hopper"])
+@pytest.mark.parametrize("arch", ["", "sm", "90", "sm_90", "hopper", "sm" + "9" * 5000])
 def test_bad_arch(arch: str) -> None:
     with pytest.raises(UsageError, match="for instance sm90"):
         hadagen.best_config(PROBLEM, 1, arch=arch)
@@ -338,6 +357,11 @@ def test_bad_problem() -> None:
         hadagen.best_config({"n": 128, "dtype": "float16", "pitched": "no"}, 1, arch="sm90")
     wanted = hadagen.best_config({"n": 128, "dtype": "bfloat16"}, 1, arch="sm90")
     assert hadagen.best_config({"n": 128, "dtype": torch.bfloat16}, 1, arch="sm90") == wanted
+
+
+def test_bad_inplace() -> None:
+    with pytest.raises(UsageError, match=r"inplace = 'no' is not supported; give True or False"):
+        hadagen.best_config(PROBLEM, 4, arch="sm90", inplace="no")  # type: ignore[arg-type]
 
 
 def test_no_arch_and_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

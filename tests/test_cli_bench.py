@@ -119,6 +119,25 @@ def test_a_device_that_fails_on_some_rows_is_asked_for_the_others(
     assert [line.split()[0] for line in result.stdout.splitlines()[1:]] == ["n", "4"]
 
 
+def test_an_interrupted_bench_writes_what_it_has(
+    fake_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    succeed("tune", "--n", "2,4", "--dtype", "float16", "--numerics", "fast", "--contiguous", "--trials", "1")
+    compare = FakeDevice.compare
+
+    def interrupted_at_four(self: FakeDevice, variants: Sequence[Variant], cells: Any) -> Comparison:
+        if variants[0].problem.n == 4:
+            raise KeyboardInterrupt
+        return compare(self, variants, cells)
+
+    monkeypatch.setattr(FakeDevice, "compare", interrupted_at_four)
+    result = run(*BENCH, "--csv", tmp_path / "bench.csv")
+    said = "hadagen: interrupted; what had finished is in the results, and the rest is not\n"
+    assert (result.exit_code, result.stderr) == (1, said)
+    assert [line.split()[0] for line in result.stdout.splitlines()[1:]] == ["n", "2"]
+    assert {line.split(",")[5] for line in (tmp_path / "bench.csv").read_text().splitlines()} == {"n", "2"}
+
+
 def test_bench_without_kernels_says_what_to_do(fake_gpu: None) -> None:
     said = sentence(run("bench", "--n", "4"), 1)
     assert said == "no bundle has kernels for Test GPU (sm90); run hadagen tune on this machine"

@@ -14,6 +14,7 @@ from sample_trials import H100, make_trial
 
 from hadagen.cli import bench, between, options
 from hadagen.problem import Problem
+from hadagen.runtime.bundles import VARIABLE, user_directory
 from hadagen.tuning_db import table
 from hadagen.tuning_db.store import Store
 
@@ -39,6 +40,22 @@ def test_list_shows_bundles_and_the_database(sample: Path, database: Path) -> No
     text = succeed("list", "--db", database)
     assert str(sample) in text
     assert "1 ok, 1 wrong_answer" in text
+
+
+def test_verify_names_what_calls_go_on_without(sample: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE)
+    good, bad = (user_directory() / name for name in ("good.db", "bad.db"))
+    good.parent.mkdir(parents=True)
+    good.write_bytes(sample.read_bytes())
+    bad.write_bytes(sample.read_bytes()[:20_000])
+    result = run("bundle", "verify")
+    assert (result.exit_code, result.stdout.split(", ")[0]) == (1, f"{good}: sound")
+    assert f"hadagen: {bad} is damaged" in result.stderr
+    found = run("bundle", "verify", "--json")
+    report = json.loads(found.stdout)
+    assert (found.exit_code, list(report["sound"])) == (1, [str(good)])
+    (damage,) = report["damaged"]
+    assert result.stderr == f"hadagen: {damage}\n"
 
 
 def test_list_of_nothing_says_what_to_do() -> None:

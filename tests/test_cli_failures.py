@@ -27,6 +27,20 @@ def test_without_a_gpu_bench_says_so() -> None:
     assert sentence(run("bench"), 1) == "there is no GPU in this test; add one"
 
 
+def test_tune_refuses_an_empty_arch() -> None:
+    assert "arch '' is not known; choose one of" in sentence(run("tune", "--arch", ""), 2)
+
+
+def test_without_a_home_directory_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("XDG_DATA_HOME")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    before = sorted(tmp_path.rglob("*"))
+    assert "no home directory is known" in sentence(run(*TINY_TUNE), 1)
+    assert succeed("list") == "no bundle; make one with: hadagen tune\n"
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_a_device_that_was_asked_for_and_is_not_there_is_not_replaced_by_an_estimate() -> None:
     assert sentence(run(*TINY_TUNE, "--device", "3"), 1) == "there is no GPU in this test; add one"
 

@@ -80,7 +80,8 @@ BOTH = pytest.mark.parametrize("function", [fast.hadamard_transform, fast.hadama
         (torch.ones(0), TypeError, r"scale is a float32 tensor of shape \(0,\); pass a real number, or"),
         (1j, TypeError, "scale is a complex; pass a real number"),
         ("1", TypeError, "scale is a str; pass a real number"),
-        (float("inf"), UsageError, "scale = inf is not finite in float32"),
+        (float("inf"), UsageError, "scale = inf is not finite in float64"),
+        (torch.tensor(float("nan")), UsageError, "scale = nan is not finite in float64"),
     ],
     ids=str,
 )
@@ -89,6 +90,15 @@ def test_a_bad_scale(function: Callable[..., torch.Tensor], scale: Any, kind: ty
         function(normal(3, 8), scale)
     with pytest.raises(TypeError, match=r"x is a list; pass a torch\.Tensor"):
         function([1.0], scale)
+
+
+@BOTH
+@pytest.mark.parametrize("shape", [(), (1, 1)])
+def test_a_tensor_as_scale_is_a_number(function: Callable[..., torch.Tensor], shape: tuple[int, ...]) -> None:
+    x, scale = normal(8).half(), torch.full(shape, 0.5, dtype=torch.float64, requires_grad=True)
+    y = function(x, scale)
+    assert torch.equal(y, function(x, 0.5))
+    assert (y.dtype, y.shape, y.requires_grad) == (torch.float16, x.shape, False)
 
 
 @BOTH

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -16,7 +17,7 @@ from fake_search import CELLS, GPU, arch, make_trial, problems
 
 from hadagen.arch import Arch
 from hadagen.errors import UsageError
-from hadagen.measure import Cell
+from hadagen.measure import Cell, ReplayRunner, Variant
 from hadagen.problem import Problem
 from hadagen.space import Space
 from hadagen.trial import Destination, Outcome, Trial
@@ -179,6 +180,16 @@ def test_the_command_prints_curves(files: list[Path]) -> None:
     (final,) = (line for line in lines if line.startswith("budget"))
     assert final.split()[1:] == [f"{each.final:.4f}" for each in curves.values()]
     assert lines[-1].split()[-2:] == [f"{each.at_budget[1]:.4f}" for each in curves.values()]
+
+
+def test_a_search_that_was_interrupted_has_no_curve(files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(self: ReplayRunner, variants: object) -> Iterator[tuple[Variant, Trial]]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ReplayRunner, "run", interrupted)
+    result = run("replay", *files)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.splitlines()[-1] == "hadagen: interrupted; start the same command again"
 
 
 def test_the_command_exports(files: list[Path], tmp_path: Path) -> None:

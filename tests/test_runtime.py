@@ -53,6 +53,11 @@ def test_against_the_explicit_matrix(n: int) -> None:
     assert torch.equal(hadamard_transform(torch.eye(n, dtype=torch.float64)), torch.tensor(matrix).double())
 
 
+def test_float64_takes_a_scale_beyond_float32() -> None:
+    x = normal(3, 6)
+    torch.testing.assert_close(hadamard_transform(x, 1e200), hadamard_transform(x) * 1e200, rtol=1e-15, atol=0)
+
+
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 def test_sixteen_bit_results_are_rounded_once(dtype: torch.dtype) -> None:
     x = torch.from_numpy(np.random.default_rng(0).integers(-100, 100, (64, 256))).to(dtype)  # every sum is exact
@@ -198,7 +203,13 @@ with warnings.catch_warnings():
         (X, {"scale": float("nan")}, ValueError, "scale = nan is not finite"),
         (X, {"scale": float("inf")}, ValueError, "scale = inf is not finite"),
         (X, {"scale": -1e39}, ValueError, r"scale = -1e\+39 is not finite in float32; pass a number up to 3.4e\+38"),
-        (X, {"scale": 10**400}, ValueError, "is not finite"),
+        (X, {"scale": 10**5000}, ValueError, "scale = inf is not finite in float32"),
+        (
+            X.double(),
+            {"scale": 10**309},
+            ValueError,
+            r"scale = inf is not finite in float64; pass a number up to 1.8e\+308",
+        ),
         (X, {"scale": "1"}, TypeError, "scale is a str"),
         (X, {"scale": torch.ones(())}, TypeError, "scale is a Tensor"),
         (X, {"scale": 1j}, TypeError, "scale is a complex"),

@@ -314,6 +314,12 @@ def test_compile_with_out_that_is_x() -> None:
     torch.testing.assert_close(x, wanted)
 
 
+def test_torch_fx_traces_a_call() -> None:
+    traced = torch.fx.symbolic_trace(lambda x: hadamard_transform(x, 0.5, numerics="fast") + 1)
+    x = normal(3, 8)
+    assert torch.equal(traced(x), hadamard_transform(x, 0.5) + 1)
+
+
 def test_export() -> None:
     class Model(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from hadagen.runtime import transform
-from hadagen.runtime.checks import check_is_tensor, check_options, check_tensor
+from hadagen.runtime.checks import check_call, check_is_tensor
 
 __all__ = [
     "hadamard_transform",
@@ -35,9 +35,7 @@ def hadamard_transform(x: torch.Tensor, scale: float | torch.Tensor = 1.0) -> to
     """
     if isinstance(scale, torch.Tensor):
         check_is_tensor(x, "x")
-        _check_scale(scale)
-        scale = float(scale)
-    return transform.hadamard_transform(x, scale)
+    return transform.hadamard_transform(x, _number(scale))
 
 
 def hadamard_transform_ref(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
@@ -45,8 +43,8 @@ def hadamard_transform_ref(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
     # A script, which knows neither the checks nor another scale than a float, goes without them.
     if not torch.jit.is_scripting():  # type: ignore[attr-defined]
         check_is_tensor(x, "x")
-        _check_scale(scale)
-        check_tensor(x)
+        scale = _number(scale)
+        check_call(x, scale, "accurate")
     m = x.shape[-1]
     matrix = torch.ones((1, 1), dtype=x.dtype, device=x.device)
     factor = torch.tensor([[1, 1], [1, -1]], dtype=x.dtype, device=x.device)
@@ -76,15 +74,17 @@ def hadamard_transform_40N(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
     raise _planned(40)
 
 
-def _check_scale(scale: Any) -> None:
-    """Raises TypeError where it is no real number, nor a tensor of one, and `UsageError` for a bad number."""
+def _number(scale: Any) -> Any:
+    """The only element of a tensor; what is no tensor as it is. Raises TypeError for a tensor of none, of several or of
+    complex numbers."""
     if not isinstance(scale, torch.Tensor):
-        check_options(scale, "accurate")
-    elif scale.is_complex() or scale.numel() != 1:
+        return scale
+    if scale.is_complex() or scale.numel() != 1:
         plain = str(scale.dtype).removeprefix("torch.")
         raise TypeError(
             f"scale is a {plain} tensor of shape {tuple(scale.shape)}; pass a real number, or a tensor of one"
         )
+    return float(scale.detach())
 
 
 def _planned(k: int) -> NotImplementedError:

@@ -17,8 +17,13 @@ _left_out: set[Bundle] = set()
 
 
 def user_directory() -> Path:
-    """Where the bundles lie that were tuned on this machine, whatever they are called: `*.db`."""
+    """Where the bundles lie that were tuned on this machine, whatever they are called: `*.db`.
+
+    Raises `StorageError` where no home directory is known.
+    """
     data = os.environ.get("XDG_DATA_HOME") or os.path.expanduser("~/.local/share")
+    if data.startswith("~"):
+        raise StorageError("no home directory is known to keep trials and bundles in; set XDG_DATA_HOME")
     return Path(data) / "hadagen" / "bundles"
 
 
@@ -27,7 +32,12 @@ def pinned() -> list[Bundle]:
 
     Raises `StorageError` where one of them is not a sound bundle.
     """
-    return [_opened(Path(path)) for path in os.environ.get(VARIABLE, "").split(os.pathsep) if path]
+    return [_opened(path) for path in _pinned_files()]
+
+
+def files() -> list[Path]:
+    """Where a bundle is, or should be, whether it is sound or not; the most wanted first."""
+    return [*_pinned_files(), *_others()]
 
 
 def in_turn() -> Iterator[list[Bundle]]:
@@ -48,7 +58,7 @@ def known() -> list[Bundle]:
     must not stop a program that never asked for it.
     """
     bundles = pinned()
-    for path in (*sorted(user_directory().glob("*.db")), *shipped().values()):
+    for path in _others():
         try:
             bundle = _opened(path)
         except StorageError as error:
@@ -57,6 +67,23 @@ def known() -> list[Bundle]:
             if bundle not in _left_out:
                 bundles.append(bundle)
     return bundles
+
+
+def _pinned_files() -> list[Path]:
+    return [Path(path) for path in os.environ.get(VARIABLE, "").split(os.pathsep) if path]
+
+
+def _others() -> list[Path]:
+    try:
+        directory = user_directory()
+        # Not by `glob`, to which one that may not be read is empty.
+        of_user = [directory / name for name in sorted(os.listdir(directory)) if name.endswith(".db")]
+    except (FileNotFoundError, StorageError):
+        of_user = []
+    except OSError as error:
+        of_user = []
+        _warn(StorageError(f"{directory} cannot be read ({error.strerror}); make it readable"))
+    return [*of_user, *shipped().values()]
 
 
 def leave_out(bundle: Bundle, error: StorageError) -> None:

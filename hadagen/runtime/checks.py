@@ -3,6 +3,7 @@ without any (fake ones, those of torch.compile) are checked alike."""
 
 from __future__ import annotations
 
+import math
 from numbers import Real
 from typing import Any
 
@@ -13,7 +14,6 @@ from hadagen.problem import Numerics
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _NUMERICS = tuple(member.value for member in Numerics)
-_LARGEST_SCALE = torch.finfo(torch.float32).max  # kernels take the scale in float32
 
 
 def check_is_number(scale: Any) -> None:
@@ -30,17 +30,30 @@ def is_symbolic(scale: Any) -> bool:
 
 def check_call(x: torch.Tensor, scale: float, numerics: str) -> None:
     """Raises what `check_options` and `check_tensor` do."""
-    check_options(scale, numerics)
+    check_options(scale, numerics, x.dtype)
     check_tensor(x)
 
 
-def check_options(scale: float, numerics: str) -> None:
-    """Raises TypeError where the scale is no real number, and `UsageError` for a bad scale or numerics."""
+def check_options(scale: float, numerics: str, dtype: torch.dtype) -> None:
+    """Raises TypeError where the scale is no real number, and `UsageError` for a bad scale or numerics.
+
+    dtype: of what is transformed.
+    """
     check_is_number(scale)
-    if not is_symbolic(scale) and not abs(scale) <= _LARGEST_SCALE:
-        raise UsageError(f"scale = {scale} is not finite in float32; pass a number up to {_LARGEST_SCALE:.3g}")
+    if not is_symbolic(scale):
+        _check_is_finite(scale, torch.float64 if dtype == torch.float64 else torch.float32)  # what is computed in
     if numerics not in _NUMERICS:
         raise UsageError(f"numerics {numerics!r} is not supported; choose one of {_names(_NUMERICS)}")
+
+
+def _check_is_finite(scale: float, dtype: torch.dtype) -> None:
+    largest = torch.finfo(dtype).max
+    try:
+        scale = float(scale)
+    except OverflowError:  # an integer beyond every float
+        scale = math.inf
+    if not abs(scale) <= largest:
+        raise UsageError(f"scale = {scale} is not finite in {_plain(dtype)}; pass a number up to {largest:.3g}")
 
 
 def check_is_tensor(x: Any, name: str) -> None:

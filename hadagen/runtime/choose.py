@@ -198,12 +198,14 @@ def best_config(
         of a GPU, such as "NVIDIA H100 80GB HBM3", or any GPU of that arch.
     inplace: whether the result overwrites the input.
 
-    Raises `UsageError` for a bad problem, rows below 1, a bad arch, or where there is no device; `StorageError` where
-    HADAGEN_BUNDLE names no sound bundle.
+    Raises `UsageError` for a bad problem, inplace or arch, rows below 1, or where there is no device; `StorageError`
+    where HADAGEN_BUNDLE names no sound bundle.
     """
     problem = _problem(problem)
     if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
         raise UsageError(f"rows = {rows!r} is not supported; give a whole number of rows, at least 1")
+    if inplace not in (True, False):
+        raise UsageError(f"inplace = {inplace!r} is not supported; give True or False")
     target = find_device(device, arch)
     destination = Destination.IN_PLACE if inplace else Destination.OUT_OF_PLACE
     match, chosen = choose_from_bundles(problem, destination, rows * problem.n, target)

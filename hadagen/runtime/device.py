@@ -22,7 +22,7 @@ class Device:
     gpu: str = ""
 
     def __post_init__(self) -> None:
-        if not re.fullmatch("sm[0-9]+", str(self.arch)):
+        if not re.fullmatch("sm[0-9]{2,3}", str(self.arch)):
             raise UsageError(f"arch {self.arch!r} is not one; write sm and the compute capability, for instance sm90")
 
     @property

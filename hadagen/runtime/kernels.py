@@ -106,6 +106,8 @@ def warmup(
     Raises `UsageError` for a bad argument or where there is no such device, `DeviceError` where a kernel does not load
     while a graph is being captured.
     """
+    if inplace not in (None, True, False):
+        raise UsageError(f"inplace = {inplace!r} is not supported; give True, False, or nothing for both")
     lengths = [_whole(value, "n") for value in _several(n)]
     dtypes = [_dtype(value) for value in _several(dtype)]
     contracts = [Numerics.ACCURATE]

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import torch
 from torch.autograd import forward_ad
-from torch.overrides import has_torch_function_unary
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from hadagen.errors import UsageError
 from hadagen.runtime import operator
@@ -82,7 +82,10 @@ def hadamard_transform(
     return _dispatched(x, scale, inplace, out, numerics)
 
 
-def _dispatched(x: torch.Tensor, scale: float, inplace: bool, out: torch.Tensor | None, numerics: str) -> torch.Tensor:
+def _dispatched(x: Any, scale: float, inplace: bool, out: torch.Tensor | None, numerics: str) -> torch.Tensor:
+    if not isinstance(x, _Tensor) and has_torch_function_unary(x):  # it stands for one, as where torch.fx traces
+        options: dict[str, Any] = {"inplace": inplace, "out": out, "numerics": numerics}
+        return handle_torch_function(hadamard_transform, (x,), x, scale, **options)
     check_is_tensor(x, "x")
     if inplace not in (True, False):
         raise TypeError(f"inplace is {inplace!r}; pass True or False")
@@ -105,7 +108,7 @@ def _dispatched(x: torch.Tensor, scale: float, inplace: bool, out: torch.Tensor 
         scale = float(scale)
     if inplace or out is x:
         operator.in_place(x, scale, numerics)
-        return x
+        return cast(torch.Tensor, x)
     if out is not None:
         operator.into(x, scale, numerics, out)
         return out

@@ -75,7 +75,7 @@ def default_search(field: Field, seed: int) -> Order:
         if isinstance(event, TrialFinished):
             order.append(event.trial)
 
-    tune(
+    report = tune(
         TuneOptions(
             arch=field.recording.target,
             problems=[field.recording.problem],
@@ -87,6 +87,8 @@ def default_search(field: Field, seed: int) -> Order:
         ),
         listen,
     )
+    if report.stopped == "interrupted":  # what it found until then would count as all that it finds
+        raise KeyboardInterrupt
     return order
 
 
