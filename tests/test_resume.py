@@ -116,6 +116,31 @@ def test_tables_of_another_optuna_are_refused(tmp_path: Path) -> None:
             tune(options(store, FakeRunner()))
 
 
+OPEN_TOGETHER = """
+import sys
+from hadagen.tuner.search import _optuna_storage
+from hadagen.tuning_db.store import Store
+with Store.open(sys.argv[1]) as store:
+    print("ready", flush=True)
+    sys.stdin.readline()
+    _optuna_storage(store)
+"""
+
+
+def test_processes_that_begin_together_share_a_new_database(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", OPEN_TOGETHER, str(tmp_path / "trials.db")]
+    pipe = subprocess.PIPE
+    processes = [subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) for _ in range(8)]
+    for process in processes:
+        assert process.stdout is not None
+        process.stdout.readline()
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    assert [process.communicate()[1].splitlines()[-1:] for process in processes] == [[]] * len(processes)
+
+
 def test_optuna_gets_the_trials_that_its_tables_lack(tmp_path: Path) -> None:
     """As after a death between recording a trial and telling Optuna, or in a database whose trials were imported."""
     (problem,) = problems(256)

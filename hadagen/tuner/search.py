@@ -119,12 +119,21 @@ def _search(options: TuneOptions, listen: Listener, storage: BaseStorage) -> Tun
 def _optuna_storage(store: Store) -> RDBStorage:
     """Optuna's tables, in our database."""
     sqlite = store.url.startswith("sqlite")
-    try:
-        return RDBStorage(store.url, engine_kwargs={"connect_args": {"timeout": 60}} if sqlite else None)
-    except RuntimeError as error:
-        raise StorageError(
-            f"{store.place} holds tables of another Optuna than {optuna.__version__}; name another database"
-        ) from error
+    failure = ""
+    while True:
+        try:
+            with store.lent():
+                return RDBStorage(store.url, engine_kwargs={"connect_args": {"timeout": 60}} if sqlite else None)
+        except RuntimeError as error:
+            raise StorageError(
+                f"{store.place} holds tables of another Optuna than {optuna.__version__}; name another database"
+            ) from error
+        except StorageError as error:
+            # Another process may make them at the same time, for Optuna takes no lock. What that one has made is found
+            # the next time; so what fails twice in the same way fails for another reason.
+            if failure == str(error):
+                raise
+            failure = str(error)
 
 
 class _Search:
