@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 import sqlite3
+import stat
 from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import replace
@@ -235,6 +236,31 @@ def test_a_write_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No space left"):
         fails()
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_link_stays_and_what_it_points_to_is_written(tmp_path: Path, there: bool) -> None:
+    shared, link = tmp_path / "shared" / "sm90.db", tmp_path / "mine" / "sm90.db"
+    link.parent.mkdir()
+    link.symlink_to(Path("..", "shared", "sm90.db"))
+    if there:
+        write(shared, TRIALS[:1])
+    write(link, TRIALS)
+    assert link.is_symlink()
+    assert Bundle.open(shared).digest == Bundle.open(link).digest
+    assert [os.listdir(path.parent) for path in (link, shared)] == [["sm90.db"]] * 2
+
+
+def test_the_permissions_of_a_file_that_is_replaced_stay(tmp_path: Path) -> None:
+    new = write(tmp_path / "new.db")
+    usual = stat.S_IMODE(new.stat().st_mode)
+    for mode in (0o664, 0o600, 0o444):
+        new.chmod(mode)
+        write(new)
+        assert stat.S_IMODE(new.stat().st_mode) == mode
+    with written_aside(tmp_path / "other"):
+        pass
+    assert stat.S_IMODE((tmp_path / "other").stat().st_mode) == usual
 
 
 def test_a_bundle_needs_winners_of_its_arch_with_cubins(tmp_path: Path) -> None:

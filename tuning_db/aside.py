@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -17,14 +18,17 @@ HEADER_BYTES = 100  # what says which kind a file is; in an SQLite database, its
 def written_aside(path: str | os.PathLike[str]) -> Iterator[Path]:
     """An empty file beside `path`, to be filled within the `with`; it then becomes `path`, or is gone if that failed.
 
-    Directories are made. Raises `OSError` where there is no room or it may not be.
+    The permissions of a file that is replaced stay as they are, and so does a symbolic link: what it points to is
+    written. Directories are made. Raises `OSError` where there is no room or it may not be.
     """
-    path = Path(path)
+    path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         aside.write_bytes(b"")
         yield aside
+        if path.exists():
+            shutil.copymode(path, aside)
         os.replace(aside, path)
     except BaseException:
         for left in (aside, aside.with_name(f"{aside.name}-journal")):  # SQLite's, where a database was being written
@@ -37,11 +41,12 @@ def check_place(path: str | os.PathLike[str], kind: str, is_one: Callable[[bytes
     """Raises `StorageError` where no file can be written at `path`, or one is there that is not of the `kind` to come,
     which `is_one` tells by its first bytes. What is there is left alone."""
     path = Path(path)
+    directory = Path(os.path.realpath(path)).parent  # as `written_aside` finds it
     try:
         if path.exists() and not path.is_file():
             raise IsADirectoryError(None, "Is a directory") if path.is_dir() else OSError(None, "Not a regular file")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent):
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
             pass
         header = b""
         if path.exists():
