@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import geometric_mean
@@ -203,9 +204,11 @@ def bundle_place(given: Path | None, arch: str, db: str | None) -> Path:
     Raises `UsageError` where that is the database, and `StorageError` where no bundle can be written there.
     """
     from hadagen.tuning_db.bundle_writer import check_bundle_place
+    from hadagen.tuning_db.database import file_of
 
     path = given or options.default_bundle(arch)
-    if path.absolute() == Path(db or options.default_db()).absolute():
+    file = file_of(db or options.default_db())
+    if file is not None and os.path.realpath(path) == os.path.realpath(file):
         raise UsageError(f"{path} cannot be both the database and the bundle; name two places")
     check_bundle_place(path)
     return path

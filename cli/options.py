@@ -279,10 +279,12 @@ def default_bundle(arch: str) -> Path:
 
 def open_db(where: str | None) -> Store:
     """The tuning database named by `--db`, which must be there. Raises `StorageError`."""
+    from hadagen.tuning_db.database import file_of
     from hadagen.tuning_db.store import Store
 
     place = where or str(default_db())
-    if "://" not in place and not Path(place).exists():
+    file = file_of(place)
+    if file is not None and not file.exists():
         raise StorageError(f"there is no tuning database {place}; run hadagen tune first, or name another with --db")
     return Store.open(place)
 

@@ -48,7 +48,8 @@ def test_a_device_that_was_asked_for_and_is_not_there_is_not_replaced_by_an_esti
 def test_nothing_to_open(tmp_path: Path) -> None:
     absent = tmp_path / "absent.db"
     for arguments in (("list", "--db"), ("bundle", "make", "--db")):
-        assert f"there is no tuning database {absent}; run hadagen tune first" in sentence(run(*arguments, absent), 1)
+        for place in (str(absent), f"sqlite:///{absent}"):
+            assert f"there is no tuning database {place}; run hadagen tune first" in sentence(run(*arguments, place), 1)
     assert "No such file" in sentence(run("bundle", "verify", absent), 1)
     assert "there is no bundle; make one with hadagen tune" in sentence(run("bundle", "show"), 1)
     assert not absent.exists()

@@ -109,10 +109,17 @@ def test_what_is_no_bundle_is_not_replaced_by_one(tmp_path: Path, monkeypatch: p
         said = sentence(run(*TINY_TUNE, "--bundle", path, "--db", db), 1)
         assert f"{path} is there already and is not a hadagen bundle; name another place" in said
         assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("db", ["{0}/new.db", "sqlite:///{0}/new.db", "{0}/sub/../new.db", "{0}/link.db", "new.db"])
+def test_one_file_is_not_both_database_and_bundle(db: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hadagen.tuner.tune", raising(AssertionError("it searched")))
+    monkeypatch.chdir(tmp_path)
     new = tmp_path / "new.db"
-    assert f"{new} cannot be both the database and the bundle" in sentence(
-        run(*TINY_TUNE, "--bundle", new, "--db", new), 2
-    )
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "link.db").symlink_to(new)
+    said = sentence(run(*TINY_TUNE, "--bundle", new, "--db", db.format(tmp_path)), 2)
+    assert said == f"{new} cannot be both the database and the bundle; name two places"
     assert not new.exists()
 
 

@@ -64,10 +64,9 @@ class Database:
         url = _url(where)
         self.url = url.render_as_string(hide_password=False)
         self.place = url.render_as_string(hide_password=True)
-        self._path: Path | None = None
+        self._path = _file(url)
         self.read_only = False
-        if url.get_backend_name() == "sqlite" and url.database not in (None, "", ":memory:"):
-            self._path = Path(str(url.database))
+        if self._path is not None:
             self.place = str(self._path)
             self.read_only = _inspect_file(self._path)
         self._engine = self._create_engine(url)
@@ -195,6 +194,16 @@ class Database:
         with suppress(OSError):  # the directory may be gone as well
             return shutil.disk_usage(self._path.parent).free if self._path else 0
         return 0
+
+
+def file_of(where: str | os.PathLike[str]) -> Path | None:
+    """The file of a database, whether it is there or not; None where it has none. Raises `UsageError` as `Database`."""
+    return _file(_url(where))
+
+
+def _file(url: URL) -> Path | None:
+    in_file = url.get_backend_name() == "sqlite" and url.database not in (None, "", ":memory:")
+    return Path(str(url.database)) if in_file else None
 
 
 def _url(where: str | os.PathLike[str]) -> URL:
