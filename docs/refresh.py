@@ -5,9 +5,9 @@
 
 `data/bench_h100.csv` is one run of `hadagen bench --csv` with the libraries we compare with installed; cells that it
 lacks may come from an earlier one, in `data/bench_h100_earlier.csv`. `data/bench_h200.csv` is a run on an H200, without
-them. `data/h100.csv` is written by `hadagen bundle export` from the shipped bundle, `data/between_h100.csv` by `hadagen
-between --csv`, `data/calls_h100.json` by `hadagen calls --json`, and `data/search.json` by `compare_search.py`. Drawing
-needs matplotlib (pip install 'hadagen[docs]'); checking does not.
+them. `data/h100.csv` is written by `hadagen bundle export` from the shipped bundle, `data/between_h100.csv` and
+`data/between_h200.csv` by `hadagen between --csv`, `data/calls_h100.json` by `hadagen calls --json`, and
+`data/search.json` by `compare_search.py`. Drawing needs matplotlib (pip install 'hadagen[docs]'); checking does not.
 
 The modules beside it, `refresh_*.py`, make what it writes.
 """
@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 
 import refresh_files as files
-from refresh_other_tables import between_table, call_table, choices_table
+from refresh_other_tables import between_table, call_table, choices_table, lost_between_on_h200
 from refresh_pictures import draw, draw_search, fingerprint, is_drawn_from
 from refresh_search import Searches, search_numbers
 from refresh_speed_tables import h200_table, numbers, pitched_table
@@ -29,6 +29,7 @@ CALLS_BEGIN, CALLS_END = "<!-- calls:begin -->", "<!-- calls:end -->"
 PITCHED_BEGIN, PITCHED_END = "<!-- pitched:begin -->", "<!-- pitched:end -->"
 BETWEEN_BEGIN, BETWEEN_END = "<!-- between:begin -->", "<!-- between:end -->"
 H200_BEGIN, H200_END = "<!-- h200:begin -->", "<!-- h200:end -->"
+BETWEEN_H200_BEGIN, BETWEEN_H200_END = "<!-- between-h200:begin -->", "<!-- between-h200:end -->"
 CHOICES_BEGIN, CHOICES_END = "<!-- choices:begin -->", "<!-- choices:end -->"
 SEARCH_BEGIN, SEARCH_END = "<!-- search:begin -->", "<!-- search:end -->"
 
@@ -48,6 +49,7 @@ def with_tables(document: str, of_pitched: str) -> str:
     document = _between(files.PERFORMANCE, document, CALLS_BEGIN, call_table(), CALLS_END)
     document = _between(files.PERFORMANCE, document, BETWEEN_BEGIN, between_table(), BETWEEN_END)
     document = _between(files.PERFORMANCE, document, H200_BEGIN, h200_table(), H200_END)
+    document = _between(files.PERFORMANCE, document, BETWEEN_H200_BEGIN, lost_between_on_h200(), BETWEEN_H200_END)
     document = _between(files.PERFORMANCE, document, CHOICES_BEGIN, choices_table(), CHOICES_END)
     return _between(files.PERFORMANCE, document, PITCHED_BEGIN, of_pitched, PITCHED_END)
 

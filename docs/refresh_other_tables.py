@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import geometric_mean
 from typing import Any
 
@@ -35,29 +35,45 @@ def between_table() -> str:
     if not files.BETWEEN.exists():
         return files.NO_DATA
     rows = read_rows(files.BETWEEN)
-    problems: dict[tuple[str, ...], list[dict[str, str]]] = defaultdict(list)
-    for row in rows:
-        problems[row["n"], row["dtype"], row["numerics"], row["pitched"]].append(row)
-    counts = len(rows) / len(problems)
-    text = (
-        f"On a {rows[0]['gpu']}, over {len(problems)} problems with {counts:.0f} row counts each, a call loses "
-        f"{_loss(rows)} (geometric mean) to the best variant known, and {_worst(rows)} where it loses most:"
-    )
     head = ("n", "dtype", "numerics", "variants", "loss, geometric mean", "worst", "at rows")
     lines = []
-    for (n, dtype, numerics, is_pitched), found in problems.items():
+    for (n, dtype, numerics, is_pitched), found in _by_problem(rows).items():
         worst = max(found, key=lambda row: float(row["loss"]))
         kind = f"{numerics}, pitched" if is_pitched == "1" else numerics
         place = f"{worst['rows']}, {worst['destination']}"
         lines.append((n, dtype, kind, worst["variants"], _loss(found), _worst(found), place))
-    return f"{wrapped(text)}\n\n{grid('rllrrrl', head, lines)}"
+    return f"{wrapped(f'{_lost_between(rows)}:')}\n\n{grid('rllrrrl', head, lines)}"
 
 
-def _loss(rows: Iterable[Mapping[str, str]]) -> str:
+def lost_between_on_h200() -> str:
+    """The same of an H200, in a sentence."""
+    return wrapped(f"{_lost_between(read_rows(files.BETWEEN_H200))}.") if files.BETWEEN_H200.exists() else files.NO_DATA
+
+
+Row = Mapping[str, str]
+
+
+def _lost_between(rows: Sequence[Row]) -> str:
+    problems = len(_by_problem(rows))
+    counts = len(rows) / problems
+    return (
+        f"On a {rows[0]['gpu']}, over {problems} problems with {counts:.0f} row counts each, a call loses "
+        f"{_loss(rows)} (geometric mean) to the best variant known, and {_worst(rows)} where it loses most"
+    )
+
+
+def _by_problem(rows: Iterable[Row]) -> dict[tuple[str, ...], list[Row]]:
+    problems: dict[tuple[str, ...], list[Row]] = defaultdict(list)
+    for row in rows:
+        problems[row["n"], row["dtype"], row["numerics"], row["pitched"]].append(row)
+    return problems
+
+
+def _loss(rows: Iterable[Row]) -> str:
     return f"{geometric_mean(1 + float(row['loss']) for row in rows) - 1:.1%}"
 
 
-def _worst(rows: Iterable[Mapping[str, str]]) -> str:
+def _worst(rows: Iterable[Row]) -> str:
     return f"{max(float(row['loss']) for row in rows):.1%}"
 
 

@@ -23,8 +23,8 @@ ROOT = Path(__file__).resolve().parent.parent
 @pytest.fixture
 def documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A README and measured tables in which hadagen, fast, is everywhere twice as fast as its peers."""
-    names = ("OURS", "BENCH", "EARLIER", "BENCH_H200", "BETWEEN", "PICTURE", "README", "CALLS", "PERFORMANCE")
-    for name in (*names, "RECORDINGS", "SEARCH", "SEARCH_PAGE", "SEARCH_PICTURE"):
+    names = ("OURS", "BENCH", "EARLIER", "BENCH_H200", "BETWEEN", "BETWEEN_H200", "PICTURE", "CALLS")
+    for name in (*names, "README", "PERFORMANCE", "RECORDINGS", "SEARCH", "SEARCH_PAGE", "SEARCH_PICTURE"):
         monkeypatch.setattr(files, name, tmp_path / Path(getattr(files, name)).name)
     (tmp_path / "README.md").write_text(f"before\n{refresh.BEGIN}\nold\n{refresh.END}\nafter\n")
     blocks = [(getattr(refresh, f"{name}_BEGIN"), getattr(refresh, f"{name}_END")) for name in BLOCKS]
@@ -39,7 +39,7 @@ def documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-BLOCKS = ("CALLS", "BETWEEN", "H200", "CHOICES", "PITCHED")
+BLOCKS = ("CALLS", "BETWEEN", "H200", "BETWEEN_H200", "CHOICES", "PITCHED")
 
 
 def ours() -> list[dict[str, object]]:
@@ -192,6 +192,12 @@ def test_what_lies_between(documents: Path) -> None:
     assert "On a NVIDIA H100, over 2 problems with 2 row counts each, a call loses 4.9% (geometric mean)" in words
     assert "known, and 21.0% where it loses most:" in words
     assert "| 64 | float16 | fast | 9 | 10.0% | 21.0% | 5, in-place |\n| 128 | float16 | fast | 9 | 0.0% |" in text
+    rows = [{**head, "gpu": "NVIDIA H200", "numerics": "fast", "n": 64, "rows": 3, "loss": 0.03}]
+    write_table(files.BETWEEN_H200, rows)
+    assert refresh.outdated() == ["performance.md"]
+    refresh.main([])
+    words = text_of((documents / "performance.md").read_text())
+    assert "On a NVIDIA H200, over 1 problems with 1 row counts each, a call loses 3.0% (geometric mean)" in words
 
 
 def test_what_the_ideas_are_worth(documents: Path) -> None:
