@@ -65,6 +65,40 @@ def test_a_damaged_file_is_refused_or_read_right(store: Store, path: Path) -> No
             assert store.trials() == trials
 
 
+# What no hadagen wrote, though SQLite keeps it.
+DAMAGES = [
+    "DELETE FROM hadagen_problems",
+    "DELETE FROM hadagen_environments",
+    "DELETE FROM hadagen_kernels",
+    "DELETE FROM hadagen_schema_version",
+    *(f"UPDATE hadagen_schema_version SET version_num = {value}" for value in ("''", "0", "'0000'", "'-1'", "'abc'")),
+    *(f"UPDATE hadagen_timings SET us = {value}" for value in ("0", "-1", "'abc'", "x'00'", "9e999")),
+    *(f"UPDATE hadagen_timings SET copy_us = {value}" for value in ("0", "'abc'")),
+    *(f"UPDATE hadagen_timings SET elements = {value}" for value in ("0", "1.5", "'abc'")),
+    "UPDATE hadagen_timings SET cache = 'warm'",
+    *(f"UPDATE hadagen_errors SET relative_error = {value}" for value in ("-1", "'abc'", "x'00'")),
+    *(f"UPDATE hadagen_trials SET knobs = {value}" for value in ("'null'", "'[1]'", "1", "'{'")),
+    *(f"UPDATE hadagen_trials SET {column} = x'00'" for column in ("arch", "detail", "date", "seconds", "outcome")),
+    *(f"UPDATE hadagen_environments SET l2_bytes = {value}" for value in ("-1", "'abc'", "9e999")),
+    "UPDATE hadagen_environments SET gpu = x'00'",
+    "UPDATE hadagen_problems SET n = 3",
+    *(f"UPDATE hadagen_kernels SET cluster = {value}" for value in ("-1", "1.5", "'abc'", "x'00'")),
+    *(f"UPDATE hadagen_kernels SET {column} = x'00'" for column in ("source", "ptx", "cubin", "nvcc")),
+    *(f"UPDATE hadagen_kernels SET {column} = 'abc'" for column in ("ptx", "cubin")),
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_rows_are_refused(store: Store, path: Path, damage: str) -> None:
+    store.record(make_trial())
+    store.close()
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute(damage)
+    with pytest.raises(StorageError) as refused, Store.open(path) as store:
+        store.trials()
+    assert str(refused.value) == database._SENTENCES["malformed"].format(place=path)
+
+
 # ---- files that cannot be written ------------------------------------------------------------------------------------
 @pytest.fixture
 def protected(empty: Path) -> Iterator[Path]:

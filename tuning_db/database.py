@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 import sqlite3
 import zlib
@@ -134,7 +135,8 @@ class Database:
             self._let_readers_and_writers_overlap()
 
     def _version(self, connection: Connection) -> str | None:
-        """The schema version, or None where there is no schema yet. Raises `StorageError` for foreign and newer."""
+        """The schema version, or None where there is no schema yet. Raises `StorageError` for foreign and newer, and
+        `ValueError` for what is no version."""
         tables = inspect(connection).get_table_names()
         if VERSION_TABLE not in tables:
             # Optuna's tables may have been there first. A PostgreSQL database may be shared with anything.
@@ -145,6 +147,8 @@ class Database:
                 )
             return None
         version = str(connection.scalar(text(f"SELECT version_num FROM {VERSION_TABLE}")))
+        if not (re.fullmatch("[0-9]{4}", version) and int(version)):
+            raise ValueError(f"{version!r} is no schema version")
         if version > SCHEMA_VERSION:
             raise StorageError(
                 f"{self.place} has schema {version} and this hadagen knows no later one than {SCHEMA_VERSION}; "

@@ -31,7 +31,9 @@ class Compressed(TypeDecorator[bytes]):
     def process_bind_param(self, value: bytes | None, dialect: Dialect) -> bytes | None:
         return None if value is None else zlib.compress(value)
 
-    def process_result_value(self, value: bytes | None, dialect: Dialect) -> bytes | None:
+    def process_result_value(self, value: Any, dialect: Dialect) -> bytes | None:
+        if not isinstance(value, bytes | None):  # SQLite keeps whatever it is given
+            raise ValueError(f"{value!r} is not compressed")
         return None if value is None else zlib.decompress(value)
 
 

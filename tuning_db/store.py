@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections import defaultdict
 from contextlib import AbstractContextManager
 from dataclasses import asdict, fields, replace
+from math import inf, nan
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -19,11 +19,29 @@ from hadagen.launch import LaunchSpec
 from hadagen.problem import Problem
 from hadagen.trial import Cache, Destination, Environment, Kernel, Outcome, Provenance, Timing, Trial, knobs_key
 from hadagen.tuning_db.database import Database
-from hadagen.tuning_db.schema import Base, EnvironmentRow, ErrorRow, KernelRow, ProblemRow, TimingRow, TrialRow
+from hadagen.tuning_db.schema import (
+    Base,
+    Compressed,
+    EnvironmentRow,
+    ErrorRow,
+    KernelRow,
+    ProblemRow,
+    TimingRow,
+    TrialRow,
+)
 
 Row = TypeVar("Row", bound=Base)
 
 _BLOBS = (KernelRow.source, KernelRow.ptx, KernelRow.cubin)
+# By table, what its columns hold, but for those that may be NULL; `Compressed` checks what it reads itself.
+_KINDS: dict[type[Base], list[tuple[str, type]]] = {
+    model: [
+        (column.key, column.type.python_type)
+        for column in model.__table__.columns
+        if not (column.nullable or isinstance(column.type, Compressed))
+    ]
+    for model in (ProblemRow, EnvironmentRow, KernelRow, TrialRow)
+}
 
 
 class Store:
@@ -205,13 +223,13 @@ def _wanted(
     problem: Problem | None = None, arch: str | None = None, gpu: str | None = None, outcome: Outcome | None = None
 ) -> Select[Any]:
     """Selects the row numbers of the trials that match."""
-    query = select(TrialRow.id).join(TrialRow.problem).join(TrialRow.environment)
+    query = select(TrialRow.id)
     if problem is not None:
-        query = query.where(*_same(ProblemRow, problem.to_dict()))
+        query = query.join(TrialRow.problem).where(*_same(ProblemRow, problem.to_dict()))
     if arch is not None:
         query = query.where(TrialRow.arch == arch)
     if gpu is not None:
-        query = query.where(EnvironmentRow.gpu == gpu)
+        query = query.join(TrialRow.environment).where(EnvironmentRow.gpu == gpu)
     if outcome is not None:
         query = query.where(TrialRow.outcome == outcome.value)
     return query
@@ -221,7 +239,9 @@ def _errors(session: Session, wanted: Select[Any]) -> dict[int, dict[str, float]
     query = select(ErrorRow.trial_id, ErrorRow.input_class, ErrorRow.relative_error)
     errors: dict[int, dict[str, float]] = defaultdict(dict)
     for trial_id, input_class, error in session.execute(query.where(ErrorRow.trial_id.in_(wanted))):
-        errors[trial_id][input_class] = math.nan if error is None else error
+        if error is not None and (not isinstance(error, float) or error < 0):
+            raise _damaged(ErrorRow, "relative_error", error)
+        errors[trial_id][input_class] = nan if error is None else error
     return errors
 
 
@@ -241,12 +261,19 @@ def _timings(session: Session, wanted: Select[Any]) -> dict[int, list[Timing]]:
         .order_by(TimingRow.trial_id, TimingRow.position)
     )
     timings: dict[int, list[Timing]] = defaultdict(list)
-    for trial_id, elements, destination, cache, *times in session.execute(query):
-        timings[trial_id].append(Timing(elements, Destination(destination), Cache(cache), *times))
+    for trial_id, elements, destination, cache, us, low, high, copy in session.execute(query):
+        known = type(elements) is int and type(us) is type(low) is type(high) is type(copy) is float
+        # Written out, for there are very many of them.
+        if not (known and elements > 0 and 0 < us < inf and 0 < low < inf and 0 < high < inf and 0 < copy < inf):
+            raise _damaged(TimingRow, "elements … copy_us", (elements, us, low, high, copy))
+        timings[trial_id].append(Timing(elements, Destination(destination), Cache(cache), us, low, high, copy))
     return timings
 
 
 def _trial(row: TrialRow, errors: dict[str, float], timings: list[Timing], blobs: bool) -> Trial:
+    _check(row)
+    if row.kernel is None and row.kernel_id is not None:
+        raise _damaged(TrialRow, "kernel_id", row.kernel_id)
     return Trial(
         problem=Problem(**_values(Problem, row.problem)),
         arch=row.arch,
@@ -279,6 +306,27 @@ def _kernel(row: KernelRow, blobs: bool) -> Kernel:
     )
 
 
-def _values(kind: type, row: Base) -> dict[str, Any]:
+def _values(kind: type, row: Base | None) -> dict[str, Any]:
     """What a row says of the fields of a dataclass."""
+    _check(row)
     return {field.name: getattr(row, field.name) for field in fields(kind)}
+
+
+def _check(row: Base | None) -> None:
+    """Raises `ValueError` where a row is missing, or holds what its columns cannot: SQLite keeps whatever it is given.
+
+    Columns that were not loaded are left alone.
+    """
+    if row is None:
+        raise ValueError("a row is missing")
+    loaded = row.__dict__
+    for name, kind in _KINDS[type(row)]:
+        if name in loaded:
+            value = loaded[name]
+            if not isinstance(value, kind) or (kind in (int, float) and not 0 <= value < inf):
+                raise _damaged(type(row), name, value)
+
+
+def _damaged(model: type[Base], column: str, value: object) -> ValueError:
+    """What `Database` says in a sentence."""
+    return ValueError(f"{model.__tablename__}.{column} is {value!r}")
