@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 failed, 2 wrong usage. `HADAGEN_DEBUG=1` shows the traceba
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import traceback
 import warnings
@@ -39,7 +40,10 @@ class Commands(click.Group):
                 warnings.showwarning = _show_warning
                 warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # PyTorch, where NumPy is not needed
                 status = super().main(*args, **kwargs)
-        except Exception as error:
+        except (Exception, KeyboardInterrupt) as error:
+            if isinstance(error, (click.Abort, KeyboardInterrupt)):
+                # One more would end the wait for threads with a traceback, and they end soon.
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
             if os.environ.get("HADAGEN_DEBUG"):
                 traceback.print_exc()
             sentence, status = explain(error)

@@ -17,7 +17,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
-def explain(error: Exception) -> tuple[str, int]:
+def explain(error: Exception | KeyboardInterrupt) -> tuple[str, int]:
     """The sentence and the exit code that stand for `error`."""
     if isinstance(error, HadagenError):
         return str(error), error.exit_code
@@ -26,7 +26,7 @@ def explain(error: Exception) -> tuple[str, int]:
         return f"{error.format_message().rstrip('.')}; see '{command} --help'", 2
     if isinstance(error, click.ClickException):
         return error.format_message(), error.exit_code
-    if isinstance(error, click.Abort):
+    if isinstance(error, (click.Abort, KeyboardInterrupt)):
         return f"interrupted; {str(error) or 'start the same command again'}", 1
     if isinstance(error, ModuleNotFoundError) and error.name:
         package = error.name.partition(".")[0]

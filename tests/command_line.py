@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,11 @@ def database(tmp_path: Path) -> Path:
 
 
 def run(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(main, [str(argument) for argument in arguments], prog_name="hadagen")
+    interrupts = signal.getsignal(signal.SIGINT)
+    try:
+        return CliRunner().invoke(main, [str(argument) for argument in arguments], prog_name="hadagen")
+    finally:
+        signal.signal(signal.SIGINT, interrupts)  # which are ignored at the end of a command that was interrupted
 
 
 def succeed(*arguments: str | Path) -> str:

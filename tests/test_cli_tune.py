@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -131,6 +135,52 @@ def test_an_interrupted_tune_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
         result.stderr.splitlines()[-1]
         == "hadagen: interrupted; what had finished is kept, and the same command goes on from there"
     )
+
+
+# A search that takes its time, in which every trial that was measured is a line.
+SLOW_TUNE = """
+import sys, time
+from fake_search import FakeRunner, build, options
+from hadagen import tuner
+from hadagen.cli import tune
+from hadagen.cli.main import main
+class SlowRunner(FakeRunner):
+    def trial(self, variant):
+        time.sleep(0.3)
+        trial = super().trial(variant)
+        print("measured", flush=True)
+        return trial
+def build_slowly(sources):
+    time.sleep(1)
+    return build(sources)
+search = tuner.tune
+tuner.tune = lambda wanted, listen: search(options(wanted.store, SlowRunner(), build=build_slowly), listen)
+tune.find_gpu = lambda device: None
+main(sys.argv[1:])
+"""
+
+
+def test_impatient_interrupts_lose_nothing_and_are_one_sentence(tmp_path: Path) -> None:
+    db = tmp_path / "trials.db"
+    arguments = [*TINY_TUNE, "--db", str(db), "--bundle", str(tmp_path / "bundle.db")]
+    with subprocess.Popen(
+        [sys.executable, "-c", SLOW_TUNE, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parent,
+    ) as process:
+        assert process.stdout is not None
+        measured = process.stdout.readline()
+        for _ in range(5):
+            time.sleep(0.12)
+            process.send_signal(signal.SIGINT)
+        rest, errors = process.communicate()
+    assert process.returncode == 1, errors
+    assert errors.splitlines()[-1].startswith("hadagen: interrupted; what had finished is kept")
+    assert "Traceback" not in errors
+    with Store.open(db) as store:
+        assert len(store.trials()) == len((measured + rest).splitlines())
 
 
 def test_a_tune_without_time_says_that_nothing_was_found() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sqlite3
 import subprocess
 import sys
@@ -89,6 +91,30 @@ def test_ctrl_c_keeps_what_was_measured_and_says_so(tmp_path: Path) -> None:
         assert len(reported) >= 4
         assert kept == set(reported)
         assert tune(options(store, FakeRunner())).finished == TRIALS
+
+
+def test_interrupts_while_a_trial_is_recorded_wait_for_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = []
+    record = Store.record
+
+    def interrupted(store: Store, trial: Trial) -> int:
+        recorded.append(knobs_key(trial.knobs))
+        if len(recorded) >= 4:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+        return record(store, trial)
+
+    monkeypatch.setattr(Store, "record", interrupted)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with Store.open(tmp_path / "trials.db") as store:
+            assert tune(options(store, runner := FakeRunner())).stopped == "interrupted"
+            kept = [knobs_key(trial.knobs) for trial in store.trials(blobs=False)]
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert len(kept) >= 4
+    assert kept == recorded
+    assert {knobs_key(knobs) for _, knobs in runner.asked} <= set(kept)
 
 
 @pytest.mark.parametrize("room", [1, 30, 40])

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from math import inf
 from queue import Empty, SimpleQueue
 from threading import Event as Flag
+from threading import current_thread, main_thread
 
 from hadagen.arch import Arch
 from hadagen.codegen import Source, render
@@ -174,6 +177,21 @@ class Pipeline:
             date=_now(),
             seconds=0.0,
         )
+
+
+@contextmanager
+def finishing() -> Iterator[list[int]]:
+    """Within it Ctrl-C interrupts nothing, but adds to the list: what is under way ends soon, and is then kept."""
+    came: list[int] = []
+    # A program that handles or ignores it in its own way goes on doing so. Only the main thread may change that.
+    if current_thread() is not main_thread() or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield came
+        return
+    signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    try:
+        yield came
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _key(problem: Problem, kernel: Kernel) -> _KernelKey:

@@ -23,7 +23,7 @@ from hadagen.problem import Problem
 from hadagen.space import Space
 from hadagen.trial import Destination, Environment, Outcome, Trial, deciding_cache
 from hadagen.tuner.events import Listener, ProblemFinished, ProblemStarted, SearchStarted, TrialFinished
-from hadagen.tuner.pipeline import BATCH_SIZE, Build, Pipeline
+from hadagen.tuner.pipeline import BATCH_SIZE, Build, Pipeline, finishing
 from hadagen.tuner.recording import SUFFIX, Recording, read_recording, recording_of, write_recording
 from hadagen.tuner.study import Leaders, best_of, follow, leaders_of
 from hadagen.tuning_db.aside import unwritable
@@ -174,18 +174,22 @@ class _Recorder:
             try:
                 for result in pipeline.run(lambda: list(islice(missing, BATCH_SIZE))):
                     if isinstance(result, Trial):
-                        self._finish(result)
+                        with finishing() as interrupts:
+                            self._finish(result)
+                        if interrupts:
+                            raise KeyboardInterrupt
                     else:
                         self._listen(result)
             except KeyboardInterrupt:
                 interrupted = True
-            for trial in pipeline.stop():
-                self._finish(trial)
+            with finishing() as interrupts:
+                for trial in pipeline.stop():
+                    self._finish(trial)
         return RecordReport(
             outcomes={problem: draft.outcomes for problem, draft in self._drafts.items()},
             files={problem: draft.path for problem, draft in self._drafts.items() if draft.is_complete},
             finished=self._finished - self._before,
-            interrupted=interrupted,
+            interrupted=interrupted or bool(interrupts),
             seconds=time.monotonic() - self._started,
         )
 

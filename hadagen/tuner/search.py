@@ -36,7 +36,7 @@ from hadagen.tuner.events import (
     TrialFinished,
     TuneReport,
 )
-from hadagen.tuner.pipeline import BATCH_SIZE, Build, Pipeline
+from hadagen.tuner.pipeline import BATCH_SIZE, Build, Pipeline, finishing
 from hadagen.tuner.races import Racing, race_near_ties
 from hadagen.tuner.study import Leaders, Study, by_cells_led, leaders_of, legal_knobs
 from hadagen.tuning_db.store import Store
@@ -182,13 +182,19 @@ class _Search:
             try:
                 for result in pipeline.run(self._ask, deadline):
                     if isinstance(result, Trial):
-                        self._finish(result)
+                        with finishing() as interrupts:
+                            self._finish(result)
+                        if interrupts:
+                            raise KeyboardInterrupt
                     else:
                         self._listen(result)
             except KeyboardInterrupt:
                 self.stopped = "interrupted"
-            for trial in pipeline.stop():
-                self._finish(trial)
+            with finishing() as interrupts:
+                for trial in pipeline.stop():
+                    self._finish(trial)
+            if interrupts:
+                self.stopped = "interrupted"
         if not self.stopped and self._finished != self._goals:
             self.stopped = "out of time"
 
