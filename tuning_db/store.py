@@ -34,7 +34,7 @@ Row = TypeVar("Row", bound=Base)
 
 _BLOBS = (KernelRow.source, KernelRow.ptx, KernelRow.cubin)
 # By table, what its columns hold, but for those that may be NULL; `Compressed` checks what it reads itself.
-_KINDS: dict[type[Base], list[tuple[str, type]]] = {
+_KINDS: dict[type[Base], list[tuple[str, type[Any]]]] = {
     model: [
         (column.key, column.type.python_type)
         for column in model.__table__.columns
