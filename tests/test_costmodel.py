@@ -407,6 +407,23 @@ def test_an_estimate_is_verified_and_says_that_it_is_one() -> None:
         assert all(0 < score < 2 for score in scores(trial))
 
 
+@pytest.mark.parametrize(
+    ("problem", "knobs"),
+    [
+        (Problem(256, DType.BFLOAT16, Numerics.FAST), Knobs()),
+        (
+            Problem(1024, DType.FLOAT16, Numerics.FAST),
+            Knobs(chunks=4, warps=2, accumulator="packed", butterfly_carrier="fp32"),
+        ),
+    ],
+    ids=str,
+)
+def test_what_rounds_as_often_as_it_may_is_right(problem: Problem, knobs: Knobs) -> None:
+    (trial,) = _run(problem, knobs)
+    assert trial.outcome is Outcome.OK, trial.detail
+    assert max(trial.errors.values()) > 0.95 * problem.error_bound
+
+
 def test_a_wrong_kernel_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     render = estimate.render
 

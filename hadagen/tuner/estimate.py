@@ -25,12 +25,12 @@ from hadagen.knobs import Knobs
 from hadagen.measure import Cell, Variant, all_cells
 from hadagen.plan import Plan
 from hadagen.problem import Problem
+from hadagen.reference import NORMAL_ELEMENTS
 from hadagen.space import Space, build_plan
 from hadagen.trial import ELEMENT_BUCKETS, Environment, Outcome, Provenance, Timing, Trial
 from hadagen.tuner.study import regime
 
 BUILT_AT_ONCE = 8 * (os.cpu_count() or 1)  # for the host; a search that is stopped waits for these
-LEAST_ELEMENTS = 4096  # of each class of input, for an error that is stable to a few percent
 # What makes one kernel much unlike another.
 _SHAPE = attrgetter("chunks", "warps", "cluster", "low_bits", "butterfly_carrier")
 # What the cost model is blind to.
@@ -147,7 +147,7 @@ def _compile(sources: Sequence[Source]) -> HostModule | None:
 def _verify(problem: Problem, plan: Plan, source: Source, module: HostModule | None) -> dict[str, float]:
     """The larger error out of place and in place, by class of input."""
     ragged = 1 if plan.rows_per_tile > 1 else 0
-    rows = max(plan.rows_per_tile + ragged, -(-LEAST_ELEMENTS // problem.n))
+    rows = max(plan.rows_per_tile + ragged, -(-NORMAL_ELEMENTS // problem.n))
     module = module or compile_host([source])
     apart = verify(problem, source, plan.launch, rows, module=module)
     in_place = verify(problem, source, plan.launch, rows, module=module, in_place=True, order_seed=ORDER_SEED)
