@@ -20,7 +20,7 @@ from hadagen.knobs import Knobs, plan_of
 from hadagen.launch import LaunchSpec
 from hadagen.measure import Cell, Variant, all_cells
 from hadagen.plan import CHUNK_BITS, Plan
-from hadagen.problem import DType, Numerics, Problem
+from hadagen.problem import ROUNDING_ERROR, DType, Numerics, Problem
 from hadagen.reference import INPUT_CLASSES
 from hadagen.space import Space, build_plan
 from hadagen.steps import Exchange
@@ -415,6 +415,11 @@ def test_an_estimate_is_verified_and_says_that_it_is_one() -> None:
             Problem(1024, DType.FLOAT16, Numerics.FAST),
             Knobs(chunks=4, warps=2, accumulator="packed", butterfly_carrier="fp32"),
         ),
+        (Problem(8, DType.BFLOAT16, Numerics.FAST, pitched=True), Knobs(low_bits="shuffle", butterfly_carrier="fp32")),
+        (
+            Problem(2048, DType.BFLOAT16, Numerics.FAST, pitched=True),
+            Knobs(chunks=2, warps=4, far_bits="lanes", far_lanes="mma_two"),
+        ),
     ],
     ids=str,
 )
@@ -422,6 +427,12 @@ def test_what_rounds_as_often_as_it_may_is_right(problem: Problem, knobs: Knobs)
     (trial,) = _run(problem, knobs)
     assert trial.outcome is Outcome.OK, trial.detail
     assert max(trial.errors.values()) > 0.95 * problem.error_bound
+
+
+def test_the_longest_rows_are_verified_with_every_class_of_input() -> None:
+    problem = Problem(32768, DType.FLOAT16, Numerics.ACCURATE)
+    (trial,) = _run(problem, shortlist(Space(problem, SM90), 1)[0])
+    assert trial.errors["large"] > 0.9 * ROUNDING_ERROR[DType.FLOAT16]
 
 
 def test_a_wrong_kernel_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
