@@ -23,7 +23,7 @@ from hadagen.problem import Problem
 from hadagen.space import build_plan
 from hadagen.toolchain import BuildFailure
 from hadagen.trial import Kernel, Outcome, Provenance, Trial
-from hadagen.tuner.events import BatchBuilt
+from hadagen.tuner.events import BatchBuilt, Listener
 
 BATCHES = 3  # under way at once: one is measured, one is built, one is being built
 BATCH_SIZE = 64
@@ -64,12 +64,40 @@ class Pipeline:
         self._builder = ThreadPoolExecutor(1, "hadagen-build")
         self._measurer = ThreadPoolExecutor(1, "hadagen-measure")
 
-    def run(self, ask: Callable[[], Batch], deadline: float = inf) -> Iterator[BatchBuilt | Trial]:
-        """What comes of the batches that `ask` gives, until it has no more or `time.monotonic()` is past the deadline.
+    def run(
+        self, ask: Callable[[], Batch], keep: Callable[[Trial], None], listen: Listener, deadline: float = inf
+    ) -> bool:
+        """Try the batches that `ask` gives, until it has no more, `time.monotonic()` is past the deadline, or Ctrl-C;
+        what is under way then is finished. `keep` gets each trial, `listen` each `BatchBuilt`.
 
         `BATCHES` are under way at once. Another is asked for when one came to its end; an empty one says that there is
-        none now. Raises what was raised in a thread.
+        none now. Returns whether Ctrl-C came. Raises what was raised in a thread.
         """
+        interrupted = False
+        try:
+            for result in self._come(ask, deadline):
+                if isinstance(result, Trial):
+                    with _finishing() as interrupts:
+                        keep(result)
+                    if interrupts:
+                        raise KeyboardInterrupt
+                else:
+                    listen(result)
+        except KeyboardInterrupt:
+            interrupted = True
+        with _finishing() as interrupts:
+            for trial in self._stop():
+                keep(trial)
+        return interrupted or bool(interrupts)
+
+    def __enter__(self) -> Pipeline:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop()
+
+    def _come(self, ask: Callable[[], Batch], deadline: float) -> Iterator[BatchBuilt | Trial]:
+        """What comes of the batches, as `run` gets it."""
         self._refill(ask, deadline)
         while self._under_way and (left := deadline - time.monotonic()) > 0:
             try:
@@ -84,7 +112,7 @@ class Pipeline:
             else:
                 yield result
 
-    def stop(self) -> list[Trial]:
+    def _stop(self) -> list[Trial]:
         """Start nothing more, wait for what is under way, and return the trials that came of it."""
         self._stopped.set()
         self._builder.shutdown(cancel_futures=True)
@@ -94,12 +122,6 @@ class Pipeline:
             if isinstance(result := self._results.get(), Trial):
                 trials.append(result)
         return trials
-
-    def __enter__(self) -> Pipeline:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
 
     def _refill(self, ask: Callable[[], Batch], deadline: float) -> None:
         while self._under_way < BATCHES and time.monotonic() < deadline and (batch := ask()):
@@ -180,7 +202,7 @@ class Pipeline:
 
 
 @contextmanager
-def finishing() -> Iterator[list[int]]:
+def _finishing() -> Iterator[list[int]]:
     """Within it Ctrl-C interrupts nothing, but adds to the list: what is under way ends soon, and is then kept."""
     came: list[int] = []
     # A program that handles or ignores it in its own way goes on doing so. Only the main thread may change that.

@@ -23,7 +23,7 @@ from hadagen.problem import Problem
 from hadagen.space import Space
 from hadagen.trial import Destination, Environment, Outcome, Trial, deciding_cache
 from hadagen.tuner.events import Listener, ProblemFinished, ProblemStarted, SearchStarted, TrialFinished
-from hadagen.tuner.pipeline import BATCH_SIZE, Build, Pipeline, finishing
+from hadagen.tuner.pipeline import BATCH_SIZE, Build, Pipeline
 from hadagen.tuner.recording import SUFFIX, Recording, read_recording, recording_of, write_recording
 from hadagen.tuner.study import Leaders, best_of, follow, leaders_of
 from hadagen.tuning_db.aside import unwritable
@@ -165,31 +165,18 @@ class _Recorder:
         self._before = self._finished = sum(len(draft.trials) for draft in self._drafts.values())
 
     def run(self) -> RecordReport:
-        options, interrupted = self._options, False
+        options = self._options
         self._listen(
             SearchStarted(len(self._drafts), self._trials, self._finished, options.environment, estimated=False)
         )
         missing = self._missing()
         with Pipeline(options.arch, options.build, options.runner) as pipeline:
-            try:
-                for result in pipeline.run(lambda: list(islice(missing, BATCH_SIZE))):
-                    if isinstance(result, Trial):
-                        with finishing() as interrupts:
-                            self._finish(result)
-                        if interrupts:
-                            raise KeyboardInterrupt
-                    else:
-                        self._listen(result)
-            except KeyboardInterrupt:
-                interrupted = True
-            with finishing() as interrupts:
-                for trial in pipeline.stop():
-                    self._finish(trial)
+            interrupted = pipeline.run(lambda: list(islice(missing, BATCH_SIZE)), self._finish, self._listen)
         return RecordReport(
             outcomes={problem: draft.outcomes for problem, draft in self._drafts.items()},
             files={problem: draft.path for problem, draft in self._drafts.items() if draft.is_complete},
             finished=self._finished - self._before,
-            interrupted=interrupted or bool(interrupts),
+            interrupted=interrupted,
             seconds=time.monotonic() - self._started,
         )
 

@@ -36,7 +36,7 @@ from hadagen.tuner.events import (
     TrialFinished,
     TuneReport,
 )
-from hadagen.tuner.pipeline import BATCH_SIZE, Build, Pipeline, finishing
+from hadagen.tuner.pipeline import BATCH_SIZE, Build, Pipeline
 from hadagen.tuner.races import Racing, race_near_ties
 from hadagen.tuner.study import Leaders, Study, by_cells_led, leaders_of, legal_knobs
 from hadagen.tuning_db.store import Store
@@ -101,12 +101,12 @@ def tune(options: TuneOptions, listen: Listener = lambda event: None) -> TuneRep
     store = options.store
     if store is None:
         return _search(options, listen, InMemoryStorage())
-    with store.lent():
-        storage = _optuna_storage(store)
-        try:
+    storage = _optuna_storage(store)
+    try:
+        with store.lent():
             return _search(options, listen, storage)
-        finally:
-            storage.engine.dispose()
+    finally:
+        storage.engine.dispose()
 
 
 def _search(options: TuneOptions, listen: Listener, storage: BaseStorage) -> TuneReport:
@@ -179,21 +179,7 @@ class _Search:
         options, known = self._options, chain.from_iterable(self._stored.values())
         deadline = self._started + SEARCH_SHARE * (options.time_budget or inf)
         with Pipeline(options.arch, options.build, options.runner, known) as pipeline:
-            try:
-                for result in pipeline.run(self._ask, deadline):
-                    if isinstance(result, Trial):
-                        with finishing() as interrupts:
-                            self._finish(result)
-                        if interrupts:
-                            raise KeyboardInterrupt
-                    else:
-                        self._listen(result)
-            except KeyboardInterrupt:
-                self.stopped = "interrupted"
-            with finishing() as interrupts:
-                for trial in pipeline.stop():
-                    self._finish(trial)
-            if interrupts:
+            if pipeline.run(self._ask, self._finish, self._listen, deadline):
                 self.stopped = "interrupted"
         if not self.stopped and self._finished != self._goals:
             self.stopped = "out of time"
