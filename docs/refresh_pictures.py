@@ -10,6 +10,7 @@ from refresh_search import Searches
 from refresh_speed_tables import DESTINATION, DTYPE, REGIMES
 from refresh_times import LIBRARIES, Cell, Times
 
+COLORS = ("#1b6ac9", "#0b2e59", "#d9822b", "#8a8f98")  # of `LIBRARIES`
 # Of our searches, and of Kernel Tuner's from the best on.
 SEARCH_COLORS = ("#1b6ac9", "#8a8f98"), ("#d9822b", "#e3b341", "#a05a2c")
 # The least fraction that the picture of searches shows.
@@ -76,7 +77,7 @@ def draw(times: Times, path: Path, description: str) -> None:
     figure, panels = pyplot.subplots(1, len(REGIMES), figsize=(11, 3.9), sharey=True, layout="constrained")
     for panel, (title, elements, cache) in zip(panels, REGIMES, strict=True):
         panel.axhline(1.0, color="#c5c9cf", linewidth=1, zorder=0)
-        for name, color in LIBRARIES.items():
+        for name, color in zip(LIBRARIES, COLORS, strict=True):
             shown = {
                 cell.n: time.fraction_of_copy
                 for cell, time in sorted(times[name].items())

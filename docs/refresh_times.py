@@ -12,13 +12,7 @@ from typing import NamedTuple
 import refresh_files as files
 
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
-# Name in the documents → color.
-LIBRARIES = {
-    "hadagen, fast": "#1b6ac9",
-    "hadagen, accurate": "#0b2e59",
-    "HadaCore": "#d9822b",
-    "fast-hadamard-transform": "#8a8f98",
-}
+LIBRARIES = ("hadagen, fast", "hadagen, accurate", "HadaCore", "fast-hadamard-transform")  # as the documents call them
 # Of others, name in the tables → in the documents.
 PEER_NAMES = {"fast_hadamard_transform": "fast-hadamard-transform"}
 
