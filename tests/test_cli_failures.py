@@ -31,6 +31,31 @@ def test_tune_refuses_an_empty_arch() -> None:
     assert "arch '' is not known; choose one of" in sentence(run("tune", "--arch", ""), 2)
 
 
+INTERRUPTED = """
+import os, signal, threading, time
+from hadagen.cli.main import main
+from hadagen.runtime import bundles
+
+def more():
+    threading.main_thread().join()  # which waits for this thread then
+    for _ in range(5):
+        time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+def interrupted():
+    threading.Thread(target=more).start()
+    raise KeyboardInterrupt
+
+bundles.known = interrupted
+main(["list"], prog_name="hadagen")
+"""
+
+
+def test_interrupts_while_threads_end_show_nothing() -> None:
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "\nhadagen: interrupted; start the same command again\n")
+
+
 def test_without_a_home_directory_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("XDG_DATA_HOME")

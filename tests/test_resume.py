@@ -7,18 +7,26 @@ import signal
 import sqlite3
 import subprocess
 import sys
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
+from threading import Event
+from types import SimpleNamespace
 
 import fake_search
 import optuna
 import pytest
-from fake_search import GPU, TRIALS, FakeRunner, options, problems
+from fake_search import GPU, TRIALS, FakeRunner, arch, options, problems
 from sqlalchemy import Engine, event
 
 from hadagen.errors import StorageError
+from hadagen.knobs import Knobs
+from hadagen.measure import Variant
+from hadagen.problem import Problem
+from hadagen.space import Space
 from hadagen.trial import Trial, knobs_key
-from hadagen.tuner import TrialFinished, tune
+from hadagen.tuner import TrialFinished, pipeline, tune
+from hadagen.tuner.pipeline import Pipeline
 from hadagen.tuning_db.store import Store
 
 PROGRAM = Path(fake_search.__file__)
@@ -115,6 +123,39 @@ def test_interrupts_while_a_trial_is_recorded_wait_for_that(tmp_path: Path, monk
     assert len(kept) >= 4
     assert kept == recorded
     assert {knobs_key(knobs) for _, knobs in runner.asked} <= set(kept)
+
+
+def test_an_interrupt_counts_while_what_is_under_way_is_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When time is up already, and the trials that came until then are kept."""
+    clock, measured = SimpleNamespace(monotonic=lambda: 0.0), Event()
+    kept: list[Trial] = []
+
+    class Slow(FakeRunner):
+        def run(self, variants: Iterable[Variant]) -> Iterator[tuple[Variant, Trial]]:
+            yield from super().run(variants)
+            measured.set()
+
+    def ask() -> list[tuple[Problem, Knobs]]:
+        if batches:
+            return [batches.pop()]
+        assert measured.wait(60)
+        clock.monotonic = lambda: 2.0
+        return []
+
+    def keep(trial: Trial) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        kept.append(trial)
+
+    (problem,) = problems(256)
+    batches = [(problem, Space(problem, arch()).seeds()[0])]
+    monkeypatch.setattr(pipeline, "time", clock)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with Pipeline(arch(), None, Slow()) as pipe:
+            assert pipe.run(ask, keep, lambda event: None, deadline=1.0)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert len(kept) == 1
 
 
 @pytest.mark.parametrize("room", [1, 30, 40])
