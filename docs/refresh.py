@@ -4,8 +4,8 @@
     python docs/refresh.py --check    # change nothing; fail, naming what is out of date
 
 `data/bench_h100.csv` is one run of `hadagen bench --csv` with the libraries we compare with installed; cells that it
-lacks may come from an earlier one, in `data/bench_h100_earlier.csv`. `data/bench_h200.csv` is a run on an H200, without
-them. `data/h100.csv` is written by `hadagen bundle export` from the shipped bundle, `data/between_h100.csv` and
+lacks may come from an earlier one, in `data/bench_h100_earlier.csv`. `data/bench_h200.csv` is such a run on an H200.
+`data/h100.csv` is written by `hadagen bundle export` from the shipped bundle, `data/between_h100.csv` and
 `data/between_h200.csv` by `hadagen between --csv`, `data/calls_h100.json` by `hadagen calls --json`, and
 `data/search.json` by `compare_search.py`. Drawing needs matplotlib (pip install 'hadagen[docs]'); checking does not.
 

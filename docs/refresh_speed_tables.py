@@ -149,11 +149,12 @@ def pitched_table(times: Times) -> str:
 
 
 def h200_table() -> str:
-    """What performance.md shows of the speed on an H200, in Markdown."""
+    """What performance.md shows of the speed on an H200, beside a copy and beside the peers, in Markdown."""
     if not files.BENCH_H200.exists():
         return files.NO_DATA
     libraries = {numerics: f"hadagen, {numerics}" for numerics in ("fast", "accurate")}
-    return _table(times_of(read_rows(files.BENCH_H200)), REGIMES, libraries, H200_DTYPE)
+    times = times_of(read_rows(files.BENCH_H200))
+    return f"{_table(times, REGIMES, libraries, H200_DTYPE)}\n\n{_comparison(times)}"
 
 
 def _table(
