@@ -78,7 +78,7 @@ def make_trial(problem: Problem, knobs: dict[str, Any], kernel: Kernel | None = 
         "provenance": Provenance.MEASURED,
         "errors": {"normal": 2e-4},
         "timings": tuple(timings),
-        "environment": GPU,
+        "environment": replace(GPU, nvcc=kernel.nvcc) if kernel else GPU,
         "seconds": 0.01,
     }
     return Trial(problem, "sm90", knobs, kernel=kernel, **known | fields)

@@ -19,7 +19,7 @@ from fake_search import CELLS, GPU, TRIALS, FakeRunner, arch, build, make_trial,
 from hadagen.errors import DeviceError, StorageError, ToolchainError, UsageError
 from hadagen.knobs import Knobs
 from hadagen.measure import Cell, ReplayRunner, Variant
-from hadagen.problem import DType, Problem
+from hadagen.problem import DType, Numerics, Problem
 from hadagen.space import Space, build_plan
 from hadagen.toolchain import BuildFailure
 from hadagen.trial import Cache, Outcome, Trial, knobs_key
@@ -116,6 +116,18 @@ def test_known_knobs_are_tried_first(store: Store, pitched: bool) -> None:
     tune(options(store, runner, problems=[problem, *others], trials=24, known={problem: known}))
     asked = [Knobs.from_dict(knobs) for which, knobs in runner.asked if which == problem]
     assert asked[:2] == [Space(problem, arch()).closest(knobs) for knobs in known]
+
+
+@pytest.mark.parametrize("pitched", [False, True])
+def test_each_type_starts_from_choices_of_its_own(pitched: bool) -> None:
+    """Another type may carry values in other ways, and is opened before or after."""
+    wanted = Problem(512, DType.BFLOAT16, Numerics.ACCURATE, pitched)
+    asked = []
+    for found in ([wanted], [replace(wanted, dtype=DType.FLOAT16), wanted]):
+        runner = FakeRunner()
+        tune(TuneOptions(arch(), found, None, runner, build, trials=4))
+        asked.append([knobs for problem, knobs in runner.asked if problem == wanted])
+    assert asked[0] == asked[1]
 
 
 def test_a_problem_without_legal_knobs_ends_without_a_trial(store: Store) -> None:
@@ -366,6 +378,21 @@ def test_what_ends_the_search_is_raised_and_the_trials_are_kept(store: Store, er
     kept = len(store.trials(blobs=False))
     assert kept == (3 if isinstance(error, DeviceError) else search.MOST_OF_ONE_PROBLEM)
     assert tune(options(store, FakeRunner(), trials=40)).finished == 40
+
+
+def test_nothing_is_measured_after_an_error(store: Store) -> None:
+    again = threading.Event()
+
+    class Broken(FakeRunner):
+        def trial(self, variant: Variant) -> Trial:
+            if len(self.asked) > 1:
+                again.set()
+            raise DeviceError("the GPU is gone")
+
+    runner = Broken()
+    with pytest.raises(DeviceError, match="gone"):  # which the main thread is late to hear of
+        tune(options(store, runner, trials=40), lambda event: isinstance(event, BatchBuilt) and again.wait(0.5))
+    assert len(runner.asked) == 1
 
 
 def test_a_database_that_fails_ends_it_with_its_sentence(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

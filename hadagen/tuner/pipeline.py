@@ -161,6 +161,7 @@ class Pipeline:
                     self._results.put(self._same_kernel_trial(variant))
                 self._results.put(None)
         except BaseException as error:  # for the main thread to raise
+            self._stopped.set()
             self._results.put(error)
 
     def _until_stopped(self, variants: Sequence[Variant]) -> Iterator[Variant]:

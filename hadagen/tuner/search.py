@@ -147,7 +147,7 @@ class _Search:
 
         self._unopened = deque(sorted(dict.fromkeys(options.problems), key=attrgetter("pitched")))
         self._studies: dict[Problem, Study] = {}
-        self._seeds: dict[tuple[int, Numerics, int], list[Knobs]] = {}
+        self._seeds: dict[Problem, list[Knobs]] = {}  # by contiguous problem
         self._stored: dict[Problem, list[Trial]] = defaultdict(list)
         kept = (
             options.store.trials(arch=options.arch.name, gpu=self._environment.gpu, blobs=False)
@@ -193,7 +193,7 @@ class _Search:
         try:
             for problem in sorted(self._changed):
                 trials = store.trials(problem, options.arch.name, self._environment.gpu, Outcome.OK, blobs=False)
-                here = [trial for trial in trials if trial.environment == self._environment]
+                here = [trial for trial in trials if replace(trial.environment, nvcc="") == self._environment]
                 for margins in race_near_ties(here, store, options.runner):
                     self._raced += len(margins)
                     self._listen(PairRaced(problem, margins))
@@ -264,18 +264,17 @@ class _Search:
         self._listen(ProblemStarted(problem, study.finished))
         if self._tell_if_finished(study):
             return
-        # Nothing of it depends on the type but for its size, and pitched problems start as their twins do.
-        key = problem.n, problem.numerics, problem.dtype.bytes
-        if key not in self._seeds:
-            start = Space(replace(problem, pitched=False), options.arch) if problem.pitched else space
-            self._seeds[key] = (
+        twin = replace(problem, pitched=False)  # which pitched problems start as
+        if twin not in self._seeds:
+            start = Space(twin, options.arch) if problem.pitched else space
+            self._seeds[twin] = (
                 shortlist(start, self._trials)
                 if self._estimated
                 else _by_turns([start.seeds()[:SEEDS], shortlist(start, RANKED)])
             )
         for knobs in options.known.get(problem, ()):
             study.suggest(knobs, first=True)
-        for knobs in self._seeds[key]:
+        for knobs in self._seeds[twin]:
             study.suggest(knobs)
 
     def _winners_nearby(self, study: Study) -> list[Knobs]:
