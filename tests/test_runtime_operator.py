@@ -152,6 +152,23 @@ def test_a_write_in_place_is_known_to_autograd() -> None:
         product.sum().backward()
 
 
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda y: y.chunk(2, -1)[0],
+        lambda y: y.unbind()[0],
+        torch.no_grad()(lambda y: y.view(8, 4)),
+    ],
+    ids=["chunk", "unbind", "no_grad"],
+)
+def test_a_view_that_autograd_cannot_follow_is_left_as_it_is(view: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    x = view(normal(4, 8).requires_grad_() * 1)
+    before = x.detach().clone()
+    with pytest.raises(TensorError, match="x is a view that autograd cannot follow"):
+        hadamard_transform(x, inplace=True)
+    assert torch.equal(x.detach(), before)
+
+
 def test_out_refuses_a_tangent() -> None:
     def function(x: torch.Tensor) -> torch.Tensor:
         return hadamard_transform(x, out=torch.empty_like(x))
@@ -217,6 +234,7 @@ def test_transforms_of_functions(function: Callable[[torch.Tensor], torch.Tensor
     close(torch.func.jacfwd(function)(x[0]), h)
     close(torch.func.hessian(lambda x: function(x).square().sum())(x[0]), 2 * h @ h)
     close(torch.func.jacrev(torch.func.grad(lambda x: function(x).square().sum()))(x[0]), 2 * h @ h)
+    close(torch.func.jacfwd(torch.func.jacfwd(lambda x: function(x).square().sum()))(x[0]), 2 * h @ h)
     per_sample = torch.vmap(torch.func.grad(lambda x: function(x).square().sum()))(x)
     close(per_sample, 2 * x @ h @ h)
 
@@ -258,6 +276,46 @@ def test_compile_gradients(inplace: bool) -> None:
             torch.testing.assert_close(y, wanted)
             ours, theirs = (torch.autograd.grad(each.sum(), x) for each in (y, wanted))
             torch.testing.assert_close(ours, theirs)
+
+
+WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "whole": lambda x: hadamard_transform(x, 0.5, inplace=True),
+    "out": lambda x: hadamard_transform(x, 0.5, out=x),
+    "a part": lambda x: hadamard_transform(x[:, 2:6], 0.5, inplace=True),
+    "another shape": lambda x: hadamard_transform(x.view(6, 4), 0.5, inplace=True),
+    "operator": lambda x: torch.ops.hadagen.hadamard_transform_(x, 0.5, "accurate"),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_compile_gradients_of_a_written_argument(write: Callable[[torch.Tensor], Any]) -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        write(x)
+        return x * torch.arange(8)
+
+    x = normal(3, 8).requires_grad_()
+    ours, theirs = (torch.autograd.grad(call(x * 1).sum(), x) for call in (compiled(model), model))
+    torch.testing.assert_close(ours, theirs)
+
+
+def dual(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, tangent: torch.Tensor) -> torch.Tensor:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(function(forward_ad.make_dual(x, tangent))).tangent
+
+
+def jvp(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, tangent: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = torch.func.jvp(function, (x,), (tangent,))[1]
+    return found
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("function", [out_of_place, in_place])
+@pytest.mark.parametrize("derivative", [dual, jvp])
+def test_compile_tangents(derivative: Any, function: Callable[[torch.Tensor], torch.Tensor], backend: str) -> None:
+    """Where something else has a tangent too, that of the transform would be missed by nobody."""
+    x, tangent = normal(3, 8), normal(3, 8, seed=1)
+    call = compiled(lambda x, tangent: derivative(lambda y: function(y) + y.sin(), x, tangent), backend)
+    torch.testing.assert_close(call(x, tangent), padded(tangent, 0.5) + tangent * x.cos())
 
 
 @pytest.mark.parametrize("inplace", [False, True])

@@ -116,8 +116,7 @@ class _InPlace(_Function):
 
     @staticmethod
     def jvp(ctx: Any, tangent: torch.Tensor, *_: None) -> torch.Tensor:
-        in_place(tangent, *ctx.options)
-        return tangent
+        return tangent.copy_(transform(tangent, *ctx.options))
 
 
 def _below_autograd(x: torch.Tensor, scale: float, numerics: str) -> torch.Tensor:
@@ -167,7 +166,27 @@ def has_only_memory(x: torch.Tensor) -> bool:
 
 
 def needs_derivative(x: torch.Tensor) -> bool:
-    return (x.requires_grad and torch.is_grad_enabled()) or forward_ad._current_level >= 0
+    return (x.requires_grad and torch.is_grad_enabled()) or _has_tangent(x)
+
+
+def _has_tangent(x: torch.Tensor) -> bool:
+    if not torch._C._is_fwd_grad_enabled():
+        return False
+    if torch._C._len_torch_dispatch_stack() and not _has_dual_level():  # a trace would record the question
+        return False
+    tangent: torch.Tensor | None = torch._VF._unpack_dual(x, level=0).tangent  # type: ignore[attr-defined]
+    return tangent is not None
+
+
+def _has_dual_level() -> bool:
+    """Whether a level of forward-mode derivatives is open, of which there is one at most. Python's own count of them,
+    `forward_ad._current_level`, stands still where compiled code runs."""
+    try:
+        level = torch._C._enter_dual_level()
+    except RuntimeError:
+        return True
+    torch._C._exit_dual_level(level=level)
+    return False
 
 
 def _apply_at_one_level(function: Any, *arguments: Any) -> Any:
@@ -185,22 +204,34 @@ def _functional_autograd(x: torch.Tensor, scale: float, numerics: str) -> torch.
 
 def _in_place_autograd(x: torch.Tensor, scale: float, numerics: str) -> None:
     if not needs_derivative(x):
-        with torch._C._AutoDispatchBelowAutograd():
+        with _next_level():
             in_place(x, scale, numerics)
         return
-    if x.requires_grad and (x._base if x._base is not None else x).is_leaf:
-        raise TensorError("x is a leaf, or a view of one, that requires grad; leave out inplace=True or use no_grad")
+    if x.requires_grad:
+        _check_autograd_follows(x)
+    if not (has_only_memory(x) or torch._C._are_functorch_transforms_active()):
+        # torch.compile takes an operator that writes to its input for one that autograd need not know of.
+        x.copy_(functional(x, scale, numerics))
+        return
     _apply_at_one_level(_InPlace, x, scale, numerics)
 
 
-def _has_tangent(x: torch.Tensor) -> bool:
-    return forward_ad.unpack_dual(x).tangent is not None  # type: ignore[no-untyped-call]
+def _check_autograd_follows(x: torch.Tensor) -> None:
+    """Raises `TensorError` where PyTorch would refuse to record a write to x, but only after it is done."""
+    origin = x if x._base is None else x._base
+    if origin is not x and torch._C._autograd._get_creation_meta(x) != torch._C._autograd.CreationMeta.DEFAULT:
+        raise TensorError(
+            "x is a view that autograd cannot follow, made by chunk, split or unbind or under no_grad; "
+            "leave out inplace=True, or clone x first"
+        )
+    if origin.is_leaf:
+        raise TensorError("x is a leaf, or a view of one, that requires grad; leave out inplace=True or use no_grad")
 
 
 def _into_autograd(x: torch.Tensor, scale: float, numerics: str, out: torch.Tensor) -> None:
     if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):
         raise TensorError("x or out requires grad, and out= has no derivative; leave it out or use no_grad")
-    if forward_ad._current_level >= 0 and (_has_tangent(x) or _has_tangent(out)):
+    if _has_tangent(x) or _has_tangent(out):
         raise TensorError("x or out has a tangent, and out= has no derivative; leave it out")
     with torch._C._AutoDispatchBelowAutograd():
         into(x, scale, numerics, out)
