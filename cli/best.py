@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from hadagen.cli import options
+from hadagen.cli.device import how_to_get_kernels
 from hadagen.cli.output import print_json, short_knobs
 from hadagen.errors import UsageError
 from hadagen.problem import Problem
@@ -28,16 +29,16 @@ def best(arch: str | None, problem: Problem, rows: int, inplace: bool, device: s
     from hadagen.trial import timed_rows
 
     config = best_config(problem, rows, device, arch=arch, inplace=inplace)
-    if config.match is Match.GENERIC and config.device.arch not in known_archs():
+    if arch and config.match is Match.GENERIC and arch not in known_archs():
         known = ", ".join(known_archs())
-        raise UsageError(f"arch {config.device.arch!r} is not known and no bundle serves it; choose one of {known}")
+        raise UsageError(f"arch {arch!r} is not known and no bundle serves it; choose one of {known}")
     values = config.to_dict()
     if as_json:
         print_json(values)
         return
     click.echo(f"{problem.name}, {rows} rows, {config.destination.value} on {config.device.gpu or config.device.arch}")
     if config.launch is None or config.knobs is None or config.provenance is None:
-        click.echo(f"no kernel, PyTorch computes it; to make one: hadagen tune --arch {config.device.arch}")
+        click.echo(f"no kernel, PyTorch computes it; {how_to_get_kernels(config.device.arch)}")
         return
     launch, source = config.launch, config.provenance
     click.echo(f"match     {config.match.value}")

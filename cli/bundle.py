@@ -187,7 +187,9 @@ def export(path: Path, out: Path, gpu: str | None) -> None:
     opened = Bundle.open(path)
     selection = {cell: trial for cell, trial in selection_of(opened).items() if gpu in (None, cell.gpu)}
     if not selection:
-        raise UsageError(f"{path} has no winner of {gpu}; choose one of {', '.join(filter(None, opened.gpus()))}")
+        known = ", ".join(filter(None, opened.gpus()))
+        advice = f"choose one of {known}" if known else "leave out --gpu"
+        raise UsageError(f"{path} has no winner of {gpu}; {advice}")
     export_csv(selection, out)
     click.echo(f"{out}: {count_of(selection)}")
 

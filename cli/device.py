@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from hadagen.cli import options
-from hadagen.errors import DeviceError
+from hadagen.errors import DeviceError, ToolchainError
 
 if TYPE_CHECKING:
     from hadagen.arch import Arch
@@ -32,7 +32,15 @@ def find_gpu(index: int | None) -> Environment | None:
 
 def no_kernels(target: Device) -> DeviceError:
     """That calls on a device find nothing to run."""
-    return DeviceError(f"no bundle has kernels for {target.gpu} ({target.arch}); run hadagen tune on this machine")
+    return DeviceError(f"no bundle has kernels for {target.gpu} ({target.arch}); {how_to_get_kernels(target.arch)}")
+
+
+def how_to_get_kernels(arch: str) -> str:
+    from hadagen.arch import known_archs
+
+    if arch in known_archs():
+        return f"to make some: hadagen tune --arch {arch}"
+    return f"hadagen makes kernels for {', '.join(known_archs())} only"
 
 
 def refusal(problem: Problem, digest: str, answer: Answer | Trial, advice: str = "tune again") -> str:
@@ -48,8 +56,12 @@ def device_runner(arch: Arch, index: int, toolchain: Toolchain, **how: Any) -> I
     from hadagen.measure import DeviceRunner, copy_sources
     from hadagen.toolchain import BuildFailure
 
-    built = toolchain.build([(source, source.launch) for source in copy_sources()], arch)
-    with DeviceRunner(index, [kernel for kernel in built if not isinstance(kernel, BuildFailure)], **how) as runner:
+    kernels = []
+    for built in toolchain.build([(source, source.launch) for source in copy_sources()], arch):
+        if isinstance(built, BuildFailure):
+            raise ToolchainError(f"{toolchain.nvcc} refuses the copy kernel {built.entry}: {built.summary}")
+        kernels.append(built)
+    with DeviceRunner(index, kernels, **how) as runner:
         yield runner
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import click
 
 from hadagen.cli import options
+from hadagen.cli.device import how_to_get_kernels
 from hadagen.cli.listing import winners
 from hadagen.cli.output import print_json
 from hadagen.cli.sentences import TUNE_PACKAGES, explain
@@ -137,7 +138,10 @@ def _kernels() -> str:
             best = next((quality for quality in Match if found[quality]), Match.GENERIC)
             if best is not Match.GENERIC:
                 return f"{found[best]} winners match this GPU as {best.value}"
-    raise DeviceError("no bundle has kernels for this GPU, so PyTorch computes the transform; run: hadagen tune")
+        raise DeviceError(
+            f"no bundle has kernels for this GPU, so PyTorch computes the transform; {how_to_get_kernels(device.arch)}"
+        )
+    raise DeviceError("PyTorch computes the transform itself on GPUs of another maker than NVIDIA")
 
 
 def _extra() -> str:
@@ -162,7 +166,7 @@ def _nvcc() -> str:
             raise Broken(str(error)) from error
         raise
     if isinstance(built, BuildFailure):
-        raise Broken(f"{toolchain.nvcc} refuses the copy kernel: {' / '.join(built.log.split())}; install another")
+        raise Broken(f"{toolchain.nvcc} refuses the copy kernel: {built.summary}; install another")
     return f"{toolchain.release}, {toolchain.nvcc}"
 
 

@@ -43,13 +43,12 @@ def emit(arch: str, problem: Problem, knobs: tuple[str, ...], form: str | None) 
 
     (built,) = Toolchain.find().build([(source, plan.launch)], target)
     if isinstance(built, BuildFailure):
-        log = " / ".join(line.strip() for line in built.log.splitlines() if line.strip())
-        raise ToolchainError(f"nvcc refuses {source.entry}, which is a bug of hadagen: {log}")
+        raise ToolchainError(f"nvcc refuses {source.entry}, which is a bug of hadagen: {built.summary}")
     click.echo(built.ptx.decode() if form == "ptx" else disassemble(built), nl=False)
 
 
 def _complete(given: dict[str, int | str], problem: Problem, arch: Arch) -> Plan:
-    """The plan of the legal knobs with the given values that differ least from the default ones.
+    """The plan of the legal knobs with the given values that are nearest to the default ones, knob by knob.
 
     Raises `UsageError` where there are none, with the reason why the default ones are not legal with those given.
     """
@@ -60,13 +59,12 @@ def _complete(given: dict[str, int | str], problem: Problem, arch: Arch) -> Plan
     space = Space(problem, arch)
     winner = best_config(problem, max(1, LARGE_ELEMENTS // problem.n), arch=arch.name, inplace=True)
     default = space.seeds()[0] if winner.knobs is None else Knobs.from_dict(winner.knobs)
-    wanted = {**default.to_dict(), **given}
-    both = Knobs.from_dict(wanted)
+    both = Knobs.from_dict({**default.to_dict(), **given})
     try:
         return build_plan(problem, both, arch)
     except UsageError:
-        legal = [knobs for knobs in space.legal if given.items() <= knobs.to_dict().items()]
-        if not legal:
+        with_given = arch.narrowed({name: [value] for name, value in given.items()})
+        nearest = Space(problem, with_given).closest(both)
+        if nearest is None:
             raise
-        nearest = min(legal, key=lambda knobs: len(wanted.items() - knobs.to_dict().items()))
         return build_plan(problem, nearest, arch)

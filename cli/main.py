@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 failed, 2 wrong usage. `HADAGEN_DEBUG=1` shows the traceba
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -35,6 +36,9 @@ class Commands(click.Group):
 
     def main(self, *args: Any, **kwargs: Any) -> NoReturn:
         kwargs["standalone_mode"] = False
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="replace")  # not every encoding has all that is written
         try:
             with warnings.catch_warnings():
                 warnings.showwarning = _show_warning

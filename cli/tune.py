@@ -114,7 +114,8 @@ def tune(
             seed=seed,
             known=_known_winners(target, problems) if gpu and from_winners else {},
         )
-        click.echo(f"tuning {len(problems)} problems for {target.name}; {provenance}", err=True)
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        click.echo(f"tuning {count} for {target.name}; {provenance}", err=True)
         click.echo(f"every trial is kept in {store.place}", err=True)
         with shown(time_budget) as listen:
             report = search(wanted, listen)

@@ -54,9 +54,12 @@ _LAZY = {
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        from importlib.metadata import version
+        from importlib.metadata import PackageNotFoundError, version
 
-        return version("hadagen")
+        try:
+            return version("hadagen")
+        except PackageNotFoundError as error:
+            raise AttributeError("hadagen is not installed, so it has no __version__") from error
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value = getattr(import_module(_LAZY[name]), name)

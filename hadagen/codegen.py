@@ -208,11 +208,6 @@ def _stride(place: Place, carrier: str) -> int:
     return 1 << (place.index + 1 if carrier == FP32 else place.index)
 
 
-def _chunk_bits(reg_bits: Mapping[int, int]) -> dict[int, int]:
-    """Bit of the chunk number → index bit: the register places above the two inside a vector."""
-    return {index - 2: bit for index, bit in reg_bits.items() if index >= 2}
-
-
 def _vector_bits(plan: Plan, reg_bits: Mapping[int, int]) -> dict[int, int]:
     """Bit of the number of a vector → index bit: the register places above those inside a vector."""
     inside = len(plan.vector_places) - 1

@@ -280,11 +280,11 @@ def host_compiler() -> str:
     return ": ".join(_compiler(os.environ.get("CXX")).version.splitlines()[:2])
 
 
-def verification_rows(problem: Problem, launch: LaunchSpec) -> int:
+def verification_rows(problem: Problem, launch: LaunchSpec, least: int = NORMAL_ELEMENTS) -> int:
     """Rows of each class of input for `verify`: few, but enough for full tiles, a ragged one and a persistent loop, and
-    for the error of normal inputs to be measured on `NORMAL_ELEMENTS`."""
+    for the error of each class to be measured on `least` elements."""
     tiles = PERSISTENT_TILES if launch.persistent else 2
-    elements = max(tiles * launch.tile_elements, len(INPUT_CLASSES) * NORMAL_ELEMENTS)
+    elements = max(tiles * launch.tile_elements, len(INPUT_CLASSES) * least)
     rows, tile_rows = max(2, -(-elements // (len(INPUT_CLASSES) * problem.n))), launch.tile_elements // problem.n
     whole = tile_rows > 1 and (len(INPUT_CLASSES) * rows - 1) % tile_rows == 0
     return rows + whole

@@ -50,6 +50,11 @@ class BuildFailure:
     entry: str
     log: str
 
+    @property
+    def summary(self) -> str:
+        """The log as one line, cut short."""
+        return _one_line(self.log)
+
 
 _Built = dict[str, bytes] | BuildFailure  # the files of a cache entry, or why there are none
 
@@ -80,7 +85,8 @@ class Toolchain:
             raise ToolchainError(f"nvcc is not on PATH, in $CUDA_HOME/bin or among the Python packages; {_HINT}")
         answer = _run([nvcc, "--version"])
         if answer.returncode:
-            raise ToolchainError(f"{nvcc} --version fails, so this nvcc is broken: {_first_lines(answer)}; {_HINT}")
+            said = _first_lines(answer)
+            raise ToolchainError(f"{nvcc} --version fails, so this nvcc is broken: {said}; {_HINT}")
         return cls(nvcc, answer.stdout.strip())
 
     @property
@@ -233,7 +239,8 @@ def disassemble(kernel: Kernel) -> str:
         (folder / "kernel.cubin").write_bytes(kernel.cubin)
         answer = _run([nvdisasm, "--print-code", "kernel.cubin"], folder)
     if answer.returncode:
-        raise ToolchainError(f"{nvdisasm} cannot read a cubin of nvcc {kernel.nvcc}: {_first_lines(answer)}; {_HINT}")
+        said = _first_lines(answer)
+        raise ToolchainError(f"{nvdisasm} cannot read a cubin of nvcc {kernel.nvcc}: {said}; {_HINT}")
     return answer.stdout
 
 
@@ -271,8 +278,12 @@ def _run(command: Sequence[str | Path], folder: Path | None = None) -> subproces
 
 
 def _first_lines(answer: subprocess.CompletedProcess[str]) -> str:
-    lines = [line.strip() for line in answer.stdout.splitlines() if line.strip()]
-    return " / ".join(lines[:3]) or f"exit code {answer.returncode}"
+    return _one_line(answer.stdout) or f"exit code {answer.returncode}"
+
+
+def _one_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return " / ".join(lines[:3])
 
 
 def _reported(report: str, pattern: str, absent: int | None = None) -> int:

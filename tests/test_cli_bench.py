@@ -140,4 +140,4 @@ def test_an_interrupted_bench_writes_what_it_has(
 
 def test_bench_without_kernels_says_what_to_do(fake_gpu: None) -> None:
     said = sentence(run("bench", "--n", "4"), 1)
-    assert said == "no bundle has kernels for Test GPU (sm90); run hadagen tune on this machine"
+    assert said == "no bundle has kernels for Test GPU (sm90); to make some: hadagen tune --arch sm90"

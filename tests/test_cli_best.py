@@ -56,5 +56,5 @@ def test_best_tells_pitched_rows_from_contiguous_ones(sample: Path) -> None:
 
 
 def test_best_says_that_there_is_no_kernel(sample: Path) -> None:
-    assert "no kernel, PyTorch computes it; to make one: hadagen tune --arch sm90" in succeed(*BEST, "512")
+    assert "no kernel, PyTorch computes it; to make some: hadagen tune --arch sm90" in succeed(*BEST, "512")
     assert json.loads(succeed(*BEST, "512", "--json"))["match"] == "generic"

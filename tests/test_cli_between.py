@@ -75,7 +75,7 @@ def test_between_brings_in_the_best_of_a_database(fake_gpu: None) -> None:
 def test_between_is_refused_where_it_cannot_be(fake_gpu: None) -> None:
     assert sentence(run("between", "--counts", "1"), 2) == "--counts 1 is not supported; give 2 to 100"
     said = sentence(run("between", "--n", "4"), 1)
-    assert said == "no bundle has kernels for Test GPU (sm90); run hadagen tune on this machine"
+    assert said == "no bundle has kernels for Test GPU (sm90); to make some: hadagen tune --arch sm90"
     succeed("tune", "--n", "4", "--dtype", "float16", "--numerics", "fast", "--contiguous", "--trials", "1")
     FakeDevice.refusals[4] = Answer(Outcome.WRONG_ANSWER, "it is off")
     assert "for n4-float16-fast ended as wrong_answer: it is off; tune again" in sentence(run(*BETWEEN), 1)

@@ -199,7 +199,7 @@ def test_a_gpu_that_disappears_is_a_sentence(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_tune_with_a_gpu_measures(fake_gpu: None) -> None:
     result = run(*SMALL_TUNE)
     assert result.exit_code == 0, result.output
-    assert result.stderr.startswith("tuning 1 problems for sm90; measuring on Test GPU\n")
+    assert result.stderr.startswith("tuning 1 problem for sm90; measuring on Test GPU\n")
     report = json.loads(result.stdout)
     assert (report["gpu"], report["estimated"], report["outcomes"]) == ("Test GPU", False, {"ok": 3})
     assert {winner["elements"] for winner in report["winners"]} == {elements for elements, _ in CELLS}

@@ -35,7 +35,7 @@ from hadagen.tuner import (
     search,
     tune,
 )
-from hadagen.tuner.study import Study, by_cells_led, leaders_of, scores, step_from
+from hadagen.tuner.study import Study, by_cells_led, known_trials, leaders_of, scores, step_from
 from hadagen.tuning_db.store import Store
 from hadagen.tuning_db.winners import best_by_cell
 
@@ -319,7 +319,8 @@ def test_of_equal_knobs_the_trial_with_most_timings_is_learned_from(store: Store
     between = tuple(replace(trial.timings[0], elements=trial.timings[0].elements + 256 * i) for i in range(1, 9))
     newer = replace(trial, environment=replace(trial.environment, driver="600"), timings=between)
     space = Space(trial.problem, arch())
-    for known in ([trial, newer], [newer, trial]):
+    for kept in ([trial, newer], [newer, trial]):
+        (known,) = known_trials(kept, arch()).values()
         study = Study(space, "Test GPU", known, optuna.storages.InMemoryStorage(), seed=0)
         assert study.finished == 1
         assert study.best == scores(trial)

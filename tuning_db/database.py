@@ -20,7 +20,7 @@ from urllib.parse import quote
 
 from sqlalchemy import Connection, Engine, create_engine, event, inspect, text
 from sqlalchemy.engine import URL, make_url
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 from sqlalchemy.orm import Session
 from sqlalchemy.pool import NullPool
 
@@ -105,6 +105,8 @@ class Database:
             raise StorageError(
                 f"{self.place} needs the Python package {error.name}, which is missing; install it with pip"
             ) from error
+        except ArgumentError as error:
+            raise UsageError(f"{self.place} names no driver that SQLAlchemy knows; write postgresql://") from error
 
         @event.listens_for(engine, "begin")
         def begin(connection: Connection) -> None:

@@ -7,12 +7,14 @@ This takes more than the original does: rows longer than 32768, float64, tensors
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Any
 
 import torch
+from torch.overrides import handle_torch_function
 
 from hadagen.runtime import transform
-from hadagen.runtime.checks import check_call, check_is_tensor
+from hadagen.runtime.checks import check_call, check_is_tensor, is_symbolic, stands_for_a_tensor
 
 __all__ = [
     "hadamard_transform",
@@ -29,10 +31,12 @@ def hadamard_transform(x: torch.Tensor, scale: float | torch.Tensor = 1.0) -> to
 
     x: [..., m] with any m ≥ 1. Where m is no power of two, n is the next one: x counts as continued with zeros, and the
         first m results are returned.
-    scale: a number, or a tensor of one element, which gets no gradient.
+    scale: a number, what `float` makes one of, or a tensor of one element, which gets no gradient.
 
     Raises what `hadagen.hadamard_transform` raises.
     """
+    if stands_for_a_tensor(x):
+        return handle_torch_function(hadamard_transform, (x,), x, scale)
     if isinstance(scale, torch.Tensor):
         check_is_tensor(x, "x")
     return transform.hadamard_transform(x, _number(scale))
@@ -42,6 +46,8 @@ def hadamard_transform_ref(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
     """The same by a product with the explicit matrix, in x's type: slow, in O(m²) memory, and sure. For tests."""
     # A script, which knows neither the checks nor another scale than a float, goes without them.
     if not torch.jit.is_scripting():  # type: ignore[attr-defined]
+        if stands_for_a_tensor(x):
+            return handle_torch_function(hadamard_transform_ref, (x,), x, scale)
         check_is_tensor(x, "x")
         scale = _number(scale)
         check_call(x, scale, "accurate")
@@ -75,10 +81,11 @@ def hadamard_transform_40N(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
 
 
 def _number(scale: Any) -> Any:
-    """The only element of a tensor; what is no tensor as it is. Raises TypeError for a tensor of none, of several or of
-    complex numbers."""
+    """The only element of a tensor, and the number that an array or a Decimal stands for; else the scale as it is.
+    Raises TypeError for a tensor or an array of none, of several or of complex numbers."""
     if not isinstance(scale, torch.Tensor):
-        return scale
+        known = isinstance(scale, Real) or is_symbolic(scale) or not hasattr(scale, "__float__")
+        return scale if known else float(scale)
     if scale.is_complex() or scale.numel() != 1:
         plain = str(scale.dtype).removeprefix("torch.")
         raise TypeError(

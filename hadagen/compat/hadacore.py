@@ -10,9 +10,11 @@ numbers of rows. Results round once, and gradients flow, where the originals ret
 from __future__ import annotations
 
 import torch
+from torch.overrides import handle_torch_function
 
-from hadagen.errors import UsageError
+from hadagen.errors import TensorError
 from hadagen.runtime import transform
+from hadagen.runtime.checks import stands_for_a_tensor
 
 __all__ = ["hadacore_transform", "hadamard_transform"]
 
@@ -23,12 +25,14 @@ def hadamard_transform(x: torch.Tensor, inplace: bool = False) -> torch.Tensor:
     x: [..., n] with n a power of two.
     inplace: overwrite x and return it; else the result is a new tensor of x's shape and type.
 
-    Raises `UsageError`, a ValueError, for another n, and what `hadagen.hadamard_transform` raises.
+    Raises `TensorError`, a RuntimeError and a ValueError, for another n, and what `hadagen.hadamard_transform` raises.
     """
+    if stands_for_a_tensor(x):
+        return handle_torch_function(hadamard_transform, (x,), x, inplace)
     # What else is wrong, the transform says.
     n = x.shape[-1] if isinstance(x, torch.Tensor) and not x.is_nested and x.dim() else 1
     if n & (n - 1):
-        raise UsageError(f"the last dimension of x is {n}; it must be a power of two, so pad it with zeros")
+        raise TensorError(f"the last dimension of x is {n}; it must be a power of two, so pad it with zeros")
     return transform.hadamard_transform(x, max(n, 1) ** -0.5, inplace=inplace)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
@@ -54,8 +55,15 @@ _KNOWN = {"fast_hadamard_transform": _fast_hadamard_transform, "faster_hadamard_
 
 
 def find_peers() -> list[Peer]:
-    """Those that are installed."""
-    return [make(import_module(name)) for name, make in _KNOWN.items() if find_spec(name) is not None]
+    """Those that are installed. One that cannot be imported, perhaps for another PyTorch, is left out with a warning."""
+    found = []
+    for name, make in _KNOWN.items():
+        if find_spec(name) is not None:
+            try:
+                found.append(make(import_module(name)))
+            except ImportError as error:
+                warnings.warn(f"{name} is left out, for it cannot be imported: {error}", stacklevel=2)
+    return found
 
 
 class PeerGraph:

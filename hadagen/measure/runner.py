@@ -16,7 +16,6 @@ from hadagen.problem import Numerics, Problem
 from hadagen.trial import Environment, Kernel, Outcome, Provenance, Trial
 
 _REPLAYS = 7
-_QUICK_REPLAYS = 3
 COMPARISON_TIMEOUT_S = 300.0  # a library may take a second for some of what our kernels do in a millisecond
 
 
@@ -49,7 +48,7 @@ class DeviceRunner:
 
     copy_kernels: the compiled `copy_sources()`. cells: what to time, of every problem or by problem; by default
     all that the device's L2 calls for.
-    quick: fewer replays. give_up: a kernel this many times slower than the best of its problem so far at each of three
+    give_up: a kernel this many times slower than the best of its problem so far at each of three
     probe cells is not timed further; its trial is `ok` with the timings there are. timeout_s: for one variant.
     make_service: what the worker runs instead of the GPU; for tests.
 
@@ -62,7 +61,6 @@ class DeviceRunner:
         copy_kernels: Sequence[Kernel],
         *,
         cells: Cells | None = None,
-        quick: bool = False,
         give_up: float = 1.3,
         timeout_s: float = 20.0,
         make_service: Callable[..., Service] = _device_service,
@@ -70,8 +68,7 @@ class DeviceRunner:
         if not copy_kernels:
             raise UsageError("no copy kernel was given; build `copy_sources()` and pass the kernels")
         copies = tuple(_bare(kernel) for kernel in copy_kernels)
-        replays = _QUICK_REPLAYS if quick else _REPLAYS
-        self._worker = Worker(make_service, (device_index, copies, cells, replays))
+        self._worker = Worker(make_service, (device_index, copies, cells, _REPLAYS))
         self._environment: Environment | None = None
         self._give_up = give_up
         self._timeout_s = timeout_s

@@ -8,6 +8,7 @@ from numbers import Real
 from typing import Any
 
 import torch
+from torch.overrides import has_torch_function_unary
 
 from hadagen.errors import TensorError, UsageError
 from hadagen.problem import Numerics
@@ -54,6 +55,11 @@ def _check_is_finite(scale: float, dtype: torch.dtype) -> None:
         scale = math.inf
     if not abs(scale) <= largest:
         raise UsageError(f"scale = {scale} is not finite in {_plain(dtype)}; pass a number up to {largest:.3g}")
+
+
+def stands_for_a_tensor(x: Any) -> bool:
+    """Whether x is none, but takes calls in the place of one, as where torch.fx traces."""
+    return not isinstance(x, torch.Tensor) and has_torch_function_unary(x)
 
 
 def check_is_tensor(x: Any, name: str) -> None:

@@ -9,8 +9,8 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from importlib import import_module
-from importlib.util import find_spec
 from statistics import median
 from typing import Any
 
@@ -104,7 +104,7 @@ def _rungs(kernel: driver.LoadedKernel, x: torch.Tensor) -> dict[str, Callable[[
         "torch.empty_like(x)": lambda: torch.empty_like(x),
         "x.clone()": lambda: x.clone(),
     }
-    if find_spec(PEER) is not None:
+    with suppress(ImportError):  # it is not installed, or not for this PyTorch
         peer = import_module(PEER).hadamard_transform
         rungs[PEER] = lambda: peer(x, 0.5)
         rungs[f"{PEER}, with gradients"] = lambda: peer(leaf, 0.5)

@@ -9,6 +9,7 @@ import threading
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -138,8 +139,11 @@ def warmup(
 
 def _warmed_device(device: int | str | torch.device | None) -> int | None:
     """Its CUDA index; None where it has no kernels. Raises `UsageError` where this machine has no such device."""
-    if not torch.cuda.is_available() if device is None else str(device).partition(":")[0] == "cpu":
+    if device is None and not torch.cuda.is_available():
         return None
+    with suppress(RuntimeError, TypeError):  # it names none
+        if device is not None and torch.device(device).type != "cuda":
+            return None
     index = cuda_index(device)
     if index is None:
         raise UsageError(f"device {device!r} is not a CUDA device of this machine; name one of those it has")
@@ -161,7 +165,7 @@ def _whole(value: Any, name: str) -> int:
 
 
 def _dtype(value: Any) -> torch.dtype:
-    found = getattr(torch, value, None) if isinstance(value, str) else value
+    found = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise UsageError(f"dtype {value!r} is not supported; give a floating-point type, such as torch.float16")
     return found

@@ -174,7 +174,7 @@ def _has_tangent(x: torch.Tensor) -> bool:
         return False
     if torch._C._len_torch_dispatch_stack() and not _has_dual_level():  # a trace would record the question
         return False
-    tangent: torch.Tensor | None = torch._VF._unpack_dual(x, level=0).tangent  # type: ignore[attr-defined]
+    tangent: torch.Tensor | None = torch._VF._unpack_dual(x, level=0).tangent
     return tangent is not None
 
 

@@ -16,6 +16,7 @@ from hadagen.runtime.checks import (
     check_is_tensor,
     check_like,
     is_symbolic,
+    stands_for_a_tensor,
 )
 from hadagen.runtime.compute import calls, key_of
 
@@ -83,7 +84,7 @@ def hadamard_transform(
 
 
 def _dispatched(x: Any, scale: float, inplace: bool, out: torch.Tensor | None, numerics: str) -> torch.Tensor:
-    if not isinstance(x, _Tensor) and has_torch_function_unary(x):  # it stands for one, as where torch.fx traces
+    if stands_for_a_tensor(x):
         options: dict[str, Any] = {"inplace": inplace, "out": out, "numerics": numerics}
         return handle_torch_function(hadamard_transform, (x,), x, scale, **options)
     check_is_tensor(x, "x")

@@ -19,9 +19,10 @@ from typing import Any
 from hadagen.arch import Arch
 from hadagen.codegen import Source, render
 from hadagen.costmodel import Estimate, copy_us
-from hadagen.emulator import EmulationError, HostCompileError, HostModule, compile_host, verify
+from hadagen.emulator import EmulationError, HostCompileError, HostModule, compile_host, verification_rows, verify
 from hadagen.errors import told_apart
 from hadagen.knobs import Knobs
+from hadagen.launch import RowShape
 from hadagen.measure import Cell, Variant, all_cells
 from hadagen.plan import Plan
 from hadagen.problem import Problem
@@ -148,10 +149,13 @@ def _compile(sources: Sequence[Source]) -> HostModule | None:
 
 
 def _verify(problem: Problem, plan: Plan, source: Source, module: HostModule | None) -> dict[str, float]:
-    """The larger error out of place and in place, by class of input."""
-    ragged = 1 if plan.rows_per_tile > 1 else 0
-    rows = max(2, plan.rows_per_tile + ragged, -(-ELEMENTS // problem.n))
+    """The larger error out of place and in place, by class of input; of pitched rows in place at odd addresses."""
+    rows = verification_rows(problem, plan.launch, ELEMENTS)
     module = module or compile_host([source])
     apart = verify(problem, source, plan.launch, rows, module=module)
-    in_place = verify(problem, source, plan.launch, rows, module=module, in_place=True, order_seed=ORDER_SEED)
+    columns = max(problem.n // 2 + 1, problem.n - problem.n // 4 - 1)
+    odd = RowShape(columns, columns | 1, columns | 1) if problem.pitched else None
+    in_place = verify(
+        problem, source, plan.launch, rows, module=module, shape=odd, in_place=True, order_seed=ORDER_SEED
+    )
     return {name: max(apart[name], in_place[name]) for name in apart}

@@ -93,6 +93,8 @@ class _Draft:
         # What drifts while it is measured must not look like the effect of a knob.
         random.Random(empty.problem.name).shuffle(self.missing)
         self.leaders: Leaders = leaders_of(self.recording.trials)
+        if self.is_complete and not self.path.exists():  # an earlier run ended just before
+            self._write_whole()
 
     def keep(self, trial: Trial) -> Trial:
         """Write a trial down, and the whole file once it is the last. Returns it as it is kept."""
@@ -102,11 +104,12 @@ class _Draft:
         self.trials[Knobs.from_dict(kept.knobs)] = kept
         follow(self.leaders, kept)
         if self.is_complete:
-            write_recording(
-                replace(self.recording, trials=tuple(self.trials[knobs] for knobs in self._legal)), self.path
-            )
-            self._part.unlink()
+            self._write_whole()
         return kept
+
+    def _write_whole(self) -> None:
+        write_recording(replace(self.recording, trials=tuple(self.trials[knobs] for knobs in self._legal)), self.path)
+        self._part.unlink()
 
     @property
     def is_complete(self) -> bool:
@@ -124,11 +127,11 @@ class _Draft:
                 raise self._in_the_way()
             return found
         self._part.parent.mkdir(parents=True, exist_ok=True)
-        if not self._part.exists():
+        text = self._part.read_text(encoding="utf-8") if self._part.exists() else ""
+        whole = text[: text.rfind("\n") + 1]  # the last line may have been cut off
+        if not whole:
             self._part.write_text(f"{empty.header_line()}\n", encoding="utf-8")
             return empty
-        text = self._part.read_text(encoding="utf-8")
-        whole = text[: text.rfind("\n") + 1]  # the last line may have been cut off
         try:
             header, *lines = whole.splitlines()
             found = recording_of(header, lines)

@@ -9,7 +9,7 @@ reported: however the process ends, what was reported is kept, and starting it a
 from __future__ import annotations
 
 import time
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, zip_longest
@@ -38,7 +38,7 @@ from hadagen.tuner.events import (
 )
 from hadagen.tuner.pipeline import BATCH_SIZE, Build, Pipeline
 from hadagen.tuner.races import Racing, race_near_ties
-from hadagen.tuner.study import Leaders, Study, by_cells_led, leaders_of, legal_knobs
+from hadagen.tuner.study import Leaders, Study, by_cells_led, known_trials, leaders_of
 from hadagen.tuning_db.store import Store
 
 MEASURED_TRIALS = 50
@@ -53,6 +53,7 @@ RANKED, SEEDS = 8, 12  # choices to begin with: the best by the cost model, and 
 PITCHED_SHARE = 4
 LEAST_PITCHED = 3
 NEIGHBORS_TURN = 4  # of so many trials one is what is best for a neighboring problem by then
+STORAGE_ATTEMPTS = 20  # Optuna makes fewer tables and indexes than that
 SEARCH_SHARE = 0.9  # of the time budget; the rest is for races
 
 
@@ -119,8 +120,7 @@ def _search(options: TuneOptions, listen: Listener, storage: BaseStorage) -> Tun
 def _optuna_storage(store: Store) -> RDBStorage:
     """Optuna's tables, in our database."""
     sqlite = store.url.startswith("sqlite")
-    failure = ""
-    while True:
+    for attempt in range(STORAGE_ATTEMPTS):
         try:
             with store.lent():
                 return RDBStorage(store.url, engine_kwargs={"connect_args": {"timeout": 60}} if sqlite else None)
@@ -128,12 +128,12 @@ def _optuna_storage(store: Store) -> RDBStorage:
             raise StorageError(
                 f"{store.place} holds tables of another Optuna than {optuna.__version__}; name another database"
             ) from error
-        except StorageError as error:
+        except StorageError:
             # Another process may make them at the same time, for Optuna takes no lock. What that one has made is found
-            # the next time; so what fails twice in the same way fails for another reason.
-            if failure == str(error):
+            # the next time.
+            if attempt == STORAGE_ATTEMPTS - 1:
                 raise
-            failure = str(error)
+    raise AssertionError("it was made, or could not be")
 
 
 class _Search:
@@ -148,17 +148,14 @@ class _Search:
         self._unopened = deque(sorted(dict.fromkeys(options.problems), key=attrgetter("pitched")))
         self._studies: dict[Problem, Study] = {}
         self._seeds: dict[Problem, list[Knobs]] = {}  # by contiguous problem
-        self._stored: dict[Problem, list[Trial]] = defaultdict(list)
         kept = (
             options.store.trials(arch=options.arch.name, gpu=self._environment.gpu, blobs=False)
             if options.store
             else ()
         )
-        for trial in kept:
-            if legal_knobs(trial, options.arch):
-                self._stored[trial.problem].append(trial)
+        self._stored = known_trials(kept, options.arch)
         # By problem: trials there are, and will be.
-        self._finished = {problem: len(self._stored[problem]) for problem in self._unopened}
+        self._finished = {problem: len(self._stored.get(problem, ())) for problem in self._unopened}
         self._goals = {problem: max(self._share(problem), stored) for problem, stored in self._finished.items()}
         self._finished_before = sum(self._finished.values())
         self._outcomes: Counter[Outcome] = Counter()
@@ -176,7 +173,7 @@ class _Search:
 
     def run(self) -> None:
         """Search to the end, or until time is up or Ctrl-C. What was measured until then is recorded."""
-        options, known = self._options, chain.from_iterable(self._stored.values())
+        options, known = self._options, chain.from_iterable(known.values() for known in self._stored.values())
         deadline = self._started + SEARCH_SHARE * (options.time_budget or inf)
         with Pipeline(options.arch, options.build, options.runner, known) as pipeline:
             if pipeline.run(self._ask, self._finish, self._listen, deadline):
@@ -257,7 +254,7 @@ class _Search:
         options = self._options
         space = Space(problem, options.arch)
         device = self._environment.gpu or "estimated"
-        study = Study(space, device, self._stored[problem], self._storage, options.seed)
+        study = Study(space, device, self._stored.get(problem, {}), self._storage, options.seed)
         self._studies[problem] = study
         self._finished[problem] = study.finished
         self._goals[problem] = max(study.finished, self._share(problem))
@@ -288,7 +285,7 @@ class _Search:
 
     def _leaders(self, problem: Problem) -> Leaders:
         study = self._studies.get(problem)
-        return study.leaders if study else leaders_of(self._stored[problem])
+        return study.leaders if study else leaders_of(self._stored.get(problem, {}).values())
 
     def _finish(self, trial: Trial) -> None:
         """Record, then learn, then report."""

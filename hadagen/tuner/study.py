@@ -70,8 +70,25 @@ def _means(fractions: Iterable[tuple[str | None, float]]) -> Scores:
     return latency, l2, memory
 
 
-def legal_knobs(trial: Trial, arch: Arch) -> Knobs | None:
-    """The knobs of a trial, if they are legal by today's rules and ranges."""
+Known = Mapping[Knobs, Trial]  # of one problem
+
+
+def known_trials(trials: Iterable[Trial], arch: Arch) -> dict[Problem, Known]:
+    """By problem, the trials whose knobs are legal by today's rules and ranges; of those of the same knobs, such as on
+    another driver, that with most timings that count."""
+    found: dict[Problem, dict[Knobs, Trial]] = {}
+    for trial in sorted(trials, key=_counting):
+        if knobs := _legal_knobs(trial, arch):
+            found.setdefault(trial.problem, {})[knobs] = trial
+    return dict(found)
+
+
+def _counting(trial: Trial) -> int:
+    buckets = element_buckets(trial.problem)
+    return sum(timing.elements in buckets for timing in trial.timings)
+
+
+def _legal_knobs(trial: Trial, arch: Arch) -> Knobs | None:
     try:
         known = Knobs.from_dict(trial.knobs)
         build_plan(trial.problem, known, arch)
@@ -131,11 +148,11 @@ def step_from(knobs: Knobs, arch: Arch, choose: random.Random) -> dict[str, Any]
 class Study:
     """The search of one problem on `device` (a GPU's name, or "estimated").
 
-    `finished`: its trials so far, of any run; they are learned from and not repeated. `storage`: where Optuna keeps
-    its tables. The same `seed` and the same answers give the same questions.
+    `known`: its trials so far, of any run; they are learned from and not repeated. `storage`: where Optuna keeps its
+    tables. The same `seed` and the same answers give the same questions.
     """
 
-    def __init__(self, space: Space, device: str, finished: Iterable[Trial], storage: BaseStorage, seed: int) -> None:
+    def __init__(self, space: Space, device: str, known: Known, storage: BaseStorage, seed: int) -> None:
         self.problem = space.problem
         self._space = space
         ranges = {name: space.arch.search[name] for name in KNOB_NAMES}
@@ -145,10 +162,6 @@ class Study:
         self._first: deque[Knobs] = deque()
         self._suggested: deque[Knobs] = deque()
         self._asked: dict[Knobs, optuna.Trial] = {}
-        # Of trials of the same knobs, such as on another driver, that with most timings that count.
-        buckets = element_buckets(space.problem)
-        ascending = sorted(finished, key=lambda trial: sum(timing.elements in buckets for timing in trial.timings))
-        known = {knobs: trial for trial in ascending if (knobs := legal_knobs(trial, space.arch))}
         self._told = set(known)
         self.leaders = leaders_of(known.values())
 
