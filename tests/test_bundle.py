@@ -37,7 +37,7 @@ from hadagen.space import build_plan
 from hadagen.trial import Cache, Destination, Environment, Kernel, Provenance, Trial
 from hadagen.tuning_db.aside import written_aside
 from hadagen.tuning_db.bundle import APPLICATION_ID, FORMAT, TABLES, Bundle, shipped
-from hadagen.tuning_db.bundle_writer import write_bundle
+from hadagen.tuning_db.bundle_writer import check_bundle_place, write_bundle
 from hadagen.tuning_db.merge import merge_bundles
 from hadagen.tuning_db.store import Store
 from hadagen.tuning_db.winners import WinnerCell, cell_value, portfolio
@@ -142,6 +142,28 @@ def test_rows_that_belong_to_nothing_are_noticed(path: Path) -> None:
     assert "blobs has rows that belong to no problem" in refusal(path)
 
 
+def test_the_second_winner_of_a_cell_is_the_portable_one(tmp_path: Path) -> None:
+    """Not the first of another GPU."""
+    trials = [in_clusters(16, 1), in_clusters(8, 2, timings=(make_timing(3.0),)), make_trial(3, environment=H200)]
+    entries = Bundle.open(write(tmp_path / "sm90.db", trials)).entries(PROBLEM)
+    assert [(entry.gpu, entry.portable) for entry in entries] == [
+        (H100.gpu, False),
+        (H100.gpu, True),
+        (H200.gpu, False),
+    ]
+
+
+def test_what_a_caller_does_to_a_list_of_entries_changes_no_bundle(path: Path) -> None:
+    bundle = Bundle.open(path)
+    bundle.entries(PROBLEM).clear()
+    assert bundle.entries(PROBLEM) == Bundle.open(path).entries(PROBLEM) != []
+
+
+def test_a_path_may_have_any_characters(tmp_path: Path) -> None:
+    path = write(tmp_path / "50%20? #1" / "sm90.db")
+    Bundle.open(path).verify()
+
+
 def test_both_regimes_are_kept_where_measured(path: Path) -> None:
     both, hot = (
         next(e for e in Bundle.open(path).entries(PROBLEM) if (e.gpu, e.elements) == (gpu, 1 << 13))
@@ -227,6 +249,14 @@ def test_a_bundle_that_cannot_be_written_is_reported(tmp_path: Path, path: Path)
     assert os.listdir(tmp_path) == [path.name]
 
 
+def test_a_link_to_where_nothing_can_be_written_is_reported_before_the_work(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    link = tmp_path / "sm90.db"
+    link.symlink_to(tmp_path / "file" / "sm90.db")
+    with pytest.raises(StorageError, match=r"sm90\.db cannot be written"):
+        check_bundle_place(link)
+
+
 def test_a_write_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
     def fails() -> None:
         with written_aside(tmp_path / "sm90.db") as aside:
@@ -268,8 +298,10 @@ def test_a_bundle_needs_winners_of_its_arch_with_cubins(tmp_path: Path) -> None:
         write(tmp_path / "x.db", [])
     with pytest.raises(UsageError, match="the winners are for sm80 and the bundle for sm90"):
         write(tmp_path / "x.db", [make_trial(arch="sm80")])
-    with pytest.raises(UsageError, match="has no cubin"):
-        write(tmp_path / "x.db", [make_trial(kernel=make_kernel(b""))])
+    without = make_trial(2, kernel=make_kernel(b""), timings=times({1 << 20: 2.0}))
+    for trials in ([without], [make_trial(), without]):
+        with pytest.raises(UsageError, match="has no cubin"):
+            write(tmp_path / "x.db", trials)
 
 
 # ---- damage ----------------------------------------------------------------------------------------------------------
@@ -327,6 +359,22 @@ def test_damage_is_noticed_when_a_kernel_is_loaded(path: Path) -> None:
     change(path, "UPDATE blobs SET cubin = (SELECT ptx FROM blobs)")
     with pytest.raises(StorageError, match=r"is damaged .* make it again with `hadagen bundle make`, .* or reinstall"):
         bundle.kernel(PERSISTENT.digest)
+    with pytest.raises(StorageError, match="is damaged"):
+        bundle.verify()
+
+
+@pytest.mark.parametrize("column", ["cubin", "ptx"])
+def test_the_blob_of_another_kernel_is_noticed(path: Path, column: str) -> None:
+    """Though it is whole."""
+    change(path, f"UPDATE blobs SET {column} = (SELECT {column} FROM blobs WHERE kernel = 1)")
+    assert "is damaged (a blob does not match its SHA-256)" in refusal(path)
+
+
+def test_what_was_read_before_the_damage_is_verified_anew(path: Path) -> None:
+    bundle = Bundle.open(path)
+    bundle.verify()
+    assert bundle.entries(PROBLEM)
+    change(path, "UPDATE trials SET date = ''")
     with pytest.raises(StorageError, match="is damaged"):
         bundle.verify()
 

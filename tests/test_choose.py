@@ -24,7 +24,7 @@ from hadagen.errors import StorageError, UsageError
 from hadagen.problem import DType, Numerics, Problem
 from hadagen.runtime import bundles
 from hadagen.runtime.choose import Match, choose_from_bundles, rivals, timed_in_bundles
-from hadagen.runtime.device import Device
+from hadagen.runtime.device import Device, cuda_index
 from hadagen.trial import Cache, Destination, Environment, Provenance, element_buckets, nearest
 from hadagen.tuning_db.bundle import Bundle, BundleEntry
 
@@ -377,9 +377,10 @@ def test_beside_an_arch_a_number_is_no_name_of_a_gpu(device: int | str | torch.d
     assert hadagen.best_config(PROBLEM, 1, "Abacus 3000", arch="sm90").device.gpu == "Abacus 3000"
 
 
-@pytest.mark.parametrize("device", ["cpu", "NVIDIA H100 80GB HBM3", "cuda:7", 7, 1.5])
+@pytest.mark.parametrize("device", ["cpu", "NVIDIA H100 80GB HBM3", "cuda:1", 1, 7, 1.5])
 def test_a_device_that_is_not_here(device: float | str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    assert cuda_index(device) is None
     with pytest.raises(UsageError, match="is not a CUDA device of this machine"):
         hadagen.best_config(PROBLEM, 1, device)

@@ -59,6 +59,7 @@ WRONG = {
     ("emit", "--n", "4096", "--knobs", "warps=3"): "knob warps = 3 is not searched on sm90; choose one of 1, 2,",
     ("emit", "--n", "4096", "--knobs", "warps=x"): "knob warps = 'x' is not searched on sm90; choose one of 1, 2,",
     ("emit", "--n", "4096", "--knobs", "warps"): "--knobs 'warps' is not of the form k=v; write for example",
+    ("emit", "--n", "4096", "--knobs", "warps=4,warps=8"): "--knobs sets warps twice, to 4 and 8; give one value",
     ("emit", "--n", "8192", "--knobs", "chunks=1,warps=1"): "a row",
     ("tune", "--n", "3"): "n = 3 is not supported",
     ("tune", "--n", "2-"): "--n '2-' is not a size; write 4096, 128,256 or 2-32768",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,13 @@ import pytest
 from command_line import SMALL_TUNE, machine, run, sentence, succeed
 from fake_device import FakeDevice, fake_gpu
 from fake_search import CELLS
+from sample_bundle import write_sample, write_trials
+from sample_trials import PROBLEM, make_trial, times
 
+from hadagen import measure
 from hadagen.errors import DeviceError
 from hadagen.measure import Answer, Cell, Comparison, Variant
+from hadagen.runtime.bundles import VARIABLE
 from hadagen.trial import Destination, Outcome
 
 __all__ = ["fake_gpu", "machine"]  # fixtures
@@ -141,3 +146,35 @@ def test_an_interrupted_bench_writes_what_it_has(
 def test_bench_without_kernels_says_what_to_do(fake_gpu: None) -> None:
     said = sentence(run("bench", "--n", "4"), 1)
     assert said == "no bundle has kernels for Test GPU (sm90); to make some: hadagen tune --arch sm90"
+
+
+def test_sizes_that_hold_no_row_are_left_out(fake_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trial = make_trial(problem=replace(PROBLEM, n=1 << 15), timings=times({1 << 16: 2.0}))
+    monkeypatch.setenv(VARIABLE, str(write_trials(tmp_path / "long.db", [trial])))
+    bench = ("bench", "--n", "32768", "--inplace", "--elements")
+    assert "no bundle has kernels" in sentence(run(*bench, "8K,16K"), 1)
+    succeed(*bench, "8K,64K")
+    ((_, cells),) = FakeDevice.compared
+    assert [cell.elements for cell in cells] == [1 << 16]
+
+
+def test_kernels_of_an_older_arch_are_not_timed(
+    fake_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though calls may run their PTX."""
+    newer = replace(FakeDevice.environment, compute_capability="10.0")
+    monkeypatch.setattr(measure, "device_environment", lambda index=0: newer)
+    monkeypatch.setenv(VARIABLE, str(write_sample(tmp_path / "older.db")))
+    said = sentence(run("bench", "--n", "256", "--inplace"), 1)
+    assert said == "no bundle has kernels for Test GPU (sm100); hadagen makes kernels for sm90 only"
+
+
+def test_a_table_in_the_way_is_noticed_before_anything_is_timed(
+    fake_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, str(write_sample(tmp_path / "sample.db")))
+    (tmp_path / "notes.csv").write_text("n,time\n8,0.5\n")
+    said = sentence(run("bench", "--n", "256", "--inplace", "--csv", tmp_path / "notes.csv"), 1)
+    assert "notes.csv is there already and is not a table of hadagen" in said
+    assert FakeDevice.compared == []
+    assert (tmp_path / "notes.csv").read_text() == "n,time\n8,0.5\n"

@@ -10,12 +10,15 @@ from pathlib import Path
 
 import pytest
 from command_line import BEST, database, machine, raising, run, sample, sentence, succeed
+from sample_bundle import write_trials
 from sample_trials import H100, make_trial
 
 from hadagen.cli import bench, between, options
-from hadagen.problem import Problem
+from hadagen.problem import DType, Problem
 from hadagen.runtime.bundles import VARIABLE, user_directory
+from hadagen.trial import Environment, Provenance
 from hadagen.tuning_db import table
+from hadagen.tuning_db.bundle import Bundle
 from hadagen.tuning_db.store import Store
 
 __all__ = ["database", "machine", "sample"]  # fixtures
@@ -76,7 +79,10 @@ def test_a_bundle_is_made_found_verified_and_shown(database: Path) -> None:
     assert line.removeprefix(GPU).split()[:6] == ["float16", "accurate", "contiguous", "256", "2", "1"]
 
 
-def test_a_bundle_of_another_database_is_not_replaced(database: Path, tmp_path: Path) -> None:
+def test_a_bundle_of_another_database_is_not_replaced(
+    database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hadagen.tuner.tune", raising(AssertionError("it searched")))
     succeed("bundle", "make", "--db", database)
     before = options.default_bundle("sm90").read_bytes()
     other = tmp_path / "other.db"
@@ -88,6 +94,13 @@ def test_a_bundle_of_another_database_is_not_replaced(database: Path, tmp_path: 
     assert refused in sentence(run(*tiny, "--db", other), 2)
     assert options.default_bundle("sm90").read_bytes() == before
     succeed("bundle", "make", "--db", database)  # its own
+
+
+def test_a_bundle_of_estimates_is_replaced(database: Path) -> None:
+    fields = {"provenance": Provenance.ESTIMATED, "environment": Environment()}
+    path = write_trials(options.default_bundle("sm90"), [make_trial(problem=Problem(512, DType.FLOAT16), **fields)])
+    succeed("bundle", "make", "--db", database)
+    assert Bundle.open(path).gpus() == [GPU]
 
 
 def test_a_bundle_of_nothing_is_refused(database: Path, tmp_path: Path) -> None:
@@ -121,6 +134,8 @@ def test_the_winners_of_a_bundle_are_exported_and_merged(sample: Path, tmp_path:
         assert other.read_bytes() == before
     succeed("bundle", "merge", sample, sample, tmp_path / "both.db")
     succeed("bundle", "merge", sample, tmp_path / "both.db", tmp_path / "both.db")
+    (tmp_path / "link.db").symlink_to("both.db")
+    succeed("bundle", "merge", sample, tmp_path / "both.db", tmp_path / "link.db")
     said = sentence(run("bundle", "merge", sample, tmp_path / "both.db"), 2)
     assert f"{tmp_path / 'both.db'} is there already and would be lost" in said
     succeed("bundle", "export", tmp_path / "both.db", tmp_path / "again.csv")

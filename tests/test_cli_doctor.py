@@ -50,6 +50,17 @@ def test_the_doctor_blames_the_cache_where_it_cannot_be_written(
         )
 
 
+def test_the_doctor_finds_an_emulator_that_computes_nonsense(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hadagen.emulator.verify", lambda *_: {"normal": 1e-4, "large": 0.5})
+    result = run("doctor", "--json")
+    assert result.exit_code == 1
+    report = json.loads(result.stdout)
+    (broken,) = [check for check in report["checks"] if check["state"] == "broken"]
+    assert broken["name"] == "emulator"
+    assert broken["says"].startswith("a kernel is off by 5.0e-01 in the emulator; use another C++ compiler")
+    assert report["can"]["tune"] == "no"
+
+
 def test_the_doctor_finds_a_damaged_bundle() -> None:
     path = options.default_bundle("sm90")
     path.parent.mkdir(parents=True)

@@ -165,6 +165,7 @@ def test_a_full_disk_is_a_sentence(buffering: list[str], monkeypatch: pytest.Mon
 # What a command raises → what is said, and the exit code.
 RAISED: list[tuple[Exception, str, int]] = [
     (OSError(errno.ENOSPC, "No space left on device", "/data/x"), "/data/x: No space left on device; make room", 1),
+    (OSError(errno.EDQUOT, "Disk quota exceeded", "/data/x"), "/data/x: Disk quota exceeded; make room", 1),
     (OSError(errno.EROFS, "Read-only file system", "/data/x"), "/data/x: Read-only file system; name a place", 1),
     (OSError(errno.EIO, "Input/output error"), "Input/output error; check the path", 1),
     (ModuleNotFoundError(name="optuna"), "optuna is not installed; install it with: pip install 'hadagen[tune]'", 1),

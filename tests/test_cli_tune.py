@@ -15,7 +15,7 @@ from command_line import SMALL_TUNE, TINY_TUNE, machine, raising, run, sentence,
 from fake_device import FakeDevice, fake_gpu
 from fake_search import CELLS
 from sample_bundle import write_sample
-from sample_trials import PROBLEM, in_clusters, times
+from sample_trials import H200, PROBLEM, in_clusters, make_kernel, make_trial, times
 
 from hadagen import measure
 from hadagen.cli import options
@@ -24,7 +24,9 @@ from hadagen.problem import DType, Numerics, Problem
 from hadagen.runtime.bundles import VARIABLE
 from hadagen.trial import Environment, Provenance
 from hadagen.tuner import TuneOptions
+from hadagen.tuning_db.bundle_writer import write_bundle
 from hadagen.tuning_db.store import Store
+from hadagen.tuning_db.winners import portfolio
 
 __all__ = ["fake_gpu", "machine"]  # fixtures
 pytestmark = pytest.mark.usefixtures("machine")
@@ -221,6 +223,32 @@ def test_a_tune_begins_with_the_winners_there_are(
     assert [knobs.chunks for knobs in wanted[0].known[problem]] == [2]
     assert wanted[0].known[replace(problem, n=128)] == []
     assert wanted[1].known == {}
+
+
+@pytest.mark.parametrize(
+    "fields", [{"provenance": Provenance.ESTIMATED, "environment": Environment()}, {"arch": "sm80"}]
+)
+def test_a_tune_begins_with_nothing_that_was_not_measured_on_its_arch(
+    fields: dict[str, object], fake_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted: list[TuneOptions] = []
+    monkeypatch.setattr(
+        "hadagen.tuner.tune", lambda options, listen: wanted.append(options) or raising(KeyboardInterrupt())()
+    )
+    trial = make_trial(2, **fields)
+    write_bundle(tmp_path / "winners.db", trial.arch, portfolio([trial]), lambda _: make_kernel(b"cubin 2"))
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "winners.db"))
+    run("tune", "--n", "256", "--dtype", "float16", "--numerics", "accurate", "--contiguous")
+    assert [list(known) for known in wanted[0].known.values()] == [[]]
+
+
+def test_a_tune_reports_the_winners_of_its_own_gpu(fake_gpu: None) -> None:
+    db = options.default_db()
+    db.parent.mkdir(parents=True)
+    with Store.open(db) as store:
+        store.record(make_trial(problem=Problem(4, DType.FLOAT16, Numerics.FAST), environment=H200))
+    winners = json.loads(succeed(*SMALL_TUNE))["winners"]
+    assert {winner["gpu"] for winner in winners} == {"Test GPU"}
 
 
 def test_a_tune_of_fewer_values(fake_gpu: None) -> None:

@@ -171,9 +171,9 @@ def test_what_takes_long_is_replayed_less(monkeypatch: pytest.MonkeyPatch) -> No
     request = Compare(((PROBLEM, kernel("ours")),), ((HOT, (0,)),))
     made.compare(request)
     assert stopwatch.replays["graph of 2 of slow"] == stopwatch.replays["ours"]
-    stopwatch.call_us = 1e6
-    made.compare(request)
-    assert 2 <= stopwatch.replays["graph of 2 of slow"] < stopwatch.replays["ours"]
+    for stopwatch.call_us in (1e3, 1e6):  # of which there are many in a graph
+        made.compare(request)
+        assert 2 <= stopwatch.replays["graph of 2 of slow"] < stopwatch.replays["ours"]
 
 
 def test_a_graph_of_calls_keeps_a_result_for_each_input(monkeypatch: pytest.MonkeyPatch) -> None:

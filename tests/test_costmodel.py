@@ -187,8 +187,9 @@ def test_float32_is_gathered_vector_by_vector() -> None:
 
 
 def test_what_crosses_blocks_takes_time_for_its_bytes() -> None:
-    def chain(chunks: int, warps: int, carrier: str) -> float:
+    def chain(chunks: int, warps: int, carrier: str, rounds: int = 1) -> float:
         knobs = Knobs(chunks, warps, 8, mma_carrier="split", butterfly_carrier="fp32", exchange_carrier=carrier)
+        knobs = replace(knobs, exchange_rounds=rounds)
         problem = Problem(chunks * warps * 2048, DType.FLOAT16, Numerics.FAST)
         (step,) = plan_of(problem, knobs).exchanges[-1:]
         assert step.crosses_blocks
@@ -198,6 +199,7 @@ def test_what_crosses_blocks_takes_time_for_its_bytes() -> None:
     for chunks, warps in ((4, 2), (4, 4), (8, 2)):
         packed = chunks * warps * 512 / model.cluster_bytes_per_cycle / model.cycles_per_us
         assert chain(chunks, warps, "fp32") - chain(chunks, warps, "packed") > packed / 2
+        assert chain(chunks, warps, "fp32", rounds=2) > chain(chunks, warps, "fp32")  # no fewer bytes in all
 
 
 @pytest.mark.parametrize("n", [2, 256, 32768])
@@ -277,6 +279,7 @@ def test_occupancy_is_the_calculation_of_the_programming_guide() -> None:
     assert plan.launch.threads == 128
     assert resident_blocks(plan, SM90, 32) == 16  # threads: 2048 / 128
     assert resident_blocks(plan, SM90, 57) == 8  # registers: 65536 / (64 · 128)
+    assert resident_blocks(plan, SM90, 49) == 9  # in eights: 65536 / (56 · 128)
     staged = build_plan(problem, replace(knobs, chunks=8, load="bulk", grid="persistent", stages=2), SM90)
     shared = 233472 // (staged.launch.shared_bytes + 1024)
     assert resident_blocks(staged, SM90, 32) == shared < 16

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from fake_search import CELLS, GPU, FakeRunner, arch, build, problems
 
 from hadagen import measure
 from hadagen.arch import Arch
+from hadagen.cli import record as record_command
 from hadagen.errors import StorageError, UsageError
 from hadagen.measure import Cell, Variant
 from hadagen.problem import Problem
@@ -128,6 +130,16 @@ def test_every_legal_variant_is_recorded_once(tmp_path: Path) -> None:
     assert len(runner.asked) == report.finished - again
 
 
+def test_variants_are_not_measured_in_the_order_of_their_knobs(tmp_path: Path) -> None:
+    """Or what drifts would look like the effect of one."""
+    (problem,) = problems(64)
+    runner = FakeRunner()
+    record(options(tmp_path, runner, cells={problem: TIMED}))
+    legal = [knobs.to_dict() for knobs in Space(problem, small()).legal]
+    places = [legal.index(knobs) for _, knobs in runner.asked]
+    assert places != sorted(places)
+
+
 def test_what_was_recorded_is_read_back(tmp_path: Path) -> None:
     for recording in read_all(record(options(tmp_path, Failing()))).values():
         assert Counter(trial.outcome for trial in recording.trials)[Outcome.WRONG_ANSWER] > 1
@@ -181,6 +193,16 @@ def test_a_recording_of_something_else_is_not_continued(tmp_path: Path) -> None:
             record(options(tmp_path / folder, arch=other))
         with pytest.raises(StorageError, match="is there already"):
             record(options(tmp_path / folder, environment=replace(GPU, gpu="Another")))
+
+
+def test_a_recording_of_what_is_no_longer_legal_is_not_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cells = dict.fromkeys(problems(64), TIMED)
+    record(options(tmp_path, Interrupted(3), cells=cells))
+    monkeypatch.setattr("hadagen.tuner.record.Space", lambda problem, arch: SimpleNamespace(legal=()))
+    with pytest.raises(StorageError, match="is there already and of other ranges"):
+        record(options(tmp_path, cells=cells))
 
 
 def test_files_that_are_no_recordings(tmp_path: Path) -> None:
@@ -323,6 +345,17 @@ def test_the_command_records(fake_gpu: None, tmp_path: Path) -> None:
     assert "0 new trials in 0:00, measured on Test GPU" in succeed(*arguments)
 
 
+def test_the_command_records_as_many_variants_as_the_limit(
+    fake_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = (*ONE, *CUT, "--elements", "64K", "--out", tmp_path)
+    (counted,) = json.loads(succeed(*arguments, "--dry-run", "--json"))
+    monkeypatch.setattr(record_command, "MOST_VARIANTS", counted["variants"] - 1)
+    assert sentence(run(*arguments), 2).startswith(f"{counted['variants']} variants are too many to measure")
+    monkeypatch.setattr(record_command, "MOST_VARIANTS", counted["variants"])
+    succeed(*arguments)
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -344,3 +377,10 @@ def test_bad_usage_is_a_sentence(machine: None, arguments: tuple[str, ...], said
 def test_recording_needs_a_gpu(machine: None) -> None:
     said = sentence(run(*ONE, *CUT), 1)
     assert said == "there is no sm90 GPU here; record on a machine that has one, or count with --dry-run"
+
+
+def test_recording_needs_a_gpu_of_that_arch(fake_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ampere = replace(FakeDevice.environment, compute_capability="8.0")
+    monkeypatch.setattr(measure, "device_environment", lambda index=0: ampere)
+    said = sentence(run(*ONE, *CUT, "--arch", "sm90", "--out", tmp_path), 1)
+    assert said.startswith("there is no sm90 GPU here; record on a machine")

@@ -11,7 +11,7 @@ from math import ceil, log2
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sample_trials import H100, in_clusters, make_kernel, make_trial, times
+from sample_trials import H100, H200, in_clusters, make_kernel, make_trial, times
 
 from hadagen.measure import Cell, Variant, cells_at
 from hadagen.problem import DType, Numerics, Problem
@@ -180,6 +180,16 @@ def test_a_kernel_that_is_wrong_by_now_wins_nothing_any_more(outcome: Outcome) -
     outcomes = {trial.knobs["chunks"]: trial.outcome for trial in bench.store.trials()}
     assert outcomes == {0: Outcome.OK, 1: outcome}
     assert all(kernel.source for kernel in (trial.kernel for trial in bench.store.trials()) if kernel)
+
+
+def test_a_kernel_that_is_wrong_on_one_gpu_keeps_what_it_won_on_another() -> None:
+    bench = Bench([waves(264, 7.0), lambda rows: 0.03 * rows])
+    bench.tune([256, 384])
+    bench.store.record(replace(bench.store.trials()[1], environment=H200))
+    bench.endings = {1: Outcome.WRONG_ANSWER}
+    bench.run()
+    outcomes = [(trial.environment.gpu, trial.outcome) for trial in bench.store.trials() if trial.knobs["chunks"] == 1]
+    assert outcomes == [(H100.gpu, Outcome.WRONG_ANSWER), (H200.gpu, Outcome.OK)]
 
 
 def test_where_all_kernels_are_wrong_by_now_nothing_wins() -> None:

@@ -117,6 +117,18 @@ def test_leaving_a_run_early_does_not_mix_up_answers(runner: DeviceRunner) -> No
     assert [trial.outcome for _, trial in runner.run(variants("ok"))] == [Outcome.OK]
 
 
+def test_an_interrupted_race_does_not_mix_up_answers(runner: DeviceRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(timeout_s: float) -> bool:
+        raise KeyboardInterrupt
+
+    assert runner.environment == GPU
+    with monkeypatch.context() as patch:
+        patch.setattr(runner._worker._connection, "poll", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            runner.race(*variants("ok", "ok"), [CELL])
+    assert [trial.outcome for _, trial in runner.run(variants("ok"))] == [Outcome.OK]
+
+
 def test_a_worker_that_died_idle_is_replaced(runner: DeviceRunner) -> None:
     assert runner.environment == GPU
     runner._worker._process.kill()

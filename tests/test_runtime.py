@@ -174,6 +174,14 @@ def test_out_may_be_x_or_interleave_with_it() -> None:
     assert torch.equal(x, hadamard_transform(wanted))
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_out_may_begin_where_x_ends_and_end_where_it_begins(first: int) -> None:
+    both = torch.randn(2, 3, 64)
+    x, y = both[first], both[1 - first]
+    wanted = hadamard_transform(x)
+    assert torch.equal(hadamard_transform(x, out=y), wanted)
+
+
 def test_out_that_overlaps_a_strided_x_is_still_right() -> None:
     whole = normal(9, 64)
     x, y = whole[::2], whole[1:6]

@@ -91,6 +91,19 @@ def test_threads_load_a_kernel_once(loader: Loader) -> None:
     assert len(loader.images) == 1
 
 
+def test_threads_try_once_what_does_not_load(loader: Loader) -> None:
+    loader.error = DriverError("CUDA_ERROR_NO_BINARY_FOR_GPU", "loading k failed; update the driver")
+    start = threading.Barrier(8)
+
+    def work(_: int) -> LoadedKernel | None:
+        start.wait()
+        return find()
+
+    with pytest.warns(RuntimeWarning, match="loading k failed"), ThreadPoolExecutor(8) as pool:
+        assert set(pool.map(work, range(8))) == {None}
+    assert len(loader.images) == 1
+
+
 def test_a_known_bucket_opens_no_file_and_takes_no_lock(loader: Loader, monkeypatch: pytest.MonkeyPatch) -> None:
     first = find()
     monkeypatch.setattr(kernels, "_lock", None)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from emulated_device import EmulatedDevice, device, same
 from test_runtime import VIEWS, normal, padded
+from torch.autograd import forward_ad
 
 from hadagen import hadamard_transform
 from hadagen.compat import hadacore
@@ -179,6 +180,13 @@ def test_a_known_shape_at_another_address(device: EmulatedDevice) -> None:
         assert [kind(name) for name in device.ran()] == ["n64" if offset % 8 == 0 else "n64-pitched"]
 
 
+def test_how_far_apart_a_single_row_lies_from_others_is_no_matter(device: EmulatedDevice) -> None:
+    assert compute.row_pitch(normal(4, 5, 64)[:1, :3]) == 64
+    x = normal(5, 200, dtype=HALF)[:1, :64]
+    assert same(hadamard_transform(x), padded(x))
+    assert [kind(name) for name in device.ran()] == ["n64"]
+
+
 def test_known_calls_are_not_kept_without_end(device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compute, "_MAX_CALLS", 10)
     for rows in range(1, 30):
@@ -229,6 +237,18 @@ def test_what_wants_to_see_the_operator_does_see_it(device: EmulatedDevice) -> N
     assert same(batched, padded(x))
 
 
+def test_a_tangent_of_a_known_shape(device: EmulatedDevice) -> None:
+    x, direction = normal(3, 64, dtype=HALF), normal(3, 64, dtype=HALF, seed=1)
+    for _ in range(2):
+        hadamard_transform(x)
+    with forward_ad.dual_level():
+        y = hadamard_transform(forward_ad.make_dual(x, direction))
+        primal, tangent = forward_ad.unpack_dual(y)
+    assert same(primal, padded(x))
+    assert tangent is not None
+    assert same(tangent, padded(direction))
+
+
 def test_a_negated_view_of_a_known_shape(device: EmulatedDevice) -> None:
     x = normal(3, 64, dtype=HALF)
     for _ in range(2):
@@ -244,6 +264,9 @@ def test_an_inference_tensor_is_not_written_later(device: EmulatedDevice) -> Non
         hadamard_transform(x, inplace=True)
     with pytest.raises(RuntimeError, match="inference"):
         hadamard_transform(x, inplace=True)
+    hadamard_transform(ordinary, out=torch.empty_like(ordinary))
+    with pytest.raises(TensorError, match="was made in inference mode"):
+        hadamard_transform(ordinary, out=x)
 
 
 def test_bad_input_launches_nothing(device: EmulatedDevice) -> None:
@@ -287,16 +310,18 @@ import torch, hadagen
 from hadagen.problem import Problem
 from hadagen.runtime import compute, kernels
 hadagen.hadamard_transform(torch.randn(3, 8))
-kernels._timed["key"] = kernels._found["key"] = kernels._loaded["key"] = compute.calls["key"] = "kernel of the parent"
+tables = (kernels._timed, kernels._found, kernels._loaded, kernels._too_large, compute.calls, compute._calls_into)
+for table in tables:
+    table["key"] = "of the parent"
 kernels._lock.acquire()
 if child := os.fork():
-    assert len(kernels._timed) == len(kernels._found) == len(kernels._loaded) == len(compute.calls) == 1
+    assert all(list(table) == ["key"] for table in tables)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     print("done")
 else:
     status = 1
     try:
-        assert not (kernels._timed or kernels._found or kernels._loaded or compute.calls)
+        assert not any(tables)
         kernels.cuda_device = lambda index: None
         assert kernels.find(0, Problem(8, "float16"), True, 8) is None
         torch.set_num_threads(1)

@@ -102,6 +102,14 @@ def test_bad_input_is_the_same_sentence_everywhere(
         compiled(lambda x: hadamard_transform(x, scale, numerics=numerics))(x)
 
 
+@pytest.mark.parametrize("out", [torch.ones(2, 4), torch.ones(2, 8).half()])
+def test_an_out_unlike_x_is_the_same_sentence_everywhere(out: torch.Tensor) -> None:
+    x = torch.ones(2, 8)
+    for where in ("cpu", "meta"):
+        with pytest.raises(TensorError, match="pass an out like x"):
+            operator.into(x.to(where), 1.0, "accurate", out.to(where))
+
+
 def test_a_scalar_must_be_real() -> None:
     for call in (operator.functional, operator.in_place):
         with pytest.raises(TypeError, match="scale is a complex; pass a real number"):

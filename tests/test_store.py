@@ -190,6 +190,13 @@ def test_a_url_that_cannot_be_is_wrong_usage(url: str) -> None:
         Store.open(url)
 
 
+def test_no_message_has_a_password() -> None:
+    with pytest.raises(StorageError) as refused:
+        Store.open("postgresql://me:secret@localhost:1/trials")
+    assert "postgresql://me:***@localhost:1/trials" in str(refused.value)
+    assert "secret" not in str(refused.value)
+
+
 @pytest.mark.skipif("HADAGEN_TEST_POSTGRESQL" not in os.environ, reason="HADAGEN_TEST_POSTGRESQL names no database")
 def test_postgresql_keeps_trials_too() -> None:
     url = os.environ["HADAGEN_TEST_POSTGRESQL"]

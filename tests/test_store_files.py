@@ -128,6 +128,14 @@ def test_a_read_only_file_is_read(protected: Path) -> None:
     assert [path.name for path in protected.parent.iterdir()] == ["trials.db"]
 
 
+def test_a_file_in_a_directory_that_is_read_only_is_read_too(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For SQLite writes files beside it."""
+    Store.open(path).close()
+    monkeypatch.setattr(database, "_writable", lambda asked: asked == path)
+    with Store.open(path) as store:
+        assert store.read_only
+
+
 def test_a_read_only_file_is_not_upgraded(protected: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(database, "SCHEMA_VERSION", "0004")
     assert "has schema 0003, not 0004, and is read-only; make it writable" in refusal(protected)

@@ -291,6 +291,12 @@ def test_an_nvcc_that_compiles_nothing_is_not_taken_for_wrong_sources(
         Toolchain.find().build([source("copy", COPY), source("shares", SHARED)], arch, jobs=1)
 
 
+def test_a_tool_puts_its_own_files_where_it_works(tmp_path: Path) -> None:
+    """Where there is room for them, and they are removed with the rest."""
+    script(tmp_path / "tool", 'echo "$TMPDIR"')
+    assert toolchain._run([tmp_path / "tool"], tmp_path).stdout.strip() == str(tmp_path)
+
+
 def test_jobs_below_one_are_refused(arch: Arch) -> None:
     with pytest.raises(UsageError, match="jobs = 0 is not possible; give at least 1"):
         Toolchain(Path("nvcc"), "").build([], arch, jobs=0)

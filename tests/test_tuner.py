@@ -16,13 +16,14 @@ import optuna
 import pytest
 from fake_search import CELLS, GPU, TRIALS, FakeRunner, arch, build, make_trial, options, problems
 
+from hadagen.codegen import render
 from hadagen.errors import DeviceError, StorageError, ToolchainError, UsageError
 from hadagen.knobs import Knobs
 from hadagen.measure import Cell, ReplayRunner, Variant
 from hadagen.problem import DType, Numerics, Problem
 from hadagen.space import Space, build_plan
 from hadagen.toolchain import BuildFailure
-from hadagen.trial import Cache, Outcome, Trial, knobs_key
+from hadagen.trial import Cache, Kernel, Outcome, Provenance, Trial, knobs_key
 from hadagen.tuner import (
     BatchBuilt,
     Event,
@@ -35,6 +36,7 @@ from hadagen.tuner import (
     search,
     tune,
 )
+from hadagen.tuner.pipeline import Pipeline
 from hadagen.tuner.study import Study, by_cells_led, known_trials, leaders_of, scores, step_from
 from hadagen.tuning_db.store import Store
 from hadagen.tuning_db.winners import best_by_cell
@@ -230,6 +232,21 @@ def test_knobs_with_a_known_kernel_share_its_trial(store: Store) -> None:
         assert bool(trial.seconds) == measured
 
 
+def test_a_kernel_of_an_earlier_run_is_not_measured_again() -> None:
+    (problem,) = problems(256)
+    knobs = Space(problem, arch()).seeds()[0]
+    plan = build_plan(problem, knobs, arch())
+    (kernel,) = build([(render(plan), plan.launch)])
+    assert isinstance(kernel, Kernel)
+    known = make_trial(problem, knobs.to_dict(), kernel)
+    runner, batches = FakeRunner(), [[(problem, knobs)]]
+    kept: list[Trial] = []
+    with Pipeline(arch(), build, runner, [known]) as pipeline:
+        pipeline.run(lambda: batches.pop() if batches else [], kept.append, lambda event: None)
+    assert runner.asked == []
+    assert [(trial.timings, trial.detail) for trial in kept] == [(known.timings, f"same kernel as {knobs}")]
+
+
 def test_a_step_changes_one_or_two_knobs_that_have_another_value() -> None:
     choose, start = random.Random(0), Knobs(warps=4)
     narrow = arch().narrowed({name: values[:1] for name, values in arch().search.items() if name != "warps"})
@@ -300,6 +317,22 @@ def test_failures_are_kept_and_optuna_learns_from_them(store: Store) -> None:
     pruned = [trial for trial in kept if trial.state is optuna.trial.TrialState.PRUNED]
     assert len(pruned) == 25 - outcomes[Outcome.OK]
     assert all(max(trial.constraints.values()) > 0 for trial in pruned)
+
+
+@pytest.mark.parametrize(("gpu", "provenance"), [("", Provenance.ESTIMATED), (GPU.gpu, Provenance.MEASURED)])
+def test_what_does_not_compile_without_a_device_is_an_estimate(gpu: str, provenance: Provenance) -> None:
+    class Elsewhere(FakeRunner):
+        environment = replace(GPU, gpu=gpu)
+
+    def refuse(sources: Any) -> Any:
+        return [BuildFailure(source.entry, "no") for source, _ in sources]
+
+    (problem,) = problems(256)
+    batches = [[(problem, Space(problem, arch()).seeds()[0])]]
+    kept: list[Trial] = []
+    with Pipeline(arch(), refuse, Elsewhere()) as pipeline:
+        pipeline.run(lambda: batches.pop() if batches else [], kept.append, lambda event: None)
+    assert [(trial.outcome, trial.provenance) for trial in kept] == [(Outcome.COMPILE_FAILED, provenance)]
 
 
 def test_regimes_count_the_timings_that_decide() -> None:
@@ -442,7 +475,8 @@ class RacingRunner(FakeRunner):
     def trial(self, variant: Variant) -> Trial:
         trial = super().trial(variant)
         us = 2 + 0.001 * variant.knobs["chunks"]
-        return replace(trial, timings=tuple(replace(timing, us=us) for timing in trial.timings))
+        timings = (replace(timing, us=us, us_low=us, us_high=us) for timing in trial.timings)
+        return replace(trial, timings=tuple(timings))
 
     def race(self, a: Variant, b: Variant, cells: list[Cell]) -> list[tuple[float, float]]:
         self.races.append((a, b, cells))
@@ -465,6 +499,8 @@ def test_near_ties_are_raced_and_the_race_decides(store: Store) -> None:
     for trial, timing in best_by_cell(store.trials()).values():
         assert trial.knobs["chunks"] == faster.knobs["chunks"]
         assert timing.us == pytest.approx(2 - 0.01 * faster.knobs["chunks"])
+        assert timing.us_low <= timing.us <= timing.us_high
+        assert trial.seconds <= 0.01  # without the race
         assert "raced with kernel" in trial.detail
         assert trial.kernel
         assert trial.kernel.cubin

@@ -123,6 +123,8 @@ def test_pitched_rows_are_verified_in_every_arrangement(problem: Problem) -> Non
     assert n < 32 or any(each % vector == 0 for each in columns - {n})
     assert any(rows.x_pitch != rows.y_pitch for rows, _, _ in arranged)
     assert {offset % 2 for _, *offsets in arranged for offset in offsets} == {0, 1}
+    least = [each for each in arranged if each.rows.columns == n // 2 + (n > 2)]
+    assert any(each.rows.x_pitch % vector == each.x_offset == 0 != each.y_offset % vector for each in least)
     for each in arranged:
         assert each.in_place.rows.x_pitch == each.in_place.rows.y_pitch == each.rows.x_pitch
         assert each.in_place.x_offset == each.in_place.y_offset
@@ -176,6 +178,25 @@ def test_verification_goes_on_after_a_wrong_kernel() -> None:
     verifier = Verifier(torch.device("cpu"), stream=0)
     outcomes = [verifier.check(StandIn(PROBLEM, fault), PROBLEM).outcome for fault in ("", "scales wrongly", "")]
     assert outcomes == [Outcome.OK, Outcome.WRONG_ANSWER, Outcome.OK]
+
+
+def test_what_a_wrong_kernel_has_overwritten_is_not_compared_with() -> None:
+    import torch
+
+    from hadagen.measure.verify import Verifier
+
+    verifier = Verifier(torch.device("cpu"), stream=0)
+    assert verifier.check(StandIn(PROBLEM), PROBLEM).outcome is Outcome.OK
+    cases = verifier._cases_of(PROBLEM)
+
+    class Wild(StandIn):
+        def launch(self, *arguments: Any) -> None:
+            for case in cases.values():
+                case.bits.zero_()
+                case.reference.zero_()
+
+    assert verifier.check(Wild(PROBLEM), PROBLEM).outcome is Outcome.WRONG_ANSWER
+    assert verifier.check(StandIn(PROBLEM), PROBLEM).outcome is Outcome.OK
 
 
 @given(

@@ -55,6 +55,14 @@ def test_the_order_of_the_trials_does_not_matter(data: st.DataObject) -> None:
     assert list(portfolio(shuffled).items()) == list(portfolio(trials).items())
 
 
+@pytest.mark.parametrize("fields", [{"date": "2026"}, {"environment": replace(H100, driver="1")}])
+def test_the_order_of_trials_that_tie_in_all_but_when_and_on_what_driver_does_not_matter(
+    fields: dict[str, object],
+) -> None:
+    trials = [make_trial(), make_trial(**fields)]
+    assert best_by_cell(trials) == best_by_cell(trials[::-1])
+
+
 @given(st.data(), st.integers(1, 6))
 def test_contenders_come_nearest_to_the_best(data: st.DataObject, most: int) -> None:
     trials = [trial for trial in data.draw(competitors()) if trial.problem == PROBLEM]
@@ -98,6 +106,15 @@ def test_one_kernel_close_to_the_best_everywhere_is_enough() -> None:
     generalist = make_trial(4, timings=times({1 << 13: 1.01, 1 << 20: 2.03}))
     assert set(map(id, portfolio([*specialists, generalist]).values())) == {id(generalist)}
     assert set(map(id, portfolio([*specialists, generalist], loss=0.005).values())) == set(map(id, specialists))
+
+
+@pytest.mark.parametrize(("near", "nearer"), [(1, 2), (2, 1)])
+def test_of_kernels_that_serve_as_much_the_nearest_to_the_best_is_taken(near: int, nearer: int) -> None:
+    trials = [
+        make_trial(near, timings=times({1 << 13: 1.00, 1 << 20: 1.015})),
+        make_trial(nearer, timings=times({1 << 13: 1.01, 1 << 20: 1.00})),
+    ]
+    assert [trial.knobs["chunks"] for trial in portfolio(trials).values()] == [nearer, nearer]
 
 
 def test_gpus_of_one_arch_share_a_kernel() -> None:
@@ -176,6 +193,20 @@ def test_the_table_has_a_line_for_each_regime(tmp_path: Path) -> None:
     assert lines[1]["fraction_of_copy"] == "0.950"
     with pytest.raises(StorageError, match="cannot be written"):
         export_csv({}, tmp_path)
+
+
+def test_a_line_of_the_table_has_the_times_of_its_own_cell(tmp_path: Path) -> None:
+    trial = make_trial(
+        timings=(make_timing(2.0), make_timing(5.0, destination=OUT_OF_PLACE), make_timing(9.0, 1 << 20))
+    )
+    export_csv(portfolio([trial]), tmp_path / "winners.csv")
+    with (tmp_path / "winners.csv").open(newline="") as file:
+        lines = [(line["elements"], line["destination"], line["us"]) for line in csv.DictReader(file)]
+    assert lines == [
+        ("8192", "in-place", "2.000"),
+        ("8192", "out-of-place", "5.000"),
+        ("1048576", "in-place", "9.000"),
+    ]
 
 
 def test_among_kernels_that_tie_where_it_decides_the_other_regime_has_a_say() -> None:

@@ -55,7 +55,7 @@ _KNOWN = {"fast_hadamard_transform": _fast_hadamard_transform, "faster_hadamard_
 
 
 def find_peers() -> list[Peer]:
-    """Those that are installed. One that cannot be imported, perhaps for another PyTorch, is left out with a warning."""
+    """Those that are installed. One that cannot be imported, as for another PyTorch, is left out with a warning."""
     found = []
     for name, make in _KNOWN.items():
         if find_spec(name) is not None:
