@@ -139,7 +139,7 @@ def _choose(
             continue
         for cache in caches or [deciding_cache(problem, elements, destination, l2_bytes)]:
             cell = Cell(elements, destination, cache)
-            if is_timed(problem, cell, l2_bytes) or not caches:
+            if is_timed(problem, cell, l2_bytes):
                 yield Choice(problem, cell, *found)
 
 

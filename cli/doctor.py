@@ -239,6 +239,6 @@ def _verified(bundle: Bundle) -> str:
 def _abilities(sound: set[str]) -> dict[str, str]:
     """What follows from the checks that are sound."""
     tune = "no"
-    if {"tune extra", "nvcc", "emulator", "cache"} <= sound:
+    if {"nvcc", "emulator"} <= sound:  # and so what they need
         tune = "measured" if "gpu" in sound else "estimated"
     return {"run_kernels": "yes" if "kernels" in sound else "no", "tune": tune}

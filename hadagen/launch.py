@@ -49,7 +49,7 @@ class LaunchSpec:
         """
         tiles = -(-elements // self.tile_elements)
         if self.persistent:
-            tiles = max(1, min(tiles, resident_blocks // self.cluster))
+            tiles = min(tiles, resident_blocks // self.cluster)
         return tiles * self.cluster
 
     def to_dict(self) -> dict[str, Any]:
