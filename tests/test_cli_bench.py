@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,9 +18,12 @@ from sample_bundle import write_sample, write_trials
 from sample_trials import PROBLEM, make_trial, times
 
 from hadagen import measure
-from hadagen.errors import DeviceError
+from hadagen.arch import load_arch
+from hadagen.cli import device
+from hadagen.errors import DeviceError, ToolchainError
 from hadagen.measure import Answer, Cell, Comparison, Variant
 from hadagen.runtime.bundles import VARIABLE
+from hadagen.toolchain import BuildFailure
 from hadagen.trial import Destination, Outcome
 
 __all__ = ["fake_gpu", "machine"]  # fixtures
@@ -178,3 +182,12 @@ def test_a_table_in_the_way_is_noticed_before_anything_is_timed(
     assert "notes.csv is there already and is not a table of hadagen" in said
     assert FakeDevice.compared == []
     assert (tmp_path / "notes.csv").read_text() == "n,time\n8,0.5\n"
+
+
+def test_a_copy_kernel_that_does_not_compile_is_named() -> None:
+    toolchain = SimpleNamespace(nvcc="nvcc", build=lambda sources, arch: [BuildFailure("copy_1x1", "line 1\nline 2\n")])
+    with (
+        pytest.raises(ToolchainError, match="nvcc refuses the copy kernel copy_1x1: line 1 / line 2"),
+        device.device_runner(load_arch("sm90"), 0, toolchain),  # type: ignore[arg-type]
+    ):
+        pass

@@ -7,10 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from command_line import BEST, machine, sample, succeed
+from command_line import BEST, machine, run, sample, sentence, succeed
 from sample_trials import H100, PROBLEM, make_trial, times
 
 from hadagen.problem import DType
+from hadagen.runtime.device import Device
 from hadagen.tuning_db.bundle import shipped
 from hadagen.tuning_db.bundle_writer import write_bundle
 from hadagen.tuning_db.winners import portfolio
@@ -53,6 +54,14 @@ def test_best_tells_pitched_rows_from_contiguous_ones(sample: Path) -> None:
     asked = ("best", "--arch", "sm90", "--n", "4096", "--dtype", "float32", "--rows", "8", "--inplace")
     assert "65536 elements, rows of 3072, 0.95 of a plain copy" in succeed(*asked, "--pitched")
     assert json.loads(succeed(*asked, "--json"))["match"] == "generic"
+
+
+def test_best_on_a_gpu_that_there_is_no_target_for(sample: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hadagen.runtime.choose.find_device", lambda name, arch: Device(arch or "sm80", "NVIDIA A100"))
+    said = succeed("best", "--n", "256", "--rows", "4")
+    assert "no kernel, PyTorch computes it; hadagen makes kernels for sm90 only" in said
+    asked = sentence(run("best", "--arch", "sm80", "--n", "256", "--rows", "4"), 2)
+    assert asked == "arch 'sm80' is not known and no bundle serves it; choose one of sm90"
 
 
 def test_best_says_that_there_is_no_kernel(sample: Path) -> None:

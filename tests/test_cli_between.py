@@ -93,7 +93,7 @@ def test_kernels_of_an_older_arch_are_not_timed(
     monkeypatch.setattr(measure, "device_environment", lambda index=0: newer)
     monkeypatch.setenv(VARIABLE, str(write_sample(tmp_path / "older.db")))
     said = sentence(run("between", "--n", "256", "--inplace"), 1)
-    assert said == "no bundle has kernels for Test GPU (sm100); run hadagen tune on this machine"
+    assert said == "no bundle has kernels for Test GPU (sm100); hadagen makes kernels for sm90 only"
 
 
 def test_a_table_in_the_way_is_noticed_before_anything_is_timed(

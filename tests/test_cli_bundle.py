@@ -116,7 +116,12 @@ def test_the_winners_of_a_bundle_are_exported_and_merged(sample: Path, tmp_path:
     assert lines
     assert all(line.startswith(f"{GPU},accurate,float16,0,") for line in lines)
     assert "cannot be written" in sentence(run("bundle", "export", sample, "/proc/winners.csv"), 1)
-    assert "has no winner of Abacus" in sentence(run("bundle", "export", "--gpu", "Abacus", sample, tmp_path / "x"), 2)
+    said = sentence(run("bundle", "export", "--gpu", "Abacus", sample, tmp_path / "x"), 2)
+    assert said.endswith(f"has no winner of Abacus; choose one of {GPU}")
+    estimate = make_trial(provenance=Provenance.ESTIMATED, environment=Environment())
+    estimated = write_trials(tmp_path / "estimated.db", [estimate])
+    said = sentence(run("bundle", "export", "--gpu", GPU, estimated, tmp_path / "x"), 2)
+    assert said.endswith(f"has no winner of {GPU}; leave out --gpu")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("csv.DictWriter.writerows", raising(OSError(errno.ENOSPC, "No space left on device")))
         assert "No space left" in sentence(run("bundle", "export", sample, tmp_path / "winners.csv"), 1)

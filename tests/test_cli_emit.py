@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from command_line import machine, sample, succeed
+from command_line import machine, run, sample, sentence, succeed
 from sample_bundle import write_sample
 
 from hadagen import toolchain
@@ -34,6 +34,12 @@ def test_emit_sets_the_knobs_it_is_given_and_completes_the_others() -> None:
     )
     assert "constexpr int chunks = 8, vectors = 8;" in source
     assert "__cluster_dims__(2, 1, 1)" in source
+
+
+def test_emit_changes_others_where_what_it_is_given_calls_for_it() -> None:
+    given = ("emit", "--n", "8192", "--dtype", "bfloat16", "--knobs")
+    assert "constexpr int chunks = 2, vectors = 2;" in succeed(*given, "chunks=2")
+    assert "the tile is shorter than a row" in sentence(run(*given, "chunks=1,warps=1,cluster=1"), 2)
 
 
 def test_emit_starts_from_the_known_winner(sample: Path) -> None:

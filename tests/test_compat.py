@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from decimal import Decimal
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from test_runtime import error, normal
 
 from hadagen.compat import fast_hadamard_transform as fast
 from hadagen.compat import hadacore
-from hadagen.errors import UsageError
+from hadagen.errors import TensorError, UsageError
 
 # Largest relative error where few elements are compared: one rounding costs at most 2^-11 (float16) or 2^-8 (bfloat16).
 BOUNDS = {torch.float16: 4.9e-4, torch.bfloat16: 3.9e-3, torch.float32: 3e-7, torch.float64: 1e-15}
@@ -126,6 +128,31 @@ def test_what_is_planned_says_so(k: int) -> None:
         getattr(fast, f"hadamard_transform_{k}N")(normal(2, 4 * k))
 
 
+def call_both(x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return fast.hadamard_transform(x, scale), fast.hadamard_transform_ref(x, scale), fast.hadamard_transform(x)
+
+
+def call_all_of_hadacore(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return hadacore.hadamard_transform(x), hadacore.hadacore_transform(y), y
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments"),
+    [(call_both, (normal(3, 8), torch.tensor(0.5))), (call_all_of_hadacore, (normal(3, 8), normal(3, 8)))],
+)
+def test_torch_fx_traces_calls(function: Callable[..., tuple[torch.Tensor, ...]], arguments: Any) -> None:
+    """Whose scale may depend on a length that is not known then."""
+    traced = torch.fx.symbolic_trace(function)
+    ours = traced(*(x.clone() for x in arguments))
+    torch.testing.assert_close(ours, function(*arguments))
+
+
+@BOTH
+@pytest.mark.parametrize("scale", [np.float32(0.5), np.array(0.5), Decimal("0.5")], ids=repr)
+def test_what_float_makes_a_number_of_is_a_scale(function: Callable[..., torch.Tensor], scale: Any) -> None:
+    assert torch.equal(function(normal(3, 8), scale), function(normal(3, 8), 0.5))
+
+
 # ---- HadaCore --------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 @pytest.mark.parametrize("shape", [(1,), (3, 1), (1, 128), (42, 64), (3, 7, 2), (5, 256)])
@@ -188,7 +215,7 @@ def test_bad_input(function: Callable[..., torch.Tensor], x: Any, kind: type[Exc
 
 def test_hadacore_has_no_padding() -> None:
     x = torch.ones(2, 12)
-    with pytest.raises(UsageError, match="the last dimension of x is 12; it must be a power of two"):
+    with pytest.raises(TensorError, match="the last dimension of x is 12; it must be a power of two"):
         hadacore.hadacore_transform(x)
     assert torch.equal(x, torch.ones(2, 12))
 

@@ -6,6 +6,7 @@ import math
 import re
 import statistics
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,8 +17,9 @@ from hadagen import costmodel
 from hadagen.arch import load_arch
 from hadagen.codegen import Source
 from hadagen.costmodel import Estimate, _registers, copy_us, resident_blocks
+from hadagen.emulator import verification_rows
 from hadagen.knobs import Knobs, plan_of
-from hadagen.launch import LaunchSpec
+from hadagen.launch import LaunchSpec, RowShape
 from hadagen.measure import Cell, Variant, all_cells
 from hadagen.plan import CHUNK_BITS, Plan
 from hadagen.problem import ROUNDING_ERROR, DType, Numerics, Problem
@@ -390,8 +392,8 @@ def _kernel(registers: int) -> Kernel:
     return Kernel("digest", "kernel", "sm90", "", b"cubin", b"", launch, registers, 0, "13.0")
 
 
-def _run(problem: Problem, *knobs: Knobs) -> list[Trial]:
-    variants = [Variant(problem, k.to_dict(), _kernel(40)) for k in knobs]
+def _run(problem: Problem, *knobs: Knobs, registers: int = 40) -> list[Trial]:
+    variants = [Variant(problem, k.to_dict(), _kernel(registers)) for k in knobs]
     return [trial for _, trial in EstimateRunner(SM90).run(variants)]
 
 
@@ -430,6 +432,34 @@ def test_what_rounds_as_often_as_it_may_is_right(problem: Problem, knobs: Knobs)
     (trial,) = _run(problem, knobs)
     assert trial.outcome is Outcome.OK, trial.detail
     assert max(trial.errors.values()) > 0.95 * problem.error_bound
+
+
+def test_an_estimate_counts_the_registers_of_the_kernel() -> None:
+    """Which the compiler knows, and a plan does not."""
+    problem = Problem(512, DType.FLOAT16, Numerics.ACCURATE)
+    (knobs,) = shortlist(Space(problem, SM90), 1)
+    (few,), (many,) = (_run(problem, knobs, registers=registers) for registers in (40, 240))
+    assert many.timings != few.timings
+
+
+@pytest.mark.parametrize("pitched", [False, True])
+def test_what_an_estimate_verifies(pitched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many rows as verification asks for, so that the last tile is ragged; pitched ones at odd addresses too."""
+    asked: list[tuple[int, RowShape | None]] = []
+
+    def verify(problem: Problem, source: Source, launch: LaunchSpec, rows: int, **how: Any) -> dict[str, float]:
+        asked.append((rows, how.get("shape")))
+        return dict.fromkeys(INPUT_CLASSES, 0.0)
+
+    monkeypatch.setattr(estimate, "verify", verify)
+    problem = Problem(2048, DType.FLOAT16, pitched=pitched)
+    knobs = [seed for seed in Space(problem, SM90).seeds() if seed.grid == "persistent"][:4]
+    _run(problem, *knobs)
+    plans = [build_plan(problem, seed, SM90) for seed in knobs]
+    wanted = [verification_rows(problem, plan.launch, estimate.ELEMENTS) for plan in plans]
+    assert [rows for rows, _ in asked] == [rows for rows in wanted for _ in range(2)]
+    odd = [shape.x_pitch % 2 for _, shape in asked if shape]
+    assert odd == ([1] * len(plans) if pitched else [])
 
 
 def test_the_longest_rows_are_verified_with_every_class_of_input() -> None:

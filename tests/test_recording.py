@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import math
@@ -182,6 +183,28 @@ def test_an_interrupted_recording_goes_on_where_it_was(tmp_path: Path, after: in
         assert [trial.timings for trial in recording.trials] == [trial.timings for trial in whole[problem].trials]
     third = record(options(tmp_path / "parts"))
     assert (third.finished, set(third.files)) == (0, set(whole))
+
+
+def test_a_recording_whose_last_write_failed_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    wanted = options(tmp_path, cells=dict.fromkeys(problems(64), TIMED))
+    with monkeypatch.context() as patch:
+        patch.setattr("hadagen.tuner.record.write_recording", full)
+        with pytest.raises(StorageError, match="No space left"):
+            record(wanted)
+    report = record(wanted)
+    assert report.finished == 0
+    ((path, recording),) = [(path, read_recording(path)) for path in report.files.values()]
+    assert len(recording.trials) == len(Space(recording.problem, small()).legal)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_without_a_whole_line_is_begun_anew(tmp_path: Path) -> None:
+    wanted = options(tmp_path, cells=dict.fromkeys(problems(64), TIMED))
+    (tmp_path / "n64-float16-fast.jsonl.part").write_text('{"hadagen rec')  # as on a full disk
+    assert set(record(wanted).files) == set(problems(64))
 
 
 def test_a_recording_of_something_else_is_not_continued(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
@@ -81,6 +82,15 @@ def test_a_finished_search_is_not_done_again(tmp_path: Path) -> None:
         assert (report.finished, report.finished_before, report.stopped) == (TRIALS, TRIALS, "")
         more = tune(options(store, again, trials=TRIALS + 3))
         assert (len(again.asked), more.finished) == (3, TRIALS + 3)
+
+
+def test_trials_of_two_drivers_count_once(tmp_path: Path) -> None:
+    with Store.open(tmp_path / "trials.db") as store:
+        tune(options(store, FakeRunner()))
+        for trial in store.trials():
+            store.record(replace(trial, environment=replace(trial.environment, driver="1.0")))
+        report = tune(options(store, FakeRunner(), trials=TRIALS + 3))
+        assert (report.finished, report.finished_before) == (TRIALS + 3, TRIALS)
 
 
 def test_ctrl_c_keeps_what_was_measured_and_says_so(tmp_path: Path) -> None:

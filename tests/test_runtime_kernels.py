@@ -355,6 +355,12 @@ def test_bad_warmups(options: dict[str, Any], message: str, machine: Loader) -> 
     assert machine.images == []
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta", torch.device("mps")])
+def test_other_devices_have_no_kernels_to_load(device: str | torch.device, machine: Loader) -> None:
+    assert hadagen.warmup(256, "torch.float16", device=device) == 0
+    assert machine.images == []
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_warmup_without_a_gpu_has_nothing_to_do() -> None:
     assert hadagen.warmup(256, torch.float16) == 0

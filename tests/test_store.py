@@ -184,7 +184,9 @@ def test_a_url_opens_the_same_database(path: Path) -> None:
         assert store.url == f"sqlite:///{path}"
 
 
-@pytest.mark.parametrize("url", ["mysql://somewhere/trials", "what://is/this", "://", "postgresql://host:port/x"])
+@pytest.mark.parametrize(
+    "url", ["mysql://somewhere/trials", "what://is/this", "://", "postgresql://host:port/x", "postgresql+foo://host/x"]
+)
 def test_a_url_that_cannot_be_is_wrong_usage(url: str) -> None:
     with pytest.raises(UsageError, match="name a file"):
         Store.open(url)

@@ -162,3 +162,15 @@ def test_peers_are_called_by_their_own_arguments(monkeypatch: pytest.MonkeyPatch
         (True, False),
         (True, False),
     ]
+
+
+def test_a_peer_that_cannot_be_imported_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hadagen.measure import peer
+
+    def broken(name: str) -> None:
+        raise ImportError(f"{name}.so: undefined symbol")
+
+    monkeypatch.setattr(peer, "find_spec", lambda name: ModuleSpec(name, None))
+    monkeypatch.setattr(peer, "import_module", broken)
+    with pytest.warns(UserWarning, match="hadamard_transform is left out, for it cannot be imported: .*undefined"):
+        assert peer.find_peers() == []

@@ -534,6 +534,20 @@ def test_only_trials_of_this_environment_are_raced(store: Store) -> None:
     assert not any("raced" in trial.detail for trial in kept)
 
 
+def test_only_what_may_win_is_raced(store: Store) -> None:
+    """Kernels whose error is above a bound that came later race no more."""
+    tune(options(store, RacingRunner(), trials=TRIALS // 2))
+    beyond = {"normal": 2 * problems(256)[0].error_bound}
+    for trial in store.trials():
+        store.record(replace(trial, errors=beyond, detail=""))
+    runner = RacingRunner()
+    tune(options(store, runner))
+    refused = {knobs_key(trial.knobs) for trial in store.trials(blobs=False) if trial.errors == beyond}
+    assert refused
+    assert runner.races
+    assert not refused & {knobs_key(variant.knobs) for a, b, _ in runner.races for variant in (a, b)}
+
+
 def test_a_race_that_fails_changes_nothing(store: Store) -> None:
     class Failing(RacingRunner):
         def race(self, a: Variant, b: Variant, cells: list[Cell]) -> list[tuple[float, float]]:

@@ -29,6 +29,8 @@ def written_aside(path: str | os.PathLike[str]) -> Iterator[Path]:
         yield aside
         if path.exists():
             shutil.copymode(path, aside)
+        with aside.open("rb") as file:
+            os.fsync(file.fileno())  # or the new name might last longer than what it names
         os.replace(aside, path)
     except BaseException:
         for left in (aside, aside.with_name(f"{aside.name}-journal")):  # SQLite's, where a database was being written

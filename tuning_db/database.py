@@ -106,7 +106,9 @@ class Database:
                 f"{self.place} needs the Python package {error.name}, which is missing; install it with pip"
             ) from error
         except ArgumentError as error:
-            raise UsageError(f"{self.place} names no driver that SQLAlchemy knows; write postgresql://") from error
+            raise UsageError(
+                f"{self.place} names no driver that SQLAlchemy has; name a file or a postgresql:// URL"
+            ) from error
 
         @event.listens_for(engine, "begin")
         def begin(connection: Connection) -> None:
