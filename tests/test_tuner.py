@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import threading
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,7 +15,7 @@ from typing import Any
 
 import optuna
 import pytest
-from fake_search import CELLS, GPU, TRIALS, FakeRunner, arch, build, make_trial, options, problems
+from fake_search import CELLS, GPU, TRIALS, FakeRunner, arch, build, make_kernel, make_trial, options, problems
 
 from hadagen.codegen import render
 from hadagen.errors import DeviceError, StorageError, ToolchainError, UsageError
@@ -37,6 +38,7 @@ from hadagen.tuner import (
     tune,
 )
 from hadagen.tuner.pipeline import Pipeline
+from hadagen.tuner.races import race_near_ties
 from hadagen.tuner.study import Study, by_cells_led, known_trials, leaders_of, scores, step_from
 from hadagen.tuning_db.store import Store
 from hadagen.tuning_db.winners import best_by_cell
@@ -466,7 +468,7 @@ def test_options_that_make_no_sense_are_refused(store: Store, fields: dict[str, 
 
 
 class RacingRunner(FakeRunner):
-    """All kernels look alike, but in a race the one with more chunks is faster."""
+    """All kernels look alike, but in a race, on a device that is slower by then, the one that seemed slower wins."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -474,13 +476,18 @@ class RacingRunner(FakeRunner):
 
     def trial(self, variant: Variant) -> Trial:
         trial = super().trial(variant)
-        us = 2 + 0.001 * variant.knobs["chunks"]
+        us = 2 + self.handicap(variant)
         timings = (replace(timing, us=us, us_low=us, us_high=us) for timing in trial.timings)
         return replace(trial, timings=tuple(timings))
 
     def race(self, a: Variant, b: Variant, cells: list[Cell]) -> list[tuple[float, float]]:
         self.races.append((a, b, cells))
-        return [(2 - 0.01 * a.knobs["chunks"], 2 - 0.01 * b.knobs["chunks"]) for _ in cells]
+        return [(3 - self.handicap(a), 3 - self.handicap(b)) for _ in cells]
+
+    @staticmethod
+    def handicap(variant: Variant) -> float:
+        assert variant.kernel
+        return 1e-6 * (zlib.crc32(variant.kernel.digest.encode()) % 10_000)
 
 
 def test_near_ties_are_raced_and_the_race_decides(store: Store) -> None:
@@ -495,16 +502,41 @@ def test_near_ties_are_raced_and_the_race_decides(store: Store) -> None:
         assert a.kernel.cubin
         assert a.problem == b.problem
         assert {(cell.elements, cell.cache) for cell in cells} <= set(CELLS)
-    faster = max((trial for pair in runner.races for trial in pair[:2]), key=lambda c: c.knobs["chunks"])
+    pairs = [{variant.kernel.digest: runner.handicap(variant) for variant in pair[:2]} for pair in runner.races]
     for trial, timing in best_by_cell(store.trials()).values():
-        assert trial.knobs["chunks"] == faster.knobs["chunks"]
-        assert timing.us == pytest.approx(2 - 0.01 * faster.knobs["chunks"])
+        assert trial.kernel
+        met = [pair for pair in pairs if trial.kernel.digest in pair]
+        assert met
+        assert all(pair[trial.kernel.digest] == max(pair.values()) for pair in met)
+        assert timing.us == pytest.approx(2, rel=0.01)
         assert timing.us_low <= timing.us <= timing.us_high
         assert trial.seconds <= 0.01  # without the race
         assert "raced with kernel" in trial.detail
-        assert trial.kernel
         assert trial.kernel.cubin
     assert len(store.trials()) == TRIALS
+
+
+def times(trial: Trial) -> list[float]:
+    return [timing.us for timing in trial.timings]
+
+
+def test_a_race_settles_how_far_apart_two_kernels_are(store: Store) -> None:
+    """And leaves the mean of their times as it was."""
+    runner = RacingRunner()
+    (problem,) = problems(256)
+    variants = []
+    for knobs in Space(problem, arch()).legal[:2]:
+        plan = build_plan(problem, knobs, arch())
+        variants.append(Variant(problem, knobs.to_dict(), make_kernel(render(plan), plan.launch)))
+        store.record(runner.trial(variants[-1]))
+    before = store.trials()
+    assert list(race_near_ties(before, store, runner))
+    first, second = (3 - runner.handicap(variant) for variant in variants)
+    for old, new in zip(
+        zip(*map(times, before), strict=True), zip(*map(times, store.trials()), strict=True), strict=True
+    ):
+        assert math.prod(new) == pytest.approx(math.prod(old))
+        assert new[0] / new[1] == pytest.approx(first / second)
 
 
 def test_a_race_leaves_alone_what_others_have_timed_meanwhile(store: Store) -> None:

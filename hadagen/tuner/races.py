@@ -1,11 +1,13 @@
 """Near-ties, raced: the two fastest kernels of a cell are timed again by turns before a winner is named.
 
-Winners are a view of the trials, so that is where the result goes: the trials of both kernels get the times of the
-race, and their detail says by how much it was won.
+Winners are a view of the trials, so that is where the result goes: the times of both kernels get the ratio that they
+had in the race, and their detail says by how much it was won. Their level stays what it was, for the other kernels of
+the cell were timed then, and the device may be a little faster or slower today.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -20,8 +22,7 @@ from hadagen.tuning_db.winners import may_win
 NEAR = 0.01  # kernels no further apart than this are raced
 ROUNDS = 2  # for after a race another kernel may be second
 
-Field = dict[str, list[Trial]]  # the trials that may win, by the digest of their kernel
-Times = Mapping[Cell, tuple[float, float]]  # µs of a kernel, and of the one it raced with
+RaceTimes = Mapping[Cell, tuple[float, float]]  # µs of a kernel, and of the one it raced with
 
 
 @runtime_checkable
@@ -37,7 +38,7 @@ def race_near_ties(trials: Iterable[Trial], store: Store, runner: Racing) -> Ite
     A margin is by how much of the winner's time the loser was slower, one for each cell. `trials` need no blobs. A pair
     whose race fails is left as it is. Raises `StorageError` where a result cannot be recorded.
     """
-    field: Field = defaultdict(list)
+    field: dict[str, list[Trial]] = defaultdict(list)  # the trials that may win, by the digest of their kernel
     for trial in trials:
         if trial.kernel is not None and may_win(trial):
             field[trial.kernel.digest].append(trial)
@@ -50,7 +51,11 @@ def race_near_ties(trials: Iterable[Trial], store: Store, runner: Racing) -> Ite
                 times = runner.race(_variant(field[a][0], kernel_a), _variant(field[b][0], kernel_b), cells)
             except DeviceError:
                 continue
-            of_a = dict(zip(cells, times, strict=True))
+            before = [{Cell.of(timing): timing.us for timing in field[digest][0].timings} for digest in (a, b)]
+            of_a = {
+                cell: _settled((before[0][cell], before[1][cell]), raced)
+                for cell, raced in zip(cells, times, strict=True)
+            }
             of_b = {cell: (mine, other) for cell, (other, mine) in of_a.items()}
             for digest, kernel, result, opponent in ((a, kernel_a, of_a, b), (b, kernel_b, of_b, a)):
                 field[digest] = [_with_race(trial, result) for trial in field[digest]]
@@ -61,7 +66,15 @@ def race_near_ties(trials: Iterable[Trial], store: Store, runner: Racing) -> Ite
             yield tuple(max(pair) / min(pair) - 1 for pair in times)
 
 
-def _near_ties(field: Field, met: set[tuple[Cell, str, str]]) -> dict[tuple[str, str], list[Cell]]:
+def _settled(before: tuple[float, float], raced: tuple[float, float]) -> tuple[float, float]:
+    """Two times as far apart as those of a race, with the geometric mean of those before."""
+    level, apart = math.sqrt(math.prod(before)), math.sqrt(raced[0] / raced[1])
+    return level * apart, level / apart
+
+
+def _near_ties(
+    field: Mapping[str, Sequence[Trial]], met: set[tuple[Cell, str, str]]
+) -> dict[tuple[str, str], list[Cell]]:
     """Digests of two kernels, in order → the cells in which they are the fastest, near each other, and have not met."""
     times: dict[Cell, list[tuple[float, str]]] = defaultdict(list)
     for digest, (trial, *_) in field.items():
@@ -79,7 +92,7 @@ def _near_ties(field: Field, met: set[tuple[Cell, str, str]]) -> dict[tuple[str,
     return ties
 
 
-def _with_race(trial: Trial, times: Times) -> Trial:
+def _with_race(trial: Trial, times: RaceTimes) -> Trial:
     """The trial with its times of a race."""
     timings = []
     for timing in trial.timings:
@@ -88,7 +101,7 @@ def _with_race(trial: Trial, times: Times) -> Trial:
     return replace(trial, timings=tuple(timings))
 
 
-def _note(times: Times, opponent: str) -> str:
+def _note(times: RaceTimes, opponent: str) -> str:
     slower = (
         f"{cell.elements} {cell.destination.value} {cell.cache.value} {mine / other - 1:+.2%}"
         for cell, (mine, other) in times.items()
