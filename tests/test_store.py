@@ -209,3 +209,10 @@ def test_postgresql_keeps_trials_too() -> None:
                 store.record(trial)
             assert store.trials() == trials
             assert store.place != url or ":" not in url.split("//")[1].split("@")[0]
+
+
+def test_what_sqlalchemy_logs_is_not_printed() -> None:
+    """Such as a traceback where Ctrl-C ends a query."""
+    program = "import logging, hadagen.tuning_db.store; logging.getLogger('sqlalchemy.pool').error('a traceback')"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stderr == ""

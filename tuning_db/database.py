@@ -31,6 +31,8 @@ MIGRATIONS = Path(__file__).parent / "migrations"
 BUSY_SECONDS = 60.0  # how long to wait for another process to finish its transaction
 
 _log = logging.getLogger("hadagen")
+# It logs a traceback where Ctrl-C ends a query; without a handler that would be printed.
+logging.getLogger("sqlalchemy").addHandler(logging.NullHandler())
 
 # How a transaction begins, by dialect and whether it writes. One writer at a time, so that a writer that first looks
 # and then inserts is right; a reader sees one moment.
