@@ -15,7 +15,7 @@ from hadagen.problem import Problem
 @click.option("--arch", help="Target architecture, such as sm90.  [default: that of this machine's GPU]")
 @options.problem
 @click.option("--rows", type=int, required=True, help="Rows of the input.")
-@click.option("--inplace", is_flag=True, help="The result overwrites the input.")
+@options.inplace
 @click.option("--device", metavar="NAME", help="GPU to choose for, such as 'NVIDIA H100 80GB HBM3'.")
 @options.as_json
 def best(arch: str | None, problem: Problem, rows: int, inplace: bool, device: str | None, as_json: bool) -> None:

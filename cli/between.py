@@ -17,7 +17,7 @@ from hadagen.errors import DeviceError, UsageError
 from hadagen.trial import Outcome
 
 if TYPE_CHECKING:
-    from hadagen.measure import Cell, Place, Ranking, Variant
+    from hadagen.measure import Cell, Contest, Ranking, Variant
     from hadagen.problem import Problem
     from hadagen.runtime.device import Device
     from hadagen.trial import Destination
@@ -97,19 +97,19 @@ def between(
     rows: list[Row] = []
     failures: list[str] = []
     with nullcontext() if db is None else options.open_db(db) as store:
-        fields = [_field(problem, counts, ways, target, environment.l2_bytes, store) for problem in problems]
-        fields = [field for field in fields if field.places]
-        if not fields:
+        lineups = [_lineup(problem, counts, ways, target, environment.l2_bytes, store) for problem in problems]
+        lineups = [lineup for lineup in lineups if lineup.contests]
+        if not lineups:
             raise no_kernels(target)
         with measuring(environment, device) as runner, until_interrupted(failures):
-            for field in counted(fields, "timing"):
+            for lineup in counted(lineups, "timing"):
                 try:
-                    ranking = runner.rank(field.variants, field.places)
+                    ranking = runner.rank(lineup.variants, lineup.contests)
                 except DeviceError as error:
                     failures.append(str(error))
                     continue
-                rows += _rows(target.gpu, field, ranking)
-                failures += _refusals(field, ranking)
+                rows += _rows(target.gpu, lineup, ranking)
+                failures += _refusals(lineup, ranking)
     losses = [row["loss"] for row in rows]
     if rows:
         summary = {"geometric_mean_loss": geometric_mean(1 + loss for loss in losses) - 1, "worst_loss": max(losses)}
@@ -122,13 +122,13 @@ def between(
     report_failures(failures, DeviceError)
 
 
-class Field(NamedTuple):
+class Lineup(NamedTuple):
     """All that competes for a problem, and where."""
 
     problem: Problem
     variants: list[Variant]
     rows: list[int]
-    places: list[Place]
+    contests: list[Contest]
 
     @property
     def digests(self) -> list[str]:
@@ -136,10 +136,10 @@ class Field(NamedTuple):
         return [variant.kernel.digest for variant in self.variants if variant.kernel]
 
 
-def _field(
+def _lineup(
     problem: Problem, counts: int, ways: Sequence[Destination], target: Device, l2_bytes: int, store: Store | None
-) -> Field:
-    from hadagen.measure import Place, Variant, rows_between
+) -> Lineup:
+    from hadagen.measure import Contest, Variant, rows_between
     from hadagen.runtime import bundles
     from hadagen.runtime.choose import choose_from_bundles
     from hadagen.tuning_db.merge import kernel_of
@@ -156,15 +156,15 @@ def _field(
             if trial.kernel and trial.kernel.digest not in known:
                 known[trial.kernel.digest] = Variant(problem, trial.knobs, store.kernel(trial.kernel.digest))
     positions = {digest: position for position, digest in enumerate(known)}
-    field = Field(problem, list(known.values()), [], [])
+    lineup = Lineup(problem, list(known.values()), [], [])
     for number, rows in enumerate(rows_between(problem, counts)):
         destination = ways[number % len(ways)]
         _, found = choose_from_bundles(problem, destination, rows * problem.n, target)
         if found and found[0].arch == target.arch:
             cells = _cells(problem, rows * problem.n, destination, l2_bytes)
-            field.rows.append(rows)
-            field.places.append(Place(positions[found[0].kernel], cells))
-    return field
+            lineup.rows.append(rows)
+            lineup.contests.append(Contest(positions[found[0].kernel], cells))
+    return lineup
 
 
 def _cells(problem: Problem, elements: int, destination: Destination, l2_bytes: int) -> tuple[tuple[Cell, float], ...]:
@@ -177,25 +177,25 @@ def _cells(problem: Problem, elements: int, destination: Destination, l2_bytes: 
     return (decides, 1 - share), *((other, share) for other in others)
 
 
-def _rows(gpu: str, field: Field, ranking: Ranking) -> Iterator[Row]:
-    """One for each place where the kernel that calls run was not refused."""
-    problem, variants = field.problem, sum(answer.outcome is Outcome.OK for answer in ranking.answers)
-    digests = field.digests
-    for rows, place, standing in zip(field.rows, field.places, ranking.standings, strict=True):
+def _rows(gpu: str, lineup: Lineup, ranking: Ranking) -> Iterator[Row]:
+    """One for each contest in which the kernel that calls run was not refused."""
+    problem, variants = lineup.problem, sum(answer.outcome is Outcome.OK for answer in ranking.answers)
+    digests = lineup.digests
+    for rows, contest, standing in zip(lineup.rows, lineup.contests, ranking.standings, strict=True):
         if standing is not None:
-            (cell, _), *_ = place.cells
+            (cell, _), *_ = contest.cells
             what = gpu, problem.numerics.value, problem.dtype.value, int(problem.pitched), problem.n
             where = rows, cell.elements, cell.destination.value, cell.cache.value, variants
             times = standing.chosen_us, standing.best_us, standing.loss
-            kernels = digests[place.chosen], digests[standing.best]
+            kernels = digests[contest.chosen], digests[standing.best]
             yield dict(zip(COLUMNS, (*what, *where, *times, *kernels), strict=True))
 
 
-def _refusals(field: Field, ranking: Ranking) -> list[str]:
+def _refusals(lineup: Lineup, ranking: Ranking) -> list[str]:
     """Sentences on the kernels that calls run and verification refused."""
-    chosen = {place.chosen: ranking.answers[place.chosen] for place in field.places}
+    chosen = {contest.chosen: ranking.answers[contest.chosen] for contest in lineup.contests}
     refused = {position: answer for position, answer in chosen.items() if answer.outcome is not Outcome.OK}
-    return [refusal(field.problem, field.digests[position], answer) for position, answer in refused.items()]
+    return [refusal(lineup.problem, lineup.digests[position], answer) for position, answer in refused.items()]
 
 
 def _print(gpu: str, rows: Sequence[Row], mean: float, worst: float) -> None:

@@ -9,7 +9,7 @@ from hadagen.cli.output import print_json, print_table
 
 
 @click.command()
-@click.option("--device", type=int, default=0, show_default=True, metavar="INDEX", help="CUDA device to run on.")
+@options.device
 @options.as_json
 def calls(device: int, as_json: bool) -> None:
     """Time what a call costs the CPU, piece by piece, on a small tensor.

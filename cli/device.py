@@ -57,7 +57,7 @@ def device_runner(arch: Arch, index: int, toolchain: Toolchain, **how: Any) -> I
     from hadagen.toolchain import BuildFailure
 
     kernels = []
-    for built in toolchain.build([(source, source.launch) for source in copy_sources()], arch):
+    for built in toolchain.build(copy_sources(), arch):
         if isinstance(built, BuildFailure):
             raise ToolchainError(f"{toolchain.nvcc} refuses the copy kernel {built.entry}: {built.summary}")
         kernels.append(built)

@@ -160,7 +160,7 @@ def _nvcc() -> str:
     try:
         toolchain = Toolchain.find()
         source = copy_sources()[0]
-        (built,) = toolchain.build([(source, source.launch)], load_arch(options.DEFAULT_ARCH))
+        (built,) = toolchain.build([source], load_arch(options.DEFAULT_ARCH))
     except ToolchainError as error:
         if shutil.which("nvcc"):
             raise Broken(str(error)) from error
@@ -182,7 +182,7 @@ def _emulator() -> str:
     problem, arch = Problem(2, DType.FLOAT16), load_arch(options.DEFAULT_ARCH)
     plan = build_plan(problem, Space(problem, arch).seeds()[0], arch)
     try:
-        error = max(verify(problem, render(plan), plan.launch).values())
+        error = max(verify(problem, render(plan)).values())
     except ToolchainError as failure:
         raise Broken(str(failure)) from failure
     if error > problem.error_bound:

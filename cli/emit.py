@@ -41,7 +41,7 @@ def emit(arch: str, problem: Problem, knobs: tuple[str, ...], form: str | None) 
 
     from hadagen.toolchain import BuildFailure, Toolchain, disassemble
 
-    (built,) = Toolchain.find().build([(source, plan.launch)], target)
+    (built,) = Toolchain.find().build([source], target)
     if isinstance(built, BuildFailure):
         raise ToolchainError(f"nvcc refuses {source.entry}, which is a bug of hadagen: {built.summary}")
     click.echo(built.ptx.decode() if form == "ptx" else disassemble(built), nl=False)

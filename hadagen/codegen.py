@@ -7,12 +7,12 @@ What is computed here are the index expressions that follow from placements; wha
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import jinja2
 
+from hadagen.launch import Source
 from hadagen.layout import PAIR, Place, cta, reg, warp
 from hadagen.plan import CROSSED_BARRIER, Plan
 from hadagen.steps import (
@@ -34,20 +34,12 @@ from hadagen.steps import (
 )
 
 
-@dataclass(frozen=True)
-class Source:
-    """One kernel: its name, and the text of a translation unit that includes `hadagen.cuh` and defines it."""
-
-    entry: str
-    text: str
-
-
 def render(plan: Plan) -> Source:
     """The CUDA C++ of a plan. The same plan always gives the same text."""
     problem = plan.problem
     entry = f"hadagen_n{problem.n}_{problem.dtype.value}_{problem.numerics.value}_{plan.digest[:8]}"
     text = _environment().get_template("kernel.cu.j2").render(_view(plan, entry))
-    return Source(entry, text)
+    return Source(entry, text, plan.launch)
 
 
 @cache

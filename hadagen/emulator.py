@@ -27,9 +27,8 @@ import numpy as np
 
 from hadagen.bits import Bits, decode, encode
 from hadagen.cache import cache_root
-from hadagen.codegen import Source
 from hadagen.errors import HadagenError, StorageError, ToolchainError, UsageError
-from hadagen.launch import LaunchSpec, RowShape
+from hadagen.launch import LaunchSpec, RowShape, Source
 from hadagen.problem import DType, Problem
 from hadagen.reference import (
     INPUT_CLASSES,
@@ -293,7 +292,6 @@ def verification_rows(problem: Problem, launch: LaunchSpec, least: int = NORMAL_
 def verify(
     problem: Problem,
     source: Source,
-    launch: LaunchSpec,
     rows: int | None = None,
     *,
     module: HostModule | None = None,
@@ -309,7 +307,7 @@ def verify(
     multiple of 16 bytes. The scale is n**-0.5; the output begins as NaNs, and so do the gaps of x. Raises
     `EmulationError` where the kernel does not run to its end or `EmulationReport.complaint` says something.
     """
-    rows = verification_rows(problem, launch) if rows is None else rows
+    rows = verification_rows(problem, source.launch) if rows is None else rows
     module = compile_host([source]) if module is None else module
     classes = input_classes(problem, rows)
     classes[INPUT_CLASSES[-1]] = classes[INPUT_CLASSES[-1]][:-1]
@@ -326,7 +324,7 @@ def verify(
     out = x if in_place else _poisoned(problem.dtype, len(values), y_pitch)
     report = module.run(
         source.entry,
-        launch,
+        source.launch,
         x.reshape(-1),
         out.reshape(-1),
         scale=scale,

@@ -1,4 +1,5 @@
-"""`LaunchSpec`: how a compiled kernel is launched. Derived from a plan once, then only read."""
+"""`LaunchSpec`: how a compiled kernel is launched, derived from a plan once, then only read. `Source`: what it is
+compiled from."""
 
 from __future__ import annotations
 
@@ -58,3 +59,13 @@ class LaunchSpec:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> LaunchSpec:
         return cls(**values | {"scale_form": ScaleForm(values["scale_form"])})
+
+
+@dataclass(frozen=True)
+class Source:
+    """One kernel: its name, the text of a translation unit that includes `hadagen.cuh` and defines it, and how it is
+    launched."""
+
+    entry: str
+    text: str
+    launch: LaunchSpec

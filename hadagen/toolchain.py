@@ -17,13 +17,12 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Lock
-from typing import Protocol
 
 from hadagen import ptx
 from hadagen.arch import Arch
 from hadagen.cache import KernelCache, cache_key, cache_root
 from hadagen.errors import ToolchainError, UsageError
-from hadagen.launch import LaunchSpec
+from hadagen.launch import LaunchSpec, Source
 from hadagen.templates import read_texts
 from hadagen.trial import Kernel, kernel_digest
 
@@ -31,16 +30,6 @@ from hadagen.trial import Kernel, kernel_digest
 FLAGS = ("-std=c++17", "-O3", "-Xptxas=-v")
 
 _HINT = "install the CUDA toolkit 12.1 or newer, or: pip install 'hadagen[nvcc]'"
-
-
-class Source(Protocol):
-    """CUDA C++ that defines one kernel, `entry`."""
-
-    @property
-    def entry(self) -> str: ...
-
-    @property
-    def text(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -106,9 +95,7 @@ class Toolchain:
             headers=self.headers,
         )
 
-    def build(
-        self, sources: Sequence[tuple[Source, LaunchSpec]], arch: Arch, *, jobs: int | None = None
-    ) -> list[Kernel | BuildFailure]:
+    def build(self, sources: Sequence[Source], arch: Arch, *, jobs: int | None = None) -> list[Kernel | BuildFailure]:
         """Compile sources, as many at a time as `jobs` (default: one for each CPU), and return them in the same order.
 
         Every kernel is called `ptx.ENTRY`, so sources that differ in their name alone have one cubin and one digest.
@@ -117,14 +104,14 @@ class Toolchain:
         jobs = (os.cpu_count() or 1) if jobs is None else jobs
         if jobs < 1:
             raise UsageError(f"jobs = {jobs} is not possible; give at least 1")
-        keyed = [(self.key(source, arch), source, launch) for source, launch in sources]
-        built: dict[str, _Built] = {key: files for key, _, _ in keyed if (files := self.cache.load(key))}
+        keyed = [(self.key(source, arch), source) for source in sources]
+        built: dict[str, _Built] = {key: files for key, _ in keyed if (files := self.cache.load(key))}
         # By key, so that equal sources are built once.
-        missing = {key: source for key, source, _ in keyed if key not in built}
+        missing = {key: source for key, source in keyed if key not in built}
         if missing:
             with self.cache.workspace() as folder:
                 built |= _Build(self, arch, folder).run(list(missing.items()), jobs)
-        return [self._result(built[key], launch, arch) for key, _, launch in keyed]
+        return [self._result(built[key], source.launch, arch) for key, source in keyed]
 
     def _result(self, built: _Built, launch: LaunchSpec, arch: Arch) -> Kernel | BuildFailure:
         if isinstance(built, BuildFailure):

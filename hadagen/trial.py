@@ -7,6 +7,7 @@ import json
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from enum import Enum
 from typing import Any
 
@@ -52,6 +53,11 @@ def timed_rows(problem: Problem) -> RowShape:
 def buffer_bytes(problem: Problem, elements: int) -> int:
     """Bytes of the input, and of the result, where a problem is timed at `elements` = rows · n."""
     return elements * timed_rows(problem).columns * problem.dtype.bytes // problem.n
+
+
+def utc_now() -> str:
+    """The date of a trial that ends now, to the second."""
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 def knobs_key(knobs: Mapping[str, Any]) -> str:

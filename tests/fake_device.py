@@ -10,7 +10,7 @@ import pytest
 from fake_search import FakeRunner
 
 from hadagen import measure
-from hadagen.measure import Answer, Cell, Comparison, Place, Ranking, Standing, Times, Variant
+from hadagen.measure import Answer, Cell, Comparison, Contest, Ranking, Standing, Times, Variant
 from hadagen.problem import Problem
 from hadagen.trial import Kernel, Outcome
 
@@ -22,7 +22,7 @@ class FakeDevice(FakeRunner):
     peers: ClassVar[dict[str, float]] = {}
     refusals: ClassVar[dict[int, Answer]] = {}
     compared: ClassVar[list[tuple[list[Problem], list[Cell]]]] = []
-    ranked: ClassVar[list[tuple[list[Variant], list[Place]]]] = []
+    ranked: ClassVar[list[tuple[list[Variant], list[Contest]]]] = []
 
     def __init__(self, device_index: int, copy_kernels: Sequence[Kernel], cells: Any = None, **others: object) -> None:
         super().__init__()
@@ -41,12 +41,12 @@ class FakeDevice(FakeRunner):
         ]
         return Comparison(tuple(answers), {name: {"normal": 3e-4} for name in self.peers}, tuple(times))
 
-    def rank(self, variants: Sequence[Variant], places: Sequence[Place]) -> Ranking:
-        """Each place is lost by one percent more than the one before it."""
-        self.ranked.append((list(variants), list(places)))
+    def rank(self, variants: Sequence[Variant], contests: Sequence[Contest]) -> Ranking:
+        """Each contest is lost by one percent more than the one before it."""
+        self.ranked.append((list(variants), list(contests)))
         answers = [self.refusals.get(c.problem.n, Answer(Outcome.OK, "")) for c in variants]
         right = all(answer.outcome is Outcome.OK for answer in answers)
-        standings = [Standing(0, 2.0 + i / 50, 2.0, i / 100) if right else None for i, _ in enumerate(places)]
+        standings = [Standing(0, 2.0 + i / 50, 2.0, i / 100) if right else None for i, _ in enumerate(contests)]
         return Ranking(tuple(answers), tuple(standings))
 
     def __enter__(self) -> FakeDevice:

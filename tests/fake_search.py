@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hadagen.arch import Arch, load_arch
-from hadagen.codegen import Source
-from hadagen.launch import LaunchSpec
+from hadagen.launch import Source
 from hadagen.measure import Variant
 from hadagen.problem import DType, Numerics, Problem
 from hadagen.toolchain import BuildFailure
@@ -51,16 +50,18 @@ def problems(*sizes: int) -> list[Problem]:
     return [Problem(n, DType.FLOAT16, Numerics.FAST) for n in sizes]
 
 
-def make_kernel(source: Source, launch: LaunchSpec) -> Kernel:
+def make_kernel(source: Source) -> Kernel:
     """Sources that differ in nothing but the name and comments have the same kernel, as from a compiler."""
     lines = source.text.replace(source.entry, "kernel").splitlines()
     code = "\n".join(line.partition("//")[0].strip() for line in lines).encode()
-    digest = kernel_digest(code, launch)
-    return Kernel(digest, "kernel", "sm90", source.text, code, b"", launch, registers=32, spill_bytes=0, nvcc="13.0")
+    digest = kernel_digest(code, source.launch)
+    return Kernel(
+        digest, "kernel", "sm90", source.text, code, b"", source.launch, registers=32, spill_bytes=0, nvcc="13.0"
+    )
 
 
-def build(sources: Sequence[tuple[Source, LaunchSpec]]) -> list[Kernel | BuildFailure]:
-    return [make_kernel(source, launch) for source, launch in sources]
+def build(sources: Sequence[Source]) -> list[Kernel | BuildFailure]:
+    return [make_kernel(source) for source in sources]
 
 
 def make_trial(problem: Problem, knobs: dict[str, Any], kernel: Kernel | None = None, **fields: Any) -> Trial:

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from hadagen.bits import Bits
-from hadagen.codegen import Source
 from hadagen.emulator import EmulationReport, HostModule, compile_host
-from hadagen.launch import LaunchSpec, RowShape
+from hadagen.launch import LaunchSpec, RowShape, Source
 from hadagen.problem import DType
 
 SHARED_BYTES = 8192
@@ -52,7 +51,7 @@ class Case:
     def source(self) -> Source:
         rows = ", hadagen::i64 columns, hadagen::i64 x_pitch, hadagen::i64 y_pitch" if self.pitched else ""
         fields = {"name": self.name, "body": self.body, "threads": self.threads, "cluster": self.cluster}
-        return Source(self.name, TEMPLATE.format(dtype=self.dtype.value, rows=rows, **fields))
+        return Source(self.name, TEMPLATE.format(dtype=self.dtype.value, rows=rows, **fields), self.launch)
 
     @property
     def launch(self) -> LaunchSpec:

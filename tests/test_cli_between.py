@@ -16,7 +16,7 @@ from sample_bundle import write_sample
 from hadagen import measure
 from hadagen.cli import options
 from hadagen.errors import DeviceError
-from hadagen.measure import Answer, Place, Ranking, Variant
+from hadagen.measure import Answer, Contest, Ranking, Variant
 from hadagen.runtime.bundles import VARIABLE
 from hadagen.trial import Outcome
 
@@ -30,7 +30,7 @@ def test_what_calls_lose_between_the_sizes_that_were_tuned(fake_gpu: None, tmp_p
     succeed("tune", "--n", "4", "--dtype", "float16", "--numerics", "fast", "--contiguous", "--trials", "3")
     table = tmp_path / "between.csv"
     report = json.loads(succeed(*BETWEEN, "--csv", table, "--json"))
-    ((variants, places),) = FakeDevice.ranked
+    ((variants, contests),) = FakeDevice.ranked
     shipped = {entry["kernel"] for entry in json.loads(succeed("bundle", "show", "--json"))[0]["entries"]}
     assert {variant.kernel.digest for variant in variants if variant.kernel} == shipped
     assert report["worst_loss"] == 0.04
@@ -41,14 +41,14 @@ def test_what_calls_lose_between_the_sizes_that_were_tuned(fake_gpu: None, tmp_p
     assert [row["destination"] for row in results] == ["in-place", "out-of-place"] * 2 + ["in-place"]
     assert {row["best_kernel"] for row in results} == {variants[0].kernel.digest if variants[0].kernel else ""}
     assert [row["loss"] for row in results] == [0.0, 0.01, 0.02, 0.03, 0.04]
-    for row, place in zip(results, places, strict=True):
-        (first, share), *others = place.cells
+    for row, contest in zip(results, contests, strict=True):
+        (first, share), *others = contest.cells
         assert (first.elements, first.destination.value, first.cache.value) == tuple(
             row[name] for name in ("elements", "destination", "cache")
         )
         assert share + sum(other for _, other in others) == 1
         assert all(other <= share for _, other in others)
-        chosen = variants[place.chosen].kernel
+        chosen = variants[contest.chosen].kernel
         assert chosen
         assert chosen.digest == row["kernel"]
     with table.open(newline="") as file:
@@ -113,10 +113,10 @@ def test_between_says_what_it_could_not_time_and_shows_the_rest(
     succeed("tune", "--n", "2,4", "--dtype", "float16", "--numerics", "fast", "--contiguous", "--trials", "1")
     rank = FakeDevice.rank
 
-    def fails_at_two(self: FakeDevice, variants: Sequence[Variant], places: Sequence[Place]) -> Ranking:
+    def fails_at_two(self: FakeDevice, variants: Sequence[Variant], contests: Sequence[Contest]) -> Ranking:
         if variants[0].problem.n == 2:
             raise DeviceError("ranking failed; run it again")
-        return rank(self, variants, places)
+        return rank(self, variants, contests)
 
     monkeypatch.setattr(FakeDevice, "rank", fails_at_two)
     result = run(*BETWEEN, "--csv", tmp_path / "between.csv")

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hadagen.driver import DoesNotFit
 from hadagen.errors import DeviceError, UsageError
 from hadagen.launch import LaunchSpec
-from hadagen.measure import Cell, DeviceRunner, Place, Variant, contests, peer, rows_between
+from hadagen.measure import Cell, Contest, DeviceRunner, Variant, contests, peer, rows_between
 from hadagen.measure.cells import Traffic
 from hadagen.measure.messages import Answer, Compare, Comparison, Rank, Ranking, Standing, Times
 from hadagen.measure.timing import Sample, Stopwatch, Work, transform_work
@@ -277,7 +277,7 @@ def test_rows_lie_between_the_element_counts_that_are_timed(n: int, dtype: DType
 def rank(us: Callable[[str, Cache, int], float], names: str, monkeypatch: pytest.MonkeyPatch, chosen: int = 0) -> Any:
     stopwatch = FakeStopwatch(us)
     kernels = tuple(kernel(name) for name in names.split())
-    request = Rank(PROBLEM, kernels, (Place(chosen, BOTH),))
+    request = Rank(PROBLEM, kernels, (Contest(chosen, BOTH),))
     ranking = make_contests(stopwatch, monkeypatch).rank(request)
     (standing,) = ranking.standings
     return ranking, standing, stopwatch
@@ -348,7 +348,7 @@ class FakeService:
                 raise RuntimeError("out of memory")
             times = tuple(Times(1.0, dict.fromkeys(wanted, 2.0), {}) for _, wanted in request.cells)
             return Comparison(tuple(Answer(Outcome.OK, "") for _ in request.kernels), {}, times)
-        return Ranking((), tuple(Standing(place.chosen, 1.0, 1.0, 0.0) for place in request.places))
+        return Ranking((), tuple(Standing(contest.chosen, 1.0, 1.0, 0.0) for contest in request.contests))
 
     def is_usable(self) -> bool:
         return True
@@ -361,7 +361,7 @@ def test_a_runner_compares_and_ranks() -> None:
     with DeviceRunner(0, [kernel("copy")], make_service=FakeService) as runner:
         comparison = runner.compare([ours, fast], [(HOT, [0, 1]), (COLD, [1])])
         assert [times.kernels for times in comparison.times] == [{0: 2.0, 1: 2.0}, {1: 2.0}]
-        assert runner.rank([ours, ours], [Place(1, BOTH)]).standings == (Standing(1, 1.0, 1.0, 0.0),)
+        assert runner.rank([ours, ours], [Contest(1, BOTH)]).standings == (Standing(1, 1.0, 1.0, 0.0),)
         with pytest.raises(UsageError, match="cannot be compared; give variants of one n and dtype"):
             runner.compare([ours, other], [(HOT, [0])])
         with pytest.raises(UsageError, match="give those of one problem"):

@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 
 from hadagen import costmodel
 from hadagen.arch import load_arch
-from hadagen.codegen import Source
 from hadagen.costmodel import Estimate, _registers, copy_us, resident_blocks
 from hadagen.emulator import verification_rows
 from hadagen.knobs import Knobs, plan_of
-from hadagen.launch import LaunchSpec, RowShape
+from hadagen.launch import LaunchSpec, RowShape, Source
 from hadagen.measure import Cell, Variant, all_cells
 from hadagen.plan import CHUNK_BITS, Plan
 from hadagen.problem import ROUNDING_ERROR, DType, Numerics, Problem
@@ -447,7 +446,7 @@ def test_what_an_estimate_verifies(pitched: bool, monkeypatch: pytest.MonkeyPatc
     """As many rows as verification asks for, so that the last tile is ragged; pitched ones at odd addresses too."""
     asked: list[tuple[int, RowShape | None]] = []
 
-    def verify(problem: Problem, source: Source, launch: LaunchSpec, rows: int, **how: Any) -> dict[str, float]:
+    def verify(problem: Problem, source: Source, rows: int, **how: Any) -> dict[str, float]:
         asked.append((rows, how.get("shape")))
         return dict.fromkeys(INPUT_CLASSES, 0.0)
 

@@ -16,10 +16,10 @@ from rounding import rounding_bound
 from spaces import ARCH, draw, families
 
 from hadagen.bits import decode, encode
-from hadagen.codegen import Source, render
+from hadagen.codegen import render
 from hadagen.emulator import EmulationError, HostModule, compile_host, verification_rows, verify
 from hadagen.knobs import KNOB_NAMES, Knobs, plan_of
-from hadagen.launch import LaunchSpec, RowShape
+from hadagen.launch import LaunchSpec, RowShape, Source
 from hadagen.plan import Plan
 from hadagen.problem import DType, Numerics, Problem
 from hadagen.reference import INPUT_CLASSES, hadamard, relative_error
@@ -134,7 +134,6 @@ def test_variants_are_right(problem: Problem, variants: dict[Problem, list[Varia
             errors = verify(
                 problem,
                 variant.source,
-                variant.plan.launch,
                 module=module,
                 shape=shape,
                 in_place=in_place,
@@ -259,7 +258,7 @@ def test_any_number_of_rows(rows_left_over: int) -> None:
     knobs = Knobs(chunks=2, warps=4, low_bits="shuffle", butterfly_carrier="fp32", load="bulk", grid="persistent")
     plan = build_plan(problem, knobs, ARCH)
     assert plan.rows_per_tile == 64
-    errors = verify(problem, render(plan), plan.launch, rows=128 + rows_left_over)
+    errors = verify(problem, render(plan), rows=128 + rows_left_over)
     assert max(errors.values()) <= problem.error_bound
 
 
@@ -280,7 +279,7 @@ def test_verify_raises_for_what_the_result_does_not_show() -> None:
     again, stores = re.subn(r"(store16\(.*\));", r"\1, \1;", source.text)
     assert stores == 1
     with pytest.raises(EmulationError, match="more than once"):
-        verify(problem, Source(source.entry, again), plan.launch)
+        verify(problem, replace(source, text=again))
 
 
 @pytest.mark.parametrize("dtype", DType)

@@ -10,9 +10,10 @@ import pytest
 from spaces import ARCH, draw
 
 from hadagen.bits import Bits, decode, encode
-from hadagen.codegen import Source, render
+from hadagen.codegen import render
 from hadagen.emulator import HostModule, compile_host, verification_rows
 from hadagen.knobs import wide_range
+from hadagen.launch import Source
 from hadagen.plan import Plan
 from hadagen.problem import DType, Numerics, Problem
 from hadagen.reference import hadamard

@@ -13,9 +13,10 @@ from real_nvcc import needs_nvcc
 from hadagen import driver
 from hadagen.arch import load_arch
 from hadagen.bits import Bits, decode, encode
-from hadagen.codegen import Source, render
+from hadagen.codegen import render
 from hadagen.emulator import compile_host
 from hadagen.knobs import Knobs
+from hadagen.launch import Source
 from hadagen.plan import Plan
 from hadagen.problem import DType, Problem
 from hadagen.reference import hadamard, input_classes, relative_error, verification_scale
@@ -70,7 +71,7 @@ class Built:
 def build(plan: Plan) -> Built:
     torch.cuda.init()  # the context that kernels are loaded into
     source = render(plan)
-    (kernel,) = Toolchain.find().build([(source, plan.launch)], ARCH)
+    (kernel,) = Toolchain.find().build([source], ARCH)
     assert isinstance(kernel, Kernel), kernel
     return Built(plan, source, driver.load(kernel.cubin, kernel.entry, plan.launch))
 

@@ -11,10 +11,10 @@ import stand_in_peers
 from real_nvcc import needs_nvcc
 
 from hadagen.arch import load_arch
-from hadagen.codegen import Source, render
+from hadagen.codegen import render
 from hadagen.knobs import Knobs
-from hadagen.launch import LaunchSpec
-from hadagen.measure import Cell, DeviceRunner, Place, Variant, all_cells, copy_sources, device_environment
+from hadagen.launch import LaunchSpec, Source
+from hadagen.measure import Cell, Contest, DeviceRunner, Variant, all_cells, copy_sources, device_environment
 from hadagen.problem import DType, Problem
 from hadagen.reference import INPUT_CLASSES
 from hadagen.space import Space, build_plan
@@ -51,7 +51,7 @@ BODIES = {
 }  # fmt: skip
 
 
-def build(*sources: tuple[Source, LaunchSpec]) -> list[Kernel]:
+def build(*sources: Source) -> list[Kernel]:
     built = list(Toolchain.find().build(sources, ARCH))
     for kernel in built:
         assert isinstance(kernel, Kernel), kernel
@@ -73,8 +73,8 @@ class Bench:
 def bench() -> Iterator[Bench]:
     knobs = Space(PROBLEM, ARCH).seeds()[0]
     plan = build_plan(PROBLEM, knobs, ARCH)
-    copies = build(*((Source(copy.entry, copy.text), copy.launch) for copy in copy_sources()))
-    (kernel,) = build((render(plan), plan.launch))
+    copies = build(*copy_sources())
+    (kernel,) = build(render(plan))
     with DeviceRunner(0, copies, timeout_s=5.0) as runner:
         yield Bench(runner, copies, Variant(PROBLEM, knobs.to_dict(), kernel))
 
@@ -82,7 +82,7 @@ def bench() -> Iterator[Bench]:
 @pytest.fixture
 def broken() -> Callable[[str], Variant]:
     def variant(name: str) -> Variant:
-        (kernel,) = build((Source(name, KERNEL.format(entry=name, body=BODIES[name])), SPEC))
+        (kernel,) = build(Source(name, KERNEL.format(entry=name, body=BODIES[name]), SPEC))
         return Variant(PROBLEM, {"name": name}, kernel)
 
     return variant
@@ -122,7 +122,7 @@ def test_kernels_of_every_type_are_timed_beside_a_copy_of_the_same_bytes(
     problem = Problem(1024, dtype, pitched=pitched)
     knobs = Space(problem, ARCH).seeds()[0]
     plan = build_plan(problem, knobs, ARCH)
-    (kernel,) = build((render(plan), plan.launch))
+    (kernel,) = build(render(plan))
     trial = bench.trial(Variant(problem, knobs.to_dict(), kernel))
     assert (trial.outcome, trial.detail) == (Outcome.OK, "")
     timed = [Cell.of(t) for t in trial.timings]
@@ -147,7 +147,7 @@ def test_blocks_that_load_whole_rows_are_right_and_wait_for_each_other(
         for chunks, warps, cluster in shapes
     ]
     plans = [build_plan(problem, knobs, ARCH) for knobs in some]
-    kernels = build(*((render(plan), plan.launch) for plan in plans))
+    kernels = build(*map(render, plans))
     for knobs, kernel in zip(some, kernels, strict=True):
         trial = bench.trial(Variant(problem, knobs.to_dict(), kernel))  # which may be given up as too slow
         assert trial.outcome is Outcome.OK, (knobs, trial.detail)
@@ -242,7 +242,7 @@ def test_a_kernel_loses_nothing_to_itself(bench: Bench, broken: Callable[[str], 
     shares = (
         (Cell(3 * 256 << 8, Destination.IN_PLACE, cache), share) for cache, share in zip(Cache, (0.9, 0.1), strict=True)
     )
-    ranking = bench.runner.rank([bench.right, bench.right, broken("identity")], [Place(0, tuple(shares))])
+    ranking = bench.runner.rank([bench.right, bench.right, broken("identity")], [Contest(0, tuple(shares))])
     assert [answer.outcome for answer in ranking.answers] == [Outcome.OK, Outcome.OK, Outcome.WRONG_ANSWER]
     (standing,) = ranking.standings
     assert standing

@@ -19,9 +19,9 @@ TABLE = """
     errors           |                                                     |
     problem          | errors                                              |
     scale            |                                                     |
-    launch           | scale errors                                        |
-    trial            | problem launch errors                               |
-    arch             | problem errors                                      | yaml
+    launch           | scale                                               |
+    trial            | problem launch                                      |
+    arch             | errors                                              | yaml
     layout           |                                                     |
     steps            | layout problem                                      |
     plan             | steps layout problem launch scale errors            | numpy
@@ -29,22 +29,22 @@ TABLE = """
     legality         | knobs plan steps arch problem                       |
     space            | legality knobs plan steps arch problem errors       |
     templates        |                                                     |
-    codegen          | plan steps layout problem launch errors             | jinja2
-    bits             | problem errors                                      | numpy
-    reference        | bits problem errors                                 | numpy
+    codegen          | plan steps layout launch                            | jinja2
+    bits             | problem                                             | numpy
+    reference        | bits problem                                        | numpy
     cache            | errors                                              |
-    ptx              | errors                                              |
-    toolchain        | cache ptx codegen templates arch trial launch errors |
-    emulator         | cache codegen templates reference bits launch scale problem errors | numpy
+    ptx              |                                                     |
+    toolchain        | cache ptx templates arch trial launch errors        |
+    emulator         | cache templates reference bits launch scale problem errors | numpy
     driver           | launch scale errors                                 | cuda
-    tuning_db.bundle | trial problem launch scale errors                   |
-    tuning_db        | tuning_db.bundle trial problem launch scale errors  | sqlalchemy alembic
+    tuning_db.bundle | trial problem launch errors                         |
+    tuning_db        | tuning_db.bundle trial problem launch errors        | sqlalchemy alembic
     runtime          | tuning_db.bundle driver trial problem launch errors | torch
     compat           | runtime errors                                      | torch
     __init__         | runtime problem errors                              |
     measure          | driver templates reference bits trial problem launch errors | torch
     costmodel        | arch plan steps trial                               |
-    tuner            | *                                                   | numpy optuna
+    tuner            | *                                                   | optuna
     cli              | *                                                   | click cuda rich torch
 """
 # What a program that only calls kernels never imports.
@@ -110,6 +110,15 @@ def may_import(room: str, target: str) -> bool:
 
 def test_every_row_of_the_table_is_a_room() -> None:
     assert set(ROOMS) == {room_of(module) for module in MODULES}
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_row_grants_nothing_that_nobody_uses(room: str) -> None:
+    targets = {target for module in MODULES if room_of(module) == room for _, target in imports_of(module)}
+    used = {room_of(target.partition(".")[2]) or "__init__" for target in targets if target.startswith("hadagen")}
+    above = list(ROOMS)[: list(ROOMS).index(room)]
+    assert ROOMS[room].rooms <= used or ROOMS[room].rooms == frozenset(above)  # `*`
+    assert ROOMS[room].packages <= {target.partition(".")[0] for target in targets}
 
 
 @pytest.mark.parametrize("module", MODULES)

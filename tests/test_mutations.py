@@ -15,10 +15,10 @@ import pytest
 from rounding import rounding_bound
 
 from hadagen.arch import load_arch
-from hadagen.codegen import Source, render
+from hadagen.codegen import render
 from hadagen.emulator import EmulationError, HostModule, compile_host, host_texts, verify
 from hadagen.knobs import Knobs
-from hadagen.launch import RowShape
+from hadagen.launch import RowShape, Source
 from hadagen.plan import Plan
 from hadagen.problem import DType, Numerics, Problem
 from hadagen.space import build_plan
@@ -327,7 +327,7 @@ class Subject:
     def _is_caught(self, module: HostModule, **arrangement: Any) -> bool:
         plan = self.plan
         try:
-            errors = verify(plan.problem, self.source, plan.launch, module=module, **arrangement)
+            errors = verify(plan.problem, self.source, module=module, **arrangement)
         except EmulationError:
             return True
         return not max(errors.values()) <= rounding_bound(plan.problem)
@@ -354,7 +354,7 @@ def mutants(subject: Subject, mutation: str) -> Iterator[Subject]:
         broken = text[: match.start()] + match.expand(replacement) + text[match.end() :]
         entry = f"{subject.source.entry}_{re.sub('[^a-z]', '_', mutation)}_{number}"
         line = text.count("\n", 0, match.start()) + 1
-        source = Source(entry, broken.replace(subject.source.entry, entry))
+        source = Source(entry, broken.replace(subject.source.entry, entry), subject.plan.launch)
         yield Subject(f"{mutation}, line {line} of {subject.name}", subject.plan, source)
 
 

@@ -17,7 +17,6 @@ from real_nvcc import needs_nvcc
 
 from hadagen.arch import load_arch
 from hadagen.cache import KernelCache
-from hadagen.codegen import Source
 from hadagen.emulator import compile_host
 from hadagen.measure import Cell, all_cells, copy_sources
 from hadagen.problem import DType, Problem
@@ -36,14 +35,14 @@ def test_copy_sources_are_complete() -> None:
 @needs_nvcc
 def test_copy_sources_compile(tmp_path: Path) -> None:
     toolchain = replace(Toolchain.find(), cache=KernelCache(tmp_path))  # where nothing was built before
-    for kernel in toolchain.build([(source, source.launch) for source in copy_sources()], load_arch("sm90")):
+    for kernel in toolchain.build(copy_sources(), load_arch("sm90")):
         assert isinstance(kernel, Kernel), kernel
         assert kernel.spill_bytes == 0
 
 
 def test_copy_sources_copy() -> None:
     sources = copy_sources()
-    module = compile_host([Source(source.entry, source.text) for source in sources])
+    module = compile_host(sources)
     for source in sources:
         elements = 2 * source.launch.tile_elements + 8
         x = np.arange(elements).astype(np.uint16)

@@ -6,7 +6,7 @@ import errno
 import os
 import re
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,23 +18,17 @@ from hadagen import ptx, toolchain
 from hadagen.arch import Arch, load_arch
 from hadagen.cache import KernelCache
 from hadagen.errors import StorageError, ToolchainError, UsageError
-from hadagen.launch import LaunchSpec
+from hadagen.launch import LaunchSpec, Source
 from hadagen.toolchain import BuildFailure, Toolchain, disassemble
 from hadagen.trial import Kernel, kernel_digest
 
 LAUNCH = LaunchSpec(threads=64, cluster=1, shared_bytes=1024, tile_elements=512, persistent=False)
 
 
-@dataclass(frozen=True)
-class Source:
-    entry: str
-    text: str
-
-
-def source(entry: str, body: str, bounds: str = "64") -> tuple[Source, LaunchSpec]:
+def source(entry: str, body: str, bounds: str = "64") -> Source:
     signature = f"__launch_bounds__({bounds}) {entry}(const void* x, void* y, i64 elements, u32 scale_word)"
     text = f'#include "hadagen.cuh"\nusing namespace hadagen;\nextern "C" __global__ void {signature} {{\n{body}\n}}\n'
-    return Source(entry, text), LAUNCH
+    return Source(entry, text, LAUNCH)
 
 
 COPY = """    const i64 at = 16 * i64(thread_index());
@@ -101,7 +95,7 @@ def test_a_batch_comes_back_in_order_and_only_what_is_wrong_fails(nvcc: Toolchai
         source("wrong", WRONG),
         source("shares", SHARED),
         source("too_large", TOO_LARGE),
-        (Source("absent", source("present", COPY)[0].text), LAUNCH),
+        replace(source("present", COPY), entry="absent"),
         source("copies", COPY),
     ]
     copy, wrong, shares, too_large, absent, copies = nvcc.build(sources, arch, jobs=2)
@@ -114,7 +108,7 @@ def test_a_batch_comes_back_in_order_and_only_what_is_wrong_fails(nvcc: Toolchai
 
     one, other, third = kernels([copy, copies, shares])
     assert (one.entry, one.arch, one.launch, one.nvcc) == (ptx.ENTRY, "sm90", LAUNCH, nvcc.release)
-    assert one.source == sources[0][0].text
+    assert one.source == sources[0].text
     assert one.digest == kernel_digest(one.cubin, one.launch)
     # the same code under two names is one kernel
     assert (one.cubin, one.ptx) == (other.cubin, other.ptx)
@@ -152,7 +146,7 @@ def test_what_is_cached_needs_no_compiler(nvcc: Toolchain, arch: Arch) -> None:
     without = replace(nvcc, nvcc=Path("/nonexistent/nvcc"))
     assert without.build(sources, arch) == built
     moved = replace(LAUNCH, persistent=True)
-    [relaunched] = kernels(without.build([(sources[0][0], moved)], arch))
+    [relaunched] = kernels(without.build([replace(sources[0], launch=moved)], arch))
     assert relaunched.launch == moved
 
 
@@ -160,7 +154,7 @@ def test_what_is_cached_needs_no_compiler(nvcc: Toolchain, arch: Arch) -> None:
 def test_a_damaged_entry_is_built_again(nvcc: Toolchain, arch: Arch) -> None:
     sources = [source("copy", COPY)]
     built = nvcc.build(sources, arch)
-    cubin = nvcc.cache.root / "kernels" / nvcc.key(sources[0][0], arch) / "kernel.cubin"
+    cubin = nvcc.cache.root / "kernels" / nvcc.key(sources[0], arch) / "kernel.cubin"
     cubin.write_bytes(cubin.read_bytes()[:100])
     assert nvcc.build(sources, arch) == built
     assert cubin.read_bytes() == kernels(built)[0].cubin
@@ -193,7 +187,7 @@ def test_a_full_disk_is_not_taken_for_a_wrong_source(
 
 
 def perturbed(tools: Toolchain, arch: Arch) -> dict[str, tuple[Toolchain, Source, Any]]:
-    code = source("k", COPY)[0]
+    code = source("k", COPY)
     headers = dict(tools.headers)
     changed = {
         f"header {name}": replace(tools, headers={**headers, name: text + "\n"}) for name, text in headers.items()
@@ -216,7 +210,7 @@ def test_all_that_a_build_depends_on_reaches_the_key(arch: Arch, monkeypatch: py
     for name in ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"):
         with monkeypatch.context() as patch:
             patch.setenv(name, "-use_fast_math")
-            keys.append(tools.key(source("k", COPY)[0], arch))
+            keys.append(tools.key(source("k", COPY), arch))
     assert len(set(keys)) == len(keys)
 
 

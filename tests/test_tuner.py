@@ -219,8 +219,7 @@ def test_knobs_with_a_known_kernel_share_its_trial(store: Store) -> None:
 
     def whatever_the_store(sources: Any) -> Any:
         """A compiler that takes streaming stores for plain ones."""
-        plain = [(replace(s, text=s.text.replace("store16_streaming", "store16")), launch) for s, launch in sources]
-        return build(plain)
+        return build([replace(source, text=source.text.replace("store16_streaming", "store16")) for source in sources])
 
     tune(options(store, runner, problems=problems(4), build=whatever_the_store, trials=40))
     trials = store.trials()
@@ -238,7 +237,7 @@ def test_a_kernel_of_an_earlier_run_is_not_measured_again() -> None:
     (problem,) = problems(256)
     knobs = Space(problem, arch()).seeds()[0]
     plan = build_plan(problem, knobs, arch())
-    (kernel,) = build([(render(plan), plan.launch)])
+    (kernel,) = build([render(plan)])
     assert isinstance(kernel, Kernel)
     known = make_trial(problem, knobs.to_dict(), kernel)
     runner, batches = FakeRunner(), [[(problem, knobs)]]
@@ -304,8 +303,8 @@ def test_failures_are_kept_and_optuna_learns_from_them(store: Store) -> None:
 
     def refuse_persistent(sources: Any) -> Any:
         return [
-            BuildFailure(source.entry, "no") if launch.persistent else kernel
-            for (source, launch), kernel in zip(sources, build(sources), strict=True)
+            BuildFailure(source.entry, "no") if source.launch.persistent else kernel
+            for source, kernel in zip(sources, build(sources), strict=True)
         ]
 
     report = tune(options(store, Wrong(), build=refuse_persistent, trials=25))
@@ -327,7 +326,7 @@ def test_what_does_not_compile_without_a_device_is_an_estimate(gpu: str, provena
         environment = replace(GPU, gpu=gpu)
 
     def refuse(sources: Any) -> Any:
-        return [BuildFailure(source.entry, "no") for source, _ in sources]
+        return [BuildFailure(source.entry, "no") for source in sources]
 
     (problem,) = problems(256)
     batches = [[(problem, Space(problem, arch()).seeds()[0])]]
@@ -527,7 +526,7 @@ def test_a_race_settles_how_far_apart_two_kernels_are(store: Store) -> None:
     variants = []
     for knobs in Space(problem, arch()).legal[:2]:
         plan = build_plan(problem, knobs, arch())
-        variants.append(Variant(problem, knobs.to_dict(), make_kernel(render(plan), plan.launch)))
+        variants.append(Variant(problem, knobs.to_dict(), make_kernel(render(plan))))
         store.record(runner.trial(variants[-1]))
     before = store.trials()
     assert list(race_near_ties(before, store, runner))

@@ -4,9 +4,9 @@ Importing this imports neither PyTorch nor CUDA; the worker process does.
 """
 
 from hadagen.measure.cells import Cell, all_cells, cells_at, is_timed, rows_between
-from hadagen.measure.copy import CopySource, copy_sources
+from hadagen.measure.copy import copy_sources
 from hadagen.measure.environment import device_environment
-from hadagen.measure.messages import Answer, Comparison, Place, Ranking, Standing, Times
+from hadagen.measure.messages import Answer, Comparison, Contest, Ranking, Standing, Times
 from hadagen.measure.replay import ReplayRunner
 from hadagen.measure.runner import DeviceRunner, Runner, Variant
 
@@ -14,9 +14,8 @@ __all__ = [
     "Answer",
     "Cell",
     "Comparison",
-    "CopySource",
+    "Contest",
     "DeviceRunner",
-    "Place",
     "Ranking",
     "ReplayRunner",
     "Runner",

@@ -17,7 +17,7 @@ import torch
 
 from hadagen.driver import DoesNotFit, LoadedKernel
 from hadagen.measure.cells import Cell
-from hadagen.measure.messages import Answer, Compare, Comparison, Place, Rank, Ranking, Standing, Times
+from hadagen.measure.messages import Answer, Compare, Comparison, Contest, Rank, Ranking, Standing, Times
 from hadagen.measure.peer import Peer, Peers, calls_of
 from hadagen.measure.timing import GRAPHS, Graph, Stopwatch, Work, transform_work
 from hadagen.measure.verify import Verifier
@@ -69,7 +69,7 @@ class Contests:
         problem = request.problem
         with ExitStack() as loaded:
             answers, right = self._verified(loaded, [(problem, kernel) for kernel in request.kernels])
-            cells = list(dict.fromkeys(cell for place in request.places for cell, _ in place.cells))
+            cells = list(dict.fromkeys(cell for contest in request.contests for cell, _ in contest.cells))
             works = {cell: transform_work(problem, cell) for cell in cells}
             self._stopwatch.fill(problem.dtype, [work.traffic for work in works.values()])
             screened: dict[Cell, dict[int, float]] = {cell: {} for cell in cells}
@@ -78,8 +78,8 @@ class Contests:
                 for cell, sample in zip(cells, samples, strict=True):
                     screened[cell][i] = sample.us
             standings = (
-                self._standing(place, works, right, screened) if place.chosen in right else None
-                for place in request.places
+                self._standing(contest, works, right, screened) if contest.chosen in right else None
+                for contest in request.contests
             )
             return Ranking(answers, tuple(standings))
 
@@ -144,40 +144,40 @@ class Contests:
 
     def _standing(
         self,
-        place: Place,
+        contest: Contest,
         works: dict[Cell, Work],
         kernels: dict[int, LoadedKernel],
         screened: dict[Cell, dict[int, float]],
     ) -> Standing:
-        rank = {i: _score(place, {cell: screened[cell][i] for cell, _ in place.cells}) for i in kernels}
+        rank = {i: _score(contest, {cell: screened[cell][i] for cell, _ in contest.cells}) for i in kernels}
         near = sorted((i for i in rank if rank[i] <= _NEAR * min(rank.values())), key=rank.__getitem__)
         raced = self._race(
-            place, works, kernels, list(dict.fromkeys([place.chosen, *near[:_FINALISTS]])), _RACE_REPLAYS
+            contest, works, kernels, list(dict.fromkeys([contest.chosen, *near[:_FINALISTS]])), _RACE_REPLAYS
         )
-        scores = {i: _score(place, times) for i, times in raced.items()}
+        scores = {i: _score(contest, times) for i, times in raced.items()}
         best = min(scores, key=scores.__getitem__)
-        first, _ = place.cells[0]
-        if best == place.chosen:
+        first, _ = contest.cells[0]
+        if best == contest.chosen:
             us = raced[best][first]
             return Standing(best, us, us, 0.0)
-        final = self._race(place, works, kernels, [place.chosen, best], _FINAL_REPLAYS)
-        loss = _score(place, final[place.chosen]) / _score(place, final[best]) - 1
+        final = self._race(contest, works, kernels, [contest.chosen, best], _FINAL_REPLAYS)
+        loss = _score(contest, final[contest.chosen]) / _score(contest, final[best]) - 1
         if loss <= 0:  # the lead was noise
-            best, loss = place.chosen, 0.0
-        return Standing(best, final[place.chosen][first], final[best][first], loss)
+            best, loss = contest.chosen, 0.0
+        return Standing(best, final[contest.chosen][first], final[best][first], loss)
 
     def _race(
         self,
-        place: Place,
+        contest: Contest,
         works: dict[Cell, Work],
         kernels: dict[int, LoadedKernel],
         racing: Sequence[int],
         replays: int,
     ) -> dict[int, dict[Cell, float]]:
-        """µs of those kernels in each cell of a place: of two races, with graphs of their own, the less."""
+        """µs of those kernels in each cell of a contest: of two races, with graphs of their own, the less."""
         found: dict[int, dict[Cell, float]] = {i: {} for i in racing}
         for _ in range(GRAPHS):
-            for cell, _ in place.cells:
+            for cell, _ in contest.cells:
                 samples = self._stopwatch.race([kernels[i] for i in racing], works[cell], replays)
                 for i, sample in zip(racing, samples, strict=True):
                     found[i][cell] = min(found[i].get(cell, math.inf), sample.us)
@@ -189,6 +189,6 @@ def _transform(peer: Peer, problem: Problem, x: torch.Tensor) -> torch.Tensor:
     return call()
 
 
-def _score(place: Place, us: dict[Cell, float]) -> float:
-    """What ranks a kernel at a place by its times there: less is better."""
-    return math.exp(math.fsum(share * math.log(us[cell]) for cell, share in place.cells))
+def _score(contest: Contest, us: dict[Cell, float]) -> float:
+    """What ranks a kernel in a contest by its times: less is better."""
+    return math.exp(math.fsum(share * math.log(us[cell]) for cell, share in contest.cells))

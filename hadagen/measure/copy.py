@@ -6,9 +6,8 @@ The best of a few shapes at each cell is the copy's time there: one shape cannot
 from __future__ import annotations
 
 from string import Template
-from typing import NamedTuple
 
-from hadagen.launch import LaunchSpec
+from hadagen.launch import LaunchSpec, Source
 from hadagen.templates import read_texts
 
 # (threads of a block, 16-byte vectors of a thread)
@@ -16,23 +15,15 @@ SHAPES = ((128, 1), (1024, 1), (512, 2), (256, 4))
 _VECTOR_ELEMENTS = 8
 
 
-class CopySource(NamedTuple):
-    """CUDA source of one copy kernel (it includes `hadagen.cuh`), and how it is launched."""
-
-    entry: str
-    text: str
-    launch: LaunchSpec
-
-
-def copy_sources() -> tuple[CopySource, ...]:
+def copy_sources() -> tuple[Source, ...]:
     """The copy kernels to build and to hand to `DeviceRunner`."""
     template = Template(read_texts("device")["copy.cu"])
     return tuple(_source(template, threads, vectors) for threads, vectors in SHAPES)
 
 
-def _source(template: Template, threads: int, vectors: int) -> CopySource:
+def _source(template: Template, threads: int, vectors: int) -> Source:
     entry = f"copy_{threads}x{vectors}"
     tile = threads * vectors
     text = template.substitute(entry=entry, threads=threads, vectors=vectors, tile_vectors=tile)
     launch = LaunchSpec(threads, cluster=1, shared_bytes=0, tile_elements=tile * _VECTOR_ELEMENTS, persistent=False)
-    return CopySource(entry, text, launch)
+    return Source(entry, text, launch)

@@ -70,7 +70,7 @@ class Comparison:
     times: tuple[Times, ...]
 
 
-class Place(NamedTuple):
+class Contest(NamedTuple):
     """Where one of several kernels is chosen: its position among them, and the cells by whose times, each to the power
     of its share, kernels are ranked there. The shares add up to 1; the first cell's is no smaller than another's."""
 
@@ -80,17 +80,17 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Rank:
-    """Verify kernels of one problem, and find the fastest at each place."""
+    """Verify kernels of one problem, and find the fastest of each contest."""
 
     problem: Problem
     kernels: tuple[Kernel, ...]
-    places: tuple[Place, ...]
+    contests: tuple[Contest, ...]
 
 
 class Standing(NamedTuple):
-    """What came of a place: the position of the fastest kernel, times in µs of a launch at the first cell of the chosen
-    one and of the fastest, from one race between the two, and by how much of the fastest one's score that of the chosen
-    one is worse (0.02 is 2 %)."""
+    """What came of a contest: the position of the fastest kernel, times in µs of a launch at the first cell of the
+    chosen one and of the fastest, from one race between the two, and by how much of the fastest one's score that of the
+    chosen one is worse (0.02 is 2 %)."""
 
     best: int
     chosen_us: float
@@ -101,7 +101,7 @@ class Standing(NamedTuple):
 @dataclass(frozen=True)
 class Ranking:
     """What came of `Rank`. `answers`: of the kernels' verification; those it refused are not timed. `standings`: in the
-    order of the places, None where it refused the chosen kernel."""
+    order of the contests, None where it refused the chosen kernel."""
 
     answers: tuple[Answer, ...]
     standings: tuple[Standing | None, ...]

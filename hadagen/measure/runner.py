@@ -5,15 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime, timezone
 from typing import Any, Protocol
 
 from hadagen.errors import DeviceError, UsageError
 from hadagen.measure.cells import Cell, Cells
-from hadagen.measure.messages import Answer, Compare, Comparison, Measure, Place, Race, Rank, Ranking
+from hadagen.measure.messages import Answer, Compare, Comparison, Contest, Measure, Race, Rank, Ranking
 from hadagen.measure.worker import Failure, Service, Worker, WorkerLost, WorkerTimeout
 from hadagen.problem import Numerics, Problem
-from hadagen.trial import Environment, Kernel, Outcome, Provenance, Trial
+from hadagen.trial import Environment, Kernel, Outcome, Provenance, Trial, utc_now
 
 _REPLAYS = 7
 COMPARISON_TIMEOUT_S = 300.0  # a library may take a second for some of what our kernels do in a millisecond
@@ -138,15 +137,15 @@ class DeviceRunner:
         answer: Comparison = self._ask(request, f"comparing kernels for {variants[0].problem.name}")
         return answer
 
-    def rank(self, variants: Sequence[Variant], places: Sequence[Place]) -> Ranking:
-        """Verifies variants of one problem, and finds the fastest at each place.
+    def rank(self, variants: Sequence[Variant], contests: Sequence[Contest]) -> Ranking:
+        """Verifies variants of one problem, and finds the fastest of each contest.
 
         Raises `DeviceError` where the worker fails or takes longer than `COMPARISON_TIMEOUT_S`.
         """
         problem = variants[0].problem
         if any(variant.problem != problem for variant in variants):
             raise UsageError(f"not all variants are for {problem.name}; give those of one problem")
-        request = Rank(problem, tuple(_bare(_kernel(variant)) for variant in variants), tuple(places))
+        request = Rank(problem, tuple(_bare(_kernel(variant)) for variant in variants), tuple(contests))
         answer: Ranking = self._ask(request, f"ranking kernels for {problem.name}")
         return answer
 
@@ -209,7 +208,7 @@ class DeviceRunner:
             errors=answer.errors,
             timings=answer.timings,
             environment=replace(self.environment, nvcc=kernel.nvcc),
-            date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            date=utc_now(),
             seconds=answer.seconds,
         )
 

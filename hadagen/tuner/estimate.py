@@ -10,25 +10,24 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from datetime import datetime, timezone
 from itertools import chain, islice
 from math import fsum, log
 from operator import attrgetter
 from typing import Any
 
 from hadagen.arch import Arch
-from hadagen.codegen import Source, render
+from hadagen.codegen import render
 from hadagen.costmodel import Estimate, copy_us
 from hadagen.emulator import EmulationError, HostCompileError, HostModule, compile_host, verification_rows, verify
 from hadagen.errors import told_apart
 from hadagen.knobs import Knobs
-from hadagen.launch import RowShape
+from hadagen.launch import RowShape, Source
 from hadagen.measure import Cell, Variant, all_cells
 from hadagen.plan import Plan
 from hadagen.problem import Problem
 from hadagen.reference import NORMAL_ELEMENTS
 from hadagen.space import Space, build_plan
-from hadagen.trial import ELEMENT_BUCKETS, Environment, Outcome, Provenance, Timing, Trial
+from hadagen.trial import ELEMENT_BUCKETS, Environment, Outcome, Provenance, Timing, Trial, utc_now
 from hadagen.tuner.study import regime
 
 BUILT_AT_ONCE = 8 * (os.cpu_count() or 1)  # for the host; a search that is stopped waits for these
@@ -112,10 +111,10 @@ class EstimateRunner:
             provenance=Provenance.ESTIMATED,
             kernel=kernel,
             environment=environment,
-            date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            date=utc_now(),
         )
         try:
-            errors = _verify(variant.problem, plan, source, module)
+            errors = _verify(variant.problem, source, module)
         except HostCompileError as error:
             trial = replace(trial, outcome=Outcome.COMPILE_FAILED, detail=str(error))
         except EmulationError as error:
@@ -148,14 +147,12 @@ def _compile(sources: Sequence[Source]) -> HostModule | None:
         return None
 
 
-def _verify(problem: Problem, plan: Plan, source: Source, module: HostModule | None) -> dict[str, float]:
+def _verify(problem: Problem, source: Source, module: HostModule | None) -> dict[str, float]:
     """The larger error out of place and in place, by class of input; of pitched rows in place at odd addresses."""
-    rows = verification_rows(problem, plan.launch, ELEMENTS)
+    rows = verification_rows(problem, source.launch, ELEMENTS)
     module = module or compile_host([source])
-    apart = verify(problem, source, plan.launch, rows, module=module)
+    apart = verify(problem, source, rows, module=module)
     columns = max(problem.n // 2 + 1, problem.n - problem.n // 4 - 1)
     odd = RowShape(columns, columns | 1, columns | 1) if problem.pitched else None
-    in_place = verify(
-        problem, source, plan.launch, rows, module=module, shape=odd, in_place=True, order_seed=ORDER_SEED
-    )
+    in_place = verify(problem, source, rows, module=module, shape=odd, in_place=True, order_seed=ORDER_SEED)
     return {name: max(apart[name], in_place[name]) for name in apart}

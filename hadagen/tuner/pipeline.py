@@ -8,28 +8,27 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import datetime, timezone
 from math import inf
 from queue import Empty, SimpleQueue
 from threading import Event as Flag
 from threading import current_thread, main_thread
 
 from hadagen.arch import Arch
-from hadagen.codegen import Source, render
+from hadagen.codegen import render
 from hadagen.knobs import Knobs
-from hadagen.launch import LaunchSpec
+from hadagen.launch import Source
 from hadagen.measure import Runner, Variant
 from hadagen.problem import Problem
 from hadagen.space import build_plan
 from hadagen.toolchain import BuildFailure
-from hadagen.trial import Kernel, Outcome, Provenance, Trial
+from hadagen.trial import Kernel, Outcome, Provenance, Trial, utc_now
 from hadagen.tuner.events import BatchBuilt, Listener
 
 BATCHES = 3  # under way at once: one is measured, one is built, one is being built
 BATCH_SIZE = 64
 
 Batch = Sequence[tuple[Problem, Knobs]]
-Build = Callable[[Sequence[tuple[Source, LaunchSpec]]], Sequence[Kernel | BuildFailure]]
+Build = Callable[[Sequence[Source]], Sequence[Kernel | BuildFailure]]
 _KernelKey = tuple[Problem, str]  # variants with the same key do the same thing in the same time
 
 
@@ -134,7 +133,7 @@ class Pipeline:
         if self._build_kernels is None:
             return _BuiltBatch(tuple(Variant(problem, knobs.to_dict()) for problem, knobs in batch), (), (), 0.0)
         plans = [build_plan(problem, knobs, self._arch) for problem, knobs in batch]
-        kernels = self._build_kernels([(render(plan), plan.launch) for plan in plans])
+        kernels = self._build_kernels([render(plan) for plan in plans])
         fresh: list[Variant] = []
         known: list[Variant] = []
         failed: list[tuple[Problem, Knobs, BuildFailure]] = []
@@ -185,7 +184,7 @@ class Pipeline:
             provenance=Provenance.MEASURED if environment.gpu else Provenance.ESTIMATED,
             detail=failure.log,
             environment=environment,
-            date=_now(),
+            date=utc_now(),
         )
 
     def _same_kernel_trial(self, variant: Variant) -> Trial:
@@ -197,7 +196,7 @@ class Pipeline:
             knobs=variant.knobs,
             kernel=variant.kernel,
             detail=f"same kernel as {Knobs.from_dict(first.knobs)}",
-            date=_now(),
+            date=utc_now(),
             seconds=0.0,
         )
 
@@ -219,7 +218,3 @@ def _finishing() -> Iterator[list[int]]:
 
 def _key(problem: Problem, kernel: Kernel) -> _KernelKey:
     return problem, kernel.digest
-
-
-def _now() -> str:
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")

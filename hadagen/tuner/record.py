@@ -11,7 +11,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime, timezone
 from itertools import islice
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from hadagen.knobs import Knobs
 from hadagen.measure import Cell, Runner
 from hadagen.problem import Problem
 from hadagen.space import Space
-from hadagen.trial import Destination, Environment, Outcome, Trial, deciding_cache
+from hadagen.trial import Destination, Environment, Outcome, Trial, deciding_cache, utc_now
 from hadagen.tuner.events import Listener, ProblemFinished, ProblemStarted, SearchStarted, TrialFinished
 from hadagen.tuner.pipeline import BATCH_SIZE, Build, Pipeline
 from hadagen.tuner.recording import SUFFIX, Recording, read_recording, recording_of, write_recording
@@ -155,7 +154,7 @@ class _Recorder:
     def __init__(self, options: RecordOptions, listen: Listener) -> None:
         self._options, self._listen = options, listen
         self._started = time.monotonic()
-        date = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        date = utc_now()
         self._drafts = {}
         for problem, cells in options.cells.items():
             ranges = dict(options.arch.search)

@@ -34,11 +34,11 @@ SHORT_GAP = 1.1  # element counts of no larger ratio are not looked between
 MOST_KERNELS = 16  # of a problem; more only where more win
 
 # Times each kernel at every cell of its problem, however slow it is.
-Measure = Callable[[Mapping[Problem, Sequence[Cell]], Sequence[Variant]], Iterable[Trial]]
+Measurer = Callable[[Mapping[Problem, Sequence[Cell]], Sequence[Variant]], Iterable[Trial]]
 Where = tuple[Destination, int]  # where the result goes, and the number of elements
 
 
-def refine(problems: Iterable[Problem], store: Store, arch: str, gpu: Environment, measure: Measure) -> list[Problem]:
+def refine(problems: Iterable[Problem], store: Store, arch: str, gpu: Environment, measure: Measurer) -> list[Problem]:
     """Time the best kernels of problems between their element counts, and add the times to their trials in the store.
 
     gpu: where `measure` times; it is asked once for each round, of all problems, and what it yields is stored at once.
