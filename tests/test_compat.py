@@ -81,6 +81,7 @@ BOTH = pytest.mark.parametrize("function", [fast.hadamard_transform, fast.hadama
         (torch.ones(2), TypeError, r"scale is a float32 tensor of shape \(2,\); pass a real number, or"),
         (torch.ones(0), TypeError, r"scale is a float32 tensor of shape \(0,\); pass a real number, or"),
         (1j, TypeError, "scale is a complex; pass a real number"),
+        (np.complex64(1j), TypeError, "scale is a complex64; pass a real number"),
         ("1", TypeError, "scale is a str; pass a real number"),
         (float("inf"), UsageError, "scale = inf is not finite in float64"),
         (torch.tensor(float("nan")), UsageError, "scale = nan is not finite in float64"),

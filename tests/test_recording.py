@@ -199,6 +199,9 @@ def test_a_recording_whose_last_write_failed_is_completed(tmp_path: Path, monkey
     ((path, recording),) = [(path, read_recording(path)) for path in report.files.values()]
     assert len(recording.trials) == len(Space(recording.problem, small()).legal)
     assert list(tmp_path.iterdir()) == [path]
+    path.with_suffix(".part").write_text("as before the whole file was written")
+    record(wanted)
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_file_without_a_whole_line_is_begun_anew(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from test_runtime import expected, normal, padded
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from hadagen import hadamard_transform
 from hadagen.errors import TensorError, UsageError
@@ -191,6 +192,36 @@ def test_out_refuses_a_tangent() -> None:
             function(forward_ad.make_dual(x, x))
 
 
+class Watched(torch.Tensor):
+    """A subclass that knows one operator, and wraps the tensor it is computed on."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Watched:
+        made: Watched = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert function is operator.functional
+        x, *options = args
+        return Watched(function(x.inner, *options))
+
+
+def test_nothing_else_is_asked_of_a_subclass() -> None:
+    x = normal(3, 8)
+    assert torch.equal(operator.functional(Watched(x), 0.5, "accurate").inner, hadamard_transform(x, 0.5))
+
+
+def test_a_trace_within_a_dual_level_has_nothing_else() -> None:
+    with forward_ad.dual_level():
+        traced = make_fx(lambda x: hadamard_transform(x * 2, 0.5))(normal(3, 8))
+    called = [str(node.target) for node in traced.graph.nodes if node.op == "call_function"]
+    assert called == ["aten.mul.Tensor", "hadagen.hadamard_transform.default"]
+
+
 @pytest.mark.parametrize("inplace", [False, True])
 def test_tangents(inplace: bool) -> None:
     x, tangent = normal(3, 8), normal(3, 8, seed=1)
@@ -242,7 +273,8 @@ def test_transforms_of_functions(function: Callable[[torch.Tensor], torch.Tensor
     close(torch.func.jacfwd(function)(x[0]), h)
     close(torch.func.hessian(lambda x: function(x).square().sum())(x[0]), 2 * h @ h)
     close(torch.func.jacrev(torch.func.grad(lambda x: function(x).square().sum()))(x[0]), 2 * h @ h)
-    close(torch.func.jacfwd(torch.func.jacfwd(lambda x: function(x).square().sum()))(x[0]), 2 * h @ h)
+    twice = torch.func.jvp(lambda x: torch.func.jvp(lambda x: function(x**3), (x,), (other,))[1], (x,), (other,))[1]
+    close(twice, 6 * x * other**2 @ h)
     per_sample = torch.vmap(torch.func.grad(lambda x: function(x).square().sum()))(x)
     close(per_sample, 2 * x @ h @ h)
 

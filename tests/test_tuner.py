@@ -520,7 +520,7 @@ def times(trial: Trial) -> list[float]:
 
 
 def test_a_race_settles_how_far_apart_two_kernels_are(store: Store) -> None:
-    """And leaves the mean of their times as it was."""
+    """And the winner keeps its time."""
     runner = RacingRunner()
     (problem,) = problems(256)
     variants = []
@@ -534,8 +534,8 @@ def test_a_race_settles_how_far_apart_two_kernels_are(store: Store) -> None:
     for old, new in zip(
         zip(*map(times, before), strict=True), zip(*map(times, store.trials()), strict=True), strict=True
     ):
-        assert math.prod(new) == pytest.approx(math.prod(old))
         assert new[0] / new[1] == pytest.approx(first / second)
+        assert min(new) in old
 
 
 def test_a_race_leaves_alone_what_others_have_timed_meanwhile(store: Store) -> None:

@@ -29,7 +29,7 @@ def written_aside(path: str | os.PathLike[str]) -> Iterator[Path]:
         yield aside
         if path.exists():
             shutil.copymode(path, aside)
-        with aside.open("rb") as file:
+        with aside.open("r+b") as file:
             os.fsync(file.fileno())  # or the new name might last longer than what it names
         os.replace(aside, path)
     except BaseException:

@@ -7,7 +7,7 @@ This takes more than the original does: rows longer than 32768, float64, tensors
 
 from __future__ import annotations
 
-from numbers import Real
+from numbers import Complex
 from typing import Any
 
 import torch
@@ -84,7 +84,7 @@ def _number(scale: Any) -> Any:
     """The only element of a tensor, and the number that an array or a Decimal stands for; else the scale as it is.
     Raises TypeError for a tensor or an array of none, of several or of complex numbers."""
     if not isinstance(scale, torch.Tensor):
-        known = isinstance(scale, Real) or is_symbolic(scale) or not hasattr(scale, "__float__")
+        known = isinstance(scale, Complex) or is_symbolic(scale) or not hasattr(type(scale), "__float__")
         return scale if known else float(scale)
     if scale.is_complex() or scale.numel() != 1:
         plain = str(scale.dtype).removeprefix("torch.")

@@ -32,6 +32,8 @@ for _schema in (
 ):
     _LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 
+_unpack_dual: Any = torch._C._VariableFunctions._unpack_dual  # which takes longer to look up than to call
+
 functional: Any = torch.ops.hadagen.hadamard_transform.default
 in_place: Any = torch.ops.hadagen.hadamard_transform_.default
 into: Any = torch.ops.hadagen.hadamard_transform_out.default
@@ -116,7 +118,11 @@ class _InPlace(_Function):
 
     @staticmethod
     def jvp(ctx: Any, tangent: torch.Tensor, *_: None) -> torch.Tensor:
-        return tangent.copy_(transform(tangent, *ctx.options))
+        result = transform(tangent, *ctx.options)
+        if not torch._C._are_functorch_transforms_active():
+            return tangent.copy_(result)
+        with forward_ad._set_fwd_grad_enabled(True):  # for the tangent may have one, of an outer level
+            return tangent.copy_(result)
 
 
 def _below_autograd(x: torch.Tensor, scale: float, numerics: str) -> torch.Tensor:
@@ -170,23 +176,14 @@ def needs_derivative(x: torch.Tensor) -> bool:
 
 
 def _has_tangent(x: torch.Tensor) -> bool:
+    """What `forward_ad.unpack_dual` says, but where compiled code runs too, in which Python's count of levels stands
+    still."""
     if not torch._C._is_fwd_grad_enabled():
         return False
-    if torch._C._len_torch_dispatch_stack() and not _has_dual_level():  # a trace would record the question
-        return False
-    tangent: torch.Tensor | None = torch._VF._unpack_dual(x, level=0).tangent
-    return tangent is not None
-
-
-def _has_dual_level() -> bool:
-    """Whether a level of forward-mode derivatives is open, of which there is one at most. Python's own count of them,
-    `forward_ad._current_level`, stands still where compiled code runs."""
-    try:
-        level = torch._C._enter_dual_level()
-    except RuntimeError:
-        return True
-    torch._C._exit_dual_level(level=level)
-    return False
+    if type(x) is torch.Tensor and not torch._C._len_torch_dispatch_stack():
+        return _unpack_dual(x, level=0)[1] is not None
+    with torch._C._DisableTorchDispatch():  # or a trace would record the question, and a subclass be asked it
+        return _unpack_dual(x, level=0)[1] is not None
 
 
 def _apply_at_one_level(function: Any, *arguments: Any) -> Any:
@@ -207,7 +204,7 @@ def _in_place_autograd(x: torch.Tensor, scale: float, numerics: str) -> None:
         with _next_level():
             in_place(x, scale, numerics)
         return
-    if x.requires_grad:
+    if x.requires_grad and torch.is_grad_enabled():
         _check_autograd_follows(x)
     if not (has_only_memory(x) or torch._C._are_functorch_transforms_active()):
         # torch.compile takes an operator that writes to its input for one that autograd need not know of.

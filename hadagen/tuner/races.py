@@ -1,13 +1,12 @@
 """Near-ties, raced: the two fastest kernels of a cell are timed again by turns before a winner is named.
 
 Winners are a view of the trials, so that is where the result goes: the times of both kernels get the ratio that they
-had in the race, and their detail says by how much it was won. Their level stays what it was, for the other kernels of
-the cell were timed then, and the device may be a little faster or slower today.
+had in the race, and their detail says by how much it was won. The winner keeps its time, for the other kernels of the
+cell were timed then, and the device may be a little faster or slower today.
 """
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -67,9 +66,10 @@ def race_near_ties(trials: Iterable[Trial], store: Store, runner: Racing) -> Ite
 
 
 def _settled(before: tuple[float, float], raced: tuple[float, float]) -> tuple[float, float]:
-    """Two times as far apart as those of a race, with the geometric mean of those before."""
-    level, apart = math.sqrt(math.prod(before)), math.sqrt(raced[0] / raced[1])
-    return level * apart, level / apart
+    """Two times as far apart as those of a race; that of its winner is what it was before."""
+    if raced[0] <= raced[1]:
+        return before[0], before[0] * raced[1] / raced[0]
+    return before[1] * raced[0] / raced[1], before[1]
 
 
 def _near_ties(

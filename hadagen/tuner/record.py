@@ -124,6 +124,7 @@ class _Draft:
             found = read_recording(self.path)
             if not found.same_but_for_trials(empty) or len(found.trials) != len(self._legal):
                 raise self._in_the_way()
+            self._part.unlink(missing_ok=True)  # an earlier run ended just after it wrote the whole file
             return found
         self._part.parent.mkdir(parents=True, exist_ok=True)
         text = self._part.read_text(encoding="utf-8") if self._part.exists() else ""

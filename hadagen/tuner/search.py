@@ -120,6 +120,7 @@ def _search(options: TuneOptions, listen: Listener, storage: BaseStorage) -> Tun
 def _optuna_storage(store: Store) -> RDBStorage:
     """Optuna's tables, in our database."""
     sqlite = store.url.startswith("sqlite")
+    failure = ""
     for attempt in range(STORAGE_ATTEMPTS):
         try:
             with store.lent():
@@ -128,11 +129,12 @@ def _optuna_storage(store: Store) -> RDBStorage:
             raise StorageError(
                 f"{store.place} holds tables of another Optuna than {optuna.__version__}; name another database"
             ) from error
-        except StorageError:
+        except StorageError as error:
             # Another process may make them at the same time, for Optuna takes no lock. What that one has made is found
-            # the next time.
-            if attempt == STORAGE_ATTEMPTS - 1:
+            # the next time; so what fails twice in the same way fails for another reason.
+            if failure == str(error) or attempt == STORAGE_ATTEMPTS - 1:
                 raise
+            failure = str(error)
     raise AssertionError("it was made, or could not be")
 
 
