@@ -11,6 +11,7 @@ import pytest
 from command_line import BEST, TINY_TUNE, machine, run, sample, sentence, succeed
 
 from hadagen.cli import options
+from hadagen.cli.output import print_table
 from hadagen.cli.sentences import TUNE_PACKAGES
 from hadagen.trial import BUCKETS_BETWEEN, BUCKETS_OF_LONG_ROWS, ELEMENT_BUCKETS
 
@@ -101,6 +102,12 @@ def test_elements() -> None:
     counts = [*ELEMENT_BUCKETS, *BUCKETS_BETWEEN, *BUCKETS_OF_LONG_ROWS]
     assert options.parse_elements(",".join(map(options.short_elements, counts))) == sorted(counts)
     assert [options.short_elements(count) for count in (3 << 17, 1 << 20, 5 << 18)] == ["384K", "1M", "1.25M"]
+
+
+# ---- tables ----------------------------------------------------------------------------------------------------------
+def test_numbers_lean_right_and_text_left_without_blanks_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table(["n", "us", "name"], [(2, 1.25, "longer"), (128, None, "short"), (16, None, None)])
+    assert capsys.readouterr().out == "  n    us  name\n  2  1.25  longer\n128     -  short\n 16     -  -\n"
 
 
 # ---- a bare install --------------------------------------------------------------------------------------------------

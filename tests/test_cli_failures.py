@@ -17,6 +17,7 @@ from command_line import BEST, TINY_TUNE, database, machine, raising, run, sampl
 
 from hadagen import toolchain
 from hadagen.cli import options
+from hadagen.cli.output import report_failures
 from hadagen.errors import DeviceError
 
 __all__ = ["database", "machine", "sample"]  # fixtures
@@ -25,6 +26,12 @@ pytestmark = pytest.mark.usefixtures("machine")
 
 def test_without_a_gpu_bench_says_so() -> None:
     assert sentence(run("bench"), 1) == "there is no GPU in this test; add one"
+
+
+def test_of_several_failures_every_one_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(DeviceError, match=r"^third$"):
+        report_failures(["first", "second", "third"], DeviceError)
+    assert capsys.readouterr().err == "hadagen: first\nhadagen: second\n"
 
 
 def test_tune_refuses_an_empty_arch() -> None:

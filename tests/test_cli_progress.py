@@ -6,6 +6,8 @@ import pytest
 from fake_search import FakeRunner
 from sample_trials import make_trial
 
+from hadagen.cli import progress
+from hadagen.cli.output import clock_text
 from hadagen.cli.progress import State, shown
 from hadagen.trial import Outcome
 from hadagen.tuner import PairRaced, ProblemFinished, SearchStarted, TrialFinished
@@ -29,6 +31,8 @@ def test_progress_says_how_far_the_search_is_and_what_time_is_left() -> None:
     assert state.counts == "23 of 103 trials (20 ok, 1 timeout, 1 pairs raced)"
     now[0] = 999.0
     assert state.seconds_left == 1.0
+    now[0] = 1001.0
+    assert state.seconds_left == 0.0
 
 
 def test_progress_is_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
@@ -37,6 +41,21 @@ def test_progress_is_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixt
         listen(ProblemFinished(make_trial().problem, 2, SCORES))
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("n256-float16-accurate: 2 trials, best so far")
+
+
+def test_a_line_comes_now_and_then(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    with shown(None) as listen:
+        for finished in range(1, 13):
+            now[0] += 4.0
+            listen(TrialFinished(make_trial(), SCORES, finished, trials=12))
+    counts = [line.split(" of ")[0] for line in capsys.readouterr().err.splitlines()]
+    assert counts == ["3", "6", "9", "12"]
+
+
+def test_a_time_is_shown_as_on_a_clock() -> None:
+    assert [clock_text(seconds) for seconds in (0.0, 187.9, 4000.0, None)] == ["0:00", "3:07", "66:40", "?:??"]
 
 
 def test_progress_is_drawn_on_a_terminal() -> None:

@@ -228,6 +228,20 @@ def test_kernels_let_the_next_one_start_once_they_have_loaded() -> None:
     assert text.count("trigger_dependents") == 1
 
 
+def test_every_round_between_blocks_waits_for_a_phase_of_its_own() -> None:
+    knobs = Knobs(4, 2, 2, mma_carrier="split", butterfly_carrier="fp32", exchange_carrier="fp32", exchange_rounds=2)
+    text = render(build_plan(Problem(4096, DType.FLOAT16), knobs, ARCH)).text
+    at = places(
+        text,
+        "remote_barrier_wait(crossed, 0);",
+        "if (thread_index() == 0) barrier_expect(crossed, 4096u);",
+        "cluster_arrive();",
+        "remote_barrier_wait(crossed, 1);",
+    )
+    assert at == sorted(at)
+    assert text.count("remote_barrier_wait(crossed, ") == 2
+
+
 @pytest.mark.parametrize("pitched", [False, True], ids=["contiguous", "pitched"])
 def test_blocks_that_load_whole_rows_store_when_all_have_loaded(pitched: bool) -> None:
     knobs = Knobs(4, 4, 4, "load", mma_carrier="split", butterfly_carrier="fp32", exchange_carrier="fp32")
@@ -247,6 +261,12 @@ def test_blocks_that_load_whole_rows_store_when_all_have_loaded(pitched: bool) -
     by_chunk = render(build_plan(plan.problem, replace(knobs, order="by_chunk"), ARCH)).text
     assert by_chunk.count("cluster_arrive();") == 1
     assert "\n    cluster_arrive();" in by_chunk  # behind the loop over chunks
+
+
+def test_a_block_that_loads_whole_rows_stores_its_share_where_bits_end_as_they_began() -> None:
+    plan = build_plan(Problem(512, DType.FLOAT16), Knobs(cluster=2, block_bits="load", mma_carrier="split"), ARCH)
+    assert plan.placements[-1] == plan.loaded
+    assert "store_at = lane * 8 + rank % 2 * 256;" in render(plan).text
 
 
 def test_every_call_of_a_kernel_is_a_primitive() -> None:

@@ -15,6 +15,7 @@ import pytest
 from rounding import rounding_bound
 from spaces import ARCH, draw, families
 
+from hadagen import emulator
 from hadagen.bits import decode, encode
 from hadagen.codegen import render
 from hadagen.emulator import EmulationError, HostModule, compile_host, verification_rows, verify
@@ -270,6 +271,12 @@ def test_rows_of_a_verification_show_a_ragged_tile_and_come_round_a_persistent_l
         assert all_rows % (1 << tile_bits - 8)
         assert all_rows * 256 > 10 << tile_bits
     assert verification_rows(Problem(32768, DType.FLOAT16), LaunchSpec(256, 1, 0, 1 << 15, persistent=False)) == 2
+
+
+@pytest.mark.parametrize("dtype", DType)
+def test_rows_of_an_odd_pitch_begin_beside_a_multiple_of_16_bytes(dtype: DType) -> None:
+    beside = [emulator._poisoned(dtype, 3, pitch).ctypes.data % 16 for pitch in (16, 17)]
+    assert beside == [0, dtype.bytes]
 
 
 def test_verify_raises_for_what_the_result_does_not_show() -> None:

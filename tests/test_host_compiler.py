@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shlex
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 from machine_case import COPY, Case
 
+from hadagen import emulator
 from hadagen.emulator import HostCompileError, compile_host, host_texts
 from hadagen.errors import StorageError, ToolchainError
 
@@ -88,6 +90,34 @@ def test_what_was_built_is_found_again(tmp_path: Path, monkeypatch: pytest.Monke
     compile_host([source], cache_directory=tmp_path)
     monkeypatch.setattr(subprocess, "run", None)
     compile_host([source], cache_directory=tmp_path)
+
+
+def test_only_what_the_same_compiler_built_of_the_same_sources_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    once, other = (Case(name, COPY).source for name in ("once", "other"))
+    compile_host([once], cache_directory=tmp_path)
+    compile_host([other], cache_directory=tmp_path)
+    assert len(list(tmp_path.glob("*.so"))) == 2
+    monkeypatch.setenv("CXX", fake_compiler(tmp_path / "c++", "[ $1 = --version ]"))
+    with pytest.raises(ToolchainError, match="cannot build an empty library"):
+        compile_host([once], cache_directory=tmp_path)
+
+
+def test_a_full_disk_is_not_taken_for_a_wrong_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(StorageError, match="No space left on device"):
+        compile_host([Case("broken", "no_such_primitive();").source], cache_directory=tmp_path)
+
+
+def test_a_compiler_is_out_of_reach_of_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else what it had not finished would pass for a source that does not compile."""
+    monkeypatch.setenv("CXX", fake_compiler(tmp_path / "c++", f"cut -d' ' -f6 /proc/$$/stat > {tmp_path}/session"))
+    emulator._compiler(os.environ["CXX"])("-c")
+    assert int((tmp_path / "session").read_text()) != os.getsid(0)
 
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:

@@ -87,6 +87,12 @@ def test_only_the_declarations_a_kernel_uses_stay() -> None:
     assert printing.index("vprintf") < printing.index("$str[3]") < printing.index("print(") < printing.index(".entry")
 
 
+def test_a_name_that_is_part_of_another_is_not_used() -> None:
+    declared = [f".global .align 1 .b8 {name}[1];\n" for name in ("str", "str1", "$str")]
+    module = HEADER + "".join(declared) + ".visible .entry k(\n)\n{\n\tmov.u64 %rd1, str1;\n}\n"
+    assert [line in ptx.split(module)["k"] for line in declared] == [False, True, False]
+
+
 def test_numbers_and_names_of_the_unit_are_gone() -> None:
     kernels = ptx.split(MODULE)
     assert "$L__BB0_2:" in kernels["plain"]
@@ -95,9 +101,9 @@ def test_numbers_and_names_of_the_unit_are_gone() -> None:
 
 
 def test_the_name_is_replaced_only_where_it_is_the_name() -> None:
-    module = HEADER + ".visible .entry add(\n\t.param .u64 add_param_0\n)\n{\n\tadd.s32 %r1, %addr, x_add;\n}\n"
+    module = HEADER + ".visible .entry add(\n\t.param .u64 add_param_0\n)\n{\n\tadd %addr, x_add, x_add_param_0;\n}\n"
     [kernel] = ptx.split(module).values()
-    assert "\tadd.s32 %r1, %addr, x_add;\n" in kernel
+    assert "\tadd %addr, x_add, x_add_param_0;\n" in kernel
     assert f"{ptx.ENTRY}_param_0" in kernel
 
 

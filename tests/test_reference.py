@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hadagen.bits import decode, encode
-from hadagen.problem import MAX_LOG2_N, DType, Numerics, Problem
+from hadagen.problem import MAX_LOG2_N, ROUNDING_ERROR, DType, Numerics, Problem
 from hadagen.reference import (
     INPUT_CLASSES,
     NORMAL_ELEMENTS,
@@ -85,6 +85,8 @@ def test_fast_may_err_as_often_as_hadacore_rounds(dtype: DType) -> None:
         roundings = 1 + (k > 4) + (k > 8) + (k > 12)
         bound, rounding = Problem(1 << k, dtype, Numerics.FAST).error_bound, ONE_ROUNDING[dtype]
         assert 0.93 * rounding * roundings**0.5 < bound < 1.13 * rounding * roundings**0.5
+        counted = Problem(1 << k, dtype, Numerics.FAST).roundings
+        assert bound > 1.01 * ROUNDING_ERROR[dtype] * counted**0.5  # a sample may err a little more
     assert Problem(64, DType.FLOAT32, Numerics.FAST).error_bound == Problem(64, DType.FLOAT32).error_bound
 
 
@@ -100,3 +102,4 @@ def test_relative_error() -> None:
     assert relative_error(np.array([3.0, 4.5]), reference) == pytest.approx(0.1)
     assert relative_error(np.array([3e200, 4.5e200]), reference * 1e200) == pytest.approx(0.1)
     assert relative_error(np.array([3.0, np.nan]), reference) == float("inf")
+    assert relative_error(np.zeros(2), np.zeros(2)) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 
 import pytest
@@ -30,7 +31,9 @@ def scale_of(form: ScaleForm, word: int) -> float:
 @pytest.mark.parametrize("form", HALVES)
 @given(data=st.data())
 def test_both_halves_together_are_the_scale(form: ScaleForm, data: st.DataObject) -> None:
-    scale = data.draw(st.floats(*form.range)) * data.draw(st.sampled_from([1, -1]))
+    least, most = (int(math.log2(end)) for end in form.range)
+    scale = math.ldexp(data.draw(st.floats(1, 2)), data.draw(st.integers(least, most - 1)))
+    scale *= data.draw(st.sampled_from([1, -1]))
     error = abs(scale_of(form, scale_word(form, scale)) / scale - 1)
     assert error < {"float16-factors": 1e-5, "bfloat16-factors": 3e-4}.get(form.value, 1e-5)
 

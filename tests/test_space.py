@@ -432,6 +432,78 @@ def test_what_is_legal_fits_the_limits(n: int, dtype: DType) -> None:
     assert both or n <= 4096
 
 
+IN_BLOCKS_AND_BETWEEN = Knobs(4, 4, 4, mma_carrier="split", butterfly_carrier="fp32", exchange_carrier="fp32")
+
+
+@pytest.mark.parametrize(
+    ("problem", "knobs"),
+    [
+        (Problem(16384, DType.FLOAT16), IN_BLOCKS_AND_BETWEEN),
+        (Problem(4096, DType.FLOAT16), replace(IN_BLOCKS_AND_BETWEEN, cluster=1, load="bulk", min_blocks=2)),
+        (Problem(8192, DType.FLOAT16), replace(WHOLE_ROWS, load="multicast")),
+        (Problem(8192, DType.BFLOAT16), LEVELS),
+    ],
+    ids=["two exchanges", "staged", "multicast", "levels"],
+)
+def test_what_lacks_one_byte_of_shared_memory_is_refused(problem: Problem, knobs: Knobs) -> None:
+    limits, needed = ARCH.limits, build_plan(problem, knobs, ARCH).shared_bytes
+    of_an_sm = knobs.min_blocks * (needed + limits.shared_reserved_per_block)
+    for less, why in (
+        (replace(limits, shared_per_block=needed - 1), "bytes of shared memory per block"),
+        (replace(limits, shared_per_sm=of_an_sm - 1), "bytes of shared memory per SM"),
+    ):
+        with pytest.raises(UsageError, match=why):
+            build_plan(problem, knobs, replace(ARCH, limits=less))
+
+
+def test_an_sm_is_filled_with_threads_and_not_beyond() -> None:
+    problem, knobs = Problem(256, DType.FLOAT16, Numerics.FAST), Knobs(warps=8, min_blocks=8)
+    build_plan(problem, knobs, ARCH)
+    with pytest.raises(UsageError, match="more than 2048 threads per SM"):
+        build_plan(problem, replace(knobs, warps=16), ARCH)
+
+
+def test_a_second_tile_under_way_takes_registers_or_shared_memory() -> None:
+    problem, knobs = Problem(256, DType.FLOAT16, Numerics.FAST), Knobs(8, 4, grid="persistent", min_blocks=8)
+    build_plan(problem, knobs, ARCH)
+    build_plan(problem, replace(knobs, load="bulk", stages=2, min_blocks=4), ARCH)
+    build_plan(problem, replace(knobs, load="cp_async", warps=1, stages=2), ARCH)
+    with pytest.raises(UsageError, match="a thread's values do not fit its registers"):
+        build_plan(problem, replace(knobs, stages=2), ARCH)
+
+
+def test_clusters_are_no_larger_than_the_arch_has_them() -> None:
+    problem, knobs = Problem(16384, DType.FLOAT16, Numerics.FAST), Knobs(4, 1, 16, "exchange", "lanes")
+    knobs = replace(knobs, butterfly_carrier="fp32")
+    build_plan(problem, knobs, ARCH)
+    with pytest.raises(UsageError, match="the arch has no clusters of 16 blocks"):
+        build_plan(problem, knobs, replace(ARCH, limits=replace(ARCH.limits, cluster_blocks=8)))
+
+
+@pytest.mark.parametrize("load", ["cp_async", "bulk"])
+@pytest.mark.parametrize("dtype", DType)
+def test_rows_of_16_bytes_are_the_least_to_be_copied(dtype: DType, load: str) -> None:
+    knobs = Knobs(low_bits="shuffle", butterfly_carrier="fp32", load=load)
+    build_plan(Problem(16 // dtype.bytes, dtype), knobs, ARCH)
+    with pytest.raises(UsageError, match="rows shorter than 16 bytes"):
+        build_plan(Problem(8 // dtype.bytes, dtype), knobs, ARCH)
+
+
+def test_only_what_meets_bank_conflicts_is_laid_out_in_another_way() -> None:
+    problem = Problem(1024, DType.FLOAT16)
+    knobs = Knobs(2, 2, low_bits="shuffle", butterfly_carrier="fp32", exchange_carrier="fp32", shared_layout="swizzled")
+    build_plan(problem, knobs, ARCH)
+    with pytest.raises(UsageError, match="one vector a lane meets no bank conflict"):
+        build_plan(problem, replace(knobs, exchange_rounds=2), ARCH)
+
+
+def test_accurate_sums_in_fp32() -> None:
+    knobs = Knobs(low_bits="mma_shuffle", butterfly_carrier="fp32")
+    build_plan(Problem(256, DType.FLOAT16), knobs, ARCH)
+    with pytest.raises(UsageError, match="accurate may not round inside an mma"):
+        build_plan(Problem(256, DType.FLOAT16), replace(knobs, accumulator="packed"), ARCH)
+
+
 def test_bad_knobs_are_named() -> None:
     problem = Problem(4096, DType.FLOAT16, Numerics.FAST)
     with pytest.raises(UsageError, match="knob 'color' is not known"):

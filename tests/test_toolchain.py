@@ -8,6 +8,7 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -285,10 +286,45 @@ def test_an_nvcc_that_compiles_nothing_is_not_taken_for_wrong_sources(
         Toolchain.find().build([source("copy", COPY), source("shares", SHARED)], arch, jobs=1)
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ToolchainError])
+def test_what_ends_a_batch_leaves_the_rest_uncompiled(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arch: Arch, error: type[BaseException]
+) -> None:
+    started, cancelled = Event(), Event()
+    compiled = []
+
+    def back_end(build: Any, key: str, source: Source, module: str) -> BuildFailure:
+        compiled.append(source.entry)
+        started.set()
+        cancelled.wait(10)
+        return BuildFailure(source.entry, "")
+
+    def ended(futures: Any) -> Any:
+        *_, last = futures
+        last.add_done_callback(lambda future: cancelled.set())
+        started.wait()
+        raise error
+
+    waits = iter([toolchain.as_completed, ended])  # for the front end, then for the back ends
+    monkeypatch.setattr(toolchain, "as_completed", lambda futures: next(waits)(futures))
+    monkeypatch.setattr(toolchain._Build, "_front_end", lambda build, unit: [(*each, "") for each in unit])
+    monkeypatch.setattr(toolchain._Build, "_back_end", back_end)
+    tools = Toolchain(Path("nvcc"), "", cache=KernelCache(tmp_path))
+    with pytest.raises(error):
+        tools.build([source("first", COPY), source("second", SHARED)], arch, jobs=1)
+    assert compiled == ["first"]
+
+
 def test_a_tool_puts_its_own_files_where_it_works(tmp_path: Path) -> None:
     """Where there is room for them, and they are removed with the rest."""
     script(tmp_path / "tool", 'echo "$TMPDIR"')
     assert toolchain._run([tmp_path / "tool"], tmp_path).stdout.strip() == str(tmp_path)
+
+
+def test_a_tool_is_out_of_reach_of_ctrl_c(tmp_path: Path) -> None:
+    """Else what it had not finished would pass for a source that does not compile."""
+    script(tmp_path / "tool", "cut -d' ' -f6 /proc/$$/stat")
+    assert int(toolchain._run([tmp_path / "tool"]).stdout) != os.getsid(0)
 
 
 def test_jobs_below_one_are_refused(arch: Arch) -> None:

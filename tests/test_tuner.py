@@ -100,7 +100,8 @@ def test_each_cell_has_its_leader(store: Store) -> None:
     good, odd = (make_trial(problem, Knobs(chunks=chunks).to_dict()) for chunks in (8, 2))
     (first, *others) = odd.timings
     odd = replace(odd, timings=(replace(first, us=0.5), *others))
-    leaders = leaders_of([good, odd, replace(odd, outcome=Outcome.WRONG_ANSWER, knobs=Knobs(chunks=1).to_dict())])
+    wrong = replace(odd, timings=(replace(first, us=0.25),), knobs=Knobs(chunks=1).to_dict())
+    leaders = leaders_of([good, odd, replace(wrong, outcome=Outcome.WRONG_ANSWER)])
     cell = first.elements, first.destination, first.cache
     assert {at: leader.knobs.chunks for at, leader in leaders.items() if leader.knobs.chunks != 8} == {cell: 2}
     assert leaders[Cell(*cell)].fraction == first.copy_us / 0.5
@@ -120,6 +121,8 @@ def test_known_knobs_are_tried_first(store: Store, pitched: bool) -> None:
     tune(options(store, runner, problems=[problem, *others], trials=24, known={problem: known}))
     asked = [Knobs.from_dict(knobs) for which, knobs in runner.asked if which == problem]
     assert asked[:2] == [Space(problem, arch()).closest(knobs) for knobs in known]
+    first = [which for which, _ in runner.asked[: len(known) * (1 + len(others))]]
+    assert first.count(problem) == len(known), "they wait for no answer of others"
 
 
 @pytest.mark.parametrize("pitched", [False, True])
@@ -175,6 +178,8 @@ def test_pitched_problems_follow_their_twins_with_a_quarter_of_the_trials(store:
     counts = dict.fromkeys(contiguous, 24) | dict.fromkeys(pitched, 24 // search.PITCHED_SHARE)
     assert Counter(trial.problem for trial in store.trials()) == counts
     assert events[0] == SearchStarted(6, sum(counts.values()), 0, GPU, estimated=False)
+    opened = [event.problem for event in events if isinstance(event, ProblemStarted)]
+    assert opened == [*contiguous, *pitched]
     assert (report.finished, report.stopped) == (sum(counts.values()), "")
     asked: Counter[Problem] = Counter()
     for problem, knobs in runner.asked:
@@ -318,6 +323,15 @@ def test_failures_are_kept_and_optuna_learns_from_them(store: Store) -> None:
     pruned = [trial for trial in kept if trial.state is optuna.trial.TrialState.PRUNED]
     assert len(pruned) == 25 - outcomes[Outcome.OK]
     assert all(max(trial.constraints.values()) > 0 for trial in pruned)
+    tune(options(store, Wrong(), build=refuse_persistent, trials=25))
+    assert len(optuna.load_study(study_name=name, storage=store.url).trials) == 25, "none is kept twice"
+
+
+def test_the_sampler_hears_of_what_failed() -> None:
+    (problem,) = problems(256)
+    study = Study(Space(problem, arch()), "Test GPU", {}, optuna.storages.InMemoryStorage(), seed=0)
+    study.tell(make_trial(problem, study.ask().to_dict(), outcome=Outcome.TIMEOUT))
+    assert any(value > 0 for value in study._study.trials[-1].constraints.values())
 
 
 @pytest.mark.parametrize(("gpu", "provenance"), [("", Provenance.ESTIMATED), (GPU.gpu, Provenance.MEASURED)])
@@ -389,6 +403,7 @@ def test_the_time_budget_ends_it(store: Store, monkeypatch: pytest.MonkeyPatch) 
     assert report.stopped == "out of time"
     assert 0 < report.finished < 400
     assert report.finished == len(store.trials(blobs=False))
+    assert search.SEARCH_SHARE * 60 <= report.seconds < 60, "some is left for races"
 
 
 @pytest.mark.parametrize("error", [ToolchainError("no nvcc"), DeviceError("the GPU is gone")])
