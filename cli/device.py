@@ -59,7 +59,8 @@ def device_runner(arch: Arch, index: int, toolchain: Toolchain, **how: Any) -> I
     kernels = []
     for built in toolchain.build(copy_sources(), arch):
         if isinstance(built, BuildFailure):
-            raise ToolchainError(f"{toolchain.nvcc} refuses the copy kernel {built.entry}: {built.summary}")
+            said = f"{toolchain.nvcc} refuses the copy kernel {built.entry}: {built.summary}"
+            raise ToolchainError(f"{said}; install another nvcc")
         kernels.append(built)
     with DeviceRunner(index, kernels, **how) as runner:
         yield runner

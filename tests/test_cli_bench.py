@@ -14,10 +14,9 @@ import pytest
 from command_line import SMALL_TUNE, machine, run, sentence, succeed
 from fake_device import FakeDevice, fake_gpu
 from fake_search import CELLS
-from sample_bundle import write_sample, write_trials
+from sample_bundle import write_trials
 from sample_trials import PROBLEM, make_trial, times
 
-from hadagen import measure
 from hadagen.arch import load_arch
 from hadagen.cli import device
 from hadagen.errors import DeviceError, ToolchainError
@@ -160,28 +159,6 @@ def test_sizes_that_hold_no_row_are_left_out(fake_gpu: None, tmp_path: Path, mon
     succeed(*bench, "8K,64K")
     ((_, cells),) = FakeDevice.compared
     assert [cell.elements for cell in cells] == [1 << 16]
-
-
-def test_kernels_of_an_older_arch_are_not_timed(
-    fake_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Though calls may run their PTX."""
-    newer = replace(FakeDevice.environment, compute_capability="10.0")
-    monkeypatch.setattr(measure, "device_environment", lambda index=0: newer)
-    monkeypatch.setenv(VARIABLE, str(write_sample(tmp_path / "older.db")))
-    said = sentence(run("bench", "--n", "256", "--inplace"), 1)
-    assert said == "no bundle has kernels for Test GPU (sm100); hadagen makes kernels for sm90 only"
-
-
-def test_a_table_in_the_way_is_noticed_before_anything_is_timed(
-    fake_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(VARIABLE, str(write_sample(tmp_path / "sample.db")))
-    (tmp_path / "notes.csv").write_text("n,time\n8,0.5\n")
-    said = sentence(run("bench", "--n", "256", "--inplace", "--csv", tmp_path / "notes.csv"), 1)
-    assert "notes.csv is there already and is not a table of hadagen" in said
-    assert FakeDevice.compared == []
-    assert (tmp_path / "notes.csv").read_text() == "n,time\n8,0.5\n"
 
 
 def test_a_copy_kernel_that_does_not_compile_is_named() -> None:

@@ -5,19 +5,15 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from command_line import machine, run, sentence, succeed
 from fake_device import FakeDevice, fake_gpu
-from sample_bundle import write_sample
 
-from hadagen import measure
 from hadagen.cli import options
 from hadagen.errors import DeviceError
 from hadagen.measure import Answer, Contest, Ranking, Variant
-from hadagen.runtime.bundles import VARIABLE
 from hadagen.trial import Outcome
 
 __all__ = ["fake_gpu", "machine"]  # fixtures
@@ -83,28 +79,6 @@ def test_between_is_refused_where_it_cannot_be(fake_gpu: None) -> None:
     succeed("tune", "--n", "4", "--dtype", "float16", "--numerics", "fast", "--contiguous", "--trials", "1")
     FakeDevice.refusals[4] = Answer(Outcome.WRONG_ANSWER, "it is off")
     assert "for n4-float16-fast ended as wrong_answer: it is off; tune again" in sentence(run(*BETWEEN), 1)
-
-
-def test_kernels_of_an_older_arch_are_not_timed(
-    fake_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Though calls may run their PTX."""
-    newer = replace(FakeDevice.environment, compute_capability="10.0")
-    monkeypatch.setattr(measure, "device_environment", lambda index=0: newer)
-    monkeypatch.setenv(VARIABLE, str(write_sample(tmp_path / "older.db")))
-    said = sentence(run("between", "--n", "256", "--inplace"), 1)
-    assert said == "no bundle has kernels for Test GPU (sm100); hadagen makes kernels for sm90 only"
-
-
-def test_a_table_in_the_way_is_noticed_before_anything_is_timed(
-    fake_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(VARIABLE, str(write_sample(tmp_path / "sample.db")))
-    (tmp_path / "notes.csv").write_text("n,time\n8,0.5\n")
-    said = sentence(run("between", "--n", "256", "--inplace", "--csv", tmp_path / "notes.csv"), 1)
-    assert "notes.csv is there already and is not a table of hadagen" in said
-    assert FakeDevice.ranked == []
-    assert (tmp_path / "notes.csv").read_text() == "n,time\n8,0.5\n"
 
 
 def test_between_says_what_it_could_not_time_and_shows_the_rest(

@@ -10,17 +10,21 @@ import sqlite3
 import subprocess
 import sys
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from command_line import BEST, TINY_TUNE, database, machine, raising, run, sample, sentence, succeed
+from fake_device import FakeDevice, fake_gpu
+from sample_bundle import write_sample
 
-from hadagen import toolchain
+from hadagen import measure, toolchain
 from hadagen.cli import options
 from hadagen.cli.output import report_failures
 from hadagen.errors import DeviceError
+from hadagen.runtime.bundles import VARIABLE
 
-__all__ = ["database", "machine", "sample"]  # fixtures
+__all__ = ["database", "fake_gpu", "machine", "sample"]  # fixtures
 pytestmark = pytest.mark.usefixtures("machine")
 
 
@@ -32,6 +36,34 @@ def test_of_several_failures_every_one_is_told(capsys: pytest.CaptureFixture[str
     with pytest.raises(DeviceError, match=r"^third$"):
         report_failures(["first", "second", "third"], DeviceError)
     assert capsys.readouterr().err == "hadagen: first\nhadagen: second\n"
+
+
+BOTH = pytest.mark.parametrize("command", ["bench", "between"])
+
+
+@BOTH
+def test_kernels_of_an_older_arch_are_not_timed(
+    command: str, fake_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though calls may run their PTX."""
+    newer = replace(FakeDevice.environment, compute_capability="10.0")
+    monkeypatch.setattr(measure, "device_environment", lambda index=0: newer)
+    monkeypatch.setenv(VARIABLE, str(write_sample(tmp_path / "older.db")))
+    said = sentence(run(command, "--n", "256", "--inplace"), 1)
+    assert said == "no bundle has kernels for Test GPU (sm100); hadagen makes kernels for sm90 only"
+
+
+@BOTH
+def test_a_table_in_the_way_is_noticed_before_anything_is_timed(
+    command: str, fake_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, str(write_sample(tmp_path / "sample.db")))
+    (tmp_path / "notes.csv").write_text("n,time\n8,0.5\n")
+    said = sentence(run(command, "--n", "256", "--inplace", "--csv", tmp_path / "notes.csv"), 1)
+    assert "notes.csv is there already and is not a table of hadagen" in said
+    assert FakeDevice.compared == []
+    assert FakeDevice.ranked == []
+    assert (tmp_path / "notes.csv").read_text() == "n,time\n8,0.5\n"
 
 
 def test_tune_refuses_an_empty_arch() -> None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 import random
 import threading
-import zlib
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +13,8 @@ from typing import Any
 
 import optuna
 import pytest
-from fake_search import CELLS, GPU, TRIALS, FakeRunner, arch, build, make_kernel, make_trial, options, problems
+from fake_search import GPU, TRIALS, FakeRunner, arch, build, make_trial, options, problems
+from sample_store import empty, path, store
 
 from hadagen.codegen import render
 from hadagen.errors import DeviceError, StorageError, ToolchainError, UsageError
@@ -28,7 +27,6 @@ from hadagen.trial import Cache, Kernel, Outcome, Provenance, Trial, knobs_key
 from hadagen.tuner import (
     BatchBuilt,
     Event,
-    PairRaced,
     ProblemFinished,
     ProblemStarted,
     SearchStarted,
@@ -38,16 +36,10 @@ from hadagen.tuner import (
     tune,
 )
 from hadagen.tuner.pipeline import Pipeline
-from hadagen.tuner.races import race_near_ties
 from hadagen.tuner.study import Study, by_cells_led, known_trials, leaders_of, scores, step_from
 from hadagen.tuning_db.store import Store
-from hadagen.tuning_db.winners import best_by_cell
 
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with Store.open(tmp_path / "trials.db") as opened:
-        yield opened
+__all__ = ["empty", "path", "store"]  # fixtures
 
 
 def knobs_of(trials: list[Trial]) -> list[tuple[Problem, str]]:
@@ -476,129 +468,3 @@ def test_recorded_trials_replace_a_device(store: Store, tmp_path: Path) -> None:
 def test_options_that_make_no_sense_are_refused(store: Store, fields: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence):
         options(store, FakeRunner(), **fields)
-
-
-# ---- races ---------------------------------------------------------------------------------------------------------
-
-
-class RacingRunner(FakeRunner):
-    """All kernels look alike, but in a race, on a device that is slower by then, the one that seemed slower wins."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.races: list[tuple[Variant, Variant, list[Cell]]] = []
-
-    def trial(self, variant: Variant) -> Trial:
-        trial = super().trial(variant)
-        us = 2 + self.handicap(variant)
-        timings = (replace(timing, us=us, us_low=us, us_high=us) for timing in trial.timings)
-        return replace(trial, timings=tuple(timings))
-
-    def race(self, a: Variant, b: Variant, cells: list[Cell]) -> list[tuple[float, float]]:
-        self.races.append((a, b, cells))
-        return [(3 - self.handicap(a), 3 - self.handicap(b)) for _ in cells]
-
-    @staticmethod
-    def handicap(variant: Variant) -> float:
-        assert variant.kernel
-        return 1e-6 * (zlib.crc32(variant.kernel.digest.encode()) % 10_000)
-
-
-def test_near_ties_are_raced_and_the_race_decides(store: Store) -> None:
-    events: list[Event] = []
-    runner = RacingRunner()
-    report = tune(options(store, runner), events.append)
-    raced = [event for event in events if isinstance(event, PairRaced)]
-    assert report.raced == sum(len(event.margins) for event in raced) > 0
-    for a, b, cells in runner.races:
-        assert a.kernel
-        assert b.kernel
-        assert a.kernel.cubin
-        assert a.problem == b.problem
-        assert {(cell.elements, cell.cache) for cell in cells} <= set(CELLS)
-    pairs = [{variant.kernel.digest: runner.handicap(variant) for variant in pair[:2]} for pair in runner.races]
-    for trial, timing in best_by_cell(store.trials()).values():
-        assert trial.kernel
-        met = [pair for pair in pairs if trial.kernel.digest in pair]
-        assert met
-        assert all(pair[trial.kernel.digest] == max(pair.values()) for pair in met)
-        assert timing.us == pytest.approx(2, rel=0.01)
-        assert timing.us_low <= timing.us <= timing.us_high
-        assert trial.seconds <= 0.01  # without the race
-        assert "raced with kernel" in trial.detail
-        assert trial.kernel.cubin
-    assert len(store.trials()) == TRIALS
-
-
-def times(trial: Trial) -> list[float]:
-    return [timing.us for timing in trial.timings]
-
-
-def test_a_race_settles_how_far_apart_two_kernels_are(store: Store) -> None:
-    """And the winner keeps its time."""
-    runner = RacingRunner()
-    (problem,) = problems(256)
-    variants = []
-    for knobs in Space(problem, arch()).legal[:2]:
-        plan = build_plan(problem, knobs, arch())
-        variants.append(Variant(problem, knobs.to_dict(), make_kernel(render(plan))))
-        store.record(runner.trial(variants[-1]))
-    before = store.trials()
-    assert list(race_near_ties(before, store, runner))
-    first, second = (3 - runner.handicap(variant) for variant in variants)
-    for old, new in zip(
-        zip(*map(times, before), strict=True), zip(*map(times, store.trials()), strict=True), strict=True
-    ):
-        assert new[0] / new[1] == pytest.approx(first / second)
-        assert min(new) in old
-
-
-def test_a_race_leaves_alone_what_others_have_timed_meanwhile(store: Store) -> None:
-    class Interrupted(RacingRunner):
-        def race(self, a: Variant, b: Variant, cells: list[Cell]) -> list[tuple[float, float]]:
-            for trial in store.trials() if not self.races else ():
-                timing = replace(trial.timings[0], elements=3160320)
-                store.add_timings(replace(trial, timings=(timing,), detail="", seconds=0.0))
-            return super().race(a, b, cells)
-
-    tune(options(store, Interrupted()))
-    for trial in store.trials(blobs=False):
-        assert 3160320 in {timing.elements for timing in trial.timings}
-
-
-def test_only_trials_of_this_environment_are_raced(store: Store) -> None:
-    """The same kernels as fast under another driver stay as they are."""
-    tune(options(store, RacingRunner(), trials=TRIALS // 2))
-    older = [replace(each, environment=replace(each.environment, driver="1.0"), detail="") for each in store.trials()]
-    for trial in older:
-        store.record(trial)
-    runner = RacingRunner()
-    tune(options(store, runner))
-    assert runner.races
-    kept = [trial for trial in store.trials(blobs=False) if trial.environment.driver == "1.0"]
-    assert [trial.timings for trial in kept] == [trial.timings for trial in older]
-    assert not any("raced" in trial.detail for trial in kept)
-
-
-def test_only_what_may_win_is_raced(store: Store) -> None:
-    """Kernels whose error is above a bound that came later race no more."""
-    tune(options(store, RacingRunner(), trials=TRIALS // 2))
-    beyond = {"normal": 2 * problems(256)[0].error_bound}
-    for trial in store.trials():
-        store.record(replace(trial, errors=beyond, detail=""))
-    runner = RacingRunner()
-    tune(options(store, runner))
-    refused = {knobs_key(trial.knobs) for trial in store.trials(blobs=False) if trial.errors == beyond}
-    assert refused
-    assert runner.races
-    assert not refused & {knobs_key(variant.knobs) for a, b, _ in runner.races for variant in (a, b)}
-
-
-def test_a_race_that_fails_changes_nothing(store: Store) -> None:
-    class Failing(RacingRunner):
-        def race(self, a: Variant, b: Variant, cells: list[Cell]) -> list[tuple[float, float]]:
-            raise DeviceError("a race failed")
-
-    report = tune(options(store, Failing()))
-    assert (report.raced, report.stopped, report.finished) == (0, "", TRIALS)
-    assert all("raced" not in trial.detail for trial in store.trials(blobs=False))

@@ -119,8 +119,6 @@ class _InPlace(_Function):
     @staticmethod
     def jvp(ctx: Any, tangent: torch.Tensor, *_: None) -> torch.Tensor:
         result = transform(tangent, *ctx.options)
-        if not torch._C._are_functorch_transforms_active():
-            return tangent.copy_(result)
         with forward_ad._set_fwd_grad_enabled(True):  # for the tangent may have one, of an outer level
             return tangent.copy_(result)
 

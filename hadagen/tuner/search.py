@@ -120,8 +120,9 @@ def _search(options: TuneOptions, listen: Listener, storage: BaseStorage) -> Tun
 def _optuna_storage(store: Store) -> RDBStorage:
     """Optuna's tables, in our database."""
     sqlite = store.url.startswith("sqlite")
-    failure = ""
-    for attempt in range(STORAGE_ATTEMPTS):
+    failure, attempts = "", 0
+    while True:
+        attempts += 1
         try:
             with store.lent():
                 return RDBStorage(store.url, engine_kwargs={"connect_args": {"timeout": 60}} if sqlite else None)
@@ -132,10 +133,9 @@ def _optuna_storage(store: Store) -> RDBStorage:
         except StorageError as error:
             # Another process may make them at the same time, for Optuna takes no lock. What that one has made is found
             # the next time; so what fails twice in the same way fails for another reason.
-            if failure == str(error) or attempt == STORAGE_ATTEMPTS - 1:
+            if failure == str(error) or attempts == STORAGE_ATTEMPTS:
                 raise
             failure = str(error)
-    raise AssertionError("it was made, or could not be")
 
 
 class _Search:
@@ -157,7 +157,7 @@ class _Search:
         )
         self._stored = known_trials(kept, options.arch)
         # By problem: trials there are, and will be.
-        self._finished = {problem: len(self._stored.get(problem, ())) for problem in self._unopened}
+        self._finished = {problem: len(self._stored[problem]) for problem in self._unopened}
         self._goals = {problem: max(self._share(problem), stored) for problem, stored in self._finished.items()}
         self._finished_before = sum(self._finished.values())
         self._outcomes: Counter[Outcome] = Counter()
@@ -256,7 +256,7 @@ class _Search:
         options = self._options
         space = Space(problem, options.arch)
         device = self._environment.gpu or "estimated"
-        study = Study(space, device, self._stored.get(problem, {}), self._storage, options.seed)
+        study = Study(space, device, self._stored[problem], self._storage, options.seed)
         self._studies[problem] = study
         self._finished[problem] = study.finished
         self._goals[problem] = max(study.finished, self._share(problem))
@@ -287,7 +287,7 @@ class _Search:
 
     def _leaders(self, problem: Problem) -> Leaders:
         study = self._studies.get(problem)
-        return study.leaders if study else leaders_of(self._stored.get(problem, {}).values())
+        return study.leaders if study else leaders_of(self._stored[problem].values())
 
     def _finish(self, trial: Trial) -> None:
         """Record, then learn, then report."""

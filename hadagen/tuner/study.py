@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from statistics import geometric_mean
@@ -70,17 +70,14 @@ def _means(fractions: Iterable[tuple[str | None, float]]) -> Scores:
     return latency, l2, memory
 
 
-Known = Mapping[Knobs, Trial]  # of one problem
-
-
-def known_trials(trials: Iterable[Trial], arch: Arch) -> dict[Problem, Known]:
+def known_trials(trials: Iterable[Trial], arch: Arch) -> defaultdict[Problem, dict[Knobs, Trial]]:
     """By problem, the trials whose knobs are legal by today's rules and ranges; of those of the same knobs, such as on
     another driver, that with most timings that count."""
-    found: dict[Problem, dict[Knobs, Trial]] = {}
+    found = defaultdict[Problem, dict[Knobs, Trial]](dict)
     for trial in sorted(trials, key=_counting):
         if knobs := _legal_knobs(trial, arch):
-            found.setdefault(trial.problem, {})[knobs] = trial
-    return dict(found)
+            found[trial.problem][knobs] = trial
+    return found
 
 
 def _counting(trial: Trial) -> int:
@@ -152,7 +149,9 @@ class Study:
     tables. The same `seed` and the same answers give the same questions.
     """
 
-    def __init__(self, space: Space, device: str, known: Known, storage: BaseStorage, seed: int) -> None:
+    def __init__(
+        self, space: Space, device: str, known: Mapping[Knobs, Trial], storage: BaseStorage, seed: int
+    ) -> None:
         self.problem = space.problem
         self._space = space
         ranges = {name: space.arch.search[name] for name in KNOB_NAMES}
