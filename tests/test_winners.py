@@ -274,13 +274,25 @@ def test_between_buckets_a_winner_is_named_where_calls_lose_without() -> None:
 def test_a_kernel_just_as_far_behind_as_it_may_be_is_near_the_best(loss: float, first: float) -> None:
     """By one rule, however quotients and products round."""
     worse = first * (1 + loss)
-    us = (1.0, worse, 3.0), (2.0, 2 * worse, 2.0), (2.0, first, 3.0)
+    us = (1.0, worse, 3.0), (2.0, worse, 2.0), (2.0, first, 3.0)
     counts = 1 << 20, BETWEEN, 3 << 19
     trials = [
         make_trial(chunks, timings=tuple(make_timing(*each) for each in zip(some, counts, strict=True)))
         for chunks, some in enumerate(us, 1)
     ]
     assert replace(CELL, elements=BETWEEN) not in portfolio(trials, loss)
+
+
+def test_between_buckets_all_calls_count_to_which_no_other_is_nearer() -> None:
+    """Calls take the kernel of 1.5M from 1.22M on, and of what was timed 1.1875M is the nearest to those."""
+    counts = [1 << 20, BETWEEN, BETWEEN + (1 << 16), 3 << 19]
+    small = make_trial(1, timings=times(dict(zip(counts, (1.0, 1.0, 1.0, 2.0), strict=True))))
+    large = make_trial(2, timings=times(dict(zip(counts, (2.0, 2.0, 2.0, 1.0), strict=True))))
+    found = portfolio([small, large])
+    assert [cell.elements for cell in found] == [1 << 20, BETWEEN + (1 << 16), 3 << 19]
+    assert [trial.knobs["chunks"] for trial in found.values()] == [1, 1, 2]
+    near = replace(large, timings=times(dict(zip(counts, (2.0, 2.0, 1.02, 1.0), strict=True))))
+    assert [cell.elements for cell in portfolio([small, near])] == [1 << 20, 3 << 19]
 
 
 def test_between_buckets_no_winner_is_named_where_the_kernel_that_calls_take_was_not_timed() -> None:

@@ -21,7 +21,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import fsum
+from itertools import pairwise
+from math import fsum, isqrt
 from typing import Any
 
 from hadagen.launch import PORTABLE_CLUSTER
@@ -146,9 +147,9 @@ def lacking_between(
 ) -> dict[WinnerCell, Trial]:
     """What calls lack between the buckets, by cell.
 
-    winners: those of the buckets. rankings: of other cells, best first. A kernel is added in a cell where the one that
-    a call takes, as that of the nearest count, was timed too and scores worse than the best by more than `loss`: of
-    those within `loss` of the best one that wins at a bucket, or else the best.
+    winners: those of the buckets. rankings: of other cells, best first. A kernel is added in a cell where one that is
+    taken by calls to which no other cell is nearer was timed too, and scores worse than the best by more than `loss`:
+    of those within `loss` of the best one that wins at a bucket, or else the best.
     """
     lines: dict[WinnerCell, dict[int, Trial]] = defaultdict(dict)
     digests: dict[tuple[Problem, str], set[str]] = defaultdict(set)
@@ -159,21 +160,47 @@ def lacking_between(
     for cell, ranked in rankings.items():
         if not cell.is_bucket:
             between[cell.line][cell.elements] = ranked
-    added = {}
-    for line, found in lines.items():
-        while losing := [count for count, ranked in between[line].items() if _loses(found, count, ranked, loss)]:
-            count = min(losing)  # what is added there may help at the next
-            near = [each.trial for each in near_best(between[line][count], loss)]
-            known = (trial for trial in near if digest_of(trial) in digests[line.problem, line.arch])
-            added[replace(line, elements=count)] = found[count] = next(known, near[0])
-    return added
+    return {
+        replace(line, elements=count): trial
+        for line, tuned in lines.items()
+        for count, trial in _lacking(line.problem, tuned, between[line], digests[line.problem, line.arch], loss).items()
+    }
 
 
-def _loses(winners: Mapping[int, Trial], elements: int, ranked: Sequence[RankedTrial], loss: float) -> bool:
-    """Whether the kernel that a call takes of these winners, by element count, was timed and is not near the best."""
-    called = digest_of(winners[nearest(sorted(winners), elements)])
-    timed, near = ({digest_of(each.trial) for each in some} for some in (ranked, near_best(ranked, loss)))
-    return called in timed - near
+def _lacking(
+    problem: Problem,
+    tuned: Mapping[int, Trial],
+    between: Mapping[int, Sequence[RankedTrial]],
+    preferred: set[str],
+    loss: float,
+) -> dict[int, Trial]:
+    """The same in one line, by element count, as few as needed."""
+    near = {count: [each.trial for each in near_best(ranked, loss)] for count, ranked in between.items()}
+    timed = {count: {digest_of(each.trial) for each in ranked} for count, ranked in between.items()}
+    slow = {count: digests - set(map(digest_of, near[count])) for count, digests in timed.items()}
+    calls = _calls_about(sorted({*tuned, *between}), problem.n)
+
+    def losing(found: Mapping[int, Trial]) -> list[int]:
+        named = sorted(found)
+        called = {count: {digest_of(found[nearest(named, call)]) for call in calls[count]} for count in slow}
+        return [count for count, digests in slow.items() if digests & called[count]]
+
+    found = dict(tuned)
+    while lost := losing(found):
+        count = min(lost)  # what is added there may help at the next
+        found[count] = next((trial for trial in near[count] if digest_of(trial) in preferred), near[count][0])
+    for count in sorted(found.keys() - tuned.keys()):
+        fewer = {other: trial for other, trial in found.items() if other != count}
+        if not losing(fewer):
+            found = fewer
+    return {count: trial for count, trial in found.items() if count not in tuned}
+
+
+def _calls_about(counts: Sequence[int], n: int) -> dict[int, tuple[int, int]]:
+    """For each of ascending element counts, the least and the greatest of calls to which no other of them is nearer."""
+    ends = [isqrt(low * high - 1) // n * n for low, high in pairwise(counts)]  # the last that are nearer to the lower
+    spans = zip([counts[0], *(end + n for end in ends)], [*ends, counts[-1]], strict=True)
+    return dict(zip(counts, spans, strict=True))
 
 
 def near_best(ranked: Sequence[RankedTrial], loss: float = LOSS) -> list[RankedTrial]:

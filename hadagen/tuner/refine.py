@@ -2,10 +2,10 @@
 
 A call takes the winner of the nearest count. Where a launch needs one more wave of blocks than it did there, another
 kernel may be faster, and no fixed list of counts holds all such places. So the best kernels of a problem are timed in
-the middle of every gap between the counts too, then, where the winners at the ends of what is left of a gap differ, in
-the middle of that, down to a ratio of `SHORT_GAP`. The times go to the trials in the store, and `portfolio` names
-winners wherever calls would lose without. Each such place is timed twice, and the second time counts: the fastest of
-many is often one that was lucky.
+the middle of every gap between the counts too, then, where the winners at the ends of what is left of a gap differ, or
+calls change from one to another in it, in the middle of that, down to a ratio of `SHORT_GAP`. The times go to the
+trials in the store, and `portfolio` names winners wherever calls would lose without. Each such place is timed twice,
+and the second time counts: the fastest of many is often one that was lucky.
 """
 
 from __future__ import annotations
@@ -103,6 +103,7 @@ class _Rivalry:
         self._looked_at: set[Where] = set()
         self._confirmed: set[Where] = set()
         self._ranked: Mapping[winners.WinnerCell, Sequence[winners.RankedTrial]] = {}
+        self._named: Mapping[winners.WinnerCell, Trial] = {}
         self._rank(trials)
 
     def _trials(self) -> list[Trial]:
@@ -118,6 +119,7 @@ class _Rivalry:
         for cell, ranked in self._ranked.items():
             if self.kernels.keys() <= {digest_of(each.trial) for each in ranked}:
                 self._looked_at.add((cell.destination, cell.elements))
+        self._named = lacking_between(self._winners, self._ranked)
 
     def to_look_at(self) -> list[Where]:
         """Where the kernels should be timed next, each place once; then, again, where a winner is named."""
@@ -125,15 +127,20 @@ class _Rivalry:
             return []
         places = [(where, count) for where in Destination for count in self._middles(where)]
         if not places:
-            named = lacking_between(self._winners, self._ranked)
-            places = [place for cell in named if (place := (cell.destination, cell.elements)) not in self._confirmed]
+            named = [(cell.destination, cell.elements) for cell in self._named]
+            places = [place for place in named if place not in self._confirmed]
             self._confirmed.update(places)
         self._looked_at.update(places)
         return places
 
     def _middles(self, destination: Destination) -> list[int]:
         """The middles, on a logarithmic scale, of gaps that may hide another winner and were not looked at."""
-        tuned = {cell.elements: digest_of(t) for cell, t in self._winners.items() if cell.destination is destination}
+        tuned, named = (
+            {cell.elements: digest_of(trial) for cell, trial in some.items() if cell.destination is destination}
+            for some in (self._winners, self._named)
+        )
+        called = sorted((tuned | named).items())
+        switches = [low * high for (low, one), (high, other) in pairwise(called) if one != other]  # squares of counts
         ranked = {cell.elements: found for cell, found in self._ranked.items() if cell.destination is destination}
         known, n = dict(tuned), self._problem.n
         while True:
@@ -141,7 +148,8 @@ class _Rivalry:
             for low, high in pairwise(sorted(known)):
                 middle = max(isqrt(low * high) // n * n, low + n)  # down, but a row above the end
                 never_looked = low in tuned and high in tuned
-                if middle < high and low * SHORT_GAP < high and (never_looked or known[low] != known[high]):
+                differ = known[low] != known[high] or any(low**2 < switch < high**2 for switch in switches)
+                if middle < high and low * SHORT_GAP < high and (never_looked or differ):
                     middles[middle] = known[low], known[high]
             seen = [middle for middle in middles if (destination, middle) in self._looked_at]
             if not seen:
