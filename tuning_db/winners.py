@@ -289,18 +289,18 @@ def other_share(problem: Problem, elements: int, destination: Destination, l2_by
 
 
 def contenders(trials: Iterable[Trial], most: int) -> list[Trial]:
-    """The trials of one problem that come nearest to the best of some cell, at most so many, each with another kernel.
+    """The trials of one problem that come nearest to the best of some bucket, at most so many, of as many kernels.
 
     The order of the trials does not matter.
     """
-    nearest: dict[str, tuple[float, Trial]] = {}
-    for ranked in ranked_by_cell(trials).values():
+    closest: dict[str, tuple[float, Trial]] = {}
+    for ranked in (ranked for cell, ranked in ranked_by_cell(trials).items() if cell.is_bucket):
         for each in ranked:
             slowdown, digest = each.score / ranked[0].score, digest_of(each.trial)
-            if digest not in nearest or slowdown < nearest[digest][0]:
-                nearest[digest] = slowdown, each.trial
-    order = sorted(nearest, key=lambda digest: (nearest[digest][0], digest))
-    return [nearest[digest][1] for digest in order[:most]]
+            if digest not in closest or slowdown < closest[digest][0]:
+                closest[digest] = slowdown, each.trial
+    order = sorted(closest, key=lambda digest: (closest[digest][0], digest))
+    return [closest[digest][1] for digest in order[:most]]
 
 
 def _is_portable(trial: Trial) -> bool:

@@ -2,10 +2,11 @@
 
 A call takes the winner of the nearest count. Where a launch needs one more wave of blocks than it did there, another
 kernel may be faster, and no fixed list of counts holds all such places. So the best kernels of a problem are timed in
-the middle of every gap between the counts too, then, where the winners at the ends of what is left of a gap differ, or
-calls change from one to another in it, in the middle of that, down to a ratio of `SHORT_GAP`. The times go to the
-trials in the store, and `portfolio` names winners wherever calls would lose without. Each such place is timed twice,
-and the second time counts: the fastest of many is often one that was lucky.
+the middle of every gap between the counts too; then in the middle of what is left of a gap, down to a ratio of
+`SHORT_GAP`, where the winners at its ends differ, calls change from one to another in it, or the best takes longer at
+its upper end than the elements account for. The times go to the trials in the store, and `portfolio` names winners
+wherever calls would lose without. Each such place is timed twice, and the second time counts: the fastest of many is
+often one that was lucky.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from math import isqrt
+from math import inf, isqrt
 
 from hadagen.measure import Cell, Variant, cells_at
 from hadagen.problem import Problem
@@ -21,6 +22,7 @@ from hadagen.trial import Destination, Environment, Kernel, Outcome, Trial, knob
 from hadagen.tuning_db import winners
 from hadagen.tuning_db.store import Store
 from hadagen.tuning_db.winners import (
+    LOSS,
     contenders,
     digest_of,
     lacking_between,
@@ -31,7 +33,7 @@ from hadagen.tuning_db.winners import (
 )
 
 SHORT_GAP = 1.1  # element counts of no larger ratio are not looked between
-MOST_KERNELS = 16  # of a problem; more only where more win
+MOST_KERNELS = 32  # of a problem; more only where more win
 
 # Times each kernel at every cell of its problem, however slow it is.
 Measurer = Callable[[Mapping[Problem, Sequence[Cell]], Sequence[Variant]], Iterable[Trial]]
@@ -123,7 +125,7 @@ class _Rivalry:
 
     def to_look_at(self) -> list[Where]:
         """Where the kernels should be timed next, each place once; then, again, where a winner is named."""
-        if not self.kernels:
+        if len(self.kernels) < 2:
             return []
         places = [(where, count) for where in Destination for count in self._middles(where)]
         if not places:
@@ -143,13 +145,19 @@ class _Rivalry:
         switches = [low * high for (low, one), (high, other) in pairwise(called) if one != other]  # squares of counts
         ranked = {cell.elements: found for cell, found in self._ranked.items() if cell.destination is destination}
         known, n = dict(tuned), self._problem.n
+
+        def may_hide_another(low: int, high: int) -> bool:
+            never_looked = low in tuned and high in tuned
+            if never_looked or known[low] != known[high] or any(low**2 < switch < high**2 for switch in switches):
+                return True
+            best, best_above = (ranked[count][0].score if ranked.get(count) else inf for count in (low, high))
+            return best_above * low > (1 + LOSS) * best * high  # another wave begins
+
         while True:
             middles = {}
             for low, high in pairwise(sorted(known)):
                 middle = max(isqrt(low * high) // n * n, low + n)  # down, but a row above the end
-                never_looked = low in tuned and high in tuned
-                differ = known[low] != known[high] or any(low**2 < switch < high**2 for switch in switches)
-                if middle < high and low * SHORT_GAP < high and (never_looked or differ):
+                if middle < high and low * SHORT_GAP < high and may_hide_another(low, high):
                     middles[middle] = known[low], known[high]
             seen = [middle for middle in middles if (destination, middle) in self._looked_at]
             if not seen:
