@@ -151,7 +151,6 @@ def _time(choices: Sequence[Choice], environment: Environment, index: int) -> tu
     """
     from hadagen.measure import Variant
     from hadagen.problem import Numerics
-    from hadagen.tuning_db.merge import kernel_of
 
     rows: list[Row] = []
     failures: list[str] = []
@@ -165,7 +164,7 @@ def _time(choices: Sequence[Choice], environment: Environment, index: int) -> tu
             kernels = {choice.kernel: choice for choice in group}
             positions = {kernel: position for position, kernel in enumerate(kernels)}
             variants = [
-                Variant(c.problem, dict(c.entry.knobs), kernel_of(c.bundle, c.entry.kernel)) for c in kernels.values()
+                Variant(c.problem, dict(c.entry.knobs), c.bundle.kernel(c.entry.kernel)) for c in kernels.values()
             ]
             by_cell = {cell: list(some) for cell, some in groupby(group, lambda choice: choice.cell)}
             cells = [(cell, [positions[c.kernel] for c in some]) for cell, some in by_cell.items()]

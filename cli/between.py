@@ -142,14 +142,13 @@ def _lineup(
     from hadagen.measure import Contest, Variant, rows_between
     from hadagen.runtime import bundles
     from hadagen.runtime.choose import choose_from_bundles
-    from hadagen.tuning_db.merge import kernel_of
     from hadagen.tuning_db.winners import contenders
 
     known: dict[str, Variant] = {}
     for bundle in bundles.known():
         for entry in bundle.entries(problem) if bundle.arch == target.arch else []:
             if entry.kernel not in known:
-                known[entry.kernel] = Variant(problem, dict(entry.knobs), kernel_of(bundle, entry.kernel))
+                known[entry.kernel] = Variant(problem, dict(entry.knobs), bundle.kernel(entry.kernel))
     if store:
         trials = store.trials(problem, target.arch, target.gpu, Outcome.OK, blobs=False)
         for trial in contenders(trials, MOST_TRIALS):

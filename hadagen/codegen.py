@@ -31,6 +31,7 @@ from hadagen.steps import (
     Store,
     SwapButterfly,
     Trigger,
+    mixed_chunk_bits,
 )
 
 
@@ -156,11 +157,9 @@ def _groups(plan: Plan) -> list[dict[str, Any]]:
 
 
 def _stays_in_chunk(step: Step) -> bool:
-    if isinstance(step, Butterfly | SwapButterfly):
-        return step.place == PAIR or step.place.index < 2
-    if isinstance(step, Mma):
-        return step.reg < 2
-    return not isinstance(step, Load | Prefetch | Trigger | Normalize | Gather | Store | Exchange)
+    if isinstance(step, Load | Prefetch | Trigger | Normalize | Gather | Store | Exchange):
+        return False
+    return not mixed_chunk_bits([step])
 
 
 def _steps(plan: Plan) -> list[dict[str, Any]]:

@@ -41,7 +41,6 @@ from hadagen.steps import (
     Transpose,
     Trigger,
     Widen,
-    sums_over_blocks,
 )
 from hadagen.trial import Cache, Destination, buffer_bytes
 
@@ -210,7 +209,7 @@ def _costs(plan: Plan, arch: Arch) -> list[Cost]:
     if plan.levels_bytes:
         steps.append(Cost(latency=SHARED_LATENCY + 2 * REDUCE_LATENCY))
     if plan.shares_loaded > 1:  # by the load, and summed; what comes between costs nothing
-        summed = 1 + next(at for at, step in enumerate(plan.steps) if sums_over_blocks(step))
+        summed = 1 + next(at for at, step in enumerate(plan.steps) if step.over_blocks)
         steps[:summed] = [_times(plan.shares_loaded, cost) for cost in steps[:summed]]
     if plan.load.staged:
         steps.append(Cost(latency=BULK_LATENCY if plan.load.in_bulk else SHARED_LATENCY))

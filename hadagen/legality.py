@@ -32,7 +32,6 @@ MAX_EXCHANGES = 2
 # Blocks that each load a whole row: with more they would compute less, but take in as much, and were never faster.
 MAX_SHARES = 8
 ROUNDINGS_SPREAD = 0.03  # by what their count may be off; half a percent of the error
-SHAPE = ("chunks", "warps", "cluster")  # of a tile
 
 
 @dataclass(frozen=True)
@@ -47,18 +46,18 @@ class Context:
 
 @dataclass(frozen=True)
 class Rule:
-    """`broken` says why the knobs it `reads` are not legal together, or nothing."""
+    """`broken` says why knobs are not legal together, or nothing, once the `last` of those that decide is chosen."""
 
-    reads: tuple[str, ...]
+    last: str
     broken: Callable[[Context, Knobs], str | None]
 
 
 RULES: list[Rule] = []
 
 
-def _rule(*reads: str) -> Callable[[Callable[[Context, Knobs], str | None]], None]:
+def _rule(last: str) -> Callable[[Callable[[Context, Knobs], str | None]], None]:
     def add(broken: Callable[[Context, Knobs], str | None]) -> None:
-        RULES.append(Rule(reads, broken))
+        RULES.append(Rule(last, broken))
 
     return add
 
@@ -108,12 +107,12 @@ def _(c: Context, k: Knobs) -> str | None:
     return f"more than {limit} threads per block (take fewer warps)" if 32 * k.warps > limit else None
 
 
-@_rule(*SHAPE)
+@_rule("cluster")
 def _(c: Context, k: Knobs) -> str | None:
     return "the tile is shorter than a row (take more chunks, warps or blocks)" if _tile(k) < c.problem.n else None
 
 
-@_rule(*SHAPE)
+@_rule("cluster")
 def _(c: Context, k: Knobs) -> str | None:
     if k.cluster == 1:
         return None
@@ -124,7 +123,7 @@ def _(c: Context, k: Knobs) -> str | None:
     return None
 
 
-@_rule("cluster", "block_bits", "low_bits")
+@_rule("low_bits")
 def _(c: Context, k: Knobs) -> str | None:
     if k.block_bits == EXCHANGE:
         return None
@@ -139,7 +138,7 @@ def _(c: Context, k: Knobs) -> str | None:
     return "only an mma sums 16-bit values over blocks (block_bits must be exchange)" if alone else None
 
 
-@_rule("block_bits", "low_bits", "mma_carrier", "accumulator")
+@_rule("accumulator")
 def _(c: Context, k: Knobs) -> str | None:
     packed = k.accumulator == PACKED or (k.low_bits == "mma" and k.mma_carrier == PACKED)
     if k.block_bits == LOAD and packed:
@@ -147,7 +146,7 @@ def _(c: Context, k: Knobs) -> str | None:
     return None
 
 
-@_rule("block_bits", "load")
+@_rule("load")
 def _(c: Context, k: Knobs) -> str | None:
     load = Load(k.load)
     if k.block_bits == LOAD:
@@ -158,7 +157,7 @@ def _(c: Context, k: Knobs) -> str | None:
     return "no block needs the shares of others (load must not be multicast)" if load.multicast else None
 
 
-@_rule(*SHAPE, "block_bits", "far_bits", "far_lanes")
+@_rule("far_lanes")
 def _(c: Context, k: Knobs) -> str | None:
     if k.far_bits == LANES:
         lanes = _far(c, k) - log2(k.chunks)
@@ -194,13 +193,13 @@ def _(c: Context, k: Knobs) -> str | None:
     return None
 
 
-@_rule("far_bits", "low_bits")
+@_rule("low_bits")
 def _(c: Context, k: Knobs) -> str | None:
     moved = k.far_bits == LANES and k.low_bits == "mma_shuffle"
     return "one mma leaves bits in lanes that must come back from there (low_bits must be another)" if moved else None
 
 
-@_rule("far_bits", "low_bits", "shuffles")
+@_rule("shuffles")
 def _(c: Context, k: Knobs) -> str | None:
     if k.shuffles == WHOLE:
         return None
@@ -211,7 +210,7 @@ def _(c: Context, k: Knobs) -> str | None:
     return None if shuffled else "no bit is transformed by a shuffle (shuffles must be whole)"
 
 
-@_rule(*SHAPE, "block_bits", "far_bits", "far_lanes", "low_bits")
+@_rule("low_bits")
 def _(c: Context, k: Knobs) -> str | None:
     if k.far_lanes == "shuffle":
         return None
@@ -226,7 +225,7 @@ def _(c: Context, k: Knobs) -> str | None:
     return "fewer than three bits come to lanes (far_lanes must be mma_two or shuffle)" if few else None
 
 
-@_rule("low_bits", "mma_carrier")
+@_rule("mma_carrier")
 def _(c: Context, k: Knobs) -> str | None:
     between, tf32 = k.low_bits == "mma", c.problem.dtype in PARTS["tf32"]
     if k.mma_carrier == PACKED:
@@ -239,7 +238,7 @@ def _(c: Context, k: Knobs) -> str | None:
     return None
 
 
-@_rule("low_bits", "mma_carrier", "accumulator")
+@_rule("accumulator")
 def _(c: Context, k: Knobs) -> str | None:
     if k.accumulator == FP32 or k.normalizes:
         return None
@@ -252,7 +251,7 @@ def _(c: Context, k: Knobs) -> str | None:
     return None
 
 
-@_rule(*SHAPE, "block_bits", "far_bits", "far_lanes", "low_bits", "mma_carrier", "exchange_carrier")
+@_rule("exchange_carrier")
 def _(c: Context, k: Knobs) -> str | None:
     if not k.normalizes:
         return None
@@ -269,7 +268,7 @@ def _(c: Context, k: Knobs) -> str | None:
     return "levels cross in one exchange (far_bits must be lanes, or chunks more)" if count > 1 else None
 
 
-@_rule(*SHAPE, "block_bits", "far_lanes", "low_bits", "butterfly_carrier")
+@_rule("butterfly_carrier")
 def _(c: Context, k: Knobs) -> str | None:
     if k.butterfly_carrier == FP32:
         carries = _has_butterflies(c, k) or _has_exchange(c, k)
@@ -282,9 +281,7 @@ def _(c: Context, k: Knobs) -> str | None:
     return None
 
 
-@_rule(
-    "chunks", "cluster", "block_bits", "far_lanes", "low_bits", "mma_carrier", "butterfly_carrier", "exchange_carrier"
-)
+@_rule("exchange_carrier")
 def _(c: Context, k: Knobs) -> str | None:
     if k.exchange_carrier == FP32:
         if not _has_exchange(c, k):
@@ -299,17 +296,7 @@ def _(c: Context, k: Knobs) -> str | None:
     return None
 
 
-@_rule(
-    *SHAPE,
-    "block_bits",
-    "far_bits",
-    "far_lanes",
-    "low_bits",
-    "mma_carrier",
-    "accumulator",
-    "butterfly_carrier",
-    "exchange_carrier",
-)
+@_rule("exchange_carrier")
 def _(c: Context, k: Knobs) -> str | None:
     if _rounds_once(c, k):
         return None
@@ -318,7 +305,7 @@ def _(c: Context, k: Knobs) -> str | None:
     return None
 
 
-@_rule(*SHAPE, "block_bits", "far_lanes", "mma_carrier", "exchange_carrier")
+@_rule("exchange_carrier")
 def _(c: Context, k: Knobs) -> str | None:
     if not turns_in_exchange(k):
         return None
@@ -326,7 +313,7 @@ def _(c: Context, k: Knobs) -> str | None:
     return "an mma of tf32 leaves room for three bits in lanes (chunks must be more)" if few else None
 
 
-@_rule("far_lanes", "mma_carrier", "exchange_carrier", "exchange_rounds")
+@_rule("exchange_rounds")
 def _(c: Context, k: Knobs) -> str | None:
     if k.exchange_rounds > 1 and turns_in_exchange(k):
         return "values that are turned on their way cross all at once (exchange_rounds must be 1)"
@@ -335,7 +322,7 @@ def _(c: Context, k: Knobs) -> str | None:
     return None
 
 
-@_rule("exchange_carrier", "exchange_rounds", "shared_layout")
+@_rule("shared_layout")
 def _(c: Context, k: Knobs) -> str | None:
     conflicts = k.exchange_carrier == FP32 and k.exchange_rounds == 1
     if k.shared_layout != "linear" and not conflicts:
@@ -343,12 +330,12 @@ def _(c: Context, k: Knobs) -> str | None:
     return None
 
 
-@_rule("chunks", "order")
+@_rule("order")
 def _(c: Context, k: Knobs) -> str | None:
     return "one chunk has no order (order must be by_step)" if k.order != "by_step" and k.chunks == 1 else None
 
 
-@_rule(*SHAPE, "block_bits", "far_bits", "far_lanes", "mma_carrier", "exchange_carrier", "exchange_rounds", "order")
+@_rule("order")
 def _(c: Context, k: Knobs) -> str | None:
     if k.order != "by_group":
         return None
@@ -373,14 +360,14 @@ def _(c: Context, k: Knobs) -> str | None:
     return None
 
 
-@_rule("cluster", "grid")
+@_rule("grid")
 def _(c: Context, k: Knobs) -> str | None:
     # Clusters win where rows are few, and then there is nothing to loop over.
     loops = k.cluster > 1 and k.grid == "persistent"
     return "clusters take one tile each (grid must be tiles)" if loops else None
 
 
-@_rule("grid", "ahead")
+@_rule("ahead")
 def _(c: Context, k: Knobs) -> str | None:
     if not k.ahead:
         return None
@@ -391,7 +378,7 @@ def _(c: Context, k: Knobs) -> str | None:
     return "blocks that loop do not take tiles in order (ahead must be 0)" if k.grid == "persistent" else None
 
 
-@_rule("cluster", "trigger")
+@_rule("trigger")
 def _(c: Context, k: Knobs) -> str | None:
     if k.trigger == "end":
         return None
@@ -401,13 +388,13 @@ def _(c: Context, k: Knobs) -> str | None:
     return "only few blocks leave room for the next kernel's (trigger must be end)" if k.cluster == 1 else None
 
 
-@_rule("grid", "stages")
+@_rule("stages")
 def _(c: Context, k: Knobs) -> str | None:
     alone = k.grid == "tiles" and k.stages > 1
     return "one tile a block leaves nothing to have under way (stages must be 1)" if alone else None
 
 
-@_rule("warps", "min_blocks")
+@_rule("min_blocks")
 def _(c: Context, k: Knobs) -> str | None:
     limit = c.arch.limits.threads_per_sm
     if k.min_blocks * k.warps * 32 > limit:
@@ -415,7 +402,7 @@ def _(c: Context, k: Knobs) -> str | None:
     return None
 
 
-@_rule("chunks", "warps", "cluster", "block_bits", "mma_carrier", "exchange_carrier", "load", "stages", "min_blocks")
+@_rule("min_blocks")
 def _(c: Context, k: Knobs) -> str | None:
     # All values are wide at once where they cross shared memory in fp32, or are not rounded before the store.
     wide = k.exchange_carrier == FP32 or _rounds_once(c, k)
@@ -431,18 +418,7 @@ def _(c: Context, k: Knobs) -> str | None:
     return None
 
 
-@_rule(
-    *SHAPE,
-    "block_bits",
-    "far_bits",
-    "mma_carrier",
-    "exchange_carrier",
-    "exchange_rounds",
-    "shared_layout",
-    "load",
-    "stages",
-    "min_blocks",
-)
+@_rule("min_blocks")
 def _(c: Context, k: Knobs) -> str | None:
     block = k.chunks * k.warps << CHUNK_BITS
     load = Load(k.load)

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from hadagen.errors import UsageError
 from hadagen.launch import LaunchSpec
-from hadagen.layout import LANE_BITS, MMA_MOVES, PAIR, Place, Placement, cta, lane, reg
+from hadagen.layout import LANE_BITS, PAIR, Place, Placement, cta, reg
 from hadagen.problem import DType, Numerics, Problem
 from hadagen.scale import ScaleForm
 from hadagen.steps import (
@@ -48,7 +48,6 @@ from hadagen.steps import (
     changes_values,
     mixed_chunk_bits,
     sentence,
-    sums_over_blocks,
     transformed_bits,
 )
 
@@ -119,10 +118,7 @@ class Plan:
         """The placement after each step."""
         trace, placement = [], self.loaded
         for step in self.steps:
-            if isinstance(step, Mma | Exchange | SwapButterfly):
-                placement = placement.moved(step.moves)
-            elif isinstance(step, Transpose):
-                placement = placement.moved(MMA_MOVES)
+            placement = placement.moved(step.moves)
             trace.append(placement)
         return tuple(trace)
 
@@ -142,7 +138,7 @@ class Plan:
     @property
     def shares_loaded(self) -> int:
         """Of how many blocks each block loads the share of the tile: of all in the cluster, or of itself alone."""
-        return 1 << self.cta_bits if any(sums_over_blocks(step) for step in self.steps) else 1
+        return 1 << self.cta_bits if any(step.over_blocks for step in self.steps) else 1
 
     def tiles_ahead(self, step: Prefetch) -> int:
         """How many tiles after the one that was loaded the one comes that is prefetched; none is as large as 1 MiB."""
@@ -336,7 +332,7 @@ def _check(plan: Plan) -> None:
             _check_normalize(plan, number, refuse)
         elif isinstance(step, Narrow) and multiplied != ["normalizer"]:
             raise refuse("only normalized values are in the range of a float16")
-        if sums_over_blocks(step):
+        if step.over_blocks:
             _check_over_blocks(plan, number, step, refuse)
         if carrier != needs:
             raise refuse(f"needs {needs or 'no'} values but finds {carrier or 'none'}")
@@ -422,28 +418,17 @@ def interpret(plan: Plan, x: Reals, scale: float = 1.0) -> Reals:
     hadamard = np.array([[1.0, 1.0], [1.0, -1.0]])
     left = scale  # to multiply by
     for step in plan.steps:
-        touched: tuple[Place, ...] = ()
-        if sums_over_blocks(step):
-            touched = tuple(cta(j) for j in range(plan.cta_bits))
-        if isinstance(step, Mma):
-            touched += step.places
-        elif isinstance(step, Butterfly):
-            touched = (step.place,)
-        elif isinstance(step, Shuffle | SwapButterfly):
-            touched = (lane(step.lane),)
-        for place in touched:
+        across = (cta(j) for j in range(plan.cta_bits) if step.over_blocks)
+        for place in (*across, *step.places):
             axis = 1 + axes.index(place)
             tile = np.moveaxis(np.tensordot(hadamard, tile, (1, axis)), 0, axis)
         if isinstance(step, Mma):
             factor = _factor(plan, step, left)
             left /= factor
-            tile = _permute(tile * factor, axes, step.moves)
-        elif isinstance(step, Transpose):
-            tile = _permute(tile, axes, MMA_MOVES)
-        elif isinstance(step, Exchange | SwapButterfly):
-            tile = _permute(tile, axes, step.moves)
+            tile = tile * factor
         elif isinstance(step, Gather | Scale | Correct):
             tile = tile * left
+        tile = _permute(tile, axes, step.moves)
     stored = plan.placements[-1]
     order = [1 + axes.index(stored.places[bit]) for bit in reversed(range(bits))]
     stored_tile: Reals = tile.transpose(0, *order)
@@ -459,7 +444,7 @@ def _factor(plan: Plan, step: Mma, left: float) -> float:
     return (1.0, left)[step.factor - 1]  # the whole scale stands for the second, or for the correction
 
 
-def _permute(tile: Reals, axes: tuple[Place, ...], moves: dict[Place, Place]) -> Reals:
+def _permute(tile: Reals, axes: tuple[Place, ...], moves: Mapping[Place, Place]) -> Reals:
     back = {after: before for before, after in moves.items()}
     permuted: Reals = tile.transpose(0, *(1 + axes.index(back.get(place, place)) for place in axes))
     return permuted

@@ -14,13 +14,14 @@ from typing import Any
 from hadagen.arch import Arch
 from hadagen.errors import UsageError
 from hadagen.knobs import HALF, KNOB_NAMES, LOAD, Knobs, log2, plan_of
-from hadagen.legality import RULES, SHAPE, Context, Rule
+from hadagen.legality import RULES, Context, Rule
 from hadagen.plan import CHUNK_BITS, Plan
 from hadagen.problem import DType, Numerics, Problem
 from hadagen.steps import FP16, PACKED, Load
 
 # What proved good on H100s and H200s, whatever the tile, for `fast`; where it is not legal, the nearest that is.
 PROVEN = Knobs(far_bits="lanes", far_lanes="mma", shuffles=HALF, accumulator=PACKED, shared_layout="swizzled")
+SHAPE = ("chunks", "warps", "cluster")  # of a tile
 LEAST_CHUNKS = 8  # of a tile, however short its rows
 
 
@@ -138,14 +139,13 @@ class Space:
     @cached_property
     def _rules(self) -> list[list[Rule]]:
         """For each knob the rules that can be asked once it is chosen."""
-        last = [max(KNOB_NAMES.index(name) for name in rule.reads) for rule in RULES]
-        return [[rule for rule, at in zip(RULES, last, strict=True) if at == i] for i in range(len(KNOB_NAMES))]
+        return [[rule for rule in RULES if rule.last == name] for name in KNOB_NAMES]
 
     def _walk(self, ranges: Sequence[Sequence[Any]], reasons: Counter[str]) -> Iterator[Knobs]:
-        """The legal choices, knob by knob in the order of `ranges`. Each rule is asked as soon as the knobs it reads
-        are chosen, so a dead branch is counted, not walked."""
+        """The legal choices, knob by knob in the order of `ranges`. Each rule is asked as soon as the knobs that
+        decide are chosen, so a dead branch is counted, not walked."""
         below = [prod(map(len, ranges[i + 1 :])) for i in range(len(ranges))]
-        chosen = Knobs()  # the one choice that changes along the way; rules read only what is chosen so far
+        chosen = Knobs()  # the one choice that changes along the way; to rules, what is not chosen yet does not matter
         todo = [iter(ranges[0])]
         while todo:
             level = len(todo) - 1

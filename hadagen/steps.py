@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from hadagen.layout import MMA_MOVES, PAIR, Place, Placement, lane, reg, swaps
@@ -27,8 +27,27 @@ PARTS = {
 NORMALIZER = 3  # as the `factor` of an `Mma`
 
 
+class _Step:
+    """What a step does to bits, where it says nothing else: nothing."""
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """Where the bits are that it transforms."""
+        return ()
+
+    @property
+    def moves(self) -> Mapping[Place, Place]:
+        """Where bits go, after that."""
+        return {}
+
+    @property
+    def over_blocks(self) -> bool:
+        """Whether it transforms the bits at cta too. Then each block must have loaded the shares of all."""
+        return False
+
+
 @dataclass(frozen=True)
-class Load:
+class Load(_Step):
     """Global memory → registers, in 16-byte vectors, `stages` tiles under way. Before a `Gather`, which takes them from
     there, it ends in shared memory."""
 
@@ -53,19 +72,19 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Prefetch:
+class Prefetch(_Step):
     """Asks L2 to bring in what lies about so many MiB behind what was just loaded, for a tile that starts later."""
 
     mib: int
 
 
 @dataclass(frozen=True)
-class Trigger:
+class Trigger(_Step):
     """Lets the next kernel in the stream start where there is room; it waits for the end of this one all the same."""
 
 
 @dataclass(frozen=True)
-class Normalize:
+class Normalize(_Step):
     """Finds the level of what each warp has loaded: a power of two, in steps of 2^8, that its largest value is below,
     by less than a step if that is not subnormal. The first `Mma` divides by half of it, so that no sum of a row is
     beyond float16, and `Scale` multiplies by it again. The `Exchange` between blocks brings values to the highest level
@@ -73,12 +92,14 @@ class Normalize:
 
 
 @dataclass(frozen=True)
-class Gather:
+class Gather(_Step):
     """Sums the shares of a row that a multicast has brought, fp32 times the scale: transforms the bits at cta."""
+
+    over_blocks = True
 
 
 @dataclass(frozen=True)
-class Mma:
+class Mma(_Step):
     """Transforms the four bits at {pair, lane0, lane1, reg}, or all but the first `idle` of them, times a factor of the
     scale, and applies `MMA_MOVES`.
 
@@ -107,7 +128,6 @@ class Mma:
 
     @property
     def places(self) -> tuple[Place, ...]:
-        """Where the bits are that it transforms."""
         return self.operand_places[self.idle :]
 
     @property
@@ -121,23 +141,31 @@ class Mma:
 
 
 @dataclass(frozen=True)
-class Butterfly:
+class Butterfly(_Step):
     """Transforms the bit at `place` (pair or a register bit) by add and subtract."""
 
     place: Place
 
+    @property
+    def places(self) -> tuple[Place, ...]:
+        return (self.place,)
+
 
 @dataclass(frozen=True)
-class Shuffle:
+class Shuffle(_Step):
     """Transforms the bit at lane[`lane`] by a warp shuffle with the lane across, then add or subtract. `widen` takes
     16-bit values and leaves fp32, so that half as many words cross."""
 
     lane: int
     widen: bool = False
 
+    @property
+    def places(self) -> tuple[Place, ...]:
+        return (lane(self.lane),)
+
 
 @dataclass(frozen=True)
-class SwapButterfly:
+class SwapButterfly(_Step):
     """Swaps the bits at lane[`lane`] and `place`, a register bit, by a warp shuffle of fp32 values, and transforms the
     one that comes to the register by add and subtract: half as many values cross as in a `Shuffle`."""
 
@@ -145,17 +173,23 @@ class SwapButterfly:
     place: Place
 
     @property
+    def places(self) -> tuple[Place, ...]:
+        return (lane(self.lane),)
+
+    @property
     def moves(self) -> dict[Place, Place]:
         return swaps([(lane(self.lane), self.place)])
 
 
 @dataclass(frozen=True)
-class Transpose:
+class Transpose(_Step):
     """Applies `MMA_MOVES` to packed values (movmatrix): brings the bits back that one `Mma` moved."""
+
+    moves = MMA_MOVES
 
 
 @dataclass(frozen=True)
-class Exchange:
+class Exchange(_Step):
     """Swaps places of a warp with warp or cta bits through (distributed) shared memory."""
 
     pairs: tuple[tuple[Place, Place], ...]  # (place of a warp, warp or cta place); the pair only, and always, if turned
@@ -192,7 +226,7 @@ class Exchange:
 
 
 @dataclass(frozen=True)
-class Scale:
+class Scale(_Step):
     """Multiplies by the scale, or by what is left of it where `Mma` steps took powers of two or normalized rows."""
 
     # Times 1 + 2^-10/3 too, for values that are cut off to one tf32 later: that is what they lose there in the mean
@@ -202,27 +236,27 @@ class Scale:
 
 
 @dataclass(frozen=True)
-class Correct:
+class Correct(_Step):
     """Multiplies packed values by 1 + b, where the scale came as a · (1 + b) and an `Mma` has multiplied by a."""
 
 
 @dataclass(frozen=True)
-class Widen:
+class Widen(_Step):
     """Packed or fp16 → fp32, exact."""
 
 
 @dataclass(frozen=True)
-class Narrow:
+class Narrow(_Step):
     """fp32 → fp16, to nearest even."""
 
 
 @dataclass(frozen=True)
-class Round:
+class Round(_Step):
     """fp32 → packed, to nearest even."""
 
 
 @dataclass(frozen=True)
-class Store:
+class Store(_Step):
     """Registers → global memory, each 16-byte vector where it belongs; values as `Load` left them."""
 
     path: str  # plain or streaming
@@ -251,34 +285,14 @@ Step = (
 
 def transformed_bits(step: Step, before: Placement) -> tuple[int, ...]:
     """The index bits that a step transforms, given where they live before it."""
-    if isinstance(step, Mma):
-        across = before.bits_of("cta").values() if step.over_blocks else ()
-        return (*(before.bit_at(place) for place in step.places), *across)
-    if isinstance(step, Gather):
-        return tuple(before.bits_of("cta").values())
-    if isinstance(step, Butterfly):
-        return (before.bit_at(step.place),)
-    if isinstance(step, Shuffle | SwapButterfly):
-        return (before.bit_at(lane(step.lane)),)
-    return ()
+    across = before.bits_of("cta").values() if step.over_blocks else ()
+    return (*map(before.bit_at, step.places), *across)
 
 
 def mixed_chunk_bits(steps: Iterable[Step]) -> int:
     """The lowest bits of the chunk number, so many, beyond which none of the steps moves or transforms any."""
-    places: set[Place] = set()
-    for step in steps:
-        if isinstance(step, Mma):
-            places |= set(step.places)
-        elif isinstance(step, Butterfly):
-            places.add(step.place)
-        elif isinstance(step, Exchange | SwapButterfly):
-            places |= set(step.moves)
-    return max((place.index - 1 for place in places if place.kind == "reg" and place.index > 0), default=0)
-
-
-def sums_over_blocks(step: Step) -> bool:
-    """Whether each block must have loaded the shares of all for it."""
-    return isinstance(step, Gather) or (isinstance(step, Mma) and step.over_blocks)
+    touched = [place for step in steps for place in (*step.places, *step.moves)]
+    return max((place.index - 1 for place in touched if place.kind == "reg" and place.index > 0), default=0)
 
 
 def carrier_after(step: Step, carrier: str) -> str:
@@ -338,7 +352,7 @@ def roundings(steps: Iterable[Step]) -> float:
 
 def changes_values(step: Step) -> bool:
     """Whether a step does arithmetic, not only moves or converts."""
-    return isinstance(step, Gather | Mma | Butterfly | Shuffle | SwapButterfly | Scale | Correct)
+    return bool(step.places) or isinstance(step, Gather | Scale | Correct)
 
 
 _FACTORS = ("", "the first factor of the scale", "the second factor of the scale", "what normalizes the warp")

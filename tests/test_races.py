@@ -8,13 +8,14 @@ from dataclasses import replace
 import pytest
 from fake_search import CELLS, TRIALS, FakeRunner, arch, make_kernel, options, problems
 from sample_store import empty, path, store
+from sample_trials import make_timing, make_trial
 
 from hadagen.codegen import render
 from hadagen.errors import DeviceError
 from hadagen.measure import Cell, Variant
 from hadagen.space import Space, build_plan
-from hadagen.trial import Trial, knobs_key
-from hadagen.tuner import Event, PairRaced, tune
+from hadagen.trial import Cache, Trial, knobs_key
+from hadagen.tuner import Event, PairRaced, ProblemFinished, tune
 from hadagen.tuner.races import race_near_ties
 from hadagen.tuning_db.store import Store
 from hadagen.tuning_db.winners import best_by_cell
@@ -92,6 +93,33 @@ def test_a_race_settles_how_far_apart_two_kernels_are(store: Store) -> None:
     ):
         assert new[0] / new[1] == pytest.approx(first / second)
         assert min(new) in old
+
+
+def test_those_are_raced_that_come_first_by_the_score_that_names_winners(store: Store) -> None:
+    """At 16M elements in place, where hot times count as much as cold ones, which decide elsewhere."""
+    (problem,) = problems(256)
+    us = {1: (10.0, 9.0), 2: (10.02, 9.2), 4: (10.3, 5.0), 8: (10.31, 5.001)}  # cold and hot, by chunks
+    for chunks, (cold, hot) in us.items():
+        there = [make_timing(each, 1 << 24, cache=cache) for each, cache in ((cold, Cache.COLD), (hot, Cache.HOT))]
+        store.record(make_trial(chunks, problem=problem, timings=tuple(there)))
+    runner = RacingRunner()
+    assert list(race_near_ties(store.trials(blobs=False), store, runner))
+    met = [{a.knobs["chunks"], b.knobs["chunks"]} for a, b, _ in runner.races]
+    assert met == [{4, 8}]
+    assert [sorted(cell.cache for cell in cells) for *_, cells in runner.races] == [[Cache.COLD, Cache.HOT]]
+
+
+def test_what_an_interrupted_run_has_not_raced_is_raced_by_the_next(store: Store) -> None:
+    """And no later one does it again."""
+
+    def interrupt(event: Event) -> None:
+        if isinstance(event, ProblemFinished):
+            raise KeyboardInterrupt
+
+    assert tune(options(store, RacingRunner()), interrupt).stopped == "interrupted"
+    runs = [RacingRunner() for _ in range(2)]
+    reports = [tune(options(store, runner)) for runner in runs]
+    assert [report.raced > 0 for report in reports] == [bool(runner.races) for runner in runs] == [True, False]
 
 
 def test_a_race_leaves_alone_what_others_have_timed_meanwhile(store: Store) -> None:

@@ -127,6 +127,14 @@ def recorder(path: Path, start: int, end: int) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent)
 
 
+def test_a_trial_that_was_read_without_blobs_may_be_recorded(store: Store) -> None:
+    trial = make_trial()
+    store.record(trial)
+    (bare,) = store.trials(blobs=False)
+    store.record(replace(bare, outcome=Outcome.UNSTABLE))
+    assert store.trials() == [replace(trial, outcome=Outcome.UNSTABLE)]
+
+
 def test_a_killed_process_loses_nothing_that_it_reported(path: Path) -> None:
     with recorder(path, 0, 10**6) as process:
         assert process.stdout is not None

@@ -27,7 +27,7 @@ from urllib.parse import quote
 from hadagen.errors import StorageError
 from hadagen.launch import LaunchSpec
 from hadagen.problem import Problem
-from hadagen.trial import Cache, Destination, Environment, Provenance
+from hadagen.trial import Cache, Destination, Environment, Kernel, Provenance
 
 SQLITE_MAGIC = b"SQLite format 3\0"
 APPLICATION_ID = 0x68616461  # "hada", in the header of the file
@@ -161,20 +161,6 @@ class BundleEntry:
         return time
 
 
-@dataclass(frozen=True)
-class BundleKernel:
-    """What loading and launching a kernel needs. `ptx` serves GPUs newer than the cubin's arch."""
-
-    digest: str
-    entry: str
-    cubin: bytes
-    ptx: bytes
-    launch: LaunchSpec
-    registers: int
-    spill_bytes: int
-    nvcc: str
-
-
 class Bundle:
     """A bundle that was found sound when it was opened. Attributes: `path`, `arch`, `digest`, `date`, `version`.
 
@@ -228,8 +214,9 @@ class Bundle:
             self._read(problem, number)
         return list(self._entries[problem])
 
-    def kernel(self, digest: str) -> BundleKernel:
-        """Load a kernel. Raises `StorageError` where the bundle has none of this digest or it is damaged."""
+    def kernel(self, digest: str) -> Kernel:
+        """Load a kernel, without its source. Raises `StorageError` where the bundle has none of this digest or it is
+        damaged."""
         if digest not in self._kernels:
             self._read_problem_of(digest)
         number, row = self._kernels[digest]
@@ -238,8 +225,8 @@ class Bundle:
             cubin, ptx = map(zlib.decompress, blobs)
             if (sha256(cubin), sha256(ptx)) != (row["cubin_sha256"], row["ptx_sha256"]):
                 raise ValueError("a blob does not match its SHA-256")
-        launch = LaunchSpec.from_dict(json.loads(row["launch"]))
-        return BundleKernel(digest, row["entry"], cubin, ptx, launch, row["registers"], row["spill_bytes"], row["nvcc"])
+        launch, used = LaunchSpec.from_dict(json.loads(row["launch"])), (row["registers"], row["spill_bytes"])
+        return Kernel(digest, row["entry"], self.arch, "", cubin, ptx, launch, *used, row["nvcc"])
 
     def verify(self) -> None:
         """Check all of the file, as it is now. Raises `StorageError` where anything was changed."""

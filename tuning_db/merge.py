@@ -26,7 +26,7 @@ def selection_of(bundle: Bundle) -> Selection:
     for problem in bundle.problems():
         for entry in bundle.entries(problem):
             if entry.kernel not in kernels:
-                kernels[entry.kernel] = kernel_of(bundle, entry.kernel)
+                kernels[entry.kernel] = bundle.kernel(entry.kernel)
             cell = WinnerCell(problem, entry.arch, entry.gpu, entry.destination, entry.elements, entry.portable)
             selection[cell] = _trial(entry, kernels[entry.kernel])
     return selection
@@ -47,7 +47,9 @@ def merge_bundles(paths: Iterable[str | os.PathLike[str]], out: str | os.PathLik
             f"bundles of {len(archs)} archs ({', '.join(sorted(archs))}) cannot be one; merge those of one arch"
         )
     selections = [selection_of(bundle) for bundle in bundles]
-    buckets = _best({cell: trial for cell, trial in each.items() if cell.is_bucket} for each in selections)
+    buckets = _best(
+        {cell: trial for cell, trial in each.items() if cell.is_bucket and not cell.portable} for each in selections
+    )
     winners = buckets | _best(_between(each, buckets) for each in selections)
     rankings = ranked_by_cell(trial for each in selections for trial in each.values())
     selection = dict(sorted((winners | portable_winners(winners, rankings)).items()))
@@ -72,7 +74,7 @@ def _between(selection: Selection, buckets: Selection) -> Selection:
         above = bisect(there, cell.elements)
         around = [replace(cell, elements=count) for count in there[max(0, above - 1) : above + 1]]
         same = (each in selection and digest_of(selection[each]) == digest_of(buckets[each]) for each in around)
-        if not cell.is_bucket and around and all(same):
+        if not (cell.is_bucket or cell.portable) and around and all(same):
             found[cell] = trial
     return found
 
@@ -81,23 +83,6 @@ def write_selection(path: str | os.PathLike[str], arch: str, selection: Selectio
     """`write_bundle` with the kernels that the trials have. Raises as it does."""
     kernels = {trial.kernel.digest: trial.kernel for trial in selection.values() if trial.kernel}
     write_bundle(path, arch, selection, kernels.__getitem__)
-
-
-def kernel_of(bundle: Bundle, digest: str) -> Kernel:
-    """A kernel of a bundle, without its source. Raises `StorageError` as `Bundle.kernel` does."""
-    stored = bundle.kernel(digest)
-    return Kernel(
-        digest=digest,
-        entry=stored.entry,
-        arch=bundle.arch,
-        source="",
-        cubin=stored.cubin,
-        ptx=stored.ptx,
-        launch=stored.launch,
-        registers=stored.registers,
-        spill_bytes=stored.spill_bytes,
-        nvcc=stored.nvcc,
-    )
 
 
 def _trial(entry: BundleEntry, kernel: Kernel) -> Trial:

@@ -206,11 +206,12 @@ def _row_of(session: Session, model: type[Row], columns: dict[str, object]) -> R
 
 
 def _kernel_row(session: Session, kernel: Kernel) -> KernelRow:
-    row = session.scalar(select(KernelRow).where(KernelRow.digest == kernel.digest)) or KernelRow()
-    columns = asdict(kernel) | kernel.launch.to_dict()
-    del columns["launch"]
-    for name, value in columns.items():
-        setattr(row, name, value)
+    """The row of the digest, which names what the kernel does; added where there is none."""
+    row = session.scalar(select(KernelRow).where(KernelRow.digest == kernel.digest))
+    if row is None:
+        columns = asdict(kernel) | kernel.launch.to_dict()
+        del columns["launch"]
+        row = KernelRow(**columns)
     return row
 
 

@@ -1,4 +1,5 @@
-"""Near-ties, raced: the two fastest kernels of a cell are timed again by turns before a winner is named.
+"""Near-ties, raced: the two best kernels of a cell are timed again by turns before a winner is named, in both regimes
+that have a say there.
 
 Winners are a view of the trials, so that is where the result goes: the times of both kernels get the ratio that they
 had in the race, and their detail says by how much it was won. The winner keeps its time, for the other kernels of the
@@ -10,13 +11,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Protocol, runtime_checkable
 
 from hadagen.errors import DeviceError
 from hadagen.measure import Cell, Variant
-from hadagen.trial import Kernel, Trial, deciding_cache
+from hadagen.trial import Cache, Trial
 from hadagen.tuning_db.store import Store
-from hadagen.tuning_db.winners import may_win
+from hadagen.tuning_db.winners import digest_of, may_win, ranked_by_cell
 
 NEAR = 0.01  # kernels no further apart than this are raced
 ROUNDS = 2  # for after a race another kernel may be second
@@ -38,30 +40,28 @@ def race_near_ties(trials: Iterable[Trial], store: Store, runner: Racing) -> Ite
     whose race fails is left as it is. Raises `StorageError` where a result cannot be recorded.
     """
     field: dict[str, list[Trial]] = defaultdict(list)  # the trials that may win, by the digest of their kernel
-    for trial in trials:
-        if trial.kernel is not None and may_win(trial):
-            field[trial.kernel.digest].append(trial)
+    for trial in filter(may_win, trials):
+        field[digest_of(trial)].append(trial)
     met: set[tuple[Cell, str, str]] = set()
     for _ in range(ROUNDS):
         for (a, b), cells in _near_ties(field, met).items():
             met |= {(cell, a, b) for cell in cells}
-            kernel_a, kernel_b = store.kernel(a), store.kernel(b)
             try:
-                times = runner.race(_variant(field[a][0], kernel_a), _variant(field[b][0], kernel_b), cells)
+                times = runner.race(_variant(field[a][0], store), _variant(field[b][0], store), cells)
             except DeviceError:
                 continue
-            before = [{Cell.of(timing): timing.us for timing in field[digest][0].timings} for digest in (a, b)]
+            before = _times(field[a]), _times(field[b])
             of_a = {
                 cell: _settled((before[0][cell], before[1][cell]), raced)
                 for cell, raced in zip(cells, times, strict=True)
             }
             of_b = {cell: (mine, other) for cell, (other, mine) in of_a.items()}
-            for digest, kernel, result, opponent in ((a, kernel_a, of_a, b), (b, kernel_b, of_b, a)):
+            for digest, result, opponent in ((a, of_a, b), (b, of_b, a)):
                 field[digest] = [_with_race(trial, result) for trial in field[digest]]
                 note = _note(result, opponent)
                 for trial in field[digest]:
                     raced = tuple(timing for timing in trial.timings if Cell.of(timing) in result)
-                    store.add_timings(replace(trial, kernel=kernel, timings=raced, detail=note, seconds=0.0))
+                    store.add_timings(replace(trial, timings=raced, detail=note, seconds=0.0))
             yield tuple(max(pair) / min(pair) - 1 for pair in times)
 
 
@@ -75,21 +75,26 @@ def _settled(before: tuple[float, float], raced: tuple[float, float]) -> tuple[f
 def _near_ties(
     field: Mapping[str, Sequence[Trial]], met: set[tuple[Cell, str, str]]
 ) -> dict[tuple[str, str], list[Cell]]:
-    """Digests of two kernels, in order → the cells in which they are the fastest, near each other, and have not met."""
-    times: dict[Cell, list[tuple[float, str]]] = defaultdict(list)
-    for digest, (trial, *_) in field.items():
-        for timing in trial.timings:
-            cell = Cell.of(timing)
-            if cell.cache is deciding_cache(trial.problem, cell.elements, cell.destination, trial.environment.l2_bytes):
-                times[cell].append((timing.us, digest))
+    """Digests of two kernels, in order → where they have the best scores, near each other, the regimes in which both
+    were timed and have not met."""
     ties: dict[tuple[str, str], list[Cell]] = defaultdict(list)
-    for cell, ranked in times.items():
-        if len(ranked) > 1:
-            (first_us, first), (second_us, second) = sorted(ranked)[:2]
+    for place, ranked in ranked_by_cell(chain.from_iterable(field.values())).items():
+        scores: dict[str, float] = {}  # by digest, the best first
+        for each in ranked:
+            scores.setdefault(digest_of(each.trial), each.score)
+        if len(scores) == 1:
+            continue
+        first, second = list(scores)[:2]
+        if scores[second] <= scores[first] * (1 + NEAR):
             a, b = sorted((first, second))
-            if second_us <= first_us * (1 + NEAR) and (cell, a, b) not in met:
-                ties[a, b].append(cell)
-    return ties
+            both = (Cell(place.elements, place.destination, cache) for cache in Cache)
+            timed = _times(field[a]).keys() & _times(field[b]).keys()
+            ties[a, b] += [cell for cell in both if cell in timed and (cell, a, b) not in met]
+    return {pair: cells for pair, cells in ties.items() if cells}
+
+
+def _times(trials: Iterable[Trial]) -> dict[Cell, float]:
+    return {Cell.of(timing): timing.us for trial in trials for timing in trial.timings}
 
 
 def _with_race(trial: Trial, times: RaceTimes) -> Trial:
@@ -109,5 +114,5 @@ def _note(times: RaceTimes, opponent: str) -> str:
     return f"raced with kernel {opponent[:12]}, slower by {', '.join(slower)}"
 
 
-def _variant(trial: Trial, kernel: Kernel) -> Variant:
-    return Variant(trial.problem, trial.knobs, kernel)
+def _variant(trial: Trial, store: Store) -> Variant:
+    return Variant(trial.problem, trial.knobs, store.kernel(digest_of(trial)))

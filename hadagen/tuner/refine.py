@@ -60,7 +60,7 @@ def refine(problems: Iterable[Problem], store: Store, arch: str, gpu: Environmen
         fewer = set()
         for trial in measure(cells, [kernel for problem in looking for kernel in rivalries[problem].kernels.values()]):
             if trial.outcome is Outcome.OK:
-                store.add_timings(replace(trial, kernel=store.kernel(digest_of(trial))))
+                store.add_timings(trial)
                 continue
             ended.add(digest_of(trial))
             fewer.add(trial.problem)
@@ -76,10 +76,9 @@ def refine(problems: Iterable[Problem], store: Store, arch: str, gpu: Environmen
 
 def _refuse(refused: Trial, store: Store) -> None:
     """Let all trials of the kernel for that problem on that GPU end as this one did."""
-    kernel = store.kernel(digest_of(refused))
     for trial in store.trials(refused.problem, refused.arch, refused.environment.gpu, Outcome.OK, blobs=False):
-        if trial.kernel and trial.kernel.digest == kernel.digest:
-            store.record(replace(trial, kernel=kernel, outcome=refused.outcome, detail=refused.detail))
+        if trial.kernel and trial.kernel.digest == digest_of(refused):
+            store.record(replace(trial, outcome=refused.outcome, detail=refused.detail))
 
 
 class _Rivalry:

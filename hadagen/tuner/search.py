@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, zip_longest
 from math import inf
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 
 import optuna
 from optuna.storages import BaseStorage, InMemoryStorage, RDBStorage
@@ -161,7 +161,6 @@ class _Search:
         self._goals = {problem: max(self._share(problem), stored) for problem, stored in self._finished.items()}
         self._finished_before = sum(self._finished.values())
         self._outcomes: Counter[Outcome] = Counter()
-        self._changed: set[Problem] = set()
         self._raced = 0
         listen(
             SearchStarted(
@@ -184,13 +183,16 @@ class _Search:
             self.stopped = "out of time"
 
     def race(self) -> None:
-        """Race the near-ties of the problems that have new trials, if the runner can."""
+        """Race the near-ties of the problems that have trials since they were raced, in this run or an earlier one, if
+        the runner can."""
         options, store = self._options, self._options.store
         if self.stopped == "interrupted" or store is None or not isinstance(options.runner, Racing):
             return
-        deadline = self._started + (options.time_budget or (time.monotonic() - self._started) / SEARCH_SHARE)
+        deadline = self._started + (options.time_budget or inf)
         try:
-            for problem in sorted(self._changed):
+            for problem, study in sorted(self._studies.items(), key=itemgetter(0)):
+                if study.is_raced:
+                    continue
                 trials = store.trials(problem, options.arch.name, self._environment.gpu, Outcome.OK, blobs=False)
                 here = [trial for trial in trials if replace(trial.environment, nvcc="") == self._environment]
                 for margins in race_near_ties(here, store, options.runner):
@@ -198,6 +200,7 @@ class _Search:
                     self._listen(PairRaced(problem, margins))
                     if time.monotonic() > deadline:
                         return
+                study.mark_raced()
         except KeyboardInterrupt:
             self.stopped = "interrupted"
 
@@ -295,7 +298,6 @@ class _Search:
             self._options.store.record(trial)
         problem, study = trial.problem, self._studies[trial.problem]
         study.tell(trial)
-        self._changed.add(problem)
         self._outcomes[trial.outcome] += 1
         self._finished[problem] = study.finished
         self._listen(TrialFinished(trial, study.best, sum(self._finished.values()), sum(self._goals.values())))

@@ -37,6 +37,7 @@ REGIMES = ("latency", "L2", "memory")
 LATENCY_ELEMENTS = 1 << 18  # up to here a launch is mostly latency
 RANDOM_STEPS = 20
 STARTUP_TRIALS = 10  # before TPE has its say; those that were suggested count
+_RACED = "raced"  # what Optuna keeps of a study: how many trials there were when its near-ties were raced
 
 Scores = tuple[float, float, float]
 
@@ -193,6 +194,14 @@ class Study:
     def finished(self) -> int:
         """Trials told or already known."""
         return len(self._told)
+
+    @property
+    def is_raced(self) -> bool:
+        """Whether its near-ties were raced since its last trial, by any run."""
+        return bool(self._kept.user_attrs.get(_RACED) == self.finished)
+
+    def mark_raced(self) -> None:
+        self._kept.set_user_attr(_RACED, self.finished)
 
     def suggest(self, knobs: Knobs, *, first: bool = False) -> None:
         """Ask for these, or the legal ones nearest to them, before those that Optuna names; if `first`, before all."""
