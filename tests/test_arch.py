@@ -93,6 +93,8 @@ def test_every_key_is_needed(key: str, values: dict[str, Any], read: Callable[[A
         ("name", "sm80", "sm90.yaml: name is 'sm80'; expected 'sm90', as the file is called"),
         ("nvcc_arch", 7, "sm90.yaml: nvcc_arch is 7; expected a target of nvcc such as 'sm_90'"),
         ("compute_capability", 9.0, "sm90.yaml: compute_capability is 9.0; expected [major, minor], such as [9, 0]"),
+        ("name", "sm90a", "sm90.yaml: name is 'sm90a'; expected 'sm90', as the file is called"),
+        ("nvcc_arch", "sm_90, sm_100", "nvcc_arch is 'sm_90, sm_100'; expected a target of nvcc such as 'sm_90'"),
         ("nvcc_arch", "hopper", "sm90.yaml: nvcc_arch is 'hopper'; expected a target of nvcc such as 'sm_90'"),
         ("vendor", "x", "sm90.yaml: vendor is not a known key; remove it or use one of compute_capability, features"),
         ("limits", [1], "sm90.yaml: limits is [1]; expected a mapping"),

@@ -173,6 +173,16 @@ def test_both_regimes_are_kept_where_measured(path: Path) -> None:
     assert both.fraction_of_copy == 1.9 / 1.5
 
 
+def test_an_entry_has_the_times_of_its_own_destination(tmp_path: Path) -> None:
+    """Where one kernel wins in place and out of place."""
+    trial = make_trial(timings=(make_timing(2.0), make_timing(5.0, destination=Destination.OUT_OF_PLACE)))
+    entries = Bundle.open(write(tmp_path / "sm90.db", [trial])).entries(PROBLEM)
+    assert {entry.destination: entry.us for entry in entries} == {
+        Destination.IN_PLACE: 2.0,
+        Destination.OUT_OF_PLACE: 5.0,
+    }
+
+
 def test_a_store_fills_a_bundle_without_reading_all_blobs(tmp_path: Path, path: Path) -> None:
     with Store.open(tmp_path / "trials.db") as store:
         for trial in TRIALS:
@@ -246,6 +256,13 @@ def test_a_bundle_that_cannot_be_written_is_reported(tmp_path: Path, path: Path)
         with pytest.raises(StorageError, match="cannot be written"):
             write(place)
     assert os.listdir(tmp_path) == [path.name]
+
+
+def test_what_is_no_bundle_is_not_replaced_by_one(tmp_path: Path) -> None:
+    (tmp_path / "notes").write_text("what took a day to measure")
+    with pytest.raises(StorageError, match="is there already and is not a hadagen bundle"):
+        write(tmp_path / "notes")
+    assert (tmp_path / "notes").read_text() == "what took a day to measure"
 
 
 def test_a_link_to_where_nothing_can_be_written_is_reported_before_the_work(tmp_path: Path) -> None:
@@ -406,7 +423,9 @@ def test_other_formats_are_refused(path: Path) -> None:
 
 
 def test_merging_keeps_every_winner_and_its_kernel(tmp_path: Path) -> None:
-    ours = portfolio([make_trial(1)])
+    cold = replace(make_timing(3.0, cache=Cache.COLD), copy_us=2.5)
+    estimate = make_trial(4, problem=OTHER, environment=Environment(), provenance=Provenance.ESTIMATED)
+    ours = portfolio([make_trial(1, timings=(make_timing(), cold)), estimate])
     theirs = portfolio([make_trial(2, environment=H200)])
     kernels = {trial.kernel.digest: trial.kernel for trial in (*ours.values(), *theirs.values()) if trial.kernel}
     for name, selection in (("h100.db", ours), ("h200.db", theirs), ("both.db", ours | theirs)):

@@ -59,11 +59,13 @@ WRONG = {
     ("emit", "--n", "4096", "--knobs", "speed=11"): "knob 'speed' is not known; choose from chunks, warps,",
     ("emit", "--n", "4096", "--knobs", "warps=3"): "knob warps = 3 is not searched on sm90; choose one of 1, 2,",
     ("emit", "--n", "4096", "--knobs", "warps=x"): "knob warps = 'x' is not searched on sm90; choose one of 1, 2,",
+    ("emit", "--n", "4096", "--knobs", "warps=²"): "knob warps = '²' is not searched on sm90; choose one of 1, 2,",
     ("emit", "--n", "4096", "--knobs", "warps"): "--knobs 'warps' is not of the form k=v; write for example",
     ("emit", "--n", "4096", "--knobs", "warps=4,warps=8"): "--knobs sets warps twice, to 4 and 8; give one value",
     ("emit", "--n", "8192", "--knobs", "chunks=1,warps=1"): "a row",
     ("tune", "--n", "3"): "n = 3 is not supported",
     ("tune", "--n", "2-"): "--n '2-' is not a size; write 4096, 128,256 or 2-32768",
+    ("tune", "--n", "²"): "--n '²' is not a size; write 4096, 128,256 or 2-32768",
     ("tune", "--n", "64-2"): "--n '64-2' is an empty range; write the smaller size first, as in 2-64",
     ("tune", "--dtype", "int8"): "dtype 'int8' is not supported",
     ("tune", "--numerics", "so-so"): "numerics 'so-so' is not supported",
@@ -73,6 +75,7 @@ WRONG = {
     ("bench", "--elements", "1000"): "--elements 1000 is not supported; give powers of two from 8192 to 268435456",
     ("bench", "--elements", "1.5"): "--elements 1.5 is not supported; give powers of two from 8192 to 268435456",
     ("bench", "--elements", "many"): "--elements 'many' is not a size; write for example 65536,1M",
+    ("bench", "--elements", "65536.5"): "--elements 65536.5 is not supported; give powers of two from 8192",
     ("bench", "--elements", "1e6"): "--elements '1e6' is not a size; write for example 65536,1M",
 }
 

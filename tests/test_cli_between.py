@@ -8,13 +8,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from command_line import machine, run, sentence, succeed
+from command_line import SMALL, machine, run, sentence, succeed
 from fake_device import FakeDevice, fake_gpu
+from sample_bundle import write_trials
+from sample_trials import make_kernel, make_trial
 
 from hadagen.cli import options
 from hadagen.errors import DeviceError
-from hadagen.measure import Answer, Contest, Ranking, Variant
+from hadagen.measure import Answer, Contest, Ranking, Standing, Variant
+from hadagen.problem import DType, Numerics, Problem
 from hadagen.trial import Outcome
+from hadagen.tuning_db.bundle_writer import write_bundle
+from hadagen.tuning_db.winners import portfolio
 
 __all__ = ["fake_gpu", "machine"]  # fixtures
 pytestmark = pytest.mark.usefixtures("machine")
@@ -79,6 +84,35 @@ def test_between_is_refused_where_it_cannot_be(fake_gpu: None) -> None:
     succeed("tune", "--n", "4", "--dtype", "float16", "--numerics", "fast", "--contiguous", "--trials", "1")
     FakeDevice.refusals[4] = Answer(Outcome.WRONG_ANSWER, "it is off")
     assert "for n4-float16-fast ended as wrong_answer: it is off; tune again" in sentence(run(*BETWEEN), 1)
+
+
+@pytest.mark.parametrize("called", [True, False])
+def test_between_complains_of_kernels_that_calls_run_and_of_no_others(
+    fake_gpu: None, monkeypatch: pytest.MonkeyPatch, called: bool
+) -> None:
+    def refuses(self: FakeDevice, variants: Sequence[Variant], contests: Sequence[Contest]) -> Ranking:
+        (chosen,) = {contest.chosen for contest in contests}
+        wrong = chosen if called else 1 - chosen
+        answers = [Answer(Outcome.OK, ""), Answer(Outcome.OK, "")]
+        answers[wrong] = Answer(Outcome.WRONG_ANSWER, "it is off")
+        return Ranking(tuple(answers), (None if called else Standing(chosen, 2.0, 2.0, 0.0),) * len(contests))
+
+    succeed("tune", *SMALL, "--contiguous", "--trials", "1")
+    write_trials(options.default_bundle("another"), [make_trial(problem=Problem(4, DType.FLOAT16, Numerics.FAST))])
+    monkeypatch.setattr(FakeDevice, "rank", refuses)
+    result = run(*BETWEEN)
+    assert result.exit_code == called
+    assert ("ended as wrong_answer: it is off; tune again" in result.stderr) == called
+
+
+def test_between_times_no_kernel_of_another_arch(fake_gpu: None) -> None:
+    succeed("tune", *SMALL, "--contiguous", "--trials", "1")
+    succeed(*BETWEEN)
+    older = make_trial(problem=Problem(4, DType.FLOAT16, Numerics.FAST), arch="sm80", kernel=make_kernel(arch="sm80"))
+    write_bundle(options.default_bundle("sm80"), "sm80", portfolio([older]), lambda _: make_kernel(arch="sm80"))
+    succeed(*BETWEEN)
+    (before, _), (after, _) = FakeDevice.ranked
+    assert after == before
 
 
 def test_between_says_what_it_could_not_time_and_shows_the_rest(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from command_line import BEST, database, machine, raising, run, sample, sentence, succeed
 from sample_bundle import write_trials
-from sample_trials import H100, make_trial
+from sample_trials import H100, make_trial, times
 
 from hadagen.cli import bench, between, options
 from hadagen.problem import DType, Problem
@@ -88,6 +88,7 @@ def test_a_bundle_of_another_database_is_not_replaced(
     other = tmp_path / "other.db"
     with Store.open(other) as store:
         store.record(replace(make_trial(), problem=Problem(512, "float16")))
+        store.record(replace(make_trial(), arch="sm80"))
     refused = f"has winners that {other} has no trials of, such as of n256-float16-accurate on {GPU}, and they would be"
     assert refused in sentence(run("bundle", "make", "--db", other), 2)
     tiny = ["tune", "--n", "512", "--dtype", "float16", "--numerics", "accurate", "--contiguous", "--trials", "1"]
@@ -101,6 +102,26 @@ def test_a_bundle_of_estimates_is_replaced(database: Path) -> None:
     path = write_trials(options.default_bundle("sm90"), [make_trial(problem=Problem(512, DType.FLOAT16), **fields)])
     succeed("bundle", "make", "--db", database)
     assert Bundle.open(path).gpus() == [GPU]
+
+
+def test_a_line_of_a_bundle_has_the_mean_of_copy_and_the_largest_error(tmp_path: Path) -> None:
+    """Of winners that differ in size."""
+    fields = {"errors": {"normal": 1e-4}, "timings": times({1 << 20: 1.0})}
+    path = write_trials(tmp_path / "x.db", [make_trial(timings=times({1 << 13: 4.0})), make_trial(2, **fields)])
+    _, header, line = succeed("bundle", "show", path).splitlines()
+    assert header.endswith("winners  kernels  of copy, mean  largest error")
+    assert line.split()[-5:] == ["256", "2", "2", "0.95", "0.0002"]
+
+
+def test_fewer_kernels_are_kept_the_more_may_be_lost(tmp_path: Path) -> None:
+    with Store.open(tmp_path / "trials.db") as store:
+        store.record(make_trial(1, timings=times({1 << 13: 1.00, 1 << 20: 1.01})))
+        store.record(make_trial(2, timings=times({1 << 13: 1.01, 1 << 20: 1.00})))
+    make = ("bundle", "make", "--db", tmp_path / "trials.db", tmp_path / "x.db")
+    assert "2 winners, 1 kernels" in succeed(*make)
+    assert "2 winners, 2 kernels" in succeed(*make, "--loss", "0")
+    for loss in ("-0.1", "1.5", "nan"):
+        assert sentence(run(*make, "--loss", loss), 2) == f"--loss {loss} is not supported; give 0 to 1"
 
 
 def test_a_bundle_of_nothing_is_refused(database: Path, tmp_path: Path) -> None:

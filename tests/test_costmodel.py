@@ -273,6 +273,25 @@ def test_prefetches_pay_where_input_comes_from_memory_in_waves() -> None:
     assert us[4, Cache.HOT] > us[0, Cache.HOT]
 
 
+def test_a_second_tile_under_way_pays_where_each_is_waited_for() -> None:
+    """Out of memory, wave by wave, though fewer blocks fit."""
+    problem, cell = Problem(4096, DType.FLOAT16), Cell(1 << 24, Destination.IN_PLACE, Cache.COLD)
+    knobs = Knobs(4, 4, mma_carrier="split", butterfly_carrier="fp32", exchange_carrier="fp32", grid="persistent")
+    one, two = (build_plan(problem, replace(knobs, load="cp_async", stages=stages), SM90) for stages in (1, 2))
+    assert Estimate(two, SM90).us(*cell) < Estimate(one, SM90).us(*cell)
+
+
+def test_bank_conflicts_cost_a_wide_exchange_its_time_in_shared_memory_again() -> None:
+    def shared_bytes(layout: str, rounds: int = 1) -> float:
+        knobs = Knobs(4, 4, mma_carrier="split", butterfly_carrier="fp32", exchange_carrier="fp32")
+        knobs = replace(knobs, shared_layout=layout, exchange_rounds=rounds)
+        plan = build_plan(Problem(4096, DType.FLOAT16), knobs, SM90)
+        return sum(cost.shared_bytes for cost in costmodel._costs(plan, SM90))
+
+    assert shared_bytes("linear") == 2 * shared_bytes("swizzled") == 2 * shared_bytes("padded")
+    assert shared_bytes("linear", rounds=2) == shared_bytes("swizzled")  # where none are met
+
+
 def test_occupancy_is_the_calculation_of_the_programming_guide() -> None:
     problem = Problem(4096, DType.FLOAT16, Numerics.FAST)
     knobs = Knobs(chunks=4, warps=4, mma_carrier="split", butterfly_carrier="fp32")
@@ -284,6 +303,11 @@ def test_occupancy_is_the_calculation_of_the_programming_guide() -> None:
     staged = build_plan(problem, replace(knobs, chunks=8, load="bulk", grid="persistent", stages=2), SM90)
     shared = 233472 // (staged.launch.shared_bytes + 1024)
     assert resident_blocks(staged, SM90, 32) == shared < 16
+    staged = build_plan(problem, replace(knobs, chunks=8, load="bulk", grid="persistent"), SM90)
+    assert staged.launch.shared_bytes == 32896
+    assert resident_blocks(staged, SM90, 32) == 6  # 7, were nothing reserved: 233472 / (32896 + 1024)
+    small = build_plan(Problem(256, DType.FLOAT16, Numerics.FAST), Knobs(), SM90)
+    assert resident_blocks(small, SM90, 32) == 32  # for want of blocks, not of threads: 2048 / 32
 
 
 @pytest.mark.parametrize(("dtype", "more_mma"), [(DType.BFLOAT16, 0), (DType.FLOAT32, 2 * 4 * (4 - 3))])

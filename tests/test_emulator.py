@@ -273,6 +273,17 @@ def test_rows_of_a_verification_show_a_ragged_tile_and_come_round_a_persistent_l
     assert verification_rows(Problem(32768, DType.FLOAT16), LaunchSpec(256, 1, 0, 1 << 15, persistent=False)) == 2
 
 
+def test_a_verification_has_a_row_too_few_for_whole_tiles() -> None:
+    """So what is stored beyond the last row shows."""
+    problem = Problem(128, DType.FLOAT16)
+    source = render(build_plan(problem, Knobs(low_bits="shuffle", butterfly_carrier="fp32"), ARCH))
+    assert source.launch.tile_elements == 2 * problem.n
+    unguarded, guards = re.subn(r"if \(left > [^)]*\)", "if (true)", source.text)
+    assert guards
+    with pytest.raises(EmulationError, match="stores 8 elements at element 1152 of y, which has 1152"):
+        verify(problem, replace(source, text=unguarded), rows=2)
+
+
 @pytest.mark.parametrize("dtype", DType)
 def test_rows_of_an_odd_pitch_begin_beside_a_multiple_of_16_bytes(dtype: DType) -> None:
     beside = [emulator._poisoned(dtype, 3, pitch).ctypes.data % 16 for pitch in (16, 17)]

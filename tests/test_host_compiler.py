@@ -90,6 +90,7 @@ def test_what_was_built_is_found_again(tmp_path: Path, monkeypatch: pytest.Monke
     compile_host([source], cache_directory=tmp_path)
     monkeypatch.setattr(subprocess, "run", None)
     compile_host([source], cache_directory=tmp_path)
+    compile_host([source, source], cache_directory=tmp_path)  # once
 
 
 def test_only_what_the_same_compiler_built_of_the_same_sources_is_found(

@@ -21,6 +21,7 @@ from hadagen.reference import hadamard
 from hadagen.space import build_plan
 from hadagen.steps import (
     FP16,
+    FP32,
     PACKED,
     Butterfly,
     Correct,
@@ -195,6 +196,25 @@ def test_what_would_be_computed_twice_or_displaced_is_refused() -> None:
     exchange = next(i for i, step in enumerate(plan.steps) if isinstance(step, Exchange))
     with pytest.raises(UsageError):
         changed(plan, exchange, Exchange(((reg(2), warp(0)),), "packed"))
+    float32 = build_plan(Problem(8, DType.FLOAT32), Knobs(low_bits="shuffle", butterfly_carrier="fp32"), ARCH)
+    across = float32.steps.index(Shuffle(0))
+    changed(float32, across, SwapButterfly(0, reg(1)))
+    with pytest.raises(UsageError, match="whole 16-byte vectors"):
+        changed(float32, across, SwapButterfly(0, reg(0)))
+
+
+def test_values_are_loaded_in_the_form_of_their_type() -> None:
+    steps = (Butterfly(PAIR), Butterfly(reg(0)), Butterfly(reg(1)), Scale(), Store("plain"))
+    with pytest.raises(UsageError, match="values of this type are not loaded as fp32"):
+        Plan(Problem(8, DType.FLOAT16), 0, 0, 0, (Load("plain", carrier=FP32), *steps))
+
+
+@pytest.mark.parametrize("load", ["cp_async", "bulk"])
+def test_pitched_rows_are_loaded_straight_to_registers(load: str) -> None:
+    knobs = Knobs(low_bits="shuffle", butterfly_carrier="fp32")
+    plan = build_plan(Problem(64, DType.FLOAT16, pitched=True), knobs, ARCH)
+    with pytest.raises(UsageError, match="pitched rows are not copied to shared memory as they lie"):
+        changed(plan, 0, Load(load))
 
 
 def test_no_butterfly_is_between_the_packed_values_of_a_pair_nor_across_lanes_by_swaps() -> None:
@@ -240,6 +260,9 @@ def test_accurate_refuses_a_round_between_steps() -> None:
     fast = build_plan(Problem(256, DType.FLOAT16, Numerics.FAST), Knobs(), ARCH)
     with pytest.raises(UsageError, match="rounds once"):
         dataclasses.replace(fast, problem=Problem(256, DType.FLOAT16, Numerics.ACCURATE))
+    accurate = build_plan(Problem(256, DType.FLOAT16, Numerics.ACCURATE), Knobs(mma_carrier="split"), ARCH)
+    with pytest.raises(UsageError, match="rounds once"):
+        changed(accurate, accurate.steps.index(Scale()), Round(), Widen(), Scale())
 
 
 @pytest.mark.parametrize(("trigger", "at"), [("load", 1), ("store", -2)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from fake_search import CELLS, TRIALS, FakeRunner, arch, make_kernel, options, problems
@@ -15,7 +16,7 @@ from hadagen.errors import DeviceError
 from hadagen.measure import Cell, Variant
 from hadagen.space import Space, build_plan
 from hadagen.trial import Cache, Trial, knobs_key
-from hadagen.tuner import Event, PairRaced, ProblemFinished, tune
+from hadagen.tuner import Event, PairRaced, ProblemFinished, TrialFinished, pipeline, search, tune
 from hadagen.tuner.races import race_near_ties
 from hadagen.tuning_db.store import Store
 from hadagen.tuning_db.winners import best_by_cell
@@ -133,6 +134,39 @@ def test_a_race_leaves_alone_what_others_have_timed_meanwhile(store: Store) -> N
     tune(options(store, Interrupted()))
     for trial in store.trials(blobs=False):
         assert 3160320 in {timing.elements for timing in trial.timings}
+
+
+def test_what_has_no_new_trial_is_not_raced_again(store: Store) -> None:
+    again = RacingRunner()
+    for runner in (RacingRunner(), again):
+        tune(options(store, runner))
+    assert again.races == []
+
+
+def test_after_ctrl_c_nothing_is_raced(store: Store) -> None:
+    def listen(event: Event) -> None:
+        if isinstance(event, TrialFinished) and event.finished == TRIALS - 1:
+            raise KeyboardInterrupt
+
+    runner = RacingRunner()
+    assert tune(options(store, runner), listen).stopped == "interrupted"
+    assert len(store.trials(blobs=False)) >= TRIALS - 1
+    assert runner.races == []
+
+
+def test_races_end_with_the_time_budget(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(monotonic=lambda: 0.0)
+
+    class Slow(RacingRunner):
+        def race(self, a: Variant, b: Variant, cells: list[Cell]) -> list[tuple[float, float]]:
+            clock.monotonic = lambda: 61.0
+            return super().race(a, b, cells)
+
+    for module in (search, pipeline):
+        monkeypatch.setattr(module, "time", clock)
+    runner = Slow()
+    report = tune(options(store, runner, problems=problems(64, 256), time_budget=60.0))
+    assert (report.finished, len(runner.races)) == (2 * TRIALS, 1)
 
 
 def test_only_trials_of_this_environment_are_raced(store: Store) -> None:

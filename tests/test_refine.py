@@ -214,6 +214,30 @@ def test_a_kernel_that_is_wrong_on_one_gpu_keeps_what_it_won_on_another() -> Non
     assert outcomes == [(H100.gpu, Outcome.WRONG_ANSWER), (H200.gpu, Outcome.OK)]
 
 
+def test_a_kernel_that_is_wrong_for_one_problem_keeps_what_it_won_of_another() -> None:
+    """As when both contracts have compiled to the same code."""
+    bench = Bench([waves(264, 7.0), lambda rows: 0.03 * rows])
+    bench.tune([256, 384])
+    other = replace(LONG, numerics=Numerics.ACCURATE)
+    bench.store.record(replace(bench.store.trials()[1], problem=other))
+    bench.endings = {1: Outcome.WRONG_ANSWER}
+    bench.run()
+    outcomes = {trial.problem: trial.outcome for trial in bench.store.trials() if trial.knobs["chunks"] == 1}
+    assert outcomes == {LONG: Outcome.WRONG_ANSWER, other: Outcome.OK}
+
+
+def test_a_place_is_looked_at_once_though_a_kernel_was_not_timed_there() -> None:
+    class Hasty(Bench):
+        def measure(self, cells: Mapping[Problem, Sequence[Cell]], variants: Sequence[Variant]) -> Iterator[Trial]:
+            assert len(self.rounds) < 9, "it never ends"
+            return super().measure(cells, variants[:1])
+
+    bench = Hasty([lambda rows: 1.0 * rows, lambda rows: 2.0 * rows])
+    bench.tune([128, 256, 512])
+    assert bench.refine() == {}
+    assert bench.looked_at == [[181, 362]]
+
+
 def test_where_all_kernels_are_wrong_by_now_nothing_wins() -> None:
     bench = Bench([waves(264, 7.0), lambda rows: 0.03 * rows])
     bench.tune([256, 384])

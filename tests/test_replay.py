@@ -111,13 +111,25 @@ def test_a_curve_says_what_was_found_when() -> None:
     field = Field.of(replace(recording, cells=cells, trials=tuple(trials)))
     assert list(field.best.values()) == [1.0, 3.0]
     failed = replace(trials[1], outcome=Outcome.UNSTABLE)
-    orders: list[list[Trial]] = [trials, [failed, trials[2], trials[1]], [trials[1]], []]
+    late = [failed, trials[2], failed, trials[1]]  # beyond the budget
+    orders: list[list[Trial]] = [trials, [failed, trials[2], trials[1]], [trials[1]], [], late]
     # Means of 1/4 and 3/9, of 1 and 3/9, of 1/4 and 1, and of 1 and 1.
     values = [[12**-0.5, 3**-0.5, 1.0], [12**-0.5, 4**-0.5, 1.0], [3**-0.5] * 3, [12**-0.5] * 3]
+    values += [[12**-0.5, 4**-0.5, 4**-0.5]]
     for order, expected in zip(orders, values, strict=True):
         assert curve([field], [[order]]).values == pytest.approx(expected)
     together = [geometric_mean(each) for each in zip(*values, strict=True)]
     assert curve([field], [orders]).values == pytest.approx(together)
+    short = Field.of(replace(recording, cells=cells, trials=tuple(trials[:2])))
+    both = curve([field, short], [[[]], [[]]])
+    worst = [12**-0.5, 4**-0.5]  # and so it stays where a search finds nothing, of the shorter one too
+    assert both.at_budget == pytest.approx(worst)
+    assert both.values == pytest.approx([geometric_mean(worst)] * 3)
+
+
+@pytest.mark.parametrize(("variants", "budget"), [(59, 59), (61, 60), (600, 60), (601, 61), (6000, 600)])
+def test_a_search_is_judged_after_a_tenth_of_the_variants(variants: int, budget: int) -> None:
+    assert replace(field_of(), trials=field_of().trials[:1] * variants).budget == budget
 
 
 def _with_times(trial: Trial, cells: tuple[Cell, ...], us: list[float]) -> Trial:

@@ -26,7 +26,7 @@ from hadagen.measure import Variant
 from hadagen.problem import Problem
 from hadagen.space import Space
 from hadagen.trial import Trial, knobs_key
-from hadagen.tuner import TrialFinished, pipeline, tune
+from hadagen.tuner import ProblemFinished, ProblemStarted, SearchStarted, TrialFinished, pipeline, tune
 from hadagen.tuner.pipeline import Pipeline
 from hadagen.tuning_db.store import Store
 
@@ -82,6 +82,12 @@ def test_a_finished_search_is_not_done_again(tmp_path: Path) -> None:
         assert (report.finished, report.finished_before, report.stopped) == (TRIALS, TRIALS, "")
         more = tune(options(store, again, trials=TRIALS + 3))
         assert (len(again.asked), more.finished) == (3, TRIALS + 3)
+        events: list[object] = []
+        fewer = tune(options(store, again, trials=TRIALS // 2), events.append)
+        assert (len(again.asked), fewer.finished, fewer.stopped) == (3, TRIALS + 3, "")
+        assert isinstance(events[0], SearchStarted)
+        assert events[0].trials == events[0].finished == TRIALS + 3
+        assert [type(event) for event in events[1:]] == [ProblemStarted, ProblemFinished]
 
 
 def test_trials_of_two_drivers_count_once(tmp_path: Path) -> None:
@@ -91,6 +97,16 @@ def test_trials_of_two_drivers_count_once(tmp_path: Path) -> None:
             store.record(replace(trial, environment=replace(trial.environment, driver="1.0")))
         report = tune(options(store, FakeRunner(), trials=TRIALS + 3))
         assert (report.finished, report.finished_before) == (TRIALS + 3, TRIALS)
+
+
+def test_trials_of_another_gpu_do_not_count(tmp_path: Path) -> None:
+    class Elsewhere(FakeRunner):
+        environment = replace(GPU, gpu="Another GPU")
+
+    with Store.open(tmp_path / "trials.db") as store:
+        tune(options(store, FakeRunner()))
+        report = tune(options(store, Elsewhere(), trials=1))
+        assert (report.finished, report.finished_before) == (1, 0)
 
 
 def test_ctrl_c_keeps_what_was_measured_and_says_so(tmp_path: Path) -> None:

@@ -74,6 +74,16 @@ def test_seeds_are_legal_and_of_every_shape(problem: Problem) -> None:
     assert {(knobs.chunks, knobs.warps, knobs.cluster) for knobs in seeds} == shapes
 
 
+@pytest.mark.parametrize(("n", "chunks", "clusters"), [(2, 8, 1), (256, 8, 1), (4096, 16, 5), (32768, 128, 5)])
+def test_seeds_begin_with_tiles_of_a_row_in_clusters_of_each_size(n: int, chunks: int, clusters: int) -> None:
+    """Or of eight chunks, with about as many of them as warps."""
+    seeds = space_of(Problem(n, DType.FLOAT16, Numerics.FAST)).seeds()
+    shapes = list(dict.fromkeys((knobs.chunks, knobs.warps, knobs.cluster) for knobs in seeds))[:clusters]
+    assert [cluster for _, _, cluster in shapes] == [1 << k for k in range(clusters)]
+    assert {prod(shape) for shape in shapes} == {chunks}
+    assert all(warps <= chunks <= 2 * warps for chunks, warps, _ in shapes)
+
+
 def test_seeds_have_the_next_tile_under_way() -> None:
     """In two buffers where there is room, in one where not, and in registers where nothing can be staged."""
     for problem, load, stages in (

@@ -23,7 +23,7 @@ from hadagen.measure import Cell, ReplayRunner, Variant
 from hadagen.problem import DType, Numerics, Problem
 from hadagen.space import Space, build_plan
 from hadagen.toolchain import BuildFailure
-from hadagen.trial import Cache, Kernel, Outcome, Provenance, Trial, knobs_key
+from hadagen.trial import Cache, Destination, Environment, Kernel, Outcome, Provenance, Trial, knobs_key
 from hadagen.tuner import (
     BatchBuilt,
     Event,
@@ -33,10 +33,11 @@ from hadagen.tuner import (
     TrialFinished,
     TuneOptions,
     search,
+    shortlist,
     tune,
 )
 from hadagen.tuner.pipeline import Pipeline
-from hadagen.tuner.study import Study, by_cells_led, known_trials, leaders_of, scores, step_from
+from hadagen.tuner.study import Study, by_cells_led, known_trials, leaders_of, regime, scores, step_from
 from hadagen.tuning_db.store import Store
 
 __all__ = ["empty", "path", "store"]  # fixtures
@@ -160,6 +161,23 @@ def test_what_wins_next_door_is_tried_early(store: Store) -> None:
     assert knobs.to_dict() in [asked for _, asked in runner.asked]
 
 
+def test_without_a_device_nothing_is_tried_but_the_best_by_the_cost_model(store: Store) -> None:
+    """What wins next door by an estimate has been estimated here too."""
+    nowhere = Environment()
+
+    class Estimating(FakeRunner):
+        environment = nowhere
+
+        def trial(self, variant: Variant) -> Trial:
+            return replace(super().trial(variant), environment=nowhere)
+
+    small, large = problems(256, 512)
+    store.record(make_trial(small, Knobs(chunks=2, warps=8, store="streaming").to_dict(), environment=nowhere))
+    runner = Estimating()
+    tune(options(store, runner, problems=[large], trials=4))
+    assert [Knobs.from_dict(knobs) for _, knobs in runner.asked] == shortlist(Space(large, arch()), 4)
+
+
 def test_pitched_problems_follow_their_twins_with_a_quarter_of_the_trials(store: Store) -> None:
     contiguous = [*problems(128, 256), Problem(256, DType.FLOAT32)]
     pitched = [replace(problem, pitched=True) for problem in contiguous]
@@ -185,10 +203,16 @@ def test_pitched_problems_follow_their_twins_with_a_quarter_of_the_trials(store:
         asked[problem] += 1
 
 
-def test_a_few_trials_of_pitched_rows_are_the_least(store: Store) -> None:
+@pytest.mark.parametrize("beside_their_twin", [False, True])
+@pytest.mark.parametrize("trials", [2, 5])
+def test_a_few_trials_of_pitched_rows_are_the_least(store: Store, trials: int, beside_their_twin: bool) -> None:
+    """But no more than contiguous rows get."""
     (problem,) = problems(64)
-    tune(options(store, FakeRunner(), problems=[replace(problem, pitched=True)], trials=5))
-    assert len(store.trials()) == search.LEAST_PITCHED
+    pitched, twins = replace(problem, pitched=True), [problem] * beside_their_twin
+    report = tune(options(store, FakeRunner(), problems=[pitched, *twins], trials=trials))
+    wanted = {pitched: min(trials, search.LEAST_PITCHED)} | dict.fromkeys(twins, trials)
+    assert Counter(trial.problem for trial in store.trials()) == wanted
+    assert report.stopped == ""
 
 
 def test_pitched_rows_alone_start_from_the_winners_that_are_stored(store: Store) -> None:
@@ -202,7 +226,7 @@ def test_pitched_rows_alone_start_from_the_winners_that_are_stored(store: Store)
 
 
 @pytest.mark.parametrize("dtype", DType)
-@pytest.mark.parametrize("n", [2, 256, 32768])
+@pytest.mark.parametrize("n", [2, 4, 16384, 32768])
 def test_no_problem_is_its_own_neighbor(n: int, dtype: DType) -> None:
     problem = Problem(n, dtype, pitched=True)
     neighbors = search._neighbors(problem)
@@ -319,6 +343,13 @@ def test_failures_are_kept_and_optuna_learns_from_them(store: Store) -> None:
     assert len(optuna.load_study(study_name=name, storage=store.url).trials) == 25, "none is kept twice"
 
 
+def test_optuna_takes_the_fastest_for_the_best(store: Store) -> None:
+    tune(options(store, FakeRunner()))
+    (name,) = optuna.get_all_study_names(store.url)
+    best = optuna.load_study(study_name=name, storage=store.url).best_trials
+    assert {tuple(trial.values) for trial in best} == {max(map(scores, store.trials()))}
+
+
 def test_the_sampler_hears_of_what_failed() -> None:
     (problem,) = problems(256)
     study = Study(Space(problem, arch()), "Test GPU", {}, optuna.storages.InMemoryStorage(), seed=0)
@@ -351,6 +382,47 @@ def test_regimes_count_the_timings_that_decide() -> None:
     assert scores(replace(trial, timings=())) == (0.0, 0.0, 0.0)
     between = [replace(timing, elements=timing.elements + 256, us=0.1) for timing in trial.timings]
     assert scores(replace(trial, timings=trial.timings + tuple(between))) == (latency, l2, memory)
+
+
+@pytest.mark.parametrize(
+    ("elements", "cache", "where"),
+    [
+        (1 << 18, Cache.HOT, "latency"),
+        (3 << 17, Cache.HOT, "L2"),
+        (1 << 23, Cache.HOT, "L2"),
+        (1 << 23, Cache.COLD, None),
+        (1 << 24, Cache.HOT, "L2"),  # as it may well be, of 50 MiB
+        (1 << 24, Cache.COLD, "memory"),
+        (1 << 25, Cache.HOT, None),
+        (1 << 25, Cache.COLD, "memory"),
+    ],
+)
+def test_a_time_in_place_is_of_one_regime_or_of_none(elements: int, cache: Cache, where: str | None) -> None:
+    assert regime(problems(256)[0], elements, Destination.IN_PLACE, cache, GPU.l2_bytes) == where
+
+
+def test_a_trial_of_knobs_that_are_not_legal_by_now_is_not_known() -> None:
+    (problem,) = problems(256)
+    good = make_trial(problem, Knobs().to_dict())
+    odd = [{"stages": 2}, {"chunks": 3}, {"colors": 7}]  # of one tile, not searched, no knob
+    trials = [good, *(replace(good, knobs=good.knobs | each) for each in odd)]
+    assert known_trials(trials, arch()) == {problem: {Knobs(): good}}
+
+
+def test_every_other_question_is_a_step_from_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    (problem,) = problems(256)
+    study = Study(Space(problem, arch()), "Test GPU", {}, optuna.storages.InMemoryStorage(), seed=0)
+    steps: list[int] = []
+
+    def step(knobs: Knobs, *others: Any) -> dict[str, Any]:
+        if knobs in [leader.knobs for leader in study.leaders.values()]:
+            steps.append(study.asked)
+        return step_from(knobs, *others)
+
+    monkeypatch.setattr("hadagen.tuner.study.step_from", step)
+    for _ in range(12):
+        study.tell(make_trial(problem, study.ask().to_dict()))
+    assert set(steps) >= set(range(1, 12, 2))
 
 
 def test_of_equal_knobs_the_trial_with_most_timings_is_learned_from(store: Store) -> None:
@@ -442,6 +514,20 @@ def test_a_database_that_fails_ends_it_with_its_sentence(store: Store, monkeypat
         raise StorageError("the disk is full")
 
     monkeypatch.setattr(store, "record", full)
+    with pytest.raises(StorageError, match="the disk is full"):
+        tune(options(store, FakeRunner()))
+    (name,) = optuna.get_all_study_names(store.url)
+    assert optuna.load_study(study_name=name, storage=store.url).trials == [], "what was not recorded was not learned"
+
+
+def test_a_database_that_fails_in_ever_new_ways_is_given_up(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a disk that others fill while Optuna makes its tables."""
+    failures = (StorageError(f"the disk is full ({free} bytes free)") for free in range(search.STORAGE_ATTEMPTS))
+
+    def fails(*_: object, **__: object) -> None:
+        raise next(failures)
+
+    monkeypatch.setattr(search, "RDBStorage", fails)
     with pytest.raises(StorageError, match="the disk is full"):
         tune(options(store, FakeRunner()))
 

@@ -304,6 +304,14 @@ def test_between_buckets_no_winner_is_named_where_the_kernel_that_calls_take_was
     assert portfolio([alone]) == {}
 
 
+def test_of_one_kernel_the_fastest_trial_counts_at_a_bucket_and_the_newest_between() -> None:
+    fast = times({1 << 20: 1.0, BETWEEN: 1.0})
+    older = make_trial(timings=fast, environment=replace(H100, driver="1"), date="2024")
+    newer = make_trial(timings=times({1 << 20: 2.0, BETWEEN: 2.0}))
+    best = best_by_cell([older, newer])
+    assert [best[replace(CELL, elements=count)][0] for count in (1 << 20, BETWEEN)] == [older, newer]
+
+
 def test_what_is_added_between_buckets_may_help_at_the_next() -> None:
     """As the same kernel may be best there; but what is added where it loses itself calls for another."""
     counts = [1 << 20, BETWEEN, BETWEEN + (1 << 16), 3 << 19]
