@@ -357,6 +357,17 @@ def test_the_sampler_hears_of_what_failed() -> None:
     assert any(value > 0 for value in study._study.trials[-1].constraints.values())
 
 
+def test_the_sampler_waits_for_no_answer_that_never_comes() -> None:
+    """Where what it named is not legal, and other knobs are tried."""
+    (problem,) = problems(256)
+    study = Study(Space(problem, arch()), "Test GPU", {}, optuna.storages.InMemoryStorage(), seed=0)
+    for _ in range(8):
+        study.tell(make_trial(problem, study.ask().to_dict()))
+    states = Counter(trial.state for trial in study._study.trials)
+    assert set(states) == {optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.FAIL}
+    assert states[optuna.trial.TrialState.COMPLETE] == 8
+
+
 @pytest.mark.parametrize(("gpu", "provenance"), [("", Provenance.ESTIMATED), (GPU.gpu, Provenance.MEASURED)])
 def test_what_does_not_compile_without_a_device_is_an_estimate(gpu: str, provenance: Provenance) -> None:
     class Elsewhere(FakeRunner):
