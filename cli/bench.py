@@ -13,7 +13,7 @@ import click
 from hadagen.cli import options
 from hadagen.cli.device import measuring, no_kernels, refusal
 from hadagen.cli.output import counted, print_json, print_table, report_failures, until_interrupted
-from hadagen.errors import DeviceError
+from hadagen.errors import DeviceError, UsageError
 from hadagen.trial import Outcome
 
 if TYPE_CHECKING:
@@ -97,11 +97,16 @@ def bench(
     counts = options.parse_elements(elements)
     environment = device_environment(device)
     target = Device(options.arch_of(environment), environment.gpu)
-    asked = product(problems, counts, options.destinations(inplace, out_of_place))
+    asked = list(product(problems, counts, options.destinations(inplace, out_of_place)))
     caches = [cache for cache, wanted in ((Cache.HOT, hot), (Cache.COLD, cold)) if wanted]
     choices = list(_choose(asked, caches, target, environment.l2_bytes))
     if not choices:
-        raise no_kernels(target)
+        if not any(_found(asked, target)):
+            raise no_kernels(target)
+        raise UsageError(
+            f"nothing is timed at {elements} elements of these problems; give --elements of at least one row, and "
+            "leave out --hot and --cold where the data is too large or too small for them"
+        )
     rows, failures = _time(choices, environment, device)
     if rows and table:
         write_table(table, COLUMNS, rows, FORMS)
@@ -130,17 +135,27 @@ def _choose(
 ) -> Iterator[Choice]:
     """What a call runs in each regime; `caches` empty: in the one that decides."""
     from hadagen.measure import Cell, is_timed
-    from hadagen.runtime.choose import choose_from_bundles
     from hadagen.trial import deciding_cache
 
-    for problem, elements, destination in asked:
-        _, found = choose_from_bundles(problem, destination, elements, target)
-        if not found or found[0].arch != target.arch or elements < problem.n:
+    for problem, elements, destination, found in _found(asked, target):
+        if elements < problem.n:
             continue
         for cache in caches or [deciding_cache(problem, elements, destination, l2_bytes)]:
             cell = Cell(elements, destination, cache)
             if is_timed(problem, cell, l2_bytes):
                 yield Choice(problem, cell, *found)
+
+
+def _found(
+    asked: Iterable[tuple[Problem, int, Destination]], target: Device
+) -> Iterator[tuple[Problem, int, Destination, tuple[BundleEntry, Bundle]]]:
+    """The same with what a call runs there, where that was compiled for the arch."""
+    from hadagen.runtime.choose import choose_from_bundles
+
+    for problem, elements, destination in asked:
+        _, found = choose_from_bundles(problem, destination, elements, target)
+        if found and found[0].arch == target.arch:
+            yield problem, elements, destination, found
 
 
 def _time(choices: Sequence[Choice], environment: Environment, index: int) -> tuple[list[Row], list[str]]:

@@ -22,7 +22,7 @@ from hadagen.cli.output import (
     short_knobs,
 )
 from hadagen.errors import StorageError, UsageError
-from hadagen.trial import Provenance
+from hadagen.trial import Outcome, Provenance
 from hadagen.tuning_db.winners import LOSS
 
 if TYPE_CHECKING:
@@ -37,6 +37,9 @@ def _checked_loss(context: click.Context, parameter: click.Parameter, value: flo
     if not 0 <= value <= 1:  # click's own ranges let nan pass
         raise UsageError(f"--loss {value:g} is not supported; give 0 to 1")
     return value
+
+
+_RAN = (Outcome.OK, Outcome.WRONG_ANSWER, Outcome.UNSTABLE)
 
 
 loss = click.option(
@@ -216,15 +219,16 @@ def bundle_place(given: Path | None, arch: str, db: str | None) -> Path:
     return path
 
 
-def keep_winners(path: Path, store: Store, arch: str, known: Iterable[tuple[Problem, str]]) -> None:
-    """Raises `UsageError` where the bundle at `path` has measured winners of a problem on a GPU that the database has
-    no trial of: it would be replaced, and they lost.
+def keep_winners(path: Path, store: Store, arch: str, to_come: Iterable[tuple[Problem, str]] = ()) -> None:
+    """Raises `UsageError` where the bundle at `path` has measured winners of a problem on a GPU on which the database
+    has no kernel of it that ran: it would be replaced, and they lost.
 
-    known: problems and GPUs of which it has some, or will have before it is replaced; it is asked only for others.
+    to_come: problems and GPUs of which the database will have some before the bundle is replaced.
     """
-    lost = _measured_in(path) - set(known)
+    lost = _measured_in(path) - set(to_come)
     if lost:
-        lost -= {(trial.problem, trial.environment.gpu) for trial in store.trials(arch=arch, blobs=False)}
+        ran = [trial for trial in store.trials(arch=arch, blobs=False) if trial.outcome in _RAN]
+        lost -= {(trial.problem, trial.environment.gpu) for trial in ran}
     if lost:
         name, gpu = min((problem.name, gpu) for problem, gpu in lost)
         raise UsageError(
@@ -249,10 +253,9 @@ def select_winners(store: Store, arch: str, path: Path, loss: float = LOSS) -> d
     """The winners of a database, to be written to a bundle at `path`; where there are any, raises as `keep_winners`."""
     from hadagen.tuning_db.winners import portfolio
 
-    trials = store.trials(arch=arch, blobs=False)
-    selection = portfolio(trials, loss)
+    selection = portfolio(store.trials(arch=arch, outcome=Outcome.OK, blobs=False), loss)
     if selection:
-        keep_winners(path, store, arch, ((trial.problem, trial.environment.gpu) for trial in trials))
+        keep_winners(path, store, arch, ((cell.problem, cell.gpu) for cell in selection))
     return selection
 
 

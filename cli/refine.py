@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from hadagen.cli import options
-from hadagen.cli.bundle import bundle_place, count_of, write_winners
+from hadagen.cli.bundle import bundle_place, count_of, keep_winners, write_winners
 from hadagen.cli.device import measuring, refusal
 from hadagen.cli.output import counted, print_json, report_failures
 from hadagen.cli.sentences import keeping
@@ -60,6 +60,7 @@ def refine(problems: list[Problem], db: str | None, bundle: Path | None, device:
 
     with options.open_db(db) as store:
         options.check_writable(store)
+        keep_winners(path, store, arch)
         if not look_between(problems, store, arch, gpu, measure):
             raise UsageError(f"{store.place} has no trial of such problems on {gpu.gpu}; tune them here first")
         selection = write_winners(store, arch, path)

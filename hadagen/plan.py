@@ -275,6 +275,14 @@ def _check(plan: Plan) -> None:
         )
     if plan.persistent and plan.cta_bits:
         raise UsageError(f"{plan.problem.name}: a cluster takes one tile, so its grid cannot be persistent")
+    if plan.min_blocks < 1:
+        raise UsageError(f"{plan.problem.name}: min_blocks = {plan.min_blocks}; an SM holds one block at least")
+    if plan.load.stages > 1 and not plan.persistent:
+        raise UsageError(f"{plan.problem.name}: only a persistent grid has another tile of a block to load ahead")
+    places = set(plan.loaded.places)
+    for step in plan.steps:
+        if unknown := {*step.places, *step.moves} - places:
+            raise UsageError(f"{plan.problem.name}: {type(step).__name__} names {min(unknown)}, which the tile lacks")
     carrier, exact, done = "", True, set[int]()
     multiplied = list[str]()  # by the parts of the scale
     before = plan.loaded
@@ -332,6 +340,8 @@ def _check(plan: Plan) -> None:
             _check_normalize(plan, number, refuse)
         elif isinstance(step, Narrow) and multiplied != ["normalizer"]:
             raise refuse("only normalized values are in the range of a float16")
+        elif isinstance(step, Store) and number < len(plan.steps):
+            raise refuse("the tile is stored once, at the end")
         if step.over_blocks:
             _check_over_blocks(plan, number, step, refuse)
         if carrier != needs:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 # The same examples in every run, and no verdict that depends on how busy the machine is.
-settings.register_profile("hadagen", derandomize=True, deadline=None)
+settings.register_profile("hadagen", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("hadagen")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Hashable, Mapping
 from dataclasses import replace
@@ -24,6 +23,7 @@ from hadagen.trial import (
     Timing,
     Trial,
     element_buckets,
+    kernel_digest,
     knobs_key,
 )
 
@@ -34,11 +34,9 @@ LAUNCH = LaunchSpec(threads=256, cluster=1, shared_bytes=0, tile_elements=4096, 
 
 
 def make_kernel(cubin: bytes = b"cubin", **fields: Any) -> Kernel:
-    digest = hashlib.sha256(cubin).hexdigest()
     known = {"source": "// source", "ptx": b"// ptx of " + cubin, "launch": LAUNCH, "registers": 40, "spill_bytes": 0}
-    return Kernel(
-        **{"digest": digest, "entry": "k", "arch": "sm90", "cubin": cubin, "nvcc": "13.0.48", **known, **fields}
-    )
+    known |= {"entry": "k", "arch": "sm90", "cubin": cubin, "nvcc": "13.0.48", **fields}
+    return Kernel(**{"digest": kernel_digest(cubin, known["launch"]), **known})
 
 
 def make_timing(

@@ -141,6 +141,11 @@ def test_rows_that_belong_to_nothing_are_noticed(path: Path) -> None:
     assert "blobs has rows that belong to no problem" in refusal(path)
 
 
+def test_trials_that_belong_to_nothing_are_noticed(path: Path) -> None:
+    change(path, "INSERT INTO trials (id, problem) VALUES (99, 99)")
+    assert "trials has rows that belong to no problem" in refusal(path)
+
+
 def test_the_second_winner_of_a_cell_is_the_portable_one(tmp_path: Path) -> None:
     """Not the first of another GPU."""
     trials = [in_clusters(16, 1), in_clusters(8, 2, timings=(make_timing(3.0),)), make_trial(3, environment=H200)]

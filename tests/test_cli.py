@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 from command_line import BEST, TINY_TUNE, machine, run, sample, sentence, succeed
 
@@ -37,7 +38,7 @@ def test_the_version_is_that_of_the_package() -> None:
 # ---- wrong usage -----------------------------------------------------------------------------------------------------
 WRONG = {
     ("nonsense",): "No such command 'nonsense'; see 'hadagen --help'",
-    ("--nonsense",): "No such option '--nonsense'; see 'hadagen --help'",
+    ("--nonsense",): f"{click.NoSuchOption('--nonsense').format_message().rstrip('.')}; see 'hadagen --help'",
     ("best", "--arch", "sm90", "--n", "256"): "Missing option '--rows'; see 'hadagen best --help'",
     (*BEST, "many"): "Invalid value for '--n': 'many' is not a valid integer; see 'hadagen best --help'",
     (*BEST, "100"): "n = 100 is not supported; n must be a power of two from 2 to 32768",

@@ -155,7 +155,9 @@ def test_sizes_that_hold_no_row_are_left_out(fake_gpu: None, tmp_path: Path, mon
     trial = make_trial(problem=replace(PROBLEM, n=1 << 15), timings=times({1 << 16: 2.0}))
     monkeypatch.setenv(VARIABLE, str(write_trials(tmp_path / "long.db", [trial])))
     bench = ("bench", "--n", "32768", "--inplace", "--elements")
-    assert "no bundle has kernels" in sentence(run(*bench, "8K,16K"), 1)
+    said = sentence(run(*bench, "8K,16K"), 2)
+    assert said.startswith("nothing is timed at 8K,16K elements of these problems; give --elements of at least one row")
+    assert sentence(run(*bench, "256M", "--hot"), 2).startswith("nothing is timed at 256M elements of these problems")
     succeed(*bench, "8K,64K")
     ((_, cells),) = FakeDevice.compared
     assert [cell.elements for cell in cells] == [1 << 16]

@@ -16,7 +16,7 @@ from sample_trials import H100, make_trial, times
 from hadagen.cli import bench, between, options
 from hadagen.problem import DType, Problem
 from hadagen.runtime.bundles import VARIABLE, user_directory
-from hadagen.trial import Environment, Provenance
+from hadagen.trial import Environment, Outcome, Provenance
 from hadagen.tuning_db import table
 from hadagen.tuning_db.bundle import Bundle
 from hadagen.tuning_db.store import Store
@@ -89,6 +89,7 @@ def test_a_bundle_of_another_database_is_not_replaced(
     with Store.open(other) as store:
         store.record(replace(make_trial(), problem=Problem(512, "float16")))
         store.record(replace(make_trial(), arch="sm80"))
+        store.record(replace(make_trial(), outcome=Outcome.COMPILE_FAILED, kernel=None))  # which wins nothing
     refused = f"has winners that {other} has no trials of, such as of n256-float16-accurate on {GPU}, and they would be"
     assert refused in sentence(run("bundle", "make", "--db", other), 2)
     tiny = ["tune", "--n", "512", "--dtype", "float16", "--numerics", "accurate", "--contiguous", "--trials", "1"]

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import machine, run, sentence, succeed
+from command_line import machine, raising, run, sentence, succeed
 from fake_device import FakeDevice, fake_gpu
+from sample_bundle import write_trials
 from sample_trials import H100, PROBLEM, in_clusters, make_trial, times
 
 from hadagen.cli import options
@@ -83,6 +84,9 @@ def test_refine_is_refused_where_nothing_was_tuned_or_can_be_kept(
     assert not options.default_bundle("sm90").exists()
     assert "there is no tuning database" in sentence(run("refine"), 1)
     assert "cannot be both the database and the bundle" in sentence(run("refine", "--db", db, "--bundle", db), 2)
+    write_trials(options.default_bundle("sm90"), [make_trial(problem=replace(PROBLEM, n=512))])
+    monkeypatch.setattr("hadagen.tuner.refine.refine", raising(AssertionError("it measured")))
+    assert f"has winners that {fill()} has no trials of" in sentence(run("refine"), 2)
     monkeypatch.setattr(Store, "read_only", True)
     assert sentence(run("refine", "--db", db), 1).startswith(f"{db} is read-only; make it writable, or name another")
 

@@ -16,10 +16,9 @@ from hadagen.emulator import compile_host
 from hadagen.errors import UsageError
 from hadagen.knobs import Knobs
 from hadagen.layout import PAIR, lane, reg, warp
-from hadagen.legality import SHAPE
 from hadagen.plan import Plan
 from hadagen.problem import DType, Numerics, Problem
-from hadagen.space import build_plan
+from hadagen.space import SHAPE, build_plan
 from hadagen.steps import (
     PACKED,
     Butterfly,

@@ -14,11 +14,10 @@ from spaces import ARCH, families
 from hadagen.errors import UsageError
 from hadagen.knobs import Knobs
 from hadagen.layout import LANE_BITS, PAIR, lane, reg, warp
-from hadagen.legality import SHAPE
 from hadagen.plan import Plan, interpret
 from hadagen.problem import DType, Numerics, Problem
 from hadagen.reference import hadamard
-from hadagen.space import build_plan
+from hadagen.space import SHAPE, build_plan
 from hadagen.steps import (
     FP16,
     FP32,
@@ -201,6 +200,21 @@ def test_what_would_be_computed_twice_or_displaced_is_refused() -> None:
     changed(float32, across, SwapButterfly(0, reg(1)))
     with pytest.raises(UsageError, match="whole 16-byte vectors"):
         changed(float32, across, SwapButterfly(0, reg(0)))
+
+
+def test_what_names_no_place_of_the_tile_or_cannot_be_run_is_refused() -> None:
+    plan, last = worked_example(), len(worked_example().steps) - 1
+    with pytest.raises(UsageError, match="Butterfly names reg9, which the tile lacks"):
+        changed(plan, last, Butterfly(reg(9)), plan.steps[-1])
+    exchange = next(i for i, step in enumerate(plan.steps) if isinstance(step, Exchange))
+    with pytest.raises(UsageError, match="Exchange names warp7, which the tile lacks"):
+        changed(plan, exchange, Exchange(((reg(2), warp(7)),), "packed"))
+    with pytest.raises(UsageError, match="the tile is stored once, at the end"):
+        changed(plan, last, plan.steps[-1], plan.steps[-1])
+    with pytest.raises(UsageError, match="only a persistent grid has another tile of a block to load ahead"):
+        changed(plan, 0, dataclasses.replace(plan.load, path="cp_async", stages=2))
+    with pytest.raises(UsageError, match="min_blocks = 0; an SM holds one block at least"):
+        dataclasses.replace(plan, min_blocks=0)
 
 
 def test_values_are_loaded_in_the_form_of_their_type() -> None:

@@ -229,13 +229,17 @@ class Bundle:
         return Kernel(digest, row["entry"], self.arch, "", cubin, ptx, launch, *used, row["nvcc"])
 
     def verify(self) -> None:
-        """Check all of the file, as it is now. Raises `StorageError` where anything was changed."""
+        """Check all of the file, as it is now. Raises `StorageError` where any row was changed, or is one too many."""
         now = Bundle.open(self.path)
         entries = [entry for problem in now.problems() for entry in now.entries(problem)]
         for digest in now._kernels:
             now.kernel(digest)
         with _reading(self.path) as connection:
             ours = {"entries": len(entries), "kernels": len(now._kernels), "blobs": len(now._kernels)}
+            numbers = ", ".join(map(str, now._numbers.values()))
+            (ours["trials"],) = connection.execute(
+                f"SELECT count(*) FROM trials WHERE problem IN ({numbers})"
+            ).fetchone()
             for table, count in ours.items():
                 if connection.execute(f"SELECT count(*) FROM {table}").fetchone() != (count,):
                     raise ValueError(f"{table} has rows that belong to no problem")

@@ -10,7 +10,7 @@ from math import inf, nan
 from types import TracebackType
 from typing import Any, TypeVar
 
-from sqlalchemy import delete, insert, select
+from sqlalchemy import JSON, delete, insert, select
 from sqlalchemy.orm import Session, defer, joinedload, selectinload
 from sqlalchemy.sql import ColumnElement, Select
 
@@ -36,7 +36,7 @@ _BLOBS = (KernelRow.source, KernelRow.ptx, KernelRow.cubin)
 # By table, what its columns hold, but for those that may be NULL; `Compressed` checks what it reads itself.
 _KINDS: dict[type[Base], list[tuple[str, type[Any]]]] = {
     model: [
-        (column.key, column.type.python_type)
+        (column.key, dict if isinstance(column.type, JSON) else column.type.python_type)
         for column in model.__table__.columns
         if not (column.nullable or isinstance(column.type, Compressed))
     ]
