@@ -320,6 +320,16 @@ def test_a_directory_of_bundles_that_cannot_be_read_causes_a_warning(tmp_path: P
         assert hadagen.best_config(PROBLEM, 1, arch="sm90").match is Match.GENERIC
 
 
+@pytest.mark.parametrize("value", ["~/data", "data"])
+def test_a_data_directory_in_the_home_or_the_working_directory_is_absolute(
+    value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_DATA_HOME", value)
+    assert bundles.user_directory() == tmp_path / "data" / "hadagen" / "bundles"
+
+
 def test_without_a_home_directory_there_are_the_bundles_that_come_with_hadagen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
