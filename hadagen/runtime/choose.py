@@ -2,7 +2,8 @@
 their GPUs are the same.
 
 Problem and destination of an entry must be those that are asked for. Among the entries left, those of a pinned bundle
-win; then the better `Match`; then the bundle that was found first, and the GPU that comes first in it, whatever its
+win; then the better `Match`; then the newer architecture, for PTX of older ones runs too; then what was measured,
+before what was estimated; then the bundle that was found first, and the GPU that comes first in it, whatever its
 element counts; then the nearest of those, on a logarithmic scale, of two as near the larger, and of two of the same
 count the first.
 """

@@ -105,7 +105,7 @@ def warmup(
     loaded too. Returns how many different kernels the calls may now run; 0 where PyTorch does the work.
 
     Raises `UsageError` for a bad argument or where there is no such device, `DeviceError` where a kernel does not load
-    while a graph is being captured.
+    while a graph is being captured, `StorageError` where HADAGEN_BUNDLE names no sound bundle.
     """
     if inplace not in (None, True, False):
         raise UsageError(f"inplace = {inplace!r} is not supported; give True, False, or nothing for both")

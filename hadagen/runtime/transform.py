@@ -55,7 +55,8 @@ def hadamard_transform(
 
     Raises TypeError where x, out or scale is of a wrong type; `UsageError`, a ValueError, for a bad scale or numerics;
     `TensorError`, a RuntimeError too, for a tensor that cannot be transformed or written to; `DeviceError` where the
-    GPU refuses the launch. Nothing is written before the arguments are known to be good.
+    GPU refuses the launch; `StorageError` where HADAGEN_BUNDLE names no sound bundle. Nothing is written before the
+    arguments are known to be good.
     """
     # A call that comes again goes straight to its kernel, past PyTorch's dispatcher, where that has nothing to do: no
     # mode, transform or subclass wants to see the operator. (While PyTorch traces, a shape is made of tensors, and
