@@ -345,6 +345,7 @@ def test_warmup_loads_what_those_rows_run(
         ({"dtype": "half precision"}, "is not supported"),
         ({"dtype": 16}, "dtype 16 is not supported"),
         ({"inplace": "no"}, "inplace = 'no' is not supported; give True, False, or nothing for both"),
+        ({"inplace": np.array([True, False])}, r"inplace = array\(.*\) is not supported"),
         ({"numerics": "exact"}, "numerics 'exact' is not supported"),
         ({"device": "cuda:7"}, "device 'cuda:7' is not a CUDA device of this machine"),
         ({"device": 1.5}, "device 1.5 is not a CUDA device of this machine"),

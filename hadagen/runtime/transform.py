@@ -10,6 +10,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from hadagen.errors import UsageError
 from hadagen.runtime import operator
+from hadagen.runtime.arguments import is_flag
 from hadagen.runtime.checks import (
     check_call,
     check_is_number,
@@ -89,7 +90,7 @@ def _dispatched(x: Any, scale: float, inplace: bool, out: torch.Tensor | None, n
         options: dict[str, Any] = {"inplace": inplace, "out": out, "numerics": numerics}
         return handle_torch_function(hadamard_transform, (x,), x, scale, **options)
     check_is_tensor(x, "x")
-    if inplace not in (True, False):
+    if not is_flag(inplace):
         raise TypeError(f"inplace is {inplace!r}; pass True or False")
     if out is not None:
         check_is_tensor(out, "out")
