@@ -15,13 +15,14 @@ from hadagen.errors import TensorError, UsageError
 from hadagen.problem import Numerics
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+REAL = (float, int, Real)  # of which the first two are sooner told
 _NUMERICS = tuple(member.value for member in Numerics)
 
 
 def check_is_number(scale: Any) -> None:
     """Raises TypeError."""
     # A tensor is none, and would expect a gradient.
-    if not (isinstance(scale, (float, int, Real)) or is_symbolic(scale)):
+    if not (isinstance(scale, REAL) or is_symbolic(scale)):
         raise TypeError(f"scale is a {type(scale).__name__}; pass a real number")
 
 

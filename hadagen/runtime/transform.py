@@ -12,6 +12,7 @@ from hadagen.errors import UsageError
 from hadagen.runtime import operator
 from hadagen.runtime.arguments import is_flag
 from hadagen.runtime.checks import (
+    REAL,
     check_call,
     check_is_number,
     check_is_tensor,
@@ -70,6 +71,7 @@ def hadamard_transform(
         and not x.is_neg()
         and not _dispatch_modes()
         and forward_ad._current_level < 0
+        and isinstance(scale, REAL)  # or what is refused would be found where it equals a number
     ):
         try:
             address = x.data_ptr()
