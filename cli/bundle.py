@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import geometric_mean
@@ -180,12 +181,12 @@ def merge(paths: tuple[Path, ...], out: Path) -> None:
 @bundle.command()
 @click.option("--gpu", metavar="NAME", help="Only the winners of this GPU.  [default: of all]")
 @click.argument("path", type=click.Path(path_type=Path))
-@click.argument("out", type=click.Path(path_type=Path))
-def export(path: Path, out: Path, gpu: str | None) -> None:
-    """Write the times of the winners in the bundle at PATH to OUT, as CSV."""
+@click.argument("out", type=click.Path(allow_dash=True))
+def export(path: Path, out: str, gpu: str | None) -> None:
+    """Write the times of the winners in the bundle at PATH to OUT, as CSV; to standard output where OUT is -."""
     from hadagen.tuning_db.bundle import Bundle
     from hadagen.tuning_db.merge import selection_of
-    from hadagen.tuning_db.table import export_csv
+    from hadagen.tuning_db.table import export_csv, print_csv
 
     opened = Bundle.open(path)
     selection = {cell: trial for cell, trial in selection_of(opened).items() if gpu in (None, cell.gpu)}
@@ -193,6 +194,9 @@ def export(path: Path, out: Path, gpu: str | None) -> None:
         known = ", ".join(filter(None, opened.gpus()))
         advice = f"choose one of {known}" if known else "leave out --gpu"
         raise UsageError(f"{path} has no winner of {gpu}; {advice}")
+    if out == "-":
+        print_csv(selection, sys.stdout)
+        return
     export_csv(selection, out)
     click.echo(f"{out}: {count_of(selection)}")
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 DEFAULT_ARCH = "sm90"
 _FACTORS = {"K": 1 << 10, "M": 1 << 20}
+_MOST_DIGITS = 20  # more than any value has; of thousands, Python makes no number
 
 arch = click.option("--arch", default=DEFAULT_ARCH, show_default=True, help="Target architecture.")
 n = click.option("--n", type=int, required=True, help="Row length: a power of two from 2 to 32768.")
@@ -240,7 +241,7 @@ def parse_elements(text: str) -> list[int]:
         number, factor = part, 1
         if part[-1:] in _FACTORS:
             number, factor = part[:-1], _FACTORS[part[-1]]
-        if not re.fullmatch(r"[0-9]+(\.[0-9]+)?", number):
+        if not re.fullmatch(r"[0-9]+(\.[0-9]+)?", number) or len(number) > _MOST_DIGITS:
             raise UsageError(f"--elements {part!r} is not a size; write for example 65536,1M")
         count = Fraction(number) * factor
         others = *BUCKETS_BETWEEN, *BUCKETS_OF_LONG_ROWS
@@ -259,7 +260,7 @@ def short_elements(count: int) -> str:
 
 
 def _is_whole(text: str) -> bool:
-    return text.isascii() and text.isdigit()
+    return text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS
 
 
 def arch_of(gpu: Environment) -> str:

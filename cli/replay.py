@@ -13,6 +13,7 @@ from hadagen.cli.output import PROBLEM_HEADERS, print_json, print_table, problem
 from hadagen.errors import UsageError
 
 if TYPE_CHECKING:
+    from hadagen.tuner.recording import Recording
     from hadagen.tuner.replay import Curve, Field
 
 # Counts of evaluations that the table shows, as far as the largest budget goes.
@@ -44,6 +45,7 @@ def replay(files: tuple[Path, ...], seeds: int, folder: Path | None, as_json: bo
         raise UsageError(f"--seeds {seeds} is not supported; give 1 to {MOST_SEEDS}")
     recordings = [read_recording(path) for path in files]
     if folder is not None:
+        _check_are_of_different_problems(files, recordings)
         written = [str(write_kernel_tuner_cache(recording, folder)) for recording in recordings]
         print_json(written) if as_json else click.echo("\n".join(written))
         return
@@ -73,6 +75,18 @@ def replay(files: tuple[Path, ...], seeds: int, folder: Path | None, as_json: bo
         )
         return
     _print_curves(fields, curves, gpus[0], seeds)
+
+
+def _check_are_of_different_problems(files: Sequence[Path], recordings: Sequence[Recording]) -> None:
+    """Raises `UsageError` where exports would replace each other, for they are called as problems are."""
+    found: dict[str, Path] = {}
+    for path, recording in zip(files, recordings, strict=True):
+        name = recording.problem.name
+        if name in found:
+            raise UsageError(
+                f"{found[name]} and {path} are both of {name}; export one of them, or each to its own folder"
+            )
+        found[name] = path
 
 
 def _print_curves(fields: Sequence[Field], curves: Mapping[str, Curve], gpu: str, seeds: int) -> None:

@@ -9,11 +9,11 @@ from contextlib import contextmanager
 import click
 
 from hadagen.errors import HadagenError
+from hadagen.tuning_db.aside import FULL
 
 # What commands import beyond a bare install; the extra `tune` brings all of it.
 TUNE_PACKAGES = ("alembic", "jinja2", "numpy", "optuna", "rich", "sqlalchemy", "yaml")
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 _FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
@@ -50,7 +50,7 @@ def keeping() -> Iterator[None]:
 def _of_system(error: OSError) -> str:
     what = error.strerror or str(error)
     where = f"{error.filename}: " if error.filename else ""
-    if error.errno in _FULL:
+    if error.errno in FULL:
         return f"{where}{what}; make room and run the same command again, nothing that was stored is lost"
     if error.errno in _FORBIDDEN:
         return f"{where}{what}; name a place that you may write to"

@@ -356,17 +356,21 @@ class _Compiler:
     command: tuple[str, ...]
     version: str
 
-    def __call__(self, *arguments: str | Path) -> None:
+    def __call__(self, output: Path, *arguments: str | Path) -> None:
         done = subprocess.run(
-            [*self.command, *map(str, arguments)],
+            [*self.command, *map(str, arguments), "-o", str(output)],
             capture_output=True,
             text=True,
             errors="replace",
             check=False,
             start_new_session=True,  # or Ctrl-C would end it too, and pass for a source that does not compile
         )
+        log = ""
         if done.returncode:
             log = done.stderr.strip() or f"exit status {done.returncode}"
+        elif not output.exists():
+            log = f"{output.name} was not written"
+        if log:
             first = next((line for line in log.splitlines() if "error" in line), log.splitlines()[0])
             raise HostCompileError(f"{self.command[0]} refuses a kernel for the emulator: {first}", log)
 
@@ -375,7 +379,12 @@ class _Compiler:
 def _compiler(cxx: str | None) -> _Compiler:
     """$CXX, or the first of c++, g++ and clang++ that is there."""
     for name in [cxx] if cxx else ["c++", "g++", "clang++"]:
-        command = shlex.split(name)
+        try:
+            command = shlex.split(name)
+        except ValueError:  # a quotation that does not end
+            command = []
+        if not command:
+            raise ToolchainError(f"CXX = {name!r} is no command; set it to a C++ compiler, such as c++")
         if shutil.which(command[0]) is None:
             continue
         try:
@@ -399,20 +408,20 @@ def _build(
     """Compile in `folder`, then put the finished files in their places: the machine's objects, and the library."""
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
-    todo: list[tuple[str | Path, ...]] = []
+    todo: list[tuple[Path, tuple[str | Path, ...]]] = []
     new = {name: (folder / name).with_suffix(".o") for name, place in machine.items() if not place.exists()}
-    todo += [(*MACHINE_FLAGS, "-c", folder / name, "-o", built) for name, built in new.items()]
+    todo += [(built, (*MACHINE_FLAGS, "-c", folder / name)) for name, built in new.items()]
     kernels = []
     for number, unit in enumerate(units):
         path = folder / f"unit{number}.cpp"
         path.write_text(unit, encoding="utf-8")
         kernels.append(path.with_suffix(".o"))
-        todo.append((*KERNEL_FLAGS, "-I", folder, "-c", path, "-o", kernels[-1]))
+        todo.append((kernels[-1], (*KERNEL_FLAGS, "-I", folder, "-c", path)))
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        list(pool.map(lambda arguments: compiler(*arguments), todo))
+        list(pool.map(lambda each: compiler(each[0], *each[1]), todo))
     for name, built in new.items():
         built.replace(machine[name])
-    compiler("-shared", *machine.values(), *kernels, "-o", folder / "kernels.so")
+    compiler(folder / "kernels.so", "-shared", *machine.values(), *kernels)
     (folder / "kernels.so").replace(library)
 
 
@@ -423,7 +432,7 @@ def _check_compiler_works(compiler: _Compiler, folder: Path) -> None:
     empty = folder / "empty.cpp"
     empty.touch()
     try:
-        compiler(*FLAGS, "-shared", empty, "-o", folder / "empty.so")
+        compiler(folder / "empty.so", *FLAGS, "-shared", empty)
     except HostCompileError as error:
         raise ToolchainError(
             f"{compiler.command[0]} cannot build an empty library: {error.log.splitlines()[0]}; set CXX to another "

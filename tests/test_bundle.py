@@ -35,7 +35,7 @@ from hadagen.problem import DType, Numerics, Problem
 from hadagen.scale import ScaleForm
 from hadagen.space import build_plan
 from hadagen.trial import Cache, Destination, Environment, Kernel, Provenance, Trial
-from hadagen.tuning_db.aside import written_aside
+from hadagen.tuning_db.aside import unwritable, written_aside
 from hadagen.tuning_db.bundle import APPLICATION_ID, FORMAT, TABLES, Bundle, shipped
 from hadagen.tuning_db.bundle_writer import check_bundle_place, write_bundle
 from hadagen.tuning_db.merge import merge_bundles
@@ -268,6 +268,24 @@ def test_what_is_no_bundle_is_not_replaced_by_one(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="is there already and is not a hadagen bundle"):
         write(tmp_path / "notes")
     assert (tmp_path / "notes").read_text() == "what took a day to measure"
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            OSError(errno.ENOSPC, "No space left on device"),
+            "(No space left on device); make room, or name another place",
+        ),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), "(Disk quota exceeded); make room, or name another place"),
+        (OSError(errno.EACCES, "Permission denied"), "(Permission denied); make it writable, or name another place"),
+        (OSError(None, "Not a regular file"), "(Not a regular file); make it writable, or name another place"),
+        (sqlite3.OperationalError("database or disk is full"), "is full); make room, or name another place"),
+    ],
+    ids=str,
+)
+def test_room_is_only_asked_for_where_it_lacks(error: Exception, said: str) -> None:
+    assert str(unwritable("winners.db", error)).endswith(said)
 
 
 def test_a_link_to_where_nothing_can_be_written_is_reported_before_the_work(tmp_path: Path) -> None:

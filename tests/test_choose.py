@@ -11,7 +11,9 @@ from contextlib import closing
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -320,6 +322,16 @@ def test_a_directory_of_bundles_that_cannot_be_read_causes_a_warning(tmp_path: P
         assert hadagen.best_config(PROBLEM, 1, arch="sm90").match is Match.GENERIC
 
 
+@pytest.mark.parametrize("value", ["~/data", "data"])
+def test_a_data_directory_in_the_home_or_the_working_directory_is_absolute(
+    value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_DATA_HOME", value)
+    assert bundles.user_directory() == tmp_path / "data" / "hadagen" / "bundles"
+
+
 def test_without_a_home_directory_there_are_the_bundles_that_come_with_hadagen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -359,9 +371,17 @@ def test_bad_problem() -> None:
     assert hadagen.best_config({"n": 128, "dtype": torch.bfloat16}, 1, arch="sm90") == wanted
 
 
-def test_bad_inplace() -> None:
-    with pytest.raises(UsageError, match=r"inplace = 'no' is not supported; give True or False"):
-        hadagen.best_config(PROBLEM, 4, arch="sm90", inplace="no")  # type: ignore[arg-type]
+def test_whole_numbers_of_any_kind_are_numbers() -> None:
+    rows: Any = np.int32(4)
+    found = hadagen.best_config(PROBLEM.to_dict() | {"n": np.int64(PROBLEM.n)}, rows, arch="sm90")
+    wanted = hadagen.best_config(PROBLEM, 4, arch="sm90")
+    assert json.dumps(found.to_dict()) == json.dumps(wanted.to_dict())
+
+
+@pytest.mark.parametrize("inplace", ["no", np.array([True, False]), torch.ones(2)], ids=str)
+def test_bad_inplace(inplace: Any) -> None:
+    with pytest.raises(UsageError, match=r"inplace = .* is not supported; give True or False"):
+        hadagen.best_config(PROBLEM, 4, arch="sm90", inplace=inplace)
 
 
 def test_no_arch_and_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,6 +86,25 @@ def test_wrong_usage_is_one_sentence_and_exit_code_2(arguments: tuple[str, ...])
     assert WRONG[arguments] in sentence(run(*arguments), 2)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("bench", "--n", "{}"), "--n '{}' is not a size"),
+        (("bench", "--n", "2-{}"), "--n '2-{}' is not a size"),
+        (("bench", "--elements", "{}M"), "--elements '{}M' is not a size"),
+        (("bench", "--elements", "1.{}"), "--elements '1.{}' is not a size"),
+        (("emit", "--n", "64", "--knobs", "warps={}"), "knob warps = '{}' is not searched on sm90"),
+        (("tune", "--n", "64", "--only", "warps={}"), "knob warps = '{}' is not searched on sm90"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
+)
+def test_what_has_too_many_digits_for_a_number_is_refused_as_other_values_are(
+    arguments: tuple[str, ...], said: str
+) -> None:
+    many = "9" * 5000
+    assert said.format(many) in sentence(run(*(argument.format(many) for argument in arguments)), 2)
+
+
 @pytest.mark.parametrize(("option", "value"), [("--trials", "0"), ("--time-budget", "-1"), ("--time-budget", "nan")])
 def test_a_tune_that_would_try_nothing_is_refused(option: str, value: str) -> None:
     assert "; give " in sentence(run(*TINY_TUNE, option, value), 2)

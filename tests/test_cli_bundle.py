@@ -169,6 +169,18 @@ def test_the_winners_of_a_bundle_are_exported_and_merged(sample: Path, tmp_path:
     assert (tmp_path / "again.csv").read_text() == (tmp_path / "winners.csv").read_text()
 
 
+def test_an_export_to_standard_output_is_the_table_and_no_more(
+    sample: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    succeed("bundle", "export", sample, "winners.csv")
+    before = sorted(tmp_path.iterdir())
+    assert succeed("bundle", "export", sample, "-") == Path("winners.csv").read_text()
+    assert sorted(tmp_path.iterdir()) == before
+    said = sentence(run("bundle", "export", sample, "/dev/null"), 1)
+    assert said == "/dev/null cannot be written (Not a regular file); make it writable, or name another place"
+
+
 @pytest.mark.parametrize("columns", [bench.COLUMNS, between.COLUMNS, table.COLUMNS])
 def test_every_table_replaces_its_like(columns: tuple[str, ...], tmp_path: Path) -> None:
     path = tmp_path / "table.csv"

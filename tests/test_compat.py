@@ -80,6 +80,7 @@ BOTH = pytest.mark.parametrize("function", [fast.hadamard_transform, fast.hadama
         (torch.tensor(1j), TypeError, r"scale is a complex64 tensor of shape \(\); pass a real number, or"),
         (torch.ones(2), TypeError, r"scale is a float32 tensor of shape \(2,\); pass a real number, or"),
         (torch.ones(0), TypeError, r"scale is a float32 tensor of shape \(0,\); pass a real number, or"),
+        (torch.ones((), device="meta"), TypeError, "scale is on the meta device, where it has no value; pass a number"),
         (1j, TypeError, "scale is a complex; pass a real number"),
         (np.complex64(1j), TypeError, "scale is a complex64; pass a real number"),
         ("1", TypeError, "scale is a str; pass a real number"),

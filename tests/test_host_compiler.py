@@ -65,6 +65,7 @@ def fake_compiler(path: Path, script: str) -> str:
     [
         ("[ $1 = --version ] || { echo broken >&2; exit 1; }", "cannot build an empty library: broken; set CXX"),
         ("[ $1 = --version ] || kill -9 $$", "cannot build an empty library: exit status -9; set CXX"),
+        ("echo done >&2", "cannot build an empty library: empty.so was not written; set CXX"),
     ],
 )
 def test_a_compiler_that_compiles_nothing_is_not_the_sources_fault(
@@ -82,6 +83,13 @@ def test_a_compiler_that_is_no_program_is_named(tmp_path: Path, monkeypatch: pyt
     path.chmod(0o755)
     monkeypatch.setenv("CXX", str(path))
     with pytest.raises(ToolchainError, match=r"cannot be run .*; set CXX to a C"):
+        compile_host([Case("any", COPY).source])
+
+
+@pytest.mark.parametrize("cxx", [" ", '"', "g++ 'a"])
+def test_a_compiler_that_is_no_command_is_named(cxx: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", cxx)
+    with pytest.raises(ToolchainError, match=re.escape(f"CXX = {cxx!r} is no command; set it to a C++ compiler")):
         compile_host([Case("any", COPY).source])
 
 
@@ -117,7 +125,7 @@ def test_a_full_disk_is_not_taken_for_a_wrong_source(tmp_path: Path, monkeypatch
 def test_a_compiler_is_out_of_reach_of_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else what it had not finished would pass for a source that does not compile."""
     monkeypatch.setenv("CXX", fake_compiler(tmp_path / "c++", f"cut -d' ' -f6 /proc/$$/stat > {tmp_path}/session"))
-    emulator._compiler(os.environ["CXX"])("-c")
+    emulator._compiler(os.environ["CXX"])(tmp_path / "session", "-c")
     assert int((tmp_path / "session").read_text()) != os.getsid(0)
 
 

@@ -210,6 +210,14 @@ def test_a_file_without_a_whole_line_is_begun_anew(tmp_path: Path) -> None:
     assert set(record(wanted).files) == set(problems(64))
 
 
+def test_lines_that_are_no_text_are_not_continued(tmp_path: Path) -> None:
+    part = tmp_path / "n64-float16-fast.jsonl.part"
+    part.write_bytes(b"\xff\xfe\n")
+    with pytest.raises(StorageError, match=r"\.part is there already and of other ranges"):
+        record(options(tmp_path, cells=dict.fromkeys(problems(64), TIMED)))
+    assert part.read_bytes() == b"\xff\xfe\n"
+
+
 def test_a_recording_of_something_else_is_not_continued(tmp_path: Path) -> None:
     record(options(tmp_path / "a"))
     record(options(tmp_path / "b", Interrupted(3)))

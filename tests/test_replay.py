@@ -214,6 +214,12 @@ def test_the_command_exports(files: list[Path], tmp_path: Path) -> None:
     assert Path(written).read_text() == '{"notes": "not ours"}'
 
 
+def test_of_two_recordings_of_a_problem_none_is_exported(files: list[Path], tmp_path: Path) -> None:
+    said = sentence(run("replay", *files, "--export", tmp_path / "caches"), 2)
+    assert said.startswith(f"{files[0]} and {files[1]} are both of {PROBLEM.name}; export one of them")
+    assert not (tmp_path / "caches").exists()
+
+
 def test_bad_usage_is_a_sentence(files: list[Path], tmp_path: Path) -> None:
     assert sentence(run("replay", *files, "--seeds", "0"), 2) == "--seeds 0 is not supported; give 1 to 1000"
     assert "cannot be read: No such file" in sentence(run("replay", tmp_path / "absent"), 1)

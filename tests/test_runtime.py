@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from itertools import product
+from operator import mul
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 
 import hadagen
 from hadagen import hadamard_transform
-from hadagen.errors import UsageError
+from hadagen.errors import TensorError, UsageError
 from hadagen.reference import hadamard
 from hadagen.runtime import fallback
 
@@ -223,6 +225,9 @@ with warnings.catch_warnings():
         (X, {"scale": 1j}, TypeError, "scale is a complex"),
         (X, {"numerics": "exact"}, ValueError, "numerics 'exact' is not supported; choose one of accurate, fast"),
         (X, {"numerics": ["fast"]}, ValueError, "is not supported"),
+        (X, {"inplace": "no"}, TypeError, "inplace is 'no'; pass True or False"),
+        (X, {"inplace": np.array([True, False])}, TypeError, r"inplace is array\(.*\); pass True or False"),
+        (X, {"inplace": torch.ones(2)}, TypeError, r"inplace is tensor\(.*\); pass True or False"),
         (X, {"out": [1.0]}, TypeError, "out is a list"),
         (X, {"out": torch.ones(8, 2)}, RuntimeError, r"out has the shape \(8, 2\) but x has \(2, 8\)"),
         (X, {"out": X.double()}, RuntimeError, "out has the dtype float64 but x has float32"),
@@ -230,6 +235,8 @@ with warnings.catch_warnings():
         (X, {"out": torch.ones(2, 8), "inplace": True}, ValueError, "two places"),
         (X[0].expand(2, 8), {"inplace": True}, RuntimeError, "share memory"),
         (X, {"out": X[0].expand(2, 8)}, RuntimeError, "share memory"),
+        (X.view(-1).unfold(0, 8, 4), {"inplace": True}, RuntimeError, "share memory"),
+        (X, {"out": torch.ones(12).unfold(0, 8, 4)}, RuntimeError, "share memory"),
         (X.view(-1)[:8], {"out": X.view(-1)[4:12]}, RuntimeError, "out overlaps x"),
         (X.clone().requires_grad_(), {"inplace": True}, RuntimeError, "is a leaf"),
         (X.clone().requires_grad_()[1:], {"inplace": True}, RuntimeError, "is a leaf"),
@@ -242,6 +249,29 @@ def test_bad_input(x: Any, options: dict[str, Any], kind: type[Exception], messa
         hadamard_transform(x, **options)
     assert isinstance(caught.value, (TypeError, UsageError))
     assert torch.equal(X, torch.ones(2, 8)), "something was written"
+
+
+@pytest.mark.parametrize("destination", ["inplace", "out"])
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 12)), min_size=1, max_size=3))
+def test_what_holds_an_element_twice_is_not_written(destination: str, dimensions: list[tuple[int, int]]) -> None:
+    """Rows that overlap partly too, such as windows. Of three dimensions any two may show it."""
+    sizes, strides = zip(*dimensions, strict=True)
+    places = [sum(map(mul, index, strides)) for index in product(*map(range, sizes))]
+    y = normal(max(places) + 1).as_strided(sizes, strides)
+    before, wanted = y.clone(), padded(y)
+    try:
+        hadamard_transform(y, inplace=True) if destination == "inplace" else hadamard_transform(before, out=y)
+    except TensorError:
+        assert len(set(places)) < len(places)
+        assert torch.equal(y, before)
+    else:
+        assert len(set(places)) == len(places) or len(sizes) == 3
+        assert len(set(places)) < len(places) or torch.allclose(y, wanted)
+
+
+def test_no_elements_share_no_memory() -> None:
+    for x in (torch.ones(0, 1).expand(0, 8), torch.ones(8).expand(0, 3, 8)):
+        assert hadamard_transform(x, inplace=True) is x
 
 
 def test_a_leaf_may_be_written_without_gradients() -> None:

@@ -22,6 +22,7 @@ from sample_trials import H100, PROBLEM, in_clusters, times
 
 import hadagen
 from hadagen.driver import DoesNotFit, DriverError, LoadedKernel
+from hadagen.errors import StorageError
 from hadagen.problem import Problem
 from hadagen.runtime import bundles, kernels
 from hadagen.runtime.choose import choose_from_bundles, timed_in_bundles
@@ -344,6 +345,7 @@ def test_warmup_loads_what_those_rows_run(
         ({"dtype": "half precision"}, "is not supported"),
         ({"dtype": 16}, "dtype 16 is not supported"),
         ({"inplace": "no"}, "inplace = 'no' is not supported; give True, False, or nothing for both"),
+        ({"inplace": np.array([True, False])}, r"inplace = array\(.*\) is not supported"),
         ({"numerics": "exact"}, "numerics 'exact' is not supported"),
         ({"device": "cuda:7"}, "device 'cuda:7' is not a CUDA device of this machine"),
         ({"device": 1.5}, "device 1.5 is not a CUDA device of this machine"),
@@ -353,6 +355,13 @@ def test_bad_warmups(options: dict[str, Any], message: str, machine: Loader) -> 
     with pytest.raises(ValueError, match=message):
         hadagen.warmup(**{"n": 256, "dtype": "float16", **options})
     assert machine.images == []
+
+
+def test_a_bad_bundle_that_was_named_ends_calls_and_warmups(machine: Loader, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(bundles.VARIABLE, "absent.db")
+    for call in (find, lambda: hadagen.warmup(256, "float16")):
+        with pytest.raises(StorageError, match=r"absent\.db"):
+            call()
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta", torch.device("mps")])

@@ -5,8 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 import warnings
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from emulated_device import EmulatedDevice, device, same
@@ -148,6 +151,24 @@ def test_a_call_that_comes_again_is_one_look_up(device: EmulatedDevice, monkeypa
         assert same(hadamard_transform(again, 0.5), padded(x, 0.5))
     assert device.searches == searches
     assert len(compute.calls) == 1
+
+
+@pytest.mark.parametrize("scale", [1, np.float32(1.0), Fraction(1)], ids=repr)
+def test_a_number_of_another_kind_is_the_same_call(scale: Any, device: EmulatedDevice) -> None:
+    x = normal(3, 64, dtype=HALF)
+    for _ in range(2):
+        for each in (scale, 1.0):
+            assert same(hadamard_transform(x, each), padded(x))
+    assert (device.searches, len(compute.calls)) == (1, 1)
+
+
+@pytest.mark.parametrize("scale", [Decimal(1), 1 + 0j, np.True_], ids=repr)
+def test_what_is_no_number_is_refused_whatever_was_called_before(scale: Any, device: EmulatedDevice) -> None:
+    x = normal(3, 64, dtype=HALF)
+    for _ in range(2):
+        with pytest.raises(TypeError, match=r"scale is a .*; pass a real number"):
+            hadamard_transform(x, scale)
+        assert same(hadamard_transform(x, 1.0), padded(x))
 
 
 def test_a_call_with_out_that_comes_again_is_one_look_up(device: EmulatedDevice) -> None:

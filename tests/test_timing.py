@@ -101,6 +101,15 @@ def test_cells_are_of_every_problem_or_by_problem() -> None:
         assert (service._cells_of(PROBLEM), service._cells_of(long)) == (of_problem, of_long)
 
 
+@pytest.mark.parametrize("tile_elements", [1 << k for k in range(8, 19)])
+def test_results_are_compared_over_as_many_tiles_as_are_promised(tile_elements: int) -> None:
+    from hadagen.measure.service import repeated_launches
+
+    launches, tiles = repeated_launches(tile_elements), (1 << 24) // tile_elements
+    assert launches * tiles >= 100_000
+    assert launches == 48 or (launches - 1) * tiles < 100_000
+
+
 def test_the_arena_fits_whatever_is_timed() -> None:
     import torch
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import tempfile
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from hadagen.errors import StorageError
 
+FULL = (errno.ENOSPC, errno.EDQUOT)
 HEADER_BYTES = 100  # what says which kind a file is; in an SQLite database, its header
 
 
@@ -63,4 +65,6 @@ def check_place(path: str | os.PathLike[str], kind: str, is_one: Callable[[bytes
 def unwritable(path: str | os.PathLike[str], error: Exception) -> StorageError:
     """What to say where `path` could not be written."""
     reason = error.strerror if isinstance(error, OSError) else error
-    return StorageError(f"{path} cannot be written ({reason}); make room, or name another place")
+    lacks_room = not isinstance(error, OSError) or error.errno in FULL  # else it is SQLite's, on a disk that is full
+    fix = "make room" if lacks_room else "make it writable"
+    return StorageError(f"{path} cannot be written ({reason}); {fix}, or name another place")

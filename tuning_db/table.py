@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TextIO
 
 from hadagen.trial import Timing, Trial
 from hadagen.tuning_db.aside import check_place, unwritable, written_aside
@@ -30,13 +30,23 @@ BEGINNINGS = (b"gpu,numerics,dtype,pitched,", b"library,numerics,dtype,pitched,"
 
 
 def export_csv(selection: Mapping[WinnerCell, Trial], path: str | os.PathLike[str]) -> None:
+    """Write what `print_csv` does to a file. A table that is there is replaced once the new one is complete. Raises
+    `StorageError` where it cannot be written, or another file is there."""
+    check_table_place(path)
+    write_table(path, *_table(selection))
+
+
+def print_csv(selection: Mapping[WinnerCell, Trial], file: TextIO) -> None:
     """Write one line for each cell of `selection` (see `winners.portfolio`) and regime that its winner was timed in.
 
     Columns: `COLUMNS`, then the knobs; times in microseconds, `pitched` 0 or 1, `kernel` the first 12 digits of the
-    digest. A table that is there is replaced once the new one is complete. Raises `StorageError` where it cannot be
-    written, or another file is there.
+    digest.
     """
-    check_table_place(path)
+    _write(file, *_table(selection))
+
+
+def _table(selection: Mapping[WinnerCell, Trial]) -> tuple[list[str], list[dict[str, Any]]]:
+    """Columns and rows."""
     rows = [
         _row(cell, selection[cell], timing)
         for cell in sorted((cell for cell in selection if not cell.portable), key=_order)
@@ -44,7 +54,7 @@ def export_csv(selection: Mapping[WinnerCell, Trial], path: str | os.PathLike[st
         if (timing.destination, timing.elements) == (cell.destination, cell.elements)
     ]
     knobs = list(dict.fromkeys(knob for trial in selection.values() for knob in trial.knobs))
-    write_table(path, [*COLUMNS, *knobs], rows)
+    return [*COLUMNS, *knobs], rows
 
 
 def check_table_place(path: str | os.PathLike[str]) -> None:
@@ -61,14 +71,23 @@ def write_table(
     """Write rows as CSV, where a column that a row lacks is empty. A file that is there is replaced once the new one is
     complete. `forms`: format specifications of columns that are not written as they are. Raises `StorageError` where it
     cannot be written."""
-    forms = forms or {}
     try:
         with written_aside(path) as aside, aside.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, columns, lineterminator="\n")
-            writer.writeheader()
-            writer.writerows({**row, **{name: format(row[name], form) for name, form in forms.items()}} for row in rows)
+            _write(file, columns, rows, forms)
     except OSError as error:
         raise unwritable(path, error) from error
+
+
+def _write(
+    file: TextIO,
+    columns: Sequence[str],
+    rows: Iterable[Mapping[str, Any]],
+    forms: Mapping[str, str] | None = None,
+) -> None:
+    writer = csv.DictWriter(file, columns, lineterminator="\n")
+    writer.writeheader()
+    shown = (forms or {}).items()
+    writer.writerows({**row, **{name: format(row[name], form) for name, form in shown}} for row in rows)
 
 
 def _order(cell: WinnerCell) -> tuple[Any, ...]:

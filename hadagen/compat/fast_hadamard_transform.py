@@ -82,10 +82,12 @@ def hadamard_transform_40N(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
 
 def _number(scale: Any) -> Any:
     """The only element of a tensor, and the number that an array or a Decimal stands for; else the scale as it is.
-    Raises TypeError for a tensor or an array of none, of several or of complex numbers."""
+    Raises TypeError for a tensor without a value, or a tensor or an array of none, of several or of complex numbers."""
     if not isinstance(scale, torch.Tensor):
         known = isinstance(scale, Complex) or is_symbolic(scale) or not hasattr(type(scale), "__float__")
         return scale if known else float(scale)
+    if scale.is_meta:
+        raise TypeError("scale is on the meta device, where it has no value; pass a number, or a tensor that has one")
     if scale.is_complex() or scale.numel() != 1:
         plain = str(scale.dtype).removeprefix("torch.")
         raise TypeError(

@@ -29,6 +29,11 @@ _REPEATED_CELL = Cell(1 << 24, Destination.OUT_OF_PLACE, Cache.COLD)
 _LEAST_REPEATED = 48
 
 
+def repeated_launches(tile_elements: int) -> int:
+    """How often a kernel with such tiles is launched for its results to be compared."""
+    return max(_LEAST_REPEATED, -(-_REPEATED_TILES * tile_elements // _REPEATED_CELL.elements))
+
+
 class DeviceService:
     """Answers requests on one GPU. `cells` as `DeviceRunner` takes them."""
 
@@ -84,7 +89,7 @@ class DeviceService:
             ordered = tuple(timings[cell] for cell in cells if cell in timings)
             if not self._stopwatch.is_finite(problem.dtype):
                 return Answer(Outcome.UNSTABLE, "values were no longer finite after timing", verdict.errors, ordered)
-            launches = max(_LEAST_REPEATED, _REPEATED_TILES * kernel.spec.tile_elements // repeated.elements)
+            launches = repeated_launches(kernel.spec.tile_elements)
             if not self._stopwatch.repeats(kernel, repeated, launches):
                 detail = f"the same input came out differently in one of {launches + 1} launches"
                 return Answer(Outcome.UNSTABLE, detail, verdict.errors, ordered)

@@ -21,10 +21,10 @@ def user_directory() -> Path:
 
     Raises `StorageError` where no home directory is known.
     """
-    data = os.environ.get("XDG_DATA_HOME") or os.path.expanduser("~/.local/share")
+    data = os.path.expanduser(os.environ.get("XDG_DATA_HOME") or "~/.local/share")
     if data.startswith("~"):
         raise StorageError("no home directory is known to keep trials and bundles in; set XDG_DATA_HOME")
-    return Path(data) / "hadagen" / "bundles"
+    return Path(data).absolute() / "hadagen" / "bundles"
 
 
 def pinned() -> list[Bundle]:

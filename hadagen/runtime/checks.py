@@ -4,6 +4,7 @@ without any (fake ones, those of torch.compile) are checked alike."""
 from __future__ import annotations
 
 import math
+from itertools import combinations
 from numbers import Real
 from typing import Any
 
@@ -14,13 +15,14 @@ from hadagen.errors import TensorError, UsageError
 from hadagen.problem import Numerics
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+REAL = (float, int, Real)  # of which the first two are sooner told
 _NUMERICS = tuple(member.value for member in Numerics)
 
 
 def check_is_number(scale: Any) -> None:
     """Raises TypeError."""
     # A tensor is none, and would expect a gradient.
-    if not (isinstance(scale, (float, int, Real)) or is_symbolic(scale)):
+    if not (isinstance(scale, REAL) or is_symbolic(scale)):
         raise TypeError(f"scale is a {type(scale).__name__}; pass a real number")
 
 
@@ -91,13 +93,28 @@ def check_like(x: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def check_writable(y: torch.Tensor) -> None:
-    """Raises `TensorError` where the elements of y share memory, or PyTorch forbids to write it here."""
+    """Raises `TensorError` where elements of y share memory, as far as any two dimensions show, or PyTorch forbids to
+    write it here."""
     if y.is_inference() and not torch.is_inference_mode_enabled():
         raise TensorError(
             "the tensor to write was made in inference mode; write it in that mode too, or clone it first"
         )
-    if not y.is_contiguous() and torch._debug_has_internal_overlap(y) == 1:
-        raise TensorError("several elements of the tensor to write share memory (expand does that); clone it first")
+    if not y.is_contiguous() and y.numel() and _overlaps_itself(y):
+        raise TensorError(
+            "several elements of the tensor to write share memory (expand and unfold do that); clone it first"
+        )
+
+
+def _overlaps_itself(y: torch.Tensor) -> bool:
+    """Whether y, which has elements, holds one of them twice, at indices that differ in one or two dimensions."""
+    dimensions = [(size, stride) for size, stride in zip(y.shape, y.stride(), strict=True) if size > 1]
+    if any(stride == 0 for _, stride in dimensions):
+        return True
+    for (size, stride), (other_size, other_stride) in combinations(dimensions, 2):
+        common = math.lcm(stride, other_stride)  # the first place that steps along both lead to
+        if common // stride < size and common // other_stride < other_size:
+            return True
+    return False
 
 
 def _names(values: tuple[Any, ...]) -> str:

@@ -2,7 +2,8 @@
 their GPUs are the same.
 
 Problem and destination of an entry must be those that are asked for. Among the entries left, those of a pinned bundle
-win; then the better `Match`; then the bundle that was found first, and the GPU that comes first in it, whatever its
+win; then the better `Match`; then the newer architecture, for PTX of older ones runs too; then what was measured,
+before what was estimated; then the bundle that was found first, and the GPU that comes first in it, whatever its
 element counts; then the nearest of those, on a logarithmic scale, of two as near the larger, and of two of the same
 count the first.
 """
@@ -18,6 +19,7 @@ from hadagen.errors import StorageError, UsageError
 from hadagen.launch import LaunchSpec
 from hadagen.problem import DType, Problem
 from hadagen.runtime import bundles
+from hadagen.runtime.arguments import as_int, is_flag
 from hadagen.runtime.device import Device, find_device
 from hadagen.trial import Destination, Provenance, nearest
 from hadagen.tuning_db.bundle import Bundle, BundleEntry
@@ -171,7 +173,7 @@ def _problem(given: Any) -> Problem:
         values = dict(given)
         dtype = values.pop("dtype")
         name = dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch.")  # torch.float16 is "float16"
-        return Problem(dtype=cast(DType, name), **values)
+        return Problem(as_int(values.pop("n")), cast(DType, name), **values)
     except UsageError:
         raise
     except (KeyError, TypeError, ValueError):
@@ -201,10 +203,10 @@ def best_config(
     Raises `UsageError` for a bad problem, inplace or arch, rows below 1, or where there is no device; `StorageError`
     where HADAGEN_BUNDLE names no sound bundle.
     """
-    problem = _problem(problem)
+    problem, rows = _problem(problem), as_int(rows)
     if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
         raise UsageError(f"rows = {rows!r} is not supported; give a whole number of rows, at least 1")
-    if inplace not in (True, False):
+    if not is_flag(inplace):
         raise UsageError(f"inplace = {inplace!r} is not supported; give True or False")
     target = find_device(device, arch)
     destination = Destination.IN_PLACE if inplace else Destination.OUT_OF_PLACE

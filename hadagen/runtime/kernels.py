@@ -3,7 +3,6 @@ nearest to the call's, then a dictionary hit."""
 
 from __future__ import annotations
 
-import operator
 import os
 import threading
 import warnings
@@ -19,6 +18,7 @@ from hadagen.driver import DoesNotFit, LoadedKernel
 from hadagen.errors import DeviceError, StorageError, UsageError
 from hadagen.problem import MAX_LOG2_N, DType, Numerics, Problem, padded_length
 from hadagen.runtime import bundles
+from hadagen.runtime.arguments import as_int, is_flag
 from hadagen.runtime.choose import choose_from_bundles, timed_in_bundles
 from hadagen.runtime.device import cuda_device, cuda_index
 from hadagen.trial import Destination, nearest
@@ -105,9 +105,9 @@ def warmup(
     loaded too. Returns how many different kernels the calls may now run; 0 where PyTorch does the work.
 
     Raises `UsageError` for a bad argument or where there is no such device, `DeviceError` where a kernel does not load
-    while a graph is being captured.
+    while a graph is being captured, `StorageError` where HADAGEN_BUNDLE names no sound bundle.
     """
-    if inplace not in (None, True, False):
+    if inplace is not None and not is_flag(inplace):
         raise UsageError(f"inplace = {inplace!r} is not supported; give True, False, or nothing for both")
     lengths = [_whole(value, "n") for value in _several(n)]
     dtypes = [_dtype(value) for value in _several(dtype)]
@@ -155,11 +155,8 @@ def _several(values: Any) -> list[Any]:
 
 
 def _whole(value: Any, name: str) -> int:
-    try:
-        number = operator.index(value)  # numpy's integers too
-    except TypeError:
-        number = 0
-    if isinstance(value, bool) or number < 1:
+    number = as_int(value)
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
         raise UsageError(f"{name} = {value!r} is not supported; give whole numbers, at least 1")
     return number
 

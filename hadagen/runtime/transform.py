@@ -10,7 +10,9 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from hadagen.errors import UsageError
 from hadagen.runtime import operator
+from hadagen.runtime.arguments import is_flag
 from hadagen.runtime.checks import (
+    REAL,
     check_call,
     check_is_number,
     check_is_tensor,
@@ -55,7 +57,8 @@ def hadamard_transform(
 
     Raises TypeError where x, out or scale is of a wrong type; `UsageError`, a ValueError, for a bad scale or numerics;
     `TensorError`, a RuntimeError too, for a tensor that cannot be transformed or written to; `DeviceError` where the
-    GPU refuses the launch. Nothing is written before the arguments are known to be good.
+    GPU refuses the launch; `StorageError` where HADAGEN_BUNDLE names no sound bundle. Nothing is written before the
+    arguments are known to be good.
     """
     # A call that comes again goes straight to its kernel, past PyTorch's dispatcher, where that has nothing to do: no
     # mode, transform or subclass wants to see the operator. (While PyTorch traces, a shape is made of tensors, and
@@ -68,6 +71,7 @@ def hadamard_transform(
         and not x.is_neg()
         and not _dispatch_modes()
         and forward_ad._current_level < 0
+        and isinstance(scale, REAL)  # or what is refused would be found where it equals a number
     ):
         try:
             address = x.data_ptr()
@@ -88,7 +92,7 @@ def _dispatched(x: Any, scale: float, inplace: bool, out: torch.Tensor | None, n
         options: dict[str, Any] = {"inplace": inplace, "out": out, "numerics": numerics}
         return handle_torch_function(hadamard_transform, (x,), x, scale, **options)
     check_is_tensor(x, "x")
-    if inplace not in (True, False):
+    if not is_flag(inplace):
         raise TypeError(f"inplace is {inplace!r}; pass True or False")
     if out is not None:
         check_is_tensor(out, "out")

@@ -127,12 +127,12 @@ class _Draft:
             self._part.unlink(missing_ok=True)  # an earlier run ended just after it wrote the whole file
             return found
         self._part.parent.mkdir(parents=True, exist_ok=True)
-        text = self._part.read_text(encoding="utf-8") if self._part.exists() else ""
-        whole = text[: text.rfind("\n") + 1]  # the last line may have been cut off
-        if not whole:
-            self._part.write_text(f"{empty.header_line()}\n", encoding="utf-8")
-            return empty
         try:
+            text = self._part.read_text(encoding="utf-8") if self._part.exists() else ""
+            whole = text[: text.rfind("\n") + 1]  # the last line may have been cut off
+            if not whole:
+                self._part.write_text(f"{empty.header_line()}\n", encoding="utf-8")
+                return empty
             header, *lines = whole.splitlines()
             found = recording_of(header, lines)
         except ValueError:

@@ -1,0 +1,22 @@
+"""Arguments that several functions take, whatever kind of number they come as. PyTorch is not needed here."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+
+def as_int(value: Any) -> Any:
+    """A whole number of any kind, such as numpy's, as Python's; a bool and what is no whole number as they are."""
+    try:
+        return value if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return value
+
+
+def is_flag(value: Any) -> bool:
+    """Whether it equals True or False."""
+    try:
+        return value in (True, False)
+    except (RuntimeError, TypeError, ValueError):  # an array, of which some elements may and others not
+        return False
