@@ -396,7 +396,7 @@ def _check_over_blocks(plan: Plan, number: int, step: Step, refuse: Callable[[st
     if not plan.cta_bits:
         raise refuse("there is one block, and no other to sum over")
     loads = all(isinstance(before, Load | Prefetch | Trigger) for before in plan.steps[: number - 1])
-    if not loads or (plan.load.staged and not plan.load.multicast) or plan.load.stages > 1:
+    if not loads or (plan.load.staged and not plan.load.multicast):
         raise refuse("only what each block has loaded, straight to registers or by multicast, is summed over blocks")
     if isinstance(step, Gather) and not plan.load.multicast:
         raise refuse("it finds what a multicast has brought")

@@ -52,7 +52,7 @@ def test_only_packed_values_as_they_lie_are_summed_over_blocks(change: dict[str,
         changed(plan, 1, dataclasses.replace(plan.steps[1], **change))
 
 
-@pytest.mark.parametrize("load", [Load("bulk"), Load("cp_async"), Load("plain", stages=2)])
+@pytest.mark.parametrize("load", [Load("bulk"), Load("cp_async")])
 def test_only_what_each_block_has_loaded_is_summed_over_blocks(load: Load) -> None:
     with pytest.raises(UsageError, match="only what each block has loaded, straight to registers or by multicast"):
         changed(whole_rows(), 0, load)
