@@ -502,6 +502,12 @@ def test_merging_a_bundle_with_itself_changes_nothing(tmp_path: Path) -> None:
     assert Bundle.open(tmp_path / "merged.db").digest == found.digest
 
 
+def test_merging_a_shipped_bundle_with_itself_changes_nothing(tmp_path: Path) -> None:
+    for path in shipped().values():
+        merge_bundles([path], tmp_path / "merged.db")
+        assert Bundle.open(tmp_path / "merged.db").digest == Bundle.open(path).digest
+
+
 def test_merging_leaves_out_what_misses_a_bound_that_is_stricter_now(tmp_path: Path) -> None:
     fast, bound = replace(PROBLEM, numerics=Numerics.FAST), PROBLEM.error_bound
     assert fast.error_bound > bound
