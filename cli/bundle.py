@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import geometric_mean
 from typing import TYPE_CHECKING
@@ -38,9 +40,6 @@ def _checked_loss(context: click.Context, parameter: click.Parameter, value: flo
     if not 0 <= value <= 1:  # click's own ranges let nan pass
         raise UsageError(f"--loss {value:g} is not supported; give 0 to 1")
     return value
-
-
-_RAN = (Outcome.OK, Outcome.WRONG_ANSWER, Outcome.UNSTABLE)
 
 
 loss = click.option(
@@ -224,33 +223,37 @@ def bundle_place(given: Path | None, arch: str, db: str | None) -> Path:
 
 
 def keep_winners(path: Path, store: Store, arch: str, to_come: Iterable[tuple[Problem, str]] = ()) -> None:
-    """Raises `UsageError` where the bundle at `path` has measured winners of a problem on a GPU on which the database
-    has no kernel of it that ran: it would be replaced, and they lost.
+    """Raises `UsageError` where the bundle at `path` has measured winners of a problem on a GPU of which the database
+    has no trial that is ok: it would be replaced, and they lost. Winners that the database itself refuses may go.
 
     to_come: problems and GPUs of which the database will have some before the bundle is replaced.
     """
-    lost = _measured_in(path) - set(to_come)
-    if lost:
-        ran = [trial for trial in store.trials(arch=arch, blobs=False) if trial.outcome in _RAN]
-        lost -= {(trial.problem, trial.environment.gpu) for trial in ran}
+    lost = _measured_in(path)
+    for place in to_come:
+        lost.pop(place, None)
+    for trial in store.trials(arch=arch, blobs=False) if lost else ():
+        place = trial.problem, trial.environment.gpu
+        if trial.outcome is Outcome.OK or (trial.kernel and trial.kernel.digest in lost.get(place, ())):
+            lost.pop(place, None)
     if lost:
         name, gpu = min((problem.name, gpu) for problem, gpu in lost)
         raise UsageError(
-            f"{path} has winners that {store.place} has no trials of, such as of {name} on {gpu}, and they would be "
-            "lost; name another place, remove it first, or name their database"
+            f"{path} has winners that {store.place} has no working trial of, such as of {name} on {gpu}, and they "
+            "would be lost; name another place, remove it first, or name their database"
         )
 
 
-def _measured_in(path: Path) -> set[tuple[Problem, str]]:
-    """The problems and GPUs that a bundle has measured winners of, if it is there."""
+def _measured_in(path: Path) -> dict[tuple[Problem, str], set[str]]:
+    """The digests of the measured winners of a bundle, if it is there, by problem and GPU."""
     from hadagen.tuning_db.bundle import Bundle
 
-    try:
-        bundle = Bundle.open(path) if path.exists() else None
-        entries = winners(bundle) if bundle else ()
-        return {(entry.problem, entry.gpu) for entry in entries if entry.provenance is Provenance.MEASURED}
-    except StorageError:
-        return set()  # of what is damaged, or of another version, nothing is used any more
+    found: dict[tuple[Problem, str], set[str]] = defaultdict(set)
+    with suppress(StorageError):  # of what is damaged, or of another version, nothing is used any more
+        for entry in winners(Bundle.open(path)) if path.exists() else ():
+            if entry.provenance is Provenance.MEASURED:
+                found[entry.problem, entry.gpu].add(entry.kernel)
+        return found
+    return {}
 
 
 def select_winners(store: Store, arch: str, path: Path, loss: float = LOSS) -> dict[won.WinnerCell, Trial]:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import click
 
 from hadagen.errors import HadagenError
-from hadagen.tuning_db.aside import FULL
+from hadagen.tuning_db.aside import FORBIDDEN, FULL
 
 # What commands import beyond a bare install; the extra `tune` brings all of it.
 TUNE_PACKAGES = ("alembic", "jinja2", "numpy", "optuna", "rich", "sqlalchemy", "yaml")
-
-_FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 def explain(error: Exception | KeyboardInterrupt) -> tuple[str, int]:
@@ -52,6 +49,6 @@ def _of_system(error: OSError) -> str:
     where = f"{error.filename}: " if error.filename else ""
     if error.errno in FULL:
         return f"{where}{what}; make room and run the same command again, nothing that was stored is lost"
-    if error.errno in _FORBIDDEN:
+    if error.errno in FORBIDDEN:
         return f"{where}{what}; name a place that you may write to"
     return f"{where}{what}; check the path and run the same command again"

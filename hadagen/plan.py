@@ -275,10 +275,14 @@ def _check(plan: Plan) -> None:
         )
     if plan.persistent and plan.cta_bits:
         raise UsageError(f"{plan.problem.name}: a cluster takes one tile, so its grid cannot be persistent")
+    if not any(isinstance(step, Load) for step in plan.steps):
+        raise UsageError(f"{plan.problem.name}: the plan loads nothing")
     if plan.min_blocks < 1:
         raise UsageError(f"{plan.problem.name}: min_blocks = {plan.min_blocks}; an SM holds one block at least")
-    if plan.load.stages > 1 and not plan.persistent:
-        raise UsageError(f"{plan.problem.name}: only a persistent grid has another tile of a block to load ahead")
+    if plan.load.stages < 1 or (plan.load.stages > 1 and not plan.persistent):
+        raise UsageError(
+            f"{plan.problem.name}: {plan.load.stages} tiles under way; there is one, or more of a persistent grid"
+        )
     places = set(plan.loaded.places)
     for step in plan.steps:
         if unknown := {*step.places, *step.moves} - places:

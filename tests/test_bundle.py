@@ -279,7 +279,7 @@ def test_what_is_no_bundle_is_not_replaced_by_one(tmp_path: Path) -> None:
         ),
         (OSError(errno.EDQUOT, "Disk quota exceeded"), "(Disk quota exceeded); make room, or name another place"),
         (OSError(errno.EACCES, "Permission denied"), "(Permission denied); make it writable, or name another place"),
-        (OSError(None, "Not a regular file"), "(Not a regular file); make it writable, or name another place"),
+        (OSError(None, "Not a regular file"), "(Not a regular file); name another place"),
         (sqlite3.OperationalError("database or disk is full"), "is full); make room, or name another place"),
     ],
     ids=str,
@@ -484,6 +484,18 @@ def test_merging_keeps_what_is_for_gpus_that_hold_no_large_clusters(tmp_path: Pa
     assert merged("old.db", "slower.db") == merged("slower.db", "old.db") == found
     write(tmp_path / "faster.db", [in_clusters(1, 8, timings=times({large: 0.5}))])
     assert merged("old.db", "faster.db") == [(small, False, 1), (small, True, 4), (large, False, 8)]
+
+
+def test_merging_leaves_nothing_beside_a_winner_between_buckets_that_every_gpu_holds(tmp_path: Path) -> None:
+    low, between, high = 1 << 20, 9 << 17, 3 << 19
+    around = make_trial(1, timings=times({low: 1.0, between: 3.0, high: 1.0}))
+    large = in_clusters(16, 2, timings=times({low: 2.0, between: 1.0, high: 2.0}))
+    beside = in_clusters(8, 4, timings=times({low: 2.0, between: 1.5, high: 2.0}))
+    write(tmp_path / "old.db", [around, large, beside])
+    write(tmp_path / "new.db", [around, make_trial(8, timings=times({low: 2.0, between: 0.9, high: 2.0}))])
+    selection = merge_bundles([tmp_path / "old.db", tmp_path / "new.db"], tmp_path / "merged.db")
+    named = [(cell.elements, cell.portable, trial.knobs["chunks"]) for cell, trial in selection.items()]
+    assert named == [(low, False, 1), (between, False, 8), (high, False, 1)]
 
 
 def test_merging_a_bundle_with_itself_changes_nothing(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def test_refine_is_refused_where_nothing_was_tuned_or_can_be_kept(
     assert "cannot be both the database and the bundle" in sentence(run("refine", "--db", db, "--bundle", db), 2)
     write_trials(options.default_bundle("sm90"), [make_trial(problem=replace(PROBLEM, n=512))])
     monkeypatch.setattr("hadagen.tuner.refine.refine", raising(AssertionError("it measured")))
-    assert f"has winners that {fill()} has no trials of" in sentence(run("refine"), 2)
+    assert f"has winners that {fill()} has no working trial of" in sentence(run("refine"), 2)
     monkeypatch.setattr(Store, "read_only", True)
     assert sentence(run("refine", "--db", db), 1).startswith(f"{db} is read-only; make it writable, or name another")
 

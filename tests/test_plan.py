@@ -211,8 +211,11 @@ def test_what_names_no_place_of_the_tile_or_cannot_be_run_is_refused() -> None:
         changed(plan, exchange, Exchange(((reg(2), warp(7)),), "packed"))
     with pytest.raises(UsageError, match="the tile is stored once, at the end"):
         changed(plan, last, plan.steps[-1], plan.steps[-1])
-    with pytest.raises(UsageError, match="only a persistent grid has another tile of a block to load ahead"):
-        changed(plan, 0, dataclasses.replace(plan.load, path="cp_async", stages=2))
+    for stages in (0, 2):
+        with pytest.raises(UsageError, match=f"{stages} tiles under way; there is one, or more of a persistent grid"):
+            changed(plan, 0, dataclasses.replace(plan.load, path="cp_async", stages=stages))
+    with pytest.raises(UsageError, match="the plan loads nothing"):
+        changed(plan, 0)
     with pytest.raises(UsageError, match="min_blocks = 0; an SM holds one block at least"):
         dataclasses.replace(plan, min_blocks=0)
 

@@ -10,6 +10,7 @@ import pytest
 from fake_search import CELLS, TRIALS, FakeRunner, arch, make_kernel, options, problems
 from sample_store import empty, path, store
 from sample_trials import make_timing, make_trial
+from sample_trials import times as times_at
 
 from hadagen.codegen import render
 from hadagen.errors import DeviceError
@@ -108,6 +109,39 @@ def test_those_are_raced_that_come_first_by_the_score_that_names_winners(store: 
     met = [{a.knobs["chunks"], b.knobs["chunks"]} for a, b, _ in runner.races]
     assert met == [{4, 8}]
     assert [sorted(cell.cache for cell in cells) for *_, cells in runner.races] == [[Cache.COLD, Cache.HOT]]
+
+
+def test_a_race_is_about_the_times_that_came_first(store: Store) -> None:
+    """Of a kernel that has a slower trial of other knobs, and is confirmed."""
+    (problem,) = problems(256)
+    twin = make_trial(1, problem=problem, timings=times_at({1 << 20: 10.0}))
+    rivals = [
+        make_trial(chunks, problem=problem, timings=times_at({1 << 20: us})) for chunks, us in ((4, 10.05), (8, 10.3))
+    ]
+    other = replace(twin, knobs=twin.knobs | {"warps": 16}, timings=times_at({1 << 20: 12.0}))
+    for trial in (twin, other, *rivals):
+        store.record(trial)
+
+    class Confirming(RacingRunner):
+        def race(self, a: Variant, b: Variant, cells: list[Cell]) -> list[tuple[float, float]]:
+            return [(1.0, 1.001) if a.kernel == twin.kernel else (1.001, 1.0) for _ in cells]
+
+    assert list(race_near_ties(store.trials(blobs=False), store, Confirming()))
+    ((winner, timing),) = best_by_cell(store.trials()).values()
+    assert (winner.kernel, timing.us) == (twin.kernel, 10.0)
+
+
+def test_trials_of_another_process_that_came_before_a_race_are_raced(store: Store) -> None:
+    """And those that came after it, though there are as many."""
+    first = []
+
+    def other_process(event: Event) -> None:
+        if isinstance(event, TrialFinished) and not first:
+            first.append(event)
+            assert tune(options(store, RacingRunner())).raced
+
+    runner = RacingRunner()
+    assert tune(options(store, runner), other_process).raced > 0
 
 
 def test_what_an_interrupted_run_has_not_raced_is_raced_by_the_next(store: Store) -> None:

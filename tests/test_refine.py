@@ -117,6 +117,17 @@ def test_the_end_of_a_wave_is_found() -> None:
         assert counts[above] / counts[above - 1] < SHORT_GAP
 
 
+def test_what_is_for_gpus_that_hold_no_large_clusters_ends_no_gap() -> None:
+    """One kernel wins at both ends of every gap and between, so each is looked at once."""
+    bench = Bench([lambda rows: rows, lambda rows: 1.5 * rows])
+    bench.clusters = {0: 16}
+    bench.tune([128, 256, 384, 512])
+    assert bench.refine() == {}
+    assert bench.looked_at == [[181, 313, 443]]
+    selection = portfolio(bench.store.trials())
+    assert [trial.knobs["chunks"] for trial in selection.values()] == [0, 1] * 4
+
+
 def test_where_calls_change_kernels_is_looked_at_though_the_same_wins_around() -> None:
     """The second kernel wins at 789 rows, so calls take it from 635 on: between 512 and 724, where the first wins."""
     bench = Bench(

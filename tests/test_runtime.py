@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import hadagen
@@ -253,6 +253,7 @@ def test_bad_input(x: Any, options: dict[str, Any], kind: type[Exception], messa
 
 @pytest.mark.parametrize("destination", ["inplace", "out"])
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 12)), min_size=1, max_size=3))
+@example([(1, 0), (8, 2)])
 def test_what_holds_an_element_twice_is_not_written(destination: str, dimensions: list[tuple[int, int]]) -> None:
     """Rows that overlap partly too, such as windows. Of three dimensions any two may show it."""
     sizes, strides = zip(*dimensions, strict=True)

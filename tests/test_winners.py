@@ -15,7 +15,15 @@ from sample_trials import H100, H200, PROBLEM, competitors, in_clusters, make_ti
 from hadagen.errors import StorageError
 from hadagen.trial import Cache, Destination, Environment, Outcome, Provenance, Trial
 from hadagen.tuning_db.table import export_csv
-from hadagen.tuning_db.winners import WinnerCell, best_by_cell, cell_value, contenders, may_win, portfolio
+from hadagen.tuning_db.winners import (
+    WinnerCell,
+    _calls_about,
+    best_by_cell,
+    cell_value,
+    contenders,
+    may_win,
+    portfolio,
+)
 
 IN_PLACE, OUT_OF_PLACE = Destination.IN_PLACE, Destination.OUT_OF_PLACE
 CELL = WinnerCell(PROBLEM, "sm90", H100.gpu, IN_PLACE, 1 << 13)
@@ -293,6 +301,19 @@ def test_between_buckets_all_calls_count_to_which_no_other_is_nearer() -> None:
     assert [trial.knobs["chunks"] for trial in found.values()] == [1, 1, 2]
     near = replace(large, timings=times(dict(zip(counts, (2.0, 2.0, 1.02, 1.0), strict=True))))
     assert [cell.elements for cell in portfolio([small, near])] == [1 << 20, 3 << 19]
+
+
+def test_a_call_half_way_between_two_counts_is_about_the_larger() -> None:
+    """As it takes the larger one's winner: of 1, 2 and 4 rows, 2 are as near to 1 as to 4."""
+    assert _calls_about([1, 4], 1) == {1: (1, 1), 4: (2, 4)}
+    assert _calls_about([8, 24, 64], 8) == {8: (8, 8), 24: (16, 32), 64: (40, 64)}
+
+
+def test_only_at_buckets_are_contenders_compared() -> None:
+    """Between them a few were timed, each of which comes near to the best of few."""
+    trials = [make_trial(chunks, timings=times({1 << 20: float(chunks)})) for chunks in (1, 2, 4)]
+    trials.append(make_trial(8, timings=times({1 << 20: 8.0, BETWEEN: 1.0})))
+    assert [trial.knobs["chunks"] for trial in contenders(trials, 3)] == [1, 2, 4]
 
 
 def test_between_buckets_no_winner_is_named_where_the_kernel_that_calls_take_was_not_timed() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from hadagen.errors import StorageError
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
+FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)
 HEADER_BYTES = 100  # what says which kind a file is; in an SQLite database, its header
 
 
@@ -65,6 +66,8 @@ def check_place(path: str | os.PathLike[str], kind: str, is_one: Callable[[bytes
 def unwritable(path: str | os.PathLike[str], error: Exception) -> StorageError:
     """What to say where `path` could not be written."""
     reason = error.strerror if isinstance(error, OSError) else error
-    lacks_room = not isinstance(error, OSError) or error.errno in FULL  # else it is SQLite's, on a disk that is full
-    fix = "make room" if lacks_room else "make it writable"
-    return StorageError(f"{path} cannot be written ({reason}); {fix}, or name another place")
+    if not isinstance(error, OSError) or error.errno in FULL:  # SQLite's own comes of a disk that is full
+        fix = "make room, or "
+    else:
+        fix = "make it writable, or " if error.errno in FORBIDDEN else ""
+    return StorageError(f"{path} cannot be written ({reason}); {fix}name another place")

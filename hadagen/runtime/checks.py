@@ -99,14 +99,14 @@ def check_writable(y: torch.Tensor) -> None:
         raise TensorError(
             "the tensor to write was made in inference mode; write it in that mode too, or clone it first"
         )
-    if not y.is_contiguous() and y.numel() and _overlaps_itself(y):
+    if not y.is_contiguous() and _overlaps_itself(y):
         raise TensorError(
             "several elements of the tensor to write share memory (expand and unfold do that); clone it first"
         )
 
 
 def _overlaps_itself(y: torch.Tensor) -> bool:
-    """Whether y, which has elements, holds one of them twice, at indices that differ in one or two dimensions."""
+    """Whether y holds one of its elements twice, at indices that differ in one or two dimensions."""
     dimensions = [(size, stride) for size, stride in zip(y.shape, y.stride(), strict=True) if size > 1]
     if any(stride == 0 for _, stride in dimensions):
         return True

@@ -18,7 +18,7 @@ from hadagen.errors import DeviceError
 from hadagen.measure import Cell, Variant
 from hadagen.trial import Cache, Trial
 from hadagen.tuning_db.store import Store
-from hadagen.tuning_db.winners import digest_of, may_win, ranked_by_cell
+from hadagen.tuning_db.winners import RankedTrial, digest_of, may_win, ranked_by_cell
 
 NEAR = 0.01  # kernels no further apart than this are raced
 ROUNDS = 2  # for after a race another kernel may be second
@@ -37,24 +37,21 @@ def race_near_ties(trials: Iterable[Trial], store: Store, runner: Racing) -> Ite
     """Race the near-ties of one problem on one device, record the results, and yield the margins, pair by pair.
 
     A margin is by how much of the winner's time the loser was slower, one for each cell. `trials` need no blobs. A pair
-    whose race fails is left as it is. Raises `StorageError` where a result cannot be recorded.
+    whose race fails is left as it is, and not raced again. Raises `StorageError` where a result cannot be recorded.
     """
     field: dict[str, list[Trial]] = defaultdict(list)  # the trials that may win, by the digest of their kernel
     for trial in filter(may_win, trials):
         field[digest_of(trial)].append(trial)
     met: set[tuple[Cell, str, str]] = set()
     for _ in range(ROUNDS):
-        for (a, b), cells in _near_ties(field, met).items():
+        for (a, b), before in _near_ties(field, met).items():
+            cells = list(before)
             met |= {(cell, a, b) for cell in cells}
             try:
                 times = runner.race(_variant(field[a][0], store), _variant(field[b][0], store), cells)
             except DeviceError:
                 continue
-            before = _times(field[a]), _times(field[b])
-            of_a = {
-                cell: _settled((before[0][cell], before[1][cell]), raced)
-                for cell, raced in zip(cells, times, strict=True)
-            }
+            of_a = {cell: _settled(before[cell], raced) for cell, raced in zip(cells, times, strict=True)}
             of_b = {cell: (mine, other) for cell, (other, mine) in of_a.items()}
             for digest, result, opponent in ((a, of_a, b), (b, of_b, a)):
                 field[digest] = [_with_race(trial, result) for trial in field[digest]]
@@ -74,27 +71,29 @@ def _settled(before: tuple[float, float], raced: tuple[float, float]) -> tuple[f
 
 def _near_ties(
     field: Mapping[str, Sequence[Trial]], met: set[tuple[Cell, str, str]]
-) -> dict[tuple[str, str], list[Cell]]:
-    """Digests of two kernels, in order → where they have the best scores, near each other, the regimes in which both
-    were timed and have not met."""
-    ties: dict[tuple[str, str], list[Cell]] = defaultdict(list)
+) -> dict[tuple[str, str], RaceTimes]:
+    """Digests of two kernels, in order → where they have the best scores, near each other: the times that these are of,
+    in the regimes in which both were timed and have not met."""
+    ties: dict[tuple[str, str], dict[Cell, tuple[float, float]]] = defaultdict(dict)
     for place, ranked in ranked_by_cell(chain.from_iterable(field.values())).items():
-        scores: dict[str, float] = {}  # by digest, the best first
+        best: dict[str, RankedTrial] = {}  # by digest
         for each in ranked:
-            scores.setdefault(digest_of(each.trial), each.score)
-        if len(scores) == 1:
+            best.setdefault(digest_of(each.trial), each)
+        if len(best) == 1:
             continue
-        first, second = list(scores)[:2]
-        if scores[second] <= scores[first] * (1 + NEAR):
+        first, second = list(best)[:2]
+        if best[second].score <= best[first].score * (1 + NEAR):
             a, b = sorted((first, second))
-            both = (Cell(place.elements, place.destination, cache) for cache in Cache)
-            timed = _times(field[a]).keys() & _times(field[b]).keys()
-            ties[a, b] += [cell for cell in both if cell in timed and (cell, a, b) not in met]
+            mine, theirs = _times(best[a].trial), _times(best[b].trial)
+            for cache in Cache:
+                cell = Cell(place.elements, place.destination, cache)
+                if cell in mine and cell in theirs and (cell, a, b) not in met:
+                    ties[a, b][cell] = mine[cell], theirs[cell]
     return {pair: cells for pair, cells in ties.items() if cells}
 
 
-def _times(trials: Iterable[Trial]) -> dict[Cell, float]:
-    return {Cell.of(timing): timing.us for trial in trials for timing in trial.timings}
+def _times(trial: Trial) -> dict[Cell, float]:
+    return {Cell.of(timing): timing.us for timing in trial.timings}
 
 
 def _with_race(trial: Trial, times: RaceTimes) -> Trial:

@@ -150,7 +150,7 @@ class _Rivalry:
             if never_looked or known[low] != known[high] or any(low**2 < switch < high**2 for switch in switches):
                 return True
             best, best_above = (ranked[count][0].score if ranked.get(count) else inf for count in (low, high))
-            return best_above * low > (1 + LOSS) * best * high  # another wave begins
+            return best_above * low > (1 + LOSS) * best * high  # as where another wave begins
 
         while True:
             middles = {}

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, zip_longest
 from math import inf
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 
 import optuna
 from optuna.storages import BaseStorage, InMemoryStorage, RDBStorage
@@ -190,9 +190,11 @@ class _Search:
             return
         deadline = self._started + (options.time_budget or inf)
         try:
-            for problem, study in sorted(self._studies.items(), key=itemgetter(0)):
+            for problem in sorted(self._studies):
+                study = self._studies[problem]
                 if study.is_raced:
                     continue
+                kept = study.kept
                 trials = store.trials(problem, options.arch.name, self._environment.gpu, Outcome.OK, blobs=False)
                 here = [trial for trial in trials if replace(trial.environment, nvcc="") == self._environment]
                 for margins in race_near_ties(here, store, options.runner):
@@ -200,7 +202,7 @@ class _Search:
                     self._listen(PairRaced(problem, margins))
                     if time.monotonic() > deadline:
                         return
-                study.mark_raced()
+                study.mark_raced(kept)
         except KeyboardInterrupt:
             self.stopped = "interrupted"
 

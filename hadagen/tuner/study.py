@@ -198,10 +198,16 @@ class Study:
     @property
     def is_raced(self) -> bool:
         """Whether its near-ties were raced since its last trial, by any run."""
-        return bool(self._kept.user_attrs.get(_RACED) == self.finished)
+        return bool(self._kept.user_attrs.get(_RACED) == self.kept)
 
-    def mark_raced(self) -> None:
-        self._kept.set_user_attr(_RACED, self.finished)
+    @property
+    def kept(self) -> int:
+        """Trials in Optuna's tables: of all runs, and never fewer than there were."""
+        return len(self._kept.get_trials(deepcopy=False))
+
+    def mark_raced(self, kept: int) -> None:
+        """Of so many trials that were `kept` before."""
+        self._kept.set_user_attr(_RACED, kept)
 
     def suggest(self, knobs: Knobs, *, first: bool = False) -> None:
         """Ask for these, or the legal ones nearest to them, before those that Optuna names; if `first`, before all."""
