@@ -6,7 +6,6 @@ import os
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from statistics import geometric_mean
 from typing import TYPE_CHECKING
@@ -222,14 +221,14 @@ def bundle_place(given: Path | None, arch: str, db: str | None) -> Path:
     return path
 
 
-def keep_winners(path: Path, store: Store, arch: str, to_come: Iterable[tuple[Problem, str]] = ()) -> None:
+def keep_winners(path: Path, store: Store, arch: str, known: Iterable[tuple[Problem, str]] = ()) -> None:
     """Raises `UsageError` where the bundle at `path` has measured winners of a problem on a GPU of which the database
     has no trial that is ok: it would be replaced, and they lost. Winners that the database itself refuses may go.
 
-    to_come: problems and GPUs of which the database will have some before the bundle is replaced.
+    known: problems and GPUs of which it has some, or will have before it is replaced; it is asked only for others.
     """
     lost = _measured_in(path)
-    for place in to_come:
+    for place in known:
         lost.pop(place, None)
     for trial in store.trials(arch=arch, blobs=False) if lost else ():
         place = trial.problem, trial.environment.gpu
@@ -248,12 +247,13 @@ def _measured_in(path: Path) -> dict[tuple[Problem, str], set[str]]:
     from hadagen.tuning_db.bundle import Bundle
 
     found: dict[tuple[Problem, str], set[str]] = defaultdict(set)
-    with suppress(StorageError):  # of what is damaged, or of another version, nothing is used any more
+    try:
         for entry in winners(Bundle.open(path)) if path.exists() else ():
             if entry.provenance is Provenance.MEASURED:
                 found[entry.problem, entry.gpu].add(entry.kernel)
-        return found
-    return {}
+    except StorageError:
+        return {}  # of what is damaged, or of another version, nothing is used any more
+    return found
 
 
 def select_winners(store: Store, arch: str, path: Path, loss: float = LOSS) -> dict[won.WinnerCell, Trial]:

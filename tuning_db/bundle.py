@@ -235,11 +235,10 @@ class Bundle:
         for digest in now._kernels:
             now.kernel(digest)
         with _reading(self.path) as connection:
-            ours = {"entries": len(entries), "kernels": len(now._kernels), "blobs": len(now._kernels)}
-            numbers = ", ".join(map(str, now._numbers.values()))
-            (ours["trials"],) = connection.execute(
-                f"SELECT count(*) FROM trials WHERE problem IN ({numbers})"
-            ).fetchone()
+            numbers, kernels = ", ".join(map(str, now._numbers.values())), len(now._kernels)
+            known = f"SELECT count(*) FROM trials WHERE problem IN ({numbers})"
+            (trials,) = connection.execute(known).fetchone()
+            ours = {"entries": len(entries), "trials": trials, "kernels": kernels, "blobs": kernels}
             for table, count in ours.items():
                 if connection.execute(f"SELECT count(*) FROM {table}").fetchone() != (count,):
                     raise ValueError(f"{table} has rows that belong to no problem")

@@ -47,10 +47,9 @@ def merge_bundles(paths: Iterable[str | os.PathLike[str]], out: str | os.PathLik
             f"bundles of {len(archs)} archs ({', '.join(sorted(archs))}) cannot be one; merge those of one arch"
         )
     selections = [selection_of(bundle) for bundle in bundles]
-    buckets = _best(
-        {cell: trial for cell, trial in each.items() if cell.is_bucket and not cell.portable} for each in selections
-    )
-    winners = buckets | _best(_between(each, buckets) for each in selections)
+    named = [{cell: trial for cell, trial in each.items() if not cell.portable} for each in selections]
+    buckets = _best({cell: trial for cell, trial in each.items() if cell.is_bucket} for each in named)
+    winners = buckets | _best(_between(each, buckets) for each in named)
     rankings = ranked_by_cell(trial for each in selections for trial in each.values())
     selection = dict(sorted((winners | portable_winners(winners, rankings)).items()))
     write_selection(out, archs.pop(), selection)
@@ -74,7 +73,7 @@ def _between(selection: Selection, buckets: Selection) -> Selection:
         above = bisect(there, cell.elements)
         around = [replace(cell, elements=count) for count in there[max(0, above - 1) : above + 1]]
         same = (each in selection and digest_of(selection[each]) == digest_of(buckets[each]) for each in around)
-        if not (cell.is_bucket or cell.portable) and around and all(same):
+        if not cell.is_bucket and around and all(same):
             found[cell] = trial
     return found
 

@@ -14,6 +14,11 @@ def as_int(value: Any) -> Any:
         return value
 
 
+def is_count(value: Any) -> bool:
+    """Whether it is a whole number of Python's, at least 1; a bool is none."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
 def is_flag(value: Any) -> bool:
     """Whether it equals True or False."""
     try:

@@ -19,7 +19,7 @@ from hadagen.errors import StorageError, UsageError
 from hadagen.launch import LaunchSpec
 from hadagen.problem import DType, Problem
 from hadagen.runtime import bundles
-from hadagen.runtime.arguments import as_int, is_flag
+from hadagen.runtime.arguments import as_int, is_count, is_flag
 from hadagen.runtime.device import Device, find_device
 from hadagen.trial import Destination, Provenance, nearest
 from hadagen.tuning_db.bundle import Bundle, BundleEntry
@@ -204,7 +204,7 @@ def best_config(
     where HADAGEN_BUNDLE names no sound bundle.
     """
     problem, rows = _problem(problem), as_int(rows)
-    if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
+    if not is_count(rows):
         raise UsageError(f"rows = {rows!r} is not supported; give a whole number of rows, at least 1")
     if not is_flag(inplace):
         raise UsageError(f"inplace = {inplace!r} is not supported; give True or False")

@@ -18,7 +18,7 @@ from hadagen.driver import DoesNotFit, LoadedKernel
 from hadagen.errors import DeviceError, StorageError, UsageError
 from hadagen.problem import MAX_LOG2_N, DType, Numerics, Problem, padded_length
 from hadagen.runtime import bundles
-from hadagen.runtime.arguments import as_int, is_flag
+from hadagen.runtime.arguments import as_int, is_count, is_flag
 from hadagen.runtime.choose import choose_from_bundles, timed_in_bundles
 from hadagen.runtime.device import cuda_device, cuda_index
 from hadagen.trial import Destination, nearest
@@ -155,8 +155,8 @@ def _several(values: Any) -> list[Any]:
 
 
 def _whole(value: Any, name: str) -> int:
-    number = as_int(value)
-    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+    number: int = as_int(value)
+    if not is_count(number):
         raise UsageError(f"{name} = {value!r} is not supported; give whole numbers, at least 1")
     return number
 
