@@ -144,6 +144,17 @@ def test_trials_of_another_process_that_came_before_a_race_are_raced(store: Stor
     assert tune(options(store, runner), other_process).raced > 0
 
 
+def test_trials_that_come_during_a_race_are_raced_by_the_next_run(store: Store) -> None:
+    class Meanwhile(RacingRunner):
+        def race(self, a: Variant, b: Variant, cells: list[Cell]) -> list[tuple[float, float]]:
+            if not self.races:
+                assert tune(options(store, FakeRunner(), trials=TRIALS + 2)).finished == TRIALS + 2
+            return super().race(a, b, cells)
+
+    assert tune(options(store, Meanwhile())).raced > 0
+    assert tune(options(store, RacingRunner(), trials=TRIALS + 2)).raced > 0
+
+
 def test_what_an_interrupted_run_has_not_raced_is_raced_by_the_next(store: Store) -> None:
     """And no later one does it again."""
 
