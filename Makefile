@@ -1,4 +1,4 @@
-# Everything a developer runs. Needs Python >= 3.10, make and a C++ compiler; the rest is set up on first use.
+# Everything a developer runs. Needs Python 3.10 or newer, make and a C++ compiler; the rest is set up on first use.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -10,18 +10,21 @@ ARCH = sm90
 TUNE =
 PYTEST =
 
-# The environment is complete when its interpreter runs and its stamp says all that is needed: that it was made for this
-# checkout and, where there is no CUDA toolkit, that it holds the compiler from wheels.
-STAMP := $(VENV)/installed
-NEEDED := $(CURDIR) $(if $(shell command -v nvcc 2>/dev/null),,nvcc)
-PRESENT := $(shell $(PY) -c '' 2>/dev/null && cat $(STAMP) 2>/dev/null)
+# The environment grows: each target installs the extras that it needs and no others, and a stamp says which are there.
+# It is made anew where its interpreter does not run, or it was made for another checkout.
+MADE := $(VENV)/made
+PRESENT := $(shell $(PY) -c '' 2>/dev/null && cat $(MADE) 2>/dev/null)
 comma := ,
-EXTRAS := tune,test,lint,docs$(if $(filter nvcc,$(NEEDED)),$(comma)nvcc)
-
+NVCC := $(if $(shell command -v nvcc 2>/dev/null),,$(comma)nvcc)
 ifneq ($(origin PY),command line)
-SETUP := $(STAMP)
-ifneq ($(filter-out $(PRESENT),$(NEEDED)),)
-.PHONY: $(STAMP)
+TO_TUNE := $(VENV)/has-tune$(NVCC)
+TO_TEST := $(TO_TUNE),test
+TO_LINT := $(VENV)/has-tune,test,lint
+TO_FORMAT := $(VENV)/has-lint
+TO_DRAW := $(VENV)/has-docs
+ALL := $(TO_TEST),lint,docs
+ifneq ($(PRESENT),$(CURDIR))
+.PHONY: $(MADE)
 endif
 endif
 
@@ -34,43 +37,46 @@ TYPED := build/typecheck
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' $(firstword $(MAKEFILE_LIST)) | expand -t 12
 
-setup: $(SETUP) ## make the environment; every other target does this by itself
+setup: $(ALL) ## make the environment with all extras; every other target installs what it needs by itself
 
-$(STAMP): pyproject.toml ci/constraints.txt
+$(MADE):
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit(sys.executable + " is older than Python 3.10; use: make PYTHON=python3.12")'
 	$(PYTHON) -m venv --clear $(VENV)
 	$(PIP) install --quiet --constraint ci/constraints.txt setuptools
-	$(PIP) install --quiet --constraint ci/constraints.txt --no-build-isolation --editable '.[$(EXTRAS)]'
-	@echo '$(NEEDED)' > $@
+	@echo '$(CURDIR)' > $@
 
-tune: $(SETUP) ## tune all problems for ARCH=sm90; narrower with TUNE='--n 4096'
+$(VENV)/has-%: $(MADE) pyproject.toml ci/constraints.txt
+	$(PIP) install --quiet --constraint ci/constraints.txt --no-build-isolation --editable '.[$*]'
+	@touch $@
+
+tune: $(TO_TUNE) ## tune all problems for ARCH=sm90; narrower with TUNE='--n 4096'
 	$(PY) -m hadagen.cli tune --arch $(ARCH) $(TUNE)
 
-test: $(SETUP) ## run the tests; those that need a GPU are skipped where there is none
+test: $(TO_TEST) ## run the tests; those that need a GPU are skipped where there is none
 	$(PY) -m pytest -n $(JOBS) --dist loadfile $(PYTEST)
 
-gpu-test: $(SETUP) ## run every test that needs a GPU, and fail where there is none
+gpu-test: $(TO_TEST) ## run every test that needs a GPU, and fail where there is none
 	$(PY) -m pytest -m gpu --require-gpu $(PYTEST)
 
-lint: $(SETUP) typecheck ## check style, types and the import table
+lint: $(TO_LINT) typecheck ## check style, types and the import table
 	$(PY) -m ruff check
 	$(PY) -m ruff format --check
 	$(PY) -m pytest -q tests/test_imports.py
 
 # The rooms of the top level stand inside hadagen once installed; the type checker sees them through links.
-typecheck: $(SETUP) ## check types only
+typecheck: $(TO_LINT) ## check types only
 	@rm -rf $(TYPED) && mkdir -p $(TYPED)/hadagen
 	@ln -s $(CURDIR)/hadagen/* $(CURDIR)/cli $(CURDIR)/templates $(CURDIR)/tuning_db $(TYPED)/hadagen
 	cd $(TYPED) && $(PY) -m mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache -p hadagen
 
-format: $(SETUP) ## rewrite the Python files in the house style
+format: $(TO_FORMAT) ## rewrite the Python files in the house style
 	$(PY) -m ruff check --fix
 	$(PY) -m ruff format
 
-docs: $(SETUP) ## bring the numbers and pictures of the documents up to date with docs/data
+docs: $(TO_DRAW) ## bring the numbers and pictures of the documents up to date with docs/data
 	$(PY) docs/refresh.py
 
-wheel: $(SETUP) ## build dist/*.whl
+wheel: $(MADE) ## build dist/*.whl
 	rm -rf build/lib build/bdist.*
 	$(PIP) wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 

@@ -12,7 +12,7 @@ import click
 
 from hadagen.cli import options
 from hadagen.cli.device import measuring, no_kernels, refusal
-from hadagen.cli.output import counted, print_json, print_table, report_failures, until_interrupted
+from hadagen.cli.output import counted, print_json, print_table, report_failures, say, until_interrupted
 from hadagen.errors import DeviceError, UsageError
 from hadagen.trial import Outcome
 
@@ -231,9 +231,9 @@ def _print(gpu: str, rows: Sequence[Row], by_regime: bool) -> None:
         key = (row["dtype"], row["numerics"], *(["pitched"] if row["pitched"] else []), row["destination"], *regime)
         tables.setdefault(key, []).append(row)
     for key, found in sorted(tables.items()):
-        click.echo(f"{gpu}, {', '.join(key)}: speed as a fraction of a plain copy")
+        say(f"{gpu}, {', '.join(key)}: speed as a fraction of a plain copy")
         if names := dict.fromkeys(name for row in found for name in others.get(_place(row), ())):
-            click.echo(f"×: as many times as fast as {', '.join(names)}")
+            say(f"×: as many times as fast as {', '.join(names)}")
         by_cell = {(row["n"], row["elements"]): row for row in found}
         counts = sorted({row["elements"] for row in found})
         print_table(

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import click
 
 from hadagen.cli import options
-from hadagen.cli.device import how_to_get_kernels
-from hadagen.cli.output import print_json, short_knobs
+from hadagen.cli.output import print_json, say, short_knobs
 from hadagen.errors import UsageError
 from hadagen.problem import Problem
+from hadagen.runtime.device import how_to_get_kernels
+
+if TYPE_CHECKING:
+    from hadagen.runtime.choose import BestConfig
 
 
 @click.command()
@@ -21,43 +26,74 @@ from hadagen.problem import Problem
 def best(arch: str | None, problem: Problem, rows: int, inplace: bool, device: str | None, as_json: bool) -> None:
     """Name the kernel that a call runs, with its time, its error and where they are from.
 
-    Needs no GPU where --arch is given. A kernel that turns out not to fit on
-    a GPU gives its place to the next nearest there.
+    Where the time was not measured on that GPU near that size, it says so
+    first. Needs no GPU where --arch is given. A kernel that turns out not to
+    fit on a GPU gives its place to the next nearest there.
     """
     from hadagen.arch import known_archs
     from hadagen.runtime.choose import Match, best_config
-    from hadagen.trial import timed_rows
 
     config = best_config(problem, rows, device, arch=arch, inplace=inplace)
     if arch and config.match is Match.GENERIC and arch not in known_archs():
         known = ", ".join(known_archs())
         raise UsageError(f"arch {arch!r} is not known and no bundle serves it; choose one of {known}")
-    values = config.to_dict()
     if as_json:
-        print_json(values)
+        print_json(config.to_dict())
         return
-    click.echo(f"{problem.name}, {rows} rows, {config.destination.value} on {config.device.gpu or config.device.arch}")
+    say(f"{problem.name}, {rows} rows, {config.destination.value} on {config.device.gpu or config.device.arch}")
     if config.launch is None or config.knobs is None or config.provenance is None:
-        click.echo(f"no kernel, PyTorch computes it; {how_to_get_kernels(config.device.arch)}")
+        say(f"no kernel, PyTorch computes it; {how_to_get_kernels(config.device.arch)}")
         return
+    if config.us is None:
+        say(f"estimated: {_why_not_measured(config)}")
     launch, source = config.launch, config.provenance
-    click.echo(f"match     {config.match.value}")
-    click.echo(f"kernel    {values['kernel']}")
-    click.echo(f"knobs     {short_knobs(values['knobs'])}")
-    click.echo(
+    say(f"match     {config.match.value}")
+    say(f"kernel    {config.kernel}")
+    say(f"knobs     {short_knobs(config.knobs)}")
+    say(
         f"launch    {launch.threads} threads, {launch.shared_bytes} bytes of shared memory, "
         f"{launch.tile_elements} elements a tile"
         + (f", clusters of {launch.cluster}" if launch.cluster > 1 else "")
         + (", persistent" if launch.persistent else "")
         + (", starts early" if launch.starts_early else "")
     )
-    rows_timed = f", rows of {timed_rows(problem).columns}" if problem.pitched else ""
-    click.echo(
-        f"time      {config.us:.2f} µs for {source['elements']} elements{rows_timed}, "
-        f"{config.fraction_of_copy:.2f} of a plain copy ({config.copy_us:.2f} µs)"
-    )
-    click.echo(f"error     {config.relative_error:.2g}, against float64")
+    say(f"time      {_time(config)}")
+    say(f"error     {config.relative_error:.2g}, against float64")
     where = ", ".join(
         filter(None, (source["gpu"], source["driver"] and f"driver {source['driver']}", f"nvcc {source['nvcc']}"))
     )
-    click.echo(f"{source['kind']:<9} {where}, {source['date']}")
+    say(f"{source['kind']:<9} {where}, {source['date']}")
+
+
+def _why_not_measured(config: BestConfig) -> str:
+    """On which GPU and at which size the kernel was measured, if at all, and on and at which it was not."""
+    from hadagen.runtime.choose import Match, is_near
+
+    source, device, elements = config.provenance or {}, config.device, config.rows * config.problem.n
+    if source["us"] is None:
+        return "the cost model chose it, and no GPU has timed it"
+    was, was_not = [], []
+    if config.match is not Match.SAME_GPU:
+        was.append(f"on {source['gpu']}")
+        was_not.append(f"on {device.gpu or f'every GPU of {device.arch}'}")
+    if not is_near(source["elements"], elements):
+        was.append(f"at {source['elements']} elements")
+        was_not.append(f"at {elements}")
+    return f"measured {' '.join(was)}, not {' '.join(was_not)}"
+
+
+def _time(config: BestConfig) -> str:
+    """What was measured, and on which GPU where that is not the one asked for."""
+    from hadagen.runtime.choose import Match
+    from hadagen.trial import timed_rows
+
+    source, problem = config.provenance or {}, config.problem
+    us, copy_us = source["us"], source["copy_us"]
+    if us is None:
+        return "not measured"
+    rows = f", rows of {timed_rows(problem).columns}" if problem.pitched else ""
+    where = "" if config.match is Match.SAME_GPU else f" on {source['gpu']}"
+    return (
+        f"{us:.2f} µs for {source['elements']} elements{rows}{where}, "
+        f"{copy_us / us:.2f} of a plain copy ({copy_us:.2f} µs)"
+    )

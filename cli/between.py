@@ -12,7 +12,15 @@ import click
 
 from hadagen.cli import options
 from hadagen.cli.device import measuring, no_kernels, refusal
-from hadagen.cli.output import PROBLEM_HEADERS, counted, print_json, print_table, report_failures, until_interrupted
+from hadagen.cli.output import (
+    PROBLEM_HEADERS,
+    counted,
+    print_json,
+    print_table,
+    report_failures,
+    say,
+    until_interrupted,
+)
 from hadagen.errors import DeviceError, UsageError
 from hadagen.trial import Outcome
 
@@ -203,7 +211,7 @@ def _print(gpu: str, rows: Sequence[Row], mean: float, worst: float) -> None:
     for row in rows:
         kind = "pitched" if row["pitched"] else "contiguous"
         by_problem.setdefault((row["n"], row["dtype"], row["numerics"], kind), []).append(row)
-    click.echo(f"{gpu}: what calls lose to the best known variant between the element counts that were tuned")
+    say(f"{gpu}: what calls lose to the best known variant between the element counts that were tuned")
     print_table(
         (*PROBLEM_HEADERS, "row counts", "variants", "loss, mean", "loss, worst", "at rows", "destination"),
         (_line(key, found) for key, found in by_problem.items()),

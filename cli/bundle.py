@@ -20,7 +20,9 @@ from hadagen.cli.output import (
     print_json,
     print_table,
     problem_cells,
+    range_text,
     report_failures,
+    say,
     short_knobs,
 )
 from hadagen.errors import StorageError, UsageError
@@ -69,7 +71,7 @@ def make(db: str | None, arch: str, loss: float, path: Path | None) -> None:
     path = bundle_place(path, arch, db)
     with options.open_db(db) as store:
         selection = write_winners(store, arch, path, loss)
-    click.echo(f"{path}: {count_of(selection)}, {path.stat().st_size / 1e6:.1f} MB")
+    say(f"{path}: {count_of(selection)}, {path.stat().st_size / 1e6:.1f} MB")
 
 
 @bundle.command()
@@ -91,7 +93,7 @@ def verify(paths: tuple[Path, ...], as_json: bool) -> None:
         else:
             sound[str(path)] = each.digest
             if not as_json:
-                click.echo(f"{path}: sound, {each.digest}")
+                say(f"{path}: sound, {each.digest}")
     if as_json:
         print_json({"sound": sound, "damaged": damaged})
     report_failures(damaged, StorageError)
@@ -108,7 +110,7 @@ def show(paths: tuple[Path, ...], every: bool, as_json: bool) -> None:
         print_json([bundle_summary(each) | {"entries": [*map(winner_values, winners(each))]} for each in bundles])
         return
     for each in bundles:
-        click.echo(f"{each.path}: {each.arch}, {', '.join(gpu or 'estimated' for gpu in each.gpus())}")
+        say(f"{each.path}: {each.arch}, {', '.join(gpu or 'estimated' for gpu in each.gpus())}")
         if every:
             _print_winners(winners(each))
         else:
@@ -145,7 +147,7 @@ def _print_groups(entries: Iterable[BundleEntry]) -> None:
         (
             (
                 *key,
-                _range([entry.problem.n for entry in group]),
+                range_text([entry.problem.n for entry in group]),
                 len(group),
                 len({entry.kernel for entry in group}),
                 geometric_mean(entry.fraction_of_copy for entry in group),
@@ -154,11 +156,6 @@ def _print_groups(entries: Iterable[BundleEntry]) -> None:
             for key, group in sorted(groups.items())
         ),
     )
-
-
-def _range(sizes: Sequence[int]) -> str:
-    least, most = min(sizes), max(sizes)
-    return str(least) if least == most else f"{least}-{most}"
 
 
 @bundle.command()
@@ -173,7 +170,7 @@ def merge(paths: tuple[Path, ...], out: Path) -> None:
 
     _keep_others(out, paths, f"{out} twice to add to it")
     selection = merge_bundles(paths, out)
-    click.echo(f"{out}: {count_of(selection)}, {out.stat().st_size / 1e6:.1f} MB")
+    say(f"{out}: {count_of(selection)}, {out.stat().st_size / 1e6:.1f} MB")
 
 
 @bundle.command()
@@ -196,7 +193,7 @@ def export(path: Path, out: str, gpu: str | None) -> None:
         print_csv(selection, sys.stdout)
         return
     export_csv(selection, out)
-    click.echo(f"{out}: {count_of(selection)}")
+    say(f"{out}: {count_of(selection)}")
 
 
 def _keep_others(out: Path, sources: Iterable[Path], instead: str) -> None:
@@ -260,7 +257,8 @@ def select_winners(store: Store, arch: str, path: Path, loss: float = LOSS) -> d
     """The winners of a database, to be written to a bundle at `path`; where there are any, raises as `keep_winners`."""
     from hadagen.tuning_db.winners import portfolio
 
-    selection = portfolio(store.trials(arch=arch, outcome=Outcome.OK, blobs=False), loss)
+    trials = (trial for trial in store.checked() if trial.arch == arch and trial.outcome is Outcome.OK)
+    selection = portfolio(trials, loss)
     if selection:
         keep_winners(path, store, arch, ((cell.problem, cell.gpu) for cell in selection))
     return selection

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from hadagen.cli import options
-from hadagen.cli.output import print_json, print_table
+from hadagen.cli.output import print_json, print_table, say
 
 
 @click.command()
@@ -31,7 +31,7 @@ def calls(device: int, as_json: bool) -> None:
         versions = {"python": platform.python_version(), "torch": torch.__version__, "driver": environment.driver}
         print_json({"gpu": environment.gpu, **versions, "tensor": tensor, "us": costs, "ms": start})
         return
-    click.echo(f"{environment.gpu}, {tensor}: CPU time of one call")
+    say(f"{environment.gpu}, {tensor}: CPU time of one call")
     print_table(("call", "µs"), ((name, round(us, 2)) for name, us in costs.items()))
     click.echo()
     print_table(("once in a process", "ms"), ((name, round(ms, 1)) for name, ms in start.items()))

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from hadagen.cli import options
-from hadagen.errors import DeviceError, ToolchainError
+from hadagen.errors import DeviceError
 
 if TYPE_CHECKING:
     from hadagen.arch import Arch
@@ -32,15 +32,9 @@ def find_gpu(index: int | None) -> Environment | None:
 
 def no_kernels(target: Device) -> DeviceError:
     """That calls on a device find nothing to run."""
+    from hadagen.runtime.device import how_to_get_kernels
+
     return DeviceError(f"no bundle has kernels for {target.gpu} ({target.arch}); {how_to_get_kernels(target.arch)}")
-
-
-def how_to_get_kernels(arch: str) -> str:
-    from hadagen.arch import known_archs
-
-    if arch in known_archs():
-        return f"to make some: hadagen tune --arch {arch}"
-    return f"hadagen makes kernels for {', '.join(known_archs())} only"
 
 
 def refusal(problem: Problem, digest: str, answer: Answer | Trial, advice: str = "tune again") -> str:
@@ -54,14 +48,8 @@ def device_runner(arch: Arch, index: int, toolchain: Toolchain, **how: Any) -> I
 
     Raises `ToolchainError` where they cannot be built."""
     from hadagen.measure import DeviceRunner, copy_sources
-    from hadagen.toolchain import BuildFailure
 
-    kernels = []
-    for built in toolchain.build(copy_sources(), arch):
-        if isinstance(built, BuildFailure):
-            said = f"{toolchain.nvcc} refuses the copy kernel {built.entry}: {built.summary}"
-            raise ToolchainError(f"{said}; install another nvcc")
-        kernels.append(built)
+    kernels = toolchain.build_all(copy_sources(), arch)
     with DeviceRunner(index, kernels, **how) as runner:
         yield runner
 

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING
 import click
 
 from hadagen.cli import options
-from hadagen.cli.device import how_to_get_kernels
 from hadagen.cli.listing import winners
-from hadagen.cli.output import print_json
+from hadagen.cli.output import print_json, say
 from hadagen.cli.sentences import TUNE_PACKAGES, explain
 from hadagen.errors import DeviceError, HadagenError, ToolchainError
+from hadagen.runtime.device import how_to_get_kernels
 
 if TYPE_CHECKING:
     from hadagen.tuning_db.bundle import Bundle
@@ -63,7 +63,7 @@ def doctor(context: click.Context, as_json: bool) -> None:
         print_json({"can": abilities, "checks": [asdict(check) for check in checks]})
     else:
         for check in checks:
-            click.echo(f"{check.name:<14} {check.state:<8} {check.says}")
+            say(f"{check.name:<14} {check.state:<8} {check.says}")
         click.echo()
         click.echo(f"runs kernels   {RUNS[abilities['run_kernels']]}")
         click.echo(f"tunes          {TUNES[abilities['tune']]}")
@@ -155,18 +155,15 @@ def _nvcc() -> str:
     """Finds it, and compiles something."""
     from hadagen.arch import load_arch
     from hadagen.measure import copy_sources
-    from hadagen.toolchain import BuildFailure, Toolchain
+    from hadagen.toolchain import Toolchain
 
     try:
         toolchain = Toolchain.find()
-        source = copy_sources()[0]
-        (built,) = toolchain.build([source], load_arch(options.DEFAULT_ARCH))
+        toolchain.build_all(copy_sources()[:1], load_arch(options.DEFAULT_ARCH))
     except ToolchainError as error:
         if shutil.which("nvcc"):
             raise Broken(str(error)) from error
         raise
-    if isinstance(built, BuildFailure):
-        raise Broken(f"{toolchain.nvcc} refuses the copy kernel: {built.summary}; install another")
     return f"{toolchain.release}, {toolchain.nvcc}"
 
 

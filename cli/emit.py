@@ -7,14 +7,22 @@ from typing import TYPE_CHECKING
 import click
 
 from hadagen.cli import options
-from hadagen.errors import ToolchainError, UsageError
+from hadagen.errors import UsageError
 from hadagen.problem import Problem
 
 if TYPE_CHECKING:
     from hadagen.arch import Arch
+    from hadagen.launch import Source
     from hadagen.plan import Plan
 
 LARGE_ELEMENTS = 1 << 26
+UNASKED_SHARED_BYTES = 48 << 10  # dynamic shared memory that a kernel may have without asking
+# What the scale word of a kernel holds, by form.
+SCALE_WORDS = {
+    "fp32": "the bits of the scale as a float",
+    "factors": "scale = a * b, the bits of a as a {half} below those of b",
+    "corrected": "scale = a * (1 + b), the bits of a as a {half} below those of b",
+}
 
 
 @click.command()
@@ -23,6 +31,7 @@ LARGE_ELEMENTS = 1 << 26
 @click.option("--knobs", multiple=True, metavar="K=V", help="Set a knob; may be given several times.")
 @click.option("--ptx", "form", flag_value="ptx", help="Print the PTX that nvcc makes of it.")
 @click.option("--sass", "form", flag_value="sass", help="Print the machine code.")
+@click.option("--standalone", "form", flag_value="standalone", help="Print one file that compiles alone, and says how.")
 def emit(arch: str, problem: Problem, knobs: tuple[str, ...], form: str | None) -> None:
     """Print the CUDA C++ source of a kernel.
 
@@ -30,7 +39,7 @@ def emit(arch: str, problem: Problem, knobs: tuple[str, ...], form: str | None) 
     where no winner is known.
     """
     from hadagen.arch import load_arch
-    from hadagen.codegen import render
+    from hadagen.codegen import render, with_headers
 
     target = load_arch(arch)
     plan = _complete(options.parse_knobs(knobs), problem, target)
@@ -39,12 +48,48 @@ def emit(arch: str, problem: Problem, knobs: tuple[str, ...], form: str | None) 
         click.echo(source.text, nl=False)
         return
 
-    from hadagen.toolchain import BuildFailure, Toolchain, disassemble
+    from hadagen.toolchain import Toolchain, device_headers, disassemble
 
-    (built,) = Toolchain.find().build([source], target)
-    if isinstance(built, BuildFailure):
-        raise ToolchainError(f"nvcc refuses {source.entry}, which is a bug of hadagen: {built.summary}")
+    if form == "standalone":
+        click.echo(_how_to_use(plan, source, target) + with_headers(source, device_headers()), nl=False)
+        return
+    (built,) = Toolchain.find().build_all([source], target)
     click.echo(built.ptx.decode() if form == "ptx" else disassemble(built), nl=False)
+
+
+def _how_to_use(plan: Plan, source: Source, arch: Arch) -> str:
+    """The head of a file that stands alone: how it is compiled and launched."""
+    from hadagen.launch import PORTABLE_CLUSTER
+    from hadagen.scale import scale_word
+
+    n, launch = plan.problem.n, source.launch
+    tiles = f"ceil(elements / {launch.tile_elements})"
+    if launch.persistent:
+        tiles = f"min({tiles}, as many as the GPU holds at once)"
+    blocks, together = tiles, ""
+    if launch.cluster > 1:
+        blocks, together = f"{launch.cluster} * {tiles}", f", in clusters of {launch.cluster}"
+    attributes = {
+        "CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES": launch.shared_bytes > UNASKED_SHARED_BYTES,
+        "CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED": launch.cluster > PORTABLE_CLUSTER,
+    }
+    half, _, form = launch.scale_form.value.rpartition("-")
+    where = "device addresses" if launch.pitched else "device addresses that are multiples of 16"
+    lines = [
+        "One kernel of hadagen, with all that it includes. It compiles with:",
+        f"  nvcc -std=c++17 -O3 -arch={arch.nvcc_arch} -cubin {source.entry}.cu -o {source.entry}.cubin",
+        f"Launch {blocks} blocks of {launch.threads} threads{together}.",
+        f"A block has {launch.shared_bytes} bytes of dynamic shared memory.",
+        *(f"Set {attribute} first." for attribute, needed in attributes.items() if needed),
+        "Arguments:",
+        f"  x, y        {where}; in place, y is x",
+        f"  elements    rows * {n}",
+        f"  scale_word  {SCALE_WORDS[form].format(half=half)};",
+        f"              0x{scale_word(launch.scale_form, n**-0.5):08x} makes the transform orthonormal",
+    ]
+    if launch.pitched:
+        lines.append("  columns, x_pitch, y_pitch  elements of a row, and from the start of a row to that of the next")
+    return "".join(f"// {line}\n" for line in lines) + "\n"
 
 
 def _complete(given: dict[str, int | str], problem: Problem, arch: Arch) -> Plan:

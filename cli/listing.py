@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hadagen.cli import options
-from hadagen.cli.output import print_json, print_table, report_failures
+from hadagen.cli.output import print_json, print_table, report_failures, say
 from hadagen.errors import StorageError
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def list_(db: str | None, as_json: bool) -> None:
         )
     for each in databases:
         click.echo()
-        click.echo(f"database {each['path']}" + (", read-only" if each["read_only"] else ""))
+        say(f"database {each['path']}" + (", read-only" if each["read_only"] else ""))
         if not each["runs"]:
             click.echo("no trials yet")
             continue

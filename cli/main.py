@@ -11,6 +11,7 @@ import signal
 import sys
 import traceback
 import warnings
+from threading import current_thread, main_thread
 from typing import Any, NoReturn
 
 import click
@@ -23,6 +24,7 @@ from hadagen.cli.calls import calls
 from hadagen.cli.doctor import doctor
 from hadagen.cli.emit import emit
 from hadagen.cli.listing import list_
+from hadagen.cli.output import say
 from hadagen.cli.record import record
 from hadagen.cli.refine import refine
 from hadagen.cli.replay import replay
@@ -36,6 +38,8 @@ class Commands(click.Group):
 
     def main(self, *args: Any, **kwargs: Any) -> NoReturn:
         kwargs["standalone_mode"] = False
+        if current_thread() is main_thread():
+            signal.signal(signal.SIGTERM, signal.default_int_handler)  # or compilers would be left behind
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="replace")  # not every encoding has all that is written
@@ -47,11 +51,12 @@ class Commands(click.Group):
         except (Exception, KeyboardInterrupt) as error:
             if isinstance(error, (click.Abort, KeyboardInterrupt)):
                 # One more would end the wait for threads with a traceback, and they end soon.
-                signal.signal(signal.SIGINT, signal.SIG_IGN)
+                for number in (signal.SIGINT, signal.SIGTERM):
+                    signal.signal(number, signal.SIG_IGN)
             if os.environ.get("HADAGEN_DEBUG"):
                 traceback.print_exc()
             sentence, status = explain(error)
-            click.echo(f"hadagen: {sentence}", err=True)
+            say(f"hadagen: {sentence}", err=True)
         _flush_stdout()
         sys.exit(status)
 
@@ -65,7 +70,7 @@ def _flush_stdout() -> None:
 
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
-    click.echo(f"hadagen: warning: {message}", err=True)
+    say(f"hadagen: warning: {' '.join(str(message).split())}", err=True)
 
 
 @click.group(

@@ -26,7 +26,7 @@ _FACTORS = {"K": 1 << 10, "M": 1 << 20}
 _MOST_DIGITS = 20  # more than any value has; of thousands, Python makes no number
 
 arch = click.option("--arch", default=DEFAULT_ARCH, show_default=True, help="Target architecture.")
-n = click.option("--n", type=int, required=True, help="Row length: a power of two from 2 to 32768.")
+n = click.option("--n", type=int, required=True, help=f"Row length: a power of two from 2 to {1 << MAX_LOG2_N}.")
 
 
 def sizes_by_default(default: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -41,7 +41,7 @@ def sizes_by_default(default: str) -> Callable[[Callable[..., None]], Callable[.
     )
 
 
-sizes = sizes_by_default("2-32768")
+sizes = sizes_by_default(f"2-{1 << MAX_LOG2_N}")
 dtype = click.option("--dtype", default=DType.FLOAT16.value, show_default=True, help="float16, bfloat16 or float32.")
 numerics = click.option(
     "--numerics",

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import click
 
-from hadagen.errors import HadagenError
+from hadagen.errors import HadagenError, printable
 from hadagen.problem import Problem
 
 Item = TypeVar("Item")
+
+
+def say(line: str, *, err: bool = False) -> None:
+    """Prints one line. What is stored may say anything, so nothing in it reaches a terminal raw."""
+    click.echo(printable(line), err=err)
 
 
 def print_json(value: Any) -> None:
@@ -48,6 +53,12 @@ def short_knobs(knobs: Mapping[str, Any]) -> str:
     return " ".join(f"{name}={value}" for name, value in knobs.items())
 
 
+def range_text(sizes: Collection[int]) -> str:
+    """Such as 2-32768; the size where there is but one."""
+    least, most = min(sizes), max(sizes)
+    return str(least) if least == most else f"{least}-{most}"
+
+
 # Headers of `problem_cells`.
 PROBLEM_HEADERS = ("n", "dtype", "numerics", "rows")
 
@@ -65,7 +76,7 @@ def clock_text(seconds: float | None) -> str:
 def _cell(value: Any) -> str:
     if value is None:
         return "-"
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+    return f"{value:.3g}" if isinstance(value, float) else printable(str(value))
 
 
 @contextmanager
@@ -81,6 +92,6 @@ def report_failures(failures: Sequence[str], kind: type[HadagenError]) -> None:
     """Says on stderr what went wrong besides all that was done, and raises an error of the kind for the last of it, if
     there is any."""
     for failure in failures[:-1]:
-        click.echo(f"hadagen: {failure}", err=True)
+        say(f"hadagen: {failure}", err=True)
     if failures:
         raise kind(failures[-1])

@@ -4,21 +4,63 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import click
 
-from hadagen.cli.output import clock_text
+from hadagen.cli.output import clock_text, say
 from hadagen.trial import Outcome
-from hadagen.tuner import REGIMES, Event, Listener, PairRaced, ProblemFinished, SearchStarted, TrialFinished
+from hadagen.tuner import (
+    BUILT_AT_ONCE,
+    REGIMES,
+    BatchBuilt,
+    Event,
+    PairRaced,
+    ProblemFinished,
+    ProblemStarted,
+    SearchStarted,
+    TrialFinished,
+    VariantNotTried,
+)
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from hadagen.launch import Source
+    from hadagen.toolchain import BuildFailure
+    from hadagen.trial import Kernel, NotTried
+    from hadagen.tuner.pipeline import Build
+
 LINE_SECONDS = 10.0  # between two lines of text, at least
 FEW_TRIALS = 10  # too few to tell the rate from
+
+
+@dataclass(frozen=True)
+class Building:
+    """Of so many `kernels` that the compiler was given, `done` are built."""
+
+    done: int
+    kernels: int
+
+
+def in_parts(build: Build, listen: Callable[[Building], None]) -> Build:
+    """The same, a few sources after others, with a `Building` before each part and at the end; it counts all calls."""
+    given = 0
+
+    def built(sources: Sequence[Source]) -> Sequence[Kernel | BuildFailure | NotTried]:
+        nonlocal given
+        before, given = given, given + len(sources)
+        kernels: list[Kernel | BuildFailure | NotTried] = []
+        for done in range(0, len(sources), BUILT_AT_ONCE):
+            listen(Building(before + done, given))
+            kernels += build(sources[done : done + BUILT_AT_ONCE])
+        listen(Building(given, given))
+        return kernels
+
+    return built
 
 
 class State:
@@ -32,17 +74,46 @@ class State:
         self.trials = 0  # that will be finished at the end
         self.finished = 0  # those of earlier runs included
         self._first = 0.0  # when the first trial was finished
-        self.now = "building the first kernels"
+        self.now = "choosing kernels"
         self.raced = 0
+        self.note = ""  # what went wrong for the first time, without an end to the search
+        self._built = False  # is the first batch
+        self._trying = ""
+        self._problems, self._started_problems = 0, 0
 
-    def listen(self, event: Event) -> None:
+    @property
+    def has_begun(self) -> bool:
+        """Whether a trial was finished or a pair raced: until then only `now` tells anything."""
+        return bool(self.outcomes or self.raced)
+
+    @property
+    def _prepares(self) -> bool:
+        """Whether there is nothing to try yet."""
+        return not (self.has_begun or self._built)
+
+    def listen(self, event: Event | Building) -> None:
         if isinstance(event, SearchStarted):
             self.trials, self.finished = event.trials, event.finished
+            self._problems = event.problems
+            self._trying = "verifying kernels on the CPU" if event.estimated else "measuring kernels"
+        elif isinstance(event, ProblemStarted):
+            self._started_problems += 1
+            if self._prepares:
+                self.now = f"choosing kernels: problem {self._started_problems} of {self._problems}"
+        elif isinstance(event, Building):
+            if self._prepares:
+                self.now = f"building kernels: {event.done} of {event.kernels}"
+        elif isinstance(event, BatchBuilt):
+            if self._prepares:
+                self.now = self._trying
+            self._built = True
         elif isinstance(event, TrialFinished):
             self.trials, self.finished = event.trials, event.finished
             self._first = self._first or self._clock()
             self.outcomes[event.trial.outcome] += 1
             self.now = f"{event.trial.problem.name}: {best_so_far(event.best)}"
+        elif isinstance(event, VariantNotTried):
+            self.note = self.note or f"{event.reason}; what that cut short is tried again"
         elif isinstance(event, PairRaced):
             self.raced += 1
             self.now = f"{event.problem.name}: racing near-ties"
@@ -71,11 +142,13 @@ class State:
         lines.add_row(ProgressBar(total=max(1, self.trials), completed=self.finished, width=60))
         lines.add_row(f"{self.counts}, {clock_text(self.seconds_left)} left")
         lines.add_row(self.now)
+        if self.note:
+            lines.add_row(self.note)
         return lines
 
 
 @contextmanager
-def shown(time_budget: float | None) -> Iterator[Listener]:
+def shown(time_budget: float | None) -> Iterator[Callable[[Event | Building], None]]:
     """A listener whose events are shown on stderr until the end of the `with`."""
     from rich.console import Console
     from rich.live import Live
@@ -90,16 +163,23 @@ def shown(time_budget: float | None) -> Iterator[Listener]:
 
 
 class _Lines:
-    """A line now and then, and one for every finished problem."""
+    """A line for each thing done before the first trial, then one now and then, and one for every finished problem."""
 
     def __init__(self, state: State) -> None:
         self._state = state
         self._next = time.monotonic() + LINE_SECONDS
+        click.echo(state.now, err=True)
 
-    def listen(self, event: Event) -> None:
+    def listen(self, event: Event | Building) -> None:
+        before, noted = self._state.now, self._state.note
         self._state.listen(event)
+        if self._state.note != noted:
+            say(self._state.note, err=True)
         if isinstance(event, ProblemFinished):
             click.echo(f"{event.problem.name}: {event.finished} trials, {best_so_far(event.best)}", err=True)
+        elif not self._state.has_begun:
+            if self._state.now != before:
+                click.echo(self._state.now, err=True)
         elif time.monotonic() >= self._next:
             click.echo(f"{self._state.counts}, {clock_text(self._state.seconds_left)} left", err=True)
             self._next = time.monotonic() + LINE_SECONDS

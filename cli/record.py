@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from typing import TYPE_CHECKING
 
 import click
 
 from hadagen.cli import options
 from hadagen.cli.device import device_runner, find_gpu
-from hadagen.cli.output import PROBLEM_HEADERS, clock_text, print_json, print_table, problem_cells
+from hadagen.cli.output import PROBLEM_HEADERS, clock_text, print_json, print_table, problem_cells, say
 from hadagen.cli.sentences import keeping
 from hadagen.errors import DeviceError, UsageError
 from hadagen.problem import Problem
@@ -100,7 +101,7 @@ def record(
         raise DeviceError(
             f"there is no {target.name} GPU here; record on a machine that has one, or count with --dry-run"
         )
-    toolchain = Toolchain.find()
+    toolchain, stopped = Toolchain.find(), Event()
     cells = {problem: deciding_cells(problem, counts, gpu.l2_bytes) for problem in problems}
     # All cells of all kernels are timed, however slow.
     with (
@@ -112,9 +113,10 @@ def record(
                 arch=target,
                 cells=cells,
                 runner=runner,
-                build=lambda sources: toolchain.build(sources, target),
+                build=lambda sources: toolchain.build(sources, target, stopped=stopped),
                 environment=replace(gpu, nvcc=toolchain.release),
                 folder=folder,
+                stopped=stopped,
             ),
             listen,
         )
@@ -152,7 +154,8 @@ def record(
             for problem, path in report.files.items()
         ],
     )
-    click.echo(f"\n{report.finished} new trials in {clock_text(report.seconds)}, measured on {gpu.gpu}")
+    click.echo()
+    say(f"{report.finished} new trials in {clock_text(report.seconds)}, measured on {gpu.gpu}")
 
 
 def _narrowed_like(path: Path, target: Arch) -> Arch:

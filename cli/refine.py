@@ -12,7 +12,7 @@ import click
 from hadagen.cli import options
 from hadagen.cli.bundle import bundle_place, count_of, keep_winners, write_winners
 from hadagen.cli.device import measuring, refusal
-from hadagen.cli.output import counted, print_json, report_failures
+from hadagen.cli.output import counted, print_json, report_failures, say
 from hadagen.cli.sentences import keeping
 from hadagen.errors import DeviceError, UsageError
 from hadagen.trial import Outcome
@@ -69,5 +69,5 @@ def refine(problems: list[Problem], db: str | None, bundle: Path | None, device:
         places = {"database": store.place, "bundle": str(path)}
         print_json({"gpu": gpu.gpu, **places, "winners": len(selection), "between": len(between)})
     else:
-        click.echo(f"{path}: {count_of(selection)}; {len(between)} between the sizes that were tuned")
+        say(f"{path}: {count_of(selection)}; {len(between)} between the sizes that were tuned")
     report_failures(failures, DeviceError)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from hadagen.cli import options
-from hadagen.cli.output import PROBLEM_HEADERS, print_json, print_table, problem_cells
+from hadagen.cli.output import PROBLEM_HEADERS, print_json, print_table, problem_cells, say
 from hadagen.errors import UsageError
 
 if TYPE_CHECKING:
@@ -90,9 +90,8 @@ def _check_are_of_different_problems(files: Sequence[Path], recordings: Sequence
 
 
 def _print_curves(fields: Sequence[Field], curves: Mapping[str, Curve], gpu: str, seeds: int) -> None:
-    click.echo(
-        f"{gpu}, {seeds} seeds: best possible time / best found so far, geometric mean over problems and cells\n"
-    )
+    say(f"{gpu}, {seeds} seeds: best possible time / best found so far, geometric mean over problems and cells")
+    click.echo()
     longest = max(field.budget for field in fields)
     counts = [count for count in SHOWN if count < longest]
     rows = [[str(count), *(_fraction(curve.values[count - 1]) for curve in curves.values())] for count in counts]

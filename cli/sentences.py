@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -36,12 +37,13 @@ def explain(error: Exception | KeyboardInterrupt) -> tuple[str, int]:
 
 
 @contextmanager
-def keeping() -> Iterator[None]:
-    """Around a command that stores each result at once: what is said at Ctrl-C."""
+def keeping(said: str = "what had finished is kept, and the same command goes on from there") -> Iterator[None]:
+    """Around what stores each result at once: what is said at Ctrl-C."""
     try:
         yield
     except KeyboardInterrupt:
-        raise click.Abort("what had finished is kept, and the same command goes on from there") from None
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # one more would take the place of what is said
+        raise click.Abort(said) from None
 
 
 def _of_system(error: OSError) -> str:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from statistics import geometric_mean
+from threading import Event
+from typing import TYPE_CHECKING
 
 import click
 
@@ -14,11 +17,11 @@ from hadagen.cli import options
 from hadagen.cli.bundle import bundle_place, keep_winners, select_winners
 from hadagen.cli.device import device_runner, find_gpu
 from hadagen.cli.listing import winner_values
-from hadagen.cli.output import PROBLEM_HEADERS, clock_text, print_json, print_table, problem_cells
+from hadagen.cli.output import PROBLEM_HEADERS, clock_text, print_json, print_table, problem_cells, range_text, say
 from hadagen.cli.sentences import keeping
 from hadagen.errors import HadagenError, StorageError
 from hadagen.problem import Problem
-from hadagen.trial import Destination, Provenance
+from hadagen.trial import Provenance
 
 if TYPE_CHECKING:
     from hadagen.arch import Arch
@@ -26,13 +29,14 @@ if TYPE_CHECKING:
     from hadagen.measure import Runner
     from hadagen.toolchain import Toolchain
     from hadagen.trial import Environment
-    from hadagen.tuning_db.bundle import BundleEntry
+    from hadagen.tuner import Scores
+    from hadagen.tuning_db.store import Store
 
-# Where the table at the end looks: rows · n of a small input, one in L2, and a large one; by whether rows are pitched.
-SHOWN_ELEMENTS = {
-    False: {"64K": 1 << 16, "8M": 1 << 23, "256M": 1 << 28},
-    True: {"64K": 1 << 16, "1M": 1 << 20, "128M": 1 << 27},
-}
+# The words of the table at the end, which are those of the lines while it runs.
+LEGEND = (
+    "As a fraction of the speed of a plain copy: the mean over n, and in brackets the least and the most.\n"
+    "latency: up to {latency} elements; L2: more, found in the L2 cache; memory: found in device memory"
+)
 NOT_MEASURED = (
     "there is no {arch} GPU here, so kernels are verified on the CPU and ranked by a cost model, and every winner is "
     "only estimated; run the same command on a machine with such a GPU to measure"
@@ -81,7 +85,7 @@ def tune(
     Without a GPU of the architecture, kernels are verified on the CPU and ranked by a model, and say so.
     """
     from hadagen.arch import load_arch
-    from hadagen.cli.progress import shown
+    from hadagen.cli.progress import in_parts, shown
     from hadagen.toolchain import Toolchain
     from hadagen.tuner import TuneOptions, check_effort
     from hadagen.tuner import tune as search
@@ -98,26 +102,32 @@ def tune(
         gpu = None
     path = bundle_place(bundle, target.name, db)
     provenance = f"measuring on {gpu.gpu}" if gpu else NOT_MEASURED.format(arch=target.name)
-    toolchain = Toolchain.find()
-    with Store.open(db or options.default_db()) as store, _runner(target, gpu, device or 0, toolchain) as runner:
+    toolchain, stop = Toolchain.find(), Event()
+    with (
+        Store.open(db or options.default_db()) as store,
+        keeping(_what_is_kept(store, target.name, db, bundle)),
+        _runner(target, gpu, device or 0, toolchain, stop) as runner,
+    ):
         options.check_writable(store)
         to_come = [(problem, gpu.gpu) for problem in problems] if gpu else []
         keep_winners(path, store, target.name, to_come)
-        wanted = TuneOptions(
-            arch=target,
-            problems=problems,
-            store=store,
-            runner=runner,
-            build=lambda sources: toolchain.build(sources, target),
-            trials=trials,
-            time_budget=time_budget,
-            seed=seed,
-            known=_known_winners(target, problems) if gpu and from_winners else {},
-        )
+        known = _known_winners(target, problems) if gpu and from_winners else {}
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        click.echo(f"tuning {count} for {target.name}; {provenance}", err=True)
-        click.echo(f"every trial is kept in {store.place}", err=True)
+        say(f"tuning {count} for {target.name}; {provenance}", err=True)
+        say(f"every trial is kept in {store.place}", err=True)
         with shown(time_budget) as listen:
+            wanted = TuneOptions(
+                arch=target,
+                problems=problems,
+                store=store,
+                runner=runner,
+                build=in_parts(lambda sources: toolchain.build(sources, target, stopped=stop), listen),
+                trials=trials,
+                time_budget=time_budget,
+                seed=seed,
+                known=known,
+                stopped=stop,
+            )
             report = search(wanted, listen)
         if report.stopped == "interrupted":
             raise KeyboardInterrupt
@@ -139,6 +149,8 @@ def tune(
                 "bundle": str(path),
                 "trials": report.finished,
                 "trials_before": report.finished_before,
+                "trials_of_other_runs": report.elsewhere,
+                "under_way_in_other_runs": report.under_way,
                 "outcomes": {outcome.value: count for outcome, count in report.outcomes.items()},
                 "seconds": report.seconds,
                 "stopped": report.stopped,
@@ -146,10 +158,25 @@ def tune(
             }
         )
         return
-    _print_winners(entries)
-    new, stopped = report.finished - report.finished_before, f", {report.stopped}" if report.stopped else ""
-    click.echo(f"\n{new} new trials in {clock_text(report.seconds)}{stopped}; the winners are in {path}")
-    click.echo(f"estimated: {provenance}" if report.estimated else f"measured on {gpu_name}")
+    _print_best(report.best)
+    new, stopped = f"{sum(report.outcomes.values())} new trials", f", {report.stopped}" if report.stopped else ""
+    new += f", {report.elsewhere} more of other runs" if report.elsewhere else ""
+    click.echo()
+    say(f"{new} in {clock_text(report.seconds)}{stopped}; the winners are in {path}")
+    if report.under_way:
+        say(f"other runs have {report.under_way} trials under way; hadagen bundle make adds what these find")
+    say(f"every winner: {shlex.join(['hadagen', 'bundle', 'show', '--all', str(path)])}")
+    say(f"estimated: {provenance}" if report.estimated else f"measured on {gpu_name}")
+
+
+def _what_is_kept(store: Store, arch: str, db: str | None, bundle: Path | None) -> str:
+    """What is said at Ctrl-C: where trials are, and how they become a bundle."""
+    make = ["hadagen", "bundle", "make", "--arch", arch]
+    make += ["--db", store.place] * (db is not None) + [str(bundle)] * (bundle is not None)
+    return (
+        f"every finished trial is kept in {store.place}, and the same command goes on from there; "
+        f"to write a bundle of what has won so far: {shlex.join(make)}"
+    )
 
 
 def _known_winners(arch: Arch, problems: Sequence[Problem]) -> dict[Problem, list[Knobs]]:
@@ -167,38 +194,38 @@ def _known_winners(arch: Arch, problems: Sequence[Problem]) -> dict[Problem, lis
                     if entry.provenance is Provenance.MEASURED and entry.knobs.keys() <= set(KNOB_NAMES):
                         found[Knobs.from_dict(entry.knobs)] += 1
         except StorageError as error:
-            click.echo(f"not beginning with its winners: {error}", err=True)
+            say(f"not beginning with its winners: {error}", err=True)
     return {problem: [knobs for knobs, _ in found.most_common()] for problem, found in cells.items()}
 
 
 @contextmanager
-def _runner(arch: Arch, gpu: Environment | None, index: int, toolchain: Toolchain) -> Iterator[Runner]:
+def _runner(arch: Arch, gpu: Environment | None, index: int, toolchain: Toolchain, stopped: Event) -> Iterator[Runner]:
     """Measures on the GPU, or estimates where there is none."""
     from hadagen.tuner import EstimateRunner
 
     if gpu is None:
-        yield EstimateRunner(arch)
+        yield EstimateRunner(arch, stopped)
         return
     with device_runner(arch, index, toolchain) as runner:
         yield runner
 
 
-def _print_winners(entries: Sequence[BundleEntry]) -> None:
-    """A table of the contiguous problems and one of the pitched ones: in place, at each of `SHOWN_ELEMENTS`."""
-    from hadagen.knobs import Knobs
+def _print_best(best: Mapping[Problem, Scores]) -> None:
+    """A line for the problems that differ in n alone, with what the lines of the search called best so far."""
+    from hadagen.tuner import LATENCY_ELEMENTS, REGIMES
 
-    lines: dict[bool, dict[Problem, dict[int, BundleEntry]]] = {}
-    for entry in entries:
-        if entry.destination is Destination.IN_PLACE and not entry.portable:
-            lines.setdefault(entry.problem.pitched, {}).setdefault(entry.problem, {})[entry.elements] = entry
-    for pitched, problems in sorted(lines.items()):
-        shown = SHOWN_ELEMENTS[pitched]
-        rows: list[list[Any]] = []
-        for problem, there in problems.items():
-            rows.append(list(problem_cells(problem)))
-            for elements in shown.values():
-                found = there.get(elements)
-                rows[-1] += [found.us, found.fraction_of_copy] if found else [None, None]
-            rows[-1].append(Knobs.from_dict(there[max(there)].knobs))
-        times = [header for label in shown for header in (f"{label}: µs", "of copy")]
-        print_table([*PROBLEM_HEADERS, *times, "knobs where large"], rows)
+    groups: dict[tuple[str, ...], dict[int, Scores]] = {}
+    for problem, scores in best.items():
+        groups.setdefault(problem_cells(problem)[1:], {})[problem.n] = scores
+    print_table(
+        (*PROBLEM_HEADERS[1:], "n", *REGIMES),
+        ((*kind, range_text(found), *map(_mean, zip(*found.values(), strict=True))) for kind, found in groups.items()),
+    )
+    click.echo(LEGEND.format(latency=options.short_elements(LATENCY_ELEMENTS)))
+
+
+def _mean(fractions: Sequence[float]) -> str:
+    known = [fraction for fraction in fractions if fraction]  # 0 where nothing was timed
+    if len(known) < 2:
+        return f"{known[0]:.2f}" if known else "-"
+    return f"{geometric_mean(known):.2f} ({min(known):.2f}-{max(known):.2f})"

@@ -57,7 +57,7 @@ def _lost_between(rows: Sequence[Row]) -> str:
     problems = len(_by_problem(rows))
     counts = len(rows) / problems
     return (
-        f"On a {rows[0]['gpu']}, over {problems} problems with {counts:.0f} row counts each, a call loses "
+        f"On an {rows[0]['gpu']}, over {problems} problems with {counts:.0f} row counts each, a call loses "
         f"{_loss(rows)} (geometric mean) to the best variant known, and {_worst(rows)} where it loses most"
     )
 
@@ -127,7 +127,7 @@ def call_table() -> str:
         return files.NO_DATA
     data = json.loads(files.CALLS.read_text(encoding="utf-8"))
     versions = f"Python {data['python']} and PyTorch {data['torch']}"
-    head = f"On a {data['gpu']}, with {versions}, for a {data['tensor']} tensor:"
+    head = f"On an {data['gpu']}, with {versions}, for a {data['tensor']} tensor:"
     calls = grid("lr", ["call", "µs"], ((name, f"{us:.1f}") for name, us in data["us"].items()))
     once = grid("lr", ["once in a process", "ms"], ((name, f"{ms:.0f}") for name, ms in data["ms"].items()))
     return f"{head}\n\n{calls}\n\n{once}"

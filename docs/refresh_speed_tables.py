@@ -8,7 +8,7 @@ from statistics import geometric_mean
 
 import refresh_files as files
 from refresh_markdown import grid, number, wrapped
-from refresh_times import LIBRARIES, Cell, Times, bench_tables, library_of, pitched, read_rows, times_of
+from refresh_times import DTYPE_BYTES, LIBRARIES, Cell, Times, bench_tables, library_of, pitched, read_rows, times_of
 
 # What the table and the picture show.
 DTYPE, DESTINATION = "float16", "in-place"
@@ -50,7 +50,7 @@ def numbers(times: Times) -> str:
     """The README's picture and tables, in Markdown."""
     picture = f"![Speed over n as a fraction of a plain copy]({files.PICTURE.relative_to(files.README.parent)})"
     table = _table(times, REGIMES, {name: name for name in LIBRARIES})
-    method = METHOD.format(runs=_runs())
+    method = f"{copy_rates(times, DTYPE)} {METHOD.format(runs=_runs())}"
     if lengths := _retuned():
         method += " " + RETUNED.format(lengths=", ".join(map(str, lengths)))
     return "\n\n".join([picture, table, _comparison(times), wrapped(method), _errors(times)])
@@ -154,7 +154,19 @@ def h200_table() -> str:
         return files.NO_DATA
     libraries = {numerics: f"hadagen, {numerics}" for numerics in ("fast", "accurate")}
     times = times_of(read_rows(files.BENCH_H200))
-    return f"{_table(times, REGIMES, libraries, H200_DTYPE)}\n\n{_comparison(times)}"
+    table = _table(times, REGIMES, libraries, H200_DTYPE)
+    return f"{table}\n\n{wrapped(copy_rates(times, H200_DTYPE))}\n\n{_comparison(times)}"
+
+
+def copy_rates(times: Times, dtype: str) -> str:
+    """How fast the copy is that 1.00 stands for, in a sentence: the bytes that it reads and writes, over its time."""
+    rates = []
+    for title, elements, cache in REGIMES:
+        timed = {n: times["hadagen, fast"].get(Cell(dtype, n, elements, DESTINATION, cache)) for n in COLUMNS}
+        if time := next(filter(None, timed.values()), None):
+            moved = 2 * elements * DTYPE_BYTES[dtype]
+            rates.append(f"{moved / (time.us * time.fraction_of_copy) / 1000:.0f} GB/s at {title}")
+    return f"In the table, 1.00 is a copy that reads and writes {'; '.join(rates)}."
 
 
 def _table(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hadagen.errors import UsageError
+from hadagen.target import check_arch
 
 KnobValue = int | str
 
@@ -129,7 +130,9 @@ def load_arch(name: str) -> Arch:
 
 
 def read_arch(path: Path) -> Arch:
-    """Read and check one file. Raises `UsageError` with the file, the key, its value and what was expected."""
+    """Read and check one file. Raises `UsageError` with the file, the key, its value and what was expected, or where
+    the file's name is none of an arch."""
+    check_arch(path.stem)
     values = _Mapping(path.name, "", _parse(path), {f.name for f in fields(Arch)})
     return Arch(
         name=values.text("name", re.escape(path.stem), f"{path.stem!r}, as the file is called"),
@@ -149,6 +152,8 @@ def _parse(path: Path) -> Any:
         return yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}; give a readable file") from None
+    except RecursionError:
+        raise UsageError(f"{path.name} is nested too deeply; write it like those in {ARCH_DIRECTORY}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UsageError(f"{path.name} is not YAML; correct it: {' '.join(str(error).split())}") from None
 

@@ -17,71 +17,21 @@ The last four overlap, but never wholly: a p-norm joins them. What differs from 
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
 from math import ceil
 
 from hadagen.arch import Arch
-from hadagen.plan import OVERHEAD_REGISTERS, Plan
-from hadagen.steps import (
-    FP16,
-    FP32,
-    PACKED,
-    Butterfly,
-    Exchange,
-    Load,
-    Mma,
-    Narrow,
-    Normalize,
-    Prefetch,
-    Round,
-    Shuffle,
-    Step,
-    Store,
-    SwapButterfly,
-    Transpose,
-    Trigger,
-    Widen,
-)
+from hadagen.plan import Plan
+from hadagen.steps.base import Cost
 from hadagen.trial import Cache, Destination, buffer_bytes
 
 OVERLAP = 4.0  # p of the norm: 1 would overlap nothing, infinity everything
 SCHEDULERS = 4  # of an SM; each issues one instruction of a warp in a cycle
 SHARED_BYTES_PER_CYCLE = 128
 REGISTER_GRANULE = 8  # a thread gets its registers in eights
-CHUNK_BYTES = 512  # of packed values, which is what an exchange moves at a time
-WARP_BYTES = 128  # one register of every thread
 TILE_INSTRUCTIONS = 40  # index arithmetic, bounds and A operands
-# That take a pair of fp32 values into this many parts; an mma cuts a value off to one tf32 by itself.
-PART_INSTRUCTIONS = {
-    (PACKED, 1): 0,
-    (FP16, 1): 0,
-    ("bfloat16", 2): 6,
-    ("bfloat16", 3): 11,
-    ("tf32", 1): 0,
-    ("tf32", 2): 8,
-}
-MMA_OF_TF32 = 2  # m16n8k8 take as long as one m16n8k16, each
-# Cycles until a dependent instruction may start.
-MMA_LATENCY = 33
-ARITHMETIC_LATENCY = 5
-SHUFFLE_LATENCY = 25
-SHARED_LATENCY = 30
-REDUCE_LATENCY = 25  # of one value over a warp
-BULK_LATENCY = 300  # what an asynchronous copy takes beyond the load itself
-
-
-# What other steps leave in fp32 they leave chunk by chunk, and the next one may take it from there.
-HOLDS_ALL = (Load, Butterfly, Shuffle, SwapButterfly, Exchange)
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What a step asks of one warp for one tile. `latency` in cycles, once for all of the warp's chunks."""
-
-    instructions: float = 0.0
-    mma: float = 0.0
-    shared_bytes: float = 0.0
-    latency: float = 0.0
+# Cycles until a dependent instruction may start, by what it waits for, as steps name that: an mma, arithmetic, a
+# shuffle, shared memory, the reduction of one value over a warp, and what an asynchronous copy takes beyond the load.
+LATENCIES = {"mma": 33, "arithmetic": 5, "shuffle": 25, "shared": 30, "reduce": 25, "bulk": 300}
 
 
 class Estimate:
@@ -91,13 +41,13 @@ class Estimate:
         self._arch = arch
         self._launch = plan.launch
         self._stages = plan.load.stages if plan.persistent else 1
-        self._prefetches = any(isinstance(step, Prefetch) for step in plan.steps)
+        self._prefetches = any(step.prefetches for step in plan.steps)
         self._problem = plan.problem
-        wanted = _registers(plan) if registers is None else registers
+        wanted = plan.footprint.registers(wide=plan.wide) if registers is None else registers
         self._blocks_per_sm = resident_blocks(plan, arch, wanted)
-        costs = _costs(plan, arch)
+        costs = costs_of(plan)
         model, warps = arch.model, plan.launch.threads // 32
-        instructions = sum(cost.instructions for cost in costs)
+        instructions = TILE_INSTRUCTIONS + sum(cost.instructions for cost in costs)
         self._block_cycles = warps * max(
             instructions / SCHEDULERS,
             sum(cost.mma for cost in costs) * model.mma_cycles,
@@ -109,7 +59,9 @@ class Estimate:
         # What others load for a block comes as fast as shared memory takes it.
         others = SHARED_BYTES_PER_CYCLE if plan.load.multicast else model.sm_bytes_per_cycle
         self._block_memory_cycles = block_bytes * (2 / model.sm_bytes_per_cycle + (plan.shares_loaded - 1) / others)
-        self._latency_cycles = sum(cost.latency for cost in costs)
+        cycles = LATENCIES | {"block sync": model.block_sync_cycles, "cluster sync": model.cluster_sync_cycles}
+        waits = sum(count * cycles[kind] for cost in costs for kind, count in cost.waits.items())
+        self._latency_cycles = waits + sum(cost.crossed_bytes / model.cluster_bytes_per_cycle for cost in costs)
 
     def us(self, elements: int, destination: Destination, cache: Cache) -> float:
         """Microseconds of one launch over `elements` = rows · n, at the rows that are timed (`timed_rows`)."""
@@ -135,6 +87,11 @@ class Estimate:
         together: float = sum(time**OVERLAP for time in terms) ** (1 / OVERLAP)
         launching = model.launch_us - (model.early_us if launch.starts_early else 0.0)
         return launching + loading + block_memory + first_issue + chain + together
+
+
+def costs_of(plan: Plan) -> list[Cost]:
+    """Of each step."""
+    return [step.cost(plan, carrier) for step, carrier in zip(plan.steps, plan.carriers, strict=False)]
 
 
 def copy_us(arch: Arch, copied_bytes: int, destination: Destination, cache: Cache) -> float:
@@ -171,88 +128,3 @@ def _memory(arch: Arch, moved_bytes: int, destination: Destination, cache: Cache
     moved = 2 * moved_bytes  # read and written
     loading = near * model.l2_latency_us + beyond * model.dram_latency_us
     return moved * near / model.l2_bytes_per_us, moved * beyond / model.dram_bytes_per_us, loading
-
-
-def _registers(plan: Plan) -> int:
-    """A guess at the registers of a thread: its values in the widest form that all of them take at once."""
-    words = [
-        _words(carrier) for step, carrier in zip(plan.steps, plan.carriers, strict=True) if isinstance(step, HOLDS_ALL)
-    ]
-    if plan.load.carrier == PACKED:  # fp32 is summed vector by vector
-        words[0] *= plan.shares_loaded
-    prefetched = _width(plan) * 4 if plan.load.stages > 1 and not plan.load.staged else 0
-    return OVERHEAD_REGISTERS + (max(words) + prefetched << plan.chunk_bits)
-
-
-def _width(plan: Plan) -> int:
-    """How many times as many bytes as 16-bit elements those of the plan are."""
-    return plan.problem.dtype.bytes // 2
-
-
-def _words(carrier: str) -> int:
-    """Registers of a thread that hold its share of a chunk."""
-    return 8 if carrier == FP32 else 4
-
-
-def _costs(plan: Plan, arch: Arch) -> list[Cost]:
-    """One for each step, and one for the tile as a whole."""
-    chunks = 1 << plan.chunk_bits
-    before = ("", *plan.carriers[:-1])
-    moved = chunks * _width(plan)
-    steps = [
-        _cost(step, chunks, moved, _words(carrier), arch) for step, carrier in zip(plan.steps, before, strict=True)
-    ]
-    for step in plan.exchanges:
-        if step.crosses_blocks:  # a block's stores to others wait for each other
-            crossing = step.rounds * plan.crossed_bytes(step)
-            steps.append(Cost(latency=crossing / arch.model.cluster_bytes_per_cycle))
-    if plan.levels_bytes:
-        steps.append(Cost(latency=SHARED_LATENCY + 2 * REDUCE_LATENCY))
-    if plan.shares_loaded > 1:  # by the load, and summed; what comes between costs nothing
-        summed = 1 + next(at for at, step in enumerate(plan.steps) if step.over_blocks)
-        steps[:summed] = [_times(plan.shares_loaded, cost) for cost in steps[:summed]]
-    if plan.load.staged:
-        steps.append(Cost(latency=BULK_LATENCY if plan.load.in_bulk else SHARED_LATENCY))
-    return [Cost(TILE_INSTRUCTIONS), *steps]
-
-
-def _times(count: int, cost: Cost) -> Cost:
-    return Cost(*(count * part for part in astuple(cost)))
-
-
-def _cost(step: Step, chunks: int, moved: int, words: int, arch: Arch) -> Cost:
-    """Of one step over a warp's chunks, each `words` registers in a thread before the step, which are `moved` times
-    `CHUNK_BYTES` in memory."""
-    match step:
-        case Load() if step.staged:
-            return Cost((1 if step.in_bulk else 3) * moved, shared_bytes=2 * CHUNK_BYTES * moved)
-        case Load() | Store():
-            return Cost(instructions=2 * moved)
-        case Mma(operand=operand, parts=parts, turned=turned):
-            # so many mma into one accumulator, what takes the four pairs of a chunk apart, and what transposes them
-            mma = parts * (MMA_OF_TF32 if operand == "tf32" else 1)
-            instructions = 2 * mma + 4 * PART_INSTRUCTIONS[operand, parts] + (4 * parts if turned else 0)
-            return Cost(instructions * chunks, 2 * mma * chunks, latency=(mma + turned) * MMA_LATENCY)
-        case Prefetch() | Trigger():
-            return Cost()
-        case Transpose():
-            return Cost(words * chunks, latency=MMA_LATENCY)
-        case Shuffle() | SwapButterfly():
-            crossing = words * chunks / (2 if isinstance(step, SwapButterfly) else 1)
-            return Cost(3 * words * chunks, shared_bytes=WARP_BYTES * crossing, latency=SHUFFLE_LATENCY)
-        case Exchange():
-            vectors = step.planes * step.rounds * chunks
-            conflicts = 2 if step.shared_layout == "linear" and step.planes == 2 else 1
-            sync = arch.model.cluster_sync_cycles if step.crosses_blocks else arch.model.block_sync_cycles
-            return Cost(
-                instructions=4 * vectors,
-                shared_bytes=2 * CHUNK_BYTES * conflicts * vectors,
-                latency=step.rounds * (2 * SHARED_LATENCY + sync),
-            )
-        case Normalize():
-            return Cost(words * chunks, latency=REDUCE_LATENCY)
-        case Round() | Narrow():
-            return Cost(words / 2 * chunks, latency=ARITHMETIC_LATENCY)
-        case Widen():
-            return Cost(2 * words * chunks, latency=ARITHMETIC_LATENCY)
-    return Cost(words * chunks, latency=ARITHMETIC_LATENCY)  # arithmetic on every value where it is

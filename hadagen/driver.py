@@ -55,6 +55,9 @@ class DriverError(DeviceError):
         super().__init__(message)
         self.code = code
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.code, str(self))
+
 
 class DoesNotFit(DriverError):
     """A kernel needs more threads, registers, shared memory or blocks of a cluster than the device has."""

@@ -13,8 +13,6 @@ import ctypes
 import os
 import shlex
 import shutil
-import subprocess
-import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,12 +20,14 @@ from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from hadagen import programs
 from hadagen.bits import Bits, decode, encode
-from hadagen.cache import cache_root
-from hadagen.errors import HadagenError, StorageError, ToolchainError, UsageError
+from hadagen.cache import KernelCache, cache_root
+from hadagen.errors import HadagenError, ToolchainError, UsageError
 from hadagen.launch import LaunchSpec, RowShape, Source
 from hadagen.problem import DType, Problem
 from hadagen.reference import (
@@ -59,6 +59,7 @@ FLAGS = (
 KERNEL_FLAGS = (*FLAGS, "-O1")
 MACHINE_FLAGS = (*FLAGS, "-O2")
 KERNELS_PER_UNIT = 8
+LIBRARY, OBJECT = "kernels.so", "machine.o"  # the names of what is built, in the cache
 
 RESIDENT_CLUSTERS = 2  # of the imagined device: few, so that a persistent grid loops
 PERSISTENT_TILES = 11  # in a verification: each cluster comes round often enough to use every stage twice
@@ -76,6 +77,13 @@ class HostCompileError(ToolchainError):
     def __init__(self, message: str, log: str) -> None:
         super().__init__(message)
         self.log = log
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.log)
+
+
+class HostCompilerDied(ToolchainError):
+    """The host compiler was killed, hung or found no room, which may pass and says nothing of the source."""
 
 
 @dataclass(frozen=True)
@@ -237,36 +245,31 @@ def compile_host(
     *,
     texts: Mapping[str, str] | None = None,
     cache_directory: Path | None = None,
+    stopped: threading.Event | None = None,
 ) -> HostModule:
     """Build kernels for the host, or find what an earlier call built of the same texts with the same compiler.
 
     As many compilers run at a time as there are CPUs. `texts`: the machine's sources by name, `host_texts()` by
-    default. Raises `HostCompileError` where the compiler refuses a source, `ToolchainError` where there is none or it
-    compiles nothing at all, and `StorageError` where the cache cannot be written.
+    default. Setting `stopped` kills them, which raises `Stopped`. Raises `HostCompileError` where the compiler refuses
+    a source, `HostCompilerDied` where it says nothing of it, `ToolchainError` where there is none or it compiles
+    nothing at all, and `StorageError` where the cache cannot be written.
     """
     texts = host_texts() if texts is None else texts
-    root = cache_root() / "host" if cache_directory is None else cache_directory
+    root = cache_root() if cache_directory is None else cache_directory
     unique = list(dict.fromkeys(source.text for source in sources))
     units = ["\n".join(unique[at : at + KERNELS_PER_UNIT]) for at in range(0, len(unique), KERNELS_PER_UNIT)]
     compiler = _compiler(os.environ.get("CXX"))
-    library = root / f"{_key(compiler.version, KERNEL_FLAGS, MACHINE_FLAGS, sorted(texts.items()), units)}.so"
-    shared = [texts[name] for name in MACHINE_HEADERS]
-    machine = {name: root / f"{_key(compiler.version, MACHINE_FLAGS, shared, texts[name])}.o" for name in MACHINE}
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=root) as folder:
-            if not library.exists():
-                try:
-                    _build(compiler, units, texts, machine, library, Path(folder))
-                except HostCompileError:
-                    _check_compiler_works(compiler, Path(folder))
-                    raise
-    except OSError as error:
-        raise StorageError(
-            f"kernels for the emulator cannot be written to {root} ({error.strerror}); "
-            "free some space or set HADAGEN_CACHE to a directory that can be written"
-        ) from error
-    return HostModule(library)
+    key = _key(compiler.version, KERNEL_FLAGS, MACHINE_FLAGS, sorted(texts.items()), units)
+    library = KernelCache(root, "host", [LIBRARY])
+    if not library.load(key):
+        with library.workspace() as folder:
+            build = _HostBuild(compiler, texts, root, folder, stopped or threading.Event())
+            try:
+                library.store(key, {LIBRARY: build.library(units)}, {"compiler": compiler.version})
+            except HostCompileError:
+                build.check_compiler_works()
+                raise
+    return HostModule(library.entry(key) / LIBRARY)
 
 
 def host_texts() -> dict[str, str]:
@@ -284,7 +287,8 @@ def verification_rows(problem: Problem, launch: LaunchSpec, least: int = NORMAL_
     for the error of each class to be measured on `least` elements."""
     tiles = PERSISTENT_TILES if launch.persistent else 2
     elements = max(tiles * launch.tile_elements, len(INPUT_CLASSES) * least)
-    rows, tile_rows = max(2, -(-elements // (len(INPUT_CLASSES) * problem.n))), launch.tile_elements // problem.n
+    tile_rows = launch.tile_elements // problem.n
+    rows = max(1 + (tile_rows > 1), -(-elements // (len(INPUT_CLASSES) * problem.n)))
     whole = tile_rows > 1 and (len(INPUT_CLASSES) * rows - 1) % tile_rows == 0
     return rows + whole
 
@@ -301,7 +305,7 @@ def verify(
 ) -> dict[str, float]:
     """Relative error of a kernel against float64 for each class of input, all classes in one launch.
 
-    `rows` (2 or more, default `verification_rows`): of each class, but one fewer of the last, so that the last tile is
+    `rows` (default `verification_rows`): of each class, but of several one fewer of the last, so that the last tile is
     ragged wherever a tile holds several rows. `module` already holds the kernel where many were built at once. `shape`:
     of a pitched problem, by default three quarters of each row; an array whose pitch is odd begins one element after a
     multiple of 16 bytes. The scale is n**-0.5; the output begins as NaNs, and so do the gaps of x. Raises
@@ -310,7 +314,7 @@ def verify(
     rows = verification_rows(problem, source.launch) if rows is None else rows
     module = compile_host([source]) if module is None else module
     classes = input_classes(problem, rows)
-    classes[INPUT_CLASSES[-1]] = classes[INPUT_CLASSES[-1]][:-1]
+    classes[INPUT_CLASSES[-1]] = classes[INPUT_CLASSES[-1]][: max(1, rows - 1)]
     if problem.pitched and shape is None:
         shape = RowShape(problem.n - problem.n // 4, problem.n, problem.n)
     columns, x_pitch, y_pitch = (problem.n,) * 3 if shape is None else shape
@@ -356,24 +360,6 @@ class _Compiler:
     command: tuple[str, ...]
     version: str
 
-    def __call__(self, output: Path, *arguments: str | Path) -> None:
-        done = subprocess.run(
-            [*self.command, *map(str, arguments), "-o", str(output)],
-            capture_output=True,
-            text=True,
-            errors="replace",
-            check=False,
-            start_new_session=True,  # or Ctrl-C would end it too, and pass for a source that does not compile
-        )
-        log = ""
-        if done.returncode:
-            log = done.stderr.strip() or f"exit status {done.returncode}"
-        elif not output.exists():
-            log = f"{output.name} was not written"
-        if log:
-            first = next((line for line in log.splitlines() if "error" in line), log.splitlines()[0])
-            raise HostCompileError(f"{self.command[0]} refuses a kernel for the emulator: {first}", log)
-
 
 @cache
 def _compiler(cxx: str | None) -> _Compiler:
@@ -388,7 +374,7 @@ def _compiler(cxx: str | None) -> _Compiler:
         if shutil.which(command[0]) is None:
             continue
         try:
-            said = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False).stdout
+            said = programs.run([*command, "--version"]).log
         except OSError as error:
             raise ToolchainError(f"{name} cannot be run ({error.strerror}); set CXX to a C++ compiler") from error
         return _Compiler(tuple(command), f"{name}\n{said}")
@@ -397,47 +383,75 @@ def _compiler(cxx: str | None) -> _Compiler:
     )
 
 
-def _build(
-    compiler: _Compiler,
-    units: Sequence[str],
-    texts: Mapping[str, str],
-    machine: Mapping[str, Path],
-    library: Path,
-    folder: Path,
-) -> None:
-    """Compile in `folder`, then put the finished files in their places: the machine's objects, and the library."""
-    for name, text in texts.items():
-        (folder / name).write_text(text, encoding="utf-8")
-    todo: list[tuple[Path, tuple[str | Path, ...]]] = []
-    new = {name: (folder / name).with_suffix(".o") for name, place in machine.items() if not place.exists()}
-    todo += [(built, (*MACHINE_FLAGS, "-c", folder / name)) for name, built in new.items()]
-    kernels = []
-    for number, unit in enumerate(units):
-        path = folder / f"unit{number}.cpp"
-        path.write_text(unit, encoding="utf-8")
-        kernels.append(path.with_suffix(".o"))
-        todo.append((kernels[-1], (*KERNEL_FLAGS, "-I", folder, "-c", path)))
-    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        list(pool.map(lambda each: compiler(each[0], *each[1]), todo))
-    for name, built in new.items():
-        built.replace(machine[name])
-    compiler(folder / "kernels.so", "-shared", *machine.values(), *kernels)
-    (folder / "kernels.so").replace(library)
+class _HostBuild:
+    """Calls of the host compiler for one library, in `folder`; `root` is that of the cache."""
 
+    def __init__(
+        self, compiler: _Compiler, texts: Mapping[str, str], root: Path, folder: Path, stopped: threading.Event
+    ) -> None:
+        self._compiler, self._texts, self._root, self._folder, self._stopped = compiler, texts, root, folder, stopped
+        for name, text in texts.items():
+            (folder / name).write_text(text, encoding="utf-8")
 
-def _check_compiler_works(compiler: _Compiler, folder: Path) -> None:
-    """Raise unless there is room in `folder` and an empty library can be built there: what failed was then not the
-    source's fault."""
-    (folder / "room").write_bytes(bytes(16 << 20))
-    empty = folder / "empty.cpp"
-    empty.touch()
-    try:
-        compiler(folder / "empty.so", *FLAGS, "-shared", empty)
-    except HostCompileError as error:
-        raise ToolchainError(
-            f"{compiler.command[0]} cannot build an empty library: {error.log.splitlines()[0]}; set CXX to another "
-            "C++ compiler"
-        ) from error
+    def library(self, units: Sequence[str]) -> bytes:
+        """The kernels of all units with the machine. Raises as `compile_host` does."""
+        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+            try:
+                machine = [pool.submit(self._machine, name) for name in MACHINE]
+                kernels = [pool.submit(self._kernels, f"unit{i}.cpp", text) for i, text in enumerate(units)]
+                objects = [job.result() for job in (*machine, *kernels)]
+            except BaseException as error:
+                if not isinstance(error, HadagenError):  # of which one source may be the cause
+                    self._stopped.set()
+                pool.shutdown(cancel_futures=True)
+                raise
+        return self._compile(self._folder / LIBRARY, "-shared", *objects).read_bytes()
+
+    def check_compiler_works(self) -> None:
+        """Raise unless there is room here and an empty library can be built: what failed was then not the source's
+        fault."""
+        (self._folder / "room").write_bytes(bytes(16 << 20))
+        empty = self._folder / "empty.cpp"
+        empty.touch()
+        try:
+            self._compile(self._folder / "empty.so", *FLAGS, "-shared", empty)
+        except HostCompileError as error:
+            raise ToolchainError(
+                f"{self._compiler.command[0]} cannot build an empty library: {error.log.splitlines()[0]}; set CXX to "
+                "another C++ compiler"
+            ) from error
+
+    def _machine(self, name: str) -> Path:
+        """One of `MACHINE`, from the cache or built."""
+        shared = [self._texts[header] for header in MACHINE_HEADERS]
+        key = _key(self._compiler.version, MACHINE_FLAGS, shared, self._texts[name])
+        objects = KernelCache(self._root, "machine", [OBJECT])
+        built = (self._folder / name).with_suffix(".o")
+        if found := objects.load(key):
+            built.write_bytes(found[OBJECT])
+        else:
+            self._compile(built, *MACHINE_FLAGS, "-c", self._folder / name)
+            objects.store(key, {OBJECT: built.read_bytes()}, {"compiler": self._compiler.version})
+        return built
+
+    def _kernels(self, name: str, text: str) -> Path:
+        path = self._folder / name
+        path.write_text(text, encoding="utf-8")
+        return self._compile(path.with_suffix(".o"), *KERNEL_FLAGS, "-I", self._folder, "-c", path)
+
+    def _compile(self, output: Path, *arguments: str | Path) -> Path:
+        """Call the compiler for `output`, and return that."""
+        command = [*self._compiler.command, *arguments, "-o", output]
+        answer = programs.run(command, folder=self._folder, stopped=self._stopped)
+        if reason := answer.passing:
+            raise HostCompilerDied(f"{self._compiler.command[0]} {reason}; run the same command again")
+        log = answer.log.strip() or f"exit status {answer.status}"
+        if answer.ok and not output.exists():
+            log = f"{output.name} was not written"
+        elif answer.ok:
+            return output
+        first = next((line for line in log.splitlines() if "error" in line), log.splitlines()[0])
+        raise HostCompileError(f"{self._compiler.command[0]} refuses a kernel for the emulator: {first}", log)
 
 
 def _key(*parts: object) -> str:

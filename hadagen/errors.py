@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 
+def printable(text: str) -> str:
+    """The text on one line: what would steer a terminal, such as an escape or a line end, as Python writes it."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 class HadagenError(Exception):
-    """Something failed that the caller could not have known. The command line exits with 1."""
+    """Something failed that the caller could not have known. The command line exits with 1.
+
+    The message may quote what a file or a driver says; it is shown `printable`.
+    """
 
     exit_code = 1
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class UsageError(HadagenError, ValueError):

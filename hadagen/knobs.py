@@ -12,35 +12,14 @@ from functools import reduce
 from typing import Any
 
 from hadagen.errors import UsageError
-from hadagen.layout import LANE_BITS, PAIR, Place, cta, lane, reg, warp
-from hadagen.plan import CHUNK_BITS, Plan
+from hadagen.layout import CHUNK_BITS, LANE_BITS, PAIR, Place, cta, lane, reg, warp
+from hadagen.plan import Plan
 from hadagen.problem import DType, Numerics, Problem
-from hadagen.steps import (
-    FP16,
-    FP32,
-    NORMALIZER,
-    PACKED,
-    PARTS,
-    Butterfly,
-    Correct,
-    Exchange,
-    Gather,
-    Load,
-    Mma,
-    Narrow,
-    Normalize,
-    Prefetch,
-    Round,
-    Scale,
-    Shuffle,
-    Step,
-    Store,
-    SwapButterfly,
-    Transpose,
-    Trigger,
-    Widen,
-    carrier_after,
-)
+from hadagen.steps.base import FP16, FP32, PACKED, Step
+from hadagen.steps.conversions import Correct, Narrow, Normalize, Round, Scale, Widen
+from hadagen.steps.exchanges import Exchange, Transpose
+from hadagen.steps.memory import Load, Prefetch, Store, Trigger
+from hadagen.steps.transforms import NORMALIZER, PARTS, Butterfly, Gather, Mma, Shuffle, SwapButterfly
 
 EXCHANGE, LOAD = "exchange", "load"
 REGISTERS, LANES = "registers", "lanes"
@@ -172,7 +151,7 @@ class _Converter:
 
     @property
     def carrier(self) -> str:
-        return reduce(lambda carrier, step: carrier_after(step, carrier), self.steps, "")
+        return reduce(lambda carrier, step: step.leaves or carrier, self.steps, "")
 
     def to(self, carrier: str) -> None:
         carrier = self._packed if carrier == PACKED else carrier
@@ -329,7 +308,7 @@ def _with_scale(problem: Problem, knobs: Knobs, steps: list[Step]) -> list[Step]
     left to do are sums and differences, and none of those exceeds the largest result. The others are scaled as late as
     they can in fp32, but before values are rounded and summed on, so that 16-bit sums stay in range.
     """
-    if any(isinstance(step, Gather) for step in steps):
+    if any(step.multiplies == "scale" for step in steps):
         return steps  # it scales
     if _scales_in_mma(problem, knobs):
         return [*steps, Round()] if _Converter(steps).carrier == FP32 else steps
@@ -346,5 +325,5 @@ def _with_scale(problem: Problem, knobs: Knobs, steps: list[Step]) -> list[Step]
     wide = next(i for i in range(after, len(steps)) if _Converter(steps[:i]).carrier == FP32)
     rounds = next(i for i in range(wide, len(steps)) if isinstance(steps[i], Round))
     at = wide if wide_range(problem.dtype) else rounds
-    cut = any(isinstance(step, Mma) and step.operand == "tf32" and step.parts == 1 for step in steps[at:])
+    cut = any(isinstance(step, Mma) and step.cuts for step in steps[at:])
     return [*steps[:at], Scale(lifted=cut), *steps[at:]]

@@ -12,6 +12,15 @@ from hadagen.scale import ScaleForm
 # Programming Guide, "Thread Block Clusters").
 PORTABLE_CLUSTER = 8
 
+# What a GPU can launch ("Compute Capabilities" in the same guide): threads of a block, blocks of a cluster, bytes of
+# shared memory of a block, and elements of a tile, which registers or shared memory must hold.
+_LAUNCHABLE = {
+    "threads": range(32, 1024 + 1, 32),
+    "cluster": (1, 2, 4, 8, 16),
+    "shared_bytes": range((227 << 10) + 1),
+    "tile_elements": range(2, (1 << 24) + 1),
+}
+
 
 class RowShape(NamedTuple):
     """How the rows of a call lie in memory, for a pitched kernel: the first `columns` ≤ n elements of each are there,
@@ -30,6 +39,8 @@ class LaunchSpec:
     rows · n, the word has the `scale_form`, and x may equal y. A `pitched` one takes `int64 columns, x_pitch, y_pitch`
     after these.
     A *tile* is what one cluster (of `cluster` blocks) transforms at a time: `tile_elements` elements of whole rows.
+
+    Raises `ValueError` for what no GPU can launch.
     """
 
     threads: int
@@ -42,6 +53,12 @@ class LaunchSpec:
     # Its blocks may start while the kernel before it in the stream ends (programmatic dependent launch, CUDA C++
     # Programming Guide); they wait for that end themselves before they touch global memory.
     starts_early: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            kind = ScaleForm if name == "scale_form" else int if name in _LAUNCHABLE else bool
+            if type(value) is not kind or value not in _LAUNCHABLE.get(name, (value,)):
+                raise ValueError(f"no GPU can launch a kernel with {name} = {value!r:.40}")
 
     def grid(self, elements: int, resident_blocks: int) -> int:
         """Blocks to launch for `elements` = rows · n.

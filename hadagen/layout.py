@@ -46,6 +46,10 @@ class Place:
 
 PAIR = Place("pair")
 LANE_BITS = 5
+VECTOR_BYTES = 16
+CHUNK_BITS = 8
+CHUNK_ELEMENTS = 1 << CHUNK_BITS
+THREAD_ELEMENTS = CHUNK_ELEMENTS // 32  # of one chunk in one thread
 
 
 def reg(index: int) -> Place:
@@ -125,3 +129,23 @@ class Placement:
     def bits_of(self, kind: str) -> dict[int, int]:
         """Index within the kind → index bit, for every place of the kind."""
         return {place.index: bit for bit, place in enumerate(self.places) if place.kind == kind}
+
+
+def scatter(name: str, bits: Mapping[int, int]) -> str:
+    """C expression that puts bit i of `name` at bit `bits[i]`, one term for each run of neighbours."""
+    terms: list[str] = []
+    todo = sorted(bits.items())
+    while todo:
+        source, target = todo[0]
+        length = 1
+        while length < len(todo) and todo[length] == (source + length, target + length):
+            length += 1
+        todo = todo[length:]
+        value = f"{name} / {1 << source}" if source else name
+        terms.append(f"{value} % {1 << length}" + (f" * {1 << target}" if target else ""))
+    return " + ".join(terms)
+
+
+def add(*terms: str) -> str:
+    """C expression of the sum of those that are not empty."""
+    return " + ".join(filter(None, terms))

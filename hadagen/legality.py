@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
+from operator import attrgetter
+from typing import Any
 
 from hadagen.arch import Arch
 from hadagen.knobs import (
     EXCHANGE,
     FAR_MMA,
+    KNOB_NAMES,
     LANES,
     LOAD,
     MAX_EXCHANGED_LANES,
@@ -24,9 +28,14 @@ from hadagen.knobs import (
     steps_of,
     turns_in_exchange,
 )
-from hadagen.plan import BARRIER_BYTES, CHUNK_BITS, OVERHEAD_REGISTERS, THREAD_ELEMENTS, VECTOR_BYTES
+from hadagen.layout import CHUNK_BITS, LANE_BITS, VECTOR_BYTES
 from hadagen.problem import DType, Numerics, Problem
-from hadagen.steps import FP32, PACKED, PARTS, Exchange, Load, mixed_chunk_bits, roundings
+from hadagen.steps.base import FP32, PACKED, Step, mixed_chunk_bits, roundings
+from hadagen.steps.conversions import Normalize
+from hadagen.steps.draft import Draft, Footprint
+from hadagen.steps.exchanges import Exchange
+from hadagen.steps.memory import Load, Prefetch, Trigger
+from hadagen.steps.transforms import PARTS, Gather, Mma
 
 MAX_EXCHANGES = 2
 # Blocks that each load a whole row: with more they would compute less, but take in as much, and were never faster.
@@ -99,6 +108,19 @@ def _has_butterflies(c: Context, k: Knobs) -> bool:
     if k.far_lanes in MMA_LANES:  # with one bit more: a chunk bit, or a far bit and no chunk bit
         far_mma = min(MMA_LANES[k.far_lanes], _far_beside_blocks(c, k)) + 1
     return c.bits > CHUNK_BITS + log2(_shares_loaded(k)) + far_mma
+
+
+@lru_cache(maxsize=1)  # for all values of min_blocks
+def _footprint(problem: Problem, *before_min_blocks: Any) -> Footprint:
+    """Of the plan that knobs mean, by the steps that take room."""
+    k = Knobs(*before_min_blocks)
+    through = k.exchange_carrier, k.exchange_rounds, k.shared_layout
+    steps: list[Step] = [Load(k.load, k.stages), *(Exchange(pairs, *through) for pairs in exchanges_of(problem, k))]
+    steps += [Normalize()] * k.normalizes + [Gather()] * (k.block_bits == LOAD)
+    return Footprint(Draft(problem, log2(k.chunks), log2(k.warps), log2(k.cluster), tuple(steps)))
+
+
+_before_min_blocks = attrgetter(*KNOB_NAMES[: KNOB_NAMES.index("min_blocks")])
 
 
 @_rule("warps")
@@ -180,7 +202,7 @@ def _(c: Context, k: Knobs) -> str | None:
 def _(c: Context, k: Knobs) -> str | None:
     if k.low_bits == "shuffle":
         return None
-    if "mma" not in c.arch.features:
+    if not Mma.features <= c.arch.features:
         return "the arch has no mma (low_bits must be shuffle)"
     if c.bits < 5:
         return "an mma would mix bits of two rows (low_bits must be shuffle)"
@@ -264,8 +286,11 @@ def _(c: Context, k: Knobs) -> str | None:
         return "only between blocks fp16 saves more than its level costs (mma_carrier must be another)"
     if k.exchange_carrier == FP32:
         return "levels cross with fp16 (exchange_carrier must be packed)"
-    count = len(exchanges_of(c.problem, k))
-    return "levels cross in one exchange (far_bits must be lanes, or chunks more)" if count > 1 else None
+    if len(exchanges_of(c.problem, k)) > 1:
+        return "levels cross in one exchange (far_bits must be lanes, or chunks more)"
+    if k.warps * k.cluster > 1 << LANE_BITS:
+        return "each lane of a warp reads the level of one (warps or cluster must be fewer)"
+    return None
 
 
 @_rule("butterfly_carrier")
@@ -349,10 +374,10 @@ def _(c: Context, k: Knobs) -> str | None:
 
 @_rule("load")
 def _(c: Context, k: Knobs) -> str | None:
-    if Load(k.load).staged:
-        needed = "bulk_copy" if Load(k.load).in_bulk else "cp_async"
-        if needed not in c.arch.features:
-            return f"the arch has no {needed} (load must be another)"
+    load = Load(k.load)
+    if lacking := load.features - c.arch.features:
+        return f"the arch has no {min(lacking)} (load must be another)"
+    if load.staged:
         if c.problem.n * c.problem.dtype.bytes < VECTOR_BYTES:
             return "rows shorter than 16 bytes cannot be copied asynchronously (load must be another)"
         if c.problem.pitched:
@@ -371,7 +396,7 @@ def _(c: Context, k: Knobs) -> str | None:
 def _(c: Context, k: Knobs) -> str | None:
     if not k.ahead:
         return None
-    if "bulk_copy" not in c.arch.features:
+    if not Prefetch.features <= c.arch.features:
         return "the arch has no bulk copies to L2 (ahead must be 0)"
     if c.problem.pitched:
         return "pitched rows lie anywhere (ahead must be 0)"
@@ -382,7 +407,7 @@ def _(c: Context, k: Knobs) -> str | None:
 def _(c: Context, k: Knobs) -> str | None:
     if k.trigger == "end":
         return None
-    if "dependent_launch" not in c.arch.features:
+    if not Trigger.features <= c.arch.features:
         return "the arch starts no kernel before the last one ends (trigger must be end)"
     # Clusters win where blocks are few; where they are many, those of the next kernel come in their way.
     return "only few blocks leave room for the next kernel's (trigger must be end)" if k.cluster == 1 else None
@@ -404,36 +429,13 @@ def _(c: Context, k: Knobs) -> str | None:
 
 @_rule("min_blocks")
 def _(c: Context, k: Knobs) -> str | None:
+    limits, footprint = c.arch.limits, _footprint(c.problem, *_before_min_blocks(k))
     # All values are wide at once where they cross shared memory in fp32, or are not rounded before the store.
-    wide = k.exchange_carrier == FP32 or _rounds_once(c, k)
-    packed = k.chunks * THREAD_ELEMENTS * c.problem.dtype.bytes // 4
-    shares = 1 if c.problem.dtype is DType.FLOAT32 else _shares_loaded(k)  # that are in registers at once
-    data = max(k.chunks * THREAD_ELEMENTS if wide else packed, shares * packed)
-    if k.stages > 1 and not Load(k.load).staged:
-        data += packed
-    threads = 32 * k.warps
-    available = min(c.arch.limits.registers_per_thread, c.arch.limits.registers_per_sm // (threads * k.min_blocks))
-    if data + OVERHEAD_REGISTERS > available:
+    registers = footprint.registers(wide=k.exchange_carrier == FP32 or _rounds_once(c, k))
+    if registers > min(limits.registers_per_thread, limits.registers_per_sm // (32 * k.warps * k.min_blocks)):
         return "a thread's values do not fit its registers (take fewer chunks, stages or min_blocks)"
-    return None
-
-
-@_rule("min_blocks")
-def _(c: Context, k: Knobs) -> str | None:
-    block = k.chunks * k.warps << CHUNK_BITS
-    load = Load(k.load)
-    staged = k.stages * _shares_loaded(k) * block * c.problem.dtype.bytes if load.staged else 0
-    exchanged = 0
-    if _has_exchange(c, k):
-        slot = Exchange((), k.exchange_carrier, k.exchange_rounds, k.shared_layout).slot_bytes
-        crossing = [any(far.kind == "cta" for _, far in pairs) for pairs in exchanges_of(c.problem, k)]
-        exchanged = k.chunks * k.warps * slot * len(set(crossing))  # blocks fill each other's slots beside their own
-    levels = VECTOR_BYTES * k.warps * k.cluster if k.normalizes else 0
-    # Barriers or not, and levels told or not: a little room to spare.
-    bytes_ = BARRIER_BYTES + levels + (max(staged, exchanged) if load.multicast else staged + exchanged)
-    limits = c.arch.limits
-    if bytes_ > limits.shared_per_block:
+    if footprint.shared_bytes > limits.shared_per_block:
         return f"more than {limits.shared_per_block} bytes of shared memory per block (take fewer stages or warps)"
-    if k.min_blocks * (bytes_ + limits.shared_reserved_per_block) > limits.shared_per_sm:
+    if k.min_blocks * (footprint.shared_bytes + limits.shared_reserved_per_block) > limits.shared_per_sm:
         return f"more than {limits.shared_per_sm} bytes of shared memory per SM (min_blocks must be smaller)"
     return None

@@ -14,10 +14,12 @@ from typing import Any
 from hadagen.arch import Arch
 from hadagen.errors import UsageError
 from hadagen.knobs import HALF, KNOB_NAMES, LOAD, Knobs, log2, plan_of
+from hadagen.layout import CHUNK_BITS
 from hadagen.legality import RULES, Context, Rule
-from hadagen.plan import CHUNK_BITS, Plan
+from hadagen.plan import Plan
 from hadagen.problem import DType, Numerics, Problem
-from hadagen.steps import FP16, PACKED, Load
+from hadagen.steps.base import FP16, PACKED
+from hadagen.steps.memory import Load
 
 # What proved good on H100s and H200s, whatever the tile, for `fast`; where it is not legal, the nearest that is.
 PROVEN = Knobs(far_bits="lanes", far_lanes="mma", shuffles=HALF, accumulator=PACKED, shared_layout="swizzled")

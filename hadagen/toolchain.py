@@ -10,25 +10,27 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
-from threading import Lock
+from threading import Event
 
-from hadagen import ptx
+from hadagen import programs, ptx
 from hadagen.arch import Arch
 from hadagen.cache import KernelCache, cache_key, cache_root
-from hadagen.errors import ToolchainError, UsageError
+from hadagen.cubin import is_cubin
+from hadagen.errors import StorageError, ToolchainError, UsageError
 from hadagen.launch import LaunchSpec, Source
+from hadagen.programs import Finished, Patience, one_line
 from hadagen.templates import read_texts
-from hadagen.trial import Kernel, kernel_digest
+from hadagen.trial import Kernel, NotTried, kernel_digest
 
 # For both ends of nvcc. `-v` makes the back end report what a kernel uses.
 FLAGS = ("-std=c++17", "-O3", "-Xptxas=-v")
 
+_OF_A_SHELL = {"$", "`"}  # what it replaces between the quotation marks that nvcc writes around a path
 _HINT = "install the CUDA toolkit 12.1 or newer, or: pip install 'hadagen[nvcc]'"
 
 
@@ -42,10 +44,10 @@ class BuildFailure:
     @property
     def summary(self) -> str:
         """The log as one line, cut short."""
-        return _one_line(self.log)
+        return one_line(self.log)
 
 
-_Built = dict[str, bytes] | BuildFailure  # the files of a cache entry, or why there are none
+_Built = dict[str, bytes] | BuildFailure | NotTried  # the files of a cache entry, or why there are none
 
 
 def device_headers() -> dict[str, str]:
@@ -62,6 +64,7 @@ class Toolchain:
     flags: tuple[str, ...] = FLAGS
     headers: Mapping[str, str] = field(default_factory=device_headers)
     cache: KernelCache = field(default_factory=lambda: KernelCache(cache_root()))
+    patience: Patience = field(default_factory=Patience, compare=False)
 
     @classmethod
     def find(cls) -> Toolchain:
@@ -73,10 +76,9 @@ class Toolchain:
         if nvcc is None:
             raise ToolchainError(f"nvcc is not on PATH, in $CUDA_HOME/bin or among the Python packages; {_HINT}")
         answer = _run([nvcc, "--version"])
-        if answer.returncode:
-            said = _first_lines(answer)
-            raise ToolchainError(f"{nvcc} --version fails, so this nvcc is broken: {said}; {_HINT}")
-        return cls(nvcc, answer.stdout.strip())
+        if not answer.ok:
+            raise ToolchainError(f"{nvcc} --version fails, so this nvcc is broken: {answer.first_lines}; {_HINT}")
+        return cls(nvcc, answer.log.strip())
 
     @property
     def release(self) -> str:
@@ -95,11 +97,15 @@ class Toolchain:
             headers=self.headers,
         )
 
-    def build(self, sources: Sequence[Source], arch: Arch, *, jobs: int | None = None) -> list[Kernel | BuildFailure]:
+    def build(
+        self, sources: Sequence[Source], arch: Arch, *, jobs: int | None = None, stopped: Event | None = None
+    ) -> list[Kernel | BuildFailure | NotTried]:
         """Compile sources, as many at a time as `jobs` (default: one for each CPU), and return them in the same order.
 
         Every kernel is called `ptx.ENTRY`, so sources that differ in their name alone have one cubin and one digest.
-        Raises `ToolchainError` where nvcc cannot compile anything, `StorageError` where the cache cannot be written.
+        `NotTried` stands for one that nvcc said nothing of, for it was killed, say; building it again may work.
+        Setting `stopped` kills what runs, which raises `Stopped`. Raises `ToolchainError` where nvcc cannot compile
+        anything, `StorageError` where the cache cannot be written.
         """
         jobs = (os.cpu_count() or 1) if jobs is None else jobs
         if jobs < 1:
@@ -110,11 +116,22 @@ class Toolchain:
         missing = {key: source for key, source in keyed if key not in built}
         if missing:
             with self.cache.workspace() as folder:
-                built |= _Build(self, arch, folder).run(list(missing.items()), jobs)
+                built |= _Build(self, arch, folder, stopped or Event()).run(list(missing.items()), jobs)
         return [self._result(built[key], source.launch, arch) for key, source in keyed]
 
-    def _result(self, built: _Built, launch: LaunchSpec, arch: Arch) -> Kernel | BuildFailure:
-        if isinstance(built, BuildFailure):
+    def build_all(self, sources: Sequence[Source], arch: Arch) -> list[Kernel]:
+        """`build` of sources that must compile. Raises `ToolchainError` where one does not."""
+        kernels = []
+        for source, built in zip(sources, self.build(sources, arch), strict=True):
+            if isinstance(built, NotTried):
+                raise ToolchainError(f"{source.entry} was not compiled: {built.reason}; run the same command again")
+            if isinstance(built, BuildFailure):
+                raise ToolchainError(f"{self.nvcc} refuses {source.entry}: {built.summary}; install another nvcc")
+            kernels.append(built)
+        return kernels
+
+    def _result(self, built: _Built, launch: LaunchSpec, arch: Arch) -> Kernel | BuildFailure | NotTried:
+        if isinstance(built, BuildFailure | NotTried):
             return built
         report = built["log.txt"].decode()
         return Kernel(
@@ -135,10 +152,13 @@ class Toolchain:
 class _Build:
     """One call of nvcc after another for the sources of one batch, in `folder`."""
 
-    def __init__(self, toolchain: Toolchain, arch: Arch, folder: Path) -> None:
-        self._toolchain, self._arch, self._folder = toolchain, arch, folder
-        self._lock = Lock()
-        self._nvcc_works = False
+    def __init__(self, toolchain: Toolchain, arch: Arch, folder: Path, stopped: Event) -> None:
+        if found := _OF_A_SHELL & set(str(folder)):
+            raise StorageError(
+                f"the kernel cache {toolchain.cache.root} has a {found.pop()} in its path, which the shell that nvcc "
+                "uses would take for a command; set HADAGEN_CACHE to another directory"
+            )
+        self._toolchain, self._arch, self._folder, self._stopped = toolchain, arch, folder, stopped
         for name, text in toolchain.headers.items():
             (folder / name).write_text(text, encoding="utf-8")
 
@@ -151,66 +171,88 @@ class _Build:
                 units = [sources[first::jobs] for first in range(min(jobs, len(sources)))]
                 for front_end in as_completed([pool.submit(self._front_end, unit) for unit in units]):
                     for key, source, module in front_end.result():
-                        if isinstance(module, BuildFailure):
-                            built[key] = module
-                        else:
+                        if isinstance(module, str):
                             back_ends[pool.submit(self._back_end, key, source, module)] = key
+                        else:
+                            built[key] = module
                 for back_end in as_completed(back_ends):
                     built[back_ends[back_end]] = back_end.result()
             except BaseException:
+                self._stopped.set()
                 pool.shutdown(cancel_futures=True)
                 raise
         return built
 
-    def _front_end(self, unit: list[tuple[str, Source]]) -> list[tuple[str, Source, str | BuildFailure]]:
-        """The PTX of each source. Where one does not compile, each half of the unit is tried without the other."""
+    def _front_end(self, unit: list[tuple[str, Source]]) -> list[tuple[str, Source, str | BuildFailure | NotTried]]:
+        """The PTX of each source. Where one does not compile, each half of the unit is tried without the other; where
+        nvcc dies, each source alone."""
         name = f"unit-{unit[0][0]}"
         text = "\n".join(f'#line 1 "{source.entry}.cu"\n{source.text}' for _, source in unit)
         (self._folder / f"{name}.cu").write_text(text, encoding="utf-8")
         answer = self._nvcc("-ptx", f"{name}.cu", "-o", f"{name}.ptx")
-        if answer.returncode == 0:
+        if answer.ok:
             modules = ptx.split((self._folder / f"{name}.ptx").read_text(encoding="utf-8"))
             return [(key, source, modules.get(source.entry) or _without_kernel(source)) for key, source in unit]
-        self._check_nvcc_works()
         if len(unit) == 1:
             [(key, source)] = unit
-            return [(key, source, BuildFailure(source.entry, answer.stdout))]
-        return self._front_end(unit[::2]) + self._front_end(unit[1::2])
+            return [(key, source, self._failed(key, source, answer))]
+        parts = [[each] for each in unit] if answer.passing else [unit[::2], unit[1::2]]
+        return [each for part in parts for each in self._front_end(part)]
 
     def _back_end(self, key: str, source: Source, module: str) -> _Built:
         """Assemble one kernel and put it in the cache."""
         (self._folder / f"{key}.ptx").write_text(module, encoding="utf-8")
         answer = self._nvcc("-cubin", f"{key}.ptx", "-o", f"{key}.cubin")
-        if answer.returncode:
-            self._check_nvcc_works()
-            return BuildFailure(source.entry, answer.stdout)
+        if not answer.ok:
+            return self._failed(key, source, answer)
+        self._toolchain.patience.worked()
         files = {
             "source.cu": source.text.encode(),
             "kernel.ptx": module.encode(),
             "kernel.cubin": (self._folder / f"{key}.cubin").read_bytes(),
-            "log.txt": answer.stdout.encode(),
+            "log.txt": answer.log.encode(),
         }
         meta = {"nvcc": self._toolchain.version, "flags": self._toolchain.flags, "arch": self._arch.nvcc_arch}
         return self._toolchain.cache.store(key, files, meta)
 
-    def _nvcc(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        options = (*self._toolchain.flags, f"-arch={self._arch.nvcc_arch}", *arguments)
-        return _run([self._toolchain.nvcc, *options], self._folder)
+    def _failed(self, key: str, source: Source, answer: Finished) -> BuildFailure | NotTried:
+        """What to make of nvcc's failure with one source. Raises `ToolchainError` where it fails with any."""
+        if reason := answer.passing or self._passing_with_any_source():
+            self._toolchain.patience.lose(key, str(self._toolchain.nvcc), reason)
+            return NotTried(f"nvcc {reason}")
+        self._toolchain.patience.worked()
+        return BuildFailure(source.entry, answer.log)
 
-    def _check_nvcc_works(self) -> None:
-        """Raise unless an empty kernel compiles here: what failed was then not the source's fault."""
-        with self._lock:
-            if self._nvcc_works:
-                return
-            (self._folder / "room").write_bytes(bytes(1 << 20))  # on a full disk the sentence is about that
-            (self._folder / "empty.cu").write_text('extern "C" __global__ void empty() {}\n', encoding="utf-8")
-            answer = self._nvcc("-cubin", "empty.cu", "-o", "empty.cubin")
-            if answer.returncode:
-                raise ToolchainError(
-                    f"{self._toolchain.nvcc} cannot compile an empty kernel for {self._arch.nvcc_arch}: "
-                    f"{_first_lines(answer)}; check that a C++ compiler is installed, or {_HINT}"
-                )
-            self._nvcc_works = True
+    def _nvcc(self, *arguments: str) -> Finished:
+        """Runs it. The last argument names the file to be written; success without it is a failure that may pass."""
+        options = (*self._toolchain.flags, f"-arch={self._arch.nvcc_arch}", *arguments)
+        answer = _run([self._toolchain.nvcc, *options], self._folder, self._stopped)
+        output = self._folder / arguments[-1]
+        if answer.ok and not _is_whole(output):
+            return replace(answer, broken=f"wrote no sound {output.suffix[1:]} though it ended well")
+        return answer
+
+    def _passing_with_any_source(self) -> str:
+        """Why an empty kernel does not compile here either, where that may pass; empty where it does. Raises
+        `ToolchainError` where it never will: what failed was then not the source's fault."""
+        (self._folder / "room").write_bytes(bytes(16 << 20))  # on a full disk the sentence is about that
+        (self._folder / "empty.cu").write_text('extern "C" __global__ void empty() {}\n', encoding="utf-8")
+        answer = self._nvcc("-cubin", "empty.cu", "-o", "empty.cubin")
+        if not answer.ok and not answer.passing:
+            raise ToolchainError(
+                f"{self._toolchain.nvcc} cannot compile an empty kernel for {self._arch.nvcc_arch}: "
+                f"{answer.first_lines}; check that a C++ compiler is installed, or {_HINT}"
+            )
+        return answer.passing
+
+
+def _is_whole(output: Path) -> bool:
+    """Whether a file that nvcc was to write is there, and a whole one of its kind."""
+    try:
+        content = output.read_bytes()
+    except FileNotFoundError:
+        return False
+    return is_cubin(content) if output.suffix == ".cubin" else b"\n.version" in b"\n" + content
 
 
 def _without_kernel(source: Source) -> BuildFailure:
@@ -225,10 +267,10 @@ def disassemble(kernel: Kernel) -> str:
     with KernelCache(cache_root()).workspace() as folder:
         (folder / "kernel.cubin").write_bytes(kernel.cubin)
         answer = _run([nvdisasm, "--print-code", "kernel.cubin"], folder)
-    if answer.returncode:
-        said = _first_lines(answer)
+    if not answer.ok:
+        said = answer.first_lines
         raise ToolchainError(f"{nvdisasm} cannot read a cubin of nvcc {kernel.nvcc}: {said}; {_HINT}")
-    return answer.stdout
+    return answer.log
 
 
 def _find(tool: str) -> Path | None:
@@ -241,36 +283,15 @@ def _find(tool: str) -> Path | None:
     return next((folder / tool for folder in folders if (folder / tool).is_file()), None)
 
 
-def _run(command: Sequence[str | Path], folder: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Run to the end, and return what it wrote to either output as `stdout`."""
-    environment = dict(os.environ)
-    if folder is not None:
-        environment["TMPDIR"] = str(folder)
-    if not shutil.which("gcc") and (compiler := shutil.which("c++")):
-        environment.setdefault("NVCC_CCBIN", compiler)  # nvcc itself looks for no other name than gcc
+def _run(command: Sequence[str | Path], folder: Path | None = None, stopped: Event | None = None) -> Finished:
+    """`programs.run` with the compiler that nvcc is to use. Raises `ToolchainError` where it cannot be started."""
+    environment = {}
+    if not shutil.which("gcc") and (compiler := shutil.which("c++")) and "NVCC_CCBIN" not in os.environ:
+        environment["NVCC_CCBIN"] = compiler  # nvcc itself looks for no other name than gcc
     try:
-        return subprocess.run(
-            command,
-            cwd=folder,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            encoding="utf-8",
-            errors="replace",
-            start_new_session=True,  # or Ctrl-C would end it too, and pass for a source that does not compile
-        )
+        return programs.run(command, folder=folder, environment=environment, stopped=stopped or Event())
     except OSError as error:
         raise ToolchainError(f"{command[0]} cannot be run ({error.strerror}); {_HINT}") from error
-
-
-def _first_lines(answer: subprocess.CompletedProcess[str]) -> str:
-    return _one_line(answer.stdout) or f"exit code {answer.returncode}"
-
-
-def _one_line(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return " / ".join(lines[:3])
 
 
 def _reported(report: str, pattern: str, absent: int | None = None) -> int:

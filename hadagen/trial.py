@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -63,6 +64,14 @@ def utc_now() -> str:
 def knobs_key(knobs: Mapping[str, Any]) -> str:
     """Canonical text of knobs: equal knobs give equal text, whatever their order."""
     return json.dumps(dict(knobs), sort_keys=True, separators=(",", ":"))
+
+
+def check_knobs(knobs: object) -> None:
+    """Raises `ValueError` where these are not names with a number or a text each."""
+    if not isinstance(knobs, dict) or not all(
+        type(name) is str and type(value) in (int, str) for name, value in knobs.items()
+    ):
+        raise ValueError(f"{knobs!r:.40} are no knobs")
 
 
 class Outcome(str, Enum):
@@ -161,6 +170,22 @@ class Kernel:
     spill_bytes: int
     nvcc: str
     static_shared_bytes: int = 0  # of one block, beside launch.shared_bytes
+
+    def check(self) -> None:
+        """Raises `ValueError` where it is not what was compiled: its digest is not that of its code and launch, or its
+        entry is no name. For a kernel that was read, with its cubin."""
+        if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", self.entry):
+            raise ValueError(f"the entry {self.entry!r:.40} of a kernel is no identifier")
+        if self.digest != kernel_digest(self.cubin, self.launch):
+            raise ValueError(f"kernel {self.digest:.12} does not match its digest")
+
+
+@dataclass(frozen=True)
+class NotTried:
+    """Takes the place of what would be said of a variant, had its compiler not died for a `reason` that may pass, such
+    as "nvcc was killed by signal 9"."""
+
+    reason: str
 
 
 @dataclass(frozen=True)

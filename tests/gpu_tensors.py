@@ -23,6 +23,7 @@ def nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_timed", {})
     monkeypatch.setattr(kernels, "_found", {})
     monkeypatch.setattr(kernels, "_loaded", {})
+    monkeypatch.setattr(kernels, "_unserved", set())
     compute.calls.clear()
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from sample_trials import H100, PROBLEM, make_trial, times
 
 from hadagen.runtime import bundles
 from hadagen.trial import Destination, Trial
+from hadagen.tuning_db.bundle import OPENED, content_digest, read_rows, rows_digest, winners_of
 from hadagen.tuning_db.bundle_writer import write_bundle
 from hadagen.tuning_db.winners import WinnerCell, portfolio
 
@@ -48,3 +51,13 @@ def _write(path: Path, selection: Mapping[WinnerCell, Trial]) -> Path:
     kernels = {trial.kernel.digest: trial.kernel for trial in selection.values() if trial.kernel}
     write_bundle(path, "sm90", selection, kernels.__getitem__)
     return path
+
+
+def remake(path: Path) -> None:
+    """Makes every digest anew, as somebody could who changed the rows of a bundle."""
+    with closing(sqlite3.connect(path)) as connection, connection:
+        for number, *_ in read_rows(connection, "problems"):
+            winners = rows_digest(winners_of(connection, number))
+            connection.execute("UPDATE problems SET winners = ? WHERE id = ?", (winners, number))
+        digest = content_digest({table: read_rows(connection, table) for table in OPENED})
+        connection.execute("UPDATE meta SET value = ? WHERE key = 'digest'", (digest,))

@@ -47,13 +47,15 @@ def make_timing(
 
 def make_trial(chunks: int = 1, **fields: Any) -> Trial:
     """A measured winner; each `chunks` is another variant with another kernel."""
+    problem = fields.get("problem", PROBLEM)
+    launch = replace(LAUNCH, tile_elements=max(LAUNCH.tile_elements, problem.n), pitched=problem.pitched)
     known = {
-        "problem": PROBLEM,
+        "problem": problem,
         "arch": "sm90",
         "knobs": {"chunks": chunks, "grid": "tiles"},
         "outcome": Outcome.OK,
         "provenance": Provenance.MEASURED,
-        "kernel": make_kernel(b"cubin %d" % chunks),
+        "kernel": make_kernel(b"cubin %d" % chunks, launch=launch),
         "errors": {"normal": 2e-4, "constant": 0.0},
         "timings": (make_timing(), make_timing(3.0, cache=Cache.COLD)),
         "environment": H100,
@@ -96,10 +98,10 @@ environments = st.builds(
 ) | st.sampled_from([Environment(), H100, H200])
 launches = st.builds(
     LaunchSpec,
-    _count,
-    _count,
-    _count,
-    st.integers(0, 2**40),
+    st.sampled_from(range(32, 1025, 32)),
+    st.sampled_from([1, 2, 4, 8, 16]),
+    st.integers(0, 227 << 10),
+    st.integers(1, 2**31 - 1),
     st.booleans(),
     st.sampled_from(ScaleForm),
     st.booleans(),
@@ -107,7 +109,7 @@ launches = st.builds(
 kernels = st.builds(
     make_kernel,
     st.binary(min_size=1, max_size=30),
-    entry=_text,
+    entry=st.from_regex("[a-z_][a-z0-9_]*", fullmatch=True),
     arch=_text,
     source=_text,
     ptx=st.binary(max_size=30),
@@ -127,7 +129,7 @@ timings = st.builds(
     _positive,
     _positive,
 )
-knobs = st.dictionaries(_text, st.integers(-(2**40), 2**40) | _text | st.booleans() | st.floats(allow_nan=False))
+knobs = st.dictionaries(_text, st.integers(-(2**40), 2**40) | _text)
 errors = st.dictionaries(_text, st.floats(min_value=0, allow_nan=False))
 
 
@@ -164,7 +166,7 @@ def _competitor(
     return make_trial(
         chunks,
         problem=problem,
-        kernel=make_kernel(f"{problem.name} {chunks}".encode()),
+        kernel=make_kernel(f"{problem.name} {chunks}".encode(), launch=replace(LAUNCH, pitched=problem.pitched)),
         environment=ran[0],
         provenance=ran[1],
         errors={"normal": error},

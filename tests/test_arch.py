@@ -144,7 +144,7 @@ def test_a_value_is_read_as_its_kind(values: dict[str, Any], read: Callable[[Any
     assert arch.search["warps"] == (8, 4)
 
 
-@pytest.mark.parametrize("text", ["name: [", "", "- a\n- b", "\t"])
+@pytest.mark.parametrize("text", ["name: [", "", "- a\n- b", "\t", "[" * 9000, "{" * 9000 + "}" * 9000])
 def test_a_file_that_is_no_mapping_is_one_sentence(text: str, read: Callable[[Any], Arch]) -> None:
     with pytest.raises(UsageError, match=r"^sm90\.yaml[^\n]*$"):
         read(text)

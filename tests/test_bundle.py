@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import errno
+import json
+import math
 import os
 import shutil
 import sqlite3
 import stat
+import tracemalloc
+import zlib
 from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import replace
@@ -15,7 +19,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sample_bundle import write_trials
+from sample_bundle import remake, write_trials
 from sample_trials import (
     H100,
     H200,
@@ -37,8 +41,18 @@ from hadagen.scale import ScaleForm
 from hadagen.space import build_plan
 from hadagen.trial import Cache, Destination, Environment, Kernel, Provenance, Trial
 from hadagen.tuning_db.aside import unwritable, written_aside
-from hadagen.tuning_db.bundle import APPLICATION_ID, FORMAT, TABLES, Bundle, shipped
+from hadagen.tuning_db.bundle import (
+    APPLICATION_ID,
+    FORMAT,
+    MOST_OF_TEXT,
+    TABLES,
+    Bundle,
+    NoKernelError,
+    sha256,
+    shipped,
+)
 from hadagen.tuning_db.bundle_writer import check_bundle_place, write_bundle
+from hadagen.tuning_db.files import MOST_BYTES, inflated
 from hadagen.tuning_db.store import Store
 from hadagen.tuning_db.winners import WinnerCell, cell_value, portfolio
 
@@ -415,6 +429,239 @@ def test_what_was_read_before_the_damage_is_verified_anew(path: Path) -> None:
     change(path, "UPDATE trials SET date = ''")
     with pytest.raises(StorageError, match="is damaged"):
         bundle.verify()
+
+
+# ---- files that somebody made ----------------------------------------------------------------------------------------
+# Column -> what no search writes there.
+FORGED: dict[str, list[object]] = {
+    "meta.value": [None, "a\x1b[31m", "x" * (MOST_OF_TEXT + 1)],
+    "environments.gpu": [None, "\n", "\x1b]0;"],
+    "environments.sms": [-1, 1.5, "many", None],
+    "problems.n": [3, 1 << 16, "x"],
+    "problems.dtype": ["int8", None],
+    "problems.pitched": [2, 1, None],
+    "kernels.digest": ["x"],
+    "kernels.entry": ["", "a b", "a;", None],
+    "kernels.registers": [-1, "x"],
+    "kernels.launch": [
+        *(
+            json.dumps(LAUNCH.to_dict() | {name: value})
+            for name, values in {
+                "threads": [33, 0, 2048, "64", 64.0, True],
+                "cluster": [3, 0, 32],
+                "shared_bytes": [-1, 1 << 20],
+                "tile_elements": [0, 1, 1 << 40],
+                "persistent": [1, "no"],
+                "scale_form": ["fp64"],
+                "pitched": [True],
+                "starts_early": [1],
+                "more": [1],
+            }.items()
+            for value in values
+        ),
+        "{}",
+        "[" * MOST_OF_TEXT,
+    ],
+    "trials.kernel": [99, None],
+    "trials.environment": [99],
+    "trials.knobs": [
+        '{"a": [1]}',
+        '{"a": 1.5}',
+        '{"a": true}',
+        '{"a": null}',
+        '{"a": "\\u001b[31m"}',
+        "[1]",
+        "[" * 9000,
+        "x",
+    ],
+    "trials.errors": ["{}", "[]", *(f'{{"normal": {e}}}' for e in ("NaN", "Infinity", "-1", "true", '"x"', "9" * 400))],
+    "trials.provenance": ["guessed"],
+    "trials.date": [None, "\t"],
+    "entries.trial": [99],
+    "entries.destination": ["elsewhere"],
+    "entries.elements": [0, -8192, 1.5, 8193, None],
+    "entries.cache": ["warm", "cold"],
+    "entries.hot_us": [None, 0, -1.0, "x", math.inf, 1e-300],
+    "entries.hot_copy_us": [None, math.inf],
+}
+
+
+@pytest.mark.parametrize("column", FORGED)
+def test_no_digest_makes_sound_what_no_search_finds(tmp_path: Path, column: str) -> None:
+    sound = write(tmp_path / "sound.db", [make_trial(timings=(make_timing(),))])
+    table, name = column.split(".")
+    for value in FORGED[column]:
+        path = Path(shutil.copy(sound, tmp_path / "forged.db"))
+        where = "key = 'arch'" if table == "meta" else "true"
+        with closing(sqlite3.connect(path)) as connection, connection:
+            connection.execute(f"UPDATE {table} SET {name} = ? WHERE {where}", (value,))
+            with suppress(TypeError, ValueError, RecursionError):  # a name that suits the launch, if it is one
+                launch = json.dumps(json.loads(value), sort_keys=True) if name == "launch" else ""
+                digest = sha256(b"cubin 1" + launch.encode())
+                connection.execute("UPDATE kernels SET digest = ? WHERE ? <> ''", (digest, launch))
+        remake(path)
+        assert "is damaged (" in refusal(path), value
+
+
+MANY = "WITH RECURSIVE r(i) AS (SELECT 9 UNION ALL SELECT i + 1 FROM r WHERE i < 30000)"
+
+
+@pytest.mark.parametrize(
+    ("statement", "why"),
+    [
+        (
+            f"INSERT INTO entries SELECT 9, {', '.join([*TABLES['entries']][1:])} FROM entries",
+            "two winners in one place",
+        ),
+        ("INSERT INTO problems SELECT 9, n, dtype, numerics, pitched, winners FROM problems", "is there twice"),
+        ("INSERT INTO meta VALUES ('more', '')", "its head has other rows"),
+        (f"{MANY} INSERT INTO entries (id, trial) SELECT i, 1 FROM r", "more than any search finds"),
+        (f"{MANY} INSERT INTO environments (id) SELECT i FROM r", "more than any search finds"),
+    ],
+)
+def test_no_digest_makes_sound_what_is_there_too_often(tmp_path: Path, statement: str, why: str) -> None:
+    path = write(tmp_path / "forged.db", [make_trial(timings=(make_timing(),))])
+    change(path, statement)
+    with suppress(ValueError):  # where there are more rows than are read
+        remake(path)
+    assert why in refusal(path)
+
+
+ENDLESS = "WITH RECURSIVE r(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM r) SELECT"
+
+
+@pytest.mark.parametrize(
+    "statements",
+    [
+        "DROP TABLE meta; CREATE VIEW meta AS " + ENDLESS + " i AS key, i AS value FROM r",
+        "DROP TABLE blobs; CREATE VIEW blobs AS " + ENDLESS + " i AS kernel, x'' AS cubin, x'' AS ptx FROM r",
+        "DROP TABLE meta; CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT AS (hex(zeroblob(400000000))))",
+        "CREATE TRIGGER x AFTER INSERT ON meta BEGIN DELETE FROM entries; END",
+        "CREATE INDEX x ON meta (length(key))",
+        "CREATE TABLE x (y)",
+    ],
+)
+def test_a_bundle_has_its_tables_and_nothing_that_computes(path: Path, statements: str) -> None:
+    with closing(sqlite3.connect(path)) as connection:
+        connection.executescript(statements)
+    assert "is damaged (it has other tables)" in refusal(path)
+
+
+def test_pages_that_lead_to_themselves_are_not_followed_for_long(path: Path) -> None:
+    """Eight levels of a tree that all have 400 times the same child would be 400**8 rows."""
+    with closing(sqlite3.connect(path)) as connection:
+        (root,) = connection.execute("SELECT rootpage FROM sqlite_master WHERE name = 'problems'").fetchone()
+    pages = [path.read_bytes()[at : at + 4096] for at in range(0, path.stat().st_size, 4096)]
+
+    def inner(child: int) -> bytes:
+        cells = b"".join(child.to_bytes(4, "big") + bytes([at % 127]) for at in range(400))
+        places = b"".join((4096 - 5 * at).to_bytes(2, "big") for at in range(400, 0, -1))
+        head = (
+            b"\5\0\0" + (400).to_bytes(2, "big") + (4096 - 2000).to_bytes(2, "big") + b"\0" + child.to_bytes(4, "big")
+        )
+        return (head + places).ljust(4096 - 2000, b"\0") + cells
+
+    pages, leaf = [*pages, *(inner(len(pages) + 2 + level) for level in range(8))], pages[root - 1]
+    pages[root - 1] = inner(len(pages) - 7)
+    path.write_bytes(b"".join([*pages, leaf]))
+    with path.open("r+b") as file:
+        file.seek(28)
+        file.write((len(pages) + 1).to_bytes(4, "big"))
+    assert "is damaged (" in refusal(path)
+
+
+@pytest.mark.parametrize("column", ["cubin", "ptx"])
+def test_no_more_is_inflated_than_a_kernel_has(path: Path, column: str) -> None:
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute(f"UPDATE blobs SET {column} = ?", (zlib.compress(bytes(4 * MOST_BYTES)),))
+    tracemalloc.start()
+    try:
+        assert f"a compressed value has more than {MOST_BYTES} bytes" in refusal(path)
+        assert tracemalloc.get_traced_memory()[1] < 3 * MOST_BYTES
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_compressed_value_ends_where_its_bytes_do() -> None:
+    data = zlib.compress(b"x" * 100)
+    assert inflated(data) == b"x" * 100
+    for damaged in (data[:-1], data + b"x", b"", b"x"):
+        with pytest.raises(ValueError, match=r"was cut|incorrect"):
+            inflated(damaged)
+
+
+def test_only_regular_files_are_opened(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe.db"
+    os.mkfifo(pipe)
+    held = os.open(pipe, os.O_RDWR)  # without which whoever waits at it would wait for good
+    os.write(held, bytes(100))
+    (tmp_path / "link.db").symlink_to(pipe)
+    (tmp_path / "loop.db").symlink_to(tmp_path / "loop.db")
+    for place, why in (
+        (pipe, "Not a regular file"),
+        (tmp_path / "link.db", "Not a regular file"),
+        (Path("/dev/zero"), "Not"),
+    ):
+        assert f"cannot be read ({why}" in refusal(place)
+        with pytest.raises(StorageError, match=r"cannot be written \(Not a regular file\)"):
+            check_bundle_place(place)
+    assert "cannot be read (" in refusal(tmp_path / "loop.db")
+    os.close(held)
+
+
+def test_a_path_may_begin_with_two_slashes_or_be_no_utf8(path: Path) -> None:
+    Bundle.open(f"/{path}").verify()
+    other = path.parent / os.fsdecode(b"caf\xe9.db")
+    shutil.copy(path, other)
+    Bundle.open(other).verify()
+    write(other, TRIALS[:1])
+    assert Bundle.open(other).problems() == [PROBLEM]
+
+
+def test_nothing_is_written_that_calls_would_refuse(path: Path) -> None:
+    before = path.read_bytes()
+    with pytest.raises(
+        StorageError, match=r"sm90\.db was not written, for calls would refuse it \(.*is no line of text\)"
+    ):
+        write(path, [make_trial(environment=replace(H100, gpu="H100\x1b[31m"))])
+    assert path.read_bytes() == before
+
+
+# ---- files that are replaced -----------------------------------------------------------------------------------------
+def test_a_bundle_that_is_replaced_is_read_as_it_is_now(path: Path) -> None:
+    bundle, old = Bundle.open(path), Bundle.open(path).entries(PROBLEM)
+    write(path, TRIALS[1:])
+    assert bundle.entries(PROBLEM) == Bundle.open(path).entries(PROBLEM) != old
+    assert bundle.digest == Bundle.open(path).digest
+    gone = old[0].kernel
+    with pytest.raises(NoKernelError, match="holds no kernel"):
+        bundle.kernel(gone)
+
+
+def test_two_writers_of_one_process_do_not_meet(tmp_path: Path) -> None:
+    """Nor do those of two containers, which have one number as well."""
+    path = tmp_path / "sm90.db"
+    with written_aside(path) as one, written_aside(path) as other:
+        one.write_bytes(b"one")
+        other.write_bytes(b"other")
+        assert one.read_bytes() == b"one"
+    assert path.read_bytes() == b"one"
+    assert os.listdir(tmp_path) == ["sm90.db"]
+
+
+def test_a_link_that_was_planted_is_not_followed(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_bytes(b"what is kept")
+    (tmp_path / f".sm90.db.{os.getpid()}").symlink_to(precious)
+    path = write(tmp_path / "sm90.db")
+    assert precious.read_bytes() == b"what is kept"
+    Bundle.open(path).verify()
+    with written_aside(path) as aside:
+        assert stat.S_IMODE(aside.parent.stat().st_mode) == 0o700
+
+
+def test_a_file_may_have_the_longest_name(tmp_path: Path) -> None:
+    Bundle.open(write(tmp_path / f"{'x' * 252}.db")).verify()
 
 
 # ---- files that are not ours -----------------------------------------------------------------------------------------

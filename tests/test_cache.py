@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hadagen import cache as cache_module
 from hadagen.cache import FILES, KernelCache, cache_key, cache_root
 from hadagen.errors import StorageError
 
@@ -98,7 +101,9 @@ def test_a_damaged_entry_counts_as_absent_and_is_replaced(cache: KernelCache, na
     assert entries(cache) == ["key"]
 
 
-@pytest.mark.parametrize("meta", ["", "[]", "{}", '{"sha256": []}', '{"sha256": {}}', '{"sha256": 3}', "\xff"])
+@pytest.mark.parametrize(
+    "meta", ["", "[]", "{}", '{"sha256": {}}', '{"key": "key", "sha256": 3}', "\xff", "[" * 100_000]
+)
 def test_foreign_metadata_counts_as_damage(cache: KernelCache, meta: str) -> None:
     cache.store("key", CONTENT, {})
     (cache.root / "kernels" / "key" / "meta.json").write_text(meta, encoding="latin-1")
@@ -139,7 +144,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing_half_written(
         return opened(path, mode, *arguments, **keywords)
 
     monkeypatch.setattr(Path, "open", full)
-    with pytest.raises(StorageError, match=r"No space left on device.*free some space or set HADAGEN_CACHE"):
+    with pytest.raises(StorageError, match=r"No space left on device.*free some space, or set HADAGEN_CACHE"):
         cache.store("key", CONTENT, {})
     assert cache.load("key") is None
     assert entries(cache) == []
@@ -148,17 +153,49 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing_half_written(
 
 def test_a_place_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(StorageError, match="set HADAGEN_CACHE to a directory that can be written"):
+    with pytest.raises(StorageError, match="make it writable, or set HADAGEN_CACHE to a directory that can be written"):
         KernelCache(tmp_path / "file" / "cache").store("key", CONTENT, {})
 
 
-def test_what_a_killed_process_left_is_removed_after_a_day(cache: KernelCache) -> None:
-    old, recent = cache.root / "work" / "old", cache.root / "work" / "recent"
-    for folder in (old, recent):
-        (folder / "inner").mkdir(parents=True)
-    os.utime(old, (0, 0))
+def test_what_a_killed_process_left_is_removed_by_the_next(cache: KernelCache) -> None:
+    with cache.workspace() as ours:
+        (ours / "inner").mkdir()
+        killed = (
+            "import os, sys, pathlib, hadagen.cache as c\n"
+            "with c.KernelCache(pathlib.Path(sys.argv[1])).workspace() as folder:\n"
+            "    (folder / 'inner').mkdir()\n"
+            "    os.kill(os.getpid(), 9)"
+        )
+        subprocess.run([sys.executable, "-c", killed, str(cache.root)], check=False)
+        assert len(os.listdir(cache.root / "work")) == 2
+        cache.store("key", CONTENT, {})
+        assert os.listdir(cache.root / "work") == [ours.name]
+        assert (ours / "inner").is_dir()
+
+
+def test_a_folder_that_is_taken_for_abandoned_before_it_is_locked_is_replaced(
+    cache: KernelCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    locked, cleaned = cache_module._locked, []
+
+    def clean_first(folder: Path) -> Any:
+        if not cleaned:
+            cleaned.append(folder)
+            folder.rmdir()
+        return locked(folder)
+
+    monkeypatch.setattr(cache_module, "_locked", clean_first)
+    with cache.workspace() as folder:
+        assert folder.is_dir()
+        assert [folder] != cleaned
+
+
+def test_an_entry_in_the_place_of_another_is_none(cache: KernelCache) -> None:
     cache.store("key", CONTENT, {})
-    assert os.listdir(cache.root / "work") == ["recent"]
+    cache.entry("key").rename(cache.entry("other"))
+    assert cache.load("other") is None
+    assert cache.store("other", CONTENT, {}) == CONTENT
+    assert cache.load("other") == CONTENT
 
 
 def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

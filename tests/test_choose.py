@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sqlite3
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from fractions import Fraction
@@ -200,13 +201,63 @@ def test_best_config_tells_what_is_known(tmp_path: Path, monkeypatch: pytest.Mon
         "relative_error": 2e-4,
         "provenance": {
             "kind": "measured",
+            "arch": "sm90",
             "gpu": "NVIDIA H100 80GB HBM3",
             "driver": "580.65",
             "nvcc": "13.0.48",
             "date": "2025-01-02T03:04:05+00:00",
             "elements": 1 << 16,
+            "us": 4.0,
+            "copy_us": 1.9,
         },
     }
+
+
+@pytest.mark.parametrize(
+    ("arch", "gpu", "match"),
+    [
+        ("sm90", None, Match.SAME_ARCH),
+        ("sm90", "NVIDIA H20", Match.SAME_ARCH),  # not in the bundle, but known to be of sm90
+        ("sm90", "h100 80gb hbm3", Match.SAME_GPU),
+        ("sm90", "RTX", Match.ESTIMATED),  # nobody knows of which arch
+        ("sm100", "NVIDIA B200", Match.ESTIMATED),
+        ("sm100", None, Match.ESTIMATED),
+    ],
+)
+def test_a_time_is_told_only_of_the_gpu_it_was_measured_on(
+    arch: str, gpu: str | None, match: Match, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(bundles.VARIABLE, str(write_sample(tmp_path / "a.db")))
+    best = hadagen.best_config(PROBLEM, 32, gpu, arch=arch, inplace=True)
+    assert best.match is match
+    measured = (2.0, 1.9, 1.9 / 2.0)
+    assert (best.us, best.copy_us, best.fraction_of_copy) == (measured if match is Match.SAME_GPU else (None,) * 3)
+    assert best.provenance
+    assert (best.provenance["gpu"], best.provenance["us"], best.provenance["copy_us"]) == (H100.gpu, 2.0, 1.9)
+    assert best.relative_error == 2e-4
+
+
+@pytest.mark.parametrize(
+    ("rows", "us"), [(15, None), (16, 2.0), (64, 2.0), (128, 4.0), (512, 4.0), (513, None), (1 << 40, None)]
+)
+def test_a_time_is_told_only_near_the_size_it_was_measured_at(
+    rows: int, us: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """32 and 256 rows of 256 were timed: up to twice as many, and down to half."""
+    monkeypatch.setenv(bundles.VARIABLE, str(write_sample(tmp_path / "a.db")))
+    best = hadagen.best_config(PROBLEM, rows, H100.gpu, arch="sm90", inplace=True)
+    assert (best.match, best.us) == (Match.SAME_GPU, us)
+    assert best.provenance
+    assert best.provenance["us"] == (2.0 if rows < 91 else 4.0)
+
+
+def test_what_the_cost_model_says_is_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    guess = make_trial(environment=Environment(), provenance=Provenance.ESTIMATED)
+    monkeypatch.setenv(bundles.VARIABLE, str(write_trials(tmp_path / "a.db", [guess])))
+    best = hadagen.best_config(PROBLEM, 32, arch="sm90", inplace=True)
+    assert (best.match, best.us, best.copy_us) == (Match.ESTIMATED, None, None)
+    assert best.provenance
+    assert (best.provenance["kind"], best.provenance["us"], best.provenance["copy_us"]) == ("estimated", None, None)
 
 
 def test_best_config_without_a_kernel(tmp_path: Path) -> None:
@@ -276,6 +327,32 @@ def test_a_bundle_is_opened_once_until_it_changes(tmp_path: Path, monkeypatch: p
     assert bundles.known()[0].digest != first.digest
 
 
+def test_a_pinned_bundle_may_be_replaced_while_calls_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also just when its entries are about to be read; nothing fails, what is there now is used, and no more than one
+    opened bundle is kept."""
+    path, others = tmp_path / "a.db", [write_sample(tmp_path / f"{chunks}.db", chunks) for chunks in range(1, 5)]
+    monkeypatch.setattr(bundles, "_seen", {})
+    monkeypatch.setenv(bundles.VARIABLE, str(path))
+    in_turn, step = bundles.in_turn, 0
+
+    def replaced() -> Iterator[list[Bundle]]:
+        for asked in in_turn():
+            put(others[(step + 1) % 4])
+            yield asked
+
+    def put(other: Path) -> None:
+        os.replace(shutil.copy(other, tmp_path / "copy.db"), path)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(8):
+            put(others[step % 4])
+            monkeypatch.setattr(bundles, "in_turn", replaced if step % 2 else in_turn)
+            best = hadagen.best_config(PROBLEM, 1, arch="sm90", inplace=True)
+            assert best.knobs["chunks"] == (step + step % 2) % 4 + 1
+    assert list(bundles._seen) == [path]
+
+
 @pytest.mark.parametrize("spoil", [Path.unlink, lambda path: path.write_bytes(b"what is this")])
 def test_a_bad_bundle_that_was_named_is_refused(
     spoil: Callable[[Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -310,8 +387,17 @@ def test_damage_that_is_found_late_causes_a_warning_once(tmp_path: Path, monkeyp
 def test_a_bad_bundle_that_was_only_found_causes_a_warning() -> None:
     write_sample(bundles.user_directory() / "good.db")
     (bundles.user_directory() / "bad.db").write_bytes(b"what is this")
-    with pytest.warns(RuntimeWarning, match=r"bad\.db is not a hadagen bundle"):
-        best = hadagen.best_config(PROBLEM, 1, arch="sm90", inplace=True)
+    os.mkfifo(bundles.user_directory() / "pipe.db")
+    held = os.open(bundles.user_directory() / "pipe.db", os.O_RDWR)  # whoever waits at it would wait for good without
+    os.write(held, bytes(100))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            best = hadagen.best_config(PROBLEM, 1, arch="sm90", inplace=True)
+    os.close(held)
+    bad, pipe = sorted(str(each.message) for each in said)
+    assert "bad.db is not a hadagen bundle" in bad
+    assert "pipe.db cannot be read (Not a regular file)" in pipe
     assert best.match is Match.SAME_ARCH
 
 
@@ -395,6 +481,30 @@ def test_beside_an_arch_a_number_is_no_name_of_a_gpu(device: int | str | torch.d
     with pytest.raises(UsageError, match=r"is no name of a GPU, which is wanted .* such as 'NVIDIA H100 80GB HBM3'"):
         hadagen.best_config(PROBLEM, 1, device, arch="sm90")
     assert hadagen.best_config(PROBLEM, 1, "Abacus 3000", arch="sm90").device.gpu == "Abacus 3000"
+
+
+def test_a_gpu_of_another_arch_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"^device 'NVIDIA B200' is a GPU of sm100, not of sm90; give that arch, or"):
+        hadagen.best_config(PROBLEM, 1, "NVIDIA B200", arch="sm90")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ((4096, "float16"), {"rows": 8}, "best_config: multiple values for argument 'rows'; call it with a problem"),
+        ((PROBLEM,), {}, "best_config: missing a required argument: 'rows'"),
+        ((), {}, "best_config: missing a required argument: 'problem'"),
+        ((), {"n": 4096, "dtype": "float16", "rows": 8}, "best_config: missing a required argument: 'problem'"),
+        ((PROBLEM, 8), {"numerics": "fast"}, "best_config: got an unexpected keyword argument 'numerics'"),
+        ((PROBLEM, 8, None, "sm90"), {}, "best_config: too many positional arguments"),
+        ((4096,), {"rows": 8}, 'problem = 4096 is not one; give a Problem, or such as {"n": 4096, "dtype": "float16"}'),
+    ],
+)
+def test_miscalls_are_answered_with_a_call(arguments: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        hadagen.best_config(*arguments, **options)
+    assert str(caught.value).startswith(message)
+    assert '{"n": 4096, "dtype": "float16"}' in str(caught.value)
 
 
 @pytest.mark.parametrize("device", ["cpu", "NVIDIA H100 80GB HBM3", "cuda:1", 1, 7, 1.5])

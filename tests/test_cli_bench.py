@@ -7,7 +7,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,9 +19,10 @@ from sample_trials import PROBLEM, make_trial, times
 from hadagen.arch import load_arch
 from hadagen.cli import device
 from hadagen.errors import DeviceError, ToolchainError
+from hadagen.launch import Source
 from hadagen.measure import Answer, Cell, Comparison, Variant
 from hadagen.runtime.bundles import VARIABLE
-from hadagen.toolchain import BuildFailure
+from hadagen.toolchain import BuildFailure, Toolchain
 from hadagen.trial import Destination, Outcome
 
 __all__ = ["fake_gpu", "machine"]  # fixtures
@@ -164,9 +164,12 @@ def test_sizes_that_hold_no_row_are_left_out(fake_gpu: None, tmp_path: Path, mon
 
 
 def test_a_copy_kernel_that_does_not_compile_is_named() -> None:
-    toolchain = SimpleNamespace(nvcc="nvcc", build=lambda sources, arch: [BuildFailure("copy_1x1", "line 1\nline 2\n")])
+    class Refusing(Toolchain):
+        def build(self, sources: Sequence[Source], *_: Any, **__: Any) -> list[Any]:
+            return [BuildFailure(source.entry, "line 1\nline 2\n") for source in sources]
+
     with (
-        pytest.raises(ToolchainError, match="nvcc refuses the copy kernel copy_1x1: line 1 / line 2"),
-        device.device_runner(load_arch("sm90"), 0, toolchain),  # type: ignore[arg-type]
+        pytest.raises(ToolchainError, match=r"nvcc refuses copy_\w+: line 1 / line 2"),
+        device.device_runner(load_arch("sm90"), 0, Refusing(Path("nvcc"), "")),
     ):
         pass

@@ -12,6 +12,7 @@ from sample_trials import H100, PROBLEM, make_trial, times
 
 from hadagen.problem import DType
 from hadagen.runtime.device import Device
+from hadagen.trial import Environment, Provenance
 from hadagen.tuning_db.bundle import shipped
 from hadagen.tuning_db.bundle_writer import write_bundle
 from hadagen.tuning_db.winners import portfolio
@@ -39,10 +40,36 @@ def test_best_says_how_a_kernel_is_launched(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_best_is_readable(sample: Path) -> None:
-    text = succeed(*BEST, "256", "--inplace")
-    assert "match     same-arch" in text
+    text = succeed(*BEST, "256", "--inplace", "--rows", "32", "--device", H100.gpu)
+    assert "match     same-gpu" in text
     assert "chunks=1 grid=tiles" in text
+    assert "time      2.00 µs for 8192 elements, 0.95 of a plain copy (1.90 µs)\n" in text
     assert f"measured  {H100.gpu}, driver 580.65, nvcc 13.0.48" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ((), f"measured on {H100.gpu}, not on every GPU of sm90"),
+        (("--device", "NVIDIA H200"), f"measured on {H100.gpu}, not on NVIDIA H200"),
+        (("--device", "RTX"), f"measured on {H100.gpu}, not on RTX"),
+        (("--device", H100.gpu, "--rows", str(10**9)), "measured at 65536 elements, not at 256000000000"),
+        (("--rows", "1"), f"measured on {H100.gpu} at 8192 elements, not on every GPU of sm90 at 256"),
+    ],
+)
+def test_estimated_is_said_first(options: tuple[str, ...], said: str, sample: Path) -> None:
+    _, first, *others = succeed(*BEST, "256", "--rows", "32", "--inplace", *options).splitlines()
+    assert first == f"estimated: {said}"
+    (time,) = [line for line in others if line.startswith("time")]
+    assert (f"elements on {H100.gpu}, 0." in time) == (f"on {H100.gpu}" in said)
+
+
+def test_the_time_of_the_cost_model_is_not_told(sample: Path) -> None:
+    trial = make_trial(environment=Environment(), provenance=Provenance.ESTIMATED)
+    write_bundle(sample, "sm90", portfolio([trial]), {trial.kernel.digest: trial.kernel}.__getitem__)
+    text = succeed(*BEST, "256", "--inplace")
+    assert "estimated: the cost model chose it, and no GPU has timed it\nmatch     estimated\n" in text
+    assert "µs" not in text
 
 
 def test_best_tells_pitched_rows_from_contiguous_ones(sample: Path) -> None:
@@ -52,7 +79,8 @@ def test_best_tells_pitched_rows_from_contiguous_ones(sample: Path) -> None:
     trial = replace(trial, timings=times({1 << 16: 2.0}))
     write_bundle(sample, "sm90", portfolio([trial]), {trial.kernel.digest: trial.kernel}.__getitem__)
     asked = ("best", "--arch", "sm90", "--n", "4096", "--dtype", "float32", "--rows", "8", "--inplace")
-    assert "65536 elements, rows of 3072, 0.95 of a plain copy" in succeed(*asked, "--pitched")
+    shown = succeed(*asked, "--pitched")
+    assert f"65536 elements, rows of 3072 on {H100.gpu}, 0.95 of a plain copy" in shown
     assert json.loads(succeed(*asked, "--json"))["match"] == "generic"
 
 

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
+import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from command_line import machine, run, sample, sentence, succeed
+from real_nvcc import needs_nvcc
 from sample_bundle import write_sample
 
 from hadagen import toolchain
+from hadagen.arch import load_arch
+from hadagen.launch import LaunchSpec, Source
+from hadagen.toolchain import Toolchain
 
 __all__ = ["machine", "sample"]  # fixtures
 pytestmark = pytest.mark.usefixtures("machine")
@@ -54,3 +62,49 @@ def test_emit_prints_ptx() -> None:
 def test_emit_prints_machine_code(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(toolchain, "disassemble", lambda kernel: f"code of {len(kernel.cubin)} bytes")
     assert succeed("emit", "--n", "2", "--numerics", "fast", "--sass").startswith("code of ")
+
+
+STANDALONE = {
+    ("--n", "4096", "--dtype", "bfloat16", "--knobs", "cluster=16"): (
+        "Launch 16 * ceil(elements / 4096) blocks of 32 threads, in clusters of 16.",
+        "Set CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED first.",
+    ),
+    ("--n", "256", "--numerics", "fast", "--knobs", "grid=persistent,chunks=2,warps=4"): (
+        "Launch min(ceil(elements / 2048), as many as the GPU holds at once) blocks of 128 threads.",
+        "scale_word  scale = a * b, the bits of a as a float16 below those of b;",
+    ),
+    ("--n", "8", "--dtype", "float32", "--pitched"): (
+        "x, y        device addresses; in place, y is x",
+        "0x3eb504f3 makes the transform orthonormal",
+        "columns, x_pitch, y_pitch",
+    ),
+}
+
+
+@pytest.mark.parametrize(("arguments", "said"), STANDALONE.items())
+def test_a_standalone_kernel_includes_nothing_of_ours_and_says_how_to_use_it(
+    arguments: tuple[str, ...], said: tuple[str, ...]
+) -> None:
+    text = succeed("emit", *arguments, "--standalone")
+    assert not re.search('#include "|#pragma once', text)
+    assert all(each in text for each in said)
+
+
+@needs_nvcc
+@pytest.mark.parametrize("arguments", STANDALONE)
+def test_a_standalone_kernel_compiles_by_its_own_command_to_the_very_same_code(
+    arguments: tuple[str, ...], tmp_path: Path
+) -> None:
+    found, arch = Toolchain.find(), load_arch("sm90")
+    text = succeed("emit", *arguments, "--standalone")
+    command = re.search("^//   (nvcc .*)$", text, re.MULTILINE)
+    entry = re.search(r"-o (\w+)\.cubin", text)
+    assert command
+    assert entry
+    (tmp_path / f"{entry[1]}.cu").write_text(text)
+    subprocess.run([found.nvcc, *shlex.split(command[1])[1:]], cwd=tmp_path, check=True)
+    assert (tmp_path / f"{entry[1]}.cubin").stat().st_size
+    launch = LaunchSpec(threads=32, cluster=1, shared_bytes=0, tile_elements=32, persistent=False)
+    plain = Source(entry[1], succeed("emit", *arguments), launch)
+    alone, built = found.build([replace(plain, text=text), plain], arch)
+    assert alone == replace(built, source=text)

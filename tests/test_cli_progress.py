@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from fake_search import FakeRunner
 from sample_trials import make_trial
 
 from hadagen.cli import progress
 from hadagen.cli.output import clock_text
-from hadagen.cli.progress import State, shown
+from hadagen.cli.progress import State, in_parts, shown
 from hadagen.trial import Outcome
-from hadagen.tuner import PairRaced, ProblemFinished, SearchStarted, TrialFinished
+from hadagen.tuner import (
+    BUILT_AT_ONCE,
+    BatchBuilt,
+    PairRaced,
+    ProblemFinished,
+    ProblemStarted,
+    SearchStarted,
+    TrialFinished,
+)
 
 SCORES = (0.5, 0.75, 1.0)
 
@@ -39,8 +49,31 @@ def test_progress_is_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixt
     with shown(None) as listen:
         listen(TrialFinished(make_trial(), SCORES, 1, trials=2))
         listen(ProblemFinished(make_trial().problem, 2, SCORES))
-    (line,) = capsys.readouterr().err.splitlines()
+    line = capsys.readouterr().err.splitlines()[-1]
     assert line.startswith("n256-float16-accurate: 2 trials, best so far")
+
+
+@pytest.mark.parametrize(
+    ("estimated", "trying"), [(True, "verifying kernels on the CPU"), (False, "measuring kernels")]
+)
+def test_until_the_first_trial_lines_say_at_once_what_is_done(
+    estimated: bool, trying: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    count = 2 * BUILT_AT_ONCE + 1
+    with shown(None) as listen:
+        listen(SearchStarted(problems=1, trials=2, finished=0, environment=FakeRunner.environment, estimated=estimated))
+        listen(ProblemStarted(make_trial().problem, 0))
+        build: Any = in_parts(lambda sources: sources, listen)
+        assert build([*range(count)]) == [*range(count)]
+        assert build([1, 2]) == [1, 2]
+        listen(BatchBuilt(fresh=count, known=0, failed=0, seconds=1.0))
+        build([1, 2])  # the next batch
+        listen(TrialFinished(make_trial(), SCORES, 1, trials=2))
+        build([1, 2])
+    done = ["choosing kernels", "choosing kernels: problem 1 of 1"]
+    done += [f"building kernels: {i} of {count}" for i in (0, BUILT_AT_ONCE, 2 * BUILT_AT_ONCE, count)]
+    done += [f"building kernels: {i} of {count + 2}" for i in (count, count + 2)]
+    assert capsys.readouterr().err.splitlines() == [*done, trying]
 
 
 def test_a_line_comes_now_and_then(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,7 +83,7 @@ def test_a_line_comes_now_and_then(capsys: pytest.CaptureFixture[str], monkeypat
         for finished in range(1, 13):
             now[0] += 4.0
             listen(TrialFinished(make_trial(), SCORES, finished, trials=12))
-    counts = [line.split(" of ")[0] for line in capsys.readouterr().err.splitlines()]
+    counts = [line.split(" of ")[0] for line in capsys.readouterr().err.splitlines()[1:]]
     assert counts == ["3", "6", "9", "12"]
 
 

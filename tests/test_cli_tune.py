@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -18,12 +21,14 @@ from sample_bundle import write_sample
 from sample_trials import H200, PROBLEM, in_clusters, make_kernel, make_trial, times
 
 from hadagen import measure
-from hadagen.cli import options
+from hadagen.cli import options, tune
+from hadagen.cli.listing import winners
 from hadagen.errors import DeviceError
 from hadagen.problem import DType, Numerics, Problem
 from hadagen.runtime.bundles import VARIABLE
 from hadagen.trial import Environment, Provenance
-from hadagen.tuner import TuneOptions
+from hadagen.tuner import REGIMES, TuneOptions
+from hadagen.tuning_db.bundle import Bundle
 from hadagen.tuning_db.bundle_writer import write_bundle
 from hadagen.tuning_db.store import Store
 from hadagen.tuning_db.winners import portfolio
@@ -38,7 +43,12 @@ def test_a_tune_without_a_gpu_estimates_is_found_and_goes_on() -> None:
     assert "every winner is only estimated" in result.stderr.splitlines()[0]
     assert "n2-float16-accurate: 1 trials" in result.stderr
     assert result.stdout.splitlines()[-1].startswith("estimated: there is no sm90 GPU here")
-    assert result.stdout.splitlines()[1].startswith("2  float16  accurate  contiguous")
+    # What the table says is what the last line of the search said.
+    said = re.search("best so far, as fraction of copy: latency (.*), L2 (.*), memory (.*)", result.stderr)
+    assert said
+    heads, found = (line.split() for line in result.stdout.splitlines()[:2])
+    assert heads[-3:] == list(REGIMES)
+    assert found == ["float16", "accurate", "contiguous", "2", *said.groups()]
 
     again = json.loads(succeed(*TINY_TUNE, "--json"))
     assert (again["trials"], again["trials_before"], again["outcomes"]) == (1, 1, {})
@@ -51,7 +61,18 @@ def test_a_tune_without_a_gpu_estimates_is_found_and_goes_on() -> None:
     assert "estimated" in succeed("list")
 
 
-def test_the_table_of_a_tune_has_the_winner_where_another_is_for_gpus_that_do_not_hold_it() -> None:
+@pytest.mark.parametrize("numerics", Numerics)
+def test_the_table_of_all_problems_fits_a_terminal(numerics: Numerics, capsys: pytest.CaptureFixture[str]) -> None:
+    kinds = product(DType, (False, True), (1 << k for k in range(1, 16)))
+    problems = [Problem(n, dtype, numerics, pitched) for dtype, pitched, n in kinds]
+    tune._print_best(dict.fromkeys(problems, (1.25, 0.5, 0.0)) | {problems[0]: (5.0, 0.5, 0.0)})
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 10
+    assert max(map(len, lines)) <= 100
+    assert re.split("  +", lines[1])[3:] == ["2-32768", "1.37 (1.25-5.00)", "0.50 (0.50-0.50)", "-"]
+
+
+def test_the_winners_of_a_tune_name_another_for_gpus_that_do_not_hold_one() -> None:
     db = options.default_db()
     db.parent.mkdir(parents=True)
     fields = {"problem": replace(PROBLEM, numerics=Numerics.FAST), "provenance": Provenance.ESTIMATED}
@@ -61,7 +82,6 @@ def test_the_table_of_a_tune_has_the_winner_where_another_is_for_gpus_that_do_no
     tuned = ("tune", "--n", "256", "--dtype", "float16", "--numerics", "fast", "--contiguous", "--trials", "2")
     found = json.loads(succeed(*tuned, "--json"))["winners"]
     assert [(winner["us"], winner["portable"]) for winner in found] == [(1.5, False), (2.5, True)]
-    assert succeed(*tuned).splitlines()[1].split()[4] == "1.5"
 
 
 @pytest.mark.parametrize(
@@ -129,14 +149,26 @@ def test_one_file_is_not_both_database_and_bundle(db: str, tmp_path: Path, monke
     assert not new.exists()
 
 
-def test_an_interrupted_tune_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("named", [False, True])
+def test_an_interrupted_tune_says_what_is_kept_and_how_it_becomes_a_bundle(
+    named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command that it names does that."""
+    db, bundle = tmp_path / "the trials.db", tmp_path / "winners.db"
+    names = ["--db", str(db), "--bundle", str(bundle)] if named else []
+    succeed(*TINY_TUNE, *names)
+    written = bundle if named else options.default_bundle("sm90")
+    written.unlink()
     monkeypatch.setattr("hadagen.tuner.tune", raising(KeyboardInterrupt()))
-    result = run(*TINY_TUNE)
+    result = run(*TINY_TUNE, *names)
     assert result.exit_code == 1
-    assert (
-        result.stderr.splitlines()[-1]
-        == "hadagen: interrupted; what had finished is kept, and the same command goes on from there"
+    kept, _, command = result.stderr.splitlines()[-1].partition("; to write a bundle of what has won so far: hadagen ")
+    place = db if named else options.default_db()
+    assert kept == (
+        f"hadagen: interrupted; every finished trial is kept in {place}, and the same command goes on from there"
     )
+    succeed(*shlex.split(command))
+    assert [entry.problem.n for entry in winners(Bundle.open(written))][:1] == [2]
 
 
 # A search that takes its time, in which every trial that was measured is a line.
@@ -180,7 +212,7 @@ def test_impatient_interrupts_lose_nothing_and_are_one_sentence(tmp_path: Path) 
             process.send_signal(signal.SIGINT)
         rest, errors = process.communicate()
     assert process.returncode == 1, errors
-    assert errors.splitlines()[-1].startswith("hadagen: interrupted; what had finished is kept")
+    assert errors.splitlines()[-1].startswith(f"hadagen: interrupted; every finished trial is kept in {db}")
     assert "Traceback" not in errors
     with Store.open(db) as store:
         assert len(store.trials()) == len((measured + rest).splitlines())

@@ -21,14 +21,9 @@ from hadagen.plan import Plan
 from hadagen.problem import DType, Numerics, Problem
 from hadagen.scale import ScaleForm
 from hadagen.space import build_plan
-from hadagen.steps import (
-    NORMALIZER,
-    PACKED,
-    Correct,
-    Gather,
-    Mma,
-    Scale,
-)
+from hadagen.steps.base import PACKED
+from hadagen.steps.conversions import Correct, Scale
+from hadagen.steps.transforms import NORMALIZER, Gather, Mma
 
 
 def sample() -> list[Plan]:

@@ -13,18 +13,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hadagen import costmodel
 from hadagen.arch import load_arch
-from hadagen.costmodel import Estimate, _registers, copy_us, resident_blocks
+from hadagen.costmodel import Estimate, copy_us, costs_of, resident_blocks
 from hadagen.emulator import verification_rows
 from hadagen.knobs import Knobs, plan_of
 from hadagen.launch import LaunchSpec, RowShape, Source
+from hadagen.layout import CHUNK_BITS
 from hadagen.measure import Cell, Variant, all_cells
-from hadagen.plan import CHUNK_BITS, Plan
+from hadagen.plan import Plan
 from hadagen.problem import ROUNDING_ERROR, DType, Numerics, Problem
 from hadagen.reference import INPUT_CLASSES
 from hadagen.space import Space, build_plan
-from hadagen.steps import Exchange
+from hadagen.steps.base import Cost
+from hadagen.steps.exchanges import Exchange
 from hadagen.trial import (
     ELEMENT_BUCKETS,
     Cache,
@@ -161,7 +162,7 @@ def test_blocks_that_load_whole_rows_need_registers_and_l2_for_them() -> None:
     knobs = Knobs(chunks=8, warps=4, cluster=4, mma_carrier="split", butterfly_carrier="fp32", exchange_carrier="fp32")
     problem = Problem(32768, DType.BFLOAT16)
     exchange, load = (build_plan(problem, replace(knobs, block_bits=how), SM90) for how in ("exchange", "load"))
-    assert (_registers(exchange), _registers(load)) == (24 + 8 * 8, 24 + 4 * 8 * 4)
+    assert tuple(plan.footprint.registers(wide=plan.wide) for plan in (exchange, load)) == (24 + 8 * 8, 24 + 4 * 8 * 4)
     large = Cell(1 << 22, Destination.IN_PLACE, Cache.HOT)
     # Four shares come from L2, and one goes there.
     assert Estimate(load, SM90).us(*large) > 5 * large.elements * problem.dtype.bytes / SM90.model.l2_bytes_per_us
@@ -174,15 +175,14 @@ def test_l2_reads_a_row_once_for_a_multicast() -> None:
     each, once = (build_plan(problem, replace(knobs, load=load), SM90) for load in ("plain", "multicast"))
     assert Estimate(each, SM90).us(*cell) > 1.2 * Estimate(once, SM90).us(*cell)
     # A copy in bulk is waited for once, however many shares come.
-    bulk = [cost for cost in costmodel._costs(once, SM90) if cost.latency == costmodel.BULK_LATENCY]
-    assert len(bulk) == 1
+    assert sum(cost.waits.get("bulk", 0) for cost in costs_of(once)) == 1
 
 
 def test_float32_is_gathered_vector_by_vector() -> None:
     knobs = Knobs(1, 4, 4, "load", "lanes", low_bits="shuffle", butterfly_carrier="fp32", exchange_carrier="fp32")
     plan = build_plan(Problem(4096, DType.FLOAT32), replace(knobs, load="multicast"), SM90)
-    assert _registers(plan) == 24 + 8
-    _, load, gather, *_ = costmodel._costs(plan, SM90)
+    assert plan.footprint.registers(wide=plan.wide) == 24 + 8
+    load, gather, *_ = costs_of(plan)
     assert load.shared_bytes == 4 * 2 * 1024  # in and out again
     assert gather.instructions == 4 * 8
 
@@ -286,7 +286,7 @@ def test_bank_conflicts_cost_a_wide_exchange_its_time_in_shared_memory_again() -
         knobs = Knobs(4, 4, mma_carrier="split", butterfly_carrier="fp32", exchange_carrier="fp32")
         knobs = replace(knobs, shared_layout=layout, exchange_rounds=rounds)
         plan = build_plan(Problem(4096, DType.FLOAT16), knobs, SM90)
-        return sum(cost.shared_bytes for cost in costmodel._costs(plan, SM90))
+        return sum(cost.shared_bytes for cost in costs_of(plan))
 
     assert shared_bytes("linear") == 2 * shared_bytes("swizzled") == 2 * shared_bytes("padded")
     assert shared_bytes("linear", rounds=2) == shared_bytes("swizzled")  # where none are met
@@ -316,7 +316,7 @@ def test_tf32_saves_the_instructions_that_take_values_apart(dtype: DType, more_m
     both mma. So where instructions are the limit it is faster."""
     knobs = Knobs(chunks=4, warps=4)
     plans = [build_plan(Problem(256, dtype), replace(knobs, mma_carrier=c), SM90) for c in ("split", "tf32")]
-    split, tf32 = (costmodel._costs(plan, SM90) for plan in plans)
+    split, tf32 = (costs_of(plan) for plan in plans)
     assert sum(cost.mma for cost in tf32) - sum(cost.mma for cost in split) == 2 * more_mma
     assert sum(cost.instructions for cost in tf32) < sum(cost.instructions for cost in split)
     times = [Estimate(plan, SM90).us(1 << 22, Destination.IN_PLACE, Cache.HOT) for plan in plans]
@@ -327,14 +327,12 @@ def test_an_mma_of_far_bits_saves_instructions_and_one_tf32_the_most() -> None:
     """Against shuffles. A turned exchange moves no more than another."""
     knobs = Knobs(2, 16, far_bits="lanes", butterfly_carrier="fp32", exchange_carrier="fp32", shared_layout="swizzled")
 
-    def costs(far_lanes: str, carrier: str) -> tuple[costmodel.Cost, list[costmodel.Cost]]:
+    def costs(far_lanes: str, carrier: str) -> tuple[Cost, list[Cost]]:
         """Of the exchange, and of the steps after it."""
         chosen = replace(knobs, far_lanes=far_lanes, mma_carrier=carrier)
         plan = build_plan(Problem(8192, DType.BFLOAT16), chosen, SM90)
-        at = 1 + next(
-            i for i, step in enumerate(plan.steps) if isinstance(step, Exchange)
-        )  # the tile's own comes first
-        found = costmodel._costs(plan, SM90)
+        at = next(i for i, step in enumerate(plan.steps) if isinstance(step, Exchange))
+        found = costs_of(plan)
         return found[at], found[at + 1 :]
 
     shuffles, (shuffled, *_) = costs("shuffle", "tf32"), costs("shuffle", "split")
@@ -343,13 +341,13 @@ def test_an_mma_of_far_bits_saves_instructions_and_one_tf32_the_most() -> None:
     few, more, most = (sum(cost.instructions for cost in after) for after in (one_tf32, halves, shuffles[1]))
     assert few < more < most
     assert one_tf32[0].mma == halves[0].mma > 0
-    assert one_tf32[0].latency < halves[0].latency  # by what transposes them
+    assert one_tf32[0].waits["mma"] < halves[0].waits["mma"]  # by what transposes them
 
 
 def test_a_swap_moves_half_of_what_a_shuffle_does() -> None:
     knobs = Knobs(low_bits="shuffle", butterfly_carrier="fp32")
     plans = [build_plan(Problem(256, DType.FLOAT32), replace(knobs, shuffles=s), SM90) for s in ("whole", "half")]
-    whole, half = (sum(cost.shared_bytes for cost in costmodel._costs(plan, SM90)) for plan in plans)
+    whole, half = (sum(cost.shared_bytes for cost in costs_of(plan)) for plan in plans)
     assert whole == 2 * half == 5 * 8 * 32 * 4  # five bits, eight values of each of 32 threads
 
 
@@ -358,10 +356,10 @@ def test_shares_of_other_blocks_are_loaded_and_summed_too(ahead: int) -> None:
     """By two blocks; a prefetch between load and mma costs nothing."""
     knobs = Knobs(8, 8, 2, "load", mma_carrier="split", butterfly_carrier="fp32", exchange_carrier="fp32", ahead=ahead)
     plan = build_plan(Problem(1 << 15, DType.FLOAT16), knobs, SM90)
-    _, load, *others = costmodel._costs(plan, SM90)
+    load, *others = costs_of(plan)
     assert len(others) == len(plan.steps) - 1
     alone = replace(knobs, cluster=1, block_bits="exchange", ahead=0)
-    _, loaded, summed, *_ = costmodel._costs(build_plan(Problem(1 << 14, DType.FLOAT16), alone, SM90), SM90)
+    loaded, summed, *_ = costs_of(build_plan(Problem(1 << 14, DType.FLOAT16), alone, SM90))
     assert load.instructions == 2 * loaded.instructions > 0
     first = next(cost for cost in others if cost.mma)
     assert (first.mma, first.instructions) == (2 * summed.mma, 2 * summed.instructions)

@@ -7,15 +7,19 @@ import gzip
 import json
 import re
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import compare_search
 import pytest
 import refresh
 import refresh_files as files
+import torch
 from command_line import succeed
 from refresh_speed_tables import REGIMES, numbers
 from refresh_times import read_times
+
+from hadagen.runtime import bundles
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -90,6 +94,9 @@ def test_refresh_writes_numbers_and_picture_once(documents: Path) -> None:
     assert f"| `fast` / fast-hadamard-transform | 2.00 | 2.00 | 2.00 | 0 of 6 cells | 2.00: {worst} |" in readme
     assert "| float16: hadagen, fast | – | 2.00 | – | – | – | – | – | 2.00 |" in readme
     assert "| float16: HadaCore | – | 4.30 | – | – | – | – | – | 4.30 |" in readme
+    # Of 2 bytes, read and written in 1 µs.
+    rates = "262 GB/s at 64 K elements, in L2; 33554 GB/s at 8 M elements, in L2; 1073742 GB/s at 256 M elements"
+    assert f"1.00 is a copy that reads and writes {rates}, in memory. " in text_of(readme)
     assert max(map(len, re.findall("^[^|!].*", readme, re.MULTILINE))) <= 120
     performance = (documents / "performance.md").read_text()
     assert "| 64 K elements, in L2: fast | – | 0.10 | – | – | – | – | – | 0.10 |" in performance
@@ -189,7 +196,7 @@ def test_what_lies_between(documents: Path) -> None:
     refresh.main([])
     text = (documents / "performance.md").read_text()
     words = text_of(text)
-    assert "On a NVIDIA H100, over 2 problems with 2 row counts each, a call loses 4.9% (geometric mean)" in words
+    assert "On an NVIDIA H100, over 2 problems with 2 row counts each, a call loses 4.9% (geometric mean)" in words
     assert "known, and 21.0% where it loses most:" in words
     assert "| 64 | float16 | fast | 9 | 10.0% | 21.0% | 5, in-place |\n| 128 | float16 | fast | 9 | 0.0% |" in text
     rows = [{**head, "gpu": "NVIDIA H200", "numerics": "fast", "n": 64, "rows": 3, "loss": 0.03}]
@@ -197,7 +204,7 @@ def test_what_lies_between(documents: Path) -> None:
     assert refresh.outdated() == ["performance.md"]
     refresh.main([])
     words = text_of((documents / "performance.md").read_text())
-    assert "On a NVIDIA H200, over 1 problems with 1 row counts each, a call loses 3.0% (geometric mean)" in words
+    assert "On an NVIDIA H200, over 1 problems with 1 row counts each, a call loses 3.0% (geometric mean)" in words
 
 
 def test_what_the_ideas_are_worth(documents: Path) -> None:
@@ -233,7 +240,7 @@ def test_the_cost_of_calls(documents: Path) -> None:
     refresh.main([])
     assert refresh.outdated() == []
     text = (documents / "performance.md").read_text()
-    begin = f"a\n{refresh.CALLS_BEGIN}\nOn a NVIDIA H100, with Python 3.12.1 and PyTorch 2.11.0, for a [64, 128]"
+    begin = f"a\n{refresh.CALLS_BEGIN}\nOn an NVIDIA H100, with Python 3.12.1 and PyTorch 2.11.0, for a [64, 128]"
     assert text.startswith(begin)
     assert "| in place | 4.6 |\n| out of place | 7.0 |\n" in text
     assert "| once in a process | ms |\n| --- | ---: |\n| first | 31 |\n" in text
@@ -318,3 +325,31 @@ def test_the_architecture_names_every_module() -> None:
     rooms = [path.parent.name for path in (ROOT / "hadagen").glob("*/__init__.py")]
     missing = [name for name in [*modules, *rooms, "cli", "templates", "tuning_db"] if f"`{name}`" not in text]
     assert not missing
+
+
+def test_the_readme_rotates_activations_and_weight_to_the_same_result() -> None:
+    blocks = re.findall("```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (code,) = (block for block in blocks if "def rotate" in block)
+    names: dict[str, Any] = {}
+    torch.manual_seed(0)
+    exec(code, names)
+    x, y, layer, rotate = (names[name] for name in ("x", "y", "layer", "rotate"))
+    torch.testing.assert_close(y, layer(x), rtol=1e-4, atol=1e-4)
+    x[:, 5] = 1000.0  # an outlier, which is spread over the row
+    assert rotate(x).abs().max() < 25
+
+
+def test_the_readme_names_every_environment_variable() -> None:
+    code = "".join(path.read_text() for room in ("hadagen", "cli", "tuning_db") for path in (ROOT / room).rglob("*.py"))
+    used = set(re.findall(r'environ(?:\.get\(|\[)"(\w+)"', code)) | {bundles.VARIABLE}
+    assert {"HADAGEN_CACHE", "CXX"} <= used
+    named = re.findall("^[|] (`.*?) [|]", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert used <= set(re.findall(r"`(\w+)`", "".join(named))) | {"XDG_CACHE_HOME"}
+
+
+def test_one_range_of_python_stands_everywhere() -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    versions = re.findall(r"Python :: (3\.\d+)", project)
+    assert f'requires-python = ">={versions[0]}"' in project
+    for name in ("README.md", "CONTRIBUTING.md"):
+        assert f"Python {versions[0]} or newer (tested to {versions[-1]})" in (ROOT / name).read_text()

@@ -18,7 +18,8 @@ from hadagen.plan import Plan
 from hadagen.problem import DType, Numerics, Problem
 from hadagen.reference import hadamard
 from hadagen.space import build_plan
-from hadagen.steps import FP16, PARTS, Mma
+from hadagen.steps.base import FP16
+from hadagen.steps.transforms import PARTS, Mma
 
 
 @dataclass(frozen=True)

@@ -19,21 +19,11 @@ from hadagen.layout import PAIR, lane, reg, warp
 from hadagen.plan import Plan
 from hadagen.problem import DType, Numerics, Problem
 from hadagen.space import SHAPE, build_plan
-from hadagen.steps import (
-    PACKED,
-    Butterfly,
-    Exchange,
-    Load,
-    Mma,
-    Prefetch,
-    Round,
-    Shuffle,
-    Store,
-    SwapButterfly,
-    Transpose,
-    Trigger,
-    mixed_chunk_bits,
-)
+from hadagen.steps.base import PACKED, mixed_chunk_bits
+from hadagen.steps.conversions import Round
+from hadagen.steps.exchanges import Exchange, Transpose
+from hadagen.steps.memory import Load, Prefetch, Store, Trigger
+from hadagen.steps.transforms import Butterfly, Mma, Shuffle, SwapButterfly
 
 # chunks, warps and blocks of a row, how blocks come together, and the chunk bits, from 0, that have a butterfly.
 NEAR = [

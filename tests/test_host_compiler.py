@@ -6,14 +6,16 @@ import errno
 import os
 import re
 import shlex
+import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 from machine_case import COPY, Case
 
-from hadagen import emulator
-from hadagen.emulator import HostCompileError, compile_host, host_texts
+from hadagen import programs
+from hadagen.cache import KernelCache
+from hadagen.emulator import LIBRARY, HostCompileError, HostCompilerDied, compile_host, host_texts
 from hadagen.errors import StorageError, ToolchainError
 
 TEMPLATES = Path(__file__).parent.parent / "templates"
@@ -64,7 +66,6 @@ def fake_compiler(path: Path, script: str) -> str:
     ("script", "says"),
     [
         ("[ $1 = --version ] || { echo broken >&2; exit 1; }", "cannot build an empty library: broken; set CXX"),
-        ("[ $1 = --version ] || kill -9 $$", "cannot build an empty library: exit status -9; set CXX"),
         ("echo done >&2", "cannot build an empty library: empty.so was not written; set CXX"),
     ],
 )
@@ -96,7 +97,7 @@ def test_a_compiler_that_is_no_command_is_named(cxx: str, monkeypatch: pytest.Mo
 def test_what_was_built_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = Case("once", COPY).source
     compile_host([source], cache_directory=tmp_path)
-    monkeypatch.setattr(subprocess, "run", None)
+    monkeypatch.setattr(programs, "run", None)
     compile_host([source], cache_directory=tmp_path)
     compile_host([source, source], cache_directory=tmp_path)  # once
 
@@ -107,10 +108,46 @@ def test_only_what_the_same_compiler_built_of_the_same_sources_is_found(
     once, other = (Case(name, COPY).source for name in ("once", "other"))
     compile_host([once], cache_directory=tmp_path)
     compile_host([other], cache_directory=tmp_path)
-    assert len(list(tmp_path.glob("*.so"))) == 2
+    assert len(list((tmp_path / "host").iterdir())) == 2
     monkeypatch.setenv("CXX", fake_compiler(tmp_path / "c++", "[ $1 = --version ]"))
     with pytest.raises(ToolchainError, match="cannot build an empty library"):
         compile_host([once], cache_directory=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("script", "says"),
+    [
+        ("kill -9 $$", "was killed by signal 9"),
+        ("echo 'c++: fatal error: Killed signal terminated program cc1plus' >&2; exit 1", "Killed signal terminated"),
+        ("echo 'as: $TMPDIR/x.s: No space left on device' >&2; exit 1", "No space left on device"),
+    ],
+)
+def test_the_death_of_a_compiler_says_nothing_of_a_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, says: str
+) -> None:
+    monkeypatch.setenv("CXX", fake_compiler(tmp_path / "c++", f"[ $1 = --version ] || {{ {script}; }}"))
+    with pytest.raises(HostCompilerDied, match=f"{says}.*; run the same command again"):
+        compile_host([Case("any", COPY).source], cache_directory=tmp_path)
+    assert os.listdir(tmp_path / "work") == []
+
+
+@pytest.mark.parametrize("damage", ["cut off", "flipped", "of another"])
+def test_a_damaged_library_is_built_again(tmp_path: Path, damage: str) -> None:
+    source = Case("any", COPY).source
+    compile_host([source], cache_directory=tmp_path)
+    (entry,) = (tmp_path / "host").iterdir()
+    library = entry / LIBRARY
+    sound = library.read_bytes()
+    if damage == "of another":
+        compile_host([Case("other", COPY).source], cache_directory=tmp_path)
+        (other,) = set((tmp_path / "host").iterdir()) - {entry}
+        shutil.rmtree(entry)
+        other.rename(entry)
+    else:
+        library.unlink()  # this process has it in memory
+        library.write_bytes(sound[: len(sound) // 2] if damage == "cut off" else sound[:-99] + b"\xff" * 99)
+    compile_host([source], cache_directory=tmp_path)
+    assert KernelCache(tmp_path, "host", [LIBRARY]).load(entry.name)
 
 
 def test_a_full_disk_is_not_taken_for_a_wrong_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,11 +162,12 @@ def test_a_full_disk_is_not_taken_for_a_wrong_source(tmp_path: Path, monkeypatch
 def test_a_compiler_is_out_of_reach_of_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else what it had not finished would pass for a source that does not compile."""
     monkeypatch.setenv("CXX", fake_compiler(tmp_path / "c++", f"cut -d' ' -f6 /proc/$$/stat > {tmp_path}/session"))
-    emulator._compiler(os.environ["CXX"])(tmp_path / "session", "-c")
+    with pytest.raises(ToolchainError):
+        compile_host([Case("any", COPY).source], cache_directory=tmp_path)
     assert int((tmp_path / "session").read_text()) != os.getsid(0)
 
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match=r"cannot be written to .*file.*; free some space or set HADAGEN_CACHE"):
+    with pytest.raises(StorageError, match=r"file cannot be written .*; make it writable, or set HADAGEN_CACHE"):
         compile_host([Case("any", COPY).source], cache_directory=tmp_path / "file")

@@ -21,25 +21,29 @@ TABLE = """
     scale            |                                                     |
     launch           | scale                                               |
     trial            | problem launch                                      |
-    arch             | errors                                              | yaml
+    target           | errors                                              |
+    arch             | target errors                                       | yaml
     layout           |                                                     |
-    steps            | layout problem                                      |
-    plan             | steps layout problem launch scale errors            | numpy
+    steps            | layout problem scale                                | numpy
+    plan             | steps problem launch errors                         |
     knobs            | plan steps layout problem errors                    |
-    legality         | knobs plan steps arch problem                       |
-    space            | legality knobs plan steps arch problem errors       |
+    legality         | knobs steps layout arch problem                     |
+    space            | legality knobs plan steps layout arch problem errors |
     templates        |                                                     |
     codegen          | plan steps layout launch                            | jinja2
     bits             | problem                                             | numpy
     reference        | bits problem                                        | numpy
     cache            | errors                                              |
+    programs         | errors                                              |
     ptx              |                                                     |
-    toolchain        | cache ptx templates arch trial launch errors        |
-    emulator         | cache templates reference bits launch scale problem errors | numpy
+    cubin            |                                                     |
+    toolchain        | cache programs ptx cubin templates arch trial launch errors |
+    emulator         | cache programs templates reference bits launch scale problem errors | numpy
     driver           | launch scale errors                                 | cuda
-    tuning_db.bundle | trial problem launch errors                         |
-    tuning_db        | tuning_db.bundle trial problem launch errors        | sqlalchemy alembic
-    runtime          | tuning_db.bundle driver trial problem launch errors | torch
+    tuning_db.files  |                                                     |
+    tuning_db.bundle | tuning_db.files trial problem launch target errors  |
+    tuning_db        | tuning_db.files tuning_db.bundle trial problem launch target errors | sqlalchemy alembic
+    runtime          | tuning_db.files tuning_db.bundle driver trial problem launch arch target errors | torch
     compat           | runtime errors                                      | torch
     __init__         | runtime problem errors                              |
     measure          | driver templates reference bits trial problem launch errors | torch

@@ -18,28 +18,11 @@ from hadagen.plan import Plan, interpret
 from hadagen.problem import DType, Numerics, Problem
 from hadagen.reference import hadamard
 from hadagen.space import SHAPE, build_plan
-from hadagen.steps import (
-    FP16,
-    FP32,
-    PACKED,
-    Butterfly,
-    Correct,
-    Exchange,
-    Gather,
-    Load,
-    Mma,
-    Narrow,
-    Normalize,
-    Prefetch,
-    Round,
-    Scale,
-    Shuffle,
-    Store,
-    SwapButterfly,
-    Transpose,
-    Trigger,
-    Widen,
-)
+from hadagen.steps.base import FP16, FP32, PACKED
+from hadagen.steps.conversions import Correct, Narrow, Normalize, Round, Scale, Widen
+from hadagen.steps.exchanges import Exchange, Transpose
+from hadagen.steps.memory import Load, Prefetch, Store, Trigger
+from hadagen.steps.transforms import Butterfly, Gather, Mma, Shuffle, SwapButterfly
 
 LANES = [lane(j) for j in range(LANE_BITS)]
 
@@ -165,8 +148,8 @@ def test_a_plan_without_one_of_its_steps_is_refused(kind: type) -> None:
 def test_only_where_the_order_of_tiles_is_known_is_one_prefetched() -> None:
     plan = build_plan(Problem(256, DType.FLOAT16), Knobs(mma_carrier="split", ahead=4), ARCH)
     assert [type(step) for step in plan.steps[:2]] == [Load, Prefetch]
-    assert plan.tiles_ahead(Prefetch(4)) == 4 << 20 >> 9
-    assert plan.tiles_ahead(Prefetch(1)) == plan.tiles_ahead(Prefetch(4)) // 4
+    assert Prefetch(4).tiles_ahead(plan) == 4 << 20 >> 9
+    assert Prefetch(1).tiles_ahead(plan) == Prefetch(4).tiles_ahead(plan) // 4
     with pytest.raises(UsageError, match="the order of tiles"):
         dataclasses.replace(plan, persistent=True)
     with pytest.raises(UsageError, match="the order of tiles"):

@@ -138,7 +138,7 @@ def test_trials_of_another_process_that_came_before_a_race_are_raced(store: Stor
     def other_process(event: Event) -> None:
         if isinstance(event, TrialFinished) and not first:
             first.append(event)
-            assert tune(options(store, RacingRunner())).raced
+            assert tune(options(store, RacingRunner(), trials=2 * TRIALS)).raced
 
     runner = RacingRunner()
     assert tune(options(store, runner), other_process).raced > 0

@@ -6,6 +6,7 @@ import errno
 import gzip
 import json
 import math
+import os
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
@@ -256,12 +257,17 @@ def test_files_that_are_no_recordings(tmp_path: Path) -> None:
         gzip.compress("\n".join([header, lines[0][:-9]]).encode()),
         gzip.compress("\n".join([header, "{}"]).encode()),
         gzip.compress("\n".join([json.dumps(unknown), *lines]).encode()),
+        gzip.compress(b"[" * 100_000),
+        gzip.compress(bytes((1 << 26) + 1)),
     ):
         damaged.write_bytes(content)
         with pytest.raises(StorageError, match=r"is not a recording .*; make one with hadagen record"):
             read_recording(damaged)
     with pytest.raises(StorageError, match="cannot be read: No such file"):
         read_recording(tmp_path / "absent")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(StorageError, match="cannot be read: Not a regular file"):
+        read_recording(tmp_path / "pipe")
 
 
 def test_times_that_are_none_are_damage(tmp_path: Path) -> None:

@@ -22,26 +22,11 @@ from hadagen.plan import Plan
 from hadagen.problem import HADACORE_ERROR, ROUNDING_ERROR, DType, Numerics, Problem
 from hadagen.reference import hadamard, relative_error, verification_scale
 from hadagen.space import build_plan
-from hadagen.steps import (
-    FP16,
-    NORMALIZER,
-    PACKED,
-    Butterfly,
-    Correct,
-    Exchange,
-    Load,
-    Mma,
-    Narrow,
-    Normalize,
-    Round,
-    Scale,
-    Shuffle,
-    Step,
-    Store,
-    Transpose,
-    Widen,
-    roundings,
-)
+from hadagen.steps.base import FP16, PACKED, Step, roundings
+from hadagen.steps.conversions import Correct, Narrow, Normalize, Round, Scale, Widen
+from hadagen.steps.exchanges import Exchange, Transpose
+from hadagen.steps.memory import Load, Store
+from hadagen.steps.transforms import NORMALIZER, Butterfly, Mma, Shuffle
 
 # Where packed values are summed, and where fp32 is rounded, most where it is a sum of two rounded values; but not where
 # values are moved, widened or summed in fp32.

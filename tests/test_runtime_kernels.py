@@ -11,23 +11,25 @@ from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from sample_bundle import hide_bundles, write_sample, write_trials, write_winners
-from sample_trials import H100, PROBLEM, in_clusters, times
+from sample_bundle import hide_bundles, remake, write_sample, write_trials, write_winners
+from sample_trials import H100, PROBLEM, in_clusters, make_kernel, make_trial, times
 
 import hadagen
 from hadagen.driver import DoesNotFit, DriverError, LoadedKernel
 from hadagen.errors import StorageError
 from hadagen.problem import Problem
-from hadagen.runtime import bundles, kernels
+from hadagen.runtime import bundles, compute, kernels
 from hadagen.runtime.choose import choose_from_bundles, timed_in_bundles
 from hadagen.runtime.device import Device
 from hadagen.trial import Destination
+from hadagen.tuning_db.bundle import Bundle
 
 
 class Loader:
@@ -59,6 +61,7 @@ def loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Loader:
     monkeypatch.setattr(kernels, "_found", {})
     monkeypatch.setattr(kernels, "_loaded", {})
     monkeypatch.setattr(kernels, "_too_large", defaultdict(dict))
+    monkeypatch.setattr(kernels, "_unserved", set())
     monkeypatch.setattr(kernels.driver, "load", loader)
     monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: False)
     return loader
@@ -78,6 +81,44 @@ def test_a_kernel_is_loaded_once_for_all_buckets_of_a_device(loader: Loader) -> 
     assert second
     assert second.device == 1
     assert len(loader.images) == 2
+
+
+def test_no_bundle_gives_a_digest_to_another_kernel(
+    loader: Loader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels are shared by their digests, so that of one bundle would run for the problems of another."""
+    monkeypatch.delenv(bundles.VARIABLE)
+    other = replace(PROBLEM, n=512)
+    write_sample(bundles.user_directory() / "b.db")
+    forged = write_trials(bundles.user_directory() / "a.db", [make_trial(7, problem=other)])
+    with closing(sqlite3.connect(forged)) as connection, connection:
+        connection.execute("UPDATE kernels SET digest = ?", (make_kernel(b"cubin 1").digest,))
+    remake(forged)
+    assert Bundle.open(forged).entries(other)[0].kernel == make_kernel(b"cubin 1").digest
+    with pytest.warns(RuntimeWarning, match=r"goes on without a bundle: .*a\.db is damaged \(kernel .* its digest\)"):
+        assert find(problem=other) is None
+    assert find()
+    assert loader.images == [b"cubin 1"]
+
+
+def test_a_kernel_that_went_when_its_bundle_was_replaced_is_chosen_anew(
+    loader: Loader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose, path = choose_from_bundles, Path(os.environ[bundles.VARIABLE])
+    files = [write_sample(tmp_path / f"{chunks}.db", chunks) for chunks in (2, 3)]
+
+    def replaced(*arguments: Any) -> Any:
+        chosen = choose(*arguments)
+        if files:
+            os.replace(files.pop(), path)
+        return chosen
+
+    monkeypatch.setattr(kernels, "choose_from_bundles", replaced)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert find()
+    assert [str(each.message) for each in said] == [f"{path} was replaced; hadagen uses what it is now"]
+    assert loader.images == [b"cubin 2"]
 
 
 def test_threads_load_a_kernel_once(loader: Loader) -> None:
@@ -168,7 +209,7 @@ def test_what_has_no_kernel(problem: Problem, loader: Loader) -> None:
     assert loader.images == []
 
 
-@pytest.mark.parametrize(("n", "dtype"), [(1, torch.float16), (1 << 16, torch.float16), (256, torch.float64)])
+@pytest.mark.parametrize(("n", "dtype"), [(1, torch.float16), (1 << 18, torch.float16), (256, torch.float64)])
 def test_what_kernels_are_not_made_for(n: int, dtype: torch.dtype) -> None:
     assert kernels.problem_of(n, dtype, "accurate", False) is None
 
@@ -195,10 +236,60 @@ def test_a_newer_gpu_gets_ptx(loader: Loader, monkeypatch: pytest.MonkeyPatch) -
     assert loader.images == [b"// ptx of cubin 1"]
 
 
-def test_an_older_gpu_and_other_makers_get_none(loader: Loader, monkeypatch: pytest.MonkeyPatch) -> None:
-    for here in (Device("sm80", "NVIDIA A100-SXM4-80GB"), None):
-        monkeypatch.setattr(kernels, "cuda_device", lambda index, here=here: here)
-        monkeypatch.setattr(kernels, "_timed", {})
+@pytest.mark.parametrize(
+    ("here", "pinned", "name", "fix"),
+    [
+        (Device("sm80", "NVIDIA A100"), True, "NVIDIA A100 (sm80)", "hadagen makes kernels for sm90 only"),
+        (Device("sm90", "GPU\x1b[2J"), False, r"GPU\x1b[2J (sm90)", "to make some: hadagen tune --arch sm90"),
+    ],
+)
+def test_a_gpu_that_no_bundle_serves_is_told_of_once(
+    here: Device, pinned: bool, name: str, fix: str, machine: Loader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or a program that changed one import to be fast would not see why it is not."""
+    monkeypatch.setattr(kernels, "cuda_device", lambda index: here)
+    if not pinned:
+        monkeypatch.delenv(bundles.VARIABLE)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert find() is None
+        assert find(problem=Problem(512, "float32")) is None
+        assert hadagen.warmup(1024, "bfloat16") == 0
+    said = f"no bundle has kernels for {name}, so plain PyTorch transforms there, which is slower; {fix}"
+    assert [(str(each.message), each.category) for each in caught] == [(said, RuntimeWarning)]
+    with pytest.warns(RuntimeWarning, match="no bundle has kernels"):
+        find(device=1)
+
+
+def test_compiled_code_tells_of_it_when_it_runs(loader: Loader, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one graph, which is traced without a word."""
+    monkeypatch.setattr(kernels, "cuda_device", lambda index: Device("sm80", "NVIDIA A100"))
+    monkeypatch.setattr(compute, "takes_kernels", lambda x: True)
+    traced = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        traced.append(len(kernels._unserved))
+        return graph.forward
+
+    call = torch.compile(lambda x: hadagen.hadamard_transform(x * 2, 0.5) + 1, fullgraph=True, backend=backend)
+    x = torch.randn(4, 256)
+    with pytest.warns(RuntimeWarning, match=r"no bundle has kernels for NVIDIA A100 \(sm80\)"):
+        y = call(x)
+    assert traced == [0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(call(x), y)
+    torch.testing.assert_close(y, hadagen.hadamard_transform(x) + 1)
+
+
+def test_no_warning_where_no_kernel_is_missed(machine: Loader, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bundle that serves other problems, lengths and types without kernels, GPUs of another maker."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert find(problem=Problem(512, "float16")) is None
+        monkeypatch.setenv(bundles.VARIABLE, "")
+        assert hadagen.warmup([1, 1 << 20], "float16") == hadagen.warmup(256, "float64") == 0
+        monkeypatch.setattr(kernels, "cuda_device", lambda index: None)
         assert find() is None
 
 

@@ -191,9 +191,9 @@ def test_float32_is_summed_over_blocks_from_shared_memory() -> None:
 def test_a_whole_row_and_the_exchange_in_its_place_fit_shared_memory() -> None:
     """A row of 64 KiB, in whose place 64 KiB are exchanged, so that an SM holds two; and one of 128 KiB."""
     halves = replace(WHOLE_ROWS, warps=8, chunks=8, load="multicast", min_blocks=2)
-    assert build_plan(Problem(32768, DType.FLOAT16), halves, ARCH).shared_bytes == 128 + 65536
+    assert build_plan(Problem(32768, DType.FLOAT16), halves, ARCH).footprint.shared_bytes == 128 + 65536
     float32 = replace(WHOLE_ROWS, cluster=8, load="multicast", low_bits="shuffle", mma_carrier="packed")
-    assert build_plan(Problem(32768, DType.FLOAT32), float32, ARCH).shared_bytes == 128 + 131072
+    assert build_plan(Problem(32768, DType.FLOAT32), float32, ARCH).footprint.shared_bytes == 128 + 131072
     with pytest.raises(UsageError, match="bytes of shared memory per SM"):
         build_plan(Problem(32768, DType.FLOAT32), replace(float32, min_blocks=2), ARCH)
 
@@ -397,10 +397,10 @@ def test_accurate_bfloat16_crosses_to_other_blocks_as_float16(
 def test_levels_take_room_in_shared_memory() -> None:
     plan = build_plan(Problem(8192, DType.BFLOAT16), LEVELS, ARCH)
     (exchange,) = plan.exchanges
-    assert plan.levels_bytes == 16 * 2 * 4
-    assert plan.levels_offset == plan.exchange_offset(exchange) + 4 * 2 * exchange.slot_bytes
-    assert plan.shared_bytes == plan.levels_offset + plan.levels_bytes
-    assert plan.crossed_bytes(exchange) == 2 * 8192 // 4 + plan.levels_bytes
+    assert plan.footprint.levels_bytes == 16 * 2 * 4
+    assert plan.footprint.levels_offset == plan.footprint.exchange_offset(exchange) + 4 * 2 * exchange.slot_bytes
+    assert plan.footprint.shared_bytes == plan.footprint.levels_offset + plan.footprint.levels_bytes
+    assert plan.footprint.crossed_bytes(exchange) == 2 * 8192 // 4 + plan.footprint.levels_bytes
 
 
 def test_seeds_of_clusters_load_whole_rows_too() -> None:
@@ -436,8 +436,10 @@ def test_what_is_legal_fits_the_limits(n: int, dtype: DType) -> None:
     for knobs in space_of(Problem(n, dtype)).legal[::41]:
         plan = build_plan(Problem(n, dtype), knobs, ARCH)
         assert plan.launch.threads <= limits.threads_per_block
-        assert plan.shared_bytes <= limits.shared_per_block
-        assert knobs.min_blocks * (plan.shared_bytes + limits.shared_reserved_per_block) <= limits.shared_per_sm
+        assert plan.footprint.shared_bytes <= limits.shared_per_block
+        assert (
+            knobs.min_blocks * (plan.footprint.shared_bytes + limits.shared_reserved_per_block) <= limits.shared_per_sm
+        )
         both += {step.crosses_blocks for step in plan.exchanges} == {False, True}
     assert both or n <= 4096
 
@@ -456,7 +458,7 @@ IN_BLOCKS_AND_BETWEEN = Knobs(4, 4, 4, mma_carrier="split", butterfly_carrier="f
     ids=["two exchanges", "staged", "multicast", "levels"],
 )
 def test_what_lacks_one_byte_of_shared_memory_is_refused(problem: Problem, knobs: Knobs) -> None:
-    limits, needed = ARCH.limits, build_plan(problem, knobs, ARCH).shared_bytes
+    limits, needed = ARCH.limits, build_plan(problem, knobs, ARCH).footprint.shared_bytes
     of_an_sm = knobs.min_blocks * (needed + limits.shared_reserved_per_block)
     for less, why in (
         (replace(limits, shared_per_block=needed - 1), "bytes of shared memory per block"),
@@ -524,16 +526,17 @@ def test_bad_knobs_are_named() -> None:
         build_plan(problem, Knobs(chunks=1), ARCH)
 
 
-def test_an_arch_without_a_feature_never_uses_it() -> None:
-    import dataclasses
-
-    bare = dataclasses.replace(ARCH, features=frozenset())
-    legal = Space(Problem(1024, DType.FLOAT16, Numerics.FAST), bare).legal
-    assert legal
-    assert {k.low_bits for k in legal} == {"shuffle"}
-    assert {k.load for k in legal} == {"plain", "no_allocate"}
-    assert {k.cluster for k in legal} == {1}
-    assert not build_plan(Problem(1024, DType.FLOAT16, Numerics.FAST), legal[0], bare).launch.starts_early
+@pytest.mark.parametrize("lacking", [*sorted(ARCH.features), "all"])
+def test_an_arch_without_a_feature_has_no_plan_with_a_step_that_needs_it(lacking: str) -> None:
+    problem, choose = Problem(2048, DType.FLOAT16, Numerics.FAST), random.Random(4)
+    bare = replace(ARCH, features=frozenset() if lacking == "all" else ARCH.features - {lacking})
+    wishes = [{name: choose.choice(values) for name, values in ARCH.search.items()} for _ in range(60)]
+    for arch in (bare, ARCH):
+        some = [build_plan(problem, next(Space(problem, arch).nearest(wish)), arch) for wish in wishes]
+        used = {feature for plan in some for step in plan.steps for feature in step.features}
+        assert used <= arch.features
+        assert {plan.launch.starts_early for plan in some} == {"dependent_launch" in arch.features}
+    assert used == ARCH.features
 
 
 @pytest.mark.parametrize(

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import sqlite3
 import tempfile
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from sample_store import empty, path, refusal, store
-from sample_trials import make_kernel, make_trial
+from sample_trials import H100, H200, make_kernel, make_trial, times
 from sqlalchemy import event
 
-from hadagen.errors import StorageError
+from hadagen.cli.bundle import write_winners
+from hadagen.errors import StorageError, UsageError
+from hadagen.trial import Outcome
 from hadagen.tuning_db import database
+from hadagen.tuning_db.bundle import Bundle
+from hadagen.tuning_db.files import MOST_BYTES
+from hadagen.tuning_db.schema import SCHEMA_VERSION
 from hadagen.tuning_db.store import Store
 
 __all__ = ["empty", "path", "store"]  # fixtures
@@ -65,6 +73,113 @@ def test_a_damaged_file_is_refused_or_read_right(store: Store, path: Path) -> No
             assert store.trials() == trials
 
 
+def test_no_changed_byte_changes_a_bundle(tmp_path: Path) -> None:
+    """It is made as from the sound database, or refused in a sentence."""
+    path, damaged = tmp_path / "trials.db", tmp_path / "damaged.db"
+    with Store.open(path) as store:
+        for chunks in range(1, 9):
+            environment = H200 if chunks % 2 else H100
+            trial = make_trial(
+                chunks, environment=environment, timings=times({1 << 13: 1.0 + chunks, 1 << 20: 9.0 / chunks})
+            )
+            store.record(replace(trial, outcome=Outcome.UNSTABLE if chunks == 8 else Outcome.OK))
+        write_winners(store, "sm90", tmp_path / "sound.db")
+    sound, wanted = path.read_bytes(), Bundle.open(tmp_path / "sound.db").digest
+    used = [place for place, byte in enumerate(sound) if byte]
+    chance = random.Random(5)
+    refused = 0
+    for _ in range(80):
+        content, place = bytearray(sound), chance.choice(used)
+        content[place] ^= 1 << chance.randrange(8)
+        damaged.write_bytes(content)
+        made = tmp_path / "made.db"
+        try:
+            with Store.open(damaged) as store:
+                write_winners(store, "sm90", made)
+        except StorageError as error:
+            refused += str(error).count("\n") == 0
+        else:
+            assert Bundle.open(made).digest == wanted, place
+    assert refused > 20
+
+
+def lose_last_trial(path: Path) -> None:
+    """From its page of the table, not from the index: SQLite goes on without it."""
+    with closing(sqlite3.connect(path)) as connection:
+        (root,) = connection.execute("SELECT rootpage FROM sqlite_master WHERE name = 'hadagen_trials'").fetchone()
+    content, place = bytearray(path.read_bytes()), (root - 1) * 4096
+    assert (content[place], content[place + 4]) == (13, 3)  # a leaf with three rows
+    content[place + 4] = 2
+    path.write_bytes(content)
+
+
+def mistake_last_trial(path: Path) -> None:
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("UPDATE hadagen_trials SET outcome = 'unstable' WHERE id = 3")
+
+
+@pytest.mark.parametrize("damage", [lose_last_trial, mistake_last_trial])
+def test_no_damage_takes_a_winner_from_a_bundle(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    path = tmp_path / "trials.db"
+    with Store.open(path) as store:
+        for chunks in range(1, 4):
+            store.record(make_trial(chunks))
+    damage(path)
+    with Store.open(path) as store:
+        assert store.trials(outcome=Outcome.OK) == [make_trial(1), make_trial(2)]
+        with pytest.raises(StorageError, match="is damaged"):
+            write_winners(store, "sm90", tmp_path / "sm90.db")
+
+
+ENDLESS = "WITH RECURSIVE r(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM r) SELECT i AS version_num FROM r"
+
+
+@pytest.mark.parametrize(
+    "statements",
+    [
+        f"DROP TABLE hadagen_schema_version; CREATE VIEW hadagen_schema_version AS {ENDLESS}",
+        f"CREATE VIEW studies AS {ENDLESS}",
+        "DROP TABLE hadagen_trials; CREATE VIRTUAL TABLE hadagen_trials USING fts4(arch)",
+        "CREATE TRIGGER x AFTER INSERT ON hadagen_trials BEGIN DELETE FROM hadagen_trials; END",
+        "ALTER TABLE hadagen_trials ADD COLUMN x TEXT AS (hex(zeroblob(400000000)))",
+    ],
+)
+def test_a_database_that_computes_is_refused(path: Path, statements: str) -> None:
+    with closing(sqlite3.connect(path)) as connection:
+        connection.executescript(statements)
+    assert "in it is not a plain table; remove that, or name another file" in refusal(path)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    held = os.open(tmp_path / "pipe", os.O_RDWR)  # without which whoever waits at it would wait for good
+    os.write(held, bytes(100))
+    assert "cannot be opened (Not a regular file)" in refusal(tmp_path / "pipe")
+    os.close(held)
+
+
+@pytest.mark.parametrize("name", ["-journal", "-wal", "-shm"])
+def test_a_pipe_that_sqlite_would_open_is_not_waited_for(path: Path, name: str) -> None:
+    os.mkfifo(f"{path}{name}")
+    assert "cannot be opened (Not a regular file)" in refusal(path)
+
+
+def test_a_path_may_begin_with_two_slashes(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for read_only in (False, True):
+        monkeypatch.setattr(database, "_writable", lambda path, answer=not read_only: answer)
+        with Store.open(f"/{path}") as store:
+            assert store.read_only is read_only
+            assert store.trials() == []
+
+
+def test_a_path_that_is_no_utf8_is_not_called_damaged(path: Path) -> None:
+    other = os.fsdecode(shutil.copy(path, os.fsencode(path.parent) + b"/caf\xe9.db"))
+    with pytest.raises(UsageError, match="has a name that is no UTF-8, which no URL can have; name another file"):
+        Store.open(other)
+    with Store.open(path.rename(path.parent / "café.db")) as store:
+        assert store.trials() == []
+
+
 # What no hadagen wrote, though SQLite keeps it.
 DAMAGES = [
     "DELETE FROM hadagen_problems",
@@ -85,18 +200,30 @@ DAMAGES = [
     *(f"UPDATE hadagen_kernels SET cluster = {value}" for value in ("-1", "1.5", "'abc'", "x'00'")),
     *(f"UPDATE hadagen_kernels SET {column} = x'00'" for column in ("source", "ptx", "cubin", "nvcc")),
     *(f"UPDATE hadagen_kernels SET {column} = 'abc'" for column in ("ptx", "cubin")),
+    "UPDATE hadagen_trials SET knobs = '" + '{"a":' * 100_000 + "'",
+    "UPDATE hadagen_trials SET knobs_key = ''",
+    # What could be, but was not so.
+    "UPDATE hadagen_problems SET n = 512",
+    "UPDATE hadagen_environments SET driver = '580.66'",
+    "UPDATE hadagen_timings SET us = 2.5 WHERE position = 0",
+    "DELETE FROM hadagen_timings WHERE position = 1",
+    "UPDATE hadagen_errors SET relative_error = 1e-4",
+    *(f"UPDATE hadagen_trials SET {what}" for what in ("date = '2026'", "detail = 'x'", "seconds = 1", "seal = ''")),
+    *(f"UPDATE hadagen_kernels SET {what}" for what in ("tile_elements = 8192", "registers = 41", "nvcc = '12'")),
+    *(f"UPDATE hadagen_kernels SET {what}" for what in ("threads = 33", "entry = 'a b'", "source = ''", "seal = ''")),
 ]
+BLOBS = [f"UPDATE hadagen_kernels SET {column} = ?" for column in ("ptx", "cubin")]
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("damage", [*DAMAGES, *BLOBS], ids=lambda damage: damage[:60])
 def test_damaged_rows_are_refused(store: Store, path: Path, damage: str) -> None:
     store.record(make_trial())
     store.close()
     with closing(sqlite3.connect(path)) as connection, connection:
-        connection.execute(damage)
+        connection.execute(damage, [zlib.compress(bytes(MOST_BYTES + 1))] * damage.count("?"))
     with pytest.raises(StorageError) as refused, Store.open(path) as store:
         store.trials()
-    assert str(refused.value) == database._SENTENCES["malformed"].format(place=path)
+    assert str(refused.value) == database._DAMAGED.format(place=path)
 
 
 # ---- files that cannot be written ------------------------------------------------------------------------------------
@@ -137,8 +264,8 @@ def test_a_file_in_a_directory_that_is_read_only_is_read_too(path: Path, monkeyp
 
 
 def test_a_read_only_file_is_not_upgraded(protected: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(database, "SCHEMA_VERSION", "0004")
-    assert "has schema 0003, not 0004, and is read-only; make it writable" in refusal(protected)
+    monkeypatch.setattr(database, "SCHEMA_VERSION", "9999")
+    assert f"has schema {SCHEMA_VERSION}, not 9999, and is read-only; make it writable" in refusal(protected)
 
 
 def test_a_file_in_a_read_only_directory_cannot_be_created(protected: Path) -> None:

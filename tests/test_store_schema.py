@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import shutil
 import sqlite3
@@ -17,11 +19,12 @@ from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sample_store import empty, path, refusal, store
-from sample_trials import PROBLEM, make_kernel, make_trial
+from sample_trials import LAUNCH, PROBLEM, make_kernel, make_trial
 from sqlalchemy import create_engine
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.schema import CreateTable
 
+from hadagen.errors import StorageError
 from hadagen.launch import LaunchSpec
 from hadagen.trial import Environment, Kernel, Outcome, Timing, Trial
 from hadagen.tuning_db import database, schema
@@ -42,7 +45,7 @@ def test_every_field_has_a_column() -> None:
         return {field.name for field in fields(kind)}
 
     assert columns(schema.EnvironmentRow) == names(Environment) | {"id"}
-    assert columns(schema.KernelRow) == names(Kernel) - {"launch"} | names(LaunchSpec) | {"id"}
+    assert columns(schema.KernelRow) == names(Kernel) - {"launch"} | names(LaunchSpec) | {"id", "seal"}
     assert columns(schema.TimingRow) == names(Timing) | {"trial_id", "position"}
     assert columns(schema.ProblemRow) == set(PROBLEM.to_dict()) | {"id"}
     assert columns(schema.TrialRow) == names(Trial) - {"problem", "environment", "kernel", "errors", "timings"} | {
@@ -51,6 +54,7 @@ def test_every_field_has_a_column() -> None:
         "environment_id",
         "kernel_id",
         "knobs_key",
+        "seal",
     }
 
 
@@ -60,10 +64,12 @@ def test_the_schema_suits_postgresql() -> None:
 
 
 # ---- versions of the schema ------------------------------------------------------------------------------------------
+VERSION = schema.SCHEMA_VERSION
+AHEAD = f"{int(VERSION) + 1:04}"
 NEXT = """
 import sqlalchemy as sa
 from alembic import op
-revision, down_revision = "0004", "0003"
+revision, down_revision = {version!r}, {before!r}
 def upgrade():
     op.add_column("hadagen_kernels", sa.Column("plan", sa.Text))
     op.execute({statement!r})
@@ -74,10 +80,11 @@ def upgrade():
 def next_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A hadagen whose schema is one version ahead; the file is its last migration."""
     migrations = Path(shutil.copytree(database.MIGRATIONS, tmp_path / "50% migrations"))
-    following = migrations / "versions" / "0004_next.py"
-    following.write_text(NEXT.format(statement="UPDATE hadagen_kernels SET plan = 'unknown'"))
+    following = migrations / "versions" / f"{AHEAD}_next.py"
+    statement = "UPDATE hadagen_kernels SET plan = 'unknown'"
+    following.write_text(NEXT.format(version=AHEAD, before=VERSION, statement=statement))
     monkeypatch.setattr(database, "MIGRATIONS", migrations)
-    monkeypatch.setattr(database, "SCHEMA_VERSION", "0004")
+    monkeypatch.setattr(database, "SCHEMA_VERSION", AHEAD)
     return following
 
 
@@ -148,10 +155,43 @@ def test_a_database_of_the_first_schema_is_upgraded(first: Path) -> None:
 
 
 def test_an_upgrade_distrusts_kernels_without_the_fence_of_bulk_copies(first: Path) -> None:
+    digest = make_kernel(b"cubin 1", launch=replace(LAUNCH, persistent=True)).digest
     with closing(sqlite3.connect(first)) as old, old:
-        old.execute("UPDATE hadagen_kernels SET persistent = 1, source = 'bulk_copy(staged + stage * 8192u, x);'")
+        source = "bulk_copy(staged + stage * 8192u, x);"
+        old.execute("UPDATE hadagen_kernels SET persistent = 1, source = ?, digest = ?", (source, digest))
     with Store.open(first) as store:
         assert [trial.outcome for trial in store.trials()] == [Outcome.UNSTABLE, Outcome.COMPILE_FAILED]
+
+
+def test_an_upgrade_gives_kernels_the_names_of_today(first: Path) -> None:
+    """Those of its code alone, and of its code and a launch that does not say when it starts, are names of earlier
+    versions. One kernel may have several."""
+    kernel = make_kernel(b"cubin 1")
+    launch = kernel.launch.to_dict()
+    del launch["starts_early"]
+    names = [
+        hashlib.sha256(kernel.cubin + each).hexdigest() for each in (b"", json.dumps(launch, sort_keys=True).encode())
+    ]
+    with closing(sqlite3.connect(first)) as old, old:
+        columns = [name for _, name, *_ in old.execute("PRAGMA table_info(hadagen_kernels)")][2:]
+        for number, name in enumerate(names, 2):
+            same = f"SELECT {number}, '{name}', {', '.join(columns)} FROM hadagen_kernels LIMIT 1"
+            old.execute(f"INSERT INTO hadagen_kernels {same}")
+        old.execute("UPDATE hadagen_trials SET kernel_id = 2 WHERE kernel_id = 1")
+        old.execute("DELETE FROM hadagen_kernels WHERE id = 1")
+    with Store.open(first) as store:
+        assert store.checked()
+        assert store.trials()[0] == make_trial()
+        assert store.kernel(kernel.digest) == kernel
+    with closing(sqlite3.connect(first)) as new:
+        assert new.execute("SELECT digest FROM hadagen_kernels").fetchall() == [(kernel.digest,)]
+
+
+def test_an_upgrade_that_finds_another_kernel_than_its_name_says_leaves_it_damaged(first: Path) -> None:
+    with closing(sqlite3.connect(first)) as old, old:
+        old.execute("UPDATE hadagen_kernels SET tile_elements = 4608")
+    with Store.open(first) as store, pytest.raises(StorageError, match="is damaged"):
+        store.trials()
 
 
 def test_an_older_schema_is_upgraded_with_a_message(
@@ -160,14 +200,14 @@ def test_an_older_schema_is_upgraded_with_a_message(
     store.record(make_trial())
     with caplog.at_level(logging.WARNING), Store.open(path) as upgraded:
         assert upgraded.trials() == [make_trial()]
-    assert f"{path} was upgraded from schema 0003 to 0004" in caplog.text
+    assert f"{path} was upgraded from schema {VERSION} to {AHEAD}" in caplog.text
     with closing(sqlite3.connect(path)) as connection:
         assert connection.execute("SELECT plan FROM hadagen_kernels").fetchall() == [("unknown",)]
 
 
 def test_an_upgrade_that_fails_changes_nothing(store: Store, path: Path, next_version: Path) -> None:
     store.record(make_trial())
-    next_version.write_text(NEXT.format(statement="UPDATE missing SET plan = 0"))
+    next_version.write_text(NEXT.format(version=AHEAD, before=VERSION, statement="UPDATE missing SET plan = 0"))
     assert "no such table" in refusal(path)
     assert store.trials() == [make_trial()]
     with closing(sqlite3.connect(path)) as connection, pytest.raises(sqlite3.OperationalError, match="no such column"):
@@ -178,4 +218,4 @@ def test_a_newer_schema_is_refused(tmp_path: Path, next_version: Path, monkeypat
     path = tmp_path / "newer.db"
     Store.open(path).close()
     monkeypatch.undo()
-    assert "has schema 0004 and this hadagen knows no later one than 0003; upgrade hadagen" in refusal(path)
+    assert f"has schema {AHEAD} and this hadagen knows no later one than {VERSION}; upgrade hadagen" in refusal(path)

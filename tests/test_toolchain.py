@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import re
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -18,10 +20,12 @@ from real_nvcc import needs_nvcc
 from hadagen import ptx, toolchain
 from hadagen.arch import Arch, load_arch
 from hadagen.cache import KernelCache
+from hadagen.cubin import is_cubin
 from hadagen.errors import StorageError, ToolchainError, UsageError
 from hadagen.launch import LaunchSpec, Source
+from hadagen.programs import Patience, Stopped
 from hadagen.toolchain import BuildFailure, Toolchain, disassemble
-from hadagen.trial import Kernel, kernel_digest
+from hadagen.trial import Kernel, NotTried, kernel_digest
 
 LAUNCH = LaunchSpec(threads=64, cluster=1, shared_bytes=1024, tile_elements=512, persistent=False)
 
@@ -81,8 +85,8 @@ def script(path: Path, *lines: str, mode: int = 0o755) -> Path:
     return path
 
 
-def kernels(built: list[Kernel | BuildFailure]) -> list[Kernel]:
-    assert not [made for made in built if isinstance(made, BuildFailure)]
+def kernels(built: list[Kernel | BuildFailure | NotTried]) -> list[Kernel]:
+    assert not [made for made in built if not isinstance(made, Kernel)]
     return [made for made in built if isinstance(made, Kernel)]
 
 
@@ -272,7 +276,7 @@ def test_an_nvcc_that_does_not_answer(
 def test_an_nvcc_that_compiles_nothing_is_not_taken_for_wrong_sources(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arch: Arch, front_end_works: bool
 ) -> None:
-    module = ".visible .entry copy(\n)\n{\n}\n.visible .entry shares(\n)\n{\n}\n"
+    module = ".version 8.0\n.visible .entry copy(\n)\n{\n}\n.visible .entry shares(\n)\n{\n}\n"
     script(
         tmp_path / "bin" / "nvcc",
         f'[ "$1" = --version ] && {VERSION} && exit 0',
@@ -318,13 +322,13 @@ def test_what_ends_a_batch_leaves_the_rest_uncompiled(
 def test_a_tool_puts_its_own_files_where_it_works(tmp_path: Path) -> None:
     """Where there is room for them, and they are removed with the rest."""
     script(tmp_path / "tool", 'echo "$TMPDIR"')
-    assert toolchain._run([tmp_path / "tool"], tmp_path).stdout.strip() == str(tmp_path)
+    assert toolchain._run([tmp_path / "tool"], tmp_path).log.strip() == str(tmp_path)
 
 
 def test_a_tool_is_out_of_reach_of_ctrl_c(tmp_path: Path) -> None:
     """Else what it had not finished would pass for a source that does not compile."""
     script(tmp_path / "tool", "cut -d' ' -f6 /proc/$$/stat")
-    assert int(toolchain._run([tmp_path / "tool"]).stdout) != os.getsid(0)
+    assert int(toolchain._run([tmp_path / "tool"]).log) != os.getsid(0)
 
 
 def test_jobs_below_one_are_refused(arch: Arch) -> None:
@@ -335,6 +339,93 @@ def test_jobs_below_one_are_refused(arch: Arch) -> None:
 def test_a_report_of_another_format_is_not_taken_for_zero() -> None:
     with pytest.raises(ToolchainError, match="its format is new"):
         toolchain._reported("ptxas: all is well", r"Used (\d+) registers")
+
+
+# ---- an nvcc that dies, hangs or lies --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def played(nvcc: Toolchain, tmp_path: Path) -> Callable[[str], Toolchain]:
+    """The real nvcc behind a script that may do something else. There `$out` is the file to be written, and `first`
+    succeeds the first time that it is asked."""
+
+    def play(lines: str) -> Toolchain:
+        first = f"first() {{ mkdir {tmp_path}/once 2>/dev/null; }}"
+        out = "for out; do :; done"
+        return replace(nvcc, nvcc=script(tmp_path / "nvcc", first, out, lines, f'exec {nvcc.nvcc} "$@"'))
+
+    return play
+
+
+SOURCES = [source(name, f"{COPY}\n    // {name}") for name in "abcd"]
+
+
+@needs_nvcc
+@pytest.mark.parametrize("end", ["-ptx", "-cubin"])
+@pytest.mark.parametrize(
+    ("dies", "says"),
+    [
+        ("kill -9 $$", "nvcc was killed by signal 9"),
+        ("exit 0", "nvcc wrote no sound {} though it ended well"),
+        ("echo garbage > $out; exit 0", "nvcc wrote no sound {} though it ended well"),
+    ],
+)
+def test_a_death_of_nvcc_says_nothing_of_a_source(
+    played: Callable[[str], Toolchain], arch: Arch, end: str, dies: str, says: str
+) -> None:
+    tools = played(f'case "$*" in *{end}*) first && {{ {dies}; }};; esac')
+    (built,) = tools.build(SOURCES[:1], arch, jobs=1)
+    assert built == NotTried(says.format(end[1:]))
+    assert not (tools.cache.root / "kernels").exists()
+    kernels(tools.build(SOURCES[:1], arch, jobs=1))
+
+
+@needs_nvcc
+def test_where_nvcc_dies_of_many_sources_each_is_tried_alone(played: Callable[[str], Toolchain], arch: Arch) -> None:
+    tools = played('case "$*" in *-ptx*) first && kill -9 $$;; esac')
+    assert len(kernels(tools.build(SOURCES, arch, jobs=1))) == len(SOURCES)
+
+
+@needs_nvcc
+def test_an_nvcc_that_always_dies_ends_the_run(played: Callable[[str], Toolchain], arch: Arch) -> None:
+    tools = played('case "$*" in *-cubin*) kill -9 $$;; esac')
+    with pytest.raises(ToolchainError, match="nvcc was killed by signal 9, for 3 kernels in a row"):
+        tools.build(SOURCES, arch, jobs=1)
+    with pytest.raises(ToolchainError, match="a was not compiled: nvcc was killed by signal 9; run the same command"):
+        replace(tools, patience=Patience()).build_all(SOURCES[:1], arch)
+
+
+@needs_nvcc
+def test_a_hung_nvcc_ends_with_the_caller(played: Callable[[str], Toolchain], arch: Arch, tmp_path: Path) -> None:
+    stopped = Event()
+    tools = played(f"touch {tmp_path}/hangs; sleep 1000")
+    with ThreadPoolExecutor(1) as pool:
+        building = pool.submit(tools.build, SOURCES, arch, stopped=stopped)
+        while not (tmp_path / "hangs").exists():
+            time.sleep(0.01)
+        stopped.set()
+        with pytest.raises(Stopped):
+            building.result()
+    assert os.listdir(tools.cache.root / "work") == []
+
+
+@needs_nvcc
+@pytest.mark.parametrize("name", ["$(touch planted)", "`touch planted`"])
+def test_a_path_that_a_shell_would_run_is_refused(nvcc: Toolchain, arch: Arch, tmp_path: Path, name: str) -> None:
+    tools = replace(nvcc, cache=KernelCache(tmp_path / name))
+    with pytest.raises(StorageError, match=r"has a [$`] in its path.*; set HADAGEN_CACHE to another directory"):
+        tools.build(SOURCES[:1], arch)
+    assert not list(tmp_path.rglob("planted"))
+
+
+@needs_nvcc
+def test_only_a_whole_cubin_is_one(nvcc: Toolchain, arch: Arch) -> None:
+    (kernel,) = kernels(nvcc.build(SOURCES[:1], arch))
+    cubin = kernel.cubin
+    assert is_cubin(cubin)
+    assert not any(map(is_cubin, (b"", cubin[:-1], cubin[:64], cubin[:40], b"\x7fELF", bytes(200), cubin[1:])))
+    host = Path(os.path.realpath("/proc/self/exe")).read_bytes()
+    assert not is_cubin(host)
 
 
 # ---- the disassembler ------------------------------------------------------------------------------------------------

@@ -19,11 +19,9 @@ from hadagen.layout import MMA_MOVES, PAIR, lane, reg
 from hadagen.problem import DType, Problem
 from hadagen.reference import hadamard
 from hadagen.space import build_plan
-from hadagen.steps import (
-    Exchange,
-    Mma,
-    Scale,
-)
+from hadagen.steps.conversions import Scale
+from hadagen.steps.exchanges import Exchange
+from hadagen.steps.transforms import Mma
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,11 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from hadagen.errors import StorageError
+from hadagen.tuning_db.files import read_start
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)
@@ -26,20 +27,17 @@ def written_aside(path: str | os.PathLike[str]) -> Iterator[Path]:
     """
     path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        aside.write_bytes(b"")
+    # In a directory of its own: nobody else can guess its name or write in it, what SQLite leaves goes with it, and the
+    # file has the permissions of any new one.
+    with tempfile.TemporaryDirectory(prefix=".hadagen-", dir=path.parent, ignore_cleanup_errors=True) as directory:
+        aside = Path(directory, "new")  # a short name, for SQLite makes longer ones of it
+        aside.touch()
         yield aside
         if path.exists():
             shutil.copymode(path, aside)
         with aside.open("r+b") as file:
             os.fsync(file.fileno())  # or the new name might last longer than what it names
         os.replace(aside, path)
-    except BaseException:
-        for left in (aside, aside.with_name(f"{aside.name}-journal")):  # SQLite's, where a database was being written
-            with suppress(OSError):
-                left.unlink()
-        raise
 
 
 def check_place(path: str | os.PathLike[str], kind: str, is_one: Callable[[bytes], bool]) -> None:
@@ -48,15 +46,10 @@ def check_place(path: str | os.PathLike[str], kind: str, is_one: Callable[[bytes
     path = Path(path)
     directory = Path(os.path.realpath(path)).parent  # as `written_aside` finds it
     try:
-        if path.exists() and not path.is_file():
-            raise IsADirectoryError(None, "Is a directory") if path.is_dir() else OSError(None, "Not a regular file")
+        header = read_start(path, HEADER_BYTES)[0] if path.exists() else b""
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):
             pass
-        header = b""
-        if path.exists():
-            with path.open("rb") as file:
-                header = file.read(HEADER_BYTES)
     except OSError as error:
         raise unwritable(path, error) from error
     if header and not is_one(header):

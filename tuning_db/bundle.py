@@ -3,11 +3,15 @@
 Read with the standard library alone, so that calling a kernel needs nothing else. A program uses few of the thousands
 of winners, so only what it asks for is read: the list of problems on opening, the winners of a problem when they are
 first asked for, a cubin and its PTX when the kernel is loaded. A file descriptor is held only while reading: a `Bundle`
-may be shared by threads and survives a fork.
+may be shared by threads and survives a fork. Where the file was replaced in between, what it is now is read.
 
 Everything in the file is protected, and checked when it is read. The content digest in `meta` is the SHA-256 of the
 rows that are read on opening; the row of a problem among them holds the SHA-256 of its winners, and the row of a kernel
 among these those of its cubin and PTX. `Bundle.verify` checks all.
+
+A digest says only that nothing changed by accident, for whoever changes a file can make its digests anew. So the file
+must also have these tables and nothing else, no view or trigger; what is read is bounded; and every value must be one
+that a search could have found.
 """
 
 from __future__ import annotations
@@ -16,18 +20,19 @@ import hashlib
 import json
 import os
 import sqlite3
-import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
-from urllib.parse import quote
+from typing import Any, TypeVar
 
 from hadagen.errors import StorageError
-from hadagen.launch import LaunchSpec
+from hadagen.launch import PORTABLE_CLUSTER, LaunchSpec
 from hadagen.problem import Problem
-from hadagen.trial import Cache, Destination, Environment, Kernel, Provenance
+from hadagen.target import check_arch
+from hadagen.trial import Cache, Destination, Environment, Kernel, Provenance, check_knobs
+from hadagen.tuning_db.files import FileState, connect_read_only, file_state, inflated, limit_values, read_start
 
 SQLITE_MAGIC = b"SQLite format 3\0"
 APPLICATION_ID = 0x68616461  # "hada", in the header of the file
@@ -101,8 +106,26 @@ INDEXES = {"trials": "problem", "entries": "trial"}
 # Compressed, one row per kernel; apart from the tables above so that those are read without them.
 BLOBS = {"kernel": "INTEGER PRIMARY KEY REFERENCES kernels", "cubin": "BLOB", "ptx": "BLOB"}
 
+# The file has these alone, in this order.
+SCHEMA = [
+    *(
+        f"CREATE TABLE {table} ({', '.join(f'{name} {kind}' for name, kind in columns.items())})"
+        for table, columns in {**TABLES, "blobs": BLOBS}.items()
+    ),
+    *(f"CREATE INDEX {table}_by_{column} ON {table} ({column})" for table, column in INDEXES.items()),
+]
+
+# No reading of a sound bundle comes near: rows of a table and characters in them that are read at once, characters of a
+# text, names in a JSON object, and thousands of steps of SQLite, of which a page that is its own child would take many.
+MOST_ROWS = 1 << 14
+MOST_CHARACTERS = 1 << 22
+MOST_OF_TEXT = 1 << 14
+MOST_NAMES = 100
+MOST_STEPS = 4000
+
 Row = tuple[Any, ...]
 Tables = dict[str, list[Row]]
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -161,141 +184,252 @@ class BundleEntry:
         return time
 
 
+class NoKernelError(StorageError):
+    """A bundle has no kernel of a digest. Where its entries named it, the file was replaced since: choose again."""
+
+
 class Bundle:
-    """A bundle that was found sound when it was opened. Attributes: `path`, `arch`, `digest`, `date`, `version`.
+    """A bundle that was found sound when it was opened."""
 
-    `digest` is the content digest, `date` that of the newest trial, `version` that of the hadagen that wrote it.
-    """
-
-    def __init__(self, path: Path, tables: Tables) -> None:
-        """`tables`: those of `OPENED`."""
-        meta = _meta(tables)
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self.arch = meta["arch"]
-        self.digest = meta["digest"]
-        self.date = meta["date"]
-        self.version = meta["hadagen"]
-        self._environments = {number: Environment(**row) for number, row in _by_id(tables, "environments").items()}
-        self._numbers: dict[Problem, int] = {}
-        self._sums: dict[int, str] = {}
-        for number, row in _by_id(tables, "problems").items():
-            self._sums[number] = row.pop("winners")
-            self._numbers[Problem.from_dict(row | {"pitched": bool(row["pitched"])})] = number
-        self._entries: dict[Problem, list[BundleEntry]] = {}
-        self._kernels: dict[str, tuple[int, dict[str, Any]]] = {}  # of the problems that were read, by digest
+        self._now = _read(path, _Content)
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Bundle:
         """Open the bundle at `path`. Raises `StorageError` where it is missing, foreign, newer or damaged."""
-        path = Path(path).absolute()
-        with _reading(path) as connection:
-            tables = {table: read_rows(connection, table) for table in OPENED}
-            if _meta(tables)["digest"] != content_digest(tables):
-                raise ValueError("the content digest does not match")
-            return cls(path, tables)
+        return cls(Path(path).absolute())
+
+    @property
+    def arch(self) -> str:
+        return self._now.meta["arch"]
+
+    @property
+    def digest(self) -> str:
+        """The content digest."""
+        return self._now.meta["digest"]
+
+    @property
+    def date(self) -> str:
+        """That of the newest trial."""
+        return self._now.meta["date"]
+
+    @property
+    def version(self) -> str:
+        """That of the hadagen that wrote it."""
+        return self._now.meta["hadagen"]
+
+    @property
+    def state(self) -> FileState:
+        """That of the file when it was read."""
+        return self._now.state
 
     def problems(self) -> list[Problem]:
         """The problems that were tuned, in order."""
-        return sorted(self._numbers)
+        return sorted(self._now.numbers)
 
     def gpus(self) -> list[str]:
         """The GPUs that the winners were timed on, in order; "" stands for an estimate."""
-        return sorted({environment.gpu for environment in self._environments.values()})
+        return sorted({environment.gpu for environment in self._now.environments.values()})
 
     def entries(self, problem: Problem) -> list[BundleEntry]:
         """The winners of a problem, by GPU, destination and elements; none where it was not tuned.
 
-        Raises `StorageError` where they are damaged, or the file is another than the one that was opened.
+        Raises `StorageError` where they are damaged.
         """
-        number = self._numbers.get(problem)
-        if number is None:
-            return []
-        if problem not in self._entries:
-            self._read(problem, number)
-        return list(self._entries[problem])
+        now = self._now
+        if problem in now.numbers and problem not in now.entries:
+            now = self._renewed(lambda now, connection: now.read_winners(connection, problem))
+        return list(now.entries.get(problem, ()))
 
     def kernel(self, digest: str) -> Kernel:
-        """Load a kernel, without its source. Raises `StorageError` where the bundle has none of this digest or it is
-        damaged."""
-        if digest not in self._kernels:
-            self._read_problem_of(digest)
-        number, row = self._kernels[digest]
-        with _reading(self.path) as connection:
-            blobs = connection.execute("SELECT cubin, ptx FROM blobs WHERE kernel = ?", (number,)).fetchone()
-            cubin, ptx = map(zlib.decompress, blobs)
-            if (sha256(cubin), sha256(ptx)) != (row["cubin_sha256"], row["ptx_sha256"]):
-                raise ValueError("a blob does not match its SHA-256")
-        launch, used = LaunchSpec.from_dict(json.loads(row["launch"])), (row["registers"], row["spill_bytes"])
-        return Kernel(digest, row["entry"], self.arch, "", cubin, ptx, launch, *used, row["nvcc"])
+        """Load a kernel, without its source. Raises `NoKernelError` where the bundle has none of this digest, and
+        `StorageError` where it is damaged."""
+        found: list[Kernel] = []
+
+        def read(now: _Content, connection: sqlite3.Connection) -> None:
+            if digest not in now.kernels:
+                now.read_winners_with(connection, digest)
+            if digest in now.kernels:
+                found.append(now.read_kernel(connection, digest))
+
+        self._renewed(read)
+        if not found:
+            raise NoKernelError(f"{self.path} holds no kernel {digest}; ask for one that its entries name")
+        return found[0]
 
     def verify(self) -> None:
         """Check all of the file, as it is now. Raises `StorageError` where any row was changed, or is one too many."""
-        now = Bundle.open(self.path)
-        entries = [entry for problem in now.problems() for entry in now.entries(problem)]
-        for digest in now._kernels:
-            now.kernel(digest)
-        with _reading(self.path) as connection:
-            numbers, kernels = ", ".join(map(str, now._numbers.values())), len(now._kernels)
-            known = f"SELECT count(*) FROM trials WHERE problem IN ({numbers})"
-            (trials,) = connection.execute(known).fetchone()
-            ours = {"entries": len(entries), "trials": trials, "kernels": kernels, "blobs": kernels}
+
+        def check(connection: sqlite3.Connection, state: FileState) -> None:
+            now = _Content(connection, state)
+            for problem in now.numbers:
+                now.read_winners(connection, problem)
+            for digest in now.kernels:
+                now.read_kernel(connection, digest)
+            entries, kernels = sum(map(len, now.entries.values())), len(now.kernels)
+            ours = {"entries": entries, "trials": sum(now.trials.values()), "kernels": kernels, "blobs": kernels}
             for table, count in ours.items():
-                if connection.execute(f"SELECT count(*) FROM {table}").fetchone() != (count,):
+                _allow_steps(connection)
+                some = f"SELECT count(*) FROM (SELECT 1 FROM {table} LIMIT {count + 1})"
+                if connection.execute(some).fetchone() != (count,):
                     raise ValueError(f"{table} has rows that belong to no problem")
 
-    def _read_problem_of(self, digest: str) -> None:
-        """Read the winners of a problem that has this kernel."""
-        with _reading(self.path) as connection:
-            found = connection.execute(
-                "SELECT problem FROM trials JOIN kernels ON kernels.id = trials.kernel WHERE digest = ?", (digest,)
-            ).fetchone()
-        problem = next((problem for problem, number in self._numbers.items() if found == (number,)), None)
-        if problem is None:
-            raise StorageError(f"{self.path} holds no kernel {digest}; ask for one that its entries name")
-        self._read(problem, self._numbers[problem])
+        _read(self.path, check)
 
-    def _read(self, problem: Problem, number: int) -> None:
-        """Read and check the winners of a problem."""
-        with _reading(self.path) as connection:
-            tables = winners_of(connection, number)
-            if self._sums[number] != rows_digest(tables):
-                raise ValueError(f"the winners of {problem.name} do not match their SHA-256")
-            kernels, trials = _by_id(tables, "kernels"), _by_id(tables, "trials")
-            for trial in trials.values():
-                trial["kernel"] = kernels[trial["kernel"]]
-                trial["launch"] = LaunchSpec.from_dict(json.loads(trial["kernel"]["launch"]))
-                trial["knobs"], trial["errors"] = json.loads(trial["knobs"]), json.loads(trial["errors"])
-            entries: list[BundleEntry] = []
-            firsts = set()
-            for row in _by_id(tables, "entries").values():
-                entry = self._entry(problem, trials[row["trial"]], row)
-                cell = entry.gpu, entry.destination, entry.elements
-                entries.append(replace(entry, portable=True) if cell in firsts else entry)
-                firsts.add(cell)
-        self._kernels |= {row["digest"]: (kernel, row) for kernel, row in kernels.items()}
-        self._entries[problem] = entries
+    def _renewed(self, read: Callable[[_Content, sqlite3.Connection], None]) -> _Content:
+        """What is known of the file as it is now, when `read` has read more of it."""
 
-    def _entry(self, problem: Problem, trial: Mapping[str, Any], row: Mapping[str, Any]) -> BundleEntry:
-        kernel = trial["kernel"]
-        return BundleEntry(
-            problem=problem,
-            arch=self.arch,
-            environment=self._environments[trial["environment"]],
-            destination=Destination(row["destination"]),
-            elements=row["elements"],
-            kernel=kernel["digest"],
-            launch=trial["launch"],
-            knobs=trial["knobs"],
-            errors=trial["errors"],
-            provenance=Provenance(trial["provenance"]),
-            date=trial["date"],
-            nvcc=kernel["nvcc"],
-            cache=Cache(row["cache"]),
-            hot_us=row["hot_us"],
-            hot_copy_us=row["hot_copy_us"],
-            cold_us=row["cold_us"],
-            cold_copy_us=row["cold_copy_us"],
-        )
+        def read_now(connection: sqlite3.Connection, state: FileState) -> _Content:
+            now = self._now if self._now.state == state else _Content(connection, state)
+            read(now, connection)
+            self._now = now
+            return now
+
+        return _read(self.path, read_now)
+
+
+class _Content:
+    """What was read of one state of a file, and checked."""
+
+    def __init__(self, connection: sqlite3.Connection, state: FileState) -> None:
+        tables = {table: read_rows(connection, table) for table in OPENED}
+        self.state = state
+        self.meta = {key: _text(value) for key, value in tables["meta"]}
+        if sorted(key for key, _ in tables["meta"]) != ["arch", "date", "digest", "hadagen"]:
+            raise ValueError("its head has other rows")
+        check_arch(self.meta["arch"])
+        if self.meta["digest"] != content_digest(tables):
+            raise ValueError("the content digest does not match")
+        self.environments = {number: _environment(row) for number, row in _by_id(tables, "environments").items()}
+        self.numbers: dict[Problem, int] = {}
+        self._sums: dict[int, str] = {}
+        for number, row in _by_id(tables, "problems").items():
+            self._sums[number] = row.pop("winners")
+            problem = Problem.from_dict(row | {"pitched": bool(row["pitched"])})
+            if problem in self.numbers or problem.to_dict() != row:
+                raise ValueError(f"{problem.name} is there twice")
+            self.numbers[problem] = number
+        # Of the problems that were read: how many trials, the winners, and the kernels by digest, without their blobs
+        # but with the number of these and their SHA-256.
+        self.trials: dict[Problem, int] = {}
+        self.entries: dict[Problem, list[BundleEntry]] = {}
+        self.kernels: dict[str, tuple[Kernel, int, tuple[str, str]]] = {}
+
+    def read_winners(self, connection: sqlite3.Connection, problem: Problem) -> None:
+        """Reads the winners of a problem, if it was tuned."""
+        number = self.numbers.get(problem)
+        if number is None or problem in self.entries:
+            return
+        tables = winners_of(connection, number)
+        if self._sums[number] != rows_digest(tables):
+            raise ValueError(f"the winners of {problem.name} do not match their SHA-256")
+        rows = _by_id(tables, "kernels")
+        kernels = {number: _kernel(self.meta["arch"], row) for number, row in rows.items()}
+        trials = {number: self._trial(problem, row, kernels) for number, row in _by_id(tables, "trials").items()}
+        entries: list[BundleEntry] = []
+        clusters: dict[tuple[str, Destination, int], int] = {}  # of what was named first in each cell
+        for row in _by_id(tables, "entries").values():
+            entry = _timed(trials[row["trial"]], row)
+            cell = entry.gpu, entry.destination, entry.elements
+            entries.append(replace(entry, portable=cell in clusters))
+            if cell in clusters and not entry.launch.cluster <= PORTABLE_CLUSTER < clusters[cell]:
+                raise ValueError(f"{problem.name} has two winners in one place")
+            clusters[cell] = 0 if cell in clusters else entry.launch.cluster
+        for number, row in rows.items():
+            kernel = kernels[number]
+            self.kernels[kernel.digest] = kernel, number, (row["cubin_sha256"], row["ptx_sha256"])
+        self.trials[problem] = len(trials)
+        self.entries[problem] = entries
+
+    def read_winners_with(self, connection: sqlite3.Connection, digest: str) -> None:
+        """Reads the winners of a problem that has this kernel, if one has."""
+        query = "SELECT problem FROM trials JOIN kernels ON kernels.id = trials.kernel WHERE digest = ?"
+        found = connection.execute(query, (digest,)).fetchone()
+        for problem, number in self.numbers.items():
+            if found == (number,):
+                self.read_winners(connection, problem)
+
+    def read_kernel(self, connection: sqlite3.Connection, digest: str) -> Kernel:
+        """One of `kernels`, with its blobs."""
+        kernel, number, sums = self.kernels[digest]
+        blobs = connection.execute("SELECT cubin, ptx FROM blobs WHERE kernel = ?", (number,)).fetchone()
+        cubin, ptx = map(inflated, blobs)
+        if (sha256(cubin), sha256(ptx)) != sums:
+            raise ValueError("a blob does not match its SHA-256")
+        kernel = replace(kernel, cubin=cubin, ptx=ptx)
+        kernel.check()
+        return kernel
+
+    def _trial(self, problem: Problem, row: Mapping[str, Any], kernels: Mapping[int, Kernel]) -> dict[str, Any]:
+        """What the entries of a trial have in common."""
+        kernel = kernels[row["kernel"]]
+        if kernel.launch.pitched is not problem.pitched or kernel.launch.tile_elements % problem.n:
+            raise ValueError(f"{problem.name} has a kernel for other rows")
+        knobs, errors = _object(row["knobs"]), _object(row["errors"])
+        check_knobs(knobs)
+        if not errors or not all(type(error) in (int, float) and 0 <= error <= 1e9 for error in errors.values()):
+            raise ValueError(f"{row['errors']!r:.40} are no errors")
+        return {
+            "problem": problem,
+            "arch": self.meta["arch"],
+            "environment": self.environments[row["environment"]],
+            "kernel": kernel.digest,
+            "launch": kernel.launch,
+            "knobs": knobs,
+            "errors": errors,
+            "provenance": Provenance(row["provenance"]),
+            "date": _text(row["date"]),
+            "nvcc": kernel.nvcc,
+        }
+
+
+def _environment(row: Mapping[str, Any]) -> Environment:
+    check: dict[str, Callable[[object], Any]] = {"str": _text, "int": _count}
+    return Environment(**{each.name: check[str(each.type)](row[each.name]) for each in fields(Environment)})
+
+
+def _kernel(arch: str, row: Mapping[str, Any]) -> Kernel:
+    """Without its blobs."""
+    launch = LaunchSpec.from_dict(_object(row["launch"]))
+    used = _count(row["registers"]), _count(row["spill_bytes"])
+    return Kernel(_text(row["digest"]), _text(row["entry"]), arch, "", b"", b"", launch, *used, _text(row["nvcc"]))
+
+
+def _timed(trial: dict[str, Any], row: Mapping[str, Any]) -> BundleEntry:
+    times = {name: row[name] for name in ("hot_us", "hot_copy_us", "cold_us", "cold_copy_us")}
+    if not all(us is None or (type(us) is float and 1e-6 < us < 1e12) for us in times.values()):
+        raise ValueError(f"{times} are no microseconds")
+    cache, elements = Cache(row["cache"]), row["elements"]
+    if times[f"{cache.value}_us"] is None or any(
+        (times[f"{each.value}_us"] is None) != (times[f"{each.value}_copy_us"] is None) for each in Cache
+    ):
+        raise ValueError(f"{times} lack one that decides")
+    if _count(elements) == 0 or elements % trial["problem"].n:
+        raise ValueError(f"{elements!r:.40} is no number of elements")
+    return BundleEntry(**trial, **times, destination=Destination(row["destination"]), elements=elements, cache=cache)
+
+
+def _text(value: object) -> str:
+    if not (isinstance(value, str) and len(value) <= MOST_OF_TEXT and value.isprintable()):
+        raise ValueError(f"{value!r:.40} is no line of text")
+    return value
+
+
+def _count(value: object) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r:.40} is no count")
+    return value
+
+
+def _object(text: object) -> dict[str, Any]:
+    values = json.loads(_text(text))
+    if not isinstance(values, dict) or len(values) > MOST_NAMES:
+        raise ValueError(f"{text!r:.40} is no JSON object, or too large a one")
+    for each in (*values, *values.values()):
+        if isinstance(each, str):
+            _text(each)
+    return values
 
 
 def shipped() -> dict[str, Path]:
@@ -304,9 +438,17 @@ def shipped() -> dict[str, Path]:
 
 
 def read_rows(connection: sqlite3.Connection, table: str, where: str = "true", *values: int) -> list[Row]:
-    """Rows of a table of `TABLES`, in order."""
+    """Rows of a table of `TABLES`, in order. Raises `ValueError` where they are more than any bundle has."""
+    _allow_steps(connection)
     query = f"SELECT {', '.join(TABLES[table])} FROM {table} WHERE {where} ORDER BY 1"
-    return connection.execute(query, values).fetchall()
+    rows: list[Row] = []
+    characters = 0
+    for row in connection.execute(query, values):
+        rows.append(row)
+        characters += sum(len(value) for value in row if isinstance(value, str | bytes))
+        if len(rows) > MOST_ROWS or characters > MOST_CHARACTERS:
+            raise ValueError(f"{table} has more than any search finds")
+    return rows
 
 
 def winners_of(connection: sqlite3.Connection, problem: int) -> Tables:
@@ -328,10 +470,6 @@ def sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def _meta(tables: Tables) -> dict[str, str]:
-    return {row[0]: row[1] for row in tables["meta"]}
-
-
 def _by_id(tables: Tables, table: str) -> dict[int, dict[str, Any]]:
     """Rows of a table as {column: value} without the id, by id."""
     names = list(TABLES[table])[1:]
@@ -346,14 +484,31 @@ def is_bundle(header: bytes) -> bool:
     return header.startswith(SQLITE_MAGIC) and int.from_bytes(header[68:72], "big") == APPLICATION_ID
 
 
-@contextmanager
-def _reading(path: Path) -> Iterator[sqlite3.Connection]:
-    """The file, known to be a bundle of our format. Whatever then fails to be read or understood means damage."""
+def _allow_steps(connection: sqlite3.Connection) -> None:
+    """Ends what SQLite does next, in an error, after `MOST_STEPS`."""
+    thousands = iter(range(MOST_STEPS))
+    connection.set_progress_handler(lambda: next(thousands, None) is None, 1000)
+
+
+def _read(path: Path, read: Callable[[sqlite3.Connection, FileState], Found]) -> Found:
+    """What `read` makes of the file, known to be a bundle of our format, and its state. Whatever it then fails to read
+    or understand means damage."""
+    for seconds in (0.01, 0.1):
+        before = file_state(path)
+        try:
+            return _read_once(path, read)
+        except StorageError:
+            if file_state(path) == before:
+                raise
+            time.sleep(seconds)  # for it is being replaced
+    return _read_once(path, read)
+
+
+def _read_once(path: Path, read: Callable[[sqlite3.Connection, FileState], Found]) -> Found:
     make = "with `hadagen bundle make`, or `hadagen tune` where nothing was tuned yet"
     again = f"make it again {make}, or reinstall hadagen if it came with it"
     try:
-        with path.open("rb") as file:
-            header = file.read(72)
+        header, state = read_start(path, 72)
     except OSError as error:
         raise StorageError(
             f"{path} cannot be read ({error.strerror}); name another bundle, or make one {make}"
@@ -366,8 +521,12 @@ def _reading(path: Path) -> Iterator[sqlite3.Connection]:
     if version < FORMAT:
         raise StorageError(f"{path} is a bundle of format {version}, earlier than {FORMAT}; {again}")
     try:
-        uri = f"file:{quote(str(path))}?mode=ro&immutable=1"
-        with closing(sqlite3.connect(uri, uri=True)) as connection:
-            yield connection
-    except (sqlite3.Error, zlib.error, ValueError, TypeError, KeyError) as error:
-        raise StorageError(f"{path} is damaged ({error}); {again}") from error
+        with closing(connect_read_only(path, immutable=True)) as connection:
+            limit_values(connection)
+            _allow_steps(connection)
+            schema = "SELECT sql FROM sqlite_master WHERE sql IS NOT NULL LIMIT ?"
+            if connection.execute(schema, (len(SCHEMA) + 1,)).fetchall() != [(statement,) for statement in SCHEMA]:
+                raise ValueError("it has other tables")
+            return read(connection, state)
+    except (sqlite3.Error, ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as error:
+        raise StorageError(f"{path} is damaged ({' '.join(str(error).split()):.200}); {again}") from error

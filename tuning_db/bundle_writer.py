@@ -13,15 +13,15 @@ from importlib.metadata import version
 from typing import Any
 
 from hadagen.errors import StorageError, UsageError
+from hadagen.target import check_arch
 from hadagen.trial import Cache, Kernel, Trial, knobs_key
 from hadagen.tuning_db.aside import check_place, unwritable, written_aside
 from hadagen.tuning_db.bundle import (
     APPLICATION_ID,
-    BLOBS,
     FORMAT,
-    INDEXES,
     OPENED,
-    TABLES,
+    SCHEMA,
+    Bundle,
     Row,
     Tables,
     content_digest,
@@ -45,11 +45,13 @@ def write_bundle(
     """Write the winners `selection` (see `winners.portfolio`) as a bundle and return its content digest.
 
     `kernel_of` gives the kernel of a digest with its cubin and PTX (`Store.kernel`); it is asked once for each. The
-    same selection gives the same digest. A bundle that is already there is replaced once the new one is complete.
+    same selection gives the same digest. A bundle that is already there is replaced once the new one is complete and
+    was read.
 
-    Raises `UsageError` for a selection of another arch, and `StorageError` where it is empty or the file cannot be
-    written, or is there and no bundle.
+    Raises `UsageError` for a bad arch or a selection of another, and `StorageError` where it is empty, has what no
+    search finds, or the file cannot be written, or is there and no bundle.
     """
+    check_arch(arch)
     if not selection:
         raise StorageError(f"there is no winner for {arch} to put in a bundle; run `hadagen tune --arch {arch}` first")
     others = sorted({cell.arch for cell in selection} - {arch})
@@ -61,8 +63,16 @@ def write_bundle(
         raise UsageError("a kernel of the bundle has no cubin; give kernels that were read with their blobs")
 
     try:
-        with written_aside(path) as aside, closing(sqlite3.connect(aside, isolation_level=None)) as connection:
-            return _fill(connection, _tables(arch, selection, kernels), kernels)
+        with written_aside(path) as aside:
+            with closing(sqlite3.connect(aside, isolation_level=None)) as connection:
+                digest = _fill(connection, _tables(arch, selection, kernels), kernels)
+            try:
+                Bundle.open(aside).verify()
+            except StorageError as error:
+                raise StorageError(
+                    f"{path} was not written, for calls would refuse it ({error.__cause__}); tune what it is of again"
+                ) from error
+            return digest
     except (OSError, sqlite3.Error) as error:
         raise unwritable(path, error) from error
 
@@ -73,12 +83,11 @@ def _fill(connection: sqlite3.Connection, tables: Tables, kernels: Sequence[Kern
     connection.execute(f"PRAGMA user_version = {FORMAT}")
     connection.execute("BEGIN")
     blobs = [(n, zlib.compress(kernel.cubin, 9), zlib.compress(kernel.ptx, 9)) for n, kernel in enumerate(kernels, 1)]
-    for table, columns in {**TABLES, "blobs": BLOBS}.items():
-        connection.execute(f"CREATE TABLE {table} ({', '.join(f'{name} {kind}' for name, kind in columns.items())})")
-        places = ", ".join("?" * len(columns))
-        connection.executemany(f"INSERT INTO {table} VALUES ({places})", {**tables, "blobs": blobs}[table])
-    for table, column in INDEXES.items():
-        connection.execute(f"CREATE INDEX {table}_by_{column} ON {table} ({column})")
+    for statement in SCHEMA:
+        connection.execute(statement)
+    for table, rows in {**tables, "blobs": blobs}.items():
+        places = ", ".join("?" * len(rows[0]))
+        connection.executemany(f"INSERT INTO {table} VALUES ({places})", rows)
     for number, *_ in tables["problems"]:
         winners = rows_digest(winners_of(connection, number))
         connection.execute("UPDATE problems SET winners = ? WHERE id = ?", (winners, number))

@@ -11,12 +11,11 @@ import os
 import re
 import shutil
 import sqlite3
-import zlib
-from collections.abc import Iterator
+import stat
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from urllib.parse import quote
 
 from sqlalchemy import Connection, Engine, create_engine, event, inspect, text
 from sqlalchemy.engine import URL, make_url
@@ -25,6 +24,7 @@ from sqlalchemy.orm import Session
 from sqlalchemy.pool import NullPool
 
 from hadagen.errors import StorageError, UsageError
+from hadagen.tuning_db.files import connect_read_only, limit_values, read_start
 from hadagen.tuning_db.schema import SCHEMA_VERSION, VERSION_TABLE
 
 MIGRATIONS = Path(__file__).parent / "migrations"
@@ -44,13 +44,15 @@ _BEGIN = {
 }
 
 # What SQLite says (its texts are part of its interface; Python 3.10 does not give the code), and our sentence.
+_DAMAGED = "{place} is damaged; restore it from a copy, or name another file to start a new database"
 _SENTENCES = {
     "readonly database": "{place} is read-only; make it and its directory writable, or name another database",
     "disk is full": "the disk of {place} is full ({free} bytes free); make room and run again, nothing stored is lost",
     "disk I/O error": "the disk of {place} failed to read or write ({free} bytes free); make room or name another disk",
     "database is locked": "{place} was locked by another process for {busy:.0f} s; wait for that process or end it",
     "not a database": "{place} is not a tuning database; name another file, or one that does not exist yet",
-    "malformed": "{place} is damaged; restore it from a copy, or name another file to start a new database",
+    "malformed": _DAMAGED,
+    "Could not decode": _DAMAGED,
     "unable to open": "{place} cannot be opened; check that its directory exists and that you may read it",
 }
 
@@ -62,8 +64,10 @@ class Database:
     Every method raises `StorageError` where the database fails, and leaves what was stored as it was.
     """
 
-    def __init__(self, where: str | os.PathLike[str]) -> None:
-        """Open, and create or upgrade where needed. Raises `UsageError` for a URL that is no SQLite or PostgreSQL."""
+    def __init__(self, where: str | os.PathLike[str], upgraded: Callable[[Session], None]) -> None:
+        """Open, and create or upgrade where needed; `upgraded` is called at the end of an upgrade, within its
+        transaction. Raises `UsageError` for a URL that is no SQLite or PostgreSQL."""
+        self._upgraded = upgraded
         url = _url(where)
         self.url = url.render_as_string(hide_password=False)
         self.place = url.render_as_string(hide_password=True)
@@ -93,6 +97,14 @@ class Database:
         with self._sentences(), Session(self._writer) as session, session.begin():
             yield session
 
+    def check(self) -> None:
+        """Raises `StorageError` where SQLite finds its file damaged, be it in rows that nobody asks for."""
+        if self._path is not None:
+            with self.reading() as session:
+                found = session.scalar(text("PRAGMA integrity_check(1)"))
+                if found != "ok":
+                    raise ValueError(found)
+
     def _create_engine(self, url: URL) -> Engine:
         backend = url.get_backend_name()
         try:
@@ -111,6 +123,9 @@ class Database:
             raise UsageError(
                 f"{self.place} names no driver that SQLAlchemy has; name a file or a postgresql:// URL"
             ) from error
+
+        if backend == "sqlite":
+            event.listen(engine, "connect", lambda connection, _: limit_values(connection))
 
         @event.listens_for(engine, "begin")
         def begin(connection: Connection) -> None:
@@ -135,6 +150,9 @@ class Database:
             version = self._version(connection)  # again: another process may have been faster
             if version != SCHEMA_VERSION:
                 _migrate(connection)
+                with Session(connection) as session:
+                    self._upgraded(session)
+                    session.flush()
         if version not in (None, SCHEMA_VERSION):
             _log.warning("%s was upgraded from schema %s to %s", self.place, version, SCHEMA_VERSION)
         if self._path is not None:
@@ -143,6 +161,8 @@ class Database:
     def _version(self, connection: Connection) -> str | None:
         """The schema version, or None where there is no schema yet. Raises `StorageError` for foreign and newer, and
         `ValueError` for what is no version."""
+        if self._path is not None:
+            self._refuse_code(connection)
         tables = inspect(connection).get_table_names()
         if VERSION_TABLE not in tables:
             # Optuna's tables may have been there first. A PostgreSQL database may be shared with anything.
@@ -161,6 +181,21 @@ class Database:
                 "upgrade hadagen, or name another database"
             )
         return version
+
+    def _refuse_code(self, connection: Connection) -> None:
+        """Raises `StorageError` for a file with more than tables and indexes in it, for that might compute anything."""
+        made = connection.exec_driver_sql("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL").all()
+        others = [name for name, sql in made if not re.match("CREATE (TABLE|INDEX|UNIQUE INDEX) ", str(sql))]
+        if not others:
+            columns = (
+                "SELECT m.name, m.name FROM sqlite_master AS m JOIN pragma_table_xinfo(m.name) AS c WHERE c.hidden"
+            )
+            others = [name for name, _ in connection.exec_driver_sql(columns)]
+        if others:
+            raise StorageError(
+                f"{self.place} is not a tuning database: {others[0]!r:.40} in it is not a plain table; remove that, or "
+                "name another file"
+            )
 
     def _let_readers_and_writers_overlap(self) -> None:
         """SQLite's write-ahead log; the file remembers it."""
@@ -183,8 +218,8 @@ class Database:
             raise StorageError(
                 f"{self.place} failed ({' '.join(reason.split())}); check it, or name another"
             ) from error
-        except (zlib.error, ValueError) as error:  # what was read is nothing that we wrote
-            raise StorageError(_SENTENCES["malformed"].format(place=self.place)) from error
+        except (ValueError, RecursionError, OverflowError) as error:  # what was read is nothing that we wrote
+            raise StorageError(_DAMAGED.format(place=self.place)) from error
 
     @contextmanager
     def lent(self) -> Iterator[None]:
@@ -218,6 +253,10 @@ def _file(url: URL) -> Path | None:
 
 def _url(where: str | os.PathLike[str]) -> URL:
     text_form = os.fspath(where)
+    if not text_form.isascii() and os.fsencode(text_form) != text_form.encode("utf-8", "replace"):
+        raise UsageError(
+            f"database {text_form!r} has a name that is no UTF-8, which no URL can have; name another file"
+        )
     if "://" not in text_form:
         return URL.create("sqlite", database=os.path.abspath(text_form))
     try:
@@ -240,8 +279,12 @@ def _inspect_file(path: Path) -> bool:
             if not _writable(path.parent):
                 raise StorageError(f"{path} cannot be created: its directory is not writable; name another file")
             return False
-        with path.open("rb") as file:
-            start = file.read(16)
+        start, _ = read_start(path, 16)
+        for name in ("-journal", "-wal", "-shm"):  # which SQLite opens too, if they are there
+            # Looked at, not opened: closing it would end the locks that this process holds on it.
+            with suppress(FileNotFoundError):
+                if not stat.S_ISREG(os.lstat(f"{path}{name}").st_mode):
+                    raise OSError(None, "Not a regular file")
     except OSError as error:
         raise StorageError(f"{path} cannot be opened ({error.strerror}); name another file") from error
     if start not in (b"", b"SQLite format 3\0"):
@@ -257,8 +300,7 @@ def _connect_read_only(path: Path) -> sqlite3.Connection:
     # Without a write-ahead log nobody has the file open, and "immutable" spares SQLite the files that it would
     # otherwise create beside it.
     in_use = path.with_name(f"{path.name}-wal").exists()
-    uri = f"file:{quote(str(path))}?mode=ro{'' if in_use else '&immutable=1'}"
-    return sqlite3.connect(uri, uri=True, check_same_thread=False)
+    return connect_read_only(path, immutable=not in_use, check_same_thread=False)
 
 
 def _migrate(connection: Connection) -> None:

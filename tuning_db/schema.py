@@ -4,7 +4,8 @@ They hold every trial, its timings, its errors, and what it ran: problem, kernel
 Real columns everywhere; JSON only for knobs. Optuna keeps its own tables (`trials`, `studies`, `alembic_version` …) in
 the same database, hence the prefix. Nothing here is particular to SQLite: PostgreSQL works too.
 
-A change of this file needs a migration in `migrations/versions` and a new `SCHEMA_VERSION`.
+A change of this file needs a migration in `migrations/versions` and a new `SCHEMA_VERSION`. If kernels or trials then
+say more, the migration empties their seals: after an upgrade, rows without a seal are given one.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from sqlalchemy.engine import Dialect
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, relationship
 from sqlalchemy.types import TypeDecorator
 
+from hadagen.tuning_db.files import inflated
+
 PREFIX = "hadagen_"
-SCHEMA_VERSION = "0003"
+SCHEMA_VERSION = "0005"
 VERSION_TABLE = f"{PREFIX}schema_version"
 
 
@@ -33,8 +36,8 @@ class Compressed(TypeDecorator[bytes]):
 
     def process_result_value(self, value: Any, dialect: Dialect) -> bytes | None:
         if not isinstance(value, bytes | None):  # SQLite keeps whatever it is given
-            raise ValueError(f"{value!r} is not compressed")
-        return None if value is None else zlib.decompress(value)
+            raise ValueError(f"{value!r:.40} is not compressed")
+        return None if value is None else inflated(value)
 
 
 class Base(DeclarativeBase):
@@ -91,7 +94,10 @@ class EnvironmentRow(Base):
 
 
 class KernelRow(Base):
-    """One row for each `hadagen.trial.Kernel`. `threads` … `starts_early` are the fields of its `LaunchSpec`."""
+    """One row for each `hadagen.trial.Kernel`. `threads` … `starts_early` are the fields of its `LaunchSpec`.
+
+    `seal`: SHA-256 of all that it says.
+    """
 
     __tablename__ = f"{PREFIX}kernels"
 
@@ -114,9 +120,12 @@ class KernelRow(Base):
     source: Mapped[str] = mapped_column(Text)
     ptx: Mapped[bytes] = mapped_column(Compressed)
     cubin: Mapped[bytes] = mapped_column(Compressed)
+    seal: Mapped[str]
 
 
 class TrialRow(Base):
+    """One `hadagen.trial.Trial`. `seal`: SHA-256 of all that it says, rows of other tables included."""
+
     __tablename__ = f"{PREFIX}trials"
     __table_args__ = (UniqueConstraint("problem_id", "arch", "knobs_key", "environment_id", "provenance"),)
 
@@ -132,10 +141,27 @@ class TrialRow(Base):
     detail: Mapped[str] = mapped_column(Text)
     date: Mapped[str]
     seconds: Mapped[float]
+    seal: Mapped[str]
 
     problem: Mapped[ProblemRow] = relationship()
     environment: Mapped[EnvironmentRow] = relationship()
     kernel: Mapped[KernelRow | None] = relationship()
+
+
+class ClaimRow(Base):
+    """What a run has under way; see `hadagen.tuning_db.claims`. `work` is the `knobs_key` of a trial to come, or says
+    what else is done of the problem; `expires` is a time as `time.time` gives it."""
+
+    __tablename__ = f"{PREFIX}claims"
+    __table_args__ = (UniqueConstraint("problem_id", "arch", "gpu", "work"),)
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    problem_id: Mapped[int] = mapped_column(ForeignKey(ProblemRow.id))
+    arch: Mapped[str]
+    gpu: Mapped[str]
+    work: Mapped[str]
+    owner: Mapped[str]
+    expires: Mapped[float]
 
 
 class ErrorRow(Base):

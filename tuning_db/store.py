@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 from collections import defaultdict
+from collections.abc import Collection
 from contextlib import AbstractContextManager
 from dataclasses import asdict, fields, replace
 from math import inf, nan
 from types import TracebackType
 from typing import Any, TypeVar
 
-from sqlalchemy import JSON, delete, insert, select
+from sqlalchemy import JSON, delete, insert, select, update
 from sqlalchemy.orm import Session, defer, joinedload, selectinload
 from sqlalchemy.sql import ColumnElement, Select
 
 from hadagen.errors import StorageError
 from hadagen.launch import LaunchSpec
 from hadagen.problem import Problem
-from hadagen.trial import Cache, Destination, Environment, Kernel, Outcome, Provenance, Timing, Trial, knobs_key
+from hadagen.trial import (
+    Cache,
+    Destination,
+    Environment,
+    Kernel,
+    Outcome,
+    Provenance,
+    Timing,
+    Trial,
+    check_knobs,
+    kernel_digest,
+    knobs_key,
+)
 from hadagen.tuning_db.database import Database
 from hadagen.tuning_db.schema import (
     Base,
@@ -59,7 +74,7 @@ class Store:
 
         A file that may not be written is opened all the same, for reading.
         """
-        return cls(Database(where))
+        return cls(Database(where, _seal_rows))
 
     def close(self) -> None:
         self._database.close()
@@ -69,6 +84,11 @@ class Store:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+    @property
+    def database(self) -> Database:
+        """For what else is kept there."""
+        return self._database
 
     @property
     def url(self) -> str:
@@ -124,12 +144,15 @@ class Store:
         outcome: Outcome | None = None,
         *,
         blobs: bool = True,
+        rows: Collection[int] | None = None,
     ) -> list[Trial]:
-        """The trials that match, in the order they were first recorded.
+        """The trials that match, in the order they were first recorded; with `rows` only those of these row numbers.
 
         `blobs=False` leaves source, PTX and cubin of the kernels empty, which is much faster; see `kernel`.
         """
         wanted = _wanted(problem, arch, gpu, outcome)
+        if rows is not None:
+            wanted = wanted.where(TrialRow.id.in_(list(rows)))
         kernels = selectinload(TrialRow.kernel)
         if not blobs:
             kernels = kernels.options(*(defer(column, raiseload=True) for column in _BLOBS))
@@ -143,6 +166,19 @@ class Store:
             errors = _errors(session, wanted)
             timings = _timings(session, wanted)
             return [_trial(row, errors[row.id], timings[row.id], blobs) for row in session.scalars(query)]
+
+    def rows_after(self, row: int) -> list[int]:
+        """The row numbers of the trials that were recorded after that of this number, ascending; 0 stands for none."""
+        with self._database.reading() as session:
+            return list(session.scalars(select(TrialRow.id).where(TrialRow.id > row).order_by(TrialRow.id)))
+
+    def checked(self) -> list[Trial]:
+        """All `trials`, without blobs, of a database of which nothing was changed or is gone.
+
+        The others may miss a trial whose row is damaged just where it says what they ask for.
+        """
+        self._database.check()
+        return self.trials(blobs=False)
 
     def kernel(self, digest: str) -> Kernel:
         """The kernel of that digest, with source, PTX and cubin."""
@@ -160,10 +196,10 @@ def _where(timing: Timing) -> tuple[int, Destination, Cache]:
 def _key(session: Session, trial: Trial) -> dict[str, object]:
     """What a trial is known by."""
     return {
-        "problem_id": _row_of(session, ProblemRow, trial.problem.to_dict()).id,
+        "problem_id": row_of(session, ProblemRow, trial.problem.to_dict()).id,
         "arch": trial.arch,
         "knobs_key": knobs_key(trial.knobs),
-        "environment_id": _row_of(session, EnvironmentRow, asdict(trial.environment)).id,
+        "environment_id": row_of(session, EnvironmentRow, asdict(trial.environment)).id,
         "provenance": trial.provenance.value,
     }
 
@@ -177,6 +213,7 @@ def _record(session: Session, trial: Trial) -> int:
     row.date = trial.date
     row.seconds = trial.seconds
     row.kernel = None if trial.kernel is None else _kernel_row(session, trial.kernel)
+    row.seal = _seal_of_trial(replace(trial, kernel=None if row.kernel is None else _kernel(row.kernel, blobs=False)))
     session.add(row)
     session.flush()
     session.execute(delete(ErrorRow).where(ErrorRow.trial_id == row.id))
@@ -195,7 +232,7 @@ def _same(model: type[Base], columns: dict[str, object]) -> list[ColumnElement[b
     return [getattr(model, name) == value for name, value in columns.items()]
 
 
-def _row_of(session: Session, model: type[Row], columns: dict[str, object]) -> Row:
+def row_of(session: Session, model: type[Row], columns: dict[str, object]) -> Row:
     """The row with these columns, added where there is none."""
     row = session.scalar(select(model).where(*_same(model, columns)))
     if row is None:
@@ -211,7 +248,7 @@ def _kernel_row(session: Session, kernel: Kernel) -> KernelRow:
     if row is None:
         columns = asdict(kernel) | kernel.launch.to_dict()
         del columns["launch"]
-        row = KernelRow(**columns)
+        row = KernelRow(**columns, seal=_seal_of_kernel(kernel))
     return row
 
 
@@ -272,16 +309,25 @@ def _timings(session: Session, wanted: Select[Any]) -> dict[int, list[Timing]]:
 
 
 def _trial(row: TrialRow, errors: dict[str, float], timings: list[Timing], blobs: bool) -> Trial:
-    _check(row)
     if row.kernel is None and row.kernel_id is not None:
         raise _damaged(TrialRow, "kernel_id", row.kernel_id)
+    kernel = None if row.kernel is None else _kernel(row.kernel, blobs)
+    trial = _unchecked_trial(row, errors, timings, kernel)
+    if row.knobs_key != knobs_key(trial.knobs) or row.seal != _seal_of_trial(trial):
+        raise _damaged(TrialRow, "seal", row.seal)
+    return trial
+
+
+def _unchecked_trial(row: TrialRow, errors: dict[str, float], timings: list[Timing], kernel: Kernel | None) -> Trial:
+    _check(row)
+    check_knobs(row.knobs)
     return Trial(
-        problem=Problem(**_values(Problem, row.problem)),
+        problem=problem_of(row.problem),
         arch=row.arch,
         knobs=row.knobs,
         outcome=Outcome(row.outcome),
         provenance=Provenance(row.provenance),
-        kernel=None if row.kernel is None else _kernel(row.kernel, blobs),
+        kernel=kernel,
         detail=row.detail,
         errors=errors,
         timings=tuple(timings),
@@ -292,6 +338,15 @@ def _trial(row: TrialRow, errors: dict[str, float], timings: list[Timing], blobs
 
 
 def _kernel(row: KernelRow, blobs: bool) -> Kernel:
+    kernel = _unchecked(row, blobs)
+    if blobs:
+        kernel.check()
+        if row.seal != _seal_of_kernel(kernel):
+            raise _damaged(KernelRow, "seal", row.seal)
+    return kernel
+
+
+def _unchecked(row: KernelRow, blobs: bool) -> Kernel:
     return Kernel(
         digest=row.digest,
         entry=row.entry,
@@ -305,6 +360,80 @@ def _kernel(row: KernelRow, blobs: bool) -> Kernel:
         static_shared_bytes=row.static_shared_bytes,
         nvcc=row.nvcc,
     )
+
+
+def problem_of(row: ProblemRow) -> Problem:
+    """The problem of a row. Raises `ValueError` where it is damaged."""
+    return Problem(**_values(Problem, row))
+
+
+def _seal_rows(session: Session) -> None:
+    """Seals the rows that have no seal, after an upgrade from a schema that had none."""
+    for number in session.scalars(select(KernelRow.id).where(KernelRow.seal == "")).all():
+        row = session.get_one(KernelRow, number)
+        kernel = _unchecked(row, blobs=True)
+        digest = kernel_digest(kernel.cubin, kernel.launch)
+        if kernel.digest in _former_digests(kernel):
+            same = session.scalar(select(KernelRow.id).where(KernelRow.digest == digest))
+            if same is not None:
+                session.execute(update(TrialRow).where(TrialRow.kernel_id == number).values(kernel_id=same))
+                session.delete(row)
+                continue
+            kernel = replace(kernel, digest=digest)
+            row.digest = digest
+        row.seal = _seal_of_kernel(kernel)
+        session.flush()
+        session.expunge(row)  # for its blobs
+    wanted = select(TrialRow.id).where(TrialRow.seal == "")
+    errors, timings = _errors(session, wanted), _timings(session, wanted)
+    for trial in session.scalars(select(TrialRow).where(TrialRow.seal == "")).all():
+        used = None if trial.kernel is None else _unchecked(trial.kernel, blobs=False)
+        trial.seal = _seal_of_trial(_unchecked_trial(trial, errors[trial.id], timings[trial.id], used))
+
+
+def _former_digests(kernel: Kernel) -> set[str]:
+    """What the kernel was called by versions to which a launch was nothing, or nothing of when it starts."""
+    launch = kernel.launch.to_dict()
+    early = launch.pop("starts_early")
+    said = [b""] if early else [b"", json.dumps(launch, sort_keys=True).encode()]
+    return {hashlib.sha256(kernel.cubin + each).hexdigest() for each in said}
+
+
+def _seal_of_kernel(kernel: Kernel) -> str:
+    blobs = (kernel.cubin, kernel.ptx, kernel.source.encode())
+    return _sha256([_plain(kernel), [hashlib.sha256(blob).hexdigest() for blob in blobs]])
+
+
+def _seal_of_trial(trial: Trial) -> str:
+    """Without the blobs of its kernel."""
+    return _sha256(
+        [
+            trial.problem.to_dict(),
+            trial.arch,
+            trial.knobs,
+            trial.outcome,
+            trial.provenance,
+            trial.kernel and _plain(trial.kernel),
+            trial.detail,
+            {kind: float(error) for kind, error in trial.errors.items()},
+            [
+                (t.elements, t.destination, t.cache, *map(float, (t.us, t.us_low, t.us_high, t.copy_us)))
+                for t in trial.timings
+            ],
+            vars(trial.environment),
+            trial.date,
+            float(trial.seconds),
+        ]
+    )
+
+
+def _plain(kernel: Kernel) -> dict[str, Any]:
+    """What a kernel says, without its blobs."""
+    return vars(kernel) | {"launch": vars(kernel.launch), "cubin": 0, "ptx": 0, "source": 0}
+
+
+def _sha256(values: list[Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def _values(kind: type, row: Base | None) -> dict[str, Any]:

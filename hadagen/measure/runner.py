@@ -12,7 +12,7 @@ from hadagen.measure.cells import Cell, Cells
 from hadagen.measure.messages import Answer, Compare, Comparison, Contest, Measure, Race, Rank, Ranking
 from hadagen.measure.worker import Failure, Service, Worker, WorkerLost, WorkerTimeout
 from hadagen.problem import Numerics, Problem
-from hadagen.trial import Environment, Kernel, Outcome, Provenance, Trial, utc_now
+from hadagen.trial import Environment, Kernel, NotTried, Outcome, Provenance, Trial, utc_now
 
 _REPLAYS = 7
 COMPARISON_TIMEOUT_S = 300.0  # a library may take a second for some of what our kernels do in a millisecond
@@ -28,12 +28,13 @@ class Variant:
 
 
 class Runner(Protocol):
-    """Turns variants into trials, in their order, one by one. No outcome of a variant ends the run."""
+    """Turns variants into trials, in their order, one by one. No outcome of a variant ends the run; one that could not
+    be compiled, for a reason that may pass, is `NotTried`."""
 
     @property
     def environment(self) -> Environment: ...
 
-    def run(self, variants: Iterable[Variant]) -> Iterator[tuple[Variant, Trial]]: ...
+    def run(self, variants: Iterable[Variant]) -> Iterator[tuple[Variant, Trial | NotTried]]: ...
 
 
 def _device_service(*arguments: Any) -> Service:

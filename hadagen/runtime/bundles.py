@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 from hadagen.errors import StorageError
-from hadagen.tuning_db.bundle import Bundle, shipped
+from hadagen.tuning_db.bundle import Bundle, NoKernelError, shipped
+from hadagen.tuning_db.files import FileState, file_state
 
 VARIABLE = "HADAGEN_BUNDLE"
 
-_left_out: set[Bundle] = set()
+# What each file was found to be, in the state it had then: a bundle, or why it is left out.
+_seen: dict[Path, tuple[FileState, Bundle | str]] = {}  # a bundle, or what is wrong with it
+_warned: set[str] = set()
 
 
 def user_directory() -> Path:
@@ -60,12 +62,9 @@ def known() -> list[Bundle]:
     bundles = pinned()
     for path in _others():
         try:
-            bundle = _opened(path)
+            bundles.append(_opened(path))
         except StorageError as error:
-            _warn(error)
-        else:
-            if bundle not in _left_out:
-                bundles.append(bundle)
+            _warn(f"hadagen goes on without a bundle: {error}")
     return bundles
 
 
@@ -82,32 +81,42 @@ def _others() -> list[Path]:
         of_user = []
     except OSError as error:
         of_user = []
-        _warn(StorageError(f"{directory} cannot be read ({error.strerror}); make it readable"))
+        _warn(f"hadagen goes on without a bundle: {directory} cannot be read ({error.strerror}); make it readable")
     return [*of_user, *shipped().values()]
 
 
 def leave_out(bundle: Bundle, error: StorageError) -> None:
     """Goes on without a bundle in which a damage was found when more of it was read; raises the error again where it is
-    pinned."""
-    if bundle in pinned():
+    pinned. One that was only replaced since something was chosen from it is used as it is now."""
+    if isinstance(error, NoKernelError):
+        _warn(f"{bundle.path} was replaced; hadagen uses what it is now")
+        return
+    if bundle.path in map(Path.absolute, _pinned_files()):
         raise error
-    _left_out.add(bundle)
-    _warn(error)
+    _seen[bundle.path] = bundle.state, str(error)  # its traceback would keep the tensors of the call
+    _warn(f"hadagen goes on without a bundle: {error}")
 
 
-def _warn(error: StorageError) -> None:
-    warnings.warn(f"hadagen goes on without a bundle: {error}", RuntimeWarning, stacklevel=3)
+def _warn(message: str) -> None:
+    """Once."""
+    if message not in _warned:
+        _warned.add(message)
+        warnings.warn(message, RuntimeWarning, stacklevel=3)
 
 
 def _opened(path: Path) -> Bundle:
-    try:
-        state = path.stat()
-    except OSError:
+    """The bundle at a path, opened once in each state of the file."""
+    path = path.absolute()
+    state = file_state(path)
+    if state is None:
         return Bundle.open(path)  # which says what is wrong
-    return _open(path, state.st_mtime_ns, state.st_size)
-
-
-@functools.cache
-def _open(path: Path, mtime_ns: int, size: int) -> Bundle:
-    """Opens each state of a file once."""
-    return Bundle.open(path)
+    known, found = _seen.get(path, (None, None))
+    if known != state:
+        try:
+            found = Bundle.open(path)
+        except StorageError as error:
+            found = str(error)
+        _seen[path] = state, found
+    if isinstance(found, Bundle):
+        return found
+    raise StorageError(found)

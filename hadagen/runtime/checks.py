@@ -4,7 +4,6 @@ without any (fake ones, those of torch.compile) are checked alike."""
 from __future__ import annotations
 
 import math
-from itertools import combinations
 from numbers import Real
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch.overrides import has_torch_function_unary
 
 from hadagen.errors import TensorError, UsageError
 from hadagen.problem import Numerics
+from hadagen.runtime.overlap import overlaps_itself
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 REAL = (float, int, Real)  # of which the first two are sooner told
@@ -93,28 +93,16 @@ def check_like(x: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def check_writable(y: torch.Tensor) -> None:
-    """Raises `TensorError` where elements of y share memory, as far as any two dimensions show, or PyTorch forbids to
-    write it here."""
+    """Raises `TensorError` where elements of y share memory (see `overlaps_itself`), or PyTorch forbids to write it
+    here."""
     if y.is_inference() and not torch.is_inference_mode_enabled():
         raise TensorError(
             "the tensor to write was made in inference mode; write it in that mode too, or clone it first"
         )
-    if not y.is_contiguous() and _overlaps_itself(y):
+    if not y.is_contiguous() and overlaps_itself(y.shape, y.stride()):
         raise TensorError(
             "several elements of the tensor to write share memory (expand and unfold do that); clone it first"
         )
-
-
-def _overlaps_itself(y: torch.Tensor) -> bool:
-    """Whether y holds one of its elements twice, at indices that differ in one or two dimensions."""
-    dimensions = [(size, stride) for size, stride in zip(y.shape, y.stride(), strict=True) if size > 1]
-    if any(stride == 0 for _, stride in dimensions):
-        return True
-    for (size, stride), (other_size, other_stride) in combinations(dimensions, 2):
-        common = math.lcm(stride, other_stride)  # the first place that steps along both lead to
-        if common // stride < size and common // other_stride < other_size:
-            return True
-    return False
 
 
 def _names(values: tuple[Any, ...]) -> str:

@@ -10,10 +10,12 @@ count the first.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+import functools
+import inspect
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from hadagen.errors import StorageError, UsageError
 from hadagen.launch import LaunchSpec
@@ -21,11 +23,14 @@ from hadagen.problem import DType, Problem
 from hadagen.runtime import bundles
 from hadagen.runtime.arguments import as_int, is_count, is_flag
 from hadagen.runtime.device import Device, find_device
+from hadagen.target import arch_of_gpu
 from hadagen.trial import Destination, Provenance, nearest
 from hadagen.tuning_db.bundle import Bundle, BundleEntry
 
 if TYPE_CHECKING:
     import torch
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Match(str, Enum):
@@ -33,7 +38,7 @@ class Match(str, Enum):
 
     SAME_GPU = "same-gpu"  # measured on a GPU of this name
     SAME_ARCH = "same-arch"  # measured on another GPU of this arch
-    ESTIMATED = "estimated"  # never timed on this arch: named by the cost model, or PTX of an older arch
+    ESTIMATED = "estimated"  # never timed on this arch, as far as is known: by the cost model, or PTX of an older arch
     GENERIC = "generic"  # no kernel: plain PyTorch
 
 
@@ -97,6 +102,14 @@ def timed_in_bundles(problem: Problem, destination: Destination, device: Device)
     return list(best[1]) if best else []
 
 
+def is_served(device: Device) -> bool:
+    """Whether any bundle has kernels that run on a device, of whatever problem.
+
+    Raises as `choose_from_bundles` does.
+    """
+    return any(Device(bundle.arch).generation <= device.generation for bundle in bundles.known())
+
+
 def _best_bundle(
     problem: Problem, destination: Destination, device: Device, without: Collection[str] = ()
 ) -> tuple[Match, dict[int, BundleEntry], Bundle] | None:
@@ -123,10 +136,13 @@ def _best_bundle(
 class BestConfig:
     """What runs for a problem on a device, and how well that is known.
 
-    `kernel` is its digest. `us` and `copy_us` are the microseconds of one launch and of a plain copy of the same bytes
-    at the element count that was timed, `relative_error` is the largest ‖out − ref‖ / ‖ref‖ against float64 that was
-    seen. `provenance` tells where they are from: "kind" (measured or estimated), "gpu", "driver", "nvcc", "date" (UTC)
-    and "elements". All of these are None where `match` is GENERIC.
+    `kernel` is its digest. `relative_error` is the largest ‖out − ref‖ / ‖ref‖ against float64 that was seen.
+    `us` and `copy_us` are the microseconds of one launch and of a plain copy of the same bytes. They are None unless
+    they were measured on a GPU of this name, at an element count (rows · n) at most twice or half the one asked for.
+    `provenance` tells what is known from where: "kind" (measured or estimated), "arch", "gpu", "driver", "nvcc",
+    "date" (UTC), and the "elements" that the kernel was chosen at, with its "us" and "copy_us" there and on that GPU,
+    None if these are only estimated.
+    All of these are None where `match` is GENERIC.
     """
 
     problem: Problem
@@ -182,6 +198,29 @@ def _problem(given: Any) -> Problem:
         ) from None
 
 
+def is_near(timed: int, elements: int) -> bool:
+    """Whether a time at one element count tells that at another: within a factor of two. Between two buckets the nearer
+    is always that near."""
+    return timed <= 2 * elements and elements <= 2 * timed
+
+
+def _says_how(function: Function) -> Function:
+    """Where arguments are missing, unknown or too many, `UsageError` in the place of a TypeError."""
+    wanted = inspect.signature(function)
+
+    @functools.wraps(function)
+    def checked(*arguments: Any, **options: Any) -> Any:
+        try:
+            wanted.bind(*arguments, **options)
+        except TypeError as error:
+            example = f'{function.__name__}({{"n": 4096, "dtype": "float16"}}, rows=8)'
+            raise UsageError(f"{function.__name__}: {error}; call it with a problem and rows, as {example}") from None
+        return function(*arguments, **options)
+
+    return cast(Function, checked)
+
+
+@_says_how
 def best_config(
     problem: Problem | Mapping[str, Any],
     rows: int,
@@ -197,11 +236,12 @@ def best_config(
     problem: a `Problem`, or the arguments of one: {"n": 4096, "dtype": torch.float16, "numerics": "fast"}; with
         "pitched": True that of rows that are shorter than n or not contiguous.
     device: a CUDA device of this machine, the current one if none is given. With `arch` (for instance "sm90") the name
-        of a GPU, such as "NVIDIA H100 80GB HBM3", or any GPU of that arch.
+        of a GPU, such as "NVIDIA H100 80GB HBM3", or any GPU of that arch. Where neither the bundles nor hadagen know
+        a GPU of that name, the `match` is ESTIMATED at best.
     inplace: whether the result overwrites the input.
 
-    Raises `UsageError` for a bad problem, inplace or arch, rows below 1, or where there is no device; `StorageError`
-    where HADAGEN_BUNDLE names no sound bundle.
+    Raises `UsageError` for arguments that are missing or too many, a bad problem, inplace or arch, a device of another
+    arch, rows below 1, or where there is no device; `StorageError` where HADAGEN_BUNDLE names no sound bundle.
     """
     problem, rows = _problem(problem), as_int(rows)
     if not is_count(rows):
@@ -211,18 +251,25 @@ def best_config(
     target = find_device(device, arch)
     destination = Destination.IN_PLACE if inplace else Destination.OUT_OF_PLACE
     match, chosen = choose_from_bundles(problem, destination, rows * problem.n, target)
+    if match is Match.SAME_ARCH and arch and target.gpu and arch_of_gpu(target.gpu) is None:
+        match = Match.ESTIMATED  # only the caller says that a GPU of this name is of that arch
     asked = (problem, rows, destination, target, match)
     if chosen is None:
         return BestConfig(*asked)
     entry, _ = chosen
+    measured = entry.provenance is Provenance.MEASURED
+    us, copy_us = (entry.us, entry.copy_us) if measured else (None, None)
     provenance = {
         "kind": entry.provenance.value,
+        "arch": entry.arch,
         "gpu": entry.gpu,
         "driver": entry.environment.driver,
         "nvcc": entry.nvcc,
         "date": entry.date,
         "elements": entry.elements,
+        "us": us,
+        "copy_us": copy_us,
     }
-    return BestConfig(
-        *asked, entry.kernel, entry.knobs, entry.launch, entry.us, entry.copy_us, entry.relative_error, provenance
-    )
+    if match is not Match.SAME_GPU or not is_near(entry.elements, rows * problem.n):
+        us = copy_us = None
+    return BestConfig(*asked, entry.kernel, entry.knobs, entry.launch, us, copy_us, entry.relative_error, provenance)

@@ -6,7 +6,9 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from hadagen.arch import known_archs
 from hadagen.errors import UsageError
+from hadagen.target import arch_of_gpu, check_arch
 
 if TYPE_CHECKING:
     import torch
@@ -22,8 +24,7 @@ class Device:
     gpu: str = ""
 
     def __post_init__(self) -> None:
-        if not re.fullmatch("sm[0-9]{2,3}", str(self.arch)):
-            raise UsageError(f"arch {self.arch!r} is not one; write sm and the compute capability, for instance sm90")
+        check_arch(self.arch)
 
     @property
     def generation(self) -> int:
@@ -39,6 +40,13 @@ def _plain(gpu: str) -> str:
     return " ".join(gpu.casefold().removeprefix("nvidia").split())
 
 
+def how_to_get_kernels(arch: str) -> str:
+    """What to do where no bundle serves an arch."""
+    if arch in known_archs():
+        return f"to make some: hadagen tune --arch {arch}"
+    return f"hadagen makes kernels for {', '.join(known_archs())} only"
+
+
 def cuda_device(index: int) -> Device | None:
     """The CUDA device that PyTorch numbers `index`; None where PyTorch drives GPUs of another maker."""
     import torch
@@ -52,7 +60,8 @@ def cuda_device(index: int) -> Device | None:
 def find_device(device: int | str | torch.device | None = None, arch: str | None = None) -> Device:
     """The device that is meant: with `arch` the GPU called `device`, or any; else a CUDA device of this machine.
 
-    Raises `UsageError` where there is none, or a number stands where a name is wanted.
+    Raises `UsageError` where there is none, a number stands where a name is wanted, or the name is that of a GPU of
+    another arch.
     """
     if arch is not None:
         if device is not None and (not isinstance(device, str) or _NUMBER.fullmatch(device)):
@@ -60,7 +69,10 @@ def find_device(device: int | str | torch.device | None = None, arch: str | None
                 f"device {str(device)!r} is no name of a GPU, which is wanted beside an arch; "
                 "write such as 'NVIDIA H100 80GB HBM3', or leave out one of the two"
             )
-        return Device(arch, device or "")
+        target = Device(arch, device or "")
+        if (its := arch_of_gpu(target.gpu)) not in (None, arch):
+            raise UsageError(f"device {device!r} is a GPU of {its}, not of {arch}; give that arch, or another device")
+        return target
     import torch
 
     if not torch.cuda.is_available():

@@ -15,12 +15,12 @@ import torch
 
 from hadagen import driver
 from hadagen.driver import DoesNotFit, LoadedKernel
-from hadagen.errors import DeviceError, StorageError, UsageError
+from hadagen.errors import DeviceError, StorageError, UsageError, printable
 from hadagen.problem import MAX_LOG2_N, DType, Numerics, Problem, padded_length
 from hadagen.runtime import bundles
 from hadagen.runtime.arguments import as_int, is_count, is_flag
-from hadagen.runtime.choose import choose_from_bundles, timed_in_bundles
-from hadagen.runtime.device import cuda_device, cuda_index
+from hadagen.runtime.choose import choose_from_bundles, is_served, timed_in_bundles
+from hadagen.runtime.device import Device, cuda_device, cuda_index, how_to_get_kernels
 from hadagen.trial import Destination, nearest
 from hadagen.tuning_db.bundle import Bundle
 
@@ -33,6 +33,7 @@ _timed: dict[Kind, list[int]] = {}  # the element counts of its kernels, ascendi
 _found: dict[Key, LoadedKernel | None] = {}
 _loaded: dict[tuple[int, str], LoadedKernel] = {}  # by device and digest: buckets share kernels
 _too_large: dict[int, dict[str, DoesNotFit]] = defaultdict(dict)  # by device, then digest: what it does not hold
+_unserved: set[int] = set()  # devices of which a user was told that no bundle serves them
 _lock = threading.Lock()  # taken by those who find nothing in `_timed` or `_found`
 
 # torch.cuda.current_stream builds an object, which takes longer than the launch.
@@ -43,7 +44,7 @@ current_device: Any = getattr(torch._C, "_cuda_getDevice", None) or torch.cuda.c
 
 
 def problem_of(n: int, dtype: torch.dtype, numerics: str, pitched: bool) -> Problem | None:
-    """None where there are no kernels for such."""
+    """None if no kernel supports such rows or their type."""
     if dtype not in _DTYPES or not 2 <= n <= 1 << MAX_LOG2_N:
         return None
     return Problem(n, _DTYPES[dtype], Numerics(numerics), pitched)
@@ -172,11 +173,24 @@ def _timed_of(device: int, problem: Problem, in_place: bool) -> list[int]:
     """The element counts that its kernels were timed at, ascending; none where PyTorch must do all."""
     kind = (device, problem, in_place)
     if kind not in _timed:
+        target = cuda_device(device)
         with _lock:
             if kind not in _timed:
-                target = cuda_device(device)
                 _timed[kind] = [] if target is None else timed_in_bundles(problem, _destination(in_place), target)
+        if target is not None and not _timed[kind] and not is_served(target):
+            _tell_unserved(device, target)
     return _timed[kind]
+
+
+def _tell_unserved(device: int, target: Device) -> None:
+    """Warns, once for each GPU, that PyTorch does all the work there: a program that changed one import to be fast
+    would not see why it is not."""
+    with _lock:
+        if device in _unserved:
+            return
+        _unserved.add(device)
+    said = f"no bundle has kernels for {printable(target.gpu)} ({target.arch}), so plain PyTorch transforms there"
+    warnings.warn(f"{said}, which is slower; {how_to_get_kernels(target.arch)}", RuntimeWarning, stacklevel=2)
 
 
 def _destination(in_place: bool) -> Destination:
@@ -216,7 +230,8 @@ def _fitting(device: int, problem: Problem, in_place: bool, elements: int) -> Lo
 
 def _load(bundle: Bundle, digest: str, device: int, *, compiled: bool) -> LoadedKernel:
     """The kernel on the device: the cubin where that was `compiled` for it, else PTX that the driver compiles."""
-    place = (device, digest)
+    # A digest covers the cubin; what the PTX beside it does is known of its own bundle alone.
+    place = (device, digest if compiled else f"{digest} {bundle.digest}")
     if place not in _loaded:
         kernel = bundle.kernel(digest)
         _loaded[place] = driver.load(kernel.cubin if compiled else kernel.ptx, kernel.entry, kernel.launch, device)

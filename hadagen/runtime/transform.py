@@ -44,8 +44,8 @@ def hadamard_transform(
     x: [..., m] with m at least 1, of type float16, bfloat16, float32 or float64, with any strides, on any device.
         Where m is no power of two, each row counts as zero-padded to the next one, n, and the first m results are
         returned.
-        On a GPU for which there are kernels, all types but float64 run one of them for m from 2 to 32768; everything
-        else runs in plain PyTorch.
+        On a GPU for which there are kernels, all types but float64 run one of them for m from 2 to 131072; everything
+        else runs in plain PyTorch. The first call on an NVIDIA GPU without any kernels causes a RuntimeWarning.
     scale: n ** -0.5 makes the transform orthonormal and, where m = n, its own inverse.
     inplace: overwrite x and return it.
     out: write here and return it: a tensor of x's shape, dtype and device, either x itself or not overlapping it.

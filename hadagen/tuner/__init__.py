@@ -1,6 +1,6 @@
 """Finding the fastest kernels: `tune` searches, times and records; its events and report say how it goes."""
 
-from hadagen.tuner.estimate import EstimateRunner, shortlist
+from hadagen.tuner.estimate import BUILT_AT_ONCE, EstimateRunner, shortlist
 from hadagen.tuner.events import (
     BatchBuilt,
     Event,
@@ -11,12 +11,15 @@ from hadagen.tuner.events import (
     SearchStarted,
     TrialFinished,
     TuneReport,
+    VariantNotTried,
 )
 from hadagen.tuner.search import ESTIMATED_TRIALS, MEASURED_TRIALS, TuneOptions, check_effort, tune
-from hadagen.tuner.study import REGIMES
+from hadagen.tuner.study import LATENCY_ELEMENTS, REGIMES, Scores
 
 __all__ = [
+    "BUILT_AT_ONCE",
     "ESTIMATED_TRIALS",
+    "LATENCY_ELEMENTS",
     "MEASURED_TRIALS",
     "REGIMES",
     "BatchBuilt",
@@ -26,10 +29,12 @@ __all__ = [
     "PairRaced",
     "ProblemFinished",
     "ProblemStarted",
+    "Scores",
     "SearchStarted",
     "TrialFinished",
     "TuneOptions",
     "TuneReport",
+    "VariantNotTried",
     "check_effort",
     "shortlist",
     "tune",

@@ -13,21 +13,31 @@ from dataclasses import replace
 from itertools import chain, islice
 from math import fsum, log
 from operator import attrgetter
+from threading import Event
 from typing import Any
 
 from hadagen.arch import Arch
 from hadagen.codegen import render
 from hadagen.costmodel import Estimate, copy_us
-from hadagen.emulator import EmulationError, HostCompileError, HostModule, compile_host, verification_rows, verify
+from hadagen.emulator import (
+    EmulationError,
+    HostCompileError,
+    HostCompilerDied,
+    HostModule,
+    compile_host,
+    verification_rows,
+    verify,
+)
 from hadagen.errors import told_apart
 from hadagen.knobs import Knobs
 from hadagen.launch import RowShape, Source
 from hadagen.measure import Cell, Variant, all_cells
 from hadagen.plan import Plan
 from hadagen.problem import Problem
+from hadagen.programs import Patience
 from hadagen.reference import NORMAL_ELEMENTS
 from hadagen.space import Space, build_plan
-from hadagen.trial import ELEMENT_BUCKETS, Environment, Outcome, Provenance, Timing, Trial, utc_now
+from hadagen.trial import ELEMENT_BUCKETS, Environment, NotTried, Outcome, Provenance, Timing, Trial, utc_now
 from hadagen.tuner.study import regime
 
 BUILT_AT_ONCE = 8 * (os.cpu_count() or 1)  # for the host; a search that is stopped waits for these
@@ -80,26 +90,39 @@ def _cells_by_regime(problem: Problem, arch: Arch) -> dict[str, list[Cell]]:
 
 
 class EstimateRunner:
-    """A runner for machines without the device: right or wrong by the emulator, fast or slow by the cost model."""
+    """A runner for machines without the device: right or wrong by the emulator, fast or slow by the cost model.
 
-    def __init__(self, arch: Arch) -> None:
-        self._arch = arch
+    Setting `stopped` kills the host compilers that run, which raises `Stopped`.
+    """
+
+    def __init__(self, arch: Arch, stopped: Event | None = None) -> None:
+        self._arch, self._stopped, self._patience = arch, stopped or Event(), Patience()
         major, minor = arch.compute_capability
         self.environment = Environment(
             compute_capability=f"{major}.{minor}", sms=arch.model.sms, l2_bytes=arch.model.l2_bytes
         )
 
-    def run(self, variants: Iterable[Variant]) -> Iterator[tuple[Variant, Trial]]:
-        """Builds some variants for the host at a time, and yields each of them with its trial."""
+    def run(self, variants: Iterable[Variant]) -> Iterator[tuple[Variant, Trial | NotTried]]:
+        """Builds some variants for the host at a time, and yields each of them with its trial.
+
+        Raises `ToolchainError` where the host compiler dies for one after another.
+        """
         waiting = iter(variants)
         while some := list(islice(waiting, BUILT_AT_ONCE)):
             plans = [build_plan(c.problem, Knobs.from_dict(c.knobs), self._arch) for c in some]
             sources = [render(plan) for plan in plans]
-            module = _compile(sources)
+            module = self._compile_all(sources)
             for variant, plan, source in zip(some, plans, sources, strict=True):
                 yield variant, self._try(variant, plan, source, module)
 
-    def _try(self, variant: Variant, plan: Plan, source: Source, module: HostModule | None) -> Trial:
+    def _compile_all(self, sources: Sequence[Source]) -> HostModule | None:
+        """All kernels in one module; None where that fails, and each has to be tried alone."""
+        try:
+            return compile_host(sources, stopped=self._stopped)
+        except (HostCompileError, HostCompilerDied):
+            return None
+
+    def _try(self, variant: Variant, plan: Plan, source: Source, module: HostModule | None) -> Trial | NotTried:
         started = time.monotonic()
         kernel = variant.kernel
         environment = self.environment if kernel is None else replace(self.environment, nvcc=kernel.nvcc)
@@ -114,7 +137,11 @@ class EstimateRunner:
             date=utc_now(),
         )
         try:
+            module = module or compile_host([source], stopped=self._stopped)
             errors = _verify(variant.problem, source, module)
+        except HostCompilerDied as error:
+            self._patience.lose(source.text, "the host compiler", f"fails ({error})")
+            return NotTried(str(error))
         except HostCompileError as error:
             trial = replace(trial, outcome=Outcome.COMPILE_FAILED, detail=str(error))
         except EmulationError as error:
@@ -130,6 +157,7 @@ class EstimateRunner:
                 found, allowed = told_apart(errors[worst], bound)
                 detail = f"relative error {found} for {worst} inputs is above {allowed}"
                 trial = replace(trial, outcome=Outcome.WRONG_ANSWER, detail=detail)
+        self._patience.worked()
         return replace(trial, seconds=time.monotonic() - started)
 
     def _timings(self, plan: Plan, registers: int | None) -> Iterator[Timing]:
@@ -139,18 +167,9 @@ class EstimateRunner:
             yield Timing(*cell, us, us, us, copy_us(self._arch, *cell.traffic(plan.problem)))
 
 
-def _compile(sources: Sequence[Source]) -> HostModule | None:
-    """All kernels in one module; None where one of them does not compile, and each has to be tried alone."""
-    try:
-        return compile_host(sources)
-    except HostCompileError:
-        return None
-
-
-def _verify(problem: Problem, source: Source, module: HostModule | None) -> dict[str, float]:
+def _verify(problem: Problem, source: Source, module: HostModule) -> dict[str, float]:
     """The larger error out of place and in place, by class of input; of pitched rows in place at odd addresses."""
     rows = verification_rows(problem, source.launch, ELEMENTS)
-    module = module or compile_host([source])
     apart = verify(problem, source, rows, module=module)
     columns = max(problem.n // 2 + 1, problem.n - problem.n // 4 - 1)
     odd = RowShape(columns, columns | 1, columns | 1) if problem.pitched else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from hadagen.knobs import Knobs
 from hadagen.problem import Problem
 from hadagen.trial import Environment, Outcome, Trial
 from hadagen.tuner.study import Scores
@@ -43,6 +44,15 @@ class BatchBuilt:
 
 
 @dataclass(frozen=True)
+class VariantNotTried:
+    """A compiler died for a `reason` that says nothing of the knobs. They are tried again later."""
+
+    problem: Problem
+    knobs: Knobs
+    reason: str
+
+
+@dataclass(frozen=True)
 class TrialFinished:
     """A trial was recorded. `best`: of its problem so far, as fraction of copy in each of `REGIMES`.
 
@@ -72,7 +82,7 @@ class PairRaced:
     margins: tuple[float, ...]
 
 
-Event = SearchStarted | ProblemStarted | BatchBuilt | TrialFinished | ProblemFinished | PairRaced
+Event = SearchStarted | ProblemStarted | BatchBuilt | VariantNotTried | TrialFinished | ProblemFinished | PairRaced
 Listener = Callable[[Event], None]
 
 
@@ -80,14 +90,17 @@ Listener = Callable[[Event], None]
 class TuneReport:
     """How a search ended. `stopped`: what ended it early ("interrupted", "out of time"), or "".
 
-    `finished`: trials in all, of which `finished_before` from earlier runs; `outcomes` those of this run. `best`: by
-    problem, as in `TrialFinished`. `raced`: cells in which near-ties were raced.
+    `finished`: trials in all, of which `finished_before` from earlier runs; `outcomes` those of this run; `elsewhere`
+    those that came from other runs meanwhile, which have `under_way` more. `best`: by problem, as in `TrialFinished`.
+    `raced`: cells in which near-ties were raced.
     """
 
     environment: Environment
     estimated: bool
     finished: int
     finished_before: int
+    elsewhere: int
+    under_way: int
     outcomes: Mapping[Outcome, int]
     best: Mapping[Problem, Scores]
     raced: int

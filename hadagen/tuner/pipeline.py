@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -21,24 +22,29 @@ from hadagen.measure import Runner, Variant
 from hadagen.problem import Problem
 from hadagen.space import build_plan
 from hadagen.toolchain import BuildFailure
-from hadagen.trial import Kernel, Outcome, Provenance, Trial, utc_now
-from hadagen.tuner.events import BatchBuilt, Listener
+from hadagen.trial import Kernel, NotTried, Outcome, Provenance, Trial, utc_now
+from hadagen.tuner.events import BatchBuilt, Listener, VariantNotTried
 
+ATTEMPTS = 3  # to compile a variant whose compiler dies, before that is taken for the variant's fault
 BATCHES = 3  # under way at once: one is measured, one is built, one is being built
 BATCH_SIZE = 64
+WAKE_SECONDS = 1.0
 
 Batch = Sequence[tuple[Problem, Knobs]]
-Build = Callable[[Sequence[Source]], Sequence[Kernel | BuildFailure]]
+_Result = BatchBuilt | VariantNotTried | Trial
+Build = Callable[[Sequence[Source]], Sequence[Kernel | BuildFailure | NotTried]]
 _KernelKey = tuple[Problem, str]  # variants with the same key do the same thing in the same time
 
 
 @dataclass(frozen=True)
 class _BuiltBatch:
-    """A batch after the compiler: what will be measured, what has a kernel that others had before, what failed."""
+    """A batch after the compiler: what will be measured, what has a kernel that others had before, what failed, and
+    what the compiler died for."""
 
     fresh: tuple[Variant, ...]
     known: tuple[Variant, ...]
     failed: tuple[tuple[Problem, Knobs, BuildFailure], ...]
+    not_tried: tuple[tuple[Problem, Knobs, NotTried], ...]
     seconds: float
 
 
@@ -46,20 +52,25 @@ class Pipeline:
     """Batches of knobs in; out come, in the same order, a `BatchBuilt` of each and a trial of each of its knobs.
 
     `build` compiles variants and answers in their order; None for a runner that needs no kernels. A kernel is measured
-    once: other knobs that compile to it get its trial under their name. `known`: trials whose kernels were measured
-    before. As a context manager it ends its threads.
+    once: other knobs that compile to it get its trial under their name. Knobs that were `NotTried` come again in a
+    later batch, for `ATTEMPTS` in all. `known`: trials whose kernels were measured before. `stopped` is set when
+    nothing more is to be built. As a context manager it ends its threads.
     """
 
-    def __init__(self, arch: Arch, build: Build | None, runner: Runner, known: Iterable[Trial] = ()) -> None:
+    def __init__(
+        self, arch: Arch, build: Build | None, runner: Runner, known: Iterable[Trial] = (), stopped: Flag | None = None
+    ) -> None:
         self._arch, self._build_kernels, self._runner = arch, build, runner
         # The first trial of each kernel; without the kernel, which would fill the memory.
         self._of_kernel: dict[_KernelKey, Trial] = {}
         for trial in known:
             self._remember(trial)
         self._compiled = set(self._of_kernel)  # and those that are not measured yet
-        self._results: SimpleQueue[BatchBuilt | Trial | BaseException | None] = SimpleQueue()  # None ends a batch
+        self._results: SimpleQueue[_Result | BaseException | None] = SimpleQueue()  # None ends a batch
         self._under_way = 0  # batches
-        self._stopped = Flag()
+        self._attempts: Counter[tuple[Problem, Knobs]] = Counter()  # of what was not tried
+        self._again: list[tuple[Problem, Knobs]] = []  # of these, what has to come once more
+        self._stopped = stopped or Flag()
         self._builder = ThreadPoolExecutor(1, "hadagen-build")
         self._measurer = ThreadPoolExecutor(1, "hadagen-measure")
 
@@ -67,7 +78,7 @@ class Pipeline:
         self, ask: Callable[[], Batch], keep: Callable[[Trial], None], listen: Listener, deadline: float = inf
     ) -> bool:
         """Try the batches that `ask` gives, until it has no more, `time.monotonic()` is past the deadline, or Ctrl-C;
-        what is under way then is finished. `keep` gets each trial, `listen` each `BatchBuilt`.
+        what is measured then is finished, what is built is not. `keep` gets each trial, `listen` the rest.
 
         `BATCHES` are under way at once. Another is asked for when one came to its end; an empty one says that there is
         none now. Returns whether Ctrl-C came. Raises what was raised in a thread.
@@ -95,21 +106,33 @@ class Pipeline:
     def __exit__(self, *_: object) -> None:
         self._stop()
 
-    def _come(self, ask: Callable[[], Batch], deadline: float) -> Iterator[BatchBuilt | Trial]:
+    def _come(self, ask: Callable[[], Batch], deadline: float) -> Iterator[_Result]:
         """What comes of the batches, as `run` gets it."""
         self._refill(ask, deadline)
         while self._under_way and (left := deadline - time.monotonic()) > 0:
             try:
-                result = self._results.get(timeout=None if left == inf else left)
+                # Now and then, for Ctrl-C that comes just before a wait begins does not end it.
+                result = self._results.get(timeout=min(left, WAKE_SECONDS))
             except Empty:
-                return
+                continue
             if isinstance(result, BaseException):
                 raise result
             if result is None:
                 self._under_way -= 1
                 self._refill(ask, deadline)
+            elif isinstance(result, VariantNotTried):
+                yield self._attempted(result)
             else:
                 yield result
+
+    def _attempted(self, result: VariantNotTried) -> _Result:
+        """The same, to come again; after the last attempt a trial."""
+        variant = result.problem, result.knobs
+        self._attempts[variant] += 1
+        if self._attempts[variant] < ATTEMPTS:
+            self._again.append(variant)
+            return result
+        return self._failed_trial(*variant, f"{result.reason}, in each of {ATTEMPTS} attempts")
 
     def _stop(self) -> list[Trial]:
         """Start nothing more, wait for what is under way, and return the trials that came of it."""
@@ -123,7 +146,10 @@ class Pipeline:
         return trials
 
     def _refill(self, ask: Callable[[], Batch], deadline: float) -> None:
-        while self._under_way < BATCHES and time.monotonic() < deadline and (batch := ask()):
+        while self._under_way < BATCHES and time.monotonic() < deadline:
+            batch, self._again = self._again or ask(), []
+            if not batch:
+                return
             built = self._builder.submit(self._build, batch)
             self._measurer.submit(self._measure, built)
             self._under_way += 1
@@ -131,33 +157,43 @@ class Pipeline:
     def _build(self, batch: Batch) -> _BuiltBatch:
         started = time.monotonic()
         if self._build_kernels is None:
-            return _BuiltBatch(tuple(Variant(problem, knobs.to_dict()) for problem, knobs in batch), (), (), 0.0)
+            return _BuiltBatch(tuple(Variant(problem, knobs.to_dict()) for problem, knobs in batch), (), (), (), 0.0)
         plans = [build_plan(problem, knobs, self._arch) for problem, knobs in batch]
         kernels = self._build_kernels([render(plan) for plan in plans])
         fresh: list[Variant] = []
         known: list[Variant] = []
         failed: list[tuple[Problem, Knobs, BuildFailure]] = []
+        not_tried: list[tuple[Problem, Knobs, NotTried]] = []
         for (problem, knobs), kernel in zip(batch, kernels, strict=True):
             if isinstance(kernel, BuildFailure):
                 failed.append((problem, knobs, kernel))
                 continue
+            if isinstance(kernel, NotTried):
+                not_tried.append((problem, knobs, kernel))
+                continue
             key = _key(problem, kernel)
             (known if key in self._compiled else fresh).append(Variant(problem, knobs.to_dict(), kernel))
             self._compiled.add(key)
-        return _BuiltBatch(tuple(fresh), tuple(known), tuple(failed), time.monotonic() - started)
+        seconds = time.monotonic() - started
+        return _BuiltBatch(tuple(fresh), tuple(known), tuple(failed), tuple(not_tried), seconds)
 
     def _measure(self, future: Future[_BuiltBatch]) -> None:
         try:
             built = future.result()
             self._results.put(BatchBuilt(len(built.fresh), len(built.known), len(built.failed), built.seconds))
             for problem, knobs, failure in built.failed:
-                self._results.put(self._failed_trial(problem, knobs, failure))
-            for _, trial in self._runner.run(self._until_stopped(built.fresh)):
-                self._remember(trial)
-                self._results.put(trial)
+                self._results.put(self._failed_trial(problem, knobs, failure.log))
+            for problem, knobs, reason in built.not_tried:
+                self._results.put(VariantNotTried(problem, knobs, reason.reason))
+            for variant, result in self._runner.run(self._until_stopped(built.fresh)):
+                if isinstance(result, Trial):
+                    self._remember(result)
+                    self._results.put(result)
+                else:
+                    self._not_tried(variant, result.reason)
             if not self._stopped.is_set():  # else some of these kernels may have no trial
                 for variant in built.known:
-                    self._results.put(self._same_kernel_trial(variant))
+                    self._repeat(variant)
                 self._results.put(None)
         except BaseException as error:  # for the main thread to raise
             self._stopped.set()
@@ -173,7 +209,7 @@ class Pipeline:
         if trial.kernel is not None:
             self._of_kernel.setdefault(_key(trial.problem, trial.kernel), replace(trial, kernel=None))
 
-    def _failed_trial(self, problem: Problem, knobs: Knobs, failure: BuildFailure) -> Trial:
+    def _failed_trial(self, problem: Problem, knobs: Knobs, detail: str) -> Trial:
         """The trial of knobs whose source does not compile. On no device (`gpu` is ""), it is an estimate."""
         environment = self._runner.environment
         return Trial(
@@ -182,23 +218,24 @@ class Pipeline:
             knobs=knobs.to_dict(),
             outcome=Outcome.COMPILE_FAILED,
             provenance=Provenance.MEASURED if environment.gpu else Provenance.ESTIMATED,
-            detail=failure.log,
+            detail=detail,
             environment=environment,
             date=utc_now(),
         )
 
-    def _same_kernel_trial(self, variant: Variant) -> Trial:
+    def _not_tried(self, variant: Variant, reason: str) -> None:
+        self._compiled.discard(_key_of(variant))  # or it would be taken for known when it comes again
+        self._results.put(VariantNotTried(variant.problem, Knobs.from_dict(variant.knobs), reason))
+
+    def _repeat(self, variant: Variant) -> None:
         """The trial of knobs that compile to the kernel that other knobs had before."""
-        assert variant.kernel is not None
-        first = self._of_kernel[_key(variant.problem, variant.kernel)]
-        return replace(
-            first,
-            knobs=variant.knobs,
-            kernel=variant.kernel,
-            detail=f"same kernel as {Knobs.from_dict(first.knobs)}",
-            date=utc_now(),
-            seconds=0.0,
-        )
+        first = self._of_kernel.get(_key_of(variant))
+        if first is None:
+            self._not_tried(variant, "other knobs have the same kernel, which was not tried")
+            return
+        detail = f"same kernel as {Knobs.from_dict(first.knobs)}"
+        same = replace(first, knobs=variant.knobs, kernel=variant.kernel, detail=detail, date=utc_now(), seconds=0.0)
+        self._results.put(same)
 
 
 @contextmanager
@@ -206,15 +243,24 @@ def _finishing() -> Iterator[list[int]]:
     """Within it Ctrl-C interrupts nothing, but adds to the list: what is under way ends soon, and is then kept."""
     came: list[int] = []
     # A program that handles or ignores it in its own way goes on doing so. Only the main thread may change that.
-    if current_thread() is not main_thread() or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield came
-        return
-    signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    interrupting = [
+        number
+        for number in (signal.SIGINT, signal.SIGTERM)
+        if current_thread() is main_thread() and signal.getsignal(number) is signal.default_int_handler
+    ]
+    for number in interrupting:
+        signal.signal(number, lambda number, _: came.append(number))
     try:
         yield came
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number in interrupting:
+            signal.signal(number, signal.default_int_handler)
 
 
 def _key(problem: Problem, kernel: Kernel) -> _KernelKey:
     return problem, kernel.digest
+
+
+def _key_of(variant: Variant) -> _KernelKey:
+    assert variant.kernel is not None  # where there are none, none is known
+    return _key(variant.problem, variant.kernel)

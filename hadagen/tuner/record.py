@@ -10,9 +10,10 @@ import random
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
+from threading import Event as Flag
 
 from hadagen.arch import Arch
 from hadagen.errors import StorageError
@@ -35,7 +36,8 @@ class RecordOptions:
     """What to record, with what, and where.
 
     `arch`: whose ranges are cut already. `cells`: by problem, what `runner` times. `environment`: of the device, `nvcc`
-    included. `folder`: gets a file for each problem, called as the problem is.
+    included. `folder`: gets a file for each problem, called as the problem is. `stopped`: set when nothing more is to
+    be built.
     """
 
     arch: Arch
@@ -44,6 +46,7 @@ class RecordOptions:
     build: Build | None
     environment: Environment
     folder: Path
+    stopped: Flag = field(default_factory=Flag)
 
 
 @dataclass(frozen=True)
@@ -173,7 +176,7 @@ class _Recorder:
             SearchStarted(len(self._drafts), self._trials, self._finished, options.environment, estimated=False)
         )
         missing = self._missing()
-        with Pipeline(options.arch, options.build, options.runner) as pipeline:
+        with Pipeline(options.arch, options.build, options.runner, (), options.stopped) as pipeline:
             interrupted = pipeline.run(lambda: list(islice(missing, BATCH_SIZE)), self._finish, self._listen)
         return RecordReport(
             outcomes={problem: draft.outcomes for problem, draft in self._drafts.items()},

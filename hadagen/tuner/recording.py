@@ -22,6 +22,7 @@ from hadagen.measure import Cell
 from hadagen.problem import Problem
 from hadagen.trial import Cache, Destination, Environment, Outcome, Provenance, Timing, Trial
 from hadagen.tuning_db.aside import unwritable, written_aside
+from hadagen.tuning_db.files import read_start
 
 SCHEMA = 1
 SUFFIX = ".jsonl.gz"
@@ -29,6 +30,7 @@ _SCHEMA_KEY = "hadagen recording"
 _US_DIGITS, _SECONDS_DIGITS = 4, 4  # after the point: a tenth of a nanosecond, and of a millisecond
 _ERROR_DIGITS = 3  # significant ones
 _DETAIL_LENGTH = 200
+_MOST_BYTES = 1 << 26  # of a file that is read; 20 000 variants take a tenth of it
 
 
 @dataclass(frozen=True)
@@ -108,10 +110,10 @@ class Recording:
 
 def recording_of(header: str, lines: Iterable[str]) -> Recording:
     """The recording that these lines of a file say. Raises `ValueError` where they say none."""
-    values = json.loads(header)
-    if not isinstance(values, dict) or values.get(_SCHEMA_KEY) != SCHEMA:
-        raise ValueError(f"it does not begin with {_SCHEMA_KEY!r}: {SCHEMA}")
     try:
+        values = json.loads(header)
+        if not isinstance(values, dict) or values.get(_SCHEMA_KEY) != SCHEMA:
+            raise ValueError(f"it does not begin with {_SCHEMA_KEY!r}: {SCHEMA}")
         empty = Recording(
             problem=Problem.from_dict(values["problem"]),
             arch=values["arch"],
@@ -121,7 +123,7 @@ def recording_of(header: str, lines: Iterable[str]) -> Recording:
             date=values["date"],
         )
         return replace(empty, trials=tuple(_trial(empty, json.loads(line)) for line in lines))
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
@@ -141,9 +143,14 @@ def write_recording(recording: Recording, path: Path) -> None:
 def read_recording(path: str | os.PathLike[str]) -> Recording:
     """Read a file. Raises `StorageError` where it cannot be read or is no recording."""
     try:
-        header, *lines = gzip.decompress(Path(path).read_bytes()).decode().splitlines()
+        compressed, _ = read_start(path, _MOST_BYTES)
+        stream = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)  # of gzip
+        text = stream.decompress(compressed, _MOST_BYTES)
+        if not stream.eof:
+            raise ValueError(f"it is cut off, or of more than {_MOST_BYTES} bytes")
+        header, *lines = text.decode().splitlines()
         return recording_of(header, lines)
-    except (EOFError, ValueError, zlib.error, gzip.BadGzipFile) as error:
+    except (ValueError, zlib.error) as error:
         reason = " ".join(str(error).split())
         raise StorageError(f"{path} is not a recording ({reason}); make one with hadagen record") from error
     except OSError as error:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, zip_longest
 from math import inf
 from operator import attrgetter
+from threading import Event as Flag
 
 import optuna
 from optuna.storages import BaseStorage, InMemoryStorage, RDBStorage
@@ -25,7 +26,7 @@ from hadagen.knobs import Knobs
 from hadagen.measure import Runner
 from hadagen.problem import MAX_LOG2_N, DType, Numerics, Problem
 from hadagen.space import Space
-from hadagen.trial import Outcome, Trial
+from hadagen.trial import Outcome, Trial, knobs_key
 from hadagen.tuner.estimate import shortlist
 from hadagen.tuner.events import (
     Listener,
@@ -39,10 +40,11 @@ from hadagen.tuner.events import (
 from hadagen.tuner.pipeline import BATCH_SIZE, Build, Pipeline
 from hadagen.tuner.races import Racing, race_near_ties
 from hadagen.tuner.study import Leaders, Study, by_cells_led, known_trials, leaders_of
+from hadagen.tuning_db.claims import Claims
 from hadagen.tuning_db.store import Store
 
 MEASURED_TRIALS = 50
-ESTIMATED_TRIALS = 6
+ESTIMATED_TRIALS = 4
 MOST_TRIALS = 1_000_000
 MOST_SECONDS = 30 * 24 * 3600
 MOST_OF_ONE_PROBLEM = 4  # in a batch, for what is asked together cannot learn from each other
@@ -54,6 +56,7 @@ PITCHED_SHARE = 4
 LEAST_PITCHED = 3
 NEIGHBORS_TURN = 4  # of so many trials one is what is best for a neighboring problem by then
 STORAGE_ATTEMPTS = 20  # Optuna makes fewer tables and indexes than that
+_RACES = "races"  # claimed while the near-ties of a problem are raced
 SEARCH_SHARE = 0.9  # of the time budget; the rest is for races
 
 
@@ -65,7 +68,7 @@ class TuneOptions:
     their order; None for a runner that needs no kernels. `trials`: to be finished for each problem, those of earlier
     runs included; by default `MEASURED_TRIALS`, or `ESTIMATED_TRIALS` without a device. Pitched problems get a quarter
     of them. `time_budget`: seconds for everything, given to all contiguous problems alike. `known`: by problem, knobs
-    that are tried before any others, such as those of winners.
+    that are tried before any others, such as those of winners. `stopped`: set when nothing more is to be built.
     """
 
     arch: Arch
@@ -77,6 +80,7 @@ class TuneOptions:
     time_budget: float | None = None
     seed: int = 0
     known: Mapping[Problem, Sequence[Knobs]] = field(default_factory=dict)
+    stopped: Flag = field(default_factory=Flag)
 
     def __post_init__(self) -> None:
         check_effort(self.trials, self.time_budget)
@@ -104,14 +108,14 @@ def tune(options: TuneOptions, listen: Listener = lambda event: None) -> TuneRep
         return _search(options, listen, InMemoryStorage())
     storage = _optuna_storage(store)
     try:
-        with store.lent():
-            return _search(options, listen, storage)
+        with store.lent(), Claims(store, options.arch.name, options.runner.environment.gpu) as claims:
+            return _search(options, listen, storage, claims)
     finally:
         storage.engine.dispose()
 
 
-def _search(options: TuneOptions, listen: Listener, storage: BaseStorage) -> TuneReport:
-    search = _Search(options, listen, storage)
+def _search(options: TuneOptions, listen: Listener, storage: BaseStorage, claims: Claims | None = None) -> TuneReport:
+    search = _Search(options, listen, storage, claims)
     search.run()
     search.race()
     return search.report()
@@ -139,9 +143,11 @@ def _optuna_storage(store: Store) -> RDBStorage:
 
 
 class _Search:
-    def __init__(self, options: TuneOptions, listen: Listener, storage: BaseStorage) -> None:
+    def __init__(
+        self, options: TuneOptions, listen: Listener, storage: BaseStorage, claims: Claims | None = None
+    ) -> None:
         self.stopped = ""
-        self._options, self._listen, self._storage = options, listen, storage
+        self._options, self._listen, self._storage, self._claims = options, listen, storage, claims
         self._started = time.monotonic()
         self._environment = options.runner.environment
         self._estimated = not self._environment.gpu
@@ -150,6 +156,8 @@ class _Search:
         self._unopened = deque(sorted(dict.fromkeys(options.problems), key=attrgetter("pitched")))
         self._studies: dict[Problem, Study] = {}
         self._seeds: dict[Problem, list[Knobs]] = {}  # by contiguous problem
+        self._ours: set[int] = set()  # row numbers of the trials of this run
+        self._newest = max(options.store.rows_after(0), default=0) if options.store else 0  # that was looked at
         kept = (
             options.store.trials(arch=options.arch.name, gpu=self._environment.gpu, blobs=False)
             if options.store
@@ -176,10 +184,14 @@ class _Search:
         """Search to the end, or until time is up or Ctrl-C. What was measured until then is recorded."""
         options, known = self._options, chain.from_iterable(known.values() for known in self._stored.values())
         deadline = self._started + SEARCH_SHARE * (options.time_budget or inf)
-        with Pipeline(options.arch, options.build, options.runner, known) as pipeline:
+        with Pipeline(options.arch, options.build, options.runner, known, options.stopped) as pipeline:
             if pipeline.run(self._ask, self._finish, self._listen, deadline):
                 self.stopped = "interrupted"
-        if not self.stopped and self._finished != self._goals:
+        self._meet_others()
+        if not self.stopped and (
+            self._unopened
+            or any(study.finished + study.elsewhere < self._goals[name] for name, study in self._studies.items())
+        ):
             self.stopped = "out of time"
 
     def race(self) -> None:
@@ -192,7 +204,7 @@ class _Search:
         try:
             for problem in sorted(self._studies):
                 study = self._studies[problem]
-                if study.is_raced:
+                if study.is_raced or not (self._claims and all(self._claims.take([(problem, _RACES)]))):
                     continue
                 kept = study.kept
                 trials = store.trials(problem, options.arch.name, self._environment.gpu, Outcome.OK, blobs=False)
@@ -203,6 +215,7 @@ class _Search:
                     if time.monotonic() > deadline:
                         return
                 study.mark_raced(kept)
+                self._claims.finish(problem, _RACES)
         except KeyboardInterrupt:
             self.stopped = "interrupted"
 
@@ -212,6 +225,8 @@ class _Search:
             estimated=self._estimated,
             finished=sum(self._finished.values()),
             finished_before=self._finished_before,
+            elsewhere=sum(self._finished.values()) - self._finished_before - sum(self._outcomes.values()),
+            under_way=sum(study.elsewhere for study in self._studies.values()),
             outcomes=dict(self._outcomes),
             best={problem: study.best for problem, study in self._studies.items()},
             raced=self._raced,
@@ -226,6 +241,7 @@ class _Search:
     def _ask(self) -> list[tuple[Problem, Knobs]]:
         """The next batch: as many knobs of each open problem as there is room for; empty if none may have more now."""
         batch: list[tuple[Problem, Knobs]] = []
+        self._meet_others()
         while not batch:
             for _ in range(min(OPENED_AT_ONCE, len(self._unopened))):
                 self._open(self._unopened.popleft())
@@ -234,7 +250,39 @@ class _Search:
                 break
             for _ in range(min(MOST_OF_ONE_PROBLEM, max(1, BATCH_SIZE // max(1, len(active))))):
                 batch += [asked for study in active if (asked := self._ask_study(study))]
+            batch = self._claimed(batch)
         return batch
+
+    def _claimed(self, batch: list[tuple[Problem, Knobs]]) -> list[tuple[Problem, Knobs]]:
+        """Those of a batch that no other run has under way or has tried; the others are forgotten."""
+        if self._claims is None:
+            return batch
+        free = self._claims.take([(problem, knobs_key(knobs.to_dict())) for problem, knobs in batch])
+        for (problem, knobs), ours in zip(batch, free, strict=True):
+            if not ours:
+                self._studies[problem].forget(knobs)
+        if not all(free):
+            self._meet_others()
+        return [asked for asked, ours in zip(batch, free, strict=True) if ours]
+
+    def _meet_others(self) -> None:
+        """Learn the trials that other runs have recorded, and leave them what they have under way."""
+        store, claims, arch = self._options.store, self._claims, self._options.arch.name
+        if store is None or claims is None:
+            return
+        new = store.rows_after(self._newest)
+        self._newest = max(new, default=self._newest)
+        if others := set(new) - self._ours:
+            for trial in store.trials(arch=arch, gpu=self._environment.gpu, rows=others, blobs=False):
+                study = self._studies.get(trial.problem)
+                if study is None:  # not open yet
+                    self._stored[trial.problem] |= known_trials([trial], self._options.arch)[trial.problem]
+                elif study.learn(trial):
+                    self._finished[trial.problem] = study.finished
+                    self._tell_if_finished(study)
+        under_way = claims.of_others()
+        for problem, study in self._studies.items():
+            study.leave_to_others(under_way.get(problem, ()))
 
     def _may_ask(self, study: Study) -> bool:
         """Whether it lacks trials, and does not run ahead of its contiguous twin but with what is known."""
@@ -297,7 +345,9 @@ class _Search:
     def _finish(self, trial: Trial) -> None:
         """Record, then learn, then report."""
         if self._options.store is not None:
-            self._options.store.record(trial)
+            self._ours.add(self._options.store.record(trial))
+        if self._claims is not None:
+            self._claims.finish(trial.problem, knobs_key(trial.knobs))
         problem, study = trial.problem, self._studies[trial.problem]
         study.tell(trial)
         self._outcomes[trial.outcome] += 1

@@ -11,10 +11,11 @@ leaves no half-open trial behind. Our own trials are the truth: what Optuna's ta
 
 from __future__ import annotations
 
+import json
 import random
 import zlib
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import chain
 from statistics import geometric_mean
 from typing import Any, NamedTuple
@@ -95,6 +96,13 @@ def _legal_knobs(trial: Trial, arch: Arch) -> Knobs | None:
     return known
 
 
+def _knobs_of_key(key: str) -> Knobs | None:
+    try:
+        return Knobs.from_dict(json.loads(key))
+    except (UsageError, TypeError, ValueError):  # other work, or of another version
+        return None
+
+
 class Leader(NamedTuple):
     """The best of a cell so far: its fraction of copy there, its knobs, and which of `REGIMES` the cell is of."""
 
@@ -162,6 +170,7 @@ class Study:
         self._first: deque[Knobs] = deque()
         self._suggested: deque[Knobs] = deque()
         self._asked: dict[Knobs, optuna.Trial] = {}
+        self._elsewhere: set[Knobs] = set()
         self._told = set(known)
         self.leaders = leaders_of(known.values())
 
@@ -187,13 +196,18 @@ class Study:
 
     @property
     def asked(self) -> int:
-        """Knobs that were asked for or already known."""
-        return len(self._asked) + len(self._told)
+        """Knobs that were asked for, are under way elsewhere, or are already known."""
+        return len(self._asked) + len(self._elsewhere) + len(self._told)
 
     @property
     def finished(self) -> int:
         """Trials told or already known."""
         return len(self._told)
+
+    @property
+    def elsewhere(self) -> int:
+        """Knobs that other runs have under way."""
+        return len(self._elsewhere)
 
     @property
     def is_raced(self) -> bool:
@@ -248,6 +262,25 @@ class Study:
         self._told.add(knobs)
         follow(self.leaders, trial)
 
+    def forget(self, knobs: Knobs) -> None:
+        """What was asked for will not be tried."""
+        self._study.tell(self._asked.pop(knobs), state=TrialState.FAIL)  # TPE ignores it
+
+    def learn(self, trial: Trial) -> bool:
+        """Take in a trial of another run; whether it is one that this search could ask for."""
+        knobs = _legal_knobs(trial, self._space.arch)
+        if knobs is None or knobs in self._asked or knobs in self._told:
+            return False
+        self._elsewhere.discard(knobs)
+        self._study.add_trial(self._result(knobs, trial))
+        self._told.add(knobs)
+        follow(self.leaders, trial)
+        return True
+
+    def leave_to_others(self, keys: Collection[str]) -> None:
+        """By `knobs_key`, what other runs have under way now; what they had before is free, unless it was learned."""
+        self._elsewhere = {knobs for key in keys if (knobs := _knobs_of_key(key))} - self._asked.keys() - self._told
+
     def _start(self, knobs: Knobs, trial: optuna.Trial | None = None) -> Knobs:
         if trial is None:
             self._study.enqueue_trial(knobs.to_dict())
@@ -256,7 +289,7 @@ class Study:
         return knobs
 
     def _is_new(self, knobs: Knobs) -> bool:
-        return knobs not in self._asked and knobs not in self._told
+        return knobs not in self._asked and knobs not in self._told and knobs not in self._elsewhere
 
     def _new_near(self, wanted: Mapping[str, Any]) -> Knobs:
         """The legal knobs nearest to `wanted`; were they tried, then after a few random steps from there."""

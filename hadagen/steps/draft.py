@@ -1,0 +1,208 @@
+"""`Draft`: steps over a tile, and what follows from them, right or wrong. `Footprint`: what they take of an SM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from hadagen.layout import PAIR, THREAD_ELEMENTS, VECTOR_BYTES, Place, Placement, reg
+from hadagen.problem import DType, Problem
+from hadagen.scale import ScaleForm
+from hadagen.steps.base import FP32, Step, mixed_chunk_bits
+from hadagen.steps.conversions import Normalize
+from hadagen.steps.exchanges import Exchange
+from hadagen.steps.memory import Load
+
+# Registers of a thread besides its values: addresses, the A operands of the mma, accumulators under way.
+OVERHEAD_REGISTERS = 24
+BARRIER_BYTES = 128  # room for all mbarriers; keeps what follows aligned
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A problem's steps over 2^chunk_bits chunks per warp, 2^warp_bits warps, 2^cta_bits blocks: all that a step may
+    ask of the others. A `Plan` is one that was checked."""
+
+    problem: Problem
+    chunk_bits: int
+    warp_bits: int
+    cta_bits: int
+    steps: tuple[Step, ...]
+    persistent: bool = False
+    min_blocks: int = 1
+    order: str = "by_step"  # how steps are written, one of `ORDERS`
+    starts_early: bool = False  # as in `LaunchSpec`
+
+    @cached_property
+    def loaded(self) -> Placement:
+        vector_bits = self.vector_elements.bit_length() - 1
+        return Placement.standard(vector_bits, self.chunk_bits, self.warp_bits, self.cta_bits)
+
+    @property
+    def vector_elements(self) -> int:
+        return VECTOR_BYTES // self.problem.dtype.bytes
+
+    @property
+    def vector_places(self) -> tuple[Place, ...]:
+        """Where the bits are that tell the elements of a vector apart."""
+        return PAIR, *(reg(j) for j in range(self.vector_elements.bit_length() - 2))
+
+    @property
+    def vectors(self) -> int:
+        """16-byte vectors of a tile in one thread."""
+        return (THREAD_ELEMENTS << self.chunk_bits) // self.vector_elements
+
+    def words(self, carrier: str) -> int:
+        """Registers of a thread that hold its share of a tile in that form."""
+        return (8 if carrier == FP32 else 4) << self.chunk_bits
+
+    @cached_property
+    def placements(self) -> tuple[Placement, ...]:
+        """The placement after each step."""
+        trace, placement = [], self.loaded
+        for step in self.steps:
+            if step.moves:
+                placement = placement.moved(step.moves)
+            trace.append(placement)
+        return tuple(trace)
+
+    def before(self, at: int) -> Placement:
+        """The placement before step `at`."""
+        return self.placements[at - 1] if at else self.loaded
+
+    @cached_property
+    def carriers(self) -> tuple[str, ...]:
+        """The form of the values before each step and after the last: `PACKED`, `FP16`, `FP32`, or none yet."""
+        trace = [""]
+        for step in self.steps:
+            trace.append(step.leaves or trace[-1])
+        return tuple(trace)
+
+    def multiplied(self, end: int | None = None) -> list[str]:
+        """The parts of the scale that the steps before `end` multiply by."""
+        return [step.multiplies for step in self.steps[:end] if step.multiplies]
+
+    @property
+    def scale_form(self) -> ScaleForm:
+        parts = self.multiplied()
+        if "scale" in parts:
+            return ScaleForm.FP32
+        return ScaleForm(f"{self.problem.dtype.value}-{'corrected' if 'correction' in parts else 'factors'}")
+
+    @cached_property
+    def load(self) -> Load:
+        return next(step for step in self.steps if isinstance(step, Load))
+
+    @cached_property
+    def exchanges(self) -> tuple[Exchange, ...]:
+        return tuple(step for step in self.steps if isinstance(step, Exchange))
+
+    @property
+    def crosses_blocks(self) -> bool:
+        return any(step.crosses_blocks for step in self.exchanges)
+
+    @property
+    def normalizes(self) -> bool:
+        return any(isinstance(step, Normalize) for step in self.steps)
+
+    @cached_property
+    def shares_loaded(self) -> int:
+        """Of how many blocks each block loads the share of the tile: of all in the cluster, or of itself alone."""
+        return 1 << self.cta_bits if any(step.over_blocks for step in self.steps) else 1
+
+    @property
+    def grouped_from(self) -> int:
+        """Of the steps, where that is the order, the first that is done group by group: the exchange."""
+        return self.steps.index(self.exchanges[0])
+
+    @property
+    def group_chunks(self) -> int:
+        """Chunks of each group, where that is the order."""
+        return 1 << mixed_chunk_bits(self.steps[self.grouped_from :])
+
+    @property
+    def tile_elements(self) -> int:
+        """Elements that one cluster transforms at a time."""
+        return 1 << len(self.loaded)
+
+    @property
+    def rows_per_tile(self) -> int:
+        return self.tile_elements // self.problem.n
+
+    @property
+    def block_elements(self) -> int:
+        """Elements of a tile that one block loads."""
+        return self.tile_elements >> self.cta_bits
+
+    @property
+    def wide(self) -> bool:
+        """Whether all values of a thread are in fp32 at once."""
+        return any(step.holds_all and form == FP32 for step, form in zip(self.steps, self.carriers[1:], strict=True))
+
+    @property
+    def footprint(self) -> Footprint:
+        return Footprint(self)
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """The shared memory and registers of a plan, or of as many of its steps as take any.
+
+    Shared memory holds, in this order: barriers, staged tiles, slots that a block fills itself, slots that other blocks
+    fill, and the levels of warps. Of whole rows by multicast, which take much room, slots take the place of the stage.
+    """
+
+    plan: Draft
+
+    def registers(self, *, wide: bool) -> int:
+        """Of a thread, at least: its values in the widest form that all of them take at once, fp32 if `wide`."""
+        dtype, load = self.plan.problem.dtype, self.plan.load
+        loaded = 2 * dtype.bytes  # of a chunk
+        shares = 1 if dtype is DType.FLOAT32 else self.plan.shares_loaded  # fp32 is summed vector by vector
+        fetched = loaded if load.stages > 1 and not load.staged else 0
+        return OVERHEAD_REGISTERS + (max(8 if wide else 4, loaded * shares) + fetched << self.plan.chunk_bits)
+
+    @cached_property
+    def shared_bytes(self) -> int:
+        return self.levels_offset + self.levels_bytes
+
+    @property
+    def stages_offset(self) -> int:
+        return BARRIER_BYTES if self.plan.crosses_blocks or self.plan.load.in_bulk else 0
+
+    @property
+    def stage_bytes(self) -> int:
+        """Of one staged tile, as far as a block loads it."""
+        plan = self.plan
+        return plan.shares_loaded * plan.block_elements * plan.problem.dtype.bytes if plan.load.staged else 0
+
+    def exchange_offset(self, step: Exchange) -> int:
+        """Where its slots begin. Those that other blocks fill lie apart, so that they are free from the start."""
+        return self._slots_offset + (self._slots_bytes(crossing=False) if step.crosses_blocks else 0)
+
+    def crossed_bytes(self, step: Exchange) -> int:
+        """What lands in a block in one round of an exchange across blocks: a vector for each lane, chunk and plane, and
+        the levels of all warps."""
+        return step.planes * (32 * VECTOR_BYTES << self.plan.chunk_bits + self.plan.warp_bits) + self.levels_bytes
+
+    @property
+    def levels_offset(self) -> int:
+        slots_end = self._slots_offset + self._slots_bytes(crossing=False) + self._slots_bytes(crossing=True)
+        return max(self._stages_end, slots_end)
+
+    @property
+    def levels_bytes(self) -> int:
+        """For the levels of all warps of the cluster, each in a vector."""
+        return VECTOR_BYTES << self.plan.warp_bits + self.plan.cta_bits if self.plan.normalizes else 0
+
+    @property
+    def _stages_end(self) -> int:
+        return self.stages_offset + self.plan.load.stages * self.stage_bytes
+
+    @property
+    def _slots_offset(self) -> int:
+        return self.stages_offset if self.plan.load.multicast else self._stages_end
+
+    def _slots_bytes(self, *, crossing: bool) -> int:
+        sizes = [step.slot_bytes for step in self.plan.exchanges if step.crosses_blocks == crossing]
+        return max(sizes, default=0) << self.plan.chunk_bits + self.plan.warp_bits

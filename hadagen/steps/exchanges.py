@@ -1,0 +1,213 @@
+"""Steps that move bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hadagen.layout import MMA_MOVES, PAIR, Place, add, cta, reg, scatter, swaps, warp
+from hadagen.steps.base import FP32, PACKED, WARP_VECTOR_BYTES, Cost, Step
+
+if TYPE_CHECKING:
+    from hadagen.steps.draft import Draft
+
+
+@dataclass(frozen=True)
+class Transpose(Step):
+    """Applies `MMA_MOVES` to packed values (movmatrix): brings the bits back that one `Mma` moved."""
+
+    says = "transpose back"
+    moves = MMA_MOVES
+    takes = PACKED
+    features = frozenset({"mma"})
+
+    def cost(self, plan: Draft, carrier: str) -> Cost:
+        return Cost(plan.words(carrier), waits={"mma": 1})
+
+
+@dataclass(frozen=True)
+class Exchange(Step):
+    """Swaps places of a warp with warp or cta bits through (distributed) shared memory."""
+
+    pairs: tuple[tuple[Place, Place], ...]  # (place of a warp, warp or cta place); the pair only, and always, if turned
+    carrier: str
+    rounds: int = 1  # shared memory is used this many times over, a share of the vectors each time
+    shared_layout: str = "linear"
+    turned: bool = False  # applies `MMA_MOVES` first, so that an mma after it brings back what they moved
+
+    by_chunk = False
+    holds_all = True
+
+    @property
+    def moves(self) -> dict[Place, Place]:
+        swapped = swaps(self.pairs)
+        moved = MMA_MOVES if self.turned else {}
+        return {place: swapped.get(moved.get(place, place), moved.get(place, place)) for place in {**moved, **swapped}}
+
+    @property
+    def takes(self) -> str:
+        return self.carrier
+
+    @property
+    def features(self) -> frozenset[str]:
+        return frozenset({"cluster"} if self.crosses_blocks else ())
+
+    @property
+    def crosses_blocks(self) -> bool:
+        return any(far.kind == "cta" for _, far in self.pairs)
+
+    @property
+    def changes_lanes(self) -> bool:
+        return self.turned or any(near.kind == "lane" for near, _ in self.pairs)
+
+    @property
+    def planes(self) -> int:
+        """16-byte vectors of one chunk that a thread exchanges in one round."""
+        return (2 if self.carrier == FP32 else 1) // self.rounds
+
+    @property
+    def slot_bytes(self) -> int:
+        """Shared memory of one chunk of one warp."""
+        lane_bytes = 16 * self.planes
+        padding = 16 * 8 if self.shared_layout == "padded" else 0  # one vector after every fourth lane
+        return 32 * lane_bytes + padding
+
+    def faults(self, plan: Draft, at: int) -> Iterator[str]:
+        if self.turned and (self.carrier != FP32 or self.rounds > 1):
+            yield "only all fp32 values at once are turned on their way"
+        if self.carrier != FP32 and self.rounds > 1:
+            yield "only fp32 values have two vectors a chunk to take in rounds"
+        if self.turned != any(near == PAIR for near, _ in self.pairs):
+            yield "the pair is swapped where values are turned on their way, and only there"
+
+    def cost(self, plan: Draft, carrier: str) -> Cost:
+        vectors = self.planes * self.rounds << plan.chunk_bits
+        conflicts = 2 if self.shared_layout == "linear" and self.planes == 2 else 1
+        return Cost(
+            instructions=4 * vectors,
+            shared_bytes=2 * WARP_VECTOR_BYTES * conflicts * vectors,
+            waits={"shared": 2 * self.rounds, "cluster sync" if self.crosses_blocks else "block sync": self.rounds},
+            # a block's stores to others wait for each other
+            crossed_bytes=self.rounds * plan.footprint.crossed_bytes(self) if self.crosses_blocks else 0,
+        )
+
+    def sentence(self, bits: str) -> str:
+        through = "distributed shared memory" if self.crosses_blocks else "shared memory"
+        swapped = ", ".join(f"{near}↔{far}" for near, far in self.pairs)
+        means = "exchange, turned," if self.turned else "exchange"
+        rounds = f", {self.rounds} rounds" if self.rounds > 1 else ""
+        return f"{means} {swapped} through {through}: {self.carrier}, {self.shared_layout}{rounds}"
+
+    def view(self, plan: Draft, at: int) -> dict[str, Any]:
+        """Where the vectors of a thread go: those of chunk c to slot (warp', chunk') of block rank', there to lane',
+        the bits that move replaced.
+
+        What changes lanes lies at lane ^ lane', as seen by who writes and by who reads it, so that neither meets bank
+        conflicts: the eight lanes that access shared memory together differ there in all three bits.
+        """
+        there = _routes(plan, self.moves)
+        back = _routes(plan, {after: before for before, after in self.moves.items()})
+        return {
+            "offset": plan.footprint.exchange_offset(self),
+            "slot_bytes": self.slot_bytes,
+            "slot_thread": _route(there, "slot", "warp", "rank", "lane") or "0",
+            "slot_chunk": _route(there, "slot", "c") or "0",
+            "slot_read": f"warp * {1 << plan.chunk_bits}" if plan.warp_bits else "0",
+            "writes_to": f"lane ^ ({_route(there, 'lane', 'warp', 'rank', 'lane')})" if self.changes_lanes else "",
+            "reads_from": f"lane ^ ({_route(back, 'lane', 'warp', 'rank', 'lane')})" if self.changes_lanes else "",
+            "remote": self.crosses_blocks,
+            "rank": _route(there, "rank", "rank", "lane", "c"),
+            "rounds": [self._round(plan, at, number) for number in range(self.rounds)],
+        }
+
+    def _round(self, plan: Draft, at: int, number: int) -> dict[str, Any]:
+        """Which vectors of a chunk cross, and what keeps a slot's reader from its next writer.
+
+        Slots of one block are freed by `block_sync`. Those of a cluster are freed by all its blocks having arrived:
+        each arrives when it has read what lies there (or, at the start, when it runs), and waits before it stores to
+        others. What was stored is there when as many bytes have landed at the barrier of the block; it then expects the
+        next.
+        """
+        earlier, later = (
+            [s for s in some if isinstance(s, Exchange)] for some in (plan.steps[:at], plan.steps[at + 1 :])
+        )
+        free = not earlier and number == 0 and _slots_are_free(plan)
+        before, between, after = [] if free else ["block_sync()"], ["block_sync()"], list[str]()
+        if self.crosses_blocks:
+            crossings = number + sum(step.rounds for step in earlier if step.crosses_blocks)
+            before, between = ["cluster_wait()"], [f"remote_barrier_wait(crossed, {crossings % 2})"]
+            if later or number < self.rounds - 1:  # exchanges that cross come last
+                expected = plan.footprint.crossed_bytes(self)
+                between.append(f"if (thread_index() == 0) barrier_expect(crossed, {expected}u)")
+                after.append("cluster_arrive()")
+        planes = [self._plane(plan, plane, number * self.planes + plane) for plane in range(self.planes)]
+        return {"before": before, "between": between, "after": after, "planes": planes}
+
+    def _plane(self, plan: Draft, plane: int, vector: int) -> dict[str, Any]:
+        """A vector of a chunk that crosses in a round: its values, and where in a slot it is written and read.
+
+        Where values are turned, a vector is of one half of the pairs. As written, which half it is of decides a bit of
+        the lane that reads it; and as which half it is read there, a bit of the warp or rank that writes it.
+        """
+        first, apart = (vector, 2) if self.turned else (4 * vector, 1)
+        values = [f"f[8 * c + {first + apart * word}]" for word in range(4)]
+        if self.carrier != FP32:
+            values = [f"p[4 * c + {word}]" for word in range(4)]
+        to, of = ("writes_to", "reads_from") if self.changes_lanes else ("lane", "lane")
+        written = str(plane)
+        if self.turned:
+            to = f"(writes_to ^ {1 << self.moves[PAIR].index})" if vector else to
+            written = f"({_route(_routes(plan, self.moves), 'half', 'warp', 'rank')})"
+        return {"values": values, "write": self._in_slot(to, written), "read": self._in_slot(of, str(plane))}
+
+    def _in_slot(self, at: str, plane: str) -> str:
+        """Bytes from the beginning of a slot to a vector of the lane there."""
+        if self.shared_layout == "swizzled":
+            return f"{at} * 32 + 16 * ({at} / 4 % 2 ^ {plane})"
+        padding = f" + {at} / 4 * 16" if self.shared_layout == "padded" else ""
+        return f"{at} * {16 * self.planes}{padding}" + (f" + 16 * {plane}" if plane != "0" else "")
+
+
+# By kind of what moves take bits to, and by what an index expression calls them, bit → bit.
+Routes = dict[str, dict[str, dict[int, int]]]
+
+
+def _routes(plan: Draft, moves: Mapping[Place, Place]) -> Routes:
+    """Where bits of the chunk number c, the warp and the rank go, and of the lane those that move: to bits of the slot,
+    the rank, the lane, or which half of the pairs it is."""
+    names = ("c", "warp", "rank", "lane")
+    routes: Routes = {kind: {name: {} for name in names} for kind in ("slot", "rank", "lane", "half")}
+    for name, places in (
+        ("c", [reg(2 + j) for j in range(plan.chunk_bits)]),
+        ("warp", [warp(j) for j in range(plan.warp_bits)]),
+        ("rank", [cta(j) for j in range(plan.cta_bits)]),
+        ("lane", [place for place in moves if place.kind == "lane"]),
+    ):
+        for place in places:
+            target = moves.get(place, place)
+            kind = {"lane": "lane", "cta": "rank", "pair": "half"}.get(target.kind, "slot")
+            above = plan.chunk_bits if target.kind == "warp" else 0
+            routes[kind][name][_number(place)] = _number(target) + above
+    return routes
+
+
+def _route(routes: Routes, kind: str, *names: str) -> str:
+    return add(*(scatter(name, routes[kind][name]) for name in names))
+
+
+def _number(place: Place) -> int:
+    """Which bit it is of what its index expression names; of the chunk number where it is a register."""
+    return place.index - 2 if place.kind == "reg" else place.index
+
+
+def _slots_are_free(plan: Draft) -> bool:
+    """Whether nobody reads the slots of the first exchange any more when a tile comes to it.
+
+    Rows that came by multicast lay where they are. In a persistent grid the tile before may still be read there, unless
+    all have met since: where a stage is copied in bulk, when it was read; and group by group, before the last group was
+    read, whose slots this tile writes to only after it has met again.
+    """
+    if plan.persistent:
+        return plan.load.path == "bulk" or plan.order == "by_group"
+    return not plan.load.multicast

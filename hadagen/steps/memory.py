@@ -1,0 +1,133 @@
+"""Steps between memory and registers, and what a kernel asks of memory and of the next kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hadagen.problem import DType
+from hadagen.steps.base import AS_LOADED, FP32, PACKED, WARP_VECTOR_BYTES, Cost, Step
+
+if TYPE_CHECKING:
+    from hadagen.steps.draft import Draft
+
+
+@dataclass(frozen=True)
+class Load(Step):
+    """Global memory → registers, in 16-byte vectors, `stages` tiles under way. Before a `Gather`, which takes them from
+    there, it ends in shared memory."""
+
+    path: str  # plain, no_allocate, cp_async, bulk or multicast
+    stages: int = 1
+    carrier: str = PACKED  # fp32 for float32
+
+    template = "loads.cu.j2"
+    takes = ""
+    loads = holds_all = True
+
+    @property
+    def leaves(self) -> str:
+        return self.carrier
+
+    @property
+    def features(self) -> frozenset[str]:
+        return frozenset({"bulk_copy"} if self.in_bulk else {"cp_async"} if self.staged else ())
+
+    @property
+    def staged(self) -> bool:
+        """Whether tiles land in shared memory first."""
+        return self.path == "cp_async" or self.in_bulk
+
+    @property
+    def in_bulk(self) -> bool:
+        """Whether one thread starts the copy of a whole share to shared memory, and an mbarrier tells of its end."""
+        return self.path in ("bulk", "multicast")
+
+    @property
+    def multicast(self) -> bool:
+        """Whether every block of a cluster copies its share to all of them, so that each has whole rows."""
+        return self.path == "multicast"
+
+    def faults(self, plan: Draft, at: int) -> Iterator[str]:
+        if self.stages < 1 or (self.stages > 1 and not plan.persistent):
+            yield f"{self.stages} tiles under way; there is one, or more of a persistent grid"
+        if self.carrier != (FP32 if plan.problem.dtype is DType.FLOAT32 else PACKED):
+            yield f"values of this type are not loaded as {self.carrier}"
+        if self.multicast and plan.shares_loaded == 1:
+            yield "no step needs the shares of other blocks that a multicast brings"
+        if plan.problem.pitched and self.staged:
+            yield "pitched rows are not copied to shared memory as they lie"
+
+    def cost(self, plan: Draft, carrier: str) -> Cost:
+        vectors = plan.vectors * plan.shares_loaded
+        if not self.staged:
+            return Cost(2 * vectors)
+        instructions, landing = (1, "bulk") if self.in_bulk else (3, "shared")
+        return Cost(instructions * vectors, shared_bytes=2 * WARP_VECTOR_BYTES * vectors, waits={landing: 1})
+
+    def sentence(self, bits: str) -> str:
+        return f"load {self.path}" + (f", {self.stages} stages" if self.stages > 1 else "")
+
+
+class _Asks(Step):
+    """For something, once a tile."""
+
+    loads = True
+
+    def cost(self, plan: Draft, carrier: str) -> Cost:
+        return Cost()
+
+
+@dataclass(frozen=True)
+class Prefetch(_Asks):
+    """Asks L2 to bring in what lies about so many MiB behind what was just loaded, for a tile that starts later."""
+
+    mib: int
+
+    says = "prefetch to L2 what is {mib} MiB ahead"
+    template = "loads.cu.j2"
+    takes = AS_LOADED
+    features = frozenset({"bulk_copy"})
+    prefetches = True
+
+    def tiles_ahead(self, plan: Draft) -> int:
+        """How many tiles after the one that was loaded the one comes that is prefetched; none is as large as 1 MiB."""
+        return (self.mib << 20) // (plan.tile_elements * plan.problem.dtype.bytes)
+
+    def faults(self, plan: Draft, at: int) -> Iterator[str]:
+        if plan.persistent or plan.problem.pitched:
+            yield "only of whole rows, a tile a block, the order of tiles is known ahead"
+
+    def view(self, plan: Draft, at: int) -> dict[str, Any]:
+        return {"tiles": self.tiles_ahead(plan)}
+
+
+@dataclass(frozen=True)
+class Trigger(_Asks):
+    """Lets the next kernel in the stream start where there is room; it waits for the end of this one all the same."""
+
+    says = "let the next kernel start"
+    features = frozenset({"dependent_launch"})
+
+    def faults(self, plan: Draft, at: int) -> Iterator[str]:
+        if plan.persistent or at == 0 or self in plan.steps[:at]:
+            yield "the next kernel is let start once, after the load, and not in a loop"
+
+
+@dataclass(frozen=True)
+class Store(Step):
+    """Registers → global memory, each 16-byte vector where it belongs; values as `Load` left them."""
+
+    path: str  # plain or streaming
+
+    says = "store {path}"
+    takes = AS_LOADED
+    by_chunk = False
+
+    def faults(self, plan: Draft, at: int) -> Iterator[str]:
+        if at < len(plan.steps) - 1:
+            yield "the tile is stored once, at the end"
+
+    def cost(self, plan: Draft, carrier: str) -> Cost:
+        return Cost(2 * plan.vectors)

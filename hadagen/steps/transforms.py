@@ -1,0 +1,293 @@
+"""Steps that transform bits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hadagen.layout import MMA_MOVES, PAIR, Place, lane, reg, swaps
+from hadagen.problem import DType
+from hadagen.scale import ScaleForm
+from hadagen.steps.base import FP16, FP32, IN_16_BITS, PACKED, WARP_BYTES, Cost, Roundings, Step
+
+if TYPE_CHECKING:
+    from hadagen.steps.draft import Draft
+
+LEAST_POWER = -4  # 2^-4 of the scale in an mma: sums of 16 are then no larger than what is summed
+NORMALIZER = 3  # as the `factor` of an `Mma`
+# As what an `Mma` takes fp32 values, and in how many parts. Both types have the range of fp32; a bfloat16 has 8 bits, a
+# tf32 11. Together they are more than a 16-bit result shows, and of float32 all 24 bits or, as two tf32, 22. A float16
+# shows 11 itself: one tf32 would count as four roundings, and two cost more than two bfloat16.
+PARTS = {
+    "bfloat16": {DType.FLOAT16: 2, DType.BFLOAT16: 2, DType.FLOAT32: 3},
+    "tf32": {DType.BFLOAT16: 1, DType.FLOAT32: 2},
+}
+# That take a pair of fp32 values into this many parts; an mma cuts a value off to one tf32 by itself.
+_PART_INSTRUCTIONS = {
+    (PACKED, 1): 0,
+    (FP16, 1): 0,
+    ("bfloat16", 2): 6,
+    ("bfloat16", 3): 11,
+    ("tf32", 1): 0,
+    ("tf32", 2): 8,
+}
+_MMA_OF_TF32 = 2  # m16n8k8 take as long as one m16n8k16, each
+_FACTORS = ("", "the first factor of the scale", "the second factor of the scale", "what normalizes the warp")
+
+_PACKED_SUM = 1.15  # of a rounding: what a sum of packed values counts, as errors of measured kernels have it
+# Cutting an fp32 off to the 11 bits of a tf32, where the result has the 8 of a bfloat16 (as `PARTS` has it): the error
+# is anything up to the last place, u/8 if that of the result is u, so its mean square, mean² + variance, is (u/16)² +
+# (u/8)²/12 = u²/192, to u²/12 of a rounding. That the mean is not 0 is no matter: the transform keeps sums of squares.
+# Sums of the first 16 have few bits to cut off, so it is a sixth less than this.
+_CUT = 1 / 16
+
+
+@dataclass(frozen=True)
+class Gather(Step):
+    """Sums the shares of a row that a multicast has brought, fp32 times the scale: transforms the bits at cta."""
+
+    says = "sum over blocks, times the scale: bits {bits}"
+    template = "loads.cu.j2"
+    over_blocks = True
+    takes = FP32
+    multiplies = "scale"
+    by_chunk = False
+
+    def faults(self, plan: Draft, at: int) -> Iterator[str]:
+        yield from self.faults_over_blocks(plan, at)
+        if not plan.load.multicast:
+            yield "it finds what a multicast has brought"
+
+    def cost(self, plan: Draft, carrier: str) -> Cost:
+        shares = plan.shares_loaded
+        return Cost(shares * plan.words(carrier), waits={"arithmetic": shares})
+
+    def view(self, plan: Draft, at: int) -> dict[str, Any]:
+        return {"gathers": True}
+
+
+@dataclass(frozen=True)
+class Mma(Step):
+    """Transforms the four bits at {pair, lane0, lane1, reg}, or all but the first `idle` of them, times a factor of the
+    scale, and applies `MMA_MOVES`.
+
+    Takes packed values or fp16 as they are, or fp32 as a sum of `parts` of the type of its `operand`. Leaves what it
+    accumulates in: fp32, or 16 bits (float16 only). All four must be bits of the row, the idle too: were one not, rows
+    would meet in a sum with weight 0, and an infinity in one would make NaN of its neighbors.
+    """
+
+    reg: int
+    operand: str = PACKED  # or fp16, or a type of `PARTS`
+    parts: int = 1
+    accumulator: str = FP32
+    # 1 or 2: the first or second of those that the scale came as; where it came whole, the first or second power of two
+    # taken from it, at most 1 and at least 2^`least_power`. `NORMALIZER`: what `Normalize` found. 0: none.
+    factor: int = 0
+    # Transposed on its way in, 16 bits at a time: transforms {lane2, lane3, lane4, reg} and moves nothing.
+    turned: bool = False
+    # Sums over the blocks of a cluster too, each of which has loaded the whole row: transforms the bits at cta as well.
+    over_blocks: bool = False
+    idle: int = 0  # the bits at the first so many of its `operand_places` are left as they are
+
+    features = frozenset({"mma"})
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether it takes fp32."""
+        return self.operand in PARTS
+
+    @property
+    def cuts(self) -> bool:
+        """Whether it cuts values off to one tf32."""
+        return self.operand == "tf32" and self.parts == 1
+
+    @property
+    def takes(self) -> str:
+        return FP32 if self.in_parts else self.operand
+
+    @property
+    def leaves(self) -> str:
+        return self.accumulator
+
+    @property
+    def multiplies(self) -> str:
+        return ("", "factor 1", "factor 2", "normalizer")[self.factor]
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        return self.operand_places[self.idle :]
+
+    @property
+    def operand_places(self) -> tuple[Place, ...]:
+        """Where the four bits are that its operand has."""
+        return (*((lane(2), lane(3), lane(4)) if self.turned else (PAIR, lane(0), lane(1))), reg(self.reg))
+
+    @property
+    def moves(self) -> dict[Place, Place]:
+        return {} if self.turned else MMA_MOVES
+
+    def least_power(self, plan: Draft) -> int:
+        """Exponent of the least power of two that it takes from a whole scale."""
+        return LEAST_POWER - (plan.cta_bits if self.over_blocks else 0)
+
+    def faults(self, plan: Draft, at: int) -> Iterator[str]:
+        parts = PARTS[self.operand].get(plan.problem.dtype) if self.in_parts else 1
+        if self.parts != parts:
+            yield f"takes values as {self.parts} {self.operand} instead of {parts or 'another type'}"
+        if self.turned and self.operand == "tf32":
+            yield "only 16-bit values are transposed on their way in"
+        if self.idle and (self.operand == "tf32" or len(self.places) < 2):
+            yield "it transforms two bits at least, and leaves none as it is of a tf32"
+        if any(plan.before(at).bit_at(place) >= plan.problem.log2_n for place in self.operand_places):
+            yield "mixes bits beyond the row"
+        if self.over_blocks:
+            if self != Mma(self.reg, factor=self.factor, over_blocks=True):
+                yield "only packed values are summed over blocks, as they lie, in fp32"
+            if self.factor and plan.scale_form is not ScaleForm.FP32:
+                yield "sums over blocks outgrow what a factor in 16 bits is made for"
+        if self.factor == NORMALIZER and not (plan.normalizes and self.operand == PACKED):
+            yield "nothing normalizes the rows, or not these values"
+        if self.accumulator not in (FP32, self.operand):
+            yield f"sums of {self.operand} values are not {self.accumulator}"
+        if self.over_blocks:
+            yield from self.faults_over_blocks(plan, at)
+
+    def count_roundings(self, so_far: Roundings, carrier: str) -> None:
+        terms = so_far.terms << len(self.places)
+        if carrier != FP32:
+            so_far.add_sums(carrier, terms)
+        else:
+            so_far.count += _CUT if self.cuts else 0.0
+            so_far.terms = terms
+
+    def share(self, left: float, plan: Draft) -> float:
+        if self.factor in (0, NORMALIZER):  # `Scale` undoes that
+            return 1.0
+        if plan.scale_form is ScaleForm.FP32:
+            return 2.0 ** max(self.least_power(plan), min(0, math.frexp(left)[1] - 1))
+        return (1.0, left)[self.factor - 1]  # the whole scale stands for the second, or for the correction
+
+    def cost(self, plan: Draft, carrier: str) -> Cost:
+        # so many mma into one accumulator, what takes the four pairs of a chunk apart, and what transposes them
+        mma = self.parts * (_MMA_OF_TF32 if self.operand == "tf32" else 1)
+        instructions = (
+            2 * mma + 4 * _PART_INSTRUCTIONS[self.operand, self.parts] + (4 * self.parts if self.turned else 0)
+        )
+        shares = plan.shares_loaded if self.over_blocks else 1
+        chunks = shares << plan.chunk_bits
+        return Cost(instructions * chunks, 2 * mma * chunks, waits={"mma": (mma + self.turned) * shares})
+
+    def sentence(self, bits: str) -> str:
+        packed = f", {self.accumulator} accumulators" if self.accumulator != FP32 else ""
+        how = f" as {self.parts} {self.operand}" if self.in_parts else packed
+        times = f", times {_FACTORS[self.factor]}" if self.factor else ""
+        means = ", turned" if self.turned else ", over blocks" if self.over_blocks else ""
+        rest = f", {self.idle} idle" if self.idle else ""
+        return f"mma reg{self.reg}{means}{rest}: bits {bits}{how}{times}"
+
+    def view(self, plan: Draft, at: int) -> dict[str, Any]:
+        view = {"stride": 1 << self.reg, "idle": (1 << self.idle) - 1, "in_parts": self.in_parts}
+        if self.factor not in (0, NORMALIZER):
+            view["power"] = -self.least_power(plan)
+        return view | {"normalizes": self.factor == NORMALIZER}
+
+
+class _Sum(Step):
+    """By add and subtract."""
+
+    holds_all = True
+
+    def count_roundings(self, so_far: Roundings, carrier: str) -> None:
+        if carrier == FP32:
+            so_far.terms *= 2
+        else:
+            so_far.add(carrier, _PACKED_SUM)
+
+
+@dataclass(frozen=True)
+class Butterfly(_Sum):
+    """Transforms the bit at `place` (pair or a register bit) by add and subtract."""
+
+    place: Place
+
+    says = "butterfly {place}: bit {bits}"
+
+    @property
+    def takes(self) -> str | None:
+        return FP32 if self.place == PAIR else None  # the two values of a packed pair are one operand
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        return (self.place,)
+
+    def view(self, plan: Draft, at: int) -> dict[str, Any]:
+        return {"stride": _stride(self.place, plan.carriers[at])}
+
+
+class _Shuffle(_Sum):
+    """With the lane across."""
+
+    lane: int
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        return (lane(self.lane),)
+
+    def cost(self, plan: Draft, carrier: str) -> Cost:
+        words = plan.words(carrier)
+        return Cost(3 * words, shared_bytes=WARP_BYTES * words, waits={"shuffle": 1})
+
+    def view(self, plan: Draft, at: int) -> dict[str, Any]:
+        return {"mask": 1 << self.lane}
+
+
+@dataclass(frozen=True)
+class Shuffle(_Shuffle):
+    """Transforms the bit at lane[`lane`] by a warp shuffle with the lane across, then add or subtract. `widen` takes
+    16-bit values and leaves fp32, so that half as many words cross."""
+
+    lane: int
+    widen: bool = False
+
+    @property
+    def takes(self) -> str | None:
+        return IN_16_BITS if self.widen else None
+
+    @property
+    def leaves(self) -> str | None:
+        return FP32 if self.widen else None
+
+    def sentence(self, bits: str) -> str:
+        return f"shuffle lane{self.lane}: bit {bits}" + (", widening to fp32" if self.widen else "")
+
+
+@dataclass(frozen=True)
+class SwapButterfly(_Shuffle):
+    """Swaps the bits at lane[`lane`] and `place`, a register bit, by a warp shuffle of fp32 values, and transforms the
+    one that comes to the register by add and subtract: half as many values cross as in a `Shuffle`."""
+
+    lane: int
+    place: Place
+
+    says = "swap lane{lane}↔{place}, then butterfly: bit {bits}"
+    takes = FP32
+
+    @property
+    def moves(self) -> dict[Place, Place]:
+        return swaps([(lane(self.lane), self.place)])
+
+    def cost(self, plan: Draft, carrier: str) -> Cost:
+        whole = super().cost(plan, carrier)
+        return whole._replace(shared_bytes=whole.shared_bytes / 2)
+
+    def view(self, plan: Draft, at: int) -> dict[str, Any]:
+        return super().view(plan, at) | {"stride": _stride(self.place, FP32)}
+
+
+def _stride(place: Place, carrier: str) -> int:
+    """How far apart in p or f the two values of a butterfly lie."""
+    if place == PAIR:
+        return 1
+    return 1 << (place.index + 1 if carrier == FP32 else place.index)

@@ -1,0 +1,43 @@
+"""The values of tiles while a plan is interpreted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hadagen.layout import Place, Placement
+
+Reals = NDArray[np.float64]
+_HADAMARD = np.array([[1.0, 1.0], [1.0, -1.0]])
+
+
+class Values:
+    """What is held at all coordinates, in float64: `tiles` has an axis for each place, behind one for the tiles."""
+
+    def __init__(self, loaded: Placement, x: Reals, scale: float) -> None:
+        self.left = scale  # to multiply by
+        self._axes, bits = loaded.places, len(loaded)
+        # Bit 0 varies fastest in memory, so a reshape has it last.
+        tiles = np.asarray(x, np.float64).reshape((-1,) + (2,) * bits)
+        self.tiles: Reals = tiles.transpose(0, *range(bits, 0, -1))
+
+    def transform(self, *places: Place) -> None:
+        """The bits there."""
+        for place in places:
+            axis = 1 + self._axes.index(place)
+            self.tiles = np.moveaxis(np.tensordot(_HADAMARD, self.tiles, (1, axis)), 0, axis)
+
+    def multiply(self, factor: float) -> None:
+        """By a part of the scale."""
+        self.left = self.left / factor if factor != self.left else 1.0
+        self.tiles = self.tiles * factor
+
+    def move(self, moves: Mapping[Place, Place]) -> None:
+        back = {after: before for before, after in moves.items()}
+        self.tiles = self.tiles.transpose(0, *(1 + self._axes.index(back.get(place, place)) for place in self._axes))
+
+    def stored(self, placement: Placement) -> Reals:
+        """In memory order."""
+        return self.tiles.transpose(0, *(1 + self._axes.index(place) for place in reversed(placement.places)))

@@ -1,0 +1,37 @@
+"""Names of targets: an arch such as "sm90", which is sm and the compute capability, and the GPUs that have one."""
+
+from __future__ import annotations
+
+import re
+
+from hadagen.errors import UsageError
+
+# By arch the words that tell its GPUs, of which CUDA's name for one has some. From NVIDIA's page "CUDA GPU Compute
+# Capability"; H20, H800 and A800 are a H200, a H100 and an A100 for other markets. A word that GPUs of several archs
+# share, such as 6000, tells nothing and is left out.
+_MODELS = {
+    "sm70": "V100",
+    "sm75": "T4 2060 2070 2080",
+    "sm80": "A100 A800 A30",
+    "sm86": "A40 A10 A10G A16 A2 A6000 3060 3070 3080 3090",
+    "sm89": "L4 L40 L40S 4050 4060 4070 4080 4090",
+    "sm90": "H100 H200 GH200 H20 H800",
+    "sm100": "B200 GB200",
+    "sm103": "B300 GB300",
+    "sm120": "5050 5060 5070 5080 5090",
+    "sm121": "GB10",
+}
+_ARCH_OF = {model: arch for arch, models in _MODELS.items() for model in models.split()}
+
+
+def check_arch(name: object) -> None:
+    """The one rule for names of archs: sm and the compute capability, in two or three digits. Raises `UsageError`."""
+    if not isinstance(name, str) or not re.fullmatch("sm[1-9][0-9]{1,2}", name):
+        raise UsageError(f"arch {name!r} is not one; write sm and the compute capability, for instance sm90")
+
+
+def arch_of_gpu(gpu: str) -> str | None:
+    """The arch of a GPU, by what CUDA or its maker calls it, such as "NVIDIA A100-SXM4-80GB"; None where the name does
+    not tell."""
+    archs = {_ARCH_OF[word] for word in re.findall("[A-Z0-9]+", gpu.upper()) if word in _ARCH_OF}
+    return archs.pop() if len(archs) == 1 else None

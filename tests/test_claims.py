@@ -1,0 +1,107 @@
+"""Claims: runs that share a database do nothing twice, and what a dead one had under way is free again."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import fake_search
+import pytest
+from fake_search import TRIALS, FakeRunner, options, problems
+from sample_store import empty, path, store
+
+from hadagen.trial import knobs_key
+from hadagen.tuner import Event, TrialFinished, tune
+from hadagen.tuning_db import claims
+from hadagen.tuning_db.claims import LEASE_SECONDS, Claims
+from hadagen.tuning_db.store import Store
+
+__all__ = ["empty", "path", "store"]  # fixtures
+
+(PROBLEM,) = problems(256)
+WORK = [(PROBLEM, name) for name in ("a", "b", "c")]
+HERE = ("sm90", "Test GPU")
+
+
+def test_work_is_claimed_once_until_it_is_given_up(store: Store) -> None:
+    with Claims(store, *HERE) as one, Claims(store, *HERE) as other, Claims(store, "sm90", "Another GPU") as elsewhere:
+        assert one.take(WORK[:2]) == [True, True]
+        assert other.take(WORK) == [False, False, True]
+        assert one.take([WORK[0], WORK[2]]) == [False, False]
+        assert elsewhere.take(WORK) == [True, True, True]
+        assert one.of_others() == {PROBLEM: {"c"}}
+        assert other.of_others() == {PROBLEM: {"a", "b"}}
+        one.finish(*WORK[0])
+        assert one.take([]) == []
+        assert other.take(WORK[:2]) == [True, False]
+    with Claims(store, *HERE) as later:
+        assert later.of_others() == {}
+        assert later.take(WORK) == [True, True, True]
+
+
+def test_what_has_a_trial_is_not_claimed(store: Store) -> None:
+    tune(options(store, FakeRunner()))
+    done = [(trial.problem, knobs_key(trial.knobs)) for trial in store.trials()]
+    with Claims(store, *HERE) as later:
+        assert not any(later.take(done))
+
+
+def test_a_lease_ends_unless_it_is_renewed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(claims, "_place", lambda: "here")
+    one = Claims(store, *HERE, clock=lambda: now[0])
+    monkeypatch.setattr(claims, "_place", lambda: "elsewhere")
+    other = Claims(store, *HERE, clock=lambda: now[0])
+    assert one.take(WORK) == [True, True, True]
+    now[0] = LEASE_SECONDS - 1
+    one.renew()
+    now[0] = 2 * LEASE_SECONDS - 2
+    assert other.take(WORK) == [False, False, False]
+    now[0] = 2 * LEASE_SECONDS
+    assert other.of_others() == {}
+    assert other.take(WORK) == [True, True, True]
+
+
+def test_claims_of_a_process_that_ended_here_are_free_at_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    monkeypatch.setattr("os.getpid", lambda: ended.pid)
+    dead = Claims(store, *HERE)
+    monkeypatch.undo()
+    assert dead.take(WORK) == [True, True, True]
+    living = Claims(store, *HERE)
+    assert living.of_others() == {}
+    assert living.take(WORK) == [True, True, True]
+
+
+def test_a_tune_within_a_tune_leaves_it_what_is_under_way_and_both_learn_all(store: Store) -> None:
+    inner, outer = FakeRunner(), FakeRunner()
+    reports = []
+
+    def listen(event: Event) -> None:
+        if isinstance(event, TrialFinished) and event.finished == 5:
+            reports.append(tune(options(store, inner, trials=4 * TRIALS)))
+
+    reports.append(tune(options(store, outer, trials=4 * TRIALS), listen))
+    of_inner, of_outer = reports
+    asked = [(problem, knobs_key(knobs)) for problem, knobs in (*inner.asked, *outer.asked)]
+    assert len(asked) == len(set(asked)) == 4 * TRIALS == len(store.trials())
+    assert sum(of_inner.outcomes.values()) == len(inner.asked) > TRIALS
+    assert sum(of_outer.outcomes.values()) == len(outer.asked) > TRIALS
+    assert of_inner.finished + of_inner.under_way == 4 * TRIALS
+    assert (of_outer.finished, of_outer.under_way) == (4 * TRIALS, 0)
+    assert [report.stopped for report in reports] == ["", ""]
+
+
+def test_processes_that_share_a_database_measure_nothing_twice(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    command = [sys.executable, fake_search.__file__, str(tmp_path / "trials.db"), str(log), "", "0"]
+    started = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(2)]
+    for process in started:
+        process.communicate()
+        assert process.returncode == 0
+    measured = log.read_text().splitlines()
+    assert len(measured) == len(set(measured)) == 2 * TRIALS
+    with Store.open(tmp_path / "trials.db") as store:
+        assert len(store.trials()) == 2 * TRIALS

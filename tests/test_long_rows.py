@@ -1,0 +1,62 @@
+"""Rows of 65536 and 131072, which are spread over a cluster: they have winners, and these are right."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hadagen.arch import load_arch
+from hadagen.codegen import render
+from hadagen.emulator import verify
+from hadagen.errors import UsageError
+from hadagen.knobs import Knobs
+from hadagen.problem import DType, Numerics, Problem
+from hadagen.space import build_plan
+from hadagen.trial import Destination
+from hadagen.tuning_db.bundle import Bundle, BundleEntry, shipped
+
+ARCH = load_arch("sm90")
+PROBLEMS = list(
+    dict.fromkeys(Problem(n, dtype, numerics) for n in (1 << 16, 1 << 17) for dtype in DType for numerics in Numerics)
+)
+
+
+def winners(problem: Problem) -> list[BundleEntry]:
+    """In place, by ascending elements."""
+    entries = Bundle.open(shipped()["sm90"]).entries(problem)
+    return [entry for entry in entries if entry.destination is Destination.IN_PLACE and not entry.portable]
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.name)
+def test_what_is_shipped_for_long_rows_is_right(problem: Problem) -> None:
+    few, *_, many = winners(problem)
+    for entry in dict.fromkeys((few.kernel, many.kernel)):
+        knobs = next(each.knobs for each in (few, many) if each.kernel == entry)
+        plan = build_plan(problem, Knobs.from_dict(knobs), ARCH)
+        assert max(verify(problem, render(plan), rows=2).values()) <= problem.error_bound
+    assert winners(replace(problem, pitched=True))
+
+
+@pytest.mark.parametrize("dtype", [DType.FLOAT16, DType.BFLOAT16])
+def test_fast_rounds_no_more_often_than_at_32768(dtype: DType) -> None:
+    bounds = {Problem(n, dtype, Numerics.FAST).error_bound for n in (1 << 15, 1 << 16, 1 << 17)}
+    assert len(bounds) == 1
+
+
+def test_more_warps_than_lanes_have_no_levels() -> None:
+    """One lane reads the level of one warp."""
+    problem = Problem(1 << 16, DType.BFLOAT16)
+    knobs = Knobs(
+        chunks=8,
+        warps=16,
+        cluster=2,
+        far_bits="lanes",
+        far_lanes="mma",
+        mma_carrier="fp16",
+        butterfly_carrier="fp32",
+        exchange_carrier="packed",
+    )
+    build_plan(problem, knobs, ARCH)
+    with pytest.raises(UsageError, match="each lane of a warp reads the level of one"):
+        build_plan(problem, replace(knobs, chunks=4, warps=32), ARCH)

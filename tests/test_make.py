@@ -1,0 +1,48 @@
+"""The Makefile: each target installs the extras that it needs, once, and no others."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+
+
+def commands(target: str, venv: Path, *variables: str) -> str:
+    """What make would run."""
+    command = ["make", "-n", target, f"VENV={venv}", *variables]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize(
+    ("target", "extras"),
+    [
+        ("tune", {"tune"}),
+        ("test", {"tune", "test"}),
+        ("lint", {"tune", "test", "lint"}),
+        ("docs", {"docs"}),
+        ("setup", {"tune", "test", "lint", "docs"}),
+    ],
+)
+def test_a_target_installs_what_it_needs(target: str, extras: set[str], tmp_path: Path) -> None:
+    (found,) = re.findall(r"--constraint ci/constraints\.txt .*'\.\[(.*)\]'", commands(target, tmp_path))
+    assert set(found.split(",")) - {"nvcc"} == extras
+    assert " install " not in commands(target, tmp_path, "PY=python3")
+
+
+def test_what_is_installed_is_not_installed_again_but_in_another_checkout(tmp_path: Path) -> None:
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.symlink_to(shutil.which("true") or "")
+    (tmp_path / "made").write_text(f"{ROOT}\n")
+    (tmp_path / "has-docs").touch()
+    assert " install " not in commands("docs", tmp_path)
+    assert " install " in commands("test", tmp_path)
+    assert "venv" not in commands("test", tmp_path).replace(str(tmp_path), "")
+    (tmp_path / "made").write_text("/elsewhere\n")
+    assert "-m venv --clear" in commands("docs", tmp_path)

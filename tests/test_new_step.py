@@ -1,0 +1,101 @@
+"""A step that no module knows: a class and a template block are all there is to write."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jinja2
+import numpy as np
+import pytest
+from plan_sample import changed
+from spaces import ARCH
+
+from hadagen import codegen
+from hadagen.costmodel import Estimate, costs_of
+from hadagen.emulator import verification_rows, verify
+from hadagen.errors import UsageError
+from hadagen.knobs import Knobs
+from hadagen.layout import Place, reg
+from hadagen.plan import Plan, interpret
+from hadagen.problem import DType, Problem
+from hadagen.reference import hadamard
+from hadagen.space import build_plan
+from hadagen.steps.base import FP32, Cost, Roundings, Step
+from hadagen.steps.conversions import Round
+from hadagen.steps.draft import Draft
+from hadagen.steps.transforms import Butterfly
+from hadagen.trial import Cache, Destination
+
+QUAD = """
+{% macro Quad(step, p, f, chunks) %}
+#pragma unroll
+for (int i = 0; i < 2 * {{ chunks }}; ++i) {
+    const int a = i / {{ step.stride }} * {{ 4 * step.stride }} + i % {{ step.stride }};
+    const int b = a + {{ step.stride }}, c = b + {{ step.stride }}, d = c + {{ step.stride }};
+    const float s = {{ f }}[a] + {{ f }}[b], t = {{ f }}[a] - {{ f }}[b];
+    const float u = {{ f }}[c] + {{ f }}[d], v = {{ f }}[c] - {{ f }}[d];
+    {{ f }}[a] = s + u, {{ f }}[b] = t + v, {{ f }}[c] = s - u, {{ f }}[d] = t - v;
+}
+{% endmacro %}
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Quad(Step):
+    """Transforms the bits at reg[`low`] and the next at once."""
+
+    low: int
+
+    template = "quad.cu.j2"
+    says = "quad from reg{low}: bits {bits}"
+    takes = FP32
+    holds_all = True
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        return reg(self.low), reg(self.low + 1)
+
+    def count_roundings(self, so_far: Roundings, carrier: str) -> None:
+        so_far.terms *= 4
+
+    def cost(self, plan: Draft, carrier: str) -> Cost:
+        return Cost(2 * plan.words(carrier), waits={"arithmetic": 2})
+
+    def view(self, plan: Draft, at: int) -> dict[str, Any]:
+        return {"stride": 2 << self.low}
+
+
+@pytest.mark.parametrize("order", ["by_step", "by_chunk"])
+def test_a_step_is_a_class_and_a_block(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = Problem(1024, DType.FLOAT16)
+    knobs = Knobs(4, mma_carrier="split", butterfly_carrier="fp32", order=order)
+    known = build_plan(problem, knobs, ARCH)
+    first = known.steps.index(Butterfly(reg(2)))
+    assert known.steps[first + 1] == Butterfly(reg(3))
+
+    def with_quad(quad: Quad) -> Plan:
+        return dataclasses.replace(known, steps=(*known.steps[:first], quad, *known.steps[first + 2 :]))
+
+    plan = with_quad(Quad(2))
+    assert plan.describe()[first] == "quad from reg2: bits 8 9"
+    with pytest.raises(UsageError, match=r"step 4 \(Quad\) of .*: transforms index bit 2 a second time"):
+        with_quad(Quad(1))
+    with pytest.raises(UsageError, match="Quad names reg4, which the tile lacks"):
+        with_quad(Quad(3))
+    with pytest.raises(UsageError, match=r"step 5 \(Quad\) of .*: needs fp32 values but finds packed"):
+        changed(plan, first, Round(), Quad(2))
+
+    x = np.random.default_rng(0).standard_normal((2, problem.n))
+    np.testing.assert_allclose(interpret(plan, x, 0.5), hadamard(x, 0.5), rtol=0, atol=1e-9)
+
+    assert sum(cost.instructions for cost in costs_of(plan)) == sum(cost.instructions for cost in costs_of(known))
+    cell = 1 << 20, Destination.IN_PLACE, Cache.HOT
+    assert Estimate(plan, ARCH).us(*cell) == Estimate(known, ARCH).us(*cell)
+
+    loaders = [jinja2.DictLoader({"quad.cu.j2": QUAD}), codegen.ENVIRONMENT.loader]
+    monkeypatch.setattr(codegen.ENVIRONMENT, "loader", jinja2.ChoiceLoader([each for each in loaders if each]))
+    source = codegen.render(plan)
+    assert f"// {first + 1}. quad from reg2: bits 8 9\n#pragma unroll\n" in source.text.replace("    ", "")
+    errors = verify(problem, source, verification_rows(problem, source.launch, 1 << 12))
+    assert max(errors.values()) <= problem.error_bound

@@ -1,0 +1,88 @@
+"""Names of archs and GPUs: one rule wherever such a name is read, and what a GPU's name tells."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+from sample_bundle import hide_bundles, write_sample
+from sample_trials import PROBLEM, make_trial
+
+import hadagen
+from hadagen.arch import ARCH_DIRECTORY, read_arch
+from hadagen.errors import StorageError, UsageError
+from hadagen.runtime import bundles
+from hadagen.runtime.device import Device
+from hadagen.target import arch_of_gpu
+from hadagen.tuning_db import bundle_writer
+from hadagen.tuning_db.winners import portfolio
+
+BAD = pytest.mark.parametrize(
+    "arch", ["sm90-rtx", "sm90a", "sm9", "SM90", "sm1000", "sm09", "sm9\N{BENGALI DIGIT FOUR}"]
+)
+
+
+def write_bundle_of(arch: str, path: Path) -> None:
+    trial = make_trial(arch=arch)
+    assert trial.kernel
+    path.parent.mkdir(parents=True, exist_ok=True)
+    bundle_writer.write_bundle(path, arch, portfolio([trial]), {trial.kernel.digest: trial.kernel}.__getitem__)
+
+
+@BAD
+def test_a_bad_name_of_an_arch_is_refused_wherever_one_is_read(arch: str, tmp_path: Path) -> None:
+    shutil.copy(ARCH_DIRECTORY / "sm90.yaml", file := tmp_path / f"{arch}.yaml")
+    file.write_text(file.read_text().replace("name: sm90", f"name: {arch}"))
+    readers: list[Callable[[], Any]] = [
+        lambda: read_arch(file),
+        lambda: Device(arch),
+        lambda: write_bundle_of(arch, tmp_path / "x.db"),
+    ]
+    for read in readers:
+        with pytest.raises(UsageError, match=f"^arch {arch!r} is not one; write sm and the compute capability, for"):
+            read()
+
+
+@BAD
+def test_a_bundle_of_an_arch_that_is_none_breaks_no_call(
+    arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hide_bundles(tmp_path, monkeypatch)
+    bad = bundles.user_directory() / "bad.db"
+    with monkeypatch.context() as unchecked:
+        unchecked.setattr(bundle_writer, "check_arch", lambda arch: None)
+        unchecked.setattr(bundle_writer, "Bundle", MagicMock())
+        write_bundle_of(arch, bad)
+    write_sample(bundles.user_directory() / "good.db", chunks=2)
+    with pytest.warns(RuntimeWarning, match=rf"goes on without a bundle: .*bad\.db .*arch {arch!r}") as caught:
+        best = hadagen.best_config(PROBLEM, 32, arch="sm90", inplace=True)
+    assert len(caught) == 1
+    assert best.knobs == {"chunks": 2, "grid": "tiles"}
+    monkeypatch.setenv(bundles.VARIABLE, str(bad))
+    with pytest.raises(StorageError, match=f"arch {arch!r} is not one"):
+        hadagen.best_config(PROBLEM, 32, arch="sm90", inplace=True)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "arch"),
+    [
+        ("NVIDIA H100 80GB HBM3", "sm90"),
+        ("NVIDIA H20", "sm90"),
+        ("h200", "sm90"),
+        ("NVIDIA A100-SXM4-80GB", "sm80"),
+        ("NVIDIA A10G", "sm86"),
+        ("Tesla T4", "sm75"),
+        ("NVIDIA B200", "sm100"),
+        ("NVIDIA GeForce RTX 5090", "sm120"),
+        ("NVIDIA RTX 6000 Ada Generation", None),  # one of three archs
+        ("RTX", None),
+        ("H100 or A100", None),
+        ("", None),
+    ],
+)
+def test_what_the_name_of_a_gpu_tells(gpu: str, arch: str | None) -> None:
+    assert arch_of_gpu(gpu) == arch

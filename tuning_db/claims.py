@@ -1,0 +1,158 @@
+"""`Claims`: what a run has under way in a tuning database, so that no other run does the same at the same time.
+
+A claim is a lease: it counts for `LEASE_SECONDS` and is renewed while its run lives, by the clocks of the machines that
+share the database. Those of a run that has ended count no more, and neither do those of one that was killed: at once
+where its process was one of this machine, else when the lease is over.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from threading import Event, Lock, Thread
+
+from sqlalchemy import delete, select, update
+from sqlalchemy.orm import Session
+from sqlalchemy.sql import ColumnElement
+
+from hadagen.errors import StorageError
+from hadagen.problem import Problem
+from hadagen.tuning_db.schema import ClaimRow, EnvironmentRow, ProblemRow, TrialRow
+from hadagen.tuning_db.store import Store, problem_of, row_of
+
+LEASE_SECONDS = 120.0
+RENEW_SECONDS = 30.0
+
+Work = tuple[Problem, str]  # a problem, and `knobs_key` or another text that says what of it is done
+
+
+class Claims:
+    """What one run claims in a store of the trials of an arch on a GPU ("" for estimates). Leaving it as a context
+    manager gives all claims up.
+
+    Every method raises `StorageError` where the database cannot do it.
+    """
+
+    def __init__(self, store: Store, arch: str, gpu: str, clock: Callable[[], float] = time.time) -> None:
+        self._database, self._arch, self._gpu, self._clock = store.database, arch, gpu, clock
+        self._owner = f"{_place()} {os.getpid()} {uuid.uuid4().hex}"
+        self._finished: set[Work] = set()
+        self._lock = Lock()  # of `_finished`
+        self._ended = Event()
+        self._renewing = Thread(target=self._renew_now_and_then, name="hadagen-claims", daemon=True)
+
+    def __enter__(self) -> Claims:
+        self._renewing.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._renewing.join()
+        with suppress(StorageError), self._database.writing() as session:  # where it fails, the lease ends by itself
+            session.execute(delete(ClaimRow).where(ClaimRow.owner == self._owner))
+
+    def take(self, wanted: Sequence[Work]) -> list[bool]:
+        """Claim work, and say of each whether it is ours now: not where another run has it, or has a trial of it."""
+        with self._database.writing() as session:
+            self._drop_what_ended(session)
+            numbers = {problem: row_of(session, ProblemRow, problem.to_dict()).id for problem, _ in wanted}
+            taken = self._tried(session, numbers.values())
+            claims = select(ClaimRow.problem_id, ClaimRow.work).where(*self._here())
+            taken.update((number, work) for number, work in session.execute(claims))
+            answers = []
+            for problem, work in wanted:
+                place = numbers[problem], work
+                answers.append(place not in taken)
+                if place not in taken:
+                    taken.add(place)
+                    session.add(
+                        ClaimRow(
+                            problem_id=numbers[problem],
+                            arch=self._arch,
+                            gpu=self._gpu,
+                            work=work,
+                            owner=self._owner,
+                            expires=self._clock() + LEASE_SECONDS,
+                        )
+                    )
+            return answers
+
+    def finish(self, problem: Problem, work: str) -> None:
+        """The trial of what was taken is recorded. The claim goes with the next `take`."""
+        with self._lock:
+            self._finished.add((problem, work))
+
+    def of_others(self) -> dict[Problem, set[str]]:
+        """What other runs have under way."""
+        found: dict[Problem, set[str]] = defaultdict(set)
+        with self._database.reading() as session:
+            query = select(ClaimRow, ProblemRow).join(ProblemRow).where(*self._here(), ClaimRow.owner != self._owner)
+            for claim, problem in session.execute(query):
+                if self._counts(claim):
+                    found[problem_of(problem)].add(claim.work)
+        return dict(found)
+
+    def renew(self) -> None:
+        """Begin the leases of this run anew."""
+        with self._database.writing() as session:
+            mine = update(ClaimRow).where(ClaimRow.owner == self._owner)
+            session.execute(mine.values(expires=self._clock() + LEASE_SECONDS))
+
+    def _renew_now_and_then(self) -> None:
+        while not self._ended.wait(RENEW_SECONDS):
+            with suppress(StorageError):  # what is wrong, the run meets itself
+                self.renew()
+
+    def _here(self) -> tuple[ColumnElement[bool], ColumnElement[bool]]:
+        return ClaimRow.arch == self._arch, ClaimRow.gpu == self._gpu
+
+    def _tried(self, session: Session, problems: Iterable[int]) -> set[tuple[int, str]]:
+        query = (
+            select(TrialRow.problem_id, TrialRow.knobs_key)
+            .join(EnvironmentRow)
+            .where(
+                TrialRow.problem_id.in_(list(problems)), TrialRow.arch == self._arch, EnvironmentRow.gpu == self._gpu
+            )
+        )
+        return {(number, work) for number, work in session.execute(query)}
+
+    def _drop_what_ended(self, session: Session) -> None:
+        with self._lock:
+            finished, self._finished = self._finished, set()
+        for claim, problem in session.execute(select(ClaimRow, ProblemRow).join(ProblemRow).where(*self._here())).all():
+            mine = claim.owner == self._owner
+            done = (problem_of(problem), claim.work) in finished
+            if done if mine else not self._counts(claim):
+                session.delete(claim)
+        session.flush()
+
+    def _counts(self, claim: ClaimRow) -> bool:
+        return claim.expires > self._clock() and not _is_dead(claim.owner)
+
+
+def _place() -> str:
+    """Where process numbers mean the same: this system since it was started, and the same namespace."""
+    try:
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}/{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return uuid.uuid4().hex  # nobody else's
+
+
+def _is_dead(owner: str) -> bool:
+    """Whether the process was one of here and has ended."""
+    place, _, rest = owner.partition(" ")
+    number = rest.partition(" ")[0]
+    if place != _place() or not number.isdigit():
+        return False
+    try:
+        os.kill(int(number), 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    return False

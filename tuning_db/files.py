@@ -1,0 +1,77 @@
+"""Files that anybody may have written: opened only if they are regular ones, and read no further than makes sense."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import stat
+import sys
+import zlib
+from typing import NamedTuple
+from urllib.parse import quote_from_bytes
+
+MOST_BYTES = 1 << 24  # of one value in a database, and of a cubin or PTX; the largest so far are a hundredth of it
+
+
+class FileState(NamedTuple):
+    """What tells a file from another of its name, and from itself before it was changed."""
+
+    device: int
+    inode: int
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+
+
+def file_state(path: str | os.PathLike[str]) -> FileState | None:
+    """None if there is no such file."""
+    try:
+        return _state(os.stat(path))
+    except OSError:
+        return None
+
+
+def read_start(path: str | os.PathLike[str], size: int) -> tuple[bytes, FileState]:
+    """The first bytes of a regular file, and its state. Raises `OSError` for any other: a pipe would be waited for."""
+    number = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    try:
+        found = os.fstat(number)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(None, "Is a directory" if stat.S_ISDIR(found.st_mode) else "Not a regular file")
+        return os.read(number, size), _state(found)
+    finally:
+        os.close(number)
+
+
+def connect_read_only(
+    path: str | os.PathLike[str], *, immutable: bool, check_same_thread: bool = True
+) -> sqlite3.Connection:
+    """SQLite's connection to a file at any path: one with bytes that are no UTF-8, or two slashes first."""
+    # What follows two slashes in a URI is the name of a host.
+    absolute = b"/" + os.fsencode(os.path.abspath(path)).lstrip(b"/")
+    uri = f"file:{quote_from_bytes(absolute)}?mode=ro{'&immutable=1' if immutable else ''}"
+    return sqlite3.connect(uri, uri=True, check_same_thread=check_same_thread)
+
+
+def limit_values(connection: sqlite3.Connection) -> None:
+    """Lets SQLite refuse a value or row of more than `MOST_BYTES` before it takes memory for it. Python 3.10 cannot."""
+    if sys.version_info >= (3, 11):
+        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MOST_BYTES)
+
+
+def inflated(data: bytes) -> bytes:
+    """What `zlib.compress` made `data` of. Raises `ValueError` if `data` is damaged, or of more than `MOST_BYTES`."""
+    stream = zlib.decompressobj()
+    try:
+        content = stream.decompress(data, MOST_BYTES + 1)
+    except zlib.error as error:
+        raise ValueError(str(error)) from error
+    if len(content) > MOST_BYTES:
+        raise ValueError(f"a compressed value has more than {MOST_BYTES} bytes")
+    if not stream.eof or stream.unused_data:
+        raise ValueError("a compressed value was cut, or more follows it")
+    return content
+
+
+def _state(found: os.stat_result) -> FileState:
+    return FileState(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
