@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import groupby, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,6 +13,7 @@ from hadagen.cli import options
 from hadagen.cli.device import measuring, no_kernels, refusal
 from hadagen.cli.output import counted, print_json, print_table, report_failures, say, until_interrupted
 from hadagen.errors import DeviceError, UsageError
+from hadagen.problem import Rows
 from hadagen.trial import Outcome
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ def _time(choices: Sequence[Choice], environment: Environment, index: int) -> tu
     failures: list[str] = []
 
     def kind(choice: Choice) -> Problem:
-        return replace(choice.problem, numerics=Numerics.ACCURATE)
+        return choice.problem.with_io(numerics=Numerics.ACCURATE)
 
     kinds = [list(group) for _, group in groupby(sorted(choices, key=lambda c: (kind(c), c.cell, c.problem)), kind)]
     with measuring(environment, index) as runner, until_interrupted(failures):
@@ -204,7 +204,7 @@ def _rows(
             if position in times.kernels:
                 error = comparison.answers[position].errors["normal"]
                 us = times.kernels[position]
-                numerics = choice.problem.numerics.value
+                numerics = choice.problem.io.numerics.value
                 yield _row(OURS, numerics, problem, cell, us, times.copy, error, choice.entry.kernel)
         for name, us in times.peers.items():
             yield _row(name, "", problem, cell, us, times.copy, comparison.peer_errors[name]["normal"], "")
@@ -213,7 +213,13 @@ def _rows(
 def _row(
     library: str, numerics: str, problem: Problem, cell: Cell, us: float, copy_us: float, error: float, kernel: str
 ) -> Row:
-    place = problem.dtype.value, int(problem.pitched), cell.elements, problem.n, cell.destination.value
+    place = (
+        problem.io.input.value,
+        int(problem.io.rows is Rows.PITCHED),
+        cell.elements,
+        problem.n,
+        cell.destination.value,
+    )
     times = cell.cache.value, us, copy_us, copy_us / us
     return dict(zip(COLUMNS, (library, numerics, *place, *times, error, kernel), strict=True))
 

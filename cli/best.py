@@ -40,7 +40,7 @@ def best(arch: str | None, problem: Problem, rows: int, inplace: bool, device: s
     if as_json:
         print_json(config.to_dict())
         return
-    say(f"{problem.name}, {rows} rows, {config.destination.value} on {config.device.gpu or config.device.arch}")
+    say(f"{problem.key}, {rows} rows, {config.destination.value} on {config.device.gpu or config.device.arch}")
     if config.launch is None or config.knobs is None or config.provenance is None:
         say(f"no kernel, PyTorch computes it; {how_to_get_kernels(config.device.arch)}")
         return
@@ -91,7 +91,7 @@ def _time(config: BestConfig) -> str:
     us, copy_us = source["us"], source["copy_us"]
     if us is None:
         return "not measured"
-    rows = f", rows of {timed_rows(problem).columns}" if problem.pitched else ""
+    rows = f", rows of {timed_rows(problem).columns}" if problem.parent else ""
     where = "" if config.match is Match.SAME_GPU else f" on {source['gpu']}"
     return (
         f"{us:.2f} µs for {source['elements']} elements{rows}{where}, "

@@ -22,6 +22,7 @@ from hadagen.cli.output import (
     until_interrupted,
 )
 from hadagen.errors import DeviceError, UsageError
+from hadagen.problem import Rows
 from hadagen.trial import Outcome
 
 if TYPE_CHECKING:
@@ -191,7 +192,13 @@ def _rows(gpu: str, lineup: Lineup, ranking: Ranking) -> Iterator[Row]:
     for rows, contest, standing in zip(lineup.rows, lineup.contests, ranking.standings, strict=True):
         if standing is not None:
             (cell, _), *_ = contest.cells
-            what = gpu, problem.numerics.value, problem.dtype.value, int(problem.pitched), problem.n
+            what = (
+                gpu,
+                problem.io.numerics.value,
+                problem.io.input.value,
+                int(problem.io.rows is Rows.PITCHED),
+                problem.n,
+            )
             where = rows, cell.elements, cell.destination.value, cell.cache.value, variants
             times = standing.chosen_us, standing.best_us, standing.loss
             kernels = digests[contest.chosen], digests[standing.best]

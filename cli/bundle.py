@@ -232,7 +232,7 @@ def keep_winners(path: Path, store: Store, arch: str, known: Iterable[tuple[Prob
         if trial.outcome is Outcome.OK or (trial.kernel and trial.kernel.digest in lost.get(place, ())):
             lost.pop(place, None)
     if lost:
-        name, gpu = min((problem.name, gpu) for problem, gpu in lost)
+        name, gpu = min((problem.key, gpu) for problem, gpu in lost)
         raise UsageError(
             f"{path} has winners that {store.place} has no working trial of, such as of {name} on {gpu}, and they "
             "would be lost; name another place, remove it first, or name their database"

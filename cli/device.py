@@ -39,7 +39,7 @@ def no_kernels(target: Device) -> DeviceError:
 
 def refusal(problem: Problem, digest: str, answer: Answer | Trial, advice: str = "tune again") -> str:
     """A sentence on a kernel that did not end well."""
-    return f"kernel {digest[:12]} for {problem.name} ended as {answer.outcome.value}: {answer.detail}; {advice}"
+    return f"kernel {digest[:12]} for {problem.key} ended as {answer.outcome.value}: {answer.detail}; {advice}"
 
 
 @contextmanager

@@ -176,7 +176,7 @@ def _emulator() -> str:
     from hadagen.space import Space, build_plan
 
     compiler = host_compiler()
-    problem, arch = Problem(2, DType.FLOAT16), load_arch(options.DEFAULT_ARCH)
+    problem, arch = Problem.of(2, DType.FLOAT16), load_arch(options.DEFAULT_ARCH)
     plan = build_plan(problem, Space(problem, arch).seeds()[0], arch)
     try:
         error = max(verify(problem, render(plan)).values())

@@ -74,7 +74,7 @@ def _how_to_use(plan: Plan, source: Source, arch: Arch) -> str:
         "CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED": launch.cluster > PORTABLE_CLUSTER,
     }
     half, _, form = launch.scale_form.value.rpartition("-")
-    where = "device addresses" if launch.pitched else "device addresses that are multiples of 16"
+    where = "device addresses" if launch.reads_rows else "device addresses that are multiples of 16"
     lines = [
         "One kernel of hadagen, with all that it includes. It compiles with:",
         f"  nvcc -std=c++17 -O3 -arch={arch.nvcc_arch} -cubin {source.entry}.cu -o {source.entry}.cubin",
@@ -87,7 +87,7 @@ def _how_to_use(plan: Plan, source: Source, arch: Arch) -> str:
         f"  scale_word  {SCALE_WORDS[form].format(half=half)};",
         f"              0x{scale_word(launch.scale_form, n**-0.5):08x} makes the transform orthonormal",
     ]
-    if launch.pitched:
+    if launch.reads_rows:
         lines.append("  columns, x_pitch, y_pitch  elements of a row, and from the start of a row to that of the next")
     return "".join(f"// {line}\n" for line in lines) + "\n"
 

@@ -97,7 +97,7 @@ def winners(bundle: Bundle) -> Iterator[BundleEntry]:
 def winner_values(entry: BundleEntry) -> dict[str, Any]:
     """A winner as plain values, in the words of `hadagen best`."""
     return {
-        "problem": entry.problem.to_dict(),
+        "problem": entry.problem.key,
         "destination": entry.destination.value,
         "elements": entry.elements,
         "portable": entry.portable,

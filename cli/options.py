@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable
 from fractions import Fraction
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from hadagen.errors import StorageError, UsageError
-from hadagen.problem import MAX_LOG2_N, DType, Numerics, Problem
+from hadagen.problem import MAX_LOG2_N, DType, Numerics, Problem, Rows
 from hadagen.runtime.bundles import user_directory
 from hadagen.trial import BUCKETS_BETWEEN, BUCKETS_OF_LONG_ROWS, ELEMENT_BUCKETS, Destination
 
@@ -91,7 +91,7 @@ as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 def make_problem(n: int, dtype: str, numerics: str, pitched: bool = False) -> Problem:
     """The problem of these texts; `Problem` itself checks and converts them. Raises `UsageError`."""
-    return Problem(n, cast(DType, dtype), cast(Numerics, numerics), pitched)
+    return Problem.of(n, dtype, numerics, Rows.PITCHED if pitched else Rows.CONTIGUOUS)
 
 
 def problem(command: Callable[..., None]) -> Callable[..., None]:
@@ -189,9 +189,9 @@ def parse_sizes(texts: Iterable[str]) -> list[int]:
         if not _is_whole(first) or (dash and not _is_whole(last)):
             raise UsageError(f"--n {text!r} is not a size; write 4096, 128,256 or 2-32768")
         if not dash:
-            sizes.add(Problem(int(first), DType.FLOAT16).n)
+            sizes.add(Problem.of(int(first), DType.FLOAT16).n)
             continue
-        low, high = Problem(int(first), DType.FLOAT16).n, Problem(int(last), DType.FLOAT16).n
+        low, high = Problem.of(int(first), DType.FLOAT16).n, Problem.of(int(last), DType.FLOAT16).n
         if low > high:
             raise UsageError(f"--n {text!r} is an empty range; write the smaller size first, as in {high}-{low}")
         sizes.update(1 << k for k in range(1, MAX_LOG2_N + 1) if low <= 1 << k <= high)

@@ -65,7 +65,7 @@ PROBLEM_HEADERS = ("n", "dtype", "numerics", "rows")
 
 def problem_cells(problem: Problem) -> tuple[int, str, str, str]:
     """A problem as cells of a table."""
-    return problem.n, problem.dtype.value, problem.numerics.value, "pitched" if problem.pitched else "contiguous"
+    return problem.n, problem.io.input.value, problem.io.numerics.value, problem.io.rows.value
 
 
 def clock_text(seconds: float | None) -> str:

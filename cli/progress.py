@@ -111,12 +111,12 @@ class State:
             self.trials, self.finished = event.trials, event.finished
             self._first = self._first or self._clock()
             self.outcomes[event.trial.outcome] += 1
-            self.now = f"{event.trial.problem.name}: {best_so_far(event.best)}"
+            self.now = f"{event.trial.problem.key}: {best_so_far(event.best)}"
         elif isinstance(event, VariantNotTried):
             self.note = self.note or f"{event.reason}; what that cut short is tried again"
         elif isinstance(event, PairRaced):
             self.raced += 1
-            self.now = f"{event.problem.name}: racing near-ties"
+            self.now = f"{event.problem.key}: racing near-ties"
 
     @property
     def counts(self) -> str:
@@ -176,7 +176,7 @@ class _Lines:
         if self._state.note != noted:
             say(self._state.note, err=True)
         if isinstance(event, ProblemFinished):
-            click.echo(f"{event.problem.name}: {event.finished} trials, {best_so_far(event.best)}", err=True)
+            click.echo(f"{event.problem.key}: {event.finished} trials, {best_so_far(event.best)}", err=True)
         elif not self._state.has_begun:
             if self._state.now != before:
                 click.echo(self._state.now, err=True)

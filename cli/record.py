@@ -86,7 +86,7 @@ def record(
     variants = {problem: len(Space(problem, target).legal) for problem in problems}
     for problem, legal in variants.items():
         if not legal:
-            raise UsageError(f"no knobs of these ranges are legal for {problem.name}; give more values with --only")
+            raise UsageError(f"no knobs of these ranges are legal for {problem.key}; give more values with --only")
         if not any(count >= problem.n for count in counts):
             raise UsageError(f"--elements {elements} holds no row of {problem.n} elements; give a larger size")
     if dry_run:
@@ -131,7 +131,7 @@ def record(
                 "seconds": report.seconds,
                 "recordings": [
                     {
-                        "problem": problem.to_dict(),
+                        "problem": problem.key,
                         "variants": variants[problem],
                         "outcomes": {outcome.value: count for outcome, count in report.outcomes[problem].items()},
                         "file": str(path),
@@ -170,7 +170,7 @@ def _narrowed_like(path: Path, target: Arch) -> Arch:
 
 def _print_variants(variants: dict[Problem, int], as_json: bool) -> None:
     if as_json:
-        print_json([{"problem": problem.to_dict(), "variants": legal} for problem, legal in variants.items()])
+        print_json([{"problem": problem.key, "variants": legal} for problem, legal in variants.items()])
         return
     print_table(
         [*PROBLEM_HEADERS, "variants"], [[*problem_cells(problem), legal] for problem, legal in variants.items()]

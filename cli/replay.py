@@ -61,7 +61,7 @@ def replay(files: tuple[Path, ...], seeds: int, folder: Path | None, as_json: bo
                 "seeds": seeds,
                 "problems": [
                     {
-                        "problem": field.recording.problem.to_dict(),
+                        "problem": field.recording.problem.key,
                         "variants": len(field.trials),
                         "budget": field.budget,
                         "cells": [[cell.elements, cell.destination, cell.cache] for cell in field.best],
@@ -81,7 +81,7 @@ def _check_are_of_different_problems(files: Sequence[Path], recordings: Sequence
     """Raises `UsageError` where exports would replace each other, for they are called as problems are."""
     found: dict[str, Path] = {}
     for path, recording in zip(files, recordings, strict=True):
-        name = recording.problem.name
+        name = recording.problem.key
         if name in found:
             raise UsageError(
                 f"{found[name]} and {path} are both of {name}; export one of them, or each to its own folder"

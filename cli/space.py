@@ -22,7 +22,7 @@ def space(arch: str, problem: Problem, as_json: bool) -> None:
     if as_json:
         print_json(
             {
-                "problem": problem.to_dict(),
+                "problem": problem.key,
                 "arch": arch,
                 "total": report.total,
                 "legal": report.legal,
@@ -31,6 +31,6 @@ def space(arch: str, problem: Problem, as_json: bool) -> None:
         )
         return
     click.echo(
-        f"{problem.name} on {arch}: {report.legal:,} of {report.total:,} choices are legal; the others, by reason:"
+        f"{problem.key} on {arch}: {report.legal:,} of {report.total:,} choices are legal; the others, by reason:"
     )
     print_table(("choices", "reason"), ((count, reason) for reason, count in report.reasons.items()))

@@ -81,7 +81,7 @@ def evaluated(run: Run) -> list[str]:
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         results, _ = tune_kernel(
-            recording.problem.name,
+            recording.problem.key,
             "",
             [recording.problem.n, 1, 1],
             [],
@@ -162,7 +162,7 @@ def _curves(paths: Sequence[Path], strategies: Sequence[str], seeds: int, jobs: 
 def _about(field: Field) -> dict[str, Any]:
     recording = field.recording
     return {
-        "name": recording.problem.name,
+        "name": recording.problem.key,
         "variants": len(field.trials),
         "ok": sum(trial.outcome is Outcome.OK for trial in field.trials),
         "budget": field.budget,

@@ -16,6 +16,7 @@ import jinja2
 from hadagen.launch import Source
 from hadagen.layout import add, scatter
 from hadagen.plan import Plan
+from hadagen.problem import Rows
 from hadagen.steps.base import FP32, mixed_chunk_bits
 
 ENVIRONMENT = jinja2.Environment(
@@ -34,7 +35,8 @@ _INCLUDE = re.compile(r'^#include "(.+)"\n', re.MULTILINE)
 def render(plan: Plan) -> Source:
     """The CUDA C++ of a plan. The same plan always gives the same text."""
     problem = plan.problem
-    entry = f"hadagen_n{problem.n}_{problem.dtype.value}_{problem.numerics.value}_{plan.digest[:8]}"
+    contiguous = problem.with_io(rows=Rows.CONTIGUOUS)  # the digest tells them apart
+    entry = f"hadagen_{contiguous.key.replace('-', '_')}_{plan.digest[:8]}"
     blocks: dict[str, Any] = {}
     view = _view(plan, entry) | {"blocks": blocks}
     modules = {name: ENVIRONMENT.get_template(name).make_module(view) for name in {s.template for s in plan.steps}}
@@ -71,6 +73,7 @@ def _view(plan: Plan, entry: str) -> dict[str, Any]:
     return {
         "plan": plan,
         "entry": entry,
+        "signature": re.sub(r"\b(i64|u32) ", r"hadagen::\1 ", plan.launch.signature),
         "places": _place_lines(plan),
         "groups": _groups(plan, views),
         "tile": plan.tile_elements,
@@ -79,7 +82,7 @@ def _view(plan: Plan, entry: str) -> dict[str, Any]:
         "warps": plan.launch.threads // 32,
         "chunks": 1 << plan.chunk_bits,
         "span": span,  # between one vector of a thread and the next
-        "bytes": plan.problem.dtype.bytes,
+        "bytes": plan.problem.io.input.bytes,
         "scale_form": plan.scale_form.value,
         "powers": [(view["factor"], view["power"]) for view in views if "power" in view],
         "lifted": any(view.get("lifted") for view in views),
@@ -99,7 +102,7 @@ def _view(plan: Plan, entry: str) -> dict[str, Any]:
         "block_at": block_at,  # in the tile: from where a block loads
         # Vector i that a thread loads, from its first; those of one block's share after those of another's.
         "vector_at": vector_at(1),
-        "vector_bytes_at": vector_at(plan.problem.dtype.bytes),
+        "vector_bytes_at": vector_at(plan.problem.io.input.bytes),
         "loaded": f"{plan.shares_loaded} * " if loads_all else "",  # times the vectors of a thread: what it loads
         "moved": stored != plan.loaded or loads_all,  # does a thread store from elsewhere than where it loads?
         # Results may lie in place, so a block waits until the others have loaded all. What came by multicast was read

@@ -9,14 +9,13 @@ from __future__ import annotations
 import functools
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from hadagen.errors import DeviceError
-from hadagen.launch import PORTABLE_CLUSTER, LaunchSpec, RowShape
-from hadagen.scale import scale_word
+from hadagen.launch import PORTABLE_CLUSTER, LaunchSpec, RowShape, X, Y
 
 # Dynamic shared memory, in bytes, that a kernel may use without asking for more.
 DEFAULT_SHARED_BYTES = 48 * 1024
@@ -129,15 +128,12 @@ def _capture_allowed() -> Iterator[None]:
         check(driver.cuThreadExchangeStreamCaptureMode(previous))
 
 
-_NO_ROWS = RowShape(0, 0, 0)  # for a kernel that does not read them
-
-
 class LaunchBlock(NamedTuple):
     """A launch laid out in memory, but for x and y. It serves one launch at a time."""
 
     config: Any  # CUlaunchConfig, which names the stream too
-    addresses: memoryview  # [0] is x, [1] is y
-    pointers: int  # address of an array with the address of each parameter
+    values: memoryview  # of each argument, in eight bytes
+    places: int  # address of an array with the address of each argument
     memory: Any  # that array
 
 
@@ -158,19 +154,21 @@ class LoadedKernel:
     module: Any  # CUmodule
     function: Any  # CUfunction
 
-    def launch(self, stream: int, x: int, y: int, elements: int, scale: float, rows: RowShape = _NO_ROWS) -> None:
+    def launch(self, stream: int, x: int, y: int, elements: int, scale: float, rows: RowShape | None = None) -> None:
         """Queues y = (x · H) · scale on a stream of the device, whose context must be current or none at all.
 
-        x, y: device addresses, multiples of 16 bytes (of an element where the kernel is pitched), equal or not
-        overlapping. elements: rows · n, at least 1. scale: of a size within `spec.scale_form.range`. rows: read by
-        pitched kernels only. stream: its handle as an integer. Raises `DriverError`; what fails while the kernel runs
-        shows up later.
+        x, y: device addresses, multiples of 16 bytes (of an element where the kernel is told how rows lie), equal or
+        not overlapping. The rest, elements at least 1, as `LaunchSpec.arguments` takes it. stream: its handle as an
+        integer. Raises `DriverError`; what fails while the kernel runs shows up later.
         """
         self.prepared(elements, scale, rows)(stream, x, y)
 
-    def prepared(self, elements: int, scale: float, rows: RowShape = _NO_ROWS) -> Launch:
+    def prepared(
+        self, elements: int, scale: float, rows: RowShape | None = None, pointers: Mapping[str, int] | None = None
+    ) -> Launch:
         """`launch` with all known but stream and addresses, for calls that come again: it then does only what it
-        must."""
+        must. The arguments are those of `LaunchSpec.arguments`, and it raises what that does."""
+        arguments = self.spec.arguments(elements, scale, rows, pointers)
         launch_kernel, function = bindings().cuLaunchKernelEx, self.function
         # By stream, the blocks that no launch uses: of a launch that several threads make, each needs one of its own.
         idle: dict[int, list[LaunchBlock]] = defaultdict(list)
@@ -180,10 +178,10 @@ class LoadedKernel:
             try:
                 block = blocks.pop()
             except IndexError:
-                block = self.block(stream, elements, scale, rows)
-            config, addresses, pointers, _ = block
-            addresses[0], addresses[1] = x, y
-            result = launch_kernel(config, function, pointers, 0)
+                block = self.block(stream, elements, arguments)
+            config, values, places, _ = block
+            values[X], values[Y] = x, y
+            result = launch_kernel(config, function, places, 0)
             if result[0]:
                 result = self._launch_in_context(result, block)
                 check(result, f"launching {self.entry} on {elements} elements")
@@ -191,8 +189,8 @@ class LoadedKernel:
 
         return launch
 
-    def block(self, stream: int, elements: int, scale: float, rows: RowShape = _NO_ROWS) -> LaunchBlock:
-        """A new block for these arguments, which are those of `launch`."""
+    def block(self, stream: int, elements: int, arguments: Sequence[int]) -> LaunchBlock:
+        """A new block for a launch with these arguments (`LaunchSpec.arguments`)."""
         driver = bindings()
         config = driver.CUlaunchConfig()  # the cluster's size is compiled into the kernel
         config.gridDimX, config.gridDimY, config.gridDimZ = self.spec.grid(elements, self.resident_blocks), 1, 1
@@ -200,12 +198,10 @@ class LoadedKernel:
         config.sharedMemBytes, config.hStream = self.spec.shared_bytes, driver.CUstream(stream)
         if self.spec.starts_early:
             config.attrs, config.numAttrs = [_early_start(driver)], 1
-        # What a kernel takes, in eight bytes each: (x, y, elements, scale word), and a pitched one (columns, x_pitch,
-        # y_pitch) after these. The word is read from the lower four.
-        values = array("Q", (0, 0, elements, scale_word(self.spec.scale_form, scale), *rows))
+        values = array("Q", arguments)  # of a u32 the lower four bytes are read
         start, count = values.buffer_info()
-        pointers = array("Q", range(start, start + 8 * count, 8))
-        return LaunchBlock(config, memoryview(values), pointers.buffer_info()[0], pointers)
+        places = array("Q", range(start, start + 8 * count, 8))
+        return LaunchBlock(config, memoryview(values), places.buffer_info()[0], places)
 
     def _launch_in_context(self, result: tuple[Any, ...], block: LaunchBlock) -> tuple[Any, ...]:
         """The launch again where it failed because it is the first CUDA call of this thread."""
@@ -213,7 +209,7 @@ class LoadedKernel:
         if result[0] != driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
             return result
         check(driver.cuCtxSetCurrent(primary_context(self.device)), f"switching to CUDA device {self.device}")
-        again: tuple[Any, ...] = driver.cuLaunchKernelEx(block.config, self.function, block.pointers, 0)
+        again: tuple[Any, ...] = driver.cuLaunchKernelEx(block.config, self.function, block.places, 0)
         return again
 
 

@@ -28,8 +28,8 @@ from hadagen import programs
 from hadagen.bits import Bits, decode, encode
 from hadagen.cache import KernelCache, cache_root
 from hadagen.errors import HadagenError, ToolchainError, UsageError
-from hadagen.launch import LaunchSpec, RowShape, Source
-from hadagen.problem import DType, Problem
+from hadagen.launch import LaunchSpec, RowShape, Source, X, Y
+from hadagen.problem import DType, Problem, Rows
 from hadagen.reference import (
     INPUT_CLASSES,
     NORMAL_ELEMENTS,
@@ -38,7 +38,6 @@ from hadagen.reference import (
     relative_error,
     verification_scale,
 )
-from hadagen.scale import scale_word
 from hadagen.templates import read_texts
 
 # What the machine is built from, of the sources in `templates`.
@@ -118,6 +117,10 @@ class EmulationReport:
         return ""
 
 
+class _Operand(ctypes.Structure):
+    _fields_ = (("at", ctypes.c_void_p), ("bytes", ctypes.c_int64))
+
+
 class _Launch(ctypes.Structure):
     _fields_ = (
         ("blocks", ctypes.c_int64),
@@ -128,12 +131,13 @@ class _Launch(ctypes.Structure):
         ("y_pitch", ctypes.c_int64),
         ("steps", ctypes.c_int64),
         ("seed", ctypes.c_uint64),
+        ("arguments", ctypes.POINTER(ctypes.c_uint64)),
+        ("operands", ctypes.POINTER(_Operand)),
+        ("operand_count", ctypes.c_uint64),
         ("threads", ctypes.c_uint32),
         ("cluster", ctypes.c_uint32),
         ("shared_bytes", ctypes.c_uint32),
-        ("scale_word", ctypes.c_uint32),
         ("element_bytes", ctypes.c_uint32),
-        ("pitched", ctypes.c_uint32),
         ("starts_early", ctypes.c_uint32),
     )
 
@@ -182,22 +186,28 @@ class HostModule:
         elements: int | None = None,
         rows: int = 0,
         shape: RowShape | None = None,
+        operands: Mapping[str, np.ndarray[Any, Any]] | None = None,
         order_seed: int = 0,
     ) -> EmulationReport:
         """Transform the first `elements` (default: all) of x, the raw bits of elements, into `out`, which may be x.
 
-        `rows`, `shape`: for a pitched kernel, how many rows there are and how they lie; then `elements` is rows · n.
+        `rows`, `shape`: for a kernel that is told, how many rows there are and how they lie; then `elements` is
+        rows · n. `operands`: contiguous arrays for its other params that are pointers, by name.
         As many blocks are launched as a device with room for `RESIDENT_CLUSTERS` clusters would get.
         `order_seed`: 0 runs the threads in order, each as far as it comes; 1 in reverse; any other in a random order.
         Raises `EmulationError` where the kernel diverges, hangs, loops forever, or touches what it must not, and
-        `UsageError` where x or out is not contiguous, too small, or not aligned to 16 bytes (a pitched kernel's: to an
-        element), or where they are one array of two pitches.
+        `UsageError` where x or out is not contiguous, too small, or not aligned to 16 bytes (with `shape`: to an
+        element), where they are one array of two pitches, or an operand is missing.
         """
         elements = x.size if elements is None else elements
+        others = {name: np.ascontiguousarray(array) for name, array in (operands or {}).items()}
+        pointers = {name: array.ctypes.data for name, array in others.items()}
+        arguments = launch.arguments(elements, scale, shape, pointers)
+        arguments[X], arguments[Y] = x.ctypes.data, out.ctypes.data
         if shape is None:
             rows, shape = elements, RowShape(1, 1, 1)  # as any array without gaps
         columns, x_pitch, y_pitch = shape
-        alignment = x.itemsize if launch.pitched else VECTOR_BYTES
+        alignment = x.itemsize if launch.reads_rows else VECTOR_BYTES
         for name, array, pitch in (("x", x, x_pitch), ("out", out, y_pitch)):
             if array.dtype not in (np.uint16, np.uint32) or array.dtype != x.dtype or not array.flags.c_contiguous:
                 raise UsageError(f"{name} is not a contiguous uint16 or uint32 array, of the type of x; copy it first")
@@ -217,18 +227,19 @@ class HostModule:
             y_pitch=y_pitch,
             steps=STEPS_PER_ELEMENT * max(tiles * launch.tile_elements, 8 * launch.threads * launch.cluster),
             seed=order_seed,
+            arguments=(ctypes.c_uint64 * len(arguments))(*arguments),
+            operands=(_Operand * len(others))(*(_Operand(each.ctypes.data, each.nbytes) for each in others.values())),
+            operand_count=len(others),
             threads=launch.threads,
             cluster=launch.cluster,
             shared_bytes=launch.shared_bytes,
-            scale_word=scale_word(launch.scale_form, scale),
             element_bytes=x.itemsize,
-            pitched=launch.pitched,
             starts_early=launch.starts_early,
         )
         report = _Report()
         with _ONE_AT_A_TIME:
             self._library.hadagen_run(
-                ctypes.cast(getattr(self._library, entry), ctypes.c_void_p),
+                ctypes.cast(getattr(self._library, _caller(entry)), ctypes.c_void_p),
                 ctypes.byref(settings),
                 x.ctypes.data,
                 out.ctypes.data,
@@ -256,7 +267,7 @@ def compile_host(
     """
     texts = host_texts() if texts is None else texts
     root = cache_root() if cache_directory is None else cache_directory
-    unique = list(dict.fromkeys(source.text for source in sources))
+    unique = list(dict.fromkeys(source.text + _call(source) for source in sources))
     units = ["\n".join(unique[at : at + KERNELS_PER_UNIT]) for at in range(0, len(unique), KERNELS_PER_UNIT)]
     compiler = _compiler(os.environ.get("CXX"))
     key = _key(compiler.version, KERNEL_FLAGS, MACHINE_FLAGS, sorted(texts.items()), units)
@@ -270,6 +281,21 @@ def compile_host(
                 build.check_compiler_works()
                 raise
     return HostModule(library.entry(key) / LIBRARY)
+
+
+def _caller(entry: str) -> str:
+    return f"call_{entry}"
+
+
+def _call(source: Source) -> str:
+    """A function that calls a kernel with its arguments, given in eight bytes each."""
+    arguments = ", ".join(f"({param.kind})arguments[{i}]" for i, param in enumerate(source.launch.params))
+    return f"""
+extern "C" __attribute__((visibility("default"))) void {_caller(source.entry)}(const hadagen::u64* arguments) {{
+    using namespace hadagen;
+    {source.entry}({arguments});
+}}
+"""
 
 
 def host_texts() -> dict[str, str]:
@@ -307,7 +333,7 @@ def verify(
 
     `rows` (default `verification_rows`): of each class, but of several one fewer of the last, so that the last tile is
     ragged wherever a tile holds several rows. `module` already holds the kernel where many were built at once. `shape`:
-    of a pitched problem, by default three quarters of each row; an array whose pitch is odd begins one element after a
+    of pitched rows, by default three quarters of each row; an array whose pitch is odd begins one element after a
     multiple of 16 bytes. The scale is n**-0.5; the output begins as NaNs, and so do the gaps of x. Raises
     `EmulationError` where the kernel does not run to its end or `EmulationReport.complaint` says something.
     """
@@ -315,7 +341,7 @@ def verify(
     module = compile_host([source]) if module is None else module
     classes = input_classes(problem, rows)
     classes[INPUT_CLASSES[-1]] = classes[INPUT_CLASSES[-1]][: max(1, rows - 1)]
-    if problem.pitched and shape is None:
+    if problem.io.rows is Rows.PITCHED and shape is None:
         shape = RowShape(problem.n - problem.n // 4, problem.n, problem.n)
     columns, x_pitch, y_pitch = (problem.n,) * 3 if shape is None else shape
     if columns < problem.n:
@@ -323,9 +349,9 @@ def verify(
     values = np.concatenate(list(classes.values()))
     values[:, columns:] = 0.0
     scale = verification_scale(problem)
-    x = _poisoned(problem.dtype, len(values), x_pitch)
-    x[:, :columns] = encode(problem.dtype, values[:, :columns])
-    out = x if in_place else _poisoned(problem.dtype, len(values), y_pitch)
+    x = _poisoned(problem.io.input, len(values), x_pitch)
+    x[:, :columns] = encode(problem.io.input, values[:, :columns])
+    out = x if in_place else _poisoned(problem.io.input, len(values), y_pitch)
     report = module.run(
         source.entry,
         source.launch,
@@ -339,7 +365,7 @@ def verify(
     )
     if report.complaint:
         raise EmulationError(f"{source.entry}: {report.complaint}")
-    results = decode(problem.dtype, out[:, :columns])
+    results = decode(problem.io.input, out[:, :columns])
     ends = np.cumsum([len(some) for some in classes.values()])[:-1]
     return {
         name: relative_error(result, reference)

@@ -112,8 +112,8 @@ def plan_of(problem: Problem, knobs: Knobs, *, starts_early: bool = False) -> Pl
 
 def steps_of(problem: Problem, knobs: Knobs) -> tuple[Step, ...]:
     """The steps of the plan that legal knobs mean."""
-    steps: list[Step] = [Load(knobs.load, knobs.stages, FP32 if problem.dtype is DType.FLOAT32 else PACKED)]
-    steps += _float32_low_bits(problem, knobs) if problem.dtype is DType.FLOAT32 else _low_bits(problem, knobs)
+    steps: list[Step] = [Load(knobs.load, knobs.stages, FP32 if problem.io.input is DType.FLOAT32 else PACKED)]
+    steps += _float32_low_bits(problem, knobs) if problem.io.input is DType.FLOAT32 else _low_bits(problem, knobs)
     if knobs.block_bits == LOAD:
         first = steps[1]
         steps[1:2] = [replace(first, over_blocks=True)] if isinstance(first, Mma) else [Gather(), first]
@@ -162,7 +162,7 @@ class _Converter:
 def _low_bits(problem: Problem, knobs: Knobs) -> list[Step]:
     """The steps that transform index bits 0–7 of packed values, as far as the row has them."""
     bits = problem.log2_n
-    first, second = (1, 2) if _scales_in_mma(problem, knobs) or wide_range(problem.dtype) else (0, 0)
+    first, second = (1, 2) if _scales_in_mma(problem, knobs) or wide_range(problem.io.input) else (0, 0)
     if knobs.low_bits == "mma":
         # mma(reg0) finds bits 0 3 4 1 at its places and leaves 5 6 7 there, which mma(reg1) transforms with bit 2.
         if knobs.normalizes:
@@ -183,7 +183,7 @@ def _low_bits(problem: Problem, knobs: Knobs) -> list[Step]:
         return steps + rest[: bits - 4]
     inside: list[Step] = [Butterfly(PAIR), Butterfly(reg(0)), Butterfly(reg(1))]
     across = range(max(0, min(bits - len(inside), LANE_BITS)))
-    if not across or wide_range(problem.dtype):  # it is scaled as soon as it is wide
+    if not across or wide_range(problem.io.input):  # it is scaled as soon as it is wide
         return [Widen(), *inside[:bits], *(Shuffle(j) for j in across)]
     return [*(Shuffle(j, widen=j == 0) for j in across), *inside]
 
@@ -191,7 +191,7 @@ def _low_bits(problem: Problem, knobs: Knobs) -> list[Step]:
 def _wide_mma(register: int, problem: Problem, knobs: Knobs, factor: int) -> Mma:
     """One that takes fp32 values, as `mma_carrier` has them."""
     operand = "bfloat16" if knobs.mma_carrier == "split" else knobs.mma_carrier
-    return Mma(register, operand, PARTS[operand][problem.dtype], factor=factor)
+    return Mma(register, operand, PARTS[operand][problem.io.input], factor=factor)
 
 
 def turns_in_exchange(knobs: Knobs) -> bool:
@@ -220,7 +220,7 @@ def _add_far_bits(convert: _Converter, problem: Problem, knobs: Knobs, near: lis
         if turns_in_exchange(knobs):
             far = _wide_mma(FAR_MMA.reg, problem, knobs, factor=0)
         elif convert.carrier == FP32:
-            far = replace(far, operand="bfloat16", parts=PARTS["bfloat16"][problem.dtype])
+            far = replace(far, operand="bfloat16", parts=PARTS["bfloat16"][problem.io.input])
         else:
             far = replace(far, operand=convert.carrier)
         lanes, others = [[p for p in places if p not in far.places] for places in (lanes, others)]
@@ -258,7 +258,7 @@ def _float32_low_bits(problem: Problem, knobs: Knobs) -> list[Step]:
 
 def _scales_in_mma(problem: Problem, knobs: Knobs) -> bool:
     """Whether the scale is multiplied by mma, in 16-bit factors; packed values then need no step for it."""
-    if problem.numerics is Numerics.ACCURATE:
+    if problem.io.numerics is Numerics.ACCURATE:
         return False  # for the sake of scales of any size
     if knobs.low_bits == "mma":
         return knobs.mma_carrier == PACKED
@@ -315,7 +315,7 @@ def _with_scale(problem: Problem, knobs: Knobs, steps: list[Step]) -> list[Step]
     after = 1 + max(
         i for i, step in enumerate(steps) if isinstance(step, Load) or (isinstance(step, Mma) and step.reg < 2)
     )
-    if problem.dtype is DType.FLOAT32:
+    if problem.io.input is DType.FLOAT32:
         return [*steps[:after], Scale(), *steps[after:]]
     if knobs.normalizes:  # and float16 would have no room for what is scaled
         _Converter(steps).to(FP32)
@@ -324,6 +324,6 @@ def _with_scale(problem: Problem, knobs: Knobs, steps: list[Step]) -> list[Step]
         steps = [*steps, Round()]
     wide = next(i for i in range(after, len(steps)) if _Converter(steps[:i]).carrier == FP32)
     rounds = next(i for i in range(wide, len(steps)) if isinstance(steps[i], Round))
-    at = wide if wide_range(problem.dtype) else rounds
+    at = wide if wide_range(problem.io.input) else rounds
     cut = any(isinstance(step, Mma) and step.cuts for step in steps[at:])
     return [*steps[:at], Scale(lifted=cut), *steps[at:]]

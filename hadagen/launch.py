@@ -3,10 +3,13 @@ compiled from."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from hadagen.scale import ScaleForm
+from hadagen.errors import UsageError
+from hadagen.scale import ScaleForm, scale_word
 
 # Blocks of a cluster that every GPU with clusters holds, and that a kernel may have without asking for more (CUDA C++
 # Programming Guide, "Thread Block Clusters").
@@ -20,11 +23,12 @@ _LAUNCHABLE = {
     "shared_bytes": range((227 << 10) + 1),
     "tile_elements": range(2, (1 << 24) + 1),
 }
+_KINDS = {"scale_form": ScaleForm, "params": tuple}  # of fields that are neither numbers nor flags
 
 
 class RowShape(NamedTuple):
-    """How the rows of a call lie in memory, for a pitched kernel: the first `columns` ≤ n elements of each are there,
-    x's rows `x_pitch` elements apart and y's `y_pitch`. The rest of a row counts as zeros and is not stored."""
+    """How the rows of a call lie in memory: the first `columns` ≤ n elements of each are there, x's rows `x_pitch`
+    elements apart and y's `y_pitch`. The rest of a row counts as zeros and is not stored."""
 
     columns: int
     x_pitch: int
@@ -32,15 +36,43 @@ class RowShape(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Param:
+    """An argument that a kernel takes, `kind` its C type: a pointer to device memory, i64 or u32. The driver is given
+    each in eight bytes.
+
+    Raises `ValueError` for another kind, or a name that is none in C.
+    """
+
+    kind: str
+    name: str
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("const void*", "void*", "i64", "u32") or not re.fullmatch("[a-z][a-z0-9_]*", self.name):
+            raise ValueError(f"no kernel takes a {self.kind!r:.40} {self.name!r:.40}")
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name}"
+
+    @property
+    def is_pointer(self) -> bool:
+        return self.kind.endswith("*")
+
+
+# What every kernel takes: input and output, which may be one; rows · n; and the scale in the form that it reads.
+PARAMS = (Param("const void*", "x"), Param("void*", "y"), Param("i64", "elements"), Param("u32", "scale_word"))
+# What one takes besides whose rows do not lie as `n` tells: the fields of a `RowShape`.
+ROW_PARAMS = tuple(Param("i64", name) for name in RowShape._fields)
+# The position of the pointers that each launch has of its own.
+X, Y = 0, 1
+
+
+@dataclass(frozen=True)
 class LaunchSpec:
     """Launch geometry of one kernel.
 
-    Every kernel has the signature `(const void* x, void* y, int64 elements, uint32 scale_word)`, where elements is
-    rows · n, the word has the `scale_form`, and x may equal y. A `pitched` one takes `int64 columns, x_pitch, y_pitch`
-    after these.
     A *tile* is what one cluster (of `cluster` blocks) transforms at a time: `tile_elements` elements of whole rows.
 
-    Raises `ValueError` for what no GPU can launch.
+    Raises `ValueError` for what no GPU can launch, and for params that do not begin with `PARAMS`.
     """
 
     threads: int
@@ -49,16 +81,45 @@ class LaunchSpec:
     tile_elements: int
     persistent: bool  # the grid is as large as the device holds at once, and blocks loop over tiles
     scale_form: ScaleForm = ScaleForm.FP32
-    pitched: bool = False
+    params: tuple[Param, ...] = PARAMS  # what it takes, in this order
     # Its blocks may start while the kernel before it in the stream ends (programmatic dependent launch, CUDA C++
     # Programming Guide); they wait for that end themselves before they touch global memory.
     starts_early: bool = False
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            kind = ScaleForm if name == "scale_form" else int if name in _LAUNCHABLE else bool
+            kind = _KINDS.get(name, int if name in _LAUNCHABLE else bool)
             if type(value) is not kind or value not in _LAUNCHABLE.get(name, (value,)):
                 raise ValueError(f"no GPU can launch a kernel with {name} = {value!r:.40}")
+        names = [param.name for param in self.params]
+        if self.params[: len(PARAMS)] != PARAMS or len(set(names)) < len(names):
+            raise ValueError(f"no kernel takes {self.signature:.200}")
+
+    @property
+    def signature(self) -> str:
+        """Its params as C declares them."""
+        return ", ".join(map(str, self.params))
+
+    @property
+    def reads_rows(self) -> bool:
+        """Whether it is told how rows lie. Else they are n elements each, one right behind the other."""
+        return set(ROW_PARAMS) <= set(self.params)
+
+    def arguments(
+        self, elements: int, scale: float, rows: RowShape | None = None, pointers: Mapping[str, int] | None = None
+    ) -> list[int]:
+        """A value for each of `params`, but 0 for x and y, of which each launch has its own.
+
+        elements: rows · n. scale: of a size within `scale_form.range`. rows: for kernels that are told. pointers: of
+        all other params that are pointers, by name. Raises `UsageError` where one is missing.
+        """
+        known = {"x": 0, "y": 0, "elements": elements, "scale_word": scale_word(self.scale_form, scale)}
+        known |= rows._asdict() if rows else {}
+        known |= pointers or {}
+        try:
+            return [known[param.name] for param in self.params]
+        except KeyError as error:
+            raise UsageError(f"the kernel takes {self.signature}; give {error.args[0]} too") from None
 
     def grid(self, elements: int, resident_blocks: int) -> int:
         """Blocks to launch for `elements` = rows · n.
@@ -71,11 +132,13 @@ class LaunchSpec:
         return tiles * self.cluster
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"scale_form": self.scale_form.value}
+        return asdict(self) | {"scale_form": self.scale_form.value, "params": self.signature}
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> LaunchSpec:
-        return cls(**values | {"scale_form": ScaleForm(values["scale_form"])})
+    def from_dict(cls, values: Mapping[str, Any]) -> LaunchSpec:
+        """Raises `ValueError`, `KeyError` or `TypeError` where no launch is said so."""
+        params = tuple(Param(*text.rsplit(" ", 1)) for text in values["params"].split(", "))
+        return cls(**{**values, "scale_form": ScaleForm(values["scale_form"]), "params": params})
 
 
 @dataclass(frozen=True)

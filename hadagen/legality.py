@@ -29,7 +29,7 @@ from hadagen.knobs import (
     turns_in_exchange,
 )
 from hadagen.layout import CHUNK_BITS, LANE_BITS, VECTOR_BYTES
-from hadagen.problem import DType, Numerics, Problem
+from hadagen.problem import DType, Numerics, Problem, Rows
 from hadagen.steps.base import FP32, PACKED, Step, mixed_chunk_bits, roundings
 from hadagen.steps.conversions import Normalize
 from hadagen.steps.draft import Draft, Footprint
@@ -93,7 +93,7 @@ def _far_beside_blocks(c: Context, k: Knobs) -> int:
 
 def _rounds_once(c: Context, k: Knobs) -> bool:
     """Whether nothing but the store may round: fp16 has bits to spare for a bfloat16 result."""
-    return c.problem.numerics is Numerics.ACCURATE and not k.normalizes
+    return c.problem.io.numerics is Numerics.ACCURATE and not k.normalizes
 
 
 def _has_exchange(c: Context, k: Knobs) -> bool:
@@ -153,7 +153,7 @@ def _(c: Context, k: Knobs) -> str | None:
         return "there are no other blocks whose share to load (block_bits must be exchange)"
     if k.cluster > MAX_SHARES:
         return f"more than {MAX_SHARES} blocks would each load the whole row (block_bits must be exchange)"
-    if c.problem.dtype is DType.FLOAT32:
+    if c.problem.io.input is DType.FLOAT32:
         split = k.low_bits == "mma"
         return "the mma of fp32 values does not sum over blocks (low_bits must be shuffle)" if split else None
     alone = k.low_bits == "shuffle"
@@ -172,7 +172,7 @@ def _(c: Context, k: Knobs) -> str | None:
 def _(c: Context, k: Knobs) -> str | None:
     load = Load(k.load)
     if k.block_bits == LOAD:
-        if c.problem.dtype is DType.FLOAT32:
+        if c.problem.io.input is DType.FLOAT32:
             return None if load.multicast else "fp32 is summed over blocks from shared memory (load must be multicast)"
         allowed = load.multicast or not load.staged
         return None if allowed else "whole rows take another way (load must be plain, no_allocate or multicast)"
@@ -206,7 +206,7 @@ def _(c: Context, k: Knobs) -> str | None:
         return "the arch has no mma (low_bits must be shuffle)"
     if c.bits < 5:
         return "an mma would mix bits of two rows (low_bits must be shuffle)"
-    single = c.problem.dtype is DType.FLOAT32
+    single = c.problem.io.input is DType.FLOAT32
     if k.low_bits == "mma" and c.bits < CHUNK_BITS:
         others = "shuffle" if single else "mma_shuffle or shuffle"
         return f"two mma transform eight bits, more than the row has (low_bits must be {others})"
@@ -225,7 +225,7 @@ def _(c: Context, k: Knobs) -> str | None:
 def _(c: Context, k: Knobs) -> str | None:
     if k.shuffles == WHOLE:
         return None
-    if c.problem.dtype is not DType.FLOAT32:
+    if c.problem.io.input is not DType.FLOAT32:
         # Few of 16 bits are left to shuffles, and chunk bits, which they could be swapped with, were never faster.
         return "only float32 has a register bit of its own to swap with one of lanes (shuffles must be whole)"
     shuffled = k.far_bits == LANES or (k.low_bits == "shuffle" and c.bits > 2)
@@ -238,7 +238,7 @@ def _(c: Context, k: Knobs) -> str | None:
         return None
     if k.far_bits != LANES or k.low_bits != "mma":
         return "no bit comes to lanes after an mma (far_lanes must be shuffle)"
-    if c.problem.dtype is DType.FLOAT32:
+    if c.problem.io.input is DType.FLOAT32:
         return "what the scale has made small loses bits where an mma takes it apart (far_lanes must be shuffle)"
     lanes = _far_beside_blocks(c, k)
     if k.chunks == 1 or lanes < 1:
@@ -249,14 +249,14 @@ def _(c: Context, k: Knobs) -> str | None:
 
 @_rule("mma_carrier")
 def _(c: Context, k: Knobs) -> str | None:
-    between, tf32 = k.low_bits == "mma", c.problem.dtype in PARTS["tf32"]
+    between, tf32 = k.low_bits == "mma", c.problem.io.input in PARTS["tf32"]
     if k.mma_carrier == PACKED:
-        accurate, wide = c.problem.numerics is Numerics.ACCURATE, "split or tf32" if tf32 else "split"
+        accurate, wide = c.problem.io.numerics is Numerics.ACCURATE, "split or tf32" if tf32 else "split"
         return f"accurate may not round between two mma (mma_carrier must be {wide})" if between and accurate else None
     if not between:
         return "no value passes from one mma to another (mma_carrier must be packed)"
     if k.mma_carrier == "tf32" and not tf32:
-        return f"a tf32 has no more bits than a {c.problem.dtype.value} (mma_carrier must be another)"
+        return f"a tf32 has no more bits than a {c.problem.io.input.value} (mma_carrier must be another)"
     return None
 
 
@@ -266,9 +266,9 @@ def _(c: Context, k: Knobs) -> str | None:
         return None
     if k.low_bits == "shuffle" or k.mma_carrier != PACKED:
         return "no mma leaves packed values (accumulator must be fp32)"
-    if c.problem.dtype is not DType.FLOAT16:
+    if c.problem.io.input is not DType.FLOAT16:
         return "no mma sums in bfloat16 (accumulator must be fp32)"
-    if c.problem.numerics is Numerics.ACCURATE:
+    if c.problem.io.numerics is Numerics.ACCURATE:
         return "accurate may not round inside an mma (accumulator must be fp32)"
     return None
 
@@ -277,9 +277,9 @@ def _(c: Context, k: Knobs) -> str | None:
 def _(c: Context, k: Knobs) -> str | None:
     if not k.normalizes:
         return None
-    if c.problem.dtype is not DType.BFLOAT16:
-        return f"fp16 has no more bits than a {c.problem.dtype.value} (mma_carrier must be another)"
-    if c.problem.numerics is Numerics.FAST:
+    if c.problem.io.input is not DType.BFLOAT16:
+        return f"fp16 has no more bits than a {c.problem.io.input.value} (mma_carrier must be another)"
+    if c.problem.io.numerics is Numerics.FAST:
         return "fast may carry bfloat16 (mma_carrier must be another)"
     if k.cluster == 1 or k.block_bits == LOAD:
         # Within a block it was never faster: the exchange costs less there than to find the level.
@@ -298,7 +298,7 @@ def _(c: Context, k: Knobs) -> str | None:
     if k.butterfly_carrier == FP32:
         carries = _has_butterflies(c, k) or _has_exchange(c, k)
         return None if carries else "no butterfly has a carrier (butterfly_carrier must be packed)"
-    accurate = c.problem.numerics is Numerics.ACCURATE
+    accurate = c.problem.io.numerics is Numerics.ACCURATE
     if accurate and _has_butterflies(c, k):
         return "accurate may not round between butterflies (butterfly_carrier must be fp32)"
     if k.low_bits != "mma":
@@ -326,7 +326,7 @@ def _(c: Context, k: Knobs) -> str | None:
     if _rounds_once(c, k):
         return None
     if roundings(steps_of(c.problem, k)) > c.problem.roundings + ROUNDINGS_SPREAD:
-        return f"it rounds more often than {c.problem.numerics.value} may (take fp32 carriers)"
+        return f"it rounds more often than {c.problem.io.numerics.value} may (take fp32 carriers)"
     return None
 
 
@@ -378,9 +378,9 @@ def _(c: Context, k: Knobs) -> str | None:
     if lacking := load.features - c.arch.features:
         return f"the arch has no {min(lacking)} (load must be another)"
     if load.staged:
-        if c.problem.n * c.problem.dtype.bytes < VECTOR_BYTES:
+        if c.problem.n * c.problem.io.input.bytes < VECTOR_BYTES:
             return "rows shorter than 16 bytes cannot be copied asynchronously (load must be another)"
-        if c.problem.pitched:
+        if c.problem.io.rows is Rows.PITCHED:
             return "pitched rows cannot be copied as they lie (load must be another)"
     return None
 
@@ -398,7 +398,7 @@ def _(c: Context, k: Knobs) -> str | None:
         return None
     if not Prefetch.features <= c.arch.features:
         return "the arch has no bulk copies to L2 (ahead must be 0)"
-    if c.problem.pitched:
+    if c.problem.io.rows is Rows.PITCHED:
         return "pitched rows lie anywhere (ahead must be 0)"
     return "blocks that loop do not take tiles in order (ahead must be 0)" if k.grid == "persistent" else None
 

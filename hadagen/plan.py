@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from hadagen.errors import UsageError
 from hadagen.launch import LaunchSpec
-from hadagen.problem import Numerics
+from hadagen.problem import Numerics, Problem, Rows
 from hadagen.steps.base import AS_LOADED, FP32, IN_16_BITS, PACKED
 from hadagen.steps.draft import Draft
 from hadagen.steps.memory import Load, Store
@@ -50,22 +50,32 @@ class Plan(Draft):
             tile_elements=self.tile_elements,
             persistent=self.persistent,
             scale_form=self.scale_form,
-            pitched=self.problem.pitched,
+            params=self.params,
             starts_early=self.starts_early,
         )
 
     @property
     def digest(self) -> str:
-        """SHA-256 over everything the plan says."""
-        return hashlib.sha256(repr(self).encode()).hexdigest()
+        """SHA-256 over everything the plan says. It is part of a kernel's name, so its text stays what it was."""
+        return hashlib.sha256(
+            repr(self).replace(repr(self.problem), _former_repr(self.problem), 1).encode()
+        ).hexdigest()
 
     def describe(self) -> list[str]:
         """One line per step."""
         return [step.sentence(" ".join(map(str, step.bits(self.before(at))))) for at, step in enumerate(self.steps)]
 
 
+def _former_repr(problem: Problem) -> str:
+    """Of a problem when four fields said all of it."""
+    n, io = problem.n, problem.io
+    if problem != Problem.of(n, io.input, io.numerics, io.rows):
+        return repr(problem)
+    return f"Problem(n={n}, dtype={io.input!r}, numerics={io.numerics!r}, pitched={io.rows is Rows.PITCHED})"
+
+
 def _check(plan: Draft) -> None:
-    name, n_bits = plan.problem.name, plan.problem.log2_n
+    name, n_bits = plan.problem.key, plan.problem.log2_n
     if plan.tile_elements < plan.problem.n:
         raise UsageError(
             f"a tile of {plan.tile_elements} elements is shorter than a row of {plan.problem.n}; "
@@ -90,7 +100,7 @@ def _check(plan: Draft) -> None:
             exact = False
     if done != set(range(n_bits)):
         raise UsageError(f"{name}: index bits {sorted(set(range(n_bits)) - done)} are never transformed")
-    in_parts = SCALE_IN_PARTS if plan.problem.numerics is Numerics.FAST else ()
+    in_parts = SCALE_IN_PARTS if plan.problem.io.numerics is Numerics.FAST else ()
     if (multiplied := plan.multiplied()) not in (*WHOLE_SCALE, *in_parts):
         raise UsageError(f"{name}: the steps do not multiply by the scale once; they do by {multiplied}")
     if plan.order not in ORDERS:
@@ -118,7 +128,7 @@ def _fault(plan: Draft, at: int, *, exact: bool, done: set[int]) -> str | None:
     for i, bit in enumerate(bits := step.bits(plan.before(at))):
         if bit in done or bit in bits[:i] or bit >= plan.problem.log2_n:
             return f"transforms index bit {bit} a second time or beyond the row"
-    if plan.problem.numerics is Numerics.ACCURATE and not exact and step.changes_values:
+    if plan.problem.io.numerics is Numerics.ACCURATE and not exact and step.changes_values:
         return "computes with rounded values, but accurate rounds once, at the end"
     return None
 

@@ -1,9 +1,16 @@
-"""`Problem`: what is computed. No hardware and no choice of the search is in it."""
+"""`Problem`: what is computed, a transform between an input and an output. No hardware is in it, and no choice of the
+search.
+
+The `key` of a problem names it wherever it is written down: in databases, bundles, tables, recordings, kernel names and
+on the command line. Here alone it is written and parsed.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cached_property
 from typing import Any
 
 from hadagen.errors import UsageError
@@ -12,7 +19,7 @@ MAX_LOG2_N = 17
 
 
 class DType(str, Enum):
-    """Element type of input and output."""
+    """Element type of an input or an output."""
 
     FLOAT16 = "float16"
     BFLOAT16 = "bfloat16"
@@ -31,6 +38,15 @@ class Numerics(str, Enum):
     FAST = "fast"
 
 
+class Rows(str, Enum):
+    """How the rows of the input and the output lie in memory."""
+
+    # n elements each, one row right behind the other, the first at a multiple of 16 bytes.
+    CONTIGUOUS = "contiguous"
+    # Up to n elements each, which count as zeros beyond, any number of elements apart, at any address.
+    PITCHED = "pitched"
+
+
 # Largest ‖out − ref‖ / ‖ref‖ against float64 that a kernel may show and still be used: of `accurate` ones at every n,
 ACCURATE_BOUND = {DType.FLOAT16: 2.2e-4, DType.BFLOAT16: 1.8e-3, DType.FLOAT32: 3e-7}
 # and of `fast` ones HadaCore's at the same n, so that they are nowhere less accurate than the fast kernels in use; here
@@ -47,19 +63,13 @@ _SAMPLED = 1.03
 
 
 @dataclass(frozen=True, order=True)
-class Problem:
-    """y = (x · H_n) · scale over the last dimension of a contiguous [rows, n] array.
+class Transform:
+    """Each row of n elements times H_n, the Walsh–Hadamard matrix in natural order, times a scale.
 
-    `pitched`: rows have any number of elements up to n, count as zeros beyond it, and lie any number of elements apart.
-    For float32 `fast` means `accurate`.
-
-    Raises `UsageError` where n is not a power of two from 2 to 131072, or dtype or numerics is unknown.
+    Raises `UsageError` where n is not a power of two from 2 to 131072.
     """
 
     n: int
-    dtype: DType
-    numerics: Numerics = Numerics.ACCURATE
-    pitched: bool = False
 
     def __post_init__(self) -> None:
         if (
@@ -69,52 +79,110 @@ class Problem:
             or self.n & (self.n - 1)
         ):
             raise UsageError(f"n = {self.n!r} is not supported; n must be a power of two from 2 to {1 << MAX_LOG2_N}")
-        if not isinstance(self.pitched, bool):
-            raise UsageError(f"pitched = {self.pitched!r} is not supported; choose True or False")
-        object.__setattr__(self, "dtype", _member(DType, self.dtype, "dtype"))
-        numerics = _member(Numerics, self.numerics, "numerics")
-        object.__setattr__(self, "numerics", Numerics.ACCURATE if self.dtype is DType.FLOAT32 else numerics)
+
+
+@dataclass(frozen=True, order=True)
+class Io:
+    """What a transform reads and writes, and how often it may round in between. For float32 `fast` means `accurate`.
+
+    Raises `UsageError` where a value is unknown, or the output has another type than the input.
+    """
+
+    input: DType
+    output: DType
+    numerics: Numerics = Numerics.ACCURATE
+    rows: Rows = Rows.CONTIGUOUS
+
+    def __post_init__(self) -> None:
+        kinds: dict[str, type[Enum]] = {"input": DType, "output": DType, "numerics": Numerics, "rows": Rows}
+        for name, kind in kinds.items():
+            object.__setattr__(self, name, _member(kind, getattr(self, name), "dtype" if kind is DType else name))
+        if self.output is not self.input:
+            raise UsageError(
+                f"output {self.output.value} of input {self.input.value} is not supported; choose {self.input.value}"
+            )
+        if self.input is DType.FLOAT32:
+            object.__setattr__(self, "numerics", Numerics.ACCURATE)
+
+
+# The parts of a key after that of the transform: "float16-fast", "float16-to-…-accurate-pitched".
+_KEY = re.compile(r"n([0-9]{1,9})-([a-z0-9_]+)(?:-to-([a-z0-9_]+))?-([a-z]+)(?:-([a-z]+))?")
+
+
+@dataclass(frozen=True, order=True)
+class Problem:
+    """y = (x · H_n) · scale over the last dimension of x: a `transform` between what `io` says."""
+
+    transform: Transform
+    io: Io
+
+    @classmethod
+    def of(
+        cls,
+        n: int,
+        dtype: DType | str,
+        numerics: Numerics | str = Numerics.ACCURATE,
+        rows: Rows | str = Rows.CONTIGUOUS,
+    ) -> Problem:
+        """The problem whose output has the type of its input. Raises `UsageError`, as `Transform` and `Io` do."""
+        return cls(Transform(n), Io(dtype, dtype, numerics, rows))  # type: ignore[arg-type]  # which it converts
+
+    @classmethod
+    def parse(cls, key: str) -> Problem:
+        """The problem of a `key`. Raises `UsageError` where it is none."""
+        if found := _KEY.fullmatch(key):
+            n, given, output, numerics, rows = found.groups()
+            problem = cls(Transform(int(n)), Io(given, output or given, numerics, rows or Rows.CONTIGUOUS))  # type: ignore[arg-type]
+            if problem.key == key:
+                return problem
+        raise UsageError(f"{key!r:.80} names no problem; write one such as n4096-float16-fast or n64-float32-accurate")
+
+    @cached_property
+    def key(self) -> str:
+        """Its canonical name, such as "n4096-float16-fast"; what is left out is contiguous."""
+        output = () if self.io.output is self.io.input else ("to", self.io.output.value)
+        rows = () if self.io.rows is Rows.CONTIGUOUS else (self.io.rows.value,)
+        return "-".join((f"n{self.n}", self.io.input.value, *output, self.io.numerics.value, *rows))
+
+    @property
+    def n(self) -> int:
+        return self.transform.n
 
     @property
     def log2_n(self) -> int:
         return self.n.bit_length() - 1
 
     @property
+    def parent(self) -> Problem | None:
+        """The problem whose winners are the first guess for this one's: that of contiguous rows for others; None for
+        those."""
+        return None if self.io.rows is Rows.CONTIGUOUS else self.with_io(rows=Rows.CONTIGUOUS)
+
+    def with_io(self, **changes: Any) -> Problem:
+        """The same transform with some fields of its `io` changed."""
+        return replace(self, io=replace(self.io, **changes))
+
+    @property
     def error_bound(self) -> float:
         """Largest ‖out − ref‖ / ‖ref‖ against float64, on any class of input, with which a kernel may be used."""
-        if self.numerics is Numerics.ACCURATE:
-            return ACCURATE_BOUND[self.dtype]
+        if self.io.numerics is Numerics.ACCURATE:
+            return ACCURATE_BOUND[self.io.output]
         return _SAMPLED * self._hadacore_error
 
     @property
     def roundings(self) -> float:
         """How many roundings of 16-bit values may add up, independent as they are: by their squares."""
-        if self.dtype is DType.FLOAT32:
+        output = self.io.output
+        if output is DType.FLOAT32:
             return 0.0
-        if self.numerics is Numerics.ACCURATE:
-            return (ACCURATE_BOUND[self.dtype] / ROUNDING_ERROR[self.dtype]) ** 2
-        return (self._hadacore_error / ROUNDING_ERROR[self.dtype]) ** 2
+        if self.io.numerics is Numerics.ACCURATE:
+            return (ACCURATE_BOUND[output] / ROUNDING_ERROR[output]) ** 2
+        return (self._hadacore_error / ROUNDING_ERROR[output]) ** 2
 
     @property
     def _hadacore_error(self) -> float:
-        errors = HADACORE_ERROR[self.dtype]
+        errors = HADACORE_ERROR[self.io.output]
         return errors[min(self.log2_n, len(errors)) - 1]
-
-    @property
-    def name(self) -> str:
-        return f"n{self.n}-{self.dtype.value}-{self.numerics.value}" + ("-pitched" if self.pitched else "")
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "n": self.n,
-            "dtype": self.dtype.value,
-            "numerics": self.numerics.value,
-            "pitched": self.pitched,
-        }
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Problem:
-        return cls(values["n"], values["dtype"], values["numerics"], values["pitched"])
 
 
 def padded_length(columns: int) -> int:

@@ -43,7 +43,7 @@ def input_classes(problem: Problem, rows: int) -> dict[str, Reals]:
 
     constants = np.ldexp(random.choice((-1.0, 1.0), rows), random.integers(-2, 3, rows))
     normal = random.standard_normal(shape)
-    large = random.standard_normal(shape) * LARGE[problem.dtype]
+    large = random.standard_normal(shape) * LARGE[problem.io.input]
 
     powers = random.integers(-UNEVEN_POWER, 1, (rows, -(-problem.n // UNEVEN_RUN)))
     powers -= powers.max(axis=1, keepdims=True)
@@ -56,7 +56,7 @@ def input_classes(problem: Problem, rows: int) -> dict[str, Reals]:
         random.standard_normal(shape) * runs,
         large,
     )
-    dtype = problem.dtype
+    dtype = problem.io.input
     return {name: decode(dtype, encode(dtype, reals)) for name, reals in zip(INPUT_CLASSES, values, strict=True)}
 
 

@@ -37,7 +37,7 @@ def build_plan(problem: Problem, knobs: Knobs, arch: Arch) -> Plan:
     context = Context(problem, arch)
     for rule in RULES:
         if why := rule.broken(context, knobs):
-            raise UsageError(f"{problem.name} with {knobs}: {why}")
+            raise UsageError(f"{problem.key} with {knobs}: {why}")
     return plan_of(problem, knobs, starts_early="dependent_launch" in arch.features)
 
 
@@ -77,7 +77,7 @@ class Space:
             tile = Knobs.from_dict(self._proven.to_dict() | dict(zip(SHAPE, shape, strict=True)))
             shapes[tile.cluster].append(tile)
         in_turn = zip_longest(*(sorted(shapes[cluster], key=self._oddity) for cluster in sorted(shapes)))
-        kinds = ("mma", "shuffle") if self.problem.dtype is DType.FLOAT32 else (self._proven.low_bits,)
+        kinds = ("mma", "shuffle") if self.problem.io.input is DType.FLOAT32 else (self._proven.low_bits,)
         found: dict[Knobs, None] = {}
         for shaped, low_bits in product(filter(None, chain.from_iterable(in_turn)), kinds):
             tile = replace(shaped, low_bits=low_bits)
@@ -94,9 +94,9 @@ class Space:
     def _proven(self) -> Knobs:
         """What proved good, by how an mma takes its values: far bits go through one where it takes them in 16 bits, but
         not in parts, which take longer than butterflies."""
-        if self.problem.numerics is Numerics.FAST:
+        if self.problem.io.numerics is Numerics.FAST:
             return PROVEN
-        if self.problem.dtype is DType.BFLOAT16:
+        if self.problem.io.input is DType.BFLOAT16:
             return replace(PROVEN, mma_carrier=FP16)
         # No float16 is a tf32: the nearest that is legal there is split.
         return replace(PROVEN, mma_carrier="tf32", far_lanes="shuffle")

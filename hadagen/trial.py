@@ -12,8 +12,8 @@ from datetime import datetime, timezone
 from enum import Enum
 from typing import Any
 
-from hadagen.launch import LaunchSpec, RowShape
-from hadagen.problem import Problem
+from hadagen.launch import PARAMS, ROW_PARAMS, LaunchSpec, RowShape
+from hadagen.problem import Problem, Rows
 
 # Element counts (rows · n) at which kernels are timed, those of pitched rows at fewer.
 ELEMENT_BUCKETS = tuple(1 << k for k in range(13, 29))
@@ -29,7 +29,11 @@ BUCKETS_OF_LONG_ROWS = tuple(odd << k for k in range(18, 21) for odd in (5, 7))
 def element_buckets(problem: Problem) -> tuple[int, ...]:
     """The element counts at which the kernels of a problem are timed, ascending: those of at least one row."""
     of_long_rows = BUCKETS_OF_LONG_ROWS if problem.n >= LONG_ROW else ()
-    buckets = PITCHED_ELEMENT_BUCKETS if problem.pitched else (*ELEMENT_BUCKETS, *BUCKETS_BETWEEN, *of_long_rows)
+    buckets = (
+        PITCHED_ELEMENT_BUCKETS
+        if problem.io.rows is Rows.PITCHED
+        else (*ELEMENT_BUCKETS, *BUCKETS_BETWEEN, *of_long_rows)
+    )
     return tuple(sorted(elements for elements in buckets if elements >= problem.n))
 
 
@@ -47,13 +51,17 @@ def timed_rows(problem: Problem) -> RowShape:
     Those of a pitched problem have three quarters of n elements, rounded down to a multiple of 8, but more than half
     of n: with fewer, a smaller n would do.
     """
-    columns = min(problem.n, max(problem.n * 3 // 4 // 8 * 8, problem.n // 2 + 1)) if problem.pitched else problem.n
+    columns = (
+        min(problem.n, max(problem.n * 3 // 4 // 8 * 8, problem.n // 2 + 1))
+        if problem.io.rows is Rows.PITCHED
+        else problem.n
+    )
     return RowShape(columns, columns, columns)
 
 
 def buffer_bytes(problem: Problem, elements: int) -> int:
     """Bytes of the input, and of the result, where a problem is timed at `elements` = rows · n."""
-    return elements * timed_rows(problem).columns * problem.dtype.bytes // problem.n
+    return elements * timed_rows(problem).columns * problem.io.input.bytes // problem.n
 
 
 def utc_now() -> str:
@@ -152,7 +160,17 @@ class Timing:
 
 def kernel_digest(cubin: bytes, launch: LaunchSpec) -> str:
     """What names a kernel: SHA-256 of its code and of how it is launched. Equal ones do the same in the same time."""
-    return hashlib.sha256(cubin + json.dumps(launch.to_dict(), sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(cubin + json.dumps(digested(launch), sort_keys=True).encode()).hexdigest()
+
+
+def digested(launch: LaunchSpec) -> dict[str, Any]:
+    """What a digest has of a launch. Of the two lists of params that there were first, a flag says which it is, so that
+    their kernels keep their names."""
+    said = launch.to_dict()
+    if launch.params in (PARAMS, (*PARAMS, *ROW_PARAMS)):
+        del said["params"]
+        said["pitched"] = launch.reads_rows
+    return said
 
 
 @dataclass(frozen=True)

@@ -5,15 +5,16 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from sample_trials import launch_for
 
 from hadagen.launch import LaunchSpec, RowShape
-from hadagen.problem import DType, Problem
+from hadagen.problem import DType, Problem, Rows
 from hadagen.reference import hadamard
 from hadagen.runtime import compute, kernels
 from hadagen.scale import ScaleForm
@@ -34,13 +35,13 @@ class EmulatedKernel:
         low, high = self.spec.scale_form.range
         assert low <= abs(scale) <= high
         assert elements % problem.n == 0
-        if not problem.pitched:
+        if problem.io.rows is Rows.CONTIGUOUS:
             assert rows == (problem.n, problem.n, problem.n)
-        count, size = elements // problem.n, problem.dtype.bytes
+        count, size = elements // problem.n, problem.io.input.bytes
 
         def launch(stream: int, x: int, y: int) -> None:
             assert (x == y) == self.in_place
-            assert (x | y) % (size if problem.pitched else 16) == 0
+            assert (x | y) % (size if problem.io.rows is Rows.PITCHED else 16) == 0
             if self.in_place:
                 assert rows.x_pitch == rows.y_pitch
             source = self._rows(x, count, rows.columns, rows.x_pitch)
@@ -55,18 +56,18 @@ class EmulatedKernel:
         return launch
 
     def _rows(self, address: int, count: int, columns: int, pitch: int) -> Any:
-        size = self.problem.dtype.bytes
+        size = self.problem.io.input.bytes
         memory = (ctypes.c_byte * (((count - 1) * pitch + columns) * size)).from_address(address)
-        flat = np.frombuffer(memory, _ELEMENT[self.problem.dtype])
+        flat = np.frombuffer(memory, _ELEMENT[self.problem.io.input])
         return np.lib.stride_tricks.as_strided(flat, (count, columns), (pitch * size, size))
 
 
 class EmulatedDevice:
-    """`launched`: the kernels that ran. `pitched`, `dense`: whether there are such. `form`: that of fast kernels."""
+    """`launched`: the kernels that ran. `served`: the rows that there are kernels for. `form`: that of fast kernels."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.launched: list[EmulatedKernel] = []
-        self.pitched = self.dense = True
+        self.served: tuple[Rows, ...] = tuple(Rows)
         self.form = ScaleForm.FLOAT16_FACTORS
         self.searches = 0
         forget()
@@ -77,15 +78,15 @@ class EmulatedDevice:
 
     def _find(self, device: int, problem: Problem, in_place: bool, elements: int) -> EmulatedKernel | None:
         self.searches += 1
-        if not (self.pitched if problem.pitched else self.dense) or problem.dtype is DType.BFLOAT16:
+        if problem.io.rows not in self.served or problem.io.input is DType.BFLOAT16:
             return None
-        form = self.form if problem.numerics.value == "fast" else ScaleForm.FP32
-        spec = LaunchSpec(256, 1, 0, 4096, False, form, problem.pitched)
+        form = self.form if problem.io.numerics.value == "fast" else ScaleForm.FP32
+        spec = replace(launch_for(problem), scale_form=form)
         return EmulatedKernel(problem, in_place, spec, self.launched)
 
     def ran(self) -> list[str]:
         """The names of the problems of the kernels that ran since this was asked last."""
-        names = [kernel.problem.name for kernel in self.launched]
+        names = [kernel.problem.key for kernel in self.launched]
         self.launched.clear()
         return names
 

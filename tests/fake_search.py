@@ -47,7 +47,7 @@ def arch(**search: tuple[int | str, ...]) -> Arch:
 
 
 def problems(*sizes: int) -> list[Problem]:
-    return [Problem(n, DType.FLOAT16, Numerics.FAST) for n in sizes]
+    return [Problem.of(n, DType.FLOAT16, Numerics.FAST) for n in sizes]
 
 
 def make_kernel(source: Source) -> Kernel:
@@ -130,7 +130,7 @@ class LoggingRunner(FakeRunner):
     def trial(self, variant: Variant) -> Trial:
         self._killer.pass_by("measuring")
         with self._log.open("a") as log:
-            log.write(f"{variant.problem.name} {sorted(variant.knobs.items())}\n")
+            log.write(f"{variant.problem.key} {sorted(variant.knobs.items())}\n")
         self._killer.pass_by("measured")
         return super().trial(variant)
 

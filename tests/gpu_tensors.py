@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hadagen import Match, Problem, best_config, driver, hadamard_transform
-from hadagen.problem import padded_length
+from hadagen.problem import Rows, padded_length
 from hadagen.runtime import compute, kernels
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -14,7 +14,7 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels_for_this_gpu() -> None:
-    if best_config(Problem(4096, "float16"), 16).match is Match.GENERIC:
+    if best_config(Problem.of(4096, "float16"), 16).match is Match.GENERIC:
         pytest.skip(f"no bundle has kernels for {torch.cuda.get_device_name()}; run `hadagen tune`")
 
 
@@ -48,10 +48,10 @@ def bound(problem: Problem, elements: int) -> float:
 
 
 def found(
-    x: torch.Tensor, numerics: str = "accurate", in_place: bool = False, pitched: bool = False
+    x: torch.Tensor, numerics: str = "accurate", in_place: bool = False, rows: Rows = Rows.CONTIGUOUS
 ) -> driver.LoadedKernel | None:
     n = padded_length(x.shape[-1])
-    problem = kernels.problem_of(n, x.dtype, numerics, pitched)
+    problem = kernels.problem_of(n, x.dtype, numerics, rows)
     return problem and kernels.find(x.get_device(), problem, in_place, x.numel() // x.shape[-1] * n)
 
 
@@ -62,7 +62,7 @@ def dtype_name(x: torch.Tensor) -> str:
 def assert_good(y: torch.Tensor, x: torch.Tensor, scale: float = 1.0) -> None:
     assert found(x), "plain PyTorch did it"
     torch.cuda.synchronize()
-    assert error(y, x, scale) <= bound(Problem(x.shape[-1], dtype_name(x)), x.numel())
+    assert error(y, x, scale) <= bound(Problem.of(x.shape[-1], dtype_name(x)), x.numel())
 
 
 def require(kernel: driver.LoadedKernel | None) -> driver.LoadedKernel:

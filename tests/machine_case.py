@@ -11,16 +11,16 @@ import pytest
 
 from hadagen.bits import Bits
 from hadagen.emulator import EmulationReport, HostModule, compile_host
-from hadagen.launch import LaunchSpec, RowShape, Source
+from hadagen.launch import PARAMS, ROW_PARAMS, LaunchSpec, RowShape, Source
 from hadagen.problem import DType
 
 SHARED_BYTES = 8192
 COPY = "store16(out + 16 * t, load16(in + 16 * t));"
 
 TEMPLATE = """#include "hadagen.cuh"
+using namespace hadagen;
 extern "C" __global__ void __launch_bounds__({threads}) __cluster_dims__({cluster}, 1, 1)
-{name}(const void* x, void* y, hadagen::i64 elements, hadagen::u32 scale_word{rows}) {{
-    using namespace hadagen;
+{name}({signature}) {{
     using T = {dtype};
     HADAGEN_SHARED(shared);
     u64* const barrier = reinterpret_cast<u64*>(shared);
@@ -49,9 +49,10 @@ class Case:
 
     @property
     def source(self) -> Source:
-        rows = ", hadagen::i64 columns, hadagen::i64 x_pitch, hadagen::i64 y_pitch" if self.pitched else ""
         fields = {"name": self.name, "body": self.body, "threads": self.threads, "cluster": self.cluster}
-        return Source(self.name, TEMPLATE.format(dtype=self.dtype.value, rows=rows, **fields), self.launch)
+        return Source(
+            self.name, TEMPLATE.format(dtype=self.dtype.value, signature=self.launch.signature, **fields), self.launch
+        )
 
     @property
     def launch(self) -> LaunchSpec:
@@ -62,7 +63,7 @@ class Case:
             SHARED_BYTES,
             tile,
             persistent=False,
-            pitched=self.pitched,
+            params=(*PARAMS, *ROW_PARAMS) if self.pitched else PARAMS,
             starts_early=self.starts_early,
         )
 

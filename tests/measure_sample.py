@@ -8,19 +8,17 @@ import numpy as np
 
 from hadagen.launch import LaunchSpec
 from hadagen.measure import Cell
-from hadagen.problem import DType, Problem
+from hadagen.problem import DType, Problem, Rows
 from hadagen.trial import (
     Cache,
     Destination,
 )
 
 H100_L2 = 52428800
-PROBLEM = Problem(256, DType.FLOAT16)
+PROBLEM = Problem.of(256, DType.FLOAT16)
 SPEC = LaunchSpec(threads=128, cluster=1, shared_bytes=0, tile_elements=4096, persistent=False)
 CELL = Cell(1 << 16, Destination.IN_PLACE, Cache.HOT)
-ALL_PROBLEMS = [
-    Problem(1 << k, dtype, pitched=pitched) for k in range(1, 16) for dtype in DType for pitched in (False, True)
-]
+ALL_PROBLEMS = [Problem.of(1 << k, dtype, rows=rows) for k in range(1, 16) for dtype in DType for rows in Rows]
 
 
 def array_at(address: int, elements: int, dtype: DType) -> np.ndarray:

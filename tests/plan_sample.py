@@ -20,14 +20,14 @@ KINDS = [(DType.FLOAT16, Numerics.FAST), (DType.FLOAT16, Numerics.ACCURATE), (DT
 @st.composite
 def plans(draw: st.DrawFn, kinds: Sequence[tuple[DType, Numerics]] = KINDS) -> Plan:
     dtype, numerics = draw(st.sampled_from(kinds))
-    problem = Problem(1 << draw(st.integers(1, 15)), dtype, numerics)
+    problem = Problem.of(1 << draw(st.integers(1, 15)), dtype, numerics)
     wanted = {name: draw(st.sampled_from(values)) for name, values in ARCH.search.items()}
     return build_plan(problem, next(space_of(problem).nearest(wanted)), ARCH)
 
 
 def worked_example() -> Plan:
     """n = 4096 over 4 warps of 4 chunks, fast."""
-    problem = Problem(4096, DType.FLOAT16, Numerics.FAST)
+    problem = Problem.of(4096, DType.FLOAT16, Numerics.FAST)
     return build_plan(problem, Knobs(chunks=4, warps=4, butterfly_carrier="fp32", exchange_carrier="fp32"), ARCH)
 
 
@@ -41,10 +41,10 @@ FAR_LANES = Knobs(far_bits="lanes", far_lanes="mma", butterfly_carrier="fp32", e
 def whole_rows() -> Plan:
     """n = 8192 over 2 blocks of 4 warps of 4 chunks."""
     knobs = Knobs(4, 4, 2, "load", mma_carrier="split", butterfly_carrier="fp32", exchange_carrier="fp32")
-    return build_plan(Problem(8192, DType.BFLOAT16), knobs, ARCH)
+    return build_plan(Problem.of(8192, DType.BFLOAT16), knobs, ARCH)
 
 
 def gathered() -> Plan:
     """n = 2048 of float32 over 2 blocks of 4 warps, whose shares are summed from shared memory."""
     knobs = Knobs(1, 4, 2, "load", "lanes", low_bits="shuffle", butterfly_carrier="fp32", exchange_carrier="fp32")
-    return build_plan(Problem(2048, DType.FLOAT32), dataclasses.replace(knobs, load="multicast"), ARCH)
+    return build_plan(Problem.of(2048, DType.FLOAT32), dataclasses.replace(knobs, load="multicast"), ARCH)

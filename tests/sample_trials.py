@@ -9,8 +9,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from hadagen.launch import LaunchSpec
-from hadagen.problem import DType, Numerics, Problem
+from hadagen.launch import PARAMS, ROW_PARAMS, LaunchSpec
+from hadagen.problem import DType, Numerics, Problem, Rows
 from hadagen.scale import ScaleForm
 from hadagen.trial import (
     ELEMENT_BUCKETS,
@@ -27,10 +27,16 @@ from hadagen.trial import (
     knobs_key,
 )
 
-PROBLEM = Problem(256, DType.FLOAT16)
+PROBLEM = Problem.of(256, DType.FLOAT16)
 H100 = Environment("NVIDIA H100 80GB HBM3", "9.0", 132, 50 << 20, "580.65", "13.0", "13.0.48", 1980, 2619)
 H200 = replace(H100, gpu="NVIDIA H200", l2_bytes=60 << 20)
 LAUNCH = LaunchSpec(threads=256, cluster=1, shared_bytes=0, tile_elements=4096, persistent=False)
+
+
+def launch_for(problem: Problem) -> LaunchSpec:
+    """Of a kernel that takes what those of this problem do."""
+    params = PARAMS if problem.io.rows is Rows.CONTIGUOUS else (*PARAMS, *ROW_PARAMS)
+    return replace(LAUNCH, tile_elements=max(LAUNCH.tile_elements, problem.n), params=params)
 
 
 def make_kernel(cubin: bytes = b"cubin", **fields: Any) -> Kernel:
@@ -48,7 +54,7 @@ def make_timing(
 def make_trial(chunks: int = 1, **fields: Any) -> Trial:
     """A measured winner; each `chunks` is another variant with another kernel."""
     problem = fields.get("problem", PROBLEM)
-    launch = replace(LAUNCH, tile_elements=max(LAUNCH.tile_elements, problem.n), pitched=problem.pitched)
+    launch = launch_for(problem)
     known = {
         "problem": problem,
         "arch": "sm90",
@@ -166,7 +172,7 @@ def _competitor(
     return make_trial(
         chunks,
         problem=problem,
-        kernel=make_kernel(f"{problem.name} {chunks}".encode(), launch=replace(LAUNCH, pitched=problem.pitched)),
+        kernel=make_kernel(f"{problem.key} {chunks}".encode(), launch=launch_for(problem)),
         environment=ran[0],
         provenance=ran[1],
         errors={"normal": error},
@@ -180,7 +186,7 @@ def competitors() -> st.SearchStrategy[list[Trial]]:
         st.builds(
             _competitor,
             st.sampled_from([1, 2, 4, 8]),
-            st.sampled_from([PROBLEM, replace(PROBLEM, numerics=Numerics.FAST), replace(PROBLEM, pitched=True)]),
+            st.sampled_from([PROBLEM, PROBLEM.with_io(numerics=Numerics.FAST), PROBLEM.with_io(rows=Rows.PITCHED)]),
             st.sampled_from(
                 [(H100, Provenance.MEASURED), (H200, Provenance.MEASURED), (Environment(), Provenance.ESTIMATED)]
             ),

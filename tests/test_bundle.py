@@ -27,6 +27,7 @@ from sample_trials import (
     PROBLEM,
     competitors,
     in_clusters,
+    launch_for,
     make_kernel,
     make_timing,
     make_trial,
@@ -36,7 +37,7 @@ from sample_trials import (
 from hadagen.arch import load_arch
 from hadagen.errors import StorageError, UsageError
 from hadagen.knobs import Knobs
-from hadagen.problem import DType, Problem
+from hadagen.problem import DType, Problem, Transform
 from hadagen.scale import ScaleForm
 from hadagen.space import build_plan
 from hadagen.trial import Cache, Destination, Environment, Kernel, Provenance, Trial
@@ -56,10 +57,10 @@ from hadagen.tuning_db.files import MOST_BYTES, inflated
 from hadagen.tuning_db.store import Store
 from hadagen.tuning_db.winners import WinnerCell, cell_value, portfolio
 
-OTHER = replace(PROBLEM, n=512)
-PITCHED = Problem(512, DType.FLOAT32, pitched=True)
+OTHER = replace(PROBLEM, transform=Transform(512))
+PITCHED = Problem.of(512, DType.FLOAT32, rows="pitched")
 PERSISTENT = make_kernel(b"cubin 9" * 50, launch=replace(LAUNCH, shared_bytes=1024, persistent=True))
-OF_PITCHED = make_kernel(b"cubin 5", launch=replace(LAUNCH, scale_form=ScaleForm.BFLOAT16_CORRECTED, pitched=True))
+OF_PITCHED = make_kernel(b"cubin 5", launch=replace(launch_for(PITCHED), scale_form=ScaleForm.BFLOAT16_CORRECTED))
 TRIALS = [
     make_trial(1, timings=(make_timing(1.5), make_timing(2.5, cache=Cache.COLD))),
     make_trial(2, timings=times({1 << 13: 3.0, 1 << 28: 170.25}, Destination.OUT_OF_PLACE)),
@@ -111,7 +112,7 @@ def test_a_bundle_holds_the_winners(path: Path) -> None:
     assert (bundle.arch, bundle.date) == ("sm90", "2025-02-03T00:00:00+00:00")
     assert bundle.problems() == [PROBLEM, OTHER, PITCHED]
     assert bundle.gpus() == ["", H100.gpu, H200.gpu]
-    assert bundle.entries(replace(PROBLEM, n=2)) == []
+    assert bundle.entries(replace(PROBLEM, transform=Transform(2))) == []
     found = {}
     for problem in bundle.problems():
         for entry in bundle.entries(problem):
@@ -249,7 +250,7 @@ def test_the_shipped_winners_keep_their_bounds_and_are_legal() -> None:
         entries = [entry for problem in bundle.problems() for entry in bundle.entries(problem)]
         assert len(bundle.problems()) > 100
         for entry in entries:
-            assert entry.relative_error <= entry.problem.error_bound, entry.problem.name
+            assert entry.relative_error <= entry.problem.error_bound, entry.problem.key
         for problem, knobs in {(entry.problem, Knobs.from_dict(dict(entry.knobs))) for entry in entries}:
             build_plan(problem, knobs, arch)  # raises where they are not legal
 
@@ -437,9 +438,7 @@ FORGED: dict[str, list[object]] = {
     "meta.value": [None, "a\x1b[31m", "x" * (MOST_OF_TEXT + 1)],
     "environments.gpu": [None, "\n", "\x1b]0;"],
     "environments.sms": [-1, 1.5, "many", None],
-    "problems.n": [3, 1 << 16, "x"],
-    "problems.dtype": ["int8", None],
-    "problems.pitched": [2, 1, None],
+    "problems.key": ["x", "n256-float16-accurate-pitched", "n3-float16-fast", "n0256-float16-fast", None],
     "kernels.digest": ["x"],
     "kernels.entry": ["", "a b", "a;", None],
     "kernels.registers": [-1, "x"],
@@ -453,7 +452,7 @@ FORGED: dict[str, list[object]] = {
                 "tile_elements": [0, 1, 1 << 40],
                 "persistent": [1, "no"],
                 "scale_form": ["fp64"],
-                "pitched": [True],
+                "params": [launch_for(PITCHED).signature, "i64 x", "", "void* y, const void* x", 1],
                 "starts_early": [1],
                 "more": [1],
             }.items()
@@ -513,7 +512,7 @@ MANY = "WITH RECURSIVE r(i) AS (SELECT 9 UNION ALL SELECT i + 1 FROM r WHERE i <
             f"INSERT INTO entries SELECT 9, {', '.join([*TABLES['entries']][1:])} FROM entries",
             "two winners in one place",
         ),
-        ("INSERT INTO problems SELECT 9, n, dtype, numerics, pitched, winners FROM problems", "is there twice"),
+        ("INSERT INTO problems SELECT 9, key, winners FROM problems", "is there twice"),
         ("INSERT INTO meta VALUES ('more', '')", "its head has other rows"),
         (f"{MANY} INSERT INTO entries (id, trial) SELECT i, 1 FROM r", "more than any search finds"),
         (f"{MANY} INSERT INTO environments (id) SELECT i FROM r", "more than any search finds"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -12,7 +11,7 @@ from measure_sample import ALL_PROBLEMS, CELL, H100_L2, PROBLEM
 
 from hadagen.measure import Cell, all_cells
 from hadagen.measure.cells import EVICTION, probe_cells
-from hadagen.problem import DType, Problem
+from hadagen.problem import DType, Problem, Rows
 from hadagen.trial import (
     BUCKETS_BETWEEN,
     BUCKETS_OF_LONG_ROWS,
@@ -36,14 +35,14 @@ def test_cells_of_an_h100() -> None:
     hot = [cell for cell in cells if cell.cache is Cache.HOT]
     assert max(cell.elements for cell in hot if cell.destination is Destination.IN_PLACE) == 1 << 25
     assert max(cell.elements for cell in hot if cell.destination is Destination.OUT_OF_PLACE) == 1 << 24
-    wide = all_cells(Problem(256, DType.FLOAT32), H100_L2)
+    wide = all_cells(Problem.of(256, DType.FLOAT32), H100_L2)
     assert max(cell.elements for cell in wide if cell.cache is Cache.HOT) == 1 << 24
-    pitched = all_cells(replace(PROBLEM, pitched=True), H100_L2)
+    pitched = all_cells(PROBLEM.with_io(rows=Rows.PITCHED), H100_L2)
     assert {cell.elements for cell in pitched} == set(PITCHED_ELEMENT_BUCKETS)
     for n in (1 << 13, 1 << 15):
-        long = {cell.elements for cell in all_cells(Problem(n, DType.FLOAT16), H100_L2)}
+        long = {cell.elements for cell in all_cells(Problem.of(n, DType.FLOAT16), H100_L2)}
         assert long == {*filter(n.__le__, ELEMENT_BUCKETS), *BUCKETS_BETWEEN, *BUCKETS_OF_LONG_ROWS}
-    shorter = {cell.elements for cell in all_cells(Problem(1 << 12, DType.FLOAT16), H100_L2)}
+    shorter = {cell.elements for cell in all_cells(Problem.of(1 << 12, DType.FLOAT16), H100_L2)}
     assert not shorter & set(BUCKETS_OF_LONG_ROWS)
 
 
@@ -62,13 +61,13 @@ def test_every_element_count_is_timed_where_it_decides(problem: Problem, l2_byte
             assert caches == (set(Cache) if may_be_hot(problem, elements, destination, l2_bytes) else {decides})
 
 
-@pytest.mark.parametrize("problem", ALL_PROBLEMS, ids=lambda problem: problem.name)
+@pytest.mark.parametrize("problem", ALL_PROBLEMS, ids=lambda problem: problem.key)
 def test_the_rows_that_are_timed(problem: Problem) -> None:
     columns, x_pitch, y_pitch = timed_rows(problem)
     assert columns == x_pitch == y_pitch <= problem.n
-    assert columns == problem.n or problem.pitched
+    assert columns == problem.n or problem.io.rows is Rows.PITCHED
     assert columns > problem.n // 2 or problem.n == 2
-    assert not problem.pitched or columns == problem.n * 3 // 4 or problem.n < 32
+    assert problem.io.rows is Rows.CONTIGUOUS or columns == problem.n * 3 // 4 or problem.n < 32
     for cell in all_cells(problem, H100_L2):  # the copy kernel moves vectors of 16 bytes
         assert cell.traffic(problem).buffer_bytes % 16 == 0
 
@@ -77,7 +76,7 @@ def test_the_rows_that_are_timed(problem: Problem) -> None:
 def test_launches_of_a_cell(problem: Problem, data: st.DataObject, l2_bytes: int) -> None:
     cell = data.draw(st.sampled_from(all_cells(problem, H100_L2)))
     traffic = cell.traffic(problem)
-    assert traffic.buffer_bytes == cell.elements // problem.n * timed_rows(problem).columns * problem.dtype.bytes
+    assert traffic.buffer_bytes == cell.elements // problem.n * timed_rows(problem).columns * problem.io.input.bytes
     assert traffic.footprint == traffic.buffer_bytes * (1 if cell.destination is Destination.IN_PLACE else 2)
     assert 1 <= traffic.launches(l2_bytes) <= 96
     rotation = traffic.slots(l2_bytes) * traffic.footprint
@@ -98,7 +97,7 @@ def test_probe_cells() -> None:
         Cell(12 << 20, Destination.IN_PLACE, Cache.HOT),
         Cell(1 << 28, Destination.IN_PLACE, Cache.COLD),
     )
-    assert probes(Problem(256, DType.FLOAT32))[1].elements == 6 << 20
-    assert [cell.elements for cell in probes(replace(PROBLEM, pitched=True))] == [1 << 16, 1 << 24, 1 << 27]
+    assert probes(Problem.of(256, DType.FLOAT32))[1].elements == 6 << 20
+    assert [cell.elements for cell in probes(PROBLEM.with_io(rows=Rows.PITCHED))] == [1 << 16, 1 << 24, 1 << 27]
     assert probe_cells(PROBLEM, [CELL], H100_L2) == (CELL,)
     assert probe_cells(PROBLEM, [], H100_L2) == ()

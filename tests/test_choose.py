@@ -24,7 +24,7 @@ from sample_trials import H100, LAUNCH, PROBLEM, make_trial
 
 import hadagen
 from hadagen.errors import StorageError, UsageError
-from hadagen.problem import DType, Numerics, Problem
+from hadagen.problem import DType, Numerics, Problem, Rows, Transform
 from hadagen.runtime import bundles
 from hadagen.runtime.choose import Match, choose_from_bundles, rivals, timed_in_bundles
 from hadagen.runtime.device import Device, cuda_index
@@ -114,11 +114,11 @@ def test_an_estimate_serves_only_where_nothing_of_the_arch_was_measured() -> Non
 @pytest.mark.parametrize(
     "problem",
     [
-        replace(PROBLEM, n=512),
-        replace(PROBLEM, dtype=DType.BFLOAT16),
-        replace(PROBLEM, dtype=DType.FLOAT32),
-        replace(PROBLEM, numerics=Numerics.FAST),
-        replace(PROBLEM, pitched=True),
+        replace(PROBLEM, transform=Transform(512)),
+        PROBLEM.with_io(input=DType.BFLOAT16, output=DType.BFLOAT16),
+        PROBLEM.with_io(input=DType.FLOAT32, output=DType.FLOAT32),
+        PROBLEM.with_io(numerics=Numerics.FAST),
+        PROBLEM.with_io(rows=Rows.PITCHED),
     ],
 )
 def test_another_problem_is_no_match(problem: Problem) -> None:
@@ -186,7 +186,7 @@ def test_best_config_tells_what_is_known(tmp_path: Path, monkeypatch: pytest.Mon
     trial = make_trial(1)
     assert trial.kernel
     assert json.loads(json.dumps(best.to_dict())) == {
-        "problem": {"n": 256, "dtype": "float16", "numerics": "accurate", "pitched": False},
+        "problem": "n256-float16-accurate",
         "rows": 300,
         "destination": "in-place",
         "arch": "sm90",
@@ -261,8 +261,8 @@ def test_what_the_cost_model_says_is_no_time(tmp_path: Path, monkeypatch: pytest
 
 
 def test_best_config_without_a_kernel(tmp_path: Path) -> None:
-    best = hadagen.best_config({"n": 256, "dtype": "float16", "pitched": True}, 1, arch="sm90")
-    assert (best.match, best.problem.pitched) == (Match.GENERIC, True)
+    best = hadagen.best_config({"n": 256, "dtype": "float16", "rows": "pitched"}, 1, arch="sm90")
+    assert (best.match, best.problem.io.rows is Rows.PITCHED) == (Match.GENERIC, True)
     assert best.fraction_of_copy is None
     assert best.to_dict()["kernel"] is None
 
@@ -309,7 +309,7 @@ def test_a_pinned_bundle_answers_wherever_it_can(tmp_path: Path, monkeypatch: py
         found, chosen = choose_from_bundles(PROBLEM, Destination.IN_PLACE, 1 << 13, HERE)
         assert chosen
         assert (found, chosen[1].path) == (match, path)
-    other = replace(PROBLEM, n=2 * PROBLEM.n)
+    other = replace(PROBLEM, transform=Transform(2 * PROBLEM.n))
     assert choose_from_bundles(other, Destination.IN_PLACE, 1 << 13, HERE) == (Match.GENERIC, None)
     write_trials(mine, [make_trial(problem=other)])
     _, chosen = choose_from_bundles(other, Destination.IN_PLACE, 1 << 13, HERE)
@@ -451,15 +451,15 @@ def test_bad_problem() -> None:
             hadagen.best_config(problem, 1, arch="sm90")
     with pytest.raises(UsageError, match="dtype 'int8' is not supported; choose one of float16"):
         hadagen.best_config({"n": 128, "dtype": torch.int8}, 1, arch="sm90")
-    with pytest.raises(UsageError, match="pitched = 'no' is not supported; choose True or False"):
-        hadagen.best_config({"n": 128, "dtype": "float16", "pitched": "no"}, 1, arch="sm90")
+    with pytest.raises(UsageError, match="rows 'no' is not supported; choose one of contiguous, pitched"):
+        hadagen.best_config({"n": 128, "dtype": "float16", "rows": "no"}, 1, arch="sm90")
     wanted = hadagen.best_config({"n": 128, "dtype": "bfloat16"}, 1, arch="sm90")
     assert hadagen.best_config({"n": 128, "dtype": torch.bfloat16}, 1, arch="sm90") == wanted
 
 
 def test_whole_numbers_of_any_kind_are_numbers() -> None:
     rows: Any = np.int32(4)
-    found = hadagen.best_config(PROBLEM.to_dict() | {"n": np.int64(PROBLEM.n)}, rows, arch="sm90")
+    found = hadagen.best_config({"n": np.int64(PROBLEM.n), "dtype": PROBLEM.io.input}, rows, arch="sm90")
     wanted = hadagen.best_config(PROBLEM, 4, arch="sm90")
     assert json.dumps(found.to_dict()) == json.dumps(wanted.to_dict())
 

@@ -21,6 +21,7 @@ from hadagen.cli import device
 from hadagen.errors import DeviceError, ToolchainError
 from hadagen.launch import Source
 from hadagen.measure import Answer, Cell, Comparison, Variant
+from hadagen.problem import Transform
 from hadagen.runtime.bundles import VARIABLE
 from hadagen.toolchain import BuildFailure, Toolchain
 from hadagen.trial import Destination, Outcome
@@ -38,7 +39,7 @@ def test_bench_prints_one_table(fake_gpu: None) -> None:
     report = json.loads(succeed(*BENCH, "--inplace", "--json"))
     (problems, cells), *others = FakeDevice.compared
     assert not others
-    assert {(problem.n, problem.numerics.value) for problem in problems} == {(4, "fast")}
+    assert {(problem.n, problem.io.numerics.value) for problem in problems} == {(4, "fast")}
     assert cells == [Cell(elements, Destination.IN_PLACE, cache) for elements, cache in CELLS]
     assert [(row["elements"], row["cache"]) for row in report["results"]] == [(e, c.value) for e, c in CELLS]
     first = report["results"][0]
@@ -152,7 +153,7 @@ def test_bench_without_kernels_says_what_to_do(fake_gpu: None) -> None:
 
 
 def test_sizes_that_hold_no_row_are_left_out(fake_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trial = make_trial(problem=replace(PROBLEM, n=1 << 15), timings=times({1 << 16: 2.0}))
+    trial = make_trial(problem=replace(PROBLEM, transform=Transform(1 << 15)), timings=times({1 << 16: 2.0}))
     monkeypatch.setenv(VARIABLE, str(write_trials(tmp_path / "long.db", [trial])))
     bench = ("bench", "--n", "32768", "--inplace", "--elements")
     said = sentence(run(*bench, "8K,16K"), 2)

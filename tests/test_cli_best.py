@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 from command_line import BEST, machine, run, sample, sentence, succeed
-from sample_trials import H100, PROBLEM, make_trial, times
+from sample_trials import H100, make_trial, times
 
-from hadagen.problem import DType
+from hadagen.problem import DType, Problem
 from hadagen.runtime.device import Device
 from hadagen.trial import Environment, Provenance
 from hadagen.tuning_db.bundle import shipped
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("machine")
 
 def test_best_prints_one_object(sample: Path) -> None:
     found = json.loads(succeed(*BEST, "256", "--rows", "256", "--inplace", "--device", H100.gpu, "--json"))
-    assert found["problem"] == {"n": 256, "dtype": "float16", "numerics": "accurate", "pitched": False}
+    assert found["problem"] == "n256-float16-accurate"
     assert (found["rows"], found["destination"], found["match"]) == (256, "in-place", "same-gpu")
     assert found["kernel"] == make_trial(1).kernel.digest
     assert found["knobs"] == {"chunks": 1, "grid": "tiles"}
@@ -74,8 +74,8 @@ def test_the_time_of_the_cost_model_is_not_told(sample: Path) -> None:
 
 def test_best_tells_pitched_rows_from_contiguous_ones(sample: Path) -> None:
     pitched = json.loads(succeed(*BEST, "256", "--inplace", "--pitched", "--json"))
-    assert (pitched["problem"]["pitched"], pitched["match"]) == (True, "generic")
-    trial = make_trial(problem=replace(PROBLEM, n=4096, dtype=DType.FLOAT32, pitched=True), errors={"normal": 1e-7})
+    assert (pitched["problem"], pitched["match"]) == ("n256-float16-accurate-pitched", "generic")
+    trial = make_trial(problem=Problem.of(4096, DType.FLOAT32, rows="pitched"), errors={"normal": 1e-7})
     trial = replace(trial, timings=times({1 << 16: 2.0}))
     write_bundle(sample, "sm90", portfolio([trial]), {trial.kernel.digest: trial.kernel}.__getitem__)
     asked = ("best", "--arch", "sm90", "--n", "4096", "--dtype", "float32", "--rows", "8", "--inplace")

@@ -98,7 +98,7 @@ def test_between_complains_of_kernels_that_calls_run_and_of_no_others(
         return Ranking(tuple(answers), (None if called else Standing(chosen, 2.0, 2.0, 0.0),) * len(contests))
 
     succeed("tune", *SMALL, "--contiguous", "--trials", "1")
-    write_trials(options.default_bundle("another"), [make_trial(problem=Problem(4, DType.FLOAT16, Numerics.FAST))])
+    write_trials(options.default_bundle("another"), [make_trial(problem=Problem.of(4, DType.FLOAT16, Numerics.FAST))])
     monkeypatch.setattr(FakeDevice, "rank", refuses)
     result = run(*BETWEEN)
     assert result.exit_code == called
@@ -108,7 +108,9 @@ def test_between_complains_of_kernels_that_calls_run_and_of_no_others(
 def test_between_times_no_kernel_of_another_arch(fake_gpu: None) -> None:
     succeed("tune", *SMALL, "--contiguous", "--trials", "1")
     succeed(*BETWEEN)
-    older = make_trial(problem=Problem(4, DType.FLOAT16, Numerics.FAST), arch="sm80", kernel=make_kernel(arch="sm80"))
+    older = make_trial(
+        problem=Problem.of(4, DType.FLOAT16, Numerics.FAST), arch="sm80", kernel=make_kernel(arch="sm80")
+    )
     write_bundle(options.default_bundle("sm80"), "sm80", portfolio([older]), lambda _: make_kernel(arch="sm80"))
     succeed(*BETWEEN)
     (before, _), (after, _) = FakeDevice.ranked

@@ -87,7 +87,7 @@ def test_a_bundle_of_another_database_is_not_replaced(
     before = options.default_bundle("sm90").read_bytes()
     other = tmp_path / "other.db"
     with Store.open(other) as store:
-        store.record(replace(make_trial(), problem=Problem(512, "float16")))
+        store.record(replace(make_trial(), problem=Problem.of(512, "float16")))
         store.record(replace(make_trial(), arch="sm80"))
         store.record(replace(make_trial(), outcome=Outcome.COMPILE_FAILED, kernel=None))
         store.record(make_trial(2, outcome=Outcome.WRONG_ANSWER))  # another kernel than that which won
@@ -99,14 +99,14 @@ def test_a_bundle_of_another_database_is_not_replaced(
     with Store.open(database) as store:  # its own, by which the winner is wrong by now
         for trial in store.trials():
             store.record(replace(trial, outcome=Outcome.WRONG_ANSWER))
-        store.record(replace(make_trial(), problem=Problem(512, "float16")))
+        store.record(replace(make_trial(), problem=Problem.of(512, "float16")))
     succeed("bundle", "make", "--db", database)
     assert [problem.n for problem in Bundle.open(options.default_bundle("sm90")).problems()] == [512]
 
 
 def test_a_bundle_of_estimates_is_replaced(database: Path) -> None:
     fields = {"provenance": Provenance.ESTIMATED, "environment": Environment()}
-    path = write_trials(options.default_bundle("sm90"), [make_trial(problem=Problem(512, DType.FLOAT16), **fields)])
+    path = write_trials(options.default_bundle("sm90"), [make_trial(problem=Problem.of(512, DType.FLOAT16), **fields)])
     succeed("bundle", "make", "--db", database)
     assert Bundle.open(path).gpus() == [GPU]
 

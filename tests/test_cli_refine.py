@@ -16,6 +16,7 @@ from sample_trials import H100, PROBLEM, in_clusters, make_trial, times
 from hadagen.cli import options
 from hadagen.cli import refine as refine_command
 from hadagen.measure import Answer, Variant
+from hadagen.problem import Transform
 from hadagen.trial import Outcome, Timing, Trial
 from hadagen.tuning_db.bundle import Bundle
 from hadagen.tuning_db.store import Store
@@ -84,7 +85,7 @@ def test_refine_is_refused_where_nothing_was_tuned_or_can_be_kept(
     assert not options.default_bundle("sm90").exists()
     assert "there is no tuning database" in sentence(run("refine"), 1)
     assert "cannot be both the database and the bundle" in sentence(run("refine", "--db", db, "--bundle", db), 2)
-    write_trials(options.default_bundle("sm90"), [make_trial(problem=replace(PROBLEM, n=512))])
+    write_trials(options.default_bundle("sm90"), [make_trial(problem=replace(PROBLEM, transform=Transform(512)))])
     monkeypatch.setattr("hadagen.tuner.refine.refine", raising(AssertionError("it measured")))
     assert f"has winners that {fill()} has no working trial of" in sentence(run("refine"), 2)
     monkeypatch.setattr(Store, "read_only", True)

@@ -24,7 +24,7 @@ from hadagen import measure
 from hadagen.cli import options, tune
 from hadagen.cli.listing import winners
 from hadagen.errors import DeviceError
-from hadagen.problem import DType, Numerics, Problem
+from hadagen.problem import DType, Numerics, Problem, Rows, Transform
 from hadagen.runtime.bundles import VARIABLE
 from hadagen.trial import Environment, Provenance
 from hadagen.tuner import REGIMES, TuneOptions
@@ -63,8 +63,8 @@ def test_a_tune_without_a_gpu_estimates_is_found_and_goes_on() -> None:
 
 @pytest.mark.parametrize("numerics", Numerics)
 def test_the_table_of_all_problems_fits_a_terminal(numerics: Numerics, capsys: pytest.CaptureFixture[str]) -> None:
-    kinds = product(DType, (False, True), (1 << k for k in range(1, 16)))
-    problems = [Problem(n, dtype, numerics, pitched) for dtype, pitched, n in kinds]
+    kinds = product(DType, Rows, (1 << k for k in range(1, 16)))
+    problems = [Problem.of(n, dtype, numerics, rows) for dtype, rows, n in kinds]
     tune._print_best(dict.fromkeys(problems, (1.25, 0.5, 0.0)) | {problems[0]: (5.0, 0.5, 0.0)})
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 10
@@ -75,7 +75,7 @@ def test_the_table_of_all_problems_fits_a_terminal(numerics: Numerics, capsys: p
 def test_the_winners_of_a_tune_name_another_for_gpus_that_do_not_hold_one() -> None:
     db = options.default_db()
     db.parent.mkdir(parents=True)
-    fields = {"problem": replace(PROBLEM, numerics=Numerics.FAST), "provenance": Provenance.ESTIMATED}
+    fields = {"problem": PROBLEM.with_io(numerics=Numerics.FAST), "provenance": Provenance.ESTIMATED}
     with Store.open(db) as store:
         for blocks, chunks, us in ((16, 1, 1.5), (8, 2, 2.5)):
             store.record(in_clusters(blocks, chunks, timings=times({1 << 16: us}), environment=Environment(), **fields))
@@ -109,7 +109,7 @@ def test_what_is_tuned(
     )
     result = run("tune", "--n", "64", *arguments, *kind)
     expected = {f"n64-{name}{end}" for name in names.split() for end in ends}
-    assert {problem.name for problem in wanted[0].problems} == expected
+    assert {problem.key for problem in wanted[0].problems} == expected
     assert f"tuning {len(expected)} problem{'s' * (len(expected) > 1)} for sm90;" in result.stderr
     assert len(wanted[0].problems) == len(expected)
 
@@ -249,12 +249,12 @@ def test_a_tune_begins_with_the_winners_there_are(
         "hadagen.tuner.tune", lambda options, listen: wanted.append(options) or raising(KeyboardInterrupt())()
     )
     bundle = write_sample(tmp_path / "winners.db", chunks=2)
-    problem = Problem(256, DType.FLOAT16)
+    problem = Problem.of(256, DType.FLOAT16)
     monkeypatch.setenv(VARIABLE, str(bundle))
     run("tune", "--n", "128,256", "--dtype", "float16", "--numerics", "accurate", "--contiguous")
     run("tune", "--n", "256", "--from-scratch")
     assert [knobs.chunks for knobs in wanted[0].known[problem]] == [2]
-    assert wanted[0].known[replace(problem, n=128)] == []
+    assert wanted[0].known[replace(problem, transform=Transform(128))] == []
     assert wanted[1].known == {}
 
 
@@ -279,7 +279,7 @@ def test_a_tune_reports_the_winners_of_its_own_gpu(fake_gpu: None) -> None:
     db = options.default_db()
     db.parent.mkdir(parents=True)
     with Store.open(db) as store:
-        store.record(make_trial(problem=Problem(4, DType.FLOAT16, Numerics.FAST), environment=H200))
+        store.record(make_trial(problem=Problem.of(4, DType.FLOAT16, Numerics.FAST), environment=H200))
     winners = json.loads(succeed(*SMALL_TUNE))["winners"]
     assert {winner["gpu"] for winner in winners} == {"Test GPU"}
 

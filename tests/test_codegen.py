@@ -18,7 +18,7 @@ from hadagen.codegen import render
 from hadagen.emulator import host_texts
 from hadagen.knobs import Knobs
 from hadagen.plan import Plan
-from hadagen.problem import DType, Numerics, Problem
+from hadagen.problem import DType, Numerics, Problem, Rows
 from hadagen.scale import ScaleForm
 from hadagen.space import build_plan
 from hadagen.steps.base import PACKED
@@ -29,7 +29,7 @@ from hadagen.steps.transforms import NORMALIZER, Gather, Mma
 def sample() -> list[Plan]:
     choose = random.Random(3)
     kinds = list(product((1 << k for k in range(1, 16)), DType, Numerics, (False, True)))
-    problems = dict.fromkeys(Problem(*kind) for kind in kinds)
+    problems = dict.fromkeys(Problem.of(*kind) for kind in kinds)
     return [build_plan(problem, draw(problem, choose), ARCH) for problem in problems]
 
 
@@ -102,14 +102,14 @@ def test_a_scale_is_read_in_one_form(plan: Plan) -> None:
         assert bool(re.search(rf"hadamard16(_tf32)?\(power{number}\b", text)) == (number in factors and whole)
     assert text.count("scale_word") == 1 + (1 if whole else len(factors) + (Correct in kinds))
     assert whole or factors
-    if plan.problem.numerics is Numerics.ACCURATE:
+    if plan.problem.io.numerics is Numerics.ACCURATE:
         assert whole
-        powers = Mma in kinds and plan.problem.dtype is not DType.FLOAT16
+        powers = Mma in kinds and plan.problem.io.input is not DType.FLOAT16
         assert bool(factors) == (powers and not plan.normalizes)
 
 
 def test_fast_scales_in_mma_wherever_values_between_two_are_packed() -> None:
-    fast = [plan for plan in PLANS if plan.problem.numerics is Numerics.FAST]
+    fast = [plan for plan in PLANS if plan.problem.io.numerics is Numerics.FAST]
     scaled = [plan for plan in fast if Scale not in {type(step) for step in plan.steps}]
     # In bfloat16, where no mma leaves packed values, one of them and a correction would round too often.
     assert {plan.scale_form for plan in scaled} == set(ScaleForm) - {ScaleForm.FP32, ScaleForm.BFLOAT16_CORRECTED}
@@ -124,14 +124,18 @@ def test_only_pitched_kernels_know_columns_and_pitches(plan: Plan) -> None:
     body = render(plan).text.partition("__global__")[2]
     for name in ("columns", "x_pitch", "y_pitch"):
         # In the signature, and where it is used.
-        assert (len(re.findall(rf"\b{name}\b", body)) >= 2) if plan.problem.pitched else (name not in body)
+        assert (
+            (len(re.findall(rf"\b{name}\b", body)) >= 2) if plan.problem.io.rows is Rows.PITCHED else (name not in body)
+        )
 
 
-@pytest.mark.parametrize("plan", [plan for plan in PLANS if plan.problem.pitched], ids=lambda plan: plan.digest[:8])
+@pytest.mark.parametrize(
+    "plan", [plan for plan in PLANS if plan.problem.io.rows is Rows.PITCHED], ids=lambda plan: plan.digest[:8]
+)
 def test_a_pitched_kernel_takes_vectors_where_it_may(plan: Plan) -> None:
     text = render(plan).text
     whole = plan.problem.n >= plan.vector_elements
-    size, width = plan.problem.dtype.bytes, plan.vector_elements
+    size, width = plan.problem.io.input.bytes, plan.vector_elements
     assert (f"x_in_vectors = in_vectors(x, {size} * x_pitch)" in text) == whole
     assert (f"x_in_vectors && left >= {width} ? load16" in text) == whole
     assert (f"if (y_in_vectors && left >= {width}) store16" in text) == whole
@@ -141,7 +145,7 @@ def test_a_pitched_kernel_takes_vectors_where_it_may(plan: Plan) -> None:
 
 
 @pytest.mark.parametrize(
-    "plan", [plan for plan in PLANS if plan.problem.dtype is DType.FLOAT32], ids=lambda plan: plan.digest[:8]
+    "plan", [plan for plan in PLANS if plan.problem.io.input is DType.FLOAT32], ids=lambda plan: plan.digest[:8]
 )
 def test_float32_has_no_packed_values(plan: Plan) -> None:
     text = render(plan).text
@@ -151,7 +155,7 @@ def test_float32_has_no_packed_values(plan: Plan) -> None:
 
 def test_float32_goes_through_mma_in_three_parts() -> None:
     """Eight bits each, the smallest summed first, of what is cut off and never rounded."""
-    plan = build_plan(Problem(256, DType.FLOAT32), Knobs(mma_carrier="split"), ARCH)
+    plan = build_plan(Problem.of(256, DType.FLOAT32), Knobs(mma_carrier="split"), ARCH)
     text = render(plan).text
     assert [line for line in plan.describe() if "mma" in line] == [
         "mma reg0: bits 0 2 3 1 as 3 bfloat16, times the first factor of the scale",
@@ -163,7 +167,7 @@ def test_float32_goes_through_mma_in_three_parts() -> None:
 
 def test_float32_goes_through_mma_as_two_tf32() -> None:
     """What is cut off of them first, and then they themselves, of which an mma takes no more than a tf32."""
-    text = render(build_plan(Problem(256, DType.FLOAT32), Knobs(mma_carrier="tf32"), ARCH)).text
+    text = render(build_plan(Problem.of(256, DType.FLOAT32), Knobs(mma_carrier="tf32"), ARCH)).text
     values = ["f[2 * a]", "f[2 * a + 1]", "f[2 * b]", "f[2 * b + 1]"]
     below = [f"below_tf32({value})" for value in values]
     assert re.findall(r"mma\(d, h, (.*)\);", text) == [", ".join(below), ", ".join(values)] * 2
@@ -171,7 +175,7 @@ def test_float32_goes_through_mma_as_two_tf32() -> None:
 
 
 def test_bfloat16_goes_through_the_second_mma_as_one_tf32() -> None:
-    plan = build_plan(Problem(256, DType.BFLOAT16), Knobs(mma_carrier="tf32"), ARCH)
+    plan = build_plan(Problem.of(256, DType.BFLOAT16), Knobs(mma_carrier="tf32"), ARCH)
     text = render(plan).text
     assert [line for line in plan.describe() if "mma" in line] == [
         "mma reg0: bits 0 3 4 1, times the first factor of the scale",
@@ -191,7 +195,7 @@ def places(text: str, *parts: str) -> list[int]:
 def test_a_multicast_starts_when_all_blocks_run_and_nobody_waits_to_store() -> None:
     knobs = Knobs(4, 4, 4, "load", mma_carrier="split", butterfly_carrier="fp32", exchange_carrier="fp32")
     knobs = replace(knobs, load="multicast", trigger="store")
-    plan = build_plan(Problem(16384, DType.BFLOAT16), knobs, ARCH)
+    plan = build_plan(Problem.of(16384, DType.BFLOAT16), knobs, ARCH)
     text = render(plan).text
     at = places(
         text,
@@ -217,7 +221,7 @@ def test_a_multicast_starts_when_all_blocks_run_and_nobody_waits_to_store() -> N
 
 def test_kernels_let_the_next_one_start_once_they_have_loaded() -> None:
     knobs = Knobs(4, 2, 2, mma_carrier="split", butterfly_carrier="fp32", exchange_carrier="fp32", trigger="load")
-    text = render(build_plan(Problem(4096, DType.FLOAT16), knobs, ARCH)).text
+    text = render(build_plan(Problem.of(4096, DType.FLOAT16), knobs, ARCH)).text
     at = places(text, "load16(from", "trigger_dependents();", "mma<T>(d")
     assert at == sorted(at)
     assert text.count("trigger_dependents") == 1
@@ -225,7 +229,7 @@ def test_kernels_let_the_next_one_start_once_they_have_loaded() -> None:
 
 def test_every_round_between_blocks_waits_for_a_phase_of_its_own() -> None:
     knobs = Knobs(4, 2, 2, mma_carrier="split", butterfly_carrier="fp32", exchange_carrier="fp32", exchange_rounds=2)
-    text = render(build_plan(Problem(4096, DType.FLOAT16), knobs, ARCH)).text
+    text = render(build_plan(Problem.of(4096, DType.FLOAT16), knobs, ARCH)).text
     at = places(
         text,
         "remote_barrier_wait(crossed, 0);",
@@ -237,10 +241,10 @@ def test_every_round_between_blocks_waits_for_a_phase_of_its_own() -> None:
     assert text.count("remote_barrier_wait(crossed, ") == 2
 
 
-@pytest.mark.parametrize("pitched", [False, True], ids=["contiguous", "pitched"])
-def test_blocks_that_load_whole_rows_store_when_all_have_loaded(pitched: bool) -> None:
+@pytest.mark.parametrize("rows", Rows)
+def test_blocks_that_load_whole_rows_store_when_all_have_loaded(rows: Rows) -> None:
     knobs = Knobs(4, 4, 4, "load", mma_carrier="split", butterfly_carrier="fp32", exchange_carrier="fp32")
-    plan = build_plan(Problem(16384, DType.BFLOAT16, pitched=pitched), knobs, ARCH)
+    plan = build_plan(Problem.of(16384, DType.BFLOAT16, rows=rows), knobs, ARCH)
     text = render(plan).text
     assert "u32 p[16 * chunks];" in text
     assert "i < 4 * vectors" in text
@@ -259,7 +263,7 @@ def test_blocks_that_load_whole_rows_store_when_all_have_loaded(pitched: bool) -
 
 
 def test_a_block_that_loads_whole_rows_stores_its_share_where_bits_end_as_they_began() -> None:
-    plan = build_plan(Problem(512, DType.FLOAT16), Knobs(cluster=2, block_bits="load", mma_carrier="split"), ARCH)
+    plan = build_plan(Problem.of(512, DType.FLOAT16), Knobs(cluster=2, block_bits="load", mma_carrier="split"), ARCH)
     assert plan.placements[-1] == plan.loaded
     assert "store_at = lane * 8 + rank % 2 * 256;" in render(plan).text
 
@@ -291,7 +295,7 @@ def test_every_call_of_a_kernel_is_a_primitive() -> None:
 
 
 def test_the_worked_example_has_four_mma_and_no_shuffle() -> None:
-    plan = build_plan(Problem(256, DType.FLOAT16, Numerics.FAST), Knobs(), ARCH)
+    plan = build_plan(Problem.of(256, DType.FLOAT16, Numerics.FAST), Knobs(), ARCH)
     text = render(plan).text
     assert [line.split(":")[0] for line in plan.describe() if line.startswith("mma")] == ["mma reg0", "mma reg1"]
     assert "shared" not in text

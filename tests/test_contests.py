@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,13 +21,13 @@ from hadagen.measure.cells import Traffic
 from hadagen.measure.messages import Answer, Compare, Comparison, Rank, Ranking, Standing, Times
 from hadagen.measure.timing import Sample, Stopwatch, Work, transform_work
 from hadagen.measure.verify import Verifier
-from hadagen.problem import DType, Numerics, Problem
+from hadagen.problem import DType, Numerics, Problem, Rows
 from hadagen.runtime import fallback
 from hadagen.trial import Cache, Destination, Environment, Kernel, Outcome, element_buckets, timed_rows
 
 L2 = 50 << 20
-PROBLEM = Problem(256, DType.FLOAT16)
-FAST = replace(PROBLEM, numerics=Numerics.FAST)
+PROBLEM = Problem.of(256, DType.FLOAT16)
+FAST = PROBLEM.with_io(numerics=Numerics.FAST)
 HOT, COLD = (Cell(3 << 13, Destination.IN_PLACE, cache) for cache in Cache)
 BOTH = ((HOT, 0.9), (COLD, 0.1))
 
@@ -212,15 +211,17 @@ def test_a_graph_of_calls_keeps_a_result_for_each_input(monkeypatch: pytest.Monk
     assert events == ["begin", "end"]
 
 
-@pytest.mark.parametrize("problem", [PROBLEM, Problem(4, DType.BFLOAT16), Problem(64, DType.FLOAT32, pitched=True)])
+@pytest.mark.parametrize(
+    "problem", [PROBLEM, Problem.of(4, DType.BFLOAT16), Problem.of(64, DType.FLOAT32, rows="pitched")]
+)
 def test_others_read_what_our_launches_read(problem: Problem) -> None:
     l2_bytes = 1 << 16
     stopwatch = Stopwatch(SimpleNamespace(device=torch.device("cpu")), l2_bytes)  # type: ignore[arg-type]
     for destination in Destination:
         cell = Cell(1 << 12, destination, Cache.COLD)
         work = transform_work(problem, cell)
-        stopwatch.fill(problem.dtype, [work.traffic])
-        inputs = stopwatch.inputs(problem.dtype, work, cell.elements // problem.n)
+        stopwatch.fill(problem.io.input, [work.traffic])
+        inputs = stopwatch.inputs(problem.io.input, work, cell.elements // problem.n)
         assert len(inputs) == work.traffic.slots(l2_bytes) > 1
         base = stopwatch._arena.data_ptr()
         starts = [x.data_ptr() - base for x in inputs]
@@ -229,10 +230,10 @@ def test_others_read_what_our_launches_read(problem: Problem) -> None:
         assert {(tuple(x.shape), x.is_contiguous()) for x in inputs} == {((cell.elements // problem.n, columns), True)}
 
 
-@pytest.mark.parametrize("pitched", [False, True])
+@pytest.mark.parametrize("rows", Rows)
 @pytest.mark.parametrize("dtype", DType)
-def test_errors_of_a_library_are_against_float64_on_our_inputs(dtype: DType, pitched: bool) -> None:
-    verifier, problem = Verifier(torch.device("cpu"), stream=0), Problem(64, dtype, pitched=pitched)
+def test_errors_of_a_library_are_against_float64_on_our_inputs(dtype: DType, rows: Rows) -> None:
+    verifier, problem = Verifier(torch.device("cpu"), stream=0), Problem.of(64, dtype, rows=rows)
     shapes = set()
 
     def transform(x: torch.Tensor, scale: float = 1 / 8) -> torch.Tensor:
@@ -247,7 +248,7 @@ def test_errors_of_a_library_are_against_float64_on_our_inputs(dtype: DType, pit
     assert shapes == {(2048, timed_rows(problem).columns)}  # a power of two, though ours are verified with ragged ones
     assert verifier.errors_of(lambda x: transform(x, 1 / 16), problem)["normal"] == pytest.approx(0.5, rel=1e-2)
     assert verifier.errors_of(lambda x: x.fill_(float("nan")), problem)["normal"] == float("inf")
-    assert verifier.errors_of(transform, replace(problem, numerics=Numerics.FAST)) == errors
+    assert verifier.errors_of(transform, problem.with_io(numerics=Numerics.FAST)) == errors
 
 
 # ---- between ---------------------------------------------------------------------------------------------------------
@@ -257,8 +258,8 @@ def test_errors_of_a_library_are_against_float64_on_our_inputs(dtype: DType, pit
     st.booleans(),
     st.integers(2, 60),
 )
-def test_rows_lie_between_the_element_counts_that_are_timed(n: int, dtype: DType, pitched: bool, counts: int) -> None:
-    problem = Problem(n, dtype, pitched=pitched)
+def test_rows_lie_between_the_element_counts_that_are_timed(n: int, dtype: DType, rows: Rows, counts: int) -> None:
+    problem = Problem.of(n, dtype, rows=rows)
     rows = rows_between(problem, counts)
     buckets = element_buckets(problem)
     assert len(rows) == counts
@@ -356,7 +357,7 @@ class FakeService:
 
 def test_a_runner_compares_and_ranks() -> None:
     ours, fast, other = (
-        Variant(problem, {}, kernel("k")) for problem in (PROBLEM, FAST, Problem(2, DType.FLOAT16, Numerics.FAST))
+        Variant(problem, {}, kernel("k")) for problem in (PROBLEM, FAST, Problem.of(2, DType.FLOAT16, Numerics.FAST))
     )
     with DeviceRunner(0, [kernel("copy")], make_service=FakeService) as runner:
         comparison = runner.compare([ours, fast], [(HOT, [0, 1]), (COLD, [1])])

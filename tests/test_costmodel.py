@@ -21,7 +21,7 @@ from hadagen.launch import LaunchSpec, RowShape, Source
 from hadagen.layout import CHUNK_BITS
 from hadagen.measure import Cell, Variant, all_cells
 from hadagen.plan import Plan
-from hadagen.problem import ROUNDING_ERROR, DType, Numerics, Problem
+from hadagen.problem import ROUNDING_ERROR, DType, Numerics, Problem, Rows
 from hadagen.reference import INPUT_CLASSES
 from hadagen.space import Space, build_plan
 from hadagen.steps.base import Cost
@@ -90,8 +90,8 @@ def estimates_and_times() -> list[tuple[int, float, float]]:
     rows = []
     for line in MEASURED.strip().splitlines()[1:]:
         numerics, n, elements, destination, cache, chunks, warps, blocks, us = line.split()
-        problem = Problem(int(n), DType.FLOAT16, Numerics(numerics))
-        wide = problem.numerics is Numerics.ACCURATE
+        problem = Problem.of(int(n), DType.FLOAT16, Numerics(numerics))
+        wide = problem.io.numerics is Numerics.ACCURATE
         far = wide and problem.n > int(chunks) << CHUNK_BITS
         knobs = Knobs(
             int(chunks),
@@ -120,7 +120,9 @@ def test_estimates_are_near_the_times_of_the_shipped_winners() -> None:
     errors: dict[bool, list[float]] = {True: [], False: []}
     bundle = Bundle.open(shipped()["sm90"])
     for problem in bundle.problems():
-        entries = [entry for entry in bundle.entries(problem) if "H100" in entry.gpu and not problem.pitched]
+        entries = [
+            entry for entry in bundle.entries(problem) if "H100" in entry.gpu and problem.io.rows is Rows.CONTIGUOUS
+        ]
         for entry in entries[::5]:
             estimate = Estimate(build_plan(problem, Knobs.from_dict(entry.knobs), SM90), SM90)
             for cache, us in ((Cache.HOT, entry.hot_us), (Cache.COLD, entry.cold_us)):
@@ -153,25 +155,25 @@ WHOLE_ROWS = [
 
 @pytest.mark.parametrize(("n", "dtype", "elements", "us"), WHOLE_ROWS)
 def test_estimates_of_whole_rows_are_near_what_was_measured(n: int, dtype: DType, elements: int, us: float) -> None:
-    seeds = [knobs for knobs in Space(Problem(n, dtype), SM90).seeds() if knobs.block_bits == "load"]
-    some = [Estimate(build_plan(Problem(n, dtype), knobs, SM90), SM90) for knobs in seeds]
+    seeds = [knobs for knobs in Space(Problem.of(n, dtype), SM90).seeds() if knobs.block_bits == "load"]
+    some = [Estimate(build_plan(Problem.of(n, dtype), knobs, SM90), SM90) for knobs in seeds]
     assert min(each.us(elements, Destination.IN_PLACE, Cache.HOT) for each in some) == pytest.approx(us, rel=0.25)
 
 
 def test_blocks_that_load_whole_rows_need_registers_and_l2_for_them() -> None:
     knobs = Knobs(chunks=8, warps=4, cluster=4, mma_carrier="split", butterfly_carrier="fp32", exchange_carrier="fp32")
-    problem = Problem(32768, DType.BFLOAT16)
+    problem = Problem.of(32768, DType.BFLOAT16)
     exchange, load = (build_plan(problem, replace(knobs, block_bits=how), SM90) for how in ("exchange", "load"))
     assert tuple(plan.footprint.registers(wide=plan.wide) for plan in (exchange, load)) == (24 + 8 * 8, 24 + 4 * 8 * 4)
     large = Cell(1 << 22, Destination.IN_PLACE, Cache.HOT)
     # Four shares come from L2, and one goes there.
-    assert Estimate(load, SM90).us(*large) > 5 * large.elements * problem.dtype.bytes / SM90.model.l2_bytes_per_us
+    assert Estimate(load, SM90).us(*large) > 5 * large.elements * problem.io.input.bytes / SM90.model.l2_bytes_per_us
 
 
 def test_l2_reads_a_row_once_for_a_multicast() -> None:
     """Which takes it in faster, too."""
     knobs = Knobs(4, 4, 8, "load", mma_carrier="split", butterfly_carrier="fp32", exchange_carrier="fp32")
-    problem, cell = Problem(32768, DType.BFLOAT16), Cell(1 << 20, Destination.IN_PLACE, Cache.HOT)
+    problem, cell = Problem.of(32768, DType.BFLOAT16), Cell(1 << 20, Destination.IN_PLACE, Cache.HOT)
     each, once = (build_plan(problem, replace(knobs, load=load), SM90) for load in ("plain", "multicast"))
     assert Estimate(each, SM90).us(*cell) > 1.2 * Estimate(once, SM90).us(*cell)
     # A copy in bulk is waited for once, however many shares come.
@@ -180,7 +182,7 @@ def test_l2_reads_a_row_once_for_a_multicast() -> None:
 
 def test_float32_is_gathered_vector_by_vector() -> None:
     knobs = Knobs(1, 4, 4, "load", "lanes", low_bits="shuffle", butterfly_carrier="fp32", exchange_carrier="fp32")
-    plan = build_plan(Problem(4096, DType.FLOAT32), replace(knobs, load="multicast"), SM90)
+    plan = build_plan(Problem.of(4096, DType.FLOAT32), replace(knobs, load="multicast"), SM90)
     assert plan.footprint.registers(wide=plan.wide) == 24 + 8
     load, gather, *_ = costs_of(plan)
     assert load.shared_bytes == 4 * 2 * 1024  # in and out again
@@ -191,7 +193,7 @@ def test_what_crosses_blocks_takes_time_for_its_bytes() -> None:
     def chain(chunks: int, warps: int, carrier: str, rounds: int = 1) -> float:
         knobs = Knobs(chunks, warps, 8, mma_carrier="split", butterfly_carrier="fp32", exchange_carrier=carrier)
         knobs = replace(knobs, exchange_rounds=rounds)
-        problem = Problem(chunks * warps * 2048, DType.FLOAT16, Numerics.FAST)
+        problem = Problem.of(chunks * warps * 2048, DType.FLOAT16, Numerics.FAST)
         (step,) = plan_of(problem, knobs).exchanges[-1:]
         assert step.crosses_blocks
         return Estimate(plan_of(problem, knobs), SM90).us(problem.n, Destination.IN_PLACE, Cache.HOT)
@@ -206,14 +208,14 @@ def test_what_crosses_blocks_takes_time_for_its_bytes() -> None:
 @pytest.mark.parametrize("n", [2, 256, 32768])
 def test_a_plan_is_estimated_at_powers_of_two(n: int) -> None:
     """So that all sizes weigh alike."""
-    cells = estimate._cells_by_regime(Problem(n, DType.FLOAT16), SM90)
+    cells = estimate._cells_by_regime(Problem.of(n, DType.FLOAT16), SM90)
     assert set(cells) == set(REGIMES)
     assert {cell.elements for some in cells.values() for cell in some} == {e for e in ELEMENT_BUCKETS if e >= n}
 
 
 @st.composite
 def plans(draw: st.DrawFn) -> tuple[Problem, Knobs]:
-    problem = Problem(1 << draw(st.integers(1, 15)), draw(st.sampled_from(DType)), draw(st.sampled_from(Numerics)))
+    problem = Problem.of(1 << draw(st.integers(1, 15)), draw(st.sampled_from(DType)), draw(st.sampled_from(Numerics)))
     wanted = {name: draw(st.sampled_from(values)) for name, values in SM90.search.items()}
     return problem, next(Space(problem, SM90).nearest(wanted))
 
@@ -235,14 +237,14 @@ def test_cold_is_never_faster_than_hot(choice: tuple[Problem, Knobs], elements: 
 
 
 @pytest.mark.parametrize("dtype", DType)
-@pytest.mark.parametrize("pitched", [False, True], ids=["contiguous", "pitched"])
-def test_where_memory_is_the_limit_bytes_make_the_time(dtype: DType, pitched: bool) -> None:
-    problem = Problem(1024, dtype, pitched=pitched)
+@pytest.mark.parametrize("rows", Rows)
+def test_where_memory_is_the_limit_bytes_make_the_time(dtype: DType, rows: Rows) -> None:
+    problem = Problem.of(1024, dtype, rows=rows)
     estimate = Estimate(build_plan(problem, Space(problem, SM90).seeds()[0], SM90), SM90)
     for cell in all_cells(problem, SM90.model.l2_bytes):
         assert estimate.us(*cell) + SM90.model.early_us >= copy_us(SM90, *cell.traffic(problem))
     large = Cell(1 << 27, Destination.OUT_OF_PLACE, Cache.COLD)
-    nbytes = (1 << 27) * dtype.bytes * (3 / 4 if pitched else 1)
+    nbytes = (1 << 27) * dtype.bytes * (3 / 4 if rows is Rows.PITCHED else 1)
     assert large.traffic(problem).buffer_bytes == nbytes
     assert estimate.us(*large) == pytest.approx(2 * nbytes / SM90.model.dram_bytes_per_us, rel=0.2)
 
@@ -260,7 +262,7 @@ def test_nothing_beats_a_copy_but_by_starting_early(
 
 
 def test_prefetches_pay_where_input_comes_from_memory_in_waves() -> None:
-    problem = Problem(1 << 15, DType.FLOAT16)
+    problem = Problem.of(1 << 15, DType.FLOAT16)
     plain = Knobs(16, 8, mma_carrier="split", butterfly_carrier="fp32", exchange_carrier="fp32")
     us = {
         (ahead, cache): Estimate(build_plan(problem, replace(plain, ahead=ahead), SM90), SM90).us(
@@ -275,7 +277,7 @@ def test_prefetches_pay_where_input_comes_from_memory_in_waves() -> None:
 
 def test_a_second_tile_under_way_pays_where_each_is_waited_for() -> None:
     """Out of memory, wave by wave, though fewer blocks fit."""
-    problem, cell = Problem(4096, DType.FLOAT16), Cell(1 << 24, Destination.IN_PLACE, Cache.COLD)
+    problem, cell = Problem.of(4096, DType.FLOAT16), Cell(1 << 24, Destination.IN_PLACE, Cache.COLD)
     knobs = Knobs(4, 4, mma_carrier="split", butterfly_carrier="fp32", exchange_carrier="fp32", grid="persistent")
     one, two = (build_plan(problem, replace(knobs, load="cp_async", stages=stages), SM90) for stages in (1, 2))
     assert Estimate(two, SM90).us(*cell) < Estimate(one, SM90).us(*cell)
@@ -285,7 +287,7 @@ def test_bank_conflicts_cost_a_wide_exchange_its_time_in_shared_memory_again() -
     def shared_bytes(layout: str, rounds: int = 1) -> float:
         knobs = Knobs(4, 4, mma_carrier="split", butterfly_carrier="fp32", exchange_carrier="fp32")
         knobs = replace(knobs, shared_layout=layout, exchange_rounds=rounds)
-        plan = build_plan(Problem(4096, DType.FLOAT16), knobs, SM90)
+        plan = build_plan(Problem.of(4096, DType.FLOAT16), knobs, SM90)
         return sum(cost.shared_bytes for cost in costs_of(plan))
 
     assert shared_bytes("linear") == 2 * shared_bytes("swizzled") == 2 * shared_bytes("padded")
@@ -293,7 +295,7 @@ def test_bank_conflicts_cost_a_wide_exchange_its_time_in_shared_memory_again() -
 
 
 def test_occupancy_is_the_calculation_of_the_programming_guide() -> None:
-    problem = Problem(4096, DType.FLOAT16, Numerics.FAST)
+    problem = Problem.of(4096, DType.FLOAT16, Numerics.FAST)
     knobs = Knobs(chunks=4, warps=4, mma_carrier="split", butterfly_carrier="fp32")
     plan = build_plan(problem, knobs, SM90)
     assert plan.launch.threads == 128
@@ -306,7 +308,7 @@ def test_occupancy_is_the_calculation_of_the_programming_guide() -> None:
     staged = build_plan(problem, replace(knobs, chunks=8, load="bulk", grid="persistent"), SM90)
     assert staged.launch.shared_bytes == 32896
     assert resident_blocks(staged, SM90, 32) == 6  # 7, were nothing reserved: 233472 / (32896 + 1024)
-    small = build_plan(Problem(256, DType.FLOAT16, Numerics.FAST), Knobs(), SM90)
+    small = build_plan(Problem.of(256, DType.FLOAT16, Numerics.FAST), Knobs(), SM90)
     assert resident_blocks(small, SM90, 32) == 32  # for want of blocks, not of threads: 2048 / 32
 
 
@@ -315,7 +317,7 @@ def test_tf32_saves_the_instructions_that_take_values_apart(dtype: DType, more_m
     """Each costs as much of the tensor core as two bfloat16: of bfloat16 one for two, of float32 four for three, in
     both mma. So where instructions are the limit it is faster."""
     knobs = Knobs(chunks=4, warps=4)
-    plans = [build_plan(Problem(256, dtype), replace(knobs, mma_carrier=c), SM90) for c in ("split", "tf32")]
+    plans = [build_plan(Problem.of(256, dtype), replace(knobs, mma_carrier=c), SM90) for c in ("split", "tf32")]
     split, tf32 = (costs_of(plan) for plan in plans)
     assert sum(cost.mma for cost in tf32) - sum(cost.mma for cost in split) == 2 * more_mma
     assert sum(cost.instructions for cost in tf32) < sum(cost.instructions for cost in split)
@@ -330,7 +332,7 @@ def test_an_mma_of_far_bits_saves_instructions_and_one_tf32_the_most() -> None:
     def costs(far_lanes: str, carrier: str) -> tuple[Cost, list[Cost]]:
         """Of the exchange, and of the steps after it."""
         chosen = replace(knobs, far_lanes=far_lanes, mma_carrier=carrier)
-        plan = build_plan(Problem(8192, DType.BFLOAT16), chosen, SM90)
+        plan = build_plan(Problem.of(8192, DType.BFLOAT16), chosen, SM90)
         at = next(i for i, step in enumerate(plan.steps) if isinstance(step, Exchange))
         found = costs_of(plan)
         return found[at], found[at + 1 :]
@@ -346,7 +348,7 @@ def test_an_mma_of_far_bits_saves_instructions_and_one_tf32_the_most() -> None:
 
 def test_a_swap_moves_half_of_what_a_shuffle_does() -> None:
     knobs = Knobs(low_bits="shuffle", butterfly_carrier="fp32")
-    plans = [build_plan(Problem(256, DType.FLOAT32), replace(knobs, shuffles=s), SM90) for s in ("whole", "half")]
+    plans = [build_plan(Problem.of(256, DType.FLOAT32), replace(knobs, shuffles=s), SM90) for s in ("whole", "half")]
     whole, half = (sum(cost.shared_bytes for cost in costs_of(plan)) for plan in plans)
     assert whole == 2 * half == 5 * 8 * 32 * 4  # five bits, eight values of each of 32 threads
 
@@ -355,11 +357,11 @@ def test_a_swap_moves_half_of_what_a_shuffle_does() -> None:
 def test_shares_of_other_blocks_are_loaded_and_summed_too(ahead: int) -> None:
     """By two blocks; a prefetch between load and mma costs nothing."""
     knobs = Knobs(8, 8, 2, "load", mma_carrier="split", butterfly_carrier="fp32", exchange_carrier="fp32", ahead=ahead)
-    plan = build_plan(Problem(1 << 15, DType.FLOAT16), knobs, SM90)
+    plan = build_plan(Problem.of(1 << 15, DType.FLOAT16), knobs, SM90)
     load, *others = costs_of(plan)
     assert len(others) == len(plan.steps) - 1
     alone = replace(knobs, cluster=1, block_bits="exchange", ahead=0)
-    loaded, summed, *_ = costs_of(build_plan(Problem(1 << 14, DType.FLOAT16), alone, SM90))
+    loaded, summed, *_ = costs_of(build_plan(Problem.of(1 << 14, DType.FLOAT16), alone, SM90))
     assert load.instructions == 2 * loaded.instructions > 0
     first = next(cost for cost in others if cost.mma)
     assert (first.mma, first.instructions) == (2 * summed.mma, 2 * summed.instructions)
@@ -367,7 +369,7 @@ def test_shares_of_other_blocks_are_loaded_and_summed_too(ahead: int) -> None:
 
 def test_fewer_registers_let_more_blocks_wait_for_memory_together() -> None:
     knobs = Knobs(chunks=4, warps=4, mma_carrier="split", butterfly_carrier="fp32")
-    plan = build_plan(Problem(4096, DType.FLOAT16, Numerics.FAST), knobs, SM90)
+    plan = build_plan(Problem.of(4096, DType.FLOAT16, Numerics.FAST), knobs, SM90)
     times = [Estimate(plan, SM90, registers).us(1 << 24, Destination.IN_PLACE, Cache.HOT) for registers in (32, 255)]
     assert times[0] < times[1]
 
@@ -377,7 +379,7 @@ def test_fewer_registers_let_more_blocks_wait_for_memory_together() -> None:
 
 def test_what_the_cost_model_is_blind_to_keeps_its_first_value() -> None:
     knobs = Knobs(4, 4, 4, mma_carrier="split", butterfly_carrier="fp32", exchange_carrier="fp32")
-    problem, cell = Problem(16384, DType.FLOAT16), (1 << 20, Destination.IN_PLACE, Cache.HOT)
+    problem, cell = Problem.of(16384, DType.FLOAT16), (1 << 20, Destination.IN_PLACE, Cache.HOT)
     seen = estimate._seen(Space(problem, SM90)).arch.search
     for name, value in (("trigger", "store"), ("order", "by_chunk"), ("store", "streaming"), ("load", "no_allocate")):
         plans = [build_plan(problem, each, SM90) for each in (knobs, replace(knobs, **{name: value}))]
@@ -386,7 +388,7 @@ def test_what_the_cost_model_is_blind_to_keeps_its_first_value() -> None:
 
 
 def test_how_far_ahead_a_prefetch_is_makes_no_difference_to_the_cost_model() -> None:
-    problem, cell = Problem(16384, DType.FLOAT16), (1 << 26, Destination.IN_PLACE, Cache.COLD)
+    problem, cell = Problem.of(16384, DType.FLOAT16), (1 << 26, Destination.IN_PLACE, Cache.COLD)
     knobs = Knobs(8, 8, mma_carrier="split", butterfly_carrier="fp32", exchange_carrier="fp32")
     none, *some = (Estimate(build_plan(problem, replace(knobs, ahead=mib), SM90), SM90) for mib in (0, 2, 16))
     assert len({estimate.us(*cell) for estimate in some} - {none.us(*cell)}) == 1
@@ -394,7 +396,7 @@ def test_how_far_ahead_a_prefetch_is_makes_no_difference_to_the_cost_model() -> 
 
 
 def test_the_shortlist_begins_with_the_best_of_each_regime() -> None:
-    problem = Problem(2048, DType.BFLOAT16, Numerics.ACCURATE)
+    problem = Problem.of(2048, DType.BFLOAT16, Numerics.ACCURATE)
     space = Space(problem, SM90)
     listed = shortlist(space, 6)
     assert len(set(listed)) == 6
@@ -419,7 +421,7 @@ def _run(problem: Problem, *knobs: Knobs, registers: int = 40) -> list[Trial]:
 
 
 def test_an_estimate_is_verified_and_says_that_it_is_one() -> None:
-    problem = Problem(512, DType.FLOAT16, Numerics.ACCURATE)
+    problem = Problem.of(512, DType.FLOAT16, Numerics.ACCURATE)
     knobs = shortlist(Space(problem, SM90), 2)
     for trial, chosen in zip(_run(problem, *knobs), knobs, strict=True):
         assert (trial.outcome, trial.provenance) == (Outcome.OK, Provenance.ESTIMATED)
@@ -436,14 +438,17 @@ def test_an_estimate_is_verified_and_says_that_it_is_one() -> None:
 @pytest.mark.parametrize(
     ("problem", "knobs"),
     [
-        (Problem(256, DType.BFLOAT16, Numerics.FAST), Knobs()),
+        (Problem.of(256, DType.BFLOAT16, Numerics.FAST), Knobs()),
         (
-            Problem(1024, DType.FLOAT16, Numerics.FAST),
+            Problem.of(1024, DType.FLOAT16, Numerics.FAST),
             Knobs(chunks=4, warps=2, accumulator="packed", butterfly_carrier="fp32"),
         ),
-        (Problem(8, DType.BFLOAT16, Numerics.FAST, pitched=True), Knobs(low_bits="shuffle", butterfly_carrier="fp32")),
         (
-            Problem(2048, DType.BFLOAT16, Numerics.FAST, pitched=True),
+            Problem.of(8, DType.BFLOAT16, Numerics.FAST, rows="pitched"),
+            Knobs(low_bits="shuffle", butterfly_carrier="fp32"),
+        ),
+        (
+            Problem.of(2048, DType.BFLOAT16, Numerics.FAST, rows="pitched"),
             Knobs(chunks=2, warps=4, far_bits="lanes", far_lanes="mma_two"),
         ),
     ],
@@ -457,14 +462,14 @@ def test_what_rounds_as_often_as_it_may_is_right(problem: Problem, knobs: Knobs)
 
 def test_an_estimate_counts_the_registers_of_the_kernel() -> None:
     """Which the compiler knows, and a plan does not."""
-    problem = Problem(512, DType.FLOAT16, Numerics.ACCURATE)
+    problem = Problem.of(512, DType.FLOAT16, Numerics.ACCURATE)
     (knobs,) = shortlist(Space(problem, SM90), 1)
     (few,), (many,) = (_run(problem, knobs, registers=registers) for registers in (40, 240))
     assert many.timings != few.timings
 
 
-@pytest.mark.parametrize("pitched", [False, True])
-def test_what_an_estimate_verifies(pitched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rows", Rows)
+def test_what_an_estimate_verifies(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
     """As many rows as verification asks for, so that the last tile is ragged; pitched ones at odd addresses too."""
     asked: list[tuple[int, RowShape | None]] = []
 
@@ -473,18 +478,18 @@ def test_what_an_estimate_verifies(pitched: bool, monkeypatch: pytest.MonkeyPatc
         return dict.fromkeys(INPUT_CLASSES, 0.0)
 
     monkeypatch.setattr(estimate, "verify", verify)
-    problem = Problem(2048, DType.FLOAT16, pitched=pitched)
+    problem = Problem.of(2048, DType.FLOAT16, rows=rows)
     knobs = [seed for seed in Space(problem, SM90).seeds() if seed.grid == "persistent"][:4]
     _run(problem, *knobs)
     plans = [build_plan(problem, seed, SM90) for seed in knobs]
     wanted = [verification_rows(problem, plan.launch, estimate.ELEMENTS) for plan in plans]
     assert [rows for rows, _ in asked] == [rows for rows in wanted for _ in range(2)]
     odd = [shape.x_pitch % 2 for _, shape in asked if shape]
-    assert odd == ([1] * len(plans) if pitched else [])
+    assert odd == ([1] * len(plans) if problem.parent else [])
 
 
 def test_the_longest_rows_are_verified_with_every_class_of_input() -> None:
-    problem = Problem(32768, DType.FLOAT16, Numerics.ACCURATE)
+    problem = Problem.of(32768, DType.FLOAT16, Numerics.ACCURATE)
     (trial,) = _run(problem, shortlist(Space(problem, SM90), 1)[0])
     assert trial.errors["large"] > 0.9 * ROUNDING_ERROR[DType.FLOAT16]
 
@@ -499,14 +504,14 @@ def test_a_wrong_kernel_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(estimate, "render", with_another_scale)
     knobs = Knobs(low_bits="shuffle", butterfly_carrier="fp32")
-    (trial,) = _run(Problem(64, DType.FLOAT16, Numerics.FAST), knobs)
+    (trial,) = _run(Problem.of(64, DType.FLOAT16, Numerics.FAST), knobs)
     assert trial.outcome is Outcome.WRONG_ANSWER
     assert trial.timings == ()
     assert "relative error" in trial.detail
 
 
 def test_an_error_just_above_the_bound_reads_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = Problem(64, DType.FLOAT16, Numerics.FAST)
+    problem = Problem.of(64, DType.FLOAT16, Numerics.FAST)
     monkeypatch.setattr(estimate, "_verify", lambda *_: {"uneven": problem.error_bound * (1 + 1e-6)})
     (trial,) = _run(problem, Knobs(low_bits="shuffle", butterfly_carrier="fp32"))
     found, bound = re.findall(r"[0-9.]+e-[0-9]+", trial.detail)
@@ -522,7 +527,7 @@ def test_a_source_that_the_host_compiler_refuses_fails_alone(monkeypatch: pytest
         return replace(source, text=source.text.replace("store16_streaming", "store16_steaming"))
 
     monkeypatch.setattr(estimate, "render", broken_for_streaming)
-    problem = Problem(64, DType.FLOAT16, Numerics.FAST)
+    problem = Problem.of(64, DType.FLOAT16, Numerics.FAST)
     good_knobs = Knobs(low_bits="mma_shuffle", butterfly_carrier="fp32")
     good, bad = _run(problem, good_knobs, replace(good_knobs, store="streaming"))
     assert good.outcome is Outcome.OK

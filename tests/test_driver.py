@@ -18,7 +18,7 @@ import pytest
 from hadagen import driver
 from hadagen.driver import DoesNotFit, DriverError
 from hadagen.errors import DeviceError
-from hadagen.launch import LaunchSpec, RowShape
+from hadagen.launch import PARAMS, ROW_PARAMS, LaunchSpec, Param, RowShape
 
 
 class CUresult(IntEnum):
@@ -46,6 +46,7 @@ class FakeDriver:
     CUlaunchAttributeID = SimpleNamespace(CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION="early")
 
     def __init__(self) -> None:
+        self.more_params = 0  # that a kernel takes besides what all do
         self.during_a_launch: Callable[[], object] = lambda: None
         self.calls: list[tuple[Any, ...]] = []
         self.launched: list[tuple[Any, ...]] = []
@@ -79,7 +80,8 @@ class FakeDriver:
         pointers = ctypes.cast(parameters, ctypes.POINTER(ctypes.c_void_p))
         kinds = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int64, ctypes.c_float)
         arguments = [ctypes.cast(pointers[i], ctypes.POINTER(kind)).contents.value for i, kind in enumerate(kinds)]
-        self.rows = [ctypes.cast(pointers[i], ctypes.POINTER(ctypes.c_int64)).contents.value for i in (4, 5, 6)]
+        more = range(len(kinds), len(kinds) + self.more_params)
+        self.more = [ctypes.cast(pointers[i], ctypes.POINTER(ctypes.c_int64)).contents.value for i in more]
         grid = config.gridDimX, config.gridDimY, config.gridDimZ
         block = config.blockDimX, config.blockDimY, config.blockDimZ
         self.launched.append((function, (*grid, *block, config.sharedMemBytes, config.hStream), arguments))
@@ -114,13 +116,14 @@ def test_loading_and_launching(fake: FakeDriver) -> None:
 
 
 def test_a_prepared_launch_takes_streams_and_addresses(fake: FakeDriver) -> None:
-    kernel = driver.load(b"image", "entry", replace(TILES, pitched=True))
-    launch = kernel.prepared(1 << 20, 0.25, RowShape(100, 2**33, 128))
+    kernel = driver.load(b"image", "entry", replace(TILES, params=(*PARAMS, *ROW_PARAMS, Param("const void*", "bias"))))
+    fake.more_params = 4
+    launch = kernel.prepared(1 << 20, 0.25, RowShape(100, 2**33, 128), {"bias": 1 << 40})
     for stream in (7, 9, 7):
         launch(stream, 16 * stream, 32)
     geometry = (256, 1, 1, 256, 1, 1, 0)
     assert fake.launched == [("function", (*geometry, s), [16 * s, 32, 1 << 20, 0.25]) for s in (7, 9, 7)]
-    assert fake.rows == [100, 2**33, 128]
+    assert fake.more == [100, 2**33, 128, 1 << 40]
 
 
 def test_only_a_kernel_that_waits_itself_starts_early(fake: FakeDriver) -> None:
@@ -228,7 +231,7 @@ def test_threads_do_not_share_arguments(fake: FakeDriver) -> None:
         thread = threading.Thread(target=launch, args=(0, 32, 48))
         thread.start()
         thread.join()
-        assert made[0].addresses.tolist()[:2] == [16, 16]
+        assert made[0].values.tolist()[:2] == [16, 16]
 
     made: list[driver.LaunchBlock] = []
     real = driver.LoadedKernel.block

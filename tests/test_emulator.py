@@ -22,18 +22,18 @@ from hadagen.emulator import EmulationError, HostModule, compile_host, verificat
 from hadagen.knobs import KNOB_NAMES, Knobs, plan_of
 from hadagen.launch import LaunchSpec, RowShape, Source
 from hadagen.plan import Plan
-from hadagen.problem import DType, Numerics, Problem
+from hadagen.problem import DType, Numerics, Problem, Rows
 from hadagen.reference import INPUT_CLASSES, hadamard, relative_error
 from hadagen.space import build_plan
 from hadagen.steps.transforms import Mma
 
 PROBLEMS = list(
     dict.fromkeys(
-        Problem(1 << k, dtype, numerics, pitched)
+        Problem.of(1 << k, dtype, numerics, rows)
         for k in range(1, 16)
         for dtype in DType
         for numerics in Numerics
-        for pitched in (False, True)
+        for rows in Rows
     )
 )
 # Random choices for each problem, of which those that show something new are run.
@@ -62,25 +62,34 @@ def features(knobs: Knobs, plan: Plan) -> Iterator[tuple[object, ...]]:
     problem, k, exchange = plan.problem, knobs, exchange_kind(plan)
     ragged = "vector" if problem.n < plan.vector_elements else "tile" if plan.rows_per_tile > 1 else "never"
     yield "problem", problem
-    yield "values", problem.dtype, k.low_bits, k.mma_carrier, k.accumulator, k.butterfly_carrier
+    yield "values", problem.io.input, k.low_bits, k.mma_carrier, k.accumulator, k.butterfly_carrier
     yield "order", k.order, k.low_bits, exchange
     yield "low bits", problem.n, k.low_bits, k.butterfly_carrier
-    yield "exchange", problem.dtype, exchange, k.exchange_carrier, k.exchange_rounds, k.shared_layout
-    yield "far bits", problem.dtype, exchange, k.far_bits, k.far_lanes, k.exchange_carrier
-    yield "shuffles", k.shuffles, k.low_bits, k.order, exchange, problem.dtype.bytes
+    yield "exchange", problem.io.input, exchange, k.exchange_carrier, k.exchange_rounds, k.shared_layout
+    yield "far bits", problem.io.input, exchange, k.far_bits, k.far_lanes, k.exchange_carrier
+    yield "shuffles", k.shuffles, k.low_bits, k.order, exchange, problem.io.input.bytes
     yield "exchange in a loop", exchange, k.load, k.grid
     yield "pipeline", exchange, k.load, k.grid, k.stages, ragged
     if any(step.turned for step in plan.exchanges):
         yield "turned exchange", exchange, k.block_bits, k.shared_layout
         yield "turned exchange", k.chunks, k.warps, k.cluster
     yield "prefetch", k.ahead > 0, k.cluster > 1, k.load, ragged
-    yield "store", k.store, ragged, problem.dtype.bytes
+    yield "store", k.store, ragged, problem.io.input.bytes
     if plan.shares_loaded > 1:
-        yield "whole rows", k.cluster, k.low_bits, exchange, k.order, k.chunks > 1, k.load, problem.pitched
-        yield "values of whole rows", problem.dtype, problem.numerics, k.cluster, k.mma_carrier, exchange
-    if problem.pitched:
-        yield "pitched", exchange, k.load, k.grid, k.stages, ragged, problem.dtype.bytes
-    yield from ((name, getattr(k, name), problem.dtype) for name in KNOB_NAMES)
+        yield (
+            "whole rows",
+            k.cluster,
+            k.low_bits,
+            exchange,
+            k.order,
+            k.chunks > 1,
+            k.load,
+            problem.io.rows is Rows.PITCHED,
+        )
+        yield "values of whole rows", problem.io.input, problem.io.numerics, k.cluster, k.mma_carrier, exchange
+    if problem.io.rows is Rows.PITCHED:
+        yield "pitched", exchange, k.load, k.grid, k.stages, ragged, problem.io.input.bytes
+    yield from ((name, getattr(k, name), problem.io.input) for name in KNOB_NAMES)
 
 
 def cover() -> dict[Problem, list[Variant]]:
@@ -116,7 +125,7 @@ def test_the_variants_have_every_value_of_every_knob(variants: dict[Problem, lis
         assert {
             (exchange_kind(variant.plan), variant.knobs.far_bits, variant.knobs.far_lanes)
             for variant in chosen
-            if variant.plan.problem.dtype is dtype
+            if variant.plan.problem.io.input is dtype
         } == {
             ("none", "registers", "shuffle"),
             ("two", "registers", "shuffle"),
@@ -127,11 +136,11 @@ def test_the_variants_have_every_value_of_every_knob(variants: dict[Problem, lis
         }
 
 
-@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.name)
+@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.key)
 def test_variants_are_right(problem: Problem, variants: dict[Problem, list[Variant]], module: HostModule) -> None:
     for number, variant in enumerate(variants[problem]):
         in_place = number % 2 == 0
-        for shape in shapes(problem.n, in_place) if problem.pitched else [None]:
+        for shape in shapes(problem.n, in_place) if problem.io.rows is Rows.PITCHED else [None]:
             errors = verify(
                 problem,
                 variant.source,
@@ -161,7 +170,7 @@ def shapes(n: int, in_place: bool) -> list[RowShape]:
 )
 def test_every_whole_tile_is_prefetched_once_from_so_far_behind(n: int, knobs: dict[str, Any], rows: int) -> None:
     """All but those that are within 1 MiB of the beginning: of tiles of 16 KiB the first 64."""
-    problem = Problem(n, DType.FLOAT32)
+    problem = Problem.of(n, DType.FLOAT32)
     plan = plan_of(
         problem, Knobs(low_bits="shuffle", butterfly_carrier="fp32", exchange_carrier="fp32", **knobs, ahead=1)
     )
@@ -172,7 +181,7 @@ def test_every_whole_tile_is_prefetched_once_from_so_far_behind(n: int, knobs: d
 
 @pytest.mark.parametrize(("layout", "conflicts"), [("linear", 64), ("padded", 0), ("swizzled", 0)])
 def test_layouts_keep_a_wide_exchange_free_of_bank_conflicts(layout: str, conflicts: int) -> None:
-    problem = Problem(1024, DType.FLOAT16)
+    problem = Problem.of(1024, DType.FLOAT16)
     knobs = Knobs(
         chunks=2,
         warps=2,
@@ -233,7 +242,7 @@ def exchanging(dtype: DType, values: dict[str, object]) -> Plan:
     knobs = Knobs.from_dict({"far_bits": "lanes", "butterfly_carrier": "fp32", **values})
     if (knobs.chunks, knobs.warps, knobs.cluster, knobs.exchange_carrier) == (2, 8, 1, "packed"):
         knobs = replace(knobs, butterfly_carrier="packed")  # for want of butterflies
-    return build_plan(Problem(256 * knobs.chunks * knobs.warps * knobs.cluster, dtype, Numerics.FAST), knobs, ARCH)
+    return build_plan(Problem.of(256 * knobs.chunks * knobs.warps * knobs.cluster, dtype, Numerics.FAST), knobs, ARCH)
 
 
 def check_exchanges(plans: list[Plan], lanes: int) -> None:
@@ -244,7 +253,7 @@ def check_exchanges(plans: list[Plan], lanes: int) -> None:
         (exchange,) = plan.exchanges
         assert [near.kind in ("lane", "pair") for near, _ in exchange.pairs].count(True) == lanes
         assert exchange.crosses_blocks == (plan.cta_bits > 0)
-        x = encode(plan.problem.dtype, np.zeros((2, plan.problem.n)))
+        x = encode(plan.problem.io.input, np.zeros((2, plan.problem.n)))
         report = module.run(source.entry, plan.launch, x, np.zeros_like(x), scale=1.0)
         # Of each vector of 16 bytes, written and read.
         vectors = 2 * x.size * (4 if exchange.carrier == "fp32" else 2) // 16
@@ -255,7 +264,7 @@ def check_exchanges(plans: list[Plan], lanes: int) -> None:
 
 @pytest.mark.parametrize("rows_left_over", [1, 2, 3, 63, 127])
 def test_any_number_of_rows(rows_left_over: int) -> None:
-    problem = Problem(32, DType.BFLOAT16)
+    problem = Problem.of(32, DType.BFLOAT16)
     knobs = Knobs(chunks=2, warps=4, low_bits="shuffle", butterfly_carrier="fp32", load="bulk", grid="persistent")
     plan = build_plan(problem, knobs, ARCH)
     assert plan.rows_per_tile == 64
@@ -264,18 +273,18 @@ def test_any_number_of_rows(rows_left_over: int) -> None:
 
 
 def test_rows_of_a_verification_show_a_ragged_tile_and_come_round_a_persistent_loop() -> None:
-    problem = Problem(256, DType.FLOAT16)
+    problem = Problem.of(256, DType.FLOAT16)
     for tile_bits in range(9, 17):
         rows = verification_rows(problem, LaunchSpec(256, 1, 0, 1 << tile_bits, persistent=True))
         all_rows = len(INPUT_CLASSES) * rows - 1
         assert all_rows % (1 << tile_bits - 8)
         assert all_rows * 256 > 10 << tile_bits
-    assert verification_rows(Problem(32768, DType.FLOAT16), LaunchSpec(256, 1, 0, 1 << 15, persistent=False)) == 1
+    assert verification_rows(Problem.of(32768, DType.FLOAT16), LaunchSpec(256, 1, 0, 1 << 15, persistent=False)) == 1
 
 
 def test_a_verification_has_a_row_too_few_for_whole_tiles() -> None:
     """So what is stored beyond the last row shows."""
-    problem = Problem(128, DType.FLOAT16)
+    problem = Problem.of(128, DType.FLOAT16)
     source = render(build_plan(problem, Knobs(low_bits="shuffle", butterfly_carrier="fp32"), ARCH))
     assert source.launch.tile_elements == 2 * problem.n
     unguarded, guards = re.subn(r"if \(left > [^)]*\)", "if (true)", source.text)
@@ -291,7 +300,7 @@ def test_rows_of_an_odd_pitch_begin_beside_a_multiple_of_16_bytes(dtype: DType) 
 
 
 def test_verify_raises_for_what_the_result_does_not_show() -> None:
-    problem = Problem(512, DType.FLOAT16)
+    problem = Problem.of(512, DType.FLOAT16)
     plan = build_plan(problem, Knobs(low_bits="shuffle", chunks=2, butterfly_carrier="fp32"), ARCH)
     source = render(plan)
     again, stores = re.subn(r"(store16\(.*\));", r"\1, \1;", source.text)
@@ -304,7 +313,7 @@ def test_verify_raises_for_what_the_result_does_not_show() -> None:
 @pytest.mark.parametrize("n", [2, 8, 16, 32, 64, 128, 256, 1024])
 def test_an_infinity_stays_in_its_row(n: int, dtype: DType) -> None:
     """Rows that share a chunk, a block or a tile do not meet in any sum, not even with weight 0."""
-    problem = Problem(n, dtype, Numerics.ACCURATE)
+    problem = Problem.of(n, dtype, Numerics.ACCURATE)
     some = families(problem, "low_bits", "load", chunks=2, warps=2, cluster=1)
     plans = [build_plan(problem, knobs, ARCH) for knobs in some]
     sources = [render(plan) for plan in plans]
@@ -327,7 +336,7 @@ def test_an_infinity_comes_out_as_nan_where_an_mma_leaves_bits_as_they_are(far_l
     knobs = Knobs(chunks=4, warps=8, far_bits="lanes", far_lanes=far_lanes, butterfly_carrier="fp32")
     if far_lanes == "shuffle":
         knobs = replace(knobs, chunks=2, warps=16)
-    plan = build_plan(Problem(8192, DType.FLOAT16, Numerics.FAST), knobs, ARCH)
+    plan = build_plan(Problem.of(8192, DType.FLOAT16, Numerics.FAST), knobs, ARCH)
     x = np.ones((2, 8192))
     x[1, 77] = np.inf
     bits = encode(DType.FLOAT16, x)
@@ -354,7 +363,7 @@ def test_nan_comes_out_as_nan_and_an_infinity_as_nan_where_values_are_taken_apar
 ) -> None:
     """Whatever the bits of a NaN: quiet or not, of either sign, all of them or one. One tf32 is not taken apart."""
     few = {} if n == 256 else {"butterfly_carrier": "fp32"}
-    plan = build_plan(Problem(n, dtype), Knobs(chunks=4, mma_carrier=carrier, **few), ARCH)
+    plan = build_plan(Problem.of(n, dtype), Knobs(chunks=4, mma_carrier=carrier, **few), ARCH)
     x = np.random.default_rng(n).standard_normal((9, n))
     bits = encode(dtype, x)
     infinity, sign = encode(dtype, np.array([np.inf, -0.0]))
@@ -387,7 +396,7 @@ def test_the_bound_holds_where_large_or_tiny_values_add_up(
     n: int, dtype: DType, numerics: Numerics, magnitude: float
 ) -> None:
     """Sums of equal values are as large as sums can be; none between the steps is larger than results may be."""
-    problem = Problem(n, dtype, numerics)
+    problem = Problem.of(n, dtype, numerics)
     fixed = {"chunks": 4, "warps": 4, "cluster": 1}
     some = families(problem, "low_bits", "mma_carrier", "accumulator", "butterfly_carrier", **fixed)
     plans = [build_plan(problem, knobs, ARCH) for knobs in some]
@@ -395,11 +404,11 @@ def test_the_bound_holds_where_large_or_tiny_values_add_up(
     for plan in plans:
         rows = plan.rows_per_tile
         signs = hadamard((np.arange(n) == np.arange(rows)[:, None] % n).astype(np.float64))
-        x = decode(problem.dtype, encode(problem.dtype, signs * magnitude))
-        bits = encode(problem.dtype, x)
+        x = decode(problem.io.input, encode(problem.io.input, signs * magnitude))
+        bits = encode(problem.io.input, x)
         out = np.zeros_like(bits)
         module.run(render(plan).entry, plan.launch, bits, out, scale=1.0 / n)
-        assert relative_error(decode(problem.dtype, out), hadamard(x, 1.0 / n)) <= problem.error_bound
+        assert relative_error(decode(problem.io.input, out), hadamard(x, 1.0 / n)) <= problem.error_bound
 
 
 def floats_from(exponent: int) -> np.ndarray:
@@ -412,14 +421,14 @@ def floats_from(exponent: int) -> np.ndarray:
 
 def each_alone(values: np.ndarray, carrier: str) -> tuple[np.ndarray, np.ndarray]:
     """Rows of 256 with one of the values each, somewhere and of either sign; and what a kernel makes of them."""
-    problem, random, rows = Problem(256, DType.FLOAT32), np.random.default_rng(1), len(values)
+    problem, random, rows = Problem.of(256, DType.FLOAT32), np.random.default_rng(1), len(values)
     plan = build_plan(problem, Knobs(mma_carrier=carrier), ARCH)
     x = np.zeros((rows, problem.n))
     x[np.arange(rows), random.integers(0, problem.n, rows)] = values * random.choice((-1.0, 1.0), rows)
-    bits = encode(problem.dtype, x)
+    bits = encode(problem.io.input, x)
     out = np.zeros_like(bits)
     compile_host([render(plan)]).run(render(plan).entry, plan.launch, bits, out, scale=1.0)
-    return x, decode(problem.dtype, out)
+    return x, decode(problem.io.input, out)
 
 
 def test_mma_takes_all_24_bits_of_a_float32_of_any_size() -> None:

@@ -50,7 +50,7 @@ EACH = 2  # plans of each n, type and numerics
 def sample() -> list[Plan]:
     choose = random.Random(7)
     problems = dict.fromkeys(
-        Problem(1 << k, dtype, numerics) for k in range(1, 16) for dtype in DType for numerics in Numerics
+        Problem.of(1 << k, dtype, numerics) for k in range(1, 16) for dtype in DType for numerics in Numerics
     )
     some = [(problem, draw(problem, choose)) for problem in problems for _ in range(EACH)]
     # Whose first sums are the longest: over blocks too.
@@ -58,7 +58,7 @@ def sample() -> list[Plan]:
     some += [(problem, draw(problem, choose, chunks=4, cluster=8, block_bits="load")) for problem in long]
     # And which are brought to the range of float16.
     levels = {"cluster": 4, "far_bits": "lanes", "low_bits": "mma", "mma_carrier": FP16, "exchange_carrier": "packed"}
-    normalized = [problem for problem in long if (problem.dtype, problem.numerics) == NORMALIZED]
+    normalized = [problem for problem in long if (problem.io.input, problem.io.numerics) == NORMALIZED]
     some += [
         (problem, draw(problem, choose, block_bits="exchange", **levels)) for problem in normalized for _ in range(EACH)
     ]
@@ -80,14 +80,14 @@ def operands(plan: Plan) -> set[str]:
 
 
 def test_there_are_plans_with_every_operand() -> None:
-    found = {(plan.problem.dtype, operand) for plan in PLANS for operand in operands(plan)}
+    found = {(plan.problem.io.input, operand) for plan in PLANS for operand in operands(plan)}
     assert {(dtype, operand) for operand, parts in PARTS.items() for dtype in parts} <= found
     assert sum(plan.normalizes for plan in PLANS) >= 3
 
 
 def inputs(plan: Plan, rows: int) -> dict[str, tuple[np.ndarray, float]]:
     """Rows and a scale, with which every result is finite."""
-    n, edges = plan.problem.n, EDGES[plan.problem.dtype]
+    n, edges = plan.problem.n, EDGES[plan.problem.io.input]
     generator = np.random.default_rng(n)
     signs = generator.choice([-1.0, 1.0], (rows, n))
     alone = np.arange(n) == np.arange(rows)[:, None] % n
@@ -99,7 +99,7 @@ def inputs(plan: Plan, rows: int) -> dict[str, tuple[np.ndarray, float]]:
         "the largest in a part of the row": (part, n**-0.5),
         "the largest by turns": (edges.largest * np.where(np.arange(n) % 2, signs[:, :1], 1.0), 1 / n),
     }
-    if wide_range(plan.problem.dtype):
+    if wide_range(plan.problem.io.input):
         powers = np.repeat(generator.integers(-60, 1, min(32, n)), n // min(32, n))
         found["of very different sizes"] = np.ldexp(generator.standard_normal((rows, n)), powers), n**-0.5
         found["small, times a small scale"] = np.ldexp(signs, -60), 2.0**-60
@@ -117,16 +117,16 @@ def test_the_edges_of_a_type(number: int, module: HostModule) -> None:
     plan, source = PLANS[number], SOURCES[number]
     problem = plan.problem
     least, greatest = plan.scale_form.range
-    slack = FLOAT32_SLACK if problem.dtype is DType.FLOAT32 else SLACK[problem.numerics]
+    slack = FLOAT32_SLACK if problem.io.input is DType.FLOAT32 else SLACK[problem.io.numerics]
     for name, (x, scale) in inputs(plan, max(2, verification_rows(problem, plan.launch) // 8)).items():
         if not least <= scale <= greatest:
             continue  # the runtime asks the accurate kernel
-        bits: Bits = encode(problem.dtype, x)
+        bits: Bits = encode(problem.io.input, x)
         out = np.full_like(bits, 0x7FFF)
         module.run(source.entry, plan.launch, bits.reshape(-1), out.reshape(-1), scale=scale)
         # Far below the largest, for the squares of an error's norm to be finite.
         unit = np.abs(x).max()
-        y, wanted = decode(problem.dtype, out) / unit, hadamard(x / unit, scale)
+        y, wanted = decode(problem.io.input, out) / unit, hadamard(x / unit, scale)
         assert np.isfinite(y).all(), name
         error = np.linalg.norm(y - wanted) / np.linalg.norm(wanted)
-        assert error <= slack * EDGES[problem.dtype].rounding, (name, error)
+        assert error <= slack * EDGES[problem.io.input].rounding, (name, error)

@@ -50,7 +50,7 @@ def test_a_chunk_bit_waits_for_the_mma_of_far_bits_where_none_comes_to_its_place
     shape = Knobs(chunks, warps, cluster, block_bits)
     tile = {name: getattr(shape, name) for name in (*SHAPE, "block_bits")}
     knobs = dataclasses.replace(FAR_LANES, **tile, mma_carrier=carrier)
-    plan = build_plan(Problem(256 * chunks * warps * cluster, DType.BFLOAT16), knobs, ARCH)
+    plan = build_plan(Problem.of(256 * chunks * warps * cluster, DType.BFLOAT16), knobs, ARCH)
     (at,) = [i for i, step in enumerate(plan.steps) if isinstance(step, Exchange)]
     assert [step.place for step in plan.steps[:at] if isinstance(step, Butterfly)] == [reg(2 + j) for j in near]
     exchange, far = plan.steps[at], plan.steps[at + 1]
@@ -81,7 +81,7 @@ def test_an_mma_takes_fewer_far_bits_and_leaves_the_others_at_its_places_as_they
     chunks: int, warps: int, cluster: int, lanes: int, near: list[int]
 ) -> None:
     knobs = dataclasses.replace(FAR_LANES, chunks=chunks, warps=warps, cluster=cluster, far_lanes="mma_two")
-    problem = Problem(256 * chunks * warps * cluster, DType.BFLOAT16)
+    problem = Problem.of(256 * chunks * warps * cluster, DType.BFLOAT16)
     plan = build_plan(problem, dataclasses.replace(knobs, mma_carrier="split"), ARCH)
     (at,) = [i for i, step in enumerate(plan.steps) if isinstance(step, Exchange)]
     assert [step.place for step in plan.steps[:at] if isinstance(step, Butterfly)] == [reg(2 + j) for j in near]
@@ -96,11 +96,11 @@ def test_an_mma_takes_fewer_far_bits_and_leaves_the_others_at_its_places_as_they
 
 def test_an_idle_place_holds_a_bit_of_the_row_and_no_tf32() -> None:
     knobs = Knobs(chunks=2, warps=4, far_bits="lanes", far_lanes="mma_two")
-    plan = build_plan(Problem(2048, DType.FLOAT16, Numerics.FAST), knobs, ARCH)
+    plan = build_plan(Problem.of(2048, DType.FLOAT16, Numerics.FAST), knobs, ARCH)
     far = next(i for i, step in enumerate(plan.steps) if isinstance(step, Mma) and step.turned)
     assert plan.describe()[far] == "mma reg2, turned, 1 idle: bits 10 9 8"
     for wrong in ({"idle": 3}, {"operand": "tf32", "parts": 1, "turned": False}):
-        problem = dataclasses.replace(plan.problem, dtype=DType.BFLOAT16)
+        problem = plan.problem.with_io(input=DType.BFLOAT16, output=DType.BFLOAT16)
         steps = (*plan.steps[:far], dataclasses.replace(plan.steps[far], **wrong), *plan.steps[far + 1 :])
         with pytest.raises(UsageError, match="it transforms two bits at least, and leaves none as it is of a tf32"):
             dataclasses.replace(plan, problem=problem, steps=steps)
@@ -108,7 +108,7 @@ def test_an_idle_place_holds_a_bit_of_the_row_and_no_tf32() -> None:
     two_rows = Exchange(((lane(2), warp(0)),), PACKED)
     steps = (Load("plain"), Mma(0, factor=1), Round(), Transpose(), two_rows, Mma(2, turned=True, idle=1))
     with pytest.raises(UsageError, match=r"step 6 \(Mma\) .*: mixes bits beyond the row"):
-        Plan(Problem(512, DType.FLOAT16, Numerics.FAST), 1, 1, 0, steps)
+        Plan(Problem.of(512, DType.FLOAT16, Numerics.FAST), 1, 1, 0, steps)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_an_idle_place_holds_a_bit_of_the_row_and_no_tf32() -> None:
 )
 def test_groups_are_as_small_as_chunks_that_meet_from_the_exchange_on(shape: dict[str, Any], chunks: int) -> None:
     knobs = dataclasses.replace(FAR_LANES, mma_carrier="split", order="by_group", **shape)
-    plan = build_plan(Problem(256 * knobs.chunks * knobs.warps, DType.BFLOAT16), knobs, ARCH)
+    plan = build_plan(Problem.of(256 * knobs.chunks * knobs.warps, DType.BFLOAT16), knobs, ARCH)
     assert plan.group_chunks == chunks
     source = render(plan)
     module = compile_host([source])
@@ -154,7 +154,7 @@ def test_only_one_exchange_in_a_block_goes_group_by_group() -> None:
         Knobs(8, 2, 2, exchange_carrier="fp32", **wide),  # between blocks
         Knobs(8, **wide),  # none
     ):
-        plan = build_plan(Problem(256 * knobs.chunks * knobs.warps * knobs.cluster, DType.BFLOAT16), knobs, ARCH)
+        plan = build_plan(Problem.of(256 * knobs.chunks * knobs.warps * knobs.cluster, DType.BFLOAT16), knobs, ARCH)
         with pytest.raises(UsageError, match="only one exchange, of all vectors in a block, goes group by group"):
             dataclasses.replace(plan, order="by_group")
     plan = worked_example()
@@ -163,7 +163,7 @@ def test_only_one_exchange_in_a_block_goes_group_by_group() -> None:
     with pytest.raises(UsageError, match="order 'by_tile' is not known; choose from by_step, by_chunk, by_group"):
         dataclasses.replace(plan, order="by_tile")
     knobs = Knobs(8, 8, far_bits="lanes", far_lanes="mma", butterfly_carrier="fp32", order="by_group")
-    grouped = build_plan(Problem(16384, DType.FLOAT16, Numerics.FAST), knobs, ARCH)
+    grouped = build_plan(Problem.of(16384, DType.FLOAT16, Numerics.FAST), knobs, ARCH)
     for asked in (Trigger(), Prefetch(4)):
         with pytest.raises(UsageError, match="what a tile asks for once has no place among groups"):
             changed(grouped, len(grouped.steps) - 1, asked, grouped.steps[-1])

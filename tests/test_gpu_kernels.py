@@ -52,7 +52,7 @@ class Built:
 
     @property
     def dtype(self) -> DType:
-        return self.plan.problem.dtype
+        return self.plan.problem.io.input
 
     def on_gpu(self, x: Bits, scale: float) -> Bits:
         words = torch.from_numpy(x.view(f"i{self.dtype.bytes}")).to("cuda")
@@ -79,7 +79,7 @@ def build(plan: Plan) -> Built:
 @pytest.fixture(params=CARRIERS, ids=lambda of: f"{of[1].value}-{of[2].mma_carrier}", scope="module")
 def built(request: pytest.FixtureRequest) -> Built:
     n, dtype, knobs = request.param
-    return build(build_plan(Problem(n, dtype), knobs, ARCH))
+    return build(build_plan(Problem.of(n, dtype), knobs, ARCH))
 
 
 def test_a_value_alone_comes_out_as_on_the_emulator(built: Built) -> None:
@@ -165,7 +165,7 @@ def test_what_a_multicast_brings_is_read_for_all_blocks_before_results_lie_there
         knobs = replace(wide, low_bits="shuffle")
     else:
         knobs = replace(wide, mma_carrier="split", exchange_carrier="fp32" if shape[1] > 1 else "packed")
-    kernel = build(build_plan(Problem(n, dtype), knobs, ARCH)).kernel
+    kernel = build(build_plan(Problem.of(n, dtype), knobs, ARCH)).kernel
     for elements, launches in ((1 << 17, 400), (1 << 20, 200), (1 << 25, 20)):
         x = torch.randn(elements, device="cuda").to(getattr(torch, dtype.value))
         once, again = torch.full_like(x, torch.nan), torch.full_like(x, torch.nan)

@@ -15,7 +15,7 @@ from hadagen.codegen import render
 from hadagen.knobs import Knobs
 from hadagen.launch import LaunchSpec, Source
 from hadagen.measure import Cell, Contest, DeviceRunner, Variant, all_cells, copy_sources, device_environment
-from hadagen.problem import DType, Problem
+from hadagen.problem import DType, Problem, Rows
 from hadagen.reference import INPUT_CLASSES
 from hadagen.space import Space, build_plan
 from hadagen.toolchain import Toolchain
@@ -24,7 +24,7 @@ from hadagen.trial import Cache, Destination, Kernel, Outcome, Trial, buffer_byt
 pytestmark = [pytest.mark.gpu, needs_nvcc]
 
 ARCH = load_arch("sm90")
-PROBLEM = Problem(256, DType.FLOAT16)
+PROBLEM = Problem.of(256, DType.FLOAT16)
 LARGE = Cell(1 << 28, Destination.OUT_OF_PLACE, Cache.COLD)
 SMALL = Cell(1 << 16, Destination.IN_PLACE, Cache.HOT)
 
@@ -115,11 +115,11 @@ def test_a_right_kernel_is_timed_everywhere(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("dtype", DType)
-@pytest.mark.parametrize("pitched", [False, True], ids=["contiguous", "pitched"])
+@pytest.mark.parametrize("rows", Rows)
 def test_kernels_of_every_type_are_timed_beside_a_copy_of_the_same_bytes(
-    bench: Bench, dtype: DType, pitched: bool
+    bench: Bench, dtype: DType, rows: Rows
 ) -> None:
-    problem = Problem(1024, dtype, pitched=pitched)
+    problem = Problem.of(1024, dtype, rows=rows)
     knobs = Space(problem, ARCH).seeds()[0]
     plan = build_plan(problem, knobs, ARCH)
     (kernel,) = build(render(plan))
@@ -133,13 +133,13 @@ def test_kernels_of_every_type_are_timed_beside_a_copy_of_the_same_bytes(
 
 
 @pytest.mark.parametrize("dtype", [DType.FLOAT16, DType.BFLOAT16])
-@pytest.mark.parametrize("pitched", [False, True], ids=["contiguous", "pitched"])
+@pytest.mark.parametrize("rows", Rows)
 @pytest.mark.parametrize("order", ["by_step", "by_chunk"])
 def test_blocks_that_load_whole_rows_are_right_and_wait_for_each_other(
-    bench: Bench, dtype: DType, pitched: bool, order: str
+    bench: Bench, dtype: DType, rows: Rows, order: str
 ) -> None:
     """In place too, launch after launch: clusters of each size, with an exchange inside of blocks and without."""
-    problem = Problem(8192, dtype, pitched=pitched)
+    problem = Problem.of(8192, dtype, rows=rows)
     fp32 = Knobs(block_bits="load", mma_carrier="split", butterfly_carrier="fp32", order=order)
     shapes = ((8, 2, 2), (4, 2, 4), (2, 2, 8), (4, 1, 8))
     some = [

@@ -23,7 +23,7 @@ from test_runtime import VIEWS, expected
 
 import hadagen
 from hadagen import Match, Problem, best_config, driver, hadamard_transform
-from hadagen.problem import padded_length
+from hadagen.problem import Rows, padded_length
 from hadagen.runtime import bundles, kernels
 from hadagen.runtime.choose import choose_from_bundles
 from hadagen.runtime.device import find_device
@@ -43,7 +43,7 @@ GUARD = 4096  # elements on either side of a tensor that must not be written
 @pytest.mark.parametrize("n", SIZES)
 def test_every_kernel_against_float64(n: int, dtype: str, numerics: str, inplace: bool) -> None:
     """At every bucket's size and a ragged one beside it; nothing outside of the result is written."""
-    problem = Problem(n, dtype, numerics)
+    problem = Problem.of(n, dtype, numerics)
     require(found(normal(1, n, dtype=DTYPES[dtype]), numerics, inplace))
     counts = {1, 3} | {max(1, (1 << k) // n) + ragged for k in range(13, 26, 2) for ragged in (0, 1)}
     for rows in sorted(counts):
@@ -78,7 +78,7 @@ def test_the_matrix_itself(n: int, dtype: torch.dtype, numerics: str) -> None:
 def test_ptx_gives_the_same(nothing_loaded: None) -> None:
     """What a newer GPU would run: PTX, compiled by the driver."""
     x = normal(64, 4096)
-    _, chosen = choose_from_bundles(Problem(4096, "float16"), Destination.OUT_OF_PLACE, x.numel(), find_device())
+    _, chosen = choose_from_bundles(Problem.of(4096, "float16"), Destination.OUT_OF_PLACE, x.numel(), find_device())
     assert chosen
     entry, bundle = chosen
     kernel = bundle.kernel(entry.kernel)
@@ -109,11 +109,11 @@ def test_any_scale_with_fast_kernels(dtype: str, scale: float) -> None:
 def test_a_gpu_without_kernels_runs_pytorch(nothing_loaded: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bundles, "known", list)
     x = normal(3, 256)
-    assert best_config(Problem(256, "float16"), 3).match is Match.GENERIC
+    assert best_config(Problem.of(256, "float16"), 3).match is Match.GENERIC
     with pytest.warns(RuntimeWarning, match="so plain PyTorch transforms there, which is slower; "):
         y = hadagen.hadamard_transform(x, 1 / 16)
     assert found(x) is None
-    assert error(y, x, 1 / 16) <= bound(Problem(256, "float16"), x.numel())
+    assert error(y, x, 1 / 16) <= bound(Problem.of(256, "float16"), x.numel())
 
 
 # ---- rows of any length, anywhere ------------------------------------------------------------------------------------
@@ -123,10 +123,10 @@ def test_a_gpu_without_kernels_runs_pytorch(nothing_loaded: None, monkeypatch: p
 @pytest.mark.parametrize("columns", [2, 3, 7, 48, 96, 100, 192, 255, 257, 1000, 4095, 5120, 11008, 14336, 18944, 32767])
 def test_pitched_rows_against_float64(columns: int, dtype: str, numerics: str, inplace: bool) -> None:
     """Padded, at any address and pitch; nothing between the rows or around them is written."""
-    problem = Problem(padded_length(columns), dtype, numerics, pitched=True)
+    problem = Problem.of(padded_length(columns), dtype, numerics, rows="pitched")
     for rows, pitch, offset in ((1, columns, 0), (3, columns + 1, 1), (65, columns + 8, 8), (1030, columns, 3)):
         x = normal(rows, columns, dtype=DTYPES[dtype], seed=rows)
-        require(found(x, numerics, inplace, pitched=True))
+        require(found(x, numerics, inplace, rows=Rows.PITCHED))
         buffer = torch.full((GUARD + offset + rows * pitch + GUARD,), 7.0, dtype=x.dtype, device="cuda")
         y = buffer[GUARD + offset :].as_strided((rows, columns), (pitch, 1))
         scale = 0.3 * columns**-0.5
@@ -146,7 +146,7 @@ def test_pitched_rows_against_float64(columns: int, dtype: str, numerics: str, i
 @pytest.mark.parametrize("name", ["strided rows", "misaligned"])
 def test_rows_apart_need_no_copy(name: str) -> None:
     x = VIEWS[name](normal(6, 4, 64))
-    require(found(x, pitched=True))
+    require(found(x, rows=Rows.PITCHED))
     y = hadamard_transform(x)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
@@ -188,7 +188,7 @@ def test_more_elements_than_fit_in_31_bits(n: int, inplace: bool) -> None:
     x[picked] = some
     y = hadamard_transform(x, n**-0.5, inplace=inplace)
     assert found(x, in_place=inplace)
-    assert error(y[picked], some, n**-0.5) <= bound(Problem(n, "bfloat16"), some.numel())
+    assert error(y[picked], some, n**-0.5) <= bound(Problem.of(n, "bfloat16"), some.numel())
     y[picked] = 0
     assert not any(part.any() for part in y.view(-1).split(1 << 28)), "a row of zeros was changed"
 

@@ -11,14 +11,16 @@ from hadagen.codegen import render
 from hadagen.emulator import verify
 from hadagen.errors import UsageError
 from hadagen.knobs import Knobs
-from hadagen.problem import DType, Numerics, Problem
+from hadagen.problem import DType, Numerics, Problem, Rows
 from hadagen.space import build_plan
 from hadagen.trial import Destination
 from hadagen.tuning_db.bundle import Bundle, BundleEntry, shipped
 
 ARCH = load_arch("sm90")
 PROBLEMS = list(
-    dict.fromkeys(Problem(n, dtype, numerics) for n in (1 << 16, 1 << 17) for dtype in DType for numerics in Numerics)
+    dict.fromkeys(
+        Problem.of(n, dtype, numerics) for n in (1 << 16, 1 << 17) for dtype in DType for numerics in Numerics
+    )
 )
 
 
@@ -28,25 +30,25 @@ def winners(problem: Problem) -> list[BundleEntry]:
     return [entry for entry in entries if entry.destination is Destination.IN_PLACE and not entry.portable]
 
 
-@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.name)
+@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.key)
 def test_what_is_shipped_for_long_rows_is_right(problem: Problem) -> None:
     few, *_, many = winners(problem)
     for entry in dict.fromkeys((few.kernel, many.kernel)):
         knobs = next(each.knobs for each in (few, many) if each.kernel == entry)
         plan = build_plan(problem, Knobs.from_dict(knobs), ARCH)
         assert max(verify(problem, render(plan), rows=2).values()) <= problem.error_bound
-    assert winners(replace(problem, pitched=True))
+    assert winners(problem.with_io(rows=Rows.PITCHED))
 
 
 @pytest.mark.parametrize("dtype", [DType.FLOAT16, DType.BFLOAT16])
 def test_fast_rounds_no_more_often_than_at_32768(dtype: DType) -> None:
-    bounds = {Problem(n, dtype, Numerics.FAST).error_bound for n in (1 << 15, 1 << 16, 1 << 17)}
+    bounds = {Problem.of(n, dtype, Numerics.FAST).error_bound for n in (1 << 15, 1 << 16, 1 << 17)}
     assert len(bounds) == 1
 
 
 def test_more_warps_than_lanes_have_no_levels() -> None:
     """One lane reads the level of one warp."""
-    problem = Problem(1 << 16, DType.BFLOAT16)
+    problem = Problem.of(1 << 16, DType.BFLOAT16)
     knobs = Knobs(
         chunks=8,
         warps=16,

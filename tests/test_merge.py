@@ -10,7 +10,7 @@ from sample_bundle import write_trials
 from sample_trials import H100, H200, PROBLEM, in_clusters, make_timing, make_trial, times
 
 from hadagen.errors import UsageError
-from hadagen.problem import Numerics
+from hadagen.problem import Numerics, Transform
 from hadagen.trial import Cache, Destination, Environment, Provenance
 from hadagen.tuning_db.bundle import Bundle, shipped
 from hadagen.tuning_db.merge import merge_bundles, write_selection
@@ -20,7 +20,10 @@ from hadagen.tuning_db.winners import WinnerCell, portfolio
 def test_merging_keeps_every_winner_and_its_kernel(tmp_path: Path) -> None:
     cold = replace(make_timing(3.0, cache=Cache.COLD), copy_us=2.5)
     estimate = make_trial(
-        4, problem=replace(PROBLEM, n=512), environment=Environment(), provenance=Provenance.ESTIMATED
+        4,
+        problem=replace(PROBLEM, transform=Transform(512)),
+        environment=Environment(),
+        provenance=Provenance.ESTIMATED,
     )
     ours = portfolio([make_trial(1, timings=(make_timing(), cold)), estimate])
     theirs = portfolio([make_trial(2, environment=H200)])
@@ -94,7 +97,7 @@ def test_merging_a_shipped_bundle_with_itself_changes_nothing(tmp_path: Path) ->
 
 
 def test_merging_leaves_out_what_misses_a_bound_that_is_stricter_now(tmp_path: Path) -> None:
-    fast, bound = replace(PROBLEM, numerics=Numerics.FAST), PROBLEM.error_bound
+    fast, bound = PROBLEM.with_io(numerics=Numerics.FAST), PROBLEM.error_bound
     assert fast.error_bound > bound
     old = make_trial(1, problem=fast, errors={"normal": 2 * fast.error_bound}, timings=times({1 << 13: 1.0}))
     new = make_trial(2, problem=fast, errors={"normal": fast.error_bound}, timings=times({1 << 13: 2.0}))

@@ -20,7 +20,7 @@ from hadagen.emulator import EmulationError, HostModule, compile_host, host_text
 from hadagen.knobs import Knobs
 from hadagen.launch import RowShape, Source
 from hadagen.plan import Plan
-from hadagen.problem import DType, Numerics, Problem
+from hadagen.problem import DType, Numerics, Problem, Rows
 from hadagen.space import build_plan
 
 FP16, BF16 = DType.FLOAT16, DType.BFLOAT16
@@ -29,31 +29,31 @@ WIDE: dict[str, Any] = {"butterfly_carrier": "fp32", "exchange_carrier": "fp32"}
 SPLIT = {"mma_carrier": "split", **WIDE}
 CHOICES: dict[str, tuple[Problem, Knobs]] = {
     "cluster exchange, bulk copies": (
-        Problem(4096, FP16),
+        Problem.of(4096, FP16),
         Knobs(chunks=4, warps=2, cluster=2, exchange_rounds=2, load="bulk", **SPLIT),
     ),
     "bulk copies in a loop": (
-        Problem(2048, FP16),
+        Problem.of(2048, FP16),
         Knobs(chunks=4, warps=2, load="bulk", grid="persistent", stages=2, **SPLIT),
     ),
     "two exchanges": (
-        Problem(8192, BF16, Numerics.FAST),
+        Problem.of(8192, BF16, Numerics.FAST),
         Knobs(chunks=4, warps=4, cluster=2, **WIDE, load="no_allocate"),
     ),
     "far bits in lanes, mma": (
-        Problem(8192, FP16, Numerics.FAST),
+        Problem.of(8192, FP16, Numerics.FAST),
         Knobs(chunks=2, warps=8, cluster=2, far_bits="lanes", far_lanes="mma", butterfly_carrier="fp32"),
     ),
     "two far bits in lanes, mma": (
-        Problem(4096, FP16, Numerics.FAST),
+        Problem.of(4096, FP16, Numerics.FAST),
         Knobs(chunks=2, warps=8, far_bits="lanes", far_lanes="mma_two", butterfly_carrier="fp32"),
     ),
     "group by group": (
-        Problem(4096, FP16, Numerics.FAST),
+        Problem.of(4096, FP16, Numerics.FAST),
         Knobs(chunks=4, warps=4, far_bits="lanes", far_lanes="mma_two", butterfly_carrier="fp32", order="by_group"),
     ),
     "group by group in a loop": (
-        Problem(2048, FP16, Numerics.FAST),
+        Problem.of(2048, FP16, Numerics.FAST),
         Knobs(
             chunks=4,
             warps=2,
@@ -65,13 +65,13 @@ CHOICES: dict[str, tuple[Problem, Knobs]] = {
         ),
     ),
     "far bits in lanes, shuffles": (
-        Problem(4096, BF16),
+        Problem.of(4096, BF16),
         Knobs(
             chunks=2, warps=8, far_bits="lanes", mma_carrier="tf32", shared_layout="swizzled", grid="persistent", **WIDE
         ),
     ),
     "block exchange, cp_async": (
-        Problem(512, BF16),
+        Problem.of(512, BF16),
         Knobs(
             chunks=2,
             warps=4,
@@ -83,39 +83,42 @@ CHOICES: dict[str, tuple[Problem, Knobs]] = {
         ),
     ),
     "float32, swaps": (
-        Problem(4096, DType.FLOAT32),
+        Problem.of(4096, DType.FLOAT32),
         Knobs(chunks=2, warps=8, far_bits="lanes", low_bits="shuffle", shuffles="half", **WIDE),
     ),
-    "packed shuffles": (Problem(512, FP16, Numerics.FAST), Knobs(warps=2, far_bits="lanes")),
+    "packed shuffles": (Problem.of(512, FP16, Numerics.FAST), Knobs(warps=2, far_bits="lanes")),
     "less than a vector": (
-        Problem(4, FP16),
+        Problem.of(4, FP16),
         Knobs(chunks=2, low_bits="shuffle", butterfly_carrier="fp32", grid="persistent"),
     ),
-    "ragged bulk copies": (Problem(512, FP16, Numerics.FAST), Knobs(chunks=2, warps=2, load="bulk", store="streaming")),
+    "ragged bulk copies": (
+        Problem.of(512, FP16, Numerics.FAST),
+        Knobs(chunks=2, warps=2, load="bulk", store="streaming"),
+    ),
     "one mma": (
-        Problem(128, FP16, Numerics.FAST),
+        Problem.of(128, FP16, Numerics.FAST),
         Knobs(warps=2, low_bits="mma_shuffle", accumulator="packed", butterfly_carrier="fp32"),
     ),
     "pitched float32": (
-        Problem(1024, DType.FLOAT32, pitched=True),
+        Problem.of(1024, DType.FLOAT32, rows="pitched"),
         Knobs(chunks=2, warps=4, low_bits="shuffle", **WIDE),
     ),
     "float32 in parts": (
-        Problem(512, DType.FLOAT32),
+        Problem.of(512, DType.FLOAT32),
         Knobs(chunks=2, mma_carrier="split", butterfly_carrier="fp32", order="by_chunk"),
     ),
-    "float32 as tf32": (Problem(512, DType.FLOAT32), Knobs(chunks=2, mma_carrier="tf32", butterfly_carrier="fp32")),
-    "whole rows": (Problem(4096, BF16), Knobs(2, 4, 2, "load", **SPLIT)),
+    "float32 as tf32": (Problem.of(512, DType.FLOAT32), Knobs(chunks=2, mma_carrier="tf32", butterfly_carrier="fp32")),
+    "whole rows": (Problem.of(4096, BF16), Knobs(2, 4, 2, "load", **SPLIT)),
     "whole rows, chunk by chunk": (
-        Problem(2048, FP16, Numerics.FAST),
+        Problem.of(2048, FP16, Numerics.FAST),
         Knobs(2, 1, 4, "load", low_bits="mma_shuffle", butterfly_carrier="fp32", order="by_chunk"),
     ),
     "whole rows by multicast": (
-        Problem(4096, FP16),
+        Problem.of(4096, FP16),
         Knobs(chunks=2, warps=2, cluster=4, block_bits="load", load="multicast", **SPLIT),
     ),
     "float32 by multicast": (
-        Problem(2048, DType.FLOAT32),
+        Problem.of(2048, DType.FLOAT32),
         Knobs(
             chunks=1,
             warps=2,
@@ -129,22 +132,25 @@ CHOICES: dict[str, tuple[Problem, Knobs]] = {
         ),
     ),
     "turned in the exchange": (
-        Problem(8192, BF16),
+        Problem.of(8192, BF16),
         Knobs(
             chunks=4, warps=8, far_bits="lanes", far_lanes="mma", mma_carrier="tf32", shared_layout="swizzled", **WIDE
         ),
     ),
     "levels between blocks": (
-        Problem(4096, BF16),
+        Problem.of(4096, BF16),
         Knobs(2, 2, 4, far_bits="lanes", mma_carrier="fp16", butterfly_carrier="fp32"),
     ),
     "levels of many warps": (
-        Problem(8192, BF16),
+        Problem.of(8192, BF16),
         Knobs(2, 4, 4, mma_carrier="fp16", butterfly_carrier="fp32", far_bits="lanes", far_lanes="mma"),
     ),
-    "pitched whole rows": (Problem(1024, FP16, pitched=True), Knobs(cluster=4, block_bits="load", mma_carrier="split")),
+    "pitched whole rows": (
+        Problem.of(1024, FP16, rows="pitched"),
+        Knobs(cluster=4, block_bits="load", mma_carrier="split"),
+    ),
     "pitched, less than a vector": (
-        Problem(4, BF16, Numerics.FAST, pitched=True),
+        Problem.of(4, BF16, Numerics.FAST, rows="pitched"),
         Knobs(chunks=2, low_bits="shuffle", butterfly_carrier="fp32", grid="persistent"),
     ),
 }
@@ -320,7 +326,7 @@ class Subject:
         """Rows of whole vectors; some that end inside of one; and some that begin anywhere."""
         n = self.plan.problem.n
         ragged = (n + 1) // 2 + 1
-        if not self.plan.problem.pitched:
+        if self.plan.problem.io.rows is Rows.CONTIGUOUS:
             return None, None, None
         return None, RowShape(ragged, n, n + 8), RowShape(ragged, n + 2, n + 2)
 

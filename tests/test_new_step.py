@@ -68,7 +68,7 @@ class Quad(Step):
 
 @pytest.mark.parametrize("order", ["by_step", "by_chunk"])
 def test_a_step_is_a_class_and_a_block(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = Problem(1024, DType.FLOAT16)
+    problem = Problem.of(1024, DType.FLOAT16)
     knobs = Knobs(4, mma_carrier="split", butterfly_carrier="fp32", order=order)
     known = build_plan(problem, knobs, ARCH)
     first = known.steps.index(Butterfly(reg(2)))

@@ -15,7 +15,7 @@ from hadagen.errors import UsageError
 from hadagen.knobs import Knobs
 from hadagen.layout import LANE_BITS, PAIR, lane, reg, warp
 from hadagen.plan import Plan, interpret
-from hadagen.problem import DType, Numerics, Problem
+from hadagen.problem import DType, Numerics, Problem, Rows
 from hadagen.reference import hadamard
 from hadagen.space import SHAPE, build_plan
 from hadagen.steps.base import FP16, FP32, PACKED
@@ -31,7 +31,7 @@ LANES = [lane(j) for j in range(LANE_BITS)]
 @pytest.mark.parametrize("log2_n", range(1, 16))
 def test_every_n_equals_the_explicit_matrix(log2_n: int, dtype: DType, numerics: Numerics) -> None:
     """A plan of every tile shape and family, over a few rows of basis vectors and noise."""
-    n, problem = 1 << log2_n, Problem(1 << log2_n, dtype, numerics)
+    n, problem = 1 << log2_n, Problem.of(1 << log2_n, dtype, numerics)
     some = [build_plan(problem, knobs, ARCH) for knobs in families(problem, *SHAPE, "low_bits")]
     x = np.random.default_rng(log2_n).standard_normal((max(4, *(plan.rows_per_tile for plan in some)), n))
     picks = np.random.default_rng(log2_n).integers(0, n, 3)
@@ -50,7 +50,7 @@ def test_every_n_equals_the_explicit_matrix(log2_n: int, dtype: DType, numerics:
 def test_blocks_that_load_whole_rows_sum_over_blocks_and_exchange_only_inside(
     dtype: DType, numerics: Numerics, cluster: int
 ) -> None:
-    problem = Problem(8192, dtype, numerics)
+    problem = Problem.of(8192, dtype, numerics)
     x = np.random.default_rng(cluster).standard_normal((3, problem.n))
     some = families(problem, "chunks", "warps", "low_bits", cluster=cluster, block_bits="load")
     assert {knobs.low_bits for knobs in some} == {"mma", "mma_shuffle"}
@@ -80,9 +80,9 @@ def test_each_bit_is_transformed_once_and_stored_where_it_belongs(plan: Plan) ->
 @given(plans())
 @settings(max_examples=60)
 def test_accurate_rounds_once(plan: Plan) -> None:
-    if plan.problem.numerics is Numerics.ACCURATE:
+    if plan.problem.io.numerics is Numerics.ACCURATE:
         kinds = [type(step) for step in plan.steps]
-        assert kinds.count(Round) == (plan.problem.dtype is not DType.FLOAT32)
+        assert kinds.count(Round) == (plan.problem.io.input is not DType.FLOAT32)
         if Round in kinds:
             rest = set(kinds[kinds.index(Round) :])
             assert not {Mma, Butterfly, Shuffle, SwapButterfly, Scale, Exchange} & rest
@@ -91,7 +91,7 @@ def test_accurate_rounds_once(plan: Plan) -> None:
 def test_a_swapped_lane_bit_comes_to_the_register_and_what_was_there_goes_to_the_lane() -> None:
     knobs = Knobs(2, 8, far_bits="lanes", low_bits="shuffle", shuffles="half")
     plan = build_plan(
-        Problem(4096, DType.FLOAT32),
+        Problem.of(4096, DType.FLOAT32),
         dataclasses.replace(knobs, butterfly_carrier="fp32", exchange_carrier="fp32"),
         ARCH,
     )
@@ -111,7 +111,7 @@ def test_a_swapped_lane_bit_comes_to_the_register_and_what_was_there_goes_to_the
 def normalized() -> Plan:
     """n = 4096 over 2 blocks of 2 warps of 4 chunks, with levels."""
     knobs = Knobs(4, 2, 2, mma_carrier="fp16", butterfly_carrier="fp32")
-    return build_plan(Problem(4096, DType.BFLOAT16), knobs, ARCH)
+    return build_plan(Problem.of(4096, DType.BFLOAT16), knobs, ARCH)
 
 
 CORRECTED = Knobs(low_bits="mma_shuffle", accumulator="packed", butterfly_carrier="fp32")
@@ -121,10 +121,10 @@ def examples() -> list[Plan]:
     """Plans that have, together, every step that computes."""
     return [
         worked_example(),
-        build_plan(Problem(128, DType.FLOAT16, Numerics.FAST), CORRECTED, ARCH),
-        build_plan(Problem(8, DType.FLOAT32), Knobs(low_bits="shuffle", butterfly_carrier="fp32"), ARCH),
-        build_plan(Problem(256, DType.FLOAT32), Knobs(mma_carrier="split"), ARCH),
-        build_plan(Problem(256, DType.BFLOAT16), Knobs(mma_carrier="tf32"), ARCH),
+        build_plan(Problem.of(128, DType.FLOAT16, Numerics.FAST), CORRECTED, ARCH),
+        build_plan(Problem.of(8, DType.FLOAT32), Knobs(low_bits="shuffle", butterfly_carrier="fp32"), ARCH),
+        build_plan(Problem.of(256, DType.FLOAT32), Knobs(mma_carrier="split"), ARCH),
+        build_plan(Problem.of(256, DType.BFLOAT16), Knobs(mma_carrier="tf32"), ARCH),
         gathered(),
         normalized(),
     ]
@@ -146,17 +146,17 @@ def test_a_plan_without_one_of_its_steps_is_refused(kind: type) -> None:
 
 
 def test_only_where_the_order_of_tiles_is_known_is_one_prefetched() -> None:
-    plan = build_plan(Problem(256, DType.FLOAT16), Knobs(mma_carrier="split", ahead=4), ARCH)
+    plan = build_plan(Problem.of(256, DType.FLOAT16), Knobs(mma_carrier="split", ahead=4), ARCH)
     assert [type(step) for step in plan.steps[:2]] == [Load, Prefetch]
     assert Prefetch(4).tiles_ahead(plan) == 4 << 20 >> 9
     assert Prefetch(1).tiles_ahead(plan) == Prefetch(4).tiles_ahead(plan) // 4
     with pytest.raises(UsageError, match="the order of tiles"):
         dataclasses.replace(plan, persistent=True)
     with pytest.raises(UsageError, match="the order of tiles"):
-        dataclasses.replace(plan, problem=dataclasses.replace(plan.problem, pitched=True))
+        dataclasses.replace(plan, problem=plan.problem.with_io(rows=Rows.PITCHED))
     whole_rows = Knobs(chunks=8, warps=8, cluster=2, block_bits="load", mma_carrier="split", butterfly_carrier="fp32")
     large = dataclasses.replace(whole_rows, exchange_carrier="fp32", ahead=4)
-    assert build_plan(Problem(1 << 15, DType.FLOAT16), large, ARCH).shares_loaded == 2
+    assert build_plan(Problem.of(1 << 15, DType.FLOAT16), large, ARCH).shares_loaded == 2
 
 
 def test_the_scale_is_multiplied_once() -> None:
@@ -178,7 +178,7 @@ def test_what_would_be_computed_twice_or_displaced_is_refused() -> None:
     exchange = next(i for i, step in enumerate(plan.steps) if isinstance(step, Exchange))
     with pytest.raises(UsageError):
         changed(plan, exchange, Exchange(((reg(2), warp(0)),), "packed"))
-    float32 = build_plan(Problem(8, DType.FLOAT32), Knobs(low_bits="shuffle", butterfly_carrier="fp32"), ARCH)
+    float32 = build_plan(Problem.of(8, DType.FLOAT32), Knobs(low_bits="shuffle", butterfly_carrier="fp32"), ARCH)
     across = float32.steps.index(Shuffle(0))
     changed(float32, across, SwapButterfly(0, reg(1)))
     with pytest.raises(UsageError, match="whole 16-byte vectors"):
@@ -206,19 +206,19 @@ def test_what_names_no_place_of_the_tile_or_cannot_be_run_is_refused() -> None:
 def test_values_are_loaded_in_the_form_of_their_type() -> None:
     steps = (Butterfly(PAIR), Butterfly(reg(0)), Butterfly(reg(1)), Scale(), Store("plain"))
     with pytest.raises(UsageError, match="values of this type are not loaded as fp32"):
-        Plan(Problem(8, DType.FLOAT16), 0, 0, 0, (Load("plain", carrier=FP32), *steps))
+        Plan(Problem.of(8, DType.FLOAT16), 0, 0, 0, (Load("plain", carrier=FP32), *steps))
 
 
 @pytest.mark.parametrize("load", ["cp_async", "bulk"])
 def test_pitched_rows_are_loaded_straight_to_registers(load: str) -> None:
     knobs = Knobs(low_bits="shuffle", butterfly_carrier="fp32")
-    plan = build_plan(Problem(64, DType.FLOAT16, pitched=True), knobs, ARCH)
+    plan = build_plan(Problem.of(64, DType.FLOAT16, rows="pitched"), knobs, ARCH)
     with pytest.raises(UsageError, match="pitched rows are not copied to shared memory as they lie"):
         changed(plan, 0, Load(load))
 
 
 def test_no_butterfly_is_between_the_packed_values_of_a_pair_nor_across_lanes_by_swaps() -> None:
-    plan = build_plan(Problem(512, DType.FLOAT16, Numerics.FAST), Knobs(chunks=2), ARCH)
+    plan = build_plan(Problem.of(512, DType.FLOAT16, Numerics.FAST), Knobs(chunks=2), ARCH)
     packed = next(i for i, step in enumerate(plan.steps) if isinstance(step, Butterfly))
     assert plan.carriers[packed] == PACKED
     with pytest.raises(UsageError, match="needs fp32 values but finds packed"):
@@ -234,7 +234,7 @@ def test_only_what_was_loaded_of_one_row_and_crosses_blocks_once_is_normalized()
     with pytest.raises(UsageError, match="only what was just loaded is normalized"):
         dataclasses.replace(plan, steps=(plan.steps[0], first, Normalize(), *plan.steps[3:]))
     with pytest.raises(UsageError, match="only values of the range of a bfloat16 are normalized"):
-        dataclasses.replace(plan, problem=Problem(4096, DType.FLOAT16))
+        dataclasses.replace(plan, problem=Problem.of(4096, DType.FLOAT16))
     with pytest.raises(UsageError, match="only normalized values are in the range of a float16"):
         changed(plan, 2, dataclasses.replace(first, factor=0))
     with pytest.raises(UsageError, match="nothing normalizes"):
@@ -248,7 +248,7 @@ def test_only_what_was_loaded_of_one_row_and_crosses_blocks_once_is_normalized()
     exchange = next(i for i, step in enumerate(plan.steps) if isinstance(step, Exchange))
     with pytest.raises(UsageError, match="only fp32 values have two vectors a chunk"):
         changed(plan, exchange, dataclasses.replace(plan.steps[exchange], rounds=2))
-    wide = build_plan(Problem(256, DType.BFLOAT16), Knobs(mma_carrier="tf32"), ARCH)
+    wide = build_plan(Problem.of(256, DType.BFLOAT16), Knobs(mma_carrier="tf32"), ARCH)
     with pytest.raises(UsageError, match="levels cross to other blocks with fp16, in one exchange"):
         dataclasses.replace(wide, steps=(wide.steps[0], Normalize(), *wide.steps[1:]))
     narrow = next(i for i, step in enumerate(wide.steps) if isinstance(step, Round))
@@ -257,10 +257,10 @@ def test_only_what_was_loaded_of_one_row_and_crosses_blocks_once_is_normalized()
 
 
 def test_accurate_refuses_a_round_between_steps() -> None:
-    fast = build_plan(Problem(256, DType.FLOAT16, Numerics.FAST), Knobs(), ARCH)
+    fast = build_plan(Problem.of(256, DType.FLOAT16, Numerics.FAST), Knobs(), ARCH)
     with pytest.raises(UsageError, match="rounds once"):
-        dataclasses.replace(fast, problem=Problem(256, DType.FLOAT16, Numerics.ACCURATE))
-    accurate = build_plan(Problem(256, DType.FLOAT16, Numerics.ACCURATE), Knobs(mma_carrier="split"), ARCH)
+        dataclasses.replace(fast, problem=Problem.of(256, DType.FLOAT16, Numerics.ACCURATE))
+    accurate = build_plan(Problem.of(256, DType.FLOAT16, Numerics.ACCURATE), Knobs(mma_carrier="split"), ARCH)
     with pytest.raises(UsageError, match="rounds once"):
         changed(accurate, accurate.steps.index(Scale()), Round(), Widen(), Scale())
 
@@ -268,13 +268,13 @@ def test_accurate_refuses_a_round_between_steps() -> None:
 @pytest.mark.parametrize(("trigger", "at"), [("load", 1), ("store", -2)])
 def test_the_next_kernel_may_start_after_the_load_or_before_the_store(trigger: str, at: int) -> None:
     knobs = Knobs(4, 4, 2, "load", mma_carrier="split", butterfly_carrier="fp32", exchange_carrier="fp32", ahead=4)
-    plan = build_plan(Problem(8192, DType.BFLOAT16), dataclasses.replace(knobs, trigger=trigger), ARCH)
+    plan = build_plan(Problem.of(8192, DType.BFLOAT16), dataclasses.replace(knobs, trigger=trigger), ARCH)
     assert [i for i, step in enumerate(plan.steps) if step == Trigger()] == [at % len(plan.steps)]
     assert isinstance(plan.steps[0], Load)
     assert isinstance(plan.steps[-1], Store)
     assert sum(isinstance(step, Prefetch) for step in plan.steps) == 1
     why = "the next kernel is let start once, after the load, and not in a loop"
-    alone = build_plan(Problem(256, DType.FLOAT16), Knobs(mma_carrier="split"), ARCH)
+    alone = build_plan(Problem.of(256, DType.FLOAT16), Knobs(mma_carrier="split"), ARCH)
     steps = list(alone.steps)
     for wrong in ([Trigger(), *steps], [steps[0], Trigger(), Trigger(), *steps[1:]]):
         with pytest.raises(UsageError, match=why):

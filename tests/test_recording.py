@@ -357,7 +357,7 @@ def test_the_command_counts_without_a_gpu(machine: None) -> None:
 def test_the_command_finds_the_variants_of_a_shipped_recording_again(machine: None, path: Path) -> None:
     recording = read_recording(path)
     problem = recording.problem
-    named = ("--n", str(problem.n), "--dtype", problem.dtype.value, "--numerics", problem.numerics.value)
+    named = ("--n", str(problem.n), "--dtype", problem.io.input.value, "--numerics", problem.io.numerics.value)
     asked = ("record", *named, "--contiguous", "--like", path, "--dry-run", "--json")
     (counted,) = json.loads(succeed(*asked))
     assert counted["variants"] == len(recording.trials)

@@ -70,7 +70,7 @@ def test_orthonormal_transform_keeps_length_and_undoes_itself(log2_n: int, seed:
 @dtypes
 @pytest.mark.parametrize("n", [1 << k for k in range(1, 16)])
 def test_one_rounding_keeps_every_class_within_the_accurate_bound(n: int, dtype: DType) -> None:
-    problem = Problem(n, dtype)
+    problem = Problem.of(n, dtype)
     classes = input_classes(problem, max(2, NORMAL_ELEMENTS // n))
     assert tuple(classes) == INPUT_CLASSES
     for values in classes.values():
@@ -83,15 +83,15 @@ def test_one_rounding_keeps_every_class_within_the_accurate_bound(n: int, dtype:
 def test_fast_may_err_as_often_as_hadacore_rounds(dtype: DType) -> None:
     for k in range(1, MAX_LOG2_N + 1):
         roundings = 1 + (k > 4) + (k > 8) + (k > 12)
-        bound, rounding = Problem(1 << k, dtype, Numerics.FAST).error_bound, ONE_ROUNDING[dtype]
+        bound, rounding = Problem.of(1 << k, dtype, Numerics.FAST).error_bound, ONE_ROUNDING[dtype]
         assert 0.93 * rounding * roundings**0.5 < bound < 1.13 * rounding * roundings**0.5
-        counted = Problem(1 << k, dtype, Numerics.FAST).roundings
+        counted = Problem.of(1 << k, dtype, Numerics.FAST).roundings
         assert bound > 1.01 * ROUNDING_ERROR[dtype] * counted**0.5  # a sample may err a little more
-    assert Problem(64, DType.FLOAT32, Numerics.FAST).error_bound == Problem(64, DType.FLOAT32).error_bound
+    assert Problem.of(64, DType.FLOAT32, Numerics.FAST).error_bound == Problem.of(64, DType.FLOAT32).error_bound
 
 
 def test_one_hot_rows_begin_with_the_first_and_the_last_place() -> None:
-    one_hot = input_classes(Problem(64, DType.FLOAT16), 5)["one-hot"]
+    one_hot = input_classes(Problem.of(64, DType.FLOAT16), 5)["one-hot"]
     assert np.array_equal(np.abs(one_hot).sum(axis=1), np.ones(5))
     assert abs(one_hot[0, 0]) == abs(one_hot[1, 63]) == 1
 

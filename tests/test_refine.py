@@ -22,7 +22,7 @@ from hadagen.tuning_db import winners
 from hadagen.tuning_db.store import Store
 from hadagen.tuning_db.winners import LOSS, portfolio
 
-LONG = Problem(1 << 15, DType.FLOAT16, Numerics.FAST)
+LONG = Problem.of(1 << 15, DType.FLOAT16, Numerics.FAST)
 IN_PLACE, OUT = Destination.IN_PLACE, Destination.OUT_OF_PLACE
 Formula = Callable[[int], float]  # µs of so many rows
 Rows = dict[int, int]  # the number of the kernel that wins, by rows
@@ -400,7 +400,7 @@ def test_problems_and_destinations_are_apart() -> None:
             best = {64: 0, 256: 1}.get(rows, between[problem, cell.destination])
             fast = number == best
             timings.append(Timing(*cell, *(3 * [1.0 if fast else 2.0]), 1.0))
-        kernel = make_kernel(f"{problem.name} {number}".encode())
+        kernel = make_kernel(f"{problem.key} {number}".encode())
         return make_trial(number, problem=problem, timings=tuple(timings), kernel=kernel)
 
     def measure(cells: Mapping[Problem, Sequence[Cell]], variants: Sequence[Variant]) -> Iterator[Trial]:

@@ -216,7 +216,7 @@ def test_the_command_exports(files: list[Path], tmp_path: Path) -> None:
 
 def test_of_two_recordings_of_a_problem_none_is_exported(files: list[Path], tmp_path: Path) -> None:
     said = sentence(run("replay", *files, "--export", tmp_path / "caches"), 2)
-    assert said.startswith(f"{files[0]} and {files[1]} are both of {PROBLEM.name}; export one of them")
+    assert said.startswith(f"{files[0]} and {files[1]} are both of {PROBLEM.key}; export one of them")
     assert not (tmp_path / "caches").exists()
 
 

@@ -45,7 +45,7 @@ def recorded(database: Path) -> list[Trial]:
 
 def lines(trials: list[Trial]) -> set[str]:
     """As the program writes down what it measures."""
-    return {f"{trial.problem.name} {sorted(trial.knobs.items())}" for trial in trials}
+    return {f"{trial.problem.key} {sorted(trial.knobs.items())}" for trial in trials}
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,7 @@ def test_optuna_gets_the_trials_that_its_tables_lack(tmp_path: Path) -> None:
         report = tune(options(imported, FakeRunner(), trials=6))
         assert (report.finished_before, report.finished) == (5, 6)
         (name,) = optuna.get_all_study_names(imported.url)
-        assert problem.name in name
+        assert problem.key in name
         assert GPU.gpu in name
         study = optuna.load_study(study_name=name, storage=imported.url)
         assert len(study.trials) == 6

@@ -65,19 +65,19 @@ def test_roundings_are_those_of_packed_values(steps: list[Step], count: float) -
 def test_fast_rounds_no_more_often_than_its_bound_lets_it(plan: Plan) -> None:
     problem, count = plan.problem, roundings(plan.steps)
     assert 1.0 <= count <= problem.roundings + ROUNDINGS_SPREAD
-    assert ROUNDING_ERROR[problem.dtype] * math.sqrt(count) <= problem.error_bound
+    assert ROUNDING_ERROR[problem.io.input] * math.sqrt(count) <= problem.error_bound
 
 
 @given(plans([(dtype, Numerics.ACCURATE) for dtype in DType]))
 @settings(max_examples=60)
 def test_accurate_counts_one_rounding_and_what_a_tf32_or_a_float16_lacks(plan: Plan) -> None:
     tf32 = sum(isinstance(step, Mma) and step.operand == "tf32" for step in plan.steps)
-    cut = tf32 if plan.problem.dtype is DType.BFLOAT16 else 0
+    cut = tf32 if plan.problem.io.input is DType.BFLOAT16 else 0
     narrowed = sum(
         isinstance(step, Narrow) or (isinstance(step, Mma) and step.accumulator == FP16) for step in plan.steps
     )
     assert not (cut and narrowed)
-    least = (plan.problem.dtype is not DType.FLOAT32) + cut / 16 + narrowed / 64
+    least = (plan.problem.io.input is not DType.FLOAT32) + cut / 16 + narrowed / 64
     assert least <= roundings(plan.steps) <= least + 0.17 * narrowed / 64
 
 
@@ -108,24 +108,24 @@ def errors_of(plans: Sequence[Plan]) -> list[float]:
     module = compile_host(sources)
     for plan, source in zip(plans, sources, strict=True):
         problem, scale = plan.problem, verification_scale(plan.problem)
-        bits = encode(problem.dtype, np.random.default_rng(0).standard_normal(((1 << 17) // problem.n, problem.n)))
+        bits = encode(problem.io.input, np.random.default_rng(0).standard_normal(((1 << 17) // problem.n, problem.n)))
         out = np.zeros_like(bits)
         module.run(source.entry, plan.launch, bits, out, scale=scale)
-        errors.append(relative_error(decode(problem.dtype, out), hadamard(decode(problem.dtype, bits), scale)))
+        errors.append(relative_error(decode(problem.io.input, out), hadamard(decode(problem.io.input, bits), scale)))
     return errors
 
 
 def test_the_error_is_that_of_as_many_roundings() -> None:
-    some = [build_plan(Problem(n, dtype, Numerics.FAST), Knobs(**knobs), ARCH) for n, dtype, knobs in ROUNDING]
+    some = [build_plan(Problem.of(n, dtype, Numerics.FAST), Knobs(**knobs), ARCH) for n, dtype, knobs in ROUNDING]
     assert {round(roundings(plan.steps), 2) for plan in some} == {1.0, 1.06, 2.0, 2.15, 2.25, 3.0, 3.15, 3.17, 4.05}
     for plan, error in zip(some, errors_of(some), strict=True):
-        expected = ROUNDING_ERROR[plan.problem.dtype] * math.sqrt(roundings(plan.steps))
+        expected = ROUNDING_ERROR[plan.problem.io.input] * math.sqrt(roundings(plan.steps))
         assert error == pytest.approx(expected, rel=0.04), (plan.describe(), error / expected)
 
 
 def test_a_tf32_lacks_a_sixteenth_of_a_rounding_of_a_bfloat16() -> None:
     """A little less: sums of 16 have few bits beyond those that it has."""
-    problem = Problem(256, DType.BFLOAT16)
+    problem = Problem.of(256, DType.BFLOAT16)
     parts, cut = errors_of([build_plan(problem, Knobs(mma_carrier=carrier), ARCH) for carrier in ("split", "tf32")])
     assert 0.75 / 16 < (cut / parts) ** 2 - 1 < 1 / 16
 
@@ -134,7 +134,7 @@ def test_a_tf32_lacks_a_sixteenth_of_a_rounding_of_a_bfloat16() -> None:
 def test_a_float16_lacks_a_64th_of_a_rounding_of_a_bfloat16(change: dict[str, str]) -> None:
     knobs = Knobs(2, 2, 8, far_bits="lanes", mma_carrier="split", butterfly_carrier="fp32", exchange_carrier="fp32")
     levels = dataclasses.replace(knobs, mma_carrier="fp16", exchange_carrier="packed", **change)
-    plans = [build_plan(Problem(8192, DType.BFLOAT16), each, ARCH) for each in (knobs, levels)]
+    plans = [build_plan(Problem.of(8192, DType.BFLOAT16), each, ARCH) for each in (knobs, levels)]
     parts, float16 = errors_of(plans)
     assert (float16 / parts) ** 2 == pytest.approx(roundings(plans[1].steps), abs=0.7 / 64)
 

@@ -140,7 +140,7 @@ def test_race(runner: DeviceRunner) -> None:
     a, b = variants("ok", "ok")
     assert runner.race(a, b, [CELL, CELL]) == [(1.0, 2.0), (1.0, 2.0)]
     with pytest.raises(UsageError, match="give two of one problem"):
-        runner.race(a, replace(b, problem=Problem(512, DType.FLOAT16)), [CELL])
+        runner.race(a, replace(b, problem=Problem.of(512, DType.FLOAT16)), [CELL])
 
 
 @pytest.mark.parametrize(("device", "reason"), [(7, "CUDA device 7 does not exist"), (8, "signal 9")])
@@ -213,7 +213,7 @@ def test_replay_gives_back_what_was_recorded() -> None:
     [
         Variant(PROBLEM, {"a": 1, "number": 5}),
         Variant(PROBLEM, {}),
-        Variant(replace(PROBLEM, numerics=Numerics.FAST), {"a": 1, "number": 0}),
+        Variant(PROBLEM.with_io(numerics=Numerics.FAST), {"a": 1, "number": 0}),
     ],
 )
 def test_replay_calls_the_unknown_illegal(variant: Variant) -> None:

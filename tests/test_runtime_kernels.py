@@ -24,7 +24,7 @@ from sample_trials import H100, PROBLEM, in_clusters, make_kernel, make_trial, t
 import hadagen
 from hadagen.driver import DoesNotFit, DriverError, LoadedKernel
 from hadagen.errors import StorageError
-from hadagen.problem import Problem
+from hadagen.problem import Problem, Transform
 from hadagen.runtime import bundles, compute, kernels
 from hadagen.runtime.choose import choose_from_bundles, timed_in_bundles
 from hadagen.runtime.device import Device
@@ -88,7 +88,7 @@ def test_no_bundle_gives_a_digest_to_another_kernel(
 ) -> None:
     """Kernels are shared by their digests, so that of one bundle would run for the problems of another."""
     monkeypatch.delenv(bundles.VARIABLE)
-    other = replace(PROBLEM, n=512)
+    other = replace(PROBLEM, transform=Transform(512))
     write_sample(bundles.user_directory() / "b.db")
     forged = write_trials(bundles.user_directory() / "a.db", [make_trial(7, problem=other)])
     with closing(sqlite3.connect(forged)) as connection, connection:
@@ -201,7 +201,8 @@ def test_a_kernel_that_is_damaged_is_replaced_by_one_of_another_bundle(
 
 
 @pytest.mark.parametrize(
-    "problem", [Problem(512, "float16"), Problem(256, "float16", "fast"), Problem(256, "float16", pitched=True)]
+    "problem",
+    [Problem.of(512, "float16"), Problem.of(256, "float16", "fast"), Problem.of(256, "float16", rows="pitched")],
 )
 def test_what_has_no_kernel(problem: Problem, loader: Loader) -> None:
     assert find(problem=problem) is None
@@ -253,7 +254,7 @@ def test_a_gpu_that_no_bundle_serves_is_told_of_once(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert find() is None
-        assert find(problem=Problem(512, "float32")) is None
+        assert find(problem=Problem.of(512, "float32")) is None
         assert hadagen.warmup(1024, "bfloat16") == 0
     said = f"no bundle has kernels for {name}, so plain PyTorch transforms there, which is slower; {fix}"
     assert [(str(each.message), each.category) for each in caught] == [(said, RuntimeWarning)]
@@ -286,7 +287,7 @@ def test_no_warning_where_no_kernel_is_missed(machine: Loader, monkeypatch: pyte
     """A bundle that serves other problems, lengths and types without kernels, GPUs of another maker."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert find(problem=Problem(512, "float16")) is None
+        assert find(problem=Problem.of(512, "float16")) is None
         monkeypatch.setenv(bundles.VARIABLE, "")
         assert hadagen.warmup([1, 1 << 20], "float16") == hadagen.warmup(256, "float64") == 0
         monkeypatch.setattr(kernels, "cuda_device", lambda index: None)
@@ -295,7 +296,7 @@ def test_no_warning_where_no_kernel_is_missed(machine: Loader, monkeypatch: pyte
 
 def test_a_kernel_that_does_not_load_is_replaced_with_a_warning(loader: Loader) -> None:
     loader.error = DriverError("CUDA_ERROR_NO_BINARY_FOR_GPU", "loading k failed; update the driver")
-    with pytest.warns(RuntimeWarning, match=f"{PROBLEM.name} here: loading k failed; update the driver"):
+    with pytest.warns(RuntimeWarning, match=f"{PROBLEM.key} here: loading k failed; update the driver"):
         assert find() is None
     assert find() is None
     assert len(loader.images) == 1
@@ -354,7 +355,7 @@ def test_no_other_is_tried_where_one_does_not_load_for_another_reason(four_kerne
 
 def test_where_none_fits_pytorch_does_it_with_a_warning(four_kernels: Path, loader: Loader) -> None:
     loader.too_large = {b"cubin %d" % chunks for chunks in TIMED.values()}
-    with pytest.warns(RuntimeWarning, match=f"{PROBLEM.name} here: cubin 2 does not fit"):
+    with pytest.warns(RuntimeWarning, match=f"{PROBLEM.key} here: cubin 2 does not fit"):
         assert find(1 << 16) is None
     assert len(loader.images) == len(TIMED)
 
@@ -381,7 +382,7 @@ def test_warmup_leaves_nothing_to_load(machine: Loader, monkeypatch: pytest.Monk
     monkeypatch.setattr(bundles, "known", None)
     for elements in (256, 1 << 13, 1 << 31):
         assert find(elements)
-        for problem in (PROBLEM, Problem(256, "float16", "fast"), Problem(256, "float16", pitched=True)):
+        for problem in (PROBLEM, Problem.of(256, "float16", "fast"), Problem.of(256, "float16", rows="pitched")):
             find(elements, in_place=False, problem=problem)
 
 

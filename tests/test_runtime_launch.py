@@ -19,6 +19,7 @@ from torch.autograd import forward_ad
 from hadagen import hadamard_transform
 from hadagen.compat import hadacore
 from hadagen.errors import TensorError
+from hadagen.problem import Rows
 from hadagen.runtime import compute
 from hadagen.scale import ScaleForm
 
@@ -73,14 +74,14 @@ def test_views(name: str, device: EmulatedDevice) -> None:
     assert torch.equal(whole, normal(6, 4, 64, dtype=HALF)), "written outside of x"
 
 
-@pytest.mark.parametrize(("pitched", "dense"), [(True, True), (False, True), (True, False), (False, False)])
+@pytest.mark.parametrize("served", [tuple(Rows), (Rows.CONTIGUOUS,), (Rows.PITCHED,), ()], ids=repr)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("columns", [1, 2, 3, 48, 64, 65, 100, 127])
 def test_any_row_length_with_any_kernels(
-    columns: int, dtype: torch.dtype, pitched: bool, dense: bool, device: EmulatedDevice
+    columns: int, dtype: torch.dtype, served: tuple[Rows, ...], device: EmulatedDevice
 ) -> None:
     """The same result, whichever kinds of kernel a bundle has."""
-    device.pitched, device.dense = pitched, dense
+    device.served = served
     for x in (
         normal(2, 3, columns, dtype=dtype),
         normal(6, 130, dtype=dtype)[:, 2 : columns + 2],
@@ -92,7 +93,7 @@ def test_any_row_length_with_any_kernels(
         wanted = padded(x, 0.1)
         assert same(hadamard_transform(x, 0.1), wanted)
         assert torch.equal(x, before), "the input was changed"
-        assert bool(device.ran()) == (columns > 1 and (pitched or dense))
+        assert bool(device.ran()) == (columns > 1 and bool(served))
         for out in (torch.empty_like(before), torch.empty(columns, *x.shape[:-1], dtype=dtype).movedim(0, -1)):
             assert same(hadamard_transform(x, 0.1, out=out), wanted)
         y = before.clone()
@@ -104,7 +105,7 @@ def test_interleaved_rows_need_no_copy(device: EmulatedDevice) -> None:
     x, y = whole[:, :96], whole[:, 100:196]
     wanted = padded(x)
     hadamard_transform(x, out=y)
-    assert device.launched[0].problem.pitched
+    assert device.launched[0].problem.io.rows is Rows.PITCHED
     assert len(device.ran()) == 1
     assert same(y, wanted)
     assert torch.equal(x, normal(5, 200, dtype=HALF)[:, :96])
@@ -328,7 +329,7 @@ def test_a_forked_child_knows_nothing_of_its_parent() -> None:
     program = """
 import os
 import torch, hadagen
-from hadagen.problem import Problem
+from hadagen.problem import Problem, Rows
 from hadagen.runtime import compute, kernels
 hadagen.hadamard_transform(torch.randn(3, 8))
 tables = (kernels._timed, kernels._found, kernels._loaded, kernels._too_large, compute.calls, compute._calls_into)
@@ -344,7 +345,7 @@ else:
     try:
         assert not any(tables)
         kernels.cuda_device = lambda index: None
-        assert kernels.find(0, Problem(8, "float16"), True, 8) is None
+        assert kernels.find(0, Problem.of(8, "float16"), True, 8) is None
         torch.set_num_threads(1)
         x = torch.ones(1, 8)
         assert hadagen.hadamard_transform(x)[0, 0] == 8

@@ -18,22 +18,22 @@ from spaces import ARCH, space_of
 from hadagen.errors import UsageError
 from hadagen.knobs import KNOB_NAMES, Knobs
 from hadagen.legality import RULES, Context
-from hadagen.problem import DType, Numerics, Problem
+from hadagen.problem import DType, Numerics, Problem, Rows
 from hadagen.space import Space, build_plan
 
-PROBLEMS = [Problem(n, DType.FLOAT16, numerics) for n in (2, 32, 256, 4096, 32768) for numerics in Numerics]
-PROBLEMS += [Problem(n, DType.FLOAT32) for n in (128, 256, 4096)]
-PROBLEMS += [Problem(512, DType.BFLOAT16), *(Problem(8192, DType.BFLOAT16, numerics) for numerics in Numerics)]
+PROBLEMS = [Problem.of(n, DType.FLOAT16, numerics) for n in (2, 32, 256, 4096, 32768) for numerics in Numerics]
+PROBLEMS += [Problem.of(n, DType.FLOAT32) for n in (128, 256, 4096)]
+PROBLEMS += [Problem.of(512, DType.BFLOAT16), *(Problem.of(8192, DType.BFLOAT16, numerics) for numerics in Numerics)]
 
 
-@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.name)
+@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.key)
 def test_no_two_legal_choices_mean_the_same_plan(problem: Problem) -> None:
     legal = random.Random(1).sample(space_of(problem).legal, 400)
     digests = {build_plan(problem, knobs, ARCH).digest for knobs in legal}
     assert len(digests) == len(legal)
 
 
-@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.name)
+@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.key)
 def test_every_choice_is_legal_or_has_a_reason(problem: Problem) -> None:
     report = space_of(problem).report()
     assert report.total == prod(len(ARCH.search[name]) for name in KNOB_NAMES)
@@ -49,7 +49,7 @@ def test_a_random_choice_builds_exactly_if_it_is_legal(problem: Problem, data: s
     if knobs in set(space_of(problem).legal):
         build_plan(problem, knobs, ARCH)
     else:
-        with pytest.raises(UsageError, match=problem.name):
+        with pytest.raises(UsageError, match=problem.key):
             build_plan(problem, knobs, ARCH)
 
 
@@ -64,7 +64,7 @@ def test_nearest_begins_with_what_is_wanted_if_that_is_legal(problem: Problem, d
     assert set(islice(space.nearest(anything), 20)) <= legal
 
 
-@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.name)
+@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.key)
 def test_seeds_are_legal_and_of_every_shape(problem: Problem) -> None:
     space = space_of(problem)
     seeds = space.seeds()
@@ -77,7 +77,7 @@ def test_seeds_are_legal_and_of_every_shape(problem: Problem) -> None:
 @pytest.mark.parametrize(("n", "chunks", "clusters"), [(2, 8, 1), (256, 8, 1), (4096, 16, 5), (32768, 128, 5)])
 def test_seeds_begin_with_tiles_of_a_row_in_clusters_of_each_size(n: int, chunks: int, clusters: int) -> None:
     """Or of eight chunks, with about as many of them as warps."""
-    seeds = space_of(Problem(n, DType.FLOAT16, Numerics.FAST)).seeds()
+    seeds = space_of(Problem.of(n, DType.FLOAT16, Numerics.FAST)).seeds()
     shapes = list(dict.fromkeys((knobs.chunks, knobs.warps, knobs.cluster) for knobs in seeds))[:clusters]
     assert [cluster for _, _, cluster in shapes] == [1 << k for k in range(clusters)]
     assert {prod(shape) for shape in shapes} == {chunks}
@@ -87,20 +87,20 @@ def test_seeds_begin_with_tiles_of_a_row_in_clusters_of_each_size(n: int, chunks
 def test_seeds_have_the_next_tile_under_way() -> None:
     """In two buffers where there is room, in one where not, and in registers where nothing can be staged."""
     for problem, load, stages in (
-        (Problem(4096, DType.FLOAT16), "cp_async", 2),
-        (Problem(32768, DType.FLOAT32), "bulk", 1),
-        (Problem(4, DType.FLOAT16), "no_allocate", 2),
+        (Problem.of(4096, DType.FLOAT16), "cp_async", 2),
+        (Problem.of(32768, DType.FLOAT32), "bulk", 1),
+        (Problem.of(4, DType.FLOAT16), "no_allocate", 2),
     ):
         ahead = [knobs for knobs in space_of(problem).seeds() if knobs.grid == "persistent"]
         assert (ahead[0].load, ahead[0].stages) == (load, stages)
     few = replace(ARCH, search={**ARCH.search, "load": ("plain",)})
-    problem = Problem(4096, DType.FLOAT16)
+    problem = Problem.of(4096, DType.FLOAT16)
     assert len(Space(problem, few).seeds()) > 20
 
 
 @pytest.mark.parametrize("n", [128, 256, 4096, 32768])
 def test_seeds_of_float32_begin_with_mma_and_with_shuffles(n: int) -> None:
-    begin = {knobs.low_bits for knobs in space_of(Problem(n, DType.FLOAT32)).seeds()[:4]}
+    begin = {knobs.low_bits for knobs in space_of(Problem.of(n, DType.FLOAT32)).seeds()[:4]}
     assert begin == ({"mma", "shuffle"} if n >= 256 else {"shuffle"})
 
 
@@ -120,18 +120,18 @@ def test_seeds_of_float32_begin_with_mma_and_with_shuffles(n: int) -> None:
 )
 def test_float32_goes_through_two_mma_or_none(n: int, knobs: Knobs, why: str) -> None:
     with pytest.raises(UsageError, match=re.escape(why)):
-        build_plan(Problem(n, DType.FLOAT32), knobs, ARCH)
+        build_plan(Problem.of(n, DType.FLOAT32), knobs, ARCH)
 
 
 @pytest.mark.parametrize("numerics", Numerics)
 def test_tf32_is_for_types_that_have_fewer_bits_or_more(numerics: Numerics) -> None:
     knobs = Knobs(mma_carrier="tf32")
     for dtype in (DType.BFLOAT16, DType.FLOAT32):
-        build_plan(Problem(256, dtype, numerics), knobs, ARCH)
+        build_plan(Problem.of(256, dtype, numerics), knobs, ARCH)
     with pytest.raises(UsageError, match=re.escape("no more bits than a float16 (mma_carrier must be another)")):
-        build_plan(Problem(256, DType.FLOAT16, numerics), knobs, ARCH)
+        build_plan(Problem.of(256, DType.FLOAT16, numerics), knobs, ARCH)
     with pytest.raises(UsageError, match=re.escape("between two mma (mma_carrier must be split)")):
-        build_plan(Problem(256, DType.FLOAT16), Knobs(), ARCH)
+        build_plan(Problem.of(256, DType.FLOAT16), Knobs(), ARCH)
 
 
 WHOLE_ROWS = Knobs(4, 4, 2, "load", mma_carrier="split", butterfly_carrier="fp32", exchange_carrier="fp32")
@@ -169,7 +169,7 @@ WHOLE_ROWS = Knobs(4, 4, 2, "load", mma_carrier="split", butterfly_carrier="fp32
     ],
 )
 def test_blocks_load_whole_rows_where_they_can_sum_them(numerics: Numerics, change: dict[str, Any], why: str) -> None:
-    problem, knobs = Problem(8192, DType.FLOAT16, numerics), replace(WHOLE_ROWS, **change)
+    problem, knobs = Problem.of(8192, DType.FLOAT16, numerics), replace(WHOLE_ROWS, **change)
     if not why:
         assert build_plan(problem, knobs, ARCH).shares_loaded == knobs.cluster
         return
@@ -179,27 +179,27 @@ def test_blocks_load_whole_rows_where_they_can_sum_them(numerics: Numerics, chan
 
 def test_float32_is_summed_over_blocks_from_shared_memory() -> None:
     knobs = Knobs(1, 4, 2, "load", "lanes", low_bits="shuffle", butterfly_carrier="fp32", exchange_carrier="fp32")
-    problem = Problem(2048, DType.FLOAT32)
+    problem = Problem.of(2048, DType.FLOAT32)
     build_plan(problem, replace(knobs, load="multicast"), ARCH)
     for load in ("plain", "no_allocate", "bulk"):
         with pytest.raises(UsageError, match=re.escape("from shared memory (load must be multicast)")):
             build_plan(problem, replace(knobs, load=load), ARCH)
     with pytest.raises(UsageError, match="pitched rows cannot be copied as they lie"):
-        build_plan(replace(problem, pitched=True), replace(knobs, load="multicast"), ARCH)
+        build_plan(problem.with_io(rows=Rows.PITCHED), replace(knobs, load="multicast"), ARCH)
 
 
 def test_a_whole_row_and_the_exchange_in_its_place_fit_shared_memory() -> None:
     """A row of 64 KiB, in whose place 64 KiB are exchanged, so that an SM holds two; and one of 128 KiB."""
     halves = replace(WHOLE_ROWS, warps=8, chunks=8, load="multicast", min_blocks=2)
-    assert build_plan(Problem(32768, DType.FLOAT16), halves, ARCH).footprint.shared_bytes == 128 + 65536
+    assert build_plan(Problem.of(32768, DType.FLOAT16), halves, ARCH).footprint.shared_bytes == 128 + 65536
     float32 = replace(WHOLE_ROWS, cluster=8, load="multicast", low_bits="shuffle", mma_carrier="packed")
-    assert build_plan(Problem(32768, DType.FLOAT32), float32, ARCH).footprint.shared_bytes == 128 + 131072
+    assert build_plan(Problem.of(32768, DType.FLOAT32), float32, ARCH).footprint.shared_bytes == 128 + 131072
     with pytest.raises(UsageError, match="bytes of shared memory per SM"):
-        build_plan(Problem(32768, DType.FLOAT32), replace(float32, min_blocks=2), ARCH)
+        build_plan(Problem.of(32768, DType.FLOAT32), replace(float32, min_blocks=2), ARCH)
 
 
 def test_the_next_kernel_starts_sooner_only_beside_clusters() -> None:
-    problem, knobs = Problem(8192, DType.FLOAT16), replace(WHOLE_ROWS, trigger="store")
+    problem, knobs = Problem.of(8192, DType.FLOAT16), replace(WHOLE_ROWS, trigger="store")
     build_plan(problem, knobs, ARCH)
     with pytest.raises(UsageError, match="only few blocks leave room for the next kernel's"):
         build_plan(problem, replace(knobs, cluster=1, warps=8, block_bits="exchange"), ARCH)
@@ -210,8 +210,8 @@ def test_the_next_kernel_starts_sooner_only_beside_clusters() -> None:
 
 def test_float32_for_an_mma_and_short_rows_are_not_loaded_whole() -> None:
     with pytest.raises(UsageError, match="the mma of fp32 values does not sum over blocks"):
-        build_plan(Problem(8192, DType.FLOAT32), WHOLE_ROWS, ARCH)
-    loading = {n: {k.block_bits for k in space_of(Problem(n, DType.FLOAT16)).legal} for n in (256, 512)}
+        build_plan(Problem.of(8192, DType.FLOAT32), WHOLE_ROWS, ARCH)
+    loading = {n: {k.block_bits for k in space_of(Problem.of(n, DType.FLOAT16)).legal} for n in (256, 512)}
     assert loading == {256: {"exchange"}, 512: {"exchange", "load"}}
 
 
@@ -254,7 +254,7 @@ FAR_MMA = Knobs(
 )
 def test_far_bits_go_through_an_mma_where_enough_come_to_lanes(dtype: DType, change: dict[str, Any], why: str) -> None:
     knobs = replace(FAR_MMA, **change)
-    problem = Problem(256 * knobs.chunks * knobs.warps * knobs.cluster, dtype)
+    problem = Problem.of(256 * knobs.chunks * knobs.warps * knobs.cluster, dtype)
     if not why:
         build_plan(problem, knobs, ARCH)
         return
@@ -281,12 +281,12 @@ def test_lane_bits_of_float32_are_swapped_where_there_are_shuffles(
 ) -> None:
     wide = Knobs(shuffles="half", mma_carrier="split", butterfly_carrier="fp32", exchange_carrier="fp32")
     with pytest.raises(UsageError, match=why) if why else nullcontext():
-        build_plan(Problem(n, dtype), replace(wide, **change), ARCH)
+        build_plan(Problem.of(n, dtype), replace(wide, **change), ARCH)
 
 
 @pytest.mark.parametrize(("mma_carrier", "why"), [("split", ""), ("tf32", "leaves room for three bits in lanes")])
 def test_five_far_bits_and_one_chunk_bit_leave_no_room_for_a_tf32(mma_carrier: str, why: str) -> None:
-    problem, knobs = Problem(16384, DType.BFLOAT16), replace(FAR_MMA, warps=32, mma_carrier=mma_carrier)
+    problem, knobs = Problem.of(16384, DType.BFLOAT16), replace(FAR_MMA, warps=32, mma_carrier=mma_carrier)
     if why:
         with pytest.raises(UsageError, match=why):
             build_plan(problem, knobs, ARCH)
@@ -296,32 +296,34 @@ def test_five_far_bits_and_one_chunk_bit_leave_no_room_for_a_tf32(mma_carrier: s
 
 
 def test_a_carrier_of_butterflies_is_that_of_the_exchange_where_an_mma_leaves_none() -> None:
-    problem = Problem(4096, DType.FLOAT16, Numerics.FAST)
+    problem = Problem.of(4096, DType.FLOAT16, Numerics.FAST)
     packed = replace(FAR_MMA, warps=8, mma_carrier="packed", butterfly_carrier="packed", exchange_carrier="packed")
     build_plan(problem, packed, ARCH)
     build_plan(problem, replace(packed, butterfly_carrier="fp32", exchange_carrier="fp32"), ARCH)
     with pytest.raises(UsageError, match="butterfly_carrier must be as exchange_carrier"):
         build_plan(problem, replace(packed, butterfly_carrier="fp32"), ARCH)
-    build_plan(Problem(8192, DType.FLOAT16, Numerics.FAST), replace(packed, warps=16, butterfly_carrier="fp32"), ARCH)
+    build_plan(
+        Problem.of(8192, DType.FLOAT16, Numerics.FAST), replace(packed, warps=16, butterfly_carrier="fp32"), ARCH
+    )
 
 
 def test_whole_rows_fit_the_registers() -> None:
     """As loaded they are as many words as blocks times chunks times four."""
-    for knobs in space_of(Problem(32768, DType.BFLOAT16)).legal[::7]:
+    for knobs in space_of(Problem.of(32768, DType.BFLOAT16)).legal[::7]:
         words = 4 * knobs.chunks * (knobs.cluster if knobs.block_bits == "load" else 1)
         assert words + 24 <= min(255, 65536 // (32 * knobs.warps * knobs.min_blocks))
     why = "a thread's values do not fit its registers"
     with pytest.raises(UsageError, match=why):
-        build_plan(Problem(32768, DType.BFLOAT16), replace(WHOLE_ROWS, chunks=8, warps=2, cluster=8), ARCH)
+        build_plan(Problem.of(32768, DType.BFLOAT16), replace(WHOLE_ROWS, chunks=8, warps=2, cluster=8), ARCH)
 
 
 def test_whole_rows_are_prefetched_where_blocks_take_tiles_in_order() -> None:
-    problem, knobs = Problem(256, DType.FLOAT16, Numerics.FAST), Knobs(ahead=4)
+    problem, knobs = Problem.of(256, DType.FLOAT16, Numerics.FAST), Knobs(ahead=4)
     build_plan(problem, knobs, ARCH)
     with pytest.raises(UsageError, match="blocks that loop do not take tiles in order"):
         build_plan(problem, replace(knobs, grid="persistent"), ARCH)
     with pytest.raises(UsageError, match="pitched rows lie anywhere"):
-        build_plan(replace(problem, pitched=True), knobs, ARCH)
+        build_plan(problem.with_io(rows=Rows.PITCHED), knobs, ARCH)
     with pytest.raises(UsageError, match="the arch has no bulk copies to L2"):
         build_plan(problem, knobs, replace(ARCH, features=ARCH.features - {"bulk_copy"}))
 
@@ -329,15 +331,15 @@ def test_whole_rows_are_prefetched_where_blocks_take_tiles_in_order() -> None:
 def test_what_is_rounded_before_it_crosses_is_wide_a_few_values_at_a_time() -> None:
     """So an SM may hold two rows of 32768 in 512 threads of 64 registers each, but not of accurate or float32."""
     two = Knobs(8, 16, far_bits="lanes", far_lanes="mma", butterfly_carrier="fp32", min_blocks=2)
-    build_plan(Problem(32768, DType.FLOAT16, Numerics.FAST), two, ARCH)
+    build_plan(Problem.of(32768, DType.FLOAT16, Numerics.FAST), two, ARCH)
     short = Knobs(16, 16, low_bits="shuffle", butterfly_carrier="fp32")
-    build_plan(Problem(128, DType.FLOAT16, Numerics.FAST), short, ARCH)
+    build_plan(Problem.of(128, DType.FLOAT16, Numerics.FAST), short, ARCH)
     wide = replace(two, far_lanes="shuffle", exchange_carrier="fp32", exchange_rounds=2)
     for problem, knobs in (
-        (Problem(32768, DType.FLOAT16, Numerics.FAST), wide),
-        (Problem(32768, DType.FLOAT16), replace(wide, mma_carrier="split")),
-        (Problem(128, DType.FLOAT16), short),
-        (Problem(128, DType.FLOAT32), short),
+        (Problem.of(32768, DType.FLOAT16, Numerics.FAST), wide),
+        (Problem.of(32768, DType.FLOAT16), replace(wide, mma_carrier="split")),
+        (Problem.of(128, DType.FLOAT16), short),
+        (Problem.of(128, DType.FLOAT32), short),
     ):
         with pytest.raises(UsageError, match="a thread's values do not fit its registers"):
             build_plan(problem, knobs, ARCH)
@@ -355,7 +357,7 @@ def test_what_is_rounded_before_it_crosses_is_wide_a_few_values_at_a_time() -> N
 def test_seeds_take_values_into_an_mma_as_proved_good(
     dtype: DType, numerics: Numerics, carriers: set[str], far_lanes: str
 ) -> None:
-    seeds = [knobs for knobs in space_of(Problem(8192, dtype, numerics)).seeds() if knobs.low_bits == "mma"]
+    seeds = [knobs for knobs in space_of(Problem.of(8192, dtype, numerics)).seeds() if knobs.low_bits == "mma"]
     exchanging = [knobs for knobs in seeds if knobs.block_bits == "exchange"]
     assert {knobs.mma_carrier for knobs in exchanging} == carriers
     assert all((knobs.mma_carrier == "fp16") == (knobs.cluster > 1) for knobs in exchanging if "fp16" in carriers)
@@ -386,7 +388,7 @@ LEVELS = Knobs(4, 2, 4, far_bits="lanes", mma_carrier="fp16", butterfly_carrier=
 def test_accurate_bfloat16_crosses_to_other_blocks_as_float16(
     dtype: DType, numerics: Numerics, change: dict[str, Any], why: str
 ) -> None:
-    problem, knobs = Problem(8192, dtype, numerics), replace(LEVELS, **change)
+    problem, knobs = Problem.of(8192, dtype, numerics), replace(LEVELS, **change)
     if why:
         with pytest.raises(UsageError, match=re.escape(why)):
             build_plan(problem, knobs, ARCH)
@@ -395,7 +397,7 @@ def test_accurate_bfloat16_crosses_to_other_blocks_as_float16(
 
 
 def test_levels_take_room_in_shared_memory() -> None:
-    plan = build_plan(Problem(8192, DType.BFLOAT16), LEVELS, ARCH)
+    plan = build_plan(Problem.of(8192, DType.BFLOAT16), LEVELS, ARCH)
     (exchange,) = plan.exchanges
     assert plan.footprint.levels_bytes == 16 * 2 * 4
     assert plan.footprint.levels_offset == plan.footprint.exchange_offset(exchange) + 4 * 2 * exchange.slot_bytes
@@ -404,20 +406,20 @@ def test_levels_take_room_in_shared_memory() -> None:
 
 
 def test_seeds_of_clusters_load_whole_rows_too() -> None:
-    seeds = space_of(Problem(32768, DType.BFLOAT16)).seeds()
+    seeds = space_of(Problem.of(32768, DType.BFLOAT16)).seeds()
     assert {k.cluster for k in seeds if k.load == "multicast"} == {2, 4, 8}
     assert "multicast" in {k.load for k in seeds[:8]}
-    pitched = [k for k in space_of(Problem(32768, DType.BFLOAT16, pitched=True)).seeds() if k.block_bits == "load"]
+    pitched = [k for k in space_of(Problem.of(32768, DType.BFLOAT16, rows="pitched")).seeds() if k.block_bits == "load"]
     assert {k.load for k in pitched} == {"plain"}
     assert {k.cluster for k in pitched if k.chunks == 8} == {2, 4}  # where an exchange between blocks is legal, too
-    seeds = space_of(Problem(8192, DType.FLOAT32)).seeds()
+    seeds = space_of(Problem.of(8192, DType.FLOAT32)).seeds()
     of_float32 = [k for k in seeds if k.block_bits == "load"]
     assert {(k.low_bits, k.load) for k in of_float32} == {("shuffle", "multicast")}
     assert {k.cluster for k in of_float32} == {2, 4, 8}
     assert all(before.low_bits == "shuffle" for before, k in pairwise(seeds) if k in of_float32)
 
 
-@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.name)
+@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.key)
 def test_no_knob_that_is_chosen_after_a_rule_was_asked_has_a_say(problem: Problem) -> None:
     """Whatever it becomes, what the rule found legal it finds legal still."""
     context = Context(problem, ARCH)
@@ -433,8 +435,8 @@ def test_no_knob_that_is_chosen_after_a_rule_was_asked_has_a_say(problem: Proble
 def test_what_is_legal_fits_the_limits(n: int, dtype: DType) -> None:
     """With exchanges inside blocks and between them, each in shared memory of its own."""
     limits, both = ARCH.limits, 0
-    for knobs in space_of(Problem(n, dtype)).legal[::41]:
-        plan = build_plan(Problem(n, dtype), knobs, ARCH)
+    for knobs in space_of(Problem.of(n, dtype)).legal[::41]:
+        plan = build_plan(Problem.of(n, dtype), knobs, ARCH)
         assert plan.launch.threads <= limits.threads_per_block
         assert plan.footprint.shared_bytes <= limits.shared_per_block
         assert (
@@ -450,10 +452,10 @@ IN_BLOCKS_AND_BETWEEN = Knobs(4, 4, 4, mma_carrier="split", butterfly_carrier="f
 @pytest.mark.parametrize(
     ("problem", "knobs"),
     [
-        (Problem(16384, DType.FLOAT16), IN_BLOCKS_AND_BETWEEN),
-        (Problem(4096, DType.FLOAT16), replace(IN_BLOCKS_AND_BETWEEN, cluster=1, load="bulk", min_blocks=2)),
-        (Problem(8192, DType.FLOAT16), replace(WHOLE_ROWS, load="multicast")),
-        (Problem(8192, DType.BFLOAT16), LEVELS),
+        (Problem.of(16384, DType.FLOAT16), IN_BLOCKS_AND_BETWEEN),
+        (Problem.of(4096, DType.FLOAT16), replace(IN_BLOCKS_AND_BETWEEN, cluster=1, load="bulk", min_blocks=2)),
+        (Problem.of(8192, DType.FLOAT16), replace(WHOLE_ROWS, load="multicast")),
+        (Problem.of(8192, DType.BFLOAT16), LEVELS),
     ],
     ids=["two exchanges", "staged", "multicast", "levels"],
 )
@@ -469,14 +471,14 @@ def test_what_lacks_one_byte_of_shared_memory_is_refused(problem: Problem, knobs
 
 
 def test_an_sm_is_filled_with_threads_and_not_beyond() -> None:
-    problem, knobs = Problem(256, DType.FLOAT16, Numerics.FAST), Knobs(warps=8, min_blocks=8)
+    problem, knobs = Problem.of(256, DType.FLOAT16, Numerics.FAST), Knobs(warps=8, min_blocks=8)
     build_plan(problem, knobs, ARCH)
     with pytest.raises(UsageError, match="more than 2048 threads per SM"):
         build_plan(problem, replace(knobs, warps=16), ARCH)
 
 
 def test_a_second_tile_under_way_takes_registers_or_shared_memory() -> None:
-    problem, knobs = Problem(256, DType.FLOAT16, Numerics.FAST), Knobs(8, 4, grid="persistent", min_blocks=8)
+    problem, knobs = Problem.of(256, DType.FLOAT16, Numerics.FAST), Knobs(8, 4, grid="persistent", min_blocks=8)
     build_plan(problem, knobs, ARCH)
     build_plan(problem, replace(knobs, load="bulk", stages=2, min_blocks=4), ARCH)
     build_plan(problem, replace(knobs, load="cp_async", warps=1, stages=2), ARCH)
@@ -485,7 +487,7 @@ def test_a_second_tile_under_way_takes_registers_or_shared_memory() -> None:
 
 
 def test_clusters_are_no_larger_than_the_arch_has_them() -> None:
-    problem, knobs = Problem(16384, DType.FLOAT16, Numerics.FAST), Knobs(4, 1, 16, "exchange", "lanes")
+    problem, knobs = Problem.of(16384, DType.FLOAT16, Numerics.FAST), Knobs(4, 1, 16, "exchange", "lanes")
     knobs = replace(knobs, butterfly_carrier="fp32")
     build_plan(problem, knobs, ARCH)
     with pytest.raises(UsageError, match="the arch has no clusters of 16 blocks"):
@@ -496,13 +498,13 @@ def test_clusters_are_no_larger_than_the_arch_has_them() -> None:
 @pytest.mark.parametrize("dtype", DType)
 def test_rows_of_16_bytes_are_the_least_to_be_copied(dtype: DType, load: str) -> None:
     knobs = Knobs(low_bits="shuffle", butterfly_carrier="fp32", load=load)
-    build_plan(Problem(16 // dtype.bytes, dtype), knobs, ARCH)
+    build_plan(Problem.of(16 // dtype.bytes, dtype), knobs, ARCH)
     with pytest.raises(UsageError, match="rows shorter than 16 bytes"):
-        build_plan(Problem(8 // dtype.bytes, dtype), knobs, ARCH)
+        build_plan(Problem.of(8 // dtype.bytes, dtype), knobs, ARCH)
 
 
 def test_only_what_meets_bank_conflicts_is_laid_out_in_another_way() -> None:
-    problem = Problem(1024, DType.FLOAT16)
+    problem = Problem.of(1024, DType.FLOAT16)
     knobs = Knobs(2, 2, low_bits="shuffle", butterfly_carrier="fp32", exchange_carrier="fp32", shared_layout="swizzled")
     build_plan(problem, knobs, ARCH)
     with pytest.raises(UsageError, match="one vector a lane meets no bank conflict"):
@@ -511,13 +513,13 @@ def test_only_what_meets_bank_conflicts_is_laid_out_in_another_way() -> None:
 
 def test_accurate_sums_in_fp32() -> None:
     knobs = Knobs(low_bits="mma_shuffle", butterfly_carrier="fp32")
-    build_plan(Problem(256, DType.FLOAT16), knobs, ARCH)
+    build_plan(Problem.of(256, DType.FLOAT16), knobs, ARCH)
     with pytest.raises(UsageError, match="accurate may not round inside an mma"):
-        build_plan(Problem(256, DType.FLOAT16), replace(knobs, accumulator="packed"), ARCH)
+        build_plan(Problem.of(256, DType.FLOAT16), replace(knobs, accumulator="packed"), ARCH)
 
 
 def test_bad_knobs_are_named() -> None:
-    problem = Problem(4096, DType.FLOAT16, Numerics.FAST)
+    problem = Problem.of(4096, DType.FLOAT16, Numerics.FAST)
     with pytest.raises(UsageError, match="knob 'color' is not known"):
         Knobs.from_dict({"color": 3})
     with pytest.raises(UsageError, match="knob chunks = 3 is not searched"):
@@ -528,7 +530,7 @@ def test_bad_knobs_are_named() -> None:
 
 @pytest.mark.parametrize("lacking", [*sorted(ARCH.features), "all"])
 def test_an_arch_without_a_feature_has_no_plan_with_a_step_that_needs_it(lacking: str) -> None:
-    problem, choose = Problem(2048, DType.FLOAT16, Numerics.FAST), random.Random(4)
+    problem, choose = Problem.of(2048, DType.FLOAT16, Numerics.FAST), random.Random(4)
     bare = replace(ARCH, features=frozenset() if lacking == "all" else ARCH.features - {lacking})
     wishes = [{name: choose.choice(values) for name, values in ARCH.search.items()} for _ in range(60)]
     for arch in (bare, ARCH):
@@ -561,7 +563,7 @@ def test_an_arch_without_a_feature_has_no_plan_with_a_step_that_needs_it(lacking
 def test_groups_of_chunks_go_on_alone_from_an_exchange(change: dict[str, Any], why: str) -> None:
     knobs = Knobs(16, 8, far_bits="lanes", far_lanes="mma", butterfly_carrier="fp32", order="by_group")
     knobs = replace(knobs, **change)
-    problem = Problem(256 * knobs.chunks * knobs.warps * knobs.cluster, DType.FLOAT16, Numerics.FAST)
+    problem = Problem.of(256 * knobs.chunks * knobs.warps * knobs.cluster, DType.FLOAT16, Numerics.FAST)
     if problem.n == 4096:
         knobs = replace(knobs, butterfly_carrier="packed")  # for want of butterflies
     if why:
@@ -573,6 +575,6 @@ def test_groups_of_chunks_go_on_alone_from_an_exchange(change: dict[str, Any], w
 
 def test_an_mma_of_one_far_bit_leaves_chunk_bits_to_butterflies() -> None:
     knobs = Knobs(4, 2, far_bits="lanes", far_lanes="mma_two", butterfly_carrier="fp32")
-    build_plan(Problem(2048, DType.FLOAT16, Numerics.FAST), knobs, ARCH)
+    build_plan(Problem.of(2048, DType.FLOAT16, Numerics.FAST), knobs, ARCH)
     with pytest.raises(UsageError, match="butterfly_carrier must be as exchange_carrier"):
-        build_plan(Problem(2048, DType.FLOAT16, Numerics.FAST), replace(knobs, chunks=2, warps=4), ARCH)
+        build_plan(Problem.of(2048, DType.FLOAT16, Numerics.FAST), replace(knobs, chunks=2, warps=4), ARCH)

@@ -18,7 +18,7 @@ from sample_store import empty, path, store
 from sample_trials import H100, H200, PROBLEM, make_kernel, make_timing, make_trial, times, trial_lists
 
 from hadagen.errors import StorageError, UsageError
-from hadagen.problem import DType, Numerics
+from hadagen.problem import DType, Numerics, Rows
 from hadagen.trial import Outcome, Trial
 from hadagen.tuning_db.store import Store
 
@@ -50,11 +50,11 @@ def test_what_is_no_number_comes_back_too(store: Store) -> None:
 def test_trials_are_found_by_problem_arch_gpu_and_outcome(store: Store) -> None:
     trial = make_trial()
     others = [
-        replace(trial, problem=replace(PROBLEM, numerics=Numerics.FAST)),
+        replace(trial, problem=PROBLEM.with_io(numerics=Numerics.FAST)),
         replace(trial, arch="sm80"),
         replace(trial, environment=H200),
         replace(trial, knobs={}, outcome=Outcome.TIMEOUT),
-        replace(trial, problem=replace(PROBLEM, pitched=True)),
+        replace(trial, problem=PROBLEM.with_io(rows=Rows.PITCHED)),
     ]
     for each in (trial, *others):
         store.record(each)
@@ -65,7 +65,7 @@ def test_trials_are_found_by_problem_arch_gpu_and_outcome(store: Store) -> None:
     assert store.trials(gpu=H200.gpu) == [others[2]]
     assert store.trials(outcome=Outcome.TIMEOUT) == [others[3]]
     assert store.trials(PROBLEM, "sm90", H100.gpu, Outcome.OK) == [trial]
-    assert store.trials(problem=replace(PROBLEM, dtype=DType.BFLOAT16)) == []
+    assert store.trials(problem=PROBLEM.with_io(input=DType.BFLOAT16, output=DType.BFLOAT16)) == []
 
 
 def test_trials_can_be_read_without_blobs(store: Store) -> None:

@@ -26,7 +26,8 @@ from sqlalchemy.schema import CreateTable
 
 from hadagen.errors import StorageError
 from hadagen.launch import LaunchSpec
-from hadagen.trial import Environment, Kernel, Outcome, Timing, Trial
+from hadagen.problem import Rows
+from hadagen.trial import Environment, Kernel, Outcome, Timing, Trial, digested
 from hadagen.tuning_db import database, schema
 from hadagen.tuning_db.store import Store
 
@@ -47,7 +48,7 @@ def test_every_field_has_a_column() -> None:
     assert columns(schema.EnvironmentRow) == names(Environment) | {"id"}
     assert columns(schema.KernelRow) == names(Kernel) - {"launch"} | names(LaunchSpec) | {"id", "seal"}
     assert columns(schema.TimingRow) == names(Timing) | {"trial_id", "position"}
-    assert columns(schema.ProblemRow) == set(PROBLEM.to_dict()) | {"id"}
+    assert columns(schema.ProblemRow) == {"id", "key"}
     assert columns(schema.TrialRow) == names(Trial) - {"problem", "environment", "kernel", "errors", "timings"} | {
         "id",
         "problem_id",
@@ -138,7 +139,7 @@ def first(tmp_path: Path) -> Path:
 def test_a_database_of_the_first_schema_is_upgraded(first: Path) -> None:
     failed = replace(make_trial(), knobs={"chunks": 2}, outcome=Outcome.COMPILE_FAILED, kernel=None, detail="no")
     failed = replace(failed, errors={}, timings=(), date="later", seconds=0.0)
-    pitched = make_trial(problem=replace(PROBLEM, pitched=True))
+    pitched = make_trial(problem=PROBLEM.with_io(rows=Rows.PITCHED))
     with Store.open(first) as store:
         assert store.trials() == [make_trial(), failed]
         assert store.kernel(make_kernel(b"cubin 1").digest).launch == make_kernel().launch
@@ -149,9 +150,9 @@ def test_a_database_of_the_first_schema_is_upgraded(first: Path) -> None:
     with closing(sqlite3.connect(first)) as connection:
         assert connection.execute("PRAGMA foreign_key_check").fetchall() == []
         with pytest.raises(sqlite3.IntegrityError, match="UNIQUE"):
-            connection.execute("INSERT INTO hadagen_problems VALUES (9, 256, 'float16', 'accurate', 1)")
+            connection.execute(f"INSERT INTO hadagen_problems (id, key) VALUES (9, '{pitched.problem.key}')")
         with pytest.raises(sqlite3.IntegrityError, match="NOT NULL"):
-            connection.execute("INSERT INTO hadagen_problems (n, dtype, numerics) VALUES (2, 'float16', 'fast')")
+            connection.execute("INSERT INTO hadagen_problems (id) VALUES (9)")
 
 
 def test_an_upgrade_distrusts_kernels_without_the_fence_of_bulk_copies(first: Path) -> None:
@@ -167,7 +168,7 @@ def test_an_upgrade_gives_kernels_the_names_of_today(first: Path) -> None:
     """Those of its code alone, and of its code and a launch that does not say when it starts, are names of earlier
     versions. One kernel may have several."""
     kernel = make_kernel(b"cubin 1")
-    launch = kernel.launch.to_dict()
+    launch = digested(kernel.launch)
     del launch["starts_early"]
     names = [
         hashlib.sha256(kernel.cubin + each).hexdigest() for each in (b"", json.dumps(launch, sort_keys=True).encode())

@@ -19,7 +19,7 @@ from hadagen.arch import load_arch
 from hadagen.cache import KernelCache
 from hadagen.emulator import compile_host
 from hadagen.measure import Cell, all_cells, copy_sources
-from hadagen.problem import DType, Problem
+from hadagen.problem import DType, Problem, Rows
 from hadagen.toolchain import Toolchain
 from hadagen.trial import Cache, Destination, Kernel, timed_rows
 
@@ -89,7 +89,7 @@ def test_cells_are_of_every_problem_or_by_problem() -> None:
     from hadagen.measure.service import DeviceService
 
     small, large = (Cell(elements, Destination.IN_PLACE, Cache.HOT) for elements in (1 << 13, 1 << 20))
-    long = Problem(1 << 14, DType.FLOAT16)
+    long = Problem.of(1 << 14, DType.FLOAT16)
     service = DeviceService.__new__(DeviceService)  # without the device
     service._l2_bytes = 50 << 20
     for cells, of_problem, of_long in (
@@ -117,15 +117,15 @@ def test_the_arena_fits_whatever_is_timed() -> None:
 
     l2_bytes = 1 << 16
     stopwatch = Stopwatch(SimpleNamespace(device=torch.device("cpu")), l2_bytes)  # type: ignore[arg-type]
-    for problem in (PROBLEM, Problem(256, DType.FLOAT32), Problem(256, DType.BFLOAT16, pitched=True)):
+    for problem in (PROBLEM, Problem.of(256, DType.FLOAT32), Problem.of(256, DType.BFLOAT16, rows="pitched")):
         cells = [cell for cell in all_cells(problem, l2_bytes) if cell.elements <= 1 << 16]
         works = [transform_work(problem, cell) for cell in cells]
         assert [(work.elements, work.rows) for work in works] == [(c.elements, timed_rows(problem)) for c in cells]
-        stopwatch.fill(problem.dtype, [work.traffic for work in works])
+        stopwatch.fill(problem.io.input, [work.traffic for work in works])
         assert all(work.traffic.slots(l2_bytes) * work.traffic.footprint <= stopwatch._arena.nbytes for work in works)
-        assert stopwatch.is_finite(problem.dtype)
+        assert stopwatch.is_finite(problem.io.input)
         stopwatch._arena[-1] = 0x7F807F80  # infinities in bfloat16 and float32, NaN in float16
-        assert not stopwatch.is_finite(problem.dtype)
+        assert not stopwatch.is_finite(problem.io.input)
 
 
 def test_a_result_that_differs_once_is_seen() -> None:
@@ -135,7 +135,7 @@ def test_a_result_that_differs_once_is_seen() -> None:
 
     stopwatch = Stopwatch(SimpleNamespace(device=torch.device("cpu"), cuda_stream=0), 1 << 16)  # type: ignore[arg-type]
     work = transform_work(PROBLEM, Cell(1 << 10, Destination.OUT_OF_PLACE, Cache.COLD))
-    stopwatch.fill(PROBLEM.dtype, [], least_bytes=3 * work.traffic.buffer_bytes)
+    stopwatch.fill(PROBLEM.io.input, [], least_bytes=3 * work.traffic.buffer_bytes)
 
     class Negates:
         def __init__(self, wrong: int) -> None:
@@ -143,9 +143,9 @@ def test_a_result_that_differs_once_is_seen() -> None:
 
         def prepared(self, elements: int, *_: object) -> Callable[[int, int, int], None]:
             def launch(stream: int, x: int, y: int) -> None:
-                array_at(y, elements, PROBLEM.dtype)[:] = array_at(x, elements, PROBLEM.dtype) ^ 0x8000
+                array_at(y, elements, PROBLEM.io.input)[:] = array_at(x, elements, PROBLEM.io.input) ^ 0x8000
                 if self.launches == self.wrong:
-                    array_at(y, elements, PROBLEM.dtype)[-1] ^= 1
+                    array_at(y, elements, PROBLEM.io.input)[-1] ^= 1
                 self.launches += 1
 
             return launch
@@ -164,7 +164,7 @@ def test_peers_are_called_by_their_own_arguments(monkeypatch: pytest.MonkeyPatch
     x: Any = object()
     assert (fast.name, fast.transform(x, 0.5, True)) == ("fast_hadamard_transform", (x, 0.5))
     assert (hadacore.name, hadacore.transform(x, 0.5, True)) == ("HadaCore", (x, True))
-    problems = PROBLEM, replace(PROBLEM, dtype=DType.FLOAT32), replace(PROBLEM, pitched=True)
+    problems = PROBLEM, PROBLEM.with_io(input=DType.FLOAT32, output=DType.FLOAT32), PROBLEM.with_io(rows=Rows.PITCHED)
     assert [(fast.serves(problem), hadacore.serves(problem)) for problem in problems] == [
         (True, True),
         (True, False),

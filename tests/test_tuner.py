@@ -20,7 +20,7 @@ from hadagen.codegen import render
 from hadagen.errors import DeviceError, StorageError, ToolchainError, UsageError
 from hadagen.knobs import Knobs
 from hadagen.measure import Cell, ReplayRunner, Variant
-from hadagen.problem import DType, Numerics, Problem
+from hadagen.problem import DType, Numerics, Problem, Rows
 from hadagen.space import Space, build_plan
 from hadagen.toolchain import BuildFailure
 from hadagen.trial import Cache, Destination, Environment, Kernel, Outcome, Provenance, Trial, knobs_key
@@ -101,11 +101,11 @@ def test_each_cell_has_its_leader(store: Store) -> None:
     assert [knobs.chunks for knobs in by_cells_led(leaders)] == [8, 2]
 
 
-@pytest.mark.parametrize("pitched", [False, True])
-def test_known_knobs_are_tried_first(store: Store, pitched: bool) -> None:
+@pytest.mark.parametrize("rows", Rows)
+def test_known_knobs_are_tried_first(store: Store, rows: Rows) -> None:
     """Before what a neighboring problem has, or the contiguous twin of pitched rows."""
     neighbor, twin = problems(256, 512)
-    problem = replace(twin, pitched=pitched)
+    problem = twin.with_io(rows=rows)
     known = [Knobs(chunks=2, warps=2), Knobs(chunks=4, warps=8, grid="persistent")]
     others = {neighbor, twin} - {problem}
     for other in others:
@@ -118,12 +118,12 @@ def test_known_knobs_are_tried_first(store: Store, pitched: bool) -> None:
     assert first.count(problem) == len(known), "they wait for no answer of others"
 
 
-@pytest.mark.parametrize("pitched", [False, True])
-def test_each_type_starts_from_choices_of_its_own(pitched: bool) -> None:
+@pytest.mark.parametrize("rows", Rows)
+def test_each_type_starts_from_choices_of_its_own(rows: Rows) -> None:
     """Another type may carry values in other ways, and is opened before or after."""
-    wanted = Problem(512, DType.BFLOAT16, Numerics.ACCURATE, pitched)
+    wanted = Problem.of(512, DType.BFLOAT16, Numerics.ACCURATE, rows)
     asked = []
-    for found in ([wanted], [replace(wanted, dtype=DType.FLOAT16), wanted]):
+    for found in ([wanted], [wanted.with_io(input=DType.FLOAT16, output=DType.FLOAT16), wanted]):
         runner = FakeRunner()
         tune(TuneOptions(arch(), found, None, runner, build, trials=4))
         asked.append([knobs for problem, knobs in runner.asked if problem == wanted])
@@ -132,7 +132,7 @@ def test_each_type_starts_from_choices_of_its_own(pitched: bool) -> None:
 
 def test_a_problem_without_legal_knobs_ends_without_a_trial(store: Store) -> None:
     (possible,) = problems(256)
-    impossible = Problem(128, DType.FLOAT32)  # would have to carry fp32 through butterflies
+    impossible = Problem.of(128, DType.FLOAT32)  # would have to carry fp32 through butterflies
     packed = arch(butterfly_carrier=("packed",))
     report = tune(options(store, FakeRunner(), arch=packed, problems=[impossible, possible]))
     assert Counter(trial.problem for trial in store.trials()) == {possible: TRIALS}
@@ -179,13 +179,13 @@ def test_without_a_device_nothing_is_tried_but_the_best_by_the_cost_model(store:
 
 
 def test_pitched_problems_follow_their_twins_with_a_quarter_of_the_trials(store: Store) -> None:
-    contiguous = [*problems(128, 256), Problem(256, DType.FLOAT32)]
-    pitched = [replace(problem, pitched=True) for problem in contiguous]
+    contiguous = [*problems(128, 256), Problem.of(256, DType.FLOAT32)]
+    pitched = [problem.with_io(rows=Rows.PITCHED) for problem in contiguous]
     runner = FakeRunner()
     events: list[Event] = []
     wanted = [*pitched, *contiguous, *pitched]
     report = tune(options(store, runner, problems=wanted, trials=24), events.append)
-    counts = dict.fromkeys(contiguous, 24) | dict.fromkeys(pitched, 24 // search.PITCHED_SHARE)
+    counts = dict.fromkeys(contiguous, 24) | dict.fromkeys(pitched, 24 // search.CHILD_SHARE)
     assert Counter(trial.problem for trial in store.trials()) == counts
     assert events[0] == SearchStarted(6, sum(counts.values()), 0, GPU, estimated=False)
     opened = [event.problem for event in events if isinstance(event, ProblemStarted)]
@@ -193,9 +193,9 @@ def test_pitched_problems_follow_their_twins_with_a_quarter_of_the_trials(store:
     assert (report.finished, report.stopped) == (sum(counts.values()), "")
     asked: Counter[Problem] = Counter()
     for problem, knobs in runner.asked:
-        if problem.pitched:
-            twin = replace(problem, pitched=False)
-            assert search.PITCHED_SHARE * asked[problem] < asked[twin]
+        if problem.io.rows is Rows.PITCHED:
+            twin = problem.with_io(rows=Rows.CONTIGUOUS)
+            assert search.CHILD_SHARE * asked[problem] < asked[twin]
             if not asked[problem]:
                 of_twin = [Knobs.from_dict(each) for which, each in runner.asked if which == twin]
                 nearest = [Space(problem, arch()).closest(each) for each in of_twin]
@@ -208,9 +208,9 @@ def test_pitched_problems_follow_their_twins_with_a_quarter_of_the_trials(store:
 def test_a_few_trials_of_pitched_rows_are_the_least(store: Store, trials: int, beside_their_twin: bool) -> None:
     """But no more than contiguous rows get."""
     (problem,) = problems(64)
-    pitched, twins = replace(problem, pitched=True), [problem] * beside_their_twin
+    pitched, twins = problem.with_io(rows=Rows.PITCHED), [problem] * beside_their_twin
     report = tune(options(store, FakeRunner(), problems=[pitched, *twins], trials=trials))
-    wanted = {pitched: min(trials, search.LEAST_PITCHED)} | dict.fromkeys(twins, trials)
+    wanted = {pitched: min(trials, search.LEAST_OF_CHILD)} | dict.fromkeys(twins, trials)
     assert Counter(trial.problem for trial in store.trials()) == wanted
     assert report.stopped == ""
 
@@ -220,19 +220,19 @@ def test_pitched_rows_alone_start_from_the_winners_that_are_stored(store: Store)
     knobs = Knobs(chunks=2, warps=8, load="plain", grid="persistent", stages=2, store="streaming", min_blocks=2)
     store.record(make_trial(problem, knobs.to_dict()))
     runner = FakeRunner()
-    tune(options(store, runner, problems=[replace(problem, pitched=True)], trials=12))
-    assert runner.asked[0] == (replace(problem, pitched=True), knobs.to_dict())
-    assert len(runner.asked) == search.LEAST_PITCHED
+    tune(options(store, runner, problems=[problem.with_io(rows=Rows.PITCHED)], trials=12))
+    assert runner.asked[0] == (problem.with_io(rows=Rows.PITCHED), knobs.to_dict())
+    assert len(runner.asked) == search.LEAST_OF_CHILD
 
 
 @pytest.mark.parametrize("dtype", DType)
 @pytest.mark.parametrize("n", [2, 4, 65536, 131072])
 def test_no_problem_is_its_own_neighbor(n: int, dtype: DType) -> None:
-    problem = Problem(n, dtype, pitched=True)
+    problem = Problem.of(n, dtype, rows="pitched")
     neighbors = search._neighbors(problem)
     assert problem not in neighbors
     assert len(set(neighbors)) == len(neighbors) == (1 if n in (2, 131072) else 2) + 2 + (dtype is not DType.FLOAT32)
-    assert all(neighbor.pitched for neighbor in neighbors)
+    assert all(neighbor.parent for neighbor in neighbors)
 
 
 def test_knobs_with_a_known_kernel_share_its_trial(store: Store) -> None:

@@ -14,7 +14,7 @@ from measure_sample import ALL_PROBLEMS, PROBLEM, SPEC, array_at
 
 from hadagen.bits import decode, encode
 from hadagen.launch import LaunchSpec, RowShape
-from hadagen.problem import DType, Problem
+from hadagen.problem import DType, Problem, Rows
 from hadagen.reference import INPUT_CLASSES, hadamard
 from hadagen.trial import (
     Outcome,
@@ -39,7 +39,7 @@ class StandIn:
 
     def launch(self, stream: int, x: int, y: int, elements: int, scale: float, rows: RowShape) -> None:
         self.calls += 1
-        n, dtype, fault = self.problem.n, self.problem.dtype, self.fault
+        n, dtype, fault = self.problem.n, self.problem.io.input, self.fault
         count, (columns, x_pitch, y_pitch) = elements // n, rows
         given, out = rows_at(x, count, columns, x_pitch, dtype), rows_at(y, count, columns, y_pitch, dtype)
         padded = np.zeros((count, n))
@@ -96,23 +96,23 @@ def verify(stand_in: StandIn) -> Any:
 ONE_ROUNDING = {DType.FLOAT16: 2.08e-4, DType.BFLOAT16: 1.66e-3, DType.FLOAT32: 2.54e-8}
 
 
-@pytest.mark.parametrize("pitched", [False, True], ids=["contiguous", "pitched"])
+@pytest.mark.parametrize("rows", Rows)
 @pytest.mark.parametrize("dtype", DType)
 @pytest.mark.parametrize("n", [2, 4, 8, 256, 512, 32768])
-def test_a_correct_kernel_passes(n: int, dtype: DType, pitched: bool) -> None:
+def test_a_correct_kernel_passes(n: int, dtype: DType, rows: Rows) -> None:
     spec = replace(SPEC, tile_elements=max(n, 4096), persistent=True)
-    verdict = verify(StandIn(Problem(n, dtype, pitched=pitched), spec=spec))
+    verdict = verify(StandIn(Problem.of(n, dtype, rows=rows), spec=spec))
     assert (verdict.outcome, verdict.detail) == (Outcome.OK, "")
     assert set(verdict.errors) == set(INPUT_CLASSES)
     if n > 2:  # else rows of one element are among them, which are only scaled
         assert verdict.errors["normal"] == pytest.approx(ONE_ROUNDING[dtype], rel=0.05)
 
 
-@given(st.sampled_from([problem for problem in ALL_PROBLEMS if problem.pitched]))
+@given(st.sampled_from([problem for problem in ALL_PROBLEMS if problem.io.rows is Rows.PITCHED]))
 def test_pitched_rows_are_verified_in_every_arrangement(problem: Problem) -> None:
     from hadagen.measure.verify import arrangements
 
-    n, vector = problem.n, 16 // problem.dtype.bytes
+    n, vector = problem.n, 16 // problem.io.input.bytes
     arranged = arrangements(problem)
     for rows, _, _ in arranged:
         assert n // 2 + (n > 2) <= rows.columns <= n
@@ -146,9 +146,9 @@ def test_pitched_rows_are_verified_in_every_arrangement(problem: Problem) -> Non
         ("differs every time", Outcome.UNSTABLE, "differently"),
     ],
 )
-@pytest.mark.parametrize("pitched", [False, True], ids=["contiguous", "pitched"])
-def test_a_wrong_kernel_is_found(fault: str, outcome: Outcome, says: str, pitched: bool) -> None:
-    verdict = verify(StandIn(replace(PROBLEM, pitched=pitched), fault, replace(SPEC, persistent=True)))
+@pytest.mark.parametrize("rows", Rows)
+def test_a_wrong_kernel_is_found(fault: str, outcome: Outcome, says: str, rows: Rows) -> None:
+    verdict = verify(StandIn(PROBLEM.with_io(rows=rows), fault, replace(SPEC, persistent=True)))
     assert verdict.outcome is outcome
     assert says in verdict.detail
 
@@ -165,7 +165,7 @@ def test_a_wrong_kernel_is_found(fault: str, outcome: Outcome, says: str, pitche
 )
 @pytest.mark.parametrize("dtype", DType)
 def test_a_kernel_that_is_wrong_about_pitched_rows_is_found(dtype: DType, fault: str, says: str) -> None:
-    verdict = verify(StandIn(Problem(256, dtype, pitched=True), fault))
+    verdict = verify(StandIn(Problem.of(256, dtype, rows="pitched"), fault))
     assert verdict.outcome is Outcome.WRONG_ANSWER
     assert says in verdict.detail
 

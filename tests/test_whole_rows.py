@@ -69,7 +69,7 @@ def test_a_multicast_brings_what_is_summed_over_blocks() -> None:
         longer.footprint.shared_bytes == 128 + longer.footprint.stage_bytes > 128 + 8 * longer.exchanges[0].slot_bytes
     )
     with pytest.raises(UsageError, match="no step needs the shares of other blocks"):
-        changed(build_plan(Problem(256, DType.BFLOAT16), Knobs(mma_carrier="split"), ARCH), 0, Load("multicast"))
+        changed(build_plan(Problem.of(256, DType.BFLOAT16), Knobs(mma_carrier="split"), ARCH), 0, Load("multicast"))
     float32_rows = gathered()
     with pytest.raises(UsageError, match="it finds what a multicast has brought"):
         changed(float32_rows, 0, dataclasses.replace(float32_rows.load, path="plain"))
@@ -89,14 +89,14 @@ def test_shares_of_float32_are_gathered_once_and_scaled_then() -> None:
 
 
 def test_one_block_has_no_others_to_sum_over() -> None:
-    plan = build_plan(Problem(256, DType.BFLOAT16), Knobs(mma_carrier="split"), ARCH)
+    plan = build_plan(Problem.of(256, DType.BFLOAT16), Knobs(mma_carrier="split"), ARCH)
     with pytest.raises(UsageError, match="there is one block"):
         changed(plan, 1, dataclasses.replace(plan.steps[1], over_blocks=True))
 
 
 def test_sums_over_blocks_are_not_scaled_by_factors_of_16_bits() -> None:
     """Which are made for sums of 16. What is taken of a whole scale may be as much smaller as there are blocks."""
-    fast = build_plan(Problem(512, DType.FLOAT16, Numerics.FAST), Knobs(cluster=2, far_bits="lanes"), ARCH)
+    fast = build_plan(Problem.of(512, DType.FLOAT16, Numerics.FAST), Knobs(cluster=2, far_bits="lanes"), ARCH)
     with pytest.raises(UsageError, match="outgrow what a factor in 16 bits"):
         changed(fast, 1, dataclasses.replace(fast.steps[1], over_blocks=True))
     plan = whole_rows()

@@ -37,7 +37,7 @@ from hadagen.steps.transforms import Mma
 def test_mma_takes_fp32_in_as_many_parts_as_its_type_needs(
     dtype: DType, carrier: str, operand: str, needed: int, other: int
 ) -> None:
-    plan = build_plan(Problem(256, dtype), Knobs(mma_carrier=carrier), ARCH)
+    plan = build_plan(Problem.of(256, dtype), Knobs(mma_carrier=carrier), ARCH)
     last = max(i for i, step in enumerate(plan.steps) if isinstance(step, Mma))
     factor = 0 if dtype is DType.FLOAT16 else 2
     assert plan.steps[last] == Mma(1, operand, needed, factor=factor)
@@ -51,7 +51,7 @@ def test_mma_takes_fp32_in_as_many_parts_as_its_type_needs(
 
 @pytest.mark.parametrize("parts", [1, 2])
 def test_no_float16_goes_through_mma_as_tf32(parts: int) -> None:
-    plan = build_plan(Problem(256, DType.FLOAT16), Knobs(mma_carrier="split"), ARCH)
+    plan = build_plan(Problem.of(256, DType.FLOAT16), Knobs(mma_carrier="split"), ARCH)
     last = max(i for i, step in enumerate(plan.steps) if isinstance(step, Mma))
     with pytest.raises(UsageError, match=f"takes values as {parts} tf32 instead of another type"):
         changed(plan, last, Mma(1, "tf32", parts))
@@ -59,7 +59,7 @@ def test_no_float16_goes_through_mma_as_tf32(parts: int) -> None:
 
 def test_nothing_is_transposed_as_tf32() -> None:
     knobs = Knobs(chunks=2, warps=16, far_bits="lanes", far_lanes="mma", mma_carrier="split", butterfly_carrier="fp32")
-    plan = build_plan(Problem(8192, DType.BFLOAT16), dataclasses.replace(knobs, exchange_carrier="fp32"), ARCH)
+    plan = build_plan(Problem.of(8192, DType.BFLOAT16), dataclasses.replace(knobs, exchange_carrier="fp32"), ARCH)
     turned = next(i for i, step in enumerate(plan.steps) if isinstance(step, Mma) and step.turned)
     assert plan.steps[turned] == Mma(2, "bfloat16", 2, turned=True)
     with pytest.raises(UsageError, match="only 16-bit values are transposed"):
@@ -68,7 +68,7 @@ def test_nothing_is_transposed_as_tf32() -> None:
 
 def test_values_are_turned_on_their_way_to_an_mma_of_tf32() -> None:
     knobs = Knobs(chunks=2, warps=16, far_bits="lanes", far_lanes="mma", mma_carrier="tf32", butterfly_carrier="fp32")
-    plan = build_plan(Problem(8192, DType.BFLOAT16), dataclasses.replace(knobs, exchange_carrier="fp32"), ARCH)
+    plan = build_plan(Problem.of(8192, DType.BFLOAT16), dataclasses.replace(knobs, exchange_carrier="fp32"), ARCH)
     at = next(i for i, step in enumerate(plan.steps) if isinstance(step, Exchange))
     exchange = plan.steps[at]
     assert isinstance(exchange, Exchange)
@@ -92,7 +92,7 @@ def test_values_are_turned_on_their_way_to_an_mma_of_tf32() -> None:
 def test_what_one_tf32_loses_is_in_the_scale() -> None:
     def lifted(**values: Any) -> list[bool]:
         knobs = Knobs(chunks=2, warps=16, far_bits="lanes", butterfly_carrier="fp32", exchange_carrier="fp32", **values)
-        plan = build_plan(Problem(8192, DType.BFLOAT16), knobs, ARCH)
+        plan = build_plan(Problem.of(8192, DType.BFLOAT16), knobs, ARCH)
         return [step.lifted for step in plan.steps if isinstance(step, Scale)]
 
     assert lifted(far_lanes="mma", mma_carrier="tf32") == [True]
@@ -104,7 +104,7 @@ def test_what_one_tf32_loses_is_in_the_scale() -> None:
 def test_the_scale_is_lifted_by_what_values_lose_in_the_mean_when_they_are_cut_off_after_it(far_lanes: str) -> None:
     """So results are too small by what the second mma cuts off alone, before the scale, and not by the third's too."""
     knobs = dataclasses.replace(FAR_LANES, chunks=2, warps=16, far_lanes=far_lanes, mma_carrier="tf32")
-    plan = build_plan(Problem(8192, DType.BFLOAT16), knobs, ARCH)
+    plan = build_plan(Problem.of(8192, DType.BFLOAT16), knobs, ARCH)
     bits = encode(DType.BFLOAT16, np.random.default_rng(0).standard_normal((32, 8192)))
     out, source = np.zeros_like(bits), render(plan)
     compile_host([source]).run(source.entry, plan.launch, bits, out, scale=2**-6)
@@ -117,7 +117,7 @@ def test_the_scale_is_lifted_by_what_values_lose_in_the_mean_when_they_are_cut_o
 def test_a_value_of_11_bits_stays_as_it_is_lifted_and_cut_off(far_lanes: str) -> None:
     """And is rounded once: ties to even, which a little more or less would decide."""
     knobs = dataclasses.replace(FAR_LANES, chunks=2, warps=16, far_lanes=far_lanes, mma_carrier="tf32")
-    plan = build_plan(Problem(8192, DType.BFLOAT16), knobs, ARCH)
+    plan = build_plan(Problem.of(8192, DType.BFLOAT16), knobs, ARCH)
     high, low = (8 * np.arange(128, 256)).repeat(8), np.tile(np.arange(8), 128)
     x = np.zeros((len(high), 8192))
     x[:, 3], x[:, 3 + 128] = high, low  # whose sums an mma takes that does not cut off

@@ -28,28 +28,22 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hadagen.errors import StorageError
-from hadagen.launch import PORTABLE_CLUSTER, LaunchSpec
-from hadagen.problem import Problem
+from hadagen.launch import PARAMS, PORTABLE_CLUSTER, ROW_PARAMS, LaunchSpec
+from hadagen.problem import Problem, Rows
 from hadagen.target import check_arch
 from hadagen.trial import Cache, Destination, Environment, Kernel, Provenance, check_knobs
 from hadagen.tuning_db.files import FileState, connect_read_only, file_state, inflated, limit_values, read_start
 
 SQLITE_MAGIC = b"SQLite format 3\0"
 APPLICATION_ID = 0x68616461  # "hada", in the header of the file
-FORMAT = 3  # of the tables below; in the header too
+FORMAT = 4  # of the tables below; in the header too
+FORMER_FORMAT = 3  # which is read as well
 
 # Every table with its columns; launch, knobs and errors are JSON objects. The first three are read on opening, the
 # others problem by problem; `winners` is the SHA-256 of what these have of it.
 TABLES: dict[str, dict[str, str]] = {
     "meta": {"key": "TEXT PRIMARY KEY", "value": "TEXT"},
-    "problems": {
-        "id": "INTEGER PRIMARY KEY",
-        "n": "INTEGER",
-        "dtype": "TEXT",
-        "numerics": "TEXT",
-        "pitched": "INTEGER",
-        "winners": "TEXT",
-    },
+    "problems": {"id": "INTEGER PRIMARY KEY", "key": "TEXT", "winners": "TEXT"},
     "environments": {
         "id": "INTEGER PRIMARY KEY",
         "gpu": "TEXT",
@@ -106,14 +100,30 @@ INDEXES = {"trials": "problem", "entries": "trial"}
 # Compressed, one row per kernel; apart from the tables above so that those are read without them.
 BLOBS = {"kernel": "INTEGER PRIMARY KEY REFERENCES kernels", "cubin": "BLOB", "ptx": "BLOB"}
 
+# In the former format a problem was told by four columns, and of a launch "pitched" told which params there are.
+FORMER_PROBLEMS = {
+    "id": "INTEGER PRIMARY KEY",
+    "n": "INTEGER",
+    "dtype": "TEXT",
+    "numerics": "TEXT",
+    "pitched": "INTEGER",
+    "winners": "TEXT",
+}
+
+
+def _schema(tables: Mapping[str, Mapping[str, str]]) -> list[str]:
+    return [
+        *(
+            f"CREATE TABLE {table} ({', '.join(f'{name} {kind}' for name, kind in columns.items())})"
+            for table, columns in {**tables, "blobs": BLOBS}.items()
+        ),
+        *(f"CREATE INDEX {table}_by_{column} ON {table} ({column})" for table, column in INDEXES.items()),
+    ]
+
+
 # The file has these alone, in this order.
-SCHEMA = [
-    *(
-        f"CREATE TABLE {table} ({', '.join(f'{name} {kind}' for name, kind in columns.items())})"
-        for table, columns in {**TABLES, "blobs": BLOBS}.items()
-    ),
-    *(f"CREATE INDEX {table}_by_{column} ON {table} ({column})" for table, column in INDEXES.items()),
-]
+SCHEMA = _schema(TABLES)
+_SCHEMAS = {FORMAT: SCHEMA, FORMER_FORMAT: _schema(TABLES | {"problems": FORMER_PROBLEMS})}
 
 # No reading of a sound bundle comes near: rows of a table and characters in them that are read at once, characters of a
 # text, names in a JSON object, and thousands of steps of SQLite, of which a page that is its own child would take many.
@@ -304,12 +314,12 @@ class _Content:
         self.environments = {number: _environment(row) for number, row in _by_id(tables, "environments").items()}
         self.numbers: dict[Problem, int] = {}
         self._sums: dict[int, str] = {}
-        for number, row in _by_id(tables, "problems").items():
-            self._sums[number] = row.pop("winners")
-            problem = Problem.from_dict(row | {"pitched": bool(row["pitched"])})
-            if problem in self.numbers or problem.to_dict() != row:
-                raise ValueError(f"{problem.name} is there twice")
+        for number, *said, winners in tables["problems"]:
+            problem = Problem.parse(said[0]) if len(said) == 1 else _former_problem(*said)
+            if problem in self.numbers:
+                raise ValueError(f"{problem.key} is there twice")
             self.numbers[problem] = number
+            self._sums[number] = winners
         # Of the problems that were read: how many trials, the winners, and the kernels by digest, without their blobs
         # but with the number of these and their SHA-256.
         self.trials: dict[Problem, int] = {}
@@ -323,7 +333,7 @@ class _Content:
             return
         tables = winners_of(connection, number)
         if self._sums[number] != rows_digest(tables):
-            raise ValueError(f"the winners of {problem.name} do not match their SHA-256")
+            raise ValueError(f"the winners of {problem.key} do not match their SHA-256")
         rows = _by_id(tables, "kernels")
         kernels = {number: _kernel(self.meta["arch"], row) for number, row in rows.items()}
         trials = {number: self._trial(problem, row, kernels) for number, row in _by_id(tables, "trials").items()}
@@ -334,7 +344,7 @@ class _Content:
             cell = entry.gpu, entry.destination, entry.elements
             entries.append(replace(entry, portable=cell in clusters))
             if cell in clusters and not entry.launch.cluster <= PORTABLE_CLUSTER < clusters[cell]:
-                raise ValueError(f"{problem.name} has two winners in one place")
+                raise ValueError(f"{problem.key} has two winners in one place")
             clusters[cell] = 0 if cell in clusters else entry.launch.cluster
         for number, row in rows.items():
             kernel = kernels[number]
@@ -364,8 +374,8 @@ class _Content:
     def _trial(self, problem: Problem, row: Mapping[str, Any], kernels: Mapping[int, Kernel]) -> dict[str, Any]:
         """What the entries of a trial have in common."""
         kernel = kernels[row["kernel"]]
-        if kernel.launch.pitched is not problem.pitched or kernel.launch.tile_elements % problem.n:
-            raise ValueError(f"{problem.name} has a kernel for other rows")
+        if kernel.launch.reads_rows is (problem.io.rows is Rows.CONTIGUOUS) or kernel.launch.tile_elements % problem.n:
+            raise ValueError(f"{problem.key} has a kernel for other rows")
         knobs, errors = _object(row["knobs"]), _object(row["errors"])
         check_knobs(knobs)
         if not errors or not all(type(error) in (int, float) and 0 <= error <= 1e9 for error in errors.values()):
@@ -391,9 +401,17 @@ def _environment(row: Mapping[str, Any]) -> Environment:
 
 def _kernel(arch: str, row: Mapping[str, Any]) -> Kernel:
     """Without its blobs."""
-    launch = LaunchSpec.from_dict(_object(row["launch"]))
+    said = _object(row["launch"])
+    if "pitched" in said:
+        params = {False: PARAMS, True: (*PARAMS, *ROW_PARAMS)}[said.pop("pitched")]
+        said["params"] = ", ".join(map(str, params))
+    launch = LaunchSpec.from_dict(said)
     used = _count(row["registers"]), _count(row["spill_bytes"])
     return Kernel(_text(row["digest"]), _text(row["entry"]), arch, "", b"", b"", launch, *used, _text(row["nvcc"]))
+
+
+def _former_problem(n: int, dtype: str, numerics: str, pitched: int) -> Problem:
+    return Problem.of(n, dtype, numerics, {0: Rows.CONTIGUOUS, 1: Rows.PITCHED}[pitched])
 
 
 def _timed(trial: dict[str, Any], row: Mapping[str, Any]) -> BundleEntry:
@@ -440,7 +458,7 @@ def shipped() -> dict[str, Path]:
 def read_rows(connection: sqlite3.Connection, table: str, where: str = "true", *values: int) -> list[Row]:
     """Rows of a table of `TABLES`, in order. Raises `ValueError` where they are more than any bundle has."""
     _allow_steps(connection)
-    query = f"SELECT {', '.join(TABLES[table])} FROM {table} WHERE {where} ORDER BY 1"
+    query = f"SELECT * FROM {table} WHERE {where} ORDER BY 1"
     rows: list[Row] = []
     characters = 0
     for row in connection.execute(query, values):
@@ -518,14 +536,14 @@ def _read_once(path: Path, read: Callable[[sqlite3.Connection, FileState], Found
     version = int.from_bytes(header[60:64], "big")
     if version > FORMAT:
         raise StorageError(f"{path} is a bundle of format {version}, later than {FORMAT}; upgrade hadagen to read it")
-    if version < FORMAT:
+    if version not in _SCHEMAS:
         raise StorageError(f"{path} is a bundle of format {version}, earlier than {FORMAT}; {again}")
     try:
         with closing(connect_read_only(path, immutable=True)) as connection:
             limit_values(connection)
             _allow_steps(connection)
-            schema = "SELECT sql FROM sqlite_master WHERE sql IS NOT NULL LIMIT ?"
-            if connection.execute(schema, (len(SCHEMA) + 1,)).fetchall() != [(statement,) for statement in SCHEMA]:
+            query, schema = "SELECT sql FROM sqlite_master WHERE sql IS NOT NULL LIMIT ?", _SCHEMAS[version]
+            if connection.execute(query, (len(schema) + 1,)).fetchall() != [(statement,) for statement in schema]:
                 raise ValueError("it has other tables")
             return read(connection, state)
     except (sqlite3.Error, ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as error:

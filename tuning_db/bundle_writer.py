@@ -139,7 +139,7 @@ def _with_numbers(numbers: Mapping[Row, int]) -> list[Row]:
 
 
 def _problem_row(trial: Trial) -> Row:
-    return tuple(trial.problem.to_dict().values())
+    return (trial.problem.key,)
 
 
 def _kernel_row(kernel: Kernel) -> Row:

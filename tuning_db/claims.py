@@ -60,7 +60,7 @@ class Claims:
         """Claim work, and say of each whether it is ours now: not where another run has it, or has a trial of it."""
         with self._database.writing() as session:
             self._drop_what_ended(session)
-            numbers = {problem: row_of(session, ProblemRow, problem.to_dict()).id for problem, _ in wanted}
+            numbers = {problem: row_of(session, ProblemRow, {"key": problem.key}).id for problem, _ in wanted}
             taken = self._tried(session, numbers.values())
             claims = select(ClaimRow.problem_id, ClaimRow.work).where(*self._here())
             taken.update((number, work) for number, work in session.execute(claims))

@@ -21,7 +21,7 @@ from sqlalchemy.types import TypeDecorator
 from hadagen.tuning_db.files import inflated
 
 PREFIX = "hadagen_"
-SCHEMA_VERSION = "0005"
+SCHEMA_VERSION = "0006"
 VERSION_TABLE = f"{PREFIX}schema_version"
 
 
@@ -54,13 +54,9 @@ class Base(DeclarativeBase):
 
 class ProblemRow(Base):
     __tablename__ = f"{PREFIX}problems"
-    __table_args__ = (UniqueConstraint("n", "dtype", "numerics", "pitched"),)
 
     id: Mapped[int] = mapped_column(primary_key=True)
-    n: Mapped[int]
-    dtype: Mapped[str]
-    numerics: Mapped[str]
-    pitched: Mapped[bool]
+    key: Mapped[str] = mapped_column(unique=True)
 
 
 class EnvironmentRow(Base):
@@ -111,7 +107,7 @@ class KernelRow(Base):
     tile_elements: Mapped[int] = mapped_column(BigInteger)
     persistent: Mapped[bool]
     scale_form: Mapped[str]
-    pitched: Mapped[bool]
+    params: Mapped[str]  # as its signature
     starts_early: Mapped[bool]
     registers: Mapped[int]
     spill_bytes: Mapped[int]

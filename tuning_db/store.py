@@ -30,6 +30,7 @@ from hadagen.trial import (
     Timing,
     Trial,
     check_knobs,
+    digested,
     kernel_digest,
     knobs_key,
 )
@@ -196,7 +197,7 @@ def _where(timing: Timing) -> tuple[int, Destination, Cache]:
 def _key(session: Session, trial: Trial) -> dict[str, object]:
     """What a trial is known by."""
     return {
-        "problem_id": row_of(session, ProblemRow, trial.problem.to_dict()).id,
+        "problem_id": row_of(session, ProblemRow, {"key": trial.problem.key}).id,
         "arch": trial.arch,
         "knobs_key": knobs_key(trial.knobs),
         "environment_id": row_of(session, EnvironmentRow, asdict(trial.environment)).id,
@@ -263,7 +264,7 @@ def _wanted(
     """Selects the row numbers of the trials that match."""
     query = select(TrialRow.id)
     if problem is not None:
-        query = query.join(TrialRow.problem).where(*_same(ProblemRow, problem.to_dict()))
+        query = query.join(TrialRow.problem).where(ProblemRow.key == problem.key)
     if arch is not None:
         query = query.where(TrialRow.arch == arch)
     if gpu is not None:
@@ -364,7 +365,8 @@ def _unchecked(row: KernelRow, blobs: bool) -> Kernel:
 
 def problem_of(row: ProblemRow) -> Problem:
     """The problem of a row. Raises `ValueError` where it is damaged."""
-    return Problem(**_values(Problem, row))
+    _check(row)
+    return Problem.parse(row.key)
 
 
 def _seal_rows(session: Session) -> None:
@@ -393,7 +395,7 @@ def _seal_rows(session: Session) -> None:
 
 def _former_digests(kernel: Kernel) -> set[str]:
     """What the kernel was called by versions to which a launch was nothing, or nothing of when it starts."""
-    launch = kernel.launch.to_dict()
+    launch = digested(kernel.launch)
     early = launch.pop("starts_early")
     said = [b""] if early else [b"", json.dumps(launch, sort_keys=True).encode()]
     return {hashlib.sha256(kernel.cubin + each).hexdigest() for each in said}
@@ -408,7 +410,7 @@ def _seal_of_trial(trial: Trial) -> str:
     """Without the blobs of its kernel."""
     return _sha256(
         [
-            trial.problem.to_dict(),
+            trial.problem.key,
             trial.arch,
             trial.knobs,
             trial.outcome,
@@ -429,7 +431,7 @@ def _seal_of_trial(trial: Trial) -> str:
 
 def _plain(kernel: Kernel) -> dict[str, Any]:
     """What a kernel says, without its blobs."""
-    return vars(kernel) | {"launch": vars(kernel.launch), "cubin": 0, "ptx": 0, "source": 0}
+    return vars(kernel) | {"launch": kernel.launch.to_dict(), "cubin": 0, "ptx": 0, "source": 0}
 
 
 def _sha256(values: list[Any]) -> str:

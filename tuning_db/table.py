@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TextIO
 
+from hadagen.problem import Rows
 from hadagen.trial import Timing, Trial
 from hadagen.tuning_db.aside import check_place, unwritable, written_aside
 from hadagen.tuning_db.winners import WinnerCell
@@ -92,16 +93,16 @@ def _write(
 
 def _order(cell: WinnerCell) -> tuple[Any, ...]:
     problem = cell.problem
-    return cell.gpu, problem.pitched, problem.numerics, problem.dtype, cell.elements, problem.n, cell.destination
+    return cell.gpu, problem.io.rows, problem.io.numerics, problem.io.input, cell.elements, problem.n, cell.destination
 
 
 def _row(cell: WinnerCell, trial: Trial, timing: Timing) -> dict[str, Any]:
     assert trial.kernel is not None  # no kernel, no winner
     return {
         "gpu": cell.gpu,
-        "numerics": cell.problem.numerics.value,
-        "dtype": cell.problem.dtype.value,
-        "pitched": int(cell.problem.pitched),
+        "numerics": cell.problem.io.numerics.value,
+        "dtype": cell.problem.io.input.value,
+        "pitched": int(cell.problem.io.rows is Rows.PITCHED),
         "elements": cell.elements,
         "n": cell.problem.n,
         "destination": cell.destination.value,

@@ -58,7 +58,7 @@ class Contests:
         with torch.no_grad(), ExitStack() as loaded:
             answers, right = self._verified(loaded, request.kernels)
             peer_errors = self._peer_errors(problem)
-            self._stopwatch.fill(problem.dtype, [cell.traffic(problem) for cell, _ in request.cells])
+            self._stopwatch.fill(problem.io.input, [cell.traffic(problem) for cell, _ in request.cells])
             times = []
             for cell, wanted in request.cells:
                 timed = {i: right[i] for i in wanted if i in right}
@@ -71,7 +71,7 @@ class Contests:
             answers, right = self._verified(loaded, [(problem, kernel) for kernel in request.kernels])
             cells = list(dict.fromkeys(cell for contest in request.contests for cell, _ in contest.cells))
             works = {cell: transform_work(problem, cell) for cell in cells}
-            self._stopwatch.fill(problem.dtype, [work.traffic for work in works.values()])
+            self._stopwatch.fill(problem.io.input, [work.traffic for work in works.values()])
             screened: dict[Cell, dict[int, float]] = {cell: {} for cell in cells}
             for i, kernel in right.items():
                 samples = self._stopwatch.time(kernel, list(works.values()), _SCREENING_REPLAYS)
@@ -119,7 +119,7 @@ class Contests:
             i: (partial(self._stopwatch.graph, kernel, work), _REPLAYS) for i, kernel in kernels.items()
         }
         launches = traffic.launches(self._l2_bytes)
-        inputs = self._stopwatch.inputs(problem.dtype, work, cell.elements // problem.n)
+        inputs = self._stopwatch.inputs(problem.io.input, work, cell.elements // problem.n)
         for peer in self._peers.all:
             if peer.name in peers:
                 calls = calls_of(peer, problem, inputs, cell.destination is Destination.IN_PLACE)

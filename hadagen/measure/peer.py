@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hadagen.problem import DType, Problem
+from hadagen.problem import DType, Problem, Rows
 from hadagen.reference import verification_scale
 
 Call = Callable[[], torch.Tensor]
@@ -23,19 +23,19 @@ class Peer(NamedTuple):
 
     name: str
     dtypes: frozenset[DType]
-    takes_pitched: bool
+    rows: frozenset[Rows]  # that it takes
     works_in_place: bool
     transform: Callable[[torch.Tensor, float, bool], torch.Tensor]
 
     def serves(self, problem: Problem) -> bool:
-        return problem.dtype in self.dtypes and (self.takes_pitched or not problem.pitched)
+        return problem.io.input in self.dtypes and problem.io.rows in self.rows
 
 
 def _fast_hadamard_transform(module: Any) -> Peer:
     return Peer(
         "fast_hadamard_transform",
         frozenset(DType),
-        takes_pitched=True,
+        rows=frozenset(Rows),
         works_in_place=False,
         transform=lambda x, scale, in_place: module.hadamard_transform(x, scale),
     )
@@ -45,7 +45,7 @@ def _hadacore(module: Any) -> Peer:
     return Peer(
         "HadaCore",
         frozenset({DType.FLOAT16, DType.BFLOAT16}),
-        takes_pitched=False,
+        rows=frozenset({Rows.CONTIGUOUS}),
         works_in_place=True,
         transform=lambda x, scale, in_place: module.hadamard_transform(x, in_place),  # always orthonormal
     )

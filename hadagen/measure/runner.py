@@ -119,7 +119,7 @@ class DeviceRunner:
         Raises `DeviceError` where the worker fails or takes longer than a variant may.
         """
         if a.problem != b.problem:
-            raise UsageError(f"{a.problem.name} cannot be raced against {b.problem.name}; give two of one problem")
+            raise UsageError(f"{a.problem.key} cannot be raced against {b.problem.key}; give two of one problem")
         request = Race(a.problem, _bare(_kernel(a)), _bare(_kernel(b)), tuple(cells))
         return list(self._ask(request, "a race", self._timeout_s))
 
@@ -130,12 +130,12 @@ class DeviceRunner:
         cells: each with the positions of the variants that are timed there. Raises `DeviceError` where the worker
         fails or takes longer than `COMPARISON_TIMEOUT_S`.
         """
-        kinds = {replace(variant.problem, numerics=Numerics.ACCURATE).name for variant in variants}
+        kinds = {variant.problem.with_io(numerics=Numerics.ACCURATE).key for variant in variants}
         if len(kinds) != 1:
             raise UsageError(f"{' and '.join(sorted(kinds))} cannot be compared; give variants of one n and dtype")
         kernels = tuple((variant.problem, _bare(_kernel(variant))) for variant in variants)
         request = Compare(kernels, tuple((cell, tuple(wanted)) for cell, wanted in cells))
-        answer: Comparison = self._ask(request, f"comparing kernels for {variants[0].problem.name}")
+        answer: Comparison = self._ask(request, f"comparing kernels for {variants[0].problem.key}")
         return answer
 
     def rank(self, variants: Sequence[Variant], contests: Sequence[Contest]) -> Ranking:
@@ -145,9 +145,9 @@ class DeviceRunner:
         """
         problem = variants[0].problem
         if any(variant.problem != problem for variant in variants):
-            raise UsageError(f"not all variants are for {problem.name}; give those of one problem")
+            raise UsageError(f"not all variants are for {problem.key}; give those of one problem")
         request = Rank(problem, tuple(_bare(_kernel(variant)) for variant in variants), tuple(contests))
-        answer: Ranking = self._ask(request, f"ranking kernels for {problem.name}")
+        answer: Ranking = self._ask(request, f"ranking kernels for {problem.key}")
         return answer
 
     def _ask(self, request: Race | Compare | Rank, doing: str, timeout_s: float = COMPARISON_TIMEOUT_S) -> Any:
@@ -216,7 +216,7 @@ class DeviceRunner:
 
 def _kernel(variant: Variant) -> Kernel:
     if variant.kernel is None:
-        raise UsageError(f"a variant for {variant.problem.name} has no kernel; build it before it is measured")
+        raise UsageError(f"a variant for {variant.problem.key} has no kernel; build it before it is measured")
     return variant.kernel
 
 

@@ -77,7 +77,9 @@ class DeviceService:
             cells = self._cells_of(problem)
             traffics = [cell.traffic(problem) for cell in cells]
             repeated = transform_work(problem, _REPEATED_CELL)
-            self._stopwatch.fill(problem.dtype, traffics, least_bytes=REPEATED_BUFFERS * repeated.traffic.buffer_bytes)
+            self._stopwatch.fill(
+                problem.io.input, traffics, least_bytes=REPEATED_BUFFERS * repeated.traffic.buffer_bytes
+            )
             self._yardstick.refresh(traffics)
             probes = probe_cells(problem, cells, self._l2_bytes)
             timings = self._time(kernel, problem, probes)
@@ -87,7 +89,7 @@ class DeviceService:
             else:
                 timings |= self._time(kernel, problem, [cell for cell in cells if cell not in timings])
             ordered = tuple(timings[cell] for cell in cells if cell in timings)
-            if not self._stopwatch.is_finite(problem.dtype):
+            if not self._stopwatch.is_finite(problem.io.input):
                 return Answer(Outcome.UNSTABLE, "values were no longer finite after timing", verdict.errors, ordered)
             launches = repeated_launches(kernel.spec.tile_elements)
             if not self._stopwatch.repeats(kernel, repeated, launches):
@@ -111,7 +113,7 @@ class DeviceService:
     def _race(self, request: Race) -> list[tuple[float, float]]:
         works = [transform_work(request.problem, cell) for cell in request.cells]
         with self._loaded(request.a) as a, self._loaded(request.b) as b:
-            self._stopwatch.fill(request.problem.dtype, [work.traffic for work in works])
+            self._stopwatch.fill(request.problem.io.input, [work.traffic for work in works])
             samples = [self._stopwatch.race((a, b), work, _RACE_REPLAYS) for work in works]
             return [(of_a.us, of_b.us) for of_a, of_b in samples]
 

@@ -114,8 +114,8 @@ class Stopwatch:
     def fill(self, dtype: DType, traffics: Iterable[Traffic], least_bytes: int = 0) -> None:
         """New random normals in an arena that any of `traffics` fits in.
 
-        Orthonormal transforms keep them as large as they are, however often they run; those of pitched rows make them
-        no larger.
+        Orthonormal transforms keep them as large as they are, however often they run; where rows are cut short, they
+        become no larger.
         """
         needed = max((traffic.slots(self._l2_bytes) * traffic.footprint for traffic in traffics), default=0)
         needed = max(needed, least_bytes)
@@ -191,7 +191,7 @@ class Stopwatch:
         size = work.traffic.buffer_bytes
         memory = self._arena.view(torch.uint8)
         x, first, again = (memory[i * size : (i + 1) * size].view(torch.int32) for i in range(REPEATED_BUFFERS))
-        first.zero_()  # between pitched rows nothing is written
+        first.zero_()  # nothing is written between rows
         again.zero_()
         stream, launch = self._stream.cuda_stream, kernel.prepared(*work[1:])
         launch(stream, x.data_ptr(), first.data_ptr())

@@ -4,15 +4,15 @@ Each class of input is transformed out of place and in place and compared with f
 and the normal ones are many enough for a persistent grid to loop. Rows do not depend on each other, so fewer rows must
 come out as the very same bits; the same holds for a second run.
 
-Of pitched problems all of this is asked for rows of several shapes, with poison between the rows too: were it read as
-anything but zeros, no result would be finite.
+Where a kernel is told how rows lie, all of this is asked for rows of several shapes, with poison between the rows too:
+were it read as anything but zeros, no result would be finite.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import product
 from typing import NamedTuple, Protocol
 
@@ -21,7 +21,7 @@ import torch
 from hadagen.bits import encode
 from hadagen.errors import told_apart
 from hadagen.launch import LaunchSpec, RowShape
-from hadagen.problem import DType, Numerics, Problem
+from hadagen.problem import DType, Numerics, Problem, Rows
 from hadagen.reference import INPUT_CLASSES, hadamard, input_classes, verification_scale
 from hadagen.trial import Outcome, timed_rows
 
@@ -89,12 +89,12 @@ class Arrangement(NamedTuple):
 
 
 def arrangements(problem: Problem) -> tuple[Arrangement, ...]:
-    """The rows to verify with. Those of a pitched problem: as they are timed; apart, and as long as n; with 16-byte
-    boundaries nowhere; with them in x alone, and as short as may be."""
+    """The rows to verify with. Those that need not be contiguous: as they are timed; apart, and as long as n; with
+    16-byte boundaries nowhere; with them in x alone, and as short as may be."""
     timed = timed_rows(problem)
-    if not problem.pitched:
+    if problem.io.rows is Rows.CONTIGUOUS:
         return (Arrangement(timed),)
-    n, vector = problem.n, 16 // problem.dtype.bytes
+    n, vector = problem.n, 16 // problem.io.input.bytes
     most, least = max(n - 1, 1), n // 2 + (n > 2)
     aligned = -(-least // vector) * vector
     return (
@@ -143,7 +143,7 @@ def _cases(problem: Problem) -> _Cases:
                 continue
             padded = values.copy()
             padded[:, columns:] = 0.0
-            bits = torch.from_numpy(encode(problem.dtype, padded[:, :columns])).view(_BITS[problem.dtype.bytes])
+            bits = torch.from_numpy(encode(problem.io.input, padded[:, :columns])).view(_BITS[problem.io.input.bytes])
             cases[name, columns] = _Case(bits, torch.from_numpy(hadamard(padded, scale)[:, :columns].copy()))
     return cases
 
@@ -190,14 +190,14 @@ class Verifier:
         errors = {}
         for (name, of_columns), case in self._cases_of(problem).items():
             if of_columns == columns:
-                x = case.bits[: len(case.bits) - 1].view(TORCH_DTYPE[problem.dtype]).clone()
+                x = case.bits[: len(case.bits) - 1].view(TORCH_DTYPE[problem.io.input]).clone()
                 out = transform(x).contiguous().view(case.bits.dtype)
-                errors[name] = [_relative_error(out, case.reference[: len(x)], problem.dtype)]
+                errors[name] = [_relative_error(out, case.reference[: len(x)], problem.io.input)]
         return {name: _largest(values) for name, values in errors.items()}
 
     def _cases_of(self, problem: Problem) -> _Cases:
         """On the device. Both numerics have the same."""
-        problem = replace(problem, numerics=Numerics.ACCURATE)
+        problem = problem.with_io(numerics=Numerics.ACCURATE)
         if problem != self._problem:
             self._host_cases, self._problem, self._device_cases = _cases(problem), problem, {}
         if not self._device_cases:
@@ -216,7 +216,7 @@ class Verifier:
             ways = (arranged, False), (arranged.in_place, True)
             out, again = (self._run(kernel, problem, x, *way, findings) for way in ways)
             errors = findings.errors.setdefault(name, [])
-            errors += [_relative_error(y, reference, problem.dtype) for y in (out, again)]
+            errors += [_relative_error(y, reference, problem.io.input) for y in (out, again)]
             findings.repeated.append((out == again).all())
             if name == _LOOPED_CLASS:
                 findings.repeated.append((out == self._run(kernel, problem, x, arranged, False, findings)).all())
@@ -238,7 +238,7 @@ class Verifier:
         count, (columns, *pitches) = len(x), arranged.rows
         extent = (count - 1) * max(pitches) + columns
         stride = -(-extent // _GUARD_ELEMENTS) * _GUARD_ELEMENTS + _GUARD_ELEMENTS  # keeps y as aligned as x
-        poison = _POISON[problem.dtype.bytes]
+        poison = _POISON[problem.io.input.bytes]
         memory = torch.full((2 * stride + _GUARD_ELEMENTS,), poison, dtype=x.dtype, device=self._device)
         starts = _GUARD_ELEMENTS + arranged.x_offset, _GUARD_ELEMENTS + stride + arranged.y_offset
         source, target = (
@@ -277,7 +277,7 @@ def _verdict(problem: Problem, findings: _Findings) -> Verdict:
     if wrong:
         worst = max(wrong, key=lambda name: errors[name])
         found, bound = told_apart(errors[worst], problem.error_bound)
-        detail = f"relative error {found} for {worst} inputs; {problem.name} allows {bound}"
+        detail = f"relative error {found} for {worst} inputs; {problem.key} allows {bound}"
         return Verdict(Outcome.WRONG_ANSWER, detail, errors)
     if not repeated:
         return Verdict(Outcome.UNSTABLE, "the same input came out differently a second time", errors)

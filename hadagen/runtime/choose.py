@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from hadagen.errors import StorageError, UsageError
 from hadagen.launch import LaunchSpec
-from hadagen.problem import DType, Problem
+from hadagen.problem import Problem
 from hadagen.runtime import bundles
 from hadagen.runtime.arguments import as_int, is_count, is_flag
 from hadagen.runtime.device import Device, find_device
@@ -165,7 +165,7 @@ class BestConfig:
     def to_dict(self) -> dict[str, Any]:
         """As plain values, for JSON."""
         return {
-            "problem": self.problem.to_dict(),
+            "problem": self.problem.key,
             "rows": self.rows,
             "destination": self.destination.value,
             "arch": self.device.arch,
@@ -185,16 +185,18 @@ class BestConfig:
 def _problem(given: Any) -> Problem:
     if isinstance(given, Problem):
         return given
+    if isinstance(given, str):
+        return Problem.parse(given)
     try:
         values = dict(given)
         dtype = values.pop("dtype")
         name = dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch.")  # torch.float16 is "float16"
-        return Problem(as_int(values.pop("n")), cast(DType, name), **values)
+        return Problem.of(as_int(values.pop("n")), name, **values)
     except UsageError:
         raise
     except (KeyError, TypeError, ValueError):
         raise UsageError(
-            f'problem = {given!r} is not one; give a Problem, or such as {{"n": 4096, "dtype": "float16"}}'
+            f'problem = {given!r} is not one; give a Problem, its key, or such as {{"n": 4096, "dtype": "float16"}}'
         ) from None
 
 
@@ -222,7 +224,7 @@ def _says_how(function: Function) -> Function:
 
 @_says_how
 def best_config(
-    problem: Problem | Mapping[str, Any],
+    problem: Problem | str | Mapping[str, Any],
     rows: int,
     device: int | str | torch.device | None = None,
     *,
@@ -233,8 +235,9 @@ def best_config(
 
     A kernel that turns out not to fit on a device gives its place to the next nearest there; this does not look.
 
-    problem: a `Problem`, or the arguments of one: {"n": 4096, "dtype": torch.float16, "numerics": "fast"}; with
-        "pitched": True that of rows that are shorter than n or not contiguous.
+    problem: a `Problem`, its key, such as "n4096-float16-fast", or the arguments of `Problem.of`:
+        {"n": 4096, "dtype": torch.float16, "numerics": "fast"}; with "rows": "pitched" that of rows that are shorter
+        than n or not contiguous.
     device: a CUDA device of this machine, the current one if none is given. With `arch` (for instance "sm90") the name
         of a GPU, such as "NVIDIA H100 80GB HBM3", or any GPU of that arch. Where neither the bundles nor hadagen know
         a GPU of that name, the `match` is ESTIMATED at best.

@@ -17,7 +17,7 @@ import torch
 from hadagen.driver import Launch
 from hadagen.errors import TensorError
 from hadagen.launch import RowShape
-from hadagen.problem import padded_length
+from hadagen.problem import Rows, padded_length
 from hadagen.runtime import fallback, kernels
 from hadagen.runtime.checks import check_call, check_like, check_writable
 
@@ -231,8 +231,8 @@ def _prepare_launch(
     rows = x.numel() // columns
     n = padded_length(columns)
     dense = aligned and x_pitch == y_pitch == columns == n
-    for pitched in (False, True) if dense else (True,):
-        problem = kernels.problem_of(n, x.dtype, numerics, pitched)
+    for rows_lie in (Rows.CONTIGUOUS, Rows.PITCHED) if dense else (Rows.PITCHED,):
+        problem = kernels.problem_of(n, x.dtype, numerics, rows_lie)
         if problem is None:
             return None
         kernel = kernels.find_for_scale(x.get_device(), problem, in_place, rows * n, scale)
@@ -254,9 +254,9 @@ def _transformed_copy(x: torch.Tensor, scale: float, numerics: str) -> torch.Ten
     """The transform of x by a kernel that works in place on a copy of x; None where there is no kernel."""
     columns = x.shape[-1]
     n, rows = padded_length(columns), x.numel() // columns
-    kinds = ((columns, True), (n, False))  # elements of a row of the copy; whether the kernel is pitched
-    for width, pitched in kinds if columns < n else reversed(kinds):
-        problem = kernels.problem_of(n, x.dtype, numerics, pitched)
+    kinds = ((columns, Rows.PITCHED), (n, Rows.CONTIGUOUS))  # elements of a row of the copy, and how rows lie
+    for width, rows_lie in kinds if columns < n else reversed(kinds):
+        problem = kernels.problem_of(n, x.dtype, numerics, rows_lie)
         if problem is None:
             return None
         kernel = kernels.find_for_scale(x.get_device(), problem, True, rows * n, scale)

@@ -18,6 +18,8 @@ import torch
 
 from hadagen import driver
 from hadagen.errors import DeviceError
+from hadagen.launch import X, Y
+from hadagen.problem import Rows
 from hadagen.runtime import compute, kernels, operator
 from hadagen.runtime.device import cuda_index
 from hadagen.runtime.transform import hadamard_transform
@@ -55,7 +57,7 @@ def call_costs(device: int = 0) -> dict[str, float]:
         raise DeviceError(f"CUDA device {device} does not exist; run this on a machine with an NVIDIA GPU")
     with torch.cuda.device(device):
         x = torch.zeros(ROWS, N, dtype=DTYPE, device="cuda")
-        problem = kernels.problem_of(N, DTYPE, "accurate", False)
+        problem = kernels.problem_of(N, DTYPE, "accurate", Rows.CONTIGUOUS)
         kernel = None if problem is None else kernels.find(device, problem, True, ROWS * N)
         if kernel is None:
             raise DeviceError(f"no kernel is known for {torch.cuda.get_device_name(device)}; run hadagen tune first")
@@ -83,13 +85,13 @@ def start_costs(device: str = "cuda") -> dict[str, float]:
 def _rungs(kernel: driver.LoadedKernel, x: torch.Tensor) -> dict[str, Callable[[], object]]:
     address, stream = x.data_ptr(), kernels.raw_stream(kernel.device)
     launch = kernel.prepared(x.numel(), 0.5)
-    config, addresses, pointers, memory = kernel.block(stream, x.numel(), 0.5)
-    addresses[0] = addresses[1] = address
+    config, values, places, memory = kernel.block(stream, x.numel(), kernel.spec.arguments(x.numel(), 0.5))
+    values[X] = values[Y] = address
     launch_kernel: Any = driver.bindings().cuLaunchKernelEx
     function = kernel.function
 
-    def launch_alone(read: object = (addresses, memory)) -> object:  # which must stay: `pointers` leads there
-        return launch_kernel(config, function, pointers, 0)
+    def launch_alone(read: object = (values, memory)) -> object:  # which must stay: `places` leads there
+        return launch_kernel(config, function, places, 0)
 
     leaf = x.clone().requires_grad_()
     rungs: dict[str, Callable[[], object]] = {

@@ -16,7 +16,7 @@ import torch
 from hadagen import driver
 from hadagen.driver import DoesNotFit, LoadedKernel
 from hadagen.errors import DeviceError, StorageError, UsageError, printable
-from hadagen.problem import MAX_LOG2_N, DType, Numerics, Problem, padded_length
+from hadagen.problem import MAX_LOG2_N, DType, Numerics, Problem, Rows, padded_length
 from hadagen.runtime import bundles
 from hadagen.runtime.arguments import as_int, is_count, is_flag
 from hadagen.runtime.choose import choose_from_bundles, is_served, timed_in_bundles
@@ -43,11 +43,11 @@ raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None) or (
 current_device: Any = getattr(torch._C, "_cuda_getDevice", None) or torch.cuda.current_device
 
 
-def problem_of(n: int, dtype: torch.dtype, numerics: str, pitched: bool) -> Problem | None:
+def problem_of(n: int, dtype: torch.dtype, numerics: str, rows: Rows) -> Problem | None:
     """None if no kernel supports such rows or their type."""
     if dtype not in _DTYPES or not 2 <= n <= 1 << MAX_LOG2_N:
         return None
-    return Problem(n, _DTYPES[dtype], Numerics(numerics), pitched)
+    return Problem.of(n, _DTYPES[dtype], numerics, rows)
 
 
 def find(device: int, problem: Problem, in_place: bool, elements: int) -> LoadedKernel | None:
@@ -71,10 +71,9 @@ def find_for_scale(device: int, problem: Problem, in_place: bool, elements: int,
     least, greatest = kernel.spec.scale_form.range
     if least <= abs(scale) <= greatest:
         return kernel
-    if problem.numerics is Numerics.ACCURATE:
+    if problem.io.numerics is Numerics.ACCURATE:
         return None
-    accurate = Problem(problem.n, problem.dtype, Numerics.ACCURATE, problem.pitched)
-    return find_for_scale(device, accurate, in_place, elements, scale)
+    return find_for_scale(device, problem.with_io(numerics=Numerics.ACCURATE), in_place, elements, scale)
 
 
 def queue(launch: driver.Launch, device: int, x: int, y: int) -> None:
@@ -113,7 +112,7 @@ def warmup(
     lengths = [_whole(value, "n") for value in _several(n)]
     dtypes = [_dtype(value) for value in _several(dtype)]
     contracts = [Numerics.ACCURATE]
-    if numerics is None or Problem(2, DType.FLOAT16, numerics).numerics is Numerics.FAST:  # type: ignore[arg-type]
+    if numerics is None or Problem.of(2, DType.FLOAT16, numerics).io.numerics is Numerics.FAST:
         contracts.append(Numerics.FAST)  # which falls back to accurate where the scale is out of its range
     counts = None if rows is None else [_whole(value, "rows") for value in _several(rows)]
     index = _warmed_device(device)
@@ -124,10 +123,10 @@ def warmup(
         row = padded_length(length)
         given = None if counts is None else [row * count for count in counts]
         problems = {
-            problem_of(row, kind, contract.value, pitched)
+            problem_of(row, kind, contract.value, rows_lie)
             for kind in dtypes
             for contract in contracts
-            for pitched in (False, True)
+            for rows_lie in Rows
         }
         for problem in filter(None, problems):
             # Tensors that have to be copied are transformed in place, in their copy.
@@ -203,7 +202,7 @@ def _find(device: int, problem: Problem, in_place: bool, elements: int) -> Loade
     except DeviceError as error:
         if torch.cuda.is_current_stream_capturing():
             raise  # plain PyTorch would stay in the graph for good
-        warnings.warn(f"plain PyTorch transforms {problem.name} here: {error}", RuntimeWarning, stacklevel=2)
+        warnings.warn(f"plain PyTorch transforms {problem.key} here: {error}", RuntimeWarning, stacklevel=2)
         return None
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from hadagen.launch import Param
 from hadagen.layout import Place, Placement, cta
 
 if TYPE_CHECKING:
@@ -74,6 +75,11 @@ class Step:
     def multiplies(self) -> str:
         """The part of the scale that it multiplies by; empty: none."""
         return ""
+
+    @property
+    def params(self) -> tuple[Param, ...]:
+        """What the kernel takes for its sake, beside what all kernels take."""
+        return ()
 
     @property
     def features(self) -> frozenset[str]:

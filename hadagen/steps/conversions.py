@@ -72,7 +72,7 @@ class Normalize(Step):
     by_chunk = False
 
     def faults(self, plan: Draft, at: int) -> Iterator[str]:
-        if plan.problem.dtype is not DType.BFLOAT16:
+        if plan.problem.io.input is not DType.BFLOAT16:
             yield "only values of the range of a bfloat16 are normalized"
         if not all(step.loads for step in plan.steps[:at]):
             yield "only what was just loaded is normalized"

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from hadagen.launch import PARAMS, ROW_PARAMS, Param
 from hadagen.layout import PAIR, THREAD_ELEMENTS, VECTOR_BYTES, Place, Placement, reg
-from hadagen.problem import DType, Problem
+from hadagen.problem import DType, Problem, Rows
 from hadagen.scale import ScaleForm
 from hadagen.steps.base import FP32, Step, mixed_chunk_bits
 from hadagen.steps.conversions import Normalize
@@ -40,7 +41,7 @@ class Draft:
 
     @property
     def vector_elements(self) -> int:
-        return VECTOR_BYTES // self.problem.dtype.bytes
+        return VECTOR_BYTES // self.problem.io.input.bytes
 
     @property
     def vector_places(self) -> tuple[Place, ...]:
@@ -87,7 +88,7 @@ class Draft:
         parts = self.multiplied()
         if "scale" in parts:
             return ScaleForm.FP32
-        return ScaleForm(f"{self.problem.dtype.value}-{'corrected' if 'correction' in parts else 'factors'}")
+        return ScaleForm(f"{self.problem.io.input.value}-{'corrected' if 'correction' in parts else 'factors'}")
 
     @cached_property
     def load(self) -> Load:
@@ -100,6 +101,12 @@ class Draft:
     @property
     def crosses_blocks(self) -> bool:
         return any(step.crosses_blocks for step in self.exchanges)
+
+    @property
+    def params(self) -> tuple[Param, ...]:
+        """What the kernel takes: what all do, what tells how rows lie if n does not, and what steps ask for."""
+        rows = () if self.problem.io.rows is Rows.CONTIGUOUS else ROW_PARAMS
+        return tuple(dict.fromkeys((*PARAMS, *rows, *(param for step in self.steps for param in step.params))))
 
     @property
     def normalizes(self) -> bool:
@@ -156,7 +163,7 @@ class Footprint:
 
     def registers(self, *, wide: bool) -> int:
         """Of a thread, at least: its values in the widest form that all of them take at once, fp32 if `wide`."""
-        dtype, load = self.plan.problem.dtype, self.plan.load
+        dtype, load = self.plan.problem.io.input, self.plan.load
         loaded = 2 * dtype.bytes  # of a chunk
         shares = 1 if dtype is DType.FLOAT32 else self.plan.shares_loaded  # fp32 is summed vector by vector
         fetched = loaded if load.stages > 1 and not load.staged else 0
@@ -174,7 +181,7 @@ class Footprint:
     def stage_bytes(self) -> int:
         """Of one staged tile, as far as a block loads it."""
         plan = self.plan
-        return plan.shares_loaded * plan.block_elements * plan.problem.dtype.bytes if plan.load.staged else 0
+        return plan.shares_loaded * plan.block_elements * plan.problem.io.input.bytes if plan.load.staged else 0
 
     def exchange_offset(self, step: Exchange) -> int:
         """Where its slots begin. Those that other blocks fill lie apart, so that they are free from the start."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hadagen.problem import DType
+from hadagen.problem import DType, Rows
 from hadagen.steps.base import AS_LOADED, FP32, PACKED, WARP_VECTOR_BYTES, Cost, Step
 
 if TYPE_CHECKING:
@@ -52,11 +52,11 @@ class Load(Step):
     def faults(self, plan: Draft, at: int) -> Iterator[str]:
         if self.stages < 1 or (self.stages > 1 and not plan.persistent):
             yield f"{self.stages} tiles under way; there is one, or more of a persistent grid"
-        if self.carrier != (FP32 if plan.problem.dtype is DType.FLOAT32 else PACKED):
+        if self.carrier != (FP32 if plan.problem.io.input is DType.FLOAT32 else PACKED):
             yield f"values of this type are not loaded as {self.carrier}"
         if self.multicast and plan.shares_loaded == 1:
             yield "no step needs the shares of other blocks that a multicast brings"
-        if plan.problem.pitched and self.staged:
+        if plan.problem.io.rows is Rows.PITCHED and self.staged:
             yield "pitched rows are not copied to shared memory as they lie"
 
     def cost(self, plan: Draft, carrier: str) -> Cost:
@@ -93,10 +93,10 @@ class Prefetch(_Asks):
 
     def tiles_ahead(self, plan: Draft) -> int:
         """How many tiles after the one that was loaded the one comes that is prefetched; none is as large as 1 MiB."""
-        return (self.mib << 20) // (plan.tile_elements * plan.problem.dtype.bytes)
+        return (self.mib << 20) // (plan.tile_elements * plan.problem.io.input.bytes)
 
     def faults(self, plan: Draft, at: int) -> Iterator[str]:
-        if plan.persistent or plan.problem.pitched:
+        if plan.persistent or plan.problem.io.rows is Rows.PITCHED:
             yield "only of whole rows, a tile a block, the order of tiles is known ahead"
 
     def view(self, plan: Draft, at: int) -> dict[str, Any]:

@@ -133,7 +133,7 @@ class Mma(Step):
         return LEAST_POWER - (plan.cta_bits if self.over_blocks else 0)
 
     def faults(self, plan: Draft, at: int) -> Iterator[str]:
-        parts = PARTS[self.operand].get(plan.problem.dtype) if self.in_parts else 1
+        parts = PARTS[self.operand].get(plan.problem.io.input) if self.in_parts else 1
         if self.parts != parts:
             yield f"takes values as {self.parts} {self.operand} instead of {parts or 'another type'}"
         if self.turned and self.operand == "tf32":

@@ -168,10 +168,10 @@ class EstimateRunner:
 
 
 def _verify(problem: Problem, source: Source, module: HostModule) -> dict[str, float]:
-    """The larger error out of place and in place, by class of input; of pitched rows in place at odd addresses."""
+    """The larger error out of place and in place, by class of input; in place at odd addresses where these may be."""
     rows = verification_rows(problem, source.launch, ELEMENTS)
     apart = verify(problem, source, rows, module=module)
     columns = max(problem.n // 2 + 1, problem.n - problem.n // 4 - 1)
-    odd = RowShape(columns, columns | 1, columns | 1) if problem.pitched else None
+    odd = RowShape(columns, columns | 1, columns | 1) if source.launch.reads_rows else None
     in_place = verify(problem, source, rows, module=module, shape=odd, in_place=True, order_seed=ORDER_SEED)
     return {name: max(apart[name], in_place[name]) for name in apart}

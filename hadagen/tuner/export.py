@@ -34,7 +34,7 @@ def kernel_tuner_cache(recording: Recording) -> dict[str, Any]:
     """
     return {
         "device_name": recording.environment.gpu,
-        "kernel_name": recording.problem.name,
+        "kernel_name": recording.problem.key,
         "problem_size": [recording.problem.n, 1, 1],
         "tune_params_keys": list(recording.ranges),
         "tune_params": {name: list(values) for name, values in recording.ranges.items()},
@@ -53,7 +53,7 @@ def write_kernel_tuner_cache(recording: Recording, folder: Path) -> Path:
 
     Raises `StorageError` where it cannot be written, or another file is there.
     """
-    path = folder / f"{recording.problem.name}.json"
+    path = folder / f"{recording.problem.key}.json"
     check_place(path, "an export of hadagen", lambda header: header.startswith(_BEGINNING))
     try:
         with written_aside(path) as aside:

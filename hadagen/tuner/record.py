@@ -84,7 +84,7 @@ class _Draft:
     """A recording under way: its file of lines, which variants are still missing, and what leads so far."""
 
     def __init__(self, empty: Recording, arch: Arch, folder: Path) -> None:
-        self.path = folder / f"{empty.problem.name}{SUFFIX}"
+        self.path = folder / f"{empty.problem.key}{SUFFIX}"
         self._part = self.path.with_suffix(PART_SUFFIX)
         self._legal = Space(empty.problem, arch).legal
         self.recording = self._kept_before(empty)
@@ -93,7 +93,7 @@ class _Draft:
             raise self._in_the_way()
         self.missing = [knobs for knobs in self._legal if knobs not in self.trials]
         # What drifts while it is measured must not look like the effect of a knob.
-        random.Random(empty.problem.name).shuffle(self.missing)
+        random.Random(empty.problem.key).shuffle(self.missing)
         self.leaders: Leaders = leaders_of(self.recording.trials)
         if self.is_complete and not self.path.exists():  # an earlier run ended just before
             self._write_whole()

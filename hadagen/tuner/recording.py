@@ -84,7 +84,7 @@ class Recording:
         return _line(
             {
                 _SCHEMA_KEY: SCHEMA,
-                "problem": self.problem.to_dict(),
+                "problem": self.problem.key,
                 "arch": self.arch,
                 "ranges": {name: list(values) for name, values in self.ranges.items()},
                 "cells": [[cell.elements, cell.destination.value, cell.cache.value] for cell in self.cells],
@@ -115,7 +115,7 @@ def recording_of(header: str, lines: Iterable[str]) -> Recording:
         if not isinstance(values, dict) or values.get(_SCHEMA_KEY) != SCHEMA:
             raise ValueError(f"it does not begin with {_SCHEMA_KEY!r}: {SCHEMA}")
         empty = Recording(
-            problem=Problem.from_dict(values["problem"]),
+            problem=Problem.parse(values["problem"]),
             arch=values["arch"],
             ranges={name: tuple(searched) for name, searched in values["ranges"].items()},
             cells=tuple(Cell(elements, Destination(d), Cache(c)) for elements, d, c in values["cells"]),

@@ -49,7 +49,7 @@ class Field:
                 times.setdefault(cell, []).append(us)
         if not times:
             raise UsageError(
-                f"no kernel that the recording of {recording.problem.name} has is legal and right; record it anew"
+                f"no kernel that the recording of {recording.problem.key} has is legal and right; record it anew"
             )
         best = {cell: min(all_us) for cell, all_us in times.items()}
         return cls(recording, trials, best, {cell: max(all_us) for cell, all_us in times.items()})

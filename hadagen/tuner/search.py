@@ -14,7 +14,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, zip_longest
 from math import inf
-from operator import attrgetter
 from threading import Event as Flag
 
 import optuna
@@ -24,7 +23,7 @@ from hadagen.arch import Arch
 from hadagen.errors import StorageError, UsageError
 from hadagen.knobs import Knobs
 from hadagen.measure import Runner
-from hadagen.problem import MAX_LOG2_N, DType, Numerics, Problem
+from hadagen.problem import MAX_LOG2_N, DType, Numerics, Problem, Transform
 from hadagen.space import Space
 from hadagen.trial import Outcome, Trial, knobs_key
 from hadagen.tuner.estimate import shortlist
@@ -50,10 +49,10 @@ MOST_SECONDS = 30 * 24 * 3600
 MOST_OF_ONE_PROBLEM = 4  # in a batch, for what is asked together cannot learn from each other
 OPENED_AT_ONCE = 8  # problems, because ranking their knobs takes a moment and the first batch is waited for
 RANKED, SEEDS = 8, 12  # choices to begin with: the best by the cost model, and the first of the space's seeds
-# A problem of pitched rows gets one trial for so many of its contiguous twin, whose winners it starts from, at the same
-# pace; but at least a few.
-PITCHED_SHARE = 4
-LEAST_PITCHED = 3
+# A problem with a parent gets one trial for so many of the parent's, whose winners it starts from, at the same pace, but
+# at least a few.
+CHILD_SHARE = 4
+LEAST_OF_CHILD = 3
 NEIGHBORS_TURN = 4  # of so many trials one is what is best for a neighboring problem by then
 STORAGE_ATTEMPTS = 20  # Optuna makes fewer tables and indexes than that
 _RACES = "races"  # claimed while the near-ties of a problem are raced
@@ -153,9 +152,9 @@ class _Search:
         self._estimated = not self._environment.gpu
         self._trials = options.trials or (ESTIMATED_TRIALS if self._estimated else MEASURED_TRIALS)
 
-        self._unopened = deque(sorted(dict.fromkeys(options.problems), key=attrgetter("pitched")))
+        self._unopened = deque(sorted(dict.fromkeys(options.problems), key=lambda problem: problem.parent is not None))
         self._studies: dict[Problem, Study] = {}
-        self._seeds: dict[Problem, list[Knobs]] = {}  # by contiguous problem
+        self._seeds: dict[Problem, list[Knobs]] = {}  # by problem without a parent
         self._ours: set[int] = set()  # row numbers of the trials of this run
         self._newest = max(options.store.rows_after(0), default=0) if options.store else 0  # that was looked at
         kept = (
@@ -236,7 +235,7 @@ class _Search:
 
     def _share(self, problem: Problem) -> int:
         """The trials that a problem should get."""
-        return min(self._trials, max(LEAST_PITCHED, self._trials // PITCHED_SHARE)) if problem.pitched else self._trials
+        return min(self._trials, max(LEAST_OF_CHILD, self._trials // CHILD_SHARE)) if problem.parent else self._trials
 
     def _ask(self) -> list[tuple[Problem, Knobs]]:
         """The next batch: as many knobs of each open problem as there is room for; empty if none may have more now."""
@@ -285,16 +284,16 @@ class _Search:
             study.leave_to_others(under_way.get(problem, ()))
 
     def _may_ask(self, study: Study) -> bool:
-        """Whether it lacks trials, and does not run ahead of its contiguous twin but with what is known."""
+        """Whether it lacks trials, and does not run ahead of its parent but with what is known."""
         problem = study.problem
         if study.asked >= self._goals[problem]:
             return False
-        twin = replace(problem, pitched=False)
-        if not problem.pitched or study.has_first or twin not in self._studies:
+        parent = problem.parent
+        if parent is None or study.has_first or parent not in self._studies:
             return True
-        if self._finished[twin] == self._goals[twin]:
+        if self._finished[parent] == self._goals[parent]:
             return True
-        return PITCHED_SHARE * study.asked < self._finished[twin]
+        return CHILD_SHARE * study.asked < self._finished[parent]
 
     def _ask_study(self, study: Study) -> tuple[Problem, Knobs] | None:
         if self._may_ask(study):
@@ -316,24 +315,24 @@ class _Search:
         self._listen(ProblemStarted(problem, study.finished))
         if self._tell_if_finished(study):
             return
-        twin = replace(problem, pitched=False)  # which pitched problems start as
-        if twin not in self._seeds:
-            start = Space(twin, options.arch) if problem.pitched else space
-            self._seeds[twin] = (
+        oldest = problem.parent or problem  # as which it starts
+        if oldest not in self._seeds:
+            start = Space(oldest, options.arch) if problem.parent else space
+            self._seeds[oldest] = (
                 shortlist(start, self._trials)
                 if self._estimated
                 else _by_turns([start.seeds()[:SEEDS], shortlist(start, RANKED)])
             )
         for knobs in options.known.get(problem, ()):
             study.suggest(knobs, first=True)
-        for knobs in self._seeds[twin]:
+        for knobs in self._seeds[oldest]:
             study.suggest(knobs)
 
     def _winners_nearby(self, study: Study) -> list[Knobs]:
-        """The best knobs of the problems that differ least, of this run or earlier ones: of a contiguous twin always,
-        of the others when it is their turn."""
+        """The best knobs of the problems that differ least, of this run or earlier ones: of its parent always, of
+        the others when it is their turn."""
         problem = study.problem
-        nearby = [replace(problem, pitched=False)] if problem.pitched else []
+        nearby = [problem.parent] if problem.parent else []
         if study.asked % NEIGHBORS_TURN == 0 and not self._estimated:
             nearby += _neighbors(problem)
         return _by_turns(by_cells_led(self._leaders(neighbor)) for neighbor in nearby)
@@ -370,8 +369,12 @@ def _by_turns(lists: Iterable[Sequence[Knobs]]) -> list[Knobs]:
 def _neighbors(problem: Problem) -> list[Problem]:
     """The problems that differ least, the nearest first: the other types, the other numerics, half and twice the n."""
     near = [
-        *(replace(problem, dtype=dtype) for dtype in DType),
-        *(replace(problem, numerics=numerics) for numerics in Numerics),
-        *(replace(problem, n=m) for m in (problem.n // 2, problem.n * 2) if 2 <= m <= 1 << MAX_LOG2_N),
+        *(problem.with_io(input=dtype, output=dtype) for dtype in DType),
+        *(problem.with_io(numerics=numerics) for numerics in Numerics),
+        *(
+            replace(problem, transform=Transform(m))
+            for m in (problem.n // 2, problem.n * 2)
+            if 2 <= m <= 1 << MAX_LOG2_N
+        ),
     ]
     return [neighbor for neighbor in dict.fromkeys(near) if neighbor != problem]

@@ -174,14 +174,14 @@ class Study:
         self._told = set(known)
         self.leaders = leaders_of(known.values())
 
-        self._random = random.Random(f"{seed} {self.problem.name} {len(known)}")
+        self._random = random.Random(f"{seed} {self.problem.key} {len(known)}")
         sampler = optuna.samplers.TPESampler(
             n_startup_trials=STARTUP_TRIALS, multivariate=True, seed=self._random.getrandbits(32)
         )
         directions = [StudyDirection.MAXIMIZE] * len(REGIMES)
         self._study = optuna.create_study(directions=directions, sampler=sampler)
         # Parameters of a study cannot change their ranges, so other ranges make another study.
-        name = f"{self.problem.name} on {space.arch.name}, {device}, ranges {zlib.crc32(repr(ranges).encode()):08x}"
+        name = f"{self.problem.key} on {space.arch.name}, {device}, ranges {zlib.crc32(repr(ranges).encode()):08x}"
         self._kept = optuna.create_study(storage=storage, study_name=name, directions=directions, load_if_exists=True)
         kept = {Knobs.from_dict(trial.params) for trial in self._kept.get_trials(deepcopy=False)}
         for knobs, trial in known.items():
@@ -296,14 +296,14 @@ class Study:
         for _ in range(RANDOM_STEPS):
             knobs = next(self._space.nearest(wanted), None)
             if knobs is None:
-                raise LookupError(f"no knobs of the ranges searched are legal for {self.problem.name}")
+                raise LookupError(f"no knobs of the ranges searched are legal for {self.problem.key}")
             if self._is_new(knobs):
                 return knobs
             wanted = step_from(knobs, self._space.arch, self._random)
         for knobs in self._space.nearest(wanted):
             if self._is_new(knobs):
                 return knobs
-        raise LookupError(f"all legal knobs of {self.problem.name} were tried")
+        raise LookupError(f"all legal knobs of {self.problem.key} were tried")
 
     def _result(self, knobs: Knobs, trial: Trial) -> FrozenTrial:
         """What Optuna is told. Where a trial failed, it is pruned and breaks a constraint: from these TPE learns."""

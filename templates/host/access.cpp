@@ -19,11 +19,25 @@ void race(const char* does, i64 offset, const Stamp& other, const char* did) {
 }
 
 // ---- checked memory ------------------------------------------------------------------------------------------------
-// The first of the elements that `bytes` at `global` hold. They must lie inside a row of the array and be aligned.
-i64 element(const void* global, i64 bytes, const byte* array, i64 pitch, const char* does, const char* name) {
+void check_synced(const char* does, const char* name) {
     if (!m.running->synced)
         fail("%s %s %s while the kernel before this one may still be running: no grid_dependency_sync so far",
              Name(m.running->who).text, does, name);
+}
+
+// Whether `bytes` at `global` lie inside what a kernel may read besides x.
+bool in_operand(const void* global, i64 bytes) {
+    for (u64 i = 0; i < m.launch.operand_count; ++i) {
+        const Operand& operand = m.launch.operands[i];
+        const i64 offset = i64(global) - i64(operand.at);
+        if (offset >= 0 && offset + bytes <= operand.bytes) return check_synced("loads", "an operand"), true;
+    }
+    return false;
+}
+
+// The first of the elements that `bytes` at `global` hold. They must lie inside a row of the array and be aligned.
+i64 element(const void* global, i64 bytes, const byte* array, i64 pitch, const char* does, const char* name) {
+    check_synced(does, name);
     const i64 offset = i64(global) - i64(array), size = m.launch.element_bytes;
     const i64 first = offset / size, count = bytes / size;
     if (bytes < vector_bytes && bytes != size)
@@ -43,6 +57,10 @@ i64 element(const void* global, i64 bytes, const byte* array, i64 pitch, const c
 }
 
 void read_global(void* into, const void* global, i64 bytes) {
+    if (in_operand(global, bytes)) {
+        std::memcpy(into, global, bytes);
+        return;
+    }
     const i64 first = element(global, bytes, m.x, m.launch.x_pitch, "loads", "x");
     if (m.x == m.y)
         for (i64 i = first; i < first + bytes / m.launch.element_bytes; ++i) {

@@ -81,11 +81,7 @@ void make_ready(u32 first, u32 count) {
 }
 
 void run_kernel() {
-    const Launch& launch = m.launch;
-    if (launch.pitched)
-        reinterpret_cast<PitchedKernel>(m.kernel)(m.x, m.y, launch.elements, launch.scale_word, launch.columns,
-                                                  launch.x_pitch, launch.y_pitch);
-    else m.kernel(m.x, m.y, launch.elements, launch.scale_word);
+    m.kernel(m.launch.arguments);
     m.running->waits_at = ended;
     --m.unfinished;
     run_next();

@@ -54,7 +54,13 @@ void bulk_multicast(byte* shared, const void* global, u32 bytes, const u64* barr
 void remote_shared_store(byte* shared, u32 rank, const Vec16& v, const u64* barrier);
 void barrier_wait(const u64* barrier, u32 parity, bool remote);
 
-// ---- for emulator.py, which mirrors these two structures -----------------------------------------------------------
+// ---- for emulator.py, which mirrors these structures -----------------------------------------------------------
+// What a kernel may read besides x.
+struct Operand {
+    const byte* at;
+    i64 bytes;
+};
+
 struct Launch {
     i64 blocks;
     i64 elements;
@@ -65,13 +71,14 @@ struct Launch {
     i64 y_pitch;
     i64 steps;  // calls of primitives after which a kernel is taken to loop forever
     u64 seed;   // order in which threads run
+    const u64* arguments;  // of the kernel
+    const Operand* operands;
+    u64 operand_count;
     u32 threads;
     u32 cluster;
     u32 shared_bytes;
-    u32 scale_word;
     u32 element_bytes;
-    u32 pitched;       // whether the kernel is
-    u32 starts_early;  // likewise
+    u32 starts_early;  // whether the kernel does
 };
 
 struct Report {
@@ -88,9 +95,8 @@ struct Report {
     char error[768];  // empty where the kernel ran to its end
 };
 
-using Kernel = void (*)(const void* x, void* y, i64 elements, u32 scale_word);
-using PitchedKernel = void (*)(const void* x, void* y, i64 elements, u32 scale_word, i64 columns, i64 x_pitch,
-                               i64 y_pitch);
+// Calls a kernel with its arguments, of eight bytes each; `compile_host` writes one beside every kernel.
+using Kernel = void (*)(const u64* arguments);
 
 }  // namespace machine
 }  // namespace hadagen
