@@ -137,7 +137,7 @@ class LaunchSpec:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> LaunchSpec:
         """Raises `ValueError`, `KeyError` or `TypeError` where no launch is said so."""
-        params = tuple(Param(*text.rsplit(" ", 1)) for text in values["params"].split(", "))
+        params = tuple(Param(*text.rsplit(" ", 1)) for text in str(values["params"]).split(", "))
         return cls(**{**values, "scale_form": ScaleForm(values["scale_form"]), "params": params})
 
 

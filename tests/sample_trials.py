@@ -9,7 +9,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from hadagen.launch import PARAMS, ROW_PARAMS, LaunchSpec
+from hadagen.launch import PARAMS, ROW_PARAMS, LaunchSpec, Param
 from hadagen.problem import DType, Numerics, Problem, Rows
 from hadagen.scale import ScaleForm
 from hadagen.trial import (
@@ -93,11 +93,11 @@ _text = st.text(max_size=8)
 _count = st.integers(0, 2**31 - 1)
 
 problems = st.builds(
-    Problem,
+    Problem.of,
     st.sampled_from([1 << k for k in range(1, 16)]),
     st.sampled_from(DType),
     st.sampled_from(Numerics),
-    st.booleans(),
+    st.sampled_from(Rows),
 )
 environments = st.builds(
     Environment, _text, _text, _count, st.integers(0, 2**40), _text, _text, _text, _count, _count
@@ -107,10 +107,10 @@ launches = st.builds(
     st.sampled_from(range(32, 1025, 32)),
     st.sampled_from([1, 2, 4, 8, 16]),
     st.integers(0, 227 << 10),
-    st.integers(1, 2**31 - 1),
+    st.integers(2, 1 << 24),
     st.booleans(),
     st.sampled_from(ScaleForm),
-    st.booleans(),
+    st.sampled_from([PARAMS, (*PARAMS, *ROW_PARAMS), (*PARAMS, Param("const void*", "bias"))]),
 )
 kernels = st.builds(
     make_kernel,

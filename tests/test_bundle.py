@@ -37,7 +37,7 @@ from sample_trials import (
 from hadagen.arch import load_arch
 from hadagen.errors import StorageError, UsageError
 from hadagen.knobs import Knobs
-from hadagen.problem import DType, Problem, Transform
+from hadagen.problem import DType, Problem, Rows, Transform
 from hadagen.scale import ScaleForm
 from hadagen.space import build_plan
 from hadagen.trial import Cache, Destination, Environment, Kernel, Provenance, Trial
@@ -45,6 +45,7 @@ from hadagen.tuning_db.aside import unwritable, written_aside
 from hadagen.tuning_db.bundle import (
     APPLICATION_ID,
     FORMAT,
+    FORMER_FORMAT,
     MOST_OF_TEXT,
     TABLES,
     Bundle,
@@ -679,6 +680,17 @@ def test_foreign_files_are_refused(tmp_path: Path) -> None:
 def test_a_bundle_is_no_database_of_trials(path: Path) -> None:
     with pytest.raises(StorageError, match="is not a tuning database"):
         Store.open(path)
+
+
+def test_a_bundle_of_the_former_format_is_read() -> None:
+    """One of a problem of contiguous and one of pitched rows, as it was written then."""
+    bundle = Bundle.open(Path(__file__).parent / "formats" / f"bundle_{FORMER_FORMAT}.db")
+    bundle.verify()
+    assert [problem.key for problem in bundle.problems()] == ["n256-float16-accurate", "n256-float16-accurate-pitched"]
+    for problem in bundle.problems():
+        (entry, *_) = bundle.entries(problem)
+        assert entry.launch.reads_rows == (problem.io.rows is Rows.PITCHED)
+        assert bundle.kernel(entry.kernel).launch == entry.launch == launch_for(problem)
 
 
 def test_other_formats_are_refused(path: Path) -> None:

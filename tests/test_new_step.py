@@ -1,4 +1,4 @@
-"""A step that no module knows: a class and a template block are all there is to write."""
+"""Steps that no module knows: a class and a template block are all there is to write, for what a kernel takes too."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from plan_sample import changed
 from spaces import ARCH
 
 from hadagen import codegen
+from hadagen.bits import decode, encode
 from hadagen.costmodel import Estimate, costs_of
-from hadagen.emulator import verification_rows, verify
+from hadagen.emulator import EmulationError, compile_host, verification_rows, verify
 from hadagen.errors import UsageError
 from hadagen.knobs import Knobs
+from hadagen.launch import PARAMS, Param
 from hadagen.layout import Place, reg
 from hadagen.plan import Plan, interpret
 from hadagen.problem import DType, Problem
@@ -99,3 +101,47 @@ def test_a_step_is_a_class_and_a_block(order: str, monkeypatch: pytest.MonkeyPat
     assert f"// {first + 1}. quad from reg2: bits 8 9\n#pragma unroll\n" in source.text.replace("    ", "")
     errors = verify(problem, source, verification_rows(problem, source.launch, 1 << 12))
     assert max(errors.values()) <= problem.error_bound
+
+
+BIAS = """
+{% macro AddBias(step, p, f, chunks) %}
+#pragma unroll
+for (int i = 0; i < 8 * {{ chunks }}; ++i) {{ f }}[i] += as_float(load16(bias).word[0]);
+{% endmacro %}
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class AddBias(Step):
+    """Adds the one float at the address that the kernel is given as `bias`."""
+
+    template = "bias.cu.j2"
+    says = "add the bias"
+    takes = FP32
+    params = (Param("const void*", "bias"),)
+
+
+def test_what_a_step_asks_for_reaches_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = Problem.of(256, DType.FLOAT32)
+    known = build_plan(problem, Knobs(low_bits="shuffle", butterfly_carrier="fp32"), ARCH)
+    plan = dataclasses.replace(known, steps=(*known.steps[:-1], AddBias(), known.steps[-1]))
+    assert known.launch.params == PARAMS
+    assert plan.launch.signature == f"{known.launch.signature}, const void* bias"
+
+    loaders = [jinja2.DictLoader({"bias.cu.j2": BIAS}), codegen.ENVIRONMENT.loader]
+    monkeypatch.setattr(codegen.ENVIRONMENT, "loader", jinja2.ChoiceLoader([each for each in loaders if each]))
+    source = codegen.render(plan)
+    module = compile_host([source])
+    x = np.random.default_rng(0).standard_normal((3, problem.n))
+    bits, out = encode(problem.io.input, x), encode(problem.io.output, np.zeros_like(x))
+    bias = np.array([0.75, 0, 0, 0], dtype=np.float32)
+
+    def run(operands: dict[str, Any]) -> None:
+        module.run(source.entry, source.launch, bits.ravel(), out.ravel(), scale=1.0, operands=operands)
+
+    run({"bias": bias})
+    np.testing.assert_allclose(decode(problem.io.output, out), hadamard(x, 1.0) + 0.75, rtol=0, atol=1e-4)
+    with pytest.raises(UsageError, match=r"const void\* bias; give bias too"):
+        run({})
+    with pytest.raises(EmulationError, match=r"loads 4 elements at element .* of x"):
+        run({"bias": bias[:2]})

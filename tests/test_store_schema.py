@@ -7,15 +7,12 @@ import json
 import logging
 import shutil
 import sqlite3
-import zlib
 from contextlib import closing
 from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
-from alembic import command
 from alembic.autogenerate import compare_metadata
-from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sample_store import empty, path, refusal, store
@@ -100,57 +97,42 @@ def test_the_migrations_end_at_the_schema(path: Path) -> None:
     engine.dispose()
 
 
-# What hadagen wrote when its schema was 0001: a problem with a measured trial, and one whose compilation failed.
-FIRST = """
-INSERT INTO hadagen_problems (id, n, dtype, numerics) VALUES (1, 256, 'float16', 'accurate');
-INSERT INTO hadagen_environments VALUES
-    (1, 'NVIDIA H100 80GB HBM3', '9.0', 132, 52428800, '580.65', '13.0', '13.0.48', 1980, 2619);
-INSERT INTO hadagen_trials VALUES
-    (1, 1, 1, 1, 'sm90', '{"chunks": 1, "grid": "tiles"}', '{"chunks":1,"grid":"tiles"}', 'measured', 'ok', '',
-     '2025-01-02T03:04:05+00:00', 0.25),
-    (2, 1, 1, NULL, 'sm90', '{"chunks": 2}', '{"chunks":2}', 'measured', 'compile_failed', 'no', 'later', 0);
-INSERT INTO hadagen_errors VALUES (1, 'normal', 2e-4), (1, 'constant', 0);
-INSERT INTO hadagen_timings VALUES
-    (1, 0, 8192, 'in-place', 'hot', 2, 2 * 0.99, 2 * 1.01, 1.9),
-    (1, 1, 8192, 'in-place', 'cold', 3, 3 * 0.99, 3 * 1.01, 1.9);
-"""
+FORMATS = Path(__file__).parent / "formats"
+EARLIER = [f"{number:04}" for number in range(1, int(VERSION))]
+
+
+def database_of(schema_version: str, directory: Path) -> Path:
+    """What hadagen wrote when that was its schema: of a problem a measured trial and one whose compilation failed, and,
+    since there are any, one of pitched rows."""
+    path = directory / f"{schema_version}.db"
+    with closing(sqlite3.connect(path)) as old, old:
+        old.executescript((FORMATS / f"schema_{schema_version}.sql").read_text())
+    return path
 
 
 @pytest.fixture
 def first(tmp_path: Path) -> Path:
-    """A database of schema 0001, with trials."""
-    path = tmp_path / "first.db"
-    engine = create_engine(f"sqlite:///{path}")
-    with engine.begin() as connection:
-        config = Config()
-        config.set_main_option("script_location", str(database.MIGRATIONS))
-        config.attributes["connection"] = connection
-        command.upgrade(config, "0001")
-    engine.dispose()
-    kernel = make_kernel(b"cubin 1")
-    blobs = [zlib.compress(blob) for blob in (kernel.ptx, kernel.cubin)]
-    with closing(sqlite3.connect(path)) as old, old:
-        old.executescript(FIRST)
-        columns = kernel.digest, "k", "sm90", 256, 1, 0, 4096, False, 40, 0, 0, "13.0.48", kernel.source, *blobs
-        old.execute(f"INSERT INTO hadagen_kernels VALUES (1{', ?' * len(columns)})", columns)
-    return path
+    return database_of(EARLIER[0], tmp_path)
 
 
-def test_a_database_of_the_first_schema_is_upgraded(first: Path) -> None:
-    failed = replace(make_trial(), knobs={"chunks": 2}, outcome=Outcome.COMPILE_FAILED, kernel=None, detail="no")
-    failed = replace(failed, errors={}, timings=(), date="later", seconds=0.0)
-    pitched = make_trial(problem=PROBLEM.with_io(rows=Rows.PITCHED))
-    with Store.open(first) as store:
-        assert store.trials() == [make_trial(), failed]
+@pytest.mark.parametrize("schema_version", EARLIER)
+def test_a_database_of_every_earlier_schema_is_upgraded(schema_version: str, tmp_path: Path) -> None:
+    path = database_of(schema_version, tmp_path)
+    failed = make_trial(2, outcome=Outcome.COMPILE_FAILED, kernel=None, detail="no", errors={}, timings=())
+    pitched = make_trial(4, problem=PROBLEM.with_io(rows=Rows.PITCHED))
+    had = [make_trial(1), failed, pitched][: 2 if schema_version == EARLIER[0] else 3]
+    with Store.open(path) as store:
+        # Without its blobs a kernel is what its row says: the first pitched trial had one of contiguous rows.
+        assert [trial.problem for trial in store.checked()] == [trial.problem for trial in had]
+        assert store.trials()[:2] == had[:2]
         assert store.kernel(make_kernel(b"cubin 1").digest).launch == make_kernel().launch
-        store.record(pitched)
-        assert store.trials() == [make_trial(), failed, pitched]
-        assert store.trials(problem=PROBLEM) == [make_trial(), failed]
-    test_the_migrations_end_at_the_schema(first)
-    with closing(sqlite3.connect(first)) as connection:
+        store.record(make_trial(8, problem=pitched.problem))
+        assert store.trials(problem=PROBLEM) == had[:2]
+    test_the_migrations_end_at_the_schema(path)
+    with closing(sqlite3.connect(path)) as connection:
         assert connection.execute("PRAGMA foreign_key_check").fetchall() == []
         with pytest.raises(sqlite3.IntegrityError, match="UNIQUE"):
-            connection.execute(f"INSERT INTO hadagen_problems (id, key) VALUES (9, '{pitched.problem.key}')")
+            connection.execute(f"INSERT INTO hadagen_problems (id, key) VALUES (9, '{PROBLEM.key}')")
         with pytest.raises(sqlite3.IntegrityError, match="NOT NULL"):
             connection.execute("INSERT INTO hadagen_problems (id) VALUES (9)")
 
@@ -174,6 +156,7 @@ def test_an_upgrade_gives_kernels_the_names_of_today(first: Path) -> None:
         hashlib.sha256(kernel.cubin + each).hexdigest() for each in (b"", json.dumps(launch, sort_keys=True).encode())
     ]
     with closing(sqlite3.connect(first)) as old, old:
+        old.execute("UPDATE hadagen_kernels SET digest = 'another'")
         columns = [name for _, name, *_ in old.execute("PRAGMA table_info(hadagen_kernels)")][2:]
         for number, name in enumerate(names, 2):
             same = f"SELECT {number}, '{name}', {', '.join(columns)} FROM hadagen_kernels LIMIT 1"
@@ -188,10 +171,11 @@ def test_an_upgrade_gives_kernels_the_names_of_today(first: Path) -> None:
         assert new.execute("SELECT digest FROM hadagen_kernels").fetchall() == [(kernel.digest,)]
 
 
-def test_an_upgrade_that_finds_another_kernel_than_its_name_says_leaves_it_damaged(first: Path) -> None:
-    with closing(sqlite3.connect(first)) as old, old:
+def test_an_upgrade_that_finds_another_kernel_than_its_name_says_leaves_it_damaged(tmp_path: Path) -> None:
+    path = database_of("0003", tmp_path)  # in which names are of launches too
+    with closing(sqlite3.connect(path)) as old, old:
         old.execute("UPDATE hadagen_kernels SET tile_elements = 4608")
-    with Store.open(first) as store, pytest.raises(StorageError, match="is damaged"):
+    with Store.open(path) as store, pytest.raises(StorageError, match="is damaged"):
         store.trials()
 
 

@@ -24,7 +24,7 @@ from hadagen.trial import Cache, Destination, Environment, Outcome, Provenance, 
 from hadagen.tuning_db.aside import unwritable, written_aside
 from hadagen.tuning_db.files import read_start
 
-SCHEMA = 1
+SCHEMA = 2
 SUFFIX = ".jsonl.gz"
 _SCHEMA_KEY = "hadagen recording"
 _US_DIGITS, _SECONDS_DIGITS = 4, 4  # after the point: a tenth of a nanosecond, and of a millisecond
