@@ -11,6 +11,9 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("hadagen", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("hadagen")
 
+# PyTorch's threads wait for each other in a loop, which takes the CPU from other tests. Processes of tests inherit it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Databases wait for the disk at every commit, so temporary files go where there is none.
 IN_MEMORY = "/dev/shm"
 ROOM = 2 << 30  # bytes, several times what a run leaves behind
