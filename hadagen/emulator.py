@@ -44,7 +44,7 @@ from hadagen.templates import read_texts
 MACHINE = ("machine.cpp", "access.cpp")
 MACHINE_HEADERS = ("machine.hpp", "state.hpp", "fiber.hpp", "memory.hpp", "words.cuh")
 
-# Kernels are run for milliseconds, so most of the time is the compiler's: -O1 for them, -O2 for the machine.
+# Kernels are run for milliseconds, so most of the time is the compiler's: -Og for them, -O2 for the machine.
 # Some distributions turn _FORTIFY_SOURCE on, and its longjmp refuses to leave the stack it is on.
 FLAGS = (
     "-std=c++17",
@@ -55,9 +55,9 @@ FLAGS = (
     "-w",
     "-U_FORTIFY_SOURCE",
 )
-KERNEL_FLAGS = (*FLAGS, "-O1")
+KERNEL_FLAGS = (*FLAGS, "-Og")
 MACHINE_FLAGS = (*FLAGS, "-O2")
-KERNELS_PER_UNIT = 8
+KERNELS_PER_UNIT = 16
 LIBRARY, OBJECT = "kernels.so", "machine.o"  # the names of what is built, in the cache
 
 RESIDENT_CLUSTERS = 2  # of the imagined device: few, so that a persistent grid loops

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, product, zip_longest
@@ -161,7 +160,9 @@ class Space:
                     if level + 1 < len(ranges):
                         todo.append(iter(ranges[level + 1]))
                         break
-                    yield copy(chosen)
+                    found = object.__new__(Knobs)  # a copy, several times as fast as copy.copy
+                    vars(found).update(vars(chosen))
+                    yield found
             else:
                 todo.pop()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -9,9 +11,23 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("hadagen", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("hadagen")
 
+# PyTorch's threads wait for each other in a loop, which takes the CPU from other tests. Processes of tests inherit it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Databases wait for the disk at every commit, so temporary files go where there is none.
+IN_MEMORY = "/dev/shm"
+ROOM = 2 << 30  # bytes, several times what a run leaves behind
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--require-gpu", action="store_true", help="fail where GPU tests would be skipped")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if os.access(IN_MEMORY, os.W_OK):
+        system = os.statvfs(IN_MEMORY)
+        if system.f_bavail * system.f_frsize >= ROOM and not system.f_flag & os.ST_NOEXEC:
+            os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", IN_MEMORY)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,15 +1,15 @@
 """A search with neither compiler nor device: kernels are made up, and a runner knows what they would take.
 
-As a program it runs such a search that kills itself: `fake_search.py DATABASE LOG WHERE COUNT`.
+Such a search may kill its process; `exit_codes` starts it in processes of its own.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +135,8 @@ class LoggingRunner(FakeRunner):
         return super().trial(variant)
 
 
-def search_and_die(database: Path, log: Path, where: str, count: int) -> None:
+def search_and_die(database: Path, log: Path, where: str = "", count: int = 0) -> int:
+    """How many trials are finished."""
     killer = Killer(where, count)
 
     class DyingStore(Store):
@@ -150,9 +151,19 @@ def search_and_die(database: Path, log: Path, where: str, count: int) -> None:
             killer.pass_by("reported")
 
     with DyingStore.open(database) as store:
-        report = tune(options(store, LoggingRunner(log, killer), problems=problems(64, 256)), listen)
-    print(report.finished)
+        return tune(options(store, LoggingRunner(log, killer), problems=problems(64, 256)), listen).finished
 
 
-if __name__ == "__main__":
-    search_and_die(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
+# One process imports what takes long, and the others are forked from it.
+processes = get_context("forkserver")
+processes.set_forkserver_preload(["hadagen.tuner", "hadagen.tuning_db.store", "optuna"])
+
+
+def exit_codes(target: Callable[..., object], *arguments: object, count: int = 1) -> list[int | None]:
+    """Of so many processes that call `target` at the same time."""
+    started = [processes.Process(target=target, args=arguments) for _ in range(count)]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join()
+    return [process.exitcode for process in started]

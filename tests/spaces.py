@@ -20,6 +20,16 @@ def space_of(problem: Problem) -> Space:
     return Space(problem, ARCH)
 
 
+@cache
+def legal_in(problem: Problem) -> frozenset[Knobs]:
+    return frozenset(space_of(problem).legal)
+
+
+@cache
+def seeds_of(problem: Problem) -> list[Knobs]:
+    return space_of(problem).seeds()
+
+
 def draw(problem: Problem, choose: random.Random, **wanted: Any) -> Knobs:
     """A random legal choice, as near as there is to what is `wanted` of some knobs. Far cheaper than a look at all."""
     values = {name: choose.choice(some) for name, some in ARCH.search.items()}

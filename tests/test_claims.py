@@ -6,9 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import fake_search
 import pytest
-from fake_search import TRIALS, FakeRunner, options, problems
+from fake_search import TRIALS, FakeRunner, exit_codes, options, problems, search_and_die
 from sample_store import empty, path, store
 
 from hadagen.trial import knobs_key
@@ -96,11 +95,7 @@ def test_a_tune_within_a_tune_leaves_it_what_is_under_way_and_both_learn_all(sto
 
 def test_processes_that_share_a_database_measure_nothing_twice(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    command = [sys.executable, fake_search.__file__, str(tmp_path / "trials.db"), str(log), "", "0"]
-    started = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(2)]
-    for process in started:
-        process.communicate()
-        assert process.returncode == 0
+    assert exit_codes(search_and_die, tmp_path / "trials.db", log, count=2) == [0, 0]
     measured = log.read_text().splitlines()
     assert len(measured) == len(set(measured)) == 2 * TRIALS
     with Store.open(tmp_path / "trials.db") as store:

@@ -5,19 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import sqlite3
-import subprocess
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import replace
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
 
-import fake_search
 import optuna
 import pytest
-from fake_search import GPU, TRIALS, FakeRunner, arch, options, problems
+from fake_search import GPU, TRIALS, FakeRunner, arch, exit_codes, options, problems, processes, search_and_die
 from sqlalchemy import Engine, event
 
 from hadagen.errors import StorageError
@@ -28,14 +26,8 @@ from hadagen.space import Space
 from hadagen.trial import Trial, knobs_key
 from hadagen.tuner import ProblemFinished, ProblemStarted, SearchStarted, TrialFinished, pipeline, tune
 from hadagen.tuner.pipeline import Pipeline
+from hadagen.tuner.search import _optuna_storage
 from hadagen.tuning_db.store import Store
-
-PROGRAM = Path(fake_search.__file__)
-
-
-def run(database: Path, log: Path, where: str = "", count: int = 0) -> subprocess.CompletedProcess[str]:
-    arguments = [str(database), str(log), where, str(count)]
-    return subprocess.run([sys.executable, str(PROGRAM), *arguments], capture_output=True, text=True, check=False)
 
 
 def recorded(database: Path) -> list[Trial]:
@@ -54,14 +46,10 @@ def lines(trials: list[Trial]) -> set[str]:
 )
 def test_a_killed_search_ends_like_one_that_was_not(tmp_path: Path, where: str, count: int) -> None:
     database, log = tmp_path / "trials.db", tmp_path / "log"
-    killed = run(database, log, where, count)
-    assert killed.returncode == -9, killed.stderr
+    assert exit_codes(search_and_die, database, log, where, count) == [-signal.SIGKILL]
     before = recorded(database)
     log.write_text("")
-
-    resumed = run(database, log)
-    assert resumed.returncode == 0, resumed.stderr
-    assert int(resumed.stdout) == 2 * TRIALS
+    assert search_and_die(database, log) == 2 * TRIALS
     after = recorded(database)
     assert len(after) == 2 * TRIALS
     assert after[: len(before)] == before
@@ -209,29 +197,14 @@ def test_tables_of_another_optuna_are_refused(tmp_path: Path) -> None:
             tune(options(store, FakeRunner()))
 
 
-OPEN_TOGETHER = """
-import sys
-from hadagen.tuner.search import _optuna_storage
-from hadagen.tuning_db.store import Store
-with Store.open(sys.argv[1]) as store:
-    print("ready", flush=True)
-    sys.stdin.readline()
-    _optuna_storage(store)
-"""
+def open_together(path: Path, all_here: Barrier) -> None:
+    with Store.open(path) as store:
+        all_here.wait()
+        _optuna_storage(store)
 
 
 def test_processes_that_begin_together_share_a_new_database(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", OPEN_TOGETHER, str(tmp_path / "trials.db")]
-    pipe = subprocess.PIPE
-    processes = [subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) for _ in range(8)]
-    for process in processes:
-        assert process.stdout is not None
-        process.stdout.readline()
-    for process in processes:
-        assert process.stdin is not None
-        process.stdin.write("go\n")
-        process.stdin.flush()
-    assert [process.communicate()[1].splitlines()[-1:] for process in processes] == [[]] * len(processes)
+    assert exit_codes(open_together, tmp_path / "trials.db", processes.Barrier(8), count=8) == [0] * 8
 
 
 def test_optuna_gets_the_trials_that_its_tables_lack(tmp_path: Path) -> None:

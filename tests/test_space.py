@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from spaces import ARCH, space_of
+from spaces import ARCH, draw, legal_in, seeds_of, space_of
 
 from hadagen.errors import UsageError
 from hadagen.knobs import KNOB_NAMES, Knobs
 from hadagen.legality import RULES, Context
-from hadagen.problem import DType, Numerics, Problem, Rows
-from hadagen.space import Space, build_plan
+from hadagen.problem import DType, Numerics, Problem
+from hadagen.space import Space, build_plan, shape_of
 
 PROBLEMS = [Problem.of(n, DType.FLOAT16, numerics) for n in (2, 32, 256, 4096, 32768) for numerics in Numerics]
 PROBLEMS += [Problem.of(n, DType.FLOAT32) for n in (128, 256, 4096)]
@@ -46,7 +46,7 @@ def test_every_choice_is_legal_or_has_a_reason(problem: Problem) -> None:
 def test_a_random_choice_builds_exactly_if_it_is_legal(problem: Problem, data: st.DataObject) -> None:
     values = {name: data.draw(st.sampled_from(ARCH.search[name]), label=name) for name in KNOB_NAMES}
     knobs = Knobs.from_dict(values)
-    if knobs in set(space_of(problem).legal):
+    if knobs in legal_in(problem):
         build_plan(problem, knobs, ARCH)
     else:
         with pytest.raises(UsageError, match=problem.key):
@@ -57,28 +57,25 @@ def test_a_random_choice_builds_exactly_if_it_is_legal(problem: Problem, data: s
 @settings(max_examples=50)
 def test_nearest_begins_with_what_is_wanted_if_that_is_legal(problem: Problem, data: st.DataObject) -> None:
     space = space_of(problem)
-    legal = set(space.legal)
-    wanted = data.draw(st.sampled_from(space.legal))
+    wanted = space.legal[data.draw(st.integers(0, len(space.legal) - 1))]
     assert next(space.nearest(wanted.to_dict())) == wanted
     anything = {name: data.draw(st.sampled_from(ARCH.search[name]), label=name) for name in KNOB_NAMES}
-    assert set(islice(space.nearest(anything), 20)) <= legal
+    assert legal_in(problem).issuperset(islice(space.nearest(anything), 20))
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.key)
 def test_seeds_are_legal_and_of_every_shape(problem: Problem) -> None:
-    space = space_of(problem)
-    seeds = space.seeds()
-    assert set(seeds) <= set(space.legal)
+    seeds = seeds_of(problem)
+    assert legal_in(problem).issuperset(seeds)
     assert len(set(seeds)) == len(seeds)
-    shapes = {(knobs.chunks, knobs.warps, knobs.cluster) for knobs in space.legal}
-    assert {(knobs.chunks, knobs.warps, knobs.cluster) for knobs in seeds} == shapes
+    assert {*map(shape_of, seeds)} == {*map(shape_of, legal_in(problem))}
 
 
 @pytest.mark.parametrize(("n", "chunks", "clusters"), [(2, 8, 1), (256, 8, 1), (4096, 16, 5), (32768, 128, 5)])
 def test_seeds_begin_with_tiles_of_a_row_in_clusters_of_each_size(n: int, chunks: int, clusters: int) -> None:
     """Or of eight chunks, with about as many of them as warps."""
-    seeds = space_of(Problem.of(n, DType.FLOAT16, Numerics.FAST)).seeds()
-    shapes = list(dict.fromkeys((knobs.chunks, knobs.warps, knobs.cluster) for knobs in seeds))[:clusters]
+    seeds = seeds_of(Problem(n, DType.FLOAT16, Numerics.FAST))
+    shapes = list(dict.fromkeys(map(shape_of, seeds)))[:clusters]
     assert [cluster for _, _, cluster in shapes] == [1 << k for k in range(clusters)]
     assert {prod(shape) for shape in shapes} == {chunks}
     assert all(warps <= chunks <= 2 * warps for chunks, warps, _ in shapes)
@@ -91,7 +88,7 @@ def test_seeds_have_the_next_tile_under_way() -> None:
         (Problem.of(32768, DType.FLOAT32), "bulk", 1),
         (Problem.of(4, DType.FLOAT16), "no_allocate", 2),
     ):
-        ahead = [knobs for knobs in space_of(problem).seeds() if knobs.grid == "persistent"]
+        ahead = [knobs for knobs in seeds_of(problem) if knobs.grid == "persistent"]
         assert (ahead[0].load, ahead[0].stages) == (load, stages)
     few = replace(ARCH, search={**ARCH.search, "load": ("plain",)})
     problem = Problem.of(4096, DType.FLOAT16)
@@ -100,7 +97,7 @@ def test_seeds_have_the_next_tile_under_way() -> None:
 
 @pytest.mark.parametrize("n", [128, 256, 4096, 32768])
 def test_seeds_of_float32_begin_with_mma_and_with_shuffles(n: int) -> None:
-    begin = {knobs.low_bits for knobs in space_of(Problem.of(n, DType.FLOAT32)).seeds()[:4]}
+    begin = {knobs.low_bits for knobs in seeds_of(Problem(n, DType.FLOAT32))[:4]}
     assert begin == ({"mma", "shuffle"} if n >= 256 else {"shuffle"})
 
 
@@ -307,11 +304,8 @@ def test_a_carrier_of_butterflies_is_that_of_the_exchange_where_an_mma_leaves_no
     )
 
 
-def test_whole_rows_fit_the_registers() -> None:
+def test_whole_rows_that_do_not_fit_the_registers_are_refused() -> None:
     """As loaded they are as many words as blocks times chunks times four."""
-    for knobs in space_of(Problem.of(32768, DType.BFLOAT16)).legal[::7]:
-        words = 4 * knobs.chunks * (knobs.cluster if knobs.block_bits == "load" else 1)
-        assert words + 24 <= min(255, 65536 // (32 * knobs.warps * knobs.min_blocks))
     why = "a thread's values do not fit its registers"
     with pytest.raises(UsageError, match=why):
         build_plan(Problem.of(32768, DType.BFLOAT16), replace(WHOLE_ROWS, chunks=8, warps=2, cluster=8), ARCH)
@@ -357,7 +351,7 @@ def test_what_is_rounded_before_it_crosses_is_wide_a_few_values_at_a_time() -> N
 def test_seeds_take_values_into_an_mma_as_proved_good(
     dtype: DType, numerics: Numerics, carriers: set[str], far_lanes: str
 ) -> None:
-    seeds = [knobs for knobs in space_of(Problem.of(8192, dtype, numerics)).seeds() if knobs.low_bits == "mma"]
+    seeds = [knobs for knobs in seeds_of(Problem(8192, dtype, numerics)) if knobs.low_bits == "mma"]
     exchanging = [knobs for knobs in seeds if knobs.block_bits == "exchange"]
     assert {knobs.mma_carrier for knobs in exchanging} == carriers
     assert all((knobs.mma_carrier == "fp16") == (knobs.cluster > 1) for knobs in exchanging if "fp16" in carriers)
@@ -406,13 +400,13 @@ def test_levels_take_room_in_shared_memory() -> None:
 
 
 def test_seeds_of_clusters_load_whole_rows_too() -> None:
-    seeds = space_of(Problem.of(32768, DType.BFLOAT16)).seeds()
+    seeds = seeds_of(Problem(32768, DType.BFLOAT16))
     assert {k.cluster for k in seeds if k.load == "multicast"} == {2, 4, 8}
     assert "multicast" in {k.load for k in seeds[:8]}
-    pitched = [k for k in space_of(Problem.of(32768, DType.BFLOAT16, rows="pitched")).seeds() if k.block_bits == "load"]
+    pitched = [k for k in seeds_of(Problem(32768, DType.BFLOAT16, pitched=True)) if k.block_bits == "load"]
     assert {k.load for k in pitched} == {"plain"}
     assert {k.cluster for k in pitched if k.chunks == 8} == {2, 4}  # where an exchange between blocks is legal, too
-    seeds = space_of(Problem.of(8192, DType.FLOAT32)).seeds()
+    seeds = seeds_of(Problem(8192, DType.FLOAT32))
     of_float32 = [k for k in seeds if k.block_bits == "load"]
     assert {(k.low_bits, k.load) for k in of_float32} == {("shuffle", "multicast")}
     assert {k.cluster for k in of_float32} == {2, 4, 8}
@@ -431,16 +425,21 @@ def test_no_knob_that_is_chosen_after_a_rule_was_asked_has_a_say(problem: Proble
 
 
 @pytest.mark.parametrize("n", [512, 4096, 16384, 32768])
-@pytest.mark.parametrize("dtype", [DType.FLOAT16, DType.FLOAT32])
+@pytest.mark.parametrize("dtype", DType)
 def test_what_is_legal_fits_the_limits(n: int, dtype: DType) -> None:
-    """With exchanges inside blocks and between them, each in shared memory of its own."""
-    limits, both = ARCH.limits, 0
-    for knobs in space_of(Problem.of(n, dtype)).legal[::41]:
-        plan = build_plan(Problem.of(n, dtype), knobs, ARCH)
+    """With exchanges inside blocks and between them, each in shared memory of its own, and with whole rows."""
+    problem, limits, choose, both = Problem(n, dtype), ARCH.limits, random.Random(n), 0
+    for number in range(400):
+        knobs = draw(problem, choose, min_blocks=ARCH.search["min_blocks"][-1 - number % 2])
+        plan = build_plan(problem, knobs, ARCH)
         assert plan.launch.threads <= limits.threads_per_block
         assert plan.footprint.shared_bytes <= limits.shared_per_block
-        assert (
-            knobs.min_blocks * (plan.footprint.shared_bytes + limits.shared_reserved_per_block) <= limits.shared_per_sm
+        of_a_block = plan.footprint.shared_bytes + limits.shared_reserved_per_block
+        assert knobs.min_blocks * of_a_block <= limits.shared_per_sm
+        # Shares of float32 are summed from shared memory.
+        words = 4 * knobs.chunks * (1 if dtype is DType.FLOAT32 else plan.shares_loaded)
+        assert words + 24 <= min(
+            limits.registers_per_thread, limits.registers_per_sm // (32 * knobs.warps * knobs.min_blocks)
         )
         both += {step.crosses_blocks for step in plan.exchanges} == {False, True}
     assert both or n <= 4096

@@ -16,9 +16,13 @@ from hadagen.bits import decode, encode
 from hadagen.launch import LaunchSpec, RowShape
 from hadagen.problem import DType, Problem, Rows
 from hadagen.reference import INPUT_CLASSES, hadamard
-from hadagen.trial import (
-    Outcome,
-)
+from hadagen.trial import Outcome
+
+
+@pytest.fixture(autouse=True)
+def few_elements(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quarter of what kernels are verified with is enough to tell stand-ins apart."""
+    monkeypatch.setattr("hadagen.measure.verify._LEAST_ELEMENTS", 1 << 15)
 
 
 def rows_at(address: int, count: int, columns: int, pitch: int, dtype: DType) -> np.ndarray:
@@ -98,8 +102,8 @@ ONE_ROUNDING = {DType.FLOAT16: 2.08e-4, DType.BFLOAT16: 1.66e-3, DType.FLOAT32: 
 
 @pytest.mark.parametrize("rows", Rows)
 @pytest.mark.parametrize("dtype", DType)
-@pytest.mark.parametrize("n", [2, 4, 8, 256, 512, 32768])
-def test_a_correct_kernel_passes(n: int, dtype: DType, rows: Rows) -> None:
+@pytest.mark.parametrize("n", [2, 4, 8, 256, 512, 4096])
+def test_a_correct_kernel_passes(n: int, dtype: DType, pitched: bool) -> None:
     spec = replace(SPEC, tile_elements=max(n, 4096), persistent=True)
     verdict = verify(StandIn(Problem.of(n, dtype, rows=rows), spec=spec))
     assert (verdict.outcome, verdict.detail) == (Outcome.OK, "")
