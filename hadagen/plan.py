@@ -71,7 +71,7 @@ def _former_repr(problem: Problem) -> str:
     n, io = problem.n, problem.io
     if problem != Problem.of(n, io.input, io.numerics, io.rows):
         return repr(problem)
-    return f"Problem(n={n}, dtype={io.input!r}, numerics={io.numerics!r}, pitched={io.rows is Rows.PITCHED})"
+    return f"Problem.of(n={n}, dtype={io.input!r}, numerics={io.numerics!r}, pitched={io.rows is Rows.PITCHED})"
 
 
 def _check(plan: Draft) -> None:

@@ -18,7 +18,7 @@ from spaces import ARCH, draw, legal_in, seeds_of, space_of
 from hadagen.errors import UsageError
 from hadagen.knobs import KNOB_NAMES, Knobs
 from hadagen.legality import RULES, Context
-from hadagen.problem import DType, Numerics, Problem
+from hadagen.problem import DType, Numerics, Problem, Rows
 from hadagen.space import Space, build_plan, shape_of
 
 PROBLEMS = [Problem.of(n, DType.FLOAT16, numerics) for n in (2, 32, 256, 4096, 32768) for numerics in Numerics]
@@ -74,7 +74,7 @@ def test_seeds_are_legal_and_of_every_shape(problem: Problem) -> None:
 @pytest.mark.parametrize(("n", "chunks", "clusters"), [(2, 8, 1), (256, 8, 1), (4096, 16, 5), (32768, 128, 5)])
 def test_seeds_begin_with_tiles_of_a_row_in_clusters_of_each_size(n: int, chunks: int, clusters: int) -> None:
     """Or of eight chunks, with about as many of them as warps."""
-    seeds = seeds_of(Problem(n, DType.FLOAT16, Numerics.FAST))
+    seeds = seeds_of(Problem.of(n, DType.FLOAT16, Numerics.FAST))
     shapes = list(dict.fromkeys(map(shape_of, seeds)))[:clusters]
     assert [cluster for _, _, cluster in shapes] == [1 << k for k in range(clusters)]
     assert {prod(shape) for shape in shapes} == {chunks}
@@ -97,7 +97,7 @@ def test_seeds_have_the_next_tile_under_way() -> None:
 
 @pytest.mark.parametrize("n", [128, 256, 4096, 32768])
 def test_seeds_of_float32_begin_with_mma_and_with_shuffles(n: int) -> None:
-    begin = {knobs.low_bits for knobs in seeds_of(Problem(n, DType.FLOAT32))[:4]}
+    begin = {knobs.low_bits for knobs in seeds_of(Problem.of(n, DType.FLOAT32))[:4]}
     assert begin == ({"mma", "shuffle"} if n >= 256 else {"shuffle"})
 
 
@@ -351,7 +351,7 @@ def test_what_is_rounded_before_it_crosses_is_wide_a_few_values_at_a_time() -> N
 def test_seeds_take_values_into_an_mma_as_proved_good(
     dtype: DType, numerics: Numerics, carriers: set[str], far_lanes: str
 ) -> None:
-    seeds = [knobs for knobs in seeds_of(Problem(8192, dtype, numerics)) if knobs.low_bits == "mma"]
+    seeds = [knobs for knobs in seeds_of(Problem.of(8192, dtype, numerics)) if knobs.low_bits == "mma"]
     exchanging = [knobs for knobs in seeds if knobs.block_bits == "exchange"]
     assert {knobs.mma_carrier for knobs in exchanging} == carriers
     assert all((knobs.mma_carrier == "fp16") == (knobs.cluster > 1) for knobs in exchanging if "fp16" in carriers)
@@ -400,13 +400,13 @@ def test_levels_take_room_in_shared_memory() -> None:
 
 
 def test_seeds_of_clusters_load_whole_rows_too() -> None:
-    seeds = seeds_of(Problem(32768, DType.BFLOAT16))
+    seeds = seeds_of(Problem.of(32768, DType.BFLOAT16))
     assert {k.cluster for k in seeds if k.load == "multicast"} == {2, 4, 8}
     assert "multicast" in {k.load for k in seeds[:8]}
-    pitched = [k for k in seeds_of(Problem(32768, DType.BFLOAT16, pitched=True)) if k.block_bits == "load"]
+    pitched = [k for k in seeds_of(Problem.of(32768, DType.BFLOAT16, rows="pitched")) if k.block_bits == "load"]
     assert {k.load for k in pitched} == {"plain"}
     assert {k.cluster for k in pitched if k.chunks == 8} == {2, 4}  # where an exchange between blocks is legal, too
-    seeds = seeds_of(Problem(8192, DType.FLOAT32))
+    seeds = seeds_of(Problem.of(8192, DType.FLOAT32))
     of_float32 = [k for k in seeds if k.block_bits == "load"]
     assert {(k.low_bits, k.load) for k in of_float32} == {("shuffle", "multicast")}
     assert {k.cluster for k in of_float32} == {2, 4, 8}
@@ -428,7 +428,7 @@ def test_no_knob_that_is_chosen_after_a_rule_was_asked_has_a_say(problem: Proble
 @pytest.mark.parametrize("dtype", DType)
 def test_what_is_legal_fits_the_limits(n: int, dtype: DType) -> None:
     """With exchanges inside blocks and between them, each in shared memory of its own, and with whole rows."""
-    problem, limits, choose, both = Problem(n, dtype), ARCH.limits, random.Random(n), 0
+    problem, limits, choose, both = Problem.of(n, dtype), ARCH.limits, random.Random(n), 0
     for number in range(400):
         knobs = draw(problem, choose, min_blocks=ARCH.search["min_blocks"][-1 - number % 2])
         plan = build_plan(problem, knobs, ARCH)
