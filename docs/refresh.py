@@ -1,4 +1,4 @@
-"""Brings the numbers in the README, performance.md and search.md, and the pictures, up to date with `docs/data`.
+"""Brings the numbers in the documents, and the pictures, up to date with `docs/data`.
 
     python docs/refresh.py            # write them
     python docs/refresh.py --check    # change nothing; fail, naming what is out of date
@@ -9,7 +9,8 @@ lacks may come from an earlier one, in `data/bench_h100_earlier.csv`. `data/benc
 `data/between_h200.csv` by `hadagen between --csv`, `data/calls_h100.json` by `hadagen calls --json`, and
 `data/search.json` by `compare_search.py`. Drawing needs matplotlib (pip install 'hadagen[docs]'); checking does not.
 
-The modules beside it, `refresh_*.py`, make what it writes.
+A document shows each generated part between two markers, such as `<!-- calls:begin -->` and `<!-- calls:end -->`. The
+modules `refresh_*.py` make the parts.
 """
 
 from __future__ import annotations
@@ -24,58 +25,52 @@ from refresh_search import Searches, search_numbers
 from refresh_speed_tables import h200_table, numbers, pitched_table
 from refresh_times import read_times, sources
 
-BEGIN, END = "<!-- numbers:begin -->", "<!-- numbers:end -->"
-CALLS_BEGIN, CALLS_END = "<!-- calls:begin -->", "<!-- calls:end -->"
-PITCHED_BEGIN, PITCHED_END = "<!-- pitched:begin -->", "<!-- pitched:end -->"
-BETWEEN_BEGIN, BETWEEN_END = "<!-- between:begin -->", "<!-- between:end -->"
-H200_BEGIN, H200_END = "<!-- h200:begin -->", "<!-- h200:end -->"
-BETWEEN_H200_BEGIN, BETWEEN_H200_END = "<!-- between-h200:begin -->", "<!-- between-h200:end -->"
-CHOICES_BEGIN, CHOICES_END = "<!-- choices:begin -->", "<!-- choices:end -->"
-SEARCH_BEGIN, SEARCH_END = "<!-- search:begin -->", "<!-- search:end -->"
+
+def generated() -> dict[Path, dict[str, str]]:
+    """Document → name of each generated part → its text."""
+    times = read_times() if all(path.exists() for path in sources()) else None
+    return {
+        files.README: {"numbers": numbers(times) if times else files.NO_DATA},
+        files.PERFORMANCE: {
+            "h200": h200_table(),
+            "pitched": pitched_table(times) if times else files.NO_DATA,
+            "between": between_table(),
+            "between-h200": lost_between_on_h200(),
+            "calls": call_table(),
+        },
+        files.EXPERIMENTS: {"choices": choices_table()},
+        files.SEARCH_PAGE: {"search": search_numbers()},
+    }
 
 
-def with_search(document: str) -> str:
-    """search.md with its numbers between their markers."""
-    return _between(files.SEARCH_PAGE, document, SEARCH_BEGIN, search_numbers(), SEARCH_END)
+def markers(part: str) -> tuple[str, str]:
+    """What stands before and after a generated part in its document."""
+    return f"<!-- {part}:begin -->", f"<!-- {part}:end -->"
 
 
-def with_numbers(readme: str, text: str) -> str:
-    """The README with `text` between its markers."""
-    return _between(files.README, readme, BEGIN, text, END)
-
-
-def with_tables(document: str, of_pitched: str) -> str:
-    """performance.md with its tables, each between its markers."""
-    document = _between(files.PERFORMANCE, document, CALLS_BEGIN, call_table(), CALLS_END)
-    document = _between(files.PERFORMANCE, document, BETWEEN_BEGIN, between_table(), BETWEEN_END)
-    document = _between(files.PERFORMANCE, document, H200_BEGIN, h200_table(), H200_END)
-    document = _between(files.PERFORMANCE, document, BETWEEN_H200_BEGIN, lost_between_on_h200(), BETWEEN_H200_END)
-    document = _between(files.PERFORMANCE, document, CHOICES_BEGIN, choices_table(), CHOICES_END)
-    return _between(files.PERFORMANCE, document, PITCHED_BEGIN, of_pitched, PITCHED_END)
-
-
-def _between(path: Path, document: str, first: str, text: str, last: str) -> str:
-    before, begin, rest = document.partition(first)
-    _, end, after = rest.partition(last)
-    if not (begin and end):
-        raise SystemExit(f"{path.name} has no {first} … {last}; put the two markers back")
-    return f"{before}{first}\n{text}\n{last}{after}"
+def refreshed(page: Path, parts: dict[str, str]) -> str:
+    """The document with the parts between their markers; SystemExit where a marker is missing."""
+    document = page.read_text(encoding="utf-8")
+    for name, text in parts.items():
+        first, last = markers(name)
+        before, begin, rest = document.partition(first)
+        _, end, after = rest.partition(last)
+        if not (begin and end):
+            raise SystemExit(f"{page.name} has no {first} … {last}; put the two markers back")
+        document = f"{before}{first}\n{text}\n{last}{after}"
+    return document
 
 
 def outdated() -> list[str]:
     """Names of the files that do not say what the data says."""
-    readme, performance = files.README.read_text(encoding="utf-8"), files.PERFORMANCE.read_text(encoding="utf-8")
-    search = files.SEARCH_PAGE.read_text(encoding="utf-8")
-    times = read_times() if all(path.exists() for path in sources()) else None
-    of_speed, of_pitched = (numbers(times), pitched_table(times)) if times else (files.NO_DATA, files.NO_DATA)
-    wanted = {
-        files.README.name: with_numbers(readme, of_speed) == readme,
-        files.PICTURE.name: not times or is_drawn_from(files.PICTURE, *sources()),
-        files.PERFORMANCE.name: with_tables(performance, of_pitched) == performance,
-        files.SEARCH_PAGE.name: with_search(search) == search,
-        files.SEARCH_PICTURE.name: not files.SEARCH.exists() or is_drawn_from(files.SEARCH_PICTURE, files.SEARCH),
-    }
-    return [name for name, fresh in wanted.items() if not fresh]
+    pages = [page for page, parts in generated().items() if refreshed(page, parts) != page.read_text(encoding="utf-8")]
+    pictures = {files.PICTURE: sources(), files.SEARCH_PICTURE: (files.SEARCH,)}
+    stale = [
+        picture
+        for picture, tables in pictures.items()
+        if all(table.exists() for table in tables) and not is_drawn_from(picture, *tables)
+    ]
+    return [path.name for path in (*pages, *stale)]
 
 
 def main(arguments: list[str]) -> None:
@@ -88,13 +83,9 @@ def main(arguments: list[str]) -> None:
     for path, command in ((files.OURS, "hadagen bundle export"), (files.BENCH, "hadagen bench --csv")):
         if not path.exists():
             raise SystemExit(f"{path} is missing; make it with {command}")
-    times = read_times()
-    performance = files.PERFORMANCE.read_text(encoding="utf-8")
-    files.PERFORMANCE.write_text(with_tables(performance, pitched_table(times)), encoding="utf-8")
-    readme = files.README.read_text(encoding="utf-8")
-    files.README.write_text(with_numbers(readme, numbers(times)), encoding="utf-8")
-    draw(times, files.PICTURE, fingerprint(*sources()))
-    files.SEARCH_PAGE.write_text(with_search(files.SEARCH_PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    for page, parts in generated().items():
+        page.write_text(refreshed(page, parts), encoding="utf-8")
+    draw(read_times(), files.PICTURE, fingerprint(*sources()))
     if files.SEARCH.exists():
         draw_search(Searches.read(), files.SEARCH_PICTURE, fingerprint(files.SEARCH))
 

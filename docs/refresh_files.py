@@ -16,6 +16,7 @@ README = DOCS.parent / "README.md"
 CALLS = DOCS / "data" / "calls_h100.json"
 RECORDINGS = DOCS / "data" / "recordings"
 PERFORMANCE = DOCS / "performance.md"
+EXPERIMENTS = DOCS / "experiments.md"
 
 SEARCH = DOCS / "data" / "search.json"
 SEARCH_PAGE = DOCS / "search.md"

@@ -1,4 +1,4 @@
-"""What performance.md shows beside speed: losses between sizes, what ideas are worth, and what calls cost."""
+"""Tables of the losses between sizes, of the CPU time of calls, and of what each idea is worth."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import refresh_files as files
 from refresh_markdown import grid, number, wrapped
 from refresh_times import read_rows
 
-# Knob, its value without an idea and with it, as the table of what ideas are worth has them.
+# Of each idea: its knob, the value without it, the value with it.
 CHOICES = (
     ("cluster", 1, 8),
     ("far_bits", "registers", "lanes"),
@@ -31,7 +31,7 @@ CHOICES = (
 
 
 def between_table() -> str:
-    """What performance.md shows of the loss between the element counts that were tuned, in Markdown."""
+    """What calls lose between the element counts that were tuned, in Markdown."""
     if not files.BETWEEN.exists():
         return files.NO_DATA
     rows = read_rows(files.BETWEEN)
@@ -46,7 +46,7 @@ def between_table() -> str:
 
 
 def lost_between_on_h200() -> str:
-    """The same of an H200, in a sentence."""
+    """What calls lose there on an H200, in a sentence."""
     return wrapped(f"{_lost_between(read_rows(files.BETWEEN_H200))}.") if files.BETWEEN_H200.exists() else files.NO_DATA
 
 
@@ -78,8 +78,10 @@ def _worst(rows: Iterable[Row]) -> str:
 
 
 def choices_table() -> str:
-    """What performance.md shows of how much faster the best kernel with an idea is than the best without, in Markdown:
-    for each recorded problem with kernels of both kinds, at each size that was recorded."""
+    """How much faster the best kernel with each idea is than the best kernel without it, in Markdown.
+
+    A row for each recorded problem that has kernels of both kinds, a column for each recorded size.
+    """
     recordings = []
     for path in sorted(files.RECORDINGS.glob("*.jsonl.gz")):
         with gzip.open(path, "rt", encoding="utf-8") as file:
@@ -98,7 +100,7 @@ def choices_table() -> str:
                 problem = head["problem"]
                 ratios = (number(before[size] / after[size] if size in before else None) for size in sizes)
                 rows.append([idea, f"{problem['n']}, {problem['dtype']}, {problem['numerics']}", *ratios])
-                idea = ""  # once is enough
+                idea = ""  # named in its first row only
     return grid("ll" + "r" * len(sizes), ["idea", "n", *map(_short, sizes)], rows)
 
 
@@ -109,10 +111,10 @@ def _short(count: int) -> str:
 def _best_times(
     head: Mapping[str, Any], trials: Iterable[Mapping[str, Any]], knob: str, value: object
 ) -> dict[int, float]:
-    """By element count, the least microseconds of a recording's trials whose knob has the value; {} where none has."""
+    """Element count → least µs of the recorded trials whose knob has the value; {} if no trial has it."""
     names = list(head["ranges"])
     best: dict[int, float] = {}
-    if knob not in names:  # it came later
+    if knob not in names:  # the knob is newer than the recording
         return best
     for trial in trials:
         if trial["us"] and trial["knobs"][names.index(knob)] == value:
@@ -122,7 +124,7 @@ def _best_times(
 
 
 def call_table() -> str:
-    """What performance.md shows of the CPU time of calls, in Markdown."""
+    """The CPU time of calls, in Markdown."""
     if not files.CALLS.exists():
         return files.NO_DATA
     data = json.loads(files.CALLS.read_text(encoding="utf-8"))

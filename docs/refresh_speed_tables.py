@@ -1,4 +1,4 @@
-"""What the documents show of speed beside a copy and beside other libraries, and of errors."""
+"""Tables of speed, beside a copy and beside other libraries, and of errors."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import refresh_files as files
 from refresh_markdown import grid, number, wrapped
 from refresh_times import DTYPE_BYTES, LIBRARIES, Cell, Times, bench_tables, library_of, pitched, read_rows, times_of
 
-# What the table and the picture show.
+# The table and the picture show this type and destination.
 DTYPE, DESTINATION = "float16", "in-place"
 H200_DTYPE = "bfloat16"
-# What a kernel is named by.
+# The columns that say which kernel a call runs.
 NAMING = ("n", "dtype", "numerics", "elements", "destination", "cache")
 # Title, elements (rows · n), where the data lies before the call.
 REGIMES = (
@@ -21,27 +21,27 @@ REGIMES = (
     ("8 M elements, in L2", 1 << 23, "hot"),
     ("256 M elements, in memory", 1 << 28, "cold"),
 )
-# The same of pitched rows, whose element counts are others.
+# Of pitched rows, which are timed at other element counts.
 PITCHED_REGIMES = (
     ("64 K elements, in L2", 1 << 16, "hot"),
     ("1 M elements, in L2", 1 << 20, "hot"),
     ("128 M elements, in memory", 1 << 27, "cold"),
 )
-# From here on rows are as long as quantizers have them; what two measurements of one kernel differ by; and the elements
-# of what a model's layer transforms at once, and finds in L2.
+# The shortest rows of common quantizers; the difference of two measurements of one kernel; the most elements that a
+# layer of a model transforms at once, with its input in L2.
 COMMON_N, NOISE, LAYER = 128, 0.02, 1 << 23
 ERROR_DTYPES = ("float16", "bfloat16")
 COLUMNS = (16, 128, 512, 1024, 4096, 8192, 16384, 32768)
-SIDES = "l" + "r" * len(COLUMNS)  # of a table that has them
+SIDES = "l" + "r" * len(COLUMNS)  # of a table with these columns
 
 METHOD = """\
-Everything at a cell is timed within the same seconds, by the same method{runs}. Fractions are
-of the median of the fastest of four copy kernels. Launches are timed one right after another. Ours start while the one
-before still ends, and some let the next one start sooner, which copies and the peers do not, and so may beat a copy
-where launches are short; beside kernels of other libraries that saves less, or nothing. From memory some of ours ask
-for input ahead of its use, and beat a copy by a little. The second table divides microseconds. Cells are all of a size
-from 64 K to 256 M elements, a type and a destination, with the input hot in L2 or cold, that both were timed at;
-fast-hadamard-transform loses most at small n."""
+All times of a cell are taken within the same seconds, by the same method{runs}. A fraction compares a time with the
+median of the fastest of four copy kernels. Launches are timed one right after another. Our kernels start while the
+kernel before them still ends, and some let the next kernel start early. Copies and the other libraries do neither, so
+our kernels may beat a copy where launches are short. Beside kernels of other libraries that saves less, or nothing.
+From memory, some of our kernels ask for their input before they use it, and beat a copy by a little. The second table
+divides times in microseconds. Its cells are the element counts from 64 K to 256 M, types and destinations, hot in L2 or
+cold, at which both were timed. fast-hadamard-transform loses most at small n."""
 ONE_RUN, TWO_RUNS = ", and all cells are of one run", "; cells of {what} are of an earlier run than the others"
 RETUNED = "For some cells of n = {lengths} the bundle names other kernels by now."
 
@@ -57,7 +57,7 @@ def numbers(times: Times) -> str:
 
 
 def _runs() -> str:
-    """Of how many runs the times beside the peers' are, and of what the earlier ones."""
+    """How many runs the times beside other libraries come from, and which cells an earlier run has."""
     rows, earlier = bench_tables()
     if not earlier:
         return ONE_RUN
@@ -84,8 +84,7 @@ def _size(elements: int) -> str:
 
 
 def _retuned() -> list[int]:
-    """Row lengths for which the bundle names other kernels than those that the run with the peers has timed."""
-
+    """Row lengths for which the bundle names other kernels than the run with the other libraries has timed."""
     named, timed = (
         {tuple(row[name] for name in NAMING): row["kernel"] for row in rows if library_of(row) in LIBRARIES}
         for rows in (read_rows(files.OURS), [row for table in bench_tables() for row in table])
@@ -94,14 +93,14 @@ def _retuned() -> list[int]:
 
 
 def _comparison(times: Times) -> str:
-    """How many times as fast as each peer, by microseconds over all cells that both have, and where not."""
+    """How many times as fast as each other library, over all cells that both have, and the cells that are slower."""
     layers, common = f"in L2, to {LAYER >> 20} M elements", f"n ≥ {COMMON_N}"
     head = [
-        "as fast as … (geometric mean)",
+        "times as fast (geometric mean)",
         "all cells",
         layers,
         common,
-        f"behind by more than {NOISE:.0%}",
+        f"slower by more than {NOISE:.0%}",
         "worst cell",
     ]
     rows = []
@@ -127,7 +126,7 @@ def _mean(ratios: Iterable[float]) -> str:
 
 
 def _errors(times: Times) -> str:
-    """The largest error at each n, of all that were timed there."""
+    """The largest error at each n, over all cells with that n."""
     found: dict[tuple[str, str, int], float] = {}
     for name in LIBRARIES:
         for cell, time in times[name].items():
@@ -143,13 +142,13 @@ def _errors(times: Times) -> str:
 
 
 def pitched_table(times: Times) -> str:
-    """What performance.md shows of the speed of pitched rows, in Markdown."""
+    """The speed of pitched rows beside a copy, in Markdown."""
     libraries = {numerics: pitched(numerics) for numerics in ("fast", "accurate")}
     return _table(times, PITCHED_REGIMES, libraries)
 
 
 def h200_table() -> str:
-    """What performance.md shows of the speed on an H200, beside a copy and beside the peers, in Markdown."""
+    """The speed on an H200, beside a copy and beside other libraries, in Markdown."""
     if not files.BENCH_H200.exists():
         return files.NO_DATA
     libraries = {numerics: f"hadagen, {numerics}" for numerics in ("fast", "accurate")}
@@ -159,7 +158,7 @@ def h200_table() -> str:
 
 
 def copy_rates(times: Times, dtype: str) -> str:
-    """How fast the copy is that 1.00 stands for, in a sentence: the bytes that it reads and writes, over its time."""
+    """A sentence with the speed of the copy that 1.00 stands for: bytes read and written, divided by its time."""
     rates = []
     for title, elements, cache in REGIMES:
         timed = {n: times["hadagen, fast"].get(Cell(dtype, n, elements, DESTINATION, cache)) for n in COLUMNS}

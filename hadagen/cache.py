@@ -1,8 +1,8 @@
-"""The cache of compiled kernels: a directory of entries named by a digest of everything that went into them.
+"""The cache of compiled kernels: a directory of entries, each named by a digest of everything it depends on.
 
-An entry is a directory of files and a `meta.json` with its key and their SHA-256. It is written aside, in the same
-file system, and renamed into place, so it is there whole or not at all. Any number of processes may share a cache; of
-two that build the same entry, the second uses what the first put there.
+An entry is a directory of files, with a `meta.json` that has its key and the SHA-256 of each file. It is written in
+another directory of the same file system, and renamed into place. So it is complete or absent. Any number of processes
+may share a cache. If two build the same entry, the second uses that of the first.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 
 from hadagen.errors import StorageError
 
-CACHE_SCHEMA = 2  # of an entry's files; another number makes every old entry unknown
+CACHE_SCHEMA = 2  # of the files of an entry; a new number makes all old entries unknown
 
 FILES = ("source.cu", "kernel.ptx", "kernel.cubin", "log.txt")
 
@@ -49,27 +49,26 @@ def cache_key(
     headers: Mapping[str, str],
     schema: int = CACHE_SCHEMA,
 ) -> str:
-    """SHA-256 of all that a compiled kernel depends on.
+    """SHA-256 of everything that a compiled kernel depends on.
 
-    `nvcc`: its full version. `flags`: in order. `source` and `headers`: texts, the latter by name.
+    `nvcc`: its full version. `flags`: in order. `source`: its text. `headers`: name → text.
     """
     parts = [schema, nvcc, list(flags), arch, source, sorted(headers.items())]
     return sha256(json.dumps(parts).encode()).hexdigest()
 
 
 class KernelCache:
-    """The entries of one `kind` in `root`/kind, made beside it in `root`/work; each holds the files `names`. Both
-    directories are made when first written to.
+    """The entries of one `kind`: directories in `root`/kind that hold the files `names`. They are made in `root`/work.
 
-    `load` never raises for what it finds. `store` and `workspace` raise `StorageError` where the disk is full or may
-    not be written.
+    Both directories are created at the first write. `load` never raises for a bad entry. `store` and `workspace` raise
+    `StorageError` if the disk is full or read-only.
     """
 
     def __init__(self, root: Path, kind: str = "kernels", names: Sequence[str] = FILES) -> None:
         self.root, self._kind, self._names = root, kind, tuple(names)
 
     def load(self, key: str) -> dict[str, bytes] | None:
-        """The files of an entry by name, or None where there is none, it is damaged, or of another key."""
+        """Name → content of the files of an entry; None if it is missing, damaged, or of another key."""
         folder = self.entry(key)
         try:
             meta = json.loads((folder / _META).read_bytes())
@@ -79,7 +78,7 @@ class KernelCache:
             return None
 
     def store(self, key: str, files: Mapping[str, bytes], meta: Mapping[str, object]) -> dict[str, bytes]:
-        """Put files in place and return them: those of the process that was first, where there were two.
+        """Store the files of an entry and return them. If another process was first, return the files of that one.
 
         `meta` is written beside them, for people to read.
         """
@@ -105,7 +104,7 @@ class KernelCache:
                     place.rename(Path(tempfile.mkdtemp(dir=folder)) / "damaged")
 
     def entry(self, key: str) -> Path:
-        """The directory of an entry, whether it is there or not."""
+        """The directory of an entry, which may not exist."""
         return self.root / self._kind / key
 
     @contextmanager
@@ -132,7 +131,7 @@ def _folder_of_ours(work: Path) -> Iterator[Path]:
         folder = Path(tempfile.mkdtemp(dir=work))
         with _locked(folder) as ours:
             if ours is False:
-                continue  # taken for abandoned before it was locked
+                continue  # another process removed it as abandoned before it was locked
             try:
                 yield folder
             finally:
@@ -141,7 +140,7 @@ def _folder_of_ours(work: Path) -> Iterator[Path]:
 
 
 def _remove_abandoned(work: Path) -> None:
-    """Remove the folders of processes that were killed: nobody locks those any more."""
+    """Remove the folders of killed processes, which no process locks any more."""
     for folder in work.iterdir():
         with _locked(folder) as abandoned:
             if abandoned:
@@ -150,8 +149,10 @@ def _remove_abandoned(work: Path) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[bool | None]:
-    """Whether the folder could be locked, which it then is; the system unlocks it when a process ends. None where the
-    file system cannot say."""
+    """Lock a folder. Yields whether that succeeded, or None if the file system has no locks.
+
+    The system unlocks the folder when the process ends.
+    """
     locked: bool | None
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -161,10 +162,10 @@ def _locked(folder: Path) -> Iterator[bool | None]:
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            locked = os.fstat(descriptor).st_nlink > 0  # or it was removed in between
-        except BlockingIOError:  # another has it
+            locked = os.fstat(descriptor).st_nlink > 0  # 0 if it was removed in between
+        except BlockingIOError:  # another process has the lock
             locked = False
-        except OSError:  # this file system has no such locks: nobody's folder is known to be abandoned
+        except OSError:  # without locks, no folder is known to be abandoned
             locked = None
         yield locked
     finally:

@@ -1,8 +1,8 @@
 """Plans → CUDA C++. Each step becomes one commented block of a kernel; `templates/steps.cu.j2` holds the blocks,
 `templates/loads.cu.j2` those of Load, Prefetch and Gather.
 
-What a block needs to know is said by its step (`Step.view`), and here what they all do; what a block looks like is the
-template's.
+The values that a block needs come from its step (`Step.view`). The values that all blocks need come from here. The
+template decides the text of a block.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ENVIRONMENT = jinja2.Environment(
     lstrip_blocks=True,
     keep_trailing_newline=True,
 )
-# Number of the mbarrier that each block of a cluster has for what the others store in it; those of stages come first.
+# Number of the mbarrier of a block for the stores of other blocks of its cluster. Barriers of stages come first.
 CROSSED_BARRIER = 15
 
 _INCLUDE = re.compile(r'^#include "(.+)"\n', re.MULTILINE)
@@ -46,7 +46,7 @@ def render(plan: Plan) -> Source:
 
 
 def with_headers(source: Source, headers: Mapping[str, str]) -> str:
-    """The text of a kernel with the headers that it includes, each once, in their place. `headers`: texts by name."""
+    """The text of a kernel, with each included header put in its place, once. `headers`: name → text."""
     waiting = dict(headers)
 
     def put_in(text: str) -> str:
@@ -56,7 +56,7 @@ def with_headers(source: Source, headers: Mapping[str, str]) -> str:
 
 
 def _view(plan: Plan, entry: str) -> dict[str, Any]:
-    """What the templates may see: the plan, its numbers and its index expressions. No launch argument is among them."""
+    """The values for the templates: the plan, its numbers and its index expressions. It has no launch arguments."""
     stored, views = plan.placements[-1], _steps(plan)
     cluster = plan.launch.cluster
     lane_at = f"lane * {plan.vector_elements}"
@@ -81,7 +81,7 @@ def _view(plan: Plan, entry: str) -> dict[str, Any]:
         "cluster": cluster,
         "warps": plan.launch.threads // 32,
         "chunks": 1 << plan.chunk_bits,
-        "span": span,  # between one vector of a thread and the next
+        "span": span,  # elements from one vector of a thread to the next
         "bytes": plan.problem.io.input.bytes,
         "scale_form": plan.scale_form.value,
         "powers": [(view["factor"], view["power"]) for view in views if "power" in view],
@@ -94,18 +94,18 @@ def _view(plan: Plan, entry: str) -> dict[str, Any]:
         "crossed_bytes": next(
             (plan.footprint.crossed_bytes(step) for step in plan.exchanges if step.crosses_blocks), 0
         ),
-        # The last tile may be partly beyond the end of the array; a vector only where it holds several rows.
+        # The last tile may be partly beyond the end of the array. A vector may only if it holds several rows.
         "ragged": plan.rows_per_tile > 1,
         "ragged_vector": plan.problem.n < plan.vector_elements,
         "first_tile": "block_index()" + (f" / {cluster}" if cluster > 1 else ""),
         "share": add(f"tile * {plan.tile_elements}", block_at),
-        "block_at": block_at,  # in the tile: from where a block loads
-        # Vector i that a thread loads, from its first; those of one block's share after those of another's.
+        "block_at": block_at,  # offset in the tile from which a block loads
+        # Offset of vector i of a thread from its first vector; vectors of one share come after those of another.
         "vector_at": vector_at(1),
         "vector_bytes_at": vector_at(plan.problem.io.input.bytes),
-        "loaded": f"{plan.shares_loaded} * " if loads_all else "",  # times the vectors of a thread: what it loads
-        "moved": stored != plan.loaded or loads_all,  # does a thread store from elsewhere than where it loads?
-        # Results may lie in place, so a block waits until the others have loaded all. What came by multicast was read
+        "loaded": f"{plan.shares_loaded} * " if loads_all else "",  # times the vectors of a thread: those it loads
+        "moved": stored != plan.loaded or loads_all,  # whether a thread stores elsewhere than it loads
+        # Results may lie in place, so a block waits until the other blocks have loaded the row. A multicast has read it
         # once, for all of them.
         "waits_for_loads": loads_all and not plan.load.multicast,
         "load_thread": add(lane_at, scatter("warp", plan.loaded.bits_of("warp"))),
@@ -115,14 +115,14 @@ def _view(plan: Plan, entry: str) -> dict[str, Any]:
             scatter("rank", stored.bits_of("cta")),
         ),
         "store_vector": scatter("i", _vector_bits(plan, stored.bits_of("reg"))) or "0",
-        # Of the vector at `at` of a pitched tile.
+        # Row and column of the vector at offset `at` of a pitched tile.
         "row_of_vector": f"tile * {plan.rows_per_tile} + at / {n}" if plan.rows_per_tile > 1 else "tile",
         "column_of_vector": f"at % {n}" if plan.rows_per_tile > 1 else "at",
     }
 
 
 def _place_lines(plan: Plan) -> list[str]:
-    """For each kind of place, the index bits that live there as loaded, low to high."""
+    """For each kind of place, the index bits that live there after the load, low to high."""
     kinds = {
         "pair": "half of a register",
         "reg": "register of the thread",
@@ -135,8 +135,8 @@ def _place_lines(plan: Plan) -> list[str]:
 
 
 def _groups(plan: Plan, views: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The steps as they are written: each over all chunks; runs of steps that stay in a chunk, chunk by chunk; or all
-    from the exchange on, group by group."""
+    """The steps in groups, as they are written. A step is written over all chunks; a run of steps that stay in a chunk
+    may be written chunk by chunk; all steps from the exchange on may be written group by group."""
     groups: list[dict[str, Any]] = []
     loop = ""
     for at, (step, view) in enumerate(zip(plan.steps, views, strict=True)):
@@ -157,7 +157,7 @@ def _groups(plan: Plan, views: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _steps(plan: Plan) -> list[dict[str, Any]]:
-    """What the block of each step needs to know."""
+    """The values that the block of each step needs."""
     views: list[dict[str, Any]] = []
     for at, (step, line) in enumerate(zip(plan.steps, plan.describe(), strict=True)):
         forms = {*plan.carriers[at : at + 2]} - {""}

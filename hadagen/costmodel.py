@@ -1,18 +1,18 @@
-"""How long a plan should take, without a device: to order what is tried first, and to rank where nothing can be timed.
+"""Estimates the time of a plan without a device, to order the first trials, and to rank kernels without a GPU.
 
     time = launch + first tile + ‖ memory, share, issue, waiting ‖
 
-- *first tile*: load, transform and store the tile of one block, from latency to latency, which nothing hides;
+- *first tile*: to load, transform and store the tile of one block, with all its latencies, which nothing hides;
 - *memory*: bytes over bandwidth, the roofline of S. Williams, A. Waterman and D. Patterson ("Roofline: an insightful
-  visual performance model", CACM 52/4, 2009), with L2 for what is hot and fits and device memory for what does not;
-- *share*: the same for what one SM alone can load and store, where there are fewer blocks than would keep all busy;
-- *issue*: instructions, tensor core and shared memory cycles of one SM for its further blocks;
-- *waiting*: the latencies of a tile once more for every further wave of blocks, for the blocks of a wave hide each
-  other's (V. Volkov, "Understanding latency hiding on GPUs", 2016). How many blocks make a wave is the occupancy
-  calculation of the CUDA C++ Programming Guide, from threads, registers and shared memory.
+  visual performance model", CACM 52/4, 2009), with L2 for hot data that fits, and device memory for the rest;
+- *share*: the same for the bandwidth of one SM, which limits if there are too few blocks to keep all SMs busy;
+- *issue*: instructions, tensor core and shared memory cycles of one SM, for all its blocks but the first;
+- *waiting*: the latencies of a tile once more for every further wave of blocks, because the blocks of one wave hide
+  each other's latencies (V. Volkov, "Understanding latency hiding on GPUs", 2016). The number of blocks in a wave is
+  the occupancy calculation of the CUDA C++ Programming Guide, from threads, registers and shared memory.
 
-The last four overlap, but never wholly: a p-norm joins them. What differs from target to target is in its YAML,
-`model`. How near it comes to the winners of the shipped bundle, which were timed, is what its tests hold it to.
+The last four overlap, but never completely: a p-norm joins them. The numbers of a target are in its YAML, `model`. The
+tests compare estimates with the measured winners of the shipped bundle.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from hadagen.plan import Plan
 from hadagen.steps.base import Cost
 from hadagen.trial import Cache, Destination, buffer_bytes
 
-OVERLAP = 4.0  # p of the norm: 1 would overlap nothing, infinity everything
+OVERLAP = 4.0  # p of the norm: 1 means no overlap, infinity full overlap
 SCHEDULERS = 4  # of an SM; each issues one instruction of a warp in a cycle
 SHARED_BYTES_PER_CYCLE = 128
-REGISTER_GRANULE = 8  # a thread gets its registers in eights
+REGISTER_GRANULE = 8  # registers of a thread are a multiple of this
 TILE_INSTRUCTIONS = 40  # index arithmetic, bounds and A operands
-# Cycles until a dependent instruction may start, by what it waits for, as steps name that: an mma, arithmetic, a
-# shuffle, shared memory, the reduction of one value over a warp, and what an asynchronous copy takes beyond the load.
+# Cycles until a dependent instruction may start, by the names in `Cost.waits`: after an mma, arithmetic, a shuffle, an
+# access to shared memory, the reduction of one value over a warp; and the extra time of an asynchronous copy.
 LATENCIES = {"mma": 33, "arithmetic": 5, "shuffle": 25, "shared": 30, "reduce": 25, "bulk": 300}
 
 
 class Estimate:
-    """The times of one plan. `registers`: of a thread, where a compiled kernel has told; estimated otherwise."""
+    """The times of one plan. `registers`: of a thread of the compiled kernel; None to estimate them."""
 
     def __init__(self, plan: Plan, arch: Arch, registers: int | None = None) -> None:
         self._arch = arch
@@ -54,9 +54,9 @@ class Estimate:
             sum(cost.shared_bytes for cost in costs) / SHARED_BYTES_PER_CYCLE,
         )
         self._first_block_cycles = max(self._block_cycles, instructions)  # one warp keeps one scheduler busy
-        self._more_reads = 0 if plan.load.multicast else plan.shares_loaded - 1  # of each row, from L2
+        self._more_reads = 0 if plan.load.multicast else plan.shares_loaded - 1  # how often L2 reads each row again
         block_bytes = buffer_bytes(plan.problem, plan.launch.tile_elements) / plan.launch.cluster
-        # What others load for a block comes as fast as shared memory takes it.
+        # Data that other blocks load for a block comes as fast as shared memory accepts it.
         others = SHARED_BYTES_PER_CYCLE if plan.load.multicast else model.sm_bytes_per_cycle
         self._block_memory_cycles = block_bytes * (2 / model.sm_bytes_per_cycle + (plan.shares_loaded - 1) / others)
         cycles = LATENCIES | {"block sync": model.block_sync_cycles, "cluster sync": model.cluster_sync_cycles}
@@ -68,7 +68,7 @@ class Estimate:
         model, launch = self._arch.model, self._launch
         moved_bytes = buffer_bytes(self._problem, elements)
         in_l2, beyond, loading = _memory(self._arch, moved_bytes, destination, cache)
-        # Shares that other blocks have loaded too come from L2.
+        # Shares that other blocks have loaded before come from L2.
         shared = self._more_reads * moved_bytes / model.l2_bytes_per_us
         chain = self._latency_cycles / model.cycles_per_us
         first_issue = self._first_block_cycles / model.cycles_per_us
@@ -78,7 +78,7 @@ class Estimate:
         waves = ceil(blocks / (self._blocks_per_sm * model.sms))
         more = ceil(blocks / model.sms) - 1
         later = loading
-        if self._prefetches:  # then it comes from L2, which was asked once more
+        if self._prefetches:  # the data comes from L2, which has one more request
             later = min(loading, model.l2_latency_us)
             in_l2 *= 1 + model.prefetch_share
         # With stages, a block loads its next tile while it works on this one.
@@ -90,7 +90,7 @@ class Estimate:
 
 
 def costs_of(plan: Plan) -> list[Cost]:
-    """Of each step."""
+    """The cost of each step."""
     return [step.cost(plan, carrier) for step, carrier in zip(plan.steps, plan.carriers, strict=False)]
 
 
@@ -101,7 +101,7 @@ def copy_us(arch: Arch, copied_bytes: int, destination: Destination, cache: Cach
 
 
 def resident_blocks(plan: Plan, arch: Arch, registers: int) -> int:
-    """Blocks that an SM holds at once when a thread has `registers`; at least 1."""
+    """The number of blocks that an SM holds at once if a thread has `registers`; at least 1."""
     limits, launch = arch.limits, plan.launch
     granted = -(-registers // REGISTER_GRANULE) * REGISTER_GRANULE
     return max(
@@ -116,11 +116,11 @@ def resident_blocks(plan: Plan, arch: Arch, registers: int) -> int:
 
 
 def _memory(arch: Arch, moved_bytes: int, destination: Destination, cache: Cache) -> tuple[float, float, float]:
-    """Microseconds that L2 is busy with what it holds of one launch, that device memory is with the rest, and that the
-    first load takes."""
+    """Microseconds of one launch: how long L2 is busy with the data it holds, how long device memory is busy with the
+    rest, and how long the first load takes."""
     model = arch.model
     footprint = moved_bytes * (1 if destination is Destination.IN_PLACE else 2)
-    # L2 keeps what is read in both of its halves: it is hot up to half of L2, and nothing is beyond the whole.
+    # L2 keeps data that is read in both of its halves. So data is hot up to half of L2, and cold beyond all of it.
     beyond = 1.0
     if cache is Cache.HOT and footprint <= model.l2_bytes:
         beyond = max(0.0, 2 * moved_bytes / model.l2_bytes - 1)

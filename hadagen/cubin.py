@@ -1,4 +1,4 @@
-"""Whether bytes are a cubin: an ELF file for NVIDIA GPUs that is all there.
+"""Whether bytes are a complete cubin: an ELF file for NVIDIA GPUs.
 
 Offsets are those of 64-bit little-endian ELF (System V gABI, "ELF Header", "Section Header").
 """
@@ -10,11 +10,11 @@ import struct
 _MAGIC = b"\x7fELF\x02\x01"
 _EM_CUDA = 190
 _HEADER_BYTES = 64
-_SHT_NOBITS = 8  # a section that takes no room in the file
+_SHT_NOBITS = 8  # a section without bytes in the file
 
 
 def is_cubin(data: bytes) -> bool:
-    """Whether `data` begins as a cubin does and holds every section and program header that it tells of."""
+    """Whether `data` begins like a cubin, and holds every section and program header that it lists."""
     if len(data) < _HEADER_BYTES or not data.startswith(_MAGIC) or _read("<H", data, 18) != _EM_CUDA:
         return False
     programs_end = _read("<Q", data, 32) + _read("<H", data, 54) * _read("<H", data, 56)

@@ -1,10 +1,10 @@
 """Kernels on the CPU: the emitted source, built for the host and run with the threads of a cluster as fibers.
 
-The same text that nvcc compiles is compiled by a C++ compiler against `templates/host/primitives.cuh`, whose primitives
-have the meaning of the device's. Threads meet at every collective, in an order that `order_seed` varies. The machine
-below (`templates/host/`) is hostile: shared memory begins as NaNs, a copy lands when it is waited for and
-not sooner, and every access is checked for bounds, alignment and races. While it runs it counts what would be slow on
-a device: bank conflicts and uncoalesced accesses.
+A C++ compiler compiles the same text as nvcc, against `templates/host/primitives.cuh`, whose primitives have the
+meaning of those of the device. Threads meet at every collective, in an order that `order_seed` varies. The emulated
+machine (`templates/host/`) is strict: shared memory begins as NaNs, a copy lands only when it is waited for, and every
+access is checked for bounds, alignment and races. It also counts what would be slow on a device: bank conflicts and
+uncoalesced accesses.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ VECTOR_BYTES = 16
 
 
 class EmulationError(HadagenError):
-    """A kernel did what a kernel must not: diverged, hung, raced, went out of bounds, or left elements unwritten."""
+    """A kernel diverged, hung, had a race, went out of bounds, or left elements unwritten."""
 
 
 class HostCompileError(ToolchainError):
-    """The host compiler refused a source. `log` is what it said."""
+    """The host compiler refused a source. `log`: its output."""
 
     def __init__(self, message: str, log: str) -> None:
         super().__init__(message)
@@ -82,18 +82,19 @@ class HostCompileError(ToolchainError):
 
 
 class HostCompilerDied(ToolchainError):
-    """The host compiler was killed, hung or found no room, which may pass and says nothing of the source."""
+    """The host compiler was killed, hung or found no room. That may pass, and says nothing about the source."""
 
 
 @dataclass(frozen=True)
 class EmulationReport:
     """What a launch did besides its result.
 
-    `races`: accesses with no barrier between them and another thread's access to the same 16 bytes of shared memory, or
-    in-place loads of what has been overwritten. `uninitialized_reads`: loads of shared memory nobody wrote.
-    `unwritten`, `rewritten`: elements of the output written never, or more than once. `wavefronts`: of shared-memory
-    accesses, of which `bank_conflicts` would not have been needed. `sectors`: of 32 bytes of global memory, of which
-    `excess_sectors` would not have been touched by coalesced accesses. `prefetched_bytes`: that L2 was asked for.
+    `races`: accesses without a barrier between them and an access of another thread to the same 16 bytes of shared
+    memory, or in-place loads of overwritten values. `uninitialized_reads`: loads of shared memory that was never
+    written. `unwritten`, `rewritten`: elements of the output that were written never, or more than once. `wavefronts`:
+    of shared-memory accesses. `bank_conflicts`: wavefronts that were not necessary. `sectors`: accessed 32-byte sectors
+    of global memory. `excess_sectors`: those that coalesced accesses would not have touched. `prefetched_bytes`: bytes
+    that L2 was asked for.
     """
 
     races: int
@@ -109,7 +110,7 @@ class EmulationReport:
 
     @property
     def complaint(self) -> str:
-        """What is wrong with the kernel, in a sentence; empty where nothing is."""
+        """A fault of the kernel, as a sentence; "" if it has none."""
         if self.races:
             return f"{self.races} races; the first: {self.first_race}"
         if self.unwritten or self.rewritten:
@@ -191,13 +192,14 @@ class HostModule:
     ) -> EmulationReport:
         """Transform the first `elements` (default: all) of x, the raw bits of elements, into `out`, which may be x.
 
-        `rows`, `shape`: for a kernel that is told, how many rows there are and how they lie; then `elements` is
-        rows · n. `operands`: contiguous arrays for its other params that are pointers, by name.
-        As many blocks are launched as a device with room for `RESIDENT_CLUSTERS` clusters would get.
-        `order_seed`: 0 runs the threads in order, each as far as it comes; 1 in reverse; any other in a random order.
-        Raises `EmulationError` where the kernel diverges, hangs, loops forever, or touches what it must not, and
-        `UsageError` where x or out is not contiguous, too small, or not aligned to 16 bytes (with `shape`: to an
-        element), where they are one array of two pitches, or an operand is missing.
+        `rows`, `shape`: for a kernel that reads a `RowShape`, the number of rows and their layout; then `elements` is
+        rows · n. `operands`: contiguous arrays for the other pointers, by the names of their params. The launch has as
+        many blocks as on a device with room for `RESIDENT_CLUSTERS` clusters. `order_seed`: 0 runs the threads in
+        order, each up to its next collective; 1 in reverse; any other in a random order.
+
+        Raises `EmulationError` if the kernel diverges, hangs, loops forever, or has a bad access. Raises `UsageError`
+        if x or out is not contiguous, too small, or not aligned to 16 bytes (with a `shape`: to an element), if they
+        are one array of two pitches, or if an operand is missing.
         """
         elements = x.size if elements is None else elements
         others = {name: np.ascontiguousarray(array) for name, array in (operands or {}).items()}
@@ -258,12 +260,12 @@ def compile_host(
     cache_directory: Path | None = None,
     stopped: threading.Event | None = None,
 ) -> HostModule:
-    """Build kernels for the host, or find what an earlier call built of the same texts with the same compiler.
+    """Build kernels for the host, or load the build of an earlier call with the same texts and compiler.
 
-    As many compilers run at a time as there are CPUs. `texts`: the machine's sources by name, `host_texts()` by
-    default. Setting `stopped` kills them, which raises `Stopped`. Raises `HostCompileError` where the compiler refuses
-    a source, `HostCompilerDied` where it says nothing of it, `ToolchainError` where there is none or it compiles
-    nothing at all, and `StorageError` where the cache cannot be written.
+    One compiler runs for each CPU. `texts`: file name → source of the machine, `host_texts()` by default. Setting
+    `stopped` kills the compilers, which raises `Stopped`. Raises `HostCompileError` if the compiler refuses a source,
+    `HostCompilerDied` if it dies, `ToolchainError` if there is none or it compiles nothing at all, and `StorageError`
+    if the cache cannot be written.
     """
     texts = host_texts() if texts is None else texts
     root = cache_root() if cache_directory is None else cache_directory
@@ -299,12 +301,12 @@ extern "C" __attribute__((visibility("default"))) void {_caller(source.entry)}(c
 
 
 def host_texts() -> dict[str, str]:
-    """The sources of the machine, and of the primitives that only kernels include, by file name."""
+    """File name → source, for the emulated machine and for the primitives that only kernels include."""
     return read_texts("common", "host")
 
 
 def host_compiler() -> str:
-    """The C++ compiler and what it calls itself. Raises `ToolchainError` where there is none."""
+    """The C++ compiler and its version. Raises `ToolchainError` if there is none."""
     return ": ".join(_compiler(os.environ.get("CXX")).version.splitlines()[:2])
 
 
@@ -331,11 +333,11 @@ def verify(
 ) -> dict[str, float]:
     """Relative error of a kernel against float64 for each class of input, all classes in one launch.
 
-    `rows` (default `verification_rows`): of each class, but of several one fewer of the last, so that the last tile is
-    ragged wherever a tile holds several rows. `module` already holds the kernel where many were built at once. `shape`:
-    of pitched rows, by default three quarters of each row; an array whose pitch is odd begins one element after a
-    multiple of 16 bytes. The scale is n**-0.5; the output begins as NaNs, and so do the gaps of x. Raises
-    `EmulationError` where the kernel does not run to its end or `EmulationReport.complaint` says something.
+    `rows` (default `verification_rows`): of each class; if it is more than one, the last class has one row less, so
+    that the last tile is ragged if a tile holds several rows. `module`: has the kernel already, if many were built at
+    once. `shape`: of a pitched problem, by default three quarters of each row; an array with an odd pitch begins one
+    element after a multiple of 16 bytes. The scale is n**-0.5. The output and the gaps of x begin as NaNs. Raises
+    `EmulationError` if the kernel does not run to its end, or if `EmulationReport.complaint` is not "".
     """
     rows = verification_rows(problem, source.launch) if rows is None else rows
     module = compile_host([source]) if module is None else module
@@ -376,7 +378,7 @@ def verify(
 
 
 def _poisoned(dtype: DType, rows: int, pitch: int) -> Bits:
-    """[rows, pitch] NaNs, one element after a multiple of 16 bytes where the pitch is odd."""
+    """[rows, pitch] NaNs. If the pitch is odd, they begin one element after a multiple of 16 bytes."""
     bits = encode(dtype, np.full(rows * pitch + 1, np.nan))
     return bits[pitch % 2 :][: rows * pitch].reshape(rows, pitch)
 
@@ -389,7 +391,7 @@ class _Compiler:
 
 @cache
 def _compiler(cxx: str | None) -> _Compiler:
-    """$CXX, or the first of c++, g++ and clang++ that is there."""
+    """$CXX, or the first of c++, g++ and clang++ that exists."""
     for name in [cxx] if cxx else ["c++", "g++", "clang++"]:
         try:
             command = shlex.split(name)
@@ -410,7 +412,7 @@ def _compiler(cxx: str | None) -> _Compiler:
 
 
 class _HostBuild:
-    """Calls of the host compiler for one library, in `folder`; `root` is that of the cache."""
+    """Calls of the host compiler for one library, in `folder`. `root`: of the cache."""
 
     def __init__(
         self, compiler: _Compiler, texts: Mapping[str, str], root: Path, folder: Path, stopped: threading.Event
@@ -420,7 +422,7 @@ class _HostBuild:
             (folder / name).write_text(text, encoding="utf-8")
 
     def library(self, units: Sequence[str]) -> bytes:
-        """The kernels of all units with the machine. Raises as `compile_host` does."""
+        """Build all units, together with the machine. Raises as `compile_host` does."""
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
             try:
                 machine = [pool.submit(self._machine, name) for name in MACHINE]
@@ -434,8 +436,7 @@ class _HostBuild:
         return self._compile(self._folder / LIBRARY, "-shared", *objects).read_bytes()
 
     def check_compiler_works(self) -> None:
-        """Raise unless there is room here and an empty library can be built: what failed was then not the source's
-        fault."""
+        """Raise if there is no room here, or not even an empty library can be built: then no source is to blame."""
         (self._folder / "room").write_bytes(bytes(16 << 20))
         empty = self._folder / "empty.cpp"
         empty.touch()
@@ -448,7 +449,7 @@ class _HostBuild:
             ) from error
 
     def _machine(self, name: str) -> Path:
-        """One of `MACHINE`, from the cache or built."""
+        """One of `MACHINE`, from the cache or newly built."""
         shared = [self._texts[header] for header in MACHINE_HEADERS]
         key = _key(self._compiler.version, MACHINE_FLAGS, shared, self._texts[name])
         objects = KernelCache(self._root, "machine", [OBJECT])
@@ -466,7 +467,7 @@ class _HostBuild:
         return self._compile(path.with_suffix(".o"), *KERNEL_FLAGS, "-I", self._folder, "-c", path)
 
     def _compile(self, output: Path, *arguments: str | Path) -> Path:
-        """Call the compiler for `output`, and return that."""
+        """Call the compiler to write `output`, and return `output`."""
         command = [*self._compiler.command, *arguments, "-o", output]
         answer = programs.run(command, folder=self._folder, stopped=self._stopped)
         if reason := answer.passing:

@@ -1,7 +1,7 @@
 """Which knobs are legal together for a problem on an arch, and why the others are not.
 
-Where a knob would not change the kernel (a shared layout without an exchange), only its first value is legal, so no two
-legal choices mean the same plan.
+If a knob would not change the kernel (such as a shared layout without an exchange), only its first value is legal. So
+no two legal choices mean the same plan.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from hadagen.steps.memory import Load, Prefetch, Trigger
 from hadagen.steps.transforms import PARTS, Gather, Mma
 
 MAX_EXCHANGES = 2
-# Blocks that each load a whole row: with more they would compute less, but take in as much, and were never faster.
+# Blocks that each load a whole row. More blocks compute less each, but load as much, and were never faster.
 MAX_SHARES = 8
-ROUNDINGS_SPREAD = 0.03  # by what their count may be off; half a percent of the error
+ROUNDINGS_SPREAD = 0.03  # tolerance of the count of roundings; half a percent of the error
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Context:
 
 @dataclass(frozen=True)
 class Rule:
-    """`broken` says why knobs are not legal together, or nothing, once the `last` of those that decide is chosen."""
+    """`broken`: why knobs are not legal together, or None. It reads no knob after `last` in `KNOB_NAMES`."""
 
     last: str
     broken: Callable[[Context, Knobs], str | None]
@@ -76,23 +76,23 @@ def _tile(knobs: Knobs) -> int:
 
 
 def _shares_loaded(k: Knobs) -> int:
-    """Of how many blocks each block loads the share of a row."""
+    """How many blocks' shares of a row each block loads."""
     return k.cluster if k.block_bits == LOAD else 1
 
 
 def _far(c: Context, k: Knobs) -> int:
-    """How many bits of warps and blocks exchanges bring to registers or lanes. Not above 0 where there is none."""
+    """How many bits of warps and blocks exchanges bring to registers or lanes; 0 or less if there is no exchange."""
     return c.bits - CHUNK_BITS - log2(k.chunks) - log2(_shares_loaded(k))
 
 
 def _far_beside_blocks(c: Context, k: Knobs) -> int:
-    """How many far bits are left for lanes when those of blocks have gone to registers."""
+    """How many far bits are left for lanes, when the bits of blocks have gone to registers."""
     blocks = 0 if k.block_bits == LOAD else log2(k.cluster)
     return _far(c, k) - min(blocks, log2(k.chunks))
 
 
 def _rounds_once(c: Context, k: Knobs) -> bool:
-    """Whether nothing but the store may round: fp16 has bits to spare for a bfloat16 result."""
+    """Whether only the store may round. With fp16 other steps may, because it has more bits than a bfloat16 result."""
     return c.problem.io.numerics is Numerics.ACCURATE and not k.normalizes
 
 
@@ -101,18 +101,18 @@ def _has_exchange(c: Context, k: Knobs) -> bool:
 
 
 def _has_butterflies(c: Context, k: Knobs) -> bool:
-    """Whether bits are left that no mma transforms."""
+    """Whether butterflies transform bits, because no mma does."""
     if k.low_bits != "mma":
         return True
     far_mma = 0
-    if k.far_lanes in MMA_LANES:  # with one bit more: a chunk bit, or a far bit and no chunk bit
+    if k.far_lanes in MMA_LANES:  # and one more bit: a chunk bit, or another far bit
         far_mma = min(MMA_LANES[k.far_lanes], _far_beside_blocks(c, k)) + 1
     return c.bits > CHUNK_BITS + log2(_shares_loaded(k)) + far_mma
 
 
 @lru_cache(maxsize=1)  # for all values of min_blocks
 def _footprint(problem: Problem, *before_min_blocks: Any) -> Footprint:
-    """Of the plan that knobs mean, by the steps that take room."""
+    """The footprint of the plan that the knobs mean, from the steps that take shared memory or registers."""
     k = Knobs(*before_min_blocks)
     through = k.exchange_carrier, k.exchange_rounds, k.shared_layout
     steps: list[Step] = [Load(k.load, k.stages), *(Exchange(pairs, *through) for pairs in exchanges_of(problem, k))]
@@ -226,7 +226,7 @@ def _(c: Context, k: Knobs) -> str | None:
     if k.shuffles == WHOLE:
         return None
     if c.problem.io.input is not DType.FLOAT32:
-        # Few of 16 bits are left to shuffles, and chunk bits, which they could be swapped with, were never faster.
+        # In 16 bits, few bits are left to shuffles. Swapping those with chunk bits was never faster.
         return "only float32 has a register bit of its own to swap with one of lanes (shuffles must be whole)"
     shuffled = k.far_bits == LANES or (k.low_bits == "shuffle" and c.bits > 2)
     return None if shuffled else "no bit is transformed by a shuffle (shuffles must be whole)"
@@ -282,7 +282,7 @@ def _(c: Context, k: Knobs) -> str | None:
     if c.problem.io.numerics is Numerics.FAST:
         return "fast may carry bfloat16 (mma_carrier must be another)"
     if k.cluster == 1 or k.block_bits == LOAD:
-        # Within a block it was never faster: the exchange costs less there than to find the level.
+        # Within a block it was never faster: finding the level costs more than the exchange saves.
         return "only between blocks fp16 saves more than its level costs (mma_carrier must be another)"
     if k.exchange_carrier == FP32:
         return "levels cross with fp16 (exchange_carrier must be packed)"
@@ -387,7 +387,7 @@ def _(c: Context, k: Knobs) -> str | None:
 
 @_rule("grid")
 def _(c: Context, k: Knobs) -> str | None:
-    # Clusters win where rows are few, and then there is nothing to loop over.
+    # Clusters are the fastest if rows are few, and then there are no further tiles.
     loops = k.cluster > 1 and k.grid == "persistent"
     return "clusters take one tile each (grid must be tiles)" if loops else None
 
@@ -409,7 +409,7 @@ def _(c: Context, k: Knobs) -> str | None:
         return None
     if not Trigger.features <= c.arch.features:
         return "the arch starts no kernel before the last one ends (trigger must be end)"
-    # Clusters win where blocks are few; where they are many, those of the next kernel come in their way.
+    # Clusters are the fastest if blocks are few. If blocks are many, those of the next kernel take their SMs.
     return "only few blocks leave room for the next kernel's (trigger must be end)" if k.cluster == 1 else None
 
 
@@ -430,7 +430,7 @@ def _(c: Context, k: Knobs) -> str | None:
 @_rule("min_blocks")
 def _(c: Context, k: Knobs) -> str | None:
     limits, footprint = c.arch.limits, _footprint(c.problem, *_before_min_blocks(k))
-    # All values are wide at once where they cross shared memory in fp32, or are not rounded before the store.
+    # All values are in fp32 at once if they cross shared memory in fp32, or are not rounded before the store.
     registers = footprint.registers(wide=k.exchange_carrier == FP32 or _rounds_once(c, k))
     if registers > min(limits.registers_per_thread, limits.registers_per_sm // (32 * k.warps * k.min_blocks)):
         return "a thread's values do not fit its registers (take fewer chunks, stages or min_blocks)"

@@ -1,4 +1,4 @@
-"""Plans: lists of steps over a placement, the check that they are right, and what they compute.
+"""Plans: checked lists of steps over a placement, and what they compute.
 
 The transform is a Kronecker product of one 2×2 factor per index bit, so a plan is right exactly when every row bit is
 transformed once and every element is stored where it belongs. `Plan` checks that, symbolically, when it is made;
@@ -22,11 +22,10 @@ from hadagen.steps.memory import Load, Store
 if TYPE_CHECKING:
     from hadagen.steps.values import Reals
 
-ORDERS = ("by_step", "by_chunk", "by_group")  # as the knob of this name has them
+ORDERS = ("by_step", "by_chunk", "by_group")  # values of the knob `order`
 
-# What a plan may multiply by, in this order, to have multiplied by the scale once: as a whole, of which an `Mma` may
-# take powers of two, or which undoes what has normalized; or in two 16-bit parts, whose error `accurate` does not
-# allow.
+# The sequences of factors that multiply by the scale once. Either it comes whole: an `Mma` may take powers of two from
+# it, or it may undo a normalizer. Or it comes in two 16-bit parts, whose error `accurate` does not allow.
 WHOLE_SCALE = (["scale"], ["factor 1", "scale"], ["factor 1", "factor 2", "scale"], ["normalizer", "scale"])
 SCALE_IN_PARTS = (["factor 1", "factor 2"], ["factor 1", "correction"])
 
@@ -56,10 +55,9 @@ class Plan(Draft):
 
     @property
     def digest(self) -> str:
-        """SHA-256 over everything the plan says. It is part of a kernel's name, so its text stays what it was."""
-        return hashlib.sha256(
-            repr(self).replace(repr(self.problem), _former_repr(self.problem), 1).encode()
-        ).hexdigest()
+        """SHA-256 of all fields of the plan. Kernels are named by it, so the text of a problem stays as it was."""
+        text = repr(self).replace(repr(self.problem), _former_repr(self.problem), 1)
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def describe(self) -> list[str]:
         """One line per step."""
@@ -67,7 +65,7 @@ class Plan(Draft):
 
 
 def _former_repr(problem: Problem) -> str:
-    """Of a problem when four fields said all of it."""
+    """The text of a problem as it was when a problem had these four fields."""
     n, io = problem.n, problem.io
     if problem != Problem.of(n, io.input, io.numerics, io.rows):
         return repr(problem)
@@ -118,7 +116,7 @@ def _check(plan: Draft) -> None:
 
 
 def _fault(plan: Draft, at: int, *, exact: bool, done: set[int]) -> str | None:
-    """Why step `at` is wrong after those before it, which have transformed the bits `done`, exactly or not."""
+    """Why step `at` is wrong, or None. The steps before it have transformed the bits `done`, `exact` or rounded."""
     step, carrier = plan.steps[at], plan.carriers[at]
     for why in step.faults(plan, at):
         return why
@@ -134,7 +132,7 @@ def _fault(plan: Draft, at: int, *, exact: bool, done: set[int]) -> str | None:
 
 
 def interpret(plan: Plan, x: Reals, scale: float = 1.0) -> Reals:
-    """What the plan computes, in float64, step by step. x: [rows, n], rows a multiple of `rows_per_tile`."""
+    """The result of the plan, computed step by step in float64. x: [rows, n], rows a multiple of `rows_per_tile`."""
     from hadagen.steps.values import Values
 
     values = Values(plan.loaded, x, scale)

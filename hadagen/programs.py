@@ -1,7 +1,8 @@
-"""Other programs, such as compilers: run to their end, within a time, with nothing of them left running.
+"""Runs other programs, such as compilers, within a time limit, and leaves nothing of them running.
 
-A compiler that ends badly may have found its input wrong, or have been killed, starved or hung. The second says nothing
-of the input and may pass: `Finished.passing` tells the two apart, and `Patience` says when enough is enough.
+A compiler that fails may have found its input wrong, or have been killed, starved or hung. A failure of the second kind
+says nothing about the input, and may pass. `Finished.passing` tells the two apart. `Patience` ends a run after several
+failures of the second kind in a row.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from threading import Event, Lock
 from hadagen.errors import ToolchainError
 
 COMPILE_SECONDS = 120.0  # for one call of a compiler; on an idle machine the longest takes a few
-IN_A_ROW = 3  # kernels for which a compiler dies one after another before a run ends
+IN_A_ROW = 3  # a run ends when a compiler dies for this many kernels in a row
 
 _POLL_SECONDS = 0.1
 _NEVER = Event()
-# A driver such as nvcc or g++ ends with an ordinary status where a program that it started was killed or found no room.
+# A driver such as nvcc or g++ ends with an ordinary status if a program that it started was killed or found no room.
 # Only its text says so.
 _PASSING = re.compile(
     "died due to signal|signal terminated program|terminated with signal|Resource temporarily unavailable"
@@ -35,13 +36,13 @@ _NO_SUCH_PROGRAM = (126, 127)  # of a shell, for a program that cannot be run or
 
 
 class Stopped(Exception):
-    """The caller set the event that stops what it runs."""
+    """The caller set the event that stops the program."""
 
 
 @dataclass(frozen=True)
 class Finished:
-    """How a program ended. `status` as in `subprocess`, `log` what it wrote to either output; `broken`: what else went
-    wrong, whatever the status."""
+    """How a program ended. `status`: as in `subprocess`. `log`: all that it wrote to stdout and stderr. `broken`:
+    another failure, whatever the status; "" if none."""
 
     status: int
     log: str
@@ -53,7 +54,7 @@ class Finished:
 
     @property
     def passing(self) -> str:
-        """Why its failure says nothing of what it worked on, as the end of a sentence; empty where it may say some."""
+        """The reason of a failure that says nothing about the input, as the end of a sentence; "" for any other end."""
         if self.ok or self.broken:
             return self.broken
         killed = -self.status if self.status < 0 else self.status - 128  # a shell adds 128
@@ -65,12 +66,12 @@ class Finished:
 
     @property
     def first_lines(self) -> str:
-        """The start of the log as one line; the exit status where the log is empty."""
+        """The beginning of the log as one line; the exit status if the log is empty."""
         return one_line(self.log) or f"exit code {self.status}"
 
 
 def one_line(text: str) -> str:
-    """The first lines that are not empty, as one."""
+    """The first three lines that are not empty, as one line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return " / ".join(lines[:3])
 
@@ -83,11 +84,11 @@ def run(
     seconds: float = COMPILE_SECONDS,
     stopped: Event = _NEVER,
 ) -> Finished:
-    """Run a program in `folder`, where it puts its temporary files too, and wait until it ends.
+    """Run a program in `folder`, which also gets its temporary files, and wait until it ends.
 
-    `environment`: variables besides those of this process. When `seconds` have passed it is killed, with all that it
-    started; and so it is when `stopped` is set, which raises `Stopped`, or an exception comes. Raises `OSError` where
-    it cannot be started.
+    `environment`: variables besides those of this process. The program is killed, with all that it started, when
+    `seconds` have passed, when `stopped` is set (which raises `Stopped`), or at an exception. Raises `OSError` if it
+    cannot be started.
     """
     variables = {**os.environ, **(environment or {}), "LC_ALL": "C"}
     if folder is not None:
@@ -102,7 +103,7 @@ def run(
         stderr=subprocess.STDOUT,
         encoding="utf-8",
         errors="replace",
-        # A group of its own, to be killed as one. Ctrl-C does not reach it, or it would pass for a failure.
+        # A group of its own can be killed as one. Ctrl-C does not reach it, where it would look like a failure.
         start_new_session=True,
     ) as process:
         try:
@@ -127,19 +128,19 @@ def _kill(process: subprocess.Popen[str]) -> None:
 
 
 class Patience:
-    """Ends a run whose compiler dies for `IN_A_ROW` kernels in a row: the fault is then the machine's."""
+    """Ends a run whose compiler dies for `IN_A_ROW` kernels in a row, because then the machine is to blame."""
 
     def __init__(self) -> None:
         self._died: set[str] = set()
         self._lock = Lock()
 
     def worked(self) -> None:
-        """A kernel was compiled, or refused."""
+        """Note that a kernel was compiled, or refused."""
         with self._lock:
             self._died.clear()
 
     def lose(self, kernel: str, compiler: str, reason: str) -> None:
-        """A compiler died for a kernel. Raises `ToolchainError` where that is one too many."""
+        """Note that a compiler died for a kernel. Raises `ToolchainError` if it is the last of `IN_A_ROW`."""
         with self._lock:
             self._died.add(kernel)
             if len(self._died) >= IN_A_ROW:

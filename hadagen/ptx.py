@@ -1,8 +1,8 @@
 """PTX as text: a module with many kernels becomes one module per kernel, the same whatever else was compiled with it.
 
-nvcc compiles many kernels in one call because each call costs half a second. What is left of that in a kernel's PTX is
-removed here: declarations it does not use, numbers that count the functions of the unit, its own name, comments. Two
-kernels that compute the same then have the same text, and so the same cubin.
+nvcc compiles many kernels in one call, because each call costs half a second. This module removes the traces of the
+other kernels from the PTX of one: declarations that it does not use, numbers that count the functions of the unit, its
+own name, comments. Then two kernels that compute the same have the same text, and so the same cubin.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _NAME = re.compile(r"(?:\.entry|\.func(?:\s*\([^)]*\))?|\.[a-z]\d+)\s+([\w$]+)")
 
 
 def split(module: str) -> dict[str, str]:
-    """The kernels of a PTX module as modules of their own, by name; in each the kernel is called `ENTRY`."""
+    """Name → a module of its own, for each kernel of a PTX module. In it the kernel has the name `ENTRY`."""
     directives: list[str] = []
     declarations: list[tuple[str, str]] = []
     kernels: dict[str, str] = {}
@@ -53,7 +53,7 @@ def _statements(module: str) -> Iterator[str]:
 
 
 def _used(declarations: list[tuple[str, str]], kernel: str) -> list[str]:
-    """The kernel after the declarations that it names, directly or through one another."""
+    """The declarations that a kernel needs, directly or indirectly, and then the kernel."""
     statements = [kernel]
     # PTX declares before use, so one pass from the end finds them all.
     for name, declaration in reversed(declarations):

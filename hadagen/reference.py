@@ -1,4 +1,4 @@
-"""What a kernel is checked against, on emulator and device: the inputs, the float64 transform, the error measure."""
+"""The inputs, the float64 transform and the error measure that kernels are checked with, on emulator and device."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from hadagen.problem import DType, Problem
 
 INPUT_CLASSES = ("normal", "constant", "one-hot", "uneven", "large")
 
-# With this many normal elements the measured error lies within a few percent of its expectation.
+# With this many normal elements, the measured error lies within a few percent of its expected value.
 NORMAL_ELEMENTS = 8192
 
-# Runs of so many elements of an "uneven" row are up to this power of two smaller than the largest.
+# Each run of this many elements of an "uneven" row is up to this power of two smaller than the largest run.
 UNEVEN_RUN, UNEVEN_POWER = 256, 40
-# A "large" element is a standard normal one times this: near the top of the type, orthonormal results still finite.
+# A "large" element is a standard normal one times this. It is near the maximum of the type; results stay finite.
 LARGE = {DType.FLOAT16: 4096.0, DType.BFLOAT16: 1e30, DType.FLOAT32: 1e30}
 
 
 def verification_scale(problem: Problem) -> float:
-    """The scale that makes the transform orthonormal, n**-0.5: results are as large as inputs."""
+    """The scale that makes the transform orthonormal, n**-0.5, so that results are as large as inputs."""
     return float(problem.n**-0.5)
 
 
 def input_classes(problem: Problem, rows: int) -> dict[str, Reals]:
     """Inputs by class, in the order of `INPUT_CLASSES`, each [rows, n] float64 that the problem's dtype holds exactly.
 
-    - `normal`: standard normal. Rounding the result costs 2.08e-4 (float16) or 1.66e-3 (bfloat16) on average, which
-      rows · n of `NORMAL_ELEMENTS` or more show.
-    - `constant`: each row one signed power of two, so the result is a single element and exact zeros.
-    - `one-hot`: a single ±1 in each row, at the first place in row 0, at the last in row 1, then anywhere.
-    - `uneven`: normal, every run of `UNEVEN_RUN` elements times a power of two, of which one in each row is 1.
+    - `normal`: standard normal. Rounding the result has an error of 2.08e-4 (float16) or 1.66e-3 (bfloat16) on average,
+      if rows · n is `NORMAL_ELEMENTS` or more.
+    - `constant`: all elements of a row are one signed power of two, so the result is one element and exact zeros.
+    - `one-hot`: one ±1 in each row, at the first position in row 0, at the last in row 1, then anywhere.
+    - `uneven`: normal, with every run of `UNEVEN_RUN` elements times a power of two; the largest in each row is 1.
     - `large`: normal times `LARGE`.
     """
     random = np.random.default_rng(0)
@@ -74,7 +74,7 @@ def hadamard(x: Reals, scale: float = 1.0) -> Reals:
 
 
 def relative_error(out: Reals, reference: Reals) -> float:
-    """‖out − reference‖ / ‖reference‖ over all elements, in float64; infinity where anything in `out` is not finite."""
+    """‖out − reference‖ / ‖reference‖ over all elements, in float64; infinity if any value in `out` is not finite."""
     if not np.isfinite(out).all():
         return float("inf")
     # Divided by the peak first: squares of large values stay finite.
@@ -83,5 +83,5 @@ def relative_error(out: Reals, reference: Reals) -> float:
 
 
 def _norm(values: Reals) -> float:
-    """Without BLAS, whose threads wait for each other long where the CPUs have other work, such as compilers."""
+    """The norm, without BLAS: its threads wait long for each other if the CPUs have other work, such as compilers."""
     return float(np.sqrt(np.square(values).sum()))

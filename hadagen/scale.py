@@ -1,7 +1,7 @@
-"""How the scale of a call travels to a kernel: one 32-bit word, in the form that the kernel reads.
+"""The scale of a call as a kernel gets it: one 32-bit word, in the form that the kernel reads.
 
-An mma multiplies by a constant matrix, so it can multiply by a factor too, at no cost. That factor is 16 bits long,
-which alone is too coarse for a scale; but a product of two of them, or one and a small correction, is not.
+An mma multiplies by a constant matrix, so it can multiply by a factor too, at no cost. That factor has 16 bits, which
+is too coarse for a scale. The product of two such factors, or one factor and a small correction, is fine enough.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import lru_cache
 
 
 class ScaleForm(str, Enum):
-    """What the word holds. Of two 16-bit numbers a is the low half and b the high half."""
+    """The meaning of the word. If it holds two 16-bit numbers, a is the low half and b the high half."""
 
     FP32 = "fp32"  # the scale
     FLOAT16_FACTORS = "float16-factors"  # scale ≈ a · b
@@ -21,16 +21,16 @@ class ScaleForm(str, Enum):
     FLOAT16_CORRECTED = "float16-corrected"  # scale ≈ a · (1 + b)
     BFLOAT16_CORRECTED = "bfloat16-corrected"
 
-    __hash__ = str.__hash__  # of members that are keys on the way of every call
+    __hash__ = str.__hash__  # faster: members are keys in every call
 
     @property
     def significand_bits(self) -> int:
-        """Of a and b."""
+        """Significant bits of a and b; of the scale for FP32."""
         return {"float16": 11, "bfloat16": 8}.get(self.value.split("-")[0], 24)
 
     @property
     def range(self) -> tuple[float, float]:
-        """The least and the greatest |scale| that the form holds well; beyond, a kernel of the form FP32 must do."""
+        """The least and the greatest |scale| that the form holds well. Beyond, a call needs the form FP32."""
         match self:
             case ScaleForm.FP32:
                 return 0.0, math.inf
@@ -41,17 +41,17 @@ class ScaleForm(str, Enum):
         return 2.0**-100, 2.0**100
 
 
-# With |a| at most this, or at most |scale|, no sum of 16 products with a exceeds both the largest |x| and the largest
-# result; so nothing overflows in between whose result does not.
+# If |a| is at most this, or at most |scale|, no sum of 16 products with a exceeds both the largest |x| and the largest
+# result. So no sum overflows unless the result does.
 _LARGEST_FIRST_FACTOR = 2.0**-4
 
 
 @lru_cache(maxsize=1024)
 def scale_word(form: ScaleForm, scale: float) -> int:
-    """The word that stands for `scale`, whose size lies in the range of the form.
+    """The word for `scale`, whose magnitude must lie in the range of the form.
 
-    Relative error of a · b: below 1e-5 (float16) and 3e-4 (bfloat16); none where scale is a power of two. Of
-    a · (1 + b): below 1e-5.
+    The relative error of a · b is below 1e-5 (float16) and 3e-4 (bfloat16), and 0 if the scale is a power of two. That
+    of a · (1 + b) is below 1e-5.
     """
     if form is ScaleForm.FP32:
         return int.from_bytes(struct.pack("<f", scale), "little")
@@ -66,11 +66,11 @@ def scale_word(form: ScaleForm, scale: float) -> int:
 
 
 def _factors(scale: float, bits: int) -> tuple[float, float]:
-    """The a and b of `bits` significant bits each whose product is nearest to `scale` > 0; a is as large as allowed."""
+    """The a and b of `bits` significant bits each with the product nearest to `scale` > 0; a as large as allowed."""
     least = 1 << (bits - 1)
     fraction, exponent = math.frexp(scale)
     found = []
-    for power in (2 * bits - 1, 2 * bits):  # a · b as integers of `bits` bits have one or the other length
+    for power in (2 * bits - 1, 2 * bits):  # the product of two integers of `bits` bits has one of these lengths
         target = math.ldexp(fraction, power)
         for i in range(least, 2 * least):
             j = round(target / i)
@@ -83,7 +83,7 @@ def _factors(scale: float, bits: int) -> tuple[float, float]:
 
 
 def _rounded(value: float, bits: int) -> float:
-    """To nearest with `bits` significant bits, and in float16 no finer than its subnormals."""
+    """The nearest value with `bits` significant bits; in float16 no finer than its subnormals."""
     if value == 0.0:
         return 0.0
     step = math.frexp(value)[1] - bits

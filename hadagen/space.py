@@ -1,4 +1,4 @@
-"""The search space of a problem on an arch: all legal knobs, how to get near them, and where to start."""
+"""The search space of a problem on an arch: all legal knobs, the nearest to any others, and knobs to start with."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from hadagen.problem import DType, Numerics, Problem
 from hadagen.steps.base import FP16, PACKED
 from hadagen.steps.memory import Load
 
-# What proved good on H100s and H200s, whatever the tile, for `fast`; where it is not legal, the nearest that is.
+# Knobs for `fast` that proved good on H100 and H200 for all tiles. Where they are not legal, the nearest are used.
 PROVEN = Knobs(far_bits="lanes", far_lanes="mma", shuffles=HALF, accumulator=PACKED, shared_layout="swizzled")
 SHAPE = ("chunks", "warps", "cluster")  # of a tile
-LEAST_CHUNKS = 8  # of a tile, however short its rows
+LEAST_CHUNKS = 8  # of a tile, even if its rows are shorter
 
 
 def build_plan(problem: Problem, knobs: Knobs, arch: Arch) -> Plan:
@@ -42,7 +42,7 @@ def build_plan(problem: Problem, knobs: Knobs, arch: Arch) -> Plan:
 
 @dataclass(frozen=True)
 class SpaceReport:
-    """How many choices there are, how many are legal, and how many each reason rules out (the first that applies)."""
+    """The number of choices, of legal ones, and of those that each reason rules out (the first that applies)."""
 
     total: int
     legal: int
@@ -67,10 +67,13 @@ class Space:
         return SpaceReport(total, len(legal), dict(reasons.most_common()))
 
     def seeds(self) -> list[Knobs]:
-        """Legal choices that tend to be good, for a search to start from: each tile shape, with a block per tile, with
-        blocks of a cluster that load whole rows, and with a persistent grid that has the next tile under way. First
-        come, of each size of cluster in turn, tiles of a row, or of `LEAST_CHUNKS` where rows are short, with about as
-        many chunks as warps. Float32 goes through an mma in parts, so there each comes with shuffles too."""
+        """Legal choices that tend to be good, for the start of a search.
+
+        There are up to three for each tile shape: with a block per tile, with blocks of a cluster that load whole rows,
+        and with a persistent grid that loads the next tile early. Cluster sizes take turns. Of each size, tiles of one
+        row come first, or of `LEAST_CHUNKS` if rows are short, with about as many chunks as warps. Float32 goes through
+        an mma in parts, so there each choice comes with shuffles too.
+        """
         shapes: dict[int, list[Knobs]] = defaultdict(list)
         for shape in product(*(self.arch.search[name] for name in SHAPE)):
             tile = Knobs.from_dict(self._proven.to_dict() | dict(zip(SHAPE, shape, strict=True)))
@@ -81,7 +84,7 @@ class Space:
         for shaped, low_bits in product(filter(None, chain.from_iterable(in_turn)), kinds):
             tile = replace(shaped, low_bits=low_bits)
             two_buffers = replace(tile, load="cp_async", grid="persistent", stages=2)
-            one_buffer = replace(tile, exchange_rounds=2, load="bulk", grid="persistent")  # leaves it more room
+            one_buffer = replace(tile, exchange_rounds=2, load="bulk", grid="persistent")  # leaves more shared memory
             plain, two, one = (self._keeping(wanted, *SHAPE) for wanted in (tile, two_buffers, one_buffer))
             whole = self._whole_rows(tile)
             looping = [knobs for knobs in (two, one) if knobs and knobs.grid == "persistent"]
@@ -91,40 +94,41 @@ class Space:
 
     @property
     def _proven(self) -> Knobs:
-        """What proved good, by how an mma takes its values: far bits go through one where it takes them in 16 bits, but
-        not in parts, which take longer than butterflies."""
+        """Knobs that proved good for this problem. Far bits go through an mma if it takes them in 16 bits. If it takes
+        them in parts, butterflies are faster."""
         if self.problem.io.numerics is Numerics.FAST:
             return PROVEN
         if self.problem.io.input is DType.BFLOAT16:
             return replace(PROVEN, mma_carrier=FP16)
-        # No float16 is a tf32: the nearest that is legal there is split.
+        # tf32 is not legal for float16; split is the nearest that is.
         return replace(PROVEN, mma_carrier="tf32", far_lanes="shuffle")
 
     def _oddity(self, knobs: Knobs) -> tuple[int, ...]:
-        """How far the shape of a tile is from one that tends to be good."""
+        """The distance of the shape of a tile from a shape that tends to be good."""
         chunks, warps, cluster = map(log2, shape_of(knobs))
         wanted = log2(max(LEAST_CHUNKS, self.problem.n >> CHUNK_BITS))
         return abs(chunks + warps + cluster - wanted), abs(chunks - warps), warps
 
     def _whole_rows(self, tile: Knobs) -> Knobs | None:
-        """The closest to a tile that has whole rows, by multicast, or loaded by each block where that is not legal."""
+        """The closest knobs to a tile with whole rows, by multicast; if that is not legal, loaded by each block."""
         kept = (*SHAPE, "block_bits", "low_bits")  # float32 is not summed over blocks by mma
         each = replace(tile, block_bits=LOAD)
         return self._keeping(replace(each, load="multicast"), *kept, "load") or self._keeping(each, *kept)
 
     def _keeping(self, wanted: Knobs, *names: str) -> Knobs | None:
-        """The closest, where that has the same values of some knobs."""
+        """The closest legal knobs, or None if they differ in one of `names`."""
         knobs = self.closest(wanted)
         return knobs if knobs and all(getattr(knobs, name) == getattr(wanted, name) for name in names) else None
 
     def closest(self, wanted: Knobs) -> Knobs | None:
-        """The first of `nearest`; None where nothing is legal."""
+        """The first of `nearest`; None if no knobs are legal."""
         return next(self.nearest(wanted.to_dict()), None)
 
     def nearest(self, wanted: Mapping[str, Any]) -> Iterator[Knobs]:
-        """All legal choices, nearest to `wanted` first: knob by knob, each as near in its range as those before let it.
+        """All legal choices, nearest to `wanted` first: knob by knob, each as near in its range as earlier knobs allow.
 
-        For a value that is not searched, the first of the range stands in."""
+        A value that is not searched counts as the first of its range.
+        """
         ranges = []
         for name in KNOB_NAMES:
             values = self.arch.search[name]
@@ -139,14 +143,14 @@ class Space:
 
     @cached_property
     def _rules(self) -> list[list[Rule]]:
-        """For each knob the rules that can be asked once it is chosen."""
+        """For each knob, the rules that can be checked once it is chosen."""
         return [[rule for rule in RULES if rule.last == name] for name in KNOB_NAMES]
 
     def _walk(self, ranges: Sequence[Sequence[Any]], reasons: Counter[str]) -> Iterator[Knobs]:
-        """The legal choices, knob by knob in the order of `ranges`. Each rule is asked as soon as the knobs that
-        decide are chosen, so a dead branch is counted, not walked."""
+        """The legal choices, knob by knob in the order of `ranges`. Each rule is checked as soon as the knobs that it
+        needs are chosen. So the choices of an illegal branch are counted, not walked."""
         below = [prod(map(len, ranges[i + 1 :])) for i in range(len(ranges))]
-        chosen = Knobs()  # the one choice that changes along the way; to rules, what is not chosen yet does not matter
+        chosen = Knobs()  # changed in place; rules do not look at knobs that are not chosen yet
         todo = [iter(ranges[0])]
         while todo:
             level = len(todo) - 1

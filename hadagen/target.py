@@ -6,9 +6,8 @@ import re
 
 from hadagen.errors import UsageError
 
-# By arch the words that tell its GPUs, of which CUDA's name for one has some. From NVIDIA's page "CUDA GPU Compute
-# Capability"; H20, H800 and A800 are a H200, a H100 and an A100 for other markets. A word that GPUs of several archs
-# share, such as 6000, tells nothing and is left out.
+# Arch → words in the names of its GPUs. From NVIDIA's page "CUDA GPU Compute Capability". H20, H800 and A800 are an
+# H200, an H100 and an A100 for other markets. A word that GPUs of several archs share, such as 6000, is left out.
 _MODELS = {
     "sm70": "V100",
     "sm75": "T4 2060 2070 2080",
@@ -31,7 +30,6 @@ def check_arch(name: object) -> None:
 
 
 def arch_of_gpu(gpu: str) -> str | None:
-    """The arch of a GPU, by what CUDA or its maker calls it, such as "NVIDIA A100-SXM4-80GB"; None where the name does
-    not tell."""
+    """The arch of a GPU with this name, such as "NVIDIA A100-SXM4-80GB"; None if the name does not tell."""
     archs = {_ARCH_OF[word] for word in re.findall("[A-Z0-9]+", gpu.upper()) if word in _ARCH_OF}
     return archs.pop() if len(archs) == 1 else None

@@ -1,8 +1,8 @@
-"""nvcc: sources in, compiled kernels and their resource report out; in batches, in parallel, and from the cache.
+"""Compiles sources to kernels with nvcc: in batches, in parallel, and from the cache.
 
-A source that is not in the cache goes through nvcc twice. The front end costs a good part of a second a call, whatever
-it compiles, so the sources of a batch share as many calls as there are jobs, and the PTX is split again, kernel by
-kernel. The back end assembles each kernel on its own. A source that does not compile fails alone.
+A source that is not in the cache goes through nvcc twice. A call of the front end costs a good part of a second,
+whatever it compiles. So the sources of a batch share as many calls as there are jobs, and their PTX is split again,
+kernel by kernel. The back end assembles each kernel on its own. A source that does not compile fails alone.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from hadagen.trial import Kernel, NotTried, kernel_digest
 # For both ends of nvcc. `-v` makes the back end report what a kernel uses.
 FLAGS = ("-std=c++17", "-O3", "-Xptxas=-v")
 
-_OF_A_SHELL = {"$", "`"}  # what it replaces between the quotation marks that nvcc writes around a path
+_OF_A_SHELL = {"$", "`"}  # a shell replaces these even within the quotation marks of nvcc around a path
 _HINT = "install the CUDA toolkit 12.1 or newer, or: pip install 'hadagen[nvcc]'"
 
 
 @dataclass(frozen=True)
 class BuildFailure:
-    """A source that does not compile, and what nvcc says about it."""
+    """A source that does not compile, and the log of nvcc."""
 
     entry: str
     log: str
 
     @property
     def summary(self) -> str:
-        """The log as one line, cut short."""
+        """The beginning of the log as one line."""
         return one_line(self.log)
 
 
@@ -51,13 +51,13 @@ _Built = dict[str, bytes] | BuildFailure | NotTried  # the files of a cache entr
 
 
 def device_headers() -> dict[str, str]:
-    """The texts of the device headers, by the name that sources include them by."""
+    """Name in `#include` → text of each device header."""
     return {name: text for name, text in read_texts("common", "device").items() if name.endswith(".cuh")}
 
 
 @dataclass(frozen=True)
 class Toolchain:
-    """An nvcc that answers. `version`: all that `nvcc --version` says."""
+    """An nvcc that runs. `version`: the output of `nvcc --version`."""
 
     nvcc: Path
     version: str
@@ -70,7 +70,7 @@ class Toolchain:
     def find(cls) -> Toolchain:
         """The nvcc on PATH, else in $CUDA_HOME, else of the installed wheels.
 
-        Raises `ToolchainError` where there is none, or it cannot be run.
+        Raises `ToolchainError` if there is none, or if it cannot be run.
         """
         nvcc = _find("nvcc")
         if nvcc is None:
@@ -82,7 +82,7 @@ class Toolchain:
 
     @property
     def release(self) -> str:
-        """The version as a number, such as "13.0.88"; all that nvcc says where there is none in it."""
+        """The version number, such as "13.0.88"; the whole output if it has no number."""
         match = re.search(r"\bV(\d+(?:\.\d+)+)", self.version)
         return match[1] if match else self.version
 
@@ -100,19 +100,19 @@ class Toolchain:
     def build(
         self, sources: Sequence[Source], arch: Arch, *, jobs: int | None = None, stopped: Event | None = None
     ) -> list[Kernel | BuildFailure | NotTried]:
-        """Compile sources, as many at a time as `jobs` (default: one for each CPU), and return them in the same order.
+        """Compile sources, `jobs` at a time (default: one for each CPU), and return the results in the same order.
 
-        Every kernel is called `ptx.ENTRY`, so sources that differ in their name alone have one cubin and one digest.
-        `NotTried` stands for one that nvcc said nothing of, for it was killed, say; building it again may work.
-        Setting `stopped` kills what runs, which raises `Stopped`. Raises `ToolchainError` where nvcc cannot compile
-        anything, `StorageError` where the cache cannot be written.
+        Every kernel has the name `ptx.ENTRY`. So sources that differ only in their name have one cubin and one digest.
+        A result is `NotTried` if nvcc died, for example if it was killed; building the source again may work. Setting
+        `stopped` kills all calls of nvcc, which raises `Stopped`. Raises `ToolchainError` if nvcc cannot compile
+        anything, and `StorageError` if the cache cannot be written.
         """
         jobs = (os.cpu_count() or 1) if jobs is None else jobs
         if jobs < 1:
             raise UsageError(f"jobs = {jobs} is not possible; give at least 1")
         keyed = [(self.key(source, arch), source) for source in sources]
         built: dict[str, _Built] = {key: files for key, _ in keyed if (files := self.cache.load(key))}
-        # By key, so that equal sources are built once.
+        # Equal sources have one key, and are built once.
         missing = {key: source for key, source in keyed if key not in built}
         if missing:
             with self.cache.workspace() as folder:
@@ -120,7 +120,7 @@ class Toolchain:
         return [self._result(built[key], source.launch, arch) for key, source in keyed]
 
     def build_all(self, sources: Sequence[Source], arch: Arch) -> list[Kernel]:
-        """`build` of sources that must compile. Raises `ToolchainError` where one does not."""
+        """`build` for sources that must compile. Raises `ToolchainError` if one does not."""
         kernels = []
         for source, built in zip(sources, self.build(sources, arch), strict=True):
             if isinstance(built, NotTried):
@@ -150,7 +150,7 @@ class Toolchain:
 
 
 class _Build:
-    """One call of nvcc after another for the sources of one batch, in `folder`."""
+    """The calls of nvcc for the sources of one batch, in `folder`."""
 
     def __init__(self, toolchain: Toolchain, arch: Arch, folder: Path, stopped: Event) -> None:
         if found := _OF_A_SHELL & set(str(folder)):
@@ -163,7 +163,7 @@ class _Build:
             (folder / name).write_text(text, encoding="utf-8")
 
     def run(self, sources: list[tuple[str, Source]], jobs: int) -> dict[str, _Built]:
-        """Compile sources given with their keys, and return what became of them by key."""
+        """Compile sources that are given with their keys. Returns key → result."""
         built: dict[str, _Built] = {}
         back_ends: dict[Future[_Built], str] = {}
         with ThreadPoolExecutor(jobs) as pool:
@@ -184,8 +184,8 @@ class _Build:
         return built
 
     def _front_end(self, unit: list[tuple[str, Source]]) -> list[tuple[str, Source, str | BuildFailure | NotTried]]:
-        """The PTX of each source. Where one does not compile, each half of the unit is tried without the other; where
-        nvcc dies, each source alone."""
+        """The PTX of each source. If one does not compile, each half of the unit is tried alone; if nvcc dies, each
+        source."""
         name = f"unit-{unit[0][0]}"
         text = "\n".join(f'#line 1 "{source.entry}.cu"\n{source.text}' for _, source in unit)
         (self._folder / f"{name}.cu").write_text(text, encoding="utf-8")
@@ -200,7 +200,7 @@ class _Build:
         return [each for part in parts for each in self._front_end(part)]
 
     def _back_end(self, key: str, source: Source, module: str) -> _Built:
-        """Assemble one kernel and put it in the cache."""
+        """Assemble one kernel and store it in the cache."""
         (self._folder / f"{key}.ptx").write_text(module, encoding="utf-8")
         answer = self._nvcc("-cubin", f"{key}.ptx", "-o", f"{key}.cubin")
         if not answer.ok:
@@ -216,7 +216,7 @@ class _Build:
         return self._toolchain.cache.store(key, files, meta)
 
     def _failed(self, key: str, source: Source, answer: Finished) -> BuildFailure | NotTried:
-        """What to make of nvcc's failure with one source. Raises `ToolchainError` where it fails with any."""
+        """The result for a source with which nvcc failed. Raises `ToolchainError` if nvcc fails with every source."""
         if reason := answer.passing or self._passing_with_any_source():
             self._toolchain.patience.lose(key, str(self._toolchain.nvcc), reason)
             return NotTried(f"nvcc {reason}")
@@ -224,7 +224,7 @@ class _Build:
         return BuildFailure(source.entry, answer.log)
 
     def _nvcc(self, *arguments: str) -> Finished:
-        """Runs it. The last argument names the file to be written; success without it is a failure that may pass."""
+        """Run nvcc. The last argument names its output file. Success without this file is a failure that may pass."""
         options = (*self._toolchain.flags, f"-arch={self._arch.nvcc_arch}", *arguments)
         answer = _run([self._toolchain.nvcc, *options], self._folder, self._stopped)
         output = self._folder / arguments[-1]
@@ -233,9 +233,11 @@ class _Build:
         return answer
 
     def _passing_with_any_source(self) -> str:
-        """Why an empty kernel does not compile here either, where that may pass; empty where it does. Raises
-        `ToolchainError` where it never will: what failed was then not the source's fault."""
-        (self._folder / "room").write_bytes(bytes(16 << 20))  # on a full disk the sentence is about that
+        """Why an empty kernel does not compile either, for a reason that may pass; "" if it compiles.
+
+        Raises `ToolchainError` if it will never compile, because then the source is not to blame.
+        """
+        (self._folder / "room").write_bytes(bytes(16 << 20))  # so that a full disk is reported as such
         (self._folder / "empty.cu").write_text('extern "C" __global__ void empty() {}\n', encoding="utf-8")
         answer = self._nvcc("-cubin", "empty.cu", "-o", "empty.cubin")
         if not answer.ok and not answer.passing:
@@ -247,7 +249,7 @@ class _Build:
 
 
 def _is_whole(output: Path) -> bool:
-    """Whether a file that nvcc was to write is there, and a whole one of its kind."""
+    """Whether an output file of nvcc exists and is complete."""
     try:
         content = output.read_bytes()
     except FileNotFoundError:
@@ -260,7 +262,7 @@ def _without_kernel(source: Source) -> BuildFailure:
 
 
 def disassemble(kernel: Kernel) -> str:
-    """The machine code of a kernel as text. Raises `ToolchainError` where there is no nvdisasm, or it fails."""
+    """The machine code of a kernel as text. Raises `ToolchainError` if nvdisasm is missing or fails."""
     nvdisasm = _find("nvdisasm")
     if nvdisasm is None:
         raise ToolchainError(f"nvdisasm is not on PATH, in $CUDA_HOME/bin or among the Python packages; {_HINT}")
@@ -284,10 +286,10 @@ def _find(tool: str) -> Path | None:
 
 
 def _run(command: Sequence[str | Path], folder: Path | None = None, stopped: Event | None = None) -> Finished:
-    """`programs.run` with the compiler that nvcc is to use. Raises `ToolchainError` where it cannot be started."""
+    """`programs.run`, with the host compiler for nvcc. Raises `ToolchainError` if the command cannot be started."""
     environment = {}
     if not shutil.which("gcc") and (compiler := shutil.which("c++")) and "NVCC_CCBIN" not in os.environ:
-        environment["NVCC_CCBIN"] = compiler  # nvcc itself looks for no other name than gcc
+        environment["NVCC_CCBIN"] = compiler  # nvcc itself looks only for gcc
     try:
         return programs.run(command, folder=folder, environment=environment, stopped=stopped or Event())
     except OSError as error:
@@ -295,7 +297,7 @@ def _run(command: Sequence[str | Path], folder: Path | None = None, stopped: Eve
 
 
 def _reported(report: str, pattern: str, absent: int | None = None) -> int:
-    """The number of the back end's report that `pattern` finds; `absent` where it says nothing, if it may."""
+    """The largest number that `pattern` finds in the report of the back end; `absent` if there is none."""
     numbers = [int(number) for number in re.findall(pattern, report)]
     if absent is None and not numbers:
         raise ToolchainError(f"nvcc's resource report has no {pattern!r}, so its format is new; use nvcc 12 or 13")

@@ -26,7 +26,7 @@ import hadagen
 from hadagen.errors import StorageError, UsageError
 from hadagen.problem import DType, Numerics, Problem, Rows, Transform
 from hadagen.runtime import bundles
-from hadagen.runtime.choose import Match, choose_from_bundles, rivals, timed_in_bundles
+from hadagen.runtime.choose import Match, choose_from_bundles, entries_by_size, timed_in_bundles
 from hadagen.runtime.device import Device, cuda_index
 from hadagen.trial import Cache, Destination, Environment, Provenance, element_buckets, nearest
 from hadagen.tuning_db.bundle import Bundle, BundleEntry
@@ -78,7 +78,7 @@ ENTRIES = read_fixture()
 def chosen(
     device: Device, elements: int, entries: list[BundleEntry] = ENTRIES, problem: Problem = PROBLEM
 ) -> tuple[Match, str]:
-    match, found = rivals(entries, problem, Destination.IN_PLACE, device)
+    match, found = entries_by_size(entries, problem, Destination.IN_PLACE, device)
     return match, found[nearest(list(found), elements)].kernel if found else ""
 
 
@@ -126,7 +126,7 @@ def test_another_problem_is_no_match(problem: Problem) -> None:
 
 
 def test_another_destination_is_no_match() -> None:
-    assert rivals(ENTRIES, PROBLEM, Destination.OUT_OF_PLACE, HERE) == (Match.GENERIC, {})
+    assert entries_by_size(ENTRIES, PROBLEM, Destination.OUT_OF_PLACE, HERE) == (Match.GENERIC, {})
 
 
 def test_the_first_of_equals_wins() -> None:

@@ -21,7 +21,7 @@ from hadagen.measure.cells import Traffic
 from hadagen.measure.messages import Answer, Compare, Comparison, Rank, Ranking, Standing, Times
 from hadagen.measure.timing import Sample, Stopwatch, Work, transform_work
 from hadagen.measure.verify import Verifier
-from hadagen.problem import DType, Numerics, Problem, Rows, Transform
+from hadagen.problem import DType, Numerics, Problem, Rows
 from hadagen.runtime import fallback
 from hadagen.trial import Cache, Destination, Environment, Kernel, Outcome, element_buckets, timed_rows
 

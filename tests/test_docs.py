@@ -27,14 +27,12 @@ ROOT = Path(__file__).resolve().parent.parent
 @pytest.fixture
 def documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A README and measured tables in which hadagen, fast, is everywhere twice as fast as its peers."""
-    names = ("OURS", "BENCH", "EARLIER", "BENCH_H200", "BETWEEN", "BETWEEN_H200", "PICTURE", "CALLS")
-    for name in (*names, "README", "PERFORMANCE", "RECORDINGS", "SEARCH", "SEARCH_PAGE", "SEARCH_PICTURE"):
-        monkeypatch.setattr(files, name, tmp_path / Path(getattr(files, name)).name)
-    (tmp_path / "README.md").write_text(f"before\n{refresh.BEGIN}\nold\n{refresh.END}\nafter\n")
-    blocks = [(getattr(refresh, f"{name}_BEGIN"), getattr(refresh, f"{name}_END")) for name in BLOCKS]
-    text = "\n".join(f"{begin}\n{files.NO_DATA}\n{end}" for begin, end in blocks)
-    (tmp_path / "performance.md").write_text(f"a\n{text}\nb\n")
-    (tmp_path / "search.md").write_text(f"a\n{refresh.SEARCH_BEGIN}\n{files.NO_DATA}\n{refresh.SEARCH_END}\nb\n")
+    for name, path in list(vars(files).items()):
+        if isinstance(path, Path) and path != files.DOCS:
+            monkeypatch.setattr(files, name, tmp_path / path.name)
+    for page, parts in PARTS.items():
+        text = "\n".join("\n".join((begin, files.NO_DATA, end)) for begin, end in map(refresh.markers, parts))
+        (tmp_path / page).write_text(f"before\n{text}\nafter\n")
     write_table(files.OURS, ours())
     bench = [{"library": "hadagen", **row, "error": 2e-4} for row in ours() if not row["pitched"]]
     for name, error in {"HadaCore": 4.3e-4, "fast_hadamard_transform": 2.1e-4}.items():
@@ -43,7 +41,12 @@ def documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-BLOCKS = ("CALLS", "BETWEEN", "H200", "BETWEEN_H200", "CHOICES", "PITCHED")
+PARTS = {
+    "README.md": ("numbers",),
+    "performance.md": ("calls", "between", "h200", "between-h200", "pitched"),
+    "experiments.md": ("choices",),
+    "search.md": ("search",),
+}
 
 
 def ours() -> list[dict[str, object]]:
@@ -80,15 +83,16 @@ def test_the_readme_and_the_picture_are_up_to_date() -> None:
 
 def test_refresh_writes_numbers_and_picture_once(documents: Path) -> None:
     pytest.importorskip("matplotlib", reason="drawing needs the docs extra")
-    assert refresh.outdated() == ["README.md", "speed.svg", "performance.md"]
-    with pytest.raises(SystemExit, match=r"README.md, speed.svg, performance.md: out of date"):
+    assert refresh.outdated() == ["README.md", "performance.md", "speed.svg"]
+    with pytest.raises(SystemExit, match=r"README.md, performance.md, speed.svg: out of date"):
         refresh.main(["--check"])
     refresh.main([])
     assert refresh.outdated() == []
     refresh.main(["--check"])
     readme = (documents / "README.md").read_text()
-    assert readme.startswith(f"before\n{refresh.BEGIN}\n![")
-    assert readme.endswith(f"{refresh.END}\nafter\n")
+    begin, end = refresh.markers("numbers")
+    assert readme.startswith(f"before\n{begin}\n![")
+    assert readme.endswith(f"{end}\nafter\n")
     worst = "float16, n = 128, 64 K elements, in-place, hot"
     assert f"| `accurate` / HadaCore | 1.00 | 1.00 | 1.00 | 0 of 6 cells | 1.00: {worst} |" in readme
     assert f"| `fast` / fast-hadamard-transform | 2.00 | 2.00 | 2.00 | 0 of 6 cells | 2.00: {worst} |" in readme
@@ -221,14 +225,15 @@ def test_what_the_ideas_are_worth(documents: Path) -> None:
         lines = [{"knobs": [1, load], "us": [[us] * 4 for us in times[: len(head["cells"])]]} for load, times in trials]
         with gzip.open(files.RECORDINGS / f"n{n}.jsonl.gz", "wt") as file:
             file.write("\n".join(json.dumps(line) for line in (head, *lines, failed)))
-    assert refresh.outdated() == ["performance.md"]
+    assert refresh.outdated() == ["experiments.md"]
     refresh.main([])
     assert refresh.outdated() == []
     first = "| `load`: plain → cp_async | 128, float16, fast | 2.00 | – |"
     table = (
         f"| idea | n | 64 K | 1 M |\n| --- | --- | ---: | ---: |\n{first}\n|  | 4096, float16, fast | 2.00 | 0.75 |\n"
     )
-    assert f"{refresh.CHOICES_BEGIN}\n{table}{refresh.CHOICES_END}" in (documents / "performance.md").read_text()
+    begin, end = refresh.markers("choices")
+    assert f"{begin}\n{table}{end}" in (documents / "experiments.md").read_text()
 
 
 def test_the_cost_of_calls(documents: Path) -> None:
@@ -240,8 +245,8 @@ def test_the_cost_of_calls(documents: Path) -> None:
     refresh.main([])
     assert refresh.outdated() == []
     text = (documents / "performance.md").read_text()
-    begin = f"a\n{refresh.CALLS_BEGIN}\nOn an NVIDIA H100, with Python 3.12.1 and PyTorch 2.11.0, for a [64, 128]"
-    assert text.startswith(begin)
+    head = "On an NVIDIA H100, with Python 3.12.1 and PyTorch 2.11.0, for a [64, 128]"
+    assert text.startswith(f"before\n{refresh.markers('calls')[0]}\n{head}")
     assert "| in place | 4.6 |\n| out of place | 7.0 |\n" in text
     assert "| once in a process | ms |\n| --- | ---: |\n| first | 31 |\n" in text
     (documents / "performance.md").write_text("no markers")
@@ -304,18 +309,21 @@ def test_without_a_table_there_is_nothing_to_refresh(documents: Path) -> None:
     [
         "README.md",
         "CONTRIBUTING.md",
-        *(f"docs/{page}.md" for page in ("architecture", "performance", "search", "compat")),
+        *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").rglob("*.md"))),
     ],
 )
 def test_what_a_document_names_is_there(name: str) -> None:
     text = (ROOT / name).read_text()
-    for link in re.findall(r"\]\((?!http)([^)#]+)\)", text):
-        assert ((ROOT / name).parent / link).exists(), link
+    for link, heading in re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", text):
+        page = (ROOT / name).parent / link if link else ROOT / name
+        assert page.exists(), link
+        if heading:
+            titles = re.findall("^#+ (.*)", page.read_text(), re.MULTILINE)
+            assert heading in [re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles]
     for target in re.findall(r"^make ([a-z-]+)", text, re.MULTILINE):
         assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), target
-    for command in set(
-        re.findall(r"\bhadagen ([a-z]+)\b(?! =)", "\n".join(re.findall(r"`[^`]+`|^hadagen.*$", text, re.M)))
-    ):
+    code = "\n".join(re.findall(r"```.*?```|`[^`]+`", text, re.DOTALL))
+    for command in set(re.findall(r"\bhadagen ([a-z]+)\b(?! =)", code)):
         assert "Usage: " in succeed(command, "--help")
 
 

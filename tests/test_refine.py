@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from sample_trials import H100, H200, in_clusters, make_kernel, make_trial, times
 
 from hadagen.measure import Cell, Variant, cells_at
-from hadagen.problem import DType, Numerics, Problem, Rows
+from hadagen.problem import DType, Numerics, Problem
 from hadagen.trial import Cache, Destination, Outcome, Timing, Trial, element_buckets, nearest
 from hadagen.tuner.refine import MOST_KERNELS, SHORT_GAP, refine
 from hadagen.tuning_db import winners

@@ -37,7 +37,7 @@ from hadagen.tuner import (
     tune,
 )
 from hadagen.tuner.pipeline import Pipeline
-from hadagen.tuner.study import Study, by_cells_led, known_trials, leaders_of, regime, scores, step_from
+from hadagen.tuner.study import Study, best_of_trials, known_trials, most_often_best, regime, scores, step_from
 from hadagen.tuning_db.store import Store
 
 __all__ = ["empty", "path", "store"]  # fixtures
@@ -87,18 +87,18 @@ def test_the_search_finds_what_is_fast(store: Store) -> None:
     assert report.best[problem][0] > 0.9 * max(everything)
 
 
-def test_each_cell_has_its_leader(store: Store) -> None:
+def test_each_cell_has_its_best(store: Store) -> None:
     """A kernel that is the best in one cell only is kept in mind, and passed on to problems nearby."""
     (problem,) = problems(256)
     good, odd = (make_trial(problem, Knobs(chunks=chunks).to_dict()) for chunks in (8, 2))
     (first, *others) = odd.timings
     odd = replace(odd, timings=(replace(first, us=0.5), *others))
     wrong = replace(odd, timings=(replace(first, us=0.25),), knobs=Knobs(chunks=1).to_dict())
-    leaders = leaders_of([good, odd, replace(wrong, outcome=Outcome.WRONG_ANSWER)])
+    best = best_of_trials([good, odd, replace(wrong, outcome=Outcome.WRONG_ANSWER)])
     cell = first.elements, first.destination, first.cache
-    assert {at: leader.knobs.chunks for at, leader in leaders.items() if leader.knobs.chunks != 8} == {cell: 2}
-    assert leaders[Cell(*cell)].fraction == first.copy_us / 0.5
-    assert [knobs.chunks for knobs in by_cells_led(leaders)] == [8, 2]
+    assert {at: each.knobs.chunks for at, each in best.items() if each.knobs.chunks != 8} == {cell: 2}
+    assert best[Cell(*cell)].fraction == first.copy_us / 0.5
+    assert [knobs.chunks for knobs in most_often_best(best)] == [8, 2]
 
 
 @pytest.mark.parametrize("rows", Rows)
@@ -426,7 +426,7 @@ def test_every_other_question_is_a_step_from_the_best(monkeypatch: pytest.Monkey
     steps: list[int] = []
 
     def step(knobs: Knobs, *others: Any) -> dict[str, Any]:
-        if knobs in [leader.knobs for leader in study.leaders.values()]:
+        if knobs in [each.knobs for each in study.best_by_cell.values()]:
             steps.append(study.asked)
         return step_from(knobs, *others)
 

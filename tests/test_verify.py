@@ -103,7 +103,7 @@ ONE_ROUNDING = {DType.FLOAT16: 2.08e-4, DType.BFLOAT16: 1.66e-3, DType.FLOAT32: 
 @pytest.mark.parametrize("rows", Rows)
 @pytest.mark.parametrize("dtype", DType)
 @pytest.mark.parametrize("n", [2, 4, 8, 256, 512, 4096])
-def test_a_correct_kernel_passes(n: int, dtype: DType, pitched: bool) -> None:
+def test_a_correct_kernel_passes(n: int, dtype: DType, rows: Rows) -> None:
     spec = replace(SPEC, tile_elements=max(n, 4096), persistent=True)
     verdict = verify(StandIn(Problem.of(n, dtype, rows=rows), spec=spec))
     assert (verdict.outcome, verdict.detail) == (Outcome.OK, "")

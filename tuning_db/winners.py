@@ -1,16 +1,18 @@
-"""Which trial wins where: pure functions of the trials, so that nothing but trials need be stored.
+"""Which trial wins in which cell: pure functions of the trials, so that only trials need be stored.
 
 A *cell* is here a `WinnerCell`, where a kernel is wanted: a problem on a GPU, in place or out of place, at a number of
-elements, be they hot or cold.
-Only a trial that is ok, has a kernel and keeps the problem's error bound for every class of input can win one. What
-decides is the time with the data hot in L2 where it fits in half of it, and cold otherwise. The other time has a say
-too, if any trial has it: where memory is the limit, kernels that tie when cold differ by half when the data happens to
-be hot.
-Whatever their times, a measured trial outranks an estimated one, and an estimate wins no cell that was measured on any
-GPU of the arch.
+elements, hot or cold.
 
-A GPU need not hold clusters of more than `PORTABLE_CLUSTER` blocks. Where the winner is in larger ones, a second cell,
-`portable`, has the winner of all other kernels, for calls to take where the first does not fit.
+Only a trial that is ok, has a kernel and keeps the problem's error bound for every class of input can win a cell. If
+the data fits in half of L2, the hot time decides, otherwise the cold time. The other time counts a little too, if any
+trial has it: kernels whose cold times tie because memory is the limit may differ by half when the data happens to be
+hot.
+
+A measured trial outranks an estimated one, whatever their times. An estimate wins no cell that was measured on any GPU
+of the arch.
+
+A GPU need not hold clusters of more than `PORTABLE_CLUSTER` blocks. If a winner has larger clusters, a second cell,
+`portable`, has the winner of all other kernels. Calls run that one where the first does not fit.
 
 Every kernel is timed at `element_buckets`, and a call takes the winner of the nearest. A few are timed between two of
 them too (`hadagen refine`); a winner is named there only where calls would be slower without.
@@ -43,9 +45,10 @@ from hadagen.trial import (
 
 @dataclass(frozen=True, order=True)
 class WinnerCell:
-    """Where a winner is named. `gpu` is "" for what was estimated without a device; `elements` is rows · n.
+    """Where a winner is named. `gpu` is "" for estimates without a device; `elements` is rows · n.
 
-    `portable`: among kernels that every GPU of the arch holds; only beside a winner that is none.
+    `portable`: only kernels that every GPU of the arch holds may win. Such a cell exists only beside a winner that is
+    not portable.
     """
 
     problem: Problem
@@ -62,21 +65,21 @@ class WinnerCell:
 
     @property
     def line(self) -> WinnerCell:
-        """What it has in common with the cells among which only the number of elements decides."""
+        """The same cell without its number of elements: what all cells share among which only that number decides."""
         return replace(self, elements=0)
 
 
-# Of the two times of a cell, hot and cold, the share in their weighted geometric mean of the one that does not decide:
-# in general, and where data may well be hot though it does not fit in half of L2, because it fits in all of it.
+# The weight of the time that does not decide, in the geometric mean of the hot and the cold time: in general, and where
+# the data may well be hot, because it fits in L2 though not in half of it.
 OTHER_SHARE = 0.1
 OTHER_SHARE_MAY_BE_HOT = 0.5
 
-LOSS = 0.02  # kernels no further apart than this count as equally fast
+LOSS = 0.02  # kernels that differ by no more than this count as equally fast
 
 
 @dataclass(frozen=True)
 class RankedTrial:
-    """A trial in a cell, with the timing that decides there. `score` ranks it: less is better."""
+    """A trial in a cell, with the timing that decides there. A lower `score` is better."""
 
     trial: Trial
     timing: Timing
@@ -94,7 +97,7 @@ def may_win(trial: Trial) -> bool:
 
 
 def cell_value(trial: Trial, destination: Destination, elements: int, l2_bytes: int) -> Timing | None:
-    """The trial's timing that decides in this cell on a device with that much L2, or None where it has none."""
+    """The timing of the trial that decides in this cell, on a device with that much L2; None if it has none there."""
     decides = deciding_cache(trial.problem, elements, destination, l2_bytes)
     there = [t for t in trial.timings if t.destination is destination and t.elements == elements]
     return min(there, key=lambda timing: timing.cache is not decides, default=None)
@@ -108,9 +111,10 @@ def best_by_cell(trials: Iterable[Trial]) -> dict[WinnerCell, tuple[Trial, Timin
 def portfolio(trials: Iterable[Trial], loss: float = LOSS) -> dict[WinnerCell, Trial]:
     """A small set of kernels that nowhere scores worse than the best by more than `loss` (0.02 is 2 %), by cell.
 
-    The set of a problem is found greedily: next comes the kernel that serves most of the buckets not served yet. Then
-    every bucket gets the best kernel of the set, and what calls lack between buckets is added (`lacking_between`), and
-    on GPUs that hold no large clusters (`portable_winners`). The order of the trials does not matter.
+    The set of a problem is found greedily: the next kernel is the one that serves most of the buckets not served yet.
+    Then every bucket gets the best kernel of the set. Kernels that calls lack between buckets are added
+    (`lacking_between`), and kernels for GPUs that hold no large clusters (`portable_winners`). The order of the trials
+    does not matter.
     """
     rankings = ranked_by_cell(trials)
     winners = _few({cell: ranked for cell, ranked in rankings.items() if cell.is_bucket}, loss)
@@ -121,7 +125,7 @@ def portfolio(trials: Iterable[Trial], loss: float = LOSS) -> dict[WinnerCell, T
 def portable_winners(
     winners: Mapping[WinnerCell, Trial], rankings: Mapping[WinnerCell, Sequence[RankedTrial]], loss: float = LOSS
 ) -> dict[WinnerCell, Trial]:
-    """Beside each winner that is not portable, one that is, if any is ranked there: a set as small as `portfolio`'s."""
+    """For each winner that is not portable, one that is, if any is ranked there; found as in `portfolio`."""
     portable = {
         replace(cell, portable=True): [each for each in rankings.get(cell, ()) if _is_portable(each.trial)]
         for cell, trial in winners.items()
@@ -131,7 +135,7 @@ def portable_winners(
 
 
 def _few(rankings: Mapping[WinnerCell, Sequence[RankedTrial]], loss: float) -> dict[WinnerCell, Trial]:
-    """A trial for each cell, of no more kernels than `_cover` needs for each problem."""
+    """A trial for each cell, from the kernels that `_cover` chooses for each problem."""
     problems: dict[tuple[Problem, str], list[Sequence[RankedTrial]]] = defaultdict(list)
     for cell, ranked in rankings.items():
         problems[cell.problem, cell.arch].append(ranked)
@@ -145,11 +149,14 @@ def _few(rankings: Mapping[WinnerCell, Sequence[RankedTrial]], loss: float) -> d
 def lacking_between(
     winners: Mapping[WinnerCell, Trial], rankings: Mapping[WinnerCell, Sequence[RankedTrial]], loss: float = LOSS
 ) -> dict[WinnerCell, Trial]:
-    """What calls lack between the buckets, by cell.
+    """The winners that calls lack between the buckets, by cell.
 
-    winners: those of the buckets. rankings: of other cells, best first. A kernel is added in a cell where one that is
-    taken by calls to which no other cell is nearer was timed too, and scores worse than the best by more than `loss`:
-    of those within `loss` of the best one that wins at a bucket, or else the best.
+    winners: those of the buckets.
+    rankings: ranked trials by cell, best first.
+
+    Consider the calls that are nearest to a cell between buckets. If a kernel that they run was timed in the cell, and
+    scores worse than the best there by more than `loss`, the cell gets a winner: of the kernels within `loss` of the
+    best, one that wins at a bucket, or else the best.
     """
     lines: dict[WinnerCell, dict[int, Trial]] = defaultdict(dict)
     digests: dict[tuple[Problem, str], set[str]] = defaultdict(set)
@@ -174,7 +181,7 @@ def _lacking(
     preferred: set[str],
     loss: float,
 ) -> dict[int, Trial]:
-    """The same in one line, by element count, as few as needed."""
+    """The same for one line of cells, by element count, as few as needed."""
     near = {count: [each.trial for each in near_best(ranked, loss)] for count, ranked in between.items()}
     timed = {count: {digest_of(each.trial) for each in ranked} for count, ranked in between.items()}
     slow = {count: digests - set(map(digest_of, near[count])) for count, digests in timed.items()}
@@ -187,7 +194,7 @@ def _lacking(
 
     found = dict(tuned)
     while lost := losing(found):
-        count = min(lost)  # what is added there may help at the next
+        count = min(lost)  # its winner may help at the next count
         found[count] = next((trial for trial in near[count] if digest_of(trial) in preferred), near[count][0])
     for count in sorted(found.keys() - tuned.keys()):
         fewer = {other: trial for other, trial in found.items() if other != count}
@@ -197,19 +204,19 @@ def _lacking(
 
 
 def _calls_about(counts: Sequence[int], n: int) -> dict[int, tuple[int, int]]:
-    """For each of ascending element counts, the least and the greatest of calls to which no other of them is nearer."""
-    ends = [isqrt(low * high - 1) // n * n for low, high in pairwise(counts)]  # the last that are nearer to the lower
+    """For each of ascending element counts, the smallest and the largest call to which it is the nearest."""
+    ends = [isqrt(low * high - 1) // n * n for low, high in pairwise(counts)]  # the last calls nearer to `low`
     spans = zip([counts[0], *(end + n for end in ends)], [*ends, counts[-1]], strict=True)
     return dict(zip(counts, spans, strict=True))
 
 
 def near_best(ranked: Sequence[RankedTrial], loss: float = LOSS) -> list[RankedTrial]:
-    """Those of a cell that score worse than the best by no more than `loss`, the best first."""
+    """The trials of a cell that score worse than the best by no more than `loss`, the best first."""
     return [each for each in ranked if each.score <= ranked[0].score * (1 + loss)]
 
 
 def _cover(cells: Sequence[Sequence[RankedTrial]], loss: float) -> set[str]:
-    """Digests of kernels of which every cell has one within `loss` of its best; greedy, ties by least slowdown."""
+    """Digests of kernels, so that each cell has one within `loss` of its best; greedy, ties by least slowdown."""
     # Kernel -> the cells it serves, with its score there as a multiple of the best.
     serves: dict[str, dict[int, float]] = defaultdict(dict)
     for index, ranked in enumerate(cells):
@@ -231,11 +238,11 @@ def _cover(cells: Sequence[Sequence[RankedTrial]], loss: float) -> set[str]:
 
 
 def ranked_by_cell(trials: Iterable[Trial]) -> dict[WinnerCell, list[RankedTrial]]:
-    """The trials that compete in each cell, best first; the order of the trials does not matter.
+    """The trials that may win each cell, best first. The order of the trials does not matter.
 
-    Between buckets, where a kernel is timed again to make sure, only its newest trial counts.
+    Between buckets a kernel is timed again to make sure, so only its newest trial counts there.
     """
-    # In each cell: is it an estimate, does it lack the time that decides, and the two times.
+    # Cell → for each trial: is it an estimate, does it lack the deciding time, the trial, its two timings.
     found: dict[WinnerCell, list[tuple[bool, bool, Trial, Timing, Timing | None]]] = defaultdict(list)
     for trial in filter(may_win, trials):
         estimated = trial.provenance is Provenance.ESTIMATED
@@ -254,42 +261,46 @@ def ranked_by_cell(trials: Iterable[Trial]) -> dict[WinnerCell, list[RankedTrial
         estimated, lacking = min(entry[:2] for entry in entries)
         if estimated and _on_any_gpu(cell) in measured:
             continue
-        rivals = [entry[2:] for entry in entries if entry[:2] == (estimated, lacking)]
+        candidates = [entry[2:] for entry in entries if entry[:2] == (estimated, lacking)]
         if not cell.is_bucket:
-            rivals = list({digest_of(rival[0]): rival for rival in sorted(rivals, key=_age)}.values())
-        rankings[cell] = sorted((RankedTrial(*rival[:2], score) for rival, score in _scored(rivals)), key=_rank)
+            candidates = list({digest_of(each[0]): each for each in sorted(candidates, key=_age)}.values())
+        rankings[cell] = sorted(_scored(candidates), key=_rank)
     return rankings
 
 
-Rival = tuple[Trial, Timing, Timing | None]
+# A trial in a cell, its timing that decides there, and its timing in the other regime.
+_Candidate = tuple[Trial, Timing, Timing | None]
 
 
-def _scored(rivals: Sequence[Rival]) -> Iterator[tuple[Rival, float]]:
-    """Each rival with its score. One that was not timed in the other regime counts there as the slowest that was; where
-    none was, the deciding time is the score, so that a loss of score is a loss of time."""
-    slowest = max((other.us for _, _, other in rivals if other), default=None)
-    for rival in rivals:
-        trial, timing, other = rival
+def _scored(candidates: Sequence[_Candidate]) -> Iterator[RankedTrial]:
+    """Each candidate with its score.
+
+    A candidate without a time in the other regime gets the slowest time of the others there. If all lack it, the
+    deciding time is the score, so that a loss of score is a loss of time.
+    """
+    slowest = max((other.us for _, _, other in candidates if other), default=None)
+    for trial, timing, other in candidates:
         if slowest is None:
-            yield rival, timing.us
+            yield RankedTrial(trial, timing, timing.us)
             continue
         share = other_share(trial.problem, timing.elements, timing.destination, trial.environment.l2_bytes)
-        yield rival, timing.us ** (1 - share) * (other.us if other else slowest) ** share
+        score = timing.us ** (1 - share) * (other.us if other else slowest) ** share
+        yield RankedTrial(trial, timing, score)
 
 
-def _age(rival: Rival) -> tuple[str, str]:
+def _age(candidate: _Candidate) -> tuple[str, str]:
     """Ascending from the oldest; a complete order of the trials of a kernel."""
-    trial = rival[0]
+    trial = candidate[0]
     return trial.date, repr((trial.environment, knobs_key(trial.knobs)))
 
 
 def other_share(problem: Problem, elements: int, destination: Destination, l2_bytes: int) -> float:
-    """What the time in the regime that does not decide counts, of 1, on a device with that much L2."""
+    """The weight, of 1, of the time in the regime that does not decide, on a device with that much L2."""
     return OTHER_SHARE_MAY_BE_HOT if may_be_hot(problem, elements, destination, l2_bytes) else OTHER_SHARE
 
 
 def contenders(trials: Iterable[Trial], most: int) -> list[Trial]:
-    """The trials of one problem that come nearest to the best of some bucket, at most so many, of as many kernels.
+    """The trials of one problem that come nearest to the best of some bucket, at most `most`, each of another kernel.
 
     The order of the trials does not matter.
     """
@@ -309,13 +320,13 @@ def _is_portable(trial: Trial) -> bool:
 
 
 def digest_of(trial: Trial) -> str:
-    """Of the kernel of a trial that may win."""
+    """The digest of the kernel of a trial that may win."""
     assert trial.kernel is not None  # no kernel, no winner
     return trial.kernel.digest
 
 
 def _rank(ranked: RankedTrial) -> tuple[Any, ...]:
-    """A complete order, so that winners do not depend on the order of the trials."""
+    """A key that orders trials completely, so that winners do not depend on the order of the trials."""
     trial = ranked.trial
     return ranked.score, ranked.timing.us, knobs_key(trial.knobs), trial.date, repr(trial.environment)
 

@@ -1,4 +1,4 @@
-"""Measuring kernels: verified against float64, then timed beside a copy, in a process of its own.
+"""Verifies kernels against float64, and times them beside a copy, in a process of its own.
 
 Importing this imports neither PyTorch nor CUDA; the worker process does.
 """

@@ -1,6 +1,7 @@
-"""The yardstick: plain 16-byte copy kernels, with the signature of every other kernel; an element is two bytes.
+"""Plain 16-byte copy kernels, which all times are compared with. They have the signature of every other kernel; an
+element is two bytes.
 
-The best of a few shapes at each cell is the copy's time there: one shape cannot be best at 16 KB and at 512 MB.
+The time of the copy in a cell is that of the best of a few shapes, because no shape is the best at 16 KB and at 512 MB.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a device is, asked of the driver without creating a context on it."""
+"""The properties of a device, from the driver, without a context on it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from hadagen.trial import Environment
 
 
 def device_environment(device_index: int = 0) -> Environment:
-    """The environment of a CUDA device; `nvcc` is "", for only a kernel knows it. Clocks are the device's highest.
+    """The environment of a CUDA device. `nvcc` is "", because only a kernel has one. Clocks are the maximum clocks.
 
-    Raises `DeviceError` where there is no driver or no such device.
+    Raises `DeviceError` if there is no driver or no such device.
     """
     driver = bindings()
     count = check(driver.cuDeviceGetCount(), "counting CUDA devices")
@@ -41,7 +41,7 @@ def device_environment(device_index: int = 0) -> Environment:
 
 
 def _driver_version() -> str:
-    """Such as "580.82.07", from NVML, which is a part of the driver; "" where a container leaves NVML out."""
+    """The version, such as "580.82.07", from NVML, which is a part of the driver; "" if a container lacks NVML."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:

@@ -1,4 +1,4 @@
-"""Other libraries that do the transform, where they are installed, timed as our kernels are: by graphs of launches."""
+"""Other libraries with the transform, if they are installed. They are timed like our kernels, by graphs of launches."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Call = Callable[[], torch.Tensor]
 
 
 class Peer(NamedTuple):
-    """A library. `transform(x, scale, in_place)` returns the transform of x, which is in x where that was asked for and
-    the library can."""
+    """A library. `transform(x, scale, in_place)` returns the transform of x, in x itself if `in_place` and the library
+    can."""
 
     name: str
     dtypes: frozenset[DType]
@@ -55,7 +55,7 @@ _KNOWN = {"fast_hadamard_transform": _fast_hadamard_transform, "faster_hadamard_
 
 
 def find_peers() -> list[Peer]:
-    """Those that are installed. One that cannot be imported, as for another PyTorch, is left out with a warning."""
+    """The installed libraries. One that cannot be imported, such as for another PyTorch, is left out with a warning."""
     found = []
     for name, make in _KNOWN.items():
         if find_spec(name) is not None:
@@ -67,11 +67,11 @@ def find_peers() -> list[Peer]:
 
 
 class PeerGraph:
-    """A graph of calls (a `timing.Graph`), one after another. What they allocate is the graph's, one result for each of
-    `calls`, among which the launches rotate."""
+    """A graph of calls (a `timing.Graph`), one after another. The launches rotate among `calls`. The graph owns one
+    result of each."""
 
     def __init__(self, pool: Any, calls: Sequence[Call], launches: int) -> None:
-        """Raises PyTorch's `RuntimeError` where memory runs out or a call cannot be captured."""
+        """Raises PyTorch's `RuntimeError` if memory runs out or a call cannot be captured."""
         self._graph = torch.cuda.CUDAGraph()
         results: list[torch.Tensor | None] = [None] * len(calls)
         self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
@@ -91,16 +91,16 @@ class PeerGraph:
 
 
 class Peers:
-    """Those that are installed, ready to be captured on the stream that is current for PyTorch, not the default one.
+    """The installed libraries, ready to be captured on PyTorch's current stream, which must not be the default one.
 
-    Results come from PyTorch's allocator, out of one pool that lasts as long as this; so no graph allocates anew what
-    an earlier one gave back.
+    Results come from one pool of PyTorch's allocator, which lives as long as this object. So a graph reuses the memory
+    of earlier ones.
     """
 
     def __init__(self) -> None:
         self.all = find_peers()
         self._pool = torch.cuda.graph_pool_handle()
-        # With its last graph a pool is gone, so one stays.
+        # A pool ends with its last graph, so one graph stays.
         least = functools.partial(torch.zeros, 1, device="cuda")
         least()  # the driver may load code with its first launch, which must not happen inside a capture
         self._keeper = PeerGraph(self._pool, [least], 1)
@@ -110,7 +110,7 @@ class Peers:
 
 
 def calls_of(peer: Peer, problem: Problem, inputs: Iterable[torch.Tensor], in_place: bool) -> list[Call]:
-    """One call for each input, with the scale that makes the transform orthonormal. A peer that does not work in place
-    allocates its result all the same."""
+    """One call for each input, with the scale that makes the transform orthonormal. A library that does not work in
+    place allocates its result in any case."""
     options = verification_scale(problem), in_place and peer.works_in_place
     return [functools.partial(peer.transform, x, *options) for x in inputs]

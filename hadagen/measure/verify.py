@@ -1,11 +1,11 @@
-"""Is a kernel right? Asked before anything is timed, with every buffer poisoned beforehand.
+"""Verifies kernels before they are timed. Every buffer is poisoned beforehand.
 
-Each class of input is transformed out of place and in place and compared with float64. Inputs end in a ragged tile,
-and the normal ones are many enough for a persistent grid to loop. Rows do not depend on each other, so fewer rows must
-come out as the very same bits; the same holds for a second run.
+Each class of input is transformed out of place and in place, and compared with float64. Inputs end in a ragged tile.
+The normal inputs have so many rows that a persistent grid loops. Rows do not depend on each other, so a call with fewer
+rows must give the very same bits, and so must a second run.
 
-Where a kernel is told how rows lie, all of this is asked for rows of several shapes, with poison between the rows too:
-were it read as anything but zeros, no result would be finite.
+Pitched problems are verified with rows of several shapes, and with poison between the rows too. If a kernel read poison
+as anything but zeros, no result would be finite.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from hadagen.reference import INPUT_CLASSES, hadamard, input_classes, verificati
 from hadagen.trial import Outcome, timed_rows
 
 TORCH_DTYPE = {DType.FLOAT16: torch.float16, DType.BFLOAT16: torch.bfloat16, DType.FLOAT32: torch.float32}
-# Of the raw bits of an element, by its bytes.
+# Bytes of an element → type of its raw bits.
 _BITS = {2: torch.int16, 4: torch.int32}
 
-# A NaN of every type of that many bytes. What no kernel wrote still holds it.
+# Bytes of an element → a NaN in every type of this size. Memory that no kernel wrote keeps it.
 _POISON = {2: 0x7FFF, 4: 0x7FFF7FFF}
 _GUARD_ELEMENTS = 1 << 15  # 64 KiB or more
-# Error measures are stable to a few per mille over this many elements.
+# With this many elements, measured errors are stable to a few per mille.
 _LEAST_ELEMENTS = 1 << 17
 _LOOPED_CLASS = "normal"
 _WHOLE_CLASS = "constant"
 
 
 class Launchable(Protocol):
-    """What is verified: `hadagen.driver.LoadedKernel`, or a stand-in."""
+    """A kernel to verify: `hadagen.driver.LoadedKernel`, or a stand-in."""
 
     @property
     def spec(self) -> LaunchSpec: ...
@@ -51,7 +51,7 @@ class Launchable(Protocol):
 
 
 class RowCounts(NamedTuple):
-    """How many rows are transformed: `base` by every class, `looped` by the normal one, `few` compared by bits."""
+    """Numbers of rows: `base` for every class, `looped` for the normal one, `few` for calls whose bits are compared."""
 
     base: int
     looped: int
@@ -59,10 +59,10 @@ class RowCounts(NamedTuple):
 
 
 def row_counts(spec: LaunchSpec, n: int, resident_blocks: int) -> RowCounts:
-    """Row counts whose last tile is ragged wherever a tile has several rows.
+    """Row counts whose last tile is ragged if a tile has several rows.
 
-    `base`: at least three tiles. `looped`: where the grid is persistent, every block gets two tiles and half of them
-    a third. `few`: a single row, and a whole tile plus one row.
+    `base`: at least three tiles. `looped`: if the grid is persistent, every block gets two tiles, and half of the
+    blocks a third. `few`: a single row, and a whole tile plus one row.
     """
     tile_rows = spec.tile_elements // n
 
@@ -75,8 +75,8 @@ def row_counts(spec: LaunchSpec, n: int, resident_blocks: int) -> RowCounts:
 
 
 class Arrangement(NamedTuple):
-    """How the rows of a verification lie: their shape, and by how many elements the first ones of x and y miss a
-    boundary of 16 bytes. In place y's rows lie as x's do."""
+    """The layout of the rows of a verification: their shape, and how many elements after a multiple of 16 bytes x and y
+    begin. In place, the rows of y lie as those of x."""
 
     rows: RowShape
     x_offset: int = 0
@@ -89,8 +89,8 @@ class Arrangement(NamedTuple):
 
 
 def arrangements(problem: Problem) -> tuple[Arrangement, ...]:
-    """The rows to verify with. Those that need not be contiguous: as they are timed; apart, and as long as n; with
-    16-byte boundaries nowhere; with them in x alone, and as short as may be."""
+    """The layouts to verify a problem with. Those of a pitched problem: as rows are timed; with gaps, and as long as n;
+    never at a multiple of 16 bytes; at one in x alone, and as short as possible."""
     timed = timed_rows(problem)
     if problem.io.rows is Rows.CONTIGUOUS:
         return (Arrangement(timed),)
@@ -107,7 +107,7 @@ def arrangements(problem: Problem) -> tuple[Arrangement, ...]:
 
 @dataclass(frozen=True)
 class Verdict:
-    """`errors`: relative error by class of input, infinite where an output is not finite."""
+    """`errors`: class of input → relative error, infinite if an output is not finite."""
 
     outcome: Outcome
     detail: str
@@ -115,21 +115,21 @@ class Verdict:
 
 
 class _Case(NamedTuple):
-    """Rows that are repeated to any number. There are an odd number of them, so no whole tiles are alike."""
+    """Rows that are repeated to any number. Their number is odd, so that no two tiles are alike."""
 
     bits: torch.Tensor  # [rows, columns] int16 or int32
     reference: torch.Tensor  # [rows, columns] float64
 
     def rows(self, count: int) -> torch.Tensor:
-        """Which of them to take, to have `count`."""
+        """The indices of `count` rows, repeated in turn."""
         return torch.arange(count, device=self.bits.device) % len(self.bits)
 
     def to(self, device: torch.device) -> _Case:
         return _Case(self.bits.to(device, copy=True), self.reference.to(device, copy=True))
 
 
-# By class of input and columns. Constant rows that are cut short are left out: a few values would come out over and
-# over, and the rounding of so few does not average out.
+# (Class of input, columns) → case. Constant rows with fewer columns than n are left out: their results have only a few
+# values, and the rounding of so few does not average out.
 _Cases = dict[tuple[str, int], _Case]
 
 
@@ -150,18 +150,18 @@ def _cases(problem: Problem) -> _Cases:
 
 @dataclass
 class _Findings:
-    """What is still on the device: read once, at the end."""
+    """Results that are still on the device, to be read once, at the end."""
 
     errors: dict[str, list[torch.Tensor]] = field(default_factory=dict)
-    outside: list[torch.Tensor] = field(default_factory=list)  # true: nothing but the output was written
+    outside: list[torch.Tensor] = field(default_factory=list)  # true: only the output was written
     repeated: list[torch.Tensor] = field(default_factory=list)  # true: the same bits again
     fewer: list[torch.Tensor] = field(default_factory=list)  # true: fewer rows gave the same bits
 
 
 class Verifier:
-    """Verifies kernels on one device. The inputs and the reference of the last problem are kept.
+    """Verifies kernels on one device. It keeps the inputs and the reference of the last problem.
 
-    `stream`: handle of the stream that is current for PyTorch.
+    `stream`: handle of PyTorch's current stream.
     """
 
     def __init__(self, device: torch.device, stream: int) -> None:
@@ -172,7 +172,7 @@ class Verifier:
         self._device_cases: _Cases = {}
 
     def check(self, kernel: Launchable, problem: Problem) -> Verdict:
-        """Raises what a failed launch raises: `DeviceError`, or PyTorch's `RuntimeError`."""
+        """Verify a kernel. A failed launch raises `DeviceError`, or PyTorch's `RuntimeError`."""
         cases = self._cases_of(problem)
         self._device_cases = {}  # a wrong kernel may have written anywhere
         verdict = self._judge(kernel, problem, cases)
@@ -181,10 +181,10 @@ class Verifier:
         return verdict
 
     def errors_of(self, transform: Callable[[torch.Tensor], torch.Tensor], problem: Problem) -> dict[str, float]:
-        """Relative error, by class of input, of an orthonormal transform of [rows, columns] that is no kernel of ours.
+        """Class of input → relative error of an orthonormal transform of [rows, columns] by another library.
 
-        The rows are those that kernels are verified with, as they are timed; but a power of two of them, as other
-        libraries may need. Raises what `transform` raises.
+        The rows have the layout in which kernels are timed. Their number is a power of two, which other libraries may
+        need. Raises what `transform` raises.
         """
         columns = timed_rows(problem).columns
         errors = {}
@@ -196,7 +196,7 @@ class Verifier:
         return {name: _largest(values) for name, values in errors.items()}
 
     def _cases_of(self, problem: Problem) -> _Cases:
-        """On the device. Both numerics have the same."""
+        """The cases of a problem, on the device. Both numerics share them."""
         problem = problem.with_io(numerics=Numerics.ACCURATE)
         if problem != self._problem:
             self._host_cases, self._problem, self._device_cases = _cases(problem), problem, {}
@@ -234,7 +234,7 @@ class Verifier:
         in_place: bool,
         findings: _Findings,
     ) -> torch.Tensor:
-        """The bits of the transform of x, both [rows, columns], from amid poison that must be there afterwards."""
+        """The bits of the transform of x, both [rows, columns]. The poison around them must be intact afterwards."""
         count, (columns, *pitches) = len(x), arranged.rows
         extent = (count - 1) * max(pitches) + columns
         stride = -(-extent // _GUARD_ELEMENTS) * _GUARD_ELEMENTS + _GUARD_ELEMENTS  # keeps y as aligned as x
@@ -260,7 +260,7 @@ class Verifier:
 
 
 def _relative_error(bits: torch.Tensor, reference: torch.Tensor, dtype: DType) -> torch.Tensor:
-    """‖out − reference‖ / ‖reference‖, not finite where `out` is not."""
+    """‖out − reference‖ / ‖reference‖; not finite if `out` is not."""
     out = bits.view(TORCH_DTYPE[dtype]).double()
     error: torch.Tensor = torch.linalg.vector_norm(out - reference) / torch.linalg.vector_norm(reference)
     return error

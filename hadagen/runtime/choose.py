@@ -1,11 +1,15 @@
-"""Which kernel a call runs: a pure function of the bundles and the arguments, so that all ranks of a job agree if
-their GPUs are the same.
+"""Chooses the kernel of a call: a pure function of the bundles and the arguments. So all ranks of a job agree if their
+GPUs are the same.
 
-Problem and destination of an entry must be those that are asked for. Among the entries left, those of a pinned bundle
-win; then the better `Match`; then the newer architecture, for PTX of older ones runs too; then what was measured,
-before what was estimated; then the bundle that was found first, and the GPU that comes first in it, whatever its
-element counts; then the nearest of those, on a logarithmic scale, of two as near the larger, and of two of the same
-count the first.
+Problem and destination of an entry must be those of the call. Among the entries left, the first of these rules that
+tells two apart decides:
+
+    1. an entry of a pinned bundle
+    2. the better `Match`
+    3. the newer architecture, because PTX of older ones runs too
+    4. measured before estimated
+    5. the bundle that was found first, and in it the first GPU, whatever its element counts are
+    6. the nearest element count on a logarithmic scale; of two equally near the larger; of equal counts the first
 """
 
 from __future__ import annotations
@@ -34,11 +38,11 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Match(str, Enum):
-    """How well a choice suits the device, best first."""
+    """How well an entry matches the device, best first."""
 
     SAME_GPU = "same-gpu"  # measured on a GPU of this name
     SAME_ARCH = "same-arch"  # measured on another GPU of this arch
-    ESTIMATED = "estimated"  # never timed on this arch, as far as is known: by the cost model, or PTX of an older arch
+    ESTIMATED = "estimated"  # not known to be timed on this arch: by the cost model, or PTX of an older arch
     GENERIC = "generic"  # no kernel: plain PyTorch
 
 
@@ -46,7 +50,7 @@ _RANK = {match: rank for rank, match in enumerate(Match)}
 
 
 def match_of(entry: BundleEntry, device: Device) -> Match:
-    """How well what is known of an entry holds on a device."""
+    """How well an entry matches a device."""
     if entry.arch == device.arch:
         if entry.provenance is Provenance.ESTIMATED:
             return Match.ESTIMATED
@@ -54,13 +58,13 @@ def match_of(entry: BundleEntry, device: Device) -> Match:
     return Match.ESTIMATED if Device(entry.arch).generation < device.generation else Match.GENERIC
 
 
-def rivals(
+def entries_by_size(
     entries: Iterable[BundleEntry], problem: Problem, destination: Destination, device: Device
 ) -> tuple[Match, dict[int, BundleEntry]]:
-    """Of the entries of a bundle those among which only the element count decides, by that count, ascending; and how
-    well they suit. All are of one GPU: its winners were compared at its own counts.
+    """How well the best entries of a bundle match, and these entries by element count, ascending.
 
-    There are none with GENERIC.
+    Only the element count decides among them. All are of one GPU, because winners were compared at the counts of their
+    GPU. With GENERIC there are none.
     """
     fitting = [entry for entry in entries if entry.problem == problem and entry.destination is destination]
     candidates = [(match, entry) for entry in fitting if (match := match_of(entry, device)) is not Match.GENERIC]
@@ -68,9 +72,9 @@ def rivals(
         return Match.GENERIC, {}
     least = min(_badness(*candidate) for candidate in candidates)
     best = [candidate for candidate in candidates if _badness(*candidate) == least]
-    match, leader = best[0]
-    first = {entry.elements: entry for _, entry in reversed(best) if entry.gpu == leader.gpu}
-    return match, dict(sorted(first.items()))
+    match, first = best[0]
+    by_size = {entry.elements: entry for _, entry in reversed(best) if entry.gpu == first.gpu}
+    return match, dict(sorted(by_size.items()))
 
 
 def _badness(match: Match, entry: BundleEntry) -> tuple[int, int, bool]:
@@ -80,13 +84,12 @@ def _badness(match: Match, entry: BundleEntry) -> tuple[int, int, bool]:
 def choose_from_bundles(
     problem: Problem, destination: Destination, elements: int, device: Device, without: Collection[str] = ()
 ) -> tuple[Match, tuple[BundleEntry, Bundle] | None]:
-    """The entry to run for `elements` = rows · n, at least 1, and how well it suits: of the known bundle that suits
-    best, or of a pinned one if any suits. With the entry comes that bundle, which holds its kernel. None goes with
-    GENERIC.
+    """How well the best entry matches, the entry, and the bundle that holds its kernel; (GENERIC, None) if none does.
 
+    elements: rows · n, at least 1.
     without: digests of kernels that do not fit on the device.
 
-    Raises `StorageError` where HADAGEN_BUNDLE names what is not a sound bundle.
+    Raises `StorageError` if HADAGEN_BUNDLE names a file that is damaged or no bundle.
     """
     best = _best_bundle(problem, destination, device, without)
     if best is None:
@@ -96,14 +99,16 @@ def choose_from_bundles(
 
 
 def timed_in_bundles(problem: Problem, destination: Destination, device: Device) -> list[int]:
-    """The element counts, ascending, between which `choose_from_bundles` decides: it runs the same for all that are
-    `nearest` to the same. Empty where it runs none. Raises as it does."""
+    """The element counts, ascending, among which `choose_from_bundles` finds the nearest; [] if no entry matches.
+
+    Raises as `choose_from_bundles` does.
+    """
     best = _best_bundle(problem, destination, device)
     return list(best[1]) if best else []
 
 
 def is_served(device: Device) -> bool:
-    """Whether any bundle has kernels that run on a device, of whatever problem.
+    """Whether any bundle has kernels, for any problem, that run on a device.
 
     Raises as `choose_from_bundles` does.
     """
@@ -113,36 +118,39 @@ def is_served(device: Device) -> bool:
 def _best_bundle(
     problem: Problem, destination: Destination, device: Device, without: Collection[str] = ()
 ) -> tuple[Match, dict[int, BundleEntry], Bundle] | None:
-    """The `rivals` of the bundle that has the best, and that bundle: the first of the pinned ones, or of all where none
-    of those suits."""
+    """The match, the `entries_by_size` and the bundle that come first by the rules of this module; None if none does.
+
+    Pinned bundles are asked before all others.
+    """
     for asked in bundles.in_turn():
-        suited = []
+        matching = []
         for bundle in asked:
             try:
                 entries = [entry for entry in bundle.entries(problem) if entry.kernel not in without]
             except StorageError as error:
                 bundles.leave_out(bundle, error)
                 continue
-            match, found = rivals(entries, problem, destination, device)
+            match, found = entries_by_size(entries, problem, destination, device)
             if found:
-                badness = _badness(match, next(iter(found.values())))  # all that are found suit alike
-                suited.append((badness, (match, found, bundle)))
-        if suited:
-            return min(suited, key=lambda each: each[0])[1]
+                badness = _badness(match, next(iter(found.values())))  # the same for all that are found
+                matching.append((badness, (match, found, bundle)))
+        if matching:
+            return min(matching, key=lambda each: each[0])[1]
     return None
 
 
 @dataclass(frozen=True)
 class BestConfig:
-    """What runs for a problem on a device, and how well that is known.
+    """The kernel that a call runs for a problem on a device, and what is known about it.
 
-    `kernel` is its digest. `relative_error` is the largest ‖out − ref‖ / ‖ref‖ against float64 that was seen.
-    `us` and `copy_us` are the microseconds of one launch and of a plain copy of the same bytes. They are None unless
-    they were measured on a GPU of this name, at an element count (rows · n) at most twice or half the one asked for.
-    `provenance` tells what is known from where: "kind" (measured or estimated), "arch", "gpu", "driver", "nvcc",
-    "date" (UTC), and the "elements" that the kernel was chosen at, with its "us" and "copy_us" there and on that GPU,
-    None if these are only estimated.
-    All of these are None where `match` is GENERIC.
+    `kernel`: its digest.
+    `relative_error`: the largest ‖out − ref‖ / ‖ref‖ against float64 that was measured.
+    `us`, `copy_us`: microseconds of one launch, and of a plain copy of the same bytes; None unless measured on a GPU
+        of this name, at an element count (rows · n) within a factor of two.
+    `provenance`: "kind" (measured or estimated), "arch", "gpu", "driver", "nvcc", "date" (UTC), "elements" where the
+        kernel was chosen, and its "us" and "copy_us" there, on that GPU; None if these are only estimated.
+
+    All of these are None if `match` is GENERIC.
     """
 
     problem: Problem
@@ -201,13 +209,15 @@ def _problem(given: Any) -> Problem:
 
 
 def is_near(timed: int, elements: int) -> bool:
-    """Whether a time at one element count tells that at another: within a factor of two. Between two buckets the nearer
-    is always that near."""
+    """Whether a time at one element count also tells the time at another: within a factor of two.
+
+    The bucket nearest to a count is always that near, except beyond the first and the last bucket.
+    """
     return timed <= 2 * elements and elements <= 2 * timed
 
 
 def _says_how(function: Function) -> Function:
-    """Where arguments are missing, unknown or too many, `UsageError` in the place of a TypeError."""
+    """Raise `UsageError` instead of TypeError if arguments are missing, unknown or too many."""
     wanted = inspect.signature(function)
 
     @functools.wraps(function)
@@ -231,9 +241,9 @@ def best_config(
     arch: str | None = None,
     inplace: bool = False,
 ) -> BestConfig:
-    """What `hadamard_transform` runs for a [rows, n] tensor, without running it. With `arch` it needs no GPU.
+    """The kernel that `hadamard_transform` runs for a [rows, n] tensor; nothing is run. With `arch` it needs no GPU.
 
-    A kernel that turns out not to fit on a device gives its place to the next nearest there; this does not look.
+    If a kernel does not fit on the device, a call runs the next nearest instead. This function does not check that.
 
     problem: a `Problem`, its key, such as "n4096-float16-fast", or the arguments of `Problem.of`:
         {"n": 4096, "dtype": torch.float16, "numerics": "fast"}; with "rows": "pitched" that of rows that are shorter
@@ -243,8 +253,8 @@ def best_config(
         a GPU of that name, the `match` is ESTIMATED at best.
     inplace: whether the result overwrites the input.
 
-    Raises `UsageError` for arguments that are missing or too many, a bad problem, inplace or arch, a device of another
-    arch, rows below 1, or where there is no device; `StorageError` where HADAGEN_BUNDLE names no sound bundle.
+    Raises `UsageError` for missing or too many arguments, a bad problem, inplace or arch, a device of another arch,
+    rows below 1, or if there is no device; `StorageError` if HADAGEN_BUNDLE names a file that is damaged or no bundle.
     """
     problem, rows = _problem(problem), as_int(rows)
     if not is_count(rows):

@@ -1,1 +1,1 @@
-"""Steps: what a plan is made of. Each says all that is said of it: see `base.Step`."""
+"""Steps: the parts of a plan. Each has everything about itself: see `base.Step`."""

@@ -1,4 +1,4 @@
-"""`Step`: all that is said of one, and what holds where a step says nothing else. `mixed_chunk_bits`, `roundings`."""
+"""`Step`: the base class of all steps, with its defaults; `Cost`; and `roundings`, the error of a list of steps."""
 
 from __future__ import annotations
 
@@ -15,65 +15,66 @@ if TYPE_CHECKING:
 
 PACKED = "packed"  # two 16-bit elements to a register
 FP32 = "fp32"
-# Two float16 to a register, which have three bits more than the bfloat16 of a problem but a short range: so they hold
-# values times a power of two, the same for all that are summed.
+# Two float16 to a register. They have three bits more than the bfloat16 of the problem, but a short range. So they hold
+# values times a power of two, which is the same for all values that are summed.
 FP16 = "fp16"
-# As what a step takes: packed or fp16; or the form that the load leaves.
+# For `Step.takes`: packed or fp16; the form that the load leaves.
 IN_16_BITS, AS_LOADED = "in 16 bits", "as loaded"
 
-# Of the registers of every thread of a warp, one, and a vector.
+# Bytes of one register, and of one 16-byte vector, of all threads of a warp.
 WARP_BYTES, WARP_VECTOR_BYTES = 128, 512
 
 
 class Cost(NamedTuple):
-    """What a step asks of one warp for one tile."""
+    """The cost of a step for one warp and one tile."""
 
     instructions: float = 0
     mma: int = 0
     shared_bytes: float = 0
-    # How often what comes next has to wait, by the name of what it waits for (`costmodel.LATENCIES`, or the sync of a
-    # block or cluster); once for all of the warp's chunks.
+    # Latency → how often the next step waits for it, once for all chunks of the warp. Latencies are those of
+    # `costmodel.LATENCIES`, and the sync of a block or cluster.
     waits: Mapping[str, int] = {}
-    crossed_bytes: int = 0  # what the block waits for from others
+    crossed_bytes: int = 0  # bytes from other blocks that the block waits for
 
 
 class Step:
-    """What a step does to the bits of an index, to the form of values and to their error, and what that takes.
+    """What a step does to the bits of an index, to the form of values and to their error, and what it costs.
 
-    Each kind is a frozen dataclass. Where one says nothing else, it does arithmetic on every value where it is, in any
-    form, and transforms no bit. Its block in a kernel is the macro of its name in `template`."""
+    Each kind is a frozen dataclass. The defaults are those of a step that does arithmetic on every value in its place,
+    in any form, and transforms no bit. Its block in a kernel is the macro of its name in `template`.
+    """
 
     template = "steps.cu.j2"
-    says = ""  # its `sentence`, for what it transforms and its fields to be put in
+    says = ""  # format of its `sentence`, with its fields and {bits}
 
     @property
     def places(self) -> tuple[Place, ...]:
-        """Where the bits are that it transforms."""
+        """The places whose bits it transforms."""
         return ()
 
     @property
     def moves(self) -> Mapping[Place, Place]:
-        """Where bits go, after that."""
+        """Place → place, for the bits that it moves after that."""
         return {}
 
     @property
     def over_blocks(self) -> bool:
-        """Whether it transforms the bits at cta too. Then each block must have loaded the shares of all."""
+        """Whether it transforms the bits at cta too. Each block must then have loaded the shares of all blocks."""
         return False
 
     @property
     def takes(self) -> str | None:
-        """The form of the values that it takes; None: any."""
+        """The form of the values that it takes; None for any form."""
         return None
 
     @property
     def leaves(self) -> str | None:
-        """The form of the values that it leaves; None: as it finds them."""
+        """The form of the values that it leaves; None if it keeps their form."""
         return None
 
     @property
     def multiplies(self) -> str:
-        """The part of the scale that it multiplies by; empty: none."""
+        """The part of the scale that it multiplies by; "" for none."""
         return ""
 
     @property
@@ -83,30 +84,30 @@ class Step:
 
     @property
     def features(self) -> frozenset[str]:
-        """What the arch must have."""
+        """The features that the arch must have."""
         return frozenset()
 
-    loads = False  # brings the tile in, or only asks memory for something, once a tile
-    prefetches = False  # finds the input of later tiles in L2, but for the first
-    by_chunk = True  # may be done chunk by chunk, if it neither loads nor mixes them
-    holds_all = False  # leaves all chunks at once, where others that leave fp32 may do so chunk by chunk
+    loads = False  # loads the tile, or makes a request once a tile
+    prefetches = False  # brings the input of later tiles to L2, so that only the first come from memory
+    by_chunk = True  # may run chunk by chunk, if it neither loads nor mixes chunks
+    holds_all = False  # leaves all chunks at once; other steps may leave fp32 chunk by chunk
 
     @property
     def changes_values(self) -> bool:
-        """Whether it does arithmetic, not only moves or converts."""
+        """Whether it does arithmetic. Steps that only move or convert values do not."""
         return bool(self.places or self.multiplies)
 
     def bits(self, before: Placement) -> tuple[int, ...]:
-        """The index bits that it transforms, given where they live before it."""
+        """The index bits that it transforms. before: the placement before it."""
         across = before.bits_of("cta").values() if self.over_blocks else ()
         return (*map(before.bit_at, self.places), *across)
 
     def faults(self, plan: Draft, at: int) -> Iterator[str]:
-        """Why it cannot be step `at` of the plan, beyond what is said above."""
+        """Reasons why it cannot be step `at` of the plan, beyond those that follow from the properties above."""
         return iter(())
 
     def faults_over_blocks(self, plan: Draft, at: int) -> Iterator[str]:
-        """Why it cannot sum over blocks as step `at` of the plan."""
+        """Reasons why it cannot sum over blocks as step `at` of the plan."""
         if not plan.cta_bits:
             yield "there is one block, and no other to sum over"
         if not all(step.loads for step in plan.steps[:at]) or (plan.load.staged and not plan.load.multicast):
@@ -115,42 +116,42 @@ class Step:
             yield "bits that are summed over blocks are not exchanged between them"
 
     def count_roundings(self, so_far: Roundings, carrier: str) -> None:
-        """Adds its own. carrier: the form that it leaves."""
+        """Add its roundings to `so_far`. carrier: the form that it leaves."""
 
     def interpret(self, values: Values, plan: Draft) -> None:
-        """Carries it out in float64."""
+        """Carry it out in float64."""
         across = [cta(j) for j in range(plan.cta_bits) if self.over_blocks]
         values.transform(*across, *self.places)
         values.multiply(self.share(values.left, plan))
         values.move(self.moves)
 
     def share(self, left: float, plan: Draft) -> float:
-        """What it multiplies by, where steps have still to multiply by `left`."""
+        """Its factor. left: the product that this and the later steps have to multiply by."""
         return left if self.multiplies else 1.0
 
     def cost(self, plan: Draft, carrier: str) -> Cost:
-        """carrier: the form that it finds values in."""
+        """Its cost. carrier: the form of the values before it."""
         return Cost(plan.words(carrier), waits={"arithmetic": 1})
 
     def sentence(self, bits: str) -> str:
-        """What it does, in words. bits: the numbers of those that it transforms."""
+        """What it does, in words. bits: the numbers of the bits that it transforms, as text."""
         return self.says.format(bits=bits, **vars(self))
 
     def view(self, plan: Draft, at: int) -> dict[str, Any]:
-        """What its block needs to know beside its fields, as step `at` of the plan."""
+        """Names and values for its block in the template, beside its fields, as step `at` of the plan."""
         return {}
 
 
 def mixed_chunk_bits(steps: Iterable[Step]) -> int:
-    """The lowest bits of the chunk number, so many, beyond which none of the steps moves or transforms any."""
+    """The number of low bits of the chunk number that the steps move or transform; they leave all higher ones alone."""
     touched = [place for step in steps for place in (*step.places, *step.moves)]
     return max((place.index - 1 for place in touched if place.kind == "reg" and place.index > 0), default=0)
 
 
-# The rounding of an fp32 sum of so many rounded values: half of the sums of two lie in the middle between two. Against
-# one rounding of normal values, as the errors of 1285 measured kernels have it.
+# Number of terms → the error of rounding an fp32 sum of that many rounded values, in roundings of normal values. Half
+# of the sums of two lie in the middle between two values. Fitted to the errors of 1285 measured kernels.
 _ROUNDED_SUM = {2: 1.17, 4: 1.05}
-_OF_FP16 = 1 / 64  # of a rounding to bfloat16: of three bits more, so an eighth of the error
+_OF_FP16 = 1 / 64  # of the squared error of a rounding to bfloat16; fp16 has three more bits
 
 
 @dataclass
@@ -158,17 +159,17 @@ class Roundings:
     """How many roundings of normal values have the same error as all those of the steps so far."""
 
     count: float = 0.0
-    # Values rounded to a form in each fp32 sum since; 0: many, or values times a scale.
+    # How many values, rounded to `form`, each fp32 sum has; 0: many, or values times a scale.
     terms: int = 0
     form: str = ""
 
     def add(self, form: str, worth: float) -> None:
-        """Every value was rounded to a form of 16 bits."""
+        """Add a rounding of every value to a 16-bit form."""
         self.count += worth * (_OF_FP16 if form == FP16 else 1.0)
         self.terms, self.form = 1, form
 
     def add_sums(self, form: str, terms: int) -> None:
-        """Sums of so many values that were rounded before were."""
+        """Add a rounding of sums of `terms` values that were rounded before."""
         self.add(form, _ROUNDED_SUM.get(terms, 1.0))
 
 

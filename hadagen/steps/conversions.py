@@ -1,4 +1,4 @@
-"""Steps that bring values into another form or size."""
+"""Steps that convert values to another form, or scale them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hadagen.steps.base import FP16, FP32, IN_16_BITS, PACKED, Cost, Roundings, 
 if TYPE_CHECKING:
     from hadagen.steps.draft import Draft
 
-_CORRECTION = 0.25  # of a rounding, measured: a correction changes values by a fraction of their last places
+_CORRECTION = 0.25  # roundings, as measured: a correction changes values by a fraction of their last places
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,12 @@ class Round(_Rounding):
 
 @dataclass(frozen=True)
 class Normalize(Step):
-    """Finds the level of what each warp has loaded: a power of two, in steps of 2^8, that its largest value is below,
-    by less than a step if that is not subnormal. The first `Mma` divides by half of it, so that no sum of a row is
-    beyond float16, and `Scale` multiplies by it again. The `Exchange` between blocks brings values to the highest level
-    of all warps. Mostly it is the level of each, and nothing is to be done."""
+    """Finds the level of the values that a warp has loaded: the next power of two above the largest, in steps of 2^8.
+
+    If the largest value is not subnormal, the level is less than a step above it. The first `Mma` divides by half of
+    the level, so that no sum of a row is beyond float16. `Scale` multiplies by it again. The `Exchange` between blocks
+    brings values to the highest level of all warps. Most often all levels are equal, and it changes nothing.
+    """
 
     says = "find the level of the warp"
     takes = PACKED
@@ -84,16 +86,16 @@ class Normalize(Step):
             yield "levels cross to other blocks with fp16, in one exchange"
 
     def cost(self, plan: Draft, carrier: str) -> Cost:
-        return Cost(plan.words(carrier), waits={"reduce": 3, "shared": 1})  # in the warp; and twice as levels cross
+        return Cost(plan.words(carrier), waits={"reduce": 3, "shared": 1})  # one in the warp, two as levels cross
 
 
 @dataclass(frozen=True)
 class Scale(Step):
-    """Multiplies by the scale, or by what is left of it where `Mma` steps took powers of two or normalized rows."""
+    """Multiplies by the scale, or by the part of it that is left after `Mma` steps."""
 
-    # Times 1 + 2^-10/3 too, for values that are cut off to one tf32 later: that is what they lose there in the mean
-    # (least squares of m · d − 2^-10 · u over u in [0, 1) and mantissas m in [1, 2) of density 1/m), and a value of 11
-    # bits stays as it is.
+    # Also multiplies by 1 + 2^-10/3, for values that are cut off to one tf32 later. That is their mean loss there: the
+    # least squares of m · d − 2^-10 · u over u in [0, 1) and mantissas m in [1, 2) of density 1/m. A value of 11 bits
+    # stays the same.
     lifted: bool = False
 
     takes = FP32
@@ -105,7 +107,7 @@ class Scale(Step):
 
 @dataclass(frozen=True)
 class Correct(Step):
-    """Multiplies packed values by 1 + b, where the scale came as a · (1 + b) and an `Mma` has multiplied by a."""
+    """Multiplies packed values by 1 + b. The scale is a · (1 + b), and an `Mma` has multiplied by a."""
 
     says = "correct the scale"
     takes = PACKED

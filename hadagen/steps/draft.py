@@ -1,4 +1,4 @@
-"""`Draft`: steps over a tile, and what follows from them, right or wrong. `Footprint`: what they take of an SM."""
+"""`Draft`: an unchecked plan, and what follows from its steps. `Footprint`: its shared memory and registers."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ BARRIER_BYTES = 128  # room for all mbarriers; keeps what follows aligned
 
 @dataclass(frozen=True)
 class Draft:
-    """A problem's steps over 2^chunk_bits chunks per warp, 2^warp_bits warps, 2^cta_bits blocks: all that a step may
-    ask of the others. A `Plan` is one that was checked."""
+    """The steps of a problem over 2^chunk_bits chunks per warp, 2^warp_bits warps and 2^cta_bits blocks.
+
+    A step asks its draft about the other steps. A `Plan` is a draft that was checked.
+    """
 
     problem: Problem
     chunk_bits: int
@@ -45,7 +47,7 @@ class Draft:
 
     @property
     def vector_places(self) -> tuple[Place, ...]:
-        """Where the bits are that tell the elements of a vector apart."""
+        """The places of the bits that number the elements of a 16-byte vector."""
         return PAIR, *(reg(j) for j in range(self.vector_elements.bit_length() - 2))
 
     @property
@@ -54,7 +56,7 @@ class Draft:
         return (THREAD_ELEMENTS << self.chunk_bits) // self.vector_elements
 
     def words(self, carrier: str) -> int:
-        """Registers of a thread that hold its share of a tile in that form."""
+        """Registers of a thread for its share of a tile in that form."""
         return (8 if carrier == FP32 else 4) << self.chunk_bits
 
     @cached_property
@@ -73,7 +75,7 @@ class Draft:
 
     @cached_property
     def carriers(self) -> tuple[str, ...]:
-        """The form of the values before each step and after the last: `PACKED`, `FP16`, `FP32`, or none yet."""
+        """The form of the values before each step and after the last: `PACKED`, `FP16`, `FP32`; "" before the load."""
         trace = [""]
         for step in self.steps:
             trace.append(step.leaves or trace[-1])
@@ -114,17 +116,17 @@ class Draft:
 
     @cached_property
     def shares_loaded(self) -> int:
-        """Of how many blocks each block loads the share of the tile: of all in the cluster, or of itself alone."""
+        """How many blocks' shares of a tile each block loads: those of all blocks of the cluster, or 1, its own."""
         return 1 << self.cta_bits if any(step.over_blocks for step in self.steps) else 1
 
     @property
     def grouped_from(self) -> int:
-        """Of the steps, where that is the order, the first that is done group by group: the exchange."""
+        """The position of the first step that runs group by group: the exchange. Only for the order `by_group`."""
         return self.steps.index(self.exchanges[0])
 
     @property
     def group_chunks(self) -> int:
-        """Chunks of each group, where that is the order."""
+        """Chunks of each group. Only for the order `by_group`."""
         return 1 << mixed_chunk_bits(self.steps[self.grouped_from :])
 
     @property
@@ -153,18 +155,18 @@ class Draft:
 
 @dataclass(frozen=True)
 class Footprint:
-    """The shared memory and registers of a plan, or of as many of its steps as take any.
+    """The shared memory and registers of a plan, or of a draft that has only the steps that take any.
 
     Shared memory holds, in this order: barriers, staged tiles, slots that a block fills itself, slots that other blocks
-    fill, and the levels of warps. Of whole rows by multicast, which take much room, slots take the place of the stage.
+    fill, and the levels of warps. Whole rows by multicast take much room, so the slots reuse their memory.
     """
 
     plan: Draft
 
     def registers(self, *, wide: bool) -> int:
-        """Of a thread, at least: its values in the widest form that all of them take at once, fp32 if `wide`."""
+        """The least registers of a thread: its values in the widest form that all take at once, fp32 if `wide`."""
         dtype, load = self.plan.problem.io.input, self.plan.load
-        loaded = 2 * dtype.bytes  # of a chunk
+        loaded = 2 * dtype.bytes  # registers for a chunk
         shares = 1 if dtype is DType.FLOAT32 else self.plan.shares_loaded  # fp32 is summed vector by vector
         fetched = loaded if load.stages > 1 and not load.staged else 0
         return OVERHEAD_REGISTERS + (max(8 if wide else 4, loaded * shares) + fetched << self.plan.chunk_bits)
@@ -179,17 +181,17 @@ class Footprint:
 
     @property
     def stage_bytes(self) -> int:
-        """Of one staged tile, as far as a block loads it."""
+        """Bytes of one staged tile, as far as a block loads it."""
         plan = self.plan
         return plan.shares_loaded * plan.block_elements * plan.problem.io.input.bytes if plan.load.staged else 0
 
     def exchange_offset(self, step: Exchange) -> int:
-        """Where its slots begin. Those that other blocks fill lie apart, so that they are free from the start."""
+        """The offset of its slots. Slots that other blocks fill are separate, so that they are free from the start."""
         return self._slots_offset + (self._slots_bytes(crossing=False) if step.crosses_blocks else 0)
 
     def crossed_bytes(self, step: Exchange) -> int:
-        """What lands in a block in one round of an exchange across blocks: a vector for each lane, chunk and plane, and
-        the levels of all warps."""
+        """Bytes that land in a block in one round of an exchange between blocks: a vector for each lane, chunk and
+        plane, and the levels of all warps."""
         return step.planes * (32 * VECTOR_BYTES << self.plan.chunk_bits + self.plan.warp_bits) + self.levels_bytes
 
     @property
@@ -199,7 +201,7 @@ class Footprint:
 
     @property
     def levels_bytes(self) -> int:
-        """For the levels of all warps of the cluster, each in a vector."""
+        """Bytes for the levels of all warps of the cluster, one vector each."""
         return VECTOR_BYTES << self.plan.warp_bits + self.plan.cta_bits if self.plan.normalizes else 0
 
     @property

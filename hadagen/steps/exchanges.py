@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Transpose(Step):
-    """Applies `MMA_MOVES` to packed values (movmatrix): brings the bits back that one `Mma` moved."""
+    """Applies `MMA_MOVES` to packed values (movmatrix), which undoes the moves of one `Mma`."""
 
     says = "transpose back"
     moves = MMA_MOVES
@@ -30,11 +30,11 @@ class Transpose(Step):
 class Exchange(Step):
     """Swaps places of a warp with warp or cta bits through (distributed) shared memory."""
 
-    pairs: tuple[tuple[Place, Place], ...]  # (place of a warp, warp or cta place); the pair only, and always, if turned
+    pairs: tuple[tuple[Place, Place], ...]  # (place in a warp, warp or cta place); `pair` if and only if turned
     carrier: str
-    rounds: int = 1  # shared memory is used this many times over, a share of the vectors each time
+    rounds: int = 1  # how often shared memory is reused, each time for a share of the vectors
     shared_layout: str = "linear"
-    turned: bool = False  # applies `MMA_MOVES` first, so that an mma after it brings back what they moved
+    turned: bool = False  # applies `MMA_MOVES` first, which an mma after it undoes
 
     by_chunk = False
     holds_all = True
@@ -88,7 +88,7 @@ class Exchange(Step):
             instructions=4 * vectors,
             shared_bytes=2 * WARP_VECTOR_BYTES * conflicts * vectors,
             waits={"shared": 2 * self.rounds, "cluster sync" if self.crosses_blocks else "block sync": self.rounds},
-            # a block's stores to others wait for each other
+            # the stores of a block to others wait for each other
             crossed_bytes=self.rounds * plan.footprint.crossed_bytes(self) if self.crosses_blocks else 0,
         )
 
@@ -100,11 +100,11 @@ class Exchange(Step):
         return f"{means} {swapped} through {through}: {self.carrier}, {self.shared_layout}{rounds}"
 
     def view(self, plan: Draft, at: int) -> dict[str, Any]:
-        """Where the vectors of a thread go: those of chunk c to slot (warp', chunk') of block rank', there to lane',
-        the bits that move replaced.
+        """Where the vectors of a thread go.
 
-        What changes lanes lies at lane ^ lane', as seen by who writes and by who reads it, so that neither meets bank
-        conflicts: the eight lanes that access shared memory together differ there in all three bits.
+        Those of chunk c go to slot (warp', chunk') of block rank', and there to lane'; a prime means that the bits that
+        move are replaced. If values change lanes, a vector lies at lane ^ lane', for the writer and for the reader. So
+        neither meets bank conflicts: the eight lanes that access shared memory together differ there in all three bits.
         """
         there = _routes(plan, self.moves)
         back = _routes(plan, {after: before for before, after in self.moves.items()})
@@ -122,12 +122,12 @@ class Exchange(Step):
         }
 
     def _round(self, plan: Draft, at: int, number: int) -> dict[str, Any]:
-        """Which vectors of a chunk cross, and what keeps a slot's reader from its next writer.
+        """The vectors of a chunk that cross, and the barriers between the reader of a slot and its next writer.
 
-        Slots of one block are freed by `block_sync`. Those of a cluster are freed by all its blocks having arrived:
-        each arrives when it has read what lies there (or, at the start, when it runs), and waits before it stores to
-        others. What was stored is there when as many bytes have landed at the barrier of the block; it then expects the
-        next.
+        `block_sync` frees the slots of one block. The slots of a cluster are free when all its blocks have arrived: a
+        block arrives when it has read its slots (or, at the start, when it runs), and waits before it stores to others.
+        Values have come when all expected bytes have landed at the barrier of the block. The barrier then expects the
+        bytes of the next round.
         """
         earlier, later = (
             [s for s in some if isinstance(s, Exchange)] for some in (plan.steps[:at], plan.steps[at + 1 :])
@@ -147,8 +147,8 @@ class Exchange(Step):
     def _plane(self, plan: Draft, plane: int, vector: int) -> dict[str, Any]:
         """A vector of a chunk that crosses in a round: its values, and where in a slot it is written and read.
 
-        Where values are turned, a vector is of one half of the pairs. As written, which half it is of decides a bit of
-        the lane that reads it; and as which half it is read there, a bit of the warp or rank that writes it.
+        If values are turned, a vector has one half of all pairs. The half that is written decides a bit of the lane
+        that reads it. The half as which it is read follows from a bit of the warp or rank that writes it.
         """
         first, apart = (vector, 2) if self.turned else (4 * vector, 1)
         values = [f"f[8 * c + {first + apart * word}]" for word in range(4)]
@@ -162,20 +162,20 @@ class Exchange(Step):
         return {"values": values, "write": self._in_slot(to, written), "read": self._in_slot(of, str(plane))}
 
     def _in_slot(self, at: str, plane: str) -> str:
-        """Bytes from the beginning of a slot to a vector of the lane there."""
+        """The expression for the bytes from the beginning of a slot to a vector of lane `at`."""
         if self.shared_layout == "swizzled":
             return f"{at} * 32 + 16 * ({at} / 4 % 2 ^ {plane})"
         padding = f" + {at} / 4 * 16" if self.shared_layout == "padded" else ""
         return f"{at} * {16 * self.planes}{padding}" + (f" + 16 * {plane}" if plane != "0" else "")
 
 
-# By kind of what moves take bits to, and by what an index expression calls them, bit → bit.
+# Kind of the target of a move → name of the source in index expressions → bit → bit.
 Routes = dict[str, dict[str, dict[int, int]]]
 
 
 def _routes(plan: Draft, moves: Mapping[Place, Place]) -> Routes:
-    """Where bits of the chunk number c, the warp and the rank go, and of the lane those that move: to bits of the slot,
-    the rank, the lane, or which half of the pairs it is."""
+    """Where the bits of the chunk number c, the warp and the rank go, and the lane bits that move: to bits of the slot,
+    the rank, the lane, or to the half of the pairs."""
     names = ("c", "warp", "rank", "lane")
     routes: Routes = {kind: {name: {} for name in names} for kind in ("slot", "rank", "lane", "half")}
     for name, places in (
@@ -197,16 +197,17 @@ def _route(routes: Routes, kind: str, *names: str) -> str:
 
 
 def _number(place: Place) -> int:
-    """Which bit it is of what its index expression names; of the chunk number where it is a register."""
+    """The number of the bit in its index expression: for a register, the bit of the chunk number."""
     return place.index - 2 if place.kind == "reg" else place.index
 
 
 def _slots_are_free(plan: Draft) -> bool:
-    """Whether nobody reads the slots of the first exchange any more when a tile comes to it.
+    """Whether no thread still reads the slots of the first exchange when a tile reaches it.
 
-    Rows that came by multicast lay where they are. In a persistent grid the tile before may still be read there, unless
-    all have met since: where a stage is copied in bulk, when it was read; and group by group, before the last group was
-    read, whose slots this tile writes to only after it has met again.
+    Rows that came by multicast may still be read, because the slots reuse their memory. In a persistent grid, the tile
+    before may still be read, unless a barrier of the block came since. If a stage is copied in bulk, that barrier comes
+    after the stage was read. If steps run group by group, it comes before the last group was read, and this tile writes
+    to the slots of that group only after another barrier.
     """
     if plan.persistent:
         return plan.load.path == "bulk" or plan.order == "by_group"

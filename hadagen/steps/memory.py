@@ -1,4 +1,4 @@
-"""Steps between memory and registers, and what a kernel asks of memory and of the next kernel."""
+"""Steps between memory and registers, and requests to L2 and to the next kernel."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Load(Step):
-    """Global memory → registers, in 16-byte vectors, `stages` tiles under way. Before a `Gather`, which takes them from
-    there, it ends in shared memory."""
+    """Global memory → registers, in 16-byte vectors, with `stages` tiles in flight. Before a `Gather` it loads to
+    shared memory only, where the `Gather` reads."""
 
     path: str  # plain, no_allocate, cp_async, bulk or multicast
     stages: int = 1
@@ -36,17 +36,17 @@ class Load(Step):
 
     @property
     def staged(self) -> bool:
-        """Whether tiles land in shared memory first."""
+        """Whether tiles go through shared memory."""
         return self.path == "cp_async" or self.in_bulk
 
     @property
     def in_bulk(self) -> bool:
-        """Whether one thread starts the copy of a whole share to shared memory, and an mbarrier tells of its end."""
+        """Whether one thread starts the copy of a whole share to shared memory, whose end an mbarrier signals."""
         return self.path in ("bulk", "multicast")
 
     @property
     def multicast(self) -> bool:
-        """Whether every block of a cluster copies its share to all of them, so that each has whole rows."""
+        """Whether every block of a cluster copies its share to all blocks, so that each has whole rows."""
         return self.path == "multicast"
 
     def faults(self, plan: Draft, at: int) -> Iterator[str]:
@@ -71,7 +71,7 @@ class Load(Step):
 
 
 class _Asks(Step):
-    """For something, once a tile."""
+    """Makes a request, once a tile."""
 
     loads = True
 
@@ -81,7 +81,7 @@ class _Asks(Step):
 
 @dataclass(frozen=True)
 class Prefetch(_Asks):
-    """Asks L2 to bring in what lies about so many MiB behind what was just loaded, for a tile that starts later."""
+    """Asks L2 for the input about `mib` MiB behind the tile that was just loaded, for a tile that starts later."""
 
     mib: int
 
@@ -92,7 +92,7 @@ class Prefetch(_Asks):
     prefetches = True
 
     def tiles_ahead(self, plan: Draft) -> int:
-        """How many tiles after the one that was loaded the one comes that is prefetched; none is as large as 1 MiB."""
+        """The distance of the prefetched tile from the loaded one, in tiles. At least 1, as tiles are below 1 MiB."""
         return (self.mib << 20) // (plan.tile_elements * plan.problem.io.input.bytes)
 
     def faults(self, plan: Draft, at: int) -> Iterator[str]:
@@ -105,7 +105,7 @@ class Prefetch(_Asks):
 
 @dataclass(frozen=True)
 class Trigger(_Asks):
-    """Lets the next kernel in the stream start where there is room; it waits for the end of this one all the same."""
+    """Lets the next kernel in the stream start on free SMs. It waits for the end of this one all the same."""
 
     says = "let the next kernel start"
     features = frozenset({"dependent_launch"})
@@ -117,7 +117,7 @@ class Trigger(_Asks):
 
 @dataclass(frozen=True)
 class Store(Step):
-    """Registers → global memory, each 16-byte vector where it belongs; values as `Load` left them."""
+    """Registers → global memory, each 16-byte vector to its address. Values have the form that `Load` left."""
 
     path: str  # plain or streaming
 

@@ -15,16 +15,17 @@ from hadagen.steps.base import FP16, FP32, IN_16_BITS, PACKED, WARP_BYTES, Cost,
 if TYPE_CHECKING:
     from hadagen.steps.draft import Draft
 
-LEAST_POWER = -4  # 2^-4 of the scale in an mma: sums of 16 are then no larger than what is summed
+LEAST_POWER = -4  # with 2^-4 of the scale in an mma, sums of 16 values are no larger than the largest value
 NORMALIZER = 3  # as the `factor` of an `Mma`
-# As what an `Mma` takes fp32 values, and in how many parts. Both types have the range of fp32; a bfloat16 has 8 bits, a
-# tf32 11. Together they are more than a 16-bit result shows, and of float32 all 24 bits or, as two tf32, 22. A float16
-# shows 11 itself: one tf32 would count as four roundings, and two cost more than two bfloat16.
+# Operand of an `Mma` → type of the problem → number of parts of an fp32 value. Both operands have the range of fp32. A
+# bfloat16 has 8 bits, a tf32 11. So the parts have more bits than a 16-bit result shows, and of a float32 all 24, or 22
+# as two tf32. A float16 shows 11 bits itself: one tf32 would count as four roundings, and two cost more than two
+# bfloat16.
 PARTS = {
     "bfloat16": {DType.FLOAT16: 2, DType.BFLOAT16: 2, DType.FLOAT32: 3},
     "tf32": {DType.BFLOAT16: 1, DType.FLOAT32: 2},
 }
-# That take a pair of fp32 values into this many parts; an mma cuts a value off to one tf32 by itself.
+# Instructions that split a pair of fp32 values into parts. An mma cuts a value off to one tf32 by itself.
 _PART_INSTRUCTIONS = {
     (PACKED, 1): 0,
     (FP16, 1): 0,
@@ -33,20 +34,21 @@ _PART_INSTRUCTIONS = {
     ("tf32", 1): 0,
     ("tf32", 2): 8,
 }
-_MMA_OF_TF32 = 2  # m16n8k8 take as long as one m16n8k16, each
+_MMA_OF_TF32 = 2  # two m16n8k8 for one m16n8k16; each takes as long
 _FACTORS = ("", "the first factor of the scale", "the second factor of the scale", "what normalizes the warp")
 
-_PACKED_SUM = 1.15  # of a rounding: what a sum of packed values counts, as errors of measured kernels have it
-# Cutting an fp32 off to the 11 bits of a tf32, where the result has the 8 of a bfloat16 (as `PARTS` has it): the error
-# is anything up to the last place, u/8 if that of the result is u, so its mean square, mean² + variance, is (u/16)² +
-# (u/8)²/12 = u²/192, to u²/12 of a rounding. That the mean is not 0 is no matter: the transform keeps sums of squares.
-# Sums of the first 16 have few bits to cut off, so it is a sixth less than this.
+_PACKED_SUM = 1.15  # roundings that a sum of packed values counts as, fitted to errors of measured kernels
+# The error of cutting an fp32 off to the 11 bits of a tf32, for a result with the 8 bits of a bfloat16 (see `PARTS`).
+# If u is the last place of the result, that of the tf32 is u/8, and the error lies between 0 and u/8. Its mean square,
+# mean² + variance, is (u/16)² + (u/8)²/12 = u²/192; that of a rounding is u²/12. A mean that is not 0 does not matter,
+# because the transform keeps sums of squares. Sums of the first 16 values have few bits to cut off, so the error is a
+# sixth less than this.
 _CUT = 1 / 16
 
 
 @dataclass(frozen=True)
 class Gather(Step):
-    """Sums the shares of a row that a multicast has brought, fp32 times the scale: transforms the bits at cta."""
+    """Transforms the bits at cta: sums the shares of a row that a multicast has brought, in fp32, times the scale."""
 
     says = "sum over blocks, times the scale: bits {bits}"
     template = "loads.cu.j2"
@@ -70,26 +72,26 @@ class Gather(Step):
 
 @dataclass(frozen=True)
 class Mma(Step):
-    """Transforms the four bits at {pair, lane0, lane1, reg}, or all but the first `idle` of them, times a factor of the
-    scale, and applies `MMA_MOVES`.
+    """Transforms the four bits at {pair, lane0, lane1, reg}, or all but the first `idle` of them, multiplies by a
+    factor of the scale, and applies `MMA_MOVES`.
 
-    Takes packed values or fp16 as they are, or fp32 as a sum of `parts` of the type of its `operand`. Leaves what it
-    accumulates in: fp32, or 16 bits (float16 only). All four must be bits of the row, the idle too: were one not, rows
-    would meet in a sum with weight 0, and an infinity in one would make NaN of its neighbors.
+    It takes packed values or fp16 as they are, or fp32 as a sum of `parts` of the type of its `operand`. It leaves the
+    type of its accumulators: fp32, or 16 bits (float16 only). All four bits must be bits of the row, also those that
+    are idle. Otherwise rows would meet in a sum with weight 0, and an infinity in one row would make its neighbors NaN.
     """
 
     reg: int
     operand: str = PACKED  # or fp16, or a type of `PARTS`
     parts: int = 1
     accumulator: str = FP32
-    # 1 or 2: the first or second of those that the scale came as; where it came whole, the first or second power of two
-    # taken from it, at most 1 and at least 2^`least_power`. `NORMALIZER`: what `Normalize` found. 0: none.
+    # 0: none. 1 or 2: the first or second factor, if the scale came as two; if it came whole, the first or second power
+    # of two that is taken from it, at most 1 and at least 2^`least_power`. `NORMALIZER`: what `Normalize` found.
     factor: int = 0
-    # Transposed on its way in, 16 bits at a time: transforms {lane2, lane3, lane4, reg} and moves nothing.
+    # The operand is transposed first, 16 bits at a time: transforms {lane2, lane3, lane4, reg} and moves nothing.
     turned: bool = False
-    # Sums over the blocks of a cluster too, each of which has loaded the whole row: transforms the bits at cta as well.
+    # Also sums over the blocks of a cluster, each of which has loaded the whole row: transforms the bits at cta too.
     over_blocks: bool = False
-    idle: int = 0  # the bits at the first so many of its `operand_places` are left as they are
+    idle: int = 0  # how many of the first `operand_places` keep their bits as they are
 
     features = frozenset({"mma"})
 
@@ -121,7 +123,7 @@ class Mma(Step):
 
     @property
     def operand_places(self) -> tuple[Place, ...]:
-        """Where the four bits are that its operand has."""
+        """The places of the four bits of its operand."""
         return (*((lane(2), lane(3), lane(4)) if self.turned else (PAIR, lane(0), lane(1))), reg(self.reg))
 
     @property
@@ -129,7 +131,7 @@ class Mma(Step):
         return {} if self.turned else MMA_MOVES
 
     def least_power(self, plan: Draft) -> int:
-        """Exponent of the least power of two that it takes from a whole scale."""
+        """The exponent of the smallest power of two that it takes from a whole scale."""
         return LEAST_POWER - (plan.cta_bits if self.over_blocks else 0)
 
     def faults(self, plan: Draft, at: int) -> Iterator[str]:
@@ -167,10 +169,10 @@ class Mma(Step):
             return 1.0
         if plan.scale_form is ScaleForm.FP32:
             return 2.0 ** max(self.least_power(plan), min(0, math.frexp(left)[1] - 1))
-        return (1.0, left)[self.factor - 1]  # the whole scale stands for the second, or for the correction
+        return (1.0, left)[self.factor - 1]  # the second factor, or the correction, counts as the whole scale
 
     def cost(self, plan: Draft, carrier: str) -> Cost:
-        # so many mma into one accumulator, what takes the four pairs of a chunk apart, and what transposes them
+        # mma into one accumulator; beside them, instructions that split and transpose the four pairs of a chunk
         mma = self.parts * (_MMA_OF_TF32 if self.operand == "tf32" else 1)
         instructions = (
             2 * mma + 4 * _PART_INSTRUCTIONS[self.operand, self.parts] + (4 * self.parts if self.turned else 0)
@@ -195,7 +197,7 @@ class Mma(Step):
 
 
 class _Sum(Step):
-    """By add and subtract."""
+    """Transforms by add and subtract."""
 
     holds_all = True
 
@@ -227,7 +229,7 @@ class Butterfly(_Sum):
 
 
 class _Shuffle(_Sum):
-    """With the lane across."""
+    """Transforms across lanes."""
 
     lane: int
 
@@ -245,8 +247,8 @@ class _Shuffle(_Sum):
 
 @dataclass(frozen=True)
 class Shuffle(_Shuffle):
-    """Transforms the bit at lane[`lane`] by a warp shuffle with the lane across, then add or subtract. `widen` takes
-    16-bit values and leaves fp32, so that half as many words cross."""
+    """Transforms the bit at lane[`lane`] by a warp shuffle with the other lane, then add or subtract. With `widen` it
+    takes 16-bit values and leaves fp32, so that half as many words cross."""
 
     lane: int
     widen: bool = False
@@ -265,8 +267,8 @@ class Shuffle(_Shuffle):
 
 @dataclass(frozen=True)
 class SwapButterfly(_Shuffle):
-    """Swaps the bits at lane[`lane`] and `place`, a register bit, by a warp shuffle of fp32 values, and transforms the
-    one that comes to the register by add and subtract: half as many values cross as in a `Shuffle`."""
+    """Swaps the bits at lane[`lane`] and `place`, a register bit, by a warp shuffle of fp32 values. Then it transforms
+    the bit that came to the register by add and subtract. Half as many values cross as in a `Shuffle`."""
 
     lane: int
     place: Place
@@ -287,7 +289,7 @@ class SwapButterfly(_Shuffle):
 
 
 def _stride(place: Place, carrier: str) -> int:
-    """How far apart in p or f the two values of a butterfly lie."""
+    """The distance in p or f between the two values of a butterfly."""
     if place == PAIR:
         return 1
     return 1 << (place.index + 1 if carrier == FP32 else place.index)

@@ -14,23 +14,23 @@ _HADAMARD = np.array([[1.0, 1.0], [1.0, -1.0]])
 
 
 class Values:
-    """What is held at all coordinates, in float64: `tiles` has an axis for each place, behind one for the tiles."""
+    """The values at all coordinates, in float64. `tiles` has an axis for the tiles, then one for each place."""
 
     def __init__(self, loaded: Placement, x: Reals, scale: float) -> None:
-        self.left = scale  # to multiply by
+        self.left = scale  # the product of all factors still to come
         self._axes, bits = loaded.places, len(loaded)
         # Bit 0 varies fastest in memory, so a reshape has it last.
         tiles = np.asarray(x, np.float64).reshape((-1,) + (2,) * bits)
         self.tiles: Reals = tiles.transpose(0, *range(bits, 0, -1))
 
     def transform(self, *places: Place) -> None:
-        """The bits there."""
+        """Transform the bits at these places."""
         for place in places:
             axis = 1 + self._axes.index(place)
             self.tiles = np.moveaxis(np.tensordot(_HADAMARD, self.tiles, (1, axis)), 0, axis)
 
     def multiply(self, factor: float) -> None:
-        """By a part of the scale."""
+        """Multiply by a part of the scale."""
         self.left = self.left / factor if factor != self.left else 1.0
         self.tiles = self.tiles * factor
 
@@ -39,5 +39,5 @@ class Values:
         self.tiles = self.tiles.transpose(0, *(1 + self._axes.index(back.get(place, place)) for place in self._axes))
 
     def stored(self, placement: Placement) -> Reals:
-        """In memory order."""
+        """The values in memory order, for this placement."""
         return self.tiles.transpose(0, *(1 + self._axes.index(place) for place in reversed(placement.places)))

@@ -1,4 +1,4 @@
-"""Finding the fastest kernels: `tune` searches, times and records; its events and report say how it goes."""
+"""Finds the fastest kernels: `tune` searches, times and records. Its events and its report tell the progress."""
 
 from hadagen.tuner.estimate import BUILT_AT_ONCE, EstimateRunner, shortlist
 from hadagen.tuner.events import (

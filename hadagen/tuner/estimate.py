@@ -1,7 +1,7 @@
-"""What can be said of kernels where no device can time them: which look best, and whether they are right.
+"""Estimates for machines without the device: which kernels look best, and whether they are right.
 
 `shortlist` ranks knobs by the cost model, which needs no compiler. `EstimateRunner` then verifies kernels on the
-emulator and writes the cost model's times into their trials, which say `estimated`.
+emulator, and writes the times of the cost model into their trials, which are marked `estimated`.
 """
 
 from __future__ import annotations
@@ -40,21 +40,24 @@ from hadagen.space import Space, build_plan
 from hadagen.trial import ELEMENT_BUCKETS, Environment, NotTried, Outcome, Provenance, Timing, Trial, utc_now
 from hadagen.tuner.study import regime
 
-BUILT_AT_ONCE = 8 * (os.cpu_count() or 1)  # for the host; a search that is stopped waits for these
-# Of each class of input, for an error to lie within the few hundredths that a bound leaves: of uneven rows few elements
-# are nearly all.
+BUILT_AT_ONCE = 8 * (os.cpu_count() or 1)  # for the host; a search that is stopped waits for them
+# Elements of each class of input. They must be many for the error to lie within the few hundredths that a bound leaves:
+# in uneven rows, a few elements have nearly all of the norm.
 ELEMENTS = 4 * NORMAL_ELEMENTS
-# What makes one kernel much unlike another.
+# Kernels that differ in one of these differ much.
 _SHAPE = attrgetter("chunks", "warps", "cluster", "low_bits", "butterfly_carrier")
-# What the cost model is blind to.
+# Knobs that the cost model ignores.
 _UNSEEN = ("accumulator", "order", "store", "trigger", "min_blocks")
 _UNSEEN_LOADS = ("no_allocate",)
-ORDER_SEED = 2  # the emulator's threads in a random order
+ORDER_SEED = 2  # for a random order of the emulator's threads
 
 
 def _seen(space: Space) -> Space:
-    """The part of a space that the cost model tells apart: knobs that it is blind to keep their first value, and of how
-    far ahead a prefetch is, which it does not see either, one is kept beside none."""
+    """The part of a space that the cost model tells apart.
+
+    Knobs that it ignores keep their first value. It counts a prefetch, but not its distance, so `ahead` keeps 0 and
+    one other value.
+    """
     search = dict(space.arch.search)
     search |= {name: search[name][:1] for name in _UNSEEN}
     search["ahead"] = search["ahead"][:2]
@@ -65,7 +68,7 @@ def _seen(space: Space) -> Space:
 def shortlist(space: Space, count: int) -> list[Knobs]:
     """At most `count` legal knobs with the best estimates: the best of each regime, then the second best, and so on.
 
-    Those of one regime differ in `_SHAPE`, for two that are nearly the same would tell no more than one.
+    The knobs of one regime differ in `_SHAPE`, because two similar kernels tell no more than one.
     """
     arch, problem = space.arch, space.problem
     estimates = {knobs: Estimate(build_plan(problem, knobs, arch), arch) for knobs in _seen(space).legal}
@@ -80,7 +83,7 @@ def shortlist(space: Space, count: int) -> list[Knobs]:
 
 
 def _cells_by_regime(problem: Problem, arch: Arch) -> dict[str, list[Cell]]:
-    """Those that count for a regime, at powers of two: so all sizes weigh alike."""
+    """Regime → its cells at powers of two, so that all sizes have the same weight."""
     cells: dict[str, list[Cell]] = {}
     for cell in all_cells(problem, arch.model.l2_bytes):
         where = regime(problem, *cell, arch.model.l2_bytes)
@@ -90,9 +93,9 @@ def _cells_by_regime(problem: Problem, arch: Arch) -> dict[str, list[Cell]]:
 
 
 class EstimateRunner:
-    """A runner for machines without the device: right or wrong by the emulator, fast or slow by the cost model.
+    """A runner for machines without the device. The emulator verifies kernels, and the cost model estimates times.
 
-    Setting `stopped` kills the host compilers that run, which raises `Stopped`.
+    Setting `stopped` kills host compilers that run, which raises `Stopped`.
     """
 
     def __init__(self, arch: Arch, stopped: Event | None = None) -> None:
@@ -103,9 +106,9 @@ class EstimateRunner:
         )
 
     def run(self, variants: Iterable[Variant]) -> Iterator[tuple[Variant, Trial | NotTried]]:
-        """Builds some variants for the host at a time, and yields each of them with its trial.
+        """Builds `BUILT_AT_ONCE` variants for the host at a time, and yields each of them with its trial.
 
-        Raises `ToolchainError` where the host compiler dies for one after another.
+        Raises `ToolchainError` if the host compiler dies for several kernels in a row.
         """
         waiting = iter(variants)
         while some := list(islice(waiting, BUILT_AT_ONCE)):
@@ -116,7 +119,7 @@ class EstimateRunner:
                 yield variant, self._try(variant, plan, source, module)
 
     def _compile_all(self, sources: Sequence[Source]) -> HostModule | None:
-        """All kernels in one module; None where that fails, and each has to be tried alone."""
+        """All kernels in one module; None if that fails, so that each must be compiled alone."""
         try:
             return compile_host(sources, stopped=self._stopped)
         except (HostCompileError, HostCompilerDied):
@@ -168,7 +171,7 @@ class EstimateRunner:
 
 
 def _verify(problem: Problem, source: Source, module: HostModule) -> dict[str, float]:
-    """The larger error out of place and in place, by class of input; in place at odd addresses where these may be."""
+    """Class of input → the larger error of out of place and in place. Pitched rows in place have odd addresses."""
     rows = verification_rows(problem, source.launch, ELEMENTS)
     apart = verify(problem, source, rows, module=module)
     columns = max(problem.n // 2 + 1, problem.n - problem.n // 4 - 1)

@@ -1,4 +1,4 @@
-"""What a search reports while it runs and at its end. It prints nothing: the command line does, from these."""
+"""The events of a search, and its report at the end. The command line prints them; a search prints nothing."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from hadagen.tuner.study import Scores
 
 @dataclass(frozen=True)
 class SearchStarted:
-    """`trials`: that will be finished at the end, of which `finished` already are, from earlier runs.
+    """`trials`: number at the end of the search. `finished`: how many of these earlier runs have finished.
 
-    `estimated`: there is no device, so kernels are verified on the emulator and timed by the cost model.
+    `estimated`: there is no device, so the emulator verifies kernels and the cost model estimates times.
     """
 
     problems: int
@@ -27,7 +27,7 @@ class SearchStarted:
 
 @dataclass(frozen=True)
 class ProblemStarted:
-    """`finished`: trials of earlier runs."""
+    """`finished`: number of trials of earlier runs."""
 
     problem: Problem
     finished: int
@@ -35,7 +35,7 @@ class ProblemStarted:
 
 @dataclass(frozen=True)
 class BatchBuilt:
-    """Variants were compiled: `fresh` will be measured, `known` have a kernel that others had before, `failed` none."""
+    """Variants were compiled: `fresh` will be measured, `known` have the kernel of earlier ones, `failed` have none."""
 
     fresh: int
     known: int
@@ -45,7 +45,7 @@ class BatchBuilt:
 
 @dataclass(frozen=True)
 class VariantNotTried:
-    """A compiler died for a `reason` that says nothing of the knobs. They are tried again later."""
+    """A compiler died for a `reason` that says nothing about the knobs. They are tried again later."""
 
     problem: Problem
     knobs: Knobs
@@ -54,7 +54,7 @@ class VariantNotTried:
 
 @dataclass(frozen=True)
 class TrialFinished:
-    """A trial was recorded. `best`: of its problem so far, as fraction of copy in each of `REGIMES`.
+    """A trial was recorded. `best`: the best fractions of copy of its problem so far, one for each of `REGIMES`.
 
     `finished` and `trials` as in `SearchStarted`.
     """
@@ -67,7 +67,7 @@ class TrialFinished:
 
 @dataclass(frozen=True)
 class ProblemFinished:
-    """All trials of a problem are in. `best` as in `TrialFinished`."""
+    """All trials of a problem are finished. `best` as in `TrialFinished`."""
 
     problem: Problem
     finished: int
@@ -76,7 +76,7 @@ class ProblemFinished:
 
 @dataclass(frozen=True)
 class PairRaced:
-    """Two near-ties were timed again by turns. `margins`: by how much of the winner's time the loser was slower."""
+    """Two kernels that nearly tie were timed again in turns. `margins`: slower / faster time - 1, one for each cell."""
 
     problem: Problem
     margins: tuple[float, ...]
@@ -90,9 +90,10 @@ Listener = Callable[[Event], None]
 class TuneReport:
     """How a search ended. `stopped`: what ended it early ("interrupted", "out of time"), or "".
 
-    `finished`: trials in all, of which `finished_before` from earlier runs; `outcomes` those of this run; `elsewhere`
-    those that came from other runs meanwhile, which have `under_way` more. `best`: by problem, as in `TrialFinished`.
-    `raced`: cells in which near-ties were raced.
+    `finished`: number of all trials. `finished_before`: those of earlier runs. `outcomes`: outcome → number of trials
+    of this run. `elsewhere`: number of trials that other runs finished meanwhile. `under_way`: number of trials that
+    other runs have in progress. `best`: problem → scores as in `TrialFinished`. `raced`: number of cells in which
+    near-ties were raced.
     """
 
     environment: Environment

@@ -1,6 +1,6 @@
-"""Recordings in the cache format of Kernel Tuner, whose simulation mode then searches them as ours are searched.
+"""Recordings in the cache format of Kernel Tuner, so that its simulation mode can search them.
 
-Kernel Tuner searches for one number; here `time` is the geometric mean over the cells of time / copy, without unit.
+Kernel Tuner minimizes one number. Here its `time` is the geometric mean over the cells of time / copy, without unit.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from hadagen.tuner.recording import Recording
 from hadagen.tuning_db.aside import check_place, unwritable, written_aside
 
 OBJECTIVE = "geometric mean over the cells of time / copy"
-# What stands in place of a time, by outcome.
+# Outcome → the text in place of a time.
 _FAILURES = {Outcome.ILLEGAL: "InvalidConfig", Outcome.COMPILE_FAILED: "CompilationFailedConfig"}
 _OTHER_FAILURE = "RuntimeFailedConfig"
 _BEGINNING = b'{"device_name": '  # of every cache that is written here
 
 
 def objective(trial: Trial) -> float:
-    """The number that is made small, of a trial that is right: below 1 is faster than a copy."""
+    """The number to minimize, for a trial that is right. Below 1 is faster than a copy."""
     return geometric_mean(timing.us / timing.copy_us for timing in trial.timings)
 
 
 def kernel_tuner_cache(recording: Recording) -> dict[str, Any]:
-    """The recording as Kernel Tuner keeps one, values by name as in its documentation; times of a cache in ms.
+    """The recording as Kernel Tuner keeps one, with the names of its documentation. Times of a cache are in ms.
 
     Beside `time`, each entry has `times`, time / copy of every cell, and `us`, microseconds of every cell, both in the
     order of the recording's cells.
@@ -49,9 +49,9 @@ def cache_key(recording: Recording, trial: Trial) -> str:
 
 
 def write_kernel_tuner_cache(recording: Recording, folder: Path) -> Path:
-    """Write a cache called as the problem is, and return its path. One that is there is replaced.
+    """Write a cache named as the problem, and return its path. An earlier export there is replaced.
 
-    Raises `StorageError` where it cannot be written, or another file is there.
+    Raises `StorageError` if it cannot be written, or if another file is there.
     """
     path = folder / f"{recording.problem.key}.json"
     check_place(path, "an export of hadagen", lambda header: header.startswith(_BEGINNING))

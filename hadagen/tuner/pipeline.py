@@ -1,4 +1,4 @@
-"""Building one batch while another is measured."""
+"""Builds one batch of variants while another is measured."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from hadagen.toolchain import BuildFailure
 from hadagen.trial import Kernel, NotTried, Outcome, Provenance, Trial, utc_now
 from hadagen.tuner.events import BatchBuilt, Listener, VariantNotTried
 
-ATTEMPTS = 3  # to compile a variant whose compiler dies, before that is taken for the variant's fault
-BATCHES = 3  # under way at once: one is measured, one is built, one is being built
+ATTEMPTS = 3  # to compile a variant whose compiler dies; then the variant is to blame
+BATCHES = 3  # in progress at once: one is measured, one is built, one is being built
 BATCH_SIZE = 64
 WAKE_SECONDS = 1.0
 
@@ -38,8 +38,11 @@ _KernelKey = tuple[Problem, str]  # variants with the same key do the same thing
 
 @dataclass(frozen=True)
 class _BuiltBatch:
-    """A batch after the compiler: what will be measured, what has a kernel that others had before, what failed, and
-    what the compiler died for."""
+    """A batch after the compiler.
+
+    `fresh`: variants to measure. `known`: variants whose kernel other knobs had before. `failed`: refused by the
+    compiler. `not_tried`: the compiler died.
+    """
 
     fresh: tuple[Variant, ...]
     known: tuple[Variant, ...]
@@ -49,12 +52,12 @@ class _BuiltBatch:
 
 
 class Pipeline:
-    """Batches of knobs in; out come, in the same order, a `BatchBuilt` of each and a trial of each of its knobs.
+    """Takes batches of knobs. Returns, in the same order, a `BatchBuilt` for each batch and a trial for its knobs.
 
-    `build` compiles variants and answers in their order; None for a runner that needs no kernels. A kernel is measured
-    once: other knobs that compile to it get its trial under their name. Knobs that were `NotTried` come again in a
-    later batch, for `ATTEMPTS` in all. `known`: trials whose kernels were measured before. `stopped` is set when
-    nothing more is to be built. As a context manager it ends its threads.
+    `build` compiles variants and returns results in their order; None for a runner that needs no kernels. A kernel is
+    measured once: other knobs that compile to it get its trial with their own knobs. Knobs that were `NotTried` come
+    again in a later batch, for `ATTEMPTS` in all. `known`: trials whose kernels were measured before. `stopped`: set
+    to stop building. As a context manager it ends its threads.
     """
 
     def __init__(
@@ -65,11 +68,11 @@ class Pipeline:
         self._of_kernel: dict[_KernelKey, Trial] = {}
         for trial in known:
             self._remember(trial)
-        self._compiled = set(self._of_kernel)  # and those that are not measured yet
+        self._compiled = set(self._of_kernel)  # also kernels that are not measured yet
         self._results: SimpleQueue[_Result | BaseException | None] = SimpleQueue()  # None ends a batch
         self._under_way = 0  # batches
-        self._attempts: Counter[tuple[Problem, Knobs]] = Counter()  # of what was not tried
-        self._again: list[tuple[Problem, Knobs]] = []  # of these, what has to come once more
+        self._attempts: Counter[tuple[Problem, Knobs]] = Counter()  # of knobs that were not tried
+        self._again: list[tuple[Problem, Knobs]] = []  # knobs that come again in the next batch
         self._stopped = stopped or Flag()
         self._builder = ThreadPoolExecutor(1, "hadagen-build")
         self._measurer = ThreadPoolExecutor(1, "hadagen-measure")
@@ -77,11 +80,12 @@ class Pipeline:
     def run(
         self, ask: Callable[[], Batch], keep: Callable[[Trial], None], listen: Listener, deadline: float = inf
     ) -> bool:
-        """Try the batches that `ask` gives, until it has no more, `time.monotonic()` is past the deadline, or Ctrl-C;
-        what is measured then is finished, what is built is not. `keep` gets each trial, `listen` the rest.
+        """Try the batches that `ask` returns. `keep` gets each trial, `listen` all other results.
 
-        `BATCHES` are under way at once. Another is asked for when one came to its end; an empty one says that there is
-        none now. Returns whether Ctrl-C came. Raises what was raised in a thread.
+        Ends when `ask` has no more, at the deadline (of `time.monotonic()`), or at Ctrl-C. Then the variant that is
+        measured is finished, and builds are dropped. `BATCHES` are in progress at once; the next is asked for when one
+        is complete. An empty batch means that there is none now. Returns whether Ctrl-C came. Raises what a thread
+        raised.
         """
         interrupted = False
         try:
@@ -107,11 +111,11 @@ class Pipeline:
         self._stop()
 
     def _come(self, ask: Callable[[], Batch], deadline: float) -> Iterator[_Result]:
-        """What comes of the batches, as `run` gets it."""
+        """The results of the batches, as they come."""
         self._refill(ask, deadline)
         while self._under_way and (left := deadline - time.monotonic()) > 0:
             try:
-                # Now and then, for Ctrl-C that comes just before a wait begins does not end it.
+                # Wake up now and then: Ctrl-C just before a wait begins does not end that wait.
                 result = self._results.get(timeout=min(left, WAKE_SECONDS))
             except Empty:
                 continue
@@ -126,7 +130,7 @@ class Pipeline:
                 yield result
 
     def _attempted(self, result: VariantNotTried) -> _Result:
-        """The same, to come again; after the last attempt a trial."""
+        """The same result, and its knobs come again; after the last attempt a failed trial."""
         variant = result.problem, result.knobs
         self._attempts[variant] += 1
         if self._attempts[variant] < ATTEMPTS:
@@ -135,7 +139,7 @@ class Pipeline:
         return self._failed_trial(*variant, f"{result.reason}, in each of {ATTEMPTS} attempts")
 
     def _stop(self) -> list[Trial]:
-        """Start nothing more, wait for what is under way, and return the trials that came of it."""
+        """Start nothing more, wait for work in progress, and return its trials."""
         self._stopped.set()
         self._builder.shutdown(cancel_futures=True)
         self._measurer.shutdown(cancel_futures=True)
@@ -191,7 +195,7 @@ class Pipeline:
                     self._results.put(result)
                 else:
                     self._not_tried(variant, result.reason)
-            if not self._stopped.is_set():  # else some of these kernels may have no trial
+            if not self._stopped.is_set():  # if stopped, some of these kernels may have no trial
                 for variant in built.known:
                     self._repeat(variant)
                 self._results.put(None)
@@ -210,7 +214,7 @@ class Pipeline:
             self._of_kernel.setdefault(_key(trial.problem, trial.kernel), replace(trial, kernel=None))
 
     def _failed_trial(self, problem: Problem, knobs: Knobs, detail: str) -> Trial:
-        """The trial of knobs whose source does not compile. On no device (`gpu` is ""), it is an estimate."""
+        """The trial of knobs whose source does not compile. Without a device (`gpu` is "") it is an estimate."""
         environment = self._runner.environment
         return Trial(
             problem=problem,
@@ -224,11 +228,11 @@ class Pipeline:
         )
 
     def _not_tried(self, variant: Variant, reason: str) -> None:
-        self._compiled.discard(_key_of(variant))  # or it would be taken for known when it comes again
+        self._compiled.discard(_key_of(variant))  # otherwise it would count as known when it comes again
         self._results.put(VariantNotTried(variant.problem, Knobs.from_dict(variant.knobs), reason))
 
     def _repeat(self, variant: Variant) -> None:
-        """The trial of knobs that compile to the kernel that other knobs had before."""
+        """Report the trial of the same kernel, which other knobs had before, for these knobs."""
         first = self._of_kernel.get(_key_of(variant))
         if first is None:
             self._not_tried(variant, "other knobs have the same kernel, which was not tried")
@@ -240,9 +244,9 @@ class Pipeline:
 
 @contextmanager
 def _finishing() -> Iterator[list[int]]:
-    """Within it Ctrl-C interrupts nothing, but adds to the list: what is under way ends soon, and is then kept."""
+    """A context in which Ctrl-C adds to the list instead of interrupting, so that work in progress ends and is kept."""
     came: list[int] = []
-    # A program that handles or ignores it in its own way goes on doing so. Only the main thread may change that.
+    # A program with its own handler keeps it. Only the main thread may change handlers.
     interrupting = [
         number
         for number in (signal.SIGINT, signal.SIGTERM)
@@ -262,5 +266,5 @@ def _key(problem: Problem, kernel: Kernel) -> _KernelKey:
 
 
 def _key_of(variant: Variant) -> _KernelKey:
-    assert variant.kernel is not None  # where there are none, none is known
+    assert variant.kernel is not None  # a runner without kernels has no known ones
     return _key(variant.problem, variant.kernel)

@@ -1,9 +1,8 @@
-"""Near-ties, raced: the two best kernels of a cell are timed again by turns before a winner is named, in both regimes
-that have a say there.
+"""Races of near-ties: before a winner is named, the two best kernels of a cell are timed again in turns, hot and cold.
 
-Winners are a view of the trials, so that is where the result goes: the times of both kernels get the ratio that they
-had in the race, and their detail says by how much it was won. The winner keeps its time, for the other kernels of the
-cell were timed then, and the device may be a little faster or slower today.
+Winners are a view of the trials, so the result of a race goes into the trials. The times of both kernels get the ratio
+that they had in the race, and their detail tells the margin. The faster kernel keeps its time: the other kernels of the
+cell were timed on the same day, and the device may be a little faster or slower today.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ from hadagen.trial import Cache, Trial
 from hadagen.tuning_db.store import Store
 from hadagen.tuning_db.winners import RankedTrial, digest_of, may_win, ranked_by_cell
 
-NEAR = 0.01  # kernels no further apart than this are raced
-ROUNDS = 2  # for after a race another kernel may be second
+NEAR = 0.01  # kernels whose scores differ by no more than this are raced
+ROUNDS = 2  # after a race, another kernel may be second
 
-RaceTimes = Mapping[Cell, tuple[float, float]]  # µs of a kernel, and of the one it raced with
+RaceTimes = Mapping[Cell, tuple[float, float]]  # µs of a kernel, and of the other kernel in the race
 
 
 @runtime_checkable
 class Racing(Protocol):
-    """A runner that can time two kernels by turns: (µs of a, µs of b) for each cell. Raises `DeviceError`."""
+    """A runner that can time two kernels in turns: (µs of a, µs of b) for each cell. Raises `DeviceError`."""
 
     def race(self, a: Variant, b: Variant, cells: Sequence[Cell]) -> list[tuple[float, float]]: ...
 
@@ -36,8 +35,8 @@ class Racing(Protocol):
 def race_near_ties(trials: Iterable[Trial], store: Store, runner: Racing) -> Iterator[tuple[float, ...]]:
     """Race the near-ties of one problem on one device, record the results, and yield the margins, pair by pair.
 
-    A margin is by how much of the winner's time the loser was slower, one for each cell. `trials` need no blobs. A pair
-    whose race fails is left as it is, and not raced again. Raises `StorageError` where a result cannot be recorded.
+    A margin is slower time / faster time - 1, one for each cell. `trials` need no blobs. A pair whose race fails keeps
+    its times, and is not raced again. Raises `StorageError` if a result cannot be recorded.
     """
     field: dict[str, list[Trial]] = defaultdict(list)  # the trials that may win, by the digest of their kernel
     for trial in filter(may_win, trials):
@@ -63,7 +62,7 @@ def race_near_ties(trials: Iterable[Trial], store: Store, runner: Racing) -> Ite
 
 
 def _settled(before: tuple[float, float], raced: tuple[float, float]) -> tuple[float, float]:
-    """Two times as far apart as those of a race; that of its winner is what it was before."""
+    """Two times with the ratio that they had in the race; the faster kernel keeps the time it had before."""
     if raced[0] <= raced[1]:
         return before[0], before[0] * raced[1] / raced[0]
     return before[1] * raced[0] / raced[1], before[1]
@@ -72,8 +71,10 @@ def _settled(before: tuple[float, float], raced: tuple[float, float]) -> tuple[f
 def _near_ties(
     field: Mapping[str, Sequence[Trial]], met: set[tuple[Cell, str, str]]
 ) -> dict[tuple[str, str], RaceTimes]:
-    """Digests of two kernels, in order → where they have the best scores, near each other: the times that these are of,
-    in the regimes in which both were timed and have not met."""
+    """Digests of two kernels, in order → cell → their times.
+
+    The cells are those in which the two have the best scores, near each other, and were not raced yet.
+    """
     ties: dict[tuple[str, str], dict[Cell, tuple[float, float]]] = defaultdict(dict)
     for place, ranked in ranked_by_cell(chain.from_iterable(field.values())).items():
         best: dict[str, RankedTrial] = {}  # by digest
@@ -97,7 +98,7 @@ def _times(trial: Trial) -> dict[Cell, float]:
 
 
 def _with_race(trial: Trial, times: RaceTimes) -> Trial:
-    """The trial with its times of a race."""
+    """The trial with the times of the race."""
     timings = []
     for timing in trial.timings:
         us, _ = times.get(Cell.of(timing), (timing.us, 0.0))

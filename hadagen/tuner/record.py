@@ -1,7 +1,7 @@
-"""Measuring every legal variant of problems within cut ranges: the data on which searches are compared.
+"""Measures every legal variant of problems within reduced ranges, so that searches can be compared on the data.
 
-Trials go to a file of plain lines as they finish, beside where the recording will be. So a run that was interrupted
-goes on where it was; what is complete becomes one compressed file.
+As they finish, trials go to a file of plain lines beside the future recording. So an interrupted run continues where
+it was. A complete recording becomes one compressed file.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hadagen.trial import Destination, Environment, Outcome, Trial, deciding_cac
 from hadagen.tuner.events import Listener, ProblemFinished, ProblemStarted, SearchStarted, TrialFinished
 from hadagen.tuner.pipeline import BATCH_SIZE, Build, Pipeline
 from hadagen.tuner.recording import SUFFIX, Recording, read_recording, recording_of, write_recording
-from hadagen.tuner.study import Leaders, best_of, follow, leaders_of
+from hadagen.tuner.study import BestByCell, best_of_trials, best_scores, note_best
 from hadagen.tuning_db.aside import unwritable
 
 PART_SUFFIX = ".part"
@@ -35,9 +35,8 @@ PART_SUFFIX = ".part"
 class RecordOptions:
     """What to record, with what, and where.
 
-    `arch`: whose ranges are cut already. `cells`: by problem, what `runner` times. `environment`: of the device, `nvcc`
-    included. `folder`: gets a file for each problem, called as the problem is. `stopped`: set when nothing more is to
-    be built.
+    `arch`: has the reduced ranges. `cells`: problem → cells that `runner` times. `environment`: of the device, with
+    `nvcc`. `folder`: gets a file for each problem, with its name. `stopped`: set to stop building.
     """
 
     arch: Arch
@@ -51,8 +50,11 @@ class RecordOptions:
 
 @dataclass(frozen=True)
 class RecordReport:
-    """How it ended. `interrupted`: before all was measured. `outcomes`: by problem, of its trials so far, those of
-    earlier runs included. `files`: of the problems that are complete. `finished`: trials of this run."""
+    """How a recording ended.
+
+    `outcomes`: problem → outcome → number of trials so far, of all runs. `files`: problem → its file, for complete
+    problems. `finished`: number of trials of this run. `interrupted`: whether variants are left to measure.
+    """
 
     outcomes: Mapping[Problem, Mapping[Outcome, int]]
     files: Mapping[Problem, Path]
@@ -62,7 +64,7 @@ class RecordReport:
 
 
 def deciding_cells(problem: Problem, elements: Sequence[int], l2_bytes: int) -> tuple[Cell, ...]:
-    """At each of these element counts that hold a row: in place, where the winner is named, in L2 or in memory."""
+    """The in-place cell whose time decides, at each element count that holds at least a row."""
     destination = Destination.IN_PLACE
     return tuple(
         Cell(count, destination, deciding_cache(problem, count, destination, l2_bytes))
@@ -72,16 +74,16 @@ def deciding_cells(problem: Problem, elements: Sequence[int], l2_bytes: int) -> 
 
 
 def record(options: RecordOptions, listen: Listener = lambda event: None) -> RecordReport:
-    """Measure every legal variant that no earlier run has, and write the file of each problem that is complete.
+    """Measure every legal variant that no earlier run has measured, and write the file of each complete problem.
 
-    Ctrl-C ends it early, with a report. Raises `StorageError` where a file is in the way or cannot be written, and
-    `ToolchainError` or `DeviceError` where it cannot go on; what was reported until then is kept.
+    Ctrl-C ends it early, with a report. Raises `StorageError` if a file is in the way or cannot be written, and
+    `ToolchainError` or `DeviceError` if it cannot go on. Trials that were reported until then are kept.
     """
     return _Recorder(options, listen).run()
 
 
 class _Draft:
-    """A recording under way: its file of lines, which variants are still missing, and what leads so far."""
+    """An incomplete recording: its file of lines, the variants that are missing, and the best trials so far."""
 
     def __init__(self, empty: Recording, arch: Arch, folder: Path) -> None:
         self.path = folder / f"{empty.problem.key}{SUFFIX}"
@@ -92,19 +94,19 @@ class _Draft:
         if not self.trials.keys() <= set(self._legal):
             raise self._in_the_way()
         self.missing = [knobs for knobs in self._legal if knobs not in self.trials]
-        # What drifts while it is measured must not look like the effect of a knob.
+        # A device that drifts during the recording must not look like the effect of a knob.
         random.Random(empty.problem.key).shuffle(self.missing)
-        self.leaders: Leaders = leaders_of(self.recording.trials)
+        self.best_by_cell: BestByCell = best_of_trials(self.recording.trials)
         if self.is_complete and not self.path.exists():  # an earlier run ended just before
             self._write_whole()
 
     def keep(self, trial: Trial) -> Trial:
-        """Write a trial down, and the whole file once it is the last. Returns it as it is kept."""
+        """Write a trial, and after the last one the whole file. Returns the trial as it is kept."""
         kept = self.recording.as_kept(trial)
         with self._part.open("a", encoding="utf-8") as part:
             part.write(f"{self.recording.trial_line(kept)}\n")
         self.trials[Knobs.from_dict(kept.knobs)] = kept
-        follow(self.leaders, kept)
+        note_best(self.best_by_cell, kept)
         if self.is_complete:
             self._write_whole()
         return kept
@@ -122,7 +124,7 @@ class _Draft:
         return Counter(trial.outcome for trial in self.trials.values())
 
     def _kept_before(self, empty: Recording) -> Recording:
-        """What earlier runs have kept. Where there were none, a new file of lines is begun."""
+        """The recording of earlier runs, or an empty one with a new file of lines."""
         if self.path.exists():
             found = read_recording(self.path)
             if not found.same_but_for_trials(empty) or len(found.trials) != len(self._legal):
@@ -199,7 +201,7 @@ class _Recorder:
         except OSError as error:
             raise unwritable(draft.path, error) from error
         self._finished += 1
-        best = best_of(draft.leaders)
+        best = best_scores(draft.best_by_cell)
         self._listen(TrialFinished(kept, best, self._finished, self._trials))
         if draft.is_complete:
             self._listen(ProblemFinished(trial.problem, len(draft.trials), best))

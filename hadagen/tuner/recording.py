@@ -1,6 +1,7 @@
-"""`Recording`: every legal variant of a problem, measured within cut ranges; and its file.
+"""`Recording`: every legal variant of a problem within reduced ranges, measured; and its file.
 
-A file is JSON lines, compressed: first what all trials share, then a line for each of them, in the order of the space.
+A file is compressed JSON lines. The first line has what all trials share. Each other line is a trial, in the order of
+the space.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ _MOST_BYTES = 1 << 26  # of a file that is read; 20 000 variants take a tenth of
 class Recording:
     """Trials of one problem on one device, one for each legal choice of knobs within `ranges`.
 
-    `ranges`: by knob, the values that were searched. `cells`: what each kernel was timed at. `environment` and `date`
-    (UTC, ISO 8601: when it was begun) are those of all trials. These are as `as_kept` leaves them.
+    `ranges`: knob → the values that were searched. `cells`: where each kernel was timed. `environment` and `date` (UTC,
+    ISO 8601, of the beginning) are those of all trials. The trials are as `as_kept` returns them.
     """
 
     problem: Problem
@@ -51,19 +52,19 @@ class Recording:
 
     @property
     def target(self) -> Arch:
-        """The arch with nothing but the ranges to search. A knob that came later has its default value alone.
+        """The arch with these ranges only. A knob newer than the recording has only its default value.
 
-        Raises `UsageError` where a value of the ranges is no longer searched.
+        Raises `UsageError` if a value of the ranges is no longer searched.
         """
         later = {name: (getattr(Knobs, name),) for name in KNOB_NAMES if name not in self.ranges}
         return load_arch(self.arch).narrowed({**self.ranges, **later})
 
     def same_but_for_trials(self, other: Recording) -> bool:
-        """Whether both are of the same problem, device and ranges, whenever they were made."""
+        """Whether both have the same problem, device, cells and ranges; dates may differ."""
         return replace(self, date="", trials=()) == replace(other, date="", trials=())
 
     def as_kept(self, trial: Trial) -> Trial:
-        """What is kept of a trial: times of `cells`, no more digits than a clock has, and no kernel."""
+        """The trial as it is kept: the times of `cells`, no more digits than a clock has, and no kernel."""
         timed = {Cell.of(timing): timing for timing in trial.timings}
         timings = (
             Timing(*cell, *(round(us, _US_DIGITS) for us in _us(timed[cell]))) for cell in self.cells if cell in timed
@@ -94,7 +95,7 @@ class Recording:
         )
 
     def trial_line(self, trial: Trial) -> str:
-        """The line of a trial that is as `as_kept` leaves it. Its times stand in the order of `cells`."""
+        """The line of a trial that `as_kept` returned. Its times are in the order of `cells`."""
         times = {Cell.of(timing): _us(timing) for timing in trial.timings}
         return _line(
             {
@@ -109,7 +110,7 @@ class Recording:
 
 
 def recording_of(header: str, lines: Iterable[str]) -> Recording:
-    """The recording that these lines of a file say. Raises `ValueError` where they say none."""
+    """The recording in these lines of a file. Raises `ValueError` if they are no recording."""
     try:
         values = json.loads(header)
         if not isinstance(values, dict) or values.get(_SCHEMA_KEY) != SCHEMA:
@@ -128,9 +129,9 @@ def recording_of(header: str, lines: Iterable[str]) -> Recording:
 
 
 def write_recording(recording: Recording, path: Path) -> None:
-    """Write a file; one that is there is replaced once the new one is complete. Equal recordings make equal files.
+    """Write a file. It replaces an old one only when it is complete. Equal recordings make equal files.
 
-    Raises `StorageError` where it cannot be written.
+    Raises `StorageError` if it cannot be written.
     """
     text = "\n".join([recording.header_line(), *map(recording.trial_line, recording.trials), ""])
     try:
@@ -141,7 +142,7 @@ def write_recording(recording: Recording, path: Path) -> None:
 
 
 def read_recording(path: str | os.PathLike[str]) -> Recording:
-    """Read a file. Raises `StorageError` where it cannot be read or is no recording."""
+    """Read a file. Raises `StorageError` if it cannot be read or is no recording."""
     try:
         compressed, _ = read_start(path, _MOST_BYTES)
         stream = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)  # of gzip
@@ -169,7 +170,7 @@ def _trial(recording: Recording, values: Mapping[str, Any]) -> Trial:
     return Trial(
         problem=recording.problem,
         arch=recording.arch,
-        # Those that came later have their defaults.
+        # Knobs newer than the recording have their defaults.
         knobs=Knobs.from_dict(dict(zip(recording.ranges, values["knobs"], strict=True))).to_dict(),
         outcome=outcome,
         provenance=Provenance.MEASURED,
@@ -183,12 +184,12 @@ def _trial(recording: Recording, values: Mapping[str, Any]) -> Trial:
 
 
 def _us(timing: Timing) -> tuple[float, float, float, float]:
-    """The times as they stand in a file, and as a `Timing` takes them."""
+    """The times in the order of a file, which is that of `Timing`."""
     return timing.us, timing.us_low, timing.us_high, timing.copy_us
 
 
 def _timings(cells: Sequence[Cell], times: Sequence[tuple[float, float, float, float] | None]) -> Iterator[Timing]:
-    """Those of a trial; none where it failed. Raises `ValueError` where no clock says so."""
+    """The timings of a trial; none if it failed. Raises `ValueError` if a time is not above 0 and finite."""
     for cell, us in zip(cells, times, strict=True) if times else ():
         if us is not None:
             if not all(0 < time < inf for time in us):

@@ -1,8 +1,8 @@
-"""Searches on recordings: what they try, and how near that comes to the best there is, evaluation by evaluation.
+"""Searches on recordings: what they try, and how near they come to the best variant after each evaluation.
 
-A search is compared by its *curve*: for each count of evaluations, best possible time / best time found so far, as a
-geometric mean over problems, cells and seeds. A variant that failed counts as an evaluation. Until something right was
-found in a cell, the slowest time of all stands for it.
+The *curve* of a search has, for each count of evaluations, best possible time / best time found so far, as a geometric
+mean over problems, cells and seeds. A variant that failed counts as an evaluation. Until a search has found a right
+variant in a cell, the slowest time of the recording counts as its best time there.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from hadagen.tuner.recording import Recording
 from hadagen.tuner.search import TuneOptions, tune
 
 LEAST_BUDGET = 60
-BUDGET_SHARE = 10  # one of so many variants
+BUDGET_SHARE = 10  # one variant in ten is evaluated
 
-Order = Sequence[Trial]  # in which a search had these
+Order = Sequence[Trial]  # in the order in which a search evaluated them
 
 
 @dataclass(frozen=True)
 class Field:
     """A recording to search: the trials whose knobs are legal by today's rules.
 
-    `best` and `worst`: in microseconds, by cell. Raises `UsageError` where nothing is left, or nothing is right.
+    `best` and `worst`: cell → microseconds. `of` raises `UsageError` if no trial is legal and right.
     """
 
     recording: Recording
@@ -56,19 +56,19 @@ class Field:
 
     @property
     def budget(self) -> int:
-        """The evaluations after which a search is judged: a tenth of the variants, but 60 or all if they are fewer."""
+        """The evaluations of a search: a tenth of the variants, but at least 60, and no more than all variants."""
         return min(len(self.trials), max(LEAST_BUDGET, ceil(len(self.trials) / BUDGET_SHARE)))
 
 
 def times_of(trial: Trial) -> dict[Cell, float]:
-    """Microseconds by cell; none of a trial that failed."""
+    """Cell → microseconds; {} for a trial that failed."""
     if trial.outcome is not Outcome.OK:
         return {}
     return {Cell.of(timing): timing.us for timing in trial.timings}
 
 
 def default_search(field: Field, seed: int) -> Order:
-    """What `tune` tries, of a problem alone, with no known winners and nothing kept."""
+    """The trials of `tune` for one problem, without known winners and without a store."""
     order: list[Trial] = []
 
     def listen(event: Event) -> None:
@@ -87,13 +87,13 @@ def default_search(field: Field, seed: int) -> Order:
         ),
         listen,
     )
-    if report.stopped == "interrupted":  # what it found until then would count as all that it finds
+    if report.stopped == "interrupted":  # an incomplete search must not count as a whole one
         raise KeyboardInterrupt
     return order
 
 
 def random_search(field: Field, seed: int) -> Order:
-    """Variants drawn evenly, none twice."""
+    """Variants drawn with equal probability, none twice."""
     return random.Random(seed).sample(field.trials, field.budget)
 
 
@@ -102,9 +102,9 @@ SEARCHES = {"hadagen": default_search, "random": random_search}
 
 @dataclass(frozen=True)
 class Curve:
-    """`values`: after 1, 2, … evaluations. `at_budget`: of each field after its own budget, in their order.
+    """`values`: the fraction after 1, 2, … evaluations. `at_budget`: the fraction of each field after its budget.
 
-    A field that was searched to its budget keeps its value from there on.
+    Beyond the budget of a field, its last value counts.
     """
 
     values: tuple[float, ...]
@@ -112,12 +112,12 @@ class Curve:
 
     @property
     def final(self) -> float:
-        """The geometric mean of `at_budget`, which is where the curve ends."""
+        """The geometric mean of `at_budget`, which is the last value of the curve."""
         return self.values[-1]
 
 
 def curve(fields: Sequence[Field], orders: Sequence[Sequence[Order]]) -> Curve:
-    """The curve of a search that had these orders: for each field, one for each seed, as many seeds for each."""
+    """The curve of a search. `orders`: for each field, an order for each seed; each field has as many seeds."""
     longest = max(field.budget for field in fields)
     by_field = []
     for field, of_seeds in zip(fields, orders, strict=True):
@@ -131,7 +131,7 @@ def curve(fields: Sequence[Field], orders: Sequence[Sequence[Order]]) -> Curve:
 
 
 def _course(field: Field, order: Order) -> list[float]:
-    """After each evaluation up to the budget: log(best possible / best so far), the mean over all cells."""
+    """log(best possible / best so far), as a mean over all cells, after each evaluation up to the budget."""
     so_far, course = dict(field.worst), []
     for trial in order[: field.budget]:
         for cell, us in times_of(trial).items():
@@ -145,7 +145,7 @@ def _log_fraction(field: Field, so_far: Mapping[Cell, float]) -> float:
 
 
 def run_searches(fields: Sequence[Field], seeds: Iterable[int]) -> dict[str, Curve]:
-    """The curves of `SEARCHES`, by name."""
+    """Name of each of `SEARCHES` → its curve."""
     seeds = list(seeds)
     return {
         name: curve(fields, [[search(field, seed) for seed in seeds] for field in fields])

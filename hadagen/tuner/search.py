@@ -1,9 +1,10 @@
 """The search: ask, build, verify and time, record, tell, over many problems at once.
 
-A batch holds knobs of all open problems. Three are under way: one is measured, one is built, one is being built
-(`pipeline`), so no device waits for a compiler. Another is asked for when one was told to its end; so the same seed and
-the same answers give the same search, whatever takes how long. A trial is in the database before anything is told or
-reported: however the process ends, what was reported is kept, and starting it again goes on from there.
+A batch holds knobs of all open problems. Three batches are in progress: one is measured, one is built, one is being
+built (`pipeline`). So no device waits for a compiler. The next batch is asked for only when the results of one are
+complete. So the same seed and the same answers give the same search, however long each part takes. A trial is in the
+database before anything is learned from it or reported. So every reported trial is kept, however the process ends, and
+the next run continues from there.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from hadagen.tuner.events import (
 )
 from hadagen.tuner.pipeline import BATCH_SIZE, Build, Pipeline
 from hadagen.tuner.races import Racing, race_near_ties
-from hadagen.tuner.study import Leaders, Study, by_cells_led, known_trials, leaders_of
+from hadagen.tuner.study import BestByCell, Study, best_of_trials, known_trials, most_often_best
 from hadagen.tuning_db.claims import Claims
 from hadagen.tuning_db.store import Store
 
@@ -46,15 +47,15 @@ MEASURED_TRIALS = 50
 ESTIMATED_TRIALS = 4
 MOST_TRIALS = 1_000_000
 MOST_SECONDS = 30 * 24 * 3600
-MOST_OF_ONE_PROBLEM = 4  # in a batch, for what is asked together cannot learn from each other
-OPENED_AT_ONCE = 8  # problems, because ranking their knobs takes a moment and the first batch is waited for
-RANKED, SEEDS = 8, 12  # choices to begin with: the best by the cost model, and the first of the space's seeds
-# A problem with a parent gets one trial for so many of the parent's, whose winners it starts from, at the same pace, but
-# at least a few.
+MOST_OF_ONE_PROBLEM = 4  # in a batch, because trials of one batch cannot learn from each other
+OPENED_AT_ONCE = 8  # problems: ranking the knobs of each takes a moment, and the first batch waits for it
+RANKED, SEEDS = 8, 12  # knobs to begin with: the best by the cost model, and the first seeds of the space
+# A problem with a parent gets one trial for this many of the parent's, at the same pace, but at least `LEAST_OF_CHILD`.
+# It starts with the winners of the parent.
 CHILD_SHARE = 4
 LEAST_OF_CHILD = 3
-NEIGHBORS_TURN = 4  # of so many trials one is what is best for a neighboring problem by then
-STORAGE_ATTEMPTS = 20  # Optuna makes fewer tables and indexes than that
+NEIGHBORS_TURN = 4  # one of this many trials has the best knobs so far of a neighboring problem
+STORAGE_ATTEMPTS = 20  # more than the tables and indexes that Optuna makes
 _RACES = "races"  # claimed while the near-ties of a problem are raced
 SEARCH_SHARE = 0.9  # of the time budget; the rest is for races
 
@@ -63,11 +64,11 @@ SEARCH_SHARE = 0.9  # of the time budget; the rest is for races
 class TuneOptions:
     """What to search, with what, and for how long.
 
-    `store`: where trials are kept; None for a search that is only watched. `build`: compiles variants and answers in
-    their order; None for a runner that needs no kernels. `trials`: to be finished for each problem, those of earlier
-    runs included; by default `MEASURED_TRIALS`, or `ESTIMATED_TRIALS` without a device. Pitched problems get a quarter
-    of them. `time_budget`: seconds for everything, given to all contiguous problems alike. `known`: by problem, knobs
-    that are tried before any others, such as those of winners. `stopped`: set when nothing more is to be built.
+    `store`: keeps the trials; None for a search that keeps none. `build`: compiles variants and returns results in
+    their order; None for a runner that needs no kernels. `trials`: number of trials for each problem, including those
+    of earlier runs; by default `MEASURED_TRIALS`, or `ESTIMATED_TRIALS` without a device. Pitched problems get a
+    quarter of them. `time_budget`: seconds, for all problems together. `known`: problem → knobs that are
+    tried before any others, such as those of winners. `stopped`: set to stop building.
     """
 
     arch: Arch
@@ -86,7 +87,7 @@ class TuneOptions:
 
 
 def check_effort(trials: int | None, time_budget: float | None) -> None:
-    """Raises `UsageError` where the trials or the seconds of a search would try nothing, or never end."""
+    """Raises `UsageError` if a search with these trials or seconds would try nothing, or never end."""
     if trials is not None and not 1 <= trials <= MOST_TRIALS:
         raise UsageError(f"trials = {trials} is not supported; give 1 to {MOST_TRIALS}")
     if time_budget is not None and not 0 < time_budget <= MOST_SECONDS:
@@ -96,10 +97,10 @@ def check_effort(trials: int | None, time_budget: float | None) -> None:
 
 
 def tune(options: TuneOptions, listen: Listener = lambda event: None) -> TuneReport:
-    """Search, keep every trial in the store, and tell `listen` what happens.
+    """Search, keep every trial in the store, and call `listen` with each event.
 
     Ctrl-C and the end of the time budget end it early, with a report. Raises `ToolchainError`, `DeviceError` or
-    `StorageError` where it cannot go on; what was reported until then is kept.
+    `StorageError` if it cannot go on. Trials that were reported until then are kept.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     store = options.store
@@ -134,8 +135,8 @@ def _optuna_storage(store: Store) -> RDBStorage:
                 f"{store.place} holds tables of another Optuna than {optuna.__version__}; name another database"
             ) from error
         except StorageError as error:
-            # Another process may make them at the same time, for Optuna takes no lock. What that one has made is found
-            # the next time; so what fails twice in the same way fails for another reason.
+            # Another process may make these tables at the same time, because Optuna takes no lock. The next attempt
+            # finds the tables of that process. So a second failure with the same text has another reason.
             if failure == str(error) or attempts == STORAGE_ATTEMPTS:
                 raise
             failure = str(error)
@@ -156,14 +157,14 @@ class _Search:
         self._studies: dict[Problem, Study] = {}
         self._seeds: dict[Problem, list[Knobs]] = {}  # by problem without a parent
         self._ours: set[int] = set()  # row numbers of the trials of this run
-        self._newest = max(options.store.rows_after(0), default=0) if options.store else 0  # that was looked at
+        self._newest = max(options.store.rows_after(0), default=0) if options.store else 0  # row that was looked at
         kept = (
             options.store.trials(arch=options.arch.name, gpu=self._environment.gpu, blobs=False)
             if options.store
             else ()
         )
         self._stored = known_trials(kept, options.arch)
-        # By problem: trials there are, and will be.
+        # Problem → number of its trials now, and at the end.
         self._finished = {problem: len(self._stored[problem]) for problem in self._unopened}
         self._goals = {problem: max(self._share(problem), stored) for problem, stored in self._finished.items()}
         self._finished_before = sum(self._finished.values())
@@ -180,7 +181,7 @@ class _Search:
         )
 
     def run(self) -> None:
-        """Search to the end, or until time is up or Ctrl-C. What was measured until then is recorded."""
+        """Search to the end, or until time is up or Ctrl-C. All trials measured until then are recorded."""
         options, known = self._options, chain.from_iterable(known.values() for known in self._stored.values())
         deadline = self._started + SEARCH_SHARE * (options.time_budget or inf)
         with Pipeline(options.arch, options.build, options.runner, known, options.stopped) as pipeline:
@@ -194,8 +195,10 @@ class _Search:
             self.stopped = "out of time"
 
     def race(self) -> None:
-        """Race the near-ties of the problems that have trials since they were raced, in this run or an earlier one, if
-        the runner can."""
+        """Race the near-ties of all problems with new trials since their last race, of this run or an earlier one.
+
+        Does nothing if the runner cannot race.
+        """
         options, store = self._options, self._options.store
         if self.stopped == "interrupted" or store is None or not isinstance(options.runner, Racing):
             return
@@ -238,7 +241,7 @@ class _Search:
         return min(self._trials, max(LEAST_OF_CHILD, self._trials // CHILD_SHARE)) if problem.parent else self._trials
 
     def _ask(self) -> list[tuple[Problem, Knobs]]:
-        """The next batch: as many knobs of each open problem as there is room for; empty if none may have more now."""
+        """The next batch: knobs of all open problems, up to `BATCH_SIZE`; empty if no problem may have more now."""
         batch: list[tuple[Problem, Knobs]] = []
         self._meet_others()
         while not batch:
@@ -253,7 +256,7 @@ class _Search:
         return batch
 
     def _claimed(self, batch: list[tuple[Problem, Knobs]]) -> list[tuple[Problem, Knobs]]:
-        """Those of a batch that no other run has under way or has tried; the others are forgotten."""
+        """The knobs of a batch that no other run has tried or has in progress. The others are dropped."""
         if self._claims is None:
             return batch
         free = self._claims.take([(problem, knobs_key(knobs.to_dict())) for problem, knobs in batch])
@@ -265,7 +268,7 @@ class _Search:
         return [asked for asked, ours in zip(batch, free, strict=True) if ours]
 
     def _meet_others(self) -> None:
-        """Learn the trials that other runs have recorded, and leave them what they have under way."""
+        """Learn the trials that other runs have recorded, and note what those runs have in progress."""
         store, claims, arch = self._options.store, self._claims, self._options.arch.name
         if store is None or claims is None:
             return
@@ -284,7 +287,10 @@ class _Search:
             study.leave_to_others(under_way.get(problem, ()))
 
     def _may_ask(self, study: Study) -> bool:
-        """Whether it lacks trials, and does not run ahead of its parent but with what is known."""
+        """Whether a problem may have another trial now.
+
+        It may if it lacks trials. A problem with a parent then waits for that, unless it has known knobs.
+        """
         problem = study.problem
         if study.asked >= self._goals[problem]:
             return False
@@ -299,7 +305,7 @@ class _Search:
         if self._may_ask(study):
             try:
                 return study.problem, study.ask(prefer=self._winners_nearby(study))
-            except LookupError:  # it has fewer legal knobs than trials were wanted
+            except LookupError:  # fewer legal knobs than wanted trials
                 self._goals[study.problem] = study.asked
                 self._tell_if_finished(study)
         return None
@@ -315,7 +321,7 @@ class _Search:
         self._listen(ProblemStarted(problem, study.finished))
         if self._tell_if_finished(study):
             return
-        oldest = problem.parent or problem  # as which it starts
+        oldest = problem.parent or problem  # the search starts with its knobs
         if oldest not in self._seeds:
             start = Space(oldest, options.arch) if problem.parent else space
             self._seeds[oldest] = (
@@ -329,17 +335,19 @@ class _Search:
             study.suggest(knobs)
 
     def _winners_nearby(self, study: Study) -> list[Knobs]:
-        """The best knobs of the problems that differ least, of this run or earlier ones: of its parent always, of
-        the others when it is their turn."""
+        """The best knobs of the problems that differ least, of this run or earlier ones.
+
+        Those of the parent come always, those of other neighbors every `NEIGHBORS_TURN` trials.
+        """
         problem = study.problem
         nearby = [problem.parent] if problem.parent else []
         if study.asked % NEIGHBORS_TURN == 0 and not self._estimated:
             nearby += _neighbors(problem)
-        return _by_turns(by_cells_led(self._leaders(neighbor)) for neighbor in nearby)
+        return _by_turns(most_often_best(self._best_by_cell(neighbor)) for neighbor in nearby)
 
-    def _leaders(self, problem: Problem) -> Leaders:
+    def _best_by_cell(self, problem: Problem) -> BestByCell:
         study = self._studies.get(problem)
-        return study.leaders if study else leaders_of(self._stored[problem].values())
+        return study.best_by_cell if study else best_of_trials(self._stored[problem].values())
 
     def _finish(self, trial: Trial) -> None:
         """Record, then learn, then report."""

@@ -1,12 +1,13 @@
 """`Study`: what to try next for one problem on one device.
 
-By turns Optuna's TPE names a point, or one is a step away from the best so far in a random cell. The nearest legal
-knobs are tried, or others a few random steps on if they already were. So only legal knobs leave, none twice, until none
-are left.
+Two sources take turns: Optuna's TPE names a point, or the best trial so far of a random cell is changed by a step. The
+nearest legal knobs are tried. If they were tried before, a few random steps lead to others. So a study returns only
+legal knobs, and none twice, until none are left.
 
-The sampler works in memory. Each finished trial is then added to Optuna's tables in the database, in one transaction;
-were it asked there, every knob would be one of its own, and asking would take 18 ms instead of 5. A killed run thus
-leaves no half-open trial behind. Our own trials are the truth: what Optuna's tables lack of them is added on start.
+The sampler works in memory. Each finished trial is then added to Optuna's tables in the database, in one transaction.
+If the sampler worked in the database, each knob would take a transaction, and asking would take 18 ms instead of 5. So
+a killed run leaves no half-open trial behind. The trials in our own tables are the truth. Those that Optuna's tables
+lack are added at the start.
 """
 
 from __future__ import annotations
@@ -37,15 +38,18 @@ from hadagen.trial import Cache, Destination, Outcome, Trial, deciding_cache, el
 REGIMES = ("latency", "L2", "memory")
 LATENCY_ELEMENTS = 1 << 18  # up to here a launch is mostly latency
 RANDOM_STEPS = 20
-STARTUP_TRIALS = 10  # before TPE has its say; those that were suggested count
-_RACED = "raced"  # what Optuna keeps of a study: how many trials there were when its near-ties were raced
+STARTUP_TRIALS = 10  # before TPE names points; suggested trials count
+_RACED = "raced"  # attribute of a study in Optuna: its number of trials when its near-ties were raced
 
 Scores = tuple[float, float, float]
 
 
 def regime(problem: Problem, elements: int, destination: Destination, cache: Cache, l2_bytes: int) -> str | None:
-    """Which of `REGIMES` a time belongs to; None where not all kernels are timed, for hot ones beyond L2, and for cold
-    ones that fit in half of it."""
+    """Which of `REGIMES` a time belongs to.
+
+    None for element counts at which not all kernels are timed, for hot data beyond L2, and for cold data that fits in
+    half of L2.
+    """
     if elements not in element_buckets(problem):
         return None
     decides = cache is deciding_cache(problem, elements, destination, l2_bytes)
@@ -73,8 +77,10 @@ def _means(fractions: Iterable[tuple[str | None, float]]) -> Scores:
 
 
 def known_trials(trials: Iterable[Trial], arch: Arch) -> defaultdict[Problem, dict[Knobs, Trial]]:
-    """By problem, the trials whose knobs are legal by today's rules and ranges; of those of the same knobs, such as on
-    another driver, that with most timings that count."""
+    """Problem → knobs → trial, for trials whose knobs are legal by today's rules and ranges.
+
+    Of several trials of the same knobs, such as on another driver, the one with most timings at buckets.
+    """
     found = defaultdict[Problem, dict[Knobs, Trial]](dict)
     for trial in sorted(trials, key=_counting):
         if knobs := _legal_knobs(trial, arch):
@@ -99,52 +105,52 @@ def _legal_knobs(trial: Trial, arch: Arch) -> Knobs | None:
 def _knobs_of_key(key: str) -> Knobs | None:
     try:
         return Knobs.from_dict(json.loads(key))
-    except (UsageError, TypeError, ValueError):  # other work, or of another version
+    except (UsageError, TypeError, ValueError):  # other work, or knobs of another version
         return None
 
 
-class Leader(NamedTuple):
-    """The best of a cell so far: its fraction of copy there, its knobs, and which of `REGIMES` the cell is of."""
+class Best(NamedTuple):
+    """The best trial of a cell so far: its fraction of copy there, its knobs, and the regime of the cell."""
 
     fraction: float
     knobs: Knobs
     regime: str
 
 
-Leaders = dict[Cell, Leader]
+BestByCell = dict[Cell, Best]
 
 
-def follow(leaders: Leaders, trial: Trial) -> None:
-    """Let the trial lead the cells where it is the best so far, of those that count."""
+def note_best(best: BestByCell, trial: Trial) -> None:
+    """Enter the trial in `best` for each cell of `REGIMES` where it is the fastest so far."""
     if trial.outcome is not Outcome.OK:
         return
     knobs = Knobs.from_dict(trial.knobs)
     for timing in trial.timings:
         cell = Cell.of(timing)
         where = regime(trial.problem, *cell, trial.environment.l2_bytes)
-        if where and (cell not in leaders or timing.fraction_of_copy > leaders[cell].fraction):
-            leaders[cell] = Leader(timing.fraction_of_copy, knobs, where)
+        if where and (cell not in best or timing.fraction_of_copy > best[cell].fraction):
+            best[cell] = Best(timing.fraction_of_copy, knobs, where)
 
 
-def leaders_of(trials: Iterable[Trial]) -> Leaders:
-    leaders: Leaders = {}
+def best_of_trials(trials: Iterable[Trial]) -> BestByCell:
+    best: BestByCell = {}
     for trial in trials:
-        follow(leaders, trial)
-    return leaders
+        note_best(best, trial)
+    return best
 
 
-def best_of(leaders: Leaders) -> Scores:
-    """The scores that a kernel would have which were everywhere as fast as the leader there."""
-    return _means((leader.regime, leader.fraction) for leader in leaders.values())
+def best_scores(best: BestByCell) -> Scores:
+    """The scores of a kernel that is as fast as the best trial in every cell."""
+    return _means((each.regime, each.fraction) for each in best.values())
 
 
-def by_cells_led(leaders: Leaders) -> list[Knobs]:
-    """The knobs that lead, those of most cells first."""
-    return [knobs for knobs, _ in Counter(leader.knobs for leader in leaders.values()).most_common()]
+def most_often_best(best: BestByCell) -> list[Knobs]:
+    """The knobs of the best trials, those of most cells first."""
+    return [knobs for knobs, _ in Counter(each.knobs for each in best.values()).most_common()]
 
 
 def step_from(knobs: Knobs, arch: Arch, choose: random.Random) -> dict[str, Any]:
-    """One or two knobs changed at random, legal or not; none if none has another value on the arch."""
+    """The knobs with one or two changed at random, legal or not; unchanged if no knob has another value on the arch."""
     values = {name: [value for value in arch.search[name] if value != getattr(knobs, name)] for name in KNOB_NAMES}
     others = {name: some for name, some in values.items() if some}
     names = choose.sample(list(others), min(len(others), choose.randint(1, 2)))
@@ -154,8 +160,8 @@ def step_from(knobs: Knobs, arch: Arch, choose: random.Random) -> dict[str, Any]
 class Study:
     """The search of one problem on `device` (a GPU's name, or "estimated").
 
-    `known`: its trials so far, of any run; they are learned from and not repeated. `storage`: where Optuna keeps its
-    tables. The same `seed` and the same answers give the same questions.
+    `known`: the trials so far, of any run. The study learns from them, and does not repeat them. `storage`: holds
+    Optuna's tables. The same `seed` and the same answers give the same questions.
     """
 
     def __init__(
@@ -172,7 +178,7 @@ class Study:
         self._asked: dict[Knobs, optuna.Trial] = {}
         self._elsewhere: set[Knobs] = set()
         self._told = set(known)
-        self.leaders = leaders_of(known.values())
+        self.best_by_cell = best_of_trials(known.values())
 
         self._random = random.Random(f"{seed} {self.problem.key} {len(known)}")
         sampler = optuna.samplers.TPESampler(
@@ -180,7 +186,7 @@ class Study:
         )
         directions = [StudyDirection.MAXIMIZE] * len(REGIMES)
         self._study = optuna.create_study(directions=directions, sampler=sampler)
-        # Parameters of a study cannot change their ranges, so other ranges make another study.
+        # Optuna cannot change the range of a parameter, so other ranges need another study.
         name = f"{self.problem.key} on {space.arch.name}, {device}, ranges {zlib.crc32(repr(ranges).encode()):08x}"
         self._kept = optuna.create_study(storage=storage, study_name=name, directions=directions, load_if_exists=True)
         kept = {Knobs.from_dict(trial.params) for trial in self._kept.get_trials(deepcopy=False)}
@@ -192,21 +198,21 @@ class Study:
 
     @property
     def best(self) -> Scores:
-        return best_of(self.leaders)
+        return best_scores(self.best_by_cell)
 
     @property
     def asked(self) -> int:
-        """Knobs that were asked for, are under way elsewhere, or are already known."""
+        """Number of knobs that were asked for, are in progress in other runs, or are known."""
         return len(self._asked) + len(self._elsewhere) + len(self._told)
 
     @property
     def finished(self) -> int:
-        """Trials told or already known."""
+        """Number of trials told or known."""
         return len(self._told)
 
     @property
     def elsewhere(self) -> int:
-        """Knobs that other runs have under way."""
+        """Number of knobs that other runs have in progress."""
         return len(self._elsewhere)
 
     @property
@@ -216,34 +222,34 @@ class Study:
 
     @property
     def kept(self) -> int:
-        """Trials in Optuna's tables: of all runs, and never fewer than there were."""
+        """Number of trials in Optuna's tables, of all runs. It never decreases."""
         return len(self._kept.get_trials(deepcopy=False))
 
     def mark_raced(self, kept: int) -> None:
-        """Of so many trials that were `kept` before."""
+        """Note that the near-ties of the first `kept` trials were raced."""
         self._kept.set_user_attr(_RACED, kept)
 
     def suggest(self, knobs: Knobs, *, first: bool = False) -> None:
-        """Ask for these, or the legal ones nearest to them, before those that Optuna names; if `first`, before all."""
+        """Ask for these knobs, or the nearest legal ones, before those of Optuna; if `first`, before all others."""
         (self._first if first else self._suggested).append(knobs)
 
     @property
     def has_first(self) -> bool:
-        """Whether knobs are left that come before all others."""
+        """Whether suggested knobs are left that come before all others."""
         return bool(self._first)
 
     def ask(self, prefer: Iterable[Knobs] = ()) -> Knobs:
-        """Legal knobs never asked for before: of those suggested first, of `prefer`, of those suggested, then Optuna's.
+        """Legal knobs never asked for before. Sources, in this order: suggested first, `prefer`, suggested, search.
 
-        Raises `LookupError` if there are no more.
+        Raises `LookupError` if no legal knobs are left.
         """
         for wanted in chain(_drain(self._first), prefer, _drain(self._suggested)):
             knobs = self._space.closest(wanted)
             if knobs and self._is_new(knobs):
                 return self._start(knobs)
-        if self.leaders and self.asked % 2:
-            leader = self._random.choice(list(self.leaders.values()))
-            return self._start(self._new_near(step_from(leader.knobs, self._space.arch, self._random)))
+        if self.best_by_cell and self.asked % 2:
+            each = self._random.choice(list(self.best_by_cell.values()))
+            return self._start(self._new_near(step_from(each.knobs, self._space.arch, self._random)))
         trial = self._study.ask(self._ranges)
         knobs = self._new_near(trial.params)
         if knobs.to_dict() == trial.params:
@@ -260,25 +266,25 @@ class Study:
         self._study.tell(asked, result.values, result.state)
         self._kept.add_trial(result)
         self._told.add(knobs)
-        follow(self.leaders, trial)
+        note_best(self.best_by_cell, trial)
 
     def forget(self, knobs: Knobs) -> None:
-        """What was asked for will not be tried."""
+        """Drop knobs that were asked for and will not be tried."""
         self._study.tell(self._asked.pop(knobs), state=TrialState.FAIL)  # TPE ignores it
 
     def learn(self, trial: Trial) -> bool:
-        """Take in a trial of another run; whether it is one that this search could ask for."""
+        """Learn from a trial of another run. Returns whether this search could have asked for it."""
         knobs = _legal_knobs(trial, self._space.arch)
         if knobs is None or knobs in self._asked or knobs in self._told:
             return False
         self._elsewhere.discard(knobs)
         self._study.add_trial(self._result(knobs, trial))
         self._told.add(knobs)
-        follow(self.leaders, trial)
+        note_best(self.best_by_cell, trial)
         return True
 
     def leave_to_others(self, keys: Collection[str]) -> None:
-        """By `knobs_key`, what other runs have under way now; what they had before is free, unless it was learned."""
+        """Avoid the knobs that other runs have in progress now, given by `knobs_key`. Earlier ones are free again."""
         self._elsewhere = {knobs for key in keys if (knobs := _knobs_of_key(key))} - self._asked.keys() - self._told
 
     def _start(self, knobs: Knobs, trial: optuna.Trial | None = None) -> Knobs:
@@ -292,7 +298,7 @@ class Study:
         return knobs not in self._asked and knobs not in self._told and knobs not in self._elsewhere
 
     def _new_near(self, wanted: Mapping[str, Any]) -> Knobs:
-        """The legal knobs nearest to `wanted`; were they tried, then after a few random steps from there."""
+        """The nearest legal knobs that are new. If the nearest were tried, the search goes a few random steps on."""
         for _ in range(RANDOM_STEPS):
             knobs = next(self._space.nearest(wanted), None)
             if knobs is None:
@@ -306,7 +312,7 @@ class Study:
         raise LookupError(f"all legal knobs of {self.problem.key} were tried")
 
     def _result(self, knobs: Knobs, trial: Trial) -> FrozenTrial:
-        """What Optuna is told. Where a trial failed, it is pruned and breaks a constraint: from these TPE learns."""
+        """The trial as Optuna takes it. A failed trial is pruned and breaks a constraint, from which TPE learns."""
         params: dict[str, Any] = {"params": knobs.to_dict(), "distributions": self._ranges}
         if trial.outcome is Outcome.OK:
             return create_trial(values=scores(trial), **params)

@@ -1,5 +1,5 @@
-"""Problems are named by their key, and kernels say what they take. Both are in seals, which are emptied for the store to
-fill."""
+"""Problems are named by their key, and kernels say what they take. Seals cover both, so they are emptied, and the store
+fills them again."""
 
 import sqlalchemy as sa
 from alembic import op
