@@ -97,9 +97,8 @@ class EstimateRunner:
 
     def __init__(self, arch: Arch, stopped: Event | None = None) -> None:
         self._arch, self._stopped, self._patience = arch, stopped or Event(), Patience()
-        major, minor = arch.compute_capability
         self.environment = Environment(
-            compute_capability=f"{major}.{minor}", sms=arch.model.sms, l2_bytes=arch.model.l2_bytes
+            compute_capability=arch.compute_capability, sms=arch.model.sms, l2_bytes=arch.model.l2_bytes
         )
 
     def run(self, variants: Iterable[Variant]) -> Iterator[tuple[Variant, Trial | NotTried]]:
