@@ -101,18 +101,18 @@ class DeviceService:
         return [cell for cell in cells if cell.elements >= problem.n]
 
     def _time(self, kernel: LoadedKernel, problem: Problem, cells: Sequence[Cell]) -> dict[Cell, Timing]:
-        works = [transform_work(problem, cell) for cell in cells]
-        samples = self._stopwatch.time(kernel, works, self._replays)
+        turns = [self._stopwatch.turns([kernel], transform_work(problem, cell), self._replays) for cell in cells]
+        samples = self._stopwatch.time(turns)
         return {
-            cell: Timing(*cell, *sample, self._yardstick.us[work.traffic])
-            for cell, work, sample in zip(cells, works, samples, strict=True)
+            cell: Timing(*cell, *sample, self._yardstick.us[traffic])
+            for cell, (_, traffic, _), (sample,) in zip(cells, turns, samples, strict=True)
         }
 
     def _race(self, request: Race) -> list[tuple[float, float]]:
         works = [transform_work(request.problem, cell) for cell in request.cells]
         with self._loaded(request.a) as a, self._loaded(request.b) as b:
             self._stopwatch.fill(request.problem.dtype, [work.traffic for work in works])
-            samples = [self._stopwatch.race((a, b), work, _RACE_REPLAYS) for work in works]
+            samples = self._stopwatch.time(self._stopwatch.turns((a, b), work, _RACE_REPLAYS) for work in works)
             return [(of_a.us, of_b.us) for of_a, of_b in samples]
 
     def _load(self, kernel: Kernel) -> LoadedKernel:
