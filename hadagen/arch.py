@@ -98,6 +98,11 @@ class Arch:
         """Such as "9.0"."""
         return f"{self.name[2:-1]}.{self.name[-1]}"
 
+    @property
+    def starts_early(self) -> bool:
+        """Whether a kernel may start while the one before it in the stream ends."""
+        return "dependent_launch" in self.features
+
     def narrowed(self, only: Mapping[str, Sequence[KnobValue]]) -> Arch:
         """The same target, of which fewer values are searched: those in `only`, for each knob that it names.
 

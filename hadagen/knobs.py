@@ -124,7 +124,7 @@ def log2(value: int) -> int:
 def plan_of(problem: Problem, knobs: Knobs, *, starts_early: bool = False) -> Plan:
     """The plan that legal knobs mean; `hadagen.space.build_plan` also says why others are not legal.
 
-    starts_early: for an arch with programmatic dependent launch."""
+    starts_early: as the arch says."""
     return Plan(
         problem,
         log2(knobs.chunks),

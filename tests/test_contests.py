@@ -93,7 +93,7 @@ class FakeYardstick:
 class FakeVerifier:
     def check(self, name: str, problem: Problem) -> Any:
         outcome = Outcome.WRONG_ANSWER if "wrong" in name else Outcome.OK
-        return SimpleNamespace(outcome=outcome, detail="", errors={"normal": 2e-4})
+        return Answer(outcome, "", {"normal": 2e-4})
 
     def errors_of(self, transform: Callable[[torch.Tensor], torch.Tensor], problem: Problem) -> dict[str, float]:
         transform(torch.zeros(4, problem.n))

@@ -95,9 +95,8 @@ class Contests:
             except DoesNotFit as error:
                 answers.append(Answer(Outcome.LAUNCH_FAILED, str(error)))
                 continue
-            verdict = self._verifier.check(on_device, problem)
-            answers.append(Answer(verdict.outcome, verdict.detail, verdict.errors))
-            if verdict.outcome is Outcome.OK:
+            answers.append(self._verifier.check(on_device, problem))
+            if answers[-1].outcome is Outcome.OK:
                 right[i] = on_device
         return tuple(answers), right
 

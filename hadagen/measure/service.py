@@ -71,9 +71,9 @@ class DeviceService:
     def _measure(self, request: Measure) -> Answer:
         problem = request.problem
         with self._loaded(request.kernel) as kernel:
-            verdict = self._verifier.check(kernel, problem)
-            if verdict.outcome is not Outcome.OK:
-                return Answer(verdict.outcome, verdict.detail, verdict.errors)
+            verified = self._verifier.check(kernel, problem)
+            if verified.outcome is not Outcome.OK:
+                return verified
             cells = self._cells_of(problem)
             traffics = [cell.traffic(problem) for cell in cells]
             repeated = transform_work(problem, _REPEATED_CELL)
@@ -88,12 +88,12 @@ class DeviceService:
                 timings |= self._time(kernel, problem, [cell for cell in cells if cell not in timings])
             ordered = tuple(timings[cell] for cell in cells if cell in timings)
             if not self._stopwatch.is_finite(problem.dtype):
-                return Answer(Outcome.UNSTABLE, "values were no longer finite after timing", verdict.errors, ordered)
+                return Answer(Outcome.UNSTABLE, "values were no longer finite after timing", verified.errors, ordered)
             launches = repeated_launches(kernel.spec.tile_elements)
             if not self._stopwatch.repeats(kernel, repeated, launches):
                 detail = f"the same input came out differently in one of {launches + 1} launches"
-                return Answer(Outcome.UNSTABLE, detail, verdict.errors, ordered)
-            return Answer(Outcome.OK, detail, verdict.errors, ordered)
+                return Answer(Outcome.UNSTABLE, detail, verified.errors, ordered)
+            return Answer(Outcome.OK, detail, verified.errors, ordered)
 
     def _cells_of(self, problem: Problem) -> list[Cell]:
         wanted = self._cells[problem] if isinstance(self._cells, Mapping) else self._cells
