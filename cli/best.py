@@ -30,8 +30,8 @@ def best(arch: str | None, problem: Problem, rows: int, inplace: bool, device: s
     first. Needs no GPU where --arch is given. A kernel that turns out not to
     fit on a GPU gives its place to the next nearest there.
     """
-    from hadagen.arch import known_archs
     from hadagen.runtime.choose import Match, best_config
+    from hadagen.target import known_archs
 
     config = best_config(problem, rows, device, arch=arch, inplace=inplace)
     if arch and config.match is Match.GENERIC and arch not in known_archs():

@@ -109,9 +109,9 @@ def _bindings() -> str:
 
 
 def _gpu() -> str:
-    from hadagen.arch import known_archs
     from hadagen.driver import bindings, check
     from hadagen.measure import device_environment
+    from hadagen.target import known_archs
 
     count = check(bindings().cuDeviceGetCount(), "counting CUDA devices")
     environments = [device_environment(index) for index in range(max(1, count))]

@@ -12,7 +12,7 @@ from hadagen.errors import HadagenError
 from hadagen.tuning_db.aside import FORBIDDEN, FULL
 
 # What commands import beyond a bare install; the extra `tune` brings all of it.
-TUNE_PACKAGES = ("alembic", "jinja2", "numpy", "optuna", "rich", "sqlalchemy", "yaml")
+TUNE_PACKAGES = ("alembic", "jinja2", "numpy", "optuna", "pydantic", "rich", "sqlalchemy", "yaml")
 
 
 def explain(error: Exception | KeyboardInterrupt) -> tuple[str, int]:

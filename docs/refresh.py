@@ -5,9 +5,9 @@
 
 `data/bench_h100.csv` is one run of `hadagen bench --csv` with the libraries we compare with installed; cells that it
 lacks may come from an earlier one, in `data/bench_h100_earlier.csv`. `data/bench_h200.csv` is such a run on an H200.
-`data/h100.csv` is written by `hadagen bundle export` from the shipped bundle, `data/between_h100.csv` and
-`data/between_h200.csv` by `hadagen between --csv`, `data/calls_h100.json` by `hadagen calls --json`, and
-`data/search.json` by `compare_search.py`. Drawing needs matplotlib (pip install 'hadagen[docs]'); checking does not.
+`data/between_h100.csv` and `data/between_h200.csv` are written by `hadagen between --csv`, `data/calls_h100.json` by
+`hadagen calls --json`, and `data/search.json` by `compare_search.py`. Our times of pitched rows come from the shipped
+bundle. Drawing needs matplotlib (pip install 'hadagen[docs]'); checking does not.
 
 A document shows each generated part between two markers, such as `<!-- calls:begin -->` and `<!-- calls:end -->`. The
 modules `refresh_*.py` make the parts.
@@ -80,9 +80,8 @@ def main(arguments: list[str]) -> None:
         return
     if arguments:
         raise SystemExit("usage: python docs/refresh.py [--check]")
-    for path, command in ((files.OURS, "hadagen bundle export"), (files.BENCH, "hadagen bench --csv")):
-        if not path.exists():
-            raise SystemExit(f"{path} is missing; make it with {command}")
+    if not files.BENCH.exists():
+        raise SystemExit(f"{files.BENCH} is missing; make it with hadagen bench --csv")
     for page, parts in generated().items():
         page.write_text(refreshed(page, parts), encoding="utf-8")
     draw(read_times(), files.PICTURE, fingerprint(*sources()))

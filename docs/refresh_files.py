@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 DOCS = Path(__file__).resolve().parent
-OURS = DOCS / "data" / "h100.csv"
+OURS = DOCS.parent / "tuning_db" / "bundles" / "sm90.db"
+OUR_GPU = "NVIDIA H100 80GB HBM3"
 BENCH = DOCS / "data" / "bench_h100.csv"
 EARLIER = DOCS / "data" / "bench_h100_earlier.csv"
 BENCH_H200 = DOCS / "data" / "bench_h200.csv"

@@ -8,7 +8,18 @@ from statistics import geometric_mean
 
 import refresh_files as files
 from refresh_markdown import grid, number, wrapped
-from refresh_times import DTYPE_BYTES, LIBRARIES, Cell, Times, bench_tables, library_of, pitched, read_rows, times_of
+from refresh_times import (
+    DTYPE_BYTES,
+    LIBRARIES,
+    Cell,
+    Times,
+    bench_tables,
+    library_of,
+    our_rows,
+    pitched,
+    read_rows,
+    times_of,
+)
 
 # The table and the picture show this type and destination.
 DTYPE, DESTINATION = "float16", "in-place"
@@ -87,7 +98,7 @@ def _retuned() -> list[int]:
     """Row lengths for which the bundle names other kernels than the run with the other libraries has timed."""
     named, timed = (
         {tuple(row[name] for name in NAMING): row["kernel"] for row in rows if library_of(row) in LIBRARIES}
-        for rows in (read_rows(files.OURS), [row for table in bench_tables() for row in table])
+        for rows in (our_rows(), [row for table in bench_tables() for row in table])
     )
     return sorted({int(cell[0]) for cell, kernel in timed.items() if named.get(cell, kernel) != kernel})
 

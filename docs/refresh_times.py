@@ -1,15 +1,21 @@
-"""The times that the documents show, read from the tables that `hadagen` wrote."""
+"""The times that the documents show, read from the shipped bundle and the tables that `hadagen` wrote."""
 
 from __future__ import annotations
 
 import csv
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from functools import cache
+from io import StringIO
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
 import refresh_files as files
+
+from hadagen.tuning_db.bundle import Bundle
+from hadagen.tuning_db.merge import selection_of
+from hadagen.tuning_db.table import print_csv
 
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 LIBRARIES = ("hadagen, fast", "hadagen, accurate", "HadaCore", "fast-hadamard-transform")  # as the documents call them
@@ -43,7 +49,7 @@ def read_times() -> Times:
 
     The copy is the median of all that a table has of as many bytes: one in hundreds takes a third longer than the rest.
     """
-    times = times_of(read_rows(files.OURS))
+    times = times_of(our_rows())
     for library in LIBRARIES:
         times.pop(library, None)  # timed by the bench too
     for rows in bench_tables():
@@ -65,6 +71,15 @@ def times_of(rows: Iterable[Mapping[str, str]]) -> Times:
     return times
 
 
+@cache
+def our_rows() -> list[dict[str, str]]:
+    """The rows of the winners of `OUR_GPU` in the shipped bundle, as `hadagen bundle export` writes them."""
+    table = StringIO()
+    winners = selection_of(Bundle.open(files.OURS))
+    print_csv({cell: trial for cell, trial in winners.items() if cell.gpu == files.OUR_GPU}, table)
+    return list(csv.DictReader(StringIO(table.getvalue())))
+
+
 def read_rows(path: Path) -> list[dict[str, str]]:
     """The rows of a table, by the names of its columns."""
     with path.open(newline="", encoding="utf-8") as file:
@@ -84,8 +99,8 @@ def _place(row: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def sources() -> tuple[Path, ...]:
-    """The tables that the times are read from."""
-    return (files.OURS, files.BENCH, files.EARLIER) if files.EARLIER.exists() else (files.OURS, files.BENCH)
+    """The tables that the times beside other libraries are read from."""
+    return (files.BENCH, files.EARLIER) if files.EARLIER.exists() else (files.BENCH,)
 
 
 def pitched(numerics: str) -> str:

@@ -5,96 +5,103 @@ A new target is a new file. A file is checked when it is read: every key present
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from hadagen.errors import UsageError
-from hadagen.target import check_arch
+from hadagen.knobs import KNOB_VALUES, KnobValue
+from hadagen.target import ARCH_DIRECTORY, check_arch, known_archs
 
-KnobValue = int | str
+Feature = Literal["mma", "cp_async", "bulk_copy", "cluster", "dependent_launch"]
 
-ARCH_DIRECTORY = Path(__file__).with_suffix("")
 
-FEATURES = frozenset({"mma", "cp_async", "bulk_copy", "cluster", "dependent_launch"})
+class _AboveZero:
+    """Annotates a number that a file must give above 0. Pydantic asks for it when it reads a file, so that this module
+    works without Pydantic."""
 
-# Every value that a plan can be built with, knob by knob; a file's `search` lists those worth trying on its target.
-KNOB_VALUES: dict[str, tuple[KnobValue, ...]] = {
-    "chunks": (1, 2, 4, 8, 16),
-    "warps": (1, 2, 4, 8, 16, 32),
-    "cluster": (1, 2, 4, 8, 16),
-    "block_bits": ("exchange", "load"),
-    "far_bits": ("registers", "lanes"),
-    "far_lanes": ("shuffle", "mma_two", "mma"),
-    "low_bits": ("mma", "mma_shuffle", "shuffle"),
-    "shuffles": ("whole", "half"),
-    "mma_carrier": ("packed", "fp16", "split", "tf32"),
-    "accumulator": ("fp32", "packed"),
-    "butterfly_carrier": ("packed", "fp32"),
-    "exchange_carrier": ("packed", "fp32"),
-    "exchange_rounds": (1, 2),
-    "shared_layout": ("linear", "padded", "swizzled"),
-    "order": ("by_step", "by_chunk", "by_group"),
-    "load": ("plain", "no_allocate", "cp_async", "bulk", "multicast"),
-    "grid": ("tiles", "persistent"),
-    "stages": (1, 2),
-    "min_blocks": (1, 2, 3, 4, 5, 6, 7, 8),
-    "ahead": (0, 1, 2, 4, 8, 16),
-    "store": ("plain", "streaming"),
-    "trigger": ("end", "store", "load"),
-}
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
+        return {**handler(source), "gt": 0}
+
+
+_Count = Annotated[int, _AboveZero]
+_Number = Annotated[float, _AboveZero]
+# How Pydantic reads the classes below: numbers are never made of texts, nor whole ones of fractions.
+_STRICT = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
+# What it says of a mistake needs other words where the mistake is of a key.
+_MISTAKES = {"missing": "is missing; add it", "unexpected_keyword_argument": "is not a known key; remove it"}
 
 
 @dataclass(frozen=True)
 class Limits:
     """What one launch may use at most. Shared memory in bytes, registers of 32 bits."""
 
-    threads_per_block: int
-    threads_per_sm: int
-    blocks_per_sm: int
-    registers_per_thread: int
-    registers_per_sm: int
-    shared_per_block: int
-    shared_per_sm: int
-    shared_reserved_per_block: int
-    cluster_blocks: int
+    __pydantic_config__: ClassVar = _STRICT
+
+    threads_per_block: _Count
+    threads_per_sm: _Count
+    blocks_per_sm: _Count
+    registers_per_thread: _Count
+    registers_per_sm: _Count
+    shared_per_block: _Count
+    shared_per_sm: _Count
+    shared_reserved_per_block: _Count
+    cluster_blocks: _Count
 
 
 @dataclass(frozen=True)
 class Model:
     """What the cost model knows of a typical device of the target. Times in microseconds, or in cycles of an SM."""
 
-    sms: int
-    l2_bytes: int
-    cycles_per_us: float
-    dram_bytes_per_us: float
-    l2_bytes_per_us: float
-    sm_bytes_per_cycle: float
-    launch_us: float
-    early_us: float
-    prefetch_share: float
-    dram_latency_us: float
-    l2_latency_us: float
-    mma_cycles: float
-    block_sync_cycles: float
-    cluster_sync_cycles: float
-    cluster_bytes_per_cycle: float
+    __pydantic_config__: ClassVar = _STRICT
+
+    sms: _Count
+    l2_bytes: _Count
+    cycles_per_us: _Number
+    dram_bytes_per_us: _Number
+    l2_bytes_per_us: _Number
+    sm_bytes_per_cycle: _Number
+    launch_us: _Number
+    early_us: _Number
+    prefetch_share: _Number
+    dram_latency_us: _Number
+    l2_latency_us: _Number
+    mma_cycles: _Number
+    block_sync_cycles: _Number
+    cluster_sync_cycles: _Number
+    cluster_bytes_per_cycle: _Number
 
 
 @dataclass(frozen=True)
 class Arch:
     """A target. `search`: the values to try, by knob, in the order of `KNOB_VALUES`."""
 
-    name: str
-    compute_capability: tuple[int, int]
+    __pydantic_config__: ClassVar = _STRICT
+
     nvcc_arch: str
     limits: Limits
-    features: frozenset[str]
+    features: frozenset[Feature]
     search: Mapping[str, tuple[KnobValue, ...]] = field(hash=False)
     model: Model
+
+    @property
+    def name(self) -> str:
+        """Such as "sm90"."""
+        return self.nvcc_arch.replace("_", "").rstrip("af")
+
+    @property
+    def compute_capability(self) -> str:
+        """Such as "9.0"."""
+        return f"{self.name[2:-1]}.{self.name[-1]}"
+
+    @property
+    def starts_early(self) -> bool:
+        """Whether a kernel may start while the one before it in the stream ends."""
+        return "dependent_launch" in self.features
 
     def narrowed(self, only: Mapping[str, Sequence[KnobValue]]) -> Arch:
         """The same target, of which fewer values are searched: those in `only`, for each knob that it names.
@@ -116,11 +123,6 @@ class Arch:
         return replace(self, search={**self.search, **kept})
 
 
-def known_archs() -> list[str]:
-    """Names of the targets there is a file for, sorted."""
-    return sorted(path.stem for path in ARCH_DIRECTORY.glob("*.yaml"))
-
-
 @cache
 def load_arch(name: str) -> Arch:
     """The target called `name`, such as "sm90". Raises `UsageError` where it is unknown or its file is wrong."""
@@ -132,93 +134,36 @@ def load_arch(name: str) -> Arch:
 def read_arch(path: Path) -> Arch:
     """Read and check one file. Raises `UsageError` with the file, the key, its value and what was expected, or where
     the file's name is none of an arch."""
+    from pydantic import TypeAdapter, ValidationError  # here, as YAML below: whoever has an arch needs neither
+
     check_arch(path.stem)
-    values = _Mapping(path.name, "", _parse(path), {f.name for f in fields(Arch)})
-    return Arch(
-        name=values.text("name", re.escape(path.stem), f"{path.stem!r}, as the file is called"),
-        compute_capability=values.version("compute_capability"),
-        nvcc_arch=values.text("nvcc_arch", r"sm_\d+[af]?", "a target of nvcc such as 'sm_90'"),
-        limits=values.record("limits", Limits),
-        features=frozenset(values.choices("features", sorted(FEATURES))),
-        search=values.search("search"),
-        model=values.record("model", Model),
-    )
+    try:
+        arch = TypeAdapter(Arch).validate_json(_as_json(path))
+    except ValidationError as error:
+        wrong = error.errors(include_url=False)[0]
+        where = ".".join(map(str, wrong["loc"])) or "the file"
+        what = _MISTAKES.get(wrong["type"], "is {input!r}; {msg}").format(**wrong)
+        what = what.replace("Input should be", "expected")
+        raise UsageError(f"{path.name}: {where} {what}") from None
+    if arch.name != path.stem:
+        target = path.stem.replace("sm", "sm_")
+        raise UsageError(f"{path.name}: nvcc_arch is {arch.nvcc_arch!r}; expected {target!r}, as the file is called")
+    if missing := KNOB_VALUES.keys() - arch.search.keys():
+        raise UsageError(f"{path.name}: search.{min(missing)} is missing; add it")
+    try:
+        return replace(arch, search=KNOB_VALUES).narrowed(arch.search)
+    except UsageError as error:
+        raise UsageError(f"{path.name}: {error}") from None
 
 
-def _parse(path: Path) -> Any:
-    import yaml  # here, so that `known_archs` works without it
+def _as_json(path: Path) -> str:
+    import yaml
 
     try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
+        return json.dumps(yaml.safe_load(path.read_text(encoding="utf-8")))
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}; give a readable file") from None
     except RecursionError:
         raise UsageError(f"{path.name} is nested too deeply; write it like those in {ARCH_DIRECTORY}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, TypeError) as error:  # what JSON does not know is not of an arch either
         raise UsageError(f"{path.name} is not YAML; correct it: {' '.join(str(error).split())}") from None
-
-
-_Choice = TypeVar("_Choice", bound=KnobValue)
-_Record = TypeVar("_Record", Limits, Model)
-
-
-class _Mapping:
-    """One mapping of a file: exactly the given keys, and a getter for each kind of value that checks it."""
-
-    def __init__(self, file: str, prefix: str, values: Any, keys: set[str]) -> None:
-        self._file, self._prefix = file, prefix
-        if not isinstance(values, dict):
-            raise UsageError(f"{file}: {prefix.rstrip('.') or 'the file'} is {values!r}; expected a mapping")
-        for key in values:
-            if key not in keys:
-                raise UsageError(f"{file}: {prefix}{key} is not a known key; remove it or use one of {_list(keys)}")
-        if missing := keys - set(values):
-            raise UsageError(f"{file}: {_list({prefix + key for key in missing})} is missing; add it")
-        self._values: dict[str, Any] = values
-
-    def text(self, key: str, pattern: str, expectation: str) -> str:
-        value = self._values[key]
-        if not isinstance(value, str) or not re.fullmatch(pattern, value):
-            raise self._wrong(key, value, expectation)
-        return value
-
-    def version(self, key: str) -> tuple[int, int]:
-        value = self._values[key]
-        if not (isinstance(value, list) and len(value) == 2 and all(type(part) is int and part >= 0 for part in value)):
-            raise self._wrong(key, value, "[major, minor], such as [9, 0]")
-        return value[0], value[1]
-
-    def choices(self, key: str, known: Sequence[_Choice]) -> tuple[_Choice, ...]:
-        value = self._values[key]
-        exact = [(type(choice), choice) for choice in known]  # True and 1.0 both equal 1
-        if not isinstance(value, list) or any((type(choice), choice) not in exact for choice in value):
-            raise self._wrong(key, value, f"a list of values out of {_list(known)}")
-        if len(set(value)) != len(value):
-            raise self._wrong(key, value, "no value twice")
-        return tuple(value)
-
-    def record(self, key: str, kind: type[_Record]) -> _Record:
-        inner = _Mapping(self._file, f"{key}.", self._values[key], {f.name for f in fields(kind)})
-        numbers: dict[str, Any] = {f.name: inner._number(f.name, whole=f.type == "int") for f in fields(kind)}
-        return kind(**numbers)
-
-    def search(self, key: str) -> dict[str, tuple[KnobValue, ...]]:
-        inner = _Mapping(self._file, f"{key}.", self._values[key], set(KNOB_VALUES))
-        ranges = {knob: inner.choices(knob, known) for knob, known in KNOB_VALUES.items()}
-        for knob, values in ranges.items():
-            if not values:
-                raise inner._wrong(knob, [], "at least one value to try")
-        return ranges
-
-    def _number(self, key: str, *, whole: bool) -> Any:
-        value = self._values[key]
-        if type(value) not in ((int,) if whole else (int, float)) or not 0 < value < float("inf"):
-            raise self._wrong(key, value, f"a {'whole ' if whole else ''}number above 0")
-        return value
-
-    def _wrong(self, key: str, value: Any, expectation: str) -> UsageError:
-        return UsageError(f"{self._file}: {self._prefix}{key} is {value!r}; expected {expectation}")
-
-
-def _list(values: Iterable[Any]) -> str:
-    return ", ".join(str(value) for value in (sorted(values) if isinstance(values, set) else values))

@@ -7,7 +7,7 @@ problem on an arch is said in `hadagen.legality`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import reduce
 from typing import Any
 
@@ -33,36 +33,62 @@ MMA_LANES = {"mma": 3, "mma_two": 2}
 FAR_MMA = Mma(2, turned=True)
 
 
+KnobValue = int | str
+
+
+def _one_of(*values: KnobValue) -> Any:
+    """A field of `Knobs` that takes one of these values, by default the first."""
+    return field(default=values[0], metadata={"values": values})
+
+
 @dataclass(frozen=True, order=True)
 class Knobs:
-    """What the search may choose. The values of each that are searched stand in the arch's YAML, under `search`."""
+    """What the search may choose. An arch's YAML lists, under `search`, which values are worth trying there."""
 
-    chunks: int = 1  # 256-element chunks per warp, 8 elements of each in a thread
-    warps: int = 1  # per block
-    cluster: int = 1  # blocks per cluster
-    block_bits: str = EXCHANGE  # what brings bits of blocks together: an exchange, or loads of whole rows
-    far_bits: str = REGISTERS  # what warp and block bits are swapped with: register bits, or at once with lane bits too
-    far_lanes: str = "shuffle"  # what transforms bits that came to lanes: shuffle, mma (three) or mma_two (one or two)
-    low_bits: str = "mma"  # what transforms index bits 0–7: mma (two), mma_shuffle (one, then shuffles) or shuffle
-    shuffles: str = WHOLE  # what crosses lanes to transform a bit there: whole, all values; half, as it is swapped
+    # 256-element chunks per warp, 8 elements of each in a thread
+    chunks: int = _one_of(1, 2, 4, 8, 16)
+    # per block
+    warps: int = _one_of(1, 2, 4, 8, 16, 32)
+    # blocks per cluster
+    cluster: int = _one_of(1, 2, 4, 8, 16)
+    # what brings bits of blocks together: an exchange, or loads of whole rows
+    block_bits: str = _one_of(EXCHANGE, LOAD)
+    # what warp and block bits are swapped with: register bits, or at once with lane bits too
+    far_bits: str = _one_of(REGISTERS, LANES)
+    # what transforms bits that came to lanes: shuffle, mma_two (one or two) or mma (three)
+    far_lanes: str = _one_of("shuffle", "mma_two", "mma")
+    # what transforms index bits 0–7: mma (two), mma_shuffle (one, then shuffles) or shuffle
+    low_bits: str = _one_of("mma", "mma_shuffle", "shuffle")
+    # what crosses lanes to transform a bit there: whole, all values; half, as it is swapped
+    shuffles: str = _one_of(WHOLE, HALF)
     # values between two mma: packed; fp16, of bfloat16 rows brought into its range, which is what packed means for the
-    # other carriers then; or fp32 in parts of bfloat16 (split) or of tf32
-    mma_carrier: str = PACKED
-    accumulator: str = FP32  # what mma sums in; packed sums (float16 and fp16 only) need no conversion
-    butterfly_carrier: str = PACKED  # values that butterflies and shuffles work on
-    exchange_carrier: str = PACKED  # values that cross shared memory
-    exchange_rounds: int = 1  # shared memory used this many times over in one exchange
-    shared_layout: str = "linear"  # linear, padded or swizzled
+    # other carriers then; or fp32 in parts of tf32 or of bfloat16 (split)
+    mma_carrier: str = _one_of(PACKED, FP16, "tf32", "split")
+    # what mma sums in; packed sums (float16 and fp16 only) need no conversion
+    accumulator: str = _one_of(FP32, PACKED)
+    # values that butterflies and shuffles work on
+    butterfly_carrier: str = _one_of(PACKED, FP32)
+    # values that cross shared memory
+    exchange_carrier: str = _one_of(PACKED, FP32)
+    # shared memory used this many times over in one exchange
+    exchange_rounds: int = _one_of(1, 2)
+    shared_layout: str = _one_of("linear", "padded", "swizzled")
     # by_step: each step over all chunks; by_chunk: runs of steps chunk by chunk, with fewer registers; by_group: all
     # from the exchange on for one group of chunks after another, so that one is stored while the next crosses
-    order: str = "by_step"
-    load: str = "plain"  # plain, no_allocate, cp_async or bulk; of whole rows, multicast to all blocks of a cluster too
-    grid: str = "tiles"  # a block or cluster per tile, or persistent blocks that loop over tiles
-    stages: int = 1  # tiles under way in a persistent grid
-    min_blocks: int = 1  # blocks per SM the compiler must leave registers for; fewer let it overlap more
-    ahead: int = 0  # MiB of the input between a tile and the one that is prefetched to L2 then; 0: none is
-    store: str = "plain"  # plain or streaming
-    trigger: str = "end"  # when the next kernel in the stream may start: at the end, before the store or after the load
+    order: str = _one_of("by_step", "by_chunk", "by_group")
+    # of whole rows, also multicast to all blocks of a cluster
+    load: str = _one_of("plain", "no_allocate", "cp_async", "bulk", "multicast")
+    # a block or cluster per tile, or persistent blocks that loop over tiles
+    grid: str = _one_of("tiles", "persistent")
+    # tiles under way in a persistent grid
+    stages: int = _one_of(1, 2)
+    # blocks per SM the compiler must leave registers for; fewer let it overlap more
+    min_blocks: int = _one_of(1, 2, 3, 4, 5, 6, 7, 8)
+    # MiB of the input between a tile and the one that is prefetched to L2 then; 0: none is
+    ahead: int = _one_of(0, 1, 2, 4, 8, 16)
+    store: str = _one_of("plain", "streaming")
+    # when the next kernel in the stream may start: at the end, before the store or after the load
+    trigger: str = _one_of("end", "store", "load")
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -85,7 +111,9 @@ class Knobs:
         return " ".join(changed) or "defaults"
 
 
-KNOB_NAMES = tuple(field.name for field in fields(Knobs))
+# Every value that a plan can be built with, in the order in which values are searched.
+KNOB_VALUES: dict[str, tuple[KnobValue, ...]] = {knob.name: knob.metadata["values"] for knob in fields(Knobs)}
+KNOB_NAMES = tuple(KNOB_VALUES)
 
 
 def log2(value: int) -> int:
@@ -96,7 +124,7 @@ def log2(value: int) -> int:
 def plan_of(problem: Problem, knobs: Knobs, *, starts_early: bool = False) -> Plan:
     """The plan that legal knobs mean; `hadagen.space.build_plan` also says why others are not legal.
 
-    starts_early: for an arch with programmatic dependent launch."""
+    starts_early: as the arch says."""
     return Plan(
         problem,
         log2(knobs.chunks),

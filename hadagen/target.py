@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 from hadagen.errors import UsageError
+
+ARCH_DIRECTORY = Path(__file__).with_name("arch")
 
 # Arch → words in the names of its GPUs. From NVIDIA's page "CUDA GPU Compute Capability". H20, H800 and A800 are an
 # H200, an H100 and an A100 for other markets. A word that GPUs of several archs share, such as 6000, is left out.
@@ -27,6 +30,11 @@ def check_arch(name: object) -> None:
     """The one rule for names of archs: sm and the compute capability, in two or three digits. Raises `UsageError`."""
     if not isinstance(name, str) or not re.fullmatch("sm[1-9][0-9]{1,2}", name):
         raise UsageError(f"arch {name!r} is not one; write sm and the compute capability, for instance sm90")
+
+
+def known_archs() -> list[str]:
+    """Names of the targets that kernels are made for, of which `ARCH_DIRECTORY` has a file each, sorted."""
+    return sorted(path.stem for path in ARCH_DIRECTORY.glob("*.yaml"))
 
 
 def arch_of_gpu(gpu: str) -> str | None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,7 @@ from hadagen.launch import LaunchSpec
 from hadagen.measure import Cell, Contest, DeviceRunner, Variant, contests, peer, rows_between
 from hadagen.measure.cells import Traffic
 from hadagen.measure.messages import Answer, Compare, Comparison, Rank, Ranking, Standing, Times
-from hadagen.measure.timing import Sample, Stopwatch, Work, transform_work
+from hadagen.measure.timing import Sample, Stopwatch, Turns, Work, transform_work
 from hadagen.measure.verify import Verifier
 from hadagen.problem import DType, Numerics, Problem, Rows
 from hadagen.runtime import fallback
@@ -43,7 +44,7 @@ class FakeStopwatch:
     def __init__(self, us: Callable[[str, Cache, int], float]) -> None:
         self._us = us
         self._graphs: Counter[tuple[str, Cache]] = Counter()
-        self.timed: list[list[str]] = []  # what was sampled or raced together
+        self.timed: list[tuple[int, list[list[str]]]] = []  # rounds, and the names of each `Turns`
         self.replays: dict[str, int] = {}
         self.call_us = 1.0
 
@@ -58,21 +59,21 @@ class FakeStopwatch:
         call()
         return self.call_us if calls >= 2 else 1e9  # the first one after that for the errors loads code
 
-    def graph(self, name: str, work: Work) -> str:
+    def graph(self, name: str, work: Work) -> Any:
         return name
 
-    def sample(self, graphs: Sequence[tuple[Callable[[], str], Traffic, int]]) -> list[Sample]:
-        made = [(make(), traffic, replays) for make, traffic, replays in graphs]
-        self.timed.append([name for name, _, _ in made])
-        self.replays |= {name: replays for name, _, replays in made}
-        return [self._sample(name, traffic.cache) for name, traffic, _ in made]
+    def turns(self, names: Sequence[str], work: Work, replays: int) -> Turns:
+        return Turns([partial(self.graph, name, work) for name in names], work.traffic, replays)
 
-    def time(self, name: str, works: Sequence[Work], replays: int) -> list[Sample]:
-        return [self._sample(name, work.traffic.cache) for work in works]
-
-    def race(self, names: Sequence[str], work: Work, replays: int) -> list[Sample]:
-        self.timed.append(list(names))
-        return [self._sample(name, work.traffic.cache) for name in names]
+    def time(self, several: Iterable[Turns], rounds: int = 1) -> list[list[Sample]]:
+        ordered = list(several)
+        names = [[str(make()) for make in turns.graphs] for turns in ordered]
+        self.timed.append((rounds, names))
+        self.replays |= {name: turns.replays for turns, some in zip(ordered, names, strict=True) for name in some}
+        return [
+            [min(self._sample(name, turns.traffic.cache) for _ in range(rounds)) for name in some]
+            for turns, some in zip(ordered, names, strict=True)
+        ]
 
     def _sample(self, name: str, cache: Cache) -> Sample:
         us = self._us(name, cache, self._graphs[name, cache])
@@ -91,7 +92,7 @@ class FakeYardstick:
 class FakeVerifier:
     def check(self, name: str, problem: Problem) -> Any:
         outcome = Outcome.WRONG_ANSWER if "wrong" in name else Outcome.OK
-        return SimpleNamespace(outcome=outcome, detail="", errors={"normal": 2e-4})
+        return Answer(outcome, "", {"normal": 2e-4})
 
     def errors_of(self, transform: Callable[[torch.Tensor], torch.Tensor], problem: Problem) -> dict[str, float]:
         transform(torch.zeros(4, problem.n))
@@ -147,7 +148,7 @@ def test_all_that_transforms_the_same_rows_is_timed_together(monkeypatch: pytest
     peers = {"here": 3.0, "elsewhere": 4.0}
     assert comparison.times == (Times(0.5, {0: 2.0, 1: 1.0}, peers), Times(0.5, {1: 1.0}, peers))
     names = ["accurate", "fast", "graph of 2 of here", "graph of 2 of elsewhere"]
-    assert stopwatch.timed == [names, names[::-1], names[1:], names[:0:-1]]  # none comes always after the same one
+    assert stopwatch.timed == [(2, [[name] for name in some]) for some in (names, names[1:])]
     # On the inputs of the errors first, out of place; then in place where the peer can.
     assert set(here.asked) == {(1 / 16, False), (1 / 16, True)}
     assert set(elsewhere.asked) == {(1 / 16, False)}
@@ -295,7 +296,8 @@ def test_the_chosen_kernel_loses_nothing_where_it_is_the_best(monkeypatch: pytes
     us = {"slow": 9.0, "chosen": 1.0, "other": 1.04}
     _, standing, stopwatch = rank(lambda name, *_: us[name], "slow chosen other", monkeypatch, chosen=1)
     assert standing == Standing(1, 1.0, 1.0, 0.0)
-    assert {name for names in stopwatch.timed for name in names} == {"chosen", "other"}  # what is near races
+    raced = [names for rounds, several in stopwatch.timed for names in several if rounds == 2]
+    assert raced == [["chosen", "other"]] * 2  # what is near races, hot and cold
 
 
 def test_a_lead_that_is_noise_counts_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,7 +334,7 @@ def test_few_finalists_race(monkeypatch: pytest.MonkeyPatch) -> None:
     names = " ".join(f"k{i}" for i in range(20))
     _, standing, stopwatch = rank(lambda name, *_: 1.0 + int(name[1:]) / 1000, names, monkeypatch, chosen=19)
     assert standing == Standing(0, 1.019, 1.0, pytest.approx(0.019))
-    assert max(map(len, stopwatch.timed)) == 7
+    assert max(len(names) for _, several in stopwatch.timed for names in several) == 7
 
 
 # ---- through the worker ----------------------------------------------------------------------------------------------

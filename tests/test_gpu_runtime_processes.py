@@ -65,7 +65,7 @@ hadagen.hadamard_transform(x, inplace=True)
 torch.cuda.synchronize()
 from hadagen.runtime import kernels
 assert kernels._found and all(kernels._found.values()), "plain PyTorch did it"
-print(sorted({"optuna", "jinja2", "click", "sqlalchemy", "alembic", "yaml"} & set(sys.modules) - before))
+print(sorted({"optuna", "jinja2", "click", "sqlalchemy", "alembic", "pydantic", "yaml"} & set(sys.modules) - before))
 """
     environment = {**os.environ, "PATH": ""}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=False)

@@ -22,11 +22,11 @@ TABLE = """
     launch           | scale                                               |
     trial            | problem launch                                      |
     target           | errors                                              |
-    arch             | target errors                                       | yaml
     layout           |                                                     |
     steps            | layout problem scale                                | numpy
     plan             | steps problem launch errors                         |
     knobs            | plan steps layout problem errors                    |
+    arch             | knobs target errors                                 | pydantic yaml
     legality         | knobs steps layout arch problem                     |
     space            | legality knobs plan steps layout arch problem errors |
     templates        |                                                     |
@@ -43,7 +43,7 @@ TABLE = """
     tuning_db.files  |                                                     |
     tuning_db.bundle | tuning_db.files trial problem launch target errors  |
     tuning_db        | tuning_db.files tuning_db.bundle trial problem launch target errors | sqlalchemy alembic
-    runtime          | tuning_db.files tuning_db.bundle driver trial problem launch arch target errors | torch
+    runtime          | tuning_db.files tuning_db.bundle driver trial problem launch target errors | torch
     compat           | runtime errors                                      | torch
     __init__         | runtime problem errors                              |
     measure          | driver templates reference bits trial problem launch errors | torch
@@ -52,7 +52,7 @@ TABLE = """
     cli              | *                                                   | click cuda rich torch
 """
 # What a program that only calls kernels never imports.
-HEAVY = ("optuna", "jinja2", "click", "sqlalchemy", "alembic", "yaml", "cuda")
+HEAVY = ("optuna", "jinja2", "click", "sqlalchemy", "alembic", "pydantic", "yaml", "cuda")
 
 ROOT = Path(__file__).resolve().parent.parent
 # Where the modules of a package lie, and the name they are imported by.

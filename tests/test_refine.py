@@ -25,7 +25,7 @@ from hadagen.tuning_db.winners import LOSS, portfolio
 LONG = Problem.of(1 << 15, DType.FLOAT16, Numerics.FAST)
 IN_PLACE, OUT = Destination.IN_PLACE, Destination.OUT_OF_PLACE
 Formula = Callable[[int], float]  # µs of so many rows
-Rows = dict[int, int]  # the number of the kernel that wins, by rows
+KernelByRows = dict[int, int]  # the number of the kernel that wins, by rows
 
 
 def waves(of: int, us: float) -> Formula:
@@ -57,7 +57,7 @@ class Bench:
     def run(self) -> None:
         assert refine([self.problem], self.store, "sm90", H100, self.measure) == [self.problem]
 
-    def refine(self) -> Rows:
+    def refine(self) -> KernelByRows:
         """What it adds."""
         before = self.winners()
         self.run()
@@ -65,11 +65,11 @@ class Bench:
         assert before.items() <= after.items()
         return dict(after.items() - before.items())
 
-    def winners(self) -> Rows:
+    def winners(self) -> KernelByRows:
         found = {cell: trial for cell, trial in portfolio(self.store.trials()).items() if not cell.portable}
         return {cell.elements // self.problem.n: trial.knobs["chunks"] for cell, trial in found.items()}
 
-    def loss(self, selection: Rows, rows: int) -> float:
+    def loss(self, selection: KernelByRows, rows: int) -> float:
         """Of a call, at so many rows."""
         return self.formulas[selection[nearest(sorted(selection), rows)]](rows) / self.best(rows) - 1
 
@@ -96,7 +96,7 @@ class Bench:
 
     @property
     def looked_at(self) -> list[list[int]]:
-        """Rows, round by round."""
+        """KernelByRows, round by round."""
         return [rows for rows, _ in self.rounds]
 
 

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -117,13 +118,17 @@ def test_leaving_a_run_early_does_not_mix_up_answers(runner: DeviceRunner) -> No
     assert [trial.outcome for _, trial in runner.run(variants("ok"))] == [Outcome.OK]
 
 
-def test_an_interrupted_race_does_not_mix_up_answers(runner: DeviceRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("at", ["_worker.receive", "_worker._connection.poll"])
+def test_an_interrupted_race_does_not_mix_up_answers(
+    runner: DeviceRunner, at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupted(timeout_s: float) -> bool:
         raise KeyboardInterrupt
 
     assert runner.environment == GPU
+    holder, _, name = at.rpartition(".")
     with monkeypatch.context() as patch:
-        patch.setattr(runner._worker._connection, "poll", interrupted)
+        patch.setattr(attrgetter(holder)(runner), name, interrupted)
         with pytest.raises(KeyboardInterrupt):
             runner.race(*variants("ok", "ok"), [CELL])
     assert [trial.outcome for _, trial in runner.run(variants("ok"))] == [Outcome.OK]

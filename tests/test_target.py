@@ -13,11 +13,11 @@ from sample_bundle import hide_bundles, write_sample
 from sample_trials import PROBLEM, make_trial
 
 import hadagen
-from hadagen.arch import ARCH_DIRECTORY, read_arch
+from hadagen.arch import read_arch
 from hadagen.errors import StorageError, UsageError
 from hadagen.runtime import bundles
 from hadagen.runtime.device import Device
-from hadagen.target import arch_of_gpu
+from hadagen.target import ARCH_DIRECTORY, arch_of_gpu
 from hadagen.tuning_db import bundle_writer
 from hadagen.tuning_db.winners import portfolio
 
@@ -36,7 +36,6 @@ def write_bundle_of(arch: str, path: Path) -> None:
 @BAD
 def test_a_bad_name_of_an_arch_is_refused_wherever_one_is_read(arch: str, tmp_path: Path) -> None:
     shutil.copy(ARCH_DIRECTORY / "sm90.yaml", file := tmp_path / f"{arch}.yaml")
-    file.write_text(file.read_text().replace("name: sm90", f"name: {arch}"))
     readers: list[Callable[[], Any]] = [
         lambda: read_arch(file),
         lambda: Device(arch),

@@ -60,29 +60,81 @@ def test_the_yardstick_is_the_fastest_copy_of_each_traffic(monkeypatch: pytest.M
     asked: list[tuple[str, list[int]]] = []
 
     class FakeStopwatch:
-        def time(self, copy: str, works: list[timing.Work], replays: int) -> list[timing.Sample]:
-            if works:
-                asked.append((copy, [work.traffic.buffer_bytes for work in works]))
-            for work in works:
-                assert 2 * work.elements == work.traffic.buffer_bytes
-            least = {"small": 1.0, "large": 5.0}[copy]  # the large copy starts slowly and is twice as fast
-            least += len(asked) % 2  # and the first graph of two is slow
-            return [
-                timing.Sample(least + work.elements / {"small": 1, "large": 2}[copy] + now[0], 0, 0) for work in works
-            ]
+        def turns(self, copies: list[str], work: timing.Work, replays: int) -> timing.Turns:
+            (self.copy,) = copies
+            assert 2 * work.elements == work.traffic.buffer_bytes
+            return timing.Turns([], work.traffic, replays)
+
+        def time(self, several: list[timing.Turns], rounds: int) -> list[list[timing.Sample]]:
+            assert rounds == 2
+            sizes = [turns.traffic.buffer_bytes for turns in several]
+            if sizes:
+                asked.append((self.copy, sizes))
+            # The large copy starts slowly and is twice as fast.
+            least, a_us = {"small": (1.0, 2), "large": (5.0, 4)}[self.copy]
+            return [[timing.Sample(least + size / a_us + now[0], 0, 0)] for size in sizes]
 
     small, large = (Traffic(size, Destination.IN_PLACE, Cache.HOT) for size in (2, 64))
     copies = yardstick.Yardstick(FakeStopwatch(), ["small", "large"], 3)  # type: ignore[arg-type, list-item]
     copies.refresh([small])
     copies.refresh([small, large, large])
-    assert asked == [(copy, [size]) for size in (2, 64) for copy in ("small", "small", "large", "large")]
+    assert asked == [(copy, [size]) for size in (2, 64) for copy in ("small", "large")]
     assert copies.us == {small: 1 + 1 + 100, large: 5 + 16 + 100}
     now[0] = 130.0
     copies.refresh([small, large])
-    assert asked[8:] == [("small", [2])] * 2 + [("large", [64])] * 2
+    assert asked[4:] == [("small", [2]), ("large", [64])]
     assert copies.us == {small: 1 + 1 + 130, large: 5 + 16 + 130}
     copies.refresh([small, large])
-    assert len(asked) == 12
+    assert len(asked) == 6
+
+
+def test_replays_alternate_and_of_several_rounds_the_fastest_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs that take turns are all made and warmed up first; a flush comes before what is timed, never within."""
+    from hadagen.measure import timing
+    from hadagen.measure.cells import Traffic
+
+    done: list[str] = []
+    now = [0.0]  # ms
+
+    class Event:
+        def record(self, stream: object) -> None:
+            self.ms = now[0]
+
+        def elapsed_time(self, end: Event) -> float:
+            return end.ms - self.ms
+
+    class Graph:
+        def __init__(self, name: str, us: float) -> None:
+            self.name, self.ms = name, us / 1000
+            done.append(f"make {name}")
+
+        def replay(self) -> None:
+            done.append(self.name)
+            now[0] += self.ms
+
+        def close(self) -> None:
+            done.append(f"close {self.name}")
+
+    monkeypatch.setattr(timing, "_event", Event)
+    stream = SimpleNamespace(device="cpu", synchronize=lambda: done.append("synchronize"))
+    stopwatch = timing.Stopwatch(stream, 1 << 16)  # type: ignore[arg-type]
+    monkeypatch.setattr(stopwatch, "_flush", lambda: done.append("flush"))
+    hot, cold = (Traffic(1 << 10, Destination.IN_PLACE, cache) for cache in Cache)
+    launches = hot.launches(1 << 16)
+    assert (cold.launches(1 << 16), cold.needs_flush(1 << 16)) == (launches, True)
+    times = {"a": [1.0, 2.0], "b": [3.0, 2.0], "c": [5.0, 4.0]}  # µs of a launch, graph by graph
+    makers = [lambda name=name: Graph(name, launches * times[name].pop(0)) for name in "abc"]
+    several = timing.Turns(makers[:2], hot, 3), timing.Turns(makers[2:], cold, 2)
+    assert [[sample.us for sample in some] for some in stopwatch.time(several, rounds=2)] == [
+        [pytest.approx(1), pytest.approx(2)],
+        [pytest.approx(4)],
+    ]
+    first = ["make a", "make b", "a", "b", "a", "b", "b", "a", "a", "b"]
+    last = ["make c", "c", "flush", "c", "flush", "c"]
+    one_round = len(done) // 2
+    assert done[: one_round - 3] == [*first, *last, "synchronize"]
+    assert sorted(done[one_round - 3 : one_round]) == ["close a", "close b", "close c"]
+    assert done[one_round : 2 * one_round - 3] == [*last, *first, "synchronize"]
 
 
 def test_cells_are_of_every_problem_or_by_problem() -> None:

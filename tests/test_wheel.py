@@ -34,7 +34,7 @@ call = torch.compile(lambda x: hadagen.hadamard_transform(x * 2, 0.5) + 1, fullg
 torch.testing.assert_close(call(z), hadagen.hadamard_transform(z) + 1)
 best = hadagen.best_config({"n": 4096, "dtype": "float16"}, 1024, arch="sm90")
 assert best.kernel and best.match is hadagen.Match.SAME_ARCH, best
-assert not {"optuna", "jinja2", "click", "sqlalchemy", "alembic", "yaml", "rich"} & set(sys.modules)
+assert not {"optuna", "jinja2", "click", "sqlalchemy", "alembic", "pydantic", "yaml", "rich"} & set(sys.modules)
 print("python", sys.version.split()[0], "torch", torch.__version__, "hadagen", hadagen.__version__)
 """
 

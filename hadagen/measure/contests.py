@@ -19,7 +19,7 @@ from hadagen.driver import DoesNotFit, LoadedKernel
 from hadagen.measure.cells import Cell
 from hadagen.measure.messages import Answer, Compare, Comparison, Contest, Rank, Ranking, Standing, Times
 from hadagen.measure.peer import Peer, Peers, calls_of
-from hadagen.measure.timing import GRAPHS, Graph, Stopwatch, Work, transform_work
+from hadagen.measure.timing import GRAPHS, Stopwatch, Turns, Work, transform_work
 from hadagen.measure.verify import Verifier
 from hadagen.measure.yardstick import Yardstick
 from hadagen.problem import Problem
@@ -74,8 +74,8 @@ class Contests:
             self._stopwatch.fill(problem.io.input, [work.traffic for work in works.values()])
             screened: dict[Cell, dict[int, float]] = {cell: {} for cell in cells}
             for i, kernel in right.items():
-                samples = self._stopwatch.time(kernel, list(works.values()), _SCREENING_REPLAYS)
-                for cell, sample in zip(cells, samples, strict=True):
+                turns = [self._stopwatch.turns([kernel], work, _SCREENING_REPLAYS) for work in works.values()]
+                for cell, (sample,) in zip(cells, self._stopwatch.time(turns), strict=True):
                     screened[cell][i] = sample.us
             standings = (
                 self._standing(contest, works, right, screened) if contest.chosen in right else None
@@ -95,9 +95,8 @@ class Contests:
             except DoesNotFit as error:
                 answers.append(Answer(Outcome.LAUNCH_FAILED, str(error)))
                 continue
-            verdict = self._verifier.check(on_device, problem)
-            answers.append(Answer(verdict.outcome, verdict.detail, verdict.errors))
-            if verdict.outcome is Outcome.OK:
+            answers.append(self._verifier.check(on_device, problem))
+            if answers[-1].outcome is Outcome.OK:
                 right[i] = on_device
         return tuple(answers), right
 
@@ -115,8 +114,8 @@ class Contests:
         work = transform_work(problem, cell)
         traffic = work.traffic
         self._yardstick.refresh([traffic])
-        lanes: dict[int | str, tuple[Callable[[], Graph], int]] = {
-            i: (partial(self._stopwatch.graph, kernel, work), _REPLAYS) for i, kernel in kernels.items()
+        timed: dict[int | str, Turns] = {
+            i: self._stopwatch.turns([kernel], work, _REPLAYS) for i, kernel in kernels.items()
         }
         launches = traffic.launches(self._l2_bytes)
         inputs = self._stopwatch.inputs(problem.io.input, work, cell.elements // problem.n)
@@ -129,13 +128,9 @@ class Contests:
                 except RuntimeError:  # so many rows are too many for it, or for what it allocates
                     continue
                 replays = _FEW_REPLAYS if us * launches > _LONG_US else _REPLAYS
-                lanes[peer.name] = partial(self._peers.graph, calls, launches), replays
-        found = dict.fromkeys(lanes, math.inf)
-        for _ in range(GRAPHS):
-            samples = self._stopwatch.sample([(make, traffic, replays) for make, replays in lanes.values()])
-            for name, sample in zip(lanes, samples, strict=True):
-                found[name] = min(found[name], sample.us)
-            lanes = dict(reversed(lanes.items()))  # so that none always comes after the same one
+                timed[peer.name] = Turns([partial(self._peers.graph, calls, launches)], traffic, replays)
+        samples = self._stopwatch.time(timed.values(), GRAPHS)
+        found = {name: sample.us for name, (sample,) in zip(timed, samples, strict=True)}
         return Times(
             self._yardstick.us[traffic],
             {i: found[i] for i in kernels},
@@ -175,12 +170,12 @@ class Contests:
         replays: int,
     ) -> dict[int, dict[Cell, float]]:
         """µs of those kernels in each cell of a contest: of two races, with graphs of their own, the less."""
+        running = [kernels[i] for i in racing]
+        turns = [self._stopwatch.turns(running, works[cell], replays) for cell, _ in contest.cells]
         found: dict[int, dict[Cell, float]] = {i: {} for i in racing}
-        for _ in range(GRAPHS):
-            for cell, _ in contest.cells:
-                samples = self._stopwatch.race([kernels[i] for i in racing], works[cell], replays)
-                for i, sample in zip(racing, samples, strict=True):
-                    found[i][cell] = min(found[i].get(cell, math.inf), sample.us)
+        for (cell, _), samples in zip(contest.cells, self._stopwatch.time(turns, GRAPHS), strict=True):
+            for i, sample in zip(racing, samples, strict=True):
+                found[i][cell] = sample.us
         return found
 
 

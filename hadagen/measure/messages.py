@@ -21,7 +21,8 @@ class Measure:
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of `Measure`. `seconds`: what it took in the worker."""
+    """What came of a kernel. `errors`: relative error by class of input, infinite where an output is not finite.
+    `seconds`: what `Measure` took in the worker."""
 
     outcome: Outcome
     detail: str

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from hadagen.errors import DeviceError, UsageError
 from hadagen.measure.cells import Cell, Cells
 from hadagen.measure.messages import Answer, Compare, Comparison, Contest, Measure, Race, Rank, Ranking
-from hadagen.measure.worker import Failure, Service, Worker, WorkerLost, WorkerTimeout
+from hadagen.measure.worker import Failure, Service, Worker
 from hadagen.problem import Numerics, Problem
 from hadagen.trial import Environment, Kernel, NotTried, Outcome, Provenance, Trial, utc_now
 
@@ -91,26 +91,21 @@ class DeviceRunner:
         """
         waiting = iter(variants)
         current = next(waiting, None)
-        if current is None:
-            return
-        self._submit(current)
-        busy = True
         try:
+            if current is not None:
+                self._submit(current)
             while current is not None:
                 trial = self._collect(current)
-                busy = False
                 following = next(waiting, None)
                 at_once = self._worker.is_running  # a worker that has to be started would hold up the trial
                 if following is not None and at_once:
                     self._submit(following)
-                    busy = True
                 yield current, trial
                 if following is not None and not at_once:
                     self._submit(following)
-                    busy = True
                 current = following
         finally:
-            if busy:
+            if self._worker.is_busy:
                 self._worker.stop()
 
     def race(self, a: Variant, b: Variant, cells: Sequence[Cell]) -> list[tuple[float, float]]:
@@ -151,17 +146,11 @@ class DeviceRunner:
         return answer
 
     def _ask(self, request: Race | Compare | Rank, doing: str, timeout_s: float = COMPARISON_TIMEOUT_S) -> Any:
-        if not self._worker.is_running:
-            self._start()
-        self._worker.send(request)
-        try:
-            answer = self._worker.receive(timeout_s)
-        except WorkerTimeout:
-            raise DeviceError(f"{doing} took more than {timeout_s:.0f} s; ask for fewer cells at a time") from None
-        except WorkerLost as error:
-            raise DeviceError(f"{doing} failed because {error}; run the same command again") from None
+        self._send(request)
+        answer = self._worker.receive(timeout_s)
         if isinstance(answer, Failure):
-            raise DeviceError(f"{doing} failed ({answer.detail}); run the same command again")
+            again = "ask for fewer cells at a time" if answer.hung else "run the same command again"
+            raise DeviceError(f"{doing} failed ({answer.detail}); {again}")
         return answer
 
     def close(self) -> None:
@@ -176,22 +165,21 @@ class DeviceRunner:
     def _start(self) -> None:
         self._environment = self._worker.start()
 
-    def _submit(self, variant: Variant) -> None:
-        if not self._worker.is_running:
+    def _send(self, request: Measure | Race | Compare | Rank) -> None:
+        if self._worker.is_busy or not self._worker.is_running:  # busy with what nobody waits for any more
             self._start()
+        self._worker.send(request)
+
+    def _submit(self, variant: Variant) -> None:
         limits = {cell: us * self._give_up for cell, us in self._best.get(variant.problem, {}).items()}
-        self._worker.send(Measure(variant.problem, _bare(_kernel(variant)), limits))
+        self._send(Measure(variant.problem, _bare(_kernel(variant)), limits))
 
     def _collect(self, variant: Variant) -> Trial:
         started = time.monotonic()
-        try:
-            answer = self._worker.receive(self._timeout_s)
-        except WorkerTimeout:
-            answer = Answer(Outcome.TIMEOUT, f"no answer within {self._timeout_s:g} s", seconds=self._timeout_s)
-        except WorkerLost as error:
-            answer = Answer(Outcome.LAUNCH_FAILED, str(error), seconds=time.monotonic() - started)
+        answer = self._worker.receive(self._timeout_s)
         if isinstance(answer, Failure):
-            answer = Answer(Outcome.LAUNCH_FAILED, answer.detail, seconds=time.monotonic() - started)
+            outcome = Outcome.TIMEOUT if answer.hung else Outcome.LAUNCH_FAILED
+            answer = Answer(outcome, answer.detail, seconds=time.monotonic() - started)
         if answer.outcome is Outcome.OK:
             best = self._best.setdefault(variant.problem, {})
             for timing in answer.timings:

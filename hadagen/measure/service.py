@@ -71,9 +71,9 @@ class DeviceService:
     def _measure(self, request: Measure) -> Answer:
         problem = request.problem
         with self._loaded(request.kernel) as kernel:
-            verdict = self._verifier.check(kernel, problem)
-            if verdict.outcome is not Outcome.OK:
-                return Answer(verdict.outcome, verdict.detail, verdict.errors)
+            verified = self._verifier.check(kernel, problem)
+            if verified.outcome is not Outcome.OK:
+                return verified
             cells = self._cells_of(problem)
             traffics = [cell.traffic(problem) for cell in cells]
             repeated = transform_work(problem, _REPEATED_CELL)
@@ -90,12 +90,12 @@ class DeviceService:
                 timings |= self._time(kernel, problem, [cell for cell in cells if cell not in timings])
             ordered = tuple(timings[cell] for cell in cells if cell in timings)
             if not self._stopwatch.is_finite(problem.io.input):
-                return Answer(Outcome.UNSTABLE, "values were no longer finite after timing", verdict.errors, ordered)
+                return Answer(Outcome.UNSTABLE, "values were no longer finite after timing", verified.errors, ordered)
             launches = repeated_launches(kernel.spec.tile_elements)
             if not self._stopwatch.repeats(kernel, repeated, launches):
                 detail = f"the same input came out differently in one of {launches + 1} launches"
-                return Answer(Outcome.UNSTABLE, detail, verdict.errors, ordered)
-            return Answer(Outcome.OK, detail, verdict.errors, ordered)
+                return Answer(Outcome.UNSTABLE, detail, verified.errors, ordered)
+            return Answer(Outcome.OK, detail, verified.errors, ordered)
 
     def _cells_of(self, problem: Problem) -> list[Cell]:
         wanted = self._cells[problem] if isinstance(self._cells, Mapping) else self._cells
@@ -103,18 +103,18 @@ class DeviceService:
         return [cell for cell in cells if cell.elements >= problem.n]
 
     def _time(self, kernel: LoadedKernel, problem: Problem, cells: Sequence[Cell]) -> dict[Cell, Timing]:
-        works = [transform_work(problem, cell) for cell in cells]
-        samples = self._stopwatch.time(kernel, works, self._replays)
+        turns = [self._stopwatch.turns([kernel], transform_work(problem, cell), self._replays) for cell in cells]
+        samples = self._stopwatch.time(turns)
         return {
-            cell: Timing(*cell, *sample, self._yardstick.us[work.traffic])
-            for cell, work, sample in zip(cells, works, samples, strict=True)
+            cell: Timing(*cell, *sample, self._yardstick.us[traffic])
+            for cell, (_, traffic, _), (sample,) in zip(cells, turns, samples, strict=True)
         }
 
     def _race(self, request: Race) -> list[tuple[float, float]]:
         works = [transform_work(request.problem, cell) for cell in request.cells]
         with self._loaded(request.a) as a, self._loaded(request.b) as b:
             self._stopwatch.fill(request.problem.io.input, [work.traffic for work in works])
-            samples = [self._stopwatch.race((a, b), work, _RACE_REPLAYS) for work in works]
+            samples = self._stopwatch.time(self._stopwatch.turns((a, b), work, _RACE_REPLAYS) for work in works)
             return [(of_a.us, of_b.us) for of_a, of_b in samples]
 
     def _load(self, kernel: Kernel) -> LoadedKernel:

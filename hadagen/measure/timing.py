@@ -24,7 +24,7 @@ from hadagen.reference import verification_scale
 from hadagen.trial import Destination, timed_rows
 
 REPEATED_BUFFERS = 3  # an input and two results
-GRAPHS = 2  # of the same launches that are timed; the faster counts, for now and then all replays of one take longer
+GRAPHS = 2  # rounds of `Stopwatch.time` for times that are compared with others
 _WARM_UP_FLUSHES = 2000
 
 
@@ -90,9 +90,23 @@ class LaunchGraph:
         check(driver.cuGraphDestroy(self._graph), "destroying a graph")
 
 
+class Turns(NamedTuple):
+    """What makes some graphs of launches, the memory of the launches, and how often each graph is replayed, two times
+    or more. Their replays alternate, so that a drift of the clocks hits all of them."""
+
+    graphs: Sequence[Callable[[], Graph]]
+    traffic: Traffic
+    replays: int
+
+
 class _Interval(NamedTuple):
     start: torch.cuda.Event
     end: torch.cuda.Event
+
+    @property
+    def us(self) -> float:
+        """Microseconds, once the device has come to its end."""
+        return float(self.start.elapsed_time(self.end)) * 1000.0
 
 
 def _event() -> torch.cuda.Event:
@@ -135,53 +149,50 @@ class Stopwatch:
             self._flush()
         self._stream.synchronize()
 
-    def time(self, kernel: LoadedKernel, works: Sequence[Work], replays: int) -> list[Sample]:
-        """The time of a launch of each work: `replays` timed replays after one that warms up."""
-        for work in works[:1]:
-            self.launch_once(kernel, work)
-        makers = [(functools.partial(self.graph, kernel, work), work.traffic, replays) for work in works]
-        return self.sample(makers)
+    def turns(self, kernels: Iterable[LoadedKernel], work: Work, replays: int) -> Turns:
+        """Launches of some kernels for the same work."""
+        return Turns([functools.partial(self.graph, kernel, work) for kernel in kernels], work.traffic, replays)
 
-    def sample(self, graphs: Sequence[tuple[Callable[[], Graph], Traffic, int]]) -> list[Sample]:
-        """The time of a launch in each of several graphs, one after another: the next is made while the device is busy.
+    def time(self, several: Iterable[Turns], rounds: int = 1) -> list[list[Sample]]:
+        """The time of a launch in each graph of each `Turns`.
 
-        graphs: what makes each, the memory of its launches, and how often it is replayed, two times or more, after once
-        that warms up.
+        Several are timed one after another: the next graphs are made while the device is busy. rounds: how often all of
+        them are timed, each time with new graphs; of a graph's samples the fastest counts, for now and then all replays
+        of one graph take longer.
         """
-        intervals: list[list[_Interval]] = []
-        with ExitStack() as open_graphs:
-            for make, traffic, replays in graphs:
-                graph = open_graphs.enter_context(closing(make()))
-                graph.replay()
-                intervals.append([self._timed_replay(graph, traffic) for _ in range(replays)])
-            self._stream.synchronize()
-        return [self._sample(times, traffic) for times, (_, traffic, _) in zip(intervals, graphs, strict=True)]
+        ordered = list(several)
+        found: list[list[list[Sample]]] = []
+        for number in range(rounds):
+            direction = -1 if number % 2 else 1  # so that none always comes after the same one
+            found.append(self._time(ordered[::direction])[::direction])
+        return [[min(samples) for samples in zip(*of_graphs, strict=True)] for of_graphs in zip(*found, strict=True)]
 
-    def race(self, kernels: Sequence[LoadedKernel], work: Work, replays: int) -> list[Sample]:
-        """Times of kernels whose replays alternate, so that a drift of the clocks hits all of them."""
-        for kernel in kernels:
-            self.launch_once(kernel, work)
-        intervals: list[list[_Interval]] = [[] for _ in kernels]
+    def _time(self, several: Sequence[Turns]) -> list[list[Sample]]:
+        intervals: list[list[list[_Interval]]] = []
         with ExitStack() as open_graphs:
-            graphs = [open_graphs.enter_context(closing(self.graph(kernel, work))) for kernel in kernels]
-            lanes = list(zip(graphs, intervals, strict=True))
-            for graph, _ in lanes:
-                graph.replay()
-            for _ in range(replays):
-                for graph, times in lanes:
-                    times.append(self._timed_replay(graph, work.traffic))
-                lanes.reverse()  # so that of two neither always comes second
+            for turns in several:
+                graphs = [open_graphs.enter_context(closing(make())) for make in turns.graphs]
+                for graph in graphs:
+                    graph.replay()  # warms up
+                intervals.append([[] for _ in graphs])
+                lanes = list(zip(graphs, intervals[-1], strict=True))
+                for _ in range(turns.replays):
+                    for graph, times in lanes:
+                        if turns.traffic.needs_flush(self._l2_bytes):
+                            self._flush()
+                        times.append(self._timed(graph.replay))
+                    lanes.reverse()  # so that of two neither always comes second
             self._stream.synchronize()
-        return [self._sample(times, work.traffic) for times in intervals]
+        return [
+            [_sample(times, turns.traffic.launches(self._l2_bytes)) for times in lanes]
+            for turns, lanes in zip(several, intervals, strict=True)
+        ]
 
     def once(self, call: Callable[[], object]) -> float:
         """Microseconds from before a call until the device has done what it asked for."""
-        interval = _Interval(_event(), _event())
-        interval.start.record(self._stream)
-        call()
-        interval.end.record(self._stream)
+        interval = self._timed(call)
         self._stream.synchronize()
-        return float(interval.start.elapsed_time(interval.end)) * 1000.0
+        return interval.us
 
     def repeats(self, kernel: LoadedKernel, work: Work, launches: int) -> bool:
         """Whether so many launches over the same input all have the same result, bit for bit.
@@ -201,11 +212,6 @@ class Stopwatch:
             same.append((first == again).all())
         return bool(torch.stack(same).all())
 
-    def launch_once(self, kernel: LoadedKernel, work: Work) -> None:
-        """The driver may load code with its first launch, which must not happen inside a capture."""
-        base = self._arena.data_ptr()
-        kernel.launch(self._stream.cuda_stream, base, base, *work[1:])
-
     def inputs(self, dtype: DType, work: Work, rows: int) -> list[torch.Tensor]:
         """What the launches of a work read, for those who take tensors: one [rows, columns] for each slot."""
         arena = self._arena.view(TORCH_DTYPE[dtype])
@@ -217,6 +223,8 @@ class Stopwatch:
         """Launches of a kernel in the slots of a work."""
         traffic = work.traffic
         base = self._arena.data_ptr()
+        # The driver may load code with a kernel's first launch, which must not happen inside a capture.
+        kernel.launch(self._stream.cuda_stream, base, base, *work[1:])
         y_offset = 0 if traffic.destination is Destination.IN_PLACE else traffic.buffer_bytes
         slots = traffic.slots(self._l2_bytes)
         launches = range(traffic.launches(self._l2_bytes))
@@ -224,12 +232,10 @@ class Stopwatch:
         addresses = ((start, start + y_offset) for start in starts)
         return LaunchGraph(self._stream.cuda_stream, kernel, addresses, work)
 
-    def _timed_replay(self, graph: Graph, traffic: Traffic) -> _Interval:
+    def _timed(self, call: Callable[[], object]) -> _Interval:
         interval = _Interval(_event(), _event())
-        if traffic.needs_flush(self._l2_bytes):
-            self._flush()
         interval.start.record(self._stream)
-        graph.replay()
+        call()
         interval.end.record(self._stream)
         return interval
 
@@ -237,8 +243,8 @@ class Stopwatch:
         """Fills L2 with lines that are only read, so that none has to be written back while others are timed."""
         return self._flusher.sum()
 
-    def _sample(self, intervals: Sequence[_Interval], traffic: Traffic) -> Sample:
-        launches = traffic.launches(self._l2_bytes)
-        us = [interval.start.elapsed_time(interval.end) * 1000.0 / launches for interval in intervals]
-        low, median, high = statistics.quantiles(us, n=4, method="inclusive")
-        return Sample(median, low, high)
+
+def _sample(intervals: Sequence[_Interval], launches: int) -> Sample:
+    us = [interval.us / launches for interval in intervals]
+    low, median, high = statistics.quantiles(us, n=4, method="inclusive")
+    return Sample(median, low, high)

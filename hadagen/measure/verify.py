@@ -21,6 +21,7 @@ import torch
 from hadagen.bits import encode
 from hadagen.errors import told_apart
 from hadagen.launch import LaunchSpec, RowShape
+from hadagen.measure.messages import Answer
 from hadagen.problem import DType, Numerics, Problem, Rows
 from hadagen.reference import INPUT_CLASSES, hadamard, input_classes, verification_scale
 from hadagen.trial import Outcome, timed_rows
@@ -105,15 +106,6 @@ def arrangements(problem: Problem) -> tuple[Arrangement, ...]:
     )
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """`errors`: class of input → relative error, infinite if an output is not finite."""
-
-    outcome: Outcome
-    detail: str
-    errors: dict[str, float]
-
-
 class _Case(NamedTuple):
     """Rows that are repeated to any number. Their number is odd, so that no two tiles are alike."""
 
@@ -171,14 +163,15 @@ class Verifier:
         self._host_cases: _Cases = {}
         self._device_cases: _Cases = {}
 
-    def check(self, kernel: Launchable, problem: Problem) -> Verdict:
-        """Verify a kernel. A failed launch raises `DeviceError`, or PyTorch's `RuntimeError`."""
+    def check(self, kernel: Launchable, problem: Problem) -> Answer:
+        """Whether it is right; nothing is timed. Raises what a failed launch raises: `DeviceError`, or PyTorch's
+        `RuntimeError`."""
         cases = self._cases_of(problem)
         self._device_cases = {}  # a wrong kernel may have written anywhere
-        verdict = self._judge(kernel, problem, cases)
-        if verdict.outcome is Outcome.OK:
+        answer = self._judge(kernel, problem, cases)
+        if answer.outcome is Outcome.OK:
             self._device_cases = cases
-        return verdict
+        return answer
 
     def errors_of(self, transform: Callable[[torch.Tensor], torch.Tensor], problem: Problem) -> dict[str, float]:
         """Class of input → relative error of an orthonormal transform of [rows, columns] by another library.
@@ -204,7 +197,7 @@ class Verifier:
             self._device_cases = {key: case.to(self._device) for key, case in self._host_cases.items()}
         return self._device_cases
 
-    def _judge(self, kernel: Launchable, problem: Problem, cases: _Cases) -> Verdict:
+    def _judge(self, kernel: Launchable, problem: Problem, cases: _Cases) -> Answer:
         counts = row_counts(kernel.spec, problem.n, kernel.resident_blocks)
         findings = _Findings()
         for arranged, name in product(arrangements(problem), INPUT_CLASSES):
@@ -223,7 +216,7 @@ class Verifier:
                 for few, way in product(counts.few, ways):
                     part = self._run(kernel, problem, x[:few], *way, findings)
                     findings.fewer.append((part == out[:few]).all())
-        return _verdict(problem, findings)
+        return _answer(problem, findings)
 
     def _run(
         self,
@@ -266,24 +259,24 @@ def _relative_error(bits: torch.Tensor, reference: torch.Tensor, dtype: DType) -
     return error
 
 
-def _verdict(problem: Problem, findings: _Findings) -> Verdict:
+def _answer(problem: Problem, findings: _Findings) -> Answer:
     errors = {name: _largest(values) for name, values in findings.errors.items()}
     outside, repeated, fewer = (
         bool(torch.stack(flags).all()) for flags in (findings.outside, findings.repeated, findings.fewer)
     )
     wrong = [name for name, error in errors.items() if not error <= problem.error_bound]
     if not outside:
-        return Verdict(Outcome.WRONG_ANSWER, "it wrote outside its output", errors)
+        return Answer(Outcome.WRONG_ANSWER, "it wrote outside its output", errors)
     if wrong:
         worst = max(wrong, key=lambda name: errors[name])
         found, bound = told_apart(errors[worst], problem.error_bound)
         detail = f"relative error {found} for {worst} inputs; {problem.key} allows {bound}"
-        return Verdict(Outcome.WRONG_ANSWER, detail, errors)
+        return Answer(Outcome.WRONG_ANSWER, detail, errors)
     if not repeated:
-        return Verdict(Outcome.UNSTABLE, "the same input came out differently a second time", errors)
+        return Answer(Outcome.UNSTABLE, "the same input came out differently a second time", errors)
     if not fewer:
-        return Verdict(Outcome.WRONG_ANSWER, "a few rows alone came out differently than among many", errors)
-    return Verdict(Outcome.OK, "", errors)
+        return Answer(Outcome.WRONG_ANSWER, "a few rows alone came out differently than among many", errors)
+    return Answer(Outcome.OK, "", errors)
 
 
 def _largest(values: list[torch.Tensor]) -> float:

@@ -1,7 +1,7 @@
 """The process that touches the GPU: its loop, and how the process that holds the study starts, asks and ends it.
 
-One request is under way at a time. A worker that dies, hangs or says that it can no longer be used is replaced; the
-asking side learns which of these happened from types alone.
+One request is under way at a time. A worker that dies, hangs or says that it can no longer be used is replaced. The
+executors of the standard library neither kill a worker that hangs nor say how one ended.
 """
 
 from __future__ import annotations
@@ -40,9 +40,11 @@ class Service(Protocol):
 
 @dataclass(frozen=True)
 class Failure:
-    """The request failed; the reason is one line for people."""
+    """Takes the place of an answer: the request failed, or the worker ended, or (`hung`) did not answer in time. The
+    reason is one line for people."""
 
     detail: str
+    hung: bool = False
 
 
 @dataclass(frozen=True)
@@ -51,18 +53,10 @@ class _Reply:
     usable: bool
 
 
-class WorkerLost(Exception):
-    """The worker ended while it worked on a request."""
-
-
-class WorkerTimeout(Exception):
-    """The worker did not answer in time, and was killed."""
-
-
 def serve(connection: Connection, make_service: Callable[..., Service], arguments: tuple[Any, ...]) -> None:
     """Body of the worker process: greet, then answer requests until the other side is gone or the device is lost."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the study decides what it means
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         service = make_service(*arguments)
     except Exception as error:
@@ -89,10 +83,11 @@ def _failure(error: Exception) -> Failure:
     return Failure(lines[0] if lines else type(error).__name__)
 
 
-def _end_with(parent: int) -> None:
-    """Ends this process, whatever it waits for, soon after its parent ended, however that happened."""
-    while os.getppid() == parent:
-        time.sleep(1.0)
+def _end_with_parent() -> None:
+    """Ends this process, whatever it waits for, once its parent ends, however that happens."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
     os._exit(1)
 
 
@@ -104,6 +99,7 @@ class Worker:
         self._arguments = arguments
         self._process: Any = None
         self._connection: Connection | None = None
+        self.is_busy = False  # with a request that no answer was received to
 
     @property
     def is_running(self) -> bool:
@@ -111,24 +107,16 @@ class Worker:
 
     def start(self) -> Any:
         """Starts the process and returns its greeting. Raises `DeviceError` where it does not come up three times."""
-        self.stop()
-        reason = ""
         for attempt in range(_START_ATTEMPTS):
             if attempt:
                 time.sleep(_START_PAUSE_S)
+            self.stop()
             self._spawn()
-            try:
-                greeting = self.receive(_START_TIMEOUT_S)
-            except WorkerLost as error:
-                reason = str(error)
-            except WorkerTimeout:
-                reason = f"it did not come up within {_START_TIMEOUT_S:.0f} s"
-            else:
-                if not isinstance(greeting, Failure):
-                    return greeting
-                reason = greeting.detail
+            greeting = self.receive(_START_TIMEOUT_S)
+            if not isinstance(greeting, Failure):
+                return greeting
         raise DeviceError(
-            f"the measuring process did not start in {_START_ATTEMPTS} attempts ({reason}); "
+            f"the measuring process did not start in {_START_ATTEMPTS} attempts ({greeting.detail}); "
             "check the GPU with `hadagen doctor`, then run the same command again to go on"
         )
 
@@ -136,27 +124,25 @@ class Worker:
         """Hands over a request; the worker must be running and idle. What went wrong is for `receive` to say."""
         if self._connection is None:
             raise RuntimeError("the worker is not running")
+        self.is_busy = True
         with suppress(OSError):  # it is dead
             self._connection.send(request)
 
     def receive(self, timeout_s: float) -> Any:
-        """The answer to the last request, or a `Failure`.
-
-        Raises `WorkerLost` or `WorkerTimeout`; no process is left behind then.
-        """
+        """The answer to the last request, or a `Failure`. A process that can no longer be used is ended."""
         if self._connection is None:
-            raise WorkerLost("the measuring process is not running")
+            return Failure("the measuring process is not running")
         try:
-            answered = self._connection.poll(timeout_s)
-            reply = self._connection.recv() if answered else None
+            if not self._connection.poll(timeout_s):
+                self.stop()
+                return Failure(f"no answer within {timeout_s:g} s", hung=True)
+            reply = self._connection.recv()
         except (EOFError, OSError):
-            raise WorkerLost(f"the measuring process ended with {self._exit_status()}") from None
+            return Failure(f"the measuring process ended with {self._exit_status()}")
         except BaseException:
             self.stop()
             raise
-        if reply is None:
-            self.stop()
-            raise WorkerTimeout
+        self.is_busy = False
         if not reply.usable:
             self.stop()
         return reply.body
@@ -165,7 +151,11 @@ class Worker:
         """Kills the process, if there is one. The next `start` brings up a fresh one."""
         if self._process is not None:
             self._process.kill()
-            self._reap()
+            self._process.join(_END_TIMEOUT_S)
+        if self._connection is not None:
+            self._connection.close()
+        self._process = self._connection = None
+        self.is_busy = False
 
     def _spawn(self) -> None:
         context = multiprocessing.get_context("spawn")
@@ -176,6 +166,7 @@ class Worker:
         self._process, self._connection = process, ours
 
     def _exit_status(self) -> str:
+        """How the process ended that has closed its pipe."""
         process = self._process
         process.join(_END_TIMEOUT_S)
         code = process.exitcode
@@ -183,9 +174,3 @@ class Worker:
         if code is None:
             return "a closed pipe"
         return f"signal {-code}" if code < 0 else f"exit status {code}"
-
-    def _reap(self) -> None:
-        self._process.join(_END_TIMEOUT_S)
-        if self._connection is not None:
-            self._connection.close()
-        self._process = self._connection = None

@@ -40,7 +40,6 @@ class Yardstick:
         self._taken |= dict.fromkeys(wanted, now)
 
     def _time(self, copy: LoadedKernel, traffics: Sequence[Traffic]) -> dict[Traffic, float]:
-        works = [copy_work(traffic) for traffic in traffics]
-        rounds = [self._stopwatch.time(copy, works, self._replays) for _ in range(GRAPHS)]
-        times = zip(*rounds, strict=True)
-        return {traffic: min(sample.us for sample in samples) for traffic, samples in zip(traffics, times, strict=True)}
+        turns = [self._stopwatch.turns([copy], copy_work(traffic), self._replays) for traffic in traffics]
+        samples = self._stopwatch.time(turns, GRAPHS)
+        return {traffic: sample.us for traffic, (sample,) in zip(traffics, samples, strict=True)}

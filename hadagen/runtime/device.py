@@ -6,9 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hadagen.arch import known_archs
 from hadagen.errors import UsageError
-from hadagen.target import arch_of_gpu, check_arch
+from hadagen.target import arch_of_gpu, check_arch, known_archs
 
 if TYPE_CHECKING:
     import torch

@@ -29,14 +29,14 @@ from hadagen.emulator import (
     verify,
 )
 from hadagen.errors import told_apart
-from hadagen.knobs import Knobs
+from hadagen.knobs import Knobs, plan_of
 from hadagen.launch import RowShape, Source
 from hadagen.measure import Cell, Variant, all_cells
 from hadagen.plan import Plan
 from hadagen.problem import Problem
 from hadagen.programs import Patience
 from hadagen.reference import NORMAL_ELEMENTS
-from hadagen.space import Space, build_plan
+from hadagen.space import Space
 from hadagen.trial import ELEMENT_BUCKETS, Environment, NotTried, Outcome, Provenance, Timing, Trial, utc_now
 from hadagen.tuner.study import regime
 
@@ -71,7 +71,8 @@ def shortlist(space: Space, count: int) -> list[Knobs]:
     The knobs of one regime differ in `_SHAPE`, because two similar kernels tell no more than one.
     """
     arch, problem = space.arch, space.problem
-    estimates = {knobs: Estimate(build_plan(problem, knobs, arch), arch) for knobs in _seen(space).legal}
+    plans = {knobs: plan_of(problem, knobs, starts_early=arch.starts_early) for knobs in _seen(space).legal}
+    estimates = {knobs: Estimate(plan, arch) for knobs, plan in plans.items()}
     ranked = []
     for cells in _cells_by_regime(problem, arch).values():
         times = {knobs: fsum(log(estimate.us(*cell)) for cell in cells) for knobs, estimate in estimates.items()}
@@ -100,9 +101,8 @@ class EstimateRunner:
 
     def __init__(self, arch: Arch, stopped: Event | None = None) -> None:
         self._arch, self._stopped, self._patience = arch, stopped or Event(), Patience()
-        major, minor = arch.compute_capability
         self.environment = Environment(
-            compute_capability=f"{major}.{minor}", sms=arch.model.sms, l2_bytes=arch.model.l2_bytes
+            compute_capability=arch.compute_capability, sms=arch.model.sms, l2_bytes=arch.model.l2_bytes
         )
 
     def run(self, variants: Iterable[Variant]) -> Iterator[tuple[Variant, Trial | NotTried]]:
@@ -112,7 +112,8 @@ class EstimateRunner:
         """
         waiting = iter(variants)
         while some := list(islice(waiting, BUILT_AT_ONCE)):
-            plans = [build_plan(c.problem, Knobs.from_dict(c.knobs), self._arch) for c in some]
+            early = self._arch.starts_early
+            plans = [plan_of(c.problem, Knobs.from_dict(c.knobs), starts_early=early) for c in some]
             sources = [render(plan) for plan in plans]
             module = self._compile_all(sources)
             for variant, plan, source in zip(some, plans, sources, strict=True):

@@ -16,11 +16,10 @@ from threading import current_thread, main_thread
 
 from hadagen.arch import Arch
 from hadagen.codegen import render
-from hadagen.knobs import Knobs
+from hadagen.knobs import Knobs, plan_of
 from hadagen.launch import Source
 from hadagen.measure import Runner, Variant
 from hadagen.problem import Problem
-from hadagen.space import build_plan
 from hadagen.toolchain import BuildFailure
 from hadagen.trial import Kernel, NotTried, Outcome, Provenance, Trial, utc_now
 from hadagen.tuner.events import BatchBuilt, Listener, VariantNotTried
@@ -30,7 +29,7 @@ BATCHES = 3  # in progress at once: one is measured, one is built, one is being 
 BATCH_SIZE = 64
 WAKE_SECONDS = 1.0
 
-Batch = Sequence[tuple[Problem, Knobs]]
+Batch = Sequence[tuple[Problem, Knobs]]  # legal ones
 _Result = BatchBuilt | VariantNotTried | Trial
 Build = Callable[[Sequence[Source]], Sequence[Kernel | BuildFailure | NotTried]]
 _KernelKey = tuple[Problem, str]  # variants with the same key do the same thing in the same time
@@ -162,7 +161,7 @@ class Pipeline:
         started = time.monotonic()
         if self._build_kernels is None:
             return _BuiltBatch(tuple(Variant(problem, knobs.to_dict()) for problem, knobs in batch), (), (), (), 0.0)
-        plans = [build_plan(problem, knobs, self._arch) for problem, knobs in batch]
+        plans = (plan_of(problem, knobs, starts_early=self._arch.starts_early) for problem, knobs in batch)
         kernels = self._build_kernels([render(plan) for plan in plans])
         fresh: list[Variant] = []
         known: list[Variant] = []

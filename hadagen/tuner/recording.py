@@ -16,9 +16,9 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from hadagen.arch import Arch, KnobValue, load_arch
+from hadagen.arch import Arch, load_arch
 from hadagen.errors import StorageError
-from hadagen.knobs import KNOB_NAMES, Knobs
+from hadagen.knobs import KNOB_NAMES, Knobs, KnobValue
 from hadagen.measure import Cell
 from hadagen.problem import Problem
 from hadagen.trial import Cache, Destination, Environment, Outcome, Provenance, Timing, Trial

@@ -32,7 +32,7 @@ from hadagen.errors import UsageError
 from hadagen.knobs import KNOB_NAMES, Knobs
 from hadagen.measure import Cell
 from hadagen.problem import Problem
-from hadagen.space import Space, build_plan
+from hadagen.space import Space, check_legal
 from hadagen.trial import Cache, Destination, Outcome, Trial, deciding_cache, element_buckets, may_be_hot
 
 REGIMES = ("latency", "L2", "memory")
@@ -96,7 +96,7 @@ def _counting(trial: Trial) -> int:
 def _legal_knobs(trial: Trial, arch: Arch) -> Knobs | None:
     try:
         known = Knobs.from_dict(trial.knobs)
-        build_plan(trial.problem, known, arch)
+        check_legal(trial.problem, known, arch)
     except UsageError:
         return None
     return known
