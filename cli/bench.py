@@ -11,10 +11,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from hadagen.cli import options
-from hadagen.cli.device import measuring, no_kernels, refusal
+from hadagen.cli.between import between
+from hadagen.cli.calls import calls
+from hadagen.cli.device import find_device, measuring, no_kernels, refusal
+from hadagen.cli.groups import Group
 from hadagen.cli.output import counted, print_json, print_table, report_failures, say, until_interrupted
 from hadagen.errors import DeviceError, UsageError
 from hadagen.trial import Outcome
+from hadagen.tuning_db.table import write_table
 
 if TYPE_CHECKING:
     from hadagen.measure import Cell, Comparison
@@ -45,39 +49,40 @@ Row = dict[str, Any]  # by `COLUMNS`
 FORMS = {"us": ".3f", "copy_us": ".3f", "fraction_of_copy": ".3f", "error": ".3e", "kernel": ".12"}
 
 
-@click.command()
-@options.sizes
+class Bench(Group):
+    default = "kernels"
+
+
+@click.group(cls=Bench)
+def bench() -> None:
+    """Time what calls run, on a GPU of this machine. Where no command is named, kernels is meant."""
+
+
+@bench.command()
+@options.problems(one_kind=True)
 @click.option(
     "--elements",
     default=DEFAULT_ELEMENTS,
     show_default=True,
     help="Sizes of the input, rows times n; K is 1024, M its square.",
 )
-@options.dtypes
-@options.contracts
-@options.pitched
-@options.inplace
-@options.out_of_place
+@options.destinations
 @click.option("--hot", is_flag=True, help="Time with the data in L2, up to twice its size.")
 @click.option("--cold", is_flag=True, help="Time with the data in device memory, from 65536 elements on.")
 @options.device
-@options.table
+@options.csv
 @options.as_json
-def bench(
-    sizes: tuple[str, ...],
+def kernels(
+    problems: list[Problem],
     elements: str,
-    dtypes: tuple[str, ...],
-    contracts: tuple[str, ...],
-    pitched: bool,
-    inplace: bool,
-    out_of_place: bool,
+    destinations: list[Destination],
     hot: bool,
     cold: bool,
     device: int,
     table: Path | None,
     as_json: bool,
 ) -> None:
-    """Time the known winners on a GPU of this machine, beside a plain copy of the same bytes.
+    """Time the known winners, beside a plain copy of the same bytes.
 
     With neither --hot nor --cold the data lies in L2 where it fits in half of it, and in device memory otherwise.
     Pitched rows have three quarters of n elements. Needs nvcc, for the copy kernel. Other libraries are timed too where
@@ -86,18 +91,11 @@ def bench(
 
     Errors are those on normal inputs, ‖out − ref‖ / ‖ref‖ against float64.
     """
-    from hadagen.measure import device_environment
-    from hadagen.runtime.device import Device
     from hadagen.trial import Cache
-    from hadagen.tuning_db.table import check_table_place, write_table
 
-    if table:
-        check_table_place(table)
-    problems = options.make_problems(sizes, dtypes, contracts, pitched)
     counts = options.parse_elements(elements)
-    environment = device_environment(device)
-    target = Device(options.arch_of(environment), environment.gpu)
-    asked = list(product(problems, counts, options.destinations(inplace, out_of_place)))
+    environment, target = find_device(device)
+    asked = list(product(problems, counts, destinations))
     caches = [cache for cache, wanted in ((Cache.HOT, hot), (Cache.COLD, cold)) if wanted]
     choices = list(_choose(asked, caches, target, environment.l2_bytes))
     if not choices:
@@ -108,13 +106,18 @@ def bench(
             "leave out --hot and --cold where the data is too large or too small for them"
         )
     rows, failures = _time(choices, environment, device)
-    if rows and table:
-        write_table(table, COLUMNS, rows, FORMS)
-    if rows and as_json:
-        print_json({"gpu": environment.gpu, "driver": environment.driver, "results": rows})
-    elif rows:
-        _print(environment.gpu, rows, bool(caches))
+    if rows:
+        if table:
+            write_table(table, COLUMNS, rows, FORMS)
+        if as_json:
+            print_json({"gpu": environment.gpu, "driver": environment.driver, "results": rows})
+        else:
+            _print(environment.gpu, rows, bool(caches))
     report_failures(failures, DeviceError)
+
+
+bench.add_command(between)
+bench.add_command(calls)
 
 
 class Choice(NamedTuple):

@@ -30,6 +30,15 @@ def find_gpu(index: int | None) -> Environment | None:
         return None
 
 
+def find_device(index: int) -> tuple[Environment, Device]:
+    """The CUDA device of that index, and what kernels are chosen for it by. Raises `DeviceError`."""
+    from hadagen.measure import device_environment
+    from hadagen.runtime.device import Device
+
+    environment = device_environment(index)
+    return environment, Device(options.arch_of(environment), environment.gpu)
+
+
 def no_kernels(target: Device) -> DeviceError:
     """That calls on a device find nothing to run."""
     from hadagen.runtime.device import how_to_get_kernels

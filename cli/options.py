@@ -22,58 +22,25 @@ if TYPE_CHECKING:
     from hadagen.tuning_db.store import Store
 
 DEFAULT_ARCH = "sm90"
+ALL_SIZES = f"2-{1 << MAX_LOG2_N}"
+NUMERICS = "accurate rounds to the type of x once; fast may round between steps, but not of float32."
+Command = Callable[..., None]
 _FACTORS = {"K": 1 << 10, "M": 1 << 20}
 _MOST_DIGITS = 20  # more than any value has; of thousands, Python makes no number
 
+
+def _checked_table(context: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
+    if path:
+        from hadagen.tuning_db.table import check_table_place
+
+        check_table_place(path)
+    return path
+
+
 arch = click.option("--arch", default=DEFAULT_ARCH, show_default=True, help="Target architecture.")
-n = click.option("--n", type=int, required=True, help=f"Row length: a power of two from 2 to {1 << MAX_LOG2_N}.")
-
-
-def sizes_by_default(default: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """`--n`, which may be several, for `parse_sizes`."""
-    return click.option(
-        "--n",
-        "sizes",
-        multiple=True,
-        default=[default],
-        show_default=True,
-        help="Row lengths, such as 4096 or 128,256 or 2-64.",
-    )
-
-
-sizes = sizes_by_default(f"2-{1 << MAX_LOG2_N}")
-dtype = click.option("--dtype", default=DType.FLOAT16.value, show_default=True, help="float16, bfloat16 or float32.")
-numerics = click.option(
-    "--numerics",
-    default=Numerics.ACCURATE.value,
-    show_default=True,
-    help="accurate rounds to the type of x once; fast may round between steps, but not of float32.",
-)
-dtypes = click.option(
-    "--dtype",
-    "dtypes",
-    multiple=True,
-    default=[DType.FLOAT16.value],
-    show_default=True,
-    help="float16, bfloat16 or float32; may be given several times.",
-)
-contracts = click.option(
-    "--numerics",
-    "contracts",
-    multiple=True,
-    default=[Numerics.ACCURATE.value],
-    show_default=True,
-    help="accurate rounds to the type of x once; fast may round between steps, but not of float32. May be given twice.",
-)
 inplace = click.option("--inplace", is_flag=True, help="The result overwrites the input.")
-out_of_place = click.option(
-    "--out-of-place", is_flag=True, help="The result goes elsewhere, as it does where nothing else is said."
-)
 device = click.option(
     "--device", type=int, default=0, show_default=True, metavar="INDEX", help="CUDA device to run on."
-)
-pitched = click.option(
-    "--pitched", is_flag=True, help="Rows of any number of elements up to n, any number of elements apart."
 )
 db = click.option(
     "--db",
@@ -83,8 +50,13 @@ db = click.option(
 bundle = click.option(
     "--bundle", type=click.Path(path_type=Path), help="Where the winners go.  [default: where calls find them]"
 )
-table = click.option(
-    "--csv", "table", type=click.Path(path_type=Path), metavar="FILE", help="Write all numbers to FILE too."
+csv = click.option(
+    "--csv",
+    "table",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    callback=_checked_table,
+    help="Write all numbers to FILE too.",
 )
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
@@ -94,13 +66,15 @@ def make_problem(n: int, dtype: str, numerics: str, pitched: bool = False) -> Pr
     return Problem(n, cast(DType, dtype), cast(Numerics, numerics), pitched)
 
 
-def problem(command: Callable[..., None]) -> Callable[..., None]:
+def problem(command: Command) -> Command:
     """`--n --dtype --numerics --pitched`, which the command receives as one `Problem`."""
 
-    @n
-    @dtype
-    @numerics
-    @pitched
+    @click.option("--n", type=int, required=True, help=f"Row length: a power of two from 2 to {1 << MAX_LOG2_N}.")
+    @click.option("--dtype", default=DType.FLOAT16.value, show_default=True, help="float16, bfloat16 or float32.")
+    @click.option("--numerics", default=Numerics.ACCURATE.value, show_default=True, help=NUMERICS)
+    @click.option(
+        "--pitched", is_flag=True, help="Rows of any number of elements up to n, any number of elements apart."
+    )
     @functools.wraps(command)
     def with_problem(*, n: int, dtype: str, numerics: str, pitched: bool, **others: Any) -> None:
         command(problem=make_problem(n, dtype, numerics, pitched), **others)
@@ -108,60 +82,78 @@ def problem(command: Callable[..., None]) -> Callable[..., None]:
     return with_problem
 
 
-def make_problems(
-    sizes: Iterable[str], dtypes: Iterable[str], contracts: Iterable[str], pitched: bool | None
-) -> list[Problem]:
-    """The problems that options name, each once; of both kinds of rows where `pitched` is None. Raises `UsageError`."""
-    kinds = (False, True) if pitched is None else (pitched,)
-    named = product(parse_sizes(sizes), dtypes, contracts, kinds)
-    return list(dict.fromkeys(make_problem(*parts) for parts in named))
+def destinations(command: Command) -> Command:
+    """`--inplace --out-of-place`, which the command receives as a list of `destinations`: out of place if neither is
+    given."""
 
-
-def destinations(inplace: bool, out_of_place: bool) -> list[Destination]:
-    """Those that the two flags ask for; out of place where neither is given."""
-    asked = {Destination.IN_PLACE: inplace, Destination.OUT_OF_PLACE: out_of_place or not inplace}
-    return [destination for destination, wanted in asked.items() if wanted]
-
-
-def problems(command: Callable[..., None]) -> Callable[..., None]:
-    """`--n --dtype --numerics --pitched/--contiguous`, each of which may name several, and which the command receives
-    as a list of `problems`."""
-
-    @sizes
-    @click.option(
-        "--dtype",
-        "dtypes",
-        multiple=True,
-        default=[d.value for d in DType],
-        help="float16, bfloat16, float32; all if not given.",
-    )
-    @click.option(
-        "--numerics",
-        "contracts",
-        multiple=True,
-        default=[n.value for n in Numerics],
-        help="accurate, fast; both if not given.",
-    )
-    @click.option(
-        "--pitched/--contiguous",
-        default=None,
-        help="Only problems of pitched rows, or none of them; both kinds if not given.",
-    )
+    @inplace
+    @click.option("--out-of-place", is_flag=True, help="The result goes elsewhere, as it does by default.")
     @functools.wraps(command)
-    def with_problems(
-        *,
-        sizes: tuple[str, ...],
-        dtypes: tuple[str, ...],
-        contracts: tuple[str, ...],
-        pitched: bool | None,
-        **others: Any,
-    ) -> None:
-        command(problems=make_problems(sizes, dtypes, contracts, pitched), **others)
+    def with_destinations(*, inplace: bool, out_of_place: bool, **others: Any) -> None:
+        asked = {Destination.IN_PLACE: inplace, Destination.OUT_OF_PLACE: out_of_place or not inplace}
+        command(destinations=[destination for destination, wanted in asked.items() if wanted], **others)
 
-    return with_problems
+    return with_destinations
 
 
-def only(command: Callable[..., None]) -> Callable[..., None]:
+def problems(*, sizes: str = ALL_SIZES, one_kind: bool = False) -> Callable[[Command], Command]:
+    """`--n --dtype --numerics --pitched/--contiguous`, each of which may name several values, and which the command
+    receives as a list of `problems`, each once.
+
+    sizes: the row lengths where none are named. one_kind: whether only contiguous rows of float16, accurate, are meant
+    where nothing is named; all dtypes, numerics and kinds of rows otherwise.
+    """
+
+    def with_options(command: Command) -> Command:
+        @click.option(
+            "--n",
+            "sizes",
+            multiple=True,
+            default=[sizes],
+            show_default=True,
+            help="Row lengths, such as 4096 or 128,256 or 2-64.",
+        )
+        @click.option(
+            "--dtype",
+            "dtypes",
+            multiple=True,
+            default=[each.value for each in DType][: 1 if one_kind else None],
+            show_default=True,
+            help="float16, bfloat16 or float32; may be given several times.",
+        )
+        @click.option(
+            "--numerics",
+            "contracts",
+            multiple=True,
+            default=[each.value for each in Numerics][: 1 if one_kind else None],
+            show_default=True,
+            help=f"{NUMERICS} May be given twice.",
+        )
+        @click.option(
+            "--pitched/--contiguous",
+            default=False if one_kind else None,
+            help="Only pitched rows, of any number of elements up to n and any number apart; or only contiguous ones.  "
+            f"[default: {'contiguous' if one_kind else 'both'}]",
+        )
+        @functools.wraps(command)
+        def with_problems(
+            *,
+            sizes: tuple[str, ...],
+            dtypes: tuple[str, ...],
+            contracts: tuple[str, ...],
+            pitched: bool | None,
+            **others: Any,
+        ) -> None:
+            kinds = (False, True) if pitched is None else (pitched,)
+            named = product(parse_sizes(sizes), dtypes, contracts, kinds)
+            command(problems=list(dict.fromkeys(make_problem(*parts) for parts in named)), **others)
+
+        return with_problems
+
+    return with_options
+
+
+def only(command: Command) -> Command:
     """`--only`, which the command receives as a dictionary of `parse_ranges`."""
 
     @click.option(
@@ -278,14 +270,14 @@ def default_bundle(arch: str) -> Path:
     return user_directory() / f"{arch}.db"
 
 
-def open_db(where: str | None) -> Store:
-    """The tuning database named by `--db`, which must be there. Raises `StorageError`."""
+def open_db(where: str | None, *, new: bool = False) -> Store:
+    """The tuning database named by `--db`, which is made if it is not there and may be `new`. Raises `StorageError`."""
     from hadagen.tuning_db.database import file_of
     from hadagen.tuning_db.store import Store
 
     place = where or str(default_db())
     file = file_of(place)
-    if file is not None and not file.exists():
+    if file is not None and not (new or file.exists()):
         raise StorageError(f"there is no tuning database {place}; run hadagen tune first, or name another with --db")
     return Store.open(place)
 

@@ -1,4 +1,4 @@
-"""`hadagen record`: measure every legal variant, for searches to be compared on."""
+"""`hadagen dev record`: measure every legal variant, for searches to be compared on."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MOST_VARIANTS = 20_000
 
 
 @click.command()
-@options.problems
+@options.problems()
 @options.only
 @click.option(
     "--like",
@@ -63,12 +63,12 @@ def record(
     arch: str | None,
     as_json: bool,
 ) -> None:
-    """Measure every legal variant of problems, and keep all trials in files that hadagen replay reads.
+    """Measure every legal variant of problems, and keep all trials.
 
-    There are tens of thousands of variants, so name fewer values of some knobs with --only, or with --like a recording
-    of which to take them. Each variant is verified, then timed in place; in L2 where the data fits in half of it, and
-    in device memory otherwise. Every finished trial is kept at once: a run that was interrupted goes on where it was
-    when it is started again.
+    They go to files that hadagen dev replay reads. There are tens of thousands of variants, so name fewer values of
+    some knobs with --only, or with --like a recording of which to take them. Each variant is verified, then timed in
+    place; in L2 where the data fits in half of it, and in device memory otherwise. Every finished trial is kept at
+    once: a run that was interrupted goes on where it was when it is started again.
     """
     from hadagen.arch import load_arch
     from hadagen.cli.progress import shown

@@ -1,4 +1,4 @@
-"""`hadagen replay`: how soon searches find the best of recordings."""
+"""`hadagen dev replay`: how soon searches find the best of recordings."""
 
 from __future__ import annotations
 
@@ -32,10 +32,11 @@ MOST_SEEDS = 1000
 )
 @options.as_json
 def replay(files: tuple[Path, ...], seeds: int, folder: Path | None, as_json: bool) -> None:
-    """Search recordings as hadagen tune does, and at random, and compare how soon the best is found.
+    """Compare how soon searches of recordings find the best.
 
-    FILES are what hadagen record wrote, for one device. A search may try a tenth of a problem's variants, or 60 if that
-    is more. The same files and seeds give the same numbers.
+    One search is that of hadagen tune, another takes variants at random. FILES are what hadagen dev record wrote, for
+    one device. A search may try a tenth of a problem's variants, or 60 if that is more. The same files and seeds give
+    the same numbers.
     """
     from hadagen.tuner.export import write_kernel_tuner_cache
     from hadagen.tuner.recording import read_recording

@@ -6,7 +6,7 @@
 `data/bench_h100.csv` is one run of `hadagen bench --csv` with the libraries we compare with installed; cells that it
 lacks may come from an earlier one, in `data/bench_h100_earlier.csv`. `data/bench_h200.csv` is such a run on an H200.
 `data/h100.csv` is written by `hadagen bundle export` from the shipped bundle, `data/between_h100.csv` and
-`data/between_h200.csv` by `hadagen between --csv`, `data/calls_h100.json` by `hadagen calls --json`, and
+`data/between_h200.csv` by `hadagen bench between --csv`, `data/calls_h100.json` by `hadagen bench calls --json`, and
 `data/search.json` by `compare_search.py`. Drawing needs matplotlib (pip install 'hadagen[docs]'); checking does not.
 
 The modules beside it, `refresh_*.py`, make what it writes.

@@ -282,7 +282,7 @@ def test_a_comparison_without_recordings_or_kernel_tuner_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.argv", ["compare_search.py", str(tmp_path)])
-    with pytest.raises(SystemExit, match=r"holds no recordings .* make them with hadagen record"):
+    with pytest.raises(SystemExit, match=r"holds no recordings .* make them with hadagen dev record"):
         compare_search.main()
     (tmp_path / "a.jsonl.gz").touch()
     monkeypatch.setattr(compare_search.importlib.util, "find_spec", lambda name: None)

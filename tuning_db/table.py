@@ -25,7 +25,7 @@ COLUMNS = (
     "fraction_of_copy",
     "kernel",
 )
-# How every table that hadagen writes begins: this one and that of `hadagen between`, then that of `hadagen bench`.
+# How every table that hadagen writes begins: this one and that of `hadagen bench between`, that of `hadagen bench`.
 BEGINNINGS = (b"gpu,numerics,dtype,pitched,", b"library,numerics,dtype,pitched,")
 
 

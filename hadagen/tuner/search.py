@@ -67,8 +67,9 @@ class TuneOptions:
     `store`: where trials are kept; None for a search that is only watched. `build`: compiles variants and answers in
     their order; None for a runner that needs no kernels. `trials`: to be finished for each problem, those of earlier
     runs included; by default `MEASURED_TRIALS`, or `ESTIMATED_TRIALS` without a device. Pitched problems get a quarter
-    of them. `time_budget`: seconds for everything, given to all contiguous problems alike. `known`: by problem, knobs
-    that are tried before any others, such as those of winners. `stopped`: set when nothing more is to be built.
+    of them. With 0 nothing is searched, nor raced. `time_budget`: seconds for everything, given to all contiguous
+    problems alike. `known`: by problem, knobs that are tried before any others, such as those of winners. `stopped`:
+    set when nothing more is to be built.
     """
 
     arch: Arch
@@ -87,9 +88,9 @@ class TuneOptions:
 
 
 def check_effort(trials: int | None, time_budget: float | None) -> None:
-    """Raises `UsageError` where the trials or the seconds of a search would try nothing, or never end."""
-    if trials is not None and not 1 <= trials <= MOST_TRIALS:
-        raise UsageError(f"trials = {trials} is not supported; give 1 to {MOST_TRIALS}")
+    """Raises `UsageError` where a search cannot have so many trials or seconds, or would never end."""
+    if trials is not None and not 0 <= trials <= MOST_TRIALS:
+        raise UsageError(f"trials = {trials} is not supported; give 0 to {MOST_TRIALS}")
     if time_budget is not None and not 0 < time_budget <= MOST_SECONDS:
         raise UsageError(
             f"a time budget of {time_budget:g} s is not supported; give more than 0, at most {MOST_SECONDS}"
@@ -151,9 +152,11 @@ class _Search:
         self._started = time.monotonic()
         self._environment = options.runner.environment
         self._estimated = not self._environment.gpu
-        self._trials = options.trials or (ESTIMATED_TRIALS if self._estimated else MEASURED_TRIALS)
+        by_default = ESTIMATED_TRIALS if self._estimated else MEASURED_TRIALS
+        self._trials = by_default if options.trials is None else options.trials
 
-        self._unopened = deque(sorted(dict.fromkeys(options.problems), key=attrgetter("pitched")))
+        problems = dict.fromkeys(options.problems) if self._trials else {}
+        self._unopened = deque(sorted(problems, key=attrgetter("pitched")))
         self._studies: dict[Problem, Study] = {}
         self._seeds: dict[Problem, list[Knobs]] = {}  # by contiguous problem
         self._ours: set[int] = set()  # row numbers of the trials of this run
