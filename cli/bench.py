@@ -60,12 +60,7 @@ def bench() -> None:
 
 @bench.command()
 @options.problems(one_kind=True)
-@click.option(
-    "--elements",
-    default=DEFAULT_ELEMENTS,
-    show_default=True,
-    help="Sizes of the input, rows times n; K is 1024, M its square.",
-)
+@options.elements(DEFAULT_ELEMENTS)
 @options.destinations
 @click.option("--hot", is_flag=True, help="Time with the data in L2, up to twice its size.")
 @click.option("--cold", is_flag=True, help="Time with the data in device memory, from 65536 elements on.")
@@ -74,7 +69,7 @@ def bench() -> None:
 @options.as_json
 def kernels(
     problems: list[Problem],
-    elements: str,
+    elements: list[int],
     destinations: list[Destination],
     hot: bool,
     cold: bool,
@@ -93,17 +88,16 @@ def kernels(
     """
     from hadagen.trial import Cache
 
-    counts = options.parse_elements(elements)
     environment, target = find_device(device)
-    asked = list(product(problems, counts, destinations))
+    asked = list(product(problems, elements, destinations))
     caches = [cache for cache, wanted in ((Cache.HOT, hot), (Cache.COLD, cold)) if wanted]
     choices = list(_choose(asked, caches, target, environment.l2_bytes))
     if not choices:
         if not any(_found(asked, target)):
             raise no_kernels(target)
         raise UsageError(
-            f"nothing is timed at {elements} elements of these problems; give --elements of at least one row, and "
-            "leave out --hot and --cold where the data is too large or too small for them"
+            f"nothing is timed at {options.short_list(elements)} elements of these problems; give --elements of at "
+            "least one row, and leave out --hot and --cold where the data is too large or too small for them"
         )
     rows, failures = _time(choices, environment, device)
     if rows:

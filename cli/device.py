@@ -10,11 +10,9 @@ from hadagen.cli import options
 from hadagen.errors import DeviceError
 
 if TYPE_CHECKING:
-    from hadagen.arch import Arch
     from hadagen.measure import Answer, DeviceRunner
     from hadagen.problem import Problem
     from hadagen.runtime.device import Device
-    from hadagen.toolchain import Toolchain
     from hadagen.trial import Environment, Trial
 
 
@@ -52,25 +50,16 @@ def refusal(problem: Problem, digest: str, answer: Answer | Trial, advice: str =
 
 
 @contextmanager
-def device_runner(arch: Arch, index: int, toolchain: Toolchain, **how: Any) -> Iterator[DeviceRunner]:
-    """A runner on a device, with the copy kernels beside which it times; `how` as `DeviceRunner` takes it.
-
-    Raises `ToolchainError` where they cannot be built."""
-    from hadagen.measure import DeviceRunner, copy_sources
-
-    kernels = toolchain.build_all(copy_sources(), arch)
-    with DeviceRunner(index, kernels, **how) as runner:
-        yield runner
-
-
-@contextmanager
 def measuring(environment: Environment, index: int, **how: Any) -> Iterator[DeviceRunner]:
     """A runner on the CUDA device of that index, which is what `environment` says; `how` as `DeviceRunner` takes it.
 
-    Raises as `device_runner` does, and `UsageError` where its arch is not known.
+    Raises `UsageError` where its arch is not known, and `ToolchainError` where the copy kernels beside which it times
+    cannot be built.
     """
     from hadagen.arch import load_arch
+    from hadagen.measure import DeviceRunner, copy_sources
     from hadagen.toolchain import Toolchain
 
-    with device_runner(load_arch(options.arch_of(environment)), index, Toolchain.find(), **how) as runner:
+    kernels = Toolchain.find().build_all(copy_sources(), load_arch(options.arch_of(environment)))
+    with DeviceRunner(index, kernels, **how) as runner:
         yield runner

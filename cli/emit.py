@@ -30,7 +30,7 @@ SCALE_WORDS = {
 @click.command()
 @options.arch
 @options.problem
-@click.option("--knobs", multiple=True, metavar="K=V", help="Set a knob; may be given several times.")
+@options.knobs
 @click.option("--ptx", "form", flag_value="ptx", help="Print the PTX that nvcc makes of it.")
 @click.option("--sass", "form", flag_value="sass", help="Print the machine code.")
 @click.option("--standalone", "form", flag_value="standalone", help="Print one file that compiles alone, and says how.")
@@ -41,7 +41,7 @@ SCALE_WORDS = {
     help="Print no kernel, but how many choices of knobs are legal with those set, and what rules out the others.",
 )
 @click.option("--json", "as_json", is_flag=True, help="With --space: print JSON.")
-def emit(arch: str, problem: Problem, knobs: tuple[str, ...], form: str | None, as_json: bool) -> None:
+def emit(arch: str, problem: Problem, knobs: dict[str, int | str], form: str | None, as_json: bool) -> None:
     """Print the source of a kernel, or count the kernels there may be.
 
     Knobs that are not set are as near as is legal to those of the known winner for large inputs, or to the first seed
@@ -50,13 +50,13 @@ def emit(arch: str, problem: Problem, knobs: tuple[str, ...], form: str | None, 
     from hadagen.arch import load_arch
     from hadagen.codegen import render, with_headers
 
-    target, given = load_arch(arch), options.parse_knobs(knobs)
+    target = load_arch(arch)
     if form == "space":
-        _print_space(problem, _with(given, target), as_json)
+        _print_space(problem, _with(knobs, target), as_json)
         return
     if as_json:
         raise UsageError("--json is for --space alone, a kernel is text; leave it out or add --space")
-    plan = _complete(given, problem, target)
+    plan = _complete(knobs, problem, target)
     source = render(plan)
     if form is None:
         click.echo(source.text, nl=False)

@@ -58,7 +58,32 @@ csv = click.option(
     callback=_checked_table,
     help="Write all numbers to FILE too.",
 )
+knobs = click.option(
+    "--knobs",
+    multiple=True,
+    metavar="K=V",
+    callback=lambda context, parameter, texts: parse_knobs(texts),
+    help="Set a knob; may be given several times.",
+)
+only = click.option(
+    "--only",
+    multiple=True,
+    metavar="KNOB=V1,V2,...",
+    callback=lambda context, parameter, texts: parse_ranges(texts),
+    help="Search these values of a knob and no others; may be given for several knobs.",
+)
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+def elements(default: str) -> Callable[[Command], Command]:
+    """`--elements`, which the command receives as the list of `parse_elements`."""
+    return click.option(
+        "--elements",
+        default=default,
+        show_default=True,
+        callback=lambda context, parameter, text: parse_elements(text),
+        help="Sizes of the input, rows times n; K is 1024, M its square.",
+    )
 
 
 def make_problem(n: int, dtype: str, numerics: str, pitched: bool = False) -> Problem:
@@ -153,23 +178,6 @@ def problems(*, sizes: str = ALL_SIZES, one_kind: bool = False) -> Callable[[Com
     return with_options
 
 
-def only(command: Command) -> Command:
-    """`--only`, which the command receives as a dictionary of `parse_ranges`."""
-
-    @click.option(
-        "--only",
-        "ranges",
-        multiple=True,
-        metavar="KNOB=V1,V2,...",
-        help="Search these values of a knob and no others; may be given for several knobs.",
-    )
-    @functools.wraps(command)
-    def with_ranges(*, ranges: tuple[str, ...], **others: Any) -> None:
-        command(only=parse_ranges(ranges), **others)
-
-    return with_ranges
-
-
 def parse_sizes(texts: Iterable[str]) -> list[int]:
     """Row lengths named by texts such as `4096`, `128,256` and `2-32768` (every power of two between), ascending.
 
@@ -239,8 +247,7 @@ def parse_elements(text: str) -> list[int]:
         others = *BUCKETS_BETWEEN, *BUCKETS_OF_LONG_ROWS
         if count not in ELEMENT_BUCKETS and count not in others:
             known = f"powers of two from {ELEMENT_BUCKETS[0]} to {ELEMENT_BUCKETS[-1]}"
-            listed = ", ".join(map(short_elements, sorted(others)))
-            raise UsageError(f"--elements {part} is not supported; give {known}, or {listed}")
+            raise UsageError(f"--elements {part} is not supported; give {known}, or {short_list(sorted(others))}")
         counts.add(int(count))
     return sorted(counts)
 
@@ -249,6 +256,10 @@ def short_elements(count: int) -> str:
     """A size of an input as `parse_elements` takes it: 64K, 1.5M."""
     suffix = "M" if count >= _FACTORS["M"] else "K"
     return f"{count / _FACTORS[suffix]:g}{suffix}"
+
+
+def short_list(counts: Iterable[int]) -> str:
+    return ",".join(map(short_elements, counts))
 
 
 def _is_whole(text: str) -> bool:

@@ -6,7 +6,7 @@ import shlex
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -18,7 +18,7 @@ import click
 
 from hadagen.cli import options
 from hadagen.cli.bundle import bundle_place
-from hadagen.cli.device import device_runner, find_gpu, measuring, refusal
+from hadagen.cli.device import find_gpu, measuring, refusal
 from hadagen.cli.listing import winner_values
 from hadagen.cli.output import (
     PROBLEM_HEADERS,
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from hadagen.arch import Arch
     from hadagen.knobs import Knobs
     from hadagen.measure import Cell, Runner, Variant
-    from hadagen.toolchain import Toolchain
     from hadagen.trial import Environment, Trial
     from hadagen.tuner import Scores
     from hadagen.tuning_db.store import Store
@@ -115,7 +114,7 @@ def tune(
     from hadagen.arch import load_arch
     from hadagen.cli.progress import in_parts, shown
     from hadagen.toolchain import Toolchain
-    from hadagen.tuner import TuneOptions, check_effort
+    from hadagen.tuner import EstimateRunner, TuneOptions, check_effort
     from hadagen.tuner import tune as search
     from hadagen.tuner.refine import refine as look_between
     from hadagen.tuning_db.bundle import Bundle
@@ -146,7 +145,10 @@ def tune(
         say(f"tuning {count} for {target.name}; {provenance}", err=True)
         say(f"every trial is kept in {store.place}", err=True)
         to_search = time_budget and time_budget * (SEARCH_SHARE if gpu and refine else 1)
-        with _runner(target, gpu, device or 0, toolchain, stop) as runner, shown(to_search) as listen:
+        runs: AbstractContextManager[Runner] = (
+            measuring(gpu, device or 0) if gpu else nullcontext(EstimateRunner(target, stop))
+        )
+        with runs as runner, shown(to_search) as listen:
             wanted = TuneOptions(
                 arch=target,
                 problems=problems,
@@ -171,6 +173,7 @@ def tune(
         selection = make_bundle(store, target.name, path)
         place = store.place
     seconds = time.monotonic() - started
+    stopped = report.stopped or ("out of time" if seconds > (time_budget or inf) else "")
     gpu_name = report.environment.gpu
     ours = [cell for cell in selection if cell.gpu == gpu_name and cell.problem in problems]
     between = sum(not (cell.is_bucket or cell.portable) for cell in ours)
@@ -190,7 +193,7 @@ def tune(
                 "under_way_in_other_runs": report.under_way,
                 "outcomes": {outcome.value: count for outcome, count in report.outcomes.items()},
                 "seconds": seconds,
-                "stopped": report.stopped,
+                "stopped": stopped,
                 "between": between,
                 "winners": [winner_values(entry) for entry in entries],
             }
@@ -199,9 +202,10 @@ def tune(
         if report.best:
             _print_best(report.best)
             click.echo()
-        new, stopped = f"{sum(report.outcomes.values())} new trials", f", {report.stopped}" if report.stopped else ""
+        new = f"{sum(report.outcomes.values())} new trials"
         new += f", {report.elsewhere} more of other runs" if report.elsewhere else ""
-        say(f"{new} in {clock_text(seconds)}{stopped}; the winners are in {path}")
+        end = f", {stopped}" if stopped else ""
+        say(f"{new} in {clock_text(seconds)}{end}; the winners are in {path}")
         if report.under_way:
             say(f"other runs have {report.under_way} trials under way; hadagen bundle make adds what these find")
         if gpu and refine:
@@ -257,18 +261,6 @@ def _known_winners(arch: Arch, problems: Sequence[Problem]) -> dict[Problem, lis
         except StorageError as error:
             say(f"not beginning with its winners: {error}", err=True)
     return {problem: [knobs for knobs, _ in found.most_common()] for problem, found in cells.items()}
-
-
-@contextmanager
-def _runner(arch: Arch, gpu: Environment | None, index: int, toolchain: Toolchain, stopped: Event) -> Iterator[Runner]:
-    """Measures on the GPU, or estimates where there is none."""
-    from hadagen.tuner import EstimateRunner
-
-    if gpu is None:
-        yield EstimateRunner(arch, stopped)
-        return
-    with device_runner(arch, index, toolchain) as runner:
-        yield runner
 
 
 def _print_best(best: Mapping[Problem, Scores]) -> None:

@@ -231,7 +231,7 @@ def test_the_traceback_is_shown_on_demand(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("encoding", ["latin-1", "koi8-r"])
 def test_what_an_encoding_lacks_is_replaced(encoding: str) -> None:
     """Such as ‖ in a help text."""
-    command = [sys.executable, "-m", "hadagen.cli", "bench", "--help"]
+    command = [sys.executable, "-m", "hadagen.cli", "bench", "kernels", "--help"]
     environment = {**os.environ, "PYTHONIOENCODING": encoding, "PYTHONUTF8": "0"}
     done = subprocess.run(command, capture_output=True, env=environment, check=False)
     assert (done.returncode, done.stderr) == (0, b"")

@@ -231,7 +231,7 @@ def test_a_gpu_that_disappears_is_a_sentence(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_tune_with_a_gpu_measures(fake_gpu: None) -> None:
-    result = run(*SMALL_TUNE)
+    result = run(*SMALL_TUNE, "--no-refine")
     assert result.exit_code == 0, result.output
     assert result.stderr.startswith("tuning 1 problem for sm90; measuring on Test GPU\n")
     report = json.loads(result.stdout)
