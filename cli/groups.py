@@ -17,7 +17,9 @@ class Group(click.Group):
         return list(self.commands)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        is_of_group = bool(args) and (args[0] in ctx.help_option_names or not args[0].startswith("-"))
-        if self.default and not is_of_group:
-            args = [self.default, *args]
-        return super().parse_args(ctx, args or ["--help"])
+        if not ctx.resilient_parsing:  # as shells do, to complete a command
+            is_of_group = bool(args) and (args[0] in ctx.help_option_names or not args[0].startswith("-"))
+            if self.default and not is_of_group:
+                args = [self.default, *args]
+            args = args or ["--help"]
+        return super().parse_args(ctx, args)

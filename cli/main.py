@@ -71,7 +71,7 @@ class Commands(Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args[0] in MOVED:
+        if args[0] in MOVED and not ctx.resilient_parsing:  # as shells do, to complete a command
             raise UsageError(f"hadagen {args[0]} has moved; use hadagen {MOVED[args[0]]}")
         return super().resolve_command(ctx, args)
 

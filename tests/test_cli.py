@@ -9,10 +9,11 @@ from pathlib import Path
 
 import click
 import pytest
+from click.shell_completion import ShellComplete
 from command_line import BEST, TINY_TUNE, machine, run, sample, sentence, succeed
 
 from hadagen.cli import options
-from hadagen.cli.main import MOVED
+from hadagen.cli.main import MOVED, main
 from hadagen.cli.output import print_table
 from hadagen.cli.sentences import TUNE_PACKAGES
 from hadagen.trial import BUCKETS_BETWEEN, BUCKETS_OF_LONG_ROWS, ELEMENT_BUCKETS
@@ -49,6 +50,15 @@ def test_bench_times_kernels_where_no_command_is_named() -> None:
     assert run("bench", *wrong).stderr == run("bench", "kernels", *wrong).stderr
     assert run("bench").stderr == run("bench", "kernels").stderr
     assert sentence(run("bench", "nonsense"), 2).startswith("No such command 'nonsense'")
+
+
+def test_shells_complete_commands() -> None:
+    def completed(*words: str) -> list[str]:
+        found = ShellComplete(main, {}, "hadagen", "_HADAGEN_COMPLETE").get_completions(list(words), "")
+        return [each.value for each in found]
+
+    assert completed() == completed("refine") == COMMANDS[""]
+    assert completed("bench") == COMMANDS["bench"]
 
 
 @pytest.mark.parametrize("old", MOVED)
