@@ -55,7 +55,10 @@ class Bench(Group):
 
 @click.group(cls=Bench)
 def bench() -> None:
-    """Time what calls run, on a GPU of this machine. Where no command is named, kernels is meant."""
+    """Time what calls run, on a GPU of this machine.
+
+    Without a command, hadagen bench is hadagen bench kernels, and takes its options.
+    """
 
 
 @bench.command()

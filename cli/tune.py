@@ -165,7 +165,6 @@ def tune(
         if report.stopped == "interrupted":
             raise KeyboardInterrupt
         if gpu and refine and not report.under_way:  # else what ends last refines
-            say("refining between the sizes of the search", err=True)
             measure = partial(_timed_again, gpu, device or 0, failures)
             deadline = started + (time_budget or inf)
             if not look_between(problems, store, target.name, gpu, measure, deadline) and trials == 0:
@@ -222,7 +221,9 @@ def _timed_again(
     cells: Mapping[Problem, Sequence[Cell]],
     variants: Sequence[Variant],
 ) -> Iterator[Trial]:
-    """Times kernels on a device at `cells`, and notes those that fail. Raises `DeviceError` where many do."""
+    """Times kernels on a device at `cells`, and adds a sentence to `failures` for each that fails. Raises `DeviceError`
+    when `MOST_FAILURES` have failed."""
+    say(f"refining: timing {len(variants)} kernels between the sizes of the search", err=True)
     with measuring(gpu, index, cells=cells, give_up=inf) as runner:  # slow here may be fast there
         for variant, trial in runner.run(counted(variants, "timing")):
             if trial.outcome is not Outcome.OK and variant.kernel:

@@ -20,6 +20,7 @@ from sample_trials import H100, PROBLEM, in_clusters, make_trial, times
 from hadagen import tuner
 from hadagen.cli import options, tune
 from hadagen.measure import Answer, Variant
+from hadagen.problem import Problem
 from hadagen.trial import Outcome, Timing, Trial
 from hadagen.tuner import Listener, TuneOptions, TuneReport
 from hadagen.tuning_db.bundle import Bundle
@@ -90,7 +91,9 @@ def test_a_tune_times_the_best_between_its_sizes_unless_told_not_to(fake_gpu: No
     of_the_search = {elements for elements, _ in CELLS}
     assert "winners are between" not in succeed(*SMALL_TUNE[:-1], "--no-refine")
     assert sizes_timed() == of_the_search
-    assert " winners are between the sizes of the search\n" in succeed(*SMALL_TUNE[:-1])
+    result = run(*SMALL_TUNE[:-1])
+    assert " winners are between the sizes of the search\n" in result.stdout
+    assert "refining: timing 3 kernels between the sizes of the search\n" in result.stderr
     assert sizes_timed() == of_the_search | {1 << 18, 1 << 24}  # the middles of its gaps
 
 
@@ -124,6 +127,17 @@ def test_the_time_budget_is_for_the_search_and_refining_together(
     (deadline, unlimited) = deadlines
     assert before + 1000 <= deadline <= after + 1000
     assert unlimited == math.inf
+
+
+def test_where_the_time_ends_while_refining_the_report_says_so(fake_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = time.monotonic
+
+    def late(*_: object) -> list[Problem]:
+        monkeypatch.setattr(time, "monotonic", lambda: clock() + 2000)
+        return [PROBLEM]
+
+    monkeypatch.setattr("hadagen.tuner.refine.refine", late)
+    assert json.loads(succeed(*SMALL_TUNE, "--time-budget", "1000"))["stopped"] == "out of time"
 
 
 def test_of_several_tunes_the_last_refines(fake_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
