@@ -21,7 +21,7 @@ from hadagen.cli.output import (
     say,
     until_interrupted,
 )
-from hadagen.errors import DeviceError, UsageError
+from hadagen.errors import DeviceError
 from hadagen.trial import Outcome
 from hadagen.tuning_db.table import write_table
 
@@ -50,7 +50,6 @@ COLUMNS = (
     "best_kernel",
 )
 DEFAULT_SIZES = "64,256,1024,4096,16384,32768"
-DEFAULT_COUNTS, MAX_COUNTS = 20, 100
 # Of a database, the variants that come nearest to the best somewhere.
 MOST_TRIALS = 24
 
@@ -61,7 +60,9 @@ FORMS = {"us": ".3f", "best_us": ".3f", "loss": ".4f", "kernel": ".12", "best_ke
 
 @click.command()
 @options.problems(sizes=DEFAULT_SIZES, one_kind=True)
-@click.option("--counts", default=DEFAULT_COUNTS, show_default=True, help="Row counts of each problem.")
+@click.option(
+    "--counts", default=20, show_default=True, callback=options.within(2, 100), help="Row counts of each problem."
+)
 @options.destinations
 @click.option("--db", metavar="PATH|URL", help="Tuning database whose best trials on this GPU compete too.")
 @options.device
@@ -83,8 +84,6 @@ def between(
     and with --db the best two dozen of a tuning database. What a call loses is how much slower its kernel is than the
     fastest of them, by the score that names winners. Needs nvcc, for the copy kernel.
     """
-    if not 2 <= counts <= MAX_COUNTS:
-        raise UsageError(f"--counts {counts} is not supported; give 2 to {MAX_COUNTS}")
     environment, target = find_device(device)
     rows: list[Row] = []
     failures: list[str] = []

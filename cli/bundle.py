@@ -33,12 +33,6 @@ if TYPE_CHECKING:
     from hadagen.tuning_db.merge import Selection
 
 
-def _checked_loss(context: click.Context, parameter: click.Parameter, value: float) -> float:
-    if not 0 <= value <= 1:  # click's own ranges let nan pass
-        raise UsageError(f"--loss {value:g} is not supported; give 0 to 1")
-    return value
-
-
 @click.group(cls=Group)
 def bundle() -> None:
     """Make, check, show and merge bundles, the files that ship winners."""
@@ -53,7 +47,7 @@ bundle.add_command(list_)
 @click.option(
     "--loss",
     type=float,
-    callback=_checked_loss,
+    callback=options.within(0, 1),
     default=LOSS,
     show_default=True,
     help="How much slower than the best the small set of kernels may be, anywhere.",

@@ -10,22 +10,32 @@ from hadagen.cli import options
 from hadagen.errors import DeviceError
 
 if TYPE_CHECKING:
+    from hadagen.arch import Arch
     from hadagen.measure import Answer, DeviceRunner
     from hadagen.problem import Problem
     from hadagen.runtime.device import Device
     from hadagen.trial import Environment, Trial
 
 
-def find_gpu(index: int | None) -> Environment | None:
-    """The CUDA device asked for; where none was asked for, the first one, or None. Raises `DeviceError`."""
+def find_target(arch: str | None, index: int | None) -> tuple[Arch, Environment | None]:
+    """The arch named, by default that of the GPU here or sm90; and the CUDA device asked for, by default the first one.
+    The device is None if none was asked for and there is none, or if it is of another arch.
+
+    Raises `DeviceError` where the device asked for cannot be used, and `UsageError` where the arch is not known.
+    """
+    from hadagen.arch import load_arch
     from hadagen.measure import device_environment
 
     try:
-        return device_environment(index or 0)
+        gpu = device_environment(index or 0)
     except DeviceError:
         if index is not None:
             raise
-        return None
+        gpu = None
+    here = gpu and options.arch_of(gpu)
+    if arch is None:
+        arch = here or options.DEFAULT_ARCH
+    return load_arch(arch), gpu if here == arch else None
 
 
 def find_device(index: int) -> tuple[Environment, Device]:

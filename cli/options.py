@@ -29,6 +29,17 @@ _FACTORS = {"K": 1 << 10, "M": 1 << 20}
 _MOST_DIGITS = 20  # more than any value has; of thousands, Python makes no number
 
 
+def within(least: float, most: float) -> Callable[[click.Context, click.Parameter, Any], Any]:
+    """A callback that refuses other values of an option. click's own ranges let nan pass."""
+
+    def check(context: click.Context, parameter: click.Parameter, value: Any) -> Any:
+        if not least <= value <= most:
+            raise UsageError(f"{parameter.opts[0]} {value} is not supported; give {least} to {most}")
+        return value
+
+    return check
+
+
 def _checked_table(context: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
     if path:
         from hadagen.tuning_db.table import check_table_place

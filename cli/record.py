@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from hadagen.cli import options
-from hadagen.cli.device import find_gpu, measuring
+from hadagen.cli.device import find_target, measuring
 from hadagen.cli.output import PROBLEM_HEADERS, clock_text, print_json, print_table, problem_cells, say
 from hadagen.cli.sentences import keeping
 from hadagen.errors import DeviceError, UsageError
@@ -65,15 +65,13 @@ def record(
     place; in L2 where the data fits in half of it, and in device memory otherwise. Every finished trial is kept at
     once: a run that was interrupted goes on where it was when it is started again.
     """
-    from hadagen.arch import load_arch
     from hadagen.cli.progress import shown
     from hadagen.space import Space
     from hadagen.toolchain import Toolchain
     from hadagen.tuner.record import RecordOptions, deciding_cells
     from hadagen.tuner.record import record as measure_all
 
-    gpu = None if dry_run else find_gpu(device)
-    target = load_arch(arch or (options.arch_of(gpu) if gpu else options.DEFAULT_ARCH))
+    target, gpu = find_target(arch, None if dry_run else device)
     if like is not None:
         target = _narrowed_like(like, target)
     target = target.narrowed(only)
@@ -93,7 +91,7 @@ def record(
             f"{total} variants are too many to measure, the limit is {MOST_VARIANTS}; "
             "name fewer values of some knobs with --only"
         )
-    if gpu is None or options.arch_of(gpu) != target.name:
+    if gpu is None:
         raise DeviceError(
             f"there is no {target.name} GPU here; record on a machine that has one, or count with --dry-run"
         )

@@ -18,7 +18,7 @@ import click
 
 from hadagen.cli import options
 from hadagen.cli.bundle import bundle_place
-from hadagen.cli.device import find_gpu, measuring, refusal
+from hadagen.cli.device import find_target, measuring, refusal
 from hadagen.cli.listing import winner_values
 from hadagen.cli.output import (
     PROBLEM_HEADERS,
@@ -53,7 +53,7 @@ NOT_MEASURED = (
     "there is no {arch} GPU here, so kernels are verified on the CPU and ranked by a cost model, and every winner is "
     "only estimated; run the same command on a machine with such a GPU to measure"
 )
-SEARCH_SHARE = 0.8  # of a time budget; the rest is for refining
+REFINE_SHARE = 0.2  # of a time budget; the rest is for the search
 MOST_FAILURES = 5  # of kernels that were right when they were tuned; then it is the device
 
 
@@ -111,7 +111,6 @@ def tune(
     is kept at once: a run that was interrupted goes on where it was when it is started again. Without a GPU of the
     architecture, kernels are verified on the CPU and ranked by a model, and say so.
     """
-    from hadagen.arch import load_arch
     from hadagen.cli.progress import in_parts, shown
     from hadagen.toolchain import Toolchain
     from hadagen.tuner import EstimateRunner, TuneOptions, check_effort
@@ -122,12 +121,8 @@ def tune(
 
     started = time.monotonic()
     check_effort(trials, time_budget)
-    gpu = find_gpu(device)
-    if arch is None:
-        arch = options.arch_of(gpu) if gpu else options.DEFAULT_ARCH
-    target = load_arch(arch).narrowed(only)
-    if gpu and options.arch_of(gpu) != target.name:
-        gpu = None
+    target, gpu = find_target(arch, device)
+    target = target.narrowed(only)
     if trials == 0 and not (gpu and refine):
         raise UsageError(
             f"trials = 0 leaves only refining, which needs a {target.name} GPU and no --no-refine; give 1 trial or more"
@@ -144,7 +139,7 @@ def tune(
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         say(f"tuning {count} for {target.name}; {provenance}", err=True)
         say(f"every trial is kept in {store.place}", err=True)
-        to_search = time_budget and time_budget * (SEARCH_SHARE if gpu and refine else 1)
+        to_search = time_budget and time_budget * (1 - REFINE_SHARE if gpu and refine else 1)
         runs: AbstractContextManager[Runner] = (
             measuring(gpu, device or 0) if gpu else nullcontext(EstimateRunner(target, stop))
         )

@@ -175,6 +175,7 @@ SLOW_TUNE = """
 import sys, time
 from fake_search import FakeRunner, build, options
 from hadagen import tuner
+from hadagen.arch import load_arch
 from hadagen.cli import tune
 from hadagen.cli.main import main
 class SlowRunner(FakeRunner):
@@ -188,7 +189,7 @@ def build_slowly(sources):
     return build(sources)
 search = tuner.tune
 tuner.tune = lambda wanted, listen: search(options(wanted.store, SlowRunner(), build=build_slowly), listen)
-tune.find_gpu = lambda device: None
+tune.find_target = lambda arch, device: (load_arch(arch), None)
 main(sys.argv[1:])
 """
 
