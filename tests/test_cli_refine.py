@@ -76,8 +76,9 @@ def test_winners_are_found_between_those_that_were_tuned(one_is_faster: None, tm
 
 
 def test_only_winners_between_are_counted(one_is_faster: None) -> None:
-    """And not what is for GPUs that hold no large clusters."""
+    """And neither what is for GPUs that hold no large clusters nor what wins for other problems."""
     with Store.open(fill()) as store:
+        store.record(make_trial(problem=replace(PROBLEM, n=512), timings=times({1 << 20: 1.0})))
         store.record(in_clusters(16, 1, timings=times({1 << 20: 1.0, 1 << 21: 2.0})))
     assert "1 of 5 winners are between" in succeed(*REFINE, "256", "--contiguous")
 
