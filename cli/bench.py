@@ -10,15 +10,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from hadagen.cli import options
-from hadagen.cli.device import measuring, no_kernels, refusal
+from hadagen.cli.between import between
+from hadagen.cli.calls import calls
+from hadagen.cli.device import find_device, measuring, no_kernels, refusal
+from hadagen.cli.groups import Group
 from hadagen.cli.output import counted, print_json, print_table, report_failures, say, until_interrupted
 from hadagen.errors import DeviceError, UsageError
-from hadagen.problem import Rows
+from hadagen.problem import Numerics, Problem, Rows
 from hadagen.trial import Outcome
+from hadagen.tuning_db.table import write_table
 
 if TYPE_CHECKING:
     from hadagen.measure import Cell, Comparison
-    from hadagen.problem import Problem
     from hadagen.runtime.device import Device
     from hadagen.trial import Cache, Destination, Environment
     from hadagen.tuning_db.bundle import Bundle, BundleEntry
@@ -27,11 +30,8 @@ DEFAULT_ELEMENTS = "64K,1M,8M,64M,256M"
 OURS = "hadagen"
 COLUMNS = (
     "library",
-    "numerics",
-    "dtype",
-    "pitched",
+    "problem",
     "elements",
-    "n",
     "destination",
     "cache",
     "us",
@@ -45,39 +45,38 @@ Row = dict[str, Any]  # by `COLUMNS`
 FORMS = {"us": ".3f", "copy_us": ".3f", "fraction_of_copy": ".3f", "error": ".3e", "kernel": ".12"}
 
 
-@click.command()
-@options.sizes
-@click.option(
-    "--elements",
-    default=DEFAULT_ELEMENTS,
-    show_default=True,
-    help="Sizes of the input, rows times n; K is 1024, M its square.",
-)
-@options.dtypes
-@options.contracts
-@options.pitched
-@options.inplace
-@options.out_of_place
+class Bench(Group):
+    default = "kernels"
+
+
+@click.group(cls=Bench)
+def bench() -> None:
+    """Time what calls run, on a GPU of this machine.
+
+    Without a command, hadagen bench is hadagen bench kernels, and takes its options.
+    """
+
+
+@bench.command()
+@options.problems(one_kind=True)
+@options.elements(DEFAULT_ELEMENTS)
+@options.destinations
 @click.option("--hot", is_flag=True, help="Time with the data in L2, up to twice its size.")
 @click.option("--cold", is_flag=True, help="Time with the data in device memory, from 65536 elements on.")
 @options.device
-@options.table
+@options.csv
 @options.as_json
-def bench(
-    sizes: tuple[str, ...],
-    elements: str,
-    dtypes: tuple[str, ...],
-    contracts: tuple[str, ...],
-    pitched: bool,
-    inplace: bool,
-    out_of_place: bool,
+def kernels(
+    problems: list[Problem],
+    elements: list[int],
+    destinations: list[Destination],
     hot: bool,
     cold: bool,
     device: int,
     table: Path | None,
     as_json: bool,
 ) -> None:
-    """Time the known winners on a GPU of this machine, beside a plain copy of the same bytes.
+    """Time the known winners, beside a plain copy of the same bytes.
 
     With neither --hot nor --cold the data lies in L2 where it fits in half of it, and in device memory otherwise.
     Pitched rows have three quarters of n elements. Needs nvcc, for the copy kernel. Other libraries are timed too where
@@ -86,35 +85,32 @@ def bench(
 
     Errors are those on normal inputs, ‖out − ref‖ / ‖ref‖ against float64.
     """
-    from hadagen.measure import device_environment
-    from hadagen.runtime.device import Device
     from hadagen.trial import Cache
-    from hadagen.tuning_db.table import check_table_place, write_table
 
-    if table:
-        check_table_place(table)
-    problems = options.make_problems(sizes, dtypes, contracts, pitched)
-    counts = options.parse_elements(elements)
-    environment = device_environment(device)
-    target = Device(options.arch_of(environment), environment.gpu)
-    asked = list(product(problems, counts, options.destinations(inplace, out_of_place)))
+    environment, target = find_device(device)
+    asked = list(product(problems, elements, destinations))
     caches = [cache for cache, wanted in ((Cache.HOT, hot), (Cache.COLD, cold)) if wanted]
     choices = list(_choose(asked, caches, target, environment.l2_bytes))
     if not choices:
         if not any(_found(asked, target)):
             raise no_kernels(target)
         raise UsageError(
-            f"nothing is timed at {elements} elements of these problems; give --elements of at least one row, and "
-            "leave out --hot and --cold where the data is too large or too small for them"
+            f"nothing is timed at {options.short_list(elements)} elements of these problems; give --elements of at "
+            "least one row, and leave out --hot and --cold where the data is too large or too small for them"
         )
     rows, failures = _time(choices, environment, device)
-    if rows and table:
-        write_table(table, COLUMNS, rows, FORMS)
-    if rows and as_json:
-        print_json({"gpu": environment.gpu, "driver": environment.driver, "results": rows})
-    elif rows:
-        _print(environment.gpu, rows, bool(caches))
+    if rows:
+        if table:
+            write_table(table, COLUMNS, rows, FORMS)
+        if as_json:
+            print_json({"gpu": environment.gpu, "driver": environment.driver, "results": rows})
+        else:
+            _print(environment.gpu, rows, bool(caches))
     report_failures(failures, DeviceError)
+
+
+bench.add_command(between)
+bench.add_command(calls)
 
 
 class Choice(NamedTuple):
@@ -165,13 +161,12 @@ def _time(choices: Sequence[Choice], environment: Environment, index: int) -> tu
     interrupted it. The rest is.
     """
     from hadagen.measure import Variant
-    from hadagen.problem import Numerics
 
     rows: list[Row] = []
     failures: list[str] = []
 
     def kind(choice: Choice) -> Problem:
-        return choice.problem.with_io(numerics=Numerics.ACCURATE)
+        return _any_numerics(choice.problem)
 
     kinds = [list(group) for _, group in groupby(sorted(choices, key=lambda c: (kind(c), c.cell, c.problem)), kind)]
     with measuring(environment, index) as runner, until_interrupted(failures):
@@ -204,24 +199,20 @@ def _rows(
             if position in times.kernels:
                 error = comparison.answers[position].errors["normal"]
                 us = times.kernels[position]
-                numerics = choice.problem.io.numerics.value
-                yield _row(OURS, numerics, problem, cell, us, times.copy, error, choice.entry.kernel)
+                yield _row(OURS, choice.problem, cell, us, times.copy, error, choice.entry.kernel)
         for name, us in times.peers.items():
-            yield _row(name, "", problem, cell, us, times.copy, comparison.peer_errors[name]["normal"], "")
+            error = comparison.peer_errors[name]["normal"]
+            yield _row(name, _any_numerics(problem), cell, us, times.copy, error, "")
 
 
-def _row(
-    library: str, numerics: str, problem: Problem, cell: Cell, us: float, copy_us: float, error: float, kernel: str
-) -> Row:
-    place = (
-        problem.io.input.value,
-        int(problem.io.rows is Rows.PITCHED),
-        cell.elements,
-        problem.n,
-        cell.destination.value,
-    )
-    times = cell.cache.value, us, copy_us, copy_us / us
-    return dict(zip(COLUMNS, (library, numerics, *place, *times, error, kernel), strict=True))
+def _any_numerics(problem: Problem) -> Problem:
+    """Another library has no numerics: its rows name the accurate problem."""
+    return problem.with_io(numerics=Numerics.ACCURATE)
+
+
+def _row(library: str, problem: Problem, cell: Cell, us: float, copy_us: float, error: float, kernel: str) -> Row:
+    where = problem.key, cell.elements, cell.destination.value, cell.cache.value
+    return dict(zip(COLUMNS, (library, *where, us, copy_us, copy_us / us, error, kernel), strict=True))
 
 
 def _print(gpu: str, rows: Sequence[Row], by_regime: bool) -> None:
@@ -234,25 +225,27 @@ def _print(gpu: str, rows: Sequence[Row], by_regime: bool) -> None:
     tables: dict[tuple[str, ...], list[Row]] = {}
     for row in ours:
         regime = [row["cache"]] if by_regime else []
-        key = (row["dtype"], row["numerics"], *(["pitched"] if row["pitched"] else []), row["destination"], *regime)
+        io = Problem.parse(row["problem"]).io
+        rows_lie = [] if io.rows is Rows.CONTIGUOUS else [io.rows.value]
+        key = (io.input.value, io.numerics.value, *rows_lie, row["destination"], *regime)
         tables.setdefault(key, []).append(row)
     for key, found in sorted(tables.items()):
         say(f"{gpu}, {', '.join(key)}: speed as a fraction of a plain copy")
         if names := dict.fromkeys(name for row in found for name in others.get(_place(row), ())):
             say(f"×: as many times as fast as {', '.join(names)}")
-        by_cell = {(row["n"], row["elements"]): row for row in found}
+        by_cell = {(Problem.parse(row["problem"]).n, row["elements"]): row for row in found}
         counts = sorted({row["elements"] for row in found})
         print_table(
             ["n", *map(options.short_elements, counts)],
             [
                 [n, *(_cell(by_cell.get((n, count)), others) for count in counts)]
-                for n in sorted({row["n"] for row in found})
+                for n in sorted({n for n, _ in by_cell})
             ],
         )
 
 
 def _place(row: Row) -> tuple[Any, ...]:
-    return tuple(row[name] for name in ("dtype", "pitched", "elements", "n", "destination", "cache"))
+    return _any_numerics(Problem.parse(row["problem"])), row["elements"], row["destination"], row["cache"]
 
 
 def _cell(row: Row | None, others: Mapping[tuple[Any, ...], Mapping[str, Row]]) -> str:

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 @click.option("--device", metavar="NAME", help="GPU to choose for, such as 'NVIDIA H100 80GB HBM3'.")
 @options.as_json
 def best(arch: str | None, problem: Problem, rows: int, inplace: bool, device: str | None, as_json: bool) -> None:
-    """Name the kernel that a call runs, with its time, its error and where they are from.
+    """Name the kernel that a call runs, and how well that is known.
 
-    Where the time was not measured on that GPU near that size, it says so
+    Where its time was not measured on that GPU near that size, it says so
     first. Needs no GPU where --arch is given. A kernel that turns out not to
     fit on a GPU gives its place to the next nearest there.
     """

@@ -1,4 +1,4 @@
-"""`hadagen between`: what calls lose where no kernel was tuned, between the element counts that were."""
+"""`hadagen bench between`: what calls lose where no kernel was tuned, between the element counts that were."""
 
 from __future__ import annotations
 
@@ -11,33 +11,31 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from hadagen.cli import options
-from hadagen.cli.device import measuring, no_kernels, refusal
+from hadagen.cli.device import find_device, measuring, no_kernels, refusal
 from hadagen.cli.output import (
     PROBLEM_HEADERS,
     counted,
     print_json,
     print_table,
+    problem_cells,
     report_failures,
     say,
     until_interrupted,
 )
-from hadagen.errors import DeviceError, UsageError
-from hadagen.problem import Rows
+from hadagen.errors import DeviceError
+from hadagen.problem import Problem
 from hadagen.trial import Outcome
+from hadagen.tuning_db.table import write_table
 
 if TYPE_CHECKING:
     from hadagen.measure import Cell, Contest, Ranking, Variant
-    from hadagen.problem import Problem
     from hadagen.runtime.device import Device
     from hadagen.trial import Destination
     from hadagen.tuning_db.store import Store
 
 COLUMNS = (
     "gpu",
-    "numerics",
-    "dtype",
-    "pitched",
-    "n",
+    "problem",
     "rows",
     "elements",
     "destination",
@@ -50,7 +48,6 @@ COLUMNS = (
     "best_kernel",
 )
 DEFAULT_SIZES = "64,256,1024,4096,16384,32768"
-DEFAULT_COUNTS, MAX_COUNTS = 20, 100
 # Of a database, the variants that come nearest to the best somewhere.
 MOST_TRIALS = 24
 
@@ -60,53 +57,36 @@ FORMS = {"us": ".3f", "best_us": ".3f", "loss": ".4f", "kernel": ".12", "best_ke
 
 
 @click.command()
-@options.sizes_by_default(DEFAULT_SIZES)
-@click.option("--counts", default=DEFAULT_COUNTS, show_default=True, help="Row counts of each problem.")
-@options.dtypes
-@options.contracts
-@options.pitched
-@options.inplace
-@options.out_of_place
+@options.problems(sizes=DEFAULT_SIZES, one_kind=True)
+@click.option(
+    "--counts", default=20, show_default=True, callback=options.within(2, 100), help="Row counts of each problem."
+)
+@options.destinations
 @click.option("--db", metavar="PATH|URL", help="Tuning database whose best trials on this GPU compete too.")
 @options.device
-@options.table
+@options.csv
 @options.as_json
 def between(
-    sizes: tuple[str, ...],
+    problems: list[Problem],
     counts: int,
-    dtypes: tuple[str, ...],
-    contracts: tuple[str, ...],
-    pitched: bool,
-    inplace: bool,
-    out_of_place: bool,
+    destinations: list[Destination],
     db: str | None,
     device: int,
     table: Path | None,
     as_json: bool,
 ) -> None:
-    """Time the kernels that calls run between the element counts that were tuned, against every variant known.
+    """Time what calls run at sizes between those that were tuned.
 
     Each problem is looked at with odd numbers of rows, spread evenly over all sizes; with both destinations, they take
-    turns. Known are all kernels that the bundles have for the problem, and with --db the best two dozen of a tuning
-    database. What a call loses is how much slower its kernel is than the fastest of them, by the score that names
-    winners. Needs nvcc, for the copy kernel.
+    turns. What a call runs is timed against every variant known: all kernels that the bundles have for the problem,
+    and with --db the best two dozen of a tuning database. What a call loses is how much slower its kernel is than the
+    fastest of them, by the score that names winners. Needs nvcc, for the copy kernel.
     """
-    from hadagen.measure import device_environment
-    from hadagen.runtime.device import Device
-    from hadagen.tuning_db.table import check_table_place, write_table
-
-    if not 2 <= counts <= MAX_COUNTS:
-        raise UsageError(f"--counts {counts} is not supported; give 2 to {MAX_COUNTS}")
-    if table:
-        check_table_place(table)
-    problems = options.make_problems(sizes, dtypes, contracts, pitched)
-    ways = options.destinations(inplace, out_of_place)
-    environment = device_environment(device)
-    target = Device(options.arch_of(environment), environment.gpu)
+    environment, target = find_device(device)
     rows: list[Row] = []
     failures: list[str] = []
     with nullcontext() if db is None else options.open_db(db) as store:
-        lineups = [_lineup(problem, counts, ways, target, environment.l2_bytes, store) for problem in problems]
+        lineups = [_lineup(problem, counts, destinations, target, environment.l2_bytes, store) for problem in problems]
         lineups = [lineup for lineup in lineups if lineup.contests]
         if not lineups:
             raise no_kernels(target)
@@ -192,17 +172,10 @@ def _rows(gpu: str, lineup: Lineup, ranking: Ranking) -> Iterator[Row]:
     for rows, contest, standing in zip(lineup.rows, lineup.contests, ranking.standings, strict=True):
         if standing is not None:
             (cell, _), *_ = contest.cells
-            what = (
-                gpu,
-                problem.io.numerics.value,
-                problem.io.input.value,
-                int(problem.io.rows is Rows.PITCHED),
-                problem.n,
-            )
-            where = rows, cell.elements, cell.destination.value, cell.cache.value, variants
+            where = problem.key, rows, cell.elements, cell.destination.value, cell.cache.value, variants
             times = standing.chosen_us, standing.best_us, standing.loss
             kernels = digests[contest.chosen], digests[standing.best]
-            yield dict(zip(COLUMNS, (*what, *where, *times, *kernels), strict=True))
+            yield dict(zip(COLUMNS, (gpu, *where, *times, *kernels), strict=True))
 
 
 def _refusals(lineup: Lineup, ranking: Ranking) -> list[str]:
@@ -216,8 +189,7 @@ def _print(gpu: str, rows: Sequence[Row], mean: float, worst: float) -> None:
     """A line for each problem."""
     by_problem: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
-        kind = "pitched" if row["pitched"] else "contiguous"
-        by_problem.setdefault((row["n"], row["dtype"], row["numerics"], kind), []).append(row)
+        by_problem.setdefault(problem_cells(Problem.parse(row["problem"])), []).append(row)
     say(f"{gpu}: what calls lose to the best known variant between the element counts that were tuned")
     print_table(
         (*PROBLEM_HEADERS, "row counts", "variants", "loss, mean", "loss, worst", "at rows", "destination"),

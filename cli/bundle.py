@@ -1,10 +1,9 @@
-"""`hadagen bundle`: make, check, show, merge and export bundles."""
+"""`hadagen bundle`: list, make, check, show, merge and export bundles."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import geometric_mean
@@ -13,7 +12,8 @@ from typing import TYPE_CHECKING
 import click
 
 from hadagen.cli import options
-from hadagen.cli.listing import bundle_summary, winner_values, winners
+from hadagen.cli.groups import Group
+from hadagen.cli.listing import bundle_summary, list_, winner_values
 from hadagen.cli.output import (
     PROBLEM_HEADERS,
     Item,
@@ -26,51 +26,43 @@ from hadagen.cli.output import (
     short_knobs,
 )
 from hadagen.errors import StorageError, UsageError
-from hadagen.trial import Outcome, Provenance
 from hadagen.tuning_db.winners import LOSS
 
 if TYPE_CHECKING:
-    from hadagen.problem import Problem
-    from hadagen.trial import Trial
-    from hadagen.tuning_db import winners as won
     from hadagen.tuning_db.bundle import Bundle, BundleEntry
-    from hadagen.tuning_db.store import Store
+    from hadagen.tuning_db.merge import Selection
 
 
-def _checked_loss(context: click.Context, parameter: click.Parameter, value: float) -> float:
-    if not 0 <= value <= 1:  # click's own ranges let nan pass
-        raise UsageError(f"--loss {value:g} is not supported; give 0 to 1")
-    return value
+@click.group(cls=Group)
+def bundle() -> None:
+    """Make, check, show and merge bundles, the files that ship winners."""
 
 
-loss = click.option(
-    "--loss",
-    type=float,
-    callback=_checked_loss,
-    default=LOSS,
-    show_default=True,
-    help="How much slower than the best the small set of kernels may be, anywhere.",
-)
-
-
-@click.group(invoke_without_command=True)
-@click.pass_context
-def bundle(context: click.Context) -> None:
-    """Make, check, show, merge and export bundles, the files that ship winners."""
-    if context.invoked_subcommand is None:
-        click.echo(context.get_help())
+bundle.add_command(list_)
 
 
 @bundle.command()
 @options.db
 @options.arch
-@loss
+@click.option(
+    "--loss",
+    type=float,
+    callback=options.within(0, 1),
+    default=LOSS,
+    show_default=True,
+    help="How much slower than the best the small set of kernels may be, anywhere.",
+)
 @click.argument("path", type=click.Path(path_type=Path), required=False)
 def make(db: str | None, arch: str, loss: float, path: Path | None) -> None:
-    """Write the winners of a tuning database to PATH, or to where hadagen looks for bundles."""
+    """Write the winners of a tuning database to a bundle.
+
+    It goes to PATH, or to where hadagen looks for bundles.
+    """
+    from hadagen.tuning_db.make import make_bundle
+
     path = bundle_place(path, arch, db)
     with options.open_db(db) as store:
-        selection = write_winners(store, arch, path, loss)
+        selection = make_bundle(store, arch, path, loss)
     say(f"{path}: {count_of(selection)}, {path.stat().st_size / 1e6:.1f} MB")
 
 
@@ -78,7 +70,7 @@ def make(db: str | None, arch: str, loss: float, path: Path | None) -> None:
 @click.argument("paths", type=click.Path(path_type=Path), nargs=-1)
 @options.as_json
 def verify(paths: tuple[Path, ...], as_json: bool) -> None:
-    """Check all that is in the bundles at PATHS, or in all that hadagen finds."""
+    """Check all that is in bundles: those at PATHS, or all there are."""
     from hadagen.runtime import bundles
     from hadagen.tuning_db.bundle import Bundle
 
@@ -104,17 +96,20 @@ def verify(paths: tuple[Path, ...], as_json: bool) -> None:
 @click.option("--all", "every", is_flag=True, help="A line for every winner.")
 @options.as_json
 def show(paths: tuple[Path, ...], every: bool, as_json: bool) -> None:
-    """Show what the bundles at PATHS hold, or all that hadagen uses; with --all or --json every winner."""
+    """Show what bundles hold.
+
+    They are those at PATHS, or all that hadagen uses. With --all or --json every winner is shown.
+    """
     bundles = _opened(paths)
     if as_json:
-        print_json([bundle_summary(each) | {"entries": [*map(winner_values, winners(each))]} for each in bundles])
+        print_json([bundle_summary(each) | {"entries": [*map(winner_values, each.all_entries())]} for each in bundles])
         return
     for each in bundles:
         say(f"{each.path}: {each.arch}, {', '.join(gpu or 'estimated' for gpu in each.gpus())}")
         if every:
-            _print_winners(winners(each))
+            _print_winners(each.all_entries())
         else:
-            _print_groups(winners(each))
+            _print_groups(each.all_entries())
 
 
 def _print_winners(entries: Iterable[BundleEntry]) -> None:
@@ -162,9 +157,10 @@ def _print_groups(entries: Iterable[BundleEntry]) -> None:
 @click.argument("paths", type=click.Path(path_type=Path), nargs=-1, required=True)
 @click.argument("out", type=click.Path(path_type=Path))
 def merge(paths: tuple[Path, ...], out: Path) -> None:
-    """Write the winners of the bundles at PATHS, of several GPUs or searches for one arch, to the bundle OUT.
+    """Write the winners of several bundles to one.
 
-    Of two winners of one cell the better one is taken. OUT is a new file, or one of PATHS.
+    The bundles at PATHS, of several GPUs or searches for one arch, become the bundle OUT. Of two winners of one cell
+    the better one is taken. OUT is a new file, or one of PATHS.
     """
     from hadagen.tuning_db.merge import merge_bundles
 
@@ -178,7 +174,10 @@ def merge(paths: tuple[Path, ...], out: Path) -> None:
 @click.argument("path", type=click.Path(path_type=Path))
 @click.argument("out", type=click.Path(allow_dash=True))
 def export(path: Path, out: str, gpu: str | None) -> None:
-    """Write the times of the winners in the bundle at PATH to OUT, as CSV; to standard output where OUT is -."""
+    """Write the times of the winners in a bundle as CSV.
+
+    They go from the bundle at PATH to OUT; to standard output where OUT is -.
+    """
     from hadagen.tuning_db.bundle import Bundle
     from hadagen.tuning_db.merge import selection_of
     from hadagen.tuning_db.table import export_csv, print_csv
@@ -218,63 +217,7 @@ def bundle_place(given: Path | None, arch: str, db: str | None) -> Path:
     return path
 
 
-def keep_winners(path: Path, store: Store, arch: str, known: Iterable[tuple[Problem, str]] = ()) -> None:
-    """Raises `UsageError` where the bundle at `path` has measured winners of a problem on a GPU of which the database
-    has no trial that is ok: it would be replaced, and they lost. Winners that the database itself refuses may go.
-
-    known: problems and GPUs of which it has some, or will have before it is replaced; it is asked only for others.
-    """
-    lost = _measured_in(path)
-    for place in known:
-        lost.pop(place, None)
-    for trial in store.trials(arch=arch, blobs=False) if lost else ():
-        place = trial.problem, trial.environment.gpu
-        if trial.outcome is Outcome.OK or (trial.kernel and trial.kernel.digest in lost.get(place, ())):
-            lost.pop(place, None)
-    if lost:
-        name, gpu = min((problem.key, gpu) for problem, gpu in lost)
-        raise UsageError(
-            f"{path} has winners that {store.place} has no working trial of, such as of {name} on {gpu}, and they "
-            "would be lost; name another place, remove it first, or name their database"
-        )
-
-
-def _measured_in(path: Path) -> dict[tuple[Problem, str], set[str]]:
-    """The digests of the measured winners of a bundle, if it is there, by problem and GPU."""
-    from hadagen.tuning_db.bundle import Bundle
-
-    found: dict[tuple[Problem, str], set[str]] = defaultdict(set)
-    try:
-        for entry in winners(Bundle.open(path)) if path.exists() else ():
-            if entry.provenance is Provenance.MEASURED:
-                found[entry.problem, entry.gpu].add(entry.kernel)
-    except StorageError:
-        return {}  # of what is damaged, or of another version, nothing is used any more
-    return found
-
-
-def select_winners(store: Store, arch: str, path: Path, loss: float = LOSS) -> dict[won.WinnerCell, Trial]:
-    """The winners of a database, to be written to a bundle at `path`; where there are any, raises as `keep_winners`."""
-    from hadagen.tuning_db.winners import portfolio
-
-    trials = (trial for trial in store.checked() if trial.arch == arch and trial.outcome is Outcome.OK)
-    selection = portfolio(trials, loss)
-    if selection:
-        keep_winners(path, store, arch, ((cell.problem, cell.gpu) for cell in selection))
-    return selection
-
-
-def write_winners(store: Store, arch: str, path: Path, loss: float = LOSS) -> dict[won.WinnerCell, Trial]:
-    """Write the winners of a database to a bundle, and return them. Raises as `select_winners` and `write_bundle`
-    do."""
-    from hadagen.tuning_db.bundle_writer import write_bundle
-
-    selection = select_winners(store, arch, path, loss)
-    write_bundle(path, arch, selection, store.kernel)
-    return selection
-
-
-def count_of(selection: dict[won.WinnerCell, Trial]) -> str:
+def count_of(selection: Selection) -> str:
     kernels = {trial.kernel.digest for trial in selection.values() if trial.kernel}
     return f"{len(selection)} winners, {len(kernels)} kernels"
 

@@ -1,4 +1,4 @@
-"""`hadagen calls`: what a call costs the CPU."""
+"""`hadagen bench calls`: what a call costs the CPU."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from hadagen.cli.output import print_json, print_table, say
 @options.device
 @options.as_json
 def calls(device: int, as_json: bool) -> None:
-    """Time what a call costs the CPU, piece by piece, on a small tensor.
+    """Time what a call costs the CPU, piece by piece.
 
-    These are microseconds until a call returns, with the kernel queued; hadagen bench times the kernels themselves.
-    Where fast_hadamard_transform is installed, it is timed too. Then come the milliseconds that a process pays once.
+    These are microseconds until a call on a small tensor returns, with the kernel queued; hadagen bench times the
+    kernels themselves. Where fast_hadamard_transform is installed, it is timed too. Then come the milliseconds that a
+    process pays once.
     """
     from hadagen.measure import device_environment
     from hadagen.runtime.costs import DTYPE, ROWS, N, call_costs, start_costs

@@ -14,20 +14,37 @@ if TYPE_CHECKING:
     from hadagen.measure import Answer, DeviceRunner
     from hadagen.problem import Problem
     from hadagen.runtime.device import Device
-    from hadagen.toolchain import Toolchain
     from hadagen.trial import Environment, Trial
 
 
-def find_gpu(index: int | None) -> Environment | None:
-    """The CUDA device asked for; where none was asked for, the first one, or None. Raises `DeviceError`."""
+def find_target(arch: str | None, index: int | None) -> tuple[Arch, Environment | None]:
+    """The arch named, by default that of the GPU here or sm90; and the CUDA device asked for, by default the first one.
+    The device is None if none was asked for and there is none, or if it is of another arch.
+
+    Raises `DeviceError` where the device asked for cannot be used, and `UsageError` where the arch is not known.
+    """
+    from hadagen.arch import load_arch
     from hadagen.measure import device_environment
 
     try:
-        return device_environment(index or 0)
+        gpu = device_environment(index or 0)
     except DeviceError:
         if index is not None:
             raise
-        return None
+        gpu = None
+    here = gpu and options.arch_of(gpu)
+    if arch is None:
+        arch = here or options.DEFAULT_ARCH
+    return load_arch(arch), gpu if here == arch else None
+
+
+def find_device(index: int) -> tuple[Environment, Device]:
+    """The CUDA device of that index, and what kernels are chosen for it by. Raises `DeviceError`."""
+    from hadagen.measure import device_environment
+    from hadagen.runtime.device import Device
+
+    environment = device_environment(index)
+    return environment, Device(options.arch_of(environment), environment.gpu)
 
 
 def no_kernels(target: Device) -> DeviceError:
@@ -43,25 +60,16 @@ def refusal(problem: Problem, digest: str, answer: Answer | Trial, advice: str =
 
 
 @contextmanager
-def device_runner(arch: Arch, index: int, toolchain: Toolchain, **how: Any) -> Iterator[DeviceRunner]:
-    """A runner on a device, with the copy kernels beside which it times; `how` as `DeviceRunner` takes it.
-
-    Raises `ToolchainError` where they cannot be built."""
-    from hadagen.measure import DeviceRunner, copy_sources
-
-    kernels = toolchain.build_all(copy_sources(), arch)
-    with DeviceRunner(index, kernels, **how) as runner:
-        yield runner
-
-
-@contextmanager
 def measuring(environment: Environment, index: int, **how: Any) -> Iterator[DeviceRunner]:
     """A runner on the CUDA device of that index, which is what `environment` says; `how` as `DeviceRunner` takes it.
 
-    Raises as `device_runner` does, and `UsageError` where its arch is not known.
+    Raises `UsageError` where its arch is not known, and `ToolchainError` where the copy kernels beside which it times
+    cannot be built.
     """
     from hadagen.arch import load_arch
+    from hadagen.measure import DeviceRunner, copy_sources
     from hadagen.toolchain import Toolchain
 
-    with device_runner(load_arch(options.arch_of(environment)), index, Toolchain.find(), **how) as runner:
+    kernels = Toolchain.find().build_all(copy_sources(), load_arch(options.arch_of(environment)))
+    with DeviceRunner(index, kernels, **how) as runner:
         yield runner

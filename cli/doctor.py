@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 import click
 
 from hadagen.cli import options
-from hadagen.cli.listing import winners
 from hadagen.cli.output import print_json, say
 from hadagen.cli.sentences import TUNE_PACKAGES, explain
 from hadagen.errors import DeviceError, HadagenError, ToolchainError
@@ -134,7 +133,7 @@ def _kernels() -> str:
         raise DeviceError("PyTorch sees no GPU, so it computes the transform itself, on the CPU")
     if device := cuda_device(torch.cuda.current_device()):
         for asked in bundles.in_turn():
-            found = Counter(match_of(entry, device) for bundle in asked for entry in winners(bundle))
+            found = Counter(match_of(entry, device) for bundle in asked for entry in bundle.all_entries())
             best = next((quality for quality in Match if found[quality]), Match.GENERIC)
             if best is not Match.GENERIC:
                 return f"{found[best]} winners match this GPU as {best.value}"

@@ -1,12 +1,14 @@
-"""`hadagen emit`: the source of one variant, or what the compiler makes of it."""
+"""`hadagen emit`: the source of one variant, what the compiler makes of it, or how many variants there are."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import click
 
 from hadagen.cli import options
+from hadagen.cli.output import print_json, print_table
 from hadagen.errors import UsageError
 from hadagen.problem import Problem
 
@@ -28,12 +30,19 @@ SCALE_WORDS = {
 @click.command()
 @options.arch
 @options.problem
-@click.option("--knobs", multiple=True, metavar="K=V", help="Set a knob; may be given several times.")
+@options.knobs
 @click.option("--ptx", "form", flag_value="ptx", help="Print the PTX that nvcc makes of it.")
 @click.option("--sass", "form", flag_value="sass", help="Print the machine code.")
 @click.option("--standalone", "form", flag_value="standalone", help="Print one file that compiles alone, and says how.")
-def emit(arch: str, problem: Problem, knobs: tuple[str, ...], form: str | None) -> None:
-    """Print the CUDA C++ source of a kernel.
+@click.option(
+    "--space",
+    "form",
+    flag_value="space",
+    help="Print no kernel, but how many choices of knobs are legal with those set, and what rules out the others.",
+)
+@click.option("--json", "as_json", is_flag=True, help="With --space: print JSON.")
+def emit(arch: str, problem: Problem, knobs: dict[str, int | str], form: str | None, as_json: bool) -> None:
+    """Print the source of a kernel, or count the kernels there may be.
 
     Knobs that are not set are as near as is legal to those of the known winner for large inputs, or to the first seed
     where no winner is known.
@@ -42,7 +51,12 @@ def emit(arch: str, problem: Problem, knobs: tuple[str, ...], form: str | None) 
     from hadagen.codegen import render, with_headers
 
     target = load_arch(arch)
-    plan = _complete(options.parse_knobs(knobs), problem, target)
+    if form == "space":
+        _print_space(problem, _with(knobs, target), as_json)
+        return
+    if as_json:
+        raise UsageError("--json is for --space alone, a kernel is text; leave it out or add --space")
+    plan = _complete(knobs, problem, target)
     source = render(plan)
     if form is None:
         click.echo(source.text, nl=False)
@@ -92,7 +106,25 @@ def _how_to_use(plan: Plan, source: Source, arch: Arch) -> str:
     return "".join(f"// {line}\n" for line in lines) + "\n"
 
 
-def _complete(given: dict[str, int | str], problem: Problem, arch: Arch) -> Plan:
+def _with(given: Mapping[str, int | str], arch: Arch) -> Arch:
+    """The arch with these values of knobs and no others. Raises `UsageError` where it has no such values."""
+    return arch.narrowed({name: [value] for name, value in given.items()})
+
+
+def _print_space(problem: Problem, arch: Arch, as_json: bool) -> None:
+    from hadagen.space import Space
+
+    report = Space(problem, arch).report()
+    if as_json:
+        counts = {"total": report.total, "legal": report.legal, "reasons": report.reasons}
+        print_json({"problem": problem.key, "arch": arch.name, **counts})
+        return
+    counted = f"{report.legal:,} of {report.total:,} choices are legal"
+    click.echo(f"{problem.key} on {arch.name}: {counted}; the others, by reason:")
+    print_table(("choices", "reason"), ((count, reason) for reason, count in report.reasons.items()))
+
+
+def _complete(given: Mapping[str, int | str], problem: Problem, arch: Arch) -> Plan:
     """The plan of the legal knobs with the given values that are nearest to the default ones, knob by knob.
 
     Raises `UsageError` where there are none, with the reason why the default ones are not legal with those given.
@@ -108,8 +140,7 @@ def _complete(given: dict[str, int | str], problem: Problem, arch: Arch) -> Plan
     try:
         return build_plan(problem, both, arch)
     except UsageError:
-        with_given = arch.narrowed({name: [value] for name, value in given.items()})
-        nearest = Space(problem, with_given).closest(both)
+        nearest = Space(problem, _with(given, arch)).closest(both)
         if nearest is None:
             raise
         return build_plan(problem, nearest, arch)

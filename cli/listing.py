@@ -1,9 +1,8 @@
-"""`hadagen list`: which bundles and databases there are, and what they hold."""
+"""`hadagen bundle list`: which bundles and databases there are, and what they hold."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,10 @@ if TYPE_CHECKING:
 @options.db
 @options.as_json
 def list_(db: str | None, as_json: bool) -> None:
-    """List the bundles that hadagen uses, the most wanted first, and the tuning database."""
+    """List the bundles that calls use, and the tuning database.
+
+    Of several bundles that match a GPU equally well, calls use the first.
+    """
     from hadagen.runtime import bundles
 
     found, damaged = [], []
@@ -74,7 +76,7 @@ def _has_default_db() -> bool:
 
 def bundle_summary(bundle: Bundle) -> dict[str, Any]:
     """What a bundle holds, as plain values; the GPU "" stands for an estimate."""
-    entries = list(winners(bundle))
+    entries = list(bundle.all_entries())
     return {
         "path": str(bundle.path),
         "arch": bundle.arch,
@@ -86,12 +88,6 @@ def bundle_summary(bundle: Bundle) -> dict[str, Any]:
         "version": bundle.version,
         "digest": bundle.digest,
     }
-
-
-def winners(bundle: Bundle) -> Iterator[BundleEntry]:
-    """All of a bundle."""
-    for problem in bundle.problems():
-        yield from bundle.entries(problem)
 
 
 def winner_values(entry: BundleEntry) -> dict[str, Any]:

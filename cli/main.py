@@ -18,23 +18,31 @@ import click
 
 from hadagen.cli.bench import bench
 from hadagen.cli.best import best
-from hadagen.cli.between import between
 from hadagen.cli.bundle import bundle
-from hadagen.cli.calls import calls
 from hadagen.cli.doctor import doctor
 from hadagen.cli.emit import emit
-from hadagen.cli.listing import list_
+from hadagen.cli.groups import Group
 from hadagen.cli.output import say
 from hadagen.cli.record import record
-from hadagen.cli.refine import refine
 from hadagen.cli.replay import replay
 from hadagen.cli.sentences import explain
-from hadagen.cli.space import space
 from hadagen.cli.tune import tune
+from hadagen.errors import UsageError
+
+# Commands of earlier versions, and what does the same now.
+MOVED = {
+    "refine": "tune --trials 0",
+    "list": "bundle list",
+    "space": "emit --space",
+    "between": "bench between",
+    "calls": "bench calls",
+    "record": "dev record",
+    "replay": "dev replay",
+}
 
 
-class Commands(click.Group):
-    """A click group that never shows a traceback."""
+class Commands(Group):
+    """All commands. They never show a traceback, and those that have moved say where they are."""
 
     def main(self, *args: Any, **kwargs: Any) -> NoReturn:
         kwargs["standalone_mode"] = False
@@ -60,6 +68,13 @@ class Commands(click.Group):
         _flush_stdout()
         sys.exit(status)
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] in MOVED and not ctx.resilient_parsing:  # as shells do, to complete a command
+            raise UsageError(f"hadagen {args[0]} has moved; use hadagen {MOVED[args[0]]}")
+        return super().resolve_command(ctx, args)
+
 
 def _flush_stdout() -> None:
     """Python flushes once more when it ends, and would print a traceback where that fails."""
@@ -73,18 +88,18 @@ def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
     say(f"hadagen: warning: {' '.join(str(message).split())}", err=True)
 
 
-@click.group(
-    cls=Commands,
-    invoke_without_command=True,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
-)
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.version_option(package_name="hadagen", message="%(prog)s %(version)s")
-@click.pass_context
-def main(context: click.Context) -> None:
+def main() -> None:
     """Generate, verify, time, store and ship GPU kernels for the Walsh-Hadamard transform."""
-    if context.invoked_subcommand is None:
-        click.echo(context.get_help())
 
 
-for command in (tune, refine, best, list_, emit, space, bench, between, calls, bundle, record, replay, doctor):
+@click.group(cls=Group)
+def dev() -> None:
+    """Measure all variants of a problem, and replay searches on them."""
+
+
+for command in (record, replay):
+    dev.add_command(command)
+for command in (tune, best, bench, bundle, emit, doctor, dev):
     main.add_command(command)

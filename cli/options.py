@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
-from itertools import product
+from itertools import product, starmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,58 +22,36 @@ if TYPE_CHECKING:
     from hadagen.tuning_db.store import Store
 
 DEFAULT_ARCH = "sm90"
+ALL_SIZES = f"2-{1 << MAX_LOG2_N}"
+NUMERICS = "accurate rounds to the type of x once; fast may round between steps, but not of float32."
+Command = Callable[..., None]
 _FACTORS = {"K": 1 << 10, "M": 1 << 20}
 _MOST_DIGITS = 20  # more than any value has; of thousands, Python makes no number
 
+
+def within(least: float, most: float) -> Callable[[click.Context, click.Parameter, Any], Any]:
+    """A callback that refuses other values of an option. click's own ranges let nan pass."""
+
+    def check(context: click.Context, parameter: click.Parameter, value: Any) -> Any:
+        if not least <= value <= most:
+            raise UsageError(f"{parameter.opts[0]} {value} is not supported; give {least} to {most}")
+        return value
+
+    return check
+
+
+def _checked_table(context: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
+    if path:
+        from hadagen.tuning_db.table import check_table_place
+
+        check_table_place(path)
+    return path
+
+
 arch = click.option("--arch", default=DEFAULT_ARCH, show_default=True, help="Target architecture.")
-n = click.option("--n", type=int, required=True, help=f"Row length: a power of two from 2 to {1 << MAX_LOG2_N}.")
-
-
-def sizes_by_default(default: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """`--n`, which may be several, for `parse_sizes`."""
-    return click.option(
-        "--n",
-        "sizes",
-        multiple=True,
-        default=[default],
-        show_default=True,
-        help="Row lengths, such as 4096 or 128,256 or 2-64.",
-    )
-
-
-sizes = sizes_by_default(f"2-{1 << MAX_LOG2_N}")
-dtype = click.option("--dtype", default=DType.FLOAT16.value, show_default=True, help="float16, bfloat16 or float32.")
-numerics = click.option(
-    "--numerics",
-    default=Numerics.ACCURATE.value,
-    show_default=True,
-    help="accurate rounds to the type of x once; fast may round between steps, but not of float32.",
-)
-dtypes = click.option(
-    "--dtype",
-    "dtypes",
-    multiple=True,
-    default=[DType.FLOAT16.value],
-    show_default=True,
-    help="float16, bfloat16 or float32; may be given several times.",
-)
-contracts = click.option(
-    "--numerics",
-    "contracts",
-    multiple=True,
-    default=[Numerics.ACCURATE.value],
-    show_default=True,
-    help="accurate rounds to the type of x once; fast may round between steps, but not of float32. May be given twice.",
-)
 inplace = click.option("--inplace", is_flag=True, help="The result overwrites the input.")
-out_of_place = click.option(
-    "--out-of-place", is_flag=True, help="The result goes elsewhere, as it does where nothing else is said."
-)
 device = click.option(
     "--device", type=int, default=0, show_default=True, metavar="INDEX", help="CUDA device to run on."
-)
-pitched = click.option(
-    "--pitched", is_flag=True, help="Rows of any number of elements up to n, any number of elements apart."
 )
 db = click.option(
     "--db",
@@ -83,99 +61,122 @@ db = click.option(
 bundle = click.option(
     "--bundle", type=click.Path(path_type=Path), help="Where the winners go.  [default: where calls find them]"
 )
-table = click.option(
-    "--csv", "table", type=click.Path(path_type=Path), metavar="FILE", help="Write all numbers to FILE too."
+csv = click.option(
+    "--csv",
+    "table",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    callback=_checked_table,
+    help="Write all numbers to FILE too.",
+)
+knobs = click.option(
+    "--knobs",
+    multiple=True,
+    metavar="K=V",
+    callback=lambda context, parameter, texts: parse_knobs(texts),
+    help="Set a knob; may be given several times.",
+)
+only = click.option(
+    "--only",
+    multiple=True,
+    metavar="KNOB=V1,V2,...",
+    callback=lambda context, parameter, texts: parse_ranges(texts),
+    help="Search these values of a knob and no others; may be given for several knobs.",
 )
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
-def make_problem(n: int, dtype: str, numerics: str, pitched: bool = False) -> Problem:
-    """The problem of these texts; `Problem` itself checks and converts them. Raises `UsageError`."""
-    return Problem.of(n, dtype, numerics, Rows.PITCHED if pitched else Rows.CONTIGUOUS)
+def elements(default: str) -> Callable[[Command], Command]:
+    """`--elements`, which the command receives as the list of `parse_elements`."""
+    return click.option(
+        "--elements",
+        default=default,
+        show_default=True,
+        callback=lambda context, parameter, text: parse_elements(text),
+        help="Sizes of the input, rows times n; K is 1024, M its square.",
+    )
 
 
-def problem(command: Callable[..., None]) -> Callable[..., None]:
-    """`--n --dtype --numerics --pitched`, which the command receives as one `Problem`."""
+KEY = "in place of the options that follow: its key, such as n4096-float16-fast or n64-float32-accurate-pitched"
+PITCHED = "Rows of any number of elements up to n, any number of elements apart"
 
-    @n
-    @dtype
-    @numerics
-    @pitched
+
+def problem(command: Command) -> Command:
+    """`--problem`, or `--n --dtype --numerics --pitched`, which the command receives as one `Problem`."""
+
+    @click.option("--problem", "key", metavar="KEY", help=f"The problem, {KEY}.")
+    @click.option("--n", type=int, help=f"Row length: a power of two from 2 to {1 << MAX_LOG2_N}.")
+    @click.option("--dtype", default=DType.FLOAT16.value, show_default=True, help="float16, bfloat16 or float32.")
+    @click.option("--numerics", default=Numerics.ACCURATE.value, show_default=True, help=NUMERICS)
+    @click.option("--pitched", "rows_lie", flag_value=Rows.PITCHED, default=Rows.CONTIGUOUS, help=f"{PITCHED}.")
     @functools.wraps(command)
-    def with_problem(*, n: int, dtype: str, numerics: str, pitched: bool, **others: Any) -> None:
-        command(problem=make_problem(n, dtype, numerics, pitched), **others)
+    def with_problem(
+        *, key: str | None, n: int | None, dtype: str, numerics: str, rows_lie: Rows, **others: Any
+    ) -> None:
+        if key is not None:
+            command(problem=Problem.parse(key), **others)
+        elif n is not None:
+            command(problem=Problem.of(n, dtype, numerics, rows_lie), **others)
+        else:
+            raise UsageError("no problem is named; give --n, or --problem with a key such as n4096-float16-fast")
 
     return with_problem
 
 
-def make_problems(
-    sizes: Iterable[str], dtypes: Iterable[str], contracts: Iterable[str], pitched: bool | None
-) -> list[Problem]:
-    """The problems that options name, each once; of both kinds of rows where `pitched` is None. Raises `UsageError`."""
-    kinds = (False, True) if pitched is None else (pitched,)
-    named = product(parse_sizes(sizes), dtypes, contracts, kinds)
-    return list(dict.fromkeys(make_problem(*parts) for parts in named))
+def destinations(command: Command) -> Command:
+    """`--inplace --out-of-place`, which the command receives as a list of `destinations`: out of place if neither is
+    given."""
 
-
-def destinations(inplace: bool, out_of_place: bool) -> list[Destination]:
-    """Those that the two flags ask for; out of place where neither is given."""
-    asked = {Destination.IN_PLACE: inplace, Destination.OUT_OF_PLACE: out_of_place or not inplace}
-    return [destination for destination, wanted in asked.items() if wanted]
-
-
-def problems(command: Callable[..., None]) -> Callable[..., None]:
-    """`--n --dtype --numerics --pitched/--contiguous`, each of which may name several, and which the command receives
-    as a list of `problems`."""
-
-    @sizes
-    @click.option(
-        "--dtype",
-        "dtypes",
-        multiple=True,
-        default=[d.value for d in DType],
-        help="float16, bfloat16, float32; all if not given.",
-    )
-    @click.option(
-        "--numerics",
-        "contracts",
-        multiple=True,
-        default=[n.value for n in Numerics],
-        help="accurate, fast; both if not given.",
-    )
-    @click.option(
-        "--pitched/--contiguous",
-        default=None,
-        help="Only problems of pitched rows, or none of them; both kinds if not given.",
-    )
+    @inplace
+    @click.option("--out-of-place", is_flag=True, help="The result goes elsewhere, as it does by default.")
     @functools.wraps(command)
-    def with_problems(
-        *,
-        sizes: tuple[str, ...],
-        dtypes: tuple[str, ...],
-        contracts: tuple[str, ...],
-        pitched: bool | None,
-        **others: Any,
-    ) -> None:
-        command(problems=make_problems(sizes, dtypes, contracts, pitched), **others)
+    def with_destinations(*, inplace: bool, out_of_place: bool, **others: Any) -> None:
+        asked = {Destination.IN_PLACE: inplace, Destination.OUT_OF_PLACE: out_of_place or not inplace}
+        command(destinations=[destination for destination, wanted in asked.items() if wanted], **others)
 
-    return with_problems
+    return with_destinations
 
 
-def only(command: Callable[..., None]) -> Callable[..., None]:
-    """`--only`, which the command receives as a dictionary of `parse_ranges`."""
+def problems(*, sizes: str = ALL_SIZES, one_kind: bool = False) -> Callable[[Command], Command]:
+    """`--problem`, or `--n --dtype --numerics --pitched/--contiguous`, which may name several values each, and which
+    the command receives as a list of `problems`, each once.
 
-    @click.option(
-        "--only",
-        "ranges",
-        multiple=True,
-        metavar="KNOB=V1,V2,...",
-        help="Search these values of a knob and no others; may be given for several knobs.",
-    )
-    @functools.wraps(command)
-    def with_ranges(*, ranges: tuple[str, ...], **others: Any) -> None:
-        command(only=parse_ranges(ranges), **others)
+    sizes: the row lengths where none are named. one_kind: whether only contiguous rows of float16, accurate, are meant
+    where nothing is named; all dtypes, numerics and rows otherwise.
+    """
+    each = slice(1 if one_kind else None)
 
-    return with_ranges
+    def several(name: str, values: Sequence[str], text: str) -> Callable[[Command], Command]:
+        return click.option(f"--{name}", multiple=True, default=values, show_default=True, help=text)
+
+    def with_options(command: Command) -> Command:
+        @click.option("--problem", "keys", multiple=True, metavar="KEY", help=f"A problem, {KEY}. May be several.")
+        @several("n", [sizes], "Row lengths, such as 4096 or 128,256 or 2-64.")
+        @several("dtype", [t.value for t in DType][each], "float16, bfloat16 or float32; may be given several times.")
+        @several("numerics", [t.value for t in Numerics][each], f"{NUMERICS} May be given twice.")
+        @click.option(
+            "--pitched/--contiguous",
+            default=False if one_kind else None,
+            help=f"{PITCHED}; or only contiguous ones.  [default: {'contiguous' if one_kind else 'both'}]",
+        )
+        @functools.wraps(command)
+        def with_problems(
+            *,
+            keys: Sequence[str],
+            n: Sequence[str],
+            dtype: Sequence[str],
+            numerics: Sequence[str],
+            pitched: bool | None,
+            **others: Any,
+        ) -> None:
+            rows = {None: tuple(Rows), False: (Rows.CONTIGUOUS,), True: (Rows.PITCHED,)}[pitched]
+            told = () if keys else product(parse_sizes(n), dtype, numerics, rows)
+            named = (*map(Problem.parse, keys), *starmap(Problem.of, told))
+            command(problems=list(dict.fromkeys(named)), **others)
+
+        return with_problems
+
+    return with_options
 
 
 def parse_sizes(texts: Iterable[str]) -> list[int]:
@@ -247,8 +248,7 @@ def parse_elements(text: str) -> list[int]:
         others = *BUCKETS_BETWEEN, *BUCKETS_OF_LONG_ROWS
         if count not in ELEMENT_BUCKETS and count not in others:
             known = f"powers of two from {ELEMENT_BUCKETS[0]} to {ELEMENT_BUCKETS[-1]}"
-            listed = ", ".join(map(short_elements, sorted(others)))
-            raise UsageError(f"--elements {part} is not supported; give {known}, or {listed}")
+            raise UsageError(f"--elements {part} is not supported; give {known}, or {short_list(sorted(others))}")
         counts.add(int(count))
     return sorted(counts)
 
@@ -257,6 +257,10 @@ def short_elements(count: int) -> str:
     """A size of an input as `parse_elements` takes it: 64K, 1.5M."""
     suffix = "M" if count >= _FACTORS["M"] else "K"
     return f"{count / _FACTORS[suffix]:g}{suffix}"
+
+
+def short_list(counts: Iterable[int]) -> str:
+    return ",".join(map(short_elements, counts))
 
 
 def _is_whole(text: str) -> bool:
@@ -278,14 +282,14 @@ def default_bundle(arch: str) -> Path:
     return user_directory() / f"{arch}.db"
 
 
-def open_db(where: str | None) -> Store:
-    """The tuning database named by `--db`, which must be there. Raises `StorageError`."""
+def open_db(where: str | None, *, new: bool = False) -> Store:
+    """The tuning database named by `--db`, which is made if it is not there and may be `new`. Raises `StorageError`."""
     from hadagen.tuning_db.database import file_of
     from hadagen.tuning_db.store import Store
 
     place = where or str(default_db())
     file = file_of(place)
-    if file is not None and not file.exists():
+    if file is not None and not (new or file.exists()):
         raise StorageError(f"there is no tuning database {place}; run hadagen tune first, or name another with --db")
     return Store.open(place)
 

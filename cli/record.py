@@ -1,4 +1,4 @@
-"""`hadagen record`: measure every legal variant, for searches to be compared on."""
+"""`hadagen dev record`: measure every legal variant, for searches to be compared on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from hadagen.cli import options
-from hadagen.cli.device import device_runner, find_gpu
+from hadagen.cli.device import find_target, measuring
 from hadagen.cli.output import PROBLEM_HEADERS, clock_text, print_json, print_table, problem_cells, say
 from hadagen.cli.sentences import keeping
 from hadagen.errors import DeviceError, UsageError
@@ -25,7 +25,7 @@ MOST_VARIANTS = 20_000
 
 
 @click.command()
-@options.problems
+@options.problems()
 @options.only
 @click.option(
     "--like",
@@ -33,12 +33,7 @@ MOST_VARIANTS = 20_000
     metavar="FILE",
     help="Search the ranges of this recording; knobs that it does not know keep their defaults.",
 )
-@click.option(
-    "--elements",
-    default="64K,1M,8M,64M",
-    show_default=True,
-    help="Sizes of the input at which kernels are timed, rows times n; K is 1024, M its square.",
-)
+@options.elements("64K,1M,8M,64M")
 @click.option(
     "--out",
     "folder",
@@ -56,30 +51,27 @@ def record(
     problems: list[Problem],
     only: dict[str, list[int | str]],
     like: Path | None,
-    elements: str,
+    elements: list[int],
     folder: Path,
     device: int | None,
     dry_run: bool,
     arch: str | None,
     as_json: bool,
 ) -> None:
-    """Measure every legal variant of problems, and keep all trials in files that hadagen replay reads.
+    """Measure every legal variant of problems, and keep all trials.
 
-    There are tens of thousands of variants, so name fewer values of some knobs with --only, or with --like a recording
-    of which to take them. Each variant is verified, then timed in place; in L2 where the data fits in half of it, and
-    in device memory otherwise. Every finished trial is kept at once: a run that was interrupted goes on where it was
-    when it is started again.
+    They go to files that hadagen dev replay reads. There are tens of thousands of variants, so name fewer values of
+    some knobs with --only, or with --like a recording of which to take them. Each variant is verified, then timed in
+    place; in L2 where the data fits in half of it, and in device memory otherwise. Every finished trial is kept at
+    once: a run that was interrupted goes on where it was when it is started again.
     """
-    from hadagen.arch import load_arch
     from hadagen.cli.progress import shown
     from hadagen.space import Space
     from hadagen.toolchain import Toolchain
     from hadagen.tuner.record import RecordOptions, deciding_cells
     from hadagen.tuner.record import record as measure_all
 
-    counts = options.parse_elements(elements)
-    gpu = None if dry_run else find_gpu(device)
-    target = load_arch(arch or (options.arch_of(gpu) if gpu else options.DEFAULT_ARCH))
+    target, gpu = find_target(arch, None if dry_run else device)
     if like is not None:
         target = _narrowed_like(like, target)
     target = target.narrowed(only)
@@ -87,8 +79,10 @@ def record(
     for problem, legal in variants.items():
         if not legal:
             raise UsageError(f"no knobs of these ranges are legal for {problem.key}; give more values with --only")
-        if not any(count >= problem.n for count in counts):
-            raise UsageError(f"--elements {elements} holds no row of {problem.n} elements; give a larger size")
+        if not any(count >= problem.n for count in elements):
+            raise UsageError(
+                f"--elements {options.short_list(elements)} holds no row of {problem.n} elements; give a larger size"
+            )
     if dry_run:
         _print_variants(variants, as_json)
         return
@@ -97,15 +91,15 @@ def record(
             f"{total} variants are too many to measure, the limit is {MOST_VARIANTS}; "
             "name fewer values of some knobs with --only"
         )
-    if gpu is None or options.arch_of(gpu) != target.name:
+    if gpu is None:
         raise DeviceError(
             f"there is no {target.name} GPU here; record on a machine that has one, or count with --dry-run"
         )
     toolchain, stopped = Toolchain.find(), Event()
-    cells = {problem: deciding_cells(problem, counts, gpu.l2_bytes) for problem in problems}
+    cells = {problem: deciding_cells(problem, elements, gpu.l2_bytes) for problem in problems}
     # All cells of all kernels are timed, however slow.
     with (
-        device_runner(target, device or 0, toolchain, cells=cells, give_up=float("inf")) as runner,
+        measuring(gpu, device or 0, cells=cells, give_up=float("inf")) as runner,
         shown(None) as listen,
     ):
         report = measure_all(

@@ -1,4 +1,4 @@
-"""`hadagen replay`: how soon searches find the best of recordings."""
+"""`hadagen dev replay`: how soon searches find the best of recordings."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ if TYPE_CHECKING:
 
 # Counts of evaluations that the table shows, as far as the largest budget goes.
 SHOWN = (1, 5, 10, 20, 30, 40, 50, 60, 80, 100, 150, 200, 300, 500, 1000)
-MOST_SEEDS = 1000
 
 
 @click.command()
 @click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--seeds", type=int, default=20, show_default=True, help="Searches of each problem.")
+@click.option(
+    "--seeds", default=20, show_default=True, callback=options.within(1, 1000), help="Searches of each problem."
+)
 @click.option(
     "--export",
     "folder",
@@ -32,17 +33,16 @@ MOST_SEEDS = 1000
 )
 @options.as_json
 def replay(files: tuple[Path, ...], seeds: int, folder: Path | None, as_json: bool) -> None:
-    """Search recordings as hadagen tune does, and at random, and compare how soon the best is found.
+    """Compare how soon searches of recordings find the best.
 
-    FILES are what hadagen record wrote, for one device. A search may try a tenth of a problem's variants, or 60 if that
-    is more. The same files and seeds give the same numbers.
+    One search is that of hadagen tune, another takes variants at random. FILES are what hadagen dev record wrote, for
+    one device. A search may try a tenth of a problem's variants, or 60 if that is more. The same files and seeds give
+    the same numbers.
     """
     from hadagen.tuner.export import write_kernel_tuner_cache
     from hadagen.tuner.recording import read_recording
     from hadagen.tuner.replay import Field, run_searches
 
-    if not 1 <= seeds <= MOST_SEEDS:
-        raise UsageError(f"--seeds {seeds} is not supported; give 1 to {MOST_SEEDS}")
     recordings = [read_recording(path) for path in files]
     if folder is not None:
         _check_are_of_different_problems(files, recordings)

@@ -1,11 +1,14 @@
-"""`hadagen tune`: search, then write a bundle of the winners."""
+"""`hadagen tune`: search, refine between the sizes that were searched, then write a bundle of the winners."""
 
 from __future__ import annotations
 
 import shlex
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from math import inf
 from pathlib import Path
 from statistics import geometric_mean
 from threading import Event
@@ -14,21 +17,30 @@ from typing import TYPE_CHECKING
 import click
 
 from hadagen.cli import options
-from hadagen.cli.bundle import bundle_place, keep_winners, select_winners
-from hadagen.cli.device import device_runner, find_gpu
+from hadagen.cli.bundle import bundle_place
+from hadagen.cli.device import find_target, measuring, refusal
 from hadagen.cli.listing import winner_values
-from hadagen.cli.output import PROBLEM_HEADERS, clock_text, print_json, print_table, problem_cells, range_text, say
+from hadagen.cli.output import (
+    PROBLEM_HEADERS,
+    clock_text,
+    counted,
+    print_json,
+    print_table,
+    problem_cells,
+    range_text,
+    report_failures,
+    say,
+)
 from hadagen.cli.sentences import keeping
-from hadagen.errors import HadagenError, StorageError
+from hadagen.errors import DeviceError, StorageError, UsageError
 from hadagen.problem import Problem
-from hadagen.trial import Provenance
+from hadagen.trial import Outcome, Provenance
 
 if TYPE_CHECKING:
     from hadagen.arch import Arch
     from hadagen.knobs import Knobs
-    from hadagen.measure import Runner
-    from hadagen.toolchain import Toolchain
-    from hadagen.trial import Environment
+    from hadagen.measure import Cell, Runner, Variant
+    from hadagen.trial import Environment, Trial
     from hadagen.tuner import Scores
     from hadagen.tuning_db.store import Store
 
@@ -41,18 +53,30 @@ NOT_MEASURED = (
     "there is no {arch} GPU here, so kernels are verified on the CPU and ranked by a cost model, and every winner is "
     "only estimated; run the same command on a machine with such a GPU to measure"
 )
+REFINE_SHARE = 0.2  # of a time budget; the rest is for the search
+MOST_FAILURES = 5  # of kernels that were right when they were tuned; then it is the device
 
 
 @click.command()
 @click.option("--arch", help="Target architecture.  [default: that of the GPU here, or sm90]")
-@options.problems
+@options.problems()
 @options.only
-@click.option("--trials", type=int, help="Trials of each problem, those of earlier runs included; pitched: a quarter.")
+@click.option(
+    "--trials",
+    type=int,
+    help="Trials of each problem, those of earlier runs included; pitched: a quarter. With 0, only refine.",
+)
+@click.option(
+    "--refine/--no-refine",
+    default=True,
+    show_default=True,
+    help="Whether to find winners between the sizes of the search too. Needs a GPU; estimates are not refined.",
+)
 @click.option(
     "--time-budget",
     type=float,
     metavar="SECONDS",
-    help="Begin nothing after this long.  [default: no limit]",
+    help="Begin nothing after this long; the search has four fifths of it.  [default: no limit]",
 )
 @options.db
 @options.bundle
@@ -71,6 +95,7 @@ def tune(
     problems: list[Problem],
     only: dict[str, list[int | str]],
     trials: int | None,
+    refine: bool,
     time_budget: float | None,
     db: str | None,
     bundle: Path | None,
@@ -79,43 +104,46 @@ def tune(
     seed: int,
     as_json: bool,
 ) -> None:
-    """Search for the fastest kernels, and write them to a bundle that calls find.
+    """Search for the fastest kernels, and write the winners to a bundle.
 
-    Every finished trial is kept at once: a run that was interrupted goes on where it was when it is started again.
-    Without a GPU of the architecture, kernels are verified on the CPU and ranked by a model, and say so.
+    All kernels are timed at the same sizes. Then the best of each problem are timed between these sizes, and a winner
+    is added wherever calls would clearly be slower without (--no-refine leaves that out). Every finished trial and time
+    is kept at once: a run that was interrupted goes on where it was when it is started again. Without a GPU of the
+    architecture, kernels are verified on the CPU and ranked by a model, and say so.
     """
-    from hadagen.arch import load_arch
     from hadagen.cli.progress import in_parts, shown
     from hadagen.toolchain import Toolchain
-    from hadagen.tuner import TuneOptions, check_effort
+    from hadagen.tuner import EstimateRunner, TuneOptions, check_effort
     from hadagen.tuner import tune as search
+    from hadagen.tuner.refine import refine as look_between
     from hadagen.tuning_db.bundle import Bundle
-    from hadagen.tuning_db.bundle_writer import write_bundle
-    from hadagen.tuning_db.store import Store
+    from hadagen.tuning_db.make import check_keeps_winners, make_bundle
 
+    started = time.monotonic()
     check_effort(trials, time_budget)
-    gpu = find_gpu(device)
-    if arch is None:
-        arch = options.arch_of(gpu) if gpu else options.DEFAULT_ARCH
-    target = load_arch(arch).narrowed(only)
-    if gpu and options.arch_of(gpu) != target.name:
-        gpu = None
+    target, gpu = find_target(arch, device)
+    target = target.narrowed(only)
+    if trials == 0 and not (gpu and refine):
+        raise UsageError(
+            f"trials = 0 leaves only refining, which needs a {target.name} GPU and no --no-refine; give 1 trial or more"
+        )
     path = bundle_place(bundle, target.name, db)
     provenance = f"measuring on {gpu.gpu}" if gpu else NOT_MEASURED.format(arch=target.name)
     toolchain, stop = Toolchain.find(), Event()
-    with (
-        Store.open(db or options.default_db()) as store,
-        keeping(_what_is_kept(store, target.name, db, bundle)),
-        _runner(target, gpu, device or 0, toolchain, stop) as runner,
-    ):
+    failures: list[str] = []
+    with options.open_db(db, new=trials != 0) as store, keeping(_what_is_kept(store, target.name, db, bundle)):
         options.check_writable(store)
-        to_come = [(problem, gpu.gpu) for problem in problems] if gpu else []
-        keep_winners(path, store, target.name, to_come)
+        to_come = [(problem, gpu.gpu) for problem in problems] if gpu and trials != 0 else []
+        check_keeps_winners(path, store, target.name, to_come)
         known = _known_winners(target, problems) if gpu and from_winners else {}
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         say(f"tuning {count} for {target.name}; {provenance}", err=True)
         say(f"every trial is kept in {store.place}", err=True)
-        with shown(time_budget) as listen:
+        to_search = time_budget and time_budget * (1 - REFINE_SHARE if gpu and refine else 1)
+        runs: AbstractContextManager[Runner] = (
+            measuring(gpu, device or 0) if gpu else nullcontext(EstimateRunner(target, stop))
+        )
+        with runs as runner, shown(to_search) as listen:
             wanted = TuneOptions(
                 arch=target,
                 problems=problems,
@@ -123,7 +151,7 @@ def tune(
                 runner=runner,
                 build=in_parts(lambda sources: toolchain.build(sources, target, stopped=stop), listen),
                 trials=trials,
-                time_budget=time_budget,
+                time_budget=to_search,
                 seed=seed,
                 known=known,
                 stopped=stop,
@@ -131,15 +159,21 @@ def tune(
             report = search(wanted, listen)
         if report.stopped == "interrupted":
             raise KeyboardInterrupt
-        selection = select_winners(store, target.name, path)
-        if not selection:
-            raise HadagenError(f"none of {report.finished} trials has won anything yet; give more time or more trials")
-        write_bundle(path, target.name, selection, store.kernel)
+        if gpu and refine and not report.under_way:  # else what ends last refines
+            measure = partial(_timed_again, gpu, device or 0, failures)
+            deadline = started + (time_budget or inf)
+            if not look_between(problems, store, target.name, gpu, measure, deadline) and trials == 0:
+                raise UsageError(f"{store.place} has no trial of such problems on {gpu.gpu}; tune them here first")
+        selection = make_bundle(store, target.name, path)
         place = store.place
-    written = Bundle.open(path)
+    seconds = time.monotonic() - started
+    stopped = report.stopped or ("out of time" if seconds > (time_budget or inf) else "")
     gpu_name = report.environment.gpu
-    entries = [entry for problem in problems for entry in written.entries(problem) if entry.gpu == gpu_name]
+    ours = [cell for cell in selection if cell.gpu == gpu_name and cell.problem in problems]
+    between = sum(not (cell.is_bucket or cell.portable) for cell in ours)
     if as_json:
+        written = Bundle.open(path)
+        entries = [entry for problem in problems for entry in written.entries(problem) if entry.gpu == gpu_name]
         print_json(
             {
                 "arch": target.name,
@@ -152,21 +186,48 @@ def tune(
                 "trials_of_other_runs": report.elsewhere,
                 "under_way_in_other_runs": report.under_way,
                 "outcomes": {outcome.value: count for outcome, count in report.outcomes.items()},
-                "seconds": report.seconds,
-                "stopped": report.stopped,
+                "seconds": seconds,
+                "stopped": stopped,
+                "between": between,
                 "winners": [winner_values(entry) for entry in entries],
             }
         )
-        return
-    _print_best(report.best)
-    new, stopped = f"{sum(report.outcomes.values())} new trials", f", {report.stopped}" if report.stopped else ""
-    new += f", {report.elsewhere} more of other runs" if report.elsewhere else ""
-    click.echo()
-    say(f"{new} in {clock_text(report.seconds)}{stopped}; the winners are in {path}")
-    if report.under_way:
-        say(f"other runs have {report.under_way} trials under way; hadagen bundle make adds what these find")
-    say(f"every winner: {shlex.join(['hadagen', 'bundle', 'show', '--all', str(path)])}")
-    say(f"estimated: {provenance}" if report.estimated else f"measured on {gpu_name}")
+    else:
+        if report.best:
+            _print_best(report.best)
+            click.echo()
+        new = f"{sum(report.outcomes.values())} new trials"
+        new += f", {report.elsewhere} more of other runs" if report.elsewhere else ""
+        end = f", {stopped}" if stopped else ""
+        say(f"{new} in {clock_text(seconds)}{end}; the winners are in {path}")
+        if report.under_way:
+            say(f"other runs have {report.under_way} trials under way; hadagen bundle make adds what these find")
+        if gpu and refine:
+            say(f"{between} of {len(ours)} winners are between the sizes of the search")
+        say(f"every winner: {shlex.join(['hadagen', 'bundle', 'show', '--all', str(path)])}")
+        say(f"estimated: {provenance}" if report.estimated else f"measured on {gpu_name}")
+    report_failures(failures, DeviceError)
+
+
+def _timed_again(
+    gpu: Environment,
+    index: int,
+    failures: list[str],
+    cells: Mapping[Problem, Sequence[Cell]],
+    variants: Sequence[Variant],
+) -> Iterator[Trial]:
+    """Times kernels on a device at `cells`, and adds a sentence to `failures` for each that fails. Raises `DeviceError`
+    when `MOST_FAILURES` have failed."""
+    say(f"refining: timing {len(variants)} kernels between the sizes of the search", err=True)
+    with measuring(gpu, index, cells=cells, give_up=inf) as runner:  # slow here may be fast there
+        for variant, trial in runner.run(counted(variants, "timing")):
+            if trial.outcome is not Outcome.OK and variant.kernel:
+                lost = trial.outcome in (Outcome.WRONG_ANSWER, Outcome.UNSTABLE)
+                advice = "it wins nothing any more" if lost else "it was left out"
+                failures.append(refusal(trial.problem, variant.kernel.digest, trial, advice))
+                if len(failures) == MOST_FAILURES:
+                    raise DeviceError(f"{failures[-1]}; that many fail where the device does; run hadagen doctor")
+            yield trial
 
 
 def _what_is_kept(store: Store, arch: str, db: str | None, bundle: Path | None) -> str:
@@ -196,18 +257,6 @@ def _known_winners(arch: Arch, problems: Sequence[Problem]) -> dict[Problem, lis
         except StorageError as error:
             say(f"not beginning with its winners: {error}", err=True)
     return {problem: [knobs for knobs, _ in found.most_common()] for problem, found in cells.items()}
-
-
-@contextmanager
-def _runner(arch: Arch, gpu: Environment | None, index: int, toolchain: Toolchain, stopped: Event) -> Iterator[Runner]:
-    """Measures on the GPU, or estimates where there is none."""
-    from hadagen.tuner import EstimateRunner
-
-    if gpu is None:
-        yield EstimateRunner(arch, stopped)
-        return
-    with device_runner(arch, index, toolchain) as runner:
-        yield runner
 
 
 def _print_best(best: Mapping[Problem, Scores]) -> None:

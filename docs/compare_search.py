@@ -4,7 +4,7 @@
     python docs/compare_search.py --seeds 3 --strategies bayes_opt,pso --out /tmp/search.json /tmp/recordings
 
 Needs Kernel Tuner (pip install kernel-tuner) beside hadagen with its extra `tune`, and no GPU. A strategy runs in
-Kernel Tuner's simulation mode on a recording as `hadagen replay --export` writes it: on the same variants, told
+Kernel Tuner's simulation mode on a recording as `hadagen dev replay --export` writes it: on the same variants, told
 beforehand which are legal; with as many distinct evaluations and the same seeds; with its own defaults for all else. It
 makes one number small, the geometric mean over the cells of time / copy. What it evaluated is scored as ours is.
 The same seeds give the same numbers, but for diff_evo and bayes_opt, which begin from a sample that no seed reaches.
@@ -188,7 +188,7 @@ def main() -> None:
     arguments = parser.parse_args()
     paths = sorted(arguments.folder.glob(f"*{SUFFIX}"))
     if not paths:
-        raise SystemExit(f"{arguments.folder} holds no recordings (*{SUFFIX}); make them with hadagen record")
+        raise SystemExit(f"{arguments.folder} holds no recordings (*{SUFFIX}); make them with hadagen dev record")
     if importlib.util.find_spec("kernel_tuner") is None:
         raise SystemExit("Kernel Tuner is not installed; install it with: pip install kernel-tuner")
     try:

@@ -5,9 +5,9 @@
 
 `data/bench_h100.csv` is one run of `hadagen bench --csv` with the libraries we compare with installed; cells that it
 lacks may come from an earlier one, in `data/bench_h100_earlier.csv`. `data/bench_h200.csv` is such a run on an H200.
-`data/between_h100.csv` and `data/between_h200.csv` are written by `hadagen between --csv`, `data/calls_h100.json` by
-`hadagen calls --json`, and `data/search.json` by `compare_search.py`. Our times of pitched rows come from the shipped
-bundle. Drawing needs matplotlib (pip install 'hadagen[docs]'); checking does not.
+`data/between_h100.csv` and `data/between_h200.csv` are written by `hadagen bench between --csv`,
+`data/calls_h100.json` by `hadagen bench calls --json`, and `data/search.json` by `compare_search.py`. Our times of
+pitched rows come from the shipped bundle. Drawing needs matplotlib (pip install 'hadagen[docs]'); checking does not.
 
 A document shows each generated part between two markers, such as `<!-- calls:begin -->` and `<!-- calls:end -->`. The
 modules `refresh_*.py` make the parts.

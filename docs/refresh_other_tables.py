@@ -13,6 +13,8 @@ import refresh_files as files
 from refresh_markdown import grid, number, wrapped
 from refresh_times import read_rows
 
+from hadagen.problem import Problem, Rows
+
 # Of each idea: its knob, the value without it, the value with it.
 CHOICES = (
     ("cluster", 1, 8),
@@ -37,9 +39,9 @@ def between_table() -> str:
     rows = read_rows(files.BETWEEN)
     head = ("n", "dtype", "numerics", "variants", "loss, geometric mean", "worst", "at rows")
     lines = []
-    for (n, dtype, numerics, is_pitched), found in _by_problem(rows).items():
+    for (n, dtype, numerics, rows_lie), found in _by_problem(rows).items():
         worst = max(found, key=lambda row: float(row["loss"]))
-        kind = f"{numerics}, pitched" if is_pitched == "1" else numerics
+        kind = numerics if rows_lie == Rows.CONTIGUOUS else f"{numerics}, {rows_lie}"
         place = f"{worst['rows']}, {worst['destination']}"
         lines.append((n, dtype, kind, worst["variants"], _loss(found), _worst(found), place))
     return f"{wrapped(f'{_lost_between(rows)}:')}\n\n{grid('rllrrrl', head, lines)}"
@@ -65,7 +67,7 @@ def _lost_between(rows: Sequence[Row]) -> str:
 def _by_problem(rows: Iterable[Row]) -> dict[tuple[str, ...], list[Row]]:
     problems: dict[tuple[str, ...], list[Row]] = defaultdict(list)
     for row in rows:
-        problems[row["n"], row["dtype"], row["numerics"], row["pitched"]].append(row)
+        problems[row["n"], row["dtype"], row["numerics"], row["rows_lie"]].append(row)
     return problems
 
 
@@ -89,7 +91,7 @@ def choices_table() -> str:
         recordings.append((head, trials))
     if not recordings:
         return files.NO_DATA
-    recordings.sort(key=lambda recording: recording[0]["problem"]["n"])
+    recordings.sort(key=lambda recording: Problem.parse(recording[0]["problem"]).n)
     sizes = sorted({elements for head, _ in recordings for elements, _, _ in head["cells"]})
     rows = []
     for knob, without, with_it in CHOICES:
@@ -97,9 +99,9 @@ def choices_table() -> str:
         for head, trials in recordings:
             before, after = (_best_times(head, trials, knob, value) for value in (without, with_it))
             if before and after:
-                problem = head["problem"]
+                problem = Problem.parse(head["problem"])
                 ratios = (number(before[size] / after[size] if size in before else None) for size in sizes)
-                rows.append([idea, f"{problem['n']}, {problem['dtype']}, {problem['numerics']}", *ratios])
+                rows.append([idea, f"{problem.n}, {problem.io.input.value}, {problem.io.numerics.value}", *ratios])
                 idea = ""  # named in its first row only
     return grid("ll" + "r" * len(sizes), ["idea", "n", *map(_short, sizes)], rows)
 

@@ -13,11 +13,13 @@ from typing import NamedTuple
 
 import refresh_files as files
 
+from hadagen.problem import Problem, Rows
 from hadagen.tuning_db.bundle import Bundle
 from hadagen.tuning_db.merge import selection_of
 from hadagen.tuning_db.table import print_csv
 
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
+OURS = "hadagen"  # in the tables
 LIBRARIES = ("hadagen, fast", "hadagen, accurate", "HadaCore", "fast-hadamard-transform")  # as the documents call them
 # Of others, name in the tables → in the documents.
 PEER_NAMES = {"fast_hadamard_transform": "fast-hadamard-transform"}
@@ -77,13 +79,24 @@ def our_rows() -> list[dict[str, str]]:
     table = StringIO()
     winners = selection_of(Bundle.open(files.OURS))
     print_csv({cell: trial for cell, trial in winners.items() if cell.gpu == files.OUR_GPU}, table)
-    return list(csv.DictReader(StringIO(table.getvalue())))
+    return [_told(row) for row in csv.DictReader(StringIO(table.getvalue()))]
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
-    """The rows of a table, by the names of its columns."""
+    """The rows of a table, by the names of its columns and of what the key of the problem says."""
     with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+        return [_told(row) for row in csv.DictReader(file)]
+
+
+def _told(row: dict[str, str]) -> dict[str, str]:
+    problem = Problem.parse(row["problem"])
+    io = problem.io
+    return row | {
+        "n": str(problem.n),
+        "dtype": io.input.value,
+        "numerics": io.numerics.value,
+        "rows_lie": io.rows.value,
+    }
 
 
 def bench_tables() -> tuple[list[dict[str, str]], list[dict[str, str]]]:
@@ -110,13 +123,14 @@ def pitched(numerics: str) -> str:
 
 def library_of(row: Mapping[str, str]) -> str:
     """What the documents call that which a row has the time of."""
-    if not row["numerics"]:
-        return PEER_NAMES.get(row["library"], row["library"])
-    return pitched(row["numerics"]) if row["pitched"] == "1" else f"hadagen, {row['numerics']}"
+    name = row.get("library", OURS)
+    if name != OURS:
+        return PEER_NAMES.get(name, name)
+    return pitched(row["numerics"]) if row["rows_lie"] == Rows.PITCHED else f"{OURS}, {row['numerics']}"
 
 
 def _traffic(row: Mapping[str, str]) -> tuple[object, ...]:
     """What tells the copies beside the times apart: bytes and places. Of pitched rows a quarter is left out, if that is
     an element."""
-    pitched = row["pitched"] == "1" and int(row["n"]) >= 4
+    pitched = row["rows_lie"] == Rows.PITCHED and int(row["n"]) >= 4
     return pitched, int(row["elements"]) * DTYPE_BYTES[row["dtype"]], row["destination"], row["cache"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
@@ -12,7 +13,7 @@ from fake_search import FakeRunner
 from hadagen import measure
 from hadagen.measure import Answer, Cell, Comparison, Contest, Ranking, Standing, Times, Variant
 from hadagen.problem import Problem
-from hadagen.trial import Kernel, Outcome
+from hadagen.trial import Kernel, Outcome, Timing, Trial
 
 
 class FakeDevice(FakeRunner):
@@ -30,6 +31,14 @@ class FakeDevice(FakeRunner):
         assert cells is None or others["give_up"] == math.inf
         assert device_index == 0
         assert len(copy_kernels) == len(measure.copy_sources())
+
+    def trial(self, variant: Variant) -> Trial:
+        """Every kernel takes at `cells` what it takes at the first of those of a search."""
+        trial = super().trial(variant)
+        if self.cells is None:
+            return trial
+        us = trial.timings[0].us
+        return replace(trial, timings=tuple(Timing(*cell, us, us, us, 1.0) for cell in self.cells[variant.problem]))
 
     def compare(self, variants: Sequence[Variant], cells: Sequence[tuple[Cell, Sequence[int]]]) -> Comparison:
         """Ours take 1 µs at the position in `variants`, and one more at each after it; the copy takes 0.5 µs."""

@@ -1,4 +1,4 @@
-"""`hadagen calls`, and the ladder it climbs."""
+"""`hadagen bench calls`, and the ladder it climbs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hadagen.runtime import costs
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_without_a_gpu_it_says_so() -> None:
-    assert "NVIDIA" in sentence(run("calls"), 1)
+    assert "NVIDIA" in sentence(run("bench", "calls"), 1)
 
 
 def test_the_ladder_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,11 +23,11 @@ def test_the_ladder_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hadagen.measure.device_environment", lambda device: environment)
     monkeypatch.setattr(costs, "call_costs", lambda device: {"in place": 4.5678, "out of place": 6.0})
     monkeypatch.setattr(costs, "start_costs", lambda device: {"the first call": 31.44})
-    text = succeed("calls")
+    text = succeed("bench", "calls")
     assert "NVIDIA H100, [64, 128] float16: CPU time of one call" in text
     assert "in place      4.57" in text
     assert "the first call     31.4" in text
-    value = json.loads(succeed("calls", "--json"))
+    value = json.loads(succeed("bench", "calls", "--json"))
     assert value["us"] == {"in place": 4.5678, "out of place": 6.0}
     assert value["tensor"] == "[64, 128] float16"
     assert value["ms"] == {"the first call": 31.44}

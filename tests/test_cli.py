@@ -9,9 +9,11 @@ from pathlib import Path
 
 import click
 import pytest
+from click.shell_completion import ShellComplete
 from command_line import BEST, TINY_TUNE, machine, run, sample, sentence, succeed
 
 from hadagen.cli import options
+from hadagen.cli.main import MOVED, main
 from hadagen.cli.output import print_table
 from hadagen.cli.sentences import TUNE_PACKAGES
 from hadagen.trial import BUCKETS_BETWEEN, BUCKETS_OF_LONG_ROWS, ELEMENT_BUCKETS
@@ -21,14 +23,50 @@ pytestmark = pytest.mark.usefixtures("machine")
 
 
 # ---- help ------------------------------------------------------------------------------------------------------------
-def test_without_arguments_the_commands_are_listed() -> None:
-    assert succeed() == succeed("--help")
-    for command in (
-        *("tune", "best", "list", "emit", "space", "bench", "between", "calls"),
-        *("bundle", "record", "replay", "doctor"),
-    ):
-        assert f"  {command} " in succeed()
-        assert "Usage: " in succeed(command, "--help")
+COMMANDS = {
+    "": ["tune", "best", "bench", "bundle", "emit", "doctor", "dev"],
+    "bench": ["kernels", "between", "calls"],
+    "bundle": ["list", "make", "verify", "show", "merge", "export"],
+    "dev": ["record", "replay"],
+}
+
+
+@pytest.mark.parametrize("group", COMMANDS)
+def test_help_lists_the_commands_of_a_group_and_what_each_does(group: str) -> None:
+    _, listed = succeed(*group.split(), "--help").split("Commands:\n")
+    assert [line.split()[0] for line in listed.splitlines()] == COMMANDS[group]
+    assert "..." not in listed  # each says what it does in one line
+    for command in COMMANDS[group]:
+        assert succeed(*group.split(), command, "--help").startswith(f"Usage: hadagen {group}".rstrip())
+
+
+@pytest.mark.parametrize("group", ["", "bundle", "dev"])
+def test_a_group_without_a_command_shows_its_help(group: str) -> None:
+    assert succeed(*group.split()) == succeed(*group.split(), "--help")
+
+
+def test_bench_times_kernels_where_no_command_is_named() -> None:
+    wrong = ("--elements", "many")
+    assert run("bench", *wrong).stderr == run("bench", "kernels", *wrong).stderr
+    assert run("bench").stderr == run("bench", "kernels").stderr
+    assert sentence(run("bench", "nonsense"), 2).startswith("No such command 'nonsense'")
+
+
+def test_shells_complete_commands() -> None:
+    def completed(*words: str) -> list[str]:
+        found = ShellComplete(main, {}, "hadagen", "_HADAGEN_COMPLETE").get_completions(list(words), "")
+        return [each.value for each in found]
+
+    assert completed() == completed("refine") == COMMANDS[""]
+    assert completed("bench") == COMMANDS["bench"]
+
+
+@pytest.mark.parametrize("old", MOVED)
+def test_a_command_that_has_moved_says_where_it_went(old: str) -> None:
+    for arguments in ((), ("--help",), ("--n", "2")):
+        assert sentence(run(old, *arguments), 2) == f"hadagen {old} has moved; use hadagen {MOVED[old]}"
+    command = MOVED[old].split()
+    assert succeed(*command, "--help").startswith(f"Usage: hadagen {command[0]}")
 
 
 def test_the_version_is_that_of_the_package() -> None:
@@ -54,8 +92,8 @@ WRONG = {
     (*BEST, "256", "--arch", "hopper"): "arch 'hopper' is not one; write sm and the compute capability",
     (*BEST, "256", "--device", "0"): "device '0' is no name of a GPU, which is wanted beside an arch; write such as",
     ("best", "--n", "256", "--rows", "8"): "this machine has no CUDA device to choose for; name an arch",
-    ("space", "--n", "100"): "n = 100 is not supported",
-    ("space", "--n", "4096", "--arch", "sm1"): "arch 'sm1' is not known; choose one of sm90",
+    ("emit", "--space", "--n", "100"): "n = 100 is not supported",
+    ("emit", "--space", "--n", "4096", "--arch", "sm1"): "arch 'sm1' is not known; choose one of sm90",
     ("emit", "--n", "4096", "--arch", "sm1"): "arch 'sm1' is not known; choose one of sm90",
     ("emit", "--n", "4096", "--knobs", "speed=11"): "knob 'speed' is not known; choose from chunks, warps,",
     ("emit", "--n", "4096", "--knobs", "warps=3"): "knob warps = 3 is not searched on sm90; choose one of 1, 2,",
@@ -64,6 +102,8 @@ WRONG = {
     ("emit", "--n", "4096", "--knobs", "warps"): "--knobs 'warps' is not of the form k=v; write for example",
     ("emit", "--n", "4096", "--knobs", "warps=4,warps=8"): "--knobs sets warps twice, to 4 and 8; give one value",
     ("emit", "--n", "8192", "--knobs", "chunks=1,warps=1"): "a row",
+    ("emit", "--n", "4096", "--space", "--knobs", "warps=3"): "knob warps = 3 is not searched on sm90; choose one of",
+    ("emit", "--n", "4096", "--json"): "--json is for --space alone, a kernel is text; leave it out or add --space",
     ("tune", "--n", "3"): "n = 3 is not supported",
     ("tune", "--n", "2-"): "--n '2-' is not a size; write 4096, 128,256 or 2-32768",
     ("tune", "--n", "²"): "--n '²' is not a size; write 4096, 128,256 or 2-32768",
@@ -105,9 +145,9 @@ def test_what_has_too_many_digits_for_a_number_is_refused_as_other_values_are(
     assert said.format(many) in sentence(run(*(argument.format(many) for argument in arguments)), 2)
 
 
-@pytest.mark.parametrize(("option", "value"), [("--trials", "0"), ("--time-budget", "-1"), ("--time-budget", "nan")])
-def test_a_tune_that_would_try_nothing_is_refused(option: str, value: str) -> None:
-    assert "; give " in sentence(run(*TINY_TUNE, option, value), 2)
+@pytest.mark.parametrize("given", ["--trials -1", "--trials 0", "--time-budget -1", "--time-budget nan"])
+def test_a_tune_that_would_try_nothing_is_refused(given: str) -> None:
+    assert "; give " in sentence(run(*TINY_TUNE, *given.split()), 2)
     assert not options.default_db().exists()
 
 

@@ -16,7 +16,6 @@ from fake_search import CELLS
 from sample_bundle import write_trials
 from sample_trials import PROBLEM, make_trial, times
 
-from hadagen.arch import load_arch
 from hadagen.cli import device
 from hadagen.errors import DeviceError, ToolchainError
 from hadagen.launch import Source
@@ -164,13 +163,13 @@ def test_sizes_that_hold_no_row_are_left_out(fake_gpu: None, tmp_path: Path, mon
     assert [cell.elements for cell in cells] == [1 << 16]
 
 
-def test_a_copy_kernel_that_does_not_compile_is_named() -> None:
-    class Refusing(Toolchain):
-        def build(self, sources: Sequence[Source], *_: Any, **__: Any) -> list[Any]:
-            return [BuildFailure(source.entry, "line 1\nline 2\n") for source in sources]
+def test_a_copy_kernel_that_does_not_compile_is_named(fake_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Toolchain, sources: Sequence[Source], *_: Any, **__: Any) -> list[Any]:
+        return [BuildFailure(source.entry, "line 1\nline 2\n") for source in sources]
 
+    monkeypatch.setattr(Toolchain, "build", refuse)
     with (
         pytest.raises(ToolchainError, match=r"nvcc refuses copy_\w+: line 1 / line 2"),
-        device.device_runner(load_arch("sm90"), 0, Refusing(Path("nvcc"), "")),
+        device.measuring(FakeDevice.environment, 0),
     ):
         pass

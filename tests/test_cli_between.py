@@ -1,4 +1,4 @@
-"""`hadagen between` on a GPU that is made up: what calls lose between the sizes that were tuned."""
+"""`hadagen bench between` on a GPU that is made up: what calls lose between the sizes that were tuned."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hadagen.tuning_db.winners import portfolio
 __all__ = ["fake_gpu", "machine"]  # fixtures
 pytestmark = pytest.mark.usefixtures("machine")
 
-BETWEEN = ("between", "--n", "2,4", "--numerics", "fast", "--inplace", "--out-of-place", "--counts", "5")
+BETWEEN = ("bench", "between", "--n", "2,4", "--numerics", "fast", "--inplace", "--out-of-place", "--counts", "5")
 
 
 def test_what_calls_lose_between_the_sizes_that_were_tuned(fake_gpu: None, tmp_path: Path) -> None:
@@ -78,8 +78,8 @@ def test_between_brings_in_the_best_of_a_database(fake_gpu: None) -> None:
 
 
 def test_between_is_refused_where_it_cannot_be(fake_gpu: None) -> None:
-    assert sentence(run("between", "--counts", "1"), 2) == "--counts 1 is not supported; give 2 to 100"
-    said = sentence(run("between", "--n", "4"), 1)
+    assert sentence(run("bench", "between", "--counts", "1"), 2) == "--counts 1 is not supported; give 2 to 100"
+    said = sentence(run("bench", "between", "--n", "4"), 1)
     assert said == "no bundle has kernels for Test GPU (sm90); to make some: hadagen tune --arch sm90"
     succeed("tune", "--n", "4", "--dtype", "float16", "--numerics", "fast", "--contiguous", "--trials", "1")
     FakeDevice.refusals[4] = Answer(Outcome.WRONG_ANSWER, "it is off")

@@ -1,4 +1,4 @@
-"""`hadagen list` and `hadagen bundle`: winners made a bundle of, shown, verified, exported and merged."""
+"""`hadagen bundle`: winners made a bundle of, listed, shown, verified, exported and merged."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GPU = H100.gpu
 
 
 def test_list_shows_bundles_and_the_database(sample: Path, database: Path) -> None:
-    found = json.loads(succeed("list", "--db", database, "--json"))
+    found = json.loads(succeed("bundle", "list", "--db", database, "--json"))
     (bundle,) = found["bundles"]
     assert (bundle["path"], bundle["arch"], bundle["gpus"], bundle["winners"]) == (str(sample), "sm90", [GPU], 2)
     assert found["databases"] == [
@@ -40,7 +40,7 @@ def test_list_shows_bundles_and_the_database(sample: Path, database: Path) -> No
             ],
         }
     ]
-    text = succeed("list", "--db", database)
+    text = succeed("bundle", "list", "--db", database)
     assert str(sample) in text
     assert "1 ok, 1 wrong_answer" in text
 
@@ -62,8 +62,8 @@ def test_verify_names_what_calls_go_on_without(sample: Path, monkeypatch: pytest
 
 
 def test_list_of_nothing_says_what_to_do() -> None:
-    assert succeed("list") == "no bundle; make one with: hadagen tune\n"
-    assert json.loads(succeed("list", "--json")) == {"bundles": [], "databases": []}
+    assert succeed("bundle", "list") == "no bundle; make one with: hadagen tune\n"
+    assert json.loads(succeed("bundle", "list", "--json")) == {"bundles": [], "databases": []}
 
 
 def test_a_bundle_is_made_found_verified_and_shown(database: Path) -> None:

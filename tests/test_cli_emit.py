@@ -1,4 +1,4 @@
-"""`hadagen space` and `hadagen emit`: which choices of knobs are legal, and the source of one."""
+"""`hadagen emit`: the source of a kernel, and which choices of knobs are legal."""
 
 from __future__ import annotations
 
@@ -24,10 +24,18 @@ pytestmark = pytest.mark.usefixtures("machine")
 
 
 def test_space_accounts_for_every_choice() -> None:
-    report = json.loads(succeed("space", "--n", "4096", "--json"))
+    report = json.loads(succeed("emit", "--space", "--n", "4096", "--json"))
     assert report["legal"] > 100
     assert report["legal"] + sum(report["reasons"].values()) == report["total"]
-    assert f"{report['legal']:,} of {report['total']:,} choices are legal" in succeed("space", "--n", "4096")
+    assert f"{report['legal']:,} of {report['total']:,} choices are legal" in succeed("emit", "--space", "--n", "4096")
+
+
+def test_the_space_is_that_of_the_knobs_that_are_set() -> None:
+    def legal(*knobs: str) -> int:
+        return int(json.loads(succeed("emit", "--space", "--n", "64", *knobs, "--json"))["legal"])
+
+    assert legal() > legal("--knobs", "warps=4") + legal("--knobs", "warps=8") > 0
+    assert legal("--knobs", "warps=4") > legal("--knobs", "warps=4,chunks=2") > 0
 
 
 def test_emit_prints_source_that_says_its_plan() -> None:

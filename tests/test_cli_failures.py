@@ -38,28 +38,28 @@ def test_of_several_failures_every_one_is_told(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().err == "hadagen: first\nhadagen: second\n"
 
 
-BOTH = pytest.mark.parametrize("command", ["bench", "between"])
+BOTH = pytest.mark.parametrize("command", [("bench",), ("bench", "between")], ids=" ".join)
 
 
 @BOTH
 def test_kernels_of_an_older_arch_are_not_timed(
-    command: str, fake_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: tuple[str, ...], fake_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Though calls may run their PTX."""
     newer = replace(FakeDevice.environment, compute_capability="10.0")
     monkeypatch.setattr(measure, "device_environment", lambda index=0: newer)
     monkeypatch.setenv(VARIABLE, str(write_sample(tmp_path / "older.db")))
-    said = sentence(run(command, "--n", "256", "--inplace"), 1)
+    said = sentence(run(*command, "--n", "256", "--inplace"), 1)
     assert said == "no bundle has kernels for Test GPU (sm100); hadagen makes kernels for sm90 only"
 
 
 @BOTH
 def test_a_table_in_the_way_is_noticed_before_anything_is_timed(
-    command: str, fake_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: tuple[str, ...], fake_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VARIABLE, str(write_sample(tmp_path / "sample.db")))
     (tmp_path / "notes.csv").write_text("n,time\n8,0.5\n")
-    said = sentence(run(command, "--n", "256", "--inplace", "--csv", tmp_path / "notes.csv"), 1)
+    said = sentence(run(*command, "--n", "256", "--inplace", "--csv", tmp_path / "notes.csv"), 1)
     assert "notes.csv is there already and is not a table of hadagen" in said
     assert FakeDevice.compared == []
     assert FakeDevice.ranked == []
@@ -86,7 +86,7 @@ def interrupted():
     raise KeyboardInterrupt
 
 bundles.known = interrupted
-main(["list"], prog_name="hadagen")
+main(["bundle", "list"], prog_name="hadagen")
 """
 
 
@@ -101,7 +101,7 @@ def test_without_a_home_directory_nothing_is_written(tmp_path: Path, monkeypatch
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)
     before = sorted(tmp_path.rglob("*"))
     assert "no home directory is known" in sentence(run(*TINY_TUNE), 1)
-    assert succeed("list") == "no bundle; make one with: hadagen tune\n"
+    assert succeed("bundle", "list") == "no bundle; make one with: hadagen tune\n"
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -111,7 +111,7 @@ def test_a_device_that_was_asked_for_and_is_not_there_is_not_replaced_by_an_esti
 
 def test_nothing_to_open(tmp_path: Path) -> None:
     absent = tmp_path / "absent.db"
-    for arguments in (("list", "--db"), ("bundle", "make", "--db")):
+    for arguments in (("bundle", "list", "--db"), ("bundle", "make", "--db")):
         for place in (str(absent), f"sqlite:///{absent}"):
             assert f"there is no tuning database {place}; run hadagen tune first" in sentence(run(*arguments, place), 1)
     assert "No such file" in sentence(run("bundle", "verify", absent), 1)
@@ -120,7 +120,7 @@ def test_nothing_to_open(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["list --db", "tune --n 2 --db", "bundle make --db", "bundle verify", "bundle show"]
+    "command", ["bundle list --db", "tune --n 2 --db", "bundle make --db", "bundle verify", "bundle show"]
 )
 def test_a_foreign_file_is_refused_and_left_alone(command: str, tmp_path: Path) -> None:
     foreign = tmp_path / "letter.txt"
@@ -132,14 +132,14 @@ def test_a_foreign_file_is_refused_and_left_alone(command: str, tmp_path: Path) 
 def test_a_newer_bundle_is_refused(sample: Path) -> None:
     with closing(sqlite3.connect(sample)) as connection:
         connection.execute("PRAGMA user_version = 99")
-    for arguments in (("bundle", "verify"), ("list",), (*BEST, "256")):
+    for arguments in (("bundle", "verify"), ("bundle", "list"), (*BEST, "256")):
         assert "is a bundle of format 99, later than" in sentence(run(*arguments), 1)
 
 
 def test_a_newer_database_is_refused(database: Path) -> None:
     with closing(sqlite3.connect(database)) as connection, connection:
         connection.execute("UPDATE hadagen_schema_version SET version_num = '9999'")
-    for arguments in (("list", "--db"), (*TINY_TUNE, "--db")):
+    for arguments in (("bundle", "list", "--db"), (*TINY_TUNE, "--db")):
         assert "schema 9999" in sentence(run(*arguments, database), 1)
 
 
@@ -151,7 +151,7 @@ def test_sound_bundles_are_told_of_beside_damaged_ones(sample: Path) -> None:
         shutil.copy(sample, path)
     with closing(sqlite3.connect(bad)) as connection, connection:
         connection.execute("UPDATE entries SET hot_us = hot_us + 1")
-    for command in (["list"], ["list", "--json"], ["bundle", "verify"]):
+    for command in (["bundle", "list"], ["bundle", "list", "--json"], ["bundle", "verify"]):
         result = run(*command)
         assert result.exit_code == 1
         assert str(other) in result.stdout
@@ -193,7 +193,7 @@ def test_an_nvcc_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("buffering", [[], ["-u"]], ids=["buffered", "unbuffered"])
 def test_a_full_disk_is_a_sentence(buffering: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
-    command = [sys.executable, *buffering, "-m", "hadagen.cli", "space", "--n", "2"]
+    command = [sys.executable, *buffering, "-m", "hadagen.cli", "emit", "--space", "--n", "2"]
     with open("/dev/full", "w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 1
@@ -219,19 +219,19 @@ def test_whatever_is_raised_becomes_a_sentence(
     raised: Exception, said: str, exit_code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(options, "default_db", raising(raised))
-    assert said in sentence(run("list"), exit_code)
+    assert said in sentence(run("bundle", "list"), exit_code)
 
 
 def test_the_traceback_is_shown_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HADAGEN_DEBUG", "1")
     monkeypatch.setattr(options, "default_db", raising(ZeroDivisionError()))
-    assert "Traceback" in run("list").stderr
+    assert "Traceback" in run("bundle", "list").stderr
 
 
 @pytest.mark.parametrize("encoding", ["latin-1", "koi8-r"])
 def test_what_an_encoding_lacks_is_replaced(encoding: str) -> None:
     """Such as ‖ in a help text."""
-    command = [sys.executable, "-m", "hadagen.cli", "bench", "--help"]
+    command = [sys.executable, "-m", "hadagen.cli", "bench", "kernels", "--help"]
     environment = {**os.environ, "PYTHONIOENCODING": encoding, "PYTHONUTF8": "0"}
     done = subprocess.run(command, capture_output=True, env=environment, check=False)
     assert (done.returncode, done.stderr) == (0, b"")

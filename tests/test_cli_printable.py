@@ -28,7 +28,7 @@ SHOWN = r"\x1b[2Jwiped\x9b31m\r\nforged\u202eline\x07\x00"
     [
         ("best", "--arch", "sm90", "--n", "256", "--rows", "32", "--inplace"),
         ("best", "--arch", "sm90", "--n", "512", "--rows", "32", "--device", EVIL),
-        ("list",),
+        ("bundle", "list"),
         ("bundle", "show"),
         ("bundle", "show", "--all"),
         ("bundle", "verify"),

@@ -1,28 +1,35 @@
-"""`hadagen refine` on a GPU that is made up: winners between the sizes that were tuned, and what fails by now."""
+"""`hadagen tune` between the sizes of its search, on a GPU that is made up: winners there, and what fails by now."""
 
 from __future__ import annotations
 
 import json
+import math
+import shlex
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import machine, raising, run, sentence, succeed
+from command_line import SMALL_TUNE, TINY_TUNE, machine, raising, run, sentence, succeed
 from fake_device import FakeDevice, fake_gpu
+from fake_search import CELLS
 from sample_bundle import write_trials
 from sample_trials import H100, PROBLEM, in_clusters, make_trial, times
 
-from hadagen.cli import options
-from hadagen.cli import refine as refine_command
+from hadagen import tuner
+from hadagen.cli import options, tune
 from hadagen.measure import Answer, Variant
-from hadagen.problem import Transform
+from hadagen.problem import Problem, Transform
 from hadagen.trial import Outcome, Timing, Trial
+from hadagen.tuner import Listener, TuneOptions, TuneReport
 from hadagen.tuning_db.bundle import Bundle
 from hadagen.tuning_db.store import Store
 
 __all__ = ["fake_gpu", "machine"]  # fixtures
 pytestmark = pytest.mark.usefixtures("machine")
+
+REFINE = ("tune", "--trials", "0", "--n")
 
 
 @pytest.fixture
@@ -53,8 +60,7 @@ def fill(path: Path | None = None, **fields: Any) -> Path:
 def test_winners_are_found_between_those_that_were_tuned(one_is_faster: None, tmp_path: Path) -> None:
     db = fill()
     mine = options.default_bundle("sm90")
-    told = f"{mine}: 3 winners, 2 kernels; 1 between the sizes that were tuned\n"
-    assert succeed("refine", "--n", "128,256", "--contiguous") == told
+    assert "1 of 3 winners are between the sizes of the search\n" in succeed(*REFINE, "128,256", "--contiguous")
     entries = Bundle.open(mine).entries(PROBLEM)
     assert [entry.knobs["chunks"] for entry in entries] == [1, 1, 2]
     assert [entry.elements / (1 << 20) for entry in entries] == pytest.approx([1, 1.83, 2], rel=1e-2)
@@ -62,43 +68,122 @@ def test_winners_are_found_between_those_that_were_tuned(one_is_faster: None, tm
     with Store.open(db) as store:
         assert [len(trial.timings) for trial in store.trials()] == [4 + 3 * 2] * 2  # at three counts in two regimes
     other = tmp_path / "other.db"
-    report = json.loads(succeed("refine", "--n", "256", "--bundle", other, "--json"))
-    places = {"database": str(db), "bundle": str(other)}
-    assert report == {"gpu": H100.gpu, **places, "winners": 3, "between": 1}
+    report = json.loads(succeed(*REFINE, "256", "--bundle", other, "--json"))
+    assert (report["gpu"], report["database"], report["bundle"]) == (H100.gpu, str(db), str(other))
+    assert (report["between"], len(report["winners"]), report["trials"]) == (1, 3, 0)
     assert other.read_bytes() == mine.read_bytes()
     assert succeed("bundle", "make", tmp_path / "again.db").startswith(f"{tmp_path / 'again.db'}: 3 winners, 2 kernels")
 
 
-def test_refine_counts_only_winners_between(one_is_faster: None) -> None:
-    """And not what is for GPUs that hold no large clusters."""
+def test_only_winners_between_are_counted(one_is_faster: None) -> None:
+    """And neither what is for GPUs that hold no large clusters nor what wins for other problems."""
     with Store.open(fill()) as store:
+        store.record(make_trial(problem=replace(PROBLEM, transform=Transform(512)), timings=times({1 << 20: 1.0})))
         store.record(in_clusters(16, 1, timings=times({1 << 20: 1.0, 1 << 21: 2.0})))
-    assert "5 winners, 2 kernels; 1 between" in succeed("refine", "--n", "256", "--contiguous")
+    assert "1 of 5 winners are between" in succeed(*REFINE, "256", "--contiguous")
 
 
-def test_refine_is_refused_where_nothing_was_tuned_or_can_be_kept(
+def sizes_timed() -> set[int]:
+    with Store.open(options.default_db()) as store:
+        return {timing.elements for trial in store.trials() for timing in trial.timings}
+
+
+def test_a_tune_times_the_best_between_its_sizes_unless_told_not_to(fake_gpu: None) -> None:
+    of_the_search = {elements for elements, _ in CELLS}
+    assert "winners are between" not in succeed(*SMALL_TUNE[:-1], "--no-refine")
+    assert sizes_timed() == of_the_search
+    result = run(*SMALL_TUNE[:-1])
+    assert " winners are between the sizes of the search\n" in result.stdout
+    assert "refining: timing 3 kernels between the sizes of the search\n" in result.stderr
+    assert sizes_timed() == of_the_search | {1 << 18, 1 << 24}  # the middles of its gaps
+
+
+def test_a_tune_without_a_gpu_refines_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hadagen.tuner.refine.refine", raising(AssertionError("it refined")))
+    assert json.loads(succeed(*TINY_TUNE, "--json"))["between"] == 0
+    for arguments in ((*REFINE, "2"), (*REFINE, "2", "--arch", "sm90", "--no-refine")):
+        said = "trials = 0 leaves only refining, which needs a sm90 GPU and no --no-refine; give 1 trial or more"
+        assert sentence(run(*arguments), 2) == said
+
+
+def test_the_time_budget_is_for_the_search_and_refining_together(
+    fake_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    budgets: list[float | None] = []
+    deadlines: list[float] = []
+    search = tuner.tune
+
+    def noted(wanted: TuneOptions, listen: Listener) -> TuneReport:
+        budgets.append(wanted.time_budget)
+        return search(wanted, listen)
+
+    monkeypatch.setattr(tuner, "tune", noted)
+    monkeypatch.setattr("hadagen.tuner.refine.refine", lambda *arguments: deadlines.append(arguments[-1]) or [PROBLEM])
+    before = time.monotonic()
+    succeed(*SMALL_TUNE, "--time-budget", "1000")
+    after = time.monotonic()
+    succeed(*SMALL_TUNE, "--time-budget", "1000", "--no-refine")
+    succeed(*SMALL_TUNE)
+    assert budgets == [800, 1000, None]
+    (deadline, unlimited) = deadlines
+    assert before + 1000 <= deadline <= after + 1000
+    assert unlimited == math.inf
+
+
+def test_where_the_time_ends_while_refining_the_report_says_so(fake_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = time.monotonic
+
+    def late(*_: object) -> list[Problem]:
+        monkeypatch.setattr(time, "monotonic", lambda: clock() + 2000)
+        return [PROBLEM]
+
+    monkeypatch.setattr("hadagen.tuner.refine.refine", late)
+    assert json.loads(succeed(*SMALL_TUNE, "--time-budget", "1000"))["stopped"] == "out of time"
+
+
+def test_of_several_tunes_the_last_refines(fake_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    search = tuner.tune
+    monkeypatch.setattr(tuner, "tune", lambda *arguments: replace(search(*arguments), under_way=2))
+    monkeypatch.setattr("hadagen.tuner.refine.refine", raising(AssertionError("it refined")))
+    assert "other runs have 2 trials under way" in succeed(*SMALL_TUNE[:-1])
+
+
+def test_an_interrupt_while_refining_keeps_what_was_searched(fake_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hadagen.tuner.refine.refine", raising(KeyboardInterrupt()))
+    result = run(*SMALL_TUNE)
+    assert result.exit_code == 1
+    said, _, command = result.stderr.splitlines()[-1].partition("; to write a bundle of what has won so far: hadagen ")
+    assert said.startswith("hadagen: interrupted; every finished trial is kept in ")
+    assert ": 6 winners, " in succeed(*shlex.split(command))
+
+
+def test_refining_alone_is_refused_where_nothing_was_tuned_or_can_be_kept(
     one_is_faster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     db = fill(tmp_path / "h20.db", environment=replace(H100, gpu="NVIDIA H20"))
-    said = sentence(run("refine", "--db", db), 2)
-    assert said == f"{db} has no trial of such problems on {H100.gpu}; tune them here first"
+    result = run(*REFINE, "256", "--db", db)
+    said = f"hadagen: {db} has no trial of such problems on {H100.gpu}; tune them here first"
+    assert (result.exit_code, result.stderr.splitlines()[-1]) == (2, said)
     assert not options.default_bundle("sm90").exists()
-    assert "there is no tuning database" in sentence(run("refine"), 1)
-    assert "cannot be both the database and the bundle" in sentence(run("refine", "--db", db, "--bundle", db), 2)
+    assert "there is no tuning database" in sentence(run(*REFINE, "256"), 1)
+    assert not options.default_db().exists()
     write_trials(options.default_bundle("sm90"), [make_trial(problem=replace(PROBLEM, transform=Transform(512)))])
     monkeypatch.setattr("hadagen.tuner.refine.refine", raising(AssertionError("it measured")))
-    assert f"has winners that {fill()} has no working trial of" in sentence(run("refine"), 2)
+    assert f"has winners that {fill()} has no working trial of" in sentence(run(*REFINE, "512"), 2)
     monkeypatch.setattr(Store, "read_only", True)
-    assert sentence(run("refine", "--db", db), 1).startswith(f"{db} is read-only; make it writable, or name another")
+    said = sentence(run(*REFINE, "256", "--db", db), 1)
+    assert said.startswith(f"{db} is read-only; make it writable, or name another")
 
 
 def test_a_device_that_fails_changes_no_bundle_and_loses_no_time(
     one_is_faster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     db = fill()
-    monkeypatch.setattr(refine_command, "MOST_FAILURES", 1)
+    monkeypatch.setattr(tune, "MOST_FAILURES", 1)
     FakeDevice.refusals[2] = Answer(Outcome.WRONG_ANSWER, "it is off")
-    said = sentence(run("refine", "--n", "256"), 1)
+    result = run(*REFINE, "256")
+    said = result.stderr.splitlines()[-1]
+    assert (result.exit_code, result.stdout) == (1, "")
     assert said.endswith("that many fail where the device does; run hadagen doctor")
     assert not options.default_bundle("sm90").exists()
     with Store.open(db) as store:
@@ -115,9 +200,9 @@ def test_a_kernel_that_fails_by_now_is_named_once_and_the_others_go_on(
     """What is wrong wins no more; what takes too long does where it did."""
     fill()
     FakeDevice.refusals[1] = Answer(outcome, "it is off")
-    result = run("refine", "--n", "256")
-    mine = options.default_bundle("sm90")
-    told = f"{mine}: 2 winners, {kernels} kernels; 0 between the sizes that were tuned\n"
-    assert (result.exit_code, result.stdout) == (1, told)
-    (line,) = result.stderr.splitlines()
-    assert line.endswith(f"for n256-float16-accurate ended as {outcome.value}: it is off; {advice}")
+    result = run(*REFINE, "256")
+    assert (result.exit_code, "0 of 2 winners are between" in result.stdout) == (1, True)
+    entries = Bundle.open(options.default_bundle("sm90")).entries(PROBLEM)
+    assert len({entry.kernel for entry in entries}) == kernels
+    said = f"for n256-float16-accurate ended as {outcome.value}: it is off; {advice}"
+    assert [line.endswith(said) for line in result.stderr.splitlines() if " ended as " in line] == [True]

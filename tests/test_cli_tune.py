@@ -22,7 +22,6 @@ from sample_trials import H200, PROBLEM, in_clusters, make_kernel, make_trial, t
 
 from hadagen import measure
 from hadagen.cli import options, tune
-from hadagen.cli.listing import winners
 from hadagen.errors import DeviceError
 from hadagen.problem import DType, Numerics, Problem, Rows, Transform
 from hadagen.runtime.bundles import VARIABLE
@@ -58,7 +57,7 @@ def test_a_tune_without_a_gpu_estimates_is_found_and_goes_on() -> None:
     found = json.loads(succeed("best", "--arch", "sm90", "--n", "2", "--numerics", "accurate", "--rows", "9", "--json"))
     assert found["match"] == "estimated"
     assert found["kernel"] in {winner["kernel"] for winner in again["winners"]}
-    assert "estimated" in succeed("list")
+    assert "estimated" in succeed("bundle", "list")
 
 
 @pytest.mark.parametrize("numerics", Numerics)
@@ -168,7 +167,7 @@ def test_an_interrupted_tune_says_what_is_kept_and_how_it_becomes_a_bundle(
         f"hadagen: interrupted; every finished trial is kept in {place}, and the same command goes on from there"
     )
     succeed(*shlex.split(command))
-    assert [entry.problem.n for entry in winners(Bundle.open(written))][:1] == [2]
+    assert [entry.problem.n for entry in Bundle.open(written).all_entries()][:1] == [2]
 
 
 # A search that takes its time, in which every trial that was measured is a line.
@@ -176,6 +175,7 @@ SLOW_TUNE = """
 import sys, time
 from fake_search import FakeRunner, build, options
 from hadagen import tuner
+from hadagen.arch import load_arch
 from hadagen.cli import tune
 from hadagen.cli.main import main
 class SlowRunner(FakeRunner):
@@ -189,7 +189,7 @@ def build_slowly(sources):
     return build(sources)
 search = tuner.tune
 tuner.tune = lambda wanted, listen: search(options(wanted.store, SlowRunner(), build=build_slowly), listen)
-tune.find_gpu = lambda device: None
+tune.find_target = lambda arch, device: (load_arch(arch), None)
 main(sys.argv[1:])
 """
 
@@ -221,7 +221,7 @@ def test_impatient_interrupts_lose_nothing_and_are_one_sentence(tmp_path: Path) 
 def test_a_tune_without_time_says_that_nothing_was_found() -> None:
     result = run(*TINY_TUNE, "--time-budget", "1e-9")
     assert result.exit_code == 1
-    assert result.stderr.splitlines()[-1].endswith("has won anything yet; give more time or more trials")
+    assert result.stderr.splitlines()[-1].endswith("give hadagen tune --arch sm90 more time or more trials")
 
 
 def test_a_gpu_that_disappears_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,7 +232,7 @@ def test_a_gpu_that_disappears_is_a_sentence(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_tune_with_a_gpu_measures(fake_gpu: None) -> None:
-    result = run(*SMALL_TUNE)
+    result = run(*SMALL_TUNE, "--no-refine")
     assert result.exit_code == 0, result.output
     assert result.stderr.startswith("tuning 1 problem for sm90; measuring on Test GPU\n")
     report = json.loads(result.stdout)

@@ -6,10 +6,12 @@ import csv
 import gzip
 import json
 import re
+from itertools import product
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import click
 import compare_search
 import pytest
 import refresh
@@ -17,10 +19,10 @@ import refresh_files as files
 import refresh_speed_tables
 import refresh_times
 import torch
-from command_line import succeed
 from refresh_speed_tables import REGIMES, numbers
 from refresh_times import read_rows, read_times
 
+from hadagen.cli.main import main
 from hadagen.runtime import bundles
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -38,9 +40,9 @@ def documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_table(tmp_path / OURS, ours())
     for module in (refresh_times, refresh_speed_tables):
         monkeypatch.setattr(module, "our_rows", lambda: read_rows(tmp_path / OURS))
-    bench = [{"library": "hadagen", **row, "error": 2e-4} for row in ours() if not row["pitched"]]
+    bench = [{"library": "hadagen", **row, "error": 2e-4} for row in ours() if "pitched" not in str(row["problem"])]
     for name, error in {"HadaCore": 4.3e-4, "fast_hadamard_transform": 2.1e-4}.items():
-        bench += [{"library": name, "numerics": "", "pitched": 0, **row, "error": error} for row in slow()]
+        bench += [{"library": name, **row, "error": error} for row in slow()]
     write_table(files.BENCH, bench)
     return tmp_path
 
@@ -55,24 +57,22 @@ PARTS = {
 
 
 def ours() -> list[dict[str, object]]:
-    speeds = ("fast", 0, 1.0), ("accurate", 0, 0.5), ("fast", 1, 0.1)
+    speeds = {"fast": 1.0, "accurate": 0.5, "fast-pitched": 0.1}
     return [
-        {"numerics": numerics, "pitched": pitched, "copy_us": 1.0, "us": 1 / speed, **place, "kernel": "0a1b"}
-        for numerics, pitched, speed in speeds
-        for place in places()
+        {"copy_us": 1.0, "us": 1 / speed, **place, "kernel": "0a1b"}
+        for kind, speed in speeds.items()
+        for place in places(kind)
     ]
 
 
 def slow() -> list[dict[str, object]]:
-    return [{"copy_us": 1.0, "us": 2.0, **place} for place in places()]
+    return [{"copy_us": 1.0, "us": 2.0, **place} for place in places("accurate")]
 
 
-def places() -> list[dict[str, object]]:
-    return [cell(n, elements, cache) for n in (128, 32768) for _, elements, cache in REGIMES]
-
-
-def cell(n: int, elements: int, cache: str) -> dict[str, object]:
-    return {"dtype": "float16", "destination": "in-place", "n": n, "elements": elements, "cache": cache}
+def places(kind: str) -> list[dict[str, object]]:
+    problems = (f"n{n}-float16-{kind}" for n in (128, 32768))
+    regimes = [{"elements": elements, "cache": cache} for _, elements, cache in REGIMES]
+    return [{"problem": problem, "destination": "in-place", **regime} for problem, regime in product(problems, regimes)]
 
 
 def write_table(path: Path, rows: list[dict[str, object]]) -> None:
@@ -118,7 +118,7 @@ def test_refresh_writes_numbers_and_picture_once(documents: Path) -> None:
 
 def test_one_odd_time_of_a_copy_changes_nothing(documents: Path) -> None:
     times, table = read_times(), (documents / OURS).read_text()
-    (documents / OURS).write_text(table.replace("fast,0,1.0,", "fast,0,1.4,", 1))
+    (documents / OURS).write_text(table.replace("\n1.0,", "\n1.4,", 1))
     assert (documents / OURS).read_text() != table
     assert read_times() == times
 
@@ -126,7 +126,9 @@ def test_one_odd_time_of_a_copy_changes_nothing(documents: Path) -> None:
 def test_times_of_the_bench_are_those_of_rows_that_are_not_pitched(documents: Path) -> None:
     pytest.importorskip("matplotlib", reason="drawing needs the docs extra")
     refresh.main([])
-    (documents / OURS).write_text((documents / OURS).read_text().replace("fast,0,1.0,1.0", "fast,0,1.0,9.0"))
+    (documents / OURS).write_text(
+        (documents / OURS).read_text().replace("1.0,1.0,n128-float16-fast,", "9.0,1.0,n128-float16-fast,")
+    )
     assert refresh.outdated() == []
     files.BENCH.write_text(files.BENCH.read_text().replace("0.00043", "0.00044", 1))
     assert refresh.outdated() == ["README.md", "speed.svg"]
@@ -134,7 +136,11 @@ def test_times_of_the_bench_are_those_of_rows_that_are_not_pitched(documents: Pa
 
 def test_the_worst_cell_is_named(documents: Path) -> None:
     rows = files.BENCH.read_text().splitlines()
-    slow = next(i for i, row in enumerate(rows) if row.startswith("hadagen,fast,0,1.0,") and "32768,268435456" in row)
+    slow = next(
+        i
+        for i, row in enumerate(rows)
+        if row.startswith("hadagen,") and "n32768-float16-fast,in-place,268435456" in row
+    )
     values = rows[slow].split(",")
     values[rows[0].split(",").index("us")] = "3.0"
     files.BENCH.write_text("\n".join([*rows[:slow], ",".join(values), *rows[slow + 1 :]]) + "\n")
@@ -149,15 +155,15 @@ def test_row_lengths_whose_kernels_were_named_after_the_run_are_named(documents:
     since = "the bundle names other kernels by now"
     assert since not in numbers(read_times())
     table = (documents / OURS).read_text()
-    (documents / OURS).write_text(re.sub("(fast,0,.*,32768,.*),0a1b", r"\1,2c3d", table))
+    (documents / OURS).write_text(re.sub("(n32768-float16-fast,.*),0a1b", r"\1,2c3d", table))
     assert f"n = 32768 {since}" in text_of(numbers(read_times()))
-    (documents / OURS).write_text(re.sub("(fast,1,.*),0a1b", r"\1,2c3d", table))  # pitched, which the run has not
+    (documents / OURS).write_text(re.sub("(fast-pitched,.*),0a1b", r"\1,2c3d", table))  # pitched, which the run has not
     assert since not in numbers(read_times())
 
 
 def test_cells_that_the_run_lacks_are_of_an_earlier_one(documents: Path) -> None:
     head, *rows = [row.split(",") for row in files.BENCH.read_text().splitlines()]
-    us, elements, dtype = map(head.index, ("us", "elements", "dtype"))
+    us, elements, problem = map(head.index, ("us", "elements", "problem"))
     earlier = [[*row[:us], "0.125", *row[us + 1 :]] for row in rows]
 
     def written(path: Path, rows: list[list[str]]) -> None:
@@ -168,21 +174,23 @@ def test_cells_that_the_run_lacks_are_of_an_earlier_one(documents: Path) -> None
     written(files.EARLIER, earlier)
     assert read_times() == one  # it has no cell that the run lacks
     written(files.BENCH, [row for row in rows if row[elements] not in ("65536", "8388608")])
-    written(files.EARLIER, [*earlier, *([*row[:dtype], "float32", *row[dtype + 1 :]] for row in earlier)])
+    written(
+        files.EARLIER,
+        [*earlier, *([cell.replace("float16-accurate", "float32-accurate") for cell in row] for row in earlier)],
+    )
     times = read_times()
-    assert {(cell.dtype, cell.elements) for cell, time in times["hadagen, fast"].items() if time.us == 0.125} == {
+    assert {(cell.dtype, cell.elements) for cell, time in times["hadagen, accurate"].items() if time.us == 0.125} == {
         ("float16", 65536),
         ("float16", 8388608),
         *(("float32", size) for size in (65536, 8388608, 268435456)),
     }
     since = "; cells of 64 K elements and of 8 M elements and of float32 are of an earlier run than the others. "
     assert since in text_of(numbers(times))
-    n = head.index("n")
-    written(files.BENCH, [row for row in rows if row[n] != "128"])
+    written(files.BENCH, [row for row in rows if not row[problem].startswith("n128-")])
     written(files.EARLIER, earlier)
     since = "; cells of float16 at n = 128 are of an earlier run than the others. "
     assert since in text_of(numbers(read_times()))
-    written(files.BENCH, [row for row in rows if (row[n], row[elements]) != ("128", "65536")])
+    written(files.BENCH, [row for row in rows if (row[problem][:5], row[elements]) != ("n128-", "65536")])
     with pytest.raises(SystemExit, match=r"cells of a type, a size and an n that bench_h100\.csv has too"):
         numbers(read_times())
 
@@ -195,11 +203,11 @@ def test_what_lies_between(documents: Path) -> None:
     pytest.importorskip("matplotlib", reason="drawing needs the docs extra")
     refresh.main([])
     assert refresh.outdated() == []
-    head = {"gpu": "NVIDIA H100", "dtype": "float16", "pitched": 0, "destination": "in-place", "variants": 9}
+    head = {"gpu": "NVIDIA H100", "destination": "in-place", "variants": 9}
     losses = {(64, 3): 0.0, (64, 5): 0.21, (128, 7): 0.0, (128, 9): 0.0}
     write_table(
         files.BETWEEN,
-        [{**head, "numerics": "fast", "n": n, "rows": rows, "loss": loss} for (n, rows), loss in losses.items()],
+        [{**head, "problem": f"n{n}-float16-fast", "rows": rows, "loss": loss} for (n, rows), loss in losses.items()],
     )
     assert refresh.outdated() == ["performance.md"]
     refresh.main([])
@@ -208,7 +216,7 @@ def test_what_lies_between(documents: Path) -> None:
     assert "On an NVIDIA H100, over 2 problems with 2 row counts each, a call loses 4.9% (geometric mean)" in words
     assert "known, and 21.0% where it loses most:" in words
     assert "| 64 | float16 | fast | 9 | 10.0% | 21.0% | 5, in-place |\n| 128 | float16 | fast | 9 | 0.0% |" in text
-    rows = [{**head, "gpu": "NVIDIA H200", "numerics": "fast", "n": 64, "rows": 3, "loss": 0.03}]
+    rows = [{**head, "gpu": "NVIDIA H200", "problem": "n64-float16-fast", "rows": 3, "loss": 0.03}]
     write_table(files.BETWEEN_H200, rows)
     assert refresh.outdated() == ["performance.md"]
     refresh.main([])
@@ -221,12 +229,11 @@ def test_what_the_ideas_are_worth(documents: Path) -> None:
     pytest.importorskip("matplotlib", reason="drawing needs the docs extra")
     refresh.main([])
     files.RECORDINGS.mkdir()
-    problem = {"dtype": "float16", "numerics": "fast"}
     cells = [[1 << 16, "in-place", "hot"], [1 << 20, "in-place", "hot"]]
     trials = [("plain", [4.0, 8.0]), ("plain", [5.0, 6.0]), ("cp_async", [2.0, 9.0]), ("cp_async", [3.0, 8.0])]
     failed = {"knobs": [1, "cp_async"], "us": []}
     for n, knob in ((4096, "load"), (128, "load"), (64, "another")):
-        head = {"problem": {**problem, "n": n}, "ranges": {"warps": [1], knob: []}, "cells": cells[: 2 - (n == 128)]}
+        head = {"problem": f"n{n}-float16-fast", "ranges": {"warps": [1], knob: []}, "cells": cells[: 2 - (n == 128)]}
         lines = [{"knobs": [1, load], "us": [[us] * 4 for us in times[: len(head["cells"])]]} for load, times in trials]
         with gzip.open(files.RECORDINGS / f"n{n}.jsonl.gz", "wt") as file:
             file.write("\n".join(json.dumps(line) for line in (head, *lines, failed)))
@@ -292,7 +299,7 @@ def test_a_comparison_without_recordings_or_kernel_tuner_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.argv", ["compare_search.py", str(tmp_path)])
-    with pytest.raises(SystemExit, match=r"holds no recordings .* make them with hadagen record"):
+    with pytest.raises(SystemExit, match=r"holds no recordings .* make them with hadagen dev record"):
         compare_search.main()
     (tmp_path / "a.jsonl.gz").touch()
     monkeypatch.setattr(compare_search.importlib.util, "find_spec", lambda name: None)
@@ -328,8 +335,9 @@ def test_what_a_document_names_is_there(name: str) -> None:
     for target in re.findall(r"^make ([a-z-]+)", text, re.MULTILINE):
         assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), target
     code = "\n".join(re.findall(r"```.*?```|`[^`]+`", text, re.DOTALL))
-    for command in set(re.findall(r"\bhadagen ([a-z]+)\b(?! =)", code)):
-        assert "Usage: " in succeed(command, "--help")
+    for name, of_group in set(re.findall(r"(?:^|[`/])hadagen ([a-z]+)\b(?: ([a-z]+)\b)?(?! =)", code, re.MULTILINE)):
+        command = main.commands[name]
+        assert not (of_group and isinstance(command, click.Group)) or of_group in command.commands
 
 
 def test_the_architecture_names_every_module() -> None:

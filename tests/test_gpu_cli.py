@@ -12,17 +12,16 @@ from command_line import run, succeed
 from sample_bundle import hide_bundles
 
 from hadagen.cli import options
-from hadagen.cli.listing import winners
 from hadagen.problem import DType, Problem
-from hadagen.trial import element_buckets
+from hadagen.trial import Destination, element_buckets
 from hadagen.tuner.recording import read_recording
 from hadagen.tuning_db.bundle import Bundle
 
 pytestmark = pytest.mark.gpu
 
-TUNE = ("tune", "--n", "128,4096", "--dtype", "float16", "--numerics", "accurate", "--trials", "3", "--json")
+TUNE = ("tune", "--n", "128,4096", "--dtype", "float16", "--numerics", "accurate", "--trials", "3", "--no-refine")
 BENCH = ("bench", "--n", "128,4096", "--numerics", "accurate", "--inplace", "--elements", "65536,8388608", "--json")
-BETWEEN = ("between", "--n", "128,4096", "--numerics", "accurate", "--inplace", "--out-of-place", "--counts", "6")
+BETWEEN = ("bench", "between", "--n", "128,4096", "--inplace", "--out-of-place", "--counts", "6")
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +30,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_winners_are_measured_chosen_and_timed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tuned = json.loads(succeed(*TUNE))
+    tuned = json.loads(succeed(*TUNE, "--json"))
     assert not tuned["estimated"]
     assert tuned["gpu"] == torch.cuda.get_device_name(0)
     assert {winner["provenance"] for winner in tuned["winners"]} == {"measured"}
@@ -68,16 +67,21 @@ def test_winners_are_measured_chosen_and_timed_again(tmp_path: Path, monkeypatch
         assert (row["loss"] == 0) == (row["kernel"] == row["best_kernel"])
 
 
+def winners(path: Path) -> dict[tuple[Problem, Destination, int], str]:
+    """Kernels by cell."""
+    entries = Bundle.open(path).all_entries()
+    return {(entry.problem, entry.destination, entry.elements): entry.kernel for entry in entries}
+
+
 def test_winners_are_found_between_the_sizes_that_were_tuned() -> None:
     succeed(*TUNE, "--contiguous")
     path = options.default_bundle("sm90")
-    before = {(entry.problem, entry.destination, entry.elements): entry.kernel for entry in winners(Bundle.open(path))}
-    report = json.loads(succeed("refine", "--n", "128", "--json"))
-    refined = Bundle.open(path)
-    refined.verify()
-    after = {(entry.problem, entry.destination, entry.elements): entry.kernel for entry in winners(refined)}
+    before = winners(path)
+    report = json.loads(succeed("tune", "--n", "128", "--trials", "0", "--json"))
+    Bundle.open(path).verify()
+    after = winners(path)
     assert before.items() <= after.items()
-    assert report["winners"] == len(after)
+    assert {winner["problem"]["n"] for winner in report["winners"]} == {128}
     assert report["between"] == len(after) - len(before)
     for problem, _, elements in after.keys() - before.keys():
         assert problem.n == 128
@@ -91,7 +95,7 @@ def test_winners_are_found_between_the_sizes_that_were_tuned() -> None:
 def test_what_is_recorded_can_be_replayed(tmp_path: Path) -> None:
     """Of two types, whose 8M elements are decided in L2 and in memory."""
     cut = ("chunks=2", "warps=4", "low_bits=mma", "order=by_step", "load=plain", "store=plain", "min_blocks=1")
-    arguments = ["record", "--n", "256", "--dtype", "float16", "--dtype", "float32", "--numerics", "accurate"]
+    arguments = ["dev", "record", "--n", "256", "--dtype", "float16", "--dtype", "float32", "--numerics", "accurate"]
     arguments += ["--contiguous", *(f"--only={each}" for each in cut), "--elements", "64K,8M", "--out", str(tmp_path)]
     report = json.loads(succeed(*arguments, "--json"))
     for found in report["recordings"]:
@@ -103,7 +107,7 @@ def test_what_is_recorded_can_be_replayed(tmp_path: Path) -> None:
         assert recording.environment.gpu == torch.cuda.get_device_name(0)
     again = json.loads(succeed(*arguments, "--json"))
     assert (again["trials"], again["recordings"]) == (0, report["recordings"])
-    replayed = json.loads(succeed("replay", *(found["file"] for found in report["recordings"]), "--json"))
+    replayed = json.loads(succeed("dev", "replay", *(found["file"] for found in report["recordings"]), "--json"))
     assert [search["curve"][-1] for search in replayed["searches"].values()] == [1.0, 1.0]
 
 

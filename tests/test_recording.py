@@ -261,7 +261,7 @@ def test_files_that_are_no_recordings(tmp_path: Path) -> None:
         gzip.compress(bytes((1 << 26) + 1)),
     ):
         damaged.write_bytes(content)
-        with pytest.raises(StorageError, match=r"is not a recording .*; make one with hadagen record"):
+        with pytest.raises(StorageError, match=r"is not a recording .*; make one with hadagen dev record"):
             read_recording(damaged)
     with pytest.raises(StorageError, match="cannot be read: No such file"):
         read_recording(tmp_path / "absent")
@@ -285,7 +285,7 @@ def test_times_that_are_none_are_damage(tmp_path: Path) -> None:
         ([], "a trial is ok without a time"),
     ):
         path.write_bytes(gzip.compress("\n".join([header, json.dumps(trial | {"us": times})]).encode()))
-        with pytest.raises(StorageError, match=rf"is not a recording \(.*{reason}.*\); make one with hadagen record"):
+        with pytest.raises(StorageError, match=rf"is not a recording \(.*{reason}.*\); make one with hadagen dev"):
             read_recording(path)
 
 
@@ -331,7 +331,7 @@ def fake_gpu(machine: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "DeviceRunner", FakeDevice)
 
 
-ONE = ("record", "--n", "64", "--dtype", "float16", "--numerics", "fast", "--contiguous")
+ONE = ("dev", "record", "--n", "64", "--dtype", "float16", "--numerics", "fast", "--contiguous")
 CUT = tuple(
     f"--only={cut}"
     for cut in (
@@ -358,7 +358,7 @@ def test_the_command_finds_the_variants_of_a_shipped_recording_again(machine: No
     recording = read_recording(path)
     problem = recording.problem
     named = ("--n", str(problem.n), "--dtype", problem.io.input.value, "--numerics", problem.io.numerics.value)
-    asked = ("record", *named, "--contiguous", "--like", path, "--dry-run", "--json")
+    asked = ("dev", "record", *named, "--contiguous", "--like", path, "--dry-run", "--json")
     (counted,) = json.loads(succeed(*asked))
     assert counted["variants"] == len(recording.trials)
     (cut,) = json.loads(succeed(*asked, "--only", "chunks=2"))

@@ -17,6 +17,7 @@ from sample_trials import H100, H200, in_clusters, make_kernel, make_trial, time
 from hadagen.measure import Cell, Variant, cells_at
 from hadagen.problem import DType, Numerics, Problem
 from hadagen.trial import Cache, Destination, Outcome, Timing, Trial, element_buckets, nearest
+from hadagen.tuner import refine as refine_module
 from hadagen.tuner.refine import MOST_KERNELS, SHORT_GAP, refine
 from hadagen.tuning_db import winners
 from hadagen.tuning_db.store import Store
@@ -446,3 +447,28 @@ def test_kernels_are_timed_in_the_regimes_that_name_winners(elements: int, cache
     cells = cells_at(LONG, elements, IN_PLACE, H100.l2_bytes)
     assert {cell[:2] for cell in cells} == {(elements, IN_PLACE)}
     assert [cell.cache for cell in cells] == caches
+
+
+def test_past_the_deadline_nothing_is_timed_and_the_next_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock stands still until the device has timed one kernel."""
+    bench = Bench([waves(264, 7.0), lambda rows: 0.03 * rows])
+    bench.tune([128, 256, 384, 512])
+    before = bench.winners()
+    now = [0.0]
+    monkeypatch.setattr(refine_module.time, "monotonic", lambda: now[0])
+
+    def measure(cells: Mapping[Problem, Sequence[Cell]], variants: Sequence[Variant]) -> Iterator[Trial]:
+        for trial in bench.measure(cells, variants):
+            now[0] += 1.0
+            yield trial
+
+    def run(deadline: float) -> list[int]:
+        refine([bench.problem], bench.store, "sm90", H100, measure, deadline)
+        return sorted(len(trial.timings) for trial in bench.store.trials())
+
+    assert run(0.0) == [4, 4]
+    assert bench.rounds == []
+    assert run(0.5) == [4, 4 + 3 * 2]
+    assert bench.winners() == before
+    assert len(bench.rounds) == 1
+    assert bench.refine() == dict.fromkeys((215, 269, 443), 1)

@@ -180,13 +180,13 @@ def files(tmp_path: Path) -> list[Path]:
 
 
 def test_the_command_prints_curves(files: list[Path]) -> None:
-    report = json.loads(succeed("replay", *files, "--seeds", "2", "--json"))
+    report = json.loads(succeed("dev", "replay", *files, "--seeds", "2", "--json"))
     curves = run_searches([small_field(), field_of()], range(2))
     assert {name: tuple(each["curve"]) for name, each in report["searches"].items()} == {
         name: each.values for name, each in curves.items()
     }
     assert [problem["budget"] for problem in report["problems"]] == [small_field().budget, field_of().budget]
-    lines = succeed("replay", *files, "--seeds", "2").splitlines()
+    lines = succeed("dev", "replay", *files, "--seeds", "2").splitlines()
     assert lines[0].startswith("Test GPU, 2 seeds: ")
     assert lines[2].split() == ["evaluations", "hadagen", "random"]
     (final,) = (line for line in lines if line.startswith("budget"))
@@ -199,33 +199,33 @@ def test_a_search_that_was_interrupted_has_no_curve(files: list[Path], monkeypat
         raise KeyboardInterrupt
 
     monkeypatch.setattr(ReplayRunner, "run", interrupted)
-    result = run("replay", *files)
+    result = run("dev", "replay", *files)
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr.splitlines()[-1] == "hadagen: interrupted; start the same command again"
 
 
 def test_the_command_exports(files: list[Path], tmp_path: Path) -> None:
-    (written,) = succeed("replay", files[0], "--export", tmp_path / "caches").splitlines()
+    (written,) = succeed("dev", "replay", files[0], "--export", tmp_path / "caches").splitlines()
     assert json.loads(Path(written).read_text()) == kernel_tuner_cache(small_field().recording)
-    succeed("replay", files[0], "--export", tmp_path / "caches")  # an earlier export is replaced
+    succeed("dev", "replay", files[0], "--export", tmp_path / "caches")  # an earlier export is replaced
     Path(written).write_text('{"notes": "not ours"}')
-    said = sentence(run("replay", files[0], "--export", tmp_path / "caches"), 1)
+    said = sentence(run("dev", "replay", files[0], "--export", tmp_path / "caches"), 1)
     assert said.startswith(f"{written} is there already and is not an export of hadagen; ")
     assert Path(written).read_text() == '{"notes": "not ours"}'
 
 
 def test_of_two_recordings_of_a_problem_none_is_exported(files: list[Path], tmp_path: Path) -> None:
-    said = sentence(run("replay", *files, "--export", tmp_path / "caches"), 2)
+    said = sentence(run("dev", "replay", *files, "--export", tmp_path / "caches"), 2)
     assert said.startswith(f"{files[0]} and {files[1]} are both of {PROBLEM.key}; export one of them")
     assert not (tmp_path / "caches").exists()
 
 
 def test_bad_usage_is_a_sentence(files: list[Path], tmp_path: Path) -> None:
-    assert sentence(run("replay", *files, "--seeds", "0"), 2) == "--seeds 0 is not supported; give 1 to 1000"
-    assert "cannot be read: No such file" in sentence(run("replay", tmp_path / "absent"), 1)
+    assert sentence(run("dev", "replay", *files, "--seeds", "0"), 2) == "--seeds 0 is not supported; give 1 to 1000"
+    assert "cannot be read: No such file" in sentence(run("dev", "replay", tmp_path / "absent"), 1)
     other = small_field().recording
     write_recording(replace(other, environment=replace(GPU, gpu="Another")), files[0])
-    said = sentence(run("replay", *files), 2)
+    said = sentence(run("dev", "replay", *files), 2)
     assert said == "the recordings come from several devices (Another, Test GPU); replay those of one"
     (tmp_path / "file").touch()
-    assert "cannot be written" in sentence(run("replay", files[0], "--export", tmp_path / "file" / "in"), 1)
+    assert "cannot be written" in sentence(run("dev", "replay", files[0], "--export", tmp_path / "file" / "in"), 1)

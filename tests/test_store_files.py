@@ -18,12 +18,12 @@ from sample_store import empty, path, refusal, store
 from sample_trials import H100, H200, make_kernel, make_trial, times
 from sqlalchemy import event
 
-from hadagen.cli.bundle import write_winners
 from hadagen.errors import StorageError, UsageError
 from hadagen.trial import Outcome
 from hadagen.tuning_db import database
 from hadagen.tuning_db.bundle import Bundle
 from hadagen.tuning_db.files import MOST_BYTES
+from hadagen.tuning_db.make import make_bundle
 from hadagen.tuning_db.schema import SCHEMA_VERSION
 from hadagen.tuning_db.store import Store
 
@@ -83,7 +83,7 @@ def test_no_changed_byte_changes_a_bundle(tmp_path: Path) -> None:
                 chunks, environment=environment, timings=times({1 << 13: 1.0 + chunks, 1 << 20: 9.0 / chunks})
             )
             store.record(replace(trial, outcome=Outcome.UNSTABLE if chunks == 8 else Outcome.OK))
-        write_winners(store, "sm90", tmp_path / "sound.db")
+        make_bundle(store, "sm90", tmp_path / "sound.db")
     sound, wanted = path.read_bytes(), Bundle.open(tmp_path / "sound.db").digest
     used = [place for place, byte in enumerate(sound) if byte]
     chance = random.Random(5)
@@ -95,7 +95,7 @@ def test_no_changed_byte_changes_a_bundle(tmp_path: Path) -> None:
         made = tmp_path / "made.db"
         try:
             with Store.open(damaged) as store:
-                write_winners(store, "sm90", made)
+                make_bundle(store, "sm90", made)
         except StorageError as error:
             refused += str(error).count("\n") == 0
         else:
@@ -128,7 +128,7 @@ def test_no_damage_takes_a_winner_from_a_bundle(tmp_path: Path, damage: Callable
     with Store.open(path) as store:
         assert store.trials(outcome=Outcome.OK) == [make_trial(1), make_trial(2)]
         with pytest.raises(StorageError, match="is damaged"):
-            write_winners(store, "sm90", tmp_path / "sm90.db")
+            make_bundle(store, "sm90", tmp_path / "sm90.db")
 
 
 ENDLESS = "WITH RECURSIVE r(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM r) SELECT i AS version_num FROM r"

@@ -552,10 +552,18 @@ def test_recorded_trials_replace_a_device(store: Store, tmp_path: Path) -> None:
     assert report.best[problem][0] == pytest.approx(best)
 
 
+def test_no_trials_search_nothing_and_count_what_there_is(store: Store) -> None:
+    found = tune(options(store, FakeRunner(), trials=2))
+    runner = FakeRunner()
+    report = tune(options(store, runner, trials=0))
+    assert found.finished == 2
+    assert (runner.asked, report.outcomes, report.best, report.raced, report.stopped) == ([], {}, {}, 0, "")
+
+
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"trials": 0}, "trials = 0 is not supported; give 1 to"),
+        ({"trials": -1}, "trials = -1 is not supported; give 0 to"),
         ({"trials": 10**20}, "trials = 100000000000000000000 is not supported"),
         ({"time_budget": 0.0}, "a time budget of 0 s is not supported; give more than 0"),
         ({"time_budget": math.inf}, "a time budget of inf s is not supported"),

@@ -130,7 +130,7 @@ def test_a_bare_install_looks_up_and_inspects(bare: Path) -> None:
     best = hadagen(bare, "best", "--arch", "sm90", "--n", "4096", "--dtype", "float16", "--rows", "1024", "--json")
     assert best.returncode == 0, best.stderr
     assert json.loads(best.stdout)["match"] == "same-arch"
-    listed = hadagen(bare, "list", "--json")
+    listed = hadagen(bare, "bundle", "list", "--json")
     assert listed.returncode == 0, listed.stderr
     (bundle,) = json.loads(listed.stdout)["bundles"]
     assert Path(bundle["path"]).is_relative_to(bare)
@@ -140,7 +140,7 @@ def test_a_bare_install_looks_up_and_inspects(bare: Path) -> None:
         assert done.stdout
 
 
-@pytest.mark.parametrize("command", [("tune", "--arch", "sm90"), ("emit", "--n", "4096"), ("space", "--n", "4096")])
+@pytest.mark.parametrize("command", [("tune", "--arch", "sm90"), ("emit", "--n", "8"), ("emit", "--n", "8", "--space")])
 def test_what_tunes_names_the_extra_it_needs(command: tuple[str, ...], bare: Path) -> None:
     done = hadagen(bare, *command)
     assert done.returncode == 1

@@ -21,7 +21,7 @@ import json
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -251,6 +251,11 @@ class Bundle:
         if problem in now.numbers and problem not in now.entries:
             now = self._renewed(lambda now, connection: now.read_winners(connection, problem))
         return list(now.entries.get(problem, ()))
+
+    def all_entries(self) -> Iterator[BundleEntry]:
+        """The winners of all problems. Raises `StorageError` where some are damaged."""
+        for problem in self.problems():
+            yield from self.entries(problem)
 
     def kernel(self, digest: str) -> Kernel:
         """Load a kernel, without its source. Raises `NoKernelError` where the bundle has none of this digest, and

@@ -53,7 +53,9 @@ def write_bundle(
     """
     check_arch(arch)
     if not selection:
-        raise StorageError(f"there is no winner for {arch} to put in a bundle; run `hadagen tune --arch {arch}` first")
+        raise StorageError(
+            f"there is no winner for {arch} to write; give hadagen tune --arch {arch} more time or more trials"
+        )
     others = sorted({cell.arch for cell in selection} - {arch})
     if others:
         raise UsageError(f"the winners are for {others[0]} and the bundle for {arch}; write a bundle for each arch")

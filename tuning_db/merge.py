@@ -23,12 +23,11 @@ def selection_of(bundle: Bundle) -> Selection:
     and with a kernel that has no source."""
     kernels: dict[str, Kernel] = {}
     selection: Selection = {}
-    for problem in bundle.problems():
-        for entry in bundle.entries(problem):
-            if entry.kernel not in kernels:
-                kernels[entry.kernel] = bundle.kernel(entry.kernel)
-            cell = WinnerCell(problem, entry.arch, entry.gpu, entry.destination, entry.elements, entry.portable)
-            selection[cell] = _trial(entry, kernels[entry.kernel])
+    for entry in bundle.all_entries():
+        if entry.kernel not in kernels:
+            kernels[entry.kernel] = bundle.kernel(entry.kernel)
+        cell = WinnerCell(entry.problem, entry.arch, entry.gpu, entry.destination, entry.elements, entry.portable)
+        selection[cell] = _trial(entry, kernels[entry.kernel])
     return selection
 
 

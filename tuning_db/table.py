@@ -7,18 +7,14 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TextIO
 
-from hadagen.problem import Rows
 from hadagen.trial import Timing, Trial
 from hadagen.tuning_db.aside import check_place, unwritable, written_aside
 from hadagen.tuning_db.winners import WinnerCell
 
 COLUMNS = (
     "gpu",
-    "numerics",
-    "dtype",
-    "pitched",
+    "problem",
     "elements",
-    "n",
     "destination",
     "cache",
     "us",
@@ -26,8 +22,9 @@ COLUMNS = (
     "fraction_of_copy",
     "kernel",
 )
-# How every table that hadagen writes begins: this one and that of `hadagen between`, then that of `hadagen bench`.
-BEGINNINGS = (b"gpu,numerics,dtype,pitched,", b"library,numerics,dtype,pitched,")
+# How every table that hadagen writes begins: this one and that of `hadagen bench between`, that of `hadagen bench`; and
+# how those of earlier versions did.
+BEGINNINGS = (b"gpu,problem,", b"library,problem,", b"gpu,numerics,dtype,", b"library,numerics,dtype,")
 
 
 def export_csv(selection: Mapping[WinnerCell, Trial], path: str | os.PathLike[str]) -> None:
@@ -40,7 +37,7 @@ def export_csv(selection: Mapping[WinnerCell, Trial], path: str | os.PathLike[st
 def print_csv(selection: Mapping[WinnerCell, Trial], file: TextIO) -> None:
     """Write one line for each cell of `selection` (see `winners.portfolio`) and regime that its winner was timed in.
 
-    Columns: `COLUMNS`, then the knobs; times in microseconds, `pitched` 0 or 1, `kernel` the first 12 digits of the
+    Columns: `COLUMNS`, then the knobs; times in microseconds, `problem` its key, `kernel` the first 12 digits of the
     digest.
     """
     _write(file, *_table(selection))
@@ -100,11 +97,8 @@ def _row(cell: WinnerCell, trial: Trial, timing: Timing) -> dict[str, Any]:
     assert trial.kernel is not None  # no kernel, no winner
     return {
         "gpu": cell.gpu,
-        "numerics": cell.problem.io.numerics.value,
-        "dtype": cell.problem.io.input.value,
-        "pitched": int(cell.problem.io.rows is Rows.PITCHED),
+        "problem": cell.problem.key,
         "elements": cell.elements,
-        "n": cell.problem.n,
         "destination": cell.destination.value,
         "cache": timing.cache.value,
         "us": f"{timing.us:.3f}",

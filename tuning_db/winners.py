@@ -15,7 +15,7 @@ A GPU need not hold clusters of more than `PORTABLE_CLUSTER` blocks. If a winner
 `portable`, has the winner of all other kernels. Calls run that one where the first does not fit.
 
 Every kernel is timed at `element_buckets`, and a call takes the winner of the nearest. A few are timed between two of
-them too (`hadagen refine`); a winner is named there only where calls would be slower without.
+them too (`tuner.refine`); a winner is named there only where calls would be slower without.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ often one that was lucky.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -40,19 +41,29 @@ Measurer = Callable[[Mapping[Problem, Sequence[Cell]], Sequence[Variant]], Itera
 Where = tuple[Destination, int]  # where the result goes, and the number of elements
 
 
-def refine(problems: Iterable[Problem], store: Store, arch: str, gpu: Environment, measure: Measurer) -> list[Problem]:
+def refine(
+    problems: Iterable[Problem],
+    store: Store,
+    arch: str,
+    gpu: Environment,
+    measure: Measurer,
+    deadline: float = inf,
+) -> list[Problem]:
     """Time the best kernels of problems between their element counts, and add the times to their trials in the store.
 
     gpu: where `measure` times; it is asked once for each round, of all problems, and what it yields is stored at once.
     A kernel that is wrong or unstable by now wins nothing any more: that is what all its trials on that GPU become. One
     that ends otherwise is not timed again in this run. Where an earlier run has timed all these kernels it is not done
-    again, but where a winner is named. Returns those of the problems that have trials on that GPU. Raises
-    `StorageError` where the store cannot keep a time.
+    again, but where a winner is named. No kernel is timed after `deadline`, in seconds of `time.monotonic`; the next
+    run goes on there. Returns those of the problems that have trials on that GPU. Raises `StorageError` where the store
+    cannot keep a time.
     """
     ended: set[str] = set()  # digests of kernels that were not ok in this run
     rivalries = {problem: _Rivalry(problem, store, arch, gpu, ended) for problem in problems}
     rivalries = {problem: rivalry for problem, rivalry in rivalries.items() if rivalry.kernels}
-    while looking := {problem: there for problem, rivalry in rivalries.items() if (there := rivalry.to_look_at())}:
+    while time.monotonic() < deadline and (
+        looking := {problem: there for problem, rivalry in rivalries.items() if (there := rivalry.to_look_at())}
+    ):
         cells = {
             problem: [cell for where, count in there for cell in cells_at(problem, count, where, gpu.l2_bytes)]
             for problem, there in looking.items()
@@ -61,11 +72,13 @@ def refine(problems: Iterable[Problem], store: Store, arch: str, gpu: Environmen
         for trial in measure(cells, [kernel for problem in looking for kernel in rivalries[problem].kernels.values()]):
             if trial.outcome is Outcome.OK:
                 store.add_timings(trial)
-                continue
-            ended.add(digest_of(trial))
-            fewer.add(trial.problem)
-            if trial.outcome in (Outcome.WRONG_ANSWER, Outcome.UNSTABLE):
-                _refuse(trial, store)
+            else:
+                ended.add(digest_of(trial))
+                fewer.add(trial.problem)
+                if trial.outcome in (Outcome.WRONG_ANSWER, Outcome.UNSTABLE):
+                    _refuse(trial, store)
+            if time.monotonic() >= deadline:
+                break
         for problem in looking:
             if problem in fewer:
                 rivalries[problem] = _Rivalry(problem, store, arch, gpu, ended)

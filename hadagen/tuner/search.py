@@ -66,9 +66,9 @@ class TuneOptions:
 
     `store`: keeps the trials; None for a search that keeps none. `build`: compiles variants and returns results in
     their order; None for a runner that needs no kernels. `trials`: number of trials for each problem, including those
-    of earlier runs; by default `MEASURED_TRIALS`, or `ESTIMATED_TRIALS` without a device. Pitched problems get a
-    quarter of them. `time_budget`: seconds, for all problems together. `known`: problem → knobs that are
-    tried before any others, such as those of winners. `stopped`: set to stop building.
+    of earlier runs; by default `MEASURED_TRIALS`, or `ESTIMATED_TRIALS` without a device. Problems with a parent get a
+    quarter of them. With 0 nothing is searched or raced. `time_budget`: seconds, for all problems together. `known`:
+    problem → knobs that are tried before any others, such as those of winners. `stopped`: set to stop building.
     """
 
     arch: Arch
@@ -87,9 +87,9 @@ class TuneOptions:
 
 
 def check_effort(trials: int | None, time_budget: float | None) -> None:
-    """Raises `UsageError` if a search with these trials or seconds would try nothing, or never end."""
-    if trials is not None and not 1 <= trials <= MOST_TRIALS:
-        raise UsageError(f"trials = {trials} is not supported; give 1 to {MOST_TRIALS}")
+    """Raises `UsageError` if a search cannot have these trials or seconds, or would never end."""
+    if trials is not None and not 0 <= trials <= MOST_TRIALS:
+        raise UsageError(f"trials = {trials} is not supported; give 0 to {MOST_TRIALS}")
     if time_budget is not None and not 0 < time_budget <= MOST_SECONDS:
         raise UsageError(
             f"a time budget of {time_budget:g} s is not supported; give more than 0, at most {MOST_SECONDS}"
@@ -151,9 +151,11 @@ class _Search:
         self._started = time.monotonic()
         self._environment = options.runner.environment
         self._estimated = not self._environment.gpu
-        self._trials = options.trials or (ESTIMATED_TRIALS if self._estimated else MEASURED_TRIALS)
+        by_default = ESTIMATED_TRIALS if self._estimated else MEASURED_TRIALS
+        self._trials = by_default if options.trials is None else options.trials
 
-        self._unopened = deque(sorted(dict.fromkeys(options.problems), key=lambda problem: problem.parent is not None))
+        problems = dict.fromkeys(options.problems) if self._trials else {}
+        self._unopened = deque(sorted(problems, key=lambda problem: problem.parent is not None))
         self._studies: dict[Problem, Study] = {}
         self._seeds: dict[Problem, list[Knobs]] = {}  # by problem without a parent
         self._ours: set[int] = set()  # row numbers of the trials of this run

@@ -1,0 +1,25 @@
+"""Groups of commands: `hadagen` itself, and those that have commands of their own."""
+
+from __future__ import annotations
+
+import click
+
+
+class Group(click.Group):
+    """Commands, listed in the order in which they were added.
+
+    `default`: the one that is meant where no command is named; "" for the help of the group.
+    """
+
+    default = ""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if not ctx.resilient_parsing:  # as shells do, to complete a command
+            is_of_group = bool(args) and (args[0] in ctx.help_option_names or not args[0].startswith("-"))
+            if self.default and not is_of_group:
+                args = [self.default, *args]
+            args = args or ["--help"]
+        return super().parse_args(ctx, args)

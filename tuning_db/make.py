@@ -1,0 +1,62 @@
+"""The winners of a tuning database, written as a bundle."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+from hadagen.errors import StorageError, UsageError
+from hadagen.problem import Problem
+from hadagen.trial import Outcome, Provenance
+from hadagen.tuning_db.bundle import Bundle
+from hadagen.tuning_db.bundle_writer import write_bundle
+from hadagen.tuning_db.merge import Selection
+from hadagen.tuning_db.store import Store
+from hadagen.tuning_db.winners import LOSS, portfolio
+
+
+def make_bundle(store: Store, arch: str, path: Path, loss: float = LOSS) -> Selection:
+    """Write the winners of a database to a bundle at `path`, and return them (`loss` as in `winners.portfolio`).
+
+    Raises `UsageError` as `check_keeps_winners` does, and `StorageError` as `write_bundle` does.
+    """
+    trials = (trial for trial in store.checked() if trial.arch == arch and trial.outcome is Outcome.OK)
+    selection = portfolio(trials, loss)
+    if selection:
+        check_keeps_winners(path, store, arch, ((cell.problem, cell.gpu) for cell in selection))
+    write_bundle(path, arch, selection, store.kernel)
+    return selection
+
+
+def check_keeps_winners(path: Path, store: Store, arch: str, known: Iterable[tuple[Problem, str]] = ()) -> None:
+    """Raises `UsageError` if the bundle at `path` has measured winners of a problem on a GPU of which the database has
+    no trial that is ok: the bundle would be replaced, and they lost. Winners that the database itself refuses may go.
+
+    known: problems and GPUs of which it has such trials, or will have before the bundle is replaced.
+    """
+    lost = _measured_in(path)
+    for place in known:
+        lost.pop(place, None)
+    for trial in store.trials(arch=arch, blobs=False) if lost else ():
+        place = trial.problem, trial.environment.gpu
+        if trial.outcome is Outcome.OK or (trial.kernel and trial.kernel.digest in lost.get(place, ())):
+            lost.pop(place, None)
+    if lost:
+        name, gpu = min((problem.key, gpu) for problem, gpu in lost)
+        raise UsageError(
+            f"{path} has winners that {store.place} has no working trial of, such as of {name} on {gpu}, and they "
+            "would be lost; name another place, remove it first, or name their database"
+        )
+
+
+def _measured_in(path: Path) -> dict[tuple[Problem, str], set[str]]:
+    """The digests of the measured winners of a bundle, if it is there, by problem and GPU."""
+    found: dict[tuple[Problem, str], set[str]] = defaultdict(set)
+    try:
+        for entry in Bundle.open(path).all_entries() if path.exists() else ():
+            if entry.provenance is Provenance.MEASURED:
+                found[entry.problem, entry.gpu].add(entry.kernel)
+    except StorageError:
+        return {}  # of what is damaged, or of another version, nothing is used any more
+    return found
