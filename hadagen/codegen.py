@@ -115,7 +115,7 @@ def _view(plan: Plan, entry: str) -> dict[str, Any]:
             scatter("rank", stored.bits_of("cta")),
         ),
         "store_vector": scatter("i", _vector_bits(plan, stored.bits_of("reg"))) or "0",
-        # Row and column of the vector at offset `at` of a pitched tile.
+        # Row and column of the vector at offset `at` of a tile.
         "row_of_vector": f"tile * {plan.rows_per_tile} + at / {n}" if plan.rows_per_tile > 1 else "tile",
         "column_of_vector": f"at % {n}" if plan.rows_per_tile > 1 else "at",
     }

@@ -29,7 +29,7 @@ from hadagen.bits import Bits, decode, encode
 from hadagen.cache import KernelCache, cache_root
 from hadagen.errors import HadagenError, ToolchainError, UsageError
 from hadagen.launch import LaunchSpec, RowShape, Source, X, Y
-from hadagen.problem import DType, Problem, Rows
+from hadagen.problem import DType, Problem
 from hadagen.reference import (
     INPUT_CLASSES,
     NORMAL_ELEMENTS,
@@ -335,15 +335,15 @@ def verify(
 
     `rows` (default `verification_rows`): of each class; if it is more than one, the last class has one row less, so
     that the last tile is ragged if a tile holds several rows. `module`: has the kernel already, if many were built at
-    once. `shape`: of a pitched problem, by default three quarters of each row; an array with an odd pitch begins one
-    element after a multiple of 16 bytes. The scale is n**-0.5. The output and the gaps of x begin as NaNs. Raises
+    once. `shape`: for a kernel that reads one, by default three quarters of each row; an array with an odd pitch begins
+    one element after a multiple of 16 bytes. The scale is n**-0.5. The output and the gaps of x begin as NaNs. Raises
     `EmulationError` if the kernel does not run to its end, or if `EmulationReport.complaint` is not "".
     """
     rows = verification_rows(problem, source.launch) if rows is None else rows
     module = compile_host([source]) if module is None else module
     classes = input_classes(problem, rows)
     classes[INPUT_CLASSES[-1]] = classes[INPUT_CLASSES[-1]][: max(1, rows - 1)]
-    if problem.io.rows is Rows.PITCHED and shape is None:
+    if source.launch.reads_rows and shape is None:
         shape = RowShape(problem.n - problem.n // 4, problem.n, problem.n)
     columns, x_pitch, y_pitch = (problem.n,) * 3 if shape is None else shape
     if columns < problem.n:

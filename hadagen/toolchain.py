@@ -21,7 +21,7 @@ from hadagen import programs, ptx
 from hadagen.arch import Arch
 from hadagen.cache import KernelCache, cache_key, cache_root
 from hadagen.cubin import is_cubin
-from hadagen.errors import StorageError, ToolchainError, UsageError
+from hadagen.errors import StorageError, ToolchainError, UsageError, printable
 from hadagen.launch import LaunchSpec, Source
 from hadagen.programs import Finished, Patience, one_line
 from hadagen.templates import read_texts
@@ -77,14 +77,15 @@ class Toolchain:
             raise ToolchainError(f"nvcc is not on PATH, in $CUDA_HOME/bin or among the Python packages; {_HINT}")
         answer = _run([nvcc, "--version"])
         if not answer.ok:
-            raise ToolchainError(f"{nvcc} --version fails, so this nvcc is broken: {answer.first_lines}; {_HINT}")
+            reason = answer.passing or f"fails, so this nvcc is broken: {answer.first_lines}"
+            raise ToolchainError(f"{nvcc} --version {reason}; {_HINT}")
         return cls(nvcc, answer.log.strip())
 
     @property
     def release(self) -> str:
-        """The version number, such as "13.0.88"; the whole output if it has no number."""
+        """The version number, such as "13.0.88"; the first lines of the output if it has no number."""
         match = re.search(r"\bV(\d+(?:\.\d+)+)", self.version)
-        return match[1] if match else self.version
+        return match[1] if match else printable(one_line(self.version))
 
     def key(self, source: Source, arch: Arch) -> str:
         """The name of a source's cache entry."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 
 from hadagen.driver import bindings, check
-from hadagen.errors import DeviceError
+from hadagen.errors import DeviceError, printable
 from hadagen.trial import Environment
 
 
@@ -29,7 +29,7 @@ def device_environment(device_index: int = 0) -> Environment:
     major = attribute(asked.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)
     minor = attribute(asked.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)
     return Environment(
-        gpu=name.split(b"\0")[0].decode(),
+        gpu=printable(name.split(b"\0")[0].decode(errors="replace")),
         compute_capability=f"{major}.{minor}",
         sms=attribute(asked.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT),
         l2_bytes=attribute(asked.CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE),

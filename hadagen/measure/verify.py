@@ -90,8 +90,8 @@ class Arrangement(NamedTuple):
 
 
 def arrangements(problem: Problem) -> tuple[Arrangement, ...]:
-    """The layouts to verify a problem with. Those of a pitched problem: as rows are timed; with gaps, and as long as n;
-    never at a multiple of 16 bytes; at one in x alone, and as short as possible."""
+    """The layouts to verify a problem with. If its kernels read a `RowShape`: as rows are timed; with gaps, and as long
+    as n; never at a multiple of 16 bytes; at one in x alone, and as short as possible."""
     timed = timed_rows(problem)
     if problem.io.rows is Rows.CONTIGUOUS:
         return (Arrangement(timed),)

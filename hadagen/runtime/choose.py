@@ -246,8 +246,7 @@ def best_config(
     If a kernel does not fit on the device, a call runs the next nearest instead. This function does not check that.
 
     problem: a `Problem`, its key, such as "n4096-float16-fast", or the arguments of `Problem.of`:
-        {"n": 4096, "dtype": torch.float16, "numerics": "fast"}; with "rows": "pitched" that of rows that are shorter
-        than n or not contiguous.
+        {"n": 4096, "dtype": torch.float16, "numerics": "fast"}.
     device: a CUDA device of this machine, the current one if none is given. With `arch` (for instance "sm90") the name
         of a GPU, such as "NVIDIA H100 80GB HBM3", or any GPU of that arch. Where neither the bundles nor hadagen know
         a GPU of that name, the `match` is ESTIMATED at best.
