@@ -22,8 +22,9 @@ from hadagen.tuning_db.table import write_table
 
 if TYPE_CHECKING:
     from hadagen.measure import Cell, Comparison
+    from hadagen.regimes import Cache, Destination
     from hadagen.runtime.device import Device
-    from hadagen.trial import Cache, Destination, Environment
+    from hadagen.trial import Environment
     from hadagen.tuning_db.bundle import Bundle, BundleEntry
 
 DEFAULT_ELEMENTS = "64K,1M,8M,64M,256M"
@@ -85,7 +86,7 @@ def kernels(
 
     Errors are those on normal inputs, ‖out − ref‖ / ‖ref‖ against float64.
     """
-    from hadagen.trial import Cache
+    from hadagen.regimes import Cache
 
     environment, target = find_device(device)
     asked = list(product(problems, elements, destinations))
@@ -131,7 +132,7 @@ def _choose(
 ) -> Iterator[Choice]:
     """What a call runs in each regime; `caches` empty: in the one that decides."""
     from hadagen.measure import Cell, is_timed
-    from hadagen.trial import deciding_cache
+    from hadagen.regimes import deciding_cache
 
     for problem, elements, destination, found in _found(asked, target):
         if elements < problem.n:

@@ -84,8 +84,8 @@ def _why_not_measured(config: BestConfig) -> str:
 
 def _time(config: BestConfig) -> str:
     """What was measured, and on which GPU where that is not the one asked for."""
+    from hadagen.regimes import timed_rows
     from hadagen.runtime.choose import Match
-    from hadagen.trial import timed_rows
 
     source, problem = config.provenance or {}, config.problem
     us, copy_us = source["us"], source["copy_us"]

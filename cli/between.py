@@ -29,8 +29,8 @@ from hadagen.tuning_db.table import write_table
 
 if TYPE_CHECKING:
     from hadagen.measure import Cell, Contest, Ranking, Variant
+    from hadagen.regimes import Destination
     from hadagen.runtime.device import Device
-    from hadagen.trial import Destination
     from hadagen.tuning_db.store import Store
 
 COLUMNS = (
@@ -158,7 +158,7 @@ def _lineup(
 def _cells(problem: Problem, elements: int, destination: Destination, l2_bytes: int) -> tuple[tuple[Cell, float], ...]:
     """What ranks kernels there: the regime that decides, and the other one, where kernels are timed in it too."""
     from hadagen.measure import cells_at
-    from hadagen.tuning_db.winners import other_share
+    from hadagen.regimes import other_share
 
     decides, *others = cells_at(problem, elements, destination, l2_bytes)
     share = other_share(problem, elements, destination, l2_bytes) if others else 0.0

@@ -26,7 +26,7 @@ from hadagen.cli.output import (
     short_knobs,
 )
 from hadagen.errors import StorageError, UsageError
-from hadagen.tuning_db.winners import LOSS
+from hadagen.regimes import LOSS
 
 if TYPE_CHECKING:
     from hadagen.tuning_db.bundle import Bundle, BundleEntry

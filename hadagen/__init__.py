@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from hadagen.errors import DeviceError, HadagenError, StorageError, TensorError, UsageError
-from hadagen.problem import DType, Numerics, Problem
+from hadagen.problem import DType, Numerics, Problem, Rows
 
 # Python started in a checkout finds this directory before what is installed, and the other rooms lie beside it.
 _beside = os.path.dirname(__path__[0])
@@ -35,6 +35,7 @@ __all__ = [
     "Match",
     "Numerics",
     "Problem",
+    "Rows",
     "StorageError",
     "TensorError",
     "UsageError",

@@ -21,8 +21,8 @@ from math import ceil
 
 from hadagen.arch import Arch
 from hadagen.plan import Plan
+from hadagen.regimes import Cache, Destination, buffer_bytes
 from hadagen.steps.base import Cost
-from hadagen.trial import Cache, Destination, buffer_bytes
 
 OVERLAP = 4.0  # p of the norm: 1 means no overlap, infinity full overlap
 SCHEDULERS = 4  # of an SM; each issues one instruction of a warp in a cycle

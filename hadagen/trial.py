@@ -5,63 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from enum import Enum
 from typing import Any
 
-from hadagen.launch import PARAMS, ROW_PARAMS, LaunchSpec, RowShape
-from hadagen.problem import Problem, Rows
-
-# Element counts (rows · n) at which kernels are timed, those of pitched rows at fewer.
-ELEMENT_BUCKETS = tuple(1 << k for k in range(13, 29))
-PITCHED_ELEMENT_BUCKETS = (1 << 16, 1 << 20, 1 << 24, 1 << 27)
-# Others of contiguous rows, 384K to 12M: there a launch is a few waves of blocks, and which kernel is the best depends
-# on how full its last wave is. These are timed in the regime that decides alone, unless both count alike.
-BUCKETS_BETWEEN = tuple(3 << k for k in range(17, 23))
-# And of rows this long, which are few and of which the best kernels take one at a time, 1.25M to 7M.
-LONG_ROW = 1 << 13
-BUCKETS_OF_LONG_ROWS = tuple(odd << k for k in range(18, 21) for odd in (5, 7))
-
-
-def element_buckets(problem: Problem) -> tuple[int, ...]:
-    """The element counts at which the kernels of a problem are timed, ascending: those of at least one row."""
-    of_long_rows = BUCKETS_OF_LONG_ROWS if problem.n >= LONG_ROW else ()
-    buckets = (
-        PITCHED_ELEMENT_BUCKETS
-        if problem.io.rows is Rows.PITCHED
-        else (*ELEMENT_BUCKETS, *BUCKETS_BETWEEN, *of_long_rows)
-    )
-    return tuple(sorted(elements for elements in buckets if elements >= problem.n))
-
-
-def nearest(timed: Sequence[int], elements: int) -> int:
-    """Of element counts, ascending and at least one, the nearest to `elements` on a logarithmic scale, exactly; of two
-    as near the larger."""
-    above = bisect_left(timed, elements)
-    low, high = timed[max(0, above - 1)], timed[min(above, len(timed) - 1)]
-    return low if elements * elements < low * high else high
-
-
-def timed_rows(problem: Problem) -> RowShape:
-    """The rows that every time of a problem is of. They lie one right behind another.
-
-    Those of a pitched problem have three quarters of n elements, rounded down to a multiple of 8, but more than half
-    of n: with fewer, a smaller n would do.
-    """
-    columns = (
-        min(problem.n, max(problem.n * 3 // 4 // 8 * 8, problem.n // 2 + 1))
-        if problem.io.rows is Rows.PITCHED
-        else problem.n
-    )
-    return RowShape(columns, columns, columns)
-
-
-def buffer_bytes(problem: Problem, elements: int) -> int:
-    """Bytes of the input, and of the result, where a problem is timed at `elements` = rows · n."""
-    return elements * timed_rows(problem).columns * problem.io.input.bytes // problem.n
+from hadagen.launch import PARAMS, ROW_PARAMS, LaunchSpec
+from hadagen.problem import Problem
+from hadagen.regimes import Cache, Destination
 
 
 def utc_now() -> str:
@@ -92,30 +44,6 @@ class Outcome(str, Enum):
     TIMEOUT = "timeout"
     UNSTABLE = "unstable"
     OK = "ok"
-
-
-class Destination(str, Enum):
-    IN_PLACE = "in-place"
-    OUT_OF_PLACE = "out-of-place"
-
-
-class Cache(str, Enum):
-    """Where the input lies when a timed launch begins: in L2, or in device memory."""
-
-    HOT = "hot"
-    COLD = "cold"
-
-
-def deciding_cache(problem: Problem, elements: int, destination: Destination, l2_bytes: int) -> Cache:
-    """Which timings name the winner of an element count: hot where input and output fit in half of L2, else cold."""
-    buffers = 1 if destination is Destination.IN_PLACE else 2
-    return Cache.HOT if buffer_bytes(problem, elements) * buffers <= l2_bytes // 2 else Cache.COLD
-
-
-def may_be_hot(problem: Problem, elements: int, destination: Destination, l2_bytes: int) -> bool:
-    """Whether cold timings decide though data may well be hot: input and output fit in L2, but not in half of it."""
-    cold, all_hot = (deciding_cache(problem, elements, destination, size) for size in (l2_bytes, 2 * l2_bytes))
-    return cold is Cache.COLD and all_hot is Cache.HOT
 
 
 class Provenance(str, Enum):

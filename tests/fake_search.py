@@ -17,8 +17,9 @@ from hadagen.arch import Arch, load_arch
 from hadagen.launch import Source
 from hadagen.measure import Variant
 from hadagen.problem import DType, Numerics, Problem
+from hadagen.regimes import Cache, Destination
 from hadagen.toolchain import BuildFailure
-from hadagen.trial import Cache, Destination, Environment, Kernel, Outcome, Provenance, Timing, Trial, kernel_digest
+from hadagen.trial import Environment, Kernel, Outcome, Provenance, Timing, Trial, kernel_digest
 from hadagen.tuner import Event, TrialFinished, TuneOptions, tune
 from hadagen.tuning_db.store import Store
 

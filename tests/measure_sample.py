@@ -9,10 +9,7 @@ import numpy as np
 from hadagen.launch import LaunchSpec
 from hadagen.measure import Cell
 from hadagen.problem import DType, Problem, Rows
-from hadagen.trial import (
-    Cache,
-    Destination,
-)
+from hadagen.regimes import Cache, Destination
 
 H100_L2 = 52428800
 PROBLEM = Problem.of(256, DType.FLOAT16)

@@ -11,21 +11,9 @@ from hypothesis import strategies as st
 
 from hadagen.launch import PARAMS, ROW_PARAMS, LaunchSpec, Param
 from hadagen.problem import DType, Numerics, Problem, Rows
+from hadagen.regimes import ELEMENT_BUCKETS, Cache, Destination, element_buckets
 from hadagen.scale import ScaleForm
-from hadagen.trial import (
-    ELEMENT_BUCKETS,
-    Cache,
-    Destination,
-    Environment,
-    Kernel,
-    Outcome,
-    Provenance,
-    Timing,
-    Trial,
-    element_buckets,
-    kernel_digest,
-    knobs_key,
-)
+from hadagen.trial import Environment, Kernel, Outcome, Provenance, Timing, Trial, kernel_digest, knobs_key
 
 PROBLEM = Problem.of(256, DType.FLOAT16)
 H100 = Environment("NVIDIA H100 80GB HBM3", "9.0", 132, 50 << 20, "580.65", "13.0", "13.0.48", 1980, 2619)

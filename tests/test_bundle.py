@@ -38,9 +38,10 @@ from hadagen.arch import load_arch
 from hadagen.errors import StorageError, UsageError
 from hadagen.knobs import Knobs
 from hadagen.problem import DType, Problem, Rows, Transform
+from hadagen.regimes import Cache, Destination
 from hadagen.scale import ScaleForm
 from hadagen.space import build_plan
-from hadagen.trial import Cache, Destination, Environment, Kernel, Provenance, Trial
+from hadagen.trial import Environment, Kernel, Provenance, Trial
 from hadagen.tuning_db.aside import unwritable, written_aside
 from hadagen.tuning_db.bundle import (
     APPLICATION_ID,

@@ -12,7 +12,7 @@ from measure_sample import ALL_PROBLEMS, CELL, H100_L2, PROBLEM
 from hadagen.measure import Cell, all_cells
 from hadagen.measure.cells import EVICTION, probe_cells
 from hadagen.problem import DType, Problem, Rows
-from hadagen.trial import (
+from hadagen.regimes import (
     BUCKETS_BETWEEN,
     BUCKETS_OF_LONG_ROWS,
     ELEMENT_BUCKETS,

@@ -16,7 +16,7 @@ from hadagen.cli import options
 from hadagen.cli.main import MOVED, main
 from hadagen.cli.output import print_table
 from hadagen.cli.sentences import TUNE_PACKAGES
-from hadagen.trial import BUCKETS_BETWEEN, BUCKETS_OF_LONG_ROWS, ELEMENT_BUCKETS
+from hadagen.regimes import BUCKETS_BETWEEN, BUCKETS_OF_LONG_ROWS, ELEMENT_BUCKETS
 
 __all__ = ["machine", "sample"]  # fixtures
 pytestmark = pytest.mark.usefixtures("machine")

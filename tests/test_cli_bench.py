@@ -21,9 +21,10 @@ from hadagen.errors import DeviceError, ToolchainError
 from hadagen.launch import Source
 from hadagen.measure import Answer, Cell, Comparison, Variant
 from hadagen.problem import Transform
+from hadagen.regimes import Destination
 from hadagen.runtime.bundles import VARIABLE
 from hadagen.toolchain import BuildFailure, Toolchain
-from hadagen.trial import Destination, Outcome
+from hadagen.trial import Outcome
 
 __all__ = ["fake_gpu", "machine"]  # fixtures
 pytestmark = pytest.mark.usefixtures("machine")

@@ -23,8 +23,9 @@ from hadagen.measure.messages import Answer, Compare, Comparison, Rank, Ranking,
 from hadagen.measure.timing import Sample, Stopwatch, Turns, Work, transform_work
 from hadagen.measure.verify import Verifier
 from hadagen.problem import DType, Numerics, Problem, Rows
+from hadagen.regimes import Cache, Destination, element_buckets, timed_rows
 from hadagen.runtime import fallback
-from hadagen.trial import Cache, Destination, Environment, Kernel, Outcome, element_buckets, timed_rows
+from hadagen.trial import Environment, Kernel, Outcome
 
 L2 = 50 << 20
 PROBLEM = Problem.of(256, DType.FLOAT16)

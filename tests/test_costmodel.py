@@ -23,19 +23,11 @@ from hadagen.measure import Cell, Variant, all_cells
 from hadagen.plan import Plan
 from hadagen.problem import ROUNDING_ERROR, DType, Numerics, Problem, Rows
 from hadagen.reference import INPUT_CLASSES
+from hadagen.regimes import ELEMENT_BUCKETS, Cache, Destination, element_buckets
 from hadagen.space import Space, build_plan
 from hadagen.steps.base import Cost
 from hadagen.steps.exchanges import Exchange
-from hadagen.trial import (
-    ELEMENT_BUCKETS,
-    Cache,
-    Destination,
-    Kernel,
-    Outcome,
-    Provenance,
-    Trial,
-    element_buckets,
-)
+from hadagen.trial import Kernel, Outcome, Provenance, Trial
 from hadagen.tuner import EstimateRunner, estimate, shortlist
 from hadagen.tuner.study import REGIMES, scores
 from hadagen.tuning_db.bundle import Bundle, shipped

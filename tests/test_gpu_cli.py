@@ -13,7 +13,7 @@ from sample_bundle import hide_bundles
 
 from hadagen.cli import options
 from hadagen.problem import DType, Problem
-from hadagen.trial import Destination, element_buckets
+from hadagen.regimes import Destination, element_buckets
 from hadagen.tuner.recording import read_recording
 from hadagen.tuning_db.bundle import Bundle
 

@@ -17,9 +17,10 @@ from hadagen.launch import LaunchSpec, Source
 from hadagen.measure import Cell, Contest, DeviceRunner, Variant, all_cells, copy_sources, device_environment
 from hadagen.problem import DType, Problem, Rows
 from hadagen.reference import INPUT_CLASSES
+from hadagen.regimes import Cache, Destination, buffer_bytes
 from hadagen.space import Space, build_plan
 from hadagen.toolchain import Toolchain
-from hadagen.trial import Cache, Destination, Kernel, Outcome, Trial, buffer_bytes
+from hadagen.trial import Kernel, Outcome, Trial
 
 pytestmark = [pytest.mark.gpu, needs_nvcc]
 

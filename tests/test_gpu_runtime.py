@@ -24,10 +24,10 @@ from test_runtime import VIEWS, expected
 import hadagen
 from hadagen import Match, Problem, best_config, driver, hadamard_transform
 from hadagen.problem import Rows, padded_length
+from hadagen.regimes import Destination
 from hadagen.runtime import bundles, kernels
 from hadagen.runtime.choose import choose_from_bundles
 from hadagen.runtime.device import find_device
-from hadagen.trial import Destination
 
 __all__ = ["kernels_for_this_gpu", "nothing_loaded"]  # fixtures
 pytestmark = pytest.mark.gpu

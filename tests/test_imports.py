@@ -19,18 +19,19 @@ TABLE = """
     errors           |                                                     |
     problem          | errors                                              |
     scale            |                                                     |
-    launch           | scale                                               |
-    trial            | problem launch                                      |
+    launch           | scale errors                                        |
+    regimes          | problem launch                                      |
+    trial            | regimes problem launch                              |
     target           | errors                                              |
     layout           |                                                     |
-    steps            | layout problem scale                                | numpy
+    steps            | layout problem scale launch                         | numpy
     plan             | steps problem launch errors                         |
     knobs            | plan steps layout problem errors                    |
     arch             | knobs target errors                                 | pydantic yaml
     legality         | knobs steps layout arch problem                     |
     space            | legality knobs plan steps layout arch problem errors |
     templates        |                                                     |
-    codegen          | plan steps layout launch                            | jinja2
+    codegen          | plan steps layout problem launch                    | jinja2
     bits             | problem                                             | numpy
     reference        | bits problem                                        | numpy
     cache            | errors                                              |
@@ -38,16 +39,16 @@ TABLE = """
     ptx              |                                                     |
     cubin            |                                                     |
     toolchain        | cache programs ptx cubin templates arch trial launch errors |
-    emulator         | cache programs templates reference bits launch scale problem errors | numpy
-    driver           | launch scale errors                                 | cuda
+    emulator         | cache programs templates reference bits launch problem errors | numpy
+    driver           | launch errors                                       | cuda
     tuning_db.files  |                                                     |
-    tuning_db.bundle | tuning_db.files trial problem launch target errors  |
-    tuning_db        | tuning_db.files tuning_db.bundle trial problem launch target errors | sqlalchemy alembic
-    runtime          | tuning_db.files tuning_db.bundle driver trial problem launch target errors | torch
+    tuning_db.bundle | tuning_db.files trial regimes problem launch target errors |
+    tuning_db        | tuning_db.files tuning_db.bundle trial regimes problem launch target errors | sqlalchemy alembic
+    runtime          | tuning_db.files tuning_db.bundle driver trial regimes problem launch target errors | torch
     compat           | runtime errors                                      | torch
     __init__         | runtime problem errors                              |
-    measure          | driver templates reference bits trial problem launch errors | torch
-    costmodel        | arch plan steps trial                               |
+    measure          | driver templates reference bits trial regimes problem launch errors | torch
+    costmodel        | arch plan steps regimes                             |
     tuner            | *                                                   | optuna
     cli              | *                                                   | click cuda rich torch
 """

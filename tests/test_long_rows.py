@@ -12,8 +12,8 @@ from hadagen.emulator import verify
 from hadagen.errors import UsageError
 from hadagen.knobs import Knobs
 from hadagen.problem import DType, Numerics, Problem, Rows
+from hadagen.regimes import Destination
 from hadagen.space import build_plan
-from hadagen.trial import Destination
 from hadagen.tuning_db.bundle import Bundle, BundleEntry, shipped
 
 ARCH = load_arch("sm90")

@@ -11,7 +11,8 @@ from sample_trials import H100, H200, PROBLEM, in_clusters, make_timing, make_tr
 
 from hadagen.errors import UsageError
 from hadagen.problem import Numerics, Transform
-from hadagen.trial import Cache, Destination, Environment, Provenance
+from hadagen.regimes import Cache, Destination
+from hadagen.trial import Environment, Provenance
 from hadagen.tuning_db.bundle import Bundle, shipped
 from hadagen.tuning_db.merge import merge_bundles, write_selection
 from hadagen.tuning_db.winners import WinnerCell, portfolio

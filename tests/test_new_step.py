@@ -22,12 +22,12 @@ from hadagen.layout import Place, reg
 from hadagen.plan import Plan, interpret
 from hadagen.problem import DType, Problem
 from hadagen.reference import hadamard
+from hadagen.regimes import Cache, Destination
 from hadagen.space import build_plan
 from hadagen.steps.base import FP32, Cost, Roundings, Step
 from hadagen.steps.conversions import Round
 from hadagen.steps.draft import Draft
 from hadagen.steps.transforms import Butterfly
-from hadagen.trial import Cache, Destination
 
 QUAD = """
 {% macro Quad(step, p, f, chunks) %}

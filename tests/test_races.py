@@ -15,8 +15,9 @@ from sample_trials import times as times_at
 from hadagen.codegen import render
 from hadagen.errors import DeviceError
 from hadagen.measure import Cell, Variant
+from hadagen.regimes import Cache
 from hadagen.space import Space, build_plan
-from hadagen.trial import Cache, Trial, knobs_key
+from hadagen.trial import Trial, knobs_key
 from hadagen.tuner import Event, PairRaced, ProblemFinished, TrialFinished, pipeline, search, tune
 from hadagen.tuner.races import race_near_ties
 from hadagen.tuning_db.store import Store

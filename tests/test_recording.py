@@ -24,8 +24,9 @@ from hadagen.cli import record as record_command
 from hadagen.errors import StorageError, UsageError
 from hadagen.measure import Cell, Variant
 from hadagen.problem import Problem
+from hadagen.regimes import Destination
 from hadagen.space import Space
-from hadagen.trial import Destination, Outcome, Trial
+from hadagen.trial import Outcome, Trial
 from hadagen.tuner import ProblemFinished, TrialFinished
 from hadagen.tuner.record import RecordOptions, RecordReport, deciding_cells, record
 from hadagen.tuner.recording import Recording, read_recording, write_recording

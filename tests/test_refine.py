@@ -16,12 +16,13 @@ from sample_trials import H100, H200, in_clusters, make_kernel, make_trial, time
 
 from hadagen.measure import Cell, Variant, cells_at
 from hadagen.problem import DType, Numerics, Problem
-from hadagen.trial import Cache, Destination, Outcome, Timing, Trial, element_buckets, nearest
+from hadagen.regimes import LOSS, Cache, Destination, element_buckets, nearest
+from hadagen.trial import Outcome, Timing, Trial
 from hadagen.tuner import refine as refine_module
 from hadagen.tuner.refine import MOST_KERNELS, SHORT_GAP, refine
 from hadagen.tuning_db import winners
 from hadagen.tuning_db.store import Store
-from hadagen.tuning_db.winners import LOSS, portfolio
+from hadagen.tuning_db.winners import portfolio
 
 LONG = Problem.of(1 << 15, DType.FLOAT16, Numerics.FAST)
 IN_PLACE, OUT = Destination.IN_PLACE, Destination.OUT_OF_PLACE

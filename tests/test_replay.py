@@ -19,8 +19,9 @@ from hadagen.arch import Arch
 from hadagen.errors import UsageError
 from hadagen.measure import Cell, ReplayRunner, Variant
 from hadagen.problem import Problem
+from hadagen.regimes import Destination
 from hadagen.space import Space
-from hadagen.trial import Destination, Outcome, Trial
+from hadagen.trial import Outcome, Trial
 from hadagen.tuner.export import kernel_tuner_cache, objective, write_kernel_tuner_cache
 from hadagen.tuner.recording import Recording, write_recording
 from hadagen.tuner.replay import Field, curve, default_search, random_search, run_searches, times_of

@@ -25,10 +25,10 @@ import hadagen
 from hadagen.driver import DoesNotFit, DriverError, LoadedKernel
 from hadagen.errors import StorageError
 from hadagen.problem import Problem, Transform
+from hadagen.regimes import Destination
 from hadagen.runtime import bundles, compute, kernels
 from hadagen.runtime.choose import choose_from_bundles, timed_in_bundles
 from hadagen.runtime.device import Device
-from hadagen.trial import Destination
 from hadagen.tuning_db.bundle import Bundle
 
 

@@ -20,8 +20,9 @@ from hadagen.cache import KernelCache
 from hadagen.emulator import compile_host
 from hadagen.measure import Cell, all_cells, copy_sources
 from hadagen.problem import DType, Problem, Rows
+from hadagen.regimes import Cache, Destination, timed_rows
 from hadagen.toolchain import Toolchain
-from hadagen.trial import Cache, Destination, Kernel, timed_rows
+from hadagen.trial import Kernel
 
 
 def test_copy_sources_are_complete() -> None:

@@ -21,9 +21,10 @@ from hadagen.errors import DeviceError, StorageError, ToolchainError, UsageError
 from hadagen.knobs import Knobs
 from hadagen.measure import Cell, ReplayRunner, Variant
 from hadagen.problem import DType, Numerics, Problem, Rows
+from hadagen.regimes import Cache, Destination
 from hadagen.space import Space, build_plan
 from hadagen.toolchain import BuildFailure
-from hadagen.trial import Cache, Destination, Environment, Kernel, Outcome, Provenance, Trial, knobs_key
+from hadagen.trial import Environment, Kernel, Outcome, Provenance, Trial, knobs_key
 from hadagen.tuner import (
     BatchBuilt,
     Event,

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from sample_trials import H100, H200, PROBLEM, competitors, in_clusters, make_timing, make_trial, times
 
 from hadagen.errors import StorageError
-from hadagen.trial import Cache, Destination, Environment, Outcome, Provenance, Trial
+from hadagen.regimes import Cache, Destination
+from hadagen.trial import Environment, Outcome, Provenance, Trial
 from hadagen.tuning_db.table import export_csv
 from hadagen.tuning_db.winners import (
     WinnerCell,

@@ -30,8 +30,9 @@ from typing import Any, TypeVar
 from hadagen.errors import StorageError
 from hadagen.launch import PARAMS, PORTABLE_CLUSTER, ROW_PARAMS, LaunchSpec
 from hadagen.problem import Problem, Rows
+from hadagen.regimes import Cache, Destination
 from hadagen.target import check_arch
-from hadagen.trial import Cache, Destination, Environment, Kernel, Provenance, check_knobs
+from hadagen.trial import Environment, Kernel, Provenance, check_knobs
 from hadagen.tuning_db.files import FileState, connect_read_only, file_state, inflated, limit_values, read_start
 
 SQLITE_MAGIC = b"SQLite format 3\0"

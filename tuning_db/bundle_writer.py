@@ -13,8 +13,9 @@ from importlib.metadata import version
 from typing import Any
 
 from hadagen.errors import StorageError, UsageError
+from hadagen.regimes import Cache
 from hadagen.target import check_arch
-from hadagen.trial import Cache, Kernel, Trial, knobs_key
+from hadagen.trial import Kernel, Trial, knobs_key
 from hadagen.tuning_db.aside import check_place, unwritable, written_aside
 from hadagen.tuning_db.bundle import (
     APPLICATION_ID,

@@ -8,12 +8,13 @@ from pathlib import Path
 
 from hadagen.errors import StorageError, UsageError
 from hadagen.problem import Problem
+from hadagen.regimes import LOSS
 from hadagen.trial import Outcome, Provenance
 from hadagen.tuning_db.bundle import Bundle
 from hadagen.tuning_db.bundle_writer import write_bundle
 from hadagen.tuning_db.merge import Selection
 from hadagen.tuning_db.store import Store
-from hadagen.tuning_db.winners import LOSS, portfolio
+from hadagen.tuning_db.winners import portfolio
 
 
 def make_bundle(store: Store, arch: str, path: Path, loss: float = LOSS) -> Selection:

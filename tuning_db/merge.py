@@ -10,7 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from hadagen.errors import UsageError
-from hadagen.trial import Cache, Kernel, Outcome, Timing, Trial
+from hadagen.regimes import Cache
+from hadagen.trial import Kernel, Outcome, Timing, Trial
 from hadagen.tuning_db.bundle import Bundle, BundleEntry
 from hadagen.tuning_db.bundle_writer import write_bundle
 from hadagen.tuning_db.winners import WinnerCell, best_by_cell, digest_of, portable_winners, ranked_by_cell

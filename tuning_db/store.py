@@ -20,9 +20,8 @@ from sqlalchemy.sql import ColumnElement, Select
 from hadagen.errors import StorageError
 from hadagen.launch import LaunchSpec
 from hadagen.problem import Problem
+from hadagen.regimes import Cache, Destination
 from hadagen.trial import (
-    Cache,
-    Destination,
     Environment,
     Kernel,
     Outcome,

@@ -29,18 +29,8 @@ from typing import Any
 
 from hadagen.launch import PORTABLE_CLUSTER
 from hadagen.problem import Problem
-from hadagen.trial import (
-    Destination,
-    Outcome,
-    Provenance,
-    Timing,
-    Trial,
-    deciding_cache,
-    element_buckets,
-    knobs_key,
-    may_be_hot,
-    nearest,
-)
+from hadagen.regimes import LOSS, Destination, deciding_cache, element_buckets, nearest, other_share
+from hadagen.trial import Outcome, Provenance, Timing, Trial, knobs_key
 
 
 @dataclass(frozen=True, order=True)
@@ -67,14 +57,6 @@ class WinnerCell:
     def line(self) -> WinnerCell:
         """The same cell without its number of elements: what all cells share among which only that number decides."""
         return replace(self, elements=0)
-
-
-# The weight of the time that does not decide, in the geometric mean of the hot and the cold time: in general, and where
-# the data may well be hot, because it fits in L2 though not in half of it.
-OTHER_SHARE = 0.1
-OTHER_SHARE_MAY_BE_HOT = 0.5
-
-LOSS = 0.02  # kernels that differ by no more than this count as equally fast
 
 
 @dataclass(frozen=True)
@@ -292,11 +274,6 @@ def _age(candidate: _Candidate) -> tuple[str, str]:
     """Ascending from the oldest; a complete order of the trials of a kernel."""
     trial = candidate[0]
     return trial.date, repr((trial.environment, knobs_key(trial.knobs)))
-
-
-def other_share(problem: Problem, elements: int, destination: Destination, l2_bytes: int) -> float:
-    """The weight, of 1, of the time in the regime that does not decide, on a device with that much L2."""
-    return OTHER_SHARE_MAY_BE_HOT if may_be_hot(problem, elements, destination, l2_bytes) else OTHER_SHARE
 
 
 def contenders(trials: Iterable[Trial], most: int) -> list[Trial]:

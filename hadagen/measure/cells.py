@@ -16,16 +16,16 @@ from math import log2
 from typing import NamedTuple
 
 from hadagen.problem import Problem
-from hadagen.trial import (
+from hadagen.regimes import (
     ELEMENT_BUCKETS,
     Cache,
     Destination,
-    Timing,
     buffer_bytes,
     deciding_cache,
     element_buckets,
     may_be_hot,
 )
+from hadagen.trial import Timing
 
 # Cold times begin here: below, 256 KiB and less, a launch is all latency and its input is hot in any real program.
 LEAST_COLD_ELEMENTS = 1 << 16

@@ -23,7 +23,8 @@ from hadagen.measure.timing import GRAPHS, Stopwatch, Turns, Work, transform_wor
 from hadagen.measure.verify import Verifier
 from hadagen.measure.yardstick import Yardstick
 from hadagen.problem import Problem
-from hadagen.trial import Destination, Kernel, Outcome
+from hadagen.regimes import Destination
+from hadagen.trial import Kernel, Outcome
 
 _REPLAYS = 5
 # A call that takes milliseconds is timed as well by fewer.

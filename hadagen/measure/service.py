@@ -18,7 +18,8 @@ from hadagen.measure.timing import REPEATED_BUFFERS, Stopwatch, transform_work
 from hadagen.measure.verify import Verifier
 from hadagen.measure.yardstick import Yardstick
 from hadagen.problem import Problem
-from hadagen.trial import Cache, Destination, Environment, Kernel, Outcome, Timing
+from hadagen.regimes import Cache, Destination
+from hadagen.trial import Environment, Kernel, Outcome, Timing
 
 _RACE_REPLAYS = 15  # of each of two kernels
 

@@ -21,7 +21,7 @@ from hadagen.measure.cells import EVICTION, Cell, Traffic
 from hadagen.measure.verify import TORCH_DTYPE
 from hadagen.problem import DType, Problem
 from hadagen.reference import verification_scale
-from hadagen.trial import Destination, timed_rows
+from hadagen.regimes import Destination, timed_rows
 
 REPEATED_BUFFERS = 3  # an input and two results
 GRAPHS = 2  # rounds of `Stopwatch.time` for times that are compared with others

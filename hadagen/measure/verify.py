@@ -24,7 +24,8 @@ from hadagen.launch import LaunchSpec, RowShape
 from hadagen.measure.messages import Answer
 from hadagen.problem import DType, Numerics, Problem, Rows
 from hadagen.reference import INPUT_CLASSES, hadamard, input_classes, verification_scale
-from hadagen.trial import Outcome, timed_rows
+from hadagen.regimes import timed_rows
+from hadagen.trial import Outcome
 
 TORCH_DTYPE = {DType.FLOAT16: torch.float16, DType.BFLOAT16: torch.bfloat16, DType.FLOAT32: torch.float32}
 # Bytes of an element → type of its raw bits.

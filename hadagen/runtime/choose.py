@@ -24,11 +24,12 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from hadagen.errors import StorageError, UsageError
 from hadagen.launch import LaunchSpec
 from hadagen.problem import Problem
+from hadagen.regimes import Destination, nearest
 from hadagen.runtime import bundles
 from hadagen.runtime.arguments import as_int, is_count, is_flag
 from hadagen.runtime.device import Device, find_device
 from hadagen.target import arch_of_gpu
-from hadagen.trial import Destination, Provenance, nearest
+from hadagen.trial import Provenance
 from hadagen.tuning_db.bundle import Bundle, BundleEntry
 
 if TYPE_CHECKING:

@@ -17,11 +17,11 @@ from hadagen import driver
 from hadagen.driver import DoesNotFit, LoadedKernel
 from hadagen.errors import DeviceError, StorageError, UsageError, printable
 from hadagen.problem import MAX_LOG2_N, DType, Numerics, Problem, Rows, padded_length
+from hadagen.regimes import Destination, nearest
 from hadagen.runtime import bundles
 from hadagen.runtime.arguments import as_int, is_count, is_flag
 from hadagen.runtime.choose import choose_from_bundles, is_served, timed_in_bundles
 from hadagen.runtime.device import Device, cuda_device, cuda_index, how_to_get_kernels
-from hadagen.trial import Destination, nearest
 from hadagen.tuning_db.bundle import Bundle
 
 _DTYPES = {torch.float16: DType.FLOAT16, torch.bfloat16: DType.BFLOAT16, torch.float32: DType.FLOAT32}

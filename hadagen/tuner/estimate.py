@@ -36,8 +36,9 @@ from hadagen.plan import Plan
 from hadagen.problem import Problem
 from hadagen.programs import Patience
 from hadagen.reference import NORMAL_ELEMENTS
+from hadagen.regimes import ELEMENT_BUCKETS
 from hadagen.space import Space
-from hadagen.trial import ELEMENT_BUCKETS, Environment, NotTried, Outcome, Provenance, Timing, Trial, utc_now
+from hadagen.trial import Environment, NotTried, Outcome, Provenance, Timing, Trial, utc_now
 from hadagen.tuner.study import regime
 
 BUILT_AT_ONCE = 8 * (os.cpu_count() or 1)  # for the host; a search that is stopped waits for them

@@ -20,8 +20,9 @@ from hadagen.errors import StorageError
 from hadagen.knobs import Knobs
 from hadagen.measure import Cell, Runner
 from hadagen.problem import Problem
+from hadagen.regimes import Destination, deciding_cache
 from hadagen.space import Space
-from hadagen.trial import Destination, Environment, Outcome, Trial, deciding_cache, utc_now
+from hadagen.trial import Environment, Outcome, Trial, utc_now
 from hadagen.tuner.events import Listener, ProblemFinished, ProblemStarted, SearchStarted, TrialFinished
 from hadagen.tuner.pipeline import BATCH_SIZE, Build, Pipeline
 from hadagen.tuner.recording import SUFFIX, Recording, read_recording, recording_of, write_recording

@@ -21,7 +21,8 @@ from hadagen.errors import StorageError
 from hadagen.knobs import KNOB_NAMES, Knobs, KnobValue
 from hadagen.measure import Cell
 from hadagen.problem import Problem
-from hadagen.trial import Cache, Destination, Environment, Outcome, Provenance, Timing, Trial
+from hadagen.regimes import Cache, Destination
+from hadagen.trial import Environment, Outcome, Provenance, Timing, Trial
 from hadagen.tuning_db.aside import unwritable, written_aside
 from hadagen.tuning_db.files import read_start
 

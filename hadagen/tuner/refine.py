@@ -19,11 +19,11 @@ from math import inf, isqrt
 
 from hadagen.measure import Cell, Variant, cells_at
 from hadagen.problem import Problem
-from hadagen.trial import Destination, Environment, Kernel, Outcome, Trial, knobs_key
+from hadagen.regimes import LOSS, Destination
+from hadagen.trial import Environment, Kernel, Outcome, Trial, knobs_key
 from hadagen.tuning_db import winners
 from hadagen.tuning_db.store import Store
 from hadagen.tuning_db.winners import (
-    LOSS,
     contenders,
     digest_of,
     lacking_between,

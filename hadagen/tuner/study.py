@@ -32,8 +32,9 @@ from hadagen.errors import UsageError
 from hadagen.knobs import KNOB_NAMES, Knobs
 from hadagen.measure import Cell
 from hadagen.problem import Problem
+from hadagen.regimes import Cache, Destination, deciding_cache, element_buckets, may_be_hot
 from hadagen.space import Space, check_legal
-from hadagen.trial import Cache, Destination, Outcome, Trial, deciding_cache, element_buckets, may_be_hot
+from hadagen.trial import Outcome, Trial
 
 REGIMES = ("latency", "L2", "memory")
 LATENCY_ELEMENTS = 1 << 18  # up to here a launch is mostly latency

@@ -1,0 +1,95 @@
+"""Where kernels are timed, and how the times decide which of them wins: element counts, regimes and weights.
+
+A problem is timed at element counts (rows · n), its *buckets*, in place and out of place, and in two regimes: *hot*,
+with the input in L2, and *cold*, with the input in device memory.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from enum import Enum
+
+from hadagen.launch import RowShape
+from hadagen.problem import Problem, Rows
+
+
+class Destination(str, Enum):
+    IN_PLACE = "in-place"
+    OUT_OF_PLACE = "out-of-place"
+
+
+class Cache(str, Enum):
+    """Where the input lies when a timed launch begins: in L2, or in device memory."""
+
+    HOT = "hot"
+    COLD = "cold"
+
+
+# Element counts (rows · n) at which kernels are timed, those of pitched rows at fewer.
+ELEMENT_BUCKETS = tuple(1 << k for k in range(13, 29))
+PITCHED_ELEMENT_BUCKETS: tuple[int, ...] = (1 << 16, 1 << 20, 1 << 24, 1 << 27)
+# More of contiguous rows, from 384K to 12M. There a launch is a few waves of blocks, and how full the last wave is
+# decides which kernel is best. These are timed in the regime that decides alone, unless both weigh the same.
+BUCKETS_BETWEEN = tuple(3 << k for k in range(17, 23))
+# And of long rows, from 1.25M to 7M. They are few, and the best kernels take one row at a time.
+LONG_ROW = 1 << 13
+BUCKETS_OF_LONG_ROWS = tuple(odd << k for k in range(18, 21) for odd in (5, 7))
+
+
+def element_buckets(problem: Problem) -> tuple[int, ...]:
+    """The element counts at which the kernels of a problem are timed, ascending: those of at least one row."""
+    buckets = PITCHED_ELEMENT_BUCKETS
+    if problem.io.rows is Rows.CONTIGUOUS:
+        buckets = *ELEMENT_BUCKETS, *BUCKETS_BETWEEN, *(BUCKETS_OF_LONG_ROWS if problem.n >= LONG_ROW else ())
+    return tuple(sorted(elements for elements in buckets if elements >= problem.n))
+
+
+def nearest(timed: Sequence[int], elements: int) -> int:
+    """Of element counts, ascending and at least one, the nearest to `elements` on a logarithmic scale, exactly; of two
+    as near the larger."""
+    above = bisect_left(timed, elements)
+    low, high = timed[max(0, above - 1)], timed[min(above, len(timed) - 1)]
+    return low if elements * elements < low * high else high
+
+
+def timed_rows(problem: Problem) -> RowShape:
+    """The rows with which a problem is timed, one right behind another.
+
+    Pitched rows have three quarters of n elements, rounded down to a multiple of 8, but more than half of n, because a
+    smaller n serves shorter rows.
+    """
+    n = columns = problem.n
+    if problem.io.rows is Rows.PITCHED:
+        columns = min(n, max(n * 3 // 4 // 8 * 8, n // 2 + 1))
+    return RowShape(columns, columns, columns)
+
+
+def buffer_bytes(problem: Problem, elements: int) -> int:
+    """Bytes of the input, and of the result, where a problem is timed at `elements` = rows · n."""
+    return elements * timed_rows(problem).columns * problem.io.input.bytes // problem.n
+
+
+def deciding_cache(problem: Problem, elements: int, destination: Destination, l2_bytes: int) -> Cache:
+    """Which timings name the winner of an element count: hot where input and output fit in half of L2, else cold."""
+    buffers = 1 if destination is Destination.IN_PLACE else 2
+    return Cache.HOT if buffer_bytes(problem, elements) * buffers <= l2_bytes // 2 else Cache.COLD
+
+
+def may_be_hot(problem: Problem, elements: int, destination: Destination, l2_bytes: int) -> bool:
+    """Whether cold timings decide though data may well be hot: input and output fit in L2, but not in half of it."""
+    cold, all_hot = (deciding_cache(problem, elements, destination, size) for size in (l2_bytes, 2 * l2_bytes))
+    return cold is Cache.COLD and all_hot is Cache.HOT
+
+
+# The weight of the time that does not decide, in the geometric mean of the hot and the cold time: in general, and where
+# the data may well be hot, because it fits in L2 though not in half of it.
+OTHER_SHARE = 0.1
+OTHER_SHARE_MAY_BE_HOT = 0.5
+
+LOSS = 0.02  # kernels that differ by no more than this count as equally fast
+
+
+def other_share(problem: Problem, elements: int, destination: Destination, l2_bytes: int) -> float:
+    """The weight, of 1, of the time in the regime that does not decide, on a device with that much L2."""
+    return OTHER_SHARE_MAY_BE_HOT if may_be_hot(problem, elements, destination, l2_bytes) else OTHER_SHARE
