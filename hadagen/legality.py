@@ -110,17 +110,20 @@ def _has_butterflies(c: Context, k: Knobs) -> bool:
     return c.bits > CHUNK_BITS + log2(_shares_loaded(k)) + far_mma
 
 
-@lru_cache(maxsize=1)  # for all values of min_blocks
-def _footprint(problem: Problem, *before_min_blocks: Any) -> Footprint:
+# The knobs before `min_blocks`, without those that change neither shared memory nor registers.
+_NO_ROOM = ("accumulator", "butterfly_carrier", "order", "grid")
+_ROOM = [name for name in KNOB_NAMES[: KNOB_NAMES.index("min_blocks")] if name not in _NO_ROOM]
+_room_of = attrgetter(*_ROOM)
+
+
+@lru_cache(maxsize=1024)  # enough while a walk changes the other knobs
+def _footprint(problem: Problem, *room: Any) -> Footprint:
     """The footprint of the plan that the knobs mean, from the steps that take shared memory or registers."""
-    k = Knobs(*before_min_blocks)
+    k = Knobs(**dict(zip(_ROOM, room, strict=True)))
     through = k.exchange_carrier, k.exchange_rounds, k.shared_layout
     steps: list[Step] = [Load(k.load, k.stages), *(Exchange(pairs, *through) for pairs in exchanges_of(problem, k))]
     steps += [Normalize()] * k.normalizes + [Gather()] * (k.block_bits == LOAD)
     return Footprint(Draft(problem, log2(k.chunks), log2(k.warps), log2(k.cluster), tuple(steps)))
-
-
-_before_min_blocks = attrgetter(*KNOB_NAMES[: KNOB_NAMES.index("min_blocks")])
 
 
 @_rule("warps")
@@ -429,7 +432,7 @@ def _(c: Context, k: Knobs) -> str | None:
 
 @_rule("min_blocks")
 def _(c: Context, k: Knobs) -> str | None:
-    limits, footprint = c.arch.limits, _footprint(c.problem, *_before_min_blocks(k))
+    limits, footprint = c.arch.limits, _footprint(c.problem, *_room_of(k))
     # All values are in fp32 at once if they cross shared memory in fp32, or are not rounded before the store.
     registers = footprint.registers(wide=k.exchange_carrier == FP32 or _rounds_once(c, k))
     if registers > min(limits.registers_per_thread, limits.registers_per_sm // (32 * k.warps * k.min_blocks)):

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from spaces import ARCH as SM90
+from spaces import seeds_of
 
-from hadagen.arch import load_arch
 from hadagen.costmodel import Estimate, copy_us, costs_of, resident_blocks
 from hadagen.emulator import verification_rows
 from hadagen.knobs import Knobs, plan_of
@@ -31,8 +32,6 @@ from hadagen.trial import Kernel, Outcome, Provenance, Trial
 from hadagen.tuner import EstimateRunner, estimate, shortlist
 from hadagen.tuner.study import REGIMES, scores
 from hadagen.tuning_db.bundle import Bundle, shipped
-
-SM90 = load_arch("sm90")
 
 # Hand-picked float16 kernels on an H100 80GB HBM3, of which none starts early: chunks, warps, blocks per cluster, and
 # the time of a launch, as a program took it in which an empty one was 1.02 µs.
@@ -147,7 +146,7 @@ WHOLE_ROWS = [
 
 @pytest.mark.parametrize(("n", "dtype", "elements", "us"), WHOLE_ROWS)
 def test_estimates_of_whole_rows_are_near_what_was_measured(n: int, dtype: DType, elements: int, us: float) -> None:
-    seeds = [knobs for knobs in Space(Problem.of(n, dtype), SM90).seeds() if knobs.block_bits == "load"]
+    seeds = [knobs for knobs in seeds_of(Problem.of(n, dtype)) if knobs.block_bits == "load"]
     some = [Estimate(build_plan(Problem.of(n, dtype), knobs, SM90), SM90) for knobs in seeds]
     assert min(each.us(elements, Destination.IN_PLACE, Cache.HOT) for each in some) == pytest.approx(us, rel=0.25)
 
@@ -232,7 +231,7 @@ def test_cold_is_never_faster_than_hot(choice: tuple[Problem, Knobs], elements: 
 @pytest.mark.parametrize("rows", Rows)
 def test_where_memory_is_the_limit_bytes_make_the_time(dtype: DType, rows: Rows) -> None:
     problem = Problem.of(1024, dtype, rows=rows)
-    estimate = Estimate(build_plan(problem, Space(problem, SM90).seeds()[0], SM90), SM90)
+    estimate = Estimate(build_plan(problem, seeds_of(problem)[0], SM90), SM90)
     for cell in all_cells(problem, SM90.model.l2_bytes):
         assert estimate.us(*cell) + SM90.model.early_us >= copy_us(SM90, *cell.traffic(problem))
     large = Cell(1 << 27, Destination.OUT_OF_PLACE, Cache.COLD)
@@ -471,7 +470,7 @@ def test_what_an_estimate_verifies(rows: Rows, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(estimate, "verify", verify)
     problem = Problem.of(2048, DType.FLOAT16, rows=rows)
-    knobs = [seed for seed in Space(problem, SM90).seeds() if seed.grid == "persistent"][:4]
+    knobs = [seed for seed in seeds_of(problem) if seed.grid == "persistent"][:4]
     _run(problem, *knobs)
     plans = [build_plan(problem, seed, SM90) for seed in knobs]
     wanted = [verification_rows(problem, plan.launch, estimate.ELEMENTS) for plan in plans]

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hadagen
 from hadagen.runtime import fallback
 
-LENGTHS = (1, 2, 3, 4, 5, 8, 12, 31, 64, 100, 137, 1000, 4096, 5000, 40960, 1 << 17)
+LENGTHS = (1, 2, 3, 4, 5, 8, 12, 16, 31, 32, 64, 100, 137, 512, 1000, 4096, 5000, 40960, 1 << 16, 1 << 17)
 
 
 def transform(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
@@ -81,13 +81,9 @@ def test_what_is_not_finite_stays_in_its_row() -> None:
 
 
 @given(m=st.integers(1, 300), rows=st.integers(0, 4), seed=st.integers(0, 99), scale=st.floats(-1e3, 1e3))
-def test_laws(m: int, rows: int, seed: int, scale: float) -> None:
-    x, z = normal(rows, m, seed=seed), normal(rows, m, seed=seed + 1)
-    y = transform(x)
-    close: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-9 * m}
-    torch.testing.assert_close(transform(x, scale), y * scale, rtol=1e-9, atol=1e-6 * m)
-    torch.testing.assert_close(transform(x + z), y + transform(z), **close)
-    torch.testing.assert_close((y * z).sum(-1), (x * transform(z)).sum(-1), rtol=1e-9, atol=1e-6)  # symmetric
+def test_any_rows_against_float64(m: int, rows: int, seed: int, scale: float) -> None:
+    x = normal(rows, m, seed=seed)
+    torch.testing.assert_close(transform(x, scale), padded(x, scale), rtol=1e-9, atol=1e-9 * m)
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
