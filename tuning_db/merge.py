@@ -1,4 +1,4 @@
-"""Bundles back into selections of winners: to join those of several GPUs, and to make tables of them."""
+"""Reads bundles as selections of winners, to merge those of several GPUs, and to export them as tables."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Selection = dict[WinnerCell, Trial]
 
 
 def selection_of(bundle: Bundle) -> Selection:
-    """The winners of a bundle as `write_bundle` takes them: each with the times of its own cell, their quartiles lost,
-    and with a kernel that has no source."""
+    """The winners of a bundle as `write_bundle` takes them. Each has the times of its own cell, without their
+    quartiles, and a kernel without source."""
     kernels: dict[str, Kernel] = {}
     selection: Selection = {}
     for problem in bundle.problems():
@@ -57,13 +57,13 @@ def merge_bundles(paths: Iterable[str | os.PathLike[str]], out: str | os.PathLik
 
 
 def _best(selections: Iterable[Selection]) -> Selection:
-    """Of the winners of each cell the best."""
+    """Cell → the best of its winners."""
     trials = [trial for selection in selections for trial in selection.values()]
     return {cell: trial for cell, (trial, _) in best_by_cell(trials).items()}
 
 
 def _between(selection: Selection, buckets: Selection) -> Selection:
-    """The winners between buckets that have the same kernels around them in a selection of buckets as in their own."""
+    """The winners between buckets whose two nearest buckets have the same kernels in `buckets` as in `selection`."""
     counts: dict[WinnerCell, list[int]] = defaultdict(list)
     for cell in sorted(buckets):
         counts[cell.line].append(cell.elements)
@@ -79,7 +79,7 @@ def _between(selection: Selection, buckets: Selection) -> Selection:
 
 
 def write_selection(path: str | os.PathLike[str], arch: str, selection: Selection) -> None:
-    """`write_bundle` with the kernels that the trials have. Raises as it does."""
+    """`write_bundle` with the kernels of the trials. Raises what it raises."""
     kernels = {trial.kernel.digest: trial.kernel for trial in selection.values() if trial.kernel}
     write_bundle(path, arch, selection, kernels.__getitem__)
 
