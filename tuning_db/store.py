@@ -70,7 +70,7 @@ class Store:
 
     @classmethod
     def open(cls, where: str | os.PathLike[str]) -> Store:
-        """Open a path, or an SQLite or PostgreSQL URL. A new file is created, an older schema upgraded with a message.
+        """Open a path, or a SQLite or PostgreSQL URL. A new file is created, an old schema upgraded with a message.
 
         A file without write permission is opened for reading.
         """
