@@ -47,8 +47,8 @@ def write_bundle(
     `kernel_of`: returns the kernel of a digest with its cubin and PTX (`Store.kernel`); called once for each digest.
     The same selection gives the same digest. An old bundle is replaced only when the new one is complete and was read.
 
-    Raises `UsageError` for a bad arch or a selection of another, and `StorageError` where it is empty, has what no
-    search finds, or the file cannot be written, or is there and no bundle.
+    Raises `UsageError` for a bad arch or a selection of another arch. Raises `StorageError` if the selection is empty
+    or has values that no search finds, if the file cannot be written, or if another kind of file is there.
     """
     check_arch(arch)
     if not selection:
@@ -69,7 +69,7 @@ def write_bundle(
                 Bundle.open(aside).verify()
             except StorageError as error:
                 raise StorageError(
-                    f"{path} was not written, for calls would refuse it ({error.__cause__}); tune what it is of again"
+                    f"{path} was not written, because calls would refuse it ({error.__cause__}); tune its problem again"
                 ) from error
             return digest
     except (OSError, sqlite3.Error) as error:

@@ -35,10 +35,12 @@ def selection_of(bundle: Bundle) -> Selection:
 def merge_bundles(paths: Iterable[str | os.PathLike[str]], out: str | os.PathLike[str]) -> Selection:
     """Write one bundle with the winners of several of one arch, such as of an H100 and an H200, and return them.
 
-    Where two have a winner for the same cell, the better one's is taken, as a search would take it. One between buckets
-    was found beside the winners of the buckets around it, and is taken only where these are. A winner that misses its
-    problem's error bound, which may have been wider when it was found, is left out. Raises `UsageError`
-    where there are none or they are of several archs, and `StorageError` as `Bundle.open` and `write_bundle` do.
+    If two bundles have a winner for the same cell, the better winner is taken, as a search would do. A winner between
+    buckets was found beside the winners of the buckets around it, and is taken only together with these. A winner that
+    misses its problem's error bound, which may have been wider when it was found, is left out.
+
+    Raises `UsageError` if there are no bundles, or bundles of several archs, and `StorageError` as `Bundle.open` and
+    `write_bundle` do.
     """
     bundles = [Bundle.open(Path(path)) for path in paths]
     archs = {bundle.arch for bundle in bundles}

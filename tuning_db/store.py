@@ -70,7 +70,7 @@ class Store:
 
     @classmethod
     def open(cls, where: str | os.PathLike[str]) -> Store:
-        """Open a path, or a SQLite or PostgreSQL URL. A new file is created, an old schema upgraded with a message.
+        """Open a path, or a SQLite or PostgreSQL URL. A new file is created, an old schema upgraded with a log line.
 
         A file without write permission is opened for reading.
         """
@@ -105,8 +105,8 @@ class Store:
         return self._database.read_only
 
     def lent(self) -> AbstractContextManager[None]:
-        """A context in which another library works in this database by its `url`. If the database fails there, it raises
-        `StorageError` too."""
+        """A context in which another library works in this database by its `url`. If the database fails there, this
+        raises `StorageError` too."""
         return self._database.lent()
 
     def record(self, trial: Trial) -> int:

@@ -79,7 +79,7 @@ def compute(x: torch.Tensor, scale: float, numerics: str, inplace: bool) -> torc
         call = calls[key]
     except KeyError:
         pass
-    except (RuntimeError, TypeError):  # a sparse or nested tensor, or a scale that is none
+    except (RuntimeError, TypeError):  # a sparse or nested tensor, or a bad scale
         check_call(x, scale, numerics)
         raise
     else:
@@ -118,7 +118,7 @@ def compute_into(x: torch.Tensor, y: torch.Tensor, scale: float, numerics: str) 
         launch, size = _calls_into[key]
     except KeyError:
         pass
-    except (RuntimeError, TypeError):  # a sparse or nested tensor, or a scale that is none
+    except (RuntimeError, TypeError):  # a sparse or nested tensor, or a bad scale
         check_call(x, scale, numerics)
         check_like(x, y)
         raise
