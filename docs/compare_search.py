@@ -4,10 +4,10 @@
     python docs/compare_search.py --seeds 3 --strategies bayes_opt,pso --out /tmp/search.json /tmp/recordings
 
 Needs Kernel Tuner (pip install kernel-tuner) beside hadagen with its extra `tune`, and no GPU. A strategy runs in
-Kernel Tuner's simulation mode on a recording as `hadagen dev replay --export` writes it: on the same variants, told
-beforehand which are legal; with as many distinct evaluations and the same seeds; with its own defaults for all else. It
-makes one number small, the geometric mean over the cells of time / copy. What it evaluated is scored as ours is.
-The same seeds give the same numbers, but for diff_evo and bayes_opt, which begin from a sample that no seed reaches.
+Kernel Tuner's simulation mode, on a recording as `hadagen dev replay --export` writes it. It searches the same variants, is
+told beforehand which are legal, makes as many distinct evaluations with the same seeds, and has its own defaults for
+all else. It minimizes one number, the geometric mean over the cells of time / copy. Its evaluations are scored like
+ours. The same seeds give the same numbers, except for diff_evo and bayes_opt, whose first sample no seed controls.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from hadagen.tuner.recording import SUFFIX, read_recording
 from hadagen.tuner.replay import Curve, Field, curve, run_searches
 
 DATA = Path(__file__).resolve().parent / "data"
-# All that Kernel Tuner brings but brute force, those that need further packages, and greedy_ils, which never ends where
-# it finds nothing new.
+# All strategies of Kernel Tuner, except brute force, those that need further packages, and greedy_ils, which never ends
+# if it finds nothing new.
 STRATEGIES = (
     "adaptive_tabu_greywolf",
     "basinhopping",
@@ -58,7 +58,7 @@ STRATEGIES = (
     "random_sample",
     "simulated_annealing",
 )
-SHOWN = 3  # of them: the best
+SHOWN = 3  # the best strategies, in the tables
 
 
 class Run(NamedTuple):
@@ -69,7 +69,7 @@ class Run(NamedTuple):
 
 
 def evaluated(run: Run) -> list[str]:
-    """The keys of what a strategy evaluates on a recording, in order, each once."""
+    """The keys of the variants that a strategy evaluates on a recording, in order, each once."""
     import numpy
     from kernel_tuner import tune_kernel
 

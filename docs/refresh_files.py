@@ -1,4 +1,4 @@
-"""Where the measured data, the documents and their pictures lie, for `refresh.py`."""
+"""The paths of the measured data, the documents and their pictures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pictures of the documents, which say what data they were drawn from."""
+"""The pictures of the documents. Each contains a fingerprint of the data it was drawn from."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from refresh_speed_tables import DESTINATION, DTYPE, REGIMES
 from refresh_times import LIBRARIES, Cell, Times
 
 COLORS = ("#1b6ac9", "#0b2e59", "#d9822b", "#8a8f98")  # of `LIBRARIES`
-# Of our searches, and of Kernel Tuner's from the best on.
+# Of our searches; of those of Kernel Tuner, the best first.
 SEARCH_COLORS = ("#1b6ac9", "#8a8f98"), ("#d9822b", "#e3b341", "#a05a2c")
-# The least fraction that the picture of searches shows.
+# The lower end of the axis in the picture of searches.
 LEAST_FRACTION = 0.85
 
 
 def fingerprint(*tables: Path) -> str:
-    """What a picture says it was drawn from."""
+    """The text in a picture that names the data it was drawn from."""
     return "data " + hashlib.sha256(b"".join(table.read_bytes() for table in tables)).hexdigest()
 
 
 def is_drawn_from(picture: Path, *tables: Path) -> bool:
-    """Whether the picture says that it was drawn from the tables as they are."""
+    """Whether the picture was drawn from the tables in their present state."""
     return picture.exists() and fingerprint(*tables) in picture.read_text(encoding="utf-8")
 
 
 def _pyplot() -> Any:
-    """What draws. The same data gives the same file."""
+    """The drawing library, set up so that the same data gives the same file."""
     import matplotlib
 
     matplotlib.use("agg")

@@ -1,4 +1,4 @@
-"""What search.md shows of our search and of Kernel Tuner's."""
+"""Tables of our searches and of Kernel Tuner's."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import refresh_files as files
 from refresh_markdown import grid
 
-# Counts of evaluations that the table shows.
+# Counts of evaluations in the table.
 EVALUATIONS = (1, 5, 10, 20, 30, 40, 60, 80, 100, 150, 200)
 
 
 class Searches(NamedTuple):
-    """What search.json says. `ours` and `theirs`: name → after 1, 2, … evaluations, the fraction of the best."""
+    """The content of search.json. `ours`, `theirs`: name → fraction of the best after 1, 2, … evaluations."""
 
     data: dict[str, Any]
     ours: dict[str, list[float]]
@@ -38,7 +38,7 @@ class Searches(NamedTuple):
 
 
 def search_numbers() -> str:
-    """What search.md shows, in Markdown."""
+    """The picture, the tables and their sources, in Markdown."""
     if not files.SEARCH.exists():
         return files.NO_DATA
     searches = Searches.read()

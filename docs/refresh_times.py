@@ -1,4 +1,4 @@
-"""The times that the documents show, read from the shipped bundle and the tables that `hadagen` wrote."""
+"""The times in the documents, read from the shipped bundle and the tables that `hadagen` wrote."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from hadagen.tuning_db.table import print_csv
 
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 OURS = "hadagen"  # in the tables
-LIBRARIES = ("hadagen, fast", "hadagen, accurate", "HadaCore", "fast-hadamard-transform")  # as the documents call them
-# Of others, name in the tables → in the documents.
+LIBRARIES = ("hadagen, fast", "hadagen, accurate", "HadaCore", "fast-hadamard-transform")  # names in the documents
+# Of other libraries: name in the tables → name in the documents.
 PEER_NAMES = {"fast_hadamard_transform": "fast-hadamard-transform"}
 
 
@@ -39,7 +39,7 @@ class Cell(NamedTuple):
 class Time(NamedTuple):
     us: float
     fraction_of_copy: float
-    error: float | None  # on normal inputs, where the table has it
+    error: float | None  # on normal inputs, if the table has it
 
 
 # library → cell → time
@@ -47,9 +47,10 @@ Times = dict[str, dict[Cell, Time]]
 
 
 def read_times() -> Times:
-    """All tables, by the names of `LIBRARIES`; and of pitched rows, which the peers have no kernels for, by `pitched`.
+    """All times, by the names of `LIBRARIES`; times of pitched rows, which other libraries have not, by `pitched`.
 
-    The copy is the median of all that a table has of as many bytes: one in hundreds takes a third longer than the rest.
+    The time of a copy is the median of all times that a table has for as many bytes, because one in hundreds takes a
+    third longer than the rest.
     """
     times = times_of(our_rows())
     for library in LIBRARIES:
@@ -100,7 +101,7 @@ def _told(row: dict[str, str]) -> dict[str, str]:
 
 
 def bench_tables() -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    """The rows of the run with the peers, and those of an earlier one at cells that it lacks."""
+    """The rows of the run with other libraries, and those of an earlier run at cells that this run lacks."""
     rows = read_rows(files.BENCH)
     timed = {_place(row) for row in rows}
     earlier = read_rows(files.EARLIER) if files.EARLIER.exists() else []
@@ -112,7 +113,7 @@ def _place(row: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def sources() -> tuple[Path, ...]:
-    """The tables that the times beside other libraries are read from."""
+    """The files of the tables that have times beside other libraries."""
     return (files.BENCH, files.EARLIER) if files.EARLIER.exists() else (files.BENCH,)
 
 
@@ -122,7 +123,7 @@ def pitched(numerics: str) -> str:
 
 
 def library_of(row: Mapping[str, str]) -> str:
-    """What the documents call that which a row has the time of."""
+    """The name in the documents of the library that a row has the time of."""
     name = row.get("library", OURS)
     if name != OURS:
         return PEER_NAMES.get(name, name)

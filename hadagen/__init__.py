@@ -2,8 +2,8 @@
 
     y = hadagen.hadamard_transform(x, x.shape[-1] ** -0.5)
 
-`best_config` says which kernel that runs, and `warmup` loads it beforehand. Nothing is imported before it is asked for,
-neither PyTorch nor CUDA.
+`best_config` says which kernel that runs, and `warmup` loads it beforehand. `import hadagen` imports neither PyTorch
+nor CUDA; the first use of a name does.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from hadagen.errors import DeviceError, HadagenError, StorageError, TensorError, UsageError
 from hadagen.problem import DType, Numerics, Problem, Rows
 
-# Python started in a checkout finds this directory before what is installed, and the other rooms lie beside it.
+# Python in a checkout finds this directory before the installed package. The other rooms are beside it.
 _beside = os.path.dirname(__path__[0])
 if os.path.exists(os.path.join(_beside, "tuning_db", "bundle.py")):
     __path__.append(_beside)

@@ -1,17 +1,17 @@
-"""The errors hadagen raises on purpose. Each message is one sentence: the value, the limit and the fix."""
+"""The errors that hadagen raises. Each message is one sentence: the value, the limit and the fix."""
 
 from __future__ import annotations
 
 
 def printable(text: str) -> str:
-    """The text on one line: what would steer a terminal, such as an escape or a line end, as Python writes it."""
+    """The text on one line. Characters that would control a terminal, such as escapes or line ends, are escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 class HadagenError(Exception):
-    """Something failed that the caller could not have known. The command line exits with 1.
+    """A failure that the caller could not foresee. The command line exits with 1.
 
-    The message may quote what a file or a driver says; it is shown `printable`.
+    The message may quote a file or a driver; it is shown `printable`.
     """
 
     exit_code = 1
@@ -21,17 +21,17 @@ class HadagenError(Exception):
 
 
 class UsageError(HadagenError, ValueError):
-    """The caller asked for something that cannot be. The command line exits with 2."""
+    """The caller asked for something impossible. The command line exits with 2."""
 
     exit_code = 2
 
 
 class TensorError(UsageError, RuntimeError):
-    """A tensor cannot be transformed, or not written to. PyTorch raises RuntimeError there, and so is this one."""
+    """A tensor cannot be transformed or written. Also a RuntimeError, because PyTorch raises that in such cases."""
 
 
 class ToolchainError(HadagenError):
-    """nvcc or the host compiler is missing or does not work at all."""
+    """nvcc or the host compiler is missing, or does not work."""
 
 
 class StorageError(HadagenError):
@@ -43,7 +43,7 @@ class DeviceError(HadagenError):
 
 
 def told_apart(error: float, bound: float) -> tuple[str, str]:
-    """Two numbers that differ as texts that differ: with three digits each, or with as many more as that takes."""
+    """Two different numbers as two different texts, with three digits each, or with as many as that needs."""
     for digits in range(2, 17):
         said = f"{error:.{digits}e}", f"{bound:.{digits}e}"
         if said[0] != said[1]:

@@ -622,7 +622,7 @@ def test_a_path_may_begin_with_two_slashes_or_be_no_utf8(path: Path) -> None:
 def test_nothing_is_written_that_calls_would_refuse(path: Path) -> None:
     before = path.read_bytes()
     with pytest.raises(
-        StorageError, match=r"sm90\.db was not written, for calls would refuse it \(.*is no line of text\)"
+        StorageError, match=r"sm90\.db was not written, because calls would refuse it \(.*is no line of text\)"
     ):
         write(path, [make_trial(environment=replace(H100, gpu="H100\x1b[31m"))])
     assert path.read_bytes() == before

@@ -233,5 +233,5 @@ def test_a_peer_that_cannot_be_imported_is_left_out(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(peer, "find_spec", lambda name: ModuleSpec(name, None))
     monkeypatch.setattr(peer, "import_module", broken)
-    with pytest.warns(UserWarning, match="hadamard_transform is left out, for it cannot be imported: .*undefined"):
+    with pytest.warns(UserWarning, match="hadamard_transform is left out, because it cannot be imported: .*undefined"):
         assert peer.find_peers() == []

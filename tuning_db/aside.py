@@ -1,4 +1,4 @@
-"""Files that are there complete or not at all: written aside, then renamed into place."""
+"""Atomic files: a file is written in another place, and then renamed, so that it is complete or absent."""
 
 from __future__ import annotations
 
@@ -15,34 +15,37 @@ from hadagen.tuning_db.files import read_start
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)
-HEADER_BYTES = 100  # what says which kind a file is; in an SQLite database, its header
+HEADER_BYTES = 100  # enough to tell the kind of a file; the header of an SQLite database
 
 
 @contextmanager
 def written_aside(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """An empty file beside `path`, to be filled within the `with`; it then becomes `path`, or is gone if that failed.
+    """An empty file, to be filled within the `with`. At its end the file becomes `path`, or is removed on a failure.
 
-    The permissions of a file that is replaced stay as they are, and so does a symbolic link: what it points to is
-    written. Directories are made. Raises `OSError` where there is no room or it may not be.
+    A file that is replaced passes its permissions on. If `path` is a symbolic link, the file it points to is replaced.
+    Missing directories are made. Raises `OSError` if there is no room or no permission.
     """
     path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
-    # In a directory of its own: nobody else can guess its name or write in it, what SQLite leaves goes with it, and the
-    # file has the permissions of any new one.
+    # In a directory of its own: no other user can guess its name or write in it, files that SQLite leaves are removed
+    # with it, and the file has the permissions of any new file.
     with tempfile.TemporaryDirectory(prefix=".hadagen-", dir=path.parent, ignore_cleanup_errors=True) as directory:
-        aside = Path(directory, "new")  # a short name, for SQLite makes longer ones of it
+        aside = Path(directory, "new")  # a short name, because SQLite appends to it
         aside.touch()
         yield aside
         if path.exists():
             shutil.copymode(path, aside)
         with aside.open("r+b") as file:
-            os.fsync(file.fileno())  # or the new name might last longer than what it names
+            os.fsync(file.fileno())  # otherwise a crash might keep the new name without the content
         os.replace(aside, path)
 
 
 def check_place(path: str | os.PathLike[str], kind: str, is_one: Callable[[bytes], bool]) -> None:
-    """Raises `StorageError` where no file can be written at `path`, or one is there that is not of the `kind` to come,
-    which `is_one` tells by its first bytes. What is there is left alone."""
+    """Raises `StorageError` if no file can be written at `path`, or if a file of another kind is there.
+
+    kind: for the message. is_one: whether the first bytes of a file are of this kind. A file that is there is not
+    changed.
+    """
     path = Path(path)
     directory = Path(os.path.realpath(path)).parent  # as `written_aside` finds it
     try:
@@ -57,9 +60,9 @@ def check_place(path: str | os.PathLike[str], kind: str, is_one: Callable[[bytes
 
 
 def unwritable(path: str | os.PathLike[str], error: Exception) -> StorageError:
-    """What to say where `path` could not be written."""
+    """The error for a `path` that could not be written."""
     reason = error.strerror if isinstance(error, OSError) else error
-    if not isinstance(error, OSError) or error.errno in FULL:  # SQLite's own comes of a disk that is full
+    if not isinstance(error, OSError) or error.errno in FULL:  # an error of SQLite itself means a full disk
         fix = "make room, or "
     else:
         fix = "make it writable, or " if error.errno in FORBIDDEN else ""

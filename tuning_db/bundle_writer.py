@@ -1,4 +1,4 @@
-"""Writing a bundle: the winners of many problems on one arch into one file that `hadagen.tuning_db.bundle` reads."""
+"""Writes a bundle: one file with the winners of many problems on one arch, which `hadagen.tuning_db.bundle` reads."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from hadagen.tuning_db.winners import WinnerCell, cell_value, digest_of
 
 
 def check_bundle_place(path: str | os.PathLike[str]) -> None:
-    """Raises `StorageError` where no bundle can be written at `path`, or what is there is none."""
+    """Raises `StorageError` if no bundle can be written at `path`, or if another kind of file is there."""
     check_place(path, "a hadagen bundle", is_bundle)
 
 
@@ -45,12 +45,11 @@ def write_bundle(
 ) -> str:
     """Write the winners `selection` (see `winners.portfolio`) as a bundle and return its content digest.
 
-    `kernel_of` gives the kernel of a digest with its cubin and PTX (`Store.kernel`); it is asked once for each. The
-    same selection gives the same digest. A bundle that is already there is replaced once the new one is complete and
-    was read.
+    `kernel_of`: returns the kernel of a digest with its cubin and PTX (`Store.kernel`); called once for each digest.
+    The same selection gives the same digest. An old bundle is replaced only when the new one is complete and was read.
 
-    Raises `UsageError` for a bad arch or a selection of another, and `StorageError` where it is empty, has what no
-    search finds, or the file cannot be written, or is there and no bundle.
+    Raises `UsageError` for a bad arch or a selection of another arch. Raises `StorageError` if the selection is empty
+    or has values that no search finds, if the file cannot be written, or if another kind of file is there.
     """
     check_arch(arch)
     if not selection:
@@ -73,7 +72,7 @@ def write_bundle(
                 Bundle.open(aside).verify()
             except StorageError as error:
                 raise StorageError(
-                    f"{path} was not written, for calls would refuse it ({error.__cause__}); tune what it is of again"
+                    f"{path} was not written, because calls would refuse it ({error.__cause__}); tune its problem again"
                 ) from error
             return digest
     except (OSError, sqlite3.Error) as error:
@@ -81,7 +80,7 @@ def write_bundle(
 
 
 def _fill(connection: sqlite3.Connection, tables: Tables, kernels: Sequence[Kernel]) -> str:
-    """Write all rows in one transaction; returns the content digest."""
+    """Write all rows in one transaction. Returns the content digest."""
     connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
     connection.execute(f"PRAGMA user_version = {FORMAT}")
     connection.execute("BEGIN")

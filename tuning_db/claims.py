@@ -1,8 +1,8 @@
-"""`Claims`: what a run has under way in a tuning database, so that no other run does the same at the same time.
+"""`Claims`: the work that a run has in progress in a tuning database, so that no other run does the same.
 
-A claim is a lease: it counts for `LEASE_SECONDS` and is renewed while its run lives, by the clocks of the machines that
-share the database. Those of a run that has ended count no more, and neither do those of one that was killed: at once
-where its process was one of this machine, else when the lease is over.
+A claim is a lease. It is valid for `LEASE_SECONDS`, by the clocks of the machines that share the database, and its run
+renews it. A run that ends gives its claims up. If a run was killed, its claims end at once for runs on the same
+machine, and for others when the lease is over.
 """
 
 from __future__ import annotations
@@ -28,21 +28,20 @@ from hadagen.tuning_db.store import Store, problem_of, row_of
 LEASE_SECONDS = 120.0
 RENEW_SECONDS = 30.0
 
-Work = tuple[Problem, str]  # a problem, and `knobs_key` or another text that says what of it is done
+Work = tuple[Problem, str]  # a problem, and the `knobs_key` of a trial or the name of other work
 
 
 class Claims:
-    """What one run claims in a store of the trials of an arch on a GPU ("" for estimates). Leaving it as a context
-    manager gives all claims up.
+    """The claims of one run in a store, for trials of an arch on a GPU ("" for estimates).
 
-    Every method raises `StorageError` where the database cannot do it.
+    As a context manager it gives all claims up at its end. Every method raises `StorageError` if the database fails.
     """
 
     def __init__(self, store: Store, arch: str, gpu: str, clock: Callable[[], float] = time.time) -> None:
         self._database, self._arch, self._gpu, self._clock = store.database, arch, gpu, clock
         self._owner = f"{_place()} {os.getpid()} {uuid.uuid4().hex}"
         self._finished: set[Work] = set()
-        self._lock = Lock()  # of `_finished`
+        self._lock = Lock()  # for `_finished`
         self._ended = Event()
         self._renewing = Thread(target=self._renew_now_and_then, name="hadagen-claims", daemon=True)
 
@@ -53,11 +52,11 @@ class Claims:
     def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._renewing.join()
-        with suppress(StorageError), self._database.writing() as session:  # where it fails, the lease ends by itself
+        with suppress(StorageError), self._database.writing() as session:  # if it fails, the lease ends by itself
             session.execute(delete(ClaimRow).where(ClaimRow.owner == self._owner))
 
     def take(self, wanted: Sequence[Work]) -> list[bool]:
-        """Claim work, and say of each whether it is ours now: not where another run has it, or has a trial of it."""
+        """Claim work. Returns for each whether it is ours now: not if another run has a claim or a trial of it."""
         with self._database.writing() as session:
             self._drop_what_ended(session)
             numbers = {problem: row_of(session, ProblemRow, {"key": problem.key}).id for problem, _ in wanted}
@@ -83,12 +82,12 @@ class Claims:
             return answers
 
     def finish(self, problem: Problem, work: str) -> None:
-        """The trial of what was taken is recorded. The claim goes with the next `take`."""
+        """Note that claimed work is recorded. The next `take` removes its claim."""
         with self._lock:
             self._finished.add((problem, work))
 
     def of_others(self) -> dict[Problem, set[str]]:
-        """What other runs have under way."""
+        """Problem → the work that other runs have in progress."""
         found: dict[Problem, set[str]] = defaultdict(set)
         with self._database.reading() as session:
             query = select(ClaimRow, ProblemRow).join(ProblemRow).where(*self._here(), ClaimRow.owner != self._owner)
@@ -98,14 +97,14 @@ class Claims:
         return dict(found)
 
     def renew(self) -> None:
-        """Begin the leases of this run anew."""
+        """Renew the leases of this run."""
         with self._database.writing() as session:
             mine = update(ClaimRow).where(ClaimRow.owner == self._owner)
             session.execute(mine.values(expires=self._clock() + LEASE_SECONDS))
 
     def _renew_now_and_then(self) -> None:
         while not self._ended.wait(RENEW_SECONDS):
-            with suppress(StorageError):  # what is wrong, the run meets itself
+            with suppress(StorageError):  # the run itself meets the same failure
                 self.renew()
 
     def _here(self) -> tuple[ColumnElement[bool], ColumnElement[bool]]:
@@ -136,15 +135,15 @@ class Claims:
 
 
 def _place() -> str:
-    """Where process numbers mean the same: this system since it was started, and the same namespace."""
+    """The scope of process numbers: this boot of this system, and its process namespace."""
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}/{os.stat('/proc/self/ns/pid').st_ino}"
     except OSError:
-        return uuid.uuid4().hex  # nobody else's
+        return uuid.uuid4().hex  # a scope of its own
 
 
 def _is_dead(owner: str) -> bool:
-    """Whether the process was one of here and has ended."""
+    """Whether the process was in the same scope, and has ended."""
     place, _, rest = owner.partition(" ")
     number = rest.partition(" ")[0]
     if place != _place() or not number.isdigit():

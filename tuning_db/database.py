@@ -1,7 +1,7 @@
-"""Opening a tuning database, its transactions, and one clear sentence for whatever goes wrong.
+"""Opens a tuning database, gives its transactions, and turns each failure into one clear sentence.
 
-A database is a path or an SQLAlchemy URL (SQLite or PostgreSQL). A new one gets the current schema, an older one is
-upgraded with a message, a newer or foreign one is refused untouched, and a file that may not be written is read.
+A database is a path or an SQLAlchemy URL (SQLite or PostgreSQL). A new database gets the current schema. An older one
+is upgraded with a message. A newer or foreign one is refused, unchanged. A file without write permission is only read.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ MIGRATIONS = Path(__file__).parent / "migrations"
 BUSY_SECONDS = 60.0  # how long to wait for another process to finish its transaction
 
 _log = logging.getLogger("hadagen")
-# It logs a traceback where Ctrl-C ends a query; without a handler that would be printed.
+# SQLAlchemy logs a traceback if Ctrl-C ends a query. Without a handler, that would be printed.
 logging.getLogger("sqlalchemy").addHandler(logging.NullHandler())
 
-# How a transaction begins, by dialect and whether it writes. One writer at a time, so that a writer that first looks
-# and then inserts is right; a reader sees one moment.
+# (Dialect, whether it writes) → how a transaction begins. There is one writer at a time, so that a writer may look
+# first and then insert. A reader sees the database at one moment.
 _BEGIN = {
     ("sqlite", False): "BEGIN",
     ("sqlite", True): "BEGIN IMMEDIATE",
@@ -43,7 +43,7 @@ _BEGIN = {
     ("postgresql", True): "SELECT pg_advisory_xact_lock(1751213172)",
 }
 
-# What SQLite says (its texts are part of its interface; Python 3.10 does not give the code), and our sentence.
+# Message of SQLite → our sentence. Its messages are part of its interface; Python 3.10 does not give error codes.
 _DAMAGED = "{place} is damaged; restore it from a copy, or name another file to start a new database"
 _SENTENCES = {
     "readonly database": "{place} is read-only; make it and its directory writable, or name another database",
@@ -58,15 +58,15 @@ _SENTENCES = {
 
 
 class Database:
-    """An open database that has the current schema.
+    """An open database with the current schema.
 
-    `place` names it in messages (no password in it); `url` opens it again, for instance for Optuna.
-    Every method raises `StorageError` where the database fails, and leaves what was stored as it was.
+    `place`: its name in messages, without a password. `url`: opens it again, for instance for Optuna. Every method
+    raises `StorageError` if the database fails. Stored rows are then unchanged.
     """
 
     def __init__(self, where: str | os.PathLike[str], upgraded: Callable[[Session], None]) -> None:
-        """Open, and create or upgrade where needed; `upgraded` is called at the end of an upgrade, within its
-        transaction. Raises `UsageError` for a URL that is no SQLite or PostgreSQL."""
+        """Open a database; create or upgrade it if needed. `upgraded`: called at the end of an upgrade, within its
+        transaction. Raises `UsageError` for a URL of another backend than SQLite and PostgreSQL."""
         self._upgraded = upgraded
         url = _url(where)
         self.url = url.render_as_string(hide_password=False)
@@ -91,14 +91,14 @@ class Database:
 
     @contextmanager
     def writing(self) -> Iterator[Session]:
-        """A transaction alone among writers; durable when it ends, and without effect where it fails."""
+        """A transaction that excludes other writers. It is durable when it ends, and has no effect if it fails."""
         if self.read_only:
             raise StorageError(_SENTENCES["readonly database"].format(place=self.place))
         with self._sentences(), Session(self._writer) as session, session.begin():
             yield session
 
     def check(self) -> None:
-        """Raises `StorageError` where SQLite finds its file damaged, be it in rows that nobody asks for."""
+        """Raises `StorageError` if SQLite finds damage anywhere in its file."""
         if self._path is not None:
             with self.reading() as session:
                 found = session.scalar(text("PRAGMA integrity_check(1)"))
@@ -111,7 +111,7 @@ class Database:
             if backend != "sqlite":
                 engine = create_engine(url)
             elif self._path is not None and self.read_only:
-                # Opened anew each time, for what is there may have changed, and whether it can still change.
+                # Opened for each transaction, because another process may replace the file, or begin to write it.
                 engine = create_engine(url, creator=partial(_connect_read_only, self._path), poolclass=NullPool)
             else:
                 engine = create_engine(url, connect_args={"timeout": BUSY_SECONDS})
@@ -159,13 +159,13 @@ class Database:
             self._let_readers_and_writers_overlap()
 
     def _version(self, connection: Connection) -> str | None:
-        """The schema version, or None where there is no schema yet. Raises `StorageError` for foreign and newer, and
-        `ValueError` for what is no version."""
+        """The schema version; None if there is no schema yet. Raises `StorageError` for a foreign or newer database,
+        and `ValueError` for a bad version."""
         if self._path is not None:
             self._refuse_code(connection)
         tables = inspect(connection).get_table_names()
         if VERSION_TABLE not in tables:
-            # Optuna's tables may have been there first. A PostgreSQL database may be shared with anything.
+            # Optuna's tables may exist before ours. A PostgreSQL database may have any other tables.
             if tables and "studies" not in tables and self._path is not None:
                 raise StorageError(
                     f"{self.place} is not a tuning database: it holds the tables {', '.join(sorted(tables)[:4])}; "
@@ -183,7 +183,7 @@ class Database:
         return version
 
     def _refuse_code(self, connection: Connection) -> None:
-        """Raises `StorageError` for a file with more than tables and indexes in it, for that might compute anything."""
+        """Raises `StorageError` for a file with anything but tables and indexes, which might run code."""
         made = connection.exec_driver_sql("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL").all()
         others = [name for name, sql in made if not re.match("CREATE (TABLE|INDEX|UNIQUE INDEX) ", str(sql))]
         if not others:
@@ -198,9 +198,9 @@ class Database:
             )
 
     def _let_readers_and_writers_overlap(self) -> None:
-        """SQLite's write-ahead log; the file remembers it."""
+        """Turn on SQLite's write-ahead log, which the file keeps on."""
         connection = self._engine.raw_connection()
-        # Refused while another process is in a transaction; the next opening sets it.
+        # SQLite refuses this while another process has a transaction. The next opening does it then.
         with suppress(sqlite3.OperationalError):
             connection.cursor().execute("PRAGMA journal_mode = WAL")
         connection.close()
@@ -218,12 +218,12 @@ class Database:
             raise StorageError(
                 f"{self.place} failed ({' '.join(reason.split())}); check it, or name another"
             ) from error
-        except (ValueError, RecursionError, OverflowError) as error:  # what was read is nothing that we wrote
+        except (ValueError, RecursionError, OverflowError) as error:  # no such value was written by hadagen
             raise StorageError(_DAMAGED.format(place=self.place)) from error
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """A library that works in it may have wrapped what SQLAlchemy raised."""
+        """A context in which another library works in the database. It may wrap the errors of SQLAlchemy."""
         try:
             yield
         except StorageError:
@@ -236,13 +236,13 @@ class Database:
                 raise failure from failure.__cause__
 
     def _free_bytes(self) -> int:
-        with suppress(OSError):  # the directory may be gone as well
+        with suppress(OSError):  # the directory may be gone too
             return shutil.disk_usage(self._path.parent).free if self._path else 0
         return 0
 
 
 def file_of(where: str | os.PathLike[str]) -> Path | None:
-    """The file of a database, whether it is there or not; None where it has none. Raises `UsageError` as `Database`."""
+    """The file of a database, which may not exist; None if it has none. Raises `UsageError` as `Database` does."""
     return _file(_url(where))
 
 
@@ -272,7 +272,7 @@ def _url(where: str | os.PathLike[str]) -> URL:
 
 
 def _inspect_file(path: Path) -> bool:
-    """Whether the file can only be read. Raises `StorageError` for what is no SQLite file, and creates directories."""
+    """Whether the file is read-only. Makes missing directories. Raises `StorageError` if it is no SQLite file."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if not path.exists():
@@ -280,8 +280,8 @@ def _inspect_file(path: Path) -> bool:
                 raise StorageError(f"{path} cannot be created: its directory is not writable; name another file")
             return False
         start, _ = read_start(path, 16)
-        for name in ("-journal", "-wal", "-shm"):  # which SQLite opens too, if they are there
-            # Looked at, not opened: closing it would end the locks that this process holds on it.
+        for name in ("-journal", "-wal", "-shm"):  # SQLite opens them too, if they exist
+            # Not opened: closing it would end the locks of this process on it.
             with suppress(FileNotFoundError):
                 if not stat.S_ISREG(os.lstat(f"{path}{name}").st_mode):
                     raise OSError(None, "Not a regular file")
@@ -297,8 +297,7 @@ def _writable(path: Path) -> bool:
 
 
 def _connect_read_only(path: Path) -> sqlite3.Connection:
-    # Without a write-ahead log nobody has the file open, and "immutable" spares SQLite the files that it would
-    # otherwise create beside it.
+    # Without a write-ahead log, no process has the file open. Then "immutable" keeps SQLite from creating more files.
     in_use = path.with_name(f"{path.name}-wal").exists()
     return connect_read_only(path, immutable=not in_use, check_same_thread=False)
 

@@ -1,4 +1,4 @@
-"""Files that anybody may have written: opened only if they are regular ones, and read no further than makes sense."""
+"""Opens files from unknown authors: only regular files, and only up to a bound."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import zlib
 from typing import NamedTuple
 from urllib.parse import quote_from_bytes
 
-MOST_BYTES = 1 << 24  # of one value in a database, and of a cubin or PTX; the largest so far are a hundredth of it
+MOST_BYTES = 1 << 24  # of one value in a database, and of a cubin or PTX; real ones are a hundredth of it at most
 
 
 class FileState(NamedTuple):
-    """What tells a file from another of its name, and from itself before it was changed."""
+    """The identity of a file, which differs from that of a new file of the same name, and from before a change."""
 
     device: int
     inode: int
@@ -24,7 +24,7 @@ class FileState(NamedTuple):
 
 
 def file_state(path: str | os.PathLike[str]) -> FileState | None:
-    """None if there is no such file."""
+    """The state of a file; None if there is no such file."""
     try:
         return _state(os.stat(path))
     except OSError:
@@ -32,7 +32,7 @@ def file_state(path: str | os.PathLike[str]) -> FileState | None:
 
 
 def read_start(path: str | os.PathLike[str], size: int) -> tuple[bytes, FileState]:
-    """The first bytes of a regular file, and its state. Raises `OSError` for any other: a pipe would be waited for."""
+    """The first bytes of a regular file, and its state. Raises `OSError` for any other file; a pipe would block."""
     number = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     try:
         found = os.fstat(number)
@@ -46,21 +46,21 @@ def read_start(path: str | os.PathLike[str], size: int) -> tuple[bytes, FileStat
 def connect_read_only(
     path: str | os.PathLike[str], *, immutable: bool, check_same_thread: bool = True
 ) -> sqlite3.Connection:
-    """SQLite's connection to a file at any path: one with bytes that are no UTF-8, or two slashes first."""
-    # What follows two slashes in a URI is the name of a host.
+    """An SQLite connection to a file. The path may have bytes that are no UTF-8, or begin with two slashes."""
+    # After two slashes, a URI has the name of a host.
     absolute = b"/" + os.fsencode(os.path.abspath(path)).lstrip(b"/")
     uri = f"file:{quote_from_bytes(absolute)}?mode=ro{'&immutable=1' if immutable else ''}"
     return sqlite3.connect(uri, uri=True, check_same_thread=check_same_thread)
 
 
 def limit_values(connection: sqlite3.Connection) -> None:
-    """Lets SQLite refuse a value or row of more than `MOST_BYTES` before it takes memory for it. Python 3.10 cannot."""
+    """Make SQLite refuse values and rows above `MOST_BYTES` before it allocates memory. Python 3.10 cannot do this."""
     if sys.version_info >= (3, 11):
         connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MOST_BYTES)
 
 
 def inflated(data: bytes) -> bytes:
-    """What `zlib.compress` made `data` of. Raises `ValueError` if `data` is damaged, or of more than `MOST_BYTES`."""
+    """The decompressed data of `zlib.compress`. Raises `ValueError` if it is damaged, or above `MOST_BYTES`."""
     stream = zlib.decompressobj()
     try:
         content = stream.decompress(data, MOST_BYTES + 1)

@@ -1,4 +1,4 @@
-"""Bundles back into selections of winners: to join those of several GPUs, and to make tables of them."""
+"""Reads bundles as selections of winners, to merge those of several GPUs, and to export them as tables."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ Selection = dict[WinnerCell, Trial]
 
 
 def selection_of(bundle: Bundle) -> Selection:
-    """The winners of a bundle as `write_bundle` takes them: each with the times of its own cell, their quartiles lost,
-    and with a kernel that has no source."""
+    """The winners of a bundle as `write_bundle` takes them. Each has the times of its own cell, without their
+    quartiles, and a kernel without source."""
     kernels: dict[str, Kernel] = {}
     selection: Selection = {}
     for entry in bundle.all_entries():
@@ -35,10 +35,12 @@ def selection_of(bundle: Bundle) -> Selection:
 def merge_bundles(paths: Iterable[str | os.PathLike[str]], out: str | os.PathLike[str]) -> Selection:
     """Write one bundle with the winners of several of one arch, such as of an H100 and an H200, and return them.
 
-    Where two have a winner for the same cell, the better one's is taken, as a search would take it. One between buckets
-    was found beside the winners of the buckets around it, and is taken only where these are. A winner that misses its
-    problem's error bound, which may have been wider when it was found, is left out. Raises `UsageError`
-    where there are none or they are of several archs, and `StorageError` as `Bundle.open` and `write_bundle` do.
+    If two bundles have a winner for the same cell, the better winner is taken, as a search would do. A winner between
+    buckets was found beside the winners of the buckets around it, and is taken only together with these. A winner that
+    misses its problem's error bound, which may have been wider when it was found, is left out.
+
+    Raises `UsageError` if there are no bundles, or bundles of several archs, and `StorageError` as `Bundle.open` and
+    `write_bundle` do.
     """
     bundles = [Bundle.open(Path(path)) for path in paths]
     archs = {bundle.arch for bundle in bundles}
@@ -57,13 +59,13 @@ def merge_bundles(paths: Iterable[str | os.PathLike[str]], out: str | os.PathLik
 
 
 def _best(selections: Iterable[Selection]) -> Selection:
-    """Of the winners of each cell the best."""
+    """Cell → the best of its winners."""
     trials = [trial for selection in selections for trial in selection.values()]
     return {cell: trial for cell, (trial, _) in best_by_cell(trials).items()}
 
 
 def _between(selection: Selection, buckets: Selection) -> Selection:
-    """The winners between buckets that have the same kernels around them in a selection of buckets as in their own."""
+    """The winners between buckets whose two nearest buckets have the same kernels in `buckets` as in `selection`."""
     counts: dict[WinnerCell, list[int]] = defaultdict(list)
     for cell in sorted(buckets):
         counts[cell.line].append(cell.elements)
@@ -79,7 +81,7 @@ def _between(selection: Selection, buckets: Selection) -> Selection:
 
 
 def write_selection(path: str | os.PathLike[str], arch: str, selection: Selection) -> None:
-    """`write_bundle` with the kernels that the trials have. Raises as it does."""
+    """`write_bundle` with the kernels of the trials. Raises what it raises."""
     kernels = {trial.kernel.digest: trial.kernel for trial in selection.values() if trial.kernel}
     write_bundle(path, arch, selection, kernels.__getitem__)
 

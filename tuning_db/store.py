@@ -1,4 +1,4 @@
-"""`Store`: every trial that was ever finished, kept in a database."""
+"""`Store`: keeps all finished trials in a database."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from hadagen.tuning_db.schema import (
 Row = TypeVar("Row", bound=Base)
 
 _BLOBS = (KernelRow.source, KernelRow.ptx, KernelRow.cubin)
-# By table, what its columns hold, but for those that may be NULL; `Compressed` checks what it reads itself.
+# Table → type of each column, without columns that may be NULL, and `Compressed` columns, which check themselves.
 _KINDS: dict[type[Base], list[tuple[str, type[Any]]]] = {
     model: [
         (column.key, dict if isinstance(column.type, JSON) else column.type.python_type)
@@ -60,9 +60,9 @@ _KINDS: dict[type[Base], list[tuple[str, type[Any]]]] = {
 
 
 class Store:
-    """A tuning database. Safe to use from several threads and processes at once.
+    """A tuning database. Several threads and processes may use it at once.
 
-    Every method raises `StorageError` where the database cannot do it.
+    Every method raises `StorageError` if the database fails.
     """
 
     def __init__(self, database: Database) -> None:
@@ -70,9 +70,9 @@ class Store:
 
     @classmethod
     def open(cls, where: str | os.PathLike[str]) -> Store:
-        """Open a path or a SQLite or PostgreSQL URL; a new file is created, an older schema upgraded with a message.
+        """Open a path, or a SQLite or PostgreSQL URL. A new file is created, an old schema upgraded with a log line.
 
-        A file that may not be written is opened all the same, for reading.
+        A file without write permission is opened for reading.
         """
         return cls(Database(where, _seal_rows))
 
@@ -87,12 +87,12 @@ class Store:
 
     @property
     def database(self) -> Database:
-        """For what else is kept there."""
+        """The database, for other tables there."""
         return self._database
 
     @property
     def url(self) -> str:
-        """What opens this database in SQLAlchemy, for instance in Optuna, which keeps its tables beside ours."""
+        """The URL of this database for SQLAlchemy, for instance for Optuna, whose tables are beside ours."""
         return self._database.url
 
     @property
@@ -105,22 +105,22 @@ class Store:
         return self._database.read_only
 
     def lent(self) -> AbstractContextManager[None]:
-        """Within it another library works in this database by its `url`; where the database fails it, `StorageError`
-        says so as it does for ours."""
+        """A context in which another library works in this database by its `url`. If the database fails there, this
+        raises `StorageError` too."""
         return self._database.lent()
 
     def record(self, trial: Trial) -> int:
-        """Store a trial in one transaction, durable when this returns, and return its row number.
+        """Store a trial in one transaction, which is durable when this returns. Returns its row number.
 
-        A trial is known by problem, arch, knobs, environment and provenance: recording such a one again replaces it.
+        It replaces an earlier trial with the same problem, arch, knobs, environment and provenance.
         """
         with self._database.writing() as session:
             return _record(session, trial)
 
     def add_timings(self, trial: Trial) -> None:
-        """Store a trial as `record` does, but with the timings of other cells that its kernel has there already.
+        """Store a trial as `record` does, but keep the stored timings of its kernel in other cells.
 
-        Where there is another kernel of these knobs nothing is stored.
+        If the stored trial of these knobs has another kernel, nothing is stored.
         """
         with self._database.writing() as session:
             row = session.scalar(select(TrialRow).where(*_same(TrialRow, _key(session, trial))))
@@ -168,14 +168,14 @@ class Store:
             return [_trial(row, errors[row.id], timings[row.id], blobs) for row in session.scalars(query)]
 
     def rows_after(self, row: int) -> list[int]:
-        """The row numbers of the trials that were recorded after that of this number, ascending; 0 stands for none."""
+        """The row numbers of the trials that were recorded after trial `row`, ascending; with 0 those of all trials."""
         with self._database.reading() as session:
             return list(session.scalars(select(TrialRow.id).where(TrialRow.id > row).order_by(TrialRow.id)))
 
     def checked(self) -> list[Trial]:
-        """All `trials`, without blobs, of a database of which nothing was changed or is gone.
+        """All `trials`, without blobs, after a check that no row of the database is changed or missing.
 
-        The others may miss a trial whose row is damaged just where it says what they ask for.
+        Other queries may miss a trial whose row is damaged in the columns they ask for.
         """
         self._database.check()
         return self.trials(blobs=False)
@@ -194,7 +194,7 @@ def _where(timing: Timing) -> tuple[int, Destination, Cache]:
 
 
 def _key(session: Session, trial: Trial) -> dict[str, object]:
-    """What a trial is known by."""
+    """The columns that identify a trial."""
     return {
         "problem_id": row_of(session, ProblemRow, {"key": trial.problem.key}).id,
         "arch": trial.arch,
@@ -233,7 +233,7 @@ def _same(model: type[Base], columns: dict[str, object]) -> list[ColumnElement[b
 
 
 def row_of(session: Session, model: type[Row], columns: dict[str, object]) -> Row:
-    """The row with these columns, added where there is none."""
+    """The row with these columns, which is added if it is missing."""
     row = session.scalar(select(model).where(*_same(model, columns)))
     if row is None:
         row = model(**columns)
@@ -243,7 +243,7 @@ def row_of(session: Session, model: type[Row], columns: dict[str, object]) -> Ro
 
 
 def _kernel_row(session: Session, kernel: Kernel) -> KernelRow:
-    """The row of the digest, which names what the kernel does; added where there is none."""
+    """The row with the digest of a kernel, which is added if it is missing."""
     row = session.scalar(select(KernelRow).where(KernelRow.digest == kernel.digest))
     if row is None:
         columns = asdict(kernel) | kernel.launch.to_dict()
@@ -301,7 +301,7 @@ def _timings(session: Session, wanted: Select[Any]) -> dict[int, list[Timing]]:
     timings: dict[int, list[Timing]] = defaultdict(list)
     for trial_id, elements, destination, cache, us, low, high, copy in session.execute(query):
         known = type(elements) is int and type(us) is type(low) is type(high) is type(copy) is float
-        # Written out, for there are very many of them.
+        # Written out for speed, because there are very many timings.
         if not (known and elements > 0 and 0 < us < inf and 0 < low < inf and 0 < high < inf and 0 < copy < inf):
             raise _damaged(TimingRow, "elements … copy_us", (elements, us, low, high, copy))
         timings[trial_id].append(Timing(elements, Destination(destination), Cache(cache), us, low, high, copy))

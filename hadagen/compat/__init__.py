@@ -1,1 +1,1 @@
-"""Other projects' functions by their own names: a program that calls them changes one import."""
+"""Functions of other projects by their own names, so that a program that calls them changes only an import."""

@@ -2,7 +2,7 @@
 
     from hadagen.compat.fast_hadamard_transform import hadamard_transform
 
-This takes more than the original does: rows longer than 32768, float64, tensors on the CPU, second derivatives.
+These functions accept more than the originals: rows longer than 32768, float64, tensors on the CPU, second derivatives.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ __all__ = [
 def hadamard_transform(x: torch.Tensor, scale: float | torch.Tensor = 1.0) -> torch.Tensor:
     """(x · H_n) · scale over the last dimension, in a new tensor of x's shape and type; differentiable in x.
 
-    x: [..., m] with any m ≥ 1. Where m is no power of two, n is the next one: x counts as continued with zeros, and the
-        first m results are returned.
-    scale: a number, what `float` makes one of, or a tensor of one element, which gets no gradient.
+    x: [..., m] with any m ≥ 1. If m is no power of two, n is the next one: x is zero-padded, and the first m results
+        are returned.
+    scale: a number, a value that `float` converts, or a tensor of one element, which gets no gradient.
 
     Raises what `hadagen.hadamard_transform` raises.
     """
@@ -43,8 +43,8 @@ def hadamard_transform(x: torch.Tensor, scale: float | torch.Tensor = 1.0) -> to
 
 
 def hadamard_transform_ref(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-    """The same by a product with the explicit matrix, in x's type: slow, in O(m²) memory, and sure. For tests."""
-    # A script, which knows neither the checks nor another scale than a float, goes without them.
+    """The same by a product with the explicit matrix, in x's type. It is slow and takes O(m²) memory; for tests."""
+    # A TorchScript cannot call the checks, and its scale is always a float.
     if not torch.jit.is_scripting():  # type: ignore[attr-defined]
         if stands_for_a_tensor(x):
             return handle_torch_function(hadamard_transform_ref, (x,), x, scale)
@@ -56,7 +56,7 @@ def hadamard_transform_ref(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
     factor = torch.tensor([[1, 1], [1, -1]], dtype=x.dtype, device=x.device)
     while matrix.shape[0] < m:
         matrix = torch.kron(factor, matrix)
-    # The zeros that continue x would meet only the rows cut off here.
+    # The zeros of a padded x would meet only the rows that are cut off here.
     return torch.nn.functional.linear(x, matrix[:m, :m]) * scale
 
 
@@ -81,8 +81,11 @@ def hadamard_transform_40N(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
 
 
 def _number(scale: Any) -> Any:
-    """The only element of a tensor, and the number that an array or a Decimal stands for; else the scale as it is.
-    Raises TypeError for a tensor without a value, or a tensor or an array of none, of several or of complex numbers."""
+    """The only element of a tensor, or the float value of an array or a Decimal; any other scale unchanged.
+
+    Raises TypeError for a tensor without a value, and for a tensor or array that has not exactly one element or is
+    complex.
+    """
     if not isinstance(scale, torch.Tensor):
         known = isinstance(scale, Complex) or is_symbolic(scale) or not hasattr(type(scale), "__float__")
         return scale if known else float(scale)

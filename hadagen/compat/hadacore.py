@@ -1,10 +1,10 @@
-"""The function of HadaCore, and vLLM's wrapper of it: same names, arguments and results.
+"""The function of HadaCore, and vLLM's wrapper of it, with the same names, arguments and results.
 
     from hadagen.compat.hadacore import hadamard_transform  # for: from faster_hadamard_transform import …
     from hadagen.compat.hadacore import hadacore_transform  # for: from vllm._custom_ops import …
 
-This takes more than the originals do: rows longer than 32768, float32 and float64, tensors on the CPU, any strides and
-numbers of rows. Results round once, and gradients flow, where the originals return tensors without a gradient.
+These functions accept more than the originals: rows longer than 32768, float32 and float64, tensors on the CPU, any
+strides and numbers of rows. Results round once. They have gradients, which those of the originals do not.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def hadamard_transform(x: torch.Tensor, inplace: bool = False) -> torch.Tensor:
     """
     if stands_for_a_tensor(x):
         return handle_torch_function(hadamard_transform, (x,), x, inplace)
-    # What else is wrong, the transform says.
+    # The transform reports all other errors.
     n = x.shape[-1] if isinstance(x, torch.Tensor) and not x.is_nested and x.dim() else 1
     if n & (n - 1):
         raise TensorError(f"the last dimension of x is {n}; it must be a power of two, so pad it with zeros")

@@ -1,12 +1,12 @@
-"""`Cell`: one thing that is timed, and how the launches of a timing are laid out in memory.
+"""`Cell`: what one timing is of. `Traffic`: the memory of the launches of a timing.
 
 One timing is a CUDA graph of launches, replayed. Launch number i works in *slot* i, a piece of one large arena:
 
     hot    every launch in slot 0, so the data stays in L2
-    cold   every launch in a slot of its own; nothing touches a slot again before L2 was filled three times over,
-           by the other slots where they are large enough, else by a read-only flush before each replay
+    cold   every launch in a slot of its own; before a slot is used again, L2 was filled three times over, by the
+           other slots if they are large enough, else by a read-only flush before each replay
 
-A slot holds x, and y behind it where the destination is out-of-place.
+A slot holds x, and y behind it if the destination is out-of-place.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from hadagen.regimes import (
 )
 from hadagen.trial import Timing
 
-# Cold times begin here: below, 256 KiB and less, a launch is all latency and its input is hot in any real program.
+# The least count with cold times. Below (256 KiB), a launch is all latency, and its input is hot in real programs.
 LEAST_COLD_ELEMENTS = 1 << 16
-# A buffer was evicted from L2 once this many times the L2 were touched since.
+# A buffer is evicted from L2 once this many times the size of L2 was touched after it.
 EVICTION = 3
-# Enough launches in a graph for its own start and end to be less than one percent of them.
+# With so many launches in a graph, its own start and end take less than one percent of the time.
 _MAX_LAUNCHES = 96
 _HOT_BYTES = 1 << 28
 
 
 class Traffic(NamedTuple):
-    """The memory of one timing. Where the traffic is equal the copy kernel takes the same time, whatever computes."""
+    """The memory of one timing. The time of the copy kernel depends on nothing else."""
 
     buffer_bytes: int  # of the input, and of the result; a multiple of 16
     destination: Destination
@@ -59,12 +59,12 @@ class Traffic(NamedTuple):
         return 1 if self.cache is Cache.HOT else self.launches(l2_bytes)
 
     def needs_flush(self, l2_bytes: int) -> bool:
-        """Whether L2 must be flushed before each replay, because the rotation does not evict its own beginning."""
+        """Whether L2 must be flushed before each replay, because the rotation does not evict its own first slots."""
         return self.cache is Cache.COLD and self.slots(l2_bytes) * self.footprint < EVICTION * l2_bytes
 
 
 class Cell(NamedTuple):
-    """What one timing is of: `elements` = rows · n, where the result goes, and where the input lies."""
+    """What one timing is of: `elements` = rows · n, the destination of the result, and where the input lies."""
 
     elements: int
     destination: Destination
@@ -72,7 +72,7 @@ class Cell(NamedTuple):
 
     @classmethod
     def of(cls, timing: Timing) -> Cell:
-        """What a timing is of."""
+        """The cell of a timing."""
         return cls(timing.elements, timing.destination, timing.cache)
 
     def traffic(self, problem: Problem) -> Traffic:
@@ -80,14 +80,14 @@ class Cell(NamedTuple):
         return Traffic(whole_vectors, self.destination, self.cache)
 
 
-# What to time: the same of every problem, or by problem.
+# What to time: the same cells for every problem, or cells by problem.
 Cells = Sequence[Cell] | Mapping[Problem, Sequence[Cell]]
 
 
 def all_cells(problem: Problem, l2_bytes: int) -> tuple[Cell, ...]:
-    """Every cell of a problem on a device: both destinations, hot up to twice its L2 and cold from 65536 elements up.
+    """Every cell of a problem on a device: both destinations, hot up to twice its L2, and cold from 65536 elements on.
 
-    Of counts that are not of `ELEMENT_BUCKETS` only the regime that decides, or both where they count alike.
+    Counts that are not in `ELEMENT_BUCKETS` have only the regime that decides, or both if both count the same.
     """
     cells = (Cell(e, d, c) for e in element_buckets(problem) for d in Destination for c in Cache)
     return tuple(cell for cell in cells if is_timed(problem, cell, l2_bytes) and _weighs(problem, cell, l2_bytes))
@@ -99,25 +99,25 @@ def _weighs(problem: Problem, cell: Cell, l2_bytes: int) -> bool:
 
 
 def cells_at(problem: Problem, elements: int, destination: Destination, l2_bytes: int) -> tuple[Cell, ...]:
-    """What kernels are compared by at one element count: the regime that decides, then the other, if it is timed."""
+    """The cells that compare kernels at one element count: the regime that decides, then the other, if timed."""
     decides = deciding_cache(problem, elements, destination, l2_bytes)
     cells = (Cell(elements, destination, cache) for cache in sorted(Cache, key=lambda cache: cache is not decides))
     return tuple(cell for cell in cells if cell.cache is decides or is_timed(problem, cell, l2_bytes))
 
 
 def is_timed(problem: Problem, cell: Cell, l2_bytes: int) -> bool:
-    """Whether the regime of a cell is one that kernels of a problem are timed in, on a device with that much L2; the
-    element count may be any."""
+    """Whether kernels of a problem are timed in the regime of a cell, on a device with that much L2. The element count
+    may be any."""
     if cell.cache is Cache.HOT:
         return cell.traffic(problem).footprint <= 2 * l2_bytes
     return cell.elements >= LEAST_COLD_ELEMENTS
 
 
 def rows_between(problem: Problem, counts: int) -> list[int]:
-    """So many (2 or more) odd numbers of rows, ascending, whose element counts lie between those that kernels are timed
-    at, spread evenly on a logarithmic scale: from the middle between the first two to that between the last two.
+    """`counts` (2 or more) odd numbers of rows, ascending, between the buckets of a problem.
 
-    None is such an element count itself: those hold a single row, or an even number.
+    They are spread evenly on a logarithmic scale, from the middle between the first two buckets to the middle between
+    the last two. None is a bucket itself, because buckets hold a single row or an even number of rows.
     """
     first, second, *_, last_but_one, last = (log2(elements) for elements in element_buckets(problem))
     low, high = (first + second) / 2, (last_but_one + last) / 2
@@ -125,7 +125,7 @@ def rows_between(problem: Problem, counts: int) -> list[int]:
     for i in range(counts):
         rows = 2.0 ** (low + (high - low) * i / (counts - 1)) / problem.n
         odd = 2 * round((rows - 1) / 2) + 1
-        found.append(max(odd, found[-1] + 2 if found else 3))  # a single row is such an element count itself
+        found.append(max(odd, found[-1] + 2 if found else 3))  # a single row may be a bucket
     return found
 
 

@@ -1,9 +1,9 @@
-"""Kernels against each other and against other libraries, on the GPU of the worker process.
+"""Compares kernels with each other and with other libraries, on the GPU of the worker process.
 
-`compare` times all that computes the same rows within the same seconds, each as a trial is timed: by a CUDA graph of as
-many launches in the same slots. `rank` looks for the fastest of many kernels of one problem: all are timed once, those
-near the best race against each other, and the lead of the one that won is taken from one more race, since the least of
-many noisy times is less than any kernel takes.
+`compare` times everything that computes the same rows within the same seconds. Each is timed like a trial: by a CUDA
+graph of as many launches in the same slots. `rank` finds the fastest of many kernels of one problem. All kernels are
+timed once, and those near the best once more, in turns. The margin of the best comes from a third timing of two kernels
+only, because the least of many noisy times is less than the time of any kernel.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from hadagen.regimes import Destination
 from hadagen.trial import Kernel, Outcome
 
 _REPLAYS = 5
-# A call that takes milliseconds is timed as well by fewer.
+# For a call that takes milliseconds, fewer replays are enough.
 _FEW_REPLAYS = 2
 _LONG_US = 20_000.0
 
 _SCREENING_REPLAYS = 3
-# What comes so near the best of the screening, and of these the first so many, is raced.
+# Kernels this near the best of the screening are timed again in turns, but no more than `_FINALISTS`.
 _NEAR, _FINALISTS = 1.06, 6
 _RACE_REPLAYS = 9
 _FINAL_REPLAYS = 15
@@ -41,8 +41,7 @@ Load = Callable[[Kernel], AbstractContextManager[LoadedKernel]]
 
 
 class Contests:
-    """`load` gives a kernel on the device for as long as the `with` lasts. The stopwatch's stream is PyTorch's current
-    one."""
+    """`load` returns a context with a kernel on the device. The stream of the stopwatch is PyTorch's current stream."""
 
     def __init__(self, stopwatch: Stopwatch, verifier: Verifier, yardstick: Yardstick, l2_bytes: int, load: Load):
         self._stopwatch = stopwatch
@@ -87,8 +86,8 @@ class Contests:
     def _verified(
         self, loaded: ExitStack, kernels: Iterable[tuple[Problem, Kernel]]
     ) -> tuple[tuple[Answer, ...], dict[int, LoadedKernel]]:
-        """What is said of each kernel, and by their numbers those that are right, loaded until the stack is left. One
-        that does not fit on the device is none of them."""
+        """The answer for each kernel, and by position the right ones, which stay loaded until the stack is left. A
+        kernel that does not fit on the device is not right."""
         answers, right = [], {}
         for i, (problem, kernel) in enumerate(kernels):
             try:
@@ -124,9 +123,9 @@ class Contests:
             if peer.name in peers:
                 calls = calls_of(peer, problem, inputs, cell.destination is Destination.IN_PLACE)
                 try:
-                    calls[0]()  # the first call may do what a capture forbids, and takes longer
+                    calls[0]()  # the first call takes longer, and may do what a capture forbids
                     us = self._stopwatch.once(calls[0])
-                except RuntimeError:  # so many rows are too many for it, or for what it allocates
+                except RuntimeError:  # too many rows for the library, or for the memory
                     continue
                 replays = _FEW_REPLAYS if us * launches > _LONG_US else _REPLAYS
                 timed[peer.name] = Turns([partial(self._peers.graph, calls, launches)], traffic, replays)
@@ -186,5 +185,5 @@ def _transform(peer: Peer, problem: Problem, x: torch.Tensor) -> torch.Tensor:
 
 
 def _score(contest: Contest, us: dict[Cell, float]) -> float:
-    """What ranks a kernel in a contest by its times: less is better."""
+    """The score of a kernel from its times; less is better."""
     return math.exp(math.fsum(share * math.log(us[cell]) for cell, share in contest.cells))

@@ -1,4 +1,4 @@
-"""What the study's process and the worker process say to each other about kernels."""
+"""The requests to the worker process, and its answers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hadagen.trial import Kernel, Outcome, Timing
 
 @dataclass(frozen=True)
 class Measure:
-    """Verify a kernel, then time it. It is given up where it exceeds `limits_us` at every probe cell."""
+    """Verify a kernel, then time it. Timing stops if the kernel exceeds `limits_us` at every probe cell."""
 
     problem: Problem
     kernel: Kernel
@@ -33,7 +33,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Race:
-    """Time two verified kernels of one problem by turns at each cell; the answer is a list of (µs of a, µs of b)."""
+    """Time two verified kernels of one problem in turns at each cell. The answer is a list of (µs of a, µs of b)."""
 
     problem: Problem
     a: Kernel
@@ -43,10 +43,10 @@ class Race:
 
 @dataclass(frozen=True)
 class Compare:
-    """Verify kernels that transform rows of one kind, then time them side by side, with the peers and the copy.
+    """Verify kernels for the same rows, then time them in turns with the other libraries and the copy.
 
     `kernels`: each with its problem; problems differ in numerics only. `cells`: each with the positions in `kernels` of
-    those that are timed there.
+    the kernels that are timed there.
     """
 
     kernels: tuple[tuple[Problem, Kernel], ...]
@@ -57,14 +57,17 @@ class Times(NamedTuple):
     """Microseconds of one launch at a cell."""
 
     copy: float
-    kernels: dict[int, float]  # by position in `Compare.kernels`; those that verification refused are left out
+    kernels: dict[int, float]  # by position in `Compare.kernels`, without those that failed verification
     peers: dict[str, float]  # by name
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What came of `Compare`. `answers`: of the kernels' verification. `peer_errors`: relative error by class of input,
-    by name of the peer; those that cannot transform such rows are left out. `times`: in the order of the cells."""
+    """The answer to `Compare`.
+
+    `answers`: the verification of each kernel. `peer_errors`: name of the library → class of input → relative error,
+    without libraries that cannot transform such rows. `times`: in the order of the cells.
+    """
 
     answers: tuple[Answer, ...]
     peer_errors: dict[str, dict[str, float]]
@@ -72,8 +75,11 @@ class Comparison:
 
 
 class Contest(NamedTuple):
-    """Where one of several kernels is chosen: its position among them, and the cells by whose times, each to the power
-    of its share, kernels are ranked there. The shares add up to 1; the first cell's is no smaller than another's."""
+    """A call that chooses one of several kernels.
+
+    `chosen`: the position of that kernel. `cells`: (cell, share). Kernels are ranked by the product of their times in
+    the cells, each to the power of its share. The shares add up to 1, and the first is the largest.
+    """
 
     chosen: int
     cells: tuple[tuple[Cell, float], ...]
@@ -81,7 +87,7 @@ class Contest(NamedTuple):
 
 @dataclass(frozen=True)
 class Rank:
-    """Verify kernels of one problem, and find the fastest of each contest."""
+    """Verify kernels of one problem, and find the fastest for each of `contests`."""
 
     problem: Problem
     kernels: tuple[Kernel, ...]
@@ -89,9 +95,12 @@ class Rank:
 
 
 class Standing(NamedTuple):
-    """What came of a contest: the position of the fastest kernel, times in µs of a launch at the first cell of the
-    chosen one and of the fastest, from one race between the two, and by how much of the fastest one's score that of the
-    chosen one is worse (0.02 is 2 %)."""
+    """The result for one call.
+
+    `best`: the position of the fastest kernel. `chosen_us`, `best_us`: µs of a launch of the chosen and of the fastest
+    kernel at the first cell, from a timing of these two in turns. `loss`: score of the chosen / score of the fastest
+    - 1 (0.02 is 2 %).
+    """
 
     best: int
     chosen_us: float
@@ -101,8 +110,11 @@ class Standing(NamedTuple):
 
 @dataclass(frozen=True)
 class Ranking:
-    """What came of `Rank`. `answers`: of the kernels' verification; those it refused are not timed. `standings`: in the
-    order of the contests, None where it refused the chosen kernel."""
+    """The answer to `Rank`.
+
+    `answers`: the verification of each kernel; those that fail are not timed. `standings`: in the order of `contests`;
+    None if the chosen kernel failed.
+    """
 
     answers: tuple[Answer, ...]
     standings: tuple[Standing | None, ...]

@@ -62,7 +62,7 @@ def find_peers() -> list[Peer]:
             try:
                 found.append(make(import_module(name)))
             except ImportError as error:
-                warnings.warn(f"{name} is left out, for it cannot be imported: {error}", stacklevel=2)
+                warnings.warn(f"{name} is left out, because it cannot be imported: {error}", stacklevel=2)
     return found
 
 

@@ -1,4 +1,4 @@
-"""Runners: what takes variants and returns trials. The study knows nothing else of measuring."""
+"""Runners: they take variants and return trials. The search knows nothing else about measuring."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COMPARISON_TIMEOUT_S = 300.0  # a library may take a second for some of what our
 
 @dataclass(frozen=True)
 class Variant:
-    """Knobs of a problem, to be tried. `kernel` is None only for runners that run nothing, such as `ReplayRunner`."""
+    """Knobs of a problem, to try. `kernel` is None only for runners that run nothing, such as `ReplayRunner`."""
 
     problem: Problem
     knobs: dict[str, Any]
@@ -28,8 +28,8 @@ class Variant:
 
 
 class Runner(Protocol):
-    """Turns variants into trials, in their order, one by one. No outcome of a variant ends the run; one that could not
-    be compiled, for a reason that may pass, is `NotTried`."""
+    """Turns variants into trials, one by one, in their order. No outcome of a variant ends the run. The result is
+    `NotTried` if a compiler died, which may pass."""
 
     @property
     def environment(self) -> Environment: ...
@@ -46,13 +46,14 @@ def _device_service(*arguments: Any) -> Service:
 class DeviceRunner:
     """Verifies and times kernels on one CUDA device, in a process of its own that is replaced whenever it breaks.
 
-    copy_kernels: the compiled `copy_sources()`. cells: what to time, of every problem or by problem; by default
-    all that the device's L2 calls for.
-    give_up: a kernel this many times slower than the best of its problem so far at each of three
-    probe cells is not timed further; its trial is `ok` with the timings there are. timeout_s: for one variant.
-    make_service: what the worker runs instead of the GPU; for tests.
+    copy_kernels: the compiled `copy_sources()`.
+    cells: the cells to time, for all problems or by problem; by default `all_cells` for the L2 of the device.
+    give_up: a kernel this many times slower than the best of its problem so far, at each of three probe cells, is not
+        timed further. Its trial is `ok`, with the timings so far.
+    timeout_s: seconds for one variant.
+    make_service: runs in the worker instead of the GPU; for tests.
 
-    The worker starts with the first use and is killed by `close`. Every use raises `DeviceError` where it cannot start.
+    The worker starts at the first use, and `close` kills it. Every use raises `DeviceError` if it cannot start.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class DeviceRunner:
 
     @property
     def environment(self) -> Environment:
-        """The device's; `nvcc` is "" here and filled in for each trial."""
+        """The environment of the device. `nvcc` is "" here, and is filled in for each trial."""
         if self._environment is None:
             self._start()
         assert self._environment is not None
@@ -109,9 +110,9 @@ class DeviceRunner:
                 self._worker.stop()
 
     def race(self, a: Variant, b: Variant, cells: Sequence[Cell]) -> list[tuple[float, float]]:
-        """Times two verified variants of one problem by turns: (µs of a, µs of b) for each cell.
+        """Time two verified variants of one problem in turns: (µs of a, µs of b) for each cell.
 
-        Raises `DeviceError` where the worker fails or takes longer than a variant may.
+        Raises `DeviceError` if the worker fails or exceeds the time of a variant.
         """
         if a.problem != b.problem:
             raise UsageError(f"{a.problem.key} cannot be raced against {b.problem.key}; give two of one problem")
@@ -119,11 +120,11 @@ class DeviceRunner:
         return list(self._ask(request, "a race", self._timeout_s))
 
     def compare(self, variants: Sequence[Variant], cells: Sequence[tuple[Cell, Sequence[int]]]) -> Comparison:
-        """Verifies variants whose problems differ in numerics only, then times them side by side, with the other
-        libraries that are installed and the copy.
+        """Verify variants whose problems differ in numerics only, then time them in turns with the other libraries and
+        the copy.
 
-        cells: each with the positions of the variants that are timed there. Raises `DeviceError` where the worker
-        fails or takes longer than `COMPARISON_TIMEOUT_S`.
+        cells: each with the positions of the variants that are timed there. Raises `DeviceError` if the worker fails or
+        takes longer than `COMPARISON_TIMEOUT_S`.
         """
         kinds = {variant.problem.with_io(numerics=Numerics.ACCURATE).key for variant in variants}
         if len(kinds) != 1:
@@ -134,9 +135,9 @@ class DeviceRunner:
         return answer
 
     def rank(self, variants: Sequence[Variant], contests: Sequence[Contest]) -> Ranking:
-        """Verifies variants of one problem, and finds the fastest of each contest.
+        """Verify variants of one problem, and find the fastest for each of `contests`.
 
-        Raises `DeviceError` where the worker fails or takes longer than `COMPARISON_TIMEOUT_S`.
+        Raises `DeviceError` if the worker fails or takes longer than `COMPARISON_TIMEOUT_S`.
         """
         problem = variants[0].problem
         if any(variant.problem != problem for variant in variants):

@@ -15,7 +15,7 @@ _YARDSTICK_LIFE_S = 20.0
 
 
 class Yardstick:
-    """The copy's time for every traffic: of the shape that was the fastest the first time, taken again now and then."""
+    """The time of the copy for every traffic: of the shape that was the fastest at first, timed again now and then."""
 
     def __init__(self, stopwatch: Stopwatch, copies: Sequence[LoadedKernel], replays: int) -> None:
         self._stopwatch = stopwatch
@@ -26,7 +26,7 @@ class Yardstick:
         self.us: dict[Traffic, float] = {}
 
     def refresh(self, traffics: Iterable[Traffic]) -> None:
-        """Times the copies for those of `traffics` that they were never timed for, or long ago."""
+        """Time the copies for `traffics` that were never timed, or too long ago."""
         now = time.monotonic()
         wanted = [t for t in dict.fromkeys(traffics) if now - self._taken.get(t, -math.inf) >= _YARDSTICK_LIFE_S]
         new = [traffic for traffic in wanted if traffic not in self._fastest]

@@ -1,4 +1,4 @@
-"""Arguments that several functions take, whatever kind of number they come as. PyTorch is not needed here."""
+"""Checks arguments that several functions take, of any kind of number. This module does not need PyTorch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def as_int(value: Any) -> Any:
-    """A whole number of any kind, such as numpy's, as Python's; a bool and what is no whole number as they are."""
+    """An integer of any kind, such as numpy's, as a Python int; a bool or any other value unchanged."""
     try:
         return value if isinstance(value, bool) else operator.index(value)
     except TypeError:
@@ -15,7 +15,7 @@ def as_int(value: Any) -> Any:
 
 
 def is_count(value: Any) -> bool:
-    """Whether it is a whole number of Python's, at least 1; a bool is none."""
+    """Whether it is a Python int of at least 1, and no bool."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
@@ -23,5 +23,5 @@ def is_flag(value: Any) -> bool:
     """Whether it equals True or False."""
     try:
         return value in (True, False)
-    except (RuntimeError, TypeError, ValueError):  # an array, of which some elements may and others not
+    except (RuntimeError, TypeError, ValueError):  # an array has no single answer
         return False

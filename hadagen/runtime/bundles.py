@@ -1,4 +1,4 @@
-"""Where bundles are looked for, and in which order."""
+"""Finds bundles, in the order of preference."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from hadagen.tuning_db.files import FileState, file_state
 
 VARIABLE = "HADAGEN_BUNDLE"
 
-# What each file was found to be, in the state it had then: a bundle, or why it is left out.
+# Path → the state of the file when it was opened, and the result.
 _seen: dict[Path, tuple[FileState, Bundle | str]] = {}  # a bundle, or what is wrong with it
 _warned: set[str] = set()
 
 
 def user_directory() -> Path:
-    """Where the bundles lie that were tuned on this machine, whatever they are called: `*.db`.
+    """The directory of the bundles that were tuned on this machine: `*.db`.
 
-    Raises `StorageError` where no home directory is known.
+    Raises `StorageError` if no home directory is known.
     """
     data = os.path.expanduser(os.environ.get("XDG_DATA_HOME") or "~/.local/share")
     if data.startswith("~"):
@@ -30,34 +30,34 @@ def user_directory() -> Path:
 
 
 def pinned() -> list[Bundle]:
-    """The bundles that the environment variable HADAGEN_BUNDLE names, its paths separated like those in PATH.
+    """The bundles that the environment variable HADAGEN_BUNDLE names. Its paths are separated as in PATH.
 
-    Raises `StorageError` where one of them is not a sound bundle.
+    Raises `StorageError` if one of them is damaged or no bundle.
     """
     return [_opened(path) for path in _pinned_files()]
 
 
 def files() -> list[Path]:
-    """Where a bundle is, or should be, whether it is sound or not; the most wanted first."""
+    """The paths where a bundle is, or should be, damaged or not; in the order of preference."""
     return [*_pinned_files(), *_others()]
 
 
 def in_turn() -> Iterator[list[Bundle]]:
-    """The bundles to ask, those that are `pinned` before all that are `known`: the first that serve are the only ones
-    to. Raises as `pinned` does."""
+    """The `pinned` bundles, then all that are `known`. Only the first list with a bundle that serves is used. Raises
+    what `pinned` raises."""
     yield pinned()
     yield known()
 
 
 def known() -> list[Bundle]:
-    """Every bundle there is, the most wanted first.
+    """All bundles, in the order of preference.
 
     1. those that are `pinned`;
     2. those of `user_directory`, by name;
     3. those that hadagen ships.
 
-    Raises as `pinned` does. Of the others, an unsound one only causes a warning: a file left behind by another version
-    must not stop a program that never asked for it.
+    Raises what `pinned` raises. A damaged bundle among the others only gives a warning: a file left by another version
+    must not stop a program that did not name it.
     """
     bundles = pinned()
     for path in _others():
@@ -75,7 +75,7 @@ def _pinned_files() -> list[Path]:
 def _others() -> list[Path]:
     try:
         directory = user_directory()
-        # Not by `glob`, to which one that may not be read is empty.
+        # `glob` would treat an unreadable directory as empty.
         of_user = [directory / name for name in sorted(os.listdir(directory)) if name.endswith(".db")]
     except (FileNotFoundError, StorageError):
         of_user = []
@@ -86,8 +86,8 @@ def _others() -> list[Path]:
 
 
 def leave_out(bundle: Bundle, error: StorageError) -> None:
-    """Goes on without a bundle in which a damage was found when more of it was read; raises the error again where it is
-    pinned. One that was only replaced since something was chosen from it is used as it is now."""
+    """Go on without a bundle whose damage was found when more of it was read. Raises the error again if it is pinned. A
+    bundle that was only replaced in the meantime stays in use, in its new state."""
     if isinstance(error, NoKernelError):
         _warn(f"{bundle.path} was replaced; hadagen uses what it is now")
         return
@@ -98,7 +98,7 @@ def leave_out(bundle: Bundle, error: StorageError) -> None:
 
 
 def _warn(message: str) -> None:
-    """Once."""
+    """Warn once with each message."""
     if message not in _warned:
         _warned.add(message)
         warnings.warn(message, RuntimeWarning, stacklevel=3)
@@ -109,7 +109,7 @@ def _opened(path: Path) -> Bundle:
     path = path.absolute()
     state = file_state(path)
     if state is None:
-        return Bundle.open(path)  # which says what is wrong
+        return Bundle.open(path)  # raises the right error
     known, found = _seen.get(path, (None, None))
     if known != state:
         try:

@@ -1,5 +1,5 @@
-"""What is wrong with the arguments of a call, said in one sentence. Nothing here looks at memory, so that tensors
-without any (fake ones, those of torch.compile) are checked alike."""
+"""Checks the arguments of a call. Each error is one sentence. No check reads memory, so that tensors without memory
+(fake ones, those of torch.compile) are checked too."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ from hadagen.problem import Numerics
 from hadagen.runtime.overlap import overlaps_itself
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-REAL = (float, int, Real)  # of which the first two are sooner told
+REAL = (float, int, Real)  # the first two are faster to check
 _NUMERICS = tuple(member.value for member in Numerics)
 
 
 def check_is_number(scale: Any) -> None:
     """Raises TypeError."""
-    # A tensor is none, and would expect a gradient.
+    # A tensor is no number; a user would expect a gradient for it.
     if not (isinstance(scale, REAL) or is_symbolic(scale)):
         raise TypeError(f"scale is a {type(scale).__name__}; pass a real number")
 
 
 def is_symbolic(scale: Any) -> bool:
-    """Whether it stands for a number in a trace that is open for others."""
+    """Whether it stands for a number in a trace that leaves the number open."""
     return isinstance(scale, (torch.SymFloat, torch.SymInt))
 
 
 def check_call(x: torch.Tensor, scale: float, numerics: str) -> None:
-    """Raises what `check_options` and `check_tensor` do."""
+    """Raises what `check_options` and `check_tensor` raise."""
     check_options(scale, numerics, x.dtype)
     check_tensor(x)
 
 
 def check_options(scale: float, numerics: str, dtype: torch.dtype) -> None:
-    """Raises TypeError where the scale is no real number, and `UsageError` for a bad scale or numerics.
+    """Raises TypeError if the scale is no real number, and `UsageError` for a bad scale or numerics.
 
-    dtype: of what is transformed.
+    dtype: of the tensor to transform.
     """
     check_is_number(scale)
     if not is_symbolic(scale):
-        _check_is_finite(scale, torch.float64 if dtype == torch.float64 else torch.float32)  # what is computed in
+        _check_is_finite(scale, torch.float64 if dtype == torch.float64 else torch.float32)  # the type to compute in
     if numerics not in _NUMERICS:
         raise UsageError(f"numerics {numerics!r} is not supported; choose one of {_names(_NUMERICS)}")
 
@@ -60,7 +60,7 @@ def _check_is_finite(scale: float, dtype: torch.dtype) -> None:
 
 
 def stands_for_a_tensor(x: Any) -> bool:
-    """Whether x is none, but takes calls in the place of one, as where torch.fx traces."""
+    """Whether x is no tensor but takes calls in place of one, such as while torch.fx traces."""
     return not isinstance(x, torch.Tensor) and has_torch_function_unary(x)
 
 
@@ -85,7 +85,7 @@ def check_tensor(x: torch.Tensor) -> None:
 
 
 def check_like(x: torch.Tensor, out: torch.Tensor) -> None:
-    """Raises `TensorError` where out cannot take the result for x."""
+    """Raises `TensorError` if out cannot take the result for x."""
     for what in ("shape", "dtype", "device", "layout"):
         mine, theirs = getattr(out, what), getattr(x, what)
         if mine != theirs:
@@ -93,8 +93,7 @@ def check_like(x: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def check_writable(y: torch.Tensor) -> None:
-    """Raises `TensorError` where elements of y share memory (see `overlaps_itself`), or PyTorch forbids to write it
-    here."""
+    """Raises `TensorError` if elements of y share memory (see `overlaps_itself`), or if PyTorch forbids writing y."""
     if y.is_inference() and not torch.is_inference_mode_enabled():
         raise TensorError(
             "the tensor to write was made in inference mode; write it in that mode too, or clone it first"

@@ -1,9 +1,8 @@
-"""The transform of tensors that have memory, without derivatives: a kernel where one serves them, plain PyTorch
-elsewhere.
+"""The transform of tensors that have memory, without derivatives: by a kernel if there is one, else in plain PyTorch.
 
-Kernels come in two kinds. A *contiguous* one takes whole rows of n elements without gaps, at addresses that are
-multiples of 16 bytes. A *pitched* one takes rows of up to n elements, zero-padded, at any address and any distance from
-each other. So only tensors whose elements lie in yet another order are copied: transposed ones, for instance.
+There are two kinds of kernels. A *contiguous* kernel takes whole rows of n elements without gaps, at addresses that are
+multiples of 16 bytes. A *pitched* kernel takes rows of up to n elements, which it zero-pads, at any address and any
+distance from each other. Only tensors with yet another order of elements are copied, such as transposed ones.
 """
 
 from __future__ import annotations
@@ -25,23 +24,23 @@ _ALIGNMENT = 16  # bytes; contiguous kernels read and write vectors of this size
 
 
 class Call(NamedTuple):
-    """What to do for arguments that are known to be good."""
+    """A call with arguments that were checked."""
 
     run: Callable[[torch.Tensor, int], torch.Tensor]  # on x, whose address is given too
     scale: float
     numerics: str
 
 
-# What to do for all calls that differ in nothing but the address of x, and there by multiples of 16. So a call that
-# comes again costs one look-up. Only good arguments are in here.
+# `key_of` → what to do for all calls that differ only in the address of x, by a multiple of 16. So a repeated call
+# costs one look-up. Only checked arguments are in here.
 calls: dict[tuple[Any, ...], Call] = {}
 # The same for contiguous tensors and out=, with the bytes that must lie between the two addresses.
 _calls_into: dict[tuple[Any, ...], tuple[Launch, int]] = {}
-_MAX_CALLS = 4096  # of each; a program may come with ever new row counts
+_MAX_CALLS = 4096  # in each table, because a program may have ever new row counts
 
 
 def _find_increment_version() -> Any:
-    """Tells autograd of a write, given the tensors: PyTorch's function without its wrapper, where it takes several."""
+    """A function that tells autograd of a write to tensors: PyTorch's, without its wrapper if that takes several."""
     try:
         torch._C._increment_version(())
     except TypeError:
@@ -53,8 +52,8 @@ _increment_version = _find_increment_version()
 
 
 def _find_empty_strided(device_type: str) -> Any:
-    """Makes a tensor on the current device, given sizes, strides and type: what torch.compile's code uses, where there
-    is such, which takes half the time of torch.empty_like."""
+    """A function that makes a tensor on the current device, from sizes, strides and type. If PyTorch has it, it is that
+    of code of torch.compile, which takes half the time of torch.empty_like."""
 
     def empty_strided(sizes: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty_strided(sizes, strides, dtype=dtype, device=device_type)
@@ -67,7 +66,7 @@ _empty_strided = {name: _find_empty_strided(name) for name in ("cuda", "cpu")}
 
 
 def key_of(x: torch.Tensor, address: int, scale: float, numerics: str, inplace: bool) -> tuple[Any, ...]:
-    """What a call is remembered by in `calls`."""
+    """The key of a call in `calls`."""
     strides = x.is_contiguous() or x.stride()
     return x.shape, strides, x.dtype, x.get_device(), address % _ALIGNMENT, scale, numerics, inplace
 
@@ -80,7 +79,7 @@ def compute(x: torch.Tensor, scale: float, numerics: str, inplace: bool) -> torc
         call = calls[key]
     except KeyError:
         pass
-    except (RuntimeError, TypeError):  # a sparse or nested tensor, or a scale that is none
+    except (RuntimeError, TypeError):  # a sparse or nested tensor, or a bad scale
         check_call(x, scale, numerics)
         raise
     else:
@@ -107,9 +106,9 @@ def compute(x: torch.Tensor, scale: float, numerics: str, inplace: bool) -> torc
 
 
 def compute_into(x: torch.Tensor, y: torch.Tensor, scale: float, numerics: str) -> None:
-    """The transform of x into y, of the same shape, type and device: the same memory as x, or sharing none with it.
+    """The transform of x into y, which has the same shape, type and device. y is the same memory as x, or shares none.
 
-    Where it is hard to know whether they share some, the result is right anyway. Raises what `hadamard_transform` does.
+    If it is hard to know whether they share memory, the result is right anyway. Raises what `hadamard_transform` does.
     """
     try:
         source, target = x.data_ptr(), y.data_ptr()
@@ -119,7 +118,7 @@ def compute_into(x: torch.Tensor, y: torch.Tensor, scale: float, numerics: str) 
         launch, size = _calls_into[key]
     except KeyError:
         pass
-    except (RuntimeError, TypeError):  # a sparse or nested tensor, or a scale that is none
+    except (RuntimeError, TypeError):  # a sparse or nested tensor, or a bad scale
         check_call(x, scale, numerics)
         check_like(x, y)
         raise
@@ -168,7 +167,7 @@ def takes_kernels(x: torch.Tensor) -> bool:
 
 
 def row_pitch(x: torch.Tensor) -> int | None:
-    """Elements from one row of x to the next, where all its rows are equally far apart and have no gaps; else None."""
+    """Elements from one row of x to the next; None if rows have gaps or are not all equally far apart."""
     (*sizes, columns), (*strides, step) = x.shape, x.stride()
     if columns > 1 and step != 1:
         return None
@@ -196,14 +195,14 @@ def _prepare_call(x: torch.Tensor, address: int, scale: float, numerics: str, in
         return None
     device, dtype = x.get_device(), x.dtype
     current_device, raw_stream = kernels.current_device, kernels.raw_stream
-    alone = torch.cuda.device_count() == 1  # then it is current
+    alone = torch.cuda.device_count() == 1  # a single device is always current
     queue, increment_version, empty_strided = kernels.queue, _increment_version, _empty_strided[x.device.type]
     sizes, strides = tuple(x.shape), torch.empty(x.shape, device="meta").stride()
 
     def call_in_place(x: torch.Tensor, address: int) -> torch.Tensor:
         if x.is_inference():
             check_writable(x)
-        increment_version((x,))  # a kernel writes behind PyTorch's back
+        increment_version((x,))  # PyTorch does not see that a kernel writes
         if alone or current_device() == device:
             launch(raw_stream(device), address, address)
         else:
@@ -225,8 +224,7 @@ def _prepare_call(x: torch.Tensor, address: int, scale: float, numerics: str, in
 def _prepare_launch(
     x: torch.Tensor, x_pitch: int, y_pitch: int, aligned: bool, in_place: bool, scale: float, numerics: str
 ) -> Launch | None:
-    """The launch of a kernel that serves x and a target with these pitches, in elements; None where there is no
-    such."""
+    """The launch of a kernel for x and a target with these pitches, in elements; None if there is no such kernel."""
     columns = x.shape[-1]
     rows = x.numel() // columns
     n = padded_length(columns)
@@ -242,7 +240,7 @@ def _prepare_launch(
 
 
 def _find_launch(x: torch.Tensor, y: torch.Tensor, scale: float, numerics: str) -> Launch | None:
-    """The launch of a kernel that takes x and y, which share no element, as they are; None where there is none."""
+    """The launch of a kernel that takes x and y as they are; None if there is none. x and y share no element."""
     x_pitch, y_pitch = row_pitch(x), row_pitch(y)
     if x_pitch is None or y_pitch is None:
         return None
@@ -251,7 +249,7 @@ def _find_launch(x: torch.Tensor, y: torch.Tensor, scale: float, numerics: str) 
 
 
 def _transformed_copy(x: torch.Tensor, scale: float, numerics: str) -> torch.Tensor | None:
-    """The transform of x by a kernel that works in place on a copy of x; None where there is no kernel."""
+    """The transform of x by a kernel that works in place on a copy of x; None if there is no kernel."""
     columns = x.shape[-1]
     n, rows = padded_length(columns), x.numel() // columns
     kinds = ((columns, Rows.PITCHED), (n, Rows.CONTIGUOUS))  # elements of a row of the copy, and how rows lie
@@ -273,7 +271,7 @@ def _transformed_copy(x: torch.Tensor, scale: float, numerics: str) -> torch.Ten
 
 
 def _may_overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether an element of x may be one of y. Rows that interleave are known not to."""
+    """Whether x and y may share an element. Rows that interleave are recognized as not sharing any."""
     apart = y.data_ptr() - x.data_ptr()
     if apart >= _span(x) or -apart >= _span(y):
         return False
@@ -285,7 +283,7 @@ def _may_overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 
 def _span(x: torch.Tensor) -> int:
-    """Bytes from the first to the end of the last element."""
+    """Bytes from the begin of the first to the end of the last element."""
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return (last + 1) * x.element_size() if x.numel() else 0
 

@@ -1,5 +1,5 @@
-"""What a call costs the CPU, piece by piece: how long it takes to queue a small transform, not to run it. And what the
-first one of a process costs."""
+"""Times what a call costs the CPU, part by part: how long it takes to queue a small transform, not to run it. Also
+times the first call of a process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from hadagen.runtime.transform import hadamard_transform
 
 ROWS, N = 64, 128
 DTYPE = torch.float16
-_CALLS = 200  # between two waits for the device, whose queue must not run full
+_CALLS = 200  # between two waits for the device, so that its queue is never full
 _REPEATS = 50
 PEER = "fast_hadamard_transform"
 _STARTS = 3  # processes whose first call is timed
@@ -48,10 +48,10 @@ print(json.dumps({{"import hadagen, after torch": imported, "the first call, aft
 
 
 def call_costs(device: int = 0) -> dict[str, float]:
-    """Microseconds of CPU time for one call of each rung, on a [64, 128] float16 tensor; the median of many.
+    """Name of a kind of call → microseconds of CPU time, on a [64, 128] float16 tensor; the median of many calls.
 
-    The rungs up to "in place" each contain those before: a launch, its arguments, finding it, checking the tensor. With
-    fast_hadamard_transform installed, that is in too. Raises `DeviceError` where no kernel serves such a call.
+    Each kind up to "in place" includes those before: a launch, its arguments, finding it, checking the tensor. If
+    fast_hadamard_transform is installed, it is timed too. Raises `DeviceError` if no kernel serves such a call.
     """
     if cuda_index(f"cuda:{device}") is None:
         raise DeviceError(f"CUDA device {device} does not exist; run this on a machine with an NVIDIA GPU")
@@ -65,10 +65,10 @@ def call_costs(device: int = 0) -> dict[str, float]:
 
 
 def start_costs(device: str = "cuda") -> dict[str, float]:
-    """Milliseconds that a process pays once: for its import, and for its first call, [64, 128] float16.
+    """Milliseconds that a process pays once: for its import, and for its first call, on a [64, 128] float16 tensor.
 
-    device: one of PyTorch's. The median of a few processes, whose files the system has in memory. Raises `DeviceError`
-    where one fails.
+    device: one of PyTorch's. The median of a few processes, whose files are in the system's cache. Raises `DeviceError`
+    if one fails.
     """
     program = _START.format(rows=ROWS, n=N, dtype=DTYPE, device=device)
     found: dict[str, list[float]] = defaultdict(list)
@@ -114,9 +114,9 @@ def _rungs(kernel: driver.LoadedKernel, x: torch.Tensor) -> dict[str, Callable[[
 
 
 def _times(calls: Mapping[str, Callable[[], object]]) -> dict[str, float]:
-    """Microseconds of each call: the median of batches, by turns, so that a processor that slows down does so for all.
+    """Name → microseconds of each call: the median of batches in turns, so that a slow processor slows all calls.
 
-    The device is idle when a batch begins, so that nothing waits for it.
+    The device is idle when a batch begins, so that no call waits for it.
     """
     times: dict[str, list[float]] = defaultdict(list)
     for _ in range(_REPEATS):

@@ -1,4 +1,4 @@
-"""`Device`: what a choice needs to know of a GPU."""
+"""`Device`: the arch and the name of a GPU, by which kernels are chosen."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hadagen.target import arch_of_gpu, check_arch, known_archs
 if TYPE_CHECKING:
     import torch
 
-_NUMBER = re.compile("-?[0-9]+|cuda(:[0-9]+)?")  # of a CUDA device, as PyTorch writes it
+_NUMBER = re.compile("-?[0-9]+|cuda(:[0-9]+)?")  # the number of a CUDA device, as in PyTorch
 
 
 @dataclass(frozen=True)
 class Device:
-    """`arch`: such as "sm90". `gpu`: the name CUDA gives it, such as "NVIDIA H100 80GB HBM3"; "" for any."""
+    """`arch`: such as "sm90". `gpu`: its name in CUDA, such as "NVIDIA H100 80GB HBM3"; "" for any."""
 
     arch: str
     gpu: str = ""
@@ -31,7 +31,7 @@ class Device:
         return int(self.arch[2:])
 
     def is_named(self, gpu: str) -> bool:
-        """Whether `gpu` is its name, with or without the maker's."""
+        """Whether `gpu` is its name, with or without that of its maker."""
         return bool(gpu) and _plain(gpu) == _plain(self.gpu)
 
 
@@ -40,14 +40,14 @@ def _plain(gpu: str) -> str:
 
 
 def how_to_get_kernels(arch: str) -> str:
-    """What to do where no bundle serves an arch."""
+    """Advice if no bundle serves an arch."""
     if arch in known_archs():
         return f"to make some: hadagen tune --arch {arch}"
     return f"hadagen makes kernels for {', '.join(known_archs())} only"
 
 
 def cuda_device(index: int) -> Device | None:
-    """The CUDA device that PyTorch numbers `index`; None where PyTorch drives GPUs of another maker."""
+    """The CUDA device with PyTorch's number `index`; None if PyTorch is built for GPUs of another maker."""
     import torch
 
     if torch.version.cuda is None:
@@ -57,9 +57,9 @@ def cuda_device(index: int) -> Device | None:
 
 
 def find_device(device: int | str | torch.device | None = None, arch: str | None = None) -> Device:
-    """The device that is meant: with `arch` the GPU called `device`, or any; else a CUDA device of this machine.
+    """The device of these arguments: with `arch` the GPU named `device`, or any; else a CUDA device of this machine.
 
-    Raises `UsageError` where there is none, a number stands where a name is wanted, or the name is that of a GPU of
+    Raises `UsageError` if there is none, if a number is given instead of a name, or if the name is that of a GPU of
     another arch.
     """
     if arch is not None:
@@ -84,7 +84,7 @@ def find_device(device: int | str | torch.device | None = None, arch: str | None
 
 
 def cuda_index(device: Any = None) -> int | None:
-    """The number of a CUDA device of this machine, the current one where none is given; None where it is not one."""
+    """The number of a CUDA device of this machine, by default the current one; None if it is no such device."""
     import torch
 
     if device is None:

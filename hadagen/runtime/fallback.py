@@ -1,4 +1,4 @@
-"""The transform in plain PyTorch: for the CPU, and wherever no kernel fits."""
+"""The transform in plain PyTorch: for the CPU, and for all calls without a kernel."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import torch
 
 from hadagen.problem import padded_length
 
-# Elements transformed at a time. On the CPU the two work buffers then stay in cache; on a GPU they stay out of the way.
+# Elements transformed at a time. On the CPU the two work buffers then stay in cache; on a GPU they stay small.
 _CPU_BLOCK = 1 << 20
 _GPU_BLOCK = 1 << 24
-# Where the innermost dimension is shorter than this, the CPU is faster with one column of it at a time.
+# If the innermost dimension is shorter than this, the CPU is faster with one column of it at a time.
 _SHORT = 4
-# Butterflies between neighbors are slow on the CPU; so of many blocks a matrix product transforms the lowest bits.
+# Butterflies between neighbors are slow on the CPU. If there are many blocks, a matrix product does the lowest bits.
 _PRODUCT = 16
 _MANY_BLOCKS = 4
 
 
 def transform(x: torch.Tensor, y: torch.Tensor, scale: float) -> None:
-    """y = (x · H_n) · scale over the last dimension, with x continued by zeros from m to n elements, and y cut to m.
+    """y = (x · H_n) · scale over the last dimension, with x zero-padded from m to n elements, and y cut to m.
 
-    x, y: floating point, of the same shape [..., m] with m ≥ 1, the same tensor or not overlapping; y can be viewed as
+    x, y: floating point, of the same shape [..., m] with m ≥ 1, the same tensor or without overlap; y can be viewed as
     [rows, m]. n is m or the next power of two. Computes in float64 for float64 and in float32 otherwise, and rounds to
-    y's type once, whatever PyTorch was told of the precision of matrix products.
+    y's type once. PyTorch's settings for the precision of matrix products have no effect.
     """
     m = x.shape[-1]
     n = padded_length(m)
@@ -31,8 +31,8 @@ def transform(x: torch.Tensor, y: torch.Tensor, scale: float) -> None:
     buffers = torch.empty((2, block, n), dtype=dtype, device=x.device)
     many = x.device.type == "cpu" and n >= _PRODUCT and source.shape[0] >= _MANY_BLOCKS * block
     low = _exact_product(buffers) if many else None
-    # A scale below 1 comes first, so that no sum is larger than a result; one above 1 last, for the same reason. Sums
-    # of float16 are far from the end of float32.
+    # A scale below 1 is multiplied first, so that no sum is larger than a result. One above 1 is multiplied last, for
+    # the same reason. Sums of float16 are far below the maximum of float32.
     first_scale, last_scale = (scale, 1.0) if abs(scale) < 1 and x.dtype != torch.float16 else (1.0, scale)
     if low is not None:
         low, first_scale = low * first_scale, 1.0
@@ -42,11 +42,10 @@ def transform(x: torch.Tensor, y: torch.Tensor, scale: float) -> None:
 
 
 def _hadamard(x: torch.Tensor, buffers: torch.Tensor, low: torch.Tensor | None, scale: float) -> torch.Tensor:
-    """(x · scale) · H_n for x of shape [rows, m]: the lowest bits by a product with `low`, if that is given, and one
-    pass of sums and differences for each other index bit.
+    """(x · scale) · H_n for x of shape [rows, m]: the lowest bits by a product with `low`, if given, and one pass of
+    sums and differences for each other index bit.
 
-    buffers: [2, at least rows, n] of the type to compute in. The result is in one of them, or may be x itself where
-    n = 1.
+    buffers: [2, at least rows, n] of the type to compute in. The result is in one of them, or x itself if n = 1.
     """
     rows, m = x.shape
     n = buffers.shape[-1]
@@ -75,9 +74,9 @@ def _hadamard(x: torch.Tensor, buffers: torch.Tensor, low: torch.Tensor | None, 
 
 
 def _exact_product(buffers: torch.Tensor) -> torch.Tensor | None:
-    """H of the lowest bits; None where products of the shape that the blocks have round their operands.
+    """H of the lowest bits; None if matrix products of the shape of the blocks round their operands.
 
-    PyTorch and its libraries may be told to do so (bfloat16, TF32) in more ways than can be asked for.
+    Many settings of PyTorch and its libraries cause that (bfloat16, TF32), so this tries a product.
     """
     low = torch.ones(1, 1, dtype=buffers.dtype)
     while low.shape[0] < _PRODUCT:

@@ -1,5 +1,5 @@
-"""The kernel of a call: chosen and loaded once per device, problem, destination and the element count that was timed
-nearest to the call's, then a dictionary hit."""
+"""Finds the kernel of a call. It is chosen and loaded once for each device, problem, destination and nearest timed
+element count; later it is a dictionary hit."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from hadagen.tuning_db.bundle import Bundle
 _DTYPES = {torch.float16: DType.FLOAT16, torch.bfloat16: DType.BFLOAT16, torch.float32: DType.FLOAT32}
 
 Kind = tuple[int, Problem, bool]  # device, problem, whether in place
-Key = tuple[int, Problem, bool, int]  # the same and an element count that was timed
+Key = tuple[int, Problem, bool, int]  # device, problem, whether in place, a timed element count
 
 _timed: dict[Kind, list[int]] = {}  # the element counts of its kernels, ascending
 _found: dict[Key, LoadedKernel | None] = {}
 _loaded: dict[tuple[int, str], LoadedKernel] = {}  # by device and digest: buckets share kernels
-_too_large: dict[int, dict[str, DoesNotFit]] = defaultdict(dict)  # by device, then digest: what it does not hold
-_unserved: set[int] = set()  # devices of which a user was told that no bundle serves them
-_lock = threading.Lock()  # taken by those who find nothing in `_timed` or `_found`
+_too_large: dict[int, dict[str, DoesNotFit]] = defaultdict(dict)  # device → digest → why the kernel does not fit
+_unserved: set[int] = set()  # devices for which the user was warned that no bundle serves them
+_lock = threading.Lock()  # for entering into `_timed` and `_found`
 
 # torch.cuda.current_stream builds an object, which takes longer than the launch.
 raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None) or (
@@ -44,14 +44,14 @@ current_device: Any = getattr(torch._C, "_cuda_getDevice", None) or torch.cuda.c
 
 
 def problem_of(n: int, dtype: torch.dtype, numerics: str, rows: Rows) -> Problem | None:
-    """None if no kernel supports such rows or their type."""
+    """The problem of rows of n elements; None if no kernel supports this n or dtype."""
     if dtype not in _DTYPES or not 2 <= n <= 1 << MAX_LOG2_N:
         return None
     return Problem.of(n, _DTYPES[dtype], numerics, rows)
 
 
 def find(device: int, problem: Problem, in_place: bool, elements: int) -> LoadedKernel | None:
-    """The kernel for `elements` = rows · n on a CUDA device, ready to launch; None where PyTorch must do it."""
+    """The kernel for `elements` = rows · n on a CUDA device, ready to launch; None if PyTorch must do the work."""
     timed = _timed_of(device, problem, in_place)
     if not timed:
         return None
@@ -64,7 +64,7 @@ def find(device: int, problem: Problem, in_place: bool, elements: int) -> Loaded
 
 
 def find_for_scale(device: int, problem: Problem, in_place: bool, elements: int, scale: float) -> LoadedKernel | None:
-    """`find`, or the accurate kernel where the fast one cannot hold the scale."""
+    """`find`, or the accurate kernel if the scale is out of the range of the fast one."""
     kernel = find(device, problem, in_place, elements)
     if kernel is None:
         return None
@@ -77,7 +77,7 @@ def find_for_scale(device: int, problem: Problem, in_place: bool, elements: int,
 
 
 def queue(launch: driver.Launch, device: int, x: int, y: int) -> None:
-    """Queues a prepared launch on the current stream of its device. x, y: addresses on it. Raises `DriverError`."""
+    """Queue a prepared launch on the current stream of its device. x, y: addresses there. Raises `DriverError`."""
     if current_device() == device:
         launch(raw_stream(device), x, y)
     else:
@@ -94,18 +94,19 @@ def warmup(
     numerics: str | None = None,
     device: int | str | torch.device | None = None,
 ) -> int:
-    """Loads the kernels of later calls now, so that none of those waits, and none loads while a CUDA graph is captured.
+    """Load the kernels of later calls now, so that no call waits for one, and none is loaded in a CUDA graph capture.
 
-    n: last dimensions of the tensors to come, each at least 1. dtype: their types, such as torch.float16 or "float16".
-    rows: how many rows they will have, all dimensions but the last multiplied; any number, if not given.
-    inplace, numerics: as in the calls to come; both of each, if not given. `out=` counts as not in place.
-    device: that of the tensors to come; the current CUDA device, if not given. Other devices have no kernels.
+    n: last dimensions of the later tensors, each at least 1.
+    dtype: their types, such as torch.float16 or "float16".
+    rows: their numbers of rows, the product of all dimensions but the last; by default any number.
+    inplace, numerics: as in the later calls; by default both. `out=` counts as not in place.
+    device: of the later tensors; by default the current CUDA device. Other kinds of devices have no kernels.
 
-    Tensors whose rows lie apart, or whose address is no multiple of 16 bytes, have kernels of their own; those are
-    loaded too. Returns how many different kernels the calls may now run; 0 where PyTorch does the work.
+    Tensors whose rows have gaps, or whose address is no multiple of 16 bytes, have other kernels, which are loaded too.
+    Returns the number of different kernels that the calls may run; 0 if PyTorch does the work.
 
-    Raises `UsageError` for a bad argument or where there is no such device, `DeviceError` where a kernel does not load
-    while a graph is being captured, `StorageError` where HADAGEN_BUNDLE names no sound bundle.
+    Raises `UsageError` for a bad argument or a missing device, `DeviceError` if a kernel cannot be loaded while a graph
+    is captured, and `StorageError` if HADAGEN_BUNDLE names a file that is damaged or no bundle.
     """
     if inplace is not None and not is_flag(inplace):
         raise UsageError(f"inplace = {inplace!r} is not supported; give True, False, or nothing for both")
@@ -113,7 +114,7 @@ def warmup(
     dtypes = [_dtype(value) for value in _several(dtype)]
     contracts = [Numerics.ACCURATE]
     if numerics is None or Problem.of(2, DType.FLOAT16, numerics).io.numerics is Numerics.FAST:
-        contracts.append(Numerics.FAST)  # which falls back to accurate where the scale is out of its range
+        contracts.append(Numerics.FAST)  # falls back to accurate if the scale is out of its range
     counts = None if rows is None else [_whole(value, "rows") for value in _several(rows)]
     index = _warmed_device(device)
     if index is None:
@@ -129,19 +130,19 @@ def warmup(
             for rows_lie in Rows
         }
         for problem in filter(None, problems):
-            # Tensors that have to be copied are transformed in place, in their copy.
+            # Tensors that must be copied are transformed in place, in the copy.
             for in_place in (True,) if inplace else (False, True):
-                # From a single row on, where any number may come.
+                # Without `rows`, all counts from a single row on.
                 wanted = [row, *(e for e in _timed_of(index, problem, in_place) if e > row)] if given is None else given
                 ready.update(id(find(index, problem, in_place, elements)) for elements in wanted)
     return len(ready - {id(None)})
 
 
 def _warmed_device(device: int | str | torch.device | None) -> int | None:
-    """Its CUDA index; None where it has no kernels. Raises `UsageError` where this machine has no such device."""
+    """The CUDA index of a device; None if such a device has no kernels. Raises `UsageError` if it does not exist."""
     if device is None and not torch.cuda.is_available():
         return None
-    with suppress(RuntimeError, TypeError):  # it names none
+    with suppress(RuntimeError, TypeError):  # it names no device
         if device is not None and torch.device(device).type != "cuda":
             return None
     index = cuda_index(device)
@@ -169,7 +170,7 @@ def _dtype(value: Any) -> torch.dtype:
 
 
 def _timed_of(device: int, problem: Problem, in_place: bool) -> list[int]:
-    """The element counts that its kernels were timed at, ascending; none where PyTorch must do all."""
+    """The element counts at which the kernels of a problem were timed, ascending; [] if PyTorch must do the work."""
     kind = (device, problem, in_place)
     if kind not in _timed:
         target = cuda_device(device)
@@ -182,8 +183,8 @@ def _timed_of(device: int, problem: Problem, in_place: bool) -> list[int]:
 
 
 def _tell_unserved(device: int, target: Device) -> None:
-    """Warns, once for each GPU, that PyTorch does all the work there: a program that changed one import to be fast
-    would not see why it is not."""
+    """Warn, once for each GPU, that PyTorch does all the work there. Otherwise a user would not learn why a program is
+    not faster with hadagen."""
     with _lock:
         if device in _unserved:
             return
@@ -201,14 +202,14 @@ def _find(device: int, problem: Problem, in_place: bool, elements: int) -> Loade
         return _fitting(device, problem, in_place, elements)
     except DeviceError as error:
         if torch.cuda.is_current_stream_capturing():
-            raise  # plain PyTorch would stay in the graph for good
+            raise  # otherwise plain PyTorch would stay in the graph
         warnings.warn(f"plain PyTorch transforms {problem.key} here: {error}", RuntimeWarning, stacklevel=2)
         return None
 
 
 def _fitting(device: int, problem: Problem, in_place: bool, elements: int) -> LoadedKernel | None:
-    """What is chosen of the kernels that fit on the device; None where there is no kernel. Raises `DeviceError`."""
-    # Chosen anew, for a bundle may have been replaced since its element counts were read.
+    """The best kernel that fits on the device; None if there is no kernel. Raises `DeviceError`."""
+    # Chosen again, because a bundle may have been replaced since its element counts were read.
     target = cuda_device(device)
     if target is None:
         return None
@@ -228,8 +229,8 @@ def _fitting(device: int, problem: Problem, in_place: bool, elements: int) -> Lo
 
 
 def _load(bundle: Bundle, digest: str, device: int, *, compiled: bool) -> LoadedKernel:
-    """The kernel on the device: the cubin where that was `compiled` for it, else PTX that the driver compiles."""
-    # A digest covers the cubin; what the PTX beside it does is known of its own bundle alone.
+    """Load a kernel. compiled: the cubin is for this arch; otherwise the driver compiles the PTX."""
+    # The digest of a kernel covers its cubin. For its PTX, the digest of the bundle is needed too.
     place = (device, digest if compiled else f"{digest} {bundle.digest}")
     if place not in _loaded:
         kernel = bundle.kernel(digest)
@@ -238,7 +239,7 @@ def _load(bundle: Bundle, digest: str, device: int, *, compiled: bool) -> Loaded
 
 
 def _forget() -> None:
-    """In a forked child: what is loaded belongs to the parent, and a thread that is not here may hold the lock."""
+    """Start anew in a forked child: loaded kernels belong to the parent, a thread of which may hold the lock."""
     global _lock
     _lock = threading.Lock()
     _timed.clear()

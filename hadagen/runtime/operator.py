@@ -32,7 +32,7 @@ for _schema in (
 ):
     _LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 
-_unpack_dual: Any = torch._C._VariableFunctions._unpack_dual  # which takes longer to look up than to call
+_unpack_dual: Any = torch._C._VariableFunctions._unpack_dual  # looked up once, because that takes longer than the call
 
 functional: Any = torch.ops.hadagen.hadamard_transform.default
 in_place: Any = torch.ops.hadagen.hadamard_transform_.default
@@ -68,13 +68,13 @@ def _into_fake(x: torch.Tensor, scale: float, numerics: str, out: torch.Tensor) 
 
 
 # ---- derivatives -----------------------------------------------------------------------------------------------------
-# The matrix is symmetric, also where rows are padded and the result is cut, for that leaves its first rows and columns.
-# So gradients and tangents are transformed exactly as x is.
+# The matrix is symmetric. If rows are padded and the result is cut, its first rows and columns are left, which are
+# symmetric too. So gradients and tangents are transformed exactly like x.
 #
-# These run where the dispatcher has come to autograd, at one level of torch.func's transforms.
-# `torch.autograd.Function` would begin with those anew; its base class does what it does at one level.
+# The dispatcher calls these when it has reached autograd, at one level of torch.func's transforms.
+# `torch.autograd.Function` would begin with those levels again; its base class handles one level.
 class _Function(_SingleLevelFunction):
-    _compiled_autograd_key = torch.autograd.Function._compiled_autograd_key  # what compiled autograd asks for
+    _compiled_autograd_key = torch.autograd.Function._compiled_autograd_key  # compiled autograd needs it
 
 
 class _Functional(_Function):
@@ -93,7 +93,7 @@ class _Functional(_Function):
 
 
 class Remembered(_Function):
-    """The same for a call that comes again, past the dispatcher: x has only memory, and no tangent."""
+    """`_Functional` for a repeated call that bypasses the dispatcher: x is a plain tensor without a tangent."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, call: Call, address: int) -> torch.Tensor:
@@ -119,7 +119,7 @@ class _InPlace(_Function):
     @staticmethod
     def jvp(ctx: Any, tangent: torch.Tensor, *_: None) -> torch.Tensor:
         result = transform(tangent, *ctx.options)
-        with forward_ad._set_fwd_grad_enabled(True):  # for the tangent may have one, of an outer level
+        with forward_ad._set_fwd_grad_enabled(True):  # the tangent may have a tangent of an outer level
             return tangent.copy_(result)
 
 
@@ -133,8 +133,8 @@ def _below_autograd(x: torch.Tensor, scale: float, numerics: str) -> torch.Tenso
 
 @contextmanager
 def _next_level() -> Iterator[None]:
-    """Where the dispatcher goes on after autograd: under transforms of torch.func, to those outside of this one. They
-    want derivatives too, which PyTorch turns off while a function of its own runs."""
+    """The context in which the dispatcher continues after autograd. Under transforms of torch.func, these are the outer
+    transforms. They need derivatives too, which PyTorch turns off while its own function runs."""
     with ExitStack() as stack:
         if torch._C._are_functorch_transforms_active():
             stack.enter_context(torch.enable_grad())
@@ -144,7 +144,7 @@ def _next_level() -> Iterator[None]:
 
 
 def transform(x: torch.Tensor, scale: float, numerics: str) -> torch.Tensor:
-    """The operator, past the dispatcher where that has nothing to do."""
+    """The operator; it bypasses the dispatcher if the dispatcher has nothing to do."""
     if has_only_memory(x) and not needs_derivative(x):
         return compute(x, scale, numerics, False)
     result: torch.Tensor = functional(x, scale, numerics)
@@ -152,7 +152,7 @@ def transform(x: torch.Tensor, scale: float, numerics: str) -> torch.Tensor:
 
 
 def has_only_memory(x: torch.Tensor) -> bool:
-    """Whether x is a tensor with memory and no more, and nobody watches the dispatcher."""
+    """Whether x is a plain tensor with memory, and no mode, transform or trace watches the dispatcher."""
     if (
         torch.compiler.is_dynamo_compiling()
         or type(x) is not torch.Tensor
@@ -174,13 +174,13 @@ def needs_derivative(x: torch.Tensor) -> bool:
 
 
 def _has_tangent(x: torch.Tensor) -> bool:
-    """What `forward_ad.unpack_dual` says, but where compiled code runs too, in which Python's count of levels stands
-    still."""
+    """Whether x has a tangent, as `forward_ad.unpack_dual` says. This works in compiled code too, where Python's count
+    of levels does not change."""
     if not torch._C._is_fwd_grad_enabled():
         return False
     if type(x) is torch.Tensor and not torch._C._len_torch_dispatch_stack():
         return _unpack_dual(x, level=0)[1] is not None
-    with torch._C._DisableTorchDispatch():  # or a trace would record the question, and a subclass be asked it
+    with torch._C._DisableTorchDispatch():  # otherwise a trace would record this, and a subclass would see it
         return _unpack_dual(x, level=0)[1] is not None
 
 
@@ -205,14 +205,14 @@ def _in_place_autograd(x: torch.Tensor, scale: float, numerics: str) -> None:
     if x.requires_grad and torch.is_grad_enabled():
         _check_autograd_follows(x)
     if not (has_only_memory(x) or torch._C._are_functorch_transforms_active()):
-        # torch.compile takes an operator that writes to its input for one that autograd need not know of.
+        # torch.compile assumes that autograd need not know of an operator that writes to its input.
         x.copy_(functional(x, scale, numerics))
         return
     _apply_at_one_level(_InPlace, x, scale, numerics)
 
 
 def _check_autograd_follows(x: torch.Tensor) -> None:
-    """Raises `TensorError` where PyTorch would refuse to record a write to x, but only after it is done."""
+    """Raises `TensorError` if PyTorch would refuse to record a write to x, because it refuses only after the write."""
     origin = x if x._base is None else x._base
     if origin is not x and torch._C._autograd._get_creation_meta(x) != torch._C._autograd.CreationMeta.DEFAULT:
         raise TensorError(
@@ -233,7 +233,7 @@ def _into_autograd(x: torch.Tensor, scale: float, numerics: str, out: torch.Tens
 
 
 # ---- vmap ------------------------------------------------------------------------------------------------------------
-# One more leading dimension changes nothing, so only a batch in the last place has to move.
+# One more leading dimension changes nothing. So only a batch that is the last dimension has to move.
 def _functional_vmap(
     info: Any, in_dims: tuple[int | None, ...], x: torch.Tensor, scale: float, numerics: str
 ) -> tuple[torch.Tensor, int]:
@@ -249,7 +249,7 @@ def _in_place_vmap(
 
 
 def _with_last_in_place(x: torch.Tensor, batch: int | None) -> tuple[torch.Tensor, int]:
-    """x as a view whose last dimension is that of a single tensor, and where its batch lies then."""
+    """A view of x whose last dimension is that of a single tensor, and the position of its batch dimension."""
     assert batch is not None  # a rule is called for batches only
     if x.dim() == 1:
         check_tensor(x[0])

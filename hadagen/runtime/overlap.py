@@ -1,4 +1,4 @@
-"""Whether a tensor holds one of its elements twice, from its sizes and strides alone."""
+"""Whether two elements of a tensor share memory, from its sizes and strides alone."""
 
 from __future__ import annotations
 
@@ -6,33 +6,33 @@ import math
 from collections.abc import Sequence
 from itertools import combinations
 
-_MOST_SUMS = 1 << 16  # that are looked at, which takes some 50 ms
+_MOST_SUMS = 1 << 16  # to look at, which takes some 50 ms
 
 
 def overlaps_itself(sizes: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether two indices of a tensor with elements name the same one: whether there are whole numbers d, one for each
-    dimension, each less than its size and not all 0, for which the sum of d · stride is 0. Strides are at least 0.
+    """Whether two indices of a tensor name the same element. Sizes are at least 1, strides at least 0.
 
-    Never true by mistake. False by mistake only where it takes three or more dimensions to see it, and more than
-    `_MOST_SUMS` sums over all but two of these have to be looked at.
+    They do if there are integers d, one for each dimension, with |d| less than its size and not all 0, whose sum of
+    d · stride is 0. The answer is never true by mistake. It is false by mistake only if three or more dimensions are
+    involved, and more than `_MOST_SUMS` sums over all but two of them would have to be checked.
     """
     dimensions = sorted((stride, size) for size, stride in zip(sizes, strides, strict=True) if size > 1)
     if dimensions and dimensions[0][0] == 0:
         return True
-    spans = [0]  # how far the dimensions with the smallest strides reach: none of them, the first, the first two, …
+    spans = [0]  # the reach of no dimension, of the one with the smallest stride, of the first two, …
     for stride, size in dimensions:
         spans.append(spans[-1] + (size - 1) * stride)
     if all(stride > span for (stride, _), span in zip(dimensions, spans, strict=False)):
-        return False  # each step leads beyond all that smaller ones reach, as in every slice of a contiguous tensor
+        return False  # each stride is beyond the reach of all smaller ones, as in every slice of a contiguous tensor
     if math.prod(size for _, size in dimensions) > spans[-1] + 1:
-        return True  # more elements than there are places
+        return True  # more elements than addresses
     for (b, b_size), (a, a_size) in combinations(dimensions, 2):
-        common = math.lcm(a, b)  # the first place that steps along both lead to
+        common = math.lcm(a, b)  # the first address that steps along both reach
         if common // a < a_size and common // b < b_size:
             return True
 
-    # What d · stride of the largest strides adds up to, as far as the others can bring it back to 0. Before any d, that
-    # is 0; of d and -d one is enough, so the first that is not 0 is positive.
+    # The sums of d · stride over the largest strides that the other strides can bring back to 0. Before any d, the sum
+    # is 0. Of d and -d one is enough, so the first d that is not 0 is positive.
     sums, seen = {0}, 0
     while len(dimensions) > 2:
         stride, size = dimensions.pop()

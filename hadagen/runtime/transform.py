@@ -1,4 +1,4 @@
-"""`hadamard_transform`: the front door."""
+"""`hadamard_transform`: the public function, and its fast path for repeated calls."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hadagen.runtime.checks import (
 )
 from hadagen.runtime.compute import calls, key_of
 
-# What is asked on the way of every call, without the time of looking it up.
+# Needed in every call, so that they are looked up only once.
 _Tensor = torch.Tensor
 _is_grad_enabled = torch.is_grad_enabled
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
@@ -42,27 +42,27 @@ def hadamard_transform(
     """(x · H_n) · scale over the last dimension, where H_n is the Hadamard matrix of ±1 in Sylvester's order.
 
     x: [..., m] with m at least 1, of type float16, bfloat16, float32 or float64, with any strides, on any device.
-        Where m is no power of two, each row counts as zero-padded to the next one, n, and the first m results are
-        returned.
-        On a GPU for which there are kernels, all types but float64 run one of them for m from 2 to 131072; everything
-        else runs in plain PyTorch. The first call on an NVIDIA GPU without any kernels causes a RuntimeWarning.
-    scale: n ** -0.5 makes the transform orthonormal and, where m = n, its own inverse.
+        If m is no power of two, each row is zero-padded to the next one, n, and the first m results are returned. If
+        there are kernels for the GPU, they run for all types but float64 and for m from 2 to 131072. All other calls
+        run in plain PyTorch. The first call on an NVIDIA GPU without any kernels gives a RuntimeWarning. The number of
+        rows may be 0.
+    scale: n ** -0.5 makes the transform orthonormal and, if m = n, its own inverse.
     inplace: overwrite x and return it.
-    out: write here and return it: a tensor of x's shape, dtype and device, either x itself or not overlapping it.
-    numerics: "accurate" rounds to the type of x once, when the result is stored; "fast" may also round in between, no
-        more often than HadaCore.
+    out: the tensor to write and return, of x's shape, dtype and device; either x itself or without overlap with x.
+    numerics: "accurate" rounds to the type of x once, when the result is stored. "fast" may also round between steps,
+        but no more often than HadaCore.
 
-    Returns a tensor of x's shape, dtype and device, also under autocast; contiguous, unless it is x or out.
-    Differentiable in x, any number of times. Runs on the current stream of x's device. There may be no rows at all.
+    Returns a tensor of x's shape, dtype and device, also under autocast. It is contiguous, unless it is x or out.
+    The function is differentiable in x, any number of times. It runs on the current stream of x's device.
 
-    Raises TypeError where x, out or scale is of a wrong type; `UsageError`, a ValueError, for a bad scale or numerics;
-    `TensorError`, a RuntimeError too, for a tensor that cannot be transformed or written to; `DeviceError` where the
-    GPU refuses the launch; `StorageError` where HADAGEN_BUNDLE names no sound bundle. Nothing is written before the
-    arguments are known to be good.
+    Raises TypeError if x, out or scale is of a wrong type; `UsageError`, a ValueError, for a bad scale or numerics;
+    `TensorError`, also a RuntimeError, for a tensor that cannot be transformed or written; `DeviceError` if the GPU
+    refuses the launch; `StorageError` if HADAGEN_BUNDLE names a file that is damaged or no bundle. Nothing is written
+    before all arguments are checked.
     """
-    # A call that comes again goes straight to its kernel, past PyTorch's dispatcher, where that has nothing to do: no
-    # mode, transform or subclass wants to see the operator. (While PyTorch traces, a shape is made of tensors, and
-    # never known.)
+    # A repeated call goes straight to its kernel, past PyTorch's dispatcher, if the dispatcher has nothing to do: no
+    # mode, transform or subclass wants to see the operator. (While PyTorch traces, shapes are made of tensors, so no
+    # call is known.)
     if (
         not _is_dynamo_compiling()
         and out is None
@@ -71,12 +71,12 @@ def hadamard_transform(
         and not x.is_neg()
         and not _dispatch_modes()
         and forward_ad._current_level < 0
-        and isinstance(scale, REAL)  # or what is refused would be found where it equals a number
+        and isinstance(scale, REAL)  # a refused type must not be found because it equals a number
     ):
         try:
             address = x.data_ptr()
             call = calls[key_of(x, address, scale, numerics, inplace)]
-        except (KeyError, RuntimeError, TypeError):  # a new call, no memory, as under vmap, or no good argument
+        except (KeyError, RuntimeError, TypeError):  # a new call, no memory (as under vmap), or a bad argument
             address = 0
         if address:
             if not (x.requires_grad and _is_grad_enabled()):

@@ -1,12 +1,12 @@
-"""Times between the element counts that all kernels are timed at.
+"""Times kernels between the buckets, the element counts at which all kernels are timed.
 
-A call takes the winner of the nearest count. Where a launch needs one more wave of blocks than it did there, another
-kernel may be faster, and no fixed list of counts holds all such places. So the best kernels of a problem are timed in
-the middle of every gap between the counts too; then in the middle of what is left of a gap, down to a ratio of
-`SHORT_GAP`, where the winners at its ends differ, calls change from one to another in it, or the best takes longer at
-its upper end than the elements account for. The times go to the trials in the store, and `portfolio` names winners
-wherever calls would lose without. Each such place is timed twice, and the second time counts: the fastest of many is
-often one that was lucky.
+A call takes the winner of the nearest count. If its launch needs one more wave of blocks than at that count, another
+kernel may be faster, and no fixed list of counts has all such places. So the best kernels of a problem are also timed
+in the middle of every gap between two buckets. Then they are timed in the middle of what is left of a gap, down to a
+ratio of `SHORT_GAP`, if the winners at its ends differ, if calls change kernels in it, or if the time at its upper end
+is longer than its elements explain. The times go to the trials in the store. `portfolio` names winners wherever calls
+would otherwise lose. Each place with a winner is timed twice, and the second time counts, because the fastest of many
+kernels was often lucky.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from hadagen.tuning_db.winners import (
     ranked_by_cell,
 )
 
-SHORT_GAP = 1.1  # element counts of no larger ratio are not looked between
-MOST_KERNELS = 32  # of a problem; more only where more win
+SHORT_GAP = 1.1  # no kernels are timed between counts of this ratio or less
+MOST_KERNELS = 32  # of a problem; more only if more win
 
-# Times each kernel at every cell of its problem, however slow it is.
+# Times each kernel at every cell of its problem, even slow ones.
 Measurer = Callable[[Mapping[Problem, Sequence[Cell]], Sequence[Variant]], Iterable[Trial]]
-Where = tuple[Destination, int]  # where the result goes, and the number of elements
+Where = tuple[Destination, int]  # destination and element count
 
 
 def refine(
@@ -88,14 +88,14 @@ def refine(
 
 
 def _refuse(refused: Trial, store: Store) -> None:
-    """Let all trials of the kernel for that problem on that GPU end as this one did."""
+    """Give all trials of this kernel, problem and GPU the outcome of the refused trial."""
     for trial in store.trials(refused.problem, refused.arch, refused.environment.gpu, Outcome.OK, blobs=False):
         if trial.kernel and trial.kernel.digest == digest_of(refused):
             store.record(replace(trial, outcome=refused.outcome, detail=refused.detail))
 
 
 class _Rivalry:
-    """The kernels that compete for a problem on a GPU, and what the store knows of them."""
+    """The kernels to time for a problem on a GPU, and their times in the store."""
 
     def __init__(self, problem: Problem, store: Store, arch: str, gpu: Environment, ended: set[str]) -> None:
         self._problem, self._store, self._arch, self._gpu = problem, store, arch, gpu.gpu
@@ -106,7 +106,7 @@ class _Rivalry:
         for trial in contenders(trials, MOST_KERNELS):
             if len(best) < MOST_KERNELS:
                 best.setdefault(digest_of(trial), trial)
-        # What the knobs of an older kernel make today is another one.
+        # The knobs of an older kernel may compile to another kernel today.
         ascending = sorted(filter(may_win, trials), key=lambda trial: trial.date)
         newest = {knobs_key(trial.knobs): digest_of(trial) for trial in ascending}
         self.kernels = {
@@ -124,7 +124,7 @@ class _Rivalry:
         return self._store.trials(self._problem, self._arch, self._gpu, Outcome.OK, blobs=False)
 
     def learn(self) -> None:
-        """Read what the store has of these kernels by now."""
+        """Read the times of these kernels from the store again."""
         self._rank(self._trials())
 
     def _rank(self, trials: Iterable[Trial]) -> None:
@@ -136,7 +136,7 @@ class _Rivalry:
         self._named = lacking_between(self._winners, self._ranked)
 
     def to_look_at(self) -> list[Where]:
-        """Where the kernels should be timed next, each place once; then, again, where a winner is named."""
+        """The places to time next: each place once, and then the places with winners once more."""
         if len(self.kernels) < 2:
             return []
         places = [(where, count) for where in Destination for count in self._middles(where)]
@@ -148,7 +148,7 @@ class _Rivalry:
         return places
 
     def _middles(self, destination: Destination) -> list[int]:
-        """The middles, on a logarithmic scale, of gaps that may hide another winner and were not looked at."""
+        """The middles, on a logarithmic scale, of gaps that may have another winner and were not looked at."""
         tuned, named = (
             {cell.elements: digest_of(trial) for cell, trial in some.items() if cell.destination is destination}
             for some in (self._winners, self._named)
@@ -163,12 +163,12 @@ class _Rivalry:
             if never_looked or known[low] != known[high] or any(low**2 < switch < high**2 for switch in switches):
                 return True
             best, best_above = (ranked[count][0].score if ranked.get(count) else inf for count in (low, high))
-            return best_above * low > (1 + LOSS) * best * high  # as where another wave begins
+            return best_above * low > (1 + LOSS) * best * high  # such as at the begin of another wave
 
         while True:
             middles = {}
             for low, high in pairwise(sorted(known)):
-                middle = max(isqrt(low * high) // n * n, low + n)  # down, but a row above the end
+                middle = max(isqrt(low * high) // n * n, low + n)  # down, but at least a row above `low`
                 if middle < high and low * SHORT_GAP < high and may_hide_another(low, high):
                     middles[middle] = known[low], known[high]
             seen = [middle for middle in middles if (destination, middle) in self._looked_at]
@@ -178,12 +178,15 @@ class _Rivalry:
 
 
 def _variant(trial: Trial, kernel: Kernel) -> Variant:
-    """To be timed again: without source and PTX, for there may be thousands."""
+    """The variant of a trial, to be timed again; without source and PTX, because there may be thousands."""
     return Variant(trial.problem, trial.knobs, replace(kernel, source="", ptx=b""))
 
 
 def _winner(ranked: Sequence[winners.RankedTrial], low: str, high: str) -> str:
-    """The digest of the kernel that wins in the middle of a gap: one that wins at an end of it if it is near the best;
-    that at the lower end also where none is right on this device any more."""
+    """The digest of the kernel that wins in the middle of a gap.
+
+    A winner at an end of the gap is preferred if it is near the best. If no kernel is right on this device any more, it
+    is the winner at the lower end.
+    """
     near = [digest_of(each.trial) for each in near_best(ranked)]
     return next((digest for digest in near if digest in (low, high)), near[0] if near else low)

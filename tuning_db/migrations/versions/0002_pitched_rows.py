@@ -1,4 +1,4 @@
-"""Problems of pitched rows, and the form in which a kernel reads its scale. What was there had neither."""
+"""Problems of pitched rows, and the form in which a kernel reads its scale. Older rows have neither."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -8,7 +8,7 @@ down_revision = "0001"
 
 
 def upgrade() -> None:
-    # The defaults are for the rows that are there; new ones always say.
+    # The defaults are for existing rows; new rows always have values.
     with op.batch_alter_table("hadagen_problems") as problems:
         problems.add_column(sa.Column("pitched", sa.Boolean, nullable=False, server_default=sa.false()))
         problems.drop_constraint("uq_hadagen_problems", type_="unique")

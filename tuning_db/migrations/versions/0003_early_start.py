@@ -1,4 +1,4 @@
-"""Kernels that start early: what was there did not. And trials of kernels that could read a tile too early."""
+"""Kernels that start early; older kernels do not. And trials of kernels that could read a tile too early."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -8,12 +8,12 @@ down_revision = "0002"
 
 
 def upgrade() -> None:
-    # The default is for the rows that are there; new ones always say.
+    # The default is for existing rows; new rows always have a value.
     with op.batch_alter_table("hadagen_kernels") as kernels:
         kernels.add_column(sa.Column("starts_early", sa.Boolean, nullable=False, server_default=sa.false()))
     with op.batch_alter_table("hadagen_kernels") as kernels:
         kernels.alter_column("starts_early", server_default=None)
-    # They lack the fence between reading a tile and the bulk copy of the next; no verification of then could show it.
+    # They lack the fence between reading a tile and the bulk copy of the next. Verification could not show that then.
     op.execute(
         "UPDATE hadagen_trials SET outcome = 'unstable', detail = 'its bulk copies lack a fence' "
         "WHERE outcome = 'ok' AND kernel_id IN "

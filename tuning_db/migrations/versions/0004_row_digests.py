@@ -1,5 +1,4 @@
-"""Seals of kernels and trials: SHA-256 of all that they say. Those of rows that are there stay empty, for the store to
-fill."""
+"""Seals of kernels and trials: SHA-256 of all their values. Those of existing rows stay empty; the store fills them."""
 
 import sqlalchemy as sa
 from alembic import op

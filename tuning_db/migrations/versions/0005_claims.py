@@ -1,4 +1,4 @@
-"""What runs have under way, so that two on one database do not do the same."""
+"""The work that runs have in progress, so that two runs on one database do not do the same."""
 
 import sqlalchemy as sa
 from alembic import op
