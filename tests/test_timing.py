@@ -235,3 +235,31 @@ def test_a_peer_that_cannot_be_imported_is_left_out(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(peer, "import_module", broken)
     with pytest.warns(UserWarning, match="hadamard_transform is left out, because it cannot be imported: .*undefined"):
         assert peer.find_peers() == []
+
+
+@pytest.mark.parametrize("destination", Destination)
+@pytest.mark.parametrize("cache", Cache)
+def test_a_graph_launches_in_every_slot_by_turns(
+    destination: Destination, cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Code is loaded by a launch before the capture. Where data is hot there is one slot."""
+    import torch
+
+    from hadagen.measure import timing
+
+    events: list[Any] = []
+    launch = SimpleNamespace(launch=lambda stream, x, y, *told: events.append((x - base, y - base, told)))
+    monkeypatch.setattr(timing, "LaunchGraph", lambda stream, kernel, addresses, work: events.extend(addresses))
+    l2_bytes = 1 << 16
+    stopwatch = timing.Stopwatch(SimpleNamespace(device=torch.device("cpu"), cuda_stream=0), l2_bytes)  # type: ignore[arg-type]
+    work = timing.transform_work(PROBLEM, Cell(1 << 14, destination, cache))
+    stopwatch.fill(PROBLEM.dtype, [work.traffic])
+    base = stopwatch._arena.data_ptr()
+    stopwatch.graph(launch, work)  # type: ignore[arg-type]
+    first, *captured = events
+    assert first == (0, 0, work[1:])
+    launches, slots, size = work.traffic.launches(l2_bytes), work.traffic.slots(l2_bytes), work.traffic.footprint
+    assert (slots == 1) == (cache is Cache.HOT)
+    behind = 0 if destination is Destination.IN_PLACE else size // 2
+    starts = [launch % slots * size for launch in range(launches)]
+    assert [(x - base, y - base) for x, y in captured] == [(start, start + behind) for start in starts]
