@@ -20,7 +20,7 @@ from sample_trials import H100, PROBLEM, in_clusters, make_trial, times
 from hadagen import tuner
 from hadagen.cli import options, tune
 from hadagen.measure import Answer, Variant
-from hadagen.problem import Problem
+from hadagen.problem import DType, Numerics, Problem
 from hadagen.trial import Outcome, Timing, Trial
 from hadagen.tuner import Listener, TuneOptions, TuneReport
 from hadagen.tuning_db.bundle import Bundle
@@ -146,6 +146,18 @@ def test_of_several_tunes_the_last_refines(fake_gpu: None, monkeypatch: pytest.M
     monkeypatch.setattr(tuner, "tune", lambda *arguments: replace(search(*arguments), under_way=2))
     monkeypatch.setattr("hadagen.tuner.refine.refine", raising(AssertionError("it refined")))
     assert "other runs have 2 trials under way" in succeed(*SMALL_TUNE[:-1])
+
+
+def test_where_no_kernel_works_here_there_is_nothing_to_refine_and_others_keep_their_winners(
+    fake_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(problem=Problem(4, DType.FLOAT16, Numerics.FAST))
+    trial = FakeDevice.trial
+    wrong = {"outcome": Outcome.WRONG_ANSWER, "timings": ()}
+    monkeypatch.setattr(FakeDevice, "trial", lambda self, variant: replace(trial(self, variant), **wrong))
+    report = json.loads(succeed(*SMALL_TUNE))
+    assert (report["outcomes"], report["winners"], report["between"]) == ({"wrong_answer": 3}, [], 0)
+    assert Bundle.open(report["bundle"]).gpus() == [H100.gpu]
 
 
 def test_an_interrupt_while_refining_keeps_what_was_searched(fake_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
