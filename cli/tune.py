@@ -161,6 +161,8 @@ def tune(
         if report.stopped == "interrupted":
             raise KeyboardInterrupt
         if gpu and refine and not report.under_way:  # else the run that ends last refines
+            if trials != 0:
+                make_bundle(store, target.name, path)  # found by calls, however long refining takes
             measure = partial(_timed_again, gpu, device or 0, failures)
             deadline = started + (time_budget or inf)
             if not look_between(problems, store, target.name, gpu, measure, deadline) and trials == 0:

@@ -166,7 +166,9 @@ def test_an_interrupt_while_refining_keeps_what_was_searched(fake_gpu: None, mon
     assert result.exit_code == 1
     said, _, command = result.stderr.splitlines()[-1].partition("; to write a bundle of what has won so far: hadagen ")
     assert said.startswith("hadagen: interrupted; every finished trial is kept in ")
+    searched = options.default_bundle("sm90").read_bytes()
     assert ": 6 winners, " in succeed(*shlex.split(command))
+    assert options.default_bundle("sm90").read_bytes() == searched
 
 
 def test_refining_alone_is_refused_where_nothing_was_tuned_or_can_be_kept(
