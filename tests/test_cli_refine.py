@@ -13,14 +13,13 @@ from typing import Any
 import pytest
 from command_line import SMALL_TUNE, TINY_TUNE, machine, raising, run, sentence, succeed
 from fake_device import FakeDevice, fake_gpu
-from fake_search import CELLS
+from fake_search import CELLS, problems
 from sample_bundle import write_trials
 from sample_trials import H100, PROBLEM, in_clusters, make_trial, times
 
 from hadagen import tuner
 from hadagen.cli import options, tune
 from hadagen.measure import Answer, Variant
-from hadagen.problem import DType, Numerics, Problem
 from hadagen.trial import Outcome, Timing, Trial
 from hadagen.tuner import Listener, TuneOptions, TuneReport
 from hadagen.tuning_db.bundle import Bundle
@@ -133,7 +132,7 @@ def test_the_time_budget_is_for_the_search_and_refining_together(
 def test_where_the_time_ends_while_refining_the_report_says_so(fake_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = time.monotonic
 
-    def late(*_: object) -> list[Problem]:
+    def late(*_: object) -> list[Any]:
         monkeypatch.setattr(time, "monotonic", lambda: clock() + 2000)
         return [PROBLEM]
 
@@ -151,7 +150,7 @@ def test_of_several_tunes_the_last_refines(fake_gpu: None, monkeypatch: pytest.M
 def test_where_no_kernel_works_here_there_is_nothing_to_refine_and_others_keep_their_winners(
     fake_gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fill(problem=Problem(4, DType.FLOAT16, Numerics.FAST))
+    fill(problem=problems(4)[0])
     trial = FakeDevice.trial
     wrong = {"outcome": Outcome.WRONG_ANSWER, "timings": ()}
     monkeypatch.setattr(FakeDevice, "trial", lambda self, variant: replace(trial(self, variant), **wrong))
