@@ -20,6 +20,7 @@ from sample_trials import H100, PROBLEM, in_clusters, make_trial, times
 from hadagen import tuner
 from hadagen.cli import options, tune
 from hadagen.measure import Answer, Variant
+from hadagen.problem import Problem
 from hadagen.trial import Outcome, Timing, Trial
 from hadagen.tuner import Listener, TuneOptions, TuneReport
 from hadagen.tuning_db.bundle import Bundle
@@ -132,7 +133,7 @@ def test_the_time_budget_is_for_the_search_and_refining_together(
 def test_where_the_time_ends_while_refining_the_report_says_so(fake_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = time.monotonic
 
-    def late(*_: object) -> list[Any]:
+    def late(*_: object) -> list[Problem]:
         monkeypatch.setattr(time, "monotonic", lambda: clock() + 2000)
         return [PROBLEM]
 
