@@ -107,9 +107,10 @@ def tune(
     """Search for the fastest kernels, and write the winners to a bundle.
 
     All kernels are timed at the same sizes. Then the best of each problem are timed between these sizes, and a winner
-    is added wherever calls would clearly be slower without (--no-refine leaves that out). Every finished trial and time
-    is kept at once: a run that was interrupted goes on where it was when it is started again. Without a GPU of the
-    architecture, kernels are verified on the CPU and ranked by a model, and say so.
+    is added wherever calls would clearly be slower without (--no-refine leaves that out; of several runs at once on one
+    database the last does it). Every finished trial and time is kept at once: a run that was interrupted goes on where
+    it was when it is started again. Without a GPU of the architecture, kernels are verified on the CPU and ranked by a
+    model, and say so.
     """
     from hadagen.cli.progress import in_parts, shown
     from hadagen.toolchain import Toolchain
@@ -159,7 +160,9 @@ def tune(
             report = search(wanted, listen)
         if report.stopped == "interrupted":
             raise KeyboardInterrupt
-        if gpu and refine and not report.under_way:  # else what ends last refines
+        if gpu and refine and not report.under_way:  # else the run that ends last refines
+            if trials != 0:
+                make_bundle(store, target.name, path)  # found by calls, however long refining takes
             measure = partial(_timed_again, gpu, device or 0, failures)
             deadline = started + (time_budget or inf)
             if not look_between(problems, store, target.name, gpu, measure, deadline) and trials == 0:

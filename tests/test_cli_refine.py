@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from command_line import SMALL_TUNE, TINY_TUNE, machine, raising, run, sentence, succeed
 from fake_device import FakeDevice, fake_gpu
-from fake_search import CELLS
+from fake_search import CELLS, problems
 from sample_bundle import write_trials
 from sample_trials import H100, PROBLEM, in_clusters, make_trial, times
 
@@ -148,13 +148,27 @@ def test_of_several_tunes_the_last_refines(fake_gpu: None, monkeypatch: pytest.M
     assert "other runs have 2 trials under way" in succeed(*SMALL_TUNE[:-1])
 
 
+def test_where_no_kernel_works_here_there_is_nothing_to_refine_and_others_keep_their_winners(
+    fake_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(problem=problems(4)[0])
+    trial = FakeDevice.trial
+    wrong = {"outcome": Outcome.WRONG_ANSWER, "timings": ()}
+    monkeypatch.setattr(FakeDevice, "trial", lambda self, variant: replace(trial(self, variant), **wrong))
+    report = json.loads(succeed(*SMALL_TUNE))
+    assert (report["outcomes"], report["winners"], report["between"]) == ({"wrong_answer": 3}, [], 0)
+    assert Bundle.open(report["bundle"]).gpus() == [H100.gpu]
+
+
 def test_an_interrupt_while_refining_keeps_what_was_searched(fake_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hadagen.tuner.refine.refine", raising(KeyboardInterrupt()))
     result = run(*SMALL_TUNE)
     assert result.exit_code == 1
     said, _, command = result.stderr.splitlines()[-1].partition("; to write a bundle of what has won so far: hadagen ")
     assert said.startswith("hadagen: interrupted; every finished trial is kept in ")
+    searched = options.default_bundle("sm90").read_bytes()
     assert ": 6 winners, " in succeed(*shlex.split(command))
+    assert options.default_bundle("sm90").read_bytes() == searched
 
 
 def test_refining_alone_is_refused_where_nothing_was_tuned_or_can_be_kept(
