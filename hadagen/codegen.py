@@ -16,7 +16,6 @@ import jinja2
 from hadagen.launch import Source
 from hadagen.layout import add, scatter
 from hadagen.plan import Plan
-from hadagen.problem import Rows
 from hadagen.steps.base import FP32, mixed_chunk_bits
 
 ENVIRONMENT = jinja2.Environment(
@@ -34,9 +33,7 @@ _INCLUDE = re.compile(r'^#include "(.+)"\n', re.MULTILINE)
 
 def render(plan: Plan) -> Source:
     """The CUDA C++ of a plan. The same plan always gives the same text."""
-    problem = plan.problem
-    contiguous = problem.with_io(rows=Rows.CONTIGUOUS)  # the digest tells them apart
-    entry = f"hadagen_{contiguous.key.replace('-', '_')}_{plan.digest[:8]}"
+    entry = f"hadagen_{plan.problem.key.replace('-', '_')}_{plan.digest[:8]}"
     blocks: dict[str, Any] = {}
     view = _view(plan, entry) | {"blocks": blocks}
     modules = {name: ENVIRONMENT.get_template(name).make_module(view) for name in {s.template for s in plan.steps}}

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from hadagen.errors import UsageError
 from hadagen.launch import LaunchSpec
-from hadagen.problem import Numerics, Problem, Rows
+from hadagen.problem import Numerics
 from hadagen.steps.base import AS_LOADED, FP32, IN_16_BITS, PACKED
 from hadagen.steps.draft import Draft
 from hadagen.steps.memory import Load, Store
@@ -55,21 +55,12 @@ class Plan(Draft):
 
     @property
     def digest(self) -> str:
-        """SHA-256 of all fields of the plan. Kernels are named by it, so the text of a problem stays as it was."""
-        text = repr(self).replace(repr(self.problem), _former_repr(self.problem), 1)
-        return hashlib.sha256(text.encode()).hexdigest()
+        """SHA-256 of all fields of the plan."""
+        return hashlib.sha256(repr(self).encode()).hexdigest()
 
     def describe(self) -> list[str]:
         """One line per step."""
         return [step.sentence(" ".join(map(str, step.bits(self.before(at))))) for at, step in enumerate(self.steps)]
-
-
-def _former_repr(problem: Problem) -> str:
-    """The text of a problem as it was when a problem had these four fields."""
-    n, io = problem.n, problem.io
-    if problem != Problem.of(n, io.input, io.numerics, io.rows):
-        return repr(problem)
-    return f"Problem.of(n={n}, dtype={io.input!r}, numerics={io.numerics!r}, pitched={io.rows is Rows.PITCHED})"
 
 
 def _check(plan: Draft) -> None:

@@ -31,7 +31,7 @@ TABLE = """
     legality         | knobs steps layout arch problem                     |
     space            | legality knobs plan steps layout arch problem errors |
     templates        |                                                     |
-    codegen          | plan steps layout problem launch                    | jinja2
+    codegen          | plan steps layout launch                            | jinja2
     bits             | problem                                             | numpy
     reference        | bits problem                                        | numpy
     cache            | errors                                              |

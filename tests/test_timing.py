@@ -253,7 +253,7 @@ def test_a_graph_launches_in_every_slot_by_turns(
     l2_bytes = 1 << 16
     stopwatch = timing.Stopwatch(SimpleNamespace(device=torch.device("cpu"), cuda_stream=0), l2_bytes)  # type: ignore[arg-type]
     work = timing.transform_work(PROBLEM, Cell(1 << 14, destination, cache))
-    stopwatch.fill(PROBLEM.dtype, [work.traffic])
+    stopwatch.fill(PROBLEM.io.input, [work.traffic])
     base = stopwatch._arena.data_ptr()
     stopwatch.graph(launch, work)  # type: ignore[arg-type]
     first, *captured = events
