@@ -157,31 +157,6 @@ def test_no_sum_overflows_where_no_result_does(rows: int, dtype: torch.dtype) ->
     assert torch.equal(hadagen.hadamard_transform(alone, 64.0), torch.full_like(x, most))
 
 
-# ---- derivatives -----------------------------------------------------------------------------------------------------
-def differentiated(dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The gradient of (y · weight).sum() for y from x, and what it must be, for each way to call."""
-    weight = normal(6, 64, dtype=dtype, seed=1)
-    for inplace in (False, True):
-        x = normal(6, 64, dtype=dtype).requires_grad_()
-        y = hadagen.hadamard_transform(x * 1 if inplace else x, 0.125, inplace=inplace)
-        (gradient,) = torch.autograd.grad(y, x, weight)
-        yield gradient, padded(weight, 0.125)
-
-
-@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
-def test_gradients_on_the_cpu(dtype: torch.dtype) -> None:
-    for gradient, wanted in differentiated(dtype):
-        assert gradient.dtype == dtype
-        assert error(gradient, wanted) <= BOUNDS[dtype]
-
-
-def test_gradcheck_in_float64() -> None:
-    for m in (1, 4, 32):
-        x = normal(2, m).requires_grad_()
-        assert torch.autograd.gradcheck(lambda x: hadagen.hadamard_transform(x, 0.3), x)
-        assert torch.autograd.gradgradcheck(lambda x: hadagen.hadamard_transform(x, 0.3), x)
-
-
 # ---- on a GPU without kernels ----------------------------------------------------------------------------------------
 @pytest.fixture
 def tf32_allowed() -> Iterator[None]:

@@ -136,13 +136,6 @@ def test_derivatives(function: Callable[[torch.Tensor], torch.Tensor], m: int) -
     assert torch.autograd.gradgradcheck(function, x, check_fwd_over_rev=True, check_batched_grad=True)
 
 
-@pytest.mark.parametrize("m", SIZES)
-def test_the_gradient_is_the_transform_of_the_gradient(m: int) -> None:
-    x, g = normal(3, m).requires_grad_(), normal(3, m, seed=1)
-    hadamard_transform(x, 0.3).backward(g)
-    torch.testing.assert_close(x.grad, padded(g, 0.3))
-
-
 def test_the_gradient_keeps_the_numerics(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     real = operator.compute
@@ -220,14 +213,6 @@ def test_a_trace_within_a_dual_level_has_nothing_else() -> None:
         traced = make_fx(lambda x: hadamard_transform(x * 2, 0.5))(normal(3, 8))
     called = [str(node.target) for node in traced.graph.nodes if node.op == "call_function"]
     assert called == ["aten.mul.Tensor", "hadagen.hadamard_transform.default"]
-
-
-@pytest.mark.parametrize("inplace", [False, True])
-def test_tangents(inplace: bool) -> None:
-    x, tangent = normal(3, 8), normal(3, 8, seed=1)
-    with forward_ad.dual_level():
-        y = hadamard_transform(forward_ad.make_dual(x, tangent) * 1, 0.5, inplace=inplace)
-        torch.testing.assert_close(forward_ad.unpack_dual(y).tangent, expected(tangent, 0.5))
 
 
 # ---- torch.func ------------------------------------------------------------------------------------------------------
