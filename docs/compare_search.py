@@ -4,10 +4,10 @@
     python docs/compare_search.py --seeds 3 --strategies bayes_opt,pso --out /tmp/search.json /tmp/recordings
 
 Needs Kernel Tuner (pip install kernel-tuner) beside hadagen with its extra `tune`, and no GPU. A strategy runs in
-Kernel Tuner's simulation mode on a recording as `hadagen replay --export` writes it: on the same variants, told
-beforehand which are legal; with as many distinct evaluations and the same seeds; with its own defaults for all else. It
-makes one number small, the geometric mean over the cells of time / copy. What it evaluated is scored as ours is.
-The same seeds give the same numbers, but for diff_evo and bayes_opt, which begin from a sample that no seed reaches.
+Kernel Tuner's simulation mode, on a recording as `hadagen replay --export` writes it. It searches the same variants, is
+told beforehand which are legal, makes as many distinct evaluations with the same seeds, and has its own defaults for
+all else. It minimizes one number, the geometric mean over the cells of time / copy. Its evaluations are scored like
+ours. The same seeds give the same numbers, except for diff_evo and bayes_opt, whose first sample no seed controls.
 """
 
 from __future__ import annotations

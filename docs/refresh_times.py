@@ -1,4 +1,4 @@
-"""The times that the documents show, read from the tables that `hadagen` wrote."""
+"""The times in the documents, read from the tables that `hadagen` wrote."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import NamedTuple
 import refresh_files as files
 
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
-LIBRARIES = ("hadagen, fast", "hadagen, accurate", "HadaCore", "fast-hadamard-transform")  # as the documents call them
-# Of others, name in the tables → in the documents.
+LIBRARIES = ("hadagen, fast", "hadagen, accurate", "HadaCore", "fast-hadamard-transform")  # names in the documents
+# Of other libraries: name in the tables → name in the documents.
 PEER_NAMES = {"fast_hadamard_transform": "fast-hadamard-transform"}
 
 
@@ -85,7 +85,7 @@ def _place(row: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def sources() -> tuple[Path, ...]:
-    """The tables that the times are read from."""
+    """The files of the tables that have the times."""
     return (files.OURS, files.BENCH, files.EARLIER) if files.EARLIER.exists() else (files.OURS, files.BENCH)
 
 
@@ -95,7 +95,7 @@ def pitched(numerics: str) -> str:
 
 
 def library_of(row: Mapping[str, str]) -> str:
-    """What the documents call that which a row has the time of."""
+    """The name in the documents of the library that a row has the time of."""
     if not row["numerics"]:
         return PEER_NAMES.get(row["library"], row["library"])
     return pitched(row["numerics"]) if row["pitched"] == "1" else f"hadagen, {row['numerics']}"

@@ -44,7 +44,7 @@ current_device: Any = getattr(torch._C, "_cuda_getDevice", None) or torch.cuda.c
 
 
 def problem_of(n: int, dtype: torch.dtype, numerics: str, pitched: bool) -> Problem | None:
-    """None if no kernel supports such rows or their type."""
+    """The problem of rows of n elements; None if no kernel supports this n or dtype."""
     if dtype not in _DTYPES or not 2 <= n <= 1 << MAX_LOG2_N:
         return None
     return Problem(n, _DTYPES[dtype], Numerics(numerics), pitched)
@@ -115,7 +115,7 @@ def warmup(
     dtypes = [_dtype(value) for value in _several(dtype)]
     contracts = [Numerics.ACCURATE]
     if numerics is None or Problem(2, DType.FLOAT16, numerics).numerics is Numerics.FAST:  # type: ignore[arg-type]
-        contracts.append(Numerics.FAST)  # which falls back to accurate where the scale is out of its range
+        contracts.append(Numerics.FAST)  # falls back to accurate if the scale is out of its range
     counts = None if rows is None else [_whole(value, "rows") for value in _several(rows)]
     index = _warmed_device(device)
     if index is None:
@@ -203,7 +203,7 @@ def _find(device: int, problem: Problem, in_place: bool, elements: int) -> Loade
         return _fitting(device, problem, in_place, elements)
     except DeviceError as error:
         if torch.cuda.is_current_stream_capturing():
-            raise  # plain PyTorch would stay in the graph for good
+            raise  # otherwise plain PyTorch would stay in the graph
         warnings.warn(f"plain PyTorch transforms {problem.name} here: {error}", RuntimeWarning, stacklevel=2)
         return None
 
