@@ -184,7 +184,7 @@ def _low_bits(problem: Problem, knobs: Knobs) -> list[Step]:
         return steps + rest[: bits - 4]
     inside: list[Step] = [Butterfly(PAIR), Butterfly(reg(0)), Butterfly(reg(1))]
     across = range(max(0, min(bits - len(inside), LANE_BITS)))
-    if not across or wide_range(problem.dtype):  # values are scaled as soon as they are wide
+    if not across or wide_range(problem.dtype):  # it is scaled as soon as it is wide
         return [Widen(), *inside[:bits], *(Shuffle(j) for j in across)]
     return [*(Shuffle(j, widen=j == 0) for j in across), *inside]
 
@@ -259,9 +259,9 @@ def _float32_low_bits(problem: Problem, knobs: Knobs) -> list[Step]:
 
 
 def _scales_in_mma(problem: Problem, knobs: Knobs) -> bool:
-    """Whether mma multiply by the scale, in 16-bit factors. Packed values then need no other step for it."""
+    """Whether the scale is multiplied by mma, in 16-bit factors; packed values then need no step for it."""
     if problem.numerics is Numerics.ACCURATE:
-        return False  # it must take scales of any size
+        return False  # for the sake of scales of any size
     if knobs.low_bits == "mma":
         return knobs.mma_carrier == PACKED
     return knobs.accumulator == PACKED
