@@ -24,12 +24,12 @@ from hadagen.steps.transforms import NORMALIZER, PARTS, Butterfly, Gather, Mma, 
 EXCHANGE, LOAD = "exchange", "load"
 REGISTERS, LANES = "registers", "lanes"
 WHOLE, HALF = "whole", "half"
-MAX_EXCHANGED_LANES = 4  # the last one leaves stores whole sectors of 32 bytes
-# How many bits come to lanes before any but those of blocks comes to registers, where an mma transforms them. Two leave
-# stores whole lines of 128 bytes.
+MAX_EXCHANGED_LANES = 4  # the fifth lane bit stays, so that stores write whole sectors of 32 bytes
+# `far_lanes` → how many far bits come to lanes before others come to registers; bits of blocks go to registers first.
+# With two, stores write whole lines of 128 bytes.
 MMA_LANES = {"mma": 3, "mma_two": 2}
-# Transforms bits that came to the upper three lane bits, and the one at the lowest chunk place: a far bit too, or the
-# chunk bit of that place, which has waited for it.
+# Transforms the bits that came to the upper three lane places, and the bit at the lowest chunk place: another far bit,
+# or the chunk bit of that place, which was left for it.
 FAR_MMA = Mma(2, turned=True)
 
 
@@ -170,8 +170,9 @@ def steps_of(problem: Problem, knobs: Knobs) -> tuple[Step, ...]:
 
 
 class _Converter:
-    """Appends the `Widen`, `Narrow` or `Round` that brings the values into the form that a knob names; `packed` is what
-    it means by that."""
+    """Appends the `Widen`, `Narrow` or `Round` that converts the values to the form that a knob names.
+
+    packed: the form that the knob value "packed" means."""
 
     def __init__(self, steps: list[Step], packed: str = PACKED) -> None:
         self.steps = steps
@@ -188,7 +189,7 @@ class _Converter:
 
 
 def _low_bits(problem: Problem, knobs: Knobs) -> list[Step]:
-    """The steps that transform index bits 0–7 of packed values, as far as the row has them."""
+    """The steps that transform index bits 0–7 of packed values, or all bits of a shorter row."""
     bits = problem.log2_n
     first, second = (1, 2) if _scales_in_mma(problem, knobs) or wide_range(problem.io.input) else (0, 0)
     if knobs.low_bits == "mma":
@@ -217,19 +218,19 @@ def _low_bits(problem: Problem, knobs: Knobs) -> list[Step]:
 
 
 def _wide_mma(register: int, problem: Problem, knobs: Knobs, factor: int) -> Mma:
-    """One that takes fp32 values, as `mma_carrier` has them."""
+    """An `Mma` that takes fp32 values in the parts that `mma_carrier` names."""
     operand = "bfloat16" if knobs.mma_carrier == "split" else knobs.mma_carrier
     return Mma(register, operand, PARTS[operand][problem.io.input], factor=factor)
 
 
 def turns_in_exchange(knobs: Knobs) -> bool:
-    """Whether values are turned on their way through shared memory, for an mma of far bits that cannot turn a tf32."""
+    """Whether the exchange turns values, because the mma of far bits takes tf32 and cannot turn them itself."""
     return knobs.far_lanes == "mma" and knobs.mma_carrier == "tf32" and knobs.exchange_carrier == FP32
 
 
 def near_butterflies(problem: Problem, knobs: Knobs) -> list[Place]:
-    """The places of the row's chunk bits that butterflies transform, before any exchange: all but that of `FAR_MMA`,
-    and that one too where a far bit comes there."""
+    """The places of the row's chunk bits that butterflies transform before any exchange: all but the place of
+    `FAR_MMA`; that place too if a far bit comes there."""
     chunk_bits = min(log2(knobs.chunks), problem.log2_n - CHUNK_BITS)
     places = [reg(2 + j) for j in range(chunk_bits)]
     if knobs.far_lanes in MMA_LANES:
@@ -239,8 +240,8 @@ def near_butterflies(problem: Problem, knobs: Knobs) -> list[Place]:
 
 
 def _add_far_bits(convert: _Converter, problem: Problem, knobs: Knobs, near: list[Place]) -> None:
-    """Appends the steps that transform bits at the places where an exchange has brought them. Those of lanes come
-    first, for they can take packed values as they are and leave fp32."""
+    """Appends the steps that transform the bits which an exchange brought to the places `near`. Steps over lanes come
+    first, because they can take packed values as they are and leave fp32."""
     lanes, others = [[p for p in near if (p.kind != "reg") == in_lanes] for in_lanes in (True, False)]
     steps = convert.steps
     if knobs.far_lanes in MMA_LANES:
@@ -264,22 +265,23 @@ def _add_far_bits(convert: _Converter, problem: Problem, knobs: Knobs, near: lis
 
 
 def _shuffle(knobs: Knobs, index: int) -> Step:
-    """What transforms the bit at a lane place. One that is swapped goes to where no exchange takes bits from."""
+    """The step that transforms the bit at a lane place. A swap uses a register place that no exchange uses."""
     return SwapButterfly(index, reg(1)) if knobs.shuffles == HALF else Shuffle(index)
 
 
 def _float32_low_bits(problem: Problem, knobs: Knobs) -> list[Step]:
-    """The steps that transform index bits 0–7 of float32, as far as the row has them."""
+    """The steps that transform index bits 0–7 of float32, or all bits of a shorter row."""
     if knobs.low_bits == "mma":
         # mma(reg0) finds bits 0 2 3 1 at its places and leaves 4 5 6 there, which mma(reg1) transforms with bit 7.
-        # In parts of bfloat16 nothing is lost of values that keep their 24 bits above 2^-133, the least of them: from
-        # 2^-110 on, or 2^-106 where the first mma multiplies by 2^-4. Two tf32, of which the least is 2^-136,
-        # are values rounded to 22 bits from 2^-114 on, or 2^-110; of smaller ones the second, subnormal, is cut off.
+        # Parts of bfloat16 lose nothing of values whose 24 bits are all above 2^-133, the least bfloat16: values from
+        # 2^-110 on, or from 2^-106 if the first mma multiplies by 2^-4. Two tf32, of which the least is 2^-136, are
+        # values rounded to 22 bits from 2^-114 on, or 2^-110. Of smaller values, the second tf32 is subnormal and cut
+        # off.
         return [_wide_mma(register, problem, knobs, 1 + register) for register in (0, 1)]
     bits = problem.log2_n
     inside = (Butterfly(PAIR), Butterfly(reg(0)))[:bits]
     between = (Butterfly(reg(1)),) if bits >= CHUNK_BITS else ()
-    # Swapped from the lowest on, all lanes but that one have their neighbors in memory beside them.
+    # Swaps begin with the lowest lane. Then all lanes but that one keep neighbors in memory together.
     across = [_shuffle(knobs, j) for j in range(max(0, min(bits - len(inside), LANE_BITS)))]
     return [*inside, *between, *across] if knobs.shuffles == HALF else [*inside, *across, *between]
 
@@ -294,10 +296,10 @@ def _scales_in_mma(problem: Problem, knobs: Knobs) -> bool:
 
 
 def exchanges_of(problem: Problem, knobs: Knobs) -> list[tuple[tuple[Place, Place], ...]]:
-    """The swaps of each exchange: all far bits at once if they fit in the chunk bits or may go to lanes as well, warps
-    before blocks if not.
+    """The swaps of each exchange. If the far bits fit in the chunk bits, or may go to lanes too, there is one exchange;
+    otherwise bits of warps go before bits of blocks.
 
-    Where there are any, chunks must be 2 or more, or `far_bits` be lanes."""
+    If there are far bits, chunks must be 2 or more, or `far_bits` must be lanes."""
     room = log2(knobs.chunks)
     cta_bits = log2(knobs.cluster)
     warp_bits = max(0, problem.log2_n - CHUNK_BITS - room - cta_bits)
@@ -307,11 +309,11 @@ def exchanges_of(problem: Problem, knobs: Knobs) -> list[tuple[tuple[Place, Plac
         return []
     near = [reg(2 + i) for i in range(room)]
     if knobs.far_bits == LANES:
-        # Register bits go to blocks first, for then a warp stores to one block at a time; and the highest lane bits go,
-        # for the lowest keep neighbors in memory together.
+        # Bits of blocks are swapped with register bits first, so that a warp stores to one block at a time. The highest
+        # lane bits are swapped first, because the lowest keep neighbors in memory together.
         lanes = [lane(LANE_BITS - 1 - i) for i in range(MAX_EXCHANGED_LANES)]
         if knobs.low_bits == "shuffle" and knobs.shuffles == HALF:
-            lanes = [lane(0), *lanes[:-1]]  # which has lost its neighbor
+            lanes = [lane(0), *lanes[:-1]]  # lane 0 no longer keeps neighbors together
         if turns_in_exchange(knobs):
             lanes = [PAIR, lane(0), lane(1)]
         first, through_mma = (len(ctas), MMA_LANES[knobs.far_lanes]) if knobs.far_lanes in MMA_LANES else (room, 0)
@@ -325,19 +327,19 @@ def exchanges_of(problem: Problem, knobs: Knobs) -> list[tuple[tuple[Place, Plac
 
 
 def wide_range(dtype: DType) -> bool:
-    """Whether the type has the range of fp32, so that sums of its values may be beyond it."""
+    """Whether the type has the range of fp32, so that sums of its values may leave that range."""
     return dtype is not DType.FLOAT16
 
 
 def _with_scale(problem: Problem, knobs: Knobs, steps: list[Step]) -> list[Step]:
     """Adds `Scale` and the final `Round`.
 
-    Values of a wide range are scaled as soon as they are in fp32 and no mma takes a part of the scale any more: what is
-    left to do are sums and differences, and none of those exceeds the largest result. The others are scaled as late as
-    they can in fp32, but before values are rounded and summed on, so that 16-bit sums stay in range.
+    Values of a wide range are scaled as soon as they are in fp32 and no later mma takes a part of the scale. Only sums
+    and differences follow then, and none of those exceeds the largest result. Other values are scaled as late as
+    possible in fp32, but before they are rounded and summed again, so that 16-bit sums stay in range.
     """
     if any(step.multiplies == "scale" for step in steps):
-        return steps  # it scales
+        return steps  # a step scales already
     if _scales_in_mma(problem, knobs):
         return [*steps, Round()] if _Converter(steps).carrier == FP32 else steps
     after = 1 + max(
@@ -345,7 +347,7 @@ def _with_scale(problem: Problem, knobs: Knobs, steps: list[Step]) -> list[Step]
     )
     if problem.io.input is DType.FLOAT32:
         return [*steps[:after], Scale(), *steps[after:]]
-    if knobs.normalizes:  # and float16 would have no room for what is scaled
+    if knobs.normalizes:  # scaled values might leave the range of float16
         _Converter(steps).to(FP32)
         return [*steps, Scale(), Round()]
     if _Converter(steps).carrier == FP32:
