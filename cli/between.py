@@ -28,7 +28,7 @@ from hadagen.trial import Outcome
 from hadagen.tuning_db.table import write_table
 
 if TYPE_CHECKING:
-    from hadagen.measure import Cell, Contest, Ranking, Variant
+    from hadagen.measure import Cell, Choice, Ranking, Variant
     from hadagen.regimes import Destination
     from hadagen.runtime.device import Device
     from hadagen.tuning_db.store import Store
@@ -86,19 +86,21 @@ def between(
     rows: list[Row] = []
     failures: list[str] = []
     with nullcontext() if db is None else options.open_db(db) as store:
-        lineups = [_lineup(problem, counts, destinations, target, environment.l2_bytes, store) for problem in problems]
-        lineups = [lineup for lineup in lineups if lineup.contests]
-        if not lineups:
+        all_candidates = [
+            _candidates(problem, counts, destinations, target, environment.l2_bytes, store) for problem in problems
+        ]
+        all_candidates = [candidates for candidates in all_candidates if candidates.choices]
+        if not all_candidates:
             raise no_kernels(target)
         with measuring(environment, device) as runner, until_interrupted(failures):
-            for lineup in counted(lineups, "timing"):
+            for candidates in counted(all_candidates, "timing"):
                 try:
-                    ranking = runner.rank(lineup.variants, lineup.contests)
+                    ranking = runner.rank(candidates.variants, candidates.choices)
                 except DeviceError as error:
                     failures.append(str(error))
                     continue
-                rows += _rows(target.gpu, lineup, ranking)
-                failures += _refusals(lineup, ranking)
+                rows += _rows(target.gpu, candidates, ranking)
+                failures += _refusals(candidates, ranking)
     losses = [row["loss"] for row in rows]
     if rows:
         summary = {"geometric_mean_loss": geometric_mean(1 + loss for loss in losses) - 1, "worst_loss": max(losses)}
@@ -111,13 +113,13 @@ def between(
     report_failures(failures, DeviceError)
 
 
-class Lineup(NamedTuple):
-    """All that competes for a problem, and where."""
+class Candidates(NamedTuple):
+    """The kernels that are compared for a problem, and where."""
 
     problem: Problem
     variants: list[Variant]
     rows: list[int]
-    contests: list[Contest]
+    choices: list[Choice]
 
     @property
     def digests(self) -> list[str]:
@@ -125,13 +127,13 @@ class Lineup(NamedTuple):
         return [variant.kernel.digest for variant in self.variants if variant.kernel]
 
 
-def _lineup(
+def _candidates(
     problem: Problem, counts: int, ways: Sequence[Destination], target: Device, l2_bytes: int, store: Store | None
-) -> Lineup:
-    from hadagen.measure import Contest, Variant, rows_between
+) -> Candidates:
+    from hadagen.measure import Choice, Variant, rows_between
     from hadagen.runtime import bundles
     from hadagen.runtime.choose import choose_from_bundles
-    from hadagen.tuning_db.winners import contenders
+    from hadagen.tuning_db.winners import closest_trials
 
     known: dict[str, Variant] = {}
     for bundle in bundles.known():
@@ -140,19 +142,19 @@ def _lineup(
                 known[entry.kernel] = Variant(problem, dict(entry.knobs), bundle.kernel(entry.kernel))
     if store:
         trials = store.trials(problem, target.arch, target.gpu, Outcome.OK, blobs=False)
-        for trial in contenders(trials, MOST_TRIALS):
+        for trial in closest_trials(trials, MOST_TRIALS):
             if trial.kernel and trial.kernel.digest not in known:
                 known[trial.kernel.digest] = Variant(problem, trial.knobs, store.kernel(trial.kernel.digest))
     positions = {digest: position for position, digest in enumerate(known)}
-    lineup = Lineup(problem, list(known.values()), [], [])
+    candidates = Candidates(problem, list(known.values()), [], [])
     for number, rows in enumerate(rows_between(problem, counts)):
         destination = ways[number % len(ways)]
         _, found = choose_from_bundles(problem, destination, rows * problem.n, target)
         if found and found[0].arch == target.arch:
             cells = _cells(problem, rows * problem.n, destination, l2_bytes)
-            lineup.rows.append(rows)
-            lineup.contests.append(Contest(positions[found[0].kernel], cells))
-    return lineup
+            candidates.rows.append(rows)
+            candidates.choices.append(Choice(positions[found[0].kernel], cells))
+    return candidates
 
 
 def _cells(problem: Problem, elements: int, destination: Destination, l2_bytes: int) -> tuple[tuple[Cell, float], ...]:
@@ -165,24 +167,24 @@ def _cells(problem: Problem, elements: int, destination: Destination, l2_bytes: 
     return (decides, 1 - share), *((other, share) for other in others)
 
 
-def _rows(gpu: str, lineup: Lineup, ranking: Ranking) -> Iterator[Row]:
-    """One for each contest in which the kernel that calls run was not refused."""
-    problem, variants = lineup.problem, sum(answer.outcome is Outcome.OK for answer in ranking.answers)
-    digests = lineup.digests
-    for rows, contest, standing in zip(lineup.rows, lineup.contests, ranking.standings, strict=True):
-        if standing is not None:
-            (cell, _), *_ = contest.cells
+def _rows(gpu: str, candidates: Candidates, ranking: Ranking) -> Iterator[Row]:
+    """One for each choice in which the kernel that calls run was not refused."""
+    problem, variants = candidates.problem, sum(answer.outcome is Outcome.OK for answer in ranking.answers)
+    digests = candidates.digests
+    for rows, choice, result in zip(candidates.rows, candidates.choices, ranking.results, strict=True):
+        if result is not None:
+            (cell, _), *_ = choice.cells
             where = problem.key, rows, cell.elements, cell.destination.value, cell.cache.value, variants
-            times = standing.chosen_us, standing.best_us, standing.loss
-            kernels = digests[contest.chosen], digests[standing.best]
+            times = result.chosen_us, result.best_us, result.loss
+            kernels = digests[choice.chosen], digests[result.best]
             yield dict(zip(COLUMNS, (gpu, *where, *times, *kernels), strict=True))
 
 
-def _refusals(lineup: Lineup, ranking: Ranking) -> list[str]:
+def _refusals(candidates: Candidates, ranking: Ranking) -> list[str]:
     """Sentences on the kernels that calls run and verification refused."""
-    chosen = {contest.chosen: ranking.answers[contest.chosen] for contest in lineup.contests}
+    chosen = {choice.chosen: ranking.answers[choice.chosen] for choice in candidates.choices}
     refused = {position: answer for position, answer in chosen.items() if answer.outcome is not Outcome.OK}
-    return [refusal(lineup.problem, lineup.digests[position], answer) for position, answer in refused.items()]
+    return [refusal(candidates.problem, candidates.digests[position], answer) for position, answer in refused.items()]
 
 
 def _print(gpu: str, rows: Sequence[Row], mean: float, worst: float) -> None:

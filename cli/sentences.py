@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import click
 
 from hadagen.errors import HadagenError
-from hadagen.tuning_db.aside import FORBIDDEN, FULL
+from hadagen.tuning_db.atomic_file import FORBIDDEN, FULL
 
 # What commands import beyond a bare install; the extra `tune` brings all of it.
 TUNE_PACKAGES = ("alembic", "jinja2", "numpy", "optuna", "pydantic", "rich", "sqlalchemy", "yaml")

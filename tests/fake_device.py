@@ -11,7 +11,7 @@ import pytest
 from fake_search import FakeRunner
 
 from hadagen import measure
-from hadagen.measure import Answer, Cell, Comparison, Contest, Ranking, Standing, Times, Variant
+from hadagen.measure import Answer, Cell, Choice, ChoiceResult, Comparison, Ranking, Times, Variant
 from hadagen.problem import Problem
 from hadagen.trial import Kernel, Outcome, Timing, Trial
 
@@ -23,7 +23,7 @@ class FakeDevice(FakeRunner):
     peers: ClassVar[dict[str, float]] = {}
     refusals: ClassVar[dict[int, Answer]] = {}
     compared: ClassVar[list[tuple[list[Problem], list[Cell]]]] = []
-    ranked: ClassVar[list[tuple[list[Variant], list[Contest]]]] = []
+    ranked: ClassVar[list[tuple[list[Variant], list[Choice]]]] = []
 
     def __init__(self, device_index: int, copy_kernels: Sequence[Kernel], cells: Any = None, **others: object) -> None:
         super().__init__()
@@ -50,13 +50,13 @@ class FakeDevice(FakeRunner):
         ]
         return Comparison(tuple(answers), {name: {"normal": 3e-4} for name in self.peers}, tuple(times))
 
-    def rank(self, variants: Sequence[Variant], contests: Sequence[Contest]) -> Ranking:
-        """Each contest is lost by one percent more than the one before it."""
-        self.ranked.append((list(variants), list(contests)))
+    def rank(self, variants: Sequence[Variant], choices: Sequence[Choice]) -> Ranking:
+        """Each choice is lost by one percent more than the one before it."""
+        self.ranked.append((list(variants), list(choices)))
         answers = [self.refusals.get(c.problem.n, Answer(Outcome.OK, "")) for c in variants]
         right = all(answer.outcome is Outcome.OK for answer in answers)
-        standings = [Standing(0, 2.0 + i / 50, 2.0, i / 100) if right else None for i, _ in enumerate(contests)]
-        return Ranking(tuple(answers), tuple(standings))
+        results = [ChoiceResult(0, 2.0 + i / 50, 2.0, i / 100) if right else None for i, _ in enumerate(choices)]
+        return Ranking(tuple(answers), tuple(results))
 
     def __enter__(self) -> FakeDevice:
         return self

@@ -42,7 +42,7 @@ from hadagen.regimes import Cache, Destination
 from hadagen.scale import ScaleForm
 from hadagen.space import build_plan
 from hadagen.trial import Environment, Kernel, Provenance, Trial
-from hadagen.tuning_db.aside import unwritable, written_aside
+from hadagen.tuning_db.atomic_file import atomic_file, unwritable
 from hadagen.tuning_db.bundle import (
     APPLICATION_ID,
     FORMAT,
@@ -314,8 +314,8 @@ def test_a_link_to_where_nothing_can_be_written_is_reported_before_the_work(tmp_
 
 def test_a_write_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
     def fails() -> None:
-        with written_aside(tmp_path / "sm90.db") as aside:
-            aside.with_name(f"{aside.name}-journal").write_bytes(b"of SQLite, which could not remove it")
+        with atomic_file(tmp_path / "sm90.db") as new:
+            new.with_name(f"{new.name}-journal").write_bytes(b"of SQLite, which could not remove it")
             raise OSError(errno.ENOSPC, "No space left on device")
 
     with pytest.raises(OSError, match="No space left"):
@@ -343,7 +343,7 @@ def test_the_permissions_of_a_file_that_is_replaced_stay(tmp_path: Path) -> None
         new.chmod(mode)
         write(new)
         assert stat.S_IMODE(new.stat().st_mode) == mode
-    with written_aside(tmp_path / "other"):
+    with atomic_file(tmp_path / "other"):
         pass
     assert stat.S_IMODE((tmp_path / "other").stat().st_mode) == usual
 
@@ -642,7 +642,7 @@ def test_a_bundle_that_is_replaced_is_read_as_it_is_now(path: Path) -> None:
 def test_two_writers_of_one_process_do_not_meet(tmp_path: Path) -> None:
     """Nor do those of two containers, which have one number as well."""
     path = tmp_path / "sm90.db"
-    with written_aside(path) as one, written_aside(path) as other:
+    with atomic_file(path) as one, atomic_file(path) as other:
         one.write_bytes(b"one")
         other.write_bytes(b"other")
         assert one.read_bytes() == b"one"
@@ -657,8 +657,8 @@ def test_a_link_that_was_planted_is_not_followed(tmp_path: Path) -> None:
     path = write(tmp_path / "sm90.db")
     assert precious.read_bytes() == b"what is kept"
     Bundle.open(path).verify()
-    with written_aside(path) as aside:
-        assert stat.S_IMODE(aside.parent.stat().st_mode) == 0o700
+    with atomic_file(path) as new:
+        assert stat.S_IMODE(new.parent.stat().st_mode) == 0o700
 
 
 def test_a_file_may_have_the_longest_name(tmp_path: Path) -> None:

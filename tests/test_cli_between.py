@@ -15,7 +15,7 @@ from sample_trials import make_kernel, make_trial
 
 from hadagen.cli import options
 from hadagen.errors import DeviceError
-from hadagen.measure import Answer, Contest, Ranking, Standing, Variant
+from hadagen.measure import Answer, Choice, ChoiceResult, Ranking, Variant
 from hadagen.problem import DType, Numerics, Problem
 from hadagen.trial import Outcome
 from hadagen.tuning_db.bundle_writer import write_bundle
@@ -31,7 +31,7 @@ def test_what_calls_lose_between_the_sizes_that_were_tuned(fake_gpu: None, tmp_p
     succeed("tune", "--n", "4", "--dtype", "float16", "--numerics", "fast", "--contiguous", "--trials", "3")
     table = tmp_path / "between.csv"
     report = json.loads(succeed(*BETWEEN, "--csv", table, "--json"))
-    ((variants, contests),) = FakeDevice.ranked
+    ((variants, choices),) = FakeDevice.ranked
     shipped = {entry["kernel"] for entry in json.loads(succeed("bundle", "show", "--json"))[0]["entries"]}
     assert {variant.kernel.digest for variant in variants if variant.kernel} == shipped
     assert report["worst_loss"] == 0.04
@@ -42,14 +42,14 @@ def test_what_calls_lose_between_the_sizes_that_were_tuned(fake_gpu: None, tmp_p
     assert [row["destination"] for row in results] == ["in-place", "out-of-place"] * 2 + ["in-place"]
     assert {row["best_kernel"] for row in results} == {variants[0].kernel.digest if variants[0].kernel else ""}
     assert [row["loss"] for row in results] == [0.0, 0.01, 0.02, 0.03, 0.04]
-    for row, contest in zip(results, contests, strict=True):
-        (first, share), *others = contest.cells
+    for row, choice in zip(results, choices, strict=True):
+        (first, share), *others = choice.cells
         assert (first.elements, first.destination.value, first.cache.value) == tuple(
             row[name] for name in ("elements", "destination", "cache")
         )
         assert share + sum(other for _, other in others) == 1
         assert all(other <= share for _, other in others)
-        chosen = variants[contest.chosen].kernel
+        chosen = variants[choice.chosen].kernel
         assert chosen
         assert chosen.digest == row["kernel"]
     with table.open(newline="") as file:
@@ -90,12 +90,12 @@ def test_between_is_refused_where_it_cannot_be(fake_gpu: None) -> None:
 def test_between_complains_of_kernels_that_calls_run_and_of_no_others(
     fake_gpu: None, monkeypatch: pytest.MonkeyPatch, called: bool
 ) -> None:
-    def refuses(self: FakeDevice, variants: Sequence[Variant], contests: Sequence[Contest]) -> Ranking:
-        (chosen,) = {contest.chosen for contest in contests}
+    def refuses(self: FakeDevice, variants: Sequence[Variant], choices: Sequence[Choice]) -> Ranking:
+        (chosen,) = {choice.chosen for choice in choices}
         wrong = chosen if called else 1 - chosen
         answers = [Answer(Outcome.OK, ""), Answer(Outcome.OK, "")]
         answers[wrong] = Answer(Outcome.WRONG_ANSWER, "it is off")
-        return Ranking(tuple(answers), (None if called else Standing(chosen, 2.0, 2.0, 0.0),) * len(contests))
+        return Ranking(tuple(answers), (None if called else ChoiceResult(chosen, 2.0, 2.0, 0.0),) * len(choices))
 
     succeed("tune", *SMALL, "--contiguous", "--trials", "1")
     write_trials(options.default_bundle("another"), [make_trial(problem=Problem.of(4, DType.FLOAT16, Numerics.FAST))])
@@ -123,10 +123,10 @@ def test_between_says_what_it_could_not_time_and_shows_the_rest(
     succeed("tune", "--n", "2,4", "--dtype", "float16", "--numerics", "fast", "--contiguous", "--trials", "1")
     rank = FakeDevice.rank
 
-    def fails_at_two(self: FakeDevice, variants: Sequence[Variant], contests: Sequence[Contest]) -> Ranking:
+    def fails_at_two(self: FakeDevice, variants: Sequence[Variant], choices: Sequence[Choice]) -> Ranking:
         if variants[0].problem.n == 2:
             raise DeviceError("ranking failed; run it again")
-        return rank(self, variants, contests)
+        return rank(self, variants, choices)
 
     monkeypatch.setattr(FakeDevice, "rank", fails_at_two)
     result = run(*BETWEEN, "--csv", tmp_path / "between.csv")

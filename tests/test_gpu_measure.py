@@ -14,7 +14,7 @@ from hadagen.arch import load_arch
 from hadagen.codegen import render
 from hadagen.knobs import Knobs
 from hadagen.launch import LaunchSpec, Source
-from hadagen.measure import Cell, Contest, DeviceRunner, Variant, all_cells, copy_sources, device_environment
+from hadagen.measure import Cell, Choice, DeviceRunner, Variant, all_cells, copy_sources, device_environment
 from hadagen.problem import DType, Problem, Rows
 from hadagen.reference import INPUT_CLASSES
 from hadagen.regimes import Cache, Destination, buffer_bytes
@@ -243,10 +243,10 @@ def test_a_kernel_loses_nothing_to_itself(bench: Bench, broken: Callable[[str], 
     shares = (
         (Cell(3 * 256 << 8, Destination.IN_PLACE, cache), share) for cache, share in zip(Cache, (0.9, 0.1), strict=True)
     )
-    ranking = bench.runner.rank([bench.right, bench.right, broken("identity")], [Contest(0, tuple(shares))])
+    ranking = bench.runner.rank([bench.right, bench.right, broken("identity")], [Choice(0, tuple(shares))])
     assert [answer.outcome for answer in ranking.answers] == [Outcome.OK, Outcome.OK, Outcome.WRONG_ANSWER]
-    (standing,) = ranking.standings
-    assert standing
-    assert standing.best in (0, 1)
-    assert standing.loss < 0.05
-    assert standing.chosen_us == pytest.approx(standing.best_us, rel=0.1)
+    (result,) = ranking.results
+    assert result
+    assert result.best in (0, 1)
+    assert result.loss < 0.05
+    assert result.chosen_us == pytest.approx(result.best_us, rel=0.1)

@@ -116,11 +116,11 @@ def test_a_race_is_about_the_times_that_came_first(store: Store) -> None:
     """Of a kernel that has a slower trial of other knobs, and is confirmed."""
     (problem,) = problems(256)
     twin = make_trial(1, problem=problem, timings=times_at({1 << 20: 10.0}))
-    rivals = [
+    candidates = [
         make_trial(chunks, problem=problem, timings=times_at({1 << 20: us})) for chunks, us in ((4, 10.05), (8, 10.3))
     ]
     other = replace(twin, knobs=twin.knobs | {"warps": 16}, timings=times_at({1 << 20: 12.0}))
-    for trial in (twin, other, *rivals):
+    for trial in (twin, other, *candidates):
         store.record(trial)
 
     class Confirming(RacingRunner):

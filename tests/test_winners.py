@@ -21,7 +21,7 @@ from hadagen.tuning_db.winners import (
     _calls_about,
     best_by_cell,
     cell_value,
-    contenders,
+    closest_trials,
     may_win,
     portfolio,
 )
@@ -73,11 +73,11 @@ def test_the_order_of_trials_that_tie_in_all_but_when_and_on_what_driver_does_no
 
 
 @given(st.data(), st.integers(1, 6))
-def test_contenders_come_nearest_to_the_best(data: st.DataObject, most: int) -> None:
+def test_closest_trials_come_nearest_to_the_best(data: st.DataObject, most: int) -> None:
     trials = [trial for trial in data.draw(competitors()) if trial.problem == PROBLEM]
-    found = contenders(trials, most)
-    assert contenders(data.draw(st.permutations(trials)), most) == found
-    every = contenders(trials, len(trials))
+    found = closest_trials(trials, most)
+    assert closest_trials(data.draw(st.permutations(trials)), most) == found
+    every = closest_trials(trials, len(trials))
     assert found == every[:most]
     kernels = [trial.kernel for trial in every]
     assert len(set(kernels)) == len(kernels)
@@ -93,8 +93,8 @@ def test_who_wins_one_cell_comes_before_who_is_near_in_all() -> None:
         make_trial(4, timings=times({small: 9.00, large: 1.0})),
         make_trial(8, timings=times({small: 5.00, large: 5.0})),
     ]
-    assert [trial.knobs["chunks"] for trial in contenders(trials, 3)][2] == 1
-    assert {trial.knobs["chunks"] for trial in contenders(trials, 2)} == {2, 4}
+    assert [trial.knobs["chunks"] for trial in closest_trials(trials, 3)][2] == 1
+    assert {trial.knobs["chunks"] for trial in closest_trials(trials, 2)} == {2, 4}
 
 
 @given(competitors())
@@ -247,7 +247,7 @@ def test_where_only_one_regime_was_timed_a_loss_is_one_of_time(cell: tuple[int, 
     where = replace(CELL, destination=destination, elements=elements)
     assert portfolio([best, general])[where] == best
     assert portfolio([best, near])[where] == near
-    assert contenders([general, best], 2) == contenders([best, general], 2)
+    assert closest_trials([general, best], 2) == closest_trials([best, general], 2)
 
 
 def test_where_data_may_well_be_hot_both_regimes_count_alike() -> None:
@@ -310,11 +310,11 @@ def test_a_call_half_way_between_two_counts_is_about_the_larger() -> None:
     assert _calls_about([8, 24, 64], 8) == {8: (8, 8), 24: (16, 32), 64: (40, 64)}
 
 
-def test_only_at_buckets_are_contenders_compared() -> None:
+def test_only_at_buckets_are_closest_trials_compared() -> None:
     """Between them a few were timed, each of which comes near to the best of few."""
     trials = [make_trial(chunks, timings=times({1 << 20: float(chunks)})) for chunks in (1, 2, 4)]
     trials.append(make_trial(8, timings=times({1 << 20: 8.0, BETWEEN: 1.0})))
-    assert [trial.knobs["chunks"] for trial in contenders(trials, 3)] == [1, 2, 4]
+    assert [trial.knobs["chunks"] for trial in closest_trials(trials, 3)] == [1, 2, 4]
 
 
 def test_between_buckets_no_winner_is_named_where_the_kernel_that_calls_take_was_not_timed() -> None:

@@ -16,7 +16,7 @@ from hadagen.errors import StorageError, UsageError
 from hadagen.regimes import Cache
 from hadagen.target import check_arch
 from hadagen.trial import Kernel, Trial, knobs_key
-from hadagen.tuning_db.aside import check_place, unwritable, written_aside
+from hadagen.tuning_db.atomic_file import atomic_file, check_place, unwritable
 from hadagen.tuning_db.bundle import (
     APPLICATION_ID,
     FORMAT,
@@ -65,11 +65,11 @@ def write_bundle(
         raise UsageError("a kernel of the bundle has no cubin; give kernels that were read with their blobs")
 
     try:
-        with written_aside(path) as aside:
-            with closing(sqlite3.connect(aside, isolation_level=None)) as connection:
+        with atomic_file(path) as new:
+            with closing(sqlite3.connect(new, isolation_level=None)) as connection:
                 digest = _fill(connection, _tables(arch, selection, kernels), kernels)
             try:
-                Bundle.open(aside).verify()
+                Bundle.open(new).verify()
             except StorageError as error:
                 raise StorageError(
                     f"{path} was not written, because calls would refuse it ({error.__cause__}); tune its problem again"

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TextIO
 
 from hadagen.trial import Timing, Trial
-from hadagen.tuning_db.aside import check_place, unwritable, written_aside
+from hadagen.tuning_db.atomic_file import atomic_file, check_place, unwritable
 from hadagen.tuning_db.winners import WinnerCell
 
 COLUMNS = (
@@ -70,7 +70,7 @@ def write_table(
     complete. `forms`: format specifications of columns that are not written as they are. Raises `StorageError` where it
     cannot be written."""
     try:
-        with written_aside(path) as aside, aside.open("w", newline="", encoding="utf-8") as file:
+        with atomic_file(path) as new, new.open("w", newline="", encoding="utf-8") as file:
             _write(file, columns, rows, forms)
     except OSError as error:
         raise unwritable(path, error) from error

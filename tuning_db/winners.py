@@ -276,7 +276,7 @@ def _age(candidate: _Candidate) -> tuple[str, str]:
     return trial.date, repr((trial.environment, knobs_key(trial.knobs)))
 
 
-def contenders(trials: Iterable[Trial], most: int) -> list[Trial]:
+def closest_trials(trials: Iterable[Trial], most: int) -> list[Trial]:
     """The trials of one problem that come nearest to the best of some bucket, at most `most`, each of another kernel.
 
     The order of the trials does not matter.

@@ -6,20 +6,20 @@ Importing this imports neither PyTorch nor CUDA; the worker process does.
 from hadagen.measure.cells import Cell, all_cells, cells_at, is_timed, rows_between
 from hadagen.measure.copy import copy_sources
 from hadagen.measure.environment import device_environment
-from hadagen.measure.messages import Answer, Comparison, Contest, Ranking, Standing, Times
+from hadagen.measure.messages import Answer, Choice, ChoiceResult, Comparison, Ranking, Times
 from hadagen.measure.replay import ReplayRunner
 from hadagen.measure.runner import DeviceRunner, Runner, Variant
 
 __all__ = [
     "Answer",
     "Cell",
+    "Choice",
+    "ChoiceResult",
     "Comparison",
-    "Contest",
     "DeviceRunner",
     "Ranking",
     "ReplayRunner",
     "Runner",
-    "Standing",
     "Times",
     "Variant",
     "all_cells",

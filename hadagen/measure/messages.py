@@ -74,7 +74,7 @@ class Comparison:
     times: tuple[Times, ...]
 
 
-class Contest(NamedTuple):
+class Choice(NamedTuple):
     """A call that chooses one of several kernels.
 
     `chosen`: the position of that kernel. `cells`: (cell, share). Kernels are ranked by the product of their times in
@@ -87,14 +87,14 @@ class Contest(NamedTuple):
 
 @dataclass(frozen=True)
 class Rank:
-    """Verify kernels of one problem, and find the fastest for each of `contests`."""
+    """Verify kernels of one problem, and find the fastest for each of `choices`."""
 
     problem: Problem
     kernels: tuple[Kernel, ...]
-    contests: tuple[Contest, ...]
+    choices: tuple[Choice, ...]
 
 
-class Standing(NamedTuple):
+class ChoiceResult(NamedTuple):
     """The result for one call.
 
     `best`: the position of the fastest kernel. `chosen_us`, `best_us`: µs of a launch of the chosen and of the fastest
@@ -112,9 +112,9 @@ class Standing(NamedTuple):
 class Ranking:
     """The answer to `Rank`.
 
-    `answers`: the verification of each kernel; those that fail are not timed. `standings`: in the order of `contests`;
+    `answers`: the verification of each kernel; those that fail are not timed. `results`: in the order of `choices`;
     None if the chosen kernel failed.
     """
 
     answers: tuple[Answer, ...]
-    standings: tuple[Standing | None, ...]
+    results: tuple[ChoiceResult | None, ...]

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from hadagen.errors import DeviceError, UsageError
 from hadagen.measure.cells import Cell, Cells
-from hadagen.measure.messages import Answer, Compare, Comparison, Contest, Measure, Race, Rank, Ranking
+from hadagen.measure.messages import Answer, Choice, Compare, Comparison, Measure, Race, Rank, Ranking
 from hadagen.measure.worker import Failure, Service, Worker
 from hadagen.problem import Numerics, Problem
 from hadagen.trial import Environment, Kernel, NotTried, Outcome, Provenance, Trial, utc_now
@@ -134,15 +134,15 @@ class DeviceRunner:
         answer: Comparison = self._ask(request, f"comparing kernels for {variants[0].problem.key}")
         return answer
 
-    def rank(self, variants: Sequence[Variant], contests: Sequence[Contest]) -> Ranking:
-        """Verify variants of one problem, and find the fastest for each of `contests`.
+    def rank(self, variants: Sequence[Variant], choices: Sequence[Choice]) -> Ranking:
+        """Verify variants of one problem, and find the fastest for each of `choices`.
 
         Raises `DeviceError` if the worker fails or takes longer than `COMPARISON_TIMEOUT_S`.
         """
         problem = variants[0].problem
         if any(variant.problem != problem for variant in variants):
             raise UsageError(f"not all variants are for {problem.key}; give those of one problem")
-        request = Rank(problem, tuple(_bare(_kernel(variant)) for variant in variants), tuple(contests))
+        request = Rank(problem, tuple(_bare(_kernel(variant)) for variant in variants), tuple(choices))
         answer: Ranking = self._ask(request, f"ranking kernels for {problem.key}")
         return answer
 

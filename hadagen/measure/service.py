@@ -11,7 +11,7 @@ import torch
 
 from hadagen.driver import LoadedKernel, bindings, load
 from hadagen.measure.cells import Cell, Cells, all_cells, probe_cells
-from hadagen.measure.contests import Contests
+from hadagen.measure.comparing import Comparer
 from hadagen.measure.environment import device_environment
 from hadagen.measure.messages import Answer, Compare, Comparison, Measure, Race, Rank, Ranking
 from hadagen.measure.timing import REPEATED_BUFFERS, Stopwatch, transform_work
@@ -51,7 +51,7 @@ class DeviceService:
         self._stopwatch.warm_up()
         self._verifier = Verifier(stream.device, stream.cuda_stream)
         self._yardstick = Yardstick(self._stopwatch, [self._load(k) for k in copy_kernels], replays)
-        self._contests = Contests(self._stopwatch, self._verifier, self._yardstick, self._l2_bytes, self._loaded)
+        self._comparer = Comparer(self._stopwatch, self._verifier, self._yardstick, self._l2_bytes, self._loaded)
 
     def handle(
         self, request: Measure | Race | Compare | Rank
@@ -59,9 +59,9 @@ class DeviceService:
         if isinstance(request, Race):
             return self._race(request)
         if isinstance(request, Compare):
-            return self._contests.compare(request)
+            return self._comparer.compare(request)
         if isinstance(request, Rank):
-            return self._contests.rank(request)
+            return self._comparer.rank(request)
         started = time.monotonic()
         return replace(self._measure(request), seconds=time.monotonic() - started)
 

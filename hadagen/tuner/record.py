@@ -27,7 +27,7 @@ from hadagen.tuner.events import Listener, ProblemFinished, ProblemStarted, Sear
 from hadagen.tuner.pipeline import BATCH_SIZE, Build, Pipeline
 from hadagen.tuner.recording import SUFFIX, Recording, read_recording, recording_of, write_recording
 from hadagen.tuner.study import BestByCell, best_of_trials, best_scores, note_best
-from hadagen.tuning_db.aside import unwritable
+from hadagen.tuning_db.atomic_file import unwritable
 
 PART_SUFFIX = ".part"
 

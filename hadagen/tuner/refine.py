@@ -24,7 +24,7 @@ from hadagen.trial import Environment, Kernel, Outcome, Trial, knobs_key
 from hadagen.tuning_db import winners
 from hadagen.tuning_db.store import Store
 from hadagen.tuning_db.winners import (
-    contenders,
+    closest_trials,
     digest_of,
     lacking_between,
     may_win,
@@ -59,17 +59,19 @@ def refine(
     cannot keep a time.
     """
     ended: set[str] = set()  # digests of kernels that were not ok in this run
-    rivalries = {problem: _Rivalry(problem, store, arch, gpu, ended) for problem in problems}
-    rivalries = {problem: rivalry for problem, rivalry in rivalries.items() if rivalry.kernels}
+    refinements = {problem: _Refinement(problem, store, arch, gpu, ended) for problem in problems}
+    refinements = {problem: refinement for problem, refinement in refinements.items() if refinement.kernels}
     while time.monotonic() < deadline and (
-        looking := {problem: there for problem, rivalry in rivalries.items() if (there := rivalry.to_look_at())}
+        looking := {problem: there for problem, refinement in refinements.items() if (there := refinement.to_look_at())}
     ):
         cells = {
             problem: [cell for where, count in there for cell in cells_at(problem, count, where, gpu.l2_bytes)]
             for problem, there in looking.items()
         }
         fewer = set()
-        for trial in measure(cells, [kernel for problem in looking for kernel in rivalries[problem].kernels.values()]):
+        for trial in measure(
+            cells, [kernel for problem in looking for kernel in refinements[problem].kernels.values()]
+        ):
             if trial.outcome is Outcome.OK:
                 store.add_timings(trial)
             else:
@@ -81,10 +83,10 @@ def refine(
                 break
         for problem in looking:
             if problem in fewer:
-                rivalries[problem] = _Rivalry(problem, store, arch, gpu, ended)
+                refinements[problem] = _Refinement(problem, store, arch, gpu, ended)
             else:
-                rivalries[problem].learn()
-    return list(rivalries)
+                refinements[problem].learn()
+    return list(refinements)
 
 
 def _refuse(refused: Trial, store: Store) -> None:
@@ -94,7 +96,7 @@ def _refuse(refused: Trial, store: Store) -> None:
             store.record(replace(trial, outcome=refused.outcome, detail=refused.detail))
 
 
-class _Rivalry:
+class _Refinement:
     """The kernels to time for a problem on a GPU, and their times in the store."""
 
     def __init__(self, problem: Problem, store: Store, arch: str, gpu: Environment, ended: set[str]) -> None:
@@ -103,7 +105,7 @@ class _Rivalry:
         found = portfolio(trials)
         self._winners = {cell: trial for cell, trial in found.items() if cell.is_bucket and not cell.portable}
         best = {digest_of(trial): trial for trial in self._winners.values()}
-        for trial in contenders(trials, MOST_KERNELS):
+        for trial in closest_trials(trials, MOST_KERNELS):
             if len(best) < MOST_KERNELS:
                 best.setdefault(digest_of(trial), trial)
         # The knobs of an older kernel may compile to another kernel today.

@@ -17,7 +17,7 @@ import torch
 
 from hadagen.driver import DoesNotFit, LoadedKernel
 from hadagen.measure.cells import Cell
-from hadagen.measure.messages import Answer, Compare, Comparison, Contest, Rank, Ranking, Standing, Times
+from hadagen.measure.messages import Answer, Choice, ChoiceResult, Compare, Comparison, Rank, Ranking, Times
 from hadagen.measure.peer import Peer, Peers, calls_of
 from hadagen.measure.timing import GRAPHS, Stopwatch, Turns, Work, transform_work
 from hadagen.measure.verify import Verifier
@@ -40,7 +40,7 @@ _FINAL_REPLAYS = 15
 Load = Callable[[Kernel], AbstractContextManager[LoadedKernel]]
 
 
-class Contests:
+class Comparer:
     """`load` returns a context with a kernel on the device. The stream of the stopwatch is PyTorch's current stream."""
 
     def __init__(self, stopwatch: Stopwatch, verifier: Verifier, yardstick: Yardstick, l2_bytes: int, load: Load):
@@ -69,7 +69,7 @@ class Contests:
         problem = request.problem
         with ExitStack() as loaded:
             answers, right = self._verified(loaded, [(problem, kernel) for kernel in request.kernels])
-            cells = list(dict.fromkeys(cell for contest in request.contests for cell, _ in contest.cells))
+            cells = list(dict.fromkeys(cell for choice in request.choices for cell, _ in choice.cells))
             works = {cell: transform_work(problem, cell) for cell in cells}
             self._stopwatch.fill(problem.io.input, [work.traffic for work in works.values()])
             screened: dict[Cell, dict[int, float]] = {cell: {} for cell in cells}
@@ -77,11 +77,11 @@ class Contests:
                 turns = [self._stopwatch.turns([kernel], work, _SCREENING_REPLAYS) for work in works.values()]
                 for cell, (sample,) in zip(cells, self._stopwatch.time(turns), strict=True):
                     screened[cell][i] = sample.us
-            standings = (
-                self._standing(contest, works, right, screened) if contest.chosen in right else None
-                for contest in request.contests
+            results = (
+                self._result(choice, works, right, screened) if choice.chosen in right else None
+                for choice in request.choices
             )
-            return Ranking(answers, tuple(standings))
+            return Ranking(answers, tuple(results))
 
     def _verified(
         self, loaded: ExitStack, kernels: Iterable[tuple[Problem, Kernel]]
@@ -137,43 +137,43 @@ class Contests:
             {name: us for name, us in found.items() if isinstance(name, str)},
         )
 
-    def _standing(
+    def _result(
         self,
-        contest: Contest,
+        choice: Choice,
         works: dict[Cell, Work],
         kernels: dict[int, LoadedKernel],
         screened: dict[Cell, dict[int, float]],
-    ) -> Standing:
-        rank = {i: _score(contest, {cell: screened[cell][i] for cell, _ in contest.cells}) for i in kernels}
+    ) -> ChoiceResult:
+        rank = {i: _score(choice, {cell: screened[cell][i] for cell, _ in choice.cells}) for i in kernels}
         near = sorted((i for i in rank if rank[i] <= _NEAR * min(rank.values())), key=rank.__getitem__)
         raced = self._race(
-            contest, works, kernels, list(dict.fromkeys([contest.chosen, *near[:_FINALISTS]])), _RACE_REPLAYS
+            choice, works, kernels, list(dict.fromkeys([choice.chosen, *near[:_FINALISTS]])), _RACE_REPLAYS
         )
-        scores = {i: _score(contest, times) for i, times in raced.items()}
+        scores = {i: _score(choice, times) for i, times in raced.items()}
         best = min(scores, key=scores.__getitem__)
-        first, _ = contest.cells[0]
-        if best == contest.chosen:
+        first, _ = choice.cells[0]
+        if best == choice.chosen:
             us = raced[best][first]
-            return Standing(best, us, us, 0.0)
-        final = self._race(contest, works, kernels, [contest.chosen, best], _FINAL_REPLAYS)
-        loss = _score(contest, final[contest.chosen]) / _score(contest, final[best]) - 1
+            return ChoiceResult(best, us, us, 0.0)
+        final = self._race(choice, works, kernels, [choice.chosen, best], _FINAL_REPLAYS)
+        loss = _score(choice, final[choice.chosen]) / _score(choice, final[best]) - 1
         if loss <= 0:  # the lead was noise
-            best, loss = contest.chosen, 0.0
-        return Standing(best, final[contest.chosen][first], final[best][first], loss)
+            best, loss = choice.chosen, 0.0
+        return ChoiceResult(best, final[choice.chosen][first], final[best][first], loss)
 
     def _race(
         self,
-        contest: Contest,
+        choice: Choice,
         works: dict[Cell, Work],
         kernels: dict[int, LoadedKernel],
         racing: Sequence[int],
         replays: int,
     ) -> dict[int, dict[Cell, float]]:
-        """µs of those kernels in each cell of a contest: of two races, with graphs of their own, the less."""
+        """µs of those kernels in each cell of a choice: of two races, with graphs of their own, the less."""
         running = [kernels[i] for i in racing]
-        turns = [self._stopwatch.turns(running, works[cell], replays) for cell, _ in contest.cells]
+        turns = [self._stopwatch.turns(running, works[cell], replays) for cell, _ in choice.cells]
         found: dict[int, dict[Cell, float]] = {i: {} for i in racing}
-        for (cell, _), samples in zip(contest.cells, self._stopwatch.time(turns, GRAPHS), strict=True):
+        for (cell, _), samples in zip(choice.cells, self._stopwatch.time(turns, GRAPHS), strict=True):
             for i, sample in zip(racing, samples, strict=True):
                 found[i][cell] = sample.us
         return found
@@ -184,6 +184,6 @@ def _transform(peer: Peer, problem: Problem, x: torch.Tensor) -> torch.Tensor:
     return call()
 
 
-def _score(contest: Contest, us: dict[Cell, float]) -> float:
+def _score(choice: Choice, us: dict[Cell, float]) -> float:
     """The score of a kernel from its times; less is better."""
-    return math.exp(math.fsum(share * math.log(us[cell]) for cell, share in contest.cells))
+    return math.exp(math.fsum(share * math.log(us[cell]) for cell, share in choice.cells))

@@ -19,7 +19,7 @@ HEADER_BYTES = 100  # enough to tell the kind of a file; the header of an SQLite
 
 
 @contextmanager
-def written_aside(path: str | os.PathLike[str]) -> Iterator[Path]:
+def atomic_file(path: str | os.PathLike[str]) -> Iterator[Path]:
     """An empty file, to be filled within the `with`. At its end the file becomes `path`, or is removed on a failure.
 
     A file that is replaced passes its permissions on. If `path` is a symbolic link, the file it points to is replaced.
@@ -30,14 +30,14 @@ def written_aside(path: str | os.PathLike[str]) -> Iterator[Path]:
     # In a directory of its own: no other user can guess its name or write in it, files that SQLite leaves are removed
     # with it, and the file has the permissions of any new file.
     with tempfile.TemporaryDirectory(prefix=".hadagen-", dir=path.parent, ignore_cleanup_errors=True) as directory:
-        aside = Path(directory, "new")  # a short name, because SQLite appends to it
-        aside.touch()
-        yield aside
+        new = Path(directory, "new")  # a short name, because SQLite appends to it
+        new.touch()
+        yield new
         if path.exists():
-            shutil.copymode(path, aside)
-        with aside.open("r+b") as file:
+            shutil.copymode(path, new)
+        with new.open("r+b") as file:
             os.fsync(file.fileno())  # otherwise a crash might keep the new name without the content
-        os.replace(aside, path)
+        os.replace(new, path)
 
 
 def check_place(path: str | os.PathLike[str], kind: str, is_one: Callable[[bytes], bool]) -> None:
@@ -47,7 +47,7 @@ def check_place(path: str | os.PathLike[str], kind: str, is_one: Callable[[bytes
     changed.
     """
     path = Path(path)
-    directory = Path(os.path.realpath(path)).parent  # as `written_aside` finds it
+    directory = Path(os.path.realpath(path)).parent  # as `atomic_file` finds it
     try:
         header = read_start(path, HEADER_BYTES)[0] if path.exists() else b""
         directory.mkdir(parents=True, exist_ok=True)

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from hadagen.driver import DoesNotFit
 from hadagen.errors import DeviceError, UsageError
 from hadagen.launch import LaunchSpec
-from hadagen.measure import Cell, Contest, DeviceRunner, Variant, contests, peer, rows_between
+from hadagen.measure import Cell, Choice, DeviceRunner, Variant, comparing, peer, rows_between
 from hadagen.measure.cells import Traffic
-from hadagen.measure.messages import Answer, Compare, Comparison, Rank, Ranking, Standing, Times
+from hadagen.measure.messages import Answer, ChoiceResult, Compare, Comparison, Rank, Ranking, Times
 from hadagen.measure.timing import Sample, Stopwatch, Turns, Work, transform_work
 from hadagen.measure.verify import Verifier
 from hadagen.problem import DType, Numerics, Problem, Rows
@@ -100,7 +100,7 @@ class FakeVerifier:
         return {"normal": 3e-4}
 
 
-def make_contests(stopwatch: FakeStopwatch, monkeypatch: pytest.MonkeyPatch, *peers: peer.Peer) -> contests.Contests:
+def make_comparer(stopwatch: FakeStopwatch, monkeypatch: pytest.MonkeyPatch, *peers: peer.Peer) -> comparing.Comparer:
     @contextmanager
     def load(kernel: Kernel) -> Iterator[str]:
         if kernel.entry == "too_large":
@@ -108,9 +108,9 @@ def make_contests(stopwatch: FakeStopwatch, monkeypatch: pytest.MonkeyPatch, *pe
         yield kernel.entry
 
     graphs = SimpleNamespace(all=peers, graph=lambda calls, launches: f"graph of {len(calls)} of {calls[0].func.name}")
-    monkeypatch.setattr(contests, "Peers", lambda: graphs)
+    monkeypatch.setattr(comparing, "Peers", lambda: graphs)
     parts: tuple[Any, ...] = (stopwatch, FakeVerifier(), FakeYardstick(), L2, load)
-    return contests.Contests(*parts)
+    return comparing.Comparer(*parts)
 
 
 class Transform:
@@ -141,7 +141,7 @@ def test_all_that_transforms_the_same_rows_is_timed_together(monkeypatch: pytest
     )
     here, elsewhere = Transform("here"), Transform("elsewhere")
     other = make_peer(Transform("other types"), dtypes=frozenset({DType.FLOAT32}))
-    made = make_contests(stopwatch, monkeypatch, make_peer(here), make_peer(elsewhere, works_in_place=False), other)
+    made = make_comparer(stopwatch, monkeypatch, make_peer(here), make_peer(elsewhere, works_in_place=False), other)
     kernels = (PROBLEM, kernel("accurate")), (FAST, kernel("fast")), (FAST, kernel("wrong"))
     comparison = made.compare(Compare(kernels, ((HOT, (0, 1)), (COLD, (1, 2)))))
     assert [answer.outcome.value for answer in comparison.answers] == ["ok", "ok", "wrong_answer"]
@@ -159,7 +159,7 @@ def test_all_that_transforms_the_same_rows_is_timed_together(monkeypatch: pytest
 def test_a_peer_that_cannot_is_left_out_where_it_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     stopwatch = FakeStopwatch(lambda *_: 1.0)
     never, large = Transform("never", 4), Transform("not so many", 1 << 12)
-    made = make_contests(stopwatch, monkeypatch, make_peer(never), make_peer(large))
+    made = make_comparer(stopwatch, monkeypatch, make_peer(never), make_peer(large))
     cells = (HOT, (0,)), (Cell(1 << 20, Destination.OUT_OF_PLACE, Cache.COLD), (0,))
     comparison = made.compare(Compare(((PROBLEM, kernel("ours")),), cells))
     assert comparison.peer_errors.keys() == {"not so many"}
@@ -168,7 +168,7 @@ def test_a_peer_that_cannot_is_left_out_where_it_cannot(monkeypatch: pytest.Monk
 
 def test_what_takes_long_is_replayed_less(monkeypatch: pytest.MonkeyPatch) -> None:
     stopwatch = FakeStopwatch(lambda *_: 1.0)
-    made = make_contests(stopwatch, monkeypatch, make_peer(Transform("slow")))
+    made = make_comparer(stopwatch, monkeypatch, make_peer(Transform("slow")))
     request = Compare(((PROBLEM, kernel("ours")),), ((HOT, (0,)),))
     made.compare(request)
     assert stopwatch.replays["graph of 2 of slow"] == stopwatch.replays["ours"]
@@ -280,23 +280,23 @@ def test_rows_lie_between_the_element_counts_that_are_timed(n: int, dtype: DType
 def rank(us: Callable[[str, Cache, int], float], names: str, monkeypatch: pytest.MonkeyPatch, chosen: int = 0) -> Any:
     stopwatch = FakeStopwatch(us)
     kernels = tuple(kernel(name) for name in names.split())
-    request = Rank(PROBLEM, kernels, (Contest(chosen, BOTH),))
-    ranking = make_contests(stopwatch, monkeypatch).rank(request)
-    (standing,) = ranking.standings
-    return ranking, standing, stopwatch
+    request = Rank(PROBLEM, kernels, (Choice(chosen, BOTH),))
+    ranking = make_comparer(stopwatch, monkeypatch).rank(request)
+    (result,) = ranking.results
+    return ranking, result, stopwatch
 
 
 def test_the_loss_is_by_the_times_that_name_winners(monkeypatch: pytest.MonkeyPatch) -> None:
     us = {"chosen": (2.0, 3.0), "best": (1.9, 3.6), "cold": (4.0, 1.0)}
-    _, standing, _ = rank(lambda name, cache, _: us[name][cache is Cache.COLD], "chosen best cold", monkeypatch)
+    _, result, _ = rank(lambda name, cache, _: us[name][cache is Cache.COLD], "chosen best cold", monkeypatch)
     loss = (2.0 / 1.9) ** 0.9 * (3.0 / 3.6) ** 0.1 - 1
-    assert standing == Standing(1, 2.0, 1.9, pytest.approx(loss))
+    assert result == ChoiceResult(1, 2.0, 1.9, pytest.approx(loss))
 
 
 def test_the_chosen_kernel_loses_nothing_where_it_is_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
     us = {"slow": 9.0, "chosen": 1.0, "other": 1.04}
-    _, standing, stopwatch = rank(lambda name, *_: us[name], "slow chosen other", monkeypatch, chosen=1)
-    assert standing == Standing(1, 1.0, 1.0, 0.0)
+    _, result, stopwatch = rank(lambda name, *_: us[name], "slow chosen other", monkeypatch, chosen=1)
+    assert result == ChoiceResult(1, 1.0, 1.0, 0.0)
     raced = [names for rounds, several in stopwatch.timed for names in several if rounds == 2]
     assert raced == [["chosen", "other"]] * 2  # what is near races, hot and cold
 
@@ -307,34 +307,34 @@ def test_a_lead_that_is_noise_counts_for_nothing(monkeypatch: pytest.MonkeyPatch
     def us(name: str, cache: Cache, number: int) -> float:
         return 0.8 if name == "lucky" and number < 3 else 1.0
 
-    _, standing, _ = rank(us, "chosen lucky", monkeypatch)
-    assert standing == Standing(0, 1.0, 1.0, 0.0)
-    _, standing, _ = rank(lambda name, *_: 0.8 if name == "lucky" else 1.0, "chosen lucky", monkeypatch)
-    assert standing == Standing(1, 1.0, 0.8, pytest.approx(0.25))
+    _, result, _ = rank(us, "chosen lucky", monkeypatch)
+    assert result == ChoiceResult(0, 1.0, 1.0, 0.0)
+    _, result, _ = rank(lambda name, *_: 0.8 if name == "lucky" else 1.0, "chosen lucky", monkeypatch)
+    assert result == ChoiceResult(1, 1.0, 0.8, pytest.approx(0.25))
 
 
-def test_a_refused_kernel_is_no_rival_and_has_no_standing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_kernel_is_no_candidate_and_has_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
     def us(name: str, *_: object) -> float:
         return 0.1 if "wrong" in name else 1.0
 
-    ranking, standing, _ = rank(us, "chosen wrong", monkeypatch)
+    ranking, result, _ = rank(us, "chosen wrong", monkeypatch)
     assert [answer.outcome for answer in ranking.answers] == [Outcome.OK, Outcome.WRONG_ANSWER]
-    assert standing == Standing(0, 1.0, 1.0, 0.0)
-    _, standing, _ = rank(us, "chosen wrong", monkeypatch, chosen=1)
-    assert standing is None
+    assert result == ChoiceResult(0, 1.0, 1.0, 0.0)
+    _, result, _ = rank(us, "chosen wrong", monkeypatch, chosen=1)
+    assert result is None
 
 
 def test_so_is_one_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranking, standing, _ = rank(lambda *_: 1.0, "too_large chosen", monkeypatch, chosen=1)
+    ranking, result, _ = rank(lambda *_: 1.0, "too_large chosen", monkeypatch, chosen=1)
     outcomes = [(answer.outcome, answer.detail) for answer in ranking.answers]
     assert outcomes == [(Outcome.LAUNCH_FAILED, "it does not fit"), (Outcome.OK, "")]
-    assert standing == Standing(1, 1.0, 1.0, 0.0)
+    assert result == ChoiceResult(1, 1.0, 1.0, 0.0)
 
 
 def test_few_finalists_race(monkeypatch: pytest.MonkeyPatch) -> None:
     names = " ".join(f"k{i}" for i in range(20))
-    _, standing, stopwatch = rank(lambda name, *_: 1.0 + int(name[1:]) / 1000, names, monkeypatch, chosen=19)
-    assert standing == Standing(0, 1.019, 1.0, pytest.approx(0.019))
+    _, result, stopwatch = rank(lambda name, *_: 1.0 + int(name[1:]) / 1000, names, monkeypatch, chosen=19)
+    assert result == ChoiceResult(0, 1.019, 1.0, pytest.approx(0.019))
     assert max(len(names) for _, several in stopwatch.timed for names in several) == 7
 
 
@@ -352,7 +352,7 @@ class FakeService:
                 raise RuntimeError("out of memory")
             times = tuple(Times(1.0, dict.fromkeys(wanted, 2.0), {}) for _, wanted in request.cells)
             return Comparison(tuple(Answer(Outcome.OK, "") for _ in request.kernels), {}, times)
-        return Ranking((), tuple(Standing(contest.chosen, 1.0, 1.0, 0.0) for contest in request.contests))
+        return Ranking((), tuple(ChoiceResult(choice.chosen, 1.0, 1.0, 0.0) for choice in request.choices))
 
     def is_usable(self) -> bool:
         return True
@@ -365,7 +365,7 @@ def test_a_runner_compares_and_ranks() -> None:
     with DeviceRunner(0, [kernel("copy")], make_service=FakeService) as runner:
         comparison = runner.compare([ours, fast], [(HOT, [0, 1]), (COLD, [1])])
         assert [times.kernels for times in comparison.times] == [{0: 2.0, 1: 2.0}, {1: 2.0}]
-        assert runner.rank([ours, ours], [Contest(1, BOTH)]).standings == (Standing(1, 1.0, 1.0, 0.0),)
+        assert runner.rank([ours, ours], [Choice(1, BOTH)]).results == (ChoiceResult(1, 1.0, 1.0, 0.0),)
         with pytest.raises(UsageError, match="cannot be compared; give variants of one n and dtype"):
             runner.compare([ours, other], [(HOT, [0])])
         with pytest.raises(UsageError, match="give those of one problem"):
