@@ -108,15 +108,16 @@ def problem(command: Command) -> Command:
     @click.option("--n", type=int, help=f"Row length: a power of two from 2 to {1 << MAX_LOG2_N}.")
     @click.option("--dtype", default=DType.FLOAT16.value, show_default=True, help="float16, bfloat16 or float32.")
     @click.option("--numerics", default=Numerics.ACCURATE.value, show_default=True, help=NUMERICS)
-    @click.option("--pitched", "rows_lie", flag_value=Rows.PITCHED, default=Rows.CONTIGUOUS, help=f"{PITCHED}.")
+    @click.option("--pitched", is_flag=True, help=f"{PITCHED}.")
     @functools.wraps(command)
     def with_problem(
-        *, key: str | None, n: int | None, dtype: str, numerics: str, rows_lie: Rows, **others: Any
+        *, key: str | None, n: int | None, dtype: str, numerics: str, pitched: bool, **others: Any
     ) -> None:
         if key is not None:
             command(problem=Problem.parse(key), **others)
         elif n is not None:
-            command(problem=Problem.of(n, dtype, numerics, rows_lie), **others)
+            rows = Rows.PITCHED if pitched else Rows.CONTIGUOUS
+            command(problem=Problem.of(n, dtype, numerics, rows), **others)
         else:
             raise UsageError("no problem is named; give --n, or --problem with a key such as n4096-float16-fast")
 
