@@ -6,6 +6,7 @@ import csv
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -73,12 +74,13 @@ def test_bench_of_a_grid_writes_one_table(fake_gpu: None, tmp_path: Path) -> Non
     printed = succeed(*BENCH[:3], *kinds, "--elements", COUNTS, *GRID, "--csv", table)
     with table.open(newline="") as file:
         rows = list(csv.DictReader(file))
-    keys = ("library", "numerics", "dtype", "n", "elements", "destination", "cache")
+    keys = ("library", "problem", "elements", "destination", "cache")
     lines = [tuple(row[key] for key in keys) for row in rows]
     assert len(set(lines)) == len(lines)
-    libraries = ("hadagen", "accurate"), ("hadagen", "fast"), ("one", "")
-    assert {line[:3] for line in lines} == {(*each, dtype) for each in libraries for dtype in ("float16", "bfloat16")}
-    regimes = {line[4:] for line in lines}
+    kinds = ("hadagen", "accurate"), ("hadagen", "fast"), ("one", "accurate")
+    named = product(kinds, (2, 4), ("float16", "bfloat16"))
+    assert {line[:2] for line in lines} == {(name, f"n{n}-{dtype}-{kind}") for (name, kind), n, dtype in named}
+    regimes = {line[2:] for line in lines}
     # No cold times of the small, and no hot ones of what is far larger than L2.
     assert {(elements, cache) for elements, _, cache in regimes} == {
         ("16384", "hot"),
@@ -105,7 +107,8 @@ def test_bench_times_what_it_can(fake_gpu: None, tmp_path: Path) -> None:
     assert "for n2-float16-fast ended as wrong_answer: it is off; tune again" in said
     _, four = result.stdout.splitlines()[1:]
     assert four.split()[0] == "4"
-    assert {line.split(",")[5] for line in (tmp_path / "bench.csv").read_text().splitlines()} == {"n", "4"}
+    lines = (tmp_path / "bench.csv").read_text().splitlines()
+    assert {line.split(",")[1] for line in lines} == {"problem", "n4-float16-fast"}
     FakeDevice.refusals[4] = FakeDevice.refusals[2]
     assert run(*BENCH, "--csv", tmp_path / "none.csv").stdout == ""
     assert not (tmp_path / "none.csv").exists()
@@ -144,7 +147,8 @@ def test_an_interrupted_bench_writes_what_it_has(
     said = "hadagen: interrupted; what had finished is in the results, and the rest is not\n"
     assert (result.exit_code, result.stderr) == (1, said)
     assert [line.split()[0] for line in result.stdout.splitlines()[1:]] == ["n", "2"]
-    assert {line.split(",")[5] for line in (tmp_path / "bench.csv").read_text().splitlines()} == {"n", "2"}
+    lines = (tmp_path / "bench.csv").read_text().splitlines()
+    assert {line.split(",")[1] for line in lines} == {"problem", "n2-float16-fast"}
 
 
 def test_bench_without_kernels_says_what_to_do(fake_gpu: None) -> None:

@@ -37,7 +37,7 @@ def test_what_calls_lose_between_the_sizes_that_were_tuned(fake_gpu: None, tmp_p
     assert report["worst_loss"] == 0.04
     assert report["geometric_mean_loss"] == pytest.approx(0.02, abs=1e-3)
     results = report["results"]
-    assert [row["rows"] * row["n"] for row in results] == [row["elements"] for row in results]
+    assert [row["rows"] * Problem.parse(row["problem"]).n for row in results] == [row["elements"] for row in results]
     assert all(row["rows"] % 2 for row in results)
     assert [row["destination"] for row in results] == ["in-place", "out-of-place"] * 2 + ["in-place"]
     assert {row["best_kernel"] for row in results} == {variants[0].kernel.digest if variants[0].kernel else ""}

@@ -140,9 +140,9 @@ def test_a_bundle_of_nothing_is_refused(database: Path, tmp_path: Path) -> None:
 def test_the_winners_of_a_bundle_are_exported_and_merged(sample: Path, tmp_path: Path) -> None:
     succeed("bundle", "export", sample, tmp_path / "winners.csv")
     header, *lines = (tmp_path / "winners.csv").read_text().splitlines()
-    assert header.startswith("gpu,numerics,dtype,pitched,elements,n,destination,cache,us,")
+    assert header.startswith("gpu,problem,elements,destination,cache,us,")
     assert lines
-    assert all(line.startswith(f"{GPU},accurate,float16,0,") for line in lines)
+    assert all(line.startswith(f"{GPU},n256-float16-accurate,") for line in lines)
     assert "cannot be written" in sentence(run("bundle", "export", sample, "/proc/winners.csv"), 1)
     said = sentence(run("bundle", "export", "--gpu", "Abacus", sample, tmp_path / "x"), 2)
     assert said.endswith(f"has no winner of Abacus; choose one of {GPU}")

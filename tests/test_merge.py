@@ -102,7 +102,7 @@ def test_merging_leaves_out_what_misses_a_bound_that_is_stricter_now(tmp_path: P
     assert fast.error_bound > bound
     old = make_trial(1, problem=fast, errors={"normal": 2 * fast.error_bound}, timings=times({1 << 13: 1.0}))
     new = make_trial(2, problem=fast, errors={"normal": fast.error_bound}, timings=times({1 << 13: 2.0}))
-    only_old = replace(old, problem=replace(fast, n=512))
+    only_old = replace(old, problem=replace(fast, transform=Transform(512)))
     for name, trials in (("old.db", [old, only_old]), ("new.db", [new])):
         selection = {WinnerCell(t.problem, "sm90", H100.gpu, Destination.IN_PLACE, 1 << 13): t for t in trials}
         write_selection(tmp_path / name, "sm90", selection)

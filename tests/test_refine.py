@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from sample_trials import H100, H200, in_clusters, make_kernel, make_trial, times
 
 from hadagen.measure import Cell, Variant, cells_at
-from hadagen.problem import DType, Numerics, Problem
+from hadagen.problem import DType, Numerics, Problem, Transform
 from hadagen.regimes import LOSS, Cache, Destination, element_buckets, nearest
 from hadagen.trial import Outcome, Timing, Trial
 from hadagen.tuner import refine as refine_module
@@ -151,7 +151,7 @@ def test_where_calls_change_kernels_is_looked_at_though_the_same_wins_around() -
     st.sampled_from([1 << 11, 1 << 15]),
 )
 def test_calls_lose_nothing_at_any_count_that_was_looked_at(shapes: list[tuple[int, float]], n: int) -> None:
-    bench = Bench([waves(of, us * of / 100) for of, us in shapes], replace(LONG, n=n))
+    bench = Bench([waves(of, us * of / 100) for of, us in shapes], replace(LONG, transform=Transform(n)))
     bench.tune([count // n for count in element_buckets(bench.problem) if count <= 1 << 24])
     added = bench.refine()
     looked_at = {rows for there in bench.looked_at for rows in there}
@@ -231,7 +231,7 @@ def test_a_kernel_that_is_wrong_for_one_problem_keeps_what_it_won_of_another() -
     """As when both contracts have compiled to the same code."""
     bench = Bench([waves(264, 7.0), lambda rows: 0.03 * rows])
     bench.tune([256, 384])
-    other = replace(LONG, numerics=Numerics.ACCURATE)
+    other = LONG.with_io(numerics=Numerics.ACCURATE)
     bench.store.record(replace(bench.store.trials()[1], problem=other))
     bench.endings = {1: Outcome.WRONG_ANSWER}
     bench.run()
@@ -390,7 +390,7 @@ def test_a_new_winner_at_a_bucket_leaves_no_stale_one_beside_it() -> None:
 
 def test_problems_and_destinations_are_apart() -> None:
     """The faster kernel is another in each, and has one name in all."""
-    problems = LONG, replace(LONG, numerics=Numerics.ACCURATE)
+    problems = LONG, LONG.with_io(numerics=Numerics.ACCURATE)
     between = {(problems[0], IN_PLACE): 0, (problems[0], OUT): 1, (problems[1], IN_PLACE): 1, (problems[1], OUT): 0}
     asked = []
 
@@ -418,7 +418,7 @@ def test_problems_and_destinations_are_apart() -> None:
             ]
             store.record(trial(problem, number, there))
             store.record(replace(trial(problem, number, there), environment=h20))
-    alone, elsewhere = replace(LONG, n=4096), replace(LONG, n=8192)
+    alone, elsewhere = replace(LONG, transform=Transform(4096)), replace(LONG, transform=Transform(8192))
     store.record(make_trial(problem=alone, timings=times({1 << 20: 1.0})))  # no gap
     store.record(make_trial(problem=elsewhere, environment=h20))
     found = refine([*problems, alone, elsewhere], store, "sm90", H100, measure)
