@@ -321,6 +321,7 @@ def test_without_a_table_there_is_nothing_to_refresh(documents: Path) -> None:
     [
         "README.md",
         "CONTRIBUTING.md",
+        "CHANGELOG.md",
         *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").rglob("*.md"))),
     ],
 )
@@ -338,6 +339,9 @@ def test_what_a_document_names_is_there(name: str) -> None:
     for name, of_group in set(re.findall(r"(?:^|[`/])hadagen ([a-z]+)\b(?: ([a-z]+)\b)?(?! =)", code, re.MULTILINE)):
         command = main.commands[name]
         assert not (of_group and isinstance(command, click.Group)) or of_group in command.commands
+    made = r"<!-- (\S+):begin -->.*?<!-- \1:end -->"
+    written = re.sub(made, "", text, flags=re.DOTALL).splitlines()
+    assert not [line for line in written if len(line) > 120 and not line.startswith("|")]
 
 
 def test_the_architecture_names_every_module() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import stand_in_peers
@@ -29,6 +30,11 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hide_bundles(tmp_path, monkeypatch)
 
 
+def place(row: dict[str, Any]) -> tuple[int, int]:
+    """The n and the elements of a result of `bench`."""
+    return Problem.parse(row["problem"]).n, row["elements"]
+
+
 def test_winners_are_measured_chosen_and_timed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tuned = json.loads(succeed(*TUNE, "--json"))
     assert not tuned["estimated"]
@@ -45,16 +51,16 @@ def test_winners_are_measured_chosen_and_timed_again(tmp_path: Path, monkeypatch
     rows = json.loads(succeed(*BENCH))["results"]
     places = [(n, elements) for n in (128, 4096) for elements in (65536, 8388608)]
     results = [row for row in rows if row["library"] == "hadagen"]
-    assert [(result["n"], result["elements"]) for result in results] == places
+    assert [place(result) for result in results] == places
     for result in results:
         assert 0.05 < result["fraction_of_copy"] < 2.0
-        assert 0 < result["error"] <= Problem.of(result["n"], DType.FLOAT16).error_bound
+        assert 0 < result["error"] <= Problem.parse(result["problem"]).error_bound
     for name in ("fast_hadamard_transform", "HadaCore"):
         theirs = [row for row in rows if row["library"] == name]
-        assert [(row["n"], row["elements"]) for row in theirs] == places
+        assert [place(row) for row in theirs] == places
         assert all(row["us"] > row["copy_us"] for row in theirs)
         assert all(1.9e-4 < row["error"] < 2.2e-4 for row in theirs)  # they round once
-    timed_again = next(result for result in results if (result["n"], result["elements"]) == (4096, 8388608))
+    timed_again = next(result for result in results if place(result) == (4096, 8388608))
     assert timed_again["kernel"] == best["kernel"]
     assert timed_again["us"] == pytest.approx(best["us"], rel=0.3)
 
@@ -81,7 +87,7 @@ def test_winners_are_found_between_the_sizes_that_were_tuned() -> None:
     Bundle.open(path).verify()
     after = winners(path)
     assert before.items() <= after.items()
-    assert {winner["problem"]["n"] for winner in report["winners"]} == {128}
+    assert {winner["problem"] for winner in report["winners"]} == {"n128-float16-accurate"}
     assert report["between"] == len(after) - len(before)
     for problem, _, elements in after.keys() - before.keys():
         assert problem.n == 128

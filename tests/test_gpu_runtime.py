@@ -91,7 +91,7 @@ def test_ptx_gives_the_same(nothing_loaded: None) -> None:
 @pytest.mark.parametrize(("n", "dtype"), [(1 << 18, torch.float16), (1, torch.bfloat16), (256, torch.float64)])
 def test_what_has_no_kernel_runs_in_pytorch(n: int, dtype: torch.dtype) -> None:
     x = normal(3, n, dtype=dtype)
-    assert kernels.problem_of(n, dtype, "accurate", False) is None
+    assert kernels.problem_of(n, dtype, "accurate", Rows.CONTIGUOUS) is None
     y = hadamard_transform(x, 0.5)
     torch.testing.assert_close(y.cpu(), expected(x.cpu(), 0.5).to(dtype), rtol=2e-3, atol=1e-4)
 
