@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from hadagen.errors import StorageError, UsageError
 from hadagen.problem import MAX_LOG2_N, DType, Numerics, Problem, Rows
@@ -101,6 +102,16 @@ KEY = "in place of the options that follow: its key, such as n4096-float16-fast 
 PITCHED = "Rows of any number of elements up to n, any number of elements apart"
 
 
+def _check_key_is_alone() -> None:
+    """Raises `UsageError` where an option names a part of the problem beside `--problem`, which names all of it."""
+    context = click.get_current_context()
+    for option in context.command.params:
+        given = context.get_parameter_source(option.name or "") is not ParameterSource.DEFAULT
+        if given and option.name in ("n", "dtype", "numerics", "pitched"):
+            names = "/".join(option.opts + option.secondary_opts)
+            raise UsageError(f"--problem names all of a problem; leave it out, or {names}")
+
+
 def problem(command: Command) -> Command:
     """`--problem`, or `--n --dtype --numerics --pitched`, which the command receives as one `Problem`."""
 
@@ -114,6 +125,7 @@ def problem(command: Command) -> Command:
         *, key: str | None, n: int | None, dtype: str, numerics: str, pitched: bool, **others: Any
     ) -> None:
         if key is not None:
+            _check_key_is_alone()
             command(problem=Problem.parse(key), **others)
         elif n is not None:
             rows = Rows.PITCHED if pitched else Rows.CONTIGUOUS
@@ -170,6 +182,8 @@ def problems(*, sizes: str = ALL_SIZES, one_kind: bool = False) -> Callable[[Com
             pitched: bool | None,
             **others: Any,
         ) -> None:
+            if keys:
+                _check_key_is_alone()
             rows = {None: tuple(Rows), False: (Rows.CONTIGUOUS,), True: (Rows.PITCHED,)}[pitched]
             told = () if keys else product(parse_sizes(n), dtype, numerics, rows)
             named = (*map(Problem.parse, keys), *starmap(Problem.of, told))

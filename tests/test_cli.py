@@ -73,7 +73,15 @@ def test_the_version_is_that_of_the_package() -> None:
     assert succeed("--version").split()[1] == "0.1.0"
 
 
+def test_a_key_names_what_the_options_do() -> None:
+    named = "--problem", "n256-bfloat16-fast-pitched"
+    told = "--n", "256", "--dtype", "bfloat16", "--numerics", "fast", "--pitched"
+    for command in (("best", "--arch", "sm90", "--rows", "8"), ("dev", "record", "--arch", "sm90", "--dry-run")):
+        assert succeed(*command, *named) == succeed(*command, *told)
+
+
 # ---- wrong usage -----------------------------------------------------------------------------------------------------
+KEY = ("best", "--arch", "sm90", "--rows", "8", "--problem")
 WRONG = {
     ("nonsense",): "No such command 'nonsense'; see 'hadagen --help'",
     ("--nonsense",): f"{click.NoSuchOption('--nonsense').format_message().rstrip('.')}; see 'hadagen --help'",
@@ -91,6 +99,13 @@ WRONG = {
     (*BEST, "256", "--arch", "sm12"): "arch 'sm12' is not known and no bundle serves it; choose one of sm90",
     (*BEST, "256", "--arch", "hopper"): "arch 'hopper' is not one; write sm and the compute capability",
     (*BEST, "256", "--device", "0"): "device '0' is no name of a GPU, which is wanted beside an arch; write such as",
+    (*KEY, "n256-float32-fast"): "'n256-float32-fast' names no problem; write one such as n4096-float16-fast or",
+    (*KEY, "n100-float16-fast"): "n = 100 is not supported",
+    (*KEY, "n256-float16-fast", "--n", "256"): "--problem names all of a problem; leave it out, or --n",
+    (*KEY, "n256-float16-fast", "--pitched"): "--problem names all of a problem; leave it out, or --pitched",
+    ("tune", "--problem", "n256-float16-fast", "--dtype", "float16"): "leave it out, or --dtype",
+    ("tune", "--problem", "n256-float16-fast", "--contiguous"): "leave it out, or --pitched/--contiguous",
+    ("best", "--arch", "sm90", "--rows", "8"): "no problem is named; give --n, or --problem with a key such as n4096",
     ("best", "--n", "256", "--rows", "8"): "this machine has no CUDA device to choose for; name an arch",
     ("emit", "--space", "--n", "100"): "n = 100 is not supported",
     ("emit", "--space", "--n", "4096", "--arch", "sm1"): "arch 'sm1' is not known; choose one of sm90",
