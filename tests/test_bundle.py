@@ -454,7 +454,14 @@ FORGED: dict[str, list[object]] = {
                 "tile_elements": [0, 1, 1 << 40],
                 "persistent": [1, "no"],
                 "scale_form": ["fp64"],
-                "params": [launch_for(PITCHED).signature, "i64 x", "", "void* y, const void* x", 1],
+                "params": [
+                    launch_for(PITCHED).signature,
+                    f"{LAUNCH.signature}, const void* bias",
+                    "i64 x",
+                    "",
+                    "void* y, const void* x",
+                    1,
+                ],
                 "starts_early": [1],
                 "more": [1],
             }.items()

@@ -101,7 +101,11 @@ INDEXES = {"trials": "problem", "entries": "trial"}
 # Compressed, one row per kernel; apart from the tables above so that those are read without them.
 BLOBS = {"kernel": "INTEGER PRIMARY KEY REFERENCES kernels", "cubin": "BLOB", "ptx": "BLOB"}
 
-# In the former format a problem was told by four columns, and of a launch "pitched" told which params there are.
+# What the kernels of a bundle take, by how rows lie: calls have nothing else to give.
+_PARAMS = {Rows.CONTIGUOUS: PARAMS, Rows.PITCHED: (*PARAMS, *ROW_PARAMS)}
+
+# In the former format a problem was told by four columns, and "pitched" told how rows lie, of a launch too.
+_FORMER_ROWS: dict[int, Rows] = {False: Rows.CONTIGUOUS, True: Rows.PITCHED}
 FORMER_PROBLEMS = {
     "id": "INTEGER PRIMARY KEY",
     "n": "INTEGER",
@@ -380,8 +384,8 @@ class _Content:
     def _trial(self, problem: Problem, row: Mapping[str, Any], kernels: Mapping[int, Kernel]) -> dict[str, Any]:
         """What the entries of a trial have in common."""
         kernel = kernels[row["kernel"]]
-        if kernel.launch.reads_rows is (problem.io.rows is Rows.CONTIGUOUS) or kernel.launch.tile_elements % problem.n:
-            raise ValueError(f"{problem.key} has a kernel for other rows")
+        if kernel.launch.params != _PARAMS[problem.io.rows] or kernel.launch.tile_elements % problem.n:
+            raise ValueError(f"{problem.key} has a kernel for other rows or params")
         knobs, errors = _object(row["knobs"]), _object(row["errors"])
         check_knobs(knobs)
         if not errors or not all(type(error) in (int, float) and 0 <= error <= 1e9 for error in errors.values()):
@@ -409,15 +413,14 @@ def _kernel(arch: str, row: Mapping[str, Any]) -> Kernel:
     """Without its blobs."""
     said = _object(row["launch"])
     if "pitched" in said:
-        params = {False: PARAMS, True: (*PARAMS, *ROW_PARAMS)}[said.pop("pitched")]
-        said["params"] = ", ".join(map(str, params))
+        said["params"] = ", ".join(map(str, _PARAMS[_FORMER_ROWS[said.pop("pitched")]]))
     launch = LaunchSpec.from_dict(said)
     used = _count(row["registers"]), _count(row["spill_bytes"])
     return Kernel(_text(row["digest"]), _text(row["entry"]), arch, "", b"", b"", launch, *used, _text(row["nvcc"]))
 
 
 def _former_problem(n: int, dtype: str, numerics: str, pitched: int) -> Problem:
-    return Problem.of(n, dtype, numerics, {0: Rows.CONTIGUOUS, 1: Rows.PITCHED}[pitched])
+    return Problem.of(n, dtype, numerics, _FORMER_ROWS[pitched])
 
 
 def _timed(trial: dict[str, Any], row: Mapping[str, Any]) -> BundleEntry:
