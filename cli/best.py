@@ -91,7 +91,7 @@ def _time(config: BestConfig) -> str:
     us, copy_us = source["us"], source["copy_us"]
     if us is None:
         return "not measured"
-    rows = f", rows of {timed_rows(problem).columns}" if problem.parent else ""
+    rows = f", rows of {timed_rows(problem).columns}" if timed_rows(problem).columns < problem.n else ""
     where = "" if config.match is Match.SAME_GPU else f" on {source['gpu']}"
     return (
         f"{us:.2f} µs for {source['elements']} elements{rows}{where}, "

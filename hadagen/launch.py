@@ -53,16 +53,12 @@ class Param:
     def __str__(self) -> str:
         return f"{self.kind} {self.name}"
 
-    @property
-    def is_pointer(self) -> bool:
-        return self.kind.endswith("*")
 
-
-# What every kernel takes: input and output, which may be one; rows · n; and the scale in the form that it reads.
+# What every kernel takes: input and output, which may be the same; rows · n; and the scale in its `scale_form`.
 PARAMS = (Param("const void*", "x"), Param("void*", "y"), Param("i64", "elements"), Param("u32", "scale_word"))
-# What one takes besides whose rows do not lie as `n` tells: the fields of a `RowShape`.
+# What a kernel takes too if its rows may be shorter than n and have gaps: the fields of a `RowShape`.
 ROW_PARAMS = tuple(Param("i64", name) for name in RowShape._fields)
-# The position of the pointers that each launch has of its own.
+# Positions of the two arguments that differ from launch to launch.
 X, Y = 0, 1
 
 
@@ -81,7 +77,7 @@ class LaunchSpec:
     tile_elements: int
     persistent: bool  # the grid is as large as the device holds at once, and blocks loop over tiles
     scale_form: ScaleForm = ScaleForm.FP32
-    params: tuple[Param, ...] = PARAMS  # what it takes, in this order
+    params: tuple[Param, ...] = PARAMS  # in the order of the signature
     # Its blocks may start while the kernel before it in the stream ends (programmatic dependent launch, CUDA C++
     # Programming Guide); they wait for that end themselves before they touch global memory.
     starts_early: bool = False
@@ -102,16 +98,16 @@ class LaunchSpec:
 
     @property
     def reads_rows(self) -> bool:
-        """Whether it is told how rows lie. Else they are n elements each, one right behind the other."""
+        """Whether it takes a `RowShape`. If not, rows have n elements and no gaps."""
         return set(ROW_PARAMS) <= set(self.params)
 
     def arguments(
         self, elements: int, scale: float, rows: RowShape | None = None, pointers: Mapping[str, int] | None = None
     ) -> list[int]:
-        """A value for each of `params`, but 0 for x and y, of which each launch has its own.
+        """The value of each of `params`; x and y are 0, because they differ from launch to launch.
 
-        elements: rows · n. scale: of a size within `scale_form.range`. rows: for kernels that are told. pointers: of
-        all other params that are pointers, by name. Raises `UsageError` where one is missing.
+        elements: rows · n. scale: of a size within `scale_form.range`. rows: for kernels that read them. pointers:
+        name → device address, for all other params. Raises `UsageError` if one is missing.
         """
         known = {"x": 0, "y": 0, "elements": elements, "scale_word": scale_word(self.scale_form, scale)}
         known |= rows._asdict() if rows else {}
@@ -136,7 +132,7 @@ class LaunchSpec:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> LaunchSpec:
-        """Raises `ValueError`, `KeyError` or `TypeError` where no launch is said so."""
+        """Raises `ValueError`, `KeyError` or `TypeError` if the values describe no launch."""
         params = tuple(Param(*text.rsplit(" ", 1)) for text in str(values["params"]).split(", "))
         return cls(**{**values, "scale_form": ScaleForm(values["scale_form"]), "params": params})
 

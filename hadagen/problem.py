@@ -105,7 +105,7 @@ class Io:
             object.__setattr__(self, "numerics", Numerics.ACCURATE)
 
 
-# The parts of a key after that of the transform: "float16-fast", "float16-to-…-accurate-pitched".
+# Such as n4096-float16-fast-pitched. A part "to" with the output stands behind the input if the two differ.
 _KEY = re.compile(r"n([0-9]{1,9})-([a-z0-9_]+)(?:-to-([a-z0-9_]+))?-([a-z]+)(?:-([a-z]+))?")
 
 

@@ -447,9 +447,14 @@ def test_bad_arch(arch: str) -> None:
 def test_bad_problem() -> None:
     with pytest.raises(UsageError, match="n = 100 is not supported"):
         hadagen.best_config({"n": 100, "dtype": "float16"}, 1, arch="sm90")
-    for problem in ({"n": 128}, {"n": 128, "dtype": "float16", "m": 1}, 7, "n128"):
-        with pytest.raises(UsageError, match=r"problem = .* is not one; give a Problem, or such as"):
-            hadagen.best_config(problem, 1, arch="sm90")
+    bad: Any
+    for bad in ({"n": 128}, {"n": 128, "dtype": "float16", "m": 1}, 7):
+        with pytest.raises(UsageError, match=r"problem = .* is not one; give a Problem, its key, or such as"):
+            hadagen.best_config(bad, 1, arch="sm90")
+    for bad in ("n128", "n128-float16", "n0128-float16-fast", "n128-float16-fast-contiguous", "n128-float32-fast"):
+        with pytest.raises(UsageError, match=f"'{bad}' names no problem; write one such as n4096-float16-fast"):
+            hadagen.best_config(bad, 1, arch="sm90")
+    assert hadagen.best_config("n128-float16-fast-pitched", 1, arch="sm90").problem.key == "n128-float16-fast-pitched"
     with pytest.raises(UsageError, match="dtype 'int8' is not supported; choose one of float16"):
         hadagen.best_config({"n": 128, "dtype": torch.int8}, 1, arch="sm90")
     with pytest.raises(UsageError, match="rows 'no' is not supported; choose one of contiguous, pitched"):
@@ -498,7 +503,11 @@ def test_a_gpu_of_another_arch_is_refused() -> None:
         ((), {"n": 4096, "dtype": "float16", "rows": 8}, "best_config: missing a required argument: 'problem'"),
         ((PROBLEM, 8), {"numerics": "fast"}, "best_config: got an unexpected keyword argument 'numerics'"),
         ((PROBLEM, 8, None, "sm90"), {}, "best_config: too many positional arguments"),
-        ((4096,), {"rows": 8}, 'problem = 4096 is not one; give a Problem, or such as {"n": 4096, "dtype": "float16"}'),
+        (
+            (4096,),
+            {"rows": 8},
+            'problem = 4096 is not one; give a Problem, its key, or such as {"n": 4096, "dtype": "float16"}',
+        ),
     ],
 )
 def test_miscalls_are_answered_with_a_call(arguments: Any, options: dict[str, Any], message: str) -> None:

@@ -28,7 +28,7 @@ from hadagen.steps.transforms import NORMALIZER, Gather, Mma
 
 def sample() -> list[Plan]:
     choose = random.Random(3)
-    kinds = list(product((1 << k for k in range(1, 16)), DType, Numerics, (False, True)))
+    kinds = list(product((1 << k for k in range(1, 16)), DType, Numerics, Rows))
     problems = dict.fromkeys(Problem.of(*kind) for kind in kinds)
     return [build_plan(problem, draw(problem, choose), ARCH) for problem in problems]
 

@@ -4,8 +4,8 @@ Each class of input is transformed out of place and in place, and compared with 
 The normal inputs have so many rows that a persistent grid loops. Rows do not depend on each other, so a call with fewer
 rows must give the very same bits, and so must a second run.
 
-Pitched problems are verified with rows of several shapes, and with poison between the rows too. If a kernel read poison
-as anything but zeros, no result would be finite.
+A kernel that reads a `RowShape` is verified with rows of several shapes, and with poison between the rows too. If it
+read poison as anything but zeros, no result would be finite.
 """
 
 from __future__ import annotations

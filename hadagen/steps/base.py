@@ -79,7 +79,7 @@ class Step:
 
     @property
     def params(self) -> tuple[Param, ...]:
-        """What the kernel takes for its sake, beside what all kernels take."""
+        """What the kernel must take for this step, besides what all kernels take."""
         return ()
 
     @property

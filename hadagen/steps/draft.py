@@ -106,7 +106,7 @@ class Draft:
 
     @property
     def params(self) -> tuple[Param, ...]:
-        """What the kernel takes: what all do, what tells how rows lie if n does not, and what steps ask for."""
+        """What the kernel takes: the params of every kernel, a `RowShape` if needed, and those of its steps."""
         rows = () if self.problem.io.rows is Rows.CONTIGUOUS else ROW_PARAMS
         return tuple(dict.fromkeys((*PARAMS, *rows, *(param for step in self.steps for param in step.params))))
 

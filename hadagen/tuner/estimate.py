@@ -173,7 +173,7 @@ class EstimateRunner:
 
 
 def _verify(problem: Problem, source: Source, module: HostModule) -> dict[str, float]:
-    """Class of input → the larger error of out of place and in place. Pitched rows in place have odd addresses."""
+    """Class of input → the larger error of out of place and in place, there at odd addresses if they may be."""
     rows = verification_rows(problem, source.launch, ELEMENTS)
     apart = verify(problem, source, rows, module=module)
     columns = max(problem.n // 2 + 1, problem.n - problem.n // 4 - 1)
