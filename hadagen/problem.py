@@ -111,10 +111,20 @@ _KEY = re.compile(r"n([0-9]{1,9})-([a-z0-9_]+)(?:-to-([a-z0-9_]+))?-([a-z]+)(?:-
 
 @dataclass(frozen=True, order=True)
 class Problem:
-    """y = (x · H_n) · scale over the last dimension of x: a `transform` between what `io` says."""
+    """y = (x · H_n) · scale over the last dimension of x: a `transform` between what `io` says.
+
+    Raises `UsageError` for anything else than these two; `Problem.of` takes n and the names of types.
+    """
 
     transform: Transform
     io: Io
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.transform, Transform) and isinstance(self.io, Io)):
+            raise UsageError(
+                f"Problem({self.transform!r:.40}, {self.io!r:.40}) is not supported; give a Transform and an Io, or "
+                'call such as Problem.of(4096, "float16")'
+            )
 
     @classmethod
     def of(

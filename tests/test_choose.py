@@ -455,6 +455,8 @@ def test_bad_problem() -> None:
         with pytest.raises(UsageError, match=f"'{bad}' names no problem; write one such as n4096-float16-fast"):
             hadagen.best_config(bad, 1, arch="sm90")
     assert hadagen.best_config("n128-float16-fast-pitched", 1, arch="sm90").problem.key == "n128-float16-fast-pitched"
+    with pytest.raises(UsageError, match=r"Problem\(128, 'float16'\) is not supported; .* call such as Problem\.of\("):
+        hadagen.best_config(Problem(128, "float16"), 1, arch="sm90")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="dtype 'int8' is not supported; choose one of float16"):
         hadagen.best_config({"n": 128, "dtype": torch.int8}, 1, arch="sm90")
     with pytest.raises(UsageError, match="rows 'no' is not supported; choose one of contiguous, pitched"):
