@@ -57,7 +57,7 @@ def _view(plan: Plan, entry: str) -> dict[str, Any]:
     stored, views = plan.placements[-1], _steps(plan)
     cluster = plan.launch.cluster
     lane_at = f"lane * {plan.vector_elements}"
-    lanes = stored.bits_of("lane")
+    lanes = stored.digits_of("lane")
     n = plan.problem.n
     span = 32 * plan.vector_elements
     loads_all = plan.shares_loaded > 1
@@ -105,13 +105,13 @@ def _view(plan: Plan, entry: str) -> dict[str, Any]:
         # Results may lie in place, so a block waits until the other blocks have loaded the row. A multicast has read it
         # once, for all of them.
         "waits_for_loads": loads_all and not plan.load.multicast,
-        "load_thread": add(lane_at, scatter("warp", plan.loaded.bits_of("warp"))),
+        "load_thread": add(lane_at, scatter("warp", plan.loaded.digits_of("warp"))),
         "store_thread": add(
-            lane_at if lanes == plan.loaded.bits_of("lane") else scatter("lane", lanes),
-            scatter("warp", stored.bits_of("warp")),
-            scatter("rank", stored.bits_of("cta")),
+            lane_at if lanes == plan.loaded.digits_of("lane") else scatter("lane", lanes),
+            scatter("warp", stored.digits_of("warp")),
+            scatter("rank", stored.digits_of("cta")),
         ),
-        "store_vector": scatter("i", _vector_bits(plan, stored.bits_of("reg"))) or "0",
+        "store_vector": scatter("i", stored.digits_of("reg", first=len(plan.vector_places) - 1)) or "0",
         # Row and column of the vector at offset `at` of a tile.
         "row_of_vector": f"tile * {plan.rows_per_tile} + at / {n}" if plan.rows_per_tile > 1 else "tile",
         "column_of_vector": f"at % {n}" if plan.rows_per_tile > 1 else "at",
@@ -119,7 +119,7 @@ def _view(plan: Plan, entry: str) -> dict[str, Any]:
 
 
 def _place_lines(plan: Plan) -> list[str]:
-    """For each kind of place, the index bits that live there after the load, low to high."""
+    """For each kind of place, the axes that live there after the load, low to high."""
     kinds = {
         "pair": "half of a register",
         "reg": "register of the thread",
@@ -127,7 +127,7 @@ def _place_lines(plan: Plan) -> list[str]:
         "warp": "warp of the block",
         "cta": "block of the cluster",
     }
-    held = {kind: plan.loaded.bits_of(kind) for kind in kinds}
+    held = {kind: plan.loaded.digits_of(kind) for kind in kinds}
     return [f"{kind:5}{' '.join(map(str, held[kind].values())):17}{what}" for kind, what in kinds.items() if held[kind]]
 
 
@@ -162,9 +162,3 @@ def _steps(plan: Plan) -> list[dict[str, Any]]:
         view |= {"wide": FP32 in forms, "packed": bool(forms - {FP32})}
         views.append({**vars(step), **view, **step.view(plan, at)})
     return views
-
-
-def _vector_bits(plan: Plan, reg_bits: Mapping[int, int]) -> dict[int, int]:
-    """Bit of the number of a vector → index bit: the register places above those inside a vector."""
-    inside = len(plan.vector_places) - 1
-    return {index - inside: bit for index, bit in reg_bits.items() if index >= inside}

@@ -1,6 +1,8 @@
-"""Placements: where the bits of an element's index live.
+"""Placements: where the digits of an element's index live.
 
-A *placement* says, for each index bit of a tile, the *place* whose coordinate bit it is.
+An *axis* is one digit of an index. Its *radix* is the number of values of the digit, and its *stride* the distance in
+elements from one value to the next. Index bit b is the axis of radix 2 and stride 2^b. A *placement* says, for each
+place, which axis of a tile lives there: the digit of the axis is the coordinate of the element at that place.
 
     n = 256 in one warp, as loaded: thread t holds elements 8t … 8t+7, two to a register
 
@@ -12,7 +14,8 @@ A *placement* says, for each index bit of a tile, the *place* whose coordinate b
         index bit   0     1     2      3      4      5      6      7
         place       pair  reg0  lane0  lane1  lane2  lane3  lane4  reg1
 
-Rule: the element held at some coordinates is the sum of 2^b over the index bits b whose place has coordinate 1.
+Rule: the element held at some coordinates is the sum of coordinate · stride, each with the stride of the axis at that
+place. For bits, that is the sum of 2^b over the index bits b whose place has coordinate 1.
 
     lane 0, reg 0, low half                        element 0
     lane 0, reg 0, high half   (pair = 1)          element 1
@@ -22,8 +25,16 @@ Rule: the element held at some coordinates is the sum of 2^b over the index bits
 A step that moves data moves bits from place to place: after `MMA_MOVES` bit 0 is found at lane2 and bit 5 at pair.
 Chunks of 256 elements add places reg2, reg3, …; the warps of a block warp0 …; the blocks of a cluster cta0 …
 
-In general a placement is a one-to-one map from {0 … t−1} to places; moves are permutations of places and act on the
-left, so placements compose with moves as permutations do, and every move list of swaps is its own inverse.
+A row of n = K · 2^m has one axis that is no bit, the slowest, of radix K and stride 2^m. It is written K·2^m, bit b as
+b. No kernel has such an axis yet.
+
+    n = 3 · 256 in one warp, the axis 3·256 at reg2: the number of a register is reg0 + 2 · reg1 + 4 · digit
+
+    lane 3, reg 10, low half   (lanes 0 1, reg1 = 1, reg2 = 2)   element 24 + 4 + 512 = 540
+
+In general a placement is a one-to-one map from axes to places, and the axes number the elements of a tile as digits of
+mixed radix do. Moves are permutations of places of one radix and act on the left, so placements compose with moves as
+permutations do, and every move list of swaps is its own inverse.
 """
 
 from __future__ import annotations
@@ -31,11 +42,27 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
+
+
+class Axis(NamedTuple):
+    """One digit of a number: number // stride % radix. The number is an index in a tile, or a coordinate: the lane."""
+
+    radix: int
+    stride: int
+
+    def __str__(self) -> str:
+        number = self.stride.bit_length() - 1
+        return str(number) if self == bit(number) else f"{self.radix}·{self.stride}"
+
+
+def bit(number: int) -> Axis:
+    return Axis(2, 1 << number)
 
 
 @dataclass(frozen=True, order=True)
 class Place:
-    """One coordinate bit of where an element is held."""
+    """One coordinate digit of where an element is held; a bit, unless an axis of another radix lives there."""
 
     kind: str  # pair, reg, lane, warp or cta
     index: int = 0
@@ -85,65 +112,81 @@ MMA_MOVES = swaps([(PAIR, lane(2)), (lane(0), lane(3)), (lane(1), lane(4))])
 
 @dataclass(frozen=True)
 class Placement:
-    """`places[b]` is where index bit b lives. Raises `ValueError` if two bits share a place."""
+    """`axes[place]` is the axis that lives at a place; they go from stride 1 on, each from the end of the one before.
 
-    places: tuple[Place, ...]
+    Raises `ValueError` if they do not, because some element then has no coordinates, or two.
+    """
+
+    axes: Mapping[Place, Axis]
 
     def __post_init__(self) -> None:
-        if len(set(self.places)) != len(self.places):
-            raise ValueError(f"two index bits share a place in {self}")
+        stride = 1
+        for place, axis in self.axes.items():
+            if axis.stride != stride:
+                raise ValueError(f"the axis at {place} has stride {axis.stride} instead of {stride} in {self}")
+            stride *= axis.radix
 
     @classmethod
     @cache
     def standard(cls, vector_bits: int, chunk_bits: int, warp_bits: int, cta_bits: int) -> Placement:
         """As loaded in vectors of 2^vector_bits elements (2 or 3): 256-element chunks, then warps, then blocks."""
         in_thread = (PAIR, reg(0), reg(1))
-        return cls(
-            (
-                *in_thread[:vector_bits],
-                *(lane(j) for j in range(LANE_BITS)),
-                *in_thread[vector_bits:],
-                *(reg(2 + j) for j in range(chunk_bits)),
-                *(warp(j) for j in range(warp_bits)),
-                *(cta(j) for j in range(cta_bits)),
-            )
+        places = (
+            *in_thread[:vector_bits],
+            *(lane(j) for j in range(LANE_BITS)),
+            *in_thread[vector_bits:],
+            *(reg(2 + j) for j in range(chunk_bits)),
+            *(warp(j) for j in range(warp_bits)),
+            *(cta(j) for j in range(cta_bits)),
         )
-
-    def __len__(self) -> int:
-        return len(self.places)
+        return cls({place: bit(number) for number, place in enumerate(places)})
 
     def __str__(self) -> str:
-        return " ".join(f"{bit}@{place}" for bit, place in enumerate(self.places))
+        return " ".join(f"{axis}@{place}" for place, axis in self.axes.items())
 
-    def bit_at(self, place: Place) -> int:
-        return self.places.index(place)
+    @property
+    def radices(self) -> tuple[int, ...]:
+        """The radix of each axis, low to high; their product is the number of elements."""
+        return tuple(axis.radix for axis in self.axes.values())
 
     def moved(self, moves: Mapping[Place, Place]) -> Placement:
-        """What was at place p is now at `moves[p]`; places not named keep what they hold."""
-        return Placement(tuple(moves.get(place, place) for place in self.places))
+        """What was at place p is now at `moves[p]`; places not named keep what they hold.
+
+        Raises `ValueError` if an axis comes to a place of another radix, or two axes to one place.
+        """
+        for place, target in moves.items():
+            if self.axes[place].radix != self.axes[target].radix:
+                raise ValueError(f"cannot move {place} to {target}: the axes there have different radices in {self}")
+        return Placement({moves.get(place, place): axis for place, axis in self.axes.items()})
 
     def element(self, coordinates: Mapping[Place, int]) -> int:
         """Index of the element at these coordinates (0 where a place is not named)."""
-        return sum(coordinates.get(place, 0) << bit for bit, place in enumerate(self.places))
+        return sum(coordinates.get(place, 0) * axis.stride for place, axis in self.axes.items())
 
-    def bits_of(self, kind: str) -> dict[int, int]:
-        """Index within the kind → index bit, for every place of the kind."""
-        return {place.index: bit for bit, place in enumerate(self.places) if place.kind == kind}
+    def digits_of(self, kind: str, first: int = 0) -> dict[Axis, Axis]:
+        """Digit → axis that lives there. Digits are of the number that the places of a kind from `first` on make up."""
+        digits: dict[Axis, Axis] = {}
+        stride = 1
+        for place, axis in sorted(self.axes.items()):
+            if place.kind == kind and place.index >= first:
+                digits[Axis(axis.radix, stride)] = axis
+                stride *= axis.radix
+        return digits
 
 
-def scatter(name: str, bits: Mapping[int, int]) -> str:
-    """C expression that puts bit i of `name` at bit `bits[i]`, one term for each run of neighbours."""
-    terms: list[str] = []
-    todo = sorted(bits.items())
-    while todo:
-        source, target = todo[0]
-        length = 1
-        while length < len(todo) and todo[length] == (source + length, target + length):
-            length += 1
-        todo = todo[length:]
-        value = f"{name} / {1 << source}" if source else name
-        terms.append(f"{value} % {1 << length}" + (f" * {1 << target}" if target else ""))
-    return " + ".join(terms)
+def scatter(name: str, digits: Mapping[Axis, Axis]) -> str:
+    """C expression that puts each digit of `name` where `digits` says, one term for each run of neighbors."""
+    runs: list[tuple[int, int, int]] = []  # radix of the run, its stride in `name`, its stride in the result
+    for digit, axis in sorted(digits.items(), key=lambda item: item[0].stride):
+        radix, source, target = runs[-1] if runs else (0, 0, 0)
+        if (digit.stride, axis.stride) == (radix * source, radix * target):
+            runs[-1] = radix * digit.radix, source, target
+        else:
+            runs.append((digit.radix, digit.stride, axis.stride))
+    return " + ".join(
+        name + (f" / {source}" if source > 1 else "") + f" % {radix}" + (f" * {target}" if target > 1 else "")
+        for radix, source, target in runs
+    )
 
 
 def add(*terms: str) -> str:

@@ -1,8 +1,8 @@
 """Plans: checked lists of steps over a placement, and what they compute.
 
-The transform is a Kronecker product of one 2×2 factor per index bit, so a plan is right exactly when every row bit is
-transformed once and every element is stored where it belongs. `Plan` checks that, symbolically, when it is made;
-`interpret` carries a plan out in float64.
+The transform is a Kronecker product of one factor per axis of the row, 2×2 for an index bit. So a plan is right exactly
+when every axis of the row is transformed once and every element is stored where it belongs. `Plan` checks that,
+symbolically, when it is made; `interpret` carries a plan out in float64.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from hadagen.errors import UsageError
 from hadagen.launch import LaunchSpec
+from hadagen.layout import Axis
 from hadagen.problem import Numerics
 from hadagen.steps.base import AS_LOADED, FP32, IN_16_BITS, PACKED
 from hadagen.steps.draft import Draft
@@ -60,11 +61,11 @@ class Plan(Draft):
 
     def describe(self) -> list[str]:
         """One line per step."""
-        return [step.sentence(" ".join(map(str, step.bits(self.before(at))))) for at, step in enumerate(self.steps)]
+        return [step.sentence(" ".join(map(str, step.axes(self.before(at))))) for at, step in enumerate(self.steps)]
 
 
 def _check(plan: Draft) -> None:
-    name, n_bits = plan.problem.key, plan.problem.log2_n
+    name = plan.problem.key
     if plan.tile_elements < plan.problem.n:
         raise UsageError(
             f"a tile of {plan.tile_elements} elements is shorter than a row of {plan.problem.n}; "
@@ -76,19 +77,19 @@ def _check(plan: Draft) -> None:
         raise UsageError(f"{name}: the plan loads nothing")
     if plan.min_blocks < 1:
         raise UsageError(f"{name}: min_blocks = {plan.min_blocks}; an SM holds one block at least")
-    places = set(plan.loaded.places)
+    places = set(plan.loaded.axes)
     for step in plan.steps:
         if unknown := {*step.places, *step.moves} - places:
             raise UsageError(f"{name}: {type(step).__name__} names {min(unknown)}, which the tile lacks")
-    exact, done = True, set[int]()
+    exact, done = True, set[Axis]()
     for at, step in enumerate(plan.steps):
         if why := _fault(plan, at, exact=exact, done=done):
             raise UsageError(f"step {at + 1} ({type(step).__name__}) of {name}: {why}")
-        done.update(step.bits(plan.before(at)))
+        done.update(step.axes(plan.before(at)))
         if plan.carriers[at + 1] == PACKED and (step.changes_values or plan.carriers[at] == FP32):
             exact = False
-    if done != set(range(n_bits)):
-        raise UsageError(f"{name}: index bits {sorted(set(range(n_bits)) - done)} are never transformed")
+    if left := [str(axis) for axis in plan.loaded.axes.values() if axis.stride < plan.problem.n and axis not in done]:
+        raise UsageError(f"{name}: index bits [{', '.join(left)}] are never transformed")
     in_parts = SCALE_IN_PARTS if plan.problem.io.numerics is Numerics.FAST else ()
     if (multiplied := plan.multiplied()) not in (*WHOLE_SCALE, *in_parts):
         raise UsageError(f"{name}: the steps do not multiply by the scale once; they do by {multiplied}")
@@ -101,22 +102,22 @@ def _check(plan: Draft) -> None:
             raise UsageError(f"{name}: all chunks meet from the exchange on, so there is one group")
         if any(step.loads for step in plan.steps[plan.grouped_from :]):
             raise UsageError(f"{name}: what a tile asks for once has no place among groups of chunks")
-    moved = any(plan.placements[-1].bit_at(at) != plan.loaded.bit_at(at) for at in plan.vector_places)
+    moved = any(plan.placements[-1].axes[at] != plan.loaded.axes[at] for at in plan.vector_places)
     if moved or not isinstance(plan.steps[-1], Store):
         raise UsageError(f"{name}: the plan does not end with a Store of whole 16-byte vectors")
 
 
-def _fault(plan: Draft, at: int, *, exact: bool, done: set[int]) -> str | None:
-    """Why step `at` is wrong, or None. The steps before it have transformed the bits `done`, `exact` or rounded."""
+def _fault(plan: Draft, at: int, *, exact: bool, done: set[Axis]) -> str | None:
+    """Why step `at` is wrong, or None. The steps before it have transformed the axes `done`, `exact` or rounded."""
     step, carrier = plan.steps[at], plan.carriers[at]
     for why in step.faults(plan, at):
         return why
     forms = {None: carrier, AS_LOADED: plan.load.carrier, IN_16_BITS: PACKED if carrier == FP32 else carrier}
     if carrier != (needs := forms.get(step.takes, step.takes)):
         return f"needs {needs or 'no'} values but finds {carrier or 'none'}"
-    for i, bit in enumerate(bits := step.bits(plan.before(at))):
-        if bit in done or bit in bits[:i] or bit >= plan.problem.log2_n:
-            return f"transforms index bit {bit} a second time or beyond the row"
+    for i, axis in enumerate(axes := step.axes(plan.before(at))):
+        if axis in done or axis in axes[:i] or axis.stride >= plan.problem.n:
+            return f"transforms index bit {axis} a second time or beyond the row"
     if plan.problem.io.numerics is Numerics.ACCURATE and not exact and step.changes_values:
         return "computes with rounded values, but accurate rounds once, at the end"
     return None

@@ -15,7 +15,7 @@ from hadagen.codegen import render
 from hadagen.emulator import compile_host
 from hadagen.errors import UsageError
 from hadagen.knobs import Knobs
-from hadagen.layout import PAIR, lane, reg, warp
+from hadagen.layout import PAIR, bit, lane, reg, warp
 from hadagen.plan import Plan
 from hadagen.problem import DType, Numerics, Problem
 from hadagen.space import SHAPE, build_plan
@@ -59,8 +59,8 @@ def test_a_chunk_bit_waits_for_the_mma_of_far_bits_where_none_comes_to_its_place
     assert sum(place.kind in ("lane", "pair") for place, _ in exchange.pairs) == 3
     # What a butterfly leaves there gives its place to a far bit, and only that.
     assert (reg(2) in dict(exchange.pairs)) == (0 in near)
-    far_bits = {plan.placements[at - 1].bit_at(place) for _, place in exchange.pairs}
-    taken = {plan.placements[at].bit_at(place) for place in far.places}
+    far_bits = {plan.placements[at - 1].axes[place] for _, place in exchange.pairs}
+    taken = {plan.placements[at].axes[place] for place in far.places}
     assert len(taken & far_bits) == (4 if 0 in near else 3)
 
 
@@ -91,7 +91,7 @@ def test_an_mma_takes_fewer_far_bits_and_leaves_the_others_at_its_places_as_they
     assert far == Mma(2, "bfloat16", 2, turned=True, idle=3 - lanes)
     assert far.places == (*(lane(5 - lanes + i) for i in range(lanes)), reg(2))
     # The lowest lane bits, as many as are left, keep 128 bytes together or more.
-    assert [plan.placements[-1].bit_at(lane(j)) for j in range(5 - lanes)] == [3 + j for j in range(5 - lanes)]
+    assert [plan.placements[-1].axes[lane(j)] for j in range(5 - lanes)] == [bit(3 + j) for j in range(5 - lanes)]
 
 
 def test_an_idle_place_holds_a_bit_of_the_row_and_no_tf32() -> None:

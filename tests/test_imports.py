@@ -25,7 +25,7 @@ TABLE = """
     target           | errors                                              |
     layout           |                                                     |
     steps            | layout problem scale launch                         | numpy
-    plan             | steps problem launch errors                         |
+    plan             | steps layout problem launch errors                  |
     knobs            | plan steps layout problem errors                    |
     arch             | knobs target errors                                 | pydantic yaml
     legality         | knobs steps layout arch problem                     |

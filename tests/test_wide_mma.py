@@ -15,7 +15,7 @@ from hadagen.codegen import render
 from hadagen.emulator import compile_host
 from hadagen.errors import UsageError
 from hadagen.knobs import Knobs
-from hadagen.layout import MMA_MOVES, PAIR, lane, reg
+from hadagen.layout import MMA_MOVES, PAIR, bit, lane, reg
 from hadagen.problem import DType, Problem
 from hadagen.reference import hadamard
 from hadagen.space import build_plan
@@ -78,8 +78,8 @@ def test_values_are_turned_on_their_way_to_an_mma_of_tf32() -> None:
     before, after, end = plan.placements[at - 1], plan.placements[at], plan.placements[at + 1]
     for near, other in MMA_MOVES.items():
         if near.kind != "lane" or near.index < 2:
-            assert after.bit_at(other) == before.bit_at(near) == end.bit_at(near)
-    assert {after.bit_at(place) for place in (PAIR, lane(0), lane(1), reg(2))} == {9, 10, 11, 12}
+            assert after.axes[other] == before.axes[near] == end.axes[near]
+    assert {after.axes[place] for place in (PAIR, lane(0), lane(1), reg(2))} == {*map(bit, (9, 10, 11, 12))}
     for other in (dataclasses.replace(exchange, rounds=2), dataclasses.replace(exchange, carrier="packed")):
         with pytest.raises(UsageError, match="only all fp32 values at once are turned"):
             changed(plan, at, other)

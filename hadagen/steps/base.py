@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hadagen.launch import Param
-from hadagen.layout import Place, Placement, cta
+from hadagen.layout import Axis, Place, Placement, cta
 
 if TYPE_CHECKING:
     from hadagen.steps.draft import Draft
@@ -49,12 +49,12 @@ class Step:
 
     @property
     def places(self) -> tuple[Place, ...]:
-        """The places whose bits it transforms."""
+        """The places whose axes it transforms."""
         return ()
 
     @property
     def moves(self) -> Mapping[Place, Place]:
-        """Place → place, for the bits that it moves after that."""
+        """Place → place, for the axes that it moves after that."""
         return {}
 
     @property
@@ -97,10 +97,10 @@ class Step:
         """Whether it does arithmetic. Steps that only move or convert values do not."""
         return bool(self.places or self.multiplies)
 
-    def bits(self, before: Placement) -> tuple[int, ...]:
-        """The index bits that it transforms. before: the placement before it."""
-        across = before.bits_of("cta").values() if self.over_blocks else ()
-        return (*map(before.bit_at, self.places), *across)
+    def axes(self, before: Placement) -> tuple[Axis, ...]:
+        """The axes that it transforms. before: the placement before it."""
+        across = before.digits_of("cta").values() if self.over_blocks else ()
+        return (*(before.axes[place] for place in self.places), *across)
 
     def faults(self, plan: Draft, at: int) -> Iterator[str]:
         """Reasons why it cannot be step `at` of the plan, beyond those that follow from the properties above."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 
 from hadagen.launch import PARAMS, ROW_PARAMS, Param
 from hadagen.layout import PAIR, THREAD_ELEMENTS, VECTOR_BYTES, Place, Placement, reg
@@ -132,7 +133,7 @@ class Draft:
     @property
     def tile_elements(self) -> int:
         """Elements that one cluster transforms at a time."""
-        return 1 << len(self.loaded)
+        return prod(self.loaded.radices)
 
     @property
     def rows_per_tile(self) -> int:

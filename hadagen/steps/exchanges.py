@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hadagen.layout import MMA_MOVES, PAIR, Place, add, cta, reg, scatter, swaps, warp
+from hadagen.layout import MMA_MOVES, PAIR, Axis, Place, add, bit, cta, reg, scatter, swaps, warp
 from hadagen.steps.base import FP32, PACKED, WARP_VECTOR_BYTES, Cost, Step
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ class Exchange(Step):
 
 
 # Kind of the target of a move → name of the source in index expressions → bit → bit.
-Routes = dict[str, dict[str, dict[int, int]]]
+Routes = dict[str, dict[str, dict[Axis, Axis]]]
 
 
 def _routes(plan: Draft, moves: Mapping[Place, Place]) -> Routes:
@@ -188,7 +188,7 @@ def _routes(plan: Draft, moves: Mapping[Place, Place]) -> Routes:
             target = moves.get(place, place)
             kind = {"lane": "lane", "cta": "rank", "pair": "half"}.get(target.kind, "slot")
             above = plan.chunk_bits if target.kind == "warp" else 0
-            routes[kind][name][_number(place)] = _number(target) + above
+            routes[kind][name][bit(_number(place))] = bit(_number(target) + above)
     return routes
 
 

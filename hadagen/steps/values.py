@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,15 +18,15 @@ class Values:
 
     def __init__(self, loaded: Placement, x: Reals, scale: float) -> None:
         self.left = scale  # the product of all factors still to come
-        self._axes, bits = loaded.places, len(loaded)
-        # Bit 0 varies fastest in memory, so a reshape has it last.
-        tiles = np.asarray(x, np.float64).reshape((-1,) + (2,) * bits)
-        self.tiles: Reals = tiles.transpose(0, *range(bits, 0, -1))
+        self._places = tuple(loaded.axes)
+        # The axis of stride 1 varies fastest in memory, so a reshape has it last.
+        tiles = np.asarray(x, np.float64).reshape(-1, *reversed(loaded.radices))
+        self.tiles: Reals = tiles.transpose(0, *range(len(self._places), 0, -1))
 
     def transform(self, *places: Place) -> None:
         """Transform the bits at these places."""
         for place in places:
-            axis = 1 + self._axes.index(place)
+            axis = 1 + self._places.index(place)
             self.tiles = np.moveaxis(np.tensordot(_HADAMARD, self.tiles, (1, axis)), 0, axis)
 
     def multiply(self, factor: float) -> None:
@@ -36,8 +36,12 @@ class Values:
 
     def move(self, moves: Mapping[Place, Place]) -> None:
         back = {after: before for before, after in moves.items()}
-        self.tiles = self.tiles.transpose(0, *(1 + self._axes.index(back.get(place, place)) for place in self._axes))
+        self.tiles = self._ordered(back.get(place, place) for place in self._places)
 
     def stored(self, placement: Placement) -> Reals:
         """The values in memory order, for this placement."""
-        return self.tiles.transpose(0, *(1 + self._axes.index(place) for place in reversed(placement.places)))
+        return self._ordered(reversed([*placement.axes]))
+
+    def _ordered(self, places: Iterable[Place]) -> Reals:
+        """The values with their axes in the order of these places."""
+        return self.tiles.transpose(0, *(1 + self._places.index(place) for place in places))
