@@ -318,7 +318,7 @@ def test_a_write_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
             new.with_name(f"{new.name}-journal").write_bytes(b"of SQLite, which could not remove it")
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(StorageError, match="No space left"):
         fails()
     assert os.listdir(tmp_path) == []
 

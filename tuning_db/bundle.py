@@ -21,7 +21,7 @@ import json
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -47,15 +47,7 @@ TABLES: dict[str, dict[str, str]] = {
     "problems": {"id": "INTEGER PRIMARY KEY", "key": "TEXT", "winners": "TEXT"},
     "environments": {
         "id": "INTEGER PRIMARY KEY",
-        "gpu": "TEXT",
-        "compute_capability": "TEXT",
-        "sms": "INTEGER",
-        "l2_bytes": "INTEGER",
-        "driver": "TEXT",
-        "cuda": "TEXT",
-        "nvcc": "TEXT",
-        "sm_clock_mhz": "INTEGER",
-        "memory_clock_mhz": "INTEGER",
+        **{each.name: {"str": "TEXT", "int": "INTEGER"}[str(each.type)] for each in fields(Environment)},
     },
     "kernels": {
         "id": "INTEGER PRIMARY KEY",
@@ -248,10 +240,9 @@ class Bundle:
 
         Raises `StorageError` where they are damaged.
         """
-        now = self._now
-        if problem in now.numbers and problem not in now.entries:
-            now = self._renewed(lambda now, connection: now.read_winners(connection, problem))
-        return list(now.entries.get(problem, ()))
+        if problem in self._now.numbers and problem not in self._now.entries:
+            return list(self._read_now(lambda now, connection: now.read_winners(connection, problem)))
+        return list(self._now.entries.get(problem, ()))
 
     def all_entries(self) -> Iterator[BundleEntry]:
         """The winners of all problems. Raises `StorageError` where some are damaged."""
@@ -261,18 +252,15 @@ class Bundle:
     def kernel(self, digest: str) -> Kernel:
         """Load a kernel, without its source. Raises `NoKernelError` where the bundle has none of this digest, and
         `StorageError` where it is damaged."""
-        found: list[Kernel] = []
 
-        def read(now: _Content, connection: sqlite3.Connection) -> None:
+        def read(now: _Content, connection: sqlite3.Connection) -> Kernel | None:
             if digest not in now.kernels:
                 now.read_winners_with(connection, digest)
-            if digest in now.kernels:
-                found.append(now.read_kernel(connection, digest))
+            return now.read_kernel(connection, digest) if digest in now.kernels else None
 
-        self._renewed(read)
-        if not found:
-            raise NoKernelError(f"{self.path} holds no kernel {digest}; ask for one that its entries name")
-        return found[0]
+        if found := self._read_now(read):
+            return found
+        raise NoKernelError(f"{self.path} holds no kernel {digest}; ask for one that its entries name")
 
     def verify(self) -> None:
         """Check all of the file, as it is now. Raises `StorageError` where any row was changed, or is one too many."""
@@ -293,14 +281,14 @@ class Bundle:
 
         _read(self.path, check)
 
-    def _renewed(self, read: Callable[[_Content, sqlite3.Connection], None]) -> _Content:
-        """What is known of the file as it is now, when `read` has read more of it."""
+    def _read_now(self, read: Callable[[_Content, sqlite3.Connection], Found]) -> Found:
+        """What `read` makes of the file as it is now. What is known of it then includes what that read."""
 
-        def read_now(connection: sqlite3.Connection, state: FileState) -> _Content:
+        def read_now(connection: sqlite3.Connection, state: FileState) -> Found:
             now = self._now if self._now.state == state else _Content(connection, state)
-            read(now, connection)
+            found = read(now, connection)
             self._now = now
-            return now
+            return found
 
         return _read(self.path, read_now)
 
@@ -332,11 +320,11 @@ class _Content:
         self.entries: dict[Problem, list[BundleEntry]] = {}
         self.kernels: dict[str, tuple[Kernel, int, tuple[str, str]]] = {}
 
-    def read_winners(self, connection: sqlite3.Connection, problem: Problem) -> None:
-        """Reads the winners of a problem, if it was tuned."""
+    def read_winners(self, connection: sqlite3.Connection, problem: Problem) -> Sequence[BundleEntry]:
+        """The winners of a problem, read once; none if it was not tuned."""
         number = self.numbers.get(problem)
         if number is None or problem in self.entries:
-            return
+            return self.entries.get(problem, ())
         tables = winners_of(connection, number)
         if self._sums[number] != rows_digest(tables):
             raise ValueError(f"the winners of {problem.key} do not match their SHA-256")
@@ -357,6 +345,7 @@ class _Content:
             self.kernels[kernel.digest] = kernel, number, (row["cubin_sha256"], row["ptx_sha256"])
         self.trials[problem] = len(trials)
         self.entries[problem] = entries
+        return entries
 
     def read_winners_with(self, connection: sqlite3.Connection, digest: str) -> None:
         """Reads the winners of a problem that has this kernel, if one has."""

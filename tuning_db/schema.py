@@ -11,6 +11,7 @@ say more, the migration empties their seals: after an upgrade, rows without a se
 from __future__ import annotations
 
 import zlib
+from dataclasses import fields
 from typing import Any
 
 from sqlalchemy import JSON, BigInteger, Double, ForeignKey, LargeBinary, MetaData, String, Text, UniqueConstraint
@@ -18,6 +19,7 @@ from sqlalchemy.engine import Dialect
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, relationship
 from sqlalchemy.types import TypeDecorator
 
+from hadagen.trial import Environment
 from hadagen.tuning_db.files import inflated
 
 PREFIX = "hadagen_"
@@ -63,19 +65,7 @@ class EnvironmentRow(Base):
     """One row for each distinct `hadagen.trial.Environment`; the same names and the same meaning."""
 
     __tablename__ = f"{PREFIX}environments"
-    __table_args__ = (
-        UniqueConstraint(
-            "gpu",
-            "compute_capability",
-            "sms",
-            "l2_bytes",
-            "driver",
-            "cuda",
-            "nvcc",
-            "sm_clock_mhz",
-            "memory_clock_mhz",
-        ),
-    )
+    __table_args__ = (UniqueConstraint(*(field.name for field in fields(Environment))),)
 
     id: Mapped[int] = mapped_column(primary_key=True)
     gpu: Mapped[str]

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from sqlalchemy import JSON, delete, insert, select, update
 from sqlalchemy.orm import Session, defer, joinedload, selectinload
-from sqlalchemy.sql import ColumnElement, Select
+from sqlalchemy.sql import Select
 
 from hadagen.errors import StorageError
 from hadagen.launch import LaunchSpec
@@ -47,7 +47,7 @@ from hadagen.tuning_db.schema import (
 
 Row = TypeVar("Row", bound=Base)
 
-_BLOBS = (KernelRow.source, KernelRow.ptx, KernelRow.cubin)
+_NO_BLOBS: dict[str, Any] = {"source": "", "ptx": b"", "cubin": b""}
 # Table → type of each column, without columns that may be NULL, and `Compressed` columns, which check themselves.
 _KINDS: dict[type[Base], list[tuple[str, type[Any]]]] = {
     model: [
@@ -123,7 +123,7 @@ class Store:
         If the stored trial of these knobs has another kernel, nothing is stored.
         """
         with self._database.writing() as session:
-            row = session.scalar(select(TrialRow).where(*_same(TrialRow, _key(session, trial))))
+            row = session.scalar(select(TrialRow).filter_by(**_key(session, trial)))
             if row:
                 if not (row.kernel and trial.kernel and row.kernel.digest == trial.kernel.digest):
                     return
@@ -155,7 +155,7 @@ class Store:
             wanted = wanted.where(TrialRow.id.in_(list(rows)))
         kernels = selectinload(TrialRow.kernel)
         if not blobs:
-            kernels = kernels.options(*(defer(column, raiseload=True) for column in _BLOBS))
+            kernels = kernels.options(*(defer(getattr(KernelRow, name), raiseload=True) for name in _NO_BLOBS))
         query = (
             select(TrialRow)
             .where(TrialRow.id.in_(wanted))
@@ -206,7 +206,7 @@ def _key(session: Session, trial: Trial) -> dict[str, object]:
 
 def _record(session: Session, trial: Trial) -> int:
     key = _key(session, trial)
-    row = session.scalar(select(TrialRow).where(*_same(TrialRow, key))) or TrialRow(**key)
+    row = session.scalar(select(TrialRow).filter_by(**key)) or TrialRow(**key)
     row.knobs = trial.knobs
     row.outcome = trial.outcome.value
     row.detail = trial.detail
@@ -228,13 +228,9 @@ def _record(session: Session, trial: Trial) -> int:
     return row.id
 
 
-def _same(model: type[Base], columns: dict[str, object]) -> list[ColumnElement[bool]]:
-    return [getattr(model, name) == value for name, value in columns.items()]
-
-
 def row_of(session: Session, model: type[Row], columns: dict[str, object]) -> Row:
     """The row with these columns, which is added if it is missing."""
-    row = session.scalar(select(model).where(*_same(model, columns)))
+    row = session.scalar(select(model).filter_by(**columns))
     if row is None:
         row = model(**columns)
         session.add(row)
@@ -285,16 +281,7 @@ def _errors(session: Session, wanted: Select[Any]) -> dict[int, dict[str, float]
 
 def _timings(session: Session, wanted: Select[Any]) -> dict[int, list[Timing]]:
     query = (
-        select(
-            TimingRow.trial_id,
-            TimingRow.elements,
-            TimingRow.destination,
-            TimingRow.cache,
-            TimingRow.us,
-            TimingRow.us_low,
-            TimingRow.us_high,
-            TimingRow.copy_us,
-        )
+        select(TimingRow.trial_id, *(getattr(TimingRow, field.name) for field in fields(Timing)))
         .where(TimingRow.trial_id.in_(wanted))
         .order_by(TimingRow.trial_id, TimingRow.position)
     )
@@ -347,19 +334,9 @@ def _kernel(row: KernelRow, blobs: bool) -> Kernel:
 
 
 def _unchecked(row: KernelRow, blobs: bool) -> Kernel:
-    return Kernel(
-        digest=row.digest,
-        entry=row.entry,
-        arch=row.arch,
-        source=row.source if blobs else "",
-        cubin=row.cubin if blobs else b"",
-        ptx=row.ptx if blobs else b"",
-        launch=LaunchSpec.from_dict(_values(LaunchSpec, row)),
-        registers=row.registers,
-        spill_bytes=row.spill_bytes,
-        static_shared_bytes=row.static_shared_bytes,
-        nvcc=row.nvcc,
-    )
+    launch = LaunchSpec.from_dict(_values(LaunchSpec, row))
+    stored = {field.name for field in fields(Kernel)} - {"launch", *(() if blobs else _NO_BLOBS)}
+    return Kernel(**_NO_BLOBS | {name: getattr(row, name) for name in stored}, launch=launch)
 
 
 def problem_of(row: ProblemRow) -> Problem:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TextIO
 
 from hadagen.trial import Timing, Trial
-from hadagen.tuning_db.atomic_file import atomic_file, check_place, unwritable
+from hadagen.tuning_db.atomic_file import atomic_file, check_place
 from hadagen.tuning_db.winners import WinnerCell
 
 COLUMNS = (
@@ -69,11 +69,8 @@ def write_table(
     """Write rows as CSV, where a column that a row lacks is empty. A file that is there is replaced once the new one is
     complete. `forms`: format specifications of columns that are not written as they are. Raises `StorageError` where it
     cannot be written."""
-    try:
-        with atomic_file(path) as new, new.open("w", newline="", encoding="utf-8") as file:
-            _write(file, columns, rows, forms)
-    except OSError as error:
-        raise unwritable(path, error) from error
+    with atomic_file(path) as new, new.open("w", newline="", encoding="utf-8") as file:
+        _write(file, columns, rows, forms)
 
 
 def _write(
