@@ -16,7 +16,7 @@ import shutil
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -87,7 +87,7 @@ class HostCompilerDied(ToolchainError):
 
 @dataclass(frozen=True)
 class EmulationReport:
-    """What a launch did besides its result.
+    """What a launch did besides its result. The counts are in the order of `Report` in `templates/host`.
 
     `races`: accesses without a barrier between them and an access of another thread to the same 16 bytes of shared
     memory, or in-place loads of overwritten values. `uninitialized_reads`: loads of shared memory that was never
@@ -143,17 +143,7 @@ class _Launch(ctypes.Structure):
     )
 
 
-_COUNTS = (
-    "races",
-    "uninitialized_reads",
-    "unwritten",
-    "rewritten",
-    "wavefronts",
-    "bank_conflicts",
-    "sectors",
-    "excess_sectors",
-    "prefetched_bytes",
-)
+_COUNTS = [count.name for count in fields(EmulationReport) if count.name != "first_race"]
 
 
 class _Report(ctypes.Structure):

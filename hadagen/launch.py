@@ -53,10 +53,6 @@ class Param:
     def __str__(self) -> str:
         return f"{self.kind} {self.name}"
 
-    @property
-    def is_pointer(self) -> bool:
-        return self.kind.endswith("*")
-
 
 # What every kernel takes: input and output, which may be one; rows · n; and the scale in the form that it reads.
 PARAMS = (Param("const void*", "x"), Param("void*", "y"), Param("i64", "elements"), Param("u32", "scale_word"))

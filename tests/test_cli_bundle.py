@@ -82,7 +82,7 @@ def test_a_bundle_is_made_found_verified_and_shown(database: Path) -> None:
 def test_a_bundle_of_another_database_is_not_replaced(
     database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hadagen.tuner.tune", raising(AssertionError("it searched")))
+    monkeypatch.setattr("hadagen.tuner.search.tune", raising(AssertionError("it searched")))
     succeed("bundle", "make", "--db", database)
     before = options.default_bundle("sm90").read_bytes()
     other = tmp_path / "other.db"

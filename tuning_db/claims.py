@@ -38,7 +38,7 @@ class Claims:
     """
 
     def __init__(self, store: Store, arch: str, gpu: str, clock: Callable[[], float] = time.time) -> None:
-        self._database, self._arch, self._gpu, self._clock = store.database, arch, gpu, clock
+        self._store, self._arch, self._gpu, self._clock = store, arch, gpu, clock
         self._owner = f"{_place()} {os.getpid()} {uuid.uuid4().hex}"
         self._finished: set[Work] = set()
         self._lock = Lock()  # for `_finished`
@@ -52,12 +52,12 @@ class Claims:
     def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._renewing.join()
-        with suppress(StorageError), self._database.writing() as session:  # if it fails, the lease ends by itself
+        with suppress(StorageError), self._store.writing() as session:  # if it fails, the lease ends by itself
             session.execute(delete(ClaimRow).where(ClaimRow.owner == self._owner))
 
     def take(self, wanted: Sequence[Work]) -> list[bool]:
         """Claim work. Returns for each whether it is ours now: not if another run has a claim or a trial of it."""
-        with self._database.writing() as session:
+        with self._store.writing() as session:
             self._drop_what_ended(session)
             numbers = {problem: row_of(session, ProblemRow, {"key": problem.key}).id for problem, _ in wanted}
             taken = self._tried(session, numbers.values())
@@ -89,7 +89,7 @@ class Claims:
     def of_others(self) -> dict[Problem, set[str]]:
         """Problem → the work that other runs have in progress."""
         found: dict[Problem, set[str]] = defaultdict(set)
-        with self._database.reading() as session:
+        with self._store.reading() as session:
             query = select(ClaimRow, ProblemRow).join(ProblemRow).where(*self._here(), ClaimRow.owner != self._owner)
             for claim, problem in session.execute(query):
                 if self._counts(claim):
@@ -98,7 +98,7 @@ class Claims:
 
     def renew(self) -> None:
         """Renew the leases of this run."""
-        with self._database.writing() as session:
+        with self._store.writing() as session:
             mine = update(ClaimRow).where(ClaimRow.owner == self._owner)
             session.execute(mine.values(expires=self._clock() + LEASE_SECONDS))
 

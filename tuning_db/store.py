@@ -7,10 +7,8 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Collection
-from contextlib import AbstractContextManager
 from dataclasses import asdict, fields, replace
 from math import inf, nan
-from types import TracebackType
 from typing import Any, TypeVar
 
 from sqlalchemy import JSON, delete, insert, select, update
@@ -59,14 +57,11 @@ _KINDS: dict[type[Base], list[tuple[str, type[Any]]]] = {
 }
 
 
-class Store:
+class Store(Database):
     """A tuning database. Several threads and processes may use it at once.
 
     Every method raises `StorageError` if the database fails.
     """
-
-    def __init__(self, database: Database) -> None:
-        self._database = database
 
     @classmethod
     def open(cls, where: str | os.PathLike[str]) -> Store:
@@ -74,47 +69,20 @@ class Store:
 
         A file without write permission is opened for reading.
         """
-        return cls(Database(where, _seal_rows))
-
-    def close(self) -> None:
-        self._database.close()
+        return cls(where, _seal_rows)
 
     def __enter__(self) -> Store:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
-
-    @property
-    def database(self) -> Database:
-        """The database, for other tables there."""
-        return self._database
-
-    @property
-    def url(self) -> str:
-        """The URL of this database for SQLAlchemy, for instance for Optuna, whose tables are beside ours."""
-        return self._database.url
-
-    @property
-    def place(self) -> str:
-        """Path or URL for messages, without a password."""
-        return self._database.place
-
-    @property
-    def read_only(self) -> bool:
-        return self._database.read_only
-
-    def lent(self) -> AbstractContextManager[None]:
-        """A context in which another library works in this database by its `url`. If the database fails there, this
-        raises `StorageError` too."""
-        return self._database.lent()
 
     def record(self, trial: Trial) -> int:
         """Store a trial in one transaction, which is durable when this returns. Returns its row number.
 
         It replaces an earlier trial with the same problem, arch, knobs, environment and provenance.
         """
-        with self._database.writing() as session:
+        with self.writing() as session:
             return _record(session, trial)
 
     def add_timings(self, trial: Trial) -> None:
@@ -122,7 +90,7 @@ class Store:
 
         If the stored trial of these knobs has another kernel, nothing is stored.
         """
-        with self._database.writing() as session:
+        with self.writing() as session:
             row = session.scalar(select(TrialRow).filter_by(**_key(session, trial)))
             if row:
                 if not (row.kernel and trial.kernel and row.kernel.digest == trial.kernel.digest):
@@ -162,14 +130,14 @@ class Store:
             .order_by(TrialRow.id)
             .options(joinedload(TrialRow.problem), joinedload(TrialRow.environment), kernels)
         )
-        with self._database.reading() as session:
+        with self.reading() as session:
             errors = _errors(session, wanted)
             timings = _timings(session, wanted)
             return [_trial(row, errors[row.id], timings[row.id], blobs) for row in session.scalars(query)]
 
     def rows_after(self, row: int) -> list[int]:
         """The row numbers of the trials that were recorded after trial `row`, ascending; with 0 those of all trials."""
-        with self._database.reading() as session:
+        with self.reading() as session:
             return list(session.scalars(select(TrialRow.id).where(TrialRow.id > row).order_by(TrialRow.id)))
 
     def checked(self) -> list[Trial]:
@@ -177,12 +145,12 @@ class Store:
 
         Other queries may miss a trial whose row is damaged in the columns they ask for.
         """
-        self._database.check()
+        self.check()
         return self.trials(blobs=False)
 
     def kernel(self, digest: str) -> Kernel:
         """The kernel of that digest, with source, PTX and cubin."""
-        with self._database.reading() as session:
+        with self.reading() as session:
             row = session.scalar(select(KernelRow).where(KernelRow.digest == digest))
             if row is None:
                 raise StorageError(f"{self.place} holds no kernel {digest}; tune its problem again")

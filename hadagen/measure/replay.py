@@ -8,7 +8,7 @@ from typing import Any
 from hadagen.errors import UsageError
 from hadagen.measure.runner import Variant
 from hadagen.problem import Problem
-from hadagen.trial import Environment, Outcome, Provenance, Trial, knobs_key
+from hadagen.trial import Outcome, Provenance, Trial, knobs_key
 
 
 class ReplayRunner:
@@ -27,12 +27,8 @@ class ReplayRunner:
             names = ", ".join(repr(name) for name in sorted(devices))
             raise UsageError(f"the recorded trials come from several devices ({names}); replay those of one")
         (last,) = devices.values()
-        self._environment = last.environment
+        self.environment = last.environment
         self._arch = last.arch
-
-    @property
-    def environment(self) -> Environment:
-        return self._environment
 
     def run(self, variants: Iterable[Variant]) -> Iterator[tuple[Variant, Trial]]:
         for variant in variants:
@@ -47,7 +43,7 @@ class ReplayRunner:
             outcome=Outcome.ILLEGAL,
             provenance=Provenance.MEASURED,
             detail=f"not among the {len(self._trials)} recorded trials",
-            environment=self._environment,
+            environment=self.environment,
         )
 
 
