@@ -185,7 +185,7 @@ def test_refining_alone_is_refused_where_nothing_was_tuned_or_can_be_kept(
     write_trials(options.default_bundle("sm90"), [make_trial(problem=replace(PROBLEM, transform=Transform(512)))])
     monkeypatch.setattr("hadagen.tuner.refine.refine", raising(AssertionError("it measured")))
     assert f"has winners that {fill()} has no working trial of" in sentence(run(*REFINE, "512"), 2)
-    monkeypatch.setattr(Store, "read_only", True)
+    monkeypatch.setattr("hadagen.tuning_db.database._writable", lambda path: False)
     said = sentence(run(*REFINE, "256", "--db", db), 1)
     assert said.startswith(f"{db} is read-only; make it writable, or name another")
 
