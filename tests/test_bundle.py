@@ -51,6 +51,7 @@ from hadagen.tuning_db.bundle import (
     TABLES,
     Bundle,
     NoKernelError,
+    columns_of,
     sha256,
     shipped,
 )
@@ -360,7 +361,7 @@ def test_a_bundle_needs_winners_of_its_arch_with_cubins(tmp_path: Path) -> None:
 
 
 # ---- damage ----------------------------------------------------------------------------------------------------------
-COLUMNS = [(table, column) for table, columns in TABLES.items() for column in columns]
+COLUMNS = [(table, column) for table in TABLES for column in columns_of(table)]
 
 
 @pytest.mark.parametrize(("table", "column"), [*COLUMNS, ("blobs", "cubin"), ("blobs", "ptx")])
@@ -511,7 +512,7 @@ MANY = "WITH RECURSIVE r(i) AS (SELECT 9 UNION ALL SELECT i + 1 FROM r WHERE i <
     ("statement", "why"),
     [
         (
-            f"INSERT INTO entries SELECT 9, {', '.join([*TABLES['entries']][1:])} FROM entries",
+            f"INSERT INTO entries SELECT 9, {', '.join(columns_of('entries')[1:])} FROM entries",
             "two winners in one place",
         ),
         ("INSERT INTO problems SELECT 9, key, winners FROM problems", "is there twice"),

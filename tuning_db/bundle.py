@@ -42,45 +42,18 @@ FORMER_FORMAT = 3  # which is read as well
 
 # Every table with its columns; launch, knobs and errors are JSON objects. The first three are read on opening, the
 # others problem by problem; `winners` is the SHA-256 of what these have of it.
-TABLES: dict[str, dict[str, str]] = {
-    "meta": {"key": "TEXT PRIMARY KEY", "value": "TEXT"},
-    "problems": {"id": "INTEGER PRIMARY KEY", "key": "TEXT", "winners": "TEXT"},
-    "environments": {
-        "id": "INTEGER PRIMARY KEY",
-        **{each.name: {"str": "TEXT", "int": "INTEGER"}[str(each.type)] for each in fields(Environment)},
-    },
-    "kernels": {
-        "id": "INTEGER PRIMARY KEY",
-        "digest": "TEXT UNIQUE",
-        "entry": "TEXT",
-        "launch": "TEXT",
-        "registers": "INTEGER",
-        "spill_bytes": "INTEGER",
-        "nvcc": "TEXT",
-        "cubin_sha256": "TEXT",
-        "ptx_sha256": "TEXT",
-    },
-    "trials": {
-        "id": "INTEGER PRIMARY KEY",
-        "problem": "INTEGER REFERENCES problems",
-        "environment": "INTEGER REFERENCES environments",
-        "kernel": "INTEGER REFERENCES kernels",
-        "knobs": "TEXT",
-        "errors": "TEXT",
-        "provenance": "TEXT",
-        "date": "TEXT",
-    },
-    "entries": {
-        "id": "INTEGER PRIMARY KEY",
-        "trial": "INTEGER REFERENCES trials",
-        "destination": "TEXT",
-        "elements": "INTEGER",
-        "cache": "TEXT",
-        "hot_us": "REAL",
-        "hot_copy_us": "REAL",
-        "cold_us": "REAL",
-        "cold_copy_us": "REAL",
-    },
+TABLES = {
+    "meta": "key TEXT PRIMARY KEY, value TEXT",
+    "problems": "id INTEGER PRIMARY KEY, key TEXT, winners TEXT",
+    "environments": "id INTEGER PRIMARY KEY, gpu TEXT, compute_capability TEXT, sms INTEGER, l2_bytes INTEGER, "
+    "driver TEXT, cuda TEXT, nvcc TEXT, sm_clock_mhz INTEGER, memory_clock_mhz INTEGER",
+    "kernels": "id INTEGER PRIMARY KEY, digest TEXT UNIQUE, entry TEXT, launch TEXT, registers INTEGER, "
+    "spill_bytes INTEGER, nvcc TEXT, cubin_sha256 TEXT, ptx_sha256 TEXT",
+    "trials": "id INTEGER PRIMARY KEY, problem INTEGER REFERENCES problems, "
+    "environment INTEGER REFERENCES environments, kernel INTEGER REFERENCES kernels, "
+    "knobs TEXT, errors TEXT, provenance TEXT, date TEXT",
+    "entries": "id INTEGER PRIMARY KEY, trial INTEGER REFERENCES trials, destination TEXT, elements INTEGER, "
+    "cache TEXT, hot_us REAL, hot_copy_us REAL, cold_us REAL, cold_copy_us REAL",
 }
 OPENED = ("meta", "problems", "environments")
 # How the rows of a problem are found, by table: the rows of `kernels` first, then those of `trials` and `entries`.
@@ -91,25 +64,20 @@ OF_PROBLEM = {
 }
 INDEXES = {"trials": "problem", "entries": "trial"}
 # Compressed, one row per kernel; apart from the tables above so that those are read without them.
-BLOBS = {"kernel": "INTEGER PRIMARY KEY REFERENCES kernels", "cubin": "BLOB", "ptx": "BLOB"}
+BLOBS = "kernel INTEGER PRIMARY KEY REFERENCES kernels, cubin BLOB, ptx BLOB"
 
 # In the former format a problem was told by four columns, and of a launch "pitched" told which params there are.
-FORMER_PROBLEMS = {
-    "id": "INTEGER PRIMARY KEY",
-    "n": "INTEGER",
-    "dtype": "TEXT",
-    "numerics": "TEXT",
-    "pitched": "INTEGER",
-    "winners": "TEXT",
-}
+FORMER_PROBLEMS = "id INTEGER PRIMARY KEY, n INTEGER, dtype TEXT, numerics TEXT, pitched INTEGER, winners TEXT"
 
 
-def _schema(tables: Mapping[str, Mapping[str, str]]) -> list[str]:
+def columns_of(table: str) -> list[str]:
+    """The names of the columns of one of `TABLES`."""
+    return [column.split()[0] for column in TABLES[table].split(", ")]
+
+
+def _schema(tables: Mapping[str, str]) -> list[str]:
     return [
-        *(
-            f"CREATE TABLE {table} ({', '.join(f'{name} {kind}' for name, kind in columns.items())})"
-            for table, columns in {**tables, "blobs": BLOBS}.items()
-        ),
+        *(f"CREATE TABLE {table} ({columns})" for table, columns in {**tables, "blobs": BLOBS}.items()),
         *(f"CREATE INDEX {table}_by_{column} ON {table} ({column})" for table, column in INDEXES.items()),
     ]
 
@@ -485,7 +453,7 @@ def sha256(data: bytes) -> str:
 
 def _by_id(tables: Tables, table: str) -> dict[int, dict[str, Any]]:
     """Rows of a table as {column: value} without the id, by id."""
-    names = list(TABLES[table])[1:]
+    names = columns_of(table)[1:]
     return {number: dict(zip(names, values, strict=True)) for number, *values in tables[table]}
 
 
