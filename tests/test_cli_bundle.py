@@ -190,5 +190,5 @@ def test_an_export_to_standard_output_is_the_table_and_no_more(
 @pytest.mark.parametrize("columns", [bench.COLUMNS, between.COLUMNS, table.COLUMNS])
 def test_every_table_replaces_its_like(columns: tuple[str, ...], tmp_path: Path) -> None:
     path = tmp_path / "table.csv"
-    table.write_table(path, columns, [dict.fromkeys(columns, 1)])
+    table.write_table(path, columns, [dict.fromkeys(columns, 1)], {})
     table.check_table_place(path)
