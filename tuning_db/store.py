@@ -351,26 +351,16 @@ def _seal_of_kernel(kernel: Kernel) -> str:
 
 
 def _seal_of_trial(trial: Trial) -> str:
-    """Without the blobs of its kernel."""
-    return _sha256(
-        [
-            trial.problem.key,
-            trial.arch,
-            trial.knobs,
-            trial.outcome,
-            trial.provenance,
-            trial.kernel and _plain(trial.kernel),
-            trial.detail,
-            {kind: float(error) for kind, error in trial.errors.items()},
-            [
-                (t.elements, t.destination, t.cache, *map(float, (t.us, t.us_low, t.us_high, t.copy_us)))
-                for t in trial.timings
-            ],
-            vars(trial.environment),
-            trial.date,
-            float(trial.seconds),
-        ]
-    )
+    """Of all its fields in order, without the blobs of its kernel. A database gives times and errors back as floats."""
+    plain = {
+        "problem": trial.problem.key,
+        "kernel": trial.kernel and _plain(trial.kernel),
+        "errors": {kind: float(error) for kind, error in trial.errors.items()},
+        "timings": [(*_where(t), *map(float, (t.us, t.us_low, t.us_high, t.copy_us))) for t in trial.timings],
+        "environment": vars(trial.environment),
+        "seconds": float(trial.seconds),
+    }
+    return _sha256(list((vars(trial) | plain).values()))
 
 
 def _plain(kernel: Kernel) -> dict[str, Any]:
