@@ -124,22 +124,12 @@ class _Operand(ctypes.Structure):
 
 class _Launch(ctypes.Structure):
     _fields_ = (
-        ("blocks", ctypes.c_int64),
-        ("elements", ctypes.c_int64),
-        ("rows", ctypes.c_int64),
-        ("columns", ctypes.c_int64),
-        ("x_pitch", ctypes.c_int64),
-        ("y_pitch", ctypes.c_int64),
-        ("steps", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("blocks", "elements", "rows", *RowShape._fields, "steps")),
         ("seed", ctypes.c_uint64),
         ("arguments", ctypes.POINTER(ctypes.c_uint64)),
         ("operands", ctypes.POINTER(_Operand)),
         ("operand_count", ctypes.c_uint64),
-        ("threads", ctypes.c_uint32),
-        ("cluster", ctypes.c_uint32),
-        ("shared_bytes", ctypes.c_uint32),
-        ("element_bytes", ctypes.c_uint32),
-        ("starts_early", ctypes.c_uint32),
+        *((name, ctypes.c_uint32) for name in ("threads", "cluster", "shared_bytes", "element_bytes", "starts_early")),
     )
 
 
@@ -214,9 +204,7 @@ class HostModule:
             blocks=launch.grid(elements, RESIDENT_CLUSTERS * launch.cluster),
             elements=elements,
             rows=rows,
-            columns=columns,
-            x_pitch=x_pitch,
-            y_pitch=y_pitch,
+            **shape._asdict(),
             steps=STEPS_PER_ELEMENT * max(tiles * launch.tile_elements, 8 * launch.threads * launch.cluster),
             seed=order_seed,
             arguments=(ctypes.c_uint64 * len(arguments))(*arguments),

@@ -4,8 +4,9 @@ They hold every trial, its timings, its errors, and what it ran: problem, kernel
 Real columns everywhere; JSON only for knobs. Optuna keeps its own tables (`trials`, `studies`, `alembic_version` …) in
 the same database, hence the prefix. Nothing here is particular to SQLite: PostgreSQL works too.
 
-A change of this file needs a migration in `migrations/versions` and a new `SCHEMA_VERSION`. If kernels or trials then
-say more, the migration empties their seals: after an upgrade, rows without a seal are given one.
+A new database is made from this file, and an older one is brought up to it by migrations. So a change here needs a
+migration in `migrations/versions` and a new `SCHEMA_VERSION`. If kernels or trials then say more, the migration empties
+their seals: after an upgrade, rows without a seal are given one.
 """
 
 from __future__ import annotations
