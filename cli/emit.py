@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from hadagen.plan import Plan
 
 LARGE_ELEMENTS = 1 << 26
-UNASKED_SHARED_BYTES = 48 << 10  # dynamic shared memory that a kernel may have without asking
 # What the scale word of a kernel holds, by form.
 SCALE_WORDS = {
     "fp32": "the bits of the scale as a float",
@@ -73,6 +72,7 @@ def emit(arch: str, problem: Problem, knobs: dict[str, int | str], form: str | N
 
 def _how_to_use(plan: Plan, source: Source, arch: Arch) -> str:
     """The head of a file that stands alone: how it is compiled and launched."""
+    from hadagen.driver import DEFAULT_SHARED_BYTES
     from hadagen.launch import PORTABLE_CLUSTER
     from hadagen.scale import scale_word
 
@@ -84,7 +84,7 @@ def _how_to_use(plan: Plan, source: Source, arch: Arch) -> str:
     if launch.cluster > 1:
         blocks, together = f"{launch.cluster} * {tiles}", f", in clusters of {launch.cluster}"
     attributes = {
-        "CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES": launch.shared_bytes > UNASKED_SHARED_BYTES,
+        "CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES": launch.shared_bytes > DEFAULT_SHARED_BYTES,
         "CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED": launch.cluster > PORTABLE_CLUSTER,
     }
     half, _, form = launch.scale_form.value.rpartition("-")

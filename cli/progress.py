@@ -13,9 +13,8 @@ import click
 
 from hadagen.cli.output import clock_text, say
 from hadagen.trial import Outcome
-from hadagen.tuner import (
-    BUILT_AT_ONCE,
-    REGIMES,
+from hadagen.tuner.estimate import BUILT_AT_ONCE
+from hadagen.tuner.events import (
     BatchBuilt,
     Event,
     PairRaced,
@@ -25,6 +24,7 @@ from hadagen.tuner import (
     TrialFinished,
     VariantNotTried,
 )
+from hadagen.tuner.study import REGIMES
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

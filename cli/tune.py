@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from hadagen.knobs import Knobs
     from hadagen.measure import Cell, Runner, Variant
     from hadagen.trial import Environment, Trial
-    from hadagen.tuner import Scores
+    from hadagen.tuner.study import Scores
     from hadagen.tuning_db.store import Store
 
 # The words of the table at the end, which are those of the lines while it runs.
@@ -114,9 +114,10 @@ def tune(
     """
     from hadagen.cli.progress import in_parts, shown
     from hadagen.toolchain import Toolchain
-    from hadagen.tuner import EstimateRunner, TuneOptions, check_effort
-    from hadagen.tuner import tune as search
+    from hadagen.tuner.estimate import EstimateRunner
     from hadagen.tuner.refine import refine as look_between
+    from hadagen.tuner.search import TuneOptions, check_effort
+    from hadagen.tuner.search import tune as search
     from hadagen.tuning_db.bundle import Bundle
     from hadagen.tuning_db.make import check_keeps_winners, make_bundle
 
@@ -264,7 +265,7 @@ def _known_winners(arch: Arch, problems: Sequence[Problem]) -> dict[Problem, lis
 
 def _print_best(best: Mapping[Problem, Scores]) -> None:
     """A line for the problems that differ in n alone, with what the lines of the search called best so far."""
-    from hadagen.tuner import LATENCY_ELEMENTS, REGIMES
+    from hadagen.tuner.study import LATENCY_ELEMENTS, REGIMES
 
     groups: dict[tuple[str, ...], dict[int, Scores]] = {}
     for problem, scores in best.items():

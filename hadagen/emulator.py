@@ -16,7 +16,7 @@ import shutil
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -87,7 +87,7 @@ class HostCompilerDied(ToolchainError):
 
 @dataclass(frozen=True)
 class EmulationReport:
-    """What a launch did besides its result.
+    """What a launch did besides its result. The counts are in the order of `Report` in `templates/host`.
 
     `races`: accesses without a barrier between them and an access of another thread to the same 16 bytes of shared
     memory, or in-place loads of overwritten values. `uninitialized_reads`: loads of shared memory that was never
@@ -124,36 +124,16 @@ class _Operand(ctypes.Structure):
 
 class _Launch(ctypes.Structure):
     _fields_ = (
-        ("blocks", ctypes.c_int64),
-        ("elements", ctypes.c_int64),
-        ("rows", ctypes.c_int64),
-        ("columns", ctypes.c_int64),
-        ("x_pitch", ctypes.c_int64),
-        ("y_pitch", ctypes.c_int64),
-        ("steps", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("blocks", "elements", "rows", *RowShape._fields, "steps")),
         ("seed", ctypes.c_uint64),
         ("arguments", ctypes.POINTER(ctypes.c_uint64)),
         ("operands", ctypes.POINTER(_Operand)),
         ("operand_count", ctypes.c_uint64),
-        ("threads", ctypes.c_uint32),
-        ("cluster", ctypes.c_uint32),
-        ("shared_bytes", ctypes.c_uint32),
-        ("element_bytes", ctypes.c_uint32),
-        ("starts_early", ctypes.c_uint32),
+        *((name, ctypes.c_uint32) for name in ("threads", "cluster", "shared_bytes", "element_bytes", "starts_early")),
     )
 
 
-_COUNTS = (
-    "races",
-    "uninitialized_reads",
-    "unwritten",
-    "rewritten",
-    "wavefronts",
-    "bank_conflicts",
-    "sectors",
-    "excess_sectors",
-    "prefetched_bytes",
-)
+_COUNTS = [count.name for count in fields(EmulationReport) if count.name != "first_race"]
 
 
 class _Report(ctypes.Structure):
@@ -224,9 +204,7 @@ class HostModule:
             blocks=launch.grid(elements, RESIDENT_CLUSTERS * launch.cluster),
             elements=elements,
             rows=rows,
-            columns=columns,
-            x_pitch=x_pitch,
-            y_pitch=y_pitch,
+            **shape._asdict(),
             steps=STEPS_PER_ELEMENT * max(tiles * launch.tile_elements, 8 * launch.threads * launch.cluster),
             seed=order_seed,
             arguments=(ctypes.c_uint64 * len(arguments))(*arguments),

@@ -20,7 +20,8 @@ from hadagen.problem import DType, Numerics, Problem
 from hadagen.regimes import Cache, Destination
 from hadagen.toolchain import BuildFailure
 from hadagen.trial import Environment, Kernel, Outcome, Provenance, Timing, Trial, kernel_digest
-from hadagen.tuner import Event, TrialFinished, TuneOptions, tune
+from hadagen.tuner.events import Event, TrialFinished
+from hadagen.tuner.search import TuneOptions, tune
 from hadagen.tuning_db.store import Store
 
 GPU = Environment(gpu="Test GPU", compute_capability="9.0", sms=132, l2_bytes=50 << 20)
@@ -157,7 +158,7 @@ def search_and_die(database: Path, log: Path, where: str = "", count: int = 0) -
 
 # One process imports what takes long, and the others are forked from it.
 processes = get_context("forkserver")
-processes.set_forkserver_preload(["hadagen.tuner", "hadagen.tuning_db.store", "optuna"])
+processes.set_forkserver_preload(["hadagen.tuner.search", "hadagen.tuning_db.store", "optuna"])
 
 
 def exit_codes(target: Callable[..., object], *arguments: object, count: int = 1) -> list[int | None]:

@@ -12,8 +12,8 @@ from sample_store import empty, path, store
 from hadagen.launch import Source
 from hadagen.measure import Variant
 from hadagen.trial import NotTried, Outcome
-from hadagen.tuner import Event, tune
-from hadagen.tuner.events import VariantNotTried
+from hadagen.tuner.events import Event, VariantNotTried
+from hadagen.tuner.search import tune
 from hadagen.tuning_db.store import Store
 
 __all__ = ["empty", "path", "store"]  # fixtures

@@ -51,6 +51,7 @@ from hadagen.tuning_db.bundle import (
     TABLES,
     Bundle,
     NoKernelError,
+    columns_of,
     sha256,
     shipped,
 )
@@ -318,7 +319,7 @@ def test_a_write_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
             new.with_name(f"{new.name}-journal").write_bytes(b"of SQLite, which could not remove it")
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(StorageError, match="No space left"):
         fails()
     assert os.listdir(tmp_path) == []
 
@@ -360,7 +361,7 @@ def test_a_bundle_needs_winners_of_its_arch_with_cubins(tmp_path: Path) -> None:
 
 
 # ---- damage ----------------------------------------------------------------------------------------------------------
-COLUMNS = [(table, column) for table, columns in TABLES.items() for column in columns]
+COLUMNS = [(table, column) for table in TABLES for column in columns_of(table)]
 
 
 @pytest.mark.parametrize(("table", "column"), [*COLUMNS, ("blobs", "cubin"), ("blobs", "ptx")])
@@ -518,7 +519,7 @@ MANY = "WITH RECURSIVE r(i) AS (SELECT 9 UNION ALL SELECT i + 1 FROM r WHERE i <
     ("statement", "why"),
     [
         (
-            f"INSERT INTO entries SELECT 9, {', '.join([*TABLES['entries']][1:])} FROM entries",
+            f"INSERT INTO entries SELECT 9, {', '.join(columns_of('entries')[1:])} FROM entries",
             "two winners in one place",
         ),
         ("INSERT INTO problems SELECT 9, key, winners FROM problems", "is there twice"),

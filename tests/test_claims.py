@@ -11,7 +11,8 @@ from fake_search import TRIALS, FakeRunner, exit_codes, options, problems, searc
 from sample_store import empty, path, store
 
 from hadagen.trial import knobs_key
-from hadagen.tuner import Event, TrialFinished, tune
+from hadagen.tuner.events import Event, TrialFinished
+from hadagen.tuner.search import tune
 from hadagen.tuning_db import claims
 from hadagen.tuning_db.claims import LEASE_SECONDS, Claims
 from hadagen.tuning_db.store import Store

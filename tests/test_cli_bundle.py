@@ -82,7 +82,7 @@ def test_a_bundle_is_made_found_verified_and_shown(database: Path) -> None:
 def test_a_bundle_of_another_database_is_not_replaced(
     database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hadagen.tuner.tune", raising(AssertionError("it searched")))
+    monkeypatch.setattr("hadagen.tuner.search.tune", raising(AssertionError("it searched")))
     succeed("bundle", "make", "--db", database)
     before = options.default_bundle("sm90").read_bytes()
     other = tmp_path / "other.db"
@@ -190,5 +190,5 @@ def test_an_export_to_standard_output_is_the_table_and_no_more(
 @pytest.mark.parametrize("columns", [bench.COLUMNS, between.COLUMNS, table.COLUMNS])
 def test_every_table_replaces_its_like(columns: tuple[str, ...], tmp_path: Path) -> None:
     path = tmp_path / "table.csv"
-    table.write_table(path, columns, [dict.fromkeys(columns, 1)])
+    table.write_table(path, columns, [dict.fromkeys(columns, 1)], {})
     table.check_table_place(path)

@@ -12,15 +12,8 @@ from hadagen.cli import progress
 from hadagen.cli.output import clock_text
 from hadagen.cli.progress import State, in_parts, shown
 from hadagen.trial import Outcome
-from hadagen.tuner import (
-    BUILT_AT_ONCE,
-    BatchBuilt,
-    PairRaced,
-    ProblemFinished,
-    ProblemStarted,
-    SearchStarted,
-    TrialFinished,
-)
+from hadagen.tuner.estimate import BUILT_AT_ONCE
+from hadagen.tuner.events import BatchBuilt, PairRaced, ProblemFinished, ProblemStarted, SearchStarted, TrialFinished
 
 SCORES = (0.5, 0.75, 1.0)
 

@@ -17,12 +17,13 @@ from fake_search import CELLS, problems
 from sample_bundle import write_trials
 from sample_trials import H100, PROBLEM, in_clusters, make_trial, times
 
-from hadagen import tuner
 from hadagen.cli import options, tune
 from hadagen.measure import Answer, Variant
 from hadagen.problem import Problem, Transform
 from hadagen.trial import Outcome, Timing, Trial
-from hadagen.tuner import Listener, TuneOptions, TuneReport
+from hadagen.tuner import search as tuning
+from hadagen.tuner.events import Listener, TuneReport
+from hadagen.tuner.search import TuneOptions
 from hadagen.tuning_db.bundle import Bundle
 from hadagen.tuning_db.store import Store
 
@@ -111,13 +112,13 @@ def test_the_time_budget_is_for_the_search_and_refining_together(
 ) -> None:
     budgets: list[float | None] = []
     deadlines: list[float] = []
-    search = tuner.tune
+    search = tuning.tune
 
     def noted(wanted: TuneOptions, listen: Listener) -> TuneReport:
         budgets.append(wanted.time_budget)
         return search(wanted, listen)
 
-    monkeypatch.setattr(tuner, "tune", noted)
+    monkeypatch.setattr(tuning, "tune", noted)
     monkeypatch.setattr("hadagen.tuner.refine.refine", lambda *arguments: deadlines.append(arguments[-1]) or [PROBLEM])
     before = time.monotonic()
     succeed(*SMALL_TUNE, "--time-budget", "1000")
@@ -142,8 +143,8 @@ def test_where_the_time_ends_while_refining_the_report_says_so(fake_gpu: None, m
 
 
 def test_of_several_tunes_the_last_refines(fake_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    search = tuner.tune
-    monkeypatch.setattr(tuner, "tune", lambda *arguments: replace(search(*arguments), under_way=2))
+    search = tuning.tune
+    monkeypatch.setattr(tuning, "tune", lambda *arguments: replace(search(*arguments), under_way=2))
     monkeypatch.setattr("hadagen.tuner.refine.refine", raising(AssertionError("it refined")))
     assert "other runs have 2 trials under way" in succeed(*SMALL_TUNE[:-1])
 
@@ -184,7 +185,7 @@ def test_refining_alone_is_refused_where_nothing_was_tuned_or_can_be_kept(
     write_trials(options.default_bundle("sm90"), [make_trial(problem=replace(PROBLEM, transform=Transform(512)))])
     monkeypatch.setattr("hadagen.tuner.refine.refine", raising(AssertionError("it measured")))
     assert f"has winners that {fill()} has no working trial of" in sentence(run(*REFINE, "512"), 2)
-    monkeypatch.setattr(Store, "read_only", True)
+    monkeypatch.setattr("hadagen.tuning_db.database._writable", lambda path: False)
     said = sentence(run(*REFINE, "256", "--db", db), 1)
     assert said.startswith(f"{db} is read-only; make it writable, or name another")
 

@@ -26,7 +26,8 @@ from hadagen.errors import DeviceError
 from hadagen.problem import DType, Numerics, Problem, Rows, Transform
 from hadagen.runtime.bundles import VARIABLE
 from hadagen.trial import Environment, Provenance
-from hadagen.tuner import REGIMES, TuneOptions
+from hadagen.tuner.search import TuneOptions
+from hadagen.tuner.study import REGIMES
 from hadagen.tuning_db.bundle import Bundle
 from hadagen.tuning_db.bundle_writer import write_bundle
 from hadagen.tuning_db.store import Store
@@ -104,7 +105,7 @@ def test_what_is_tuned(
 ) -> None:
     wanted: list[TuneOptions] = []
     monkeypatch.setattr(
-        "hadagen.tuner.tune", lambda options, listen: wanted.append(options) or raising(KeyboardInterrupt())()
+        "hadagen.tuner.search.tune", lambda options, listen: wanted.append(options) or raising(KeyboardInterrupt())()
     )
     result = run("tune", "--n", "64", *arguments, *kind)
     expected = {f"n64-{name}{end}" for name in names.split() for end in ends}
@@ -117,7 +118,7 @@ def test_what_is_tuned(
 def test_a_bad_place_for_the_bundle_is_noticed_before_the_search(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hadagen.tuner.tune", raising(AssertionError("it searched")))
+    monkeypatch.setattr("hadagen.tuner.search.tune", raising(AssertionError("it searched")))
     (tmp_path / "file").touch()
     path = tmp_path if place == "a directory" else tmp_path / "file" / "sm90.db"
     assert f"{path} cannot be written" in sentence(run(*TINY_TUNE, "--bundle", path), 1)
@@ -125,7 +126,7 @@ def test_a_bad_place_for_the_bundle_is_noticed_before_the_search(
 
 
 def test_what_is_no_bundle_is_not_replaced_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hadagen.tuner.tune", raising(AssertionError("it searched")))
+    monkeypatch.setattr("hadagen.tuner.search.tune", raising(AssertionError("it searched")))
     letter, database = tmp_path / "letter.txt", tmp_path / "tuning.db"
     letter.write_text("Dear reader")
     Store.open(database).close()
@@ -138,7 +139,7 @@ def test_what_is_no_bundle_is_not_replaced_by_one(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize("db", ["{0}/new.db", "sqlite:///{0}/new.db", "{0}/sub/../new.db", "{0}/link.db", "new.db"])
 def test_one_file_is_not_both_database_and_bundle(db: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hadagen.tuner.tune", raising(AssertionError("it searched")))
+    monkeypatch.setattr("hadagen.tuner.search.tune", raising(AssertionError("it searched")))
     monkeypatch.chdir(tmp_path)
     new = tmp_path / "new.db"
     (tmp_path / "sub").mkdir()
@@ -158,7 +159,7 @@ def test_an_interrupted_tune_says_what_is_kept_and_how_it_becomes_a_bundle(
     succeed(*TINY_TUNE, *names)
     written = bundle if named else options.default_bundle("sm90")
     written.unlink()
-    monkeypatch.setattr("hadagen.tuner.tune", raising(KeyboardInterrupt()))
+    monkeypatch.setattr("hadagen.tuner.search.tune", raising(KeyboardInterrupt()))
     result = run(*TINY_TUNE, *names)
     assert result.exit_code == 1
     kept, _, command = result.stderr.splitlines()[-1].partition("; to write a bundle of what has won so far: hadagen ")
@@ -174,7 +175,7 @@ def test_an_interrupted_tune_says_what_is_kept_and_how_it_becomes_a_bundle(
 SLOW_TUNE = """
 import sys, time
 from fake_search import FakeRunner, build, options
-from hadagen import tuner
+from hadagen.tuner import search as tuning
 from hadagen.arch import load_arch
 from hadagen.cli import tune
 from hadagen.cli.main import main
@@ -187,8 +188,8 @@ class SlowRunner(FakeRunner):
 def build_slowly(sources):
     time.sleep(1)
     return build(sources)
-search = tuner.tune
-tuner.tune = lambda wanted, listen: search(options(wanted.store, SlowRunner(), build=build_slowly), listen)
+search = tuning.tune
+tuning.tune = lambda wanted, listen: search(options(wanted.store, SlowRunner(), build=build_slowly), listen)
 tune.find_target = lambda arch, device: (load_arch(arch), None)
 main(sys.argv[1:])
 """
@@ -225,7 +226,9 @@ def test_a_tune_without_time_says_that_nothing_was_found() -> None:
 
 
 def test_a_gpu_that_disappears_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hadagen.tuner.tune", raising(DeviceError("CUDA device 0 was lost; restart the process")))
+    monkeypatch.setattr(
+        "hadagen.tuner.search.tune", raising(DeviceError("CUDA device 0 was lost; restart the process"))
+    )
     result = run(*TINY_TUNE)
     assert result.exit_code == 1
     assert result.stderr.splitlines()[-1] == "hadagen: CUDA device 0 was lost; restart the process"
@@ -246,7 +249,7 @@ def test_a_tune_begins_with_the_winners_there_are(
 ) -> None:
     wanted: list[TuneOptions] = []
     monkeypatch.setattr(
-        "hadagen.tuner.tune", lambda options, listen: wanted.append(options) or raising(KeyboardInterrupt())()
+        "hadagen.tuner.search.tune", lambda options, listen: wanted.append(options) or raising(KeyboardInterrupt())()
     )
     bundle = write_sample(tmp_path / "winners.db", chunks=2)
     problem = Problem.of(256, DType.FLOAT16)
@@ -266,7 +269,7 @@ def test_a_tune_begins_with_nothing_that_was_not_measured_on_its_arch(
 ) -> None:
     wanted: list[TuneOptions] = []
     monkeypatch.setattr(
-        "hadagen.tuner.tune", lambda options, listen: wanted.append(options) or raising(KeyboardInterrupt())()
+        "hadagen.tuner.search.tune", lambda options, listen: wanted.append(options) or raising(KeyboardInterrupt())()
     )
     trial = make_trial(2, **fields)
     write_bundle(tmp_path / "winners.db", trial.arch, portfolio([trial]), lambda _: make_kernel(b"cubin 2"))

@@ -29,7 +29,8 @@ from hadagen.space import Space, build_plan
 from hadagen.steps.base import Cost
 from hadagen.steps.exchanges import Exchange
 from hadagen.trial import Kernel, Outcome, Provenance, Trial
-from hadagen.tuner import EstimateRunner, estimate, shortlist
+from hadagen.tuner import estimate
+from hadagen.tuner.estimate import EstimateRunner, shortlist
 from hadagen.tuner.study import REGIMES, scores
 from hadagen.tuning_db.bundle import Bundle, shipped
 

@@ -18,8 +18,10 @@ from hadagen.measure import Cell, Variant
 from hadagen.regimes import Cache
 from hadagen.space import Space, build_plan
 from hadagen.trial import Trial, knobs_key
-from hadagen.tuner import Event, PairRaced, ProblemFinished, TrialFinished, pipeline, search, tune
+from hadagen.tuner import pipeline, search
+from hadagen.tuner.events import Event, PairRaced, ProblemFinished, TrialFinished
 from hadagen.tuner.races import race_near_ties
+from hadagen.tuner.search import tune
 from hadagen.tuning_db.store import Store
 from hadagen.tuning_db.winners import best_by_cell
 

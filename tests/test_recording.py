@@ -27,7 +27,7 @@ from hadagen.problem import Problem
 from hadagen.regimes import Destination
 from hadagen.space import Space
 from hadagen.trial import Outcome, Trial
-from hadagen.tuner import ProblemFinished, TrialFinished
+from hadagen.tuner.events import ProblemFinished, TrialFinished
 from hadagen.tuner.record import RecordOptions, RecordReport, deciding_cells, record
 from hadagen.tuner.recording import Recording, read_recording, write_recording
 

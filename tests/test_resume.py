@@ -24,9 +24,10 @@ from hadagen.measure import Variant
 from hadagen.problem import Problem
 from hadagen.space import Space
 from hadagen.trial import Trial, knobs_key
-from hadagen.tuner import ProblemFinished, ProblemStarted, SearchStarted, TrialFinished, pipeline, tune
+from hadagen.tuner import pipeline
+from hadagen.tuner.events import ProblemFinished, ProblemStarted, SearchStarted, TrialFinished
 from hadagen.tuner.pipeline import Pipeline
-from hadagen.tuner.search import _optuna_storage
+from hadagen.tuner.search import _optuna_storage, tune
 from hadagen.tuning_db.store import Store
 
 

@@ -310,7 +310,7 @@ def test_the_next_opening_turns_the_log_on(path: Path) -> None:
 def test_a_full_disk_loses_nothing_stored(store: Store) -> None:
     full = True
 
-    @event.listens_for(store._database._engine, "begin")
+    @event.listens_for(store._engine, "begin")
     def limit(connection) -> None:  # type: ignore[no-untyped-def]
         pages = connection.exec_driver_sql("PRAGMA page_count").scalar() if full else 2**30
         connection.exec_driver_sql(f"PRAGMA max_page_count = {pages}")

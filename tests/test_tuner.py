@@ -25,19 +25,11 @@ from hadagen.regimes import Cache, Destination
 from hadagen.space import Space, build_plan
 from hadagen.toolchain import BuildFailure
 from hadagen.trial import Environment, Kernel, Outcome, Provenance, Trial, knobs_key
-from hadagen.tuner import (
-    BatchBuilt,
-    Event,
-    ProblemFinished,
-    ProblemStarted,
-    SearchStarted,
-    TrialFinished,
-    TuneOptions,
-    search,
-    shortlist,
-    tune,
-)
+from hadagen.tuner import search
+from hadagen.tuner.estimate import shortlist
+from hadagen.tuner.events import BatchBuilt, Event, ProblemFinished, ProblemStarted, SearchStarted, TrialFinished
 from hadagen.tuner.pipeline import Pipeline
+from hadagen.tuner.search import TuneOptions, tune
 from hadagen.tuner.study import Study, best_of_trials, known_trials, most_often_best, regime, scores, step_from
 from hadagen.tuning_db.store import Store
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import sqlite3
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,21 +24,24 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[Path]:
     """An empty file, to be filled within the `with`. At its end the file becomes `path`, or is removed on a failure.
 
     A file that is replaced passes its permissions on. If `path` is a symbolic link, the file it points to is replaced.
-    Missing directories are made. Raises `OSError` if there is no room or no permission.
+    Missing directories are made. Raises `StorageError` if there is no room or no permission, within the `with` too.
     """
-    path = Path(os.path.realpath(path))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # In a directory of its own: no other user can guess its name or write in it, files that SQLite leaves are removed
-    # with it, and the file has the permissions of any new file.
-    with tempfile.TemporaryDirectory(prefix=".hadagen-", dir=path.parent, ignore_cleanup_errors=True) as directory:
-        new = Path(directory, "new")  # a short name, because SQLite appends to it
-        new.touch()
-        yield new
-        if path.exists():
-            shutil.copymode(path, new)
-        with new.open("r+b") as file:
-            os.fsync(file.fileno())  # otherwise a crash might keep the new name without the content
-        os.replace(new, path)
+    place = Path(os.path.realpath(path))
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        # In a directory of its own: no other user can guess its name or write in it, files that SQLite leaves are
+        # removed with it, and the file has the permissions of any new file.
+        with tempfile.TemporaryDirectory(prefix=".hadagen-", dir=place.parent, ignore_cleanup_errors=True) as directory:
+            new = Path(directory, "new")  # a short name, because SQLite appends to it
+            new.touch()
+            yield new
+            if place.exists():
+                shutil.copymode(place, new)
+            with new.open("r+b") as file:
+                os.fsync(file.fileno())  # otherwise a crash might keep the new name without the content
+            os.replace(new, place)
+    except (OSError, sqlite3.Error) as error:
+        raise unwritable(path, error) from error
 
 
 def check_place(path: str | os.PathLike[str], kind: str, is_one: Callable[[bytes], bool]) -> None:

@@ -21,7 +21,7 @@ import json
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -42,53 +42,18 @@ FORMER_FORMAT = 3  # which is read as well
 
 # Every table with its columns; launch, knobs and errors are JSON objects. The first three are read on opening, the
 # others problem by problem; `winners` is the SHA-256 of what these have of it.
-TABLES: dict[str, dict[str, str]] = {
-    "meta": {"key": "TEXT PRIMARY KEY", "value": "TEXT"},
-    "problems": {"id": "INTEGER PRIMARY KEY", "key": "TEXT", "winners": "TEXT"},
-    "environments": {
-        "id": "INTEGER PRIMARY KEY",
-        "gpu": "TEXT",
-        "compute_capability": "TEXT",
-        "sms": "INTEGER",
-        "l2_bytes": "INTEGER",
-        "driver": "TEXT",
-        "cuda": "TEXT",
-        "nvcc": "TEXT",
-        "sm_clock_mhz": "INTEGER",
-        "memory_clock_mhz": "INTEGER",
-    },
-    "kernels": {
-        "id": "INTEGER PRIMARY KEY",
-        "digest": "TEXT UNIQUE",
-        "entry": "TEXT",
-        "launch": "TEXT",
-        "registers": "INTEGER",
-        "spill_bytes": "INTEGER",
-        "nvcc": "TEXT",
-        "cubin_sha256": "TEXT",
-        "ptx_sha256": "TEXT",
-    },
-    "trials": {
-        "id": "INTEGER PRIMARY KEY",
-        "problem": "INTEGER REFERENCES problems",
-        "environment": "INTEGER REFERENCES environments",
-        "kernel": "INTEGER REFERENCES kernels",
-        "knobs": "TEXT",
-        "errors": "TEXT",
-        "provenance": "TEXT",
-        "date": "TEXT",
-    },
-    "entries": {
-        "id": "INTEGER PRIMARY KEY",
-        "trial": "INTEGER REFERENCES trials",
-        "destination": "TEXT",
-        "elements": "INTEGER",
-        "cache": "TEXT",
-        "hot_us": "REAL",
-        "hot_copy_us": "REAL",
-        "cold_us": "REAL",
-        "cold_copy_us": "REAL",
-    },
+TABLES = {
+    "meta": "key TEXT PRIMARY KEY, value TEXT",
+    "problems": "id INTEGER PRIMARY KEY, key TEXT, winners TEXT",
+    "environments": "id INTEGER PRIMARY KEY, gpu TEXT, compute_capability TEXT, sms INTEGER, l2_bytes INTEGER, "
+    "driver TEXT, cuda TEXT, nvcc TEXT, sm_clock_mhz INTEGER, memory_clock_mhz INTEGER",
+    "kernels": "id INTEGER PRIMARY KEY, digest TEXT UNIQUE, entry TEXT, launch TEXT, registers INTEGER, "
+    "spill_bytes INTEGER, nvcc TEXT, cubin_sha256 TEXT, ptx_sha256 TEXT",
+    "trials": "id INTEGER PRIMARY KEY, problem INTEGER REFERENCES problems, "
+    "environment INTEGER REFERENCES environments, kernel INTEGER REFERENCES kernels, "
+    "knobs TEXT, errors TEXT, provenance TEXT, date TEXT",
+    "entries": "id INTEGER PRIMARY KEY, trial INTEGER REFERENCES trials, destination TEXT, elements INTEGER, "
+    "cache TEXT, hot_us REAL, hot_copy_us REAL, cold_us REAL, cold_copy_us REAL",
 }
 OPENED = ("meta", "problems", "environments")
 # How the rows of a problem are found, by table: the rows of `kernels` first, then those of `trials` and `entries`.
@@ -99,29 +64,24 @@ OF_PROBLEM = {
 }
 INDEXES = {"trials": "problem", "entries": "trial"}
 # Compressed, one row per kernel; apart from the tables above so that those are read without them.
-BLOBS = {"kernel": "INTEGER PRIMARY KEY REFERENCES kernels", "cubin": "BLOB", "ptx": "BLOB"}
+BLOBS = "kernel INTEGER PRIMARY KEY REFERENCES kernels, cubin BLOB, ptx BLOB"
 
 # What the kernels of a bundle take, by how rows lie: calls have nothing else to give.
 _PARAMS = {Rows.CONTIGUOUS: PARAMS, Rows.PITCHED: (*PARAMS, *ROW_PARAMS)}
 
 # In the former format a problem was told by four columns, and "pitched" told how rows lie, of a launch too.
 _FORMER_ROWS: dict[int, Rows] = {False: Rows.CONTIGUOUS, True: Rows.PITCHED}
-FORMER_PROBLEMS = {
-    "id": "INTEGER PRIMARY KEY",
-    "n": "INTEGER",
-    "dtype": "TEXT",
-    "numerics": "TEXT",
-    "pitched": "INTEGER",
-    "winners": "TEXT",
-}
+FORMER_PROBLEMS = "id INTEGER PRIMARY KEY, n INTEGER, dtype TEXT, numerics TEXT, pitched INTEGER, winners TEXT"
 
 
-def _schema(tables: Mapping[str, Mapping[str, str]]) -> list[str]:
+def columns_of(table: str) -> list[str]:
+    """The names of the columns of one of `TABLES`."""
+    return [column.split()[0] for column in TABLES[table].split(", ")]
+
+
+def _schema(tables: Mapping[str, str]) -> list[str]:
     return [
-        *(
-            f"CREATE TABLE {table} ({', '.join(f'{name} {kind}' for name, kind in columns.items())})"
-            for table, columns in {**tables, "blobs": BLOBS}.items()
-        ),
+        *(f"CREATE TABLE {table} ({columns})" for table, columns in {**tables, "blobs": BLOBS}.items()),
         *(f"CREATE INDEX {table}_by_{column} ON {table} ({column})" for table, column in INDEXES.items()),
     ]
 
@@ -252,10 +212,9 @@ class Bundle:
 
         Raises `StorageError` where they are damaged.
         """
-        now = self._now
-        if problem in now.numbers and problem not in now.entries:
-            now = self._renewed(lambda now, connection: now.read_winners(connection, problem))
-        return list(now.entries.get(problem, ()))
+        if problem in self._now.numbers and problem not in self._now.entries:
+            return list(self._read_now(lambda now, connection: now.read_winners(connection, problem)))
+        return list(self._now.entries.get(problem, ()))
 
     def all_entries(self) -> Iterator[BundleEntry]:
         """The winners of all problems. Raises `StorageError` where some are damaged."""
@@ -265,18 +224,15 @@ class Bundle:
     def kernel(self, digest: str) -> Kernel:
         """Load a kernel, without its source. Raises `NoKernelError` where the bundle has none of this digest, and
         `StorageError` where it is damaged."""
-        found: list[Kernel] = []
 
-        def read(now: _Content, connection: sqlite3.Connection) -> None:
+        def read(now: _Content, connection: sqlite3.Connection) -> Kernel | None:
             if digest not in now.kernels:
                 now.read_winners_with(connection, digest)
-            if digest in now.kernels:
-                found.append(now.read_kernel(connection, digest))
+            return now.read_kernel(connection, digest) if digest in now.kernels else None
 
-        self._renewed(read)
-        if not found:
-            raise NoKernelError(f"{self.path} holds no kernel {digest}; ask for one that its entries name")
-        return found[0]
+        if found := self._read_now(read):
+            return found
+        raise NoKernelError(f"{self.path} holds no kernel {digest}; ask for one that its entries name")
 
     def verify(self) -> None:
         """Check all of the file, as it is now. Raises `StorageError` where any row was changed, or is one too many."""
@@ -297,14 +253,14 @@ class Bundle:
 
         _read(self.path, check)
 
-    def _renewed(self, read: Callable[[_Content, sqlite3.Connection], None]) -> _Content:
-        """What is known of the file as it is now, when `read` has read more of it."""
+    def _read_now(self, read: Callable[[_Content, sqlite3.Connection], Found]) -> Found:
+        """What `read` makes of the file as it is now. What is known of it then includes what that read."""
 
-        def read_now(connection: sqlite3.Connection, state: FileState) -> _Content:
+        def read_now(connection: sqlite3.Connection, state: FileState) -> Found:
             now = self._now if self._now.state == state else _Content(connection, state)
-            read(now, connection)
+            found = read(now, connection)
             self._now = now
-            return now
+            return found
 
         return _read(self.path, read_now)
 
@@ -336,11 +292,11 @@ class _Content:
         self.entries: dict[Problem, list[BundleEntry]] = {}
         self.kernels: dict[str, tuple[Kernel, int, tuple[str, str]]] = {}
 
-    def read_winners(self, connection: sqlite3.Connection, problem: Problem) -> None:
-        """Reads the winners of a problem, if it was tuned."""
+    def read_winners(self, connection: sqlite3.Connection, problem: Problem) -> Sequence[BundleEntry]:
+        """The winners of a problem, read once; none if it was not tuned."""
         number = self.numbers.get(problem)
         if number is None or problem in self.entries:
-            return
+            return self.entries.get(problem, ())
         tables = winners_of(connection, number)
         if self._sums[number] != rows_digest(tables):
             raise ValueError(f"the winners of {problem.key} do not match their SHA-256")
@@ -361,6 +317,7 @@ class _Content:
             self.kernels[kernel.digest] = kernel, number, (row["cubin_sha256"], row["ptx_sha256"])
         self.trials[problem] = len(trials)
         self.entries[problem] = entries
+        return entries
 
     def read_winners_with(self, connection: sqlite3.Connection, digest: str) -> None:
         """Reads the winners of a problem that has this kernel, if one has."""
@@ -499,7 +456,7 @@ def sha256(data: bytes) -> str:
 
 def _by_id(tables: Tables, table: str) -> dict[int, dict[str, Any]]:
     """Rows of a table as {column: value} without the id, by id."""
-    names = list(TABLES[table])[1:]
+    names = columns_of(table)[1:]
     return {number: dict(zip(names, values, strict=True)) for number, *values in tables[table]}
 
 

@@ -16,7 +16,7 @@ from hadagen.errors import StorageError, UsageError
 from hadagen.regimes import Cache
 from hadagen.target import check_arch
 from hadagen.trial import Kernel, Trial, knobs_key
-from hadagen.tuning_db.atomic_file import atomic_file, check_place, unwritable
+from hadagen.tuning_db.atomic_file import atomic_file, check_place
 from hadagen.tuning_db.bundle import (
     APPLICATION_ID,
     FORMAT,
@@ -64,19 +64,16 @@ def write_bundle(
     if not all(kernel.cubin for kernel in kernels):
         raise UsageError("a kernel of the bundle has no cubin; give kernels that were read with their blobs")
 
-    try:
-        with atomic_file(path) as new:
-            with closing(sqlite3.connect(new, isolation_level=None)) as connection:
-                digest = _fill(connection, _tables(arch, selection, kernels), kernels)
-            try:
-                Bundle.open(new).verify()
-            except StorageError as error:
-                raise StorageError(
-                    f"{path} was not written, because calls would refuse it ({error.__cause__}); tune its problem again"
-                ) from error
-            return digest
-    except (OSError, sqlite3.Error) as error:
-        raise unwritable(path, error) from error
+    with atomic_file(path) as new:
+        with closing(sqlite3.connect(new, isolation_level=None)) as connection:
+            digest = _fill(connection, _tables(arch, selection, kernels), kernels)
+        try:
+            Bundle.open(new).verify()
+        except StorageError as error:
+            raise StorageError(
+                f"{path} was not written, because calls would refuse it ({error.__cause__}); tune its problem again"
+            ) from error
+    return digest
 
 
 def _fill(connection: sqlite3.Connection, tables: Tables, kernels: Sequence[Kernel]) -> str:
@@ -102,14 +99,14 @@ def _fill(connection: sqlite3.Connection, tables: Tables, kernels: Sequence[Kern
 def _tables(arch: str, selection: Mapping[WinnerCell, Trial], kernels: Iterable[Kernel]) -> Tables:
     """The rows of `bundle.TABLES`: each distinct one once, numbered in sorted order, so that files are reproducible."""
     trials = selection.values()
-    problems = _numbered(_problem_row(trial) for trial in trials)
+    problems = _numbered((trial.problem.key,) for trial in trials)
     environments = _numbered(astuple(trial.environment) for trial in trials)
     kernel_rows = _numbered(_kernel_row(kernel) for kernel in kernels)
     kernel_numbers = {row[0]: number for row, number in kernel_rows.items()}
 
     def trial_row(trial: Trial) -> Row:
         return (
-            problems[_problem_row(trial)],
+            problems[(trial.problem.key,)],
             environments[astuple(trial.environment)],
             kernel_numbers[digest_of(trial)],
             knobs_key(trial.knobs),
@@ -138,10 +135,6 @@ def _numbered(rows: Iterable[Row]) -> dict[Row, int]:
 
 def _with_numbers(numbers: Mapping[Row, int]) -> list[Row]:
     return [(number, *row) for row, number in numbers.items()]
-
-
-def _problem_row(trial: Trial) -> Row:
-    return (trial.problem.key,)
 
 
 def _kernel_row(kernel: Kernel) -> Row:

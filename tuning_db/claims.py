@@ -18,7 +18,7 @@ from threading import Event, Lock, Thread
 
 from sqlalchemy import delete, select, update
 from sqlalchemy.orm import Session
-from sqlalchemy.sql import ColumnElement
+from sqlalchemy.sql import Select
 
 from hadagen.errors import StorageError
 from hadagen.problem import Problem
@@ -38,7 +38,8 @@ class Claims:
     """
 
     def __init__(self, store: Store, arch: str, gpu: str, clock: Callable[[], float] = time.time) -> None:
-        self._database, self._arch, self._gpu, self._clock = store.database, arch, gpu, clock
+        self._store, self._clock = store, clock
+        self._here = {"arch": arch, "gpu": gpu}
         self._owner = f"{_place()} {os.getpid()} {uuid.uuid4().hex}"
         self._finished: set[Work] = set()
         self._lock = Lock()  # for `_finished`
@@ -52,33 +53,25 @@ class Claims:
     def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._renewing.join()
-        with suppress(StorageError), self._database.writing() as session:  # if it fails, the lease ends by itself
+        with suppress(StorageError), self._store.writing() as session:  # if it fails, the lease ends by itself
             session.execute(delete(ClaimRow).where(ClaimRow.owner == self._owner))
 
     def take(self, wanted: Sequence[Work]) -> list[bool]:
         """Claim work. Returns for each whether it is ours now: not if another run has a claim or a trial of it."""
-        with self._database.writing() as session:
+        with self._store.writing() as session:
             self._drop_what_ended(session)
             numbers = {problem: row_of(session, ProblemRow, {"key": problem.key}).id for problem, _ in wanted}
             taken = self._tried(session, numbers.values())
-            claims = select(ClaimRow.problem_id, ClaimRow.work).where(*self._here())
+            claims = select(ClaimRow.problem_id, ClaimRow.work).filter_by(**self._here)
             taken.update((number, work) for number, work in session.execute(claims))
+            lease = {"owner": self._owner, "expires": self._clock() + LEASE_SECONDS, **self._here}
             answers = []
             for problem, work in wanted:
                 place = numbers[problem], work
                 answers.append(place not in taken)
                 if place not in taken:
                     taken.add(place)
-                    session.add(
-                        ClaimRow(
-                            problem_id=numbers[problem],
-                            arch=self._arch,
-                            gpu=self._gpu,
-                            work=work,
-                            owner=self._owner,
-                            expires=self._clock() + LEASE_SECONDS,
-                        )
-                    )
+                    session.add(ClaimRow(problem_id=numbers[problem], work=work, **lease))
             return answers
 
     def finish(self, problem: Problem, work: str) -> None:
@@ -89,16 +82,15 @@ class Claims:
     def of_others(self) -> dict[Problem, set[str]]:
         """Problem → the work that other runs have in progress."""
         found: dict[Problem, set[str]] = defaultdict(set)
-        with self._database.reading() as session:
-            query = select(ClaimRow, ProblemRow).join(ProblemRow).where(*self._here(), ClaimRow.owner != self._owner)
-            for claim, problem in session.execute(query):
-                if self._counts(claim):
+        with self._store.reading() as session:
+            for claim, problem in session.execute(self._claims):
+                if claim.owner != self._owner and self._counts(claim):
                     found[problem_of(problem)].add(claim.work)
         return dict(found)
 
     def renew(self) -> None:
         """Renew the leases of this run."""
-        with self._database.writing() as session:
+        with self._store.writing() as session:
             mine = update(ClaimRow).where(ClaimRow.owner == self._owner)
             session.execute(mine.values(expires=self._clock() + LEASE_SECONDS))
 
@@ -107,23 +99,24 @@ class Claims:
             with suppress(StorageError):  # the run itself meets the same failure
                 self.renew()
 
-    def _here(self) -> tuple[ColumnElement[bool], ColumnElement[bool]]:
-        return ClaimRow.arch == self._arch, ClaimRow.gpu == self._gpu
+    @property
+    def _claims(self) -> Select[ClaimRow, ProblemRow]:
+        """Selects all claims here, of any run, with their problems."""
+        return select(ClaimRow, ProblemRow).filter_by(**self._here).join(ProblemRow)
 
     def _tried(self, session: Session, problems: Iterable[int]) -> set[tuple[int, str]]:
         query = (
             select(TrialRow.problem_id, TrialRow.knobs_key)
             .join(EnvironmentRow)
-            .where(
-                TrialRow.problem_id.in_(list(problems)), TrialRow.arch == self._arch, EnvironmentRow.gpu == self._gpu
-            )
+            .where(TrialRow.problem_id.in_(list(problems)), TrialRow.arch == self._here["arch"])
+            .where(EnvironmentRow.gpu == self._here["gpu"])
         )
         return {(number, work) for number, work in session.execute(query)}
 
     def _drop_what_ended(self, session: Session) -> None:
         with self._lock:
             finished, self._finished = self._finished, set()
-        for claim, problem in session.execute(select(ClaimRow, ProblemRow).join(ProblemRow).where(*self._here())).all():
+        for claim, problem in session.execute(self._claims).all():
             mine = claim.owner == self._owner
             done = (problem_of(problem), claim.work) in finished
             if done if mine else not self._counts(claim):

@@ -25,7 +25,7 @@ from sqlalchemy.pool import NullPool
 
 from hadagen.errors import StorageError, UsageError
 from hadagen.tuning_db.files import connect_read_only, limit_values, read_start
-from hadagen.tuning_db.schema import SCHEMA_VERSION, VERSION_TABLE
+from hadagen.tuning_db.schema import SCHEMA_VERSION, VERSION_TABLE, Base
 
 MIGRATIONS = Path(__file__).parent / "migrations"
 BUSY_SECONDS = 60.0  # how long to wait for another process to finish its transaction
@@ -60,8 +60,9 @@ _SENTENCES = {
 class Database:
     """An open database with the current schema.
 
-    `place`: its name in messages, without a password. `url`: opens it again, for instance for Optuna. Every method
-    raises `StorageError` if the database fails. Stored rows are then unchanged.
+    `place`: its path or URL for messages, without a password. `url`: opens it again, for instance for Optuna, whose
+    tables are beside ours. `read_only`: whether it is only read. Every method raises `StorageError` if the database
+    fails. Stored rows are then unchanged.
     """
 
     def __init__(self, where: str | os.PathLike[str], upgraded: Callable[[Session], None]) -> None:
@@ -149,7 +150,7 @@ class Database:
         with self._sentences(), self._writer.begin() as connection:
             version = self._version(connection)  # again: another process may have been faster
             if version != SCHEMA_VERSION:
-                _migrate(connection)
+                _migrate(connection, version)
                 with Session(connection) as session:
                     self._upgraded(session)
                     session.flush()
@@ -223,7 +224,8 @@ class Database:
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """A context in which another library works in the database. It may wrap the errors of SQLAlchemy."""
+        """A context in which another library works in the database by its `url`, and may wrap the errors of SQLAlchemy.
+        If the database fails there, this raises `StorageError` too."""
         try:
             yield
         except StorageError:
@@ -302,11 +304,16 @@ def _connect_read_only(path: Path) -> sqlite3.Connection:
     return connect_read_only(path, immutable=not in_use, check_same_thread=False)
 
 
-def _migrate(connection: Connection) -> None:
+def _migrate(connection: Connection, version: str | None) -> None:
+    """Upgrade a database from a schema version, or make the tables where there is none yet."""
     from alembic import command
     from alembic.config import Config
 
     config = Config()
     config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
     config.attributes["connection"] = connection
-    command.upgrade(config, "head")
+    if version is None:
+        Base.metadata.create_all(connection, checkfirst=False)
+        command.stamp(config, "head")
+    else:
+        command.upgrade(config, "head")

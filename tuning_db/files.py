@@ -7,20 +7,14 @@ import sqlite3
 import stat
 import sys
 import zlib
-from typing import NamedTuple
 from urllib.parse import quote_from_bytes
 
 MOST_BYTES = 1 << 24  # of one value in a database, and of a cubin or PTX; real ones are a hundredth of it at most
 
 
-class FileState(NamedTuple):
-    """The identity of a file, which differs from that of a new file of the same name, and from before a change."""
-
-    device: int
-    inode: int
-    size: int
-    mtime_ns: int
-    ctime_ns: int
+# The identity of a file: device, inode, size, and the times of its changes in ns. It differs from that of a new file of
+# the same name, and from before a change.
+FileState = tuple[int, int, int, int, int]
 
 
 def file_state(path: str | os.PathLike[str]) -> FileState | None:
@@ -74,4 +68,4 @@ def inflated(data: bytes) -> bytes:
 
 
 def _state(found: os.stat_result) -> FileState:
-    return FileState(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns

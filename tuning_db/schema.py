@@ -4,13 +4,15 @@ They hold every trial, its timings, its errors, and what it ran: problem, kernel
 Real columns everywhere; JSON only for knobs. Optuna keeps its own tables (`trials`, `studies`, `alembic_version` …) in
 the same database, hence the prefix. Nothing here is particular to SQLite: PostgreSQL works too.
 
-A change of this file needs a migration in `migrations/versions` and a new `SCHEMA_VERSION`. If kernels or trials then
-say more, the migration empties their seals: after an upgrade, rows without a seal are given one.
+A new database is made from this file, and an older one is brought up to it by migrations. So a change here needs a
+migration in `migrations/versions` and a new `SCHEMA_VERSION`. If kernels or trials then say more, the migration empties
+their seals: after an upgrade, rows without a seal are given one.
 """
 
 from __future__ import annotations
 
 import zlib
+from dataclasses import fields
 from typing import Any
 
 from sqlalchemy import JSON, BigInteger, Double, ForeignKey, LargeBinary, MetaData, String, Text, UniqueConstraint
@@ -18,6 +20,7 @@ from sqlalchemy.engine import Dialect
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, relationship
 from sqlalchemy.types import TypeDecorator
 
+from hadagen.trial import Environment
 from hadagen.tuning_db.files import inflated
 
 PREFIX = "hadagen_"
@@ -63,19 +66,7 @@ class EnvironmentRow(Base):
     """One row for each distinct `hadagen.trial.Environment`; the same names and the same meaning."""
 
     __tablename__ = f"{PREFIX}environments"
-    __table_args__ = (
-        UniqueConstraint(
-            "gpu",
-            "compute_capability",
-            "sms",
-            "l2_bytes",
-            "driver",
-            "cuda",
-            "nvcc",
-            "sm_clock_mhz",
-            "memory_clock_mhz",
-        ),
-    )
+    __table_args__ = (UniqueConstraint(*(field.name for field in fields(Environment))),)
 
     id: Mapped[int] = mapped_column(primary_key=True)
     gpu: Mapped[str]

@@ -7,15 +7,13 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Collection
-from contextlib import AbstractContextManager
 from dataclasses import asdict, fields, replace
 from math import inf, nan
-from types import TracebackType
 from typing import Any, TypeVar
 
 from sqlalchemy import JSON, delete, insert, select, update
 from sqlalchemy.orm import Session, defer, joinedload, selectinload
-from sqlalchemy.sql import ColumnElement, Select
+from sqlalchemy.sql import Select
 
 from hadagen.errors import StorageError
 from hadagen.launch import LaunchSpec
@@ -47,7 +45,7 @@ from hadagen.tuning_db.schema import (
 
 Row = TypeVar("Row", bound=Base)
 
-_BLOBS = (KernelRow.source, KernelRow.ptx, KernelRow.cubin)
+_NO_BLOBS: dict[str, Any] = {"source": "", "ptx": b"", "cubin": b""}
 # Table → type of each column, without columns that may be NULL, and `Compressed` columns, which check themselves.
 _KINDS: dict[type[Base], list[tuple[str, type[Any]]]] = {
     model: [
@@ -59,14 +57,11 @@ _KINDS: dict[type[Base], list[tuple[str, type[Any]]]] = {
 }
 
 
-class Store:
+class Store(Database):
     """A tuning database. Several threads and processes may use it at once.
 
     Every method raises `StorageError` if the database fails.
     """
-
-    def __init__(self, database: Database) -> None:
-        self._database = database
 
     @classmethod
     def open(cls, where: str | os.PathLike[str]) -> Store:
@@ -74,47 +69,20 @@ class Store:
 
         A file without write permission is opened for reading.
         """
-        return cls(Database(where, _seal_rows))
-
-    def close(self) -> None:
-        self._database.close()
+        return cls(where, _seal_rows)
 
     def __enter__(self) -> Store:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
-
-    @property
-    def database(self) -> Database:
-        """The database, for other tables there."""
-        return self._database
-
-    @property
-    def url(self) -> str:
-        """The URL of this database for SQLAlchemy, for instance for Optuna, whose tables are beside ours."""
-        return self._database.url
-
-    @property
-    def place(self) -> str:
-        """Path or URL for messages, without a password."""
-        return self._database.place
-
-    @property
-    def read_only(self) -> bool:
-        return self._database.read_only
-
-    def lent(self) -> AbstractContextManager[None]:
-        """A context in which another library works in this database by its `url`. If the database fails there, this
-        raises `StorageError` too."""
-        return self._database.lent()
 
     def record(self, trial: Trial) -> int:
         """Store a trial in one transaction, which is durable when this returns. Returns its row number.
 
         It replaces an earlier trial with the same problem, arch, knobs, environment and provenance.
         """
-        with self._database.writing() as session:
+        with self.writing() as session:
             return _record(session, trial)
 
     def add_timings(self, trial: Trial) -> None:
@@ -122,8 +90,8 @@ class Store:
 
         If the stored trial of these knobs has another kernel, nothing is stored.
         """
-        with self._database.writing() as session:
-            row = session.scalar(select(TrialRow).where(*_same(TrialRow, _key(session, trial))))
+        with self.writing() as session:
+            row = session.scalar(select(TrialRow).filter_by(**_key(session, trial)))
             if row:
                 if not (row.kernel and trial.kernel and row.kernel.digest == trial.kernel.digest):
                     return
@@ -155,21 +123,21 @@ class Store:
             wanted = wanted.where(TrialRow.id.in_(list(rows)))
         kernels = selectinload(TrialRow.kernel)
         if not blobs:
-            kernels = kernels.options(*(defer(column, raiseload=True) for column in _BLOBS))
+            kernels = kernels.options(*(defer(getattr(KernelRow, name), raiseload=True) for name in _NO_BLOBS))
         query = (
             select(TrialRow)
             .where(TrialRow.id.in_(wanted))
             .order_by(TrialRow.id)
             .options(joinedload(TrialRow.problem), joinedload(TrialRow.environment), kernels)
         )
-        with self._database.reading() as session:
+        with self.reading() as session:
             errors = _errors(session, wanted)
             timings = _timings(session, wanted)
             return [_trial(row, errors[row.id], timings[row.id], blobs) for row in session.scalars(query)]
 
     def rows_after(self, row: int) -> list[int]:
         """The row numbers of the trials that were recorded after trial `row`, ascending; with 0 those of all trials."""
-        with self._database.reading() as session:
+        with self.reading() as session:
             return list(session.scalars(select(TrialRow.id).where(TrialRow.id > row).order_by(TrialRow.id)))
 
     def checked(self) -> list[Trial]:
@@ -177,12 +145,12 @@ class Store:
 
         Other queries may miss a trial whose row is damaged in the columns they ask for.
         """
-        self._database.check()
+        self.check()
         return self.trials(blobs=False)
 
     def kernel(self, digest: str) -> Kernel:
         """The kernel of that digest, with source, PTX and cubin."""
-        with self._database.reading() as session:
+        with self.reading() as session:
             row = session.scalar(select(KernelRow).where(KernelRow.digest == digest))
             if row is None:
                 raise StorageError(f"{self.place} holds no kernel {digest}; tune its problem again")
@@ -206,7 +174,7 @@ def _key(session: Session, trial: Trial) -> dict[str, object]:
 
 def _record(session: Session, trial: Trial) -> int:
     key = _key(session, trial)
-    row = session.scalar(select(TrialRow).where(*_same(TrialRow, key))) or TrialRow(**key)
+    row = session.scalar(select(TrialRow).filter_by(**key)) or TrialRow(**key)
     row.knobs = trial.knobs
     row.outcome = trial.outcome.value
     row.detail = trial.detail
@@ -228,13 +196,9 @@ def _record(session: Session, trial: Trial) -> int:
     return row.id
 
 
-def _same(model: type[Base], columns: dict[str, object]) -> list[ColumnElement[bool]]:
-    return [getattr(model, name) == value for name, value in columns.items()]
-
-
 def row_of(session: Session, model: type[Row], columns: dict[str, object]) -> Row:
     """The row with these columns, which is added if it is missing."""
-    row = session.scalar(select(model).where(*_same(model, columns)))
+    row = session.scalar(select(model).filter_by(**columns))
     if row is None:
         row = model(**columns)
         session.add(row)
@@ -285,16 +249,7 @@ def _errors(session: Session, wanted: Select[Any]) -> dict[int, dict[str, float]
 
 def _timings(session: Session, wanted: Select[Any]) -> dict[int, list[Timing]]:
     query = (
-        select(
-            TimingRow.trial_id,
-            TimingRow.elements,
-            TimingRow.destination,
-            TimingRow.cache,
-            TimingRow.us,
-            TimingRow.us_low,
-            TimingRow.us_high,
-            TimingRow.copy_us,
-        )
+        select(TimingRow.trial_id, *(getattr(TimingRow, field.name) for field in fields(Timing)))
         .where(TimingRow.trial_id.in_(wanted))
         .order_by(TimingRow.trial_id, TimingRow.position)
     )
@@ -347,19 +302,9 @@ def _kernel(row: KernelRow, blobs: bool) -> Kernel:
 
 
 def _unchecked(row: KernelRow, blobs: bool) -> Kernel:
-    return Kernel(
-        digest=row.digest,
-        entry=row.entry,
-        arch=row.arch,
-        source=row.source if blobs else "",
-        cubin=row.cubin if blobs else b"",
-        ptx=row.ptx if blobs else b"",
-        launch=LaunchSpec.from_dict(_values(LaunchSpec, row)),
-        registers=row.registers,
-        spill_bytes=row.spill_bytes,
-        static_shared_bytes=row.static_shared_bytes,
-        nvcc=row.nvcc,
-    )
+    launch = LaunchSpec.from_dict(_values(LaunchSpec, row))
+    stored = {field.name for field in fields(Kernel)} - {"launch", *(() if blobs else _NO_BLOBS)}
+    return Kernel(**_NO_BLOBS | {name: getattr(row, name) for name in stored}, launch=launch)
 
 
 def problem_of(row: ProblemRow) -> Problem:
@@ -406,26 +351,16 @@ def _seal_of_kernel(kernel: Kernel) -> str:
 
 
 def _seal_of_trial(trial: Trial) -> str:
-    """Without the blobs of its kernel."""
-    return _sha256(
-        [
-            trial.problem.key,
-            trial.arch,
-            trial.knobs,
-            trial.outcome,
-            trial.provenance,
-            trial.kernel and _plain(trial.kernel),
-            trial.detail,
-            {kind: float(error) for kind, error in trial.errors.items()},
-            [
-                (t.elements, t.destination, t.cache, *map(float, (t.us, t.us_low, t.us_high, t.copy_us)))
-                for t in trial.timings
-            ],
-            vars(trial.environment),
-            trial.date,
-            float(trial.seconds),
-        ]
-    )
+    """Of all its fields in order, without the blobs of its kernel. A database gives times and errors back as floats."""
+    plain = {
+        "problem": trial.problem.key,
+        "kernel": trial.kernel and _plain(trial.kernel),
+        "errors": {kind: float(error) for kind, error in trial.errors.items()},
+        "timings": [(*_where(t), *map(float, (t.us, t.us_low, t.us_high, t.copy_us))) for t in trial.timings],
+        "environment": vars(trial.environment),
+        "seconds": float(trial.seconds),
+    }
+    return _sha256(list((vars(trial) | plain).values()))
 
 
 def _plain(kernel: Kernel) -> dict[str, Any]:

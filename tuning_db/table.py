@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TextIO
 
 from hadagen.trial import Timing, Trial
-from hadagen.tuning_db.atomic_file import atomic_file, check_place, unwritable
-from hadagen.tuning_db.winners import WinnerCell
+from hadagen.tuning_db.atomic_file import atomic_file, check_place
+from hadagen.tuning_db.winners import WinnerCell, digest_of
 
 COLUMNS = (
     "gpu",
@@ -22,6 +22,8 @@ COLUMNS = (
     "fraction_of_copy",
     "kernel",
 )
+# What is not written as it is.
+FORMS = {"us": ".3f", "copy_us": ".3f", "fraction_of_copy": ".3f", "kernel": ".12"}
 # How every table that hadagen writes begins: this one and that of `hadagen bench between`, that of `hadagen bench`; and
 # how those of earlier versions did.
 BEGINNINGS = (b"gpu,problem,", b"library,problem,", b"gpu,numerics,dtype,", b"library,numerics,dtype,")
@@ -31,7 +33,7 @@ def export_csv(selection: Mapping[WinnerCell, Trial], path: str | os.PathLike[st
     """Write what `print_csv` does to a file. A table that is there is replaced once the new one is complete. Raises
     `StorageError` where it cannot be written, or another file is there."""
     check_table_place(path)
-    write_table(path, *_table(selection))
+    write_table(path, *_table(selection), FORMS)
 
 
 def print_csv(selection: Mapping[WinnerCell, Trial], file: TextIO) -> None:
@@ -40,7 +42,7 @@ def print_csv(selection: Mapping[WinnerCell, Trial], file: TextIO) -> None:
     Columns: `COLUMNS`, then the knobs; times in microseconds, `problem` its key, `kernel` the first 12 digits of the
     digest.
     """
-    _write(file, *_table(selection))
+    _write(file, *_table(selection), FORMS)
 
 
 def _table(selection: Mapping[WinnerCell, Trial]) -> tuple[list[str], list[dict[str, Any]]]:
@@ -61,31 +63,19 @@ def check_table_place(path: str | os.PathLike[str]) -> None:
 
 
 def write_table(
-    path: str | os.PathLike[str],
-    columns: Sequence[str],
-    rows: Iterable[Mapping[str, Any]],
-    forms: Mapping[str, str] | None = None,
+    path: str | os.PathLike[str], columns: Sequence[str], rows: Iterable[Mapping[str, Any]], forms: Mapping[str, str]
 ) -> None:
     """Write rows as CSV, where a column that a row lacks is empty. A file that is there is replaced once the new one is
     complete. `forms`: format specifications of columns that are not written as they are. Raises `StorageError` where it
     cannot be written."""
-    try:
-        with atomic_file(path) as new, new.open("w", newline="", encoding="utf-8") as file:
-            _write(file, columns, rows, forms)
-    except OSError as error:
-        raise unwritable(path, error) from error
+    with atomic_file(path) as new, new.open("w", newline="", encoding="utf-8") as file:
+        _write(file, columns, rows, forms)
 
 
-def _write(
-    file: TextIO,
-    columns: Sequence[str],
-    rows: Iterable[Mapping[str, Any]],
-    forms: Mapping[str, str] | None = None,
-) -> None:
+def _write(file: TextIO, columns: Sequence[str], rows: Iterable[Mapping[str, Any]], forms: Mapping[str, str]) -> None:
     writer = csv.DictWriter(file, columns, lineterminator="\n")
     writer.writeheader()
-    shown = (forms or {}).items()
-    writer.writerows({**row, **{name: format(row[name], form) for name, form in shown}} for row in rows)
+    writer.writerows({**row, **{name: format(row[name], form) for name, form in forms.items()}} for row in rows)
 
 
 def _order(cell: WinnerCell) -> tuple[Any, ...]:
@@ -94,16 +84,6 @@ def _order(cell: WinnerCell) -> tuple[Any, ...]:
 
 
 def _row(cell: WinnerCell, trial: Trial, timing: Timing) -> dict[str, Any]:
-    assert trial.kernel is not None  # no kernel, no winner
-    return {
-        "gpu": cell.gpu,
-        "problem": cell.problem.key,
-        "elements": cell.elements,
-        "destination": cell.destination.value,
-        "cache": timing.cache.value,
-        "us": f"{timing.us:.3f}",
-        "copy_us": f"{timing.copy_us:.3f}",
-        "fraction_of_copy": f"{timing.fraction_of_copy:.3f}",
-        "kernel": trial.kernel.digest[:12],
-        **trial.knobs,
-    }
+    where = cell.gpu, cell.problem.key, cell.elements, cell.destination.value, timing.cache.value
+    times = timing.us, timing.copy_us, timing.fraction_of_copy
+    return dict(zip(COLUMNS, (*where, *times, digest_of(trial)), strict=True)) | trial.knobs

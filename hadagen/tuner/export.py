@@ -12,7 +12,7 @@ from typing import Any
 
 from hadagen.trial import Outcome, Trial
 from hadagen.tuner.recording import Recording
-from hadagen.tuning_db.atomic_file import atomic_file, check_place, unwritable
+from hadagen.tuning_db.atomic_file import atomic_file, check_place
 
 OBJECTIVE = "geometric mean over the cells of time / copy"
 # Outcome → the text in place of a time.
@@ -55,11 +55,8 @@ def write_kernel_tuner_cache(recording: Recording, folder: Path) -> Path:
     """
     path = folder / f"{recording.problem.key}.json"
     check_place(path, "an export of hadagen", lambda header: header.startswith(_BEGINNING))
-    try:
-        with atomic_file(path) as new:
-            new.write_text(json.dumps(kernel_tuner_cache(recording)), encoding="utf-8")
-    except OSError as error:
-        raise unwritable(path, error) from error
+    with atomic_file(path) as new:
+        new.write_text(json.dumps(kernel_tuner_cache(recording)), encoding="utf-8")
     return path
 
 

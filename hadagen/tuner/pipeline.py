@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import inf
 from queue import Empty, SimpleQueue
 from threading import Event as Flag
@@ -31,23 +31,9 @@ WAKE_SECONDS = 1.0
 
 Batch = Sequence[tuple[Problem, Knobs]]  # legal ones
 _Result = BatchBuilt | VariantNotTried | Trial
+_Built = Kernel | BuildFailure | NotTried | None  # None: the runner needs no kernels
 Build = Callable[[Sequence[Source]], Sequence[Kernel | BuildFailure | NotTried]]
 _KernelKey = tuple[Problem, str]  # variants with the same key do the same thing in the same time
-
-
-@dataclass(frozen=True)
-class _BuiltBatch:
-    """A batch after the compiler.
-
-    `fresh`: variants to measure. `known`: variants whose kernel other knobs had before. `failed`: refused by the
-    compiler. `not_tried`: the compiler died.
-    """
-
-    fresh: tuple[Variant, ...]
-    known: tuple[Variant, ...]
-    failed: tuple[tuple[Problem, Knobs, BuildFailure], ...]
-    not_tried: tuple[tuple[Problem, Knobs, NotTried], ...]
-    seconds: float
 
 
 class Pipeline:
@@ -67,7 +53,6 @@ class Pipeline:
         self._of_kernel: dict[_KernelKey, Trial] = {}
         for trial in known:
             self._remember(trial)
-        self._compiled = set(self._of_kernel)  # also kernels that are not measured yet
         self._results: SimpleQueue[_Result | BaseException | None] = SimpleQueue()  # None ends a batch
         self._under_way = 0  # batches
         self._attempts: Counter[tuple[Problem, Knobs]] = Counter()  # of knobs that were not tried
@@ -154,48 +139,46 @@ class Pipeline:
             if not batch:
                 return
             built = self._builder.submit(self._build, batch)
-            self._measurer.submit(self._measure, built)
+            self._measurer.submit(self._measure, batch, built)
             self._under_way += 1
 
-    def _build(self, batch: Batch) -> _BuiltBatch:
-        started = time.monotonic()
+    def _build(self, batch: Batch) -> tuple[Sequence[_Built], float]:
+        """What became of each source of a batch, and the seconds that this took."""
         if self._build_kernels is None:
-            return _BuiltBatch(tuple(Variant(problem, knobs.to_dict()) for problem, knobs in batch), (), (), (), 0.0)
+            return [None] * len(batch), 0.0
+        started = time.monotonic()
         plans = (plan_of(problem, knobs, starts_early=self._arch.starts_early) for problem, knobs in batch)
         kernels = self._build_kernels([render(plan) for plan in plans])
-        fresh: list[Variant] = []
-        known: list[Variant] = []
-        failed: list[tuple[Problem, Knobs, BuildFailure]] = []
-        not_tried: list[tuple[Problem, Knobs, NotTried]] = []
-        for (problem, knobs), kernel in zip(batch, kernels, strict=True):
-            if isinstance(kernel, BuildFailure):
-                failed.append((problem, knobs, kernel))
-                continue
-            if isinstance(kernel, NotTried):
-                not_tried.append((problem, knobs, kernel))
-                continue
-            key = _key(problem, kernel)
-            (known if key in self._compiled else fresh).append(Variant(problem, knobs.to_dict(), kernel))
-            self._compiled.add(key)
-        seconds = time.monotonic() - started
-        return _BuiltBatch(tuple(fresh), tuple(known), tuple(failed), tuple(not_tried), seconds)
+        return kernels, time.monotonic() - started
 
-    def _measure(self, future: Future[_BuiltBatch]) -> None:
+    def _measure(self, batch: Batch, built: Future[tuple[Sequence[_Built], float]]) -> None:
         try:
-            built = future.result()
-            self._results.put(BatchBuilt(len(built.fresh), len(built.known), len(built.failed), built.seconds))
-            for problem, knobs, failure in built.failed:
-                self._results.put(self._failed_trial(problem, knobs, failure.log))
-            for problem, knobs, reason in built.not_tried:
-                self._results.put(VariantNotTried(problem, knobs, reason.reason))
-            for variant, result in self._runner.run(self._until_stopped(built.fresh)):
+            kernels, seconds = built.result()
+            fresh: list[Variant] = []
+            known: list[Variant] = []  # other knobs have the same kernel
+            without: list[Trial | VariantNotTried] = []  # a kernel
+            seen = set(self._of_kernel)
+            for (problem, knobs), kernel in zip(batch, kernels, strict=True):
+                if isinstance(kernel, BuildFailure):
+                    without.append(self._failed_trial(problem, knobs, kernel.log))
+                elif isinstance(kernel, NotTried):
+                    without.append(VariantNotTried(problem, knobs, kernel.reason))
+                else:
+                    key = (problem, kernel.digest) if kernel else None
+                    (known if key in seen else fresh).append(Variant(problem, knobs.to_dict(), kernel))
+                    if key:
+                        seen.add(key)
+            failed = sum(isinstance(each, Trial) for each in without)
+            for event in (BatchBuilt(len(fresh), len(known), failed, seconds), *without):
+                self._results.put(event)
+            for variant, result in self._runner.run(self._until_stopped(fresh)):
                 if isinstance(result, Trial):
                     self._remember(result)
                     self._results.put(result)
                 else:
                     self._not_tried(variant, result.reason)
             if not self._stopped.is_set():  # if stopped, some of these kernels may have no trial
-                for variant in built.known:
+                for variant in known:
                     self._repeat(variant)
                 self._results.put(None)
         except BaseException as error:  # for the main thread to raise
@@ -210,7 +193,7 @@ class Pipeline:
 
     def _remember(self, trial: Trial) -> None:
         if trial.kernel is not None:
-            self._of_kernel.setdefault(_key(trial.problem, trial.kernel), replace(trial, kernel=None))
+            self._of_kernel.setdefault((trial.problem, trial.kernel.digest), replace(trial, kernel=None))
 
     def _failed_trial(self, problem: Problem, knobs: Knobs, detail: str) -> Trial:
         """The trial of knobs whose source does not compile. Without a device (`gpu` is "") it is an estimate."""
@@ -227,12 +210,12 @@ class Pipeline:
         )
 
     def _not_tried(self, variant: Variant, reason: str) -> None:
-        self._compiled.discard(_key_of(variant))  # otherwise it would count as known when it comes again
         self._results.put(VariantNotTried(variant.problem, Knobs.from_dict(variant.knobs), reason))
 
     def _repeat(self, variant: Variant) -> None:
         """Report the trial of the same kernel, which other knobs had before, for these knobs."""
-        first = self._of_kernel.get(_key_of(variant))
+        assert variant.kernel is not None  # a runner without kernels has no known ones
+        first = self._of_kernel.get((variant.problem, variant.kernel.digest))
         if first is None:
             self._not_tried(variant, "other knobs have the same kernel, which was not tried")
             return
@@ -258,12 +241,3 @@ def _finishing() -> Iterator[list[int]]:
     finally:
         for number in interrupting:
             signal.signal(number, signal.default_int_handler)
-
-
-def _key(problem: Problem, kernel: Kernel) -> _KernelKey:
-    return problem, kernel.digest
-
-
-def _key_of(variant: Variant) -> _KernelKey:
-    assert variant.kernel is not None  # a runner without kernels has no known ones
-    return _key(variant.problem, variant.kernel)

@@ -23,7 +23,7 @@ from hadagen.measure import Cell
 from hadagen.problem import Problem
 from hadagen.regimes import Cache, Destination
 from hadagen.trial import Environment, Outcome, Provenance, Timing, Trial
-from hadagen.tuning_db.atomic_file import atomic_file, unwritable
+from hadagen.tuning_db.atomic_file import atomic_file
 from hadagen.tuning_db.files import read_start
 
 SCHEMA = 2
@@ -135,11 +135,8 @@ def write_recording(recording: Recording, path: Path) -> None:
     Raises `StorageError` if it cannot be written.
     """
     text = "\n".join([recording.header_line(), *map(recording.trial_line, recording.trials), ""])
-    try:
-        with atomic_file(path) as new:
-            new.write_bytes(gzip.compress(text.encode(), mtime=0))
-    except OSError as error:
-        raise unwritable(path, error) from error
+    with atomic_file(path) as new:
+        new.write_bytes(gzip.compress(text.encode(), mtime=0))
 
 
 def read_recording(path: str | os.PathLike[str]) -> Recording:
