@@ -14,7 +14,7 @@ import click
 from click.core import ParameterSource
 
 from hadagen.errors import StorageError, UsageError
-from hadagen.problem import MAX_LOG2_N, DType, Numerics, Problem, Rows
+from hadagen.problem import MAX_LOG2_N, DType, Numerics, Problem, Rows, Transform
 from hadagen.regimes import BUCKETS_BETWEEN, BUCKETS_OF_LONG_ROWS, ELEMENT_BUCKETS, Destination
 from hadagen.runtime.bundles import user_directory
 
@@ -205,9 +205,9 @@ def parse_sizes(texts: Iterable[str]) -> list[int]:
         if not _is_whole(first) or (dash and not _is_whole(last)):
             raise UsageError(f"--n {text!r} is not a size; write 4096, 128,256 or 2-32768")
         if not dash:
-            sizes.add(Problem.of(int(first), DType.FLOAT16).n)
+            sizes.add(Transform(int(first)).n)
             continue
-        low, high = Problem.of(int(first), DType.FLOAT16).n, Problem.of(int(last), DType.FLOAT16).n
+        low, high = Transform(int(first)).n, Transform(int(last)).n
         if low > high:
             raise UsageError(f"--n {text!r} is an empty range; write the smaller size first, as in {high}-{low}")
         sizes.update(1 << k for k in range(1, MAX_LOG2_N + 1) if low <= 1 << k <= high)

@@ -127,7 +127,8 @@ def tune(
     target = target.narrowed(only)
     if trials == 0 and not (gpu and refine):
         raise UsageError(
-            f"trials = 0 leaves only refining, which needs a {target.name} GPU and no --no-refine; give 1 trial or more"
+            f"trials = 0 leaves only refining, which needs a GPU of {target.name} and no --no-refine; give 1 trial or "
+            "more"
         )
     path = bundle_place(bundle, target.name, db)
     provenance = f"measuring on {gpu.gpu}" if gpu else NOT_MEASURED.format(arch=target.name)

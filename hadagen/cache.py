@@ -11,12 +11,15 @@ import errno
 import fcntl
 import json
 import os
+import platform
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
+from urllib.parse import quote
 
 from hadagen.errors import StorageError
 
@@ -25,6 +28,7 @@ CACHE_SCHEMA = 2  # of the files of an entry; a new number makes all old entries
 FILES = ("source.cu", "kernel.ptx", "kernel.cubin", "log.txt")
 
 _META = "meta.json"
+_OLD_SECONDS = 24 * 3600  # far longer than any process works in a folder
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -124,11 +128,16 @@ class KernelCache:
             ) from error
 
 
+def _of_this_machine() -> str:
+    """How the names of its folders begin."""
+    return f"{quote(platform.node(), safe='')}-"
+
+
 @contextmanager
 def _folder_of_ours(work: Path) -> Iterator[Path]:
     """A new folder in `work`, locked until it is removed at the end."""
     while True:
-        folder = Path(tempfile.mkdtemp(dir=work))
+        folder = Path(tempfile.mkdtemp(prefix=_of_this_machine(), dir=work))
         with _locked(folder) as ours:
             if ours is False:
                 continue  # another process removed it as abandoned before it was locked
@@ -140,11 +149,17 @@ def _folder_of_ours(work: Path) -> Iterator[Path]:
 
 
 def _remove_abandoned(work: Path) -> None:
-    """Remove the folders of killed processes, which no process locks any more."""
+    """Remove the folders of killed processes, which no process locks any more.
+
+    Some network file systems hide the locks of other machines. So a folder of another machine must also be old.
+    """
     for folder in work.iterdir():
-        with _locked(folder) as abandoned:
-            if abandoned:
-                shutil.rmtree(folder, ignore_errors=True)
+        with suppress(FileNotFoundError):  # another process may be faster
+            age = time.time() - folder.stat().st_mtime
+            if folder.name.startswith(_of_this_machine()) or age > _OLD_SECONDS:
+                with _locked(folder) as abandoned:
+                    if abandoned:
+                        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager

@@ -173,6 +173,18 @@ def test_what_a_killed_process_left_is_removed_by_the_next(cache: KernelCache) -
         assert (ours / "inner").is_dir()
 
 
+def test_what_another_machine_left_is_removed_when_it_is_old(cache: KernelCache) -> None:
+    """Its locks may not be seen here."""
+    cache.store("key", CONTENT, {})
+    theirs = cache.root / "work" / "elsewhere-1"
+    theirs.mkdir()
+    cache.store("other", CONTENT, {})
+    assert theirs.is_dir()
+    os.utime(theirs, (0, 0))
+    cache.store("last", CONTENT, {})
+    assert not theirs.exists()
+
+
 def test_a_folder_that_is_taken_for_abandoned_before_it_is_locked_is_replaced(
     cache: KernelCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
