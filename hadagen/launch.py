@@ -133,7 +133,8 @@ class LaunchSpec:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> LaunchSpec:
         """Raises `ValueError`, `KeyError` or `TypeError` if the values describe no launch."""
-        params = tuple(Param(*text.rsplit(" ", 1)) for text in str(values["params"]).split(", "))
+        declared = (text.rpartition(" ") for text in str(values["params"]).split(", "))
+        params = tuple(Param(kind, name) for kind, _, name in declared)
         return cls(**{**values, "scale_form": ScaleForm(values["scale_form"]), "params": params})
 
 

@@ -197,6 +197,7 @@ DAMAGES = [
     *(f"UPDATE hadagen_environments SET l2_bytes = {value}" for value in ("-1", "'abc'", "9e999")),
     "UPDATE hadagen_environments SET gpu = x'00'",
     "UPDATE hadagen_problems SET key = 'x'",
+    "UPDATE hadagen_kernels SET params = 'x'",
     *(f"UPDATE hadagen_kernels SET cluster = {value}" for value in ("-1", "1.5", "'abc'", "x'00'")),
     *(f"UPDATE hadagen_kernels SET {column} = x'00'" for column in ("source", "ptx", "cubin", "nvcc")),
     *(f"UPDATE hadagen_kernels SET {column} = 'abc'" for column in ("ptx", "cubin")),
