@@ -103,7 +103,7 @@ def test_a_tune_without_a_gpu_refines_nothing(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("hadagen.tuner.refine.refine", raising(AssertionError("it refined")))
     assert json.loads(succeed(*TINY_TUNE, "--json"))["between"] == 0
     for arguments in ((*REFINE, "2"), (*REFINE, "2", "--arch", "sm90", "--no-refine")):
-        said = "trials = 0 leaves only refining, which needs a sm90 GPU and no --no-refine; give 1 trial or more"
+        said = "trials = 0 leaves only refining, which needs a GPU of sm90 and no --no-refine; give 1 trial or more"
         assert sentence(run(*arguments), 2) == said
 
 
