@@ -9,9 +9,8 @@ Everything in the file is protected, and checked when it is read. The content di
 rows that are read on opening; the row of a problem among them holds the SHA-256 of its winners, and the row of a kernel
 among these those of its cubin and PTX. `Bundle.verify` checks all.
 
-A digest says only that nothing changed by accident, for whoever changes a file can make its digests anew. So the file
-must also have these tables and nothing else, no view or trigger; what is read is bounded; and every value must be one
-that a search could have found.
+A digest shows accidents only, because whoever changes a file can make its digests anew. So the file must also have
+these tables and nothing else, no view or trigger. What is read is bounded, and every value must lie in its range.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def write_bundle(
     The same selection gives the same digest. An old bundle is replaced only when the new one is complete and was read.
 
     Raises `UsageError` for a bad arch or a selection of another arch. Raises `StorageError` if the selection is empty
-    or has values that no search finds, if the file cannot be written, or if another kind of file is there.
+    or has values out of their range, if the file cannot be written, or if another kind of file is there.
     """
     check_arch(arch)
     if not selection:

@@ -3,6 +3,7 @@ element count; later it is a dictionary hit."""
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import warnings
@@ -43,6 +44,7 @@ raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None) or (
 current_device: Any = getattr(torch._C, "_cuda_getDevice", None) or torch.cuda.current_device
 
 
+@functools.lru_cache(maxsize=1024)  # calls that are not remembered ask for few problems again and again
 def problem_of(n: int, dtype: torch.dtype, numerics: str, rows: Rows) -> Problem | None:
     """The problem of rows of n elements; None if no kernel supports this n or dtype."""
     if dtype not in _DTYPES or not 2 <= n <= 1 << MAX_LOG2_N:

@@ -30,7 +30,7 @@ bool in_operand(const void* global, i64 bytes) {
     for (u64 i = 0; i < m.launch.operand_count; ++i) {
         const Operand& operand = m.launch.operands[i];
         const i64 offset = i64(global) - i64(operand.at);
-        if (offset >= 0 && offset + bytes <= operand.bytes) return check_synced("loads", "an operand"), true;
+        if (offset >= 0 && offset + bytes <= operand.bytes) return true;
     }
     return false;
 }
@@ -58,6 +58,7 @@ i64 element(const void* global, i64 bytes, const byte* array, i64 pitch, const c
 
 void read_global(void* into, const void* global, i64 bytes) {
     if (in_operand(global, bytes)) {
+        check_synced("loads", "an operand");
         std::memcpy(into, global, bytes);
         return;
     }
