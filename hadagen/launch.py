@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from hadagen.errors import UsageError
+from hadagen.problem import Rows
 from hadagen.scale import ScaleForm, scale_word
 
 # Blocks of a cluster that every GPU with clusters holds, and that a kernel may have without asking for more (CUDA C++
@@ -58,6 +59,8 @@ class Param:
 PARAMS = (Param("const void*", "x"), Param("void*", "y"), Param("i64", "elements"), Param("u32", "scale_word"))
 # What a kernel takes too if its rows may be shorter than n and have gaps: the fields of a `RowShape`.
 ROW_PARAMS = tuple(Param("i64", name) for name in RowShape._fields)
+# How rows lie → what a kernel takes for them.
+PARAMS_FOR = {Rows.CONTIGUOUS: PARAMS, Rows.PITCHED: (*PARAMS, *ROW_PARAMS)}
 # Positions of the two arguments that differ from launch to launch.
 X, Y = 0, 1
 

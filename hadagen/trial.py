@@ -11,7 +11,7 @@ from datetime import datetime, timezone
 from enum import Enum
 from typing import Any
 
-from hadagen.launch import PARAMS, ROW_PARAMS, LaunchSpec
+from hadagen.launch import PARAMS_FOR, LaunchSpec
 from hadagen.problem import Problem
 from hadagen.regimes import Cache, Destination
 
@@ -95,7 +95,7 @@ def digested(launch: LaunchSpec) -> dict[str, Any]:
     """What a digest has of a launch. Of the two lists of params that there were first, a flag says which it is, so that
     their kernels keep their names."""
     said = launch.to_dict()
-    if launch.params in (PARAMS, (*PARAMS, *ROW_PARAMS)):
+    if launch.params in PARAMS_FOR.values():
         del said["params"]
         said["pitched"] = launch.reads_rows
     return said

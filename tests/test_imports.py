@@ -19,7 +19,7 @@ TABLE = """
     errors           |                                                     |
     problem          | errors                                              |
     scale            |                                                     |
-    launch           | scale errors                                        |
+    launch           | scale problem errors                                |
     regimes          | problem launch                                      |
     trial            | regimes problem launch                              |
     target           | errors                                              |

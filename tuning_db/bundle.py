@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hadagen.errors import StorageError
-from hadagen.launch import PARAMS, PORTABLE_CLUSTER, ROW_PARAMS, LaunchSpec
+from hadagen.launch import PARAMS_FOR, PORTABLE_CLUSTER, LaunchSpec
 from hadagen.problem import Problem, Rows
 from hadagen.regimes import Cache, Destination
 from hadagen.target import check_arch
@@ -64,9 +64,6 @@ OF_PROBLEM = {
 INDEXES = {"trials": "problem", "entries": "trial"}
 # Compressed, one row per kernel; apart from the tables above so that those are read without them.
 BLOBS = "kernel INTEGER PRIMARY KEY REFERENCES kernels, cubin BLOB, ptx BLOB"
-
-# What the kernels of a bundle take, by how rows lie: calls have nothing else to give.
-_PARAMS = {Rows.CONTIGUOUS: PARAMS, Rows.PITCHED: (*PARAMS, *ROW_PARAMS)}
 
 # In the former format a problem was told by four columns, and "pitched" told how rows lie, of a launch too.
 _FORMER_ROWS: dict[int, Rows] = {False: Rows.CONTIGUOUS, True: Rows.PITCHED}
@@ -340,7 +337,8 @@ class _Content:
     def _trial(self, problem: Problem, row: Mapping[str, Any], kernels: Mapping[int, Kernel]) -> dict[str, Any]:
         """What the entries of a trial have in common."""
         kernel = kernels[row["kernel"]]
-        if kernel.launch.params != _PARAMS[problem.io.rows] or kernel.launch.tile_elements % problem.n:
+        # Calls have no other arguments to give.
+        if kernel.launch.params != PARAMS_FOR[problem.io.rows] or kernel.launch.tile_elements % problem.n:
             raise ValueError(f"{problem.key} has a kernel for other rows or params")
         knobs, errors = _object(row["knobs"]), _object(row["errors"])
         check_knobs(knobs)
@@ -369,7 +367,7 @@ def _kernel(arch: str, row: Mapping[str, Any]) -> Kernel:
     """Without its blobs."""
     said = _object(row["launch"])
     if "pitched" in said:
-        said["params"] = ", ".join(map(str, _PARAMS[_FORMER_ROWS[said.pop("pitched")]]))
+        said["params"] = ", ".join(map(str, PARAMS_FOR[_FORMER_ROWS[said.pop("pitched")]]))
     launch = LaunchSpec.from_dict(said)
     used = _count(row["registers"]), _count(row["spill_bytes"])
     return Kernel(_text(row["digest"]), _text(row["entry"]), arch, "", b"", b"", launch, *used, _text(row["nvcc"]))

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from hadagen.launch import PARAMS, ROW_PARAMS, Param
+from hadagen.launch import PARAMS_FOR, Param
 from hadagen.layout import PAIR, THREAD_ELEMENTS, VECTOR_BYTES, Place, Placement, reg
-from hadagen.problem import DType, Problem, Rows
+from hadagen.problem import DType, Problem
 from hadagen.scale import ScaleForm
 from hadagen.steps.base import FP32, Step, mixed_chunk_bits
 from hadagen.steps.conversions import Normalize
@@ -108,8 +108,8 @@ class Draft:
     @property
     def params(self) -> tuple[Param, ...]:
         """What the kernel takes: the params of every kernel, a `RowShape` if needed, and those of its steps."""
-        rows = () if self.problem.io.rows is Rows.CONTIGUOUS else ROW_PARAMS
-        return tuple(dict.fromkeys((*PARAMS, *rows, *(param for step in self.steps for param in step.params))))
+        of_steps = (param for step in self.steps for param in step.params)
+        return tuple(dict.fromkeys((*PARAMS_FOR[self.problem.io.rows], *of_steps)))
 
     @property
     def normalizes(self) -> bool:
