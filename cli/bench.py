@@ -62,7 +62,7 @@ def bench() -> None:
 @options.problems(one_kind=True)
 @options.elements(DEFAULT_ELEMENTS)
 @options.destinations
-@click.option("--hot", is_flag=True, help="Time with the data in L2, up to twice its size.")
+@click.option("--hot", is_flag=True, help="Time on one buffer again and again, of up to twice the size of L2.")
 @click.option("--cold", is_flag=True, help="Time with the data in device memory, from 65536 elements on.")
 @options.device
 @options.csv
@@ -217,7 +217,7 @@ def _row(library: str, problem: Problem, cell: Cell, us: float, copy_us: float, 
 
 
 def _print(gpu: str, rows: Sequence[Row], by_regime: bool) -> None:
-    """A table for each dtype, numerics and destination, and for each regime where those were asked for."""
+    """A table for each dtype, numerics, kind of rows and destination, and for each regime if any was asked for."""
     ours = [row for row in rows if row["library"] == OURS]
     others: dict[tuple[Any, ...], dict[str, Row]] = {}
     for row in rows:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 DEFAULT_ARCH = "sm90"
 ALL_SIZES = f"2-{1 << MAX_LOG2_N}"
-NUMERICS = "accurate rounds to the type of x once; fast may round between steps, but not of float32."
+NUMERICS = "accurate rounds once, to the type of x; fast may round between steps. float32 is always accurate."
 Command = Callable[..., None]
 _FACTORS = {"K": 1 << 10, "M": 1 << 20}
 _MOST_DIGITS = 20  # more than any value has; of thousands, Python makes no number
@@ -98,7 +98,7 @@ def elements(default: str) -> Callable[[Command], Command]:
     )
 
 
-KEY = "in place of the options that follow: its key, such as n4096-float16-fast or n64-float32-accurate-pitched"
+KEY = "by its key, such as n4096-float16-fast or n64-float32-accurate-pitched, in place of the options that follow"
 PITCHED = "Rows of any number of elements up to n, any number of elements apart"
 
 
@@ -115,7 +115,7 @@ def _check_key_is_alone() -> None:
 def problem(command: Command) -> Command:
     """`--problem`, or `--n --dtype --numerics --pitched`, which the command receives as one `Problem`."""
 
-    @click.option("--problem", "key", metavar="KEY", help=f"The problem, {KEY}.")
+    @click.option("--problem", "key", metavar="KEY", help=f"The problem {KEY}.")
     @click.option("--n", type=int, help=f"Row length: a power of two from 2 to {1 << MAX_LOG2_N}.")
     @click.option("--dtype", default=DType.FLOAT16.value, show_default=True, help="float16, bfloat16 or float32.")
     @click.option("--numerics", default=Numerics.ACCURATE.value, show_default=True, help=NUMERICS)
@@ -163,7 +163,7 @@ def problems(*, sizes: str = ALL_SIZES, one_kind: bool = False) -> Callable[[Com
         return click.option(f"--{name}", multiple=True, default=values, show_default=True, help=text)
 
     def with_options(command: Command) -> Command:
-        @click.option("--problem", "keys", multiple=True, metavar="KEY", help=f"A problem, {KEY}. May be several.")
+        @click.option("--problem", "keys", multiple=True, metavar="KEY", help=f"A problem {KEY}; repeatable.")
         @several("n", [sizes], "Row lengths, such as 4096 or 128,256 or 2-64.")
         @several("dtype", [t.value for t in DType][each], "float16, bfloat16 or float32; may be given several times.")
         @several("numerics", [t.value for t in Numerics][each], f"{NUMERICS} May be given twice.")

@@ -64,7 +64,7 @@ MOST_FAILURES = 5  # of kernels that were right when they were tuned; then it is
 @click.option(
     "--trials",
     type=int,
-    help="Trials of each problem, those of earlier runs included; pitched: a quarter. With 0, only refine.",
+    help="Trials of each problem, those of earlier runs included; pitched problems get a quarter. 0 only refines.",
 )
 @click.option(
     "--refine/--no-refine",
@@ -76,7 +76,7 @@ MOST_FAILURES = 5  # of kernels that were right when they were tuned; then it is
     "--time-budget",
     type=float,
     metavar="SECONDS",
-    help="Begin nothing after this long; the search has four fifths of it.  [default: no limit]",
+    help="Begin nothing after this long; with refining, the search has four fifths of it.  [default: no limit]",
 )
 @options.db
 @options.bundle
@@ -106,11 +106,11 @@ def tune(
 ) -> None:
     """Search for the fastest kernels, and write the winners to a bundle.
 
-    All kernels are timed at the same sizes. Then the best of each problem are timed between these sizes, and a winner
-    is added wherever calls would clearly be slower without (--no-refine leaves that out; of several runs at once on one
-    database the last does it). Every finished trial and time is kept at once: a run that was interrupted goes on where
-    it was when it is started again. Without a GPU of the architecture, kernels are verified on the CPU and ranked by a
-    model, and say so.
+    All kernels are timed at the same sizes. Then the best of each problem are timed between these sizes. A winner is
+    added wherever calls would clearly be slower without it. --no-refine leaves that out. If several runs share a
+    database, the last to end does it. Every finished trial and time is kept at once. A run that was interrupted goes on
+    where it was when it is started again. Without a GPU of the architecture, kernels are verified on the CPU and ranked
+    by a model, and the output says so.
     """
     from hadagen.cli.progress import in_parts, shown
     from hadagen.toolchain import Toolchain

@@ -43,7 +43,7 @@ class Rows(str, Enum):
 
     # n elements each, one row right behind the other, the first at a multiple of 16 bytes.
     CONTIGUOUS = "contiguous"
-    # Up to n elements each, which count as zeros beyond, any number of elements apart, at any address.
+    # Up to n elements each, at any address and any distance. The elements that a row lacks up to n count as zeros.
     PITCHED = "pitched"
 
 
@@ -58,7 +58,7 @@ HADACORE_ERROR = {
 }
 # The error of one rounding of normal values, which do not fill their range evenly.
 ROUNDING_ERROR = {DType.FLOAT16: 2.08e-4, DType.BFLOAT16: 1.66e-3}
-# By so much more a sample may err that is as small as those that kernels are verified with.
+# A factor on the bound of `fast`: kernels are verified with small samples, whose error may exceed HadaCore's by this.
 _SAMPLED = 1.03
 
 
@@ -111,7 +111,7 @@ _KEY = re.compile(r"n([0-9]{1,9})-([a-z0-9_]+)(?:-to-([a-z0-9_]+))?-([a-z]+)(?:-
 
 @dataclass(frozen=True, order=True)
 class Problem:
-    """y = (x · H_n) · scale over the last dimension of x: a `transform` between what `io` says.
+    """y = (x · H_n) · scale over the last dimension of x. `transform` says H_n; `io` says what is read and written.
 
     Raises `UsageError` for anything else than these two; `Problem.of` takes n and the names of types.
     """
@@ -149,7 +149,7 @@ class Problem:
 
     @cached_property
     def key(self) -> str:
-        """Its canonical name, such as "n4096-float16-fast"; what is left out is contiguous."""
+        """Its canonical name, such as "n4096-float16-fast". A key that names no rows means contiguous rows."""
         output = () if self.io.output is self.io.input else ("to", self.io.output.value)
         rows = () if self.io.rows is Rows.CONTIGUOUS else (self.io.rows.value,)
         return "-".join((f"n{self.n}", self.io.input.value, *output, self.io.numerics.value, *rows))
@@ -164,8 +164,8 @@ class Problem:
 
     @property
     def parent(self) -> Problem | None:
-        """The problem whose winners are the first guess for this one's: that of contiguous rows for others; None for
-        those."""
+        """The problem with contiguous rows, whose winners are the first guess for other rows. None if rows are
+        contiguous already."""
         return None if self.io.rows is Rows.CONTIGUOUS else self.with_io(rows=Rows.CONTIGUOUS)
 
     def with_io(self, **changes: Any) -> Problem:
@@ -181,7 +181,7 @@ class Problem:
 
     @property
     def roundings(self) -> float:
-        """How many roundings of 16-bit values may add up, independent as they are: by their squares."""
+        """How many roundings of a 16-bit value may add up. They are independent, so the squares of their errors add."""
         output = self.io.output
         if output is DType.FLOAT32:
             return 0.0

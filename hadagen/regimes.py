@@ -26,13 +26,15 @@ class Cache(str, Enum):
     COLD = "cold"
 
 
-# Element counts (rows · n) at which kernels are timed, those of pitched rows at fewer.
+# Element counts (rows · n) at which kernels are timed. Kernels of pitched rows are timed at fewer.
 ELEMENT_BUCKETS = tuple(1 << k for k in range(13, 29))
 PITCHED_ELEMENT_BUCKETS: tuple[int, ...] = (1 << 16, 1 << 20, 1 << 24, 1 << 27)
-# More of contiguous rows, from 384K to 12M. There a launch is a few waves of blocks, and how full the last wave is
-# decides which kernel is best. These are timed in the regime that decides alone, unless both weigh the same.
+# Further element counts for contiguous rows, from 384K to 12M. There a launch is a few waves of blocks, and how full
+# the last wave is decides which kernel is best. Kernels are timed there only in the regime that decides, or in both
+# regimes if these weigh the same.
 BUCKETS_BETWEEN = tuple(3 << k for k in range(17, 23))
-# And of long rows, from 1.25M to 7M. They are few, and the best kernels take one row at a time.
+# Further element counts for contiguous rows of `LONG_ROW` elements or more, from 1.25M to 7M. There rows are few, and
+# the best kernels take one row at a time.
 LONG_ROW = 1 << 13
 BUCKETS_OF_LONG_ROWS = tuple(odd << k for k in range(18, 21) for odd in (5, 7))
 
@@ -46,8 +48,8 @@ def element_buckets(problem: Problem) -> tuple[int, ...]:
 
 
 def nearest(timed: Sequence[int], elements: int) -> int:
-    """Of element counts, ascending and at least one, the nearest to `elements` on a logarithmic scale, exactly; of two
-    as near the larger."""
+    """The count in `timed` that is nearest to `elements` on a logarithmic scale, compared exactly. Of two equally near
+    counts, the larger. `timed` is ascending and not empty."""
     above = bisect_left(timed, elements)
     low, high = timed[max(0, above - 1)], timed[min(above, len(timed) - 1)]
     return low if elements * elements < low * high else high

@@ -3,11 +3,11 @@
 Read with the standard library alone, so that calling a kernel needs nothing else. A program uses few of the thousands
 of winners, so only what it asks for is read: the list of problems on opening, the winners of a problem when they are
 first asked for, a cubin and its PTX when the kernel is loaded. A file descriptor is held only while reading: a `Bundle`
-may be shared by threads and survives a fork. Where the file was replaced in between, what it is now is read.
+may be shared by threads and survives a fork. If the file was replaced in between, the new file is read.
 
-Everything in the file is protected, and checked when it is read. The content digest in `meta` is the SHA-256 of the
-rows that are read on opening; the row of a problem among them holds the SHA-256 of its winners, and the row of a kernel
-among these those of its cubin and PTX. `Bundle.verify` checks all.
+Everything in the file is protected, and checked when it is read. `meta` holds the content digest: the SHA-256 of the
+rows that are read on opening. Among these, the row of a problem holds the SHA-256 of the rows of its winners. Among
+those, the row of a kernel holds the SHA-256 of its cubin and that of its PTX. `Bundle.verify` checks all of them.
 
 A digest shows accidents only, because whoever changes a file can make its digests anew. So the file must also have
 these tables and nothing else, no view or trigger. What is read is bounded, and every value must lie in its range.
@@ -86,8 +86,8 @@ def _schema(tables: Mapping[str, str]) -> list[str]:
 SCHEMA = _schema(TABLES)
 _SCHEMAS = {FORMAT: SCHEMA, FORMER_FORMAT: _schema(TABLES | {"problems": FORMER_PROBLEMS})}
 
-# No reading of a sound bundle comes near: rows of a table and characters in them that are read at once, characters of a
-# text, names in a JSON object, and thousands of steps of SQLite, of which a page that is its own child would take many.
+# Limits that no sound bundle comes near: rows of a table that are read at once, and characters in them; characters of a
+# text; names in a JSON object; thousands of steps of SQLite. A page that is its own child would take many steps.
 MOST_ROWS = 1 << 14
 MOST_CHARACTERS = 1 << 22
 MOST_OF_TEXT = 1 << 14
@@ -168,7 +168,10 @@ class Bundle:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Bundle:
-        """Open the bundle at `path`. Raises `StorageError` where it is missing, foreign, newer or damaged."""
+        """Open the bundle at `path`.
+
+        Raises `StorageError` if it is missing, foreign, damaged, or of a format that is not read.
+        """
         return cls(Path(path).absolute())
 
     @property
@@ -250,7 +253,7 @@ class Bundle:
         _read(self.path, check)
 
     def _read_now(self, read: Callable[[_Content, sqlite3.Connection], Found]) -> Found:
-        """What `read` makes of the file as it is now. What is known of it then includes what that read."""
+        """Return what `read` makes of the file as it is now, and keep what was read for later calls."""
 
         def read_now(connection: sqlite3.Connection, state: FileState) -> Found:
             now = self._now if self._now.state == state else _Content(connection, state)

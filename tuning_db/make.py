@@ -31,8 +31,10 @@ def make_bundle(store: Store, arch: str, path: Path, loss: float = LOSS) -> Sele
 
 
 def check_keeps_winners(path: Path, store: Store, arch: str, known: Iterable[tuple[Problem, str]] = ()) -> None:
-    """Raises `UsageError` if the bundle at `path` has measured winners of a problem on a GPU of which the database has
-    no trial that is ok: the bundle would be replaced, and they lost. Winners that the database itself refuses may go.
+    """Raises `UsageError` if replacing the bundle at `path` would lose measured winners.
+
+    Winners of a problem on a GPU would be lost if the database has no ok trial of that problem on that GPU. Winners
+    whose kernels the database itself refuses may go.
 
     known: problems and GPUs of which it has such trials, or will have before the bundle is replaced.
     """
