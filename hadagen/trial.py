@@ -11,7 +11,7 @@ from datetime import datetime, timezone
 from enum import Enum
 from typing import Any
 
-from hadagen.launch import PARAMS_FOR, LaunchSpec
+from hadagen.launch import LaunchSpec
 from hadagen.problem import Problem
 from hadagen.regimes import Cache, Destination
 
@@ -88,17 +88,7 @@ class Timing:
 
 def kernel_digest(cubin: bytes, launch: LaunchSpec) -> str:
     """What names a kernel: SHA-256 of its code and of how it is launched. Equal ones do the same in the same time."""
-    return hashlib.sha256(cubin + json.dumps(digested(launch), sort_keys=True).encode()).hexdigest()
-
-
-def digested(launch: LaunchSpec) -> dict[str, Any]:
-    """What a digest has of a launch. Of the two lists of params that there were first, a flag says which it is, so that
-    their kernels keep their names."""
-    said = launch.to_dict()
-    if launch.params in PARAMS_FOR.values():
-        del said["params"]
-        said["pitched"] = launch.reads_rows
-    return said
+    return hashlib.sha256(cubin + json.dumps(launch.digested(), sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from sqlalchemy.schema import CreateTable
 from hadagen.errors import StorageError
 from hadagen.launch import LaunchSpec
 from hadagen.problem import Rows
-from hadagen.trial import Environment, Kernel, Outcome, Timing, Trial, digested
+from hadagen.trial import Environment, Kernel, Outcome, Timing, Trial
 from hadagen.tuning_db import database, schema
 from hadagen.tuning_db.store import Store
 
@@ -150,7 +150,7 @@ def test_an_upgrade_gives_kernels_the_names_of_today(first: Path) -> None:
     """Those of its code alone, and of its code and a launch that does not say when it starts, are names of earlier
     versions. One kernel may have several."""
     kernel = make_kernel(b"cubin 1")
-    launch = digested(kernel.launch)
+    launch = kernel.launch.digested()
     del launch["starts_early"]
     names = [
         hashlib.sha256(kernel.cubin + each).hexdigest() for each in (b"", json.dumps(launch, sort_keys=True).encode())

@@ -27,7 +27,6 @@ from hadagen.trial import (
     Timing,
     Trial,
     check_knobs,
-    digested,
     kernel_digest,
     knobs_key,
 )
@@ -339,7 +338,7 @@ def _seal_rows(session: Session) -> None:
 
 def _former_digests(kernel: Kernel) -> set[str]:
     """What the kernel was called by versions to which a launch was nothing, or nothing of when it starts."""
-    launch = digested(kernel.launch)
+    launch = kernel.launch.digested()
     early = launch.pop("starts_early")
     said = [b""] if early else [b"", json.dumps(launch, sort_keys=True).encode()]
     return {hashlib.sha256(kernel.cubin + each).hexdigest() for each in said}
