@@ -4,7 +4,8 @@
     python docs/refresh.py --check    # change nothing; fail, naming what is out of date
 
 `data/bench_h100.csv` is one run of `hadagen bench --csv` with the libraries we compare with installed; cells that it
-lacks may come from an earlier one, in `data/bench_h100_earlier.csv`. `data/bench_h200.csv` is such a run on an H200.
+lacks may come from an earlier one, in `data/bench_h100_earlier.csv`. `data/bench_h200.csv` is such a run on an H200,
+and `data/bench_h200_long.csv` another one, of rows that other libraries have not.
 `data/between_h100.csv` and `data/between_h200.csv` are written by `hadagen bench between --csv`,
 `data/calls_h100.json` by `hadagen bench calls --json`, and `data/search.json` by `compare_search.py`. Our times of
 pitched rows come from the shipped bundle. Drawing needs matplotlib (pip install 'hadagen[docs]'); checking does not.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product
 from statistics import geometric_mean
 
@@ -43,7 +43,7 @@ PITCHED_REGIMES = (
 COMMON_N, NOISE, LAYER = 128, 0.02, 1 << 23
 ERROR_DTYPES = ("float16", "bfloat16")
 COLUMNS = (16, 128, 512, 1024, 4096, 8192, 16384, 32768)
-SIDES = "l" + "r" * len(COLUMNS)  # of a table with these columns
+LONG_COLUMNS = (*COLUMNS, 65536, 131072)  # other libraries have no such rows
 
 METHOD = """\
 All times of a cell are taken within the same seconds, by the same method{runs}. A fraction compares a time with the
@@ -149,7 +149,7 @@ def _errors(times: Times) -> str:
         [f"{dtype}: {name}", *(number(found.get((dtype, name, n)), 1e4) for n in COLUMNS)]
         for dtype, name in product(ERROR_DTYPES, LIBRARIES)
     )
-    return f"{text}\n\n{grid(SIDES, ['n =', *COLUMNS], rows)}"
+    return f"{text}\n\n{_by_n('n =', COLUMNS, list(rows))}"
 
 
 def pitched_table(times: Times) -> str:
@@ -164,8 +164,11 @@ def h200_table() -> str:
         return files.NO_DATA
     libraries = {numerics: f"hadagen, {numerics}" for numerics in ("fast", "accurate")}
     times = times_of(read_rows(files.BENCH_H200))
-    table = _table(times, REGIMES, libraries, H200_DTYPE)
-    return f"{table}\n\n{wrapped(copy_rates(times, H200_DTYPE))}\n\n{_comparison(times)}"
+    rates, comparison = wrapped(copy_rates(times, H200_DTYPE)), _comparison(times)
+    for library, timed in times_of(read_rows(files.BENCH_H200_LONG)).items():
+        times[library] |= timed
+    table = _table(times, REGIMES, libraries, H200_DTYPE, LONG_COLUMNS)
+    return f"{table}\n\n{rates}\n\n{comparison}"
 
 
 def copy_rates(times: Times, dtype: str) -> str:
@@ -180,10 +183,19 @@ def copy_rates(times: Times, dtype: str) -> str:
 
 
 def _table(
-    times: Times, regimes: Iterable[tuple[str, int, str]], libraries: Mapping[str, str], dtype: str = DTYPE
+    times: Times,
+    regimes: Iterable[tuple[str, int, str]],
+    libraries: Mapping[str, str],
+    dtype: str = DTYPE,
+    columns: Sequence[int] = COLUMNS,
 ) -> str:
     rows = []
     for (title, elements, cache), (name, library) in product(regimes, libraries.items()):
-        found = (times[library].get(Cell(dtype, n, elements, DESTINATION, cache)) for n in COLUMNS)
+        found = (times[library].get(Cell(dtype, n, elements, DESTINATION, cache)) for n in columns)
         rows.append([f"{title}: {name}", *(number(time and time.fraction_of_copy) for time in found)])
-    return grid(SIDES, [f"{dtype}, {DESTINATION}, fraction of copy; n =", *COLUMNS], rows)
+    return _by_n(f"{dtype}, {DESTINATION}, fraction of copy; n =", columns, rows)
+
+
+def _by_n(title: str, columns: Sequence[int], rows: list[list[str]]) -> str:
+    """A table with a column for each n."""
+    return grid("l" + "r" * len(columns), [title, *columns], rows)
