@@ -36,6 +36,7 @@ TABLE = """
     reference        | bits problem                                        | numpy
     cache            | errors                                              |
     programs         | errors                                              |
+    nvrtc            | errors                                              |
     ptx              |                                                     |
     cubin            |                                                     |
     toolchain        | cache programs ptx cubin templates arch trial launch errors |
