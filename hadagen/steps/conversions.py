@@ -71,7 +71,6 @@ class Normalize(Step):
 
     says = "find the level of the warp"
     takes = PACKED
-    by_chunk = False
 
     def faults(self, plan: Draft, at: int) -> Iterator[str]:
         if plan.problem.io.input is not DType.BFLOAT16:
