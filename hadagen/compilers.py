@@ -17,10 +17,8 @@ from threading import Event
 from typing import Protocol
 
 from hadagen import nvrtc, nvrtc_calls, programs
-from hadagen.errors import StorageError, ToolchainError, printable
+from hadagen.errors import NoCompilerError, StorageError, ToolchainError, printable
 from hadagen.programs import Finished, one_line
-
-KINDS = ("nvrtc", "nvcc")  # the first is the default
 
 _OF_A_SHELL = {"$", "`"}  # a shell replaces these even within the quotation marks of nvcc around a path
 NVCC_HINT = "install the CUDA toolkit 12.1 or newer, or: pip install 'hadagen[nvcc]'"
@@ -67,7 +65,7 @@ class NvrtcProgram:
 
     @classmethod
     def find(cls) -> NvrtcProgram:
-        """Raises `ToolchainError` if there is none that works."""
+        """`Nvrtc.find`, and its errors."""
         return cls(nvrtc.Nvrtc.find())
 
     @property
@@ -99,10 +97,7 @@ class Nvcc:
 
     @classmethod
     def find(cls) -> Nvcc:
-        """The nvcc on PATH, else in $CUDA_HOME, else of the installed wheels.
-
-        Raises `ToolchainError` if there is none, or if it cannot be run.
-        """
+        """The nvcc that `find_tool` finds, and its error. Raises `ToolchainError` if it cannot be run."""
         path = find_tool("nvcc")
         answer = run([path, "--version"], NVCC_HINT)
         if not answer.ok:
@@ -135,10 +130,14 @@ class Nvcc:
         return run(command, NVCC_HINT, folder, stopped, environment)
 
 
+COMPILERS: dict[str, type[NvrtcProgram] | type[Nvcc]] = {each.kind: each for each in (NvrtcProgram, Nvcc)}
+DEFAULT = NvrtcProgram.kind
+
+
 def find_tool(tool: str) -> str:
     """The path of a program of the CUDA toolkit: on PATH, else in $CUDA_HOME, else of the installed wheels.
 
-    Raises `ToolchainError` if there is none.
+    Raises `NoCompilerError` if there is none.
     """
     if path := shutil.which(tool):
         return path
@@ -149,7 +148,7 @@ def find_tool(tool: str) -> str:
     for folder in folders:
         if (folder / tool).is_file():
             return str(folder / tool)
-    raise ToolchainError(f"{tool} is not on PATH, in $CUDA_HOME/bin or among the Python packages; {NVCC_HINT}")
+    raise NoCompilerError(f"{tool} is not on PATH, in $CUDA_HOME/bin or among the Python packages; {NVCC_HINT}")
 
 
 def run(

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hadagen import nvrtc_calls
-from hadagen.errors import ToolchainError
+from hadagen.errors import NoCompilerError, ToolchainError
 
 # For every kernel. The second makes it report what the kernel uses.
 FLAGS = ("-std=c++17", "--ptxas-options=-v")
@@ -61,19 +61,19 @@ class Nvrtc:
         """The library in $HADAGEN_NVRTC; else one that this process has loaded; else the newest of the installed
         wheels, in $CUDA_HOME, or where the system looks.
 
-        Raises `ToolchainError` if there is none, or none that works.
+        Raises `NoCompilerError` if there is none, and `ToolchainError` if there is none that works.
         """
         if named := os.environ.get("HADAGEN_NVRTC"):
             return _load(named)
-        broken = ""
+        missing = f"NVRTC was not found among the Python packages, in $CUDA_HOME or on this system; {HINT}"
+        failure: ToolchainError = NoCompilerError(missing)
         for path in dict.fromkeys(_candidates()):
             try:
                 return _load(path)
             except ToolchainError as error:
-                broken = broken or (str(error) if os.path.exists(path) else "")
-        raise ToolchainError(
-            broken or f"NVRTC was not found among the Python packages, in $CUDA_HOME or on this system; {HINT}"
-        )
+                if isinstance(failure, NoCompilerError) and os.path.exists(path):
+                    failure = error
+        raise failure
 
     @classmethod
     def at(cls, path: str) -> Nvrtc:
@@ -108,7 +108,7 @@ class Nvrtc:
         Raises `CompileError` if the source is refused.
         """
         try:
-            wrong, *made, log = nvrtc_calls.compile_source(
+            wrong, ptx, cubin, log = nvrtc_calls.compile_source(
                 _library(self.path), text, name, [f"-arch={arch}", *flags], dict(headers)
             )
         except RuntimeError as error:
@@ -116,7 +116,7 @@ class Nvrtc:
         if wrong:
             first = next((line for line in log.splitlines() if "error" in line), log.strip() or wrong)
             raise CompileError(f"NVRTC {_dotted(self.version)} cannot compile {name} for {arch}: {first.strip()}", log)
-        return Compiled(*made, log)
+        return Compiled(ptx, cubin, log)
 
 
 def _candidates() -> Iterator[str]:

@@ -79,7 +79,7 @@ def _check_length(path: str) -> None:
         size, count = struct.unpack_from("<HH", header, 58)
         if sections + size * count <= os.path.getsize(path):
             return
-    raise OSError("the file was cut off")
+    raise OSError("it is no whole library")
 
 
 def _bytes(library: Any, what: str, program: Any) -> bytes:

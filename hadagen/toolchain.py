@@ -13,10 +13,10 @@ from threading import Event
 
 from hadagen.arch import Arch
 from hadagen.cache import KernelCache, cache_key, cache_root
-from hadagen.compilers import KINDS, NVCC_HINT, Compiler, Nvcc, NvrtcProgram, find_tool, run
+from hadagen.compilers import COMPILERS, DEFAULT, NVCC_HINT, Compiler, Nvcc, find_tool, run
 from hadagen.cubin import is_cubin
 from hadagen.errors import ToolchainError, UsageError
-from hadagen.launch import ENTRY, LaunchSpec, Source
+from hadagen.launch import ENTRY, Source
 from hadagen.programs import Finished, Patience, one_line
 from hadagen.templates import read_texts
 from hadagen.trial import Kernel, NotTried, kernel_digest
@@ -54,23 +54,23 @@ class Toolchain:
     patience: Patience = field(default_factory=Patience, compare=False)
 
     @classmethod
-    def find(cls, kind: str = KINDS[0]) -> Toolchain:
+    def find(cls, kind: str = DEFAULT) -> Toolchain:
         """With a compiler of that kind. For NVRTC, nvcc stands in where only that is there.
 
         Raises `ToolchainError` if there is none, or none that works.
         """
-        if kind not in KINDS:
-            raise UsageError(f"there is no compiler {kind!r}; give {' or '.join(KINDS)}")
-        if kind == "nvcc":
-            return cls(Nvcc.find())
+        if kind not in COMPILERS:
+            raise UsageError(f"there is no compiler {kind!r}; give {' or '.join(COMPILERS)}")
         try:
-            return cls(NvrtcProgram.find())
-        except ToolchainError as missing:
+            return cls(COMPILERS[kind].find())
+        except ToolchainError as error:
+            if kind != DEFAULT:
+                raise
             try:
                 nvcc = Nvcc.find()
             except ToolchainError:
-                raise missing from None
-            return cls(nvcc, f"nvcc {nvcc.release} compiles instead of NVRTC: {missing}")
+                raise error from None
+            return cls(nvcc, f"nvcc {nvcc.release} compiles, because {error}")
 
     def key(self, source: Source, arch: Arch) -> str:
         """The name of a source's cache entry."""
@@ -153,8 +153,8 @@ class Toolchain:
         pass."""
         with TemporaryDirectory(dir=folder) as name:
             own = Path(name)
-            for header, content in {**self.headers, f"{stem}.cu": text}.items():
-                (own / header).write_bytes(content.encode())
+            for file, written in {**self.headers, f"{stem}.cu": text}.items():
+                (own / file).write_bytes(written.encode())
             answer = self.compiler.compile(stem, arch.nvcc_arch, own, stopped)
             files = {}
             for kind, is_whole in _IS_WHOLE.items() if answer.ok else ():
