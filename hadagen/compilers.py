@@ -65,8 +65,10 @@ class NvrtcProgram:
 
     @classmethod
     def find(cls) -> NvrtcProgram:
-        """`Nvrtc.find`, and its errors."""
-        return cls(nvrtc.Nvrtc.find())
+        """`Nvrtc.find`, and its errors. Raises `ToolchainError` too if the library compiles nothing."""
+        library = nvrtc.Nvrtc.find()
+        assert library.banner
+        return cls(library)
 
     @property
     def path(self) -> str:

@@ -27,6 +27,7 @@ OLDEST = (12, 1)  # in which shared sources of sm_90 compile
 _SONAMES = ("libnvrtc.so.13", "libnvrtc.so.12")
 # Where the wheels of CUDA 13 and of CUDA 12 keep libraries, below a folder of packages.
 _FOLDERS = ("nvidia/cu13/lib", "nvidia/cuda_nvrtc/lib")
+_MAPS = Path("/proc/self/maps")  # the files that this process has mapped
 HINT = "install PyTorch with CUDA, or: pip install nvidia-cuda-nvrtc"
 
 
@@ -82,8 +83,14 @@ class Nvrtc:
 
     @functools.cached_property
     def banner(self) -> str:
-        """What its PTX says of its exact version, in several lines. The first use compiles an empty source."""
-        ptx = self.compile("", "empty.cu", f"compute_{self.archs[0]}", (), {}).ptx.decode()
+        """What its PTX says of its exact version, in several lines. The first use compiles an empty source.
+
+        Raises `ToolchainError` if that fails, for example because the library of built-in functions is missing.
+        """
+        try:
+            ptx = self.compile("", "empty.cu", f"compute_{self.archs[0]}", (), {}).ptx.decode()
+        except CompileError as error:
+            raise ToolchainError(f"NVRTC at {self.path} compiles nothing ({error}); {HINT}") from None
         return "\n".join(line[3:] for line in ptx.splitlines() if line.startswith("// "))
 
     @property
@@ -121,9 +128,8 @@ class Nvrtc:
 
 def _candidates() -> Iterator[str]:
     """Paths where the library may be, best first."""
-    maps = Path("/proc/self/maps")
-    if maps.exists():  # PyTorch loads it with its own first compilation
-        yield from re.findall(r"(/\S*/libnvrtc\.so\.\d\S*)$", maps.read_text(errors="replace"), re.M)
+    if _MAPS.exists():  # PyTorch loads it with its own first compilation
+        yield from re.findall(r"(/\S*/libnvrtc\.so\.\d\S*)$", _MAPS.read_text(errors="replace"), re.M)
     for soname, folder in zip(_SONAMES, _FOLDERS, strict=True):
         yield from (path for entry in sys.path if os.path.exists(path := f"{entry or '.'}/{folder}/{soname}"))
     for soname in _SONAMES:

@@ -109,9 +109,9 @@ def main() -> None:
     wrong, ptx, cubin, log = compile_source(
         library, _read(source), source, options, {name: _read(name) for name in headers}
     )
-    print(log)
+    print(log + wrong)
     if wrong:
-        sys.exit(wrong)
+        sys.exit(1)
     for suffix, content in (("ptx", ptx), ("cubin", cubin)):
         with open(f"{stem}.{suffix}", "wb") as output:
             output.write(content)
