@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -11,9 +12,10 @@ from pathlib import Path
 
 import fake_nvrtc
 import pytest
-from real_compilers import needs_nvrtc
+from real_compilers import needs_nvrtc, nvrtc_libraries
 
 from hadagen import nvrtc
+from hadagen.cubin import is_cubin
 from hadagen.errors import NoCompilerError, ToolchainError
 from hadagen.nvrtc import FLAGS, CompileError, Nvrtc
 
@@ -32,26 +34,33 @@ def nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(nvrtc, "_SONAMES", SONAMES)
 
 
-@needs_nvrtc
-def test_a_source_becomes_ptx_and_a_cubin() -> None:
-    found = Nvrtc.find()
-    made = found.compile(
-        '#include "value.h"\n' + KERNEL % "VALUE", "k.cu", "sm_90", FLAGS, {"value.h": "#define VALUE 7"}
-    )
+each_nvrtc = pytest.mark.parametrize("found", [pytest.param(each, id=name) for name, each in nvrtc_libraries().items()])
+
+
+@each_nvrtc
+def test_a_source_becomes_ptx_and_a_cubin(found: Nvrtc) -> None:
+    headers = {"value.h": "#define VALUE 7"}
+    made = found.compile('#include "value.h"\n' + KERNEL % "VALUE", "k.cu", "sm_90", FLAGS, headers)
     assert b".target sm_90" in made.ptx
     assert b", 7;" in made.ptx
-    assert made.cubin.startswith(b"\x7fELF")
-    assert "Used " in made.log
+    assert is_cubin(made.cubin)
     virtual = found.compile(KERNEL % "7", "k.cu", "compute_90", (), {})
     assert b".target sm_90" in virtual.ptx
     assert virtual.cubin == b""
 
 
-@needs_nvrtc
-def test_it_says_which_version_it_is_and_what_it_compiles_for() -> None:
-    found = Nvrtc.find()
-    assert found.release.startswith(".".join(map(str, found.version)))
-    assert len(found.release.split(".")) == 3
+@each_nvrtc
+def test_the_log_says_what_a_kernel_uses(found: Nvrtc) -> None:
+    shared = "__shared__ int s[128]; s[threadIdx.x] = *x; __syncthreads(); *x = s[127 - threadIdx.x];"
+    log = found.compile(f'extern "C" __global__ void kernel(int* x) {{ {shared} }}', "k.cu", "sm_90", FLAGS, {}).log
+    assert re.search(r"Used \d+ registers", log)
+    assert " 0 bytes spill stores" in log
+    assert "512 bytes smem" in log
+
+
+@each_nvrtc
+def test_it_says_which_version_it_is_and_what_it_compiles_for(found: Nvrtc) -> None:
+    assert found.release.startswith(".".join(map(str, found.version)) + ".")
     assert f"V{found.release}" in found.banner
     assert 90 in found.archs
     assert list(found.archs) == sorted(found.archs)
