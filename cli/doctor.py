@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import shutil
 import sys
 import warnings
 from collections import Counter
@@ -19,7 +18,7 @@ import click
 from hadagen.cli import options
 from hadagen.cli.output import print_json, say
 from hadagen.cli.sentences import TUNE_PACKAGES, explain
-from hadagen.errors import DeviceError, HadagenError, ToolchainError
+from hadagen.errors import DeviceError, HadagenError, NoCompilerError, ToolchainError
 from hadagen.runtime.device import how_to_get_kernels
 
 if TYPE_CHECKING:
@@ -150,20 +149,22 @@ def _extra() -> str:
     return "all packages that tuning needs"
 
 
-def _nvcc() -> str:
+def _compiler(kind: str) -> str:
     """Finds it, and compiles something."""
     from hadagen.arch import load_arch
+    from hadagen.compilers import COMPILERS, DEFAULT
     from hadagen.measure import copy_sources
     from hadagen.toolchain import Toolchain
 
     try:
-        toolchain = Toolchain.find()
-        toolchain.build_all(copy_sources()[:1], load_arch(options.DEFAULT_ARCH))
-    except ToolchainError as error:
-        if shutil.which("nvcc"):
-            raise Broken(str(error)) from error
+        compiler = COMPILERS[kind].find()
+        Toolchain(compiler).build_all(copy_sources()[:1], load_arch(options.DEFAULT_ARCH))
+    except NoCompilerError:
         raise
-    return f"{toolchain.release}, {toolchain.nvcc}"
+    except ToolchainError as error:
+        raise Broken(str(error)) from error
+    use = "compiles kernels" if kind == DEFAULT else "compiles kernels with --compiler nvcc, or without NVRTC"
+    return f"{compiler.release}, {compiler.path}; {use}"
 
 
 def _emulator() -> str:
@@ -204,11 +205,12 @@ CHECKS: dict[str, Callable[[], str]] = {
     "kernels": _kernels,
     "tune extra": _extra,
     "cache": _cache,
-    "nvcc": _nvcc,
+    "nvrtc": partial(_compiler, "nvrtc"),
+    "nvcc": partial(_compiler, "nvcc"),
     "emulator": _emulator,
 }
 # Checks that come before it and have to be sound for a check to say something of its own part.
-NEEDS = {"nvcc": ("tune extra", "cache"), "emulator": ("tune extra", "cache")}
+NEEDS = dict.fromkeys(("nvrtc", "nvcc", "emulator"), ("tune extra", "cache"))
 
 
 def _bundles() -> list[Check]:
@@ -235,6 +237,6 @@ def _verified(bundle: Bundle) -> str:
 def _abilities(sound: set[str]) -> dict[str, str]:
     """What follows from the checks that are sound."""
     tune = "no"
-    if {"nvcc", "emulator"} <= sound:  # and so what they need
+    if "emulator" in sound and {"nvrtc", "nvcc"} & sound:  # and so what they need
         tune = "measured" if "gpu" in sound else "estimated"
     return {"run_kernels": "yes" if "kernels" in sound else "no", "tune": tune}

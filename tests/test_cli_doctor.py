@@ -24,6 +24,7 @@ def test_the_doctor_finds_a_machine_without_a_gpu_sound(sample: Path) -> None:
         "gpu": "missing",
         "kernels": "missing",
         "tune extra": "ok",
+        "nvrtc": "ok",
         "nvcc": "ok",
         "emulator": "ok",
         "cache": "ok",
@@ -43,7 +44,7 @@ def test_the_doctor_blames_the_cache_where_it_cannot_be_written(
     checks = {check["name"]: check for check in json.loads(result.stdout)["checks"]}
     assert [name for name, check in checks.items() if check["state"] == "broken"] == ["cache"]
     assert "cannot be written (Not a directory)" in checks["cache"]["says"]
-    for name in ("nvcc", "emulator"):
+    for name in ("nvrtc", "nvcc", "emulator"):
         assert (checks[name]["state"], checks[name]["says"]) == (
             "untried",
             "it cannot be tried without the cache, see above",

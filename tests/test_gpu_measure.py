@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import stand_in_peers
-from real_nvcc import needs_nvcc
+from real_compilers import needs_compiler
 
 from hadagen.arch import load_arch
 from hadagen.codegen import render
@@ -22,7 +22,7 @@ from hadagen.space import Space, build_plan
 from hadagen.toolchain import Toolchain
 from hadagen.trial import Kernel, Outcome, Trial
 
-pytestmark = [pytest.mark.gpu, needs_nvcc]
+pytestmark = [pytest.mark.gpu, needs_compiler]
 
 ARCH = load_arch("sm90")
 PROBLEM = Problem.of(256, DType.FLOAT16)

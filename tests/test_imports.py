@@ -36,10 +36,11 @@ TABLE = """
     reference        | bits problem                                        | numpy
     cache            | errors                                              |
     programs         | errors                                              |
-    nvrtc            | errors                                              |
-    ptx              |                                                     |
+    nvrtc_calls      |                                                     |
+    nvrtc            | nvrtc_calls errors                                  |
     cubin            |                                                     |
-    toolchain        | cache programs ptx cubin templates arch trial launch errors |
+    compilers        | nvrtc nvrtc_calls programs errors                   |
+    toolchain        | cache programs compilers cubin templates arch trial launch errors |
     emulator         | cache programs templates reference bits launch problem errors | numpy
     driver           | launch errors                                       | cuda
     tuning_db.files  |                                                     |
