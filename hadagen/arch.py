@@ -21,16 +21,15 @@ from hadagen.target import ARCH_DIRECTORY, check_arch, known_archs
 # the section of the PTX ISA that is named, under "Target ISA Notes". A primitive that has another way where its
 # instruction is lacking needs no feature: see `templates/device/primitives.cuh`.
 #
-#   mma_f16           mma.sync.m16n8k8 of f16, movmatrix         sm_75  "mma", "movmatrix"
-#   mma_bf16          mma.sync.m16n8k16 of bf16                  sm_80  "mma"
-#   mma_tf32          mma.sync.m16n8k8 of tf32                   sm_80  "mma"
-#   bf16x2_fma        fma.rn.bf16x2                              sm_80  "Half Precision Floating Point Instructions: fma"
-#   xorsign_bf16x2    max.xorsign.abs.bf16x2                     sm_86  "Half Precision …: max"
-#   cp_async          cp.async.cg, commit_group, wait_group      sm_80  "cp.async"
-#   bulk_copy         cp.async.bulk to shared memory and to L2,  sm_90  "cp.async.bulk", "cp.async.bulk.prefetch",
-#                     mbarrier.try_wait                                 "mbarrier.test_wait, mbarrier.try_wait"
-#   cluster           barrier.cluster, mapa, st.async            sm_90  "barrier.cluster", "mapa", "st.async"
-#   dependent_launch  griddepcontrol                             sm_90  "griddepcontrol"
+#   mma_f16           mma.sync.m16n8k8 of f16, movmatrix    sm_75  "mma", "movmatrix"
+#   mma_bf16          mma.sync.m16n8k16 of bf16             sm_80  "mma"
+#   mma_tf32          mma.sync.m16n8k8 of tf32              sm_80  "mma"
+#   bf16x2_fma        fma.rn.bf16x2                         sm_80  "fma" of half precision
+#   xorsign_bf16x2    max.xorsign.abs.bf16x2                sm_86  "max" of half precision
+#   cp_async          cp.async.cg                           sm_80  "cp.async"
+#   bulk_copy         cp.async.bulk, mbarrier.try_wait      sm_90  "cp.async.bulk", "cp.async.bulk.prefetch", "mbarrier"
+#   cluster           barrier.cluster, mapa, st.async       sm_90  "barrier.cluster", "mapa", "st.async"
+#   dependent_launch  griddepcontrol                        sm_90  "griddepcontrol"
 #
 # One is no instruction: `multicast_in_place`. A multicast copy reads each value once, for all blocks. So when a row has
 # landed in one block, results may replace it in memory. PTX does not promise that. A GPU test checks it, target by
