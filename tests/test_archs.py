@@ -25,6 +25,7 @@ from hadagen.space import Space, build_plan
 from hadagen.target import generation, known_archs
 from hadagen.toolchain import device_headers
 
+HOPPER = load_arch("sm90")  # which has all features
 F16, BF16, F32 = DType
 ACCURATE, FAST = Numerics.ACCURATE, Numerics.FAST
 WIDE = {"butterfly_carrier": "fp32", "exchange_carrier": "fp32"}
@@ -46,7 +47,7 @@ SPREAD = [
     (Problem.of(1024, BF16), {"chunks": 2, "cluster": 2, "mma_carrier": "fp16"}),
     (Problem.of(4096, F16, FAST), {**FAR, "accumulator": "packed"}),
     (Problem.of(4096, BF16), {**FAR, **WIDE, "mma_carrier": "tf32"}),
-    (Problem.of(4096, F16), {**FAR, **WIDE, "mma_carrier": "split"}),
+    (Problem.of(4096, F16, FAST), {**FAR, **WIDE}),
     (Problem.of(1024, F16), {"chunks": 2, "cluster": 2, **WIDE, "low_bits": "mma_shuffle", "exchange_rounds": 2}),
     (Problem.of(1024, F16), {**WHOLE, "mma_carrier": "split", "load": "multicast", "trigger": "load"}),
     (Problem.of(1024, BF16, FAST), {**WHOLE, "low_bits": "mma_shuffle"}),
@@ -153,8 +154,8 @@ def test_a_plan_for_a_feature_too_many_does_not_compile(name: str, too_much: str
 
 
 def test_the_spread_needs_every_feature_and_calls_every_primitive() -> None:
-    plans = plans_on(arch := load_arch("sm90"))
-    assert frozenset().union(*(plan.features for plan in plans)) == arch.features
+    plans = plans_on(HOPPER)
+    assert frozenset().union(*(plan.features for plan in plans)) == HOPPER.features
     definition = re.compile(r"(HADAGEN_INLINE [\w ]+? |HADAGEN_(?:LOAD|BARRIER_WAIT)\()(\w+)")
     headers = device_headers()
     primitives = headers["primitives.cuh"]
@@ -162,6 +163,14 @@ def test_the_spread_needs_every_feature_and_calls_every_primitive() -> None:
     defined = {name for _, name in definition.findall(primitives)}
     assert len(defined) > 50
     assert not defined - set(re.findall(r"\w+", "\n".join(calls)))
+
+
+@pytest.mark.parametrize("lacking", [*sorted(HOPPER.features), "all"])
+def test_an_arch_without_a_feature_has_no_plan_that_needs_it(lacking: str) -> None:
+    bare = replace(HOPPER, features=frozenset() if lacking == "all" else HOPPER.features - {lacking})
+    for plan in plans_on(bare):
+        assert plan.features <= bare.features
+        assert plan.starts_early == ("dependent_launch" in bare.features)
 
 
 @cache
