@@ -515,19 +515,6 @@ def test_bad_knobs_are_named() -> None:
     check(problem, Knobs(chunks=1), "shorter than a row")
 
 
-@pytest.mark.parametrize("lacking", [*sorted(ARCH.features), "all"])
-def test_an_arch_without_a_feature_has_no_plan_with_a_step_that_needs_it(lacking: str) -> None:
-    problem, choose = Problem.of(2048, DType.FLOAT16, Numerics.FAST), random.Random(4)
-    bare = replace(ARCH, features=frozenset() if lacking == "all" else ARCH.features - {lacking})
-    wishes = [{name: choose.choice(values) for name, values in ARCH.search.items()} for _ in range(60)]
-    for arch in (bare, ARCH):
-        some = [build_plan(problem, next(Space(problem, arch).nearest(wish)), arch) for wish in wishes]
-        used = {feature for plan in some for step in plan.steps for feature in step.features}
-        assert used <= arch.features
-        assert {plan.launch.starts_early for plan in some} == {"dependent_launch" in arch.features}
-    assert used == ARCH.features
-
-
 @pytest.mark.parametrize(
     ("change", "why"),
     [

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hadagen.launch import Param
 from hadagen.layout import Axis, Place, Placement, cta
+from hadagen.problem import DType
 
 if TYPE_CHECKING:
     from hadagen.steps.draft import Draft
@@ -82,9 +83,9 @@ class Step:
         """What the kernel must take for this step, besides what all kernels take."""
         return ()
 
-    @property
-    def features(self) -> frozenset[str]:
-        """The features that the arch must have."""
+    def features(self, dtype: DType, carrier: str) -> frozenset[str]:
+        """The features that the arch must have (`hadagen.arch.Feature`). dtype: of the input; carrier: the form of the
+        values before it."""
         return frozenset()
 
     loads = False  # loads the tile, or makes a request once a tile
