@@ -41,20 +41,21 @@ TABLE = """
     cubin            |                                                     |
     toolchain        | cache programs ptx cubin templates arch trial launch errors |
     emulator         | cache programs templates reference bits launch problem errors | numpy
-    driver           | launch errors                                       | cuda
+    libcuda          | errors                                              |
+    driver           | libcuda launch errors                               |
     tuning_db.files  |                                                     |
     tuning_db.bundle | tuning_db.files trial regimes problem launch target errors |
     tuning_db        | tuning_db.files tuning_db.bundle trial regimes problem launch target errors | sqlalchemy alembic
     runtime          | tuning_db.files tuning_db.bundle driver trial regimes problem launch target errors | torch
     compat           | runtime errors                                      | torch
     __init__         | runtime problem errors                              |
-    measure          | driver templates reference bits trial regimes problem launch errors | torch
+    measure          | driver libcuda templates reference bits trial regimes problem launch errors | torch
     costmodel        | arch plan steps regimes                             |
     tuner            | *                                                   | optuna
-    cli              | *                                                   | click cuda rich torch
+    cli              | *                                                   | click rich torch
 """
 # What a program that only calls kernels never imports.
-HEAVY = ("optuna", "jinja2", "click", "sqlalchemy", "alembic", "pydantic", "yaml", "cuda")
+HEAVY = ("optuna", "jinja2", "click", "sqlalchemy", "alembic", "pydantic", "yaml")
 
 ROOT = Path(__file__).resolve().parent.parent
 # Where the modules of a package lie, and the name they are imported by.
