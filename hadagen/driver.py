@@ -7,10 +7,11 @@ without one. Nothing here imports PyTorch: contexts are the devices' primary one
 from __future__ import annotations
 
 import functools
+from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from ctypes import addressof, byref, c_int, c_uint64, c_void_p, pointer, sizeof
+from ctypes import byref, c_int, c_uint64, c_void_p, pointer
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -187,11 +188,11 @@ class LoadedKernel:
         config.hStream = stream
         if self.spec.starts_early:
             config.attrs, config.numAttrs = pointer(_early_start()), 1
-        values = (c_uint64 * len(arguments))(*arguments)  # of a u32 the lower four bytes are read
-        start = addressof(values)
-        places = (c_uint64 * len(arguments))(*range(start, start + sizeof(values), sizeof(c_uint64)))
-        # `byref` makes pointers that cost a call less than a c_void_p; they keep alive what they point to.
-        return LaunchBlock(byref(config), memoryview(values).cast("B").cast("Q"), byref(places))
+        values = array("Q", arguments)  # of a u32 the lower four bytes are read
+        start, count = values.buffer_info()
+        places = (c_uint64 * count)(*range(start, start + 8 * count, 8))
+        # A pointer that `byref` makes keeps alive what it points to, and costs a call less than a c_void_p.
+        return LaunchBlock(byref(config), memoryview(values), byref(places))
 
     def _launch_in_context(self, code: int, block: LaunchBlock) -> int:
         """The launch again where it failed because it is the first CUDA call of this thread."""

@@ -55,7 +55,7 @@ TABLE = """
     cli              | *                                                   | click rich torch
 """
 # What a program that only calls kernels never imports.
-HEAVY = ("optuna", "jinja2", "click", "sqlalchemy", "alembic", "pydantic", "yaml")
+HEAVY = ("optuna", "jinja2", "click", "sqlalchemy", "alembic", "pydantic", "yaml", "cuda")
 
 ROOT = Path(__file__).resolve().parent.parent
 # Where the modules of a package lie, and the name they are imported by.
