@@ -18,8 +18,11 @@ from real_nvcc import needs_nvcc
 from hadagen import driver, libcuda, toolchain
 from hadagen.driver import DriverError
 from hadagen.errors import DeviceError
-from hadagen.launch import LaunchSpec
+from hadagen.launch import LaunchSpec, RowShape
+from hadagen.measure.cells import Traffic
 from hadagen.measure.environment import device_environment
+from hadagen.measure.timing import LaunchGraph, Work
+from hadagen.regimes import Cache, Destination
 
 HANDLE = 0xFEDC_BA98_7654_3210  # of which every bit counts
 
@@ -36,7 +39,7 @@ int code;
 static Handle above(Handle handle, int by) { return static_cast<char*>(handle) + by; }
 static int number(Handle handle) { return static_cast<int>(reinterpret_cast<uintptr_t>(handle) & 0xff); }
 int cuInit(unsigned flags) { return flags == 0 ? code : 1; }
-int cuGetErrorName(int c, const char** name) { *name = c == 201 ? "CUDA_ERROR_INVALID_CONTEXT" : nullptr; return !*name; }
+int cuGetErrorName(int c, const char** name) { *name = c == 201 ? "CUDA_ERROR_INVALID_CONTEXT" : 0; return !*name; }
 int cuGetErrorString(int c, const char** text) { *text = c == 201 ? "invalid device context" : nullptr; return !*text; }
 int cuDriverGetVersion(int* version) { *version = 12040; return code; }
 int cuDeviceGetCount(int* count) { *count = 2; return code; }
@@ -58,11 +61,11 @@ int cuOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Handle function, in
 int cuOccupancyMaxActiveClusters(int* clusters, Handle function, const Config* config) {
     *clusters = number(function) + config->grid[0] + config->block[0] + config->shared; return code; }
 int cuThreadExchangeStreamCaptureMode(int* mode) { *mode += 10; return code; }
-int cuStreamBeginCapture_v2(Handle stream, int mode) { return number(stream) + mode; }
+int cuStreamBeginCapture_v2(Handle stream, int mode) { return (number(stream) + mode) & 0xff; }
 int cuStreamEndCapture(Handle stream, Handle* graph) { *graph = above(stream, 1); return code; }
 int cuGraphInstantiateWithFlags(Handle* executable, Handle graph, unsigned long long flags) {
     *executable = above(graph, static_cast<int>(flags >> 32)); return code; }
-int cuGraphLaunch(Handle executable, Handle stream) { return number(executable) + number(stream); }
+int cuGraphLaunch(Handle executable, Handle stream) { return number(executable) + (stream != above(executable, -1)); }
 int cuGraphExecDestroy(Handle executable) { return number(executable); }
 int cuGraphDestroy(Handle graph) { return number(graph); }
 int cuLaunchKernelEx(const Config* config, Handle function, void** parameters, void** extra) {
@@ -101,7 +104,7 @@ ANSWERS: list[tuple[str, tuple[Any, ...], tuple[Any, ...]]] = [
     ("cuStreamBeginCapture", (HANDLE, -0x10), ()),
     ("cuStreamEndCapture", (HANDLE,), (HANDLE + 1,)),
     ("cuGraphInstantiateWithFlags", (HANDLE, 3 << 32), (HANDLE + 3,)),
-    ("cuGraphLaunch", (HANDLE & ~0xFF, 0), ()),
+    ("cuGraphLaunch", (HANDLE & ~0xFF, (HANDLE & ~0xFF) - 1), ()),
     ("cuGraphExecDestroy", (HANDLE & ~0xFF,), ()),
     ("cuGraphDestroy", (HANDLE & ~0xFF,), ()),
 ]
@@ -187,6 +190,21 @@ def test_the_environment_of_a_device(bound: SimpleNamespace) -> None:
     assert (found.sm_clock_mhz, found.memory_clock_mhz) == (13, 36)
     with pytest.raises(DeviceError, match="this machine shows 2"):
         device_environment(2)
+
+
+def test_a_graph_of_launches(bound: SimpleNamespace, memory: ctypes.CDLL) -> None:
+    stream = HANDLE | 0xFF  # which the stand-in makes a graph of whose last bits are 0, as those of success are
+    kernel = driver.LoadedKernel("entry", SPEC, 0, 264, 1, HANDLE)
+    graph = LaunchGraph(
+        stream,
+        kernel,
+        [(16, 32), (48, 64)],
+        Work(Traffic(8192, Destination.IN_PLACE, Cache.HOT), 4096, 1.0, RowShape(0, 0, 0)),
+    )
+    told = (ctypes.c_uint64 * 16).in_dll(memory, "told")
+    assert (told[7], *told[12:15]) == (stream, 48, 64, 4096)
+    graph.replay()
+    graph.close()
 
 
 def test_a_machine_without_a_driver_or_with_an_old_one(tmp_path: Path) -> None:

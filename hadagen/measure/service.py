@@ -66,7 +66,7 @@ class DeviceService:
         return replace(self._measure(request), seconds=time.monotonic() - started)
 
     def is_usable(self) -> bool:
-        return bindings().cuCtxSynchronize() == (0,)
+        return bool(bindings().cuCtxSynchronize() == (0,))
 
     def _measure(self, request: Measure) -> Answer:
         problem = request.problem
