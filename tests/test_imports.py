@@ -38,6 +38,7 @@ TABLE = """
     programs         | errors                                              |
     nvrtc            | errors                                              |
     ptx              |                                                     |
+    ptx_version      |                                                     |
     cubin            |                                                     |
     toolchain        | cache programs ptx cubin templates arch trial launch errors |
     emulator         | cache programs templates reference bits launch problem errors | numpy
@@ -45,7 +46,7 @@ TABLE = """
     driver           | libcuda launch errors                               |
     tuning_db.files  |                                                     |
     tuning_db.bundle | tuning_db.files trial regimes problem launch target errors |
-    tuning_db        | tuning_db.files tuning_db.bundle trial regimes problem launch target errors | sqlalchemy alembic
+    tuning_db        | tuning_db.files tuning_db.bundle ptx_version trial regimes problem launch target errors | sqlalchemy alembic
     runtime          | tuning_db.files tuning_db.bundle driver trial regimes problem launch target errors | torch
     compat           | runtime errors                                      | torch
     __init__         | runtime problem errors                              |
