@@ -54,7 +54,7 @@ TABLE = """
     costmodel        | arch plan steps regimes                             |
     tuner            | *                                                   | optuna
     cli              | *                                                   | click rich torch
-"""
+"""  # noqa: E501
 # What a program that only calls kernels never imports.
 HEAVY = ("optuna", "jinja2", "click", "sqlalchemy", "alembic", "pydantic", "yaml", "cuda")
 
