@@ -30,8 +30,7 @@ KERNEL = """.visible .entry hadagen_kernel(
 	.reg .pred %p<2>;
 	mov.u32 %r1, %tid.x;
 	@%p1 bra $L__BB0_2; // newer: tcgen05.alloc in a comment
-	{.reg .pred p; setp.ne.s32 p, %r1, 0; @p INSTRUCTION %r1, %r2;}
-again: mbarrier.try_wait.parity.shared::cta.b64 p, [%r1], %r2;
+	{.reg .pred p; setp.ne.s32 p, %r1, 0; INSTRUCTION %r1, %r2;}
 $L__BB0_2:
 	ret;
 }
@@ -65,6 +64,11 @@ def test_the_newest_instruction_decides(instruction: str, lowest: str) -> None:
     found = lowered(module(instruction))
     assert version(found) == lowest
     assert found == module(instruction).replace("9.0", lowest)
+
+
+@pytest.mark.parametrize("before", ["@p ", "@!%p1 ", "again: ", "again:\n\t", "{.reg .b32 x; ", "// {\n"])
+def test_an_instruction_is_seen_wherever_it_stands(before: str) -> None:
+    assert version(lowered(module(before + "add.rn.f32x2"))) == "9.0"
 
 
 @pytest.mark.parametrize(("said", "left"), [((".version 7.8", "sm_80"), "7.8"), ((".version 9.0", "sm_100"), "9.0")])
