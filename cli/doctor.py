@@ -140,14 +140,12 @@ def _kernels() -> str:
 
 def _check_driver(says: str, asked: Sequence[Bundle]) -> None:
     """Raises `DeviceError` if the driver is too old for the cubins of these bundles."""
-    from hadagen.cubin import OLDEST_DRIVERS
     from hadagen.driver import bindings, check
 
     cuda, needed = check(bindings().cuDriverGetVersion()) // 1000, max(map(_cuda_of, asked), default=0)
     if cuda < needed:
         raise DeviceError(
-            f"{says}, but need a driver of CUDA {needed}, and this one is of CUDA {cuda}; update the NVIDIA driver to "
-            f"version {OLDEST_DRIVERS.get(needed, 'of that CUDA')} or newer"
+            f"{says}, but need a driver of CUDA {needed}, and this one is of CUDA {cuda}; update the NVIDIA driver"
         )
 
 

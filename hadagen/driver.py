@@ -87,7 +87,7 @@ def check(result: tuple[Any, ...], doing: str = "a CUDA call") -> Any:
 
 def _error(driver: SimpleNamespace, code: int, doing: str) -> DriverError:
     (_, known), (_, text) = driver.cuGetErrorName(code), driver.cuGetErrorString(code)
-    name = known.decode() if known else f"error {code}"  # of a driver newer than its library
+    name = known.decode() if known else f"error {code}"
     description = f" ({text.decode()})" if text else ""
     return DriverError(name, f"{doing} failed with {name}{description}; {_FIXES.get(name, 'run `hadagen doctor`')}")
 

@@ -78,9 +78,7 @@ def test_the_doctor_says_which_driver_loads_a_bundle(
     if release == 12:
         doctor._check_driver("3 winners match", [bundle])
     else:
-        with pytest.raises(
-            DeviceError, match=r"of CUDA 13, and this one is of CUDA 12; update .* version 580 or newer"
-        ):
+        with pytest.raises(DeviceError, match="of CUDA 13, and this one is of CUDA 12; update"):
             doctor._check_driver("3 winners match", [bundle])
 
 
