@@ -139,7 +139,7 @@ def _complete(given: Mapping[str, int | str], problem: Problem, arch: Arch) -> P
 
     space = Space(problem, arch)
     winner = best_config(problem, max(1, LARGE_ELEMENTS // problem.n), arch=arch.name, inplace=True)
-    default = space.seeds()[0] if winner.knobs is None else Knobs.from_dict(winner.knobs)
+    default = space.seeds()[0] if winner.knobs is None else Knobs.like(winner.knobs)
     both = Knobs.from_dict({**default.to_dict(), **given})
     try:
         return build_plan(problem, both, arch)

@@ -250,7 +250,7 @@ def _what_is_kept(store: Store, arch: str, db: str | None, bundle: Path | None) 
 
 def _known_winners(arch: Arch, problems: Sequence[Problem]) -> dict[Problem, list[Knobs]]:
     """What wins in the bundles there are, by measurement on any GPU of the arch: the knobs of most cells first."""
-    from hadagen.knobs import KNOB_NAMES, Knobs
+    from hadagen.knobs import Knobs
     from hadagen.runtime import bundles
 
     cells: dict[Problem, Counter[Knobs]] = {problem: Counter() for problem in problems}
@@ -260,8 +260,8 @@ def _known_winners(arch: Arch, problems: Sequence[Problem]) -> dict[Problem, lis
         try:
             for problem, found in cells.items():
                 for entry in bundle.entries(problem):
-                    if entry.provenance is Provenance.MEASURED and entry.knobs.keys() <= set(KNOB_NAMES):
-                        found[Knobs.from_dict(entry.knobs)] += 1
+                    if entry.provenance is Provenance.MEASURED:
+                        found[Knobs.like(entry.knobs)] += 1
         except StorageError as error:
             say(f"not beginning with its winners: {error}", err=True)
     return {problem: [knobs for knobs, _ in found.most_common()] for problem, found in cells.items()}

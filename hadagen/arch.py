@@ -1,6 +1,7 @@
 """`Arch`: what a target offers, and which knob values the search tries there. Data, read from `arch/<name>.yaml`.
 
-A new target is a new file. A file is checked when it is read: every key present, none unknown, each value of its kind.
+A new target is a new file. A file may say `like: sm90`: then it has that file's values where it gives none of its own.
+A file is checked when it is read: every key present, none unknown, each value of its kind.
 """
 
 from __future__ import annotations
@@ -16,20 +17,50 @@ from hadagen.errors import UsageError
 from hadagen.knobs import KNOB_VALUES, KnobValue
 from hadagen.target import ARCH_DIRECTORY, check_arch, known_archs
 
-Feature = Literal["mma", "cp_async", "bulk_copy", "cluster", "dependent_launch"]
+# What a plan may need and some targets lack: instructions, and from which target on PTX has them. Each is documented in
+# the section of the PTX ISA that is named, under "Target ISA Notes". A primitive that has another way where its
+# instruction is lacking needs no feature: see `templates/device/primitives.cuh`.
+#
+#   mma_f16           mma.sync.m16n8k8 of f16, movmatrix    sm_75  "mma", "movmatrix"
+#   mma_bf16          mma.sync.m16n8k16 of bf16             sm_80  "mma"
+#   mma_tf32          mma.sync.m16n8k8 of tf32              sm_80  "mma"
+#   bf16x2_fma        fma.rn.bf16x2                         sm_80  "fma" of half precision
+#   xorsign_bf16x2    max.xorsign.abs.bf16x2                sm_86  "max" of half precision
+#   cp_async          cp.async.cg                           sm_80  "cp.async"
+#   bulk_copy         cp.async.bulk, mbarrier.try_wait      sm_90  "cp.async.bulk", "cp.async.bulk.prefetch", "mbarrier"
+#   cluster           barrier.cluster, mapa, st.async       sm_90  "barrier.cluster", "mapa", "st.async"
+#   dependent_launch  griddepcontrol                        sm_90  "griddepcontrol"
+#
+# One is no instruction: `multicast_in_place`. A multicast copy reads each value once, for all blocks. So when a row has
+# landed in one block, results may replace it in memory. PTX does not promise that. A GPU test checks it, target by
+# target.
+Feature = Literal[
+    "mma_f16",
+    "mma_bf16",
+    "mma_tf32",
+    "bf16x2_fma",
+    "xorsign_bf16x2",
+    "cp_async",
+    "bulk_copy",
+    "cluster",
+    "dependent_launch",
+    "multicast_in_place",
+]
 
 
-class _AboveZero:
-    """Annotates a number that a file must give above 0. Pydantic asks for it when it reads a file, so that this module
-    works without Pydantic."""
+class _Least:
+    """Annotates a number with the least value that a file may give. Pydantic asks for it when it reads a file, so that
+    this module works without Pydantic."""
 
-    @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
-        return {**handler(source), "gt": 0}
+    def __init__(self, **bound: int) -> None:
+        self._bound = bound
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        return {**handler(source), **self._bound}
 
 
-_Count = Annotated[int, _AboveZero]
-_Number = Annotated[float, _AboveZero]
+_Count = Annotated[int, _Least(gt=0)]
+_Number = Annotated[float, _Least(gt=0)]
 # How Pydantic reads the classes below: numbers are never made of texts, nor whole ones of fractions.
 _STRICT = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
 # What it says of a mistake needs other words where the mistake is of a key.
@@ -49,7 +80,7 @@ class Limits:
     registers_per_sm: _Count
     shared_per_block: _Count
     shared_per_sm: _Count
-    shared_reserved_per_block: _Count
+    shared_reserved_per_block: Annotated[int, _Least(ge=0)]
     cluster_blocks: _Count
 
 
@@ -138,7 +169,7 @@ def read_arch(path: Path) -> Arch:
 
     check_arch(path.stem)
     try:
-        arch = TypeAdapter(Arch).validate_json(_as_json(path))
+        arch = TypeAdapter(Arch).validate_json(_as_json(path, _completed(path)))
     except ValidationError as error:
         wrong = error.errors(include_url=False)[0]
         where = ".".join(map(str, wrong["loc"])) or "the file"
@@ -156,14 +187,41 @@ def read_arch(path: Path) -> Arch:
         raise UsageError(f"{path.name}: {error}") from None
 
 
-def _as_json(path: Path) -> str:
+def _completed(path: Path) -> Any:
+    """What the file says, and what the file says that it is like. The other file must be whole in itself."""
+    values = _read(path)
+    if not isinstance(values, dict) or "like" not in values:
+        return values
+    name = values.pop("like")
+    other = _read(ARCH_DIRECTORY / f"{name}.yaml") if name in known_archs() else {"like": None}
+    if "like" in other:
+        whole = ", ".join(arch for arch in known_archs() if "like" not in _read(ARCH_DIRECTORY / f"{arch}.yaml"))
+        raise UsageError(f"{path.name}: like is {name!r}; expected an arch whose file is whole: {whole}")
+    for section, inherited in other.items():
+        if isinstance(inherited, dict) and isinstance(values.get(section), dict):
+            values[section] = {**inherited, **values[section]}
+    return {**other, **values}
+
+
+def _as_json(path: Path, values: Any) -> str:
+    try:
+        return json.dumps(values)
+    except (ValueError, TypeError) as error:  # what JSON does not know is not of an arch either
+        raise _not_yaml(path, error) from None
+
+
+def _read(path: Path) -> Any:
     import yaml
 
     try:
-        return json.dumps(yaml.safe_load(path.read_text(encoding="utf-8")))
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}; give a readable file") from None
     except RecursionError:
         raise UsageError(f"{path.name} is nested too deeply; write it like those in {ARCH_DIRECTORY}") from None
-    except (yaml.YAMLError, ValueError, TypeError) as error:  # what JSON does not know is not of an arch either
-        raise UsageError(f"{path.name} is not YAML; correct it: {' '.join(str(error).split())}") from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise _not_yaml(path, error) from None
+
+
+def _not_yaml(path: Path, error: Exception) -> UsageError:
+    return UsageError(f"{path.name} is not YAML; correct it: {' '.join(str(error).split())}")

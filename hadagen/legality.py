@@ -7,7 +7,7 @@ no two legal choices mean the same plan.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import attrgetter
 from typing import Any
@@ -28,14 +28,14 @@ from hadagen.knobs import (
     steps_of,
     turns_in_exchange,
 )
-from hadagen.layout import CHUNK_BITS, LANE_BITS, VECTOR_BYTES
+from hadagen.layout import CHUNK_BITS, LANE_BITS, VECTOR_BYTES, reg
 from hadagen.problem import DType, Numerics, Problem, Rows
 from hadagen.steps.base import FP32, PACKED, Step, mixed_chunk_bits, roundings
 from hadagen.steps.conversions import Normalize
 from hadagen.steps.draft import Draft, Footprint
 from hadagen.steps.exchanges import Exchange
-from hadagen.steps.memory import Load, Prefetch, Trigger
-from hadagen.steps.transforms import PARTS, Gather, Mma
+from hadagen.steps.memory import Load, Prefetch
+from hadagen.steps.transforms import PARTS, Butterfly, Gather, Mma
 
 MAX_EXCHANGES = 2
 # Blocks that each load a whole row. More blocks compute less each, but load as much, and were never faster.
@@ -94,6 +94,11 @@ def _far_beside_blocks(c: Context, k: Knobs) -> int:
 def _rounds_once(c: Context, k: Knobs) -> bool:
     """Whether only the store may round. With fp16 other steps may, because it has more bits than a bfloat16 result."""
     return c.problem.io.numerics is Numerics.ACCURATE and not k.normalizes
+
+
+def _lacking(c: Context, step: Step, carrier: str = "") -> str:
+    """A feature that the step needs and the arch lacks; "" if there is none. carrier: as in `Step.features`."""
+    return min(step.features(c.problem.io.input, carrier) - c.arch.features, default="")
 
 
 def _has_exchange(c: Context, k: Knobs) -> bool:
@@ -178,7 +183,7 @@ def _(c: Context, k: Knobs) -> str | None:
         if c.problem.io.input is DType.FLOAT32:
             return None if load.multicast else "fp32 is summed over blocks from shared memory (load must be multicast)"
         allowed = load.multicast or not load.staged
-        return None if allowed else "whole rows take another way (load must be plain, no_allocate or multicast)"
+        return None if allowed else "whole rows take another way (load must be plain or multicast)"
     return "no block needs the shares of others (load must not be multicast)" if load.multicast else None
 
 
@@ -205,11 +210,12 @@ def _(c: Context, k: Knobs) -> str | None:
 def _(c: Context, k: Knobs) -> str | None:
     if k.low_bits == "shuffle":
         return None
-    if not Mma.features <= c.arch.features:
-        return "the arch has no mma (low_bits must be shuffle)"
+    single = c.problem.io.input is DType.FLOAT32
+    lacking = [_lacking(c, Mma(0, operand)) for operand in (PARTS if single else (PACKED,))]
+    if all(lacking):
+        return f"the arch has no {lacking[0]} (low_bits must be shuffle)"
     if c.bits < 5:
         return "an mma would mix bits of two rows (low_bits must be shuffle)"
-    single = c.problem.io.input is DType.FLOAT32
     if k.low_bits == "mma" and c.bits < CHUNK_BITS:
         others = "shuffle" if single else "mma_shuffle or shuffle"
         return f"two mma transform eight bits, more than the row has (low_bits must be {others})"
@@ -260,7 +266,9 @@ def _(c: Context, k: Knobs) -> str | None:
         return "no value passes from one mma to another (mma_carrier must be packed)"
     if k.mma_carrier == "tf32" and not tf32:
         return f"a tf32 has no more bits than a {c.problem.io.input.value} (mma_carrier must be another)"
-    return None
+    operand = "bfloat16" if k.mma_carrier == "split" else k.mma_carrier
+    lacking = _lacking(c, Mma(1, operand)) or (k.normalizes and _lacking(c, Normalize()))
+    return f"the arch has no {lacking} (mma_carrier must be another)" if lacking else None
 
 
 @_rule("accumulator")
@@ -304,6 +312,8 @@ def _(c: Context, k: Knobs) -> str | None:
     accurate = c.problem.io.numerics is Numerics.ACCURATE
     if accurate and _has_butterflies(c, k):
         return "accurate may not round between butterflies (butterfly_carrier must be fp32)"
+    if _has_butterflies(c, k) and not k.normalizes and (lacking := _lacking(c, Butterfly(reg(2)), PACKED)):
+        return f"the arch has no {lacking} (butterfly_carrier must be fp32)"
     if k.low_bits != "mma":
         return "packed shuffles and butterflies round too often (butterfly_carrier must be fp32, or low_bits mma)"
     return None
@@ -339,6 +349,14 @@ def _(c: Context, k: Knobs) -> str | None:
         return None
     few = _far(c, k) - log2(k.chunks) > MMA_LANES["mma"]
     return "an mma of tf32 leaves room for three bits in lanes (chunks must be more)" if few else None
+
+
+@_rule("exchange_carrier")
+def _(c: Context, k: Knobs) -> str | None:
+    if k.far_lanes not in MMA_LANES or k.exchange_carrier == PACKED or turns_in_exchange(k):
+        return None
+    lacking = _lacking(c, replace(FAR_MMA, operand="bfloat16"))
+    return f"the arch has no {lacking} for fp32 in parts (exchange_carrier must be packed)" if lacking else None
 
 
 @_rule("exchange_rounds")
@@ -378,8 +396,8 @@ def _(c: Context, k: Knobs) -> str | None:
 @_rule("load")
 def _(c: Context, k: Knobs) -> str | None:
     load = Load(k.load)
-    if lacking := load.features - c.arch.features:
-        return f"the arch has no {min(lacking)} (load must be another)"
+    if lacking := _lacking(c, load):
+        return f"the arch has no {lacking} (load must be another)"
     if load.staged:
         if c.problem.n * c.problem.io.input.bytes < VECTOR_BYTES:
             return "rows shorter than 16 bytes cannot be copied asynchronously (load must be another)"
@@ -399,7 +417,7 @@ def _(c: Context, k: Knobs) -> str | None:
 def _(c: Context, k: Knobs) -> str | None:
     if not k.ahead:
         return None
-    if not Prefetch.features <= c.arch.features:
+    if _lacking(c, Prefetch(k.ahead)):
         return "the arch has no bulk copies to L2 (ahead must be 0)"
     if c.problem.io.rows is Rows.PITCHED:
         return "pitched rows lie anywhere (ahead must be 0)"
@@ -410,7 +428,7 @@ def _(c: Context, k: Knobs) -> str | None:
 def _(c: Context, k: Knobs) -> str | None:
     if k.trigger == "end":
         return None
-    if not Trigger.features <= c.arch.features:
+    if not c.arch.starts_early:
         return "the arch starts no kernel before the last one ends (trigger must be end)"
     # Clusters are the fastest if blocks are few. If blocks are many, those of the next kernel take their SMs.
     return "only few blocks leave room for the next kernel's (trigger must be end)" if k.cluster == 1 else None

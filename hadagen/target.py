@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from hadagen.errors import UsageError
@@ -16,10 +17,12 @@ _MODELS = {
     "sm75": "T4 2060 2070 2080",
     "sm80": "A100 A800 A30",
     "sm86": "A40 A10 A10G A16 A2 A6000 3060 3070 3080 3090",
+    "sm87": "ORIN",
     "sm89": "L4 L40 L40S 4050 4060 4070 4080 4090",
     "sm90": "H100 H200 GH200 H20 H800",
     "sm100": "B200 GB200",
     "sm103": "B300 GB300",
+    "sm110": "THOR",
     "sm120": "5050 5060 5070 5080 5090",
     "sm121": "GB10",
 }
@@ -33,8 +36,23 @@ def check_arch(name: object) -> None:
 
 
 def known_archs() -> list[str]:
-    """Names of the targets that kernels are made for, of which `ARCH_DIRECTORY` has a file each, sorted."""
-    return sorted(path.stem for path in ARCH_DIRECTORY.glob("*.yaml"))
+    """Names of the targets that kernels are made for, of which `ARCH_DIRECTORY` has a file each, oldest first."""
+    return sorted((path.stem for path in ARCH_DIRECTORY.glob("*.yaml")), key=generation)
+
+
+def generation(arch: str) -> int:
+    """Ten times the compute capability of an arch: 90 of sm90. A GPU runs the PTX of every generation up to its own."""
+    return int(arch[2:])
+
+
+def nearest_arch(arch: str, archs: Iterable[str] | None = None) -> str | None:
+    """The newest of `archs` (default: all known) whose PTX runs on a GPU of this arch: itself, or the nearest older
+    one; None if all are newer.
+
+    Targets for one family of GPUs, such as sm_90a, are no archs. Their code runs nowhere else.
+    """
+    some = known_archs() if archs is None else archs
+    return max((each for each in some if generation(each) <= generation(arch)), key=generation, default=None)
 
 
 def arch_of_gpu(gpu: str) -> str | None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
 
-from hadagen.arch import Arch, Limits, load_arch, read_arch
+from hadagen.arch import Arch, Feature, Limits, load_arch, read_arch
 from hadagen.errors import UsageError
 from hadagen.target import ARCH_DIRECTORY, known_archs
 
@@ -38,7 +39,9 @@ def test_every_shipped_file_loads(name: str) -> None:
     arch = load_arch(name)
     assert arch.name == name
     assert max(arch.search["warps"]) * 32 <= arch.limits.threads_per_block
-    assert max(arch.search["cluster"]) <= arch.limits.cluster_blocks
+    limits = arch.limits
+    assert limits.shared_per_block + limits.shared_reserved_per_block == limits.shared_per_sm
+    assert (limits.cluster_blocks > 1) == ("cluster" in arch.features)
 
 
 def test_hopper_is_as_nvidia_documents_it() -> None:
@@ -55,7 +58,25 @@ def test_hopper_is_as_nvidia_documents_it() -> None:
         shared_reserved_per_block=1024,
         cluster_blocks=16,  # where a kernel asks for more than the portable 8
     )
-    assert arch.features == {"mma", "cp_async", "bulk_copy", "cluster", "dependent_launch"}
+    assert arch.features == set(get_args(Feature))
+
+
+def test_what_a_file_does_not_say_is_as_in_the_file_that_it_is_like() -> None:
+    hopper, turing = load_arch("sm90"), load_arch("sm75")
+    assert turing.search == hopper.search
+    assert turing.model.dram_latency_us == hopper.model.dram_latency_us
+    assert turing.limits.registers_per_sm == hopper.limits.registers_per_sm
+    assert (turing.limits.shared_per_sm, turing.model.sms) == (64 * 1024, 40)
+    assert turing.features == {"mma_f16"}
+
+
+@pytest.mark.parametrize("like", ["sm75", "sm42", ["sm90"], None])
+def test_a_file_is_like_one_that_is_whole(like: Any, values: dict[str, Any], read: Callable[[Any], Arch]) -> None:
+    read({"like": "sm90", "nvcc_arch": "sm_90"})
+    with pytest.raises(
+        UsageError, match=re.escape(f"sm90.yaml: like is {like!r}; expected an arch whose file is whole: ")
+    ):
+        read({**values, "like": like})
 
 
 def test_an_arch_can_be_hashed_and_sent_to_another_process() -> None:
@@ -65,8 +86,8 @@ def test_an_arch_can_be_hashed_and_sent_to_another_process() -> None:
 
 
 def test_an_unknown_arch_is_answered_with_the_known_ones() -> None:
-    with pytest.raises(UsageError, match=r"^arch 'sm75' is not known; choose one of .*sm90"):
-        load_arch("sm75")
+    with pytest.raises(UsageError, match=r"^arch 'sm70' is not known; choose one of sm75, .*sm90, sm100"):
+        load_arch("sm70")
 
 
 @pytest.mark.parametrize("name", ["../arch/sm90", "", "sm90.yaml"])
@@ -95,13 +116,18 @@ def test_every_key_is_needed(key: str, values: dict[str, Any], read: Callable[[A
         ("limits.blocks_per_sm", "32", "limits.blocks_per_sm is '32'; expected a valid integer"),
         ("limits.blocks_per_sm", True, "sm90.yaml: limits.blocks_per_sm is True; expected a valid integer"),
         ("limits.blocks_per_sm", 32.0, "sm90.yaml: limits.blocks_per_sm is 32.0; expected a valid integer"),
+        (
+            "limits.shared_reserved_per_block",
+            -1,
+            "shared_reserved_per_block is -1; expected greater than or equal to 0",
+        ),
         ("limits.blocks_per_sm", 0, "sm90.yaml: limits.blocks_per_sm is 0; expected greater than 0"),
         ("model.launch_us", float("nan"), "sm90.yaml: model.launch_us is nan; expected a finite number"),
         ("model.launch_us", float("inf"), "sm90.yaml: model.launch_us is inf; expected a finite number"),
         ("model.launch_us", -1, "sm90.yaml: model.launch_us is -1; expected greater than 0"),
         ("model.sms", None, "sm90.yaml: model.sms is None; expected a valid integer"),
-        ("features", ["wgmma"], "features.0 is 'wgmma'; expected 'mma', 'cp_async', 'bulk_copy', 'cluster' or 'dep"),
-        ("features", "mma", "sm90.yaml: features is 'mma'; expected a valid array"),
+        ("features", ["wgmma"], "sm90.yaml: features.0 is 'wgmma'; expected 'mma_f16', 'mma_bf16', 'mma_tf32', "),
+        ("features", "mma_f16", "sm90.yaml: features is 'mma_f16'; expected a valid array"),
         ("search.colour", ["red"], "sm90.yaml: knob 'colour' is not known; choose from chunks, warps, cluster"),
         ("search.warps", [3], "sm90.yaml: knob warps = 3 is not searched on sm90; choose one of 1, 2, 4, 8, 16, 32"),
         ("search.warps", [[1]], "sm90.yaml: search.warps.0"),

@@ -51,6 +51,13 @@ CUTS_OFF = Case(
     const u32 a = high_halves(as_float(v.word[0]), as_float(v.word[1]));
     store16(out + 16 * t, Vec16{{a, high_halves(as_float(v.word[2]), as_float(v.word[3])), 0u, 0u}});""",
 )
+ROUNDS = Case(
+    "rounds",
+    """const Vec16 v = load16(in + 16 * t);
+    store16(out + 16 * t, Vec16{{round_to_bfloat16(v.word[0]), round_to_bfloat16(v.word[1]),
+        round_to_bfloat16(v.word[2]), round_to_bfloat16(v.word[3])}});""",
+    dtype=DType.FLOAT32,
+)
 CUTS_TO_TF32 = Case(
     "cuts_to_tf32",
     """const float f = as_float(load16(in + 16 * t).word[0]);
@@ -87,7 +94,7 @@ TAKES_POWERS = Case(
     store16(out + 16 * t, Vec16{{a, as_word(once), b, as_word(scale)}});""",
 )
 
-together([*ARITHMETIC, COUNTS_ODD, CUTS_OFF, CUTS_TO_TF32, MULTIPLIES_TF32, TF32_OPERANDS, TAKES_POWERS])
+together([*ARITHMETIC, COUNTS_ODD, CUTS_OFF, ROUNDS, CUTS_TO_TF32, MULTIPLIES_TF32, TF32_OPERANDS, TAKES_POWERS])
 
 
 def arithmetic(name: str, dtype: DType, x: Bits) -> Bits:
@@ -115,6 +122,18 @@ def test_conversions(dtype: DType) -> None:
     assert same(dtype, result[:, 2:4], decode(dtype, parts[:, 4:6]))
     widened = np.ascontiguousarray(result[:, 4:]).view(np.float32)
     assert np.array_equal(widened, decode(dtype, parts[:, 6:]), equal_nan=True)
+
+
+def test_integers_round_to_bfloat16_as_an_instruction_does() -> None:
+    """Above and below each bfloat16 and in the middle between two, with all infinities and NaNs."""
+    high = np.arange(1 << 16, dtype=np.uint32) << 16
+    words = np.concatenate([high | low for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)])
+    with np.errstate(invalid="ignore"):
+        reals = words.view(np.float32).astype(np.float64)
+    result = run(ROUNDS, words)[0]
+    assert (result < 1 << 16).all()
+    assert same(DType.BFLOAT16, result.astype(np.uint16), reals)
+    assert (result[np.isnan(reals)] == 0x7FFF).all()
 
 
 def test_parity_is_that_of_the_bits_of_a_word() -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hadagen.errors import UsageError
-from hadagen.target import arch_of_gpu, check_arch, known_archs
+from hadagen.target import arch_of_gpu, check_arch, generation, known_archs
 
 if TYPE_CHECKING:
     import torch
@@ -27,8 +27,8 @@ class Device:
 
     @property
     def generation(self) -> int:
-        """Ten times the compute capability. A GPU runs the PTX of every generation up to its own."""
-        return int(self.arch[2:])
+        """As of its arch. A GPU runs the PTX of every generation up to its own."""
+        return generation(self.arch)
 
     def is_named(self, gpu: str) -> bool:
         """Whether `gpu` is its name, with or without that of its maker."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hadagen.launch import Param
 from hadagen.layout import Axis, Place, Placement, cta
+from hadagen.problem import DType
 
 if TYPE_CHECKING:
     from hadagen.steps.draft import Draft
@@ -82,15 +83,14 @@ class Step:
         """What the kernel must take for this step, besides what all kernels take."""
         return ()
 
-    @property
-    def features(self) -> frozenset[str]:
-        """The features that the arch must have."""
+    def features(self, dtype: DType, carrier: str) -> frozenset[str]:
+        """The features that the arch must have (`hadagen.arch.Feature`). dtype: of the input; carrier: the form of the
+        values before it."""
         return frozenset()
 
     loads = False  # loads the tile, or makes a request once a tile
     prefetches = False  # brings the input of later tiles to L2, so that only the first come from memory
-    by_chunk = True  # may run chunk by chunk, if it neither loads nor mixes chunks
-    holds_all = False  # leaves all chunks at once; other steps may leave fp32 chunk by chunk
+    holds_all = False  # leaves all chunks at once; the compiler may make other steps leave fp32 chunk by chunk
 
     @property
     def changes_values(self) -> bool:

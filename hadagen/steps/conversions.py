@@ -71,7 +71,9 @@ class Normalize(Step):
 
     says = "find the level of the warp"
     takes = PACKED
-    by_chunk = False
+
+    def features(self, dtype: DType, carrier: str) -> frozenset[str]:
+        return frozenset({"xorsign_bf16x2"})
 
     def faults(self, plan: Draft, at: int) -> Iterator[str]:
         if plan.problem.io.input is not DType.BFLOAT16:
@@ -112,6 +114,9 @@ class Correct(Step):
     says = "correct the scale"
     takes = PACKED
     multiplies = "correction"
+
+    def features(self, dtype: DType, carrier: str) -> frozenset[str]:
+        return frozenset({"bf16x2_fma"} if dtype is DType.BFLOAT16 else ())
 
     def count_roundings(self, so_far: Roundings, carrier: str) -> None:
         so_far.count += _CORRECTION

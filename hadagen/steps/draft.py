@@ -150,6 +150,14 @@ class Draft:
         return any(step.holds_all and form == FP32 for step, form in zip(self.steps, self.carriers[1:], strict=True))
 
     @property
+    def features(self) -> frozenset[str]:
+        """The features that the arch must have."""
+        of_steps = (
+            step.features(self.problem.io.input, form) for step, form in zip(self.steps, self.carriers, strict=False)
+        )
+        return frozenset({"dependent_launch"} if self.starts_early else ()).union(*of_steps)
+
+    @property
     def footprint(self) -> Footprint:
         return Footprint(self)
 

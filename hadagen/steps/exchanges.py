@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hadagen.layout import MMA_MOVES, PAIR, Axis, Place, add, bit, cta, reg, scatter, swaps, warp
+from hadagen.problem import DType
 from hadagen.steps.base import FP32, PACKED, WARP_VECTOR_BYTES, Cost, Step
 
 if TYPE_CHECKING:
@@ -20,7 +21,9 @@ class Transpose(Step):
     says = "transpose back"
     moves = MMA_MOVES
     takes = PACKED
-    features = frozenset({"mma"})
+
+    def features(self, dtype: DType, carrier: str) -> frozenset[str]:
+        return frozenset({"mma_f16"})
 
     def cost(self, plan: Draft, carrier: str) -> Cost:
         return Cost(plan.words(carrier), waits={"mma": 1})
@@ -36,7 +39,6 @@ class Exchange(Step):
     shared_layout: str = "linear"
     turned: bool = False  # applies `MMA_MOVES` first, which an mma after it undoes
 
-    by_chunk = False
     holds_all = True
 
     @property
@@ -49,8 +51,7 @@ class Exchange(Step):
     def takes(self) -> str:
         return self.carrier
 
-    @property
-    def features(self) -> frozenset[str]:
+    def features(self, dtype: DType, carrier: str) -> frozenset[str]:
         return frozenset({"cluster"} if self.crosses_blocks else ())
 
     @property

@@ -18,7 +18,7 @@ class Load(Step):
     """Global memory → registers, in 16-byte vectors, with `stages` tiles in flight. Before a `Gather` it loads to
     shared memory only, where the `Gather` reads."""
 
-    path: str  # plain, no_allocate, cp_async, bulk or multicast
+    path: str  # plain, cp_async, bulk or multicast
     stages: int = 1
     carrier: str = PACKED  # fp32 for float32
 
@@ -30,8 +30,9 @@ class Load(Step):
     def leaves(self) -> str:
         return self.carrier
 
-    @property
-    def features(self) -> frozenset[str]:
+    def features(self, dtype: DType, carrier: str) -> frozenset[str]:
+        if self.multicast:
+            return frozenset({"bulk_copy", "cluster", "multicast_in_place"})
         return frozenset({"bulk_copy"} if self.in_bulk else {"cp_async"} if self.staged else ())
 
     @property
@@ -88,8 +89,10 @@ class Prefetch(_Asks):
     says = "prefetch to L2 what is {mib} MiB ahead"
     template = "loads.cu.j2"
     takes = AS_LOADED
-    features = frozenset({"bulk_copy"})
     prefetches = True
+
+    def features(self, dtype: DType, carrier: str) -> frozenset[str]:
+        return frozenset({"bulk_copy"})
 
     def tiles_ahead(self, plan: Draft) -> int:
         """The distance of the prefetched tile from the loaded one, in tiles. At least 1, as tiles are below 1 MiB."""
@@ -108,7 +111,9 @@ class Trigger(_Asks):
     """Lets the next kernel in the stream start on free SMs. It waits for the end of this one all the same."""
 
     says = "let the next kernel start"
-    features = frozenset({"dependent_launch"})
+
+    def features(self, dtype: DType, carrier: str) -> frozenset[str]:
+        return frozenset({"dependent_launch"})
 
     def faults(self, plan: Draft, at: int) -> Iterator[str]:
         if plan.persistent or at == 0 or self in plan.steps[:at]:
@@ -119,11 +124,8 @@ class Trigger(_Asks):
 class Store(Step):
     """Registers → global memory, each 16-byte vector to its address. Values have the form that `Load` left."""
 
-    path: str  # plain or streaming
-
-    says = "store {path}"
+    says = "store"
     takes = AS_LOADED
-    by_chunk = False
 
     def faults(self, plan: Draft, at: int) -> Iterator[str]:
         if at < len(plan.steps) - 1:

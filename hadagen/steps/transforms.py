@@ -34,6 +34,8 @@ _PART_INSTRUCTIONS = {
     ("tf32", 1): 0,
     ("tf32", 2): 8,
 }
+# Type of an operand of an `Mma` → the feature that it needs.
+_FEATURE_OF = {"float16": "mma_f16", FP16: "mma_f16", "bfloat16": "mma_bf16", "tf32": "mma_tf32"}
 _MMA_OF_TF32 = 2  # two m16n8k8 for one m16n8k16; each takes as long
 _FACTORS = ("", "the first factor of the scale", "the second factor of the scale", "what normalizes the warp")
 
@@ -55,7 +57,6 @@ class Gather(Step):
     over_blocks = True
     takes = FP32
     multiplies = "scale"
-    by_chunk = False
 
     def faults(self, plan: Draft, at: int) -> Iterator[str]:
         yield from self.faults_over_blocks(plan, at)
@@ -93,7 +94,9 @@ class Mma(Step):
     over_blocks: bool = False
     idle: int = 0  # how many of the first `operand_places` keep their bits as they are
 
-    features = frozenset({"mma"})
+    def features(self, dtype: DType, carrier: str) -> frozenset[str]:
+        # What is turned goes through movmatrix, which comes with the first mma.
+        return frozenset({"mma_f16", _FEATURE_OF[dtype.value if self.operand == PACKED else self.operand]})
 
     @property
     def in_parts(self) -> bool:
@@ -200,6 +203,10 @@ class _Sum(Step):
     """Transforms by add and subtract."""
 
     holds_all = True
+
+    def features(self, dtype: DType, carrier: str) -> frozenset[str]:
+        packed = carrier == PACKED and self.leaves != FP32
+        return frozenset({"bf16x2_fma"} if packed and dtype is DType.BFLOAT16 else ())
 
     def count_roundings(self, so_far: Roundings, carrier: str) -> None:
         if carrier == FP32:

@@ -35,6 +35,13 @@ struct alignas(16) Vec16 {
 };
 HADAGEN_INLINE Vec16 zero16() { return Vec16{{0u, 0u, 0u, 0u}}; }
 
+// The bits of an fp32 → those of the nearest bfloat16, of two equally near the even one; NaN → 0x7FFF, as GPUs give it
+// that have an instruction for this.
+HADAGEN_INLINE u32 round_to_bfloat16(u32 single) {
+    const bool is_nan = (single & 0x7FFFFFFFu) > 0x7F800000u;
+    return is_nan ? 0x7FFFu : single + 0x7FFFu + (single >> 16 & 1u) >> 16;
+}
+
 // A operands of `mma`: of m16n8k16, in pairs, and of two m16n8k8, in fp32.
 struct Operand {
     u32 word[4];

@@ -1,5 +1,8 @@
 // Device primitives: the only place where PTX appears.
 // The header of the same name under host/ gives the same functions to a C++ compiler, so one kernel source runs on both.
+//
+// An instruction that an older GPU lacks is replaced there, under `#if __CUDA_ARCH__`, with the same result. Those that
+// nothing replaces are the features of `hadagen/arch.py`: a kernel for a GPU without them does not use their primitives.
 #pragma once
 
 #include "words.cuh"
@@ -19,37 +22,24 @@ HADAGEN_INLINE u32 cluster_rank() {
 }
 
 // ---- global memory -------------------------------------------------------------------------------------------------
-// name: a vector. name_if: the vector where `inside`, zeros where not; the address is computed either way, off the path
-// of the condition.
-#define HADAGEN_LOAD(name, instruction)                                                                                \
-    HADAGEN_INLINE Vec16 name(const void* global) {                                                                    \
-        Vec16 v;                                                                                                       \
-        asm volatile(instruction " {%0,%1,%2,%3}, [%4];"                                                               \
-                     : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])                              \
-                     : "l"(global));                                                                                   \
-        return v;                                                                                                      \
-    }                                                                                                                  \
-    HADAGEN_INLINE Vec16 name##_if(const void* global, bool inside) {                                                  \
-        Vec16 v = zero16();                                                                                            \
-        asm volatile("{.reg .pred p; setp.ne.s32 p, %5, 0; @p " instruction " {%0,%1,%2,%3}, [%4];}"                   \
-                     : "+r"(v.word[0]), "+r"(v.word[1]), "+r"(v.word[2]), "+r"(v.word[3])                              \
-                     : "l"(global), "r"(int(inside)));                                                                 \
-        return v;                                                                                                      \
-    }
-HADAGEN_LOAD(load16, "ld.global.v4.b32")
-// Leaves nothing in L1, which no other thread would read from.
-HADAGEN_LOAD(load16_no_allocate, "ld.global.L1::no_allocate.v4.b32")
-#undef HADAGEN_LOAD
+HADAGEN_INLINE Vec16 load16(const void* global) {
+    Vec16 v;
+    asm volatile("ld.global.v4.b32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
+                 : "l"(global));
+    return v;
+}
+// The vector where `inside`, zeros where not. The address is computed either way, off the path of the condition.
+HADAGEN_INLINE Vec16 load16_if(const void* global, bool inside) {
+    Vec16 v = zero16();
+    asm volatile("{.reg .pred p; setp.ne.s32 p, %5, 0; @p ld.global.v4.b32 {%0,%1,%2,%3}, [%4];}"
+                 : "+r"(v.word[0]), "+r"(v.word[1]), "+r"(v.word[2]), "+r"(v.word[3])
+                 : "l"(global), "r"(int(inside)));
+    return v;
+}
 
 HADAGEN_INLINE void store16(void* global, Vec16 v) {
     asm volatile("st.global.v4.b32 [%0], {%1,%2,%3,%4};" ::"l"(global), "r"(v.word[0]), "r"(v.word[1]),
-                 "r"(v.word[2]), "r"(v.word[3])
-                 : "memory");
-}
-
-// Marks the lines as the first to leave the cache.
-HADAGEN_INLINE void store16_streaming(void* global, Vec16 v) {
-    asm volatile("st.global.cs.v4.b32 [%0], {%1,%2,%3,%4};" ::"l"(global), "r"(v.word[0]), "r"(v.word[1]),
                  "r"(v.word[2]), "r"(v.word[3])
                  : "memory");
 }
@@ -66,6 +56,7 @@ template <class T> HADAGEN_INLINE void store_element(void* global, Vec16 v, int 
 
 // ---- packed pairs --------------------------------------------------------------------------------------------------
 template <class T> HADAGEN_INLINE u32 pack(float low, float high);
+#if __CUDA_ARCH__ >= 800
 template <> HADAGEN_INLINE u32 pack<float16>(float low, float high) {
     u32 d;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
@@ -76,6 +67,18 @@ template <> HADAGEN_INLINE u32 pack<bfloat16>(float low, float high) {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
     return d;
 }
+#else
+template <> HADAGEN_INLINE u32 pack<float16>(float low, float high) {
+    u32 d;
+    asm("{.reg .b16 l, h; cvt.rn.f16.f32 l, %1; cvt.rn.f16.f32 h, %2; mov.b32 %0, {l, h};}"
+        : "=r"(d)
+        : "f"(low), "f"(high));
+    return d;
+}
+template <> HADAGEN_INLINE u32 pack<bfloat16>(float low, float high) {
+    return round_to_bfloat16(__float_as_uint(low)) | round_to_bfloat16(__float_as_uint(high)) << 16;
+}
+#endif
 
 template <class T> HADAGEN_INLINE float low(u32 pair);
 template <class T> HADAGEN_INLINE float high(u32 pair);
@@ -110,7 +113,16 @@ HADAGEN_INLINE float below_tf32(float f) { return __fmul_rz(f - cut_to_tf32(f), 
 template <class T> HADAGEN_INLINE u32 add(u32 a, u32 b);
 template <class T> HADAGEN_INLINE u32 sub(u32 a, u32 b);
 template <class T> HADAGEN_INLINE u32 fma(u32 a, u32 b, u32 c);
-#define HADAGEN_PACKED(T, suffix)                                                                                      \
+#define HADAGEN_FMA(T, suffix)                                                                                         \
+    template <> HADAGEN_INLINE u32 fma<T>(u32 a, u32 b, u32 c) {                                                       \
+        u32 d;                                                                                                         \
+        asm("fma.rn." suffix " %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));                                   \
+        return d;                                                                                                      \
+    }
+HADAGEN_FMA(float16, "f16x2")
+HADAGEN_FMA(bfloat16, "bf16x2")
+#undef HADAGEN_FMA
+#define HADAGEN_SUMS(T, suffix)                                                                                        \
     template <> HADAGEN_INLINE u32 add<T>(u32 a, u32 b) {                                                              \
         u32 d;                                                                                                         \
         asm("add.rn." suffix " %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));                                               \
@@ -120,15 +132,15 @@ template <class T> HADAGEN_INLINE u32 fma(u32 a, u32 b, u32 c);
         u32 d;                                                                                                         \
         asm("sub.rn." suffix " %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));                                               \
         return d;                                                                                                      \
-    }                                                                                                                  \
-    template <> HADAGEN_INLINE u32 fma<T>(u32 a, u32 b, u32 c) {                                                       \
-        u32 d;                                                                                                         \
-        asm("fma.rn." suffix " %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));                                   \
-        return d;                                                                                                      \
     }
-HADAGEN_PACKED(float16, "f16x2")
-HADAGEN_PACKED(bfloat16, "bf16x2")
-#undef HADAGEN_PACKED
+HADAGEN_SUMS(float16, "f16x2")
+#if __CUDA_ARCH__ >= 900
+HADAGEN_SUMS(bfloat16, "bf16x2")
+#else  // a product with ±1 is exact, so the sum is rounded once too
+template <> HADAGEN_INLINE u32 add<bfloat16>(u32 a, u32 b) { return fma<bfloat16>(a, bfloat16::one, b); }
+template <> HADAGEN_INLINE u32 sub<bfloat16>(u32 a, u32 b) { return fma<bfloat16>(b, bfloat16::one | 0x80008000u, a); }
+#endif
+#undef HADAGEN_SUMS
 
 // The larger of two bfloat16 without their signs, in both halves; the sign of the result means nothing.
 HADAGEN_INLINE u32 larger_of_bfloat16(u32 a, u32 b) {
@@ -146,7 +158,15 @@ HADAGEN_INLINE float butterfly_lane(float value, float other, bool lane_bit) {
 }
 
 // The largest in any lane.
-HADAGEN_INLINE u32 largest_in_warp(u32 value) { return __reduce_max_sync(0xFFFFFFFFu, value); }
+HADAGEN_INLINE u32 largest_in_warp(u32 value) {
+#if __CUDA_ARCH__ >= 800
+    return __reduce_max_sync(0xFFFFFFFFu, value);
+#else
+#pragma unroll
+    for (int lanes = 1; lanes < 32; lanes *= 2) value = max(value, shuffle_xor(value, lanes));
+    return value;
+#endif
+}
 
 // Transposes an 8×8 matrix of 16-bit elements (movmatrix): swaps pair with lane2, lane0 with lane3, lane1 with lane4.
 HADAGEN_INLINE u32 transpose(u32 pair) {
@@ -206,7 +226,18 @@ template <class T> HADAGEN_INLINE void mma(float (&d)[4], const Operand& a, u32 
                      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                                  \
                      : "r"(a.word[0]), "r"(a.word[1]), "r"(a.word[2]), "r"(a.word[3]), "r"(b0), "r"(b1));              \
     }
+#if __CUDA_ARCH__ >= 800
 HADAGEN_MMA(float16, "f16")
+#else  // two mma.m16n8k8, each with half of the columns of a and of the rows of b
+template <> HADAGEN_INLINE void mma<float16>(float (&d)[4], const Operand& a, u32 b0, u32 b1) {
+    const u32 b[2] = {b0, b1};
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+        asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+                     : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                     : "r"(a.word[2 * i]), "r"(a.word[2 * i + 1]), "r"(b[i]));
+}
+#endif
 HADAGEN_MMA(bfloat16, "bf16")
 #undef HADAGEN_MMA
 
@@ -233,9 +264,15 @@ HADAGEN_INLINE void mma(float (&d)[4], const WideOperand& a, float b0, float b1,
 // d += a · b of an `Operand` with packed accumulators, rounded to 16 bits: d = {row lane/4, row lane/4 + 8}.
 template <class T> HADAGEN_INLINE void mma(u32 (&d)[2], const Operand& a, u32 b0, u32 b1);
 template <> HADAGEN_INLINE void mma<float16>(u32 (&d)[2], const Operand& a, u32 b0, u32 b1) {
+#if __CUDA_ARCH__ >= 800
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 {%0,%1}, {%2,%3,%4,%5}, {%6,%7}, {%0,%1};"
         : "+r"(d[0]), "+r"(d[1])
         : "r"(a.word[0]), "r"(a.word[1]), "r"(a.word[2]), "r"(a.word[3]), "r"(b0), "r"(b1));
+#else  // summed in fp32, because sums in 16 bits would be rounded between the two
+    float wide[4] = {low<float16>(d[0]), high<float16>(d[0]), low<float16>(d[1]), high<float16>(d[1])};
+    mma<float16>(wide, a, b0, b1);
+    d[0] = pack<float16>(wide[0], wide[1]), d[1] = pack<float16>(wide[2], wide[3]);
+#endif
 }
 
 // Waits until the kernels before this one in the stream have ended and their stores can be read: where the launch lets this

@@ -1,0 +1,186 @@
+"""Every arch: its kernels compile for it and are right in the emulator, and it has exactly the features that its file
+says."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+
+from hadagen import nvrtc
+from hadagen.arch import Arch, load_arch
+from hadagen.codegen import render
+from hadagen.emulator import HostModule, compile_host, verify
+from hadagen.errors import ToolchainError
+from hadagen.knobs import KNOB_VALUES
+from hadagen.nvrtc import CompileError, Nvrtc
+from hadagen.plan import Plan
+from hadagen.problem import DType, Numerics, Problem, Rows
+from hadagen.space import Space, build_plan
+from hadagen.target import generation, known_archs
+from hadagen.toolchain import device_headers
+
+HOPPER = load_arch("sm90")  # which has all features
+F16, BF16, F32 = DType
+ACCURATE, FAST = Numerics.ACCURATE, Numerics.FAST
+WIDE = {"butterfly_carrier": "fp32", "exchange_carrier": "fp32"}
+FAR = {"chunks": 2, "warps": 8, "far_bits": "lanes", "far_lanes": "mma"}
+LOOPS = {"grid": "persistent", "stages": 2}
+WHOLE = {"chunks": 2, "cluster": 2, "block_bits": "load", **WIDE}
+# Short rows that have, together, every structure of a kernel. Where an arch lacks what is wanted, the nearest is taken.
+SPREAD = [
+    (Problem.of(2, F32), {"store": "streaming"}),
+    (Problem.of(16, F16, FAST), {"low_bits": "mma_shuffle", "accumulator": "packed", **LOOPS}),
+    (Problem.of(8, BF16, rows=Rows.PITCHED), {}),
+    (Problem.of(256, F16, FAST), {"accumulator": "packed", "load": "cp_async", **LOOPS}),
+    (Problem.of(256, BF16, FAST), {"load": "bulk", **LOOPS}),
+    (Problem.of(256, BF16), {"mma_carrier": "split", "load": "no_allocate", "ahead": 4}),
+    (Problem.of(256, F32), {"mma_carrier": "tf32"}),
+    (Problem.of(256, F32, rows=Rows.PITCHED), {"mma_carrier": "split"}),
+    (Problem.of(512, F16, FAST), {"chunks": 2, "order": "by_chunk"}),
+    (Problem.of(512, BF16, FAST), {"chunks": 2, "warps": 2, "mma_carrier": "tf32"}),
+    (Problem.of(1024, BF16), {"chunks": 2, "cluster": 2, "mma_carrier": "fp16"}),
+    (Problem.of(4096, F16, FAST), {**FAR, "accumulator": "packed"}),
+    (Problem.of(4096, BF16), {**FAR, **WIDE, "mma_carrier": "tf32"}),
+    (Problem.of(4096, F16, FAST), {**FAR, **WIDE}),
+    (Problem.of(1024, F16), {"chunks": 2, "cluster": 2, **WIDE, "low_bits": "mma_shuffle", "exchange_rounds": 2}),
+    (Problem.of(1024, F16), {**WHOLE, "mma_carrier": "split", "load": "multicast", "trigger": "load"}),
+    (Problem.of(1024, BF16, FAST), {**WHOLE, "low_bits": "mma_shuffle"}),
+    (Problem.of(1024, F32), {**WHOLE, "low_bits": "shuffle", "load": "multicast"}),
+    (Problem.of(1024, F32), {"chunks": 2, "warps": 2, "far_bits": "lanes", "low_bits": "shuffle", "shuffles": "half"}),
+    (Problem.of(2048, BF16), {"chunks": 4, "warps": 2, **WIDE, "low_bits": "shuffle", "order": "by_group"}),
+]
+
+
+# Feature → statements that need it, and leave their result in `used`.
+NEEDING = {
+    "mma_f16": "float d[4] = {}; mma<float16>(d, hadamard16(1u), t, t); used = as_word(d[0]) + transpose(t);",
+    "mma_bf16": "float d[4] = {}; mma<bfloat16>(d, hadamard16(1u), t, t); used = as_word(d[0]);",
+    "mma_tf32": "float d[4] = {}, f = as_float(t); mma(d, hadamard16_tf32(1u), f, f, f, f); used = as_word(d[0]);",
+    "bf16x2_fma": "used = add<bfloat16>(t, used) ^ sub<bfloat16>(t, used) ^ fma<bfloat16>(t, used, t);",
+    "xorsign_bf16x2": "used = larger_of_bfloat16(t, used);",
+    "cp_async": "cp_async16(shared, x); cp_async_commit(); cp_async_wait<0>();",
+    "bulk_copy": "bulk_copy(shared, x, 16u, barrier); barrier_wait(barrier, 0); bulk_prefetch(x, 16u);",
+    "cluster": "cluster_arrive(); cluster_wait(); remote_shared_store16(shared, cluster_rank(), zero16(), barrier);",
+    "dependent_launch": "grid_dependency_sync(); trigger_dependents();",
+    # Replaced where the instruction is lacking.
+    "": "used = largest_in_warp(t) ^ pack<float16>(as_float(t), 1.0f) ^ pack<bfloat16>(as_float(t), 1.0f);",
+}
+NO_INSTRUCTION = {"multicast_in_place"}
+
+
+def plans_on(arch: Arch) -> list[Plan]:
+    """The spread."""
+    first = {name: values[0] for name, values in KNOB_VALUES.items()}
+    return [build_plan(p, next(Space(p, arch).nearest(first | wanted)), arch) for p, wanted in SPREAD]
+
+
+def kernel_with(*features: str) -> str:
+    """A kernel that needs these features."""
+    body = "".join(f"{{ {NEEDING[feature]} }}" for feature in features)
+    return f"""#include "hadagen.cuh"
+using namespace hadagen;
+extern "C" __global__ void kernel(const void* x, u32* y) {{
+    HADAGEN_SHARED(shared);
+    u64* const barrier = reinterpret_cast<u64*>(shared + 128);
+    const u32 t = thread_index();
+    u32 used = t;
+    {body}
+    *y = used;
+}}"""
+
+
+def compiles(library: Nvrtc, arch: Arch, text: str) -> None:
+    """Raises `CompileError` if it does not."""
+    library.compile(text, "kernel.cu", arch.nvcc_arch, ["-std=c++17"], device_headers())
+
+
+@cache
+def libraries() -> dict[str, Nvrtc]:
+    """Each release of NVRTC that is installed."""
+    found: dict[str, Nvrtc] = {}
+    for path in nvrtc._candidates():
+        with suppress(ToolchainError):
+            library = Nvrtc.at(path)
+            found.setdefault(library.release, library)
+    return found
+
+
+def each_target() -> Iterator[Any]:
+    """Each arch with each library that compiles for it."""
+    if not libraries():
+        yield pytest.param(None, "", marks=pytest.mark.skip("no NVRTC is installed; pip install nvidia-cuda-nvrtc"))
+    for name in known_archs():
+        for release, library in libraries().items():
+            if generation(name) in library.archs:
+                yield pytest.param(library, name, id=f"{name}-{release}")
+
+
+targets = pytest.mark.parametrize(("library", "name"), list(each_target()))
+
+
+@targets
+def test_every_structure_of_a_kernel_compiles(library: Nvrtc, name: str) -> None:
+    plans = plans_on(arch := load_arch(name))
+    compiles(library, arch, "\n".join(render(plan).text for plan in plans))
+
+
+@targets
+def test_an_arch_has_the_features_whose_primitives_compile(library: Nvrtc, name: str) -> None:
+    arch = load_arch(name)
+    has = arch.features - NO_INSTRUCTION
+    compiles(library, arch, kernel_with("", *sorted(has)))
+    for lacking in NEEDING.keys() - has - {""}:
+        with pytest.raises(CompileError, match="requires"):
+            compiles(library, arch, kernel_with(lacking))
+
+
+@pytest.mark.parametrize(
+    ("name", "too_much"),
+    [("sm75", "cp_async"), ("sm75", "mma_bf16"), ("sm80", "bulk_copy"), ("sm89", "dependent_launch")],
+)
+def test_a_plan_for_a_feature_too_many_does_not_compile(name: str, too_much: str) -> None:
+    arch = load_arch(name)
+    wrong = replace(arch, features=arch.features | {too_much})
+    plan = next(plan for plan in plans_on(wrong) if too_much in plan.features)
+    for library in libraries().values():
+        with pytest.raises(CompileError):
+            compiles(library, arch, render(plan).text)
+
+
+def test_the_spread_needs_every_feature_and_calls_every_primitive() -> None:
+    plans = plans_on(HOPPER)
+    assert frozenset().union(*(plan.features for plan in plans)) == HOPPER.features
+    definition = re.compile(r"(HADAGEN_INLINE [\w ]+? |HADAGEN_(?:LOAD|BARRIER_WAIT)\()(\w+)")
+    headers = device_headers()
+    primitives = headers["primitives.cuh"]
+    calls = [definition.sub(r"\1", primitives), headers["hadagen.cuh"], *(render(plan).text for plan in plans)]
+    defined = {name for _, name in definition.findall(primitives)}
+    assert len(defined) > 50
+    assert not defined - set(re.findall(r"\w+", "\n".join(calls)))
+
+
+@pytest.mark.parametrize("lacking", [*sorted(HOPPER.features), "all"])
+def test_an_arch_without_a_feature_has_no_plan_that_needs_it(lacking: str) -> None:
+    bare = replace(HOPPER, features=frozenset() if lacking == "all" else HOPPER.features - {lacking})
+    for plan in plans_on(bare):
+        assert plan.features <= bare.features
+        assert plan.starts_early == ("dependent_launch" in bare.features)
+
+
+@cache
+def emulated() -> HostModule:
+    """All spreads."""
+    return compile_host([render(plan) for name in known_archs() for plan in plans_on(load_arch(name))])
+
+
+@pytest.mark.parametrize("name", known_archs())
+def test_every_structure_of_a_kernel_is_right(name: str) -> None:
+    for plan in plans_on(load_arch(name)):
+        errors = verify(plan.problem, render(plan), module=emulated())
+        assert max(errors.values()) <= plan.problem.error_bound, (plan.problem.key, plan.describe())
