@@ -34,7 +34,7 @@ PIP := $(PY) -m pip --disable-pip-version-check
 TYPED := build/typecheck
 
 .DEFAULT_GOAL := help
-.PHONY: help setup tune test nvrtc-test gpu-test lint typecheck format docs wheel clean
+.PHONY: help setup tune test nvrtc-test gpu-test lint typecheck archs format docs wheel clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' $(firstword $(MAKEFILE_LIST)) | expand -t 12
@@ -80,6 +80,9 @@ typecheck: $(TO_LINT) ## check types only
 	@rm -rf $(TYPED) && mkdir -p $(TYPED)/hadagen
 	@ln -s $(CURDIR)/hadagen/* $(CURDIR)/cli $(CURDIR)/templates $(CURDIR)/tuning_db $(TYPED)/hadagen
 	cd $(TYPED) && $(PY) -m mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache -p hadagen
+
+archs: $(VENV)/has-tune ## write what programs without YAML read of the archs
+	$(PY) -c 'from hadagen.arch import write_archs; write_archs()'
 
 format: $(TO_FORMAT) ## rewrite the Python files in the house style
 	$(PY) -m ruff check --fix

@@ -6,10 +6,9 @@ import platform
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from importlib.metadata import version
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -100,12 +99,6 @@ def _torch() -> str:
     return f"{torch.__version__}, {built}"
 
 
-def _bindings() -> str:
-    from cuda.bindings import driver  # noqa: F401  whether it can be imported is the question
-
-    return version("cuda-bindings")
-
-
 def _gpu() -> str:
     from hadagen.driver import bindings, check
     from hadagen.measure import device_environment
@@ -135,11 +128,33 @@ def _kernels() -> str:
             found = Counter(match_of(entry, device) for bundle in asked for entry in bundle.all_entries())
             best = next((quality for quality in Match if found[quality]), Match.GENERIC)
             if best is not Match.GENERIC:
-                return f"{found[best]} winners match this GPU as {best.value}"
+                says = f"{found[best]} winners match this GPU as {best.value}"
+                _check_driver(says, [bundle for bundle in asked if bundle.arch == device.arch])
+                return says
         raise DeviceError(
             f"no bundle has kernels for this GPU, so PyTorch computes the transform; {how_to_get_kernels(device.arch)}"
         )
     raise DeviceError("PyTorch computes the transform itself on GPUs of another maker than NVIDIA")
+
+
+def _check_driver(says: str, asked: Sequence[Bundle]) -> None:
+    """Raises `DeviceError` if the driver is too old for the cubins of these bundles."""
+    from hadagen.driver import bindings, check
+
+    cuda, needed = check(bindings().cuDriverGetVersion()) // 1000, max(map(_cuda_of, asked), default=0)
+    if cuda < needed:
+        raise DeviceError(
+            f"{says}, but need a driver of CUDA {needed}, and this one is of CUDA {cuda}; update the NVIDIA driver"
+        )
+
+
+def _cuda_of(bundle: Bundle) -> int:
+    """The newest CUDA that assembled cubins of a bundle, such as 13; 0 if they do not say. Of cubins of one compiler,
+    the first is read."""
+    from hadagen.cubin import cuda_release
+
+    kernels = {entry.nvcc: entry.kernel for entry in bundle.all_entries()}
+    return max((cuda_release(bundle.kernel(digest).cubin) or 0 for digest in kernels.values()), default=0)
 
 
 def _extra() -> str:
@@ -200,7 +215,6 @@ def _cache() -> str:
 CHECKS: dict[str, Callable[[], str]] = {
     "python": _python,
     "torch": _torch,
-    "cuda-bindings": _bindings,
     "gpu": _gpu,
     "kernels": _kernels,
     "tune extra": _extra,
@@ -229,9 +243,13 @@ def _bundles() -> list[Check]:
 
 
 def _verified(bundle: Bundle) -> str:
+    from hadagen.cubin import OLDEST_DRIVERS
+
     bundle.verify()
     gpus = ", ".join(gpu or "estimated" for gpu in bundle.gpus())
-    return f"{bundle.path}: {bundle.arch}, {len(bundle.problems())} problems, {gpus}"
+    oldest = OLDEST_DRIVERS.get(_cuda_of(bundle))
+    driver = f"; its cubins load from driver {oldest} on" if oldest else ""
+    return f"{bundle.path}: {bundle.arch}, {len(bundle.problems())} problems, {gpus}{driver}"
 
 
 def _abilities(sound: set[str]) -> dict[str, str]:

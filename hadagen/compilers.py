@@ -87,6 +87,21 @@ class NvrtcProgram:
         return run([*program, f"-arch={arch}", *self.flags], self.hint, folder, stopped)
 
 
+class NvrtcHere(NvrtcProgram):
+    """NVRTC in this process, which is faster for a single source."""
+
+    def compile(self, stem: str, arch: str, folder: Path, stopped: Event) -> Finished:
+        headers = {path.name: path.read_text(encoding="utf-8") for path in folder.glob("*.cuh")}
+        text = (folder / f"{stem}.cu").read_text(encoding="utf-8")
+        try:
+            made = self.library.compile(text, f"{stem}.cu", arch, self.flags, headers)
+        except nvrtc.CompileError as error:
+            return Finished(1, error.log)
+        (folder / f"{stem}.ptx").write_bytes(made.ptx)
+        (folder / f"{stem}.cubin").write_bytes(made.cubin)
+        return Finished(0, made.log)
+
+
 @dataclass(frozen=True)
 class Nvcc:
     """An nvcc that runs. `version`: the output of `nvcc --version`."""

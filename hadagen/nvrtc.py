@@ -126,6 +126,15 @@ class Nvrtc:
         return Compiled(ptx, cubin, log)
 
 
+def stamp() -> str:
+    """What tells the library that `Nvrtc.find` would load from others, without loading it: path, size and time."""
+    for path in [os.environ.get("HADAGEN_NVRTC") or "", *_candidates()]:
+        if path and os.path.exists(path):
+            real = os.path.realpath(path)
+            return f"{real} {os.stat(real).st_size} {os.stat(real).st_mtime_ns}"
+    return f"{_SONAMES}"  # one that only the system's loader finds
+
+
 def _candidates() -> Iterator[str]:
     """Paths where the library may be, best first."""
     if _MAPS.exists():  # PyTorch loads it with its own first compilation

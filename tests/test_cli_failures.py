@@ -224,7 +224,7 @@ RAISED: list[tuple[Exception, str, int]] = [
     (OSError(errno.EROFS, "Read-only file system", "/data/x"), "/data/x: Read-only file system; name a place", 1),
     (OSError(errno.EIO, "Input/output error"), "Input/output error; check the path", 1),
     (ModuleNotFoundError(name="optuna"), "optuna is not installed; install it with: pip install 'hadagen[tune]'", 1),
-    (ModuleNotFoundError(name="cuda.bindings"), "cuda is not installed; install it with: pip install 'cuda-bind", 1),
+    (ModuleNotFoundError(name="torch.cuda"), "torch is not installed; install it with: pip install 'torch'", 1),
     (DeviceError("the GPU fell off the bus; restart it"), "the GPU fell off the bus; restart it", 1),
     (ZeroDivisionError("division by\nzero"), "ZeroDivisionError: division by zero; this is a bug of hadagen", 1),
 ]
