@@ -57,19 +57,19 @@ SPREAD = [
 ]
 
 
-# Feature → statements that need it, and leave their result in `used`.
+# Feature → statements that need it; `used` keeps what they compute, or the compiler would leave them out.
 NEEDING = {
-    "mma_f16": "float d[4] = {}; mma<float16>(d, hadamard16(1u), t, t); used = as_word(d[0]) + transpose(t);",
-    "mma_bf16": "float d[4] = {}; mma<bfloat16>(d, hadamard16(1u), t, t); used = as_word(d[0]);",
-    "mma_tf32": "float d[4] = {}, f = as_float(t); mma(d, hadamard16_tf32(1u), f, f, f, f); used = as_word(d[0]);",
-    "bf16x2_fma": "used = add<bfloat16>(t, used) ^ sub<bfloat16>(t, used) ^ fma<bfloat16>(t, used, t);",
-    "xorsign_bf16x2": "used = larger_of_bfloat16(t, used);",
+    "mma_f16": "float d[4] = {}; mma<float16>(d, hadamard16(1u), t, t); used += as_word(d[0]) + transpose(t);",
+    "mma_bf16": "float d[4] = {}; mma<bfloat16>(d, hadamard16(1u), t, t); used += as_word(d[0]);",
+    "mma_tf32": "float d[4] = {}, f = as_float(t); mma(d, hadamard16_tf32(1u), f, f, f, f); used += as_word(d[0]);",
+    "bf16x2_fma": "used += add<bfloat16>(t, used) ^ sub<bfloat16>(t, used) ^ fma<bfloat16>(t, used, t);",
+    "xorsign_bf16x2": "used += larger_of_bfloat16(t, used);",
     "cp_async": "cp_async16(shared, x); cp_async_commit(); cp_async_wait<0>();",
     "bulk_copy": "bulk_copy(shared, x, 16u, barrier); barrier_wait(barrier, 0); bulk_prefetch(x, 16u);",
     "cluster": "cluster_arrive(); cluster_wait(); remote_shared_store16(shared, cluster_rank(), zero16(), barrier);",
     "dependent_launch": "grid_dependency_sync(); trigger_dependents();",
     # Replaced where the instruction is lacking.
-    "": "used = largest_in_warp(t) ^ pack<float16>(as_float(t), 1.0f) ^ pack<bfloat16>(as_float(t), 1.0f);",
+    "": "used += largest_in_warp(t) ^ pack<float16>(as_float(t), 1.0f) ^ pack<bfloat16>(as_float(t), 1.0f);",
 }
 NO_INSTRUCTION = {"multicast_in_place"}
 
