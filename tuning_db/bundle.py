@@ -99,7 +99,8 @@ class BundleEntry:
     `portable`: whether it is the second of its cell, for GPUs that do not hold the clusters of the first.
 
     Times are microseconds for one launch, None where not measured. `cache` says which of them decided.
-    `errors` is the relative error ‖out − ref‖ / ‖ref‖ against float64, by class of input.
+    `errors` is the relative error ‖out − ref‖ / ‖ref‖ against float64, by class of input; an estimate of a kernel that
+    never ran has none.
     """
 
     problem: Problem
@@ -138,9 +139,9 @@ class BundleEntry:
         return self.copy_us / self.us
 
     @property
-    def relative_error(self) -> float:
-        """The largest of `errors`."""
-        return max(self.errors.values())
+    def relative_error(self) -> float | None:
+        """The largest of `errors`; None if there are none."""
+        return max(self.errors.values(), default=None)
 
     def _decisive(self, hot: float | None, cold: float | None) -> float:
         time = hot if self.cache is Cache.HOT else cold
@@ -351,7 +352,9 @@ class _Content:
         check_knobs(knobs)
         if without_code and kernel.digest != recipe_digest(problem, knobs, kernel.launch):
             raise ValueError(f"{problem.key} has a kernel without code that is not of its recipe")
-        if not errors or not all(type(error) in (int, float) and 0 <= error <= 1e9 for error in errors.values()):
+        provenance = Provenance(row["provenance"])
+        known = bool(errors) or provenance is Provenance.ESTIMATED
+        if not known or not all(type(error) in (int, float) and 0 <= error <= 1e9 for error in errors.values()):
             raise ValueError(f"{row['errors']!r:.40} are no errors")
         return {
             "problem": problem,
@@ -361,7 +364,7 @@ class _Content:
             "launch": kernel.launch,
             "knobs": knobs,
             "errors": errors,
-            "provenance": Provenance(row["provenance"]),
+            "provenance": provenance,
             "date": _text(row["date"]),
             "nvcc": kernel.nvcc,
         }

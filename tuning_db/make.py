@@ -38,7 +38,7 @@ def check_keeps_winners(path: Path, store: Store, arch: str, known: Iterable[tup
 
     known: problems and GPUs of which it has such trials, or will have before the bundle is replaced.
     """
-    lost = _measured_in(path)
+    lost = measured_in(path)
     for place in known:
         lost.pop(place, None)
     for trial in store.trials(arch=arch, blobs=False) if lost else ():
@@ -53,7 +53,7 @@ def check_keeps_winners(path: Path, store: Store, arch: str, known: Iterable[tup
         )
 
 
-def _measured_in(path: Path) -> dict[tuple[Problem, str], set[str]]:
+def measured_in(path: Path) -> dict[tuple[Problem, str], set[str]]:
     """The digests of the measured winners of a bundle, if it is there, by problem and GPU."""
     found: dict[tuple[Problem, str], set[str]] = defaultdict(set)
     try:

@@ -3,7 +3,8 @@
 A *cell* is here a `WinnerCell`, where a kernel is wanted: a problem on a GPU, in place or out of place, at a number of
 elements, hot or cold.
 
-Only a trial that is ok, has a kernel and keeps the problem's error bound for every class of input can win a cell. If
+Only a trial that is ok, has a kernel and keeps the problem's error bound for every class of input can win a cell. An
+estimate may lack errors: then a call compares its kernel with PyTorch first. If
 the data fits in half of L2, the hot time decides, otherwise the cold time. The other time counts a little too, if any
 trial has it: kernels whose cold times tie because memory is the limit may differ by half when the data happens to be
 hot.
@@ -69,11 +70,12 @@ class RankedTrial:
 
 
 def may_win(trial: Trial) -> bool:
-    """Whether the trial is ok, compiled, and verified within its problem's error bound on every class of input."""
+    """Whether the trial is ok, has a kernel, and was verified within its problem's error bound on every class of input.
+    An estimate may have no errors, if no kernel ran."""
     return (
         trial.outcome is Outcome.OK
         and trial.kernel is not None
-        and bool(trial.errors)
+        and bool(trial.errors or trial.provenance is Provenance.ESTIMATED)
         and all(error <= trial.problem.error_bound for error in trial.errors.values())
     )
 

@@ -154,8 +154,8 @@ class EstimateRunner:
             worst = max(errors, key=errors.__getitem__)
             bound = variant.problem.error_bound
             if errors[worst] <= bound:
-                registers = None if kernel is None else kernel.registers
-                trial = replace(trial, timings=tuple(self._timings(plan, registers)))
+                estimate = Estimate(plan, self._arch, None if kernel is None else kernel.registers)
+                trial = replace(trial, timings=timings(estimate, variant.problem, self._arch))
             else:
                 found, allowed = told_apart(errors[worst], bound)
                 detail = f"relative error {found} for {worst} inputs is above {allowed}"
@@ -163,11 +163,11 @@ class EstimateRunner:
         self._patience.worked()
         return replace(trial, seconds=time.monotonic() - started)
 
-    def _timings(self, plan: Plan, registers: int | None) -> Iterator[Timing]:
-        estimate = Estimate(plan, self._arch, registers)
-        for cell in all_cells(plan.problem, self._arch.model.l2_bytes):
-            us = estimate.us(*cell)
-            yield Timing(*cell, us, us, us, copy_us(self._arch, *cell.traffic(plan.problem)))
+
+def timings(estimate: Estimate, problem: Problem, arch: Arch) -> tuple[Timing, ...]:
+    """The estimated time of a kernel of a problem in each cell that a device of the arch has, beside that of a copy."""
+    times = ((cell, estimate.us(*cell)) for cell in all_cells(problem, arch.model.l2_bytes))
+    return tuple(Timing(*cell, us, us, us, copy_us(arch, *cell.traffic(problem))) for cell, us in times)
 
 
 def _verify(problem: Problem, source: Source, module: HostModule) -> dict[str, float]:
