@@ -58,11 +58,13 @@ def best(arch: str | None, problem: Problem, rows: int, inplace: bool, device: s
         + (", starts early" if launch.starts_early else "")
     )
     say(f"time      {_time(config)}")
-    say(f"error     {config.relative_error:.2g}, against float64")
-    where = ", ".join(
-        filter(None, (source["gpu"], source["driver"] and f"driver {source['driver']}", f"compiler {source['nvcc']}"))
-    )
-    say(f"{source['kind']:<9} {where}, {source['date']}")
+    unknown = config.relative_error is None
+    say("error     not measured" if unknown else f"error     {config.relative_error:.2g}, against float64")
+    known = {"driver": source["driver"], "compiler": source["nvcc"]}
+    facts = [source["gpu"], *(f"{name} {value}" for name, value in known.items() if value), source["date"]]
+    if not source["nvcc"]:
+        facts.insert(0, "compiled where it is called")
+    say(f"{source['kind']:<9} {', '.join(filter(None, facts))}")
 
 
 def _why_not_measured(config: BestConfig) -> str:

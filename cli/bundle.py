@@ -1,4 +1,4 @@
-"""`hadagen bundle`: list, make, check, show, merge and export bundles."""
+"""`hadagen bundle`: list, make, estimate, check, show, merge and export bundles."""
 
 from __future__ import annotations
 
@@ -67,6 +67,25 @@ def make(db: str | None, arch: str, loss: float, path: Path | None) -> None:
 
 
 @bundle.command()
+@options.arch
+@click.argument("source", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path))
+def estimate(arch: str, source: Path, out: Path) -> None:
+    """Write winners for an arch of which no GPU was measured.
+
+    The cost model chooses them among the kernels that won in the bundle at
+    SOURCE, on another arch. They have no code: each is compiled where it is
+    called. hadagen tune replaces them with measured ones.
+    """
+    from hadagen.arch import load_arch
+    from hadagen.tuner.transfer import estimate_bundle
+    from hadagen.tuning_db.bundle import Bundle
+
+    selection = estimate_bundle(Bundle.open(source), load_arch(arch), out)
+    say(f"{out}: {count_of(selection)}, {out.stat().st_size / 1e6:.1f} MB")
+
+
+@bundle.command()
 @click.argument("paths", type=click.Path(path_type=Path), nargs=-1)
 @options.as_json
 def verify(paths: tuple[Path, ...], as_json: bool) -> None:
@@ -114,9 +133,10 @@ def show(paths: tuple[Path, ...], every: bool, as_json: bool) -> None:
 
 def _print_winners(entries: Iterable[BundleEntry]) -> None:
     print_table(
-        (*PROBLEM_HEADERS, "destination", "elements", "us", "of copy", "error", "kernel", "knobs"),
+        ("GPU", *PROBLEM_HEADERS, "destination", "elements", "us", "of copy", "error", "kernel", "knobs"),
         (
             (
+                entry.gpu or "estimated",
                 *problem_cells(entry.problem),
                 entry.destination.value,
                 entry.elements,
@@ -146,7 +166,7 @@ def _print_groups(entries: Iterable[BundleEntry]) -> None:
                 len(group),
                 len({entry.kernel for entry in group}),
                 geometric_mean(entry.fraction_of_copy for entry in group),
-                max(entry.relative_error for entry in group),
+                max((error for entry in group if (error := entry.relative_error) is not None), default=None),
             )
             for key, group in sorted(groups.items())
         ),

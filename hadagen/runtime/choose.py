@@ -145,7 +145,7 @@ class BestConfig:
     """The kernel that a call runs for a problem on a device, and what is known about it.
 
     `kernel`: its digest.
-    `relative_error`: the largest ‖out − ref‖ / ‖ref‖ against float64 that was measured.
+    `relative_error`: the largest ‖out − ref‖ / ‖ref‖ against float64 that was measured; None if the kernel never ran.
     `us`, `copy_us`: microseconds of one launch, and of a plain copy of the same bytes; None unless measured on a GPU
         of this name, at an element count (rows · n) within a factor of two.
     `provenance`: "kind" (measured or estimated), "arch", "gpu", "driver", "nvcc", "date" (UTC), "elements" where the
