@@ -11,6 +11,7 @@ from hadagen.cli.output import print_json, say, short_knobs
 from hadagen.errors import UsageError
 from hadagen.problem import Problem
 from hadagen.runtime.device import how_to_get_kernels
+from hadagen.target import nearest_arch
 
 if TYPE_CHECKING:
     from hadagen.runtime.choose import BestConfig
@@ -42,7 +43,7 @@ def best(arch: str | None, problem: Problem, rows: int, inplace: bool, device: s
         return
     say(f"{problem.key}, {rows} rows, {config.destination.value} on {config.device.gpu or config.device.arch}")
     if config.launch is None or config.knobs is None or config.provenance is None:
-        say(f"no kernel, PyTorch computes it; {how_to_get_kernels(config.device.arch)}")
+        say(f"no kernel, PyTorch computes it; {_why_none(config)}")
         return
     if config.us is None:
         say(f"estimated: {_why_not_measured(config)}")
@@ -65,6 +66,18 @@ def best(arch: str | None, problem: Problem, rows: int, inplace: bool, device: s
     if not source["nvcc"]:
         facts.insert(0, "compiled where it is called")
     say(f"{source['kind']:<9} {', '.join(filter(None, facts))}")
+
+
+def _why_none(config: BestConfig) -> str:
+    """Why there is no kernel, or how to get one."""
+    from hadagen.arch import load_arch
+    from hadagen.knobs import Knobs
+    from hadagen.space import Space
+
+    arch = nearest_arch(config.device.arch)
+    if arch and Space(config.problem, load_arch(arch)).closest(Knobs()) is None:
+        return f"no plan for such rows fits on {arch}"
+    return how_to_get_kernels(config.device.arch)
 
 
 def _why_not_measured(config: BestConfig) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.util import find_spec
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import click
@@ -19,6 +20,7 @@ from hadagen.cli.output import print_json, say
 from hadagen.cli.sentences import TUNE_PACKAGES, explain
 from hadagen.errors import DeviceError, HadagenError, NoCompilerError, ToolchainError
 from hadagen.runtime.device import how_to_get_kernels
+from hadagen.target import generation
 
 if TYPE_CHECKING:
     from hadagen.tuning_db.bundle import Bundle
@@ -114,27 +116,46 @@ def _gpu() -> str:
 
 
 def _kernels() -> str:
-    """Which kernels the current GPU would run."""
+    """Which kernels the current GPU would run, and from what they are made."""
     import torch
 
     from hadagen.runtime import bundles
-    from hadagen.runtime.choose import Match, match_of
+    from hadagen.runtime.choose import Match, match_of, serving
     from hadagen.runtime.device import cuda_device
 
     if not torch.cuda.is_available():
         raise DeviceError("PyTorch sees no GPU, so it computes the transform itself, on the CPU")
     if device := cuda_device(torch.cuda.current_device()):
         for asked in bundles.in_turn():
-            found = Counter(match_of(entry, device) for bundle in asked for entry in bundle.all_entries())
-            best = next((quality for quality in Match if found[quality]), Match.GENERIC)
-            if best is not Match.GENERIC:
+            for arch, some in groupby(serving(asked, device), key=lambda bundle: bundle.arch):
+                similar = list(some)
+                matches = [(match_of(entry, device), entry) for bundle in similar for entry in bundle.all_entries()]
+                found = Counter(match for match, _ in matches)
+                best = next((quality for quality in Match if found[quality]), Match.GENERIC)
+                if best is Match.GENERIC:
+                    continue
                 says = f"{found[best]} winners match this GPU as {best.value}"
-                _check_driver(says, [bundle for bundle in asked if bundle.arch == device.arch])
+                if arch == device.arch:
+                    _check_driver(says, similar)
+                if arch != device.arch or not all(entry.nvcc for match, entry in matches if match is best):
+                    says += f"; {_compiled_here(device.arch)}"
+                if best is Match.ESTIMATED:
+                    says += f"; none was timed on {device.arch}; {how_to_get_kernels(device.arch)}"
                 return says
         raise DeviceError(
             f"no bundle has kernels for this GPU, so PyTorch computes the transform; {how_to_get_kernels(device.arch)}"
         )
     raise DeviceError("PyTorch computes the transform itself on GPUs of another maker than NVIDIA")
+
+
+def _compiled_here(arch: str) -> str:
+    """What compiles kernels that have no code for an arch. Raises `ToolchainError` if nothing does."""
+    from hadagen.nvrtc import Nvrtc
+
+    library = Nvrtc.find()
+    if generation(arch) in library.archs:
+        return f"NVRTC {library.release} compiles each from its recipe when it is first called"
+    return f"NVRTC {library.release} does not know {arch}, so the driver compiles PTX; install a newer NVRTC"
 
 
 def _check_driver(says: str, asked: Sequence[Bundle]) -> None:

@@ -28,8 +28,8 @@ OVERLAP = 4.0  # p of the norm: 1 means no overlap, infinity full overlap
 SCHEDULERS = 4  # of an SM; each issues one instruction of a warp in a cycle
 SHARED_BYTES_PER_CYCLE = 128
 REGISTER_GRANULE = 8  # registers of a thread are a multiple of this
-# Half of the estimates differ from what was measured by more than this share, of kernels of every kind (the tests hold it
-# to that). So of two kernels that differ by less, the model cannot tell which is faster.
+# Half of the estimates differ by less than this share from what was measured of kernels of every kind; the tests check
+# it. So of two kernels that differ by less, the model cannot tell which is faster.
 MODEL_ERROR = 0.08
 TILE_INSTRUCTIONS = 40  # index arithmetic, bounds and A operands
 # Cycles until a dependent instruction may start, by the names in `Cost.waits`: after an mma, arithmetic, a shuffle, an

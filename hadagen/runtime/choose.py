@@ -19,6 +19,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from hadagen.errors import StorageError, UsageError
@@ -28,7 +29,7 @@ from hadagen.regimes import Destination, nearest
 from hadagen.runtime import bundles
 from hadagen.runtime.arguments import as_int, is_count, is_flag
 from hadagen.runtime.device import Device, find_device
-from hadagen.target import arch_of_gpu
+from hadagen.target import arch_of_gpu, generation
 from hadagen.trial import Provenance
 from hadagen.tuning_db.bundle import Bundle, BundleEntry
 
@@ -113,7 +114,7 @@ def is_served(device: Device) -> bool:
 
     Raises as `choose_from_bundles` does.
     """
-    return any(Device(bundle.arch).generation <= device.generation for bundle in bundles.known())
+    return bool(serving(bundles.known(), device))
 
 
 def _best_bundle(
@@ -124,20 +125,31 @@ def _best_bundle(
     Pinned bundles are asked before all others.
     """
     for asked in bundles.in_turn():
-        matching = []
-        for bundle in asked:
-            try:
-                entries = [entry for entry in bundle.entries(problem) if entry.kernel not in without]
-            except StorageError as error:
-                bundles.leave_out(bundle, error)
-                continue
-            match, found = entries_by_size(entries, problem, destination, device)
-            if found:
-                badness = _badness(match, next(iter(found.values())))  # the same for all that are found
-                matching.append((badness, (match, found, bundle)))
-        if matching:
-            return min(matching, key=lambda each: each[0])[1]
+        # Nothing of an older architecture comes before what serves of a newer one, so it need not be read.
+        for _, similar in groupby(serving(asked, device), key=_generation):
+            matching = []
+            for bundle in similar:
+                try:
+                    entries = [entry for entry in bundle.entries(problem) if entry.kernel not in without]
+                except StorageError as error:
+                    bundles.leave_out(bundle, error)
+                    continue
+                match, found = entries_by_size(entries, problem, destination, device)
+                if found:
+                    badness = _badness(match, next(iter(found.values())))  # the same for all that are found
+                    matching.append((badness, (match, found, bundle)))
+            if matching:
+                return min(matching, key=lambda each: each[0])[1]
     return None
+
+
+def serving(asked: Iterable[Bundle], device: Device) -> list[Bundle]:
+    """The bundles of architectures whose kernels run on a device, the newest first."""
+    return sorted((each for each in asked if _generation(each) <= device.generation), key=_generation, reverse=True)
+
+
+def _generation(bundle: Bundle) -> int:
+    return generation(bundle.arch)
 
 
 @dataclass(frozen=True)
