@@ -254,7 +254,9 @@ def test_the_shipped_winners_keep_their_bounds_and_are_legal() -> None:
         entries = [entry for problem in bundle.problems() for entry in bundle.entries(problem)]
         assert len(bundle.problems()) > 100
         for entry in entries:
-            assert entry.relative_error <= entry.problem.error_bound, entry.problem.key
+            if entry.provenance is Provenance.MEASURED:
+                assert entry.relative_error is not None
+                assert entry.relative_error <= entry.problem.error_bound, entry.problem.key
         legal = {
             choice for choice in {(e.problem, Knobs.like(e.knobs)) for e in entries} if has_todays_values(choice[1])
         }

@@ -41,5 +41,5 @@ def test_so_do_all_that_are_shipped() -> None:
             releases = {
                 cuda_release(zlib.decompress(image)) for (image,) in connection.execute("SELECT cubin FROM blobs")
             }
-        assert releases
+        assert releases or path.stem != "sm90"  # of other archs there are recipes alone
         assert releases <= set(OLDEST_DRIVERS)
