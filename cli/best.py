@@ -61,11 +61,9 @@ def best(arch: str | None, problem: Problem, rows: int, inplace: bool, device: s
     say(f"time      {_time(config)}")
     unknown = config.relative_error is None
     say("error     not measured" if unknown else f"error     {config.relative_error:.2g}, against float64")
-    known = {"driver": source["driver"], "compiler": source["nvcc"]}
-    facts = [source["gpu"], *(f"{name} {value}" for name, value in known.items() if value), source["date"]]
-    if not source["nvcc"]:
-        facts.insert(0, "compiled where it is called")
-    say(f"{source['kind']:<9} {', '.join(filter(None, facts))}")
+    driver = source["driver"] and f"driver {source['driver']}"
+    compiler = f"compiler {source['nvcc']}" if source["nvcc"] else "compiled where it is called"
+    say(f"{source['kind']:<9} {', '.join(filter(None, (source['gpu'], driver, compiler, source['date'])))}")
 
 
 def _why_none(config: BestConfig) -> str:
