@@ -12,7 +12,7 @@ import click
 from hadagen.cli import options
 from hadagen.cli.between import between
 from hadagen.cli.calls import calls
-from hadagen.cli.device import find_device, measuring, no_kernels, refusal
+from hadagen.cli.device import find_device, measuring, no_kernels, refusal, runnable
 from hadagen.cli.groups import Group
 from hadagen.cli.output import counted, print_json, print_table, report_failures, say, until_interrupted
 from hadagen.errors import DeviceError, UsageError
@@ -174,9 +174,7 @@ def _time(choices: Sequence[Choice], environment: Environment, index: int) -> tu
         for group in counted(kinds, "timing"):
             kernels = {choice.kernel: choice for choice in group}
             positions = {kernel: position for position, kernel in enumerate(kernels)}
-            variants = [
-                Variant(c.problem, dict(c.entry.knobs), c.bundle.kernel(c.entry.kernel)) for c in kernels.values()
-            ]
+            variants = [Variant(c.problem, dict(c.entry.knobs), runnable(c.bundle, c.entry)) for c in kernels.values()]
             by_cell = {cell: list(some) for cell, some in groupby(group, lambda choice: choice.cell)}
             cells = [(cell, [positions[c.kernel] for c in some]) for cell, some in by_cell.items()]
             try:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from hadagen.cli import options
-from hadagen.cli.device import find_device, measuring, no_kernels, refusal
+from hadagen.cli.device import find_device, measuring, no_kernels, refusal, runnable
 from hadagen.cli.output import (
     PROBLEM_HEADERS,
     counted,
@@ -139,7 +139,7 @@ def _candidates(
     for bundle in bundles.known():
         for entry in bundle.entries(problem) if bundle.arch == target.arch else []:
             if entry.kernel not in known:
-                known[entry.kernel] = Variant(problem, dict(entry.knobs), bundle.kernel(entry.kernel))
+                known[entry.kernel] = Variant(problem, dict(entry.knobs), runnable(bundle, entry))
     if store:
         trials = store.trials(problem, target.arch, target.gpu, Outcome.OK, blobs=False)
         for trial in closest_trials(trials, MOST_TRIALS):

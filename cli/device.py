@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hadagen.cli import options
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
     from hadagen.problem import Problem
     from hadagen.runtime.device import Device
     from hadagen.toolchain import Toolchain
-    from hadagen.trial import Environment, Trial
+    from hadagen.trial import Environment, Kernel, Trial
+    from hadagen.tuning_db.bundle import Bundle, BundleEntry
 
 
 def find_target(arch: str | None, index: int | None) -> tuple[Arch, Environment | None]:
@@ -50,6 +52,20 @@ def find_device(index: int) -> tuple[Environment, Device]:
 
     environment = device_environment(index)
     return environment, Device(options.arch_of(environment), environment.gpu)
+
+
+def runnable(bundle: Bundle, entry: BundleEntry) -> Kernel:
+    """The kernel of an entry. If the bundle has only its recipe, it is compiled for the arch of the entry.
+
+    Raises `StorageError` as `Bundle.kernel` does, and `UsageError` or `ToolchainError` as `image_of` does.
+    """
+    from hadagen.recipes import Recipe, image_of
+
+    kernel = bundle.kernel(entry.kernel)
+    if kernel.cubin:
+        return kernel
+    image = image_of(Recipe(entry.problem, entry.knobs, entry.arch, entry.launch), entry.arch)
+    return replace(kernel, cubin=image)
 
 
 def no_kernels(target: Device) -> DeviceError:

@@ -17,6 +17,7 @@ from sample_trials import H100, make_timing
 from hadagen import recipes
 from hadagen.arch import Arch, load_arch
 from hadagen.cli import doctor
+from hadagen.cli.device import runnable
 from hadagen.codegen import render
 from hadagen.costmodel import MODEL_ERROR, Estimate
 from hadagen.errors import NoCompilerError, ToolchainError
@@ -88,8 +89,9 @@ def test_shipped_recipes_compile_where_they_are_called(
     monkeypatch.setattr(recipes, "_root", lambda: tmp_path)
     entries = shipped_recipes(name)
     for entry in entries[:: len(entries) // COMPILED][:COMPILED]:
-        recipe = recipes.Recipe(entry.problem, entry.knobs, entry.arch, entry.launch)
-        assert recipes.image_of(recipe, name).startswith(b"\x7fELF")
+        kernel = runnable(Bundle.open(shipped()[name]), entry)
+        assert kernel.cubin.startswith(b"\x7fELF")
+        assert (kernel.digest, kernel.launch) == (entry.kernel, entry.launch)
 
 
 @pytest.mark.parametrize("name", UNMEASURED)
