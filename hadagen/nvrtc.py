@@ -40,7 +40,7 @@ class Compiled(NamedTuple):
 
 
 class CompileError(ToolchainError):
-    """NVRTC refused a source. `log`: all that it said."""
+    """NVRTC refused a source. `log`: all that it said, and at the end its name for the failure."""
 
     def __init__(self, message: str, log: str) -> None:
         super().__init__(message)
@@ -122,7 +122,7 @@ class Nvrtc:
             raise ToolchainError(f"{self.path}: {error}; {HINT}") from None
         if wrong:
             first = next((line for line in log.splitlines() if "error" in line), log.strip() or wrong)
-            raise CompileError(f"NVRTC {_dotted(self.version)} cannot compile {name} for {arch}: {first.strip()}", log)
+            raise CompileError(f"NVRTC {_dotted(self.version)} cannot compile {name} for {arch}: {first.strip()}", log + wrong)
         return Compiled(ptx, cubin, log)
 
 
