@@ -21,13 +21,15 @@ if TYPE_CHECKING:
 
 
 def find_target(arch: str | None, index: int | None) -> tuple[Arch, Environment | None]:
-    """The arch named, by default that of the GPU here or sm90; and the CUDA device asked for, by default the first one.
-    The device is None if none was asked for and there is none, or if it is of another arch.
+    """The arch named, by default that of the GPU here, or the nearest older one that is known, or sm90; and the CUDA
+    device asked for, by default the first one. The device is None if none was asked for and there is none, or if it is
+    of another arch.
 
     Raises `DeviceError` where the device asked for cannot be used, and `UsageError` where the arch is not known.
     """
     from hadagen.arch import load_arch
     from hadagen.measure import device_environment
+    from hadagen.target import nearest_arch
 
     try:
         gpu = device_environment(index or 0)
@@ -37,7 +39,7 @@ def find_target(arch: str | None, index: int | None) -> tuple[Arch, Environment 
         gpu = None
     here = gpu and options.arch_of(gpu)
     if arch is None:
-        arch = here or options.DEFAULT_ARCH
+        arch = (nearest_arch(here) or here) if here else options.DEFAULT_ARCH
     return load_arch(arch), gpu if here == arch else None
 
 

@@ -137,9 +137,10 @@ def _complete(given: Mapping[str, int | str], problem: Problem, arch: Arch) -> P
     from hadagen.runtime.choose import best_config
     from hadagen.space import Space, build_plan
 
-    space = Space(problem, arch)
     winner = best_config(problem, max(1, LARGE_ELEMENTS // problem.n), arch=arch.name, inplace=True)
-    default = space.seeds()[0] if winner.knobs is None else Knobs.like(winner.knobs)
+    default = Knobs.like(winner.knobs) if winner.knobs else next(iter(Space(problem, arch).seeds()), None)
+    if default is None:
+        raise UsageError(f"{problem.key} has no kernel on {arch.name}; take a smaller n, or see why with --space")
     both = Knobs.from_dict({**default.to_dict(), **given})
     try:
         return build_plan(problem, both, arch)

@@ -176,7 +176,9 @@ class _Lines:
         if self._state.note != noted:
             say(self._state.note, err=True)
         if isinstance(event, ProblemFinished):
-            click.echo(f"{event.problem.key}: {event.finished} trials, {best_so_far(event.best)}", err=True)
+            result = f"{event.finished} trials, {best_so_far(event.best)}"
+            result = result if event.finished else "no choice of knobs is legal on this arch, so it gets no kernel"
+            click.echo(f"{event.problem.key}: {result}", err=True)
         elif not self._state.has_begun:
             if self._state.now != before:
                 click.echo(self._state.now, err=True)

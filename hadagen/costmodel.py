@@ -110,7 +110,7 @@ def resident_blocks(plan: Plan, arch: Arch, registers: int) -> int:
             limits.blocks_per_sm,
             limits.threads_per_sm // launch.threads,
             limits.registers_per_sm // (granted * launch.threads),
-            limits.shared_per_sm // (launch.shared_bytes + limits.shared_reserved_per_block),
+            limits.shared_per_sm // max(1, launch.shared_bytes + limits.shared_reserved_per_block),
         ),
     )
 

@@ -10,72 +10,33 @@ from functools import cache
 from typing import Any
 
 import pytest
+from arch_spread import plans_on
 from real_compilers import nvrtc_libraries
 
 from hadagen.arch import Arch, load_arch
 from hadagen.codegen import render
 from hadagen.emulator import HostModule, compile_host, verify
-from hadagen.knobs import KNOB_VALUES
 from hadagen.nvrtc import CompileError, Nvrtc
-from hadagen.plan import Plan
-from hadagen.problem import DType, Numerics, Problem, Rows
-from hadagen.space import Space, build_plan
 from hadagen.target import generation, known_archs
 from hadagen.toolchain import device_headers
 
 HOPPER = load_arch("sm90")  # which has all features
-F16, BF16, F32 = DType
-ACCURATE, FAST = Numerics.ACCURATE, Numerics.FAST
-WIDE = {"butterfly_carrier": "fp32", "exchange_carrier": "fp32"}
-FAR = {"chunks": 2, "warps": 8, "far_bits": "lanes", "far_lanes": "mma"}
-LOOPS = {"grid": "persistent", "stages": 2}
-WHOLE = {"chunks": 2, "cluster": 2, "block_bits": "load", **WIDE}
-# Short rows that have, together, every structure of a kernel. Where an arch lacks what is wanted, the nearest is taken.
-SPREAD = [
-    (Problem.of(2, F32), {"store": "streaming"}),
-    (Problem.of(16, F16, FAST), {"low_bits": "mma_shuffle", "accumulator": "packed", **LOOPS}),
-    (Problem.of(8, BF16, rows=Rows.PITCHED), {}),
-    (Problem.of(256, F16, FAST), {"accumulator": "packed", "load": "cp_async", **LOOPS}),
-    (Problem.of(256, BF16, FAST), {"load": "bulk", **LOOPS}),
-    (Problem.of(256, BF16), {"mma_carrier": "split", "load": "no_allocate", "ahead": 4}),
-    (Problem.of(256, F32), {"mma_carrier": "tf32"}),
-    (Problem.of(256, F32, rows=Rows.PITCHED), {"mma_carrier": "split"}),
-    (Problem.of(512, F16, FAST), {"chunks": 2, "order": "by_chunk"}),
-    (Problem.of(512, BF16, FAST), {"chunks": 2, "warps": 2, "mma_carrier": "tf32"}),
-    (Problem.of(1024, BF16), {"chunks": 2, "cluster": 2, "mma_carrier": "fp16"}),
-    (Problem.of(4096, F16, FAST), {**FAR, "accumulator": "packed"}),
-    (Problem.of(4096, BF16), {**FAR, **WIDE, "mma_carrier": "tf32"}),
-    (Problem.of(4096, F16, FAST), {**FAR, **WIDE}),
-    (Problem.of(1024, F16), {"chunks": 2, "cluster": 2, **WIDE, "low_bits": "mma_shuffle", "exchange_rounds": 2}),
-    (Problem.of(1024, F16), {**WHOLE, "mma_carrier": "split", "load": "multicast", "trigger": "load"}),
-    (Problem.of(1024, BF16, FAST), {**WHOLE, "low_bits": "mma_shuffle"}),
-    (Problem.of(1024, F32), {**WHOLE, "low_bits": "shuffle", "load": "multicast"}),
-    (Problem.of(1024, F32), {"chunks": 2, "warps": 2, "far_bits": "lanes", "low_bits": "shuffle", "shuffles": "half"}),
-    (Problem.of(2048, BF16), {"chunks": 4, "warps": 2, **WIDE, "low_bits": "shuffle", "order": "by_group"}),
-]
 
-
-# Feature → statements that need it, and leave their result in `used`.
+# Feature → statements that need it; `used` keeps what they compute, or the compiler would leave them out.
 NEEDING = {
-    "mma_f16": "float d[4] = {}; mma<float16>(d, hadamard16(1u), t, t); used = as_word(d[0]) + transpose(t);",
-    "mma_bf16": "float d[4] = {}; mma<bfloat16>(d, hadamard16(1u), t, t); used = as_word(d[0]);",
-    "mma_tf32": "float d[4] = {}, f = as_float(t); mma(d, hadamard16_tf32(1u), f, f, f, f); used = as_word(d[0]);",
-    "bf16x2_fma": "used = add<bfloat16>(t, used) ^ sub<bfloat16>(t, used) ^ fma<bfloat16>(t, used, t);",
-    "xorsign_bf16x2": "used = larger_of_bfloat16(t, used);",
+    "mma_f16": "float d[4] = {}; mma<float16>(d, hadamard16(1u), t, t); used += as_word(d[0]) + transpose(t);",
+    "mma_bf16": "float d[4] = {}; mma<bfloat16>(d, hadamard16(1u), t, t); used += as_word(d[0]);",
+    "mma_tf32": "float d[4] = {}, f = as_float(t); mma(d, hadamard16_tf32(1u), f, f, f, f); used += as_word(d[0]);",
+    "bf16x2_fma": "used += add<bfloat16>(t, used) ^ sub<bfloat16>(t, used) ^ fma<bfloat16>(t, used, t);",
+    "xorsign_bf16x2": "used += larger_of_bfloat16(t, used);",
     "cp_async": "cp_async16(shared, x); cp_async_commit(); cp_async_wait<0>();",
     "bulk_copy": "bulk_copy(shared, x, 16u, barrier); barrier_wait(barrier, 0); bulk_prefetch(x, 16u);",
     "cluster": "cluster_arrive(); cluster_wait(); remote_shared_store16(shared, cluster_rank(), zero16(), barrier);",
     "dependent_launch": "grid_dependency_sync(); trigger_dependents();",
     # Replaced where the instruction is lacking.
-    "": "used = largest_in_warp(t) ^ pack<float16>(as_float(t), 1.0f) ^ pack<bfloat16>(as_float(t), 1.0f);",
+    "": "used += largest_in_warp(t) ^ pack<float16>(as_float(t), 1.0f) ^ pack<bfloat16>(as_float(t), 1.0f);",
 }
 NO_INSTRUCTION = {"multicast_in_place"}
-
-
-def plans_on(arch: Arch) -> list[Plan]:
-    """The spread."""
-    first = {name: values[0] for name, values in KNOB_VALUES.items()}
-    return [build_plan(p, next(Space(p, arch).nearest(first | wanted)), arch) for p, wanted in SPREAD]
 
 
 def kernel_with(*features: str) -> str:

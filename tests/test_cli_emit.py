@@ -30,6 +30,14 @@ def test_space_accounts_for_every_choice() -> None:
     assert f"{report['legal']:,} of {report['total']:,} choices are legal" in succeed("emit", "--space", "--n", "4096")
 
 
+def test_where_no_choice_is_legal_emit_says_so() -> None:
+    problem = ("emit", "--arch", "sm75", "--n", "65536")
+    assert "float16-accurate has no kernel on sm75; take a smaller n, or see why with --space" in sentence(
+        run(*problem), 2
+    )
+    assert "0 of " in succeed(*problem, "--space")
+
+
 def test_the_space_is_that_of_the_knobs_that_are_set() -> None:
     def legal(*knobs: str) -> int:
         return int(json.loads(succeed("emit", "--space", "--n", "64", *knobs, "--json"))["legal"])

@@ -52,7 +52,7 @@ def test_kernels_of_an_older_arch_are_not_timed(
     monkeypatch.setattr(measure, "device_environment", lambda index=0: newer)
     monkeypatch.setenv(VARIABLE, str(write_sample(tmp_path / "older.db")))
     said = sentence(run(*command, "--n", "256", "--inplace"), 1)
-    assert said == "no bundle has kernels for Test GPU (sm100); hadagen makes kernels for sm90 only"
+    assert said == "no bundle has kernels for Test GPU (sm100); to make some: hadagen tune --arch sm100"
 
 
 @BOTH

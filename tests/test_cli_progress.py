@@ -42,8 +42,10 @@ def test_progress_is_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixt
     with shown(None) as listen:
         listen(TrialFinished(make_trial(), SCORES, 1, trials=2))
         listen(ProblemFinished(make_trial().problem, 2, SCORES))
-    line = capsys.readouterr().err.splitlines()[-1]
-    assert line.startswith("n256-float16-accurate: 2 trials, best so far")
+        listen(ProblemFinished(make_trial().problem, 0, SCORES))
+    finished, without = capsys.readouterr().err.splitlines()[-2:]
+    assert finished.startswith("n256-float16-accurate: 2 trials, best so far")
+    assert without.startswith("n256-float16-accurate: no choice of knobs is legal on this arch")
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from spaces import ARCH as SM90
 from spaces import has_todays_values, seeds_of
 
+from hadagen.arch import load_arch
 from hadagen.costmodel import Estimate, copy_us, costs_of, resident_blocks
 from hadagen.emulator import verification_rows
 from hadagen.knobs import Knobs, plan_of
@@ -304,6 +305,7 @@ def test_occupancy_is_the_calculation_of_the_programming_guide() -> None:
     assert resident_blocks(staged, SM90, 32) == 6  # 7, were nothing reserved: 233472 / (32896 + 1024)
     small = build_plan(Problem.of(256, DType.FLOAT16, Numerics.FAST), Knobs(), SM90)
     assert resident_blocks(small, SM90, 32) == 32  # for want of blocks, not of threads: 2048 / 32
+    assert resident_blocks(small, load_arch("sm75"), 32) == 16  # which reserves no shared memory
 
 
 @pytest.mark.parametrize(("dtype", "more_mma"), [(DType.BFLOAT16, 0), (DType.FLOAT32, 2 * 4 * (4 - 3))])

@@ -60,7 +60,7 @@ def loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Loader:
     monkeypatch.setattr(kernels, "_timed", {})
     monkeypatch.setattr(kernels, "_found", {})
     monkeypatch.setattr(kernels, "_loaded", {})
-    monkeypatch.setattr(kernels, "_too_large", defaultdict(dict))
+    monkeypatch.setattr(kernels, "_unfit", defaultdict(dict))
     monkeypatch.setattr(kernels, "_unserved", set())
     monkeypatch.setattr(kernels.driver, "load", loader)
     monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: False)
@@ -232,7 +232,7 @@ def test_a_newer_gpu_gets_ptx(loader: Loader, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("here", "pinned", "name", "fix"),
     [
-        (Device("sm80", "NVIDIA A100"), True, "NVIDIA A100 (sm80)", "hadagen makes kernels for sm90 only"),
+        (Device("sm80", "NVIDIA A100"), True, "NVIDIA A100 (sm80)", "to make some: hadagen tune --arch sm80"),
         (Device("sm90", "GPU\x1b[2J"), False, r"GPU\x1b[2J (sm90)", "to make some: hadagen tune --arch sm90"),
     ],
 )

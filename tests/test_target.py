@@ -16,8 +16,8 @@ import hadagen
 from hadagen.arch import read_arch
 from hadagen.errors import StorageError, UsageError
 from hadagen.runtime import bundles
-from hadagen.runtime.device import Device
-from hadagen.target import ARCH_DIRECTORY, arch_of_gpu
+from hadagen.runtime.device import Device, how_to_get_kernels
+from hadagen.target import ARCH_DIRECTORY, arch_of_gpu, generation, known_archs, nearest_arch
 from hadagen.tuning_db import bundle_writer
 from hadagen.tuning_db.winners import portfolio
 
@@ -75,7 +75,9 @@ def test_a_bundle_of_an_arch_that_is_none_breaks_no_call(
         ("NVIDIA A100-SXM4-80GB", "sm80"),
         ("NVIDIA A10G", "sm86"),
         ("Tesla T4", "sm75"),
+        ("Orin", "sm87"),
         ("NVIDIA B200", "sm100"),
+        ("NVIDIA Thor", "sm110"),
         ("NVIDIA GeForce RTX 5090", "sm120"),
         ("NVIDIA RTX 6000 Ada Generation", None),  # one of three archs
         ("RTX", None),
@@ -85,3 +87,33 @@ def test_a_bundle_of_an_arch_that_is_none_breaks_no_call(
 )
 def test_what_the_name_of_a_gpu_tells(gpu: str, arch: str | None) -> None:
     assert arch_of_gpu(gpu) == arch
+
+
+@pytest.mark.parametrize(
+    ("arch", "nearest"),
+    [
+        ("sm70", None),
+        ("sm75", "sm75"),
+        ("sm88", "sm87"),
+        ("sm89", "sm89"),
+        ("sm101", "sm100"),
+        ("sm121", "sm121"),
+        ("sm130", "sm121"),
+    ],
+)
+def test_a_gpu_of_an_unknown_arch_takes_the_nearest_older_one(arch: str, nearest: str | None) -> None:
+    assert nearest_arch(arch) == nearest
+    advice = f"hadagen tune --arch {nearest}" if nearest else "hadagen makes kernels for sm75, sm80, sm86"
+    assert advice in how_to_get_kernels(arch)
+
+
+def test_the_nearest_arch_is_one_of_those_there_are() -> None:
+    assert nearest_arch("sm103", ["sm120", "sm75", "sm90"]) == "sm90"
+    assert nearest_arch("sm103", []) is None
+
+
+def test_archs_are_in_the_order_of_their_generation() -> None:
+    generations = [generation(arch) for arch in known_archs()]
+    assert generations == sorted(generations)
+    assert generations[0] == 75
+    assert max(generations) > 100

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hadagen.errors import UsageError
-from hadagen.target import arch_of_gpu, check_arch, generation, known_archs
+from hadagen.target import arch_of_gpu, check_arch, generation, known_archs, nearest_arch
 
 if TYPE_CHECKING:
     import torch
@@ -41,8 +41,8 @@ def _plain(gpu: str) -> str:
 
 def how_to_get_kernels(arch: str) -> str:
     """Advice if no bundle serves an arch."""
-    if arch in known_archs():
-        return f"to make some: hadagen tune --arch {arch}"
+    if nearest := nearest_arch(arch):
+        return f"to make some: hadagen tune --arch {nearest}"
     return f"hadagen makes kernels for {', '.join(known_archs())} only"
 
 

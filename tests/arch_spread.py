@@ -1,0 +1,45 @@
+"""A few short kernels that have, together, every structure of a kernel, for any arch."""
+
+from __future__ import annotations
+
+from hadagen.arch import Arch
+from hadagen.knobs import KNOB_VALUES
+from hadagen.plan import Plan
+from hadagen.problem import DType, Numerics, Problem, Rows
+from hadagen.space import Space, build_plan
+
+F16, BF16, F32 = DType
+FAST = Numerics.FAST
+WIDE = {"butterfly_carrier": "fp32", "exchange_carrier": "fp32"}
+FAR = {"chunks": 2, "warps": 8, "far_bits": "lanes", "far_lanes": "mma"}
+LOOPS = {"grid": "persistent", "stages": 2}
+WHOLE = {"chunks": 2, "cluster": 2, "block_bits": "load", **WIDE}
+# Problem, and the knobs that are wanted for it. Where an arch lacks what is wanted, the nearest is taken.
+SPREAD = [
+    (Problem.of(2, F32), {"store": "streaming"}),
+    (Problem.of(16, F16, FAST), {"low_bits": "mma_shuffle", "accumulator": "packed", **LOOPS}),
+    (Problem.of(8, BF16, rows=Rows.PITCHED), {}),
+    (Problem.of(256, F16, FAST), {"accumulator": "packed", "load": "cp_async", **LOOPS}),
+    (Problem.of(256, BF16, FAST), {"load": "bulk", **LOOPS}),
+    (Problem.of(256, BF16), {"mma_carrier": "split", "load": "no_allocate", "ahead": 8}),
+    (Problem.of(256, F32), {"mma_carrier": "tf32"}),
+    (Problem.of(256, F32, rows=Rows.PITCHED), {"mma_carrier": "split"}),
+    (Problem.of(512, F16, FAST), {"chunks": 2, "order": "by_chunk"}),
+    (Problem.of(512, BF16, FAST), {"chunks": 2, "warps": 2, "mma_carrier": "tf32"}),
+    (Problem.of(1024, BF16), {"chunks": 2, "cluster": 2, "mma_carrier": "fp16"}),
+    (Problem.of(4096, F16, FAST), {**FAR, "accumulator": "packed"}),
+    (Problem.of(4096, BF16), {**FAR, **WIDE, "mma_carrier": "tf32"}),
+    (Problem.of(4096, F16, FAST), {**FAR, **WIDE}),
+    (Problem.of(1024, F16), {"chunks": 2, "cluster": 2, **WIDE, "low_bits": "mma_shuffle", "exchange_rounds": 2}),
+    (Problem.of(1024, F16), {**WHOLE, "mma_carrier": "split", "load": "multicast", "trigger": "load"}),
+    (Problem.of(1024, BF16, FAST), {**WHOLE, "low_bits": "mma_shuffle"}),
+    (Problem.of(1024, F32), {**WHOLE, "low_bits": "shuffle", "load": "multicast"}),
+    (Problem.of(1024, F32), {"chunks": 2, "warps": 2, "far_bits": "lanes", "low_bits": "shuffle", "shuffles": "half"}),
+    (Problem.of(2048, BF16), {"chunks": 4, "warps": 2, **WIDE, "low_bits": "shuffle", "order": "by_group"}),
+]
+
+
+def plans_on(arch: Arch) -> list[Plan]:
+    """The spread on an arch."""
+    first = {name: values[0] for name, values in KNOB_VALUES.items()}
+    return [build_plan(p, next(Space(p, arch).nearest(first | wanted)), arch) for p, wanted in SPREAD]
