@@ -147,6 +147,7 @@ def test_a_batch_comes_back_in_order_and_only_what_is_wrong_fails(tools: Toolcha
     assert (one.cubin, one.ptx) == (other.cubin, other.ptx)
     assert one.digest != third.digest
     assert f".entry {ENTRY}(".encode() in one.ptx
+    assert b"\n.global" not in one.ptx  # no variables of the headers
 
 
 def test_sources_of_one_name_do_not_disturb_each_other(tools: Toolchain, arch: Arch) -> None:
