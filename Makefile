@@ -6,6 +6,8 @@ VENV ?= .venv
 PY = $(abspath $(VENV))/bin/python
 JOBS = 2
 ARCH = sm90
+# The tests that compile with every NVRTC there is.
+NVRTC_TESTS = tests/test_nvrtc.py
 # More options for the program that `make tune` or `make test` runs.
 TUNE =
 PYTEST =
@@ -17,8 +19,8 @@ PRESENT := $(shell $(PY) -c '' 2>/dev/null && cat $(MADE) 2>/dev/null)
 comma := ,
 NVCC := $(if $(shell command -v nvcc 2>/dev/null),,$(comma)nvcc)
 ifneq ($(origin PY),command line)
-TO_TUNE := $(VENV)/has-tune$(NVCC)
-TO_TEST := $(TO_TUNE),test
+TO_TUNE := $(VENV)/has-tune,nvrtc
+TO_TEST := $(TO_TUNE)$(NVCC),test
 TO_LINT := $(VENV)/has-tune,test,lint
 TO_FORMAT := $(VENV)/has-lint
 TO_DRAW := $(VENV)/has-docs
@@ -32,7 +34,7 @@ PIP := $(PY) -m pip --disable-pip-version-check
 TYPED := build/typecheck
 
 .DEFAULT_GOAL := help
-.PHONY: help setup tune test gpu-test lint typecheck format docs wheel clean
+.PHONY: help setup tune test nvrtc-test gpu-test lint typecheck archs format docs wheel clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' $(firstword $(MAKEFILE_LIST)) | expand -t 12
@@ -55,6 +57,16 @@ tune: $(TO_TUNE) ## tune all problems for ARCH=sm90; narrower with TUNE='--n 409
 test: $(TO_TEST) ## run the tests; those that need a GPU are skipped where there is none
 	$(PY) -m pytest -n $(JOBS) --dist loadfile $(PYTEST)
 
+# Releases of NVRTC that PyTorch brings along, besides those of the environment.
+OLDER_NVRTC := $(patsubst %,build/nvrtc/%/nvidia/cuda_nvrtc/lib/libnvrtc.so.12,12.4.127 12.8.93)
+space := $(subst ,, )
+
+nvrtc-test: $(TO_TEST) $(OLDER_NVRTC) ## compile with older releases of NVRTC too
+	HADAGEN_TEST_NVRTC=$(subst $(space),:,$(abspath $(OLDER_NVRTC))) $(PY) -m pytest -n $(JOBS) $(NVRTC_TESTS)
+
+build/nvrtc/%/nvidia/cuda_nvrtc/lib/libnvrtc.so.12:
+	$(PIP) install --quiet --no-deps --target build/nvrtc/$* nvidia-cuda-nvrtc-cu12==$*
+
 gpu-test: $(TO_TEST) ## run every test that needs a GPU, and fail where there is none
 	$(PY) -m pytest -m gpu --require-gpu $(PYTEST)
 
@@ -68,6 +80,9 @@ typecheck: $(TO_LINT) ## check types only
 	@rm -rf $(TYPED) && mkdir -p $(TYPED)/hadagen
 	@ln -s $(CURDIR)/hadagen/* $(CURDIR)/cli $(CURDIR)/templates $(CURDIR)/tuning_db $(TYPED)/hadagen
 	cd $(TYPED) && $(PY) -m mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache -p hadagen
+
+archs: $(VENV)/has-tune ## write what programs without YAML read of the archs
+	$(PY) -c 'from hadagen.arch import write_archs; write_archs()'
 
 format: $(TO_FORMAT) ## rewrite the Python files in the house style
 	$(PY) -m ruff check --fix

@@ -80,8 +80,8 @@ def kernels(
     """Time the known winners, beside a plain copy of the same bytes.
 
     With neither --hot nor --cold the data lies in L2 where it fits in half of it, and in device memory otherwise.
-    Pitched rows have three quarters of n elements. Needs nvcc, for the copy kernel. Other libraries are timed too where
-    they are installed, by the same method within the same seconds: fast_hadamard_transform, and HadaCore as
+    Pitched rows have three quarters of n elements. Needs a compiler, for the copy kernel. Other libraries are timed too
+    where they are installed, by the same method within the same seconds: fast_hadamard_transform, and HadaCore as
     faster_hadamard_transform.
 
     Errors are those on normal inputs, ‖out − ref‖ / ‖ref‖ against float64.

@@ -60,7 +60,7 @@ def best(arch: str | None, problem: Problem, rows: int, inplace: bool, device: s
     say(f"time      {_time(config)}")
     say(f"error     {config.relative_error:.2g}, against float64")
     where = ", ".join(
-        filter(None, (source["gpu"], source["driver"] and f"driver {source['driver']}", f"nvcc {source['nvcc']}"))
+        filter(None, (source["gpu"], source["driver"] and f"driver {source['driver']}", f"compiler {source['nvcc']}"))
     )
     say(f"{source['kind']:<9} {where}, {source['date']}")
 

@@ -80,7 +80,7 @@ def between(
     Each problem is looked at with odd numbers of rows, spread evenly over all sizes; with both destinations, they take
     turns. What a call runs is timed against every variant known: all kernels that the bundles have for the problem,
     and with --db the best two dozen of a tuning database. What a call loses is how much slower its kernel is than the
-    fastest of them, by the score that names winners. Needs nvcc, for the copy kernel.
+    fastest of them, by the score that names winners. Needs a compiler, for the copy kernel.
     """
     environment, target = find_device(device)
     rows: list[Row] = []

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from hadagen.cli import options
+from hadagen.cli.output import say
+from hadagen.compilers import DEFAULT
 from hadagen.errors import DeviceError
 
 if TYPE_CHECKING:
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
     from hadagen.measure import Answer, DeviceRunner
     from hadagen.problem import Problem
     from hadagen.runtime.device import Device
+    from hadagen.toolchain import Toolchain
     from hadagen.trial import Environment, Trial
 
 
@@ -61,8 +64,20 @@ def refusal(problem: Problem, digest: str, answer: Answer | Trial, advice: str =
     return f"kernel {digest[:12]} for {problem.key} ended as {answer.outcome.value}: {answer.detail}; {advice}"
 
 
+def find_toolchain(kind: str = DEFAULT) -> Toolchain:
+    """The toolchain with that compiler. If another one stands in, stderr says why. Raises `ToolchainError`."""
+    from hadagen.toolchain import Toolchain
+
+    toolchain = Toolchain.find(kind)
+    if toolchain.note:
+        say(toolchain.note, err=True)
+    return toolchain
+
+
 @contextmanager
-def measuring(environment: Environment, index: int, **how: Any) -> Iterator[DeviceRunner]:
+def measuring(
+    environment: Environment, index: int, toolchain: Toolchain | None = None, **how: Any
+) -> Iterator[DeviceRunner]:
     """A runner on the CUDA device of that index, which is what `environment` says; `how` as `DeviceRunner` takes it.
 
     Raises `UsageError` where its arch is not known, and `ToolchainError` where the copy kernels beside which it times
@@ -70,8 +85,8 @@ def measuring(environment: Environment, index: int, **how: Any) -> Iterator[Devi
     """
     from hadagen.arch import load_arch
     from hadagen.measure import DeviceRunner, copy_sources
-    from hadagen.toolchain import Toolchain
 
-    kernels = Toolchain.find().build_all(copy_sources(), load_arch(options.arch_of(environment)))
+    toolchain = toolchain or find_toolchain()
+    kernels = toolchain.build_all(copy_sources(), load_arch(options.arch_of(environment)))
     with DeviceRunner(index, kernels, **how) as runner:
         yield runner

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import platform
-import shutil
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from importlib.metadata import version
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -19,7 +17,7 @@ import click
 from hadagen.cli import options
 from hadagen.cli.output import print_json, say
 from hadagen.cli.sentences import TUNE_PACKAGES, explain
-from hadagen.errors import DeviceError, HadagenError, ToolchainError
+from hadagen.errors import DeviceError, HadagenError, NoCompilerError, ToolchainError
 from hadagen.runtime.device import how_to_get_kernels
 
 if TYPE_CHECKING:
@@ -101,12 +99,6 @@ def _torch() -> str:
     return f"{torch.__version__}, {built}"
 
 
-def _bindings() -> str:
-    from cuda.bindings import driver  # noqa: F401  whether it can be imported is the question
-
-    return version("cuda-bindings")
-
-
 def _gpu() -> str:
     from hadagen.driver import bindings, check
     from hadagen.measure import device_environment
@@ -136,11 +128,33 @@ def _kernels() -> str:
             found = Counter(match_of(entry, device) for bundle in asked for entry in bundle.all_entries())
             best = next((quality for quality in Match if found[quality]), Match.GENERIC)
             if best is not Match.GENERIC:
-                return f"{found[best]} winners match this GPU as {best.value}"
+                says = f"{found[best]} winners match this GPU as {best.value}"
+                _check_driver(says, [bundle for bundle in asked if bundle.arch == device.arch])
+                return says
         raise DeviceError(
             f"no bundle has kernels for this GPU, so PyTorch computes the transform; {how_to_get_kernels(device.arch)}"
         )
     raise DeviceError("PyTorch computes the transform itself on GPUs of another maker than NVIDIA")
+
+
+def _check_driver(says: str, asked: Sequence[Bundle]) -> None:
+    """Raises `DeviceError` if the driver is too old for the cubins of these bundles."""
+    from hadagen.driver import bindings, check
+
+    cuda, needed = check(bindings().cuDriverGetVersion()) // 1000, max(map(_cuda_of, asked), default=0)
+    if cuda < needed:
+        raise DeviceError(
+            f"{says}, but need a driver of CUDA {needed}, and this one is of CUDA {cuda}; update the NVIDIA driver"
+        )
+
+
+def _cuda_of(bundle: Bundle) -> int:
+    """The newest CUDA that assembled cubins of a bundle, such as 13; 0 if they do not say. Of cubins of one compiler,
+    the first is read."""
+    from hadagen.cubin import cuda_release
+
+    kernels = {entry.nvcc: entry.kernel for entry in bundle.all_entries()}
+    return max((cuda_release(bundle.kernel(digest).cubin) or 0 for digest in kernels.values()), default=0)
 
 
 def _extra() -> str:
@@ -150,20 +164,22 @@ def _extra() -> str:
     return "all packages that tuning needs"
 
 
-def _nvcc() -> str:
+def _compiler(kind: str) -> str:
     """Finds it, and compiles something."""
     from hadagen.arch import load_arch
+    from hadagen.compilers import COMPILERS, DEFAULT
     from hadagen.measure import copy_sources
     from hadagen.toolchain import Toolchain
 
     try:
-        toolchain = Toolchain.find()
-        toolchain.build_all(copy_sources()[:1], load_arch(options.DEFAULT_ARCH))
-    except ToolchainError as error:
-        if shutil.which("nvcc"):
-            raise Broken(str(error)) from error
+        compiler = COMPILERS[kind].find()
+        Toolchain(compiler).build_all(copy_sources()[:1], load_arch(options.DEFAULT_ARCH))
+    except NoCompilerError:
         raise
-    return f"{toolchain.release}, {toolchain.nvcc}"
+    except ToolchainError as error:
+        raise Broken(str(error)) from error
+    use = "compiles kernels" if kind == DEFAULT else "compiles kernels with --compiler nvcc, or without NVRTC"
+    return f"{compiler.release}, {compiler.path}; {use}"
 
 
 def _emulator() -> str:
@@ -199,16 +215,16 @@ def _cache() -> str:
 CHECKS: dict[str, Callable[[], str]] = {
     "python": _python,
     "torch": _torch,
-    "cuda-bindings": _bindings,
     "gpu": _gpu,
     "kernels": _kernels,
     "tune extra": _extra,
     "cache": _cache,
-    "nvcc": _nvcc,
+    "nvrtc": partial(_compiler, "nvrtc"),
+    "nvcc": partial(_compiler, "nvcc"),
     "emulator": _emulator,
 }
 # Checks that come before it and have to be sound for a check to say something of its own part.
-NEEDS = {"nvcc": ("tune extra", "cache"), "emulator": ("tune extra", "cache")}
+NEEDS = dict.fromkeys(("nvrtc", "nvcc", "emulator"), ("tune extra", "cache"))
 
 
 def _bundles() -> list[Check]:
@@ -227,14 +243,18 @@ def _bundles() -> list[Check]:
 
 
 def _verified(bundle: Bundle) -> str:
+    from hadagen.cubin import OLDEST_DRIVERS
+
     bundle.verify()
     gpus = ", ".join(gpu or "estimated" for gpu in bundle.gpus())
-    return f"{bundle.path}: {bundle.arch}, {len(bundle.problems())} problems, {gpus}"
+    oldest = OLDEST_DRIVERS.get(_cuda_of(bundle))
+    driver = f"; its cubins load from driver {oldest} on" if oldest else ""
+    return f"{bundle.path}: {bundle.arch}, {len(bundle.problems())} problems, {gpus}{driver}"
 
 
 def _abilities(sound: set[str]) -> dict[str, str]:
     """What follows from the checks that are sound."""
     tune = "no"
-    if {"nvcc", "emulator"} <= sound:  # and so what they need
+    if "emulator" in sound and {"nvrtc", "nvcc"} & sound:  # and so what they need
         tune = "measured" if "gpu" in sound else "estimated"
     return {"run_kernels": "yes" if "kernels" in sound else "no", "tune": tune}

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from hadagen.cli import options
+from hadagen.cli.device import find_toolchain
 from hadagen.cli.output import print_json, print_table
 from hadagen.errors import UsageError
 from hadagen.problem import Problem
@@ -30,7 +31,7 @@ SCALE_WORDS = {
 @options.arch
 @options.problem
 @options.knobs
-@click.option("--ptx", "form", flag_value="ptx", help="Print the PTX that nvcc makes of it.")
+@click.option("--ptx", "form", flag_value="ptx", help="Print the PTX that the compiler makes of it.")
 @click.option("--sass", "form", flag_value="sass", help="Print the machine code.")
 @click.option("--standalone", "form", flag_value="standalone", help="Print one file that compiles alone, and says how.")
 @click.option(
@@ -39,8 +40,11 @@ SCALE_WORDS = {
     flag_value="space",
     help="Print no kernel, but how many choices of knobs are legal with those set, and what rules out the others.",
 )
+@options.compiler
 @click.option("--json", "as_json", is_flag=True, help="With --space: print JSON.")
-def emit(arch: str, problem: Problem, knobs: dict[str, int | str], form: str | None, as_json: bool) -> None:
+def emit(
+    arch: str, problem: Problem, knobs: dict[str, int | str], form: str | None, compiler: str, as_json: bool
+) -> None:
     """Print the source of a kernel, or count the kernels there may be.
 
     Knobs that are not set are as near as is legal to those of the known winner for large inputs, or to the first seed
@@ -61,12 +65,12 @@ def emit(arch: str, problem: Problem, knobs: dict[str, int | str], form: str | N
         click.echo(source.text, nl=False)
         return
 
-    from hadagen.toolchain import Toolchain, device_headers, disassemble
+    from hadagen.toolchain import device_headers, disassemble
 
     if form == "standalone":
         click.echo(_how_to_use(plan, source, target) + with_headers(source, device_headers()), nl=False)
         return
-    (built,) = Toolchain.find().build_all([source], target)
+    (built,) = find_toolchain(compiler).build_all([source], target)
     click.echo(built.ptx.decode() if form == "ptx" else disassemble(built), nl=False)
 
 
@@ -134,7 +138,7 @@ def _complete(given: Mapping[str, int | str], problem: Problem, arch: Arch) -> P
     from hadagen.space import Space, build_plan
 
     winner = best_config(problem, max(1, LARGE_ELEMENTS // problem.n), arch=arch.name, inplace=True)
-    default = Knobs.from_dict(winner.knobs) if winner.knobs else next(iter(Space(problem, arch).seeds()), None)
+    default = Knobs.like(winner.knobs) if winner.knobs else next(iter(Space(problem, arch).seeds()), None)
     if default is None:
         raise UsageError(f"{problem.key} has no kernel on {arch.name}; take a smaller n, or see why with --space")
     both = Knobs.from_dict({**default.to_dict(), **given})

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
+from hadagen.compilers import DEFAULT
 from hadagen.errors import StorageError, UsageError
 from hadagen.problem import MAX_LOG2_N, DType, Numerics, Problem, Rows, Transform
 from hadagen.regimes import BUCKETS_BETWEEN, BUCKETS_OF_LONG_ROWS, ELEMENT_BUCKETS, Destination
@@ -50,6 +51,12 @@ def _checked_table(context: click.Context, parameter: click.Parameter, path: Pat
 
 
 arch = click.option("--arch", default=DEFAULT_ARCH, show_default=True, help="Target architecture.")
+compiler = click.option(
+    "--compiler",
+    default=DEFAULT,
+    show_default=True,
+    help="What compiles kernels: nvrtc, or nvcc. Without NVRTC, nvcc does.",
+)
 inplace = click.option("--inplace", is_flag=True, help="The result overwrites the input.")
 device = click.option(
     "--device", type=int, default=0, show_default=True, metavar="INDEX", help="CUDA device to run on."

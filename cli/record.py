@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from hadagen.cli import options
-from hadagen.cli.device import find_target, measuring
+from hadagen.cli.device import find_target, find_toolchain, measuring
 from hadagen.cli.output import PROBLEM_HEADERS, clock_text, print_json, print_table, problem_cells, say
 from hadagen.cli.sentences import keeping
 from hadagen.errors import DeviceError, UsageError
@@ -42,6 +42,7 @@ MOST_VARIANTS = 20_000
     show_default=True,
     help="Folder that gets a file for each problem.",
 )
+@options.compiler
 @click.option("--device", type=int, metavar="INDEX", help="CUDA device to measure on.  [default: 0]")
 @click.option("--dry-run", is_flag=True, help="Only count the variants; needs no GPU.")
 @click.option("--arch", help="Target architecture.  [default: that of the GPU here, or sm90]")
@@ -53,6 +54,7 @@ def record(
     like: Path | None,
     elements: list[int],
     folder: Path,
+    compiler: str,
     device: int | None,
     dry_run: bool,
     arch: str | None,
@@ -67,7 +69,6 @@ def record(
     """
     from hadagen.cli.progress import shown
     from hadagen.space import Space
-    from hadagen.toolchain import Toolchain
     from hadagen.tuner.record import RecordOptions, deciding_cells
     from hadagen.tuner.record import record as measure_all
 
@@ -95,11 +96,11 @@ def record(
         raise DeviceError(
             f"there is no {target.name} GPU here; record on a machine that has one, or count with --dry-run"
         )
-    toolchain, stopped = Toolchain.find(), Event()
+    toolchain, stopped = find_toolchain(compiler), Event()
     cells = {problem: deciding_cells(problem, elements, gpu.l2_bytes) for problem in problems}
     # All cells of all kernels are timed, however slow.
     with (
-        measuring(gpu, device or 0, cells=cells, give_up=float("inf")) as runner,
+        measuring(gpu, device or 0, toolchain, cells=cells, give_up=float("inf")) as runner,
         shown(None) as listen,
     ):
         report = measure_all(
@@ -108,7 +109,7 @@ def record(
                 cells=cells,
                 runner=runner,
                 build=lambda sources: toolchain.build(sources, target, stopped=stopped),
-                environment=replace(gpu, nvcc=toolchain.release),
+                environment=replace(gpu, nvcc=toolchain.compiler.release),
                 folder=folder,
                 stopped=stopped,
             ),

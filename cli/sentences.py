@@ -28,7 +28,7 @@ def explain(error: Exception | KeyboardInterrupt) -> tuple[str, int]:
         return f"interrupted; {str(error) or 'start the same command again'}", 1
     if isinstance(error, ModuleNotFoundError) and error.name:
         package = error.name.partition(".")[0]
-        wanted = "hadagen[tune]" if package in TUNE_PACKAGES else {"cuda": "cuda-bindings"}.get(package, package)
+        wanted = "hadagen[tune]" if package in TUNE_PACKAGES else package
         return f"the Python package {package} is not installed; install it with: pip install '{wanted}'", 1
     if isinstance(error, OSError):
         return _of_system(error), 1

@@ -18,7 +18,7 @@ import click
 
 from hadagen.cli import options
 from hadagen.cli.bundle import bundle_place
-from hadagen.cli.device import find_target, measuring, refusal
+from hadagen.cli.device import find_target, find_toolchain, measuring, refusal
 from hadagen.cli.listing import winner_values
 from hadagen.cli.output import (
     PROBLEM_HEADERS,
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from hadagen.arch import Arch
     from hadagen.knobs import Knobs
     from hadagen.measure import Cell, Runner, Variant
+    from hadagen.toolchain import Toolchain
     from hadagen.trial import Environment, Trial
     from hadagen.tuner.study import Scores
     from hadagen.tuning_db.store import Store
@@ -78,6 +79,7 @@ MOST_FAILURES = 5  # of kernels that were right when they were tuned; then it is
     metavar="SECONDS",
     help="Begin nothing after this long; with refining, the search has four fifths of it.  [default: no limit]",
 )
+@options.compiler
 @options.db
 @options.bundle
 @click.option("--device", type=int, metavar="INDEX", help="CUDA device to measure on.  [default: 0]")
@@ -97,6 +99,7 @@ def tune(
     trials: int | None,
     refine: bool,
     time_budget: float | None,
+    compiler: str,
     db: str | None,
     bundle: Path | None,
     device: int | None,
@@ -113,7 +116,6 @@ def tune(
     by a model, and the output says so.
     """
     from hadagen.cli.progress import in_parts, shown
-    from hadagen.toolchain import Toolchain
     from hadagen.tuner.estimate import EstimateRunner
     from hadagen.tuner.refine import refine as look_between
     from hadagen.tuner.search import TuneOptions, check_effort
@@ -132,7 +134,7 @@ def tune(
         )
     path = bundle_place(bundle, target.name, db)
     provenance = f"measuring on {gpu.gpu}" if gpu else NOT_MEASURED.format(arch=target.name)
-    toolchain, stop = Toolchain.find(), Event()
+    toolchain, stop = find_toolchain(compiler), Event()
     failures: list[str] = []
     with options.open_db(db, new=trials != 0) as store, keeping(_what_is_kept(store, target.name, db, bundle)):
         options.check_writable(store)
@@ -144,7 +146,7 @@ def tune(
         say(f"every trial is kept in {store.place}", err=True)
         to_search = time_budget and time_budget * (1 - REFINE_SHARE if gpu and refine else 1)
         runs: AbstractContextManager[Runner] = (
-            measuring(gpu, device or 0) if gpu else nullcontext(EstimateRunner(target, stop))
+            measuring(gpu, device or 0, toolchain) if gpu else nullcontext(EstimateRunner(target, stop))
         )
         with runs as runner, shown(to_search) as listen:
             wanted = TuneOptions(
@@ -165,7 +167,7 @@ def tune(
         if gpu and refine and not report.under_way:  # else the run that ends last refines
             if trials != 0:
                 make_bundle(store, target.name, path)  # found by calls, however long refining takes
-            measure = partial(_timed_again, gpu, device or 0, failures)
+            measure = partial(_timed_again, gpu, device or 0, toolchain, failures)
             deadline = started + (time_budget or inf)
             if not look_between(problems, store, target.name, gpu, measure, deadline) and trials == 0:
                 raise UsageError(f"{store.place} has no trial of such problems on {gpu.gpu}; tune them here first")
@@ -217,6 +219,7 @@ def tune(
 def _timed_again(
     gpu: Environment,
     index: int,
+    toolchain: Toolchain,
     failures: list[str],
     cells: Mapping[Problem, Sequence[Cell]],
     variants: Sequence[Variant],
@@ -224,7 +227,7 @@ def _timed_again(
     """Times kernels on a device at `cells`, and adds a sentence to `failures` for each that fails. Raises `DeviceError`
     when `MOST_FAILURES` have failed."""
     say(f"refining: timing {len(variants)} kernels between the sizes of the search", err=True)
-    with measuring(gpu, index, cells=cells, give_up=inf) as runner:  # slow here may be fast there
+    with measuring(gpu, index, toolchain, cells=cells, give_up=inf) as runner:  # slow here may be fast there
         for variant, trial in runner.run(counted(variants, "timing")):
             if trial.outcome is not Outcome.OK and variant.kernel:
                 lost = trial.outcome in (Outcome.WRONG_ANSWER, Outcome.UNSTABLE)
@@ -247,7 +250,7 @@ def _what_is_kept(store: Store, arch: str, db: str | None, bundle: Path | None) 
 
 def _known_winners(arch: Arch, problems: Sequence[Problem]) -> dict[Problem, list[Knobs]]:
     """What wins in the bundles there are, by measurement on any GPU of the arch: the knobs of most cells first."""
-    from hadagen.knobs import KNOB_NAMES, Knobs
+    from hadagen.knobs import Knobs
     from hadagen.runtime import bundles
 
     cells: dict[Problem, Counter[Knobs]] = {problem: Counter() for problem in problems}
@@ -257,8 +260,8 @@ def _known_winners(arch: Arch, problems: Sequence[Problem]) -> dict[Problem, lis
         try:
             for problem, found in cells.items():
                 for entry in bundle.entries(problem):
-                    if entry.provenance is Provenance.MEASURED and entry.knobs.keys() <= set(KNOB_NAMES):
-                        found[Knobs.from_dict(entry.knobs)] += 1
+                    if entry.provenance is Provenance.MEASURED:
+                        found[Knobs.like(entry.knobs)] += 1
         except StorageError as error:
             say(f"not beginning with its winners: {error}", err=True)
     return {problem: [knobs for knobs, _ in found.most_common()] for problem, found in cells.items()}

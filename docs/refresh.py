@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 
 import refresh_files as files
-from refresh_other_tables import between_table, call_table, choices_table, lost_between_on_h200
+from refresh_other_tables import between_table, call_table, choices_table, lost_between_on_h200, pruned_table
 from refresh_pictures import draw, draw_search, fingerprint, is_drawn_from
 from refresh_search import Searches, search_numbers
 from refresh_speed_tables import h200_table, numbers, pitched_table
@@ -39,7 +39,7 @@ def generated() -> dict[Path, dict[str, str]]:
             "between-h200": lost_between_on_h200(),
             "calls": call_table(),
         },
-        files.EXPERIMENTS: {"choices": choices_table()},
+        files.EXPERIMENTS: {"choices": choices_table(), "pruned": pruned_table()},
         files.SEARCH_PAGE: {"search": search_numbers()},
     }
 

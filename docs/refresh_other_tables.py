@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import json
 from collections import defaultdict
@@ -15,6 +16,7 @@ from refresh_times import read_rows
 
 from hadagen.problem import Problem, Rows
 
+MOST_LOST = 0.03  # by leaving out a value of a knob
 # Of each idea: its knob, the value without it, the value with it.
 CHOICES = (
     ("cluster", 1, 8),
@@ -104,6 +106,18 @@ def choices_table() -> str:
                 rows.append([idea, f"{problem.n}, {problem.io.input.value}, {problem.io.numerics.value}", *ratios])
                 idea = ""  # named in its first row only
     return grid("ll" + "r" * len(sizes), ["idea", "n", *map(_short, sizes)], rows)
+
+
+def pruned_table() -> str:
+    """What leaving out values of knobs costs the shipped winners that had them, in Markdown."""
+    with files.PRUNED.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    lines = []
+    for what in [name for name in rows[0] if name not in ("problem", "elements", "destination", "cache")]:
+        losses = [float(row[what]) for row in rows if row[what]]
+        mean, above = geometric_mean(1 + loss for loss in losses) - 1, sum(loss > MOST_LOST for loss in losses)
+        lines.append((f"`{what}`", len(losses), f"{mean:.1%}", f"{max(losses):.1%}", above))
+    return grid("lrrrr", ["without", "cells", "loss, geometric mean", "worst", f"cells above {MOST_LOST:.0%}"], lines)
 
 
 def _short(count: int) -> str:

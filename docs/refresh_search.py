@@ -59,7 +59,7 @@ def search_numbers() -> str:
         [
             f"![Fraction of the best over evaluations]({files.SEARCH_PICTURE.relative_to(files.SEARCH_PAGE.parent)})",
             "",
-            f"Recorded on an {environment['gpu']} (driver {environment['driver']}, nvcc {environment['nvcc']}); "
+            f"Recorded on an {environment['gpu']} (driver {environment['driver']}, compiler {environment['nvcc']}); "
             f"{data['seeds']} seeds; Optuna {versions['optuna']}, Kernel Tuner {versions['kernel_tuner']}.",
             "",
             grid("l" + sides, ["evaluations", *searches.labels], rows),

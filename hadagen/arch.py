@@ -2,13 +2,16 @@
 
 A new target is a new file. A file may say `like: sm90`: then it has that file's values where it gives none of its own.
 A file is checked when it is read: every key present, none unknown, each value of its kind.
+
+A program that calls kernels may have no package that reads YAML. So all archs are in `archs.json` too, which `make
+archs` writes.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -46,6 +49,9 @@ Feature = Literal[
     "dependent_launch",
     "multicast_in_place",
 ]
+
+
+_ARCHS = ARCH_DIRECTORY / "archs.json"
 
 
 class _Least:
@@ -159,7 +165,23 @@ def load_arch(name: str) -> Arch:
     """The target called `name`, such as "sm90". Raises `UsageError` where it is unknown or its file is wrong."""
     if name not in known_archs():
         raise UsageError(f"arch {name!r} is not known; choose one of {', '.join(known_archs())}")
-    return read_arch(ARCH_DIRECTORY / f"{name}.yaml")
+    values = json.loads(_ARCHS.read_text(encoding="utf-8")).get(name)
+    if values is None:
+        raise UsageError(f"arch {name} is not in {_ARCHS.name} yet; run make archs")
+    return Arch(
+        values["nvcc_arch"],
+        Limits(**values["limits"]),
+        frozenset(values["features"]),
+        {knob: tuple(searched) for knob, searched in values["search"].items()},
+        Model(**values["model"]),
+    )
+
+
+def write_archs() -> None:
+    """Write `archs.json` from the files of all archs. Raises as `read_arch` does."""
+    archs = {name: read_arch(ARCH_DIRECTORY / f"{name}.yaml") for name in known_archs()}
+    said = {name: {**asdict(arch), "features": sorted(arch.features)} for name, arch in archs.items()}
+    _ARCHS.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
 
 
 def read_arch(path: Path) -> Arch:

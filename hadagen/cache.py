@@ -46,7 +46,7 @@ def cache_root() -> Path:
 
 def cache_key(
     *,
-    nvcc: str,
+    compiler: str,
     flags: Sequence[str],
     arch: str,
     source: str,
@@ -55,9 +55,9 @@ def cache_key(
 ) -> str:
     """SHA-256 of everything that a compiled kernel depends on.
 
-    `nvcc`: its full version. `flags`: in order. `source`: its text. `headers`: name → text.
+    `compiler`: its full version. `flags`: in order. `source`: its text. `headers`: name → text.
     """
-    parts = [schema, nvcc, list(flags), arch, source, sorted(headers.items())]
+    parts = [schema, compiler, list(flags), arch, source, sorted(headers.items())]
     return sha256(json.dumps(parts).encode()).hexdigest()
 
 

@@ -16,7 +16,7 @@ import jinja2
 from hadagen.launch import Source
 from hadagen.layout import add, scatter
 from hadagen.plan import Plan
-from hadagen.steps.base import FP32, mixed_chunk_bits
+from hadagen.steps.base import FP32
 
 ENVIRONMENT = jinja2.Environment(
     loader=jinja2.PackageLoader("hadagen.templates", "."),
@@ -131,26 +131,12 @@ def _place_lines(plan: Plan) -> list[str]:
     return [f"{kind:5}{' '.join(map(str, held[kind].values())):17}{what}" for kind, what in kinds.items() if held[kind]]
 
 
-def _groups(plan: Plan, views: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The steps in groups, as they are written. A step is written over all chunks; a run of steps that stay in a chunk
-    may be written chunk by chunk; all steps from the exchange on may be written group by group."""
-    groups: list[dict[str, Any]] = []
-    loop = ""
-    for at, (step, view) in enumerate(zip(plan.steps, views, strict=True)):
-        before = loop
-        if plan.order == "by_group":
-            loop = "group" if at >= plan.grouped_from else ""
-        else:
-            stays = step.by_chunk and not step.loads and not mixed_chunk_bits([step])
-            loop = "chunk" if plan.order == "by_chunk" and stays else ""
-        if loop and loop == before:
-            groups[-1]["steps"].append(view)
-        else:
-            groups.append({"loop": loop, "steps": [view]})
-    for group in groups:
-        for form in ("wide", "packed", "over_blocks"):
-            group[form] = any(view.get(form) for view in group["steps"])
-    return groups
+def _groups(plan: Plan, views: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """The steps in groups, as they are written: each step over all chunks, or all steps from the exchange on group of
+    chunks by group of chunks."""
+    alone = plan.grouped_from if plan.order == "by_group" else len(views)
+    groups = [[view] for view in views[:alone]]
+    return [*groups, views[alone:]] if views[alone:] else groups
 
 
 def _steps(plan: Plan) -> list[dict[str, Any]]:

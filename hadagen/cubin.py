@@ -1,16 +1,25 @@
-"""Whether bytes are a complete cubin: an ELF file for NVIDIA GPUs.
+"""Cubins, which are ELF files for NVIDIA GPUs: whether bytes are a complete one, and which drivers load it.
 
 Offsets are those of 64-bit little-endian ELF (System V gABI, "ELF Header", "Section Header").
 """
 
 from __future__ import annotations
 
+import re
 import struct
 
 _MAGIC = b"\x7fELF\x02\x01"
 _EM_CUDA = 190
 _HEADER_BYTES = 64
 _SHT_NOBITS = 8  # a section without bytes in the file
+
+# The two formats, by EI_OSABI (LLVM, BinaryFormat/ELF.h: ELFOSABI_CUDA and ELFOSABI_CUDA_V2). CUDA 12 writes the second
+# for sm_100 and newer alone, CUDA 13 for all GPUs.
+_FIRST, _SECOND = 51, 65
+
+# The first branch of the driver that loads cubins of each CUDA release, of its minor releases too, on every GPU that
+# the branch knows: CUDA Toolkit Release Notes, "Minimum Required Driver Version for CUDA Minor Version Compatibility".
+OLDEST_DRIVERS = {11: 450, 12: 525, 13: 580}
 
 
 def is_cubin(data: bytes) -> bool:
@@ -26,6 +35,17 @@ def is_cubin(data: bytes) -> bool:
         _read("<I", data, at + 4) == _SHT_NOBITS or _read("<Q", data, at + 24) + _read("<Q", data, at + 32) <= len(data)
         for at in headers
     )
+
+
+def cuda_release(cubin: bytes) -> int | None:
+    """The major release of CUDA that a cubin was assembled by, such as 13; None if it does not say."""
+    if len(cubin) < _HEADER_BYTES or not cubin.startswith(_MAGIC):
+        return None
+    if cubin[7] == _FIRST:
+        return _read("<I", cubin, 20) // 10  # e_version: 129 is CUDA 12.9
+    # The note of the tools, .note.nv.tkinfo, has it in words.
+    said = re.search(rb"Cuda compilation tools, release (\d{1,3})\.", cubin) if cubin[7] == _SECOND else None
+    return int(said[1]) if said else None
 
 
 def _read(form: str, data: bytes, at: int) -> int:

@@ -1,6 +1,6 @@
 """The CUDA driver, as far as hadagen needs it: load a compiled kernel, launch it, and read every return code.
 
-`cuda.bindings` is imported by the first call that needs a GPU, so importing this module costs nothing on a machine
+The driver's library is loaded by the first call that needs a GPU, so importing this module costs nothing on a machine
 without one. Nothing here imports PyTorch: contexts are the devices' primary ones, which PyTorch uses too.
 """
 
@@ -11,9 +11,12 @@ from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from ctypes import byref, c_int, c_uint64, c_void_p, pointer
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from hadagen import libcuda
 from hadagen.errors import DeviceError
 from hadagen.launch import PORTABLE_CLUSTER, LaunchSpec, RowShape, X, Y
 
@@ -63,38 +66,30 @@ class DoesNotFit(DriverError):
 
 
 @functools.cache
-def bindings() -> Any:
-    """The module `cuda.bindings.driver`, initialized. Raises `DeviceError` where there is no package or no driver."""
-    try:
-        from cuda.bindings import driver
-    except ImportError as error:
-        raise DeviceError(f"cuda-bindings cannot be imported ({error}); pip install cuda-bindings") from error
-    try:
-        result = driver.cuInit(0)
-    except Exception as error:  # which class it is depends on the version of cuda-bindings
-        raise DeviceError("no NVIDIA driver was found on this machine; install one to use a GPU") from error
-    _check(driver, result, "starting CUDA")
+def bindings() -> SimpleNamespace:
+    """The functions of `libcuda.open_library`, initialized. Raises `DeviceError` if there is no driver or no GPU."""
+    driver = libcuda.open_library()
+    (code,) = driver.cuInit(0)
+    if code:
+        raise _error(driver, code, "starting CUDA")
     return driver
 
 
 def check(result: tuple[Any, ...], doing: str = "a CUDA call") -> Any:
-    """What a driver call returned besides its code: nothing, one value, or a tuple of several.
+    """What a driver call returned besides its code: one value, or None.
 
-    Raises `DriverError` where the code is not CUDA_SUCCESS; `doing` says in its sentence what failed.
+    Raises `DriverError` where the code is not 0; `doing` says in its sentence what failed.
     """
-    return _check(bindings(), result, doing)
+    if result[0]:
+        raise _error(bindings(), result[0], doing)
+    return result[1] if len(result) > 1 else None
 
 
-def _check(driver: Any, result: tuple[Any, ...], doing: str) -> Any:
-    code, *values = result
-    if code != driver.CUresult.CUDA_SUCCESS:
-        name = getattr(code, "name", str(code))
-        _, text = driver.cuGetErrorString(code)
-        description = f" ({text.decode()})" if text else ""
-        raise DriverError(name, f"{doing} failed with {name}{description}; {_FIXES.get(name, 'run `hadagen doctor`')}")
-    if len(values) > 1:
-        return tuple(values)
-    return values[0] if values else None
+def _error(driver: SimpleNamespace, code: int, doing: str) -> DriverError:
+    (_, known), (_, text) = driver.cuGetErrorName(code), driver.cuGetErrorString(code)
+    name = known.decode() if known else f"error {code}"
+    description = f" ({text.decode()})" if text else ""
+    return DriverError(name, f"{doing} failed with {name}{description}; {_FIXES.get(name, 'run `hadagen doctor`')}")
 
 
 @functools.cache
@@ -119,22 +114,20 @@ def active(device: int) -> Iterator[None]:
 @contextmanager
 def _capture_allowed() -> Iterator[None]:
     """Lets this thread load modules while one of its streams is being captured into a graph."""
-    driver = bindings()
-    relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-    previous = check(driver.cuThreadExchangeStreamCaptureMode(relaxed))
+    driver, mode = bindings(), c_int(libcuda.CU_STREAM_CAPTURE_MODE_RELAXED)
+    check(driver.cuThreadExchangeStreamCaptureMode(mode))
     try:
         yield
     finally:
-        check(driver.cuThreadExchangeStreamCaptureMode(previous))
+        check(driver.cuThreadExchangeStreamCaptureMode(mode))  # which is the thread's own by now
 
 
 class LaunchBlock(NamedTuple):
     """A launch laid out in memory, but for x and y. It serves one launch at a time."""
 
-    config: Any  # CUlaunchConfig, which names the stream too
+    config: Any  # pointer to a `LaunchConfig`, which names the stream too
     values: memoryview  # of each argument, in eight bytes
-    places: int  # address of an array with the address of each argument
-    memory: Any  # that array
+    places: Any  # pointer to an array with the address of each argument
 
 
 Launch = Callable[[int, int, int], None]  # (stream, x, y)
@@ -151,8 +144,8 @@ class LoadedKernel:
     spec: LaunchSpec
     device: int
     resident_blocks: int
-    module: Any  # CUmodule
-    function: Any  # CUfunction
+    module: int  # the driver's handle, as that of the function
+    function: int
 
     def launch(self, stream: int, x: int, y: int, elements: int, scale: float, rows: RowShape | None = None) -> None:
         """Queues y = (x · H) · scale on a stream of the device, whose context must be current or none at all.
@@ -169,7 +162,7 @@ class LoadedKernel:
         """`launch` with all known but stream and addresses, for calls that come again: it then does only what it
         must. The arguments are those of `LaunchSpec.arguments`, and it raises what that does."""
         arguments = self.spec.arguments(elements, scale, rows, pointers)
-        launch_kernel, function = bindings().cuLaunchKernelEx, self.function
+        launch_kernel, function = bindings().cuLaunchKernelEx, c_void_p(self.function)
         # By stream, the blocks that no launch uses: of a launch that several threads make, each needs one of its own.
         idle: dict[int, list[LaunchBlock]] = defaultdict(list)
 
@@ -179,38 +172,35 @@ class LoadedKernel:
                 block = blocks.pop()
             except IndexError:
                 block = self.block(stream, elements, arguments)
-            config, values, places, _ = block
+            config, values, places = block
             values[X], values[Y] = x, y
-            result = launch_kernel(config, function, places, 0)
-            if result[0]:
-                result = self._launch_in_context(result, block)
-                check(result, f"launching {self.entry} on {elements} elements")
+            code = launch_kernel(config, function, places, None)
+            if code:
+                code = self._launch_in_context(code, block)
+                check((code,), f"launching {self.entry} on {elements} elements")
             blocks.append(block)
 
         return launch
 
     def block(self, stream: int, elements: int, arguments: Sequence[int]) -> LaunchBlock:
         """A new block for a launch with these arguments (`LaunchSpec.arguments`)."""
-        driver = bindings()
-        config = driver.CUlaunchConfig()  # the cluster's size is compiled into the kernel
-        config.gridDimX, config.gridDimY, config.gridDimZ = self.spec.grid(elements, self.resident_blocks), 1, 1
-        config.blockDimX, config.blockDimY, config.blockDimZ = self.spec.threads, 1, 1
-        config.sharedMemBytes, config.hStream = self.spec.shared_bytes, driver.CUstream(stream)
+        config = _configuration(self.spec, self.spec.grid(elements, self.resident_blocks))
+        config.hStream = stream
         if self.spec.starts_early:
-            config.attrs, config.numAttrs = [_early_start(driver)], 1
+            config.attrs, config.numAttrs = pointer(_early_start()), 1
         values = array("Q", arguments)  # of a u32 the lower four bytes are read
         start, count = values.buffer_info()
-        places = array("Q", range(start, start + 8 * count, 8))
-        return LaunchBlock(config, memoryview(values), places.buffer_info()[0], places)
+        places = (c_uint64 * count)(*range(start, start + 8 * count, 8))
+        # A pointer that `byref` makes keeps alive what it points to, and costs a call less than a c_void_p.
+        return LaunchBlock(byref(config), memoryview(values), byref(places))
 
-    def _launch_in_context(self, result: tuple[Any, ...], block: LaunchBlock) -> tuple[Any, ...]:
+    def _launch_in_context(self, code: int, block: LaunchBlock) -> int:
         """The launch again where it failed because it is the first CUDA call of this thread."""
         driver = bindings()
-        if result[0] != driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
-            return result
+        if code != libcuda.CUDA_ERROR_INVALID_CONTEXT:
+            return code
         check(driver.cuCtxSetCurrent(primary_context(self.device)), f"switching to CUDA device {self.device}")
-        again: tuple[Any, ...] = driver.cuLaunchKernelEx(block.config, self.function, block.places, 0)
-        return again
+        return int(driver.cuLaunchKernelEx(block.config, c_void_p(self.function), block.places, None))
 
 
 def load(image: bytes, entry: str, spec: LaunchSpec, device: int = 0) -> LoadedKernel:
@@ -259,37 +249,34 @@ def _too_large(spec: LaunchSpec, doing: str) -> DoesNotFit:
     )
 
 
-def _ask_for_more(driver: Any, function: Any, spec: LaunchSpec, doing: str) -> None:
+def _ask_for_more(driver: SimpleNamespace, function: int, spec: LaunchSpec, doing: str) -> None:
     """Allows a kernel what a kernel that says nothing may not have."""
-    attributes = driver.CUfunction_attribute
     if spec.shared_bytes > DEFAULT_SHARED_BYTES:
-        shared = attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        shared = libcuda.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         check(driver.cuFuncSetAttribute(function, shared, spec.shared_bytes), doing)
     if spec.cluster > PORTABLE_CLUSTER:
-        larger = attributes.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+        larger = libcuda.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
         check(driver.cuFuncSetAttribute(function, larger, 1), doing)
 
 
-def _early_start(driver: Any) -> Any:
+def _early_start() -> libcuda.LaunchAttribute:
     """The launch attribute by which a kernel need not wait for the end of the one before it."""
-    attribute = driver.CUlaunchAttribute()
-    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-    value = driver.CUlaunchAttributeValue()
-    value.programmaticStreamSerializationAllowed = 1
-    attribute.value = value
+    attribute = libcuda.LaunchAttribute(libcuda.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION)
+    attribute.value.programmaticStreamSerializationAllowed = 1
     return attribute
 
 
-def _resident_blocks(driver: Any, function: Any, spec: LaunchSpec, device: int) -> int:
+def _configuration(spec: LaunchSpec, blocks: int) -> libcuda.LaunchConfig:
+    """A launch of this many blocks on the default stream. A cluster's size is compiled into the kernel."""
+    return libcuda.LaunchConfig(blocks, 1, 1, spec.threads, 1, 1, spec.shared_bytes)
+
+
+def _resident_blocks(driver: SimpleNamespace, function: int, spec: LaunchSpec, device: int) -> int:
     doing = f"computing the occupancy on CUDA device {device}"
     if spec.cluster > 1:
-        # The cluster's size is compiled into the kernel, so the configuration leaves it out.
-        config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = spec.cluster, 1, 1
-        config.blockDimX, config.blockDimY, config.blockDimZ = spec.threads, 1, 1
-        config.sharedMemBytes = spec.shared_bytes
+        config = _configuration(spec, spec.cluster)
         return int(check(driver.cuOccupancyMaxActiveClusters(function, config), doing)) * spec.cluster
     blocks = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, spec.threads, spec.shared_bytes)
     handle = check(driver.cuDeviceGet(device), doing)
-    sms = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
-    return int(check(blocks, doing)) * int(check(driver.cuDeviceGetAttribute(sms, handle), doing))
+    sms = driver.cuDeviceGetAttribute(libcuda.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, handle)
+    return int(check(blocks, doing)) * int(check(sms, doing))

@@ -31,7 +31,11 @@ class TensorError(UsageError, RuntimeError):
 
 
 class ToolchainError(HadagenError):
-    """nvcc or the host compiler is missing, or does not work."""
+    """A compiler is missing, or does not work."""
+
+
+class NoCompilerError(ToolchainError):
+    """A compiler is nowhere to be found."""
 
 
 class StorageError(HadagenError):

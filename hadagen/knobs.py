@@ -73,11 +73,11 @@ class Knobs:
     # shared memory used this many times over in one exchange
     exchange_rounds: int = _one_of(1, 2)
     shared_layout: str = _one_of("linear", "padded", "swizzled")
-    # by_step: each step over all chunks; by_chunk: runs of steps chunk by chunk, with fewer registers; by_group: all
-    # from the exchange on for one group of chunks after another, so that one is stored while the next crosses
-    order: str = _one_of("by_step", "by_chunk", "by_group")
+    # by_step: each step over all chunks; by_group: all from the exchange on for one group of chunks after another, so
+    # that one is stored while the next crosses
+    order: str = _one_of("by_step", "by_group")
     # of whole rows, also multicast to all blocks of a cluster
-    load: str = _one_of("plain", "no_allocate", "cp_async", "bulk", "multicast")
+    load: str = _one_of("plain", "cp_async", "bulk", "multicast")
     # a block or cluster per tile, or persistent blocks that loop over tiles
     grid: str = _one_of("tiles", "persistent")
     # tiles under way in a persistent grid
@@ -85,8 +85,7 @@ class Knobs:
     # blocks per SM the compiler must leave registers for; fewer let it overlap more
     min_blocks: int = _one_of(1, 2, 3, 4, 5, 6, 7, 8)
     # MiB of the input between a tile and the one that is prefetched to L2 then; 0: none is
-    ahead: int = _one_of(0, 1, 2, 4, 8, 16)
-    store: str = _one_of("plain", "streaming")
+    ahead: int = _one_of(0, 8, 16)
     # when the next kernel in the stream may start: at the end, before the store or after the load
     trigger: str = _one_of("end", "store", "load")
 
@@ -100,17 +99,31 @@ class Knobs:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Knobs:
-        unknown = sorted(set(values) - set(KNOB_NAMES))
+        """Raises `UsageError` if a knob is unknown, unless it is a former one with the value that all kernels have
+        now."""
+        known = {name: value for name, value in values.items() if _FORMER.get(name) != value}
+        unknown = sorted(set(known) - set(KNOB_NAMES))
         if unknown:
             raise UsageError(f"knob {unknown[0]!r} is not known; choose from {', '.join(KNOB_NAMES)}")
-        return cls(**values)
+        return cls(**known)
+
+    @classmethod
+    def like(cls, values: Mapping[str, Any]) -> Knobs:
+        """What a stored choice says of today's knobs. Its values may be gone, so that it is not legal."""
+        return cls(**{name: value for name, value in values.items() if name in KNOB_NAMES})
 
     def __str__(self) -> str:
-        """The knobs that differ from their defaults, as `k=v` pairs."""
-        changed = [f"{k}={v}" for k, v in self.to_dict().items() if v != getattr(Knobs, k)]
-        return " ".join(changed) or "defaults"
+        return knobs_text(self.to_dict())
 
 
+def knobs_text(values: Mapping[str, Any]) -> str:
+    """The knobs that differ from their defaults, as `k=v` pairs. Stored ones may have values that are gone."""
+    changed = [f"{k}={v}" for k, v in values.items() if v != getattr(Knobs, k, _FORMER.get(k))]
+    return " ".join(changed) or "defaults"
+
+
+# Knobs that stored choices may still have, each with the value that all kernels have now.
+_FORMER = {"store": "plain"}
 # Every value that a plan can be built with, in the order in which values are searched.
 KNOB_VALUES: dict[str, tuple[KnobValue, ...]] = {knob.name: knob.metadata["values"] for knob in fields(Knobs)}
 KNOB_NAMES = tuple(KNOB_VALUES)
@@ -165,7 +178,7 @@ def steps_of(problem: Problem, knobs: Knobs) -> tuple[Step, ...]:
         steps.insert(1, Prefetch(knobs.ahead))
     if knobs.trigger != "end":
         steps.insert(1 if knobs.trigger == "load" else len(steps), Trigger())
-    steps.append(Store(knobs.store))
+    steps.append(Store())
     return tuple(steps)
 
 

@@ -61,6 +61,7 @@ PARAMS = (Param("const void*", "x"), Param("void*", "y"), Param("i64", "elements
 ROW_PARAMS = tuple(Param("i64", name) for name in RowShape._fields)
 # How rows lie → what a kernel takes for them.
 PARAMS_FOR = {Rows.CONTIGUOUS: PARAMS, Rows.PITCHED: (*PARAMS, *ROW_PARAMS)}
+ENTRY = "hadagen_kernel"  # the name of every kernel once compiled, so that equal ones have equal code
 # Positions of the two arguments that differ from launch to launch.
 X, Y = 0, 1
 
@@ -158,3 +159,8 @@ class Source:
     entry: str
     text: str
     launch: LaunchSpec
+
+    @property
+    def text_to_compile(self) -> str:
+        """The text with the kernel called `ENTRY`."""
+        return re.sub(rf"\b{re.escape(self.entry)}(?=\()", ENTRY, self.text)

@@ -183,7 +183,7 @@ def _(c: Context, k: Knobs) -> str | None:
         if c.problem.io.input is DType.FLOAT32:
             return None if load.multicast else "fp32 is summed over blocks from shared memory (load must be multicast)"
         allowed = load.multicast or not load.staged
-        return None if allowed else "whole rows take another way (load must be plain, no_allocate or multicast)"
+        return None if allowed else "whole rows take another way (load must be plain or multicast)"
     return "no block needs the shares of others (load must not be multicast)" if load.multicast else None
 
 

@@ -7,26 +7,28 @@ NVRTC documentation: https://docs.nvidia.com/cuda/nvrtc/
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from ctypes import byref, c_char_p, c_int, c_size_t, c_void_p
+from ctypes import byref, c_int
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hadagen.errors import ToolchainError
+from hadagen import nvrtc_calls
+from hadagen.errors import NoCompilerError, ToolchainError
 
+# For every kernel. The second makes it report what the kernel uses.
+FLAGS = ("-std=c++17", "--ptxas-options=-v")
 OLDEST = (12, 1)  # in which shared sources of sm_90 compile
 # `.so.13` before `.so.12`: the newer knows more GPUs.
 _SONAMES = ("libnvrtc.so.13", "libnvrtc.so.12")
 # Where the wheels of CUDA 13 and of CUDA 12 keep libraries, below a folder of packages.
 _FOLDERS = ("nvidia/cu13/lib", "nvidia/cuda_nvrtc/lib")
-_HINT = "install PyTorch with CUDA, or: pip install nvidia-cuda-nvrtc"
+_MAPS = Path("/proc/self/maps")  # the files that this process has mapped
+HINT = "install PyTorch with CUDA, or: pip install nvidia-cuda-nvrtc"
 
 
 class Compiled(NamedTuple):
@@ -60,34 +62,50 @@ class Nvrtc:
         """The library in $HADAGEN_NVRTC; else one that this process has loaded; else the newest of the installed
         wheels, in $CUDA_HOME, or where the system looks.
 
-        Raises `ToolchainError` if there is none, or none that works.
+        Raises `NoCompilerError` if there is none, and `ToolchainError` if there is none that works.
         """
         if named := os.environ.get("HADAGEN_NVRTC"):
             return _load(named)
+        missing = f"NVRTC was not found among the Python packages, in $CUDA_HOME or on this system; {HINT}"
+        failure: ToolchainError = NoCompilerError(missing)
         for path in dict.fromkeys(_candidates()):
             try:
                 return _load(path)
-            except ToolchainError:
-                continue
-        raise ToolchainError(f"NVRTC was not found among the Python packages, in $CUDA_HOME or on this system; {_HINT}")
+            except ToolchainError as error:
+                if isinstance(failure, NoCompilerError) and os.path.exists(path):
+                    failure = error
+        raise failure
 
     @classmethod
     def at(cls, path: str) -> Nvrtc:
         """The library at a path. Raises `ToolchainError` if it cannot be loaded."""
         return _load(path)
 
+    @functools.cached_property
+    def banner(self) -> str:
+        """What its PTX says of its exact version, in several lines. The first use compiles an empty source.
+
+        Raises `ToolchainError` if that fails, for example because the library of built-in functions is missing.
+        """
+        try:
+            ptx = self.compile("", "empty.cu", f"compute_{self.archs[0]}", (), {}).ptx.decode()
+        except CompileError as error:
+            raise ToolchainError(f"NVRTC at {self.path} compiles nothing ({error}); {HINT}") from None
+        return "\n".join(line[3:] for line in ptx.splitlines() if line.startswith("// "))
+
     @property
     def release(self) -> str:
-        """Such as "13.0"."""
-        return ".".join(map(str, self.version))
+        """Its exact version, such as "13.0.88"."""
+        match = re.search(r"\bV(\d+(?:\.\d+)+)", self.banner)
+        return match[1] if match else _dotted(self.version)
 
     @property
     def archs(self) -> tuple[int, ...]:
         """The compute capabilities that it compiles for, such as 75 and 90, ascending."""
         library, count = _library(self.path), c_int()
-        _check(library, library.nvrtcGetNumSupportedArchs(byref(count)))
+        _call(library, "GetNumSupportedArchs", byref(count))
         numbers = (c_int * count.value)()
-        _check(library, library.nvrtcGetSupportedArchs(numbers))
+        _call(library, "GetSupportedArchs", numbers)
         return tuple(sorted(numbers))
 
     def compile(self, text: str, name: str, arch: str, flags: Sequence[str], headers: Mapping[str, str]) -> Compiled:
@@ -96,25 +114,31 @@ class Nvrtc:
 
         Raises `CompileError` if the source is refused.
         """
-        library = _library(self.path)
-        with _program(library, text, name, headers) as program:
-            options = [option.encode() for option in (f"-arch={arch}", *flags)]
-            status = library.nvrtcCompileProgram(program, len(options), (c_char_p * len(options))(*options))
-            log = _bytes(library, "ProgramLog", program).rstrip(b"\0").decode(errors="replace")
-            if status:
-                first = next(
-                    (line for line in log.splitlines() if "error" in line), log.strip() or _name(library, status)
-                )
-                raise CompileError(f"NVRTC {self.release} cannot compile {name} for {arch}: {first.strip()}", log)
-            cubin = b"" if arch.startswith("compute") else _bytes(library, "CUBIN", program)
-            return Compiled(_bytes(library, "PTX", program).rstrip(b"\0"), cubin, log)
+        try:
+            wrong, ptx, cubin, log = nvrtc_calls.compile_source(
+                _library(self.path), text, name, [f"-arch={arch}", *flags], dict(headers)
+            )
+        except RuntimeError as error:
+            raise ToolchainError(f"{self.path}: {error}; {HINT}") from None
+        if wrong:
+            first = next((line for line in log.splitlines() if "error" in line), log.strip() or wrong)
+            raise CompileError(f"NVRTC {_dotted(self.version)} cannot compile {name} for {arch}: {first.strip()}", log)
+        return Compiled(ptx, cubin, log)
+
+
+def stamp() -> str:
+    """What tells the library that `Nvrtc.find` would load from others, without loading it: path, size and time."""
+    for path in [os.environ.get("HADAGEN_NVRTC") or "", *_candidates()]:
+        if path and os.path.exists(path):
+            real = os.path.realpath(path)
+            return f"{real} {os.stat(real).st_size} {os.stat(real).st_mtime_ns}"
+    return f"{_SONAMES}"  # one that only the system's loader finds
 
 
 def _candidates() -> Iterator[str]:
     """Paths where the library may be, best first."""
-    maps = Path("/proc/self/maps")
-    if maps.exists():  # PyTorch loads it with its own first compilation
-        yield from re.findall(r"(/\S*/libnvrtc\.so\.\d\S*)$", maps.read_text(errors="replace"), re.M)
+    if _MAPS.exists():  # PyTorch loads it with its own first compilation
+        yield from re.findall(r"(/\S*/libnvrtc\.so\.\d\S*)$", _MAPS.read_text(errors="replace"), re.M)
     for soname, folder in zip(_SONAMES, _FOLDERS, strict=True):
         yield from (path for entry in sys.path if os.path.exists(path := f"{entry or '.'}/{folder}/{soname}"))
     for soname in _SONAMES:
@@ -125,54 +149,28 @@ def _candidates() -> Iterator[str]:
 
 @functools.cache
 def _load(path: str) -> Nvrtc:
-    library = _library(path)
     major, minor = c_int(), c_int()
-    _check(library, library.nvrtcVersion(byref(major), byref(minor)))
+    _call(_library(path), "Version", byref(major), byref(minor))
     version = major.value, minor.value
     if version < OLDEST:
-        said, least = (".".join(map(str, each)) for each in (version, OLDEST))
-        raise ToolchainError(f"NVRTC {said} at {path} is too old; install {least} or newer")
+        raise ToolchainError(f"NVRTC {_dotted(version)} at {path} is too old; install {_dotted(OLDEST)} or newer")
     return Nvrtc(path, version)
 
 
 @functools.cache
 def _library(path: str) -> Any:
     try:
-        # It opens this one by its name alone, which a wheel's folder is not searched for.
-        for builtins in Path(path).parent.glob("libnvrtc-builtins.so.*"):
-            ctypes.CDLL(str(builtins))
-        library = ctypes.CDLL(path)
-        library.nvrtcGetErrorString.restype = c_char_p
-    except (OSError, AttributeError) as error:
-        raise ToolchainError(f"NVRTC cannot be loaded from {path} ({error}); {_HINT}") from None
-    return library
+        return nvrtc_calls.load(path)
+    except OSError as error:
+        raise ToolchainError(f"NVRTC cannot be loaded from {path} ({error}); {HINT}") from None
 
 
-@contextmanager
-def _program(library: Any, text: str, name: str, headers: Mapping[str, str]) -> Iterator[Any]:
-    program = c_void_p()
-    many = c_char_p * len(headers)
-    texts, names = many(*(t.encode() for t in headers.values())), many(*(n.encode() for n in headers))
-    made = library.nvrtcCreateProgram(byref(program), text.encode(), name.encode(), len(headers), texts, names)
-    _check(library, made)
+def _call(library: Any, function: str, *arguments: Any) -> None:
     try:
-        yield program
-    finally:
-        library.nvrtcDestroyProgram(byref(program))
+        nvrtc_calls.call(library, function, *arguments)
+    except RuntimeError as error:
+        raise ToolchainError(f"{error}; {HINT}") from None
 
 
-def _bytes(library: Any, what: str, program: Any) -> bytes:
-    size = c_size_t()
-    _check(library, getattr(library, f"nvrtcGet{what}Size")(program, byref(size)))
-    buffer = ctypes.create_string_buffer(size.value)
-    _check(library, getattr(library, f"nvrtcGet{what}")(program, buffer))
-    return buffer.raw
-
-
-def _name(library: Any, status: int) -> str:
-    return str(library.nvrtcGetErrorString(status).decode())
-
-
-def _check(library: Any, status: int) -> None:
-    if status:
-        raise ToolchainError(f"NVRTC fails with {_name(library, status)}; {_HINT}")
+def _dotted(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))

@@ -23,7 +23,7 @@ from hadagen.steps.memory import Load, Store
 if TYPE_CHECKING:
     from hadagen.steps.values import Reals
 
-ORDERS = ("by_step", "by_chunk", "by_group")  # values of the knob `order`
+ORDERS = ("by_step", "by_group")  # values of the knob `order`
 
 # The sequences of factors that multiply by the scale once. Either it comes whole: an `Mma` may take powers of two from
 # it, or it may undo a normalizer. Or it comes in two 16-bit parts, whose error `accurate` does not allow.

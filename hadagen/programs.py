@@ -31,6 +31,7 @@ _PASSING = re.compile(
     "died due to signal|signal terminated program|terminated with signal|Resource temporarily unavailable"
     "|Disk quota exceeded|No space left on device|Cannot allocate memory"
     "|internal compiler error|[Mm]emory allocation fail|virtual memory exhausted|std::bad_alloc"
+    "|NVRTC_ERROR_OUT_OF_MEMORY|MemoryError"
 )
 _NO_SUCH_PROGRAM = (126, 127)  # of a shell, for a program that cannot be run or is missing
 

@@ -35,6 +35,11 @@ def read(tmp_path: Path) -> Callable[[Any], Arch]:
 
 
 @pytest.mark.parametrize("name", known_archs())
+def test_what_programs_without_yaml_read_is_what_the_file_says(name: str) -> None:
+    assert load_arch(name) == read_arch(ARCH_DIRECTORY / f"{name}.yaml")
+
+
+@pytest.mark.parametrize("name", known_archs())
 def test_every_shipped_file_loads(name: str) -> None:
     arch = load_arch(name)
     assert arch.name == name

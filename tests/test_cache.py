@@ -19,7 +19,7 @@ from hadagen.cache import FILES, KernelCache, cache_key, cache_root
 from hadagen.errors import StorageError
 
 INPUTS: dict[str, Any] = {
-    "nvcc": "release 13.0, V13.0.88",
+    "compiler": "release 13.0, V13.0.88",
     "flags": ("-std=c++17", "-O3"),
     "arch": "sm_90",
     "source": "void kernel() {}",
@@ -27,7 +27,7 @@ INPUTS: dict[str, Any] = {
     "schema": 1,
 }
 CHANGES: list[tuple[str, Any]] = [
-    ("nvcc", "release 13.0, V13.0.89"),
+    ("compiler", "release 13.0, V13.0.89"),
     ("flags", ("-O3", "-std=c++17")),
     ("flags", ("-std=c++17",)),
     ("flags", ("-std=c++17 -O3",)),
@@ -43,7 +43,7 @@ CONTENT = {name: f"content of {name}".encode() for name in FILES}
 TEXTS = st.text(max_size=3)
 ARGUMENTS = st.fixed_dictionaries(
     {
-        "nvcc": TEXTS,
+        "compiler": TEXTS,
         "flags": st.lists(TEXTS, max_size=3).map(tuple),
         "arch": TEXTS,
         "source": TEXTS,
@@ -78,7 +78,7 @@ def test_keys_are_equal_exactly_where_the_inputs_are(one: dict[str, Any], other:
 
 def test_what_was_stored_is_loaded(cache: KernelCache) -> None:
     assert cache.load("key") is None
-    assert cache.store("key", CONTENT, {"nvcc": "13"}) == CONTENT
+    assert cache.store("key", CONTENT, {"compiler": "13"}) == CONTENT
     assert cache.load("key") == CONTENT
     assert cache.load("other") is None
     assert os.listdir(cache.root / "work") == []

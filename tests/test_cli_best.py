@@ -45,7 +45,7 @@ def test_best_is_readable(sample: Path) -> None:
     assert "match     same-gpu" in text
     assert "chunks=1 grid=tiles" in text
     assert "time      2.00 µs for 8192 elements, 0.95 of a plain copy (1.90 µs)\n" in text
-    assert f"measured  {H100.gpu}, driver 580.65, nvcc 13.0.48" in text
+    assert f"measured  {H100.gpu}, driver 580.65, compiler 13.0.48" in text
 
 
 @pytest.mark.parametrize(

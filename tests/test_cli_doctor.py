@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from command_line import machine, run, sample, succeed
+from sample_bundle import write_trials
+from sample_trials import make_kernel, make_trial
 
-from hadagen.cli import options
+from hadagen.cli import doctor, options
+from hadagen.errors import DeviceError
+from hadagen.tuning_db.bundle import Bundle
 
 __all__ = ["machine", "sample"]  # fixtures
 pytestmark = pytest.mark.usefixtures("machine")
@@ -20,10 +25,10 @@ def test_the_doctor_finds_a_machine_without_a_gpu_sound(sample: Path) -> None:
     assert states == {
         "python": "ok",
         "torch": "ok",
-        "cuda-bindings": "ok",
         "gpu": "missing",
         "kernels": "missing",
         "tune extra": "ok",
+        "nvrtc": "ok",
         "nvcc": "ok",
         "emulator": "ok",
         "cache": "ok",
@@ -43,7 +48,7 @@ def test_the_doctor_blames_the_cache_where_it_cannot_be_written(
     checks = {check["name"]: check for check in json.loads(result.stdout)["checks"]}
     assert [name for name, check in checks.items() if check["state"] == "broken"] == ["cache"]
     assert "cannot be written (Not a directory)" in checks["cache"]["says"]
-    for name in ("nvcc", "emulator"):
+    for name in ("nvrtc", "nvcc", "emulator"):
         assert (checks[name]["state"], checks[name]["says"]) == (
             "untried",
             "it cannot be tried without the cache, see above",
@@ -59,6 +64,23 @@ def test_the_doctor_finds_an_emulator_that_computes_nonsense(monkeypatch: pytest
     assert broken["name"] == "emulator"
     assert broken["says"].startswith("a kernel is off by 5.0e-01 in the emulator; use another C++ compiler")
     assert report["can"]["tune"] == "no"
+
+
+@pytest.mark.parametrize(("release", "oldest"), [(12, 525), (13, 580)])
+def test_the_doctor_says_which_driver_loads_a_bundle(
+    release: int, oldest: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    cubin = b"\x7fELF\x02\x01\x01\x41".ljust(64) + b"Cuda compilation tools, release %d.9, V" % release
+    path = options.default_bundle("sm90")
+    path.parent.mkdir(parents=True)
+    bundle = Bundle.open(write_trials(path, [make_trial(kernel=make_kernel(cubin))]))
+    assert f"its cubins load from driver {oldest} on" in succeed("doctor")
+    monkeypatch.setattr("hadagen.driver.bindings", lambda: SimpleNamespace(cuDriverGetVersion=lambda: (0, 12080)))
+    if release == 12:
+        doctor._check_driver("3 winners match", [bundle])
+    else:
+        with pytest.raises(DeviceError, match="of CUDA 13, and this one is of CUDA 12; update"):
+            doctor._check_driver("3 winners match", [bundle])
 
 
 def test_the_doctor_finds_a_damaged_bundle() -> None:

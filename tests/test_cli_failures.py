@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import sqlite3
 import subprocess
@@ -16,12 +17,13 @@ from pathlib import Path
 import pytest
 from command_line import BEST, TINY_TUNE, database, machine, raising, run, sample, sentence, succeed
 from fake_device import FakeDevice, fake_gpu
+from real_compilers import needs_nvcc
 from sample_bundle import write_sample
 
-from hadagen import measure, toolchain
+from hadagen import compilers, measure, nvrtc
 from hadagen.cli import options
 from hadagen.cli.output import report_failures
-from hadagen.errors import DeviceError
+from hadagen.errors import DeviceError, NoCompilerError
 from hadagen.runtime.bundles import VARIABLE
 
 __all__ = ["database", "fake_gpu", "machine", "sample"]  # fixtures
@@ -170,12 +172,26 @@ def test_a_read_only_database_is_refused_before_the_search(database: Path, monke
     assert sentence(result, 1) == f"{database} is read-only; make it writable, or name another database with --db"
 
 
-def test_a_missing_nvcc_is_named_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(toolchain, "_find", lambda tool: None)
+def test_missing_compilers_are_named_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HADAGEN_NVRTC", raising=False)
+    monkeypatch.setattr(nvrtc, "_candidates", lambda: iter(()))
+    monkeypatch.setattr(compilers, "find_tool", raising(NoCompilerError("nvcc is not here; install it")))
     for arguments in (TINY_TUNE, ("emit", "--n", "2", "--ptx")):
         said = sentence(run(*arguments), 1)
-        assert said.startswith("nvcc is not on PATH")
-        assert "pip install 'hadagen[nvcc]'" in said
+        assert said.startswith("NVRTC was not found")
+        assert said.endswith("pip install nvidia-cuda-nvrtc")
+        assert sentence(run(*arguments, "--compiler", "nvcc"), 1) == "nvcc is not here; install it"
+    checks = {check["name"]: check["state"] for check in json.loads(run("doctor", "--json").stdout)["checks"]}
+    assert (checks["nvrtc"], checks["nvcc"]) == ("missing", "missing")
+
+
+@needs_nvcc
+def test_nvcc_stands_in_for_nvrtc_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HADAGEN_NVRTC", raising=False)
+    monkeypatch.setattr(nvrtc, "_candidates", lambda: iter(()))
+    result = run("emit", "--n", "2", "--ptx")
+    assert ".target sm_90" in result.stdout
+    assert re.match(r"nvcc [\d.]+ compiles, because NVRTC was not found", result.stderr)
 
 
 def test_an_nvcc_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +199,7 @@ def test_an_nvcc_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
     fake.write_text("#!/bin/sh\necho out of order\nexit 1\n")
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    said = sentence(run("emit", "--n", "2", "--ptx"), 1)
+    said = sentence(run("emit", "--n", "2", "--ptx", "--compiler", "nvcc"), 1)
     assert str(fake) in said
     assert "out of order" in said
     checks = {check["name"]: check for check in json.loads(run("doctor", "--json").stdout)["checks"]}
@@ -208,7 +224,7 @@ RAISED: list[tuple[Exception, str, int]] = [
     (OSError(errno.EROFS, "Read-only file system", "/data/x"), "/data/x: Read-only file system; name a place", 1),
     (OSError(errno.EIO, "Input/output error"), "Input/output error; check the path", 1),
     (ModuleNotFoundError(name="optuna"), "optuna is not installed; install it with: pip install 'hadagen[tune]'", 1),
-    (ModuleNotFoundError(name="cuda.bindings"), "cuda is not installed; install it with: pip install 'cuda-bind", 1),
+    (ModuleNotFoundError(name="torch.cuda"), "torch is not installed; install it with: pip install 'torch'", 1),
     (DeviceError("the GPU fell off the bus; restart it"), "the GPU fell off the bus; restart it", 1),
     (ZeroDivisionError("division by\nzero"), "ZeroDivisionError: division by zero; this is a bug of hadagen", 1),
 ]

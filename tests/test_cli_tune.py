@@ -288,10 +288,10 @@ def test_a_tune_reports_the_winners_of_its_own_gpu(fake_gpu: None) -> None:
 
 
 def test_a_tune_of_fewer_values(fake_gpu: None) -> None:
-    report = json.loads(succeed(*SMALL_TUNE, "--only", "warps=2,4", "--only", "store=streaming"))
+    report = json.loads(succeed(*SMALL_TUNE, "--only", "warps=2,4", "--only", "trigger=end"))
     assert report["trials"] == 3
     for winner in report["winners"]:
-        assert (winner["knobs"]["warps"] in (2, 4), winner["knobs"]["store"]) == (True, "streaming")
+        assert (winner["knobs"]["warps"] in (2, 4), winner["knobs"]["trigger"]) == (True, "end")
     assert "knob warps = 3 is not searched on sm90" in sentence(run(*SMALL_TUNE, "--only", "warps=3"), 2)
 
 

@@ -74,7 +74,7 @@ def features(knobs: Knobs, plan: Plan) -> Iterator[tuple[object, ...]]:
         yield "turned exchange", exchange, k.block_bits, k.shared_layout
         yield "turned exchange", k.chunks, k.warps, k.cluster
     yield "prefetch", k.ahead > 0, k.cluster > 1, k.load, ragged
-    yield "store", k.store, ragged, problem.io.input.bytes
+    yield "store", ragged, problem.io.input.bytes
     if plan.shares_loaded > 1:
         yield (
             "whole rows",

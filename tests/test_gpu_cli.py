@@ -100,7 +100,7 @@ def test_winners_are_found_between_the_sizes_that_were_tuned() -> None:
 
 def test_what_is_recorded_can_be_replayed(tmp_path: Path) -> None:
     """Of two types, whose 8M elements are decided in L2 and in memory."""
-    cut = ("chunks=2", "warps=4", "low_bits=mma", "order=by_step", "load=plain", "store=plain", "min_blocks=1")
+    cut = ("chunks=2", "warps=4", "low_bits=mma", "order=by_step", "load=plain", "min_blocks=1")
     arguments = ["dev", "record", "--n", "256", "--dtype", "float16", "--dtype", "float32", "--numerics", "accurate"]
     arguments += ["--contiguous", *(f"--only={each}" for each in cut), "--elements", "64K,8M", "--out", str(tmp_path)]
     report = json.loads(succeed(*arguments, "--json"))

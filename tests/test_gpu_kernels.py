@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
-from real_nvcc import needs_nvcc
+from real_compilers import needs_compiler
 
 from hadagen import driver
 from hadagen.arch import load_arch
@@ -24,7 +24,7 @@ from hadagen.space import build_plan
 from hadagen.toolchain import Toolchain
 from hadagen.trial import Kernel
 
-pytestmark = [pytest.mark.gpu, needs_nvcc]
+pytestmark = [pytest.mark.gpu, needs_compiler]
 
 ARCH = load_arch("sm90")
 CARRIERS = [

@@ -36,23 +36,27 @@ TABLE = """
     reference        | bits problem                                        | numpy
     cache            | errors                                              |
     programs         | errors                                              |
-    nvrtc            | errors                                              |
-    ptx              |                                                     |
+    nvrtc_calls      |                                                     |
+    nvrtc            | nvrtc_calls errors                                  |
+    ptx_version      |                                                     |
     cubin            |                                                     |
-    toolchain        | cache programs ptx cubin templates arch trial launch errors |
+    compilers        | nvrtc nvrtc_calls programs errors                   |
+    toolchain        | cache programs compilers cubin templates arch trial launch errors |
+    recipes          | toolchain compilers nvrtc cache templates codegen space arch knobs trial launch problem errors |
     emulator         | cache programs templates reference bits launch problem errors | numpy
-    driver           | launch errors                                       | cuda
+    libcuda          | errors                                              |
+    driver           | libcuda launch errors                               |
     tuning_db.files  |                                                     |
     tuning_db.bundle | tuning_db.files trial regimes problem launch target errors |
-    tuning_db        | tuning_db.files tuning_db.bundle trial regimes problem launch target errors | sqlalchemy alembic
+    tuning_db        | tuning_db.files tuning_db.bundle ptx_version trial regimes problem launch target errors | sqlalchemy alembic
     runtime          | tuning_db.files tuning_db.bundle driver trial regimes problem launch target errors | torch
     compat           | runtime errors                                      | torch
     __init__         | runtime problem errors                              |
-    measure          | driver templates reference bits trial regimes problem launch errors | torch
+    measure          | driver libcuda templates reference bits trial regimes problem launch errors | torch
     costmodel        | arch plan steps regimes                             |
     tuner            | *                                                   | optuna
-    cli              | *                                                   | click cuda rich torch
-"""
+    cli              | *                                                   | click rich torch
+"""  # noqa: E501
 # What a program that only calls kernels never imports.
 HEAVY = ("optuna", "jinja2", "click", "sqlalchemy", "alembic", "pydantic", "yaml", "cuda")
 

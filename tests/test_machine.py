@@ -29,7 +29,6 @@ def lower_lanes(x: Bits) -> Bits:
 GOOD: dict[Case, Callable[[Bits], Bits]] = {
     Case("copies", COPY): lambda x: x,
     Case("copies_early", f"grid_dependency_sync(); {COPY}", starts_early=True): lambda x: x,
-    Case("copies_with_hints", "store16_streaming(out + 16 * t, load16_no_allocate(in + 16 * t));"): lambda x: x,
     Case(
         "copies_elements",
         """const i64 left = elements - first - width * t;

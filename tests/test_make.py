@@ -22,11 +22,11 @@ def commands(target: str, venv: Path, *variables: str) -> str:
 @pytest.mark.parametrize(
     ("target", "extras"),
     [
-        ("tune", {"tune"}),
-        ("test", {"tune", "test"}),
+        ("tune", {"tune", "nvrtc"}),
+        ("test", {"tune", "nvrtc", "test"}),
         ("lint", {"tune", "test", "lint"}),
         ("docs", {"docs"}),
-        ("setup", {"tune", "test", "lint", "docs"}),
+        ("setup", {"tune", "nvrtc", "test", "lint", "docs"}),
     ],
 )
 def test_a_target_installs_what_it_needs(target: str, extras: set[str], tmp_path: Path) -> None:

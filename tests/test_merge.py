@@ -91,10 +91,11 @@ def test_merging_a_bundle_with_itself_changes_nothing(tmp_path: Path) -> None:
     assert Bundle.open(tmp_path / "merged.db").digest == found.digest
 
 
-def test_merging_a_shipped_bundle_with_itself_changes_nothing(tmp_path: Path) -> None:
+def test_merging_a_shipped_bundle_with_itself_changes_no_winner(tmp_path: Path) -> None:
+    """Only the version in the head of its PTX may become lower."""
     for path in shipped().values():
         merge_bundles([path], tmp_path / "merged.db")
-        assert Bundle.open(tmp_path / "merged.db").digest == Bundle.open(path).digest
+        assert list(Bundle.open(tmp_path / "merged.db").all_entries()) == list(Bundle.open(path).all_entries())
 
 
 def test_merging_leaves_out_what_misses_a_bound_that_is_stricter_now(tmp_path: Path) -> None:

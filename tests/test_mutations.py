@@ -38,7 +38,7 @@ CHOICES: dict[str, tuple[Problem, Knobs]] = {
     ),
     "two exchanges": (
         Problem.of(8192, BF16, Numerics.FAST),
-        Knobs(chunks=4, warps=4, cluster=2, **WIDE, load="no_allocate"),
+        Knobs(chunks=4, warps=4, cluster=2, **WIDE),
     ),
     "far bits in lanes, mma": (
         Problem.of(8192, FP16, Numerics.FAST),
@@ -93,7 +93,7 @@ CHOICES: dict[str, tuple[Problem, Knobs]] = {
     ),
     "ragged bulk copies": (
         Problem.of(512, FP16, Numerics.FAST),
-        Knobs(chunks=2, warps=2, load="bulk", store="streaming"),
+        Knobs(chunks=2, warps=2, load="bulk"),
     ),
     "one mma": (
         Problem.of(128, FP16, Numerics.FAST),
@@ -105,13 +105,13 @@ CHOICES: dict[str, tuple[Problem, Knobs]] = {
     ),
     "float32 in parts": (
         Problem.of(512, DType.FLOAT32),
-        Knobs(chunks=2, mma_carrier="split", butterfly_carrier="fp32", order="by_chunk"),
+        Knobs(chunks=2, mma_carrier="split", butterfly_carrier="fp32"),
     ),
     "float32 as tf32": (Problem.of(512, DType.FLOAT32), Knobs(chunks=2, mma_carrier="tf32", butterfly_carrier="fp32")),
     "whole rows": (Problem.of(4096, BF16), Knobs(2, 4, 2, "load", **SPLIT)),
     "whole rows, chunk by chunk": (
         Problem.of(2048, FP16, Numerics.FAST),
-        Knobs(2, 1, 4, "load", low_bits="mma_shuffle", butterfly_carrier="fp32", order="by_chunk"),
+        Knobs(2, 1, 4, "load", low_bits="mma_shuffle", butterfly_carrier="fp32"),
     ),
     "whole rows by multicast": (
         Problem.of(4096, FP16),

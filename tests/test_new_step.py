@@ -68,10 +68,9 @@ class Quad(Step):
         return {"stride": 2 << self.low}
 
 
-@pytest.mark.parametrize("order", ["by_step", "by_chunk"])
-def test_a_step_is_a_class_and_a_block(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_is_a_class_and_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = Problem.of(1024, DType.FLOAT16)
-    knobs = Knobs(4, mma_carrier="split", butterfly_carrier="fp32", order=order)
+    knobs = Knobs(4, mma_carrier="split", butterfly_carrier="fp32")
     known = build_plan(problem, knobs, ARCH)
     first = known.steps.index(Butterfly(reg(2)))
     assert known.steps[first + 1] == Butterfly(reg(3))

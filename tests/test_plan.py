@@ -149,16 +149,16 @@ def test_a_plan_without_one_of_its_steps_is_refused(kind: type) -> None:
 
 
 def test_only_where_the_order_of_tiles_is_known_is_one_prefetched() -> None:
-    plan = build_plan(Problem.of(256, DType.FLOAT16), Knobs(mma_carrier="split", ahead=4), ARCH)
+    plan = build_plan(Problem.of(256, DType.FLOAT16), Knobs(mma_carrier="split", ahead=8), ARCH)
     assert [type(step) for step in plan.steps[:2]] == [Load, Prefetch]
-    assert Prefetch(4).tiles_ahead(plan) == 4 << 20 >> 9
-    assert Prefetch(1).tiles_ahead(plan) == Prefetch(4).tiles_ahead(plan) // 4
+    assert Prefetch(8).tiles_ahead(plan) == 8 << 20 >> 9
+    assert Prefetch(1).tiles_ahead(plan) == Prefetch(8).tiles_ahead(plan) // 8
     with pytest.raises(UsageError, match="the order of tiles"):
         dataclasses.replace(plan, persistent=True)
     with pytest.raises(UsageError, match="the order of tiles"):
         dataclasses.replace(plan, problem=plan.problem.with_io(rows=Rows.PITCHED))
     whole_rows = Knobs(chunks=8, warps=8, cluster=2, block_bits="load", mma_carrier="split", butterfly_carrier="fp32")
-    large = dataclasses.replace(whole_rows, exchange_carrier="fp32", ahead=4)
+    large = dataclasses.replace(whole_rows, exchange_carrier="fp32", ahead=8)
     assert build_plan(Problem.of(1 << 15, DType.FLOAT16), large, ARCH).shares_loaded == 2
 
 
@@ -207,7 +207,7 @@ def test_what_names_no_place_of_the_tile_or_cannot_be_run_is_refused() -> None:
 
 
 def test_values_are_loaded_in_the_form_of_their_type() -> None:
-    steps = (Butterfly(PAIR), Butterfly(reg(0)), Butterfly(reg(1)), Scale(), Store("plain"))
+    steps = (Butterfly(PAIR), Butterfly(reg(0)), Butterfly(reg(1)), Scale(), Store())
     with pytest.raises(UsageError, match="values of this type are not loaded as fp32"):
         Plan(Problem.of(8, DType.FLOAT16), 0, 0, 0, (Load("plain", carrier=FP32), *steps))
 
@@ -270,7 +270,7 @@ def test_accurate_refuses_a_round_between_steps() -> None:
 
 @pytest.mark.parametrize(("trigger", "at"), [("load", 1), ("store", -2)])
 def test_the_next_kernel_may_start_after_the_load_or_before_the_store(trigger: str, at: int) -> None:
-    knobs = Knobs(4, 4, 2, "load", mma_carrier="split", butterfly_carrier="fp32", exchange_carrier="fp32", ahead=4)
+    knobs = Knobs(4, 4, 2, "load", mma_carrier="split", butterfly_carrier="fp32", exchange_carrier="fp32", ahead=8)
     plan = build_plan(Problem.of(8192, DType.BFLOAT16), dataclasses.replace(knobs, trigger=trigger), ARCH)
     assert [i for i, step in enumerate(plan.steps) if step == Trigger()] == [at % len(plan.steps)]
     assert isinstance(plan.steps[0], Load)

@@ -340,7 +340,6 @@ CUT = tuple(
         "warps=4",
         "load=plain",
         "min_blocks=1",
-        "store=plain",
         "low_bits=shuffle",
         "order=by_step",
         "grid=tiles",
@@ -364,6 +363,14 @@ def test_the_command_finds_the_variants_of_a_shipped_recording_again(machine: No
     assert counted["variants"] == len(recording.trials)
     (cut,) = json.loads(succeed(*asked, "--only", "chunks=2"))
     assert cut["variants"] == sum(trial.knobs["chunks"] == 2 for trial in recording.trials)
+
+
+def test_trials_of_knobs_that_are_gone_are_kept_apart() -> None:
+    recording = read_recording(SHIPPED / "n128-float16-fast.jsonl.gz")
+    assert len(recording.trials) == len(recording.former) == 360
+    assert {trial.knobs["store"] for trial in recording.former} == {"streaming"}
+    assert "store" not in recording.ranges
+    assert not any("store" in trial.knobs for trial in recording.trials)
 
 
 def test_the_ranges_of_another_arch_are_refused(machine: None, tmp_path: Path) -> None:

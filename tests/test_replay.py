@@ -32,7 +32,7 @@ TIMED = tuple(Cell(elements, Destination.IN_PLACE, cache) for elements, cache in
 
 def few(**only: tuple[int | str, ...]) -> Arch:
     """Ranges that leave some hundred variants."""
-    return arch().narrowed({"low_bits": ("mma",), "shared_layout": ("linear",), "store": ("plain",), **only})
+    return arch().narrowed({"low_bits": ("mma",), "shared_layout": ("linear",), **only})
 
 
 def make_recording(problem: Problem, target: Arch) -> Recording:
@@ -144,6 +144,17 @@ def test_what_is_no_longer_legal_is_left_out() -> None:
     assert Field.of(replace(recording, trials=(odd, *recording.trials))).trials == field_of().trials
     with pytest.raises(UsageError, match="no kernel that the recording of n1024-float16-fast has is legal and right"):
         Field.of(replace(recording, trials=(odd,)))
+
+
+def test_a_search_is_judged_by_the_best_of_knobs_that_are_gone_too() -> None:
+    field = field_of()
+    best = min(field.recording.trials, key=lambda trial: sum(times_of(trial).values()) or math.inf)
+    faster = tuple(replace(timing, us=timing.us / 2) for timing in best.timings)
+    former = replace(best, knobs={**best.knobs, "store": "streaming"}, timings=faster)
+    judged = Field.of(replace(field.recording, former=(former,)))
+    assert judged.trials == field.trials
+    assert judged.best == {**field.best, **times_of(former)}
+    assert judged.worst == field.worst
 
 
 # ---- Kernel Tuner ----------------------------------------------------------------------------------------------------

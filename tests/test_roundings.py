@@ -30,7 +30,7 @@ from hadagen.steps.transforms import NORMALIZER, Butterfly, Mma, Shuffle
 
 # Where packed values are summed, and where fp32 is rounded, most where it is a sum of two rounded values; but not where
 # values are moved, widened or summed in fp32.
-LOAD, STORE, FLIP = Load("plain"), Store("plain"), Butterfly(reg(0))
+LOAD, STORE, FLIP = Load("plain"), Store(), Butterfly(reg(0))
 TURNED = Mma(2, accumulator=PACKED, turned=True)
 EXCHANGE = Exchange(((reg(2), warp(0)),), PACKED)
 NORMALIZED = Normalize(), Mma(0, factor=NORMALIZER), Narrow()

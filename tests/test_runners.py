@@ -228,5 +228,5 @@ def test_replay_calls_the_unknown_illegal(variant: Variant) -> None:
 
 
 def test_importing_measure_imports_no_pytorch() -> None:
-    code = "import sys, hadagen.measure; print([m for m in ('torch', 'cuda.bindings.driver') if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+    code = "import sys, hadagen.measure; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"

@@ -35,7 +35,8 @@ def check(problem: Problem, knobs: Knobs, why: str = "", arch: Arch = ARCH) -> N
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.key)
 def test_no_two_legal_choices_mean_the_same_plan(problem: Problem) -> None:
-    legal = random.Random(1).sample(space_of(problem).legal, 400)
+    legal = space_of(problem).legal
+    legal = random.Random(1).sample(legal, min(400, len(legal)))
     digests = {build_plan(problem, knobs, ARCH).digest for knobs in legal}
     assert len(digests) == len(legal)
 
@@ -93,7 +94,7 @@ def test_seeds_have_the_next_tile_under_way() -> None:
     for problem, load, stages in (
         (Problem.of(4096, DType.FLOAT16), "cp_async", 2),
         (Problem.of(32768, DType.FLOAT32), "bulk", 1),
-        (Problem.of(4, DType.FLOAT16), "no_allocate", 2),
+        (Problem.of(4, DType.FLOAT16), "plain", 2),
     ):
         ahead = [knobs for knobs in seeds_of(problem) if knobs.grid == "persistent"]
         assert (ahead[0].load, ahead[0].stages) == (load, stages)
@@ -151,7 +152,7 @@ WHOLE_ROWS = Knobs(4, 4, 2, "load", mma_carrier="split", butterfly_carrier="fp32
         (
             Numerics.ACCURATE,
             {"load": "bulk"},
-            "whole rows take another way (load must be plain, no_allocate or multicast)",
+            "whole rows take another way (load must be plain or multicast)",
         ),
         (Numerics.ACCURATE, {"load": "multicast"}, ""),
         (Numerics.ACCURATE, {"load": "multicast", "block_bits": "exchange"}, "no block needs the shares of others"),
@@ -181,7 +182,7 @@ def test_float32_is_summed_over_blocks_from_shared_memory() -> None:
     knobs = Knobs(1, 4, 2, "load", "lanes", low_bits="shuffle", butterfly_carrier="fp32", exchange_carrier="fp32")
     problem = Problem.of(2048, DType.FLOAT32)
     build_plan(problem, replace(knobs, load="multicast"), ARCH)
-    for load in ("plain", "no_allocate", "bulk"):
+    for load in ("plain", "bulk"):
         check(problem, replace(knobs, load=load), "from shared memory (load must be multicast)")
     check(
         problem.with_io(rows=Rows.PITCHED),
@@ -306,7 +307,7 @@ def test_whole_rows_that_do_not_fit_the_registers_are_refused() -> None:
 
 
 def test_whole_rows_are_prefetched_where_blocks_take_tiles_in_order() -> None:
-    problem, knobs = Problem.of(256, DType.FLOAT16, Numerics.FAST), Knobs(ahead=4)
+    problem, knobs = Problem.of(256, DType.FLOAT16, Numerics.FAST), Knobs(ahead=8)
     build_plan(problem, knobs, ARCH)
     check(problem, replace(knobs, grid="persistent"), "blocks that loop do not take tiles in order")
     check(problem.with_io(rows=Rows.PITCHED), knobs, "pitched rows lie anywhere")

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from measure_sample import PROBLEM, array_at
-from real_nvcc import needs_nvcc
+from real_compilers import needs_compiler
 
 from hadagen.arch import load_arch
 from hadagen.cache import KernelCache
@@ -33,7 +33,7 @@ def test_copy_sources_are_complete() -> None:
         assert source.launch.tile_elements % (8 * source.launch.threads) == 0
 
 
-@needs_nvcc
+@needs_compiler
 def test_copy_sources_compile(tmp_path: Path) -> None:
     toolchain = replace(Toolchain.find(), cache=KernelCache(tmp_path))  # where nothing was built before
     for kernel in toolchain.build(copy_sources(), load_arch("sm90")):

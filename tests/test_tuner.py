@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 import threading
 from collections import Counter
 from dataclasses import replace
@@ -134,7 +135,7 @@ def test_a_problem_without_legal_knobs_ends_without_a_trial(store: Store) -> Non
 
 def test_a_small_space_is_tried_whole_and_then_it_ends(store: Store) -> None:
     (problem,) = problems(4)
-    small = arch(chunks=(1, 2), warps=(1, 2), load=("plain",), store=("plain",), min_blocks=(1,), order=("by_step",))
+    small = arch(chunks=(1, 2), warps=(1, 2), load=("plain",), min_blocks=(1,), order=("by_step",))
     legal = Space(problem, small).legal
     events: list[Event] = []
     report = tune(options(store, FakeRunner(), arch=small, problems=[problem], trials=500), events.append)
@@ -146,7 +147,7 @@ def test_a_small_space_is_tried_whole_and_then_it_ends(store: Store) -> None:
 def test_what_wins_next_door_is_tried_early(store: Store) -> None:
     """The winner of n = 256 is nothing that a search would begin with, and yet among the first for n = 512."""
     small, large = problems(256, 512)
-    knobs = Knobs(chunks=2, warps=8, load="plain", grid="persistent", stages=2, store="streaming", min_blocks=2)
+    knobs = Knobs(chunks=2, warps=8, load="plain", grid="persistent", stages=2, min_blocks=2)
     best = make_trial(small, knobs.to_dict())
     store.record(replace(best, timings=tuple(replace(timing, us=0.5) for timing in best.timings)))
     runner = FakeRunner()
@@ -165,7 +166,7 @@ def test_without_a_device_nothing_is_tried_but_the_best_by_the_cost_model(store:
             return replace(super().trial(variant), environment=nowhere)
 
     small, large = problems(256, 512)
-    store.record(make_trial(small, Knobs(chunks=2, warps=8, store="streaming").to_dict(), environment=nowhere))
+    store.record(make_trial(small, Knobs(chunks=2, warps=8, min_blocks=2).to_dict(), environment=nowhere))
     runner = Estimating()
     tune(options(store, runner, problems=[large], trials=4))
     assert [Knobs.from_dict(knobs) for _, knobs in runner.asked] == shortlist(Space(large, arch()), 4)
@@ -210,7 +211,7 @@ def test_a_few_trials_of_pitched_rows_are_the_least(store: Store, trials: int, b
 
 def test_pitched_rows_alone_start_from_the_winners_that_are_stored(store: Store) -> None:
     (problem,) = problems(256)
-    knobs = Knobs(chunks=2, warps=8, load="plain", grid="persistent", stages=2, store="streaming", min_blocks=2)
+    knobs = Knobs(chunks=2, warps=8, load="plain", grid="persistent", stages=2, min_blocks=2)
     store.record(make_trial(problem, knobs.to_dict()))
     runner = FakeRunner()
     tune(options(store, runner, problems=[problem.with_io(rows=Rows.PITCHED)], trials=12))
@@ -232,8 +233,9 @@ def test_knobs_with_a_known_kernel_share_its_trial(store: Store) -> None:
     runner = FakeRunner()
 
     def whatever_the_store(sources: Any) -> Any:
-        """A compiler that takes streaming stores for plain ones."""
-        return build([replace(source, text=source.text.replace("store16_streaming", "store16")) for source in sources])
+        """A compiler that leaves no registers for other blocks."""
+        bounds = r"(__launch_bounds__\(\d+), \d+"
+        return build([replace(source, text=re.sub(bounds, r"\1", source.text)) for source in sources])
 
     tune(options(store, runner, problems=problems(4), build=whatever_the_store, trials=40))
     trials = store.trials()
@@ -311,7 +313,7 @@ def test_failures_are_kept_and_optuna_learns_from_them(store: Store) -> None:
     class Wrong(FakeRunner):
         def trial(self, variant: Variant) -> Trial:
             trial = super().trial(variant)
-            if variant.knobs["store"] == "streaming":
+            if variant.knobs["min_blocks"] == 2:
                 return replace(trial, outcome=Outcome.WRONG_ANSWER, timings=(), detail="nonsense")
             return trial
 
@@ -537,7 +539,7 @@ def test_a_database_that_fails_in_ever_new_ways_is_given_up(store: Store, monkey
 
 
 def test_recorded_trials_replace_a_device(store: Store, tmp_path: Path) -> None:
-    few = arch(chunks=(1, 2), warps=(1, 2, 4), store=("plain",), min_blocks=(1,))
+    few = arch(chunks=(1, 2), warps=(1, 2, 4), min_blocks=(1,))
     (problem,) = problems(16)
     everything = [make_trial(problem, knobs.to_dict()) for knobs in Space(problem, few).legal]
     best = max(scores(trial)[0] for trial in everything)

@@ -8,11 +8,12 @@ import sqlite3
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from importlib.metadata import version
 from typing import Any
 
 from hadagen.errors import StorageError, UsageError
+from hadagen.ptx_version import lowered
 from hadagen.regimes import Cache
 from hadagen.target import check_arch
 from hadagen.trial import Kernel, Trial, knobs_key
@@ -60,7 +61,7 @@ def write_bundle(
     if others:
         raise UsageError(f"the winners are for {others[0]} and the bundle for {arch}; write a bundle for each arch")
     check_bundle_place(path)
-    kernels = [kernel_of(digest) for digest in sorted({digest_of(trial) for trial in selection.values()})]
+    kernels = [_for_drivers(kernel_of(digest)) for digest in sorted({digest_of(t) for t in selection.values()})]
     if not all(kernel.cubin for kernel in kernels):
         raise UsageError("a kernel of the bundle has no cubin; give kernels that were read with their blobs")
 
@@ -74,6 +75,11 @@ def write_bundle(
                 f"{path} was not written, because calls would refuse it ({error.__cause__}); tune its problem again"
             ) from error
     return digest
+
+
+def _for_drivers(kernel: Kernel) -> Kernel:
+    """The kernel with PTX that older drivers compile too."""
+    return replace(kernel, ptx=lowered(kernel.ptx.decode("latin-1")).encode("latin-1"))
 
 
 def _fill(connection: sqlite3.Connection, tables: Tables, kernels: Sequence[Kernel]) -> str:

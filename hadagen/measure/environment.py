@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
+from hadagen import libcuda
 from hadagen.driver import bindings, check
 from hadagen.errors import DeviceError, printable
 from hadagen.trial import Environment
@@ -19,24 +20,24 @@ def device_environment(device_index: int = 0) -> Environment:
     if not 0 <= device_index < count:
         raise DeviceError(f"CUDA device {device_index} does not exist; this machine shows {count}, numbered from 0")
     device = check(driver.cuDeviceGet(device_index), f"opening CUDA device {device_index}")
-    asked = driver.CUdevice_attribute
 
-    def attribute(which: object) -> int:
+    def attribute(which: int) -> int:
         return int(check(driver.cuDeviceGetAttribute(which, device), f"asking CUDA device {device_index}"))
 
-    name = check(driver.cuDeviceGetName(256, device), f"asking CUDA device {device_index}")
+    name = ctypes.create_string_buffer(256)
+    check(driver.cuDeviceGetName(name, len(name), device), f"asking CUDA device {device_index}")
     cuda = int(check(driver.cuDriverGetVersion(), "asking the driver's version"))
-    major = attribute(asked.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)
-    minor = attribute(asked.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)
+    major = attribute(libcuda.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)
+    minor = attribute(libcuda.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)
     return Environment(
-        gpu=printable(name.split(b"\0")[0].decode(errors="replace")),
+        gpu=printable(name.value.decode(errors="replace")),
         compute_capability=f"{major}.{minor}",
-        sms=attribute(asked.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT),
-        l2_bytes=attribute(asked.CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE),
+        sms=attribute(libcuda.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT),
+        l2_bytes=attribute(libcuda.CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE),
         driver=_driver_version(),
         cuda=f"{cuda // 1000}.{cuda % 1000 // 10}",
-        sm_clock_mhz=attribute(asked.CU_DEVICE_ATTRIBUTE_CLOCK_RATE) // 1000,
-        memory_clock_mhz=attribute(asked.CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE) // 1000,
+        sm_clock_mhz=attribute(libcuda.CU_DEVICE_ATTRIBUTE_CLOCK_RATE) // 1000,
+        memory_clock_mhz=attribute(libcuda.CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE) // 1000,
     )
 
 

@@ -66,8 +66,7 @@ class DeviceService:
         return replace(self._measure(request), seconds=time.monotonic() - started)
 
     def is_usable(self) -> bool:
-        driver = bindings()
-        return bool(driver.cuCtxSynchronize()[0] == driver.CUresult.CUDA_SUCCESS)
+        return bool(bindings().cuCtxSynchronize() == (0,))
 
     def _measure(self, request: Measure) -> Answer:
         problem = request.problem

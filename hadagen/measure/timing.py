@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from hadagen import libcuda
 from hadagen.driver import LoadedKernel, bindings, check
 from hadagen.launch import RowShape
 from hadagen.measure.cells import EVICTION, Cell, Traffic
@@ -71,15 +72,16 @@ class LaunchGraph:
         driver = bindings()
         launch = kernel.prepared(*work[1:])  # once: thousands of launches are captured in a trial
         self._stream = stream
-        mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
-        check(driver.cuStreamBeginCapture(stream, mode), "beginning a graph capture")
+        begun = driver.cuStreamBeginCapture(stream, libcuda.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
+        check(begun, "beginning a graph capture")
         try:
             for x, y in addresses:
                 launch(stream, x, y)
         finally:
             captured = driver.cuStreamEndCapture(stream)
         self._graph = check(captured, f"capturing launches of {kernel.entry}")
-        self._executable = check(driver.cuGraphInstantiate(self._graph, 0), f"instantiating a graph of {kernel.entry}")
+        instantiated = driver.cuGraphInstantiateWithFlags(self._graph, 0)
+        self._executable = check(instantiated, f"instantiating a graph of {kernel.entry}")
 
     def replay(self) -> None:
         check(bindings().cuGraphLaunch(self._executable, self._stream), "replaying a graph")

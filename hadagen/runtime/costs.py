@@ -10,6 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from ctypes import c_void_p
 from importlib import import_module
 from statistics import median
 from typing import Any
@@ -85,13 +86,13 @@ def start_costs(device: str = "cuda") -> dict[str, float]:
 def _rungs(kernel: driver.LoadedKernel, x: torch.Tensor) -> dict[str, Callable[[], object]]:
     address, stream = x.data_ptr(), kernels.raw_stream(kernel.device)
     launch = kernel.prepared(x.numel(), 0.5)
-    config, values, places, memory = kernel.block(stream, x.numel(), kernel.spec.arguments(x.numel(), 0.5))
+    config, values, places = kernel.block(stream, x.numel(), kernel.spec.arguments(x.numel(), 0.5))
     values[X] = values[Y] = address
     launch_kernel: Any = driver.bindings().cuLaunchKernelEx
-    function = kernel.function
+    function = c_void_p(kernel.function)
 
-    def launch_alone(read: object = (values, memory)) -> object:  # which must stay: `places` leads there
-        return launch_kernel(config, function, places, 0)
+    def launch_alone(read: object = values) -> object:  # which must stay: `places` leads there
+        return launch_kernel(config, function, places, None)
 
     leaf = x.clone().requires_grad_()
     rungs: dict[str, Callable[[], object]] = {

@@ -90,8 +90,7 @@ class Step:
 
     loads = False  # loads the tile, or makes a request once a tile
     prefetches = False  # brings the input of later tiles to L2, so that only the first come from memory
-    by_chunk = True  # may run chunk by chunk, if it neither loads nor mixes chunks
-    holds_all = False  # leaves all chunks at once; other steps may leave fp32 chunk by chunk
+    holds_all = False  # leaves all chunks at once; the compiler may make other steps leave fp32 chunk by chunk
 
     @property
     def changes_values(self) -> bool:

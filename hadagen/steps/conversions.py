@@ -71,7 +71,6 @@ class Normalize(Step):
 
     says = "find the level of the warp"
     takes = PACKED
-    by_chunk = False
 
     def features(self, dtype: DType, carrier: str) -> frozenset[str]:
         return frozenset({"xorsign_bf16x2"})

@@ -39,7 +39,6 @@ class Exchange(Step):
     shared_layout: str = "linear"
     turned: bool = False  # applies `MMA_MOVES` first, which an mma after it undoes
 
-    by_chunk = False
     holds_all = True
 
     @property

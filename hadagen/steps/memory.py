@@ -18,7 +18,7 @@ class Load(Step):
     """Global memory → registers, in 16-byte vectors, with `stages` tiles in flight. Before a `Gather` it loads to
     shared memory only, where the `Gather` reads."""
 
-    path: str  # plain, no_allocate, cp_async, bulk or multicast
+    path: str  # plain, cp_async, bulk or multicast
     stages: int = 1
     carrier: str = PACKED  # fp32 for float32
 
@@ -124,11 +124,8 @@ class Trigger(_Asks):
 class Store(Step):
     """Registers → global memory, each 16-byte vector to its address. Values have the form that `Load` left."""
 
-    path: str  # plain or streaming
-
-    says = "store {path}"
+    says = "store"
     takes = AS_LOADED
-    by_chunk = False
 
     def faults(self, plan: Draft, at: int) -> Iterator[str]:
         if at < len(plan.steps) - 1:

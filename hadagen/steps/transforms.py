@@ -57,7 +57,6 @@ class Gather(Step):
     over_blocks = True
     takes = FP32
     multiplies = "scale"
-    by_chunk = False
 
     def faults(self, plan: Draft, at: int) -> Iterator[str]:
         yield from self.faults_over_blocks(plan, at)

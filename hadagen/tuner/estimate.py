@@ -48,8 +48,7 @@ ELEMENTS = 4 * NORMAL_ELEMENTS
 # Kernels that differ in one of these differ much.
 _SHAPE = attrgetter("chunks", "warps", "cluster", "low_bits", "butterfly_carrier")
 # Knobs that the cost model ignores.
-_UNSEEN = ("accumulator", "order", "store", "trigger", "min_blocks")
-_UNSEEN_LOADS = ("no_allocate",)
+_UNSEEN = ("accumulator", "order", "trigger", "min_blocks")
 ORDER_SEED = 2  # for a random order of the emulator's threads
 
 
@@ -62,7 +61,6 @@ def _seen(space: Space) -> Space:
     search = dict(space.arch.search)
     search |= {name: search[name][:1] for name in _UNSEEN}
     search["ahead"] = search["ahead"][:2]
-    search["load"] = tuple(load for load in search["load"] if load not in _UNSEEN_LOADS)
     return Space(space.problem, replace(space.arch, search=search))
 
 

@@ -16,7 +16,7 @@ from threading import current_thread, main_thread
 
 from hadagen.arch import Arch
 from hadagen.codegen import render
-from hadagen.knobs import Knobs, plan_of
+from hadagen.knobs import Knobs, knobs_text, plan_of
 from hadagen.launch import Source
 from hadagen.measure import Runner, Variant
 from hadagen.problem import Problem
@@ -219,7 +219,7 @@ class Pipeline:
         if first is None:
             self._not_tried(variant, "other knobs have the same kernel, which was not tried")
             return
-        detail = f"same kernel as {Knobs.from_dict(first.knobs)}"
+        detail = f"same kernel as {knobs_text(first.knobs)}"
         same = replace(first, knobs=variant.knobs, kernel=variant.kernel, detail=detail, date=utc_now(), seconds=0.0)
         self._results.put(same)
 

@@ -11,14 +11,15 @@ import json
 import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from math import inf
 from pathlib import Path
 from typing import Any
 
 from hadagen.arch import Arch, load_arch
-from hadagen.errors import StorageError
-from hadagen.knobs import KNOB_NAMES, Knobs, KnobValue
+from hadagen.errors import StorageError, UsageError
+from hadagen.knobs import KNOB_NAMES, KNOB_VALUES, Knobs, KnobValue
 from hadagen.measure import Cell
 from hadagen.problem import Problem
 from hadagen.regimes import Cache, Destination
@@ -40,7 +41,8 @@ class Recording:
     """Trials of one problem on one device, one for each legal choice of knobs within `ranges`.
 
     `ranges`: knob → the values that were searched. `cells`: where each kernel was timed. `environment` and `date` (UTC,
-    ISO 8601, of the beginning) are those of all trials. The trials are as `as_kept` returns them.
+    ISO 8601, of the beginning) are those of all trials. The trials are as `as_kept` returns them. `former`: trials of
+    knobs or values that are gone since; no search tries them, but they may be the best there is.
     """
 
     problem: Problem
@@ -50,6 +52,7 @@ class Recording:
     environment: Environment
     date: str
     trials: tuple[Trial, ...] = ()
+    former: tuple[Trial, ...] = ()
 
     @property
     def target(self) -> Arch:
@@ -62,7 +65,7 @@ class Recording:
 
     def same_but_for_trials(self, other: Recording) -> bool:
         """Whether both have the same problem, device, cells and ranges; dates may differ."""
-        return replace(self, date="", trials=()) == replace(other, date="", trials=())
+        return replace(self, date="", trials=(), former=()) == replace(other, date="", trials=(), former=())
 
     def as_kept(self, trial: Trial) -> Trial:
         """The trial as it is kept: the times of `cells`, no more digits than a clock has, and no kernel."""
@@ -124,9 +127,13 @@ def recording_of(header: str, lines: Iterable[str]) -> Recording:
             environment=Environment(**values["environment"]),
             date=values["date"],
         )
-        return replace(empty, trials=tuple(_trial(empty, json.loads(line)) for line in lines))
+        trials = [_trial(empty, json.loads(line)) for line in lines]
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
+    known, former = (tuple(t for t in trials if _is_known(t.knobs) is still) for still in (True, False))
+    searched = ((name, values) for name, values in empty.ranges.items() if name in KNOB_VALUES)
+    ranges = {name: tuple(value for value in values if value in KNOB_VALUES[name]) for name, values in searched}
+    return replace(empty, ranges=ranges, trials=known, former=former)
 
 
 def write_recording(recording: Recording, path: Path) -> None:
@@ -165,11 +172,13 @@ def _trial(recording: Recording, values: Mapping[str, Any]) -> Trial:
     timings = tuple(_timings(recording.cells, values["us"]))
     if outcome is Outcome.OK and not timings:
         raise ValueError(f"a trial is {outcome.value} without a time")
+    knobs = dict(zip(recording.ranges, values["knobs"], strict=True))
+    with suppress(UsageError):  # of a knob that is gone
+        knobs = Knobs.from_dict(knobs).to_dict()  # knobs newer than the recording have their defaults
     return Trial(
         problem=recording.problem,
         arch=recording.arch,
-        # Knobs newer than the recording have their defaults.
-        knobs=Knobs.from_dict(dict(zip(recording.ranges, values["knobs"], strict=True))).to_dict(),
+        knobs=knobs,
         outcome=outcome,
         provenance=Provenance.MEASURED,
         detail=values["detail"],
@@ -179,6 +188,10 @@ def _trial(recording: Recording, values: Mapping[str, Any]) -> Trial:
         date=recording.date,
         seconds=values["seconds"],
     )
+
+
+def _is_known(knobs: Mapping[str, Any]) -> bool:
+    return all(value in KNOB_VALUES.get(name, ()) for name, value in knobs.items())
 
 
 def _us(timing: Timing) -> tuple[float, float, float, float]:

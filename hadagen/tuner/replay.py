@@ -30,7 +30,8 @@ Order = Sequence[Trial]  # in the order in which a search evaluated them
 class Field:
     """A recording to search: the trials whose knobs are legal by today's rules.
 
-    `best` and `worst`: cell → microseconds. `of` raises `UsageError` if no trial is legal and right.
+    `best` and `worst`: cell → microseconds; the best may be a trial of knobs that are gone. `of` raises `UsageError` if
+    no trial is legal and right.
     """
 
     recording: Recording
@@ -51,8 +52,11 @@ class Field:
             raise UsageError(
                 f"no kernel that the recording of {recording.problem.key} has is legal and right; record it anew"
             )
-        best = {cell: min(all_us) for cell, all_us in times.items()}
-        return cls(recording, trials, best, {cell: max(all_us) for cell, all_us in times.items()})
+        worst = {cell: max(all_us) for cell, all_us in times.items()}
+        for trial in recording.former:
+            for cell, us in times_of(trial).items():
+                times[cell].append(us)
+        return cls(recording, trials, {cell: min(all_us) for cell, all_us in times.items()}, worst)
 
     @property
     def budget(self) -> int:

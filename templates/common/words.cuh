@@ -16,18 +16,17 @@ using i64 = long long;
 using byte = unsigned char;
 
 // Element types, of `bytes` each. `exponent_bias`, `mantissa_bits`: of a 16-bit format; `one`: the packed pair (+1, +1).
+// Enumerators, because NVRTC keeps a static member as a variable of the module, which nvcc drops.
 struct float16 {
-    static constexpr int bytes = 2;
-    static constexpr int exponent_bias = 15, mantissa_bits = 10;
-    static constexpr u32 one = 0x3C003C00u;
+    enum : int { bytes = 2, exponent_bias = 15, mantissa_bits = 10 };
+    enum : u32 { one = 0x3C003C00 };
 };
 struct bfloat16 {
-    static constexpr int bytes = 2;
-    static constexpr int exponent_bias = 127, mantissa_bits = 7;
-    static constexpr u32 one = 0x3F803F80u;
+    enum : int { bytes = 2, exponent_bias = 127, mantissa_bits = 7 };
+    enum : u32 { one = 0x3F803F80 };
 };
 struct float32 {
-    static constexpr int bytes = 4;
+    enum : int { bytes = 4 };
 };
 
 // Sixteen bytes: four registers, each a packed pair of 16-bit elements or one fp32.

@@ -22,37 +22,24 @@ HADAGEN_INLINE u32 cluster_rank() {
 }
 
 // ---- global memory -------------------------------------------------------------------------------------------------
-// name: a vector. name_if: the vector where `inside`, zeros where not; the address is computed either way, off the path
-// of the condition.
-#define HADAGEN_LOAD(name, instruction)                                                                                \
-    HADAGEN_INLINE Vec16 name(const void* global) {                                                                    \
-        Vec16 v;                                                                                                       \
-        asm volatile(instruction " {%0,%1,%2,%3}, [%4];"                                                               \
-                     : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])                              \
-                     : "l"(global));                                                                                   \
-        return v;                                                                                                      \
-    }                                                                                                                  \
-    HADAGEN_INLINE Vec16 name##_if(const void* global, bool inside) {                                                  \
-        Vec16 v = zero16();                                                                                            \
-        asm volatile("{.reg .pred p; setp.ne.s32 p, %5, 0; @p " instruction " {%0,%1,%2,%3}, [%4];}"                   \
-                     : "+r"(v.word[0]), "+r"(v.word[1]), "+r"(v.word[2]), "+r"(v.word[3])                              \
-                     : "l"(global), "r"(int(inside)));                                                                 \
-        return v;                                                                                                      \
-    }
-HADAGEN_LOAD(load16, "ld.global.v4.b32")
-// Leaves nothing in L1, which no other thread would read from.
-HADAGEN_LOAD(load16_no_allocate, "ld.global.L1::no_allocate.v4.b32")
-#undef HADAGEN_LOAD
+HADAGEN_INLINE Vec16 load16(const void* global) {
+    Vec16 v;
+    asm volatile("ld.global.v4.b32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
+                 : "l"(global));
+    return v;
+}
+// The vector where `inside`, zeros where not. The address is computed either way, off the path of the condition.
+HADAGEN_INLINE Vec16 load16_if(const void* global, bool inside) {
+    Vec16 v = zero16();
+    asm volatile("{.reg .pred p; setp.ne.s32 p, %5, 0; @p ld.global.v4.b32 {%0,%1,%2,%3}, [%4];}"
+                 : "+r"(v.word[0]), "+r"(v.word[1]), "+r"(v.word[2]), "+r"(v.word[3])
+                 : "l"(global), "r"(int(inside)));
+    return v;
+}
 
 HADAGEN_INLINE void store16(void* global, Vec16 v) {
     asm volatile("st.global.v4.b32 [%0], {%1,%2,%3,%4};" ::"l"(global), "r"(v.word[0]), "r"(v.word[1]),
-                 "r"(v.word[2]), "r"(v.word[3])
-                 : "memory");
-}
-
-// Marks the lines as the first to leave the cache.
-HADAGEN_INLINE void store16_streaming(void* global, Vec16 v) {
-    asm volatile("st.global.cs.v4.b32 [%0], {%1,%2,%3,%4};" ::"l"(global), "r"(v.word[0]), "r"(v.word[1]),
                  "r"(v.word[2]), "r"(v.word[3])
                  : "memory");
 }

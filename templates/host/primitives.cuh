@@ -28,11 +28,8 @@ HADAGEN_INLINE Vec16 load16(const void* global) {
     machine::load(&v, global, sizeof v);
     return v;
 }
-HADAGEN_INLINE Vec16 load16_no_allocate(const void* global) { return load16(global); }
 HADAGEN_INLINE Vec16 load16_if(const void* global, bool inside) { return inside ? load16(global) : zero16(); }
-HADAGEN_INLINE Vec16 load16_no_allocate_if(const void* global, bool inside) { return load16_if(global, inside); }
 HADAGEN_INLINE void store16(void* global, Vec16 v) { machine::store(global, &v, sizeof v); }
-HADAGEN_INLINE void store16_streaming(void* global, Vec16 v) { store16(global, v); }
 
 // Element i of a vector, which is zero before.
 template <class T> HADAGEN_INLINE void load_element(Vec16& v, int i, const void* global) {

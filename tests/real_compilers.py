@@ -1,0 +1,41 @@
+"""What tests with a real compiler carry: skipped only where there is none; a broken one fails them."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from functools import cache
+
+import pytest
+
+from hadagen import nvrtc
+from hadagen.compilers import COMPILERS
+from hadagen.errors import NoCompilerError, ToolchainError
+from hadagen.nvrtc import Nvrtc
+
+
+def is_there(kind: str) -> bool:
+    try:
+        COMPILERS[kind].find()
+    except NoCompilerError:
+        return False
+    except ToolchainError:
+        pass
+    return True
+
+
+needs_nvcc = pytest.mark.skipif(not is_there("nvcc"), reason="no nvcc on PATH, in $CUDA_HOME or among the packages")
+needs_nvrtc = pytest.mark.skipif(not is_there("nvrtc"), reason="no NVRTC among the packages or on this system")
+needs_compiler = pytest.mark.skipif(not any(map(is_there, COMPILERS)), reason="neither NVRTC nor nvcc is here")
+
+
+@cache
+def nvrtc_libraries() -> dict[str, Nvrtc]:
+    """Release → library, for every NVRTC here, and for the paths in $HADAGEN_TEST_NVRTC, with `:` between them."""
+    found: dict[str, Nvrtc] = {}
+    for path in nvrtc._candidates():
+        with suppress(ToolchainError):
+            library = Nvrtc.at(path)
+            found.setdefault(library.release, library)
+    named = [Nvrtc.at(path) for path in os.environ.get("HADAGEN_TEST_NVRTC", "").split(":") if path]
+    return found | {library.release: library for library in named}

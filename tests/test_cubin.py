@@ -1,0 +1,45 @@
+"""Which CUDA release a cubin is of, and so which drivers load it."""
+
+from __future__ import annotations
+
+import sqlite3
+import zlib
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from hadagen.cubin import OLDEST_DRIVERS, cuda_release
+
+BUNDLES = Path(__file__).parent.parent / "tuning_db" / "bundles"
+
+
+def cubin(abi: int, version: int, said: bytes = b"") -> bytes:
+    head = b"\x7fELF\x02\x01\x01" + bytes([abi]) + bytes(12) + version.to_bytes(4, "little")
+    return head.ljust(64, b"\0") + said
+
+
+@pytest.mark.parametrize(
+    ("image", "release"),
+    [  # the heads of cubins by NVRTC 12.4, NVRTC 12.9 for sm_90 and sm_100, and nvcc 13.0
+        (cubin(0x33, 0x7C), 12),
+        (cubin(0x33, 0x81), 12),
+        (cubin(0x41, 1, b"Cuda compilation tools, release 12.9, V12.9.86"), 12),
+        (cubin(0x41, 1, b"Cuda compilation tools, release 13.0, V13.0.88"), 13),
+        (cubin(0x41, 1), None),
+        (cubin(0x33, 0x81)[:40], None),
+        (b"cubin", None),
+    ],
+)
+def test_a_cubin_says_its_release(image: bytes, release: int | None) -> None:
+    assert cuda_release(image) == release
+
+
+def test_so_do_all_that_are_shipped() -> None:
+    for path in BUNDLES.glob("*.db"):
+        with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as connection:
+            releases = {
+                cuda_release(zlib.decompress(image)) for (image,) in connection.execute("SELECT cubin FROM blobs")
+            }
+        assert releases
+        assert releases <= set(OLDEST_DRIVERS)
