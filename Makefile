@@ -7,7 +7,7 @@ PY = $(abspath $(VENV))/bin/python
 JOBS = 2
 ARCH = sm90
 # The tests that compile with every NVRTC there is.
-NVRTC_TESTS = tests/test_nvrtc.py
+NVRTC_TESTS = tests/test_nvrtc.py tests/test_archs.py
 # More options for the program that `make tune` or `make test` runs.
 TUNE =
 PYTEST =

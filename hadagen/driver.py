@@ -11,7 +11,7 @@ from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from ctypes import byref, c_int, c_uint64, c_void_p, pointer
+from ctypes import CDLL, byref, c_int, c_uint, c_uint64, c_void_p, create_string_buffer, pointer
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -90,6 +90,21 @@ def _error(driver: SimpleNamespace, code: int, doing: str) -> DriverError:
     name = known.decode() if known else f"error {code}"
     description = f" ({text.decode()})" if text else ""
     return DriverError(name, f"{doing} failed with {name}{description}; {_FIXES.get(name, 'run `hadagen doctor`')}")
+
+
+@functools.cache
+def driver_version() -> str:
+    """The version, such as "580.82.07", from NVML, which is a part of the driver; "" if a container lacks NVML."""
+    try:
+        nvml = CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return ""
+    text = create_string_buffer(96)
+    if nvml.nvmlInit_v2() != 0:
+        return ""
+    found = nvml.nvmlSystemGetDriverVersion(text, c_uint(len(text)))
+    nvml.nvmlShutdown()
+    return text.value.decode() if found == 0 else ""
 
 
 @functools.cache

@@ -1,6 +1,6 @@
 """Kernels on the CPU: the emitted source, built for the host and run with the threads of a cluster as fibers.
 
-A C++ compiler compiles the same text as nvcc, against `templates/host/primitives.cuh`, whose primitives have the
+A C++ compiler compiles the same text as NVRTC, against `templates/host/primitives.cuh`, whose primitives have the
 meaning of those of the device. Threads meet at every collective, in an order that `order_seed` varies. The emulated
 machine (`templates/host/`) is strict: shared memory begins as NaNs, a copy lands only when it is waited for, and every
 access is checked for bounds, alignment and races. It also counts what would be slow on a device: bank conflicts and

@@ -43,11 +43,6 @@ class Recipe:
     launch: LaunchSpec
 
 
-def digest_of(problem: Problem, knobs: Mapping[str, Any], arch: str) -> str:
-    """What names a kernel of which there is a recipe only."""
-    return _digest(problem.key, dict(knobs), arch)
-
-
 def image_of(recipe: Recipe, target: str) -> bytes:
     """The code of a recipe for the arch of a GPU, such as "sm90": a cubin, or PTX if NVRTC does not know the arch. The
     kernel in it is called `hadagen.launch.ENTRY`.

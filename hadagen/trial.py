@@ -91,11 +91,18 @@ def kernel_digest(cubin: bytes, launch: LaunchSpec) -> str:
     return hashlib.sha256(cubin + json.dumps(launch.digested(), sort_keys=True).encode()).hexdigest()
 
 
+def recipe_digest(problem: Problem, knobs: Mapping[str, Any], launch: LaunchSpec) -> str:
+    """What names a kernel that is only compiled where it is called: SHA-256 of what it is made from, and of how it is
+    launched."""
+    said = {"problem": problem.key, "knobs": dict(knobs), "launch": launch.digested()}
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+
+
 @dataclass(frozen=True)
 class Kernel:
-    """A compiled variant."""
+    """A compiled variant; without `cubin` and `ptx` one that is to be compiled where it is called."""
 
-    digest: str  # `kernel_digest`
+    digest: str  # `kernel_digest`, or `recipe_digest`
     entry: str
     arch: str
     source: str
@@ -104,7 +111,7 @@ class Kernel:
     launch: LaunchSpec
     registers: int
     spill_bytes: int
-    nvcc: str
+    nvcc: str  # the compiler: "13.0.88" is an nvcc, "nvrtc 13.0.88" an NVRTC
     static_shared_bytes: int = 0  # of one block, beside launch.shared_bytes
 
     def check(self) -> None:

@@ -5,19 +5,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import pytest
 from arch_spread import plans_on
+from real_compilers import nvrtc_libraries
 
-from hadagen import nvrtc
 from hadagen.arch import Arch, load_arch
 from hadagen.codegen import render
 from hadagen.emulator import HostModule, compile_host, verify
-from hadagen.errors import ToolchainError
 from hadagen.nvrtc import CompileError, Nvrtc
 from hadagen.target import generation, known_archs
 from hadagen.toolchain import device_headers
@@ -61,23 +59,12 @@ def compiles(library: Nvrtc, arch: Arch, text: str) -> None:
     library.compile(text, "kernel.cu", arch.nvcc_arch, ["-std=c++17"], device_headers())
 
 
-@cache
-def libraries() -> dict[str, Nvrtc]:
-    """Each release of NVRTC that is installed."""
-    found: dict[str, Nvrtc] = {}
-    for path in nvrtc._candidates():
-        with suppress(ToolchainError):
-            library = Nvrtc.at(path)
-            found.setdefault(library.release, library)
-    return found
-
-
 def each_target() -> Iterator[Any]:
     """Each arch with each library that compiles for it."""
-    if not libraries():
+    if not nvrtc_libraries():
         yield pytest.param(None, "", marks=pytest.mark.skip("no NVRTC is installed; pip install nvidia-cuda-nvrtc"))
     for name in known_archs():
-        for release, library in libraries().items():
+        for release, library in nvrtc_libraries().items():
             if generation(name) in library.archs:
                 yield pytest.param(library, name, id=f"{name}-{release}")
 
@@ -109,7 +96,7 @@ def test_a_plan_for_a_feature_too_many_does_not_compile(name: str, too_much: str
     arch = load_arch(name)
     wrong = replace(arch, features=arch.features | {too_much})
     plan = next(plan for plan in plans_on(wrong) if too_much in plan.features)
-    for library in libraries().values():
+    for library in nvrtc_libraries().values():
         with pytest.raises(CompileError):
             compiles(library, arch, render(plan).text)
 

@@ -16,6 +16,7 @@ import pytest
 from real_compilers import needs_nvcc
 
 from hadagen import driver, libcuda
+from hadagen.compilers import find_tool
 from hadagen.driver import DriverError
 from hadagen.errors import DeviceError
 from hadagen.launch import LaunchSpec, RowShape

@@ -60,7 +60,7 @@ def loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Loader:
     monkeypatch.setattr(kernels, "_timed", {})
     monkeypatch.setattr(kernels, "_found", {})
     monkeypatch.setattr(kernels, "_loaded", {})
-    monkeypatch.setattr(kernels, "_too_large", defaultdict(dict))
+    monkeypatch.setattr(kernels, "_unfit", defaultdict(dict))
     monkeypatch.setattr(kernels, "_unserved", set())
     monkeypatch.setattr(kernels.driver, "load", loader)
     monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: False)

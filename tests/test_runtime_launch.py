@@ -332,7 +332,7 @@ import torch, hadagen
 from hadagen.problem import Problem, Rows
 from hadagen.runtime import compute, kernels
 hadagen.hadamard_transform(torch.randn(3, 8))
-tables = (kernels._timed, kernels._found, kernels._loaded, kernels._too_large, compute.calls, compute._calls_into)
+tables = (kernels._timed, kernels._found, kernels._loaded, kernels._unfit, compute.calls, compute._calls_into)
 for table in tables:
     table["key"] = "of the parent"
 kernels._lock.acquire()

@@ -28,16 +28,16 @@ from typing import Any, TypeVar
 
 from hadagen.errors import StorageError
 from hadagen.launch import PARAMS_FOR, PORTABLE_CLUSTER, LaunchSpec
-from hadagen.problem import Problem, Rows
+from hadagen.problem import Problem
 from hadagen.regimes import Cache, Destination
 from hadagen.target import check_arch
-from hadagen.trial import Environment, Kernel, Provenance, check_knobs
+from hadagen.trial import Environment, Kernel, Provenance, check_knobs, recipe_digest
 from hadagen.tuning_db.files import FileState, connect_read_only, file_state, inflated, limit_values, read_start
 
 SQLITE_MAGIC = b"SQLite format 3\0"
 APPLICATION_ID = 0x68616461  # "hada", in the header of the file
-FORMAT = 4  # of the tables below; in the header too
-FORMER_FORMAT = 3  # which is read as well
+FORMAT = 5  # of the tables below; in the header too
+FORMER_FORMAT = 4  # in which every kernel has a cubin; it is read as well
 
 # Every table with its columns; launch, knobs and errors are JSON objects. The first three are read on opening, the
 # others problem by problem; `winners` is the SHA-256 of what these have of it.
@@ -62,12 +62,10 @@ OF_PROBLEM = {
     "entries": "trial IN (SELECT id FROM trials WHERE problem = ?)",
 }
 INDEXES = {"trials": "problem", "entries": "trial"}
-# Compressed, one row per kernel; apart from the tables above so that those are read without them.
+# Compressed, one row for each kernel with a cubin; apart from the tables above so that those are read without them. Of
+# a kernel without one there is only the recipe, which is the problem and the knobs of its trials.
+NO_BLOBS = "", ""  # what stands for their SHA-256 then
 BLOBS = "kernel INTEGER PRIMARY KEY REFERENCES kernels, cubin BLOB, ptx BLOB"
-
-# In the former format a problem was told by four columns, and "pitched" told how rows lie, of a launch too.
-_FORMER_ROWS: dict[int, Rows] = {False: Rows.CONTIGUOUS, True: Rows.PITCHED}
-FORMER_PROBLEMS = "id INTEGER PRIMARY KEY, n INTEGER, dtype TEXT, numerics TEXT, pitched INTEGER, winners TEXT"
 
 
 def columns_of(table: str) -> list[str]:
@@ -75,16 +73,11 @@ def columns_of(table: str) -> list[str]:
     return [column.split()[0] for column in TABLES[table].split(", ")]
 
 
-def _schema(tables: Mapping[str, str]) -> list[str]:
-    return [
-        *(f"CREATE TABLE {table} ({columns})" for table, columns in {**tables, "blobs": BLOBS}.items()),
-        *(f"CREATE INDEX {table}_by_{column} ON {table} ({column})" for table, column in INDEXES.items()),
-    ]
-
-
 # The file has these alone, in this order.
-SCHEMA = _schema(TABLES)
-_SCHEMAS = {FORMAT: SCHEMA, FORMER_FORMAT: _schema(TABLES | {"problems": FORMER_PROBLEMS})}
+SCHEMA = [
+    *(f"CREATE TABLE {table} ({columns})" for table, columns in {**TABLES, "blobs": BLOBS}.items()),
+    *(f"CREATE INDEX {table}_by_{column} ON {table} ({column})" for table, column in INDEXES.items()),
+]
 
 # Limits that no sound bundle comes near: rows of a table that are read at once, and characters in them; characters of a
 # text; names in a JSON object; thousands of steps of SQLite. A page that is its own child would take many steps.
@@ -221,8 +214,10 @@ class Bundle:
             yield from self.entries(problem)
 
     def kernel(self, digest: str) -> Kernel:
-        """Load a kernel, without its source. Raises `NoKernelError` where the bundle has none of this digest, and
-        `StorageError` where it is damaged."""
+        """Load a kernel, without its source, and without code if there is only a recipe of it.
+
+        Raises `NoKernelError` if the bundle has none of this digest, and `StorageError` if it is damaged.
+        """
 
         def read(now: _Content, connection: sqlite3.Connection) -> Kernel | None:
             if digest not in now.kernels:
@@ -243,7 +238,8 @@ class Bundle:
             for digest in now.kernels:
                 now.read_kernel(connection, digest)
             entries, kernels = sum(map(len, now.entries.values())), len(now.kernels)
-            ours = {"entries": entries, "trials": sum(now.trials.values()), "kernels": kernels, "blobs": kernels}
+            blobs = sum(sums != NO_BLOBS for _, _, sums in now.kernels.values())
+            ours = {"entries": entries, "trials": sum(now.trials.values()), "kernels": kernels, "blobs": blobs}
             for table, count in ours.items():
                 _allow_steps(connection)
                 some = f"SELECT count(*) FROM (SELECT 1 FROM {table} LIMIT {count + 1})"
@@ -279,8 +275,8 @@ class _Content:
         self.environments = {number: _environment(row) for number, row in _by_id(tables, "environments").items()}
         self.numbers: dict[Problem, int] = {}
         self._sums: dict[int, str] = {}
-        for number, *said, winners in tables["problems"]:
-            problem = Problem.parse(said[0]) if len(said) == 1 else _former_problem(*said)
+        for number, key, winners in tables["problems"]:
+            problem = Problem.parse(key)
             if problem in self.numbers:
                 raise ValueError(f"{problem.key} is there twice")
             self.numbers[problem] = number
@@ -301,7 +297,11 @@ class _Content:
             raise ValueError(f"the winners of {problem.key} do not match their SHA-256")
         rows = _by_id(tables, "kernels")
         kernels = {number: _kernel(self.meta["arch"], row) for number, row in rows.items()}
-        trials = {number: self._trial(problem, row, kernels) for number, row in _by_id(tables, "trials").items()}
+        recipes = {number for number, row in rows.items() if (row["cubin_sha256"], row["ptx_sha256"]) == NO_BLOBS}
+        trials = {
+            number: self._trial(problem, row, kernels, row["kernel"] in recipes)
+            for number, row in _by_id(tables, "trials").items()
+        }
         entries: list[BundleEntry] = []
         clusters: dict[tuple[str, Destination, int], int] = {}  # of what was named first in each cell
         for row in _by_id(tables, "entries").values():
@@ -329,6 +329,8 @@ class _Content:
     def read_kernel(self, connection: sqlite3.Connection, digest: str) -> Kernel:
         """One of `kernels`, with its blobs."""
         kernel, number, sums = self.kernels[digest]
+        if sums == NO_BLOBS:
+            return kernel
         blobs = connection.execute("SELECT cubin, ptx FROM blobs WHERE kernel = ?", (number,)).fetchone()
         cubin, ptx = map(inflated, blobs)
         if (sha256(cubin), sha256(ptx)) != sums:
@@ -337,7 +339,9 @@ class _Content:
         kernel.check()
         return kernel
 
-    def _trial(self, problem: Problem, row: Mapping[str, Any], kernels: Mapping[int, Kernel]) -> dict[str, Any]:
+    def _trial(
+        self, problem: Problem, row: Mapping[str, Any], kernels: Mapping[int, Kernel], without_code: bool
+    ) -> dict[str, Any]:
         """What the entries of a trial have in common."""
         kernel = kernels[row["kernel"]]
         # Calls have no other arguments to give.
@@ -345,6 +349,8 @@ class _Content:
             raise ValueError(f"{problem.key} has a kernel for other rows or params")
         knobs, errors = _object(row["knobs"]), _object(row["errors"])
         check_knobs(knobs)
+        if without_code and kernel.digest != recipe_digest(problem, knobs, kernel.launch):
+            raise ValueError(f"{problem.key} has a kernel without code that is not of its recipe")
         if not errors or not all(type(error) in (int, float) and 0 <= error <= 1e9 for error in errors.values()):
             raise ValueError(f"{row['errors']!r:.40} are no errors")
         return {
@@ -368,16 +374,9 @@ def _environment(row: Mapping[str, Any]) -> Environment:
 
 def _kernel(arch: str, row: Mapping[str, Any]) -> Kernel:
     """Without its blobs."""
-    said = _object(row["launch"])
-    if "pitched" in said:
-        said["params"] = ", ".join(map(str, PARAMS_FOR[_FORMER_ROWS[said.pop("pitched")]]))
-    launch = LaunchSpec.from_dict(said)
+    launch = LaunchSpec.from_dict(_object(row["launch"]))
     used = _count(row["registers"]), _count(row["spill_bytes"])
     return Kernel(_text(row["digest"]), _text(row["entry"]), arch, "", b"", b"", launch, *used, _text(row["nvcc"]))
-
-
-def _former_problem(n: int, dtype: str, numerics: str, pitched: int) -> Problem:
-    return Problem.of(n, dtype, numerics, _FORMER_ROWS[pitched])
 
 
 def _timed(trial: dict[str, Any], row: Mapping[str, Any]) -> BundleEntry:
@@ -502,14 +501,14 @@ def _read_once(path: Path, read: Callable[[sqlite3.Connection, FileState], Found
     version = int.from_bytes(header[60:64], "big")
     if version > FORMAT:
         raise StorageError(f"{path} is a bundle of format {version}, later than {FORMAT}; upgrade hadagen to read it")
-    if version not in _SCHEMAS:
+    if version < FORMER_FORMAT:
         raise StorageError(f"{path} is a bundle of format {version}, earlier than {FORMAT}; {again}")
     try:
         with closing(connect_read_only(path, immutable=True)) as connection:
             limit_values(connection)
             _allow_steps(connection)
-            query, schema = "SELECT sql FROM sqlite_master WHERE sql IS NOT NULL LIMIT ?", _SCHEMAS[version]
-            if connection.execute(query, (len(schema) + 1,)).fetchall() != [(statement,) for statement in schema]:
+            query = "SELECT sql FROM sqlite_master WHERE sql IS NOT NULL LIMIT ?"
+            if connection.execute(query, (len(SCHEMA) + 1,)).fetchall() != [(statement,) for statement in SCHEMA]:
                 raise ValueError("it has other tables")
             return read(connection, state)
     except (sqlite3.Error, ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as error:

@@ -16,11 +16,12 @@ from hadagen.errors import StorageError, UsageError
 from hadagen.ptx_version import lowered
 from hadagen.regimes import Cache
 from hadagen.target import check_arch
-from hadagen.trial import Kernel, Trial, knobs_key
+from hadagen.trial import Kernel, Trial, knobs_key, recipe_digest
 from hadagen.tuning_db.atomic_file import atomic_file, check_place
 from hadagen.tuning_db.bundle import (
     APPLICATION_ID,
     FORMAT,
+    NO_BLOBS,
     OPENED,
     SCHEMA,
     Bundle,
@@ -46,7 +47,8 @@ def write_bundle(
 ) -> str:
     """Write the winners `selection` (see `winners.portfolio`) as a bundle and return its content digest.
 
-    `kernel_of`: returns the kernel of a digest with its cubin and PTX (`Store.kernel`); called once for each digest.
+    `kernel_of`: returns the kernel of a digest with its cubin and PTX (`Store.kernel`), or without both if it is to be
+    compiled where it is called; called once for each digest.
     The same selection gives the same digest. An old bundle is replaced only when the new one is complete and was read.
 
     Raises `UsageError` for a bad arch or a selection of another arch. Raises `StorageError` if the selection is empty
@@ -62,7 +64,8 @@ def write_bundle(
         raise UsageError(f"the winners are for {others[0]} and the bundle for {arch}; write a bundle for each arch")
     check_bundle_place(path)
     kernels = [_for_drivers(kernel_of(digest)) for digest in sorted({digest_of(t) for t in selection.values()})]
-    if not all(kernel.cubin for kernel in kernels):
+    recipes = {recipe_digest(t.problem, t.knobs, t.kernel.launch) for t in selection.values() if t.kernel}
+    if not all(kernel.cubin or kernel.digest in recipes for kernel in kernels):
         raise UsageError("a kernel of the bundle has no cubin; give kernels that were read with their blobs")
 
     with atomic_file(path) as new:
@@ -87,12 +90,13 @@ def _fill(connection: sqlite3.Connection, tables: Tables, kernels: Sequence[Kern
     connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
     connection.execute(f"PRAGMA user_version = {FORMAT}")
     connection.execute("BEGIN")
-    blobs = [(n, zlib.compress(kernel.cubin, 9), zlib.compress(kernel.ptx, 9)) for n, kernel in enumerate(kernels, 1)]
+    compiled = [(number, kernel) for number, kernel in enumerate(kernels, 1) if kernel.cubin]
+    blobs = [(number, zlib.compress(kernel.cubin, 9), zlib.compress(kernel.ptx, 9)) for number, kernel in compiled]
     for statement in SCHEMA:
         connection.execute(statement)
     for table, rows in {**tables, "blobs": blobs}.items():
-        places = ", ".join("?" * len(rows[0]))
-        connection.executemany(f"INSERT INTO {table} VALUES ({places})", rows)
+        for row in rows:
+            connection.execute(f"INSERT INTO {table} VALUES ({', '.join('?' * len(row))})", row)
     for number, *_ in tables["problems"]:
         winners = rows_digest(winners_of(connection, number))
         connection.execute("UPDATE problems SET winners = ? WHERE id = ?", (winners, number))
@@ -151,8 +155,7 @@ def _kernel_row(kernel: Kernel) -> Row:
         kernel.registers,
         kernel.spill_bytes,
         kernel.nvcc,
-        sha256(kernel.cubin),
-        sha256(kernel.ptx),
+        *((sha256(kernel.cubin), sha256(kernel.ptx)) if kernel.cubin else NO_BLOBS),
     )
 
 

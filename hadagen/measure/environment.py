@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
+from ctypes import create_string_buffer
 
 from hadagen import libcuda
-from hadagen.driver import bindings, check
+from hadagen.driver import bindings, check, driver_version
 from hadagen.errors import DeviceError, printable
 from hadagen.trial import Environment
 
@@ -24,7 +24,7 @@ def device_environment(device_index: int = 0) -> Environment:
     def attribute(which: int) -> int:
         return int(check(driver.cuDeviceGetAttribute(which, device), f"asking CUDA device {device_index}"))
 
-    name = ctypes.create_string_buffer(256)
+    name = create_string_buffer(256)
     check(driver.cuDeviceGetName(name, len(name), device), f"asking CUDA device {device_index}")
     cuda = int(check(driver.cuDriverGetVersion(), "asking the driver's version"))
     major = attribute(libcuda.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)
@@ -34,22 +34,8 @@ def device_environment(device_index: int = 0) -> Environment:
         compute_capability=f"{major}.{minor}",
         sms=attribute(libcuda.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT),
         l2_bytes=attribute(libcuda.CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE),
-        driver=_driver_version(),
+        driver=driver_version(),
         cuda=f"{cuda // 1000}.{cuda % 1000 // 10}",
         sm_clock_mhz=attribute(libcuda.CU_DEVICE_ATTRIBUTE_CLOCK_RATE) // 1000,
         memory_clock_mhz=attribute(libcuda.CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE) // 1000,
     )
-
-
-def _driver_version() -> str:
-    """The version, such as "580.82.07", from NVML, which is a part of the driver; "" if a container lacks NVML."""
-    try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        return ""
-    text = ctypes.create_string_buffer(96)
-    if nvml.nvmlInit_v2() != 0:
-        return ""
-    found = nvml.nvmlSystemGetDriverVersion(text, ctypes.c_uint(len(text)))
-    nvml.nvmlShutdown()
-    return text.value.decode() if found == 0 else ""

@@ -15,15 +15,25 @@ from typing import Any
 import torch
 
 from hadagen import driver
-from hadagen.driver import DoesNotFit, LoadedKernel
-from hadagen.errors import DeviceError, StorageError, UsageError, printable
+from hadagen.driver import DoesNotFit, DriverError, LoadedKernel
+from hadagen.errors import (
+    DeviceError,
+    HadagenError,
+    NoCompilerError,
+    StorageError,
+    ToolchainError,
+    UsageError,
+    printable,
+)
+from hadagen.launch import ENTRY
 from hadagen.problem import MAX_LOG2_N, DType, Numerics, Problem, Rows, padded_length
 from hadagen.regimes import Destination, nearest
 from hadagen.runtime import bundles
 from hadagen.runtime.arguments import as_int, is_count, is_flag
 from hadagen.runtime.choose import choose_from_bundles, is_served, timed_in_bundles
 from hadagen.runtime.device import Device, cuda_device, cuda_index, how_to_get_kernels
-from hadagen.tuning_db.bundle import Bundle
+from hadagen.runtime.proof import is_right
+from hadagen.tuning_db.bundle import Bundle, BundleEntry
 
 _DTYPES = {torch.float16: DType.FLOAT16, torch.bfloat16: DType.BFLOAT16, torch.float32: DType.FLOAT32}
 
@@ -33,7 +43,7 @@ Key = tuple[int, Problem, bool, int]  # device, problem, whether in place, a tim
 _timed: dict[Kind, list[int]] = {}  # the element counts of its kernels, ascending
 _found: dict[Key, LoadedKernel | None] = {}
 _loaded: dict[tuple[int, str], LoadedKernel] = {}  # by device and digest: buckets share kernels
-_too_large: dict[int, dict[str, DoesNotFit]] = defaultdict(dict)  # device → digest → why the kernel does not fit
+_unfit: dict[int, dict[str, HadagenError]] = defaultdict(dict)  # device → digest → why the kernel does not run there
 _unserved: set[int] = set()  # devices for which the user was warned that no bundle serves them
 _lock = threading.Lock()  # for entering into `_timed` and `_found`
 
@@ -202,7 +212,7 @@ def _destination(in_place: bool) -> Destination:
 def _find(device: int, problem: Problem, in_place: bool, elements: int) -> LoadedKernel | None:
     try:
         return _fitting(device, problem, in_place, elements)
-    except DeviceError as error:
+    except (DeviceError, ToolchainError) as error:
         if torch.cuda.is_current_stream_capturing():
             raise  # otherwise plain PyTorch would stay in the graph
         warnings.warn(f"plain PyTorch transforms {problem.key} here: {error}", RuntimeWarning, stacklevel=2)
@@ -215,29 +225,81 @@ def _fitting(device: int, problem: Problem, in_place: bool, elements: int) -> Lo
     target = cuda_device(device)
     if target is None:
         return None
-    wanted, too_large = (problem, _destination(in_place), elements, target), _too_large[device]
-    while chosen := choose_from_bundles(*wanted, too_large)[1]:
+    wanted, unfit = (problem, _destination(in_place), elements, target), _unfit[device]
+    while chosen := choose_from_bundles(*wanted, unfit)[1]:
         entry, bundle = chosen
         try:
-            return _load(bundle, entry.kernel, device, compiled=entry.arch == target.arch)
-        except DoesNotFit as error:
-            too_large[entry.kernel] = error
+            return _load(bundle, entry, device, target)
         except StorageError as error:
             bundles.leave_out(bundle, error)
+        except (DoesNotFit, ToolchainError) as error:
+            unfit[entry.kernel] = error
+            if isinstance(error, NoCompilerError):
+                break  # it would be missing for all others too
     best = choose_from_bundles(*wanted)[1]
-    if best and (why := too_large.get(best[0].kernel)):
+    if best and (why := unfit.get(best[0].kernel)):
         raise why
     return None
 
 
-def _load(bundle: Bundle, digest: str, device: int, *, compiled: bool) -> LoadedKernel:
-    """Load a kernel. compiled: the cubin is for this arch; otherwise the driver compiles the PTX."""
-    # The digest of a kernel covers its cubin. For its PTX, the digest of the bundle is needed too.
-    place = (device, digest if compiled else f"{digest} {bundle.digest}")
-    if place not in _loaded:
-        kernel = bundle.kernel(digest)
-        _loaded[place] = driver.load(kernel.cubin if compiled else kernel.ptx, kernel.entry, kernel.launch, device)
-    return _loaded[place]
+def _load(bundle: Bundle, entry: BundleEntry, device: int, target: Device) -> LoadedKernel:
+    """Load a kernel: its cubin, or what its recipe makes for this GPU, or else its PTX, which the driver compiles.
+
+    Raises `DriverError` or `ToolchainError` if nothing of that runs, and `StorageError` if the bundle is damaged.
+    """
+    # The digest of a kernel covers its cubin. For what is made from its recipe or PTX, that of the bundle counts too.
+    place = (device, f"{entry.kernel} {bundle.digest}")
+    if place in _loaded:
+        return _loaded[place]
+    kernel = bundle.kernel(entry.kernel)
+    failure: HadagenError | None = None
+    if kernel.cubin and entry.arch == target.arch:
+        try:
+            _loaded[place] = driver.load(kernel.cubin, kernel.entry, kernel.launch, device)
+            return _loaded[place]
+        except DoesNotFit:
+            raise
+        except DriverError as error:  # such as a driver that is older than the compiler
+            failure = error
+    from hadagen import recipes  # a call that finds a cubin needs none of it
+
+    try:
+        image = recipes.image_of(recipes.Recipe(entry.problem, entry.knobs, entry.arch, entry.launch), target.arch)
+        _loaded[place] = _proven(image, ENTRY, entry, device, target)
+        return _loaded[place]
+    except DoesNotFit:
+        raise
+    except (ToolchainError, UsageError) as error:
+        failure = failure or error
+    if kernel.ptx:
+        _loaded[place] = _proven(kernel.ptx, kernel.entry, entry, device, target)
+        return _loaded[place]
+    if isinstance(failure, UsageError):  # of a recipe that this version does not know
+        raise ToolchainError(f"the recipe of {entry.problem.key} cannot be compiled: {failure}")
+    raise failure
+
+
+def _proven(image: bytes, name: str, entry: BundleEntry, device: int, target: Device) -> LoadedKernel:
+    """Load a kernel that was compiled on this machine, if it is right. Raises `ToolchainError` if it is wrong."""
+    from hadagen import recipes
+
+    kernel = driver.load(image, name, entry.launch, device)
+    version = driver.driver_version()
+    right = recipes.verdict(image, entry.launch, target.gpu, version)
+    if right is None:
+        if torch.cuda.is_current_stream_capturing():
+            raise DeviceError(
+                f"a kernel of {entry.problem.key} was compiled here, and its first result cannot be checked while a "
+                "graph is captured; call hadagen.warmup before"
+            )
+        right = is_right(kernel, entry.problem)
+        recipes.keep_verdict(image, entry.launch, target.gpu, version, right)
+    if not right:
+        raise ToolchainError(
+            f"a kernel of {entry.problem.key} that was compiled here is wrong on {printable(target.gpu)}; report it "
+            "with the output of hadagen doctor"
+        )
+    return kernel
 
 
 def _forget() -> None:
@@ -247,7 +309,7 @@ def _forget() -> None:
     _timed.clear()
     _found.clear()
     _loaded.clear()
-    _too_large.clear()
+    _unfit.clear()
 
 
 if hasattr(os, "register_at_fork"):
