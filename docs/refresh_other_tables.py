@@ -110,6 +110,8 @@ def choices_table() -> str:
 
 def pruned_table() -> str:
     """What leaving out values of knobs costs the shipped winners that had them, in Markdown."""
+    if not files.PRUNED.exists():
+        return files.NO_DATA
     with files.PRUNED.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     lines = []

@@ -61,6 +61,15 @@ class DriverError(DeviceError):
         return type(self), (self.code, str(self))
 
 
+# What the driver says of code that it cannot load though the GPU could run it, or that is for other GPUs.
+NOT_LOADABLE = {
+    "CUDA_ERROR_INVALID_IMAGE",
+    "CUDA_ERROR_INVALID_PTX",
+    "CUDA_ERROR_NO_BINARY_FOR_GPU",
+    "CUDA_ERROR_UNSUPPORTED_PTX_VERSION",
+}
+
+
 class DoesNotFit(DriverError):
     """A kernel needs more threads, registers, shared memory or blocks of a cluster than the device has."""
 

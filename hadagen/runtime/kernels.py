@@ -257,9 +257,9 @@ def _load(bundle: Bundle, entry: BundleEntry, device: int, target: Device) -> Lo
         try:
             _loaded[place] = driver.load(kernel.cubin, kernel.entry, kernel.launch, device)
             return _loaded[place]
-        except DoesNotFit:
-            raise
-        except DriverError as error:  # such as a driver that is older than the compiler
+        except DriverError as error:
+            if error.code not in driver.NOT_LOADABLE:
+                raise
             failure = error
     from hadagen import recipes  # a call that finds a cubin needs none of it
 
@@ -267,8 +267,6 @@ def _load(bundle: Bundle, entry: BundleEntry, device: int, target: Device) -> Lo
         image = recipes.image_of(recipes.Recipe(entry.problem, entry.knobs, entry.arch, entry.launch), target.arch)
         _loaded[place] = _proven(image, ENTRY, entry, device, target)
         return _loaded[place]
-    except DoesNotFit:
-        raise
     except (ToolchainError, UsageError) as error:
         failure = failure or error
     if kernel.ptx:
