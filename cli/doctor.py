@@ -137,7 +137,7 @@ def _kernels() -> str:
                 says = f"{found[best]} winners match this GPU as {best.value}"
                 if arch == device.arch:
                     _check_driver(says, similar)
-                if arch != device.arch or not all(entry.nvcc for match, entry in matches if match is best):
+                if arch != device.arch or not all(entry.compiled for match, entry in matches if match is best):
                     says += f"; {_compiled_here(device.arch)}"
                 if best is Match.ESTIMATED:
                     says += f"; none was timed on {device.arch}; {how_to_get_kernels(device.arch)}"
