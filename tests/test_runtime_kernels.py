@@ -19,18 +19,22 @@ import numpy as np
 import pytest
 import torch
 from sample_bundle import hide_bundles, remake, write_sample, write_trials, write_winners
-from sample_trials import H100, PROBLEM, in_clusters, make_kernel, make_trial, times
+from sample_trials import H100, LAUNCH, PROBLEM, in_clusters, make_kernel, make_trial, times
 
 import hadagen
 from hadagen import recipes
 from hadagen.driver import DoesNotFit, DriverError, LoadedKernel
-from hadagen.errors import StorageError
+from hadagen.errors import NoCompilerError, StorageError
+from hadagen.launch import ENTRY
 from hadagen.problem import Problem, Transform
 from hadagen.regimes import Destination
 from hadagen.runtime import bundles, compute, kernels, loading
 from hadagen.runtime.choose import choose_from_bundles, timed_in_bundles
 from hadagen.runtime.device import Device
+from hadagen.trial import Environment, Kernel, Provenance, recipe_digest
 from hadagen.tuning_db.bundle import Bundle
+from hadagen.tuning_db.bundle_writer import write_bundle
+from hadagen.tuning_db.winners import WinnerCell
 
 
 class Loader:
@@ -83,6 +87,30 @@ def test_a_kernel_is_loaded_once_for_all_buckets_of_a_device(loader: Loader) -> 
     assert second
     assert second.device == 1
     assert len(loader.images) == 2
+
+
+def test_without_a_compiler_the_ptx_of_an_older_arch_runs(
+    loader: Loader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though there are recipes for the arch, which come first."""
+    trial = make_trial(arch="sm120", environment=Environment(), provenance=Provenance.ESTIMATED, errors={})
+    digest = recipe_digest(PROBLEM, trial.knobs, LAUNCH)
+    trial = replace(trial, kernel=Kernel(digest, ENTRY, "sm120", "", b"", b"", LAUNCH, 0, 0, ""))
+    cell = WinnerCell(PROBLEM, "sm120", "", Destination.IN_PLACE, 1 << 13)
+    write_bundle(tmp_path / "sm120.db", "sm120", {cell: trial}, {digest: trial.kernel}.__getitem__)
+    monkeypatch.setenv(bundles.VARIABLE, f"{tmp_path / 'sm120.db'}{os.pathsep}{tmp_path / 'a.db'}")
+    monkeypatch.setattr(kernels, "cuda_device", lambda index: Device("sm120", "NVIDIA GeForce RTX 5090"))
+    asked: list[str] = []
+
+    def compiler_is_missing(recipe: Any, target: str) -> bytes:
+        asked.append(recipe.arch)
+        raise NoCompilerError("NVRTC was not found")
+
+    monkeypatch.setattr(recipes, "image_of", compiler_is_missing)
+    monkeypatch.setattr(loading, "is_right", lambda kernel, problem: True)
+    monkeypatch.setattr(loading.driver, "driver_version", lambda: "535")
+    assert find()
+    assert (asked, loader.images) == (["sm120", "sm90"], [b"// ptx of cubin 1"])
 
 
 def test_no_bundle_gives_a_digest_to_another_kernel(

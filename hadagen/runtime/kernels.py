@@ -19,7 +19,6 @@ from hadagen.driver import DoesNotFit, LoadedKernel
 from hadagen.errors import (
     DeviceError,
     HadagenError,
-    NoCompilerError,
     StorageError,
     ToolchainError,
     UsageError,
@@ -242,8 +241,6 @@ def _fitting(device: int, problem: Problem, in_place: bool, elements: int) -> Lo
             bundles.leave_out(bundle, error)
         except (DoesNotFit, ToolchainError) as error:
             unfit[entry.kernel] = error
-            if isinstance(error, NoCompilerError):
-                break  # it would be missing for all others too
     best = choose_from_bundles(*wanted)[1]
     if best and (why := unfit.get(best[0].kernel)):
         raise why
