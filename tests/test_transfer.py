@@ -20,7 +20,7 @@ from hadagen.cli import doctor
 from hadagen.cli.device import runnable
 from hadagen.codegen import render
 from hadagen.costmodel import MODEL_ERROR, Estimate
-from hadagen.errors import NoCompilerError, ToolchainError
+from hadagen.errors import NoCompilerError, StorageError, ToolchainError
 from hadagen.knobs import Knobs, plan_of
 from hadagen.measure import Cell
 from hadagen.nvrtc import Nvrtc
@@ -37,7 +37,7 @@ from hadagen.tuner import transfer
 from hadagen.tuner.transfer import estimated_winners
 from hadagen.tuning_db.bundle import Bundle, BundleEntry, shipped
 from hadagen.tuning_db.merge import Selection, selection_of, write_selection
-from hadagen.tuning_db.winners import WinnerCell, digest_of
+from hadagen.tuning_db.winners import WinnerCell, digest_of, may_win
 
 __all__ = ["machine"]  # a fixture
 
@@ -168,6 +168,41 @@ def test_of_what_the_model_cannot_tell_apart_measured_winners_win(
     found = as_measured()
     monkeypatch.setattr(transfer, "MODEL_ERROR", 0.0)
     assert found > 1.5 * as_measured()
+
+
+def test_what_won_counts_where_an_sm_has_as_many_elements(source: Bundle) -> None:
+    problem, arch = PROBLEMS[0], load_arch("sm80")
+    arch = replace(arch, model=replace(arch.model, sms=H100.sms // 4))
+    few, many = Space(problem, arch).seeds()[:2]
+    entry = replace(source.entries(problem)[0], environment=H100, destination=Destination.IN_PLACE)
+    entries = [replace(entry, knobs=k.to_dict(), elements=e) for k, e in ((few, 1 << 16), (many, 1 << 24))]
+    found = transfer._recipes(entries, arch)
+    counts = element_buckets(problem)
+    assert found == {
+        (problem, few): {(Destination.IN_PLACE, count): 1 for count in counts if count < 1 << 18},
+        (problem, many): {(Destination.IN_PLACE, count): 1 for count in counts if count >= 1 << 18},
+    }
+
+
+@pytest.mark.parametrize(("name", "wins"), [("sm100", 16), ("sm120", 8)])
+def test_a_portable_winner_counts_where_the_other_has_too_many_blocks(name: str, wins: int, source: Bundle) -> None:
+    problem, arch = PROBLEMS[0], load_arch(name)
+    knobs = dict(zip((16, 8), Space(problem, load_arch("sm120")).seeds(), strict=False))
+    entry = source.entries(problem)[0]
+    entries = [
+        replace(entry, knobs=each.to_dict(), launch=replace(entry.launch, cluster=blocks), portable=blocks == 8)
+        for blocks, each in knobs.items()
+    ]
+    found = transfer._recipes(entries, arch)
+    assert {blocks for blocks, each in knobs.items() if found[problem, each]} == {wins}
+
+
+def test_only_an_estimate_may_lack_errors(source: Bundle, tmp_path: Path) -> None:
+    cell, estimate = next(iter(estimated_winners(source, load_arch("sm80")).items()))
+    measured = replace(estimate, provenance=Provenance.MEASURED)
+    assert (may_win(estimate), may_win(measured)) == (True, False)
+    with pytest.raises(StorageError, match="are no errors"):
+        write_selection(tmp_path / "sm80.db", "sm80", {cell: measured})
 
 
 # ---- how they are chosen and shown -----------------------------------------------------------------------------------
