@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from hadagen.errors import UsageError
@@ -138,6 +138,7 @@ class Problem:
         return cls(Transform(n), Io(dtype, dtype, numerics, rows))  # type: ignore[arg-type]  # which it converts
 
     @classmethod
+    @lru_cache(maxsize=1024)  # every bundle names the same problems
     def parse(cls, key: str) -> Problem:
         """The problem of a `key`. Raises `UsageError` where it is none."""
         if found := _KEY.fullmatch(key):
