@@ -5,8 +5,7 @@ from __future__ import annotations
 import platform
 import sys
 import warnings
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -23,7 +22,8 @@ from hadagen.runtime.device import how_to_get_kernels
 from hadagen.target import generation
 
 if TYPE_CHECKING:
-    from hadagen.tuning_db.bundle import Bundle
+    from hadagen.runtime.device import Device
+    from hadagen.tuning_db.bundle import Bundle, BundleEntry
 
 OK, MISSING, BROKEN, UNTRIED = "ok", "missing", "broken", "untried"
 RUNS = {"yes": "yes", "no": "no, PyTorch computes the transform instead"}
@@ -125,48 +125,63 @@ def _kernels() -> str:
 
     if not torch.cuda.is_available():
         raise DeviceError("PyTorch sees no GPU, so it computes the transform itself, on the CPU")
-    if device := cuda_device(torch.cuda.current_device()):
-        for asked in bundles.in_turn():
-            for arch, some in groupby(serving(asked, device), key=lambda bundle: bundle.arch):
-                similar = list(some)
-                matches = [(match_of(entry, device), entry) for bundle in similar for entry in bundle.all_entries()]
-                found = Counter(match for match, _ in matches)
-                best = next((quality for quality in Match if found[quality]), Match.GENERIC)
-                if best is Match.GENERIC:
-                    continue
-                says = f"{found[best]} winners match this GPU as {best.value}"
-                if arch == device.arch:
-                    _check_driver(says, similar)
-                if arch != device.arch or not all(entry.compiled for match, entry in matches if match is best):
-                    says += f"; {_compiled_here(device.arch)}"
+    device = cuda_device(torch.cuda.current_device())
+    if device is None:
+        raise DeviceError("PyTorch computes the transform itself on GPUs of another maker than NVIDIA")
+    for asked in bundles.in_turn():
+        for _, some in groupby(served := serving(asked, device), key=lambda bundle: bundle.arch):
+            similar = list(some)
+            found = [(match_of(entry, device), entry) for bundle in similar for entry in bundle.all_entries()]
+            best = min((match for match, _ in found), key=list(Match).index, default=Match.GENERIC)
+            if best is not Match.GENERIC:
+                entries = [entry for match, entry in found if match is best]
+                lacking = _lacking_code(entries, similar, device)
+                says = [f"{len(entries)} winners match this GPU as {best.value}", *lacking]
+                if lacking:
+                    says.append(_compiled_here(device, served))
                 if best is Match.ESTIMATED:
-                    says += f"; none was timed on {device.arch}; {how_to_get_kernels(device.arch)}"
-                return says
-        raise DeviceError(
-            f"no bundle has kernels for this GPU, so PyTorch computes the transform; {how_to_get_kernels(device.arch)}"
-        )
-    raise DeviceError("PyTorch computes the transform itself on GPUs of another maker than NVIDIA")
+                    says += [f"none was timed on {device.arch}", how_to_get_kernels(device.arch)]
+                return "; ".join(says)
+    raise DeviceError(
+        f"no bundle has kernels for this GPU, so PyTorch computes the transform; {how_to_get_kernels(device.arch)}"
+    )
 
 
-def _compiled_here(arch: str) -> str:
-    """What compiles kernels that have no code for an arch. Raises `ToolchainError` if nothing does."""
+def _lacking_code(entries: Sequence[BundleEntry], similar: Sequence[Bundle], device: Device) -> list[str]:
+    """Why code of these entries of bundles of one arch does not run on a GPU as it is; [] if it does."""
+    arch, cuda, needed = similar[0].arch, _cuda_of_driver(), max(map(_cuda_of, similar))
+    if arch != device.arch:
+        return [f"they are for {arch}"]
+    if cuda < needed:
+        return [f"their cubins need a driver of CUDA {needed}, and this one is of CUDA {cuda}"]
+    return [] if all(entry.compiled for entry in entries) else ["they have no cubins"]
+
+
+def _compiled_here(device: Device, served: Iterable[Bundle]) -> str:
+    """What compiles kernels without code for a GPU. Raises `DeviceError` or `ToolchainError` if nothing does."""
     from hadagen.nvrtc import Nvrtc
 
-    library = Nvrtc.find()
-    if generation(arch) in library.archs:
-        return f"NVRTC {library.release} compiles each from its recipe when it is first called"
-    return f"NVRTC {library.release} does not know {arch}, so the driver compiles PTX; install a newer NVRTC"
+    try:
+        library = Nvrtc.find()
+    except NoCompilerError as error:
+        if not any(entry.compiled for bundle in served for entry in bundle.all_entries()):
+            raise
+        return f"the driver compiles PTX of older archs instead, because {error}"
+    if (newer := library.version[0]) > (cuda := _cuda_of_driver()):
+        raise DeviceError(
+            f"NVRTC {library.release} makes code for drivers of CUDA {newer}, and this one is of CUDA {cuda}; "
+            "update the NVIDIA driver, or install an older NVRTC"
+        )
+    if generation(device.arch) not in library.archs:
+        return f"NVRTC {library.release} does not know {device.arch}, so PTX of older archs runs; install a newer one"
+    return f"NVRTC {library.release} compiles each from its recipe when it is first called"
 
 
-def _check_driver(says: str, asked: Sequence[Bundle]) -> None:
-    """Raises `DeviceError` if the driver is too old for the cubins of these bundles."""
+def _cuda_of_driver() -> int:
+    """The newest CUDA whose cubins the driver loads, such as 13."""
     from hadagen.driver import bindings, check
 
-    cuda, needed = check(bindings().cuDriverGetVersion()) // 1000, max(map(_cuda_of, asked), default=0)
-    if cuda < needed:
-        raise DeviceError(
-            f"{says}, but need a driver of CUDA {needed}, and this one is of CUDA {cuda}; update the NVIDIA driver"
-        )
+    return int(check(bindings().cuDriverGetVersion())) // 1000
 
 
 def _cuda_of(bundle: Bundle) -> int:

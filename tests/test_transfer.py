@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from command_line import machine, run, sentence, succeed
+from command_line import machine, raising, run, sentence, succeed
 from real_compilers import needs_nvrtc
 from sample_bundle import hide_bundles
 from sample_trials import H100, make_timing
@@ -20,7 +20,7 @@ from hadagen.cli import doctor
 from hadagen.cli.device import runnable
 from hadagen.codegen import render
 from hadagen.costmodel import MODEL_ERROR, Estimate
-from hadagen.errors import NoCompilerError, StorageError, ToolchainError
+from hadagen.errors import DeviceError, NoCompilerError, StorageError
 from hadagen.knobs import Knobs, plan_of
 from hadagen.measure import Cell
 from hadagen.nvrtc import Nvrtc
@@ -276,20 +276,22 @@ def test_the_doctor_says_what_runs_from_recipes(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("hadagen.driver.bindings", lambda: driver)
 
     class Found:
-        release, archs = "12.9.86", (75, 80)
+        release, version, archs = "12.9.86", (12, 9), (75, 80)
 
     monkeypatch.setattr("hadagen.nvrtc.Nvrtc.find", Found)
     count = len(list(Bundle.open(shipped()["sm80"]).all_entries()))
     assert doctor._kernels() == (
-        f"{count} winners match this GPU as estimated; NVRTC 12.9.86 compiles each from its recipe when it is first "
-        "called; none was timed on sm80; to make some: hadagen tune --arch sm80"
+        f"{count} winners match this GPU as estimated; they have no cubins; NVRTC 12.9.86 compiles each from its "
+        "recipe when it is first called; none was timed on sm80; to make some: hadagen tune --arch sm80"
     )
     monkeypatch.setattr(Found, "archs", (75,))
-    assert "NVRTC 12.9.86 does not know sm80" in doctor._kernels()
-
-    def missing() -> None:
-        raise NoCompilerError("NVRTC was not found; install it")
-
-    monkeypatch.setattr("hadagen.nvrtc.Nvrtc.find", missing)
-    with pytest.raises(ToolchainError, match="NVRTC was not found; install it"):
+    assert "NVRTC 12.9.86 does not know sm80, so PTX of older archs runs" in doctor._kernels()
+    monkeypatch.setattr(Found, "version", (13, 0))
+    with pytest.raises(DeviceError, match="makes code for drivers of CUDA 13, and this one is of CUDA 12; update"):
         doctor._kernels()
+    monkeypatch.setattr("hadagen.nvrtc.Nvrtc.find", raising(NoCompilerError("NVRTC was not found; install it")))
+    with pytest.raises(NoCompilerError, match="NVRTC was not found; install it"):
+        doctor._kernels()
+    monkeypatch.setenv(bundles.VARIABLE, str(shipped()["sm90"]))
+    monkeypatch.setattr("hadagen.runtime.device.cuda_device", lambda index: Device("sm120", "NVIDIA GeForce RTX 5090"))
+    assert "; they are for sm90; the driver compiles PTX of older archs instead, because NVRTC was" in doctor._kernels()
