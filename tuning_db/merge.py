@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from bisect import bisect
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -58,6 +58,24 @@ def merge_bundles(paths: Iterable[str | os.PathLike[str]], out: str | os.PathLik
     return selection
 
 
+def replace_kernels(
+    path: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    replaced: Callable[[Sequence[Kernel]], Mapping[str, Kernel]],
+) -> Selection:
+    """Write the bundle at `path` to `out` with other kernels, and return its winners, which keep all else.
+
+    replaced: kernels → the digest of each, and the kernel in its place. Raises what it raises, and `StorageError` as
+    `Bundle.open` and `write_bundle` do.
+    """
+    bundle = Bundle.open(path)
+    selection = selection_of(bundle)
+    kernels = replaced(list(kernels_of(selection).values()))
+    selection = {cell: replace(trial, kernel=kernels[digest_of(trial)]) for cell, trial in selection.items()}
+    write_selection(out, bundle.arch, selection)
+    return selection
+
+
 def _best(selections: Iterable[Selection]) -> Selection:
     """Cell → the best of its winners."""
     trials = [trial for selection in selections for trial in selection.values()]
@@ -82,8 +100,12 @@ def _between(selection: Selection, buckets: Selection) -> Selection:
 
 def write_selection(path: str | os.PathLike[str], arch: str, selection: Selection) -> None:
     """`write_bundle` with the kernels of the trials. Raises what it raises."""
-    kernels = {trial.kernel.digest: trial.kernel for trial in selection.values() if trial.kernel}
-    write_bundle(path, arch, selection, kernels.__getitem__)
+    write_bundle(path, arch, selection, kernels_of(selection).__getitem__)
+
+
+def kernels_of(selection: Selection) -> dict[str, Kernel]:
+    """The kernels of winners by their digests."""
+    return {trial.kernel.digest: trial.kernel for trial in selection.values() if trial.kernel}
 
 
 def _trial(entry: BundleEntry, kernel: Kernel) -> Trial:
