@@ -40,7 +40,7 @@ class Compiled(NamedTuple):
 
 
 class CompileError(ToolchainError):
-    """NVRTC refused a source. `log`: all that it said."""
+    """NVRTC refused a source. `log`: all that it said, and at the end its name for the failure."""
 
     def __init__(self, message: str, log: str) -> None:
         super().__init__(message)
@@ -122,7 +122,8 @@ class Nvrtc:
             raise ToolchainError(f"{self.path}: {error}; {HINT}") from None
         if wrong:
             first = next((line for line in log.splitlines() if "error" in line), log.strip() or wrong)
-            raise CompileError(f"NVRTC {_dotted(self.version)} cannot compile {name} for {arch}: {first.strip()}", log)
+            refused = f"NVRTC {_dotted(self.version)} cannot compile {name} for {arch}: {first.strip()}"
+            raise CompileError(refused, log + wrong)
         return Compiled(ptx, cubin, log)
 
 
@@ -149,6 +150,8 @@ def _candidates() -> Iterator[str]:
 
 @functools.cache
 def _load(path: str) -> Nvrtc:
+    if os.path.dirname(path):
+        path = os.path.abspath(path)  # for programs that run elsewhere
     major, minor = c_int(), c_int()
     _call(_library(path), "Version", byref(major), byref(minor))
     version = major.value, minor.value

@@ -100,7 +100,8 @@ def compile_all(recipes: Sequence[Recipe], target: str, jobs: int = 1) -> list[b
 def verdict(image: bytes, launch: LaunchSpec, gpu: str, driver: str) -> bool | None:
     """Whether a kernel that was compiled here was right on a GPU of this name with this driver; None if it was not
     tried yet."""
-    return _read("verdicts", _digest(hashlib.sha256(image).hexdigest(), launch.to_dict(), gpu, driver))
+    said = _read("verdicts", _digest(hashlib.sha256(image).hexdigest(), launch.to_dict(), gpu, driver))
+    return said if isinstance(said, bool) else None
 
 
 def keep_verdict(image: bytes, launch: LaunchSpec, gpu: str, driver: str, right: bool) -> None:

@@ -16,15 +16,15 @@ LOOPS = {"grid": "persistent", "stages": 2}
 WHOLE = {"chunks": 2, "cluster": 2, "block_bits": "load", **WIDE}
 # Problem, and the knobs that are wanted for it. Where an arch lacks what is wanted, the nearest is taken.
 SPREAD = [
-    (Problem.of(2, F32), {"store": "streaming"}),
+    (Problem.of(2, F32), {}),
     (Problem.of(16, F16, FAST), {"low_bits": "mma_shuffle", "accumulator": "packed", **LOOPS}),
     (Problem.of(8, BF16, rows=Rows.PITCHED), {}),
     (Problem.of(256, F16, FAST), {"accumulator": "packed", "load": "cp_async", **LOOPS}),
     (Problem.of(256, BF16, FAST), {"load": "bulk", **LOOPS}),
-    (Problem.of(256, BF16), {"mma_carrier": "split", "load": "no_allocate", "ahead": 8}),
+    (Problem.of(256, BF16), {"mma_carrier": "split", "ahead": 8}),
     (Problem.of(256, F32), {"mma_carrier": "tf32"}),
     (Problem.of(256, F32, rows=Rows.PITCHED), {"mma_carrier": "split"}),
-    (Problem.of(512, F16, FAST), {"chunks": 2, "order": "by_chunk"}),
+    (Problem.of(512, F16, FAST), {"chunks": 2}),
     (Problem.of(512, BF16, FAST), {"chunks": 2, "warps": 2, "mma_carrier": "tf32"}),
     (Problem.of(1024, BF16), {"chunks": 2, "cluster": 2, "mma_carrier": "fp16"}),
     (Problem.of(4096, F16, FAST), {**FAR, "accumulator": "packed"}),

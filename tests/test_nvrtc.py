@@ -104,6 +104,9 @@ def test_where_it_is_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     monkeypatch.setenv("HADAGEN_NVRTC", str(library))
     assert Nvrtc.find() == Nvrtc.at(str(library)) == Nvrtc(str(library), (13, 0))
     assert Nvrtc.find().release == "13.0.1"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HADAGEN_NVRTC", "./fake.so")
+    assert Nvrtc.find().path == str(library)
 
 
 @pytest.mark.usefixtures("nowhere")

@@ -27,7 +27,7 @@ from hadagen.driver import DoesNotFit, DriverError, LoadedKernel
 from hadagen.errors import StorageError
 from hadagen.problem import Problem, Transform
 from hadagen.regimes import Destination
-from hadagen.runtime import bundles, compute, kernels
+from hadagen.runtime import bundles, compute, kernels, loading
 from hadagen.runtime.choose import choose_from_bundles, timed_in_bundles
 from hadagen.runtime.device import Device
 from hadagen.tuning_db.bundle import Bundle
@@ -227,7 +227,7 @@ def test_a_launch_is_queued_on_the_current_stream_of_its_device(current: int, mo
 
 def test_a_newer_gpu_gets_ptx(loader: Loader, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "cuda_device", lambda index: Device("sm100", "NVIDIA B200"))
-    monkeypatch.setattr(kernels, "is_right", lambda kernel, problem: True)
+    monkeypatch.setattr(loading, "is_right", lambda kernel, problem: True)
     assert find()
     assert loader.images == [b"// ptx of cubin 1"]
 

@@ -147,6 +147,7 @@ def test_a_batch_comes_back_in_order_and_only_what_is_wrong_fails(tools: Toolcha
     assert (one.cubin, one.ptx) == (other.cubin, other.ptx)
     assert one.digest != third.digest
     assert f".entry {ENTRY}(".encode() in one.ptx
+    assert b"\n.global" not in one.ptx  # no variables of the headers
 
 
 def test_sources_of_one_name_do_not_disturb_each_other(tools: Toolchain, arch: Arch) -> None:
@@ -395,9 +396,7 @@ SOURCES = [source(name, f"{COPY}\n    // {name}") for name in "abcd"]
     ("dies", "says"),
     [
         ("kill -9 $$", "was killed by signal 9"),
-        ("kill -11 $$", "was killed by signal 11"),
         ("exit 0", "wrote no sound ptx though it ended well"),
-        ('compile "$@"; rm *.cubin; exit 0', "wrote no sound cubin though it ended well"),
         ('compile "$@"; head -c 999 a.cubin > b; mv b a.cubin; exit 0', "wrote no sound cubin though it ended well"),
         ('compile "$@"; echo garbage > a.ptx; exit 0', "wrote no sound ptx though it ended well"),
         ("echo NVRTC_ERROR_OUT_OF_MEMORY; exit 1", "failed (NVRTC_ERROR_OUT_OF_MEMORY)"),

@@ -119,6 +119,7 @@ class BundleEntry:
     hot_copy_us: float | None
     cold_us: float | None
     cold_copy_us: float | None
+    compiled: bool = True  # whether the bundle has the code of the kernel, or only the recipe
     portable: bool = False
 
     @property
@@ -364,6 +365,7 @@ class _Content:
             "provenance": Provenance(row["provenance"]),
             "date": _text(row["date"]),
             "nvcc": kernel.nvcc,
+            "compiled": not without_code,
         }
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from hadagen import driver
-from hadagen.driver import DoesNotFit, DriverError, LoadedKernel
+from hadagen.driver import DoesNotFit, LoadedKernel
 from hadagen.errors import (
     DeviceError,
     HadagenError,
@@ -25,14 +25,13 @@ from hadagen.errors import (
     UsageError,
     printable,
 )
-from hadagen.launch import ENTRY
 from hadagen.problem import MAX_LOG2_N, DType, Numerics, Problem, Rows, padded_length
 from hadagen.regimes import Destination, nearest
 from hadagen.runtime import bundles
 from hadagen.runtime.arguments import as_int, is_count, is_flag
 from hadagen.runtime.choose import choose_from_bundles, is_served, timed_in_bundles
 from hadagen.runtime.device import Device, cuda_device, cuda_index, how_to_get_kernels
-from hadagen.runtime.proof import is_right
+from hadagen.runtime.loading import compile_missing, load
 from hadagen.tuning_db.bundle import Bundle, BundleEntry
 
 _DTYPES = {torch.float16: DType.FLOAT16, torch.bfloat16: DType.BFLOAT16, torch.float32: DType.FLOAT32}
@@ -107,6 +106,7 @@ def warmup(
     device: int | str | torch.device | None = None,
 ) -> int:
     """Load the kernels of later calls now, so that no call waits for one, and none is loaded in a CUDA graph capture.
+    Kernels without a cubin for the GPU are compiled, as many at a time as there are CPUs.
 
     n: last dimensions of the later tensors, each at least 1.
     dtype: their types, such as torch.float16 or "float16".
@@ -131,7 +131,7 @@ def warmup(
     index = _warmed_device(device)
     if index is None:
         return 0
-    ready: set[int] = set()
+    asked: list[tuple[Problem, bool, int]] = []
     for length in lengths:
         row = padded_length(length)
         given = None if counts is None else [row * count for count in counts]
@@ -146,8 +146,16 @@ def warmup(
             for in_place in (True,) if inplace else (False, True):
                 # Without `rows`, all counts from a single row on.
                 wanted = [row, *(e for e in _timed_of(index, problem, in_place) if e > row)] if given is None else given
-                ready.update(id(find(index, problem, in_place, elements)) for elements in wanted)
-    return len(ready - {id(None)})
+                asked += [(problem, in_place, elements) for elements in wanted]
+    _compile_missing(index, asked)
+    return len({id(find(index, *each)) for each in asked} - {id(None)})
+
+
+def _compile_missing(device: int, asked: Iterable[tuple[Problem, bool, int]]) -> None:
+    target = cuda_device(device)
+    if target is not None:
+        found = (choose_from_bundles(p, _destination(in_place), elements, target) for p, in_place, elements in asked)
+        compile_missing([chosen for _, chosen in found if chosen], target)
 
 
 def _warmed_device(device: int | str | torch.device | None) -> int | None:
@@ -243,61 +251,12 @@ def _fitting(device: int, problem: Problem, in_place: bool, elements: int) -> Lo
 
 
 def _load(bundle: Bundle, entry: BundleEntry, device: int, target: Device) -> LoadedKernel:
-    """Load a kernel: its cubin, or what its recipe makes for this GPU, or else its PTX, which the driver compiles.
-
-    Raises `DriverError` or `ToolchainError` if nothing of that runs, and `StorageError` if the bundle is damaged.
-    """
+    """`load`, once for each kernel of a bundle."""
     # The digest of a kernel covers its cubin. For what is made from its recipe or PTX, that of the bundle counts too.
     place = (device, f"{entry.kernel} {bundle.digest}")
-    if place in _loaded:
-        return _loaded[place]
-    kernel = bundle.kernel(entry.kernel)
-    failure: HadagenError | None = None
-    if kernel.cubin and entry.arch == target.arch:
-        try:
-            _loaded[place] = driver.load(kernel.cubin, kernel.entry, kernel.launch, device)
-            return _loaded[place]
-        except DriverError as error:
-            if error.code not in driver.NOT_LOADABLE:
-                raise
-            failure = error
-    from hadagen import recipes  # a call that finds a cubin needs none of it
-
-    try:
-        image = recipes.image_of(recipes.Recipe(entry.problem, entry.knobs, entry.arch, entry.launch), target.arch)
-        _loaded[place] = _proven(image, ENTRY, entry, device, target)
-        return _loaded[place]
-    except (ToolchainError, UsageError) as error:
-        failure = failure or error
-    if kernel.ptx:
-        _loaded[place] = _proven(kernel.ptx, kernel.entry, entry, device, target)
-        return _loaded[place]
-    if isinstance(failure, UsageError):  # of a recipe that this version does not know
-        raise ToolchainError(f"the recipe of {entry.problem.key} cannot be compiled: {failure}")
-    raise failure
-
-
-def _proven(image: bytes, name: str, entry: BundleEntry, device: int, target: Device) -> LoadedKernel:
-    """Load a kernel that was compiled on this machine, if it is right. Raises `ToolchainError` if it is wrong."""
-    from hadagen import recipes
-
-    kernel = driver.load(image, name, entry.launch, device)
-    version = driver.driver_version()
-    right = recipes.verdict(image, entry.launch, target.gpu, version)
-    if right is None:
-        if torch.cuda.is_current_stream_capturing():
-            raise DeviceError(
-                f"a kernel of {entry.problem.key} was compiled here, and its first result cannot be checked while a "
-                "graph is captured; call hadagen.warmup before"
-            )
-        right = is_right(kernel, entry.problem)
-        recipes.keep_verdict(image, entry.launch, target.gpu, version, right)
-    if not right:
-        raise ToolchainError(
-            f"a kernel of {entry.problem.key} that was compiled here is wrong on {printable(target.gpu)}; report it "
-            "with the output of hadagen doctor"
-        )
-    return kernel
+    if place not in _loaded:
+        _loaded[place] = load(bundle, entry, device, target)
+    return _loaded[place]
 
 
 def _forget() -> None:

@@ -1,8 +1,9 @@
 // Device primitives: the only place where PTX appears.
 // The header of the same name under host/ gives the same functions to a C++ compiler, so one kernel source runs on both.
 //
-// An instruction that an older GPU lacks is replaced there, under `#if __CUDA_ARCH__`, with the same result. Those that
-// nothing replaces are the features of `hadagen/arch.py`: a kernel for a GPU without them does not use their primitives.
+// An instruction that an older GPU lacks is replaced there, under `#if __CUDA_ARCH__`. Results are the same, but for the
+// order in which an mma sums. Instructions that nothing replaces are the features of `hadagen/arch.py`: a kernel for a GPU
+// without them does not use their primitives.
 #pragma once
 
 #include "words.cuh"

@@ -1,0 +1,175 @@
+"""Recipes: compiled where they are called, once, and found again without generator and compiler."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from real_compilers import needs_nvrtc
+
+from hadagen import codegen, nvrtc, recipes
+from hadagen.arch import load_arch
+from hadagen.cubin import is_cubin
+from hadagen.errors import NoCompilerError, ToolchainError, UsageError
+from hadagen.knobs import Knobs
+from hadagen.launch import LaunchSpec, Source
+from hadagen.plan import Plan
+from hadagen.problem import Problem
+from hadagen.recipes import Recipe, compile_all, image_of
+from hadagen.space import build_plan
+
+PROBLEM = Problem.of(64, "float16", "fast")
+SHUFFLES = {"low_bits": "shuffle", "butterfly_carrier": "fp32"}
+
+
+def recipe_of(arch: str = "sm90", problem: Problem = PROBLEM, **knobs: int | str) -> Recipe:
+    chosen = Knobs.from_dict({**SHUFFLES, **knobs})
+    return Recipe(problem, chosen.to_dict(), arch, build_plan(problem, chosen, load_arch(arch)).launch)
+
+
+@pytest.fixture(autouse=True)
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory of an empty cache."""
+    recipes._root.cache_clear()
+    monkeypatch.setenv("HADAGEN_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def forbid_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let neither the generator be imported nor a compiler be loaded."""
+    for module in ("codegen", "space", "knobs", "toolchain", "compilers"):
+        monkeypatch.setitem(sys.modules, f"hadagen.{module}", None)
+    monkeypatch.setattr(nvrtc, "_load", None)
+
+
+@needs_nvrtc
+def test_what_was_compiled_is_found_again_without_generator_and_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = image_of(recipe_of(), "sm90")
+    assert is_cubin(first)
+    forbid_work(monkeypatch)
+    assert image_of(recipe_of(), "sm90") == first
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("change", ["knobs", "problem", "arch", "target", "generator", "compiler"])
+def test_whatever_a_kernel_depends_on_is_a_part_of_its_name(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    image_of(recipe_of(), "sm90")
+    recipe, target = recipe_of(), "sm90"
+    if change == "knobs":
+        recipe = recipe_of(warps=2)
+    elif change == "problem":
+        recipe = replace(recipe, problem=Problem.of(32, "float16", "fast"))
+    elif change == "arch":
+        recipe = replace(recipe, arch="sm80")
+    elif change == "target":
+        target = "sm80"
+    elif change == "generator":
+        monkeypatch.setattr(recipes, "_generator", lambda: "another")
+    else:
+        monkeypatch.setattr(nvrtc, "stamp", lambda: "another")
+    assert recipes._known(recipe_of(), "sm90") is None or change not in ("generator", "compiler")
+    assert recipes._known(recipe, target) is None
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("kind", ["recipes", "kernels"])
+def test_a_damaged_entry_is_made_again(kind: str, root: Path) -> None:
+    first = image_of(recipe_of(), "sm90")
+    for path in (root / kind).rglob("kernel.*"):
+        path.write_bytes(path.read_bytes()[:-1])
+    assert image_of(recipe_of(), "sm90") == first
+
+
+@needs_nvrtc
+def test_a_gpu_newer_than_the_compiler_gets_ptx() -> None:
+    assert b".target sm_90" in image_of(recipe_of(), "sm990")
+
+
+@needs_nvrtc
+def test_a_recipe_is_compiled_for_the_gpu_that_calls_it() -> None:
+    """With the features of its own arch."""
+    older, newer = (image_of(recipe_of("sm80"), target) for target in ("sm80", "sm90"))
+    assert older != newer
+    assert (
+        b"griddepcontrol"
+        not in recipes.KernelCache(recipes._root()).load(_key(recipe_of("sm80"), "sm90"))["kernel.ptx"]
+    )
+
+
+def _key(recipe: Recipe, target: str) -> str:
+    return str(recipes._read("recipes", recipes._place(recipe, target))[0])
+
+
+def test_knobs_that_are_not_legal_never_reach_a_template(monkeypatch: pytest.MonkeyPatch) -> None:
+    good = recipe_of()
+    monkeypatch.setattr("hadagen.codegen.render", None)
+    for change in ({"warps": 3}, {"load": "no_allocate"}, {"store": "streaming"}, {"colour": 1}, {"warps": "{{ 1 }}"}):
+        with pytest.raises(UsageError, match=r"is not (searched|known)"):
+            image_of(replace(good, knobs={**good.knobs, **change}), "sm90")
+
+
+@needs_nvrtc
+def test_a_launch_that_does_not_follow_from_the_knobs_is_refused() -> None:
+    launch = LaunchSpec(**{**vars(recipe_of().launch), "threads": 1024})
+    with pytest.raises(UsageError, match="the knobs of the recipe mean another launch"):
+        image_of(replace(recipe_of(), launch=launch), "sm90")
+
+
+def test_without_nvrtc_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HADAGEN_NVRTC", raising=False)
+    monkeypatch.setattr(nvrtc, "_candidates", lambda: iter(()))
+    with pytest.raises(NoCompilerError, match="pip install nvidia-cuda-nvrtc"):
+        image_of(recipe_of(), "sm90")
+
+
+@needs_nvrtc
+def test_a_source_that_does_not_compile_gives_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    render = codegen.render
+
+    def broken(plan: Plan) -> Source:
+        source = render(plan)
+        return replace(source, text=source.text.replace("{", "{ int broken = nothing;", 1))
+
+    monkeypatch.setattr(codegen, "render", broken)
+    said = r"NVRTC [0-9.]+ cannot compile hadagen_n64\w+ for sm_90: .*nothing.*; "
+    with pytest.raises(ToolchainError, match=said) as found:
+        image_of(recipe_of(), "sm90")
+    assert "\n" not in str(found.value)
+
+
+@needs_nvrtc
+def test_of_several_recipes_each_has_its_own_result() -> None:
+    bad = replace(recipe_of(), knobs={"warps": 3})
+    one, wrong, two = compile_all([recipe_of(), bad, recipe_of(warps=2)], "sm90", jobs=2)
+    assert isinstance(wrong, UsageError)
+    assert image_of(recipe_of(), "sm90") == one
+    assert image_of(recipe_of(warps=2), "sm90") == two
+
+
+@needs_nvrtc
+def test_where_the_cache_cannot_be_written_kernels_are_kept_for_this_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("HADAGEN_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.warns(RuntimeWarning, match="are not kept for later processes: .* set HADAGEN_CACHE"):
+        first = image_of(recipe_of(), "sm90")
+    forbid_work(monkeypatch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert image_of(recipe_of(), "sm90") == first
+
+
+def test_a_verdict_is_of_one_image_launch_gpu_and_driver(root: Path) -> None:
+    launch = recipe_of().launch
+    recipes.keep_verdict(b"image", launch, "GPU", "580", False)
+    assert recipes.verdict(b"image", launch, "GPU", "580") is False
+    others = [(b"other", launch, "GPU", "580"), (b"image", recipe_of(warps=2).launch, "GPU", "580")]
+    others += [(b"image", launch, "another", "580"), (b"image", launch, "GPU", "590")]
+    assert [recipes.verdict(*other) for other in others] == [None] * 4
+    for path in (root / "verdicts").rglob("kernel.json"):
+        path.write_text("true")
+    assert recipes.verdict(b"image", launch, "GPU", "580") is None  # damaged

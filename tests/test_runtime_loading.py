@@ -1,0 +1,188 @@
+"""Cubin, recipe or PTX: what of an entry is loaded, and what is compared with PyTorch first."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sample_bundle import write_trials
+from sample_trials import H100, LAUNCH, PROBLEM, make_kernel, make_trial
+
+from hadagen import recipes
+from hadagen.driver import DoesNotFit, DriverError, LoadedKernel
+from hadagen.errors import DeviceError, NoCompilerError, ToolchainError, UsageError
+from hadagen.launch import ENTRY
+from hadagen.recipes import Recipe
+from hadagen.runtime import loading
+from hadagen.runtime.device import Device
+from hadagen.trial import Kernel, Trial, recipe_digest
+from hadagen.tuning_db.bundle import Bundle
+
+HERE = Device("sm90", H100.gpu)
+NEWER = Device("sm100", "NVIDIA B200")
+
+
+class Machine:
+    """Stands in for the driver, NVRTC and the comparison with PyTorch. `asked`: what each was given, in order."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+        self.refused: dict[bytes, Exception] = {}
+        self.compiled: bytes | Exception = b"made here"
+        self.right = True
+
+    def load(self, image: bytes, entry: str, spec: Any, device: int) -> LoadedKernel:
+        self.asked.append((image, entry))
+        if image in self.refused:
+            raise self.refused[image]
+        return LoadedKernel(entry, spec, device, 1, "module", "function")
+
+    def image_of(self, recipe: Recipe, target: str) -> bytes:
+        self.asked.append((recipe.problem, recipe.arch, target))
+        if isinstance(self.compiled, Exception):
+            raise self.compiled
+        return self.compiled
+
+    def is_right(self, kernel: LoadedKernel, problem: Any) -> bool:
+        self.asked.append("compared")
+        return self.right
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    machine = Machine()
+    monkeypatch.setattr(loading.driver, "load", machine.load)
+    monkeypatch.setattr(loading.driver, "driver_version", lambda: "580")
+    monkeypatch.setattr(recipes, "image_of", machine.image_of)
+    monkeypatch.setattr(recipes, "_root", lambda: tmp_path / "cache")
+    monkeypatch.setattr(loading, "is_right", machine.is_right)
+    monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: False)
+    return machine
+
+
+def recipe_trial() -> Trial:
+    """A trial whose kernel is only a recipe."""
+    trial = make_trial()
+    digest = recipe_digest(trial.problem, trial.knobs, LAUNCH)
+    return replace(trial, kernel=Kernel(digest, ENTRY, "sm90", "", b"", b"", LAUNCH, 0, 0, ""))
+
+
+def load(tmp_path: Path, trial: Trial, target: Device = HERE) -> LoadedKernel:
+    bundle = Bundle.open(write_trials(tmp_path / "a.db", [trial]))
+    (entry, *_) = bundle.entries(PROBLEM)
+    return loading.load(bundle, entry, 0, target)
+
+
+CUBIN, PTX, MADE = (b"cubin 1", "k"), (b"// ptx of cubin 1", "k"), (b"made here", ENTRY)
+
+
+def made_for(target: Device) -> tuple[Any, ...]:
+    return PROBLEM, "sm90", target.arch
+
+
+def test_a_cubin_for_the_arch_is_loaded_as_it_is(machine: Machine, tmp_path: Path) -> None:
+    assert load(tmp_path, make_trial())
+    assert machine.asked == [CUBIN]
+
+
+def test_a_recipe_is_compiled_and_compared_once(machine: Machine, tmp_path: Path) -> None:
+    kernel = load(tmp_path, recipe_trial())
+    assert kernel.spec == LAUNCH
+    assert machine.asked == [made_for(HERE), MADE, "compared"]
+    load(tmp_path, recipe_trial())  # as another process would
+    assert machine.asked[3:] == [made_for(HERE), MADE]
+
+
+def test_a_newer_gpu_gets_what_the_recipe_makes_before_the_ptx(machine: Machine, tmp_path: Path) -> None:
+    load(tmp_path, make_trial(), NEWER)
+    assert machine.asked == [made_for(NEWER), MADE, "compared"]
+
+
+@pytest.mark.parametrize("why", [NoCompilerError("no NVRTC"), ToolchainError("refused"), UsageError("not legal")])
+def test_where_a_recipe_makes_nothing_the_driver_compiles_the_ptx(
+    why: Exception, machine: Machine, tmp_path: Path
+) -> None:
+    machine.compiled = why
+    load(tmp_path, make_trial(), NEWER)
+    assert machine.asked == [made_for(NEWER), PTX, "compared"]
+
+
+@pytest.mark.parametrize("why", [NoCompilerError("no NVRTC"), UsageError("not legal")])
+def test_where_there_is_nothing_else_the_error_says_why(why: Exception, machine: Machine, tmp_path: Path) -> None:
+    machine.compiled = why
+    with pytest.raises(ToolchainError, match=str(why)):
+        load(tmp_path, recipe_trial())
+
+
+@pytest.mark.parametrize("code", ["CUDA_ERROR_NO_BINARY_FOR_GPU", "CUDA_ERROR_INVALID_IMAGE"])
+def test_a_driver_that_is_too_old_for_the_cubin_gets_what_the_recipe_makes(
+    code: str, machine: Machine, tmp_path: Path
+) -> None:
+    machine.refused[b"cubin 1"] = DriverError(code, "loading failed")
+    load(tmp_path, make_trial())
+    assert machine.asked == [CUBIN, made_for(HERE), MADE, "compared"]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        DriverError("CUDA_ERROR_OUT_OF_MEMORY", "no room"),
+        DoesNotFit("CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES", "too large"),
+    ],
+)
+def test_other_errors_of_the_driver_are_not_those_of_the_image(
+    error: Exception, machine: Machine, tmp_path: Path
+) -> None:
+    machine.refused[b"cubin 1"] = error
+    with pytest.raises(type(error), match=str(error)):
+        load(tmp_path, make_trial())
+    assert machine.asked == [CUBIN]
+
+
+def test_a_wrong_kernel_is_never_used_nor_tried_again(machine: Machine, tmp_path: Path) -> None:
+    machine.right = False
+    for _ in range(2):
+        with pytest.raises(ToolchainError, match="was compiled here is wrong on NVIDIA H100"):
+            load(tmp_path, recipe_trial())
+    assert machine.asked.count("compared") == 1
+
+
+def test_in_a_capture_only_kernels_that_were_compared_before_are_used(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: True)
+    with pytest.raises(DeviceError, match=r"call hadagen\.warmup before"):
+        load(tmp_path, recipe_trial())
+    assert "compared" not in machine.asked
+    monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: False)
+    load(tmp_path, recipe_trial())
+    monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: True)
+    assert load(tmp_path, recipe_trial())
+
+
+def test_what_has_a_cubin_is_not_compiled_beforehand(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[tuple[int, str, int]] = []
+    monkeypatch.setattr(
+        recipes, "compile_all", lambda several, target, jobs: compiled.append((len(several), target, jobs))
+    )
+    for trial, target, count in ((make_trial(), HERE, 0), (make_trial(), NEWER, 1), (recipe_trial(), HERE, 1)):
+        bundle = Bundle.open(write_trials(tmp_path / "a.db", [trial]))
+        compiled.clear()
+        loading.compile_missing([(entry, bundle) for entry in bundle.entries(PROBLEM)], target)
+        assert compiled == [(1, target.arch, 1)] * count
+
+
+def test_a_recipe_of_a_bundle_names_what_it_is_made_from(tmp_path: Path) -> None:
+    """So that a changed bundle does not make another kernel of the same name."""
+    trial = recipe_trial()
+    bundle = Bundle.open(write_trials(tmp_path / "a.db", [trial]))
+    assert [entry.compiled for entry in bundle.entries(PROBLEM)] == [False]
+    assert bundle.kernel(bundle.entries(PROBLEM)[0].kernel) == trial.kernel
+    other = replace(trial, knobs={**trial.knobs, "chunks": 2})
+    with pytest.raises(UsageError, match="has no cubin"):
+        write_trials(tmp_path / "b.db", [other])
+    assert make_kernel().cubin
