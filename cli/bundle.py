@@ -171,9 +171,10 @@ def merge(paths: tuple[Path, ...], out: Path) -> None:
 
 @bundle.command()
 @click.option("--ptxas", metavar="PATH", help="The assembler.  [default: on PATH, in $CUDA_HOME or the packages]")
+@options.csv_of("Write to FILE which kernel became which.")
 @click.argument("path", type=click.Path(path_type=Path))
 @click.argument("out", type=click.Path(path_type=Path))
-def assemble(path: Path, out: Path, ptxas: str | None) -> None:
+def assemble(path: Path, out: Path, ptxas: str | None, table: Path | None) -> None:
     """Assemble the kernels of a bundle anew, such as for older drivers.
 
     ptxas makes the cubins of the bundle OUT from the PTX of the bundle at PATH. A cubin loads in drivers as old as the
@@ -186,12 +187,19 @@ def assemble(path: Path, out: Path, ptxas: str | None) -> None:
     from hadagen.toolchain import assembled
     from hadagen.tuning_db.bundle import Bundle
     from hadagen.tuning_db.bundle_writer import check_bundle_place
-    from hadagen.tuning_db.merge import replace_kernels
+    from hadagen.tuning_db.merge import kernels_of, selection_of, with_kernels, write_selection
+    from hadagen.tuning_db.table import ASSEMBLED, write_table
 
     _keep_others(out, [path], f"{path} to replace it")
     check_bundle_place(out)
-    arch, assembler = load_arch(Bundle.open(path).arch), Ptxas.find(ptxas)
-    selection = replace_kernels(path, out, lambda kernels: assembled(kernels, arch, assembler))
+    opened, assembler = Bundle.open(path), Ptxas.find(ptxas)
+    selection = selection_of(opened)
+    kernels = assembled(list(kernels_of(selection).values()), load_arch(opened.arch), assembler)
+    selection = with_kernels(selection, kernels)
+    write_selection(out, opened.arch, selection)
+    if table:
+        rows = (dict(zip(ASSEMBLED, (old, new.digest), strict=True)) for old, new in sorted(kernels.items()))
+        write_table(table, ASSEMBLED, rows, dict.fromkeys(ASSEMBLED, ".12"))
     made = f"{count_of(selection)}, {out.stat().st_size / 1e6:.1f} MB"
     say(f"{out}: {made}, by {assembler.release}{oldest_driver(Bundle.open(out))}")
 

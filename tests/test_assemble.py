@@ -82,7 +82,7 @@ def test_cubins_are_made_anew_and_nothing_else_is(tmp_path: Path, ptxas: Path) -
     trials = [make_trial(1, kernel=of_ptx(1)), make_trial(2, kernel=of_ptx(2, "mov.u32 %r1, 1;"), environment=H200)]
     path = write_trials(tmp_path / "old.db", [*trials, RECIPE])
     before = path.read_bytes()
-    said = succeed("bundle", "assemble", path, tmp_path / "new.db", "--ptxas", ptxas)
+    said = succeed("bundle", "assemble", path, tmp_path / "new.db", "--ptxas", ptxas, "--csv", tmp_path / "x.csv")
     assert said.startswith(f"{tmp_path / 'new.db'}: 3 winners, 2 kernels, 0.")
     assert said.endswith(" MB, by ptxas 12.9.86; its cubins load from driver 525 on\n")
     assert path.read_bytes() == before
@@ -94,6 +94,8 @@ def test_cubins_are_made_anew_and_nothing_else_is(tmp_path: Path, ptxas: Path) -
         for entry in old.all_entries()
     ]
     assert list(new.all_entries()) == wanted
+    became = (f"{entry.kernel[:12]},{now.kernel[:12]}" for entry, now in zip(old.all_entries(), wanted, strict=True))
+    assert (tmp_path / "x.csv").read_text().splitlines() == ["kernel,assembled", *sorted(became)]
     kernel = new.kernel(digest)
     assert (kernel.cubin, kernel.registers, kernel.spill_bytes) == (cubin(b"made"), 17, 4)
     assert kernel.ptx in [lowered(each.ptx.decode()).encode() for each in (of_ptx(1), of_ptx(2, "mov.u32 %r1, 1;"))]

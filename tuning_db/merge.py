@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from bisect import bisect
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -58,22 +58,9 @@ def merge_bundles(paths: Iterable[str | os.PathLike[str]], out: str | os.PathLik
     return selection
 
 
-def replace_kernels(
-    path: str | os.PathLike[str],
-    out: str | os.PathLike[str],
-    replaced: Callable[[Sequence[Kernel]], Mapping[str, Kernel]],
-) -> Selection:
-    """Write the bundle at `path` to `out` with other kernels, and return its winners, which keep all else.
-
-    replaced: kernels → the digest of each, and the kernel in its place. Raises what it raises, and `StorageError` as
-    `Bundle.open` and `write_bundle` do.
-    """
-    bundle = Bundle.open(path)
-    selection = selection_of(bundle)
-    kernels = replaced(list(kernels_of(selection).values()))
-    selection = {cell: replace(trial, kernel=kernels[digest_of(trial)]) for cell, trial in selection.items()}
-    write_selection(out, bundle.arch, selection)
-    return selection
+def with_kernels(selection: Selection, kernels: Mapping[str, Kernel]) -> Selection:
+    """The winners with other kernels, which are given by the digests of theirs."""
+    return {cell: replace(trial, kernel=kernels[digest_of(trial)]) for cell, trial in selection.items()}
 
 
 def _best(selections: Iterable[Selection]) -> Selection:
