@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import sqlite3
-import zlib
-from contextlib import closing
-from pathlib import Path
-
 import pytest
 
 from hadagen.cubin import cuda_release
-
-BUNDLES = Path(__file__).parent.parent / "tuning_db" / "bundles"
+from hadagen.tuning_db.bundle import Bundle, shipped
 
 
 def cubin(abi: int, version: int, said: bytes = b"") -> bytes:
@@ -36,7 +30,7 @@ def test_a_cubin_says_its_release(image: bytes, release: int | None) -> None:
 
 
 def test_those_that_are_shipped_load_in_every_driver_of_cuda_12() -> None:
-    for path in BUNDLES.glob("*.db"):
-        with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as connection:
-            images = connection.execute("SELECT cubin FROM blobs")
-            assert {cuda_release(zlib.decompress(image)) for (image,) in images} <= {12}
+    for path in shipped().values():
+        bundle = Bundle.open(path)
+        images = (bundle.kernel(digest).cubin for digest in {entry.kernel for entry in bundle.all_entries()})
+        assert {cuda_release(image) for image in images if image} <= {12}
