@@ -37,7 +37,7 @@ from hadagen.tuning_db.bundle import (
 from hadagen.tuning_db.files import deflated
 from hadagen.tuning_db.winners import WinnerCell, cell_value, digest_of
 
-# Kernels in a dictionary: of 4, 8, 16 and 32, the number that makes the shipped bundle the smallest. The bytes that zlib
+# Kernels in a dictionary: the number of 4, 8, 16 and 32 that makes the shipped bundle the smallest. The bytes that zlib
 # looks back. The number of kernels from which on a dictionary saves more than it takes.
 _IN_DICTIONARY, _LOOKS_BACK, _MANY = 8, 1 << 15, 64
 
