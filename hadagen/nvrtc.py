@@ -66,7 +66,11 @@ class Nvrtc:
         Raises `NoCompilerError` if there is none, and `ToolchainError` if there is none that works.
         """
         if named := os.environ.get("HADAGEN_NVRTC"):
-            return _load(named)
+            try:
+                return _load(named)
+            except ToolchainError as error:
+                said = str(error).removesuffix(f"; {HINT}")
+                raise ToolchainError(f"{said}; correct HADAGEN_NVRTC, which names it, or unset it") from None
         missing = f"NVRTC was not found among the Python packages, in $CUDA_HOME or on this system; {HINT}"
         failure: ToolchainError = NoCompilerError(missing)
         for path in dict.fromkeys(_candidates()):
