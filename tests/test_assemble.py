@@ -104,10 +104,7 @@ def test_cubins_are_made_anew_and_nothing_else_is(tmp_path: Path, ptxas: Path, m
     succeed("bundle", "assemble", tmp_path / "new.db", tmp_path / "new.db", "--ptxas", ptxas)
     assert Bundle.open(tmp_path / "new.db").digest == new.digest
     said = sentence(run("bundle", "assemble", path, tmp_path / "new.db", "--ptxas", ptxas), 2)
-    assert (
-        said
-        == f"{tmp_path / 'new.db'} is there already and would be lost; name a new file last, or {path} to replace it"
-    )
+    assert said.endswith(f"is there already and would be lost; name a new file last, or {path} to replace it")
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ TABLE = """
     cubin            |                                                     |
     compilers        | nvrtc nvrtc_calls programs errors                   |
     toolchain        | cache programs compilers cubin ptx_version templates arch trial launch errors |
-    recipes          | toolchain compilers nvrtc cache templates codegen space arch knobs trial launch problem errors |
+    recipes          | toolchain compilers nvrtc cache templates codegen space arch knobs target trial launch problem errors |
     emulator         | cache programs templates reference bits launch problem errors | numpy
     libcuda          | errors                                              |
     driver           | libcuda launch errors                               |
