@@ -6,8 +6,8 @@ VENV ?= .venv
 PY = $(abspath $(VENV))/bin/python
 JOBS = 2
 ARCH = sm90
-# The tests that compile with every NVRTC there is.
-NVRTC_TESTS = tests/test_nvrtc.py tests/test_archs.py
+# The tests that compile with every NVRTC there is, and those that assemble the shipped kernels again.
+NVRTC_TESTS = tests/test_nvrtc.py tests/test_archs.py tests/test_assemble.py
 # More options for the program that `make tune` or `make test` runs.
 TUNE =
 PYTEST =
@@ -61,11 +61,17 @@ test: $(TO_TEST) ## run the tests; those that need a GPU are skipped where there
 OLDER_NVRTC := $(patsubst %,build/nvrtc/%/nvidia/cuda_nvrtc/lib/libnvrtc.so.12,12.4.127 12.8.93)
 space := $(subst ,, )
 
-nvrtc-test: $(TO_TEST) $(OLDER_NVRTC) ## compile with older releases of NVRTC too
-	HADAGEN_TEST_NVRTC=$(subst $(space),:,$(abspath $(OLDER_NVRTC))) $(PY) -m pytest -n $(JOBS) $(NVRTC_TESTS)
+# That of the shipped cubins.
+PTXAS := build/ptxas/nvidia/cuda_nvcc/bin/ptxas
+
+nvrtc-test: $(TO_TEST) $(OLDER_NVRTC) $(PTXAS) ## compile with older releases of NVRTC too, and assemble as for the wheel
+	PATH="$(abspath $(dir $(PTXAS))):$$PATH" HADAGEN_TEST_NVRTC=$(subst $(space),:,$(abspath $(OLDER_NVRTC))) $(PY) -m pytest -n $(JOBS) $(NVRTC_TESTS)
 
 build/nvrtc/%/nvidia/cuda_nvrtc/lib/libnvrtc.so.12:
 	$(PIP) install --quiet --no-deps --target build/nvrtc/$* nvidia-cuda-nvrtc-cu12==$*
+
+$(PTXAS):
+	$(PIP) install --quiet --no-deps --target build/ptxas nvidia-cuda-nvcc-cu12==12.9.86
 
 gpu-test: $(TO_TEST) ## run every test that needs a GPU, and fail where there is none
 	$(PY) -m pytest -m gpu --require-gpu $(PYTEST)

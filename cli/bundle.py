@@ -1,4 +1,4 @@
-"""`hadagen bundle`: list, make, estimate, check, show, merge and export bundles."""
+"""`hadagen bundle`: list, make, estimate, check, show, merge, assemble and export bundles."""
 
 from __future__ import annotations
 
@@ -187,6 +187,41 @@ def merge(paths: tuple[Path, ...], out: Path) -> None:
     _keep_others(out, paths, f"{out} twice to add to it")
     selection = merge_bundles(paths, out)
     say(f"{out}: {count_of(selection)}, {out.stat().st_size / 1e6:.1f} MB")
+
+
+@bundle.command()
+@click.option("--ptxas", metavar="PATH", help="The assembler.  [default: on PATH, in $CUDA_HOME or the packages]")
+@options.csv_of("Write to FILE which kernel became which.")
+@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path))
+def assemble(path: Path, out: Path, ptxas: str | None, table: Path | None) -> None:
+    """Assemble the kernels of a bundle anew, such as for older drivers.
+
+    ptxas makes the cubins of the bundle OUT from the PTX of the bundle at PATH. A cubin loads in drivers as old as the
+    CUDA release of its ptxas. All else stays, times too: measure kernels again if they may be slower now. OUT is a new
+    file, or PATH.
+    """
+    from hadagen.arch import load_arch
+    from hadagen.cli.doctor import oldest_driver
+    from hadagen.compilers import Ptxas
+    from hadagen.toolchain import assembled
+    from hadagen.tuning_db.bundle import Bundle
+    from hadagen.tuning_db.bundle_writer import check_bundle_place
+    from hadagen.tuning_db.merge import kernels_of, selection_of, with_kernels, write_selection
+    from hadagen.tuning_db.table import ASSEMBLED, write_table
+
+    _keep_others(out, [path], f"{path} to replace it")
+    check_bundle_place(out)
+    opened, assembler = Bundle.open(path), Ptxas.find(ptxas)
+    selection = selection_of(opened)
+    kernels = assembled(list(kernels_of(selection).values()), load_arch(opened.arch), assembler)
+    selection = with_kernels(selection, kernels)
+    write_selection(out, opened.arch, selection)
+    if table:
+        rows = (dict(zip(ASSEMBLED, (old, new.digest), strict=True)) for old, new in sorted(kernels.items()))
+        write_table(table, ASSEMBLED, rows, dict.fromkeys(ASSEMBLED, ".12"))
+    made = f"{count_of(selection)}, {out.stat().st_size / 1e6:.1f} MB"
+    say(f"{out}: {made}, by {assembler.release}{oldest_driver(Bundle.open(out))}")
 
 
 @bundle.command()

@@ -279,13 +279,17 @@ def _bundles() -> list[Check]:
 
 
 def _verified(bundle: Bundle) -> str:
-    from hadagen.cubin import OLDEST_DRIVERS
-
     bundle.verify()
     gpus = ", ".join(gpu or "estimated" for gpu in bundle.gpus())
+    return f"{bundle.path}: {bundle.arch}, {len(bundle.problems())} problems, {gpus}{oldest_driver(bundle)}"
+
+
+def oldest_driver(bundle: Bundle) -> str:
+    """Which drivers load the cubins of a bundle, as the end of a sentence; "" if it has none."""
+    from hadagen.cubin import OLDEST_DRIVERS
+
     oldest = OLDEST_DRIVERS.get(_cuda_of(bundle))
-    driver = f"; its cubins load from driver {oldest} on" if oldest else ""
-    return f"{bundle.path}: {bundle.arch}, {len(bundle.problems())} problems, {gpus}{driver}"
+    return f"; its cubins load from driver {oldest} on" if oldest else ""
 
 
 def _abilities(sound: set[str]) -> dict[str, str]:

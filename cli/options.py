@@ -69,14 +69,16 @@ db = click.option(
 bundle = click.option(
     "--bundle", type=click.Path(path_type=Path), help="Where the winners go.  [default: where calls find them]"
 )
-csv = click.option(
-    "--csv",
-    "table",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    callback=_checked_table,
-    help="Write all numbers to FILE too.",
-)
+
+
+def csv_of(says: str) -> Callable[[Command], Command]:
+    """`--csv`, which the command receives as `table`."""
+    return click.option(
+        "--csv", "table", type=click.Path(path_type=Path), metavar="FILE", callback=_checked_table, help=says
+    )
+
+
+csv = csv_of("Write all numbers to FILE too.")
 knobs = click.option(
     "--knobs",
     multiple=True,

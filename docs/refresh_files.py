@@ -9,6 +9,8 @@ OURS = DOCS.parent / "tuning_db" / "bundles" / "sm90.db"
 OUR_GPU = "NVIDIA H100 80GB HBM3"
 BENCH = DOCS / "data" / "bench_h100.csv"
 EARLIER = DOCS / "data" / "bench_h100_earlier.csv"
+# Which kernel of the bundle each kernel became that was timed before it was assembled anew.
+ASSEMBLED = DOCS / "data" / "assembled.csv"
 BENCH_H200 = DOCS / "data" / "bench_h200.csv"
 BENCH_H200_LONG = DOCS / "data" / "bench_h200_long.csv"
 BETWEEN = DOCS / "data" / "between_h100.csv"

@@ -13,6 +13,7 @@ from refresh_times import (
     LIBRARIES,
     Cell,
     Times,
+    assembled,
     bench_tables,
     library_of,
     our_rows,
@@ -100,7 +101,10 @@ def _retuned() -> list[int]:
         {tuple(row[name] for name in NAMING): row["kernel"] for row in rows if library_of(row) in LIBRARIES[:2]}
         for rows in (our_rows(), [row for table in bench_tables() for row in table])
     )
-    return sorted({int(cell[0]) for cell, kernel in timed.items() if named.get(cell, kernel) != kernel})
+    now = assembled()
+    return sorted(
+        {int(cell[0]) for cell, kernel in timed.items() if named.get(cell) not in (None, now.get(kernel, kernel))}
+    )
 
 
 def _comparison(times: Times) -> str:

@@ -89,6 +89,14 @@ def read_rows(path: Path) -> list[dict[str, str]]:
         return [_told(row) for row in csv.DictReader(file)]
 
 
+def assembled() -> dict[str, str]:
+    """The first digits of the digests of kernels before and after `hadagen bundle assemble`."""
+    if not files.ASSEMBLED.exists():
+        return {}
+    with files.ASSEMBLED.open(newline="", encoding="utf-8") as file:
+        return {row["kernel"]: row["assembled"] for row in csv.DictReader(file)}
+
+
 def _told(row: dict[str, str]) -> dict[str, str]:
     problem = Problem.parse(row["problem"])
     io = problem.io

@@ -116,7 +116,8 @@ class KernelCache:
         """A directory in the same file system, removed at the end. An `OSError` inside becomes a `StorageError`."""
         work = self.root / "work"
         try:
-            work.mkdir(parents=True, exist_ok=True)
+            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)  # whoever writes here decides what runs
+            work.mkdir(exist_ok=True)
             _remove_abandoned(work)
             with _folder_of_ours(work) as folder:
                 yield folder

@@ -22,6 +22,8 @@ from hadagen.programs import Finished, one_line
 
 _OF_A_SHELL = {"$", "`"}  # a shell replaces these even within the quotation marks of nvcc around a path
 NVCC_HINT = "install the CUDA toolkit 12.1 or newer, or: pip install 'hadagen[nvcc]'"
+# The last ptxas whose cubins for sm_90 load in drivers before 580.
+PTXAS_HINT = "name one with --ptxas, or: pip install nvidia-cuda-nvcc-cu12==12.9.86"
 
 
 class Compiler(Protocol):
@@ -116,17 +118,12 @@ class Nvcc:
     def find(cls) -> Nvcc:
         """The nvcc that `find_tool` finds, and its error. Raises `ToolchainError` if it cannot be run."""
         path = find_tool("nvcc")
-        answer = run([path, "--version"], NVCC_HINT)
-        if not answer.ok:
-            reason = answer.passing or f"fails, so this nvcc is broken: {answer.first_lines}"
-            raise ToolchainError(f"{path} --version {reason}; {NVCC_HINT}")
-        return cls(path, answer.log.strip())
+        return cls(path, _version_of(path, cls.kind, NVCC_HINT))
 
     @property
     def release(self) -> str:
         """The version number, such as "13.0.88"; the first lines of the output if it has no number."""
-        match = re.search(r"\bV(\d+(?:\.\d+)+)", self.version)
-        return match[1] if match else printable(one_line(self.version))
+        return _release_in(self.version)
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -147,14 +144,41 @@ class Nvcc:
         return run(command, NVCC_HINT, folder, stopped, environment)
 
 
+@dataclass(frozen=True)
+class Ptxas:
+    """A ptxas that runs: the assembler of the CUDA toolkit. `version`: the output of `ptxas --version`."""
+
+    path: str
+    version: str
+    kind = "ptxas"
+
+    @classmethod
+    def find(cls, path: str | None = None) -> Ptxas:
+        """The ptxas at `path`, or the one that `find_tool` finds, and its error. Raises `ToolchainError` if it cannot
+        be run."""
+        path = path or find_tool(cls.kind, PTXAS_HINT)
+        return cls(path, _version_of(path, cls.kind, PTXAS_HINT))
+
+    @property
+    def release(self) -> str:
+        """What kernels keep of the version, such as "ptxas 12.9.86"."""
+        return f"{self.kind} {_release_in(self.version)}"
+
+    def assemble(self, stem: str, arch: str, folder: Path, stopped: Event) -> Finished:
+        """Assemble `stem`.ptx in `folder` to `stem`.cubin. `arch`: such as "sm_90". The log has the report on what the
+        kernel uses. Raises as `Compiler.compile` does."""
+        command = [self.path, "-O3", "-v", f"-arch={arch}", f"{stem}.ptx", "-o", f"{stem}.cubin"]
+        return run(command, PTXAS_HINT, folder, stopped)
+
+
 COMPILERS: dict[str, type[NvrtcProgram] | type[Nvcc]] = {each.kind: each for each in (NvrtcProgram, Nvcc)}
 DEFAULT = NvrtcProgram.kind
 
 
-def find_tool(tool: str) -> str:
+def find_tool(tool: str, hint: str = NVCC_HINT) -> str:
     """The path of a program of the CUDA toolkit: on PATH, else in $CUDA_HOME, else of the installed wheels.
 
-    Raises `NoCompilerError` if there is none.
+    Raises `NoCompilerError`, with the hint, if there is none.
     """
     if path := shutil.which(tool):
         return path
@@ -165,7 +189,21 @@ def find_tool(tool: str) -> str:
     for folder in folders:
         if (folder / tool).is_file():
             return str(folder / tool)
-    raise NoCompilerError(f"{tool} is not on PATH, in $CUDA_HOME/bin or among the Python packages; {NVCC_HINT}")
+    raise NoCompilerError(f"{tool} is not on PATH, in $CUDA_HOME/bin or among the Python packages; {hint}")
+
+
+def _version_of(path: str, kind: str, hint: str) -> str:
+    """What a tool says of its version. Raises `ToolchainError`, with the hint, if it cannot be run."""
+    answer = run([path, "--version"], hint)
+    if not answer.ok:
+        reason = answer.passing or f"fails, so this {kind} is broken: {answer.first_lines}"
+        raise ToolchainError(f"{path} --version {reason}; {hint}")
+    return answer.log.strip()
+
+
+def _release_in(version: str) -> str:
+    match = re.search(r"\bV(\d+(?:\.\d+)+)", version)
+    return match[1] if match else printable(one_line(version))
 
 
 def run(

@@ -61,7 +61,7 @@ class DriverError(DeviceError):
         return type(self), (self.code, str(self))
 
 
-# What the driver says of code that it cannot load though the GPU could run it, or that is for other GPUs.
+# Codes for an image that is for other GPUs, or for a newer driver.
 NOT_LOADABLE = {
     "CUDA_ERROR_INVALID_IMAGE",
     "CUDA_ERROR_INVALID_PTX",
@@ -225,6 +225,12 @@ class LoadedKernel:
             return code
         check(driver.cuCtxSetCurrent(primary_context(self.device)), f"switching to CUDA device {self.device}")
         return int(driver.cuLaunchKernelEx(block.config, c_void_p(self.function), block.places, None))
+
+
+def unload(kernel: LoadedKernel) -> None:
+    """Give back the memory of a kernel that is not used any more."""
+    with active(kernel.device):
+        bindings().cuModuleUnload(kernel.module)
 
 
 def load(image: bytes, entry: str, spec: LaunchSpec, device: int = 0) -> LoadedKernel:

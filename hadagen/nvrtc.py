@@ -12,6 +12,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from ctypes import byref, c_int
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,7 +66,11 @@ class Nvrtc:
         Raises `NoCompilerError` if there is none, and `ToolchainError` if there is none that works.
         """
         if named := os.environ.get("HADAGEN_NVRTC"):
-            return _load(named)
+            try:
+                return _load(named)
+            except ToolchainError as error:
+                said = str(error).removesuffix(f"; {HINT}")
+                raise ToolchainError(f"{said}; correct HADAGEN_NVRTC, which names it, or unset it") from None
         missing = f"NVRTC was not found among the Python packages, in $CUDA_HOME or on this system; {HINT}"
         failure: ToolchainError = NoCompilerError(missing)
         for path in dict.fromkeys(_candidates()):
@@ -127,6 +132,7 @@ class Nvrtc:
         return Compiled(ptx, cubin, log)
 
 
+@functools.cache
 def stamp() -> str:
     """What tells the library that `Nvrtc.find` would load from others, without loading it: path, size and time."""
     for path in [os.environ.get("HADAGEN_NVRTC") or "", *_candidates()]:
@@ -138,8 +144,8 @@ def stamp() -> str:
 
 def _candidates() -> Iterator[str]:
     """Paths where the library may be, best first."""
-    if _MAPS.exists():  # PyTorch loads it with its own first compilation
-        yield from re.findall(r"(/\S*/libnvrtc\.so\.\d\S*)$", _MAPS.read_text(errors="replace"), re.M)
+    with suppress(OSError):  # PyTorch loads it with its own first compilation
+        yield from re.findall(r" (/.*/libnvrtc\.so\.\d\S*)$", _MAPS.read_text(errors="replace"), re.M)
     for soname, folder in zip(_SONAMES, _FOLDERS, strict=True):
         yield from (path for entry in sys.path if os.path.exists(path := f"{entry or '.'}/{folder}/{soname}"))
     for soname in _SONAMES:

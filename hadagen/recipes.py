@@ -7,6 +7,7 @@ files. Nothing is generated then, and no compiler is loaded.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import hashlib
 import json
@@ -14,7 +15,6 @@ import os
 import shutil
 import tempfile
 import warnings
-import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -24,10 +24,11 @@ from typing import Any
 from hadagen import nvrtc, templates
 from hadagen.cache import KernelCache, cache_root
 from hadagen.errors import HadagenError, StorageError, ToolchainError, UsageError
-from hadagen.launch import LaunchSpec
+from hadagen.launch import LaunchSpec, Source
 from hadagen.problem import Problem
 
 _ENTRY = ("kernel.json",)  # the file of an entry of the index, and of a verdict
+_CUBIN, _PTX = "kernel.cubin", "kernel.ptx"  # files of a compiled kernel
 
 
 @dataclass(frozen=True)
@@ -47,113 +48,140 @@ def image_of(recipe: Recipe, target: str) -> bytes:
     """The code of a recipe for the arch of a GPU, such as "sm90": a cubin, or PTX if NVRTC does not know the arch. The
     kernel in it is called `hadagen.launch.ENTRY`.
 
-    Raises `UsageError` if the knobs are not legal on the arch of the recipe, or mean another launch. Raises
-    `ToolchainError` if there is no NVRTC, or it cannot compile the source.
+    Raises `UsageError` if the recipe is not legal on its own arch or needs what the GPU lacks, or means another launch.
+    Raises `ToolchainError` if there is no NVRTC, or it cannot compile the source.
     """
-    return _known(recipe, target) or _raised(compile_all([recipe], target)[0])
-
-
-def compile_all(recipes: Sequence[Recipe], target: str, jobs: int = 1) -> list[bytes | HadagenError]:
-    """What `image_of` returns or raises, for several recipes of one arch. With more than one job, each is compiled in a
-    process of its own, because NVRTC compiles one source at a time in a process."""
-    from hadagen.arch import load_arch
-    from hadagen.codegen import render
-    from hadagen.compilers import NvrtcHere, NvrtcProgram
-    from hadagen.knobs import Knobs
-    from hadagen.space import build_plan
-    from hadagen.toolchain import BuildFailure, Toolchain
-    from hadagen.trial import NotTried
-
-    found: list[bytes | HadagenError | None] = [_known(recipe, target) for recipe in recipes]
-    missing = [i for i, image in enumerate(found) if image is None]
-    if not missing:
-        return [image for image in found if image is not None]
-    library = nvrtc.Nvrtc.find()
-    arch = load_arch(recipes[0].arch)
-    known = int(target[2:]) in library.archs
-    name = "kernel.cubin" if known else "kernel.ptx"
-    sources = {}
-    for i in missing:
-        recipe = recipes[i]
-        try:
-            source = render(build_plan(recipe.problem, Knobs.from_dict(recipe.knobs), arch))
-            if source.launch != recipe.launch:
-                raise UsageError(f"{recipe.problem.key}: the knobs of the recipe mean another launch; make it again")
-            sources[i] = source
-        except UsageError as error:
-            found[i] = error
-    cache = KernelCache(_root())
-    toolchain = Toolchain((NvrtcHere if jobs == 1 else NvrtcProgram)(library), cache=cache)
-    compiled_for = replace(arch, nvcc_arch=f"sm_{target[2:]}") if known else arch
-    built = toolchain.build(list(sources.values()), compiled_for, jobs=jobs)
-    for (i, source), kernel in zip(sources.items(), built, strict=True):
-        if isinstance(kernel, BuildFailure | NotTried):
-            why = kernel.summary if isinstance(kernel, BuildFailure) else kernel.reason
-            said = f"NVRTC {library.release} cannot compile {source.entry} for {compiled_for.nvcc_arch}: {why}"
-            found[i] = ToolchainError(f"{said}; install another version of it")
-            continue
-        found[i] = kernel.cubin if known else kernel.ptx
-        _keep("recipes", _place(recipes[i], target), [toolchain.key(source, compiled_for), name])
-    return [image for image in found if image is not None]
-
-
-def verdict(image: bytes, launch: LaunchSpec, gpu: str, driver: str) -> bool | None:
-    """Whether a kernel that was compiled here was right on a GPU of this name with this driver; None if it was not
-    tried yet."""
-    said = _read("verdicts", _digest(hashlib.sha256(image).hexdigest(), launch.to_dict(), gpu, driver))
-    return said if isinstance(said, bool) else None
-
-
-def keep_verdict(image: bytes, launch: LaunchSpec, gpu: str, driver: str, right: bool) -> None:
-    """Keep a `verdict` for later processes."""
-    _keep("verdicts", _digest(hashlib.sha256(image).hexdigest(), launch.to_dict(), gpu, driver), right)
-
-
-def _known(recipe: Recipe, target: str) -> bytes | None:
-    """The code of a recipe that was compiled before."""
-    said = _read("recipes", _place(recipe, target))
-    if not (isinstance(said, list) and len(said) == 2):
-        return None
-    key, name = said
-    return (KernelCache(_root()).load(str(key)) or {}).get(name)
-
-
-def _place(recipe: Recipe, target: str) -> str:
-    """The name of the entry of the index."""
-    return _digest(
-        recipe.problem.key, dict(recipe.knobs), recipe.arch, target, _generator(), nvrtc.stamp(), nvrtc.FLAGS
-    )
-
-
-def _raised(image: bytes | HadagenError) -> bytes:
+    image = _known(recipe, target) or compile_all([recipe], target)[0]
     if isinstance(image, HadagenError):
         raise image
     return image
 
 
+def compile_all(recipes: Sequence[Recipe], target: str, jobs: int = 1) -> list[bytes | HadagenError]:
+    """What `image_of` returns or raises, for several recipes of one arch. With more than one job, each is compiled in a
+    process of its own, because NVRTC compiles one source at a time in a process.
+
+    Raises `ToolchainError` if there is no NVRTC, and `UsageError` if the arch is unknown.
+    """
+    try:
+        from hadagen.arch import load_arch
+        from hadagen.codegen import render
+        from hadagen.compilers import NvrtcHere, NvrtcProgram
+        from hadagen.knobs import Knobs
+        from hadagen.space import build_plan
+        from hadagen.target import known_archs
+        from hadagen.toolchain import BuildFailure, Toolchain
+        from hadagen.trial import NotTried
+    except ImportError as error:  # such as Jinja2, which PyTorch brings along
+        raise ToolchainError(f"kernels cannot be generated ({error}); pip install jinja2") from None
+
+    library, arch = nvrtc.Nvrtc.find(), load_arch(recipes[0].arch)
+    features = load_arch(target).features if target in known_archs() else arch.features
+    known = int(target[2:]) in library.archs
+    compiled_for, name = (replace(arch, nvcc_arch=f"sm_{target[2:]}"), _CUBIN) if known else (arch, _PTX)
+    results: list[bytes | HadagenError] = [UsageError("")] * len(recipes)
+    sources: dict[int, Source] = {}
+    for i, recipe in enumerate(recipes):
+        try:
+            plan = build_plan(recipe.problem, Knobs.from_dict(recipe.knobs), arch)
+            if plan.launch != recipe.launch:
+                raise UsageError(f"{recipe.problem.key}: the knobs of the recipe mean another launch; make it again")
+            if lacking := plan.features - features:
+                raise UsageError(
+                    f"{recipe.problem.key}: the recipe needs {min(lacking)}, which {target} lacks; tune for it"
+                )
+            sources[i] = render(plan)
+        except UsageError as error:
+            results[i] = error
+
+    def build() -> list[Any]:
+        toolchain = Toolchain((NvrtcHere if jobs == 1 else NvrtcProgram)(library), cache=KernelCache(_root()))
+        built = toolchain.build(list(sources.values()), compiled_for, jobs=jobs)
+        return list(zip(built, (toolchain.key(source, compiled_for) for source in sources.values()), strict=True))
+
+    try:
+        made = build()
+    except StorageError as error:
+        _keep_for_this_process(error)
+        made = build()
+    for (i, source), (kernel, key) in zip(sources.items(), made, strict=True):
+        if isinstance(kernel, BuildFailure | NotTried):
+            why = kernel.summary if isinstance(kernel, BuildFailure) else kernel.reason
+            said = f"NVRTC {library.release} cannot compile {source.entry} for {compiled_for.nvcc_arch}: {why}"
+            results[i] = ToolchainError(f"{said}; install another version of it")
+        else:
+            results[i] = kernel.cubin if known else kernel.ptx
+            _keep("recipes", _index_key(recipes[i], target), [key, name])
+    return results
+
+
+def verdict(image: bytes, problem: Problem, launch: LaunchSpec, gpu: str, driver: str) -> bool | None:
+    """Whether a kernel that was compiled here was right for a problem, on a GPU of this name with this driver; None if
+    it was not tried yet."""
+    found = _read("verdicts", _verdict_key(image, problem, launch, gpu, driver))
+    return found if isinstance(found, bool) else None
+
+
+def keep_verdict(image: bytes, problem: Problem, launch: LaunchSpec, gpu: str, driver: str, right: bool) -> None:
+    """Keep a `verdict` for later processes."""
+    _keep("verdicts", _verdict_key(image, problem, launch, gpu, driver), right)
+
+
+def _verdict_key(image: bytes, problem: Problem, launch: LaunchSpec, gpu: str, driver: str) -> str:
+    return _digest(hashlib.sha256(image).hexdigest(), problem.key, launch.to_dict(), gpu, driver)
+
+
+def _known(recipe: Recipe, target: str) -> bytes | None:
+    """The code of a recipe that was compiled before."""
+    match _read("recipes", _index_key(recipe, target)):
+        case [str(key), str(name)]:
+            return (KernelCache(_root()).load(key) or {}).get(name)
+    return None
+
+
+def _index_key(recipe: Recipe, target: str) -> str:
+    return _digest(
+        recipe.problem.key, dict(recipe.knobs), recipe.arch, target, _generator(), nvrtc.stamp(), nvrtc.FLAGS
+    )
+
+
 @functools.cache
 def _generator() -> str:
-    """What tells this generator from others: the sizes and times of its files."""
-    here = Path(__file__).parent
-    texts = Path(templates.__file__).parent
+    """What tells this generator from others: the names, sizes and times of its files."""
+    here, texts = Path(__file__).parent, Path(templates.__file__).parent
     folders = [here, here / "steps", here / "arch", texts, texts / "common", texts / "device"]
-    files = [entry for folder in folders for entry in os.scandir(folder) if entry.is_file()]
-    return _digest(sorted((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files))
+    files = [(folder.name, file) for folder in folders for file in os.scandir(folder) if file.is_file()]
+    return _digest(sorted((name, f.name, f.stat().st_size, f.stat().st_mtime_ns) for name, f in files))
 
 
-@functools.cache
+# The directory of the cache, once it is known whether it can be written.
+_found_root: list[Path] = []
+
+
 def _root() -> Path:
     """The directory of the cache, or one for this process alone if that cannot be written."""
-    try:
-        root = cache_root()
-        with KernelCache(root).workspace():
-            return root
-    except StorageError as error:
-        folder = tempfile.mkdtemp(prefix="hadagen-")
-        weakref.finalize(KernelCache, shutil.rmtree, folder, ignore_errors=True)
-        said = f"kernels that are compiled here are not kept for later processes: {error}"
-        warnings.warn(said, RuntimeWarning, stacklevel=2)
-        return Path(folder)
+    if not _found_root:
+        try:
+            root = cache_root()
+            with KernelCache(root).workspace():
+                _found_root[:] = [root]
+        except (StorageError, OSError) as error:
+            _keep_for_this_process(error)
+    return _found_root[0]
+
+
+def _keep_for_this_process(error: Exception) -> None:
+    """Go on with an empty cache in a temporary directory, and warn."""
+    folder, owner = tempfile.mkdtemp(prefix="hadagen-"), os.getpid()
+
+    def remove() -> None:
+        if os.getpid() == owner:  # not at the end of a forked child
+            shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(remove)
+    _found_root[:] = [Path(folder)]
+    said = f"kernels that are compiled here are not kept for later processes: {error}"
+    warnings.warn(said, RuntimeWarning, stacklevel=2)
 
 
 def _read(kind: str, place: str) -> Any:

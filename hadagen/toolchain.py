@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Event
+from typing import TypeVar
 
 from hadagen.arch import Arch
 from hadagen.cache import KernelCache, cache_key, cache_root
-from hadagen.compilers import COMPILERS, DEFAULT, NVCC_HINT, Compiler, Nvcc, find_tool, run
+from hadagen.compilers import COMPILERS, DEFAULT, NVCC_HINT, Compiler, Nvcc, Ptxas, find_tool, run
 from hadagen.cubin import is_cubin
 from hadagen.errors import ToolchainError, UsageError
 from hadagen.launch import ENTRY, Source
 from hadagen.programs import Finished, Patience, one_line
+from hadagen.ptx_version import lowered
 from hadagen.templates import read_texts
 from hadagen.trial import Kernel, NotTried, kernel_digest
 
@@ -35,6 +37,7 @@ class BuildFailure:
         return one_line("\n".join(line for line in self.log.splitlines() if "error" in line) or self.log)
 
 
+Result = TypeVar("Result")
 _Built = dict[str, bytes] | BuildFailure | NotTried  # the files of a cache entry, or why there are none
 
 
@@ -121,14 +124,7 @@ class Toolchain:
         self, sources: Mapping[str, Source], arch: Arch, folder: Path, jobs: int, stopped: Event
     ) -> dict[str, _Built]:
         """Compile sources that are given with their keys. Returns key → result."""
-        with ThreadPoolExecutor(jobs) as pool:
-            try:
-                tasks = {pool.submit(self._one, key, each, arch, folder, stopped): key for key, each in sources.items()}
-                return {tasks[task]: task.result() for task in as_completed(tasks)}
-            except BaseException:
-                stopped.set()
-                pool.shutdown(cancel_futures=True)
-                raise
+        return _each(lambda key: self._one(key, sources[key], arch, folder, stopped), sources, jobs, stopped)
 
     def _one(self, key: str, source: Source, arch: Arch, folder: Path, stopped: Event) -> _Built:
         """Compile one source and store the kernel in the cache."""
@@ -185,6 +181,7 @@ class Toolchain:
         if isinstance(built, NotTried):
             return built
         report = built["log.txt"].decode()
+        registers, spilled = _resources(report)
         return Kernel(
             digest=kernel_digest(built["kernel.cubin"], source.launch),
             entry=ENTRY,
@@ -193,8 +190,8 @@ class Toolchain:
             cubin=built["kernel.cubin"],
             ptx=built["kernel.ptx"],
             launch=source.launch,
-            registers=_reported(report, r"Used (\d+) registers"),
-            spill_bytes=_reported(report, r"(\d+) bytes spill stores"),
+            registers=registers,
+            spill_bytes=spilled,
             static_shared_bytes=_reported(report, r"(\d+) bytes smem", absent=0),
             nvcc=self.compiler.release,
         )
@@ -202,6 +199,48 @@ class Toolchain:
 
 # The output files of a compiler, and whether one is complete.
 _IS_WHOLE = {"ptx": lambda content: b"\n.version" in b"\n" + content, "cubin": is_cubin}
+
+
+def assembled(kernels: Sequence[Kernel], arch: Arch, ptxas: Ptxas, *, jobs: int | None = None) -> dict[str, Kernel]:
+    """Kernels as `ptxas` assembles them from their PTX, `jobs` at a time (default: one for each CPU). Returns the
+    digest that each had → the kernel; two may be equal then. A kernel without PTX stays as it is.
+
+    Raises `ToolchainError` if ptxas does not assemble one.
+    """
+    stopped = Event()
+    by_digest = {kernel.digest: kernel for kernel in kernels}
+    with KernelCache(cache_root()).workspace() as folder:
+        return _each(
+            lambda digest: _assembled(by_digest[digest], arch, ptxas, folder, stopped),
+            by_digest,
+            jobs or os.cpu_count() or 1,
+            stopped,
+        )
+
+
+def _assembled(kernel: Kernel, arch: Arch, ptxas: Ptxas, folder: Path, stopped: Event) -> Kernel:
+    if not kernel.ptx:
+        return kernel
+    ptx = lowered(kernel.ptx.decode("latin-1")).encode("latin-1")  # older assemblers refuse newer versions
+    with TemporaryDirectory(dir=folder) as name:
+        own = Path(name)
+        (own / "kernel.ptx").write_bytes(ptx)
+        answer = ptxas.assemble("kernel", arch.nvcc_arch, own, stopped)
+        path = own / "kernel.cubin"
+        cubin = path.read_bytes() if answer.ok and path.exists() else b""
+    if not is_cubin(cubin):
+        reason = answer.passing or ("wrote no sound cubin" if answer.ok else f"refuses it: {answer.first_lines}")
+        raise ToolchainError(f"kernel {kernel.digest[:12]} was not assembled: {ptxas.path} {reason}; use another ptxas")
+    registers, spilled = _resources(answer.log)
+    return replace(
+        kernel,
+        digest=kernel_digest(cubin, kernel.launch),
+        cubin=cubin,
+        ptx=ptx,
+        registers=registers,
+        spill_bytes=spilled,
+        nvcc=ptxas.release,
+    )
 
 
 def disassemble(kernel: Kernel) -> str:
@@ -214,6 +253,23 @@ def disassemble(kernel: Kernel) -> str:
         said = answer.first_lines
         raise ToolchainError(f"{nvdisasm} cannot read a cubin of compiler {kernel.nvcc}: {said}; {NVCC_HINT}")
     return answer.log
+
+
+def _each(work: Callable[[str], Result], keys: Iterable[str], jobs: int, stopped: Event) -> dict[str, Result]:
+    """Key → what `work` returns for it, `jobs` at a time. At the first error, `stopped` ends the others."""
+    with ThreadPoolExecutor(jobs) as pool:
+        try:
+            tasks = {pool.submit(work, key): key for key in keys}
+            return {tasks[task]: task.result() for task in as_completed(tasks)}
+        except BaseException:
+            stopped.set()
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _resources(report: str) -> tuple[int, int]:
+    """The registers of a thread, and the bytes that it spills, in the report of the back end."""
+    return _reported(report, r"Used (\d+) registers"), _reported(report, r"(\d+) bytes spill stores")
 
 
 def _reported(report: str, pattern: str, absent: int | None = None) -> int:

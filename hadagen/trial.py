@@ -111,7 +111,7 @@ class Kernel:
     launch: LaunchSpec
     registers: int
     spill_bytes: int
-    nvcc: str  # the compiler: "13.0.88" is an nvcc, "nvrtc 13.0.88" an NVRTC
+    nvcc: str  # the compiler: "13.0.88" is an nvcc, "nvrtc 13.0.88" an NVRTC, "ptxas 12.9.86" the assembler of its PTX
     static_shared_bytes: int = 0  # of one block, beside launch.shared_bytes
 
     def check(self) -> None:

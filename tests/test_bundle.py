@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import random
 import shutil
 import sqlite3
 import stat
@@ -57,7 +58,7 @@ from hadagen.tuning_db.bundle import (
     shipped,
 )
 from hadagen.tuning_db.bundle_writer import check_bundle_place, write_bundle
-from hadagen.tuning_db.files import MOST_BYTES, inflated
+from hadagen.tuning_db.files import MOST_BYTES, deflated, inflated
 from hadagen.tuning_db.store import Store
 from hadagen.tuning_db.winners import WinnerCell, cell_value, portfolio
 
@@ -596,6 +597,25 @@ def test_no_more_is_inflated_than_a_kernel_has(path: Path, column: str) -> None:
         assert tracemalloc.get_traced_memory()[1] < 3 * MOST_BYTES
     finally:
         tracemalloc.stop()
+
+
+def test_many_kernels_share_dictionaries(tmp_path: Path) -> None:
+    """Then each takes less, and damage to what they share is found, too."""
+    common = random.Random(1).randbytes(2000)
+    kernels = [make_kernel(common + b"%d" % k, ptx=common[::-1] + b"%d" % k) for k in range(100)]
+    trials = [make_trial(k, kernel=each, environment=replace(H100, gpu=f"GPU {k}")) for k, each in enumerate(kernels)]
+    few, path = write(tmp_path / "few.db", trials[:10]), write(tmp_path / "sm90.db", trials)
+    assert path.stat().st_size < 3 * few.stat().st_size
+    Bundle.open(path).verify()
+    for kernel in kernels[::9]:
+        assert Bundle.open(path).kernel(kernel.digest) == replace(kernel, source="")
+    other = f"x'{deflated(common).hex()}'"
+    for damage in (f"UPDATE blobs SET cubin = {other}", f"UPDATE blobs SET ptx = {other}", "DELETE FROM blobs"):
+        changed = Path(shutil.copy(path, tmp_path / "changed.db"))
+        change(changed, f"{damage} WHERE kernel = 0")
+        assert "is damaged" in refusal(changed)
+    change(few, f"INSERT INTO blobs VALUES (0, x'{deflated(b'').hex()}', x'{deflated(b'').hex()}')")
+    assert "blobs has rows that belong to no problem" in refusal(few)
 
 
 def test_a_compressed_value_ends_where_its_bytes_do() -> None:

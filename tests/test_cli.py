@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("machine")
 COMMANDS = {
     "": ["tune", "best", "bench", "bundle", "emit", "doctor", "dev"],
     "bench": ["kernels", "between", "calls"],
-    "bundle": ["list", "make", "verify", "show", "merge", "export"],
+    "bundle": ["list", "make", "verify", "show", "merge", "assemble", "export"],
     "dev": ["record", "replay"],
 }
 
@@ -96,7 +96,7 @@ WRONG = {
     (*BEST, "256", "--rows", "-1"): "rows = -1 is not supported",
     (*BEST, "256", "--dtype", "float8"): "dtype 'float8' is not supported; choose one of float16, bfloat16, float32",
     (*BEST, "256", "--numerics", "so-so"): "numerics 'so-so' is not supported; choose one of accurate, fast",
-    (*BEST, "256", "--arch", "sm12"): "arch 'sm12' is not known and no bundle serves it; choose one of sm90",
+    (*BEST, "256", "--arch", "sm12"): "arch 'sm12' is not known and no bundle serves it; choose one of sm75, sm80, ",
     (*BEST, "256", "--arch", "hopper"): "arch 'hopper' is not one; write sm and the compute capability",
     (*BEST, "256", "--device", "0"): "device '0' is no name of a GPU, which is wanted beside an arch; write such as",
     (*KEY, "n256-float32-fast"): "'n256-float32-fast' names no problem; write one such as n4096-float16-fast or",
@@ -108,8 +108,8 @@ WRONG = {
     ("best", "--arch", "sm90", "--rows", "8"): "no problem is named; give --n, or --problem with a key such as n4096",
     ("best", "--n", "256", "--rows", "8"): "this machine has no CUDA device to choose for; name an arch",
     ("emit", "--space", "--n", "100"): "n = 100 is not supported",
-    ("emit", "--space", "--n", "4096", "--arch", "sm1"): "arch 'sm1' is not known; choose one of sm90",
-    ("emit", "--n", "4096", "--arch", "sm1"): "arch 'sm1' is not known; choose one of sm90",
+    ("emit", "--space", "--n", "4096", "--arch", "sm1"): "arch 'sm1' is not known; choose one of sm75, sm80, ",
+    ("emit", "--n", "4096", "--arch", "sm1"): "arch 'sm1' is not known; choose one of sm75, sm80, ",
     ("emit", "--n", "4096", "--knobs", "speed=11"): "knob 'speed' is not known; choose from chunks, warps,",
     ("emit", "--n", "4096", "--knobs", "warps=3"): "knob warps = 3 is not searched on sm90; choose one of 1, 2,",
     ("emit", "--n", "4096", "--knobs", "warps=x"): "knob warps = 'x' is not searched on sm90; choose one of 1, 2,",
@@ -125,7 +125,7 @@ WRONG = {
     ("tune", "--n", "64-2"): "--n '64-2' is an empty range; write the smaller size first, as in 2-64",
     ("tune", "--dtype", "int8"): "dtype 'int8' is not supported",
     ("tune", "--numerics", "so-so"): "numerics 'so-so' is not supported",
-    ("tune", "--arch", "sm1"): "arch 'sm1' is not known; choose one of sm90",
+    ("tune", "--arch", "sm1"): "arch 'sm1' is not known; choose one of sm75, sm80, ",
     ("tune", "--db", "mysql://host/db"): "database mysql is not supported; name a file or a postgresql:// URL",
     ("bench", "--n", "12"): "n = 12 is not supported",
     ("bench", "--elements", "1000"): "--elements 1000 is not supported; give powers of two from 8192 to 268435456",

@@ -187,7 +187,7 @@ def test_an_export_to_standard_output_is_the_table_and_no_more(
     assert said == "/dev/null cannot be written (Not a regular file); name another place"
 
 
-@pytest.mark.parametrize("columns", [bench.COLUMNS, between.COLUMNS, table.COLUMNS])
+@pytest.mark.parametrize("columns", [bench.COLUMNS, between.COLUMNS, table.COLUMNS, table.ASSEMBLED])
 def test_every_table_replaces_its_like(columns: tuple[str, ...], tmp_path: Path) -> None:
     path = tmp_path / "table.csv"
     table.write_table(path, columns, [dict.fromkeys(columns, 1)], {})

@@ -159,6 +159,10 @@ def test_row_lengths_whose_kernels_were_named_after_the_run_are_named(documents:
     assert f"n = 32768 {since}" in text_of(numbers(read_times()))
     (documents / OURS).write_text(re.sub("(fast-pitched,.*),0a1b", r"\1,2c3d", table))  # pitched, which the run has not
     assert since not in numbers(read_times())
+    (documents / OURS).write_text(table.replace(",0a1b", ",2c3d"))
+    assert since in numbers(read_times())
+    files.ASSEMBLED.write_text("kernel,assembled\n0a1b,2c3d\n")  # the same kernels, assembled anew
+    assert since not in numbers(read_times())
 
 
 def test_cells_that_the_run_lacks_are_of_an_earlier_one(documents: Path) -> None:

@@ -41,8 +41,8 @@ TABLE = """
     ptx_version      |                                                     |
     cubin            |                                                     |
     compilers        | nvrtc nvrtc_calls programs errors                   |
-    toolchain        | cache programs compilers cubin templates arch trial launch errors |
-    recipes          | toolchain compilers nvrtc cache templates codegen space arch knobs trial launch problem errors |
+    toolchain        | cache programs compilers cubin ptx_version templates arch trial launch errors |
+    recipes          | toolchain compilers nvrtc cache templates codegen space arch knobs target trial launch problem errors |
     emulator         | cache programs templates reference bits launch problem errors | numpy
     libcuda          | errors                                              |
     driver           | libcuda launch errors                               |

@@ -91,11 +91,10 @@ def test_merging_a_bundle_with_itself_changes_nothing(tmp_path: Path) -> None:
     assert Bundle.open(tmp_path / "merged.db").digest == found.digest
 
 
-def test_merging_a_shipped_bundle_with_itself_changes_no_winner(tmp_path: Path) -> None:
-    """Only the version in the head of its PTX may become lower."""
+def test_merging_a_shipped_bundle_with_itself_changes_nothing(tmp_path: Path) -> None:
     for path in shipped().values():
         merge_bundles([path], tmp_path / "merged.db")
-        assert list(Bundle.open(tmp_path / "merged.db").all_entries()) == list(Bundle.open(path).all_entries())
+        assert Bundle.open(tmp_path / "merged.db").digest == Bundle.open(path).digest
 
 
 def test_merging_leaves_out_what_misses_a_bound_that_is_stricter_now(tmp_path: Path) -> None:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import re
-import sqlite3
 import subprocess
-import zlib
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -16,9 +13,8 @@ from sample_trials import make_kernel, make_trial
 
 from hadagen.compilers import find_tool
 from hadagen.ptx_version import lowered
-from hadagen.tuning_db.bundle import Bundle
+from hadagen.tuning_db.bundle import Bundle, shipped
 
-SHIPPED = Path(__file__).parent.parent / "tuning_db" / "bundles" / "sm90.db"
 SOME = 80  # kernels, among them one of nearly every instruction that is shipped
 
 HEAD = ".version 9.0\n.target sm_90\n.address_size 64\n"
@@ -96,9 +92,9 @@ def test_shipped_kernels_assemble_at_that_version_and_not_below(tmp_path: Path) 
         command = [find_tool("nvcc"), "-cubin", "-arch=sm_90", "-Xptxas=-O0", "kernel.ptx"]
         return subprocess.run(command, cwd=tmp_path, capture_output=True, check=False).returncode == 0
 
-    with closing(sqlite3.connect(f"file:{SHIPPED}?mode=ro", uri=True)) as connection:
-        blobs = connection.execute("SELECT ptx FROM blobs LIMIT ?", (SOME,))
-        modules = [zlib.decompress(ptx).decode() for (ptx,) in blobs]
+    bundle = Bundle.open(shipped()["sm90"])
+    digests = sorted({entry.kernel for entry in bundle.all_entries()})[:SOME]
+    modules = [bundle.kernel(digest).ptx.decode() for digest in digests]
     seen: set[str] = set()
     for text in modules:
         words = set(re.findall(r"[a-z][\w.:]*\.[\w.:]+", text))

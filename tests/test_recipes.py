@@ -33,7 +33,8 @@ def recipe_of(arch: str = "sm90", problem: Problem = PROBLEM, **knobs: int | str
 @pytest.fixture(autouse=True)
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The directory of an empty cache."""
-    recipes._root.cache_clear()
+    monkeypatch.setattr(recipes, "_found_root", [])
+    nvrtc.stamp.cache_clear()
     monkeypatch.setenv("HADAGEN_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
@@ -100,7 +101,7 @@ def test_a_recipe_is_compiled_for_the_gpu_that_calls_it() -> None:
 
 
 def _key(recipe: Recipe, target: str) -> str:
-    return str(recipes._read("recipes", recipes._place(recipe, target))[0])
+    return str(recipes._read("recipes", recipes._index_key(recipe, target))[0])
 
 
 def test_knobs_that_are_not_legal_never_reach_a_template(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,13 +164,40 @@ def test_where_the_cache_cannot_be_written_kernels_are_kept_for_this_process(
         assert image_of(recipe_of(), "sm90") == first
 
 
-def test_a_verdict_is_of_one_image_launch_gpu_and_driver(root: Path) -> None:
-    launch = recipe_of().launch
-    recipes.keep_verdict(b"image", launch, "GPU", "580", False)
-    assert recipes.verdict(b"image", launch, "GPU", "580") is False
-    others = [(b"other", launch, "GPU", "580"), (b"image", recipe_of(warps=2).launch, "GPU", "580")]
-    others += [(b"image", launch, "another", "580"), (b"image", launch, "GPU", "590")]
-    assert [recipes.verdict(*other) for other in others] == [None] * 4
+def test_a_verdict_is_of_one_image_problem_launch_gpu_and_driver(root: Path) -> None:
+    given = (b"image", PROBLEM, recipe_of().launch, "GPU", "580")
+    recipes.keep_verdict(*given, False)
+    assert recipes.verdict(*given) is False
+    changes = (b"other", Problem.of(64, "float16"), recipe_of(warps=2).launch, "another", "590")
+    others = [(*given[:i], change, *given[i + 1 :]) for i, change in enumerate(changes)]
+    assert [recipes.verdict(*other) for other in others] == [None] * 5
     for path in (root / "verdicts").rglob("kernel.json"):
         path.write_text("true")
-    assert recipes.verdict(b"image", launch, "GPU", "580") is None  # damaged
+    assert recipes.verdict(*given) is None  # damaged
+
+
+@needs_nvrtc
+def test_a_cache_that_fills_up_later_is_left_for_another(root: Path) -> None:
+    assert recipes._root() == root
+    (root / "kernels").write_text("no folder")
+    with pytest.warns(RuntimeWarning, match="are not kept for later processes"):
+        first = image_of(recipe_of(), "sm90")
+    assert image_of(recipe_of(), "sm90") == first
+    assert recipes._root() != root
+
+
+@needs_nvrtc
+def test_a_recipe_that_needs_what_the_gpu_lacks_is_refused() -> None:
+    problem = Problem.of(8192, "float16")
+    knobs = Knobs(
+        8, 2, 2, "load", mma_carrier="split", butterfly_carrier="fp32", exchange_carrier="fp32", load="multicast"
+    )
+    recipe = Recipe(problem, knobs.to_dict(), "sm90", build_plan(problem, knobs, load_arch("sm90")).launch)
+    with pytest.raises(UsageError, match="needs multicast_in_place, which sm100 lacks"):
+        image_of(recipe, "sm100")
+
+
+def test_without_jinja2_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "hadagen.codegen", None)
+    with pytest.raises(ToolchainError, match="pip install jinja2"):
+        image_of(recipe_of(), "sm90")

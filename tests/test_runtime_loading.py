@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from sample_bundle import write_trials
 from sample_trials import H100, LAUNCH, PROBLEM, make_kernel, make_trial
 
@@ -39,6 +41,9 @@ class Machine:
             raise self.refused[image]
         return LoadedKernel(entry, spec, device, 1, "module", "function")
 
+    def unload(self, kernel: LoadedKernel) -> None:
+        self.asked.append("unloaded")
+
     def image_of(self, recipe: Recipe, target: str) -> bytes:
         self.asked.append((recipe.problem, recipe.arch, target))
         if isinstance(self.compiled, Exception):
@@ -55,6 +60,8 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     machine = Machine()
     monkeypatch.setattr(loading.driver, "load", machine.load)
     monkeypatch.setattr(loading.driver, "driver_version", lambda: "580")
+    monkeypatch.setattr(loading.driver, "unload", machine.unload)
+    monkeypatch.setattr("torch.cuda.device", lambda index: nullcontext())
     monkeypatch.setattr(recipes, "image_of", machine.image_of)
     monkeypatch.setattr(recipes, "_root", lambda: tmp_path / "cache")
     monkeypatch.setattr(loading, "is_right", machine.is_right)
@@ -146,7 +153,33 @@ def test_a_wrong_kernel_is_never_used_nor_tried_again(machine: Machine, tmp_path
     for _ in range(2):
         with pytest.raises(ToolchainError, match="was compiled here is wrong on NVIDIA H100"):
             load(tmp_path, recipe_trial())
-    assert machine.asked.count("compared") == 1
+    assert (machine.asked.count("compared"), machine.asked.count("unloaded")) == (1, 2)
+
+
+def test_a_driver_that_refuses_what_the_recipe_makes_compiles_the_ptx(machine: Machine, tmp_path: Path) -> None:
+    machine.refused[b"made here"] = DriverError("CUDA_ERROR_UNSUPPORTED_PTX_VERSION", "too new")
+    load(tmp_path, make_trial(), NEWER)
+    assert machine.asked == [made_for(NEWER), MADE, PTX, "compared"]
+
+
+def test_ptx_with_multicasts_in_place_is_for_its_own_arch_alone(machine: Machine, tmp_path: Path) -> None:
+    machine.compiled = UsageError("lacks multicast_in_place")
+    with pytest.raises(ToolchainError, match="lacks multicast_in_place"):
+        load(tmp_path, make_trial(knobs={"load": "multicast"}), NEWER)
+    assert machine.asked == [made_for(NEWER)]
+
+
+def test_where_memory_runs_out_nothing_is_known_of_a_kernel(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(kernel: LoadedKernel, problem: Any) -> bool:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(loading, "is_right", no_memory)
+    with pytest.raises(DeviceError, match="could not be checked"):
+        load(tmp_path, recipe_trial())
+    monkeypatch.setattr(loading, "is_right", machine.is_right)
+    assert load(tmp_path, recipe_trial())
 
 
 def test_in_a_capture_only_kernels_that_were_compared_before_are_used(

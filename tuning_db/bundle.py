@@ -64,6 +64,9 @@ OF_PROBLEM = {
 INDEXES = {"trials": "problem", "entries": "trial"}
 # Compressed, one row for each kernel with a cubin; apart from the tables above so that those are read without them. Of
 # a kernel without one there is only the recipe, which is the problem and the knobs of its trials.
+# Row `SHARED`, if it is there, has the dictionaries that the others are compressed with, which are much alike. What is
+# wrong with a dictionary shows in what is inflated with it.
+SHARED = 0
 NO_BLOBS = "", ""  # what stands for their SHA-256 then
 BLOBS = "kernel INTEGER PRIMARY KEY REFERENCES kernels, cubin BLOB, ptx BLOB"
 
@@ -240,7 +243,7 @@ class Bundle:
             for digest in now.kernels:
                 now.read_kernel(connection, digest)
             entries, kernels = sum(map(len, now.entries.values())), len(now.kernels)
-            blobs = sum(sums != NO_BLOBS for _, _, sums in now.kernels.values())
+            blobs = sum(sums != NO_BLOBS for _, _, sums in now.kernels.values()) + any(now.read_shared(connection))
             ours = {"entries": entries, "trials": sum(now.trials.values()), "kernels": kernels, "blobs": blobs}
             for table, count in ours.items():
                 _allow_steps(connection)
@@ -288,6 +291,7 @@ class _Content:
         self.trials: dict[Problem, int] = {}
         self.entries: dict[Problem, list[BundleEntry]] = {}
         self.kernels: dict[str, tuple[Kernel, int, tuple[str, str]]] = {}
+        self._shared: tuple[bytes, bytes] | None = None
 
     def read_winners(self, connection: sqlite3.Connection, problem: Problem) -> Sequence[BundleEntry]:
         """The winners of a problem, read once; none if it was not tuned."""
@@ -334,12 +338,19 @@ class _Content:
         if sums == NO_BLOBS:
             return kernel
         blobs = connection.execute("SELECT cubin, ptx FROM blobs WHERE kernel = ?", (number,)).fetchone()
-        cubin, ptx = map(inflated, blobs)
+        cubin, ptx = map(inflated, blobs, self.read_shared(connection))
         if (sha256(cubin), sha256(ptx)) != sums:
             raise ValueError("a blob does not match its SHA-256")
         kernel = replace(kernel, cubin=cubin, ptx=ptx)
         kernel.check()
         return kernel
+
+    def read_shared(self, connection: sqlite3.Connection) -> tuple[bytes, bytes]:
+        """The dictionaries of cubins and of PTX, read once; both empty if there are none."""
+        if self._shared is None:
+            found = connection.execute("SELECT cubin, ptx FROM blobs WHERE kernel = ?", (SHARED,)).fetchone()
+            self._shared = (inflated(found[0]), inflated(found[1])) if found else (b"", b"")
+        return self._shared
 
     def _trial(
         self, problem: Problem, row: Mapping[str, Any], kernels: Mapping[int, Kernel], without_code: bool

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sqlite3
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import astuple, replace
@@ -24,6 +23,7 @@ from hadagen.tuning_db.bundle import (
     NO_BLOBS,
     OPENED,
     SCHEMA,
+    SHARED,
     Bundle,
     Row,
     Tables,
@@ -34,7 +34,12 @@ from hadagen.tuning_db.bundle import (
     sha256,
     winners_of,
 )
+from hadagen.tuning_db.files import deflated
 from hadagen.tuning_db.winners import WinnerCell, cell_value, digest_of
+
+# Kernels in a dictionary: the number of 4, 8, 16 and 32 that makes the shipped bundle the smallest. The bytes that zlib
+# looks back. The number of kernels from which on a dictionary saves more than it takes.
+_IN_DICTIONARY, _LOOKS_BACK, _MANY = 8, 1 << 15, 64
 
 
 def check_bundle_place(path: str | os.PathLike[str]) -> None:
@@ -91,7 +96,10 @@ def _fill(connection: sqlite3.Connection, tables: Tables, kernels: Sequence[Kern
     connection.execute(f"PRAGMA user_version = {FORMAT}")
     connection.execute("BEGIN")
     compiled = [(number, kernel) for number, kernel in enumerate(kernels, 1) if kernel.cubin]
-    blobs = [(number, zlib.compress(kernel.cubin, 9), zlib.compress(kernel.ptx, 9)) for number, kernel in compiled]
+    cubins, ptx = _dictionary([each.cubin for _, each in compiled]), _dictionary([each.ptx for _, each in compiled])
+    blobs = [(number, deflated(each.cubin, cubins), deflated(each.ptx, ptx)) for number, each in compiled]
+    if cubins:
+        blobs.append((SHARED, deflated(cubins), deflated(ptx)))
     for statement in SCHEMA:
         connection.execute(statement)
     for table, rows in {**tables, "blobs": blobs}.items():
@@ -104,6 +112,12 @@ def _fill(connection: sqlite3.Connection, tables: Tables, kernels: Sequence[Kern
     connection.execute("INSERT INTO meta VALUES ('digest', ?)", (digest,))
     connection.execute("COMMIT")
     return digest
+
+
+def _dictionary(texts: Sequence[bytes]) -> bytes:
+    """What many have in common, for zlib: the beginnings of some. Empty for few, which it would not make smaller."""
+    some = texts[:: len(texts) // _IN_DICTIONARY] if len(texts) >= _MANY else ()
+    return b"".join(text[: _LOOKS_BACK // _IN_DICTIONARY] for text in some[:_IN_DICTIONARY])
 
 
 def _tables(arch: str, selection: Mapping[WinnerCell, Trial], kernels: Iterable[Kernel]) -> Tables:

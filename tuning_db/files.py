@@ -53,9 +53,16 @@ def limit_values(connection: sqlite3.Connection) -> None:
         connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MOST_BYTES)
 
 
-def inflated(data: bytes) -> bytes:
-    """The decompressed data of `zlib.compress`. Raises `ValueError` if it is damaged, or above `MOST_BYTES`."""
-    stream = zlib.decompressobj()
+def deflated(data: bytes, shared: bytes = b"") -> bytes:
+    """The data compressed by zlib, with a dictionary if it is not empty."""
+    stream = zlib.compressobj(9, zdict=shared) if shared else zlib.compressobj(9)
+    return stream.compress(data) + stream.flush()
+
+
+def inflated(data: bytes, shared: bytes = b"") -> bytes:
+    """The data that `deflated` compressed. Raises `ValueError` if it is damaged, above `MOST_BYTES`, or of another
+    dictionary."""
+    stream = zlib.decompressobj(zdict=shared)
     try:
         content = stream.decompress(data, MOST_BYTES + 1)
     except zlib.error as error:

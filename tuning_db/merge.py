@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from bisect import bisect
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -58,6 +58,11 @@ def merge_bundles(paths: Iterable[str | os.PathLike[str]], out: str | os.PathLik
     return selection
 
 
+def with_kernels(selection: Selection, kernels: Mapping[str, Kernel]) -> Selection:
+    """The winners with other kernels, which are given by the digests of theirs."""
+    return {cell: replace(trial, kernel=kernels[digest_of(trial)]) for cell, trial in selection.items()}
+
+
 def _best(selections: Iterable[Selection]) -> Selection:
     """Cell → the best of its winners."""
     trials = [trial for selection in selections for trial in selection.values()]
@@ -82,8 +87,12 @@ def _between(selection: Selection, buckets: Selection) -> Selection:
 
 def write_selection(path: str | os.PathLike[str], arch: str, selection: Selection) -> None:
     """`write_bundle` with the kernels of the trials. Raises what it raises."""
-    kernels = {trial.kernel.digest: trial.kernel for trial in selection.values() if trial.kernel}
-    write_bundle(path, arch, selection, kernels.__getitem__)
+    write_bundle(path, arch, selection, kernels_of(selection).__getitem__)
+
+
+def kernels_of(selection: Selection) -> dict[str, Kernel]:
+    """The kernels of winners by their digests."""
+    return {trial.kernel.digest: trial.kernel for trial in selection.values() if trial.kernel}
 
 
 def _trial(entry: BundleEntry, kernel: Kernel) -> Trial:

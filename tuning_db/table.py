@@ -24,9 +24,17 @@ COLUMNS = (
 )
 # What is not written as it is.
 FORMS = {"us": ".3f", "copy_us": ".3f", "fraction_of_copy": ".3f", "kernel": ".12"}
-# How every table that hadagen writes begins: this one and that of `hadagen bench between`, that of `hadagen bench`; and
-# how those of earlier versions did.
-BEGINNINGS = (b"gpu,problem,", b"library,problem,", b"gpu,numerics,dtype,", b"library,numerics,dtype,")
+# Of the table of `hadagen bundle assemble`: the digests of a kernel before and after.
+ASSEMBLED = ("kernel", "assembled")
+# How every table that hadagen writes begins: this one and that of `hadagen bench between`, that of `hadagen bench`, and
+# that of `hadagen bundle assemble`; and how those of earlier versions did.
+BEGINNINGS = (
+    b"gpu,problem,",
+    b"library,problem,",
+    b"kernel,assembled",
+    b"gpu,numerics,dtype,",
+    b"library,numerics,dtype,",
+)
 
 
 def export_csv(selection: Mapping[WinnerCell, Trial], path: str | os.PathLike[str]) -> None:

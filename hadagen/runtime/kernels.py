@@ -31,9 +31,10 @@ from hadagen.runtime.arguments import as_int, is_count, is_flag
 from hadagen.runtime.choose import choose_from_bundles, is_served, timed_in_bundles
 from hadagen.runtime.device import Device, cuda_device, cuda_index, how_to_get_kernels
 from hadagen.runtime.loading import compile_missing, load
+from hadagen.runtime.proof import TORCH_DTYPE
 from hadagen.tuning_db.bundle import Bundle, BundleEntry
 
-_DTYPES = {torch.float16: DType.FLOAT16, torch.bfloat16: DType.BFLOAT16, torch.float32: DType.FLOAT32}
+_DTYPES = {dtype: name for name, dtype in TORCH_DTYPE.items()}
 
 Kind = tuple[int, Problem, bool]  # device, problem, whether in place
 Key = tuple[int, Problem, bool, int]  # device, problem, whether in place, a timed element count
@@ -221,7 +222,8 @@ def _find(device: int, problem: Problem, in_place: bool, elements: int) -> Loade
         return _fitting(device, problem, in_place, elements)
     except (DeviceError, ToolchainError) as error:
         if torch.cuda.is_current_stream_capturing():
-            raise  # otherwise plain PyTorch would stay in the graph
+            # Otherwise plain PyTorch would stay in the graph.
+            raise error if isinstance(error, DeviceError) else DeviceError(str(error)) from error
         warnings.warn(f"plain PyTorch transforms {problem.key} here: {error}", RuntimeWarning, stacklevel=2)
         return None
 
@@ -250,7 +252,7 @@ def _fitting(device: int, problem: Problem, in_place: bool, elements: int) -> Lo
 def _load(bundle: Bundle, entry: BundleEntry, device: int, target: Device) -> LoadedKernel:
     """`load`, once for each kernel of a bundle."""
     # The digest of a kernel covers its cubin. For what is made from its recipe or PTX, that of the bundle counts too.
-    place = (device, f"{entry.kernel} {bundle.digest}")
+    place = (device, f"{entry.kernel} {bundle.digest} {entry.problem.key}")
     if place not in _loaded:
         _loaded[place] = load(bundle, entry, device, target)
     return _loaded[place]

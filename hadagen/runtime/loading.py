@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,7 @@ from hadagen import driver
 from hadagen.driver import DriverError, LoadedKernel
 from hadagen.errors import DeviceError, HadagenError, ToolchainError, UsageError, printable
 from hadagen.launch import ENTRY
+from hadagen.problem import Problem
 from hadagen.runtime.device import Device
 from hadagen.runtime.proof import is_right
 from hadagen.tuning_db.bundle import Bundle, BundleEntry
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def load(bundle: Bundle, entry: BundleEntry, device: int, target: Device) -> LoadedKernel:
-    """The kernel of an entry on a CUDA device, of which `target` says what it is. The first of these that works:
+    """The kernel of an entry on a CUDA device, whose arch and name `target` has. The first of these that works:
 
     1. the cubin, if it is for this arch;
     2. what the recipe makes, compiled by NVRTC now or earlier;
@@ -34,25 +35,23 @@ def load(bundle: Bundle, entry: BundleEntry, device: int, target: Device) -> Loa
     Raises `DriverError` or `ToolchainError` if none works, and `StorageError` if the bundle is damaged.
     """
     kernel = bundle.kernel(entry.kernel)
-    failure: HadagenError | None = None
+    ways: list[Callable[[], LoadedKernel]] = [lambda: _proven(_compiled(entry, target), ENTRY, entry, device, target)]
     if kernel.cubin and entry.arch == target.arch:
+        ways.insert(0, lambda: driver.load(kernel.cubin, kernel.entry, kernel.launch, device))
+    # A multicast in place relies on what only one arch was seen to do.
+    if kernel.ptx and (entry.arch == target.arch or entry.knobs.get("load") != "multicast"):
+        ways.append(lambda: _proven(kernel.ptx, kernel.entry, entry, device, target))
+    failures: list[HadagenError] = []
+    for way in ways:
         try:
-            return driver.load(kernel.cubin, kernel.entry, kernel.launch, device)
+            return way()
+        except (ToolchainError, UsageError) as error:
+            failures.append(error)
         except DriverError as error:
             if error.code not in driver.NOT_LOADABLE:
                 raise
-            failure = error
-    from hadagen.recipes import image_of  # here, because a call that finds a cubin needs none of it
-
-    try:
-        return _proven(image_of(_recipe(entry), target.arch), ENTRY, entry, device, target)
-    except (ToolchainError, UsageError) as error:
-        failure = failure or error
-    if kernel.ptx:
-        return _proven(kernel.ptx, kernel.entry, entry, device, target)
-    if isinstance(failure, UsageError):
-        raise ToolchainError(f"the recipe of {entry.problem.key} cannot be compiled: {failure}")
-    raise failure
+            failures.append(error)
+    raise ToolchainError(f"no kernel of {entry.problem.key} can be loaded on {printable(target.gpu)}: {failures[0]}")
 
 
 def compile_missing(chosen: Iterable[tuple[BundleEntry, Bundle]], target: Device) -> None:
@@ -65,8 +64,14 @@ def compile_missing(chosen: Iterable[tuple[BundleEntry, Bundle]], target: Device
     for recipes in by_arch.values():
         from hadagen.recipes import compile_all
 
-        with suppress(ToolchainError):
-            compile_all(list(recipes.values()), target.arch, jobs=min(len(recipes), os.cpu_count() or 1))
+        with suppress(HadagenError):
+            compile_all(list(recipes.values()), target.arch, jobs=min(len(recipes), _cpus()))
+
+
+def _compiled(entry: BundleEntry, target: Device) -> bytes:
+    from hadagen.recipes import image_of  # here, because a call that finds a cubin needs none of it
+
+    return image_of(_recipe(entry), target.arch)
 
 
 def _recipe(entry: BundleEntry) -> Recipe:
@@ -75,24 +80,48 @@ def _recipe(entry: BundleEntry) -> Recipe:
     return Recipe(entry.problem, entry.knobs, entry.arch, entry.launch)
 
 
+def _cpus() -> int:
+    """The CPUs that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def _proven(image: bytes, name: str, entry: BundleEntry, device: int, target: Device) -> LoadedKernel:
-    """Load a kernel that was compiled on this machine. Raises `ToolchainError` if it is wrong."""
+    """Load a kernel that was compiled on this machine.
+
+    Raises `ToolchainError` if it is wrong, and `DeviceError` if that cannot be found out now.
+    """
     from hadagen import recipes
 
     kernel = driver.load(image, name, entry.launch, device)
-    version = driver.driver_version()
-    right = recipes.verdict(image, entry.launch, target.gpu, version)
-    if right is None:
+    judged = image, entry.problem, entry.launch, target.gpu, driver.driver_version()
+    try:
+        right = recipes.verdict(*judged)
+        if right is None:
+            right = _compare(kernel, entry.problem)
+            recipes.keep_verdict(*judged, right)
+        if not right:
+            raise ToolchainError(
+                f"a kernel of {entry.problem.key} that was compiled here is wrong on {printable(target.gpu)}; report "
+                "it with the output of hadagen doctor"
+            )
+    except HadagenError:
+        driver.unload(kernel)
+        raise
+    return kernel
+
+
+def _compare(kernel: LoadedKernel, problem: Problem) -> bool:
+    """`is_right`. Raises `DeviceError` while a graph is captured, or if memory runs out."""
+    with torch.cuda.device(kernel.device):
         if torch.cuda.is_current_stream_capturing():
             raise DeviceError(
-                f"a kernel of {entry.problem.key} was compiled here, and cannot be checked while a graph is captured; "
-                "call hadagen.warmup before the graph capture begins"
+                f"a kernel of {problem.key} was compiled here, and cannot be checked while a graph is captured; call "
+                "hadagen.warmup before the graph capture begins"
             )
-        right = is_right(kernel, entry.problem)
-        recipes.keep_verdict(image, entry.launch, target.gpu, version, right)
-    if not right:
-        raise ToolchainError(
-            f"a kernel of {entry.problem.key} that was compiled here is wrong on {printable(target.gpu)}; report it "
-            "with the output of hadagen doctor"
-        )
-    return kernel
+        try:
+            return is_right(kernel, problem)
+        except RuntimeError as error:
+            if isinstance(error, HadagenError):
+                raise
+            said = " ".join(str(error).split())[:200]
+            raise DeviceError(f"a kernel of {problem.key} could not be checked ({said}); free some memory") from error

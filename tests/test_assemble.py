@@ -1,0 +1,188 @@
+"""`hadagen bundle assemble`: cubins made anew from PTX; and how those that are shipped were made."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from command_line import machine, run, sentence, succeed
+from real_compilers import needs_nvcc
+from sample_bundle import write_trials
+from sample_trials import H200, make_kernel, make_trial
+from spaces import has_todays_values
+
+from hadagen import compilers
+from hadagen.arch import load_arch
+from hadagen.codegen import render
+from hadagen.compilers import Nvcc, Ptxas
+from hadagen.cubin import is_cubin
+from hadagen.errors import NoCompilerError, ToolchainError
+from hadagen.knobs import Knobs
+from hadagen.launch import ENTRY
+from hadagen.problem import Problem
+from hadagen.ptx_version import lowered
+from hadagen.space import build_plan
+from hadagen.toolchain import Toolchain, assembled
+from hadagen.trial import Kernel, kernel_digest, recipe_digest
+from hadagen.tuning_db.bundle import Bundle, BundleEntry, shipped
+
+__all__ = ["machine"]  # a fixture
+pytestmark = pytest.mark.usefixtures("machine")
+
+VERSION = 'if [ "$1" = --version ]; then echo "Cuda compilation tools, release 12.9, V12.9.86"; exit; fi'
+PTX = ".version 9.0\n.target sm_90\n.visible .entry k() { %s ret; }\n"
+SHIPPED = shipped()["sm90"]
+
+
+def cubin(said: bytes) -> bytes:
+    """What a cubin of CUDA 12.9 begins like, with one section."""
+    head = bytearray(b"\x7fELF\x02\x01\x01\x33".ljust(128, b"\0"))
+    for at, size, value in ((18, 2, 190), (20, 4, 129), (40, 8, 64), (58, 2, 64), (60, 2, 1)):
+        head[at : at + size] = value.to_bytes(size, "little")
+    return bytes(head) + said
+
+
+@pytest.fixture
+def ptxas(tmp_path: Path) -> Path:
+    """An assembler of one cubin for all PTX of a version that it reads, but for what it refuses."""
+    made = tmp_path / "made.cubin"
+    made.write_bytes(cubin(b"made"))
+    lines = (
+        VERSION,
+        'test "$*" = "-O3 -v -arch=sm_90 kernel.ptx -o kernel.cubin" || exit 9',
+        "if grep -q 'version 9' kernel.ptx; then echo 'ptxas fatal: Unsupported .version 9.0'; exit 255; fi",
+        "if grep -q trap kernel.ptx; then echo 'ptxas kernel.ptx, line 3; error: no traps'; exit 255; fi",
+        "if grep -q exit kernel.ptx; then touch kernel.cubin; exit; fi",
+        "echo 'ptxas info : Used 17 registers'",
+        "echo '0 bytes stack frame, 4 bytes spill stores, 8 bytes spill loads'",
+        f"cp {made} kernel.cubin",
+    )
+    return script(tmp_path / "ptxas", *lines)
+
+
+def script(path: Path, *lines: str) -> Path:
+    path.write_text("\n".join(["#!/bin/sh", *lines, ""]))
+    path.chmod(0o755)
+    return path
+
+
+def of_ptx(chunks: int, instruction: str = "") -> Kernel:
+    return make_kernel(b"cubin %d" % chunks, ptx=(PTX % instruction).encode())
+
+
+RECIPE = make_trial(3, problem=Problem.of(512, "float16"))
+assert RECIPE.kernel
+_digest = recipe_digest(RECIPE.problem, RECIPE.knobs, RECIPE.kernel.launch)
+RECIPE = replace(RECIPE, kernel=replace(RECIPE.kernel, digest=_digest, cubin=b"", ptx=b"", nvcc=""))
+
+
+def test_cubins_are_made_anew_and_nothing_else_is(tmp_path: Path, ptxas: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trials = [make_trial(1, kernel=of_ptx(1)), make_trial(2, kernel=of_ptx(2, "mov.u32 %r1, 1;"), environment=H200)]
+    with monkeypatch.context() as patch:  # as bundles were written before
+        patch.setattr("hadagen.tuning_db.bundle_writer.lowered", str)
+        path = write_trials(tmp_path / "old.db", [*trials, RECIPE])
+    before = path.read_bytes()
+    said = succeed("bundle", "assemble", path, tmp_path / "new.db", "--ptxas", ptxas, "--csv", tmp_path / "x.csv")
+    assert said.startswith(f"{tmp_path / 'new.db'}: 3 winners, 2 kernels, 0.")
+    assert said.endswith(" MB, by ptxas 12.9.86; its cubins load from driver 525 on\n")
+    assert path.read_bytes() == before
+    old, new = Bundle.open(path), Bundle.open(tmp_path / "new.db")
+    new.verify()
+    digest = kernel_digest(cubin(b"made"), of_ptx(1).launch)  # two kernels are one now
+    wanted = [
+        entry if entry.problem == RECIPE.problem else replace(entry, kernel=digest, nvcc="ptxas 12.9.86")
+        for entry in old.all_entries()
+    ]
+    assert list(new.all_entries()) == wanted
+    became = (f"{entry.kernel[:12]},{now.kernel[:12]}" for entry, now in zip(old.all_entries(), wanted, strict=True))
+    assert (tmp_path / "x.csv").read_text().splitlines() == ["kernel,assembled", *sorted(became)]
+    kernel = new.kernel(digest)
+    assert (kernel.cubin, kernel.registers, kernel.spill_bytes) == (cubin(b"made"), 17, 4)
+    assert kernel.ptx in [lowered(each.ptx.decode()).encode() for each in (of_ptx(1), of_ptx(2, "mov.u32 %r1, 1;"))]
+    succeed("bundle", "assemble", tmp_path / "new.db", tmp_path / "new.db", "--ptxas", ptxas)
+    assert Bundle.open(tmp_path / "new.db").digest == new.digest
+    said = sentence(run("bundle", "assemble", path, tmp_path / "new.db", "--ptxas", ptxas), 2)
+    assert said.endswith(f"is there already and would be lost; name a new file last, or {path} to replace it")
+
+
+@pytest.mark.parametrize(
+    ("instruction", "why"),
+    [
+        ("trap;", "refuses it: ptxas kernel.ptx, line 3; error: no traps"),
+        ("exit;", "wrote no sound cubin"),
+        ("frobnicate;", "refuses it: ptxas fatal: Unsupported .version 9.0"),
+    ],
+)
+def test_nothing_is_written_where_one_kernel_does_not_assemble(
+    tmp_path: Path, ptxas: Path, instruction: str, why: str
+) -> None:
+    bad = of_ptx(1, instruction)
+    path = write_trials(tmp_path / "old.db", [make_trial(1, kernel=bad), make_trial(2, kernel=of_ptx(2))])
+    before = path.read_bytes()
+    said = sentence(run("bundle", "assemble", path, path, "--ptxas", ptxas), 1)
+    assert said == f"kernel {bad.digest[:12]} was not assembled: {ptxas} {why}; use another ptxas"
+    assert path.read_bytes() == before
+
+
+def test_a_ptxas_is_found_like_nvcc_or_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ptxas: Path) -> None:
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.setattr(compilers, "find_spec", lambda name: None)
+    with pytest.raises(NoCompilerError, match=r"ptxas is not on PATH.*name one with --ptxas, or: pip install"):
+        Ptxas.find()
+    with pytest.raises(ToolchainError, match=r"none cannot be run \(No such file or directory\); name one with"):
+        Ptxas.find(str(tmp_path / "none"))
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert Ptxas.find() == Ptxas.find(str(ptxas))
+    assert Ptxas.find().release == "ptxas 12.9.86"
+
+
+# ---- what is shipped -------------------------------------------------------------------------------------------------
+def some_shipped(count: int) -> list[BundleEntry]:
+    """Winners with different kernels that can be generated today, spread over the problems."""
+    entries = {entry.kernel: entry for entry in Bundle.open(SHIPPED).all_entries()}
+    todays = [
+        entry
+        for entry in entries.values()
+        if entry.knobs.get("store", "plain") == "plain" and has_todays_values(Knobs.like(entry.knobs))
+    ]
+    return todays[:: len(todays) // count]
+
+
+def code_of(ptx: bytes) -> list[str]:
+    """Its lines, without comments."""
+    lines = (re.sub(r"\s*//.*", "", line).rstrip() for line in lowered(ptx.decode()).splitlines())
+    return [line for line in lines if line]
+
+
+def release_of(tool: type[Nvcc] | type[Ptxas]) -> str:
+    try:
+        return tool.find().release
+    except ToolchainError:
+        return "none"
+
+
+@needs_nvcc
+@pytest.mark.skipif(not release_of(Nvcc).startswith("13.0."), reason="the shipped PTX is of nvcc 13.0, not this one")
+def test_todays_generator_and_nvcc_make_the_ptx_that_is_shipped() -> None:
+    bundle, arch, entries = Bundle.open(SHIPPED), load_arch("sm90"), some_shipped(6)
+    sources = [render(build_plan(entry.problem, Knobs.from_dict(entry.knobs), arch)) for entry in entries]
+    for entry, source, made in zip(entries, sources, Toolchain.find("nvcc").build_all(sources, arch), strict=True):
+        assert source.launch == entry.launch
+        kernel = bundle.kernel(entry.kernel)
+        assert kernel.entry == ENTRY
+        assert code_of(made.ptx) == code_of(kernel.ptx)
+
+
+@pytest.mark.skipif(
+    release_of(Ptxas) != "ptxas 12.9.86", reason="the shipped cubins are of ptxas 12.9.86, not this one"
+)
+def test_ptxas_makes_the_cubins_that_are_shipped() -> None:
+    bundle = Bundle.open(SHIPPED)
+    kernels = [bundle.kernel(entry.kernel) for entry in some_shipped(6)]
+    made = assembled(kernels, load_arch("sm90"), Ptxas.find())
+    for kernel in kernels:
+        assert is_cubin(kernel.cubin)
+        assert made[kernel.digest] == kernel
