@@ -197,9 +197,9 @@ def merge(paths: tuple[Path, ...], out: Path) -> None:
 def assemble(path: Path, out: Path, ptxas: str | None, table: Path | None) -> None:
     """Assemble the kernels of a bundle anew, such as for older drivers.
 
-    ptxas makes the cubins of the bundle OUT from the PTX of the bundle at PATH. A cubin loads in drivers as old as the
-    CUDA release of its ptxas. All else stays, times too: measure kernels again if they may be slower now. OUT is a new
-    file, or PATH.
+    ptxas makes the cubins of the bundle OUT from the PTX of the bundle at PATH. A driver loads a cubin if it is of the
+    same CUDA major release as ptxas, or newer. All else stays, times too: measure kernels again if they may be slower
+    now. OUT is a new file, or PATH.
     """
     from hadagen.arch import load_arch
     from hadagen.cli.doctor import oldest_driver
@@ -214,7 +214,10 @@ def assemble(path: Path, out: Path, ptxas: str | None, table: Path | None) -> No
     check_bundle_place(out)
     opened, assembler = Bundle.open(path), Ptxas.find(ptxas)
     selection = selection_of(opened)
-    kernels = assembled(list(kernels_of(selection).values()), load_arch(opened.arch), assembler)
+    before = list(kernels_of(selection).values())
+    if not any(kernel.ptx for kernel in before):
+        raise UsageError(f"no kernel in {path} has PTX to assemble; name a bundle of measured winners")
+    kernels = assembled(before, load_arch(opened.arch), assembler)
     selection = with_kernels(selection, kernels)
     write_selection(out, opened.arch, selection)
     if table:

@@ -1,6 +1,7 @@
-"""The two compilers: NVRTC, which is the default, and nvcc, which is the reference. Both run as programs.
+"""The two compilers: NVRTC, which is the default, and nvcc, which is the reference.
 
-NVRTC could compile in this process. But a compiler may crash or hang, and only a program can be killed.
+When tuning, both run as programs, because a compiler may crash or hang, and only a program can be killed. The kernel of
+a call is compiled in this process (`NvrtcHere`), which is faster.
 """
 
 from __future__ import annotations

@@ -126,6 +126,12 @@ def test_nothing_is_written_where_one_kernel_does_not_assemble(
     assert path.read_bytes() == before
 
 
+def test_a_bundle_of_recipes_alone_is_refused(tmp_path: Path, ptxas: Path) -> None:
+    said = sentence(run("bundle", "assemble", shipped()["sm80"], tmp_path / "out.db", "--ptxas", str(ptxas)), 2)
+    assert said.endswith("has PTX to assemble; name a bundle of measured winners")
+    assert not (tmp_path / "out.db").exists()
+
+
 def test_a_ptxas_is_found_like_nvcc_or_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ptxas: Path) -> None:
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     monkeypatch.delenv("CUDA_HOME", raising=False)

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("machine")
 COMMANDS = {
     "": ["tune", "best", "bench", "bundle", "emit", "doctor", "dev"],
     "bench": ["kernels", "between", "calls"],
-    "bundle": ["list", "make", "verify", "show", "merge", "assemble", "export"],
+    "bundle": ["list", "make", "estimate", "verify", "show", "merge", "assemble", "export"],
     "dev": ["record", "replay"],
 }
 
