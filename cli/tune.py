@@ -249,22 +249,26 @@ def _what_is_kept(store: Store, arch: str, db: str | None, bundle: Path | None) 
 
 
 def _known_winners(arch: Arch, problems: Sequence[Problem]) -> dict[Problem, list[Knobs]]:
-    """What wins in the bundles there are, by measurement on any GPU of the arch: the knobs of most cells first."""
+    """What wins in the bundles there are for the arch, the knobs of most cells first: by measurement on any GPU, or by
+    estimate if no winner of the problem was measured."""
     from hadagen.knobs import Knobs
     from hadagen.runtime import bundles
 
-    cells: dict[Problem, Counter[Knobs]] = {problem: Counter() for problem in problems}
+    cells: dict[Problem, dict[Provenance, Counter[Knobs]]]
+    cells = {problem: {provenance: Counter() for provenance in Provenance} for problem in problems}
     for bundle in bundles.known():
         if bundle.arch != arch.name:
             continue
         try:
             for problem, found in cells.items():
                 for entry in bundle.entries(problem):
-                    if entry.provenance is Provenance.MEASURED:
-                        found[Knobs.like(entry.knobs)] += 1
+                    found[entry.provenance][Knobs.like(entry.knobs)] += 1
         except StorageError as error:
             say(f"not beginning with its winners: {error}", err=True)
-    return {problem: [knobs for knobs, _ in found.most_common()] for problem, found in cells.items()}
+    return {
+        problem: [knobs for knobs, _ in (found[Provenance.MEASURED] or found[Provenance.ESTIMATED]).most_common()]
+        for problem, found in cells.items()
+    }
 
 
 def _print_best(best: Mapping[Problem, Scores]) -> None:

@@ -18,7 +18,7 @@ from command_line import SMALL_TUNE, TINY_TUNE, machine, raising, run, sentence,
 from fake_device import FakeDevice, fake_gpu
 from fake_search import CELLS
 from sample_bundle import write_sample
-from sample_trials import H200, PROBLEM, in_clusters, make_kernel, make_trial, times
+from sample_trials import H200, PROBLEM, in_clusters, make_trial, times
 
 from hadagen import measure
 from hadagen.cli import options, tune
@@ -262,20 +262,26 @@ def test_a_tune_begins_with_the_winners_there_are(
 
 
 @pytest.mark.parametrize(
-    "fields", [{"provenance": Provenance.ESTIMATED, "environment": Environment()}, {"arch": "sm80"}]
+    ("others", "chunks"),
+    [
+        ([{"provenance": Provenance.ESTIMATED, "environment": Environment()}], [2]),
+        ([{"provenance": Provenance.ESTIMATED, "environment": Environment()}, {}], [4]),
+        ([{"arch": "sm80"}], []),
+    ],
 )
-def test_a_tune_begins_with_nothing_that_was_not_measured_on_its_arch(
-    fields: dict[str, object], fake_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_tune_begins_with_estimates_only_if_nothing_was_measured_on_its_arch(
+    others: list[dict[str, object]], chunks: list[int], fake_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted: list[TuneOptions] = []
     monkeypatch.setattr(
         "hadagen.tuner.search.tune", lambda options, listen: wanted.append(options) or raising(KeyboardInterrupt())()
     )
-    trial = make_trial(2, **fields)
-    write_bundle(tmp_path / "winners.db", trial.arch, portfolio([trial]), lambda _: make_kernel(b"cubin 2"))
+    trials = [make_trial(2 << i, **fields) for i, fields in enumerate(others)]
+    kernels = {trial.kernel.digest: trial.kernel for trial in trials if trial.kernel}
+    write_bundle(tmp_path / "winners.db", trials[0].arch, portfolio(trials), kernels.__getitem__)
     monkeypatch.setenv(VARIABLE, str(tmp_path / "winners.db"))
     run("tune", "--n", "256", "--dtype", "float16", "--numerics", "accurate", "--contiguous")
-    assert [list(known) for known in wanted[0].known.values()] == [[]]
+    assert [[knobs.chunks for knobs in known] for known in wanted[0].known.values()] == [chunks]
 
 
 def test_a_tune_reports_the_winners_of_its_own_gpu(fake_gpu: None) -> None:
