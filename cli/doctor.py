@@ -260,7 +260,7 @@ CHECKS: dict[str, Callable[[], str]] = {
     "emulator": _emulator,
 }
 # Checks that come before it and have to be sound for a check to say something of its own part.
-NEEDS = dict.fromkeys(("nvrtc", "nvcc", "emulator"), ("tune extra", "cache"))
+NEEDS = {"nvrtc": ("cache",), "nvcc": ("cache",), "emulator": ("tune extra", "cache")}
 
 
 def _bundles() -> list[Check]:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from command_line import machine, run, sample, succeed
+from real_compilers import needs_nvrtc
 from sample_bundle import write_trials
 from sample_trials import make_kernel, make_trial
 
@@ -53,6 +54,18 @@ def test_the_doctor_blames_the_cache_where_it_cannot_be_written(
             "untried",
             "it cannot be tried without the cache, see above",
         )
+
+
+@needs_nvrtc
+def test_the_doctor_tries_nvrtc_without_the_tune_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call compiles with it, and needs no extra."""
+
+    def missing() -> str:
+        raise ModuleNotFoundError("no alembic", name="alembic")
+
+    monkeypatch.setitem(doctor.CHECKS, "tune extra", missing)
+    states = {check["name"]: check["state"] for check in json.loads(run("doctor", "--json").stdout)["checks"]}
+    assert (states["tune extra"], states["nvrtc"], states["emulator"]) == ("missing", "ok", "untried")
 
 
 def test_the_doctor_finds_an_emulator_that_computes_nonsense(monkeypatch: pytest.MonkeyPatch) -> None:
