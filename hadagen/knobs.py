@@ -109,7 +109,7 @@ class Knobs:
 
     @classmethod
     def like(cls, values: Mapping[str, Any]) -> Knobs:
-        """What a stored choice says of today's knobs. Its values may be gone, so that it is not legal."""
+        """A stored choice without the knobs that are gone. It may have values that are gone, and is not legal then."""
         return cls(**{name: value for name, value in values.items() if name in KNOB_NAMES})
 
     def __str__(self) -> str:

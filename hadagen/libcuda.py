@@ -1,7 +1,7 @@
 """libcuda.so.1, the library of the NVIDIA driver, through ctypes: the functions that hadagen calls, and no others.
 
-Names, types and values are those of cuda.h of CUDA 12.0, so every driver from 525 on has them all. Beside
-cuda-bindings, which offers the same, a launch costs the CPU less, and there is no large module to import.
+Names, types and values are those of cuda.h of CUDA 12.0, so every driver from 525 on has them all. A launch costs the
+CPU less than through cuda-bindings, and there is no large module to import.
 
 CUDA driver API: https://docs.nvidia.com/cuda/archive/12.0.0/cuda-driver-api/
 """
