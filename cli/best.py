@@ -74,7 +74,8 @@ def _why_none(config: BestConfig) -> str:
 
     arch = nearest_arch(config.device.arch)
     if arch and Space(config.problem, load_arch(arch)).closest(Knobs()) is None:
-        return f"no plan for such rows fits on {arch}"
+        why = f"hadagen emit --arch {arch} --problem {config.problem.key} --space"
+        return f"no plan for rows of {config.problem.n} fits on {arch}; take shorter ones, or see why: {why}"
     return how_to_get_kernels(config.device.arch)
 
 

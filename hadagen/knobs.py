@@ -104,7 +104,8 @@ class Knobs:
         known = {name: value for name, value in values.items() if _FORMER.get(name) != value}
         unknown = sorted(set(known) - set(KNOB_NAMES))
         if unknown:
-            raise UsageError(f"knob {unknown[0]!r} is not known; choose from {', '.join(KNOB_NAMES)}")
+            gone = "gone, though kernels that have it still run" if unknown[0] in _FORMER else "not known"
+            raise UsageError(f"knob {unknown[0]!r} is {gone}; choose from {', '.join(KNOB_NAMES)}")
         return cls(**known)
 
     @classmethod
