@@ -213,8 +213,8 @@ def test_a_bare_install_chooses_kernels_and_names_the_extra_for_the_rest(sample:
     checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
     assert "is not installed; install it with: pip install 'hadagen[tune]'" in checks["tune extra"]["says"]
     assert checks["tune extra"]["state"] == "missing"
-    for name in ("nvrtc", "nvcc", "emulator"):
-        assert checks[name]["says"].startswith("it cannot be tried without the tune")
+    assert checks["emulator"]["says"].startswith("it cannot be tried without the tune")
+    assert "untried" not in {checks[name]["state"] for name in ("nvrtc", "nvcc")}  # a call may compile
     for arguments in (("tune",), ("emit", "--n", "2"), ("bundle", "make", "--db", str(sample))):
         done = bare(*arguments)
         assert done.returncode == 1
