@@ -185,11 +185,11 @@ def _cuda_of_driver() -> int:
 
 
 def _cuda_of(bundle: Bundle) -> int:
-    """The newest CUDA that assembled cubins of a bundle, such as 13; 0 if they do not say. Of cubins of one compiler,
-    the first is read."""
+    """The newest CUDA that assembled cubins of a bundle, such as 13; 0 if they do not say. Of the cubins of one
+    compiler, one is read."""
     from hadagen.cubin import cuda_release
 
-    kernels = {entry.nvcc: entry.kernel for entry in bundle.all_entries()}
+    kernels = {entry.nvcc: entry.kernel for entry in bundle.all_entries() if entry.compiled}
     return max((cuda_release(bundle.kernel(digest).cubin) or 0 for digest in kernels.values()), default=0)
 
 

@@ -117,6 +117,11 @@ class Knobs:
         return knobs_text(self.to_dict())
 
 
+def are_known(values: Mapping[str, Any]) -> bool:
+    """Whether no knob and no value of a stored choice is gone."""
+    return all(value in KNOB_VALUES.get(name, ()) for name, value in values.items())
+
+
 def knobs_text(values: Mapping[str, Any]) -> str:
     """The knobs that differ from their defaults, as `k=v` pairs. Stored ones may have values that are gone."""
     changed = [f"{k}={v}" for k, v in values.items() if v != getattr(Knobs, k, _FORMER.get(k))]

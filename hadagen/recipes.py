@@ -51,7 +51,7 @@ def image_of(recipe: Recipe, target: str) -> bytes:
     Raises `UsageError` if the recipe is not legal on its own arch or needs what the GPU lacks, or means another launch.
     Raises `ToolchainError` if there is no NVRTC, or it cannot compile the source.
     """
-    image = _known(recipe, target) or compile_all([recipe], target)[0]
+    (image,) = compile_all([recipe], target)
     if isinstance(image, HadagenError):
         raise image
     return image
@@ -63,6 +63,14 @@ def compile_all(recipes: Sequence[Recipe], target: str, jobs: int = 1) -> list[b
 
     Raises `ToolchainError` if there is no NVRTC, and `UsageError` if the arch is unknown.
     """
+    found = [_known(recipe, target) for recipe in recipes]
+    missing = [recipe for recipe, image in zip(recipes, found, strict=True) if image is None]
+    made = iter(_compile(missing, target, jobs) if missing else ())
+    return [next(made) if image is None else image for image in found]
+
+
+def _compile(recipes: Sequence[Recipe], target: str, jobs: int) -> list[bytes | HadagenError]:
+    """`compile_all` of recipes that are not kept."""
     try:
         from hadagen.arch import load_arch
         from hadagen.codegen import render
@@ -79,7 +87,7 @@ def compile_all(recipes: Sequence[Recipe], target: str, jobs: int = 1) -> list[b
     features = load_arch(target).features if target in known_archs() else arch.features
     known = int(target[2:]) in library.archs
     compiled_for, name = (replace(arch, nvcc_arch=f"sm_{target[2:]}"), _CUBIN) if known else (arch, _PTX)
-    results: list[bytes | HadagenError] = [UsageError("")] * len(recipes)
+    results: dict[int, bytes | HadagenError] = {}
     sources: dict[int, Source] = {}
     for i, recipe in enumerate(recipes):
         try:
@@ -112,7 +120,7 @@ def compile_all(recipes: Sequence[Recipe], target: str, jobs: int = 1) -> list[b
         else:
             results[i] = kernel.cubin if known else kernel.ptx
             _keep("recipes", _index_key(recipes[i], target), [key, name])
-    return results
+    return [results[i] for i in range(len(recipes))]
 
 
 def verdict(image: bytes, problem: Problem, launch: LaunchSpec, gpu: str, driver: str) -> bool | None:

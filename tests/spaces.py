@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any
 
 from hadagen.arch import load_arch
-from hadagen.knobs import KNOB_VALUES, Knobs
+from hadagen.knobs import Knobs
 from hadagen.problem import Problem
 from hadagen.space import Space
 
@@ -47,8 +47,3 @@ def families(problem: Problem, *names: str, **fixed: Any) -> list[Knobs]:
         if {name: getattr(knobs, name) for name in family} == family:
             found.append(knobs)
     return found
-
-
-def has_todays_values(knobs: Knobs) -> bool:
-    """Whether no value of a stored choice is gone."""
-    return all(value in KNOB_VALUES[name] for name, value in knobs.to_dict().items())

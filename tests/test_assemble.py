@@ -11,7 +11,6 @@ from command_line import machine, run, sentence, succeed
 from real_compilers import needs_nvcc
 from sample_bundle import write_trials
 from sample_trials import H200, make_kernel, make_trial
-from spaces import has_todays_values
 
 from hadagen import compilers
 from hadagen.arch import load_arch
@@ -19,7 +18,7 @@ from hadagen.codegen import render
 from hadagen.compilers import Nvcc, Ptxas
 from hadagen.cubin import is_cubin
 from hadagen.errors import NoCompilerError, ToolchainError
-from hadagen.knobs import Knobs
+from hadagen.knobs import Knobs, are_known
 from hadagen.launch import ENTRY
 from hadagen.problem import Problem
 from hadagen.ptx_version import lowered
@@ -152,7 +151,7 @@ def some_shipped(count: int) -> list[BundleEntry]:
     todays = [
         entry
         for entry in entries.values()
-        if entry.knobs.get("store", "plain") == "plain" and has_todays_values(Knobs.like(entry.knobs))
+        if entry.knobs.get("store", "plain") == "plain" and are_known(Knobs.like(entry.knobs).to_dict())
     ]
     return todays[:: len(todays) // count]
 

@@ -34,11 +34,10 @@ from sample_trials import (
     make_trial,
     times,
 )
-from spaces import has_todays_values
 
 from hadagen.arch import load_arch
 from hadagen.errors import StorageError, UsageError
-from hadagen.knobs import Knobs
+from hadagen.knobs import Knobs, are_known
 from hadagen.problem import DType, Problem, Rows, Transform
 from hadagen.regimes import Cache, Destination
 from hadagen.scale import ScaleForm
@@ -259,7 +258,7 @@ def test_the_shipped_winners_keep_their_bounds_and_are_legal() -> None:
                 assert entry.relative_error is not None
                 assert entry.relative_error <= entry.problem.error_bound, entry.problem.key
         legal = {
-            choice for choice in {(e.problem, Knobs.like(e.knobs)) for e in entries} if has_todays_values(choice[1])
+            choice for choice in {(e.problem, Knobs.like(e.knobs)) for e in entries} if are_known(choice[1].to_dict())
         }
         assert len(legal) > 100
         for problem, knobs in legal:

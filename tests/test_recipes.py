@@ -52,6 +52,7 @@ def test_what_was_compiled_is_found_again_without_generator_and_compiler(monkeyp
     assert is_cubin(first)
     forbid_work(monkeypatch)
     assert image_of(recipe_of(), "sm90") == first
+    assert compile_all([recipe_of(), recipe_of()], "sm90", jobs=2) == [first, first]
 
 
 @needs_nvrtc

@@ -19,7 +19,7 @@ from typing import Any
 
 from hadagen.arch import Arch, load_arch
 from hadagen.errors import StorageError, UsageError
-from hadagen.knobs import KNOB_NAMES, KNOB_VALUES, Knobs, KnobValue
+from hadagen.knobs import KNOB_NAMES, KNOB_VALUES, Knobs, KnobValue, are_known
 from hadagen.measure import Cell
 from hadagen.problem import Problem
 from hadagen.regimes import Cache, Destination
@@ -130,7 +130,7 @@ def recording_of(header: str, lines: Iterable[str]) -> Recording:
         trials = [_trial(empty, json.loads(line)) for line in lines]
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
-    known, former = (tuple(t for t in trials if _is_known(t.knobs) is still) for still in (True, False))
+    known, former = (tuple(t for t in trials if are_known(t.knobs) is still) for still in (True, False))
     searched = ((name, values) for name, values in empty.ranges.items() if name in KNOB_VALUES)
     ranges = {name: tuple(value for value in values if value in KNOB_VALUES[name]) for name, values in searched}
     return replace(empty, ranges=ranges, trials=known, former=former)
@@ -188,10 +188,6 @@ def _trial(recording: Recording, values: Mapping[str, Any]) -> Trial:
         date=recording.date,
         seconds=values["seconds"],
     )
-
-
-def _is_known(knobs: Mapping[str, Any]) -> bool:
-    return all(value in KNOB_VALUES.get(name, ()) for name, value in knobs.items())
 
 
 def _us(timing: Timing) -> tuple[float, float, float, float]:

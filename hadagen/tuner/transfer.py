@@ -5,9 +5,8 @@ recipe is taken as it is where it is legal on the arch, and else the nearest leg
 is no winner, and PyTorch computes the transform.
 
 The model does not see all that makes one kernel faster than another. So of kernels that it cannot tell apart, the one
-that won on a measured GPU with as many elements for each SM ranks first. On the recordings of an H100, the kernels that
-the model chooses among winners lose 5 % to the best. With winners of the same element counts known, they lose 1 %; with
-winners of quite other counts in their place, no more than without.
+that won on a measured GPU with as many elements for each SM ranks first. On the recordings of an H100, that comes
+nearer to the best kernel, and where the winners are of quite other counts it loses nothing.
 
 No kernel runs. So these winners are marked `estimated` and have no errors: a call compares a kernel that is compiled
 there with PyTorch first.
