@@ -34,6 +34,15 @@ def read(tmp_path: Path) -> Callable[[Any], Arch]:
     return read
 
 
+def test_an_arch_that_was_not_written_for_programs_without_yaml_says_how(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "archs.json").write_text("{}")
+    monkeypatch.setattr("hadagen.arch._ARCHS", tmp_path / "archs.json")
+    with pytest.raises(UsageError, match=r"arch sm90 is not in archs\.json yet; run make archs"):
+        load_arch.__wrapped__("sm90")
+
+
 @pytest.mark.parametrize("name", known_archs())
 def test_what_programs_without_yaml_read_is_what_the_file_says(name: str) -> None:
     assert load_arch(name) == read_arch(ARCH_DIRECTORY / f"{name}.yaml")

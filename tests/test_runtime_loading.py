@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import sqlite3
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from sample_bundle import write_trials
+from sample_bundle import remake, write_trials
 from sample_trials import H100, LAUNCH, PROBLEM, make_kernel, make_trial
 
 from hadagen import recipes
 from hadagen.driver import DoesNotFit, DriverError, LoadedKernel
-from hadagen.errors import DeviceError, NoCompilerError, ToolchainError, UsageError
+from hadagen.errors import DeviceError, NoCompilerError, StorageError, ToolchainError, UsageError
 from hadagen.launch import ENTRY
 from hadagen.recipes import Recipe
 from hadagen.runtime import loading
@@ -219,3 +220,12 @@ def test_a_recipe_of_a_bundle_names_what_it_is_made_from(tmp_path: Path) -> None
     with pytest.raises(UsageError, match="has no cubin"):
         write_trials(tmp_path / "b.db", [other])
     assert make_kernel().cubin
+
+
+def test_a_recipe_whose_knobs_were_changed_is_refused(tmp_path: Path) -> None:
+    path = write_trials(tmp_path / "a.db", [recipe_trial()])
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("""UPDATE trials SET knobs = '{"chunks":2,"grid":"tiles"}'""")
+    remake(path)
+    with pytest.raises(StorageError, match="that is not of its recipe"):
+        Bundle.open(path).entries(PROBLEM)
