@@ -16,12 +16,13 @@ _PRODUCT = 16
 _MANY_BLOCKS = 4
 
 
-def transform(x: torch.Tensor, y: torch.Tensor, scale: float) -> None:
+def transform(x: torch.Tensor, y: torch.Tensor, scale: float, *, batch_invariant: bool = False) -> None:
     """y = (x · H_n) · scale over the last dimension, with x zero-padded from m to n elements, and y cut to m.
 
     x, y: floating point, of the same shape [..., m] with m ≥ 1, the same tensor or without overlap; y can be viewed as
     [rows, m]. n is m or the next power of two. Computes in float64 for float64 and in float32 otherwise, and rounds to
     y's type once. PyTorch's settings for the precision of matrix products have no effect.
+    batch_invariant: a row gives the same bits among any number of rows. Many rows take longer then, on the CPU.
     """
     m = x.shape[-1]
     n = padded_length(m)
@@ -30,7 +31,7 @@ def transform(x: torch.Tensor, y: torch.Tensor, scale: float) -> None:
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     buffers = torch.empty((2, block, n), dtype=dtype, device=x.device)
     many = x.device.type == "cpu" and n >= _PRODUCT and source.shape[0] >= _MANY_BLOCKS * block
-    low = _exact_product(buffers) if many else None
+    low = _exact_product(buffers) if many and not batch_invariant else None
     # A scale below 1 is multiplied first, so that no sum is larger than a result. One above 1 is multiplied last, for
     # the same reason. Sums of float16 are far below the maximum of float32.
     first_scale, last_scale = (scale, 1.0) if abs(scale) < 1 and x.dtype != torch.float16 else (1.0, scale)

@@ -1,8 +1,8 @@
 """`torch.ops.hadagen`: the transform as PyTorch's dispatcher knows it, for torch.compile, autograd, vmap and modes.
 
-    hadamard_transform(x, scale, numerics)           a new tensor, contiguous
-    hadamard_transform_(x, scale, numerics)          x is overwritten
-    hadamard_transform_out(x, scale, numerics, out)  out is overwritten
+    hadamard_transform(x, scale, numerics, batch_invariant=False)           a new tensor, contiguous
+    hadamard_transform_(x, scale, numerics, batch_invariant=False)          x is overwritten
+    hadamard_transform_out(x, scale, numerics, out, batch_invariant=False)  out is overwritten
 
 The results have the type of x under autocast too. The last two return nothing: an operator that returned its argument
 could not be made functional by torch.compile. The scale is a Scalar: for each float torch.compile would compile anew.
@@ -22,13 +22,13 @@ from torch.overrides import has_torch_function_unary
 
 from hadagen.errors import TensorError
 from hadagen.runtime.checks import check_call, check_like, check_tensor
-from hadagen.runtime.compute import Call, compute, compute_into
+from hadagen.runtime.compute import Call, Options, compute, compute_into
 
 _LIBRARY: Any = torch.library.Library("hadagen", "DEF")  # type: ignore[no-untyped-call]
 for _schema in (
-    "hadamard_transform(Tensor x, Scalar scale, str numerics) -> Tensor",
-    "hadamard_transform_(Tensor(a!) x, Scalar scale, str numerics) -> ()",
-    "hadamard_transform_out(Tensor x, Scalar scale, str numerics, Tensor(a!) out) -> ()",
+    "hadamard_transform(Tensor x, Scalar scale, str numerics, bool batch_invariant=False) -> Tensor",
+    "hadamard_transform_(Tensor(a!) x, Scalar scale, str numerics, bool batch_invariant=False) -> ()",
+    "hadamard_transform_out(Tensor x, Scalar scale, str numerics, Tensor(a!) out, bool batch_invariant=False) -> ()",
 ):
     _LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 
@@ -40,30 +40,31 @@ into: Any = torch.ops.hadagen.hadamard_transform_out.default
 
 
 # ---- on real tensors -------------------------------------------------------------------------------------------------
-def _functional(x: torch.Tensor, scale: float, numerics: str) -> torch.Tensor:
-    return compute(x, scale, numerics, False)
+# Each takes the fields of `Options` behind x; the dispatcher leaves out a last one that is the default.
+def _functional(x: torch.Tensor, *options: Any) -> torch.Tensor:
+    return compute(x, Options(*options), False)
 
 
-def _in_place(x: torch.Tensor, scale: float, numerics: str) -> None:
-    compute(x, scale, numerics, True)
+def _in_place(x: torch.Tensor, *options: Any) -> None:
+    compute(x, Options(*options), True)
 
 
-def _into(x: torch.Tensor, scale: float, numerics: str, out: torch.Tensor) -> None:
-    compute_into(x, out, scale, numerics)
+def _into(x: torch.Tensor, scale: float, numerics: str, out: torch.Tensor, batch_invariant: bool = False) -> None:
+    compute_into(x, out, Options(scale, numerics, batch_invariant))
 
 
 # ---- on tensors without memory ---------------------------------------------------------------------------------------
-def _functional_fake(x: torch.Tensor, scale: float, numerics: str) -> torch.Tensor:
+def _functional_fake(x: torch.Tensor, scale: float, numerics: str, batch_invariant: bool = False) -> torch.Tensor:
     check_call(x, scale, numerics)
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _in_place_fake(x: torch.Tensor, scale: float, numerics: str) -> None:
+def _in_place_fake(x: torch.Tensor, scale: float, numerics: str, batch_invariant: bool = False) -> None:
     check_call(x, scale, numerics)
 
 
-def _into_fake(x: torch.Tensor, scale: float, numerics: str, out: torch.Tensor) -> None:
-    _in_place_fake(x, scale, numerics)
+def _into_fake(x: torch.Tensor, scale: float, numerics: str, out: torch.Tensor, batch_invariant: bool = False) -> None:
+    check_call(x, scale, numerics)
     check_like(x, out)
 
 
@@ -79,17 +80,17 @@ class _Function(_SingleLevelFunction):
 
 class _Functional(_Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, scale: float, numerics: str) -> torch.Tensor:
-        ctx.options = scale, numerics
-        return _below_autograd(x, scale, numerics)
+    def forward(ctx: Any, x: torch.Tensor, options: Options) -> torch.Tensor:
+        ctx.options = options
+        return _below_autograd(x, options)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return transform(gradient, *ctx.options), None, None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return transform(gradient, ctx.options), None
 
     @staticmethod
     def jvp(ctx: Any, tangent: torch.Tensor, *_: None) -> torch.Tensor:
-        return transform(tangent, *ctx.options)
+        return transform(tangent, ctx.options)
 
 
 class Remembered(_Function):
@@ -102,32 +103,32 @@ class Remembered(_Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return transform(gradient, ctx.call.scale, ctx.call.numerics), None, None
+        return transform(gradient, ctx.call.options), None, None
 
 
 class _InPlace(_Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, scale: float, numerics: str) -> torch.Tensor:
-        ctx.options = scale, numerics
+    def forward(ctx: Any, x: torch.Tensor, options: Options) -> torch.Tensor:
+        ctx.options = options
         ctx.mark_dirty(x)
         with _next_level():
-            in_place(x, scale, numerics)
+            in_place(x, *options)
         return x
 
     backward = _Functional.backward
 
     @staticmethod
     def jvp(ctx: Any, tangent: torch.Tensor, *_: None) -> torch.Tensor:
-        result = transform(tangent, *ctx.options)
+        result = transform(tangent, ctx.options)
         with forward_ad._set_fwd_grad_enabled(True):  # the tangent may have a tangent of an outer level
             return tangent.copy_(result)
 
 
-def _below_autograd(x: torch.Tensor, scale: float, numerics: str) -> torch.Tensor:
+def _below_autograd(x: torch.Tensor, options: Options) -> torch.Tensor:
     if has_only_memory(x):
-        return compute(x, scale, numerics, False)
+        return compute(x, options, False)
     with _next_level():
-        result: torch.Tensor = functional(x, scale, numerics)
+        result: torch.Tensor = functional(x, *options)
         return result
 
 
@@ -143,11 +144,11 @@ def _next_level() -> Iterator[None]:
         yield
 
 
-def transform(x: torch.Tensor, scale: float, numerics: str) -> torch.Tensor:
+def transform(x: torch.Tensor, options: Options) -> torch.Tensor:
     """The operator; it bypasses the dispatcher if the dispatcher has nothing to do."""
     if has_only_memory(x) and not needs_derivative(x):
-        return compute(x, scale, numerics, False)
-    result: torch.Tensor = functional(x, scale, numerics)
+        return compute(x, options, False)
+    result: torch.Tensor = functional(x, *options)
     return result
 
 
@@ -191,24 +192,24 @@ def _apply_at_one_level(function: Any, *arguments: Any) -> Any:
         return function.apply(*arguments)
 
 
-def _functional_autograd(x: torch.Tensor, scale: float, numerics: str) -> torch.Tensor:
+def _functional_autograd(x: torch.Tensor, *options: Any) -> torch.Tensor:
     if needs_derivative(x):
-        return cast(torch.Tensor, _apply_at_one_level(_Functional, x, scale, numerics))
-    return _below_autograd(x, scale, numerics)
+        return cast(torch.Tensor, _apply_at_one_level(_Functional, x, Options(*options)))
+    return _below_autograd(x, Options(*options))
 
 
-def _in_place_autograd(x: torch.Tensor, scale: float, numerics: str) -> None:
+def _in_place_autograd(x: torch.Tensor, *options: Any) -> None:
     if not needs_derivative(x):
         with _next_level():
-            in_place(x, scale, numerics)
+            in_place(x, *options)
         return
     if x.requires_grad and torch.is_grad_enabled():
         _check_autograd_follows(x)
     if not (has_only_memory(x) or torch._C._are_functorch_transforms_active()):
         # torch.compile assumes that autograd need not know of an operator that writes to its input.
-        x.copy_(functional(x, scale, numerics))
+        x.copy_(functional(x, *options))
         return
-    _apply_at_one_level(_InPlace, x, scale, numerics)
+    _apply_at_one_level(_InPlace, x, Options(*options))
 
 
 def _check_autograd_follows(x: torch.Tensor) -> None:
@@ -223,28 +224,28 @@ def _check_autograd_follows(x: torch.Tensor) -> None:
         raise TensorError("x is a leaf, or a view of one, that requires grad; leave out inplace=True or use no_grad")
 
 
-def _into_autograd(x: torch.Tensor, scale: float, numerics: str, out: torch.Tensor) -> None:
+def _into_autograd(
+    x: torch.Tensor, scale: float, numerics: str, out: torch.Tensor, batch_invariant: bool = False
+) -> None:
     if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):
         raise TensorError("x or out requires grad, and out= has no derivative; leave it out or use no_grad")
     if _has_tangent(x) or _has_tangent(out):
         raise TensorError("x or out has a tangent, and out= has no derivative; leave it out")
     with torch._C._AutoDispatchBelowAutograd():
-        into(x, scale, numerics, out)
+        into(x, scale, numerics, out, batch_invariant)
 
 
 # ---- vmap ------------------------------------------------------------------------------------------------------------
 # One more leading dimension changes nothing. So only a batch that is the last dimension has to move.
 def _functional_vmap(
-    info: Any, in_dims: tuple[int | None, ...], x: torch.Tensor, scale: float, numerics: str
+    info: Any, in_dims: tuple[int | None, ...], x: torch.Tensor, *options: Any
 ) -> tuple[torch.Tensor, int]:
     x, batch = _with_last_in_place(x, in_dims[0])
-    return functional(x, scale, numerics), batch
+    return functional(x, *options), batch
 
 
-def _in_place_vmap(
-    info: Any, in_dims: tuple[int | None, ...], x: torch.Tensor, scale: float, numerics: str
-) -> tuple[None, None]:
-    in_place(_with_last_in_place(x, in_dims[0])[0], scale, numerics)
+def _in_place_vmap(info: Any, in_dims: tuple[int | None, ...], x: torch.Tensor, *options: Any) -> tuple[None, None]:
+    in_place(_with_last_in_place(x, in_dims[0])[0], *options)
     return None, None
 
 

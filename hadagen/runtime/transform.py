@@ -21,6 +21,7 @@ from hadagen.runtime.checks import (
     stands_for_a_tensor,
 )
 from hadagen.runtime.compute import calls, key_of
+from hadagen.runtime.kernels import BATCH_INVARIANT
 
 # Needed in every call, so that they are looked up only once.
 _Tensor = torch.Tensor
@@ -38,6 +39,7 @@ def hadamard_transform(
     inplace: bool = False,
     out: torch.Tensor | None = None,
     numerics: str = "accurate",
+    batch_invariant: bool | None = None,
 ) -> torch.Tensor:
     """(x · H_n) · scale over the last dimension, where H_n is the Hadamard matrix of ±1 in Sylvester's order.
 
@@ -51,15 +53,20 @@ def hadamard_transform(
     out: the tensor to write and return, of x's shape, dtype and device; either x itself or without overlap with x.
     numerics: "accurate" rounds to the type of x once, when the result is stored. "fast" may also round between steps,
         but no more often than HadaCore.
+    batch_invariant: whether a row gives the same bits among any number of rows, on every GPU of the same arch, for the
+        same n, type and numerics, in tensors whose rows have gaps, or in those whose rows have none. By default it is
+        if HADAGEN_BATCH_INVARIANT is 1 when hadagen is first used.
 
     Returns a tensor of x's shape, dtype and device, also under autocast. It is contiguous, unless it is x or out.
     The function is differentiable in x, any number of times. It runs on the current stream of x's device.
 
-    Raises TypeError if x, out or scale is of a wrong type; `UsageError`, a ValueError, for a bad scale or numerics;
-    `TensorError`, also a RuntimeError, for a tensor that cannot be transformed or written; `DeviceError` if the GPU
-    refuses the launch; `StorageError` if HADAGEN_BUNDLE names a file that is damaged or no bundle. Nothing is written
-    before all arguments are checked.
+    Raises TypeError if x, out, scale or a flag is of a wrong type; `UsageError`, a ValueError, for a bad scale or
+    numerics; `TensorError`, also a RuntimeError, for a tensor that cannot be transformed or written; `DeviceError` if
+    the GPU refuses the launch, or has no kernels that give the same bits in every call; `StorageError` if
+    HADAGEN_BUNDLE names a file that is damaged or no bundle. Nothing is written before all arguments are checked.
     """
+    if batch_invariant is None:
+        batch_invariant = BATCH_INVARIANT
     # A repeated call goes straight to its kernel, past PyTorch's dispatcher, if the dispatcher has nothing to do: no
     # mode, transform or subclass wants to see the operator. (While PyTorch traces, shapes are made of tensors, so no
     # call is known.)
@@ -75,7 +82,7 @@ def hadamard_transform(
     ):
         try:
             address = x.data_ptr()
-            call = calls[key_of(x, address, scale, numerics, inplace)]
+            call = calls[key_of(x, address, scale, numerics, batch_invariant, inplace)]
         except (KeyError, RuntimeError, TypeError):  # a new call, no memory (as under vmap), or a bad argument
             address = 0
         if address:
@@ -84,16 +91,19 @@ def hadamard_transform(
                     return call.run(x, address)
             elif not (inplace or _in_functorch()):
                 return cast(torch.Tensor, _with_gradient(x, call, address))
-    return _dispatched(x, scale, inplace, out, numerics)
+    return _dispatched(x, scale, inplace, out, numerics, batch_invariant)
 
 
-def _dispatched(x: Any, scale: float, inplace: bool, out: torch.Tensor | None, numerics: str) -> torch.Tensor:
+def _dispatched(
+    x: Any, scale: float, inplace: bool, out: torch.Tensor | None, numerics: str, batch_invariant: bool
+) -> torch.Tensor:
     if stands_for_a_tensor(x):
-        options: dict[str, Any] = {"inplace": inplace, "out": out, "numerics": numerics}
-        return handle_torch_function(hadamard_transform, (x,), x, scale, **options)
+        named: dict[str, Any] = {"inplace": inplace, "out": out, "numerics": numerics}
+        return handle_torch_function(hadamard_transform, (x,), x, scale, **named, batch_invariant=batch_invariant)
     check_is_tensor(x, "x")
-    if not is_flag(inplace):
-        raise TypeError(f"inplace is {inplace!r}; pass True or False")
+    for name, flag in (("inplace", inplace), ("batch_invariant", batch_invariant)):
+        if not is_flag(flag):
+            raise TypeError(f"{name} is {flag!r}; pass True or False")
     if out is not None:
         check_is_tensor(out, "out")
         if inplace and out is not x:
@@ -108,16 +118,15 @@ def _dispatched(x: Any, scale: float, inplace: bool, out: torch.Tensor | None, n
             check_like(x, out)
         if target is not None and (x.is_neg() or target.is_neg()):
             # A view into a conjugate is negated as it is read, which PyTorch does only for operators with a result.
-            return target.copy_(operator.functional(x.resolve_neg(), scale, numerics))
-    if not is_symbolic(scale):
-        scale = float(scale)
+            return target.copy_(operator.functional(x.resolve_neg(), scale, numerics, bool(batch_invariant)))
+    options = scale if is_symbolic(scale) else float(scale), numerics, bool(batch_invariant)
     if inplace or out is x:
-        operator.in_place(x, scale, numerics)
+        operator.in_place(x, *options)
         return cast(torch.Tensor, x)
     if out is not None:
-        operator.into(x, scale, numerics, out)
+        operator.into(x, *options[:2], out, options[2])
         return out
-    return cast(torch.Tensor, operator.functional(x, scale, numerics))
+    return cast(torch.Tensor, operator.functional(x, *options))
 
 
 def _number(scale: Any) -> Any:
