@@ -47,11 +47,9 @@ def best(
     if arch and config.match is Match.GENERIC and arch not in known_archs():
         known = ", ".join(known_archs())
         raise UsageError(f"arch {arch!r} is not known and no bundle serves it; choose one of {known}")
-    if batch_invariant and config.launch is None:
-        if best_config(problem, rows, device, arch=arch, inplace=inplace).launch is not None:
-            raise UsageError(
-                f"{problem.key} has no kernels that give the same bits in every call; leave out --batch-invariant"
-            )
+    if batch_invariant and not config.launch and best_config(problem, rows, device, arch=arch, inplace=inplace).launch:
+        said = f"{problem.key} has no kernels that give the same bits in every call"
+        raise UsageError(f"{said}; leave out --batch-invariant")
     if as_json:
         print_json(config.to_dict())
         return
