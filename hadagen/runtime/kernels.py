@@ -34,6 +34,8 @@ from hadagen.runtime.loading import compile_missing, load
 from hadagen.runtime.proof import TORCH_DTYPE
 from hadagen.tuning_db.bundle import Bundle, BundleEntry
 
+AUTOTUNE = "HADAGEN_AUTOTUNE"  # the variable that makes calls measure problems that nobody measured
+
 _DTYPES = {dtype: name for name, dtype in TORCH_DTYPE.items()}
 
 Kind = tuple[int, Problem, bool]  # device, problem, whether in place
@@ -67,11 +69,13 @@ def find(device: int, problem: Problem, in_place: bool, elements: int) -> Loaded
     if not timed:
         return None
     key = (device, problem, in_place, nearest(timed, elements))
-    if key not in _found:
+    try:
+        return _found[key]
+    except KeyError:
         with _lock:
             if key not in _found:
                 _found[key] = _find(*key)
-    return _found[key]
+            return _found[key]
 
 
 def find_for_scale(device: int, problem: Problem, in_place: bool, elements: int, scale: float) -> LoadedKernel | None:
@@ -144,8 +148,9 @@ def warmup(
         for problem in filter(None, problems):
             # Tensors that must be copied are transformed in place, in the copy.
             for in_place in (True,) if inplace else (False, True):
+                timed = _timed_of(index, problem, in_place)
                 # Without `rows`, all counts from a single row on.
-                wanted = [row, *(e for e in _timed_of(index, problem, in_place) if e > row)] if given is None else given
+                wanted = [row, *(e for e in timed if e > row)] if given is None else given
                 asked += [(problem, in_place, elements) for elements in wanted]
     _compile_missing(index, asked)
     return len({id(find(index, *each)) for each in asked} - {id(None)})
@@ -192,14 +197,27 @@ def _dtype(value: Any) -> torch.dtype:
 def _timed_of(device: int, problem: Problem, in_place: bool) -> list[int]:
     """The element counts at which the kernels of a problem were timed, ascending; [] if PyTorch must do the work."""
     kind = (device, problem, in_place)
-    if kind not in _timed:
+    found = _timed.get(kind)
+    if found is None:
         target = cuda_device(device)
+        if target is not None:
+            _autotune_if_wanted(device, problem, in_place, target)
         with _lock:
             if kind not in _timed:
                 _timed[kind] = [] if target is None else timed_in_bundles(problem, _destination(in_place), target)
-        if target is not None and not _timed[kind] and not is_served(target):
+            found = _timed[kind]
+        if target is not None and not found and not is_served(target):
             _tell_unserved(device, target)
-    return _timed[kind]
+    return found
+
+
+def _autotune_if_wanted(device: int, problem: Problem, in_place: bool, target: Device) -> None:
+    """Measure a problem before its first call if HADAGEN_AUTOTUNE is set, and not to 0; never in a graph capture."""
+    if os.environ.get(AUTOTUNE, "0") in ("", "0") or torch.cuda.is_current_stream_capturing():
+        return
+    from hadagen.runtime.autotune import autotune_once  # here, because it imports this module
+
+    autotune_once(problem, _destination(in_place), device, target)
 
 
 def _tell_unserved(device: int, target: Device) -> None:
@@ -256,6 +274,15 @@ def _load(bundle: Bundle, entry: BundleEntry, device: int, target: Device) -> Lo
     if place not in _loaded:
         _loaded[place] = load(bundle, entry, device, target)
     return _loaded[place]
+
+
+def forget(problem: Problem) -> None:
+    """Find the kernels of a problem anew for later calls. Those that were loaded stay, because graphs may hold them."""
+    with _lock:
+        tables: tuple[dict[Any, Any], ...] = (_timed, _found)
+        for table in tables:
+            for key in [key for key in table if key[1] == problem]:
+                del table[key]
 
 
 def _forget() -> None:
