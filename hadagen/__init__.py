@@ -2,8 +2,8 @@
 
     y = hadagen.hadamard_transform(x, x.shape[-1] ** -0.5)
 
-`best_config` says which kernel that runs, and `warmup` loads it beforehand. `import hadagen` imports neither PyTorch
-nor CUDA; the first use of a name does.
+`best_config` says which kernel that runs, `warmup` loads it beforehand, and `autotune` measures which is the fastest
+here. `import hadagen` imports neither PyTorch nor CUDA; the first use of a name does.
 """
 
 from __future__ import annotations

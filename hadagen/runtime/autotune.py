@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,10 +59,12 @@ def autotune(
         raise UsageError(f"seconds = {seconds!r} is not supported; give more than 0, at most {_MOST_SECONDS}")
     index, target = _measured_device(device)
     path = bundle_path(target.arch)
+    if find_spec("numpy") is None:
+        raise ToolchainError("numpy is missing, with which kernels are verified; pip install numpy")
     try:
         from hadagen.autotuner import add_winners
-    except ImportError as error:
-        raise ToolchainError(f"kernels cannot be made and verified here ({error}); pip install numpy jinja2") from None
+    except ImportError as error:  # such as Jinja2, which PyTorch brings along
+        raise ToolchainError(f"kernels cannot be generated ({error}); pip install jinja2") from None
     add_winners(path, wanted, index, target.arch, _known_knobs(wanted), seconds, cpus())
     kernels.forget(wanted)
     compute.forget()
