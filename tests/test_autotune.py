@@ -9,7 +9,7 @@ import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,11 +25,12 @@ from hadagen import Match, autotuner
 from hadagen.arch import load_arch
 from hadagen.autotuner import MEASURING_SHARE, Measuring, add_winners, first_knobs
 from hadagen.errors import DeviceError, StorageError, ToolchainError, UsageError
-from hadagen.knobs import Knobs
+from hadagen.knobs import Knobs, plan_of
 from hadagen.launch import Source
 from hadagen.measure import DeviceRunner, Variant, all_cells
 from hadagen.measure.messages import Answer, Measure
 from hadagen.problem import Numerics, Problem, Rows
+from hadagen.programs import Stopped
 from hadagen.regimes import Destination
 from hadagen.runtime import autotune as asking
 from hadagen.runtime import bundles, compute, kernels
@@ -59,17 +60,24 @@ class Clock:
 
 
 class FakeToolchain:
-    """Compiles each source to a kernel whose code is its text. `refused`: takes the place of every kernel."""
+    """Compiles each source to a kernel whose code is its text. `refused`: takes the place of every kernel, or is
+    raised."""
 
     refused: ClassVar[Any] = None
+    cubin: ClassVar[bytes] = b""  # if not empty, that of every kernel
+    built: ClassVar[list[str]] = []
 
     def __init__(self, compiler: object) -> None:
         pass
 
     def build_all(self, sources: Sequence[Source], arch: Any, **_: object) -> list[Kernel]:
-        return [make_kernel(source.text.encode(), launch=source.launch, arch=arch.name) for source in sources]
+        texts = [self.cubin or source.text.encode() for source in sources]
+        return [make_kernel(t, launch=s.launch, arch=arch.name) for t, s in zip(texts, sources, strict=True)]
 
     def build(self, sources: Sequence[Source], arch: Any, **_: object) -> list[Any]:
+        self.built.extend(source.text for source in sources)
+        if isinstance(self.refused, Exception):
+            raise self.refused
         return [self.refused or kernel for kernel in self.build_all(sources, arch)]
 
 
@@ -140,7 +148,8 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(autotuner, "DeviceRunner", lambda index, copies, deadline: FakeRunner(machine, deadline))
     monkeypatch.setattr(autotuner, "NvrtcProgram", SimpleNamespace(find=lambda: None))
     monkeypatch.setattr(autotuner, "Toolchain", FakeToolchain)
-    monkeypatch.setattr(FakeToolchain, "refused", None)
+    for name, value in (("refused", None), ("cubin", b""), ("built", [])):
+        monkeypatch.setattr(FakeToolchain, name, value)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(asking, "_tried", set())
@@ -160,9 +169,9 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 def _some_knobs() -> list[Knobs]:
-    """Legal on an H100 and on an A100."""
+    """Legal on an H100 and on an A100, and none that a search would begin with."""
     spaces = [Space(PROBLEM, load_arch(arch)) for arch in ("sm90", "sm80")]
-    return [knobs for knobs in spaces[1].seeds() if spaces[0].closest(knobs) == knobs][:3]
+    return [knobs for knobs in spaces[1].seeds() if spaces[0].closest(knobs) == knobs][-3:]
 
 
 KNOWN = _some_knobs()
@@ -193,6 +202,30 @@ def test_known_recipes_come_first_and_then_new_neighbours_of_winners(machine: Ma
     assert len(asked) == len(set(asked)) > len(KNOWN)
     near = set(Space(PROBLEM, load_arch("sm80")).neighbors(asked[0]))
     assert near & set(asked[len(KNOWN) :])
+    assert len(FakeToolchain.built) == len(set(FakeToolchain.built))
+
+
+def test_a_kernel_is_measured_once(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though other knobs may compile to the same one."""
+    monkeypatch.setattr(FakeToolchain, "cubin", b"all the same")
+    launches = {plan_of(PROBLEM, knobs, starts_early=False).launch for knobs in KNOWN}
+    monkeypatch.setattr(Measuring, "_neighbor", lambda self: None)
+    hadagen.autotune(PROBLEM)
+    assert len(machine.runs[0]) == len(launches)
+
+
+def test_what_was_measured_counts_when_compilers_are_stopped(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = FakeRunner.run
+
+    def run(self: FakeRunner, variants: Iterable[Variant]) -> Iterator[tuple[Variant, Trial]]:
+        for each in measured(self, variants):
+            FakeToolchain.refused = Stopped()  # for the neighbours
+            yield each
+
+    monkeypatch.setattr(FakeRunner, "run", run)
+    hadagen.autotune(PROBLEM)
+    assert 0 < len(machine.runs[0]) <= len(KNOWN)
+    assert own_bundle().entries(PROBLEM)
 
 
 def test_recipes_of_most_entries_come_first() -> None:
@@ -206,10 +239,10 @@ def test_recipes_of_most_entries_come_first() -> None:
 
 @pytest.mark.parametrize("problem", [PROBLEM.with_io(rows=Rows.PITCHED), FAST])
 def test_a_problem_without_recipes_begins_with_those_of_its_parent_or_seeds(problem: Problem, machine: Machine) -> None:
-    hadagen.autotune(problem, seconds=3)
+    hadagen.autotune(problem, seconds=5)
     space = Space(problem, load_arch("sm80"))
-    first = [space.closest(knobs) for knobs in KNOWN] if problem.parent else space.seeds()
-    assert machine.runs[0][0] in first[: len(KNOWN)]
+    first = {space.closest(knobs) for knobs in KNOWN} if problem.parent else set(space.seeds()[: len(KNOWN)])
+    assert set(machine.runs[0][: len(first)]) == first
 
 
 def test_a_second_call_returns_at_once(machine: Machine) -> None:
@@ -462,9 +495,11 @@ def test_a_failure_is_one_warning_and_calls_go_on(
 
 def test_a_warm_up_measures_too(machine: Machine, loads: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(kernels.AUTOTUNE, "1")
-    monkeypatch.setattr(kernels, "compile_missing", lambda chosen, target: None)
+    compiled: list[str] = []
+    monkeypatch.setattr(kernels, "compile_missing", lambda chosen, _: compiled.extend(e.arch for e, _ in chosen))
     assert hadagen.warmup(256, "float16", rows=64, inplace=True, numerics="accurate") >= 1
     assert len(machine.runs) == 2  # contiguous and pitched rows
+    assert set(compiled) == {"sm80"}  # nothing that is not used any more
 
 
 def test_later_calls_of_this_process_run_the_new_winners(
@@ -473,12 +508,14 @@ def test_later_calls_of_this_process_run_the_new_winners(
     machine.gpu, machine.arch = replace(A100, gpu="NVIDIA H800", compute_capability="9.0"), "sm90"
     monkeypatch.setitem(compute.calls, ("a call",), None)
     monkeypatch.setitem(compute._calls_into, ("another",), None)
-    before = call()
-    assert before.entry.gpu == H100.gpu
+    assert call(FAST) is None
+    others = dict(kernels._timed)
+    assert call().entry.gpu == H100.gpu
     loaded = dict(kernels._loaded)
     hadagen.autotune(PROBLEM)
     assert call().entry.gpu == "NVIDIA H800"
     assert kernels._loaded.items() > loaded.items()  # graphs may hold them
+    assert kernels._timed.items() > others.items()
     assert not compute.calls
     assert not compute._calls_into
 
@@ -549,6 +586,40 @@ def test_who_waits_has_patience_while_the_file_changes(tmp_path: Path, monkeypat
     with locked(path), turn(path, 60.0, lambda: clock.now >= 300.0) as ours:
         assert not ours
     assert clock.now == 300.0
+
+
+def test_what_was_done_before_the_lock_was_free_is_not_done_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, clock, others = tmp_path / "a.db", Clock(), ExitStack()
+    others.enter_context(locked(path))
+    monkeypatch.setattr(clock, "sleep", lambda seconds: others.close())
+    monkeypatch.setattr(lock_file, "time", clock)
+    done = iter([False, True])
+    with turn(path, 60.0, lambda: next(done)) as ours:
+        assert not ours
+
+
+FORK = """
+import os, sys
+from pathlib import Path
+from hadagen.tuning_db.lock_file import turn
+path = Path(sys.argv[1], "a.db")
+end, hold = os.pipe()
+with turn(path, 1000.0, lambda: False):
+    if not os.fork():
+        os.close(hold)
+        os.read(end, 1)  # until the parent ends
+        os._exit(0)
+with turn(path, 0.0, lambda: False) as ours:
+    print(ours)
+"""
+
+
+def test_a_child_that_was_forked_meanwhile_does_not_keep_the_lock(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", FORK, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.returncode) == ("True\n", 0), done.stderr
 
 
 def test_a_file_system_without_locks_makes_nobody_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
