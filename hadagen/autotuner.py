@@ -13,7 +13,7 @@ import os
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Event, Timer
@@ -146,27 +146,30 @@ class Measuring:
     """
 
     def __init__(self, space: Space, device_index: int, first: Sequence[Knobs], deadline: float, jobs: int) -> None:
+        """Raises `ToolchainError` if there is no NVRTC."""
         self.trials: list[Trial] = []
         self.failure = ""
-        self._space, self._device_index, self._deadline, self._jobs = space, device_index, deadline, jobs
-        self._first = deque(first)
-        self._asked = set(first)
-        self._near: dict[Knobs, Iterator[Knobs]] = {}  # neighbours of winners that were not asked for yet
-        self._turn = 0
+        self._space, self._device_index, self._first, self._deadline = space, device_index, list(first), deadline
+        self._toolchain = Toolchain(NvrtcProgram.find())
+        self._builder = ThreadPoolExecutor(jobs, "hadagen-autotune")
         self._stopped = Event()  # ends all compilers
+        self._under_way: deque[tuple[Knobs, Future[Kernel | BuildFailure | NotTried]]] = deque()
+        self._asked: set[Knobs] = set()
+        self._near: dict[Knobs, Iterator[Knobs]] = {}  # neighbours that were not looked at
+        self._turn = 0
 
     def run(self) -> None:
-        """Raises `ToolchainError` if there is no NVRTC, and `DeviceError` if the device is lost before the deadline."""
+        """Raises `ToolchainError` if nothing can be compiled, and `DeviceError` if the device is lost, or the measuring
+        process cannot start, before the deadline."""
         alarm = Timer(max(0.0, self._deadline - time.monotonic()), self._stopped.set)
         alarm.daemon = True
         alarm.start()
-        builder = ThreadPoolExecutor(self._jobs, "hadagen-autotune")
         try:
-            toolchain = Toolchain(NvrtcProgram.find())
-            copies = toolchain.build_all(copy_sources(), self._space.arch, stopped=self._stopped)
+            copies = self._toolchain.build_all(copy_sources(), self._space.arch, stopped=self._stopped)
             with DeviceRunner(self._device_index, copies, deadline=self._deadline) as runner:
-                for _, trial in runner.run(self._variants(toolchain, builder)):
+                for _, trial in runner.run(self._variants()):
                     self.trials.append(trial)
+                    self._look_ahead()  # while the device has the next kernel
         except (DeviceError, Stopped) as error:
             if time.monotonic() < self._deadline:
                 raise
@@ -174,24 +177,19 @@ class Measuring:
         finally:
             alarm.cancel()
             self._stopped.set()
-            builder.shutdown(cancel_futures=True)
+            self._builder.shutdown(cancel_futures=True)
 
-    def _variants(self, toolchain: Toolchain, builder: ThreadPoolExecutor) -> Iterator[Variant]:
+    def _variants(self) -> Iterator[Variant]:
         """The kernels to measure, as they are compiled; other knobs that mean the same kernel are left out."""
-        arch, problem = self._space.arch, self._space.problem
-
-        def build(knobs: Knobs) -> Kernel | BuildFailure | NotTried:
-            source = render(plan_of(problem, knobs, starts_early=arch.starts_early))
-            return toolchain.build([source], arch, jobs=1, stopped=self._stopped)[0]
-
-        under_way = deque((knobs, builder.submit(build, knobs)) for knobs in self._first)
+        for knobs in self._first:
+            self._compile(knobs)
         seen: set[str] = set()
         while True:  # the runner ends it at the deadline
-            while len(under_way) < AHEAD and (neighbor := self._neighbor()):
-                under_way.append((neighbor, builder.submit(build, neighbor)))
-            if not under_way:
+            if not self._under_way:
+                self._look_ahead()
+            if not self._under_way:
                 return
-            knobs, built = under_way.popleft()
+            knobs, built = self._under_way.popleft()
             try:
                 kernel = built.result()
             except Stopped:
@@ -199,18 +197,35 @@ class Measuring:
             if isinstance(kernel, Kernel):
                 if kernel.digest not in seen:
                     seen.add(kernel.digest)
-                    yield Variant(problem, knobs.to_dict(), kernel)
+                    yield Variant(self._space.problem, knobs.to_dict(), kernel)
             else:
                 self.failure = kernel.summary if isinstance(kernel, BuildFailure) else kernel.reason
 
-    def _neighbor(self) -> Knobs | None:
-        """A new neighbour of a winner so far; winners take turns. None if there is none now."""
-        winners = list(dict.fromkeys(Knobs.from_dict(trial.knobs) for trial in portfolio(self.trials).values()))
-        self._turn += 1
-        start = self._turn % max(1, len(winners))
-        for knobs in winners[start:] + winners[:start]:
-            for near in self._near.setdefault(knobs, self._space.neighbors(knobs)):
-                if near not in self._asked:
-                    self._asked.add(near)
-                    return near
-        return None
+    def _compile(self, knobs: Knobs) -> None:
+        """Begin to compile a kernel in the background."""
+        arch = self._space.arch
+
+        def build() -> Kernel | BuildFailure | NotTried:
+            source = render(plan_of(self._space.problem, knobs, starts_early=arch.starts_early))
+            return self._toolchain.build([source], arch, jobs=1, stopped=self._stopped)[0]
+
+        self._asked.add(knobs)
+        self._under_way.append((knobs, self._builder.submit(build)))
+
+    def _look_ahead(self) -> None:
+        """Begin to compile new neighbours of the winners so far, which take turns. Before there are winners, those of
+        the first knobs."""
+        if len(self._under_way) >= AHEAD:
+            return
+        names = dict.fromkeys(Knobs.from_dict(trial.knobs) for trial in portfolio(self.trials).values())
+        winners = list(names) or self._first
+        left = len(winners)  # of those in a row that had no new neighbour
+        while left and len(self._under_way) < AHEAD:
+            knobs = winners[self._turn % len(winners)]
+            self._turn += 1
+            near = self._near.setdefault(knobs, self._space.neighbors(knobs))
+            if new := next((each for each in near if each not in self._asked), None):
+                self._compile(new)
+                left = len(winners)
+            else:
+                left -= 1

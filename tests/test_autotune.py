@@ -83,7 +83,8 @@ class FakeToolchain:
 
 
 class FakeRunner:
-    """Measures in no time, but the clock says a second for each kernel. The first is the fastest."""
+    """Measures in no time, but the clock says a second for each kernel. The first is the fastest. As the real one, it
+    draws the next variant before it yields a trial."""
 
     def __init__(self, machine: Machine, deadline: float) -> None:
         self._machine, self._deadline = machine, deadline
@@ -96,31 +97,34 @@ class FakeRunner:
         pass
 
     def run(self, variants: Iterable[Variant]) -> Iterator[tuple[Variant, Trial]]:
-        machine = self._machine
-        for variant in variants:
+        machine, following = self._machine, iter(variants)
+        variant = next(following, None)
+        while variant is not None:
             machine.clock.now += 1.0
             if machine.clock.now > self._deadline:
                 return
-            assert variant.kernel is not None
-            us = 1.0 + SLOWER * len(machine.runs[-1])
-            cells = all_cells(variant.problem, machine.gpu.l2_bytes)
-            machine.runs[-1].append(Knobs.from_dict(variant.knobs))
-            yield (
-                variant,
-                Trial(
-                    problem=variant.problem,
-                    arch=variant.kernel.arch,
-                    knobs=variant.knobs,
-                    outcome=machine.outcome,
-                    provenance=Provenance.MEASURED,
-                    kernel=variant.kernel,
-                    detail="out of memory" if machine.outcome is not Outcome.OK else "",
-                    errors={"normal": 1e-5},
-                    timings=tuple(Timing(*cell, us, us, us, 1.0) for cell in cells),
-                    environment=replace(machine.gpu, nvcc=variant.kernel.nvcc),
-                    date="2026-01-02T03:04:05+00:00",
-                ),
-            )
+            current, variant = variant, next(following, None)
+            yield current, self.trial(current)
+
+    def trial(self, variant: Variant) -> Trial:
+        machine = self._machine
+        assert variant.kernel is not None
+        us = 1.0 + SLOWER * len(machine.runs[-1])
+        cells = all_cells(variant.problem, machine.gpu.l2_bytes)
+        machine.runs[-1].append(Knobs.from_dict(variant.knobs))
+        return Trial(
+            problem=variant.problem,
+            arch=variant.kernel.arch,
+            knobs=variant.knobs,
+            outcome=machine.outcome,
+            provenance=Provenance.MEASURED,
+            kernel=variant.kernel,
+            detail="out of memory" if machine.outcome is not Outcome.OK else "",
+            errors={"normal": 1e-5},
+            timings=tuple(Timing(*cell, us, us, us, 1.0) for cell in cells),
+            environment=replace(machine.gpu, nvcc=variant.kernel.nvcc),
+            date="2026-01-02T03:04:05+00:00",
+        )
 
 
 class Machine:
@@ -213,10 +217,17 @@ def test_known_recipes_come_first_and_then_new_neighbours_of_winners(machine: Ma
     assert len(FakeToolchain.built) == len(set(FakeToolchain.built))
 
 
+def test_a_single_recipe_has_neighbours_too(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though the second kernel is wanted before the trial of the first is there."""
+    monkeypatch.setattr(autotuner, "first_knobs", lambda space, known: KNOWN[:1])
+    hadagen.autotune(PROBLEM)
+    assert len(machine.runs[0]) > 2
+
+
 def test_a_kernel_is_measured_once(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though other knobs may compile to the same one."""
     monkeypatch.setattr(FakeToolchain, "cubin", b"all the same")
-    monkeypatch.setattr(Measuring, "_neighbor", lambda self: None)
+    monkeypatch.setattr(Measuring, "_look_ahead", lambda self: None)
     hadagen.autotune(PROBLEM)
     assert len(machine.runs[0]) == 1
 
@@ -664,7 +675,7 @@ def test_with_a_compiler_and_a_measuring_process(tmp_path: Path, monkeypatch: py
         "DeviceRunner",
         lambda *arguments, deadline: DeviceRunner(*arguments, deadline=deadline, make_service=FakeService),
     )
-    monkeypatch.setattr(Measuring, "_neighbor", lambda self: None)
+    monkeypatch.setattr(Measuring, "_look_ahead", lambda self: None)
     add_winners(tmp_path / "a.db", PROBLEM, 0, "sm80", [knobs.to_dict() for knobs in KNOWN[:2]], 1000.0, 2)
     bundle = Bundle.open(tmp_path / "a.db")
     bundle.verify()
