@@ -139,9 +139,11 @@ def invariant_table() -> str:
     return grid("l" + "r" * len(kinds), ["n", *kinds], lines)
 
 
-def _cost(rows: Sequence[Row]) -> str:
-    """The mean loss over all cells of some problems, and the worst."""
-    mean = geometric_mean((float(row["mean"]) for row in rows for _ in range(int(row["cells"])))) - 1
+def _cost(rows: Sequence[Row] | None) -> str:
+    """The mean loss over all cells of some problems, and the worst; – where there is none."""
+    if not rows:
+        return "–"
+    mean = geometric_mean(float(row["mean"]) for row in rows for _ in range(int(row["cells"]))) - 1
     return f"{mean:.1%} ({max(float(row['worst']) for row in rows) - 1:.0%})"
 
 
