@@ -10,7 +10,8 @@ and `data/bench_h200_long.csv` another one, of rows that other libraries have no
 `data/invariant_h200.csv` has the times of all shipped kernels on an H200, summed up by problem:
 `mean` and `worst` say how much longer than the winner the kernel takes that a batch-invariant call runs.
 `data/calls_h100.json` is written by `hadagen bench calls --json`, and `data/search.json` by `compare_search.py`. Our
-times of pitched rows come from the shipped bundle. Drawing needs matplotlib (pip install 'hadagen[docs]'); checking does not.
+times of pitched rows come from the shipped bundle. Drawing needs matplotlib (pip install 'hadagen[docs]'); checking
+does not.
 
 A document shows each generated part between two markers, such as `<!-- calls:begin -->` and `<!-- calls:end -->`. The
 modules `refresh_*.py` make the parts.
