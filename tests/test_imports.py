@@ -19,6 +19,7 @@ TABLE = """
     errors           |                                                     |
     problem          | errors                                              |
     scale            |                                                     |
+    matrices         | errors                                              |
     launch           | scale problem errors                                |
     regimes          | problem launch                                      |
     trial            | regimes problem launch                              |
