@@ -48,7 +48,7 @@ def _find_increment_version() -> Any:
     return torch._C._increment_version
 
 
-_increment_version = _find_increment_version()
+increment_version = _find_increment_version()
 
 
 def _find_empty_strided(device_type: str) -> Any:
@@ -97,7 +97,7 @@ def compute(x: torch.Tensor, scale: float, numerics: str, inplace: bool) -> torc
         if result is not None:
             return x.copy_(result) if inplace else result.contiguous()
     if inplace and x.is_contiguous():
-        _increment_version((x,))
+        increment_version((x,))
         fallback.transform(x, x, scale)
         return x
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -124,7 +124,7 @@ def compute_into(x: torch.Tensor, y: torch.Tensor, scale: float, numerics: str) 
         raise
     else:
         if source and target and abs(source - target) >= size and not y.is_inference():
-            _increment_version((y,))
+            increment_version((y,))
             kernels.queue(launch, x.get_device(), source, target)
             return
     check_call(x, scale, numerics)
@@ -135,9 +135,9 @@ def compute_into(x: torch.Tensor, y: torch.Tensor, scale: float, numerics: str) 
         return
     if dense and abs(source - target) < x.nbytes:
         raise TensorError("out overlaps x without being x; pass x itself or memory of its own")
-    _increment_version((y,))
+    increment_version((y,))
     has_kernels = takes_kernels(x)
-    if _may_overlap(x, y) or (has_kernels and row_pitch(x) is None):
+    if may_overlap(x, y) or (has_kernels and row_pitch(x) is None):
         x = x.clone(memory_format=torch.contiguous_format)
     if has_kernels:
         found = _find_launch(x, y, scale, numerics)
@@ -196,13 +196,13 @@ def _prepare_call(x: torch.Tensor, address: int, scale: float, numerics: str, in
     device, dtype = x.get_device(), x.dtype
     current_device, raw_stream = kernels.current_device, kernels.raw_stream
     alone = torch.cuda.device_count() == 1  # a single device is always current
-    queue, increment_version, empty_strided = kernels.queue, _increment_version, _empty_strided[x.device.type]
+    queue, tell_autograd, empty_strided = kernels.queue, increment_version, _empty_strided[x.device.type]
     sizes, strides = tuple(x.shape), torch.empty(x.shape, device="meta").stride()
 
     def call_in_place(x: torch.Tensor, address: int) -> torch.Tensor:
         if x.is_inference():
             check_writable(x)
-        increment_version((x,))  # PyTorch does not see that a kernel writes
+        tell_autograd((x,))  # PyTorch does not see that a kernel writes
         if alone or current_device() == device:
             launch(raw_stream(device), address, address)
         else:
@@ -270,7 +270,7 @@ def _transformed_copy(x: torch.Tensor, scale: float, numerics: str) -> torch.Ten
     return None
 
 
-def _may_overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
+def may_overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
     """Whether x and y may share an element. Rows that interleave are recognized as not sharing any."""
     apart = y.data_ptr() - x.data_ptr()
     if apart >= _span(x) or -apart >= _span(y):

@@ -8,12 +8,11 @@ import torch
 from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from hadagen.errors import UsageError
 from hadagen.runtime import operator
-from hadagen.runtime.arguments import is_flag
 from hadagen.runtime.checks import (
     REAL,
     check_call,
+    check_destination,
     check_is_number,
     check_is_tensor,
     check_like,
@@ -92,32 +91,17 @@ def _dispatched(x: Any, scale: float, inplace: bool, out: torch.Tensor | None, n
         options: dict[str, Any] = {"inplace": inplace, "out": out, "numerics": numerics}
         return handle_torch_function(hadamard_transform, (x,), x, scale, **options)
     check_is_tensor(x, "x")
-    if not is_flag(inplace):
-        raise TypeError(f"inplace is {inplace!r}; pass True or False")
-    if out is not None:
-        check_is_tensor(out, "out")
-        if inplace and out is not x:
-            raise UsageError("inplace=True and out= name two places for the result; give one of them")
+    check_destination(x, inplace, out)
     if _is_dynamo_compiling():  # where the operator's own checks do more for the message
         check_is_number(scale)
     else:
         scale = _number(scale)
         check_call(x, scale, numerics)
-        target = x if inplace else out
         if out is not None:
             check_like(x, out)
-        if target is not None and (x.is_neg() or target.is_neg()):
-            # A view into a conjugate is negated as it is read, which PyTorch does only for operators with a result.
-            return target.copy_(operator.functional(x.resolve_neg(), scale, numerics))
     if not is_symbolic(scale):
         scale = float(scale)
-    if inplace or out is x:
-        operator.in_place(x, scale, numerics)
-        return cast(torch.Tensor, x)
-    if out is not None:
-        operator.into(x, scale, numerics, out)
-        return out
-    return cast(torch.Tensor, operator.functional(x, scale, numerics))
+    return cast(torch.Tensor, operator.HADAMARD.dispatch(x, (scale, numerics), inplace, out))
 
 
 def _number(scale: Any) -> Any:

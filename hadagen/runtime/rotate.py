@@ -1,0 +1,141 @@
+"""`torch.ops.hadagen.rotate`: rows times a product of signs, small matrices and a Hadamard matrix, as an operator.
+
+Here alone a rotation is computed, by kernels of the power-of-two transform where there are no other matrices, and in
+plain PyTorch else. `Rotation` makes the operands.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+
+from hadagen.errors import TensorError
+from hadagen.runtime import compute, fallback
+from hadagen.runtime.checks import check_call, check_like, check_writable
+from hadagen.runtime.linear import LinearOperator
+
+
+class Operands(NamedTuple):
+    """All but x, in the order in which the operator takes them. Tensors are on x's device.
+
+    Each block of n elements of the last dimension of x is multiplied by scale · M, or by scale · Mᵀ if `transposed`,
+    with M = D_in · (A1 ⊗ A2 ⊗ … ⊗ H)ᵀ · D_out:
+
+    matrices: A1, A2, …, each [K, K] with real entries, of any type. n is the product of all K times a power of two, the
+        order of H.
+    signs, signs_after: the diagonals of D_in and D_out, int8 of ±1, [n]; or None.
+    swapped: the two bits of each base-4 digit of an output's index are exchanged, between H and D_out. n is a power of
+        4, and there are no matrices.
+    """
+
+    matrices: list[torch.Tensor]
+    signs: torch.Tensor | None
+    signs_after: torch.Tensor | None
+    n: int
+    swapped: bool
+    transposed: bool
+    scale: float
+    numerics: str
+
+
+def check(x: torch.Tensor, *options: Any) -> None:
+    """Raises TypeError, `UsageError` or `TensorError` for operands that do not fit x. Reads no memory."""
+    of = Operands(*options)
+    check_call(x, of.scale, of.numerics)
+    if of.n < 1 or x.shape[-1] % of.n:
+        raise TensorError(f"the last dimension of x is {x.shape[-1]}; it must be a multiple of {of.n}")
+    for matrix in of.matrices:
+        if matrix.dim() != 2 or matrix.shape[0] != matrix.shape[1]:
+            raise TensorError(f"a matrix has the shape {tuple(matrix.shape)}; it must be square")
+        _check_place(x, matrix, "a matrix is")
+    rest, left = divmod(of.n, prod(len(matrix) for matrix in of.matrices))
+    if left or rest & (rest - 1) or (of.swapped and (of.matrices or rest.bit_length() % 2 == 0)):
+        orders = " · ".join(str(len(matrix)) for matrix in of.matrices) or "1"
+        power = "4, without matrices, to exchange bits" if of.swapped else "two"
+        raise TensorError(f"n = {of.n} is not {orders} times a power of {power}; pass other matrices")
+    for name, signs in (("signs", of.signs), ("signs_after", of.signs_after)):
+        if signs is None:
+            continue
+        if signs.shape != (of.n,) or signs.dtype != torch.int8:
+            plain = str(signs.dtype).removeprefix("torch.")
+            raise TensorError(f"{name} is {plain} of the shape {tuple(signs.shape)}; it must be int8 of ({of.n},)")
+        _check_place(x, signs, f"{name} is")
+
+
+def _check_place(x: torch.Tensor, operand: torch.Tensor, subject: str) -> None:
+    if operand.device != x.device:
+        raise TensorError(f"{subject} on {operand.device} but x on {x.device}; move the rotation with .to(x.device)")
+
+
+def transpose(options: tuple[Any, ...]) -> tuple[Any, ...]:
+    of = Operands(*options)
+    return of._replace(transposed=not of.transposed)
+
+
+def _compute(x: torch.Tensor, *options_and_inplace: Any) -> torch.Tensor:
+    *options, inplace = options_and_inplace
+    check(x, *options)
+    if inplace:
+        check_writable(x)
+        if x.is_contiguous():
+            _rotate(x, x, Operands(*options))
+            return x
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    _rotate(x, y, Operands(*options))
+    return x.copy_(y) if inplace else y
+
+
+def _compute_into(x: torch.Tensor, y: torch.Tensor, *options: Any) -> None:
+    check(x, *options)
+    check_like(x, y)
+    check_writable(y)
+    same = x.data_ptr() == y.data_ptr() and x.stride() == y.stride()
+    if y.is_contiguous() and (same or not compute.may_overlap(x, y)):
+        _rotate(x, y, Operands(*options))
+    else:
+        y.copy_(_compute(x, *options, False))
+
+
+def _rotate(x: torch.Tensor, y: torch.Tensor, of: Operands) -> None:
+    """Into y, which is contiguous, and the same memory as x or none of it."""
+    blocks = (*x.shape[:-1], x.shape[-1] // of.n, of.n)
+    x, y = x.unflatten(-1, blocks[-2:]), y.view(blocks)
+    compute.increment_version((y,))
+    first, last = (of.signs_after, of.signs) if of.transposed else (of.signs, of.signs_after)
+    if of.matrices:
+        matrices = [matrix.T for matrix in of.matrices] if of.transposed else of.matrices
+        fallback.rotate(x, y, matrices, first, last, of.scale)
+        return
+    # Signs are exact, so this rounds once too.
+    if first is not None:
+        torch.mul(x, first, out=y)
+        x = y
+    if x.data_ptr() == y.data_ptr():
+        compute.compute(y, of.scale, of.numerics, True)
+    else:
+        compute.compute_into(x, y, of.scale, of.numerics)
+    if of.swapped:
+        y.copy_(_swapped(y))
+    if last is not None:
+        y.mul_(last)
+
+
+def _swapped(y: torch.Tensor) -> torch.Tensor:
+    """A copy of y, [..., 4^k], with the two bits of each base-4 digit of the last index exchanged."""
+    digits = (y.shape[-1].bit_length() - 1) // 2
+    rows = y.reshape(-1, *(2,) * (2 * digits))
+    order = [axis for digit in range(digits) for axis in (2 * digit + 2, 2 * digit + 1)]
+    return rows.permute(0, *order).reshape(y.shape).clone()
+
+
+ROTATE = LinearOperator(
+    "rotate",
+    "Tensor[] matrices, Tensor? signs, Tensor? signs_after, int n, bool swapped, bool transposed, Scalar scale, "
+    "str numerics",
+    compute=_compute,
+    compute_into=_compute_into,
+    check=check,
+    transpose=transpose,
+)
