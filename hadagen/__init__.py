@@ -2,8 +2,8 @@
 
     y = hadagen.hadamard_transform(x, x.shape[-1] ** -0.5)
 
-`best_config` says which kernel that runs, and `warmup` loads it beforehand. `import hadagen` imports neither PyTorch
-nor CUDA; the first use of a name does.
+`best_config` says which kernel that runs, and `warmup` loads it beforehand. `Rotation` is an orthonormal transform of
+rows of K·2^m elements. `import hadagen` imports neither PyTorch nor CUDA; the first use of a name does.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ if os.path.exists(os.path.join(_beside, "tuning_db", "bundle.py")):
 if TYPE_CHECKING:
     from hadagen.runtime.choose import BestConfig, Match, best_config
     from hadagen.runtime.kernels import warmup
+    from hadagen.runtime.rotation import Rotation
     from hadagen.runtime.transform import hadamard_transform
 
     __version__: str
@@ -35,6 +36,7 @@ __all__ = [
     "Match",
     "Numerics",
     "Problem",
+    "Rotation",
     "Rows",
     "StorageError",
     "TensorError",
@@ -48,6 +50,7 @@ _LAZY = {
     "BestConfig": "hadagen.runtime.choose",
     "Match": "hadagen.runtime.choose",
     "best_config": "hadagen.runtime.choose",
+    "Rotation": "hadagen.runtime.rotation",
     "hadamard_transform": "hadagen.runtime.transform",
     "warmup": "hadagen.runtime.kernels",
 }

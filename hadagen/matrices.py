@@ -199,7 +199,7 @@ def check_name(name: str) -> None:
 def find_orders(name: str, n: int, k: tuple[int, ...] | None = None) -> tuple[int, ...]:
     """The orders K1, K2, … for rows of n ≥ 1 elements; n / (K1 · K2 · …) is a power of two. () is Sylvester's alone.
 
-    k: the orders, if the caller chooses them; None is the rule of the name:
+    k: the orders, if the caller chooses them, () for none; None is the rule of the name:
         quarot              the first of 172 156 140 124 116 108 60 52 36 28 44 40 20 12 that divides n. It follows
                             QuaRot, SpinQuant and QuIP#, whose lists differ (QuIP# has no 40: there, give k=20)
         dao                 12, 20, 28 or 40, if only one of them is possible
@@ -210,7 +210,7 @@ def find_orders(name: str, n: int, k: tuple[int, ...] | None = None) -> tuple[in
     Raises `UsageError` if the name has no matrices for n, or several choices.
     """
     check_name(name)
-    if k is not None:
+    if k is not None and not (name == "regular" and not k):
         return _given_orders(name, n, k)
     if name == "regular":
         if not _is_power_of_two(n) or n.bit_length() % 2 == 0:

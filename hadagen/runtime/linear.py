@@ -23,7 +23,7 @@ from torch.overrides import has_torch_function_unary
 from torch.utils._pytree import tree_leaves
 
 from hadagen.errors import TensorError
-from hadagen.runtime.checks import check_like, check_tensor
+from hadagen.runtime.checks import check_like, check_tensor, stands_for_a_tensor
 
 _LIBRARY: Any = torch.library.Library("hadagen", "DEF")  # type: ignore[no-untyped-call]
 
@@ -76,7 +76,8 @@ class LinearOperator:
     def dispatch(self, x: torch.Tensor, options: tuple[Any, ...], inplace: bool, out: torch.Tensor | None) -> Any:
         """The result in a new tensor, in x or in out, through the dispatcher. Arguments are checked already."""
         target = x if inplace else out
-        if target is not None and not torch.compiler.is_dynamo_compiling() and (x.is_neg() or target.is_neg()):
+        watched = torch.compiler.is_dynamo_compiling() or stands_for_a_tensor(x)
+        if target is not None and not watched and (x.is_neg() or target.is_neg()):
             # A view into a conjugate is negated as it is read, which PyTorch does only for operators with a result.
             return target.copy_(self.functional(x.resolve_neg(), *options))
         if inplace or out is x:

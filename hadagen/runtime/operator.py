@@ -13,7 +13,6 @@ from hadagen.runtime.checks import check_call
 from hadagen.runtime.compute import Call, compute, compute_into
 from hadagen.runtime.linear import LinearOperator, OneLevelFunction
 
-
 # The matrix is symmetric. If rows are padded and the result is cut, its first rows and columns are left, which are
 # symmetric too. So gradients and tangents are transformed exactly like x.
 HADAMARD = LinearOperator(
