@@ -131,10 +131,10 @@ def test_any_matrix_of_any_order_in_any_block(k: int, m: int, rows: int, seed: i
 
 
 def test_sixteen_bit_results_are_rounded_once() -> None:
-    h = Rotation(172)._matrix_0
+    h = Rotation(172)._matrices
     x = torch.randint(-9, 9, (64, 344), generator=torch.Generator().manual_seed(0))  # so that every sum is exact
     for dtype in (torch.float16, torch.bfloat16):
-        y = ROTATE.functional(x.to(dtype), [h], None, None, 344, False, False, 0.25, "accurate")
+        y = ROTATE.functional(x.to(dtype), h, [172], None, None, 344, False, False, 0.25, "accurate")
         exact = x.double() @ dense("auto", (172,), 344).sign() * 0.25
         assert torch.equal(y, exact.to(dtype))
 
@@ -245,7 +245,7 @@ ROTATIONS: dict[str, Callable[[], Rotation]] = {
     "regular": lambda: Rotation(256, "regular", block=64, signs=some_signs(64)),
     "sylvester of 32": lambda: Rotation(32, "compressed-tensors", k=()),
     "given": lambda: Rotation(56, torch.linalg.qr(normal(7, 7)).Q.float()),
-    "given ±1": lambda: Rotation(48, [Rotation(12)._matrix_0, Rotation(4).matrix().half() * 2]),
+    "given ±1": lambda: Rotation(48, [(Rotation(12).matrix() * 12**0.5).round(), Rotation(4).matrix().half() * 2]),
 }
 
 
@@ -437,7 +437,7 @@ def test_a_wrong_type_is_one_sentence(arguments: tuple[Any, ...], options: dict[
         (lambda r: r(torch.ones(2, 25)), TensorError, "the last dimension of x is 25; it must be a multiple of 24"),
         (lambda r: r(torch.tensor(1.0)), TensorError, "x has no dimension"),
         (lambda r: r(torch.ones(2, 24).long()), TensorError, "x has the type int64"),
-        (lambda r: r(torch.ones(2, 24, device="meta")), TensorError, "a matrix is on cpu but x on meta; move the rot"),
+        (lambda r: r(torch.ones(2, 24, device="meta")), TensorError, "matrices is on cpu but x on meta; move the rot"),
         (lambda r: r([1.0]), TypeError, "x is a list; pass a torch.Tensor"),
         (lambda r: r(torch.ones(24), numerics="exact"), UsageError, "numerics 'exact' is not supported"),
         (lambda r: r(torch.ones(24), inplace=2), TypeError, "inplace is 2"),

@@ -6,6 +6,7 @@ plain PyTorch else. `Rotation` makes the operands.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -23,14 +24,16 @@ class Operands(NamedTuple):
     Each block of n elements of the last dimension of x is multiplied by scale · M, or by scale · Mᵀ if `transposed`,
     with M = D_in · (A1 ⊗ A2 ⊗ … ⊗ H)ᵀ · D_out:
 
-    matrices: A1, A2, …, each [K, K] with real entries, of any type. n is the product of all K times a power of two, the
-        order of H.
+    matrices: the entries of A1, A2, …, row by row, one matrix behind the other: [ΣK²] of any real type; None for none.
+        (Not a list of tensors, for which autograd's `is_grads_batched` has no rule.)
+    orders: K of each matrix. n is the product of all K times a power of two, the order of H.
     signs, signs_after: the diagonals of D_in and D_out, int8 of ±1, [n]; or None.
     swapped: the two bits of each base-4 digit of an output's index are exchanged, between H and D_out. n is a power of
         4, and there are no matrices.
     """
 
-    matrices: list[torch.Tensor]
+    matrices: torch.Tensor | None
+    orders: Sequence[int]
     signs: torch.Tensor | None
     signs_after: torch.Tensor | None
     n: int
@@ -46,15 +49,21 @@ def check(x: torch.Tensor, *options: Any) -> None:
     check_call(x, of.scale, of.numerics)
     if of.n < 1 or x.shape[-1] % of.n:
         raise TensorError(f"the last dimension of x is {x.shape[-1]}; it must be a multiple of {of.n}")
-    for matrix in of.matrices:
-        if matrix.dim() != 2 or matrix.shape[0] != matrix.shape[1]:
-            raise TensorError(f"a matrix has the shape {tuple(matrix.shape)}; it must be square")
-        _check_place(x, matrix, "a matrix is")
-    rest, left = divmod(of.n, prod(len(matrix) for matrix in of.matrices))
-    if left or rest & (rest - 1) or (of.swapped and (of.matrices or rest.bit_length() % 2 == 0)):
-        orders = " · ".join(str(len(matrix)) for matrix in of.matrices) or "1"
-        power = "4, without matrices, to exchange bits" if of.swapped else "two"
-        raise TensorError(f"n = {of.n} is not {orders} times a power of {power}; pass other matrices")
+    size = sum(order**2 for order in of.orders)
+    if of.matrices is None:
+        if size:
+            raise TensorError(f"matrices is None but the orders are {list(of.orders)}; pass their {size} entries")
+    elif of.matrices.shape != (size,):
+        shape = tuple(of.matrices.shape)
+        raise TensorError(f"matrices has the shape {shape}; matrices of the orders {list(of.orders)} have ({size},)")
+    else:
+        _check_place(x, of.matrices, "matrices is")
+    rest, left = divmod(of.n, max(prod(of.orders), 1))
+    if min(of.orders, default=1) < 1 or left or rest & (rest - 1):
+        orders = " · ".join(map(str, of.orders)) or "1"
+        raise TensorError(f"n = {of.n} is not {orders} times a power of two; pass other matrices")
+    if of.swapped and (of.orders or rest.bit_length() % 2 == 0):
+        raise TensorError(f"n = {of.n} must be a power of 4 without matrices, so that bits can be exchanged")
     for name, signs in (("signs", of.signs), ("signs_after", of.signs_after)):
         if signs is None:
             continue
@@ -67,6 +76,14 @@ def check(x: torch.Tensor, *options: Any) -> None:
 def _check_place(x: torch.Tensor, operand: torch.Tensor, subject: str) -> None:
     if operand.device != x.device:
         raise TensorError(f"{subject} on {operand.device} but x on {x.device}; move the rotation with .to(x.device)")
+
+
+def unpack(matrices: torch.Tensor | None, orders: Sequence[int]) -> list[torch.Tensor]:
+    """The matrices, each [K, K]."""
+    if matrices is None:
+        return []
+    parts = matrices.split([order**2 for order in orders])  # type: ignore[no-untyped-call]
+    return [part.view(order, order) for part, order in zip(parts, orders, strict=True)]
 
 
 def transpose(options: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -104,8 +121,10 @@ def _rotate(x: torch.Tensor, y: torch.Tensor, of: Operands) -> None:
     x, y = x.view(blocks), y.view(blocks)
     compute.increment_version((y,))
     first, last = (of.signs_after, of.signs) if of.transposed else (of.signs, of.signs_after)
-    if of.matrices:
-        matrices = [matrix.T for matrix in of.matrices] if of.transposed else of.matrices
+    if of.matrices is not None:
+        matrices = unpack(of.matrices, of.orders)
+        if of.transposed:
+            matrices = [matrix.T for matrix in matrices]
         fallback.rotate(x, y, matrices, first, last, of.scale)
         return
     # Signs are exact, so this rounds once too.
@@ -132,8 +151,8 @@ def _swapped(y: torch.Tensor) -> torch.Tensor:
 
 ROTATE = LinearOperator(
     "rotate",
-    "Tensor[] matrices, Tensor? signs, Tensor? signs_after, int n, bool swapped, bool transposed, Scalar scale, "
-    "str numerics",
+    "Tensor? matrices, int[] orders, Tensor? signs, Tensor? signs_after, int n, bool swapped, bool transposed, "
+    "Scalar scale, str numerics",
     compute=_compute,
     compute_into=_compute_into,
     check=check,

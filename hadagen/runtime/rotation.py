@@ -12,7 +12,7 @@ from hadagen.errors import TensorError, UsageError
 from hadagen.matrices import MAX_GIVEN_ORDER, find_matrix, find_orders
 from hadagen.runtime.arguments import as_int, is_count
 from hadagen.runtime.checks import DTYPES, check_destination, check_is_tensor, check_like, stands_for_a_tensor
-from hadagen.runtime.rotate import ROTATE, Operands, check
+from hadagen.runtime.rotate import ROTATE, Operands, check, unpack
 
 _GIVEN = "given"
 # How far the rows of a given matrix may be from orthonormal where an inverse is asked: a few roundings of its type, but
@@ -45,6 +45,7 @@ class Rotation(torch.nn.Module):
     Raises `UsageError` for values that are not possible, and TypeError for an argument of a wrong type.
     """
 
+    _matrices: torch.Tensor | None
     _before: torch.Tensor | None
     _after: torch.Tensor | None
 
@@ -78,15 +79,16 @@ class Rotation(torch.nn.Module):
         )
         self._no_inverse = faults[0] if faults else None
         rest = self.block // math.prod(self.k)
-        self._scale = float(rest * math.prod(map(_mean_square_of_rows, matrices))) ** -0.5
+        # As text: torch.compile takes a float for a variable, and compiles twice.
+        self._scale = repr(float(rest * math.prod(map(_mean_square_of_rows, matrices))) ** -0.5)
         self._swapped = self.name == "regular"
         before, after = self.signs, self.signs_after
         if self._swapped:  # the regular matrix is D · H · P · D, where P exchanges bits
             diagonal = _regular_diagonal(self.block)
             before, after = (diagonal if each is None else each * diagonal for each in (before, after))
         # The operands. Buffers are copies of them on the module's device.
-        self._operands = {"_before": before, "_after": after}
-        self._operands.update((f"_matrix_{i}", each) for i, each in enumerate(matrices))
+        packed = torch.cat([each.flatten() for each in matrices]) if matrices else None
+        self._operands = {"_matrices": packed, "_before": before, "_after": after}
         for name, operand in self._operands.items():
             self.register_buffer(name, operand, persistent=False)
         self._to_device(torch.get_default_device())
@@ -182,7 +184,7 @@ class Rotation(torch.nn.Module):
             )
         signs: dict[str, Any] = {"signs": self.signs, "signs_after": self.signs_after}
         if self.name == _GIVEN:
-            part = Rotation(mine, self._matrices(self._operands), block=self.block, **signs)
+            part = Rotation(mine, self._given_matrices, block=self.block, **signs)
             part._no_inverse = self._no_inverse
         else:
             part = Rotation(mine, self.name, k=self.k, block=self.block, **signs)
@@ -200,7 +202,7 @@ class Rotation(torch.nn.Module):
         if self.name == _GIVEN:
             factors: list[dict[str, Any]] = [
                 {"order": len(each), "dtype": str(each.dtype).removeprefix("torch."), "entries": each.tolist()}
-                for each in self._matrices(self._operands)
+                for each in self._given_matrices
             ]
         else:
             factors = [{"order": order, "sha256": find_matrix(self.name, order).digest} for order in self.k]
@@ -267,7 +269,7 @@ class Rotation(torch.nn.Module):
         for k in _orders_of_compressed_tensors(size):
             base = cls(size, "compressed-tensors", k=k).to("cpu")
             # Row 0 of A ⊗ H is that of A, each entry repeated: H begins with ones.
-            first = base._matrices(base._operands)[0][0] if k else torch.ones(1, dtype=torch.int8, device="cpu")
+            first = unpack(base._matrices, base.k)[0][0] if k else torch.ones(1, dtype=torch.int8, device="cpu")
             signs = weight[:, 0].sign().to(torch.int8) * first.repeat_interleave(size // len(first))
             if all(_agrees(base, signs, weight, row) for row in range(0, size, _ROWS_AT_A_TIME)):
                 return cls(size if n is None else n, "compressed-tensors", k=k, signs=signs, block=size)
@@ -285,13 +287,14 @@ class Rotation(torch.nn.Module):
 
     def _run(self, x: Any, inplace: bool, out: torch.Tensor | None, numerics: str, transposed: bool) -> torch.Tensor:
         options = Operands(
-            self._matrices(self._buffers),
+            self._matrices,
+            self.k,
             self._before,
             self._after,
             self.block,
             self._swapped,
             transposed,
-            self._scale,
+            float(self._scale),
             numerics,
         )
         if not stands_for_a_tensor(x):
@@ -305,9 +308,6 @@ class Rotation(torch.nn.Module):
                 raise TensorError(f"the last dimension of x is {x.shape[-1]}; this rotation takes {self.n}")
         return cast(torch.Tensor, ROTATE.dispatch(x, options, inplace, out))
 
-    def _matrices(self, operands: Mapping[str, Any]) -> list[torch.Tensor]:
-        return [operands[f"_matrix_{i}"] for i in range(len(self.k))]
-
     def _check_inverse(self) -> None:
         if self._no_inverse is not None:
             raise UsageError(self._no_inverse)
@@ -318,6 +318,11 @@ class Rotation(torch.nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._to_device(self._device)
         return self
+
+    @property
+    def _given_matrices(self) -> list[torch.Tensor]:
+        """As they were given, on the CPU."""
+        return unpack(self._operands["_matrices"], self.k)
 
     @property
     def _device(self) -> torch.device:
