@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from hadagen.errors import TensorError
 from hadagen.runtime.checks import check_like, check_tensor, stands_for_a_tensor
 
-_LIBRARY: Any = torch.library.Library("hadagen", "DEF")  # type: ignore[no-untyped-call]
+LIBRARY: Any = torch.library.Library("hadagen", "DEF")  # type: ignore[no-untyped-call]
 
 _unpack_dual: Any = torch._C._VariableFunctions._unpack_dual  # looked up once, because that takes longer than the call
 
@@ -55,12 +55,12 @@ class LinearOperator:
             ("_", f"(Tensor(a!) x, {schema}) -> ()", self._in_place, self._in_place_fake, self._in_place_autograd),
             ("_out", f"(Tensor x, {schema}, Tensor(a!) out) -> ()", self._into, self._into_fake, self._into_autograd),
         ):
-            _LIBRARY.define(name + suffix + signature, tags=(torch.Tag.pt2_compliant_tag,))
-            _LIBRARY.impl(name + suffix, real, "CompositeExplicitAutograd")
-            _LIBRARY.impl(name + suffix, fake, "Meta")
-            _LIBRARY.impl(name + suffix, autograd, "Autograd")
-        torch.library.register_vmap(f"hadagen::{name}", self._new_vmap, lib=_LIBRARY)
-        torch.library.register_vmap(f"hadagen::{name}_", self._in_place_vmap, lib=_LIBRARY)
+            LIBRARY.define(name + suffix + signature, tags=(torch.Tag.pt2_compliant_tag,))
+            LIBRARY.impl(name + suffix, real, "CompositeExplicitAutograd")
+            LIBRARY.impl(name + suffix, fake, "Meta")
+            LIBRARY.impl(name + suffix, autograd, "Autograd")
+        torch.library.register_vmap(f"hadagen::{name}", self._new_vmap, lib=LIBRARY)
+        torch.library.register_vmap(f"hadagen::{name}_", self._in_place_vmap, lib=LIBRARY)
         operators: Any = torch.ops.hadagen
         self.functional: Any = getattr(operators, name).default
         self.in_place: Any = getattr(operators, f"{name}_").default

@@ -12,6 +12,7 @@ from hadagen.errors import TensorError, UsageError
 from hadagen.matrices import MAX_GIVEN_ORDER, find_matrix, find_orders
 from hadagen.runtime.arguments import as_int, is_count
 from hadagen.runtime.checks import DTYPES, check_destination, check_is_tensor, check_like, stands_for_a_tensor
+from hadagen.runtime.named import matrix_of
 from hadagen.runtime.rotate import ROTATE, Operands, check, unpack
 
 _GIVEN = "given"
@@ -67,7 +68,7 @@ class Rotation(torch.nn.Module):
         orders = None if k is None else tuple(_count(order, "k") for order in (k if isinstance(k, Iterable) else [k]))
         if isinstance(matrix, str):
             self.name, self.k = matrix, find_orders(matrix, self.block, orders)
-            matrices = [_named(matrix, order) for order in self.k]
+            matrices = [matrix_of(matrix, order) for order in self.k]
             faults: list[str] = []
         else:
             matrices, faults = _given(matrix)
@@ -343,11 +344,6 @@ def _count(value: Any, name: str) -> int:
     if not is_count(value):
         raise UsageError(f"{name} = {value!r:.80} is not possible; it must be an integer of at least 1")
     return int(value)
-
-
-def _named(name: str, order: int) -> torch.Tensor:
-    entries = torch.frombuffer(bytearray(find_matrix(name, order).entries()), dtype=torch.int8)
-    return entries.view(order, order) * 2 - 1
 
 
 def _given(matrix: Any) -> tuple[list[torch.Tensor], list[str]]:
