@@ -22,9 +22,18 @@ if TYPE_CHECKING:
 @options.problem
 @click.option("--rows", type=int, required=True, help="Rows of the input.")
 @options.inplace
+@click.option("--batch-invariant", is_flag=True, help="As in the call: the same bits among any number of rows.")
 @click.option("--device", metavar="NAME", help="GPU to choose for, such as 'NVIDIA H100 80GB HBM3'.")
 @options.as_json
-def best(arch: str | None, problem: Problem, rows: int, inplace: bool, device: str | None, as_json: bool) -> None:
+def best(
+    arch: str | None,
+    problem: Problem,
+    rows: int,
+    inplace: bool,
+    batch_invariant: bool,
+    device: str | None,
+    as_json: bool,
+) -> None:
     """Name the kernel that a call runs, and how well that is known.
 
     Where its time was not measured on that GPU near that size, it says so
@@ -34,10 +43,13 @@ def best(arch: str | None, problem: Problem, rows: int, inplace: bool, device: s
     from hadagen.runtime.choose import Match, best_config
     from hadagen.target import known_archs
 
-    config = best_config(problem, rows, device, arch=arch, inplace=inplace)
+    config = best_config(problem, rows, device, arch=arch, inplace=inplace, batch_invariant=batch_invariant)
     if arch and config.match is Match.GENERIC and arch not in known_archs():
         known = ", ".join(known_archs())
         raise UsageError(f"arch {arch!r} is not known and no bundle serves it; choose one of {known}")
+    if batch_invariant and not config.launch and best_config(problem, rows, device, arch=arch, inplace=inplace).launch:
+        said = f"{problem.key} has no kernels that give the same bits in every call"
+        raise UsageError(f"{said}; leave out --batch-invariant")
     if as_json:
         print_json(config.to_dict())
         return

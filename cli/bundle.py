@@ -207,7 +207,7 @@ def assemble(path: Path, out: Path, ptxas: str | None, table: Path | None) -> No
     from hadagen.toolchain import assembled
     from hadagen.tuning_db.bundle import Bundle
     from hadagen.tuning_db.bundle_writer import check_bundle_place
-    from hadagen.tuning_db.merge import kernels_of, selection_of, with_kernels, write_selection
+    from hadagen.tuning_db.merge import arithmetic_of, kernels_of, selection_of, with_kernels, write_selection
     from hadagen.tuning_db.table import ASSEMBLED, write_table
 
     _keep_others(out, [path], f"{path} to replace it")
@@ -219,7 +219,7 @@ def assemble(path: Path, out: Path, ptxas: str | None, table: Path | None) -> No
         raise UsageError(f"no kernel in {path} has PTX to assemble; name a bundle of measured winners")
     kernels = assembled(before, load_arch(opened.arch), assembler)
     selection = with_kernels(selection, kernels)
-    write_selection(out, opened.arch, selection)
+    write_selection(out, opened.arch, selection, arithmetic_of(opened))
     if table:
         rows = (dict(zip(ASSEMBLED, (old, new.digest), strict=True)) for old, new in sorted(kernels.items()))
         write_table(table, ASSEMBLED, rows, dict.fromkeys(ASSEMBLED, ".12"))

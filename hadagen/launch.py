@@ -24,7 +24,9 @@ _LAUNCHABLE = {
     "shared_bytes": range((227 << 10) + 1),
     "tile_elements": range(2, (1 << 24) + 1),
 }
-_KINDS = {"scale_form": ScaleForm, "params": tuple}  # of fields that are neither numbers nor flags
+# Kinds of fields that are neither numbers nor flags.
+_KINDS = {"scale_form": ScaleForm, "params": tuple, "arithmetic": str}
+ARITHMETIC_DIGITS = 12
 
 
 class RowShape(NamedTuple):
@@ -85,6 +87,9 @@ class LaunchSpec:
     # Its blocks may start while the kernel before it in the stream ends (programmatic dependent launch, CUDA C++
     # Programming Guide); they wait for that end themselves before they touch global memory.
     starts_early: bool = False
+    # Names what it computes bit by bit: kernels of a problem with the same name give the same results. "" if that is
+    # not known, as of kernels that an earlier hadagen made.
+    arithmetic: str = ""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -94,6 +99,8 @@ class LaunchSpec:
         names = [param.name for param in self.params]
         if self.params[: len(PARAMS)] != PARAMS or len(set(names)) < len(names):
             raise ValueError(f"no kernel takes {self.signature:.200}")
+        if not re.fullmatch(f"([0-9a-f]{{{ARITHMETIC_DIGITS}}})?", self.arithmetic):
+            raise ValueError(f"{self.arithmetic!r:.40} names no arithmetic")
 
     @property
     def signature(self) -> str:
@@ -135,9 +142,10 @@ class LaunchSpec:
         return asdict(self) | {"scale_form": self.scale_form.value, "params": self.signature}
 
     def digested(self) -> dict[str, Any]:
-        """`to_dict`, as the digest of a kernel covers it. A flag stands for the two lists of params that there were
-        first, so that their kernels keep their names."""
+        """`to_dict`, as the digest of a kernel covers it: without what does not change how it is launched. A flag
+        stands for the two lists of params that there were first, so that their kernels keep their names."""
         values = self.to_dict()
+        del values["arithmetic"]
         if self.params in PARAMS_FOR.values():
             del values["params"]
             values["pitched"] = self.reads_rows

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from hadagen.errors import UsageError
-from hadagen.launch import LaunchSpec
+from hadagen.launch import ARITHMETIC_DIGITS, LaunchSpec
 from hadagen.layout import Axis
 from hadagen.problem import Numerics
 from hadagen.steps.base import AS_LOADED, FP32, IN_16_BITS, PACKED
@@ -52,7 +52,14 @@ class Plan(Draft):
             scale_form=self.scale_form,
             params=self.params,
             starts_early=self.starts_early,
+            arithmetic=self.arithmetic,
         )
+
+    @cached_property
+    def arithmetic(self) -> str:
+        """What names its arithmetic: plans of a problem with the same name give the same bits on one GPU arch."""
+        said = [each for at, step in enumerate(self.steps) if (each := step.arithmetic(self, at))]
+        return hashlib.sha256(repr((self.scale_form.value, said)).encode()).hexdigest()[:ARITHMETIC_DIGITS]
 
     @property
     def digest(self) -> str:

@@ -92,7 +92,8 @@ def _compile(recipes: Sequence[Recipe], target: str, jobs: int) -> list[bytes | 
     for i, recipe in enumerate(recipes):
         try:
             plan = build_plan(recipe.problem, Knobs.from_dict(recipe.knobs), arch)
-            if plan.launch != recipe.launch:
+            meant = replace(plan.launch, arithmetic=recipe.launch.arithmetic and plan.launch.arithmetic)
+            if recipe.launch != meant:
                 raise UsageError(f"{recipe.problem.key}: the knobs of the recipe mean another launch; make it again")
             if lacking := plan.features - features:
                 raise UsageError(

@@ -76,13 +76,14 @@ class EmulatedDevice:
         monkeypatch.setattr(kernels, "raw_stream", lambda device: 0)
         monkeypatch.setattr(kernels, "current_device", lambda: -1)  # what PyTorch calls the CPU
 
-    def _find(self, device: int, problem: Problem, in_place: bool, elements: int) -> EmulatedKernel | None:
+    def _find(self, kind: kernels.Kind, elements: int) -> EmulatedKernel | None:
         self.searches += 1
+        problem = kind.problem
         if problem.io.rows not in self.served or problem.io.input is DType.BFLOAT16:
             return None
         form = self.form if problem.io.numerics.value == "fast" else ScaleForm.FP32
         spec = replace(launch_for(problem), scale_form=form)
-        return EmulatedKernel(problem, in_place, spec, self.launched)
+        return EmulatedKernel(problem, kind.in_place, spec, self.launched)
 
     def ran(self) -> list[str]:
         """The names of the problems of the kernels that ran since this was asked last."""

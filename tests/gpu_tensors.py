@@ -52,7 +52,7 @@ def found(
 ) -> driver.LoadedKernel | None:
     n = padded_length(x.shape[-1])
     problem = kernels.problem_of(n, x.dtype, numerics, rows)
-    return problem and kernels.find(x.get_device(), problem, in_place, x.numel() // x.shape[-1] * n)
+    return problem and kernels.find(kernels.Kind(x.get_device(), problem, in_place), x.numel() // x.shape[-1] * n)
 
 
 def dtype_name(x: torch.Tensor) -> str:

@@ -50,7 +50,7 @@ def write_trials(path: Path, trials: Sequence[Trial]) -> Path:
 
 def _write(path: Path, selection: Mapping[WinnerCell, Trial]) -> Path:
     kernels = {trial.kernel.digest: trial.kernel for trial in selection.values() if trial.kernel}
-    write_bundle(path, "sm90", selection, kernels.__getitem__)
+    write_bundle(path, "sm90", selection, kernels.__getitem__, {})
     return path
 
 

@@ -47,8 +47,8 @@ from hadagen.tuning_db.atomic_file import atomic_file, unwritable
 from hadagen.tuning_db.bundle import (
     APPLICATION_ID,
     FORMAT,
-    FORMER_FORMAT,
     MOST_OF_TEXT,
+    OLDEST_FORMAT,
     TABLES,
     Bundle,
     NoKernelError,
@@ -211,7 +211,7 @@ def test_a_store_fills_a_bundle_without_reading_all_blobs(tmp_path: Path, path: 
         for trial in TRIALS:
             store.record(trial)
         other = tmp_path / "other.db"
-        write_bundle(other, "sm90", portfolio(store.trials(blobs=False)), store.kernel)
+        write_bundle(other, "sm90", portfolio(store.trials(blobs=False)), store.kernel, {})
     assert other.read_bytes() == path.read_bytes()
 
 
@@ -222,14 +222,14 @@ def test_equal_winners_give_equal_files(tmp_path_factory: pytest.TempPathFactory
     shuffled = data.draw(st.permutations(trials))
     directory = tmp_path_factory.getbasetemp()
     first, second = write(directory / "first.db", trials), directory / "second.db"
-    write_bundle(second, "sm90", dict(reversed(portfolio(shuffled).items())), kernels_of(trials))
+    write_bundle(second, "sm90", dict(reversed(portfolio(shuffled).items())), kernels_of(trials), {})
     assert first.read_bytes() == second.read_bytes()
     assert content(first) == content(second)
     selection = portfolio(trials)
     cell = data.draw(st.sampled_from(list(selection)))
     for other in (selection | {cell: replace(selection[cell], date="2026")}, dict(list(selection.items())[1:])):
         if other:
-            assert write_bundle(second, "sm90", other, kernels_of(trials)) != Bundle.open(first).digest
+            assert write_bundle(second, "sm90", other, kernels_of(trials), {}) != Bundle.open(first).digest
 
 
 def test_a_bundle_is_only_read(path: Path) -> None:
@@ -273,7 +273,7 @@ def test_a_bundle_is_replaced_only_by_a_complete_one(path: Path) -> None:
         raise StorageError(f"no kernel {digest}")
 
     with pytest.raises(StorageError):
-        write_bundle(path, "sm90", portfolio(TRIALS), fails)
+        write_bundle(path, "sm90", portfolio(TRIALS), fails, {})
     assert path.read_bytes() == before
     assert os.listdir(path.parent) == [path.name]
     write(path, TRIALS[:1])
@@ -529,7 +529,7 @@ MANY = "WITH RECURSIVE r(i) AS (SELECT 9 UNION ALL SELECT i + 1 FROM r WHERE i <
             f"INSERT INTO entries SELECT 9, {', '.join(columns_of('entries')[1:])} FROM entries",
             "two winners in one place",
         ),
-        ("INSERT INTO problems SELECT 9, key, winners FROM problems", "is there twice"),
+        ("INSERT INTO problems SELECT 9, key, arithmetic, winners FROM problems", "is there twice"),
         ("INSERT INTO meta VALUES ('more', '')", "its head has other rows"),
         (f"{MANY} INSERT INTO entries (id, trial) SELECT i, 1 FROM r", "more than any search finds"),
         (f"{MANY} INSERT INTO environments (id) SELECT i FROM r", "more than any search finds"),
@@ -717,14 +717,16 @@ def test_a_bundle_is_no_database_of_trials(path: Path) -> None:
         Store.open(path)
 
 
-def test_a_bundle_of_the_former_format_is_read() -> None:
+@pytest.mark.parametrize("version", range(OLDEST_FORMAT, FORMAT))
+def test_a_bundle_of_a_former_format_is_read(version: int) -> None:
     """One of a problem of contiguous and one of pitched rows, as it was written then."""
-    bundle = Bundle.open(Path(__file__).parent / "formats" / f"bundle_{FORMER_FORMAT}.db")
+    bundle = Bundle.open(Path(__file__).parent / "formats" / f"bundle_{version}.db")
     bundle.verify()
     assert [problem.key for problem in bundle.problems()] == ["n256-float16-accurate", "n256-float16-accurate-pitched"]
     for problem in bundle.problems():
         (entry, *_) = bundle.entries(problem)
         assert entry.launch.reads_rows == (problem.io.rows is Rows.PITCHED)
+        assert bundle.arithmetic(problem) == entry.launch.arithmetic == ""
         assert bundle.kernel(entry.kernel).launch == entry.launch == launch_for(problem)
 
 

@@ -40,6 +40,19 @@ def test_best_says_how_a_kernel_is_launched(monkeypatch: pytest.MonkeyPatch) -> 
     assert "elements a tile, starts early\n" in succeed(*BEST, "4096", "--rows", "1024")
 
 
+def test_best_names_what_a_batch_invariant_call_runs(sample: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = run(*BEST, "256", "--rows", "32", "--inplace", "--batch-invariant")
+    assert "n256-float16-accurate has no kernels that give the same bits in every call; leave out" in sentence(
+        refused, 2
+    )
+    monkeypatch.setenv("HADAGEN_BUNDLE", str(shipped()["sm90"]))
+    found = [
+        json.loads(succeed(*BEST, "8192", "--rows", str(rows), "--batch-invariant", "--json"))["launch"]["arithmetic"]
+        for rows in (1, 64, 4096)
+    ]
+    assert len(set(found)) == 1
+
+
 def test_best_is_readable(sample: Path) -> None:
     text = succeed(*BEST, "256", "--inplace", "--rows", "32", "--device", H100.gpu)
     assert "match     same-gpu" in text
@@ -67,7 +80,7 @@ def test_estimated_is_said_first(options: tuple[str, ...], said: str, sample: Pa
 
 def test_the_time_of_the_cost_model_is_not_told(sample: Path) -> None:
     trial = make_trial(environment=Environment(), provenance=Provenance.ESTIMATED)
-    write_bundle(sample, "sm90", portfolio([trial]), {trial.kernel.digest: trial.kernel}.__getitem__)
+    write_bundle(sample, "sm90", portfolio([trial]), {trial.kernel.digest: trial.kernel}.__getitem__, {})
     text = succeed(*BEST, "256", "--inplace")
     assert "estimated: the cost model chose it, and no GPU has timed it\nmatch     estimated\n" in text
     assert "µs" not in text
@@ -78,7 +91,7 @@ def test_best_tells_pitched_rows_from_contiguous_ones(sample: Path) -> None:
     assert (pitched["problem"], pitched["match"]) == ("n256-float16-accurate-pitched", "generic")
     trial = make_trial(problem=Problem.of(4096, DType.FLOAT32, rows="pitched"), errors={"normal": 1e-7})
     trial = replace(trial, timings=times({1 << 16: 2.0}))
-    write_bundle(sample, "sm90", portfolio([trial]), {trial.kernel.digest: trial.kernel}.__getitem__)
+    write_bundle(sample, "sm90", portfolio([trial]), {trial.kernel.digest: trial.kernel}.__getitem__, {})
     asked = ("best", "--arch", "sm90", "--n", "4096", "--dtype", "float32", "--rows", "8", "--inplace")
     shown = succeed(*asked, "--pitched")
     assert f"65536 elements, rows of 3072 on {H100.gpu}, 0.95 of a plain copy" in shown

@@ -111,7 +111,7 @@ def test_between_times_no_kernel_of_another_arch(fake_gpu: None) -> None:
     older = make_trial(
         problem=Problem.of(4, DType.FLOAT16, Numerics.FAST), arch="sm80", kernel=make_kernel(arch="sm80")
     )
-    write_bundle(options.default_bundle("sm80"), "sm80", portfolio([older]), lambda _: make_kernel(arch="sm80"))
+    write_bundle(options.default_bundle("sm80"), "sm80", portfolio([older]), lambda _: make_kernel(arch="sm80"), {})
     succeed(*BETWEEN)
     (before, _), (after, _) = FakeDevice.ranked
     assert after == before

@@ -278,7 +278,7 @@ def test_a_tune_begins_with_estimates_only_if_nothing_was_measured_on_its_arch(
     )
     trials = [make_trial(2 << i, **fields) for i, fields in enumerate(others)]
     kernels = {trial.kernel.digest: trial.kernel for trial in trials if trial.kernel}
-    write_bundle(tmp_path / "winners.db", trials[0].arch, portfolio(trials), kernels.__getitem__)
+    write_bundle(tmp_path / "winners.db", trials[0].arch, portfolio(trials), kernels.__getitem__, {})
     monkeypatch.setenv(VARIABLE, str(tmp_path / "winners.db"))
     run("tune", "--n", "256", "--dtype", "float16", "--numerics", "accurate", "--contiguous")
     assert [[knobs.chunks for knobs in known] for known in wanted[0].known.values()] == [chunks]

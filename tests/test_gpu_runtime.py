@@ -75,6 +75,30 @@ def test_the_matrix_itself(n: int, dtype: torch.dtype, numerics: str) -> None:
     assert torch.equal(hadamard_transform(eye, numerics=numerics).double(), reference(eye))
 
 
+@pytest.mark.parametrize("numerics", ["accurate", "fast"])
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("n", [*SIZES, 1 << 16, 1 << 17])
+def test_a_row_has_the_same_bits_among_any_number_of_rows(n: int, dtype: torch.dtype, numerics: str) -> None:
+    """Of 1,000 numbers of rows, in rows without gaps, in place too, and of some in rows with gaps."""
+    most = max(8, (1 << 23) // n)
+    counts = [round(most ** (i / 999)) for i in range(1000)]
+    options: dict[str, Any] = {"numerics": numerics, "batch_invariant": True}
+    whole, wide = normal(most, n, dtype=dtype), normal(most, n + 8, dtype=dtype, seed=1)[:, :n]
+    problem = kernels.problem_of(n, dtype, numerics, Rows.PITCHED)
+    assert problem
+    kinds = [whole]
+    if best_config(problem, 1, batch_invariant=True).launch:  # the longest rows have none
+        kinds.append(wide)
+    for x in kinds:
+        y = hadamard_transform(x, n**-0.5, **options)
+        differ = []
+        for number, rows in enumerate(counts if x is whole else counts[::20]):
+            part = x[:rows].clone() if number % 10 == 0 else x[:rows]
+            result = hadamard_transform(part, n**-0.5, inplace=number % 10 == 0, **options)
+            differ.append((result != y[:rows]).any())
+        assert not bool(torch.stack(differ).any())
+
+
 def test_ptx_gives_the_same(nothing_loaded: None) -> None:
     """What a newer GPU would run: PTX, compiled by the driver."""
     x = normal(64, 4096)

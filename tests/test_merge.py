@@ -29,7 +29,7 @@ def test_merging_keeps_every_winner_and_its_kernel(tmp_path: Path) -> None:
     ours = portfolio([make_trial(1, timings=(make_timing(), cold)), estimate])
     theirs = portfolio([make_trial(2, environment=H200)])
     for name, selection in (("h100.db", ours), ("h200.db", theirs), ("both.db", ours | theirs)):
-        write_selection(tmp_path / name, "sm90", selection)
+        write_selection(tmp_path / name, "sm90", selection, {})
     merge_bundles([tmp_path / "h100.db", tmp_path / "h200.db"], tmp_path / "merged.db")
     merged, both = Bundle.open(tmp_path / "merged.db"), Bundle.open(tmp_path / "both.db")
     merged.verify()
@@ -105,7 +105,7 @@ def test_merging_leaves_out_what_misses_a_bound_that_is_stricter_now(tmp_path: P
     only_old = replace(old, problem=replace(fast, transform=Transform(512)))
     for name, trials in (("old.db", [old, only_old]), ("new.db", [new])):
         selection = {WinnerCell(t.problem, "sm90", H100.gpu, Destination.IN_PLACE, 1 << 13): t for t in trials}
-        write_selection(tmp_path / name, "sm90", selection)
+        write_selection(tmp_path / name, "sm90", selection, {})
     merge_bundles([tmp_path / "old.db", tmp_path / "new.db"], tmp_path / "merged.db")
     merged = Bundle.open(tmp_path / "merged.db")
     assert merged.problems() == [fast]
@@ -140,7 +140,7 @@ def test_merging_takes_winners_between_buckets_only_beside_those_they_were_found
 
 def test_bundles_of_several_archs_cannot_be_merged(tmp_path: Path) -> None:
     for arch in ("sm90", "sm120"):
-        write_selection(tmp_path / arch, arch, portfolio([make_trial(1, arch=arch)]))
+        write_selection(tmp_path / arch, arch, portfolio([make_trial(1, arch=arch)]), {})
     with pytest.raises(UsageError, match="2 archs"):
         merge_bundles([tmp_path / "sm90", tmp_path / "sm120"], tmp_path / "out.db")
     assert not (tmp_path / "out.db").exists()

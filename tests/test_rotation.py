@@ -150,6 +150,16 @@ def test_the_precision_of_matrix_products_does_not_matter(precision: str) -> Non
         torch.set_float32_matmul_precision(before)
 
 
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize(("n", "options"), [*CASES, (21, {"matrix": normal(21, 21)})], ids=lambda v: str(v)[:20])
+def test_a_row_gives_the_same_bits_in_every_batch(n: int, options: dict[str, Any], dtype: torch.dtype) -> None:
+    r, x = Rotation(n, **options), normal(300, n, dtype=dtype)
+    whole = r(x, batch_invariant=True)
+    assert error(whole, x.double() @ r.matrix()) <= max(BOUNDS[dtype], 4e-15)
+    for rows in (1, 2, 7, 299):
+        assert torch.equal(r(x[:rows], batch_invariant=True), whole[:rows])
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_sums_do_not_overflow_unless_the_result_does(dtype: torch.dtype) -> None:
     r = Rotation(448)
@@ -441,6 +451,7 @@ def test_a_wrong_type_is_one_sentence(arguments: tuple[Any, ...], options: dict[
         (lambda r: r([1.0]), TypeError, "x is a list; pass a torch.Tensor"),
         (lambda r: r(torch.ones(24), numerics="exact"), UsageError, "numerics 'exact' is not supported"),
         (lambda r: r(torch.ones(24), inplace=2), TypeError, "inplace is 2"),
+        (lambda r: r(torch.ones(24), batch_invariant="yes"), TypeError, "batch_invariant is 'yes'; pass True or False"),
         (lambda r: r(torch.ones(24), out=torch.ones(12)), TensorError, "pass an out like x"),
         (lambda r: r(torch.ones(24), inplace=True, out=torch.ones(24)), UsageError, "name two places"),
         (lambda r: r.fold_into(torch.ones(24, 3), "input"), TensorError, "its input must be 24"),

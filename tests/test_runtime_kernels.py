@@ -75,7 +75,7 @@ def loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Loader:
 
 
 def find(elements: int = 1 << 13, device: int = 0, in_place: bool = True, problem: Problem = PROBLEM) -> Any:
-    return kernels.find(device, problem, in_place, elements)
+    return kernels.find(kernels.Kind(device, problem, in_place), elements)
 
 
 def test_a_kernel_is_loaded_once_for_all_buckets_of_a_device(loader: Loader) -> None:
@@ -98,7 +98,7 @@ def test_without_a_compiler_the_ptx_of_an_older_arch_runs(
     digest = recipe_digest(PROBLEM, trial.knobs, LAUNCH)
     trial = replace(trial, kernel=Kernel(digest, ENTRY, "sm120", "", b"", b"", LAUNCH, 0, 0, ""))
     cell = WinnerCell(PROBLEM, "sm120", "", Destination.IN_PLACE, 1 << 13)
-    write_bundle(tmp_path / "sm120.db", "sm120", {cell: trial}, {digest: trial.kernel}.__getitem__)
+    write_bundle(tmp_path / "sm120.db", "sm120", {cell: trial}, {digest: trial.kernel}.__getitem__, {})
     monkeypatch.setenv(bundles.VARIABLE, f"{tmp_path / 'sm120.db'}{os.pathsep}{tmp_path / 'a.db'}")
     monkeypatch.setattr(kernels, "cuda_device", lambda index: Device("sm120", "NVIDIA GeForce RTX 5090"))
     asked: list[str] = []
@@ -138,8 +138,8 @@ def test_a_kernel_that_went_when_its_bundle_was_replaced_is_chosen_anew(
     choose, path = choose_from_bundles, Path(os.environ[bundles.VARIABLE])
     files = [write_sample(tmp_path / f"{chunks}.db", chunks) for chunks in (2, 3)]
 
-    def replaced(*arguments: Any) -> Any:
-        chosen = choose(*arguments)
+    def replaced(*arguments: Any, **options: Any) -> Any:
+        chosen = choose(*arguments, **options)
         if files:
             os.replace(files.pop(), path)
         return chosen

@@ -345,7 +345,7 @@ else:
     try:
         assert not any(tables)
         kernels.cuda_device = lambda index: None
-        assert kernels.find(0, Problem.of(8, "float16"), True, 8) is None
+        assert kernels.find(kernels.Kind(0, Problem.of(8, "float16"), True), 8) is None
         torch.set_num_threads(1)
         x = torch.ones(1, 8)
         assert hadagen.hadamard_transform(x)[0, 0] == 8

@@ -30,7 +30,7 @@ def write_bundle_of(arch: str, path: Path) -> None:
     trial = make_trial(arch=arch)
     assert trial.kernel
     path.parent.mkdir(parents=True, exist_ok=True)
-    bundle_writer.write_bundle(path, arch, portfolio([trial]), {trial.kernel.digest: trial.kernel}.__getitem__)
+    bundle_writer.write_bundle(path, arch, portfolio([trial]), {trial.kernel.digest: trial.kernel}.__getitem__, {})
 
 
 @BAD

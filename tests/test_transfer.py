@@ -52,7 +52,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     """What was measured of a few problems."""
     path = tmp_path_factory.mktemp("source") / "sm90.db"
     measured = selection_of(Bundle.open(shipped()["sm90"]))
-    write_selection(path, "sm90", {cell: trial for cell, trial in measured.items() if cell.problem in PROBLEMS})
+    write_selection(path, "sm90", {cell: trial for cell, trial in measured.items() if cell.problem in PROBLEMS}, {})
     return Bundle.open(path)
 
 
@@ -124,17 +124,17 @@ def test_equal_sources_give_equal_bytes(source: Bundle, tmp_path: Path) -> None:
 
 
 def test_what_is_legal_nowhere_has_no_winner(source: Bundle) -> None:
-    assert {cell.problem for cell in estimated_winners(source, load_arch("sm89"))} == set(PROBLEMS[:3])
-    assert {cell.problem for cell in estimated_winners(source, load_arch("sm120"))} == set(PROBLEMS)
+    assert {cell.problem for cell in estimated_winners(source, load_arch("sm89"))[0]} == set(PROBLEMS[:3])
+    assert {cell.problem for cell in estimated_winners(source, load_arch("sm120"))[0]} == set(PROBLEMS)
 
 
 @pytest.mark.parametrize("lacking", ["cluster", "bulk_copy", "cp_async", "dependent_launch"])
 def test_an_arch_without_a_feature_has_other_winners(lacking: str, source: Bundle) -> None:
     arch = load_arch("sm100")
-    whole = estimated_winners(source, arch)
+    whole, _ = estimated_winners(source, arch)
     assert any(lacking in plan.features or plan.starts_early for _, plan in plans(whole, arch))
     bare = replace(arch, features=arch.features - {lacking})
-    less = estimated_winners(source, bare)
+    less, _ = estimated_winners(source, bare)
     assert {digest_of(trial) for trial in less.values()} != {digest_of(trial) for trial in whole.values()}
     for trial, plan in plans(less, bare):
         assert lacking not in plan.features
@@ -158,7 +158,7 @@ def test_of_what_the_model_cannot_tell_apart_measured_winners_win(
 
     def as_measured() -> int:
         """How many winners won when they were measured."""
-        selection = estimated_winners(source, arch)
+        selection, _ = estimated_winners(source, arch)
         for cell, trial in selection.items():
             (timing,) = trial.timings
             best = min(each.us(*Cell.of(timing)) for each in estimates[cell.problem].values())
@@ -198,11 +198,11 @@ def test_a_portable_winner_counts_where_the_other_has_too_many_blocks(name: str,
 
 
 def test_only_an_estimate_may_lack_errors(source: Bundle, tmp_path: Path) -> None:
-    cell, estimate = next(iter(estimated_winners(source, load_arch("sm80")).items()))
+    cell, estimate = next(iter(estimated_winners(source, load_arch("sm80"))[0].items()))
     measured = replace(estimate, provenance=Provenance.MEASURED)
     assert (may_win(estimate), may_win(measured)) == (True, False)
     with pytest.raises(StorageError, match="are no errors"):
-        write_selection(tmp_path / "sm80.db", "sm80", {cell: measured})
+        write_selection(tmp_path / "sm80.db", "sm80", {cell: measured}, {})
 
 
 # ---- how they are chosen and shown -----------------------------------------------------------------------------------
@@ -241,7 +241,7 @@ def test_an_estimate_for_the_arch_comes_before_what_was_measured_on_an_older_one
     )
     path = bundles.user_directory() / "sm120.db"
     path.parent.mkdir(parents=True)
-    write_selection(path, "sm120", {WinnerCell(problem, "sm120", H100.gpu, Destination.IN_PLACE, 1 << 20): mine})
+    write_selection(path, "sm120", {WinnerCell(problem, "sm120", H100.gpu, Destination.IN_PLACE, 1 << 20): mine}, {})
     assert choose("sm120", "NVIDIA GeForce RTX 5090") == (Match.SAME_GPU, "sm120")
     assert choose("sm120", "NVIDIA GeForce RTX 5080") == (Match.SAME_ARCH, "sm120")
 

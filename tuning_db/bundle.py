@@ -36,14 +36,14 @@ from hadagen.tuning_db.files import FileState, connect_read_only, file_state, in
 
 SQLITE_MAGIC = b"SQLite format 3\0"
 APPLICATION_ID = 0x68616461  # "hada", in the header of the file
-FORMAT = 5  # of the tables below; in the header too
-FORMER_FORMAT = 4  # in which every kernel has a cubin; it is read as well
+FORMAT = 6  # of the tables below; in the header too
+OLDEST_FORMAT = 4  # that is read as well. Before 6, no problem names an arithmetic; before 5, every kernel has a cubin.
 
 # Every table with its columns; launch, knobs and errors are JSON objects. The first three are read on opening, the
 # others problem by problem; `winners` is the SHA-256 of what these have of it.
 TABLES = {
     "meta": "key TEXT PRIMARY KEY, value TEXT",
-    "problems": "id INTEGER PRIMARY KEY, key TEXT, winners TEXT",
+    "problems": "id INTEGER PRIMARY KEY, key TEXT, arithmetic TEXT, winners TEXT",
     "environments": "id INTEGER PRIMARY KEY, gpu TEXT, compute_capability TEXT, sms INTEGER, l2_bytes INTEGER, "
     "driver TEXT, cuda TEXT, nvcc TEXT, sm_clock_mhz INTEGER, memory_clock_mhz INTEGER",
     "kernels": "id INTEGER PRIMARY KEY, digest TEXT UNIQUE, entry TEXT, launch TEXT, registers INTEGER, "
@@ -81,6 +81,7 @@ SCHEMA = [
     *(f"CREATE TABLE {table} ({columns})" for table, columns in {**TABLES, "blobs": BLOBS}.items()),
     *(f"CREATE INDEX {table}_by_{column} ON {table} ({column})" for table, column in INDEXES.items()),
 ]
+FORMER_SCHEMA = [statement.replace("arithmetic TEXT, ", "") for statement in SCHEMA]
 
 # Limits that no sound bundle comes near: rows of a table that are read at once, and characters in them; characters of a
 # text; names in a JSON object; thousands of steps of SQLite. A page that is its own child would take many steps.
@@ -213,6 +214,10 @@ class Bundle:
             return list(self._read_now(lambda now, connection: now.read_winners(connection, problem)))
         return list(self._now.entries.get(problem, ()))
 
+    def arithmetic(self, problem: Problem) -> str:
+        """That of the winners which batch-invariant calls run (`LaunchSpec.arithmetic`); "" if there are none."""
+        return self._now.arithmetic.get(problem, "")
+
     def all_entries(self) -> Iterator[BundleEntry]:
         """The winners of all problems. Raises `StorageError` where some are damaged."""
         for problem in self.problems():
@@ -280,11 +285,13 @@ class _Content:
         self.environments = {number: _environment(row) for number, row in _by_id(tables, "environments").items()}
         self.numbers: dict[Problem, int] = {}
         self._sums: dict[int, str] = {}
-        for number, key, winners in tables["problems"]:
+        self.arithmetic: dict[Problem, str] = {}
+        for number, key, *former, winners in tables["problems"]:
             problem = Problem.parse(key)
             if problem in self.numbers:
                 raise ValueError(f"{problem.key} is there twice")
             self.numbers[problem] = number
+            self.arithmetic[problem] = _text(former[0]) if former else ""
             self._sums[number] = winners
         # Of the problems that were read: how many trials, the winners, and the kernels by digest, without their blobs
         # but with the number of these and their SHA-256.
@@ -517,14 +524,15 @@ def _read_once(path: Path, read: Callable[[sqlite3.Connection, FileState], Found
     version = int.from_bytes(header[60:64], "big")
     if version > FORMAT:
         raise StorageError(f"{path} is a bundle of format {version}, later than {FORMAT}; upgrade hadagen to read it")
-    if version < FORMER_FORMAT:
+    if version < OLDEST_FORMAT:
         raise StorageError(f"{path} is a bundle of format {version}, earlier than {FORMAT}; {again}")
     try:
         with closing(connect_read_only(path, immutable=True)) as connection:
             limit_values(connection)
             _allow_steps(connection)
             query = "SELECT sql FROM sqlite_master WHERE sql IS NOT NULL LIMIT ?"
-            if connection.execute(query, (len(SCHEMA) + 1,)).fetchall() != [(statement,) for statement in SCHEMA]:
+            schema = SCHEMA if version == FORMAT else FORMER_SCHEMA
+            if connection.execute(query, (len(schema) + 1,)).fetchall() != [(statement,) for statement in schema]:
                 raise ValueError("it has other tables")
             return read(connection, state)
     except (sqlite3.Error, ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as error:

@@ -12,6 +12,7 @@ from importlib.metadata import version
 from typing import Any
 
 from hadagen.errors import StorageError, UsageError
+from hadagen.problem import Problem
 from hadagen.ptx_version import lowered
 from hadagen.regimes import Cache
 from hadagen.target import check_arch
@@ -48,12 +49,17 @@ def check_bundle_place(path: str | os.PathLike[str]) -> None:
 
 
 def write_bundle(
-    path: str | os.PathLike[str], arch: str, selection: Mapping[WinnerCell, Trial], kernel_of: Callable[[str], Kernel]
+    path: str | os.PathLike[str],
+    arch: str,
+    selection: Mapping[WinnerCell, Trial],
+    kernel_of: Callable[[str], Kernel],
+    arithmetic: Mapping[Problem, str],
 ) -> str:
     """Write the winners `selection` (see `winners.portfolio`) as a bundle and return its content digest.
 
     `kernel_of`: returns the kernel of a digest with its cubin and PTX (`Store.kernel`), or without both if it is to be
     compiled where it is called; called once for each digest.
+    `arithmetic`: of the winners that batch-invariant calls run, by problem (`winners.invariant_arithmetic`).
     The same selection gives the same digest. An old bundle is replaced only when the new one is complete and was read.
 
     Raises `UsageError` for a bad arch or a selection of another arch. Raises `StorageError` if the selection is empty
@@ -75,7 +81,7 @@ def write_bundle(
 
     with atomic_file(path) as new:
         with closing(sqlite3.connect(new, isolation_level=None)) as connection:
-            digest = _fill(connection, _tables(arch, selection, kernels), kernels)
+            digest = _fill(connection, _tables(arch, selection, kernels, arithmetic), kernels)
         try:
             Bundle.open(new).verify()
         except StorageError as error:
@@ -120,17 +126,19 @@ def _dictionary(texts: Sequence[bytes]) -> bytes:
     return b"".join(text[: _LOOKS_BACK // _IN_DICTIONARY] for text in some[:_IN_DICTIONARY])
 
 
-def _tables(arch: str, selection: Mapping[WinnerCell, Trial], kernels: Iterable[Kernel]) -> Tables:
+def _tables(
+    arch: str, selection: Mapping[WinnerCell, Trial], kernels: Iterable[Kernel], arithmetic: Mapping[Problem, str]
+) -> Tables:
     """The rows of `bundle.TABLES`: each distinct one once, numbered in sorted order, so that files are reproducible."""
     trials = selection.values()
-    problems = _numbered((trial.problem.key,) for trial in trials)
+    problems = _numbered((trial.problem.key, arithmetic.get(trial.problem, "")) for trial in trials)
     environments = _numbered(astuple(trial.environment) for trial in trials)
     kernel_rows = _numbered(_kernel_row(kernel) for kernel in kernels)
     kernel_numbers = {row[0]: number for row, number in kernel_rows.items()}
 
     def trial_row(trial: Trial) -> Row:
         return (
-            problems[(trial.problem.key,)],
+            problems[trial.problem.key, arithmetic.get(trial.problem, "")],
             environments[astuple(trial.environment)],
             kernel_numbers[digest_of(trial)],
             knobs_key(trial.knobs),

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hadagen.errors import UsageError
+from hadagen.problem import Problem
 from hadagen.regimes import Cache
 from hadagen.trial import Kernel, Outcome, Timing, Trial
 from hadagen.tuning_db.bundle import Bundle, BundleEntry
@@ -37,7 +38,8 @@ def merge_bundles(paths: Iterable[str | os.PathLike[str]], out: str | os.PathLik
 
     If two bundles have a winner for the same cell, the better winner is taken, as a search would do. A winner between
     buckets was found beside the winners of the buckets around it, and is taken only together with these. A winner that
-    misses its problem's error bound, which may have been wider when it was found, is left out.
+    misses its problem's error bound, which may have been wider when it was found, is left out. Batch-invariant calls
+    keep the arithmetic of the first bundle that names one for a problem.
 
     Raises `UsageError` if there are no bundles, or bundles of several archs, and `StorageError` as `Bundle.open` and
     `write_bundle` do.
@@ -54,7 +56,8 @@ def merge_bundles(paths: Iterable[str | os.PathLike[str]], out: str | os.PathLik
     winners = buckets | _best(_between(each, buckets) for each in named)
     rankings = ranked_by_cell(trial for each in selections for trial in each.values())
     selection = dict(sorted((winners | portable_winners(winners, rankings)).items()))
-    write_selection(out, archs.pop(), selection)
+    arithmetic = {p: name for bundle in reversed(bundles) for p, name in arithmetic_of(bundle).items() if name}
+    write_selection(out, archs.pop(), selection, arithmetic)
     return selection
 
 
@@ -85,9 +88,16 @@ def _between(selection: Selection, buckets: Selection) -> Selection:
     return found
 
 
-def write_selection(path: str | os.PathLike[str], arch: str, selection: Selection) -> None:
+def arithmetic_of(bundle: Bundle) -> dict[Problem, str]:
+    """What `write_bundle` takes beside the winners of a bundle."""
+    return {problem: bundle.arithmetic(problem) for problem in bundle.problems()}
+
+
+def write_selection(
+    path: str | os.PathLike[str], arch: str, selection: Selection, arithmetic: Mapping[Problem, str]
+) -> None:
     """`write_bundle` with the kernels of the trials. Raises what it raises."""
-    write_bundle(path, arch, selection, kernels_of(selection).__getitem__)
+    write_bundle(path, arch, selection, kernels_of(selection).__getitem__, arithmetic)
 
 
 def kernels_of(selection: Selection) -> dict[str, Kernel]:

@@ -24,7 +24,7 @@ from hadagen.trial import Environment
 from hadagen.tuning_db.files import inflated
 
 PREFIX = "hadagen_"
-SCHEMA_VERSION = "0006"
+SCHEMA_VERSION = "0007"
 VERSION_TABLE = f"{PREFIX}schema_version"
 
 
@@ -81,7 +81,7 @@ class EnvironmentRow(Base):
 
 
 class KernelRow(Base):
-    """One row for each `hadagen.trial.Kernel`. `threads` … `starts_early` are the fields of its `LaunchSpec`.
+    """One row for each `hadagen.trial.Kernel`. `threads` … `arithmetic` are the fields of its `LaunchSpec`.
 
     `seal`: SHA-256 of all that it says.
     """
@@ -100,6 +100,7 @@ class KernelRow(Base):
     scale_form: Mapped[str]
     params: Mapped[str]  # as its signature
     starts_early: Mapped[bool]
+    arithmetic: Mapped[str]
     registers: Mapped[int]
     spill_bytes: Mapped[int]
     static_shared_bytes: Mapped[int]

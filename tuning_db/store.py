@@ -206,12 +206,16 @@ def row_of(session: Session, model: type[Row], columns: dict[str, object]) -> Ro
 
 
 def _kernel_row(session: Session, kernel: Kernel) -> KernelRow:
-    """The row with the digest of a kernel, which is added if it is missing."""
+    """The row with the digest of a kernel, which is added if it is missing. It learns the arithmetic of the kernel if
+    an earlier hadagen wrote it."""
     row = session.scalar(select(KernelRow).where(KernelRow.digest == kernel.digest))
     if row is None:
         columns = asdict(kernel) | kernel.launch.to_dict()
         del columns["launch"]
         row = KernelRow(**columns, seal=_seal_of_kernel(kernel))
+    elif kernel.launch.arithmetic and not row.arithmetic:
+        row.arithmetic = kernel.launch.arithmetic
+        row.seal = _seal_of_kernel(_unchecked(row, blobs=True))
     return row
 
 
@@ -346,7 +350,7 @@ def _former_digests(kernel: Kernel) -> set[str]:
 
 def _seal_of_kernel(kernel: Kernel) -> str:
     blobs = (kernel.cubin, kernel.ptx, kernel.source.encode())
-    return _sha256([_plain(kernel), [hashlib.sha256(blob).hexdigest() for blob in blobs]])
+    return _sha256([_plain(kernel), kernel.launch.arithmetic, [hashlib.sha256(blob).hexdigest() for blob in blobs]])
 
 
 def _seal_of_trial(trial: Trial) -> str:
@@ -363,8 +367,10 @@ def _seal_of_trial(trial: Trial) -> str:
 
 
 def _plain(kernel: Kernel) -> dict[str, Any]:
-    """What a kernel says, without its blobs."""
-    return vars(kernel) | {"launch": kernel.launch.to_dict(), "cubin": 0, "ptx": 0, "source": 0}
+    """What a kernel says, without its blobs and its arithmetic, which may be added later."""
+    launch = kernel.launch.to_dict()
+    del launch["arithmetic"]
+    return vars(kernel) | {"launch": launch, "cubin": 0, "ptx": 0, "source": 0}
 
 
 def _sha256(values: list[Any]) -> str:

@@ -25,7 +25,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from math import fsum, isqrt
+from math import fsum, isqrt, log
 from typing import Any
 
 from hadagen.launch import PORTABLE_CLUSTER
@@ -116,6 +116,37 @@ def portable_winners(
         if not _is_portable(trial)
     }
     return _few({cell: ranked for cell, ranked in portable.items() if ranked}, loss)
+
+
+# Destination → GPU → element count → kernel.
+_Lines = dict[Destination, dict[str, dict[int, str]]]
+
+
+def invariant_arithmetic(winners: Mapping[WinnerCell, Trial], trials: Iterable[Trial]) -> dict[Problem, str]:
+    """For each problem, the arithmetic of the winners that batch-invariant calls run, so that a row has the same bits
+    in every call: of those that portable winners have in both destinations, the one that loses least.
+
+    winners: of the `trials`, on one arch. A call runs the nearest winner of that arithmetic, by element count. Its loss
+    is what it scores worse than the best trial of a bucket, in the geometric mean over all buckets and GPUs. The order
+    of the trials does not matter.
+    """
+    named: dict[Problem, dict[str, _Lines]] = defaultdict(lambda: defaultdict(lambda: defaultdict(dict)))
+    for cell, trial in winners.items():
+        assert trial.kernel is not None  # no kernel, no winner
+        if _is_portable(trial) and (name := trial.kernel.launch.arithmetic):
+            by_gpu = named[cell.problem][name][cell.destination]
+            by_gpu.setdefault(cell.gpu, {})[cell.elements] = digest_of(trial)
+    losses: dict[Problem, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for cell, ranked in ranked_by_cell(trials).items():
+        scores = {digest_of(each.trial): each.score for each in reversed(ranked)}
+        for name, lines in named[cell.problem].items() if cell.is_bucket else ():
+            if len(lines) == len(Destination):
+                by_gpu = lines[cell.destination]
+                line = by_gpu.get(cell.gpu) or next(iter(by_gpu.values()))
+                run = line[nearest(sorted(line), cell.elements)]
+                # A kernel that is not among the ranked was too slow to be timed.
+                losses[cell.problem][name] += log(scores.get(run, ranked[-1].score) / ranked[0].score)
+    return {problem: min(sorted(of), key=of.__getitem__) for problem, of in losses.items()}
 
 
 def _few(rankings: Mapping[WinnerCell, Sequence[RankedTrial]], loss: float) -> dict[WinnerCell, Trial]:

@@ -22,7 +22,7 @@ from hadagen.runtime import transform
 from hadagen.runtime.arguments import is_flag
 from hadagen.runtime.checks import check_call, check_is_tensor, is_symbolic, stands_for_a_tensor
 from hadagen.runtime.named import named_matrix
-from hadagen.runtime.rotate import ROTATE, Operands
+from hadagen.runtime.rotate import rotate
 
 __all__ = [
     "hadamard_transform",
@@ -141,7 +141,7 @@ def _of_order(k: int, function: Any, x: Any, scale: Any, exact: bool) -> torch.T
     if not is_symbolic(scale):
         scale = float(scale)
     matrix = named_matrix("dao", k, str(x.device))
-    y = ROTATE.apply(pad(x, (0, n - m)), *Operands(matrix, [k], None, None, n, False, False, scale, "accurate"))
+    y = rotate(pad(x, (0, n - m)), matrix, k, n, scale=scale)
     return y if n == m else y[..., :m].contiguous()
 
 

@@ -20,7 +20,7 @@ from hadagen.runtime import transform
 from hadagen.runtime.arguments import as_int, is_count
 from hadagen.runtime.checks import check_is_tensor, check_tensor, stands_for_a_tensor
 from hadagen.runtime.named import matrix_of, named_matrix
-from hadagen.runtime.rotate import ROTATE, Operands
+from hadagen.runtime.rotate import rotate
 
 __all__ = [
     "HadamardTransform",
@@ -181,5 +181,4 @@ def _length(x: torch.Tensor) -> int:
 
 def _rotated(x: torch.Tensor, matrix: torch.Tensor | None, k: int, transpose: bool) -> torch.Tensor:
     n = _length(x)
-    orders = [] if matrix is None else [k]
-    return ROTATE.apply(x, *Operands(matrix, orders, None, None, n, False, transpose, n**-0.5, "accurate"))
+    return rotate(x, matrix, k, n, scale=n**-0.5, transposed=transpose)

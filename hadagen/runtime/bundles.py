@@ -49,6 +49,15 @@ def in_turn() -> Iterator[list[Bundle]]:
     yield known()
 
 
+def by_authority() -> Iterator[list[Bundle]]:
+    """The `pinned` bundles, then those that hadagen ships, then all that are `known`. The first bundle that names the
+    arithmetic of batch-invariant calls decides. So machines agree, whatever was tuned on each. Raises what `pinned`
+    raises."""
+    yield pinned()
+    yield [bundle for bundle in known() if bundle.path in shipped().values()]
+    yield known()
+
+
 def known() -> list[Bundle]:
     """All bundles, in the order of preference.
 

@@ -85,10 +85,15 @@ def check_tensor(x: torch.Tensor) -> None:
         raise TensorError("the last dimension of x is 0; it must be at least 1")
 
 
+def check_is_flag(value: Any, name: str) -> None:
+    """Raises TypeError."""
+    if not is_flag(value):
+        raise TypeError(f"{name} is {value!r}; pass True or False")
+
+
 def check_destination(x: torch.Tensor, inplace: bool, out: torch.Tensor | None) -> None:
     """Raises TypeError and `UsageError` for arguments that do not say where the result goes."""
-    if not is_flag(inplace):
-        raise TypeError(f"inplace is {inplace!r}; pass True or False")
+    check_is_flag(inplace, "inplace")
     if out is not None:
         check_is_tensor(out, "out")
         if inplace and out is not x:

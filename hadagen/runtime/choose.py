@@ -1,7 +1,9 @@
 """Chooses the kernel of a call: a pure function of the bundles and the arguments. So all ranks of a job agree if their
 GPUs are the same.
 
-Problem and destination of an entry must be those of the call. Among the entries left, the first of these rules that
+Problem and destination of an entry must be those of the call. If the call asks for batch-invariant results, the entry
+must have the one arithmetic that `bundles.by_authority` names for the problem, and a kernel that every GPU of its arch
+holds. Among the entries left, the first of these rules that
 tells two apart decides:
 
     1. an entry of a pinned bundle
@@ -23,7 +25,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from hadagen.errors import StorageError, UsageError
-from hadagen.launch import LaunchSpec
+from hadagen.launch import PORTABLE_CLUSTER, LaunchSpec
 from hadagen.problem import Problem
 from hadagen.regimes import Destination, nearest
 from hadagen.runtime import bundles
@@ -84,28 +86,37 @@ def _badness(match: Match, entry: BundleEntry) -> tuple[int, int, bool]:
 
 
 def choose_from_bundles(
-    problem: Problem, destination: Destination, elements: int, device: Device, without: Collection[str] = ()
+    problem: Problem,
+    destination: Destination,
+    elements: int,
+    device: Device,
+    without: Collection[str] = (),
+    *,
+    batch_invariant: bool = False,
 ) -> tuple[Match, tuple[BundleEntry, Bundle] | None]:
     """How well the best entry matches, the entry, and the bundle that holds its kernel; (GENERIC, None) if none does.
 
     elements: rows · n, at least 1.
     without: digests of kernels that do not fit on the device.
+    batch_invariant: only among kernels that give the same bits, whatever `elements` is.
 
     Raises `StorageError` if HADAGEN_BUNDLE names a file that is damaged or no bundle.
     """
-    best = _best_bundle(problem, destination, device, without)
+    best = _best_bundle(problem, destination, device, without, batch_invariant)
     if best is None:
         return Match.GENERIC, None
     match, found, bundle = best
     return match, (found[nearest(list(found), elements)], bundle)
 
 
-def timed_in_bundles(problem: Problem, destination: Destination, device: Device) -> list[int]:
+def timed_in_bundles(
+    problem: Problem, destination: Destination, device: Device, *, batch_invariant: bool = False
+) -> list[int]:
     """The element counts, ascending, among which `choose_from_bundles` finds the nearest; [] if no entry matches.
 
     Raises as `choose_from_bundles` does.
     """
-    best = _best_bundle(problem, destination, device)
+    best = _best_bundle(problem, destination, device, batch_invariant=batch_invariant)
     return list(best[1]) if best else []
 
 
@@ -118,19 +129,28 @@ def is_served(device: Device) -> bool:
 
 
 def _best_bundle(
-    problem: Problem, destination: Destination, device: Device, without: Collection[str] = ()
+    problem: Problem,
+    destination: Destination,
+    device: Device,
+    without: Collection[str] = (),
+    batch_invariant: bool = False,
 ) -> tuple[Match, dict[int, BundleEntry], Bundle] | None:
     """The match, the `entries_by_size` and the bundle that come first by the rules of this module; None if none does.
 
     Pinned bundles are asked before all others.
     """
+    arithmetic = _invariant_arithmetic(problem, device) if batch_invariant else None
     for asked in bundles.in_turn():
         # Nothing of an older architecture comes before what serves of a newer one, so it need not be read.
         for _, similar in groupby(serving(asked, device), key=_generation):
             matching = []
             for bundle in similar:
                 try:
-                    entries = [entry for entry in bundle.entries(problem) if entry.kernel not in without]
+                    entries = [
+                        entry
+                        for entry in bundle.entries(problem)
+                        if entry.kernel not in without and (arithmetic is None or _keeps(entry, arithmetic))
+                    ]
                 except StorageError as error:
                     bundles.leave_out(bundle, error)
                     continue
@@ -141,6 +161,20 @@ def _best_bundle(
             if matching:
                 return min(matching, key=lambda each: each[0])[1]
     return None
+
+
+def _invariant_arithmetic(problem: Problem, device: Device) -> str:
+    """The arithmetic of batch-invariant calls; "" if no bundle names any."""
+    for asked in bundles.by_authority():
+        for bundle in serving(asked, device):
+            if arithmetic := bundle.arithmetic(problem):
+                return arithmetic
+    return ""
+
+
+def _keeps(entry: BundleEntry, arithmetic: str) -> bool:
+    """Whether batch-invariant calls of this arithmetic may run an entry: every GPU of its arch holds its clusters."""
+    return entry.launch.arithmetic == arithmetic != "" and entry.launch.cluster <= PORTABLE_CLUSTER
 
 
 def serving(asked: Iterable[Bundle], device: Device) -> list[Bundle]:
@@ -253,6 +287,7 @@ def best_config(
     *,
     arch: str | None = None,
     inplace: bool = False,
+    batch_invariant: bool = False,
 ) -> BestConfig:
     """The kernel that `hadamard_transform` runs for a [rows, n] tensor; nothing is run. With `arch` it needs no GPU.
 
@@ -264,18 +299,22 @@ def best_config(
         of a GPU, such as "NVIDIA H100 80GB HBM3", or any GPU of that arch. Where neither the bundles nor hadagen know
         a GPU of that name, the `match` is ESTIMATED at best.
     inplace: whether the result overwrites the input.
+    batch_invariant: as in the call.
 
-    Raises `UsageError` for missing or too many arguments, a bad problem, inplace or arch, a device of another arch,
+    Raises `UsageError` for missing or too many arguments, a bad problem, flag or arch, a device of another arch,
     rows below 1, or if there is no device; `StorageError` if HADAGEN_BUNDLE names a file that is damaged or no bundle.
     """
     problem, rows = _problem(problem), as_int(rows)
     if not is_count(rows):
         raise UsageError(f"rows = {rows!r} is not supported; give a whole number of rows, at least 1")
-    if not is_flag(inplace):
-        raise UsageError(f"inplace = {inplace!r} is not supported; give True or False")
+    for name, flag in (("inplace", inplace), ("batch_invariant", batch_invariant)):
+        if not is_flag(flag):
+            raise UsageError(f"{name} = {flag!r} is not supported; give True or False")
     target = find_device(device, arch)
     destination = Destination.IN_PLACE if inplace else Destination.OUT_OF_PLACE
-    match, chosen = choose_from_bundles(problem, destination, rows * problem.n, target)
+    match, chosen = choose_from_bundles(
+        problem, destination, rows * problem.n, target, batch_invariant=bool(batch_invariant)
+    )
     if match is Match.SAME_ARCH and arch and target.gpu and arch_of_gpu(target.gpu) is None:
         match = Match.ESTIMATED  # only the caller says that a GPU of this name is of that arch
     asked = (problem, rows, destination, target, match)

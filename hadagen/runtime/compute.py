@@ -13,22 +13,29 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hadagen.driver import Launch
+from hadagen.driver import Launch, LoadedKernel
 from hadagen.errors import TensorError
 from hadagen.launch import RowShape
-from hadagen.problem import Rows, padded_length
+from hadagen.problem import Problem, Rows, padded_length
 from hadagen.runtime import fallback, kernels
 from hadagen.runtime.checks import check_call, check_like, check_writable
 
 _ALIGNMENT = 16  # bytes; contiguous kernels read and write vectors of this size
 
 
+class Options(NamedTuple):
+    """What a call asks for, beside its tensors and where the result goes."""
+
+    scale: float
+    numerics: str
+    batch_invariant: bool = False
+
+
 class Call(NamedTuple):
     """A call with arguments that were checked."""
 
     run: Callable[[torch.Tensor, int], torch.Tensor]  # on x, whose address is given too
-    scale: float
-    numerics: str
+    options: Options
 
 
 # `key_of` → what to do for all calls that differ only in the address of x, by a multiple of 16. So a repeated call
@@ -65,47 +72,50 @@ def _find_empty_strided(device_type: str) -> Any:
 _empty_strided = {name: _find_empty_strided(name) for name in ("cuda", "cpu")}
 
 
-def key_of(x: torch.Tensor, address: int, scale: float, numerics: str, inplace: bool) -> tuple[Any, ...]:
+def key_of(
+    x: torch.Tensor, address: int, scale: float, numerics: str, batch_invariant: bool, inplace: bool
+) -> tuple[Any, ...]:
     """The key of a call in `calls`."""
     strides = x.is_contiguous() or x.stride()
-    return x.shape, strides, x.dtype, x.get_device(), address % _ALIGNMENT, scale, numerics, inplace
+    device = x.get_device()
+    return x.shape, strides, x.dtype, device, address % _ALIGNMENT, scale, numerics, batch_invariant, inplace
 
 
-def compute(x: torch.Tensor, scale: float, numerics: str, inplace: bool) -> torch.Tensor:
+def compute(x: torch.Tensor, options: Options, inplace: bool) -> torch.Tensor:
     """The transform of x, into x or into a new contiguous tensor. Raises what `hadamard_transform` does."""
     try:
         address = x.data_ptr()
-        key = key_of(x, address, scale, numerics, inplace)
+        key = key_of(x, address, *options, inplace)
         call = calls[key]
     except KeyError:
         pass
     except (RuntimeError, TypeError):  # a sparse or nested tensor, or a bad scale
-        check_call(x, scale, numerics)
+        check_call(x, options.scale, options.numerics)
         raise
     else:
         if address:
             return call.run(x, address)
-    check_call(x, scale, numerics)
+    check_call(x, options.scale, options.numerics)
     if inplace:
         check_writable(x)
     if takes_kernels(x):
-        prepared = _prepare_call(x, address, scale, numerics, inplace)
+        prepared = _prepare_call(x, address, options, inplace)
         if prepared is not None:
             _remember(calls, key, prepared)
             return prepared.run(x, address)
-        result = _transformed_copy(x, scale, numerics)
+        result = _transformed_copy(x, options)
         if result is not None:
             return x.copy_(result) if inplace else result.contiguous()
     if inplace and x.is_contiguous():
         increment_version((x,))
-        fallback.transform(x, x, scale)
+        fallback.transform(x, x, options.scale, batch_invariant=options.batch_invariant)
         return x
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    fallback.transform(x, y, scale)
+    fallback.transform(x, y, options.scale, batch_invariant=options.batch_invariant)
     return x.copy_(y) if inplace else y
 
 
-def compute_into(x: torch.Tensor, y: torch.Tensor, scale: float, numerics: str) -> None:
+def compute_into(x: torch.Tensor, y: torch.Tensor, options: Options) -> None:
     """The transform of x into y, which has the same shape, type and device. y is the same memory as x, or shares none.
 
     If it is hard to know whether they share memory, the result is right anyway. Raises what `hadamard_transform` does.
@@ -114,12 +124,12 @@ def compute_into(x: torch.Tensor, y: torch.Tensor, scale: float, numerics: str) 
         source, target = x.data_ptr(), y.data_ptr()
         dense = x.is_contiguous() and y.is_contiguous()
         like = x.shape, x.dtype, x.get_device(), y.shape, y.dtype, y.get_device()
-        key = (*like, dense, (source | target) % _ALIGNMENT, scale, numerics)
+        key = (*like, dense, (source | target) % _ALIGNMENT, options)
         launch, size = _calls_into[key]
     except KeyError:
         pass
     except (RuntimeError, TypeError):  # a sparse or nested tensor, or a bad scale
-        check_call(x, scale, numerics)
+        check_call(x, options.scale, options.numerics)
         check_like(x, y)
         raise
     else:
@@ -127,11 +137,11 @@ def compute_into(x: torch.Tensor, y: torch.Tensor, scale: float, numerics: str) 
             increment_version((y,))
             kernels.queue(launch, x.get_device(), source, target)
             return
-    check_call(x, scale, numerics)
+    check_call(x, options.scale, options.numerics)
     check_like(x, y)
     check_writable(y)
     if source == target and (dense or y.stride() == x.stride()):
-        compute(y, scale, numerics, True)
+        compute(y, options, True)
         return
     if dense and abs(source - target) < x.nbytes:
         raise TensorError("out overlaps x without being x; pass x itself or memory of its own")
@@ -140,20 +150,20 @@ def compute_into(x: torch.Tensor, y: torch.Tensor, scale: float, numerics: str) 
     if may_overlap(x, y) or (has_kernels and row_pitch(x) is None):
         x = x.clone(memory_format=torch.contiguous_format)
     if has_kernels:
-        found = _find_launch(x, y, scale, numerics)
+        found = _find_launch(x, y, options)
         if found is not None:
             if dense:
                 _remember(_calls_into, key, (found, x.nbytes))
             kernels.queue(found, x.get_device(), x.data_ptr(), target)
             return
-        result = _transformed_copy(x, scale, numerics)
+        result = _transformed_copy(x, options)
         if result is not None:
             y.copy_(result)
             return
     if y.is_contiguous():
-        fallback.transform(x, y, scale)
+        fallback.transform(x, y, options.scale, batch_invariant=options.batch_invariant)
     else:
-        y.copy_(compute(x, scale, numerics, False))
+        y.copy_(compute(x, options, False))
 
 
 def _remember(table: dict[tuple[Any, ...], Any], key: tuple[Any, ...], value: Any) -> None:
@@ -183,14 +193,14 @@ def row_pitch(x: torch.Tensor) -> int | None:
     return pitch
 
 
-def _prepare_call(x: torch.Tensor, address: int, scale: float, numerics: str, inplace: bool) -> Call | None:
+def _prepare_call(x: torch.Tensor, address: int, options: Options, inplace: bool) -> Call | None:
     pitch = row_pitch(x)
     if pitch is None:
         return None
     columns = x.shape[-1]
     aligned = address % _ALIGNMENT == 0
     target_pitch = pitch if inplace else columns
-    launch = _prepare_launch(x, pitch, target_pitch, aligned, inplace, scale, numerics)
+    launch = _prepare_launch(x, pitch, target_pitch, aligned, inplace, options)
     if launch is None:
         return None
     device, dtype = x.get_device(), x.dtype
@@ -218,11 +228,11 @@ def _prepare_call(x: torch.Tensor, address: int, scale: float, numerics: str, in
             queue(launch, device, address, y.data_ptr())
         return y
 
-    return Call(call_in_place if inplace else call_out_of_place, scale, numerics)
+    return Call(call_in_place if inplace else call_out_of_place, options)
 
 
 def _prepare_launch(
-    x: torch.Tensor, x_pitch: int, y_pitch: int, aligned: bool, in_place: bool, scale: float, numerics: str
+    x: torch.Tensor, x_pitch: int, y_pitch: int, aligned: bool, in_place: bool, options: Options
 ) -> Launch | None:
     """The launch of a kernel for x and a target with these pitches, in elements; None if there is no such kernel."""
     columns = x.shape[-1]
@@ -230,41 +240,49 @@ def _prepare_launch(
     n = padded_length(columns)
     dense = aligned and x_pitch == y_pitch == columns == n
     for rows_lie in (Rows.CONTIGUOUS, Rows.PITCHED) if dense else (Rows.PITCHED,):
-        problem = kernels.problem_of(n, x.dtype, numerics, rows_lie)
+        problem = kernels.problem_of(n, x.dtype, options.numerics, rows_lie)
         if problem is None:
             return None
-        kernel = kernels.find_for_scale(x.get_device(), problem, in_place, rows * n, scale)
+        kernel = _find_kernel(x, problem, in_place, rows * n, options)
         if kernel is not None:
-            return kernel.prepared(rows * n, scale, RowShape(columns, x_pitch, y_pitch))
+            return kernel.prepared(rows * n, options.scale, RowShape(columns, x_pitch, y_pitch))
     return None
 
 
-def _find_launch(x: torch.Tensor, y: torch.Tensor, scale: float, numerics: str) -> Launch | None:
+def _find_kernel(
+    x: torch.Tensor, problem: Problem, in_place: bool, elements: int, options: Options
+) -> LoadedKernel | None:
+    """The kernel for a problem, on the device of x; None if PyTorch must do the work."""
+    kind = kernels.Kind(x.get_device(), problem, in_place, options.batch_invariant)
+    return kernels.find_for_scale(kind, elements, options.scale)
+
+
+def _find_launch(x: torch.Tensor, y: torch.Tensor, options: Options) -> Launch | None:
     """The launch of a kernel that takes x and y as they are; None if there is none. x and y share no element."""
     x_pitch, y_pitch = row_pitch(x), row_pitch(y)
     if x_pitch is None or y_pitch is None:
         return None
     aligned = (x.data_ptr() | y.data_ptr()) % _ALIGNMENT == 0
-    return _prepare_launch(x, x_pitch, y_pitch, aligned, False, scale, numerics)
+    return _prepare_launch(x, x_pitch, y_pitch, aligned, False, options)
 
 
-def _transformed_copy(x: torch.Tensor, scale: float, numerics: str) -> torch.Tensor | None:
+def _transformed_copy(x: torch.Tensor, options: Options) -> torch.Tensor | None:
     """The transform of x by a kernel that works in place on a copy of x; None if there is no kernel."""
     columns = x.shape[-1]
     n, rows = padded_length(columns), x.numel() // columns
     kinds = ((columns, Rows.PITCHED), (n, Rows.CONTIGUOUS))  # elements of a row of the copy, and how rows lie
     for width, rows_lie in kinds if columns < n else reversed(kinds):
-        problem = kernels.problem_of(n, x.dtype, numerics, rows_lie)
+        problem = kernels.problem_of(n, x.dtype, options.numerics, rows_lie)
         if problem is None:
             return None
-        kernel = kernels.find_for_scale(x.get_device(), problem, True, rows * n, scale)
+        kernel = _find_kernel(x, problem, True, rows * n, options)
         if kernel is None:
             continue
         copy = x.new_empty((*x.shape[:-1], width))
         part = copy[..., :columns]
         part.copy_(x)
         copy[..., columns:].zero_()
-        launch = kernel.prepared(rows * n, scale, RowShape(width, width, width))
+        launch = kernel.prepared(rows * n, options.scale, RowShape(width, width, width))
         kernels.queue(launch, x.get_device(), copy.data_ptr(), copy.data_ptr())
         return part
     return None

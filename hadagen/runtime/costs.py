@@ -59,7 +59,7 @@ def call_costs(device: int = 0) -> dict[str, float]:
     with torch.cuda.device(device):
         x = torch.zeros(ROWS, N, dtype=DTYPE, device="cuda")
         problem = kernels.problem_of(N, DTYPE, "accurate", Rows.CONTIGUOUS)
-        kernel = None if problem is None else kernels.find(device, problem, True, ROWS * N)
+        kernel = None if problem is None else kernels.find(kernels.Kind(device, problem, True), ROWS * N)
         if kernel is None:
             raise DeviceError(f"no kernel is known for {torch.cuda.get_device_name(device)}; run hadagen tune first")
         return _times(_rungs(kernel, x))
@@ -94,16 +94,16 @@ def _rungs(kernel: driver.LoadedKernel, x: torch.Tensor) -> dict[str, Callable[[
     def launch_alone(read: object = values) -> object:  # which must stay: `places` leads there
         return launch_kernel(config, function, places, None)
 
-    leaf = x.clone().requires_grad_()
+    leaf, options = x.clone().requires_grad_(), compute.Options(0.5, "accurate", False)
     rungs: dict[str, Callable[[], object]] = {
         "cuLaunchKernelEx": launch_alone,
         "+ setting the addresses": lambda: launch(stream, address, address),
-        "+ finding the launch": lambda: compute.compute(x, 0.5, "accurate", True),
+        "+ finding the launch": lambda: compute.compute(x, options, True),
         "in place": lambda: hadamard_transform(x, 0.5, inplace=True),
         "out of place": lambda: hadamard_transform(x, 0.5),
         "with gradients": lambda: hadamard_transform(leaf, 0.5),
-        "through the dispatcher": lambda: operator.functional(x, 0.5, "accurate"),
-        "through the dispatcher, with gradients": lambda: operator.functional(leaf, 0.5, "accurate"),
+        "through the dispatcher": lambda: operator.functional(x, *options),
+        "through the dispatcher, with gradients": lambda: operator.functional(leaf, *options),
         "torch.empty_like(x)": lambda: torch.empty_like(x),
         "x.clone()": lambda: x.clone(),
     }

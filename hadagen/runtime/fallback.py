@@ -19,12 +19,13 @@ _PRODUCT = 16
 _MANY_BLOCKS = 4
 
 
-def transform(x: torch.Tensor, y: torch.Tensor, scale: float) -> None:
+def transform(x: torch.Tensor, y: torch.Tensor, scale: float, *, batch_invariant: bool = False) -> None:
     """y = (x · H_n) · scale over the last dimension, with x zero-padded from m to n elements, and y cut to m.
 
     x, y: floating point, of the same shape [..., m] with m ≥ 1, the same tensor or without overlap; y can be viewed as
     [rows, m]. n is m or the next power of two. Computes in float64 for float64 and in float32 otherwise, and rounds to
     y's type once. PyTorch's settings for the precision of matrix products have no effect.
+    batch_invariant: a row gives the same bits among any number of rows. Many rows take longer then, on the CPU.
     """
     m = x.shape[-1]
     n = padded_length(m)
@@ -33,7 +34,7 @@ def transform(x: torch.Tensor, y: torch.Tensor, scale: float) -> None:
     dtype = _type_to_compute_in(x)
     buffers = torch.empty((2, block, n), dtype=dtype, device=x.device)
     many = x.device.type == "cpu" and n >= _PRODUCT and source.shape[0] >= _MANY_BLOCKS * block
-    low = _exact_product(buffers) if many else None
+    low = _exact_product(buffers) if many and not batch_invariant else None
     first_scale, last_scale = _split_scale(x, scale)
     if low is not None:
         low, first_scale = low * first_scale, 1.0
@@ -49,6 +50,8 @@ def rotate(
     signs: torch.Tensor | None,
     signs_after: torch.Tensor | None,
     scale: float,
+    *,
+    batch_invariant: bool = False,
 ) -> None:
     """y = x · D · (A1 ⊗ A2 ⊗ … ⊗ H)ᵀ · D' · scale over the last dimension, of n elements.
 
@@ -59,7 +62,7 @@ def rotate(
 
     Computes in float64 for float64. Otherwise H is computed in float32, and products with matrices in float64 (float32
     on a device without float64). Rounds to y's type once. PyTorch's settings for the precision of matrix products have
-    no effect.
+    no effect. With `batch_invariant`, a row gives the same bits among any number of rows, which takes longer.
     """
     n = x.shape[-1]
     source, target = x.reshape(-1, n), y.view(-1, n)
@@ -80,11 +83,22 @@ def rotate(
             order = len(factor)
             right //= order
             values = values.to(factor.dtype).reshape(-1, order, right)
-            values = values[..., 0] @ factor.T if right == 1 else factor @ values
+            if batch_invariant:
+                values = _summed(factor, values)
+            else:
+                values = values[..., 0] @ factor.T if right == 1 else factor @ values
         rows = target[first : first + block]
         torch.mul(values.reshape(-1, n), last_scale, out=rows)
         if signs_after is not None:
             rows.mul_(signs_after)
+
+
+def _summed(matrix: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """matrix @ values, [rows, K, right], in an order of sums that does not depend on the number of rows."""
+    result = matrix[:, :1] * values[:, :1]
+    for column in range(1, len(matrix)):
+        result.addcmul_(matrix[:, column, None], values[:, column, None])
+    return result
 
 
 def _rows_at_a_time(x: torch.Tensor, n: int) -> int:

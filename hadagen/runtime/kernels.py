@@ -8,9 +8,9 @@ import os
 import threading
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -36,15 +36,29 @@ from hadagen.tuning_db.bundle import Bundle, BundleEntry
 
 _DTYPES = {dtype: name for name, dtype in TORCH_DTYPE.items()}
 
-Kind = tuple[int, Problem, bool]  # device, problem, whether in place
-Key = tuple[int, Problem, bool, int]  # device, problem, whether in place, a timed element count
+
+class Kind(NamedTuple):
+    """What decides about the kernel of a call, beside its number of elements."""
+
+    device: int
+    problem: Problem
+    in_place: bool
+    batch_invariant: bool = False
+
+    @property
+    def destination(self) -> Destination:
+        return Destination.IN_PLACE if self.in_place else Destination.OUT_OF_PLACE
+
 
 _timed: dict[Kind, list[int]] = {}  # the element counts of its kernels, ascending
-_found: dict[Key, LoadedKernel | None] = {}
+_found: dict[tuple[Kind, int], LoadedKernel | None] = {}  # by a timed element count
 _loaded: dict[tuple[int, str], LoadedKernel] = {}  # by device and digest: buckets share kernels
 _unfit: dict[int, dict[str, HadagenError]] = defaultdict(dict)  # device → digest → why the kernel does not run there
 _unserved: set[int] = set()  # devices for which the user was warned that no bundle serves them
 _lock = threading.Lock()  # for entering into `_timed` and `_found`
+
+# Whether calls that do not say want the same bits for a row in every call.
+BATCH_INVARIANT = os.environ.get("HADAGEN_BATCH_INVARIANT", "") not in ("", "0")
 
 # torch.cuda.current_stream builds an object, which takes longer than the launch.
 raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None) or (
@@ -61,12 +75,15 @@ def problem_of(n: int, dtype: torch.dtype, numerics: str, rows: Rows) -> Problem
     return Problem.of(n, _DTYPES[dtype], numerics, rows)
 
 
-def find(device: int, problem: Problem, in_place: bool, elements: int) -> LoadedKernel | None:
-    """The kernel for `elements` = rows · n on a CUDA device, ready to launch; None if PyTorch must do the work."""
-    timed = _timed_of(device, problem, in_place)
+def find(kind: Kind, elements: int) -> LoadedKernel | None:
+    """The kernel for `elements` = rows · n, ready to launch; None if PyTorch must do the work.
+
+    Raises `DeviceError` if the call is to be batch-invariant and only calls that are not have kernels.
+    """
+    timed = _timed_of(kind)
     if not timed:
         return None
-    key = (device, problem, in_place, nearest(timed, elements))
+    key = (kind, nearest(timed, elements))
     if key not in _found:
         with _lock:
             if key not in _found:
@@ -74,17 +91,18 @@ def find(device: int, problem: Problem, in_place: bool, elements: int) -> Loaded
     return _found[key]
 
 
-def find_for_scale(device: int, problem: Problem, in_place: bool, elements: int, scale: float) -> LoadedKernel | None:
+def find_for_scale(kind: Kind, elements: int, scale: float) -> LoadedKernel | None:
     """`find`, or the accurate kernel if the scale is out of the range of the fast one."""
-    kernel = find(device, problem, in_place, elements)
+    kernel = find(kind, elements)
     if kernel is None:
         return None
     least, greatest = kernel.spec.scale_form.range
     if least <= abs(scale) <= greatest:
         return kernel
-    if problem.io.numerics is Numerics.ACCURATE:
+    if kind.problem.io.numerics is Numerics.ACCURATE:
         return None
-    return find_for_scale(device, problem.with_io(numerics=Numerics.ACCURATE), in_place, elements, scale)
+    accurate = kind.problem.with_io(numerics=Numerics.ACCURATE)
+    return find_for_scale(kind._replace(problem=accurate), elements, scale)
 
 
 def queue(launch: driver.Launch, device: int, x: int, y: int) -> None:
@@ -104,6 +122,7 @@ def warmup(
     inplace: bool | None = None,
     numerics: str | None = None,
     device: int | str | torch.device | None = None,
+    batch_invariant: bool | None = None,
 ) -> int:
     """Load the kernels of later calls now, so that no call waits for one, and none is loaded in a CUDA graph capture.
     Kernels without a cubin for the GPU are compiled, as many at a time as there are CPUs.
@@ -113,6 +132,7 @@ def warmup(
     rows: their numbers of rows, the product of all dimensions but the last; by default any number.
     inplace, numerics: as in the later calls; by default both. `out=` counts as not in place.
     device: of the later tensors; by default the current CUDA device. Other kinds of devices have no kernels.
+    batch_invariant: as in the later calls; by default what HADAGEN_BATCH_INVARIANT says.
 
     Tensors whose rows have gaps, or whose address is no multiple of 16 bytes, have other kernels, which are loaded too.
     Returns the number of different kernels that the calls may run; 0 if PyTorch does the work.
@@ -122,6 +142,10 @@ def warmup(
     """
     if inplace is not None and not is_flag(inplace):
         raise UsageError(f"inplace = {inplace!r} is not supported; give True, False, or nothing for both")
+    if batch_invariant is None:
+        batch_invariant = BATCH_INVARIANT
+    elif not is_flag(batch_invariant):
+        raise UsageError(f"batch_invariant = {batch_invariant!r} is not supported; give True or False")
     lengths = [_whole(value, "n") for value in _several(n)]
     dtypes = [_dtype(value) for value in _several(dtype)]
     contracts = [Numerics.ACCURATE]
@@ -131,7 +155,7 @@ def warmup(
     index = _warmed_device(device)
     if index is None:
         return 0
-    asked: list[tuple[Problem, bool, int]] = []
+    asked: list[tuple[Kind, int]] = []
     for length in lengths:
         row = padded_length(length)
         given = None if counts is None else [row * count for count in counts]
@@ -144,18 +168,20 @@ def warmup(
         for problem in filter(None, problems):
             # Tensors that must be copied are transformed in place, in the copy.
             for in_place in (True,) if inplace else (False, True):
+                kind = Kind(index, problem, in_place, bool(batch_invariant))
                 # Without `rows`, all counts from a single row on.
-                wanted = [row, *(e for e in _timed_of(index, problem, in_place) if e > row)] if given is None else given
-                asked += [(problem, in_place, elements) for elements in wanted]
-    _compile_missing(index, asked)
-    return len({id(find(index, *each)) for each in asked} - {id(None)})
+                wanted = [row, *(e for e in _timed_of(kind) if e > row)] if given is None else given
+                asked += [(kind, elements) for elements in wanted]
+    if target := cuda_device(index):
+        compile_missing([chosen for each in asked if (chosen := _choose(*each, target))], target)
+    return len({id(find(*each)) for each in asked} - {id(None)})
 
 
-def _compile_missing(device: int, asked: Iterable[tuple[Problem, bool, int]]) -> None:
-    target = cuda_device(device)
-    if target is not None:
-        found = (choose_from_bundles(p, _destination(in_place), elements, target) for p, in_place, elements in asked)
-        compile_missing([chosen for _, chosen in found if chosen], target)
+def _choose(
+    kind: Kind, elements: int, target: Device, without: Collection[str] = ()
+) -> tuple[BundleEntry, Bundle] | None:
+    wanted = kind.problem, kind.destination, elements, target, without
+    return choose_from_bundles(*wanted, batch_invariant=kind.batch_invariant)[1]
 
 
 def _warmed_device(device: int | str | torch.device | None) -> int | None:
@@ -189,17 +215,28 @@ def _dtype(value: Any) -> torch.dtype:
     return found
 
 
-def _timed_of(device: int, problem: Problem, in_place: bool) -> list[int]:
-    """The element counts at which the kernels of a problem were timed, ascending; [] if PyTorch must do the work."""
-    kind = (device, problem, in_place)
+def _timed_of(kind: Kind) -> list[int]:
+    """The element counts at which its kernels were timed, ascending; [] if PyTorch must do the work. Raises as `find`
+    does."""
     if kind not in _timed:
-        target = cuda_device(device)
+        target = cuda_device(kind.device)
         with _lock:
             if kind not in _timed:
-                _timed[kind] = [] if target is None else timed_in_bundles(problem, _destination(in_place), target)
+                _timed[kind] = [] if target is None else _timed_on(kind, target)
         if target is not None and not _timed[kind] and not is_served(target):
-            _tell_unserved(device, target)
+            _tell_unserved(kind.device, target)
     return _timed[kind]
+
+
+def _timed_on(kind: Kind, target: Device) -> list[int]:
+    wanted = kind.problem, kind.destination, target
+    found = timed_in_bundles(*wanted, batch_invariant=kind.batch_invariant)
+    if kind.batch_invariant and not found and timed_in_bundles(*wanted):
+        raise DeviceError(
+            f"no kernels of {kind.problem.key} give the same bits in every call on {printable(target.gpu)}; leave out "
+            "batch_invariant, or pass a shorter row"
+        )
+    return found
 
 
 def _tell_unserved(device: int, target: Device) -> None:
@@ -213,37 +250,33 @@ def _tell_unserved(device: int, target: Device) -> None:
     warnings.warn(f"{said}, which is slower; {how_to_get_kernels(target.arch)}", RuntimeWarning, stacklevel=2)
 
 
-def _destination(in_place: bool) -> Destination:
-    return Destination.IN_PLACE if in_place else Destination.OUT_OF_PLACE
-
-
-def _find(device: int, problem: Problem, in_place: bool, elements: int) -> LoadedKernel | None:
+def _find(kind: Kind, elements: int) -> LoadedKernel | None:
     try:
-        return _fitting(device, problem, in_place, elements)
+        return _fitting(kind, elements)
     except (DeviceError, ToolchainError) as error:
-        if torch.cuda.is_current_stream_capturing():
-            # Otherwise plain PyTorch would stay in the graph.
+        if kind.batch_invariant or torch.cuda.is_current_stream_capturing():
+            # Otherwise plain PyTorch would stay in the graph, or give other bits than other calls.
             raise error if isinstance(error, DeviceError) else DeviceError(str(error)) from error
-        warnings.warn(f"plain PyTorch transforms {problem.key} here: {error}", RuntimeWarning, stacklevel=2)
+        warnings.warn(f"plain PyTorch transforms {kind.problem.key} here: {error}", RuntimeWarning, stacklevel=2)
         return None
 
 
-def _fitting(device: int, problem: Problem, in_place: bool, elements: int) -> LoadedKernel | None:
+def _fitting(kind: Kind, elements: int) -> LoadedKernel | None:
     """The best kernel that fits on the device; None if there is no kernel. Raises `DeviceError`."""
     # Chosen again, because a bundle may have been replaced since its element counts were read.
-    target = cuda_device(device)
+    target = cuda_device(kind.device)
     if target is None:
         return None
-    wanted, unfit = (problem, _destination(in_place), elements, target), _unfit[device]
-    while chosen := choose_from_bundles(*wanted, unfit)[1]:
+    unfit = _unfit[kind.device]
+    while chosen := _choose(kind, elements, target, unfit):
         entry, bundle = chosen
         try:
-            return _load(bundle, entry, device, target)
+            return _load(bundle, entry, kind.device, target)
         except StorageError as error:
             bundles.leave_out(bundle, error)
         except (DoesNotFit, ToolchainError) as error:
             unfit[entry.kernel] = error
-    best = choose_from_bundles(*wanted)[1]
+    best = _choose(kind, elements, target)
     if best and (why := unfit.get(best[0].kernel)):
         raise why
     return None

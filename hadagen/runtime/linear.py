@@ -3,7 +3,7 @@ autograd, vmap and modes.
 
     name(x, *options)           a new tensor, contiguous
     name_(x, *options)          x is overwritten
-    name_out(x, *options, out)  out is overwritten
+    name_out(x, *options, out)  out is overwritten; it stands before the options that have a default
 
 The results have the type of x under autocast too. The last two return nothing: an operator that returned its argument
 could not be made functional by torch.compile.
@@ -31,29 +31,47 @@ _unpack_dual: Any = torch._C._VariableFunctions._unpack_dual  # looked up once, 
 
 
 class LinearOperator:
-    """The three operators of one name. Options are what the schema names behind x, in this order.
+    """The three operators of one name.
 
-    compute: (x, *options, in_place) → the result for a tensor with memory, x itself if `in_place`. No derivatives.
-    compute_into: (x, out, *options), the same into `out`.
-    check: (x, *options); raises for bad arguments, without reading memory.
+    options: the NamedTuple of what they take behind x.
+    required, defaulted: the schema of its fields, in their order: those without and those with a default.
+    compute: (x, options, in_place) → the result for a tensor with memory, x itself if `in_place`. No derivatives.
+    compute_into: (x, out, options), the same into `out`.
+    check: (x, options); raises for bad arguments, without reading memory.
     transpose: options → the options of the transposed map, which gradients take.
     """
 
     def __init__(
         self,
         name: str,
-        schema: str,
+        options: Callable[..., Any],
+        required: str,
+        defaulted: str,
         *,
-        compute: Callable[..., torch.Tensor],
-        compute_into: Callable[..., None],
-        check: Callable[..., None],
-        transpose: Callable[[tuple[Any, ...]], tuple[Any, ...]],
+        compute: Callable[[torch.Tensor, Any, bool], torch.Tensor],
+        compute_into: Callable[[torch.Tensor, torch.Tensor, Any], None],
+        check: Callable[[torch.Tensor, Any], None],
+        transpose: Callable[[Any], Any],
     ) -> None:
-        self._compute, self._compute_into, self._check, self.transpose = compute, compute_into, check, transpose
+        self._options, self._compute, self._compute_into = options, compute, compute_into
+        self._check, self.transpose = check, transpose
+        self._out_at = required.count(",") + 1  # the dispatcher leaves out last arguments that are the default
         for suffix, signature, real, fake, autograd in (
-            ("", f"(Tensor x, {schema}) -> Tensor", self._new, self._new_fake, self._new_autograd),
-            ("_", f"(Tensor(a!) x, {schema}) -> ()", self._in_place, self._in_place_fake, self._in_place_autograd),
-            ("_out", f"(Tensor x, {schema}, Tensor(a!) out) -> ()", self._into, self._into_fake, self._into_autograd),
+            ("", f"(Tensor x, {required}, {defaulted}) -> Tensor", self._new, self._new_fake, self._new_autograd),
+            (
+                "_",
+                f"(Tensor(a!) x, {required}, {defaulted}) -> ()",
+                self._in_place,
+                self._in_place_fake,
+                self._in_place_autograd,
+            ),
+            (
+                "_out",
+                f"(Tensor x, {required}, Tensor(a!) out, {defaulted}) -> ()",
+                self._into,
+                self._into_fake,
+                self._into_autograd,
+            ),
         ):
             LIBRARY.define(name + suffix + signature, tags=(torch.Tag.pt2_compliant_tag,))
             LIBRARY.impl(name + suffix, real, "CompositeExplicitAutograd")
@@ -66,14 +84,14 @@ class LinearOperator:
         self.in_place: Any = getattr(operators, f"{name}_").default
         self.into: Any = getattr(operators, f"{name}_out").default
 
-    def apply(self, x: torch.Tensor, *options: Any) -> torch.Tensor:
+    def apply(self, x: torch.Tensor, options: Any) -> torch.Tensor:
         """The operator; it bypasses the dispatcher if the dispatcher has nothing to do."""
         if has_only_memory(x) and not needs_derivative(x):
-            return self._compute(x, *options, False)
+            return self._compute(x, options, False)
         result: torch.Tensor = self.functional(x, *options)
         return result
 
-    def dispatch(self, x: torch.Tensor, options: tuple[Any, ...], inplace: bool, out: torch.Tensor | None) -> Any:
+    def dispatch(self, x: torch.Tensor, options: Any, inplace: bool, out: torch.Tensor | None) -> Any:
         """The result in a new tensor, in x or in out, through the dispatcher. Arguments are checked already."""
         target = x if inplace else out
         watched = torch.compiler.is_dynamo_compiling() or stands_for_a_tensor(x)
@@ -84,46 +102,50 @@ class LinearOperator:
             self.in_place(x, *options)
             return x
         if out is not None:
-            self.into(x, *options, out)
+            self.into(x, *options[: self._out_at], out, *options[self._out_at :])
             return out
         return self.functional(x, *options)
 
+    def _without_out(self, arguments: tuple[Any, ...]) -> tuple[Any, torch.Tensor]:
+        at = self._out_at
+        return self._options(*arguments[:at], *arguments[at + 1 :]), arguments[at]
+
     # ---- on real tensors ---------------------------------------------------------------------------------------------
     def _new(self, x: torch.Tensor, *options: Any) -> torch.Tensor:
-        return self._compute(x, *options, False)
+        return self._compute(x, self._options(*options), False)
 
     def _in_place(self, x: torch.Tensor, *options: Any) -> None:
-        self._compute(x, *options, True)
+        self._compute(x, self._options(*options), True)
 
-    def _into(self, x: torch.Tensor, *options_and_out: Any) -> None:
-        *options, out = options_and_out
-        self._compute_into(x, out, *options)
+    def _into(self, x: torch.Tensor, *arguments: Any) -> None:
+        options, out = self._without_out(arguments)
+        self._compute_into(x, out, options)
 
     # ---- on tensors without memory -----------------------------------------------------------------------------------
     def _new_fake(self, x: torch.Tensor, *options: Any) -> torch.Tensor:
-        self._check(x, *options)
+        self._check(x, self._options(*options))
         return torch.empty_like(x, memory_format=torch.contiguous_format)
 
     def _in_place_fake(self, x: torch.Tensor, *options: Any) -> None:
-        self._check(x, *options)
+        self._check(x, self._options(*options))
 
-    def _into_fake(self, x: torch.Tensor, *options_and_out: Any) -> None:
-        *options, out = options_and_out
-        self._check(x, *options)
+    def _into_fake(self, x: torch.Tensor, *arguments: Any) -> None:
+        options, out = self._without_out(arguments)
+        self._check(x, options)
         check_like(x, out)
 
     # ---- derivatives -------------------------------------------------------------------------------------------------
-    def below_autograd(self, x: torch.Tensor, options: tuple[Any, ...]) -> torch.Tensor:
+    def below_autograd(self, x: torch.Tensor, options: Any) -> torch.Tensor:
         if has_only_memory(x):
-            return self._compute(x, *options, False)
+            return self._compute(x, options, False)
         with _next_level():
             result: torch.Tensor = self.functional(x, *options)
             return result
 
     def _new_autograd(self, x: torch.Tensor, *options: Any) -> Any:
         if needs_derivative(x):
-            return _apply_at_one_level(_New, x, self, options)
-        return self.below_autograd(x, options)
+            return _apply_at_one_level(_New, x, self, self._options(*options))
+        return self.below_autograd(x, self._options(*options))
 
     def _in_place_autograd(self, x: torch.Tensor, *options: Any) -> None:
         if not needs_derivative(x):
@@ -136,16 +158,16 @@ class LinearOperator:
             # torch.compile assumes that autograd need not know of an operator that writes to its input.
             x.copy_(self.functional(x, *options))
             return
-        _apply_at_one_level(_InPlace, x, self, options)
+        _apply_at_one_level(_InPlace, x, self, self._options(*options))
 
-    def _into_autograd(self, x: torch.Tensor, *options_and_out: Any) -> None:
-        out = options_and_out[-1]
+    def _into_autograd(self, x: torch.Tensor, *arguments: Any) -> None:
+        out = arguments[self._out_at]
         if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):
             raise TensorError("x or out requires grad, and out= has no derivative; leave it out or use no_grad")
         if _has_tangent(x) or _has_tangent(out):
             raise TensorError("x or out has a tangent, and out= has no derivative; leave it out")
         with torch._C._AutoDispatchBelowAutograd():
-            self.into(x, *options_and_out)
+            self.into(x, *arguments)
 
     # ---- vmap --------------------------------------------------------------------------------------------------------
     # One more leading dimension changes nothing. So only a batch that is the last dimension has to move.
@@ -166,23 +188,23 @@ class OneLevelFunction(_SingleLevelFunction):
 
 class _New(OneLevelFunction):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, of: LinearOperator, options: tuple[Any, ...]) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, of: LinearOperator, options: Any) -> torch.Tensor:
         ctx.of, ctx.options = of, options
         return of.below_autograd(x, options)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return ctx.of.apply(gradient, *ctx.of.transpose(ctx.options)), None, None
+        return ctx.of.apply(gradient, ctx.of.transpose(ctx.options)), None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: torch.Tensor, *_: None) -> torch.Tensor:
-        result: torch.Tensor = ctx.of.apply(tangent, *ctx.options)
+        result: torch.Tensor = ctx.of.apply(tangent, ctx.options)
         return result
 
 
 class _InPlace(OneLevelFunction):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, of: LinearOperator, options: tuple[Any, ...]) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, of: LinearOperator, options: Any) -> torch.Tensor:
         ctx.of, ctx.options = of, options
         ctx.mark_dirty(x)
         with _next_level():
@@ -193,7 +215,7 @@ class _InPlace(OneLevelFunction):
 
     @staticmethod
     def jvp(ctx: Any, tangent: torch.Tensor, *_: None) -> torch.Tensor:
-        result = ctx.of.apply(tangent, *ctx.options)
+        result = ctx.of.apply(tangent, ctx.options)
         with forward_ad._set_fwd_grad_enabled(True):  # the tangent may have a tangent of an outer level
             return tangent.copy_(result)
 

@@ -10,17 +10,19 @@ from typing import Any
 import torch
 
 from hadagen.runtime.checks import check_call
-from hadagen.runtime.compute import Call, compute, compute_into
+from hadagen.runtime.compute import Call, Options, compute, compute_into
 from hadagen.runtime.linear import LinearOperator, OneLevelFunction
 
 # The matrix is symmetric. If rows are padded and the result is cut, its first rows and columns are left, which are
 # symmetric too. So gradients and tangents are transformed exactly like x.
 HADAMARD = LinearOperator(
     "hadamard_transform",
+    Options,
     "Scalar scale, str numerics",
-    compute=lambda x, scale, numerics, inplace: compute(x, scale, numerics, inplace),
-    compute_into=lambda x, out, scale, numerics: compute_into(x, out, scale, numerics),
-    check=check_call,
+    "bool batch_invariant=False",
+    compute=lambda x, options, inplace: compute(x, options, inplace),
+    compute_into=lambda x, out, options: compute_into(x, out, options),
+    check=lambda x, options: check_call(x, options.scale, options.numerics),
     transpose=lambda options: options,
 )
 functional, in_place, into = HADAMARD.functional, HADAMARD.in_place, HADAMARD.into
@@ -36,4 +38,4 @@ class Remembered(OneLevelFunction):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return HADAMARD.apply(gradient, ctx.call.scale, ctx.call.numerics), None, None
+        return HADAMARD.apply(gradient, ctx.call.options), None, None

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from hadagen.errors import TensorError
-from hadagen.runtime import compute, fallback
+from hadagen.runtime import compute, fallback, kernels
 from hadagen.runtime.checks import check_call, check_like, check_writable
 from hadagen.runtime.linear import LinearOperator
 
@@ -41,11 +41,11 @@ class Operands(NamedTuple):
     transposed: bool
     scale: float
     numerics: str
+    batch_invariant: bool = False
 
 
-def check(x: torch.Tensor, *options: Any) -> None:
+def check(x: torch.Tensor, of: Operands) -> None:
     """Raises TypeError, `UsageError` or `TensorError` for operands that do not fit x. Reads no memory."""
-    of = Operands(*options)
     check_call(x, of.scale, of.numerics)
     if of.n < 1 or x.shape[-1] % of.n:
         raise TensorError(f"the last dimension of x is {x.shape[-1]}; it must be a multiple of {of.n}")
@@ -86,33 +86,27 @@ def unpack(matrices: torch.Tensor | None, orders: Sequence[int]) -> list[torch.T
     return [part.view(order, order) for part, order in zip(parts, orders, strict=True)]
 
 
-def transpose(options: tuple[Any, ...]) -> tuple[Any, ...]:
-    of = Operands(*options)
-    return of._replace(transposed=not of.transposed)
-
-
-def _compute(x: torch.Tensor, *options_and_inplace: Any) -> torch.Tensor:
-    *options, inplace = options_and_inplace
-    check(x, *options)
+def _compute(x: torch.Tensor, of: Operands, inplace: bool) -> torch.Tensor:
+    check(x, of)
     if inplace:
         check_writable(x)
         if x.is_contiguous():
-            _rotate(x, x, Operands(*options))
+            _rotate(x, x, of)
             return x
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    _rotate(x, y, Operands(*options))
+    _rotate(x, y, of)
     return x.copy_(y) if inplace else y
 
 
-def _compute_into(x: torch.Tensor, y: torch.Tensor, *options: Any) -> None:
-    check(x, *options)
+def _compute_into(x: torch.Tensor, y: torch.Tensor, of: Operands) -> None:
+    check(x, of)
     check_like(x, y)
     check_writable(y)
     same = x.data_ptr() == y.data_ptr() and x.stride() == y.stride()
     if y.is_contiguous() and (same or not compute.may_overlap(x, y)):
-        _rotate(x, y, Operands(*options))
+        _rotate(x, y, of)
     else:
-        y.copy_(_compute(x, *options, False))
+        y.copy_(_compute(x, of, False))
 
 
 def _rotate(x: torch.Tensor, y: torch.Tensor, of: Operands) -> None:
@@ -125,16 +119,17 @@ def _rotate(x: torch.Tensor, y: torch.Tensor, of: Operands) -> None:
         matrices = unpack(of.matrices, of.orders)
         if of.transposed:
             matrices = [matrix.T for matrix in matrices]
-        fallback.rotate(x, y, matrices, first, last, of.scale)
+        fallback.rotate(x, y, matrices, first, last, of.scale, batch_invariant=of.batch_invariant)
         return
+    options = compute.Options(of.scale, of.numerics, of.batch_invariant)
     # Signs are exact, so this rounds once too.
     if first is not None:
         torch.mul(x, first, out=y)
         x = y
     if x.data_ptr() == y.data_ptr():
-        compute.compute(y, of.scale, of.numerics, True)
+        compute.compute(y, options, True)
     else:
-        compute.compute_into(x, y, of.scale, of.numerics)
+        compute.compute_into(x, y, options)
     if of.swapped:
         y.copy_(_swapped(y))
     if last is not None:
@@ -151,10 +146,25 @@ def _swapped(y: torch.Tensor) -> torch.Tensor:
 
 ROTATE = LinearOperator(
     "rotate",
+    Operands,
     "Tensor? matrices, int[] orders, Tensor? signs, Tensor? signs_after, int n, bool swapped, bool transposed, "
     "Scalar scale, str numerics",
+    "bool batch_invariant=False",
     compute=_compute,
     compute_into=_compute_into,
     check=check,
-    transpose=transpose,
+    transpose=lambda of: of._replace(transposed=not of.transposed),
 )
+
+
+def rotate(
+    x: torch.Tensor, matrix: torch.Tensor | None, order: int, n: int, *, scale: float, transposed: bool = False
+) -> torch.Tensor:
+    """x · (A ⊗ H)ᵀ · scale, or its transpose, over the last dimension, in a new tensor.
+
+    x: [..., n]. matrix: the entries of A, of this order, row by row; None for H alone, and then order is 1.
+    """
+    orders = [] if matrix is None else [order]
+    return ROTATE.apply(
+        x, Operands(matrix, orders, None, None, n, False, transposed, scale, "accurate", kernels.BATCH_INVARIANT)
+    )

@@ -11,7 +11,15 @@ import torch
 from hadagen.errors import TensorError, UsageError
 from hadagen.matrices import MAX_GIVEN_ORDER, find_matrix, find_orders
 from hadagen.runtime.arguments import as_int, is_count
-from hadagen.runtime.checks import DTYPES, check_destination, check_is_tensor, check_like, stands_for_a_tensor
+from hadagen.runtime.checks import (
+    DTYPES,
+    check_destination,
+    check_is_flag,
+    check_is_tensor,
+    check_like,
+    stands_for_a_tensor,
+)
+from hadagen.runtime.kernels import BATCH_INVARIANT
 from hadagen.runtime.named import matrix_of
 from hadagen.runtime.rotate import ROTATE, Operands, check, unpack
 
@@ -101,6 +109,7 @@ class Rotation(torch.nn.Module):
         inplace: bool = False,
         out: torch.Tensor | None = None,
         numerics: str = "accurate",
+        batch_invariant: bool | None = None,
     ) -> torch.Tensor:
         """x · M over the last dimension, which is n.
 
@@ -108,7 +117,7 @@ class Rotation(torch.nn.Module):
             number of rows may be 0.
         inplace: overwrite x and return it.
         out: the tensor to write and return, of x's shape, dtype and device.
-        numerics: as for `hadagen.hadamard_transform`.
+        numerics, batch_invariant: as for `hadagen.hadamard_transform`.
 
         Returns a tensor of x's shape, dtype and device, also under autocast. It is contiguous, unless it is x or out.
         It is differentiable in x, any number of times.
@@ -116,7 +125,7 @@ class Rotation(torch.nn.Module):
         Raises TypeError if x or out is no tensor; `UsageError` for bad numerics; `TensorError` for a tensor that cannot
         be rotated or written.
         """
-        return self._run(x, inplace, out, numerics, False)
+        return self._run(x, inplace, out, numerics, batch_invariant, False)
 
     def inverse(
         self,
@@ -125,13 +134,14 @@ class Rotation(torch.nn.Module):
         inplace: bool = False,
         out: torch.Tensor | None = None,
         numerics: str = "accurate",
+        batch_invariant: bool | None = None,
     ) -> torch.Tensor:
         """x · Mᵀ, which undoes the rotation; arguments, result and errors as those of `forward`.
 
         Raises `UsageError` if a given matrix is not orthogonal.
         """
         self._check_inverse()
-        return self._run(x, inplace, out, numerics, True)
+        return self._run(x, inplace, out, numerics, batch_invariant, True)
 
     def matrix(self, dtype: torch.dtype = torch.float64) -> torch.Tensor:
         """M, with r(x) = x · M: [n, n] of a floating-point type, on the module's device."""
@@ -286,7 +296,18 @@ class Rotation(torch.nn.Module):
         signs = [name for name in ("signs", "signs_after") if getattr(self, name) is not None]
         return ", ".join([f"n={self.n}", f"block={self.block}{factors}", f"matrix={self.name!r}", *signs])
 
-    def _run(self, x: Any, inplace: bool, out: torch.Tensor | None, numerics: str, transposed: bool) -> torch.Tensor:
+    def _run(
+        self,
+        x: Any,
+        inplace: bool,
+        out: torch.Tensor | None,
+        numerics: str,
+        batch_invariant: bool | None,
+        transposed: bool,
+    ) -> torch.Tensor:
+        if batch_invariant is None:
+            batch_invariant = BATCH_INVARIANT
+        check_is_flag(batch_invariant, "batch_invariant")
         options = Operands(
             self._matrices,
             self.k,
@@ -297,12 +318,13 @@ class Rotation(torch.nn.Module):
             transposed,
             float(self._scale),
             numerics,
+            bool(batch_invariant),
         )
         if not stands_for_a_tensor(x):
             check_is_tensor(x, "x")
             check_destination(x, inplace, out)
             if not torch.compiler.is_dynamo_compiling():  # where the operator's own checks do more for the message
-                check(x, *options)
+                check(x, options)
                 if out is not None:
                     check_like(x, out)
             if x.dim() and x.shape[-1] != self.n:

@@ -13,13 +13,15 @@ from hadagen.runtime.checks import (
     REAL,
     check_call,
     check_destination,
+    check_is_flag,
     check_is_number,
     check_is_tensor,
     check_like,
     is_symbolic,
     stands_for_a_tensor,
 )
-from hadagen.runtime.compute import calls, key_of
+from hadagen.runtime.compute import Options, calls, key_of
+from hadagen.runtime.kernels import BATCH_INVARIANT
 
 # Needed in every call, so that they are looked up only once.
 _Tensor = torch.Tensor
@@ -37,6 +39,7 @@ def hadamard_transform(
     inplace: bool = False,
     out: torch.Tensor | None = None,
     numerics: str = "accurate",
+    batch_invariant: bool | None = None,
 ) -> torch.Tensor:
     """(x · H_n) · scale over the last dimension, where H_n is the Hadamard matrix of ±1 in Sylvester's order.
 
@@ -50,15 +53,20 @@ def hadamard_transform(
     out: the tensor to write and return, of x's shape, dtype and device; either x itself or without overlap with x.
     numerics: "accurate" rounds to the type of x once, when the result is stored. "fast" may also round between steps,
         but no more often than HadaCore.
+    batch_invariant: whether a row gives the same bits among any number of rows, on every GPU of the same arch, for the
+        same n, type and numerics, in tensors whose rows have gaps, or in those whose rows have none. By default it is
+        if HADAGEN_BATCH_INVARIANT is 1 when hadagen is first used.
 
     Returns a tensor of x's shape, dtype and device, also under autocast. It is contiguous, unless it is x or out.
     The function is differentiable in x, any number of times. It runs on the current stream of x's device.
 
-    Raises TypeError if x, out or scale is of a wrong type; `UsageError`, a ValueError, for a bad scale or numerics;
-    `TensorError`, also a RuntimeError, for a tensor that cannot be transformed or written; `DeviceError` if the GPU
-    refuses the launch; `StorageError` if HADAGEN_BUNDLE names a file that is damaged or no bundle. Nothing is written
-    before all arguments are checked.
+    Raises TypeError if x, out, scale or a flag is of a wrong type; `UsageError`, a ValueError, for a bad scale or
+    numerics; `TensorError`, also a RuntimeError, for a tensor that cannot be transformed or written; `DeviceError` if
+    the GPU refuses the launch, or has no kernels that give the same bits in every call; `StorageError` if
+    HADAGEN_BUNDLE names a file that is damaged or no bundle. Nothing is written before all arguments are checked.
     """
+    if batch_invariant is None:
+        batch_invariant = BATCH_INVARIANT
     # A repeated call goes straight to its kernel, past PyTorch's dispatcher, if the dispatcher has nothing to do: no
     # mode, transform or subclass wants to see the operator. (While PyTorch traces, shapes are made of tensors, so no
     # call is known.)
@@ -74,7 +82,7 @@ def hadamard_transform(
     ):
         try:
             address = x.data_ptr()
-            call = calls[key_of(x, address, scale, numerics, inplace)]
+            call = calls[key_of(x, address, scale, numerics, batch_invariant, inplace)]
         except (KeyError, RuntimeError, TypeError):  # a new call, no memory (as under vmap), or a bad argument
             address = 0
         if address:
@@ -83,15 +91,18 @@ def hadamard_transform(
                     return call.run(x, address)
             elif not (inplace or _in_functorch()):
                 return cast(torch.Tensor, _with_gradient(x, call, address))
-    return _dispatched(x, scale, inplace, out, numerics)
+    return _dispatched(x, scale, inplace, out, numerics, batch_invariant)
 
 
-def _dispatched(x: Any, scale: float, inplace: bool, out: torch.Tensor | None, numerics: str) -> torch.Tensor:
+def _dispatched(
+    x: Any, scale: float, inplace: bool, out: torch.Tensor | None, numerics: str, batch_invariant: bool
+) -> torch.Tensor:
     if stands_for_a_tensor(x):
-        options: dict[str, Any] = {"inplace": inplace, "out": out, "numerics": numerics}
-        return handle_torch_function(hadamard_transform, (x,), x, scale, **options)
+        named: dict[str, Any] = {"inplace": inplace, "out": out, "numerics": numerics}
+        return handle_torch_function(hadamard_transform, (x,), x, scale, **named, batch_invariant=batch_invariant)
     check_is_tensor(x, "x")
     check_destination(x, inplace, out)
+    check_is_flag(batch_invariant, "batch_invariant")
     if _is_dynamo_compiling():  # where the operator's own checks do more for the message
         check_is_number(scale)
     else:
@@ -99,9 +110,8 @@ def _dispatched(x: Any, scale: float, inplace: bool, out: torch.Tensor | None, n
         check_call(x, scale, numerics)
         if out is not None:
             check_like(x, out)
-    if not is_symbolic(scale):
-        scale = float(scale)
-    return cast(torch.Tensor, operator.HADAMARD.dispatch(x, (scale, numerics), inplace, out))
+    options = Options(scale if is_symbolic(scale) else float(scale), numerics, bool(batch_invariant))
+    return cast(torch.Tensor, operator.HADAMARD.dispatch(x, options, inplace, out))
 
 
 def _number(scale: Any) -> Any:

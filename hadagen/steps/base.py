@@ -129,6 +129,13 @@ class Step:
         """Its factor. left: the product that this and the later steps have to multiply by."""
         return left if self.multiplies else 1.0
 
+    def arithmetic(self, plan: Draft, at: int) -> tuple[Any, ...]:
+        """All that the last bits of its results depend on, as step `at` of the plan; () if it is exact. Plans whose
+        steps say the same give the same bits."""
+        if not (self.changes_values or self.leaves):
+            return ()
+        return type(self).__name__, *map(str, self.axes(plan.before(at))), *plan.carriers[at : at + 2]
+
     def cost(self, plan: Draft, carrier: str) -> Cost:
         """Its cost. carrier: the form of the values before it."""
         return Cost(plan.words(carrier), waits={"arithmetic": 1})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hadagen.layout import LANE_BITS
 from hadagen.problem import DType
@@ -23,6 +23,9 @@ class Widen(Step):
     says = "widen to fp32"
     takes = IN_16_BITS
     leaves = FP32
+
+    def arithmetic(self, plan: Draft, at: int) -> tuple[Any, ...]:
+        return ()
 
     def cost(self, plan: Draft, carrier: str) -> Cost:
         return Cost(2 * plan.words(carrier), waits={"arithmetic": 1})
@@ -87,6 +90,9 @@ class Normalize(Step):
         if not plan.crosses_blocks or len(plan.exchanges) > 1 or plan.exchanges[0].carrier != FP16:
             yield "levels cross to other blocks with fp16, in one exchange"
 
+    def arithmetic(self, plan: Draft, at: int) -> tuple[Any, ...]:
+        return type(self).__name__, plan.chunk_bits, plan.warp_bits, plan.cta_bits  # which values share a level
+
     def cost(self, plan: Draft, carrier: str) -> Cost:
         return Cost(plan.words(carrier), waits={"reduce": 3, "shared": 1})  # one in the warp, two as levels cross
 
@@ -102,6 +108,10 @@ class Scale(Step):
 
     takes = FP32
     multiplies = "scale"
+
+    def arithmetic(self, plan: Draft, at: int) -> tuple[Any, ...]:
+        # The compiler may make one instruction of a product and the sum after it, which rounds once.
+        return type(self).__name__, self.lifted, type(plan.steps[at + 1]).__name__
 
     def sentence(self, bits: str) -> str:
         return "scale" + (", lifted by what a tf32 loses" if self.lifted else "")

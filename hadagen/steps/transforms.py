@@ -184,6 +184,13 @@ class Mma(Step):
         chunks = shares << plan.chunk_bits
         return Cost(instructions * chunks, 2 * mma * chunks, waits={"mma": (mma + self.turned) * shares})
 
+    def arithmetic(self, plan: Draft, at: int) -> tuple[Any, ...]:
+        # The order of its operand decides the order of its sums.
+        operand = tuple(str(plan.before(at).axes[place]) for place in self.operand_places)
+        powers = self.least_power(plan) if self.factor else 0
+        how = self.idle, self.operand, self.parts, self.accumulator, self.factor, powers
+        return *super().arithmetic(plan, at), operand, *how
+
     def sentence(self, bits: str) -> str:
         packed = f", {self.accumulator} accumulators" if self.accumulator != FP32 else ""
         how = f" as {self.parts} {self.operand}" if self.in_parts else packed
@@ -207,6 +214,9 @@ class _Sum(Step):
     def features(self, dtype: DType, carrier: str) -> frozenset[str]:
         packed = carrier == PACKED and self.leaves != FP32
         return frozenset({"bf16x2_fma"} if packed and dtype is DType.BFLOAT16 else ())
+
+    def arithmetic(self, plan: Draft, at: int) -> tuple[Any, ...]:
+        return "sum", *map(str, self.axes(plan.before(at))), plan.carriers[at + 1]
 
     def count_roundings(self, so_far: Roundings, carrier: str) -> None:
         if carrier == FP32:

@@ -32,7 +32,7 @@ from hadagen.tuner.estimate import timings
 from hadagen.tuning_db.bundle import Bundle, BundleEntry
 from hadagen.tuning_db.make import measured_in
 from hadagen.tuning_db.merge import Selection, write_selection
-from hadagen.tuning_db.winners import cell_value, digest_of, portfolio
+from hadagen.tuning_db.winners import cell_value, digest_of, invariant_arithmetic, portfolio
 
 DIGITS = 3  # of a time that is written; no estimate is more precise
 
@@ -50,13 +50,14 @@ def estimate_bundle(source: Bundle, arch: Arch, path: Path) -> Selection:
     """
     if measured_in(path):
         raise UsageError(f"{path} has measured winners, and they would be lost; name another place")
-    selection = estimated_winners(source, arch)
-    write_selection(path, arch.name, selection)
+    selection, arithmetic = estimated_winners(source, arch)
+    write_selection(path, arch.name, selection, arithmetic)
     return selection
 
 
-def estimated_winners(source: Bundle, arch: Arch) -> Selection:
-    """The winners of an arch, each with the time that decides in its cell. Raises as `estimate_bundle` does."""
+def estimated_winners(source: Bundle, arch: Arch) -> tuple[Selection, dict[Problem, str]]:
+    """The winners of an arch, each with the time that decides in its cell, and their `invariant_arithmetic`. Raises as
+    `estimate_bundle` does."""
     if source.arch == arch.name:
         raise UsageError(f"{source.path} has winners of {arch.name} already; estimate those of another arch")
     measured = [entry for entry in source.all_entries() if entry.provenance is Provenance.MEASURED]
@@ -70,10 +71,11 @@ def estimated_winners(source: Bundle, arch: Arch) -> Selection:
         trials[digest_of(trial)] = trial
         times = (replace(t, us=t.us / (1 + MODEL_ERROR * won[t.destination, t.elements])) for t in trial.timings)
         favored.append(replace(trial, timings=tuple(times)))
-    return {
-        cell: _in_cell(trials[digest_of(trial)], cell.destination, cell.elements)
-        for cell, trial in portfolio(favored).items()
+    winners = portfolio(favored)
+    selection = {
+        cell: _in_cell(trials[digest_of(trial)], cell.destination, cell.elements) for cell, trial in winners.items()
     }
+    return selection, invariant_arithmetic(winners, favored)
 
 
 def _recipes(measured: Iterable[BundleEntry], arch: Arch) -> Recipes:
