@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from emulated_device import EmulatedDevice, device, same
 from sample_bundle import hide_bundles
 from sample_trials import H100, H200, LAUNCH, PROBLEM, make_kernel, make_trial, times
 
@@ -23,9 +24,9 @@ from hadagen.codegen import render
 from hadagen.emulator import compile_host
 from hadagen.errors import DeviceError, UsageError
 from hadagen.knobs import Knobs
-from hadagen.launch import LaunchSpec
+from hadagen.launch import PARAMS_FOR, LaunchSpec
 from hadagen.plan import Plan
-from hadagen.problem import DType, Numerics, Problem
+from hadagen.problem import DType, Numerics, Problem, Rows
 from hadagen.regimes import Destination
 from hadagen.runtime import bundles, compute, kernels, operator
 from hadagen.runtime.choose import best_config, choose_from_bundles, timed_in_bundles
@@ -37,8 +38,10 @@ from hadagen.tuning_db.bundle_writer import write_bundle
 from hadagen.tuning_db.merge import merge_bundles
 from hadagen.tuning_db.winners import invariant_arithmetic, portfolio
 
+__all__ = ["device"]  # a fixture
 ONE, TWO, OTHER = ("1" * 12, "2" * 12, "3" * 12)
 IN_PLACE, OUT_OF_PLACE = Destination
+PITCHED = PROBLEM.with_io(rows=Rows.PITCHED)
 DEVICE = Device("sm90", H100.gpu)
 
 
@@ -100,6 +103,7 @@ def trial(number: int, arithmetic: str, us: dict[int, float], cluster: int = 1, 
     """Of a kernel as fast in place as out of place."""
     launch = replace(LAUNCH, arithmetic=arithmetic, cluster=cluster)
     both = tuple(time for destination in Destination for time in times(us, destination))
+    launch = replace(launch, params=PARAMS_FOR[fields.get("problem", PROBLEM).io.rows])
     kernel = make_kernel(b"%d" % number, launch=launch)
     return make_trial(number, kernel=kernel, timings=both, **fields)
 
@@ -228,6 +232,20 @@ def test_a_kernel_that_fails_is_not_replaced_by_one_of_other_bits(monkeypatch: p
         kernels.find(INVARIANT, SMALL)
     with pytest.warns(RuntimeWarning, match="plain PyTorch transforms n256-float16-accurate here"):
         assert kernels.find(INVARIANT._replace(batch_invariant=False), SMALL) is None
+
+
+def test_rows_that_have_gaps_have_the_arithmetic_of_others(bundle: Path, device: EmulatedDevice) -> None:
+    """Or else they are copied, so that they have none."""
+    device.served = (Rows.CONTIGUOUS,)
+    x = torch.randn(5, 300)[:, :256]
+    y = hadamard_transform(x, batch_invariant=True)
+    assert device.ran() == ["n256-float32-accurate"]
+    assert same(y, hadamard_transform(x.double()))
+    pitched = [trial(n, name, {1 << 16: 1.0}, problem=PITCHED) for n, name in ((5, ONE), (6, TWO))]
+    for number, each in enumerate(pitched):
+        write(bundle, [*TRIALS, each], TWO)
+        assert timed_in_bundles(PITCHED, IN_PLACE, DEVICE, batch_invariant=True) == [1 << 16] * number
+    assert PITCHED not in invariant_arithmetic(portfolio(pitched), pitched)
 
 
 @pytest.mark.usefixtures("machine")

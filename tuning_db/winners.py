@@ -29,7 +29,7 @@ from math import fsum, isqrt, log
 from typing import Any
 
 from hadagen.launch import PORTABLE_CLUSTER
-from hadagen.problem import Problem
+from hadagen.problem import Problem, Rows
 from hadagen.regimes import LOSS, Destination, deciding_cache, element_buckets, nearest, other_share
 from hadagen.trial import Outcome, Provenance, Timing, Trial, knobs_key
 
@@ -123,8 +123,8 @@ _Lines = dict[Destination, dict[str, dict[int, str]]]
 
 
 def invariant_arithmetic(winners: Mapping[WinnerCell, Trial], trials: Iterable[Trial]) -> dict[Problem, str]:
-    """For each problem, the arithmetic of the winners that batch-invariant calls run, so that a row has the same bits
-    in every call: of those that portable winners have in both destinations, the one that loses least.
+    """For each problem of contiguous rows, the arithmetic of the kernels that batch-invariant calls run, so that a row
+    has the same bits in every call: of those that portable winners have in both destinations, the one that loses least.
 
     winners: of the `trials`, on one arch. A call runs the nearest winner of that arithmetic, by element count. Its loss
     is what it scores worse than the best trial of a bucket, in the geometric mean over all buckets and GPUs. The order
@@ -133,7 +133,8 @@ def invariant_arithmetic(winners: Mapping[WinnerCell, Trial], trials: Iterable[T
     named: dict[Problem, dict[str, _Lines]] = defaultdict(lambda: defaultdict(lambda: defaultdict(dict)))
     for cell, trial in winners.items():
         assert trial.kernel is not None  # no kernel, no winner
-        if _is_portable(trial) and (name := trial.kernel.launch.arithmetic):
+        name = trial.kernel.launch.arithmetic
+        if name and _is_portable(trial) and cell.problem.io.rows is Rows.CONTIGUOUS:
             by_gpu = named[cell.problem][name][cell.destination]
             by_gpu.setdefault(cell.gpu, {})[cell.elements] = digest_of(trial)
     losses: dict[Problem, dict[str, float]] = defaultdict(lambda: defaultdict(float))

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from hadagen.errors import StorageError, UsageError
 from hadagen.launch import PORTABLE_CLUSTER, LaunchSpec
-from hadagen.problem import Problem
+from hadagen.problem import Problem, Rows
 from hadagen.regimes import Destination, nearest
 from hadagen.runtime import bundles
 from hadagen.runtime.arguments import as_int, is_count, is_flag
@@ -164,7 +164,9 @@ def _best_bundle(
 
 
 def _invariant_arithmetic(problem: Problem, device: Device) -> str:
-    """The arithmetic of batch-invariant calls; "" if no bundle names any."""
+    """The arithmetic of batch-invariant calls; "" if no bundle names any. It is the same however rows lie, because a
+    single row is contiguous wherever it lies."""
+    problem = problem.with_io(rows=Rows.CONTIGUOUS)
     for asked in bundles.by_authority():
         for bundle in serving(asked, device):
             if arithmetic := bundle.arithmetic(problem):

@@ -53,9 +53,9 @@ def hadamard_transform(
     out: the tensor to write and return, of x's shape, dtype and device; either x itself or without overlap with x.
     numerics: "accurate" rounds to the type of x once, when the result is stored. "fast" may also round between steps,
         but no more often than HadaCore.
-    batch_invariant: whether a row gives the same bits among any number of rows, on every GPU of the same arch, for the
-        same n, type and numerics, in tensors whose rows have gaps, or in those whose rows have none. By default it is
-        if HADAGEN_BATCH_INVARIANT is 1 when hadagen is first used.
+    batch_invariant: whether a row gives the same bits among any number of rows, however the rows lie, on every GPU of
+        the same arch. Such calls are slower at some sizes. By default they are made if HADAGEN_BATCH_INVARIANT is 1
+        when hadagen is first used.
 
     Returns a tensor of x's shape, dtype and device, also under autocast. It is contiguous, unless it is x or out.
     The function is differentiable in x, any number of times. It runs on the current stream of x's device.
