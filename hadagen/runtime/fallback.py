@@ -1,9 +1,6 @@
-"""Transforms and rotations in plain PyTorch: for the CPU, and for all calls without a kernel."""
+"""The transform in plain PyTorch: for the CPU, and for all calls without a kernel."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from math import prod
 
 import torch
 
@@ -30,12 +27,12 @@ def transform(x: torch.Tensor, y: torch.Tensor, scale: float, *, batch_invariant
     m = x.shape[-1]
     n = padded_length(m)
     source, target = x.reshape(-1, m), y.view(-1, m)
-    block = _rows_at_a_time(source, n)
-    dtype = _type_to_compute_in(x)
+    block = rows_at_a_time(source, n)
+    dtype = type_to_compute_in(x)
     buffers = torch.empty((2, block, n), dtype=dtype, device=x.device)
     many = x.device.type == "cpu" and n >= _PRODUCT and source.shape[0] >= _MANY_BLOCKS * block
     low = _exact_product(buffers) if many and not batch_invariant else None
-    first_scale, last_scale = _split_scale(x, scale)
+    first_scale, last_scale = split_scale(x, scale)
     if low is not None:
         low, first_scale = low * first_scale, 1.0
     for first in range(0, source.shape[0], block):
@@ -43,73 +40,16 @@ def transform(x: torch.Tensor, y: torch.Tensor, scale: float, *, batch_invariant
         torch.mul(_hadamard(source[rows], buffers, low, first_scale)[:, :m], last_scale, out=target[rows])
 
 
-def rotate(
-    x: torch.Tensor,
-    y: torch.Tensor,
-    matrices: Sequence[torch.Tensor],
-    signs: torch.Tensor | None,
-    signs_after: torch.Tensor | None,
-    scale: float,
-    *,
-    batch_invariant: bool = False,
-) -> None:
-    """y = x · D · (A1 ⊗ A2 ⊗ … ⊗ H)ᵀ · D' · scale over the last dimension, of n elements.
-
-    x, y: floating point, of the same shape [..., n], the same tensor or without overlap; y is contiguous.
-    matrices: A1, A2, …, each [K, K] of any real type on x's device. n is the product of all K times a power of two,
-        the order of H.
-    signs, signs_after: the diagonals of D and D', [n] of ±1, or None.
-
-    Computes in float64 for float64. Otherwise H is computed in float32, and products with matrices in float64 (float32
-    on a device without float64). Rounds to y's type once. PyTorch's settings for the precision of matrix products have
-    no effect. With `batch_invariant`, a row gives the same bits among any number of rows, which takes longer.
-    """
-    n = x.shape[-1]
-    source, target = x.reshape(-1, n), y.view(-1, n)
-    block = _rows_at_a_time(source, n)
-    dtype = _type_to_compute_in(x)
-    # No setting lowers the precision of products of float64, unlike that of float32.
-    factors = [matrix.to(dtype if x.device.type == "mps" else torch.float64) for matrix in matrices]
-    length = n // prod(len(factor) for factor in factors)  # of the rows that H transforms
-    buffers = torch.empty((2, block * (n // length), length), dtype=dtype, device=x.device)
-    first_scale, last_scale = _split_scale(x, scale)
-    for first in range(0, source.shape[0], block):
-        values = source[first : first + block]
-        if signs is not None:
-            values = values * signs
-        values = _hadamard(values.reshape(-1, length), buffers, None, first_scale)
-        right = n  # elements behind one index of the next matrix and all indices before it
-        for factor in factors:
-            order = len(factor)
-            right //= order
-            values = values.to(factor.dtype).reshape(-1, order, right)
-            if batch_invariant:
-                values = _summed(factor, values)
-            else:
-                values = values[..., 0] @ factor.T if right == 1 else factor @ values
-        rows = target[first : first + block]
-        torch.mul(values.reshape(-1, n), last_scale, out=rows)
-        if signs_after is not None:
-            rows.mul_(signs_after)
-
-
-def _summed(matrix: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """matrix @ values, [rows, K, right], in an order of sums that does not depend on the number of rows."""
-    result = matrix[:, :1] * values[:, :1]
-    for column in range(1, len(matrix)):
-        result.addcmul_(matrix[:, column, None], values[:, column, None])
-    return result
-
-
-def _rows_at_a_time(x: torch.Tensor, n: int) -> int:
+def rows_at_a_time(x: torch.Tensor, n: int) -> int:
+    """Of x, [rows, …], with n elements each."""
     return max(1, min(x.shape[0], (_CPU_BLOCK if x.device.type == "cpu" else _GPU_BLOCK) // n))
 
 
-def _type_to_compute_in(x: torch.Tensor) -> torch.dtype:
+def type_to_compute_in(x: torch.Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def _split_scale(x: torch.Tensor, scale: float) -> tuple[float, float]:
+def split_scale(x: torch.Tensor, scale: float) -> tuple[float, float]:
     """What to multiply before and after all sums. A scale below 1 comes first, so that no sum is larger than a result.
     One above 1 comes last, for the same reason. Sums of float16 are far below the maximum of float32."""
     return (scale, 1.0) if abs(scale) < 1 and x.dtype != torch.float16 else (1.0, scale)

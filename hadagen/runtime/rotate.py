@@ -1,7 +1,7 @@
 """`torch.ops.hadagen.rotate`: rows times a product of signs, small matrices and a Hadamard matrix, as an operator.
 
-Here alone a rotation is computed, by kernels of the power-of-two transform where there are no other matrices, and in
-plain PyTorch else. `Rotation` makes the operands.
+Here alone a rotation is computed: H by the kernels of `hadamard_transform` where there are some, the rest in plain
+PyTorch. PyTorch's settings for the precision of matrix products have no effect. `Rotation` makes the operands.
 """
 
 from __future__ import annotations
@@ -117,23 +117,62 @@ def _rotate(x: torch.Tensor, y: torch.Tensor, of: Operands) -> None:
     first, last = (of.signs_after, of.signs) if of.transposed else (of.signs, of.signs_after)
     if of.matrices is not None:
         matrices = unpack(of.matrices, of.orders)
-        if of.transposed:
-            matrices = [matrix.T for matrix in matrices]
-        fallback.rotate(x, y, matrices, first, last, of.scale, batch_invariant=of.batch_invariant)
-        return
-    options = compute.Options(of.scale, of.numerics, of.batch_invariant)
-    # Signs are exact, so this rounds once too.
-    if first is not None:
-        torch.mul(x, first, out=y)
-        x = y
-    if x.data_ptr() == y.data_ptr():
-        compute.compute(y, options, True)
+        _multiply(x, y, [matrix.T for matrix in matrices] if of.transposed else matrices, first, of)
     else:
-        compute.compute_into(x, y, options)
+        options = compute.Options(of.scale, of.numerics, of.batch_invariant)
+        # Signs are exact, so this rounds once too.
+        if first is not None:
+            torch.mul(x, first, out=y)
+            x = y
+        if x.data_ptr() == y.data_ptr():
+            compute.compute(y, options, True)
+        else:
+            compute.compute_into(x, y, options)
     if of.swapped:
         y.copy_(_swapped(y))
     if last is not None:
         y.mul_(last)
+
+
+def _multiply(
+    x: torch.Tensor, y: torch.Tensor, matrices: list[torch.Tensor], signs: torch.Tensor | None, of: Operands
+) -> None:
+    """y = x · diag(signs) · (A1 ⊗ A2 ⊗ … ⊗ H)ᵀ · scale, rounded to y's type once.
+
+    Computes in float64 for float64. Otherwise H is computed in float32, and products with matrices in float64 (float32
+    on a device without float64).
+    """
+    source, target = x.reshape(-1, of.n), y.view(-1, of.n)
+    block = fallback.rows_at_a_time(source, of.n)
+    dtype = fallback.type_to_compute_in(x)
+    # No setting lowers the precision of products of float64, unlike that of float32.
+    factors = [matrix.to(dtype if x.device.type == "mps" else torch.float64) for matrix in matrices]
+    length = of.n // prod(of.orders)  # of the rows that H transforms
+    first_scale, last_scale = fallback.split_scale(x, of.scale)
+    options = compute.Options(first_scale, "accurate", of.batch_invariant)
+    for first in range(0, source.shape[0], block):
+        values = source[first : first + block].to(dtype, copy=True, memory_format=torch.contiguous_format)
+        if signs is not None:
+            values.mul_(signs)
+        values = compute.compute(values.view(-1, length), options, True)
+        right = of.n  # elements behind one index of the next matrix and all indices before it
+        for factor in factors:
+            order = len(factor)
+            right //= order
+            values = values.to(factor.dtype).reshape(-1, order, right)
+            if of.batch_invariant:
+                values = _summed(factor, values)
+            else:
+                values = values[..., 0] @ factor.T if right == 1 else factor @ values
+        torch.mul(values.reshape(-1, of.n), last_scale, out=target[first : first + block])
+
+
+def _summed(matrix: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """matrix @ values, [rows, K, right], in an order of sums that does not depend on the number of rows."""
+    result = matrix[:, :1] * values[:, :1]
+    for column in range(1, len(matrix)):
+        result.addcmul_(matrix[:, column, None], values[:, column, None])
+    return result
 
 
 def _swapped(y: torch.Tensor) -> torch.Tensor:
