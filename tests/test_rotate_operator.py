@@ -14,6 +14,7 @@ from test_runtime_operator import compiled, dual, jvp
 
 from hadagen import Rotation
 from hadagen.errors import TensorError
+from hadagen.runtime.named import named_matrix
 from hadagen.runtime.rotate import ROTATE, Operands
 
 # Neither symmetric; with other signs on each side, so that a transposed rotation is told from the rotation.
@@ -114,6 +115,12 @@ def test_bad_operands_are_the_same_sentence_everywhere(changes: dict[str, Any], 
         on_meta = torch.utils._pytree.tree_map(lambda o: o.to("meta") if isinstance(o, torch.Tensor) else o, options)
         with pytest.raises(ValueError, match=message):
             ROTATE.functional(torch.ones(2, 40, device="meta"), *on_meta)
+
+
+def test_a_named_matrix_is_a_tensor_of_its_own() -> None:
+    torch.library.opcheck(named_matrix, ("dao", 12, "cpu"))
+    named_matrix("dao", 12, "cpu").zero_()
+    assert torch.equal(named_matrix("dao", 12, "cpu"), Rotation(12, "dao")._matrices)
 
 
 def test_compiled_bad_input_is_the_sentence_too() -> None:

@@ -55,7 +55,7 @@ def _find_increment_version() -> Any:
     return torch._C._increment_version
 
 
-increment_version = _find_increment_version()
+_increment_version = _find_increment_version()
 
 
 def _find_empty_strided(device_type: str) -> Any:
@@ -107,7 +107,7 @@ def compute(x: torch.Tensor, options: Options, inplace: bool) -> torch.Tensor:
         if result is not None:
             return x.copy_(result) if inplace else result.contiguous()
     if inplace and x.is_contiguous():
-        increment_version((x,))
+        _increment_version((x,))
         fallback.transform(x, x, options.scale, batch_invariant=options.batch_invariant)
         return x
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -134,7 +134,7 @@ def compute_into(x: torch.Tensor, y: torch.Tensor, options: Options) -> None:
         raise
     else:
         if source and target and abs(source - target) >= size and not y.is_inference():
-            increment_version((y,))
+            _increment_version((y,))
             kernels.queue(launch, x.get_device(), source, target)
             return
     check_call(x, options.scale, options.numerics)
@@ -145,7 +145,7 @@ def compute_into(x: torch.Tensor, y: torch.Tensor, options: Options) -> None:
         return
     if dense and abs(source - target) < x.nbytes:
         raise TensorError("out overlaps x without being x; pass x itself or memory of its own")
-    increment_version((y,))
+    _increment_version((y,))
     has_kernels = takes_kernels(x)
     if may_overlap(x, y) or (has_kernels and row_pitch(x) is None):
         x = x.clone(memory_format=torch.contiguous_format)
@@ -206,13 +206,13 @@ def _prepare_call(x: torch.Tensor, address: int, options: Options, inplace: bool
     device, dtype = x.get_device(), x.dtype
     current_device, raw_stream = kernels.current_device, kernels.raw_stream
     alone = torch.cuda.device_count() == 1  # a single device is always current
-    queue, tell_autograd, empty_strided = kernels.queue, increment_version, _empty_strided[x.device.type]
+    queue, increment_version, empty_strided = kernels.queue, _increment_version, _empty_strided[x.device.type]
     sizes, strides = tuple(x.shape), torch.empty(x.shape, device="meta").stride()
 
     def call_in_place(x: torch.Tensor, address: int) -> torch.Tensor:
         if x.is_inference():
             check_writable(x)
-        tell_autograd((x,))  # PyTorch does not see that a kernel writes
+        increment_version((x,))  # PyTorch does not see that a kernel writes
         if alone or current_device() == device:
             launch(raw_stream(device), address, address)
         else:

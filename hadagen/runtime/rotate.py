@@ -113,7 +113,6 @@ def _rotate(x: torch.Tensor, y: torch.Tensor, of: Operands) -> None:
     """Into y, which is contiguous, and the same memory as x or none of it."""
     blocks = (*x.shape[:-1], x.shape[-1] // of.n, of.n)
     x, y = x.view(blocks), y.view(blocks)
-    compute.increment_version((y,))
     first, last = (of.signs_after, of.signs) if of.transposed else (of.signs, of.signs_after)
     if of.matrices is not None:
         matrices = unpack(of.matrices, of.orders)
