@@ -19,7 +19,7 @@ from hadagen.cli.output import print_json, say
 from hadagen.cli.sentences import TUNE_PACKAGES, explain
 from hadagen.errors import DeviceError, HadagenError, NoCompilerError, ToolchainError
 from hadagen.runtime.device import how_to_get_kernels
-from hadagen.target import generation
+from hadagen.target import generation, known_archs
 
 if TYPE_CHECKING:
     from hadagen.runtime.device import Device
@@ -104,7 +104,6 @@ def _torch() -> str:
 def _gpu() -> str:
     from hadagen.driver import bindings, check
     from hadagen.measure import device_environment
-    from hadagen.target import known_archs
 
     count = check(bindings().cuDeviceGetCount(), "counting CUDA devices")
     environments = [device_environment(index) for index in range(max(1, count))]
@@ -141,6 +140,8 @@ def _kernels() -> str:
                     says.append(_compiled_here(device, served))
                 if best is Match.ESTIMATED:
                     says += [f"none was timed on {device.arch}", how_to_get_kernels(device.arch)]
+                    if device.arch in known_archs():
+                        says.append("or within a program, one problem at a time: hadagen.autotune")
                 return "; ".join(says)
     raise DeviceError(
         f"no bundle has kernels for this GPU, so PyTorch computes the transform; {how_to_get_kernels(device.arch)}"

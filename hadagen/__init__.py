@@ -2,8 +2,9 @@
 
     y = hadagen.hadamard_transform(x, x.shape[-1] ** -0.5)
 
-`best_config` says which kernel that runs, and `warmup` loads it beforehand. `Rotation` is an orthonormal transform of
-rows of K·2^m elements. `import hadagen` imports neither PyTorch nor CUDA; the first use of a name does.
+`best_config` says which kernel that runs, `warmup` loads it beforehand, and `autotune` measures which is the fastest
+here. `Rotation` is an orthonormal transform of rows of K·2^m elements. `import hadagen` imports neither PyTorch nor
+CUDA; the first use of a name does.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ if os.path.exists(os.path.join(_beside, "tuning_db", "bundle.py")):
     __path__.append(_beside)
 
 if TYPE_CHECKING:
+    from hadagen.runtime.autotune import autotune
     from hadagen.runtime.choose import BestConfig, Match, best_config
     from hadagen.runtime.kernels import warmup
     from hadagen.runtime.rotation import Rotation
@@ -41,6 +43,7 @@ __all__ = [
     "StorageError",
     "TensorError",
     "UsageError",
+    "autotune",
     "best_config",
     "hadamard_transform",
     "warmup",
@@ -49,6 +52,7 @@ __all__ = [
 _LAZY = {
     "BestConfig": "hadagen.runtime.choose",
     "Match": "hadagen.runtime.choose",
+    "autotune": "hadagen.runtime.autotune",
     "best_config": "hadagen.runtime.choose",
     "Rotation": "hadagen.runtime.rotation",
     "hadamard_transform": "hadagen.runtime.transform",

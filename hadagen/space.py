@@ -126,6 +126,19 @@ class Space:
         knobs = self.closest(wanted)
         return knobs if knobs and all(getattr(knobs, name) == getattr(wanted, name) for name in names) else None
 
+    def neighbors(self, knobs: Knobs) -> Iterator[Knobs]:
+        """The legal choices with one knob changed, and others only where the rules then demand it: the nearest value of
+        each knob, then the next nearest, and so on. Some come twice."""
+        others = []
+        for name in KNOB_NAMES:
+            values = self.arch.search[name]
+            place = values.index(getattr(knobs, name))
+            ordered = sorted(values, key=lambda value: abs(values.index(value) - place))
+            others.append([(name, value) for value in ordered[1:]])
+        for name, value in filter(None, chain.from_iterable(zip_longest(*others))):
+            if found := self._keeping(Knobs.from_dict({**knobs.to_dict(), name: value}), name):
+                yield found
+
     def closest(self, wanted: Knobs) -> Knobs | None:
         """The first of `nearest`; None if no knobs are legal."""
         return next(self.nearest(wanted.to_dict()), None)

@@ -106,10 +106,10 @@ class Toolchain:
                 built |= self._build(missing, arch, folder, jobs, stopped or Event())
         return [self._result(built[key], source, arch) for key, source in keyed]
 
-    def build_all(self, sources: Sequence[Source], arch: Arch) -> list[Kernel]:
+    def build_all(self, sources: Sequence[Source], arch: Arch, *, stopped: Event | None = None) -> list[Kernel]:
         """`build` for sources that must compile. Raises `ToolchainError` if one does not."""
         kernels = []
-        for source, built in zip(sources, self.build(sources, arch), strict=True):
+        for source, built in zip(sources, self.build(sources, arch, stopped=stopped), strict=True):
             if isinstance(built, NotTried):
                 raise ToolchainError(f"{source.entry} was not compiled: {built.reason}; run the same command again")
             if isinstance(built, BuildFailure):

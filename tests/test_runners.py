@@ -137,7 +137,7 @@ def test_an_interrupted_race_does_not_mix_up_answers(
 def test_a_worker_that_died_idle_is_replaced(runner: DeviceRunner) -> None:
     assert runner.environment == GPU
     runner._worker._process.kill()
-    runner._worker._process.join()
+    runner._worker._process.wait()
     assert [trial.outcome for _, trial in runner.run(variants("ok"))] == [Outcome.OK]
 
 
@@ -186,6 +186,44 @@ def test_a_worker_ends_with_its_parent(tmp_path: Any) -> None:
             break
         time.sleep(0.05)
     assert not is_running(pid)
+
+
+def test_a_worker_does_not_run_the_script_of_its_parent_again(tmp_path: Any) -> None:
+    """Many a training script does its work wherever it is imported."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys\n"
+        f"sys.path.insert(0, {os.path.dirname(__file__)!r})\n"
+        "from test_runners import DeviceRunner, FakeService, kernel\n"
+        "with DeviceRunner(0, [kernel('copy')], make_service=FakeService) as runner:\n"
+        "    print(runner.environment.gpu)\n"
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.returncode) == (f"{GPU.gpu}\n", 0), done.stderr
+
+
+def test_a_deadline_ends_a_run_and_what_goes_on(runner: DeviceRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert runner.environment == GPU
+    drawn: list[Variant] = []
+
+    def draw() -> Iterator[Variant]:
+        for variant in variants("ok", "hang", "ok"):
+            drawn.append(variant)
+            if len(drawn) == 2:
+                runner._deadline = time.monotonic()  # it comes while the second hangs
+            yield variant
+
+    assert [trial.outcome for _, trial in runner.run(draw())] == [Outcome.OK]
+    assert not runner._worker.is_running
+
+
+def test_a_deadline_ends_a_start() -> None:
+    with (
+        DeviceRunner(0, [kernel("copy")], deadline=time.monotonic(), make_service=FakeService) as late,
+        pytest.raises(DeviceError, match="did not start \\(no answer within 0 s"),
+    ):
+        _ = late.environment
+    assert not late._worker.is_running
 
 
 def is_running(pid: int) -> bool:

@@ -71,6 +71,21 @@ def test_nearest_begins_with_what_is_wanted_if_that_is_legal(problem: Problem, d
     assert legal_in(problem).issuperset(islice(space.nearest(anything), 20))
 
 
+@given(st.sampled_from(PROBLEMS), st.data())
+@settings(max_examples=20)
+def test_neighbors_are_legal_and_none_is_left_out(problem: Problem, data: st.DataObject) -> None:
+    legal = space_of(problem).legal
+    knobs = legal[data.draw(st.integers(0, len(legal) - 1))]
+    near = list(space_of(problem).neighbors(knobs))
+    assert knobs not in near
+    assert legal_in(problem).issuperset(near)
+    values = [getattr(knobs, name) for name in KNOB_NAMES]
+    one_changed = (
+        each for each in legal if sum(getattr(each, n) != v for n, v in zip(KNOB_NAMES, values, strict=True)) == 1
+    )
+    assert set(near).issuperset(one_changed)
+
+
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.key)
 def test_seeds_are_legal_and_of_every_shape(problem: Problem) -> None:
     seeds = seeds_of(problem)

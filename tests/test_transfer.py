@@ -282,7 +282,8 @@ def test_the_doctor_says_what_runs_from_recipes(monkeypatch: pytest.MonkeyPatch)
     count = len(list(Bundle.open(shipped()["sm80"]).all_entries()))
     assert doctor._kernels() == (
         f"{count} winners match this GPU as estimated; they have no cubins; NVRTC 12.9.86 compiles each from its "
-        "recipe when it is first called; none was timed on sm80; to make some: hadagen tune --arch sm80"
+        "recipe when it is first called; none was timed on sm80; to make some: hadagen tune --arch sm80; "
+        "or within a program, one problem at a time: hadagen.autotune"
     )
     monkeypatch.setattr(Found, "archs", (75,))
     assert "NVRTC 12.9.86 does not know sm80, so PTX of older archs runs" in doctor._kernels()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any, Protocol
 
 from hadagen.errors import DeviceError, UsageError
@@ -51,6 +52,7 @@ class DeviceRunner:
     give_up: a kernel this many times slower than the best of its problem so far, at each of three probe cells, is not
         timed further. Its trial is `ok`, with the timings so far.
     timeout_s: seconds for one variant.
+    deadline: of `time.monotonic()`. What goes on then is ended, and a run has no more trials.
     make_service: runs in the worker instead of the GPU; for tests.
 
     The worker starts at the first use, and `close` kills it. Every use raises `DeviceError` if it cannot start.
@@ -64,6 +66,7 @@ class DeviceRunner:
         cells: Cells | None = None,
         give_up: float = 1.3,
         timeout_s: float = 20.0,
+        deadline: float = inf,
         make_service: Callable[..., Service] = _device_service,
     ) -> None:
         if not copy_kernels:
@@ -73,6 +76,7 @@ class DeviceRunner:
         self._environment: Environment | None = None
         self._give_up = give_up
         self._timeout_s = timeout_s
+        self._deadline = deadline
         self._best: dict[Problem, dict[Cell, float]] = {}
 
     @property
@@ -97,6 +101,8 @@ class DeviceRunner:
                 self._submit(current)
             while current is not None:
                 trial = self._collect(current)
+                if trial is None:
+                    return
                 following = next(waiting, None)
                 at_once = self._worker.is_running  # a worker that has to be started would hold up the trial
                 if following is not None and at_once:
@@ -164,7 +170,7 @@ class DeviceRunner:
         self.close()
 
     def _start(self) -> None:
-        self._environment = self._worker.start()
+        self._environment = self._worker.start(self._deadline)
 
     def _send(self, request: Measure | Race | Compare | Rank) -> None:
         if self._worker.is_busy or not self._worker.is_running:  # busy with what nobody waits for any more
@@ -175,10 +181,14 @@ class DeviceRunner:
         limits = {cell: us * self._give_up for cell, us in self._best.get(variant.problem, {}).items()}
         self._send(Measure(variant.problem, _bare(_kernel(variant)), limits))
 
-    def _collect(self, variant: Variant) -> Trial:
+    def _collect(self, variant: Variant) -> Trial | None:
+        """The trial of the variant that the worker has; None if the deadline came before."""
         started = time.monotonic()
-        answer = self._worker.receive(self._timeout_s)
+        left = self._deadline - started
+        answer = self._worker.receive(max(0.0, min(self._timeout_s, left)))
         if isinstance(answer, Failure):
+            if answer.hung and left < self._timeout_s:
+                return None
             outcome = Outcome.TIMEOUT if answer.hung else Outcome.LAUNCH_FAILED
             answer = Answer(outcome, answer.detail, seconds=time.monotonic() - started)
         if answer.outcome is Outcome.OK:

@@ -2,18 +2,24 @@
 
 One request is under way at a time. A worker that dies, hangs or says that it can no longer be used is replaced. The
 executors of the standard library neither kill a worker that hangs nor say how one ended.
+
+The worker is a program of its own, not a `multiprocessing.Process`: that would run the script of this process again,
+and many a training script does all its work where it is imported.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from math import inf
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
@@ -23,6 +29,15 @@ _START_ATTEMPTS = 3
 _START_PAUSE_S = 1.0  # between attempts: the driver needs a moment to clear up after a killed process
 _START_TIMEOUT_S = 120.0
 _END_TIMEOUT_S = 10.0
+# What the process runs. It finds modules where this process does.
+_PROGRAM = """
+import sys
+from multiprocessing.connection import Connection
+connection = Connection(int(sys.argv[1]))
+sys.path[:] = connection.recv()
+from hadagen.measure.worker import serve
+serve(connection, *connection.recv())
+"""
 
 
 class Service(Protocol):
@@ -84,39 +99,48 @@ def _failure(error: Exception) -> Failure:
 
 
 def _end_with_parent() -> None:
-    """Ends this process, whatever it waits for, once its parent ends, however that happens."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
+    """Ends this process, whatever it waits for, once its parent ends, however that happens: that closes the pipe which
+    is the standard input here."""
+    os.read(0, 1)
     os._exit(1)
 
 
 class Worker:
-    """The asking side. `make_service` must be importable by name: the worker process is spawned, not forked."""
+    """The asking side. `make_service` must be importable by name."""
 
     def __init__(self, make_service: Callable[..., Service], arguments: tuple[Any, ...]) -> None:
         self._make_service = make_service
         self._arguments = arguments
-        self._process: Any = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self.is_busy = False  # with a request that no answer was received to
 
     @property
     def is_running(self) -> bool:
-        return self._process is not None and bool(self._process.is_alive())
+        return self._process is not None and self._process.poll() is None
 
-    def start(self) -> Any:
-        """Starts the process and returns its greeting. Raises `DeviceError` where it does not come up three times."""
-        for attempt in range(_START_ATTEMPTS):
-            if attempt:
-                time.sleep(_START_PAUSE_S)
+    def start(self, deadline: float = inf) -> Any:
+        """Brings up a fresh process and returns its greeting.
+
+        Raises `DeviceError` where it does not come up three times, or by the deadline (of `time.monotonic()`).
+        """
+        for attempt in range(1, _START_ATTEMPTS + 1):
             self.stop()
-            self._spawn()
-            greeting = self.receive(_START_TIMEOUT_S)
+            try:
+                self._spawn()
+                greeting = self.receive(max(0.0, min(_START_TIMEOUT_S, deadline - time.monotonic())))
+            except OSError as error:  # no memory, or too many processes
+                self.stop()
+                greeting = Failure(str(error.strerror))
             if not isinstance(greeting, Failure):
                 return greeting
+            if time.monotonic() + _START_PAUSE_S >= deadline:
+                break
+            if attempt < _START_ATTEMPTS:
+                time.sleep(_START_PAUSE_S)
+        often = f" in {attempt} attempts" if attempt > 1 else ""
         raise DeviceError(
-            f"the measuring process did not start in {_START_ATTEMPTS} attempts ({greeting.detail}); "
+            f"the measuring process did not start{often} ({greeting.detail}); "
             "check the GPU with `hadagen doctor`, then run the same command again to go on"
         )
 
@@ -151,25 +175,33 @@ class Worker:
         """Kills the process, if there is one. The next `start` brings up a fresh one."""
         if self._process is not None:
             self._process.kill()
-            self._process.join(_END_TIMEOUT_S)
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(_END_TIMEOUT_S)
+            assert self._process.stdin is not None
+            self._process.stdin.close()
         if self._connection is not None:
             self._connection.close()
         self._process = self._connection = None
         self.is_busy = False
 
     def _spawn(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe()
-        process = context.Process(target=serve, args=(theirs, self._make_service, self._arguments), daemon=True)
-        process.start()
-        theirs.close()  # else the end of the process would not close the pipe
-        self._process, self._connection = process, ours
+        ours, theirs = Pipe()
+        command = [sys.executable, "-c", _PROGRAM, str(theirs.fileno())]
+        try:
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[theirs.fileno()])
+            self._connection = ours
+        finally:
+            theirs.close()  # else the end of the process would not close the pipe
+        with suppress(ConnectionError):  # it is dead, as `receive` will say
+            ours.send(sys.path)
+            ours.send((self._make_service, self._arguments))
 
     def _exit_status(self) -> str:
         """How the process ended that has closed its pipe."""
-        process = self._process
-        process.join(_END_TIMEOUT_S)
-        code = process.exitcode
+        assert self._process is not None
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_TIMEOUT_S)
+        code = self._process.returncode
         self.stop()
         if code is None:
             return "a closed pipe"

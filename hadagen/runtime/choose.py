@@ -120,6 +120,16 @@ def timed_in_bundles(
     return list(best[1]) if best else []
 
 
+def is_settled(problem: Problem, destination: Destination, device: Device) -> bool:
+    """Whether measuring on a device would change nothing for its calls: kernels were measured on a GPU of this name, or
+    are pinned.
+
+    Raises as `choose_from_bundles` does.
+    """
+    best = _best_bundle(problem, destination, device)
+    return best is not None and (best[0] is Match.SAME_GPU or best[2] in bundles.pinned())
+
+
 def is_served(device: Device) -> bool:
     """Whether any bundle has kernels, for any problem, that run on a device.
 
@@ -239,7 +249,9 @@ class BestConfig:
         }
 
 
-def _problem(given: Any) -> Problem:
+def as_problem(given: Any) -> Problem:
+    """The problem that a program names: by itself, by its key, or by the arguments of `Problem.of`. Raises
+    `UsageError`."""
     if isinstance(given, Problem):
         return given
     if isinstance(given, str):
@@ -306,7 +318,7 @@ def best_config(
     Raises `UsageError` for missing or too many arguments, a bad problem, flag or arch, a device of another arch,
     rows below 1, or if there is no device; `StorageError` if HADAGEN_BUNDLE names a file that is damaged or no bundle.
     """
-    problem, rows = _problem(problem), as_int(rows)
+    problem, rows = as_problem(problem), as_int(rows)
     if not is_count(rows):
         raise UsageError(f"rows = {rows!r} is not supported; give a whole number of rows, at least 1")
     for name, flag in (("inplace", inplace), ("batch_invariant", batch_invariant)):

@@ -306,6 +306,11 @@ def _span(x: torch.Tensor) -> int:
     return (last + 1) * x.element_size() if x.numel() else 0
 
 
+def forget() -> None:
+    """Forget the kernels of all calls, so that the next ones find theirs anew."""
+    calls.clear()
+    _calls_into.clear()
+
+
 if hasattr(os, "register_at_fork"):  # a forked child has no CUDA, as PyTorch then says
-    os.register_at_fork(after_in_child=calls.clear)
-    os.register_at_fork(after_in_child=_calls_into.clear)
+    os.register_at_fork(after_in_child=forget)

@@ -34,6 +34,8 @@ from hadagen.runtime.loading import compile_missing, load
 from hadagen.runtime.proof import TORCH_DTYPE
 from hadagen.tuning_db.bundle import Bundle, BundleEntry
 
+AUTOTUNE = "HADAGEN_AUTOTUNE"  # the variable that makes calls measure problems that nobody measured
+
 _DTYPES = {dtype: name for name, dtype in TORCH_DTYPE.items()}
 
 
@@ -83,12 +85,14 @@ def find(kind: Kind, elements: int) -> LoadedKernel | None:
     timed = _timed_of(kind)
     if not timed:
         return None
-    key = (kind, nearest(timed, elements))
-    if key not in _found:
+    key = kind, nearest(timed, elements)
+    try:
+        return _found[key]
+    except KeyError:
         with _lock:
             if key not in _found:
                 _found[key] = _find(*key)
-    return _found[key]
+            return _found[key]
 
 
 def find_for_scale(kind: Kind, elements: int, scale: float) -> LoadedKernel | None:
@@ -169,8 +173,9 @@ def warmup(
             # Tensors that must be copied are transformed in place, in the copy.
             for in_place in (True,) if inplace else (False, True):
                 kind = Kind(index, problem, in_place, bool(batch_invariant))
+                timed = _timed_of(kind)
                 # Without `rows`, all counts from a single row on.
-                wanted = [row, *(e for e in _timed_of(kind) if e > row)] if given is None else given
+                wanted = [row, *(e for e in timed if e > row)] if given is None else given
                 asked += [(kind, elements) for elements in wanted]
     if target := cuda_device(index):
         compile_missing([chosen for each in asked if (chosen := _choose(*each, target))], target)
@@ -218,14 +223,27 @@ def _dtype(value: Any) -> torch.dtype:
 def _timed_of(kind: Kind) -> list[int]:
     """The element counts at which its kernels were timed, ascending; [] if PyTorch must do the work. Raises as `find`
     does."""
-    if kind not in _timed:
+    found = _timed.get(kind)
+    if found is None:
         target = cuda_device(kind.device)
+        if target is not None:
+            _autotune_if_wanted(kind, target)
         with _lock:
             if kind not in _timed:
                 _timed[kind] = [] if target is None else _timed_on(kind, target)
-        if target is not None and not _timed[kind] and not is_served(target):
+            found = _timed[kind]
+        if target is not None and not found and not is_served(target):
             _tell_unserved(kind.device, target)
-    return _timed[kind]
+    return found
+
+
+def _autotune_if_wanted(kind: Kind, target: Device) -> None:
+    """Measure a problem before its first call if HADAGEN_AUTOTUNE is set, and not to 0; never in a graph capture."""
+    if os.environ.get(AUTOTUNE, "0") in ("", "0") or torch.cuda.is_current_stream_capturing():
+        return
+    from hadagen.runtime.autotune import autotune_once  # here, because it imports this module
+
+    autotune_once(kind.problem, kind.destination, kind.device, target)
 
 
 def _timed_on(kind: Kind, target: Device) -> list[int]:
@@ -290,6 +308,15 @@ def _load(bundle: Bundle, entry: BundleEntry, device: int, target: Device) -> Lo
     if place not in _loaded:
         _loaded[place] = load(bundle, entry, device, target)
     return _loaded[place]
+
+
+def forget(problem: Problem) -> None:
+    """Find the kernels of a problem anew for later calls. Those that were loaded stay, because graphs may hold them."""
+    with _lock:
+        for kind in [kind for kind in _timed if kind.problem == problem]:
+            del _timed[kind]
+        for key in [(kind, timed) for kind, timed in _found if kind.problem == problem]:
+            del _found[key]
 
 
 def _forget() -> None:

@@ -65,7 +65,7 @@ def compile_missing(chosen: Iterable[tuple[BundleEntry, Bundle]], target: Device
         from hadagen.recipes import compile_all
 
         with suppress(HadagenError):
-            compile_all(list(recipes.values()), target.arch, jobs=min(len(recipes), _cpus()))
+            compile_all(list(recipes.values()), target.arch, jobs=min(len(recipes), cpus()))
 
 
 def _compiled(entry: BundleEntry, target: Device) -> bytes:
@@ -80,7 +80,7 @@ def _recipe(entry: BundleEntry) -> Recipe:
     return Recipe(entry.problem, entry.knobs, entry.arch, entry.launch)
 
 
-def _cpus() -> int:
+def cpus() -> int:
     """The CPUs that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 

@@ -1,0 +1,67 @@
+"""A lock beside a file that several processes write, so that one of them does the work that all of them want."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from hadagen.errors import StorageError
+from hadagen.tuning_db.atomic_file import unwritable
+from hadagen.tuning_db.files import file_state
+
+_POLL_SECONDS = 0.1
+
+
+@contextmanager
+def turn(path: Path, patience_s: float, is_done: Callable[[], bool]) -> Iterator[bool]:
+    """Wait for the lock of `path`, and hold it within the `with`. Yields whether there is work left: not if `is_done`,
+    which is asked whenever the file has changed.
+
+    The lock is a file of the same name that ends in .lock, and stays. The system unlocks it when a process ends. On a
+    file system without locks, nobody waits.
+
+    Raises `StorageError` if it cannot be made, or if others had it for `patience_s` and the file did not change.
+    """
+    if is_done():
+        yield False
+        return
+    place = path.with_suffix(".lock")
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(place, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise unwritable(place, error) from error
+    try:
+        seen, since = file_state(path), time.monotonic()
+        while not _lock(descriptor):
+            if time.monotonic() - since > patience_s:
+                raise StorageError(
+                    f"another process has locked {place} for {patience_s:g} s and written nothing; wait until it is "
+                    "done, or end it, and call again"
+                )
+            time.sleep(_POLL_SECONDS)
+            if (state := file_state(path)) != seen:
+                seen, since = state, time.monotonic()
+                if is_done():
+                    yield False
+                    return
+        yield not is_done()
+    finally:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child that was forked meanwhile holds it too
+        os.close(descriptor)
+
+
+def _lock(descriptor: int) -> bool:
+    """Whether we have the lock now."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # the file system has none
+        return True
+    return True
