@@ -7,6 +7,7 @@ import json
 import math
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -493,3 +494,27 @@ def test_what_is_not_orthogonal_has_no_inverse() -> None:
     almost[0] *= 1.001
     with pytest.raises(UsageError, match="no inverse"):
         Rotation(6, almost).inverse(x)
+
+
+# ---- on a GPU --------------------------------------------------------------------------------------------------------
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize(("n", "options"), [*CASES, (4096, {}), (14336, {})], ids=str)
+def test_on_a_gpu(n: int, options: dict[str, Any], dtype: torch.dtype, request: pytest.FixtureRequest) -> None:
+    request.addfinalizer(partial(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision()))
+    torch.set_float32_matmul_precision("medium")
+    block = options.get("block", n)
+    r = Rotation(n, signs=some_signs(block), signs_after=some_signs(block, seed=1), **options)
+    x = normal(9, n, dtype=dtype)
+    wanted = r(x.double())
+    r.cuda()
+    y = r(x.cuda())
+    bound = max(BOUNDS[dtype], 4e-15)
+    assert error(y.cpu(), wanted) <= bound
+    assert error(r.inverse(y).cpu(), x.double()) <= 2 * bound
+    graph, out = torch.cuda.CUDAGraph(), torch.empty_like(y)
+    with torch.cuda.graph(graph):
+        r(y, out=out)
+    y.copy_(x)
+    graph.replay()
+    assert error(out.cpu(), wanted) <= bound
