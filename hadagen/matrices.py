@@ -249,7 +249,8 @@ def auto_orders(n: int) -> tuple[int, ...] | None:
         return ()
     if (4 * q <= _LARGEST or 4 * q == _LARGER) and n % (4 * q) == 0:
         return (4 * q,)
-    pairs = [(4 * a, 4 * (q // a)) for a in range(3, q) if a * a <= q and q % a == 0 and 4 * (q // a) <= _LARGEST]
+    halves = range(3, _LARGEST // 4 + 1)
+    pairs = [(4 * a, 4 * (q // a)) for a in halves if q % a == 0 and a <= q // a in halves]
     return min(pairs, key=sum) if pairs and n % (16 * q) == 0 else None
 
 
@@ -274,9 +275,11 @@ def _advice(name: str, n: int) -> str:
         rest = n // prod(orders)
         gives = " · ".join(map(str, (*orders, rest) if rest > 1 or not orders else orders))
         return f"{gives} gives it" if not name else f"auto gives it as {gives}"
-    following = n + 1
+    # What auto gives has an odd part below 2^12.
+    step = 1 << max(n.bit_length() - 12, 0)
+    following = n - n % step + step
     while auto_orders(following) is None:
-        following += 1
+        following += step
     return f"pad it to {following}, or use blocks of a size that auto gives"
 
 

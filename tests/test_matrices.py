@@ -130,6 +130,8 @@ def test_the_rules_of_other_names(name: str, n: int, orders: tuple[int, ...]) ->
     [
         ("auto", 208, (13,), r"13 · 2\^4 = 208: no Hadamard matrix of order 13; 52 · 4 gives it"),
         ("auto", 26, None, r"13 · 2\^1 = 26: auto has no matrices that give it; pad it to 28, or use blocks"),
+        ("auto", 3001, None, r"3001 · 2\^0 = 3001: auto has no matrices that give it; pad it to 3008,"),
+        ("auto", 100001, None, "pad it to 100064,"),
         ("auto", 3, None, r"3 · 2\^0 = 3: auto has no matrices that give it; pad it to 4,"),
         ("auto", 24, (5,), "n = 24 is not k = 5 times a power of two; 12 · 2 gives it"),
         ("auto", 29568, (44, 85), "n = 29568 is not k = 44 · 85 times a power of two; 44 · 84 · 8 gives it"),

@@ -260,6 +260,7 @@ ROTATIONS: dict[str, Callable[[], Rotation]] = {
     "regular": lambda: Rotation(256, "regular", block=64, signs=some_signs(64)),
     "sylvester of 32": lambda: Rotation(32, "compressed-tensors", k=()),
     "given": lambda: Rotation(56, torch.linalg.qr(normal(7, 7)).Q.float()),
+    "given in bfloat16": lambda: Rotation(56, torch.linalg.qr(normal(7, 7)).Q.bfloat16()),
     "given ±1": lambda: Rotation(48, [(Rotation(12).matrix() * 12**0.5).round(), Rotation(4).matrix().half() * 2]),
 }
 
@@ -271,6 +272,7 @@ def test_a_stored_rotation_is_the_same(made: Callable[[], Rotation]) -> None:
     text = json.dumps(r.to_dict())
     for again in (Rotation.from_dict(json.loads(text)), copy.deepcopy(r), pickle.loads(pickle.dumps(r))):
         assert torch.equal(again(x), r(x))
+        assert torch.equal(again.inverse(x), r.inverse(x))
         assert again.to_dict() == r.to_dict()
         assert repr(again) == repr(r)
 
@@ -305,6 +307,7 @@ def test_what_is_stored_has_the_signs_and_the_digest() -> None:
         ({"matrix": "given", "factors": [{"order": 2, "dtype": "int8", "entries": [[1]]}]}, r"k = \(2,\) does not fit"),
         ({"signs": [1, 2] * 12}, r"signs\[1\] is 2"),
         ({"signs": "+-" * 12}, "data is no rotation"),
+        ({"signs": [10**400] * 24}, "data is no rotation"),
     ],
     ids=str,
 )
@@ -330,6 +333,11 @@ def test_the_matrix_of_a_checkpoint_of_compressed_tensors(size: int, order: int 
         r = Rotation.from_compressed_tensors(given_weight, n=3 * size)
         assert (r.n, r.block, r.k) == (3 * size, size, () if order is None else (order,))
         torch.testing.assert_close(r.shard(0, 3).matrix(), weight / math.sqrt(size))
+
+
+def test_k_of_1_means_no_other_matrix() -> None:
+    assert Rotation(64, k=1).to_dict() == Rotation(64).to_dict()
+    assert Rotation(48, "quarot", k=(1, 12)).k == (12,)
 
 
 def test_its_deterministic_matrix_too() -> None:
@@ -393,6 +401,8 @@ SINGULAR = torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
         ((0,), {}, "n = 0 is not possible"),
         ((2.5,), {}, "n = 2.5 is not possible"),
         ((True,), {}, "n = True is not possible"),
+        ((1 << 2000,), {}, r"n = an integer of 2001 bits is not possible; it must be an integer from 1 to 2\^63 - 1"),
+        (((1 << 62) - 1,), {}, "auto has no matrices that give it; pad it to 4611686018427387904"),
         ((12,), {"block": 8}, "block = 8 does not divide n = 12"),
         ((12,), {"block": 0}, "block = 0 is not possible"),
         ((208,), {"k": 13}, r"13 · 2\^4 = 208: no Hadamard matrix of order 13; 52 · 4 gives it"),
@@ -409,8 +419,9 @@ SINGULAR = torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
         ((3, SINGULAR * math.inf), {}, "the matrix has entries that are not finite"),
         ((3, SINGULAR * 0), {}, "the matrix has the norm 0"),
         ((3, SINGULAR.double() * 1e200), {}, "cannot be made orthonormal"),
-        ((3, SINGULAR.cfloat()), {}, "the matrix is a complex64 tensor"),
-        ((3, SINGULAR.to("meta")), {}, "the matrix is a float32 tensor without real values"),
+        ((3, SINGULAR.cfloat()), {}, "the matrix is a complex64 tensor; pass real numbers"),
+        ((3, SINGULAR.to("meta")), {}, "the matrix has a layout or a device without values"),
+        ((3, SINGULAR.to_sparse()), {}, "the matrix has a layout or a device without values"),
         ((3, SINGULAR.clone().requires_grad_()), {}, r"pass matrix.detach\(\)"),
         ((10, SINGULAR), {}, "n = 10 is not 3 times a power of two"),
         ((18, SINGULAR), {}, "n = 18 is not 3 times a power of two"),
@@ -420,8 +431,9 @@ SINGULAR = torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
         ((8,), {"signs": [1] * 8, "block": 4}, r"signs has the shape \(8,\); it must have the 4 elements of a block"),
         ((2,), {"signs_after": [1, 0]}, r"signs_after\[1\] is 0; each must be 1 or -1"),
         ((2,), {"signs": torch.tensor([1.0, math.nan])}, r"signs\[1\] is nan; each must be 1 or -1"),
-        ((2,), {"signs": torch.tensor([True, True])}, "signs is bool"),
-        ((2,), {"signs": torch.ones(2).cfloat()}, "signs is complex64"),
+        ((2,), {"signs": torch.tensor([True, True])}, "signs is a bool tensor"),
+        ((2,), {"signs": torch.ones(2).cfloat()}, "signs is a complex64 tensor"),
+        ((2,), {"signs": torch.ones(2).to_sparse()}, "signs is a float32 tensor; pass a dense one"),
     ],
     ids=str,
 )
@@ -489,6 +501,7 @@ def test_what_is_not_orthogonal_has_no_inverse() -> None:
     for dtype in BOUNDS:
         r = Rotation(6, torch.linalg.qr(normal(3, 3)).Q.to(dtype))
         assert error(r.inverse(r(x)), x) <= 4 * torch.finfo(dtype).eps
+        assert error(r.shard(0, 1).inverse(r(x)), x) <= 4 * torch.finfo(dtype).eps
         assert r.inverse(r.inverse(x)).shape == x.shape
     almost = torch.linalg.qr(normal(3, 3)).Q
     almost[0] *= 1.001

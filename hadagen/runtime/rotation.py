@@ -17,6 +17,7 @@ from hadagen.runtime.checks import (
     check_is_flag,
     check_is_tensor,
     check_like,
+    check_tensor,
     stands_for_a_tensor,
 )
 from hadagen.runtime.kernels import BATCH_INVARIANT
@@ -74,22 +75,26 @@ class Rotation(torch.nn.Module):
         if self.n % self.block:
             raise UsageError(f"block = {self.block} does not divide n = {self.n}; choose one that does")
         orders = None if k is None else tuple(_count(order, "k") for order in (k if isinstance(k, Iterable) else [k]))
+        self._types: list[torch.dtype] = []  # of given matrices
+        self._no_inverse: str | None = None  # why there is none
         if isinstance(matrix, str):
+            if orders is not None:
+                orders = tuple(order for order in orders if order != 1)
             self.name, self.k = matrix, find_orders(matrix, self.block, orders)
-            matrices = [matrix_of(matrix, order) for order in self.k]
-            faults: list[str] = []
+            matrices, squares = [matrix_of(matrix, order) for order in self.k], [float(order) for order in self.k]
         else:
-            matrices, faults = _given(matrix)
+            matrices, self._types = _given(matrix)
             self.name, self.k = _GIVEN, tuple(len(each) for each in matrices)
             _check_orders(self.k, orders, self.block)
+            self._no_inverse = next(filter(None, map(_why_not_orthogonal, matrices, self._types)), None)
+            squares = [_mean_square_of_rows(each) for each in matrices]
         self.signs, self.signs_after = (
             None if values is None else _signs(values, name, self.block)
             for name, values in (("signs", signs), ("signs_after", signs_after))
         )
-        self._no_inverse = faults[0] if faults else None
         rest = self.block // math.prod(self.k)
         # As text: torch.compile takes a float for a variable, and compiles twice.
-        self._scale = repr(float(rest * math.prod(map(_mean_square_of_rows, matrices))) ** -0.5)
+        self._scale = repr((rest * math.prod(squares)) ** -0.5)
         self._swapped = self.name == "regular"
         before, after = self.signs, self.signs_after
         if self._swapped:  # the regular matrix is D · H · P · D, where P exchanges bits
@@ -162,6 +167,7 @@ class Rotation(torch.nn.Module):
         matrix is not orthogonal; `TensorError` for a weight or bias that does not fit.
         """
         check_is_tensor(weight, "weight")
+        check_tensor(weight)
         if side not in ("input", "output"):
             raise UsageError(f"side {side!r:.80} is not known; choose input or output")
         axis = -1 if side == "input" else -2
@@ -196,7 +202,6 @@ class Rotation(torch.nn.Module):
         signs: dict[str, Any] = {"signs": self.signs, "signs_after": self.signs_after}
         if self.name == _GIVEN:
             part = Rotation(mine, self._given_matrices, block=self.block, **signs)
-            part._no_inverse = self._no_inverse
         else:
             part = Rotation(mine, self.name, k=self.k, block=self.block, **signs)
         part._to_device(self._device)
@@ -242,7 +247,7 @@ class Rotation(torch.nn.Module):
             raise
         except KeyError as error:
             raise UsageError(f"data has no valid {error}; pass what to_dict returned") from None
-        except (TypeError, ValueError, RuntimeError) as error:
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
             raise UsageError(f"data is no rotation ({error}); pass what to_dict returned") from None
         for order, digest in zip(made.k, stored, strict=True):
             known = find_matrix(name, order).digest
@@ -264,11 +269,12 @@ class Rotation(torch.nn.Module):
         Raises TypeError if weight is no tensor, and `UsageError` if it is no such matrix.
         """
         check_is_tensor(weight, "weight")
-        if weight.dim() != 2 or weight.shape[0] != weight.shape[1] or not len(weight):
-            raise UsageError(f"weight has the shape {tuple(weight.shape)}; it must be square")
-        if weight.dtype not in (*DTYPES, torch.int8) or weight.is_meta or weight.layout is not torch.strided:
+        strange = weight.is_nested or weight.is_meta or weight.layout is not torch.strided
+        if strange or weight.dtype not in (*DTYPES, torch.int8):
             plain = str(weight.dtype).removeprefix("torch.")
             raise UsageError(f"weight is a {plain} tensor without values of ±c; pass the tensor of the checkpoint")
+        if weight.dim() != 2 or weight.shape[0] != weight.shape[1] or not len(weight):
+            raise UsageError(f"weight has the shape {tuple(weight.shape)}; it must be square")
         size = len(weight)
         weight = weight.detach().cpu()
         magnitudes = weight.abs()
@@ -344,8 +350,9 @@ class Rotation(torch.nn.Module):
 
     @property
     def _given_matrices(self) -> list[torch.Tensor]:
-        """As they were given, on the CPU."""
-        return unpack(self._operands["_matrices"], self.k)
+        """On the CPU, of the types in which they were given."""
+        matrices = unpack(self._operands["_matrices"], self.k)
+        return [each.to(dtype) for each, dtype in zip(matrices, self._types, strict=True)]
 
     @property
     def _device(self) -> torch.device:
@@ -358,33 +365,42 @@ class Rotation(torch.nn.Module):
                 self._buffers[name] = (operand.float() if wide else operand).to(device)
 
 
-_STORED = {"int8": torch.int8, "float32": torch.float32, "float64": torch.float64}
+_STORED = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.int8, *DTYPES)}
 
 
 def _count(value: Any, name: str) -> int:
     value = as_int(value)
-    if not is_count(value):
-        raise UsageError(f"{name} = {value!r:.80} is not possible; it must be an integer of at least 1")
+    if not is_count(value) or value >= 1 << 63:
+        huge = isinstance(value, int) and abs(value) >= 1 << 63  # which Python may refuse to write
+        said = f"an integer of {value.bit_length()} bits" if huge else f"{value!r:.80}"
+        raise UsageError(f"{name} = {said} is not possible; it must be an integer from 1 to 2^63 - 1")
     return int(value)
 
 
-def _given(matrix: Any) -> tuple[list[torch.Tensor], list[str]]:
-    """Copies of the matrices on the CPU, and why some of them are not orthogonal."""
+def _given(matrix: Any) -> tuple[list[torch.Tensor], list[torch.dtype]]:
+    """The matrices in float64 on the CPU, and a type for each, which holds it exactly and tells how exact it is."""
     given = [matrix] if isinstance(matrix, torch.Tensor) else matrix
     if not isinstance(given, Sequence) or not all(isinstance(each, torch.Tensor) for each in given):
         raise TypeError(f"matrix is a {type(matrix).__name__}; pass a name, a K×K tensor or a list of them")
     if not given:
         raise UsageError("matrix is an empty list; pass a name, a K×K tensor or a list of them")
     matrices = [_checked(each) for each in given]
-    faults = [_why_not_orthogonal(copy, each.dtype) for copy, each in zip(matrices, given, strict=True)]
-    return matrices, [fault for fault in faults if fault]
+    types = []
+    for wide, each in zip(matrices, given, strict=True):
+        whole = bool(((wide == 0) | (wide.abs() == 1)).all())
+        types.append(torch.int8 if whole else each.dtype if each.dtype in DTYPES else torch.float64)
+    # One type for all operands: the least that holds them.
+    packed = torch.int8 if set(types) == {torch.int8} else torch.float64 if torch.float64 in types else torch.float32
+    return [wide.to(packed) for wide in matrices], types
 
 
 def _checked(matrix: torch.Tensor) -> torch.Tensor:
-    """A copy on the CPU: int8 if all entries are −1, 0 or 1; else float32, or float64 for float64 and integers."""
-    if matrix.is_complex() or matrix.dtype == torch.bool or matrix.is_meta or matrix.layout is not torch.strided:
+    """A copy in float64 on the CPU."""
+    if matrix.layout is not torch.strided or matrix.is_nested or matrix.is_meta:
+        raise UsageError("the matrix has a layout or a device without values; pass a dense tensor")
+    if matrix.is_complex() or matrix.dtype == torch.bool:
         plain = str(matrix.dtype).removeprefix("torch.")
-        raise UsageError(f"the matrix is a {plain} tensor without real values; pass a dense one of real numbers")
+        raise UsageError(f"the matrix is a {plain} tensor; pass real numbers")
     if matrix.dim() != 2 or matrix.shape[0] != matrix.shape[1] or not len(matrix):
         raise UsageError(f"the matrix has the shape {tuple(matrix.shape)}; it must be square")
     if len(matrix) > MAX_GIVEN_ORDER:
@@ -396,9 +412,7 @@ def _checked(matrix: torch.Tensor) -> torch.Tensor:
         raise UsageError("the matrix has entries that are not finite; replace them")
     if not 0 < _mean_square_of_rows(copy) < math.inf:
         raise UsageError(f"the matrix has the norm {float(copy.norm()):.3g}, and cannot be made orthonormal; scale it")
-    if ((copy == 0) | (copy.abs() == 1)).all():
-        return copy.to(torch.int8)
-    return copy.float() if matrix.is_floating_point() and matrix.dtype != torch.float64 else copy
+    return copy
 
 
 def _why_not_orthogonal(matrix: torch.Tensor, given: torch.dtype) -> str | None:
@@ -433,18 +447,18 @@ def _signs(values: Any, name: str, length: int) -> torch.Tensor:
     """As int8 on the CPU."""
     try:
         signs = torch.as_tensor(values, device="cpu")
-    except (TypeError, ValueError, RuntimeError, NotImplementedError):
+    except (TypeError, ValueError, OverflowError, RuntimeError):
         raise TypeError(f"{name} is a {type(values).__name__}; pass a tensor or a list of 1 and -1") from None
     if signs.shape != (length,):
         raise UsageError(f"{name} has the shape {tuple(signs.shape)}; it must have the {length} elements of a block")
-    if signs.is_complex() or signs.dtype == torch.bool:
+    if signs.is_complex() or signs.dtype == torch.bool or signs.layout is not torch.strided:
         plain = str(signs.dtype).removeprefix("torch.")
-        raise UsageError(f"{name} is {plain}; pass integers or real numbers, each 1 or -1")
-    signs = signs.detach()
+        raise UsageError(f"{name} is a {plain} tensor; pass a dense one of integers or real numbers, each 1 or -1")
+    signs = signs.detach().double()
     wrong = (signs.abs() != 1).nonzero()
     if len(wrong):
         place = int(wrong[0])
-        raise UsageError(f"{name}[{place}] is {signs[place].item()}; each must be 1 or -1")
+        raise UsageError(f"{name}[{place}] is {signs[place].item():g}; each must be 1 or -1")
     return signs.to(torch.int8, copy=True)
 
 
