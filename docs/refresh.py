@@ -6,9 +6,11 @@
 `data/bench_h100.csv` is one run of `hadagen bench --csv` with the libraries we compare with installed; cells that it
 lacks may come from an earlier one, in `data/bench_h100_earlier.csv`. `data/bench_h200.csv` is such a run on an H200,
 and `data/bench_h200_long.csv` another one, of rows that other libraries have not.
-`data/between_h100.csv` and `data/between_h200.csv` are written by `hadagen bench between --csv`,
-`data/calls_h100.json` by `hadagen bench calls --json`, and `data/search.json` by `compare_search.py`. Our times of
-pitched rows come from the shipped bundle. Drawing needs matplotlib (pip install 'hadagen[docs]'); checking does not.
+`data/between_h100.csv` and `data/between_h200.csv` are written by `hadagen bench between --csv`.
+`data/invariant_h200.csv` has the times of all shipped kernels on an H200, summed up by problem:
+`mean` and `worst` say how much longer than the winner the kernel takes that a batch-invariant call runs.
+`data/calls_h100.json` is written by `hadagen bench calls --json`, and `data/search.json` by `compare_search.py`. Our
+times of pitched rows come from the shipped bundle. Drawing needs matplotlib (pip install 'hadagen[docs]'); checking does not.
 
 A document shows each generated part between two markers, such as `<!-- calls:begin -->` and `<!-- calls:end -->`. The
 modules `refresh_*.py` make the parts.
@@ -20,7 +22,14 @@ import sys
 from pathlib import Path
 
 import refresh_files as files
-from refresh_other_tables import between_table, call_table, choices_table, lost_between_on_h200, pruned_table
+from refresh_other_tables import (
+    between_table,
+    call_table,
+    choices_table,
+    invariant_table,
+    lost_between_on_h200,
+    pruned_table,
+)
 from refresh_pictures import draw, draw_search, fingerprint, is_drawn_from
 from refresh_search import Searches, search_numbers
 from refresh_speed_tables import h200_table, numbers, pitched_table
@@ -37,6 +46,7 @@ def generated() -> dict[Path, dict[str, str]]:
             "pitched": pitched_table(times) if times else files.NO_DATA,
             "between": between_table(),
             "between-h200": lost_between_on_h200(),
+            "invariant": invariant_table(),
             "calls": call_table(),
         },
         files.EXPERIMENTS: {"choices": choices_table(), "pruned": pruned_table()},

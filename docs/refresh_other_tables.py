@@ -16,6 +16,8 @@ from refresh_times import read_rows
 
 from hadagen.problem import Problem, Rows
 
+# The lengths of rows that share a line of the table of batch-invariant calls.
+INVARIANT_ROWS = ((2, 128), (256, 1024), (2048, 4096), (8192, 32768), (65536, 131072))
 MOST_LOST = 0.03  # by leaving out a value of a knob
 # Of each idea: its knob, the value without it, the value with it.
 CHOICES = (
@@ -120,6 +122,29 @@ def pruned_table() -> str:
         mean, above = geometric_mean(1 + loss for loss in losses) - 1, sum(loss > MOST_LOST for loss in losses)
         lines.append((f"`{what}`", len(losses), f"{mean:.1%}", f"{max(losses):.1%}", above))
     return grid("lrrrr", ["without", "cells", "loss, geometric mean", "worst", f"cells above {MOST_LOST:.0%}"], lines)
+
+
+def invariant_table() -> str:
+    """How much longer batch-invariant calls take, in Markdown."""
+    if not files.INVARIANT.exists():
+        return files.NO_DATA
+    found: dict[tuple[int, int], dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
+    with files.INVARIANT.open(newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            problem = Problem.parse(row["problem"])
+            span = next((first, last) for first, last in INVARIANT_ROWS if first <= problem.n <= last)
+            found[span][f"{problem.io.input.value}, {problem.io.numerics.value}"].append(row)
+    kinds = list(dict.fromkeys(kind for of_kind in found.values() for kind in of_kind))
+    lines = [(f"{first} to {last}", *map(_cost, map(found[first, last].get, kinds))) for first, last in INVARIANT_ROWS]
+    return grid("l" + "r" * len(kinds), ["n", *kinds], lines)
+
+
+def _cost(rows: Sequence[Row] | None) -> str:
+    """The mean loss over all cells of some problems, and the worst; – where there is none."""
+    if not rows:
+        return "–"
+    mean = geometric_mean(float(row["mean"]) for row in rows for _ in range(int(row["cells"]))) - 1
+    return f"{mean:.1%} ({max(float(row['worst']) for row in rows) - 1:.0%})"
 
 
 def _short(count: int) -> str:

@@ -52,7 +52,7 @@ def documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 OURS = "ours.csv"  # in place of what the shipped bundle has
 PARTS = {
     "README.md": ("numbers",),
-    "performance.md": ("calls", "between", "h200", "between-h200", "pitched"),
+    "performance.md": ("calls", "between", "h200", "between-h200", "invariant", "pitched"),
     "experiments.md": ("choices", "pruned"),
     "search.md": ("search",),
 }
@@ -252,6 +252,21 @@ def test_what_the_ideas_are_worth(documents: Path) -> None:
     )
     begin, end = refresh.markers("choices")
     assert f"{begin}\n{table}{end}" in (documents / "experiments.md").read_text()
+
+
+def test_what_the_same_bits_cost(documents: Path) -> None:
+    rows = [
+        ("n2-float16-fast", 3, 1.0, 1.0),
+        ("n128-float16-fast", 1, 1.21, 1.5),
+        ("n256-float32-accurate", 2, 2.0, 4.0),
+    ]
+    columns = ("problem", "cells", "mean", "worst")
+    write_table(files.INVARIANT, [dict(zip(columns, row, strict=True)) for row in rows])
+    refresh.main([])
+    text = (documents / "performance.md").read_text()
+    assert "| n | float16, fast | float32, accurate |" in text
+    assert "| 2 to 128 | 4.9% (50%) | – |" in text  # the mean of four cells
+    assert "| 256 to 1024 | – | 100.0% (300%) |" in text
 
 
 def test_the_cost_of_calls(documents: Path) -> None:
