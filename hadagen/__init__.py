@@ -3,7 +3,8 @@
     y = hadagen.hadamard_transform(x, x.shape[-1] ** -0.5)
 
 `best_config` says which kernel that runs, `warmup` loads it beforehand, and `autotune` measures which is the fastest
-here. `import hadagen` imports neither PyTorch nor CUDA; the first use of a name does.
+here. `Rotation` is an orthonormal transform of rows of K·2^m elements. `import hadagen` imports neither PyTorch nor
+CUDA; the first use of a name does.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from hadagen.runtime.autotune import autotune
     from hadagen.runtime.choose import BestConfig, Match, best_config
     from hadagen.runtime.kernels import warmup
+    from hadagen.runtime.rotation import Rotation
     from hadagen.runtime.transform import hadamard_transform
 
     __version__: str
@@ -36,6 +38,7 @@ __all__ = [
     "Match",
     "Numerics",
     "Problem",
+    "Rotation",
     "Rows",
     "StorageError",
     "TensorError",
@@ -51,6 +54,7 @@ _LAZY = {
     "Match": "hadagen.runtime.choose",
     "autotune": "hadagen.runtime.autotune",
     "best_config": "hadagen.runtime.choose",
+    "Rotation": "hadagen.runtime.rotation",
     "hadamard_transform": "hadagen.runtime.transform",
     "warmup": "hadagen.runtime.kernels",
 }

@@ -13,8 +13,9 @@ import torch
 from test_runtime import error, normal
 
 from hadagen.compat import fast_hadamard_transform as fast
-from hadagen.compat import hadacore
+from hadagen.compat import hadacore, quarot, sglang
 from hadagen.errors import TensorError, UsageError
+from hadagen.matrices import find_matrix
 
 # Largest relative error where few elements are compared: one rounding costs at most 2^-11 (float16) or 2^-8 (bfloat16).
 BOUNDS = {torch.float16: 4.9e-4, torch.bfloat16: 3.9e-3, torch.float32: 3e-7, torch.float64: 1e-15}
@@ -32,7 +33,8 @@ def signature(function: Callable[..., Any]) -> list[tuple[str, Any]]:
 
 def test_names_and_arguments() -> None:
     for name in fast.__all__:
-        assert signature(getattr(fast, name)) == [("x", inspect.Parameter.empty), ("scale", 1.0)]
+        more = [("exact", False)] if name.endswith("N") else []
+        assert signature(getattr(fast, name)) == [("x", inspect.Parameter.empty), ("scale", 1.0), *more]
     assert signature(hadacore.hadamard_transform) == [("x", inspect.Parameter.empty), ("inplace", False)]
     assert signature(hadacore.hadacore_transform) == [("x", inspect.Parameter.empty), ("inplace", True)]
 
@@ -70,7 +72,9 @@ def test_the_reference(shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], torch.ones(shape).double() @ matrix(shape[-1]) / 4)
 
 
-BOTH = pytest.mark.parametrize("function", [fast.hadamard_transform, fast.hadamard_transform_ref])
+BOTH = pytest.mark.parametrize(
+    "function", [fast.hadamard_transform, fast.hadamard_transform_ref, fast.hadamard_transform_20N]
+)
 
 
 @BOTH
@@ -122,12 +126,161 @@ def test_the_reference_in_a_script() -> None:
     )
 
 
-@pytest.mark.parametrize("k", [12, 20, 28, 40])
-def test_what_is_planned_says_so(k: int) -> None:
-    with pytest.raises(
-        NotImplementedError, match=rf"hadamard_transform_{k}N is not in hadagen yet \(planned: n = K·2\^m"
-    ):
-        getattr(fast, f"hadamard_transform_{k}N")(normal(2, 4 * k))
+# ---- rows of K times a power of two ----------------------------------------------------------------------------------
+ORDERS = {k: getattr(fast, f"hadamard_transform_{k}N") for k in (12, 20, 28, 40)}
+
+
+def of_order(name: str, k: int, n: int) -> torch.Tensor:
+    """(H_K ⊗ H)ᵀ in float64."""
+    entries = torch.frombuffer(bytearray(find_matrix(name, k).entries()), dtype=torch.int8).view(k, k)
+    return torch.kron(entries.double() * 2 - 1, matrix(n // k)).T
+
+
+@pytest.mark.parametrize("k", ORDERS)
+def test_rows_are_padded_as_by_the_original(k: int) -> None:
+    padded = {1: 4, k: 4, 2 * k: 4, 3 * k + 1: 4, 4 * k: 4, 4 * k + 1: 8, 5 * k: 8, 8 * k: 8, 9 * k: 16}
+    for m, power in padded.items():
+        x = normal(2, 3, m).requires_grad_()
+        wanted = of_order("dao", k, power * k)[:m, :m] / 2
+        y = ORDERS[k](x, 0.5)
+        torch.testing.assert_close(y, x @ wanted)
+        assert y.is_contiguous()
+        upstream = normal(2, 3, m, seed=1)
+        torch.testing.assert_close(torch.autograd.grad(y, x, upstream)[0], upstream @ wanted.T)
+    assert torch.autograd.gradgradcheck(ORDERS[k], normal(1, 2 * k).requires_grad_(), fast_mode=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("k", ORDERS)
+def test_results_of_an_order_round_once(k: int, dtype: torch.dtype) -> None:
+    x = normal(5, 8 * k, dtype=dtype)
+    y = ORDERS[k](x, torch.tensor((8 * k) ** -0.5, dtype=torch.float64))
+    wanted = x.double() @ of_order("dao", k, 8 * k) * (8 * k) ** -0.5
+    assert error(y, wanted) <= BOUNDS[dtype]
+    assert y.dtype == dtype
+
+
+@pytest.mark.parametrize("k", ORDERS)
+def test_exact_rows_are_not_padded(k: int) -> None:
+    for power in (1, 2, 4, 2048):
+        x = normal(2, power * k)
+        y = ORDERS[k](x, (power * k) ** -0.5, exact=True)
+        torch.testing.assert_close(y.norm(), x.norm())  # nothing is cut off
+        if power < 8:
+            torch.testing.assert_close(y, x @ of_order("dao", k, power * k) * (power * k) ** -0.5)
+    for m in (k - 1, 3 * k):
+        with pytest.raises(TensorError, match=f"is {m}; with exact=True it must be {k} times a power of two"):
+            ORDERS[k](torch.ones(m), exact=True)
+    with pytest.raises(TensorError, match=f"it may be at most {k * 1024}, or pass exact=True"):
+        ORDERS[k](torch.ones(k * 1024 + 1))
+    assert ORDERS[k](torch.ones(k * 1024)).shape == (k * 1024,)
+    with pytest.raises(TypeError, match="exact is 3; pass True or False"):
+        ORDERS[k](torch.ones(k), exact=3)
+
+
+# ---- QuaRot and SpinQuant --------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("n", [1, 64, 12, 80, 112, 176, 344, 496])
+def test_quarot_multiplies_by_its_matrices(n: int) -> None:
+    given_k, k = quarot.get_hadK(n)
+    wanted = of_order("quarot", k, n) if k > 1 else matrix(n)
+    wanted = wanted * n**-0.5
+    x = normal(2, 3, n).requires_grad_()
+    upstream = normal(2, 3, n, seed=1)
+    forward = (quarot.matmul_hadU, lambda x: quarot.matmul_hadU_cuda(x, given_k, k))
+    backward = (
+        quarot.matmul_hadUt,
+        lambda x: quarot.matmul_hadUt_cuda(x, given_k, k),
+        lambda x: quarot.matmul_hadU_cuda(x, quarot.get_hadK(n, transpose=True)[0], k),
+        lambda x: quarot.matmul_hadU(x, transpose=True),
+    )
+    for calls, m in ((forward, wanted), (backward, wanted.T)):
+        for call in calls:
+            y = call(x)
+            torch.testing.assert_close(y, x @ m)
+            torch.testing.assert_close(torch.autograd.grad(y, x, upstream)[0], upstream @ m.T)
+    if given_k is not None:
+        assert given_k.dtype == torch.float32
+        assert torch.equal(getattr(quarot, f"get_had{k}")(), given_k)
+    half = normal(3, n, dtype=torch.float16)
+    assert error(quarot.matmul_hadU(half), half.double() @ wanted) <= BOUNDS[torch.float16]
+
+
+def test_quarot_takes_any_matrix() -> None:
+    a = torch.linalg.qr(normal(7, 7)).Q
+    x = normal(2, 28)
+    torch.testing.assert_close(quarot.matmul_hadU_cuda(x, a, 7), x @ torch.kron(a.contiguous(), matrix(4)).T * 28**-0.5)
+
+
+def test_matrices_of_quarot() -> None:
+    torch.manual_seed(3)
+    ours = quarot.random_hadamard_matrix(24, "cpu")
+    torch.manual_seed(3)
+    signs = torch.randint(low=0, high=2, size=(24,)).double() * 2 - 1  # its own draw
+    torch.testing.assert_close(ours, signs[:, None] * of_order("quarot", 12, 24) * 24**-0.5)
+    torch.testing.assert_close(quarot.hadamard_matrix(8, "cpu"), (matrix(8) * 8**-0.5).float())
+    assert torch.equal(quarot.HadamardTransform.apply(torch.eye(8)), matrix(8).float())
+    assert [quarot.is_pow2(n) for n in (0, 1, 2, 3, 12, 64)] == [False, True, True, False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("options", "rotation"),
+    [
+        ({}, of_order("quarot", 12, 24) * 24**-0.5),
+        ({"had_dim": 8}, torch.block_diag(*[matrix(8) * 8**-0.5] * 3)),
+        ({"had_dim": 8, "R2": normal(8, 8)}, torch.block_diag(*[normal(8, 8)] * 3)),
+    ],
+    ids=str,
+)
+def test_folding_into_a_layer_as_quarot_does(options: dict[str, Any], rotation: torch.Tensor) -> None:
+    layer = torch.nn.Linear(24, 24).double()
+    weight, bias = layer.weight.detach().clone(), layer.bias.detach().clone()
+    quarot.apply_exact_had_to_linear(layer, **options)
+    torch.testing.assert_close(layer.weight.detach(), weight @ rotation)
+    layer.weight.data = weight
+    quarot.apply_exact_had_to_linear(layer, output=True, **options)
+    torch.testing.assert_close(layer.weight.detach(), rotation.T @ weight)
+    assert torch.equal(layer.bias, bias)
+    assert layer.weight.is_contiguous()
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "message"),
+    [
+        (lambda: quarot.get_hadK(37), UsageError, r"37 · 2\^0 = 37: quarot has no matrices that give it; pad it to"),
+        (lambda: quarot.get_hadK(0), UsageError, "n = 0 is not possible"),
+        (lambda: quarot.matmul_hadU(torch.ones(37)), UsageError, "quarot has no matrices"),
+        (lambda: quarot.matmul_hadU([1.0]), TypeError, "X is a list"),
+        (lambda: quarot.matmul_hadU(torch.ones(12).long()), TensorError, "x has the type int64"),
+        (lambda: quarot.matmul_hadU(torch.tensor(1.0)), TensorError, "x has no dimension"),
+        (lambda: quarot.matmul_hadU_cuda(torch.ones(24), None, 12), UsageError, "hadK is None but K = 12"),
+        (lambda: quarot.matmul_hadU_cuda(torch.ones(24), torch.ones(3, 3), 12), TensorError, "matrices has the shape"),
+        (lambda: quarot.matmul_hadU_cuda(torch.ones(24), torch.ones(5, 5), 5), TensorError, "n = 24 is not 5 times"),
+        (lambda: quarot.apply_exact_had_to_linear(None), TypeError, "module is a NoneType"),
+        (lambda: quarot.apply_exact_had_to_linear(torch.nn.Linear(8, 8), 3), UsageError, "had_dim = 3 is not a power"),
+        (
+            lambda: quarot.apply_exact_had_to_linear(torch.nn.Linear(8, 8), 16),
+            UsageError,
+            "had_dim = 16 is not a power",
+        ),
+        (lambda: quarot.get_had92, AttributeError, "has no attribute 'get_had92'"),
+        (lambda: quarot.get_had, AttributeError, "has no attribute 'get_had'"),
+        (lambda: quarot.something, AttributeError, "has no attribute 'something'"),
+    ],
+)
+def test_bad_calls_of_quarot_are_one_sentence(call: Callable[[], Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        call()
+
+
+# ---- SGLang ----------------------------------------------------------------------------------------------------------
+def test_names_of_sglang() -> None:
+    for k, function in ORDERS.items():
+        assert getattr(sglang, f"hadamard_transform_{k}n") is function
+    assert sglang.hadamard_transform is fast.hadamard_transform
+    x, first, second = normal(3, 16), normal(16).sign(), normal(16, seed=1).sign()
+    y = sglang.hadamard_transform_with_signs(x, first.float(), second, 0.25)
+    torch.testing.assert_close(y, (x * first) @ matrix(16) * second / 4)
+    assert sglang.hadamard_transform_with_signs(x.half(), first.float(), second.char()).dtype == torch.float16
 
 
 def call_both(x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -138,9 +291,18 @@ def call_all_of_hadacore(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor
     return hadacore.hadamard_transform(x), hadacore.hadacore_transform(y), y
 
 
+def call_others(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    rotated = quarot.matmul_hadU_cuda(quarot.matmul_hadU(x), *quarot.get_hadK(24))
+    return fast.hadamard_transform_12N(x, 0.5, exact=True), rotated
+
+
 @pytest.mark.parametrize(
     ("function", "arguments"),
-    [(call_both, (normal(3, 8), torch.tensor(0.5))), (call_all_of_hadacore, (normal(3, 8), normal(3, 8)))],
+    [
+        (call_both, (normal(3, 8), torch.tensor(0.5))),
+        (call_all_of_hadacore, (normal(3, 8), normal(3, 8))),
+        (call_others, (normal(3, 24),)),
+    ],
 )
 def test_torch_fx_traces_calls(function: Callable[..., tuple[torch.Tensor, ...]], arguments: Any) -> None:
     """Whose scale may depend on a length that is not known then."""
@@ -186,7 +348,14 @@ def test_heads_of_a_row_in_place() -> None:
 
 
 @pytest.mark.parametrize(
-    "function", [fast.hadamard_transform, fast.hadamard_transform_ref, hadacore.hadamard_transform]
+    "function",
+    [
+        fast.hadamard_transform,
+        fast.hadamard_transform_ref,
+        fast.hadamard_transform_28N,
+        hadacore.hadamard_transform,
+        quarot.matmul_hadU,
+    ],
 )
 def test_compile_without_graph_break(function: Callable[..., torch.Tensor]) -> None:
     torch.compiler.reset()
@@ -198,7 +367,14 @@ def test_compile_without_graph_break(function: Callable[..., torch.Tensor]) -> N
 
 @pytest.mark.parametrize(
     "function",
-    [fast.hadamard_transform, fast.hadamard_transform_ref, hadacore.hadamard_transform, hadacore.hadacore_transform],
+    [
+        fast.hadamard_transform,
+        fast.hadamard_transform_ref,
+        fast.hadamard_transform_40N,
+        hadacore.hadamard_transform,
+        hadacore.hadacore_transform,
+        quarot.matmul_hadU,
+    ],
 )
 @pytest.mark.parametrize(
     ("x", "kind"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import math
 import re
 from itertools import product
 from pathlib import Path
@@ -23,6 +24,7 @@ from refresh_speed_tables import REGIMES, numbers
 from refresh_times import read_rows, read_times
 
 from hadagen.cli.main import main
+from hadagen.matrices import auto_orders
 from hadagen.runtime import bundles
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -381,6 +383,26 @@ def test_the_readme_rotates_activations_and_weight_to_the_same_result() -> None:
     torch.testing.assert_close(y, layer(x), rtol=1e-4, atol=1e-4)
     x[:, 5] = 1000.0  # an outlier, which is spread over the row
     assert rotate(x).abs().max() < 25
+
+
+def test_the_page_of_rotations_says_what_auto_does() -> None:
+    text = (ROOT / "docs" / "rotations.md").read_text()
+    table = re.findall(r"[|] (\d+(?:, \d+)*) [|] ([^|]*?)(?= [|])", text)
+    said = [(int(n), factors.split(" · ")) for numbers, factors in table for n in numbers.split(", ")]
+    assert len(said) == 29
+    for n, factors in said:
+        orders = auto_orders(n) or ()
+        assert factors == [*map(str, orders), factors[-1]]
+        assert factors[-1] in (f"{n // math.prod(orders)}", "2^m")
+
+
+def test_the_page_of_rotations_runs() -> None:
+    names: dict[str, Any] = {}
+    torch.manual_seed(0)
+    for code in re.findall("```python\n(.*?)```", (ROOT / "docs" / "rotations.md").read_text(), re.DOTALL):
+        exec(code, names)
+    torch.testing.assert_close(names["same"], names["y"])
+    torch.testing.assert_close(names["hidden"], names["r"](names["up"](names["x"])))
 
 
 def test_the_readme_names_every_environment_variable() -> None:

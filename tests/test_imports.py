@@ -19,6 +19,7 @@ TABLE = """
     errors           |                                                     |
     problem          | errors                                              |
     scale            |                                                     |
+    matrices         | errors                                              |
     launch           | scale problem errors                                |
     regimes          | problem launch                                      |
     trial            | regimes problem launch                              |
@@ -51,8 +52,8 @@ TABLE = """
     tuning_db        | tuning_db.files tuning_db.bundle ptx_version trial regimes problem launch target errors | sqlalchemy alembic
     measure          | driver libcuda templates reference bits trial regimes problem launch errors | torch
     autotuner        | measure tuning_db tuning_db.bundle toolchain compilers programs codegen space knobs arch trial problem errors |
-    runtime          | autotuner tuning_db.files tuning_db.bundle recipes driver trial regimes problem launch target errors | torch
-    compat           | runtime errors                                      | torch
+    runtime          | autotuner tuning_db.files tuning_db.bundle recipes driver trial regimes problem launch target matrices errors | torch
+    compat           | runtime problem matrices errors                             | torch
     __init__         | runtime problem errors                              |
     costmodel        | arch plan steps regimes                             |
     tuner            | *                                                   | optuna

@@ -22,7 +22,7 @@ OF_TORCH = ("typing_extensions", "sympy", "mpmath", "networkx", "filelock", "fss
 
 SMOKE = """
 import sys, torch, hadagen
-from hadagen.compat.fast_hadamard_transform import hadamard_transform, hadamard_transform_ref
+from hadagen.compat.fast_hadamard_transform import hadamard_transform, hadamard_transform_28N, hadamard_transform_ref
 from hadagen.compat.hadacore import hadacore_transform
 
 for m in (8, 12):
@@ -32,6 +32,9 @@ for m in (8, 12):
 z = torch.randn(3, 64)
 torch.testing.assert_close(hadacore_transform(hadacore_transform(z.clone())), z)
 assert hadagen.hadamard_transform(z, inplace=True) is z
+r = hadagen.Rotation(112, signs=[1, -1] * 56)
+torch.testing.assert_close(r.inverse(r(torch.ones(112))), torch.ones(112))
+torch.testing.assert_close(hadamard_transform_28N(z, 0.5, exact=False).norm(), hadamard_transform_28N(z).norm() / 2)
 call = torch.compile(lambda x: hadagen.hadamard_transform(x * 2, 0.5) + 1, fullgraph=True, backend="aot_eager")
 torch.testing.assert_close(call(z), hadagen.hadamard_transform(z) + 1)
 best = hadagen.best_config({"n": 4096, "dtype": "float16"}, 1024, arch="sm90")

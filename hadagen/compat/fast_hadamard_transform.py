@@ -3,18 +3,26 @@
     from hadagen.compat.fast_hadamard_transform import hadamard_transform
 
 These functions accept more than the originals: rows longer than 32768, float64, tensors on the CPU, second derivatives.
+Gradients of `hadamard_transform_20N`, `_28N` and `_40N` are right. The originals apply the matrix again, which is not
+symmetric.
 """
 
 from __future__ import annotations
 
 from numbers import Complex
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch.nn.functional import pad
 from torch.overrides import handle_torch_function
 
+from hadagen.errors import TensorError
+from hadagen.problem import padded_length
 from hadagen.runtime import transform
+from hadagen.runtime.arguments import is_flag
 from hadagen.runtime.checks import check_call, check_is_tensor, is_symbolic, stands_for_a_tensor
+from hadagen.runtime.named import named_matrix
+from hadagen.runtime.rotate import rotate
 
 __all__ = [
     "hadamard_transform",
@@ -24,6 +32,9 @@ __all__ = [
     "hadamard_transform_40N",
     "hadamard_transform_ref",
 ]
+
+# The least and the greatest power of two beside K for which the originals have a kernel.
+_LEAST, _MOST = 4, 1024
 
 
 def hadamard_transform(x: torch.Tensor, scale: float | torch.Tensor = 1.0) -> torch.Tensor:
@@ -60,24 +71,78 @@ def hadamard_transform_ref(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
     return torch.nn.functional.linear(x, matrix[:m, :m]) * scale
 
 
-def hadamard_transform_12N(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-    """Planned. Raises NotImplementedError."""
-    raise _planned(12)
+def hadamard_transform_12N(x: torch.Tensor, scale: float | torch.Tensor = 1.0, *, exact: bool = False) -> torch.Tensor:
+    """(x · (H_12 ⊗ H)ᵀ) · scale over the last dimension, in a new tensor of x's shape and type; differentiable in x.
+
+    x: [..., m] with m ≤ 12 · 1024. Each row is zero-padded to 12 · 4, 12 · 8, …, and the first m results are returned.
+        So rows of 12 and 12 · 2 lose a part of their transform, as in the original.
+    scale: as for `hadamard_transform`.
+    exact: take rows of 12 times a power of two only, as long as they like, and do not pad.
+
+    Raises `TensorError` for another m, and what `hadagen.hadamard_transform` raises.
+    """
+    return _of_order(12, hadamard_transform_12N, x, scale, exact)
 
 
-def hadamard_transform_20N(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-    """Planned. Raises NotImplementedError."""
-    raise _planned(20)
+def hadamard_transform_20N(x: torch.Tensor, scale: float | torch.Tensor = 1.0, *, exact: bool = False) -> torch.Tensor:
+    """(x · (H_20 ⊗ H)ᵀ) · scale over the last dimension, in a new tensor of x's shape and type; differentiable in x.
+
+    x: [..., m] with m ≤ 20 · 1024. Each row is zero-padded to 20 · 4, 20 · 8, …, and the first m results are returned.
+        So rows of 20 and 20 · 2 lose a part of their transform, as in the original.
+    scale: as for `hadamard_transform`.
+    exact: take rows of 20 times a power of two only, as long as they like, and do not pad.
+
+    Raises `TensorError` for another m, and what `hadagen.hadamard_transform` raises.
+    """
+    return _of_order(20, hadamard_transform_20N, x, scale, exact)
 
 
-def hadamard_transform_28N(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-    """Planned. Raises NotImplementedError."""
-    raise _planned(28)
+def hadamard_transform_28N(x: torch.Tensor, scale: float | torch.Tensor = 1.0, *, exact: bool = False) -> torch.Tensor:
+    """(x · (H_28 ⊗ H)ᵀ) · scale over the last dimension, in a new tensor of x's shape and type; differentiable in x.
+
+    x: [..., m] with m ≤ 28 · 1024. Each row is zero-padded to 28 · 4, 28 · 8, …, and the first m results are returned.
+        So rows of 28 and 28 · 2 lose a part of their transform, as in the original.
+    scale: as for `hadamard_transform`.
+    exact: take rows of 28 times a power of two only, as long as they like, and do not pad.
+
+    Raises `TensorError` for another m, and what `hadagen.hadamard_transform` raises.
+    """
+    return _of_order(28, hadamard_transform_28N, x, scale, exact)
 
 
-def hadamard_transform_40N(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-    """Planned. Raises NotImplementedError."""
-    raise _planned(40)
+def hadamard_transform_40N(x: torch.Tensor, scale: float | torch.Tensor = 1.0, *, exact: bool = False) -> torch.Tensor:
+    """(x · (H_40 ⊗ H)ᵀ) · scale over the last dimension, in a new tensor of x's shape and type; differentiable in x.
+
+    x: [..., m] with m ≤ 40 · 1024. Each row is zero-padded to 40 · 4, 40 · 8, …, and the first m results are returned.
+        So rows of 40 and 40 · 2 lose a part of their transform, as in the original.
+    scale: as for `hadamard_transform`.
+    exact: take rows of 40 times a power of two only, as long as they like, and do not pad.
+
+    Raises `TensorError` for another m, and what `hadagen.hadamard_transform` raises.
+    """
+    return _of_order(40, hadamard_transform_40N, x, scale, exact)
+
+
+def _of_order(k: int, function: Any, x: Any, scale: Any, exact: bool) -> torch.Tensor:
+    if stands_for_a_tensor(x):
+        return cast(torch.Tensor, handle_torch_function(function, (x,), x, scale, exact=exact))
+    check_is_tensor(x, "x")
+    if not is_flag(exact):
+        raise TypeError(f"exact is {exact!r}; pass True or False")
+    scale = _number(scale)
+    if not torch.compiler.is_dynamo_compiling():  # where the operator's own checks do more for the message
+        check_call(x, scale, "accurate")
+    m = int(x.shape[-1]) if x.dim() else 0  # a tensor in a trace
+    n = k * max(padded_length(-(-m // k)), 1 if exact else _LEAST) if m else k
+    if exact and m != n:
+        raise TensorError(f"the last dimension of x is {m}; with exact=True it must be {k} times a power of two")
+    if not exact and m > k * _MOST:
+        raise TensorError(f"the last dimension of x is {m}; it may be at most {k * _MOST}, or pass exact=True")
+    if not is_symbolic(scale):
+        scale = float(scale)
+    matrix = named_matrix("dao", k, str(x.device))
+    y = rotate(pad(x, (0, n - m)), matrix, k, n, scale=scale)
+    return y if n == m else y[..., :m].contiguous()
 
 
 def _number(scale: Any) -> Any:
@@ -97,10 +162,3 @@ def _number(scale: Any) -> Any:
             f"scale is a {plain} tensor of shape {tuple(scale.shape)}; pass a real number, or a tensor of one"
         )
     return float(scale.detach())
-
-
-def _planned(k: int) -> NotImplementedError:
-    return NotImplementedError(
-        f"hadamard_transform_{k}N is not in hadagen yet (planned: n = K·2^m, K = {k} among them); "
-        "import it from fast_hadamard_transform until then"
-    )

@@ -12,6 +12,7 @@ from torch.overrides import has_torch_function_unary
 
 from hadagen.errors import TensorError, UsageError
 from hadagen.problem import Numerics
+from hadagen.runtime.arguments import is_flag
 from hadagen.runtime.overlap import overlaps_itself
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -82,6 +83,21 @@ def check_tensor(x: torch.Tensor) -> None:
         raise TensorError("x has no dimension to transform; pass a tensor of shape [..., n]")
     if x.shape[-1] < 1:
         raise TensorError("the last dimension of x is 0; it must be at least 1")
+
+
+def check_is_flag(value: Any, name: str) -> None:
+    """Raises TypeError."""
+    if not is_flag(value):
+        raise TypeError(f"{name} is {value!r}; pass True or False")
+
+
+def check_destination(x: torch.Tensor, inplace: bool, out: torch.Tensor | None) -> None:
+    """Raises TypeError and `UsageError` for arguments that do not say where the result goes."""
+    check_is_flag(inplace, "inplace")
+    if out is not None:
+        check_is_tensor(out, "out")
+        if inplace and out is not x:
+            raise UsageError("inplace=True and out= name two places for the result; give one of them")
 
 
 def check_like(x: torch.Tensor, out: torch.Tensor) -> None:

@@ -147,7 +147,7 @@ def compute_into(x: torch.Tensor, y: torch.Tensor, options: Options) -> None:
         raise TensorError("out overlaps x without being x; pass x itself or memory of its own")
     _increment_version((y,))
     has_kernels = takes_kernels(x)
-    if _may_overlap(x, y) or (has_kernels and row_pitch(x) is None):
+    if may_overlap(x, y) or (has_kernels and row_pitch(x) is None):
         x = x.clone(memory_format=torch.contiguous_format)
     if has_kernels:
         found = _find_launch(x, y, options)
@@ -288,7 +288,7 @@ def _transformed_copy(x: torch.Tensor, options: Options) -> torch.Tensor | None:
     return None
 
 
-def _may_overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
+def may_overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
     """Whether x and y may share an element. Rows that interleave are recognized as not sharing any."""
     apart = y.data_ptr() - x.data_ptr()
     if apart >= _span(x) or -apart >= _span(y):

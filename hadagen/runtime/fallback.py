@@ -27,19 +27,32 @@ def transform(x: torch.Tensor, y: torch.Tensor, scale: float, *, batch_invariant
     m = x.shape[-1]
     n = padded_length(m)
     source, target = x.reshape(-1, m), y.view(-1, m)
-    block = max(1, min(source.shape[0], (_CPU_BLOCK if x.device.type == "cpu" else _GPU_BLOCK) // n))
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    block = rows_at_a_time(source, n)
+    dtype = type_to_compute_in(x)
     buffers = torch.empty((2, block, n), dtype=dtype, device=x.device)
     many = x.device.type == "cpu" and n >= _PRODUCT and source.shape[0] >= _MANY_BLOCKS * block
     low = _exact_product(buffers) if many and not batch_invariant else None
-    # A scale below 1 is multiplied first, so that no sum is larger than a result. One above 1 is multiplied last, for
-    # the same reason. Sums of float16 are far below the maximum of float32.
-    first_scale, last_scale = (scale, 1.0) if abs(scale) < 1 and x.dtype != torch.float16 else (1.0, scale)
+    first_scale, last_scale = split_scale(x, scale)
     if low is not None:
         low, first_scale = low * first_scale, 1.0
     for first in range(0, source.shape[0], block):
         rows = slice(first, first + block)
         torch.mul(_hadamard(source[rows], buffers, low, first_scale)[:, :m], last_scale, out=target[rows])
+
+
+def rows_at_a_time(x: torch.Tensor, n: int) -> int:
+    """Of x, [rows, …], with n elements each."""
+    return max(1, min(x.shape[0], (_CPU_BLOCK if x.device.type == "cpu" else _GPU_BLOCK) // n))
+
+
+def type_to_compute_in(x: torch.Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def split_scale(x: torch.Tensor, scale: float) -> tuple[float, float]:
+    """What to multiply before and after all sums. A scale below 1 comes first, so that no sum is larger than a result.
+    One above 1 comes last, for the same reason. Sums of float16 are far below the maximum of float32."""
+    return (scale, 1.0) if abs(scale) < 1 and x.dtype != torch.float16 else (1.0, scale)
 
 
 def _hadamard(x: torch.Tensor, buffers: torch.Tensor, low: torch.Tensor | None, scale: float) -> torch.Tensor:

@@ -8,19 +8,19 @@ import torch
 from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from hadagen.errors import UsageError
 from hadagen.runtime import operator
-from hadagen.runtime.arguments import is_flag
 from hadagen.runtime.checks import (
     REAL,
     check_call,
+    check_destination,
+    check_is_flag,
     check_is_number,
     check_is_tensor,
     check_like,
     is_symbolic,
     stands_for_a_tensor,
 )
-from hadagen.runtime.compute import calls, key_of
+from hadagen.runtime.compute import Options, calls, key_of
 from hadagen.runtime.kernels import BATCH_INVARIANT
 
 # Needed in every call, so that they are looked up only once.
@@ -101,32 +101,17 @@ def _dispatched(
         named: dict[str, Any] = {"inplace": inplace, "out": out, "numerics": numerics}
         return handle_torch_function(hadamard_transform, (x,), x, scale, **named, batch_invariant=batch_invariant)
     check_is_tensor(x, "x")
-    for name, flag in (("inplace", inplace), ("batch_invariant", batch_invariant)):
-        if not is_flag(flag):
-            raise TypeError(f"{name} is {flag!r}; pass True or False")
-    if out is not None:
-        check_is_tensor(out, "out")
-        if inplace and out is not x:
-            raise UsageError("inplace=True and out= name two places for the result; give one of them")
+    check_destination(x, inplace, out)
+    check_is_flag(batch_invariant, "batch_invariant")
     if _is_dynamo_compiling():  # where the operator's own checks do more for the message
         check_is_number(scale)
     else:
         scale = _number(scale)
         check_call(x, scale, numerics)
-        target = x if inplace else out
         if out is not None:
             check_like(x, out)
-        if target is not None and (x.is_neg() or target.is_neg()):
-            # A view into a conjugate is negated as it is read, which PyTorch does only for operators with a result.
-            return target.copy_(operator.functional(x.resolve_neg(), scale, numerics, bool(batch_invariant)))
-    options = scale if is_symbolic(scale) else float(scale), numerics, bool(batch_invariant)
-    if inplace or out is x:
-        operator.in_place(x, *options)
-        return cast(torch.Tensor, x)
-    if out is not None:
-        operator.into(x, *options[:2], out, options[2])
-        return out
-    return cast(torch.Tensor, operator.functional(x, *options))
+    options = Options(scale if is_symbolic(scale) else float(scale), numerics, bool(batch_invariant))
+    return cast(torch.Tensor, operator.HADAMARD.dispatch(x, options, inplace, out))
 
 
 def _number(scale: Any) -> Any:

@@ -1,0 +1,492 @@
+"""`Rotation`: an orthonormal transform of rows of n = K·2^m elements, as a module."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+
+from hadagen.errors import TensorError, UsageError
+from hadagen.matrices import MAX_GIVEN_ORDER, find_matrix, find_orders
+from hadagen.runtime.arguments import as_int, is_count
+from hadagen.runtime.checks import (
+    DTYPES,
+    check_destination,
+    check_is_flag,
+    check_is_tensor,
+    check_like,
+    check_tensor,
+    stands_for_a_tensor,
+)
+from hadagen.runtime.kernels import BATCH_INVARIANT
+from hadagen.runtime.named import matrix_of
+from hadagen.runtime.rotate import ROTATE, Operands, check, unpack
+
+_GIVEN = "given"
+# How far the rows of a given matrix may be from orthonormal where an inverse is asked: a few roundings of its type, but
+# at least this much, because many matrices are computed in float32.
+_LEAST_TOLERANCE = 1e-5
+_ROWS_AT_A_TIME = 1024
+
+
+class Rotation(torch.nn.Module):
+    """r(x) = x · M with M = D_in · (A1 ⊗ A2 ⊗ … ⊗ H)ᵀ · D_out / c, over each block of the last dimension of x.
+
+    n: the last dimension of x, at least 1.
+    matrix: the name of a set of Hadamard matrices (`hadagen.matrices` has them and their rules); or a K×K tensor of
+        real numbers, with K up to 428; or several. A1 belongs to the slowest index. Tensors are copied.
+    k: the order K of the named matrix, or several orders. None takes the rule of the name.
+    signs, signs_after: the diagonals of D_in and D_out: a tensor or sequence of as many ±1 as a block has elements.
+        None is 1 everywhere.
+    block: divides n. Each block of so many elements is rotated by itself, with the same signs. None is n.
+
+    H is Sylvester's matrix, of the order that is left of a block: a power of two. c makes M orthonormal: it is √block
+    for Hadamard matrices, and has a factor ‖A‖ / √K, with the Frobenius norm, for each other A. If a given matrix is
+    not orthogonal, M is not either, and there is no inverse.
+
+    Attributes: n, block, name (of the matrices; "given" if they have none), k (the orders), signs, signs_after (int8 on
+    the CPU, or None).
+
+    The module has no parameters, and nothing in its state_dict; `to_dict` and `from_dict` store a rotation. It takes x
+    on its own device, to which `.to` moves it. A change of type, such as `.half()`, does not change it.
+
+    Raises `UsageError` for values that are not possible, and TypeError for an argument of a wrong type.
+    """
+
+    _matrices: torch.Tensor | None
+    _before: torch.Tensor | None
+    _after: torch.Tensor | None
+
+    def __init__(
+        self,
+        n: int,
+        matrix: str | torch.Tensor | Sequence[torch.Tensor] = "auto",
+        *,
+        k: int | Sequence[int] | None = None,
+        signs: torch.Tensor | Sequence[int] | None = None,
+        signs_after: torch.Tensor | Sequence[int] | None = None,
+        block: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.n = _count(n, "n")
+        self.block = self.n if block is None else _count(block, "block")
+        if self.n % self.block:
+            raise UsageError(f"block = {self.block} does not divide n = {self.n}; choose one that does")
+        orders = None if k is None else tuple(_count(order, "k") for order in (k if isinstance(k, Iterable) else [k]))
+        self._types: list[torch.dtype] = []  # of given matrices
+        self._no_inverse: str | None = None  # why there is none
+        if isinstance(matrix, str):
+            if orders is not None:
+                orders = tuple(order for order in orders if order != 1)
+            self.name, self.k = matrix, find_orders(matrix, self.block, orders)
+            matrices, squares = [matrix_of(matrix, order) for order in self.k], [float(order) for order in self.k]
+        else:
+            matrices, self._types = _given(matrix)
+            self.name, self.k = _GIVEN, tuple(len(each) for each in matrices)
+            _check_orders(self.k, orders, self.block)
+            self._no_inverse = next(filter(None, map(_why_not_orthogonal, matrices, self._types)), None)
+            squares = [_mean_square_of_rows(each) for each in matrices]
+        self.signs, self.signs_after = (
+            None if values is None else _signs(values, name, self.block)
+            for name, values in (("signs", signs), ("signs_after", signs_after))
+        )
+        rest = self.block // math.prod(self.k)
+        # As text: torch.compile takes a float for a variable, and compiles twice.
+        self._scale = repr((rest * math.prod(squares)) ** -0.5)
+        self._swapped = self.name == "regular"
+        before, after = self.signs, self.signs_after
+        if self._swapped:  # the regular matrix is D · H · P · D, where P exchanges bits
+            diagonal = _regular_diagonal(self.block)
+            before, after = (diagonal if each is None else each * diagonal for each in (before, after))
+        # The operands. Buffers are copies of them on the module's device.
+        packed = torch.cat([each.flatten() for each in matrices]) if matrices else None
+        self._operands = {"_matrices": packed, "_before": before, "_after": after}
+        for name, operand in self._operands.items():
+            self.register_buffer(name, operand, persistent=False)
+        self._to_device(torch.get_default_device())
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        *,
+        inplace: bool = False,
+        out: torch.Tensor | None = None,
+        numerics: str = "accurate",
+        batch_invariant: bool | None = None,
+    ) -> torch.Tensor:
+        """x · M over the last dimension, which is n.
+
+        x: [..., n] of type float16, bfloat16, float32 or float64, with any strides, on the device of the module. The
+            number of rows may be 0.
+        inplace: overwrite x and return it.
+        out: the tensor to write and return, of x's shape, dtype and device.
+        numerics, batch_invariant: as for `hadagen.hadamard_transform`.
+
+        Returns a tensor of x's shape, dtype and device, also under autocast. It is contiguous, unless it is x or out.
+        It is differentiable in x, any number of times.
+
+        Raises TypeError if x or out is no tensor; `UsageError` for bad numerics; `TensorError` for a tensor that cannot
+        be rotated or written.
+        """
+        return self._run(x, inplace, out, numerics, batch_invariant, False)
+
+    def inverse(
+        self,
+        x: torch.Tensor,
+        *,
+        inplace: bool = False,
+        out: torch.Tensor | None = None,
+        numerics: str = "accurate",
+        batch_invariant: bool | None = None,
+    ) -> torch.Tensor:
+        """x · Mᵀ, which undoes the rotation; arguments, result and errors as those of `forward`.
+
+        Raises `UsageError` if a given matrix is not orthogonal.
+        """
+        self._check_inverse()
+        return self._run(x, inplace, out, numerics, batch_invariant, True)
+
+    def matrix(self, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+        """M, with r(x) = x · M: [n, n] of a floating-point type, on the module's device."""
+        return self(torch.eye(self.n, dtype=dtype, device=self._device))  # type: ignore[no-any-return]
+
+    def fold_into(
+        self, weight: torch.Tensor, side: str, bias: torch.Tensor | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """The weight of a linear layer, y = x · weightᵀ + bias, whose input or output is rotated.
+
+        side: "input": weight · M for a weight [..., out, n]. With it, r(x) gives the y that x gave.
+            "output": Mᵀ · weight for a weight [..., n, in], and bias · M for a bias [..., n]. x then gives r(y).
+        bias: only with "output"; a bias does not change if the input is rotated.
+
+        Returns new tensors of the same types: the weight, or the weight and the bias if there is one.
+
+        Raises TypeError if weight or bias is no tensor; `UsageError` for another side, and for "input" if a given
+        matrix is not orthogonal; `TensorError` for a weight or bias that does not fit.
+        """
+        check_is_tensor(weight, "weight")
+        check_tensor(weight)
+        if side not in ("input", "output"):
+            raise UsageError(f"side {side!r:.80} is not known; choose input or output")
+        axis = -1 if side == "input" else -2
+        if weight.dim() < 2 or weight.shape[axis] != self.n:
+            place = f"[..., out, {self.n}]" if side == "input" else f"[..., {self.n}, in]"
+            raise TensorError(f"weight has the shape {tuple(weight.shape)}; its {side} must be {self.n}, as in {place}")
+        if side == "input":
+            self._check_inverse()
+            if bias is not None:
+                raise UsageError("a bias does not change if the input is rotated; leave it out")
+            return self(weight)  # type: ignore[no-any-return]
+        folded = self(weight.mT).mT.contiguous()
+        if bias is None:
+            return cast(torch.Tensor, folded)
+        check_is_tensor(bias, "bias")
+        return folded, self(bias)
+
+    def shard(self, rank: int, world: int) -> Rotation:
+        """The rotation of what rank `rank` of `world` holds if the last dimension is split evenly over the ranks.
+
+        Raises `UsageError` unless the block divides n / world.
+        """
+        world, rank = _count(world, "world"), as_int(rank)
+        if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < world:
+            raise UsageError(f"rank = {rank!r:.80} is not possible; it must be from 0 to {world - 1}")
+        mine, left = divmod(self.n, world)
+        if left or mine % self.block:
+            raise UsageError(
+                f"n / world = {self.n} / {world} is no multiple of block = {self.block}, so a rank lacks elements that "
+                f"it needs; make the rotation with a block that divides {self.n} / {world}"
+            )
+        signs: dict[str, Any] = {"signs": self.signs, "signs_after": self.signs_after}
+        if self.name == _GIVEN:
+            part = Rotation(mine, self._given_matrices, block=self.block, **signs)
+        else:
+            part = Rotation(mine, self.name, k=self.k, block=self.block, **signs)
+        part._to_device(self._device)
+        return part
+
+    # ---- storing -----------------------------------------------------------------------------------------------------
+    def to_dict(self) -> dict[str, Any]:
+        """All of the rotation in numbers, strings, lists and dictionaries, which JSON can hold.
+
+        n, block, matrix (the name), signs and signs_after (lists of ±1, or None), and factors, a list with a dictionary
+        for each matrix but Sylvester's: its order, and sha256 (the digest of `hadagen.matrices.Matrix`) if it has a
+        name, else dtype and entries.
+        """
+        if self.name == _GIVEN:
+            factors: list[dict[str, Any]] = [
+                {"order": len(each), "dtype": str(each.dtype).removeprefix("torch."), "entries": each.tolist()}
+                for each in self._given_matrices
+            ]
+        else:
+            factors = [{"order": order, "sha256": find_matrix(self.name, order).digest} for order in self.k]
+        return {
+            "n": self.n,
+            "block": self.block,
+            "matrix": self.name,
+            "factors": factors,
+            "signs": None if self.signs is None else self.signs.tolist(),
+            "signs_after": None if self.signs_after is None else self.signs_after.tolist(),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Rotation:
+        """The rotation of `to_dict`. Raises `UsageError` for anything else, and if this version has another matrix."""
+        try:
+            name, factors = data["matrix"], list(data["factors"])
+            options = {key: data[key] for key in ("n", "block", "signs", "signs_after")}
+            orders = tuple(each["order"] for each in factors)
+            if name == _GIVEN:
+                matrices = [torch.tensor(each["entries"], dtype=_STORED[each["dtype"]]) for each in factors]
+                return cls(matrix=matrices, k=orders, **options)
+            stored = [each["sha256"] for each in factors]
+            made = cls(matrix=name, k=orders, **options)
+        except UsageError:
+            raise
+        except KeyError as error:
+            raise UsageError(f"data has no valid {error}; pass what to_dict returned") from None
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+            raise UsageError(f"data is no rotation ({error}); pass what to_dict returned") from None
+        for order, digest in zip(made.k, stored, strict=True):
+            known = find_matrix(name, order).digest
+            if digest != known:
+                raise UsageError(
+                    f"the matrix of order {order} of {name} has the digest {known[:8]}, but {digest!r:.10} was stored; "
+                    "use the version of hadagen that stored it"
+                )
+        return made
+
+    @classmethod
+    def from_compressed_tensors(cls, weight: torch.Tensor, n: int | None = None) -> Rotation:
+        """The rotation whose dense matrix a checkpoint of compressed-tensors carries: `random-hadamard` or `hadamard`.
+
+        weight: [size, size], diag(signs) · (A ⊗ H)ᵀ times any positive number; float16, bfloat16, float32, float64 or
+            int8.
+        n: what the rotation takes, in blocks of `size`. None is size.
+
+        Raises TypeError if weight is no tensor, and `UsageError` if it is no such matrix.
+        """
+        check_is_tensor(weight, "weight")
+        strange = weight.is_nested or weight.is_meta or weight.layout is not torch.strided
+        if strange or weight.dtype not in (*DTYPES, torch.int8):
+            plain = str(weight.dtype).removeprefix("torch.")
+            raise UsageError(f"weight is a {plain} tensor without values of ±c; pass the tensor of the checkpoint")
+        if weight.dim() != 2 or weight.shape[0] != weight.shape[1] or not len(weight):
+            raise UsageError(f"weight has the shape {tuple(weight.shape)}; it must be square")
+        size = len(weight)
+        weight = weight.detach().cpu()
+        magnitudes = weight.abs()
+        least, most = float(magnitudes.min()), float(magnitudes.max())
+        if not 0.99 * most <= least <= most < math.inf or not least:
+            raise UsageError(
+                f"weight has magnitudes from {least:.3g} to {most:.3g}; those of a Hadamard matrix are all the same"
+            )
+        for k in _orders_of_compressed_tensors(size):
+            base = cls(size, "compressed-tensors", k=k).to("cpu")
+            # Row 0 of A ⊗ H is that of A, each entry repeated: H begins with ones.
+            first = unpack(base._matrices, base.k)[0][0] if k else torch.ones(1, dtype=torch.int8, device="cpu")
+            signs = weight[:, 0].sign().to(torch.int8) * first.repeat_interleave(size // len(first))
+            if all(_agrees(base, signs, weight, row) for row in range(0, size, _ROWS_AT_A_TIME)):
+                return cls(size if n is None else n, "compressed-tensors", k=k, signs=signs, block=size)
+        raise UsageError(
+            f"weight is not diag(signs) times a Hadamard matrix of compressed-tensors of order {size}; pass the tensor "
+            "of a transform of type random-hadamard or hadamard, not transposed"
+        )
+
+    # ---- inside ------------------------------------------------------------------------------------------------------
+    def extra_repr(self) -> str:
+        rest = self.block // math.prod(self.k)
+        factors = f" = {' · '.join(map(str, (*self.k, rest)))}" if self.k else ""
+        signs = [name for name in ("signs", "signs_after") if getattr(self, name) is not None]
+        return ", ".join([f"n={self.n}", f"block={self.block}{factors}", f"matrix={self.name!r}", *signs])
+
+    def _run(
+        self,
+        x: Any,
+        inplace: bool,
+        out: torch.Tensor | None,
+        numerics: str,
+        batch_invariant: bool | None,
+        transposed: bool,
+    ) -> torch.Tensor:
+        if batch_invariant is None:
+            batch_invariant = BATCH_INVARIANT
+        check_is_flag(batch_invariant, "batch_invariant")
+        options = Operands(
+            self._matrices,
+            self.k,
+            self._before,
+            self._after,
+            self.block,
+            self._swapped,
+            transposed,
+            float(self._scale),
+            numerics,
+            bool(batch_invariant),
+        )
+        if not stands_for_a_tensor(x):
+            check_is_tensor(x, "x")
+            check_destination(x, inplace, out)
+            if not torch.compiler.is_dynamo_compiling():  # where the operator's own checks do more for the message
+                check(x, options)
+                if out is not None:
+                    check_like(x, out)
+            if x.dim() and x.shape[-1] != self.n:
+                raise TensorError(f"the last dimension of x is {x.shape[-1]}; this rotation takes {self.n}")
+        return cast(torch.Tensor, ROTATE.dispatch(x, options, inplace, out))
+
+    def _check_inverse(self) -> None:
+        if self._no_inverse is not None:
+            raise UsageError(self._no_inverse)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Rotation:
+        # What moves or casts the buffers only says where they go: casts would round matrices, and `to_empty` would
+        # leave any values.
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._to_device(self._device)
+        return self
+
+    @property
+    def _given_matrices(self) -> list[torch.Tensor]:
+        """On the CPU, of the types in which they were given."""
+        matrices = unpack(self._operands["_matrices"], self.k)
+        return [each.to(dtype) for each, dtype in zip(matrices, self._types, strict=True)]
+
+    @property
+    def _device(self) -> torch.device:
+        return next((each.device for each in self._buffers.values() if each is not None), torch.get_default_device())
+
+    def _to_device(self, device: torch.device) -> None:
+        for name, operand in self._operands.items():
+            if operand is not None:
+                wide = operand.dtype == torch.float64 and device.type == "mps"  # which has no float64
+                self._buffers[name] = (operand.float() if wide else operand).to(device)
+
+
+_STORED = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.int8, *DTYPES)}
+
+
+def _count(value: Any, name: str) -> int:
+    value = as_int(value)
+    if not is_count(value) or value >= 1 << 63:
+        huge = isinstance(value, int) and abs(value) >= 1 << 63  # which Python may refuse to write
+        said = f"an integer of {value.bit_length()} bits" if huge else f"{value!r:.80}"
+        raise UsageError(f"{name} = {said} is not possible; it must be an integer from 1 to 2^63 - 1")
+    return int(value)
+
+
+def _given(matrix: Any) -> tuple[list[torch.Tensor], list[torch.dtype]]:
+    """The matrices in float64 on the CPU, and a type for each, which holds it exactly and tells how exact it is."""
+    given = [matrix] if isinstance(matrix, torch.Tensor) else matrix
+    if not isinstance(given, Sequence) or not all(isinstance(each, torch.Tensor) for each in given):
+        raise TypeError(f"matrix is a {type(matrix).__name__}; pass a name, a K×K tensor or a list of them")
+    if not given:
+        raise UsageError("matrix is an empty list; pass a name, a K×K tensor or a list of them")
+    matrices = [_checked(each) for each in given]
+    types = []
+    for wide, each in zip(matrices, given, strict=True):
+        whole = bool(((wide == 0) | (wide.abs() == 1)).all())
+        types.append(torch.int8 if whole else each.dtype if each.dtype in DTYPES else torch.float64)
+    # One type for all operands: the least that holds them.
+    packed = torch.int8 if set(types) == {torch.int8} else torch.float64 if torch.float64 in types else torch.float32
+    return [wide.to(packed) for wide in matrices], types
+
+
+def _checked(matrix: torch.Tensor) -> torch.Tensor:
+    """A copy in float64 on the CPU."""
+    if matrix.layout is not torch.strided or matrix.is_nested or matrix.is_meta:
+        raise UsageError("the matrix has a layout or a device without values; pass a dense tensor")
+    if matrix.is_complex() or matrix.dtype == torch.bool:
+        plain = str(matrix.dtype).removeprefix("torch.")
+        raise UsageError(f"the matrix is a {plain} tensor; pass real numbers")
+    if matrix.dim() != 2 or matrix.shape[0] != matrix.shape[1] or not len(matrix):
+        raise UsageError(f"the matrix has the shape {tuple(matrix.shape)}; it must be square")
+    if len(matrix) > MAX_GIVEN_ORDER:
+        raise UsageError(f"the matrix has the order {len(matrix)}; it may be at most {MAX_GIVEN_ORDER}")
+    if matrix.requires_grad:
+        raise UsageError("the matrix requires grad, but a Rotation has gradients of x alone; pass matrix.detach()")
+    copy = matrix.to("cpu", torch.float64, copy=True)
+    if not copy.isfinite().all():
+        raise UsageError("the matrix has entries that are not finite; replace them")
+    if not 0 < _mean_square_of_rows(copy) < math.inf:
+        raise UsageError(f"the matrix has the norm {float(copy.norm()):.3g}, and cannot be made orthonormal; scale it")
+    return copy
+
+
+def _why_not_orthogonal(matrix: torch.Tensor, given: torch.dtype) -> str | None:
+    """The sentence; None for a matrix whose rows are orthogonal and of the same norm, up to roundings of its type."""
+    wide = matrix.double()
+    apart = wide @ wide.T / _mean_square_of_rows(wide) - torch.eye(len(wide), dtype=torch.float64, device="cpu")
+    most = float(apart.abs().max())
+    tolerance = max(_LEAST_TOLERANCE, 4 * torch.finfo(given).eps if given.is_floating_point else 0.0)
+    if most <= tolerance:
+        return None
+    return (
+        f"the matrix of order {len(matrix)} has no inverse here: its rows are {most:.1e} from orthonormal, and at most "
+        f"{tolerance:.1e} is allowed; make it orthogonal first"
+    )
+
+
+def _mean_square_of_rows(matrix: torch.Tensor) -> float:
+    """‖A‖² / K: the square of the norm of a row, on average."""
+    return float(matrix.double().square().sum()) / len(matrix)
+
+
+def _check_orders(orders: tuple[int, ...], asked: tuple[int, ...] | None, block: int) -> None:
+    plain = " · ".join(map(str, orders))
+    if asked is not None and asked != orders:
+        raise UsageError(f"k = {asked} does not fit matrices of the orders {plain}; leave k out")
+    rest, left = divmod(block, math.prod(orders))
+    if left or rest & (rest - 1):
+        raise UsageError(f"n = {block} is not {plain} times a power of two; choose such blocks or other matrices")
+
+
+def _signs(values: Any, name: str, length: int) -> torch.Tensor:
+    """As int8 on the CPU."""
+    try:
+        signs = torch.as_tensor(values, device="cpu")
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        raise TypeError(f"{name} is a {type(values).__name__}; pass a tensor or a list of 1 and -1") from None
+    if signs.shape != (length,):
+        raise UsageError(f"{name} has the shape {tuple(signs.shape)}; it must have the {length} elements of a block")
+    if signs.is_complex() or signs.dtype == torch.bool or signs.layout is not torch.strided:
+        plain = str(signs.dtype).removeprefix("torch.")
+        raise UsageError(f"{name} is a {plain} tensor; pass a dense one of integers or real numbers, each 1 or -1")
+    signs = signs.detach().double()
+    wrong = (signs.abs() != 1).nonzero()
+    if len(wrong):
+        place = int(wrong[0])
+        raise UsageError(f"{name}[{place}] is {signs[place].item():g}; each must be 1 or -1")
+    return signs.to(torch.int8, copy=True)
+
+
+def _regular_diagonal(n: int) -> torch.Tensor:
+    """⊗ diag(1, 1, 1, −1) for n = 4^k."""
+    diagonal = torch.ones(1, dtype=torch.int8, device="cpu")
+    digit = torch.tensor([1, 1, 1, -1], dtype=torch.int8, device="cpu")
+    while len(diagonal) < n:
+        diagonal = torch.kron(diagonal, digit)
+    return diagonal
+
+
+def _orders_of_compressed_tensors(size: int) -> list[tuple[int, ...]]:
+    """The orders that its matrices of this size may have, those of its rule first."""
+    found: list[tuple[int, ...]] = []
+    for k in (None, (), *((order,) for order in range(256, 0, -4))):
+        try:
+            orders = find_orders("compressed-tensors", size, k)
+        except UsageError:
+            continue
+        if orders not in found:
+            found.append(orders)
+    return found
+
+
+def _agrees(base: Rotation, signs: torch.Tensor, weight: torch.Tensor, first: int) -> bool:
+    """Whether some rows of the weight, from `first` on, have the signs of diag(signs) · base."""
+    rows = slice(first, first + _ROWS_AT_A_TIME)
+    identity = torch.zeros(len(signs[rows]), base.n, device="cpu")
+    identity[:, first:].fill_diagonal_(1.0)
+    return torch.equal((base(identity) * signs[rows, None]) > 0, weight[rows] > 0)

@@ -1,0 +1,285 @@
+"""`torch.ops.hadagen.rotate`: what torch.compile, autograd and torch.func make of a rotation. No GPU needed."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from test_rotation import NAMED, some_signs
+from test_runtime import normal
+from test_runtime_operator import compiled, dual, jvp
+
+from hadagen import Rotation
+from hadagen.errors import TensorError
+from hadagen.runtime.named import named_matrix
+from hadagen.runtime.rotate import ROTATE, Operands
+
+# Neither symmetric; with other signs on each side, so that a transposed rotation is told from the rotation.
+SIGNS = {"signs": some_signs(40), "signs_after": some_signs(40, seed=1)}
+R = Rotation(40, "dao", k=20, **SIGNS)
+REGULAR = Rotation(64, "regular", block=16, signs=some_signs(16))
+M = R.matrix()
+NOTHING = {"matrices": None, "orders": [], "signs": None, "signs_after": None}
+
+
+def operands(rotation: Rotation = R, transposed: bool = False, **changes: Any) -> Operands:
+    own = Operands(
+        rotation._matrices,
+        rotation.k,
+        rotation._before,
+        rotation._after,
+        rotation.block,
+        rotation._swapped,
+        transposed,
+        float(rotation._scale),
+        "accurate",
+    )
+    return own._replace(**changes)
+
+
+# ---- the rules of PyTorch --------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("rotation", "view", "dtype", "transposed", "requires_grad"),
+    [
+        (R, lambda x: x, torch.float64, False, True),
+        (R, lambda x: x.t().contiguous().t(), torch.float64, True, True),
+        (R, lambda x: x[:0], torch.bfloat16, False, False),
+        (R, lambda x: x[0], torch.float64, False, True),
+        (R, lambda x: x, torch.float16, True, False),
+        (REGULAR, lambda x: x, torch.float64, False, True),
+        (Rotation(64), lambda x: x, torch.float64, False, True),
+    ],
+)
+def test_every_check_of_an_operator(
+    rotation: Rotation, view: Any, dtype: torch.dtype, transposed: bool, requires_grad: bool
+) -> None:
+    x = view(normal(4, rotation.n, dtype=dtype)).requires_grad_(requires_grad)
+    options = operands(rotation, transposed)
+    tolerances: dict[str, Any] = {"rtol": 1e-2, "atol": 1e-2}  # between eager and compiled, not with the truth
+    if tolerances.keys() - inspect.signature(torch.library.opcheck).parameters.keys():
+        tolerances = {}
+    torch.library.opcheck(ROTATE.functional, (x, *options), **tolerances)
+    torch.library.opcheck(ROTATE.in_place, (x.clone(), *options), **tolerances)
+    if not requires_grad:
+        torch.library.opcheck(ROTATE.into, (x, *options[:-1], x.clone(), True), **tolerances)
+
+
+def test_autocast_leaves_the_type() -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for dtype in (torch.float16, torch.float32, torch.float64):
+            assert R(normal(3, 40, dtype=dtype)).dtype == dtype
+
+
+def test_fake_tensors_and_those_without_memory() -> None:
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        x = torch.empty(3, 40)
+        assert type(R(x)) is type(x)
+    meta = Rotation(40, "dao", k=20).to("meta")
+    x = torch.empty(40, 3, device="meta").t()
+    y = meta(x)
+    assert (y.shape, y.device, y.is_contiguous()) == (x.shape, x.device, True)
+    assert meta(x, out=y) is y
+    assert meta(x, inplace=True) is x
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"n": 48}, "the last dimension of x is 40; it must be a multiple of 48"),
+        ({"n": 0}, "it must be a multiple of 0"),
+        ({"n": 20, "matrices": torch.ones(64), "orders": [8]}, "n = 20 is not 8 times a power of two"),
+        ({"matrices": torch.ones(0), "orders": [0]}, "n = 40 is not 0 times a power of two"),
+        ({"matrices": torch.ones(40)}, r"matrices has the shape \(40,\); matrices of the orders \[20\] have \(400,\)"),
+        ({"matrices": None}, r"matrices is None but the orders are \[20\]; pass their 400 entries"),
+        ({"matrices": torch.ones(400, device="meta")}, "matrices is on meta but x on cpu; move the rotation"),
+        ({"signs": SIGNS["signs"]}, r"signs is int64 of the shape \(40,\); it must be int8 of \(40,\)"),
+        ({"signs_after": torch.ones(20).char()}, r"signs_after is int8 of the shape \(20,\); it must be int8 of"),
+        ({"signs": torch.ones(40, dtype=torch.int8, device="meta")}, "signs is on meta but x on cpu"),
+        ({"swapped": True}, "n = 40 must be a power of 4 without matrices"),
+        ({"swapped": True, **NOTHING, "n": 8}, "n = 8 must be a power of 4 without matrices"),
+        ({"scale": float("inf")}, "scale = inf is not finite"),
+    ],
+    ids=str,
+)
+def test_bad_operands_are_the_same_sentence_everywhere(changes: dict[str, Any], message: str) -> None:
+    options = operands(**changes)
+    for call in (ROTATE.functional, ROTATE.in_place):
+        with pytest.raises(ValueError, match=message):
+            call(torch.ones(2, 40), *options)
+    if "meta" not in str(options):  # and where no memory is read
+        on_meta = torch.utils._pytree.tree_map(lambda o: o.to("meta") if isinstance(o, torch.Tensor) else o, options)
+        with pytest.raises(ValueError, match=message):
+            ROTATE.functional(torch.ones(2, 40, device="meta"), *on_meta)
+
+
+def test_a_named_matrix_is_a_tensor_of_its_own() -> None:
+    torch.library.opcheck(named_matrix, ("dao", 12, "cpu"))
+    named_matrix("dao", 12, "cpu").zero_()
+    assert torch.equal(named_matrix("dao", 12, "cpu"), Rotation(12, "dao")._matrices)
+
+
+def test_compiled_bad_input_is_the_sentence_too() -> None:
+    for x, message in ((torch.ones(2, 48), "this rotation takes 40"), (torch.ones(40).long(), "x has the type int64")):
+        with pytest.raises(RuntimeError, match=message):
+            compiled(lambda x: R(x))(x)
+
+
+# ---- derivatives -----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("name", "order"), NAMED)
+def test_gradients_of_every_named_matrix(name: str, order: int) -> None:
+    r = Rotation(2 * order, name, k=order)
+    x = normal(2, 2 * order).requires_grad_()
+    assert torch.autograd.gradcheck(r, x, check_forward_ad=True, fast_mode=True)
+    upstream = normal(2, 2 * order, seed=1)
+    (gradient,) = torch.autograd.grad(r(x), x, upstream)
+    assert torch.equal(gradient, r.inverse(upstream))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        R,
+        R.inverse,
+        lambda x: R(x * 1, inplace=True),
+        lambda x: R(x.t().contiguous().t() * 1, inplace=True),
+        Rotation(40, torch.linalg.qr(normal(5, 5)).Q, **SIGNS),
+        Rotation(40, block=20, signs=some_signs(20)),
+        lambda x: REGULAR(torch.nn.functional.pad(x, (0, 24))),
+    ],
+    ids=["new", "inverse", "in place", "in place, transposed", "given", "blocks", "regular"],
+)
+def test_derivatives(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    x = normal(1, 40).requires_grad_()
+    assert torch.autograd.gradcheck(function, x, check_forward_ad=True, check_batched_grad=True, fast_mode=True)
+    assert torch.autograd.gradgradcheck(function, x, check_fwd_over_rev=True, fast_mode=True)
+    jacobian = torch.autograd.functional.jacobian(function, x[0].detach())
+    twice = torch.autograd.functional.hessian(lambda x: function(x).square().sum() / 2, x[0].detach())
+    torch.testing.assert_close(twice, jacobian.T @ jacobian)
+
+
+@pytest.mark.parametrize("mode", ["new", "in place", "into"])
+def test_a_write_is_known_to_autograd(mode: str) -> None:
+    for x in (normal(3, 40), normal(40, 3).t()):
+        product = x * normal(3, 40, seed=1).requires_grad_()
+        with torch.no_grad():
+            R(x, inplace=mode == "in place", out=x if mode == "into" else None)
+        if mode == "new":
+            product.sum().backward()
+        else:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                product.sum().backward()
+
+
+def test_what_has_no_derivative_is_refused() -> None:
+    x = normal(2, 40).requires_grad_()
+    with pytest.raises(TensorError, match="out= has no derivative"):
+        R(x, out=torch.empty(2, 40, dtype=torch.float64))
+    with pytest.raises(TensorError, match="x is a leaf"):
+        R(x, inplace=True)
+
+
+# ---- torch.func ------------------------------------------------------------------------------------------------------
+def in_place(x: torch.Tensor) -> torch.Tensor:
+    return R(x * 1, inplace=True)
+
+
+@pytest.mark.parametrize("function", [R, in_place])
+def test_transforms_of_functions(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    x, other = normal(3, 40), normal(3, 40, seed=1)
+    close = torch.testing.assert_close
+    close(torch.func.grad(lambda x: (function(x) * other).sum())(x), other @ M.T)
+    close(torch.func.jvp(function, (x,), (other,))[1], other @ M)
+    close(torch.func.jacrev(function)(x[0]), M.T)
+    close(torch.func.jacfwd(function)(x[0]), M.T)
+    close(torch.func.hessian(lambda x: function(x).pow(3).sum())(x[0]), 6 * M * (x[0] @ M) @ M.T)
+    close(torch.vmap(torch.func.grad(lambda x: function(x).pow(3).sum()))(x), 3 * (x @ M) ** 2 @ M.T)
+
+
+@pytest.mark.parametrize("in_dim", [0, 1, 2])
+@pytest.mark.parametrize("function", [R, in_place])
+def test_a_batch_in_any_dimension(function: Callable[[torch.Tensor], torch.Tensor], in_dim: int) -> None:
+    x = normal(40, 40, 40)
+    wanted = torch.stack([part @ M for part in x.unbind(in_dim)], in_dim)
+    torch.testing.assert_close(torch.vmap(function, in_dim, in_dim)(x), wanted)
+
+
+def test_a_batch_of_operands_is_refused() -> None:
+    x = normal(40)
+    for change in ("signs", "matrices"):
+        whole: Any = operands()._asdict()[change]
+        batch = whole.expand(3, *whole.shape)
+
+        def call(part: Any, change: str = change) -> Any:
+            return ROTATE.functional(x, *operands(**{change: part}))
+
+        with pytest.raises(TensorError, match="has a batch dimension of vmap; only x may have one"):
+            torch.vmap(call)(batch)
+
+
+# ---- torch.compile ---------------------------------------------------------------------------------------------------
+def test_compile_once_for_all_row_counts() -> None:
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    def model(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        first = R(x * 2, numerics="fast") + 1
+        R(first, inplace=True)
+        return R.inverse(first, out=y) + first
+
+    counter = CompileCounterWithBackend("aot_eager")
+    call = compiled(model, counter, dynamic=True)
+    for rows in (2, 3, 50):
+        x, ours, theirs = normal(rows, 40), normal(rows, 40), normal(rows, 40)
+        torch.testing.assert_close(call(x, ours), model(x, theirs))
+        torch.testing.assert_close(ours, theirs)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_compile_gradients(inplace: bool) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(40, 40), Rotation(40, "dao", k=20, **SIGNS)).double()
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return model[1](model[0](x), inplace=inplace).pow(3).sum()
+
+    x = normal(3, 40).requires_grad_()
+    ours, theirs = (torch.autograd.grad(call(x), [x, model[0].weight]) for call in (compiled(loss), loss))
+    for our, their in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(our, their)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("derivative", [dual, jvp])
+def test_compile_tangents(derivative: Any, backend: str) -> None:
+    x, tangent = normal(3, 40), normal(3, 40, seed=1)
+    call = compiled(lambda x, tangent: derivative(lambda y: R(y) + y.sin(), x, tangent), backend)
+    torch.testing.assert_close(call(x, tangent), tangent @ M + tangent * x.cos())
+
+
+def test_views_into_conjugates() -> None:
+    z = torch.randn(4, 40, dtype=torch.complex64)
+    wanted = (-z.imag.double() @ M).float()
+    x, y = z.clone().conj().imag, z.clone().conj().imag
+    assert x.is_neg()
+    torch.testing.assert_close(R(x), wanted)
+    R(x, out=y)
+    torch.testing.assert_close(y, wanted)
+    torch.testing.assert_close(R(x, inplace=True), wanted)
+
+
+def test_torch_fx_traces_a_module() -> None:
+    model = torch.nn.Sequential(Rotation(40, "dao", k=20, **SIGNS), torch.nn.ReLU())
+    x = normal(3, 40)
+    assert torch.equal(torch.fx.symbolic_trace(model)(x), model(x))
+
+
+def test_export() -> None:
+    rows = torch.export.Dim("rows", min=2)
+    program = torch.export.export(R, (normal(3, 40),), dynamic_shapes=({0: rows},), strict=False)
+    x = normal(7, 40)
+    torch.testing.assert_close(program.module()(x), R(x))
+    assert "hadagen.rotate.default" in program.graph_module.code

@@ -1,0 +1,533 @@
+"""`Rotation` in plain PyTorch: values, inverses, folding, storing, and its checks. No GPU needed."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import pickle
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_runtime import BOUNDS, error, normal
+
+from hadagen import Rotation, hadamard_transform
+from hadagen.errors import TensorError, UsageError
+from hadagen.matrices import _TABLE, NAMES, find_matrix
+from hadagen.runtime import fallback
+from hadagen.runtime.rotate import ROTATE
+
+NAMED = sorted((key for key in _TABLE if key[0] in NAMES), key=lambda key: (key[1], key[0]))
+
+
+def dense(name: str, orders: tuple[int, ...], n: int, signs: Any = None, signs_after: Any = None) -> torch.Tensor:
+    """M in float64 by its definition."""
+    product = torch.ones(1, 1, dtype=torch.float64)
+    for order in orders:
+        entries = torch.frombuffer(bytearray(find_matrix(name, order).entries()), dtype=torch.int8)
+        product = torch.kron(product, entries.view(order, order).double() * 2 - 1)
+    sylvester = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64)
+    while len(product) < n:
+        product = torch.kron(product, sylvester)
+    before, after = (torch.ones(n) if each is None else each for each in (signs, signs_after))
+    return before.double()[:, None] * product.T * after.double() / math.sqrt(n)
+
+
+def some_signs(n: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 2, (n,), generator=torch.Generator().manual_seed(seed)) * 2 - 1
+
+
+# ---- values ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("name", "order"), NAMED)
+def test_every_named_matrix_against_float64(name: str, order: int) -> None:
+    for n in (order, 4 * order if order < 300 else 2 * order):
+        r, x = Rotation(n, name, k=order), normal(3, n)
+        wanted = x @ dense(name, (order,), n)
+        torch.testing.assert_close(r(x), wanted, rtol=1e-13, atol=1e-13)
+        torch.testing.assert_close(r.inverse(wanted), x, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("digits", range(1, 5))
+def test_regular_is_a_kronecker_power_whose_rows_have_one_sum(digits: int) -> None:
+    four = torch.tensor([[1, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]], dtype=torch.float64) / 2
+    wanted = torch.ones(1, 1, dtype=torch.float64)
+    for _ in range(digits):
+        wanted = torch.kron(wanted, four)
+    n = 4**digits
+    torch.testing.assert_close(Rotation(n, "regular").matrix(), wanted)
+    torch.testing.assert_close(wanted.sum(1), torch.ones(n, dtype=torch.float64))
+    signs, after = some_signs(n), some_signs(n, seed=1)
+    r = Rotation(3 * n, "regular", signs=signs, signs_after=after, block=n)
+    x = normal(2, 3 * n)
+    torch.testing.assert_close(r(x).view(2, 3, n), x.view(2, 3, n) @ (signs[:, None] * wanted * after))
+    torch.testing.assert_close(r.inverse(r(x)), x)
+
+
+def test_a_power_of_two_is_the_transform_itself() -> None:
+    x = normal(5, 256, dtype=torch.float32)
+    assert torch.equal(Rotation(256)(x), hadamard_transform(x, 1 / 16))
+    signs = some_signs(256)
+    assert torch.equal(Rotation(256, signs=signs)(x), hadamard_transform(x * signs, 1 / 16))
+
+
+CASES: list[tuple[int, dict[str, Any]]] = [
+    (1, {}),
+    (28, {}),
+    (96, {"matrix": "dao"}),
+    (2880, {}),
+    (1232, {"k": (11 * 4, 28)}),
+    (960, {"k": [20, 12]}),
+    (256, {"matrix": "regular"}),
+    (2048, {"block": 128}),
+]
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize(("n", "options"), CASES, ids=str)
+def test_types_inverses_and_norms(n: int, options: dict[str, Any], dtype: torch.dtype) -> None:
+    block = options.get("block", n)
+    r = Rotation(n, signs=some_signs(block), signs_after=some_signs(block, seed=1), **options)
+    x = normal(9, n, dtype=dtype)
+    before = x.clone()
+    y = r(x)
+    assert (y.dtype, y.shape) == (dtype, x.shape)
+    assert torch.equal(x, before), "the input was changed"
+    bound = max(BOUNDS[dtype], 4e-15)  # which a reference in float64 needs
+    assert error(y, x.double() @ r.matrix()) <= bound
+    assert error(r.inverse(y), x.double()) <= 2 * bound, "two roundings"
+    assert abs(float(y.double().norm() / x.double().norm()) - 1) <= bound
+
+
+def test_several_matrices_of_signs_and_blocks_against_the_definition() -> None:
+    signs, after = some_signs(1344), some_signs(1344, seed=1)
+    r = Rotation(2688, "auto", k=(12, 28), signs=signs, signs_after=after.tolist(), block=1344)
+    assert r.k == (12, 28)
+    m = dense("auto", (12, 28), 1344, signs, after)
+    torch.testing.assert_close(r.matrix(), torch.block_diag(m, m))
+    x = normal(2, 3, 2688)
+    torch.testing.assert_close(r(x), (x.view(2, 3, 2, 1344) @ m).view(x.shape))
+
+
+@given(
+    k=st.integers(1, 9), m=st.integers(0, 5), rows=st.integers(0, 70), seed=st.integers(0, 99), transposed=st.booleans()
+)
+@settings(deadline=None, max_examples=40)
+def test_any_matrix_of_any_order_in_any_block(k: int, m: int, rows: int, seed: int, transposed: bool) -> None:
+    """Orthogonal ones too, in blocks of rows that are smaller than x."""
+    a = torch.linalg.qr(normal(k, k, seed=seed)).Q.contiguous()
+    n = k << m
+    r, x = Rotation(n, a), normal(rows, n, seed=seed)
+    h = hadamard_transform(torch.eye(1 << m, dtype=torch.float64), 2.0 ** (-m / 2))
+    wanted = torch.kron(a, h).T
+    patch = pytest.MonkeyPatch()
+    with patch.context() as small:
+        small.setattr(fallback, "_CPU_BLOCK", 64)
+        y = r.inverse(x) if transposed else r(x)
+    torch.testing.assert_close(y, x @ (wanted.T if transposed else wanted), rtol=1e-12, atol=1e-12)
+
+
+def test_sixteen_bit_results_are_rounded_once() -> None:
+    h = Rotation(172)._matrices
+    x = torch.randint(-9, 9, (64, 344), generator=torch.Generator().manual_seed(0))  # so that every sum is exact
+    for dtype in (torch.float16, torch.bfloat16):
+        y = ROTATE.functional(x.to(dtype), h, [172], None, None, 344, False, False, 0.25, "accurate")
+        exact = x.double() @ dense("auto", (172,), 344).sign() * 0.25
+        assert torch.equal(y, exact.to(dtype))
+
+
+@pytest.mark.parametrize("precision", ["highest", "high", "medium"])
+def test_the_precision_of_matrix_products_does_not_matter(precision: str) -> None:
+    x, r = normal(64, 1376, dtype=torch.float32), Rotation(1376)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        assert error(r(x), x.double() @ r.matrix()) <= BOUNDS[torch.float32]
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize(("n", "options"), [*CASES, (21, {"matrix": normal(21, 21)})], ids=lambda v: str(v)[:20])
+def test_a_row_gives_the_same_bits_in_every_batch(n: int, options: dict[str, Any], dtype: torch.dtype) -> None:
+    r, x = Rotation(n, **options), normal(300, n, dtype=dtype)
+    whole = r(x, batch_invariant=True)
+    assert error(whole, x.double() @ r.matrix()) <= max(BOUNDS[dtype], 4e-15)
+    for rows in (1, 2, 7, 299):
+        assert torch.equal(r(x[:rows], batch_invariant=True), whole[:rows])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_sums_do_not_overflow_unless_the_result_does(dtype: torch.dtype) -> None:
+    r = Rotation(28 * 512)
+    unit = torch.zeros(1, r.n, dtype=torch.float64)
+    unit[0, 5] = 1.0
+    x = (r.inverse(unit) * 0.9 * torch.finfo(dtype).max).to(dtype)
+    y = r(x)
+    assert y.isfinite().all()
+    assert error(y, r(x.double())) <= BOUNDS[dtype]
+
+
+VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "dense": lambda x: x,
+    "transposed": lambda x: x.transpose(0, 1),
+    "last dimension first": lambda x: x.permute(2, 0, 1).contiguous().permute(1, 2, 0),
+    "pitched": lambda x: torch.cat([x, x], -1)[..., :48],
+    "no rows": lambda x: x[:0],
+    "one row": lambda x: x[0, 0],
+    "expanded": lambda x: x[:, :1].expand(4, 3, 48),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"block": 16}], ids=str)
+@pytest.mark.parametrize("view", VIEWS)
+def test_any_strides_in_place_and_into(view: str, options: dict[str, Any]) -> None:
+    signs = some_signs(options.get("block", 48))
+    r = Rotation(48, signs=signs, signs_after=-signs, **options)
+    x = VIEWS[view](normal(4, 3, 48))
+    wanted = x @ r.matrix()
+    y = r(x)
+    assert y.is_contiguous()
+    torch.testing.assert_close(y, wanted)
+    for out in (
+        torch.empty(x.shape, dtype=x.dtype),
+        torch.empty(x.shape[::-1], dtype=x.dtype).permute(*range(x.dim())[::-1]),
+    ):
+        assert r(x, out=out) is out
+        torch.testing.assert_close(out, wanted)
+    if view == "expanded":
+        with pytest.raises(TensorError, match="share memory"):
+            r(x, inplace=True)
+    else:
+        assert r(x, inplace=True) is x
+        torch.testing.assert_close(x, wanted)
+        assert r.inverse(x, out=x) is x
+        torch.testing.assert_close(x, wanted @ r.matrix().T)
+
+
+@pytest.mark.parametrize("n", [48, 64])
+def test_an_out_that_overlaps_x_gets_the_result(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fallback, "_CPU_BLOCK", n)
+    r, memory = Rotation(n), normal(5, n)
+    wanted = r(memory[:4])
+    r(memory[:4], out=memory[1:])
+    assert torch.equal(memory[1:], wanted)
+
+
+# ---- folding ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("options", [{}, {"block": 28}], ids=str)
+def test_folding_into_a_layer(options: dict[str, Any]) -> None:
+    r = Rotation(112, signs=some_signs(options.get("block", 112)), **options)
+    x, bias = normal(5, 112), normal(20, seed=1)
+    weight = normal(20, 112, seed=2)
+    before = torch.nn.functional.linear(x, weight, bias)
+    folded = r.fold_into(weight, "input")
+    torch.testing.assert_close(folded, weight @ r.matrix())
+    torch.testing.assert_close(torch.nn.functional.linear(r(x), folded, bias), before)
+
+    weight, bias = normal(112, 20, seed=2), normal(112, seed=3)
+    x = normal(5, 20)
+    folded, folded_bias = r.fold_into(weight, side="output", bias=bias)
+    torch.testing.assert_close(folded, r.matrix().T @ weight)
+    torch.testing.assert_close(folded_bias, bias @ r.matrix())
+    rotated = torch.nn.functional.linear(x, folded, folded_bias)
+    torch.testing.assert_close(rotated, r(torch.nn.functional.linear(x, weight, bias)))
+    alone = r.fold_into(weight.half(), side="output")
+    assert isinstance(alone, torch.Tensor)
+    assert (alone.dtype, alone.is_contiguous()) == (torch.float16, True)
+    experts = normal(3, 112, 20)
+    torch.testing.assert_close(r.fold_into(experts, "output"), r.matrix().T @ experts)
+
+
+def test_a_shard_rotates_the_part_of_its_rank() -> None:
+    signs = some_signs(28)
+    for matrix in ("auto", torch.linalg.qr(normal(7, 7)).Q):
+        r = Rotation(224, matrix, block=28, signs=signs)
+        x = normal(3, 224)
+        parts = [r.shard(rank, 4)(part) for rank, part in enumerate(x.chunk(4, -1))]
+        torch.testing.assert_close(torch.cat(parts, -1), r(x))
+
+
+# ---- storing ---------------------------------------------------------------------------------------------------------
+ROTATIONS: dict[str, Callable[[], Rotation]] = {
+    "power of two": lambda: Rotation(64),
+    "auto": lambda: Rotation(29568, signs=some_signs(29568)),
+    "dao": lambda: Rotation(160, "dao", k=40, signs_after=some_signs(160)),
+    "regular": lambda: Rotation(256, "regular", block=64, signs=some_signs(64)),
+    "sylvester of 32": lambda: Rotation(32, "compressed-tensors", k=()),
+    "given": lambda: Rotation(56, torch.linalg.qr(normal(7, 7)).Q.float()),
+    "given in bfloat16": lambda: Rotation(56, torch.linalg.qr(normal(7, 7)).Q.bfloat16()),
+    "given ±1": lambda: Rotation(48, [(Rotation(12).matrix() * 12**0.5).round(), Rotation(4).matrix().half() * 2]),
+}
+
+
+@pytest.mark.parametrize("made", ROTATIONS.values(), ids=ROTATIONS)
+def test_a_stored_rotation_is_the_same(made: Callable[[], Rotation]) -> None:
+    r = made()
+    x = normal(2, r.n)
+    text = json.dumps(r.to_dict())
+    for again in (Rotation.from_dict(json.loads(text)), copy.deepcopy(r), pickle.loads(pickle.dumps(r))):
+        assert torch.equal(again(x), r(x))
+        assert torch.equal(again.inverse(x), r.inverse(x))
+        assert again.to_dict() == r.to_dict()
+        assert repr(again) == repr(r)
+
+
+def test_what_is_stored_has_the_signs_and_the_digest() -> None:
+    stored = Rotation(24, "dao", signs=[1, -1] * 12).to_dict()
+    assert stored == {
+        "n": 24,
+        "block": 24,
+        "matrix": "dao",
+        "factors": [{"order": 12, "sha256": find_matrix("dao", 12).digest}],
+        "signs": [1, -1] * 12,
+        "signs_after": None,
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"factors": [{"order": 12, "sha256": "c1be30fe"}]},
+            "of order 12 of dao has the digest d8f1cd00, but 'c1be30fe'",
+        ),
+        ({"factors": [{"order": 12}]}, "data has no valid 'sha256'"),
+        ({"factors": 3}, "data is no rotation"),
+        ({"factors": [3]}, "data is no rotation"),
+        ({"n": "24"}, "n = '24' is not possible"),
+        ({"n": None}, "n = None is not possible"),
+        ({"matrix": None}, "data is no rotation"),
+        ({"matrix": "given", "factors": [{"order": 2, "dtype": "int9", "entries": [[1]]}]}, "data has no valid 'int9'"),
+        ({"matrix": "given", "factors": [{"order": 2, "dtype": "int8", "entries": [[1, 1], [1]]}]}, "no rotation"),
+        ({"matrix": "given", "factors": [{"order": 2, "dtype": "int8", "entries": [[1]]}]}, r"k = \(2,\) does not fit"),
+        ({"signs": [1, 2] * 12}, r"signs\[1\] is 2"),
+        ({"signs": "+-" * 12}, "data is no rotation"),
+        ({"signs": [10**400] * 24}, "data is no rotation"),
+    ],
+    ids=str,
+)
+def test_what_is_no_stored_rotation_is_one_sentence(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Rotation.from_dict(Rotation(24, "dao").to_dict() | change)
+
+
+def test_nothing_that_is_stored_may_lack() -> None:
+    for key in Rotation(24).to_dict():
+        with pytest.raises(UsageError, match=f"data has no valid '{key}'; pass what to_dict returned"):
+            Rotation.from_dict({name: value for name, value in Rotation(24).to_dict().items() if name != key})
+    for data in (None, [], 3):
+        with pytest.raises(UsageError, match="pass what to_dict returned"):
+            Rotation.from_dict(data)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("size", "order"), [(14 * 64, 224), (32, 32), (256, None), (244, 244), (12, 12), (1, None)])
+def test_the_matrix_of_a_checkpoint_of_compressed_tensors(size: int, order: int | None) -> None:
+    signs = some_signs(size)
+    weight = dense("compressed-tensors", () if order is None else (order,), size, signs) * math.sqrt(size)
+    for given_weight in (weight.to(torch.int8), weight.bfloat16(), (weight / math.sqrt(size)).half()):
+        r = Rotation.from_compressed_tensors(given_weight, n=3 * size)
+        assert (r.n, r.block, r.k) == (3 * size, size, () if order is None else (order,))
+        torch.testing.assert_close(r.shard(0, 3).matrix(), weight / math.sqrt(size))
+
+
+def test_k_of_1_means_no_other_matrix() -> None:
+    assert Rotation(64, k=1).to_dict() == Rotation(64).to_dict()
+    assert Rotation(48, "quarot", k=(1, 12)).k == (12,)
+
+
+def test_its_deterministic_matrix_too() -> None:
+    r = Rotation.from_compressed_tensors(dense("auto", (), 32))
+    assert r.k == ()
+    assert r.signs is not None
+    assert (r.signs == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("weight", "message"),
+    [
+        (torch.ones(3, 4), r"weight has the shape \(3, 4\); it must be square"),
+        (torch.eye(4), "weight has magnitudes from 0 to 1"),
+        (torch.full((4, 4), math.nan), "weight has magnitudes from nan"),
+        (torch.ones(4, 4), "weight is not diag"),
+        (dense("compressed-tensors", (20,), 20).T, "not transposed"),
+        (dense("quarot", (20,), 40), "weight is not diag"),
+        (torch.ones(26, 26), "weight is not diag"),
+        (torch.ones(4, 4).cfloat(), "weight is a complex64 tensor"),
+        (torch.ones(4, 4, device="meta"), "weight is a float32 tensor without values"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_no_matrix_of_a_checkpoint_is_one_sentence(weight: torch.Tensor, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Rotation.from_compressed_tensors(weight)
+
+
+# ---- as a module -----------------------------------------------------------------------------------------------------
+def test_it_has_neither_parameters_nor_state() -> None:
+    r = Rotation(112, signs=some_signs(112))
+    assert (list(r.parameters()), r.state_dict()) == ([], {})
+    r.load_state_dict({})
+    assert repr(r) == "Rotation(n=112, block=112 = 28 · 4, matrix='auto', signs)"
+    assert repr(Rotation(64)) == "Rotation(n=64, block=64, matrix='auto')"
+
+
+def test_moves_and_casts_keep_the_operands() -> None:
+    a = torch.linalg.qr(normal(7, 7)).Q
+    x = normal(2, 28)
+    wanted = Rotation(28, a, signs=some_signs(28))(x)
+    model = torch.nn.Sequential(torch.nn.Linear(28, 28), Rotation(28, a, signs=some_signs(28)))
+    assert torch.equal(model.bfloat16()[1](x), wanted)
+    assert torch.equal(model.to("meta").to_empty(device="cpu")[1](x), wanted)
+    with torch.device("meta"):
+        made = Rotation(28, a, signs=[1] * 28)
+    assert made(x.to("meta")).device.type == "meta"
+    assert torch.equal(made.to_empty(device="cpu")(x), Rotation(28, a)(x))
+    a.zero_()
+    assert torch.equal(model[1](x), wanted), "the matrix was not copied"
+
+
+# ---- bad input -------------------------------------------------------------------------------------------------------
+SINGULAR = torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ((0,), {}, "n = 0 is not possible"),
+        ((2.5,), {}, "n = 2.5 is not possible"),
+        ((True,), {}, "n = True is not possible"),
+        ((1 << 2000,), {}, r"n = an integer of 2001 bits is not possible; it must be an integer from 1 to 2\^63 - 1"),
+        (((1 << 62) - 1,), {}, "auto has no matrices that give it; pad it to 4611686018427387904"),
+        ((12,), {"block": 8}, "block = 8 does not divide n = 12"),
+        ((12,), {"block": 0}, "block = 0 is not possible"),
+        ((208,), {"k": 13}, r"13 · 2\^4 = 208: no Hadamard matrix of order 13; 52 · 4 gives it"),
+        ((208,), {"k": 0}, "k = 0 is not possible"),
+        ((208,), {"k": "52"}, "k = '5' is not possible"),
+        ((160, "dao"), {}, "is 40 · 4 and 20 · 8 with matrices of dao"),
+        ((64, "hadamard"), {}, "matrix 'hadamard' is not known"),
+        ((64, "given"), {}, "matrix 'given' is not known"),
+        ((12, torch.ones(3, 4)), {}, r"the matrix has the shape \(3, 4\); it must be square"),
+        ((12, torch.ones(3)), {}, r"the matrix has the shape \(3,\); it must be square"),
+        ((0, torch.ones(0, 0)), {}, "n = 0"),
+        ((12, torch.ones(0, 0)), {}, r"the matrix has the shape \(0, 0\)"),
+        ((429, torch.ones(429, 429)), {}, "the matrix has the order 429; it may be at most 428"),
+        ((3, SINGULAR * math.inf), {}, "the matrix has entries that are not finite"),
+        ((3, SINGULAR * 0), {}, "the matrix has the norm 0"),
+        ((3, SINGULAR.double() * 1e200), {}, "cannot be made orthonormal"),
+        ((3, SINGULAR.cfloat()), {}, "the matrix is a complex64 tensor; pass real numbers"),
+        ((3, SINGULAR.to("meta")), {}, "the matrix has a layout or a device without values"),
+        ((3, SINGULAR.to_sparse()), {}, "the matrix has a layout or a device without values"),
+        ((3, SINGULAR.clone().requires_grad_()), {}, r"pass matrix.detach\(\)"),
+        ((10, SINGULAR), {}, "n = 10 is not 3 times a power of two"),
+        ((18, SINGULAR), {}, "n = 18 is not 3 times a power of two"),
+        ((36, [SINGULAR, SINGULAR]), {"k": 3}, r"k = \(3,\) does not fit matrices of the orders 3 · 3"),
+        ((36, []), {}, "matrix is an empty list"),
+        ((4,), {"signs": [1, 1, 1]}, r"signs has the shape \(3,\); it must have the 4 elements of a block"),
+        ((8,), {"signs": [1] * 8, "block": 4}, r"signs has the shape \(8,\); it must have the 4 elements of a block"),
+        ((2,), {"signs_after": [1, 0]}, r"signs_after\[1\] is 0; each must be 1 or -1"),
+        ((2,), {"signs": torch.tensor([1.0, math.nan])}, r"signs\[1\] is nan; each must be 1 or -1"),
+        ((2,), {"signs": torch.tensor([True, True])}, "signs is a bool tensor"),
+        ((2,), {"signs": torch.ones(2).cfloat()}, "signs is a complex64 tensor"),
+        ((2,), {"signs": torch.ones(2).to_sparse()}, "signs is a float32 tensor; pass a dense one"),
+    ],
+    ids=str,
+)
+def test_a_bad_rotation_is_one_sentence(arguments: tuple[Any, ...], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message) as caught:
+        Rotation(*arguments, **options)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ((4, 4), {}, "matrix is a int; pass a name, a K×K tensor or a list of them"),
+        ((4, [[1, 1], [1, -1]]), {}, "matrix is a list; pass a name"),
+        ((4,), {"signs": "++--"}, "signs is a str; pass a tensor or a list"),
+        ((2,), {"signs": torch.ones(2, device="meta")}, "signs is a Tensor; pass"),
+    ],
+)
+def test_a_wrong_type_is_one_sentence(arguments: tuple[Any, ...], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        Rotation(*arguments, **options)
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "message"),
+    [
+        (lambda r: r(torch.ones(2, 48)), TensorError, "the last dimension of x is 48; this rotation takes 24"),
+        (lambda r: r(torch.ones(2, 25)), TensorError, "the last dimension of x is 25; it must be a multiple of 24"),
+        (lambda r: r(torch.tensor(1.0)), TensorError, "x has no dimension"),
+        (lambda r: r(torch.ones(2, 24).long()), TensorError, "x has the type int64"),
+        (lambda r: r(torch.ones(2, 24, device="meta")), TensorError, "matrices is on cpu but x on meta; move the rot"),
+        (lambda r: r([1.0]), TypeError, "x is a list; pass a torch.Tensor"),
+        (lambda r: r(torch.ones(24), numerics="exact"), UsageError, "numerics 'exact' is not supported"),
+        (lambda r: r(torch.ones(24), inplace=2), TypeError, "inplace is 2"),
+        (lambda r: r(torch.ones(24), batch_invariant="yes"), TypeError, "batch_invariant is 'yes'; pass True or False"),
+        (lambda r: r(torch.ones(24), out=torch.ones(12)), TensorError, "pass an out like x"),
+        (lambda r: r(torch.ones(24), inplace=True, out=torch.ones(24)), UsageError, "name two places"),
+        (lambda r: r.fold_into(torch.ones(24, 3), "input"), TensorError, "its input must be 24"),
+        (lambda r: r.fold_into(torch.ones(3, 24), "output"), TensorError, "its output must be 24"),
+        (lambda r: r.fold_into(torch.ones(24), "input"), TensorError, r"weight has the shape \(24,\)"),
+        (lambda r: r.fold_into(torch.ones(3, 24), "both"), UsageError, "side 'both' is not known"),
+        (lambda r: r.fold_into(torch.ones(3, 24), "input", torch.ones(3)), UsageError, "a bias does not change"),
+        (lambda r: r.fold_into(None, "input"), TypeError, "weight is a NoneType"),
+        (lambda r: r.fold_into(torch.ones(24, 3), "output", torch.ones(3)), TensorError, "last dimension of x is 3"),
+        (lambda r: r.shard(0, 2), UsageError, "n / world = 24 / 2 is no multiple of block = 24"),
+        (lambda r: r.shard(2, 2), UsageError, "rank = 2 is not possible; it must be from 0 to 1"),
+        (lambda r: r.shard(0, 0), UsageError, "world = 0 is not possible"),
+    ],
+)
+def test_a_bad_call_is_one_sentence(call: Callable[[Rotation], Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        call(Rotation(24))
+
+
+def test_what_is_not_orthogonal_has_no_inverse() -> None:
+    x = normal(2, 6)
+    r = Rotation(6, SINGULAR)
+    torch.testing.assert_close(r(x), x @ r.matrix())
+    torch.testing.assert_close(r.matrix().norm() ** 2, torch.tensor(6.0, dtype=torch.float64))
+    message = "the matrix of order 3 has no inverse here: its rows are .* from orthonormal, and at most"
+    for call in (r.inverse, lambda x: r.fold_into(x, "input")):
+        with pytest.raises(UsageError, match=message):
+            call(x)
+    # Roundings of the type that was given are no reason to refuse.
+    for dtype in BOUNDS:
+        r = Rotation(6, torch.linalg.qr(normal(3, 3)).Q.to(dtype))
+        assert error(r.inverse(r(x)), x) <= 4 * torch.finfo(dtype).eps
+        assert error(r.shard(0, 1).inverse(r(x)), x) <= 4 * torch.finfo(dtype).eps
+        assert r.inverse(r.inverse(x)).shape == x.shape
+    almost = torch.linalg.qr(normal(3, 3)).Q
+    almost[0] *= 1.001
+    with pytest.raises(UsageError, match="no inverse"):
+        Rotation(6, almost).inverse(x)
+
+
+# ---- on a GPU --------------------------------------------------------------------------------------------------------
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize(("n", "options"), [*CASES, (4096, {}), (14336, {})], ids=str)
+def test_on_a_gpu(n: int, options: dict[str, Any], dtype: torch.dtype, request: pytest.FixtureRequest) -> None:
+    request.addfinalizer(partial(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision()))
+    torch.set_float32_matmul_precision("medium")
+    block = options.get("block", n)
+    r = Rotation(n, signs=some_signs(block), signs_after=some_signs(block, seed=1), **options)
+    x = normal(9, n, dtype=dtype)
+    wanted = r(x.double())
+    r.cuda()
+    y = r(x.cuda())
+    bound = max(BOUNDS[dtype], 4e-15)
+    assert error(y.cpu(), wanted) <= bound
+    assert error(r.inverse(y).cpu(), x.double()) <= 2 * bound
+    graph, out = torch.cuda.CUDAGraph(), torch.empty_like(y)
+    with torch.cuda.graph(graph):
+        r(y, out=out)
+    y.copy_(x)
+    graph.replay()
+    assert error(out.cpu(), wanted) <= bound
