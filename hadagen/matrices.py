@@ -219,7 +219,8 @@ def find_orders(name: str, n: int, k: tuple[int, ...] | None = None) -> tuple[in
     if name == "auto":
         found = auto_orders(n)
     elif name == "quarot":
-        found = next(((order,) for order in _QUAROT_ORDERS if n % order == 0), ())
+        # torch.compile of PyTorch 2.6 cannot take the next of a generator.
+        found = tuple([order for order in _QUAROT_ORDERS if n % order == 0][:1])
     else:
         known = sorted((order for of, order in _TABLE if of == name), reverse=True)
         possible = [order for order in known if n % order == 0 and _is_power_of_two(n // order)]

@@ -102,7 +102,8 @@ class LinearOperator:
             self.in_place(x, *options)
             return x
         if out is not None:
-            self.into(x, *options[: self._out_at], out, *options[self._out_at :])
+            values = [*options]  # torch.compile of PyTorch 2.6 cannot slice a NamedTuple
+            self.into(x, *values[: self._out_at], out, *values[self._out_at :])
             return out
         return self.functional(x, *options)
 

@@ -105,7 +105,7 @@ class Rotation(torch.nn.Module):
         self._operands = {"_matrices": packed, "_before": before, "_after": after}
         for name, operand in self._operands.items():
             self.register_buffer(name, operand, persistent=False)
-        self._to_device(torch.get_default_device())
+        self._to_device(_default_device())
 
     def forward(
         self,
@@ -356,13 +356,18 @@ class Rotation(torch.nn.Module):
 
     @property
     def _device(self) -> torch.device:
-        return next((each.device for each in self._buffers.values() if each is not None), torch.get_default_device())
+        return next((each.device for each in self._buffers.values() if each is not None), _default_device())
 
     def _to_device(self, device: torch.device) -> None:
         for name, operand in self._operands.items():
             if operand is not None:
                 wide = operand.dtype == torch.float64 and device.type == "mps"  # which has no float64
                 self._buffers[name] = (operand.float() if wide else operand).to(device)
+
+
+def _default_device() -> torch.device:
+    """Of new tensors. (torch.get_default_device does not know a `with torch.device` in PyTorch 2.6.)"""
+    return torch.empty(0).device
 
 
 _STORED = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.int8, *DTYPES)}
