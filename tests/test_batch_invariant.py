@@ -148,9 +148,10 @@ def test_a_merge_keeps_what_the_first_bundle_names(tmp_path: Path) -> None:
     paths = [write(tmp_path / f"{name}.db", TRIALS, name) for name in (ONE, TWO)]
     merge_bundles(paths[::-1], tmp_path / "merged.db")
     assert Bundle.open(tmp_path / "merged.db").arithmetic(PROBLEM) == TWO
-    write(paths[0], TRIALS, "")
-    merge_bundles(paths, tmp_path / "merged.db")
-    assert Bundle.open(tmp_path / "merged.db").arithmetic(PROBLEM) == TWO
+    for unusable in ("", OTHER):  # which no winner has
+        write(paths[0], TRIALS, unusable)
+        merge_bundles(paths, tmp_path / "merged.db")
+        assert Bundle.open(tmp_path / "merged.db").arithmetic(PROBLEM) == TWO
 
 
 # ---- what a call runs ------------------------------------------------------------------------------------------------

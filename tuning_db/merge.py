@@ -11,11 +11,18 @@ from pathlib import Path
 
 from hadagen.errors import UsageError
 from hadagen.problem import Problem
-from hadagen.regimes import Cache
+from hadagen.regimes import Cache, Destination
 from hadagen.trial import Kernel, Outcome, Timing, Trial
 from hadagen.tuning_db.bundle import Bundle, BundleEntry
 from hadagen.tuning_db.bundle_writer import write_bundle
-from hadagen.tuning_db.winners import WinnerCell, best_by_cell, digest_of, portable_winners, ranked_by_cell
+from hadagen.tuning_db.winners import (
+    WinnerCell,
+    arithmetic_in,
+    best_by_cell,
+    digest_of,
+    portable_winners,
+    ranked_by_cell,
+)
 
 Selection = dict[WinnerCell, Trial]
 
@@ -39,7 +46,7 @@ def merge_bundles(paths: Iterable[str | os.PathLike[str]], out: str | os.PathLik
     If two bundles have a winner for the same cell, the better winner is taken, as a search would do. A winner between
     buckets was found beside the winners of the buckets around it, and is taken only together with these. A winner that
     misses its problem's error bound, which may have been wider when it was found, is left out. Batch-invariant calls
-    keep the arithmetic of the first bundle that names one for a problem.
+    keep the arithmetic of the first bundle that names one for a problem, if winners in both destinations still have it.
 
     Raises `UsageError` if there are no bundles, or bundles of several archs, and `StorageError` as `Bundle.open` and
     `write_bundle` do.
@@ -56,7 +63,13 @@ def merge_bundles(paths: Iterable[str | os.PathLike[str]], out: str | os.PathLik
     winners = buckets | _best(_between(each, buckets) for each in named)
     rankings = ranked_by_cell(trial for each in selections for trial in each.values())
     selection = dict(sorted((winners | portable_winners(winners, rankings)).items()))
-    arithmetic = {p: name for bundle in reversed(bundles) for p, name in arithmetic_of(bundle).items() if name}
+    left = {(cell.problem, arithmetic_in(trial), cell.destination) for cell, trial in selection.items()}
+    arithmetic = {
+        problem: name
+        for bundle in reversed(bundles)
+        for problem, name in arithmetic_of(bundle).items()
+        if name and all((problem, name, destination) in left for destination in Destination)
+    }
     write_selection(out, archs.pop(), selection, arithmetic)
     return selection
 

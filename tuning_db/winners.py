@@ -132,9 +132,7 @@ def invariant_arithmetic(winners: Mapping[WinnerCell, Trial], trials: Iterable[T
     """
     named: dict[Problem, dict[str, _Lines]] = defaultdict(lambda: defaultdict(lambda: defaultdict(dict)))
     for cell, trial in winners.items():
-        assert trial.kernel is not None  # no kernel, no winner
-        name = trial.kernel.launch.arithmetic
-        if name and _is_portable(trial) and cell.problem.io.rows is Rows.CONTIGUOUS:
+        if (name := arithmetic_in(trial)) and cell.problem.io.rows is Rows.CONTIGUOUS:
             by_gpu = named[cell.problem][name][cell.destination]
             by_gpu.setdefault(cell.gpu, {})[cell.elements] = digest_of(trial)
     losses: dict[Problem, dict[str, float]] = defaultdict(lambda: defaultdict(float))
@@ -323,6 +321,13 @@ def closest_trials(trials: Iterable[Trial], most: int) -> list[Trial]:
                 closest[digest] = slowdown, each.trial
     order = sorted(closest, key=lambda digest: (closest[digest][0], digest))
     return [closest[digest][1] for digest in order[:most]]
+
+
+def arithmetic_in(trial: Trial) -> str:
+    """The arithmetic that batch-invariant calls may have from a winner; "" if none, because it is not known, or not
+    every GPU holds the kernel."""
+    assert trial.kernel is not None  # no kernel, no winner
+    return trial.kernel.launch.arithmetic if _is_portable(trial) else ""
 
 
 def _is_portable(trial: Trial) -> bool:
