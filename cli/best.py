@@ -43,13 +43,14 @@ def best(
     from hadagen.runtime.choose import Match, best_config
     from hadagen.target import known_archs
 
-    config = best_config(problem, rows, device, arch=arch, inplace=inplace, batch_invariant=batch_invariant)
+    asked = (problem, rows, device)
+    config = best_config(*asked, arch=arch, inplace=inplace, batch_invariant=batch_invariant or None)
     if arch and config.match is Match.GENERIC and arch not in known_archs():
         known = ", ".join(known_archs())
         raise UsageError(f"arch {arch!r} is not known and no bundle serves it; choose one of {known}")
-    if batch_invariant and not config.launch and best_config(problem, rows, device, arch=arch, inplace=inplace).launch:
+    if not config.launch and best_config(*asked, arch=arch, inplace=inplace, batch_invariant=False).launch:
         said = f"{problem.key} has no kernels that give the same bits in every call"
-        raise UsageError(f"{said}; leave out --batch-invariant")
+        raise UsageError(f"{said}; leave out --batch-invariant, or HADAGEN_BATCH_INVARIANT")
     if as_json:
         print_json(config.to_dict())
         return

@@ -40,7 +40,9 @@ from hadagen.space import Space
 from hadagen.trial import Environment, Kernel, NotTried, Outcome, Provenance, Timing, Trial
 from hadagen.tuning_db import lock_file
 from hadagen.tuning_db.bundle import Bundle
+from hadagen.tuning_db.bundle_writer import write_bundle
 from hadagen.tuning_db.lock_file import turn
+from hadagen.tuning_db.winners import portfolio
 
 A100 = Environment("NVIDIA A100-SXM4-80GB", "8.0", 108, 40 << 20, "580.65", "13.0", "", 1410, 1593)
 A30 = replace(A100, gpu="NVIDIA A30", sms=56, l2_bytes=24 << 20, memory_clock_mhz=1215)
@@ -269,6 +271,19 @@ def test_a_second_call_returns_at_once(machine: Machine) -> None:
     assert hadagen.autotune(PROBLEM.key, 0) == first
     assert len(machine.runs) == 1
     assert first.read_bytes() == content
+
+
+def test_what_was_measured_before_is_not_measured_again(machine: Machine) -> None:
+    """By a longer search, whose kernels need not have recipes any more."""
+    both = tuple(each for destination in Destination for each in times({1 << 13: 2.0}, destination))
+    longer, own = bundles.user_directory() / "sm80.db", asking.bundle_path("sm80")
+    kernel = make_kernel(b"not to be built", arch="sm80")
+    for timings, wanted in ((both[:2], own), (both, longer)):
+        trial = make_trial(8, arch="sm80", environment=machine.gpu, kernel=kernel, timings=timings)
+        write_bundle(longer, "sm80", portfolio([trial]), lambda _: kernel, {})
+        assert hadagen.autotune(PROBLEM) == wanted
+        own.unlink(missing_ok=True)
+    assert len(machine.runs) == 1
 
 
 def test_winners_of_other_problems_and_gpus_are_kept(machine: Machine) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections import defaultdict
@@ -28,7 +29,7 @@ from hadagen.launch import PARAMS_FOR, LaunchSpec
 from hadagen.plan import Plan
 from hadagen.problem import DType, Numerics, Problem, Rows
 from hadagen.regimes import Destination
-from hadagen.runtime import bundles, compute, kernels, operator
+from hadagen.runtime import bundles, choose, compute, kernels, operator
 from hadagen.runtime.choose import best_config, choose_from_bundles, timed_in_bundles
 from hadagen.runtime.device import Device
 from hadagen.space import Space, build_plan
@@ -192,7 +193,7 @@ def test_what_was_tuned_on_a_machine_does_not_change_the_arithmetic(
     hide_bundles(tmp_path, monkeypatch)
     mine = write(bundles.user_directory() / "mine.db", TRIALS, ONE)
     assert chosen(SMALL) == ONE
-    shipped = {"sm90": write(tmp_path / "sm90.db", [trial(4, TWO, {SMALL: 50.0, LARGE: 50.0})], TWO)}
+    shipped = {"sm90": write(tmp_path / "sm90.db", [trial(4, TWO, {LARGE: 50.0})], TWO)}
     monkeypatch.setattr(bundles, "shipped", lambda: shipped)
     assert chosen(SMALL) == chosen(LARGE) == TWO
     found = choose_from_bundles(PROBLEM, IN_PLACE, LARGE, DEVICE, batch_invariant=True)[1]
@@ -200,6 +201,23 @@ def test_what_was_tuned_on_a_machine_does_not_change_the_arithmetic(
     assert found[1].path == mine  # and what was tuned here is taken where it has that arithmetic
     monkeypatch.setenv(bundles.VARIABLE, str(mine))
     assert chosen(SMALL) == ONE
+
+
+def test_a_few_kernels_of_the_arithmetic_do_not_hide_many(bundle: Path) -> None:
+    few = write(bundle.parent / "0.db", [trial(7, TWO, {LARGE: 99.0})], TWO)
+    many = write(bundle, [trial(2, TWO, {SMALL: 3.0, LARGE: 10.0})], TWO)
+    for paths in ((few, many), (many, few)):
+        os.environ[bundles.VARIABLE] = os.pathsep.join(map(str, paths))
+        assert timed_in_bundles(PROBLEM, IN_PLACE, DEVICE, batch_invariant=True) == [SMALL, LARGE]
+        assert timed_in_bundles(PROBLEM, IN_PLACE, DEVICE) == ([LARGE] if paths[0] == few else [SMALL, LARGE])
+
+
+def test_what_names_the_kernel_of_a_call_knows_the_variable(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for flag in (False, True):
+        monkeypatch.setattr(choose, "BATCH_INVARIANT", flag)
+        found.append(best_config(PROBLEM, SMALL // 256, arch="sm90").launch)
+    assert [launch and launch.arithmetic for launch in found] == [ONE, TWO]
 
 
 @pytest.fixture

@@ -188,6 +188,14 @@ def test_a_worker_ends_with_its_parent(tmp_path: Any) -> None:
     assert not is_running(pid)
 
 
+def test_a_worker_runs_nothing_of_the_directory_that_it_starts_in(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, runner: DeviceRunner
+) -> None:
+    (tmp_path / "socket.py").write_text("raise SystemExit('this is no socket')")
+    monkeypatch.chdir(tmp_path)
+    assert [trial.outcome for _, trial in runner.run(variants("ok"))] == [Outcome.OK]
+
+
 def test_a_worker_does_not_run_the_script_of_its_parent_again(tmp_path: Any) -> None:
     """Many a training script does its work wherever it is imported."""
     script = tmp_path / "train.py"

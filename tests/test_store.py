@@ -6,16 +6,18 @@ import math
 import os
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import tempfile
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from sample_store import empty, path, store
-from sample_trials import H100, H200, PROBLEM, make_kernel, make_timing, make_trial, times, trial_lists
+from sample_trials import H100, H200, LAUNCH, PROBLEM, make_kernel, make_timing, make_trial, times, trial_lists
 
 from hadagen.errors import StorageError, UsageError
 from hadagen.problem import DType, Numerics, Rows
@@ -92,6 +94,22 @@ def test_recording_again_replaces(store: Store) -> None:
     assert store.trials() == [again]
     assert store.record(replace(again, kernel=None, errors={}, timings=())) == number
     assert store.trials()[0].kernel is None
+
+
+def test_a_kernel_learns_its_arithmetic_unless_it_is_damaged(store: Store, path: Path) -> None:
+    """A new seal must not make sound what was changed."""
+    older, newer = (replace(LAUNCH, arithmetic=name) for name in ("", "a" * 12))
+    first, second = (make_trial(n, kernel=make_kernel(launch=launch)) for n, launch in ((1, older), (2, newer)))
+    for damaged in (False, True):
+        store.record(first)
+        if damaged:
+            with closing(sqlite3.connect(path)) as connection, connection:
+                connection.execute("UPDATE hadagen_kernels SET registers = 99, arithmetic = ''")
+            with pytest.raises(StorageError, match="is damaged"):
+                store.record(second)
+        else:
+            store.record(second)
+            assert {trial.kernel and trial.kernel.launch for trial in store.checked()} == {newer}
 
 
 def test_timings_are_added_to_those_of_the_same_kernel(store: Store) -> None:

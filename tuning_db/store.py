@@ -214,8 +214,9 @@ def _kernel_row(session: Session, kernel: Kernel) -> KernelRow:
         del columns["launch"]
         row = KernelRow(**columns, seal=_seal_of_kernel(kernel))
     elif kernel.launch.arithmetic and not row.arithmetic:
+        stored = _kernel(row, blobs=True)  # which is sound, so that a new seal hides no damage
         row.arithmetic = kernel.launch.arithmetic
-        row.seal = _seal_of_kernel(_unchecked(row, blobs=True))
+        row.seal = _seal_of_kernel(replace(stored, launch=replace(stored.launch, arithmetic=row.arithmetic)))
     return row
 
 

@@ -29,9 +29,10 @@ _START_ATTEMPTS = 3
 _START_PAUSE_S = 1.0  # between attempts: the driver needs a moment to clear up after a killed process
 _START_TIMEOUT_S = 120.0
 _END_TIMEOUT_S = 10.0
-# What the process runs. It finds modules where this process does.
+# What the process runs. It finds modules where this process does, and none in the directory that it starts in.
 _PROGRAM = """
 import sys
+sys.path[:] = filter(None, sys.path)
 from multiprocessing.connection import Connection
 connection = Connection(int(sys.argv[1]))
 sys.path[:] = connection.recv()

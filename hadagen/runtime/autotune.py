@@ -15,7 +15,7 @@ from hadagen.errors import DeviceError, HadagenError, StorageError, ToolchainErr
 from hadagen.problem import Problem
 from hadagen.regimes import Destination
 from hadagen.runtime import bundles, compute, kernels
-from hadagen.runtime.choose import as_problem, is_settled
+from hadagen.runtime.choose import as_problem, is_settled, where_measured
 from hadagen.runtime.device import Device, cuda_device, cuda_index
 from hadagen.runtime.loading import cpus
 from hadagen.target import known_archs
@@ -39,9 +39,9 @@ def autotune(
     others on this machine. Nothing else should use the GPU meanwhile.
 
     Known recipes are compiled, verified against float64 and timed at all element counts, and then their nearest
-    neighbours. The winners go to a bundle in the user's data directory. If that has measured winners of the problem on
-    such a GPU, this function returns at once; `hadagen tune` searches further. Of several processes that call it, one
-    measures, and the others wait for its result.
+    neighbours. The winners go to a bundle in the user's data directory. If any bundle has measured winners of the
+    problem on such a GPU, as the shipped ones have of some, this function returns at once; `hadagen tune` searches
+    further. Of several processes that call it, one measures, and the others wait for its result.
 
     problem: a `Problem`, its key, such as "n4096-float16-fast", or the arguments of `Problem.of`:
         {"n": 4096, "dtype": torch.float16, "numerics": "fast"}.
@@ -59,6 +59,8 @@ def autotune(
         raise UsageError(f"seconds = {seconds!r} is not supported; give more than 0, at most {_MOST_SECONDS}")
     index, target = _measured_device(device)
     path = bundle_path(target.arch)
+    if (known := where_measured(wanted, target)) not in (None, path):
+        return known
     if find_spec("numpy") is None:
         raise ToolchainError("numpy is missing, with which kernels are verified; pip install numpy")
     try:

@@ -18,10 +18,12 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from hadagen.errors import StorageError, UsageError
@@ -37,6 +39,9 @@ from hadagen.tuning_db.bundle import Bundle, BundleEntry
 
 if TYPE_CHECKING:
     import torch
+
+# Whether calls that do not say want the same bits for a row in every call.
+BATCH_INVARIANT = os.environ.get("HADAGEN_BATCH_INVARIANT", "") not in ("", "0")
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -120,6 +125,17 @@ def timed_in_bundles(
     return list(best[1]) if best else []
 
 
+def where_measured(problem: Problem, device: Device) -> Path | None:
+    """The bundle whose kernels calls in place run, if kernels in both destinations were measured on a GPU of this name;
+    else None.
+
+    Raises as `choose_from_bundles` does.
+    """
+    best = [_best_bundle(problem, destination, device) for destination in Destination]
+    measured = [found[2].path for found in best if found and found[0] is Match.SAME_GPU]
+    return measured[0] if len(measured) == len(best) else None
+
+
 def is_settled(problem: Problem, destination: Destination, device: Device) -> bool:
     """Whether measuring on a device would change nothing for its calls: kernels were measured on a GPU of this name, or
     are pinned.
@@ -169,7 +185,8 @@ def _best_bundle(
                     badness = _badness(match, next(iter(found.values())))  # the same for all that are found
                     matching.append((badness, (match, found, bundle)))
             if matching:
-                return min(matching, key=lambda each: each[0])[1]
+                # A bundle with few kernels of an arithmetic must not hide one with more.
+                return min(matching, key=lambda each: (each[0], -len(each[1][1]) if batch_invariant else 0))[1]
     return None
 
 
@@ -301,7 +318,7 @@ def best_config(
     *,
     arch: str | None = None,
     inplace: bool = False,
-    batch_invariant: bool = False,
+    batch_invariant: bool | None = None,
 ) -> BestConfig:
     """The kernel that `hadamard_transform` runs for a [rows, n] tensor; nothing is run. With `arch` it needs no GPU.
 
@@ -313,7 +330,8 @@ def best_config(
         of a GPU, such as "NVIDIA H100 80GB HBM3", or any GPU of that arch. Where neither the bundles nor hadagen know
         a GPU of that name, the `match` is ESTIMATED at best.
     inplace: whether the result overwrites the input.
-    batch_invariant: as in the call.
+    batch_invariant: as in the call. If True, a `match` of GENERIC also stands for a call that raises, because others
+        have kernels.
 
     Raises `UsageError` for missing or too many arguments, a bad problem, flag or arch, a device of another arch,
     rows below 1, or if there is no device; `StorageError` if HADAGEN_BUNDLE names a file that is damaged or no bundle.
@@ -321,6 +339,8 @@ def best_config(
     problem, rows = as_problem(problem), as_int(rows)
     if not is_count(rows):
         raise UsageError(f"rows = {rows!r} is not supported; give a whole number of rows, at least 1")
+    if batch_invariant is None:
+        batch_invariant = BATCH_INVARIANT
     for name, flag in (("inplace", inplace), ("batch_invariant", batch_invariant)):
         if not is_flag(flag):
             raise UsageError(f"{name} = {flag!r} is not supported; give True or False")

@@ -28,7 +28,7 @@ from hadagen.problem import MAX_LOG2_N, DType, Numerics, Problem, Rows, padded_l
 from hadagen.regimes import Destination, nearest
 from hadagen.runtime import bundles
 from hadagen.runtime.arguments import as_int, is_count, is_flag
-from hadagen.runtime.choose import choose_from_bundles, is_served, timed_in_bundles
+from hadagen.runtime.choose import BATCH_INVARIANT, choose_from_bundles, is_served, timed_in_bundles
 from hadagen.runtime.device import Device, cuda_device, cuda_index, how_to_get_kernels
 from hadagen.runtime.loading import compile_missing, load
 from hadagen.runtime.proof import TORCH_DTYPE
@@ -58,9 +58,6 @@ _loaded: dict[tuple[int, str], LoadedKernel] = {}  # by device and digest: bucke
 _unfit: dict[int, dict[str, HadagenError]] = defaultdict(dict)  # device → digest → why the kernel does not run there
 _unserved: set[int] = set()  # devices for which the user was warned that no bundle serves them
 _lock = threading.Lock()  # for entering into `_timed` and `_found`
-
-# Whether calls that do not say want the same bits for a row in every call.
-BATCH_INVARIANT = os.environ.get("HADAGEN_BATCH_INVARIANT", "") not in ("", "0")
 
 # torch.cuda.current_stream builds an object, which takes longer than the launch.
 raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None) or (
@@ -139,6 +136,8 @@ def warmup(
     batch_invariant: as in the later calls; by default what HADAGEN_BATCH_INVARIANT says.
 
     Tensors whose rows have gaps, or whose address is no multiple of 16 bytes, have other kernels, which are loaded too.
+    With HADAGEN_AUTOTUNE=1, each problem that these calls may ask for is measured first, if it was not yet.
+
     Returns the number of different kernels that the calls may run; 0 if PyTorch does the work.
 
     Raises `UsageError` for a bad argument or a missing device, `DeviceError` if a kernel cannot be loaded while a graph

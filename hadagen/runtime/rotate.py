@@ -13,8 +13,9 @@ from typing import NamedTuple
 import torch
 
 from hadagen.errors import TensorError
-from hadagen.runtime import compute, fallback, kernels
+from hadagen.runtime import compute, fallback
 from hadagen.runtime.checks import check_call, check_like, check_writable
+from hadagen.runtime.choose import BATCH_INVARIANT
 from hadagen.runtime.linear import LinearOperator
 
 
@@ -204,5 +205,5 @@ def rotate(
     """
     orders = [] if matrix is None else [order]
     return ROTATE.apply(
-        x, Operands(matrix, orders, None, None, n, False, transposed, scale, "accurate", kernels.BATCH_INVARIANT)
+        x, Operands(matrix, orders, None, None, n, False, transposed, scale, "accurate", BATCH_INVARIANT)
     )

@@ -20,7 +20,7 @@ from hadagen.runtime.checks import (
     check_tensor,
     stands_for_a_tensor,
 )
-from hadagen.runtime.kernels import BATCH_INVARIANT
+from hadagen.runtime.choose import BATCH_INVARIANT
 from hadagen.runtime.named import matrix_of
 from hadagen.runtime.rotate import ROTATE, Operands, check, unpack
 

@@ -20,8 +20,8 @@ from hadagen.runtime.checks import (
     is_symbolic,
     stands_for_a_tensor,
 )
+from hadagen.runtime.choose import BATCH_INVARIANT
 from hadagen.runtime.compute import Options, calls, key_of
-from hadagen.runtime.kernels import BATCH_INVARIANT
 
 # Needed in every call, so that they are looked up only once.
 _Tensor = torch.Tensor
