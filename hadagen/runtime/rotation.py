@@ -75,7 +75,7 @@ class Rotation(torch.nn.Module):
         if self.n % self.block:
             raise UsageError(f"block = {self.block} does not divide n = {self.n}; choose one that does")
         orders = None if k is None else tuple(_count(order, "k") for order in (k if isinstance(k, Iterable) else [k]))
-        self._types: list[torch.dtype] = []  # of given matrices
+        self._given: list[torch.Tensor] = []  # the matrices, on the CPU, of the types in which they were given
         self._no_inverse: str | None = None  # why there is none
         if isinstance(matrix, str):
             if orders is not None:
@@ -83,10 +83,10 @@ class Rotation(torch.nn.Module):
             self.name, self.k = matrix, find_orders(matrix, self.block, orders)
             matrices, squares = [matrix_of(matrix, order) for order in self.k], [float(order) for order in self.k]
         else:
-            matrices, self._types = _given(matrix)
+            matrices, self._given = _given(matrix)
             self.name, self.k = _GIVEN, tuple(len(each) for each in matrices)
             _check_orders(self.k, orders, self.block)
-            self._no_inverse = next(filter(None, map(_why_not_orthogonal, matrices, self._types)), None)
+            self._no_inverse = next(filter(None, map(_why_not_orthogonal, matrices, self._given)), None)
             squares = [_mean_square_of_rows(each) for each in matrices]
         self.signs, self.signs_after = (
             None if values is None else _signs(values, name, self.block)
@@ -201,7 +201,7 @@ class Rotation(torch.nn.Module):
             )
         signs: dict[str, Any] = {"signs": self.signs, "signs_after": self.signs_after}
         if self.name == _GIVEN:
-            part = Rotation(mine, self._given_matrices, block=self.block, **signs)
+            part = Rotation(mine, self._given, block=self.block, **signs)
         else:
             part = Rotation(mine, self.name, k=self.k, block=self.block, **signs)
         part._to_device(self._device)
@@ -218,7 +218,7 @@ class Rotation(torch.nn.Module):
         if self.name == _GIVEN:
             factors: list[dict[str, Any]] = [
                 {"order": len(each), "dtype": str(each.dtype).removeprefix("torch."), "entries": each.tolist()}
-                for each in self._given_matrices
+                for each in self._given
             ]
         else:
             factors = [{"order": order, "sha256": find_matrix(self.name, order).digest} for order in self.k]
@@ -249,6 +249,8 @@ class Rotation(torch.nn.Module):
             raise UsageError(f"data has no valid {error}; pass what to_dict returned") from None
         except (TypeError, ValueError, OverflowError, RuntimeError) as error:
             raise UsageError(f"data is no rotation ({error}); pass what to_dict returned") from None
+        if made.k != orders:
+            raise UsageError(f"data has factors of the orders {orders}, not {made.k}; pass what to_dict returned")
         for order, digest in zip(made.k, stored, strict=True):
             known = find_matrix(name, order).digest
             if digest != known:
@@ -329,12 +331,15 @@ class Rotation(torch.nn.Module):
         if not stands_for_a_tensor(x):
             check_is_tensor(x, "x")
             check_destination(x, inplace, out)
-            if not torch.compiler.is_dynamo_compiling():  # where the operator's own checks do more for the message
+            compiling = torch.compiler.is_dynamo_compiling()  # where the operator's own checks do more for the message
+            if not compiling:
+                check_tensor(x)
+            if x.dim() and x.shape[-1] != self.n:
+                raise TensorError(f"the last dimension of x is {x.shape[-1]}; this rotation takes {self.n}")
+            if not compiling:
                 check(x, options)
                 if out is not None:
                     check_like(x, out)
-            if x.dim() and x.shape[-1] != self.n:
-                raise TensorError(f"the last dimension of x is {x.shape[-1]}; this rotation takes {self.n}")
         return cast(torch.Tensor, ROTATE.dispatch(x, options, inplace, out))
 
     def _check_inverse(self) -> None:
@@ -347,12 +352,6 @@ class Rotation(torch.nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._to_device(self._device)
         return self
-
-    @property
-    def _given_matrices(self) -> list[torch.Tensor]:
-        """On the CPU, of the types in which they were given."""
-        matrices = unpack(self._operands["_matrices"], self.k)
-        return [each.to(dtype) for each, dtype in zip(matrices, self._types, strict=True)]
 
     @property
     def _device(self) -> torch.device:
@@ -382,21 +381,27 @@ def _count(value: Any, name: str) -> int:
     return int(value)
 
 
-def _given(matrix: Any) -> tuple[list[torch.Tensor], list[torch.dtype]]:
-    """The matrices in float64 on the CPU, and a type for each, which holds it exactly and tells how exact it is."""
+def _given(matrix: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The matrices as operands, and copies of them, of types that hold them and tell how exact they are. On the CPU.
+
+    Operands have one type. One that is not of −1, 0 and 1 alone is divided by a power of two, which is exact, so that
+    neither the norm of a row nor the scale of the whole is far from 1.
+    """
     given = [matrix] if isinstance(matrix, torch.Tensor) else matrix
     if not isinstance(given, Sequence) or not all(isinstance(each, torch.Tensor) for each in given):
         raise TypeError(f"matrix is a {type(matrix).__name__}; pass a name, a K×K tensor or a list of them")
     if not given:
         raise UsageError("matrix is an empty list; pass a name, a K×K tensor or a list of them")
     matrices = [_checked(each) for each in given]
-    types = []
+    copies, operands = [], []
     for wide, each in zip(matrices, given, strict=True):
         whole = bool(((wide == 0) | (wide.abs() == 1)).all())
-        types.append(torch.int8 if whole else each.dtype if each.dtype in DTYPES else torch.float64)
-    # One type for all operands: the least that holds them.
-    packed = torch.int8 if set(types) == {torch.int8} else torch.float64 if torch.float64 in types else torch.float32
-    return [wide.to(packed) for wide in matrices], types
+        copies.append(wide.to(torch.int8 if whole else each.dtype if each.dtype in DTYPES else torch.float64))
+        operands.append(wide if whole else wide / 2.0 ** (math.frexp(_mean_square_of_rows(wide))[1] // 2))
+    types = {each.dtype for each in copies}
+    # The least that holds all operands.
+    packed = torch.int8 if types == {torch.int8} else torch.float64 if torch.float64 in types else torch.float32
+    return [operand.to(packed) for operand in operands], copies
 
 
 def _checked(matrix: torch.Tensor) -> torch.Tensor:
@@ -420,12 +425,15 @@ def _checked(matrix: torch.Tensor) -> torch.Tensor:
     return copy
 
 
-def _why_not_orthogonal(matrix: torch.Tensor, given: torch.dtype) -> str | None:
-    """The sentence; None for a matrix whose rows are orthogonal and of the same norm, up to roundings of its type."""
+def _why_not_orthogonal(matrix: torch.Tensor, given: torch.Tensor) -> str | None:
+    """The sentence; None for a matrix whose rows are orthogonal and of the same norm, up to roundings of its type.
+
+    given: the matrix of the type in which it was given.
+    """
     wide = matrix.double()
     apart = wide @ wide.T / _mean_square_of_rows(wide) - torch.eye(len(wide), dtype=torch.float64, device="cpu")
     most = float(apart.abs().max())
-    tolerance = max(_LEAST_TOLERANCE, 4 * torch.finfo(given).eps if given.is_floating_point else 0.0)
+    tolerance = max(_LEAST_TOLERANCE, 4 * torch.finfo(given.dtype).eps if given.is_floating_point() else 0.0)
     if most <= tolerance:
         return None
     return (
