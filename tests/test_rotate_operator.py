@@ -277,6 +277,7 @@ def test_torch_fx_traces_a_module() -> None:
     assert torch.equal(torch.fx.symbolic_trace(model)(x), model(x))
 
 
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("given", [False, True])
 def test_torch_jit_traces_a_module(given: bool) -> None:
     rotation = Rotation(40, torch.linalg.qr(normal(20, 20)).Q) if given else Rotation(40, "dao", k=20, **SIGNS)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -352,6 +353,15 @@ def test_the_matrix_of_a_checkpoint_of_compressed_tensors(size: int, order: int 
 def test_k_of_1_means_no_other_matrix() -> None:
     assert Rotation(64, k=1).to_dict() == Rotation(64).to_dict()
     assert Rotation(48, "quarot", k=(1, 12)).k == (12,)
+    with pytest.raises(UsageError, match="n = 96 is not a power of two, so other orders are needed; 12 · 8 gives it"):
+        Rotation(96, k=1)
+
+
+@pytest.mark.parametrize(
+    "k", [28, [28], torch.tensor(28), torch.tensor([28]), np.array(28), np.array([28]), iter([28])]
+)
+def test_k_is_an_integer_of_any_kind_or_several(k: Any) -> None:
+    assert Rotation(112, k=k).k == (28,)
 
 
 def test_its_deterministic_matrix_too() -> None:
@@ -401,6 +411,9 @@ def test_moves_and_casts_keep_the_operands() -> None:
         made = Rotation(28, a, signs=[1] * 28)
     assert made(x.to("meta")).device.type == "meta"
     assert torch.equal(made.to_empty(device="cpu")(x), Rotation(28, a)(x))
+    for move in (lambda r: r.to("meta"), lambda r: r.to_empty(device="meta"), lambda r: r.to("meta").shard(0, 2)):
+        for n, block in ((64, 32), (96, 48)):
+            assert move(Rotation(n, block=block)).matrix().device.type == "meta"
     a.zero_()
     assert torch.equal(model[1](x), wanted), "the matrix was not copied"
 
@@ -422,6 +435,9 @@ SINGULAR = torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
         ((208,), {"k": 13}, r"13 · 2\^4 = 208: no Hadamard matrix of order 13; 52 · 4 gives it"),
         ((208,), {"k": 0}, "k = 0 is not possible"),
         ((208,), {"k": "52"}, "k = '5' is not possible"),
+        ((208,), {"k": 52.0}, "k = 52.0 is not possible"),
+        ((208,), {"k": torch.tensor(52.0)}, r"k = tensor\(52.\) is not possible"),
+        ((4**22, "regular"), {}, "a block of regular has 17592186044416 elements; choose blocks of at most 67108864"),
         ((160, "dao"), {}, "is 40 · 4 and 20 · 8 with matrices of dao"),
         ((64, "hadamard"), {}, "matrix 'hadamard' is not known"),
         ((64, "given"), {}, "matrix 'given' is not known"),
@@ -491,7 +507,26 @@ def test_a_wrong_type_is_one_sentence(arguments: tuple[Any, ...], options: dict[
         (lambda r: r.fold_into(torch.ones(3, 24), "both"), UsageError, "side 'both' is not known"),
         (lambda r: r.fold_into(torch.ones(3, 24), "input", torch.ones(3)), UsageError, "a bias does not change"),
         (lambda r: r.fold_into(None, "input"), TypeError, "weight is a NoneType"),
-        (lambda r: r.fold_into(torch.ones(24, 3), "output", torch.ones(3)), TensorError, "last dimension of x is 3"),
+        (lambda r: r.fold_into(torch.ones(24, 3), "output", torch.ones(3)), TensorError, r"bias has the shape \(3,\)"),
+        (lambda r: r.fold_into(torch.ones(24, 3), "output", torch.ones(())), TensorError, r"bias has the shape \(\)"),
+        (
+            lambda r: r.fold_into(torch.ones(3, 24).int(), "input"),
+            TensorError,
+            "weight is a strided int32 tensor; pass",
+        ),
+        (lambda r: r.fold_into(torch.ones(3, 24).to_sparse(), "input"), TensorError, "weight is a sparse_coo float32"),
+        (
+            lambda r: r.fold_into(torch.ones(24, 3), "output", torch.ones(24).int()),
+            TensorError,
+            "bias is a strided int32 tensor",
+        ),
+        (
+            lambda r: r.fold_into(torch.ones(24, 3), "output", torch.ones(24, device="meta")),
+            TensorError,
+            "bias is on meta but the rotation on cpu; move one",
+        ),
+        (lambda r: r.matrix("float32"), UsageError, "dtype 'float32' is not possible; pass one of torch.float16, "),
+        (lambda r: r.matrix(torch.int32), UsageError, "dtype 'int32' is not possible; pass one of torch.float16, "),
         (lambda r: r.shard(0, 2), UsageError, "n / world = 24 / 2 is no multiple of block = 24"),
         (lambda r: r.shard(2, 2), UsageError, "rank = 2 is not possible; it must be from 0 to 1"),
         (lambda r: r.shard(0, 0), UsageError, "world = 0 is not possible"),

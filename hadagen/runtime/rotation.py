@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -29,6 +29,8 @@ _GIVEN = "given"
 # at least this much, because many matrices are computed in float32.
 _LEAST_TOLERANCE = 1e-5
 _ROWS_AT_A_TIME = 1024
+# The largest block with the regular matrix, whose diagonal is stored.
+_MAX_REGULAR = 1 << 26
 
 
 class Rotation(torch.nn.Module):
@@ -55,6 +57,7 @@ class Rotation(torch.nn.Module):
     Raises `UsageError` for values that are not possible, and TypeError for an argument of a wrong type.
     """
 
+    _place: torch.Tensor  # empty, so that a rotation without operands has a device too
     _matrices: torch.Tensor | None
     _before: torch.Tensor | None
     _after: torch.Tensor | None
@@ -74,7 +77,7 @@ class Rotation(torch.nn.Module):
         self.block = self.n if block is None else _count(block, "block")
         if self.n % self.block:
             raise UsageError(f"block = {self.block} does not divide n = {self.n}; choose one that does")
-        orders = None if k is None else tuple(_count(order, "k") for order in (k if isinstance(k, Iterable) else [k]))
+        orders = None if k is None else _orders(k)
         self._given: list[torch.Tensor] = []  # the matrices, on the CPU, of the types in which they were given
         self._no_inverse: str | None = None  # why there is none
         if isinstance(matrix, str):
@@ -97,15 +100,22 @@ class Rotation(torch.nn.Module):
         self._scale = repr((rest * math.prod(squares)) ** -0.5)
         self._swapped = self.name == "regular"
         before, after = self.signs, self.signs_after
+        if self._swapped and self.block > _MAX_REGULAR:
+            raise UsageError(f"a block of regular has {self.block} elements; choose blocks of at most {_MAX_REGULAR}")
         if self._swapped:  # the regular matrix is D · H · P · D, where P exchanges bits
             diagonal = _regular_diagonal(self.block)
             before, after = (diagonal if each is None else each * diagonal for each in (before, after))
         # The operands. Buffers are copies of them on the module's device.
         packed = torch.cat([each.flatten() for each in matrices]) if matrices else None
-        self._operands = {"_matrices": packed, "_before": before, "_after": after}
+        self._operands = {
+            "_place": torch.empty(0, dtype=torch.int8, device="cpu"),
+            "_matrices": packed,
+            "_before": before,
+            "_after": after,
+        }
         for name, operand in self._operands.items():
             self.register_buffer(name, operand, persistent=False)
-        self._to_device(_default_device())
+        self._to_device(torch.empty(0).device)  # get_default_device ignores `with torch.device` in PyTorch 2.6
 
     def forward(
         self,
@@ -149,7 +159,13 @@ class Rotation(torch.nn.Module):
         return self._run(x, inplace, out, numerics, batch_invariant, True)
 
     def matrix(self, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-        """M, with r(x) = x · M: [n, n] of a floating-point type, on the module's device."""
+        """M, with r(x) = x · M: [n, n], on the module's device.
+
+        dtype: float16, bfloat16, float32 or float64. Raises `UsageError` for another.
+        """
+        if dtype not in DTYPES:
+            plain = str(dtype).removeprefix("torch.")
+            raise UsageError(f"dtype {plain!r:.80} is not possible; pass one of {', '.join(map(str, DTYPES))}")
         return self(torch.eye(self.n, dtype=dtype, device=self._device))  # type: ignore[no-any-return]
 
     def fold_into(
@@ -166,8 +182,7 @@ class Rotation(torch.nn.Module):
         Raises TypeError if weight or bias is no tensor; `UsageError` for another side, and for "input" if a given
         matrix is not orthogonal; `TensorError` for a weight or bias that does not fit.
         """
-        check_is_tensor(weight, "weight")
-        check_tensor(weight)
+        self._check_part(weight, "weight")
         if side not in ("input", "output"):
             raise UsageError(f"side {side!r:.80} is not known; choose input or output")
         axis = -1 if side == "input" else -2
@@ -179,11 +194,12 @@ class Rotation(torch.nn.Module):
             if bias is not None:
                 raise UsageError("a bias does not change if the input is rotated; leave it out")
             return self(weight)  # type: ignore[no-any-return]
+        if bias is not None:
+            self._check_part(bias, "bias")
+            if not bias.dim() or bias.shape[-1] != self.n:
+                raise TensorError(f"bias has the shape {tuple(bias.shape)}; its last dimension must be {self.n}")
         folded = self(weight.mT).mT.contiguous()
-        if bias is None:
-            return cast(torch.Tensor, folded)
-        check_is_tensor(bias, "bias")
-        return folded, self(bias)
+        return folded if bias is None else (folded, self(bias))
 
     def shard(self, rank: int, world: int) -> Rotation:
         """The rotation of what rank `rank` of `world` holds if the last dimension is split evenly over the ranks.
@@ -342,6 +358,22 @@ class Rotation(torch.nn.Module):
                     check_like(x, out)
         return cast(torch.Tensor, ROTATE.dispatch(x, options, inplace, out))
 
+    def _check_part(self, part: Any, name: str) -> None:
+        """Raises TypeError and `TensorError`, with the name, for a tensor of a layer that cannot be rotated."""
+        check_is_tensor(part, name)
+        if part.is_nested or part.layout is not torch.strided or part.dtype not in DTYPES:
+            kind = (
+                "nested"
+                if part.is_nested
+                else " ".join(str(e).removeprefix("torch.") for e in (part.layout, part.dtype))
+            )
+            raise TensorError(f"{name} is a {kind} tensor; pass a dense one of {', '.join(map(str, DTYPES))}")
+        needed = any(each is not None for each in (self._matrices, self._before, self._after))
+        if needed and part.device != self._device:
+            raise TensorError(
+                f"{name} is on {part.device} but the rotation on {self._device}; move one of them with .to"
+            )
+
     def _check_inverse(self) -> None:
         if self._no_inverse is not None:
             raise UsageError(self._no_inverse)
@@ -355,18 +387,13 @@ class Rotation(torch.nn.Module):
 
     @property
     def _device(self) -> torch.device:
-        return next((each.device for each in self._buffers.values() if each is not None), _default_device())
+        return self._place.device
 
     def _to_device(self, device: torch.device) -> None:
         for name, operand in self._operands.items():
             if operand is not None:
                 wide = operand.dtype == torch.float64 and device.type == "mps"  # which has no float64
                 self._buffers[name] = (operand.float() if wide else operand).to(device)
-
-
-def _default_device() -> torch.device:
-    """Of new tensors. (torch.get_default_device does not know a `with torch.device` in PyTorch 2.6.)"""
-    return torch.empty(0).device
 
 
 _STORED = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.int8, *DTYPES)}
@@ -379,6 +406,15 @@ def _count(value: Any, name: str) -> int:
         said = f"an integer of {value.bit_length()} bits" if huge else f"{value!r:.80}"
         raise UsageError(f"{name} = {said} is not possible; it must be an integer from 1 to 2^63 - 1")
     return int(value)
+
+
+def _orders(k: Any) -> tuple[int, ...]:
+    whole = as_int(k)
+    try:
+        orders = [whole] if isinstance(whole, int) else list(k)
+    except TypeError:  # for arrays without a dimension too, which have __iter__
+        orders = [k]
+    return tuple(_count(order, "k") for order in orders)
 
 
 def _given(matrix: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
