@@ -332,7 +332,6 @@ def test_names_of_sglang() -> None:
         ({"out": torch.ones(8)}, TensorError, "out has the shape"),
         ({"out": torch.ones(1, 8).expand(2, 8)}, TensorError, "share memory"),
     ],
-    ids=str,
 )
 def test_bad_calls_of_sglang_are_one_sentence(changes: dict[str, Any], kind: type[Exception], message: str) -> None:
     arguments: dict[str, Any] = {"x": torch.ones(2, 8), "signs1": torch.ones(8), "signs2": torch.ones(8)}

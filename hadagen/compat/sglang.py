@@ -7,7 +7,7 @@ They are those of `hadagen.compat.fast_hadamard_transform` by other names.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.overrides import handle_torch_function
@@ -55,7 +55,7 @@ def hadamard_transform_with_signs(
     """
     if stands_for_a_tensor(x):
         arguments = (x, signs1, signs2, scale, out)
-        return cast(torch.Tensor, handle_torch_function(hadamard_transform_with_signs, (x,), *arguments))
+        return handle_torch_function(hadamard_transform_with_signs, (x,), *arguments)
     check_is_tensor(x, "x")
     check_tensor(x)
     _check_signs(signs1, "signs1", x)
