@@ -260,22 +260,26 @@ def _given_orders(name: str, n: int, k: tuple[int, ...]) -> tuple[int, ...]:
         raise UsageError(f"k = {_plain(k)} has no meaning for regular, whose order is n; leave k out")
     size = prod(k)
     if n % size or not _is_power_of_two(n // size):
-        raise UsageError(f"n = {n} is not k = {_plain(k)} times a power of two; {_advice('', n)}")
+        asked = f"k = {_plain(k)} times a power of two" if k else "a power of two, so other orders are needed"
+        raise UsageError(f"n = {n} is not {asked}; {_advice(name, n)}")
     for order in k:
         if (name, order) not in _TABLE:
             whose = "no Hadamard matrix" if ("auto", order) not in _TABLE else f"{name} has no matrix"
             power = (n // size).bit_length() - 1
-            raise UsageError(f"{_plain(k)} · 2^{power} = {n}: {whose} of order {order}; {_advice('', n)}")
+            raise UsageError(f"{_plain(k)} · 2^{power} = {n}: {whose} of order {order}; {_advice(name, n)}")
     return k
 
 
 def _advice(name: str, n: int) -> str:
     """What gives n, or the next n that something gives."""
-    orders = None if name == "auto" else auto_orders(n)
+    orders = auto_orders(n)
     if orders is not None:
         rest = n // prod(orders)
         gives = " · ".join(map(str, (*orders, rest) if rest > 1 or not orders else orders))
-        return f"{gives} gives it" if not name else f"auto gives it as {gives}"
+        return f"{gives} gives it" if name == "auto" else f"auto gives it as {gives}"
+    for order in _CONSTRUCTED:  # which the rule of auto does not take
+        if n % order == 0 and _is_power_of_two(n // order):
+            return f"give k={order}" if name == "auto" else f"auto with k={order} gives it"
     # What auto gives has an odd part below 2^12.
     step = 1 << max(n.bit_length() - 12, 0)
     following = n - n % step + step

@@ -226,8 +226,9 @@ def test_matrices_of_quarot() -> None:
     ("options", "rotation"),
     [
         ({}, of_order("quarot", 12, 24) * 24**-0.5),
-        ({"had_dim": 8}, torch.block_diag(*[matrix(8) * 8**-0.5] * 3)),
-        ({"had_dim": 8, "R2": normal(8, 8)}, torch.block_diag(*[normal(8, 8)] * 3)),
+        ({"R2": normal(8, 8)}, of_order("quarot", 12, 24) * 24**-0.5),
+        ({"had_dim": np.int64(8)}, torch.block_diag(*[matrix(8) * 8**-0.5] * 3)),
+        ({"had_dim": 8, "R2": normal(8, 8).requires_grad_()}, torch.block_diag(*[normal(8, 8)] * 3)),
     ],
     ids=str,
 )
@@ -253,7 +254,36 @@ def test_folding_into_a_layer_as_quarot_does(options: dict[str, Any], rotation: 
         (lambda: quarot.matmul_hadU(torch.ones(12).long()), TensorError, "x has the type int64"),
         (lambda: quarot.matmul_hadU(torch.tensor(1.0)), TensorError, "x has no dimension"),
         (lambda: quarot.matmul_hadU_cuda(torch.ones(24), None, 12), UsageError, "hadK is None but K = 12"),
-        (lambda: quarot.matmul_hadU_cuda(torch.ones(24), torch.ones(3, 3), 12), TensorError, "matrices has the shape"),
+        (
+            lambda: quarot.matmul_hadU_cuda(torch.ones(24), torch.ones(3, 3), 12),
+            TensorError,
+            r"hadK has the shape \(3, 3\); it",
+        ),
+        (lambda: quarot.matmul_hadU_cuda([1.0], torch.ones(3, 3), 3), TypeError, "X is a list; pass a torch.Tensor"),
+        (lambda: quarot.matmul_hadU_cuda(torch.ones(24), [[1.0]], 12), TypeError, "hadK is a list; pass"),
+        (lambda: quarot.matmul_hadU_cuda(torch.ones(24), torch.ones(144), 12), TensorError, r"hadK has the .*\(144,\)"),
+        (lambda: quarot.matmul_hadU_cuda(torch.ones(3), torch.eye(3).cfloat(), 3), TensorError, "strided complex64"),
+        (lambda: quarot.matmul_hadU_cuda(torch.ones(3), torch.eye(3).to_sparse(), 3), TensorError, "sparse_coo float"),
+        (lambda: quarot.matmul_hadU_cuda(torch.ones(3), torch.eye(3).to("meta"), 3), TensorError, "tensor on meta; "),
+        (lambda: quarot.matmul_hadU_cuda(torch.ones(3), torch.eye(3), 3.0), UsageError, "K = 3.0 is not possible"),
+        (lambda: quarot.matmul_hadU_cuda(torch.ones(3), torch.eye(3), None), UsageError, "K = None is not possible"),
+        (lambda: quarot.matmul_hadU_cuda(torch.ones(3), torch.eye(3), 0), UsageError, "K = 0 is not possible"),
+        (
+            lambda: quarot.apply_exact_had_to_linear(torch.nn.Linear(8, 8), "8"),
+            UsageError,
+            "had_dim = '8' is not a power",
+        ),
+        (
+            lambda: quarot.apply_exact_had_to_linear(torch.nn.Linear(8, 8), 4.0),
+            UsageError,
+            "had_dim = 4.0 is not a power",
+        ),
+        (lambda: quarot.apply_exact_had_to_linear(torch.nn.Linear(8, 8), 4, R2=[1]), TypeError, "R2 is a list"),
+        (
+            lambda: quarot.apply_exact_had_to_linear(torch.nn.Linear(8, 8), 4, R2=torch.eye(8)),
+            TensorError,
+            r"R2 has the shape \(8, 8\); it must be \(4, 4\)",
+        ),
         (lambda: quarot.matmul_hadU_cuda(torch.ones(24), torch.ones(5, 5), 5), TensorError, "n = 24 is not 5 times"),
         (lambda: quarot.apply_exact_had_to_linear(None), TypeError, "module is a NoneType"),
         (lambda: quarot.apply_exact_had_to_linear(torch.nn.Linear(8, 8), 3), UsageError, "had_dim = 3 is not a power"),
@@ -281,6 +311,32 @@ def test_names_of_sglang() -> None:
     y = sglang.hadamard_transform_with_signs(x, first.float(), second, 0.25)
     torch.testing.assert_close(y, (x * first) @ matrix(16) * second / 4)
     assert sglang.hadamard_transform_with_signs(x.half(), first.float(), second.char()).dtype == torch.float16
+    for out in (torch.empty(16, 3, dtype=x.dtype).t(), x):
+        assert sglang.hadamard_transform_with_signs(x, first, second, 0.25, out=out) is out
+        assert torch.equal(out, y)
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "message"),
+    [
+        ({"x": [1.0]}, TypeError, "x is a list"),
+        ({"x": torch.ones(2, 8).long()}, TensorError, "x has the type int64"),
+        ({"x": torch.tensor(1.0)}, TensorError, "x has no dimension"),
+        ({"signs1": [1.0] * 8}, TypeError, "signs1 is a list"),
+        ({"signs1": torch.ones(1)}, TensorError, r"signs1 has the shape \(1,\); it must be \(8,\)"),
+        ({"signs2": torch.ones(2, 8)}, TensorError, r"signs2 has the shape \(2, 8\); it must be \(8,\)"),
+        ({"signs2": torch.ones(8).cfloat()}, TensorError, "signs2 is a strided complex64 tensor; pass a dense one"),
+        ({"signs2": torch.ones(8).to_sparse()}, TensorError, "signs2 is a sparse_coo float32 tensor"),
+        ({"signs2": torch.ones(8, device="meta")}, TensorError, "signs2 is on meta but x on cpu"),
+        ({"out": 3}, TypeError, "out is a int"),
+        ({"out": torch.ones(8)}, TensorError, "out has the shape"),
+        ({"out": torch.ones(1, 8).expand(2, 8)}, TensorError, "share memory"),
+    ],
+)
+def test_bad_calls_of_sglang_are_one_sentence(changes: dict[str, Any], kind: type[Exception], message: str) -> None:
+    arguments: dict[str, Any] = {"x": torch.ones(2, 8), "signs1": torch.ones(8), "signs2": torch.ones(8)}
+    with pytest.raises(kind, match=message):
+        sglang.hadamard_transform_with_signs(**arguments | changes)
 
 
 def call_both(x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -293,7 +349,8 @@ def call_all_of_hadacore(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor
 
 def call_others(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     rotated = quarot.matmul_hadU_cuda(quarot.matmul_hadU(x), *quarot.get_hadK(24))
-    return fast.hadamard_transform_12N(x, 0.5, exact=True), rotated
+    signed = sglang.hadamard_transform_with_signs(x, torch.ones(24), -torch.ones(24))
+    return fast.hadamard_transform_12N(x, 0.5, exact=True), rotated, signed
 
 
 @pytest.mark.parametrize(
@@ -355,6 +412,8 @@ def test_heads_of_a_row_in_place() -> None:
         fast.hadamard_transform_28N,
         hadacore.hadamard_transform,
         quarot.matmul_hadU,
+        lambda x: quarot.matmul_hadU_cuda(x, torch.eye(4), 4),
+        lambda x: sglang.hadamard_transform_with_signs(x, torch.ones(8), -torch.ones(8)),
     ],
 )
 def test_compile_without_graph_break(function: Callable[..., torch.Tensor]) -> None:

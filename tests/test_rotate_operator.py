@@ -277,6 +277,16 @@ def test_torch_fx_traces_a_module() -> None:
     assert torch.equal(torch.fx.symbolic_trace(model)(x), model(x))
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("given", [False, True])
+def test_torch_jit_traces_a_module(given: bool) -> None:
+    rotation = Rotation(40, torch.linalg.qr(normal(20, 20)).Q) if given else Rotation(40, "dao", k=20, **SIGNS)
+    assert all(hasattr(rotation, name) for name in dir(rotation) if name != "__abstractmethods__")
+    model = torch.nn.Sequential(torch.nn.Linear(40, 40), rotation).double()
+    x = normal(7, 40)
+    assert torch.equal(torch.jit.trace(model, normal(3, 40))(x), model(x))
+
+
 def test_export() -> None:
     rows = torch.export.Dim("rows", min=2)
     program = torch.export.export(R, (normal(3, 40),), dynamic_shapes=({0: rows},), strict=False)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -129,6 +130,16 @@ def test_any_matrix_of_any_order_in_any_block(k: int, m: int, rows: int, seed: i
         small.setattr(fallback, "_CPU_BLOCK", 64)
         y = r.inverse(x) if transposed else r(x)
     torch.testing.assert_close(y, x @ (wanted.T if transposed else wanted), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("factor", [1e-140, 1e-40, 3.0, 1e45, 1e140])
+def test_the_norm_of_a_given_matrix_does_not_matter(factor: float) -> None:
+    a, x = torch.linalg.qr(normal(12, 12)).Q * factor, normal(2, 96)
+    r, wanted = Rotation(96, a), Rotation(96, a / factor)
+    torch.testing.assert_close(r(x), wanted(x))
+    torch.testing.assert_close(r(x.float()), wanted(x.float()))
+    torch.testing.assert_close(r.inverse(r(x)), x)
+    assert r.to_dict()["factors"][0]["entries"] == a.tolist()
 
 
 def test_sixteen_bit_results_are_rounded_once() -> None:
@@ -297,6 +308,10 @@ def test_what_is_stored_has_the_signs_and_the_digest() -> None:
             "of order 12 of dao has the digest d8f1cd00, but 'c1be30fe'",
         ),
         ({"factors": [{"order": 12}]}, "data has no valid 'sha256'"),
+        (
+            {"factors": [{"order": 12, "sha256": "d8f1cd00"}, {"order": 1, "sha256": ""}]},
+            r"orders \(12, 1\), not \(12,\); pass what to_dict returned",
+        ),
         ({"factors": 3}, "data is no rotation"),
         ({"factors": [3]}, "data is no rotation"),
         ({"n": "24"}, "n = '24' is not possible"),
@@ -338,6 +353,15 @@ def test_the_matrix_of_a_checkpoint_of_compressed_tensors(size: int, order: int 
 def test_k_of_1_means_no_other_matrix() -> None:
     assert Rotation(64, k=1).to_dict() == Rotation(64).to_dict()
     assert Rotation(48, "quarot", k=(1, 12)).k == (12,)
+    with pytest.raises(UsageError, match="n = 96 is not a power of two, so other orders are needed; 12 · 8 gives it"):
+        Rotation(96, k=1)
+
+
+@pytest.mark.parametrize(
+    "k", [28, [28], torch.tensor(28), torch.tensor([28]), np.array(28), np.array([28]), iter([28])]
+)
+def test_k_is_an_integer_of_any_kind_or_several(k: Any) -> None:
+    assert Rotation(112, k=k).k == (28,)
 
 
 def test_its_deterministic_matrix_too() -> None:
@@ -387,6 +411,9 @@ def test_moves_and_casts_keep_the_operands() -> None:
         made = Rotation(28, a, signs=[1] * 28)
     assert made(x.to("meta")).device.type == "meta"
     assert torch.equal(made.to_empty(device="cpu")(x), Rotation(28, a)(x))
+    for move in (lambda r: r.to("meta"), lambda r: r.to_empty(device="meta"), lambda r: r.to("meta").shard(0, 2)):
+        for n, block in ((64, 32), (96, 48)):
+            assert move(Rotation(n, block=block)).matrix().device.type == "meta"
     a.zero_()
     assert torch.equal(model[1](x), wanted), "the matrix was not copied"
 
@@ -408,6 +435,9 @@ SINGULAR = torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
         ((208,), {"k": 13}, r"13 · 2\^4 = 208: no Hadamard matrix of order 13; 52 · 4 gives it"),
         ((208,), {"k": 0}, "k = 0 is not possible"),
         ((208,), {"k": "52"}, "k = '5' is not possible"),
+        ((208,), {"k": 52.0}, "k = 52.0 is not possible"),
+        ((208,), {"k": torch.tensor(52.0)}, r"k = tensor\(52.\) is not possible"),
+        ((4**22, "regular"), {}, "a block of regular has 17592186044416 elements; choose blocks of at most 67108864"),
         ((160, "dao"), {}, "is 40 · 4 and 20 · 8 with matrices of dao"),
         ((64, "hadamard"), {}, "matrix 'hadamard' is not known"),
         ((64, "given"), {}, "matrix 'given' is not known"),
@@ -461,7 +491,7 @@ def test_a_wrong_type_is_one_sentence(arguments: tuple[Any, ...], options: dict[
     ("call", "kind", "message"),
     [
         (lambda r: r(torch.ones(2, 48)), TensorError, "the last dimension of x is 48; this rotation takes 24"),
-        (lambda r: r(torch.ones(2, 25)), TensorError, "the last dimension of x is 25; it must be a multiple of 24"),
+        (lambda r: r(torch.ones(2, 25)), TensorError, "the last dimension of x is 25; this rotation takes 24"),
         (lambda r: r(torch.tensor(1.0)), TensorError, "x has no dimension"),
         (lambda r: r(torch.ones(2, 24).long()), TensorError, "x has the type int64"),
         (lambda r: r(torch.ones(2, 24, device="meta")), TensorError, "matrices is on cpu but x on meta; move the rot"),
@@ -477,7 +507,26 @@ def test_a_wrong_type_is_one_sentence(arguments: tuple[Any, ...], options: dict[
         (lambda r: r.fold_into(torch.ones(3, 24), "both"), UsageError, "side 'both' is not known"),
         (lambda r: r.fold_into(torch.ones(3, 24), "input", torch.ones(3)), UsageError, "a bias does not change"),
         (lambda r: r.fold_into(None, "input"), TypeError, "weight is a NoneType"),
-        (lambda r: r.fold_into(torch.ones(24, 3), "output", torch.ones(3)), TensorError, "last dimension of x is 3"),
+        (lambda r: r.fold_into(torch.ones(24, 3), "output", torch.ones(3)), TensorError, r"bias has the shape \(3,\)"),
+        (lambda r: r.fold_into(torch.ones(24, 3), "output", torch.ones(())), TensorError, r"bias has the shape \(\)"),
+        (
+            lambda r: r.fold_into(torch.ones(3, 24).int(), "input"),
+            TensorError,
+            "weight is a strided int32 tensor; pass",
+        ),
+        (lambda r: r.fold_into(torch.ones(3, 24).to_sparse(), "input"), TensorError, "weight is a sparse_coo float32"),
+        (
+            lambda r: r.fold_into(torch.ones(24, 3), "output", torch.ones(24).int()),
+            TensorError,
+            "bias is a strided int32 tensor",
+        ),
+        (
+            lambda r: r.fold_into(torch.ones(24, 3), "output", torch.ones(24, device="meta")),
+            TensorError,
+            "bias is on meta but the rotation on cpu; move one",
+        ),
+        (lambda r: r.matrix("float32"), UsageError, "dtype 'float32' is not possible; pass one of torch.float16, "),
+        (lambda r: r.matrix(torch.int32), UsageError, "dtype 'int32' is not possible; pass one of torch.float16, "),
         (lambda r: r.shard(0, 2), UsageError, "n / world = 24 / 2 is no multiple of block = 24"),
         (lambda r: r.shard(2, 2), UsageError, "rank = 2 is not possible; it must be from 0 to 1"),
         (lambda r: r.shard(0, 0), UsageError, "world = 0 is not possible"),

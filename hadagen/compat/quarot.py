@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch.overrides import handle_torch_function
 
-from hadagen.errors import UsageError
+from hadagen.errors import TensorError, UsageError
 from hadagen.matrices import find_matrix, find_orders
 from hadagen.runtime import transform
 from hadagen.runtime.arguments import as_int, is_count
@@ -76,15 +76,21 @@ def matmul_hadU_cuda(
 
     X: [..., n] on any device. hadK: [K, K] of real numbers, on any device; not used if K is 1, and without a gradient.
 
-    Raises `TensorError` if n is not K times a power of two, or hadK is not [K, K].
+    Raises TypeError if X or hadK is no tensor; `UsageError` if K is no integer of at least 1, or hadK is None;
+    `TensorError` if n is not K times a power of two, or hadK is not dense, real and [K, K].
     """
     if stands_for_a_tensor(X):
         return handle_torch_function(matmul_hadU_cuda, (X,), X, hadK, K, transpose)
-    if K == 1:
+    k = as_int(K)
+    if not is_count(k):
+        raise UsageError(f"K = {K!r:.80} is not possible; it must be an integer of at least 1")
+    check_is_tensor(X, "X")
+    if k == 1:
         return _rotated(X, None, 1, transpose)
     if hadK is None:
-        raise UsageError(f"hadK is None but K = {K}; pass both as get_hadK returned them")
-    return _rotated(X, hadK.to(X.device).reshape(-1), K, transpose)
+        raise UsageError(f"hadK is None but K = {k}; pass both as get_hadK returned them")
+    _check_matrix(hadK, "hadK", k, X)
+    return _rotated(X, hadK.to(X.device).reshape(-1), k, transpose)
 
 
 def matmul_hadUt_cuda(X: torch.Tensor, hadK: torch.Tensor | None, K: int) -> torch.Tensor:
@@ -114,25 +120,28 @@ def apply_exact_had_to_linear(
     had_dim: -1 rotates the whole input or output, as `matmul_hadU` does. A power of two rotates each block of so many
         features, such as a head.
     output: rotate the output instead of the input. The bias is left as it is, as in the original.
-    R2: SpinQuant's matrix [had_dim, had_dim], which the blocks are multiplied by instead.
+    R2: SpinQuant's matrix [had_dim, had_dim] of real numbers, on any device, which the blocks are multiplied by
+        instead. Not used if had_dim is -1, as in the original.
 
-    Raises TypeError if the module is no torch.nn.Linear; `UsageError` for a had_dim that is no power of two or does not
-    divide the features.
+    Raises TypeError if the module is no torch.nn.Linear, or R2 no tensor; `UsageError` for a had_dim that is no power
+    of two or does not divide the features; `TensorError` if R2 is not dense, real and [had_dim, had_dim].
     """
     if not isinstance(module, torch.nn.Linear):
         raise TypeError(f"module is a {type(module).__name__}; pass a torch.nn.Linear")
+    had_dim = as_int(had_dim)
     weight = module.weight.data.T if output else module.weight.data
     n = weight.shape[-1]
     if had_dim == -1:
         rotated = matmul_hadU(weight)
-    elif not is_pow2(had_dim) or n % had_dim:
-        raise UsageError(f"had_dim = {had_dim} is not a power of two that divides {n}; choose one, or -1 for all")
+    elif not is_count(had_dim) or not is_pow2(had_dim) or n % had_dim:
+        raise UsageError(f"had_dim = {had_dim!r:.80} is not a power of two that divides {n}; choose one, or -1 for all")
     else:
         blocks = weight.unflatten(-1, (n // had_dim, had_dim))  # type: ignore[no-untyped-call]
         if R2 is None:
             rotated = transform.hadamard_transform(blocks, had_dim**-0.5)
         else:
-            rotated = (blocks.double() @ R2.to(weight.device, torch.float64)).to(weight.dtype)
+            _check_matrix(R2, "R2", had_dim, weight)
+            rotated = (blocks.double() @ R2.detach().to(weight.device, torch.float64)).to(weight.dtype)
         rotated = rotated.reshape(weight.shape)
     module.weight.data = (rotated.T if output else rotated).contiguous()
 
@@ -163,6 +172,17 @@ def __getattr__(name: str) -> Callable[[], torch.Tensor]:
 
 def _as_float(order: int) -> torch.Tensor:
     return matrix_of("quarot", order).float()
+
+
+def _check_matrix(matrix: torch.Tensor, name: str, order: int, other: torch.Tensor) -> None:
+    """Raises TypeError and `TensorError` unless it is dense, real, of this order, and can go to the device of other."""
+    check_is_tensor(matrix, name)
+    dense = not matrix.is_nested and matrix.layout is torch.strided and (other.is_meta or not matrix.is_meta)
+    if not dense or matrix.is_complex() or matrix.dtype == torch.bool:
+        kind = "nested" if matrix.is_nested else f"{matrix.layout} {matrix.dtype}".replace("torch.", "")
+        raise TensorError(f"{name} is a {kind} tensor on {matrix.device}; pass a dense one of real numbers")
+    if matrix.shape != (order, order):
+        raise TensorError(f"{name} has the shape {tuple(matrix.shape)}; it must be ({order}, {order})")
 
 
 def _order(n: int) -> int:

@@ -7,7 +7,10 @@ They are those of `hadagen.compat.fast_hadamard_transform` by other names.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch.overrides import handle_torch_function
 
 from hadagen.compat.fast_hadamard_transform import (
     hadamard_transform,
@@ -16,6 +19,8 @@ from hadagen.compat.fast_hadamard_transform import (
     hadamard_transform_28N,
     hadamard_transform_40N,
 )
+from hadagen.errors import TensorError
+from hadagen.runtime.checks import check_is_tensor, check_like, check_tensor, check_writable, stands_for_a_tensor
 
 __all__ = [
     "hadamard_transform",
@@ -33,10 +38,42 @@ hadamard_transform_40n = hadamard_transform_40N
 
 
 def hadamard_transform_with_signs(
-    x: torch.Tensor, signs1: torch.Tensor, signs2: torch.Tensor, scale: float = 1.0
+    x: torch.Tensor,
+    signs1: torch.Tensor,
+    signs2: torch.Tensor,
+    scale: float = 1.0,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """signs2 · ((signs1 · x) · H) · scale over the last dimension, in a new tensor of x's shape and type.
 
-    x, scale: as for `hadamard_transform`. signs1, signs2: [n] of ±1, of any real type, on x's device.
+    x, scale: as for `hadamard_transform`.
+    signs1, signs2: [n] of ±1, of any real type, on x's device.
+    out: the tensor to write and return instead, of x's shape, type and device. It may be x.
+
+    Raises TypeError if x, signs or out is no tensor; `TensorError` for signs or an out that do not fit x; and what
+    `hadamard_transform` raises.
     """
-    return hadamard_transform(x * signs1.to(x.dtype), scale) * signs2.to(x.dtype)
+    if stands_for_a_tensor(x):
+        arguments = (x, signs1, signs2, scale, out)
+        return handle_torch_function(hadamard_transform_with_signs, (x,), *arguments)
+    check_is_tensor(x, "x")
+    check_tensor(x)
+    _check_signs(signs1, "signs1", x)
+    _check_signs(signs2, "signs2", x)
+    if out is not None:
+        check_is_tensor(out, "out")
+        check_like(x, out)
+        check_writable(out)
+    y = hadamard_transform(x * signs1.to(x.dtype), scale) * signs2.to(x.dtype)
+    return y if out is None else out.copy_(y)
+
+
+def _check_signs(signs: Any, name: str, x: torch.Tensor) -> None:
+    check_is_tensor(signs, name)
+    if signs.is_nested or signs.layout is not torch.strided or signs.is_complex() or signs.dtype == torch.bool:
+        kind = "nested" if signs.is_nested else f"{signs.layout} {signs.dtype}".replace("torch.", "")
+        raise TensorError(f"{name} is a {kind} tensor; pass a dense one of integers or real numbers, each 1 or -1")
+    if signs.shape != x.shape[-1:]:
+        raise TensorError(f"{name} has the shape {tuple(signs.shape)}; it must be ({x.shape[-1]},), as the rows of x")
+    if signs.device != x.device:
+        raise TensorError(f"{name} is on {signs.device} but x on {x.device}; move it with .to(x.device)")

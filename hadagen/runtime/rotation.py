@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -29,6 +29,8 @@ _GIVEN = "given"
 # at least this much, because many matrices are computed in float32.
 _LEAST_TOLERANCE = 1e-5
 _ROWS_AT_A_TIME = 1024
+# The largest block with the regular matrix, whose diagonal is stored.
+_MAX_REGULAR = 1 << 26
 
 
 class Rotation(torch.nn.Module):
@@ -55,6 +57,7 @@ class Rotation(torch.nn.Module):
     Raises `UsageError` for values that are not possible, and TypeError for an argument of a wrong type.
     """
 
+    _place: torch.Tensor  # empty, so that a rotation without operands has a device too
     _matrices: torch.Tensor | None
     _before: torch.Tensor | None
     _after: torch.Tensor | None
@@ -74,8 +77,8 @@ class Rotation(torch.nn.Module):
         self.block = self.n if block is None else _count(block, "block")
         if self.n % self.block:
             raise UsageError(f"block = {self.block} does not divide n = {self.n}; choose one that does")
-        orders = None if k is None else tuple(_count(order, "k") for order in (k if isinstance(k, Iterable) else [k]))
-        self._types: list[torch.dtype] = []  # of given matrices
+        orders = None if k is None else _orders(k)
+        self._given: list[torch.Tensor] = []  # the matrices, on the CPU, of the types in which they were given
         self._no_inverse: str | None = None  # why there is none
         if isinstance(matrix, str):
             if orders is not None:
@@ -83,10 +86,10 @@ class Rotation(torch.nn.Module):
             self.name, self.k = matrix, find_orders(matrix, self.block, orders)
             matrices, squares = [matrix_of(matrix, order) for order in self.k], [float(order) for order in self.k]
         else:
-            matrices, self._types = _given(matrix)
+            matrices, self._given = _given(matrix)
             self.name, self.k = _GIVEN, tuple(len(each) for each in matrices)
             _check_orders(self.k, orders, self.block)
-            self._no_inverse = next(filter(None, map(_why_not_orthogonal, matrices, self._types)), None)
+            self._no_inverse = next(filter(None, map(_why_not_orthogonal, matrices, self._given)), None)
             squares = [_mean_square_of_rows(each) for each in matrices]
         self.signs, self.signs_after = (
             None if values is None else _signs(values, name, self.block)
@@ -97,15 +100,22 @@ class Rotation(torch.nn.Module):
         self._scale = repr((rest * math.prod(squares)) ** -0.5)
         self._swapped = self.name == "regular"
         before, after = self.signs, self.signs_after
+        if self._swapped and self.block > _MAX_REGULAR:
+            raise UsageError(f"a block of regular has {self.block} elements; choose blocks of at most {_MAX_REGULAR}")
         if self._swapped:  # the regular matrix is D · H · P · D, where P exchanges bits
             diagonal = _regular_diagonal(self.block)
             before, after = (diagonal if each is None else each * diagonal for each in (before, after))
         # The operands. Buffers are copies of them on the module's device.
         packed = torch.cat([each.flatten() for each in matrices]) if matrices else None
-        self._operands = {"_matrices": packed, "_before": before, "_after": after}
+        self._operands = {
+            "_place": torch.empty(0, dtype=torch.int8, device="cpu"),
+            "_matrices": packed,
+            "_before": before,
+            "_after": after,
+        }
         for name, operand in self._operands.items():
             self.register_buffer(name, operand, persistent=False)
-        self._to_device(_default_device())
+        self._to_device(torch.empty(0).device)  # get_default_device ignores `with torch.device` in PyTorch 2.6
 
     def forward(
         self,
@@ -149,7 +159,13 @@ class Rotation(torch.nn.Module):
         return self._run(x, inplace, out, numerics, batch_invariant, True)
 
     def matrix(self, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-        """M, with r(x) = x · M: [n, n] of a floating-point type, on the module's device."""
+        """M, with r(x) = x · M: [n, n], on the module's device.
+
+        dtype: float16, bfloat16, float32 or float64. Raises `UsageError` for another.
+        """
+        if dtype not in DTYPES:
+            plain = str(dtype).removeprefix("torch.")
+            raise UsageError(f"dtype {plain!r:.80} is not possible; pass one of {', '.join(map(str, DTYPES))}")
         return self(torch.eye(self.n, dtype=dtype, device=self._device))  # type: ignore[no-any-return]
 
     def fold_into(
@@ -166,8 +182,7 @@ class Rotation(torch.nn.Module):
         Raises TypeError if weight or bias is no tensor; `UsageError` for another side, and for "input" if a given
         matrix is not orthogonal; `TensorError` for a weight or bias that does not fit.
         """
-        check_is_tensor(weight, "weight")
-        check_tensor(weight)
+        self._check_part(weight, "weight")
         if side not in ("input", "output"):
             raise UsageError(f"side {side!r:.80} is not known; choose input or output")
         axis = -1 if side == "input" else -2
@@ -179,11 +194,12 @@ class Rotation(torch.nn.Module):
             if bias is not None:
                 raise UsageError("a bias does not change if the input is rotated; leave it out")
             return self(weight)  # type: ignore[no-any-return]
+        if bias is not None:
+            self._check_part(bias, "bias")
+            if not bias.dim() or bias.shape[-1] != self.n:
+                raise TensorError(f"bias has the shape {tuple(bias.shape)}; its last dimension must be {self.n}")
         folded = self(weight.mT).mT.contiguous()
-        if bias is None:
-            return cast(torch.Tensor, folded)
-        check_is_tensor(bias, "bias")
-        return folded, self(bias)
+        return folded if bias is None else (folded, self(bias))
 
     def shard(self, rank: int, world: int) -> Rotation:
         """The rotation of what rank `rank` of `world` holds if the last dimension is split evenly over the ranks.
@@ -201,7 +217,7 @@ class Rotation(torch.nn.Module):
             )
         signs: dict[str, Any] = {"signs": self.signs, "signs_after": self.signs_after}
         if self.name == _GIVEN:
-            part = Rotation(mine, self._given_matrices, block=self.block, **signs)
+            part = Rotation(mine, self._given, block=self.block, **signs)
         else:
             part = Rotation(mine, self.name, k=self.k, block=self.block, **signs)
         part._to_device(self._device)
@@ -218,7 +234,7 @@ class Rotation(torch.nn.Module):
         if self.name == _GIVEN:
             factors: list[dict[str, Any]] = [
                 {"order": len(each), "dtype": str(each.dtype).removeprefix("torch."), "entries": each.tolist()}
-                for each in self._given_matrices
+                for each in self._given
             ]
         else:
             factors = [{"order": order, "sha256": find_matrix(self.name, order).digest} for order in self.k]
@@ -249,6 +265,8 @@ class Rotation(torch.nn.Module):
             raise UsageError(f"data has no valid {error}; pass what to_dict returned") from None
         except (TypeError, ValueError, OverflowError, RuntimeError) as error:
             raise UsageError(f"data is no rotation ({error}); pass what to_dict returned") from None
+        if made.k != orders:
+            raise UsageError(f"data has factors of the orders {orders}, not {made.k}; pass what to_dict returned")
         for order, digest in zip(made.k, stored, strict=True):
             known = find_matrix(name, order).digest
             if digest != known:
@@ -329,13 +347,32 @@ class Rotation(torch.nn.Module):
         if not stands_for_a_tensor(x):
             check_is_tensor(x, "x")
             check_destination(x, inplace, out)
-            if not torch.compiler.is_dynamo_compiling():  # where the operator's own checks do more for the message
+            compiling = torch.compiler.is_dynamo_compiling()  # where the operator's own checks do more for the message
+            if not compiling:
+                check_tensor(x)
+            if x.dim() and x.shape[-1] != self.n:
+                raise TensorError(f"the last dimension of x is {x.shape[-1]}; this rotation takes {self.n}")
+            if not compiling:
                 check(x, options)
                 if out is not None:
                     check_like(x, out)
-            if x.dim() and x.shape[-1] != self.n:
-                raise TensorError(f"the last dimension of x is {x.shape[-1]}; this rotation takes {self.n}")
         return cast(torch.Tensor, ROTATE.dispatch(x, options, inplace, out))
+
+    def _check_part(self, part: Any, name: str) -> None:
+        """Raises TypeError and `TensorError`, with the name, for a tensor of a layer that cannot be rotated."""
+        check_is_tensor(part, name)
+        if part.is_nested or part.layout is not torch.strided or part.dtype not in DTYPES:
+            kind = (
+                "nested"
+                if part.is_nested
+                else " ".join(str(e).removeprefix("torch.") for e in (part.layout, part.dtype))
+            )
+            raise TensorError(f"{name} is a {kind} tensor; pass a dense one of {', '.join(map(str, DTYPES))}")
+        needed = any(each is not None for each in (self._matrices, self._before, self._after))
+        if needed and part.device != self._device:
+            raise TensorError(
+                f"{name} is on {part.device} but the rotation on {self._device}; move one of them with .to"
+            )
 
     def _check_inverse(self) -> None:
         if self._no_inverse is not None:
@@ -349,25 +386,14 @@ class Rotation(torch.nn.Module):
         return self
 
     @property
-    def _given_matrices(self) -> list[torch.Tensor]:
-        """On the CPU, of the types in which they were given."""
-        matrices = unpack(self._operands["_matrices"], self.k)
-        return [each.to(dtype) for each, dtype in zip(matrices, self._types, strict=True)]
-
-    @property
     def _device(self) -> torch.device:
-        return next((each.device for each in self._buffers.values() if each is not None), _default_device())
+        return self._place.device
 
     def _to_device(self, device: torch.device) -> None:
         for name, operand in self._operands.items():
             if operand is not None:
                 wide = operand.dtype == torch.float64 and device.type == "mps"  # which has no float64
                 self._buffers[name] = (operand.float() if wide else operand).to(device)
-
-
-def _default_device() -> torch.device:
-    """Of new tensors. (torch.get_default_device does not know a `with torch.device` in PyTorch 2.6.)"""
-    return torch.empty(0).device
 
 
 _STORED = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.int8, *DTYPES)}
@@ -382,21 +408,36 @@ def _count(value: Any, name: str) -> int:
     return int(value)
 
 
-def _given(matrix: Any) -> tuple[list[torch.Tensor], list[torch.dtype]]:
-    """The matrices in float64 on the CPU, and a type for each, which holds it exactly and tells how exact it is."""
+def _orders(k: Any) -> tuple[int, ...]:
+    whole = as_int(k)
+    try:
+        orders = [whole] if isinstance(whole, int) else list(k)
+    except TypeError:  # for arrays without a dimension too, which have __iter__
+        orders = [k]
+    return tuple(_count(order, "k") for order in orders)
+
+
+def _given(matrix: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The matrices as operands, and copies of them, of types that hold them and tell how exact they are. On the CPU.
+
+    Operands have one type. One that is not of −1, 0 and 1 alone is divided by a power of two, which is exact, so that
+    neither the norm of a row nor the scale of the whole is far from 1.
+    """
     given = [matrix] if isinstance(matrix, torch.Tensor) else matrix
     if not isinstance(given, Sequence) or not all(isinstance(each, torch.Tensor) for each in given):
         raise TypeError(f"matrix is a {type(matrix).__name__}; pass a name, a K×K tensor or a list of them")
     if not given:
         raise UsageError("matrix is an empty list; pass a name, a K×K tensor or a list of them")
     matrices = [_checked(each) for each in given]
-    types = []
+    copies, operands = [], []
     for wide, each in zip(matrices, given, strict=True):
         whole = bool(((wide == 0) | (wide.abs() == 1)).all())
-        types.append(torch.int8 if whole else each.dtype if each.dtype in DTYPES else torch.float64)
-    # One type for all operands: the least that holds them.
-    packed = torch.int8 if set(types) == {torch.int8} else torch.float64 if torch.float64 in types else torch.float32
-    return [wide.to(packed) for wide in matrices], types
+        copies.append(wide.to(torch.int8 if whole else each.dtype if each.dtype in DTYPES else torch.float64))
+        operands.append(wide if whole else wide / 2.0 ** (math.frexp(_mean_square_of_rows(wide))[1] // 2))
+    types = {each.dtype for each in copies}
+    # The least that holds all operands.
+    packed = torch.int8 if types == {torch.int8} else torch.float64 if torch.float64 in types else torch.float32
+    return [operand.to(packed) for operand in operands], copies
 
 
 def _checked(matrix: torch.Tensor) -> torch.Tensor:
@@ -420,12 +461,15 @@ def _checked(matrix: torch.Tensor) -> torch.Tensor:
     return copy
 
 
-def _why_not_orthogonal(matrix: torch.Tensor, given: torch.dtype) -> str | None:
-    """The sentence; None for a matrix whose rows are orthogonal and of the same norm, up to roundings of its type."""
+def _why_not_orthogonal(matrix: torch.Tensor, given: torch.Tensor) -> str | None:
+    """The sentence; None for a matrix whose rows are orthogonal and of the same norm, up to roundings of its type.
+
+    given: the matrix of the type in which it was given.
+    """
     wide = matrix.double()
     apart = wide @ wide.T / _mean_square_of_rows(wide) - torch.eye(len(wide), dtype=torch.float64, device="cpu")
     most = float(apart.abs().max())
-    tolerance = max(_LEAST_TOLERANCE, 4 * torch.finfo(given).eps if given.is_floating_point else 0.0)
+    tolerance = max(_LEAST_TOLERANCE, 4 * torch.finfo(given.dtype).eps if given.is_floating_point() else 0.0)
     if most <= tolerance:
         return None
     return (
