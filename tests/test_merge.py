@@ -92,7 +92,8 @@ def test_merging_a_bundle_with_itself_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_merging_a_shipped_bundle_with_itself_changes_nothing(tmp_path: Path) -> None:
-    for path in shipped().values():
+    """One of measured and one of estimated winners; the others are made like the latter."""
+    for path in (shipped()["sm90"], shipped()["sm80"]):
         merge_bundles([path], tmp_path / "merged.db")
         assert Bundle.open(tmp_path / "merged.db").digest == Bundle.open(path).digest
 
