@@ -33,7 +33,7 @@ from hadagen.trial import Environment, Kernel, NotTried, Trial
 from hadagen.tuning_db.bundle import Bundle
 from hadagen.tuning_db.lock_file import turn
 from hadagen.tuning_db.merge import Selection, arithmetic_of, selection_of, write_selection
-from hadagen.tuning_db.winners import invariant_arithmetic, portfolio
+from hadagen.tuning_db.winners import invariant_arithmetic, portfolio, portfolio_of, ranked_by_cell
 
 MEASURING_SHARE = 0.9  # of the seconds; the rest is for ending the measuring process and for the file
 PATIENCE = 4  # times the seconds that others may hold the lock without a new winner
@@ -78,7 +78,8 @@ def add_winners(
                 f"nothing was measured of {problem.key} on {here.gpu} in {took:.1f} s{why}; pass more seconds, such "
                 f"as autotune({problem.key!r}, seconds={2 * seconds:g})"
             )
-        found = portfolio(measuring.trials)
+        rankings = ranked_by_cell(measuring.trials)
+        found = portfolio_of(rankings)
         if not found:
             ended = measuring.trials[0]
             raise DeviceError(
@@ -87,7 +88,7 @@ def add_winners(
             )
         before, arithmetic = _read(path, arch_name)
         others = {cell: trial for cell, trial in before.items() if (cell.problem, cell.gpu) != (problem, here.gpu)}
-        arithmetic |= invariant_arithmetic(found, measuring.trials)
+        arithmetic |= invariant_arithmetic(found, rankings)
         write_selection(path, arch_name, dict(sorted((others | found).items())), arithmetic)
 
 

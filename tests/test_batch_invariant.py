@@ -37,7 +37,7 @@ from hadagen.trial import Trial
 from hadagen.tuning_db.bundle import Bundle
 from hadagen.tuning_db.bundle_writer import write_bundle
 from hadagen.tuning_db.merge import merge_bundles
-from hadagen.tuning_db.winners import invariant_arithmetic, portfolio
+from hadagen.tuning_db.winners import invariant_arithmetic, portfolio, ranked_by_cell
 
 __all__ = ["device"]  # a fixture
 ONE, TWO, OTHER = ("1" * 12, "2" * 12, "3" * 12)
@@ -118,24 +118,24 @@ TRIALS = [
 
 
 def test_the_arithmetic_that_loses_least_is_named() -> None:
-    assert invariant_arithmetic(portfolio(TRIALS), TRIALS) == {PROBLEM: ONE}
-    assert invariant_arithmetic(portfolio(TRIALS), TRIALS[::-1]) == {PROBLEM: ONE}
+    assert invariant_arithmetic(portfolio(TRIALS), ranked_by_cell(TRIALS)) == {PROBLEM: ONE}
+    assert invariant_arithmetic(portfolio(TRIALS), ranked_by_cell(TRIALS[::-1])) == {PROBLEM: ONE}
     slower = [trial(1, ONE, {SMALL: 1.0, LARGE: 40.0}), *TRIALS[1:]]
-    assert invariant_arithmetic(portfolio(slower), slower) == {PROBLEM: TWO}
+    assert invariant_arithmetic(portfolio(slower), ranked_by_cell(slower)) == {PROBLEM: TWO}
 
 
 def test_all_gpus_count() -> None:
     more = [*TRIALS, *(trial(n, name, {LARGE: us}, environment=H200) for n, name, us in ((1, ONE, 9.0), (2, TWO, 5.0)))]
-    assert invariant_arithmetic(portfolio(more), more) == {PROBLEM: TWO}
+    assert invariant_arithmetic(portfolio(more), ranked_by_cell(more)) == {PROBLEM: TWO}
 
 
 def test_large_clusters_one_destination_and_unknown_arithmetic_are_not_named() -> None:
     large = [trial(1, ONE, {SMALL: 1.0}, cluster=16), trial(2, TWO, {SMALL: 3.0})]
-    assert invariant_arithmetic(portfolio(large), large) == {PROBLEM: TWO}
+    assert invariant_arithmetic(portfolio(large), ranked_by_cell(large)) == {PROBLEM: TWO}
     half = replace(TRIALS[0], timings=times({SMALL: 1.0}))
-    assert invariant_arithmetic(portfolio([half]), [half]) == {}
+    assert invariant_arithmetic(portfolio([half]), ranked_by_cell([half])) == {}
     unknown = trial(1, "", {SMALL: 1.0})
-    assert invariant_arithmetic(portfolio([unknown]), [unknown]) == {}
+    assert invariant_arithmetic(portfolio([unknown]), ranked_by_cell([unknown])) == {}
 
 
 def write(path: Path, trials: list[Trial], arithmetic: str) -> Path:
@@ -264,7 +264,7 @@ def test_rows_that_have_gaps_have_the_arithmetic_of_others(bundle: Path, device:
     for number, each in enumerate(pitched):
         write(bundle, [*TRIALS, each], TWO)
         assert timed_in_bundles(PITCHED, IN_PLACE, DEVICE, batch_invariant=True) == [1 << 16] * number
-    assert PITCHED not in invariant_arithmetic(portfolio(pitched), pitched)
+    assert PITCHED not in invariant_arithmetic(portfolio(pitched), ranked_by_cell(pitched))
 
 
 @pytest.mark.usefixtures("machine")

@@ -14,7 +14,7 @@ from hadagen.tuning_db.bundle import Bundle
 from hadagen.tuning_db.bundle_writer import write_bundle
 from hadagen.tuning_db.merge import Selection
 from hadagen.tuning_db.store import Store
-from hadagen.tuning_db.winners import invariant_arithmetic, portfolio
+from hadagen.tuning_db.winners import invariant_arithmetic, portfolio_of, ranked_by_cell
 
 
 def make_bundle(store: Store, arch: str, path: Path, loss: float = LOSS) -> Selection:
@@ -22,11 +22,12 @@ def make_bundle(store: Store, arch: str, path: Path, loss: float = LOSS) -> Sele
 
     Raises `UsageError` as `check_keeps_winners` does, and `StorageError` as `write_bundle` does.
     """
-    trials = [trial for trial in store.checked() if trial.arch == arch and trial.outcome is Outcome.OK]
-    selection = portfolio(trials, loss)
+    trials = (trial for trial in store.checked() if trial.arch == arch and trial.outcome is Outcome.OK)
+    rankings = ranked_by_cell(trials)
+    selection = portfolio_of(rankings, loss)
     if selection:
         check_keeps_winners(path, store, arch, ((cell.problem, cell.gpu) for cell in selection))
-    write_bundle(path, arch, selection, store.kernel, invariant_arithmetic(selection, trials))
+    write_bundle(path, arch, selection, store.kernel, invariant_arithmetic(selection, rankings))
     return selection
 
 

@@ -100,7 +100,11 @@ def portfolio(trials: Iterable[Trial], loss: float = LOSS) -> dict[WinnerCell, T
     (`lacking_between`), and kernels for GPUs that hold no large clusters (`portable_winners`). The order of the trials
     does not matter.
     """
-    rankings = ranked_by_cell(trials)
+    return portfolio_of(ranked_by_cell(trials), loss)
+
+
+def portfolio_of(rankings: Mapping[WinnerCell, Sequence[RankedTrial]], loss: float = LOSS) -> dict[WinnerCell, Trial]:
+    """`portfolio` of trials that were ranked already (`ranked_by_cell`)."""
     winners = _few({cell: ranked for cell, ranked in rankings.items() if cell.is_bucket}, loss)
     winners |= lacking_between(winners, rankings, loss)
     return dict(sorted((winners | portable_winners(winners, rankings, loss)).items()))
@@ -122,13 +126,15 @@ def portable_winners(
 _Lines = dict[Destination, dict[str, dict[int, str]]]
 
 
-def invariant_arithmetic(winners: Mapping[WinnerCell, Trial], trials: Iterable[Trial]) -> dict[Problem, str]:
+def invariant_arithmetic(
+    winners: Mapping[WinnerCell, Trial], rankings: Mapping[WinnerCell, Sequence[RankedTrial]]
+) -> dict[Problem, str]:
     """For each problem of contiguous rows, the arithmetic of the kernels that batch-invariant calls run, so that a row
     has the same bits in every call: of those that portable winners have in both destinations, the one that loses least.
 
-    winners: of the `trials`, on one arch. A call runs the nearest winner of that arithmetic, by element count. Its loss
-    is what it scores worse than the best trial of a bucket, in the geometric mean over all buckets and GPUs. The order
-    of the trials does not matter.
+    winners: of the trials on one arch that `rankings` has, from `ranked_by_cell`. A call runs the nearest winner of
+    that arithmetic, by element count. Its loss is what it scores worse than the best trial of a bucket, in the
+    geometric mean over all buckets and GPUs.
     """
     named: dict[Problem, dict[str, _Lines]] = defaultdict(lambda: defaultdict(lambda: defaultdict(dict)))
     for cell, trial in winners.items():
@@ -136,9 +142,11 @@ def invariant_arithmetic(winners: Mapping[WinnerCell, Trial], trials: Iterable[T
             by_gpu = named[cell.problem][name][cell.destination]
             by_gpu.setdefault(cell.gpu, {})[cell.elements] = digest_of(trial)
     losses: dict[Problem, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for cell, ranked in ranked_by_cell(trials).items():
+    for cell, ranked in rankings.items():
+        if cell.problem not in named or not cell.is_bucket:
+            continue
         scores = {digest_of(each.trial): each.score for each in reversed(ranked)}
-        for name, lines in named[cell.problem].items() if cell.is_bucket else ():
+        for name, lines in named[cell.problem].items():
             if len(lines) == len(Destination):
                 by_gpu = lines[cell.destination]
                 line = by_gpu.get(cell.gpu) or next(iter(by_gpu.values()))

@@ -18,7 +18,7 @@ from hadagen.errors import TensorError, UsageError
 from hadagen.matrices import find_matrix, find_orders
 from hadagen.runtime import transform
 from hadagen.runtime.arguments import as_int, is_count
-from hadagen.runtime.checks import check_is_tensor, check_tensor, stands_for_a_tensor
+from hadagen.runtime.checks import check_is_tensor, check_tensor, kind_of, stands_for_a_tensor
 from hadagen.runtime.named import matrix_of, named_matrix
 from hadagen.runtime.rotate import rotate
 
@@ -179,8 +179,7 @@ def _check_matrix(matrix: torch.Tensor, name: str, order: int, other: torch.Tens
     check_is_tensor(matrix, name)
     dense = not matrix.is_nested and matrix.layout is torch.strided and (other.is_meta or not matrix.is_meta)
     if not dense or matrix.is_complex() or matrix.dtype == torch.bool:
-        kind = "nested" if matrix.is_nested else f"{matrix.layout} {matrix.dtype}".replace("torch.", "")
-        raise TensorError(f"{name} is a {kind} tensor on {matrix.device}; pass a dense one of real numbers")
+        raise TensorError(f"{name} is a {kind_of(matrix)} tensor on {matrix.device}; pass a dense one of real numbers")
     if matrix.shape != (order, order):
         raise TensorError(f"{name} has the shape {tuple(matrix.shape)}; it must be ({order}, {order})")
 

@@ -20,7 +20,14 @@ from hadagen.compat.fast_hadamard_transform import (
     hadamard_transform_40N,
 )
 from hadagen.errors import TensorError
-from hadagen.runtime.checks import check_is_tensor, check_like, check_tensor, check_writable, stands_for_a_tensor
+from hadagen.runtime.checks import (
+    check_is_tensor,
+    check_like,
+    check_tensor,
+    check_writable,
+    kind_of,
+    stands_for_a_tensor,
+)
 
 __all__ = [
     "hadamard_transform",
@@ -71,8 +78,9 @@ def hadamard_transform_with_signs(
 def _check_signs(signs: Any, name: str, x: torch.Tensor) -> None:
     check_is_tensor(signs, name)
     if signs.is_nested or signs.layout is not torch.strided or signs.is_complex() or signs.dtype == torch.bool:
-        kind = "nested" if signs.is_nested else f"{signs.layout} {signs.dtype}".replace("torch.", "")
-        raise TensorError(f"{name} is a {kind} tensor; pass a dense one of integers or real numbers, each 1 or -1")
+        raise TensorError(
+            f"{name} is a {kind_of(signs)} tensor; pass a dense one of integers or real numbers, each 1 or -1"
+        )
     if signs.shape != x.shape[-1:]:
         raise TensorError(f"{name} has the shape {tuple(signs.shape)}; it must be ({x.shape[-1]},), as the rows of x")
     if signs.device != x.device:

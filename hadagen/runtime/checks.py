@@ -71,6 +71,11 @@ def check_is_tensor(x: Any, name: str) -> None:
         raise TypeError(f"{name} is a {type(x).__name__}; pass a torch.Tensor")
 
 
+def kind_of(x: torch.Tensor) -> str:
+    """Layout and type of a tensor, for a message, such as "strided int8"."""
+    return "nested" if x.is_nested else f"{_plain(x.layout)} {_plain(x.dtype)}"
+
+
 def check_tensor(x: torch.Tensor) -> None:
     """Raises `TensorError` for an input that cannot be transformed."""
     if x.dtype not in DTYPES:

@@ -18,6 +18,7 @@ from hadagen.runtime.checks import (
     check_is_tensor,
     check_like,
     check_tensor,
+    kind_of,
     stands_for_a_tensor,
 )
 from hadagen.runtime.choose import BATCH_INVARIANT
@@ -362,12 +363,7 @@ class Rotation(torch.nn.Module):
         """Raises TypeError and `TensorError`, with the name, for a tensor of a layer that cannot be rotated."""
         check_is_tensor(part, name)
         if part.is_nested or part.layout is not torch.strided or part.dtype not in DTYPES:
-            kind = (
-                "nested"
-                if part.is_nested
-                else " ".join(str(e).removeprefix("torch.") for e in (part.layout, part.dtype))
-            )
-            raise TensorError(f"{name} is a {kind} tensor; pass a dense one of {', '.join(map(str, DTYPES))}")
+            raise TensorError(f"{name} is a {kind_of(part)} tensor; pass a dense one of {', '.join(map(str, DTYPES))}")
         needed = any(each is not None for each in (self._matrices, self._before, self._after))
         if needed and part.device != self._device:
             raise TensorError(

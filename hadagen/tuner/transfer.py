@@ -32,7 +32,7 @@ from hadagen.tuner.estimate import timings
 from hadagen.tuning_db.bundle import Bundle, BundleEntry
 from hadagen.tuning_db.make import measured_in
 from hadagen.tuning_db.merge import Selection, write_selection
-from hadagen.tuning_db.winners import cell_value, digest_of, invariant_arithmetic, portfolio
+from hadagen.tuning_db.winners import cell_value, digest_of, invariant_arithmetic, portfolio_of, ranked_by_cell
 
 DIGITS = 3  # of a time that is written; no estimate is more precise
 
@@ -71,11 +71,12 @@ def estimated_winners(source: Bundle, arch: Arch) -> tuple[Selection, dict[Probl
         trials[digest_of(trial)] = trial
         times = (replace(t, us=t.us / (1 + MODEL_ERROR * won[t.destination, t.elements])) for t in trial.timings)
         favored.append(replace(trial, timings=tuple(times)))
-    winners = portfolio(favored)
+    rankings = ranked_by_cell(favored)
+    winners = portfolio_of(rankings)
     selection = {
         cell: _in_cell(trials[digest_of(trial)], cell.destination, cell.elements) for cell, trial in winners.items()
     }
-    return selection, invariant_arithmetic(winners, favored)
+    return selection, invariant_arithmetic(winners, rankings)
 
 
 def _recipes(measured: Iterable[BundleEntry], arch: Arch) -> Recipes:
