@@ -171,21 +171,30 @@ class LoadedKernel:
     module: int  # the driver's handle, as that of the function
     function: int
 
-    def launch(self, stream: int, x: int, y: int, elements: int, scale: float, rows: RowShape | None = None) -> None:
-        """Queues y = (x · H) · scale on a stream of the device, whose context must be current or none at all.
+    def launch(
+        self,
+        stream: int,
+        x: int,
+        y: int,
+        elements: int,
+        scale: float,
+        rows: RowShape | None = None,
+        operands: Mapping[str, int] | None = None,
+    ) -> None:
+        """Queues the transform of x into y on a stream of the device, whose context must be current or none at all.
 
         x, y: device addresses, multiples of 16 bytes (of an element where the kernel is told how rows lie), equal or
         not overlapping. The rest, elements at least 1, as `LaunchSpec.arguments` takes it. stream: its handle as an
         integer. Raises `DriverError`; what fails while the kernel runs shows up later.
         """
-        self.prepared(elements, scale, rows)(stream, x, y)
+        self.prepared(elements, scale, rows, operands)(stream, x, y)
 
     def prepared(
-        self, elements: int, scale: float, rows: RowShape | None = None, pointers: Mapping[str, int] | None = None
+        self, elements: int, scale: float, rows: RowShape | None = None, operands: Mapping[str, int] | None = None
     ) -> Launch:
         """`launch` with all known but stream and addresses, for calls that come again: it then does only what it
         must. The arguments are those of `LaunchSpec.arguments`, and it raises what that does."""
-        arguments = self.spec.arguments(elements, scale, rows, pointers)
+        arguments = self.spec.arguments(elements, scale, rows, operands)
         launch_kernel, function = bindings().cuLaunchKernelEx, c_void_p(self.function)
         # By stream, the blocks that no launch uses: of a launch that several threads make, each needs one of its own.
         idle: dict[int, list[LaunchBlock]] = defaultdict(list)

@@ -33,9 +33,11 @@ from hadagen.problem import DType, Problem
 from hadagen.reference import (
     INPUT_CLASSES,
     NORMAL_ELEMENTS,
-    hadamard,
+    Operands,
     input_classes,
     relative_error,
+    transform,
+    verification_operands,
     verification_scale,
 )
 from hadagen.templates import read_texts
@@ -167,13 +169,13 @@ class HostModule:
         elements: int | None = None,
         rows: int = 0,
         shape: RowShape | None = None,
-        operands: Mapping[str, np.ndarray[Any, Any]] | None = None,
+        operands: Operands | None = None,
         order_seed: int = 0,
     ) -> EmulationReport:
         """Transform the first `elements` (default: all) of x, the raw bits of elements, into `out`, which may be x.
 
         `rows`, `shape`: for a kernel that reads a `RowShape`, the number of rows and their layout; then `elements` is
-        rows · n. `operands`: contiguous arrays for the other pointers, by the names of their params. The launch has as
+        rows · n. `operands`: contiguous arrays and numbers for all other params, by name. The launch has as
         many blocks as on a device with room for `RESIDENT_CLUSTERS` clusters. `order_seed`: 0 runs the threads in
         order, each up to its next collective; 1 in reverse; any other in a random order.
 
@@ -182,9 +184,11 @@ class HostModule:
         are one array of two pitches, or if an operand is missing.
         """
         elements = x.size if elements is None else elements
-        others = {name: np.ascontiguousarray(array) for name, array in (operands or {}).items()}
+        given = operands or {}
+        others = {name: value for name, value in given.items() if isinstance(value, np.ndarray)}
         pointers = {name: array.ctypes.data for name, array in others.items()}
-        arguments = launch.arguments(elements, scale, shape, pointers)
+        numbers = {name: value for name, value in given.items() if not isinstance(value, np.ndarray)}
+        arguments = launch.arguments(elements, scale, shape, {**numbers, **pointers})
         arguments[X], arguments[Y] = x.ctypes.data, out.ctypes.data
         if shape is None:
             rows, shape = elements, RowShape(1, 1, 1)  # as any array without gaps
@@ -306,6 +310,7 @@ def verify(
     *,
     module: HostModule | None = None,
     shape: RowShape | None = None,
+    operands: Operands | None = None,
     in_place: bool = False,
     order_seed: int = 0,
 ) -> dict[str, float]:
@@ -314,7 +319,8 @@ def verify(
     `rows` (default `verification_rows`): of each class; if it is more than one, the last class has one row less, so
     that the last tile is ragged if a tile holds several rows. `module`: has the kernel already, if many were built at
     once. `shape`: for a kernel that reads one, by default three quarters of each row; an array with an odd pitch begins
-    one element after a multiple of 16 bytes. The scale is n**-0.5. The output and the gaps of x begin as NaNs. Raises
+    one element after a multiple of 16 bytes. `operands`: `verification_operands` by default. The scale is
+    `verification_scale`. The output and the gaps of x begin as NaNs. Raises
     `EmulationError` if the kernel does not run to its end, or if `EmulationReport.complaint` is not "".
     """
     rows = verification_rows(problem, source.launch) if rows is None else rows
@@ -325,10 +331,13 @@ def verify(
         shape = RowShape(problem.n - problem.n // 4, problem.n, problem.n)
     columns, x_pitch, y_pitch = (problem.n,) * 3 if shape is None else shape
     if columns < problem.n:
-        del classes["constant"]  # cut short it gives few values over and over, whose rounding does not average out
+        classes.pop(
+            "constant", None
+        )  # cut short it gives few values over and over, whose rounding does not average out
     values = np.concatenate(list(classes.values()))
     values[:, columns:] = 0.0
     scale = verification_scale(problem)
+    operands = verification_operands(problem) if operands is None else operands
     x = _poisoned(problem.io.input, len(values), x_pitch)
     x[:, :columns] = encode(problem.io.input, values[:, :columns])
     out = x if in_place else _poisoned(problem.io.input, len(values), y_pitch)
@@ -341,6 +350,7 @@ def verify(
         elements=values.size,
         rows=len(values),
         shape=shape,
+        operands=operands,
         order_seed=order_seed,
     )
     if report.complaint:
@@ -350,7 +360,10 @@ def verify(
     return {
         name: relative_error(result, reference)
         for name, result, reference in zip(
-            classes, np.split(results, ends), np.split(hadamard(values, scale)[:, :columns], ends), strict=True
+            classes,
+            np.split(results, ends),
+            np.split(transform(problem, values, scale, operands)[:, :columns], ends),
+            strict=True,
         )
     }
 

@@ -164,7 +164,7 @@ def steps_of(problem: Problem, knobs: Knobs) -> tuple[Step, ...]:
     if knobs.block_bits == LOAD:
         first = steps[1]
         steps[1:2] = [replace(first, over_blocks=True)] if isinstance(first, Mma) else [Gather(), first]
-    bits = problem.log2_n
+    bits = problem.bits
     if bits > CHUNK_BITS:
         convert = _Converter(steps, FP16 if knobs.normalizes else PACKED)
         if places := near_butterflies(problem, knobs):
@@ -209,7 +209,7 @@ class _Converter:
 
 def _low_bits(problem: Problem, knobs: Knobs) -> list[Step]:
     """The steps that transform index bits 0–7 of packed values, or all bits of a shorter row."""
-    bits = problem.log2_n
+    bits = problem.bits
     first, second = (1, 2) if _scales_in_mma(problem, knobs) or wide_range(problem.io.input) else (0, 0)
     if knobs.low_bits == "mma":
         # mma(reg0) finds bits 0 3 4 1 at its places and leaves 5 6 7 there, which mma(reg1) transforms with bit 2.
@@ -250,7 +250,7 @@ def turns_in_exchange(knobs: Knobs) -> bool:
 def near_butterflies(problem: Problem, knobs: Knobs) -> list[Place]:
     """The places of the row's chunk bits that butterflies transform before any exchange: all but the place of
     `FAR_MMA`; that place too if a far bit comes there."""
-    chunk_bits = min(log2(knobs.chunks), problem.log2_n - CHUNK_BITS)
+    chunk_bits = min(log2(knobs.chunks), problem.bits - CHUNK_BITS)
     places = [reg(2 + j) for j in range(chunk_bits)]
     if knobs.far_lanes in MMA_LANES:
         exchanged = [near for pairs in exchanges_of(problem, knobs) for near, _ in pairs]
@@ -297,7 +297,7 @@ def _float32_low_bits(problem: Problem, knobs: Knobs) -> list[Step]:
         # values rounded to 22 bits from 2^-114 on, or 2^-110. Of smaller values, the second tf32 is subnormal and cut
         # off.
         return [_wide_mma(register, problem, knobs, 1 + register) for register in (0, 1)]
-    bits = problem.log2_n
+    bits = problem.bits
     inside = (Butterfly(PAIR), Butterfly(reg(0)))[:bits]
     between = (Butterfly(reg(1)),) if bits >= CHUNK_BITS else ()
     # Swaps begin with the lowest lane. Then all lanes but that one keep neighbors in memory together.
@@ -321,7 +321,7 @@ def exchanges_of(problem: Problem, knobs: Knobs) -> list[tuple[tuple[Place, Plac
     If there are far bits, chunks must be 2 or more, or `far_bits` must be lanes."""
     room = log2(knobs.chunks)
     cta_bits = log2(knobs.cluster)
-    warp_bits = max(0, problem.log2_n - CHUNK_BITS - room - cta_bits)
+    warp_bits = max(0, problem.bits - CHUNK_BITS - room - cta_bits)
     warps = [warp(j) for j in range(warp_bits)]
     ctas = [cta(j) for j in range(cta_bits) if knobs.block_bits == EXCHANGE]
     if not warps + ctas:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from hadagen.errors import UsageError
-from hadagen.problem import Rows
+from hadagen.problem import Problem, Rows
 from hadagen.scale import ScaleForm, scale_word
 
 # Blocks of a cluster that every GPU with clusters holds, and that a kernel may have without asking for more (CUDA C++
@@ -61,8 +61,27 @@ class Param:
 PARAMS = (Param("const void*", "x"), Param("void*", "y"), Param("i64", "elements"), Param("u32", "scale_word"))
 # What a kernel takes too if its rows may be shorter than n and have gaps: the fields of a `RowShape`.
 ROW_PARAMS = tuple(Param("i64", name) for name in RowShape._fields)
-# How rows lie → what a kernel takes for them.
-PARAMS_FOR = {Rows.CONTIGUOUS: PARAMS, Rows.PITCHED: (*PARAMS, *ROW_PARAMS)}
+# What a kernel takes too for a transform with a matrix: its entries −1, 0 and 1 as int8 [order, order], and 1 if it is to
+# be transposed, else 0.
+MATRIX_PARAMS = (Param("const void*", "matrix"), Param("u32", "transposed"))
+# What a kernel takes too for a transform with signs: n bits each, of which bit i % 8 of byte i / 8 is 1 where sign i is
+# −1; a null pointer for none.
+SIGN_PARAMS = (Param("const void*", "signs_before"), Param("const void*", "signs_after"))
+# The kinds of params, of which kernels have had their digests from the start.
+_FIRST_PARAMS = (PARAMS, (*PARAMS, *ROW_PARAMS))
+
+
+def params_for(problem: Problem) -> tuple[Param, ...]:
+    """What the kernels of a problem take."""
+    pitched = problem.io.rows is Rows.PITCHED
+    return (
+        *PARAMS,
+        *(ROW_PARAMS if pitched else ()),
+        *(MATRIX_PARAMS if problem.order > 1 else ()),
+        *(SIGN_PARAMS if problem.transform.signed else ()),
+    )
+
+
 ENTRY = "hadagen_kernel"  # the name of every kernel once compiled, so that equal ones have equal code
 # Positions of the two arguments that differ from launch to launch.
 X, Y = 0, 1
@@ -113,16 +132,16 @@ class LaunchSpec:
         return set(ROW_PARAMS) <= set(self.params)
 
     def arguments(
-        self, elements: int, scale: float, rows: RowShape | None = None, pointers: Mapping[str, int] | None = None
+        self, elements: int, scale: float, rows: RowShape | None = None, operands: Mapping[str, int] | None = None
     ) -> list[int]:
         """The value of each of `params`; x and y are 0, because they differ from launch to launch.
 
-        elements: rows · n. scale: of a size within `scale_form.range`. rows: for kernels that read them. pointers:
-        name → device address, for all other params. Raises `UsageError` if one is missing.
+        elements: rows · n. scale: of a size within `scale_form.range`. rows: for kernels that read them. operands:
+        name → device address or number, for all other params. Raises `UsageError` if one is missing.
         """
         known = {"x": 0, "y": 0, "elements": elements, "scale_word": scale_word(self.scale_form, scale)}
         known |= rows._asdict() if rows else {}
-        known |= pointers or {}
+        known |= operands or {}
         try:
             return [known[param.name] for param in self.params]
         except KeyError as error:
@@ -146,7 +165,7 @@ class LaunchSpec:
         stands for the two lists of params that there were first, so that their kernels keep their names."""
         values = self.to_dict()
         del values["arithmetic"]
-        if self.params in PARAMS_FOR.values():
+        if self.params in _FIRST_PARAMS:
             del values["params"]
             values["pitched"] = self.reads_rows
         return values

@@ -50,7 +50,7 @@ class Context:
 
     @property
     def bits(self) -> int:
-        return self.problem.log2_n
+        return self.problem.bits
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,8 @@ from typing import Any
 from hadagen.errors import UsageError
 
 MAX_LOG2_N = 17
+# Of the matrix of a transform; a kernel holds its rows in registers.
+MAX_ORDER = 428
 
 
 class DType(str, Enum):
@@ -64,21 +66,35 @@ _SAMPLED = 1.03
 
 @dataclass(frozen=True, order=True)
 class Transform:
-    """Each row of n elements times H_n, the Walsh–Hadamard matrix in natural order, times a scale.
+    """Each row of n elements times diag(s) · (A ⊗ H)ᵀ · diag(t), times a scale.
 
-    Raises `UsageError` where n is not a power of two from 2 to 131072.
+    H is the Walsh–Hadamard matrix of order `length` = n / order in natural order. A is a matrix with entries −1, 0
+    and 1 that a call gives, transposed or not; there is none if `order` is 1. s and t are vectors of ±1 that a call
+    may give if it is `signed`.
+
+    Raises `UsageError` unless `length` is a power of two, n is from 2 to 131072, and `order` is from 1 to 428.
     """
 
     n: int
+    order: int = 1
+    signed: bool = False
 
     def __post_init__(self) -> None:
-        if (
-            isinstance(self.n, bool)
-            or not isinstance(self.n, int)
-            or not (2 <= self.n <= 1 << MAX_LOG2_N)
-            or self.n & (self.n - 1)
-        ):
-            raise UsageError(f"n = {self.n!r} is not supported; n must be a power of two from 2 to {1 << MAX_LOG2_N}")
+        most = 1 << MAX_LOG2_N
+        if not _is_size(self.order, 1, MAX_ORDER):
+            raise UsageError(f"order = {self.order!r} is not supported; the order of a matrix is from 1 to {MAX_ORDER}")
+        times = f"{self.order} times " if self.order > 1 else ""
+        if not _is_size(self.n, 2, most) or self.n % self.order or self.length & (self.length - 1):
+            raise UsageError(f"n = {self.n!r} is not supported; n must be {times}a power of two, and from 2 to {most}")
+
+    @property
+    def length(self) -> int:
+        """The order of H: a row is `order` rows of this length one after the other."""
+        return self.n // self.order
+
+
+def _is_size(value: Any, least: int, most: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
 @dataclass(frozen=True, order=True)
@@ -105,13 +121,16 @@ class Io:
             object.__setattr__(self, "numerics", Numerics.ACCURATE)
 
 
-# Such as n4096-float16-fast-pitched. A part "to" with the output stands behind the input if the two differ.
-_KEY = re.compile(r"n([0-9]{1,9})-([a-z0-9_]+)(?:-to-([a-z0-9_]+))?-([a-z]+)(?:-([a-z]+))?")
+# Such as n4096-float16-fast-pitched or n14336-k28-signed-float16-fast. A part "to" with the output stands behind the
+# input if the two differ.
+_KEY = re.compile(
+    r"n([0-9]{1,9})(?:-k([0-9]{1,9}))?(-signed)?-([a-z]+[0-9]+[a-z0-9_]*)(?:-to-([a-z0-9_]+))?-([a-z]+)(?:-([a-z]+))?"
+)
 
 
 @dataclass(frozen=True, order=True)
 class Problem:
-    """y = (x · H_n) · scale over the last dimension of x. `transform` says H_n; `io` says what is read and written.
+    """A transform of the last dimension of x, and what is read and written for it.
 
     Raises `UsageError` for anything else than these two; `Problem.of` takes n and the names of types.
     """
@@ -133,17 +152,21 @@ class Problem:
         dtype: DType | str,
         numerics: Numerics | str = Numerics.ACCURATE,
         rows: Rows | str = Rows.CONTIGUOUS,
+        *,
+        order: int = 1,
+        signed: bool = False,
     ) -> Problem:
         """The problem whose output has the type of its input. Raises `UsageError`, as `Transform` and `Io` do."""
-        return cls(Transform(n), Io(dtype, dtype, numerics, rows))  # type: ignore[arg-type]  # which it converts
+        return cls(Transform(n, order, signed), Io(dtype, dtype, numerics, rows))  # type: ignore[arg-type]  # which it converts
 
     @classmethod
     @lru_cache(maxsize=1024)  # every bundle names the same problems
     def parse(cls, key: str) -> Problem:
         """The problem of a `key`. Raises `UsageError` where it is none."""
         if found := _KEY.fullmatch(key):
-            n, given, output, numerics, rows = found.groups()
-            problem = cls(Transform(int(n)), Io(given, output or given, numerics, rows or Rows.CONTIGUOUS))  # type: ignore[arg-type]
+            n, order, signed, given, output, numerics, rows = found.groups()
+            transform = Transform(int(n), int(order or 1), bool(signed))
+            problem = cls(transform, Io(given, output or given, numerics, rows or Rows.CONTIGUOUS))  # type: ignore[arg-type]
             if problem.key == key:
                 return problem
         raise UsageError(f"{key!r:.80} names no problem; write one such as n4096-float16-fast or n64-float32-accurate")
@@ -153,21 +176,34 @@ class Problem:
         """Its canonical name, such as "n4096-float16-fast". A key that names no rows means contiguous rows."""
         output = () if self.io.output is self.io.input else ("to", self.io.output.value)
         rows = () if self.io.rows is Rows.CONTIGUOUS else (self.io.rows.value,)
-        return "-".join((f"n{self.n}", self.io.input.value, *output, self.io.numerics.value, *rows))
+        order = (f"k{self.order}",) if self.order > 1 else ()
+        signed = ("signed",) if self.transform.signed else ()
+        return "-".join((f"n{self.n}", *order, *signed, self.io.input.value, *output, self.io.numerics.value, *rows))
 
     @property
     def n(self) -> int:
         return self.transform.n
 
     @property
-    def log2_n(self) -> int:
-        return self.n.bit_length() - 1
+    def order(self) -> int:
+        return self.transform.order
+
+    @property
+    def length(self) -> int:
+        return self.transform.length
+
+    @property
+    def bits(self) -> int:
+        """The number of index bits that H transforms: log2 of `length`."""
+        return self.length.bit_length() - 1
 
     @property
     def parent(self) -> Problem | None:
-        """The problem with contiguous rows, whose winners are the first guess for other rows. None if rows are
-        contiguous already."""
-        return None if self.io.rows is Rows.CONTIGUOUS else self.with_io(rows=Rows.CONTIGUOUS)
+        """The problem whose winners are the first guess for this one: the same with contiguous rows, or without signs.
+        None if rows are contiguous and there are no signs."""
+        if self.io.rows is not Rows.CONTIGUOUS:
+            return self.with_io(rows=Rows.CONTIGUOUS)
+        return replace(self, transform=replace(self.transform, signed=False)) if self.transform.signed else None
 
     def with_io(self, **changes: Any) -> Problem:
         """The same transform with some fields of its `io` changed."""
@@ -178,7 +214,7 @@ class Problem:
         """Largest ‖out − ref‖ / ‖ref‖ against float64, on any class of input, with which a kernel may be used."""
         if self.io.numerics is Numerics.ACCURATE:
             return ACCURATE_BOUND[self.io.output]
-        return _SAMPLED * self._hadacore_error
+        return _SAMPLED * self._fast_error
 
     @property
     def roundings(self) -> float:
@@ -188,12 +224,15 @@ class Problem:
             return 0.0
         if self.io.numerics is Numerics.ACCURATE:
             return (ACCURATE_BOUND[output] / ROUNDING_ERROR[output]) ** 2
-        return (self._hadacore_error / ROUNDING_ERROR[output]) ** 2
+        return (self._fast_error / ROUNDING_ERROR[output]) ** 2
 
     @property
-    def _hadacore_error(self) -> float:
+    def _fast_error(self) -> float:
+        """The error of what `fast` kernels are compared with: HadaCore's, or with a matrix, of two roundings."""
+        if self.order > 1:
+            return ROUNDING_ERROR[self.io.output] * 2**0.5
         errors = HADACORE_ERROR[self.io.output]
-        return errors[min(self.log2_n, len(errors)) - 1]
+        return errors[min(self.bits, len(errors)) - 1]
 
 
 def padded_length(columns: int) -> int:

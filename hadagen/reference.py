@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
+from numpy.typing import NDArray
 
 from hadagen.bits import Reals, decode, encode
 from hadagen.problem import DType, Problem
@@ -18,9 +22,48 @@ UNEVEN_RUN, UNEVEN_POWER = 256, 40
 LARGE = {DType.FLOAT16: 4096.0, DType.BFLOAT16: 1e30, DType.FLOAT32: 1e30}
 
 
+# What a transform takes beside x and the scale, by the names of params: arrays, and numbers.
+Operands = Mapping[str, "NDArray[Any] | int"]
+
+
 def verification_scale(problem: Problem) -> float:
-    """The scale that makes the transform orthonormal, n**-0.5, so that results are as large as inputs."""
-    return float(problem.n**-0.5)
+    """The scale that makes the transform orthonormal, n**-0.5, so that results are as large as inputs.
+
+    With a matrix it has the eight bits of a bfloat16. A single ±1 then gives exact results, which would else have one
+    and the same error of up to half of a last place.
+    """
+    scale = float(problem.n**-0.5)
+    return scale if problem.order == 1 else float(decode(DType.BFLOAT16, encode(DType.BFLOAT16, np.array([scale])))[0])
+
+
+def verification_operands(problem: Problem, *, transposed: bool = False) -> dict[str, NDArray[Any] | int]:
+    """A matrix of random −1, 0 and 1, few of them 0, and random signs, where the problem has some. Its rows are no
+    more orthogonal than random ones, and it is not symmetric, so that transposed it gives another result."""
+    random = np.random.default_rng(problem.order)
+    operands: dict[str, NDArray[Any] | int] = {}
+    if problem.order > 1:
+        entries = random.choice((-1, 0, 1), (problem.order, problem.order), p=(0.48, 0.04, 0.48))
+        operands |= {"matrix": entries.astype(np.int8), "transposed": int(transposed)}
+    if problem.transform.signed:
+        size = -(-problem.n // 8)
+        operands |= {name: random.integers(0, 256, size, np.uint8) for name in ("signs_before", "signs_after")}
+    return operands
+
+
+def transform(problem: Problem, x: Reals, scale: float, operands: Operands) -> Reals:
+    """The transform of a problem over the last dimension of x, in float64."""
+
+    def signs(name: str) -> Reals | float:
+        packed = operands.get(name, 0)
+        if isinstance(packed, int):
+            return 1.0
+        return 1.0 - 2.0 * np.unpackbits(packed, count=problem.n, bitorder="little")
+
+    y = hadamard((x * signs("signs_before")).reshape(-1, problem.length), scale)
+    if problem.order > 1:
+        matrix = np.asarray(operands["matrix"], np.float64)
+        y = (matrix.T if operands["transposed"] else matrix) @ y.reshape(-1, problem.order, problem.length)
+    return y.reshape(x.shape) * signs("signs_after")
 
 
 def input_classes(problem: Problem, rows: int) -> dict[str, Reals]:
@@ -28,7 +71,8 @@ def input_classes(problem: Problem, rows: int) -> dict[str, Reals]:
 
     - `normal`: standard normal. Rounding the result has an error of 2.08e-4 (float16) or 1.66e-3 (bfloat16) on average,
       if rows · n is `NORMAL_ELEMENTS` or more.
-    - `constant`: all elements of a row are one signed power of two, so the result is one element and exact zeros.
+    - `constant`: all elements of a row are one signed power of two, so the result is one element and exact zeros. Not
+      with a matrix or signs, which make few values of it, whose rounding does not average out.
     - `one-hot`: one ±1 in each row, at the first position in row 0, at the last in row 1, then anywhere.
     - `uneven`: normal, with every run of `UNEVEN_RUN` elements times a power of two; the largest in each row is 1.
     - `large`: normal times `LARGE`.
@@ -56,8 +100,12 @@ def input_classes(problem: Problem, rows: int) -> dict[str, Reals]:
         random.standard_normal(shape) * runs,
         large,
     )
-    dtype = problem.io.input
-    return {name: decode(dtype, encode(dtype, reals)) for name, reals in zip(INPUT_CLASSES, values, strict=True)}
+    dtype, plain = problem.io.input, problem.order == 1 and not problem.transform.signed
+    return {
+        name: decode(dtype, encode(dtype, reals))
+        for name, reals in zip(INPUT_CLASSES, values, strict=True)
+        if plain or name != "constant"
+    }
 
 
 def hadamard(x: Reals, scale: float = 1.0) -> Reals:

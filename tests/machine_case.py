@@ -11,8 +11,8 @@ import pytest
 
 from hadagen.bits import Bits
 from hadagen.emulator import EmulationReport, HostModule, compile_host
-from hadagen.launch import PARAMS_FOR, LaunchSpec, RowShape, Source
-from hadagen.problem import DType, Rows
+from hadagen.launch import PARAMS, ROW_PARAMS, LaunchSpec, RowShape, Source
+from hadagen.problem import DType
 
 SHARED_BYTES = 8192
 COPY = "store16(out + 16 * t, load16(in + 16 * t));"
@@ -63,7 +63,7 @@ class Case:
             SHARED_BYTES,
             tile,
             persistent=False,
-            params=PARAMS_FOR[Rows.PITCHED if self.pitched else Rows.CONTIGUOUS],
+            params=(*PARAMS, *ROW_PARAMS) if self.pitched else PARAMS,
             starts_early=self.starts_early,
         )
 

@@ -14,5 +14,5 @@ def rounding_bound(problem: Problem) -> float:
     independent errors add up by their squares. A fast kernel within this may still miss its problem's own bound, and
     then it is sound and no winner.
     """
-    roundings = 1 if problem.io.numerics is Numerics.ACCURATE else problem.log2_n + 3
+    roundings = 1 if problem.io.numerics is Numerics.ACCURATE else problem.bits + 3
     return ACCURATE_BOUND[problem.io.input] * sqrt(roundings)

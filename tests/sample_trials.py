@@ -9,7 +9,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from hadagen.launch import PARAMS, PARAMS_FOR, LaunchSpec, Param
+from hadagen.launch import MATRIX_PARAMS, PARAMS, ROW_PARAMS, SIGN_PARAMS, LaunchSpec, Param, params_for
 from hadagen.problem import DType, Numerics, Problem, Rows
 from hadagen.regimes import ELEMENT_BUCKETS, Cache, Destination, element_buckets
 from hadagen.scale import ScaleForm
@@ -23,7 +23,7 @@ LAUNCH = LaunchSpec(threads=256, cluster=1, shared_bytes=0, tile_elements=4096, 
 
 def launch_for(problem: Problem) -> LaunchSpec:
     """Of a kernel that takes what those of this problem do."""
-    params = PARAMS_FOR[problem.io.rows]
+    params = params_for(problem)
     return replace(LAUNCH, tile_elements=max(LAUNCH.tile_elements, problem.n), params=params)
 
 
@@ -98,7 +98,14 @@ launches = st.builds(
     st.integers(2, 1 << 24),
     st.booleans(),
     st.sampled_from(ScaleForm),
-    st.sampled_from([*PARAMS_FOR.values(), (*PARAMS, Param("const void*", "bias"))]),
+    st.sampled_from(
+        [
+            PARAMS,
+            (*PARAMS, *ROW_PARAMS),
+            (*PARAMS, *MATRIX_PARAMS, *SIGN_PARAMS),
+            (*PARAMS, Param("const void*", "bias")),
+        ]
+    ),
 )
 kernels = st.builds(
     make_kernel,

@@ -25,7 +25,7 @@ from hadagen.codegen import render
 from hadagen.emulator import compile_host
 from hadagen.errors import DeviceError, UsageError
 from hadagen.knobs import Knobs
-from hadagen.launch import PARAMS_FOR, LaunchSpec
+from hadagen.launch import LaunchSpec, params_for
 from hadagen.plan import Plan
 from hadagen.problem import DType, Numerics, Problem, Rows
 from hadagen.regimes import Destination
@@ -104,7 +104,7 @@ def trial(number: int, arithmetic: str, us: dict[int, float], cluster: int = 1, 
     """Of a kernel as fast in place as out of place."""
     launch = replace(LAUNCH, arithmetic=arithmetic, cluster=cluster)
     both = tuple(time for destination in Destination for time in times(us, destination))
-    launch = replace(launch, params=PARAMS_FOR[fields.get("problem", PROBLEM).io.rows])
+    launch = replace(launch, params=params_for(fields.get("problem", PROBLEM)))
     kernel = make_kernel(b"%d" % number, launch=launch)
     return make_trial(number, kernel=kernel, timings=both, **fields)
 

@@ -90,9 +90,9 @@ def estimates_and_times() -> list[tuple[int, float, float]]:
             int(chunks),
             int(warps),
             int(blocks),
-            low_bits="mma" if problem.log2_n >= CHUNK_BITS else "mma_shuffle",
-            mma_carrier="split" if wide and problem.log2_n >= CHUNK_BITS else "packed",
-            butterfly_carrier="fp32" if wide and problem.log2_n != CHUNK_BITS else "packed",
+            low_bits="mma" if problem.bits >= CHUNK_BITS else "mma_shuffle",
+            mma_carrier="split" if wide and problem.bits >= CHUNK_BITS else "packed",
+            butterfly_carrier="fp32" if wide and problem.bits != CHUNK_BITS else "packed",
             exchange_carrier="fp32" if far else "packed",
             shared_layout="swizzled" if far else "linear",
         )

@@ -17,8 +17,7 @@ import pytest
 from hadagen import driver, libcuda
 from hadagen.driver import DoesNotFit, DriverError
 from hadagen.errors import DeviceError
-from hadagen.launch import PARAMS_FOR, LaunchSpec, Param, RowShape
-from hadagen.problem import Rows
+from hadagen.launch import PARAMS, ROW_PARAMS, LaunchSpec, Param, RowShape
 
 
 class CUresult(IntEnum):
@@ -117,9 +116,7 @@ def test_loading_and_launching(fake: FakeDriver) -> None:
 
 
 def test_a_prepared_launch_takes_streams_and_addresses(fake: FakeDriver) -> None:
-    kernel = driver.load(
-        b"image", "entry", replace(TILES, params=(*PARAMS_FOR[Rows.PITCHED], Param("const void*", "bias")))
-    )
+    kernel = driver.load(b"image", "entry", replace(TILES, params=(*PARAMS, *ROW_PARAMS, Param("const void*", "bias"))))
     fake.more_params = 4
     launch = kernel.prepared(1 << 20, 0.25, RowShape(100, 2**33, 128), {"bias": 1 << 40})
     for stream in (7, 9, 7):

@@ -92,7 +92,7 @@ def inputs(plan: Plan, rows: int) -> dict[str, tuple[np.ndarray, float]]:
     signs = generator.choice([-1.0, 1.0], (rows, n))
     alone = np.arange(n) == np.arange(rows)[:, None] % n
     part = np.zeros((rows, n))
-    part[:, : 1 << plan.problem.log2_n // 2] = edges.largest
+    part[:, : 1 << plan.problem.bits // 2] = edges.largest
     found = {
         "random signs of the largest": (edges.largest * signs, 1 / n),
         "the largest everywhere": (np.full((rows, n), edges.largest), 1 / n),

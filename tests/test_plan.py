@@ -77,7 +77,7 @@ def test_each_bit_is_transformed_once_and_stored_where_it_belongs(plan: Plan) ->
     assert moves_lanes or all(stored.axes[place] == plan.loaded.axes[place] for place in LANES)
     assert sorted(stored.axes) == sorted(plan.loaded.axes)
     named = [bits for line in plan.describe() for bits in re.findall(r": bits? ([\d ]+)", line)]
-    assert sorted(int(bit) for bit in " ".join(named).split()) == list(range(plan.problem.log2_n))
+    assert sorted(int(bit) for bit in " ".join(named).split()) == list(range(plan.problem.bits))
 
 
 @given(plans())

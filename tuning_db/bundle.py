@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hadagen.errors import StorageError
-from hadagen.launch import PARAMS_FOR, PORTABLE_CLUSTER, LaunchSpec
+from hadagen.launch import PORTABLE_CLUSTER, LaunchSpec, params_for
 from hadagen.problem import Problem
 from hadagen.regimes import Cache, Destination
 from hadagen.target import check_arch
@@ -365,7 +365,7 @@ class _Content:
         """What the entries of a trial have in common."""
         kernel = kernels[row["kernel"]]
         # Calls have no other arguments to give.
-        if kernel.launch.params != PARAMS_FOR[problem.io.rows] or kernel.launch.tile_elements % problem.n:
+        if kernel.launch.params != params_for(problem) or kernel.launch.tile_elements % problem.n:
             raise ValueError(f"{problem.key} has a kernel for other rows or params")
         knobs, errors = _object(row["knobs"]), _object(row["errors"])
         check_knobs(knobs)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from hadagen.launch import PARAMS_FOR, Param
+from hadagen.launch import Param, params_for
 from hadagen.layout import PAIR, THREAD_ELEMENTS, VECTOR_BYTES, Place, Placement, reg
 from hadagen.problem import DType, Problem
 from hadagen.scale import ScaleForm
@@ -107,9 +107,9 @@ class Draft:
 
     @property
     def params(self) -> tuple[Param, ...]:
-        """What the kernel takes: the params of every kernel, a `RowShape` if needed, and those of its steps."""
+        """What the kernel takes: for its problem, and for its steps besides."""
         of_steps = (param for step in self.steps for param in step.params)
-        return tuple(dict.fromkeys((*PARAMS_FOR[self.problem.io.rows], *of_steps)))
+        return tuple(dict.fromkeys((*params_for(self.problem), *of_steps)))
 
     @property
     def normalizes(self) -> bool:
