@@ -145,7 +145,7 @@ class Mma(Step):
             yield "only 16-bit values are transposed on their way in"
         if self.idle and (self.operand == "tf32" or len(self.places) < 2):
             yield "it transforms two bits at least, and leaves none as it is of a tf32"
-        if any(plan.before(at).axes[place].stride >= plan.problem.n for place in self.operand_places):
+        if any(plan.before(at).axes[place].stride >= plan.problem.length for place in self.operand_places):
             yield "mixes bits beyond the row"
         if self.over_blocks:
             if self != Mma(self.reg, factor=self.factor, over_blocks=True):

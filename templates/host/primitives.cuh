@@ -39,6 +39,13 @@ template <class T> HADAGEN_INLINE void store_element(void* global, Vec16 v, int 
     machine::store(global, reinterpret_cast<const byte*>(&v) + i * T::bytes, T::bytes);
 }
 
+// One byte, which is not of x or y.
+HADAGEN_INLINE u32 load_byte(const void* global) {
+    byte b;
+    machine::load(&b, global, 1);
+    return b;
+}
+
 // ---- packed pairs --------------------------------------------------------------------------------------------------
 template <class T> HADAGEN_INLINE u32 encode_pair(double low, double high) {
     return encode<T>(low) | u32(encode<T>(high)) << 16;
@@ -180,7 +187,21 @@ HADAGEN_INLINE void cluster_arrive_relaxed() { machine::cluster_arrive_relaxed()
 HADAGEN_INLINE void cluster_wait() { machine::cluster_wait(); }
 
 HADAGEN_INLINE Vec16 shared_load16(const byte* shared) { return machine::shared_load(shared); }
-HADAGEN_INLINE void shared_store16(byte* shared, Vec16 v) { machine::shared_store(shared, v); }
+HADAGEN_INLINE void shared_store16(byte* shared, Vec16 v) { machine::shared_store(shared, &v, sizeof v); }
+HADAGEN_INLINE void shared_store8(byte* shared, u32 first, u32 second) {
+    const u32 words[2] = {first, second};
+    machine::shared_store(shared, words, sizeof words);
+}
+HADAGEN_INLINE void shared_store4(byte* shared, u32 word) { machine::shared_store(shared, &word, sizeof word); }
+
+// Four 8×8 matrices of 16-bit elements, whose rows the lanes point at, as the operands of an mma (ldmatrix): `rows` as A,
+// `columns` transposed, as B.
+HADAGEN_INLINE void load_rows(u32 (&words)[4], const byte* row) {
+    machine::spread_rows(machine::shared_load(row), words, false);
+}
+HADAGEN_INLINE void load_columns(u32 (&words)[4], const byte* row) {
+    machine::spread_rows(machine::shared_load(row), words, true);
+}
 
 // ---- asynchronous copies -------------------------------------------------------------------------------------------
 HADAGEN_INLINE void cp_async16(byte* shared, const void* global) { machine::copy_async(shared, global); }
