@@ -87,7 +87,7 @@ def _view(plan: Plan, entry: str) -> dict[str, Any]:
         # The number of steps before those that each warp takes for one piece of a tile after the other.
         "pieces_from": 1 + plan.steps.index(plan.matrix) if plan.matrix else None,
         "piece": plan.piece_elements,
-        "lifted": any(view.get("lifted") for view in views),
+        "lifted": sum(view.get("lifted", 0) for view in views),
         "packed": any(carrier != FP32 for carrier in plan.carriers[1:]),
         "wide": FP32 in plan.carriers,
         "gathered": any(view.get("gathers") for view in views),

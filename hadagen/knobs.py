@@ -204,10 +204,11 @@ def _with_signs(problem: Problem, steps: list[Step]) -> tuple[Step, ...]:
 def _matrix_steps(problem: Problem, knobs: Knobs) -> list[Step]:
     """The steps between the load and the store of a problem with a matrix. Each warp has whole rows of the order of H,
     so nothing is exchanged."""
-    steps: list[Step] = [Matrix(knobs.rows, knobs.slabs, knobs.exchange_carrier)]
+    after = _bits_after_matrix(problem, knobs) if problem.bits else []
+    cuts = sum(isinstance(step, Mma) and step.cuts for step in after)
+    steps: list[Step] = [Matrix(knobs.rows, knobs.slabs, knobs.exchange_carrier, lifted=cuts), *after]
     if problem.bits:
         convert = _Converter(steps)
-        steps += _bits_after_matrix(problem, knobs)
         if places := near_butterflies(problem, knobs):
             convert.to(FP32)
             steps += [Butterfly(place) for place in places]

@@ -39,6 +39,7 @@ class Matrix(Step):
     rows: int
     slabs: int
     carrier: str
+    lifted: int = 0  # as for `Scale`: how often values are cut off to one tf32 later
 
     says = "matrix of the transform times the row, times the scale"
     template = "matrix.cu.j2"
@@ -72,7 +73,7 @@ class Matrix(Step):
         values.multiply(self.share(values.left, plan))
 
     def arithmetic(self, plan: Draft, at: int) -> tuple[Any, ...]:
-        return type(self).__name__, self.carrier, plan.problem.length == 1
+        return type(self).__name__, self.carrier, self.lifted, plan.problem.length == 1
 
     def operands(self, plan: Draft) -> int:
         """Operands of 16 columns of A that a warp holds of each slab."""
