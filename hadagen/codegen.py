@@ -17,7 +17,7 @@ from hadagen.launch import Source
 from hadagen.layout import add, scatter
 from hadagen.plan import Plan
 from hadagen.problem import Problem
-from hadagen.steps.base import FP32
+from hadagen.steps.base import FP32, SPLIT
 
 ENVIRONMENT = jinja2.Environment(
     loader=jinja2.PackageLoader("hadagen.templates", "."),
@@ -89,6 +89,7 @@ def _view(plan: Plan, entry: str) -> dict[str, Any]:
         "piece": plan.piece_elements,
         "lifted": sum(view.get("lifted", 0) for view in views),
         "packed": any(carrier != FP32 for carrier in plan.carriers[1:]),
+        "split": SPLIT in plan.carriers,
         "wide": FP32 in plan.carriers,
         "gathered": any(view.get("gathers") for view in views),
         "fetches_next": plan.load.stages > 1 and not plan.load.staged,

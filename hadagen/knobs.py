@@ -15,7 +15,7 @@ from hadagen.errors import UsageError
 from hadagen.layout import CHUNK_BITS, LANE_BITS, PAIR, Place, cta, lane, reg, warp
 from hadagen.plan import Plan
 from hadagen.problem import DType, Numerics, Problem
-from hadagen.steps.base import FP16, FP32, PACKED, Step
+from hadagen.steps.base import FP16, FP32, PACKED, SPLIT, Step
 from hadagen.steps.conversions import Correct, Narrow, Normalize, Round, Scale, Widen
 from hadagen.steps.exchanges import Exchange, Transpose
 from hadagen.steps.matrix import Matrix, Signs
@@ -73,7 +73,7 @@ class Knobs:
     accumulator: str = _one_of(FP32, PACKED)
     # values that butterflies and shuffles work on
     butterfly_carrier: str = _one_of(PACKED, FP32)
-    # values that cross shared memory, also between a matrix and the steps after it
+    # values that cross shared memory; between a matrix and the steps after it, fp32 means two bfloat16
     exchange_carrier: str = _one_of(PACKED, FP32)
     # shared memory used this many times over in one exchange
     exchange_rounds: int = _one_of(1, 2)
@@ -206,7 +206,8 @@ def _matrix_steps(problem: Problem, knobs: Knobs) -> list[Step]:
     so nothing is exchanged."""
     after = _bits_after_matrix(problem, knobs) if problem.bits else []
     cuts = sum(isinstance(step, Mma) and step.cuts for step in after)
-    steps: list[Step] = [Matrix(knobs.rows, knobs.slabs, knobs.exchange_carrier, lifted=cuts), *after]
+    carrier = PACKED if knobs.exchange_carrier == PACKED else SPLIT
+    steps: list[Step] = [Matrix(knobs.rows, knobs.slabs, carrier, lifted=cuts), *after]
     if problem.bits:
         convert = _Converter(steps)
         if places := near_butterflies(problem, knobs):
@@ -219,13 +220,12 @@ def _matrix_steps(problem: Problem, knobs: Knobs) -> list[Step]:
 
 
 def _bits_after_matrix(problem: Problem, knobs: Knobs) -> list[Step]:
-    """The steps that transform index bits 0–7 of what comes from a matrix: packed values, or fp32 in parts."""
-    packed = knobs.exchange_carrier == PACKED
+    """The steps that transform index bits 0–7 of what comes from a matrix."""
     if knobs.low_bits == "shuffle":
         inside: list[Step] = [Butterfly(PAIR), Butterfly(reg(0)), Butterfly(reg(1))]
         across = range(max(0, min(problem.bits - len(inside), LANE_BITS)))
-        return [*[Widen()] * packed, *inside[: problem.bits], *(Shuffle(j) for j in across)]
-    first = Mma(0) if packed else _wide_mma(0, problem, knobs, 0)
+        return [Widen(), *inside[: problem.bits], *(Shuffle(j) for j in across)]
+    first = Mma(0) if knobs.exchange_carrier == PACKED else Mma(0, "bfloat16", 2, ready=True)
     if knobs.low_bits == "mma_shuffle":
         # Bits 5 6 7 are left at pair, lane0, lane1, and bit 2 at reg1.
         rest: list[Step] = [Butterfly(reg(1)), Butterfly(PAIR), Shuffle(0), Shuffle(1)]

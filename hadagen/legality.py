@@ -30,7 +30,7 @@ from hadagen.knobs import (
 )
 from hadagen.layout import CHUNK_BITS, LANE_BITS, VECTOR_BYTES, reg
 from hadagen.problem import DType, Numerics, Problem, Rows
-from hadagen.steps.base import FP32, PACKED, Step, mixed_chunk_bits, roundings
+from hadagen.steps.base import FP32, PACKED, SPLIT, Step, mixed_chunk_bits, roundings
 from hadagen.steps.conversions import Normalize
 from hadagen.steps.draft import Draft, Footprint
 from hadagen.steps.exchanges import Exchange
@@ -41,6 +41,8 @@ from hadagen.steps.transforms import PARTS, Butterfly, Gather, Mma
 MAX_EXCHANGES = 2
 # Blocks that each load a whole row. More blocks compute less each, but load as much, and were never faster.
 MAX_SHARES = 8
+# The order of a matrix from which on rounded sums have the error of any others.
+_MANY_TERMS = 8
 ROUNDINGS_SPREAD = 0.03  # tolerance of the count of roundings; half a percent of the error
 
 
@@ -140,7 +142,7 @@ def _footprint(problem: Problem, *room: Any) -> Footprint:
     steps: list[Step] = [Load(k.load, k.stages), *(Exchange(pairs, *through) for pairs in exchanges_of(problem, k))]
     steps += [Normalize()] * k.normalizes + [Gather()] * (k.block_bits == LOAD)
     if problem.order > 1:
-        steps = [Load(k.load, k.stages), Matrix(k.rows, k.slabs, k.exchange_carrier)]
+        steps = [Load(k.load, k.stages), Matrix(k.rows, k.slabs, PACKED if k.exchange_carrier == PACKED else SPLIT)]
     return Footprint(Draft(problem, log2(k.chunks), log2(k.warps), log2(k.cluster), tuple(steps)))
 
 
@@ -313,7 +315,7 @@ def _(c: Context, k: Knobs) -> str | None:
     if k.mma_carrier == PACKED:
         accurate, wide = c.problem.io.numerics is Numerics.ACCURATE, "split or tf32" if tf32 else "split"
         return f"accurate may not round between two mma (mma_carrier must be {wide})" if between and accurate else None
-    if not between and not (c.has_matrix and k.low_bits == "mma_shuffle"):
+    if not between:
         return "no value passes from one mma to another (mma_carrier must be packed)"
     if k.mma_carrier == "tf32" and not tf32:
         return f"a tf32 has no more bits than a {c.problem.io.input.value} (mma_carrier must be another)"
@@ -394,12 +396,12 @@ def _carried_from_matrix(c: Context, k: Knobs) -> str | None:
     if k.exchange_carrier == FP32:
         if not c.bits:
             return "nothing follows the matrix but the store (exchange_carrier must be packed)"
-        apart = k.low_bits == "shuffle" or k.mma_carrier != PACKED
-        return None if apart else "an mma takes fp32 in parts (mma_carrier must not be packed)"
+        lacking = k.low_bits != "shuffle" and _lacking(c, Mma(0, "bfloat16", 2))
+        return f"the arch has no {lacking} for two bfloat16 (exchange_carrier must be packed)" if lacking else None
     if c.bits and _rounds_once(c, k):
         return "accurate may not round after the matrix (exchange_carrier must be fp32)"
-    if k.low_bits == "mma_shuffle" and k.mma_carrier != PACKED:
-        return "the mma takes packed values as they are (mma_carrier must be packed)"
+    if c.bits and c.problem.order < _MANY_TERMS:
+        return "sums of few values often lie between two 16-bit values (exchange_carrier must be fp32)"
     return None
 
 

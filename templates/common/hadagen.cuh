@@ -36,21 +36,35 @@ HADAGEN_INLINE u32 take_power(float& scale, u32 bits) {
 }
 
 // ---- the matrix and the signs of a transform -----------------------------------------------------------------------
+// Two bytes of −1, 0 or 1, in the lower halves of a word's halves, each times a number that is given by its 16 bits.
+HADAGEN_INLINE u32 entries_times(u32 bytes, u32 factor) {
+    return (bytes & 0x00010001u) * factor | bytes << 8 & 0x80008000u;
+}
+
 // A operand of `mma`: 16×16 entries of a matrix of −1, 0 and 1, from this row and column on, each times a number that is
 // given by its 16 bits. Beyond the matrix they are 0.
-HADAGEN_INLINE Operand matrix_operand(const void* matrix, u32 order, u32 transposed, u32 row, u32 column, u32 factor) {
+template <u32 order>
+HADAGEN_INLINE Operand matrix_operand(const void* matrix, u32 transposed, u32 row, u32 column, u32 factor) {
     const u32 lane = thread_index() % 32;
+    const byte* const entries = static_cast<const byte*>(matrix);
     Operand a;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        a.word[i] = 0u;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const u32 r = row + lane / 4 + i % 2 * 8, c = column + lane % 4 * 2 + half + i / 2 * 8;
-            if (r >= order || c >= order) continue;
-            const u32 entry = load_byte(static_cast<const byte*>(matrix) + (transposed ? c * order + r : r * order + c));
-            a.word[i] |= (entry ? factor ^ (entry & 0x80u) << 8 : 0u) << (16 * half);
+        const u32 r = row + lane / 4 + i % 2 * 8, c = column + lane % 4 * 2 + i / 2 * 8;
+        u32 first = 0u, second = 0u;
+        if (r < order && c < order) {
+            if (transposed) {
+                first = load_byte(entries + c * order + r);
+                if (order % 2 == 0 || c + 1 < order) second = load_byte(entries + (c + 1) * order + r);
+            } else if (order % 2 == 0) {
+                const u32 both = load_bytes(entries + r * order + c);
+                first = both & 0xFFu, second = both >> 8;
+            } else {
+                first = load_byte(entries + r * order + c);
+                if (c + 1 < order) second = load_byte(entries + r * order + c + 1);
+            }
         }
+        a.word[i] = entries_times(first | second << 16, factor);
     }
     return a;
 }

@@ -55,8 +55,9 @@ template <class T> HADAGEN_INLINE void store_element(void* global, Vec16 v, int 
     else *static_cast<u16*>(global) = u16(v.word[i / 2] >> (16 * (i % 2)));
 }
 
-// One byte, which is not of x or y.
+// One byte, or two at an even address, not of x or y.
 HADAGEN_INLINE u32 load_byte(const void* global) { return *static_cast<const byte*>(global); }
+HADAGEN_INLINE u32 load_bytes(const void* global) { return *static_cast<const u16*>(global); }
 
 // ---- packed pairs --------------------------------------------------------------------------------------------------
 template <class T> HADAGEN_INLINE u32 pack(float low, float high);
@@ -289,6 +290,7 @@ HADAGEN_INLINE void trigger_dependents() { asm volatile("griddepcontrol.launch_d
 // ---- the block and the cluster -------------------------------------------------------------------------------------
 HADAGEN_INLINE u32 shared_address(const void* shared) { return u32(__cvta_generic_to_shared(shared)); }
 
+HADAGEN_INLINE void warp_sync() { __syncwarp(); }
 HADAGEN_INLINE void block_sync() { __syncthreads(); }
 
 HADAGEN_INLINE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }

@@ -110,8 +110,10 @@ bool in_order(const Stamp& access) {
 
 Stamp stamp_now() {
     const Thread& thread = *m.running;
-    return {Stamp::thread,        thread.who,           thread.rank, thread.clock.block_syncs,
-            thread.clock.arrivals, thread.clock.fences};
+    return {Stamp::thread,          thread.who,
+            thread.rank,            thread.clock.warp_syncs,
+            thread.clock.block_syncs, thread.clock.arrivals,
+            thread.clock.fences};
 }
 
 // The cells of so many bytes.

@@ -241,6 +241,12 @@ void mma(float (&d)[4], const float (&a)[4], const float (&b)[2]) {
     meet_warp(at_mma, &operand, multiply<8>);
 }
 
+void warp_sync() {
+    meet_warp(at_warp_sync, nullptr, [](Thread* lanes) {
+        for (u32 lane = 0; lane < warp_lanes; ++lane) ++lanes[lane].clock.warp_syncs;
+    });
+}
+
 void block_sync() {
     step();
     Block& block = m.block();

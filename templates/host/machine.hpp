@@ -28,7 +28,8 @@ void mma(float (&d)[4], const float (&a)[4], const float (&b)[2]);
 // 2t and 2t + 1 of row `group` of each matrix, group = lane / 4, t = lane % 4; `turned`: those of column `group`.
 void spread_rows(const Vec16& row, u32 (&words)[4], bool turned);
 
-// Collectives of the block and the cluster.
+// Collectives of the warp, the block and the cluster that order accesses to memory.
+void warp_sync();
 void block_sync();
 void cluster_arrive();
 void cluster_arrive_relaxed();  // before the thread touches shared memory

@@ -20,7 +20,7 @@ constexpr int max_barriers = 8;  // mbarriers of one block
 // ---- races ---------------------------------------------------------------------------------------------------------
 // How far a thread has come, in numbers that other threads' accesses are compared with.
 struct Clock {
-    u32 block_syncs = 0;
+    u32 warp_syncs = 0, block_syncs = 0;
     u32 arrivals = 0, waits = 0;           // at the cluster barrier
     u32 fences = 0;                        // before bulk copies
     std::array<u32, max_barriers> landed{};  // phases of each mbarrier of its block that it has waited for
@@ -31,7 +31,8 @@ struct Stamp {
     enum By : byte { nobody, thread, several_threads, copy_under_way, landed } by = nobody;
     u32 who = 0;          // the thread, numbered in its cluster; of what has landed, the first that waited for it
     u32 rank = 0;         // the block of the thread
-    u32 block_syncs = 0;  // of the thread's clock
+    u32 warp_syncs = 0;   // of the thread's clock
+    u32 block_syncs = 0;
     u32 arrivals = 0;
     u32 fences = 0;
     u32 barrier = 0;  // of what has landed
@@ -39,12 +40,13 @@ struct Stamp {
 };
 
 // Whether an access is over, and seen to be, when thread `who` of block `rank` is at `now`. A thread that has passed
-// the block_sync or cluster_wait that another has reached after its access comes after that access. (Barriers of two
+// the warp_sync, block_sync or cluster_wait that another has reached after its access comes after that access. (Barriers of two
 // kinds in a chain are not followed where a thread arrives at one kind, touches memory, and then waits for the other.)
 inline bool happened_before(const Stamp& access, u32 who, u32 rank, const Clock& now) {
     if (access.by == Stamp::nobody) return true;
     if (access.by == Stamp::copy_under_way) return false;
-    if (access.by == Stamp::thread && access.who == who) return true;
+    const bool same_warp = access.by == Stamp::thread && access.who / warp_lanes == who / warp_lanes;
+    if (same_warp && (access.who == who || now.warp_syncs > access.warp_syncs)) return true;
     const bool same_block = access.rank == rank;
     if (access.by == Stamp::landed && same_block && now.landed[access.barrier] >= access.phase) return true;
     return (same_block && now.block_syncs > access.block_syncs) || now.waits > access.arrivals;

@@ -39,11 +39,16 @@ template <class T> HADAGEN_INLINE void store_element(void* global, Vec16 v, int 
     machine::store(global, reinterpret_cast<const byte*>(&v) + i * T::bytes, T::bytes);
 }
 
-// One byte, which is not of x or y.
+// One byte, or two at an even address, not of x or y.
 HADAGEN_INLINE u32 load_byte(const void* global) {
-    byte b;
-    machine::load(&b, global, 1);
-    return b;
+    byte value;
+    machine::load(&value, global, sizeof value);
+    return value;
+}
+HADAGEN_INLINE u32 load_bytes(const void* global) {
+    u16 value;
+    machine::load(&value, global, sizeof value);
+    return value;
 }
 
 // ---- packed pairs --------------------------------------------------------------------------------------------------
@@ -181,6 +186,7 @@ template <class T> HADAGEN_INLINE void mma(u32 (&d)[2], const Operand& a, u32 b0
 // ---- the block and the cluster -------------------------------------------------------------------------------------
 HADAGEN_INLINE void grid_dependency_sync() { machine::grid_dependency_sync(); }
 HADAGEN_INLINE void trigger_dependents() { machine::trigger_dependents(); }
+HADAGEN_INLINE void warp_sync() { machine::warp_sync(); }
 HADAGEN_INLINE void block_sync() { machine::block_sync(); }
 HADAGEN_INLINE void cluster_arrive() { machine::cluster_arrive(); }
 HADAGEN_INLINE void cluster_arrive_relaxed() { machine::cluster_arrive_relaxed(); }
