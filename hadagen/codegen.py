@@ -17,7 +17,7 @@ from hadagen.launch import Source
 from hadagen.layout import add, scatter
 from hadagen.plan import Plan
 from hadagen.problem import Problem
-from hadagen.steps.base import FP32, SPLIT
+from hadagen.steps.base import FP32
 
 ENVIRONMENT = jinja2.Environment(
     loader=jinja2.PackageLoader("hadagen.templates", "."),
@@ -84,12 +84,8 @@ def _view(plan: Plan, entry: str) -> dict[str, Any]:
         "scale_form": plan.scale_form.value,
         "powers": [(view["factor"], view["power"]) for view in views if "power" in view],
         "formula": _formula(plan.problem),
-        # The number of steps before those that each warp takes for one piece of a tile after the other.
-        "pieces_from": 1 + plan.steps.index(plan.matrix) if plan.matrix else None,
-        "piece": plan.piece_elements,
-        "lifted": sum(view.get("lifted", 0) for view in views),
-        "packed": any(carrier != FP32 for carrier in plan.carriers[1:]),
-        "split": SPLIT in plan.carriers,
+        "lifted": any(view.get("lifted") for view in views),
+        "packed": not plan.matrix and any(carrier != FP32 for carrier in plan.carriers[1:]),
         "wide": FP32 in plan.carriers,
         "gathered": any(view.get("gathers") for view in views),
         "fetches_next": plan.load.stages > 1 and not plan.load.staged,
@@ -138,7 +134,8 @@ def _place_lines(plan: Plan) -> list[str]:
         "lane": "thread of the warp",
         "warp": "warp of the block",
         "cta": "block of the cluster",
-        "turn": "piece of the tile",
+        "column": "column of X, a row of x as a matrix",
+        "row": "row of X",
     }
     held = {kind: plan.loaded.digits_of(kind) for kind in kinds}
     return [f"{kind:5}{' '.join(map(str, held[kind].values())):17}{what}" for kind, what in kinds.items() if held[kind]]

@@ -93,11 +93,8 @@ class Estimate:
 
 
 def costs_of(plan: Plan) -> list[Cost]:
-    """The cost of each step, for all pieces of a tile that a warp has."""
-    costs = [step.cost(plan, carrier) for step, carrier in zip(plan.steps, plan.carriers, strict=False)]
-    if plan.matrix is None:
-        return costs
-    return [cost if step is plan.matrix else cost.times(plan.turns) for step, cost in zip(plan.steps, costs, strict=True)]
+    """The cost of each step."""
+    return [step.cost(plan, carrier) for step, carrier in zip(plan.steps, plan.carriers, strict=False)]
 
 
 def copy_us(arch: Arch, copied_bytes: int, destination: Destination, cache: Cache) -> float:

@@ -35,6 +35,7 @@ from hadagen.reference import (
     NORMAL_ELEMENTS,
     Operands,
     input_classes,
+    kernel_operands,
     relative_error,
     transform,
     verification_operands,
@@ -169,7 +170,7 @@ class HostModule:
         elements: int | None = None,
         rows: int = 0,
         shape: RowShape | None = None,
-        operands: Operands | None = None,
+        operands: Mapping[str, np.ndarray[Any, Any] | int] | None = None,
         order_seed: int = 0,
     ) -> EmulationReport:
         """Transform the first `elements` (default: all) of x, the raw bits of elements, into `out`, which may be x.
@@ -350,7 +351,7 @@ def verify(
         elements=values.size,
         rows=len(values),
         shape=shape,
-        operands=operands,
+        operands=kernel_operands(problem, operands),
         order_seed=order_seed,
     )
     if report.complaint:

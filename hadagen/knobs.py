@@ -18,7 +18,7 @@ from hadagen.problem import DType, Numerics, Problem
 from hadagen.steps.base import FP16, FP32, PACKED, SPLIT, Step
 from hadagen.steps.conversions import Correct, Narrow, Normalize, Round, Scale, Widen
 from hadagen.steps.exchanges import Exchange, Transpose
-from hadagen.steps.matrix import Matrix, Signs
+from hadagen.steps.matrix import Columns, Matrix, Signs
 from hadagen.steps.memory import Load, Prefetch, Store, Trigger
 from hadagen.steps.transforms import NORMALIZER, PARTS, Butterfly, Gather, Mma, Shuffle, SwapButterfly
 
@@ -46,7 +46,8 @@ def _one_of(*values: KnobValue) -> Any:
 class Knobs:
     """What the search may choose. An arch's YAML lists, under `search`, which values are worth trying there."""
 
-    # 256-element chunks per warp, 8 elements of each in a thread
+    # 256-element chunks per warp, 8 elements of each in a thread; with a matrix, groups of eight columns that a warp adds
+    # and subtracts
     chunks: int = _one_of(1, 2, 4, 8, 16)
     # per block; with a matrix, groups of warps
     warps: int = _one_of(1, 2, 4, 8, 16, 32)
@@ -164,9 +165,9 @@ def plan_of(problem: Problem, knobs: Knobs, *, starts_early: bool = False) -> Pl
 
 def steps_of(problem: Problem, knobs: Knobs) -> tuple[Step, ...]:
     """The steps of the plan that legal knobs mean."""
-    steps: list[Step] = [Load(knobs.load, knobs.stages, FP32 if problem.io.input is DType.FLOAT32 else PACKED)]
     if problem.order > 1:
-        return _with_signs(problem, [*steps, *_matrix_steps(problem, knobs), Store()])
+        return matrix_steps(problem, knobs)
+    steps: list[Step] = [Load(knobs.load, knobs.stages, FP32 if problem.io.input is DType.FLOAT32 else PACKED)]
     steps += _float32_low_bits(problem, knobs) if problem.io.input is DType.FLOAT32 else _low_bits(problem, knobs)
     if knobs.block_bits == LOAD:
         first = steps[1]
@@ -201,38 +202,14 @@ def _with_signs(problem: Problem, steps: list[Step]) -> tuple[Step, ...]:
     return tuple(steps)
 
 
-def _matrix_steps(problem: Problem, knobs: Knobs) -> list[Step]:
-    """The steps between the load and the store of a problem with a matrix. Each warp has whole rows of the order of H,
-    so nothing is exchanged."""
-    after = _bits_after_matrix(problem, knobs) if problem.bits else []
-    cuts = sum(isinstance(step, Mma) and step.cuts for step in after)
+def matrix_steps(problem: Problem, knobs: Knobs) -> tuple[Step, ...]:
+    """The steps of the plan that legal knobs mean for a problem with a matrix."""
+    bits = problem.bits
+    lower = bits - log2(knobs.chunks)
     carrier = PACKED if knobs.exchange_carrier == PACKED else SPLIT
-    steps: list[Step] = [Matrix(knobs.rows, knobs.slabs, carrier, lifted=cuts), *after]
-    if problem.bits:
-        convert = _Converter(steps)
-        if places := near_butterflies(problem, knobs):
-            convert.to(FP32)
-            steps += [Butterfly(place) for place in places]
-        convert.to(PACKED)
-        if knobs.low_bits == "mma_shuffle":
-            steps.append(Transpose())
-    return steps
-
-
-def _bits_after_matrix(problem: Problem, knobs: Knobs) -> list[Step]:
-    """The steps that transform index bits 0–7 of what comes from a matrix."""
-    if knobs.low_bits == "shuffle":
-        inside: list[Step] = [Butterfly(PAIR), Butterfly(reg(0)), Butterfly(reg(1))]
-        across = range(max(0, min(problem.bits - len(inside), LANE_BITS)))
-        return [Widen(), *inside[: problem.bits], *(Shuffle(j) for j in across)]
-    first = Mma(0) if knobs.exchange_carrier == PACKED else Mma(0, "bfloat16", 2, ready=True)
-    if knobs.low_bits == "mma_shuffle":
-        # Bits 5 6 7 are left at pair, lane0, lane1, and bit 2 at reg1.
-        rest: list[Step] = [Butterfly(reg(1)), Butterfly(PAIR), Shuffle(0), Shuffle(1)]
-        return [first, *rest[: problem.bits - 4]]
-    if knobs.mma_carrier == PACKED:
-        return [first, Round(), Mma(1)]
-    return [first, _wide_mma(1, problem, knobs, 0)]
+    matrix = Matrix(knobs.rows, knobs.slabs, carrier, tuple(range(lower, bits)))
+    signs = [Signs(before=True)] * problem.transform.signed
+    return Load(knobs.load, knobs.stages), *signs, matrix, Columns(tuple(range(lower)))
 
 
 class _Converter:
@@ -297,7 +274,7 @@ def turns_in_exchange(knobs: Knobs) -> bool:
 def near_butterflies(problem: Problem, knobs: Knobs) -> list[Place]:
     """The places of the row's chunk bits that butterflies transform before any exchange: all but the place of
     `FAR_MMA`; that place too if a far bit comes there."""
-    chunk_bits = max(0, min(log2(knobs.chunks), problem.bits - CHUNK_BITS))
+    chunk_bits = min(log2(knobs.chunks), problem.bits - CHUNK_BITS)
     places = [reg(2 + j) for j in range(chunk_bits)]
     if knobs.far_lanes in MMA_LANES:
         exchanged = [near for pairs in exchanges_of(problem, knobs) for near, _ in pairs]

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from hadagen.errors import UsageError
-from hadagen.problem import Problem, Rows
+from hadagen.problem import DType, Problem, Rows
 from hadagen.scale import ScaleForm, scale_word
 
 # Blocks of a cluster that every GPU with clusters holds, and that a kernel may have without asking for more (CUDA C++
@@ -61,9 +61,12 @@ class Param:
 PARAMS = (Param("const void*", "x"), Param("void*", "y"), Param("i64", "elements"), Param("u32", "scale_word"))
 # What a kernel takes too if its rows may be shorter than n and have gaps: the fields of a `RowShape`.
 ROW_PARAMS = tuple(Param("i64", name) for name in RowShape._fields)
-# What a kernel takes too for a transform with a matrix: its entries −1, 0 and 1 as int8 [order, order], and 1 if it is to
-# be transposed, else 0.
-MATRIX_PARAMS = (Param("const void*", "matrix"), Param("u32", "transposed"))
+# What a kernel takes too for a transform with a matrix: its entries times `MATRIX_ENTRY`, in the type of x, as operands of
+# mma.m16n8k16. The matrix is filled up with zeros to a multiple of 16 rows and columns. Of each 16×16 part of it, row by
+# row of parts, come the four words of lane 0, 1, … 31 ("Matrix fragments for mma.m16n8k16", A, in the PTX ISA).
+MATRIX_PARAMS = (Param("const void*", "matrix"),)
+# A small power of two, so that sums of 428 bfloat16 outgrow no fp32; a kernel undoes it.
+MATRIX_ENTRY = {DType.FLOAT16: 1.0, DType.BFLOAT16: 2.0**-9}
 # What a kernel takes too for a transform with signs: n bits each, of which bit i % 8 of byte i / 8 is 1 where sign i is
 # −1; a null pointer for none.
 SIGN_PARAMS = (Param("const void*", "signs_before"), Param("const void*", "signs_after"))

@@ -103,7 +103,8 @@ def _check(plan: Draft) -> None:
         raise UsageError(f"{name}: index bits [{', '.join(left)}] are never transformed")
     if [type(step) for step in plan.steps].count(Matrix) != (plan.problem.order > 1):
         raise UsageError(f"{name}: the steps do not multiply by the matrix once")
-    if [step.before for step in plan.steps if isinstance(step, Signs)] != [True, False] * plan.problem.transform.signed:
+    flipped = [True] if plan.matrix else [True, False]  # `Columns` flips as it stores
+    if [step.before for step in plan.steps if isinstance(step, Signs)] != flipped * plan.problem.transform.signed:
         raise UsageError(f"{name}: the steps do not multiply by the signs before and after the transform")
     in_parts = SCALE_IN_PARTS if plan.problem.io.numerics is Numerics.FAST else ()
     if (multiplied := plan.multiplied()) not in (*WHOLE_SCALE, *in_parts):

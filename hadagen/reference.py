@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hadagen.bits import Reals, decode, encode
+from hadagen.launch import MATRIX_ENTRY
 from hadagen.problem import DType, Problem
 
 INPUT_CLASSES = ("normal", "constant", "one-hot", "uneven", "large")
@@ -22,8 +23,9 @@ UNEVEN_RUN, UNEVEN_POWER = 256, 40
 LARGE = {DType.FLOAT16: 4096.0, DType.BFLOAT16: 1e30, DType.FLOAT32: 1e30}
 
 
-# What a transform takes beside x and the scale, by the names of params: arrays, and numbers.
-Operands = Mapping[str, "NDArray[Any] | int"]
+# What a transform takes beside x and the scale: "matrix", its entries [order, order], "signs_before" and "signs_after" as
+# the params of these names are.
+Operands = Mapping[str, NDArray[Any]]
 
 
 def verification_scale(problem: Problem) -> float:
@@ -36,33 +38,41 @@ def verification_scale(problem: Problem) -> float:
     return scale if problem.order == 1 else float(decode(DType.BFLOAT16, encode(DType.BFLOAT16, np.array([scale])))[0])
 
 
-def verification_operands(problem: Problem, *, transposed: bool = False) -> dict[str, NDArray[Any] | int]:
+def verification_operands(problem: Problem) -> dict[str, NDArray[Any]]:
     """A matrix of random −1, 0 and 1, few of them 0, and random signs, where the problem has some. Its rows are no
     more orthogonal than random ones, and it is not symmetric, so that transposed it gives another result."""
     random = np.random.default_rng(problem.order)
-    operands: dict[str, NDArray[Any] | int] = {}
+    operands: dict[str, NDArray[Any]] = {}
     if problem.order > 1:
-        entries = random.choice((-1, 0, 1), (problem.order, problem.order), p=(0.48, 0.04, 0.48))
-        operands |= {"matrix": entries.astype(np.int8), "transposed": int(transposed)}
+        operands["matrix"] = random.choice((-1, 0, 1), (problem.order, problem.order), p=(0.48, 0.04, 0.48))
     if problem.transform.signed:
         size = -(-problem.n // 8)
         operands |= {name: random.integers(0, 256, size, np.uint8) for name in ("signs_before", "signs_after")}
     return operands
 
 
+def kernel_operands(problem: Problem, operands: Operands) -> dict[str, NDArray[Any]]:
+    """The operands as a kernel takes them: of the matrix, `MATRIX_PARAMS`."""
+    if problem.order == 1:
+        return dict(operands)
+    side, dtype = -(-problem.order // 16) * 16, problem.io.input
+    padded = np.zeros((side, side))
+    padded[: problem.order, : problem.order] = operands["matrix"] * MATRIX_ENTRY[dtype]
+    # Row 16 i + 8 a + g and column 16 j + 8 b + 2 t + c → operand (i, j), lane 4 g + t, word 2 b + a, half c.
+    parts = padded.reshape(side // 16, 2, 8, side // 16, 2, 4, 2).transpose(0, 3, 2, 5, 4, 1, 6)
+    return {**operands, "matrix": np.ascontiguousarray(encode(dtype, parts.reshape(-1)))}
+
+
 def transform(problem: Problem, x: Reals, scale: float, operands: Operands) -> Reals:
     """The transform of a problem over the last dimension of x, in float64."""
 
     def signs(name: str) -> Reals | float:
-        packed = operands.get(name, 0)
-        if isinstance(packed, int):
-            return 1.0
-        return 1.0 - 2.0 * np.unpackbits(packed, count=problem.n, bitorder="little")
+        packed = operands.get(name)
+        return 1.0 if packed is None else 1.0 - 2.0 * np.unpackbits(packed, count=problem.n, bitorder="little")
 
     y = hadamard((x * signs("signs_before")).reshape(-1, problem.length), scale)
     if problem.order > 1:
-        matrix = np.asarray(operands["matrix"], np.float64)
-        y = (matrix.T if operands["transposed"] else matrix) @ y.reshape(-1, problem.order, problem.length)
+        y = operands["matrix"].astype(np.float64) @ y.reshape(-1, problem.order, problem.length)
     return y.reshape(x.shape) * signs("signs_after")
 
 

@@ -15,6 +15,7 @@ from hadagen.errors import UsageError
 from hadagen.knobs import HALF, KNOB_NAMES, LOAD, Knobs, log2, plan_of
 from hadagen.layout import CHUNK_BITS
 from hadagen.legality import RULES, Context, Rule
+from hadagen.matrix_legality import MATRIX_RULES
 from hadagen.plan import Plan
 from hadagen.problem import DType, Numerics, Problem
 from hadagen.steps.base import FP16, PACKED
@@ -34,9 +35,14 @@ def check_legal(problem: Problem, knobs: Knobs, arch: Arch) -> None:
             known = ", ".join(map(str, arch.search[name]))
             raise UsageError(f"knob {name} = {value!r} is not searched on {arch.name}; choose one of {known}")
     context = Context(problem, arch)
-    for rule in RULES:
+    for rule in rules_for(problem):
         if why := rule.broken(context, knobs):
             raise UsageError(f"{problem.key} with {knobs}: {why}")
+
+
+def rules_for(problem: Problem) -> list[Rule]:
+    """The rules that say which knobs are legal together."""
+    return RULES if problem.order == 1 else MATRIX_RULES
 
 
 def build_plan(problem: Problem, knobs: Knobs, arch: Arch) -> Plan:
@@ -163,7 +169,7 @@ class Space:
     @cached_property
     def _rules(self) -> list[list[Rule]]:
         """For each knob, the rules that can be checked once it is chosen."""
-        return [[rule for rule in RULES if rule.last == name] for name in KNOB_NAMES]
+        return [[rule for rule in rules_for(self.problem) if rule.last == name] for name in KNOB_NAMES]
 
     def _walk(self, ranges: Sequence[Sequence[Any]], reasons: Counter[str]) -> Iterator[Knobs]:
         """The legal choices, knob by knob in the order of `ranges`. Each rule is checked as soon as the knobs that it

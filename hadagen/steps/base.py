@@ -39,13 +39,6 @@ class Cost(NamedTuple):
     waits: Mapping[str, int] = {}
     crossed_bytes: int = 0  # bytes from other blocks that the block waits for
 
-    def times(self, count: float) -> Cost:
-        """The cost of doing it so often; each waits for itself only once."""
-        return self._replace(
-            instructions=self.instructions * count, mma=round(self.mma * count), shared_bytes=self.shared_bytes * count
-        )
-
-
 class Step:
     """What a step does to the bits of an index, to the form of values and to their error, and what it costs.
 

@@ -7,7 +7,7 @@ from functools import cached_property
 from math import prod
 
 from hadagen.launch import Param, params_for
-from hadagen.layout import CHUNK_BITS, PAIR, THREAD_ELEMENTS, TURN, VECTOR_BYTES, Axis, Place, Placement, reg
+from hadagen.layout import PAIR, ROW, THREAD_ELEMENTS, VECTOR_BYTES, Axis, Place, Placement, bit, column, reg
 from hadagen.problem import DType, Problem
 from hadagen.scale import ScaleForm
 from hadagen.steps.base import FP32, SPLIT, Step, mixed_chunk_bits
@@ -25,7 +25,7 @@ BARRIER_BYTES = 128  # room for all mbarriers; keeps what follows aligned
 class Draft:
     """The steps of a problem over 2^chunk_bits chunks per warp, 2^warp_bits warps and 2^cta_bits blocks.
 
-    With a `Matrix`, a warp has so many chunks in one turn, and 2^warp_bits is the number of groups of warps.
+    With a `Matrix`, a warp has 2^chunk_bits groups of columns at once, and there are 2^warp_bits groups of warps.
 
     A step asks its draft about the other steps. A `Plan` is a draft that was checked.
     """
@@ -45,9 +45,8 @@ class Draft:
         vector_bits = self.vector_elements.bit_length() - 1
         if self.matrix is None:
             return Placement.standard(vector_bits, self.chunk_bits, self.warp_bits, self.cta_bits)
-        piece = Placement.standard(vector_bits, self.chunk_bits, 0, 0)
-        pieces = self.matrix.rows * self.problem.n // self.piece_elements
-        return Placement({**piece.axes, TURN: Axis(pieces, self.piece_elements)})
+        columns = {column(number): bit(number) for number in range(self.problem.bits)}
+        return Placement({**columns, ROW: Axis(self.matrix.rows * self.problem.order, self.problem.length)})
 
     @cached_property
     def matrix(self) -> Matrix | None:
@@ -60,27 +59,21 @@ class Draft:
         return (1 if self.matrix is None else self.matrix.warps(self)) << self.warp_bits
 
     @property
-    def piece_elements(self) -> int:
-        """Elements of a tile in one warp; with a `Matrix`, in one turn of it."""
-        return 1 << CHUNK_BITS + self.chunk_bits
-
-    @property
-    def turns(self) -> float:
-        """How many pieces of a tile a warp has."""
-        return self.tile_elements / (self.piece_elements * self.warps << self.cta_bits)
-
-    @property
     def vector_elements(self) -> int:
         return VECTOR_BYTES // self.problem.io.input.bytes
 
     @property
     def vector_places(self) -> tuple[Place, ...]:
-        """The places of the bits that number the elements of a 16-byte vector."""
+        """The places of the bits that number the elements of a 16-byte vector that a thread loads and stores."""
+        if self.matrix:
+            return ()
         return PAIR, *(reg(j) for j in range(self.vector_elements.bit_length() - 2))
 
     @property
     def vectors(self) -> int:
-        """16-byte vectors of a piece of a tile in one thread."""
+        """16-byte vectors of a tile in one thread."""
+        if self.matrix:
+            return -(-self.tile_elements // (self.vector_elements * 32 * self.warps))
         return (THREAD_ELEMENTS << self.chunk_bits) // self.vector_elements
 
     def words(self, carrier: str) -> int:
@@ -201,13 +194,13 @@ class Footprint:
 
     def registers(self, *, wide: bool) -> int:
         """The least registers of a thread: its values in the widest form that all take at once, fp32 if `wide`."""
+        if self.plan.matrix:
+            return OVERHEAD_REGISTERS + self.plan.matrix.registers(self.plan)
         dtype, load = self.plan.problem.io.input, self.plan.load
         loaded = 2 * dtype.bytes  # registers for a chunk
         shares = 1 if dtype is DType.FLOAT32 else self.plan.shares_loaded  # fp32 is summed vector by vector
         fetched = loaded if load.stages > 1 and not load.staged else 0
-        matrix = self.plan.matrix.registers(self.plan) if self.plan.matrix else 0
-        values = max(8 if wide else 4, loaded * shares) + fetched << self.plan.chunk_bits
-        return OVERHEAD_REGISTERS + values + matrix
+        return OVERHEAD_REGISTERS + (max(8 if wide else 4, loaded * shares) + fetched << self.plan.chunk_bits)
 
     @cached_property
     def shared_bytes(self) -> int:

@@ -39,8 +39,7 @@ class Values:
 
     def multiply_rows(self, problem: Problem, loaded: Placement) -> None:
         """Multiply by the matrix of the transform, while values lie as loaded."""
-        matrix = np.asarray(self._operands["matrix"], np.float64)
-        matrix = matrix.T if self._operands["transposed"] else matrix
+        matrix = self._operands["matrix"].astype(np.float64)
         rows = self.stored(loaded)
         self._take(loaded, (matrix @ rows.reshape(-1, problem.order, problem.length)).reshape(rows.shape))
 

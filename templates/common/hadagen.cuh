@@ -36,34 +36,10 @@ HADAGEN_INLINE u32 take_power(float& scale, u32 bits) {
 }
 
 // ---- the matrix and the signs of a transform -----------------------------------------------------------------------
-// Two bytes of −1, 0 or 1, each times a number that is given by its 16 bits.
-HADAGEN_INLINE u32 entries_times(u32 bytes, u32 factor) {
-    const u32 apart = bytes | bytes << 8;
-    return (apart & 0x00010001u) * factor | (bytes << 8 & 0x8000u | bytes << 16 & 0x80000000u);
-}
-
-// A operand of `mma`: 16×16 entries of a matrix of −1, 0 and 1, from this row and column on, each times a number that is
-// given by its 16 bits. Beyond the matrix they are 0.
-template <u32 order>
-HADAGEN_INLINE Operand matrix_operand(const void* matrix, u32 transposed, u32 row, u32 column, u32 factor) {
-    const u32 lane = thread_index() % 32;
-    const byte* const entries = static_cast<const byte*>(matrix);
-    Operand a;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const u32 r = row + lane / 4 + i % 2 * 8, c = column + lane % 4 * 2 + i / 2 * 8;
-        u32 both = 0u;
-        if (r < order && c < order) {
-            if (order % 2 == 0 && !transposed) both = load_bytes(entries + r * order + c);
-            else {
-                both = load_byte(entries + (transposed ? c * order + r : r * order + c));
-                if (order % 2 == 0 || c + 1 < order)
-                    both |= load_byte(entries + (transposed ? (c + 1) * order + r : r * order + c + 1)) << 8;
-            }
-        }
-        a.word[i] = entries_times(both, factor);
-    }
-    return a;
+// An operand of `mma` as it lies in memory, of all lanes one after the other.
+HADAGEN_INLINE Operand load_operand(const void* matrix, u32 number) {
+    const Vec16 v = load_constant16(static_cast<const byte*>(matrix) + 16 * number);
+    return {{v.word[0], v.word[1], v.word[2], v.word[3]}};
 }
 
 // A vector of rows of n elements from number `at` on, times the signs of a row; null for none.

@@ -45,6 +45,11 @@ HADAGEN_INLINE void store16(void* global, Vec16 v) {
                  : "memory");
 }
 
+// The first eight bytes of a vector.
+HADAGEN_INLINE void store8(void* global, Vec16 v) {
+    asm volatile("st.global.v2.b32 [%0], {%1,%2};" ::"l"(global), "r"(v.word[0]), "r"(v.word[1]) : "memory");
+}
+
 // Element i of a vector, which is zero before.
 template <class T> HADAGEN_INLINE void load_element(Vec16& v, int i, const void* global) {
     if (T::bytes == 4) v.word[i] = *static_cast<const u32*>(global);
@@ -55,9 +60,9 @@ template <class T> HADAGEN_INLINE void store_element(void* global, Vec16 v, int 
     else *static_cast<u16*>(global) = u16(v.word[i / 2] >> (16 * (i % 2)));
 }
 
-// One byte, or two at an even address, not of x or y.
+// What is neither x nor y, and which the kernel does not write: 16 bytes, or one.
+HADAGEN_INLINE Vec16 load_constant16(const void* global) { return *static_cast<const Vec16*>(global); }
 HADAGEN_INLINE u32 load_byte(const void* global) { return *static_cast<const byte*>(global); }
-HADAGEN_INLINE u32 load_bytes(const void* global) { return *static_cast<const u16*>(global); }
 
 // ---- packed pairs --------------------------------------------------------------------------------------------------
 template <class T> HADAGEN_INLINE u32 pack(float low, float high);

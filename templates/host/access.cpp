@@ -40,7 +40,7 @@ i64 element(const void* global, i64 bytes, const byte* array, i64 pitch, const c
     check_synced(does, name);
     const i64 offset = i64(global) - i64(array), size = m.launch.element_bytes;
     const i64 first = offset / size, count = bytes / size;
-    if (bytes < vector_bytes && bytes != size)
+    if (bytes < vector_bytes && bytes != size && bytes != 8)
         fail("%s %s an element of %lld bytes, but those of %s have %lld", Name(m.running->who).text, does, bytes, name,
              size);
     if (offset < 0 || first + count > extent(pitch))
@@ -49,7 +49,7 @@ i64 element(const void* global, i64 bytes, const byte* array, i64 pitch, const c
     if (pitch > m.launch.columns && first % pitch + count > m.launch.columns)
         fail("%s %s %lld elements at element %lld of a row of %s, which has %lld", Name(m.running->who).text, does,
              count, first % pitch, name, m.launch.columns);
-    const i64 address = i64(global), alignment = bytes % vector_bytes ? size : vector_bytes;
+    const i64 address = i64(global), alignment = bytes % vector_bytes ? bytes : vector_bytes;
     if (address % alignment)
         fail("%s %s %lld elements at byte %lld of %s, whose address is not a multiple of %lld",
              Name(m.running->who).text, does, count, offset, name, alignment);

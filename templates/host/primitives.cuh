@@ -31,6 +31,9 @@ HADAGEN_INLINE Vec16 load16(const void* global) {
 HADAGEN_INLINE Vec16 load16_if(const void* global, bool inside) { return inside ? load16(global) : zero16(); }
 HADAGEN_INLINE void store16(void* global, Vec16 v) { machine::store(global, &v, sizeof v); }
 
+// The first eight bytes of a vector.
+HADAGEN_INLINE void store8(void* global, Vec16 v) { machine::store(global, &v, 8); }
+
 // Element i of a vector, which is zero before.
 template <class T> HADAGEN_INLINE void load_element(Vec16& v, int i, const void* global) {
     machine::load(reinterpret_cast<byte*>(&v) + i * T::bytes, global, T::bytes);
@@ -39,14 +42,10 @@ template <class T> HADAGEN_INLINE void store_element(void* global, Vec16 v, int 
     machine::store(global, reinterpret_cast<const byte*>(&v) + i * T::bytes, T::bytes);
 }
 
-// One byte, or two at an even address, not of x or y.
+// What is neither x nor y, and which the kernel does not write: 16 bytes, or one.
+HADAGEN_INLINE Vec16 load_constant16(const void* global) { return load16(global); }
 HADAGEN_INLINE u32 load_byte(const void* global) {
     byte value;
-    machine::load(&value, global, sizeof value);
-    return value;
-}
-HADAGEN_INLINE u32 load_bytes(const void* global) {
-    u16 value;
     machine::load(&value, global, sizeof value);
     return value;
 }
