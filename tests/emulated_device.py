@@ -16,7 +16,7 @@ from sample_trials import launch_for
 from hadagen.launch import LaunchSpec, RowShape
 from hadagen.problem import DType, Problem, Rows
 from hadagen.reference import hadamard
-from hadagen.runtime import compute, kernels
+from hadagen.runtime import compute, kernels, repeat
 from hadagen.scale import ScaleForm
 
 # What numpy takes for an element. It has no bfloat16, which the tests of memory do not need.
@@ -70,7 +70,7 @@ class EmulatedDevice:
         self.served: tuple[Rows, ...] = tuple(Rows)
         self.form = ScaleForm.FLOAT16_FACTORS
         self.searches = 0
-        forget()
+        repeat.forget()
         monkeypatch.setattr(compute, "takes_kernels", lambda x: x.numel() > 0)
         monkeypatch.setattr(kernels, "find", self._find)
         monkeypatch.setattr(kernels, "raw_stream", lambda device: 0)
@@ -95,13 +95,7 @@ class EmulatedDevice:
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Any:
     yield EmulatedDevice(monkeypatch)
-    forget()
-
-
-def forget() -> None:
-    """Calls are remembered no more."""
-    compute.calls.clear()
-    compute._calls_into.clear()
+    repeat.forget()
 
 
 def same(y: torch.Tensor, wanted: torch.Tensor) -> bool:

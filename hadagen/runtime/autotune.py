@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from hadagen.errors import DeviceError, HadagenError, StorageError, ToolchainError, UsageError, printable
 from hadagen.problem import Problem
 from hadagen.regimes import Destination
-from hadagen.runtime import bundles, compute, kernels
+from hadagen.runtime import bundles, kernels, repeat
 from hadagen.runtime.choose import as_problem, is_settled, where_measured
 from hadagen.runtime.device import Device, cuda_device, cuda_index
 from hadagen.runtime.loading import cpus
@@ -69,7 +69,7 @@ def autotune(
         raise ToolchainError(f"kernels cannot be generated ({error}); pip install jinja2") from None
     add_winners(path, wanted, index, target.arch, _known_knobs(wanted), seconds, cpus())
     kernels.forget(wanted)
-    compute.forget()
+    repeat.forget()
     return path
 
 

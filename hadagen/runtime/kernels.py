@@ -24,7 +24,7 @@ from hadagen.errors import (
     UsageError,
     printable,
 )
-from hadagen.problem import MAX_LOG2_N, DType, Numerics, Problem, Rows, padded_length
+from hadagen.problem import MAX_LOG2_N, MAX_ORDER, DType, Numerics, Problem, Rows, Transform, padded_length
 from hadagen.regimes import Destination, nearest
 from hadagen.runtime import bundles
 from hadagen.runtime.arguments import as_int, is_count, is_flag
@@ -67,11 +67,14 @@ current_device: Any = getattr(torch._C, "_cuda_getDevice", None) or torch.cuda.c
 
 
 @functools.lru_cache(maxsize=1024)  # calls that are not remembered ask for few problems again and again
-def problem_of(n: int, dtype: torch.dtype, numerics: str, rows: Rows) -> Problem | None:
-    """The problem of rows of n elements; None if no kernel supports this n or dtype."""
-    if dtype not in _DTYPES or not 2 <= n <= 1 << MAX_LOG2_N:
+def problem_of(
+    n: int, dtype: torch.dtype, numerics: str, rows: Rows, order: int = 1, signed: bool = False
+) -> Problem | None:
+    """The problem of rows of n elements, which are `order` times a power of two; None if no kernel supports this n,
+    dtype or order."""
+    if dtype not in _DTYPES or not 2 <= n <= 1 << MAX_LOG2_N or order > MAX_ORDER:
         return None
-    return Problem.of(n, _DTYPES[dtype], numerics, rows)
+    return Problem.of(n, _DTYPES[dtype], numerics, rows, order=order, signed=signed)
 
 
 def find(kind: Kind, elements: int) -> LoadedKernel | None:
@@ -248,8 +251,9 @@ def _autotune_if_wanted(kind: Kind, target: Device) -> None:
 def _timed_on(kind: Kind, target: Device) -> list[int]:
     wanted = kind.problem, kind.destination, target
     found = timed_in_bundles(*wanted, batch_invariant=kind.batch_invariant)
-    # Other rows are copied to contiguous ones then.
-    if kind.batch_invariant and not found and kind.problem.io.rows is Rows.CONTIGUOUS and timed_in_bundles(*wanted):
+    # Other rows are copied to contiguous ones then, and rotations are computed with kernels for H alone.
+    alone = kind.problem.io.rows is Rows.CONTIGUOUS and kind.problem.transform == Transform(kind.problem.n)
+    if kind.batch_invariant and not found and alone and timed_in_bundles(*wanted):
         raise DeviceError(
             f"no kernels of {kind.problem.key} give the same bits in every call on {printable(target.gpu)}; leave out "
             "batch_invariant, or pass a shorter row"
