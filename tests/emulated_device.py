@@ -25,13 +25,15 @@ _ELEMENT = {DType.FLOAT16: np.float16, DType.FLOAT32: np.float32}
 
 @dataclass(frozen=True)
 class EmulatedKernel:
+    """`in_place`: None if it takes both destinations."""
+
     problem: Problem
-    in_place: bool
+    in_place: bool | None
     spec: LaunchSpec
     launched: list[EmulatedKernel]
 
     def prepared(
-        self, elements: int, scale: float, rows: RowShape, operands: Mapping[str, int] | None = None
+        self, elements: int, scale: float, rows: RowShape | None, operands: Mapping[str, int] | None = None
     ) -> Callable[[int, int, int], None]:
         problem = self.problem
         self.spec.arguments(elements, scale, rows, operands)
@@ -39,13 +41,14 @@ class EmulatedKernel:
         assert low <= abs(scale) <= high
         assert elements % problem.n == 0
         if problem.io.rows is Rows.CONTIGUOUS:
-            assert rows == (problem.n, problem.n, problem.n)
+            assert rows in (None, (problem.n, problem.n, problem.n))
+            rows = RowShape(problem.n, problem.n, problem.n)
         count, size = elements // problem.n, problem.io.input.bytes
 
         def launch(stream: int, x: int, y: int) -> None:
-            assert (x == y) == self.in_place
+            assert self.in_place in (None, x == y)
             assert (x | y) % (size if problem.io.rows is Rows.PITCHED else 16) == 0
-            if self.in_place:
+            if x == y:
                 assert rows.x_pitch == rows.y_pitch
             source = self._rows(x, count, rows.columns, rows.x_pitch)
             target = self._rows(y, count, rows.columns, rows.y_pitch)
@@ -58,6 +61,9 @@ class EmulatedKernel:
             self.launched.append(self)
 
         return launch
+
+    def launch(self, stream: int, x: int, y: int, *arguments: Any) -> None:
+        self.prepared(*arguments)(stream, x, y)
 
     def _read(self, operands: Mapping[str, int]) -> dict[str, Any]:
         """What lies at the addresses of the operands now."""

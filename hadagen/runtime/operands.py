@@ -90,6 +90,15 @@ def unpack_matrices(matrices: torch.Tensor | None, orders: Sequence[int]) -> lis
     return [part.view(order, order) for part, order in zip(parts, orders, strict=True)]
 
 
+def addresses(of: Operands) -> dict[str, int]:
+    """What a kernel takes for them, as `LaunchSpec.arguments` does. The tensors must stay where they are until it has
+    run."""
+    before, after = (of.signs_after, of.signs) if of.transposed else (of.signs, of.signs_after)
+    tensors = {"matrix": of.matrices, "signs_before": before, "signs_after": after}
+    found = {name: 0 if each is None else each.data_ptr() for name, each in tensors.items()}
+    return found | {"transposed": int(of.transposed)}
+
+
 def pack_signs(signs: torch.Tensor) -> torch.Tensor:
     """The operand for [n] numbers of ±1, on their device."""
     bits = torch.nn.functional.pad((signs < 0).to(torch.uint8), (0, -len(signs) % 8)).view(-1, 8)

@@ -18,7 +18,7 @@ from hadagen.runtime import compute, kernels, product, repeat
 from hadagen.runtime.checks import check_like, check_writable
 from hadagen.runtime.choose import BATCH_INVARIANT
 from hadagen.runtime.linear import LinearOperator
-from hadagen.runtime.operands import Operands, check
+from hadagen.runtime.operands import Operands, addresses, check
 from hadagen.runtime.repeat import ALIGNMENT, increment_version
 
 # `_key_of` → what to do for all calls that differ only in the address of x. Only checked arguments are in here. An
@@ -29,7 +29,10 @@ _launches: dict[tuple[Any, ...], Launch] = repeat.table()
 
 
 def known(x: torch.Tensor, of: Operands, inplace: bool) -> torch.Tensor | None:
-    """The result of a call that comes again, with arguments that were checked then; None for any other."""
+    """The result of a call that comes again, with arguments that were checked then; None for any other.
+
+    The shapes of operands must be right, and their memory contiguous.
+    """
     try:
         address = x.data_ptr()
         run = _calls[_key_of(x, address, of, inplace)]
@@ -39,26 +42,29 @@ def known(x: torch.Tensor, of: Operands, inplace: bool) -> torch.Tensor | None:
 
 
 def _key_of(x: torch.Tensor, address: int, of: Operands, inplace: bool) -> tuple[Any, ...]:
-    matrices, orders, signs, signs_after, *numbers = of
-    operands = _memory(matrices), tuple(orders), _memory(signs), _memory(signs_after)
-    lies = x.is_contiguous() and address % ALIGNMENT == 0
-    return x.shape, x.dtype, x.get_device(), lies, inplace, *operands, *numbers
-
-
-def _memory(operand: torch.Tensor | None) -> tuple[Any, ...] | None:
-    if operand is None:
-        return None
-    return operand.data_ptr(), operand.dtype, operand.shape, operand.is_contiguous()
+    matrices, orders, signs, signs_after = of[:4]
+    return (
+        x.shape,
+        x.dtype,
+        x.get_device(),
+        x.is_contiguous() and address % ALIGNMENT == 0,
+        inplace,
+        matrices is not None and (matrices.data_ptr(), matrices.dtype, *orders),
+        signs is not None and signs.data_ptr(),
+        signs_after is not None and signs_after.data_ptr(),
+        of[4:],
+    )
 
 
 def _compute(x: torch.Tensor, of: Operands, inplace: bool) -> torch.Tensor:
     check(x, of)
     if inplace:
         check_writable(x)
-    if compute.takes_kernels(x):
+    problem = _problem_of(x, of)
+    if problem is not None:
         y = known(x, of, inplace)
         if y is None:
-            y = _by_kernel(x, of, inplace)
+            y = _by_kernel(x, of, problem, inplace)
         if y is not None:
             return y
     if inplace and x.is_contiguous():
@@ -77,9 +83,9 @@ def _compute_into(x: torch.Tensor, y: torch.Tensor, of: Operands) -> None:
         _compute(y, of, True)
     elif not y.is_contiguous() or compute.may_overlap(x, y):
         y.copy_(_compute(x, of, False))
-    elif not compute.takes_kernels(x):
+    elif (problem := _problem_of(x, of)) is None:
         _rotate(x, y, of)
-    elif not _launched_into(x, y, of):
+    elif not _launched_into(x, y, of, problem):
         if _is_plain(of):  # whose rows need not be contiguous
             _rotate(x, y, of)
         else:
@@ -91,11 +97,8 @@ def _is_plain(of: Operands) -> bool:
     return of.matrices is None and of.signs is None and of.signs_after is None and not of.swapped
 
 
-def _by_kernel(x: torch.Tensor, of: Operands, inplace: bool) -> torch.Tensor | None:
-    """The result by a kernel that does all of it; None if there is none, or PyTorch and H alone copy less."""
-    problem = _problem_of(x, of)
-    if problem is None:
-        return None
+def _by_kernel(x: torch.Tensor, of: Operands, problem: Problem, inplace: bool) -> torch.Tensor | None:
+    """The result by a kernel that does all of it; None if there is none, or those for H alone copy less."""
     address = x.data_ptr()
     if x.is_contiguous() and address % ALIGNMENT == 0:
         launch = _launch(x, of, problem, inplace)
@@ -113,7 +116,7 @@ def _by_kernel(x: torch.Tensor, of: Operands, inplace: bool) -> torch.Tensor | N
     return x.copy_(y) if inplace else y
 
 
-def _launched_into(x: torch.Tensor, y: torch.Tensor, of: Operands) -> bool:
+def _launched_into(x: torch.Tensor, y: torch.Tensor, of: Operands, problem: Problem) -> bool:
     """Whether there is a kernel that does all of it, from x into y, which shares no memory with x. It is launched."""
     source, target = x.data_ptr(), y.data_ptr()
     if not x.is_contiguous() or (source | target) % ALIGNMENT:
@@ -121,8 +124,8 @@ def _launched_into(x: torch.Tensor, y: torch.Tensor, of: Operands) -> bool:
     key = _key_of(x, source, of, False)
     launch = _launches.get(key)
     if launch is None:
-        problem = _problem_of(x, of)
-        if problem is None or (launch := _launch(x, of, problem, False)) is None:
+        launch = _launch(x, of, problem, False)
+        if launch is None:
             return False
         repeat.remember(_launches, key, launch)
     increment_version((y,))
@@ -132,6 +135,8 @@ def _launched_into(x: torch.Tensor, y: torch.Tensor, of: Operands) -> bool:
 
 def _problem_of(x: torch.Tensor, of: Operands) -> Problem | None:
     """The problem of a kernel that does all of it; None if no kernel can."""
+    if not compute.takes_kernels(x):
+        return None
     order = 1
     if of.matrices is not None:
         if len(of.orders) != 1 or of.orders[0] == 1 or of.matrices.dtype != torch.int8:
@@ -150,11 +155,7 @@ def _launch(x: torch.Tensor, of: Operands, problem: Problem, in_place: bool) -> 
     kernel = kernels.find_for_scale(kind, x.numel(), of.scale)
     if kernel is None:
         return None
-    before, after = (of.signs_after, of.signs) if of.transposed else (of.signs, of.signs_after)
-    tensors = {"matrix": of.matrices, "signs_before": before, "signs_after": after}
-    operands = {name: 0 if each is None else each.data_ptr() for name, each in tensors.items()}
-    operands["transposed"] = int(of.transposed)
-    return kernel.prepared(x.numel(), of.scale, RowShape(of.n, of.n, of.n), operands)
+    return kernel.prepared(x.numel(), of.scale, RowShape(of.n, of.n, of.n), addresses(of))
 
 
 def _rotate(x: torch.Tensor, y: torch.Tensor, of: Operands) -> None:

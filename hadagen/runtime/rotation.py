@@ -344,11 +344,12 @@ class Rotation(torch.nn.Module):
         if batch_invariant is None:
             batch_invariant = BATCH_INVARIANT
         check_is_flag(batch_invariant, "batch_invariant")
+        buffers = self._buffers  # PyTorch takes long to find them as attributes
         options = Operands(
-            self._matrices,
+            buffers["_matrices"],
             self._orders,
-            self._before,
-            self._after,
+            buffers["_before"],
+            buffers["_after"],
             self.block,
             self._swapped,
             transposed,
