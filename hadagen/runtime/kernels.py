@@ -186,7 +186,7 @@ def warmup(
 
 def _choose(
     kind: Kind, elements: int, target: Device, without: Collection[str] = ()
-) -> tuple[BundleEntry, Bundle] | None:
+) -> tuple[BundleEntry, Bundle | None] | None:
     wanted = kind.problem, kind.destination, elements, target, without
     return choose_from_bundles(*wanted, batch_invariant=kind.batch_invariant)[1]
 
@@ -295,6 +295,8 @@ def _fitting(kind: Kind, elements: int) -> LoadedKernel | None:
         try:
             return _load(bundle, entry, kind.device, target)
         except StorageError as error:
+            if bundle is None:
+                raise
             bundles.leave_out(bundle, error)
         except (DoesNotFit, ToolchainError) as error:
             unfit[entry.kernel] = error
@@ -304,10 +306,10 @@ def _fitting(kind: Kind, elements: int) -> LoadedKernel | None:
     return None
 
 
-def _load(bundle: Bundle, entry: BundleEntry, device: int, target: Device) -> LoadedKernel:
-    """`load`, once for each kernel of a bundle."""
+def _load(bundle: Bundle | None, entry: BundleEntry, device: int, target: Device) -> LoadedKernel:
+    """`load`, once for each kernel of a bundle, or of none."""
     # The digest of a kernel covers its cubin. For what is made from its recipe or PTX, that of the bundle counts too.
-    place = (device, f"{entry.kernel} {bundle.digest} {entry.problem.key}")
+    place = (device, f"{entry.kernel} {bundle and bundle.digest} {entry.problem.key}")
     if place not in _loaded:
         _loaded[place] = load(bundle, entry, device, target)
     return _loaded[place]
