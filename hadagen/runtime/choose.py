@@ -366,12 +366,13 @@ def best_config(
     inplace: whether the result overwrites the input.
     batch_invariant: as in the call. If True, a `match` of GENERIC also stands for a call that raises, because others
         have kernels.
-    order, signed: of the transform (see `Problem.of`), if `problem` does not say.
+    order, signed: of a `Rotation`: K, or 1 without a matrix, and whether it has signs. A `Problem` and a key say that
+        themselves.
 
     Raises `UsageError` for missing or too many arguments, a bad problem, order, flag or arch, a device of another arch,
     rows below 1, or if there is no device; `StorageError` if HADAGEN_BUNDLE names a file that is damaged or no bundle.
     """
-    problem, rows = as_problem(problem), as_int(rows)
+    rows = as_int(rows)
     if not is_count(rows):
         raise UsageError(f"rows = {rows!r} is not supported; give a whole number of rows, at least 1")
     if batch_invariant is None:
@@ -379,10 +380,13 @@ def best_config(
     for name, flag in (("inplace", inplace), ("batch_invariant", batch_invariant), ("signed", signed)):
         if not is_flag(flag):
             raise UsageError(f"{name} = {flag!r} is not supported; give True or False")
-    if (order := as_int(order)) != 1:
-        problem = replace(problem, transform=replace(problem.transform, order=order))
-    if signed:
-        problem = replace(problem, transform=replace(problem.transform, signed=True))
+    said = {"order": as_int(order)} if order != 1 else {}
+    said |= {"signed": True} if signed else {}
+    if isinstance(problem, Mapping):
+        problem = as_problem({**said, **problem})
+    else:
+        problem = as_problem(problem)
+        problem = replace(problem, transform=replace(problem.transform, **said))
     target = find_device(device, arch)
     destination = Destination.IN_PLACE if inplace else Destination.OUT_OF_PLACE
     match, chosen = choose_from_bundles(
