@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from math import log2
 
-from hadagen.problem import Problem, Rows, Transform
+from hadagen.problem import Problem, Rows
 from hadagen.runtime.device import Device
 from hadagen.target import known_archs
 from hadagen.trial import Environment, Provenance, knobs_key, recipe_digest
@@ -15,8 +15,8 @@ from hadagen.tuning_db.bundle import BundleEntry
 
 
 def may_be_guessed(problem: Problem) -> bool:
-    """Whether it has a matrix or signs, and contiguous rows. Others are in the bundles, or not worth a kernel."""
-    return problem.io.rows is Rows.CONTIGUOUS and problem.transform != Transform(problem.n)
+    """Whether it has contiguous rows, and a matrix or signs, so that a rotation may ask for it."""
+    return problem.io.rows is Rows.CONTIGUOUS and (problem.order > 1 or problem.transform.signed)
 
 
 def nearest_problems(problem: Problem, known: Iterable[Problem]) -> list[Problem]:

@@ -24,12 +24,13 @@ from hadagen.errors import (
     UsageError,
     printable,
 )
-from hadagen.problem import MAX_LOG2_N, MAX_ORDER, DType, Numerics, Problem, Rows, Transform, padded_length
+from hadagen.problem import MAX_LOG2_N, MAX_ORDER, DType, Numerics, Problem, Rows, padded_length
 from hadagen.regimes import Destination, nearest
 from hadagen.runtime import bundles
 from hadagen.runtime.arguments import as_int, is_count, is_flag
 from hadagen.runtime.choose import BATCH_INVARIANT, choose_from_bundles, is_served, timed_in_bundles
 from hadagen.runtime.device import Device, cuda_device, cuda_index, how_to_get_kernels
+from hadagen.runtime.guesses import may_be_guessed
 from hadagen.runtime.loading import compile_missing, load
 from hadagen.runtime.proof import TORCH_DTYPE
 from hadagen.tuning_db.bundle import Bundle, BundleEntry
@@ -252,7 +253,7 @@ def _timed_on(kind: Kind, target: Device) -> list[int]:
     wanted = kind.problem, kind.destination, target
     found = timed_in_bundles(*wanted, batch_invariant=kind.batch_invariant)
     # Other rows are copied to contiguous ones then, and rotations are computed with kernels for H alone.
-    alone = kind.problem.io.rows is Rows.CONTIGUOUS and kind.problem.transform == Transform(kind.problem.n)
+    alone = kind.problem.io.rows is Rows.CONTIGUOUS and not may_be_guessed(kind.problem)
     if kind.batch_invariant and not found and alone and timed_in_bundles(*wanted):
         raise DeviceError(
             f"no kernels of {kind.problem.key} give the same bits in every call on {printable(target.gpu)}; leave out "
