@@ -150,6 +150,11 @@ def test_a_call_compiles_it_once_and_compares_it(loader: Loader, monkeypatch: py
     assert find(1 << 28, problem=SIGNED) is kernel
     assert (compiled, compared, loader.images) == ([SIGNED.key], [SIGNED], [b"made here"])
     assert find() is not kernel
+    monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(loading.driver, "unload", lambda kernel: None)
+    longer = Problem.parse("n512-signed-float16-accurate")
+    with pytest.raises(hadagen.DeviceError, match="while a graph is captured; call the rotation once before"):
+        find(problem=longer)
 
 
 def test_a_failure_is_remembered_and_pytorch_does_it(loader: Loader, monkeypatch: pytest.MonkeyPatch) -> None:

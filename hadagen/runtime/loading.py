@@ -16,6 +16,7 @@ from hadagen.errors import DeviceError, HadagenError, ToolchainError, UsageError
 from hadagen.launch import ENTRY
 from hadagen.problem import Problem
 from hadagen.runtime.device import Device
+from hadagen.runtime.guesses import may_be_guessed
 from hadagen.runtime.proof import is_right
 from hadagen.tuning_db.bundle import Bundle, BundleEntry
 
@@ -116,9 +117,10 @@ def _compare(kernel: LoadedKernel, problem: Problem) -> bool:
     """`is_right`. Raises `DeviceError` while a graph is captured, or if memory runs out."""
     with torch.cuda.device(kernel.device):
         if torch.cuda.is_current_stream_capturing():
+            what = "the rotation once" if may_be_guessed(problem) else "hadagen.warmup"
             raise DeviceError(
                 f"a kernel of {problem.key} was compiled here, and cannot be checked while a graph is captured; call "
-                "hadagen.warmup before the graph capture begins"
+                f"{what} before the graph capture begins"
             )
         try:
             return is_right(kernel, problem)

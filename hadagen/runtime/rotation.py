@@ -344,23 +344,14 @@ class Rotation(torch.nn.Module):
         if batch_invariant is None:
             batch_invariant = BATCH_INVARIANT
         check_is_flag(batch_invariant, "batch_invariant")
-        buffers = self._buffers  # PyTorch takes long to find them as attributes
-        options = Operands(
-            buffers["_matrices"],
-            self._orders,
-            buffers["_before"],
-            buffers["_after"],
-            self.block,
-            self._swapped,
-            transposed,
-            float(self._scale),
-            numerics,
-            bool(batch_invariant),
-        )
+        asked = transposed, float(self._scale), numerics, bool(batch_invariant)
         if out is None and has_only_memory(x) and not needs_derivative(x) and x.shape[-1:] == (self.n,):
-            y = known(x, options, inplace)
+            buffers = self._buffers  # as attributes they take PyTorch several times as long
+            operands = self._options(buffers["_matrices"], buffers["_before"], buffers["_after"], *asked)
+            y = known(x, operands, inplace)
             if y is not None:
                 return y
+        options = self._options(self._matrices, self._before, self._after, *asked)
         if not stands_for_a_tensor(x):
             check_is_tensor(x, "x")
             check_destination(x, inplace, out)
@@ -374,6 +365,15 @@ class Rotation(torch.nn.Module):
                 if out is not None:
                     check_like(x, out)
         return cast(torch.Tensor, ROTATE.dispatch(x, options, inplace, out))
+
+    def _options(
+        self,
+        matrices: torch.Tensor | None,
+        before: torch.Tensor | None,
+        after: torch.Tensor | None,
+        *asked: Any,
+    ) -> Operands:
+        return Operands(matrices, self._orders, before, after, self.block, self._swapped, *asked)
 
     def _check_part(self, part: Any, name: str) -> None:
         """Raises TypeError and `TensorError`, with the name, for a tensor of a layer that cannot be rotated."""
