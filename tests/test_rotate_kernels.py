@@ -136,10 +136,26 @@ def test_an_odd_address_is_copied(device: EmulatedDevice) -> None:
 
 
 def test_memory_that_overlaps(device: EmulatedDevice) -> None:
-    r, flat = signed(224), normal(3 * 224, dtype=HALF)
-    x, y = flat[:448].view(2, 224), flat[224:].view(2, 224)
+    r = signed(224)
+    for later in (0, 224):
+        flat = normal(3 * 224, dtype=HALF)
+        x, y = flat[later : later + 448].view(2, 224), flat[224 - later : 672 - later].view(2, 224)
+        wanted = x.double() @ r.matrix()
+        assert same(r(x, out=y), wanted)
+
+
+def test_rows_of_h_alone_may_have_gaps(device: EmulatedDevice) -> None:
+    r, x = Rotation(256), normal(3, 2, 256, dtype=HALF)[:, 0]
     wanted = x.double() @ r.matrix()
-    assert same(r(x, out=y), wanted)
+    device.ran()
+    assert same(r(x), wanted)
+    assert same(r(x, out=torch.empty_like(x)), wanted)
+    assert ran(device) == ["n256-pitched"] * 2
+
+
+def test_a_matrix_of_order_1(device: EmulatedDevice) -> None:
+    r, x = Rotation(256, -torch.ones(1, 1)), normal(3, 256, dtype=HALF)
+    assert same(r(x), x.double() @ -Rotation(256).matrix())
 
 
 def test_no_rows(device: EmulatedDevice) -> None:
@@ -194,6 +210,13 @@ def test_other_operands_are_another_call(device: EmulatedDevice) -> None:
     for matrix in (matrices.view(torch.uint8), matrices.clone().zero_()):
         y = rotate.ROTATE.functional(x, matrix, *of)
         assert same(y, rotate.ROTATE.functional(x.double(), matrix, *of))
+    for other in (signs, pack_signs(some_signs(224, seed=1))):
+        y = rotate.ROTATE.functional(x, matrices, [28], other, *of[2:])
+        assert same(y, rotate.ROTATE.functional(x.double(), matrices, [28], other, *of[2:]))
+    r = signed(224)
+    for matrices in (r._matrices, r._matrices.view(torch.uint8)):
+        y = torch.func.functional_call(r, {"_matrices": matrices}, x)
+        assert same(y, torch.func.functional_call(r, {"_matrices": matrices}, x.double()))
     for r in (signed(224), Rotation(224, signs=some_signs(224)), Rotation(224, signs=some_signs(224, seed=1))):
         for numerics in ("accurate", "fast"):
             assert same(r(x, numerics=numerics), x.double() @ r.matrix())
