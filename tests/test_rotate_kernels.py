@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from emulated_device import EmulatedDevice, device, same
@@ -11,10 +12,16 @@ from test_rotation import VIEWS, some_signs
 from test_runtime import normal
 
 from hadagen import Rotation
+from hadagen.arch import load_arch
+from hadagen.codegen import render
 from hadagen.compat import quarot
+from hadagen.emulator import compile_host
 from hadagen.errors import TensorError
+from hadagen.knobs import Knobs
+from hadagen.problem import Problem
 from hadagen.runtime import repeat, rotate
-from hadagen.runtime.operands import pack_signs, unpack_signs
+from hadagen.runtime.operands import addresses, pack_signs, unpack_signs
+from hadagen.space import Space, build_plan
 
 __all__ = ["device"]  # a fixture
 HALF = torch.float16
@@ -297,6 +304,35 @@ def test_functions_of_other_projects_take_these_kernels(device: EmulatedDevice) 
         device.ran()
         assert same(quarot.matmul_hadU(x, transpose=transpose), wanted)
         assert ran(device) == ["n224-k28"]
+
+
+# ---- kernels that are generated --------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("rotation", "key"),
+    [
+        (signed(224, "quarot"), "n224-k28-signed-float16-accurate"),
+        (Rotation(64, -torch.eye(64) + torch.ones(64, 64).tril()), "n64-k64-float16-accurate"),
+        (Rotation(512, signs=some_signs(512)), "n512-signed-float16-accurate"),
+    ],
+)
+def test_a_generated_kernel_computes_the_rotation(rotation: Rotation, key: str) -> None:
+    problem = Problem.parse(key)
+    space = Space(problem, load_arch("sm90"))
+    knobs = space.closest(Knobs())
+    assert knobs is not None
+    source = render(build_plan(problem, knobs, space.arch))
+    module = compile_host([source])
+    x = normal(5, problem.n, dtype=HALF)
+    for transposed in (False, True):
+        of = rotation._options(
+            rotation._matrices, rotation._before, rotation._after, transposed, float(rotation._scale), "accurate"
+        )
+        arrays = {each.data_ptr(): each.numpy() for each in of[:4] if isinstance(each, torch.Tensor)}
+        operands: dict[str, Any] = {name: arrays.get(value, value) for name, value in addresses(of).items()}
+        y = np.zeros(x.shape, np.uint16)
+        module.run(source.entry, source.launch, x.numpy().view(np.uint16), y, scale=of.scale, operands=operands)
+        m = rotation.matrix()
+        assert same(torch.from_numpy(y.view(np.float16)), x.double() @ (m.T if transposed else m))
 
 
 # ---- operands --------------------------------------------------------------------------------------------------------
