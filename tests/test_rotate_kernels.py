@@ -265,6 +265,7 @@ def test_gradients_and_writes_are_known_to_autograd(device: EmulatedDevice) -> N
     with torch.inference_mode():
         z = normal(3, 224, dtype=HALF)
         r(z, inplace=True)
+        assert same(r(upstream, out=z), upstream.double() @ m)
     with pytest.raises(TensorError, match="was made in inference mode"):
         r(z, inplace=True)
 
@@ -303,7 +304,11 @@ def test_functions_of_other_projects_take_these_kernels(device: EmulatedDevice) 
         wanted = x.double() @ (r.matrix().T if transpose else r.matrix())
         device.ran()
         assert same(quarot.matmul_hadU(x, transpose=transpose), wanted)
-        assert ran(device) == ["n224-k28"]
+        assert same(quarot.matmul_hadU_cuda(x, *quarot.get_hadK(224), transpose=transpose), wanted)
+        assert ran(device) == ["n224-k28"] * 2
+    twos = torch.full((28, 28), 2, dtype=torch.int8)
+    assert same(quarot.matmul_hadU_cuda(x, twos, 28), quarot.matmul_hadU_cuda(x.double(), twos.double(), 28))
+    assert "n224-k28" not in ran(device)
 
 
 # ---- kernels that are generated --------------------------------------------------------------------------------------
