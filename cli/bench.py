@@ -150,9 +150,9 @@ def _found(
     from hadagen.runtime.choose import choose_from_bundles
 
     for problem, elements, destination in asked:
-        _, found = choose_from_bundles(problem, destination, elements, target)
-        if found and found[0].arch == target.arch:
-            yield problem, elements, destination, found
+        entry, bundle = choose_from_bundles(problem, destination, elements, target)[1] or (None, None)
+        if entry and bundle and entry.arch == target.arch:
+            yield problem, elements, destination, (entry, bundle)
 
 
 def _time(choices: Sequence[Choice], environment: Environment, index: int) -> tuple[list[Row], list[str]]:

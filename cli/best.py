@@ -98,7 +98,7 @@ def _why_not_measured(config: BestConfig) -> str:
 
     source, device, elements = config.provenance or {}, config.device, config.rows * config.problem.n
     if source["us"] is None:
-        return "the cost model chose it, and no GPU has timed it"
+        return "no GPU has timed it"
     was, was_not = [], []
     if config.match is not Match.SAME_GPU:
         was.append(f"on {source['gpu']}")

@@ -69,6 +69,30 @@ def compile_all(recipes: Sequence[Recipe], target: str, jobs: int = 1) -> list[b
     return [next(made) if image is None else image for image in found]
 
 
+@functools.lru_cache(maxsize=1024)
+def closest_recipe(problem: Problem, knobs: str, arch: str) -> Recipe | None:
+    """The recipe of a problem with the legal knobs that are nearest to others; None if no knobs are legal.
+
+    knobs: as `knobs_key` writes them, of any problem and arch. arch: whose rules the recipe keeps.
+
+    Raises `ToolchainError` if kernels cannot be generated, and `UsageError` if the arch is unknown.
+    """
+    try:
+        from hadagen.arch import load_arch
+        from hadagen.knobs import Knobs
+        from hadagen.space import Space, build_plan
+    except ImportError as error:  # such as numpy
+        raise _no_generator(error) from None
+    space = Space(problem, load_arch(arch))
+    if (found := space.closest(Knobs.like(json.loads(knobs)))) is None:
+        return None
+    return Recipe(problem, found.to_dict(), arch, build_plan(problem, found, space.arch).launch)
+
+
+def _no_generator(error: ImportError) -> ToolchainError:
+    return ToolchainError(f"kernels cannot be generated ({error}); pip install jinja2 numpy")
+
+
 def _compile(recipes: Sequence[Recipe], target: str, jobs: int) -> list[bytes | HadagenError]:
     """`compile_all` of recipes that are not kept."""
     try:
@@ -81,7 +105,7 @@ def _compile(recipes: Sequence[Recipe], target: str, jobs: int) -> list[bytes | 
         from hadagen.toolchain import BuildFailure, Toolchain
         from hadagen.trial import NotTried
     except ImportError as error:  # such as Jinja2, which PyTorch brings along
-        raise ToolchainError(f"kernels cannot be generated ({error}); pip install jinja2") from None
+        raise _no_generator(error) from None
 
     library, arch = nvrtc.Nvrtc.find(), load_arch(recipes[0].arch)
     features = load_arch(target).features if target in known_archs() else arch.features

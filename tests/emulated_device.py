@@ -4,7 +4,7 @@ by address alone, as real ones do, and check what they were promised."""
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,8 +15,8 @@ from sample_trials import launch_for
 
 from hadagen.launch import LaunchSpec, RowShape
 from hadagen.problem import DType, Problem, Rows
-from hadagen.reference import hadamard
-from hadagen.runtime import compute, kernels
+from hadagen.reference import transform
+from hadagen.runtime import compute, kernels, repeat
 from hadagen.scale import ScaleForm
 
 # What numpy takes for an element. It has no bfloat16, which the tests of memory do not need.
@@ -25,35 +25,58 @@ _ELEMENT = {DType.FLOAT16: np.float16, DType.FLOAT32: np.float32}
 
 @dataclass(frozen=True)
 class EmulatedKernel:
+    """`in_place`: None if it takes both destinations."""
+
     problem: Problem
-    in_place: bool
+    in_place: bool | None
     spec: LaunchSpec
     launched: list[EmulatedKernel]
 
-    def prepared(self, elements: int, scale: float, rows: RowShape) -> Callable[[int, int, int], None]:
+    def prepared(
+        self, elements: int, scale: float, rows: RowShape | None, operands: Mapping[str, int] | None = None
+    ) -> Callable[[int, int, int], None]:
         problem = self.problem
+        self.spec.arguments(elements, scale, rows, operands)
         low, high = self.spec.scale_form.range
         assert low <= abs(scale) <= high
         assert elements % problem.n == 0
         if problem.io.rows is Rows.CONTIGUOUS:
-            assert rows == (problem.n, problem.n, problem.n)
+            assert rows in (None, (problem.n, problem.n, problem.n))
+            rows = RowShape(problem.n, problem.n, problem.n)
         count, size = elements // problem.n, problem.io.input.bytes
 
         def launch(stream: int, x: int, y: int) -> None:
-            assert (x == y) == self.in_place
+            assert self.in_place in (None, x == y)
             assert (x | y) % (size if problem.io.rows is Rows.PITCHED else 16) == 0
-            if self.in_place:
+            if x == y:
                 assert rows.x_pitch == rows.y_pitch
             source = self._rows(x, count, rows.columns, rows.x_pitch)
             target = self._rows(y, count, rows.columns, rows.y_pitch)
             row = np.zeros((1, problem.n))
+            read = self._read(operands or {})
             with np.errstate(over="ignore"):  # infinities are what a kernel stores too
                 for index in reversed(range(count)):  # one after the other, so that rows that overlap would show
                     row[0, : rows.columns] = source[index]
-                    target[index] = hadamard(row, scale)[0, : rows.columns]
+                    target[index] = transform(problem, row, scale, read)[0, : rows.columns]
             self.launched.append(self)
 
         return launch
+
+    def launch(self, stream: int, x: int, y: int, *arguments: Any) -> None:
+        self.prepared(*arguments)(stream, x, y)
+
+    def _read(self, operands: Mapping[str, int]) -> dict[str, Any]:
+        """What lies at the addresses of the operands now."""
+        order, signs = self.problem.order, -(-self.problem.n // 8)
+        kinds = {"matrix": (np.int8, order**2), "signs_before": (np.uint8, signs), "signs_after": (np.uint8, signs)}
+        found: dict[str, Any] = {"transposed": operands.get("transposed", 0)}
+        for name, (kind, size) in kinds.items():
+            if address := operands.get(name, 0):
+                assert address % 16 == 0
+                found[name] = np.frombuffer((ctypes.c_byte * size).from_address(address), kind)
+        if order > 1:
+            found["matrix"] = found["matrix"].reshape(order, order)
+        return found
 
     def _rows(self, address: int, count: int, columns: int, pitch: int) -> Any:
         size = self.problem.io.input.bytes
@@ -63,14 +86,16 @@ class EmulatedKernel:
 
 
 class EmulatedDevice:
-    """`launched`: the kernels that ran. `served`: the rows that there are kernels for. `form`: that of fast kernels."""
+    """`launched`: the kernels that ran. `served`: the rows that there are kernels for, and `without`: the problems that
+    there are none for. `form`: that of fast kernels."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.launched: list[EmulatedKernel] = []
         self.served: tuple[Rows, ...] = tuple(Rows)
+        self.without: set[str] = set()  # keys
         self.form = ScaleForm.FLOAT16_FACTORS
         self.searches = 0
-        forget()
+        repeat.forget()
         monkeypatch.setattr(compute, "takes_kernels", lambda x: x.numel() > 0)
         monkeypatch.setattr(kernels, "find", self._find)
         monkeypatch.setattr(kernels, "raw_stream", lambda device: 0)
@@ -79,7 +104,9 @@ class EmulatedDevice:
     def _find(self, kind: kernels.Kind, elements: int) -> EmulatedKernel | None:
         self.searches += 1
         problem = kind.problem
-        if problem.io.rows not in self.served or problem.io.input is DType.BFLOAT16:
+        if problem.io.rows not in self.served or problem.io.input is DType.BFLOAT16 or problem.key in self.without:
+            return None
+        if problem.order > 1 and (problem.io.input is DType.FLOAT32 or problem.n % 8 or problem.length in (2, 4)):
             return None
         form = self.form if problem.io.numerics.value == "fast" else ScaleForm.FP32
         spec = replace(launch_for(problem), scale_form=form)
@@ -95,13 +122,7 @@ class EmulatedDevice:
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Any:
     yield EmulatedDevice(monkeypatch)
-    forget()
-
-
-def forget() -> None:
-    """Calls are remembered no more."""
-    compute.calls.clear()
-    compute._calls_into.clear()
+    repeat.forget()
 
 
 def same(y: torch.Tensor, wanted: torch.Tensor) -> bool:

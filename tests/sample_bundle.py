@@ -34,7 +34,7 @@ def write_sample(path: Path, chunks: int = 1) -> Path:
 def write_winners(path: Path, chunks: Mapping[int, int]) -> Path:
     """Writes a bundle of a winner for each of these element counts, timed in place on an H100; returns its path."""
     line = WinnerCell(PROBLEM, "sm90", H100.gpu, Destination.IN_PLACE, 0)
-    return _write(
+    return write(
         path,
         {
             replace(line, elements=elements): make_trial(each, timings=times({elements: 2.0}))
@@ -45,10 +45,11 @@ def write_winners(path: Path, chunks: Mapping[int, int]) -> Path:
 
 def write_trials(path: Path, trials: Sequence[Trial]) -> Path:
     """Writes a bundle of the winners among trials; returns its path."""
-    return _write(path, portfolio(trials))
+    return write(path, portfolio(trials))
 
 
-def _write(path: Path, selection: Mapping[WinnerCell, Trial]) -> Path:
+def write(path: Path, selection: Mapping[WinnerCell, Trial]) -> Path:
+    """Writes a bundle of these winners; returns its path."""
     kernels = {trial.kernel.digest: trial.kernel for trial in selection.values() if trial.kernel}
     write_bundle(path, "sm90", selection, kernels.__getitem__, {})
     return path

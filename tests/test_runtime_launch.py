@@ -20,7 +20,7 @@ from hadagen import hadamard_transform
 from hadagen.compat import hadacore
 from hadagen.errors import TensorError
 from hadagen.problem import Rows
-from hadagen.runtime import compute
+from hadagen.runtime import compute, repeat
 from hadagen.scale import ScaleForm
 
 __all__ = ["device"]  # a fixture
@@ -210,7 +210,7 @@ def test_how_far_apart_a_single_row_lies_from_others_is_no_matter(device: Emulat
 
 
 def test_known_calls_are_not_kept_without_end(device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compute, "_MAX_CALLS", 10)
+    monkeypatch.setattr(repeat, "_MAX_CALLS", 10)
     for rows in range(1, 30):
         x = normal(rows, 8, dtype=HALF)
         assert same(hadamard_transform(x), padded(x))

@@ -19,6 +19,7 @@ from hadagen.matrices import find_matrix, find_orders
 from hadagen.runtime import transform
 from hadagen.runtime.arguments import as_int, is_count
 from hadagen.runtime.checks import check_is_tensor, check_tensor, kind_of, stands_for_a_tensor
+from hadagen.runtime.linear import has_only_memory
 from hadagen.runtime.named import matrix_of, named_matrix
 from hadagen.runtime.rotate import rotate
 
@@ -90,7 +91,7 @@ def matmul_hadU_cuda(
     if hadK is None:
         raise UsageError(f"hadK is None but K = {k}; pass both as get_hadK returned them")
     _check_matrix(hadK, "hadK", k, X)
-    return _rotated(X, hadK.to(X.device).reshape(-1), k, transpose)
+    return _rotated(X, _operand(hadK).to(X.device).reshape(-1), k, transpose)
 
 
 def matmul_hadUt_cuda(X: torch.Tensor, hadK: torch.Tensor | None, K: int) -> torch.Tensor:
@@ -182,6 +183,16 @@ def _check_matrix(matrix: torch.Tensor, name: str, order: int, other: torch.Tens
         raise TensorError(f"{name} is a {kind_of(matrix)} tensor on {matrix.device}; pass a dense one of real numbers")
     if matrix.shape != (order, order):
         raise TensorError(f"{name} has the shape {tuple(matrix.shape)}; it must be ({order}, {order})")
+
+
+def _operand(matrix: torch.Tensor) -> torch.Tensor:
+    """Equal to the matrix; int8, as kernels take it, where its entries are seen to be −1, 0 and 1. To look at a matrix
+    on a GPU would wait for that."""
+    if matrix.device.type == "cpu" and has_only_memory(matrix):
+        wide = matrix.detach().double()
+        if ((wide == 0) | (wide.abs() == 1)).all():
+            return wide.to(torch.int8)
+    return matrix.to(torch.int16) if matrix.dtype == torch.int8 else matrix
 
 
 def _order(n: int) -> int:

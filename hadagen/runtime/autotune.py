@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 from hadagen.errors import DeviceError, HadagenError, StorageError, ToolchainError, UsageError, printable
 from hadagen.problem import Problem
 from hadagen.regimes import Destination
-from hadagen.runtime import bundles, compute, kernels
+from hadagen.runtime import bundles, kernels, repeat
 from hadagen.runtime.choose import as_problem, is_settled, where_measured
 from hadagen.runtime.device import Device, cuda_device, cuda_index
+from hadagen.runtime.guesses import nearest_problems
 from hadagen.runtime.loading import cpus
 from hadagen.target import known_archs
 
@@ -69,7 +70,7 @@ def autotune(
         raise ToolchainError(f"kernels cannot be generated ({error}); pip install jinja2") from None
     add_winners(path, wanted, index, target.arch, _known_knobs(wanted), seconds, cpus())
     kernels.forget(wanted)
-    compute.forget()
+    repeat.forget()
     return path
 
 
@@ -117,11 +118,19 @@ def _measured_device(device: Any) -> tuple[int, Device]:
 
 
 def _known_knobs(problem: Problem) -> list[Mapping[str, Any]]:
-    """The knobs of all entries of a problem, or else of its parent, in the bundles there are."""
-    found: list[Mapping[str, Any]] = []
-    for bundle in bundles.known():
-        try:
-            found += [entry.knobs for entry in bundle.entries(problem)]
-        except StorageError as error:
-            bundles.leave_out(bundle, error)
-    return found or (_known_knobs(problem.parent) if problem.parent else [])
+    """The knobs of all entries of a problem, or else of its parent, in the bundles there are; with a matrix, or else
+    of the nearest problem."""
+    parents = [problem]
+    while parents[-1].parent:
+        parents.append(parents[-1].parent)
+    tuned = {each for bundle in bundles.known() for each in bundle.problems()} if problem.order > 1 else ()
+    for near in (*parents, *nearest_problems(parents[-1], tuned)):
+        found: list[Mapping[str, Any]] = []
+        for bundle in bundles.known():
+            try:
+                found += [entry.knobs for entry in bundle.entries(near)]
+            except StorageError as error:
+                bundles.leave_out(bundle, error)
+        if found:
+            return found
+    return []

@@ -12,6 +12,10 @@ tells two apart decides:
     4. measured before estimated
     5. the bundle that was found first, and in it the first GPU, whatever its element counts are
     6. the nearest element count on a logarithmic scale; of two equally near the larger; of equal counts the first
+
+A problem with a matrix or signs that no bundle has takes the entries of the nearest problem that one has, with knobs
+that are legal for it, as estimates (see `guesses`); but not for batch-invariant calls, because no bundle names an
+arithmetic of theirs.
 """
 
 from __future__ import annotations
@@ -19,20 +23,22 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from hadagen.errors import StorageError, UsageError
+from hadagen.errors import StorageError, ToolchainError, UsageError
 from hadagen.launch import PORTABLE_CLUSTER, LaunchSpec
 from hadagen.problem import Problem, Rows
 from hadagen.regimes import Destination, nearest
 from hadagen.runtime import bundles
 from hadagen.runtime.arguments import as_int, is_count, is_flag
 from hadagen.runtime.device import Device, find_device
+from hadagen.runtime.guesses import adapted, may_be_guessed, nearest_problems
 from hadagen.target import arch_of_gpu, generation
 from hadagen.trial import Provenance
 from hadagen.tuning_db.bundle import Bundle, BundleEntry
@@ -98,8 +104,9 @@ def choose_from_bundles(
     without: Collection[str] = (),
     *,
     batch_invariant: bool = False,
-) -> tuple[Match, tuple[BundleEntry, Bundle] | None]:
-    """How well the best entry matches, the entry, and the bundle that holds its kernel; (GENERIC, None) if none does.
+) -> tuple[Match, tuple[BundleEntry, Bundle | None] | None]:
+    """How well the best entry matches, the entry, and the bundle that holds its kernel, or None if there is only a
+    recipe; (GENERIC, None) if no entry does.
 
     elements: rows · n, at least 1.
     without: digests of kernels that do not fit on the device.
@@ -107,7 +114,7 @@ def choose_from_bundles(
 
     Raises `StorageError` if HADAGEN_BUNDLE names a file that is damaged or no bundle.
     """
-    best = _best_bundle(problem, destination, device, without, batch_invariant)
+    best = _best(problem, destination, device, without, batch_invariant)
     if best is None:
         return Match.GENERIC, None
     match, found, bundle = best
@@ -121,7 +128,7 @@ def timed_in_bundles(
 
     Raises as `choose_from_bundles` does.
     """
-    best = _best_bundle(problem, destination, device, batch_invariant=batch_invariant)
+    best = _best(problem, destination, device, batch_invariant=batch_invariant)
     return list(best[1]) if best else []
 
 
@@ -152,6 +159,30 @@ def is_served(device: Device) -> bool:
     Raises as `choose_from_bundles` does.
     """
     return bool(serving(bundles.known(), device))
+
+
+def _best(
+    problem: Problem,
+    destination: Destination,
+    device: Device,
+    without: Collection[str] = (),
+    batch_invariant: bool = False,
+) -> tuple[Match, dict[int, BundleEntry], Bundle | None] | None:
+    """`_best_bundle`, or else entries that are adapted from those of the nearest problem, without a bundle."""
+    best = _best_bundle(problem, destination, device, without, batch_invariant)
+    if best or batch_invariant or not may_be_guessed(problem):
+        return best
+    served = {each for asked in bundles.in_turn() for bundle in serving(asked, device) for each in bundle.problems()}
+    for near in nearest_problems(problem, served):
+        if best := _best_bundle(near, destination, device):
+            try:
+                found = adapted(problem, best[1], device)
+            except ToolchainError as error:
+                warnings.warn(f"no kernel is made for {problem.key}: {error}", RuntimeWarning, stacklevel=2)
+                return None
+            found = {elements: entry for elements, entry in found.items() if entry.kernel not in without}
+            return (Match.ESTIMATED, found, None) if found else None
+    return None
 
 
 def _best_bundle(
@@ -319,8 +350,11 @@ def best_config(
     arch: str | None = None,
     inplace: bool = False,
     batch_invariant: bool | None = None,
+    order: int = 1,
+    signed: bool = False,
 ) -> BestConfig:
-    """The kernel that `hadamard_transform` runs for a [rows, n] tensor; nothing is run. With `arch` it needs no GPU.
+    """The kernel that `hadamard_transform` or a `Rotation` runs for a [rows, n] tensor; nothing is run. With `arch` it
+    needs no GPU.
 
     If a kernel does not fit on the device, a call runs the next nearest instead. This function does not check that.
 
@@ -332,18 +366,27 @@ def best_config(
     inplace: whether the result overwrites the input.
     batch_invariant: as in the call. If True, a `match` of GENERIC also stands for a call that raises, because others
         have kernels.
+    order, signed: of a `Rotation`: K, or 1 without a matrix, and whether it has signs. A `Problem` and a key say that
+        themselves.
 
-    Raises `UsageError` for missing or too many arguments, a bad problem, flag or arch, a device of another arch,
+    Raises `UsageError` for missing or too many arguments, a bad problem, order, flag or arch, a device of another arch,
     rows below 1, or if there is no device; `StorageError` if HADAGEN_BUNDLE names a file that is damaged or no bundle.
     """
-    problem, rows = as_problem(problem), as_int(rows)
+    rows = as_int(rows)
     if not is_count(rows):
         raise UsageError(f"rows = {rows!r} is not supported; give a whole number of rows, at least 1")
     if batch_invariant is None:
         batch_invariant = BATCH_INVARIANT
-    for name, flag in (("inplace", inplace), ("batch_invariant", batch_invariant)):
+    for name, flag in (("inplace", inplace), ("batch_invariant", batch_invariant), ("signed", signed)):
         if not is_flag(flag):
             raise UsageError(f"{name} = {flag!r} is not supported; give True or False")
+    said = {"order": as_int(order)} if order != 1 else {}
+    said |= {"signed": True} if signed else {}
+    if isinstance(problem, Mapping):
+        problem = as_problem({**said, **problem})
+    else:
+        problem = as_problem(problem)
+        problem = replace(problem, transform=replace(problem.transform, **said))
     target = find_device(device, arch)
     destination = Destination.IN_PLACE if inplace else Destination.OUT_OF_PLACE
     match, chosen = choose_from_bundles(

@@ -7,8 +7,6 @@ distance from each other. Only tensors with yet another order of elements are co
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -17,10 +15,9 @@ from hadagen.driver import Launch, LoadedKernel
 from hadagen.errors import TensorError
 from hadagen.launch import RowShape
 from hadagen.problem import Problem, Rows, padded_length
-from hadagen.runtime import fallback, kernels
+from hadagen.runtime import fallback, kernels, repeat
 from hadagen.runtime.checks import check_call, check_like, check_writable
-
-_ALIGNMENT = 16  # bytes; contiguous kernels read and write vectors of this size
+from hadagen.runtime.repeat import ALIGNMENT, increment_version
 
 
 class Options(NamedTuple):
@@ -34,42 +31,15 @@ class Options(NamedTuple):
 class Call(NamedTuple):
     """A call with arguments that were checked."""
 
-    run: Callable[[torch.Tensor, int], torch.Tensor]  # on x, whose address is given too
+    run: repeat.Run
     options: Options
 
 
 # `key_of` → what to do for all calls that differ only in the address of x, by a multiple of 16. So a repeated call
 # costs one look-up. Only checked arguments are in here.
-calls: dict[tuple[Any, ...], Call] = {}
+calls: dict[tuple[Any, ...], Call] = repeat.table()
 # The same for contiguous tensors and out=, with the bytes that must lie between the two addresses.
-_calls_into: dict[tuple[Any, ...], tuple[Launch, int]] = {}
-_MAX_CALLS = 4096  # in each table, because a program may have ever new row counts
-
-
-def _find_increment_version() -> Any:
-    """A function that tells autograd of a write to tensors: PyTorch's, without its wrapper if that takes several."""
-    try:
-        torch._C._increment_version(())
-    except TypeError:
-        return torch.autograd.graph.increment_version
-    return torch._C._increment_version
-
-
-_increment_version = _find_increment_version()
-
-
-def _find_empty_strided(device_type: str) -> Any:
-    """A function that makes a tensor on the current device, from sizes, strides and type. If PyTorch has it, it is that
-    of code of torch.compile, which takes half the time of torch.empty_like."""
-
-    def empty_strided(sizes: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty_strided(sizes, strides, dtype=dtype, device=device_type)
-
-    guards = getattr(torch._C, "_dynamo", None)
-    return getattr(getattr(guards, "guards", None), f"_empty_strided_{device_type}", empty_strided)
-
-
-_empty_strided = {name: _find_empty_strided(name) for name in ("cuda", "cpu")}
+_calls_into: dict[tuple[Any, ...], tuple[Launch, int]] = repeat.table()
 
 
 def key_of(
@@ -78,7 +48,7 @@ def key_of(
     """The key of a call in `calls`."""
     strides = x.is_contiguous() or x.stride()
     device = x.get_device()
-    return x.shape, strides, x.dtype, device, address % _ALIGNMENT, scale, numerics, batch_invariant, inplace
+    return x.shape, strides, x.dtype, device, address % ALIGNMENT, scale, numerics, batch_invariant, inplace
 
 
 def compute(x: torch.Tensor, options: Options, inplace: bool) -> torch.Tensor:
@@ -101,13 +71,13 @@ def compute(x: torch.Tensor, options: Options, inplace: bool) -> torch.Tensor:
     if takes_kernels(x):
         prepared = _prepare_call(x, address, options, inplace)
         if prepared is not None:
-            _remember(calls, key, prepared)
+            repeat.remember(calls, key, prepared)
             return prepared.run(x, address)
         result = _transformed_copy(x, options)
         if result is not None:
             return x.copy_(result) if inplace else result.contiguous()
     if inplace and x.is_contiguous():
-        _increment_version((x,))
+        increment_version((x,))
         fallback.transform(x, x, options.scale, batch_invariant=options.batch_invariant)
         return x
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -124,7 +94,7 @@ def compute_into(x: torch.Tensor, y: torch.Tensor, options: Options) -> None:
         source, target = x.data_ptr(), y.data_ptr()
         dense = x.is_contiguous() and y.is_contiguous()
         like = x.shape, x.dtype, x.get_device(), y.shape, y.dtype, y.get_device()
-        key = (*like, dense, (source | target) % _ALIGNMENT, options)
+        key = (*like, dense, (source | target) % ALIGNMENT, options)
         launch, size = _calls_into[key]
     except KeyError:
         pass
@@ -134,7 +104,7 @@ def compute_into(x: torch.Tensor, y: torch.Tensor, options: Options) -> None:
         raise
     else:
         if source and target and abs(source - target) >= size and not y.is_inference():
-            _increment_version((y,))
+            increment_version((y,))
             kernels.queue(launch, x.get_device(), source, target)
             return
     check_call(x, options.scale, options.numerics)
@@ -145,7 +115,7 @@ def compute_into(x: torch.Tensor, y: torch.Tensor, options: Options) -> None:
         return
     if dense and abs(source - target) < x.nbytes:
         raise TensorError("out overlaps x without being x; pass x itself or memory of its own")
-    _increment_version((y,))
+    increment_version((y,))
     has_kernels = takes_kernels(x)
     if may_overlap(x, y) or (has_kernels and row_pitch(x) is None):
         x = x.clone(memory_format=torch.contiguous_format)
@@ -153,7 +123,7 @@ def compute_into(x: torch.Tensor, y: torch.Tensor, options: Options) -> None:
         found = _find_launch(x, y, options)
         if found is not None:
             if dense:
-                _remember(_calls_into, key, (found, x.nbytes))
+                repeat.remember(_calls_into, key, (found, x.nbytes))
             kernels.queue(found, x.get_device(), x.data_ptr(), target)
             return
         result = _transformed_copy(x, options)
@@ -164,12 +134,6 @@ def compute_into(x: torch.Tensor, y: torch.Tensor, options: Options) -> None:
         fallback.transform(x, y, options.scale, batch_invariant=options.batch_invariant)
     else:
         y.copy_(compute(x, options, False))
-
-
-def _remember(table: dict[tuple[Any, ...], Any], key: tuple[Any, ...], value: Any) -> None:
-    if len(table) >= _MAX_CALLS:
-        table.clear()
-    table[key] = value
 
 
 def takes_kernels(x: torch.Tensor) -> bool:
@@ -198,37 +162,12 @@ def _prepare_call(x: torch.Tensor, address: int, options: Options, inplace: bool
     if pitch is None:
         return None
     columns = x.shape[-1]
-    aligned = address % _ALIGNMENT == 0
+    aligned = address % ALIGNMENT == 0
     target_pitch = pitch if inplace else columns
     launch = _prepare_launch(x, pitch, target_pitch, aligned, inplace, options)
     if launch is None:
         return None
-    device, dtype = x.get_device(), x.dtype
-    current_device, raw_stream = kernels.current_device, kernels.raw_stream
-    alone = torch.cuda.device_count() == 1  # a single device is always current
-    queue, increment_version, empty_strided = kernels.queue, _increment_version, _empty_strided[x.device.type]
-    sizes, strides = tuple(x.shape), torch.empty(x.shape, device="meta").stride()
-
-    def call_in_place(x: torch.Tensor, address: int) -> torch.Tensor:
-        if x.is_inference():
-            check_writable(x)
-        increment_version((x,))  # PyTorch does not see that a kernel writes
-        if alone or current_device() == device:
-            launch(raw_stream(device), address, address)
-        else:
-            queue(launch, device, address, address)
-        return x
-
-    def call_out_of_place(x: torch.Tensor, address: int) -> torch.Tensor:
-        if alone or current_device() == device:
-            y: torch.Tensor = empty_strided(sizes, strides, dtype)
-            launch(raw_stream(device), address, y.data_ptr())
-        else:
-            y = torch.empty_like(x, memory_format=torch.contiguous_format)
-            queue(launch, device, address, y.data_ptr())
-        return y
-
-    return Call(call_in_place if inplace else call_out_of_place, options)
+    return Call(repeat.runner(x, launch, inplace), options)
 
 
 def _prepare_launch(
@@ -262,7 +201,7 @@ def _find_launch(x: torch.Tensor, y: torch.Tensor, options: Options) -> Launch |
     x_pitch, y_pitch = row_pitch(x), row_pitch(y)
     if x_pitch is None or y_pitch is None:
         return None
-    aligned = (x.data_ptr() | y.data_ptr()) % _ALIGNMENT == 0
+    aligned = (x.data_ptr() | y.data_ptr()) % ALIGNMENT == 0
     return _prepare_launch(x, x_pitch, y_pitch, aligned, False, options)
 
 
@@ -304,13 +243,3 @@ def _span(x: torch.Tensor) -> int:
     """Bytes from the begin of the first to the end of the last element."""
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return (last + 1) * x.element_size() if x.numel() else 0
-
-
-def forget() -> None:
-    """Forget the kernels of all calls, so that the next ones find theirs anew."""
-    calls.clear()
-    _calls_into.clear()
-
-
-if hasattr(os, "register_at_fork"):  # a forked child has no CUDA, as PyTorch then says
-    os.register_at_fork(after_in_child=forget)

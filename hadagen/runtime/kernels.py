@@ -24,12 +24,13 @@ from hadagen.errors import (
     UsageError,
     printable,
 )
-from hadagen.problem import MAX_LOG2_N, DType, Numerics, Problem, Rows, padded_length
+from hadagen.problem import MAX_LOG2_N, MAX_ORDER, DType, Numerics, Problem, Rows, padded_length
 from hadagen.regimes import Destination, nearest
 from hadagen.runtime import bundles
 from hadagen.runtime.arguments import as_int, is_count, is_flag
 from hadagen.runtime.choose import BATCH_INVARIANT, choose_from_bundles, is_served, timed_in_bundles
 from hadagen.runtime.device import Device, cuda_device, cuda_index, how_to_get_kernels
+from hadagen.runtime.guesses import may_be_guessed
 from hadagen.runtime.loading import compile_missing, load
 from hadagen.runtime.proof import TORCH_DTYPE
 from hadagen.tuning_db.bundle import Bundle, BundleEntry
@@ -67,11 +68,14 @@ current_device: Any = getattr(torch._C, "_cuda_getDevice", None) or torch.cuda.c
 
 
 @functools.lru_cache(maxsize=1024)  # calls that are not remembered ask for few problems again and again
-def problem_of(n: int, dtype: torch.dtype, numerics: str, rows: Rows) -> Problem | None:
-    """The problem of rows of n elements; None if no kernel supports this n or dtype."""
-    if dtype not in _DTYPES or not 2 <= n <= 1 << MAX_LOG2_N:
+def problem_of(
+    n: int, dtype: torch.dtype, numerics: str, rows: Rows, order: int = 1, signed: bool = False
+) -> Problem | None:
+    """The problem of rows of n elements, which are `order` times a power of two; None if no kernel supports this n,
+    dtype or order."""
+    if dtype not in _DTYPES or not 2 <= n <= 1 << MAX_LOG2_N or order > MAX_ORDER:
         return None
-    return Problem.of(n, _DTYPES[dtype], numerics, rows)
+    return Problem.of(n, _DTYPES[dtype], numerics, rows, order=order, signed=signed)
 
 
 def find(kind: Kind, elements: int) -> LoadedKernel | None:
@@ -183,7 +187,7 @@ def warmup(
 
 def _choose(
     kind: Kind, elements: int, target: Device, without: Collection[str] = ()
-) -> tuple[BundleEntry, Bundle] | None:
+) -> tuple[BundleEntry, Bundle | None] | None:
     wanted = kind.problem, kind.destination, elements, target, without
     return choose_from_bundles(*wanted, batch_invariant=kind.batch_invariant)[1]
 
@@ -248,8 +252,9 @@ def _autotune_if_wanted(kind: Kind, target: Device) -> None:
 def _timed_on(kind: Kind, target: Device) -> list[int]:
     wanted = kind.problem, kind.destination, target
     found = timed_in_bundles(*wanted, batch_invariant=kind.batch_invariant)
-    # Other rows are copied to contiguous ones then.
-    if kind.batch_invariant and not found and kind.problem.io.rows is Rows.CONTIGUOUS and timed_in_bundles(*wanted):
+    # Other rows are copied to contiguous ones then, and rotations are computed with kernels for H alone.
+    alone = kind.problem.io.rows is Rows.CONTIGUOUS and not may_be_guessed(kind.problem)
+    if kind.batch_invariant and not found and alone and timed_in_bundles(*wanted):
         raise DeviceError(
             f"no kernels of {kind.problem.key} give the same bits in every call on {printable(target.gpu)}; leave out "
             "batch_invariant, or pass a shorter row"
@@ -291,6 +296,8 @@ def _fitting(kind: Kind, elements: int) -> LoadedKernel | None:
         try:
             return _load(bundle, entry, kind.device, target)
         except StorageError as error:
+            if bundle is None:
+                raise
             bundles.leave_out(bundle, error)
         except (DoesNotFit, ToolchainError) as error:
             unfit[entry.kernel] = error
@@ -300,10 +307,10 @@ def _fitting(kind: Kind, elements: int) -> LoadedKernel | None:
     return None
 
 
-def _load(bundle: Bundle, entry: BundleEntry, device: int, target: Device) -> LoadedKernel:
-    """`load`, once for each kernel of a bundle."""
+def _load(bundle: Bundle | None, entry: BundleEntry, device: int, target: Device) -> LoadedKernel:
+    """`load`, once for each kernel of a bundle, or of none."""
     # The digest of a kernel covers its cubin. For what is made from its recipe or PTX, that of the bundle counts too.
-    place = (device, f"{entry.kernel} {bundle.digest} {entry.problem.key}")
+    place = (device, f"{entry.kernel} {bundle and bundle.digest} {entry.problem.key}")
     if place not in _loaded:
         _loaded[place] = load(bundle, entry, device, target)
     return _loaded[place]

@@ -92,9 +92,16 @@ class LinearOperator:
         return result
 
     def dispatch(self, x: torch.Tensor, options: Any, inplace: bool, out: torch.Tensor | None) -> Any:
-        """The result in a new tensor, in x or in out, through the dispatcher. Arguments are checked already."""
+        """The result in a new tensor, in x or in out. Arguments are checked already. It bypasses the dispatcher if the
+        dispatcher has nothing to do."""
         target = x if inplace else out
         watched = torch.compiler.is_dynamo_compiling() or stands_for_a_tensor(x)
+        tensors = (x,) if target is None else (x, target)
+        if not watched and all(has_only_memory(each) and not needs_derivative(each) for each in tensors):
+            if out is None or out is x:
+                return self._compute(x, options, target is x)
+            self._compute_into(x, out, options)
+            return out
         if target is not None and not watched and (x.is_neg() or target.is_neg()):
             # A view into a conjugate is negated as it is read, which PyTorch does only for operators with a result.
             return target.copy_(self.functional(x.resolve_neg(), *options))

@@ -16,6 +16,7 @@ from hadagen.errors import DeviceError, HadagenError, ToolchainError, UsageError
 from hadagen.launch import ENTRY
 from hadagen.problem import Problem
 from hadagen.runtime.device import Device
+from hadagen.runtime.guesses import may_be_guessed
 from hadagen.runtime.proof import is_right
 from hadagen.tuning_db.bundle import Bundle, BundleEntry
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from hadagen.recipes import Recipe
 
 
-def load(bundle: Bundle, entry: BundleEntry, device: int, target: Device) -> LoadedKernel:
+def load(bundle: Bundle | None, entry: BundleEntry, device: int, target: Device) -> LoadedKernel:
     """The kernel of an entry on a CUDA device, whose arch and name `target` has. The first of these that works:
 
     1. the cubin, if it is for this arch;
@@ -32,14 +33,16 @@ def load(bundle: Bundle, entry: BundleEntry, device: int, target: Device) -> Loa
 
     A kernel that was compiled on this machine is compared with PyTorch before it is used for the first time.
 
+    bundle: that of the entry; None if there is only the recipe.
+
     Raises `DriverError` or `ToolchainError` if none works, and `StorageError` if the bundle is damaged.
     """
-    kernel = bundle.kernel(entry.kernel)
+    kernel = bundle and bundle.kernel(entry.kernel)
     ways: list[Callable[[], LoadedKernel]] = [lambda: _proven(_compiled(entry, target), ENTRY, entry, device, target)]
-    if kernel.cubin and entry.arch == target.arch:
+    if kernel and kernel.cubin and entry.arch == target.arch:
         ways.insert(0, lambda: driver.load(kernel.cubin, kernel.entry, kernel.launch, device))
     # A multicast in place relies on what only one arch was seen to do.
-    if kernel.ptx and (entry.arch == target.arch or entry.knobs.get("load") != "multicast"):
+    if kernel and kernel.ptx and (entry.arch == target.arch or entry.knobs.get("load") != "multicast"):
         ways.append(lambda: _proven(kernel.ptx, kernel.entry, entry, device, target))
     failures: list[HadagenError] = []
     for way in ways:
@@ -54,7 +57,7 @@ def load(bundle: Bundle, entry: BundleEntry, device: int, target: Device) -> Loa
     raise ToolchainError(f"no kernel of {entry.problem.key} can be loaded on {printable(target.gpu)}: {failures[0]}")
 
 
-def compile_missing(chosen: Iterable[tuple[BundleEntry, Bundle]], target: Device) -> None:
+def compile_missing(chosen: Iterable[tuple[BundleEntry, Bundle | None]], target: Device) -> None:
     """Compile the kernels of these entries that have no cubin for this arch, several at a time. Whatever fails will
     fail again when it is loaded."""
     by_arch: dict[str, dict[str, Recipe]] = defaultdict(dict)
@@ -114,9 +117,10 @@ def _compare(kernel: LoadedKernel, problem: Problem) -> bool:
     """`is_right`. Raises `DeviceError` while a graph is captured, or if memory runs out."""
     with torch.cuda.device(kernel.device):
         if torch.cuda.is_current_stream_capturing():
+            what = "the rotation once" if may_be_guessed(problem) else "hadagen.warmup"
             raise DeviceError(
                 f"a kernel of {problem.key} was compiled here, and cannot be checked while a graph is captured; call "
-                "hadagen.warmup before the graph capture begins"
+                f"{what} before the graph capture begins"
             )
         try:
             return is_right(kernel, problem)

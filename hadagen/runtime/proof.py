@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import torch
 
 from hadagen.driver import LoadedKernel
 from hadagen.launch import RowShape
 from hadagen.problem import DType, Problem
-from hadagen.runtime.fallback import transform
+from hadagen.runtime import fallback
+from hadagen.runtime.operands import Operands, addresses
+from hadagen.runtime.product import rotate_into
 
 TORCH_DTYPE = {DType.FLOAT16: torch.float16, DType.BFLOAT16: torch.bfloat16, DType.FLOAT32: torch.float32}
 # So many elements at least, because the error of few may be far above that of many.
@@ -19,8 +22,8 @@ _SEED = 1
 
 def is_right(kernel: LoadedKernel, problem: Problem) -> bool:
     """Whether its results are within the error bound of the problem, out of place and in place: for whole tiles and a
-    ragged one, more tiles than the GPU holds at once if blocks loop over tiles, and for whole rows and rows that are
-    cut short if the kernel reads such rows.
+    ragged one, more tiles than the GPU holds at once if blocks loop over tiles, for whole rows and rows that are cut
+    short if the kernel reads such rows, and for a matrix and its transpose if it takes one.
 
     Runs on the current stream of the kernel's device, which must be the current device and must not capture a graph.
     Waits for it. PyTorch's random numbers stay as they are. Raises `DriverError` if a launch fails, and PyTorch's
@@ -30,23 +33,42 @@ def is_right(kernel: LoadedKernel, problem: Problem) -> bool:
     tiles = 2 + (kernel.resident_blocks // spec.cluster if spec.persistent else 0)
     rows = max(tiles * spec.tile_elements // n, _ELEMENTS // n) + 1
     lengths = (n, max(n // 2 + 1, n - 3)) if spec.reads_rows else (n,)
-    return all(_is_right(kernel, problem, rows, columns) for columns in lengths)
+    transposed = (False, True) if problem.order > 1 else (False,)
+    device = torch.device("cuda", kernel.device)
+    return all(_is_right(kernel, problem, device, rows, *which) for which in product(lengths, transposed))
 
 
-def _is_right(kernel: LoadedKernel, problem: Problem, rows: int, columns: int) -> bool:
+def _is_right(
+    kernel: LoadedKernel, problem: Problem, device: torch.device, rows: int, columns: int, transposed: bool
+) -> bool:
     """For rows of so many elements, one behind the other."""
-    device, scale = torch.device("cuda", kernel.device), problem.n**-0.5
+    scale = problem.n**-0.5
     numbers = torch.Generator(device).manual_seed(_SEED)
     x = torch.randn(rows, columns, generator=numbers, device=device, dtype=torch.float32)
     x = x.to(TORCH_DTYPE[problem.io.input])
     exact = torch.float64 if problem.io.input is DType.FLOAT32 else torch.float32
     wanted = torch.empty(rows, columns, dtype=exact, device=device)
-    transform(x.to(exact), wanted, scale)
+    of = _operands(problem, transposed, numbers)
+    rotate_into(x.to(exact), wanted, of._replace(n=columns, scale=scale), fallback.transform)
     stream = torch.cuda.current_stream(device).cuda_stream
     shape = RowShape(columns, columns, columns) if kernel.spec.reads_rows else None
     for y in (torch.full_like(x, math.nan), x):
-        kernel.launch(stream, x.data_ptr(), y.data_ptr(), rows * problem.n, scale, shape)
+        kernel.launch(stream, x.data_ptr(), y.data_ptr(), rows * problem.n, scale, shape, addresses(of))
         error = torch.linalg.vector_norm(y.to(exact) - wanted) / torch.linalg.vector_norm(wanted)
         if not error.item() <= problem.error_bound:  # NaN is wrong too
             return False
     return True
+
+
+def _operands(problem: Problem, transposed: bool, numbers: torch.Generator) -> Operands:
+    """A random matrix of ±1 with a 0, and random signs, where the problem has some."""
+
+    def random(end: int, size: int) -> torch.Tensor:
+        return torch.randint(end, (size,), generator=numbers, device=numbers.device, dtype=torch.uint8)
+
+    matrix, orders = None, []
+    if problem.order > 1:
+        matrix, orders = random(2, problem.order**2).to(torch.int8) * 2 - 1, [problem.order]
+        matrix[0] = 0
+    before, after = (random(256, -(-problem.n // 8)) if problem.transform.signed else None for _ in range(2))
+    return Operands(matrix, orders, before, after, problem.n, False, transposed, 1.0, "accurate")

@@ -1,99 +1,75 @@
 """`torch.ops.hadagen.rotate`: rows times a product of signs, small matrices and a Hadamard matrix, as an operator.
 
-Here alone a rotation is computed: H by the kernels of `hadamard_transform` where there are some, the rest in plain
-PyTorch. PyTorch's settings for the precision of matrix products have no effect. `Rotation` makes the operands.
+Here alone a rotation is computed. One kernel does all of it if there is one: for float16 and bfloat16 with at most one
+matrix of −1, 0 and 1, and for signs without a matrix. Kernels take contiguous rows; other tensors are copied. Where
+there is none, PyTorch does it, and H goes through the kernels of `hadamard_transform`. `Rotation` makes the operands.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from math import prod
-from typing import NamedTuple
+from typing import Any
 
 import torch
 
-from hadagen.errors import TensorError
-from hadagen.runtime import compute, fallback
-from hadagen.runtime.checks import check_call, check_like, check_writable
+from hadagen.driver import Launch
+from hadagen.launch import RowShape
+from hadagen.problem import Problem, Rows
+from hadagen.runtime import compute, kernels, product, repeat
+from hadagen.runtime.checks import check_like, check_writable
 from hadagen.runtime.choose import BATCH_INVARIANT
 from hadagen.runtime.linear import LinearOperator
+from hadagen.runtime.operands import Operands, addresses, check
+from hadagen.runtime.repeat import ALIGNMENT, increment_version
+
+# `_key_of` → what to do for all calls that differ only in the address of x. Only checked arguments are in here. An
+# entry is right for whatever lies at the addresses of its operands, because they are in the key.
+_calls: dict[tuple[Any, ...], repeat.Run] = repeat.table()
+# The same for out=, where x and out are contiguous and share no memory.
+_launches: dict[tuple[Any, ...], Launch] = repeat.table()
 
 
-class Operands(NamedTuple):
-    """All but x, in the order in which the operator takes them. Tensors are on x's device.
+def known(x: torch.Tensor, of: Operands, inplace: bool) -> torch.Tensor | None:
+    """The result of a call that comes again, with arguments that were checked then; None for any other.
 
-    Each block of n elements of the last dimension of x is multiplied by scale · M, or by scale · Mᵀ if `transposed`,
-    with M = D_in · (A1 ⊗ A2 ⊗ … ⊗ H)ᵀ · D_out:
-
-    matrices: the entries of A1, A2, …, row by row, one matrix behind the other: [ΣK²] of any real type; None for none.
-        (Not a list of tensors, for which autograd's `is_grads_batched` has no rule.)
-    orders: K of each matrix. n is the product of all K times a power of two, the order of H.
-    signs, signs_after: the diagonals of D_in and D_out, int8 of ±1, [n]; or None.
-    swapped: the two bits of each base-4 digit of an output's index are exchanged, between H and D_out. n is a power of
-        4, and there are no matrices.
+    The shapes of operands must be right, and their memory contiguous.
     """
-
-    matrices: torch.Tensor | None
-    orders: Sequence[int]
-    signs: torch.Tensor | None
-    signs_after: torch.Tensor | None
-    n: int
-    swapped: bool
-    transposed: bool
-    scale: float
-    numerics: str
-    batch_invariant: bool = False
+    try:
+        address = x.data_ptr()
+        run = _calls[_key_of(x, address, of, inplace)]
+    except (KeyError, RuntimeError, TypeError):  # a new call, no memory, or a bad argument
+        return None
+    return run(x, address) if address else None
 
 
-def check(x: torch.Tensor, of: Operands) -> None:
-    """Raises TypeError, `UsageError` or `TensorError` for operands that do not fit x. Reads no memory."""
-    check_call(x, of.scale, of.numerics)
-    if of.n < 1 or x.shape[-1] % of.n:
-        raise TensorError(f"the last dimension of x is {x.shape[-1]}; it must be a multiple of {of.n}")
-    size = sum(order**2 for order in of.orders)
-    if of.matrices is None:
-        if size:
-            raise TensorError(f"matrices is None but the orders are {list(of.orders)}; pass their {size} entries")
-    elif of.matrices.shape != (size,):
-        shape = tuple(of.matrices.shape)
-        raise TensorError(f"matrices has the shape {shape}; matrices of the orders {list(of.orders)} have ({size},)")
-    else:
-        _check_place(x, of.matrices, "matrices is")
-    rest, left = divmod(of.n, max(prod(of.orders), 1))
-    if min(of.orders, default=1) < 1 or left or rest & (rest - 1):
-        orders = " · ".join(map(str, of.orders)) or "1"
-        raise TensorError(f"n = {of.n} is not {orders} times a power of two; pass other matrices")
-    if of.swapped and (of.orders or rest.bit_length() % 2 == 0):
-        raise TensorError(f"n = {of.n} must be a power of 4 without matrices, so that bits can be exchanged")
-    for name, signs in (("signs", of.signs), ("signs_after", of.signs_after)):
-        if signs is None:
-            continue
-        if signs.shape != (of.n,) or signs.dtype != torch.int8:
-            plain = str(signs.dtype).removeprefix("torch.")
-            raise TensorError(f"{name} is {plain} of the shape {tuple(signs.shape)}; it must be int8 of ({of.n},)")
-        _check_place(x, signs, f"{name} is")
-
-
-def _check_place(x: torch.Tensor, operand: torch.Tensor, subject: str) -> None:
-    if operand.device != x.device:
-        raise TensorError(f"{subject} on {operand.device} but x on {x.device}; move the rotation with .to(x.device)")
-
-
-def unpack(matrices: torch.Tensor | None, orders: Sequence[int]) -> list[torch.Tensor]:
-    """The matrices, each [K, K]."""
-    if matrices is None:
-        return []
-    parts = matrices.split([order**2 for order in orders])  # type: ignore[no-untyped-call]
-    return [part.view(order, order) for part, order in zip(parts, orders, strict=True)]
+def _key_of(x: torch.Tensor, address: int, of: Operands, inplace: bool) -> tuple[Any, ...]:
+    matrices, orders, signs, signs_after = of[:4]
+    return (
+        x.shape,
+        x.dtype,
+        x.get_device(),
+        x.is_contiguous() and address % ALIGNMENT == 0,
+        inplace,
+        matrices is not None and (matrices.data_ptr(), matrices.dtype, *orders),
+        signs is not None and signs.data_ptr(),
+        signs_after is not None and signs_after.data_ptr(),
+        of[4:],
+    )
 
 
 def _compute(x: torch.Tensor, of: Operands, inplace: bool) -> torch.Tensor:
     check(x, of)
     if inplace:
         check_writable(x)
-        if x.is_contiguous():
-            _rotate(x, x, of)
-            return x
+    problem = _problem_of(x, of)
+    if problem is not None:
+        y = known(x, of, inplace)
+        if y is None:
+            y = _by_kernel(x, of, problem, inplace)
+        if y is not None:
+            return y
+    if inplace and x.is_contiguous():
+        _rotate(x, x, of)
+        return x
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     _rotate(x, y, of)
     return x.copy_(y) if inplace else y
@@ -103,84 +79,96 @@ def _compute_into(x: torch.Tensor, y: torch.Tensor, of: Operands) -> None:
     check(x, of)
     check_like(x, y)
     check_writable(y)
-    same = x.data_ptr() == y.data_ptr() and x.stride() == y.stride()
-    if y.is_contiguous() and (same or not compute.may_overlap(x, y)):
-        _rotate(x, y, of)
-    else:
+    if x.data_ptr() == y.data_ptr() and x.stride() == y.stride():
+        _compute(y, of, True)
+    elif not y.is_contiguous() or compute.may_overlap(x, y):
         y.copy_(_compute(x, of, False))
+    elif (problem := _problem_of(x, of)) is None:
+        _rotate(x, y, of)
+    elif not _launched_into(x, y, of, problem):
+        if _is_plain(of):  # whose rows need not be contiguous
+            _rotate(x, y, of)
+        else:
+            _compute(y.copy_(x), of, True)
+
+
+def _is_plain(of: Operands) -> bool:
+    """Whether it is H alone."""
+    return of.matrices is None and of.signs is None and of.signs_after is None and not of.swapped
+
+
+def _by_kernel(x: torch.Tensor, of: Operands, problem: Problem, inplace: bool) -> torch.Tensor | None:
+    """The result by a kernel that does all of it; None if there is none, or those for H alone copy less."""
+    address = x.data_ptr()
+    if x.is_contiguous() and address % ALIGNMENT == 0:
+        launch = _launch(x, of, problem, inplace)
+        if launch is not None:
+            run = repeat.runner(x, launch, inplace)
+            repeat.remember(_calls, _key_of(x, address, of, inplace), run)
+            return run(x, address)
+    if _is_plain(of):
+        return None
+    launch = _launch(x, of, problem, True)
+    if launch is None:
+        return None
+    y = x.clone(memory_format=torch.contiguous_format)
+    kernels.queue(launch, x.get_device(), y.data_ptr(), y.data_ptr())
+    return x.copy_(y) if inplace else y
+
+
+def _launched_into(x: torch.Tensor, y: torch.Tensor, of: Operands, problem: Problem) -> bool:
+    """Whether there is a kernel that does all of it, from x into y, which shares no memory with x. It is launched."""
+    source, target = x.data_ptr(), y.data_ptr()
+    if not x.is_contiguous() or (source | target) % ALIGNMENT:
+        return False
+    key = _key_of(x, source, of, False)
+    launch = _launches.get(key)
+    if launch is None:
+        launch = _launch(x, of, problem, False)
+        if launch is None:
+            return False
+        repeat.remember(_launches, key, launch)
+    increment_version((y,))
+    kernels.queue(launch, x.get_device(), source, target)
+    return True
+
+
+def _problem_of(x: torch.Tensor, of: Operands) -> Problem | None:
+    """The problem of a kernel that does all of it; None if no kernel can."""
+    if not compute.takes_kernels(x):
+        return None
+    order = 1
+    if of.matrices is not None:
+        if len(of.orders) != 1 or of.orders[0] == 1 or of.matrices.dtype != torch.int8:
+            return None
+        order = of.orders[0]
+    operands = [each for each in (of.matrices, of.signs, of.signs_after) if each is not None]
+    if of.swapped or any(each.data_ptr() % ALIGNMENT or not each.is_contiguous() for each in operands):
+        return None
+    signed = of.signs is not None or of.signs_after is not None
+    return kernels.problem_of(of.n, x.dtype, of.numerics, Rows.CONTIGUOUS, order, signed)
+
+
+def _launch(x: torch.Tensor, of: Operands, problem: Problem, in_place: bool) -> Launch | None:
+    """The launch of a kernel for contiguous tensors like x; None if there is no such kernel."""
+    kind = kernels.Kind(x.get_device(), problem, in_place, of.batch_invariant)
+    kernel = kernels.find_for_scale(kind, x.numel(), of.scale)
+    if kernel is None:
+        return None
+    return kernel.prepared(x.numel(), of.scale, RowShape(of.n, of.n, of.n), addresses(of))
 
 
 def _rotate(x: torch.Tensor, y: torch.Tensor, of: Operands) -> None:
-    """Into y, which is contiguous, and the same memory as x or none of it."""
-    blocks = (*x.shape[:-1], x.shape[-1] // of.n, of.n)
-    x, y = x.view(blocks), y.view(blocks)
-    first, last = (of.signs_after, of.signs) if of.transposed else (of.signs, of.signs_after)
-    if of.matrices is not None:
-        matrices = unpack(of.matrices, of.orders)
-        _multiply(x, y, [matrix.T for matrix in matrices] if of.transposed else matrices, first, of)
-    else:
-        options = compute.Options(of.scale, of.numerics, of.batch_invariant)
-        # Signs are exact, so this rounds once too.
-        if first is not None:
-            torch.mul(x, first, out=y)
-            x = y
+    """In PyTorch, with kernels for H alone; into y, which is contiguous, and the same memory as x or none of it."""
+
+    def transform(x: torch.Tensor, y: torch.Tensor, scale: float) -> None:
+        options = compute.Options(scale, of.numerics, of.batch_invariant)
         if x.data_ptr() == y.data_ptr():
             compute.compute(y, options, True)
         else:
             compute.compute_into(x, y, options)
-    if of.swapped:
-        y.copy_(_swapped(y))
-    if last is not None:
-        y.mul_(last)
 
-
-def _multiply(
-    x: torch.Tensor, y: torch.Tensor, matrices: list[torch.Tensor], signs: torch.Tensor | None, of: Operands
-) -> None:
-    """y = x · diag(signs) · (A1 ⊗ A2 ⊗ … ⊗ H)ᵀ · scale, rounded to y's type once.
-
-    Computes in float64 for float64. Otherwise H is computed in float32, and products with matrices in float64 (float32
-    on a device without float64).
-    """
-    source, target = x.reshape(-1, of.n), y.view(-1, of.n)
-    block = fallback.rows_at_a_time(source, of.n)
-    dtype = fallback.type_to_compute_in(x)
-    # No setting lowers the precision of products of float64, unlike that of float32.
-    factors = [matrix.to(dtype if x.device.type == "mps" else torch.float64) for matrix in matrices]
-    length = of.n // prod(of.orders)  # of the rows that H transforms
-    first_scale, last_scale = fallback.split_scale(x, of.scale)
-    options = compute.Options(first_scale, "accurate", of.batch_invariant)
-    for first in range(0, source.shape[0], block):
-        values = source[first : first + block].to(dtype, copy=True, memory_format=torch.contiguous_format)
-        if signs is not None:
-            values.mul_(signs)
-        values = compute.compute(values.view(-1, length), options, True)
-        right = of.n  # elements behind one index of the next matrix and all indices before it
-        for factor in factors:
-            order = len(factor)
-            right //= order
-            values = values.to(factor.dtype).reshape(-1, order, right)
-            if of.batch_invariant:
-                values = _summed(factor, values)
-            else:
-                values = values[..., 0] @ factor.T if right == 1 else factor @ values
-        torch.mul(values.reshape(-1, of.n), last_scale, out=target[first : first + block])
-
-
-def _summed(matrix: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """matrix @ values, [rows, K, right], in an order of sums that does not depend on the number of rows."""
-    result = matrix[:, :1] * values[:, :1]
-    for column in range(1, len(matrix)):
-        result.addcmul_(matrix[:, column, None], values[:, column, None])
-    return result
-
-
-def _swapped(y: torch.Tensor) -> torch.Tensor:
-    """A copy of y, [..., 4^k], with the two bits of each base-4 digit of the last index exchanged."""
-    digits = (y.shape[-1].bit_length() - 1) // 2
-    rows = y.reshape(-1, *(2,) * (2 * digits))
-    order = [axis for digit in range(digits) for axis in (2 * digit + 2, 2 * digit + 1)]
-    return rows.permute(0, *order).reshape(y.shape).clone()
+    product.rotate_into(x, y, of, transform)
 
 
 ROTATE = LinearOperator(

@@ -9,8 +9,8 @@ from typing import Any, cast
 import torch
 
 from hadagen.errors import TensorError, UsageError
-from hadagen.matrices import MAX_GIVEN_ORDER, find_matrix, find_orders
-from hadagen.runtime.arguments import as_int, is_count
+from hadagen.matrices import find_matrix, find_orders
+from hadagen.runtime.arguments import as_int
 from hadagen.runtime.checks import (
     DTYPES,
     check_destination,
@@ -22,13 +22,21 @@ from hadagen.runtime.checks import (
     stands_for_a_tensor,
 )
 from hadagen.runtime.choose import BATCH_INVARIANT
+from hadagen.runtime.given import (
+    as_count,
+    as_matrices,
+    as_orders,
+    as_signs,
+    check_orders,
+    mean_square_of_rows,
+    why_not_orthogonal,
+)
+from hadagen.runtime.linear import has_only_memory, needs_derivative
 from hadagen.runtime.named import matrix_of
-from hadagen.runtime.rotate import ROTATE, Operands, check, unpack
+from hadagen.runtime.operands import Operands, check, combined, pack_signs, unpack_matrices
+from hadagen.runtime.rotate import ROTATE, known
 
 _GIVEN = "given"
-# How far the rows of a given matrix may be from orthonormal where an inverse is asked: a few roundings of its type, but
-# at least this much, because many matrices are computed in float32.
-_LEAST_TOLERANCE = 1e-5
 _ROWS_AT_A_TIME = 1024
 # The largest block with the regular matrix, whose diagonal is stored.
 _MAX_REGULAR = 1 << 26
@@ -74,11 +82,11 @@ class Rotation(torch.nn.Module):
         block: int | None = None,
     ) -> None:
         super().__init__()
-        self.n = _count(n, "n")
-        self.block = self.n if block is None else _count(block, "block")
+        self.n = as_count(n, "n")
+        self.block = self.n if block is None else as_count(block, "block")
         if self.n % self.block:
             raise UsageError(f"block = {self.block} does not divide n = {self.n}; choose one that does")
-        orders = None if k is None else _orders(k)
+        orders = None if k is None else as_orders(k)
         self._given: list[torch.Tensor] = []  # the matrices, on the CPU, of the types in which they were given
         self._no_inverse: str | None = None  # why there is none
         if isinstance(matrix, str):
@@ -87,13 +95,13 @@ class Rotation(torch.nn.Module):
             self.name, self.k = matrix, find_orders(matrix, self.block, orders)
             matrices, squares = [matrix_of(matrix, order) for order in self.k], [float(order) for order in self.k]
         else:
-            matrices, self._given = _given(matrix)
+            matrices, self._given = as_matrices(matrix)
             self.name, self.k = _GIVEN, tuple(len(each) for each in matrices)
-            _check_orders(self.k, orders, self.block)
-            self._no_inverse = next(filter(None, map(_why_not_orthogonal, matrices, self._given)), None)
-            squares = [_mean_square_of_rows(each) for each in matrices]
+            check_orders(self.k, orders, self.block)
+            self._no_inverse = next(filter(None, map(why_not_orthogonal, matrices, self._given)), None)
+            squares = [mean_square_of_rows(each) for each in matrices]
         self.signs, self.signs_after = (
-            None if values is None else _signs(values, name, self.block)
+            None if values is None else as_signs(values, name, self.block)
             for name, values in (("signs", signs), ("signs_after", signs_after))
         )
         rest = self.block // math.prod(self.k)
@@ -107,12 +115,14 @@ class Rotation(torch.nn.Module):
             diagonal = _regular_diagonal(self.block)
             before, after = (diagonal if each is None else each * diagonal for each in (before, after))
         # The operands. Buffers are copies of them on the module's device.
+        matrices = combined(matrices, self.block)
+        self._orders = tuple(len(each) for each in matrices)
         packed = torch.cat([each.flatten() for each in matrices]) if matrices else None
         self._operands = {
             "_place": torch.empty(0, dtype=torch.int8, device="cpu"),
             "_matrices": packed,
-            "_before": before,
-            "_after": after,
+            "_before": None if before is None else pack_signs(before),
+            "_after": None if after is None else pack_signs(after),
         }
         for name, operand in self._operands.items():
             self.register_buffer(name, operand, persistent=False)
@@ -207,7 +217,7 @@ class Rotation(torch.nn.Module):
 
         Raises `UsageError` unless the block divides n / world.
         """
-        world, rank = _count(world, "world"), as_int(rank)
+        world, rank = as_count(world, "world"), as_int(rank)
         if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < world:
             raise UsageError(f"rank = {rank!r:.80} is not possible; it must be from 0 to {world - 1}")
         mine, left = divmod(self.n, world)
@@ -305,7 +315,8 @@ class Rotation(torch.nn.Module):
         for k in _orders_of_compressed_tensors(size):
             base = cls(size, "compressed-tensors", k=k).to("cpu")
             # Row 0 of A ⊗ H is that of A, each entry repeated: H begins with ones.
-            first = unpack(base._matrices, base.k)[0][0] if k else torch.ones(1, dtype=torch.int8, device="cpu")
+            matrices = unpack_matrices(base._matrices, base._orders)
+            first = matrices[0][0] if matrices else torch.ones(1, dtype=torch.int8, device="cpu")
             signs = weight[:, 0].sign().to(torch.int8) * first.repeat_interleave(size // len(first))
             if all(_agrees(base, signs, weight, row) for row in range(0, size, _ROWS_AT_A_TIME)):
                 return cls(size if n is None else n, "compressed-tensors", k=k, signs=signs, block=size)
@@ -333,18 +344,14 @@ class Rotation(torch.nn.Module):
         if batch_invariant is None:
             batch_invariant = BATCH_INVARIANT
         check_is_flag(batch_invariant, "batch_invariant")
-        options = Operands(
-            self._matrices,
-            self.k,
-            self._before,
-            self._after,
-            self.block,
-            self._swapped,
-            transposed,
-            float(self._scale),
-            numerics,
-            bool(batch_invariant),
-        )
+        asked = transposed, float(self._scale), numerics, bool(batch_invariant)
+        if out is None and has_only_memory(x) and not needs_derivative(x) and x.shape[-1:] == (self.n,):
+            buffers = self._buffers  # as attributes they take PyTorch several times as long
+            operands = self._options(buffers["_matrices"], buffers["_before"], buffers["_after"], *asked)
+            y = known(x, operands, inplace)
+            if y is not None:
+                return y
+        options = self._options(self._matrices, self._before, self._after, *asked)
         if not stands_for_a_tensor(x):
             check_is_tensor(x, "x")
             check_destination(x, inplace, out)
@@ -358,6 +365,15 @@ class Rotation(torch.nn.Module):
                 if out is not None:
                     check_like(x, out)
         return cast(torch.Tensor, ROTATE.dispatch(x, options, inplace, out))
+
+    def _options(
+        self,
+        matrices: torch.Tensor | None,
+        before: torch.Tensor | None,
+        after: torch.Tensor | None,
+        *asked: Any,
+    ) -> Operands:
+        return Operands(matrices, self._orders, before, after, self.block, self._swapped, *asked)
 
     def _check_part(self, part: Any, name: str) -> None:
         """Raises TypeError and `TensorError`, with the name, for a tensor of a layer that cannot be rotated."""
@@ -393,118 +409,6 @@ class Rotation(torch.nn.Module):
 
 
 _STORED = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.int8, *DTYPES)}
-
-
-def _count(value: Any, name: str) -> int:
-    value = as_int(value)
-    if not is_count(value) or value >= 1 << 63:
-        huge = isinstance(value, int) and abs(value) >= 1 << 63  # which Python may refuse to write
-        said = f"an integer of {value.bit_length()} bits" if huge else f"{value!r:.80}"
-        raise UsageError(f"{name} = {said} is not possible; it must be an integer from 1 to 2^63 - 1")
-    return int(value)
-
-
-def _orders(k: Any) -> tuple[int, ...]:
-    whole = as_int(k)
-    try:
-        orders = [whole] if isinstance(whole, int) else list(k)
-    except TypeError:  # for arrays without a dimension too, which have __iter__
-        orders = [k]
-    return tuple(_count(order, "k") for order in orders)
-
-
-def _given(matrix: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The matrices as operands, and copies of them, of types that hold them and tell how exact they are. On the CPU.
-
-    Operands have one type. One that is not of −1, 0 and 1 alone is divided by a power of two, which is exact, so that
-    neither the norm of a row nor the scale of the whole is far from 1.
-    """
-    given = [matrix] if isinstance(matrix, torch.Tensor) else matrix
-    if not isinstance(given, Sequence) or not all(isinstance(each, torch.Tensor) for each in given):
-        raise TypeError(f"matrix is a {type(matrix).__name__}; pass a name, a K×K tensor or a list of them")
-    if not given:
-        raise UsageError("matrix is an empty list; pass a name, a K×K tensor or a list of them")
-    matrices = [_checked(each) for each in given]
-    copies, operands = [], []
-    for wide, each in zip(matrices, given, strict=True):
-        whole = bool(((wide == 0) | (wide.abs() == 1)).all())
-        copies.append(wide.to(torch.int8 if whole else each.dtype if each.dtype in DTYPES else torch.float64))
-        operands.append(wide if whole else wide / 2.0 ** (math.frexp(_mean_square_of_rows(wide))[1] // 2))
-    types = {each.dtype for each in copies}
-    # The least that holds all operands.
-    packed = torch.int8 if types == {torch.int8} else torch.float64 if torch.float64 in types else torch.float32
-    return [operand.to(packed) for operand in operands], copies
-
-
-def _checked(matrix: torch.Tensor) -> torch.Tensor:
-    """A copy in float64 on the CPU."""
-    if matrix.layout is not torch.strided or matrix.is_nested or matrix.is_meta:
-        raise UsageError("the matrix has a layout or a device without values; pass a dense tensor")
-    if matrix.is_complex() or matrix.dtype == torch.bool:
-        plain = str(matrix.dtype).removeprefix("torch.")
-        raise UsageError(f"the matrix is a {plain} tensor; pass real numbers")
-    if matrix.dim() != 2 or matrix.shape[0] != matrix.shape[1] or not len(matrix):
-        raise UsageError(f"the matrix has the shape {tuple(matrix.shape)}; it must be square")
-    if len(matrix) > MAX_GIVEN_ORDER:
-        raise UsageError(f"the matrix has the order {len(matrix)}; it may be at most {MAX_GIVEN_ORDER}")
-    if matrix.requires_grad:
-        raise UsageError("the matrix requires grad, but a Rotation has gradients of x alone; pass matrix.detach()")
-    copy = matrix.to("cpu", torch.float64, copy=True)
-    if not copy.isfinite().all():
-        raise UsageError("the matrix has entries that are not finite; replace them")
-    if not 0 < _mean_square_of_rows(copy) < math.inf:
-        raise UsageError(f"the matrix has the norm {float(copy.norm()):.3g}, and cannot be made orthonormal; scale it")
-    return copy
-
-
-def _why_not_orthogonal(matrix: torch.Tensor, given: torch.Tensor) -> str | None:
-    """The sentence; None for a matrix whose rows are orthogonal and of the same norm, up to roundings of its type.
-
-    given: the matrix of the type in which it was given.
-    """
-    wide = matrix.double()
-    apart = wide @ wide.T / _mean_square_of_rows(wide) - torch.eye(len(wide), dtype=torch.float64, device="cpu")
-    most = float(apart.abs().max())
-    tolerance = max(_LEAST_TOLERANCE, 4 * torch.finfo(given.dtype).eps if given.is_floating_point() else 0.0)
-    if most <= tolerance:
-        return None
-    return (
-        f"the matrix of order {len(matrix)} has no inverse here: its rows are {most:.1e} from orthonormal, and at most "
-        f"{tolerance:.1e} is allowed; make it orthogonal first"
-    )
-
-
-def _mean_square_of_rows(matrix: torch.Tensor) -> float:
-    """‖A‖² / K: the square of the norm of a row, on average."""
-    return float(matrix.double().square().sum()) / len(matrix)
-
-
-def _check_orders(orders: tuple[int, ...], asked: tuple[int, ...] | None, block: int) -> None:
-    plain = " · ".join(map(str, orders))
-    if asked is not None and asked != orders:
-        raise UsageError(f"k = {asked} does not fit matrices of the orders {plain}; leave k out")
-    rest, left = divmod(block, math.prod(orders))
-    if left or rest & (rest - 1):
-        raise UsageError(f"n = {block} is not {plain} times a power of two; choose such blocks or other matrices")
-
-
-def _signs(values: Any, name: str, length: int) -> torch.Tensor:
-    """As int8 on the CPU."""
-    try:
-        signs = torch.as_tensor(values, device="cpu")
-    except (TypeError, ValueError, OverflowError, RuntimeError):
-        raise TypeError(f"{name} is a {type(values).__name__}; pass a tensor or a list of 1 and -1") from None
-    if signs.shape != (length,):
-        raise UsageError(f"{name} has the shape {tuple(signs.shape)}; it must have the {length} elements of a block")
-    if signs.is_complex() or signs.dtype == torch.bool or signs.layout is not torch.strided:
-        plain = str(signs.dtype).removeprefix("torch.")
-        raise UsageError(f"{name} is a {plain} tensor; pass a dense one of integers or real numbers, each 1 or -1")
-    signs = signs.detach().double()
-    wrong = (signs.abs() != 1).nonzero()
-    if len(wrong):
-        place = int(wrong[0])
-        raise UsageError(f"{name}[{place}] is {signs[place].item():g}; each must be 1 or -1")
-    return signs.to(torch.int8, copy=True)
 
 
 def _regular_diagonal(n: int) -> torch.Tensor:

@@ -1,0 +1,136 @@
+"""Checks of what a `Rotation` is made from: counts, orders, matrices and signs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hadagen.errors import UsageError
+from hadagen.matrices import MAX_GIVEN_ORDER
+from hadagen.runtime.arguments import as_int, is_count
+from hadagen.runtime.checks import DTYPES
+
+# How far the rows of a given matrix may be from orthonormal where an inverse is asked: a few roundings of its type, but
+# at least this much, because many matrices are computed in float32.
+_LEAST_TOLERANCE = 1e-5
+
+
+def as_count(value: Any, name: str) -> int:
+    """Raises `UsageError`, with the name, unless it is an integer from 1 to 2^63 - 1."""
+    value = as_int(value)
+    if not is_count(value) or value >= 1 << 63:
+        huge = isinstance(value, int) and abs(value) >= 1 << 63  # which Python may refuse to write
+        said = f"an integer of {value.bit_length()} bits" if huge else f"{value!r:.80}"
+        raise UsageError(f"{name} = {said} is not possible; it must be an integer from 1 to 2^63 - 1")
+    return int(value)
+
+
+def as_orders(k: Any) -> tuple[int, ...]:
+    """One order or several. Raises `UsageError` as `as_count` does."""
+    whole = as_int(k)
+    try:
+        orders = [whole] if isinstance(whole, int) else list(k)
+    except TypeError:  # for arrays without a dimension too, which have __iter__
+        orders = [k]
+    return tuple(as_count(order, "k") for order in orders)
+
+
+def as_matrices(matrix: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The matrices as operands, and copies of them, of types that hold them and tell how exact they are. On the CPU.
+
+    Operands have one type. One that is not of −1, 0 and 1 alone is divided by a power of two, which is exact, so that
+    neither the norm of a row nor the scale of the whole is far from 1.
+
+    matrix: a tensor [K, K] of real numbers, or several. Raises TypeError and `UsageError` for anything else.
+    """
+    given = [matrix] if isinstance(matrix, torch.Tensor) else matrix
+    if not isinstance(given, Sequence) or not all(isinstance(each, torch.Tensor) for each in given):
+        raise TypeError(f"matrix is a {type(matrix).__name__}; pass a name, a K×K tensor or a list of them")
+    if not given:
+        raise UsageError("matrix is an empty list; pass a name, a K×K tensor or a list of them")
+    matrices = [_checked(each) for each in given]
+    copies, operands = [], []
+    for wide, each in zip(matrices, given, strict=True):
+        whole = bool(((wide == 0) | (wide.abs() == 1)).all())
+        copies.append(wide.to(torch.int8 if whole else each.dtype if each.dtype in DTYPES else torch.float64))
+        operands.append(wide if whole else wide / 2.0 ** (math.frexp(mean_square_of_rows(wide))[1] // 2))
+    types = {each.dtype for each in copies}
+    # The least that holds all operands.
+    packed = torch.int8 if types == {torch.int8} else torch.float64 if torch.float64 in types else torch.float32
+    return [operand.to(packed) for operand in operands], copies
+
+
+def _checked(matrix: torch.Tensor) -> torch.Tensor:
+    """A copy in float64 on the CPU."""
+    if matrix.layout is not torch.strided or matrix.is_nested or matrix.is_meta:
+        raise UsageError("the matrix has a layout or a device without values; pass a dense tensor")
+    if matrix.is_complex() or matrix.dtype == torch.bool:
+        plain = str(matrix.dtype).removeprefix("torch.")
+        raise UsageError(f"the matrix is a {plain} tensor; pass real numbers")
+    if matrix.dim() != 2 or matrix.shape[0] != matrix.shape[1] or not len(matrix):
+        raise UsageError(f"the matrix has the shape {tuple(matrix.shape)}; it must be square")
+    if len(matrix) > MAX_GIVEN_ORDER:
+        raise UsageError(f"the matrix has the order {len(matrix)}; it may be at most {MAX_GIVEN_ORDER}")
+    if matrix.requires_grad:
+        raise UsageError("the matrix requires grad, but a Rotation has gradients of x alone; pass matrix.detach()")
+    copy = matrix.to("cpu", torch.float64, copy=True)
+    if not copy.isfinite().all():
+        raise UsageError("the matrix has entries that are not finite; replace them")
+    if not 0 < mean_square_of_rows(copy) < math.inf:
+        raise UsageError(f"the matrix has the norm {float(copy.norm()):.3g}, and cannot be made orthonormal; scale it")
+    return copy
+
+
+def why_not_orthogonal(matrix: torch.Tensor, given: torch.Tensor) -> str | None:
+    """The sentence; None for a matrix whose rows are orthogonal and of the same norm, up to roundings of its type.
+
+    given: the matrix of the type in which it was given.
+    """
+    wide = matrix.double()
+    apart = wide @ wide.T / mean_square_of_rows(wide) - torch.eye(len(wide), dtype=torch.float64, device="cpu")
+    most = float(apart.abs().max())
+    tolerance = max(_LEAST_TOLERANCE, 4 * torch.finfo(given.dtype).eps if given.is_floating_point() else 0.0)
+    if most <= tolerance:
+        return None
+    return (
+        f"the matrix of order {len(matrix)} has no inverse here: its rows are {most:.1e} from orthonormal, and at most "
+        f"{tolerance:.1e} is allowed; make it orthogonal first"
+    )
+
+
+def mean_square_of_rows(matrix: torch.Tensor) -> float:
+    """‖A‖² / K: the square of the norm of a row, on average."""
+    return float(matrix.double().square().sum()) / len(matrix)
+
+
+def check_orders(orders: tuple[int, ...], asked: tuple[int, ...] | None, block: int) -> None:
+    """Raises `UsageError` unless the orders of given matrices are those that were asked for, if any, and a block is
+    their product times a power of two."""
+    plain = " · ".join(map(str, orders))
+    if asked is not None and asked != orders:
+        raise UsageError(f"k = {asked} does not fit matrices of the orders {plain}; leave k out")
+    rest, left = divmod(block, math.prod(orders))
+    if left or rest & (rest - 1):
+        raise UsageError(f"n = {block} is not {plain} times a power of two; choose such blocks or other matrices")
+
+
+def as_signs(values: Any, name: str, length: int) -> torch.Tensor:
+    """`length` numbers of ±1, as int8 on the CPU. Raises TypeError and `UsageError`, with the name, for others."""
+    try:
+        signs = torch.as_tensor(values, device="cpu")
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        raise TypeError(f"{name} is a {type(values).__name__}; pass a tensor or a list of 1 and -1") from None
+    if signs.shape != (length,):
+        raise UsageError(f"{name} has the shape {tuple(signs.shape)}; it must have the {length} elements of a block")
+    if signs.is_complex() or signs.dtype == torch.bool or signs.layout is not torch.strided:
+        plain = str(signs.dtype).removeprefix("torch.")
+        raise UsageError(f"{name} is a {plain} tensor; pass a dense one of integers or real numbers, each 1 or -1")
+    signs = signs.detach().double()
+    wrong = (signs.abs() != 1).nonzero()
+    if len(wrong):
+        place = int(wrong[0])
+        raise UsageError(f"{name}[{place}] is {signs[place].item():g}; each must be 1 or -1")
+    return signs.to(torch.int8, copy=True)

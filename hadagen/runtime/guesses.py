@@ -1,0 +1,65 @@
+"""Kernels for problems with a matrix or signs that no bundle has: recipes with the knobs that are good for the nearest
+problem that one has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from math import log2
+
+from hadagen.problem import Problem, Rows
+from hadagen.runtime.device import Device
+from hadagen.target import known_archs
+from hadagen.trial import Environment, Provenance, knobs_key, recipe_digest
+from hadagen.tuning_db.bundle import BundleEntry
+
+
+def may_be_guessed(problem: Problem) -> bool:
+    """Whether it has contiguous rows, and a matrix or signs, so that a rotation may ask for it."""
+    return problem.io.rows is Rows.CONTIGUOUS and (problem.order > 1 or problem.transform.signed)
+
+
+def nearest_problems(problem: Problem, known: Iterable[Problem]) -> list[Problem]:
+    """Those of the same io, with a matrix if the problem has one and else without, nearest first: by the ratios of
+    orders and of lengths. Of two equally near, the one that has signs if the problem has some comes first."""
+
+    def distance(other: Problem) -> tuple[float, bool, Problem]:
+        orders, lengths = log2(other.order / problem.order), log2(other.length / problem.length)
+        return abs(orders) + abs(lengths), other.transform.signed != problem.transform.signed, other
+
+    similar = {each for each in known if each.io == problem.io and (each.order > 1) == (problem.order > 1)}
+    return sorted(similar - {problem}, key=distance)
+
+
+def adapted(problem: Problem, entries: Mapping[int, BundleEntry], device: Device) -> dict[int, BundleEntry]:
+    """Entries of another problem, by element count, as estimates for this one: recipes with the nearest legal knobs.
+    None where no knobs are legal.
+
+    Raises `ToolchainError` if kernels cannot be generated here.
+    """
+    from hadagen.recipes import closest_recipe  # here, because a call that finds a cubin needs none of it
+
+    found: dict[int, BundleEntry] = {}
+    for elements, entry in entries.items():
+        arch = device.arch if device.arch in known_archs() else entry.arch
+        recipe = closest_recipe(problem, knobs_key(entry.knobs), arch)
+        if recipe is not None:
+            found[elements] = replace(
+                entry,
+                problem=problem,
+                arch=arch,
+                environment=Environment(),
+                kernel=recipe_digest(problem, recipe.knobs, recipe.launch),
+                launch=recipe.launch,
+                knobs=recipe.knobs,
+                errors={},
+                provenance=Provenance.ESTIMATED,
+                nvcc="",
+                hot_us=None,
+                hot_copy_us=None,
+                cold_us=None,
+                cold_copy_us=None,
+                compiled=False,
+                portable=False,
+            )
+    return found

@@ -1,0 +1,60 @@
+"""What is compared with PyTorch of a kernel that was compiled here, without a GPU: see `EmulatedKernel`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from emulated_device import EmulatedKernel
+from sample_trials import launch_for
+
+from hadagen.problem import Problem
+from hadagen.runtime import proof
+
+# Param → the problem whose kernels are right if they read it, and wrong if they do not.
+READ = {
+    "matrix": "n96-k12-float16-fast",
+    "transposed": "n96-k12-signed-float16-accurate",
+    "signs_before": "n96-k12-signed-float16-fast",
+    "signs_after": "n64-signed-float32-accurate",
+}
+
+
+class Blind(EmulatedKernel):
+    """Does not read one of its operands."""
+
+    unread = ""
+
+    def _read(self, operands: Any) -> Any:
+        found = super()._read(operands)
+        return found | {self.unread: found[self.unread] * 0}
+
+
+@pytest.mark.parametrize("unread", READ)
+def test_every_operand_is_compared(unread: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.current_stream", lambda device: SimpleNamespace(cuda_stream=0))
+    monkeypatch.setattr(Blind, "unread", unread)
+    on_cpu, is_right = torch.device("cpu"), proof._is_right
+    monkeypatch.setattr(
+        proof, "_is_right", lambda kernel, problem, device, *how: is_right(kernel, problem, on_cpu, *how)
+    )
+    monkeypatch.setattr(proof, "_ELEMENTS", 1 << 12)
+    problem = Problem.parse(READ[unread])
+    spec = replace(launch_for(problem), tile_elements=problem.n)
+    for kind, right in ((EmulatedKernel, True), (Blind, False)):
+        kernel: Any = kind(problem, None, spec, [])
+        object.__setattr__(kernel, "device", 0)
+        assert proof.is_right(kernel, problem) is right
+
+
+def test_rows_without_operands_are_compared_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.current_stream", lambda device: SimpleNamespace(cuda_stream=0))
+    for key in ("n64-float16-fast", "n64-float16-accurate-pitched"):
+        problem = Problem.parse(key)
+        kernel: Any = EmulatedKernel(problem, None, replace(launch_for(problem), tile_elements=64), [])
+        columns = 61 if "pitched" in key else 64
+        assert proof._is_right(kernel, problem, torch.device("cpu"), 70, columns, False)
+        assert len(kernel.launched) == 2
