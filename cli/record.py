@@ -68,6 +68,7 @@ def record(
     once: a run that was interrupted goes on where it was when it is started again.
     """
     from hadagen.cli.progress import shown
+    from hadagen.regimes import timed_elements
     from hadagen.space import Space
     from hadagen.tuner.record import RecordOptions, deciding_cells
     from hadagen.tuner.record import record as measure_all
@@ -80,7 +81,7 @@ def record(
     for problem, legal in variants.items():
         if not legal:
             raise UsageError(f"no knobs of these ranges are legal for {problem.key}; give more values with --only")
-        if not any(count >= problem.n for count in elements):
+        if not any(timed_elements(problem, count) for count in elements):
             raise UsageError(
                 f"--elements {options.short_list(elements)} holds no row of {problem.n} elements; give a larger size"
             )

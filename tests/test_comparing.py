@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from measure_sample import ALL_PROBLEMS
 
 from hadagen.driver import DoesNotFit
 from hadagen.errors import DeviceError, UsageError
@@ -20,6 +21,7 @@ from hadagen.launch import LaunchSpec
 from hadagen.measure import Cell, Choice, DeviceRunner, Variant, comparing, peer, rows_between
 from hadagen.measure.cells import Traffic
 from hadagen.measure.messages import Answer, ChoiceResult, Compare, Comparison, Rank, Ranking, Times
+from hadagen.measure.operands import Orthonormal
 from hadagen.measure.timing import Sample, Stopwatch, Turns, Work, transform_work
 from hadagen.measure.verify import Verifier
 from hadagen.problem import DType, Numerics, Problem, Rows
@@ -48,6 +50,9 @@ class FakeStopwatch:
         self.timed: list[tuple[int, list[list[str]]]] = []  # rounds, and the names of each `Turns`
         self.replays: dict[str, int] = {}
         self.call_us = 1.0
+
+    def operands(self, problem: Problem) -> Orthonormal:
+        return Orthonormal(problem, torch.device("cpu"))
 
     def fill(self, dtype: DType, traffics: Sequence[Traffic]) -> None:
         self.filled = traffics
@@ -221,7 +226,7 @@ def test_others_read_what_our_launches_read(problem: Problem) -> None:
     stopwatch = Stopwatch(SimpleNamespace(device=torch.device("cpu")), l2_bytes)  # type: ignore[arg-type]
     for destination in Destination:
         cell = Cell(1 << 12, destination, Cache.COLD)
-        work = transform_work(problem, cell)
+        work = transform_work(problem, cell, stopwatch.operands(problem))
         stopwatch.fill(problem.io.input, [work.traffic])
         inputs = stopwatch.inputs(problem.io.input, work, cell.elements // problem.n)
         assert len(inputs) == work.traffic.slots(l2_bytes) > 1
@@ -255,14 +260,11 @@ def test_errors_of_a_library_are_against_float64_on_our_inputs(dtype: DType, row
 
 # ---- between ---------------------------------------------------------------------------------------------------------
 @given(
-    st.integers(1, 15).map(lambda k: 1 << k),
-    st.sampled_from(DType),
-    st.sampled_from(Rows),
+    st.sampled_from(ALL_PROBLEMS),
     st.integers(2, 60),
 )
-def test_rows_lie_between_the_element_counts_that_are_timed(n: int, dtype: DType, rows_lie: Rows, counts: int) -> None:
-    problem = Problem.of(n, dtype, rows=rows_lie)
-    rows = rows_between(problem, counts)
+def test_rows_lie_between_the_element_counts_that_are_timed(problem: Problem, counts: int) -> None:
+    rows, n = rows_between(problem, counts), problem.n
     buckets = element_buckets(problem)
     assert len(rows) == counts
     assert rows == sorted(set(rows))
@@ -274,7 +276,7 @@ def test_rows_lie_between_the_element_counts_that_are_timed(n: int, dtype: DType
         for destination in Destination:
             traffic = Cell(count * n, destination, Cache.COLD).traffic(problem)
             assert traffic.buffer_bytes % 16 == 0
-            assert 0 <= traffic.buffer_bytes - count * timed_rows(problem).columns * dtype.bytes < 16
+            assert 0 <= traffic.buffer_bytes - count * timed_rows(problem).columns * problem.io.input.bytes < 16
 
 
 def rank(us: Callable[[str, Cache, int], float], names: str, monkeypatch: pytest.MonkeyPatch, chosen: int = 0) -> Any:

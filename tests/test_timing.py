@@ -172,7 +172,7 @@ def test_the_arena_fits_whatever_is_timed() -> None:
     stopwatch = Stopwatch(SimpleNamespace(device=torch.device("cpu")), l2_bytes)  # type: ignore[arg-type]
     for problem in (PROBLEM, Problem.of(256, DType.FLOAT32), Problem.of(256, DType.BFLOAT16, rows="pitched")):
         cells = [cell for cell in all_cells(problem, l2_bytes) if cell.elements <= 1 << 16]
-        works = [transform_work(problem, cell) for cell in cells]
+        works = [transform_work(problem, cell, stopwatch.operands(problem)) for cell in cells]
         assert [(work.elements, work.rows) for work in works] == [(c.elements, timed_rows(problem)) for c in cells]
         stopwatch.fill(problem.io.input, [work.traffic for work in works])
         assert all(work.traffic.slots(l2_bytes) * work.traffic.footprint <= stopwatch._arena.nbytes for work in works)
@@ -187,7 +187,8 @@ def test_a_result_that_differs_once_is_seen() -> None:
     from hadagen.measure.timing import Stopwatch, transform_work
 
     stopwatch = Stopwatch(SimpleNamespace(device=torch.device("cpu"), cuda_stream=0), 1 << 16)  # type: ignore[arg-type]
-    work = transform_work(PROBLEM, Cell(1 << 10, Destination.OUT_OF_PLACE, Cache.COLD))
+    cell = Cell(1 << 10, Destination.OUT_OF_PLACE, Cache.COLD)
+    work = transform_work(PROBLEM, cell, stopwatch.operands(PROBLEM))
     stopwatch.fill(PROBLEM.io.input, [], least_bytes=3 * work.traffic.buffer_bytes)
 
     class Negates:
@@ -252,7 +253,7 @@ def test_a_graph_launches_in_every_slot_by_turns(
     monkeypatch.setattr(timing, "LaunchGraph", lambda stream, kernel, addresses, work: events.extend(addresses))
     l2_bytes = 1 << 16
     stopwatch = timing.Stopwatch(SimpleNamespace(device=torch.device("cpu"), cuda_stream=0), l2_bytes)  # type: ignore[arg-type]
-    work = timing.transform_work(PROBLEM, Cell(1 << 14, destination, cache))
+    work = timing.transform_work(PROBLEM, Cell(1 << 14, destination, cache), stopwatch.operands(PROBLEM))
     stopwatch.fill(PROBLEM.io.input, [work.traffic])
     base = stopwatch._arena.data_ptr()
     stopwatch.graph(launch, work)  # type: ignore[arg-type]

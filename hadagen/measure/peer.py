@@ -28,7 +28,8 @@ class Peer(NamedTuple):
     transform: Callable[[torch.Tensor, float, bool], torch.Tensor]
 
     def serves(self, problem: Problem) -> bool:
-        return problem.io.input in self.dtypes and problem.io.rows in self.rows
+        plain = problem.order == 1 and not problem.transform.signed
+        return plain and problem.io.input in self.dtypes and problem.io.rows in self.rows
 
 
 def _fast_hadamard_transform(module: Any) -> Peer:

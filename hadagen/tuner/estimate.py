@@ -36,7 +36,7 @@ from hadagen.plan import Plan
 from hadagen.problem import Problem
 from hadagen.programs import Patience
 from hadagen.reference import NORMAL_ELEMENTS
-from hadagen.regimes import ELEMENT_BUCKETS
+from hadagen.regimes import main_buckets
 from hadagen.space import Space
 from hadagen.trial import Environment, NotTried, Outcome, Provenance, Timing, Trial, utc_now
 from hadagen.tuner.study import regime
@@ -83,11 +83,11 @@ def shortlist(space: Space, count: int) -> list[Knobs]:
 
 
 def _cells_by_regime(problem: Problem, arch: Arch) -> dict[str, list[Cell]]:
-    """Regime → its cells at powers of two, so that all sizes have the same weight."""
+    """Regime → its cells at the main buckets, so that all sizes have the same weight."""
     cells: dict[str, list[Cell]] = {}
     for cell in all_cells(problem, arch.model.l2_bytes):
         where = regime(problem, *cell, arch.model.l2_bytes)
-        if where and cell.elements in ELEMENT_BUCKETS:
+        if where and cell.elements in main_buckets(problem):
             cells.setdefault(where, []).append(cell)
     return cells
 
