@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -68,11 +68,16 @@ def runnable(bundle: Bundle, entry: BundleEntry) -> Kernel:
     return replace(kernel, cubin=image)
 
 
-def no_kernels(target: Device) -> DeviceError:
-    """That calls on a device find nothing to run."""
+def no_kernels(target: Device, problems: Sequence[Problem]) -> DeviceError:
+    """That calls of these problems find nothing to run on a device, and how to get it."""
+    from hadagen.runtime import bundles
     from hadagen.runtime.device import how_to_get_kernels
+    from hadagen.target import nearest_arch
 
-    return DeviceError(f"no bundle has kernels for {target.gpu} ({target.arch}); {how_to_get_kernels(target.arch)}")
+    of, how, key = "", how_to_get_kernels(target.arch), problems[0].key
+    if any(bundle.arch == target.arch for bundle in bundles.known()):
+        of, how = f" of {key}", how + (f" --problem {key}" if nearest_arch(target.arch) else "")
+    return DeviceError(f"no bundle has kernels{of} for {target.gpu} ({target.arch}); {how}")
 
 
 def refusal(problem: Problem, digest: str, answer: Answer | Trial, advice: str = "tune again") -> str:

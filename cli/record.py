@@ -14,7 +14,7 @@ from hadagen.cli.device import find_target, find_toolchain, measuring
 from hadagen.cli.output import PROBLEM_HEADERS, clock_text, print_json, print_table, problem_cells, say
 from hadagen.cli.sentences import keeping
 from hadagen.errors import DeviceError, UsageError
-from hadagen.problem import Problem
+from hadagen.problem import Problem, check_tunable
 from hadagen.trial import Outcome
 
 if TYPE_CHECKING:
@@ -73,6 +73,7 @@ def record(
     from hadagen.tuner.record import RecordOptions, deciding_cells
     from hadagen.tuner.record import record as measure_all
 
+    check_tunable(problems)
     target, gpu = find_target(arch, None if dry_run else device)
     if like is not None:
         target = _narrowed_like(like, target)

@@ -58,7 +58,11 @@ def test_bench_prints_one_table(fake_gpu: None) -> None:
     (title, *_) = succeed(*BENCH).splitlines()
     assert title.startswith("Test GPU, float16, fast, out-of-place: ")
     said = sentence(run("bench", "--n", "4", "--dtype", "float32", "--numerics", "fast", "--pitched"), 1)
-    assert said.startswith("no bundle has kernels for Test GPU")
+    key = "n4-float32-accurate-pitched"
+    advice = f"to make some: hadagen tune --arch sm90 --problem {key}"
+    assert said == f"no bundle has kernels of {key} for Test GPU (sm90); {advice}"
+    said = sentence(run("bench", "--n", "14336", "--numerics", "fast"), 1)
+    assert said.startswith("no bundle has kernels of n14336-k28-float16-fast for Test GPU (sm90); to make some: ")
 
     FakeDevice.peers |= {"one": 3.0, "other": 2.0}
     printed = succeed(*BENCH, "--inplace")

@@ -35,7 +35,7 @@ from hadagen.measure import Cell, Variant, all_cells
 from hadagen.plan import Plan
 from hadagen.problem import Problem
 from hadagen.programs import Patience
-from hadagen.reference import NORMAL_ELEMENTS
+from hadagen.reference import NORMAL_ELEMENTS, verification_operands
 from hadagen.regimes import main_buckets
 from hadagen.space import Space
 from hadagen.trial import Environment, NotTried, Outcome, Provenance, Timing, Trial, utc_now
@@ -171,10 +171,14 @@ def timings(estimate: Estimate, problem: Problem, arch: Arch) -> tuple[Timing, .
 
 
 def _verify(problem: Problem, source: Source, module: HostModule) -> dict[str, float]:
-    """Class of input → the larger error of out of place and in place, there at odd addresses if they may be."""
+    """Class of input → the larger error of out of place and in place, there at odd addresses if they may be, and with
+    the matrix transposed."""
     rows = verification_rows(problem, source.launch, ELEMENTS)
     apart = verify(problem, source, rows, module=module)
     columns = max(problem.n // 2 + 1, problem.n - problem.n // 4 - 1)
     odd = RowShape(columns, columns | 1, columns | 1) if source.launch.reads_rows else None
-    in_place = verify(problem, source, rows, module=module, shape=odd, in_place=True, order_seed=ORDER_SEED)
+    turned = verification_operands(problem, transposed=True)
+    in_place = verify(
+        problem, source, rows, module=module, operands=turned, shape=odd, in_place=True, order_seed=ORDER_SEED
+    )
     return {name: max(apart[name], in_place[name]) for name in apart}
