@@ -15,7 +15,7 @@ from command_line import SMALL_TUNE, machine, run, sentence, succeed
 from fake_device import FakeDevice, fake_gpu
 from fake_search import CELLS
 from sample_bundle import write_trials
-from sample_trials import PROBLEM, make_trial, times
+from sample_trials import MATRIX_PROBLEM, PROBLEM, make_trial, times
 
 from hadagen.cli import device
 from hadagen.errors import DeviceError, ToolchainError
@@ -170,6 +170,20 @@ def test_sizes_that_hold_no_row_are_left_out(fake_gpu: None, tmp_path: Path, mon
     succeed(*bench, "8K,64K")
     ((_, cells),) = FakeDevice.compared
     assert [cell.elements for cell in cells] == [1 << 16]
+
+
+def test_with_a_matrix_the_nearest_whole_rows_are_timed(
+    fake_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trials = [make_trial(1, problem=MATRIX_PROBLEM, timings=times({5 * 14336: 2.0}))]
+    monkeypatch.setenv(VARIABLE, str(write_trials(tmp_path / "rows.db", trials)))
+    bench = ("bench", "--n", "14336", "--inplace", "--elements")
+    title, header, line = succeed(*bench, "8K,16K,64K").splitlines()
+    ((_, cells),) = FakeDevice.compared
+    assert [cell.elements for cell in cells] == [14336, 5 * 14336]
+    assert title == "Test GPU, float16, accurate, K = 28, in-place: speed as a fraction of a plain copy"
+    assert header.split() == ["n", "8K", "16K", "64K"]
+    assert line.split() == ["14336", "0.50", "0.50", "0.50"]
 
 
 def test_a_copy_kernel_that_does_not_compile_is_named(fake_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:

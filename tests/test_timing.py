@@ -154,6 +154,16 @@ def test_cells_are_of_every_problem_or_by_problem() -> None:
         assert (service._cells_of(PROBLEM), service._cells_of(long)) == (of_problem, of_long)
 
 
+def test_cells_hold_whole_rows() -> None:
+    from hadagen.measure.service import DeviceService
+
+    small, large = (Cell(elements, Destination.IN_PLACE, Cache.HOT) for elements in (1 << 13, 1 << 20))
+    problem = Problem.of(14336, DType.FLOAT16, order=28)
+    service = DeviceService.__new__(DeviceService)  # without the device
+    service._cells = [small, small._replace(elements=1 << 14), large, small._replace(elements=7000)]
+    assert [cell.elements for cell in service._cells_of(problem)] == [14336, 73 * 14336]
+
+
 @pytest.mark.parametrize("tile_elements", [1 << k for k in range(8, 19)])
 def test_results_are_compared_over_as_many_tiles_as_are_promised(tile_elements: int) -> None:
     from hadagen.measure.service import repeated_launches
@@ -253,12 +263,14 @@ def test_a_graph_launches_in_every_slot_by_turns(
     monkeypatch.setattr(timing, "LaunchGraph", lambda stream, kernel, addresses, work: events.extend(addresses))
     l2_bytes = 1 << 16
     stopwatch = timing.Stopwatch(SimpleNamespace(device=torch.device("cpu"), cuda_stream=0), l2_bytes)  # type: ignore[arg-type]
-    work = timing.transform_work(PROBLEM, Cell(1 << 14, destination, cache), stopwatch.operands(PROBLEM))
+    signed = Problem.of(256, DType.FLOAT16, signed=True)
+    work = timing.transform_work(signed, Cell(1 << 14, destination, cache), stopwatch.operands(signed))
     stopwatch.fill(PROBLEM.io.input, [work.traffic])
     base = stopwatch._arena.data_ptr()
     stopwatch.graph(launch, work)  # type: ignore[arg-type]
     first, *captured = events
     assert first == (0, 0, work[1:])
+    assert (work.scale, work.operands.keys()) == (256**-0.5, {"signs_before", "signs_after"})
     launches, slots, size = work.traffic.launches(l2_bytes), work.traffic.slots(l2_bytes), work.traffic.footprint
     assert (slots == 1) == (cache is Cache.HOT)
     behind = 0 if destination is Destination.IN_PLACE else size // 2

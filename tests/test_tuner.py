@@ -229,6 +229,24 @@ def test_no_problem_is_its_own_neighbor(n: int, dtype: DType) -> None:
     assert all(neighbor.parent for neighbor in neighbors)
 
 
+def test_the_neighbors_of_a_problem_with_a_matrix_have_matrices_too() -> None:
+    problem = Problem.of(14336, DType.FLOAT16, order=28)
+    sizes = {(each.order, each.length) for each in search._neighbors(problem)}
+    assert sizes == {(28, 256), (28, 512), (28, 1024)}
+    assert {each.n for each in search._neighbors(Problem.of(24, DType.FLOAT16, order=24))} == {24, 48}
+    others = [(28, 64), (20, 512), (172, 512), (28, 512), (1, 16384)]
+    known = [Problem.of(order * length, DType.FLOAT16, order=order) for order, length in others]
+    known.append(Problem.of(13312, DType.BFLOAT16, order=26))
+    nearest = search.nearest_matrices(problem, known)
+    assert [(each.order, each.length) for each in nearest] == [(20, 512), (172, 512), (28, 64)]
+
+
+def test_problems_with_signs_are_not_tuned() -> None:
+    signed = Problem.of(256, DType.FLOAT16, rows="pitched", signed=True)
+    with pytest.raises(UsageError, match=r"^n256-signed-.*-pitched is not tuned, .*; tune n256-float16-accurate-pitch"):
+        TuneOptions(arch(), [*problems(256), signed], None, FakeRunner(), build)
+
+
 def test_knobs_with_a_known_kernel_share_its_trial(store: Store) -> None:
     runner = FakeRunner()
 
