@@ -90,7 +90,8 @@ def kernels(
     With neither --hot nor --cold the data lies in L2 where it fits in half of it, and in device memory otherwise.
     Pitched rows have three quarters of n elements. With a matrix, the whole rows nearest to a size are timed. Needs a
     compiler, for the copy kernel. Other libraries are timed too where they are installed, by the same method within the
-    same seconds: fast_hadamard_transform, and HadaCore as faster_hadamard_transform.
+    same seconds: fast_hadamard_transform, and HadaCore as faster_hadamard_transform. With a matrix these are products
+    by PyTorch, behind H by a product or by fast_hadamard_transform, or of the whole.
 
     Errors are those on normal inputs, ‖out − ref‖ / ‖ref‖ against float64.
     """

@@ -112,7 +112,10 @@ def make_comparer(stopwatch: FakeStopwatch, monkeypatch: pytest.MonkeyPatch, *pe
             raise DoesNotFit("CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES", "it does not fit")
         yield kernel.entry
 
-    graphs = SimpleNamespace(all=peers, graph=lambda calls, launches: f"graph of {len(calls)} of {calls[0].func.name}")
+    graphs = SimpleNamespace(
+        serving=lambda problem, device: [peer for peer in peers if peer.serves(problem)],
+        graph=lambda calls, launches: f"graph of {len(calls)} of {calls[0].func.name}",
+    )
     monkeypatch.setattr(comparing, "Peers", lambda: graphs)
     parts: tuple[Any, ...] = (stopwatch, FakeVerifier(), FakeYardstick(), L2, load)
     return comparing.Comparer(*parts)
@@ -256,6 +259,33 @@ def test_errors_of_a_library_are_against_float64_on_our_inputs(dtype: DType, row
     assert verifier.errors_of(lambda x: transform(x, 1 / 16), problem)["normal"] == pytest.approx(0.5, rel=1e-2)
     assert verifier.errors_of(lambda x: x.fill_(float("nan")), problem)["normal"] == float("inf")
     assert verifier.errors_of(transform, problem.with_io(numerics=Numerics.FAST)) == errors
+
+
+@pytest.mark.parametrize("n", [24, 28 * 32])
+@pytest.mark.parametrize("dtype", [DType.FLOAT16, DType.BFLOAT16])
+def test_products_compute_what_our_kernels_do(n: int, dtype: DType) -> None:
+    problem = Problem.of(n, dtype, order=n if n == 24 else 28)
+
+    def h(x: torch.Tensor, scale: float, in_place: bool) -> torch.Tensor:
+        y = torch.empty_like(x)
+        fallback.transform(x, y, scale)
+        return y
+
+    rows = frozenset(Rows)
+    library = peer.Peer("library", frozenset(DType), rows, False, h)
+    orthonormal = peer.Peer("orthonormal", frozenset(DType), rows, False, h, takes_scale=False)
+    other_types = peer.Peer("other types", frozenset({DType.FLOAT32}), rows, False, h)
+    peers = peer.Peers.__new__(peer.Peers)  # without the device
+    peers.all = [library, orthonormal, other_types]
+    found = peers.serving(problem, torch.device("cpu"))
+    assert [each.name for each in found] == ["PyTorch", "library, PyTorch", "PyTorch, one product"]
+    verifier = Verifier(torch.device("cpu"), stream=0)
+    for each in found:
+        errors = verifier.errors_of(partial(comparing._transform, each, problem), problem)
+        assert 0 < max(errors.values()) <= problem.with_io(numerics=Numerics.FAST).error_bound
+    signed = Problem.of(n, dtype, order=problem.order, signed=True)
+    assert peers.serving(signed, torch.device("cpu")) == []
+    assert peers.serving(Problem.of(256, dtype), torch.device("cpu")) == [library, orthonormal]
 
 
 # ---- between ---------------------------------------------------------------------------------------------------------

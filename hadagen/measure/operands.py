@@ -21,6 +21,7 @@ class DeviceOperands(dict[str, int]):
     def __init__(self, operands: Operands, device: torch.device) -> None:
         """Raises PyTorch's `RuntimeError` where memory runs out."""
         super().__init__()
+        self.device = device
         self._memory: list[tuple[torch.Tensor, torch.Tensor]] = []  # on the device, and what it must hold
         for name, value in operands.items():
             if isinstance(value, int):
