@@ -16,7 +16,8 @@ import jinja2
 from hadagen.launch import Source
 from hadagen.layout import add, scatter
 from hadagen.plan import Plan
-from hadagen.steps.base import FP32
+from hadagen.problem import Problem
+from hadagen.steps.base import FP32, SPLIT
 
 ENVIRONMENT = jinja2.Environment(
     loader=jinja2.PackageLoader("hadagen.templates", "."),
@@ -76,14 +77,19 @@ def _view(plan: Plan, entry: str) -> dict[str, Any]:
         "tile": plan.tile_elements,
         "block": plan.block_elements,
         "cluster": cluster,
-        "warps": plan.launch.threads // 32,
+        "warps": plan.warps,
         "chunks": 1 << plan.chunk_bits,
         "span": span,  # elements from one vector of a thread to the next
         "bytes": plan.problem.io.input.bytes,
         "scale_form": plan.scale_form.value,
         "powers": [(view["factor"], view["power"]) for view in views if "power" in view],
-        "lifted": any(view.get("lifted") for view in views),
+        "formula": _formula(plan.problem),
+        # The number of steps before those that each warp takes for one piece of a tile after the other.
+        "pieces_from": 1 + plan.steps.index(plan.matrix) if plan.matrix else None,
+        "piece": plan.piece_elements,
+        "lifted": sum(view.get("lifted", 0) for view in views),
         "packed": any(carrier != FP32 for carrier in plan.carriers[1:]),
+        "split": SPLIT in plan.carriers,
         "wide": FP32 in plan.carriers,
         "gathered": any(view.get("gathers") for view in views),
         "fetches_next": plan.load.stages > 1 and not plan.load.staged,
@@ -118,6 +124,12 @@ def _view(plan: Plan, entry: str) -> dict[str, Any]:
     }
 
 
+def _formula(problem: Problem) -> str:
+    """The matrix that x is multiplied by, in words."""
+    factors = f"(A_{problem.order} ⊗ H_{problem.length})ᵀ" if problem.order > 1 else f"H_{problem.n}"
+    return f"D_before · {factors} · D_after" if problem.transform.signed else factors
+
+
 def _place_lines(plan: Plan) -> list[str]:
     """For each kind of place, the axes that live there after the load, low to high."""
     kinds = {
@@ -126,6 +138,7 @@ def _place_lines(plan: Plan) -> list[str]:
         "lane": "thread of the warp",
         "warp": "warp of the block",
         "cta": "block of the cluster",
+        "turn": "piece of the tile",
     }
     held = {kind: plan.loaded.digits_of(kind) for kind in kinds}
     return [f"{kind:5}{' '.join(map(str, held[kind].values())):17}{what}" for kind, what in kinds.items() if held[kind]]

@@ -49,7 +49,7 @@ class Estimate:
         wanted = plan.footprint.registers(wide=plan.wide) if registers is None else registers
         self._blocks_per_sm = resident_blocks(plan, arch, wanted)
         costs = costs_of(plan)
-        model, warps = arch.model, plan.launch.threads // 32
+        model, warps = arch.model, plan.warps
         instructions = TILE_INSTRUCTIONS + sum(cost.instructions for cost in costs)
         self._block_cycles = warps * max(
             instructions / SCHEDULERS,
@@ -93,8 +93,11 @@ class Estimate:
 
 
 def costs_of(plan: Plan) -> list[Cost]:
-    """The cost of each step."""
-    return [step.cost(plan, carrier) for step, carrier in zip(plan.steps, plan.carriers, strict=False)]
+    """The cost of each step, for all pieces of a tile that a warp has."""
+    costs = [step.cost(plan, carrier) for step, carrier in zip(plan.steps, plan.carriers, strict=False)]
+    if plan.matrix is None:
+        return costs
+    return [cost if step is plan.matrix else cost.times(plan.turns) for step, cost in zip(plan.steps, costs, strict=True)]
 
 
 def copy_us(arch: Arch, copied_bytes: int, destination: Destination, cache: Cache) -> float:

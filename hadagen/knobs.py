@@ -15,9 +15,10 @@ from hadagen.errors import UsageError
 from hadagen.layout import CHUNK_BITS, LANE_BITS, PAIR, Place, cta, lane, reg, warp
 from hadagen.plan import Plan
 from hadagen.problem import DType, Numerics, Problem
-from hadagen.steps.base import FP16, FP32, PACKED, Step
+from hadagen.steps.base import FP16, FP32, PACKED, SPLIT, Step
 from hadagen.steps.conversions import Correct, Narrow, Normalize, Round, Scale, Widen
 from hadagen.steps.exchanges import Exchange, Transpose
+from hadagen.steps.matrix import Matrix, Signs
 from hadagen.steps.memory import Load, Prefetch, Store, Trigger
 from hadagen.steps.transforms import NORMALIZER, PARTS, Butterfly, Gather, Mma, Shuffle, SwapButterfly
 
@@ -47,10 +48,14 @@ class Knobs:
 
     # 256-element chunks per warp, 8 elements of each in a thread
     chunks: int = _one_of(1, 2, 4, 8, 16)
-    # per block
+    # per block; with a matrix, groups of warps
     warps: int = _one_of(1, 2, 4, 8, 16, 32)
     # blocks per cluster
     cluster: int = _one_of(1, 2, 4, 8, 16)
+    # rows of a tile that is multiplied by a matrix
+    rows: int = _one_of(1, 2, 4, 8, 16, 32, 64, 128, 256)
+    # of 16 rows of the matrix, in the registers of one warp
+    slabs: int = _one_of(1, 2, 3, 4)
     # what brings bits of blocks together: an exchange, or loads of whole rows
     block_bits: str = _one_of(EXCHANGE, LOAD)
     # what warp and block bits are swapped with: register bits, or at once with lane bits too
@@ -68,7 +73,7 @@ class Knobs:
     accumulator: str = _one_of(FP32, PACKED)
     # values that butterflies and shuffles work on
     butterfly_carrier: str = _one_of(PACKED, FP32)
-    # values that cross shared memory
+    # values that cross shared memory; between a matrix and the steps after it, fp32 means two bfloat16
     exchange_carrier: str = _one_of(PACKED, FP32)
     # shared memory used this many times over in one exchange
     exchange_rounds: int = _one_of(1, 2)
@@ -160,6 +165,8 @@ def plan_of(problem: Problem, knobs: Knobs, *, starts_early: bool = False) -> Pl
 def steps_of(problem: Problem, knobs: Knobs) -> tuple[Step, ...]:
     """The steps of the plan that legal knobs mean."""
     steps: list[Step] = [Load(knobs.load, knobs.stages, FP32 if problem.io.input is DType.FLOAT32 else PACKED)]
+    if problem.order > 1:
+        return _with_signs(problem, [*steps, *_matrix_steps(problem, knobs), Store()])
     steps += _float32_low_bits(problem, knobs) if problem.io.input is DType.FLOAT32 else _low_bits(problem, knobs)
     if knobs.block_bits == LOAD:
         first = steps[1]
@@ -184,8 +191,48 @@ def steps_of(problem: Problem, knobs: Knobs) -> tuple[Step, ...]:
         steps.insert(1, Prefetch(knobs.ahead))
     if knobs.trigger != "end":
         steps.insert(1 if knobs.trigger == "load" else len(steps), Trigger())
-    steps.append(Store())
+    return _with_signs(problem, [*steps, Store()])
+
+
+def _with_signs(problem: Problem, steps: list[Step]) -> tuple[Step, ...]:
+    if problem.transform.signed:
+        last_load = max(at for at, step in enumerate(steps) if isinstance(step, Load))
+        steps = [*steps[: last_load + 1], Signs(before=True), *steps[last_load + 1 : -1], Signs(before=False), steps[-1]]
     return tuple(steps)
+
+
+def _matrix_steps(problem: Problem, knobs: Knobs) -> list[Step]:
+    """The steps between the load and the store of a problem with a matrix. Each warp has whole rows of the order of H,
+    so nothing is exchanged."""
+    after = _bits_after_matrix(problem, knobs) if problem.bits else []
+    cuts = sum(isinstance(step, Mma) and step.cuts for step in after)
+    carrier = PACKED if knobs.exchange_carrier == PACKED else SPLIT
+    steps: list[Step] = [Matrix(knobs.rows, knobs.slabs, carrier, lifted=cuts), *after]
+    if problem.bits:
+        convert = _Converter(steps)
+        if places := near_butterflies(problem, knobs):
+            convert.to(FP32)
+            steps += [Butterfly(place) for place in places]
+        convert.to(PACKED)
+        if knobs.low_bits == "mma_shuffle":
+            steps.append(Transpose())
+    return steps
+
+
+def _bits_after_matrix(problem: Problem, knobs: Knobs) -> list[Step]:
+    """The steps that transform index bits 0–7 of what comes from a matrix."""
+    if knobs.low_bits == "shuffle":
+        inside: list[Step] = [Butterfly(PAIR), Butterfly(reg(0)), Butterfly(reg(1))]
+        across = range(max(0, min(problem.bits - len(inside), LANE_BITS)))
+        return [Widen(), *inside[: problem.bits], *(Shuffle(j) for j in across)]
+    first = Mma(0) if knobs.exchange_carrier == PACKED else Mma(0, "bfloat16", 2, ready=True)
+    if knobs.low_bits == "mma_shuffle":
+        # Bits 5 6 7 are left at pair, lane0, lane1, and bit 2 at reg1.
+        rest: list[Step] = [Butterfly(reg(1)), Butterfly(PAIR), Shuffle(0), Shuffle(1)]
+        return [first, *rest[: problem.bits - 4]]
+    if knobs.mma_carrier == PACKED:
+        return [first, Round(), Mma(1)]
+    return [first, _wide_mma(1, problem, knobs, 0)]
 
 
 class _Converter:
@@ -250,7 +297,7 @@ def turns_in_exchange(knobs: Knobs) -> bool:
 def near_butterflies(problem: Problem, knobs: Knobs) -> list[Place]:
     """The places of the row's chunk bits that butterflies transform before any exchange: all but the place of
     `FAR_MMA`; that place too if a far bit comes there."""
-    chunk_bits = min(log2(knobs.chunks), problem.bits - CHUNK_BITS)
+    chunk_bits = max(0, min(log2(knobs.chunks), problem.bits - CHUNK_BITS))
     places = [reg(2 + j) for j in range(chunk_bits)]
     if knobs.far_lanes in MMA_LANES:
         exchanged = [near for pairs in exchanges_of(problem, knobs) for near, _ in pairs]

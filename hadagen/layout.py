@@ -25,12 +25,12 @@ place. For bits, that is the sum of 2^b over the index bits b whose place has co
 A step that moves data moves bits from place to place: after `MMA_MOVES` bit 0 is found at lane2 and bit 5 at pair.
 Chunks of 256 elements add places reg2, reg3, …; the warps of a block warp0 …; the blocks of a cluster cta0 …
 
-A row of n = K · 2^m has one axis that is no bit, the slowest, of radix K and stride 2^m. It is written K·2^m, bit b as
-b. No kernel has such an axis yet.
+A tile of rows of n = K · 2^m elements has one axis that is no bit, the slowest. Warps take pieces of it in turns, and
+the number of a piece is the coordinate of the place `turn`. The axis is written radix·stride, bit b as b.
 
-    n = 3 · 256 in one warp, the axis 3·256 at reg2: the number of a register is reg0 + 2 · reg1 + 4 · digit
+    n = 12 · 256 in pieces of 256, as loaded: bits 0 to 7 as above, and the axis 12·256 at turn
 
-    lane 3, reg 10, low half   (lanes 0 1, reg1 = 1, reg2 = 2)   element 24 + 4 + 512 = 540
+    lane 3, reg 2, low half   (lanes 0 1, reg1 = 1), piece 2   element 24 + 4 + 512 = 540
 
 In general a placement is a one-to-one map from axes to places, and the axes number the elements of a tile as digits of
 mixed radix do. Moves are permutations of places of one radix and act on the left, so placements compose with moves as
@@ -64,11 +64,11 @@ def bit(number: int) -> Axis:
 class Place:
     """One coordinate digit of where an element is held; a bit, unless an axis of another radix lives there."""
 
-    kind: str  # pair, reg, lane, warp or cta
+    kind: str  # pair, reg, lane, warp, cta or turn
     index: int = 0
 
     def __str__(self) -> str:
-        return self.kind if self.kind == "pair" else f"{self.kind}{self.index}"
+        return self.kind if self.kind in ("pair", "turn") else f"{self.kind}{self.index}"
 
 
 PAIR = Place("pair")
@@ -93,6 +93,10 @@ def warp(index: int) -> Place:
 
 def cta(index: int) -> Place:
     return Place("cta", index)
+
+
+# The number of a piece of a tile. Each piece is one warp's, for a turn.
+TURN = Place("turn")
 
 
 def swaps(pairs: Iterable[tuple[Place, Place]]) -> dict[Place, Place]:

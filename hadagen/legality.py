@@ -30,16 +30,19 @@ from hadagen.knobs import (
 )
 from hadagen.layout import CHUNK_BITS, LANE_BITS, VECTOR_BYTES, reg
 from hadagen.problem import DType, Numerics, Problem, Rows
-from hadagen.steps.base import FP32, PACKED, Step, mixed_chunk_bits, roundings
+from hadagen.steps.base import FP32, PACKED, SPLIT, Step, mixed_chunk_bits, roundings
 from hadagen.steps.conversions import Normalize
 from hadagen.steps.draft import Draft, Footprint
 from hadagen.steps.exchanges import Exchange
+from hadagen.steps.matrix import COLUMNS, ORDER_STEP, Matrix
 from hadagen.steps.memory import Load, Prefetch
 from hadagen.steps.transforms import PARTS, Butterfly, Gather, Mma
 
 MAX_EXCHANGES = 2
 # Blocks that each load a whole row. More blocks compute less each, but load as much, and were never faster.
 MAX_SHARES = 8
+# The order of a matrix from which on rounded sums have the error of any others.
+_MANY_TERMS = 8
 ROUNDINGS_SPREAD = 0.03  # tolerance of the count of roundings; half a percent of the error
 
 
@@ -51,6 +54,10 @@ class Context:
     @property
     def bits(self) -> int:
         return self.problem.bits
+
+    @property
+    def has_matrix(self) -> bool:
+        return self.problem.order > 1
 
 
 @dataclass(frozen=True)
@@ -73,6 +80,12 @@ def _rule(last: str) -> Callable[[Callable[[Context, Knobs], str | None]], None]
 
 def _tile(knobs: Knobs) -> int:
     return knobs.chunks * knobs.warps * knobs.cluster << CHUNK_BITS
+
+
+def _warps(c: Context, k: Knobs) -> int:
+    """Of a block."""
+    slabs = -(-c.problem.order // ORDER_STEP) if c.has_matrix else 1
+    return -(-slabs // k.slabs) * k.warps
 
 
 def _shares_loaded(k: Knobs) -> int:
@@ -128,17 +141,57 @@ def _footprint(problem: Problem, *room: Any) -> Footprint:
     through = k.exchange_carrier, k.exchange_rounds, k.shared_layout
     steps: list[Step] = [Load(k.load, k.stages), *(Exchange(pairs, *through) for pairs in exchanges_of(problem, k))]
     steps += [Normalize()] * k.normalizes + [Gather()] * (k.block_bits == LOAD)
+    if problem.order > 1:
+        steps = [Load(k.load, k.stages), Matrix(k.rows, k.slabs, PACKED if k.exchange_carrier == PACKED else SPLIT)]
     return Footprint(Draft(problem, log2(k.chunks), log2(k.warps), log2(k.cluster), tuple(steps)))
 
 
-@_rule("warps")
+@_rule("chunks")
+def _(c: Context, k: Knobs) -> str | None:
+    if not c.has_matrix:
+        return None
+    if c.problem.io.input is DType.FLOAT32:
+        return "an mma of 16-bit values multiplies by a matrix (the dtype must be float16 or bfloat16)"
+    if lacking := _lacking(c, Matrix(1, 1, PACKED)) or _lacking(c, Load("cp_async")):
+        return f"the arch has no {lacking}"
+    if c.problem.io.rows is Rows.PITCHED:
+        return "pitched rows cannot be staged for a matrix (rows must be contiguous)"
+    if c.problem.length in (2, 4) or c.problem.n % COLUMNS:
+        return "eight elements of a row are multiplied by a matrix at once (n must be a multiple of 8, n / k 1 or more than 4)"
+    short = k.chunks << CHUNK_BITS < c.problem.length
+    return "a warp takes fewer elements at once than H has columns (take more chunks)" if short else None
+
+
+@_rule("slabs")
+def _(c: Context, k: Knobs) -> str | None:
+    if not c.has_matrix:
+        return "there is no matrix (slabs must be 1)" if k.slabs > 1 else None
+    if (k.slabs - 1) * ORDER_STEP >= c.problem.order:
+        return "the matrix has fewer rows (slabs must be fewer)"
+    return None
+
+
+@_rule("rows")
+def _(c: Context, k: Knobs) -> str | None:
+    if not c.has_matrix:
+        return "there is no matrix (rows must be 1)" if k.rows > 1 else None
+    if k.rows * c.problem.n % (k.chunks << CHUNK_BITS):
+        return "warps take pieces of a tile that do not make it up (rows must be more, or chunks fewer)"
+    if c.problem.length == 1 and k.rows % ORDER_STEP:
+        return "an mma takes 16 rows at once (rows must be 16 or more)"
+    return None
+
+
+@_rule("slabs")
 def _(c: Context, k: Knobs) -> str | None:
     limit = c.arch.limits.threads_per_block
-    return f"more than {limit} threads per block (take fewer warps)" if 32 * k.warps > limit else None
+    return f"more than {limit} threads per block (take fewer warps)" if 32 * _warps(c, k) > limit else None
 
 
 @_rule("cluster")
 def _(c: Context, k: Knobs) -> str | None:
+    if c.has_matrix:
+        return "a block has all of the matrix (cluster must be 1)" if k.cluster > 1 else None
     return "the tile is shorter than a row (take more chunks, warps or blocks)" if _tile(k) < c.problem.n else None
 
 
@@ -275,7 +328,7 @@ def _(c: Context, k: Knobs) -> str | None:
 def _(c: Context, k: Knobs) -> str | None:
     if k.accumulator == FP32 or k.normalizes:
         return None
-    if k.low_bits == "shuffle" or k.mma_carrier != PACKED:
+    if k.low_bits == "shuffle" or k.mma_carrier != PACKED or c.has_matrix:
         return "no mma leaves packed values (accumulator must be fp32)"
     if c.problem.io.input is not DType.FLOAT16:
         return "no mma sums in bfloat16 (accumulator must be fp32)"
@@ -310,6 +363,8 @@ def _(c: Context, k: Knobs) -> str | None:
         carries = _has_butterflies(c, k) or _has_exchange(c, k)
         return None if carries else "no butterfly has a carrier (butterfly_carrier must be packed)"
     accurate = c.problem.io.numerics is Numerics.ACCURATE
+    if c.has_matrix:
+        return "butterflies add fp32 (butterfly_carrier must be fp32)" if _has_butterflies(c, k) else None
     if accurate and _has_butterflies(c, k):
         return "accurate may not round between butterflies (butterfly_carrier must be fp32)"
     if _has_butterflies(c, k) and not k.normalizes and (lacking := _lacking(c, Butterfly(reg(2)), PACKED)):
@@ -321,6 +376,8 @@ def _(c: Context, k: Knobs) -> str | None:
 
 @_rule("exchange_carrier")
 def _(c: Context, k: Knobs) -> str | None:
+    if c.has_matrix:
+        return _carried_from_matrix(c, k)
     if k.exchange_carrier == FP32:
         if not _has_exchange(c, k):
             return "there is no exchange (exchange_carrier must be packed)"
@@ -331,6 +388,20 @@ def _(c: Context, k: Knobs) -> str | None:
         return "no butterfly has a carrier (butterfly_carrier must be as exchange_carrier)"
     if _rounds_once(c, k) and _has_exchange(c, k):
         return "accurate may not round before an exchange (exchange_carrier must be fp32)"
+    return None
+
+
+def _carried_from_matrix(c: Context, k: Knobs) -> str | None:
+    """What is wrong with `exchange_carrier` where values cross shared memory between a matrix and H."""
+    if k.exchange_carrier == FP32:
+        if not c.bits:
+            return "nothing follows the matrix but the store (exchange_carrier must be packed)"
+        lacking = k.low_bits != "shuffle" and _lacking(c, Mma(0, "bfloat16", 2))
+        return f"the arch has no {lacking} for two bfloat16 (exchange_carrier must be packed)" if lacking else None
+    if c.bits and _rounds_once(c, k):
+        return "accurate may not round after the matrix (exchange_carrier must be fp32)"
+    if c.bits and c.problem.order < _MANY_TERMS:
+        return "sums of few values often lie between two 16-bit values (exchange_carrier must be fp32)"
     return None
 
 
@@ -361,6 +432,8 @@ def _(c: Context, k: Knobs) -> str | None:
 
 @_rule("exchange_rounds")
 def _(c: Context, k: Knobs) -> str | None:
+    if k.exchange_rounds > 1 and c.has_matrix:
+        return "a tile crosses all at once after the matrix (exchange_rounds must be 1)"
     if k.exchange_rounds > 1 and turns_in_exchange(k):
         return "values that are turned on their way cross all at once (exchange_rounds must be 1)"
     if k.exchange_rounds > 1 and k.exchange_carrier == PACKED:
@@ -370,7 +443,7 @@ def _(c: Context, k: Knobs) -> str | None:
 
 @_rule("shared_layout")
 def _(c: Context, k: Knobs) -> str | None:
-    conflicts = k.exchange_carrier == FP32 and k.exchange_rounds == 1
+    conflicts = k.exchange_carrier == FP32 and k.exchange_rounds == 1 and not c.has_matrix
     if k.shared_layout != "linear" and not conflicts:
         return "one vector a lane meets no bank conflict (shared_layout must be linear)"
     return None
@@ -396,6 +469,8 @@ def _(c: Context, k: Knobs) -> str | None:
 @_rule("load")
 def _(c: Context, k: Knobs) -> str | None:
     load = Load(k.load)
+    if c.has_matrix and k.load != "cp_async":
+        return "a tile is staged for the matrix in an order that only cp_async makes (load must be cp_async)"
     if lacking := _lacking(c, load):
         return f"the arch has no {lacking} (load must be another)"
     if load.staged:
@@ -417,6 +492,8 @@ def _(c: Context, k: Knobs) -> str | None:
 def _(c: Context, k: Knobs) -> str | None:
     if not k.ahead:
         return None
+    if c.has_matrix:
+        return "blocks with a matrix have the next tile under way (ahead must be 0)"
     if _lacking(c, Prefetch(k.ahead)):
         return "the arch has no bulk copies to L2 (ahead must be 0)"
     if c.problem.io.rows is Rows.PITCHED:
@@ -443,7 +520,7 @@ def _(c: Context, k: Knobs) -> str | None:
 @_rule("min_blocks")
 def _(c: Context, k: Knobs) -> str | None:
     limit = c.arch.limits.threads_per_sm
-    if k.min_blocks * k.warps * 32 > limit:
+    if k.min_blocks * _warps(c, k) * 32 > limit:
         return f"more than {limit} threads per SM (take fewer warps or a smaller min_blocks)"
     return None
 
@@ -453,7 +530,7 @@ def _(c: Context, k: Knobs) -> str | None:
     limits, footprint = c.arch.limits, _footprint(c.problem, *_room_of(k))
     # All values are in fp32 at once if they cross shared memory in fp32, or are not rounded before the store.
     registers = footprint.registers(wide=k.exchange_carrier == FP32 or _rounds_once(c, k))
-    if registers > min(limits.registers_per_thread, limits.registers_per_sm // (32 * k.warps * k.min_blocks)):
+    if registers > min(limits.registers_per_thread, limits.registers_per_sm // (32 * _warps(c, k) * k.min_blocks)):
         return "a thread's values do not fit its registers (take fewer chunks, stages or min_blocks)"
     if footprint.shared_bytes > limits.shared_per_block:
         return f"more than {limits.shared_per_block} bytes of shared memory per block (take fewer stages or warps)"

@@ -1,8 +1,9 @@
 """Plans: checked lists of steps over a placement, and what they compute.
 
-The transform is a Kronecker product of one factor per axis of the row, 2×2 for an index bit. So a plan is right exactly
-when every axis of the row is transformed once and every element is stored where it belongs. `Plan` checks that,
-symbolically, when it is made; `interpret` carries a plan out in float64.
+The transform is a Kronecker product of the matrix, if there is one, and of a 2×2 factor for each index bit that is left.
+So a plan is right exactly when it multiplies by the matrix once, transforms every other bit of the row once, and stores
+every element where it belongs. `Plan` checks that, symbolically, when it is made; `interpret` carries a plan out in
+float64.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from hadagen.layout import Axis
 from hadagen.problem import Numerics
 from hadagen.steps.base import AS_LOADED, FP32, IN_16_BITS, PACKED
 from hadagen.steps.draft import Draft
+from hadagen.steps.matrix import Matrix, Signs
 from hadagen.steps.memory import Load, Store
 
 if TYPE_CHECKING:
+    from hadagen.reference import Operands
     from hadagen.steps.values import Reals
 
 ORDERS = ("by_step", "by_group")  # values of the knob `order`
@@ -44,7 +47,7 @@ class Plan(Draft):
     @cached_property
     def launch(self) -> LaunchSpec:
         return LaunchSpec(
-            threads=32 << self.warp_bits,
+            threads=32 * self.warps,
             cluster=1 << self.cta_bits,
             shared_bytes=self.footprint.shared_bytes,
             tile_elements=self.tile_elements,
@@ -95,8 +98,13 @@ def _check(plan: Draft) -> None:
         done.update(step.axes(plan.before(at)))
         if plan.carriers[at + 1] == PACKED and (step.changes_values or plan.carriers[at] == FP32):
             exact = False
-    if left := [str(axis) for axis in plan.loaded.axes.values() if axis.stride < plan.problem.n and axis not in done]:
+    length = plan.problem.length
+    if left := [str(axis) for axis in plan.loaded.axes.values() if axis.stride < length and axis not in done]:
         raise UsageError(f"{name}: index bits [{', '.join(left)}] are never transformed")
+    if [type(step) for step in plan.steps].count(Matrix) != (plan.problem.order > 1):
+        raise UsageError(f"{name}: the steps do not multiply by the matrix once")
+    if [step.before for step in plan.steps if isinstance(step, Signs)] != [True, False] * plan.problem.transform.signed:
+        raise UsageError(f"{name}: the steps do not multiply by the signs before and after the transform")
     in_parts = SCALE_IN_PARTS if plan.problem.io.numerics is Numerics.FAST else ()
     if (multiplied := plan.multiplied()) not in (*WHOLE_SCALE, *in_parts):
         raise UsageError(f"{name}: the steps do not multiply by the scale once; they do by {multiplied}")
@@ -123,18 +131,18 @@ def _fault(plan: Draft, at: int, *, exact: bool, done: set[Axis]) -> str | None:
     if carrier != (needs := forms.get(step.takes, step.takes)):
         return f"needs {needs or 'no'} values but finds {carrier or 'none'}"
     for i, axis in enumerate(axes := step.axes(plan.before(at))):
-        if axis in done or axis in axes[:i] or axis.stride >= plan.problem.n:
+        if axis in done or axis in axes[:i] or axis.stride >= plan.problem.length:
             return f"transforms index bit {axis} a second time or beyond the row"
     if plan.problem.io.numerics is Numerics.ACCURATE and not exact and step.changes_values:
         return "computes with rounded values, but accurate rounds once, at the end"
     return None
 
 
-def interpret(plan: Plan, x: Reals, scale: float = 1.0) -> Reals:
+def interpret(plan: Plan, x: Reals, scale: float = 1.0, operands: Operands | None = None) -> Reals:
     """The result of the plan, computed step by step in float64. x: [rows, n], rows a multiple of `rows_per_tile`."""
     from hadagen.steps.values import Values
 
-    values = Values(plan.loaded, x, scale)
+    values = Values(plan.loaded, x, scale, operands or {})
     for step in plan.steps:
         step.interpret(values, plan)
     return values.stored(plan.placements[-1]).reshape(x.shape)

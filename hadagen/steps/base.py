@@ -19,7 +19,9 @@ FP32 = "fp32"
 # Two float16 to a register. They have three bits more than the bfloat16 of the problem, but a short range. So they hold
 # values times a power of two, which is the same for all values that are summed.
 FP16 = "fp16"
-# For `Step.takes`: packed or fp16; the form that the load leaves.
+# Each value as a sum of two bfloat16, high and low, pairs of either in registers of their own.
+SPLIT = "split"
+# For `Step.takes`: packed, fp16 or split; the form that the load leaves.
 IN_16_BITS, AS_LOADED = "in 16 bits", "as loaded"
 
 # Bytes of one register, and of one 16-byte vector, of all threads of a warp.
@@ -36,6 +38,12 @@ class Cost(NamedTuple):
     # `costmodel.LATENCIES`, and the sync of a block or cluster.
     waits: Mapping[str, int] = {}
     crossed_bytes: int = 0  # bytes from other blocks that the block waits for
+
+    def times(self, count: float) -> Cost:
+        """The cost of doing it so often; each waits for itself only once."""
+        return self._replace(
+            instructions=self.instructions * count, mma=round(self.mma * count), shared_bytes=self.shared_bytes * count
+        )
 
 
 class Step:

@@ -18,7 +18,7 @@ _CORRECTION = 0.25  # roundings, as measured: a correction changes values by a f
 
 @dataclass(frozen=True)
 class Widen(Step):
-    """Packed or fp16 → fp32, exact."""
+    """Packed, fp16 or split → fp32, exact."""
 
     says = "widen to fp32"
     takes = IN_16_BITS

@@ -7,12 +7,13 @@ from functools import cached_property
 from math import prod
 
 from hadagen.launch import Param, params_for
-from hadagen.layout import PAIR, THREAD_ELEMENTS, VECTOR_BYTES, Place, Placement, reg
+from hadagen.layout import CHUNK_BITS, PAIR, THREAD_ELEMENTS, TURN, VECTOR_BYTES, Axis, Place, Placement, reg
 from hadagen.problem import DType, Problem
 from hadagen.scale import ScaleForm
-from hadagen.steps.base import FP32, Step, mixed_chunk_bits
+from hadagen.steps.base import FP32, SPLIT, Step, mixed_chunk_bits
 from hadagen.steps.conversions import Normalize
 from hadagen.steps.exchanges import Exchange
+from hadagen.steps.matrix import Matrix
 from hadagen.steps.memory import Load
 
 # Registers of a thread besides its values: addresses, the A operands of the mma, accumulators under way.
@@ -23,6 +24,8 @@ BARRIER_BYTES = 128  # room for all mbarriers; keeps what follows aligned
 @dataclass(frozen=True)
 class Draft:
     """The steps of a problem over 2^chunk_bits chunks per warp, 2^warp_bits warps and 2^cta_bits blocks.
+
+    With a `Matrix`, a warp has so many chunks in one turn, and 2^warp_bits is the number of groups of warps.
 
     A step asks its draft about the other steps. A `Plan` is a draft that was checked.
     """
@@ -40,7 +43,31 @@ class Draft:
     @cached_property
     def loaded(self) -> Placement:
         vector_bits = self.vector_elements.bit_length() - 1
-        return Placement.standard(vector_bits, self.chunk_bits, self.warp_bits, self.cta_bits)
+        if self.matrix is None:
+            return Placement.standard(vector_bits, self.chunk_bits, self.warp_bits, self.cta_bits)
+        piece = Placement.standard(vector_bits, self.chunk_bits, 0, 0)
+        pieces = self.matrix.rows * self.problem.n // self.piece_elements
+        return Placement({**piece.axes, TURN: Axis(pieces, self.piece_elements)})
+
+    @cached_property
+    def matrix(self) -> Matrix | None:
+        """The step that multiplies by the matrix of the transform, if there is one."""
+        return next((step for step in self.steps if isinstance(step, Matrix)), None)
+
+    @property
+    def warps(self) -> int:
+        """Of a block."""
+        return (1 if self.matrix is None else self.matrix.warps(self)) << self.warp_bits
+
+    @property
+    def piece_elements(self) -> int:
+        """Elements of a tile in one warp; with a `Matrix`, in one turn of it."""
+        return 1 << CHUNK_BITS + self.chunk_bits
+
+    @property
+    def turns(self) -> float:
+        """How many pieces of a tile a warp has."""
+        return self.tile_elements / (self.piece_elements * self.warps << self.cta_bits)
 
     @property
     def vector_elements(self) -> int:
@@ -53,12 +80,12 @@ class Draft:
 
     @property
     def vectors(self) -> int:
-        """16-byte vectors of a tile in one thread."""
+        """16-byte vectors of a piece of a tile in one thread."""
         return (THREAD_ELEMENTS << self.chunk_bits) // self.vector_elements
 
     def words(self, carrier: str) -> int:
         """Registers of a thread for its share of a tile in that form."""
-        return (8 if carrier == FP32 else 4) << self.chunk_bits
+        return (8 if carrier in (FP32, SPLIT) else 4) << self.chunk_bits
 
     @cached_property
     def placements(self) -> tuple[Placement, ...]:
@@ -166,8 +193,8 @@ class Draft:
 class Footprint:
     """The shared memory and registers of a plan, or of a draft that has only the steps that take any.
 
-    Shared memory holds, in this order: barriers, staged tiles, slots that a block fills itself, slots that other blocks
-    fill, and the levels of warps. Whole rows by multicast take much room, so the slots reuse their memory.
+    Shared memory holds, in this order: barriers, or zeros beside a matrix; staged tiles; slots that a block fills itself,
+    or a tile times the matrix; slots that other blocks fill; and the levels of warps. Whole rows by multicast take much room, so the slots reuse their memory.
     """
 
     plan: Draft
@@ -178,7 +205,9 @@ class Footprint:
         loaded = 2 * dtype.bytes  # registers for a chunk
         shares = 1 if dtype is DType.FLOAT32 else self.plan.shares_loaded  # fp32 is summed vector by vector
         fetched = loaded if load.stages > 1 and not load.staged else 0
-        return OVERHEAD_REGISTERS + (max(8 if wide else 4, loaded * shares) + fetched << self.plan.chunk_bits)
+        matrix = self.plan.matrix.registers(self.plan) if self.plan.matrix else 0
+        values = max(8 if wide else 4, loaded * shares) + fetched << self.plan.chunk_bits
+        return OVERHEAD_REGISTERS + values + matrix
 
     @cached_property
     def shared_bytes(self) -> int:
@@ -186,7 +215,7 @@ class Footprint:
 
     @property
     def stages_offset(self) -> int:
-        return BARRIER_BYTES if self.plan.crosses_blocks or self.plan.load.in_bulk else 0
+        return BARRIER_BYTES if self.plan.crosses_blocks or self.plan.load.in_bulk or self.plan.matrix else 0
 
     @property
     def stage_bytes(self) -> int:
@@ -202,6 +231,11 @@ class Footprint:
         """Bytes that land in a block in one round of an exchange between blocks: a vector for each lane, chunk and
         plane, and the levels of all warps."""
         return step.planes * (32 * VECTOR_BYTES << self.plan.chunk_bits + self.plan.warp_bits) + self.levels_bytes
+
+    @property
+    def matrix_offset(self) -> int:
+        """The offset of a tile times the matrix."""
+        return self._stages_end
 
     @property
     def levels_offset(self) -> int:
@@ -222,5 +256,7 @@ class Footprint:
         return self.stages_offset if self.plan.load.multicast else self._stages_end
 
     def _slots_bytes(self, *, crossing: bool) -> int:
+        if self.plan.matrix:
+            return 0 if crossing else self.plan.matrix.shared_bytes(self.plan)
         sizes = [step.slot_bytes for step in self.plan.exchanges if step.crosses_blocks == crossing]
         return max(sizes, default=0) << self.plan.chunk_bits + self.plan.warp_bits

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hadagen.layout import MMA_MOVES, PAIR, Place, lane, reg, swaps
 from hadagen.problem import DType
 from hadagen.scale import ScaleForm
-from hadagen.steps.base import FP16, FP32, IN_16_BITS, PACKED, WARP_BYTES, Cost, Roundings, Step
+from hadagen.steps.base import FP16, FP32, IN_16_BITS, PACKED, SPLIT, WARP_BYTES, Cost, Roundings, Step
 
 if TYPE_CHECKING:
     from hadagen.steps.draft import Draft
@@ -93,6 +93,7 @@ class Mma(Step):
     # Also sums over the blocks of a cluster, each of which has loaded the whole row: transforms the bits at cta too.
     over_blocks: bool = False
     idle: int = 0  # how many of the first `operand_places` keep their bits as they are
+    ready: bool = False  # takes two parts as they are, not fp32
 
     def features(self, dtype: DType, carrier: str) -> frozenset[str]:
         # What is turned goes through movmatrix, which comes with the first mma.
@@ -110,7 +111,7 @@ class Mma(Step):
 
     @property
     def takes(self) -> str:
-        return FP32 if self.in_parts else self.operand
+        return SPLIT if self.ready else FP32 if self.in_parts else self.operand
 
     @property
     def leaves(self) -> str:
@@ -141,11 +142,13 @@ class Mma(Step):
         parts = PARTS[self.operand].get(plan.problem.io.input) if self.in_parts else 1
         if self.parts != parts:
             yield f"takes values as {self.parts} {self.operand} instead of {parts or 'another type'}"
+        if self.ready and (self.operand, self.parts) != ("bfloat16", 2):
+            yield "two bfloat16 are what is ready for it"
         if self.turned and self.operand == "tf32":
             yield "only 16-bit values are transposed on their way in"
         if self.idle and (self.operand == "tf32" or len(self.places) < 2):
             yield "it transforms two bits at least, and leaves none as it is of a tf32"
-        if any(plan.before(at).axes[place].stride >= plan.problem.n for place in self.operand_places):
+        if any(plan.before(at).axes[place].stride >= plan.problem.length for place in self.operand_places):
             yield "mixes bits beyond the row"
         if self.over_blocks:
             if self != Mma(self.reg, factor=self.factor, over_blocks=True):
@@ -178,7 +181,9 @@ class Mma(Step):
         # mma into one accumulator; beside them, instructions that split and transpose the four pairs of a chunk
         mma = self.parts * (_MMA_OF_TF32 if self.operand == "tf32" else 1)
         instructions = (
-            2 * mma + 4 * _PART_INSTRUCTIONS[self.operand, self.parts] + (4 * self.parts if self.turned else 0)
+            2 * mma
+            + (0 if self.ready else 4 * _PART_INSTRUCTIONS[self.operand, self.parts])
+            + (4 * self.parts if self.turned else 0)
         )
         shares = plan.shares_loaded if self.over_blocks else 1
         chunks = shares << plan.chunk_bits
@@ -193,7 +198,7 @@ class Mma(Step):
 
     def sentence(self, bits: str) -> str:
         packed = f", {self.accumulator} accumulators" if self.accumulator != FP32 else ""
-        how = f" as {self.parts} {self.operand}" if self.in_parts else packed
+        how = f" as {self.parts} {self.operand}" + " that are ready" * self.ready if self.in_parts else packed
         times = f", times {_FACTORS[self.factor]}" if self.factor else ""
         means = ", turned" if self.turned else ", over blocks" if self.over_blocks else ""
         rest = f", {self.idle} idle" if self.idle else ""

@@ -8,6 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hadagen.layout import Place, Placement
+from hadagen.problem import Problem
+from hadagen.reference import Operands
 
 Reals = NDArray[np.float64]
 _HADAMARD = np.array([[1.0, 1.0], [1.0, -1.0]])
@@ -16,7 +18,8 @@ _HADAMARD = np.array([[1.0, 1.0], [1.0, -1.0]])
 class Values:
     """The values at all coordinates, in float64. `tiles` has an axis for the tiles, then one for each place."""
 
-    def __init__(self, loaded: Placement, x: Reals, scale: float) -> None:
+    def __init__(self, loaded: Placement, x: Reals, scale: float, operands: Operands) -> None:
+        self._operands = operands
         self.left = scale  # the product of all factors still to come
         self._places = tuple(loaded.axes)
         # The axis of stride 1 varies fastest in memory, so a reshape has it last.
@@ -34,6 +37,21 @@ class Values:
         self.left = self.left / factor if factor != self.left else 1.0
         self.tiles = self.tiles * factor
 
+    def multiply_rows(self, problem: Problem, loaded: Placement) -> None:
+        """Multiply by the matrix of the transform, while values lie as loaded."""
+        matrix = np.asarray(self._operands["matrix"], np.float64)
+        matrix = matrix.T if self._operands["transposed"] else matrix
+        rows = self.stored(loaded)
+        self._take(loaded, (matrix @ rows.reshape(-1, problem.order, problem.length)).reshape(rows.shape))
+
+    def flip(self, problem: Problem, placement: Placement, name: str) -> None:
+        """Multiply by the signs of this name."""
+        packed = self._operands.get(name)
+        if isinstance(packed, np.ndarray):
+            signs = 1.0 - 2.0 * np.unpackbits(packed, count=problem.n, bitorder="little")
+            rows = self.stored(placement)
+            self._take(placement, (rows.reshape(-1, problem.n) * signs).reshape(rows.shape))
+
     def move(self, moves: Mapping[Place, Place]) -> None:
         back = {after: before for before, after in moves.items()}
         self.tiles = self._ordered(back.get(place, place) for place in self._places)
@@ -41,6 +59,11 @@ class Values:
     def stored(self, placement: Placement) -> Reals:
         """The values in memory order, for this placement."""
         return self._ordered(reversed([*placement.axes]))
+
+    def _take(self, placement: Placement, rows: Reals) -> None:
+        """Take values in memory order for this placement."""
+        found = Values(placement, rows, self.left, self._operands)
+        self.tiles = found._ordered(self._places)
 
     def _ordered(self, places: Iterable[Place]) -> Reals:
         """The values with their axes in the order of these places."""

@@ -35,6 +35,52 @@ HADAGEN_INLINE u32 take_power(float& scale, u32 bits) {
     return taken << 7;
 }
 
+// ---- the matrix and the signs of a transform -----------------------------------------------------------------------
+// Two bytes of −1, 0 or 1, in the lower halves of a word's halves, each times a number that is given by its 16 bits.
+HADAGEN_INLINE u32 entries_times(u32 bytes, u32 factor) {
+    return (bytes & 0x00010001u) * factor | bytes << 8 & 0x80008000u;
+}
+
+// A operand of `mma`: 16×16 entries of a matrix of −1, 0 and 1, from this row and column on, each times a number that is
+// given by its 16 bits. Beyond the matrix they are 0.
+template <u32 order>
+HADAGEN_INLINE Operand matrix_operand(const void* matrix, u32 transposed, u32 row, u32 column, u32 factor) {
+    const u32 lane = thread_index() % 32;
+    const byte* const entries = static_cast<const byte*>(matrix);
+    Operand a;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const u32 r = row + lane / 4 + i % 2 * 8, c = column + lane % 4 * 2 + i / 2 * 8;
+        u32 first = 0u, second = 0u;
+        if (r < order && c < order) {
+            if (transposed) {
+                first = load_byte(entries + c * order + r);
+                if (order % 2 == 0 || c + 1 < order) second = load_byte(entries + (c + 1) * order + r);
+            } else if (order % 2 == 0) {
+                const u32 both = load_bytes(entries + r * order + c);
+                first = both & 0xFFu, second = both >> 8;
+            } else {
+                first = load_byte(entries + r * order + c);
+                if (c + 1 < order) second = load_byte(entries + r * order + c + 1);
+            }
+        }
+        a.word[i] = entries_times(first | second << 16, factor);
+    }
+    return a;
+}
+
+// A vector of rows of n elements from number `at` on, times the signs of a row; null for none.
+template <class T, u32 n> HADAGEN_INLINE Vec16 flip_signs(Vec16 v, const void* signs, u32 at) {
+    if (!signs) return v;
+    u32 bits = load_byte(static_cast<const byte*>(signs) + at % n / 8);
+    if (n < 8) bits = (bits & (1u << n) - 1) * (0xFFu / ((1u << n) - 1));
+    else bits >>= at % 8;
+#pragma unroll
+    for (int w = 0; w < 4; ++w)
+        v.word[w] ^= T::bytes == 4 ? bits << (31 - w) & 0x80000000u : (bits | bits << 15) << (15 - 2 * w) & 0x80008000u;
+    return v;
+}
+
 // ---- butterflies ---------------------------------------------------------------------------------------------------
 // other + value where the lane bit is 0, other − value where it is 1: one output of a butterfly across lanes.
 template <class T> HADAGEN_INLINE u32 butterfly_lane(u32 value, u32 other, bool lane_bit) {

@@ -55,6 +55,10 @@ template <class T> HADAGEN_INLINE void store_element(void* global, Vec16 v, int 
     else *static_cast<u16*>(global) = u16(v.word[i / 2] >> (16 * (i % 2)));
 }
 
+// One byte, or two at an even address, not of x or y.
+HADAGEN_INLINE u32 load_byte(const void* global) { return *static_cast<const byte*>(global); }
+HADAGEN_INLINE u32 load_bytes(const void* global) { return *static_cast<const u16*>(global); }
+
 // ---- packed pairs --------------------------------------------------------------------------------------------------
 template <class T> HADAGEN_INLINE u32 pack(float low, float high);
 #if __CUDA_ARCH__ >= 800
@@ -286,6 +290,7 @@ HADAGEN_INLINE void trigger_dependents() { asm volatile("griddepcontrol.launch_d
 // ---- the block and the cluster -------------------------------------------------------------------------------------
 HADAGEN_INLINE u32 shared_address(const void* shared) { return u32(__cvta_generic_to_shared(shared)); }
 
+HADAGEN_INLINE void warp_sync() { __syncwarp(); }
 HADAGEN_INLINE void block_sync() { __syncthreads(); }
 
 HADAGEN_INLINE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
@@ -295,6 +300,23 @@ HADAGEN_INLINE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.
 
 HADAGEN_INLINE Vec16 shared_load16(const byte* shared) { return *reinterpret_cast<const Vec16*>(shared); }
 HADAGEN_INLINE void shared_store16(byte* shared, Vec16 v) { *reinterpret_cast<Vec16*>(shared) = v; }
+HADAGEN_INLINE void shared_store8(byte* shared, u32 first, u32 second) {
+    asm volatile("st.shared.v2.b32 [%0], {%1,%2};" ::"r"(shared_address(shared)), "r"(first), "r"(second) : "memory");
+}
+HADAGEN_INLINE void shared_store4(byte* shared, u32 word) { *reinterpret_cast<u32*>(shared) = word; }
+
+// Four 8×8 matrices of 16-bit elements, whose rows the lanes point at, as the operands of an mma (ldmatrix): `rows` as A,
+// `columns` transposed, as B.
+#define HADAGEN_LOAD_MATRICES(name, how)                                                                               \
+    HADAGEN_INLINE void name(u32 (&words)[4], const byte* row) {                                                       \
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4" how ".shared.b16 {%0,%1,%2,%3}, [%4];"                            \
+                     : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])                                  \
+                     : "r"(shared_address(row))                                                                        \
+                     : "memory");                                                                                      \
+    }
+HADAGEN_LOAD_MATRICES(load_rows, "")
+HADAGEN_LOAD_MATRICES(load_columns, ".trans")
+#undef HADAGEN_LOAD_MATRICES
 
 // ---- asynchronous copies -------------------------------------------------------------------------------------------
 HADAGEN_INLINE void cp_async16(byte* shared, const void* global) {

@@ -110,28 +110,40 @@ bool in_order(const Stamp& access) {
 
 Stamp stamp_now() {
     const Thread& thread = *m.running;
-    return {Stamp::thread,        thread.who,           thread.rank, thread.clock.block_syncs,
-            thread.clock.arrivals, thread.clock.fences};
+    return {Stamp::thread,          thread.who,
+            thread.rank,            thread.clock.warp_syncs,
+            thread.clock.block_syncs, thread.clock.arrivals,
+            thread.clock.fences};
 }
 
-void note_read(u32 rank, u32 offset) {
-    Cell& cell = m.blocks[rank].memory.cells[offset / vector_bytes];
-    if (cell.write.by == Stamp::nobody) ++m.report->uninitialized_reads;
-    if (!in_order(cell.write)) race("reads", offset, cell.write, "has written");
-    Stamp now = stamp_now();
-    if (!in_order(cell.read)) {
-        now.by = Stamp::several_threads;
-        now.fences = std::max(now.fences, cell.read.fences);
-        now.arrivals = std::max(now.arrivals, cell.read.arrivals);
-    }
-    cell.read = now;
+// The cells of so many bytes.
+template <class Note> void for_cells(u32 rank, u32 offset, u32 bytes, Note note) {
+    for (u32 at = offset; at < offset + bytes; at += word_bytes) note(m.blocks[rank].memory.cells[at / word_bytes], at);
 }
 
-void note_write(u32 rank, u32 offset, const Stamp& stamp) {
-    Cell& cell = m.blocks[rank].memory.cells[offset / vector_bytes];
-    if (!in_order(cell.write)) race("writes", offset, cell.write, "has written");
-    if (!in_order(cell.read)) race("writes", offset, cell.read, "has read");
-    cell = {stamp, Stamp{}};
+void note_read(u32 rank, u32 offset, u32 bytes) {
+    bool uninitialized = false;
+    const Stamp stamp = stamp_now();
+    for_cells(rank, offset, bytes, [&](Cell& cell, u32 at) {
+        uninitialized |= cell.write.by == Stamp::nobody;
+        if (!in_order(cell.write)) race("reads", at, cell.write, "has written");
+        Stamp now = stamp;
+        if (!in_order(cell.read)) {
+            now.by = Stamp::several_threads;
+            now.fences = std::max(now.fences, cell.read.fences);
+            now.arrivals = std::max(now.arrivals, cell.read.arrivals);
+        }
+        cell.read = now;
+    });
+    m.report->uninitialized_reads += uninitialized;
+}
+
+void note_write(u32 rank, u32 offset, u32 bytes, const Stamp& stamp) {
+    for_cells(rank, offset, bytes, [&](Cell& cell, u32 at) {
+        if (!in_order(cell.write)) race("writes", at, cell.write, "has written");
+        if (!in_order(cell.read)) race("writes", at, cell.read, "has read");
+        cell = {stamp, Stamp{}};
+    });
 }
 
 // Another block is stored or copied to.
@@ -145,8 +157,7 @@ void reach(u32 rank, const char* does) {
 // A copy to the shared memory of block `rank` begins: until it has landed, the bytes are nobody's to touch.
 void begin_copy(u32 rank, byte* shared, u32 bytes) {
     const u32 offset = shared_offset(shared, bytes, vector_bytes);
-    for (u32 at = 0; at < bytes; at += vector_bytes)
-        note_write(rank, offset + at, {Stamp::copy_under_way, m.running->who, self->rank});
+    note_write(rank, offset, bytes, {Stamp::copy_under_way, m.running->who, self->rank});
     SharedMemory::poison(m.blocks[rank].memory.base + offset, bytes);
     m.running->touched_shared = true;
 }
@@ -160,7 +171,8 @@ void end_copy(const Arrival& arrival, const Stamp& stamp) {
         std::memcpy(arrival.shared, arrival.shared_bytes->data(), arrival.bytes);
     } else if (arrival.global) read_global(arrival.shared, arrival.global, arrival.bytes);
     else std::memcpy(arrival.shared, &arrival.vector, sizeof arrival.vector);
-    for (u32 at = 0; at < arrival.bytes; at += vector_bytes) m.block().memory.cell(arrival.shared + at).write = stamp;
+    const u32 offset = u32(arrival.shared - m.block().memory.base);
+    for_cells(self->rank, offset, arrival.bytes, [&](Cell& cell, u32) { cell.write = stamp; });
 }
 
 // A thread of block `rank` that may have made this access and has called no bulk_copy_fence since; null where there is
@@ -177,14 +189,13 @@ const Thread* unfenced(u32 rank, const Stamp& access) {
 // A bulk copy to the shared memory of block `rank` begins.
 void begin_bulk_copy(u32 rank, byte* shared, const void* global, u32 bytes) {
     const u32 offset = shared_offset(shared, bytes, vector_bytes);
-    for (u32 at = 0; at < bytes; at += vector_bytes) {
-        const Cell& cell = m.blocks[rank].memory.cells[(offset + at) / vector_bytes];
-        if (!in_order(cell.read) || !in_order(cell.write)) continue;  // a race, as begin_copy will find
+    for_cells(rank, offset, bytes, [&](const Cell& cell, u32 at) {
+        if (!in_order(cell.read) || !in_order(cell.write)) return;  // a race, as begin_copy will find
         for (const Stamp& access : {cell.read, cell.write})
             if (const Thread* const toucher = unfenced(rank, access))
                 fail("%s copies over byte %u of shared memory, which %s has touched with no bulk_copy_fence since",
-                     Name(m.running->who).text, offset + at, Name(toucher->who).text);
-    }
+                     Name(m.running->who).text, at, Name(toucher->who).text);
+    });
     begin_copy(rank, shared, bytes);
     element(global, bytes, m.x, m.launch.x_pitch, "loads", "x");
 }
@@ -200,7 +211,7 @@ u32 barrier_at(u32 rank, const u64* address) {
     const SharedMemory& memory = m.blocks[rank].memory;
     for (u32 b = 0; b < memory.barriers.size(); ++b)
         if (reinterpret_cast<const byte*>(memory.barriers[b].address) == memory.base + offset) {
-            note_read(rank, offset);
+            note_read(rank, offset, sizeof *address);
             return b;
         }
     fail("%s uses an mbarrier that was not initialized", Name(m.running->who).text);
@@ -241,7 +252,7 @@ void store(void* global, const void* from, i64 bytes) {
 Vec16 shared_load(const byte* shared) {
     step();
     const u32 offset = shared_offset(shared, vector_bytes, vector_bytes);
-    note_read(self->rank, offset);
+    note_read(self->rank, offset, vector_bytes);
     m.running->touched_shared = true;
     m.warp().shared.add(self->thread % warp_lanes, offset);
     Vec16 v;
@@ -249,13 +260,13 @@ Vec16 shared_load(const byte* shared) {
     return v;
 }
 
-void shared_store(byte* shared, const Vec16& v) {
+void shared_store(byte* shared, const void* from, u32 bytes) {
     step();
-    const u32 offset = shared_offset(shared, vector_bytes, vector_bytes);
-    note_write(self->rank, offset, stamp_now());
+    const u32 offset = shared_offset(shared, bytes, bytes);
+    note_write(self->rank, offset, bytes, stamp_now());
     m.running->touched_shared = true;
-    m.warp().shared.add(self->thread % warp_lanes, offset);
-    std::memcpy(shared, &v, sizeof v);
+    m.warp().shared.add(self->thread % warp_lanes, offset, bytes);
+    std::memcpy(shared, from, bytes);
 }
 
 void copy_async(byte* shared, const void* global) {
@@ -285,7 +296,7 @@ void barrier_init(const u64* barrier) {
     for (const Barrier& other : barriers)
         if (other.address == barrier) fail("%s initializes an mbarrier again", Name(m.running->who).text);
     if (barriers.size() == max_barriers) fail("a block has more than %d mbarriers", max_barriers);
-    note_write(self->rank, offset, stamp_now());
+    note_write(self->rank, offset, sizeof *barrier, stamp_now());
     barriers.push_back({barrier});
 }
 

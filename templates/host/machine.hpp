@@ -24,8 +24,12 @@ u32 shuffle(u32 value, u32 from_lane);
 // once to fp32.
 void mma(float (&d)[4], const float (&a)[8], const float (&b)[4]);
 void mma(float (&d)[4], const float (&a)[4], const float (&b)[2]);
+// Each lane gives a row of an 8×8 matrix of 16-bit elements, lanes 8i … 8i + 7 those of matrix i. It gets elements
+// 2t and 2t + 1 of row `group` of each matrix, group = lane / 4, t = lane % 4; `turned`: those of column `group`.
+void spread_rows(const Vec16& row, u32 (&words)[4], bool turned);
 
-// Collectives of the block and the cluster.
+// Collectives of the warp, the block and the cluster that order accesses to memory.
+void warp_sync();
 void block_sync();
 void cluster_arrive();
 void cluster_arrive_relaxed();  // before the thread touches shared memory
@@ -37,9 +41,9 @@ void trigger_dependents();
 void load(void* into, const void* global, i64 bytes);
 void store(void* global, const void* from, i64 bytes);
 
-// Shared memory, 16 bytes at a time.
+// Shared memory. Loads take 16 bytes, stores a whole number of words.
 Vec16 shared_load(const byte* shared);
-void shared_store(byte* shared, const Vec16& v);
+void shared_store(byte* shared, const void* from, u32 bytes);
 
 // Asynchronous copies. The bytes read as NaN until the thread has waited.
 void copy_async(byte* shared, const void* global);

@@ -1,4 +1,4 @@
-// What is known of memory while a kernel runs: who touched each 16 bytes of shared memory and when, which elements of
+// What is known of memory while a kernel runs: who touched each word of shared memory and when, which elements of
 // global memory were written, and what the accesses of a warp cost.
 #pragma once
 
@@ -13,13 +13,14 @@
 namespace hadagen::machine {
 
 constexpr u32 vector_bytes = 16;
+constexpr u32 word_bytes = 4;  // the least that kernels store to shared memory
 constexpr int warp_lanes = 32;
 constexpr int max_barriers = 8;  // mbarriers of one block
 
 // ---- races ---------------------------------------------------------------------------------------------------------
 // How far a thread has come, in numbers that other threads' accesses are compared with.
 struct Clock {
-    u32 block_syncs = 0;
+    u32 warp_syncs = 0, block_syncs = 0;
     u32 arrivals = 0, waits = 0;           // at the cluster barrier
     u32 fences = 0;                        // before bulk copies
     std::array<u32, max_barriers> landed{};  // phases of each mbarrier of its block that it has waited for
@@ -30,7 +31,8 @@ struct Stamp {
     enum By : byte { nobody, thread, several_threads, copy_under_way, landed } by = nobody;
     u32 who = 0;          // the thread, numbered in its cluster; of what has landed, the first that waited for it
     u32 rank = 0;         // the block of the thread
-    u32 block_syncs = 0;  // of the thread's clock
+    u32 warp_syncs = 0;   // of the thread's clock
+    u32 block_syncs = 0;
     u32 arrivals = 0;
     u32 fences = 0;
     u32 barrier = 0;  // of what has landed
@@ -38,12 +40,13 @@ struct Stamp {
 };
 
 // Whether an access is over, and seen to be, when thread `who` of block `rank` is at `now`. A thread that has passed
-// the block_sync or cluster_wait that another has reached after its access comes after that access. (Barriers of two
+// the warp_sync, block_sync or cluster_wait that another has reached after its access comes after that access. (Barriers of two
 // kinds in a chain are not followed where a thread arrives at one kind, touches memory, and then waits for the other.)
 inline bool happened_before(const Stamp& access, u32 who, u32 rank, const Clock& now) {
     if (access.by == Stamp::nobody) return true;
     if (access.by == Stamp::copy_under_way) return false;
-    if (access.by == Stamp::thread && access.who == who) return true;
+    const bool same_warp = access.by == Stamp::thread && access.who / warp_lanes == who / warp_lanes;
+    if (same_warp && (access.who == who || now.warp_syncs > access.warp_syncs)) return true;
     const bool same_block = access.rank == rank;
     if (access.by == Stamp::landed && same_block && now.landed[access.barrier] >= access.phase) return true;
     return (same_block && now.block_syncs > access.block_syncs) || now.waits > access.arrivals;
@@ -75,7 +78,7 @@ struct Barrier {
 
 struct SharedMemory {
     std::vector<Vec16> storage;
-    std::vector<Cell> cells;
+    std::vector<Cell> cells;  // one for each word
     std::vector<Barrier> barriers;
     byte* base = nullptr;
 
@@ -85,14 +88,13 @@ struct SharedMemory {
         const u64 address = reinterpret_cast<u64>(storage.data());
         base = reinterpret_cast<byte*>(storage.data()) + (alignment - address % alignment) % alignment;
         poison(base, bytes);
-        cells.assign((bytes + vector_bytes - 1) / vector_bytes, Cell{});
+        cells.assign((bytes + word_bytes - 1) / word_bytes, Cell{});
         barriers.clear();
         barriers.reserve(max_barriers);  // references to them stay good
     }
     // All ones is a NaN in every format.
     static void poison(byte* at, u32 bytes) { std::memset(at, 0xFF, bytes); }
 
-    Cell& cell(const byte* at) { return cells[u64(at - base) / vector_bytes]; }
 };
 
 // ---- the cost of a warp's accesses ---------------------------------------------------------------------------------
@@ -101,15 +103,18 @@ struct SharedMemory {
 class WarpAccesses {
    public:
     static constexpr i64 none = -1;
-    using Row = std::array<i64, warp_lanes>;  // byte address for each lane
+    struct Row {
+        std::array<i64, warp_lanes> addresses;  // of the bytes of each lane
+        u32 bytes;                              // that a lane accesses
+    };
 
-    void add(u32 lane, i64 address) {
+    void add(u32 lane, i64 address, u32 bytes = vector_bytes) {
         const u32 row = counts_[lane]++;
         if (row == rows_.size()) {
-            rows_.emplace_back();
-            rows_.back().fill(none);
+            rows_.push_back({{}, bytes});
+            rows_.back().addresses.fill(none);
         }
-        rows_[row][lane] = address;
+        rows_[row].addresses[lane] = address;
     }
 
     template <class Count> void flush(Count count) {
@@ -123,20 +128,21 @@ class WarpAccesses {
     std::array<u32, warp_lanes> counts_{};
 };
 
-// 16-byte accesses to shared memory are served eight lanes at a time; each of eight groups of banks gives one 16-byte
-// address a wavefront.
+// Accesses to shared memory are served 128 bytes at a time: 16-byte ones of eight lanes, smaller ones of more. Each group
+// of banks as wide as an access gives one address a wavefront.
 inline void count_wavefronts(const WarpAccesses::Row& row, Report& report) {
-    constexpr int quarter = 8;
-    for (int first = 0; first < warp_lanes; first += quarter) {
-        std::array<i64, quarter> seen;
-        std::array<int, quarter> in_group{};
+    const int together = 128 / row.bytes;
+    for (int first = 0; first < warp_lanes; first += together) {
+        std::array<i64, warp_lanes> seen;
+        std::array<int, warp_lanes> in_group{};
         int distinct = 0, wavefronts = 0;
-        for (int lane = first; lane < first + quarter; ++lane) {
-            if (row[lane] == WarpAccesses::none) continue;
+        for (int lane = first; lane < first + together; ++lane) {
+            const i64 address = row.addresses[lane];
+            if (address == WarpAccesses::none) continue;
             const auto end = seen.begin() + distinct;
-            if (std::find(seen.begin(), end, row[lane]) != end) continue;
-            seen[distinct++] = row[lane];
-            wavefronts = std::max(wavefronts, ++in_group[row[lane] / vector_bytes % quarter]);
+            if (std::find(seen.begin(), end, address) != end) continue;
+            seen[distinct++] = address;
+            wavefronts = std::max(wavefronts, ++in_group[address / row.bytes % together]);
         }
         report.wavefronts += wavefronts;
         report.bank_conflicts += std::max(0, wavefronts - 1);
@@ -146,9 +152,9 @@ inline void count_wavefronts(const WarpAccesses::Row& row, Report& report) {
 // Global memory is moved in sectors of 32 bytes.
 inline void count_sectors(WarpAccesses::Row row, Report& report) {
     constexpr int sector_bytes = 32;
-    std::sort(row.begin(), row.end());
+    std::sort(row.addresses.begin(), row.addresses.end());
     i64 vectors = 0, sectors = 0, last = WarpAccesses::none;
-    for (const i64 address : row) {
+    for (const i64 address : row.addresses) {
         if (address == WarpAccesses::none || address == last) continue;
         ++vectors;
         sectors += last == WarpAccesses::none || address / sector_bytes != last / sector_bytes;

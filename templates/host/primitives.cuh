@@ -39,6 +39,18 @@ template <class T> HADAGEN_INLINE void store_element(void* global, Vec16 v, int 
     machine::store(global, reinterpret_cast<const byte*>(&v) + i * T::bytes, T::bytes);
 }
 
+// One byte, or two at an even address, not of x or y.
+HADAGEN_INLINE u32 load_byte(const void* global) {
+    byte value;
+    machine::load(&value, global, sizeof value);
+    return value;
+}
+HADAGEN_INLINE u32 load_bytes(const void* global) {
+    u16 value;
+    machine::load(&value, global, sizeof value);
+    return value;
+}
+
 // ---- packed pairs --------------------------------------------------------------------------------------------------
 template <class T> HADAGEN_INLINE u32 encode_pair(double low, double high) {
     return encode<T>(low) | u32(encode<T>(high)) << 16;
@@ -174,13 +186,28 @@ template <class T> HADAGEN_INLINE void mma(u32 (&d)[2], const Operand& a, u32 b0
 // ---- the block and the cluster -------------------------------------------------------------------------------------
 HADAGEN_INLINE void grid_dependency_sync() { machine::grid_dependency_sync(); }
 HADAGEN_INLINE void trigger_dependents() { machine::trigger_dependents(); }
+HADAGEN_INLINE void warp_sync() { machine::warp_sync(); }
 HADAGEN_INLINE void block_sync() { machine::block_sync(); }
 HADAGEN_INLINE void cluster_arrive() { machine::cluster_arrive(); }
 HADAGEN_INLINE void cluster_arrive_relaxed() { machine::cluster_arrive_relaxed(); }
 HADAGEN_INLINE void cluster_wait() { machine::cluster_wait(); }
 
 HADAGEN_INLINE Vec16 shared_load16(const byte* shared) { return machine::shared_load(shared); }
-HADAGEN_INLINE void shared_store16(byte* shared, Vec16 v) { machine::shared_store(shared, v); }
+HADAGEN_INLINE void shared_store16(byte* shared, Vec16 v) { machine::shared_store(shared, &v, sizeof v); }
+HADAGEN_INLINE void shared_store8(byte* shared, u32 first, u32 second) {
+    const u32 words[2] = {first, second};
+    machine::shared_store(shared, words, sizeof words);
+}
+HADAGEN_INLINE void shared_store4(byte* shared, u32 word) { machine::shared_store(shared, &word, sizeof word); }
+
+// Four 8×8 matrices of 16-bit elements, whose rows the lanes point at, as the operands of an mma (ldmatrix): `rows` as A,
+// `columns` transposed, as B.
+HADAGEN_INLINE void load_rows(u32 (&words)[4], const byte* row) {
+    machine::spread_rows(machine::shared_load(row), words, false);
+}
+HADAGEN_INLINE void load_columns(u32 (&words)[4], const byte* row) {
+    machine::spread_rows(machine::shared_load(row), words, true);
+}
 
 // ---- asynchronous copies -------------------------------------------------------------------------------------------
 HADAGEN_INLINE void cp_async16(byte* shared, const void* global) { machine::copy_async(shared, global); }

@@ -10,7 +10,7 @@
 namespace hadagen::machine {
 
 // Where a thread waits; compared as pointers.
-inline constexpr char at_shuffle[] = "shuffle", at_mma[] = "mma", at_block_sync[] = "block_sync",
+inline constexpr char at_shuffle[] = "shuffle", at_mma[] = "mma", at_rows[] = "ldmatrix", at_warp_sync[] = "warp_sync", at_block_sync[] = "block_sync",
                       at_cluster_wait[] = "cluster_wait", at_barrier_wait[] = "barrier_wait", ended[] = "ended";
 
 struct AsyncCopy {
