@@ -61,8 +61,10 @@ def test_bench_prints_one_table(fake_gpu: None) -> None:
     key = "n4-float32-accurate-pitched"
     advice = f"to make some: hadagen tune --arch sm90 --problem {key}"
     assert said == f"no bundle has kernels of {key} for Test GPU (sm90); {advice}"
-    said = sentence(run("bench", "--n", "14336", "--numerics", "fast"), 1)
-    assert said.startswith("no bundle has kernels of n14336-k28-float16-fast for Test GPU (sm90); to make some: ")
+    for asked in ("n14336-k28-float16-fast", "n14336-k28-signed-float16-fast"):
+        said = sentence(run("bench", "--problem", asked), 1)
+        advice = "to make some: hadagen tune --arch sm90 --problem n14336-k28-float16-fast"
+        assert said == f"no bundle has kernels of {asked} for Test GPU (sm90); {advice}"
 
     FakeDevice.peers |= {"one": 3.0, "other": 2.0}
     printed = succeed(*BENCH, "--inplace")
