@@ -236,6 +236,16 @@ def test_a_correct_kernel_with_a_matrix_or_signs_passes(problem: Problem) -> Non
     assert verdict.errors["normal"] == pytest.approx(ONE_ROUNDING[problem.io.input], rel=0.05)
 
 
+@pytest.mark.parametrize("problem", [Problem.of(1792, DType.BFLOAT16, order=28), WITH_OPERANDS[0]])
+def test_neighboring_tiles_differ_with_a_matrix_too(problem: Problem) -> None:
+    from hadagen.measure.verify import _cases, operand_sets
+
+    sets = operand_sets(problem)
+    cases = _cases(problem, sets)
+    assert all(len(case.bits) % 2 for case in cases.values())
+    assert {key.operands for key in cases if key.input_class == "normal"} == set(range(len(sets)))
+
+
 @pytest.mark.parametrize(
     ("fault", "says", "order", "signed"),
     [
