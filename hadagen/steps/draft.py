@@ -221,7 +221,12 @@ class Footprint:
     def stage_bytes(self) -> int:
         """Bytes of one staged tile, as far as a block loads it."""
         plan = self.plan
-        return plan.shares_loaded * plan.block_elements * plan.problem.io.input.bytes if plan.load.staged else 0
+        if not plan.load.staged:
+            return 0
+        elements = plan.shares_loaded * plan.block_elements
+        if plan.matrix and (gap := plan.matrix.gap(plan)):
+            elements += elements // gap
+        return -(-elements * plan.problem.io.input.bytes // VECTOR_BYTES) * VECTOR_BYTES
 
     def exchange_offset(self, step: Exchange) -> int:
         """The offset of its slots. Slots that other blocks fill are separate, so that they are free from the start."""

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 ORDER_STEP = 16  # rows and columns of the matrix in an operand of an mma
 COLUMNS = 8  # columns of a row, seen as an order × length matrix, that an mma multiplies
 OPERAND_REGISTERS = 4
+VECTORS_OF_BANKS = 8  # 16-byte vectors that all banks hold
 # The sums of up to 428 values of a bfloat16 outgrow no fp32 if each is times 2^-9, which is taken from the scale.
 SUMS_POWER = 9
 # Sums that are under way at once in a warp, so that an mma need not wait for the one before it.
@@ -97,7 +98,12 @@ class Matrix(Step):
     def shared_bytes(self, plan: Draft) -> int:
         """For A·X, besides what the load has staged."""
         planes = 2 if self.carrier == SPLIT else 1
-        return plan.tile_elements * plan.problem.io.input.bytes * (planes - self.in_place(plan))
+        return plan.footprint.stage_bytes * (planes - self.in_place(plan))
+
+    def gap(self, plan: Draft) -> int:
+        """The number of vectors in shared memory after which one is left out; 0 for none. So eight rows of X have the
+        same column in eight groups of banks."""
+        return 0 if plan.problem.length == 1 else max(VECTORS_OF_BANKS, plan.problem.length // COLUMNS)
 
     def column_groups(self, plan: Draft) -> int:
         """Of a tile; with a length of 1, groups of 16 rows."""
@@ -130,10 +136,7 @@ class Matrix(Step):
             "slabs": self.slabs,
             "at_once": at_once,
             "columns": columns,  # vectors of a row of X
-            # The number of the vector in a row is exchanged with bits of the number of the row, so that the same column
-            # of eight rows of X lies in eight groups of banks.
-            "shift": max(0, 3 - columns.bit_length() + 1),
-            "mask": min(7, columns - 1) if columns else 0,
+            "gap": self.gap(plan),
             "operands": self.operands(plan),
             # Operands of B that each load of four 8×8 matrices is for.
             "reads": [min(2, self.operands(plan) - first) for first in range(0, self.operands(plan), 2)],

@@ -36,9 +36,10 @@ HADAGEN_INLINE u32 take_power(float& scale, u32 bits) {
 }
 
 // ---- the matrix and the signs of a transform -----------------------------------------------------------------------
-// Two bytes of −1, 0 or 1, in the lower halves of a word's halves, each times a number that is given by its 16 bits.
+// Two bytes of −1, 0 or 1, each times a number that is given by its 16 bits.
 HADAGEN_INLINE u32 entries_times(u32 bytes, u32 factor) {
-    return (bytes & 0x00010001u) * factor | bytes << 8 & 0x80008000u;
+    const u32 apart = bytes | bytes << 8;
+    return (apart & 0x00010001u) * factor | (bytes << 8 & 0x8000u | bytes << 16 & 0x80000000u);
 }
 
 // A operand of `mma`: 16×16 entries of a matrix of −1, 0 and 1, from this row and column on, each times a number that is
@@ -51,20 +52,16 @@ HADAGEN_INLINE Operand matrix_operand(const void* matrix, u32 transposed, u32 ro
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         const u32 r = row + lane / 4 + i % 2 * 8, c = column + lane % 4 * 2 + i / 2 * 8;
-        u32 first = 0u, second = 0u;
+        u32 both = 0u;
         if (r < order && c < order) {
-            if (transposed) {
-                first = load_byte(entries + c * order + r);
-                if (order % 2 == 0 || c + 1 < order) second = load_byte(entries + (c + 1) * order + r);
-            } else if (order % 2 == 0) {
-                const u32 both = load_bytes(entries + r * order + c);
-                first = both & 0xFFu, second = both >> 8;
-            } else {
-                first = load_byte(entries + r * order + c);
-                if (c + 1 < order) second = load_byte(entries + r * order + c + 1);
+            if (order % 2 == 0 && !transposed) both = load_bytes(entries + r * order + c);
+            else {
+                both = load_byte(entries + (transposed ? c * order + r : r * order + c));
+                if (order % 2 == 0 || c + 1 < order)
+                    both |= load_byte(entries + (transposed ? (c + 1) * order + r : r * order + c + 1)) << 8;
             }
         }
-        a.word[i] = entries_times(first | second << 16, factor);
+        a.word[i] = entries_times(both, factor);
     }
     return a;
 }
