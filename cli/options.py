@@ -298,9 +298,7 @@ def parse_sizes(texts: Iterable[str], k: str = AUTO) -> list[Transform]:
             )
         if low.n > high.n:
             raise UsageError(f"--n {text!r} is an empty range; write the smaller size first, as in {high.n}-{low.n}")
-        sizes.update(
-            Transform(low.n << m, low.order) for m in range(high.length.bit_length() - low.length.bit_length() + 1)
-        )
+        sizes.update(parse_transform(low.n << m, k) for m in range((high.n // low.n).bit_length()))
     return sorted(sizes)
 
 

@@ -97,9 +97,7 @@ def costs_of(plan: Plan) -> list[Cost]:
     costs = [step.cost(plan, carrier) for step, carrier in zip(plan.steps, plan.carriers, strict=False)]
     if plan.matrix is None:
         return costs
-    return [
-        cost if step is plan.matrix else cost.times(plan.turns) for step, cost in zip(plan.steps, costs, strict=True)
-    ]
+    return [cost if step is plan.matrix else cost.times(plan.turns) for step, cost in zip(plan.steps, costs, strict=True)]
 
 
 def copy_us(arch: Arch, copied_bytes: int, destination: Destination, cache: Cache) -> float:
