@@ -25,8 +25,7 @@ LAUNCH = LaunchSpec(threads=256, cluster=1, shared_bytes=0, tile_elements=4096, 
 def launch_for(problem: Problem) -> LaunchSpec:
     """Of a kernel that takes what those of this problem do."""
     params = params_for(problem)
-    rows = -(-LAUNCH.tile_elements // problem.n)
-    return replace(LAUNCH, tile_elements=rows * problem.n, params=params)
+    return replace(LAUNCH, tile_elements=max(LAUNCH.tile_elements // problem.n, 1) * problem.n, params=params)
 
 
 def make_kernel(cubin: bytes = b"cubin", **fields: Any) -> Kernel:
