@@ -14,7 +14,15 @@ from hadagen.cli.between import between
 from hadagen.cli.calls import calls
 from hadagen.cli.device import find_device, measuring, no_kernels, refusal, runnable
 from hadagen.cli.groups import Group
-from hadagen.cli.output import counted, print_json, print_table, report_failures, say, until_interrupted
+from hadagen.cli.output import (
+    counted,
+    operand_words,
+    print_json,
+    print_table,
+    report_failures,
+    say,
+    until_interrupted,
+)
 from hadagen.errors import DeviceError, UsageError
 from hadagen.problem import Numerics, Problem, Rows
 from hadagen.trial import Outcome
@@ -80,21 +88,23 @@ def kernels(
     """Time the known winners, beside a plain copy of the same bytes.
 
     With neither --hot nor --cold the data lies in L2 where it fits in half of it, and in device memory otherwise.
-    Pitched rows have three quarters of n elements. Needs a compiler, for the copy kernel. Other libraries are timed too
-    where they are installed, by the same method within the same seconds: fast_hadamard_transform, and HadaCore as
-    faster_hadamard_transform.
+    Pitched rows have three quarters of n elements. With a matrix, the whole rows nearest to a size are timed. Needs a
+    compiler, for the copy kernel. Other libraries are timed too where they are installed, by the same method within the
+    same seconds: fast_hadamard_transform, and HadaCore as faster_hadamard_transform. With a matrix these are products
+    by PyTorch, behind H by a product or by fast_hadamard_transform, or of the whole.
 
     Errors are those on normal inputs, ‖out − ref‖ / ‖ref‖ against float64.
     """
-    from hadagen.regimes import Cache
+    from hadagen.regimes import Cache, timed_elements
 
     environment, target = find_device(device)
-    asked = list(product(problems, elements, destinations))
+    named = product(problems, elements, destinations)
+    asked = list(dict.fromkeys((problem, timed_elements(problem, count), way) for problem, count, way in named))
     caches = [cache for cache, wanted in ((Cache.HOT, hot), (Cache.COLD, cold)) if wanted]
     choices = list(_choose(asked, caches, target, environment.l2_bytes))
     if not choices:
         if not any(_found(asked, target)):
-            raise no_kernels(target)
+            raise no_kernels(target, problems)
         raise UsageError(
             f"nothing is timed at {options.short_list(elements)} elements of these problems; give --elements of at "
             "least one row, and leave out --hot and --cold where the data is too large or too small for them"
@@ -106,7 +116,7 @@ def kernels(
         if as_json:
             print_json({"gpu": environment.gpu, "driver": environment.driver, "results": rows})
         else:
-            _print(environment.gpu, rows, bool(caches))
+            _print(environment.gpu, rows, elements, bool(caches))
     report_failures(failures, DeviceError)
 
 
@@ -135,7 +145,7 @@ def _choose(
     from hadagen.regimes import deciding_cache
 
     for problem, elements, destination, found in _found(asked, target):
-        if elements < problem.n:
+        if not elements:
             continue
         for cache in caches or [deciding_cache(problem, elements, destination, l2_bytes)]:
             cell = Cell(elements, destination, cache)
@@ -150,7 +160,7 @@ def _found(
     from hadagen.runtime.choose import choose_from_bundles
 
     for problem, elements, destination in asked:
-        entry, bundle = choose_from_bundles(problem, destination, elements, target)[1] or (None, None)
+        entry, bundle = choose_from_bundles(problem, destination, elements or problem.n, target)[1] or (None, None)
         if entry and bundle and entry.arch == target.arch:
             yield problem, elements, destination, (entry, bundle)
 
@@ -214,8 +224,11 @@ def _row(library: str, problem: Problem, cell: Cell, us: float, copy_us: float, 
     return dict(zip(COLUMNS, (library, *where, us, copy_us, copy_us / us, error, kernel), strict=True))
 
 
-def _print(gpu: str, rows: Sequence[Row], by_regime: bool) -> None:
-    """A table for each dtype, numerics, kind of rows and destination, and for each regime if any was asked for."""
+def _print(gpu: str, rows: Sequence[Row], elements: Sequence[int], by_regime: bool) -> None:
+    """A table for each dtype, numerics, kind of rows, matrix and destination, and for each regime if any was asked for.
+    A column shows the rows that were timed for one of the sizes asked for."""
+    from hadagen.regimes import timed_elements
+
     ours = [row for row in rows if row["library"] == OURS]
     others: dict[tuple[Any, ...], dict[str, Row]] = {}
     for row in rows:
@@ -224,16 +237,22 @@ def _print(gpu: str, rows: Sequence[Row], by_regime: bool) -> None:
     tables: dict[tuple[str, ...], list[Row]] = {}
     for row in ours:
         regime = [row["cache"]] if by_regime else []
-        io = Problem.parse(row["problem"]).io
+        problem = Problem.parse(row["problem"])
+        io = problem.io
         rows_lie = [] if io.rows is Rows.CONTIGUOUS else [io.rows.value]
-        key = (io.input.value, io.numerics.value, *rows_lie, row["destination"], *regime)
+        key = (io.input.value, io.numerics.value, *rows_lie, *operand_words(problem), row["destination"], *regime)
         tables.setdefault(key, []).append(row)
     for key, found in sorted(tables.items()):
         say(f"{gpu}, {', '.join(key)}: speed as a fraction of a plain copy")
         if names := dict.fromkeys(name for row in found for name in others.get(_place(row), ())):
             say(f"×: as many times as fast as {', '.join(names)}")
-        by_cell = {(Problem.parse(row["problem"]).n, row["elements"]): row for row in found}
-        counts = sorted({row["elements"] for row in found})
+        timed = ((Problem.parse(row["problem"]), row) for row in found)
+        by_cell = {
+            (problem.n, count): row
+            for (problem, row), count in product(timed, elements)
+            if timed_elements(problem, count) == row["elements"]
+        }
+        counts = sorted({count for _, count in by_cell})
         print_table(
             ["n", *map(options.short_elements, counts)],
             [

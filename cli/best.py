@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import click
 
 from hadagen.cli import options
+from hadagen.cli.device import how_to_tune
 from hadagen.cli.output import print_json, say, short_knobs
 from hadagen.errors import UsageError
 from hadagen.problem import Problem
-from hadagen.runtime.device import how_to_get_kernels
 from hadagen.target import nearest_arch
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def _why_none(config: BestConfig) -> str:
     if arch and Space(config.problem, load_arch(arch)).closest(Knobs()) is None:
         why = f"hadagen emit --arch {arch} --problem {config.problem.key} --space"
         return f"no plan for rows of {config.problem.n} fits on {arch}; take shorter ones, or see why: {why}"
-    return how_to_get_kernels(config.device.arch)
+    return how_to_tune(config.problem, config.device.arch)
 
 
 def _why_not_measured(config: BestConfig) -> str:

@@ -91,7 +91,7 @@ def between(
         ]
         all_candidates = [candidates for candidates in all_candidates if candidates.choices]
         if not all_candidates:
-            raise no_kernels(target)
+            raise no_kernels(target, problems)
         with measuring(environment, device) as runner, until_interrupted(failures):
             for candidates in counted(all_candidates, "timing"):
                 try:

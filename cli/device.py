@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -68,11 +68,29 @@ def runnable(bundle: Bundle, entry: BundleEntry) -> Kernel:
     return replace(kernel, cubin=image)
 
 
-def no_kernels(target: Device) -> DeviceError:
-    """That calls on a device find nothing to run."""
-    from hadagen.runtime.device import how_to_get_kernels
+def no_kernels(target: Device, problems: Sequence[Problem]) -> DeviceError:
+    """That calls of these problems find nothing to run on a device, and how to get it."""
+    of = f" of {problems[0].key}" if _has_bundle(target.arch) else ""
+    how = how_to_tune(problems[0], target.arch)
+    return DeviceError(f"no bundle has kernels{of} for {target.gpu} ({target.arch}); {how}")
 
-    return DeviceError(f"no bundle has kernels for {target.gpu} ({target.arch}); {how_to_get_kernels(target.arch)}")
+
+def how_to_tune(problem: Problem, arch: str) -> str:
+    """Advice if no bundle has kernels of a problem for an arch: to tune all problems if there is no bundle for it at
+    all, and else this one, or without its signs."""
+    from hadagen.runtime.device import how_to_get_kernels
+    from hadagen.target import nearest_arch
+
+    how = how_to_get_kernels(arch)
+    if nearest_arch(arch) and (problem.order > 1 or _has_bundle(arch)):
+        how += f" --problem {replace(problem, transform=replace(problem.transform, signed=False)).key}"
+    return how
+
+
+def _has_bundle(arch: str) -> bool:
+    from hadagen.runtime import bundles
+
+    return any(bundle.arch == arch for bundle in bundles.known())
 
 
 def refusal(problem: Problem, digest: str, answer: Answer | Trial, advice: str = "tune again") -> str:

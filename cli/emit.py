@@ -103,10 +103,22 @@ def _how_to_use(plan: Plan, source: Source, arch: Arch) -> str:
         f"  x, y        {where}; in place, y is x",
         f"  elements    rows * {n}",
         f"  scale_word  {SCALE_WORDS[form].format(half=half)};",
-        f"              0x{scale_word(launch.scale_form, n**-0.5):08x} makes the transform orthonormal",
+        f"              0x{scale_word(launch.scale_form, n**-0.5):08x} makes the transform orthonormal"
+        + (", if the matrix is Hadamard's" if plan.problem.order > 1 else ""),
     ]
     if launch.reads_rows:
         lines.append("  columns, x_pitch, y_pitch  elements of a row, and from the start of a row to that of the next")
+    if order := plan.problem.order if plan.problem.order > 1 else 0:
+        lines += [
+            f"  matrix      device address of int8 [{order}, {order}], row by row, each entry -1, 0 or 1",
+            f"  transposed  0: y = A X H, where X [{order}, {plan.problem.length}] is a row of x and A the matrix;",
+            "              1: y = A^T X H",
+        ]
+    if plan.problem.transform.signed:
+        lines += [
+            f"  signs_before, signs_after  device addresses of {-(-n // 8)} bytes each: bit i % 8 of byte i / 8 is 1",
+            "              where element i is negated, of x and of y; null for no signs",
+        ]
     return "".join(f"// {line}\n" for line in lines) + "\n"
 
 

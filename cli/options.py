@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
-from itertools import product, starmap
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,8 @@ from click.core import ParameterSource
 
 from hadagen.compilers import DEFAULT
 from hadagen.errors import StorageError, UsageError
-from hadagen.problem import MAX_LOG2_N, DType, Numerics, Problem, Rows, Transform
+from hadagen.matrices import find_orders
+from hadagen.problem import MAX_LOG2_N, MAX_ORDER, DType, Numerics, Problem, Rows, Transform
 from hadagen.regimes import BUCKETS_BETWEEN, BUCKETS_OF_LONG_ROWS, ELEMENT_BUCKETS, Destination
 from hadagen.runtime.bundles import user_directory
 
@@ -107,6 +108,17 @@ def elements(default: str) -> Callable[[Command], Command]:
     )
 
 
+AUTO = "auto"
+# The least order of H beside a matrix for which there are kernels. A shorter H is part of the matrix, if that is small
+# enough.
+SHORTEST = 8
+k = click.option(
+    "--k",
+    default=AUTO,
+    show_default=True,
+    metavar=f"INTEGER|{AUTO}",
+    help=f"Order of the matrix, 1 for none; {AUTO}: of the one that hadagen.Rotation takes.",
+)
 KEY = "by its key, such as n4096-float16-fast or n64-float32-accurate-pitched, in place of the options that follow"
 PITCHED = "Rows of any number of elements up to n, any number of elements apart"
 
@@ -116,29 +128,40 @@ def _check_key_is_alone() -> None:
     context = click.get_current_context()
     for option in context.command.params:
         given = context.get_parameter_source(option.name or "") is not ParameterSource.DEFAULT
-        if given and option.name in ("n", "dtype", "numerics", "pitched"):
+        if given and option.name in ("n", "k", "dtype", "numerics", "pitched", "signed"):
             names = "/".join(option.opts + option.secondary_opts)
             raise UsageError(f"--problem names all of a problem; leave it out, or {names}")
 
 
 def problem(command: Command) -> Command:
-    """`--problem`, or `--n --dtype --numerics --pitched`, which the command receives as one `Problem`."""
+    """`--problem`, or `--n --k --dtype --numerics --pitched --signed`, which the command receives as one `Problem`."""
 
     @click.option("--problem", "key", metavar="KEY", help=f"The problem {KEY}.")
-    @click.option("--n", type=int, help=f"Row length: a power of two from 2 to {1 << MAX_LOG2_N}.")
+    @click.option("--n", type=int, help=f"Row length, from 2 to {1 << MAX_LOG2_N}: K times a power of two.")
+    @k
     @click.option("--dtype", default=DType.FLOAT16.value, show_default=True, help="float16, bfloat16 or float32.")
     @click.option("--numerics", default=Numerics.ACCURATE.value, show_default=True, help=NUMERICS)
     @click.option("--pitched", is_flag=True, help=f"{PITCHED}.")
+    @click.option("--signed", is_flag=True, help="With signs before and behind the transform.")
     @functools.wraps(command)
     def with_problem(
-        *, key: str | None, n: int | None, dtype: str, numerics: str, pitched: bool, **others: Any
+        *,
+        key: str | None,
+        n: int | None,
+        k: str,
+        dtype: str,
+        numerics: str,
+        pitched: bool,
+        signed: bool,
+        **others: Any,
     ) -> None:
         if key is not None:
             _check_key_is_alone()
             command(problem=Problem.parse(key), **others)
         elif n is not None:
-            rows = Rows.PITCHED if pitched else Rows.CONTIGUOUS
-            command(problem=Problem.of(n, dtype, numerics, rows), **others)
+            of, rows = parse_transform(n, k), Rows.PITCHED if pitched else Rows.CONTIGUOUS
+            _check_rows(of, rows)
+            command(problem=Problem.of(of.n, dtype, numerics, rows, order=of.order, signed=signed), **others)
         else:
             raise UsageError("no problem is named; give --n, or --problem with a key such as n4096-float16-fast")
 
@@ -160,11 +183,11 @@ def destinations(command: Command) -> Command:
 
 
 def problems(*, sizes: str = ALL_SIZES, one_kind: bool = False) -> Callable[[Command], Command]:
-    """`--problem`, or `--n --dtype --numerics --pitched/--contiguous`, which may name several values each, and which
-    the command receives as a list of `problems`, each once.
+    """`--problem`, or `--n --k --dtype --numerics --pitched/--contiguous`, of which all but K may name several values,
+    and which the command receives as a list of `problems`, each once.
 
     sizes: the row lengths where none are named. one_kind: whether only contiguous rows of float16, accurate, are meant
-    where nothing is named; all dtypes, numerics and rows otherwise.
+    where nothing is named; all dtypes, numerics and rows otherwise, with a matrix all that have kernels.
     """
     each = slice(1 if one_kind else None)
 
@@ -173,7 +196,8 @@ def problems(*, sizes: str = ALL_SIZES, one_kind: bool = False) -> Callable[[Com
 
     def with_options(command: Command) -> Command:
         @click.option("--problem", "keys", multiple=True, metavar="KEY", help=f"A problem {KEY}; repeatable.")
-        @several("n", [sizes], "Row lengths, such as 4096 or 128,256 or 2-64.")
+        @several("n", [sizes], "Row lengths, such as 4096 or 128,256 or 2-64 or 14336.")
+        @k
         @several("dtype", [t.value for t in DType][each], "float16, bfloat16 or float32; may be given several times.")
         @several("numerics", [t.value for t in Numerics][each], f"{NUMERICS} May be given twice.")
         @click.option(
@@ -186,6 +210,7 @@ def problems(*, sizes: str = ALL_SIZES, one_kind: bool = False) -> Callable[[Com
             *,
             keys: Sequence[str],
             n: Sequence[str],
+            k: str,
             dtype: Sequence[str],
             numerics: Sequence[str],
             pitched: bool | None,
@@ -193,33 +218,87 @@ def problems(*, sizes: str = ALL_SIZES, one_kind: bool = False) -> Callable[[Com
         ) -> None:
             if keys:
                 _check_key_is_alone()
-            rows = {None: tuple(Rows), False: (Rows.CONTIGUOUS,), True: (Rows.PITCHED,)}[pitched]
-            told = () if keys else product(parse_sizes(n), dtype, numerics, rows)
-            named = (*map(Problem.parse, keys), *starmap(Problem.of, told))
-            command(problems=list(dict.fromkeys(named)), **others)
+            source = click.get_current_context().get_parameter_source("dtype")
+            told = () if keys else _product(parse_sizes(n, k), dtype, numerics, pitched, source)
+            command(problems=list(dict.fromkeys((*map(Problem.parse, keys), *told))), **others)
 
         return with_problems
 
     return with_options
 
 
-def parse_sizes(texts: Iterable[str]) -> list[int]:
-    """Row lengths named by texts such as `4096`, `128,256` and `2-32768` (every power of two between), ascending.
+def _product(
+    transforms: Iterable[Transform],
+    dtypes: Iterable[str],
+    numerics: Iterable[str],
+    pitched: bool | None,
+    source_of_dtypes: ParameterSource | None,
+) -> Iterator[Problem]:
+    """All problems of these values. Kernels with a matrix take contiguous rows of 16-bit types, so of such problems
+    the others come only where they are asked for. Raises `UsageError`."""
+    asked = {None: tuple(Rows), False: (Rows.CONTIGUOUS,), True: (Rows.PITCHED,)}[pitched]
+    for of, dtype, kind, rows in product(transforms, dtypes, numerics, asked):
+        by_default = (dtype == DType.FLOAT32.value and source_of_dtypes is ParameterSource.DEFAULT) or (
+            rows is Rows.PITCHED and pitched is None
+        )
+        if of.order == 1 or not by_default:
+            _check_rows(of, rows)
+            yield Problem.of(of.n, dtype, kind, rows, order=of.order)
+
+
+def _check_rows(transform: Transform, rows: Rows) -> None:
+    if transform.order > 1 and rows is Rows.PITCHED:
+        raise UsageError(
+            f"n = {transform.n} takes a matrix of order {transform.order}, and there are no kernels for pitched rows "
+            "with a matrix; leave out --pitched"
+        )
+
+
+def parse_transform(n: int, k: str = AUTO) -> Transform:
+    """The transform of rows of n elements with a matrix of order K, without signs.
+
+    k: a whole number, or `AUTO` for what `hadagen.Rotation` takes, which is none if n is a power of two. Raises
+    `UsageError` where it is neither, or n and K are not supported together.
+    """
+    if k != AUTO:
+        if not _is_whole(k):
+            raise UsageError(f"--k {k!r} is not an order; write such as 28, or {AUTO}")
+        return Transform(n, int(k))
+    if not 2 <= n <= 1 << MAX_LOG2_N:
+        return Transform(n)  # which says why not
+    orders = find_orders(AUTO, n)
+    if len(orders) > 1:
+        raise UsageError(
+            f"n = {n} takes matrices of the orders {' and '.join(map(str, orders))}, and a kernel takes one; name the "
+            f"order of one up to {MAX_ORDER} with --k"
+        )
+    order = orders[0] if orders else 1
+    if 1 < order < n < SHORTEST * order and n <= MAX_ORDER:
+        order = n
+    return Transform(n, order)
+
+
+def parse_sizes(texts: Iterable[str], k: str = AUTO) -> list[Transform]:
+    """The transforms of row lengths named by texts such as `4096`, `128,256`, `2-32768` (every power of two between)
+    and `224-14336` (28 times every power of two between), ascending. k: as `parse_transform` takes it.
 
     Raises `UsageError` where a text names no size, or one that is not supported.
     """
-    sizes: set[int] = set()
+    sizes: set[Transform] = set()
     for text in (part.strip() for given in texts for part in given.split(",")):
         first, dash, last = text.partition("-")
         if not _is_whole(first) or (dash and not _is_whole(last)):
             raise UsageError(f"--n {text!r} is not a size; write 4096, 128,256 or 2-32768")
-        if not dash:
-            sizes.add(Transform(int(first)).n)
-            continue
-        low, high = Transform(int(first)).n, Transform(int(last)).n
-        if low > high:
-            raise UsageError(f"--n {text!r} is an empty range; write the smaller size first, as in {high}-{low}")
-        sizes.update(1 << k for k in range(1, MAX_LOG2_N + 1) if low <= 1 << k <= high)
+        low = high = parse_transform(int(first), k)
+        if dash:
+            high = parse_transform(int(last), k)
+        if low.order != high.order:
+            raise UsageError(
+                f"--n {text!r} goes from a matrix of order {low.order} to one of {high.order}; name each size, or --k"
+            )
+        if low.n > high.n:
+            raise UsageError(f"--n {text!r} is an empty range; write the smaller size first, as in {high.n}-{low.n}")
+        sizes.update(parse_transform(low.n << m, k) for m in range((high.n // low.n).bit_length()))
     return sorted(sizes)
 
 

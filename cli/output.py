@@ -65,7 +65,13 @@ PROBLEM_HEADERS = ("n", "dtype", "numerics", "rows")
 
 def problem_cells(problem: Problem) -> tuple[int, str, str, str]:
     """A problem as cells of a table."""
-    return problem.n, problem.io.input.value, problem.io.numerics.value, problem.io.rows.value
+    rows = ", ".join((problem.io.rows.value, *operand_words(problem)))
+    return problem.n, problem.io.input.value, problem.io.numerics.value, rows
+
+
+def operand_words(problem: Problem) -> list[str]:
+    """What a transform has beside H, for a title: such as "K = 28" and "signed"."""
+    return [f"K = {problem.order}"] * (problem.order > 1) + ["signed"] * problem.transform.signed
 
 
 def clock_text(seconds: float | None) -> str:

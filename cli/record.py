@@ -14,7 +14,7 @@ from hadagen.cli.device import find_target, find_toolchain, measuring
 from hadagen.cli.output import PROBLEM_HEADERS, clock_text, print_json, print_table, problem_cells, say
 from hadagen.cli.sentences import keeping
 from hadagen.errors import DeviceError, UsageError
-from hadagen.problem import Problem
+from hadagen.problem import Problem, check_tunable
 from hadagen.trial import Outcome
 
 if TYPE_CHECKING:
@@ -68,10 +68,12 @@ def record(
     once: a run that was interrupted goes on where it was when it is started again.
     """
     from hadagen.cli.progress import shown
+    from hadagen.regimes import timed_elements
     from hadagen.space import Space
     from hadagen.tuner.record import RecordOptions, deciding_cells
     from hadagen.tuner.record import record as measure_all
 
+    check_tunable(problems)
     target, gpu = find_target(arch, None if dry_run else device)
     if like is not None:
         target = _narrowed_like(like, target)
@@ -80,7 +82,7 @@ def record(
     for problem, legal in variants.items():
         if not legal:
             raise UsageError(f"no knobs of these ranges are legal for {problem.key}; give more values with --only")
-        if not any(count >= problem.n for count in elements):
+        if not any(timed_elements(problem, count) for count in elements):
             raise UsageError(
                 f"--elements {options.short_list(elements)} holds no row of {problem.n} elements; give a larger size"
             )

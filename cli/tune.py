@@ -33,7 +33,7 @@ from hadagen.cli.output import (
 )
 from hadagen.cli.sentences import keeping
 from hadagen.errors import DeviceError, StorageError, UsageError
-from hadagen.problem import Problem
+from hadagen.problem import Problem, check_tunable
 from hadagen.trial import Outcome, Provenance
 
 if TYPE_CHECKING:
@@ -125,6 +125,7 @@ def tune(
 
     started = time.monotonic()
     check_effort(trials, time_budget)
+    check_tunable(problems)
     target, gpu = find_target(arch, device)
     target = target.narrowed(only)
     if trials == 0 and not (gpu and refine):
@@ -250,25 +251,32 @@ def _what_is_kept(store: Store, arch: str, db: str | None, bundle: Path | None) 
 
 def _known_winners(arch: Arch, problems: Sequence[Problem]) -> dict[Problem, list[Knobs]]:
     """What wins in the bundles there are for the arch, the knobs of most cells first: by measurement on any GPU, or by
-    estimate if no winner of the problem was measured."""
+    estimate if no winner of the problem was measured. A problem with a matrix that has none gets the winners of the
+    most similar one."""
     from hadagen.knobs import Knobs
     from hadagen.runtime import bundles
+    from hadagen.tuner.search import nearest_matrices
 
+    here = [bundle for bundle in bundles.known() if bundle.arch == arch.name]
+    tuned = {problem for bundle in here for problem in bundle.problems()}
+    like = dict(zip(problems, problems, strict=True))
+    for problem in like.keys() - tuned:
+        if problem.order > 1:
+            like[problem] = next(iter(nearest_matrices(problem, tuned)), problem)
     cells: dict[Problem, dict[Provenance, Counter[Knobs]]]
-    cells = {problem: {provenance: Counter() for provenance in Provenance} for problem in problems}
-    for bundle in bundles.known():
-        if bundle.arch != arch.name:
-            continue
+    cells = {problem: {provenance: Counter() for provenance in Provenance} for problem in like.values()}
+    for bundle in here:
         try:
             for problem, found in cells.items():
                 for entry in bundle.entries(problem):
                     found[entry.provenance][Knobs.like(entry.knobs)] += 1
         except StorageError as error:
             say(f"not beginning with its winners: {error}", err=True)
-    return {
+    most = {
         problem: [knobs for knobs, _ in (found[Provenance.MEASURED] or found[Provenance.ESTIMATED]).most_common()]
         for problem, found in cells.items()
     }
+    return {problem: most[similar] for problem, similar in like.items()}
 
 
 def _print_best(best: Mapping[Problem, Scores]) -> None:

@@ -25,7 +25,7 @@ from hadagen.compilers import NvrtcProgram
 from hadagen.errors import DeviceError, StorageError
 from hadagen.knobs import Knobs, plan_of
 from hadagen.measure import DeviceRunner, Variant, copy_sources, device_environment
-from hadagen.problem import Problem
+from hadagen.problem import Problem, check_tunable
 from hadagen.programs import Stopped
 from hadagen.space import Space
 from hadagen.toolchain import BuildFailure, Toolchain
@@ -56,9 +56,11 @@ def add_winners(
     any arch; without any, the seeds of the space are tried. seconds: from the moment when no other process measures
     until the winners are written. jobs: how many kernels are compiled at a time.
 
-    Raises `DeviceError` if nothing could be measured, `ToolchainError` if there is no NVRTC, and `StorageError` if the
-    bundle cannot be written, or is damaged or of another format, or if other processes measure for too long.
+    Raises `UsageError` for a problem with signs, `DeviceError` if nothing could be measured, `ToolchainError` if there
+    is no NVRTC, and `StorageError` if the bundle cannot be written, or is damaged or of another format, or if other
+    processes measure for too long.
     """
+    check_tunable([problem])
     here = device_environment(device_index)
     with turn(path, PATIENCE * seconds, lambda: _has_winners(path, problem, here)) as ours:
         if not ours:

@@ -8,9 +8,11 @@ on the command line. Here alone it is written and parsed.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property, lru_cache
+from math import log2
 from typing import Any
 
 from hadagen.errors import UsageError
@@ -233,6 +235,23 @@ class Problem:
             return ROUNDING_ERROR[self.io.output] * 2**0.5
         errors = HADACORE_ERROR[self.io.output]
         return errors[min(self.bits, len(errors)) - 1]
+
+
+def check_tunable(problems: Iterable[Problem]) -> None:
+    """Raises `UsageError` if a problem has signs: its kernels are made like the winners of the same without signs."""
+    for problem in problems:
+        if problem.transform.signed:
+            unsigned = replace(problem, transform=replace(problem.transform, signed=False))
+            raise UsageError(
+                f"{problem.key} is not tuned, because kernels with signs are made like those without; "
+                f"tune {unsigned.key}"
+            )
+
+
+def difference(one: Problem, other: Problem) -> float:
+    """How far two transforms are apart, to find kernels that may be good for both: by how many times two their matrices
+    and the lengths of H differ."""
+    return abs(log2(one.order / other.order)) + abs(log2(one.length / other.length))
 
 
 def padded_length(columns: int) -> int:

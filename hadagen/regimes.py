@@ -1,14 +1,16 @@
 """Where kernels are timed, and how the times decide which of them wins: element counts, regimes and weights.
 
 A problem is timed at element counts (rows · n), its *buckets*, in place and out of place, and in two regimes: *hot*,
-with the input in L2, and *cold*, with the input in device memory.
+with the input in L2, and *cold*, with the input in device memory. The same nominal counts serve all problems; a bucket
+is the whole rows nearest to one (`timed_elements`).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import Enum
+from functools import lru_cache
 
 from hadagen.launch import RowShape
 from hadagen.problem import Problem, Rows
@@ -26,7 +28,7 @@ class Cache(str, Enum):
     COLD = "cold"
 
 
-# Element counts (rows · n) at which kernels are timed. Kernels of pitched rows are timed at fewer.
+# Nominal element counts at which kernels are timed. Kernels of pitched rows are timed at fewer.
 ELEMENT_BUCKETS = tuple(1 << k for k in range(13, 29))
 PITCHED_ELEMENT_BUCKETS: tuple[int, ...] = (1 << 16, 1 << 20, 1 << 24, 1 << 27)
 # Further element counts for contiguous rows, from 384K to 12M. There a launch is a few waves of blocks, and how full
@@ -39,12 +41,31 @@ LONG_ROW = 1 << 13
 BUCKETS_OF_LONG_ROWS = tuple(odd << k for k in range(18, 21) for odd in (5, 7))
 
 
+def timed_elements(problem: Problem, nominal: int) -> int:
+    """The elements of the whole rows nearest to a nominal count; 0 if that is no row.
+
+    If n is a power of two, it is the nominal count of `ELEMENT_BUCKETS` and the others itself, if that holds a row.
+    """
+    return round(nominal / problem.n) * problem.n
+
+
+@lru_cache(maxsize=1024)  # every trial asks
 def element_buckets(problem: Problem) -> tuple[int, ...]:
     """The element counts at which the kernels of a problem are timed, ascending: those of at least one row."""
     buckets = PITCHED_ELEMENT_BUCKETS
     if problem.io.rows is Rows.CONTIGUOUS:
         buckets = *ELEMENT_BUCKETS, *BUCKETS_BETWEEN, *(BUCKETS_OF_LONG_ROWS if problem.n >= LONG_ROW else ())
-    return tuple(sorted(elements for elements in buckets if elements >= problem.n))
+    return _whole_rows(problem, buckets)
+
+
+@lru_cache(maxsize=1024)
+def main_buckets(problem: Problem) -> tuple[int, ...]:
+    """Those of `ELEMENT_BUCKETS`, ascending: each about twice the one before."""
+    return _whole_rows(problem, ELEMENT_BUCKETS)
+
+
+def _whole_rows(problem: Problem, buckets: Iterable[int]) -> tuple[int, ...]:
+    return tuple(sorted({elements for nominal in buckets if (elements := timed_elements(problem, nominal))}))
 
 
 def nearest(timed: Sequence[int], elements: int) -> int:

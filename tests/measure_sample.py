@@ -15,7 +15,11 @@ H100_L2 = 52428800
 PROBLEM = Problem.of(256, DType.FLOAT16)
 SPEC = LaunchSpec(threads=128, cluster=1, shared_bytes=0, tile_elements=4096, persistent=False)
 CELL = Cell(1 << 16, Destination.IN_PLACE, Cache.HOT)
-ALL_PROBLEMS = [Problem.of(1 << k, dtype, rows=rows) for k in range(1, 16) for dtype in DType for rows in Rows]
+PLAIN_PROBLEMS = [Problem.of(1 << k, dtype, rows=rows) for k in range(1, 18) for dtype in DType for rows in Rows]
+# With a matrix: the order, and the order of H.
+ORDERS = [(28, 512), (24, 1), (3, 8), (3, 1 << 15), (12, 1 << 13), (172, 64), (428, 256), (4, 1 << 12)]
+MATRIX_PROBLEMS = [Problem.of(order * length, DType.BFLOAT16, order=order) for order, length in ORDERS]
+ALL_PROBLEMS = PLAIN_PROBLEMS + MATRIX_PROBLEMS
 
 
 def array_at(address: int, elements: int, dtype: DType) -> np.ndarray:

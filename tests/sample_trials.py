@@ -16,6 +16,7 @@ from hadagen.scale import ScaleForm
 from hadagen.trial import Environment, Kernel, Outcome, Provenance, Timing, Trial, kernel_digest, knobs_key
 
 PROBLEM = Problem.of(256, DType.FLOAT16)
+MATRIX_PROBLEM = Problem.of(14336, DType.FLOAT16, order=28)
 H100 = Environment("NVIDIA H100 80GB HBM3", "9.0", 132, 50 << 20, "580.65", "13.0", "13.0.48", 1980, 2619)
 H200 = replace(H100, gpu="NVIDIA H200", l2_bytes=60 << 20)
 LAUNCH = LaunchSpec(threads=256, cluster=1, shared_bytes=0, tile_elements=4096, persistent=False)
@@ -86,7 +87,7 @@ problems = st.builds(
     st.sampled_from(DType),
     st.sampled_from(Numerics),
     st.sampled_from(Rows),
-)
+) | st.sampled_from([MATRIX_PROBLEM, Problem.of(24, DType.BFLOAT16, order=24, signed=True)])
 environments = st.builds(
     Environment, _text, _text, _count, st.integers(0, 2**40), _text, _text, _text, _count, _count
 ) | st.sampled_from([Environment(), H100, H200])
@@ -181,7 +182,9 @@ def competitors() -> st.SearchStrategy[list[Trial]]:
         st.builds(
             _competitor,
             st.sampled_from([1, 2, 4, 8]),
-            st.sampled_from([PROBLEM, PROBLEM.with_io(numerics=Numerics.FAST), PROBLEM.with_io(rows=Rows.PITCHED)]),
+            st.sampled_from(
+                [PROBLEM, PROBLEM.with_io(numerics=Numerics.FAST), PROBLEM.with_io(rows=Rows.PITCHED), MATRIX_PROBLEM]
+            ),
             st.sampled_from(
                 [(H100, Provenance.MEASURED), (H200, Provenance.MEASURED), (Environment(), Provenance.ESTIMATED)]
             ),

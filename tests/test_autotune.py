@@ -681,6 +681,15 @@ class FakeService:
         return True
 
 
+def test_problems_with_signs_are_not_measured(tmp_path: Path) -> None:
+    signed = Problem.of(256, "float16", signed=True)
+    with pytest.raises(
+        UsageError, match=r"^n256-signed-float16-accurate is not tuned, .*; tune n256-float16-accurate$"
+    ):
+        add_winners(tmp_path / "a.db", signed, 0, "sm80", [], 1000.0, 2)
+    assert not any(tmp_path.iterdir())
+
+
 @needs_nvrtc
 def test_with_a_compiler_and_a_measuring_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HADAGEN_CACHE", str(tmp_path / "cache"))

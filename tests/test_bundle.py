@@ -25,6 +25,7 @@ from sample_trials import (
     H100,
     H200,
     LAUNCH,
+    MATRIX_PROBLEM,
     PROBLEM,
     competitors,
     in_clusters,
@@ -38,8 +39,9 @@ from sample_trials import (
 from hadagen.arch import load_arch
 from hadagen.errors import StorageError, UsageError
 from hadagen.knobs import Knobs, are_known
+from hadagen.launch import params_for
 from hadagen.problem import DType, Problem, Rows, Transform
-from hadagen.regimes import Cache, Destination
+from hadagen.regimes import Cache, Destination, element_buckets
 from hadagen.scale import ScaleForm
 from hadagen.space import build_plan
 from hadagen.trial import Environment, Kernel, Provenance, Trial
@@ -58,10 +60,13 @@ from hadagen.tuning_db.bundle import (
 )
 from hadagen.tuning_db.bundle_writer import check_bundle_place, write_bundle
 from hadagen.tuning_db.files import MOST_BYTES, deflated, inflated
+from hadagen.tuning_db.make import make_bundle
+from hadagen.tuning_db.merge import merge_bundles
 from hadagen.tuning_db.store import Store
 from hadagen.tuning_db.winners import WinnerCell, cell_value, portfolio
 
 OTHER = replace(PROBLEM, transform=Transform(512))
+SIGNED = replace(MATRIX_PROBLEM.transform, signed=True)
 PITCHED = Problem.of(512, DType.FLOAT32, rows="pitched")
 PERSISTENT = make_kernel(b"cubin 9" * 50, launch=replace(LAUNCH, shared_bytes=1024, persistent=True))
 OF_PITCHED = make_kernel(b"cubin 5", launch=replace(launch_for(PITCHED), scale_form=ScaleForm.BFLOAT16_CORRECTED))
@@ -365,6 +370,50 @@ def test_a_bundle_needs_winners_of_its_arch_with_cubins(tmp_path: Path) -> None:
     for trials in ([without], [make_trial(), without]):
         with pytest.raises(UsageError, match="has no cubin"):
             write(tmp_path / "x.db", trials)
+
+
+@pytest.mark.parametrize(
+    "problem", [MATRIX_PROBLEM, Problem.of(24, DType.BFLOAT16, order=24), replace(MATRIX_PROBLEM, transform=SIGNED)]
+)
+def test_winners_with_a_matrix_and_signs_are_kept_from_trial_to_merged_bundle(problem: Problem, tmp_path: Path) -> None:
+    counts = element_buckets(problem)
+    taken = {count: 2.0 + place for place, count in enumerate(counts)}
+    found = [
+        make_trial(1, problem=problem, timings=(*times(taken), *times(taken, Destination.OUT_OF_PLACE))),
+        make_trial(2, problem=problem, timings=times({counts[3]: 1.0})),
+    ]
+    with Store.open(tmp_path / "trials.db") as store:
+        for trial in found:
+            store.record(trial)
+        assert store.trials(problem) == found
+        make_bundle(store, "sm90", tmp_path / "made.db")
+    merge_bundles([tmp_path / "made.db"], tmp_path / "merged.db")
+    for name in ("made.db", "merged.db"):
+        bundle = Bundle.open(tmp_path / name)
+        bundle.verify()
+        assert bundle.problems() == [problem]
+        entries = bundle.entries(problem)
+        assert {entry.elements for entry in entries} == set(counts)
+        assert {entry.launch.params for entry in entries} == {params_for(problem)}
+        in_place = {each.elements: each for each in entries if each.destination is Destination.IN_PLACE}
+        assert [count for count, each in in_place.items() if each.knobs["chunks"] == 2] == [counts[3]]
+
+
+@pytest.mark.parametrize(
+    ("statement", "said"),
+    [
+        ("UPDATE entries SET elements = 16384", "16384 is no number of elements"),
+        ("UPDATE kernels SET launch = replace(launch, '14336', '16384')", "a kernel for other rows or params"),
+        ("UPDATE kernels SET launch = replace(launch, ', u32 transposed', '')", "a kernel for other rows or params"),
+        ("UPDATE problems SET key = 'n14336-k28-signed-float16-accurate'", "a kernel for other rows or params"),
+        ("UPDATE problems SET key = 'n14336-float16-accurate'", "n = 14336 is not supported"),
+    ],
+)
+def test_a_kernel_with_a_matrix_serves_its_own_rows_and_operands(statement: str, said: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "sm90.db", [make_trial(1, problem=MATRIX_PROBLEM, timings=times({5 * 14336: 2.0}))])
+    change(path, statement)
+    remake(path)
+    assert said in refusal(path)
 
 
 # ---- damage ----------------------------------------------------------------------------------------------------------

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from measure_sample import ALL_PROBLEMS, CELL, H100_L2, PROBLEM
+from measure_sample import ALL_PROBLEMS, CELL, H100_L2, MATRIX_PROBLEMS, PLAIN_PROBLEMS, PROBLEM
 
 from hadagen.measure import Cell, all_cells
 from hadagen.measure.cells import EVICTION, probe_cells
@@ -21,7 +21,9 @@ from hadagen.regimes import (
     Destination,
     deciding_cache,
     element_buckets,
+    main_buckets,
     may_be_hot,
+    timed_elements,
     timed_rows,
 )
 
@@ -48,7 +50,7 @@ def test_cells_of_an_h100() -> None:
 
 @given(st.sampled_from(ALL_PROBLEMS), st.integers(10, 28).map(lambda k: 1 << k) | st.just(H100_L2))
 def test_every_element_count_is_timed_where_it_decides(problem: Problem, l2_bytes: int) -> None:
-    """Powers of two also in the other regime, where kernels are timed in it; what lies between only if both count."""
+    """Main buckets also in the other regime, where kernels are timed in it; what lies between only if both count."""
     cells = all_cells(problem, l2_bytes)
     buckets = element_buckets(problem)
     assert list(buckets) == sorted(set(buckets))
@@ -57,8 +59,28 @@ def test_every_element_count_is_timed_where_it_decides(problem: Problem, l2_byte
         decides = deciding_cache(problem, elements, destination, l2_bytes)
         caches = {cell.cache for cell in cells if cell[:2] == (elements, destination)}
         assert decides in caches or elements < 1 << 16
-        if elements not in ELEMENT_BUCKETS:
+        if elements not in main_buckets(problem):
             assert caches == (set(Cache) if may_be_hot(problem, elements, destination, l2_bytes) else {decides})
+
+
+@pytest.mark.parametrize("problem", PLAIN_PROBLEMS, ids=lambda problem: problem.key)
+def test_buckets_of_powers_of_two_are_the_nominal_counts(problem: Problem) -> None:
+    """Databases and bundles have their times there."""
+    nominal = PITCHED_ELEMENT_BUCKETS
+    if problem.io.rows is Rows.CONTIGUOUS:
+        nominal = *ELEMENT_BUCKETS, *BUCKETS_BETWEEN, *(BUCKETS_OF_LONG_ROWS if problem.n >= 1 << 13 else ())
+    assert element_buckets(problem) == tuple(sorted(count for count in nominal if count >= problem.n))
+    assert main_buckets(problem) == tuple(count for count in ELEMENT_BUCKETS if count >= problem.n)
+
+
+@pytest.mark.parametrize("problem", MATRIX_PROBLEMS, ids=lambda problem: problem.key)
+def test_buckets_with_a_matrix_are_whole_rows_near_the_nominal_counts(problem: Problem) -> None:
+    buckets, n = element_buckets(problem), problem.n
+    assert set(main_buckets(problem)) <= set(buckets)
+    assert n in buckets or n < ELEMENT_BUCKETS[0] // 2
+    for nominal in (*ELEMENT_BUCKETS, *BUCKETS_BETWEEN):
+        assert abs(timed_elements(problem, nominal) - nominal) <= n // 2
+    assert all(high <= 3 * low for low, high in pairwise(buckets))  # no call is far from all
 
 
 @pytest.mark.parametrize("problem", ALL_PROBLEMS, ids=lambda problem: problem.key)

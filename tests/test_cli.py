@@ -10,12 +10,14 @@ from pathlib import Path
 import click
 import pytest
 from click.shell_completion import ShellComplete
+from click.testing import CliRunner
 from command_line import BEST, TINY_TUNE, machine, run, sample, sentence, succeed
 
 from hadagen.cli import options
 from hadagen.cli.main import MOVED, main
 from hadagen.cli.output import print_table
 from hadagen.cli.sentences import TUNE_PACKAGES
+from hadagen.problem import Problem, Transform
 from hadagen.regimes import BUCKETS_BETWEEN, BUCKETS_OF_LONG_ROWS, ELEMENT_BUCKETS
 
 __all__ = ["machine", "sample"]  # fixtures
@@ -87,7 +89,14 @@ WRONG = {
     ("--nonsense",): f"{click.NoSuchOption('--nonsense').format_message().rstrip('.')}; see 'hadagen --help'",
     ("best", "--arch", "sm90", "--n", "256"): "Missing option '--rows'; see 'hadagen best --help'",
     (*BEST, "many"): "Invalid value for '--n': 'many' is not a valid integer; see 'hadagen best --help'",
-    (*BEST, "100"): "n = 100 is not supported; n must be a power of two from 2 to 131072",
+    (*BEST, "98"): "49 · 2^1 = 98: auto has no matrices that give it; pad it to 100, or use blocks of a size that auto",
+    (*BEST, "19712"): "n = 19712 takes matrices of the orders 28 and 44, and a kernel takes one; name the order of one",
+    (*BEST, "14336", "--k", "1"): "n = 14336 is not supported; n must be a power of two, and from 2 to 131072",
+    (*BEST, "14336", "--k", "12"): "n = 14336 is not supported; n must be 12 times a power of two",
+    (*BEST, "14336", "--k", "0"): "order = 0 is not supported; the order of a matrix is from 1 to 428",
+    (*BEST, "14336", "--k", "-28"): "--k '-28' is not an order; write such as 28, or auto",
+    (*BEST, "14336", "--k", "many"): "--k 'many' is not an order; write such as 28, or auto",
+    (*BEST, "14336", "--pitched"): "n = 14336 takes a matrix of order 28, and there are no kernels for pitched rows",
     (*BEST, "0"): "n = 0 is not supported",
     (*BEST, "-2"): "n = -2 is not supported",
     (*BEST, "1"): "n = 1 is not supported",
@@ -102,12 +111,14 @@ WRONG = {
     (*KEY, "n256-float32-fast"): "'n256-float32-fast' names no problem; write one such as n4096-float16-fast or",
     (*KEY, "n100-float16-fast"): "n = 100 is not supported",
     (*KEY, "n256-float16-fast", "--n", "256"): "--problem names all of a problem; leave it out, or --n",
+    (*KEY, "n256-float16-fast", "--k", "1"): "--problem names all of a problem; leave it out, or --k",
+    (*KEY, "n256-float16-fast", "--signed"): "--problem names all of a problem; leave it out, or --signed",
     (*KEY, "n256-float16-fast", "--pitched"): "--problem names all of a problem; leave it out, or --pitched",
     ("tune", "--problem", "n256-float16-fast", "--dtype", "float16"): "leave it out, or --dtype",
     ("tune", "--problem", "n256-float16-fast", "--contiguous"): "leave it out, or --pitched/--contiguous",
     ("best", "--arch", "sm90", "--rows", "8"): "no problem is named; give --n, or --problem with a key such as n4096",
     ("best", "--n", "256", "--rows", "8"): "this machine has no CUDA device to choose for; name an arch",
-    ("emit", "--space", "--n", "100"): "n = 100 is not supported",
+    ("emit", "--space", "--n", "98"): "49 · 2^1 = 98: auto has no matrices that give it",
     ("emit", "--space", "--n", "4096", "--arch", "sm1"): "arch 'sm1' is not known; choose one of sm75, sm80, ",
     ("emit", "--n", "4096", "--arch", "sm1"): "arch 'sm1' is not known; choose one of sm75, sm80, ",
     ("emit", "--n", "4096", "--knobs", "speed=11"): "knob 'speed' is not known; choose from chunks, warps,",
@@ -119,7 +130,11 @@ WRONG = {
     ("emit", "--n", "8192", "--knobs", "chunks=1,warps=1"): "a row",
     ("emit", "--n", "4096", "--space", "--knobs", "warps=3"): "knob warps = 3 is not searched on sm90; choose one of",
     ("emit", "--n", "4096", "--json"): "--json is for --space alone, a kernel is text; leave it out or add --space",
-    ("tune", "--n", "3"): "n = 3 is not supported",
+    ("tune", "--n", "3"): "3 · 2^0 = 3: auto has no matrices that give it",
+    ("tune", "--n", "14336", "--pitched"): "there are no kernels for pitched rows with a matrix; leave out --pitched",
+    ("tune", "--n", "2-14336"): "--n '2-14336' goes from a matrix of order 1 to one of 28; name each size, or --k",
+    ("tune", "--problem", "n4096-signed-float16-fast"): "n4096-signed-float16-fast is not tuned, because kernels with",
+    ("dev", "record", "--problem", "n4096-signed-float16-fast"): "n4096-signed-float16-fast is not tuned, because",
     ("tune", "--n", "2-"): "--n '2-' is not a size; write 4096, 128,256 or 2-32768",
     ("tune", "--n", "²"): "--n '²' is not a size; write 4096, 128,256 or 2-32768",
     ("tune", "--n", "64-2"): "--n '64-2' is an empty range; write the smaller size first, as in 2-64",
@@ -127,7 +142,7 @@ WRONG = {
     ("tune", "--numerics", "so-so"): "numerics 'so-so' is not supported",
     ("tune", "--arch", "sm1"): "arch 'sm1' is not known; choose one of sm75, sm80, ",
     ("tune", "--db", "mysql://host/db"): "database mysql is not supported; name a file or a postgresql:// URL",
-    ("bench", "--n", "12"): "n = 12 is not supported",
+    ("bench", "--n", "6"): "3 · 2^1 = 6: auto has no matrices that give it",
     ("bench", "--elements", "1000"): "--elements 1000 is not supported; give powers of two from 8192 to 268435456",
     ("bench", "--elements", "1.5"): "--elements 1.5 is not supported; give powers of two from 8192 to 268435456",
     ("bench", "--elements", "many"): "--elements 'many' is not a size; write for example 65536,1M",
@@ -172,7 +187,63 @@ def test_a_tune_that_would_try_nothing_is_refused(given: str) -> None:
     [(["4096"], [4096]), (["2-16", "8,64"], [2, 4, 8, 16, 64]), (["2-32768"], [1 << k for k in range(1, 16)])],
 )
 def test_sizes(texts: list[str], sizes: list[int]) -> None:
-    assert options.parse_sizes(texts) == sizes
+    assert options.parse_sizes(texts) == [Transform(n) for n in sizes]
+
+
+def test_sizes_with_a_matrix() -> None:
+    assert options.parse_sizes(["14336,96,64", "224-448"]) == [
+        Transform(n, order) for n, order in [(64, 1), (96, 12), (224, 28), (448, 28), (14336, 28)]
+    ]
+    assert options.parse_sizes(["14336", "28-112"], "28") == [Transform(n, 28) for n in (28, 56, 112, 14336)]
+    assert options.parse_sizes(["12-96"]) == [*(Transform(n, n) for n in (12, 24, 48)), Transform(96, 12)]
+    assert options.parse_sizes(["4096"], "4") == [Transform(4096, 4)]
+    # A kernel with a matrix has an H of order 8 at least, or none.
+    assert [options.parse_transform(n).order for n in (2, 4, 12, 24, 48, 96, 392, 1712)] == [
+        1,
+        1,
+        12,
+        24,
+        48,
+        12,
+        392,
+        428,
+    ]
+
+
+def named(*arguments: str) -> list[str]:
+    """The keys of the problems that these options name."""
+
+    @click.command()
+    @options.problems()
+    def command(problems: list[Problem]) -> None:
+        click.echo(" ".join(problem.key for problem in problems))
+
+    result = CliRunner().invoke(command, arguments)
+    assert result.exit_code == 0, result.output
+    return result.output.split()
+
+
+def test_by_default_the_problems_with_a_matrix_are_those_with_kernels() -> None:
+    kinds = [f"n224-k28-{dtype}-{numerics}" for dtype in ("float16", "bfloat16") for numerics in ("accurate", "fast")]
+    assert named("--n", "224") == kinds
+    assert named("--n", "224", "--k", "7", "--dtype", "float32") == ["n224-k7-float32-accurate"]
+    assert {key.partition("-")[0] for key in named("--n", "224,64", "--contiguous")} == {"n64", "n224"}
+    assert "n64-float32-accurate-pitched" in named("--n", "224,64")
+
+
+def test_one_problem_may_have_a_matrix_and_signs() -> None:
+    @click.command()
+    @options.problem
+    def command(problem: Problem) -> None:
+        click.echo(problem.key)
+
+    for arguments, key in (
+        ("--n 14336", "n14336-k28-float16-accurate"),
+        ("--n 14336 --k auto --signed --numerics fast", "n14336-k28-signed-float16-fast"),
+        ("--n 14336 --k 7", "n14336-k7-float16-accurate"),
+        ("--n 4096 --signed --pitched", "n4096-signed-float16-accurate-pitched"),
+    ):
+        assert CliRunner().invoke(command, arguments.split()).output == f"{key}\n"
 
 
 def test_elements() -> None:

@@ -15,7 +15,7 @@ from command_line import SMALL_TUNE, machine, run, sentence, succeed
 from fake_device import FakeDevice, fake_gpu
 from fake_search import CELLS
 from sample_bundle import write_trials
-from sample_trials import PROBLEM, make_trial, times
+from sample_trials import MATRIX_PROBLEM, PROBLEM, make_trial, times
 
 from hadagen.cli import device
 from hadagen.errors import DeviceError, ToolchainError
@@ -58,7 +58,13 @@ def test_bench_prints_one_table(fake_gpu: None) -> None:
     (title, *_) = succeed(*BENCH).splitlines()
     assert title.startswith("Test GPU, float16, fast, out-of-place: ")
     said = sentence(run("bench", "--n", "4", "--dtype", "float32", "--numerics", "fast", "--pitched"), 1)
-    assert said.startswith("no bundle has kernels for Test GPU")
+    key = "n4-float32-accurate-pitched"
+    advice = f"to make some: hadagen tune --arch sm90 --problem {key}"
+    assert said == f"no bundle has kernels of {key} for Test GPU (sm90); {advice}"
+    for asked in ("n14336-k28-float16-fast", "n14336-k28-signed-float16-fast"):
+        said = sentence(run("bench", "--problem", asked), 1)
+        advice = "to make some: hadagen tune --arch sm90 --problem n14336-k28-float16-fast"
+        assert said == f"no bundle has kernels of {asked} for Test GPU (sm90); {advice}"
 
     FakeDevice.peers |= {"one": 3.0, "other": 2.0}
     printed = succeed(*BENCH, "--inplace")
@@ -166,6 +172,20 @@ def test_sizes_that_hold_no_row_are_left_out(fake_gpu: None, tmp_path: Path, mon
     succeed(*bench, "8K,64K")
     ((_, cells),) = FakeDevice.compared
     assert [cell.elements for cell in cells] == [1 << 16]
+
+
+def test_with_a_matrix_the_nearest_whole_rows_are_timed(
+    fake_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trials = [make_trial(1, problem=MATRIX_PROBLEM, timings=times({5 * 14336: 2.0}))]
+    monkeypatch.setenv(VARIABLE, str(write_trials(tmp_path / "rows.db", trials)))
+    bench = ("bench", "--n", "14336", "--inplace", "--elements")
+    title, header, line = succeed(*bench, "8K,16K,64K").splitlines()
+    ((_, cells),) = FakeDevice.compared
+    assert [cell.elements for cell in cells] == [14336, 5 * 14336]
+    assert title == "Test GPU, float16, accurate, K = 28, in-place: speed as a fraction of a plain copy"
+    assert header.split() == ["n", "8K", "16K", "64K"]
+    assert line.split() == ["14336", "0.50", "0.50", "0.50"]
 
 
 def test_a_copy_kernel_that_does_not_compile_is_named(fake_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:

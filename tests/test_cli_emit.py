@@ -8,6 +8,8 @@ import shlex
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from command_line import machine, run, sample, sentence, succeed
@@ -16,7 +18,9 @@ from sample_bundle import write_sample
 
 from hadagen import toolchain
 from hadagen.arch import load_arch
-from hadagen.launch import LaunchSpec, Source
+from hadagen.cli import emit
+from hadagen.launch import LaunchSpec, Source, params_for
+from hadagen.problem import DType, Problem
 from hadagen.toolchain import Toolchain
 
 __all__ = ["machine", "sample"]  # fixtures
@@ -95,6 +99,20 @@ STANDALONE = {
         "columns, x_pitch, y_pitch",
     ),
 }
+
+
+@pytest.mark.parametrize("signed", [False, True])
+@pytest.mark.parametrize("order", [1, 28])
+def test_the_head_of_a_standalone_kernel_says_what_its_operands_are(order: int, signed: bool) -> None:
+    problem = Problem.of(order * 512, DType.FLOAT16, order=order, signed=signed)
+    source = Source("kernel", "", LaunchSpec(128, 1, 0, problem.n, False, params=params_for(problem)))
+    plan: Any = SimpleNamespace(problem=problem)
+    head = emit._how_to_use(plan, source, load_arch("sm90"))
+    for param in source.launch.params:
+        assert re.search(rf"^//   .*\b{param.name}\b", head, re.MULTILINE)
+    assert ("int8 [28, 28]" in head) == ("A^T X H" in head) == ("if the matrix is Hadamard's" in head) == (order == 28)
+    assert (f"{problem.n // 8} bytes each" in head) == signed
+    assert max(map(len, head.splitlines())) <= 120
 
 
 @pytest.mark.parametrize(("arguments", "said"), STANDALONE.items())

@@ -17,13 +17,15 @@ import pytest
 from command_line import SMALL_TUNE, TINY_TUNE, machine, raising, run, sentence, succeed
 from fake_device import FakeDevice, fake_gpu
 from fake_search import CELLS
-from sample_bundle import write_sample
+from sample_bundle import write_sample, write_trials
 from sample_trials import H200, PROBLEM, in_clusters, make_trial, times
 
 from hadagen import measure
+from hadagen.arch import load_arch
 from hadagen.cli import options, tune
 from hadagen.errors import DeviceError
 from hadagen.problem import DType, Numerics, Problem, Rows, Transform
+from hadagen.regimes import element_buckets
 from hadagen.runtime.bundles import VARIABLE
 from hadagen.trial import Environment, Provenance
 from hadagen.tuner.search import TuneOptions
@@ -259,6 +261,20 @@ def test_a_tune_begins_with_the_winners_there_are(
     assert [knobs.chunks for knobs in wanted[0].known[problem]] == [2]
     assert wanted[0].known[replace(problem, transform=Transform(128))] == []
     assert wanted[1].known == {}
+
+
+def test_a_tune_with_a_new_matrix_begins_with_the_winners_of_the_most_similar_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    like, far = Problem.of(10240, DType.FLOAT16, order=20), Problem.of(172 << 6, DType.FLOAT16, order=172)
+    trials = [
+        make_trial(chunks, problem=each, timings=times({element_buckets(each)[0]: 2.0}))
+        for chunks, each in ((2, like), (4, far), (8, PROBLEM))
+    ]
+    monkeypatch.setenv(VARIABLE, str(write_trials(tmp_path / "winners.db", trials)))
+    asked = [Problem.of(14336, DType.FLOAT16, order=28), like, replace(PROBLEM, transform=Transform(128))]
+    known = tune._known_winners(load_arch("sm90"), asked)
+    assert [[knobs.chunks for knobs in known[each]] for each in asked] == [[2], [2], []]
 
 
 @pytest.mark.parametrize(

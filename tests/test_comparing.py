@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from measure_sample import ALL_PROBLEMS
 
 from hadagen.driver import DoesNotFit
 from hadagen.errors import DeviceError, UsageError
@@ -20,6 +21,7 @@ from hadagen.launch import LaunchSpec
 from hadagen.measure import Cell, Choice, DeviceRunner, Variant, comparing, peer, rows_between
 from hadagen.measure.cells import Traffic
 from hadagen.measure.messages import Answer, ChoiceResult, Compare, Comparison, Rank, Ranking, Times
+from hadagen.measure.operands import Orthonormal
 from hadagen.measure.timing import Sample, Stopwatch, Turns, Work, transform_work
 from hadagen.measure.verify import Verifier
 from hadagen.problem import DType, Numerics, Problem, Rows
@@ -48,6 +50,9 @@ class FakeStopwatch:
         self.timed: list[tuple[int, list[list[str]]]] = []  # rounds, and the names of each `Turns`
         self.replays: dict[str, int] = {}
         self.call_us = 1.0
+
+    def operands(self, problem: Problem) -> Orthonormal:
+        return Orthonormal(problem, torch.device("cpu"))
 
     def fill(self, dtype: DType, traffics: Sequence[Traffic]) -> None:
         self.filled = traffics
@@ -107,7 +112,10 @@ def make_comparer(stopwatch: FakeStopwatch, monkeypatch: pytest.MonkeyPatch, *pe
             raise DoesNotFit("CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES", "it does not fit")
         yield kernel.entry
 
-    graphs = SimpleNamespace(all=peers, graph=lambda calls, launches: f"graph of {len(calls)} of {calls[0].func.name}")
+    graphs = SimpleNamespace(
+        serving=lambda problem, device: [peer for peer in peers if peer.serves(problem)],
+        graph=lambda calls, launches: f"graph of {len(calls)} of {calls[0].func.name}",
+    )
     monkeypatch.setattr(comparing, "Peers", lambda: graphs)
     parts: tuple[Any, ...] = (stopwatch, FakeVerifier(), FakeYardstick(), L2, load)
     return comparing.Comparer(*parts)
@@ -221,7 +229,7 @@ def test_others_read_what_our_launches_read(problem: Problem) -> None:
     stopwatch = Stopwatch(SimpleNamespace(device=torch.device("cpu")), l2_bytes)  # type: ignore[arg-type]
     for destination in Destination:
         cell = Cell(1 << 12, destination, Cache.COLD)
-        work = transform_work(problem, cell)
+        work = transform_work(problem, cell, stopwatch.operands(problem))
         stopwatch.fill(problem.io.input, [work.traffic])
         inputs = stopwatch.inputs(problem.io.input, work, cell.elements // problem.n)
         assert len(inputs) == work.traffic.slots(l2_bytes) > 1
@@ -253,16 +261,40 @@ def test_errors_of_a_library_are_against_float64_on_our_inputs(dtype: DType, row
     assert verifier.errors_of(transform, problem.with_io(numerics=Numerics.FAST)) == errors
 
 
+@pytest.mark.parametrize("n", [24, 28 * 32])
+@pytest.mark.parametrize("dtype", [DType.FLOAT16, DType.BFLOAT16])
+def test_products_compute_what_our_kernels_do(n: int, dtype: DType) -> None:
+    problem = Problem.of(n, dtype, order=n if n == 24 else 28)
+
+    def h(x: torch.Tensor, scale: float, in_place: bool) -> torch.Tensor:
+        y = torch.empty_like(x)
+        fallback.transform(x, y, scale)
+        return y
+
+    rows = frozenset(Rows)
+    library = peer.Peer("library", frozenset(DType), rows, False, h)
+    orthonormal = peer.Peer("orthonormal", frozenset(DType), rows, False, h, takes_scale=False)
+    other_types = peer.Peer("other types", frozenset({DType.FLOAT32}), rows, False, h)
+    peers = peer.Peers.__new__(peer.Peers)  # without the device
+    peers.all = [library, orthonormal, other_types]
+    found = peers.serving(problem, torch.device("cpu"))
+    assert [each.name for each in found] == ["PyTorch", "library, PyTorch", "PyTorch, one product"]
+    verifier = Verifier(torch.device("cpu"), stream=0)
+    for each in found:
+        errors = verifier.errors_of(partial(comparing._transform, each, problem), problem)
+        assert 0 < max(errors.values()) <= problem.with_io(numerics=Numerics.FAST).error_bound
+    signed = Problem.of(n, dtype, order=problem.order, signed=True)
+    assert peers.serving(signed, torch.device("cpu")) == []
+    assert peers.serving(Problem.of(256, dtype), torch.device("cpu")) == [library, orthonormal]
+
+
 # ---- between ---------------------------------------------------------------------------------------------------------
 @given(
-    st.integers(1, 15).map(lambda k: 1 << k),
-    st.sampled_from(DType),
-    st.sampled_from(Rows),
+    st.sampled_from(ALL_PROBLEMS),
     st.integers(2, 60),
 )
-def test_rows_lie_between_the_element_counts_that_are_timed(n: int, dtype: DType, rows_lie: Rows, counts: int) -> None:
-    problem = Problem.of(n, dtype, rows=rows_lie)
-    rows = rows_between(problem, counts)
+def test_rows_lie_between_the_element_counts_that_are_timed(problem: Problem, counts: int) -> None:
+    rows, n = rows_between(problem, counts), problem.n
     buckets = element_buckets(problem)
     assert len(rows) == counts
     assert rows == sorted(set(rows))
@@ -274,7 +306,7 @@ def test_rows_lie_between_the_element_counts_that_are_timed(n: int, dtype: DType
         for destination in Destination:
             traffic = Cell(count * n, destination, Cache.COLD).traffic(problem)
             assert traffic.buffer_bytes % 16 == 0
-            assert 0 <= traffic.buffer_bytes - count * timed_rows(problem).columns * dtype.bytes < 16
+            assert 0 <= traffic.buffer_bytes - count * timed_rows(problem).columns * problem.io.input.bytes < 16
 
 
 def rank(us: Callable[[str, Cache, int], float], names: str, monkeypatch: pytest.MonkeyPatch, chosen: int = 0) -> Any:

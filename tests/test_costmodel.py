@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from spaces import ARCH as SM90
 from spaces import seeds_of
 
+from hadagen import emulator
 from hadagen.arch import load_arch
 from hadagen.costmodel import MODEL_ERROR, Estimate, copy_us, costs_of, resident_blocks
 from hadagen.emulator import verification_rows
@@ -24,7 +25,7 @@ from hadagen.layout import CHUNK_BITS
 from hadagen.measure import Cell, Variant, all_cells
 from hadagen.plan import Plan
 from hadagen.problem import ROUNDING_ERROR, DType, Numerics, Problem, Rows
-from hadagen.reference import INPUT_CLASSES
+from hadagen.reference import INPUT_CLASSES, input_classes
 from hadagen.regimes import ELEMENT_BUCKETS, Cache, Destination, element_buckets
 from hadagen.space import Space, build_plan
 from hadagen.steps.base import Cost
@@ -416,19 +417,29 @@ def _run(problem: Problem, *knobs: Knobs, registers: int = 40) -> list[Trial]:
     return [trial for _, trial in EstimateRunner(SM90).run(variants)]
 
 
-def test_an_estimate_is_verified_and_says_that_it_is_one() -> None:
-    problem = Problem.of(512, DType.FLOAT16, Numerics.ACCURATE)
+@pytest.mark.parametrize(
+    "problem", [Problem.of(512, DType.FLOAT16), Problem.of(1792, DType.BFLOAT16, Numerics.FAST, order=28)]
+)
+def test_an_estimate_is_verified_and_says_that_it_is_one(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
+    transposed: list[Any] = []
+
+    def verify(*arguments: Any, operands: Any = None, **others: Any) -> dict[str, float]:
+        transposed.append(operands and operands.get("transposed"))
+        return emulator.verify(*arguments, operands=operands, **others)
+
+    monkeypatch.setattr(estimate, "verify", verify)
     knobs = shortlist(Space(problem, SM90), 2)
     for trial, chosen in zip(_run(problem, *knobs), knobs, strict=True):
         assert (trial.outcome, trial.provenance) == (Outcome.OK, Provenance.ESTIMATED)
         assert trial.environment.gpu == ""
         assert trial.knobs == chosen.to_dict()
-        assert set(trial.errors) == set(INPUT_CLASSES)
+        assert set(trial.errors) == set(input_classes(problem, 1))
         assert 0 < max(trial.errors.values()) <= problem.error_bound
         assert {timing.elements for timing in trial.timings} == set(element_buckets(problem))
         times = Estimate(build_plan(problem, chosen, SM90), SM90, registers=40)
         assert all(t.us == times.us(t.elements, t.destination, t.cache) for t in trial.timings)
         assert all(0 < score < 2 for score in scores(trial))
+    assert (1 in transposed) == (problem.order > 1)
 
 
 @pytest.mark.parametrize(

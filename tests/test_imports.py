@@ -50,7 +50,7 @@ TABLE = """
     tuning_db.files  |                                                     |
     tuning_db.bundle | tuning_db.files trial regimes problem launch target errors |
     tuning_db        | tuning_db.files tuning_db.bundle ptx_version trial regimes problem launch target errors | sqlalchemy alembic
-    measure          | driver libcuda templates reference bits trial regimes problem launch errors | torch
+    measure          | driver libcuda templates reference bits trial regimes problem launch matrices errors | torch
     autotuner        | measure tuning_db tuning_db.bundle toolchain compilers programs codegen space knobs arch trial problem errors |
     runtime          | autotuner tuning_db.files tuning_db.bundle recipes driver trial regimes problem launch target matrices errors | torch
     compat           | runtime problem matrices errors                             | torch

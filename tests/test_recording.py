@@ -106,6 +106,8 @@ def test_what_cannot_be_cut(only: dict[str, tuple[int | str, ...]], said: str) -
 
 def test_cells_are_those_that_decide() -> None:
     (problem,) = problems(1024)
+    rows = deciding_cells(Problem.of(14336, "float16", order=28), [1 << 16, 1 << 14, 512, 1 << 13], l2_bytes=50 << 20)
+    assert [cell.elements for cell in rows] == [14336, 5 * 14336]
     cells = deciding_cells(problem, [1 << 26, 512, 1 << 20], l2_bytes=50 << 20)
     assert [(cell.elements, cell.cache.value) for cell in cells] == [(1 << 20, "hot"), (1 << 26, "cold")]
 

@@ -154,6 +154,16 @@ def test_cells_are_of_every_problem_or_by_problem() -> None:
         assert (service._cells_of(PROBLEM), service._cells_of(long)) == (of_problem, of_long)
 
 
+def test_cells_hold_whole_rows() -> None:
+    from hadagen.measure.service import DeviceService
+
+    small, large = (Cell(elements, Destination.IN_PLACE, Cache.HOT) for elements in (1 << 13, 1 << 20))
+    problem = Problem.of(14336, DType.FLOAT16, order=28)
+    service = DeviceService.__new__(DeviceService)  # without the device
+    service._cells = [small, small._replace(elements=1 << 14), large, small._replace(elements=7000)]
+    assert [cell.elements for cell in service._cells_of(problem)] == [14336, 73 * 14336]
+
+
 @pytest.mark.parametrize("tile_elements", [1 << k for k in range(8, 19)])
 def test_results_are_compared_over_as_many_tiles_as_are_promised(tile_elements: int) -> None:
     from hadagen.measure.service import repeated_launches
@@ -172,7 +182,7 @@ def test_the_arena_fits_whatever_is_timed() -> None:
     stopwatch = Stopwatch(SimpleNamespace(device=torch.device("cpu")), l2_bytes)  # type: ignore[arg-type]
     for problem in (PROBLEM, Problem.of(256, DType.FLOAT32), Problem.of(256, DType.BFLOAT16, rows="pitched")):
         cells = [cell for cell in all_cells(problem, l2_bytes) if cell.elements <= 1 << 16]
-        works = [transform_work(problem, cell) for cell in cells]
+        works = [transform_work(problem, cell, stopwatch.operands(problem)) for cell in cells]
         assert [(work.elements, work.rows) for work in works] == [(c.elements, timed_rows(problem)) for c in cells]
         stopwatch.fill(problem.io.input, [work.traffic for work in works])
         assert all(work.traffic.slots(l2_bytes) * work.traffic.footprint <= stopwatch._arena.nbytes for work in works)
@@ -187,7 +197,8 @@ def test_a_result_that_differs_once_is_seen() -> None:
     from hadagen.measure.timing import Stopwatch, transform_work
 
     stopwatch = Stopwatch(SimpleNamespace(device=torch.device("cpu"), cuda_stream=0), 1 << 16)  # type: ignore[arg-type]
-    work = transform_work(PROBLEM, Cell(1 << 10, Destination.OUT_OF_PLACE, Cache.COLD))
+    cell = Cell(1 << 10, Destination.OUT_OF_PLACE, Cache.COLD)
+    work = transform_work(PROBLEM, cell, stopwatch.operands(PROBLEM))
     stopwatch.fill(PROBLEM.io.input, [], least_bytes=3 * work.traffic.buffer_bytes)
 
     class Negates:
@@ -252,12 +263,14 @@ def test_a_graph_launches_in_every_slot_by_turns(
     monkeypatch.setattr(timing, "LaunchGraph", lambda stream, kernel, addresses, work: events.extend(addresses))
     l2_bytes = 1 << 16
     stopwatch = timing.Stopwatch(SimpleNamespace(device=torch.device("cpu"), cuda_stream=0), l2_bytes)  # type: ignore[arg-type]
-    work = timing.transform_work(PROBLEM, Cell(1 << 14, destination, cache))
+    signed = Problem.of(256, DType.FLOAT16, signed=True)
+    work = timing.transform_work(signed, Cell(1 << 14, destination, cache), stopwatch.operands(signed))
     stopwatch.fill(PROBLEM.io.input, [work.traffic])
     base = stopwatch._arena.data_ptr()
     stopwatch.graph(launch, work)  # type: ignore[arg-type]
     first, *captured = events
     assert first == (0, 0, work[1:])
+    assert (work.scale, work.operands.keys()) == (256**-0.5, {"signs_before", "signs_after"})
     launches, slots, size = work.traffic.launches(l2_bytes), work.traffic.slots(l2_bytes), work.traffic.footprint
     assert (slots == 1) == (cache is Cache.HOT)
     behind = 0 if destination is Destination.IN_PLACE else size // 2

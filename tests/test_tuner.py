@@ -22,7 +22,7 @@ from hadagen.errors import DeviceError, StorageError, ToolchainError, UsageError
 from hadagen.knobs import Knobs
 from hadagen.measure import Cell, ReplayRunner, Variant
 from hadagen.problem import DType, Numerics, Problem, Rows
-from hadagen.regimes import Cache, Destination
+from hadagen.regimes import Cache, Destination, timed_elements
 from hadagen.space import Space, build_plan
 from hadagen.toolchain import BuildFailure
 from hadagen.trial import Environment, Kernel, Outcome, Provenance, Trial, knobs_key
@@ -227,6 +227,38 @@ def test_no_problem_is_its_own_neighbor(n: int, dtype: DType) -> None:
     assert problem not in neighbors
     assert len(set(neighbors)) == len(neighbors) == (1 if n in (2, 131072) else 2) + 2 + (dtype is not DType.FLOAT32)
     assert all(neighbor.parent for neighbor in neighbors)
+
+
+def test_the_neighbors_of_a_problem_with_a_matrix_have_matrices_too() -> None:
+    problem = Problem.of(14336, DType.FLOAT16, order=28)
+    sizes = {(each.order, each.length) for each in search._neighbors(problem)}
+    assert sizes == {(28, 256), (28, 512), (28, 1024)}
+    assert {each.n for each in search._neighbors(Problem.of(24, DType.FLOAT16, order=24))} == {24, 48}
+    others = [(28, 64), (20, 512), (172, 512), (28, 512), (1, 16384)]
+    known = [Problem.of(order * length, DType.FLOAT16, order=order) for order, length in others]
+    known.append(Problem.of(13312, DType.BFLOAT16, order=26))
+    nearest = search.nearest_matrices(problem, known)
+    assert [(each.order, each.length) for each in nearest] == [(20, 512), (172, 512), (28, 64)]
+
+
+def test_a_new_matrix_is_begun_with_the_winners_of_the_most_similar_one(store: Store) -> None:
+    new, like, far = (Problem.of(order << 6, DType.FLOAT16, Numerics.FAST, order=order) for order in (28, 20, 12))
+    won = {problem: Space(problem, arch()).seeds()[-1 - place] for place, problem in enumerate((like, far))}
+    assert won[like] != won[far]
+    for problem, knobs in won.items():
+        trial = make_trial(problem, knobs.to_dict())
+        timings = (replace(each, elements=timed_elements(problem, each.elements)) for each in trial.timings)
+        store.record(replace(trial, timings=tuple(timings)))
+    runner = FakeRunner()
+    tune(options(store, runner, problems=[new], trials=2))
+    (_, first), *_ = runner.asked
+    assert Knobs.from_dict(first) == Space(new, arch()).closest(won[like])
+
+
+def test_problems_with_signs_are_not_tuned() -> None:
+    signed = Problem.of(256, DType.FLOAT16, rows="pitched", signed=True)
+    with pytest.raises(UsageError, match=r"^n256-signed-.*-pitched is not tuned, .*; tune n256-float16-accurate-pitch"):
+        TuneOptions(arch(), [*problems(256), signed], None, FakeRunner(), build)
 
 
 def test_knobs_with_a_known_kernel_share_its_trial(store: Store) -> None:

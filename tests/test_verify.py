@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,9 +15,9 @@ from hypothesis import strategies as st
 from measure_sample import ALL_PROBLEMS, PROBLEM, SPEC, array_at
 
 from hadagen.bits import decode, encode
-from hadagen.launch import LaunchSpec, RowShape
+from hadagen.launch import LaunchSpec, RowShape, params_for
 from hadagen.problem import DType, Problem, Rows
-from hadagen.reference import INPUT_CLASSES, hadamard
+from hadagen.reference import INPUT_CLASSES, hadamard, transform
 from hadagen.trial import Outcome
 
 
@@ -31,6 +33,10 @@ def rows_at(address: int, count: int, columns: int, pitch: int, dtype: DType) ->
     return np.lib.stride_tricks.as_strided(flat, (count, columns), (pitch * dtype.bytes, dtype.bytes))
 
 
+def bytes_at(address: int, count: int, kind: Any) -> np.ndarray:
+    return np.ctypeslib.as_array(ctypes.cast(address, ctypes.POINTER(kind)), (count,))
+
+
 @dataclass
 class StandIn:
     """A correct kernel that runs on the CPU, and ways to break it."""
@@ -41,8 +47,18 @@ class StandIn:
     resident_blocks: int = 4
     calls: int = 0
 
-    def launch(self, stream: int, x: int, y: int, elements: int, scale: float, rows: RowShape) -> None:
+    def launch(
+        self,
+        stream: int,
+        x: int,
+        y: int,
+        elements: int,
+        scale: float,
+        rows: RowShape,
+        operands: Mapping[str, int],
+    ) -> None:
         self.calls += 1
+        self.spec.arguments(elements, scale, rows, operands)  # none is missing
         n, dtype, fault = self.problem.n, self.problem.io.input, self.fault
         count, (columns, x_pitch, y_pitch) = elements // n, rows
         given, out = rows_at(x, count, columns, x_pitch, dtype), rows_at(y, count, columns, y_pitch, dtype)
@@ -51,7 +67,7 @@ class StandIn:
         if fault == "takes the gap for elements" and columns < x_pitch:
             behind = rows_at(x, count, min(n, x_pitch), x_pitch, dtype)
             padded[:, : min(n, x_pitch)] = decode(dtype, behind)
-        bits = encode(dtype, hadamard(padded, scale))[:, :columns].copy()
+        bits = encode(dtype, transform(self.problem, padded, scale, self._read(operands)))[:, :columns].copy()
         tail = elements % self.spec.tile_elements // n
         done = self.resident_blocks * self.spec.tile_elements // n
         if fault == "swaps two elements":
@@ -87,6 +103,31 @@ class StandIn:
             rows_at(y, 1, min(n, y_pitch), y_pitch, dtype)[:, columns:] = 0
         elif fault == "changes its input" and x != y:
             given[0, 0] ^= 1
+
+    def _read(self, operands: Mapping[str, int]) -> dict[str, Any]:
+        """The operands at their addresses."""
+        problem, fault, read = self.problem, self.fault, dict[str, Any](operands)
+        if problem.order > 1:
+            entries = bytes_at(operands["matrix"], problem.order**2, ctypes.c_int8)
+            read["matrix"] = entries.reshape(problem.order, problem.order).copy()
+            if fault == "writes to the matrix":
+                entries[0] = 99
+            elif fault == "writes before the matrix":
+                bytes_at(operands["matrix"] - 1, 1, ctypes.c_int8)[0] = 99
+            elif fault == "never transposes":
+                read["transposed"] = 0
+            elif fault == "takes zeros for minus one":
+                read["matrix"][read["matrix"] == 0] = -1
+        for name in ("signs_before", "signs_after") if problem.transform.signed else ():
+            if operands[name]:
+                read[name] = bytes_at(operands[name], -(-problem.n // 8), ctypes.c_uint8).copy()
+                if fault == "takes signs from the highest bit":
+                    read[name] = np.packbits(np.unpackbits(read[name], bitorder="little"), bitorder="big")
+            elif fault == "takes a null pointer for signs":
+                read[name] = np.full(-(-problem.n // 8), 1, np.uint8)
+        if fault == "leaves out the signs behind":
+            read["signs_after"] = 0
+        return read
 
 
 def verify(stand_in: StandIn) -> Any:
@@ -174,6 +215,57 @@ def test_a_kernel_that_is_wrong_about_pitched_rows_is_found(dtype: DType, fault:
     assert says in verdict.detail
 
 
+WITH_OPERANDS = [
+    Problem.of(56, DType.FLOAT16, order=28, signed=True),
+    Problem.of(7 << 6, DType.BFLOAT16, order=7),
+    Problem.of(24, DType.BFLOAT16, order=24),
+    Problem.of(256, DType.FLOAT32, signed=True),
+]
+
+
+def stand_in_for(problem: Problem, fault: str = "") -> StandIn:
+    spec = replace(SPEC, tile_elements=problem.n * 5, persistent=True, params=params_for(problem))
+    return StandIn(problem, fault, spec)
+
+
+@pytest.mark.parametrize("problem", WITH_OPERANDS, ids=lambda problem: problem.key)
+def test_a_correct_kernel_with_a_matrix_or_signs_passes(problem: Problem) -> None:
+    verdict = verify(stand_in_for(problem))
+    assert (verdict.outcome, verdict.detail) == (Outcome.OK, "")
+    assert set(verdict.errors) == set(INPUT_CLASSES) - {"constant"}
+    assert verdict.errors["normal"] == pytest.approx(ONE_ROUNDING[problem.io.input], rel=0.05)
+
+
+@pytest.mark.parametrize("problem", [Problem.of(1792, DType.BFLOAT16, order=28), WITH_OPERANDS[0]])
+def test_neighboring_tiles_differ_with_a_matrix_too(problem: Problem) -> None:
+    from hadagen.measure.verify import _cases, operand_sets
+
+    sets = operand_sets(problem)
+    cases = _cases(problem, sets)
+    assert all(len(case.bits) % 2 for case in cases.values())
+    assert {key.operands for key in cases if key.input_class == "normal"} == set(range(len(sets)))
+
+
+@pytest.mark.parametrize(
+    ("fault", "says", "order", "signed"),
+    [
+        ("never transposes", "relative error", 28, False),
+        ("takes zeros for minus one", "relative error", 28, False),
+        ("writes to the matrix", "outside", 28, True),
+        ("writes before the matrix", "outside", 28, False),
+        ("takes signs from the highest bit", "relative error", 28, True),
+        ("leaves out the signs behind", "relative error", 1, True),
+        ("takes a null pointer for signs", "relative error", 1, True),
+    ],
+)
+def test_a_kernel_that_is_wrong_about_its_operands_is_found(fault: str, says: str, order: int, signed: bool) -> None:
+    problem = Problem.of(order * 64, DType.FLOAT16, order=order, signed=signed)
+    verdict = verify(stand_in_for(problem, fault))
+    assert verdict.outcome is Outcome.WRONG_ANSWER
+    assert says in verdict.detail
+    assert verify(stand_in_for(problem)).outcome is Outcome.OK
+
+
 def test_verification_goes_on_after_a_wrong_kernel() -> None:
     import torch
 
@@ -204,8 +296,8 @@ def test_what_a_wrong_kernel_has_overwritten_is_not_compared_with() -> None:
 
 
 @given(
-    n=st.integers(1, 15).map(lambda k: 1 << k),
-    tile_rows=st.integers(0, 8).map(lambda k: 1 << k),
+    n=st.integers(1, 15).map(lambda k: 1 << k) | st.just(14336),
+    tile_rows=st.integers(0, 8).map(lambda k: 1 << k) | st.just(3),
     cluster=st.sampled_from([1, 2, 4, 8]),
     resident=st.integers(1, 500),
     persistent=st.booleans(),

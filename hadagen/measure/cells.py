@@ -12,17 +12,17 @@ A slot holds x, and y behind it if the destination is out-of-place.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from math import log2
+from math import fsum, log2
 from typing import NamedTuple
 
 from hadagen.problem import Problem
 from hadagen.regimes import (
-    ELEMENT_BUCKETS,
     Cache,
     Destination,
     buffer_bytes,
     deciding_cache,
     element_buckets,
+    main_buckets,
     may_be_hot,
 )
 from hadagen.trial import Timing
@@ -87,7 +87,7 @@ Cells = Sequence[Cell] | Mapping[Problem, Sequence[Cell]]
 def all_cells(problem: Problem, l2_bytes: int) -> tuple[Cell, ...]:
     """Every cell of a problem on a device: both destinations, hot up to twice its L2, and cold from 65536 elements on.
 
-    Counts that are not in `ELEMENT_BUCKETS` have only the regime that decides, or both if both count the same.
+    Counts that are not in `main_buckets` have only the regime that decides, or both if both count the same.
     """
     cells = (Cell(e, d, c) for e in element_buckets(problem) for d in Destination for c in Cache)
     return tuple(cell for cell in cells if is_timed(problem, cell, l2_bytes) and _weighs(problem, cell, l2_bytes))
@@ -95,7 +95,7 @@ def all_cells(problem: Problem, l2_bytes: int) -> tuple[Cell, ...]:
 
 def _weighs(problem: Problem, cell: Cell, l2_bytes: int) -> bool:
     where = problem, cell.elements, cell.destination, l2_bytes
-    return cell.elements in ELEMENT_BUCKETS or cell.cache is deciding_cache(*where) or may_be_hot(*where)
+    return cell.elements in main_buckets(problem) or cell.cache is deciding_cache(*where) or may_be_hot(*where)
 
 
 def cells_at(problem: Problem, elements: int, destination: Destination, l2_bytes: int) -> tuple[Cell, ...]:
@@ -117,15 +117,17 @@ def rows_between(problem: Problem, counts: int) -> list[int]:
     """`counts` (2 or more) odd numbers of rows, ascending, between the buckets of a problem.
 
     They are spread evenly on a logarithmic scale, from the middle between the first two buckets to the middle between
-    the last two. None is a bucket itself, because buckets hold a single row or an even number of rows.
+    the last two. None is a bucket itself.
     """
-    first, second, *_, last_but_one, last = (log2(elements) for elements in element_buckets(problem))
-    low, high = (first + second) / 2, (last_but_one + last) / 2
+    buckets = element_buckets(problem)
+    low, high = (fsum(map(log2, ends)) / 2 for ends in (buckets[:2], buckets[-2:]))
     found: list[int] = []
     for i in range(counts):
         rows = 2.0 ** (low + (high - low) * i / (counts - 1)) / problem.n
-        odd = 2 * round((rows - 1) / 2) + 1
-        found.append(max(odd, found[-1] + 2 if found else 3))  # a single row may be a bucket
+        odd = max(2 * round((rows - 1) / 2) + 1, found[-1] + 2 if found else 3)
+        while odd * problem.n in buckets:
+            odd += 2
+        found.append(odd)
     return found
 
 

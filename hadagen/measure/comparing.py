@@ -57,12 +57,15 @@ class Comparer:
         problem, _ = request.kernels[0]
         with torch.no_grad(), ExitStack() as loaded:
             answers, right = self._verified(loaded, request.kernels)
-            peer_errors = self._peer_errors(problem)
+            operands = self._stopwatch.operands(problem)
+            peers = self._peers.serving(problem, operands.device)
+            peer_errors = self._peer_errors(problem, peers)
             self._stopwatch.fill(problem.io.input, [cell.traffic(problem) for cell, _ in request.cells])
+            peers = [peer for peer in peers if peer.name in peer_errors]
             times = []
             for cell, wanted in request.cells:
                 timed = {i: right[i] for i in wanted if i in right}
-                times.append(self._times(problem, cell, timed, peer_errors))
+                times.append(self._times(problem, transform_work(problem, cell, operands), timed, peers))
             return Comparison(answers, peer_errors, tuple(times))
 
     def rank(self, request: Rank) -> Ranking:
@@ -70,7 +73,8 @@ class Comparer:
         with ExitStack() as loaded:
             answers, right = self._verified(loaded, [(problem, kernel) for kernel in request.kernels])
             cells = list(dict.fromkeys(cell for choice in request.choices for cell, _ in choice.cells))
-            works = {cell: transform_work(problem, cell) for cell in cells}
+            operands = self._stopwatch.operands(problem)
+            works = {cell: transform_work(problem, cell, operands) for cell in cells}
             self._stopwatch.fill(problem.io.input, [work.traffic for work in works.values()])
             screened: dict[Cell, dict[int, float]] = {cell: {} for cell in cells}
             for i, kernel in right.items():
@@ -100,35 +104,31 @@ class Comparer:
                 right[i] = on_device
         return tuple(answers), right
 
-    def _peer_errors(self, problem: Problem) -> dict[str, dict[str, float]]:
-        assert self._peers is not None
+    def _peer_errors(self, problem: Problem, peers: Iterable[Peer]) -> dict[str, dict[str, float]]:
         errors = {}
-        for peer in self._peers.all:
-            if peer.serves(problem):
-                with suppress(RuntimeError):  # it has no kernel for such rows
-                    errors[peer.name] = self._verifier.errors_of(partial(_transform, peer, problem), problem)
+        for peer in peers:
+            with suppress(RuntimeError):  # it has no kernel for such rows
+                errors[peer.name] = self._verifier.errors_of(partial(_transform, peer, problem), problem)
         return errors
 
-    def _times(self, problem: Problem, cell: Cell, kernels: dict[int, LoadedKernel], peers: Iterable[str]) -> Times:
+    def _times(self, problem: Problem, work: Work, kernels: dict[int, LoadedKernel], peers: Iterable[Peer]) -> Times:
         assert self._peers is not None
-        work = transform_work(problem, cell)
         traffic = work.traffic
         self._yardstick.refresh([traffic])
         timed: dict[int | str, Turns] = {
             i: self._stopwatch.turns([kernel], work, _REPLAYS) for i, kernel in kernels.items()
         }
         launches = traffic.launches(self._l2_bytes)
-        inputs = self._stopwatch.inputs(problem.io.input, work, cell.elements // problem.n)
-        for peer in self._peers.all:
-            if peer.name in peers:
-                calls = calls_of(peer, problem, inputs, cell.destination is Destination.IN_PLACE)
-                try:
-                    calls[0]()  # the first call takes longer, and may do what a capture forbids
-                    us = self._stopwatch.once(calls[0])
-                except RuntimeError:  # too many rows for the library, or for the memory
-                    continue
-                replays = _FEW_REPLAYS if us * launches > _LONG_US else _REPLAYS
-                timed[peer.name] = Turns([partial(self._peers.graph, calls, launches)], traffic, replays)
+        inputs = self._stopwatch.inputs(problem.io.input, work, work.elements // problem.n)
+        for peer in peers:
+            calls = calls_of(peer, problem, inputs, traffic.destination is Destination.IN_PLACE)
+            try:
+                calls[0]()  # the first call takes longer, and may do what a capture forbids
+                us = self._stopwatch.once(calls[0])
+            except RuntimeError:  # too many rows for the library, or for the memory
+                continue
+            replays = _FEW_REPLAYS if us * launches > _LONG_US else _REPLAYS
+            timed[peer.name] = Turns([partial(self._peers.graph, calls, launches)], traffic, replays)
         samples = self._stopwatch.time(timed.values(), GRAPHS)
         found = {name: sample.us for name, (sample,) in zip(timed, samples, strict=True)}
         return Times(

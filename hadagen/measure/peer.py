@@ -1,4 +1,8 @@
-"""Other libraries with the transform, if they are installed. They are timed like our kernels, by graphs of launches."""
+"""Other libraries with the transform, if they are installed. They are timed like our kernels, by graphs of launches.
+
+None has a transform with a matrix of any order. There the peers are products by PyTorch, of dense matrices or behind
+another library's H.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +15,27 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hadagen.measure.verify import TORCH_DTYPE
 from hadagen.problem import DType, Problem, Rows
-from hadagen.reference import verification_scale
+from hadagen.reference import hadamard, verification_operands, verification_scale
+
+# The longest rows that one product is timed for: its matrix takes 512 MiB, in float32 twice as much.
+MOST_DENSE = 1 << 14
 
 Call = Callable[[], torch.Tensor]
+Transform = Callable[[torch.Tensor, float, bool], torch.Tensor]
 
 
 class Peer(NamedTuple):
     """A library. `transform(x, scale, in_place)` returns the transform of x, in x itself if `in_place` and the library
-    can."""
+    can. It is told the scale if it `takes_scale`, and else orthonormal."""
 
     name: str
     dtypes: frozenset[DType]
     rows: frozenset[Rows]  # that it takes
     works_in_place: bool
-    transform: Callable[[torch.Tensor, float, bool], torch.Tensor]
+    transform: Transform
+    takes_scale: bool = True
 
     def serves(self, problem: Problem) -> bool:
         return problem.io.input in self.dtypes and problem.io.rows in self.rows
@@ -47,7 +57,8 @@ def _hadacore(module: Any) -> Peer:
         frozenset({DType.FLOAT16, DType.BFLOAT16}),
         rows=frozenset({Rows.CONTIGUOUS}),
         works_in_place=True,
-        transform=lambda x, scale, in_place: module.hadamard_transform(x, in_place),  # always orthonormal
+        transform=lambda x, scale, in_place: module.hadamard_transform(x, in_place),
+        takes_scale=False,
     )
 
 
@@ -64,6 +75,38 @@ def find_peers() -> list[Peer]:
             except ImportError as error:
                 warnings.warn(f"{name} is left out, because it cannot be imported: {error}", stacklevel=2)
     return found
+
+
+def products(problem: Problem, others: Iterable[Peer], device: torch.device) -> list[Peer]:
+    """What computes a transform with the matrix of its verification: H, by a product or by another library, and then
+    the product with the matrix; and one product for all of it. All operands have the type of x."""
+    scale, length = verification_scale(problem), problem.length
+
+    def on_device(values: Any) -> torch.Tensor:
+        return torch.from_numpy(values).to(device, TORCH_DTYPE[problem.io.input])
+
+    # Made at the first call, which may fail for lack of memory.
+    matrix = functools.cache(lambda: on_device(verification_operands(problem)["matrix"]))
+    scaled = functools.cache(lambda: on_device(hadamard(torch.eye(length, dtype=torch.float64).numpy(), scale)))
+    whole = functools.cache(lambda: torch.kron(matrix().T.contiguous(), scaled()))
+
+    def behind(h: Callable[[torch.Tensor], torch.Tensor]) -> Transform:
+        return lambda x, *_: (matrix() @ h(x.view(-1, length)).view(-1, problem.order, length)).view(x.shape)
+
+    ways = {"PyTorch": behind(lambda x: x @ scaled())}
+    ways |= {
+        f"{peer.name}, PyTorch": behind(functools.partial(_out_of_place, peer, scale))
+        for peer in others
+        if peer.takes_scale and peer.serves(problem)
+    }
+    if problem.n <= MOST_DENSE:
+        ways["PyTorch, one product"] = lambda x, *_: x @ whole()
+    dtypes, rows = frozenset({problem.io.input}), frozenset({Rows.CONTIGUOUS})
+    return [Peer(name, dtypes, rows, works_in_place=False, transform=way) for name, way in ways.items()]
+
+
+def _out_of_place(peer: Peer, scale: float, x: torch.Tensor) -> torch.Tensor:
+    return peer.transform(x, scale, False)
 
 
 class PeerGraph:
@@ -91,7 +134,8 @@ class PeerGraph:
 
 
 class Peers:
-    """The installed libraries, ready to be captured on PyTorch's current stream, which must not be the default one.
+    """The installed libraries and the `products`, ready to be captured on PyTorch's current stream, which must not be
+    the default one.
 
     Results come from one pool of PyTorch's allocator, which lives as long as this object. So a graph reuses the memory
     of earlier ones.
@@ -104,6 +148,13 @@ class Peers:
         least = functools.partial(torch.zeros, 1, device="cuda")
         least()  # the driver may load code with its first launch, which must not happen inside a capture
         self._keeper = PeerGraph(self._pool, [least], 1)
+
+    def serving(self, problem: Problem, device: torch.device) -> list[Peer]:
+        """Those that transform such rows. None has signs."""
+        if problem.transform.signed:
+            return []
+        peers = self.all if problem.order == 1 else products(problem, self.all, device)
+        return [peer for peer in peers if peer.serves(problem)]
 
     def graph(self, calls: Sequence[Call], launches: int) -> PeerGraph:
         return PeerGraph(self._pool, calls, launches)

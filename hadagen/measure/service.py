@@ -14,11 +14,12 @@ from hadagen.measure.cells import Cell, Cells, all_cells, probe_cells
 from hadagen.measure.comparing import Comparer
 from hadagen.measure.environment import device_environment
 from hadagen.measure.messages import Answer, Compare, Comparison, Measure, Race, Rank, Ranking
+from hadagen.measure.operands import Orthonormal
 from hadagen.measure.timing import REPEATED_BUFFERS, Stopwatch, transform_work
 from hadagen.measure.verify import Verifier
 from hadagen.measure.yardstick import Yardstick
 from hadagen.problem import Problem
-from hadagen.regimes import Cache, Destination
+from hadagen.regimes import Cache, Destination, timed_elements
 from hadagen.trial import Environment, Kernel, Outcome, Timing
 
 _RACE_REPLAYS = 15  # of each of two kernels
@@ -33,6 +34,10 @@ _LEAST_REPEATED = 48
 def repeated_launches(tile_elements: int) -> int:
     """How often a kernel with such tiles is launched for its results to be compared."""
     return max(_LEAST_REPEATED, -(-_REPEATED_TILES * tile_elements // _REPEATED_CELL.elements))
+
+
+def _in_whole_rows(problem: Problem, cell: Cell) -> Cell:
+    return cell._replace(elements=timed_elements(problem, cell.elements))
 
 
 class DeviceService:
@@ -76,18 +81,19 @@ class DeviceService:
                 return verified
             cells = self._cells_of(problem)
             traffics = [cell.traffic(problem) for cell in cells]
-            repeated = transform_work(problem, _REPEATED_CELL)
+            operands = self._stopwatch.operands(problem)
+            repeated = transform_work(problem, _in_whole_rows(problem, _REPEATED_CELL), operands)
             self._stopwatch.fill(
                 problem.io.input, traffics, least_bytes=REPEATED_BUFFERS * repeated.traffic.buffer_bytes
             )
             self._yardstick.refresh(traffics)
             probes = probe_cells(problem, cells, self._l2_bytes)
-            timings = self._time(kernel, problem, probes)
+            timings = self._time(kernel, problem, operands, probes)
             detail = ""
             if probes and all(t.us > request.limits_us.get(cell, t.us) for cell, t in timings.items()):
                 detail = f"given up after {len(probes)} probe cells: far slower than the best at each"
             else:
-                timings |= self._time(kernel, problem, [cell for cell in cells if cell not in timings])
+                timings |= self._time(kernel, problem, operands, [cell for cell in cells if cell not in timings])
             ordered = tuple(timings[cell] for cell in cells if cell in timings)
             if not self._stopwatch.is_finite(problem.io.input):
                 return Answer(Outcome.UNSTABLE, "values were no longer finite after timing", verified.errors, ordered)
@@ -100,10 +106,14 @@ class DeviceService:
     def _cells_of(self, problem: Problem) -> list[Cell]:
         wanted = self._cells[problem] if isinstance(self._cells, Mapping) else self._cells
         cells = all_cells(problem, self._l2_bytes) if wanted is None else wanted
-        return [cell for cell in cells if cell.elements >= problem.n]
+        whole = dict.fromkeys(_in_whole_rows(problem, cell) for cell in cells)
+        return [cell for cell in whole if cell.elements]
 
-    def _time(self, kernel: LoadedKernel, problem: Problem, cells: Sequence[Cell]) -> dict[Cell, Timing]:
-        turns = [self._stopwatch.turns([kernel], transform_work(problem, cell), self._replays) for cell in cells]
+    def _time(
+        self, kernel: LoadedKernel, problem: Problem, operands: Orthonormal, cells: Sequence[Cell]
+    ) -> dict[Cell, Timing]:
+        works = [transform_work(problem, cell, operands) for cell in cells]
+        turns = [self._stopwatch.turns([kernel], work, self._replays) for work in works]
         samples = self._stopwatch.time(turns)
         return {
             cell: Timing(*cell, *sample, self._yardstick.us[traffic])
@@ -111,7 +121,8 @@ class DeviceService:
         }
 
     def _race(self, request: Race) -> list[tuple[float, float]]:
-        works = [transform_work(request.problem, cell) for cell in request.cells]
+        operands = self._stopwatch.operands(request.problem)
+        works = [transform_work(request.problem, cell, operands) for cell in request.cells]
         with self._loaded(request.a) as a, self._loaded(request.b) as b:
             self._stopwatch.fill(request.problem.io.input, [work.traffic for work in works])
             samples = self._stopwatch.time(self._stopwatch.turns((a, b), work, _RACE_REPLAYS) for work in works)

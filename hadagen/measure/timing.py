@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from typing import Any, NamedTuple, Protocol
 
@@ -19,9 +19,9 @@ from hadagen import libcuda
 from hadagen.driver import LoadedKernel, bindings, check
 from hadagen.launch import RowShape
 from hadagen.measure.cells import EVICTION, Cell, Traffic
+from hadagen.measure.operands import Orthonormal
 from hadagen.measure.verify import TORCH_DTYPE
 from hadagen.problem import DType, Problem
-from hadagen.reference import verification_scale
 from hadagen.regimes import Destination, timed_rows
 
 REPEATED_BUFFERS = 3  # an input and two results
@@ -36,16 +36,17 @@ class Work(NamedTuple):
     elements: int
     scale: float
     rows: RowShape
+    operands: Mapping[str, int]
 
 
-def transform_work(problem: Problem, cell: Cell) -> Work:
-    """A problem's at a cell. The scale makes the transform orthonormal."""
-    return Work(cell.traffic(problem), cell.elements, verification_scale(problem), timed_rows(problem))
+def transform_work(problem: Problem, cell: Cell, operands: Orthonormal) -> Work:
+    """A problem's at a cell, with operands of the problem."""
+    return Work(cell.traffic(problem), cell.elements, operands.scale, timed_rows(problem), operands)
 
 
 def copy_work(traffic: Traffic) -> Work:
     """The copy kernel's, which counts in elements of two bytes."""
-    return Work(traffic, traffic.buffer_bytes // 2, 1.0, RowShape(0, 0, 0))
+    return Work(traffic, traffic.buffer_bytes // 2, 1.0, RowShape(0, 0, 0), {})
 
 
 class Sample(NamedTuple):
@@ -126,6 +127,10 @@ class Stopwatch:
         self._l2_bytes = l2_bytes
         self._arena = torch.zeros(4, dtype=torch.int32, device=stream.device)
         self._flusher = torch.zeros(EVICTION * l2_bytes // 4, dtype=torch.int32, device=stream.device)
+
+    def operands(self, problem: Problem) -> Orthonormal:
+        """New operands of a problem, which no kernel has overwritten."""
+        return Orthonormal(problem, self._stream.device)
 
     def fill(self, dtype: DType, traffics: Iterable[Traffic], least_bytes: int = 0) -> None:
         """New random normals in an arena that any of `traffics` fits in.

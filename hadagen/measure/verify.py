@@ -6,12 +6,15 @@ rows must give the very same bits, and so must a second run.
 
 A kernel that reads a `RowShape` is verified with rows of several shapes, and with poison between the rows too. If it
 read poison as anything but zeros, no result would be finite.
+
+A kernel with a matrix is verified with it transposed too, and one with signs without any too. Both must stay as they
+are, as x must out of place.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 from typing import NamedTuple, Protocol
@@ -22,8 +25,9 @@ from hadagen.bits import encode
 from hadagen.errors import told_apart
 from hadagen.launch import LaunchSpec, RowShape
 from hadagen.measure.messages import Answer
+from hadagen.measure.operands import DeviceOperands
 from hadagen.problem import DType, Numerics, Problem, Rows
-from hadagen.reference import INPUT_CLASSES, hadamard, input_classes, verification_scale
+from hadagen.reference import Operands, input_classes, transform, verification_operands, verification_scale
 from hadagen.regimes import timed_rows
 from hadagen.trial import Outcome
 
@@ -49,7 +53,16 @@ class Launchable(Protocol):
     @property
     def resident_blocks(self) -> int: ...
 
-    def launch(self, stream: int, x: int, y: int, elements: int, scale: float, rows: RowShape) -> None: ...
+    def launch(
+        self,
+        stream: int,
+        x: int,
+        y: int,
+        elements: int,
+        scale: float,
+        rows: RowShape,
+        operands: Mapping[str, int],
+    ) -> None: ...
 
 
 class RowCounts(NamedTuple):
@@ -107,8 +120,20 @@ def arrangements(problem: Problem) -> tuple[Arrangement, ...]:
     )
 
 
+def operand_sets(problem: Problem) -> list[Operands]:
+    """The operands to verify a problem with, those of most classes of input first: the matrix as it is, with signs;
+    the matrix transposed, with signs; and no signs."""
+    operands = verification_operands(problem)
+    sets: list[Operands] = [operands]
+    if problem.order > 1:
+        sets.append(verification_operands(problem, transposed=True))
+    if problem.transform.signed:
+        sets.append({**operands, "signs_before": 0, "signs_after": 0})
+    return sets
+
+
 class _Case(NamedTuple):
-    """Rows that are repeated to any number. Their number is odd, so that no two tiles are alike."""
+    """Rows that are repeated to any number. Their number is odd, so that neighboring tiles differ."""
 
     bits: torch.Tensor  # [rows, columns] int16 or int32
     reference: torch.Tensor  # [rows, columns] float64
@@ -121,13 +146,23 @@ class _Case(NamedTuple):
         return _Case(self.bits.to(device, copy=True), self.reference.to(device, copy=True))
 
 
-# (Class of input, columns) → case. Constant rows with fewer columns than n are left out: their results have only a few
-# values, and the rounding of so few does not average out.
-_Cases = dict[tuple[str, int], _Case]
+class _CaseKey(NamedTuple):
+    """What tells the cases of a problem apart. `operands`: a position in `operand_sets`."""
+
+    input_class: str
+    columns: int
+    operands: int = 0
 
 
-def _cases(problem: Problem) -> _Cases:
+# Constant rows with fewer columns than n are left out: their results have only a few values, and the rounding of so few
+# does not average out.
+_Cases = dict[_CaseKey, _Case]
+
+
+def _cases(problem: Problem, operands: list[Operands]) -> _Cases:
+    """Each class of input with the first operands, and the normal one with all others too."""
     rows = _LEAST_ELEMENTS // problem.n + 1
+    rows += problem.order > 1 and rows % 2 == 0
     scale = verification_scale(problem)
     cases = {}
     for name, values in input_classes(problem, rows).items():
@@ -137,7 +172,9 @@ def _cases(problem: Problem) -> _Cases:
             padded = values.copy()
             padded[:, columns:] = 0.0
             bits = torch.from_numpy(encode(problem.io.input, padded[:, :columns])).view(_BITS[problem.io.input.bytes])
-            cases[name, columns] = _Case(bits, torch.from_numpy(hadamard(padded, scale)[:, :columns].copy()))
+            for position, given in enumerate(operands if name == _LOOPED_CLASS else operands[:1]):
+                reference = torch.from_numpy(transform(problem, padded, scale, given)[:, :columns].copy())
+                cases[_CaseKey(name, columns, position)] = _Case(bits, reference)
     return cases
 
 
@@ -161,6 +198,7 @@ class Verifier:
         self._device = device
         self._stream = stream
         self._problem: Problem | None = None
+        self._operands: list[Operands] = []
         self._host_cases: _Cases = {}
         self._device_cases: _Cases = {}
 
@@ -174,18 +212,18 @@ class Verifier:
             self._device_cases = cases
         return answer
 
-    def errors_of(self, transform: Callable[[torch.Tensor], torch.Tensor], problem: Problem) -> dict[str, float]:
+    def errors_of(self, peer: Callable[[torch.Tensor], torch.Tensor], problem: Problem) -> dict[str, float]:
         """Class of input → relative error of an orthonormal transform of [rows, columns] by another library.
 
         The rows have the layout in which kernels are timed. Their number is a power of two, which other libraries may
-        need. Raises what `transform` raises.
+        need. Raises what `peer` raises.
         """
         columns = timed_rows(problem).columns
         errors = {}
-        for (name, of_columns), case in self._cases_of(problem).items():
-            if of_columns == columns:
+        for (name, of_columns, position), case in self._cases_of(problem).items():
+            if (of_columns, position) == (columns, 0):
                 x = case.bits[: len(case.bits) - 1].view(TORCH_DTYPE[problem.io.input]).clone()
-                out = transform(x).contiguous().view(case.bits.dtype)
+                out = peer(x).contiguous().view(case.bits.dtype)
                 errors[name] = [_relative_error(out, case.reference[: len(x)], problem.io.input)]
         return {name: _largest(values) for name, values in errors.items()}
 
@@ -193,7 +231,8 @@ class Verifier:
         """The cases of a problem, on the device. Both numerics share them."""
         problem = problem.with_io(numerics=Numerics.ACCURATE)
         if problem != self._problem:
-            self._host_cases, self._problem, self._device_cases = _cases(problem), problem, {}
+            self._operands = operand_sets(problem)
+            self._host_cases, self._problem, self._device_cases = _cases(problem, self._operands), problem, {}
         if not self._device_cases:
             self._device_cases = {key: case.to(self._device) for key, case in self._host_cases.items()}
         return self._device_cases
@@ -201,22 +240,24 @@ class Verifier:
     def _judge(self, kernel: Launchable, problem: Problem, cases: _Cases) -> Answer:
         counts = row_counts(kernel.spec, problem.n, kernel.resident_blocks)
         findings = _Findings()
-        for arranged, name in product(arrangements(problem), INPUT_CLASSES):
-            if (name, arranged.rows.columns) not in cases:
+        given = [DeviceOperands(operands, self._device) for operands in self._operands]
+        for arranged, (key, case) in product(arrangements(problem), cases.items()):
+            if key.columns != arranged.rows.columns:
                 continue
-            case = cases[name, arranged.rows.columns]
-            rows = case.rows(counts.looped if name == _LOOPED_CLASS else counts.base)
+            operands, loops = given[key.operands], key.input_class == _LOOPED_CLASS and key.operands == 0
+            rows = case.rows(counts.looped if loops else counts.base)
             x, reference = case.bits[rows], case.reference[rows]
             ways = (arranged, False), (arranged.in_place, True)
-            out, again = (self._run(kernel, problem, x, *way, findings) for way in ways)
-            errors = findings.errors.setdefault(name, [])
+            out, again = (self._run(kernel, problem, x, operands, *way, findings) for way in ways)
+            errors = findings.errors.setdefault(key.input_class, [])
             errors += [_relative_error(y, reference, problem.io.input) for y in (out, again)]
             findings.repeated.append((out == again).all())
-            if name == _LOOPED_CLASS:
-                findings.repeated.append((out == self._run(kernel, problem, x, arranged, False, findings)).all())
+            if loops:
+                findings.repeated.append((out == self._run(kernel, problem, x, operands, *ways[0], findings)).all())
                 for few, way in product(counts.few, ways):
-                    part = self._run(kernel, problem, x[:few], *way, findings)
+                    part = self._run(kernel, problem, x[:few], operands, *way, findings)
                     findings.fewer.append((part == out[:few]).all())
+        findings.outside += [torch.tensor(each.are_whole(), device=self._device) for each in given]
         return _answer(problem, findings)
 
     def _run(
@@ -224,6 +265,7 @@ class Verifier:
         kernel: Launchable,
         problem: Problem,
         x: torch.Tensor,
+        operands: DeviceOperands,
         arranged: Arrangement,
         in_place: bool,
         findings: _Findings,
@@ -243,7 +285,7 @@ class Verifier:
         source.copy_(x)
         scale = verification_scale(problem)
         elements = count * problem.n
-        kernel.launch(self._stream, source.data_ptr(), target.data_ptr(), elements, scale, arranged.rows)
+        kernel.launch(self._stream, source.data_ptr(), target.data_ptr(), elements, scale, arranged.rows, operands)
         result = target.clone(memory_format=torch.contiguous_format)
         if not in_place:
             findings.outside.append((source == x).all())

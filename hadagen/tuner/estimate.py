@@ -35,8 +35,8 @@ from hadagen.measure import Cell, Variant, all_cells
 from hadagen.plan import Plan
 from hadagen.problem import Problem
 from hadagen.programs import Patience
-from hadagen.reference import NORMAL_ELEMENTS
-from hadagen.regimes import ELEMENT_BUCKETS
+from hadagen.reference import NORMAL_ELEMENTS, verification_operands
+from hadagen.regimes import main_buckets
 from hadagen.space import Space
 from hadagen.trial import Environment, NotTried, Outcome, Provenance, Timing, Trial, utc_now
 from hadagen.tuner.study import regime
@@ -83,11 +83,11 @@ def shortlist(space: Space, count: int) -> list[Knobs]:
 
 
 def _cells_by_regime(problem: Problem, arch: Arch) -> dict[str, list[Cell]]:
-    """Regime → its cells at powers of two, so that all sizes have the same weight."""
+    """Regime → its cells at the main buckets, so that all sizes have the same weight."""
     cells: dict[str, list[Cell]] = {}
     for cell in all_cells(problem, arch.model.l2_bytes):
         where = regime(problem, *cell, arch.model.l2_bytes)
-        if where and cell.elements in ELEMENT_BUCKETS:
+        if where and cell.elements in main_buckets(problem):
             cells.setdefault(where, []).append(cell)
     return cells
 
@@ -171,10 +171,14 @@ def timings(estimate: Estimate, problem: Problem, arch: Arch) -> tuple[Timing, .
 
 
 def _verify(problem: Problem, source: Source, module: HostModule) -> dict[str, float]:
-    """Class of input → the larger error of out of place and in place, there at odd addresses if they may be."""
+    """Class of input → the larger error of out of place and in place, there at odd addresses if they may be, and with
+    the matrix transposed."""
     rows = verification_rows(problem, source.launch, ELEMENTS)
     apart = verify(problem, source, rows, module=module)
     columns = max(problem.n // 2 + 1, problem.n - problem.n // 4 - 1)
     odd = RowShape(columns, columns | 1, columns | 1) if source.launch.reads_rows else None
-    in_place = verify(problem, source, rows, module=module, shape=odd, in_place=True, order_seed=ORDER_SEED)
+    turned = verification_operands(problem, transposed=True)
+    in_place = verify(
+        problem, source, rows, module=module, operands=turned, shape=odd, in_place=True, order_seed=ORDER_SEED
+    )
     return {name: max(apart[name], in_place[name]) for name in apart}

@@ -20,7 +20,7 @@ from hadagen.errors import StorageError
 from hadagen.knobs import Knobs
 from hadagen.measure import Cell, Runner
 from hadagen.problem import Problem
-from hadagen.regimes import Destination, deciding_cache
+from hadagen.regimes import Destination, deciding_cache, timed_elements
 from hadagen.space import Space
 from hadagen.trial import Environment, Outcome, Trial, utc_now
 from hadagen.tuner.events import Listener, ProblemFinished, ProblemStarted, SearchStarted, TrialFinished
@@ -65,12 +65,11 @@ class RecordReport:
 
 
 def deciding_cells(problem: Problem, elements: Sequence[int], l2_bytes: int) -> tuple[Cell, ...]:
-    """The in-place cell whose time decides, at each element count that holds at least a row."""
+    """The in-place cell whose time decides, at the whole rows nearest to each element count, if there are any."""
     destination = Destination.IN_PLACE
     return tuple(
         Cell(count, destination, deciding_cache(problem, count, destination, l2_bytes))
-        for count in sorted(elements)
-        if count >= problem.n
+        for count in sorted({timed_elements(problem, nominal) for nominal in elements} - {0})
     )
 
 

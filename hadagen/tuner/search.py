@@ -24,7 +24,7 @@ from hadagen.arch import Arch
 from hadagen.errors import StorageError, UsageError
 from hadagen.knobs import Knobs
 from hadagen.measure import Runner
-from hadagen.problem import MAX_LOG2_N, DType, Numerics, Problem, Transform
+from hadagen.problem import MAX_LOG2_N, DType, Numerics, Problem, check_tunable, difference
 from hadagen.space import Space
 from hadagen.trial import Outcome, Trial, knobs_key
 from hadagen.tuner.estimate import shortlist
@@ -55,6 +55,7 @@ RANKED, SEEDS = 8, 12  # knobs to begin with: the best by the cost model, and th
 CHILD_SHARE = 4
 LEAST_OF_CHILD = 3
 NEIGHBORS_TURN = 4  # one of this many trials has the best knobs so far of a neighboring problem
+NEAREST = 2  # of the problems with another matrix, beside the neighbors
 STORAGE_ATTEMPTS = 20  # more than the tables and indexes that Optuna makes
 _RACES = "races"  # claimed while the near-ties of a problem are raced
 SEARCH_SHARE = 0.9  # of the time budget; the rest is for races
@@ -83,7 +84,9 @@ class TuneOptions:
     stopped: Flag = field(default_factory=Flag)
 
     def __post_init__(self) -> None:
+        """Raises `UsageError` as `check_effort` and `check_tunable` do."""
         check_effort(self.trials, self.time_budget)
+        check_tunable(self.problems)
 
 
 def check_effort(trials: int | None, time_budget: float | None) -> None:
@@ -345,6 +348,8 @@ class _Search:
         nearby = [problem.parent] if problem.parent else []
         if study.asked % NEIGHBORS_TURN == 0 and not self._estimated:
             nearby += _neighbors(problem)
+            if problem.order > 1:
+                nearby += nearest_matrices(problem, {*self._studies, *self._stored})[:NEAREST]
         return _by_turns(most_often_best(self._best_by_cell(neighbor)) for neighbor in nearby)
 
     def _best_by_cell(self, problem: Problem) -> BestByCell:
@@ -382,9 +387,15 @@ def _neighbors(problem: Problem) -> list[Problem]:
         *(problem.with_io(input=dtype, output=dtype) for dtype in DType),
         *(problem.with_io(numerics=numerics) for numerics in Numerics),
         *(
-            replace(problem, transform=Transform(m))
+            replace(problem, transform=replace(problem.transform, n=m))
             for m in (problem.n // 2, problem.n * 2)
-            if 2 <= m <= 1 << MAX_LOG2_N
+            if 2 <= m <= 1 << MAX_LOG2_N and m % problem.order == 0
         ),
     ]
     return [neighbor for neighbor in dict.fromkeys(near) if neighbor != problem]
+
+
+def nearest_matrices(problem: Problem, others: Iterable[Problem]) -> list[Problem]:
+    """Those of the other problems that have a matrix too and the same io, the nearest first."""
+    alike = {other for other in others if other.order > 1 and other.io == problem.io} - {problem}
+    return sorted(alike, key=lambda other: (difference(problem, other), other))

@@ -1,0 +1,75 @@
+"""What a kernel takes beside x and y, in device memory: the matrix and the signs of a transform."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import torch
+
+from hadagen.errors import UsageError
+from hadagen.matrices import find_matrix
+from hadagen.problem import Problem
+from hadagen.reference import Operands, hadamard, verification_operands
+
+# Bytes before and behind each array, and what they hold: as an entry of a matrix, nothing that it may have.
+_GUARD, _POISON = 4096, 0x7F
+
+
+class DeviceOperands(dict[str, int]):
+    """Name of a param → device address or number, as `LaunchSpec.arguments` takes them. It owns the memory."""
+
+    def __init__(self, operands: Operands, device: torch.device) -> None:
+        """Raises PyTorch's `RuntimeError` where memory runs out."""
+        super().__init__()
+        self.device = device
+        self._memory: list[tuple[torch.Tensor, torch.Tensor]] = []  # on the device, and what it must hold
+        for name, value in operands.items():
+            if isinstance(value, int):
+                self[name] = value
+                continue
+            data = torch.from_numpy(value).flatten().view(torch.uint8)
+            guard = torch.full((_GUARD,), _POISON, dtype=torch.uint8)
+            content = torch.cat((guard, data, guard))
+            memory = content.to(device, copy=True)
+            self[name] = memory.data_ptr() + _GUARD
+            self._memory.append((memory, content))
+
+    def are_whole(self) -> bool:
+        """Whether nothing was written to the arrays, or around them."""
+        return all(torch.equal(memory.cpu(), content) for memory, content in self._memory)
+
+
+class Orthonormal(DeviceOperands):
+    """Operands and a `scale` with which a transform is orthonormal. Values that it is applied to again and again, as
+    kernels do when they are timed in place, stay as large as they are.
+
+    The matrix of a verification is none whose rows are orthogonal, and its scale is rounded.
+    """
+
+    def __init__(self, problem: Problem, device: torch.device) -> None:
+        operands = verification_operands(problem)
+        square = 1  # of the norm of a row of the matrix
+        if problem.order > 1:
+            matrix = orthogonal_matrix(problem.order)
+            square = int(matrix[0].abs().sum())
+            operands["matrix"] = matrix.numpy()
+        super().__init__(operands, device)
+        self.scale = float((square * problem.length) ** -0.5)
+
+
+def orthogonal_matrix(order: int) -> torch.Tensor:
+    """A matrix of −1, 0 and 1, int8 [order, order], with orthogonal rows of one norm. It has as few zeros as the known
+    Hadamard matrices allow: copies of that of the largest order that divides `order` stand along its diagonal."""
+    for size in range(order, 1, -1):
+        if order % size == 0 and (block := _hadamard_matrix(size)) is not None:
+            return torch.kron(torch.eye(order // size, dtype=torch.int8), block)
+    return torch.eye(order, dtype=torch.int8)
+
+
+def _hadamard_matrix(order: int) -> torch.Tensor | None:
+    if order & (order - 1) == 0:
+        return torch.from_numpy(hadamard(torch.eye(order, dtype=torch.float64).numpy())).to(torch.int8)
+    with suppress(UsageError):
+        entries = torch.frombuffer(bytearray(find_matrix("auto", order).entries()), dtype=torch.int8)
+        return (2 * entries - 1).view(order, order)
+    return None

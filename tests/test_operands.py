@@ -1,0 +1,60 @@
+"""What kernels take beside x and y, in memory: with it, what is timed again and again stays as large as it is."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hadagen.measure.operands import DeviceOperands, Orthonormal, orthogonal_matrix
+from hadagen.problem import MAX_ORDER, Problem
+from hadagen.reference import transform
+
+CPU = torch.device("cpu")
+
+
+def read_at(address: int, count: int, kind: Any) -> np.ndarray:
+    return np.ctypeslib.as_array(ctypes.cast(address, ctypes.POINTER(kind)), (count,))
+
+
+@pytest.mark.parametrize("order", [*range(2, 61), 84, 172, 254, 256, 316, MAX_ORDER])
+def test_a_matrix_has_orthogonal_rows_and_few_zeros(order: int) -> None:
+    matrix = orthogonal_matrix(order)
+    assert (matrix.dtype, matrix.shape) == (torch.int8, (order, order))
+    squares = matrix.double() @ matrix.double().T
+    assert torch.equal(squares, squares[0, 0] * torch.eye(order, dtype=torch.float64))
+    assert set(matrix.unique().tolist()) <= {-1, 0, 1}
+    known = order % 4 == 0 and order <= 252
+    assert squares[0, 0] == order or not known
+    assert squares[0, 0] > 1 or order % 2
+
+
+@pytest.mark.parametrize("order", [1, 2, 7, 14, 28])
+@pytest.mark.parametrize("signed", [False, True])
+def test_a_timed_transform_is_orthonormal(order: int, signed: bool) -> None:
+    problem = Problem.of(order * 32, "float16", order=order, signed=signed)
+    operands = Orthonormal(problem, CPU)
+    read: dict[str, Any] = dict(operands)
+    if order > 1:
+        read["matrix"] = read_at(operands["matrix"], order**2, ctypes.c_int8).reshape(order, order)
+    for name in ("signs_before", "signs_after") if signed else ():
+        read[name] = read_at(operands[name], problem.n // 8, ctypes.c_uint8)
+    x = np.random.default_rng(0).standard_normal((4, problem.n))
+    y = transform(problem, x, operands.scale, read)
+    assert np.linalg.norm(y, axis=1) == pytest.approx(np.linalg.norm(x, axis=1), rel=1e-12)
+    assert len(operands) == 2 * (order > 1) + 2 * signed
+
+
+def test_what_is_written_to_operands_is_seen() -> None:
+    matrix = np.ones((3, 3), np.int8)
+    for place in (None, 0, 8, -1, 9):
+        operands = DeviceOperands({"matrix": matrix, "transposed": 1}, CPU)
+        assert operands["matrix"] % 16 == 0
+        assert operands["transposed"] == 1
+        if place is not None:
+            read_at(operands["matrix"] + place, 1, ctypes.c_int8)[0] = 5
+        assert operands.are_whole() == (place is None)
+    assert (matrix == 1).all()
