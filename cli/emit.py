@@ -110,9 +110,8 @@ def _how_to_use(plan: Plan, source: Source, arch: Arch) -> str:
         lines.append("  columns, x_pitch, y_pitch  elements of a row, and from the start of a row to that of the next")
     if order := plan.problem.order if plan.problem.order > 1 else 0:
         lines += [
-            f"  matrix      device address of int8 [{order}, {order}], row by row, each entry -1, 0 or 1",
-            f"  transposed  0: y = A X H, where X [{order}, {plan.problem.length}] is a row of x and A the matrix;",
-            "              1: y = A^T X H",
+            f"  matrix      device address of A: y = A X H, where X [{order}, {plan.problem.length}] is a row of x;",
+            "              hadagen.launch.MATRIX_PARAMS says how its entries, -1, 0 and 1, lie there",
         ]
     if plan.problem.transform.signed:
         lines += [

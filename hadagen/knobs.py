@@ -198,7 +198,13 @@ def steps_of(problem: Problem, knobs: Knobs) -> tuple[Step, ...]:
 def _with_signs(problem: Problem, steps: list[Step]) -> tuple[Step, ...]:
     if problem.transform.signed:
         last_load = max(at for at, step in enumerate(steps) if isinstance(step, Load))
-        steps = [*steps[: last_load + 1], Signs(before=True), *steps[last_load + 1 : -1], Signs(before=False), steps[-1]]
+        steps = [
+            *steps[: last_load + 1],
+            Signs(before=True),
+            *steps[last_load + 1 : -1],
+            Signs(before=False),
+            steps[-1],
+        ]
     return tuple(steps)
 
 

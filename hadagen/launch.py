@@ -61,12 +61,14 @@ class Param:
 PARAMS = (Param("const void*", "x"), Param("void*", "y"), Param("i64", "elements"), Param("u32", "scale_word"))
 # What a kernel takes too if its rows may be shorter than n and have gaps: the fields of a `RowShape`.
 ROW_PARAMS = tuple(Param("i64", name) for name in RowShape._fields)
-# What a kernel takes too for a transform with a matrix: its entries times `MATRIX_ENTRY`, in the type of x, as operands of
-# mma.m16n8k16. The matrix is filled up with zeros to a multiple of 16 rows and columns. Of each 16×16 part of it, row by
-# row of parts, come the four words of lane 0, 1, … 31 ("Matrix fragments for mma.m16n8k16", A, in the PTX ISA).
+# What a kernel takes too for a transform with a matrix: a byte for each entry, 0 for 0, `ENTRY_BYTES` for −1 and 1, in
+# the order in which they are operands of mma.m16n8k16. The matrix is filled up with zeros to a multiple of 16 rows and
+# columns. Of each 16×16 part of it, row by row of parts, come the eight entries of lane 0, 1, … 31, two for each word
+# ("Matrix fragments for mma.m16n8k16", A, in the PTX ISA).
 MATRIX_PARAMS = (Param("const void*", "matrix"),)
-# A small power of two, so that sums of 428 bfloat16 outgrow no fp32; a kernel undoes it.
-MATRIX_ENTRY = {DType.FLOAT16: 1.0, DType.BFLOAT16: 2.0**-9}
+# With eight zeros behind it, such a byte is an entry times a power of two. That of bfloat16 keeps sums in the range of fp32.
+ENTRY_BYTES = {-1: 0xBC, 1: 0x3C}
+ENTRY_FACTOR = {DType.FLOAT16: 1.0, DType.BFLOAT16: 2.0**-7}
 # What a kernel takes too for a transform with signs: n bits each, of which bit i % 8 of byte i / 8 is 1 where sign i is
 # −1; a null pointer for none.
 SIGN_PARAMS = (Param("const void*", "signs_before"), Param("const void*", "signs_after"))

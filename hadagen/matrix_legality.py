@@ -22,7 +22,9 @@ def _warps(c: Context, k: Knobs) -> int:
 
 
 @lru_cache(maxsize=1024)  # enough while a walk changes the other knobs
-def _footprint(problem: Problem, chunks: int, warps: int, rows: int, slabs: int, carrier: str, stages: int) -> Footprint:
+def _footprint(
+    problem: Problem, chunks: int, warps: int, rows: int, slabs: int, carrier: str, stages: int
+) -> Footprint:
     k = Knobs(chunks, warps, 1, rows, slabs, exchange_carrier=carrier, load=_LOAD, stages=stages)
     return Footprint(Draft(problem, log2(chunks), log2(warps), 0, matrix_steps(problem, k)))
 
@@ -71,7 +73,9 @@ def _exchange_carrier(c: Context, k: Knobs) -> str | None:
         if c.problem.io.numerics is Numerics.ACCURATE:
             return "accurate may not round after the matrix (exchange_carrier must be fp32)"
         # Sums of few values often lie in the middle between two 16-bit values.
-        return "sums of so few values round badly (exchange_carrier must be fp32)" if c.problem.order < COLUMNS else None
+        return (
+            "sums of so few values round badly (exchange_carrier must be fp32)" if c.problem.order < COLUMNS else None
+        )
     lacking = "mma_bf16" not in c.arch.features
     return "the arch has no mma_bf16 for two bfloat16 (exchange_carrier must be packed)" if lacking else None
 

@@ -23,8 +23,7 @@ from hadagen.steps.matrix import Matrix, Signs
 from hadagen.steps.memory import Load, Store
 
 if TYPE_CHECKING:
-    from hadagen.reference import Operands
-    from hadagen.steps.values import Reals
+    from hadagen.steps.values import Operands, Reals
 
 ORDERS = ("by_step", "by_group")  # values of the knob `order`
 

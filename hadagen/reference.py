@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hadagen.bits import Reals, decode, encode
-from hadagen.launch import MATRIX_ENTRY
+from hadagen.launch import ENTRY_BYTES
 from hadagen.problem import DType, Problem
 
 INPUT_CLASSES = ("normal", "constant", "one-hot", "uneven", "large")
@@ -23,8 +23,8 @@ UNEVEN_RUN, UNEVEN_POWER = 256, 40
 LARGE = {DType.FLOAT16: 4096.0, DType.BFLOAT16: 1e30, DType.FLOAT32: 1e30}
 
 
-# What a transform takes beside x and the scale: "matrix", its entries [order, order], "signs_before" and "signs_after" as
-# the params of these names are.
+# What a transform takes beside x and the scale: "matrix", its entries [order, order]; "signs_before" and "signs_after" as
+# the params of these names. Signs that are not there are none.
 Operands = Mapping[str, NDArray[Any]]
 
 
@@ -52,15 +52,16 @@ def verification_operands(problem: Problem) -> dict[str, NDArray[Any]]:
 
 
 def kernel_operands(problem: Problem, operands: Operands) -> dict[str, NDArray[Any]]:
-    """The operands as a kernel takes them: of the matrix, `MATRIX_PARAMS`."""
+    """The operands as a kernel takes them: the matrix as `MATRIX_PARAMS` says."""
     if problem.order == 1:
         return dict(operands)
-    side, dtype = -(-problem.order // 16) * 16, problem.io.input
-    padded = np.zeros((side, side))
-    padded[: problem.order, : problem.order] = operands["matrix"] * MATRIX_ENTRY[dtype]
-    # Row 16 i + 8 a + g and column 16 j + 8 b + 2 t + c → operand (i, j), lane 4 g + t, word 2 b + a, half c.
-    parts = padded.reshape(side // 16, 2, 8, side // 16, 2, 4, 2).transpose(0, 3, 2, 5, 4, 1, 6)
-    return {**operands, "matrix": np.ascontiguousarray(encode(dtype, parts.reshape(-1)))}
+    count = -(-problem.order // 16)
+    padded = np.zeros((16 * count, 16 * count), np.uint8)
+    matrix = operands["matrix"]
+    padded[: problem.order, : problem.order] = sum((matrix == entry) * byte for entry, byte in ENTRY_BYTES.items())
+    # Row 16 i + 8 a + g and column 16 j + 8 b + 2 t + c → part (i, j), lane 4 g + t, word 2 b + a, half c.
+    parts = padded.reshape(count, 2, 8, count, 2, 4, 2).transpose(0, 3, 2, 5, 4, 1, 6)
+    return {**operands, "matrix": np.ascontiguousarray(parts).reshape(-1)}
 
 
 def transform(problem: Problem, x: Reals, scale: float, operands: Operands) -> Reals:

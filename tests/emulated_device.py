@@ -17,6 +17,7 @@ from hadagen.launch import LaunchSpec, RowShape
 from hadagen.problem import DType, Problem, Rows
 from hadagen.reference import transform
 from hadagen.runtime import compute, kernels, repeat
+from hadagen.runtime.operands import packed_size, unpack_matrices
 from hadagen.scale import ScaleForm
 
 # What numpy takes for an element. It has no bfloat16, which the tests of memory do not need.
@@ -66,23 +67,27 @@ class EmulatedKernel:
         self.prepared(*arguments)(stream, x, y)
 
     def _read(self, operands: Mapping[str, int]) -> dict[str, Any]:
-        """What lies at the addresses of the operands now."""
-        order, signs = self.problem.order, -(-self.problem.n // 8)
-        kinds = {"matrix": (np.int8, order**2), "signs_before": (np.uint8, signs), "signs_after": (np.uint8, signs)}
-        found: dict[str, Any] = {"transposed": operands.get("transposed", 0)}
-        for name, (kind, size) in kinds.items():
-            if address := operands.get(name, 0):
-                assert address % 16 == 0
-                found[name] = np.frombuffer((ctypes.c_byte * size).from_address(address), kind)
-        if order > 1:
-            found["matrix"] = found["matrix"].reshape(order, order)
-        return found
+        return read_operands(self.problem, operands)
 
     def _rows(self, address: int, count: int, columns: int, pitch: int) -> Any:
         size = self.problem.io.input.bytes
         memory = (ctypes.c_byte * (((count - 1) * pitch + columns) * size)).from_address(address)
         flat = np.frombuffer(memory, _ELEMENT[self.problem.io.input])
         return np.lib.stride_tricks.as_strided(flat, (count, columns), (pitch * size, size))
+
+
+def read_operands(problem: Problem, operands: Mapping[str, int]) -> dict[str, Any]:
+    """What lies at the addresses of the operands now."""
+    order, signs = problem.order, -(-problem.n // 8)
+    found: dict[str, Any] = {}
+    for name, size in {"matrix": packed_size(order) // 2, "signs_before": signs, "signs_after": signs}.items():
+        if address := operands.get(name, 0):
+            assert address % 16 == 0
+            found[name] = np.frombuffer((ctypes.c_byte * size).from_address(address), np.uint8)
+    if order > 1:
+        packed = torch.from_numpy(np.tile(found["matrix"], 2))
+        found["matrix"] = unpack_matrices(packed, [order])[0].numpy()
+    return found
 
 
 class EmulatedDevice:

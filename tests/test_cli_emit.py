@@ -110,7 +110,7 @@ def test_the_head_of_a_standalone_kernel_says_what_its_operands_are(order: int, 
     head = emit._how_to_use(plan, source, load_arch("sm90"))
     for param in source.launch.params:
         assert re.search(rf"^//   .*\b{param.name}\b", head, re.MULTILINE)
-    assert ("int8 [28, 28]" in head) == ("A^T X H" in head) == ("if the matrix is Hadamard's" in head) == (order == 28)
+    assert ("y = A X H, where X [28, 512]" in head) == ("if the matrix is Hadamard's" in head) == (order == 28)
     assert (f"{problem.n // 8} bytes each" in head) == signed
     assert max(map(len, head.splitlines())) <= 120
 

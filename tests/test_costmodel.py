@@ -25,7 +25,7 @@ from hadagen.layout import CHUNK_BITS
 from hadagen.measure import Cell, Variant, all_cells
 from hadagen.plan import Plan
 from hadagen.problem import ROUNDING_ERROR, DType, Numerics, Problem, Rows
-from hadagen.reference import INPUT_CLASSES, input_classes
+from hadagen.reference import INPUT_CLASSES, input_classes, verification_operands
 from hadagen.regimes import ELEMENT_BUCKETS, Cache, Destination, element_buckets
 from hadagen.space import Space, build_plan
 from hadagen.steps.base import Cost
@@ -421,10 +421,10 @@ def _run(problem: Problem, *knobs: Knobs, registers: int = 40) -> list[Trial]:
     "problem", [Problem.of(512, DType.FLOAT16), Problem.of(1792, DType.BFLOAT16, Numerics.FAST, order=28)]
 )
 def test_an_estimate_is_verified_and_says_that_it_is_one(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
-    transposed: list[Any] = []
+    matrices: list[Any] = []
 
     def verify(*arguments: Any, operands: Any = None, **others: Any) -> dict[str, float]:
-        transposed.append(operands and operands.get("transposed"))
+        matrices.append(operands and operands.get("matrix"))
         return emulator.verify(*arguments, operands=operands, **others)
 
     monkeypatch.setattr(estimate, "verify", verify)
@@ -439,7 +439,8 @@ def test_an_estimate_is_verified_and_says_that_it_is_one(problem: Problem, monke
         times = Estimate(build_plan(problem, chosen, SM90), SM90, registers=40)
         assert all(t.us == times.us(t.elements, t.destination, t.cache) for t in trial.timings)
         assert all(0 < score < 2 for score in scores(trial))
-    assert (1 in transposed) == (problem.order > 1)
+    plain = verification_operands(problem).get("matrix")
+    assert any(each is not None and (each == plain.T).all() for each in matrices) == (problem.order > 1)
 
 
 @pytest.mark.parametrize(

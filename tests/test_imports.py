@@ -30,11 +30,12 @@ TABLE = """
     knobs            | plan steps layout problem errors                    |
     arch             | knobs target errors                                 | pydantic yaml
     legality         | knobs steps layout arch problem                     |
-    space            | legality knobs plan steps layout arch problem errors |
+    matrix_legality  | legality knobs steps problem                        |
+    space            | matrix_legality legality knobs plan steps layout arch problem errors |
     templates        |                                                     |
-    codegen          | plan steps layout launch                            | jinja2
+    codegen          | plan steps layout launch problem                       | jinja2
     bits             | problem                                             | numpy
-    reference        | bits problem                                        | numpy
+    reference        | bits launch problem                                 | numpy
     cache            | errors                                              |
     programs         | errors                                              |
     nvrtc_calls      |                                                     |

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from emulated_device import read_operands
 
 from hadagen.measure.operands import DeviceOperands, Orthonormal, orthogonal_matrix
 from hadagen.problem import MAX_ORDER, Problem
@@ -37,23 +38,18 @@ def test_a_matrix_has_orthogonal_rows_and_few_zeros(order: int) -> None:
 def test_a_timed_transform_is_orthonormal(order: int, signed: bool) -> None:
     problem = Problem.of(order * 32, "float16", order=order, signed=signed)
     operands = Orthonormal(problem, CPU)
-    read: dict[str, Any] = dict(operands)
-    if order > 1:
-        read["matrix"] = read_at(operands["matrix"], order**2, ctypes.c_int8).reshape(order, order)
-    for name in ("signs_before", "signs_after") if signed else ():
-        read[name] = read_at(operands[name], problem.n // 8, ctypes.c_uint8)
+    read = read_operands(problem, operands)
     x = np.random.default_rng(0).standard_normal((4, problem.n))
     y = transform(problem, x, operands.scale, read)
     assert np.linalg.norm(y, axis=1) == pytest.approx(np.linalg.norm(x, axis=1), rel=1e-12)
-    assert len(operands) == 2 * (order > 1) + 2 * signed
+    assert len(operands) == (order > 1) + 2 * signed
 
 
 def test_what_is_written_to_operands_is_seen() -> None:
     matrix = np.ones((3, 3), np.int8)
-    for place in (None, 0, 8, -1, 9):
-        operands = DeviceOperands({"matrix": matrix, "transposed": 1}, CPU)
+    for place in (None, 0, 8, -1, 256):
+        operands = DeviceOperands(Problem.of(48, "float16", order=3), {"matrix": matrix}, CPU)
         assert operands["matrix"] % 16 == 0
-        assert operands["transposed"] == 1
         if place is not None:
             read_at(operands["matrix"] + place, 1, ctypes.c_int8)[0] = 5
         assert operands.are_whole() == (place is None)

@@ -17,7 +17,6 @@ from hadagen.runtime import proof
 # Param → the problem whose kernels are right if they read it, and wrong if they do not.
 READ = {
     "matrix": "n96-k12-float16-fast",
-    "transposed": "n96-k12-signed-float16-accurate",
     "signs_before": "n96-k12-signed-float16-fast",
     "signs_after": "n64-signed-float32-accurate",
 }

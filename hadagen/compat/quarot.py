@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import cast
 
 import torch
 from torch.overrides import handle_torch_function
@@ -21,6 +22,7 @@ from hadagen.runtime.arguments import as_int, is_count
 from hadagen.runtime.checks import check_is_tensor, check_tensor, kind_of, stands_for_a_tensor
 from hadagen.runtime.linear import has_only_memory
 from hadagen.runtime.named import matrix_of, named_matrix
+from hadagen.runtime.operands import pack_matrices
 from hadagen.runtime.rotate import rotate
 
 __all__ = [
@@ -91,7 +93,7 @@ def matmul_hadU_cuda(
     if hadK is None:
         raise UsageError(f"hadK is None but K = {k}; pass both as get_hadK returned them")
     _check_matrix(hadK, "hadK", k, X)
-    return _rotated(X, _operand(hadK).to(X.device).reshape(-1), k, transpose)
+    return _rotated(X, _operand(hadK).to(X.device), k, transpose)
 
 
 def matmul_hadUt_cuda(X: torch.Tensor, hadK: torch.Tensor | None, K: int) -> torch.Tensor:
@@ -186,13 +188,13 @@ def _check_matrix(matrix: torch.Tensor, name: str, order: int, other: torch.Tens
 
 
 def _operand(matrix: torch.Tensor) -> torch.Tensor:
-    """Equal to the matrix; int8, as kernels take it, where its entries are seen to be −1, 0 and 1. To look at a matrix
-    on a GPU would wait for that."""
+    """The matrix as `rotate` takes it: as kernels do where its entries are seen to be −1, 0 and 1. To look at a matrix on
+    a GPU would wait for that."""
     if matrix.device.type == "cpu" and has_only_memory(matrix):
         wide = matrix.detach().double()
         if ((wide == 0) | (wide.abs() == 1)).all():
-            return wide.to(torch.int8)
-    return matrix.to(torch.int16) if matrix.dtype == torch.int8 else matrix
+            return cast(torch.Tensor, pack_matrices([wide.to(torch.int8)]))
+    return (matrix.to(torch.int16) if matrix.dtype == torch.uint8 else matrix).reshape(-1)
 
 
 def _order(n: int) -> int:

@@ -7,26 +7,24 @@ from contextlib import suppress
 import torch
 
 from hadagen.errors import UsageError
+from hadagen.launch import SIGN_PARAMS
 from hadagen.matrices import find_matrix
 from hadagen.problem import Problem
-from hadagen.reference import Operands, hadamard, verification_operands
+from hadagen.reference import Operands, hadamard, kernel_operands, verification_operands
 
 # Bytes before and behind each array, and what they hold: as an entry of a matrix, nothing that it may have.
 _GUARD, _POISON = 4096, 0x7F
 
 
 class DeviceOperands(dict[str, int]):
-    """Name of a param → device address or number, as `LaunchSpec.arguments` takes them. It owns the memory."""
+    """Name of a param → device address, as `LaunchSpec.arguments` takes them. It owns the memory."""
 
-    def __init__(self, operands: Operands, device: torch.device) -> None:
-        """Raises PyTorch's `RuntimeError` where memory runs out."""
-        super().__init__()
+    def __init__(self, problem: Problem, operands: Operands, device: torch.device) -> None:
+        """Signs that are not there are none. Raises PyTorch's `RuntimeError` where memory runs out."""
+        super().__init__({param.name: 0 for param in SIGN_PARAMS} if problem.transform.signed else {})
         self.device = device
         self._memory: list[tuple[torch.Tensor, torch.Tensor]] = []  # on the device, and what it must hold
-        for name, value in operands.items():
-            if isinstance(value, int):
-                self[name] = value
-                continue
+        for name, value in kernel_operands(problem, operands).items():
             data = torch.from_numpy(value).flatten().view(torch.uint8)
             guard = torch.full((_GUARD,), _POISON, dtype=torch.uint8)
             content = torch.cat((guard, data, guard))
@@ -53,7 +51,7 @@ class Orthonormal(DeviceOperands):
             matrix = orthogonal_matrix(problem.order)
             square = int(matrix[0].abs().sum())
             operands["matrix"] = matrix.numpy()
-        super().__init__(operands, device)
+        super().__init__(problem, operands, device)
         self.scale = float((square * problem.length) ** -0.5)
 
 

@@ -126,9 +126,9 @@ def operand_sets(problem: Problem) -> list[Operands]:
     operands = verification_operands(problem)
     sets: list[Operands] = [operands]
     if problem.order > 1:
-        sets.append(verification_operands(problem, transposed=True))
+        sets.append({**operands, "matrix": operands["matrix"].T})
     if problem.transform.signed:
-        sets.append({**operands, "signs_before": 0, "signs_after": 0})
+        sets.append({name: each for name, each in operands.items() if name == "matrix"})
     return sets
 
 
@@ -240,7 +240,7 @@ class Verifier:
     def _judge(self, kernel: Launchable, problem: Problem, cases: _Cases) -> Answer:
         counts = row_counts(kernel.spec, problem.n, kernel.resident_blocks)
         findings = _Findings()
-        given = [DeviceOperands(operands, self._device) for operands in self._operands]
+        given = [DeviceOperands(problem, operands, self._device) for operands in self._operands]
         for arranged, (key, case) in product(arrangements(problem), cases.items()):
             if key.columns != arranged.rows.columns:
                 continue

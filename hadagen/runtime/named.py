@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hadagen.matrices import find_matrix
 from hadagen.runtime.linear import LIBRARY
+from hadagen.runtime.operands import pack_matrix, packed_size
 
 
 def matrix_of(name: str, order: int) -> torch.Tensor:
@@ -25,7 +26,7 @@ def matrix_of(name: str, order: int) -> torch.Tensor:
 @lru_cache(maxsize=64)
 def _on(name: str, order: int, device: str) -> torch.Tensor:
     with _disable_current_modes(), torch.inference_mode(False):  # whose tensors would outlive them here
-        return matrix_of(name, order).flatten().to(device)
+        return pack_matrix(matrix_of(name, order)).to(device)
 
 
 def _copy(name: str, order: int, device: str) -> torch.Tensor:
@@ -33,13 +34,13 @@ def _copy(name: str, order: int, device: str) -> torch.Tensor:
 
 
 def _fake(name: str, order: int, device: str) -> torch.Tensor:
-    return torch.empty(order**2, dtype=torch.int8, device=device)
+    return torch.empty(packed_size(order), dtype=torch.uint8, device=device)
 
 
 LIBRARY.define("named_matrix(str name, int order, str device) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 LIBRARY.impl("named_matrix", _copy, "CompositeExplicitAutograd")
 torch.library.register_fake("hadagen::named_matrix", _fake, lib=LIBRARY)
 
-# (name, order, device) → the entries row by row, as `rotate` takes them: [order²], int8 of ±1, in a new tensor.
+# (name, order, device) → the matrix as `rotate` takes it, packed, in a new tensor.
 # The device is text, because traces of torch.jit have no devices in operators.
 named_matrix: Any = torch.ops.hadagen.named_matrix.default

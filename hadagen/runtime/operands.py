@@ -10,11 +10,13 @@ from typing import NamedTuple
 import torch
 
 from hadagen.errors import TensorError
+from hadagen.launch import ENTRY_BYTES
 from hadagen.problem import MAX_ORDER
 from hadagen.runtime.checks import check_call
 
 # Kernels take a matrix of at most MAX_ORDER, and transform its rows alone or rows of at least so many elements.
 _LEAST_LENGTH = 8
+_PART = 16  # rows and columns of a part of a packed matrix
 
 
 class Operands(NamedTuple):
@@ -23,9 +25,9 @@ class Operands(NamedTuple):
     Each block of n elements of the last dimension of x is multiplied by scale · M, or by scale · Mᵀ if `transposed`,
     with M = D_in · (A1 ⊗ A2 ⊗ … ⊗ H)ᵀ · D_out:
 
-    matrices: the entries of A1, A2, …, row by row, one matrix behind the other: [ΣK²] of any real type; None for none.
-        There are kernels for a single int8 matrix, whose entries must be −1, 0 and 1. (Not a list of tensors, for which
-        autograd's `is_grads_batched` has no rule.)
+    matrices: the entries of A1, A2, …, row by row, one matrix behind the other: [ΣK²] of any real type but uint8; None
+        for none. Or one matrix with entries −1, 0 and 1, as kernels take it: uint8, what `pack_matrix` gives. (Not a
+        list of tensors, for which autograd's `is_grads_batched` has no rule.)
     orders: K of each matrix. n is the product of all K times a power of two, the order of H.
     signs, signs_after: the diagonals of D_in and D_out, uint8 [⌈n/8⌉]: bit i % 8 of byte i // 8 is 1 where element i is
         −1; or None.
@@ -51,12 +53,15 @@ def check(x: torch.Tensor, of: Operands) -> None:
     if of.n < 1 or x.shape[-1] % of.n:
         raise TensorError(f"the last dimension of x is {x.shape[-1]}; it must be a multiple of {of.n}")
     size = sum(order**2 for order in of.orders)
+    if is_packed(of.matrices) and len(of.orders) == 1:
+        size = packed_size(of.orders[0])
     if of.matrices is None:
         if size:
             raise TensorError(f"matrices is None but the orders are {list(of.orders)}; pass their {size} entries")
     elif of.matrices.shape != (size,):
         shape = tuple(of.matrices.shape)
-        raise TensorError(f"matrices has the shape {shape}; matrices of the orders {list(of.orders)} have ({size},)")
+        kind = "packed matrices" if is_packed(of.matrices) else "matrices"
+        raise TensorError(f"matrices has the shape {shape}; {kind} of the orders {list(of.orders)} have ({size},)")
     else:
         _check_place(x, of.matrices, "matrices is")
     rest, left = divmod(of.n, max(prod(of.orders), 1))
@@ -83,9 +88,17 @@ def _check_place(x: torch.Tensor, operand: torch.Tensor, subject: str) -> None:
 
 
 def unpack_matrices(matrices: torch.Tensor | None, orders: Sequence[int]) -> list[torch.Tensor]:
-    """The matrices, each [K, K]."""
+    """The matrices, each [K, K]; int8 where they were packed."""
     if matrices is None:
         return []
+    if is_packed(matrices):
+        (order,) = orders
+        count = _side(order) // _PART
+        parts = matrices[: len(matrices) // 2].view(count, count, 8, 4, 2, 2, 2)
+        # Part (i, j), lane 4 g + t, word 2 b + a, half c → row 16 i + 8 a + g, column 16 j + 8 b + 2 t + c
+        padded = parts.permute(0, 5, 2, 1, 4, 3, 6).reshape(count * _PART, count * _PART)
+        entries = (padded == ENTRY_BYTES[1]).to(torch.int8) - (padded == ENTRY_BYTES[-1]).to(torch.int8)
+        return [entries[:order, :order]]
     parts = matrices.split([order**2 for order in orders])  # type: ignore[no-untyped-call]
     return [part.view(order, order) for part, order in zip(parts, orders, strict=True)]
 
@@ -94,9 +107,43 @@ def addresses(of: Operands) -> dict[str, int]:
     """What a kernel takes for them, as `LaunchSpec.arguments` does. The tensors must stay where they are until it has
     run."""
     before, after = (of.signs_after, of.signs) if of.transposed else (of.signs, of.signs_after)
-    tensors = {"matrix": of.matrices, "signs_before": before, "signs_after": after}
-    found = {name: 0 if each is None else each.data_ptr() for name, each in tensors.items()}
-    return found | {"transposed": int(of.transposed)}
+    matrix = None
+    if of.matrices is not None:
+        matrix = of.matrices[len(of.matrices) // 2 :] if of.transposed else of.matrices
+    tensors = {"matrix": matrix, "signs_before": before, "signs_after": after}
+    return {name: 0 if each is None else each.data_ptr() for name, each in tensors.items()}
+
+
+def is_packed(matrices: torch.Tensor | None) -> bool:
+    return matrices is not None and matrices.dtype == torch.uint8
+
+
+def _side(order: int) -> int:
+    """Rows and columns of a matrix that is filled up."""
+    return -(-order // _PART) * _PART
+
+
+def packed_size(order: int) -> int:
+    """Elements of a packed matrix."""
+    return 2 * _side(order) ** 2
+
+
+def pack_matrices(matrices: list[torch.Tensor]) -> torch.Tensor | None:
+    """The operand for matrices [K, K], on their device: packed if it is one of int8, whose entries are −1, 0 and 1."""
+    if len(matrices) == 1 and matrices[0].dtype == torch.int8 and 1 < len(matrices[0]) <= MAX_ORDER:
+        return pack_matrix(matrices[0])
+    return torch.cat([each.flatten() for each in matrices]) if matrices else None
+
+
+def pack_matrix(matrix: torch.Tensor) -> torch.Tensor:
+    """The operand for a matrix of −1, 0 and 1, uint8 [2 · side²] with side the order up to a multiple of 16: the bytes
+    that `hadagen.launch.MATRIX_PARAMS` names, and those of the matrix transposed."""
+    fill = _side(len(matrix)) - len(matrix)
+    entries = torch.nn.functional.pad(matrix, (0, fill, 0, fill))
+    padded = (entries > 0).to(torch.uint8) * ENTRY_BYTES[1] + (entries < 0).to(torch.uint8) * ENTRY_BYTES[-1]
+    count = len(padded) // _PART
+    both = torch.stack((padded, padded.T)).view(2, count, 2, 8, count, 2, 4, 2)
+    return both.permute(0, 1, 4, 3, 6, 5, 2, 7).flatten()
 
 
 def pack_signs(signs: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from hadagen.driver import LoadedKernel
 from hadagen.launch import RowShape
 from hadagen.problem import DType, Problem
 from hadagen.runtime import fallback
-from hadagen.runtime.operands import Operands, addresses
+from hadagen.runtime.operands import Operands, addresses, pack_matrix
 from hadagen.runtime.product import rotate_into
 
 TORCH_DTYPE = {DType.FLOAT16: torch.float16, DType.BFLOAT16: torch.bfloat16, DType.FLOAT32: torch.float32}
@@ -68,7 +68,8 @@ def _operands(problem: Problem, transposed: bool, numbers: torch.Generator) -> O
 
     matrix, orders = None, []
     if problem.order > 1:
-        matrix, orders = random(2, problem.order**2).to(torch.int8) * 2 - 1, [problem.order]
-        matrix[0] = 0
+        entries = random(2, problem.order**2).to(torch.int8).view(problem.order, problem.order) * 2 - 1
+        entries[0, 0] = 0
+        matrix, orders = pack_matrix(entries), [problem.order]
     before, after = (random(256, -(-problem.n // 8)) if problem.transform.signed else None for _ in range(2))
     return Operands(matrix, orders, before, after, problem.n, False, transposed, 1.0, "accurate")

@@ -18,7 +18,7 @@ from hadagen.runtime import compute, kernels, product, repeat
 from hadagen.runtime.checks import check_like, check_writable
 from hadagen.runtime.choose import BATCH_INVARIANT
 from hadagen.runtime.linear import LinearOperator
-from hadagen.runtime.operands import Operands, addresses, check
+from hadagen.runtime.operands import Operands, addresses, check, is_packed
 from hadagen.runtime.repeat import ALIGNMENT, increment_version
 
 # `_key_of` → what to do for all calls that differ only in the address of x. Only checked arguments are in here. An
@@ -139,7 +139,7 @@ def _problem_of(x: torch.Tensor, of: Operands) -> Problem | None:
         return None
     order = 1
     if of.matrices is not None:
-        if len(of.orders) != 1 or of.orders[0] == 1 or of.matrices.dtype != torch.int8:
+        if not is_packed(of.matrices):
             return None
         order = of.orders[0]
     operands = [each for each in (of.matrices, of.signs, of.signs_after) if each is not None]

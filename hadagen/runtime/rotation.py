@@ -33,7 +33,7 @@ from hadagen.runtime.given import (
 )
 from hadagen.runtime.linear import has_only_memory, needs_derivative
 from hadagen.runtime.named import matrix_of
-from hadagen.runtime.operands import Operands, check, combined, pack_signs, unpack_matrices
+from hadagen.runtime.operands import Operands, check, combined, pack_matrices, pack_signs, unpack_matrices
 from hadagen.runtime.rotate import ROTATE, known
 
 _GIVEN = "given"
@@ -117,10 +117,9 @@ class Rotation(torch.nn.Module):
         # The operands. Buffers are copies of them on the module's device.
         matrices = combined(matrices, self.block)
         self._orders = tuple(len(each) for each in matrices)
-        packed = torch.cat([each.flatten() for each in matrices]) if matrices else None
         self._operands = {
             "_place": torch.empty(0, dtype=torch.int8, device="cpu"),
-            "_matrices": packed,
+            "_matrices": pack_matrices(matrices),
             "_before": None if before is None else pack_signs(before),
             "_after": None if after is None else pack_signs(after),
         }

@@ -39,6 +39,7 @@ class Cost(NamedTuple):
     waits: Mapping[str, int] = {}
     crossed_bytes: int = 0  # bytes from other blocks that the block waits for
 
+
 class Step:
     """What a step does to the bits of an index, to the form of values and to their error, and what it costs.
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hadagen.launch import MATRIX_ENTRY
+from hadagen.launch import ENTRY_FACTOR
 from hadagen.layout import Place, column
 from hadagen.problem import DType
 from hadagen.steps.base import PACKED, SPLIT, WARP_BYTES, WARP_VECTOR_BYTES, Cost, Roundings, Step
@@ -136,7 +136,8 @@ class Matrix(Step):
         return Cost(
             instructions=groups * (mma + 3 * reads + words * (3 + len(self.upper) + 4 * planes)) + 4 * staged,
             mma=round(groups * mma),
-            shared_bytes=groups * (reads * WARP_VECTOR_BYTES + planes * words * WARP_BYTES) + WARP_VECTOR_BYTES * staged,
+            shared_bytes=groups * (reads * WARP_VECTOR_BYTES + planes * words * WARP_BYTES)
+            + WARP_VECTOR_BYTES * staged,
             waits={"mma": self.operands(plan), "shared": 2, "block sync": 2},
         )
 
@@ -163,7 +164,7 @@ class Matrix(Step):
             "split": self.carrier == SPLIT,
             "in_place": self.in_place(plan),
             "product": plan.footprint.matrix_offset,
-            "undo": round(1 / MATRIX_ENTRY[problem.io.input]),
+            "undo": round(1 / ENTRY_FACTOR[problem.io.input]),
         }
 
 
@@ -229,8 +230,11 @@ class Columns(Store):
             "vector": vector,
             "row": max(plan.problem.length, width),  # elements
             "blocks": max(1, plan.problem.length // width),
-            "undo": round(1 / MATRIX_ENTRY[plan.problem.io.input]),
-            "words": [[_operand(step, tile, vector, idle=len(self.lower) == 3) for tile in range(outputs // COLUMNS)] for step in range(width // 16)],
+            "undo": round(1 / ENTRY_FACTOR[plan.problem.io.input]),
+            "words": [
+                [_operand(step, tile, vector, idle=len(self.lower) == 3) for tile in range(outputs // COLUMNS)]
+                for step in range(width // 16)
+            ],
         }
 
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hadagen.layout import Place, Placement
 from hadagen.problem import Problem
-from hadagen.reference import Operands
 
 Reals = NDArray[np.float64]
+Operands = Mapping[str, NDArray[Any]]  # as those of `hadagen.reference.transform`
 _HADAMARD = np.array([[1.0, 1.0], [1.0, -1.0]])
 
 

@@ -177,7 +177,9 @@ def _verify(problem: Problem, source: Source, module: HostModule) -> dict[str, f
     apart = verify(problem, source, rows, module=module)
     columns = max(problem.n // 2 + 1, problem.n - problem.n // 4 - 1)
     odd = RowShape(columns, columns | 1, columns | 1) if source.launch.reads_rows else None
-    turned = verification_operands(problem, transposed=True)
+    turned = verification_operands(problem)
+    if "matrix" in turned:
+        turned["matrix"] = turned["matrix"].T
     in_place = verify(
         problem, source, rows, module=module, operands=turned, shape=odd, in_place=True, order_seed=ORDER_SEED
     )

@@ -36,10 +36,12 @@ HADAGEN_INLINE u32 take_power(float& scale, u32 bits) {
 }
 
 // ---- the matrix and the signs of a transform -----------------------------------------------------------------------
-// An operand of `mma` as it lies in memory, of all lanes one after the other.
+// A left operand of `mma` whose 16-bit entries have eight zeros each behind a byte, as the bytes lie in memory: those of
+// all lanes one after the other.
 HADAGEN_INLINE Operand load_operand(const void* matrix, u32 number) {
-    const Vec16 v = load_constant16(static_cast<const byte*>(matrix) + 16 * number);
-    return {{v.word[0], v.word[1], v.word[2], v.word[3]}};
+    const u64 bytes = load_constant8(static_cast<const byte*>(matrix) + 8 * number);
+    const u32 first = u32(bytes), second = u32(bytes >> 32);
+    return {{spread_bytes<0>(first), spread_bytes<2>(first), spread_bytes<0>(second), spread_bytes<2>(second)}};
 }
 
 // A vector of rows of n elements from number `at` on, times the signs of a row; null for none.

@@ -60,8 +60,8 @@ template <class T> HADAGEN_INLINE void store_element(void* global, Vec16 v, int 
     else *static_cast<u16*>(global) = u16(v.word[i / 2] >> (16 * (i % 2)));
 }
 
-// What is neither x nor y, and which the kernel does not write: 16 bytes, or one.
-HADAGEN_INLINE Vec16 load_constant16(const void* global) { return *static_cast<const Vec16*>(global); }
+// What is neither x nor y, and which the kernel does not write: 8 bytes, or one.
+HADAGEN_INLINE u64 load_constant8(const void* global) { return *static_cast<const u64*>(global); }
 HADAGEN_INLINE u32 load_byte(const void* global) { return *static_cast<const byte*>(global); }
 
 // ---- packed pairs --------------------------------------------------------------------------------------------------
@@ -107,6 +107,9 @@ template <> HADAGEN_INLINE float high<bfloat16>(u32 pair) { return __uint_as_flo
 
 HADAGEN_INLINE u32 as_word(float f) { return __float_as_uint(f); }
 HADAGEN_INLINE float as_float(u32 word) { return __uint_as_float(word); }
+
+// Bytes `first` and the next, each as the upper byte of a half.
+template <int first> HADAGEN_INLINE u32 spread_bytes(u32 bytes) { return __byte_perm(bytes, 0u, 0x0404 + 0x1010 * first + 0x1000); }
 
 // Two fp32, cut off to bfloat16.
 HADAGEN_INLINE u32 high_halves(float low, float high) { return __byte_perm(as_word(low), as_word(high), 0x7632); }

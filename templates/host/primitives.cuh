@@ -42,8 +42,12 @@ template <class T> HADAGEN_INLINE void store_element(void* global, Vec16 v, int 
     machine::store(global, reinterpret_cast<const byte*>(&v) + i * T::bytes, T::bytes);
 }
 
-// What is neither x nor y, and which the kernel does not write: 16 bytes, or one.
-HADAGEN_INLINE Vec16 load_constant16(const void* global) { return load16(global); }
+// What is neither x nor y, and which the kernel does not write: 8 bytes, or one.
+HADAGEN_INLINE u64 load_constant8(const void* global) {
+    u64 value;
+    machine::load(&value, global, sizeof value);
+    return value;
+}
 HADAGEN_INLINE u32 load_byte(const void* global) {
     byte value;
     machine::load(&value, global, sizeof value);
@@ -60,6 +64,11 @@ template <class T> HADAGEN_INLINE float high(u32 pair) { return decode<T>(u16(pa
 
 HADAGEN_INLINE u32 as_word(float f) { return bit_cast<u32>(f); }
 HADAGEN_INLINE float as_float(u32 word) { return bit_cast<float>(word); }
+
+// Bytes `first` and the next, each as the upper byte of a half.
+template <int first> HADAGEN_INLINE u32 spread_bytes(u32 bytes) {
+    return (bytes >> 8 * first & 0xFFu) << 8 | (bytes >> 8 * (first + 1) & 0xFFu) << 24;
+}
 
 // Two fp32, cut off to bfloat16.
 HADAGEN_INLINE u32 high_halves(float low, float high) { return as_word(low) >> 16 | (as_word(high) & 0xFFFF0000u); }
