@@ -106,9 +106,9 @@ def test_a_matrix_takes_the_nearest_order_and_length(tmp_path: Path, monkeypatch
     pin(tmp_path, [trial(key, chunks) for key, chunks in known.items()], monkeypatch)
     found = {}
     for order in (28, 40, 100, 12):
-        wanted = {"n": order * 256, "dtype": "float16", "numerics": "fast"}
+        wanted = {"n": order * 128, "dtype": "float16", "numerics": "fast"}
         best = hadagen.best_config(wanted, 8, arch="sm90", inplace=True, order=order)
-        assert best.problem.key == f"n{order * 256}-k{order}-float16-fast"
+        assert best.problem.key == f"n{order * 128}-k{order}-float16-fast"
         assert best.knobs is not None
         found[order] = best.knobs["chunks"]
     assert found == {28: 1, 40: 1, 100: 2, 12: 1}

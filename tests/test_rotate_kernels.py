@@ -20,7 +20,7 @@ from hadagen.errors import TensorError
 from hadagen.knobs import Knobs
 from hadagen.problem import Problem
 from hadagen.runtime import repeat, rotate
-from hadagen.runtime.operands import addresses, pack_signs, unpack_signs
+from hadagen.runtime.operands import addresses, pack_matrix, pack_signs, unpack_signs
 from hadagen.space import Space, build_plan
 
 __all__ = ["device"]  # a fixture
@@ -175,7 +175,7 @@ def test_operands_in_memory_that_kernels_cannot_read(device: EmulatedDevice) -> 
     wanted = x.double() @ r.matrix()
     device.ran()
     of = (r._orders, r._before, r._after, 224, False, False, float(r._scale), "accurate")
-    odd = torch.cat([torch.zeros(1, dtype=torch.int8), r._matrices])[1:]
+    odd = torch.cat([torch.zeros(1, dtype=torch.uint8), r._matrices])[1:]
     strided = torch.stack([r._matrices, r._matrices], 1)[:, 0]
     for matrices in (odd, strided):
         assert same(rotate.ROTATE.functional(x, matrices, *of), wanted)
@@ -207,21 +207,21 @@ def test_a_call_that_comes_again_is_one_look_up(
 def test_other_operands_are_another_call(device: EmulatedDevice) -> None:
     """Also where they lie at the same addresses, but are of another kind."""
     x = normal(3, 224, dtype=HALF)
-    matrices = torch.zeros(28 * 28, dtype=torch.int8)
+    matrices = pack_matrix(torch.zeros(28, 28, dtype=torch.int8))
     signs = pack_signs(some_signs(224))
     of = ([28], signs, None, 224, False, False, 0.0625, "accurate")
     for values in (1, -1):
-        matrices.fill_(values)
+        matrices.copy_(pack_matrix(torch.full((28, 28), values, dtype=torch.int8)))
         y = rotate.ROTATE.functional(x, matrices, *of)
         assert same(y, rotate.ROTATE.functional(x.double(), matrices, *of))
-    for matrix in (matrices.view(torch.uint8), matrices.clone().zero_()):
+    for matrix in (torch.ones(28 * 28, dtype=torch.int8), matrices.clone().zero_()):
         y = rotate.ROTATE.functional(x, matrix, *of)
         assert same(y, rotate.ROTATE.functional(x.double(), matrix, *of))
     for other in (signs, pack_signs(some_signs(224, seed=1))):
         y = rotate.ROTATE.functional(x, matrices, [28], other, *of[2:])
         assert same(y, rotate.ROTATE.functional(x.double(), matrices, [28], other, *of[2:]))
     r = signed(224)
-    for matrices in (r._matrices, r._matrices.view(torch.uint8)):
+    for matrices in (r._matrices, r._matrices.flip(0)):
         y = torch.func.functional_call(r, {"_matrices": matrices}, x)
         assert same(y, torch.func.functional_call(r, {"_matrices": matrices}, x.double()))
     for r in (signed(224), Rotation(224, signs=some_signs(224)), Rotation(224, signs=some_signs(224, seed=1))):
@@ -332,7 +332,8 @@ def test_a_generated_kernel_computes_the_rotation(rotation: Rotation, key: str) 
         of = rotation._options(
             rotation._matrices, rotation._before, rotation._after, transposed, float(rotation._scale), "accurate"
         )
-        arrays = {each.data_ptr(): each.numpy() for each in of[:4] if isinstance(each, torch.Tensor)}
+        halves = of.matrices.chunk(2) if of.matrices is not None else ()
+        arrays = {each.data_ptr(): each.numpy() for each in (*halves, of.signs, of.signs_after) if each is not None}
         operands: dict[str, Any] = {name: arrays.get(value, value) for name, value in addresses(of).items()}
         y = np.zeros(x.shape, np.uint16)
         module.run(source.entry, source.launch, x.numpy().view(np.uint16), y, scale=of.scale, operands=operands)
