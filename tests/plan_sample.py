@@ -40,11 +40,20 @@ FAR_LANES = Knobs(far_bits="lanes", far_lanes="mma", butterfly_carrier="fp32", e
 
 def whole_rows() -> Plan:
     """n = 8192 over 2 blocks of 4 warps of 4 chunks."""
-    knobs = Knobs(4, 4, 2, "load", mma_carrier="split", butterfly_carrier="fp32", exchange_carrier="fp32")
+    knobs = Knobs(4, 4, 2, block_bits="load", mma_carrier="split", butterfly_carrier="fp32", exchange_carrier="fp32")
     return build_plan(Problem.of(8192, DType.BFLOAT16), knobs, ARCH)
 
 
 def gathered() -> Plan:
     """n = 2048 of float32 over 2 blocks of 4 warps, whose shares are summed from shared memory."""
-    knobs = Knobs(1, 4, 2, "load", "lanes", low_bits="shuffle", butterfly_carrier="fp32", exchange_carrier="fp32")
+    knobs = Knobs(
+        1,
+        4,
+        2,
+        block_bits="load",
+        far_bits="lanes",
+        low_bits="shuffle",
+        butterfly_carrier="fp32",
+        exchange_carrier="fp32",
+    )
     return build_plan(Problem.of(2048, DType.FLOAT32), dataclasses.replace(knobs, load="multicast"), ARCH)

@@ -193,7 +193,7 @@ def places(text: str, *parts: str) -> list[int]:
 
 
 def test_a_multicast_starts_when_all_blocks_run_and_nobody_waits_to_store() -> None:
-    knobs = Knobs(4, 4, 4, "load", mma_carrier="split", butterfly_carrier="fp32", exchange_carrier="fp32")
+    knobs = Knobs(4, 4, 4, block_bits="load", mma_carrier="split", butterfly_carrier="fp32", exchange_carrier="fp32")
     knobs = replace(knobs, load="multicast", trigger="store")
     plan = build_plan(Problem.of(16384, DType.BFLOAT16), knobs, ARCH)
     text = render(plan).text
@@ -243,7 +243,7 @@ def test_every_round_between_blocks_waits_for_a_phase_of_its_own() -> None:
 
 @pytest.mark.parametrize("rows", Rows)
 def test_blocks_that_load_whole_rows_store_when_all_have_loaded(rows: Rows) -> None:
-    knobs = Knobs(4, 4, 4, "load", mma_carrier="split", butterfly_carrier="fp32", exchange_carrier="fp32")
+    knobs = Knobs(4, 4, 4, block_bits="load", mma_carrier="split", butterfly_carrier="fp32", exchange_carrier="fp32")
     plan = build_plan(Problem.of(16384, DType.BFLOAT16, rows=rows), knobs, ARCH)
     text = render(plan).text
     assert "u32 p[16 * chunks];" in text

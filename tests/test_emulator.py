@@ -120,6 +120,8 @@ def module(variants: dict[Problem, list[Variant]]) -> HostModule:
 def test_the_variants_have_every_value_of_every_knob(variants: dict[Problem, list[Variant]]) -> None:
     chosen = [variant for some in variants.values() for variant in some]
     for name, values in ARCH.search.items():
+        if name in ("rows", "slabs"):  # of kernels with a matrix, which have tests of their own
+            continue
         assert {getattr(variant.knobs, name) for variant in chosen} == set(values), name
     for dtype in DType:
         assert {

@@ -47,7 +47,7 @@ NEAR = [
 def test_a_chunk_bit_waits_for_the_mma_of_far_bits_where_none_comes_to_its_place(
     chunks: int, warps: int, cluster: int, block_bits: str, near: list[int], carrier: str
 ) -> None:
-    shape = Knobs(chunks, warps, cluster, block_bits)
+    shape = Knobs(chunks, warps, cluster, block_bits=block_bits)
     tile = {name: getattr(shape, name) for name in (*SHAPE, "block_bits")}
     knobs = dataclasses.replace(FAR_LANES, **tile, mma_carrier=carrier)
     plan = build_plan(Problem.of(256 * chunks * warps * cluster, DType.BFLOAT16), knobs, ARCH)

@@ -160,7 +160,9 @@ def test_what_a_multicast_brings_is_read_for_all_blocks_before_results_lie_there
     dtype: DType, n: int, shape: tuple[int, int, int], trigger: str
 ) -> None:
     """In place, launch after launch, over rows in L2 and from memory: to the last bit as out of place."""
-    wide = Knobs(*shape, "load", butterfly_carrier="fp32", exchange_carrier="fp32", load="multicast", trigger=trigger)
+    wide = Knobs(
+        *shape, block_bits="load", butterfly_carrier="fp32", exchange_carrier="fp32", load="multicast", trigger=trigger
+    )
     if dtype is DType.FLOAT32:
         knobs = replace(wide, low_bits="shuffle")
     else:

@@ -200,7 +200,7 @@ def test_a_graph_of_launches(bound: SimpleNamespace, memory: ctypes.CDLL) -> Non
         stream,
         kernel,
         [(16, 32), (48, 64)],
-        Work(Traffic(8192, Destination.IN_PLACE, Cache.HOT), 4096, 1.0, RowShape(0, 0, 0)),
+        Work(Traffic(8192, Destination.IN_PLACE, Cache.HOT), 4096, 1.0, RowShape(0, 0, 0), {}),
     )
     told = (ctypes.c_uint64 * 16).in_dll(memory, "told")
     assert (told[7], *told[12:15]) == (stream, 48, 64, 4096)

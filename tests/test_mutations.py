@@ -108,10 +108,10 @@ CHOICES: dict[str, tuple[Problem, Knobs]] = {
         Knobs(chunks=2, mma_carrier="split", butterfly_carrier="fp32"),
     ),
     "float32 as tf32": (Problem.of(512, DType.FLOAT32), Knobs(chunks=2, mma_carrier="tf32", butterfly_carrier="fp32")),
-    "whole rows": (Problem.of(4096, BF16), Knobs(2, 4, 2, "load", **SPLIT)),
+    "whole rows": (Problem.of(4096, BF16), Knobs(2, 4, 2, block_bits="load", **SPLIT)),
     "whole rows, chunk by chunk": (
         Problem.of(2048, FP16, Numerics.FAST),
-        Knobs(2, 1, 4, "load", low_bits="mma_shuffle", butterfly_carrier="fp32"),
+        Knobs(2, 1, 4, block_bits="load", low_bits="mma_shuffle", butterfly_carrier="fp32"),
     ),
     "whole rows by multicast": (
         Problem.of(4096, FP16),

@@ -270,7 +270,9 @@ def test_accurate_refuses_a_round_between_steps() -> None:
 
 @pytest.mark.parametrize(("trigger", "at"), [("load", 1), ("store", -2)])
 def test_the_next_kernel_may_start_after_the_load_or_before_the_store(trigger: str, at: int) -> None:
-    knobs = Knobs(4, 4, 2, "load", mma_carrier="split", butterfly_carrier="fp32", exchange_carrier="fp32", ahead=8)
+    knobs = Knobs(
+        4, 4, 2, block_bits="load", mma_carrier="split", butterfly_carrier="fp32", exchange_carrier="fp32", ahead=8
+    )
     plan = build_plan(Problem.of(8192, DType.BFLOAT16), dataclasses.replace(knobs, trigger=trigger), ARCH)
     assert [i for i, step in enumerate(plan.steps) if step == Trigger()] == [at % len(plan.steps)]
     assert isinstance(plan.steps[0], Load)

@@ -191,7 +191,14 @@ def test_a_cache_that_fills_up_later_is_left_for_another(root: Path) -> None:
 def test_a_recipe_that_needs_what_the_gpu_lacks_is_refused() -> None:
     problem = Problem.of(8192, "float16")
     knobs = Knobs(
-        8, 2, 2, "load", mma_carrier="split", butterfly_carrier="fp32", exchange_carrier="fp32", load="multicast"
+        8,
+        2,
+        2,
+        block_bits="load",
+        mma_carrier="split",
+        butterfly_carrier="fp32",
+        exchange_carrier="fp32",
+        load="multicast",
     )
     recipe = Recipe(problem, knobs.to_dict(), "sm90", build_plan(problem, knobs, load_arch("sm90")).launch)
     with pytest.raises(UsageError, match="needs multicast_in_place, which sm100 lacks"):

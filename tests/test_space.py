@@ -151,7 +151,7 @@ def test_tf32_is_for_types_that_have_fewer_bits_or_more(numerics: Numerics) -> N
     check(Problem.of(256, DType.FLOAT16), Knobs(), "between two mma (mma_carrier must be split)")
 
 
-WHOLE_ROWS = Knobs(4, 4, 2, "load", mma_carrier="split", butterfly_carrier="fp32", exchange_carrier="fp32")
+WHOLE_ROWS = Knobs(4, 4, 2, block_bits="load", mma_carrier="split", butterfly_carrier="fp32", exchange_carrier="fp32")
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,16 @@ def test_blocks_load_whole_rows_where_they_can_sum_them(numerics: Numerics, chan
 
 
 def test_float32_is_summed_over_blocks_from_shared_memory() -> None:
-    knobs = Knobs(1, 4, 2, "load", "lanes", low_bits="shuffle", butterfly_carrier="fp32", exchange_carrier="fp32")
+    knobs = Knobs(
+        1,
+        4,
+        2,
+        block_bits="load",
+        far_bits="lanes",
+        low_bits="shuffle",
+        butterfly_carrier="fp32",
+        exchange_carrier="fp32",
+    )
     problem = Problem.of(2048, DType.FLOAT32)
     build_plan(problem, replace(knobs, load="multicast"), ARCH)
     for load in ("plain", "bulk"):
@@ -490,7 +499,10 @@ def test_a_second_tile_under_way_takes_registers_or_shared_memory() -> None:
 
 
 def test_clusters_are_no_larger_than_the_arch_has_them() -> None:
-    problem, knobs = Problem.of(16384, DType.FLOAT16, Numerics.FAST), Knobs(4, 1, 16, "exchange", "lanes")
+    problem, knobs = (
+        Problem.of(16384, DType.FLOAT16, Numerics.FAST),
+        Knobs(4, 1, 16, block_bits="exchange", far_bits="lanes"),
+    )
     knobs = replace(knobs, butterfly_carrier="fp32")
     build_plan(problem, knobs, ARCH)
     check(

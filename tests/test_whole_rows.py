@@ -63,7 +63,7 @@ def test_a_multicast_brings_what_is_summed_over_blocks() -> None:
         plan.footprint.exchange_offset(exchange) == plan.footprint.stages_offset == 128
     )  # its slots take the place of the row
     assert plan.footprint.shared_bytes == 128 + plan.footprint.stage_bytes + 16 * (exchange.slot_bytes - 1024)
-    of_four = Knobs(4, 2, 4, "load", mma_carrier="split", butterfly_carrier="fp32", exchange_carrier="fp32")
+    of_four = Knobs(4, 2, 4, block_bits="load", mma_carrier="split", butterfly_carrier="fp32", exchange_carrier="fp32")
     longer = build_plan(plan.problem, dataclasses.replace(of_four, load="multicast"), ARCH)
     assert (
         longer.footprint.shared_bytes == 128 + longer.footprint.stage_bytes > 128 + 8 * longer.exchanges[0].slot_bytes

@@ -308,9 +308,6 @@ HADAGEN_INLINE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.
 
 HADAGEN_INLINE Vec16 shared_load16(const byte* shared) { return *reinterpret_cast<const Vec16*>(shared); }
 HADAGEN_INLINE void shared_store16(byte* shared, Vec16 v) { *reinterpret_cast<Vec16*>(shared) = v; }
-HADAGEN_INLINE void shared_store8(byte* shared, u32 first, u32 second) {
-    asm volatile("st.shared.v2.b32 [%0], {%1,%2};" ::"r"(shared_address(shared)), "r"(first), "r"(second) : "memory");
-}
 HADAGEN_INLINE void shared_store4(byte* shared, u32 word) { *reinterpret_cast<u32*>(shared) = word; }
 
 // Four 8×8 matrices of 16-bit elements, whose rows the lanes point at, as the operands of an mma (ldmatrix): `rows` as A,

@@ -202,10 +202,6 @@ HADAGEN_INLINE void cluster_wait() { machine::cluster_wait(); }
 
 HADAGEN_INLINE Vec16 shared_load16(const byte* shared) { return machine::shared_load(shared); }
 HADAGEN_INLINE void shared_store16(byte* shared, Vec16 v) { machine::shared_store(shared, &v, sizeof v); }
-HADAGEN_INLINE void shared_store8(byte* shared, u32 first, u32 second) {
-    const u32 words[2] = {first, second};
-    machine::shared_store(shared, words, sizeof words);
-}
 HADAGEN_INLINE void shared_store4(byte* shared, u32 word) { machine::shared_store(shared, &word, sizeof word); }
 
 // Four 8×8 matrices of 16-bit elements, whose rows the lanes point at, as the operands of an mma (ldmatrix): `rows` as A,
