@@ -46,8 +46,8 @@ def _one_of(*values: KnobValue) -> Any:
 class Knobs:
     """What the search may choose. An arch's YAML lists, under `search`, which values are worth trying there."""
 
-    # 256-element chunks per warp, 8 elements of each in a thread; with a matrix, groups of eight columns that a warp adds
-    # and subtracts
+    # 256-element chunks per warp, 8 elements of each in a thread; with a matrix, groups of eight columns that a warp
+    # adds and subtracts
     chunks: int = _one_of(1, 2, 4, 8, 16)
     # per block; with a matrix, groups of warps
     warps: int = _one_of(1, 2, 4, 8, 16, 32)

@@ -1,9 +1,9 @@
 """Plans: checked lists of steps over a placement, and what they compute.
 
-The transform is a Kronecker product of the matrix, if there is one, and of a 2×2 factor for each index bit that is left.
-So a plan is right exactly when it multiplies by the matrix once, transforms every other bit of the row once, and stores
-every element where it belongs. `Plan` checks that, symbolically, when it is made; `interpret` carries a plan out in
-float64.
+The transform is a Kronecker product of the matrix, if there is one, and of a 2×2 factor for each index bit that is
+left. So a plan is right exactly when it multiplies by the matrix once, transforms every other bit of the row once, and
+stores every element where it belongs. `Plan` checks that, symbolically, when it is made; `interpret` carries a plan out
+in float64.
 """
 
 from __future__ import annotations

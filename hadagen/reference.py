@@ -23,8 +23,8 @@ UNEVEN_RUN, UNEVEN_POWER = 256, 40
 LARGE = {DType.FLOAT16: 4096.0, DType.BFLOAT16: 1e30, DType.FLOAT32: 1e30}
 
 
-# What a transform takes beside x and the scale: "matrix", its entries [order, order]; "signs_before" and "signs_after" as
-# the params of these names. Signs that are not there are none.
+# What a transform takes beside x and the scale: "matrix", its entries [order, order]; "signs_before" and "signs_after"
+# as the params of these names. Signs that are not there are none.
 Operands = Mapping[str, NDArray[Any]]
 
 
@@ -67,9 +67,9 @@ def kernel_operands(problem: Problem, operands: Operands) -> dict[str, NDArray[A
 def transform(problem: Problem, x: Reals, scale: float, operands: Operands) -> Reals:
     """The transform of a problem over the last dimension of x, in float64."""
 
-    def signs(name: str) -> Reals | float:
-        packed = operands.get(name)
-        return 1.0 if packed is None else 1.0 - 2.0 * np.unpackbits(packed, count=problem.n, bitorder="little")
+    def signs(name: str) -> Reals:
+        packed = operands.get(name, np.zeros(-(-problem.n // 8), np.uint8))
+        return 1.0 - 2.0 * np.unpackbits(packed, count=problem.n, bitorder="little").astype(np.float64)
 
     y = hadamard((x * signs("signs_before")).reshape(-1, problem.length), scale)
     if problem.order > 1:

@@ -22,8 +22,8 @@ from hadagen.problem import Problem
 from hadagen.reference import hadamard, kernel_operands, transform, verification_operands
 from hadagen.space import Space, build_plan, rules_for
 
-# Each has what others lack: a matrix of several warps, of one slab that is not full, of 16 rows exactly; rows of H of 8,
-# 16, … columns, of one, and of more than mma transforms; signs; an odd order; sums of few values.
+# Each has what others lack: a matrix of several warps, of one slab that is not full, of 16 rows exactly; rows of H of
+# 8, 16, … columns, of one, and of more than mma transforms; signs; an odd order; sums of few values.
 WITH_MATRIX = [
     "n14336-k28-float16-fast",
     "n14336-k28-bfloat16-accurate",

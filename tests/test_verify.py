@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from emulated_device import read_operands
 from hypothesis import given
 from hypothesis import strategies as st
-from emulated_device import read_operands
 from measure_sample import ALL_PROBLEMS, PROBLEM, SPEC, array_at
 
 from hadagen.bits import decode, encode

@@ -188,8 +188,8 @@ def _check_matrix(matrix: torch.Tensor, name: str, order: int, other: torch.Tens
 
 
 def _operand(matrix: torch.Tensor) -> torch.Tensor:
-    """The matrix as `rotate` takes it: as kernels do where its entries are seen to be −1, 0 and 1. To look at a matrix on
-    a GPU would wait for that."""
+    """The matrix as `rotate` takes it: as kernels do where its entries are seen to be −1, 0 and 1. To look at a matrix
+    on a GPU would wait for that."""
     if matrix.device.type == "cpu" and has_only_memory(matrix):
         wide = matrix.detach().double()
         if ((wide == 0) | (wide.abs() == 1)).all():

@@ -186,8 +186,9 @@ class Draft:
 class Footprint:
     """The shared memory and registers of a plan, or of a draft that has only the steps that take any.
 
-    Shared memory holds, in this order: barriers, or zeros beside a matrix; staged tiles; slots that a block fills itself,
-    or a tile times the matrix; slots that other blocks fill; and the levels of warps. Whole rows by multicast take much room, so the slots reuse their memory.
+    Shared memory holds, in this order: barriers, or zeros beside a matrix; staged tiles; slots that a block fills
+    itself, or a tile times the matrix; slots that other blocks fill; and the levels of warps. Whole rows by multicast
+    take much room, so the slots reuse their memory.
     """
 
     plan: Draft

@@ -240,9 +240,12 @@ class Columns(Store):
 
 def _operand(step: int, tile: int, vector: int, *, idle: bool) -> list[str]:
     """The names of what is exclusive-ored to make the two words of the right operand of an mma: signs of H where row
-    i = 16 · step + 8 · half + 2 · t + pair meets column o. Of o, n is in the lanes, and `tile` is the same for all lanes:
-    the lowest bit of n is the lowest of o, then come bits of `tile` up to the bits that a thread stores at once, then the
-    other two of n, then the rest of `tile`. idle: the highest bit of o and i tells two rows apart, and has no sign."""
+    i = 16 · step + 8 · half + 2 · t + pair meets column o.
+
+    Of o, n is in the lanes, and `tile` is the same for all lanes. The lowest bit of n is the lowest of o. Then come
+    bits of `tile` up to the bits that a thread stores at once, then the other two of n, then the rest of `tile`. idle:
+    the highest bit of o and i tells two rows apart, and has no sign.
+    """
     low = vector.bit_length() - 2  # bits of the tile below those of n
     words = []
     for half in range(2):

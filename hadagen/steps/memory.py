@@ -125,7 +125,10 @@ class Store(Step):
     """Registers → global memory, each 16-byte vector to its address. Values have the form that `Load` left."""
 
     says = "store"
-    takes = AS_LOADED
+
+    @property
+    def takes(self) -> str | None:
+        return AS_LOADED
 
     def faults(self, plan: Draft, at: int) -> Iterator[str]:
         if at < len(plan.steps) - 1:
