@@ -16,7 +16,7 @@ from click.core import ParameterSource
 from hadagen.compilers import DEFAULT
 from hadagen.errors import StorageError, UsageError
 from hadagen.matrices import find_orders
-from hadagen.problem import MAX_LOG2_N, MAX_ORDER, DType, Numerics, Problem, Rows, Transform
+from hadagen.problem import LEAST_LENGTH, MAX_LOG2_N, MAX_ORDER, DType, Numerics, Problem, Rows, Transform
 from hadagen.regimes import BUCKETS_BETWEEN, BUCKETS_OF_LONG_ROWS, ELEMENT_BUCKETS, Destination
 from hadagen.runtime.bundles import user_directory
 
@@ -109,9 +109,6 @@ def elements(default: str) -> Callable[[Command], Command]:
 
 
 AUTO = "auto"
-# The least order of H beside a matrix for which there are kernels. A shorter H is part of the matrix, if that is small
-# enough.
-SHORTEST = 8
 k = click.option(
     "--k",
     default=AUTO,
@@ -273,7 +270,7 @@ def parse_transform(n: int, k: str = AUTO) -> Transform:
             f"order of one up to {MAX_ORDER} with --k"
         )
     order = orders[0] if orders else 1
-    if 1 < order < n < SHORTEST * order and n <= MAX_ORDER:
+    if 1 < order < n < LEAST_LENGTH * order and n <= MAX_ORDER:
         order = n
     return Transform(n, order)
 

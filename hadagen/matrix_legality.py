@@ -9,7 +9,7 @@ from hadagen.legality import Context, Rule
 from hadagen.problem import DType, Numerics, Problem, Rows
 from hadagen.steps.base import PACKED
 from hadagen.steps.draft import Draft, Footprint
-from hadagen.steps.matrix import COLUMNS, LEAST_BITS, MOST_BITS, OPERAND_SIDE
+from hadagen.steps.matrix import COLUMNS, LEAST_BITS, MOST_BITS, OPERAND_SIDE, Matrix
 
 # The knobs that kernels with a matrix have. All others have their first value.
 _KNOBS = ("chunks", "warps", "rows", "slabs", "exchange_carrier", "load", "grid", "stages", "min_blocks")
@@ -37,8 +37,7 @@ def _chunks(c: Context, k: Knobs) -> str | None:
         return "pitched rows are not staged for a matrix (rows must be contiguous)"
     if problem.n % COLUMNS or problem.length in (2, 4):
         return "eight columns are multiplied at once (n must be a multiple of 8, and n / k 1 or more than 4)"
-    features = frozenset({_LOAD, "mma_f16"} | ({"mma_bf16"} if problem.io.input is DType.BFLOAT16 else set()))
-    if lacking := features - c.arch.features:
+    if lacking := Matrix(1, 1, PACKED, ()).features(problem.io.input, PACKED) - c.arch.features:
         return f"the arch has no {min(lacking)}"
     if problem.bits == LEAST_BITS and problem.order % 2:
         return "an mma takes two rows of eight columns at once (k must be even)"

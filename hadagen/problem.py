@@ -20,6 +20,9 @@ from hadagen.errors import UsageError
 MAX_LOG2_N = 17
 # Of the matrix of a transform; a kernel holds its rows in registers.
 MAX_ORDER = 428
+# The least order of H beside a matrix for which there are kernels. A shorter H is part of the matrix, if that is small
+# enough.
+LEAST_LENGTH = 8
 
 
 class DType(str, Enum):

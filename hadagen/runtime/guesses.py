@@ -5,9 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from math import log2
 
-from hadagen.problem import Problem, Rows
+from hadagen.problem import Problem, Rows, difference
 from hadagen.runtime.device import Device
 from hadagen.target import known_archs
 from hadagen.trial import Environment, Provenance, knobs_key, recipe_digest
@@ -24,8 +23,7 @@ def nearest_problems(problem: Problem, known: Iterable[Problem]) -> list[Problem
     orders and of lengths. Of two equally near, the one that has signs if the problem has some comes first."""
 
     def distance(other: Problem) -> tuple[float, bool, Problem]:
-        orders, lengths = log2(other.order / problem.order), log2(other.length / problem.length)
-        return abs(orders) + abs(lengths), other.transform.signed != problem.transform.signed, other
+        return difference(problem, other), other.transform.signed != problem.transform.signed, other
 
     similar = {each for each in known if each.io == problem.io and (each.order > 1) == (problem.order > 1)}
     return sorted(similar - {problem}, key=distance)

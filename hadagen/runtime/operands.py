@@ -11,11 +11,9 @@ import torch
 
 from hadagen.errors import TensorError
 from hadagen.launch import ENTRY_BYTES
-from hadagen.problem import MAX_ORDER
+from hadagen.problem import LEAST_LENGTH, MAX_ORDER
 from hadagen.runtime.checks import check_call
 
-# Kernels take a matrix of at most MAX_ORDER, and transform its rows alone or rows of at least so many elements.
-_LEAST_LENGTH = 8
 _PART = 16  # rows and columns of a part of a packed matrix
 
 
@@ -167,7 +165,7 @@ def combined(matrices: list[torch.Tensor], n: int) -> list[torch.Tensor]:
     several matrices become one, and an H that is too short for kernels becomes a part of it."""
     order = prod(map(len, matrices))
     rest = n // order
-    short = rest if 1 < rest < _LEAST_LENGTH else 1
+    short = rest if 1 < rest < LEAST_LENGTH else 1
     fits = order * short <= MAX_ORDER and all(each.dtype == torch.int8 for each in matrices)
     if not matrices or not fits or (len(matrices) == 1 and short == 1):
         return matrices

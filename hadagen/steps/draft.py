@@ -10,7 +10,7 @@ from hadagen.launch import Param, params_for
 from hadagen.layout import PAIR, ROW, THREAD_ELEMENTS, VECTOR_BYTES, Axis, Place, Placement, bit, column, reg
 from hadagen.problem import DType, Problem
 from hadagen.scale import ScaleForm
-from hadagen.steps.base import FP32, SPLIT, Step, mixed_chunk_bits
+from hadagen.steps.base import FP32, Step, mixed_chunk_bits
 from hadagen.steps.conversions import Normalize
 from hadagen.steps.exchanges import Exchange
 from hadagen.steps.matrix import Matrix
@@ -78,7 +78,7 @@ class Draft:
 
     def words(self, carrier: str) -> int:
         """Registers of a thread for its share of a tile in that form."""
-        return (8 if carrier in (FP32, SPLIT) else 4) << self.chunk_bits
+        return (8 if carrier == FP32 else 4) << self.chunk_bits
 
     @cached_property
     def placements(self) -> tuple[Placement, ...]:
