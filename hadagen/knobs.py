@@ -18,7 +18,7 @@ from hadagen.problem import DType, Numerics, Problem
 from hadagen.steps.base import FP16, FP32, PACKED, SPLIT, Step
 from hadagen.steps.conversions import Correct, Narrow, Normalize, Round, Scale, Widen
 from hadagen.steps.exchanges import Exchange, Transpose
-from hadagen.steps.matrix import Columns, Matrix, Signs
+from hadagen.steps.matrix import Columns, LoadColumns, Rows, Signs, Square
 from hadagen.steps.memory import Load, Prefetch, Store, Trigger
 from hadagen.steps.transforms import NORMALIZER, PARTS, Butterfly, Gather, Mma, Shuffle, SwapButterfly
 
@@ -46,8 +46,7 @@ def _one_of(*values: KnobValue) -> Any:
 class Knobs:
     """What the search may choose. An arch's YAML lists, under `search`, which values are worth trying there."""
 
-    # 256-element chunks per warp, 8 elements of each in a thread; with a matrix, groups of eight columns that a warp
-    # adds and subtracts
+    # 256-element chunks per warp, 8 elements of each in a thread; with a matrix, columns that a thread adds and subtracts
     chunks: int = _one_of(1, 2, 4, 8, 16)
     # per block; with a matrix, groups of warps
     warps: int = _one_of(1, 2, 4, 8, 16, 32)
@@ -211,11 +210,13 @@ def _with_signs(problem: Problem, steps: list[Step]) -> tuple[Step, ...]:
 def matrix_steps(problem: Problem, knobs: Knobs) -> tuple[Step, ...]:
     """The steps of the plan that legal knobs mean for a problem with a matrix."""
     bits = problem.bits
-    lower = bits - log2(knobs.chunks)
-    carrier = PACKED if knobs.exchange_carrier == PACKED else SPLIT
-    matrix = Matrix(knobs.rows, knobs.slabs, carrier, tuple(range(lower, bits)))
     signs = [Signs(before=True)] * problem.transform.signed
-    return Load(knobs.load, knobs.stages), *signs, matrix, Columns(tuple(range(lower)))
+    if not bits:
+        return Load(knobs.load), *signs, Square(knobs.rows, knobs.slabs)
+    summed = bits - log2(knobs.chunks)
+    carrier = PACKED if knobs.exchange_carrier == PACKED else SPLIT
+    columns = Columns(carrier, tuple(range(summed)), tuple(range(summed, bits)))
+    return LoadColumns(knobs.load), *signs, columns, Rows(knobs.rows, knobs.slabs)
 
 
 class _Converter:

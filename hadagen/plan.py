@@ -19,7 +19,7 @@ from hadagen.layout import Axis
 from hadagen.problem import Numerics
 from hadagen.steps.base import AS_LOADED, FP32, IN_16_BITS, PACKED
 from hadagen.steps.draft import Draft
-from hadagen.steps.matrix import Matrix, Signs
+from hadagen.steps.matrix import Multiplies, Signs
 from hadagen.steps.memory import Load, Store
 
 if TYPE_CHECKING:
@@ -100,9 +100,9 @@ def _check(plan: Draft) -> None:
     length = plan.problem.length
     if left := [str(axis) for axis in plan.loaded.axes.values() if axis.stride < length and axis not in done]:
         raise UsageError(f"{name}: index bits [{', '.join(left)}] are never transformed")
-    if [type(step) for step in plan.steps].count(Matrix) != (plan.problem.order > 1):
+    if sum(isinstance(step, Multiplies) for step in plan.steps) != (plan.problem.order > 1):
         raise UsageError(f"{name}: the steps do not multiply by the matrix once")
-    flipped = [True] if plan.matrix else [True, False]  # `Columns` flips as it stores
+    flipped = [True] if plan.matrix else [True, False]  # what multiplies by a matrix flips as it stores
     if [step.before for step in plan.steps if isinstance(step, Signs)] != flipped * plan.problem.transform.signed:
         raise UsageError(f"{name}: the steps do not multiply by the signs before and after the transform")
     in_parts = SCALE_IN_PARTS if plan.problem.io.numerics is Numerics.FAST else ()

@@ -13,7 +13,7 @@ from hadagen.scale import ScaleForm
 from hadagen.steps.base import FP32, Step, mixed_chunk_bits
 from hadagen.steps.conversions import Normalize
 from hadagen.steps.exchanges import Exchange
-from hadagen.steps.matrix import Matrix
+from hadagen.steps.matrix import Multiplies
 from hadagen.steps.memory import Load
 
 # Registers of a thread besides its values: addresses, the A operands of the mma, accumulators under way.
@@ -25,7 +25,7 @@ BARRIER_BYTES = 128  # room for all mbarriers; keeps what follows aligned
 class Draft:
     """The steps of a problem over 2^chunk_bits chunks per warp, 2^warp_bits warps and 2^cta_bits blocks.
 
-    With a `Matrix`, a warp has 2^chunk_bits groups of columns at once, and there are 2^warp_bits groups of warps.
+    With a matrix, chunks are the columns that a warp adds and subtracts, and there are 2^warp_bits groups of warps.
 
     A step asks its draft about the other steps. A `Plan` is a draft that was checked.
     """
@@ -49,9 +49,9 @@ class Draft:
         return Placement({**columns, ROW: Axis(self.matrix.rows * self.problem.order, self.problem.length)})
 
     @cached_property
-    def matrix(self) -> Matrix | None:
+    def matrix(self) -> Multiplies | None:
         """The step that multiplies by the matrix of the transform, if there is one."""
-        return next((step for step in self.steps if isinstance(step, Matrix)), None)
+        return next((step for step in self.steps if isinstance(step, Multiplies)), None)
 
     @property
     def warps(self) -> int:
@@ -73,7 +73,7 @@ class Draft:
     def vectors(self) -> int:
         """16-byte vectors of a tile in one thread."""
         if self.matrix:
-            return -(-self.tile_elements // (self.vector_elements * 32 * self.warps))
+            return self.matrix.vectors(self)
         return (THREAD_ELEMENTS << self.chunk_bits) // self.vector_elements
 
     def words(self, carrier: str) -> int:
@@ -186,8 +186,8 @@ class Draft:
 class Footprint:
     """The shared memory and registers of a plan, or of a draft that has only the steps that take any.
 
-    Shared memory holds, in this order: barriers, or zeros beside a matrix; staged tiles; slots that a block fills
-    itself, or a tile times the matrix; slots that other blocks fill; and the levels of warps. Whole rows by multicast
+    Shared memory holds, in this order: barriers, or zeros for a `Square`; staged tiles; slots that a block fills itself,
+    or what is multiplied by a matrix, or was; slots that other blocks fill; and the levels of warps. Whole rows by multicast
     take much room, so the slots reuse their memory.
     """
 
@@ -209,7 +209,8 @@ class Footprint:
 
     @property
     def stages_offset(self) -> int:
-        return BARRIER_BYTES if self.plan.crosses_blocks or self.plan.load.in_bulk or self.plan.matrix else 0
+        staged = self.plan.matrix is not None and self.plan.load.staged
+        return BARRIER_BYTES if self.plan.crosses_blocks or self.plan.load.in_bulk or staged else 0
 
     @property
     def stage_bytes(self) -> int:
@@ -218,9 +219,7 @@ class Footprint:
         if not plan.load.staged:
             return 0
         elements = plan.shares_loaded * plan.block_elements
-        if plan.matrix and (gap := plan.matrix.gap(plan)):
-            elements += elements // gap
-        return -(-elements * plan.problem.io.input.bytes // VECTOR_BYTES) * VECTOR_BYTES
+        return elements * plan.problem.io.input.bytes
 
     def exchange_offset(self, step: Exchange) -> int:
         """The offset of its slots. Slots that other blocks fill are separate, so that they are free from the start."""

@@ -43,6 +43,17 @@ HADAGEN_INLINE Operand load_operand(const void* matrix, u32 number) {
     const u32 first = u32(bytes), second = u32(bytes >> 32);
     return {{spread_bytes<0>(first), spread_bytes<2>(first), spread_bytes<0>(second), spread_bytes<2>(second)}};
 }
+// The same with entries of −1, 0 and 1. Such bytes stand for them in float16, and for 2^-7 times them in bfloat16.
+template <class T> HADAGEN_INLINE Operand load_entries(const void* matrix, u32 number);
+template <> HADAGEN_INLINE Operand load_entries<float16>(const void* matrix, u32 number) {
+    return load_operand(matrix, number);
+}
+template <> HADAGEN_INLINE Operand load_entries<bfloat16>(const void* matrix, u32 number) {
+    Operand a = load_operand(matrix, number);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a.word[i] = fma<bfloat16>(a.word[i], 0x43004300u, 0x80008000u);
+    return a;
+}
 
 // A vector of rows of n elements from number `at` on, times the signs of a row; null for none.
 template <class T, u32 n> HADAGEN_INLINE Vec16 flip_signs(Vec16 v, const void* signs, u32 at) {

@@ -218,7 +218,7 @@ HADAGEN_INLINE Operand hadamard16(u32 factor) {
     return {{word, word ^ zero.first, word ^ zero.second, word ^ 0x80008000u}};
 }
 
-// The same with the 2×2 identity as its factor for the bits of `idle` (1 or 3) in the numbers of rows and columns: 0 where
+// The same with the 2×2 identity as its factor for the bits of `idle` (of the lower three) in the numbers of rows and columns: 0 where
 // row and column differ in one of them.
 HADAGEN_INLINE Operand hadamard16(u32 factor, u32 idle) {
     const u32 lane = thread_index() & 31u, row = lane / 4u, column = lane % 4u * 2u;
@@ -228,6 +228,13 @@ HADAGEN_INLINE Operand hadamard16(u32 factor, u32 idle) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) a.word[i] &= even | odd;
     return a;
+}
+
+// The same with the other sign, in registers of its own.
+HADAGEN_INLINE Operand negative(const Operand& a) {
+    const Zeros zero = hidden_zeros();
+    const u32 signs = 0x80008000u ^ zero.first ^ zero.second;
+    return {{a.word[0] ^ signs, a.word[1] ^ signs, a.word[2] ^ signs, a.word[3] ^ signs}};
 }
 
 // d += a · b, with b = {b0, b1} a 16×8 operand: mma.m16n8k16 with fp32 accumulators.
