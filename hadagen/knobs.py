@@ -216,7 +216,7 @@ def matrix_steps(problem: Problem, knobs: Knobs) -> tuple[Step, ...]:
     summed = bits - log2(knobs.chunks)
     carrier = PACKED if knobs.exchange_carrier == PACKED else SPLIT
     columns = Columns(carrier, tuple(range(summed)), tuple(range(summed, bits)))
-    return LoadColumns(knobs.load), *signs, columns, Rows(knobs.rows, knobs.slabs)
+    return LoadColumns(knobs.load, knobs.stages), *signs, columns, Rows(knobs.rows, knobs.slabs)
 
 
 class _Converter:

@@ -12,7 +12,7 @@ from hadagen.steps.draft import Draft, Footprint
 from hadagen.steps.matrix import LEAST_SUMMED, MOST_SUMMED, OPERAND_SIDE, VECTOR, Shape
 
 # The knobs that kernels with a matrix have. All others have their first value.
-_KNOBS = ("chunks", "warps", "rows", "slabs", "exchange_carrier", "load", "min_blocks")
+_KNOBS = ("chunks", "warps", "rows", "slabs", "exchange_carrier", "load", "grid", "stages", "min_blocks")
 
 
 def _groups(c: Context, k: Knobs) -> int:
@@ -25,8 +25,10 @@ def _shape(c: Context, k: Knobs) -> Shape:
 
 
 @lru_cache(maxsize=1024)  # enough while a walk changes the other knobs
-def _footprint(problem: Problem, chunks: int, warps: int, rows: int, slabs: int, carrier: str, load: str) -> Footprint:
-    k = Knobs(chunks, warps, 1, rows, slabs, exchange_carrier=carrier, load=load)
+def _footprint(
+    problem: Problem, chunks: int, warps: int, rows: int, slabs: int, carrier: str, load: str, stages: int
+) -> Footprint:
+    k = Knobs(chunks, warps, 1, rows, slabs, exchange_carrier=carrier, load=load, stages=stages)
     return Footprint(Draft(problem, log2(chunks), log2(warps), 0, matrix_steps(problem, k)))
 
 
@@ -83,9 +85,13 @@ def _exchange_carrier(c: Context, k: Knobs) -> str | None:
 
 
 def _load(c: Context, k: Knobs) -> str | None:
-    wanted = "cp_async" if c.problem.length == 1 else "plain"
-    if k.load != wanted:
-        return f"operands come {'from shared memory' if wanted == 'cp_async' else 'as loaded'} (load must be {wanted})"
+    if c.problem.length == 1:
+        if k.load != "cp_async":
+            return "only cp_async stages rows that are operands (load must be cp_async)"
+    elif k.load not in ("plain", "bulk"):
+        return "blocks of rows are loaded as they lie (load must be plain or bulk)"
+    elif k.load == "bulk" and not _shape(c, k).in_order:
+        return "a row of x begins inside a block (rows must be 1, or load plain)"
     steps = matrix_steps(c.problem, k)
     carriers = ["", *(step.leaves or "" for step in steps)]
     needed = frozenset().union(*(s.features(c.problem.io.input, f) for s, f in zip(steps, carriers, strict=False)))
@@ -93,11 +99,22 @@ def _load(c: Context, k: Knobs) -> str | None:
     return f"the arch has no {lacking}" if lacking else None
 
 
+def _grid(c: Context, k: Knobs) -> str | None:
+    if k.grid == "persistent" and k.load != "bulk":
+        return "nothing is loaded for the next tile (grid must be tiles)"
+    return None
+
+
+def _stages(c: Context, k: Knobs) -> str | None:
+    alone = k.grid == "tiles" and k.stages > 1
+    return "one tile a block leaves nothing to have under way (stages must be 1)" if alone else None
+
+
 def _min_blocks(c: Context, k: Knobs) -> str | None:
     limits, threads = c.arch.limits, 32 * _groups(c, k) * k.warps
     if k.min_blocks * threads > limits.threads_per_sm:
         return f"more than {limits.threads_per_sm} threads per SM (take fewer warps or a smaller min_blocks)"
-    footprint = _footprint(c.problem, k.chunks, k.warps, k.rows, k.slabs, k.exchange_carrier, k.load)
+    footprint = _footprint(c.problem, k.chunks, k.warps, k.rows, k.slabs, k.exchange_carrier, k.load, k.stages)
     room = limits.registers_per_sm // (threads * k.min_blocks)
     if footprint.registers(wide=False) > min(limits.registers_per_thread, room):
         return "values, or the matrix and its sums, do not fit the registers (take more warps, or fewer rows or slabs)"
@@ -120,6 +137,6 @@ MATRIX_RULES: list[Rule] = [
     *(_unused(name) for name in KNOB_NAMES if name not in _KNOBS),
     *(
         Rule(broken.__name__.removeprefix("_"), broken)
-        for broken in (_chunks, _rows, _slabs, _exchange_carrier, _load, _min_blocks)
+        for broken in (_chunks, _rows, _slabs, _exchange_carrier, _load, _grid, _stages, _min_blocks)
     ),
 ]

@@ -218,8 +218,9 @@ class Footprint:
         plan = self.plan
         if not plan.load.staged:
             return 0
-        elements = plan.shares_loaded * plan.block_elements
-        return elements * plan.problem.io.input.bytes
+        if plan.matrix:
+            return plan.matrix.staged_bytes(plan)
+        return plan.shares_loaded * plan.block_elements * plan.problem.io.input.bytes
 
     def exchange_offset(self, step: Exchange) -> int:
         """The offset of its slots. Slots that other blocks fill are separate, so that they are free from the start."""

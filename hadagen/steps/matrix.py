@@ -40,7 +40,7 @@ class LoadColumns(Load):
     template = "matrix.cu.j2"
 
     def cost(self, plan: Draft, carrier: str) -> Cost:
-        return Cost(4 * plan.vectors)
+        return super().cost(plan, carrier) if self.staged else Cost(4 * plan.vectors)
 
 
 @dataclass(frozen=True)
@@ -151,6 +151,10 @@ class Multiplies(Store):
         """Besides what the load has staged."""
         raise NotImplementedError
 
+    def staged_bytes(self, plan: Draft) -> int:
+        """Of a staged tile."""
+        return plan.tile_elements * plan.problem.io.input.bytes
+
     def vectors(self, plan: Draft) -> int:
         """Vectors that a thread loads."""
         return -(-plan.tile_elements // (plan.vector_elements * 32 * plan.warps))
@@ -189,6 +193,11 @@ class Shape:
         return max(1, (1 << COLUMN_BITS) // self.length)
 
     @property
+    def in_order(self) -> bool:
+        """Whether blocks lie one behind the other in memory, in a tile as in what crosses shared memory."""
+        return self.together == 1 and (self.rows == 1 or self.order % OPERAND_SIDE == 0)
+
+    @property
     def vectors(self) -> int:
         """Vectors of a thread in a row of X."""
         return max(1, self.length >> COLUMN_BITS)
@@ -222,6 +231,8 @@ class Rows(Multiplies):
             yield "it multiplies what `Columns` left in shared memory"
         if self.rows % self.shape(plan).together:
             yield "a warp has columns of more rows than the tile"
+        if plan.load.staged and not (plan.load.path == "bulk" and self.shape(plan).in_order):
+            yield "rows of X are not staged where they are replaced"
 
     def features(self, dtype: DType, carrier: str) -> frozenset[str]:
         wide = carrier == SPLIT or dtype is DType.BFLOAT16
@@ -246,10 +257,15 @@ class Rows(Multiplies):
     def registers(self, plan: Draft) -> int:
         """For what `Columns` has loaded and sums, or for A and the sums here."""
         shape, columns = self.shape(plan), 8 * self.shape(plan).vectors
-        return max(OPERAND_REGISTERS * self.vectors(plan) + columns, self.held(plan) + _SUMS * self.slabs + 8)
+        at_once = 2 * shape.vectors if plan.load.staged else self.vectors(plan)
+        return max(OPERAND_REGISTERS * at_once + columns, self.held(plan) + _SUMS * self.slabs + 8)
+
+    def staged_bytes(self, plan: Draft) -> int:
+        return self.shape(plan).shared_bytes
 
     def shared_bytes(self, plan: Draft) -> int:
-        return self.shape(plan).shared_bytes * (2 if plan.carriers[-2] == SPLIT else 1)
+        planes = 2 if plan.carriers[-2] == SPLIT else 1
+        return self.shape(plan).shared_bytes * (planes - plan.load.staged)
 
     def cost(self, plan: Draft, carrier: str) -> Cost:
         shape = self.shape(plan)
@@ -275,7 +291,7 @@ class Rows(Multiplies):
             "vectors": shape.vectors,
             "blocks": shape.blocks,
             "share": shape.share,
-            "plane": shape.shared_bytes,
+            "others": plan.footprint.matrix_offset + (0 if plan.load.staged else shape.shared_bytes),
         }
 
 
