@@ -18,7 +18,7 @@ from hadagen.problem import DType, Numerics, Problem
 from hadagen.steps.base import FP16, FP32, PACKED, SPLIT, Step
 from hadagen.steps.conversions import Correct, Narrow, Normalize, Round, Scale, Widen
 from hadagen.steps.exchanges import Exchange, Transpose
-from hadagen.steps.matrix import Columns, LoadColumns, Rows, Signs, Square
+from hadagen.steps.matrix import COLUMN_BITS, Columns, LoadColumns, Rows, Signs, Square
 from hadagen.steps.memory import Load, Prefetch, Store, Trigger
 from hadagen.steps.transforms import NORMALIZER, PARTS, Butterfly, Gather, Mma, Shuffle, SwapButterfly
 
@@ -46,7 +46,7 @@ def _one_of(*values: KnobValue) -> Any:
 class Knobs:
     """What the search may choose. An arch's YAML lists, under `search`, which values are worth trying there."""
 
-    # 256-element chunks per warp, 8 elements of each in a thread; with a matrix, columns that a thread adds and subtracts
+    # 256-element chunks per warp, 8 elements of each in a thread; with a matrix, groups of 32 columns
     chunks: int = _one_of(1, 2, 4, 8, 16)
     # per block; with a matrix, groups of warps
     warps: int = _one_of(1, 2, 4, 8, 16, 32)
@@ -213,10 +213,10 @@ def matrix_steps(problem: Problem, knobs: Knobs) -> tuple[Step, ...]:
     signs = [Signs(before=True)] * problem.transform.signed
     if not bits:
         return Load(knobs.load), *signs, Square(knobs.rows, knobs.slabs)
-    summed = bits - log2(knobs.chunks)
     carrier = PACKED if knobs.exchange_carrier == PACKED else SPLIT
-    columns = Columns(carrier, tuple(range(summed)), tuple(range(summed, bits)))
-    return LoadColumns(knobs.load, knobs.stages), *signs, columns, Rows(knobs.rows, knobs.slabs)
+    columns = Columns(carrier, min(bits, COLUMN_BITS + log2(knobs.chunks)))
+    rows = Rows(knobs.rows, knobs.slabs, (columns.bits, bits))
+    return LoadColumns(knobs.load, knobs.stages), *signs, columns, rows
 
 
 class _Converter:

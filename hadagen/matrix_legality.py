@@ -9,7 +9,7 @@ from hadagen.legality import Context, Rule
 from hadagen.problem import LEAST_LENGTH, DType, Numerics, Problem, Rows
 from hadagen.steps.base import PACKED
 from hadagen.steps.draft import Draft, Footprint
-from hadagen.steps.matrix import LEAST_SUMMED, MOST_SUMMED, OPERAND_SIDE, VECTOR, Shape
+from hadagen.steps.matrix import COLUMN_BITS, OPERAND_SIDE, VECTOR, Shape
 
 # The knobs that kernels with a matrix have. All others have their first value.
 _KNOBS = ("chunks", "warps", "rows", "slabs", "exchange_carrier", "load", "grid", "stages", "min_blocks")
@@ -21,7 +21,7 @@ def _groups(c: Context, k: Knobs) -> int:
 
 
 def _shape(c: Context, k: Knobs) -> Shape:
-    return Shape(k.rows, c.problem.order, c.problem.length, _groups(c, k) * k.warps)
+    return Shape(k.rows, c.problem.order, c.problem.length, k.chunks, _groups(c, k) * k.warps)
 
 
 @lru_cache(maxsize=1024)  # enough while a walk changes the other knobs
@@ -42,18 +42,14 @@ def _chunks(c: Context, k: Knobs) -> str | None:
         return "eight columns are loaded at once (n must be a multiple of 8, and n / k 1 or more than 4)"
     if problem.length == 1:
         return "there is one column (chunks must be 1)" if k.chunks > 1 else None
-    summed = c.bits - log2(k.chunks)
-    if summed > MOST_SUMMED:
-        return f"more than {MOST_SUMMED} bits would be left for mma (take more chunks)"
-    least = min(LEAST_SUMMED, c.bits)
-    return f"fewer than {least} bits would be left for mma (take fewer chunks)" if summed < least else None
+    return "a row has fewer columns (chunks must be fewer)" if 1 < k.chunks > c.problem.length >> COLUMN_BITS else None
 
 
 def _rows(c: Context, k: Knobs) -> str | None:
     if c.problem.length == 1:
         least, sets = OPERAND_SIDE, k.rows // OPERAND_SIDE
     else:
-        shape = Shape(k.rows, c.problem.order, c.problem.length, 1)
+        shape = Shape(k.rows, c.problem.order, c.problem.length, k.chunks, 1)
         least, sets = shape.together, k.rows // shape.together * shape.vectors
     if k.rows < least:
         return f"an mma takes columns of {least} rows at once (rows must be {least} or more)"

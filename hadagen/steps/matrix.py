@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from math import log2
 from typing import TYPE_CHECKING, Any
 
 from hadagen.launch import ENTRY_FACTOR
@@ -26,10 +27,9 @@ OPERAND_SIDE = 16  # rows and columns of A in an operand of an mma
 OPERAND_REGISTERS = 4
 VECTOR = 8  # columns of X in a vector
 COLUMN_BITS = 5  # bits of the columns that a warp loads of a block of rows at once, in a vector of each thread
-# Bits that mma sums over. The first is the least because fewer would leave bits in lanes; each beyond the least doubles
-# the number of mma.
-LEAST_SUMMED, MOST_SUMMED = 5, 7
-_SUMS = 16  # columns of X in the accumulators of an mma
+_SUMS = 16  # registers of a thread for the sums of 16 rows and 32 columns
+# Registers that a thread has for A. If it needs more, it loads each operand when it multiplies by it.
+_MOST_HELD = 32
 
 
 @dataclass(frozen=True)
@@ -47,14 +47,13 @@ class LoadColumns(Load):
 class Columns(Step):
     """X · H, times the scale, to shared memory, packed or split.
 
-    The lower bits are transformed by mma, whose left operand is H, and which sums over bits beyond four. The upper
-    bits, by add and subtract in registers. What an mma leaves in a thread is neighbors in a column. So rounded they are
-    words of a right operand of `Rows`.
+    Five bits are transformed by mma, whose left operand is H, and which sums over the fifth. The next are, by add and
+    subtract in registers, as many as a thread has vectors of. What an mma leaves in a thread is neighbors in a column.
+    So rounded they are words of a right operand of `Rows`.
     """
 
     carrier: str
-    lower: tuple[int, ...]
-    upper: tuple[int, ...]
+    bits: int  # that it transforms, from the lowest on
 
     template = "matrix.cu.j2"
     takes = PACKED
@@ -66,50 +65,43 @@ class Columns(Step):
 
     @property
     def places(self) -> tuple[Place, ...]:
-        return tuple(map(column, self.lower + self.upper))
+        return tuple(map(column, range(self.bits)))
 
     def features(self, dtype: DType, carrier: str) -> frozenset[str]:
         return frozenset({"mma_bf16" if dtype is DType.BFLOAT16 else "mma_f16"})
 
     def faults(self, plan: Draft, at: int) -> Iterator[str]:
-        bits = plan.problem.bits
         if not isinstance(plan.load, LoadColumns):
             yield "it transforms what a thread has of blocks of rows"
-        if not min(bits, LEAST_SUMMED) <= len(self.lower) <= MOST_SUMMED:
-            yield f"mma sums over {LEAST_SUMMED} to {MOST_SUMMED} bits"
+        if self.bits != min(plan.problem.bits, COLUMN_BITS + plan.chunk_bits):
+            yield "a thread has vectors of other bits"
 
     def count_roundings(self, so_far: Roundings, carrier: str) -> None:
         if carrier == PACKED:
             so_far.add(carrier, 1.0)
 
     def arithmetic(self, plan: Draft, at: int) -> tuple[Any, ...]:
-        return type(self).__name__, self.carrier, self.lower, self.upper
+        return type(self).__name__, self.carrier, self.bits
 
     def sentence(self, bits: str) -> str:
-        after = f", then add and subtract: bits {' '.join(map(str, self.upper))}" if self.upper else ""
-        return f"mma with H: bits {' '.join(map(str, self.lower))}{after}; times the scale; {self.carrier}"
+        return f"mma with H, then add and subtract: bits {bits}; times the scale; {self.carrier}"
 
     def cost(self, plan: Draft, carrier: str) -> Cost:
-        elements = plan.vectors * 8  # of a thread
+        elements = plan.vectors * VECTOR  # of a thread
         planes = 2 if self.carrier == SPLIT else 1
-        mma = plan.vectors * 2 << max(0, len(self.lower) - LEAST_SUMMED)
-        summed = (2 << max(0, len(self.lower) - LEAST_SUMMED), len(self.upper))
+        added = max(0, self.bits - COLUMN_BITS)
+        mma = plan.vectors * 4
         return Cost(
-            instructions=mma + elements * (1 + len(self.upper) + (0.5 if planes == 1 else 3)) + 2 * plan.vectors,
-            mma=mma * 2,
+            instructions=mma + elements * (1 + added + (0.5 if planes == 1 else 3)) + 2 * plan.vectors,
+            mma=mma,
             shared_bytes=planes * plan.vectors * WARP_VECTOR_BYTES,
-            waits={"mma": summed[0], "arithmetic": summed[1] + 2, "shared": 1, "block sync": 1},
+            waits={"mma": 2, "arithmetic": added + 2, "shared": 1, "block sync": 1},
         )
 
     def view(self, plan: Draft, at: int) -> dict[str, Any]:
-        view: dict[str, Any] = {
-            "split": self.carrier == SPLIT,
-            # Of the bits of the vectors of a thread, those that mma sums over.
-            "summed": (1 << max(0, len(self.lower) - COLUMN_BITS)) - 1,
-            "apart": [1 << bit - COLUMN_BITS for bit in self.upper],
-        }
         # A power of two of the scale goes to the operand, so that sums stay in the range of fp32.
-        return view | ({"factor": 1, "power": plan.problem.bits} if plan.problem.io.input is DType.BFLOAT16 else {})
+        power = {"factor": 1, "power": plan.problem.bits} if plan.problem.io.input is DType.BFLOAT16 else {}
+        return {"split": self.carrier == SPLIT, **power}
 
 
 @dataclass(frozen=True)
@@ -160,8 +152,9 @@ class Multiplies(Store):
         return -(-plan.tile_elements // (plan.vector_elements * 32 * plan.warps))
 
     def held(self, plan: Draft) -> int:
-        """Registers of a thread for A."""
-        return OPERAND_REGISTERS * self.slabs * self.operands(plan)
+        """Registers of a thread for A; 0 if it loads operands when it multiplies by them."""
+        needed = OPERAND_REGISTERS * self.slabs * self.operands(plan)
+        return needed if needed <= _MOST_HELD else 0
 
     def view(self, plan: Draft, at: int) -> dict[str, Any]:
         return {
@@ -179,12 +172,14 @@ class Multiplies(Store):
 class Shape:
     """The blocks of rows of X of a tile.
 
-    rows: of x in a tile; order, length: of X; warps: of a block of threads.
+    rows: of x in a tile; order, length: of X; chunks: vectors of a thread in a row, if it has so many; warps: of a block
+    of threads.
     """
 
     rows: int
     order: int
     length: int
+    chunks: int
     warps: int
 
     @property
@@ -199,13 +194,18 @@ class Shape:
 
     @property
     def vectors(self) -> int:
-        """Vectors of a thread in a row of X."""
-        return max(1, self.length >> COLUMN_BITS)
+        """Vectors of a thread in a row of a block."""
+        return min(self.chunks, max(1, self.length >> COLUMN_BITS))
+
+    @property
+    def groups(self) -> int:
+        """Blocks beside each other: what `Rows` adds and subtracts."""
+        return max(1, (self.length >> COLUMN_BITS) // self.chunks)
 
     @cached_property
     def blocks(self) -> int:
         """Of a tile."""
-        return self.rows // self.together * -(-self.order // OPERAND_SIDE)
+        return self.rows // self.together * -(-self.order // OPERAND_SIDE) * self.groups
 
     @cached_property
     def share(self) -> int:
@@ -220,8 +220,11 @@ class Shape:
 
 @dataclass(frozen=True)
 class Rows(Multiplies):
-    """A times what a `Columns` left in shared memory, by mma whose left operand is A. It rounds, multiplies by the signs
-    after the transform, and stores. A warp has 32 columns at once, and a thread eight neighbors of them in a row."""
+    """A times what a `Columns` left in shared memory, by mma whose left operand is A. It adds and subtracts columns whose
+    numbers differ in the outer bits, rounds, multiplies by the signs after the transform, and stores. Of 32 columns a
+    thread has eight neighbors in a row."""
+
+    outer: tuple[int, int]  # the first bit that it transforms, and the end
 
     def faults(self, plan: Draft, at: int) -> Iterator[str]:
         yield from super().faults(plan, at)
@@ -241,14 +244,18 @@ class Rows(Multiplies):
     def count_roundings(self, so_far: Roundings, carrier: str) -> None:
         so_far.add_sums(carrier, 0)
 
+    @property
+    def places(self) -> tuple[Place, ...]:
+        return tuple(map(column, range(*self.outer)))
+
     def arithmetic(self, plan: Draft, at: int) -> tuple[Any, ...]:
-        return (type(self).__name__,)
+        return type(self).__name__, self.outer
 
     def sentence(self, bits: str) -> str:
-        return "matrix of the transform; round and store"
+        return f"matrix of the transform{f', then add and subtract: bits {bits}' if bits else ''}; round and store"
 
     def shape(self, plan: Draft) -> Shape:
-        return Shape(self.rows, plan.problem.order, plan.problem.length, plan.warps)
+        return Shape(self.rows, plan.problem.order, plan.problem.length, 1 << plan.chunk_bits, plan.warps)
 
     def vectors(self, plan: Draft) -> int:
         shape = self.shape(plan)
@@ -256,9 +263,10 @@ class Rows(Multiplies):
 
     def registers(self, plan: Draft) -> int:
         """For what `Columns` has loaded and sums, or for A and the sums here."""
-        shape, columns = self.shape(plan), 8 * self.shape(plan).vectors
+        shape, columns = self.shape(plan), VECTOR * self.shape(plan).vectors
         at_once = 2 * shape.vectors if plan.load.staged else self.vectors(plan)
-        return max(OPERAND_REGISTERS * at_once + columns, self.held(plan) + _SUMS * self.slabs + 8)
+        loaded = OPERAND_REGISTERS * (at_once + shape.vectors)
+        return max(loaded + columns // 2, self.held(plan) + _SUMS * self.slabs * shape.groups + 2 * VECTOR)
 
     def staged_bytes(self, plan: Draft) -> int:
         return self.shape(plan).shared_bytes
@@ -270,11 +278,13 @@ class Rows(Multiplies):
     def cost(self, plan: Draft, carrier: str) -> Cost:
         shape = self.shape(plan)
         planes = 2 if carrier == SPLIT else 1
-        groups = shape.rows // shape.together * shape.vectors / (1 << plan.warp_bits)  # of 32 columns, of a warp
+        sets = shape.rows // shape.together * shape.vectors / (1 << plan.warp_bits)  # of a warp
+        groups = sets * shape.groups  # of 32 columns
+        loaded = self.slabs * self.operands(plan) * (1 if self.held(plan) else sets)  # operands of A
         mma = 4 * planes * groups * self.slabs * self.operands(plan)
         reads = 2 * planes * groups * self.operands(plan)
         return Cost(
-            instructions=mma + reads + groups * self.slabs * 24 + 5 * self.slabs * self.operands(plan),
+            instructions=mma + reads + groups * self.slabs * (24 + 16 * log2(shape.groups)) + 5 * loaded,
             mma=round(mma),
             shared_bytes=reads * WARP_VECTOR_BYTES,
             waits={"shared": 1, "mma": self.operands(plan) * planes},
@@ -289,6 +299,8 @@ class Rows(Multiplies):
             "lanes": lanes,
             "idle": 8 - 2 * lanes if lanes < 4 else 0,  # bits of the numbers of columns that tell rows of x apart
             "vectors": shape.vectors,
+            "groups": shape.groups,
+            "held": self.held(plan) > 0,
             "blocks": shape.blocks,
             "share": shape.share,
             "others": plan.footprint.matrix_offset + (0 if plan.load.staged else shape.shared_bytes),
@@ -322,7 +334,7 @@ class Square(Multiplies):
         return "matrix of the transform, times the scale; round and store"
 
     def registers(self, plan: Draft) -> int:
-        return self.held(plan) + 2 * OPERAND_REGISTERS * self.slabs
+        return OPERAND_REGISTERS * self.slabs * (self.operands(plan) + 2)
 
     def in_place(self, plan: Draft) -> bool:
         """Whether the result replaces what is staged: if no other warp reads it."""
