@@ -187,11 +187,16 @@ def steps_of(problem: Problem, knobs: Knobs) -> tuple[Step, ...]:
         steps.insert(1, Normalize())
     if knobs.low_bits == "mma_shuffle":
         steps.append(Transpose())
+    return _with_signs(problem, _with_requests(knobs, [*steps, Store()]))
+
+
+def _with_requests(knobs: Knobs, steps: list[Step]) -> list[Step]:
+    """Adds the steps that make requests once a tile: after the load, or before the step that stores."""
     if knobs.ahead:
         steps.insert(1, Prefetch(knobs.ahead))
     if knobs.trigger != "end":
-        steps.insert(1 if knobs.trigger == "load" else len(steps), Trigger())
-    return _with_signs(problem, [*steps, Store()])
+        steps.insert(1 if knobs.trigger == "load" else len(steps) - 1, Trigger())
+    return steps
 
 
 def _with_signs(problem: Problem, steps: list[Step]) -> tuple[Step, ...]:
@@ -212,11 +217,11 @@ def matrix_steps(problem: Problem, knobs: Knobs) -> tuple[Step, ...]:
     bits = problem.bits
     signs = [Signs(before=True)] * problem.transform.signed
     if not bits:
-        return Load(knobs.load), *signs, Square(knobs.rows, knobs.slabs)
+        return tuple(_with_requests(knobs, [Load(knobs.load), *signs, Square(knobs.rows, knobs.slabs)]))
     carrier = PACKED if knobs.exchange_carrier == PACKED else SPLIT
     columns = Columns(carrier, min(bits, COLUMN_BITS + log2(knobs.chunks)))
     rows = Rows(knobs.rows, knobs.slabs, (columns.bits, bits))
-    return LoadColumns(knobs.load, knobs.stages), *signs, columns, rows
+    return tuple(_with_requests(knobs, [LoadColumns(knobs.load, knobs.stages), *signs, columns, rows]))
 
 
 class _Converter:

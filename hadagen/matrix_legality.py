@@ -5,14 +5,26 @@ from __future__ import annotations
 from functools import lru_cache
 
 from hadagen.knobs import KNOB_NAMES, KNOB_VALUES, Knobs, log2, matrix_steps
-from hadagen.legality import Context, Rule
+from hadagen.legality import RULES, Context, Rule
 from hadagen.problem import LEAST_LENGTH, DType, Numerics, Problem, Rows
 from hadagen.steps.base import PACKED
 from hadagen.steps.draft import Draft, Footprint
 from hadagen.steps.matrix import COLUMN_BITS, OPERAND_SIDE, VECTOR, Shape
 
 # The knobs that kernels with a matrix have. All others have their first value.
-_KNOBS = ("chunks", "warps", "rows", "slabs", "exchange_carrier", "load", "grid", "stages", "min_blocks")
+_KNOBS = (
+    "chunks",
+    "warps",
+    "rows",
+    "slabs",
+    "exchange_carrier",
+    "load",
+    "grid",
+    "stages",
+    "min_blocks",
+    "ahead",
+    "trigger",
+)
 
 
 def _groups(c: Context, k: Knobs) -> int:
@@ -101,11 +113,6 @@ def _grid(c: Context, k: Knobs) -> str | None:
     return None
 
 
-def _stages(c: Context, k: Knobs) -> str | None:
-    alone = k.grid == "tiles" and k.stages > 1
-    return "one tile a block leaves nothing to have under way (stages must be 1)" if alone else None
-
-
 def _min_blocks(c: Context, k: Knobs) -> str | None:
     limits, threads = c.arch.limits, 32 * _groups(c, k) * k.warps
     if k.min_blocks * threads > limits.threads_per_sm:
@@ -121,6 +128,16 @@ def _min_blocks(c: Context, k: Knobs) -> str | None:
     return None
 
 
+def _trigger(c: Context, k: Knobs) -> str | None:
+    if k.trigger == "end":
+        return None
+    if not c.arch.starts_early:
+        return "the arch starts no kernel before the last one ends (trigger must be end)"
+    return (
+        "blocks that loop leave no room for the next kernel's (trigger must be end)" if k.grid == "persistent" else None
+    )
+
+
 def _unused(name: str) -> Rule:
     def broken(c: Context, k: Knobs) -> str | None:
         first = KNOB_VALUES[name][0]
@@ -131,8 +148,9 @@ def _unused(name: str) -> Rule:
 
 MATRIX_RULES: list[Rule] = [
     *(_unused(name) for name in KNOB_NAMES if name not in _KNOBS),
+    *(rule for rule in RULES if rule.last in ("stages", "ahead")),
     *(
         Rule(broken.__name__.removeprefix("_"), broken)
-        for broken in (_chunks, _rows, _slabs, _exchange_carrier, _load, _grid, _stages, _min_blocks)
+        for broken in (_chunks, _rows, _slabs, _exchange_carrier, _load, _grid, _min_blocks, _trigger)
     ),
 ]

@@ -29,7 +29,7 @@ VECTOR = 8  # columns of X in a vector
 COLUMN_BITS = 5  # bits of the columns that a warp loads of a block of rows at once, in a vector of each thread
 _SUMS = 16  # registers of a thread for the sums of 16 rows and 32 columns
 # Registers that a thread has for A. If it needs more, it loads each operand when it multiplies by it.
-_MOST_HELD = 32
+_MOST_HELD = 64
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ class Rows(Multiplies):
         yield from super().faults(plan, at)
         if plan.problem.order == 1:
             yield "the transform has no matrix"
-        if not isinstance(plan.steps[at - 1], Columns):
+        if not any(isinstance(step, Columns) for step in plan.steps[:at]):
             yield "it multiplies what `Columns` left in shared memory"
         if self.rows % self.shape(plan).together:
             yield "a warp has columns of more rows than the tile"
