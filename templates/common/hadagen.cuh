@@ -36,20 +36,19 @@ HADAGEN_INLINE u32 take_power(float& scale, u32 bits) {
 }
 
 // ---- the matrix and the signs of a transform -----------------------------------------------------------------------
-// A left operand of `mma` whose 16-bit entries have eight zeros each behind a byte, as the bytes lie in memory: those of
-// all lanes one after the other.
-HADAGEN_INLINE Operand load_operand(const void* matrix, u32 number) {
-    const u64 bytes = load_constant8(static_cast<const byte*>(matrix) + 8 * number);
+// A left operand of `mma` whose 16-bit entries have eight zeros each behind a byte, as the bytes of a lane lie in memory.
+HADAGEN_INLINE Operand load_operand(const byte* entries) {
+    const u64 bytes = load_constant8(entries);
     const u32 first = u32(bytes), second = u32(bytes >> 32);
     return {{spread_bytes<0>(first), spread_bytes<2>(first), spread_bytes<0>(second), spread_bytes<2>(second)}};
 }
 // The same with entries of −1, 0 and 1. Such bytes stand for them in float16, and for 2^-7 times them in bfloat16.
-template <class T> HADAGEN_INLINE Operand load_entries(const void* matrix, u32 number);
-template <> HADAGEN_INLINE Operand load_entries<float16>(const void* matrix, u32 number) {
-    return load_operand(matrix, number);
+template <class T> HADAGEN_INLINE Operand load_entries(const byte* entries);
+template <> HADAGEN_INLINE Operand load_entries<float16>(const byte* entries) {
+    return load_operand(entries);
 }
-template <> HADAGEN_INLINE Operand load_entries<bfloat16>(const void* matrix, u32 number) {
-    Operand a = load_operand(matrix, number);
+template <> HADAGEN_INLINE Operand load_entries<bfloat16>(const byte* entries) {
+    Operand a = load_operand(entries);
 #pragma unroll
     for (int i = 0; i < 4; ++i) a.word[i] = fma<bfloat16>(a.word[i], 0x43004300u, 0x80008000u);
     return a;
