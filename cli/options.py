@@ -16,7 +16,7 @@ from click.core import ParameterSource
 from hadagen.compilers import DEFAULT
 from hadagen.errors import StorageError, UsageError
 from hadagen.matrices import find_orders
-from hadagen.problem import LEAST_LENGTH, MAX_LOG2_N, MAX_ORDER, DType, Numerics, Problem, Rows, Transform
+from hadagen.problem import MAX_LOG2_N, MAX_ORDER, DType, Numerics, Problem, Rows, Transform, kernel_order
 from hadagen.regimes import BUCKETS_BETWEEN, BUCKETS_OF_LONG_ROWS, ELEMENT_BUCKETS, Destination
 from hadagen.runtime.bundles import user_directory
 
@@ -254,25 +254,30 @@ def _check_rows(transform: Transform, rows: Rows) -> None:
 def parse_transform(n: int, k: str = AUTO) -> Transform:
     """The transform of rows of n elements with a matrix of order K, without signs.
 
-    k: a whole number, or `AUTO` for what `hadagen.Rotation` takes, which is none if n is a power of two. Raises
-    `UsageError` where it is neither, or n and K are not supported together.
+    k: a whole number, or `AUTO` for what the kernels of `hadagen.Rotation` take, which is none if n is a power of two.
+    Raises `UsageError` where it is neither, or n and K are not supported together.
     """
+    order = _order_of(n, k)
+    if k == AUTO and order > 1:
+        order = kernel_order(order, n // order)
+    return Transform(n, order)
+
+
+def _order_of(n: int, k: str) -> int:
+    """The order of the matrix of `hadagen.Rotation`, or the one that is asked for; 1 for none."""
     if k != AUTO:
         if not _is_whole(k):
             raise UsageError(f"--k {k!r} is not an order; write such as 28, or {AUTO}")
-        return Transform(n, int(k))
+        return int(k)
     if not 2 <= n <= 1 << MAX_LOG2_N:
-        return Transform(n)  # which says why not
+        return 1  # `Transform` says why not
     orders = find_orders(AUTO, n)
     if len(orders) > 1:
         raise UsageError(
             f"n = {n} takes matrices of the orders {' and '.join(map(str, orders))}, and a kernel takes one; name the "
             f"order of one up to {MAX_ORDER} with --k"
         )
-    order = orders[0] if orders else 1
-    if 1 < order < n < LEAST_LENGTH * order and n <= MAX_ORDER:
-        order = n
-    return Transform(n, order)
+    return orders[0] if orders else 1
 
 
 def parse_sizes(texts: Iterable[str], k: str = AUTO) -> list[Transform]:
@@ -289,10 +294,11 @@ def parse_sizes(texts: Iterable[str], k: str = AUTO) -> list[Transform]:
         low = high = parse_transform(int(first), k)
         if dash:
             high = parse_transform(int(last), k)
-        if low.order != high.order:
-            raise UsageError(
-                f"--n {text!r} goes from a matrix of order {low.order} to one of {high.order}; name each size, or --k"
-            )
+            orders = [_order_of(size.n, k) for size in (low, high)]
+            if orders[0] != orders[1]:
+                raise UsageError(
+                    f"--n {text!r} goes from a matrix of order {orders[0]} to one of {orders[1]}; name each size, or --k"
+                )
         if low.n > high.n:
             raise UsageError(f"--n {text!r} is an empty range; write the smaller size first, as in {high.n}-{low.n}")
         sizes.update(parse_transform(low.n << m, k) for m in range((high.n // low.n).bit_length()))

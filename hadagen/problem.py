@@ -20,8 +20,7 @@ from hadagen.errors import UsageError
 MAX_LOG2_N = 17
 # Of the matrix of a transform; a kernel holds its rows in registers.
 MAX_ORDER = 428
-# The least order of H beside a matrix for which there are kernels. A shorter H is part of the matrix, if that is small
-# enough.
+# The least order of H beside a matrix for which there are kernels.
 LEAST_LENGTH = 8
 
 
@@ -238,6 +237,20 @@ class Problem:
             return ROUNDING_ERROR[self.io.output] * 2**0.5
         errors = HADACORE_ERROR[self.io.output]
         return errors[min(self.bits, len(errors)) - 1]
+
+
+def kernel_order(order: int, length: int) -> int:
+    """The order of the matrix with which kernels multiply by a matrix of this order and an H of this length.
+
+    It is `order`, or that of the matrix and a part of H, if so large a matrix is supported: all of H if that is shorter
+    than kernels take; else 2, 4, … until at most a fifth of its rows is missing to a multiple of 16, which operands
+    have, and no further than a length of 32. order: at least 2.
+    """
+    if 1 < length < LEAST_LENGTH:
+        return order * length if order * length <= MAX_ORDER else order
+    while 4 * (-order % 16) > order and length >= 64 and 2 * order <= MAX_ORDER:
+        order, length = 2 * order, length // 2
+    return order
 
 
 def check_tunable(problems: Iterable[Problem]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, product, zip_longest
+from math import log2 as log2_of
 from math import prod
 from typing import Any
 
@@ -23,6 +24,8 @@ from hadagen.steps.memory import Load
 
 # Knobs for `fast` that proved good on H100 and H200 for all tiles. Where they are not legal, the nearest are used.
 PROVEN = Knobs(far_bits="lanes", far_lanes="mma", shuffles=HALF, accumulator=PACKED, shared_layout="swizzled")
+# Knobs that proved good on an H200 with a matrix.
+PROVEN_WITH_MATRIX = Knobs(ahead=8, trigger="load")
 SHAPE = ("chunks", "warps", "cluster")  # of a tile
 LEAST_CHUNKS = 8  # of a tile, even if its rows are shorter
 
@@ -84,8 +87,10 @@ class Space:
         There are up to three for each tile shape: with a block per tile, with blocks of a cluster that load whole rows,
         and with a persistent grid that loads the next tile early. Cluster sizes take turns. Of each size, tiles of one
         row come first, or of `LEAST_CHUNKS` if rows are short, with about as many chunks as warps. Float32 goes through
-        an mma in parts, so there each choice comes with shuffles too.
+        an mma in parts, so there each choice comes with shuffles too. With a matrix, `_seeds_with_matrix` says which.
         """
+        if self.problem.order > 1:
+            return self._seeds_with_matrix()
         shapes: dict[int, list[Knobs]] = defaultdict(list)
         for shape in product(*(self.arch.search[name] for name in SHAPE)):
             tile = Knobs.from_dict(self._proven.to_dict() | dict(zip(SHAPE, shape, strict=True)))
@@ -102,6 +107,20 @@ class Space:
             looping = [knobs for knobs in (two, one) if knobs and knobs.grid == "persistent"]
             ahead = next((knobs for knobs in looping if Load(knobs.load).staged), looping[0] if looping else None)
             found |= dict.fromkeys(filter(None, (plain, whole, ahead)))
+        return list(found)
+
+    def _seeds_with_matrix(self) -> list[Knobs]:
+        """For each number of chunks and of slabs one with about four warps in a block and one with about eight, and a
+        tile of one row, or of 2048 elements where rows are shorter. They take turns in being loaded in bulk."""
+        found: dict[Knobs, None] = {}
+        rows = 1 << max(0, log2(LEAST_CHUNKS) + CHUNK_BITS - self.problem.n.bit_length() + 1)
+        for threads, chunks, slabs in product((4, 8), (8, 4, 2, 1), (2, 1, 3)):
+            groups = -(-self.problem.order // (16 * slabs))
+            warps = 1 << max(0, round(log2_of(threads / groups)))
+            tile = replace(PROVEN_WITH_MATRIX, chunks=chunks, slabs=slabs, warps=warps, rows=rows)
+            for load in ("plain", "bulk") if self.problem.length > 1 else ("cp_async",):
+                if knobs := self._keeping(replace(tile, load=load), "chunks", "slabs", "load"):
+                    found[knobs] = None
         return list(found)
 
     @property

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from hadagen.errors import StorageError, ToolchainError, UsageError
 from hadagen.launch import PORTABLE_CLUSTER, LaunchSpec
-from hadagen.problem import Problem, Rows
+from hadagen.problem import Problem, Rows, kernel_order
 from hadagen.regimes import Destination, nearest
 from hadagen.runtime import bundles
 from hadagen.runtime.arguments import as_int, is_count, is_flag
@@ -380,13 +380,16 @@ def best_config(
     for name, flag in (("inplace", inplace), ("batch_invariant", batch_invariant), ("signed", signed)):
         if not is_flag(flag):
             raise UsageError(f"{name} = {flag!r} is not supported; give True or False")
-    said = {"order": as_int(order)} if order != 1 else {}
+    said: dict[str, Any] = {"order": as_int(order)} if order != 1 else {}
     said |= {"signed": True} if signed else {}
     if isinstance(problem, Mapping):
         problem = as_problem({**said, **problem})
     else:
         problem = as_problem(problem)
         problem = replace(problem, transform=replace(problem.transform, **said))
+    if order != 1 and problem.order > 1:
+        of_kernels = kernel_order(problem.order, problem.length)
+        problem = replace(problem, transform=replace(problem.transform, order=of_kernels))
     target = find_device(device, arch)
     destination = Destination.IN_PLACE if inplace else Destination.OUT_OF_PLACE
     match, chosen = choose_from_bundles(

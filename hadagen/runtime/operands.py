@@ -11,7 +11,7 @@ import torch
 
 from hadagen.errors import TensorError
 from hadagen.launch import ENTRY_BYTES
-from hadagen.problem import LEAST_LENGTH, MAX_ORDER
+from hadagen.problem import MAX_ORDER, kernel_order
 from hadagen.runtime.checks import check_call
 
 _PART = 16  # rows and columns of a part of a packed matrix
@@ -162,12 +162,10 @@ def _places(device: torch.device) -> torch.Tensor:
 
 def combined(matrices: list[torch.Tensor], n: int) -> list[torch.Tensor]:
     """Matrices whose product with the H that is left of n is the same, such that a kernel takes them if there is a way:
-    several matrices become one, and an H that is too short for kernels becomes a part of it."""
+    several matrices become one, with the part of H that `kernel_order` says."""
     order = prod(map(len, matrices))
-    rest = n // order
-    short = rest if 1 < rest < LEAST_LENGTH else 1
-    fits = order * short <= MAX_ORDER and all(each.dtype == torch.int8 for each in matrices)
-    if not matrices or not fits or (len(matrices) == 1 and short == 1):
+    if not matrices or order > MAX_ORDER or any(each.dtype != torch.int8 for each in matrices):
         return matrices
+    part = kernel_order(order, n // order) // order
     pair = torch.tensor([[1, 1], [1, -1]], dtype=torch.int8, device="cpu")
-    return [reduce(torch.kron, [*matrices, *[pair] * (short.bit_length() - 1)])]
+    return [reduce(torch.kron, [*matrices, *[pair] * (part.bit_length() - 1)])]
