@@ -294,10 +294,10 @@ def parse_sizes(texts: Iterable[str], k: str = AUTO) -> list[Transform]:
         low = high = parse_transform(int(first), k)
         if dash:
             high = parse_transform(int(last), k)
-            orders = [_order_of(size.n, k) for size in (low, high)]
-            if orders[0] != orders[1]:
+            one, other = (_order_of(size.n, k) for size in (low, high))
+            if one != other:
                 raise UsageError(
-                    f"--n {text!r} goes from a matrix of order {orders[0]} to one of {orders[1]}; name each size, or --k"
+                    f"--n {text!r} goes from a matrix of order {one} to one of {other}; name each size, or --k"
                 )
         if low.n > high.n:
             raise UsageError(f"--n {text!r} is an empty range; write the smaller size first, as in {high.n}-{low.n}")

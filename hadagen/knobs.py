@@ -18,7 +18,7 @@ from hadagen.problem import DType, Numerics, Problem
 from hadagen.steps.base import FP16, FP32, PACKED, SPLIT, Step
 from hadagen.steps.conversions import Correct, Narrow, Normalize, Round, Scale, Widen
 from hadagen.steps.exchanges import Exchange, Transpose
-from hadagen.steps.matrix import COLUMN_BITS, Columns, LoadColumns, Rows, Signs, Square
+from hadagen.steps.matrix import COLUMN_BITS, Columns, LoadColumns, Matrix, Signs, Square
 from hadagen.steps.memory import Load, Prefetch, Store, Trigger
 from hadagen.steps.transforms import NORMALIZER, PARTS, Butterfly, Gather, Mma, Shuffle, SwapButterfly
 
@@ -220,8 +220,8 @@ def matrix_steps(problem: Problem, knobs: Knobs) -> tuple[Step, ...]:
         return tuple(_with_requests(knobs, [Load(knobs.load), *signs, Square(knobs.rows, knobs.slabs)]))
     carrier = PACKED if knobs.exchange_carrier == PACKED else SPLIT
     columns = Columns(carrier, min(bits, COLUMN_BITS + log2(knobs.chunks)))
-    rows = Rows(knobs.rows, knobs.slabs, (columns.bits, bits))
-    return tuple(_with_requests(knobs, [LoadColumns(knobs.load, knobs.stages), *signs, columns, rows]))
+    matrix = Matrix(knobs.rows, knobs.slabs, (columns.bits, bits))
+    return tuple(_with_requests(knobs, [LoadColumns(knobs.load, knobs.stages), *signs, columns, matrix]))
 
 
 class _Converter:

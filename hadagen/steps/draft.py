@@ -186,8 +186,8 @@ class Draft:
 class Footprint:
     """The shared memory and registers of a plan, or of a draft that has only the steps that take any.
 
-    Shared memory holds, in this order: barriers, or zeros for a `Square`; staged tiles; slots that a block fills itself,
-    or what is multiplied by a matrix, or was; slots that other blocks fill; and the levels of warps. Whole rows by multicast
+    Shared memory holds, in this order: barriers, or zeros for a `Square`; staged tiles; slots that a block fills
+    itself, or what a matrix multiplies; slots that other blocks fill; and the levels of warps. Whole rows by multicast
     take much room, so the slots reuse their memory.
     """
 

@@ -1,7 +1,7 @@
 """The steps of a transform with a matrix, and the step that flips signs.
 
 A row of x is taken as a matrix X of order × length elements, and the transform is A · X · H, times the scale. `Columns`
-multiplies by H and `Rows` by A. Between them values cross shared memory, as operands of the second. If the length is
+multiplies by H and `Matrix` by A. Between them values cross shared memory, as operands of the second. If the length is
 1, `Square` does all.
 """
 
@@ -49,7 +49,7 @@ class Columns(Step):
 
     Five bits are transformed by mma, whose left operand is H, and which sums over the fifth. The next are, by add and
     subtract in registers, as many as a thread has vectors of. What an mma leaves in a thread is neighbors in a column.
-    So rounded they are words of a right operand of `Rows`.
+    So rounded they are words of a right operand of `Matrix`.
     """
 
     carrier: str
@@ -106,7 +106,7 @@ class Columns(Step):
 
 @dataclass(frozen=True)
 class Multiplies(Store):
-    """Multiplies by A, and stores. The base class of `Rows` and `Square`.
+    """Multiplies by A, and stores. The base class of `Matrix` and `Square`.
 
     A block has 2^warp_bits groups of warps. Each warp of a group holds `slabs` times 16 rows of A in registers; those
     of all its warps make up A. A tile is `rows` rows of x.
@@ -172,8 +172,8 @@ class Multiplies(Store):
 class Shape:
     """The blocks of rows of X of a tile.
 
-    rows: of x in a tile; order, length: of X; chunks: vectors of a thread in a row, if it has so many; warps: of a block
-    of threads.
+    rows: of x in a tile; order, length: of X; chunks: vectors of a thread in a row, if it has so many; warps: of a
+    block of threads.
     """
 
     rows: int
@@ -199,7 +199,7 @@ class Shape:
 
     @property
     def groups(self) -> int:
-        """Blocks beside each other: what `Rows` adds and subtracts."""
+        """Blocks beside each other: what `Matrix` adds and subtracts."""
         return max(1, (self.length >> COLUMN_BITS) // self.chunks)
 
     @cached_property
@@ -219,10 +219,12 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Rows(Multiplies):
-    """A times what a `Columns` left in shared memory, by mma whose left operand is A. It adds and subtracts columns whose
-    numbers differ in the outer bits, rounds, multiplies by the signs after the transform, and stores. Of 32 columns a
-    thread has eight neighbors in a row."""
+class Matrix(Multiplies):
+    """A times what a `Columns` left in shared memory, by mma whose left operand is A.
+
+    It adds and subtracts columns whose numbers differ in the outer bits, rounds, multiplies by the signs after the
+    transform, and stores. Of 32 columns a thread has eight neighbors in a row.
+    """
 
     outer: tuple[int, int]  # the first bit that it transforms, and the end
 

@@ -45,11 +45,6 @@ HADAGEN_INLINE void store16(void* global, Vec16 v) {
                  : "memory");
 }
 
-// The first eight bytes of a vector.
-HADAGEN_INLINE void store8(void* global, Vec16 v) {
-    asm volatile("st.global.v2.b32 [%0], {%1,%2};" ::"l"(global), "r"(v.word[0]), "r"(v.word[1]) : "memory");
-}
-
 // Element i of a vector, which is zero before.
 template <class T> HADAGEN_INLINE void load_element(Vec16& v, int i, const void* global) {
     if (T::bytes == 4) v.word[i] = *static_cast<const u32*>(global);
@@ -317,18 +312,13 @@ HADAGEN_INLINE Vec16 shared_load16(const byte* shared) { return *reinterpret_cas
 HADAGEN_INLINE void shared_store16(byte* shared, Vec16 v) { *reinterpret_cast<Vec16*>(shared) = v; }
 HADAGEN_INLINE void shared_store4(byte* shared, u32 word) { *reinterpret_cast<u32*>(shared) = word; }
 
-// Four 8×8 matrices of 16-bit elements, whose rows the lanes point at, as the operands of an mma (ldmatrix): `rows` as A,
-// `columns` transposed, as B.
-#define HADAGEN_LOAD_MATRICES(name, how)                                                                               \
-    HADAGEN_INLINE void name(u32 (&words)[4], const byte* row) {                                                       \
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4" how ".shared.b16 {%0,%1,%2,%3}, [%4];"                            \
-                     : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])                                  \
-                     : "r"(shared_address(row))                                                                        \
-                     : "memory");                                                                                      \
-    }
-HADAGEN_LOAD_MATRICES(load_rows, "")
-HADAGEN_LOAD_MATRICES(load_columns, ".trans")
-#undef HADAGEN_LOAD_MATRICES
+// Four 8×8 matrices of 16-bit elements, whose rows the lanes point at, as the left operand of an mma (ldmatrix).
+HADAGEN_INLINE void load_rows(u32 (&words)[4], const byte* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "r"(shared_address(row))
+                 : "memory");
+}
 
 // ---- asynchronous copies -------------------------------------------------------------------------------------------
 HADAGEN_INLINE void cp_async16(byte* shared, const void* global) {

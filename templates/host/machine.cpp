@@ -212,21 +212,18 @@ u32 shuffle(u32 value, u32 from_lane) {
     return operand.value;
 }
 
-void spread_rows(const Vec16& row, u32 (&words)[4], bool turned) {
+void spread_rows(const Vec16& row, u32 (&words)[4]) {
     struct Rows {
         const Vec16& row;
         u32 (&words)[4];
-        bool turned;
-    } operand{row, words, turned};
+    } operand{row, words};
     meet_warp(at_rows, &operand, [](Thread* lanes) {
         const auto of = [&](u32 lane) -> Rows& { return *static_cast<Rows*>(lanes[lane].operand); };
         const auto element = [&](u32 lane, u32 i) { return of(lane).row.word[i / 2] >> 16 * (i % 2) & 0xFFFFu; };
         for (u32 lane = 0; lane < warp_lanes; ++lane)
             for (u32 i = 0; i < 4; ++i) {
                 const u32 group = lane / 4, first = 8 * i, at = lane % 4 * 2;
-                of(lane).words[i] = of(lane).turned
-                                        ? element(first + at, group) | element(first + at + 1, group) << 16
-                                        : element(first + group, at) | element(first + group, at + 1) << 16;
+                of(lane).words[i] = element(first + group, at) | element(first + group, at + 1) << 16;
             }
     });
 }

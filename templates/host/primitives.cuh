@@ -31,9 +31,6 @@ HADAGEN_INLINE Vec16 load16(const void* global) {
 HADAGEN_INLINE Vec16 load16_if(const void* global, bool inside) { return inside ? load16(global) : zero16(); }
 HADAGEN_INLINE void store16(void* global, Vec16 v) { machine::store(global, &v, sizeof v); }
 
-// The first eight bytes of a vector.
-HADAGEN_INLINE void store8(void* global, Vec16 v) { machine::store(global, &v, 8); }
-
 // Element i of a vector, which is zero before.
 template <class T> HADAGEN_INLINE void load_element(Vec16& v, int i, const void* global) {
     machine::load(reinterpret_cast<byte*>(&v) + i * T::bytes, global, T::bytes);
@@ -210,13 +207,9 @@ HADAGEN_INLINE Vec16 shared_load16(const byte* shared) { return machine::shared_
 HADAGEN_INLINE void shared_store16(byte* shared, Vec16 v) { machine::shared_store(shared, &v, sizeof v); }
 HADAGEN_INLINE void shared_store4(byte* shared, u32 word) { machine::shared_store(shared, &word, sizeof word); }
 
-// Four 8×8 matrices of 16-bit elements, whose rows the lanes point at, as the operands of an mma (ldmatrix): `rows` as A,
-// `columns` transposed, as B.
+// Four 8×8 matrices of 16-bit elements, whose rows the lanes point at, as the left operand of an mma (ldmatrix).
 HADAGEN_INLINE void load_rows(u32 (&words)[4], const byte* row) {
-    machine::spread_rows(machine::shared_load(row), words, false);
-}
-HADAGEN_INLINE void load_columns(u32 (&words)[4], const byte* row) {
-    machine::spread_rows(machine::shared_load(row), words, true);
+    machine::spread_rows(machine::shared_load(row), words);
 }
 
 // ---- asynchronous copies -------------------------------------------------------------------------------------------
