@@ -55,7 +55,7 @@ class Knobs:
     # rows of a tile that is multiplied by a matrix
     rows: int = _one_of(1, 2, 4, 8, 16, 32, 64, 128, 256)
     # of 16 rows of the matrix, in the registers of one warp
-    slabs: int = _one_of(1, 2, 3, 4)
+    slabs: int = _one_of(1, 2, 3, 4, 5)
     # what brings bits of blocks together: an exchange, or loads of whole rows
     block_bits: str = _one_of(EXCHANGE, LOAD)
     # what warp and block bits are swapped with: register bits, or at once with lane bits too

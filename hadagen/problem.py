@@ -243,12 +243,12 @@ def kernel_order(order: int, length: int) -> int:
     """The order of the matrix with which kernels multiply by a matrix of this order and an H of this length.
 
     It is `order`, or that of the matrix and a part of H, if so large a matrix is supported: all of H if that is shorter
-    than kernels take; else 2, 4, … until at most a fifth of its rows is missing to a multiple of 16, which operands
-    have, and no further than a length of 32. order: at least 2.
+    than kernels take. Operands have 16 rows each. So a matrix of less than 32 rows, of which operands would lack a fifth
+    or more, takes H of order 2, 4, …, and no further than a length of 32. order: at least 2.
     """
     if 1 < length < LEAST_LENGTH:
         return order * length if order * length <= MAX_ORDER else order
-    while 4 * (-order % 16) > order and length >= 64 and 2 * order <= MAX_ORDER:
+    while order < 32 and 4 * (-order % 16) > order and length >= 64:
         order, length = 2 * order, length // 2
     return order
 

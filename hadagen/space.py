@@ -25,7 +25,7 @@ from hadagen.steps.memory import Load
 # Knobs for `fast` that proved good on H100 and H200 for all tiles. Where they are not legal, the nearest are used.
 PROVEN = Knobs(far_bits="lanes", far_lanes="mma", shuffles=HALF, accumulator=PACKED, shared_layout="swizzled")
 # Knobs that proved good on an H200 with a matrix.
-PROVEN_WITH_MATRIX = Knobs(ahead=8, trigger="load")
+PROVEN_WITH_MATRIX = Knobs(min_blocks=4, ahead=8, trigger="load")
 SHAPE = ("chunks", "warps", "cluster")  # of a tile
 LEAST_CHUNKS = 8  # of a tile, even if its rows are shorter
 
@@ -110,17 +110,19 @@ class Space:
         return list(found)
 
     def _seeds_with_matrix(self) -> list[Knobs]:
-        """For each number of chunks and of slabs one with about four warps in a block and one with about eight, and a
-        tile of one row, or of 2048 elements where rows are shorter. They take turns in being loaded in bulk."""
-        found: dict[Knobs, None] = {}
+        """For each number of chunks and the two largest numbers of slabs that leave few warps without rows, loaded
+        plainly and in bulk, with about four warps in a block. A tile is one row, or 2048 elements where rows are
+        shorter."""
+        operands = -(-self.problem.order // 16)
+        slabs = [slabs for slabs in (operands if operands == 5 else 3, 3, 2, 1) if 5 * (-operands % slabs) <= operands]
         rows = 1 << max(0, log2(LEAST_CHUNKS) + CHUNK_BITS - self.problem.n.bit_length() + 1)
-        for threads, chunks, slabs in product((4, 8), (8, 4, 2, 1), (2, 1, 3)):
-            groups = -(-self.problem.order // (16 * slabs))
-            warps = 1 << max(0, round(log2_of(threads / groups)))
-            tile = replace(PROVEN_WITH_MATRIX, chunks=chunks, slabs=slabs, warps=warps, rows=rows)
-            for load in ("plain", "bulk") if self.problem.length > 1 else ("cp_async",):
-                if knobs := self._keeping(replace(tile, load=load), "chunks", "slabs", "load"):
-                    found[knobs] = None
+        loads = ("plain", "bulk") if self.problem.length > 1 else ("cp_async",)
+        found: dict[Knobs, None] = {}
+        for held, chunks, load in product(list(dict.fromkeys(slabs))[:2], (4, 2, 8, 1), loads):
+            warps = 1 << max(0, round(log2_of(4 * held / operands)))
+            tile = replace(PROVEN_WITH_MATRIX, chunks=chunks, slabs=held, warps=warps, rows=rows, load=load)
+            if knobs := self._keeping(tile, "chunks", "slabs", "load"):
+                found[knobs] = None
         return list(found)
 
     @property
