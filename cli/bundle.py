@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import geometric_mean
 from typing import TYPE_CHECKING
@@ -191,24 +192,28 @@ def merge(paths: tuple[Path, ...], out: Path) -> None:
 
 @bundle.command()
 @click.option("--ptxas", metavar="PATH", help="The assembler.  [default: on PATH, in $CUDA_HOME or the packages]")
+@click.option("--drop-ptx", is_flag=True, help="Leave out the PTX of kernels that can be generated anew.")
 @options.csv_of("Write to FILE which kernel became which.")
 @click.argument("path", type=click.Path(path_type=Path))
 @click.argument("out", type=click.Path(path_type=Path))
-def assemble(path: Path, out: Path, ptxas: str | None, table: Path | None) -> None:
+def assemble(path: Path, out: Path, ptxas: str | None, drop_ptx: bool, table: Path | None) -> None:
     """Assemble the kernels of a bundle anew, such as for older drivers.
 
     ptxas makes the cubins of the bundle OUT from the PTX of the bundle at PATH. A driver loads a cubin if it is of the
     same CUDA major release as ptxas, or newer. All else stays, times too: measure kernels again if they may be slower
-    now. OUT is a new file, or PATH.
+    now. OUT is a new file, or PATH. A kernel without PTX runs where its cubin loads, or NVRTC is there, and the bundle
+    cannot be assembled again.
     """
     from hadagen.arch import load_arch
     from hadagen.cli.doctor import oldest_driver
     from hadagen.compilers import Ptxas
+    from hadagen.recipes import is_recipe_of
     from hadagen.toolchain import assembled
     from hadagen.tuning_db.bundle import Bundle
     from hadagen.tuning_db.bundle_writer import check_bundle_place
     from hadagen.tuning_db.merge import arithmetic_of, kernels_of, selection_of, with_kernels, write_selection
     from hadagen.tuning_db.table import ASSEMBLED, write_table
+    from hadagen.tuning_db.winners import digest_of
 
     _keep_others(out, [path], f"{path} to replace it")
     check_bundle_place(out)
@@ -218,6 +223,9 @@ def assemble(path: Path, out: Path, ptxas: str | None, table: Path | None) -> No
     if not any(kernel.ptx for kernel in before):
         raise UsageError(f"no kernel in {path} has PTX to assemble; name a bundle of measured winners")
     kernels = assembled(before, load_arch(opened.arch), assembler)
+    if drop_ptx:
+        anew = {digest_of(trial) for trial in selection.values() if is_recipe_of(trial)}
+        kernels |= {digest: replace(kernels[digest], ptx=b"") for digest in anew}
     selection = with_kernels(selection, kernels)
     write_selection(out, opened.arch, selection, arithmetic_of(opened))
     if table:

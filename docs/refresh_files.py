@@ -6,7 +6,7 @@ from pathlib import Path
 
 DOCS = Path(__file__).resolve().parent
 OURS = DOCS.parent / "tuning_db" / "bundles" / "sm90.db"
-OUR_GPU = "NVIDIA H100 80GB HBM3"
+OUR_GPU, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
 BENCH = DOCS / "data" / "bench_h100.csv"
 EARLIER = DOCS / "data" / "bench_h100_earlier.csv"
 # Which kernel of the bundle each kernel became that was timed before it was assembled anew.

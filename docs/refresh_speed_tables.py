@@ -22,6 +22,10 @@ from refresh_times import (
     times_of,
 )
 
+from hadagen.problem import Numerics, Problem, Transform, padded_length
+from hadagen.regimes import timed_elements
+from hadagen.tuning_db.bundle import Bundle
+
 # The table and the picture show this type and destination.
 DTYPE, DESTINATION = "float16", "in-place"
 H200_DTYPE = "bfloat16"
@@ -39,6 +43,14 @@ PITCHED_REGIMES = (
     ("1 M elements, in L2", 1 << 20, "hot"),
     ("128 M elements, in memory", 1 << 27, "cold"),
 )
+# Of rotations with a matrix. Those with few rows of the matrix come first.
+ROTATION_REGIMES = (
+    ("1 M, in L2", 1 << 20, "hot"),
+    ("4 M, in L2", 1 << 22, "hot"),
+    ("16 M, in memory", 1 << 24, "cold"),
+    ("64 M, in memory", 1 << 26, "cold"),
+)
+FEW_ROWS = 48
 # The shortest rows of common quantizers; the difference of two measurements of one kernel; the most elements that a
 # layer of a model transforms at once, with its input in L2.
 COMMON_N, NOISE, LAYER = 128, 0.02, 1 << 23
@@ -173,6 +185,43 @@ def h200_table() -> str:
         times[library] |= timed
     table = _table(times, REGIMES, libraries, H200_DTYPE, LONG_COLUMNS)
     return f"{table}\n\n{rates}\n\n{comparison}"
+
+
+def rotations_table() -> str:
+    """The speed of rotations with a matrix on an H200, beside a copy and beside the next power of two, in Markdown. Both
+    times are those of the shipped winners."""
+    bundle = Bundle.open(files.OURS)
+    rotations = sorted(
+        {problem.transform for problem in bundle.problems() if problem.order > 1},
+        key=lambda transform: (transform.order > FEW_ROWS, transform.n),
+    )
+    return "\n\n".join(_rotations_of(bundle, rotations, numerics) for numerics in (Numerics.FAST, Numerics.ACCURATE))
+
+
+def _rotations_of(bundle: Bundle, rotations: Iterable[Transform], numerics: Numerics) -> str:
+    rows = []
+    for transform in rotations:
+        row = [f"{transform.n} = {transform.order} · {transform.length}"]
+        for _, elements, cache in ROTATION_REGIMES:
+            mine, other = (
+                _fraction(bundle, Problem.of(n, DTYPE, numerics, order=order), elements, cache)
+                for n, order in ((transform.n, transform.order), (padded_length(transform.n), 1))
+            )
+            row.append(f"{number(mine)} ({number(mine and other and mine / other)})")
+        rows.append(row)
+    titles = [title for title, _, _ in ROTATION_REGIMES]
+    return grid("l" + "r" * len(titles), [f"{numerics.value}; n = K · 2^m", *titles], rows)
+
+
+def _fraction(bundle: Bundle, problem: Problem, nominal: int, cache: str) -> float | None:
+    """The fraction of copy of the winner on an H200 at an element count; None if none was timed there."""
+    wanted = timed_elements(problem, nominal)
+    for entry in bundle.entries(problem):
+        if (entry.gpu, entry.destination.value, entry.elements) == (files.H200, DESTINATION, wanted):
+            hot, cold = (entry.hot_copy_us, entry.hot_us), (entry.cold_copy_us, entry.cold_us)
+            copied, timed = hot if cache == "hot" else cold
+            return copied / timed if copied and timed else None
+    return None
 
 
 def copy_rates(times: Times, dtype: str) -> str:

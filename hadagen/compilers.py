@@ -157,7 +157,7 @@ class Ptxas:
     def find(cls, path: str | None = None) -> Ptxas:
         """The ptxas at `path`, or the one that `find_tool` finds, and its error. Raises `ToolchainError` if it cannot
         be run."""
-        path = path or find_tool(cls.kind, PTXAS_HINT)
+        path = os.path.abspath(path) if path else find_tool(cls.kind, PTXAS_HINT)  # it runs in other folders
         return cls(path, _version_of(path, cls.kind, PTXAS_HINT))
 
     @property

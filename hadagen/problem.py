@@ -242,9 +242,9 @@ class Problem:
 def kernel_order(order: int, length: int) -> int:
     """The order of the matrix with which kernels multiply by a matrix of this order and an H of this length.
 
-    It is `order`, or that of the matrix and a part of H, if so large a matrix is supported: all of H if that is shorter
-    than kernels take. Operands have 16 rows each. So a matrix of less than 32 rows, of which operands would lack a fifth
-    or more, takes H of order 2, 4, …, and no further than a length of 32. order: at least 2.
+    It is `order`, or that of the matrix and a part of H. All of H belongs to that part if it is shorter than kernels
+    take, and so large a matrix is supported. Operands have 16 rows each. So a matrix of less than 32 rows that leaves a
+    fifth or more of its operands empty takes in H of order 2, 4, …, but leaves one of order 32. order: at least 2.
     """
     if 1 < length < LEAST_LENGTH:
         return order * length if order * length <= MAX_ORDER else order

@@ -26,6 +26,7 @@ from hadagen.cache import KernelCache, cache_root
 from hadagen.errors import HadagenError, StorageError, ToolchainError, UsageError
 from hadagen.launch import LaunchSpec, Source
 from hadagen.problem import Problem
+from hadagen.trial import Trial, knobs_key
 
 _ENTRY = ("kernel.json",)  # the file of an entry of the index, and of a verdict
 _CUBIN, _PTX = "kernel.cubin", "kernel.ptx"  # files of a compiled kernel
@@ -87,6 +88,15 @@ def closest_recipe(problem: Problem, knobs: str, arch: str) -> Recipe | None:
     if (found := space.closest(Knobs.like(json.loads(knobs)))) is None:
         return None
     return Recipe(problem, found.to_dict(), arch, build_plan(problem, found, space.arch).launch)
+
+
+def is_recipe_of(trial: Trial) -> bool:
+    """Whether the recipe of a trial's kernel can be compiled: its knobs are legal now, and mean the same launch. Raises
+    as `closest_recipe` does."""
+    recipe = closest_recipe(trial.problem, knobs_key(trial.knobs), trial.arch)
+    if recipe is None or trial.kernel is None:
+        return False
+    return (recipe.knobs, recipe.launch) == (trial.knobs, trial.kernel.launch)
 
 
 def _no_generator(error: ImportError) -> ToolchainError:
