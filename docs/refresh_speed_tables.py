@@ -188,8 +188,10 @@ def h200_table() -> str:
 
 
 def rotations_table() -> str:
-    """The speed of rotations with a matrix on an H200, beside a copy and beside the next power of two, in Markdown. Both
+    """The speed of rotations with a matrix on an H200, beside a copy and beside the next power of two, in Markdown. All
     times are those of the shipped winners."""
+    if not files.OURS.exists():
+        return files.NO_DATA
     bundle = Bundle.open(files.OURS)
     rotations = sorted(
         {problem.transform for problem in bundle.problems() if problem.order > 1},

@@ -36,9 +36,10 @@ SPREAD = [
     (Problem.of(1024, F32), {**WHOLE, "low_bits": "shuffle", "load": "multicast"}),
     (Problem.of(1024, F32), {"chunks": 2, "warps": 2, "far_bits": "lanes", "low_bits": "shuffle", "shuffles": "half"}),
     (Problem.of(2048, BF16), {"chunks": 4, "warps": 2, **WIDE, "low_bits": "shuffle", "order": "by_group"}),
-    (Problem.of(64, F16, order=4, signed=True), {"load": "cp_async", **WIDE}),
-    (Problem.of(896, BF16, FAST, order=28), {"load": "cp_async", "chunks": 2, **LOOPS}),
-    (Problem.of(80, F16, order=80), {"load": "cp_async", "rows": 16}),
+    (Problem.of(64, F16, order=4, signed=True), {"rows": 2, **WIDE}),
+    (Problem.of(3584, BF16, FAST, order=28), {"load": "bulk", "chunks": 2, "slabs": 2, **LOOPS}),
+    (Problem.of(11008, F16, FAST, order=172), {"chunks": 2, "slabs": 3}),
+    (Problem.of(80, F16, order=80), {"load": "cp_async", "rows": 16, "slabs": 5}),
     (Problem.of(512, F32, signed=True), {}),
 ]
 

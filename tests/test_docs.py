@@ -21,12 +21,17 @@ import refresh_speed_tables
 import refresh_times
 import torch
 from refresh_other_tables import invariant_table
-from refresh_speed_tables import REGIMES, numbers
+from refresh_speed_tables import REGIMES, numbers, rotations_table
 from refresh_times import read_rows, read_times
+from sample_bundle import write_trials
+from sample_trials import H200, make_timing, make_trial
 
 from hadagen.cli.main import main
 from hadagen.matrices import auto_orders
+from hadagen.problem import Problem
+from hadagen.regimes import timed_elements
 from hadagen.runtime import bundles
+from hadagen.trial import Trial
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -53,7 +58,7 @@ def documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 OURS = "ours.csv"  # in place of what the shipped bundle has
 PARTS = {
     "README.md": ("numbers",),
-    "performance.md": ("calls", "between", "h200", "between-h200", "invariant", "pitched"),
+    "performance.md": ("calls", "between", "h200", "rotations", "between-h200", "invariant", "pitched"),
     "experiments.md": ("choices", "pruned"),
     "search.md": ("search",),
 }
@@ -83,6 +88,23 @@ def write_table(path: Path, rows: list[dict[str, object]]) -> None:
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()
         writer.writerows(rows)
+
+
+def test_rotations_stand_beside_the_next_power_of_two(documents: Path) -> None:
+    def trial(key: str, us: float) -> Trial:
+        problem = Problem.parse(key)
+        timing = make_timing(us, timed_elements(problem, 1 << 22))
+        return make_trial(problem=problem, environment=H200, timings=(timing,))
+
+    speeds = {"n3584-k28-float16-fast": 3.8, "n4096-float16-fast": 1.9, "n11008-k172-float16-accurate": 7.6}
+    write_trials(files.OURS, [trial(key, us) for key, us in speeds.items()])
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in rotations_table().splitlines() if line]
+    assert [row[0] for row in rows if "·" in row[0] and row[0][0].isdigit()] == [
+        "3584 = 28 · 128",
+        "11008 = 172 · 64",
+    ] * 2
+    assert rows[2] == ["3584 = 28 · 128", "– (–)", "0.50 (0.50)", "– (–)", "– (–)"]
+    assert rows[-1] == ["11008 = 172 · 64", "– (–)", "0.25 (–)", "– (–)", "– (–)"]
 
 
 def test_the_readme_and_the_picture_are_up_to_date() -> None:

@@ -34,8 +34,11 @@ _MOST_HELD = 64
 
 @dataclass(frozen=True)
 class LoadColumns(Load):
-    """Global memory → registers, for `Columns`. A warp loads blocks of 16 rows of X: a thread, of two rows,
-    eight columns of every 32. If X has fewer columns, it loads the same rows of several rows of x at once."""
+    """Global memory → registers, for `Columns`, directly or through shared memory.
+
+    A warp loads blocks of 16 rows of X, and a thread eight columns of every 32 of two of these rows. If X has fewer
+    columns, a block holds the same rows of X of several rows of x.
+    """
 
     template = "matrix.cu.j2"
 
@@ -47,9 +50,9 @@ class LoadColumns(Load):
 class Columns(Step):
     """X · H, times the scale, to shared memory, packed or split.
 
-    Five bits are transformed by mma, whose left operand is H, and which sums over the fifth. The next are, by add and
-    subtract in registers, as many as a thread has vectors of. What an mma leaves in a thread is neighbors in a column.
-    So rounded they are words of a right operand of `Matrix`.
+    An mma whose left operand is H transforms four bits, and the sum of two a fifth. The next bits, which number the
+    vectors of a thread, are transformed by add and subtract. An mma leaves neighbors of a column in a thread. Rounded,
+    these are words of a right operand of `Matrix`.
     """
 
     carrier: str
@@ -108,8 +111,8 @@ class Columns(Step):
 class Multiplies(Store):
     """Multiplies by A, and stores. The base class of `Matrix` and `Square`.
 
-    A block has 2^warp_bits groups of warps. Each warp of a group holds `slabs` times 16 rows of A in registers; those
-    of all its warps make up A. A tile is `rows` rows of x.
+    A block has 2^warp_bits groups of warps. Each warp of a group multiplies by `slabs` times 16 rows of A; those of all
+    its warps make up A. A tile is `rows` rows of x.
     """
 
     rows: int
@@ -128,7 +131,7 @@ class Multiplies(Store):
         values.flip(plan.problem, plan.placements[-1], "signs_after")
 
     def operands(self, plan: Draft) -> int:
-        """Operands of 16 columns of A that a warp holds of each slab."""
+        """Operands of a slab, each of 16 columns of A."""
         return -(-plan.problem.order // OPERAND_SIDE)
 
     def warps(self, plan: Draft) -> int:

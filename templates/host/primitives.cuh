@@ -149,9 +149,10 @@ HADAGEN_INLINE Operand hadamard16(u32 factor, u32 idle) {
 HADAGEN_INLINE Operand hadamard16(u32 factor) { return hadamard16(factor, 0u); }
 
 // The same with the other sign.
-HADAGEN_INLINE Operand negative(Operand a) {
-    for (u32& word : a.word) word ^= 0x80008000u;
-    return a;
+HADAGEN_INLINE Operand negative(const Operand& a) {
+    Operand other = a;
+    for (u32& word : other.word) word ^= 0x80008000u;
+    return other;
 }
 
 // d += a · b, with b = {b0, b1} a 16×8 operand: mma.m16n8k16 with fp32 accumulators.
