@@ -22,6 +22,8 @@ MAX_LOG2_N = 17
 MAX_ORDER = 428
 # The least order of H beside a matrix for which there are kernels.
 LEAST_LENGTH = 8
+# Elements of the longest row with a matrix that fits in the shared memory of a block with four bytes each.
+_LONGEST = 57344
 
 
 class DType(str, Enum):
@@ -243,12 +245,18 @@ def kernel_order(order: int, length: int) -> int:
     """The order of the matrix with which kernels multiply by a matrix of this order and an H of this length.
 
     It is `order`, or that of the matrix and a part of H. All of H belongs to that part if it is shorter than kernels
-    take, and so large a matrix is supported. Operands have 16 rows each. So a matrix of less than 32 rows that leaves a
-    fifth or more of its operands empty takes in H of order 2, 4, …, but leaves one of order 32. order: at least 2.
+    take, and so large a matrix is supported. Else the part is H of order 2, 4, …, as long as H of order 32 is left:
+    operands have 16 rows each, and what a matrix lacks to a multiple of 16 rows is computed and kept like the rest. So a
+    matrix of less than 32 rows takes in a part if it lacks a fifth or more, and any matrix if a long row fits in shared
+    memory without what it lacks, but not with it. order: at least 2.
     """
     if 1 < length < LEAST_LENGTH:
         return order * length if order * length <= MAX_ORDER else order
-    while order < 32 and 4 * (-order % 16) > order and length >= 64:
+    n = order * length
+    while length >= 64 and 2 * order <= MAX_ORDER:
+        lacking = -order % 16
+        if not (order < 32 and 4 * lacking > order) and not n <= _LONGEST < n + lacking * length:
+            break
         order, length = 2 * order, length // 2
     return order
 

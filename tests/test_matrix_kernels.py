@@ -152,7 +152,10 @@ def test_all_ways_through_the_kernel_are_tried() -> None:
     assert together == {1, 2, 4}
 
 
-@pytest.mark.parametrize(("order", "length", "expected"), [(28, 512, 28), (12, 1024, 48), (20, 256, 40), (36, 512, 36)])
+@pytest.mark.parametrize(
+    ("order", "length", "expected"),
+    [(28, 512, 28), (12, 1024, 48), (20, 256, 40), (36, 512, 36), (52, 1024, 104), (28, 2048, 112)],
+)
 def test_a_small_matrix_takes_in_a_part_of_h(order: int, length: int, expected: int) -> None:
     assert kernel_order(order, length) == expected
 
