@@ -194,7 +194,11 @@ def rotations_table() -> str:
         return files.NO_DATA
     bundle = Bundle.open(files.OURS)
     rotations = sorted(
-        {problem.transform for problem in bundle.problems() if problem.order > 1},
+        {
+            entry.problem.transform
+            for entry in bundle.all_entries()
+            if entry.problem.order > 1 and entry.gpu == files.H200
+        },
         key=lambda transform: (transform.order > FEW_ROWS, transform.n),
     )
     return "\n\n".join(_rotations_of(bundle, rotations, numerics) for numerics in (Numerics.FAST, Numerics.ACCURATE))

@@ -246,9 +246,9 @@ def kernel_order(order: int, length: int) -> int:
 
     It is `order`, or that of the matrix and a part of H. All of H belongs to that part if it is shorter than kernels
     take, and so large a matrix is supported. Else the part is H of order 2, 4, …, as long as H of order 32 is left:
-    operands have 16 rows each, and what a matrix lacks to a multiple of 16 rows is computed and kept like the rest. So a
-    matrix of less than 32 rows takes in a part if it lacks a fifth or more, and any matrix if a long row fits in shared
-    memory without what it lacks, but not with it. order: at least 2.
+    operands have 16 rows each, and what a matrix lacks to a multiple of 16 rows is computed and kept like the rest. So
+    a matrix of less than 32 rows takes in a part if it lacks a fifth or more, and any matrix if a long row fits in
+    shared memory without what it lacks, but not with it. order: at least 2.
     """
     if 1 < length < LEAST_LENGTH:
         return order * length if order * length <= MAX_ORDER else order

@@ -19,7 +19,7 @@ from hadagen.errors import UsageError
 from hadagen.knobs import Knobs
 from hadagen.launch import Source, params_for
 from hadagen.plan import Plan, interpret
-from hadagen.problem import MAX_ORDER, Problem, kernel_order
+from hadagen.problem import MAX_ORDER, DType, Problem, kernel_order
 from hadagen.reference import hadamard, kernel_operands, transform, verification_operands
 from hadagen.runtime.operands import combined
 from hadagen.space import Space, build_plan, rules_for
@@ -124,6 +124,24 @@ def test_signs_may_be_left_out(sources: dict[str, list[Source]], module: HostMod
             given = {**none, "signs_before": positive, "signs_after": positive}
             module.run(source.entry, source.launch, x, with_positive, scale=0.125, operands=given)
             assert np.array_equal(with_none, with_positive)
+
+
+def test_an_infinity_stays_in_its_row(sources: dict[str, list[Source]], module: HostModule) -> None:
+    """Though a block of 16 rows of X may reach into the next row of x."""
+    for key in ("n3584-k28-signed-bfloat16-fast", "n11008-k172-float16-fast", "n192-k12-signed-float16-fast"):
+        problem = Problem.parse(key)
+        operands = kernel_operands(problem, verification_operands(problem))
+        infinity = {DType.FLOAT16: 0x7C00, DType.BFLOAT16: 0x7F80}[problem.io.input]
+        rows = max(source.launch.tile_elements for source in sources[key]) // problem.n + 2
+        x = np.random.default_rng(0).integers(0, 1 << 14, (rows, problem.n), np.uint16)
+        spoiled = x.copy()
+        spoiled[1] = infinity
+        for source in sources[key]:
+            sound, found = np.zeros_like(x), np.zeros_like(x)
+            for given, into in ((x, sound), (spoiled, found)):
+                module.run(source.entry, source.launch, given.ravel(), into.ravel(), scale=0.125, operands=operands)
+            others = np.arange(rows) != 1
+            assert np.array_equal(sound[others], found[others]), source.entry
 
 
 def test_shared_memory_meets_no_bank_conflicts(sources: dict[str, list[Source]], module: HostModule) -> None:

@@ -93,7 +93,7 @@ class Columns(Step):
         elements = plan.vectors * VECTOR  # of a thread
         planes = 2 if self.carrier == SPLIT else 1
         added = max(0, self.bits - COLUMN_BITS)
-        mma = plan.vectors * 4
+        mma = plan.vectors * 4 * max(1, (1 << COLUMN_BITS) // plan.problem.length)
         return Cost(
             instructions=mma + elements * (1 + added + (0.5 if planes == 1 else 3)) + 2 * plan.vectors,
             mma=mma,
