@@ -43,7 +43,7 @@ Recipes = dict[tuple[Problem, Knobs], dict[tuple[Destination, int], float]]
 def estimate_bundle(source: Bundle, arch: Arch, path: Path) -> Selection:
     """Write the estimated winners of an arch to a bundle at `path`, and return them. Equal sources give equal bytes.
 
-    source: the recipes are those of its measured winners.
+    source: the recipes are those of its measured winners, and for a problem without any, of its estimated ones.
 
     Raises `UsageError` if the source is of this arch, or the bundle at `path` has measured winners, which would be
     lost. Raises `StorageError` if the source has none, or as `write_bundle` does.
@@ -63,10 +63,13 @@ def estimated_winners(source: Bundle, arch: Arch) -> tuple[Selection, dict[Probl
     measured = [entry for entry in source.all_entries() if entry.provenance is Provenance.MEASURED]
     if not measured:
         raise StorageError(f"{source.path} has no measured winners to estimate from; name a bundle that has some")
-    date = max(entry.date for entry in measured)
+    date, known = max(entry.date for entry in measured), {entry.problem for entry in measured}
+    entries = [
+        entry for entry in source.all_entries() if entry.provenance is Provenance.MEASURED or entry.problem not in known
+    ]
     trials: dict[str, Trial] = {}
     favored = []
-    for (problem, knobs), won in _recipes(measured, arch).items():
+    for (problem, knobs), won in _recipes(entries, arch).items():
         trial = _trial(problem, knobs, arch, date)
         trials[digest_of(trial)] = trial
         times = (replace(t, us=t.us / (1 + MODEL_ERROR * won[t.destination, t.elements])) for t in trial.timings)
@@ -79,13 +82,13 @@ def estimated_winners(source: Bundle, arch: Arch) -> tuple[Selection, dict[Probl
     return selection, invariant_arithmetic(winners, rankings)
 
 
-def _recipes(measured: Iterable[BundleEntry], arch: Arch) -> Recipes:
+def _recipes(entries: Iterable[BundleEntry], arch: Arch) -> Recipes:
     """What may win on an arch, and where it won with as many elements for each SM."""
     spaces: dict[Problem, Space] = {}
     legal: dict[tuple[Problem, Knobs], Knobs | None] = {}
     # Of each GPU, with its SMs, the winner at each element count.
     lines: dict[tuple[Problem, Destination, str, int], dict[int, Knobs]] = defaultdict(dict)
-    for entry in reversed(list(measured)):  # the winner of a cell comes after its portable one
+    for entry in reversed(list(entries)):  # the winner of a cell comes after its portable one
         problem, knobs = entry.problem, Knobs.like(entry.knobs)
         if (problem, knobs) not in legal:
             space = spaces.setdefault(problem, Space(problem, arch))
