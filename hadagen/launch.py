@@ -66,8 +66,7 @@ ROW_PARAMS = tuple(Param("i64", name) for name in RowShape._fields)
 # columns. Of each 16×16 part of it, row by row of parts, come the eight entries of lane 0, 1, … 31, two for each word
 # ("Matrix fragments for mma.m16n8k16", A, in the PTX ISA).
 MATRIX_PARAMS = (Param("const void*", "matrix"),)
-# With eight zeros behind it, such a byte is an entry times a power of two. That of bfloat16 keeps sums of 128 values in
-# the range of fp32.
+# With eight zeros behind it, such a byte is an entry times a power of two.
 ENTRY_BYTES = {-1: 0xBC, 1: 0x3C}
 ENTRY_FACTOR = {DType.FLOAT16: 1.0, DType.BFLOAT16: 2.0**-7}
 # What a kernel takes too for a transform with signs: n bits each, of which bit i % 8 of byte i / 8 is 1 where sign i is

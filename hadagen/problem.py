@@ -18,7 +18,7 @@ from typing import Any
 from hadagen.errors import UsageError
 
 MAX_LOG2_N = 17
-# Of the matrix of a transform; a kernel holds its rows in registers.
+# Of the matrix of a transform.
 MAX_ORDER = 428
 # The least order of H beside a matrix for which there are kernels.
 LEAST_LENGTH = 8

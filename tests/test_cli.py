@@ -196,6 +196,9 @@ def test_sizes_with_a_matrix() -> None:
     ]
     assert options.parse_sizes(["14336", "28-112"], "28") == [Transform(n, 28) for n in (28, 56, 112, 14336)]
     assert options.parse_sizes(["12-96"]) == [*(Transform(n, n) for n in (12, 24, 48)), Transform(96, 12)]
+    # A kernel takes some matrices with a part of H.
+    assert options.parse_sizes(["384-1536"]) == [Transform(384, 12), Transform(768, 24), Transform(1536, 48)]
+    assert options.parse_sizes(["384-1536"], "12") == [Transform(n, 12) for n in (384, 768, 1536)]
     assert options.parse_sizes(["4096"], "4") == [Transform(4096, 4)]
     # A kernel with a matrix has an H of order 8 at least, or none.
     assert [options.parse_transform(n).order for n in (2, 4, 12, 24, 48, 96, 392, 1712)] == [

@@ -19,12 +19,13 @@ from hadagen.errors import UsageError
 from hadagen.knobs import Knobs
 from hadagen.launch import Source, params_for
 from hadagen.plan import Plan, interpret
-from hadagen.problem import MAX_ORDER, DType, Problem, kernel_order
+from hadagen.problem import MAX_LOG2_N, MAX_ORDER, DType, Problem, kernel_order
 from hadagen.reference import hadamard, kernel_operands, transform, verification_operands
 from hadagen.runtime.operands import combined
+from hadagen.runtime.rotation import Rotation
 from hadagen.space import Space, build_plan, rules_for
 from hadagen.steps.base import SPLIT
-from hadagen.steps.matrix import Matrix
+from hadagen.steps.matrix import Matrix, Square
 
 # Each has what others lack: groups of blocks beside each other; a matrix of one operand, of one that is not full, and
 # of so many that they are not held; rows of X of 8, 16, 32 and more columns, or of one; signs; an odd order; sums of
@@ -60,6 +61,7 @@ CHOSEN = {
     "n11008-k172-float16-fast": [Knobs(chunks=2, slabs=3, load="bulk"), Knobs(slabs=1, exchange_carrier="fp32")],
     "n512-k16-float16-accurate": [Knobs(rows=4, warps=2, exchange_carrier="fp32", load="bulk")],
 }
+TURING = load_arch("sm75")
 SIGNED = [
     "n2-signed-float16-fast",
     "n4-signed-float32-accurate",
@@ -146,28 +148,46 @@ def test_an_infinity_stays_in_its_row(sources: dict[str, list[Source]], module: 
 
 def test_shared_memory_meets_no_bank_conflicts(sources: dict[str, list[Source]], module: HostModule) -> None:
     """Reads of what was staged, of which a thread has two vectors or more in a row, and all that crosses."""
-    for key in ("n14336-k28-float16-fast", "n3584-k28-signed-bfloat16-fast", "n192-k12-signed-float16-fast"):
+    staged = set()
+    for key in WITH_MATRIX:
         problem = Problem.parse(key)
         operands = kernel_operands(problem, verification_operands(problem))
-        for knobs, source in zip(chosen(key), sources[key], strict=True):
+        for plan, knobs, source in zip(plans(key), chosen(key), sources[key], strict=True):
             x = np.zeros(source.launch.tile_elements, np.uint16)
             report = module.run(source.entry, source.launch, x, x.copy(), scale=1.0, operands=operands)
-            assert report.bank_conflicts == 0 or (knobs.load, knobs.chunks) == ("bulk", 1), source.entry
             assert not report.complaint
+            if isinstance(plan.matrix, Matrix) and (knobs.load, knobs.chunks) != ("bulk", 1):
+                assert report.bank_conflicts == 0, source.entry
+                staged.add((knobs.load, plan.matrix.shape(plan).groups > 1))
+    assert staged >= {("bulk", True), ("bulk", False)}
 
 
 def test_all_ways_through_the_kernel_are_tried() -> None:
     tried = [(plan, knobs) for key in WITH_MATRIX for plan, knobs in zip(plans(key), chosen(key), strict=True)]
-    for load, grid, stages in (("plain", "tiles", 1), ("bulk", "tiles", 1), ("bulk", "persistent", 2)):
-        some = [plan for plan, knobs in tried if (knobs.load, knobs.grid, knobs.stages) == (load, grid, stages)]
-        shapes = [plan.matrix.shape(plan) for plan in some if isinstance(plan.matrix, Matrix)]
-        assert {shape.groups > 1 for shape in shapes} == {True, False}
-        assert {shape.order % 16 > 0 for shape in shapes} >= {True}
-        assert {SPLIT in plan.carriers for plan in some} == {True, False}
-    held = {plan.matrix.held(plan) > 0 for plan, _ in tried if isinstance(plan.matrix, Matrix)}
-    together = {plan.matrix.shape(plan).together for plan, _ in tried if isinstance(plan.matrix, Matrix)}
-    assert held == {True, False}
-    assert together == {1, 2, 4}
+    with_h = [(plan, plan.matrix, knobs) for plan, knobs in tried if isinstance(plan.matrix, Matrix)]
+    loads = {"plain": [("tiles", 1)], "bulk": [("tiles", 1), ("persistent", 1), ("persistent", 2)]}
+    both = {True, False}
+    for load, ways in loads.items():
+        some = [(plan, matrix, knobs) for plan, matrix, knobs in with_h if knobs.load == load]
+        shapes = [matrix.shape(plan) for plan, matrix, _ in some]
+        assert {(knobs.grid, knobs.stages) for *_, knobs in some} == set(ways)
+        for way in ways:
+            beside = [m.shape(plan).groups > 1 for plan, m, knobs in some if (knobs.grid, knobs.stages) == way]
+            assert set(beside) == both, (load, way)
+        assert {plan.problem.transform.signed for plan, *_ in some} == both
+        assert {SPLIT in plan.carriers for plan, *_ in some} == both
+        assert {matrix.held(plan) > 0 for plan, matrix, _ in some} == both
+        assert {plan.problem.io.input for plan, *_ in some} == {DType.FLOAT16, DType.BFLOAT16}
+        assert {shape.blocks % plan.warps > 0 for shape, (plan, *_) in zip(shapes, some, strict=True)} == both
+        # Whole blocks of several rows of x, and blocks that lack rows: of one row of x, or loaded plainly of several.
+        assert {(shape.order % 16 > 0, shape.rows > 1) for shape in shapes} >= {(False, True), (True, load == "plain")}
+        assert {shape.vectors > 1 for shape in shapes} == both
+        assert {knobs.trigger for *_, knobs in some} >= {"end", "load"}
+        assert {knobs.ahead > 0 for *_, knobs in some} == both
+    assert {matrix.shape(plan).together for plan, matrix, _ in with_h} == {1, 2, 4}
+    assert {matrix.operands(plan) % matrix.slabs > 0 for plan, matrix, _ in with_h} == both
+    squares = [(plan, plan.matrix) for plan, _ in tried if isinstance(plan.matrix, Square)]
+    assert {square.in_place(plan) for plan, square in squares} == both
 
 
 @pytest.mark.parametrize(
@@ -180,7 +200,7 @@ def test_a_small_matrix_takes_in_a_part_of_h(order: int, length: int, expected: 
 
 def test_the_order_of_kernels_is_that_of_a_matrix_they_take() -> None:
     for order in range(2, MAX_ORDER + 1):
-        for bits in range(11):
+        for bits in range(((1 << MAX_LOG2_N) // order).bit_length()):
             found = kernel_order(order, 1 << bits)
             part, left = divmod(found, order)
             assert left == 0
@@ -191,70 +211,117 @@ def test_the_order_of_kernels_is_that_of_a_matrix_they_take() -> None:
             assert kernel_order(found, length) == found
 
 
+def test_a_row_fits_in_shared_memory_if_it_does_without_what_its_matrix_lacks() -> None:
+    """`accurate` takes four bytes for each element, of a matrix of whole operands."""
+    room = ARCH.limits.shared_per_block
+    for order in range(2, MAX_ORDER + 1):
+        for bits in range(3, (room // 4 // order).bit_length()):
+            taken = kernel_order(order, 1 << bits)
+            length = (order << bits) // taken
+            assert 4 * -(-taken // 16) * 16 * length <= room, (order, 1 << bits)
+    for order, length in ((28, 2048), (52, 1024)):
+        keys = [f"n{order * length}-k{each}-float16-accurate" for each in (order, kernel_order(order, length))]
+        assert [space_of(Problem.parse(key)).closest(Knobs()) is not None for key in keys] == [False, True]
+
+
 def test_a_matrix_and_a_part_of_h_are_the_same_transform() -> None:
     for order, n in ((12, 12 * 256), (20, 80), (20, 20 * 64), (36, 36 * 64)):
         matrix = torch.from_numpy(np.random.default_rng(0).choice((-1, 1), (order, order)).astype(np.int8))
         (taken,) = combined([matrix], n)
         assert len(taken) == kernel_order(order, n // order)
+        assert torch.equal(combined([taken], n)[0], taken)
         before, after = (np.kron(each.numpy(), hadamard(np.eye(n // len(each)))) for each in (matrix, taken))
         assert np.array_equal(before, after)
 
 
-@pytest.mark.parametrize(
-    ("key", "changes", "why"),
-    [
-        ("n14336-k28-float32-accurate", {}, "an mma multiplies 16-bit values by a matrix"),
-        ("n14336-k28-float16-fast-pitched", {}, "rows must be contiguous"),
-        ("n112-k28-float16-fast", {}, "n must be a multiple of 8, and n / k 1 or more than 4"),
-        ("n96-k12-float16-fast", {"chunks": 2}, "a row has fewer columns (chunks must be fewer)"),
-        ("n80-k80-float16-fast", {"chunks": 2, "rows": 16, "load": "cp_async"}, "there is one column"),
-        ("n14336-k28-float16-fast", {"chunks": 4, "slabs": 3}, "the matrix has fewer rows"),
-        ("n14336-k28-float16-fast", {"chunks": 4, "warps": 8}, "some warps would have nothing to multiply"),
-        (
-            "n11008-k172-float16-fast",
-            {"chunks": 2, "warps": 2, "slabs": 1},
-            "some warps would have nothing to transform",
-        ),
-        ("n11008-k172-float16-fast", {"warps": 32, "rows": 256}, "more than 1024 threads per block"),
-        ("n14336-k28-float16-accurate", {"chunks": 4}, "accurate may not round before the matrix"),
-        ("n112-k7-float16-fast", {"rows": 2}, "sums of so few values round badly"),
-        ("n14336-k28-float16-fast", {"chunks": 4, "load": "cp_async"}, "load must be plain or bulk"),
-        ("n80-k80-float16-fast", {"rows": 16}, "load must be cp_async"),
-        ("n14336-k28-float16-fast", {"chunks": 4, "rows": 2, "load": "bulk"}, "a row of x begins inside a block"),
-        ("n14336-k28-float16-fast", {"chunks": 4, "low_bits": "shuffle"}, "a kernel with a matrix has no low_bits"),
-        ("n14336-k28-float16-fast", {"chunks": 4, "grid": "persistent"}, "nothing is loaded for the next tile"),
-        ("n14336-k28-float16-fast", {"chunks": 4, "load": "bulk", "stages": 2}, "stages must be 1"),
-        ("n14336-k28-float16-fast", {"chunks": 16, "rows": 2}, "do not fit the registers"),
-        (
-            "n14336-k112-float16-fast",
-            {"chunks": 4, "warps": 2, "rows": 16, "slabs": 2, "load": "bulk"},
-            "bytes of shared memory per block",
-        ),
-        (
-            "n14336-k112-float16-fast",
-            {"chunks": 4, "rows": 4, "slabs": 2, "load": "bulk", "min_blocks": 4},
-            "min_blocks must be smaller",
-        ),
-        ("n192-k12-float16-fast", {}, "columns of 2 rows at once (rows must be 2 or more)"),
-        ("n80-k80-float16-fast", {"rows": 8, "load": "cp_async"}, "an mma takes columns of 16 rows at once"),
-        (
-            "n14336-k28-float16-fast",
-            {"chunks": 4, "load": "bulk", "grid": "persistent", "trigger": "load"},
-            "blocks that loop leave no room",
-        ),
-        (
-            "n14336-k28-float16-fast",
-            {"chunks": 4, "load": "bulk", "grid": "persistent", "ahead": 8},
-            "blocks that loop do not take tiles in order",
-        ),
-        ("n4096-float16-fast", {"rows": 2}, "there is no matrix"),
-    ],
-)
+NOT_LEGAL: list[tuple[str, dict[str, int | str], str]] = [
+    ("n14336-k28-float32-accurate", {}, "an mma multiplies 16-bit values by a matrix"),
+    ("n14336-k28-float16-fast-pitched", {}, "rows must be contiguous"),
+    ("n112-k28-float16-fast", {}, "n must be a multiple of 8, and n / k 1 or more than 4"),
+    ("n96-k12-float16-fast", {"chunks": 2}, "a row has fewer columns (chunks must be fewer)"),
+    ("n80-k80-float16-fast", {"chunks": 2, "rows": 16, "load": "cp_async"}, "there is one column"),
+    ("n14336-k28-float16-fast", {"chunks": 4, "slabs": 3}, "the matrix has fewer rows"),
+    ("n14336-k28-float16-fast", {"chunks": 4, "warps": 8}, "some warps would have nothing to multiply"),
+    (
+        "n11008-k172-float16-fast",
+        {"chunks": 2, "warps": 2, "slabs": 1},
+        "some warps would have nothing to transform",
+    ),
+    ("n11008-k172-float16-fast", {"warps": 32, "rows": 256}, "more than 1024 threads per block"),
+    ("n14336-k28-float16-accurate", {"chunks": 4}, "accurate may not round before the matrix"),
+    ("n112-k7-float16-fast", {"rows": 2}, "sums of so few values round badly"),
+    ("n14336-k28-float16-fast", {"chunks": 4, "load": "cp_async"}, "load must be plain or bulk"),
+    ("n80-k80-float16-fast", {"rows": 16}, "load must be cp_async"),
+    ("n14336-k28-float16-fast", {"chunks": 4, "rows": 2, "load": "bulk"}, "a row of x begins inside a block"),
+    ("n14336-k28-float16-fast", {"chunks": 4, "low_bits": "shuffle"}, "a kernel with a matrix has no low_bits"),
+    ("n14336-k28-float16-fast", {"chunks": 4, "grid": "persistent"}, "nothing is loaded for the next tile"),
+    ("n14336-k28-float16-fast", {"chunks": 4, "load": "bulk", "stages": 2}, "stages must be 1"),
+    ("n14336-k28-float16-fast", {"chunks": 16, "rows": 2}, "do not fit the registers"),
+    (
+        "n14336-k112-float16-fast",
+        {"chunks": 4, "warps": 2, "rows": 16, "slabs": 2, "load": "bulk"},
+        "bytes of shared memory per block",
+    ),
+    (
+        "n14336-k112-float16-fast",
+        {"chunks": 4, "rows": 4, "slabs": 2, "load": "bulk", "min_blocks": 4},
+        "min_blocks must be smaller",
+    ),
+    ("n192-k12-float16-fast", {}, "columns of 2 rows at once (rows must be 2 or more)"),
+    ("n80-k80-float16-fast", {"rows": 8, "load": "cp_async"}, "an mma takes columns of 16 rows at once"),
+    (
+        "n14336-k28-float16-fast",
+        {"chunks": 4, "load": "bulk", "grid": "persistent", "trigger": "load"},
+        "blocks that loop leave no room",
+    ),
+    (
+        "n14336-k28-float16-fast",
+        {"chunks": 4, "load": "bulk", "grid": "persistent", "ahead": 8},
+        "blocks that loop do not take tiles in order",
+    ),
+    ("n14336-k28-float16-fast", {"chunks": 2, "warps": 8, "rows": 4, "min_blocks": 8}, "more than 2048 threads per SM"),
+    (
+        "n80-k80-float16-fast",
+        {"rows": 16, "load": "cp_async", "exchange_carrier": "fp32"},
+        "nothing follows the matrix",
+    ),
+    ("n4096-float16-fast", {"rows": 2}, "there is no matrix"),
+]
+NOT_LEGAL_ON_TURING: list[tuple[str, dict[str, int | str], str]] = [
+    ("n3584-k28-float16-accurate", {"exchange_carrier": "fp32"}, "the arch has no bf16x2_fma"),
+    ("n3584-k28-float16-fast", {"load": "bulk"}, "the arch has no bulk_copy"),
+    ("n80-k80-float16-fast", {"rows": 16, "load": "cp_async"}, "the arch has no cp_async"),
+    ("n3584-k28-float16-fast", {"ahead": 8}, "the arch has no bulk copies to L2"),
+    ("n3584-k28-float16-fast", {"trigger": "load"}, "the arch starts no kernel before the last one ends"),
+]
+
+
+@pytest.mark.parametrize(("key", "changes", "why"), NOT_LEGAL)
 def test_what_is_not_legal_says_why(key: str, changes: dict[str, int | str], why: str) -> None:
-    problem = Problem.parse(key)
-    knobs = replace(Knobs(), **changes)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=re.escape(why)):
-        build_plan(problem, knobs, ARCH)
+        build_plan(Problem.parse(key), replace(Knobs(), **changes), ARCH)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("key", "changes", "why"), NOT_LEGAL_ON_TURING)
+def test_what_an_older_arch_lacks_is_said(key: str, changes: dict[str, int | str], why: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(why)):
+        build_plan(Problem.parse(key), replace(Knobs(), **changes), TURING)  # type: ignore[arg-type]
+
+
+def test_every_reason_that_a_space_gives_has_a_case() -> None:
+    known = [why for *_, why in NOT_LEGAL + NOT_LEGAL_ON_TURING]
+    for arch in (ARCH, TURING):
+        for key in (
+            "n14336-k28-float16-fast",
+            "n14336-k112-float16-fast",
+            "n11008-k172-float16-fast",
+            "n192-k12-bfloat16-accurate",
+            "n112-k7-float16-fast",
+            "n80-k80-float16-fast",
+        ):
+            for reason in Space(Problem.parse(key), arch).report().reasons:
+                if not reason.startswith("a kernel with a matrix has no "):
+                    assert any(why in reason for why in known), reason
 
 
 @pytest.mark.parametrize("key", ["n14336-k28-float16-fast", "n192-k12-bfloat16-accurate"])
@@ -272,9 +339,29 @@ def test_legal_choices_mean_different_plans_and_fit(key: str) -> None:
 
 def test_an_arch_has_the_kernels_with_a_matrix_whose_instructions_it_has() -> None:
     """sm75 has no mma of bfloat16, which `accurate` takes too, and no asynchronous copies to stage rows by."""
-    arch = load_arch("sm75")
     keys = ("n3584-k28-float16-fast", "n3584-k28-float16-accurate", "n3584-k28-bfloat16-fast", "n80-k80-float16-fast")
-    assert [bool(Space(Problem.parse(key), arch).legal) for key in keys] == [True, False, False, False]
+    assert [bool(Space(Problem.parse(key), TURING).legal) for key in keys] == [True, False, False, False]
+
+
+@pytest.mark.parametrize(("n", "order"), [(20 * 64, 40), (12 * 256, 48), (20 * 4, 80)])
+def test_a_rotation_gives_a_kernel_what_it_takes(n: int, order: int) -> None:
+    signs = [1 - 2 * torch.randint(0, 2, (n,), generator=torch.manual_seed(seed)) for seed in (0, 1)]
+    rotation = Rotation(n, signs=signs[0], signs_after=signs[1])
+    problem = Problem.of(n, "float16", order=order, signed=True)
+    source = render(build_plan(problem, draw(problem, random.Random(0)), ARCH))
+    kernel = compile_host([source])
+    x = torch.randn((9, n), generator=torch.manual_seed(0)).half()
+    packed, before, after = (rotation.get_buffer(name).numpy() for name in ("_matrices", "_before", "_after"))
+    matrix, turned = packed.reshape(2, -1).copy()
+    for wanted, operands in (
+        (rotation(x.double()), {"matrix": matrix, "signs_before": before, "signs_after": after}),
+        (rotation.inverse(x.double()), {"matrix": turned, "signs_before": after, "signs_after": before}),
+    ):
+        y = np.zeros(x.shape, np.uint16)
+        bits = x.numpy().view(np.uint16).ravel()
+        kernel.run(source.entry, source.launch, bits, y.ravel(), scale=n**-0.5, operands=operands)
+        error = np.linalg.norm(y.view(np.float16) - wanted.numpy()) / np.linalg.norm(wanted.numpy())
+        assert error < 3e-4
 
 
 def test_a_packed_matrix_is_that_of_the_mma() -> None:

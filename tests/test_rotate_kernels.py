@@ -45,6 +45,7 @@ def ran(device: EmulatedDevice) -> list[str]:
         (Rotation(96, "dao", signs_after=some_signs(96)), "n96-k12-signed"),
         (signed(448, "quarot", block=224), "n224-k28-signed"),
         (signed(56, "quarot"), "n56-k56-signed"),  # H of order 2 becomes a part of the matrix
+        (signed(768, k=12), "n768-k24-signed"),  # so does one of order 2, of which the matrix has 16 rows or more
         (signed(240, k=(20, 12)), "n240-k240-signed"),
         (Rotation(3840, k=(12, 20)), "n3840-k240"),
         (signed(344, "quarot"), "n344-k344-signed"),
@@ -316,6 +317,7 @@ def test_functions_of_other_projects_take_these_kernels(device: EmulatedDevice) 
     ("rotation", "key"),
     [
         (signed(224, "quarot"), "n224-k28-signed-float16-accurate"),
+        (signed(768, k=12), "n768-k24-signed-float16-accurate"),  # the matrix and H of order 2
         (Rotation(64, -torch.eye(64) + torch.ones(64, 64).tril()), "n64-k64-float16-accurate"),
         (Rotation(512, signs=some_signs(512)), "n512-signed-float16-accurate"),
     ],
