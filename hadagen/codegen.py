@@ -134,11 +134,12 @@ def _place_lines(plan: Plan) -> list[str]:
         "lane": "thread of the warp",
         "warp": "warp of the block",
         "cta": "block of the cluster",
-        "column": "column of X, a row of x as a matrix",
+        "column": "column of X, which a row of x makes up",
         "row": "row of X",
     }
     held = {kind: plan.loaded.digits_of(kind) for kind in kinds}
-    return [f"{kind:5}{' '.join(map(str, held[kind].values())):17}{what}" for kind, what in kinds.items() if held[kind]]
+    axes = {kind: " ".join(map(str, held[kind].values())) for kind in kinds if held[kind]}
+    return [f"{kind + ' ':5}{axes[kind]:16} {what}" for kind, what in kinds.items() if held[kind]]
 
 
 def _groups(plan: Plan, views: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:

@@ -54,7 +54,7 @@ class Knobs:
     cluster: int = _one_of(1, 2, 4, 8, 16)
     # rows of a tile that is multiplied by a matrix
     rows: int = _one_of(1, 2, 4, 8, 16, 32, 64, 128, 256)
-    # of 16 rows of the matrix, in the registers of one warp
+    # of 16 rows of the matrix each, that one warp multiplies by
     slabs: int = _one_of(1, 2, 3, 4, 5)
     # what brings bits of blocks together: an exchange, or loads of whole rows
     block_bits: str = _one_of(EXCHANGE, LOAD)

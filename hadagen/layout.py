@@ -25,8 +25,8 @@ place. For bits, that is the sum of 2^b over the index bits b whose place has co
 A step that moves data moves bits from place to place: after `MMA_MOVES` bit 0 is found at lane2 and bit 5 at pair.
 Chunks of 256 elements add places reg2, reg3, …; the warps of a block warp0 …; the blocks of a cluster cta0 …
 
-A row of n = K · 2^m elements is a K × 2^m matrix in shared memory. Its axis that is no bit, the slowest, is found at
-the place `row`, and bit b at column b. An axis is written radix·stride, a bit as its number. Several rows of x make up
+A row of n = K · 2^m elements is a matrix of K rows and 2^m columns. Its slowest axis, which is no bit, is found at the
+place `row`, and bit b at column b. An axis is written radix·stride, a bit as its number. Several rows of x make up
 a tile with more rows.
 
     n = 12 · 256, two rows of x: bits 0 to 7 at column0 … column7, and the axis 24·256 at row

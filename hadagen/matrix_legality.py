@@ -100,7 +100,8 @@ def _load(c: Context, k: Knobs) -> str | None:
         return "blocks of rows are loaded as they lie (load must be plain or bulk)"
     elif k.load == "bulk" and not _shape(c, k).in_order:
         return "a row of x begins inside a block (rows must be 1, or load plain)"
-    steps = matrix_steps(c.problem, k)
+    # Without requests, which knobs after this one choose.
+    steps = matrix_steps(c.problem, Knobs(k.chunks, rows=k.rows, exchange_carrier=k.exchange_carrier, load=k.load))
     carriers = ["", *(step.leaves or "" for step in steps)]
     needed = frozenset().union(*(s.features(c.problem.io.input, f) for s, f in zip(steps, carriers, strict=False)))
     lacking = min(needed - c.arch.features, default="")

@@ -244,16 +244,16 @@ class Problem:
 def kernel_order(order: int, length: int) -> int:
     """The order of the matrix with which kernels multiply by a matrix of this order and an H of this length.
 
-    It is `order`, or that of the matrix and a part of H. All of H belongs to that part if it is shorter than kernels
-    take, and so large a matrix is supported. Else the part is H of order 2, 4, …, as long as H of order 32 is left:
-    operands have 16 rows each, and what a matrix lacks to a multiple of 16 rows is computed and kept like the rest. So
-    a matrix of less than 32 rows takes in a part if it lacks a fifth or more, and any matrix if a long row fits in
-    shared memory without what it lacks, but not with it. order: at least 2.
+    It is `order`, or that of the matrix and a part of H. If H is shorter than kernels take, the part is all of H,
+    provided that a matrix of that order is supported. Else the part is H of order 2, 4, …, as long as H of order 32 is
+    left: operands have 16 rows each, and what a matrix lacks to a multiple of 16 rows is computed and kept like the
+    rest. So a matrix of less than 32 rows takes in a part if more than a fifth of the rows of its operands would be
+    empty, and any matrix if a long row fits in shared memory without what it lacks, but not with it. order: at least 2.
     """
     if 1 < length < LEAST_LENGTH:
         return order * length if order * length <= MAX_ORDER else order
     n = order * length
-    while length >= 64 and 2 * order <= MAX_ORDER:
+    while length >= 64:
         lacking = -order % 16
         if not (order < 32 and 4 * lacking > order) and not n <= _LONGEST < n + lacking * length:
             break

@@ -53,6 +53,15 @@ def test_every_named_matrix_against_float64(name: str, order: int) -> None:
         torch.testing.assert_close(r.inverse(wanted), x, rtol=1e-13, atol=1e-13)
 
 
+@pytest.mark.parametrize(("order", "n"), [(12, 768), (12, 1536), (20, 1280)])
+def test_where_a_kernel_takes_the_matrix_with_a_part_of_h(order: int, n: int) -> None:
+    r, x = Rotation(n, k=order), normal(3, n)
+    assert r._orders[0] > order
+    torch.testing.assert_close(r(x), x @ dense("auto", (order,), n), rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(r.matrix(), dense("auto", (order,), n), rtol=1e-13, atol=1e-13)
+    assert r.k == (order,)
+
+
 @pytest.mark.parametrize("digits", range(1, 5))
 def test_regular_is_a_kronecker_power_whose_rows_have_one_sum(digits: int) -> None:
     four = torch.tensor([[1, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]], dtype=torch.float64) / 2

@@ -15,16 +15,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from spaces import ARCH, draw, legal_in, seeds_of, space_of
 
-from hadagen.arch import Arch
+from hadagen.arch import Arch, load_arch
 from hadagen.errors import UsageError
 from hadagen.knobs import KNOB_NAMES, Knobs
-from hadagen.legality import RULES, Context
+from hadagen.legality import Context
 from hadagen.problem import DType, Numerics, Problem, Rows
-from hadagen.space import Space, build_plan, shape_of
+from hadagen.space import Space, build_plan, rules_for, shape_of
 
 PROBLEMS = [Problem.of(n, DType.FLOAT16, numerics) for n in (2, 32, 256, 4096, 32768) for numerics in Numerics]
 PROBLEMS += [Problem.of(n, DType.FLOAT32) for n in (128, 256, 4096)]
 PROBLEMS += [Problem.of(512, DType.BFLOAT16), *(Problem.of(8192, DType.BFLOAT16, numerics) for numerics in Numerics)]
+WITH_MATRIX = [Problem.of(3584, DType.FLOAT16, Numerics.FAST, order=28), Problem.of(80, DType.FLOAT16, order=80)]
 
 
 def check(problem: Problem, knobs: Knobs, why: str = "", arch: Arch = ARCH) -> None:
@@ -428,13 +429,15 @@ def test_seeds_of_clusters_load_whole_rows_too() -> None:
     assert all(before.low_bits == "shuffle" for before, k in pairwise(seeds) if k in of_float32)
 
 
-@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.key)
-def test_no_knob_that_is_chosen_after_a_rule_was_asked_has_a_say(problem: Problem) -> None:
+@pytest.mark.parametrize("arch", [ARCH, load_arch("sm80"), load_arch("sm75")], ids=lambda arch: arch.name)
+@pytest.mark.parametrize("problem", [*PROBLEMS, *WITH_MATRIX], ids=lambda problem: problem.key)
+def test_no_knob_that_is_chosen_after_a_rule_was_asked_has_a_say(problem: Problem, arch: Arch) -> None:
     """Whatever it becomes, what the rule found legal it finds legal still."""
-    context = Context(problem, ARCH)
-    for knobs in random.Random(2).sample(space_of(problem).legal, 150):
-        changed = {name: [replace(knobs, **{name: value}) for value in ARCH.search[name]] for name in KNOB_NAMES}
-        for rule in RULES:
+    context, space = Context(problem, arch), space_of(problem) if arch is ARCH else Space(problem, arch)
+    some = random.Random(2).sample(space.legal, min(150 if arch is ARCH else 20, len(space.legal)))
+    for knobs in some:
+        changed = {name: [replace(knobs, **{name: value}) for value in arch.search[name]] for name in KNOB_NAMES}
+        for rule in rules_for(problem):
             for name in KNOB_NAMES[KNOB_NAMES.index(rule.last) + 1 :]:
                 assert not any(rule.broken(context, other) for other in changed[name]), (knobs, rule.last, name)
 

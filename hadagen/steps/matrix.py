@@ -1,8 +1,8 @@
 """The steps of a transform with a matrix, and the step that flips signs.
 
 A row of x is taken as a matrix X of order × length elements, and the transform is A · X · H, times the scale. `Columns`
-multiplies by H and `Matrix` by A. Between them values cross shared memory, as operands of the second. If the length is
-1, `Square` does all.
+multiplies by H and `Matrix` by A. Between the two, values cross shared memory, in the form of operands of `Matrix`. If
+the length is 1, `Square` does both.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class LoadColumns(Load):
 class Columns(Step):
     """X · H, times the scale, to shared memory, packed or split.
 
-    An mma whose left operand is H transforms four bits, and the sum of two a fifth. The next bits, which number the
-    vectors of a thread, are transformed by add and subtract. An mma leaves neighbors of a column in a thread. Rounded,
-    these are words of a right operand of `Matrix`.
+    An mma whose left operand is H transforms four bits, and a second one in the same accumulator a fifth. The next
+    bits, which number the vectors of a thread, are transformed by add and subtract. An mma leaves two neighboring rows
+    of X, of one column, in a thread. Rounded, these are a word of a right operand of `Matrix`.
     """
 
     carrier: str
@@ -202,7 +202,7 @@ class Shape:
 
     @property
     def groups(self) -> int:
-        """Blocks beside each other: what `Matrix` adds and subtracts."""
+        """Blocks beside each other in the same rows. `Matrix` adds and subtracts their results."""
         return max(1, (self.length >> COLUMN_BITS) // self.chunks)
 
     @cached_property
@@ -267,7 +267,7 @@ class Matrix(Multiplies):
         return 2 * shape.share * shape.vectors
 
     def registers(self, plan: Draft) -> int:
-        """For what `Columns` has loaded and sums, or for A and the sums here."""
+        """The larger of what `Columns` needs, loads and sums, and what this step needs, A and its sums."""
         shape, columns = self.shape(plan), VECTOR * self.shape(plan).vectors
         at_once = 2 * shape.vectors if plan.load.staged else self.vectors(plan)
         loaded = OPERAND_REGISTERS * (at_once + shape.vectors)
