@@ -201,7 +201,7 @@ def assemble(path: Path, out: Path, ptxas: str | None, drop_ptx: bool, table: Pa
 
     ptxas makes the cubins of the bundle OUT from the PTX of the bundle at PATH. A driver loads a cubin if it is of the
     same CUDA major release as ptxas, or newer. All else stays, times too: measure kernels again if they may be slower
-    now. OUT is a new file, or PATH. A kernel without PTX runs where its cubin loads, or NVRTC is there, and the bundle
+    now. OUT is a new file, or PATH. A kernel without PTX runs only where its cubin loads or NVRTC is there, and it
     cannot be assembled again.
     """
     from hadagen.arch import load_arch

@@ -19,12 +19,12 @@ from refresh_times import (
     our_rows,
     pitched,
     read_rows,
+    shipped_rows,
     times_of,
 )
 
 from hadagen.problem import Numerics, Problem, Transform, padded_length
 from hadagen.regimes import timed_elements
-from hadagen.tuning_db.bundle import Bundle
 
 # The table and the picture show this type and destination.
 DTYPE, DESTINATION = "float16", "in-place"
@@ -192,42 +192,31 @@ def rotations_table() -> str:
     times are those of the shipped winners."""
     if not files.OURS.exists():
         return files.NO_DATA
-    bundle = Bundle.open(files.OURS)
+    rows = shipped_rows(files.H200)
+    times = times_of(rows)
     rotations = sorted(
-        {
-            entry.problem.transform
-            for entry in bundle.all_entries()
-            if entry.problem.order > 1 and entry.gpu == files.H200
-        },
+        {transform for row in rows if (transform := Problem.parse(row["problem"]).transform).order > 1},
         key=lambda transform: (transform.order > FEW_ROWS, transform.n),
     )
-    return "\n\n".join(_rotations_of(bundle, rotations, numerics) for numerics in (Numerics.FAST, Numerics.ACCURATE))
+    return "\n\n".join(_rotations_of(times, rotations, numerics) for numerics in (Numerics.FAST, Numerics.ACCURATE))
 
 
-def _rotations_of(bundle: Bundle, rotations: Iterable[Transform], numerics: Numerics) -> str:
+def _rotations_of(times: Times, rotations: Iterable[Transform], numerics: Numerics) -> str:
     rows = []
     for transform in rotations:
         row = [f"{transform.n} = {transform.order} · {transform.length}"]
-        for _, elements, cache in ROTATION_REGIMES:
+        for _, nominal, cache in ROTATION_REGIMES:
             mine, other = (
-                _fraction(bundle, Problem.of(n, DTYPE, numerics, order=order), elements, cache)
+                times[f"hadagen, {numerics.value}"].get(
+                    Cell(DTYPE, n, timed_elements(Problem.of(n, DTYPE, order=order), nominal), DESTINATION, cache)
+                )
                 for n, order in ((transform.n, transform.order), (padded_length(transform.n), 1))
             )
-            row.append(f"{number(mine)} ({number(mine and other and mine / other)})")
+            ratio = mine and other and mine.fraction_of_copy / other.fraction_of_copy
+            row.append(f"{number(mine and mine.fraction_of_copy)} ({number(ratio)})")
         rows.append(row)
     titles = [title for title, _, _ in ROTATION_REGIMES]
     return grid("l" + "r" * len(titles), [f"{numerics.value}; n = K · 2^m", *titles], rows)
-
-
-def _fraction(bundle: Bundle, problem: Problem, nominal: int, cache: str) -> float | None:
-    """The fraction of copy of the winner on an H200 at an element count; None if none was timed there."""
-    wanted = timed_elements(problem, nominal)
-    for entry in bundle.entries(problem):
-        if (entry.gpu, entry.destination.value, entry.elements) == (files.H200, DESTINATION, wanted):
-            hot, cold = (entry.hot_copy_us, entry.hot_us), (entry.cold_copy_us, entry.cold_us)
-            copied, timed = hot if cache == "hot" else cold
-            return copied / timed if copied and timed else None
-    return None
 
 
 def copy_rates(times: Times, dtype: str) -> str:

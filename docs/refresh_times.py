@@ -76,10 +76,15 @@ def times_of(rows: Iterable[Mapping[str, str]]) -> Times:
 
 @cache
 def our_rows() -> list[dict[str, str]]:
-    """The rows of the winners of `OUR_GPU` in the shipped bundle, as `hadagen bundle export` writes them."""
+    """The rows of the winners of `OUR_GPU` in the shipped bundle."""
+    return shipped_rows(files.OUR_GPU)
+
+
+def shipped_rows(gpu: str) -> list[dict[str, str]]:
+    """The rows of the winners of a GPU in the shipped bundle, as `hadagen bundle export` writes them."""
     table = StringIO()
     winners = selection_of(Bundle.open(files.OURS))
-    print_csv({cell: trial for cell, trial in winners.items() if cell.gpu == files.OUR_GPU}, table)
+    print_csv({cell: trial for cell, trial in winners.items() if cell.gpu == gpu}, table)
     return [_told(row) for row in csv.DictReader(StringIO(table.getvalue()))]
 
 

@@ -12,7 +12,7 @@ from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
-from hadagen.arch import Arch
+from hadagen.arch import Arch, Limits
 from hadagen.knobs import (
     EXCHANGE,
     FAR_MMA,
@@ -69,6 +69,23 @@ def _rule(last: str) -> Callable[[Callable[[Context, Knobs], str | None]], None]
         RULES.append(Rule(last, broken))
 
     return add
+
+
+def beyond_threads(limits: Limits, threads: int, min_blocks: int) -> str | None:
+    """Why so many threads of a block do not fit on an SM as often as `min_blocks` says, or None."""
+    if min_blocks * threads > limits.threads_per_sm:
+        return f"more than {limits.threads_per_sm} threads per SM (take fewer warps or a smaller min_blocks)"
+    return None
+
+
+def beyond_shared(limits: Limits, footprint: Footprint, min_blocks: int, fewer: str) -> str | None:
+    """Why the shared memory of a block does not fit, on its own or as often as `min_blocks` says, or None. fewer: the
+    knobs that take less."""
+    if footprint.shared_bytes > limits.shared_per_block:
+        return f"more than {limits.shared_per_block} bytes of shared memory per block (take fewer {fewer})"
+    if min_blocks * (footprint.shared_bytes + limits.shared_reserved_per_block) > limits.shared_per_sm:
+        return f"more than {limits.shared_per_sm} bytes of shared memory per SM (min_blocks must be smaller)"
+    return None
 
 
 def _tile(knobs: Knobs) -> int:
@@ -449,10 +466,7 @@ def _(c: Context, k: Knobs) -> str | None:
 
 @_rule("min_blocks")
 def _(c: Context, k: Knobs) -> str | None:
-    limit = c.arch.limits.threads_per_sm
-    if k.min_blocks * k.warps * 32 > limit:
-        return f"more than {limit} threads per SM (take fewer warps or a smaller min_blocks)"
-    return None
+    return beyond_threads(c.arch.limits, 32 * k.warps, k.min_blocks)
 
 
 @_rule("min_blocks")
@@ -462,8 +476,4 @@ def _(c: Context, k: Knobs) -> str | None:
     registers = footprint.registers(wide=k.exchange_carrier == FP32 or _rounds_once(c, k))
     if registers > min(limits.registers_per_thread, limits.registers_per_sm // (32 * k.warps * k.min_blocks)):
         return "a thread's values do not fit its registers (take fewer chunks, stages or min_blocks)"
-    if footprint.shared_bytes > limits.shared_per_block:
-        return f"more than {limits.shared_per_block} bytes of shared memory per block (take fewer stages or warps)"
-    if k.min_blocks * (footprint.shared_bytes + limits.shared_reserved_per_block) > limits.shared_per_sm:
-        return f"more than {limits.shared_per_sm} bytes of shared memory per SM (min_blocks must be smaller)"
-    return None
+    return beyond_shared(limits, footprint, k.min_blocks, "stages or warps")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from hadagen.knobs import KNOB_NAMES, KNOB_VALUES, Knobs, log2, matrix_steps
-from hadagen.legality import RULES, Context, Rule
+from hadagen.legality import RULES, Context, Rule, beyond_shared, beyond_threads
 from hadagen.problem import LEAST_LENGTH, DType, Numerics, Problem, Rows
 from hadagen.steps.base import PACKED
 from hadagen.steps.draft import Draft, Footprint
@@ -101,10 +101,9 @@ def _load(c: Context, k: Knobs) -> str | None:
     elif k.load == "bulk" and not _shape(c, k).in_order:
         return "a row of x begins inside a block (rows must be 1, or load plain)"
     # Without requests, which knobs after this one choose.
-    steps = matrix_steps(c.problem, Knobs(k.chunks, rows=k.rows, exchange_carrier=k.exchange_carrier, load=k.load))
-    carriers = ["", *(step.leaves or "" for step in steps)]
-    needed = frozenset().union(*(s.features(c.problem.io.input, f) for s, f in zip(steps, carriers, strict=False)))
-    lacking = min(needed - c.arch.features, default="")
+    chosen = Knobs(k.chunks, rows=k.rows, exchange_carrier=k.exchange_carrier, load=k.load)
+    draft = Draft(c.problem, log2(k.chunks), 0, 0, matrix_steps(c.problem, chosen))
+    lacking = min(draft.features - c.arch.features, default="")
     return f"the arch has no {lacking}" if lacking else None
 
 
@@ -116,17 +115,13 @@ def _grid(c: Context, k: Knobs) -> str | None:
 
 def _min_blocks(c: Context, k: Knobs) -> str | None:
     limits, threads = c.arch.limits, 32 * _groups(c, k) * k.warps
-    if k.min_blocks * threads > limits.threads_per_sm:
-        return f"more than {limits.threads_per_sm} threads per SM (take fewer warps or a smaller min_blocks)"
+    if why := beyond_threads(limits, threads, k.min_blocks):
+        return why
     footprint = _footprint(c.problem, k.chunks, k.warps, k.rows, k.slabs, k.exchange_carrier, k.load, k.stages)
     room = limits.registers_per_sm // (threads * k.min_blocks)
     if footprint.registers(wide=False) > min(limits.registers_per_thread, room):
         return "values, or the matrix and its sums, do not fit the registers (take more warps, or fewer rows or slabs)"
-    if footprint.shared_bytes > limits.shared_per_block:
-        return f"more than {limits.shared_per_block} bytes of shared memory per block (take fewer rows)"
-    if k.min_blocks * (footprint.shared_bytes + limits.shared_reserved_per_block) > limits.shared_per_sm:
-        return f"more than {limits.shared_per_sm} bytes of shared memory per SM (min_blocks must be smaller)"
-    return None
+    return beyond_shared(limits, footprint, k.min_blocks, "rows")
 
 
 def _trigger(c: Context, k: Knobs) -> str | None:

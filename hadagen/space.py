@@ -114,11 +114,12 @@ class Space:
         plainly and in bulk, with about four warps in a block. A tile is one row, or 2048 elements where rows are
         shorter."""
         operands = -(-self.problem.order // 16)
-        slabs = [slabs for slabs in (operands if operands == 5 else 3, 3, 2, 1) if 5 * (-operands % slabs) <= operands]
+        known = (5, 3, 2, 1) if operands == 5 else (3, 2, 1)
+        slabs = [slabs for slabs in known if 5 * (-operands % slabs) <= operands][:2]
         rows = 1 << max(0, log2(LEAST_CHUNKS) + CHUNK_BITS - self.problem.n.bit_length() + 1)
         loads = ("plain", "bulk") if self.problem.length > 1 else ("cp_async",)
         found: dict[Knobs, None] = {}
-        for held, chunks, load in product(list(dict.fromkeys(slabs))[:2], (4, 2, 8, 1), loads):
+        for held, chunks, load in product(slabs, (4, 2, 8, 1), loads):
             warps = 1 << max(0, round(log2_of(4 * held / operands)))
             tile = replace(PROVEN_WITH_MATRIX, chunks=chunks, slabs=held, warps=warps, rows=rows, load=load)
             if knobs := self._keeping(tile, "chunks", "slabs", "load"):

@@ -60,13 +60,12 @@ def estimated_winners(source: Bundle, arch: Arch) -> tuple[Selection, dict[Probl
     `estimate_bundle` does."""
     if source.arch == arch.name:
         raise UsageError(f"{source.path} has winners of {arch.name} already; estimate those of another arch")
-    measured = [entry for entry in source.all_entries() if entry.provenance is Provenance.MEASURED]
+    entries = list(source.all_entries())
+    measured = [entry for entry in entries if entry.provenance is Provenance.MEASURED]
     if not measured:
         raise StorageError(f"{source.path} has no measured winners to estimate from; name a bundle that has some")
     date, known = max(entry.date for entry in measured), {entry.problem for entry in measured}
-    entries = [
-        entry for entry in source.all_entries() if entry.provenance is Provenance.MEASURED or entry.problem not in known
-    ]
+    entries = [entry for entry in entries if entry.provenance is Provenance.MEASURED or entry.problem not in known]
     trials: dict[str, Trial] = {}
     favored = []
     for (problem, knobs), won in _recipes(entries, arch).items():
