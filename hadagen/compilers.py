@@ -155,9 +155,9 @@ class Ptxas:
 
     @classmethod
     def find(cls, path: str | None = None) -> Ptxas:
-        """The ptxas at `path`, or the one that `find_tool` finds, and its error. Raises `ToolchainError` if it cannot
-        be run."""
-        path = os.path.abspath(path) if path else find_tool(cls.kind, PTXAS_HINT)  # it runs in other folders
+        """The ptxas at `path`, a file or a name on PATH, or the one that `find_tool` finds, and its error. Raises
+        `ToolchainError` if it cannot be run."""
+        path = os.path.abspath(shutil.which(path) or path) if path else find_tool(cls.kind, PTXAS_HINT)
         return cls(path, _version_of(path, cls.kind, PTXAS_HINT))
 
     @property

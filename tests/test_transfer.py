@@ -34,6 +34,7 @@ from hadagen.space import Space, build_plan
 from hadagen.target import generation, known_archs
 from hadagen.trial import Provenance, Trial
 from hadagen.tuner import transfer
+from hadagen.tuner.estimate import shortlist
 from hadagen.tuner.transfer import estimated_winners
 from hadagen.tuning_db.bundle import Bundle, BundleEntry, shipped
 from hadagen.tuning_db.merge import Selection, selection_of, write_selection
@@ -126,6 +127,24 @@ def test_equal_sources_give_equal_bytes(source: Bundle, tmp_path: Path) -> None:
 def test_what_is_legal_nowhere_has_no_winner(source: Bundle) -> None:
     assert {cell.problem for cell in estimated_winners(source, load_arch("sm89"))[0]} == set(PROBLEMS[:3])
     assert {cell.problem for cell in estimated_winners(source, load_arch("sm120"))[0]} == set(PROBLEMS)
+
+
+def test_estimates_stand_in_where_nothing_was_measured(source: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And count for nothing where something was."""
+    arch, (guessed, measured) = load_arch("sm100"), PROBLEMS[:2]
+    before, _ = estimated_winners(source, arch)
+    entries = list(source.all_entries())
+    for at, entry in enumerate(entries):
+        if entry.problem == guessed:
+            entries[at] = replace(entry, provenance=Provenance.ESTIMATED)
+    known = {Knobs.like(entry.knobs) for entry in entries}
+    other = next(knobs for knobs in shortlist(Space(measured, arch), 8) if knobs not in known)
+    guess = {"knobs": other.to_dict(), "provenance": Provenance.ESTIMATED}
+    # The first of a cell decides.
+    entries = [replace(entry, **guess) for entry in source.entries(measured)] + entries
+    monkeypatch.setattr(Bundle, "all_entries", lambda bundle: iter(entries))
+    after, _ = estimated_winners(source, arch)
+    assert {cell: trial.knobs for cell, trial in after.items()} == {cell: trial.knobs for cell, trial in before.items()}
 
 
 @pytest.mark.parametrize("lacking", ["cluster", "bulk_copy", "cp_async", "dependent_launch"])
