@@ -285,6 +285,7 @@ def test_folding_into_a_layer_as_quarot_does(options: dict[str, Any], rotation: 
             r"R2 has the shape \(8, 8\); it must be \(4, 4\)",
         ),
         (lambda: quarot.matmul_hadU_cuda(torch.ones(24), torch.ones(5, 5), 5), TensorError, "n = 24 is not 5 times"),
+        (lambda: quarot.matmul_hadU_cuda(torch.ones(36), torch.ones(12, 12), 12), TensorError, "n = 36 is not 12 tim"),
         (lambda: quarot.apply_exact_had_to_linear(None), TypeError, "module is a NoneType"),
         (lambda: quarot.apply_exact_had_to_linear(torch.nn.Linear(8, 8), 3), UsageError, "had_dim = 3 is not a power"),
         (

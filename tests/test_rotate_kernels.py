@@ -14,6 +14,7 @@ from test_runtime import normal
 from hadagen import Rotation
 from hadagen.arch import load_arch
 from hadagen.codegen import render
+from hadagen.compat import fast_hadamard_transform as fast
 from hadagen.compat import quarot
 from hadagen.emulator import compile_host
 from hadagen.errors import TensorError
@@ -299,14 +300,20 @@ def test_a_scale_beyond_the_fast_kernel_takes_the_accurate_one(device: EmulatedD
 
 
 def test_functions_of_other_projects_take_these_kernels(device: EmulatedDevice) -> None:
-    x = normal(3, 224, dtype=HALF)
-    r = Rotation(224, "quarot")
-    for transpose in (False, True):
-        wanted = x.double() @ (r.matrix().T if transpose else r.matrix())
-        device.ran()
-        assert same(quarot.matmul_hadU(x, transpose=transpose), wanted)
-        assert same(quarot.matmul_hadU_cuda(x, *quarot.get_hadK(224), transpose=transpose), wanted)
-        assert ran(device) == ["n224-k28"] * 2
+    for n, name in ((56, "n56-k56"), (768, "n768-k24"), (224, "n224-k28")):
+        x = normal(3, n, dtype=HALF)
+        m = Rotation(n, "quarot").matrix()
+        for transpose in (False, True):
+            wanted = x.double() @ (m.T if transpose else m)
+            device.ran()
+            assert same(quarot.matmul_hadU(x, transpose=transpose), wanted)
+            assert same(quarot.matmul_hadU_cuda(x, *quarot.get_hadK(n), transpose=transpose), wanted)
+            assert ran(device) == [name] * 2
+    rows = normal(3, 1280, dtype=HALF)
+    wanted = rows.double() @ Rotation(1280, "dao", k=20).matrix()
+    device.ran()
+    assert same(fast.hadamard_transform_20N(rows, 1280**-0.5), wanted)
+    assert ran(device) == ["n1280-k40"]
     twos = torch.full((28, 28), 2, dtype=torch.int8)
     assert same(quarot.matmul_hadU_cuda(x, twos, 28), quarot.matmul_hadU_cuda(x.double(), twos.double(), 28))
     assert "n224-k28" not in ran(device)

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from torch.overrides import handle_torch_function
 
 from hadagen.errors import TensorError
-from hadagen.problem import padded_length
+from hadagen.problem import kernel_order, padded_length
 from hadagen.runtime import transform
 from hadagen.runtime.arguments import is_flag
 from hadagen.runtime.checks import check_call, check_is_tensor, is_symbolic, stands_for_a_tensor
@@ -140,8 +140,8 @@ def _of_order(k: int, function: Any, x: Any, scale: Any, exact: bool) -> torch.T
         raise TensorError(f"the last dimension of x is {m}; it may be at most {k * _MOST}, or pass exact=True")
     if not is_symbolic(scale):
         scale = float(scale)
-    matrix = named_matrix("dao", k, str(x.device))
-    y = rotate(pad(x, (0, n - m)), matrix, k, n, scale=scale)
+    matrix = named_matrix("dao", k, n, str(x.device))
+    y = rotate(pad(x, (0, n - m)), matrix, kernel_order(k, n // k), n, scale=scale)
     return y if n == m else y[..., :m].contiguous()
 
 

@@ -17,12 +17,13 @@ from torch.overrides import handle_torch_function
 
 from hadagen.errors import TensorError, UsageError
 from hadagen.matrices import find_matrix, find_orders
+from hadagen.problem import kernel_order
 from hadagen.runtime import transform
 from hadagen.runtime.arguments import as_int, is_count
 from hadagen.runtime.checks import check_is_tensor, check_tensor, kind_of, stands_for_a_tensor
 from hadagen.runtime.linear import has_only_memory
 from hadagen.runtime.named import matrix_of, named_matrix
-from hadagen.runtime.operands import pack_matrices
+from hadagen.runtime.operands import combined, pack_matrices
 from hadagen.runtime.rotate import rotate
 
 __all__ = [
@@ -60,8 +61,11 @@ def matmul_hadU(X: torch.Tensor, transpose: bool = False) -> torch.Tensor:
     """
     if stands_for_a_tensor(X):
         return handle_torch_function(matmul_hadU, (X,), X, transpose)
-    k = _order(_length(X))
-    return _rotated(X, named_matrix("quarot", k, str(X.device)) if k > 1 else None, k, transpose)
+    n = _length(X)
+    k = _order(n)
+    if k == 1:
+        return _rotated(X, None, 1, transpose)
+    return _rotated(X, named_matrix("quarot", k, n, str(X.device)), kernel_order(k, n // k), transpose)
 
 
 def matmul_hadUt(X: torch.Tensor) -> torch.Tensor:
@@ -93,7 +97,8 @@ def matmul_hadU_cuda(
     if hadK is None:
         raise UsageError(f"hadK is None but K = {k}; pass both as get_hadK returned them")
     _check_matrix(hadK, "hadK", k, X)
-    return _rotated(X, _operand(hadK).to(X.device), k, transpose)
+    matrix, order = _operand(hadK, k, _length(X))
+    return _rotated(X, matrix.to(X.device), order, transpose)
 
 
 def matmul_hadUt_cuda(X: torch.Tensor, hadK: torch.Tensor | None, K: int) -> torch.Tensor:
@@ -187,14 +192,15 @@ def _check_matrix(matrix: torch.Tensor, name: str, order: int, other: torch.Tens
         raise TensorError(f"{name} has the shape {tuple(matrix.shape)}; it must be ({order}, {order})")
 
 
-def _operand(matrix: torch.Tensor) -> torch.Tensor:
-    """The matrix as `rotate` takes it: as kernels do where its entries are seen to be −1, 0 and 1. To look at a matrix
-    on a GPU would wait for that."""
+def _operand(matrix: torch.Tensor, order: int, n: int) -> tuple[torch.Tensor, int]:
+    """The matrix as `rotate` takes it, and its order then: as kernels do where its entries are seen to be −1, 0 and 1.
+    To look at a matrix on a GPU would wait for that."""
     if matrix.device.type == "cpu" and has_only_memory(matrix):
         wide = matrix.detach().double()
         if ((wide == 0) | (wide.abs() == 1)).all():
-            return cast(torch.Tensor, pack_matrices([wide.to(torch.int8)]))
-    return (matrix.to(torch.int16) if matrix.dtype == torch.uint8 else matrix).reshape(-1)
+            (taken,) = combined([wide.to(torch.int8)], n)
+            return cast(torch.Tensor, pack_matrices([taken])), len(taken)
+    return (matrix.to(torch.int16) if matrix.dtype == torch.uint8 else matrix).reshape(-1), order
 
 
 def _order(n: int) -> int:

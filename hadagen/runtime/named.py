@@ -10,8 +10,9 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hadagen.matrices import find_matrix
+from hadagen.problem import kernel_order
 from hadagen.runtime.linear import LIBRARY
-from hadagen.runtime.operands import pack_matrix, packed_size
+from hadagen.runtime.operands import combined, pack_matrix, packed_size
 
 
 def matrix_of(name: str, order: int) -> torch.Tensor:
@@ -24,23 +25,25 @@ def matrix_of(name: str, order: int) -> torch.Tensor:
 
 
 @lru_cache(maxsize=64)
-def _on(name: str, order: int, device: str) -> torch.Tensor:
+def _on(name: str, order: int, n: int, device: str) -> torch.Tensor:
     with _disable_current_modes(), torch.inference_mode(False):  # whose tensors would outlive them here
-        return pack_matrix(matrix_of(name, order)).to(device)
+        (matrix,) = combined([matrix_of(name, order)], n)
+        return pack_matrix(matrix).to(device)
 
 
-def _copy(name: str, order: int, device: str) -> torch.Tensor:
-    return _on(name, order, device).clone()  # compiled code may reuse the memory of a result
+def _copy(name: str, order: int, n: int, device: str) -> torch.Tensor:
+    return _on(name, order, n, device).clone()  # compiled code may reuse the memory of a result
 
 
-def _fake(name: str, order: int, device: str) -> torch.Tensor:
-    return torch.empty(packed_size(order), dtype=torch.uint8, device=device)
+def _fake(name: str, order: int, n: int, device: str) -> torch.Tensor:
+    return torch.empty(packed_size(kernel_order(order, n // order)), dtype=torch.uint8, device=device)
 
 
-LIBRARY.define("named_matrix(str name, int order, str device) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+LIBRARY.define("named_matrix(str name, int order, int n, str device) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 LIBRARY.impl("named_matrix", _copy, "CompositeExplicitAutograd")
 torch.library.register_fake("hadagen::named_matrix", _fake, lib=LIBRARY)
 
-# (name, order, device) → the matrix as `rotate` takes it, packed, in a new tensor.
+# (name, order, n, device) → the matrix as `rotate` takes it for rows of n, `combined` and packed, in a new tensor. Its
+# order is `kernel_order(order, n // order)`.
 # The device is text, because traces of torch.jit have no devices in operators.
 named_matrix: Any = torch.ops.hadagen.named_matrix.default

@@ -164,8 +164,12 @@ def combined(matrices: list[torch.Tensor], n: int) -> list[torch.Tensor]:
     """Matrices whose product with the H that is left of n is the same, such that a kernel takes them if there is a way:
     several matrices become one, with the part of H that `kernel_order` says."""
     order = prod(map(len, matrices))
+    rest, left = divmod(n, order)
     if not matrices or order > MAX_ORDER or any(each.dtype != torch.int8 for each in matrices):
         return matrices
-    part = kernel_order(order, n // order) // order
+    if left or rest & (rest - 1):  # `check` refuses such an n
+        return matrices
+    part = kernel_order(order, rest) // order
     pair = torch.tensor([[1, 1], [1, -1]], dtype=torch.int8, device="cpu")
-    return [reduce(torch.kron, [*matrices, *[pair] * (part.bit_length() - 1)])]
+    whole = [each.contiguous() for each in matrices]  # torch.kron takes no others
+    return [reduce(torch.kron, [*whole, *[pair] * (part.bit_length() - 1)])]
