@@ -54,16 +54,24 @@ template <> HADAGEN_INLINE Operand load_entries<bfloat16>(const byte* entries) {
     return a;
 }
 
-// A vector of rows of n elements from number `at` on, times the signs of a row; null for none.
-template <class T, u32 n> HADAGEN_INLINE Vec16 flip_signs(Vec16 v, const void* signs, u32 at) {
-    if (!signs) return v;
-    u32 bits = load_byte(static_cast<const byte*>(signs) + at % n / 8);
-    if (n < 8) bits = (bits & (1u << n) - 1) * (0xFFu / ((1u << n) - 1));
-    else bits >>= at % 8;
+// The signs of a vector whose first element is number at + more of a row, or of several rows of n elements: bit i is 1
+// where element i is negated. None are if `signs` is null, or not `inside`. more: a constant multiple of 8, for an address
+// that several vectors share.
+template <class T, u32 n> HADAGEN_INLINE u32 sign_bits(const void* signs, u32 at, u32 more = 0, bool inside = true) {
+    const u32 bits = load_byte_if(static_cast<const byte*>(signs) + at / 8 + more / 8, signs && inside);
+    if (n < 8) return (bits & (1u << n) - 1) * (0xFFu / ((1u << n) - 1));
+    return T::bytes == 4 ? bits >> at % 8 : bits;
+}
+template <class T> HADAGEN_INLINE Vec16 flip_signs(Vec16 v, u32 bits) {
+    const u32 pairs = bits | bits << 15;
 #pragma unroll
-    for (int w = 0; w < 4; ++w)
-        v.word[w] ^= T::bytes == 4 ? bits << (31 - w) & 0x80000000u : (bits | bits << 15) << (15 - 2 * w) & 0x80008000u;
+    for (int w = 0; w < 4; ++w) v.word[w] ^= T::bytes == 4 ? bits << (31 - w) & 0x80000000u : pairs << (15 - 2 * w) & 0x80008000u;
     return v;
+}
+// Those of one pair of a vector of 16-bit elements, of a row of at least eight elements: what its word is combined with.
+HADAGEN_INLINE u32 pair_signs(const void* signs, u32 vector, u32 pair, bool inside = true) {
+    const u32 bits = load_byte_if(static_cast<const byte*>(signs) + vector, signs && inside);
+    return (bits | bits << 15) << (15 - 2 * pair) & 0x80008000u;
 }
 
 // ---- butterflies ---------------------------------------------------------------------------------------------------

@@ -57,7 +57,14 @@ template <class T> HADAGEN_INLINE void store_element(void* global, Vec16 v, int 
 
 // What is neither x nor y, and which the kernel does not write: 8 bytes, or one.
 HADAGEN_INLINE u64 load_constant8(const void* global) { return *static_cast<const u64*>(global); }
-HADAGEN_INLINE u32 load_byte(const void* global) { return *static_cast<const byte*>(global); }
+HADAGEN_INLINE u32 load_byte_if(const void* global, bool inside) {
+    u32 value;
+    asm volatile(
+        "{ .reg .pred p; setp.ne.u32 p, %2, 0; mov.u32 %0, 0;\n"
+        "@p ld.global.u8 %0, [%1]; }"
+        : "=r"(value) : "l"(global), "r"(u32(inside)));
+    return value;
+}
 
 // ---- packed pairs --------------------------------------------------------------------------------------------------
 template <class T> HADAGEN_INLINE u32 pack(float low, float high);

@@ -45,9 +45,9 @@ HADAGEN_INLINE u64 load_constant8(const void* global) {
     machine::load(&value, global, sizeof value);
     return value;
 }
-HADAGEN_INLINE u32 load_byte(const void* global) {
-    byte value;
-    machine::load(&value, global, sizeof value);
+HADAGEN_INLINE u32 load_byte_if(const void* global, bool inside) {
+    byte value = 0;
+    if (inside) machine::load(&value, global, sizeof value);
     return value;
 }
 
