@@ -69,6 +69,7 @@ _Count = Annotated[int, _Least(gt=0)]
 _Number = Annotated[float, _Least(gt=0)]
 # How Pydantic reads the classes below: numbers are never made of texts, nor whole ones of fractions.
 _STRICT = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
+_REGISTER_GRANULE = 8  # registers of a thread are a multiple of this
 # What it says of a mistake needs other words where the mistake is of a key.
 _MISTAKES = {"missing": "is missing; add it", "unexpected_keyword_argument": "is not a known key; remove it"}
 
@@ -88,6 +89,19 @@ class Limits:
     shared_per_sm: _Count
     shared_reserved_per_block: Annotated[int, _Least(ge=0)]
     cluster_blocks: _Count
+
+    def resident_blocks(self, threads: int, shared_bytes: int, registers: int) -> int:
+        """The number of such blocks that an SM holds at once, at least 1. registers: of a thread."""
+        granted = -(-registers // _REGISTER_GRANULE) * _REGISTER_GRANULE
+        return max(
+            1,
+            min(
+                self.blocks_per_sm,
+                self.threads_per_sm // threads,
+                self.registers_per_sm // (granted * threads),
+                self.shared_per_sm // max(1, shared_bytes + self.shared_reserved_per_block),
+            ),
+        )
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,6 @@ from hadagen.steps.base import Cost
 OVERLAP = 4.0  # p of the norm: 1 means no overlap, infinity full overlap
 SCHEDULERS = 4  # of an SM; each issues one instruction of a warp in a cycle
 SHARED_BYTES_PER_CYCLE = 128
-REGISTER_GRANULE = 8  # registers of a thread are a multiple of this
 # Half of the estimates differ by less than this share from what was measured of kernels of every kind; the tests check
 # it. So of two kernels that differ by less, the model cannot tell which is faster.
 MODEL_ERROR = 0.08
@@ -47,7 +46,8 @@ class Estimate:
         self._prefetches = any(step.prefetches for step in plan.steps)
         self._problem = plan.problem
         wanted = plan.footprint.registers(wide=plan.wide) if registers is None else registers
-        self._blocks_per_sm = resident_blocks(plan, arch, wanted)
+        launch = plan.launch
+        self._blocks_per_sm = arch.limits.resident_blocks(launch.threads, launch.shared_bytes, wanted)
         costs = costs_of(plan)
         model, warps = arch.model, plan.warps
         instructions = TILE_INSTRUCTIONS + sum(cost.instructions for cost in costs)
@@ -101,21 +101,6 @@ def copy_us(arch: Arch, copied_bytes: int, destination: Destination, cache: Cach
     """Microseconds of the copy kernel over a buffer: launch, one load, and the memory."""
     in_l2, beyond, loading = _memory(arch, copied_bytes, destination, cache)
     return arch.model.launch_us + loading + in_l2 + beyond
-
-
-def resident_blocks(plan: Plan, arch: Arch, registers: int) -> int:
-    """The number of blocks that an SM holds at once if a thread has `registers`; at least 1."""
-    limits, launch = arch.limits, plan.launch
-    granted = -(-registers // REGISTER_GRANULE) * REGISTER_GRANULE
-    return max(
-        1,
-        min(
-            limits.blocks_per_sm,
-            limits.threads_per_sm // launch.threads,
-            limits.registers_per_sm // (granted * launch.threads),
-            limits.shared_per_sm // max(1, launch.shared_bytes + limits.shared_reserved_per_block),
-        ),
-    )
 
 
 def _memory(arch: Arch, moved_bytes: int, destination: Destination, cache: Cache) -> tuple[float, float, float]:

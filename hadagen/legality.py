@@ -52,6 +52,12 @@ class Context:
     def bits(self) -> int:
         return self.problem.bits
 
+    def registers(self, threads: int, min_blocks: int) -> int:
+        """The most registers of a thread, by an estimate that is high. Kernels with signs are made like others that
+        were compiled, so that estimate does not limit their `min_blocks`."""
+        limits, blocks = self.arch.limits, 1 if self.problem.transform.signed else min_blocks
+        return min(limits.registers_per_thread, limits.registers_per_sm // (threads * blocks))
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -474,6 +480,6 @@ def _(c: Context, k: Knobs) -> str | None:
     limits, footprint = c.arch.limits, _footprint(c.problem, *_room_of(k))
     # All values are in fp32 at once if they cross shared memory in fp32, or are not rounded before the store.
     registers = footprint.registers(wide=k.exchange_carrier == FP32 or _rounds_once(c, k))
-    if registers > min(limits.registers_per_thread, limits.registers_per_sm // (32 * k.warps * k.min_blocks)):
+    if registers > c.registers(32 * k.warps, k.min_blocks):
         return "a thread's values do not fit its registers (take fewer chunks, stages or min_blocks)"
     return beyond_shared(limits, footprint, k.min_blocks, "stages or warps")

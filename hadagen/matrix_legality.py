@@ -118,8 +118,7 @@ def _min_blocks(c: Context, k: Knobs) -> str | None:
     if why := beyond_threads(limits, threads, k.min_blocks):
         return why
     footprint = _footprint(c.problem, k.chunks, k.warps, k.rows, k.slabs, k.exchange_carrier, k.load, k.stages)
-    room = limits.registers_per_sm // (threads * k.min_blocks)
-    if footprint.registers(wide=False) > min(limits.registers_per_thread, room):
+    if footprint.registers(wide=False) > c.registers(threads, k.min_blocks):
         return "values, or the matrix and its sums, do not fit the registers (take more warps, or fewer rows or slabs)"
     return beyond_shared(limits, footprint, k.min_blocks, "rows")
 

@@ -71,10 +71,11 @@ def compile_all(recipes: Sequence[Recipe], target: str, jobs: int = 1) -> list[b
 
 
 @functools.lru_cache(maxsize=1024)
-def closest_recipe(problem: Problem, knobs: str, arch: str) -> Recipe | None:
+def closest_recipe(problem: Problem, knobs: str, arch: str, registers: int = 0) -> Recipe | None:
     """The recipe of a problem with the legal knobs that are nearest to others; None if no knobs are legal.
 
-    knobs: as `knobs_key` writes them, of any problem and arch. arch: whose rules the recipe keeps.
+    knobs: as `knobs_key` writes them, of any problem and arch. arch: whose rules the recipe keeps. registers: of a
+    thread of a kernel with these knobs, of which an SM should hold as many blocks; 0 for any number.
 
     Raises `ToolchainError` if kernels cannot be generated, and `UsageError` if the arch is unknown.
     """
@@ -87,7 +88,14 @@ def closest_recipe(problem: Problem, knobs: str, arch: str) -> Recipe | None:
     space = Space(problem, load_arch(arch))
     if (found := space.closest(Knobs.like(json.loads(knobs)))) is None:
         return None
-    return Recipe(problem, found.to_dict(), arch, build_plan(problem, found, space.arch).launch)
+    plan = build_plan(problem, found, space.arch)
+    if registers:
+        blocks = space.arch.limits.resident_blocks(plan.launch.threads, plan.launch.shared_bytes, registers)
+        most = max(value for value in (found.min_blocks, *space.arch.search["min_blocks"]) if value <= blocks)
+        wanted = replace(found, min_blocks=most)
+        if space.closest(wanted) == wanted:
+            found, plan = wanted, build_plan(problem, wanted, space.arch)
+    return Recipe(problem, found.to_dict(), arch, plan.launch)
 
 
 def is_recipe_of(trial: Trial) -> bool:

@@ -17,7 +17,7 @@ from spaces import seeds_of
 
 from hadagen import emulator
 from hadagen.arch import load_arch
-from hadagen.costmodel import MODEL_ERROR, Estimate, copy_us, costs_of, resident_blocks
+from hadagen.costmodel import MODEL_ERROR, Estimate, copy_us, costs_of
 from hadagen.emulator import verification_rows
 from hadagen.knobs import Knobs, are_known, plan_of
 from hadagen.launch import LaunchSpec, RowShape, Source
@@ -300,22 +300,14 @@ def test_bank_conflicts_cost_a_wide_exchange_its_time_in_shared_memory_again() -
 
 
 def test_occupancy_is_the_calculation_of_the_programming_guide() -> None:
-    problem = Problem.of(4096, DType.FLOAT16, Numerics.FAST)
-    knobs = Knobs(chunks=4, warps=4, mma_carrier="split", butterfly_carrier="fp32")
-    plan = build_plan(problem, knobs, SM90)
-    assert plan.launch.threads == 128
-    assert resident_blocks(plan, SM90, 32) == 16  # threads: 2048 / 128
-    assert resident_blocks(plan, SM90, 57) == 8  # registers: 65536 / (64 · 128)
-    assert resident_blocks(plan, SM90, 49) == 9  # in eights: 65536 / (56 · 128)
-    staged = build_plan(problem, replace(knobs, chunks=8, load="bulk", grid="persistent", stages=2), SM90)
-    shared = 233472 // (staged.launch.shared_bytes + 1024)
-    assert resident_blocks(staged, SM90, 32) == shared < 16
-    staged = build_plan(problem, replace(knobs, chunks=8, load="bulk", grid="persistent"), SM90)
-    assert staged.launch.shared_bytes == 32896
-    assert resident_blocks(staged, SM90, 32) == 6  # 7, were nothing reserved: 233472 / (32896 + 1024)
-    small = build_plan(Problem.of(256, DType.FLOAT16, Numerics.FAST), Knobs(), SM90)
-    assert resident_blocks(small, SM90, 32) == 32  # for want of blocks, not of threads: 2048 / 32
-    assert resident_blocks(small, load_arch("sm75"), 32) == 16  # which reserves no shared memory
+    limits, older = SM90.limits, load_arch("sm75").limits
+    assert limits.resident_blocks(128, 0, 32) == 16  # threads: 2048 / 128
+    assert limits.resident_blocks(128, 0, 57) == 8  # registers: 65536 / (64 · 128)
+    assert limits.resident_blocks(128, 0, 49) == 9  # in eights: 65536 / (56 · 128)
+    assert limits.resident_blocks(128, 65536, 32) == 3  # shared memory: 233472 / (65536 + 1024)
+    assert limits.resident_blocks(128, 32896, 32) == 6  # 7, were nothing reserved: 233472 / (32896 + 1024)
+    assert limits.resident_blocks(32, 0, 32) == 32  # for want of blocks, not of threads: 2048 / 32
+    assert older.resident_blocks(32, 0, 32) == 16  # which reserves no shared memory
 
 
 @pytest.mark.parametrize(("dtype", "more_mma"), [(DType.BFLOAT16, 0), (DType.FLOAT32, 2 * 4 * (4 - 3))])

@@ -101,6 +101,19 @@ def test_signs_take_the_kernels_of_the_same_rows(gpu: str, tmp_path: Path, monke
     assert not is_settled(SIGNED, Destination.IN_PLACE, HERE)
 
 
+def test_signs_leave_registers_for_as_many_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {}
+    for registers in (168, 80, 60, 40):  # of a thread; of 256
+        kernel = make_kernel(launch=launch_for(PROBLEM), registers=registers)
+        knobs = {"chunks": 1, "warps": 8, "grid": "tiles"}
+        winner = make_trial(problem=PROBLEM, knobs=knobs, kernel=kernel, timings=times({1 << 13: 2.0}))
+        pin(tmp_path / str(registers), [winner], monkeypatch)
+        best = hadagen.best_config(SIGNED, 32, arch="sm90", inplace=True)
+        assert best.knobs is not None
+        found[registers] = best.knobs["min_blocks"]
+    assert found == {168: 1, 80: 3, 60: 4, 40: 4}
+
+
 def test_a_matrix_takes_the_nearest_order_and_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     known = {"n3584-k28-float16-fast": 1, "n14336-k112-float16-fast": 2, "n4096-float16-fast": 4}
     pin(tmp_path, [trial(key, chunks) for key, chunks in known.items()], monkeypatch)

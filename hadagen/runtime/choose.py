@@ -176,7 +176,7 @@ def _best(
     for near in nearest_problems(problem, served):
         if best := _best_bundle(near, destination, device):
             try:
-                found = adapted(problem, best[1], device)
+                found = adapted(problem, best[1], best[2], device)
             except ToolchainError as error:
                 warnings.warn(f"no kernel is made for {problem.key}: {error}", RuntimeWarning, stacklevel=2)
                 return None

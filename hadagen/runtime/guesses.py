@@ -10,7 +10,7 @@ from hadagen.problem import Problem, Rows, difference
 from hadagen.runtime.device import Device
 from hadagen.target import known_archs
 from hadagen.trial import Environment, Provenance, knobs_key, recipe_digest
-from hadagen.tuning_db.bundle import BundleEntry
+from hadagen.tuning_db.bundle import Bundle, BundleEntry
 
 
 def may_be_guessed(problem: Problem) -> bool:
@@ -29,18 +29,22 @@ def nearest_problems(problem: Problem, known: Iterable[Problem]) -> list[Problem
     return sorted(similar - {problem}, key=distance)
 
 
-def adapted(problem: Problem, entries: Mapping[int, BundleEntry], device: Device) -> dict[int, BundleEntry]:
+def adapted(
+    problem: Problem, entries: Mapping[int, BundleEntry], bundle: Bundle, device: Device
+) -> dict[int, BundleEntry]:
     """Entries of another problem, by element count, as estimates for this one: recipes with the nearest legal knobs.
-    None where no knobs are legal.
+    None where no knobs are legal. Signs take registers of a thread. An SM should hold as many blocks in spite of them.
 
-    Raises `ToolchainError` if kernels cannot be generated here.
+    Raises `ToolchainError` if kernels cannot be generated here, and `StorageError` if the bundle is damaged.
     """
     from hadagen.recipes import closest_recipe  # here, because a call that finds a cubin needs none of it
 
     found: dict[int, BundleEntry] = {}
     for elements, entry in entries.items():
         arch = device.arch if device.arch in known_archs() else entry.arch
-        recipe = closest_recipe(problem, knobs_key(entry.knobs), arch)
+        adds_signs = problem.transform.signed and not entry.problem.transform.signed
+        registers = bundle.kernel(entry.kernel).registers if adds_signs and entry.compiled and arch == entry.arch else 0
+        recipe = closest_recipe(problem, knobs_key(entry.knobs), arch, registers)
         if recipe is not None:
             found[elements] = replace(
                 entry,

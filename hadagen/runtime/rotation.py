@@ -116,6 +116,8 @@ class Rotation(torch.nn.Module):
             before, after = (diagonal if each is None else each * diagonal for each in (before, after))
         # The operands. Buffers are copies of them on the module's device.
         matrices = combined(matrices, self.block)
+        if len(matrices) == 1 and matrices[0].dtype == torch.int8 and len(matrices[0]) == self.block:
+            matrices, before, after = [_signed(matrices[0], before, after)], None, None
         self._orders = tuple(len(each) for each in matrices)
         self._operands = {
             "_place": torch.empty(0, dtype=torch.int8, device="cpu"),
@@ -408,6 +410,12 @@ class Rotation(torch.nn.Module):
 
 
 _STORED = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.int8, *DTYPES)}
+
+
+def _signed(matrix: torch.Tensor, before: torch.Tensor | None, after: torch.Tensor | None) -> torch.Tensor:
+    """The matrix A with D_out · A · D_in, where signs are given. If there is no H, signs then cost nothing."""
+    matrix = matrix if after is None else after[:, None] * matrix
+    return matrix if before is None else matrix * before
 
 
 def _regular_diagonal(n: int) -> torch.Tensor:
