@@ -32,8 +32,9 @@ from refresh_other_tables import (
     pruned_table,
 )
 from refresh_pictures import draw, draw_search, fingerprint, is_drawn_from
+from refresh_rotations import parts_table, products_table, rotations_table
 from refresh_search import Searches, search_numbers
-from refresh_speed_tables import h200_table, numbers, pitched_table, rotations_table
+from refresh_speed_tables import h200_table, numbers, pitched_table
 from refresh_times import read_times, sources
 
 
@@ -45,6 +46,8 @@ def generated() -> dict[Path, dict[str, str]]:
         files.PERFORMANCE: {
             "h200": h200_table(),
             "rotations": rotations_table(),
+            "products": products_table(),
+            "parts": parts_table(),
             "pitched": pitched_table(times) if times else files.NO_DATA,
             "between": between_table(),
             "between-h200": lost_between_on_h200(),

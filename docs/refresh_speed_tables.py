@@ -19,12 +19,8 @@ from refresh_times import (
     our_rows,
     pitched,
     read_rows,
-    shipped_rows,
     times_of,
 )
-
-from hadagen.problem import Numerics, Problem, Transform, padded_length
-from hadagen.regimes import timed_elements
 
 # The table and the picture show this type and destination.
 DTYPE, DESTINATION = "float16", "in-place"
@@ -43,14 +39,6 @@ PITCHED_REGIMES = (
     ("1 M elements, in L2", 1 << 20, "hot"),
     ("128 M elements, in memory", 1 << 27, "cold"),
 )
-# Of rotations with a matrix. Those with few rows of the matrix come first.
-ROTATION_REGIMES = (
-    ("1 M, in L2", 1 << 20, "hot"),
-    ("4 M, in L2", 1 << 22, "hot"),
-    ("16 M, in memory", 1 << 24, "cold"),
-    ("64 M, in memory", 1 << 26, "cold"),
-)
-FEW_ROWS = 48
 # The shortest rows of common quantizers; the difference of two measurements of one kernel; the most elements that a
 # layer of a model transforms at once, with its input in L2.
 COMMON_N, NOISE, LAYER = 128, 0.02, 1 << 23
@@ -185,38 +173,6 @@ def h200_table() -> str:
         times[library] |= timed
     table = _table(times, REGIMES, libraries, H200_DTYPE, LONG_COLUMNS)
     return f"{table}\n\n{rates}\n\n{comparison}"
-
-
-def rotations_table() -> str:
-    """The speed of rotations with a matrix on an H200, beside a copy and beside the next power of two, in Markdown. All
-    times are those of the shipped winners."""
-    if not files.OURS.exists():
-        return files.NO_DATA
-    rows = shipped_rows(files.H200)
-    times = times_of(rows)
-    rotations = sorted(
-        {transform for row in rows if (transform := Problem.parse(row["problem"]).transform).order > 1},
-        key=lambda transform: (transform.order > FEW_ROWS, transform.n),
-    )
-    return "\n\n".join(_rotations_of(times, rotations, numerics) for numerics in (Numerics.FAST, Numerics.ACCURATE))
-
-
-def _rotations_of(times: Times, rotations: Iterable[Transform], numerics: Numerics) -> str:
-    rows = []
-    for transform in rotations:
-        row = [f"{transform.n} = {transform.order} · {transform.length}"]
-        for _, nominal, cache in ROTATION_REGIMES:
-            mine, other = (
-                times[f"hadagen, {numerics.value}"].get(
-                    Cell(DTYPE, n, timed_elements(Problem.of(n, DTYPE, order=order), nominal), DESTINATION, cache)
-                )
-                for n, order in ((transform.n, transform.order), (padded_length(transform.n), 1))
-            )
-            ratio = mine and other and mine.fraction_of_copy / other.fraction_of_copy
-            row.append(f"{number(mine and mine.fraction_of_copy)} ({number(ratio)})")
-        rows.append(row)
-    titles = [title for title, _, _ in ROTATION_REGIMES]
-    return grid("l" + "r" * len(titles), [f"{numerics.value}; n = K · 2^m", *titles], rows)
 
 
 def copy_rates(times: Times, dtype: str) -> str:

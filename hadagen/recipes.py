@@ -91,8 +91,8 @@ def closest_recipe(problem: Problem, knobs: str, arch: str, registers: int = 0) 
     plan = build_plan(problem, found, space.arch)
     if registers:
         blocks = space.arch.limits.resident_blocks(plan.launch.threads, plan.launch.shared_bytes, registers)
-        most = max(value for value in (found.min_blocks, *space.arch.search["min_blocks"]) if value <= blocks)
-        wanted = replace(found, min_blocks=most)
+        values = {found.min_blocks, *map(int, space.arch.search["min_blocks"])}
+        wanted = replace(found, min_blocks=max(value for value in values if value <= max(blocks, found.min_blocks)))
         if space.closest(wanted) == wanted:
             found, plan = wanted, build_plan(problem, wanted, space.arch)
     return Recipe(problem, found.to_dict(), arch, plan.launch)

@@ -1,0 +1,115 @@
+"""Tables of rotations with a matrix, on an H200: their speed, that of products by PyTorch, and what limits them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from statistics import geometric_mean
+
+import refresh_files as files
+from refresh_markdown import grid, number
+from refresh_times import Cell, Times, read_rows, shipped_rows, times_of
+
+from hadagen.problem import Numerics, Problem, Transform, padded_length
+from hadagen.regimes import timed_elements
+
+DTYPE, DESTINATION = "float16", "in-place"
+# Title, elements (rows · n), where the data lies before the call.
+ROTATION_REGIMES = (
+    ("1 M, in L2", 1 << 20, "hot"),
+    ("4 M, in L2", 1 << 22, "hot"),
+    ("16 M, in memory", 1 << 24, "cold"),
+    ("64 M, in memory", 1 << 26, "cold"),
+)
+FEW_ROWS = 48  # of a matrix; rotations with no more come first in a table
+TWO, ONE = "PyTorch", "PyTorch, one product"
+PARTS = ("whole", "without A", "without H", "without both")
+
+
+def rotations_table() -> str:
+    """The speed of rotations with a matrix on an H200, beside a copy and beside the next power of two, in Markdown. All
+    times are those of the shipped winners."""
+    if not files.OURS.exists():
+        return files.NO_DATA
+    rows = shipped_rows(files.H200)
+    times = times_of(rows)
+    known = {Problem.parse(row["problem"]).transform for row in rows}
+    rotations = _sorted(transform for transform in known if transform.order > 1)
+    return "\n\n".join(_rotations_of(times, rotations, numerics) for numerics in (Numerics.FAST, Numerics.ACCURATE))
+
+
+def _rotations_of(times: Times, rotations: Iterable[Transform], numerics: Numerics) -> str:
+    rows = []
+    for transform in rotations:
+        row = [_name(transform)]
+        for _, nominal, cache in ROTATION_REGIMES:
+            mine, other = (
+                times[f"hadagen, {numerics.value}"].get(
+                    Cell(DTYPE, n, timed_elements(Problem.of(n, DTYPE, order=order), nominal), DESTINATION, cache)
+                )
+                for n, order in ((transform.n, transform.order), (padded_length(transform.n), 1))
+            )
+            ratio = mine and other and mine.fraction_of_copy / other.fraction_of_copy
+            row.append(f"{number(mine and mine.fraction_of_copy)} ({number(ratio)})")
+        rows.append(row)
+    titles = [title for title, _, _ in ROTATION_REGIMES]
+    return grid("l" + "r" * len(titles), [f"{numerics.value}; n = K · 2^m", *titles], rows)
+
+
+def _sorted(transforms: Iterable[Transform]) -> list[Transform]:
+    return sorted(set(transforms), key=lambda transform: (transform.order > FEW_ROWS, transform.n))
+
+
+def _name(transform: Transform) -> str:
+    return f"{transform.n} = {transform.order} · {transform.length}"
+
+
+def products_table() -> str:
+    """How many times as fast as products by PyTorch the kernels are, in Markdown."""
+    if not files.ROTATIONS.exists():
+        return files.NO_DATA
+    us: dict[tuple[Transform, str], dict[str, float]] = {}
+    for row in read_rows(files.ROTATIONS):
+        problem = Problem.parse(row["problem"])
+        if row["library"] != "hadagen" or problem.io.numerics is Numerics.ACCURATE:
+            us.setdefault((problem.transform, row["cache"]), {})[row["library"]] = float(row["us"])
+    ratios = {
+        (*where, library): times[library] / times["hadagen"]
+        for where, times in us.items()
+        for library in (TWO, ONE)
+        if library in times
+    }
+    columns = [(library, cache) for library in (TWO, ONE) for cache in ("hot", "cold")]
+    rows = [
+        [_name(transform), *(number(ratios.get((transform, cache, library))) for library, cache in columns)]
+        for transform in _sorted(transform for transform, _ in us)
+    ]
+    titles = ["two products, 4 M in L2", "64 M in memory", "one product, 4 M in L2", "64 M in memory"]
+    two, one = (
+        geometric_mean(ratio for (*_, library), ratio in ratios.items() if library == name) for name in (TWO, ONE)
+    )
+    mean = f"In the geometric mean, `accurate` is {two:.1f} times as fast as two products, and {one:.1f} times as one."
+    return f"{mean}\n\n{grid('l' + 'r' * 4, ['n = K · 2^m', *titles], rows)}"
+
+
+def parts_table() -> str:
+    """The speed of kernels of which parts are left out, as a fraction of copy, in Markdown."""
+    if not files.PARTS.exists():
+        return files.NO_DATA
+    found: dict[tuple[Transform, Numerics], dict[tuple[str, str], float]] = {}
+    for row in read_rows(files.PARTS):
+        problem = Problem.parse(row["problem"])
+        nominal = min((regime for regime in ROTATION_REGIMES[1:]), key=lambda r: abs(r[1] - int(row["elements"])))[0]
+        fractions = found.setdefault((problem.transform, problem.io.numerics), {})
+        fractions[nominal, row["kernel"]] = float(row["copy_us"]) / float(row["us"])
+    titles = [title for title, _, _ in ROTATION_REGIMES[1:]]
+    tables = []
+    for numerics in (Numerics.FAST, Numerics.ACCURATE):
+        rows = []
+        for transform in _sorted(transform for transform, _ in found):
+            of = found[transform, numerics]
+            if all((title, "without both") in of for title in titles):
+                rows.append(
+                    [_name(transform), *(" / ".join(number(of[title, part]) for part in PARTS) for title in titles)]
+                )
+        tables.append(grid("l" + "r" * len(titles), [f"{numerics.value}; n = K · 2^m", *titles], rows))
+    return "\n\n".join(tables)
