@@ -21,7 +21,8 @@ import refresh_speed_tables
 import refresh_times
 import torch
 from refresh_other_tables import invariant_table
-from refresh_speed_tables import REGIMES, numbers, rotations_table
+from refresh_rotations import rotations_table
+from refresh_speed_tables import REGIMES, numbers
 from refresh_times import read_rows, read_times
 from sample_bundle import write_trials
 from sample_trials import H200, make_timing, make_trial

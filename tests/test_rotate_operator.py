@@ -15,6 +15,7 @@ from test_runtime_operator import compiled, dual, jvp
 from hadagen import Rotation
 from hadagen.errors import TensorError
 from hadagen.runtime.named import named_matrix
+from hadagen.runtime.operands import pack_signs
 from hadagen.runtime.rotate import ROTATE, Operands
 
 # Neither symmetric; with other signs on each side, so that a transposed rotation is told from the rotation.
@@ -37,6 +38,9 @@ def operands(rotation: Rotation = R, transposed: bool = False, **changes: Any) -
         float(rotation._scale),
         "accurate",
     )
+    if rotation is R:  # its matrix has the signs
+        signs, signs_after = map(pack_signs, (R.signs, R.signs_after))
+        own = own._replace(matrices=Rotation(40, "dao", k=20)._matrices, signs=signs, signs_after=signs_after)
     return own._replace(**changes)
 
 
