@@ -3,8 +3,8 @@
     y = hadagen.hadamard_transform(x, x.shape[-1] ** -0.5)
 
 `best_config` says which kernel that runs, `warmup` loads it beforehand, and `autotune` measures which is the fastest
-here. `Rotation` is an orthonormal transform of rows of K·2^m elements. `import hadagen` imports neither PyTorch nor
-CUDA; the first use of a name does.
+here. `Rotation` is an orthonormal transform of rows of K·2^m elements, and `rotate_quantize` has a quantizer behind
+it. `import hadagen` imports neither PyTorch nor CUDA; the first use of a name does.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from hadagen.runtime.autotune import autotune
     from hadagen.runtime.choose import BestConfig, Match, best_config
     from hadagen.runtime.kernels import warmup
+    from hadagen.runtime.quantize import Quantized, rotate_quantize
     from hadagen.runtime.rotation import Rotation
     from hadagen.runtime.transform import hadamard_transform
 
@@ -38,6 +39,7 @@ __all__ = [
     "Match",
     "Numerics",
     "Problem",
+    "Quantized",
     "Rotation",
     "Rows",
     "StorageError",
@@ -46,6 +48,7 @@ __all__ = [
     "autotune",
     "best_config",
     "hadamard_transform",
+    "rotate_quantize",
     "warmup",
 ]
 
@@ -54,7 +57,9 @@ _LAZY = {
     "Match": "hadagen.runtime.choose",
     "autotune": "hadagen.runtime.autotune",
     "best_config": "hadagen.runtime.choose",
+    "Quantized": "hadagen.runtime.quantize",
     "Rotation": "hadagen.runtime.rotation",
+    "rotate_quantize": "hadagen.runtime.quantize",
     "hadamard_transform": "hadagen.runtime.transform",
     "warmup": "hadagen.runtime.kernels",
 }

@@ -59,7 +59,17 @@ def documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 OURS = "ours.csv"  # in place of what the shipped bundle has
 PARTS = {
     "README.md": ("numbers",),
-    "performance.md": ("calls", "between", "h200", "rotations", "products", "parts", "between-h200", "invariant", "pitched"),
+    "performance.md": (
+        "calls",
+        "between",
+        "h200",
+        "rotations",
+        "products",
+        "parts",
+        "between-h200",
+        "invariant",
+        "pitched",
+    ),
     "experiments.md": ("choices", "pruned"),
     "search.md": ("search",),
 }

@@ -20,6 +20,7 @@ TABLE = """
     problem          | errors                                              |
     scale            |                                                     |
     matrices         | errors                                              |
+    formats          | errors                                              |
     launch           | scale problem errors                                |
     regimes          | problem launch                                      |
     trial            | regimes problem launch                              |
@@ -53,8 +54,9 @@ TABLE = """
     tuning_db        | tuning_db.files tuning_db.bundle ptx_version trial regimes problem launch target errors | sqlalchemy alembic
     measure          | driver libcuda templates reference bits trial regimes problem launch matrices errors | torch
     autotuner        | measure tuning_db tuning_db.bundle toolchain compilers programs codegen space knobs arch trial problem errors |
-    runtime          | autotuner tuning_db.files tuning_db.bundle recipes driver trial regimes problem launch target matrices errors | torch
+    runtime          | autotuner tuning_db.files tuning_db.bundle recipes driver trial regimes problem launch target matrices formats errors | torch
     compat           | runtime problem matrices errors                             | torch
+    presets          | runtime errors                                              | torch
     __init__         | runtime problem errors                              |
     costmodel        | arch plan steps regimes                             |
     tuner            | *                                                   | optuna

@@ -1,0 +1,105 @@
+"""`Format`: what a quantizer writes. The codes, the scales, and the rule by which a group of values gets its scale."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from hadagen.errors import UsageError
+
+
+class Element(str, Enum):
+    """What a code is: an 8-bit float of 4 exponent and 3 fraction bits, a 4-bit float of 2 and 1, or an integer."""
+
+    E4M3 = "e4m3"
+    E2M1 = "e2m1"
+    INT8 = "int8"
+    INT4 = "int4"
+
+    @property
+    def largest(self) -> int:
+        return {"e4m3": 448, "e2m1": 6, "int8": 127, "int4": 7}[self.value]
+
+    @property
+    def bits(self) -> int:
+        return 4 if self in (Element.E2M1, Element.INT4) else 8
+
+
+class Layout(str, Enum):
+    """How the scales of groups lie in memory.
+
+    row-major     [..., groups]
+    column-major  [rows, groups], of which column after column lies in memory, each padded to a multiple of 4 rows
+    swizzled      one dimension: tiles of 128 rows and 4 groups, padded with zeros. In a tile, that of row r and group c
+                  is at (r % 32) · 16 + (r // 32) · 4 + c
+    """
+
+    ROW_MAJOR = "row-major"
+    COLUMN_MAJOR = "column-major"
+    SWIZZLED = "swizzled"
+
+
+@dataclass(frozen=True)
+class Format:
+    """A format of `FORMATS`, with a rule, a group and a layout.
+
+    scale: the type of a scale: "float32", "e8m0" (a power of two, 2^(byte − 127)), "e4m3", or "input", that of x.
+    group: how many neighboring elements of a row have one scale; 0 if a whole row has one, and −1 if all of x has.
+    rule: how the scale follows from the largest magnitude, as `hadagen.rotate_quantize` says.
+    groups, rules, layouts: what may be chosen, the default first.
+    """
+
+    name: str
+    element: Element
+    scale: str
+    groups: tuple[int, ...]
+    rules: tuple[str, ...] = ("exact",)
+    layouts: tuple[Layout, ...] = (Layout.ROW_MAJOR,)
+    needs_scale: bool = False  # of the caller: that of a tensor, or for all scales of groups
+    group: int = 0
+    rule: str = ""
+    layout: Layout = Layout.ROW_MAJOR
+
+    @classmethod
+    def choose(cls, name: str, group: int | None, rule: str | None, layout: str) -> Format:
+        """The format of a name. None is the default. Raises `UsageError` where they do not exist together."""
+        if name not in FORMATS:
+            raise UsageError(f"to = {name!r:.40} is no format; choose from {', '.join(FORMATS)}")
+        known = FORMATS[name]
+        if group is not None and group not in known.groups:
+            sizes = (
+                ", ".join(map(str, known.groups)) if known.groups[0] > 0 else "none, as its scales are not of groups"
+            )
+            raise UsageError(f"group = {group!r:.20} does not exist for {name}; choose {sizes}")
+        if rule is not None and rule not in known.rules:
+            raise UsageError(f"rule = {rule!r:.40} does not exist for {name}; choose from {', '.join(known.rules)}")
+        layouts = [each.value for each in known.layouts]
+        if layout not in layouts:
+            raise UsageError(f"layout = {layout!r:.40} does not exist for {name}; choose from {', '.join(layouts)}")
+        chosen = known.groups[0] if group is None else group
+        return replace(known, group=chosen, rule=rule or known.rules[0], layout=Layout(layout))
+
+    def scales_in_row(self, columns: int) -> int:
+        """The number of scales of a row. Raises `UsageError` where groups do not fill it."""
+        if self.group <= 0:
+            return 1
+        if columns % self.group:
+            raise UsageError(f"groups of {self.group} do not fill rows of {columns} elements; choose a group that does")
+        return columns // self.group
+
+
+_POWERS = ("floor", "ceil", "rceil", "even")
+_ALL = tuple(Layout)
+FORMATS = {
+    each.name: each
+    for each in (
+        Format("fp8-group", Element.E4M3, "float32", (128, 16, 32, 64), ("exact", "power_of_two"), _ALL[:2]),
+        Format("fp8-row", Element.E4M3, "float32", (0,)),
+        Format("fp8-tensor", Element.E4M3, "float32", (-1,), needs_scale=True),
+        Format("int8-row", Element.INT8, "float32", (0,), ("exact", "convrot")),
+        Format("int4-row", Element.INT4, "input", (0,), ("exact", "quarot")),
+        Format("mxfp8", Element.E4M3, "e8m0", (32,), _POWERS, _ALL),
+        Format("mxfp4", Element.E2M1, "e8m0", (32,), (*_POWERS, "deepseek_v4", "qutlass"), _ALL),
+        Format("nvfp4", Element.E2M1, "e4m3", (16,), ("exact", "transformer_engine"), _ALL, needs_scale=True),
+    )
+}

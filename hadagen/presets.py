@@ -1,0 +1,110 @@
+"""Rotations with a quantizer, by the names of the projects that need them.
+
+Given the same rotated values, codes and scales are those of each project's reference, bit for bit, but for values that
+are not finite. docs/quantization.md says which code each was compared with.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hadagen.errors import TensorError
+from hadagen.runtime import quantizer
+from hadagen.runtime.checks import check_is_tensor, check_tensor
+from hadagen.runtime.quantize import Quantized, rotate_quantize
+from hadagen.runtime.rotation import Rotation
+from hadagen.runtime.transform import hadamard_transform
+
+# The signs of TransformerEngine's random Hadamard transform, which are always these.
+_TRANSFORMER_ENGINE_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+
+
+def deepseek_v32_indexer(x: torch.Tensor, *, power_of_two: bool = False) -> Quantized:
+    """The activations of DeepSeek V3.2's indexer: H_128 · 128^-½, rounded to x's type, then FP8 by groups of 128.
+
+    x: [..., 128] or several heads of 128, after RoPE. power_of_two: whether scales are rounded up to powers of two,
+    which is DeepSeek's `scale_fmt`. Scales are float32.
+    """
+    rule = "power_of_two" if power_of_two else "exact"
+    return rotate_quantize(x, 128, to="fp8-group", scale=128**-0.5, rule=rule, round_first=True)
+
+
+def deepseek_v4_fp4(x: torch.Tensor) -> Quantized:
+    """The activations of DeepSeek V4's indexer: H_128 · 128^-½, rounded to x's type, then MXFP4 with powers of two up.
+
+    x: [..., 128] or several heads of 128, after RoPE.
+    """
+    return rotate_quantize(x, 128, to="mxfp4", scale=128**-0.5, rule="deepseek_v4", round_first=True)
+
+
+def convrot_int8(x: torch.Tensor, block: int = 256) -> Quantized:
+    """ConvRot in ComfyUI, W8A8: the regular Hadamard matrix over blocks, rounded to x's type, then INT8 by rows.
+
+    block: 16, 64 or 256, a power of four that divides the last dimension of x.
+    """
+    return rotate_quantize(x, _regular(x, block), to="int8-row", rule="convrot", round_first=True)
+
+
+def convrot_int4(x: torch.Tensor, block: int = 256) -> Quantized:
+    """ConvRot in ComfyUI, W4A4: the same with INT4. There the scales are float32 of the same values."""
+    return rotate_quantize(x, _regular(x, block), to="int4-row", round_first=True)
+
+
+def quarot_int4(x: torch.Tensor, rotation: Rotation | int | None = None) -> Quantized:
+    """QuaRot's quantizer of activations, behind a rotation that rounds to x's type. QuaRot has float16."""
+    return rotate_quantize(x, rotation, to="int4-row", rule="quarot", round_first=True)
+
+
+def qutlass_mxfp4(x: torch.Tensor, block: int = 32) -> Quantized:
+    """QuTLASS's fused quantizer, with its matrix H · g^-½ in bfloat16: for blocks of 32 or 128 that is 0.01 % less.
+
+    block: 32, 64 or 128. Codes are those of three times a value over its scale. QuTLASS swizzles scales in a second
+    kernel; `hadagen.rotate_quantize` with layout="swizzled" does it at once.
+    """
+    scale = float(torch.tensor(block**-0.5).bfloat16())
+    return rotate_quantize(x, block, to="mxfp4", scale=scale, rule="qutlass")
+
+
+def transformer_engine_nvfp4(x: torch.Tensor) -> Quantized:
+    """TransformerEngine's NVFP4 of a transposed tensor, for gradients of weights: its signs and H_16 over 16 tokens.
+
+    x: [N, M], such as `tensor.t()`. The largest magnitude of all rotated values is found first.
+    """
+    check_is_tensor(x, "x")
+    check_tensor(x)
+    rotation = Rotation(x.shape[-1], signs=_TRANSFORMER_ENGINE_SIGNS, block=16).to(x.device)
+    values = rotation(x.float()).to(x.dtype)
+    largest = values.abs().amax().float() if values.numel() else torch.zeros((), device=x.device)
+    return rotate_quantize(values, to="nvfp4", rule="transformer_engine", tensor_scale=largest)
+
+
+def fa3_fp8(x: torch.Tensor, kv_heads: int | None = None, *, rotate: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries, keys or values for FlashAttention 3, as torchao quantizes them: H · D^-½ over each head, then FP8.
+
+    x: [batch, heads, sequence, D], with any strides. kv_heads: the number of heads of keys, which divides that of x;
+    None is that of x. rotate: torchao does not rotate values.
+
+    Returns float8_e4m3fn of x's shape, and float32 [batch, kv_heads]: the largest magnitude over 448.
+    """
+    check_is_tensor(x, "x")
+    check_tensor(x)
+    if x.dim() != 4 or x.shape[1] % (kv_heads or 1):
+        raise TensorError(
+            f"x has the shape {tuple(x.shape)}; pass [batch, heads, sequence, D], with heads of keys in it"
+        )
+    values = hadamard_transform(x.float(), x.shape[-1] ** -0.5) if rotate else x.float()
+    heads = kv_heads or x.shape[1]
+    by_query = values.abs().amax((2, 3)) if values.numel() else values.new_zeros(x.shape[:2])
+    largest = by_query.view(x.shape[0], heads, -1).amax(-1)
+    peak = torch.full((), 448.0, device=x.device)  # PyTorch would multiply by the reciprocal of a number on a GPU
+    is_scaled = largest > 1e-12
+    factor = torch.where(is_scaled, peak / largest, 1.0)
+    by_head = factor.repeat_interleave(x.shape[1] // heads, 1)[..., None, None]
+    codes = quantizer.encode_e4m3(values.to(x.dtype).float() * by_head)
+    return codes, torch.where(is_scaled, largest / peak, 1.0)
+
+
+def _regular(x: torch.Tensor, block: int) -> Rotation:
+    check_is_tensor(x, "x")
+    check_tensor(x)
+    return Rotation(x.shape[-1], "regular", block=block).to(x.device)

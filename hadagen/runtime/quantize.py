@@ -1,0 +1,184 @@
+"""`rotate_quantize`: a rotation, and the quantizer behind it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+
+from hadagen.errors import TensorError, UsageError
+from hadagen.formats import Format, Layout
+from hadagen.runtime import quantizer
+from hadagen.runtime.checks import check_is_flag, check_is_number, check_is_tensor, check_options, check_tensor
+from hadagen.runtime.linear import LIBRARY
+from hadagen.runtime.rotation import Rotation
+from hadagen.runtime.transform import hadamard_transform
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+class Quantized(NamedTuple):
+    """What `rotate_quantize` returns.
+
+    codes: of x's shape; of 4-bit codes uint8 of half as many columns, the even one in the low nibble.
+    scales: one for each group, in the layout of the format; of a whole row [...], for int8-row [..., 1].
+    format: what they are.
+    tensor_scale: that of the call, float32 with one element, or None.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    format: Format
+    tensor_scale: torch.Tensor | None = None
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The values that codes and scales stand for, rotated as they are, of x's shape."""
+        codes = self.codes.flatten(0, -2) if self.codes.dim() > 1 else self.codes[None]
+        values = quantizer.dequantize(codes, self.scales, self.format, self.tensor_scale)
+        return values.view(*self.codes.shape[:-1], values.shape[-1]).to(dtype)
+
+
+def rotate_quantize(
+    x: torch.Tensor,
+    rotation: Rotation | int | None = None,
+    *,
+    to: str,
+    scale: float = 1.0,
+    group: int | None = None,
+    rule: str | None = None,
+    layout: str = "row-major",
+    tensor_scale: torch.Tensor | float | None = None,
+    round_first: bool = False,
+) -> Quantized:
+    """Rotate the last dimension of x, and quantize the result.
+
+    x: [..., m] of type float16, bfloat16 or float32, with any strides. 4-bit codes need an even m.
+    rotation: a `hadagen.Rotation` of rows of m; or n, for H_n, unnormalized, over blocks of n; None for no rotation.
+    to: the format. docs/quantization.md has the formats, their rules, groups and layouts.
+    scale: the rotated values are multiplied by it, before anything else is done with them.
+    group: how many neighboring elements have one scale; None is the default of the format.
+    rule: how a scale follows from the largest magnitude; None is the default of the format.
+    layout: of the scales, "row-major", "column-major" or "swizzled".
+    tensor_scale: for fp8-tensor the scale of all values; for nvfp4 that of all scales, or with the rule
+        transformer_engine the largest magnitude of all values. A number, or float32 with one element on x's device.
+    round_first: round the rotated values to x's type before they are quantized. By default they stay float32.
+
+    Rotation and quantizer compute in float32, and codes are rounded half to even. What is larger than the largest code
+    becomes that. Of a NaN the code is NaN, and 0 in formats without one; of an infinity it is the largest code there.
+    The E8M0 scale of a group with either is 0xff, which is no number.
+
+    Raises TypeError for an argument of a wrong type; `UsageError` for a format, group, rule or layout that do not exist
+    together, and for a bad scale; `TensorError` for an x that cannot be quantized, such as one that requires gradients.
+    """
+    check_is_tensor(x, "x")
+    check_is_flag(round_first, "round_first")
+    if x.dtype not in _DTYPES:
+        plain = str(x.dtype).removeprefix("torch.")
+        raise TensorError(f"x has the type {plain}; pass values of float16, bfloat16 or float32 that are not quantized")
+    check_tensor(x)
+    form, columns = Format.choose(to, group, rule, layout), x.shape[-1]
+    form.scales_in_row(columns)
+    if form.element.bits == 4 and columns % 2:
+        raise TensorError(f"x has {columns} columns; 4-bit codes need an even number")
+    check_options(scale, "accurate", torch.float32)
+    if x.requires_grad and torch.is_grad_enabled():
+        raise TensorError("x requires a gradient, which quantized codes do not have; pass x.detach()")
+    given = _tensor_scale(tensor_scale, form, x)
+    values = _rotated(x, rotation, scale)
+    if round_first:
+        values = values.to(x.dtype).float()
+    codes, scales = _QUANTIZE(values, form.name, form.group, form.rule, form.layout.value, x.dtype, given)
+    if form.group < 0 and given is not None:
+        return Quantized(codes, given, form)
+    return Quantized(codes, scales, form, given)
+
+
+def _rotated(x: torch.Tensor, rotation: Rotation | int | None, scale: float) -> torch.Tensor:
+    columns, wide = x.shape[-1], x.float()
+    if rotation is None:
+        return wide * scale
+    if isinstance(rotation, Rotation):
+        return rotation(wide) * scale  # type: ignore[no-any-return]
+    if isinstance(rotation, bool) or not isinstance(rotation, int):
+        raise TypeError(f"rotation is a {type(rotation).__name__}; pass a Rotation, a power of two, or None")
+    if rotation < 1 or rotation & (rotation - 1) or columns % rotation:
+        raise UsageError(
+            f"rotation = {rotation} is no power of two that divides the {columns} columns of x; choose one"
+        )
+    blocks = wide.reshape(*x.shape[:-1], columns // rotation, rotation)
+    return hadamard_transform(blocks, scale).flatten(-2)
+
+
+def _tensor_scale(given: torch.Tensor | float | None, form: Format, x: torch.Tensor) -> torch.Tensor | None:
+    """As float32 without dimensions, on x's device. What is on a GPU is not looked at, because that would wait."""
+    if not form.needs_scale:
+        if given is not None:
+            raise UsageError(f"{form.name} has no tensor_scale; leave it out, or choose fp8-tensor or nvfp4")
+        return None
+    if given is None:
+        raise UsageError(f"{form.name} needs a tensor_scale; pass a number, or a tensor with one element")
+    if isinstance(given, torch.Tensor):
+        if given.dtype != torch.float32 or given.numel() != 1 or given.device != x.device:
+            what = f"{str(given.dtype).removeprefix('torch.')} of the shape {tuple(given.shape)} on {given.device}"
+            raise TensorError(f"tensor_scale is {what}; it must be float32 with one element on {x.device}")
+        if given.device.type != "cpu" or torch.compiler.is_compiling():
+            return given.detach().reshape(())
+        number = float(given)
+    else:
+        check_is_number(given)
+        number = float(given)
+    is_amax = form.rule == "transformer_engine"
+    if not (math.isfinite(number) and (number > 0 or (is_amax and number == 0))):
+        raise UsageError(f"tensor_scale = {number} is not possible; pass a positive number that is finite")
+    return torch.full((), number, dtype=torch.float32, device=x.device)
+
+
+# ---- the operator: for torch.compile, which would round differently, and for meta tensors ----------------------------
+def _quantize(
+    x: torch.Tensor, to: str, group: int, rule: str, layout: str, dtype: torch.dtype, given: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    form = Format.choose(to, group, rule, layout)
+    codes, scales = quantizer.quantize(x.reshape(-1, x.shape[-1]), form, dtype, given)
+    shapes = _shapes(x, form)
+    if form.group < 0:
+        scales = x.new_zeros(())  # the caller's; an operator returns no argument
+    return codes.view(shapes[0]), scales if form.layout is not Layout.ROW_MAJOR else scales.reshape(shapes[1])
+
+
+def _fake(
+    x: torch.Tensor, to: str, group: int, rule: str, layout: str, dtype: torch.dtype, given: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    form = Format.choose(to, group, rule, layout)
+    codes, scales = _shapes(x, form)
+    code_type = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8}.get(form.element.value, torch.uint8)
+    known = {"float32": torch.float32, "e8m0": torch.uint8, "e4m3": torch.float8_e4m3fn, "input": dtype}
+    scale_type = known[form.scale]
+    made = x.new_empty(codes, dtype=code_type)
+    rows, groups = x.numel() // x.shape[-1], form.scales_in_row(x.shape[-1])
+    if form.layout is Layout.COLUMN_MAJOR:
+        return made, x.new_empty((groups, -(-rows // 4) * 4), dtype=scale_type).T[:rows]
+    if form.layout is Layout.SWIZZLED:
+        return made, x.new_empty((-(-rows // 128) * 128 * (-(-groups // 4) * 4),), dtype=scale_type)
+    return made, x.new_empty(scales, dtype=scale_type)
+
+
+def _shapes(x: torch.Tensor, form: Format) -> tuple[list[Any], list[Any]]:
+    """Of the codes, and of scales that are row-major."""
+    leading, columns = list(x.shape[:-1]), x.shape[-1]
+    if form.group < 0:
+        scales: list[Any] = []
+    elif form.group == 0:
+        scales = [*leading, 1] if form.name == "int8-row" else leading
+    else:
+        scales = [*leading, columns // form.group]
+    return [*leading, columns * form.element.bits // 8], scales
+
+
+LIBRARY.define(
+    "quantize(Tensor x, str to, int group, str rule, str layout, ScalarType dtype, Tensor? given) -> (Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+LIBRARY.impl("quantize", _quantize, "CompositeExplicitAutograd")
+torch.library.register_fake("hadagen::quantize", _fake, lib=LIBRARY)
+_QUANTIZE: Any = torch.ops.hadagen.quantize.default

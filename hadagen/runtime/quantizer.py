@@ -1,0 +1,301 @@
+"""The quantizer in plain PyTorch: codes and scales of float32 values, and back. It is what kernels are compared with.
+
+All arithmetic is in float32, operation by operation, and the same on every device. PyTorch divides by a number of
+Python on a CPU, but multiplies by its reciprocal on a GPU. So a divisor is always a tensor here, and where a definition
+multiplies by a reciprocal, that is written.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hadagen.formats import Element, Format, Layout
+
+_FLOAT_MAX = torch.finfo(torch.float32).max
+_E4M3_NAN, _E8M0_NAN = 0x7F, 0xFF
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_FRACTION_BITS = {Element.E4M3: 3, Element.E2M1: 1}
+_TILE_ROWS, _TILE_GROUPS = 128, 4  # of swizzled scales
+_PADDED_ROWS = 4  # of scales that lie column after column
+
+
+def quantize(
+    x: torch.Tensor, to: Format, dtype: torch.dtype, given: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales.
+
+    x: float32 [rows, columns]. dtype: of the input, to which some rules round. given: the scale that the format needs,
+    float32 with one element.
+
+    Returns codes, [rows, columns], or uint8 [rows, columns / 2] of 4-bit codes, the even one in the low nibble; and
+    scales in their layout.
+    """
+    groups = _in_groups(x, to)
+    largest = groups.abs().amax(-1, keepdim=True) if groups.numel() else groups.new_zeros((*groups.shape[:-1], 1))
+    scales, scaled = _RULES[to.name, to.rule](groups, largest, dtype, given)
+    codes = _encode(to, scaled.flatten(-2), x)
+    return codes, scales if to.group < 0 else laid_out(scales.squeeze(-1), to.layout)
+
+
+def dequantize(codes: torch.Tensor, scales: torch.Tensor, to: Format, given: torch.Tensor | None) -> torch.Tensor:
+    """What codes and scales stand for, float32 [rows, columns]."""
+    values = _decode(to, codes)
+    rows, columns = values.shape
+    if to.group < 0:
+        return values * scales.float()
+    count = to.scales_in_row(columns)
+    each = _decode_scales(to, rows_of_scales(scales, to.layout, rows, count))
+    if to.rule == "qutlass":
+        each = each / _tensor(3.0, each)
+    if given is not None:
+        each = each * _global_scale(to, given)
+    return (_in_groups(values, to) * each[..., None]).flatten(-2)
+
+
+def _in_groups(x: torch.Tensor, to: Format) -> torch.Tensor:
+    """[rows, groups, elements]."""
+    count = to.scales_in_row(x.shape[-1])
+    return x.view(x.shape[0], count, x.shape[-1] // count)
+
+
+# ---- elements --------------------------------------------------------------------------------------------------------
+def _encode(to: Format, scaled: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """The nearest codes, half to even, of values times what the scale says. x: the values before that."""
+    if to.element is Element.E4M3:
+        return encode_e4m3(scaled)
+    # These have no code for NaN and infinity. Infinity over an infinite scale is NaN.
+    scaled = torch.where(x.isinf(), x, scaled).nan_to_num(0.0, torch.inf, -torch.inf)
+    if to.element is Element.E2M1:
+        return _packed(encode_e2m1(scaled))
+    largest = to.element.largest
+    lowest = -largest - 1 if to.rule in ("convrot", "quarot") else -largest
+    codes = scaled.round().clamp(lowest, largest).to(torch.int8)
+    return codes if to.element is Element.INT8 else _packed(codes.view(torch.uint8) & 15)
+
+
+def encode_e4m3(x: torch.Tensor) -> torch.Tensor:
+    """float8_e4m3fn, half to even. What is beyond 448 becomes 448, and NaN 0x7f."""
+    codes = x.clamp(-448.0, 448.0).to(torch.float8_e4m3fn).view(torch.uint8)
+    return torch.where(x.isnan(), _E4M3_NAN, codes).view(torch.float8_e4m3fn)
+
+
+def encode_e2m1(x: torch.Tensor) -> torch.Tensor:
+    """E2M1 in the low bits of uint8, half to even, for numbers and infinities. What is beyond 6 becomes 6."""
+    size = x.abs()
+    code = (size > 0.25).to(torch.uint8) + (size >= 0.75) + (size > 1.25) + (size >= 1.75)
+    code += (size > 2.5).to(torch.uint8) + (size >= 3.5) + (size > 5.0)
+    return code | x.signbit().to(torch.uint8) << 3
+
+
+def _decode(to: Format, codes: torch.Tensor) -> torch.Tensor:
+    if to.element.bits == 8:
+        return codes.float()
+    nibbles = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
+    if to.element is Element.INT4:
+        return (nibbles ^ 8).to(torch.int8).float() - 8.0
+    size = torch.tensor(_E2M1, device=codes.device)[(nibbles & 7).long()]
+    return torch.where(nibbles > 7, -size, size)
+
+
+def _packed(codes: torch.Tensor) -> torch.Tensor:
+    return codes[..., 0::2] | codes[..., 1::2] << 4
+
+
+# ---- rules: groups [rows, groups, elements], largest magnitudes, type of x, the given scale → scales, quotients ------
+Scaled = tuple[torch.Tensor, torch.Tensor]
+
+
+def _tensor(value: float, like: torch.Tensor) -> torch.Tensor:
+    return torch.full((), value, dtype=torch.float32, device=like.device)
+
+
+def _over(x: torch.Tensor, divisor: float) -> torch.Tensor:
+    return x / _tensor(divisor, x)
+
+
+def _rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return x.to(dtype).float()
+
+
+def _fp8_group(x: torch.Tensor, largest: torch.Tensor, *_: Any) -> Scaled:
+    scales = largest.clamp(min=1e-4) * _tensor(1 / 448, x)
+    return scales, x / scales
+
+
+def _fp8_power_of_two(x: torch.Tensor, largest: torch.Tensor, *_: Any) -> Scaled:
+    exact = _fp8_group(x, largest)[0]
+    bits = exact.view(torch.int32)
+    up = ((bits >> 23) + (bits & 0x7FFFFF != 0).int()) << 23
+    scales = torch.where(exact.isfinite(), up.view(torch.float32), exact)
+    return scales, x / scales
+
+
+def _fp8_row(x: torch.Tensor, largest: torch.Tensor, *_: Any) -> Scaled:
+    scales = torch.maximum(_over(largest, 448), 1 / _tensor(448 * 512, x))
+    return scales, x / scales
+
+
+def _fp8_tensor(x: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype, given: torch.Tensor | None) -> Scaled:
+    assert given is not None
+    return given, x / given
+
+
+def _int8(x: torch.Tensor, largest: torch.Tensor, *_: Any) -> Scaled:
+    scales = _over(largest, 127).clamp(min=1e-30)
+    return scales, x / scales
+
+
+def _int8_convrot(x: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype, *_: Any) -> Scaled:
+    """The scale is rounded to the type of x before it divides, and the quotient too."""
+    scales = _int8(x, _rounded(largest, dtype))[0]
+    divisor = _rounded(scales, dtype)
+    divisor = torch.where(divisor == 0, torch.finfo(dtype).tiny, divisor)
+    return scales, _rounded(_rounded(x, dtype) / divisor, dtype)
+
+
+def _int4(x: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype, *_: Any) -> Scaled:
+    floor = _rounded(_tensor(1e-10, x), dtype)
+    return _int4_quarot(x, torch.maximum(_rounded(largest, dtype), floor), dtype)
+
+
+def _int4_quarot(x: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype, *_: Any) -> Scaled:
+    """Scale and quotient are rounded to the type of x. There is no least scale, and 0 / 0 is 0."""
+    scales = _rounded(_over(_rounded(largest, dtype), 7), dtype)
+    return scales.to(dtype), _rounded(_rounded(x, dtype) / scales, dtype)
+
+
+def _mx(element: Element, rule: str) -> Any:
+    def scaled(x: torch.Tensor, largest: torch.Tensor, *_: Any) -> Scaled:
+        peak = element.largest.bit_length() - 1  # of its largest power of two
+        finite = largest.isfinite()
+        bits = torch.where(finite, largest, 0.0).view(torch.int32)
+        if rule == "rceil":
+            exponents = _ceil_exponent((largest * _tensor(1 / element.largest, x)).view(torch.int32))
+        elif rule == "ceil":
+            exponents = _ceil_exponent(bits) - peak
+        else:
+            if rule == "even":  # up where the fraction, rounded to as many bits as an element has, would be 2
+                bits = bits + (1 << 22 - _FRACTION_BITS[element])
+                finite = finite & (bits >> 23 < 255)
+            exponents = (bits >> 23) - peak
+        return _by_powers(x, exponents, finite)
+
+    return scaled
+
+
+def _mxfp4_deepseek(x: torch.Tensor, largest: torch.Tensor, *_: Any) -> Scaled:
+    up = largest.clamp(min=6 * 2.0**-126) * _tensor(1 / 6, x)
+    return _by_powers(x, _ceil_exponent(up.view(torch.int32)), up.isfinite())
+
+
+def _mxfp4_qutlass(x: torch.Tensor, largest: torch.Tensor, *_: Any) -> Scaled:
+    """Codes are of three times the quotient, so that values are a third of code · scale."""
+    down = largest + _tensor(1e-8, x)
+    scales, scaled = _by_powers(x, down.view(torch.int32) >> 23, down.isfinite())
+    return scales, scaled * 3
+
+
+def _ceil_exponent(bits: torch.Tensor) -> torch.Tensor:
+    """The biased exponent of the next power of two, 0 for 2^-127 and less."""
+    field, fraction = bits >> 23, bits & 0x7FFFFF
+    return field + torch.where(field == 0, fraction > 0x400000, fraction != 0)
+
+
+def _by_powers(x: torch.Tensor, exponents: torch.Tensor, finite: torch.Tensor) -> Scaled:
+    """E8M0 scales of biased exponents, and x over them, which is exact."""
+    scales = torch.where(finite, exponents.clamp(0, 254), _E8M0_NAN).to(torch.uint8)
+    return scales, x * _reciprocal_power(scales)
+
+
+def _reciprocal_power(scales: torch.Tensor) -> torch.Tensor:
+    """2^(127 − byte); NaN for 0xff."""
+    exponents = 254 - scales.int()
+    bits = torch.where(exponents > 0, exponents << 23, 1 << 22)  # 2^-127 is subnormal
+    return torch.where(scales == _E8M0_NAN, torch.nan, bits.view(torch.float32))
+
+
+def _nvfp4(x: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype, given: torch.Tensor | None) -> Scaled:
+    assert given is not None
+    scales = encode_e4m3((_over(largest, 6) / given).clamp(2.0**-6, 448.0))
+    return scales, x * ((1 / given) / scales.float())
+
+
+def _nvfp4_transformer_engine(
+    x: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype, given: torch.Tensor | None
+) -> Scaled:
+    """What is given is the largest magnitude of all values."""
+    assert given is not None
+    encoding = _encoding(given)
+    scales = encode_e4m3(largest * (encoding * _tensor(1 / 6, x)))
+    return scales, x * (1 / (scales.float() * (1 / encoding))).clamp(max=_FLOAT_MAX)
+
+
+def _encoding(largest: torch.Tensor) -> torch.Tensor:
+    """448·6 / the largest magnitude; 1 if either is 0."""
+    encoding = (_tensor(448 * 6, largest) / largest).clamp(max=_FLOAT_MAX)
+    return torch.where((largest == 0) | (encoding == 0), 1.0, encoding)
+
+
+def _global_scale(to: Format, given: torch.Tensor) -> torch.Tensor:
+    return 1 / _encoding(given) if to.rule == "transformer_engine" else given
+
+
+_RULES: dict[tuple[str, str], Any] = {
+    ("fp8-group", "exact"): _fp8_group,
+    ("fp8-group", "power_of_two"): _fp8_power_of_two,
+    ("fp8-row", "exact"): _fp8_row,
+    ("fp8-tensor", "exact"): _fp8_tensor,
+    ("int8-row", "exact"): _int8,
+    ("int8-row", "convrot"): _int8_convrot,
+    ("int4-row", "exact"): _int4,
+    ("int4-row", "quarot"): _int4_quarot,
+    **{("mxfp8", rule): _mx(Element.E4M3, rule) for rule in ("floor", "ceil", "rceil", "even")},
+    **{("mxfp4", rule): _mx(Element.E2M1, rule) for rule in ("floor", "ceil", "rceil", "even")},
+    ("mxfp4", "deepseek_v4"): _mxfp4_deepseek,
+    ("mxfp4", "qutlass"): _mxfp4_qutlass,
+    ("nvfp4", "exact"): _nvfp4,
+    ("nvfp4", "transformer_engine"): _nvfp4_transformer_engine,
+}
+
+
+# ---- scales ----------------------------------------------------------------------------------------------------------
+def _decode_scales(to: Format, scales: torch.Tensor) -> torch.Tensor:
+    if to.scale != "e8m0":
+        return scales.float()
+    bytes_ = scales.int()
+    bits = torch.where(bytes_ > 0, bytes_ << 23, 1 << 22)
+    return torch.where(bytes_ == _E8M0_NAN, torch.nan, bits.view(torch.float32))
+
+
+def laid_out(scales: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Scales [rows, groups] in their layout; those of a row alone are [rows]."""
+    rows, groups = scales.shape
+    if layout is Layout.COLUMN_MAJOR:
+        memory = scales.new_zeros((groups, _up(rows, _PADDED_ROWS)))
+        memory[:, :rows] = scales.T
+        return memory.T[:rows]
+    if layout is Layout.SWIZZLED:
+        padded = _bytes(scales).new_zeros((_up(rows, _TILE_ROWS), _up(groups, _TILE_GROUPS)))
+        padded[:rows, :groups] = _bytes(scales)
+        tiles = padded.view(-1, 4, 32, padded.shape[1] // _TILE_GROUPS, _TILE_GROUPS).permute(0, 3, 2, 1, 4)
+        return tiles.flatten().view(scales.dtype)
+    return scales.contiguous()
+
+
+def rows_of_scales(scales: torch.Tensor, layout: Layout, rows: int, groups: int) -> torch.Tensor:
+    """Scales [rows, groups] of what `laid_out` returned."""
+    if layout is Layout.SWIZZLED:
+        tiles = _bytes(scales).view(-1, _up(groups, _TILE_GROUPS) // _TILE_GROUPS, 32, 4, _TILE_GROUPS)
+        padded = tiles.permute(0, 3, 2, 1, 4).reshape(_up(rows, _TILE_ROWS), _up(groups, _TILE_GROUPS))
+        return padded[:rows, :groups].contiguous().view(scales.dtype)
+    return scales.reshape(rows, groups)
+
+
+def _bytes(scales: torch.Tensor) -> torch.Tensor:
+    return scales.view(torch.uint8)
+
+
+def _up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple

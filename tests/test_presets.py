@@ -1,0 +1,111 @@
+"""Presets are the definitions of their projects, behind the rotation in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import quantizer_reference as exact
+import torch
+from test_quantize import normal
+
+from hadagen import Rotation, TensorError, presets
+from hadagen.presets import _TRANSFORMER_ENGINE_SIGNS
+from hadagen.runtime.quantizer import dequantize
+
+SIGNS = torch.tensor(_TRANSFORMER_ENGINE_SIGNS)
+
+
+def hadamard(n: int) -> torch.Tensor:
+    h = torch.ones(1, 1, dtype=torch.float64)
+    while len(h) < n:
+        h = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64), h)
+    return h
+
+
+REGULAR = torch.tensor([[1, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]], dtype=torch.float64) / 2
+
+
+def rotated(x: torch.Tensor, matrix: torch.Tensor) -> Any:
+    """Blocks of x times a matrix, in float64."""
+    return (x.double().unflatten(-1, (-1, len(matrix))) @ matrix).flatten(-2).numpy()
+
+
+@pytest.mark.parametrize(
+    ("preset", "dtype", "matrix", "reference"),
+    [
+        (presets.deepseek_v32_indexer, "bfloat16", hadamard(128) * 128**-0.5, exact.fp8_group),
+        (
+            lambda x: presets.deepseek_v32_indexer(x, power_of_two=True),
+            "bfloat16",
+            hadamard(128) * 128**-0.5,
+            lambda y: exact.fp8_group(y, order="power_of_two"),
+        ),
+        (presets.deepseek_v4_fp4, "bfloat16", hadamard(128) * 128**-0.5, lambda y: exact.mxfp4(y, "deepseek_v4")),
+        (
+            lambda x: presets.convrot_int8(x, 16),
+            "bfloat16",
+            torch.kron(REGULAR, REGULAR),
+            lambda y: exact.int8_row(y, order="comfy_eager"),
+        ),
+        (
+            lambda x: presets.convrot_int4(x, 16),
+            "bfloat16",
+            torch.kron(REGULAR, REGULAR),
+            lambda y: exact.int4_row(y, "bfloat16", "comfy_eager"),
+        ),
+        (lambda x: presets.quarot_int4(x, Rotation(256)), "float16", hadamard(256) / 16, exact.int4_row),
+        (
+            presets.qutlass_mxfp4,
+            "bfloat16",
+            (hadamard(32) * float(torch.tensor(32**-0.5).bfloat16())),
+            lambda y: exact.mxfp4(y, "qutlass", "float32"),
+        ),
+        (
+            presets.transformer_engine_nvfp4,
+            "bfloat16",
+            SIGNS.double().diag() @ hadamard(16) / 4,
+            lambda y: exact.nvfp4(y, float(np.abs(exact.rounded(y, "bfloat16")).max())),
+        ),
+    ],
+)
+def test_a_preset_is_the_definition(
+    preset: Callable[[torch.Tensor], Any], dtype: str, matrix: torch.Tensor, reference: Callable[[Any], exact.Quantized]
+) -> None:
+    """But for values so near to half way that float32 and float64 are rounded to different numbers."""
+    x = normal(64, 256, dtype=getattr(torch, dtype))
+    found = preset(x)
+    wanted = reference(rotated(x, matrix))
+    values = dequantize(found.codes, found.scales, found.format, found.tensor_scale).double().numpy()
+    assert np.mean(np.abs(values - wanted.values) <= 1e-6 * np.abs(wanted.values)) > 0.995
+    assert np.mean(found.scales.float().numpy().ravel() == scales_of(found, wanted).ravel()) > 0.99
+    error = np.linalg.norm(values - rotated(x, matrix)) / np.linalg.norm(rotated(x, matrix))
+    assert error < 0.25
+
+
+def scales_of(found: Any, wanted: exact.Quantized) -> Any:
+    return exact.decode_e4m3fn(wanted.scales) if found.format.scale == "e4m3" else wanted.scales.astype(np.float32)
+
+
+@pytest.mark.parametrize("rotate", [False, True])
+def test_heads_for_attention(rotate: bool) -> None:
+    x = normal(2, 7, 4, 64).transpose(1, 2)  # [batch, heads, sequence, D], not contiguous
+    codes, scales = presets.fa3_fp8(x, 2, rotate=rotate)
+    assert codes.shape == x.shape
+    assert scales.shape == (2, 2)
+    y = rotated(x, hadamard(64) / 8) if rotate else x.double().numpy()
+    for b in range(2):
+        for head in range(2):
+            of_group = slice(2 * head, 2 * head + 2)
+            wanted = exact.fp8_attention(y[b, of_group].reshape(-1, 64))
+            mine = codes[b, of_group].view(torch.uint8).numpy().reshape(-1, 64)
+            assert np.mean(mine == wanted.codes) > 0.999
+            assert np.isclose(float(scales[b, head]), float(wanted.scales[0]), rtol=1e-6)
+    zeros, ones = presets.fa3_fp8(torch.zeros(1, 2, 3, 8))
+    assert not zeros.float().any()
+    assert torch.equal(ones, torch.ones(1, 2))
+    assert presets.fa3_fp8(torch.zeros(1, 2, 0, 8))[1].shape == (1, 2)
+    with pytest.raises(TensorError, match="pass \\[batch, heads, sequence, D\\]"):
+        presets.fa3_fp8(x, 3)

@@ -1,0 +1,138 @@
+"""The quantizer in PyTorch gives the codes and scales of the exact definitions, bit for bit, and layouts are undone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import quantizer_reference as exact
+import torch
+
+from hadagen.formats import FORMATS, Element, Format, Layout
+from hadagen.runtime.quantizer import dequantize, encode_e2m1, encode_e4m3, laid_out, quantize, rows_of_scales
+
+COLUMNS = 256
+GIVEN = 0.0123
+TYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+Reference = Callable[[Any, str], exact.Quantized]
+# (format, rule) → the definition of its codes and scales, for values of a type.
+REFERENCES: dict[tuple[str, str], Reference] = {
+    ("fp8-group", "exact"): lambda x, dtype: exact.fp8_group(x, dtype),
+    ("fp8-group", "power_of_two"): lambda x, dtype: exact.fp8_group(x, dtype, "power_of_two"),
+    ("fp8-row", "exact"): lambda x, dtype: exact.fp8_row(x, dtype),
+    ("fp8-tensor", "exact"): lambda x, dtype: exact.fp8_tensor(x, GIVEN, dtype),
+    ("int8-row", "exact"): lambda x, dtype: exact.int8_row(x, dtype),
+    ("int8-row", "convrot"): lambda x, dtype: exact.int8_row(x, dtype, "comfy_eager"),
+    ("int4-row", "exact"): lambda x, dtype: exact.int4_row(x, dtype, "comfy_eager"),
+    ("int4-row", "quarot"): lambda x, dtype: exact.int4_row(x, dtype, "quarot"),
+    **{("mxfp8", rule): (lambda x, dtype, rule=rule: exact.mxfp8(x, rule, dtype)) for rule in FORMATS["mxfp8"].rules},
+    **{("mxfp4", rule): (lambda x, dtype, rule=rule: exact.mxfp4(x, rule, dtype)) for rule in FORMATS["mxfp4"].rules},
+    ("nvfp4", "exact"): lambda x, dtype: exact.nvfp4(x, GIVEN, dtype, "torchao"),
+    ("nvfp4", "transformer_engine"): lambda x, dtype: exact.nvfp4(x, GIVEN, dtype, "te"),
+}
+ALL = [(name, rule) for name, form in FORMATS.items() for rule in form.rules]
+
+
+def chosen(name: str, rule: str | None = None, layout: str = "row-major") -> Format:
+    return Format.choose(name, None, rule, layout)
+
+
+def given(to: Format) -> torch.Tensor | None:
+    return torch.tensor(GIVEN) if to.needs_scale else None
+
+
+def hard_rows(dtype: torch.dtype) -> torch.Tensor:
+    """Of every size that a type has, with outliers, halves between codes, subnormals, zeros of both signs and the
+    largest number."""
+    g = torch.Generator().manual_seed(0)
+    normal = torch.randn(400, COLUMNS, generator=g)
+    sizes = 2.0 ** torch.randint(-140, 120, (400, 1), generator=g).double()
+    outliers = torch.where(torch.rand(400, COLUMNS, generator=g) < 0.01, normal * 300, normal)
+    halves = torch.randint(-31, 32, (400, COLUMNS), generator=g) / 4.0  # many are half way between two codes
+    zeros = torch.where(torch.arange(COLUMNS) % 3 == 0, -0.0, 0.0).expand(3, COLUMNS)
+    rows = torch.cat(
+        [normal, outliers, halves, (normal.double() * sizes).float(), zeros, torch.full((1, COLUMNS), 3e38)]
+    )
+    limits = torch.finfo(dtype)
+    return rows.clamp(limits.min, limits.max).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("name", "rule"), ALL)
+def test_codes_and_scales_are_those_of_the_definition(name: str, rule: str, dtype: str) -> None:
+    x = hard_rows(TYPES[dtype])
+    to = chosen(name, rule)
+    codes, scales = quantize(x.float(), to, x.dtype, given(to))
+    wanted = REFERENCES[name, rule](x.float().numpy(), dtype)
+    packed = wanted.codes if to.element.bits == 8 else exact.pack_nibbles(wanted.codes)
+    assert np.array_equal(codes.view(torch.uint8).numpy(), packed.view(np.uint8))
+    if to.group >= 0:
+        assert to.scale == "input" or np.array_equal(
+            raw(scales), wanted.scales.view(raw(scales).dtype).reshape(scales.shape)
+        )
+        assert np.array_equal(scales.float().numpy().ravel(), scales_of(to, wanted).ravel(), equal_nan=True)
+    values = dequantize(codes, scales, to, given(to)).double().numpy()
+    with np.errstate(over="ignore"):
+        assert np.allclose(values, wanted.values.astype(np.float32), rtol=1e-6, atol=1e-44, equal_nan=True)
+
+
+def raw(scales: torch.Tensor) -> Any:
+    return scales.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[scales.element_size()]).numpy()
+
+
+def scales_of(to: Format, wanted: exact.Quantized) -> Any:
+    """Their values; bytes of E8M0 are numbers too."""
+    return exact.decode_e4m3fn(wanted.scales) if to.scale == "e4m3" else wanted.scales.astype(np.float32)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize(("name", "rule"), ALL)
+def test_what_is_not_finite(name: str, rule: str, value: float) -> None:
+    """NaN is the NaN of a format that has one, and else 0. An infinity is the largest code of a format without NaN.
+    The scale of the group is no number of E8M0. Other groups are as they were."""
+    x = torch.linspace(-3, 3, 2 * COLUMNS).view(2, COLUMNS)
+    to = chosen(name, rule)
+    before = quantize(x, to, torch.bfloat16, given(to))[0]
+    x[1, 0] = value
+    codes, scales = quantize(x, to, torch.bfloat16, given(to))
+    assert torch.equal(codes[0].view(torch.uint8), before[0].view(torch.uint8))
+    first = int(codes[1].view(torch.uint8)[0])
+    is_nan = value != value
+    if to.element is Element.E4M3:
+        assert first & 0x7F in ((0x7F,) if is_nan or to.group >= 0 else (0x7E,))
+    elif to.element is Element.E2M1:
+        assert first & 15 == (0 if is_nan else 7 if value > 0 else 15)
+    else:
+        largest = to.element.largest + (value < 0 and rule in ("convrot", "quarot"))
+        code = first if to.element is Element.INT8 else first & 15
+        assert code == (0 if is_nan else largest if value > 0 else (1 << to.element.bits) - largest)
+    if to.scale == "e8m0":
+        assert int(scales[1, 0]) == 0xFF
+        assert 0xFF not in scales[0]
+
+
+def test_every_float_has_the_nearest_code() -> None:
+    sizes = torch.cat(
+        [torch.arange(0, 1 << 16).to(torch.int32) << 15, (torch.arange(0, 1 << 16).to(torch.int32) << 15) + 1]
+    )
+    x = sizes.view(torch.float32)
+    x = torch.cat([x, -x])
+    assert np.array_equal(encode_e4m3(x).view(torch.uint8).numpy(), exact.encode_e4m3fn(x.numpy()))
+    x = x[~x.isnan()]
+    assert np.array_equal(encode_e2m1(x).numpy(), exact.encode_e2m1(x.numpy()))
+
+
+@pytest.mark.parametrize(("rows", "groups"), [(1, 1), (5, 3), (128, 4), (129, 9), (0, 4)])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn, torch.float32])
+def test_a_layout_is_undone(rows: int, groups: int, dtype: torch.dtype) -> None:
+    scales = (torch.arange(rows * groups, dtype=torch.float32).view(rows, groups) % 200 + 1).to(dtype)
+    column = laid_out(scales, Layout.COLUMN_MAJOR)
+    assert column.stride() == (1, -(-rows // 4) * 4) or rows < 2
+    assert torch.equal(rows_of_scales(column, Layout.COLUMN_MAJOR, rows, groups).float(), scales.float())
+    if dtype == torch.float32 or not rows:
+        return
+    tiles = laid_out(scales, Layout.SWIZZLED)
+    assert np.array_equal(tiles.view(torch.uint8).numpy(), exact.swizzled(scales.view(torch.uint8).numpy()))
+    assert torch.equal(rows_of_scales(tiles, Layout.SWIZZLED, rows, groups).float(), scales.float())
