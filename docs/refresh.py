@@ -23,6 +23,7 @@ import sys
 from pathlib import Path
 
 import refresh_files as files
+from refresh_models import attention_table, models_table, read
 from refresh_other_tables import (
     between_table,
     call_table,
@@ -31,7 +32,7 @@ from refresh_other_tables import (
     lost_between_on_h200,
     pruned_table,
 )
-from refresh_pictures import draw, draw_search, fingerprint, is_drawn_from
+from refresh_pictures import draw, draw_activations, draw_search, fingerprint, is_drawn_from
 from refresh_rotations import parts_table, products_table, rotations_table
 from refresh_search import Searches, search_numbers
 from refresh_speed_tables import h200_table, numbers, pitched_table
@@ -42,7 +43,8 @@ def generated() -> dict[Path, dict[str, str]]:
     """Document → name of each generated part → its text."""
     times = read_times() if all(path.exists() for path in sources()) else None
     return {
-        files.README: {"numbers": numbers(times) if times else files.NO_DATA},
+        files.README: {"numbers": numbers(times) if times else files.NO_DATA, "models": models_table()},
+        files.QUANTIZATION: {"attention": attention_table(), "models": models_table()},
         files.PERFORMANCE: {
             "h200": h200_table(),
             "rotations": rotations_table(),
@@ -80,7 +82,11 @@ def refreshed(page: Path, parts: dict[str, str]) -> str:
 def outdated() -> list[str]:
     """Names of the files that do not say what the data says."""
     pages = [page for page, parts in generated().items() if refreshed(page, parts) != page.read_text(encoding="utf-8")]
-    pictures = {files.PICTURE: sources(), files.SEARCH_PICTURE: (files.SEARCH,)}
+    pictures = {
+        files.PICTURE: sources(),
+        files.SEARCH_PICTURE: (files.SEARCH,),
+        files.ACTIVATIONS_PICTURE: (files.QUAROT,),
+    }
     stale = [
         picture
         for picture, tables in pictures.items()
@@ -103,6 +109,8 @@ def main(arguments: list[str]) -> None:
     draw(read_times(), files.PICTURE, fingerprint(*sources()))
     if files.SEARCH.exists():
         draw_search(Searches.read(), files.SEARCH_PICTURE, fingerprint(files.SEARCH))
+    if files.QUAROT.exists():
+        draw_activations(read(files.QUAROT)["inputs"], files.ACTIVATIONS_PICTURE, fingerprint(files.QUAROT))
 
 
 if __name__ == "__main__":

