@@ -134,7 +134,8 @@ def test_refresh_writes_numbers_and_picture_once(documents: Path) -> None:
     readme = (documents / "README.md").read_text()
     begin, end = refresh.markers("numbers")
     assert readme.startswith(f"before\n{begin}\n![")
-    assert readme.endswith(f"{end}\nafter\n")
+    assert f"\n{end}\n" in readme
+    assert readme.endswith("\nafter\n")
     worst = "float16, n = 128, 64 K elements, in-place, hot"
     assert f"| `accurate` / HadaCore | 1.00 | 1.00 | 1.00 | 0 of 6 cells | 1.00: {worst} |" in readme
     assert f"| `fast` / fast-hadamard-transform | 2.00 | 2.00 | 2.00 | 0 of 6 cells | 2.00: {worst} |" in readme
@@ -238,6 +239,45 @@ def test_cells_that_the_run_lacks_are_of_an_earlier_one(documents: Path) -> None
 
 def text_of(markdown: str) -> str:
     return " ".join(markdown.split())
+
+
+def test_what_rotation_does_to_a_model(documents: Path) -> None:
+    figures = {"perplexity": 20.04, "same_top": 1.0, "error": 0.0}
+    rows = [{"format": "none", "rotated": False, **figures}]
+    for rotated, perplexity in ((False, 4865.8), (True, 41.84)):
+        row = {"format": "W8A4", "rotated": rotated, "perplexity": perplexity, "same_top": 0.5, "error": perplexity / 1e4}
+        rows.append(row)
+    inputs = {"False": [1.0, 300.0], "True": [9.0, 8.0]}
+    for path in (files.ATTENTION, files.QUAROT):
+        path.write_text(json.dumps({"rows": rows, "inputs": inputs}))
+    refresh.main([])
+    page = (documents / "quantization.md").read_text()
+    assert "| none | 20.0 |  |  |  |" in page
+    assert "| W8A4 | 4866 | 41.8 | 0.49 | 0.00 |" in page
+    assert "| W8A4 | 4866 | 41.8 | 50% | 50% |" in (documents / "README.md").read_text()
+    ElementTree.fromstring(files.ACTIVATIONS_PICTURE.read_bytes())
+    assert refresh.outdated() == []
+    files.QUAROT.write_text(json.dumps({"rows": rows, "inputs": {"False": [1.0], "True": [1.0]}}))
+    assert refresh.outdated() == ["activations.svg"]
+
+
+def test_what_limits_rotations(documents: Path) -> None:
+    where = {"problem": "n3584-k28-float16-fast", "elements": 1 << 26, "destination": "in-place", "cache": "cold"}
+    us = {"whole": 20.0, "without A": 16.0, "without H": 12.5, "without both": 10.0}
+    parts = [
+        {**where, "elements": elements, "kernel": part, "us": each, "copy_us": 10.0}
+        for elements in (1 << 22, 1 << 24, 1 << 26)
+        for part, each in us.items()
+    ]
+    write_table(files.PARTS, [*parts, *({**row, "problem": "n3584-k28-float16-accurate"} for row in parts)])
+    accurate = {**where, "problem": "n3584-k28-float16-accurate"}
+    peers = {"hadagen": 10.0, "PyTorch": 25.0, "PyTorch, one product": 80.0}
+    write_table(files.ROTATIONS, [{"library": name, **accurate, "us": each} for name, each in peers.items()])
+    refresh.main([])
+    page = (documents / "performance.md").read_text()
+    assert "| 3584 = 28 · 128 | 0.50 / 0.62 / 0.80 / 1.00 |" in page
+    assert "| 3584 = 28 · 128 | – | 2.50 | – | 8.00 |" in page
+    assert "`accurate` is 2.5 times as fast as two products, and 8.0 times as one" in page
 
 
 def test_what_lies_between(documents: Path) -> None:
