@@ -245,8 +245,8 @@ def test_what_rotation_does_to_a_model(documents: Path) -> None:
     figures = {"perplexity": 20.04, "same_top": 1.0, "error": 0.0}
     rows = [{"format": "none", "rotated": False, **figures}]
     for rotated, perplexity in ((False, 4865.8), (True, 41.84)):
-        row = {"format": "W8A4", "rotated": rotated, "perplexity": perplexity, "same_top": 0.5, "error": perplexity / 1e4}
-        rows.append(row)
+        figures = {"perplexity": perplexity, "same_top": 0.5, "error": perplexity / 1e4}
+        rows.append({"format": "W8A4", "rotated": rotated, **figures})
     inputs = {"False": [1.0, 300.0], "True": [9.0, 8.0]}
     for path in (files.ATTENTION, files.QUAROT):
         path.write_text(json.dumps({"rows": rows, "inputs": inputs}))
