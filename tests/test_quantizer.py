@@ -113,6 +113,15 @@ def test_what_is_not_finite(name: str, rule: str, value: float) -> None:
         assert 0xFF not in scales[0]
 
 
+@pytest.mark.parametrize(("name", "rule"), [("int8-row", "convrot"), ("int4-row", "exact"), ("int4-row", "quarot")])
+def test_what_the_type_of_x_cannot_hold_is_infinite(name: str, rule: str) -> None:
+    x = torch.tensor([[1.0, -1e5]])  # float16 ends at 65504
+    to = chosen(name, rule)
+    codes = quantize(x, to, torch.float16, None)[0]
+    assert torch.equal(codes, quantize(x.half().float(), to, torch.float16, None)[0])
+    assert codes.any()
+
+
 def test_every_float_has_the_nearest_code() -> None:
     sizes = torch.cat(
         [torch.arange(0, 1 << 16).to(torch.int32) << 15, (torch.arange(0, 1 << 16).to(torch.int32) << 15) + 1]

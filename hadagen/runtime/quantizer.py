@@ -15,7 +15,6 @@ from hadagen.formats import Element, Format, Layout
 
 _FLOAT_MAX = torch.finfo(torch.float32).max
 _E4M3_NAN, _E8M0_NAN = 0x7F, 0xFF
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _FRACTION_BITS = {Element.E4M3: 3, Element.E2M1: 1}
 _TILE_ROWS, _TILE_GROUPS = 128, 4  # of swizzled scales
 _PADDED_ROWS = 4  # of scales that lie column after column
@@ -26,12 +25,14 @@ def quantize(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and scales.
 
-    x: float32 [rows, columns]. dtype: of the input, to which some rules round. given: the scale that the format needs,
-    float32 with one element.
+    x: float32 [rows, columns]. dtype: of the input, to which INT4 and the rule convrot round. given: the scale that the
+    format needs, float32 with one element.
 
     Returns codes, [rows, columns], or uint8 [rows, columns / 2] of 4-bit codes, the even one in the low nibble; and
     scales in their layout.
     """
+    if to.element is Element.INT4 or to.rule == "convrot":
+        x = _rounded(x, dtype)  # here, as what this makes infinite has the code of an infinity
     groups = _in_groups(x, to)
     largest = groups.abs().amax(-1, keepdim=True) if groups.numel() else groups.new_zeros((*groups.shape[:-1], 1))
     scales, scaled = _RULES[to.name, to.rule](groups, largest, dtype, given)
@@ -95,7 +96,8 @@ def _decode(to: Format, codes: torch.Tensor) -> torch.Tensor:
     nibbles = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
     if to.element is Element.INT4:
         return (nibbles ^ 8).to(torch.int8).float() - 8.0
-    size = torch.tensor(_E2M1, device=codes.device)[(nibbles & 7).long()]
+    size = (nibbles & 7).float()
+    size = torch.maximum(torch.maximum(size / 2, size - 2), 2 * size - 8)  # 0, 0.5, 1, 1.5, 2, 3, 4, 6
     return torch.where(nibbles > 7, -size, size)
 
 
@@ -149,21 +151,21 @@ def _int8(x: torch.Tensor, largest: torch.Tensor, *_: Any) -> Scaled:
 
 def _int8_convrot(x: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype, *_: Any) -> Scaled:
     """The scale is rounded to the type of x before it divides, and the quotient too."""
-    scales = _int8(x, _rounded(largest, dtype))[0]
+    scales = _int8(x, largest)[0]
     divisor = _rounded(scales, dtype)
     divisor = torch.where(divisor == 0, torch.finfo(dtype).tiny, divisor)
-    return scales, _rounded(_rounded(x, dtype) / divisor, dtype)
+    return scales, _rounded(x / divisor, dtype)
 
 
 def _int4(x: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype, *_: Any) -> Scaled:
     floor = _rounded(_tensor(1e-10, x), dtype)
-    return _int4_quarot(x, torch.maximum(_rounded(largest, dtype), floor), dtype)
+    return _int4_quarot(x, torch.maximum(largest, floor), dtype)
 
 
 def _int4_quarot(x: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype, *_: Any) -> Scaled:
     """Scale and quotient are rounded to the type of x. There is no least scale, and 0 / 0 is 0."""
-    scales = _rounded(_over(_rounded(largest, dtype), 7), dtype)
-    return scales.to(dtype), _rounded(_rounded(x, dtype) / scales, dtype)
+    scales = _rounded(_over(largest, 7), dtype)
+    return scales.to(dtype), _rounded(x / scales, dtype)
 
 
 def _mx(element: Element, rule: str) -> Any:
