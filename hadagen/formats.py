@@ -62,7 +62,15 @@ class Format:
 
     @classmethod
     def choose(cls, name: str, group: int | None, rule: str | None, layout: str) -> Format:
-        """The format of a name. None is the default. Raises `UsageError` where they do not exist together."""
+        """The format of a name. None is the default.
+
+        Raises TypeError for an argument of a wrong type, and `UsageError` where they do not exist together.
+        """
+        for what, text in (("to", name), ("rule", "" if rule is None else rule), ("layout", layout)):
+            if not isinstance(text, str):
+                raise TypeError(f"{what} is a {type(text).__name__}; pass a text")
+        if group is not None and not isinstance(group, int):
+            raise TypeError(f"group is a {type(group).__name__}; pass an integer or None")
         if name not in FORMATS:
             raise UsageError(f"to = {name!r:.40} is no format; choose from {', '.join(FORMATS)}")
         known = FORMATS[name]

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import torch
 
-from hadagen.errors import TensorError
+from hadagen.errors import TensorError, UsageError
 from hadagen.runtime import quantizer
-from hadagen.runtime.checks import check_is_tensor, check_tensor
-from hadagen.runtime.quantize import Quantized, rotate_quantize
+from hadagen.runtime.checks import check_is_flag
+from hadagen.runtime.given import as_count
+from hadagen.runtime.quantize import Quantized, check_values, rotate_quantize
 from hadagen.runtime.rotation import Rotation
 from hadagen.runtime.transform import hadamard_transform
 
 # The signs of TransformerEngine's random Hadamard transform, which are always these.
 _TRANSFORMER_ENGINE_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+
+# g^-½ in bfloat16.
+_QUTLASS_SCALES = {32: 181 / 1024, 64: 1 / 8, 128: 181 / 2048}
 
 
 def deepseek_v32_indexer(x: torch.Tensor, *, power_of_two: bool = False) -> Quantized:
@@ -25,6 +29,7 @@ def deepseek_v32_indexer(x: torch.Tensor, *, power_of_two: bool = False) -> Quan
     x: [..., 128] or several heads of 128, after RoPE. power_of_two: whether scales are rounded up to powers of two,
     which is DeepSeek's `scale_fmt`. Scales are float32.
     """
+    check_is_flag(power_of_two, "power_of_two")
     rule = "power_of_two" if power_of_two else "exact"
     return rotate_quantize(x, 128, to="fp8-group", scale=128**-0.5, rule=rule, round_first=True)
 
@@ -61,8 +66,10 @@ def qutlass_mxfp4(x: torch.Tensor, block: int = 32) -> Quantized:
     block: 32, 64 or 128. Codes are those of three times a value over its scale. QuTLASS swizzles scales in a second
     kernel; `hadagen.rotate_quantize` with layout="swizzled" does it at once.
     """
-    scale = float(torch.tensor(block**-0.5).bfloat16())
-    return rotate_quantize(x, block, to="mxfp4", scale=scale, rule="qutlass")
+    block = as_count(block, "block")
+    if block not in _QUTLASS_SCALES:
+        raise UsageError(f"block = {block} is not one of QuTLASS's; choose 32, 64 or 128")
+    return rotate_quantize(x, block, to="mxfp4", scale=_QUTLASS_SCALES[block], rule="qutlass")
 
 
 def transformer_engine_nvfp4(x: torch.Tensor) -> Quantized:
@@ -70,11 +77,11 @@ def transformer_engine_nvfp4(x: torch.Tensor) -> Quantized:
 
     x: [N, M], such as `tensor.t()`. The largest magnitude of all rotated values is found first.
     """
-    check_is_tensor(x, "x")
-    check_tensor(x)
-    rotation = Rotation(x.shape[-1], signs=_TRANSFORMER_ENGINE_SIGNS, block=16).to(x.device)
+    check_values(x)
+    with torch.device(x.device):
+        rotation = Rotation(x.shape[-1], signs=_TRANSFORMER_ENGINE_SIGNS, block=16)
     values = rotation(x.float()).to(x.dtype)
-    largest = values.abs().amax().float() if values.numel() else torch.zeros((), device=x.device)
+    largest = values.abs().amax().float() if values.numel() else x.new_zeros((), dtype=torch.float32)
     return rotate_quantize(values, to="nvfp4", rule="transformer_engine", tensor_scale=largest)
 
 
@@ -86,17 +93,17 @@ def fa3_fp8(x: torch.Tensor, kv_heads: int | None = None, *, rotate: bool = True
 
     Returns float8_e4m3fn of x's shape, and float32 [batch, kv_heads]: the largest magnitude over 448.
     """
-    check_is_tensor(x, "x")
-    check_tensor(x)
-    if x.dim() != 4 or x.shape[1] % (kv_heads or 1):
-        raise TensorError(
-            f"x has the shape {tuple(x.shape)}; pass [batch, heads, sequence, D], with heads of keys in it"
-        )
+    check_values(x)
+    check_is_flag(rotate, "rotate")
+    if x.dim() != 4 or not x.shape[1]:
+        raise TensorError(f"x has the shape {tuple(x.shape)}; pass [batch, heads, sequence, D] with at least one head")
+    heads = x.shape[1] if kv_heads is None else as_count(kv_heads, "kv_heads")
+    if x.shape[1] % heads:
+        raise UsageError(f"kv_heads = {heads} does not divide the {x.shape[1]} heads of x; choose one that does")
     values = hadamard_transform(x.float(), x.shape[-1] ** -0.5) if rotate else x.float()
-    heads = kv_heads or x.shape[1]
     by_query = values.abs().amax((2, 3)) if values.numel() else values.new_zeros(x.shape[:2])
-    largest = by_query.view(x.shape[0], heads, -1).amax(-1)
-    peak = torch.full((), 448.0, device=x.device)  # PyTorch would multiply by the reciprocal of a number on a GPU
+    largest = by_query.view(x.shape[0], heads, x.shape[1] // heads).amax(-1)
+    peak = values.new_full((), 448.0)  # PyTorch would multiply by the reciprocal of a number on a GPU
     is_scaled = largest > 1e-12
     factor = torch.where(is_scaled, peak / largest, 1.0)
     by_head = factor.repeat_interleave(x.shape[1] // heads, 1)[..., None, None]
@@ -105,6 +112,6 @@ def fa3_fp8(x: torch.Tensor, kv_heads: int | None = None, *, rotate: bool = True
 
 
 def _regular(x: torch.Tensor, block: int) -> Rotation:
-    check_is_tensor(x, "x")
-    check_tensor(x)
-    return Rotation(x.shape[-1], "regular", block=block).to(x.device)
+    check_values(x)
+    with torch.device(x.device):
+        return Rotation(x.shape[-1], "regular", block=as_count(block, "block"))

@@ -11,7 +11,7 @@ import quantizer_reference as exact
 import torch
 from test_quantize import normal
 
-from hadagen import Rotation, TensorError, presets
+from hadagen import Rotation, TensorError, UsageError, presets
 from hadagen.presets import _TRANSFORMER_ENGINE_SIGNS
 from hadagen.runtime.quantizer import dequantize
 
@@ -107,5 +107,37 @@ def test_heads_for_attention(rotate: bool) -> None:
     assert not zeros.float().any()
     assert torch.equal(ones, torch.ones(1, 2))
     assert presets.fa3_fp8(torch.zeros(1, 2, 0, 8))[1].shape == (1, 2)
-    with pytest.raises(TensorError, match="pass \\[batch, heads, sequence, D\\]"):
-        presets.fa3_fp8(x, 3)
+    assert presets.fa3_fp8(torch.zeros(0, 2, 3, 8))[1].shape == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda x: presets.fa3_fp8(x, 3), UsageError, "kv_heads = 3 does not divide the 4 heads of x"),
+        (lambda x: presets.fa3_fp8(x, -1), UsageError, "kv_heads = -1 is not possible"),
+        (lambda x: presets.fa3_fp8(x[0]), TensorError, r"pass \[batch, heads, sequence, D\]"),
+        (lambda x: presets.fa3_fp8(x[:, :0]), TensorError, "with at least one head"),
+        (lambda x: presets.fa3_fp8(x.double()), TensorError, "x has the type float64"),
+        (lambda x: presets.fa3_fp8(x.requires_grad_()), TensorError, "x requires a gradient"),
+        (lambda x: presets.fa3_fp8(x, rotate="no"), TypeError, "rotate is 'no'; pass True or False"),
+        (lambda x: presets.qutlass_mxfp4(x, 0), UsageError, "block = 0 is not possible"),
+        (lambda x: presets.qutlass_mxfp4(x, 16), UsageError, "choose 32, 64 or 128"),
+        (lambda x: presets.deepseek_v32_indexer(x, power_of_two=3), TypeError, "power_of_two is 3"),
+    ],
+)
+def test_bad_input_is_one_sentence(call: Callable[[torch.Tensor], Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call(torch.ones(2, 4, 3, 128))
+
+
+def test_a_default_device_changes_nothing() -> None:
+    x = normal(4, 256)
+    for preset in (presets.convrot_int8, presets.qutlass_mxfp4, presets.transformer_engine_nvfp4):
+        with torch.device("meta"):
+            codes = preset(x).codes
+        assert torch.equal(codes, preset(x).codes)
+
+
+def test_values_that_are_not_finite_are_no_error() -> None:
+    x = torch.full((2, 16), torch.inf)
+    assert presets.transformer_engine_nvfp4(x).codes.shape == (2, 8)

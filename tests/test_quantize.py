@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from test_rotation import some_signs
+from torch.autograd import forward_ad
 
 from hadagen import Rotation, TensorError, UsageError, hadamard_transform, rotate_quantize
 from hadagen.formats import FORMATS, Format, Layout
@@ -96,6 +98,41 @@ def test_it_compiles_without_a_break() -> None:
     assert torch.equal(torch.compile(model, fullgraph=True, backend="aot_eager")(x), model(x))
 
 
+@pytest.mark.parametrize("as_scale", [float, torch.tensor])
+def test_one_compiled_call_takes_every_scale(as_scale: Callable[[float], Any]) -> None:
+    def model(x: torch.Tensor, scale: Any) -> torch.Tensor:
+        return rotate_quantize(x, R, to="nvfp4", tensor_scale=scale).dequantize()
+
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)
+    for rows, scale in ((3, 0.01), (7, 0.5)):
+        x = normal(rows, N)
+        assert torch.equal(compiled(x, as_scale(scale)), model(x, as_scale(scale)))
+
+
+def test_transforms_see_the_operator() -> None:
+    def model(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return rotate_quantize(x, R, to="nvfp4", tensor_scale=scale).dequantize()
+
+    x, scales = normal(3, 4, N), torch.tensor([0.01, 0.1, 1.0])
+    assert torch.equal(torch.vmap(model)(x, scales), torch.stack(list(map(model, x, scales))))
+    with forward_ad.dual_level(), pytest.raises(TensorError, match=r"x has a derivative, .*; pass x.detach\(\)"):
+        model(forward_ad.make_dual(x, x), scales[0])
+
+
+def test_a_default_type_or_device_changes_nothing() -> None:
+    x = normal(3, N)
+    found = rotate_quantize(x, R, to="nvfp4", tensor_scale=0.01)
+    values = found.dequantize()
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert found.dequantize().dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
+    with torch.device("meta"):
+        again = rotate_quantize(x, R, to="nvfp4", tensor_scale=0.01).dequantize()
+    assert torch.equal(again, values)
+
+
 def test_rows_need_not_be_there() -> None:
     for name in FORMATS:
         found = rotate_quantize(normal(0, N), R, to=name, **scale_for(name))
@@ -108,6 +145,10 @@ def test_rows_need_not_be_there() -> None:
     ("call", "error", "message"),
     [
         (lambda x: rotate_quantize([1.0], to="mxfp8"), TypeError, "x is a list; pass a torch.Tensor"),
+        (lambda x: rotate_quantize(x, to=["mxfp8"]), TypeError, "to is a list; pass a text"),
+        (lambda x: rotate_quantize(x, to="mxfp8", rule=np.ones(2)), TypeError, "rule is a ndarray; pass a text"),
+        (lambda x: rotate_quantize(x, to="mxfp8", group=32.0), TypeError, "group is a float; pass an integer or None"),
+        (lambda x: rotate_quantize(x, to="mxfp8").dequantize(torch.int8), UsageError, "dtype torch.int8 is not poss"),
         (lambda x: rotate_quantize(x, to="fp6"), UsageError, "to = 'fp6' is no format; choose from fp8-group, "),
         (
             lambda x: rotate_quantize(x, to="mxfp8", group=64),
@@ -151,6 +192,20 @@ def test_rows_need_not_be_there() -> None:
             "mxfp8 has no tensor_scale; leave it out",
         ),
         (lambda x: rotate_quantize(x, to="nvfp4", tensor_scale=0.0), UsageError, "tensor_scale = 0.0 is not possible"),
+        (lambda x: rotate_quantize(x, to="nvfp4", tensor_scale=1e-50), UsageError, "tensor_scale = 1e-50 is not poss"),
+        (lambda x: rotate_quantize(x, to="nvfp4", tensor_scale=1e39), UsageError, "up to 3.4e.38"),
+        (lambda x: rotate_quantize(x, to="nvfp4", tensor_scale=10**400), UsageError, "tensor_scale = inf is not poss"),
+        (lambda x: rotate_quantize(x, to="nvfp4", tensor_scale="1"), TypeError, "tensor_scale is a str; pass a real"),
+        (
+            lambda x: rotate_quantize(x, to="nvfp4", tensor_scale=torch.ones((), requires_grad=True)),
+            TensorError,
+            "tensor_scale requires a gradient",
+        ),
+        (
+            lambda x: rotate_quantize(x, to="nvfp4", tensor_scale=torch.ones(1).to_sparse()),
+            TensorError,
+            "tensor_scale is sparse_coo float32 with 1 elements",
+        ),
         (
             lambda x: rotate_quantize(x, to="nvfp4", tensor_scale=torch.tensor(float("nan"))),
             UsageError,
@@ -159,7 +214,7 @@ def test_rows_need_not_be_there() -> None:
         (
             lambda x: rotate_quantize(x, to="nvfp4", tensor_scale=torch.ones(2)),
             TensorError,
-            r"tensor_scale is float32 of the shape \(2,\) on cpu; it must be float32 with one element on cpu",
+            "tensor_scale is strided float32 with 2 elements on cpu; it must be strided float32 with one element",
         ),
     ],
 )

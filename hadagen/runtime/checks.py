@@ -20,11 +20,11 @@ REAL = (float, int, Real)  # the first two are faster to check
 _NUMERICS = tuple(member.value for member in Numerics)
 
 
-def check_is_number(scale: Any) -> None:
+def check_is_number(scale: Any, name: str = "scale") -> None:
     """Raises TypeError."""
     # A tensor is no number; a user would expect a gradient for it.
     if not (isinstance(scale, REAL) or is_symbolic(scale)):
-        raise TypeError(f"scale is a {type(scale).__name__}; pass a real number")
+        raise TypeError(f"{name} is a {type(scale).__name__}; pass a real number")
 
 
 def is_symbolic(scale: Any) -> bool:

@@ -10,12 +10,23 @@ import torch
 from hadagen.errors import TensorError, UsageError
 from hadagen.formats import Format, Layout
 from hadagen.runtime import quantizer
-from hadagen.runtime.checks import check_is_flag, check_is_number, check_is_tensor, check_options, check_tensor
-from hadagen.runtime.linear import LIBRARY
+from hadagen.runtime.arguments import as_int
+from hadagen.runtime.checks import (
+    DTYPES,
+    check_is_flag,
+    check_is_number,
+    check_is_tensor,
+    check_options,
+    check_tensor,
+    is_symbolic,
+    kind_of,
+)
+from hadagen.runtime.linear import LIBRARY, has_only_memory, needs_derivative
 from hadagen.runtime.rotation import Rotation
 from hadagen.runtime.transform import hadamard_transform
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_LEAST, _MOST = 2.0**-149, torch.finfo(torch.float32).max  # of a scale, in float32
 
 
 class Quantized(NamedTuple):
@@ -24,7 +35,7 @@ class Quantized(NamedTuple):
     codes: of x's shape; of 4-bit codes uint8 of half as many columns, the even one in the low nibble.
     scales: one for each group, in the layout of the format; of a whole row [...], for int8-row [..., 1].
     format: what they are.
-    tensor_scale: that of the call, float32 with one element, or None.
+    tensor_scale: for nvfp4 that of the call, float32 with one element; else None. For fp8-tensor it is the scale.
     """
 
     codes: torch.Tensor
@@ -33,7 +44,12 @@ class Quantized(NamedTuple):
     tensor_scale: torch.Tensor | None = None
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The values that codes and scales stand for, rotated as they are, of x's shape."""
+        """The values that codes and scales stand for, rotated as they are, of x's shape.
+
+        dtype: float16, bfloat16, float32 or float64. Raises `UsageError` for another.
+        """
+        if dtype not in DTYPES:
+            raise UsageError(f"dtype {dtype!r:.80} is not possible; pass one of {', '.join(map(str, DTYPES))}")
         codes = self.codes.flatten(0, -2) if self.codes.dim() > 1 else self.codes[None]
         values = quantizer.dequantize(codes, self.scales, self.format, self.tensor_scale)
         return values.view(*self.codes.shape[:-1], values.shape[-1]).to(dtype)
@@ -71,21 +87,15 @@ def rotate_quantize(
     Raises TypeError for an argument of a wrong type; `UsageError` for a format, group, rule or layout that do not exist
     together, and for a bad scale; `TensorError` for an x that cannot be quantized, such as one that requires gradients.
     """
-    check_is_tensor(x, "x")
+    check_values(x)
     check_is_flag(round_first, "round_first")
-    if x.dtype not in _DTYPES:
-        plain = str(x.dtype).removeprefix("torch.")
-        raise TensorError(f"x has the type {plain}; pass values of float16, bfloat16 or float32 that are not quantized")
-    check_tensor(x)
-    form, columns = Format.choose(to, group, rule, layout), x.shape[-1]
+    form, columns = Format.choose(to, as_int(group), rule, layout), x.shape[-1]
     form.scales_in_row(columns)
     if form.element.bits == 4 and columns % 2:
         raise TensorError(f"x has {columns} columns; 4-bit codes need an even number")
     check_options(scale, "accurate", torch.float32)
-    if x.requires_grad and torch.is_grad_enabled():
-        raise TensorError("x requires a gradient, which quantized codes do not have; pass x.detach()")
     given = _tensor_scale(tensor_scale, form, x)
-    values = _rotated(x, rotation, scale)
+    values = _rotated(x, rotation, scale if is_symbolic(scale) else float(scale))
     if round_first:
         values = values.to(x.dtype).float()
     codes, scales = _QUANTIZE(values, form.name, form.group, form.rule, form.layout.value, x.dtype, given)
@@ -94,12 +104,28 @@ def rotate_quantize(
     return Quantized(codes, scales, form, given)
 
 
+def check_values(x: torch.Tensor) -> None:
+    """Raises TypeError and `TensorError` for what cannot be quantized."""
+    check_is_tensor(x, "x")
+    if x.dtype not in _DTYPES:
+        plain = str(x.dtype).removeprefix("torch.")
+        raise TensorError(f"x has the type {plain}; pass values of float16, bfloat16 or float32 that are not quantized")
+    check_tensor(x)
+    _check_has_no_gradient(x, "x")
+
+
+def _check_has_no_gradient(x: torch.Tensor, name: str) -> None:
+    if x.requires_grad and torch.is_grad_enabled():
+        raise TensorError(f"{name} requires a gradient, which quantized codes do not have; pass {name}.detach()")
+
+
 def _rotated(x: torch.Tensor, rotation: Rotation | int | None, scale: float) -> torch.Tensor:
     columns, wide = x.shape[-1], x.float()
     if rotation is None:
         return wide * scale
     if isinstance(rotation, Rotation):
         return rotation(wide) * scale  # type: ignore[no-any-return]
+    rotation = as_int(rotation)
     if isinstance(rotation, bool) or not isinstance(rotation, int):
         raise TypeError(f"rotation is a {type(rotation).__name__}; pass a Rotation, a power of two, or None")
     if rotation < 1 or rotation & (rotation - 1) or columns % rotation:
@@ -111,7 +137,7 @@ def _rotated(x: torch.Tensor, rotation: Rotation | int | None, scale: float) -> 
 
 
 def _tensor_scale(given: torch.Tensor | float | None, form: Format, x: torch.Tensor) -> torch.Tensor | None:
-    """As float32 without dimensions, on x's device. What is on a GPU is not looked at, because that would wait."""
+    """As float32 without dimensions, on x's device. A tensor on a GPU is not looked at, because that would wait."""
     if not form.needs_scale:
         if given is not None:
             raise UsageError(f"{form.name} has no tensor_scale; leave it out, or choose fp8-tensor or nvfp4")
@@ -119,19 +145,32 @@ def _tensor_scale(given: torch.Tensor | float | None, form: Format, x: torch.Ten
     if given is None:
         raise UsageError(f"{form.name} needs a tensor_scale; pass a number, or a tensor with one element")
     if isinstance(given, torch.Tensor):
-        if given.dtype != torch.float32 or given.numel() != 1 or given.device != x.device:
-            what = f"{str(given.dtype).removeprefix('torch.')} of the shape {tuple(given.shape)} on {given.device}"
-            raise TensorError(f"tensor_scale is {what}; it must be float32 with one element on {x.device}")
-        if given.device.type != "cpu" or torch.compiler.is_compiling():
-            return given.detach().reshape(())
-        number = float(given)
-    else:
-        check_is_number(given)
-        number = float(given)
-    is_amax = form.rule == "transformer_engine"
-    if not (math.isfinite(number) and (number > 0 or (is_amax and number == 0))):
-        raise UsageError(f"tensor_scale = {number} is not possible; pass a positive number that is finite")
-    return torch.full((), number, dtype=torch.float32, device=x.device)
+        is_plain = given.layout is torch.strided and given.dtype == torch.float32 and given.numel() == 1
+        if not is_plain or given.is_nested or given.device != x.device:
+            what = f"{kind_of(given)} with {given.numel()} elements on {given.device}"
+            raise TensorError(f"tensor_scale is {what}; it must be strided float32 with one element on {x.device}")
+        _check_has_no_gradient(given, "tensor_scale")
+        if given.device.type == "cpu" and has_only_memory(given):
+            _check_is_possible(float(given), form)
+        return given.detach().reshape(())
+    check_is_number(given, "tensor_scale")
+    if not is_symbolic(given):
+        try:
+            given = float(given)
+        except OverflowError:  # an integer beyond every float
+            given = math.inf
+        _check_is_possible(given, form)
+        given = given if given <= _MOST else math.inf
+    return torch.full((), given, dtype=torch.float32, device=x.device)
+
+
+def _check_is_possible(number: float, form: Format) -> None:
+    # A largest magnitude is what the values make it: 0, infinite or NaN too.
+    is_possible = not number < 0 if form.rule == "transformer_engine" else _LEAST <= number <= _MOST
+    if not is_possible:
+        raise UsageError(
+            f"tensor_scale = {number} is not possible; pass a positive number that float32 has, up to {_MOST:.3g}"
+        )
 
 
 # ---- the operator: for torch.compile, which would round differently, and for meta tensors ----------------------------
@@ -144,6 +183,13 @@ def _quantize(
     if form.group < 0:
         scales = x.new_zeros(())  # the caller's; an operator returns no argument
     return codes.view(shapes[0]), scales if form.layout is not Layout.ROW_MAJOR else scales.reshape(shapes[1])
+
+
+def _autograd(x: torch.Tensor, *options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    if needs_derivative(x):
+        raise TensorError("x has a derivative, which quantized codes do not have; pass x.detach()")
+    with torch._C._AutoDispatchBelowAutograd():
+        return _QUANTIZE(x, *options)  # type: ignore[no-any-return]
 
 
 def _fake(
@@ -180,5 +226,6 @@ LIBRARY.define(
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 LIBRARY.impl("quantize", _quantize, "CompositeExplicitAutograd")
+LIBRARY.impl("quantize", _autograd, "Autograd")
 torch.library.register_fake("hadagen::quantize", _fake, lib=LIBRARY)
 _QUANTIZE: Any = torch.ops.hadagen.quantize.default
