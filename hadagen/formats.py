@@ -68,7 +68,7 @@ class Format:
         """
         for what, text in (("to", name), ("rule", "" if rule is None else rule), ("layout", layout)):
             if not isinstance(text, str):
-                raise TypeError(f"{what} is a {type(text).__name__}; pass a text")
+                raise TypeError(f"{what} is a {type(text).__name__}; pass a string")
         if group is not None and not isinstance(group, int):
             raise TypeError(f"group is a {type(group).__name__}; pass an integer or None")
         if name not in FORMATS:

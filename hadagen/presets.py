@@ -45,7 +45,7 @@ def deepseek_v4_fp4(x: torch.Tensor) -> Quantized:
 def convrot_int8(x: torch.Tensor, block: int = 256) -> Quantized:
     """ConvRot in ComfyUI, W8A8: the regular Hadamard matrix over blocks, rounded to x's type, then INT8 by rows.
 
-    block: 16, 64 or 256, a power of four that divides the last dimension of x.
+    block: a power of four that divides the last dimension of x. ComfyUI has 16, 64 and 256.
     """
     return rotate_quantize(x, _regular(x, block), to="int8-row", rule="convrot", round_first=True)
 
@@ -75,7 +75,7 @@ def qutlass_mxfp4(x: torch.Tensor, block: int = 32) -> Quantized:
 def transformer_engine_nvfp4(x: torch.Tensor) -> Quantized:
     """TransformerEngine's NVFP4 of a transposed tensor, for gradients of weights: its signs and H_16 over 16 tokens.
 
-    x: [N, M], such as `tensor.t()`. The largest magnitude of all rotated values is found first.
+    x: [N, M], such as `tensor.t()`. The largest magnitude of all rotated values is found first. Scales are not padded.
     """
     check_values(x)
     with torch.device(x.device):
@@ -89,7 +89,7 @@ def fa3_fp8(x: torch.Tensor, kv_heads: int | None = None, *, rotate: bool = True
     """Queries, keys or values for FlashAttention 3, as torchao quantizes them: H · D^-½ over each head, then FP8.
 
     x: [batch, heads, sequence, D], with any strides. kv_heads: the number of heads of keys, which divides that of x;
-    None is that of x. rotate: torchao does not rotate values.
+    None is that of x. rotate: False for values, which torchao does not rotate.
 
     Returns float8_e4m3fn of x's shape, and float32 [batch, kv_heads]: the largest magnitude over 448.
     """

@@ -145,8 +145,8 @@ def test_rows_need_not_be_there() -> None:
     ("call", "error", "message"),
     [
         (lambda x: rotate_quantize([1.0], to="mxfp8"), TypeError, "x is a list; pass a torch.Tensor"),
-        (lambda x: rotate_quantize(x, to=["mxfp8"]), TypeError, "to is a list; pass a text"),
-        (lambda x: rotate_quantize(x, to="mxfp8", rule=np.ones(2)), TypeError, "rule is a ndarray; pass a text"),
+        (lambda x: rotate_quantize(x, to=["mxfp8"]), TypeError, "to is a list; pass a string"),
+        (lambda x: rotate_quantize(x, to="mxfp8", rule=np.ones(2)), TypeError, "rule is a ndarray; pass a string"),
         (lambda x: rotate_quantize(x, to="mxfp8", group=32.0), TypeError, "group is a float; pass an integer or None"),
         (lambda x: rotate_quantize(x, to="mxfp8").dequantize(torch.int8), UsageError, "dtype torch.int8 is not poss"),
         (lambda x: rotate_quantize(x, to="fp6"), UsageError, "to = 'fp6' is no format; choose from fp8-group, "),

@@ -81,7 +81,7 @@ def rotate_quantize(
     round_first: round the rotated values to x's type before they are quantized. By default they stay float32.
 
     Rotation and quantizer compute in float32, and codes are rounded half to even. What is larger than the largest code
-    becomes that. Of a NaN the code is NaN, and 0 in formats without one; of an infinity it is the largest code there.
+    becomes that. Of a NaN the code is NaN, and 0 in formats without one, where that of an infinity is the largest.
     The E8M0 scale of a group with either is 0xff, which is no number.
 
     Raises TypeError for an argument of a wrong type; `UsageError` for a format, group, rule or layout that do not exist
