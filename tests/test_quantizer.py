@@ -111,6 +111,10 @@ def test_what_is_not_finite(name: str, rule: str, value: float) -> None:
     if to.scale == "e8m0":
         assert int(scales[1, 0]) == 0xFF
         assert 0xFF not in scales[0]
+    elif to.scale in ("float32", "input") and to.group >= 0:
+        first_scale = scales.flatten()[scales.numel() // 2]
+        assert first_scale.isnan() if is_nan else first_scale.isinf()
+        assert scales.flatten()[: scales.numel() // 2].isfinite().all()
 
 
 @pytest.mark.parametrize(("name", "rule"), [("int8-row", "convrot"), ("int4-row", "exact"), ("int4-row", "quarot")])

@@ -179,10 +179,12 @@ def _quantize(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     form = Format.choose(to, group, rule, layout)
     codes, scales = quantizer.quantize(x.reshape(-1, x.shape[-1]), form, dtype, given)
-    shapes = _shapes(x, form)
     if form.group < 0:
         scales = x.new_zeros(())  # the caller's; an operator returns no argument
-    return codes.view(shapes[0]), scales if form.layout is not Layout.ROW_MAJOR else scales.reshape(shapes[1])
+    elif form.layout is Layout.ROW_MAJOR:
+        has_groups = form.group or form.name == "int8-row"
+        scales = scales.view(x.shape[:-1] + (scales.shape[1:] if has_groups else ()))
+    return codes.view(*x.shape[:-1], codes.shape[-1]), scales
 
 
 def _autograd(x: torch.Tensor, *options: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -192,40 +194,11 @@ def _autograd(x: torch.Tensor, *options: Any) -> tuple[torch.Tensor, torch.Tenso
         return _QUANTIZE(x, *options)  # type: ignore[no-any-return]
 
 
-def _fake(
-    x: torch.Tensor, to: str, group: int, rule: str, layout: str, dtype: torch.dtype, given: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    form = Format.choose(to, group, rule, layout)
-    codes, scales = _shapes(x, form)
-    code_type = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8}.get(form.element.value, torch.uint8)
-    known = {"float32": torch.float32, "e8m0": torch.uint8, "e4m3": torch.float8_e4m3fn, "input": dtype}
-    scale_type = known[form.scale]
-    made = x.new_empty(codes, dtype=code_type)
-    rows, groups = x.numel() // x.shape[-1], form.scales_in_row(x.shape[-1])
-    if form.layout is Layout.COLUMN_MAJOR:
-        return made, x.new_empty((groups, -(-rows // 4) * 4), dtype=scale_type).T[:rows]
-    if form.layout is Layout.SWIZZLED:
-        return made, x.new_empty((-(-rows // 128) * 128 * (-(-groups // 4) * 4),), dtype=scale_type)
-    return made, x.new_empty(scales, dtype=scale_type)
-
-
-def _shapes(x: torch.Tensor, form: Format) -> tuple[list[Any], list[Any]]:
-    """Of the codes, and of scales that are row-major."""
-    leading, columns = list(x.shape[:-1]), x.shape[-1]
-    if form.group < 0:
-        scales: list[Any] = []
-    elif form.group == 0:
-        scales = [*leading, 1] if form.name == "int8-row" else leading
-    else:
-        scales = [*leading, columns // form.group]
-    return [*leading, columns * form.element.bits // 8], scales
-
-
 LIBRARY.define(
     "quantize(Tensor x, str to, int group, str rule, str layout, ScalarType dtype, Tensor? given) -> (Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 LIBRARY.impl("quantize", _quantize, "CompositeExplicitAutograd")
 LIBRARY.impl("quantize", _autograd, "Autograd")
-torch.library.register_fake("hadagen::quantize", _fake, lib=LIBRARY)
+torch.library.register_fake("hadagen::quantize", _quantize, lib=LIBRARY)  # for a tensor without memory too
 _QUANTIZE: Any = torch.ops.hadagen.quantize.default

@@ -272,7 +272,7 @@ def _decode_scales(to: Format, scales: torch.Tensor) -> torch.Tensor:
 
 
 def laid_out(scales: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """Scales [rows, groups] in their layout; those of a row alone are [rows]."""
+    """Scales [rows, groups] in their layout."""
     rows, groups = scales.shape
     if layout is Layout.COLUMN_MAJOR:
         memory = scales.new_zeros((groups, _up(rows, _PADDED_ROWS)))
