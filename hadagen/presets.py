@@ -47,17 +47,17 @@ def convrot_int8(x: torch.Tensor, block: int = 256) -> Quantized:
 
     block: a power of four that divides the last dimension of x. ComfyUI has 16, 64 and 256.
     """
-    return rotate_quantize(x, _regular(x, block), to="int8-row", rule="convrot", round_first=True)
+    return rotate_quantize(x, _regular(x, block), to="int8-row", rule="convrot")
 
 
 def convrot_int4(x: torch.Tensor, block: int = 256) -> Quantized:
     """ConvRot in ComfyUI, W4A4: the same with INT4. There the scales are float32 of the same values."""
-    return rotate_quantize(x, _regular(x, block), to="int4-row", round_first=True)
+    return rotate_quantize(x, _regular(x, block), to="int4-row")
 
 
 def quarot_int4(x: torch.Tensor, rotation: Rotation | int | None = None) -> Quantized:
     """QuaRot's quantizer of activations, behind a rotation that rounds to x's type. QuaRot has float16."""
-    return rotate_quantize(x, rotation, to="int4-row", rule="quarot", round_first=True)
+    return rotate_quantize(x, rotation, to="int4-row", rule="quarot")
 
 
 def qutlass_mxfp4(x: torch.Tensor, block: int = 32) -> Quantized:

@@ -12,10 +12,9 @@ import torch
 from test_quantize import normal
 
 from hadagen import Rotation, TensorError, UsageError, presets
-from hadagen.presets import _TRANSFORMER_ENGINE_SIGNS
 from hadagen.runtime.quantizer import dequantize
 
-SIGNS = torch.tensor(_TRANSFORMER_ENGINE_SIGNS)
+SIGNS = torch.tensor([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1])  # `get_wgrad_sign_vector`
 
 
 def hadamard(n: int) -> torch.Tensor:
@@ -128,6 +127,18 @@ def test_heads_for_attention(rotate: bool) -> None:
 def test_bad_input_is_one_sentence(call: Callable[[torch.Tensor], Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call(torch.ones(2, 4, 3, 128))
+
+
+def test_what_only_the_project_does() -> None:
+    """Each of these values tells a preset's rule from the next most similar one."""
+    assert presets.deepseek_v4_fp4(torch.zeros(1, 128)).scales.eq(1).all()  # 2^-126
+    tiny = torch.tensor([[3 * 2.0**-24, -3 * 2.0**-24]]).half()  # over 7 it is 0 in float16
+    assert presets.quarot_int4(tiny).codes.item() == 0x87  # 7 and −8
+    assert presets.convrot_int4(tiny, 1).codes.item() == 0x97  # 7 and −7
+    row = torch.zeros(1, 32)
+    row[0, 0] = 1.1786  # three times its code is just below 5, and above 5 with 32^-½ in float32
+    assert presets.qutlass_mxfp4(row).codes.eq(0x66).all()
+    assert presets.fa3_fp8(torch.full((1, 1, 1, 8), 1e-13), rotate=False)[1].item() == 1
 
 
 def test_a_default_device_changes_nothing() -> None:

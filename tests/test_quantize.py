@@ -37,7 +37,7 @@ def scale_for(name: str) -> dict[str, Any]:
         (None, lambda x: x),
         (R, R),
         (Rotation(N, "regular"), Rotation(N, "regular")),
-        (128, lambda x: hadamard_transform(x.unflatten(-1, (-1, 128))).flatten(-2)),
+        (np.int64(128), lambda x: hadamard_transform(x.unflatten(-1, (-1, 128))).flatten(-2)),
     ],
 )
 def test_it_is_the_rotation_and_then_the_quantizer(
@@ -181,6 +181,7 @@ def test_rows_need_not_be_there() -> None:
             TypeError,
             "rotation is a str; pass a Rotation, a power of two",
         ),
+        (lambda x: rotate_quantize(x, True, to="mxfp8"), TypeError, "rotation is a bool; pass a Rotation"),
         (lambda x: rotate_quantize(x, Rotation(64), to="mxfp8"), TensorError, "64"),
         (lambda x: rotate_quantize(x, to="mxfp8", scale=float("nan")), UsageError, "scale = nan is not finite"),
         (lambda x: rotate_quantize(x, to="mxfp8", round_first=2), TypeError, "round_first is 2; pass True or False"),
