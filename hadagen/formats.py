@@ -39,12 +39,15 @@ class Layout(str, Enum):
     SWIZZLED = "swizzled"
 
 
+ROW, TENSOR = 0, -1  # in place of the elements of a group: all of a row, all of x
+
+
 @dataclass(frozen=True)
 class Format:
     """A format of `FORMATS`, with a rule, a group and a layout.
 
     scale: the type of a scale: "float32", "e8m0" (a power of two, 2^(byte − 127)), "e4m3", or "input", that of x.
-    group: how many neighboring elements of a row have one scale; 0 if a whole row has one, and −1 if all of x has.
+    group: how many neighboring elements of a row have one scale; or `ROW` or `TENSOR`.
     rule: how the scale follows from the largest magnitude, as `hadagen.rotate_quantize` says.
     groups, rules, layouts: what may be chosen, the default first.
     """
@@ -56,7 +59,7 @@ class Format:
     rules: tuple[str, ...] = ("exact",)
     layouts: tuple[Layout, ...] = (Layout.ROW_MAJOR,)
     needs_scale: bool = False  # of the caller: that of a tensor, or for all scales of groups
-    group: int = 0
+    group: int = ROW
     rule: str = ""
     layout: Layout = Layout.ROW_MAJOR
 
@@ -89,7 +92,7 @@ class Format:
 
     def scales_in_row(self, columns: int) -> int:
         """The number of scales of a row. Raises `UsageError` where groups do not fill it."""
-        if self.group <= 0:
+        if self.group in (ROW, TENSOR):
             return 1
         if columns % self.group:
             raise UsageError(f"groups of {self.group} do not fill rows of {columns} elements; choose a group that does")
@@ -102,10 +105,10 @@ FORMATS = {
     each.name: each
     for each in (
         Format("fp8-group", Element.E4M3, "float32", (128, 16, 32, 64), ("exact", "power_of_two"), _ALL[:2]),
-        Format("fp8-row", Element.E4M3, "float32", (0,)),
-        Format("fp8-tensor", Element.E4M3, "float32", (-1,), needs_scale=True),
-        Format("int8-row", Element.INT8, "float32", (0,), ("exact", "convrot")),
-        Format("int4-row", Element.INT4, "input", (0,), ("exact", "quarot")),
+        Format("fp8-row", Element.E4M3, "float32", (ROW,)),
+        Format("fp8-tensor", Element.E4M3, "float32", (TENSOR,), needs_scale=True),
+        Format("int8-row", Element.INT8, "float32", (ROW,), ("exact", "convrot")),
+        Format("int4-row", Element.INT4, "input", (ROW,), ("exact", "quarot")),
         Format("mxfp8", Element.E4M3, "e8m0", (32,), _POWERS, _ALL),
         Format("mxfp4", Element.E2M1, "e8m0", (32,), (*_POWERS, "deepseek_v4", "qutlass"), _ALL),
         Format("nvfp4", Element.E2M1, "e4m3", (16,), ("exact", "transformer_engine"), _ALL, needs_scale=True),

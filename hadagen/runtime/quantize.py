@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hadagen.errors import TensorError, UsageError
-from hadagen.formats import Format, Layout
+from hadagen.formats import ROW, TENSOR, Format, Layout
 from hadagen.runtime import quantizer
 from hadagen.runtime.arguments import as_int
 from hadagen.runtime.checks import (
@@ -99,7 +99,7 @@ def rotate_quantize(
     if round_first:
         values = values.to(x.dtype).float()
     codes, scales = _QUANTIZE(values, form.name, form.group, form.rule, form.layout.value, x.dtype, given)
-    if form.group < 0 and given is not None:
+    if form.group == TENSOR and given is not None:
         return Quantized(codes, given, form)
     return Quantized(codes, scales, form, given)
 
@@ -179,10 +179,10 @@ def _quantize(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     form = Format.choose(to, group, rule, layout)
     codes, scales = quantizer.quantize(x.reshape(-1, x.shape[-1]), form, dtype, given)
-    if form.group < 0:
+    if form.group == TENSOR:
         scales = x.new_zeros(())  # the caller's; an operator returns no argument
     elif form.layout is Layout.ROW_MAJOR:
-        has_groups = form.group or form.name == "int8-row"
+        has_groups = form.group != ROW or form.name == "int8-row"
         scales = scales.view(x.shape[:-1] + (scales.shape[1:] if has_groups else ()))
     return codes.view(*x.shape[:-1], codes.shape[-1]), scales
 

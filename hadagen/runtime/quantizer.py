@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hadagen.formats import Element, Format, Layout
+from hadagen.formats import TENSOR, Element, Format, Layout
 
 _FLOAT_MAX = torch.finfo(torch.float32).max
 _E4M3_NAN, _E8M0_NAN = 0x7F, 0xFF
@@ -37,14 +37,14 @@ def quantize(
     largest = groups.abs().amax(-1, keepdim=True) if groups.numel() else groups.new_zeros((*groups.shape[:-1], 1))
     scales, scaled = _RULES[to.name, to.rule](groups, largest, dtype, given)
     codes = _encode(to, scaled.flatten(-2), x)
-    return codes, scales if to.group < 0 else laid_out(scales.squeeze(-1), to.layout)
+    return codes, scales if to.group == TENSOR else laid_out(scales.squeeze(-1), to.layout)
 
 
 def dequantize(codes: torch.Tensor, scales: torch.Tensor, to: Format, given: torch.Tensor | None) -> torch.Tensor:
     """What codes and scales stand for, float32 [rows, columns]."""
     values = _decode(to, codes)
     rows, columns = values.shape
-    if to.group < 0:
+    if to.group == TENSOR:
         return values * scales.float()
     count = to.scales_in_row(columns)
     each = _decode_scales(to, rows_of_scales(scales, to.layout, rows, count))
