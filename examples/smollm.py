@@ -5,8 +5,10 @@ The file has weights of 4 bits. They are decoded, and what is measured is what f
 
 from __future__ import annotations
 
+import argparse
+import json
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
@@ -26,6 +28,8 @@ _F32, _Q4_1, _Q8_0 = 0, 3, 8
 Weights = dict[str, torch.Tensor]
 # (q, k, v) of all heads, float32 [heads, tokens, 64] → what attention gives, without the mask's part of q · kᵀ.
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+# (weights, tokens, names of formats) → results, of which "rows" are those of `row`.
+Measure = Callable[[Weights, torch.Tensor, Sequence[str]], dict[str, Any]]
 
 
 def find_file(folder: str | Path) -> Path:
@@ -187,6 +191,23 @@ def row(name: str, rotated: bool, logits: torch.Tensor, exact: torch.Tensor, tok
     """What a format does to the model. exact: the logits without quantization."""
     figures = {"perplexity": perplexity(logits, tokens), "same_top": same_top(logits, exact)}
     return {"format": name, "rotated": rotated, **figures}
+
+
+def run(description: str, formats: Sequence[str], measure: Measure) -> None:
+    """The program of an example: its options, the model, the table, and the file of results if one is named."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("models", type=Path, help=f"folder with the package {PACKAGE}")
+    parser.add_argument("--tokens", type=int, default=512, help="of the text (default: %(default)s)")
+    parser.add_argument("--formats", nargs="+", choices=formats, default=formats, help="(default: all)")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
+    options = parser.parse_args()
+    known, weights = read_gguf(find_file(options.models))
+    tokens = tokenize(TEXT.read_text(encoding="utf-8"), known)[: options.tokens]
+    with torch.inference_mode():
+        found = {"tokens": len(tokens), **measure(weights, tokens, options.formats)}
+    print_rows(found["rows"])
+    if options.json:
+        options.json.write_text(json.dumps(found) + "\n", encoding="utf-8")
 
 
 def print_rows(rows: Iterable[Mapping[str, Any]]) -> None:

@@ -99,7 +99,7 @@ class Format:
         return columns // self.group
 
 
-_POWERS = ("floor", "ceil", "rceil", "even")
+POWERS = ("floor", "ceil", "rceil", "even")  # rules that give a power of two
 _ALL = tuple(Layout)
 FORMATS = {
     each.name: each
@@ -109,8 +109,8 @@ FORMATS = {
         Format("fp8-tensor", Element.E4M3, "float32", (TENSOR,), needs_scale=True),
         Format("int8-row", Element.INT8, "float32", (ROW,), ("exact", "convrot")),
         Format("int4-row", Element.INT4, "input", (ROW,), ("exact", "quarot")),
-        Format("mxfp8", Element.E4M3, "e8m0", (32,), _POWERS, _ALL),
-        Format("mxfp4", Element.E2M1, "e8m0", (32,), (*_POWERS, "deepseek_v4", "qutlass"), _ALL),
+        Format("mxfp8", Element.E4M3, "e8m0", (32,), POWERS, _ALL),
+        Format("mxfp4", Element.E2M1, "e8m0", (32,), (*POWERS, "deepseek_v4", "qutlass"), _ALL),
         Format("nvfp4", Element.E2M1, "e4m3", (16,), ("exact", "transformer_engine"), _ALL, needs_scale=True),
     )
 }

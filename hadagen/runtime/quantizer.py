@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hadagen.formats import TENSOR, Element, Format, Layout
+from hadagen.formats import POWERS, TENSOR, Element, Format, Layout
 
 _FLOAT_MAX = torch.finfo(torch.float32).max
 _E4M3_NAN, _E8M0_NAN = 0x7F, 0xFF
@@ -128,9 +128,7 @@ def _fp8_group(x: torch.Tensor, largest: torch.Tensor, *_: Any) -> Scaled:
 
 def _fp8_power_of_two(x: torch.Tensor, largest: torch.Tensor, *_: Any) -> Scaled:
     exact = _fp8_group(x, largest)[0]
-    bits = exact.view(torch.int32)
-    up = ((bits >> 23) + (bits & 0x7FFFFF != 0).int()) << 23
-    scales = torch.where(exact.isfinite(), up.view(torch.float32), exact)
+    scales = torch.where(exact.isfinite(), _power(_ceil_exponent(exact.view(torch.int32))), exact)
     return scales, x / scales
 
 
@@ -207,15 +205,14 @@ def _ceil_exponent(bits: torch.Tensor) -> torch.Tensor:
 
 def _by_powers(x: torch.Tensor, exponents: torch.Tensor, finite: torch.Tensor) -> Scaled:
     """E8M0 scales of biased exponents, and x over them, which is exact."""
-    scales = torch.where(finite, exponents.clamp(0, 254), _E8M0_NAN).to(torch.uint8)
-    return scales, x * _reciprocal_power(scales)
+    exponents = exponents.clamp(0, 254)
+    scales = torch.where(finite, exponents, _E8M0_NAN).to(torch.uint8)
+    return scales, x * torch.where(finite, _power(254 - exponents), torch.nan)
 
 
-def _reciprocal_power(scales: torch.Tensor) -> torch.Tensor:
-    """2^(127 − byte); NaN for 0xff."""
-    exponents = 254 - scales.int()
-    bits = torch.where(exponents > 0, exponents << 23, 1 << 22)  # 2^-127 is subnormal
-    return torch.where(scales == _E8M0_NAN, torch.nan, bits.view(torch.float32))
+def _power(exponents: torch.Tensor) -> torch.Tensor:
+    """2^(exponent − 127) of biased exponents, which is subnormal for 0."""
+    return torch.where(exponents > 0, exponents << 23, 1 << 22).view(torch.float32)
 
 
 def _nvfp4(x: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype, given: torch.Tensor | None) -> Scaled:
@@ -253,8 +250,8 @@ _RULES: dict[tuple[str, str], Any] = {
     ("int8-row", "convrot"): _int8_convrot,
     ("int4-row", "exact"): _int4,
     ("int4-row", "quarot"): _int4_quarot,
-    **{("mxfp8", rule): _mx(Element.E4M3, rule) for rule in ("floor", "ceil", "rceil", "even")},
-    **{("mxfp4", rule): _mx(Element.E2M1, rule) for rule in ("floor", "ceil", "rceil", "even")},
+    **{("mxfp8", rule): _mx(Element.E4M3, rule) for rule in POWERS},
+    **{("mxfp4", rule): _mx(Element.E2M1, rule) for rule in POWERS},
     ("mxfp4", "deepseek_v4"): _mxfp4_deepseek,
     ("mxfp4", "qutlass"): _mxfp4_qutlass,
     ("nvfp4", "exact"): _nvfp4,
@@ -266,9 +263,7 @@ _RULES: dict[tuple[str, str], Any] = {
 def _decode_scales(to: Format, scales: torch.Tensor) -> torch.Tensor:
     if to.scale != "e8m0":
         return scales.float()
-    bytes_ = scales.int()
-    bits = torch.where(bytes_ > 0, bytes_ << 23, 1 << 22)
-    return torch.where(bytes_ == _E8M0_NAN, torch.nan, bits.view(torch.float32))
+    return torch.where(scales == _E8M0_NAN, torch.nan, _power(scales.int()))
 
 
 def laid_out(scales: torch.Tensor, layout: Layout) -> torch.Tensor:
