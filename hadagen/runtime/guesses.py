@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import lru_cache
 
 from hadagen.problem import Problem, Rows, difference
 from hadagen.runtime.device import Device
@@ -43,7 +44,7 @@ def adapted(
     for elements, entry in entries.items():
         arch = device.arch if device.arch in known_archs() else entry.arch
         adds_signs = problem.transform.signed and not entry.problem.transform.signed
-        registers = bundle.kernel(entry.kernel).registers if adds_signs and entry.compiled and arch == entry.arch else 0
+        registers = _registers(bundle, entry.kernel) if adds_signs and entry.compiled and arch == entry.arch else 0
         recipe = closest_recipe(problem, knobs_key(entry.knobs), arch, registers)
         if recipe is not None:
             found[elements] = replace(
@@ -65,3 +66,9 @@ def adapted(
                 portable=False,
             )
     return found
+
+
+@lru_cache(maxsize=1024)
+def _registers(bundle: Bundle, digest: str) -> int:
+    """Of a thread of a kernel. Calls of new shapes ask for the same kernels, and each is read with its code."""
+    return bundle.kernel(digest).registers
