@@ -51,7 +51,7 @@ def convrot_int8(x: torch.Tensor, block: int = 256) -> Quantized:
 
 
 def convrot_int4(x: torch.Tensor, block: int = 256) -> Quantized:
-    """ConvRot in ComfyUI, W4A4: the same with INT4. There the scales are float32 of the same values."""
+    """ConvRot in ComfyUI, W4A4: the same with INT4. ComfyUI keeps the same scales as float32."""
     return rotate_quantize(x, _regular(x, block), to="int4-row")
 
 
@@ -61,7 +61,7 @@ def quarot_int4(x: torch.Tensor, rotation: Rotation | int | None = None) -> Quan
 
 
 def qutlass_mxfp4(x: torch.Tensor, block: int = 32) -> Quantized:
-    """QuTLASS's fused quantizer, with its matrix H · g^-½ in bfloat16: for blocks of 32 or 128 that is 0.01 % less.
+    """QuTLASS's fused quantizer. Its matrix is H · block^-½, rounded to bfloat16.
 
     block: 32, 64 or 128. Codes are those of three times a value over its scale. QuTLASS swizzles scales in a second
     kernel; `hadagen.rotate_quantize` with layout="swizzled" does it at once.

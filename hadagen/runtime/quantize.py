@@ -81,8 +81,8 @@ def rotate_quantize(
     round_first: round the rotated values to x's type before they are quantized. By default they stay float32.
 
     Rotation and quantizer compute in float32, and codes are rounded half to even. What is larger than the largest code
-    becomes that. Of a NaN the code is NaN, and 0 in formats without one, where that of an infinity is the largest.
-    The E8M0 scale of a group with either is 0xff, which is no number.
+    becomes that. In formats without a code for NaN, a NaN gets 0, and an infinity the largest code. The E8M0 scale of a
+    group with either is 0xff, which is no number.
 
     Raises TypeError for an argument of a wrong type; `UsageError` for a format, group, rule or layout that do not exist
     together, and for a bad scale; `TensorError` for an x that cannot be quantized, such as one that requires gradients.
