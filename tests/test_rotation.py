@@ -123,6 +123,16 @@ def test_several_matrices_of_signs_and_blocks_against_the_definition() -> None:
     torch.testing.assert_close(r(x), (x.view(2, 3, 2, 1344) @ m).view(x.shape))
 
 
+@pytest.mark.parametrize(("n", "orders"), [(80, (20,)), (240, (12, 20))])
+def test_signs_are_a_part_of_a_matrix_that_has_all_of_h(n: int, orders: tuple[int, ...]) -> None:
+    signs, after = some_signs(n), some_signs(n, seed=1)
+    for before, behind in ((signs, after), (signs, None), (None, after)):
+        r = Rotation(n, "auto", k=orders, signs=before, signs_after=behind)
+        assert r._before is r._after is None
+        torch.testing.assert_close(r.matrix(), dense("auto", orders, n, before, behind))
+        torch.testing.assert_close(r.inverse(r(normal(3, n))), normal(3, n))
+
+
 @given(
     k=st.integers(1, 9), m=st.integers(0, 5), rows=st.integers(0, 70), seed=st.integers(0, 99), transposed=st.booleans()
 )
