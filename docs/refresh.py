@@ -33,7 +33,7 @@ from refresh_other_tables import (
     pruned_table,
 )
 from refresh_pictures import draw, draw_activations, draw_search, fingerprint, is_drawn_from
-from refresh_rotations import parts_table, products_table, rotations_table
+from refresh_rotations import parts_table, products_table, rotations_table, signs_table
 from refresh_search import Searches, search_numbers
 from refresh_speed_tables import h200_table, numbers, pitched_table
 from refresh_times import read_times, sources
@@ -50,6 +50,7 @@ def generated() -> dict[Path, dict[str, str]]:
             "rotations": rotations_table(),
             "products": products_table(),
             "parts": parts_table(),
+            "signs": signs_table(),
             "pitched": pitched_table(times) if times else files.NO_DATA,
             "between": between_table(),
             "between-h200": lost_between_on_h200(),

@@ -20,6 +20,8 @@ INVARIANT = DOCS / "data" / "invariant_h200.csv"
 # Rotations with a matrix: beside PyTorch, and with parts of their kernels left out.
 ROTATIONS = DOCS / "data" / "rotations_h200.csv"
 PARTS = DOCS / "data" / "parts_h200.csv"
+# The kernels that calls get for x without signs, with signs on both sides, and with signs that are computed, not read.
+SIGNS = DOCS / "data" / "signs_h200.csv"
 # What `examples/attention.py` and `examples/quarot.py` write.
 ATTENTION = DOCS / "data" / "attention.json"
 QUAROT = DOCS / "data" / "quarot.json"

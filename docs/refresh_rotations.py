@@ -1,8 +1,10 @@
-"""Tables of rotations with a matrix, on an H200: their speed, that of products by PyTorch, and what limits them."""
+"""Tables of rotations on an H200: the speed of those with a matrix, that of products by PyTorch, what limits them, and
+what signs cost."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import product
 from statistics import geometric_mean
 
 import refresh_files as files
@@ -23,6 +25,15 @@ ROTATION_REGIMES = (
 FEW_ROWS = 48  # of a matrix; rotations with no more come first in a table
 TWO, ONE = "PyTorch", "PyTorch, one product"
 PARTS = ("whole", "without A", "without H", "without both")
+# Title, orders of the matrix, row lengths.
+GROUPS = (
+    ("2^m, 128 to 4096", range(1, 2), range(128, 4097)),
+    ("2^m, 8192 and 16384", range(1, 2), range(8192, 16385)),
+    ("2^m, from 32768", range(1, 2), range(32768, 131073)),
+    ("K · 2^m, K ≤ 60, to 8192", range(2, 61), range(128, 8193)),
+    ("K · 2^m, K ≤ 60, longer", range(2, 61), range(8193, 131073)),
+    ("K · 2^m, K > 60", range(61, 429), range(128, 131073)),
+)
 
 
 def rotations_table() -> str:
@@ -113,3 +124,38 @@ def parts_table() -> str:
                 )
         tables.append(grid("l" + "r" * len(titles), [f"{numerics.value}; n = K · 2^m", *titles], rows))
     return "\n\n".join(tables)
+
+
+def signs_table() -> str:
+    """How much longer kernels with signs on both sides take than the same without, in Markdown."""
+    if not files.SIGNS.exists():
+        return files.NO_DATA
+    us: dict[tuple[Problem, str], dict[str, float]] = {}
+    for row in read_rows(files.SIGNS):
+        problem = Problem.parse(row["problem"])
+        if problem.length > 1:  # else signs are a part of the matrix
+            nominal = min(ROTATION_REGIMES[1:], key=lambda regime: abs(regime[1] - int(row["elements"])))[0]
+            us.setdefault((problem, nominal), {})[row["kernel"]] = float(row["us"])
+    titles = [title for title, _, _ in ROTATION_REGIMES[1:]]
+    rows = []
+    for (title, orders, lengths), numerics in product(GROUPS, (Numerics.FAST, Numerics.ACCURATE)):
+        row = [f"{title}: {numerics.value}"]
+        for nominal in titles:
+            found = [
+                times
+                for (problem, where), times in us.items()
+                if where == nominal
+                and problem.order in orders
+                and problem.n in lengths
+                and problem.io.numerics is numerics
+            ]
+            whole, unread = (
+                [times[kernel] / times["whole"] for times in found] for kernel in ("signed", "signed, no loads")
+            )
+            row.append(f"{_more(geometric_mean(whole))} ({_more(max(whole))}) / {_more(geometric_mean(unread))}")
+        rows.append(row)
+    return grid("l" + "r" * len(titles), ["n: numerics", *titles], rows)
+
+
+def _more(ratio: float) -> str:
+    return f"{round(100 * ratio) - 100}%"
