@@ -68,6 +68,7 @@ PARTS = {
         "rotations",
         "products",
         "parts",
+        "signs",
         "between-h200",
         "invariant",
         "pitched",
