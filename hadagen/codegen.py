@@ -94,8 +94,8 @@ def _view(plan: Plan, entry: str) -> dict[str, Any]:
             (plan.footprint.crossed_bytes(step) for step in plan.exchanges if step.crosses_blocks), 0
         ),
         # The last tile may be partly beyond the end of the array. A vector may only if it holds several rows.
-        "ragged": plan.rows_per_tile > 1,
-        "ragged_vector": plan.problem.n < plan.vector_elements,
+        "ragged": plan.is_ragged,
+        "ragged_vector": plan.problem.unit < plan.vector_elements,
         "first_tile": "block_index()" + (f" / {cluster}" if cluster > 1 else ""),
         "share": add(f"tile * {plan.tile_elements}", block_at),
         "block_at": block_at,  # offset in the tile from which a block loads

@@ -125,6 +125,10 @@ class _Operand(ctypes.Structure):
     _fields_ = (("at", ctypes.c_void_p), ("bytes", ctypes.c_int64))
 
 
+class _Output(ctypes.Structure):
+    _fields_ = (("at", ctypes.c_void_p), ("bytes", ctypes.c_int64), ("least", ctypes.c_int64))
+
+
 class _Launch(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("blocks", "elements", "rows", *RowShape._fields, "steps")),
@@ -132,6 +136,8 @@ class _Launch(ctypes.Structure):
         ("arguments", ctypes.POINTER(ctypes.c_uint64)),
         ("operands", ctypes.POINTER(_Operand)),
         ("operand_count", ctypes.c_uint64),
+        ("outputs", ctypes.POINTER(_Output)),
+        ("output_count", ctypes.c_uint64),
         *((name, ctypes.c_uint32) for name in ("threads", "cluster", "shared_bytes", "element_bytes", "starts_early")),
     )
 
@@ -171,9 +177,13 @@ class HostModule:
         rows: int = 0,
         shape: RowShape | None = None,
         operands: Mapping[str, np.ndarray[Any, Any] | int] | None = None,
+        scales: tuple[np.ndarray[Any, Any], int] | None = None,
         order_seed: int = 0,
     ) -> EmulationReport:
         """Transform the first `elements` (default: all) of x, the raw bits of elements, into `out`, which may be x.
+
+        A kernel that quantizes writes codes to `out`, uint8 of exactly their size, and to `scales`: an array, and how
+        many bytes of it must be written.
 
         `rows`, `shape`: for a kernel that reads a `RowShape`, the number of rows and their layout; then `elements` is
         rows · n. `operands`: contiguous arrays and numbers for all other params, by name. The launch has as
@@ -189,13 +199,17 @@ class HostModule:
         others = {name: value for name, value in given.items() if isinstance(value, np.ndarray)}
         pointers = {name: array.ctypes.data for name, array in others.items()}
         numbers = {name: value for name, value in given.items() if not isinstance(value, np.ndarray)}
+        outputs = [] if out.dtype != np.uint8 else [_Output(out.ctypes.data, out.nbytes, out.nbytes)]
+        if scales is not None:
+            pointers["scales"] = scales[0].ctypes.data
+            outputs.append(_Output(scales[0].ctypes.data, scales[0].nbytes, scales[1]))
         arguments = launch.arguments(elements, scale, shape, {**numbers, **pointers})
         arguments[X], arguments[Y] = x.ctypes.data, out.ctypes.data
         if shape is None:
             rows, shape = elements, RowShape(1, 1, 1)  # as any array without gaps
         columns, x_pitch, y_pitch = shape
         alignment = x.itemsize if launch.reads_rows else VECTOR_BYTES
-        for name, array, pitch in (("x", x, x_pitch), ("out", out, y_pitch)):
+        for name, array, pitch in (("x", x, x_pitch), ("out", out, y_pitch))[: 1 if outputs else 2]:
             if array.dtype not in (np.uint16, np.uint32) or array.dtype != x.dtype or not array.flags.c_contiguous:
                 raise UsageError(f"{name} is not a contiguous uint16 or uint32 array, of the type of x; copy it first")
             if array.ctypes.data % alignment:
@@ -215,6 +229,8 @@ class HostModule:
             arguments=(ctypes.c_uint64 * len(arguments))(*arguments),
             operands=(_Operand * len(others))(*(_Operand(each.ctypes.data, each.nbytes) for each in others.values())),
             operand_count=len(others),
+            outputs=(_Output * len(outputs))(*outputs),
+            output_count=len(outputs),
             threads=launch.threads,
             cluster=launch.cluster,
             shared_bytes=launch.shared_bytes,
@@ -227,7 +243,7 @@ class HostModule:
                 ctypes.cast(getattr(self._library, _caller(entry)), ctypes.c_void_p),
                 ctypes.byref(settings),
                 x.ctypes.data,
-                out.ctypes.data,
+                None if outputs else out.ctypes.data,
                 ctypes.byref(report),
             )
         if report.error:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cached_property
+from typing import Any
 
 from hadagen.errors import UsageError
 
@@ -47,8 +50,10 @@ class Format:
     """A format of `FORMATS`, with a rule, a group and a layout.
 
     scale: the type of a scale: "float32", "e8m0" (a power of two, 2^(byte − 127)), "e4m3", or "input", that of x.
-    group: how many neighboring elements of a row have one scale; or `ROW` or `TENSOR`.
+    group: how many neighboring elements of a row have one scale; or `ROW` or `TENSOR`. A kernel knows the length of
+        rows: there it is that instead of `ROW`.
     rule: how the scale follows from the largest magnitude, as `hadagen.rotate_quantize` says.
+    rounded: values are rounded to the type of x before they are quantized, though the format does not ask for that.
     groups, rules, layouts: what may be chosen, the default first.
     """
 
@@ -62,6 +67,7 @@ class Format:
     group: int = ROW
     rule: str = ""
     layout: Layout = Layout.ROW_MAJOR
+    rounded: bool = False
 
     @classmethod
     def choose(cls, name: str, group: int | None, rule: str | None, layout: str) -> Format:
@@ -89,6 +95,46 @@ class Format:
             raise UsageError(f"layout = {layout!r:.40} does not exist for {name}; choose from {', '.join(layouts)}")
         chosen = known.groups[0] if group is None else group
         return replace(known, group=chosen, rule=rule or known.rules[0], layout=Layout(layout))
+
+    @cached_property
+    def key(self) -> str:
+        """Its name in the key of a problem, such as "fp8_group_128", "int8_row_4096_convrot" or
+        "mxfp4_32_rceil_swizzled"."""
+        known = FORMATS[self.name]
+        parts = [self.name.replace("-", "_"), *([str(self.group)] if self.group > 0 else [])]
+        parts += [self.rule] if self.rule != known.rules[0] else []
+        parts += [self.layout.value.replace("-", "_")] if self.layout is not Layout.ROW_MAJOR else []
+        return "_".join([*parts, *(["rounded"] if self.rounded else [])])
+
+    @classmethod
+    def parse(cls, key: str) -> Format:
+        """The format of a key. Raises `UsageError` where it is none."""
+        digits = re.search("_([0-9]{1,9})(?=_|$)", key)
+        group = int(digits[1]) if digits else TENSOR
+        for known in FORMATS.values():
+            if known.groups[0] == TENSOR or group > 0 and (known.groups == (ROW,) or group in known.groups):
+                for rule in known.rules:
+                    for layout in known.layouts:
+                        for rounded in (False, True):
+                            form = replace(known, group=group, rule=rule, layout=layout, rounded=rounded)
+                            if form.key == key:
+                                return form
+        raise UsageError(f"{key!r:.80} names no format; write one such as fp8_group_128 or int8_row_4096")
+
+    def __lt__(self, other: Any) -> bool:  # problems are sorted, and have types beside formats
+        return self.key < (other.key if isinstance(other, Format) else str(other.value))
+
+    def __gt__(self, other: Any) -> bool:
+        return self.key > (other.key if isinstance(other, Format) else str(other.value))
+
+    @property
+    def rounds_first(self) -> bool:
+        """Whether values are rounded to the type of x before they are quantized."""
+        return self.rounded or self.element is Element.INT4 or self.rule == "convrot"
+
+    def scale_bytes(self, input_bytes: int) -> int:
+        """Of one scale. input_bytes: of an element of x."""
+        return {"float32": 4, "input": input_bytes}.get(self.scale, 1)
 
     def scales_in_row(self, columns: int) -> int:
         """The number of scales of a row. Raises `UsageError` where groups do not fill it."""

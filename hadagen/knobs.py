@@ -12,7 +12,8 @@ from functools import reduce
 from typing import Any
 
 from hadagen.errors import UsageError
-from hadagen.layout import CHUNK_BITS, LANE_BITS, PAIR, Place, cta, lane, reg, warp
+from hadagen.formats import TENSOR
+from hadagen.layout import CHUNK_BITS, LANE_BITS, MMA_MOVES, PAIR, Place, cta, lane, reg, warp
 from hadagen.plan import Plan
 from hadagen.problem import DType, Numerics, Problem
 from hadagen.steps.base import FP16, FP32, PACKED, SPLIT, Step
@@ -20,6 +21,7 @@ from hadagen.steps.conversions import Correct, Narrow, Normalize, Round, Scale, 
 from hadagen.steps.exchanges import Exchange, Transpose
 from hadagen.steps.matrix import COLUMN_BITS, Columns, LoadColumns, Matrix, Signs, Square
 from hadagen.steps.memory import Load, Prefetch, Store, Trigger
+from hadagen.steps.quantize import Largest, Quantize, Swap
 from hadagen.steps.transforms import NORMALIZER, PARTS, Butterfly, Gather, Mma, Shuffle, SwapButterfly
 
 EXCHANGE, LOAD = "exchange", "load"
@@ -185,9 +187,31 @@ def steps_of(problem: Problem, knobs: Knobs) -> tuple[Step, ...]:
     steps = _with_scale(problem, knobs, steps)
     if knobs.normalizes:
         steps.insert(1, Normalize())
-    if knobs.low_bits == "mma_shuffle":
-        steps.append(Transpose())
-    return _with_signs(problem, _with_requests(knobs, [*steps, Store()]))
+    turned = knobs.low_bits == "mma_shuffle"
+    if problem.io.form:
+        steps += _to_codes(problem, steps, turned)
+    else:
+        steps += [Transpose()] * turned + [Store()]
+    return _with_signs(problem, _with_requests(knobs, steps))
+
+
+def _to_codes(problem: Problem, steps: list[Step], turned: bool) -> list[Step]:
+    """The steps that quantize; what rounds at the end of `steps` goes if it need not. turned: an mma has left bits of
+    neighbors in lanes, of which one must come back."""
+    form = problem.io.form
+    assert form is not None
+    if isinstance(steps[-1], Round) and not form.rounds_first:
+        steps.pop()
+    rest = _Converter(list(steps))
+    if form.rounds_first and problem.io.input is not DType.FLOAT32:
+        rest.to(PACKED)
+    rest.to(FP32)
+    return [
+        *rest.steps[len(steps) :],
+        *[Swap(MMA_MOVES[PAIR].index)] * turned,
+        *[Largest()] * (form.group != TENSOR),
+        Quantize(),
+    ]
 
 
 def _with_requests(knobs: Knobs, steps: list[Step]) -> list[Step]:

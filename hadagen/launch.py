@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from hadagen.errors import UsageError
+from hadagen.formats import TENSOR, Layout
 from hadagen.problem import DType, Problem, Rows
 from hadagen.scale import ScaleForm, scale_word
 
@@ -72,18 +73,30 @@ ENTRY_FACTOR = {DType.FLOAT16: 1.0, DType.BFLOAT16: 2.0**-7}
 # What a kernel takes too for a transform with signs: n bits each, of which bit i % 8 of byte i / 8 is 1 where sign i is
 # −1; a null pointer for none.
 SIGN_PARAMS = (Param("const void*", "signs_before"), Param("const void*", "signs_after"))
+# What a kernel takes too if it quantizes: where the scales go; the scale that the call gives, if the format needs one;
+# and what the layout of the scales needs: how many of them a row has, and how far apart columns of them are.
+SCALE_PARAMS = (Param("void*", "scales"),)
+GIVEN_PARAMS = (Param("const void*", "tensor_scale"),)
+LAYOUT_PARAMS = {
+    Layout.ROW_MAJOR: (),
+    Layout.COLUMN_MAJOR: (Param("u32", "scales_in_row"), Param("i64", "scale_pitch")),
+    Layout.SWIZZLED: (Param("u32", "scales_in_row"),),
+}
 # The kinds of params, of which kernels have had their digests from the start.
 _FIRST_PARAMS = (PARAMS, (*PARAMS, *ROW_PARAMS))
 
 
 def params_for(problem: Problem) -> tuple[Param, ...]:
     """What the kernels of a problem take."""
-    pitched = problem.io.rows is Rows.PITCHED
+    pitched, form = problem.io.rows is Rows.PITCHED, problem.io.form
     return (
         *PARAMS,
         *(ROW_PARAMS if pitched else ()),
         *(MATRIX_PARAMS if problem.order > 1 else ()),
         *(SIGN_PARAMS if problem.transform.signed else ()),
+        *(SCALE_PARAMS if form and form.group != TENSOR else ()),
+        *(GIVEN_PARAMS if form and form.needs_scale else ()),
+        *(LAYOUT_PARAMS[form.layout] if form else ()),
     )
 
 

@@ -13,6 +13,7 @@ from operator import attrgetter
 from typing import Any
 
 from hadagen.arch import Arch, Limits
+from hadagen.formats import TENSOR
 from hadagen.knobs import (
     EXCHANGE,
     FAR_MMA,
@@ -148,6 +149,8 @@ _room_of = attrgetter(*_ROOM)
 def _footprint(problem: Problem, *room: Any) -> Footprint:
     """The footprint of the plan that the knobs mean, from the steps that take shared memory or registers."""
     k = Knobs(**dict(zip(_ROOM, room, strict=True)))
+    if problem.io.form:  # how many magnitudes cross shared memory depends on where all steps leave the values
+        return Footprint(Draft(problem, log2(k.chunks), log2(k.warps), log2(k.cluster), steps_of(problem, k)))
     through = k.exchange_carrier, k.exchange_rounds, k.shared_layout
     steps: list[Step] = [Load(k.load, k.stages), *(Exchange(pairs, *through) for pairs in exchanges_of(problem, k))]
     steps += [Normalize()] * k.normalizes + [Gather()] * (k.block_bits == LOAD)
@@ -167,15 +170,26 @@ def _(c: Context, k: Knobs) -> str | None:
     return f"more than {limit} threads per block (take fewer warps)" if 32 * k.warps > limit else None
 
 
+@_rule("warps")
+def _(c: Context, k: Knobs) -> str | None:
+    size = c.problem.io.form.group if c.problem.io.form else TENSOR
+    return f"groups of {size} are no power of two (there are no kernels)" if size > 0 and size & (size - 1) else None
+
+
 @_rule("cluster")
 def _(c: Context, k: Knobs) -> str | None:
-    return "the tile is shorter than a row (take more chunks, warps or blocks)" if _tile(k) < c.problem.n else None
+    what = "row" if c.problem.unit == c.problem.n else f"group of {c.problem.unit}"
+    return (
+        f"the tile is shorter than a {what} (take more chunks, warps or blocks)" if _tile(k) < c.problem.unit else None
+    )
 
 
 @_rule("cluster")
 def _(c: Context, k: Knobs) -> str | None:
     if k.cluster == 1:
         return None
+    if c.problem.io.form:
+        return "blocks of a cluster do not know each other's largest values (cluster must be 1)"
     if "cluster" not in c.arch.features or k.cluster > c.arch.limits.cluster_blocks:
         return f"the arch has no clusters of {k.cluster} blocks"
     if _tile(k) > c.problem.n:
@@ -408,6 +422,8 @@ def _(c: Context, k: Knobs) -> str | None:
 
 @_rule("order")
 def _(c: Context, k: Knobs) -> str | None:
+    if k.order != "by_step" and c.problem.io.form:
+        return "what is quantized is stored at once (order must be by_step)"
     return "one chunk has no order (order must be by_step)" if k.order != "by_step" and k.chunks == 1 else None
 
 
@@ -479,7 +495,8 @@ def _(c: Context, k: Knobs) -> str | None:
 def _(c: Context, k: Knobs) -> str | None:
     limits, footprint = c.arch.limits, _footprint(c.problem, *_room_of(k))
     # All values are in fp32 at once if they cross shared memory in fp32, or are not rounded before the store.
-    registers = footprint.registers(wide=k.exchange_carrier == FP32 or _rounds_once(c, k))
+    wide = k.exchange_carrier == FP32 or _rounds_once(c, k) or c.problem.io.form is not None
+    registers = footprint.registers(wide=wide)
     if registers > c.registers(32 * k.warps, k.min_blocks):
         return "a thread's values do not fit its registers (take fewer chunks, stages or min_blocks)"
     return beyond_shared(limits, footprint, k.min_blocks, "stages or warps")

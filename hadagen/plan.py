@@ -21,6 +21,7 @@ from hadagen.steps.base import AS_LOADED, FP32, IN_16_BITS, PACKED
 from hadagen.steps.draft import Draft
 from hadagen.steps.matrix import Multiplies, Signs
 from hadagen.steps.memory import Load, Store
+from hadagen.steps.quantize import Quantize
 
 if TYPE_CHECKING:
     from hadagen.steps.values import Operands, Reals
@@ -75,9 +76,9 @@ class Plan(Draft):
 
 def _check(plan: Draft) -> None:
     name = plan.problem.key
-    if plan.tile_elements < plan.problem.n:
+    if plan.tile_elements < plan.problem.unit:
         raise UsageError(
-            f"a tile of {plan.tile_elements} elements is shorter than a row of {plan.problem.n}; "
+            f"a tile of {plan.tile_elements} elements is shorter than a row of {plan.problem.unit}; "
             "give it more chunks, warps or blocks"
         )
     if plan.persistent and plan.cta_bits:
@@ -120,6 +121,8 @@ def _check(plan: Draft) -> None:
     moved = any(plan.placements[-1].axes[at] != plan.loaded.axes[at] for at in plan.vector_places)
     if moved or not isinstance(plan.steps[-1], Store):
         raise UsageError(f"{name}: the plan does not end with a Store of whole 16-byte vectors")
+    if isinstance(plan.steps[-1], Quantize) != (plan.problem.io.form is not None):
+        raise UsageError(f"{name}: the plan does not store what the problem asks for")
 
 
 def _fault(plan: Draft, at: int, *, exact: bool, done: set[Axis]) -> str | None:

@@ -16,12 +16,15 @@ from math import log2
 from typing import Any
 
 from hadagen.errors import UsageError
+from hadagen.formats import ROW, Format
 
 MAX_LOG2_N = 17
 # Of the matrix of a transform.
 MAX_ORDER = 428
 # The least order of H beside a matrix for which there are kernels.
 LEAST_LENGTH = 8
+# The least elements of a group with one scale: those of a vector of 8-bit codes.
+LEAST_GROUP = 16
 # Elements of the longest row with a matrix that fits in the shared memory of a block with four bytes each.
 _LONGEST = 57344
 
@@ -76,9 +79,9 @@ class Transform:
 
     H is the Walsh–Hadamard matrix of order `length` = n / order in natural order. A is a matrix with entries −1, 0
     and 1 that a call gives, transposed or not; there is none if `order` is 1. s and t are vectors of ±1 that a call
-    may give if it is `signed`.
+    may give if it is `signed`. A row of n = 1 is not transformed, only multiplied by the scale, and then quantized.
 
-    Raises `UsageError` unless `length` is a power of two, n is from 2 to 131072, and `order` is from 1 to 428.
+    Raises `UsageError` unless `length` is a power of two, n is up to 131072, and `order` is from 1 to 428.
     """
 
     n: int
@@ -90,7 +93,7 @@ class Transform:
         if not _is_size(self.order, 1, MAX_ORDER):
             raise UsageError(f"order = {self.order!r} is not supported; the order of a matrix is from 1 to {MAX_ORDER}")
         times = f"{self.order} times " if self.order > 1 else ""
-        if not _is_size(self.n, 2, most) or self.n % self.order or self.length & (self.length - 1):
+        if not _is_size(self.n, 1, most) or self.n % self.order or self.length & (self.length - 1):
             raise UsageError(f"n = {self.n!r} is not supported; n must be {times}a power of two, and from 2 to {most}")
 
     @property
@@ -107,28 +110,43 @@ def _is_size(value: Any, least: int, most: int) -> bool:
 class Io:
     """What a transform reads and writes, and how often it may round in between. For float32 `fast` means `accurate`.
 
-    Raises `UsageError` where a value is unknown, or the output has another type than the input.
+    output: the type of the input, or the format in which the result is quantized. Its key will do.
+
+    Raises `UsageError` where a value is unknown, the output has another type than the input, or pitched rows are to be
+    quantized.
     """
 
     input: DType
-    output: DType
+    output: DType | Format
     numerics: Numerics = Numerics.ACCURATE
     rows: Rows = Rows.CONTIGUOUS
 
     def __post_init__(self) -> None:
         kinds: dict[str, type[Enum]] = {"input": DType, "output": DType, "numerics": Numerics, "rows": Rows}
+        if isinstance(self.output, str) and self.output not in {each.value for each in DType} and "_" in self.output:
+            object.__setattr__(self, "output", Format.parse(self.output))
+        if isinstance(self.output, Format):
+            del kinds["output"]
         for name, kind in kinds.items():
             object.__setattr__(self, name, _member(kind, getattr(self, name), "dtype" if kind is DType else name))
-        if self.output is not self.input:
+        if isinstance(self.output, Format):
+            if self.rows is not Rows.CONTIGUOUS or self.output.group == ROW:
+                raise UsageError(f"{self.output.key} of {self.rows.value} rows is not supported; quantize whole rows")
+        elif self.output is not self.input:
             raise UsageError(
                 f"output {self.output.value} of input {self.input.value} is not supported; choose {self.input.value}"
             )
         if self.input is DType.FLOAT32:
             object.__setattr__(self, "numerics", Numerics.ACCURATE)
 
+    @property
+    def form(self) -> Format | None:
+        """The format of the output if it is quantized."""
+        return self.output if isinstance(self.output, Format) else None
 
-# Such as n4096-float16-fast-pitched or n14336-k28-signed-float16-fast. A part "to" with the output stands behind the
-# input if the two differ.
+
+# Such as n4096-float16-fast-pitched, n14336-k28-signed-float16-fast or n128-bfloat16-to-fp8_group_128-accurate. A part
+# "to" with the output stands behind the input if the two differ.
 _KEY = re.compile(
     r"n([0-9]{1,9})(?:-k([0-9]{1,9}))?(-signed)?-([a-z]+[0-9]+[a-z0-9_]*)(?:-to-([a-z0-9_]+))?-([a-z]+)(?:-([a-z]+))?"
 )
@@ -150,6 +168,11 @@ class Problem:
                 f"Problem({self.transform!r:.40}, {self.io!r:.40}) is not supported; give a Transform and an Io, or "
                 'call such as Problem.of(4096, "float16")'
             )
+        form = self.io.form
+        if self.n == 1 and (form is None or self.transform.signed):
+            raise UsageError(f"n = 1 is not supported; n must be a power of two, and from 2 to {1 << MAX_LOG2_N}")
+        if form and form.group > 0 and (self.unit % self.n or self.unit % form.group or form.group < LEAST_GROUP):
+            raise UsageError(f"groups of {form.group} do not fill rows of {self.n}, nor rows groups; choose another")
 
     @classmethod
     def of(
@@ -161,9 +184,11 @@ class Problem:
         *,
         order: int = 1,
         signed: bool = False,
+        to: Format | str | None = None,
     ) -> Problem:
-        """The problem whose output has the type of its input. Raises `UsageError`, as `Transform` and `Io` do."""
-        return cls(Transform(n, order, signed), Io(dtype, dtype, numerics, rows))  # type: ignore[arg-type]  # which it converts
+        """The problem whose output has the type of its input, or is quantized to a format. Raises `UsageError`, as
+        `Transform` and `Io` do."""
+        return cls(Transform(n, order, signed), Io(dtype, to or dtype, numerics, rows))  # type: ignore[arg-type]  # which it converts
 
     @classmethod
     @lru_cache(maxsize=1024)  # every bundle names the same problems
@@ -180,7 +205,7 @@ class Problem:
     @cached_property
     def key(self) -> str:
         """Its canonical name, such as "n4096-float16-fast". A key that names no rows means contiguous rows."""
-        output = () if self.io.output is self.io.input else ("to", self.io.output.value)
+        output = ("to", self.io.form.key) if self.io.form else ()
         rows = () if self.io.rows is Rows.CONTIGUOUS else (self.io.rows.value,)
         order = (f"k{self.order}",) if self.order > 1 else ()
         signed = ("signed",) if self.transform.signed else ()
@@ -199,16 +224,23 @@ class Problem:
         return self.transform.length
 
     @property
+    def unit(self) -> int:
+        """Elements of what a tile holds whole: a row, or what is quantized together if that is longer."""
+        return max(self.n, self.io.form.group, LEAST_GROUP) if self.io.form else self.n
+
+    @property
     def bits(self) -> int:
         """The number of index bits that H transforms: log2 of `length`."""
         return self.length.bit_length() - 1
 
     @property
     def parent(self) -> Problem | None:
-        """The problem whose winners are the first guess for this one: the same with contiguous rows, or without signs.
-        None if rows are contiguous and there are no signs."""
+        """The problem whose winners are the first guess for this one: the same with contiguous rows, without a format,
+        or without signs. None if rows are contiguous and there is neither."""
         if self.io.rows is not Rows.CONTIGUOUS:
             return self.with_io(rows=Rows.CONTIGUOUS)
+        if self.io.form:
+            return self.with_io(output=self.io.input)
         return replace(self, transform=replace(self.transform, signed=False)) if self.transform.signed else None
 
     def with_io(self, **changes: Any) -> Problem:
@@ -219,25 +251,25 @@ class Problem:
     def error_bound(self) -> float:
         """Largest ‖out − ref‖ / ‖ref‖ against float64, on any class of input, with which a kernel may be used."""
         if self.io.numerics is Numerics.ACCURATE:
-            return ACCURATE_BOUND[self.io.output]
+            return ACCURATE_BOUND[self.io.input]
         return _SAMPLED * self._fast_error
 
     @property
     def roundings(self) -> float:
         """How many roundings of a 16-bit value may add up. They are independent, so the squares of their errors add."""
-        output = self.io.output
-        if output is DType.FLOAT32:
+        dtype = self.io.input
+        if dtype is DType.FLOAT32:
             return 0.0
         if self.io.numerics is Numerics.ACCURATE:
-            return (ACCURATE_BOUND[output] / ROUNDING_ERROR[output]) ** 2
-        return (self._fast_error / ROUNDING_ERROR[output]) ** 2
+            return (ACCURATE_BOUND[dtype] / ROUNDING_ERROR[dtype]) ** 2
+        return (self._fast_error / ROUNDING_ERROR[dtype]) ** 2
 
     @property
     def _fast_error(self) -> float:
         """The error of what `fast` kernels are compared with: HadaCore's, or with a matrix, of two roundings."""
         if self.order > 1:
-            return ROUNDING_ERROR[self.io.output] * 2**0.5
-        errors = HADACORE_ERROR[self.io.output]
+            return ROUNDING_ERROR[self.io.input] * 2**0.5
+        errors = HADACORE_ERROR[self.io.input]
         return errors[min(self.bits, len(errors)) - 1]
 
 

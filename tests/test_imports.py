@@ -17,20 +17,20 @@ TABLE = """
     room             | may import                                          | and of other packages
     -----------------+-----------------------------------------------------+----------------------
     errors           |                                                     |
-    problem          | errors                                              |
+    formats          | errors                                              |
+    problem          | formats errors                                      |
     scale            |                                                     |
     matrices         | errors                                              |
-    formats          | errors                                              |
-    launch           | scale problem errors                                |
+    launch           | scale problem formats errors                                |
     regimes          | problem launch                                      |
     trial            | regimes problem launch                              |
     target           | errors                                              |
     layout           |                                                     |
-    steps            | layout problem scale launch                         | numpy
+    steps            | layout problem formats scale launch                 | numpy
     plan             | steps layout problem launch errors                  |
-    knobs            | plan steps layout problem errors                    |
+    knobs            | plan steps layout problem formats errors            |
     arch             | knobs target errors                                 | pydantic yaml
-    legality         | knobs steps layout arch problem                     |
+    legality         | knobs steps layout arch problem formats             |
     matrix_legality  | legality knobs steps problem                        |
     space            | matrix_legality legality knobs plan steps layout arch problem errors |
     templates        |                                                     |

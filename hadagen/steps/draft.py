@@ -15,6 +15,7 @@ from hadagen.steps.conversions import Normalize
 from hadagen.steps.exchanges import Exchange
 from hadagen.steps.matrix import Multiplies
 from hadagen.steps.memory import Load
+from hadagen.steps.quantize import Groups, Largest
 
 # Registers of a thread besides its values: addresses, the A operands of the mma, accumulators under way.
 OVERHEAD_REGISTERS = 24
@@ -160,6 +161,12 @@ class Draft:
         return self.tile_elements // self.problem.n
 
     @property
+    def is_ragged(self) -> bool:
+        """Whether the last tile may be partly beyond the end of the array, because tiles hold several of what there are
+        whole ones of."""
+        return self.tile_elements > self.problem.unit
+
+    @property
     def block_elements(self) -> int:
         """Elements of a tile that one block loads."""
         return self.tile_elements >> self.cta_bits
@@ -187,8 +194,8 @@ class Footprint:
     """The shared memory and registers of a plan, or of a draft that has only the steps that take any.
 
     Shared memory holds, in this order: barriers, or zeros for a `Square`; staged tiles; slots that a block fills
-    itself, or what a matrix multiplies; slots that other blocks fill; and the levels of warps. Whole rows by multicast
-    take much room, so the slots reuse their memory.
+    itself, or what a matrix multiplies; slots that other blocks fill; the levels of warps; and their largest
+    magnitudes. Whole rows by multicast take much room, so the slots reuse their memory.
     """
 
     plan: Draft
@@ -205,7 +212,7 @@ class Footprint:
 
     @cached_property
     def shared_bytes(self) -> int:
-        return self.levels_offset + self.levels_bytes
+        return self.peaks_offset + self.peaks_bytes
 
     @property
     def stages_offset(self) -> int:
@@ -245,6 +252,15 @@ class Footprint:
     def levels_bytes(self) -> int:
         """Bytes for the levels of all warps of the cluster, one vector each."""
         return VECTOR_BYTES << self.plan.warp_bits + self.plan.cta_bits if self.plan.normalizes else 0
+
+    @property
+    def peaks_offset(self) -> int:
+        """The offset of the largest magnitudes that warps tell each other."""
+        return self.levels_offset + self.levels_bytes
+
+    @property
+    def peaks_bytes(self) -> int:
+        return Groups.of(self.plan).shared_bytes if any(isinstance(step, Largest) for step in self.plan.steps) else 0
 
     @property
     def _stages_end(self) -> int:

@@ -66,6 +66,15 @@ HADAGEN_INLINE u32 load_byte_if(const void* global, bool inside) {
     return value;
 }
 
+// What a kernel writes besides vectors, and one fp32 that it reads.
+HADAGEN_INLINE void store8(void* global, u32 low, u32 high) {
+    asm volatile("st.global.v2.b32 [%0], {%1,%2};" ::"l"(global), "r"(low), "r"(high) : "memory");
+}
+HADAGEN_INLINE void store4(void* global, u32 word) { *static_cast<u32*>(global) = word; }
+HADAGEN_INLINE void store2(void* global, u32 word) { *static_cast<u16*>(global) = u16(word); }
+HADAGEN_INLINE void store1(void* global, u32 word) { *static_cast<byte*>(global) = byte(word); }
+HADAGEN_INLINE float load_float(const void* global) { return *static_cast<const float*>(global); }
+
 // ---- packed pairs --------------------------------------------------------------------------------------------------
 template <class T> HADAGEN_INLINE u32 pack(float low, float high);
 #if __CUDA_ARCH__ >= 800
@@ -163,6 +172,49 @@ HADAGEN_INLINE u32 larger_of_bfloat16(u32 a, u32 b) {
     asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
     return d;
 }
+// ---- fp32, each operation rounded once ------------------------------------------------------------------------------
+HADAGEN_INLINE float product(float a, float b) { return __fmul_rn(a, b); }
+HADAGEN_INLINE float sum(float a, float b) { return __fadd_rn(a, b); }
+HADAGEN_INLINE float quotient(float a, float b) { return __fdiv_rn(a, b); }
+HADAGEN_INLINE float reciprocal_of(float a) { return __frcp_rn(a); }
+HADAGEN_INLINE float fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+// The other one where one is NaN.
+HADAGEN_INLINE float smaller(float a, float b) { return fminf(a, b); }
+HADAGEN_INLINE float bigger(float a, float b) { return fmaxf(a, b); }
+// The larger magnitude, NaN where one is NaN.
+HADAGEN_INLINE float larger(float a, float b) {
+#if __CUDA_ARCH__ >= 800
+    float d;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(d) : "f"(fabsf(a)), "f"(fabsf(b)));
+    return d;
+#else
+    return as_float(max(as_word(a) & 0x7FFFFFFFu, as_word(b) & 0x7FFFFFFFu));
+#endif
+}
+
+// The low, or the high bytes of four words, the first in the lowest.
+HADAGEN_INLINE u32 low_bytes(const u32 (&words)[4]) {
+    return __byte_perm(__byte_perm(words[0], words[1], 0x0040), __byte_perm(words[2], words[3], 0x0040), 0x5410);
+}
+HADAGEN_INLINE u32 high_bytes(const u32 (&words)[4]) {
+    return __byte_perm(__byte_perm(words[0], words[1], 0x0073), __byte_perm(words[2], words[3], 0x0073), 0x5410);
+}
+// The low halves of eight bytes, the first in the lowest.
+HADAGEN_INLINE u32 join_nibbles(u32 first, u32 second) {
+    first &= 0x0F0F0F0Fu, second &= 0x0F0F0F0Fu;
+    return __byte_perm(first | first >> 4, second | second >> 4, 0x6420);
+}
+
+#if __CUDA_ARCH__ >= 890
+#define HADAGEN_CONVERTS_TO_E4M3
+// Two values to E4M3, in 16 bits. What is beyond 448 becomes 448, and NaN 0x7F.
+HADAGEN_INLINE u32 pack_e4m3(float low, float high) {
+    u16 d;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(d) : "f"(high), "f"(low));
+    return d;
+}
+#endif
+
 // ---- the warp ------------------------------------------------------------------------------------------------------
 HADAGEN_INLINE u32 shuffle_xor(u32 value, int lanes) { return __shfl_xor_sync(0xFFFFFFFFu, value, lanes); }
 HADAGEN_INLINE float shuffle_xor(float value, int lanes) { return __shfl_xor_sync(0xFFFFFFFFu, value, lanes); }

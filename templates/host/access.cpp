@@ -76,9 +76,28 @@ void read_global(void* into, const void* global, i64 bytes) {
     std::memcpy(into, global, bytes);
 }
 
+// Whether `bytes` at `global` are of an output, and then stores them.
+bool wrote_output(void* global, const void* from, i64 bytes) {
+    for (u64 i = 0; i < m.launch.output_count; ++i) {
+        const Output& output = m.launch.outputs[i];
+        const i64 offset = i64(global) - i64(output.at);
+        if (offset < 0 || offset + bytes > output.bytes) continue;
+        check_synced("stores", "an output");
+        if (i64(global) % bytes)
+            fail("%s stores %lld bytes at byte %lld of an output, whose address is not a multiple of that",
+                 Name(m.running->who).text, bytes, offset);
+        for (i64 at = offset; at < offset + bytes; ++at) m.output_writes[i][at] += m.output_writes[i][at] < 2;
+        std::memcpy(global, from, bytes);
+        return true;
+    }
+    return false;
+}
+
 // A result is stored, in place or not. Where one block alone has loaded what lay there, that had to come to the result;
 // where several have, only the cluster barrier says that all of them did.
 void write_global(void* global, const void* from, i64 bytes) {
+    if (wrote_output(global, from, bytes)) return;
+    if (!m.y) fail("%s stores %lld bytes beyond the outputs", Name(m.running->who).text, bytes);
     const i64 first = element(global, bytes, m.y, m.launch.y_pitch, "stores", "y");
     for (i64 i = first; i < first + bytes / m.launch.element_bytes; ++i) {
         m.writes[i] += m.writes[i] < 2;

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <cstdarg>
 #include <cstdio>
 
@@ -192,6 +193,12 @@ void run_clusters() {
         begin_cluster(block);
         if (!ends_well(run_next) || !ends_well(end_cluster)) return;
     }
+    for (u64 i = 0; i < m.launch.output_count; ++i) {
+        const std::vector<byte>& writes = m.output_writes[i];
+        const i64 written = std::count_if(writes.begin(), writes.end(), [](byte count) { return count > 0; });
+        m.report->unwritten += std::max<i64>(0, m.launch.outputs[i].least - written);
+        m.report->rewritten += std::count(writes.begin(), writes.end(), byte(2));
+    }
     for (size_t i = 0; i < m.writes.size(); ++i) {
         m.report->unwritten += m.writes[i] == 0 && i64(i) % m.launch.y_pitch < m.launch.columns;
         m.report->rewritten += m.writes[i] > 1;
@@ -301,7 +308,9 @@ void hadagen_run(hadagen::machine::Kernel kernel, const hadagen::machine::Launch
     m.report = report;
     m.x = static_cast<const hadagen::byte*>(x);
     m.y = static_cast<hadagen::byte*>(y);
-    m.writes.assign(extent(launch->y_pitch), 0);
+    m.writes.assign(m.y ? extent(launch->y_pitch) : 0, 0);
+    m.output_writes.clear();
+    for (hadagen::u64 i = 0; i < launch->output_count; ++i) m.output_writes.emplace_back(launch->outputs[i].bytes, 0);
     m.loaded.assign(m.x == m.y ? extent(launch->x_pitch) : 0, Loaded{});
     m.threads.resize(m.cluster_threads());
     m.warps.resize(m.cluster_threads() / warp_lanes);

@@ -65,6 +65,13 @@ struct Operand {
     i64 bytes;
 };
 
+// What a kernel writes besides y: some bytes, of which so many must be written. None may be twice.
+struct Output {
+    byte* at;
+    i64 bytes;
+    i64 least;
+};
+
 struct Launch {
     i64 blocks;
     i64 elements;
@@ -78,6 +85,8 @@ struct Launch {
     const u64* arguments;  // of the kernel
     const Operand* operands;
     u64 operand_count;
+    const Output* outputs;
+    u64 output_count;
     u32 threads;
     u32 cluster;
     u32 shared_bytes;

@@ -51,6 +51,20 @@ HADAGEN_INLINE u32 load_byte_if(const void* global, bool inside) {
     return value;
 }
 
+// What a kernel writes besides vectors, and one fp32 that it reads.
+HADAGEN_INLINE void store8(void* global, u32 low, u32 high) {
+    const u32 words[2] = {low, high};
+    machine::store(global, words, sizeof words);
+}
+HADAGEN_INLINE void store4(void* global, u32 word) { machine::store(global, &word, 4); }
+HADAGEN_INLINE void store2(void* global, u32 word) { machine::store(global, &word, 2); }
+HADAGEN_INLINE void store1(void* global, u32 word) { machine::store(global, &word, 1); }
+HADAGEN_INLINE float load_float(const void* global) {
+    float value;
+    machine::load(&value, global, sizeof value);
+    return value;
+}
+
 // ---- packed pairs --------------------------------------------------------------------------------------------------
 template <class T> HADAGEN_INLINE u32 encode_pair(double low, double high) {
     return encode<T>(low) | u32(encode<T>(high)) << 16;
@@ -104,6 +118,34 @@ HADAGEN_INLINE u32 larger_of_bfloat16(u32 a, u32 b) {
     };
     return larger(u16(a), u16(b)) | larger(u16(a >> 16), u16(b >> 16)) << 16;
 }
+// ---- fp32, each operation rounded once ------------------------------------------------------------------------------
+HADAGEN_INLINE float product(float a, float b) { return a * b; }
+HADAGEN_INLINE float sum(float a, float b) { return a + b; }
+HADAGEN_INLINE float quotient(float a, float b) { return a / b; }
+HADAGEN_INLINE float reciprocal_of(float a) { return 1.0f / a; }
+HADAGEN_INLINE float fma(float a, float b, float c) { return std::fma(a, b, c); }
+// The other one where one is NaN.
+HADAGEN_INLINE float smaller(float a, float b) { return std::fmin(a, b); }
+HADAGEN_INLINE float bigger(float a, float b) { return std::fmax(a, b); }
+// The larger magnitude, NaN where one is NaN.
+HADAGEN_INLINE float larger(float a, float b) {
+    return as_float(std::max(as_word(a) & 0x7FFFFFFFu, as_word(b) & 0x7FFFFFFFu));
+}
+
+// The low, or the high bytes of four words, the first in the lowest.
+HADAGEN_INLINE u32 low_bytes(const u32 (&words)[4]) {
+    return (words[0] & 0xFFu) | (words[1] & 0xFFu) << 8 | (words[2] & 0xFFu) << 16 | words[3] << 24;
+}
+HADAGEN_INLINE u32 high_bytes(const u32 (&words)[4]) {
+    return words[0] >> 24 | words[1] >> 24 << 8 | words[2] >> 24 << 16 | words[3] >> 24 << 24;
+}
+// The low halves of eight bytes, the first in the lowest.
+HADAGEN_INLINE u32 join_nibbles(u32 first, u32 second) {
+    u32 joined = 0;
+    for (int i = 0; i < 4; ++i) joined |= (first >> 8 * i & 15u) << 4 * i | (second >> 8 * i & 15u) << (16 + 4 * i);
+    return joined;
+}
+
 // ---- the warp ------------------------------------------------------------------------------------------------------
 HADAGEN_INLINE u32 shuffle_xor(u32 value, int lanes) { return machine::shuffle(value, (thread_index() ^ lanes) & 31u); }
 HADAGEN_INLINE float shuffle_xor(float value, int lanes) { return as_float(shuffle_xor(as_word(value), lanes)); }

@@ -56,6 +56,7 @@ struct Machine {
     const byte* x;
     byte* y;
     std::vector<byte> writes;    // of each element of y, up to 2
+    std::vector<std::vector<byte>> output_writes;  // of each byte of each output
     std::vector<Loaded> loaded;  // elements of x, where that is y
 
     std::vector<Thread> threads;  // of the cluster

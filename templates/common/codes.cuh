@@ -1,0 +1,262 @@
+// What quantizes: scales of groups of values, and codes. Everything is rounded operation by operation, as PyTorch does it,
+// so every GPU gives the same bits. The rules are those of `hadagen/runtime/quantizer.py`.
+#pragma once
+
+#include "hadagen.cuh"
+
+namespace hadagen {
+
+// ---- magnitudes ----------------------------------------------------------------------------------------------------
+template <int count> HADAGEN_INLINE float largest(const float* values) {
+    float peak = larger(values[0], values[1]);
+#pragma unroll
+    for (int i = 2; i < count; ++i) peak = larger(peak, values[i]);
+    return peak;
+}
+HADAGEN_INLINE bool is_nan(float x) { return (as_word(x) & 0x7FFFFFFFu) > 0x7F800000u; }
+HADAGEN_INLINE bool is_finite(float x) { return (as_word(x) & 0x7F800000u) != 0x7F800000u; }
+HADAGEN_INLINE bool is_infinite(float x) { return (as_word(x) & 0x7FFFFFFFu) == 0x7F800000u; }
+// x, but no less than `least`, or no more than `most`; NaN stays NaN.
+HADAGEN_INLINE float at_least(float x, float least) { return x < least ? least : x; }
+HADAGEN_INLINE float at_most(float x, float most) { return x > most ? most : x; }
+template <class T> HADAGEN_INLINE float rounded(float x) { return low<T>(pack<T>(x, 0.0f)); }
+template <> HADAGEN_INLINE float rounded<float32>(float x) { return x; }
+template <class T> HADAGEN_INLINE float least_normal() { return 0x1p-126f; }
+template <> HADAGEN_INLINE float least_normal<float16>() { return 0x1p-14f; }
+// The bits of an element of this value, in the low bytes.
+template <class T> HADAGEN_INLINE u32 element_bits(float x) { return pack<T>(x, 0.0f); }
+template <> HADAGEN_INLINE u32 element_bits<float32>(float x) { return as_word(x); }
+
+// ---- small floats --------------------------------------------------------------------------------------------------
+// The code of a float with so many fraction bits and 2^least as its least normal number, half to even; in the low byte.
+// size: a number that is not negative, and no larger than the largest.
+template <int fraction, int least> HADAGEN_INLINE u32 encode_size(float size) {
+    const u32 exponent = as_word(size) & 0x7F800000u, lowest = u32(127 + least) << 23;
+    // In this sum the last bit is worth the last bit of the code. Its exponent tells how far up the code is.
+    const u32 sum = as_word(fma(as_float(exponent < lowest ? lowest : exponent), float(1 << (23 - fraction)), size));
+    return sum + (sum >> (23 - fraction)) - (u32(127 + 23 - fraction + least) << fraction);
+}
+// E4M3 of two values, in 16 bits. What is beyond 448 becomes 448, and NaN 0x7F.
+HADAGEN_INLINE u32 e4m3_of(float x) {
+    if (is_nan(x)) return 0x7Fu;
+    const float size = as_float(as_word(x) & 0x7FFFFFFFu);
+    return (encode_size<3, -6>(size > 448.0f ? 448.0f : size) & 0x7Fu) | (as_word(x) >> 24 & 0x80u);
+}
+#ifndef HADAGEN_CONVERTS_TO_E4M3
+HADAGEN_INLINE u32 pack_e4m3(float low, float high) { return e4m3_of(low) | e4m3_of(high) << 8; }
+#endif
+HADAGEN_INLINE float of_e4m3(u32 code) {
+    return (code & 0x7Fu) == 0x7Fu ? as_float(0x7FFFFFFFu) : product(as_float((code & 0x7Fu) << 20), 0x1p120f);
+}
+
+// ---- what values are divided by, or multiplied with ----------------------------------------------------------------
+struct Factor {
+    u32 bits;  // of the scale as it is stored
+    float factor, times;  // codes are of `times` the quotient
+    HADAGEN_INLINE bool is_plain() const { return is_finite(factor); }
+    HADAGEN_INLINE float plain(float x) const { return times == 1.0f ? product(x, factor) : product(product(x, factor), times); }
+    HADAGEN_INLINE float exact(float x) const { return plain(x); }
+};
+HADAGEN_INLINE Factor times_factor(u32 bits, float factor, float times = 1.0f) { return {bits, factor, times}; }
+
+// Quotients are rounded once. With a correctly rounded reciprocal two fma give that, where nothing underflows.
+// (P. Markstein, "Computation of elementary functions on the IBM RISC System/6000 processor", 1990.)
+struct Divisor {
+    u32 bits;
+    float value, reciprocal;
+    HADAGEN_INLINE bool is_plain() const { return value >= 0x1p-90f && value <= 0x1p120f; }
+    HADAGEN_INLINE float plain(float x) const {
+        const float about = product(x, reciprocal);
+        return fma(-fma(about, value, -x), reciprocal, about);  // in this order a zero keeps its sign
+    }
+    HADAGEN_INLINE float exact(float x) const { return quotient(x, value); }
+};
+HADAGEN_INLINE Divisor divide_by(float value, u32 bits) { return {bits, value, reciprocal_of(value)}; }
+HADAGEN_INLINE Divisor divide_by(float value) { return divide_by(value, as_word(value)); }
+
+// The same, and the quotient is rounded to the type of x.
+template <class T> struct RoundedDivisor : Divisor {
+    HADAGEN_INLINE float plain(float x) const { return rounded<T>(Divisor::plain(x)); }
+    HADAGEN_INLINE float exact(float x) const { return rounded<T>(Divisor::exact(x)); }
+};
+template <class T> HADAGEN_INLINE RoundedDivisor<T> divide_and_round(float value, u32 bits) { return {divide_by(value, bits)}; }
+
+// What the call gives is the divisor of all values. Some of them may be infinite.
+struct Given : Divisor {
+    float inverse, encoding;
+    HADAGEN_INLINE float plain(float x) const {
+        const float about = product(x, reciprocal);
+        return is_finite(about) ? Divisor::plain(x) : about;
+    }
+};
+
+// ---- codes of vectors ----------------------------------------------------------------------------------------------
+// `four`: codes of four values, a byte each; bytes may have other bits in their upper halves where codes have four.
+struct E4m3 {
+    enum : int { bits = 8 };
+    static HADAGEN_INLINE u32 four(const float* v) { return pack_e4m3(v[0], v[1]) | pack_e4m3(v[2], v[3]) << 16; }
+    static HADAGEN_INLINE float instead(float, float scaled) { return scaled; }
+};
+// These have no code for NaN and infinity: NaN becomes 0, and an infinity the largest.
+struct NoNan {
+    static HADAGEN_INLINE float instead(float x, float scaled) {
+        const float value = is_infinite(x) ? x : scaled;
+        return is_nan(value) ? 0.0f : value;
+    }
+};
+struct E2m1 : NoNan {
+    enum : int { bits = 4 };
+    static HADAGEN_INLINE u32 four(const float* v) {
+        u32 sizes[4], words[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            words[i] = as_word(v[i]);
+            sizes[i] = encode_size<1, 0>(smaller(as_float(words[i] & 0x7FFFFFFFu), 6.0f));
+        }
+        return (low_bytes(sizes) & 0x07070707u) | (high_bytes(words) >> 4 & 0x08080808u);
+    }
+};
+// A number from −2^22 to 2^22, rounded, is in the low bits of its sum with this.
+template <int least, int most> struct Integer : NoNan {
+    static HADAGEN_INLINE u32 four(const float* v) {
+        u32 sums[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sums[i] = as_word(smaller(bigger(v[i], float(least)), float(most)) + 0x1.8p23f);
+        return low_bytes(sums);
+    }
+};
+template <bool lowest> struct Int8 : Integer<lowest ? -128 : -127, 127> {
+    enum : int { bits = 8 };
+};
+template <bool lowest> struct Int4 : Integer<lowest ? -8 : -7, 7> {
+    enum : int { bits = 4 };
+};
+
+// The codes of `count` values, 4 or 8, one behind the other.
+template <class Code, int count, class Scale> HADAGEN_INLINE void encode(u32* codes, const float* x, const Scale& scale) {
+    float v[count];
+    if (scale.is_plain()) {
+#pragma unroll
+        for (int i = 0; i < count; ++i) v[i] = scale.plain(x[i]);
+    } else {
+#pragma unroll
+        for (int i = 0; i < count; ++i) v[i] = Code::instead(x[i], scale.exact(x[i]));
+    }
+    u32 fours[2];
+#pragma unroll
+    for (int i = 0; i < count / 4; ++i) fours[i] = Code::four(v + 4 * i);
+    if (Code::bits == 8) {
+#pragma unroll
+        for (int i = 0; i < count / 4; ++i) codes[i] = fours[i];
+    } else {
+        codes[0] = join_nibbles(fours[0], count == 8 ? fours[1] : 0u);
+    }
+}
+template <int bytes> HADAGEN_INLINE void store_codes(byte* to, const u32* codes) {
+    if (bytes == 8) store8(to, codes[0], codes[1]);
+    else if (bytes == 4) store4(to, codes[0]);
+    else store2(to, codes[0]);
+}
+template <int bytes> HADAGEN_INLINE void store_scale(void* scales, i64 at, u32 bits) {
+    byte* const to = static_cast<byte*>(scales) + bytes * at;
+    if (bytes == 4) store4(to, bits);
+    else if (bytes == 2) store2(to, bits);
+    else store1(to, bits);
+}
+
+// ---- where scales lie ----------------------------------------------------------------------------------------------
+HADAGEN_INLINE i64 column_major(u32 group, u32 in_row, i64 pitch) { return i64(group % in_row) * pitch + group / in_row; }
+HADAGEN_INLINE i64 swizzled(u32 group, u32 in_row) {
+    const u32 row = group / in_row, column = group % in_row, tiles = (in_row + 3) / 4;
+    return i64(row / 128 * tiles + column / 4) * 512 + row % 32 * 16 + row / 32 % 4 * 4 + column % 4;
+}
+
+// ---- rules: the largest magnitude of a group → its scale -------------------------------------------------------------
+// The biased exponent of the next power of two, 0 for 2^-127 and less.
+HADAGEN_INLINE u32 ceil_exponent(u32 bits) {
+    const u32 field = bits >> 23, fraction = bits & 0x7FFFFFu;
+    return field + (field == 0 ? fraction > 0x400000u : fraction != 0);
+}
+// 2^(exponent − 127) of a biased exponent.
+HADAGEN_INLINE float power_of(u32 exponent) { return as_float(exponent ? exponent << 23 : 1u << 22); }
+// An E8M0 scale of a biased exponent.
+HADAGEN_INLINE Factor by_power(int exponent, bool finite, float times = 1.0f) {
+    const u32 field = exponent < 0 ? 0u : exponent > 254 ? 254u : u32(exponent);
+    return finite ? times_factor(field, power_of(254u - field), times) : times_factor(0xFFu, as_float(0x7FFFFFFFu), times);
+}
+
+template <class T> HADAGEN_INLINE Divisor fp8_group_exact(float peak) {
+    return divide_by(product(at_least(peak, 1e-4f), 1.0f / 448.0f));
+}
+template <class T> HADAGEN_INLINE Factor fp8_group_power_of_two(float peak) {
+    const float exact = product(at_least(peak, 1e-4f), 1.0f / 448.0f);
+    const u32 field = ceil_exponent(as_word(exact));
+    if (is_finite(exact)) return times_factor(field << 23, as_float((254u - field) << 23));
+    return times_factor(as_word(exact), is_nan(exact) ? exact : 0.0f);
+}
+template <class T> HADAGEN_INLINE Divisor fp8_row_exact(float peak) {
+    return divide_by(at_least(quotient(peak, 448.0f), 1.0f / (448.0f * 512.0f)));
+}
+HADAGEN_INLINE Given fp8_tensor_exact_given(float given) { return {divide_by(given), 0.0f, 0.0f}; }
+
+template <class T> HADAGEN_INLINE Divisor int8_row_exact(float peak) { return divide_by(at_least(quotient(peak, 127.0f), 1e-30f)); }
+// The scale is rounded to the type of x before it divides.
+template <class T> HADAGEN_INLINE RoundedDivisor<T> int8_row_convrot(float peak) {
+    const float scale = at_least(quotient(peak, 127.0f), 1e-30f), divisor = rounded<T>(scale);
+    return divide_and_round<T>(divisor == 0.0f ? least_normal<T>() : divisor, as_word(scale));
+}
+template <class T> HADAGEN_INLINE RoundedDivisor<T> int4_row_quarot(float peak) {
+    const float scale = rounded<T>(quotient(peak, 7.0f));
+    return divide_and_round<T>(scale, element_bits<T>(scale));
+}
+template <class T> HADAGEN_INLINE RoundedDivisor<T> int4_row_exact(float peak) {
+    return int4_row_quarot<T>(at_least(peak, rounded<T>(1e-10f)));
+}
+
+// Of the elements: `power`, the exponent of the largest power of two; `most`, the largest; `fraction`, their fraction bits.
+template <int power> HADAGEN_INLINE Factor mx_floor(float peak) { return by_power(int(as_word(peak) >> 23) - power, is_finite(peak)); }
+template <int power> HADAGEN_INLINE Factor mx_ceil(float peak) {
+    return by_power(int(ceil_exponent(as_word(peak))) - power, is_finite(peak));
+}
+template <int most> HADAGEN_INLINE Factor mx_rceil(float peak) {
+    return by_power(int(ceil_exponent(as_word(product(peak, 1.0f / most)))), is_finite(peak));
+}
+template <int power, int fraction> HADAGEN_INLINE Factor mx_even(float peak) {
+    const u32 bits = as_word(peak) + (1u << (22 - fraction));
+    return by_power(int(bits >> 23) - power, is_finite(peak) && bits >> 23 < 255u);
+}
+template <class T> HADAGEN_INLINE Factor mxfp8_floor(float peak) { return mx_floor<8>(peak); }
+template <class T> HADAGEN_INLINE Factor mxfp8_ceil(float peak) { return mx_ceil<8>(peak); }
+template <class T> HADAGEN_INLINE Factor mxfp8_rceil(float peak) { return mx_rceil<448>(peak); }
+template <class T> HADAGEN_INLINE Factor mxfp8_even(float peak) { return mx_even<8, 3>(peak); }
+template <class T> HADAGEN_INLINE Factor mxfp4_floor(float peak) { return mx_floor<2>(peak); }
+template <class T> HADAGEN_INLINE Factor mxfp4_ceil(float peak) { return mx_ceil<2>(peak); }
+template <class T> HADAGEN_INLINE Factor mxfp4_rceil(float peak) { return mx_rceil<6>(peak); }
+template <class T> HADAGEN_INLINE Factor mxfp4_even(float peak) { return mx_even<2, 1>(peak); }
+template <class T> HADAGEN_INLINE Factor mxfp4_deepseek_v4(float peak) {
+    const float up = product(at_least(peak, 0x1.8p-124f), 1.0f / 6.0f);
+    return by_power(int(ceil_exponent(as_word(up))), is_finite(up));
+}
+template <class T> HADAGEN_INLINE Factor mxfp4_qutlass(float peak) {
+    const float down = sum(peak, 1e-8f);
+    return by_power(int(as_word(down) >> 23), is_finite(down), 3.0f);
+}
+
+HADAGEN_INLINE Given nvfp4_exact_given(float given) { return {{0u, given, 0.0f}, quotient(1.0f, given), 0.0f}; }
+template <class T> HADAGEN_INLINE Factor nvfp4_exact(float peak, const Given& given) {
+    const float scale = quotient(quotient(peak, 6.0f), given.value);
+    const u32 code = e4m3_of(at_most(at_least(scale, 0x1p-6f), 448.0f));
+    return times_factor(code, quotient(given.inverse, of_e4m3(code)));
+}
+// What is given is the largest magnitude of all values.
+HADAGEN_INLINE Given nvfp4_transformer_engine_given(float most) {
+    const float exact = at_most(quotient(448.0f * 6.0f, most), 0x1.fffffep127f);
+    const float encoding = most == 0.0f || exact == 0.0f ? 1.0f : exact;
+    return {{0u, most, 0.0f}, quotient(1.0f, encoding), encoding};
+}
+template <class T> HADAGEN_INLINE Factor nvfp4_transformer_engine(float peak, const Given& given) {
+    const u32 code = e4m3_of(product(peak, product(given.encoding, 1.0f / 6.0f)));
+    return times_factor(code, at_most(quotient(1.0f, product(of_e4m3(code), given.inverse)), 0x1.fffffep127f));
+}
+
+}  // namespace hadagen

@@ -1,0 +1,157 @@
+"""Kernels that quantize, on the emulator: the codes and scales of the quantizer in PyTorch, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_quantizer import ALL, GIVEN, TYPES, hard_rows
+
+from hadagen.arch import load_arch
+from hadagen.codegen import render
+from hadagen.emulator import HostModule, compile_host
+from hadagen.formats import FORMATS, TENSOR, Element, Format, Layout
+from hadagen.knobs import Knobs
+from hadagen.launch import Source
+from hadagen.problem import Problem
+from hadagen.reference import transform, verification_operands
+from hadagen.runtime.quantizer import quantize
+from hadagen.space import Space, build_plan
+
+ARCH = load_arch("sm90")
+POISON = 0xA5
+
+
+def form(name: str, rule: str, group: int = 0, layout: str = "row-major", rounded: bool = False) -> Format:
+    known = FORMATS[name]
+    size = TENSOR if known.groups[0] == TENSOR else group or known.groups[0] or 256
+    key = Format(**{**vars(known), "group": size, "rule": rule, "layout": Layout(layout), "rounded": rounded}).key
+    return Format.parse(key)
+
+
+def source(problem: Problem, **wanted: Any) -> Source:
+    knobs = Space(problem, ARCH).closest(Knobs(**{"min_blocks": 1, **wanted}))
+    assert knobs is not None
+    return render(build_plan(problem, knobs, ARCH))
+
+
+def emulated(
+    problem: Problem, kernel: Source, module: HostModule, x: torch.Tensor, scale: float = 1.0, **operands: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales of x, [rows, columns], as `quantize` returns them."""
+    to = form_of(problem)
+    codes, scales = quantize(torch.zeros(x.shape), to, x.dtype, torch.tensor(GIVEN))  # for their shapes
+    codes.view(torch.uint8).fill_(POISON)
+    in_row = x.shape[1] // to.group if to.group > 0 else 1
+    given = {"scales_in_row": in_row, "scale_pitch": scales.stride(-1) if scales.dim() else 0, **operands}
+    if to.needs_scale:
+        given["tensor_scale"] = np.array([GIVEN], np.float32)
+    memory = all_bytes(scales)
+    report = module.run(
+        kernel.entry,
+        kernel.launch,
+        aligned(x.contiguous()),
+        all_bytes(codes),
+        scale=scale,
+        operands=given,
+        scales=None if to.group == TENSOR else (memory, x.shape[0] * in_row * scales.element_size()),
+    )
+    assert report.complaint == ""
+    assert report.uninitialized_reads == 0
+    return codes, scales
+
+
+def form_of(problem: Problem) -> Format:
+    assert problem.io.form is not None
+    return problem.io.form
+
+
+def all_bytes(tensor: torch.Tensor) -> Any:
+    """The memory of a tensor, gaps and all."""
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy()
+
+
+def aligned(x: torch.Tensor) -> Any:
+    """A copy of its bits, at a multiple of 16 bytes."""
+    memory = np.empty(x.nbytes + 16, np.uint8)
+    held = memory[-memory.ctypes.data % 16 :][: x.nbytes]
+    held[:] = all_bytes(x)
+    return held.view(np.uint32 if x.element_size() == 4 else np.uint16)
+
+
+def unsigned_zeros(codes: torch.Tensor, to: Format) -> torch.Tensor:
+    """Codes of which a negative zero is a zero, because the sign of a sum that is 0 depends on the order of its terms."""
+    raw = codes.view(torch.uint8)
+    if to.element is Element.E4M3:
+        return torch.where(raw == 0x80, 0, raw)
+    if to.element is Element.E2M1:
+        low, high = raw & 15, raw >> 4
+        return torch.where(low == 8, 0, low) | torch.where(high == 8, 0, high) << 4
+    return raw
+
+
+def check(problem: Problem, found: tuple[torch.Tensor, torch.Tensor], y: torch.Tensor, dtype: torch.dtype) -> None:
+    """Compare with the quantizer of rotated values, float32 [rows, columns]; every NaN is as good as another."""
+    to = form_of(problem)
+    codes, scales = quantize(y.to(dtype).float() if to.rounded else y, to, dtype, torch.tensor(GIVEN))
+    assert torch.equal(unsigned_zeros(found[0], to), unsigned_zeros(codes, to)), problem.key
+    if to.group == TENSOR:
+        return
+    if to.scale in ("float32", "input"):
+        assert torch.equal(found[1].nan_to_num(-1.0), scales.nan_to_num(-1.0)), problem.key
+    else:
+        assert torch.equal(found[1].view(torch.uint8), scales.view(torch.uint8)), problem.key
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_hard_values_of_every_format_and_rule(dtype: str) -> None:
+    x = hard_rows(TYPES[dtype])
+    x[0, 0], x[1, 40], x[2, 80] = torch.nan, torch.inf, -torch.inf
+    problems = [Problem.of(1, dtype, to=form(name, rule)) for name, rule in ALL]
+    kernels = [source(problem) for problem in problems]
+    module = compile_host(kernels)
+    for problem, kernel in zip(problems, kernels, strict=True):
+        check(problem, emulated(problem, kernel, module, x), x.float(), x.dtype)
+
+
+# Problem → knobs. Values of rows of few small integers are exact in fp32, so their codes are those of PyTorch.
+CASES: dict[str, dict[str, Any]] = {
+    "n16-float16-to-nvfp4_16-accurate": {},
+    "n32-bfloat16-to-mxfp4_32_swizzled-accurate": {"chunks": 2, "low_bits": "mma_shuffle"},
+    "n64-bfloat16-to-mxfp8_32_column_major-accurate": {"chunks": 2, "grid": "persistent"},
+    "n128-bfloat16-to-fp8_group_128-accurate": {"chunks": 4, "warps": 2, "low_bits": "mma_shuffle"},
+    "n128-float16-to-fp8_group_128_column_major-fast": {"chunks": 2, "warps": 2, "low_bits": "mma_shuffle"},
+    "n128-signed-bfloat16-to-fp8_group_128_rounded-accurate": {"chunks": 2, "low_bits": "mma_shuffle"},
+    "n128-bfloat16-to-int8_row_4096_convrot-accurate": {"chunks": 4, "warps": 4, "grid": "persistent"},
+    "n128-float32-to-int8_row_1024-accurate": {"chunks": 2, "warps": 2},
+    "n256-float16-to-fp8_tensor-accurate": {"chunks": 2, "mma_carrier": "split"},
+    "n256-bfloat16-to-fp8_group_64-fast": {"chunks": 2, "accumulator": "packed"},
+    "n512-float32-to-mxfp8_32_even-accurate": {"chunks": 2, "warps": 4},
+    "n4096-bfloat16-to-int4_row_4096-accurate": {"chunks": 4, "warps": 4, "far_bits": "lanes", "far_lanes": "mma"},
+    "n4096-bfloat16-to-mxfp4_32_qutlass-accurate": {"chunks": 4, "warps": 4, "far_bits": "lanes"},
+    "n4096-float16-to-fp8_group_128-fast": {"chunks": 2, "warps": 8, "far_bits": "lanes", "mma_carrier": "packed"},
+    "n4096-float16-to-fp8_row_4096-accurate": {"chunks": 8, "warps": 4, "exchange_carrier": "fp32"},
+}
+
+
+def test_rotated_values() -> None:
+    problems = [Problem.parse(key) for key in CASES]
+    kernels = [source(problem, **knobs) for problem, knobs in zip(problems, CASES.values(), strict=True)]
+    module = compile_host(kernels)
+    numbers = np.random.default_rng(0)
+    for problem, kernel in zip(problems, kernels, strict=True):
+        dtype = TYPES[problem.io.input.value]
+        columns = max(problem.unit, 1024 if problem.n == 4096 else 512)
+        columns = -(-columns // problem.unit) * problem.unit
+        rows = 1 + 3 * kernel.launch.tile_elements // columns
+        x = torch.zeros(rows, columns)
+        places = torch.from_numpy(numbers.integers(0, columns, (rows, 6)))
+        x.scatter_(1, places, torch.from_numpy(numbers.integers(-15, 16, (rows, 6)).astype(np.float32)))
+        operands, exact = {}, x.double().numpy()
+        if problem.transform.signed:
+            operands = verification_operands(problem)
+        y = transform(problem, exact.reshape(-1, problem.n), 0.25, operands).reshape(rows, columns)
+        found = emulated(problem, kernel, module, x.to(dtype), 0.25, **operands)
+        check(problem, found, torch.from_numpy(y).float(), dtype)
