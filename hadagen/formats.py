@@ -112,7 +112,7 @@ class Format:
         digits = re.search("_([0-9]{1,9})(?=_|$)", key)
         group = int(digits[1]) if digits else TENSOR
         for known in FORMATS.values():
-            if known.groups[0] == TENSOR or group > 0 and (known.groups == (ROW,) or group in known.groups):
+            if known.groups[0] == TENSOR or (group > 0 and (known.groups == (ROW,) or group in known.groups)):
                 for rule in known.rules:
                     for layout in known.layouts:
                         for rounded in (False, True):

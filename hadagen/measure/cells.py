@@ -42,11 +42,18 @@ class Traffic(NamedTuple):
     buffer_bytes: int  # of the input, and of the result; a multiple of 16
     destination: Destination
     cache: Cache
+    codes_bytes: int = 0  # of the result instead where that is quantized, a multiple of 16
+    scales_bytes: int = 0  # and of the scales behind it
+
+    @property
+    def result_bytes(self) -> int:
+        """Of what a launch writes, each part up to a multiple of 16."""
+        return self.codes_bytes + -(-self.scales_bytes // 16) * 16 if self.codes_bytes else self.buffer_bytes
 
     @property
     def footprint(self) -> int:
         """Bytes that one launch touches, each counted once."""
-        return self.buffer_bytes * (1 if self.destination is Destination.IN_PLACE else 2)
+        return self.buffer_bytes + (0 if self.destination is Destination.IN_PLACE else self.result_bytes)
 
     def launches(self, l2_bytes: int) -> int:
         """Launches in the graph. The copy kernel's graph has as many."""
@@ -77,7 +84,12 @@ class Cell(NamedTuple):
 
     def traffic(self, problem: Problem) -> Traffic:
         whole_vectors = -(-buffer_bytes(problem, self.elements) // 16) * 16  # a few rows of 2 elements are less
-        return Traffic(whole_vectors, self.destination, self.cache)
+        form = problem.io.form
+        if form is None:
+            return Traffic(whole_vectors, self.destination, self.cache)
+        codes = -(-self.elements * form.element.bits // 128) * 16
+        scales = form.scale_bytes(problem.io.input.bytes) * self.elements // form.group if form.group > 0 else 0
+        return Traffic(whole_vectors, self.destination, self.cache, codes, scales)
 
 
 # What to time: the same cells for every problem, or cells by problem.
