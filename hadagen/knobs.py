@@ -21,7 +21,7 @@ from hadagen.steps.conversions import Correct, Narrow, Normalize, Round, Scale, 
 from hadagen.steps.exchanges import Exchange, Transpose
 from hadagen.steps.matrix import COLUMN_BITS, Columns, LoadColumns, Matrix, Signs, Square
 from hadagen.steps.memory import Load, Prefetch, Store, Trigger
-from hadagen.steps.quantize import Largest, Quantize, Swap
+from hadagen.steps.quantize import Largest, Quantize
 from hadagen.steps.transforms import NORMALIZER, PARTS, Butterfly, Gather, Mma, Shuffle, SwapButterfly
 
 EXCHANGE, LOAD = "exchange", "load"
@@ -184,20 +184,21 @@ def steps_of(problem: Problem, knobs: Knobs) -> tuple[Step, ...]:
             through = convert.carrier, knobs.exchange_rounds, knobs.shared_layout
             steps.append(Exchange(pairs, *through, turned=turns_in_exchange(knobs)))
             _add_far_bits(convert, problem, knobs, [near for near, _ in pairs])
-    steps = _with_scale(problem, knobs, steps)
+    folds = _folds_scale(problem, knobs)
+    steps = steps if folds else _with_scale(problem, knobs, steps)
     if knobs.normalizes:
         steps.insert(1, Normalize())
     turned = knobs.low_bits == "mma_shuffle"
     if problem.io.form:
-        steps += _to_codes(problem, steps, turned)
+        steps += _to_codes(problem, steps, folds, turned)
     else:
         steps += [Transpose()] * turned + [Store()]
     return _with_signs(problem, _with_requests(knobs, steps))
 
 
-def _to_codes(problem: Problem, steps: list[Step], turned: bool) -> list[Step]:
-    """The steps that quantize; what rounds at the end of `steps` goes if it need not. turned: an mma has left bits of
-    neighbors in lanes, of which one must come back."""
+def _to_codes(problem: Problem, steps: list[Step], folds: bool, turned: bool) -> list[Step]:
+    """The steps that quantize; what rounds at the end of `steps` goes if it need not. folds: as `Quantize` says.
+    turned: an mma has left bits of neighbors in lanes, of which one must come back."""
     form = problem.io.form
     assert form is not None
     if isinstance(steps[-1], Round) and not form.rounds_first:
@@ -206,12 +207,8 @@ def _to_codes(problem: Problem, steps: list[Step], turned: bool) -> list[Step]:
     if form.rounds_first and problem.io.input is not DType.FLOAT32:
         rest.to(PACKED)
     rest.to(FP32)
-    return [
-        *rest.steps[len(steps) :],
-        *[Swap(MMA_MOVES[PAIR].index)] * turned,
-        *[Largest()] * (form.group != TENSOR),
-        Quantize(),
-    ]
+    swapped = MMA_MOVES[PAIR].index if turned else None
+    return [*rest.steps[len(steps) :], *[Largest()] * (form.group != TENSOR), Quantize(folds, swapped=swapped)]
 
 
 def _with_requests(knobs: Knobs, steps: list[Step]) -> list[Step]:
@@ -408,6 +405,16 @@ def exchanges_of(problem: Problem, knobs: Knobs) -> list[tuple[tuple[Place, Plac
 def wide_range(dtype: DType) -> bool:
     """Whether the type has the range of fp32, so that sums of its values may leave that range."""
     return dtype is not DType.FLOAT16
+
+
+def _folds_scale(problem: Problem, knobs: Knobs) -> bool:
+    """Whether a quantizer multiplies by the scale, or by what the mma leave of it. Values are not rounded until then,
+    and are quantized as if the product were not, which is within the error of a transform. Sums of a wide range must
+    have taken their part of the scale before."""
+    form = problem.io.form
+    if form is None or form.rounds_first or problem.n == 1 or _scales_in_mma(problem, knobs) or knobs.normalizes:
+        return False
+    return not wide_range(problem.io.input) or (problem.io.input is DType.BFLOAT16 and knobs.low_bits != "shuffle")
 
 
 def _with_scale(problem: Problem, knobs: Knobs, steps: list[Step]) -> list[Step]:

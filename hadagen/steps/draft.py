@@ -15,7 +15,7 @@ from hadagen.steps.conversions import Normalize
 from hadagen.steps.exchanges import Exchange
 from hadagen.steps.matrix import Multiplies
 from hadagen.steps.memory import Load
-from hadagen.steps.quantize import Groups, Largest
+from hadagen.steps.quantize import Groups, Largest, Quantize
 
 # Registers of a thread besides its values: addresses, the A operands of the mma, accumulators under way.
 OVERHEAD_REGISTERS = 24
@@ -131,6 +131,11 @@ class Draft:
         """What the kernel takes: for its problem, and for its steps besides."""
         of_steps = (param for step in self.steps for param in step.params)
         return tuple(dict.fromkeys((*params_for(self.problem), *of_steps)))
+
+    @property
+    def folds_scale(self) -> bool:
+        """Whether values are multiplied by what is left of the scale only as they are quantized."""
+        return isinstance(self.steps[-1], Quantize) and self.steps[-1].folds
 
     @property
     def normalizes(self) -> bool:

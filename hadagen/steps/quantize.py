@@ -1,95 +1,118 @@
 """Steps that quantize: the largest magnitude of each group, then codes and scales.
 
 A group is so many neighboring elements of a row. The bits of an index that tell its elements apart may live in any
-place of a block: in registers, in lanes, and in warps.
+place of a block. Those at places of a thread are told apart by the number of a value in it, `value`: its lowest bit is
+`pair`, and the next ones are those of the register.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hadagen.formats import TENSOR, Element, Format
-from hadagen.layout import LANE_BITS, PAIR, Axis, Place, bit, lane, scatter, swaps
+from hadagen.layout import LANE_BITS, PAIR, Axis, Place, Placement, bit, lane, scatter, swaps
 from hadagen.steps.base import FP32, WARP_BYTES, Cost, Step
 from hadagen.steps.memory import Store
 
 if TYPE_CHECKING:
     from hadagen.steps.draft import Draft
 
+_SIGNS_OF_BYTE = 8
 _WORDS = 4  # of shared memory that are read at once
-# Instructions for each element: to find the largest magnitude, and to encode it, on a GPU with conversions to the type.
-_LARGEST, _ENCODED = 1.0, {Element.E4M3: 4.0, Element.E2M1: 10.0, Element.INT8: 6.0, Element.INT4: 7.0}
+# Instructions for each element, to encode it, on a GPU with conversions to the type.
+_ENCODED = {Element.E4M3: 1.5, Element.E2M1: 8.0, Element.INT8: 4.0, Element.INT4: 5.0}
 
 
 class Groups(NamedTuple):
-    """Where the elements of a group are when they are stored. Vectors, lanes and warps are each numbered by the bits of
-    an int. `vectors`, `lanes`, `warps`: the bits that tell elements of one group apart."""
+    """Where the elements of groups are, by the placement before they are quantized, as numbers of bits.
 
-    vectors: int
-    lanes: int
-    warps: int
-    kept: int  # groups that a thread has elements of
-    slots: int  # groups of a block that have elements in several warps
+    A thread has values of 2^kept groups. At first several lanes have values of the same groups. They share the work:
+    by each bit of `shared`, a lane goes on with half of its groups, so that it makes the scales of 2^mine.
+    """
+
+    values: tuple[int, ...]  # bits of `value` that tell elements of a group apart
+    others: tuple[int, ...]  # and those that tell groups apart
+    shared: tuple[int, ...]  # bits of `lane` that tell elements apart: of those that share the work,
+    lanes: tuple[int, ...]  # and of the others
+    other_lanes: tuple[int, ...]  # bits of `lane` that tell groups apart
+    warps: tuple[int, ...]  # bits of `warp` that tell elements apart,
+    other_warps: tuple[int, ...]  # and groups
 
     @classmethod
     def of(cls, plan: Draft) -> Groups:
-        return _groups(plan)
+        form = plan.problem.io.form
+        return _groups(tuple(_before(plan).axes.items()), form.group if form else 1)
 
     @property
-    def together(self) -> int:
-        """Warps with elements of one group."""
-        return 1 << self.warps.bit_count()
+    def kept(self) -> int:
+        return 1 << len(self.others)
+
+    @property
+    def mine(self) -> int:
+        return self.kept >> len(self.shared)
+
+    @property
+    def width(self) -> int:
+        """Words of shared memory for the largest magnitudes that warps have found of one group."""
+        return max(_WORDS, 1 << len(self.warps))
 
     @property
     def shared_bytes(self) -> int:
-        """For the largest magnitudes of all warps."""
-        return 4 * self.slots * max(_WORDS, self.together) if self.warps else 0
-
-
-@lru_cache(maxsize=256)
-def _groups(plan: Draft) -> Groups:
-    form, stored = plan.problem.io.form, plan.placements[-1]
-    size = form.group if form else 1
-    first = len(plan.vector_places) - 1  # the first register place that numbers vectors
-    found = {"reg": 0, "lane": 0, "warp": 0, "cta": 0}
-    for place, axis in stored.axes.items():
-        if axis.stride < size and place not in plan.vector_places:
-            found[place.kind] |= 1 << (place.index - first if place.kind == "reg" else place.index)
-    kept = plan.vectors >> found["reg"].bit_count()
-    slots = kept << LANE_BITS - found["lane"].bit_count() + plan.warp_bits - found["warp"].bit_count()
-    return Groups(found["reg"], found["lane"], found["warp"], kept, slots)
-
-
-def _outside(name: str, mask: int, bits: int, factor: int = 1) -> str:
-    """C expression that numbers the values of those bits of `name` that are not in the mask, times a factor."""
-    others = [number for number in range(bits) if not mask >> number & 1]
-    return scatter(name, {bit(number): Axis(2, factor << at) for at, number in enumerate(others)})
-
-
-@dataclass(frozen=True)
-class Swap(Step):
-    """Swaps the bits at lane[`lane`] and `place`, a register bit, by a warp shuffle of fp32 values."""
-
-    lane: int
-    place: Place = PAIR
-
-    says = "swap lane{lane}↔{place}"
-    template = "quantize.cu.j2"
-    takes = FP32
+        groups = self.mine << len(self.shared) + len(self.other_lanes) + len(self.other_warps)
+        return 4 * self.width * groups if self.warps else 0
 
     @property
-    def moves(self) -> dict[Place, Place]:
-        return swaps([(lane(self.lane), self.place)])
+    def slot(self) -> str:
+        """C expression for the number of a group in shared memory, of group `g` of those that a thread has."""
+        lanes = self.mine
+        warps = lanes << len(self.shared) + len(self.other_lanes)
+        parts = "g", _numbered("lane", (*self.shared, *self.other_lanes), lanes), _numbered("warp", self.other_warps, warps)
+        return " + ".join(filter(None, parts))
 
-    def cost(self, plan: Draft, carrier: str) -> Cost:
-        words = plan.words(carrier)
-        return Cost(2 * words, shared_bytes=WARP_BYTES * words / 2, waits={"shuffle": 1})
 
-    def view(self, plan: Draft, at: int) -> dict[str, Any]:
-        return {"mask": 1 << self.lane, "stride": 1 if self.place == PAIR else 2 << self.place.index}
+@lru_cache(maxsize=1024)
+def _groups(axes: tuple[tuple[Place, Axis], ...], size: int) -> Groups:
+    inside: dict[str, list[int]] = {"value": [], "lane": [], "warp": [], "cta": []}
+    outside: dict[str, list[int]] = {"value": [], "lane": [], "warp": [], "cta": []}
+    for place, axis in axes:
+        kind, number = _coordinate(place)
+        (inside if axis.stride < size else outside)[kind].append(number)
+    values, others = sorted(inside["value"]), sorted(outside["value"])
+    lanes = sorted(inside["lane"])
+    count = min(len(others), len(lanes))
+    return Groups(
+        tuple(values),
+        tuple(others),
+        tuple(lanes[:count]),
+        tuple(lanes[count:]),
+        tuple(sorted(outside["lane"])),
+        tuple(sorted(inside["warp"])),
+        tuple(sorted(outside["warp"])),
+    )
+
+
+def _coordinate(place: Place) -> tuple[str, int]:
+    """The kind of coordinate that a place is a bit of, and which bit."""
+    if place == PAIR:
+        return "value", 0
+    return ("value", place.index + 1) if place.kind == "reg" else (place.kind, place.index)
+
+
+def _before(plan: Draft) -> Placement:
+    """The placement before values are quantized."""
+    return plan.before(next(at for at, step in enumerate(plan.steps) if isinstance(step, Largest | Quantize)))
+
+
+def _numbered(name: str, bits: tuple[int, ...], factor: int = 1) -> str:
+    """C expression for the number that some bits of `name` make up, the first the lowest, times a factor."""
+    return _scattered(name, {number: factor << at for at, number in enumerate(bits)})
+
+
+def _scattered(name: str, weights: Mapping[int, int]) -> str:
+    return scatter(name, {bit(number): Axis(2, weight) for number, weight in sorted(weights.items())})
 
 
 @dataclass(frozen=True)
@@ -115,44 +138,40 @@ class Largest(Step):
 
     def cost(self, plan: Draft, carrier: str) -> Cost:
         groups, words = Groups.of(plan), plan.words(carrier)
-        shuffles = groups.kept * groups.lanes.bit_count()
-        waits = {"arithmetic": 2, "shuffle": groups.lanes.bit_count()}
+        shuffles = groups.kept - groups.mine + groups.mine * len(groups.lanes)
+        waits = {"arithmetic": 2, "shuffle": len(groups.shared) + len(groups.lanes)}
         if groups.warps:
             waits |= {"shared": 1, "block sync": 1}
-        return Cost(_LARGEST * words + 2 * shuffles, shared_bytes=WARP_BYTES * shuffles, waits=waits)
+        return Cost(words + 4 * shuffles, shared_bytes=WARP_BYTES * shuffles, waits=waits)
 
     def view(self, plan: Draft, at: int) -> dict[str, Any]:
         groups = Groups.of(plan)
-        row = [
-            _outside("i", groups.vectors, plan.vectors.bit_length() - 1),
-            _outside("lane", groups.lanes, LANE_BITS, groups.kept),
-            _outside("warp", groups.warps, plan.warp_bits, groups.kept << LANE_BITS - groups.lanes.bit_count()),
-        ]
         return {
-            "of_vectors": [1 << number for number in range(8) if groups.vectors >> number & 1],
-            "of_lanes": [1 << number for number in range(LANE_BITS) if groups.lanes >> number & 1],
-            "several": groups.vectors,
-            "lanes_mask": groups.lanes,
-            "warps_mask": groups.warps,
-            "row": " + ".join(filter(None, row)) or "0",
-            "place": scatter("warp", {bit(n): bit(place) for place, n in enumerate(_bits(groups.warps))}) or "0",
-            "together": groups.together,
-            "width": max(_WORDS, groups.together),
+            "groups": groups,
+            "group_of_value": _numbered("value", groups.others) or "0",
+            "place": _numbered("warp", groups.warps) or "0",
+            "some_lanes": sum(1 << number for number in groups.lanes),
             "peaks_offset": plan.footprint.peaks_offset,
         }
-
-
-def _bits(mask: int) -> list[int]:
-    return [number for number in range(mask.bit_length()) if mask >> number & 1]
 
 
 @dataclass(frozen=True)
 class Quantize(Store):
     """Encodes the values, and stores codes and scales."""
 
-    says = "quantize, and store codes and scales"
+    folds: bool = False  # multiplies by the scale, or what is left of it, with the same product that quantizes
+    swapped: int | None = None  # the bit at this lane and that at `pair` are swapped, once values are codes
+
     template = "quantize.cu.j2"
     takes = FP32
+
+    @property
+    def multiplies(self) -> str:  # type: ignore[override]
+        return "scale" if self.folds else ""
+
+    @property
+    def moves(self) -> Mapping[Place, Place]:
+        return {} if self.swapped is None else swaps([(lane(self.swapped), PAIR)])
 
     def faults(self, plan: Draft, at: int) -> Iterator[str]:
         yield from super().faults(plan, at)
@@ -163,39 +182,88 @@ class Quantize(Store):
             yield "a scale needs the largest magnitude of its group"
         elif plan.order != "by_step":
             yield "what is stored depends on all chunks"
+        elif self.folds and (form.rounds_first or plan.problem.n == 1):
+            yield "what is rounded, or not transformed, is scaled before it is quantized"
+        elif self.swapped is not None and plan.vector_elements < 8:
+            yield "a vector has no two values for each of two lanes"
 
     def cost(self, plan: Draft, carrier: str) -> Cost:
         form = plan.problem.io.form
         assert form is not None
-        return Cost(_ENCODED[form.element] * plan.words(carrier) + 2 * plan.vectors, waits={"arithmetic": 4})
+        moved = plan.vectors * (0 if self.swapped is None else 7)
+        groups = Groups.of(plan) if form.group != TENSOR else None
+        scales = 20 * groups.mine + 3 * groups.kept if groups else 0
+        return Cost(
+            (1 + _ENCODED[form.element]) * plan.words(carrier) + 3 * plan.vectors + moved + scales,
+            waits={"arithmetic": 6, "shuffle": 1},
+        )
+
+    def sentence(self, bits: str) -> str:
+        swapped = "" if self.swapped is None else f", swap lane{self.swapped}↔pair"
+        return f"quantize{', times the scale' if self.folds else ''}{swapped}, and store codes and scales"
 
     def view(self, plan: Draft, at: int) -> dict[str, Any]:
-        form = plan.problem.io.form
+        form, before = plan.problem.io.form, _before(plan)
         assert form is not None
-        groups = Groups.of(plan) if form.group != TENSOR else Groups(0, 0, 0, 0, 0)
-        return {
+        coordinates: dict[str, dict[int, int]] = {"value": {}, "lane": {}, "warp": {}}
+        for place, axis in before.axes.items():
+            kind, number = _coordinate(place)
+            coordinates.setdefault(kind, {})[number] = axis.stride
+        view: dict[str, Any] = {
             "form": form,
             "code": _code(form),
             "bits": form.element.bits,
-            "rule": _rule(form),
+            "rule": f"{form.name.replace('-', '_')}_{form.rule}",
             "scale_bytes": form.scale_bytes(plan.problem.io.input.bytes),
             "count": plan.vector_elements,
-            "several": groups.vectors,
-            "first": " && ".join(
-                f"!({name} & {mask})"
-                for name, mask in (("i", groups.vectors), ("lane", groups.lanes), ("warp", groups.warps))
-                if mask
-            ),
+            "groups": None,
+        }
+        if plan.problem.transform.signed:
+            view |= _signs(coordinates)
+        if form.group == TENSOR:
+            return view
+        groups = Groups.of(plan)
+        # Group g of those that a lane makes the scale of begins at value · stride.
+        starts = {at: coordinates["value"][number] for at, number in enumerate(groups.others)}
+        own = len(groups.others) - len(groups.shared)
+        of_lane = {number: starts[own + at] for at, number in enumerate(groups.shared)}
+        rest = {number: stride for number, stride in coordinates["lane"].items() if number in groups.other_lanes}
+        outer = {number: stride for number, stride in coordinates["warp"].items() if number in groups.other_warps}
+        group_at = (
+            _scattered("g", {at: starts[at] for at in range(own)}),
+            _scattered("lane", {**of_lane, **rest}),
+            _scattered("warp", outer),
+        )
+        masks = {"lane": groups.lanes, "warp": groups.warps}
+        return view | {
+            "groups": groups,
+            "group_of_value": _numbered("value", groups.others) or "0",
+            "group_at": " + ".join(filter(None, group_at)) or "0",
+            "shared_mask": sum(1 << number for number in groups.shared),
+            # The bits of lanes that make the scale of group g.
+            "lane_of_group": _scattered("g", {own + at: 1 << number for at, number in enumerate(groups.shared)}),
+            "alone": " && ".join(f"!({name} & {sum(1 << n for n in mask)})" for name, mask in masks.items() if mask),
         }
 
 
+def _signs(coordinates: Mapping[str, Mapping[int, int]]) -> dict[str, Any]:
+    """Where the bits of the signs after the transform are, of which a byte has eight neighbors. coordinates: kind → bit
+    of such a coordinate → stride."""
+    values = coordinates["value"]
+    bytes_of = tuple(number for number, stride in values.items() if stride >= _SIGNS_OF_BYTE)
+    within = {number: stride for number, stride in values.items() if stride < _SIGNS_OF_BYTE}
+    thread = (_scattered(kind, coordinates[kind]) for kind in ("lane", "warp"))
+    return {
+        "thread_at": " + ".join(filter(None, thread)),
+        "sign_bytes": 1 << len(bytes_of),
+        "sign_byte": _numbered("value", bytes_of) or "0",
+        "sign_byte_at": _scattered("part", {at: values[number] for at, number in enumerate(bytes_of)}),
+        "sign_bit": _scattered("value", within),
+    }
+
+
 def _code(form: Format) -> str:
-    """The type of the codes there."""
+    """The type of its codes in `templates/common/codes.cuh`."""
     name = form.element.value.capitalize()
     lowest = "true" if form.rule in ("convrot", "quarot") else "false"  # whether the least integer is a code
     return f"{name}<{lowest}>" if form.element in (Element.INT8, Element.INT4) else name
-
-
-def _rule(form: Format) -> str:
-    """The name of the function that makes a scale of the largest magnitude, in `templates/common/codes.cuh`."""
-    return f"{form.name.replace('-', '_')}_{form.rule}"

@@ -135,7 +135,10 @@ class Mma(Step):
 
     def least_power(self, plan: Draft) -> int:
         """The exponent of the smallest power of two that it takes from a whole scale."""
-        return LEAST_POWER - (plan.cta_bits if self.over_blocks else 0)
+        least = LEAST_POWER - (plan.cta_bits if self.over_blocks else 0)
+        if self.factor == 1 and plan.folds_scale:  # at the end; so no sum before may be larger than a result
+            least += min(0, -LEAST_POWER * sum(isinstance(step, Mma) and step.factor > 0 for step in plan.steps) - plan.problem.bits)
+        return least
 
     def faults(self, plan: Draft, at: int) -> Iterator[str]:
         parts = PARTS[self.operand].get(plan.problem.io.input) if self.in_parts else 1

@@ -7,12 +7,6 @@
 namespace hadagen {
 
 // ---- magnitudes ----------------------------------------------------------------------------------------------------
-template <int count> HADAGEN_INLINE float largest(const float* values) {
-    float peak = larger(values[0], values[1]);
-#pragma unroll
-    for (int i = 2; i < count; ++i) peak = larger(peak, values[i]);
-    return peak;
-}
 HADAGEN_INLINE bool is_nan(float x) { return (as_word(x) & 0x7FFFFFFFu) > 0x7F800000u; }
 HADAGEN_INLINE bool is_finite(float x) { return (as_word(x) & 0x7F800000u) != 0x7F800000u; }
 HADAGEN_INLINE bool is_infinite(float x) { return (as_word(x) & 0x7FFFFFFFu) == 0x7F800000u; }
@@ -50,21 +44,35 @@ HADAGEN_INLINE float of_e4m3(u32 code) {
 }
 
 // ---- what values are divided by, or multiplied with ----------------------------------------------------------------
+// Each has `bits`, the scale as it is stored; `exact`, a value over the scale; and `plain`, the same where nothing is very
+// large or small (`is_quick`). What `quick_of` gives has `plain` alone; given the scale of the transform, it multiplies by
+// that too, with the same product.
+struct Times {
+    float factor;
+    HADAGEN_INLINE float plain(float x) const { return product(x, factor); }
+};
+HADAGEN_INLINE Times from_lane(Times one, u32 lane) { return {shuffle(one.factor, lane)}; }
+// So that neither it nor a product that counts is subnormal or infinite.
+HADAGEN_INLINE bool is_quick(Times one) {
+    const u32 size = as_word(one.factor) & 0x7FFFFFFFu;
+    return size >= as_word(0x1p-100f) && size < 0x7F800000u;
+}
+
 struct Factor {
-    u32 bits;  // of the scale as it is stored
-    float factor, times;  // codes are of `times` the quotient
-    HADAGEN_INLINE bool is_plain() const { return is_finite(factor); }
-    HADAGEN_INLINE float plain(float x) const { return times == 1.0f ? product(x, factor) : product(product(x, factor), times); }
-    HADAGEN_INLINE float exact(float x) const { return plain(x); }
+    u32 bits;
+    float factor, times;  // a power of two or any other number, and what codes are multiples of
+    HADAGEN_INLINE float exact(float x) const { return product(product(x, factor), times); }
 };
 HADAGEN_INLINE Factor times_factor(u32 bits, float factor, float times = 1.0f) { return {bits, factor, times}; }
+HADAGEN_INLINE Times quick_of(const Factor& one) { return {product(one.factor, one.times)}; }
+HADAGEN_INLINE Times quick_of(const Factor& one, float scale) { return {product(product(one.factor, one.times), scale)}; }
+HADAGEN_INLINE Factor from_lane(const Factor& one, u32 lane) { return {one.bits, shuffle(one.factor, lane), one.times}; }
 
 // Quotients are rounded once. With a correctly rounded reciprocal two fma give that, where nothing underflows.
 // (P. Markstein, "Computation of elementary functions on the IBM RISC System/6000 processor", 1990.)
 struct Divisor {
     u32 bits;
     float value, reciprocal;
-    HADAGEN_INLINE bool is_plain() const { return value >= 0x1p-90f && value <= 0x1p120f; }
     HADAGEN_INLINE float plain(float x) const {
         const float about = product(x, reciprocal);
         return fma(-fma(about, value, -x), reciprocal, about);  // in this order a zero keeps its sign
@@ -73,15 +81,32 @@ struct Divisor {
 };
 HADAGEN_INLINE Divisor divide_by(float value, u32 bits) { return {bits, value, reciprocal_of(value)}; }
 HADAGEN_INLINE Divisor divide_by(float value) { return divide_by(value, as_word(value)); }
+template <class D> HADAGEN_INLINE D quick_of(const D& one) { return one; }
+HADAGEN_INLINE Times quick_of(const Divisor& one, float scale) { return {product(scale, one.reciprocal)}; }
+HADAGEN_INLINE bool is_quick(const Divisor& one) { return one.value >= 0x1p-90f && one.value <= 0x1p100f; }
+HADAGEN_INLINE bool is_quick(const Factor& one) { return is_quick(quick_of(one)); }
+template <class S> HADAGEN_INLINE bool is_quick(const S& one, float scale) { return is_quick(one) && is_quick(quick_of(one, scale)); }
+HADAGEN_INLINE Divisor from_lane(const Divisor& one, u32 lane) {
+    return {one.bits, shuffle(one.value, lane), shuffle(one.reciprocal, lane)};
+}
 
-// The same, and the quotient is rounded to the type of x.
+// A magnitude over a number whose reciprocal is known.
+HADAGEN_INLINE float over(float size, const Divisor& by) {
+    return size >= 0x1p-60f && size <= 0x1p100f && by.value >= 0x1p-60f && by.value <= 0x1p60f ? by.plain(size) : by.exact(size);
+}
+HADAGEN_INLINE float over(float size, float by) { return over(size, Divisor{0u, by, 1.0f / by}); }
+
+// A divisor, and the quotient is rounded to the type of x.
 template <class T> struct RoundedDivisor : Divisor {
     HADAGEN_INLINE float plain(float x) const { return rounded<T>(Divisor::plain(x)); }
     HADAGEN_INLINE float exact(float x) const { return rounded<T>(Divisor::exact(x)); }
 };
 template <class T> HADAGEN_INLINE RoundedDivisor<T> divide_and_round(float value, u32 bits) { return {divide_by(value, bits)}; }
+template <class T> HADAGEN_INLINE RoundedDivisor<T> from_lane(const RoundedDivisor<T>& one, u32 lane) {
+    return {from_lane(static_cast<const Divisor&>(one), lane)};
+}
 
-// What the call gives is the divisor of all values. Some of them may be infinite.
+// What the call gives for all groups, or all values. Some of these may be infinite.
 struct Given : Divisor {
     float inverse, encoding;
     HADAGEN_INLINE float plain(float x) const {
@@ -90,7 +115,18 @@ struct Given : Divisor {
     }
 };
 
-// ---- codes of vectors ----------------------------------------------------------------------------------------------
+template <class Scale, int count> struct Scales {
+    Scale each[count];
+    HADAGEN_INLINE const Scale& operator[](int g) const { return each[g]; }
+};
+template <int count, class Make> HADAGEN_INLINE auto all_scales(Make make) {
+    Scales<decltype(make(0)), count> scales;
+#pragma unroll
+    for (int g = 0; g < count; ++g) scales.each[g] = make(g);
+    return scales;
+}
+
+// ---- codes --------------------------------------------------------------------------------------------------
 // `four`: codes of four values, a byte each; bytes may have other bits in their upper halves where codes have four.
 struct E4m3 {
     enum : int { bits = 8 };
@@ -132,30 +168,24 @@ template <bool lowest> struct Int4 : Integer<lowest ? -8 : -7, 7> {
     enum : int { bits = 4 };
 };
 
-// The codes of `count` values, 4 or 8, one behind the other.
-template <class Code, int count, class Scale> HADAGEN_INLINE void encode(u32* codes, const float* x, const Scale& scale) {
-    float v[count];
-    if (scale.is_plain()) {
-#pragma unroll
-        for (int i = 0; i < count; ++i) v[i] = scale.plain(x[i]);
-    } else {
-#pragma unroll
-        for (int i = 0; i < count; ++i) v[i] = Code::instead(x[i], scale.exact(x[i]));
-    }
-    u32 fours[2];
-#pragma unroll
-    for (int i = 0; i < count / 4; ++i) fours[i] = Code::four(v + 4 * i);
-    if (Code::bits == 8) {
-#pragma unroll
-        for (int i = 0; i < count / 4; ++i) codes[i] = fours[i];
-    } else {
-        codes[0] = join_nibbles(fours[0], count == 8 ? fours[1] : 0u);
-    }
+// Lane pairs exchange codes: of 8 values v, the one has the even elements of v and of v + 1, and the other the odd ones.
+// Afterwards each has all of one of them.
+HADAGEN_INLINE void swap_codes(u32 (&fours)[2], u32 mask) {
+    const bool up = thread_index() & mask;
+    const u32 got = shuffle_xor(up ? fours[0] : fours[1], mask);
+    const u32 even = up ? got : fours[0], odd = up ? fours[1] : got;
+    fours[0] = zip_low_bytes(even, odd), fours[1] = zip_high_bytes(even, odd);
 }
-template <int bytes> HADAGEN_INLINE void store_codes(byte* to, const u32* codes) {
-    if (bytes == 8) store8(to, codes[0], codes[1]);
-    else if (bytes == 4) store4(to, codes[0]);
-    else store2(to, codes[0]);
+// Codes of 4 or 8 neighbors.
+template <class Code, int count> HADAGEN_INLINE void store_codes(byte* to, const u32 (&fours)[count / 4]) {
+    const u32 second = fours[count / 4 - 1];
+    if (Code::bits == 8) {
+        if (count == 8) store8(to, fours[0], second);
+        else store4(to, second);
+    } else {
+        if (count == 8) store4(to, join_nibbles(fours[0], second));
+        else store2(to, join_nibbles(second, 0u));
+    }
 }
 template <int bytes> HADAGEN_INLINE void store_scale(void* scales, i64 at, u32 bits) {
     byte* const to = static_cast<byte*>(scales) + bytes * at;
@@ -195,18 +225,18 @@ template <class T> HADAGEN_INLINE Factor fp8_group_power_of_two(float peak) {
     return times_factor(as_word(exact), is_nan(exact) ? exact : 0.0f);
 }
 template <class T> HADAGEN_INLINE Divisor fp8_row_exact(float peak) {
-    return divide_by(at_least(quotient(peak, 448.0f), 1.0f / (448.0f * 512.0f)));
+    return divide_by(at_least(over(peak, 448.0f), 1.0f / (448.0f * 512.0f)));
 }
 HADAGEN_INLINE Given fp8_tensor_exact_given(float given) { return {divide_by(given), 0.0f, 0.0f}; }
 
-template <class T> HADAGEN_INLINE Divisor int8_row_exact(float peak) { return divide_by(at_least(quotient(peak, 127.0f), 1e-30f)); }
+template <class T> HADAGEN_INLINE Divisor int8_row_exact(float peak) { return divide_by(at_least(over(peak, 127.0f), 1e-30f)); }
 // The scale is rounded to the type of x before it divides.
 template <class T> HADAGEN_INLINE RoundedDivisor<T> int8_row_convrot(float peak) {
-    const float scale = at_least(quotient(peak, 127.0f), 1e-30f), divisor = rounded<T>(scale);
+    const float scale = at_least(over(peak, 127.0f), 1e-30f), divisor = rounded<T>(scale);
     return divide_and_round<T>(divisor == 0.0f ? least_normal<T>() : divisor, as_word(scale));
 }
 template <class T> HADAGEN_INLINE RoundedDivisor<T> int4_row_quarot(float peak) {
-    const float scale = rounded<T>(quotient(peak, 7.0f));
+    const float scale = rounded<T>(over(peak, 7.0f));
     return divide_and_round<T>(scale, element_bits<T>(scale));
 }
 template <class T> HADAGEN_INLINE RoundedDivisor<T> int4_row_exact(float peak) {
@@ -242,9 +272,9 @@ template <class T> HADAGEN_INLINE Factor mxfp4_qutlass(float peak) {
     return by_power(int(as_word(down) >> 23), is_finite(down), 3.0f);
 }
 
-HADAGEN_INLINE Given nvfp4_exact_given(float given) { return {{0u, given, 0.0f}, quotient(1.0f, given), 0.0f}; }
+HADAGEN_INLINE Given nvfp4_exact_given(float given) { return {divide_by(given), reciprocal_of(given), 0.0f}; }
 template <class T> HADAGEN_INLINE Factor nvfp4_exact(float peak, const Given& given) {
-    const float scale = quotient(quotient(peak, 6.0f), given.value);
+    const float scale = over(over(peak, 6.0f), given);
     const u32 code = e4m3_of(at_most(at_least(scale, 0x1p-6f), 448.0f));
     return times_factor(code, quotient(given.inverse, of_e4m3(code)));
 }
@@ -252,11 +282,11 @@ template <class T> HADAGEN_INLINE Factor nvfp4_exact(float peak, const Given& gi
 HADAGEN_INLINE Given nvfp4_transformer_engine_given(float most) {
     const float exact = at_most(quotient(448.0f * 6.0f, most), 0x1.fffffep127f);
     const float encoding = most == 0.0f || exact == 0.0f ? 1.0f : exact;
-    return {{0u, most, 0.0f}, quotient(1.0f, encoding), encoding};
+    return {{0u, most, 0.0f}, reciprocal_of(encoding), encoding};
 }
 template <class T> HADAGEN_INLINE Factor nvfp4_transformer_engine(float peak, const Given& given) {
     const u32 code = e4m3_of(product(peak, product(given.encoding, 1.0f / 6.0f)));
-    return times_factor(code, at_most(quotient(1.0f, product(of_e4m3(code), given.inverse)), 0x1.fffffep127f));
+    return times_factor(code, at_most(reciprocal_of(product(of_e4m3(code), given.inverse)), 0x1.fffffep127f));
 }
 
 }  // namespace hadagen

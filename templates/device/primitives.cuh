@@ -199,6 +199,9 @@ HADAGEN_INLINE u32 low_bytes(const u32 (&words)[4]) {
 HADAGEN_INLINE u32 high_bytes(const u32 (&words)[4]) {
     return __byte_perm(__byte_perm(words[0], words[1], 0x0073), __byte_perm(words[2], words[3], 0x0073), 0x5410);
 }
+// Bytes of both in turn, of the low halves or of the high ones.
+HADAGEN_INLINE u32 zip_low_bytes(u32 even, u32 odd) { return __byte_perm(even, odd, 0x5140); }
+HADAGEN_INLINE u32 zip_high_bytes(u32 even, u32 odd) { return __byte_perm(even, odd, 0x7362); }
 // The low halves of eight bytes, the first in the lowest.
 HADAGEN_INLINE u32 join_nibbles(u32 first, u32 second) {
     first &= 0x0F0F0F0Fu, second &= 0x0F0F0F0Fu;
@@ -218,6 +221,7 @@ HADAGEN_INLINE u32 pack_e4m3(float low, float high) {
 // ---- the warp ------------------------------------------------------------------------------------------------------
 HADAGEN_INLINE u32 shuffle_xor(u32 value, int lanes) { return __shfl_xor_sync(0xFFFFFFFFu, value, lanes); }
 HADAGEN_INLINE float shuffle_xor(float value, int lanes) { return __shfl_xor_sync(0xFFFFFFFFu, value, lanes); }
+HADAGEN_INLINE float shuffle(float value, u32 lane) { return __shfl_sync(0xFFFFFFFFu, value, lane); }
 
 // other + value where the lane bit is 0, other − value where it is 1: one output of a butterfly across lanes.
 HADAGEN_INLINE float butterfly_lane(float value, float other, bool lane_bit) {

@@ -139,6 +139,11 @@ HADAGEN_INLINE u32 low_bytes(const u32 (&words)[4]) {
 HADAGEN_INLINE u32 high_bytes(const u32 (&words)[4]) {
     return words[0] >> 24 | words[1] >> 24 << 8 | words[2] >> 24 << 16 | words[3] >> 24 << 24;
 }
+// Bytes of both in turn, of the low halves or of the high ones.
+HADAGEN_INLINE u32 zip_low_bytes(u32 even, u32 odd) {
+    return (even & 0xFFu) | (odd & 0xFFu) << 8 | (even >> 8 & 0xFFu) << 16 | (odd >> 8 & 0xFFu) << 24;
+}
+HADAGEN_INLINE u32 zip_high_bytes(u32 even, u32 odd) { return zip_low_bytes(even >> 16, odd >> 16); }
 // The low halves of eight bytes, the first in the lowest.
 HADAGEN_INLINE u32 join_nibbles(u32 first, u32 second) {
     u32 joined = 0;
@@ -149,6 +154,7 @@ HADAGEN_INLINE u32 join_nibbles(u32 first, u32 second) {
 // ---- the warp ------------------------------------------------------------------------------------------------------
 HADAGEN_INLINE u32 shuffle_xor(u32 value, int lanes) { return machine::shuffle(value, (thread_index() ^ lanes) & 31u); }
 HADAGEN_INLINE float shuffle_xor(float value, int lanes) { return as_float(shuffle_xor(as_word(value), lanes)); }
+HADAGEN_INLINE float shuffle(float value, u32 lane) { return as_float(machine::shuffle(as_word(value), lane)); }
 
 // other + value where the lane bit is 0, other − value where it is 1: one output of a butterfly across lanes.
 HADAGEN_INLINE float butterfly_lane(float value, float other, bool lane_bit) {
