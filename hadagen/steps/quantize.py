@@ -211,7 +211,7 @@ class Quantize(Store):
             coordinates.setdefault(kind, {})[number] = axis.stride
         view: dict[str, Any] = {
             "form": form,
-            "code": _code(form),
+            "code": _code(form, self.folds),
             "bits": form.element.bits,
             "rule": f"{form.name.replace('-', '_')}_{form.rule}",
             "scale_bytes": form.scale_bytes(plan.problem.io.input.bytes),
@@ -262,8 +262,10 @@ def _signs(coordinates: Mapping[str, Mapping[int, int]]) -> dict[str, Any]:
     }
 
 
-def _code(form: Format) -> str:
-    """The type of its codes in `templates/common/codes.cuh`."""
+def _code(form: Format, near: bool) -> str:
+    """The type of its codes in `templates/common/codes.cuh`. near: values were just rounded."""
     name = form.element.value.capitalize()
+    if near and form.element is Element.E2M1:
+        return f"{name}Near"
     lowest = "true" if form.rule in ("convrot", "quarot") else "false"  # whether the least integer is a code
     return f"{name}<{lowest}>" if form.element in (Element.INT8, Element.INT4) else name

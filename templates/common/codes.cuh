@@ -22,21 +22,23 @@ template <class T> HADAGEN_INLINE u32 element_bits(float x) { return pack<T>(x, 
 template <> HADAGEN_INLINE u32 element_bits<float32>(float x) { return as_word(x); }
 
 // ---- small floats --------------------------------------------------------------------------------------------------
-// The code of a float with so many fraction bits and 2^least as its least normal number, half to even; in the low byte.
-// size: a number that is not negative, and no larger than the largest.
+// The code of a float with so many fraction bits and 2^least as its least normal number, half to even; plus `code_of_zero`.
+// It is in the low byte. size: a number that is not negative, and no larger than the largest.
+template <int fraction, int least> HADAGEN_INLINE u32 code_of_zero() { return u32(127 + 23 - fraction + least) << fraction; }
 template <int fraction, int least> HADAGEN_INLINE u32 encode_size(float size) {
     const u32 exponent = as_word(size) & 0x7F800000u, lowest = u32(127 + least) << 23;
     // In this sum the last bit is worth the last bit of the code. Its exponent tells how far up the code is.
     const u32 sum = as_word(fma(as_float(exponent < lowest ? lowest : exponent), float(1 << (23 - fraction)), size));
-    return sum + (sum >> (23 - fraction)) - (u32(127 + 23 - fraction + least) << fraction);
+    return sum + (sum >> (23 - fraction));
 }
-// E4M3 of two values, in 16 bits. What is beyond 448 becomes 448, and NaN 0x7F.
+// E4M3. What is beyond 448 becomes 448, and NaN 0x7F.
+#ifdef HADAGEN_CONVERTS_TO_E4M3
+HADAGEN_INLINE u32 e4m3_of(float x) { return pack_e4m3(x, 0.0f) & 0xFFu; }
+#else
 HADAGEN_INLINE u32 e4m3_of(float x) {
     if (is_nan(x)) return 0x7Fu;
-    const float size = as_float(as_word(x) & 0x7FFFFFFFu);
-    return (encode_size<3, -6>(size > 448.0f ? 448.0f : size) & 0x7Fu) | (as_word(x) >> 24 & 0x80u);
+    return (encode_size<3, -6>(size_up_to(x, 448.0f)) - code_of_zero<3, -6>() & 0x7Fu) | (as_word(x) >> 24 & 0x80u);
 }
-#ifndef HADAGEN_CONVERTS_TO_E4M3
 HADAGEN_INLINE u32 pack_e4m3(float low, float high) { return e4m3_of(low) | e4m3_of(high) << 8; }
 #endif
 HADAGEN_INLINE float of_e4m3(u32 code) {
@@ -77,7 +79,14 @@ struct Divisor {
         const float about = product(x, reciprocal);
         return fma(-fma(about, value, -x), reciprocal, about);  // in this order a zero keeps its sign
     }
-    HADAGEN_INLINE float exact(float x) const { return quotient(x, value); }
+    // Both times a power of two, so that what counts is not subnormal.
+    HADAGEN_INLINE float exact(float x) const {
+        const float power = value < 0x1p-60f ? 0x1p90f : value > 0x1p60f ? 0x1p-60f : 1.0f;
+        const float by = product(value, power), inverse = reciprocal_of(by);
+        const float size = product(x, power), about = product(size, inverse);
+        const bool is_exact = by == 0.0f || !is_finite(by) || !is_finite(about);
+        return is_exact ? about : fma(-fma(about, by, -size), inverse, about);
+    }
 };
 HADAGEN_INLINE Divisor divide_by(float value, u32 bits) { return {bits, value, reciprocal_of(value)}; }
 HADAGEN_INLINE Divisor divide_by(float value) { return divide_by(value, as_word(value)); }
@@ -101,6 +110,10 @@ template <class T> struct RoundedDivisor : Divisor {
     HADAGEN_INLINE float plain(float x) const { return rounded<T>(Divisor::plain(x)); }
     HADAGEN_INLINE float exact(float x) const { return rounded<T>(Divisor::exact(x)); }
 };
+// So that the scale has the error of one rounding.
+template <class T> HADAGEN_INLINE bool is_quick(const RoundedDivisor<T>& one) {
+    return one.value >= least_normal<T>() && is_quick(static_cast<const Divisor&>(one));
+}
 template <class T> HADAGEN_INLINE RoundedDivisor<T> divide_and_round(float value, u32 bits) { return {divide_by(value, bits)}; }
 template <class T> HADAGEN_INLINE RoundedDivisor<T> from_lane(const RoundedDivisor<T>& one, u32 lane) {
     return {from_lane(static_cast<const Divisor&>(one), lane)};
@@ -127,14 +140,19 @@ template <int count, class Make> HADAGEN_INLINE auto all_scales(Make make) {
 }
 
 // ---- codes --------------------------------------------------------------------------------------------------
-// `four`: codes of four values, a byte each; bytes may have other bits in their upper halves where codes have four.
+// `four`: codes of four values, a byte each; bytes may have other bits in their upper halves where codes have four. `quick`:
+// the same of what `plain` gives, which is near the range of the codes. `instead`: the value to encode where x, scaled,
+// may be none. Values are `unit` times what codes stand for.
 struct E4m3 {
     enum : int { bits = 8 };
+    static HADAGEN_INLINE float unit() { return 1.0f; }
     static HADAGEN_INLINE u32 four(const float* v) { return pack_e4m3(v[0], v[1]) | pack_e4m3(v[2], v[3]) << 16; }
+    static HADAGEN_INLINE u32 quick(const float* v) { return four(v); }
     static HADAGEN_INLINE float instead(float, float scaled) { return scaled; }
 };
 // These have no code for NaN and infinity: NaN becomes 0, and an infinity the largest.
 struct NoNan {
+    static HADAGEN_INLINE float unit() { return 1.0f; }
     static HADAGEN_INLINE float instead(float x, float scaled) {
         const float value = is_infinite(x) ? x : scaled;
         return is_nan(value) ? 0.0f : value;
@@ -143,29 +161,56 @@ struct NoNan {
 struct E2m1 : NoNan {
     enum : int { bits = 4 };
     static HADAGEN_INLINE u32 four(const float* v) {
-        u32 sizes[4], words[4];
+        u32 sizes[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            words[i] = as_word(v[i]);
-            sizes[i] = encode_size<1, 0>(smaller(as_float(words[i] & 0x7FFFFFFFu), 6.0f));
-        }
-        return (low_bytes(sizes) & 0x07070707u) | (high_bytes(words) >> 4 & 0x08080808u);
+        for (int i = 0; i < 4; ++i) sizes[i] = encode_size<1, 0>(size_up_to(v[i], 6.0f));
+        // No byte is less than that of zero, so none borrows from the next.
+        return with_signs(low_bytes(sizes) - (code_of_zero<1, 0>() & 0xFFu) * 0x01010101u, v);
+    }
+    static HADAGEN_INLINE u32 quick(const float* v) { return four(v); }
+    static HADAGEN_INLINE u32 with_signs(u32 codes, const float* v) {
+        const u32 words[4] = {as_word(v[0]), as_word(v[1]), as_word(v[2]), as_word(v[3])};
+        return codes | (high_bytes(words) >> 4 & 0x08080808u);
     }
 };
-// A number from −2^22 to 2^22, rounded, is in the low bits of its sum with this.
-template <int least, int most> struct Integer : NoNan {
-    static HADAGEN_INLINE u32 four(const float* v) {
+// E2M1 of values that were just rounded: those a last place of fp32 off the middle between two codes may count as in the
+// middle. All of it is sums and products, of which a GPU does twice as many as of other operations.
+struct E2m1Near : E2m1 {
+    static HADAGEN_INLINE float unit() { return 0.5f; }
+    static HADAGEN_INLINE u32 quick(const float* v) {
         u32 sums[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) sums[i] = as_word(smaller(bigger(v[i], float(least)), float(most)) + 0x1.8p23f);
+        for (int i = 0; i < 4; ++i) {
+            // Up to 2 a code is 1/2, then to 4 it is 1, and to 6 it is 2.
+            const float below_2 = part_of_1(v[i], 0.0f), below_4 = part_of_1(v[i], -1.0f), below_6 = part_of_1(v[i], -2.0f);
+            sums[i] = as_word(sum(fma(below_2, 4.0f, fma(below_4, 2.0f, below_6)), 0x1p23f));
+        }
+        return with_signs(low_bytes(sums), v);
+    }
+};
+// A number from −2^22 to 2^22, rounded, is in the low bits of its sum with 1.5 · 2^23.
+template <int least, int most> struct Integer : NoNan {
+    static HADAGEN_INLINE u32 four(const float* v) {
+        float w[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) w[i] = smaller(bigger(v[i], float(least)), float(most));
+        return in_range(w);
+    }
+    static HADAGEN_INLINE u32 in_range(const float* v) {
+        u32 sums[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sums[i] = as_word(sum(v[i], 0x1.8p23f));
         return low_bytes(sums);
     }
 };
+// A quotient by a scale that is rounded to 8 bits may be half a code beyond the largest.
 template <bool lowest> struct Int8 : Integer<lowest ? -128 : -127, 127> {
     enum : int { bits = 8 };
+    static HADAGEN_INLINE u32 quick(const float* v) { return lowest ? Int8::four(v) : Int8::in_range(v); }
 };
 template <bool lowest> struct Int4 : Integer<lowest ? -8 : -7, 7> {
     enum : int { bits = 4 };
+    static HADAGEN_INLINE u32 quick(const float* v) { return Int4::in_range(v); }
 };
 
 // Lane pairs exchange codes: of 8 values v, the one has the even elements of v and of v + 1, and the other the odd ones.
@@ -276,11 +321,11 @@ HADAGEN_INLINE Given nvfp4_exact_given(float given) { return {divide_by(given), 
 template <class T> HADAGEN_INLINE Factor nvfp4_exact(float peak, const Given& given) {
     const float scale = over(over(peak, 6.0f), given);
     const u32 code = e4m3_of(at_most(at_least(scale, 0x1p-6f), 448.0f));
-    return times_factor(code, quotient(given.inverse, of_e4m3(code)));
+    return times_factor(code, divide_by(of_e4m3(code)).exact(given.inverse));
 }
 // What is given is the largest magnitude of all values.
 HADAGEN_INLINE Given nvfp4_transformer_engine_given(float most) {
-    const float exact = at_most(quotient(448.0f * 6.0f, most), 0x1.fffffep127f);
+    const float exact = at_most(divide_by(most).exact(448.0f * 6.0f), 0x1.fffffep127f);
     const float encoding = most == 0.0f || exact == 0.0f ? 1.0f : exact;
     return {{0u, most, 0.0f}, reciprocal_of(encoding), encoding};
 }

@@ -175,12 +175,14 @@ HADAGEN_INLINE u32 larger_of_bfloat16(u32 a, u32 b) {
 // ---- fp32, each operation rounded once ------------------------------------------------------------------------------
 HADAGEN_INLINE float product(float a, float b) { return __fmul_rn(a, b); }
 HADAGEN_INLINE float sum(float a, float b) { return __fadd_rn(a, b); }
-HADAGEN_INLINE float quotient(float a, float b) { return __fdiv_rn(a, b); }
 HADAGEN_INLINE float reciprocal_of(float a) { return __frcp_rn(a); }
 HADAGEN_INLINE float fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 // The other one where one is NaN.
 HADAGEN_INLINE float smaller(float a, float b) { return fminf(a, b); }
 HADAGEN_INLINE float bigger(float a, float b) { return fmaxf(a, b); }
+HADAGEN_INLINE float size_up_to(float a, float most) { return fminf(fabsf(a), most); }
+// |a| + b, from 0 to 1.
+HADAGEN_INLINE float part_of_1(float a, float b) { return __saturatef(__fadd_rn(fabsf(a), b)); }
 // The larger magnitude, NaN where one is NaN.
 HADAGEN_INLINE float larger(float a, float b) {
 #if __CUDA_ARCH__ >= 800

@@ -121,12 +121,14 @@ HADAGEN_INLINE u32 larger_of_bfloat16(u32 a, u32 b) {
 // ---- fp32, each operation rounded once ------------------------------------------------------------------------------
 HADAGEN_INLINE float product(float a, float b) { return a * b; }
 HADAGEN_INLINE float sum(float a, float b) { return a + b; }
-HADAGEN_INLINE float quotient(float a, float b) { return a / b; }
 HADAGEN_INLINE float reciprocal_of(float a) { return 1.0f / a; }
 HADAGEN_INLINE float fma(float a, float b, float c) { return std::fma(a, b, c); }
 // The other one where one is NaN.
 HADAGEN_INLINE float smaller(float a, float b) { return std::fmin(a, b); }
 HADAGEN_INLINE float bigger(float a, float b) { return std::fmax(a, b); }
+HADAGEN_INLINE float size_up_to(float a, float most) { return std::fmin(std::fabs(a), most); }
+// |a| + b, from 0 to 1.
+HADAGEN_INLINE float part_of_1(float a, float b) { return std::fmin(std::fmax(std::fabs(a) + b, 0.0f), 1.0f); }
 // The larger magnitude, NaN where one is NaN.
 HADAGEN_INLINE float larger(float a, float b) {
     return as_float(std::max(as_word(a) & 0x7FFFFFFFu, as_word(b) & 0x7FFFFFFFu));
