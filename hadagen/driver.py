@@ -154,7 +154,7 @@ class LaunchBlock(NamedTuple):
     places: Any  # pointer to an array with the address of each argument
 
 
-Launch = Callable[[int, int, int], None]  # (stream, x, y)
+Launch = Callable[..., None]  # (stream, x, y, …): ints; the others are those that `prepared` names as changing
 
 
 @dataclass(frozen=True)
@@ -190,16 +190,24 @@ class LoadedKernel:
         self.prepared(elements, scale, rows, operands)(stream, x, y)
 
     def prepared(
-        self, elements: int, scale: float, rows: RowShape | None = None, operands: Mapping[str, int] | None = None
+        self,
+        elements: int,
+        scale: float,
+        rows: RowShape | None = None,
+        operands: Mapping[str, int] | None = None,
+        changing: Sequence[str] = (),
     ) -> Launch:
         """`launch` with all known but stream and addresses, for calls that come again: it then does only what it
-        must. The arguments are those of `LaunchSpec.arguments`, and it raises what that does."""
-        arguments = self.spec.arguments(elements, scale, rows, operands)
+        must. The arguments are those of `LaunchSpec.arguments`, and it raises what that does.
+
+        changing: params whose values a launch takes behind the addresses, in this order."""
+        arguments = self.spec.arguments(elements, scale, rows, {**(operands or {}), **dict.fromkeys(changing, 0)})
+        positions = [[param.name for param in self.spec.params].index(name) for name in changing]
         launch_kernel, function = bindings().cuLaunchKernelEx, c_void_p(self.function)
         # By stream, the blocks that no launch uses: of a launch that several threads make, each needs one of its own.
         idle: dict[int, list[LaunchBlock]] = defaultdict(list)
 
-        def launch(stream: int, x: int, y: int) -> None:
+        def launch(stream: int, x: int, y: int, *others: int) -> None:
             blocks = idle[stream]
             try:
                 block = blocks.pop()
@@ -207,6 +215,9 @@ class LoadedKernel:
                 block = self.block(stream, elements, arguments)
             config, values, places = block
             values[X], values[Y] = x, y
+            if others:
+                for position, value in zip(positions, others, strict=True):
+                    values[position] = value
             code = launch_kernel(config, function, places, None)
             if code:
                 code = self._launch_in_context(code, block)

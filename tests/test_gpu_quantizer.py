@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from test_quantizer import ALL, TYPES, chosen, given, hard_rows
+from test_rotation import some_signs
 
-from hadagen import rotate_quantize
+from hadagen import Rotation, rotate_quantize
+from hadagen.formats import FORMATS, TENSOR
+from hadagen.reference import hadamard
+from hadagen.runtime import quantize as quantize_module
+from hadagen.runtime import quantizer
+from hadagen.runtime.quantize import Quantized
 from hadagen.runtime.quantizer import quantize
 
 pytestmark = pytest.mark.gpu
@@ -26,6 +36,86 @@ def test_codes_and_scales_are_the_same_on_every_device(name: str, rule: str, dty
             assert torch.equal(found.isnan(), wanted.isnan())
             found, wanted = found.nan_to_num(), wanted.nan_to_num()
         assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
+
+
+ROTATIONS: dict[str, Callable[[], Any]] = {
+    "none": lambda: None,
+    "16": lambda: 16,
+    "64": lambda: 64,
+    "128": lambda: 128,
+    "signed": lambda: Rotation(COLUMNS, signs=some_signs(256), signs_after=some_signs(256), block=256).cuda(),
+    "row": lambda: Rotation(COLUMNS).cuda(),
+}
+COLUMNS = 1024
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("rotation", ROTATIONS)
+def test_kernels_quantize_what_the_rotation_gives(rotation: str, dtype: str) -> None:
+    x = torch.randn(130, COLUMNS, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+    x[::7, ::50] *= 100
+    x = x.to(TYPES[dtype])
+    r = ROTATIONS[rotation]()
+    exact = x.double()
+    if isinstance(r, Rotation):
+        exact = (
+            exact @ r.matrix().double()
+            if r.block == COLUMNS
+            else (exact.view(-1, 256) @ r.matrix().double()).view(130, COLUMNS)
+        )
+    elif r:
+        exact = exact.view(-1, r) @ torch.from_numpy(hadamard(np.eye(r))).cuda()
+        exact = exact.view(130, COLUMNS)
+    for name, rule in ALL:
+        for layout in FORMATS[name].layouts:
+            scale = {"tensor_scale": 0.05} if FORMATS[name].needs_scale else {}
+            launched = len(quantize_module._launches)
+            found = rotate_quantize(x, r, to=name, rule=rule, layout=layout.value, **scale)
+            assert len(quantize_module._launches) == launched + 1, f"{name} {rule} {layout}: no kernel"
+            assert_near(found, exact, x.dtype, f"{name} {rule} {layout.value}")
+
+
+def assert_near(found: Quantized, exact: torch.Tensor, dtype: torch.dtype, what: str) -> None:
+    """Scales are those of the quantizer, but for the error of the rotation, and so are the codes with these scales."""
+    form, given = found.format, found.tensor_scale
+    error = {torch.float16: 2e-3, torch.bfloat16: 4e-3, torch.float32: 1e-5}[dtype]
+    codes, scales = quantizer.quantize(exact.float(), form, dtype, found.scales if form.group == TENSOR else given)
+    if form.group != TENSOR:
+        mine, theirs = (
+            quantizer._decode_scales(form, quantizer.rows_of_scales(each, form.layout, *shape))
+            for shape in [(len(exact), form.scales_in_row(COLUMNS))]
+            for each in (found.scales, scales)
+        )
+        ratio = (mine / theirs).double()
+        if form.scale == "float32":
+            assert ((ratio - 1).abs() <= error).all(), what
+        else:  # of few bits, which may be the next
+            step = {"e8m0": 2.0, "e4m3": 9 / 8, "input": 1 + 2.0**-7}[form.scale]
+            assert ((ratio >= 1 / step) & (ratio <= step)).all(), what
+            assert (ratio != 1).double().mean() <= 0.02, what
+    values = found.dequantize().double()
+    best = quantizer.dequantize(codes, found.scales if form.group == TENSOR else scales, form, given).double()
+    norm = torch.linalg.vector_norm(exact)
+    mine, theirs = (float(torch.linalg.vector_norm(each - exact) / norm) for each in (values, best))
+    assert mine <= theirs * 1.01 + error, f"{what}: {mine} instead of {theirs}"
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("name", "rule"), ALL)
+def test_kernels_without_a_rotation_give_the_same_bits(name: str, rule: str, dtype: str) -> None:
+    x = hard_rows(TYPES[dtype])
+    x[0, 0], x[1, 40], x[2, 80] = torch.nan, torch.inf, -torch.inf
+    to, scale = chosen(name, rule), given(chosen(name, rule))
+    launched = len(quantize_module._launches)
+    found = rotate_quantize(x.cuda(), to=name, rule=rule, tensor_scale=None if scale is None else scale.cuda())
+    assert len(quantize_module._launches) == launched + 1
+    codes, scales = quantizer.quantize(x.float(), to, x.dtype, scale)
+    assert torch.equal(found.codes.cpu().view(torch.uint8), codes.view(torch.uint8))
+    if to.group != TENSOR:
+        mine, theirs = found.scales.cpu().flatten(), scales.flatten()
+        if to.scale in ("float32", "input"):
+            mine, theirs = mine.nan_to_num(-1.0), theirs.nan_to_num(-1.0)
+        assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
 
 
 def test_a_rotation_and_a_quantizer_in_a_cuda_graph() -> None:

@@ -18,7 +18,7 @@ from hadagen.runtime import quantizer
 N = 256
 R = Rotation(N, signs=some_signs(64), block=64)
 ALL = [(name, rule, layout.value) for name, each in FORMATS.items() for rule in each.rules for layout in each.layouts]
-QUANTIZE: Any = torch.ops.hadagen.quantize.default
+OPERATOR: Any = torch.ops.hadagen.rotate_quantize.default
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -83,8 +83,9 @@ def test_every_check_of_an_operator(name: str, rule: str, layout: str) -> None:
     form = Format.choose(name, None, rule, layout)
     given = torch.tensor(0.01) if form.needs_scale else None
     for rows in (0, 5):
-        options = (normal(rows, N, dtype=torch.float32), name, form.group, rule, layout, torch.bfloat16, given)
-        torch.library.opcheck(QUANTIZE, options, test_utils=("test_schema", "test_faketensor"))
+        of = (None, [], None, None, 64, False, 0.125)
+        options = (normal(rows, N), *of, name, form.group, rule, layout, False, given)
+        torch.library.opcheck(OPERATOR, options, test_utils=("test_schema", "test_faketensor"))
     meta = rotate_quantize(torch.empty(5, N, device="meta", dtype=torch.half), to=name, rule=rule, **scale_for(name))
     assert meta.codes.is_meta
 

@@ -1,5 +1,5 @@
-"""Kernels for problems with a matrix or signs that no bundle has: recipes with the knobs that are good for the nearest
-problem that one has."""
+"""Kernels for problems with a matrix, signs or a format that no bundle has: recipes with the knobs that are good for the
+nearest problem that one has."""
 
 from __future__ import annotations
 
@@ -15,18 +15,23 @@ from hadagen.tuning_db.bundle import Bundle, BundleEntry
 
 
 def may_be_guessed(problem: Problem) -> bool:
-    """Whether it has contiguous rows, and a matrix or signs, so that a rotation may ask for it."""
-    return problem.io.rows is Rows.CONTIGUOUS and (problem.order > 1 or problem.transform.signed)
+    """Whether it has contiguous rows, and a matrix, signs or a format, so that a rotation or a quantizer may ask for
+    it."""
+    special = problem.order > 1 or problem.transform.signed or problem.io.form is not None
+    return problem.io.rows is Rows.CONTIGUOUS and special
 
 
 def nearest_problems(problem: Problem, known: Iterable[Problem]) -> list[Problem]:
-    """Those of the same io, with a matrix if the problem has one and else without, nearest first: by the ratios of
-    orders and of lengths. Of two equally near, the one that has signs if the problem has some comes first."""
+    """Those of the same io, and those that store what it quantizes; with a matrix if the problem has one and else
+    without. Nearest first: by the ratios of orders and of lengths. Of two equally near, the one of the same io comes
+    first, and then the one that has signs if the problem has some."""
+    plain = replace(problem.io, output=problem.io.input)
 
-    def distance(other: Problem) -> tuple[float, bool, Problem]:
-        return difference(problem, other), other.transform.signed != problem.transform.signed, other
+    def distance(other: Problem) -> tuple[float, bool, bool, Problem]:
+        same = other.io == problem.io, other.transform.signed == problem.transform.signed
+        return difference(problem, other), not same[0], not same[1], other
 
-    similar = {each for each in known if each.io == problem.io and (each.order > 1) == (problem.order > 1)}
+    similar = {each for each in known if each.io in (problem.io, plain) and (each.order > 1) == (problem.order > 1)}
     return sorted(similar - {problem}, key=distance)
 
 

@@ -24,6 +24,7 @@ from hadagen.errors import (
     UsageError,
     printable,
 )
+from hadagen.formats import Format
 from hadagen.problem import MAX_LOG2_N, MAX_ORDER, DType, Numerics, Problem, Rows, padded_length
 from hadagen.regimes import Destination, nearest
 from hadagen.runtime import bundles
@@ -69,13 +70,20 @@ current_device: Any = getattr(torch._C, "_cuda_getDevice", None) or torch.cuda.c
 
 @functools.lru_cache(maxsize=1024)  # calls that are not remembered ask for few problems again and again
 def problem_of(
-    n: int, dtype: torch.dtype, numerics: str, rows: Rows, order: int = 1, signed: bool = False
+    n: int,
+    dtype: torch.dtype,
+    numerics: str,
+    rows: Rows,
+    order: int = 1,
+    signed: bool = False,
+    to: Format | None = None,
 ) -> Problem | None:
     """The problem of rows of n elements, which are `order` times a power of two; None if no kernel supports this n,
-    dtype or order."""
-    if dtype not in _DTYPES or not 2 <= n <= 1 << MAX_LOG2_N or order > MAX_ORDER:
+    dtype or order. to: the format of the result. Raises `UsageError` where that does not fit the rows."""
+    least = 2 if to is None else 1
+    if dtype not in _DTYPES or not least <= n <= 1 << MAX_LOG2_N or order > MAX_ORDER:
         return None
-    return Problem.of(n, _DTYPES[dtype], numerics, rows, order=order, signed=signed)
+    return Problem.of(n, _DTYPES[dtype], numerics, rows, order=order, signed=signed, to=to)
 
 
 def find(kind: Kind, elements: int) -> LoadedKernel | None:
@@ -110,13 +118,14 @@ def find_for_scale(kind: Kind, elements: int, scale: float) -> LoadedKernel | No
     return find_for_scale(kind._replace(problem=accurate), elements, scale)
 
 
-def queue(launch: driver.Launch, device: int, x: int, y: int) -> None:
-    """Queue a prepared launch on the current stream of its device. x, y: addresses there. Raises `DriverError`."""
+def queue(launch: driver.Launch, device: int, x: int, y: int, *others: int) -> None:
+    """Queue a prepared launch on the current stream of its device. x, y: addresses there; others: what else changes.
+    Raises `DriverError`."""
     if current_device() == device:
-        launch(raw_stream(device), x, y)
+        launch(raw_stream(device), x, y, *others)
     else:
         with driver.active(device):
-            launch(raw_stream(device), x, y)
+            launch(raw_stream(device), x, y, *others)
 
 
 def warmup(

@@ -9,8 +9,9 @@ import torch
 
 from hadagen.driver import LoadedKernel
 from hadagen.launch import RowShape
+from hadagen.formats import Format
 from hadagen.problem import DType, Problem
-from hadagen.runtime import fallback
+from hadagen.runtime import fallback, quantizer
 from hadagen.runtime.operands import Operands, addresses, pack_matrix
 from hadagen.runtime.product import rotate_into
 
@@ -18,6 +19,7 @@ TORCH_DTYPE = {DType.FLOAT16: torch.float16, DType.BFLOAT16: torch.bfloat16, DTy
 # So many elements at least, because the error of few may be far above that of many.
 _ELEMENTS = 1 << 15
 _SEED = 1
+_COLUMNS = 512  # of rows that are quantized, which may be several rows or groups of a problem
 
 
 def is_right(kernel: LoadedKernel, problem: Problem) -> bool:
@@ -29,6 +31,8 @@ def is_right(kernel: LoadedKernel, problem: Problem) -> bool:
     Waits for it. PyTorch's random numbers stay as they are. Raises `DriverError` if a launch fails, and PyTorch's
     `RuntimeError` if memory runs out.
     """
+    if problem.io.form:
+        return _quantizes_right(kernel, problem, problem.io.form)
     spec, n = kernel.spec, problem.n
     tiles = 2 + (kernel.resident_blocks // spec.cluster if spec.persistent else 0)
     rows = max(tiles * spec.tile_elements // n, _ELEMENTS // n) + 1
@@ -58,6 +62,37 @@ def _is_right(
         if not error.item() <= problem.error_bound:  # NaN is wrong too
             return False
     return True
+
+
+def _quantizes_right(kernel: LoadedKernel, problem: Problem, form: Format) -> bool:
+    """Whether codes and scales stand for the rotated values almost as well as those of the quantizer in PyTorch: for
+    whole tiles and a ragged one, and for more tiles than the GPU holds at once."""
+    spec, device = kernel.spec, torch.device("cuda", kernel.device)
+    columns = math.lcm(problem.unit, _COLUMNS)
+    tiles = 2 + (kernel.resident_blocks // spec.cluster if spec.persistent else 0)
+    rows = max(tiles * spec.tile_elements, _ELEMENTS) // columns + 1
+    numbers, scale = torch.Generator(device).manual_seed(_SEED), problem.n**-0.5
+    x = torch.randn(rows, columns, generator=numbers, device=device).to(TORCH_DTYPE[problem.io.input])
+    of = _operands(problem, False, numbers)._replace(scale=scale)
+    wanted = x.float()
+    if problem.n > 1:
+        rotate_into(x.float(), wanted, of, fallback.transform)
+    given = torch.tensor(0.01, device=device) if form.needs_scale else None
+    best = quantizer.quantize(wanted.to(x.dtype).float() if form.rounded else wanted, form, x.dtype, given)
+    codes, scales = (torch.full_like(each, 0) if each.dim() else each for each in best)
+    for each in (codes, scales):
+        each.view(torch.uint8).fill_(0x7F)  # a NaN, or far off
+    operands = addresses(of) | {"scales_in_row": form.scales_in_row(columns) if form.group > 0 else 1}
+    operands |= {"scale_pitch": quantizer.pitch(scales) if scales.dim() else 0, "scales": scales.data_ptr()}
+    operands |= {"tensor_scale": 0 if given is None else given.data_ptr()}
+    stream = torch.cuda.current_stream(device).cuda_stream
+    kernel.launch(stream, x.data_ptr(), codes.data_ptr(), rows * columns, scale, None, operands)
+
+    def error(codes: torch.Tensor, scales: torch.Tensor) -> float:
+        values = quantizer.dequantize(codes, given if given is not None and form.group < 0 else scales, form, given)
+        return float(torch.linalg.vector_norm(values - wanted) / torch.linalg.vector_norm(wanted))
+
+    return error(codes, scales) <= 1.02 * error(*best) + problem.error_bound
 
 
 def _operands(problem: Problem, transposed: bool, numbers: torch.Generator) -> Operands:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
+from hadagen.driver import Launch
 from hadagen.errors import TensorError, UsageError
-from hadagen.formats import ROW, TENSOR, Format, Layout
-from hadagen.runtime import quantizer
+from hadagen.formats import ROW, TENSOR, Element, Format, Layout
+from hadagen.launch import RowShape
+from hadagen.problem import Problem, Rows
+from hadagen.runtime import compute, kernels, quantizer, repeat
 from hadagen.runtime.arguments import as_int
 from hadagen.runtime.checks import (
     DTYPES,
@@ -21,11 +27,15 @@ from hadagen.runtime.checks import (
     is_symbolic,
     kind_of,
 )
+from hadagen.runtime.choose import BATCH_INVARIANT
 from hadagen.runtime.linear import LIBRARY, has_only_memory, needs_derivative
+from hadagen.runtime.operands import Operands, addresses
+from hadagen.runtime.repeat import ALIGNMENT
+from hadagen.runtime.rotate import rotated
 from hadagen.runtime.rotation import Rotation
-from hadagen.runtime.transform import hadamard_transform
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_MOST_GROUPS = 1 << 32  # which kernels count in 32 bits
 _LEAST, _MOST = 2.0**-149, torch.finfo(torch.float32).max  # of a scale, in float32
 
 
@@ -95,10 +105,8 @@ def rotate_quantize(
         raise TensorError(f"x has {columns} columns; 4-bit codes need an even number")
     check_options(scale, "accurate", torch.float32)
     given = _tensor_scale(tensor_scale, form, x)
-    values = _rotated(x, rotation, scale if is_symbolic(scale) else float(scale))
-    if round_first:
-        values = values.to(x.dtype).float()
-    codes, scales = _QUANTIZE(values, form.name, form.group, form.rule, form.layout.value, x.dtype, given)
+    of = _operands(x, rotation, scale if is_symbolic(scale) else float(scale))
+    codes, scales = _OPERATOR(x, *of, form.name, form.group, form.rule, form.layout.value, round_first, given)
     if form.group == TENSOR and given is not None:
         return Quantized(codes, given, form)
     return Quantized(codes, scales, form, given)
@@ -119,21 +127,33 @@ def _check_has_no_gradient(x: torch.Tensor, name: str) -> None:
         raise TensorError(f"{name} requires a gradient, which quantized codes do not have; pass {name}.detach()")
 
 
-def _rotated(x: torch.Tensor, rotation: Rotation | int | None, scale: float) -> torch.Tensor:
-    columns, wide = x.shape[-1], x.float()
-    if rotation is None:
-        return wide * scale
+class _Rotation(NamedTuple):
+    """What the operator takes for a rotation, as `Operands` has it. Rows of n = 1 are not rotated."""
+
+    matrices: torch.Tensor | None
+    orders: Sequence[int]
+    signs: torch.Tensor | None
+    signs_after: torch.Tensor | None
+    n: int
+    swapped: bool
+    scale: float
+
+    @property
+    def operands(self) -> Operands:
+        return Operands(*self[:6], False, self.scale, "accurate", BATCH_INVARIANT)
+
+
+def _operands(x: torch.Tensor, rotation: Rotation | int | None, scale: float) -> _Rotation:
+    columns = x.shape[-1]
     if isinstance(rotation, Rotation):
-        return rotation(wide) * scale  # type: ignore[no-any-return]
-    rotation = as_int(rotation)
-    if isinstance(rotation, bool) or not isinstance(rotation, int):
+        of = rotation.operands_for(x, scale)
+        return _Rotation(*of[:6], of.scale)
+    n = 1 if rotation is None else as_int(rotation)
+    if isinstance(n, bool) or not isinstance(n, int):
         raise TypeError(f"rotation is a {type(rotation).__name__}; pass a Rotation, a power of two, or None")
-    if rotation < 1 or rotation & (rotation - 1) or columns % rotation:
-        raise UsageError(
-            f"rotation = {rotation} is no power of two that divides the {columns} columns of x; choose one"
-        )
-    blocks = wide.reshape(*x.shape[:-1], columns // rotation, rotation)
-    return hadamard_transform(blocks, scale).flatten(-2)
+    if n < 1 or n & (n - 1) or columns % n:
+        raise UsageError(f"rotation = {n} is no power of two that divides the {columns} columns of x; choose one")
+    return _Rotation(None, [], None, None, n, False, scale)
 
 
 def _tensor_scale(given: torch.Tensor | float | None, form: Format, x: torch.Tensor) -> torch.Tensor | None:
@@ -173,14 +193,123 @@ def _check_is_possible(number: float, form: Format) -> None:
         )
 
 
-# ---- the operator: for torch.compile, which would round differently, and for meta tensors ----------------------------
-def _quantize(
-    x: torch.Tensor, to: str, group: int, rule: str, layout: str, dtype: torch.dtype, given: torch.Tensor | None
+# ---- the operator ----------------------------------------------------------------------------------------------------
+# What is launched for calls that differ only in addresses. Only checked arguments are in here.
+_launches: dict[tuple[Any, ...], Launch] = repeat.table()
+_CODES = {Element.E4M3: torch.float8_e4m3fn, Element.INT8: torch.int8}
+_SCALES = {"float32": torch.float32, "e8m0": torch.uint8, "e4m3": torch.float8_e4m3fn}
+
+
+_format = functools.lru_cache(maxsize=256)(Format.choose)
+
+
+def _rotate_quantize(
+    x: torch.Tensor,
+    matrices: torch.Tensor | None,
+    orders: Sequence[int],
+    signs: torch.Tensor | None,
+    signs_after: torch.Tensor | None,
+    n: int,
+    swapped: bool,
+    scale: float,
+    to: str,
+    group: int,
+    rule: str,
+    layout: str,
+    round_first: bool,
+    given: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    form = _format(to, group, rule, layout)
+    of = _Rotation(matrices, orders, signs, signs_after, n, swapped, scale)
+    if compute.takes_kernels(x) and (found := _by_kernel(x, of, form, round_first, given)):
+        return found
+    return _shaped(x, form, *_in_pytorch(x, of, form, round_first, given))
+
+
+def _by_kernel(
+    x: torch.Tensor, of: _Rotation, form: Format, round_first: bool, given: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Codes and scales by a kernel that does all of it; None if there is none."""
+    if not x.is_contiguous() or x.data_ptr() % ALIGNMENT:
+        x = x.clone(memory_format=torch.contiguous_format)
+    columns, device = x.shape[-1], x.get_device()
+    rows, groups = x.numel() // columns, form.scales_in_row(columns)
+    codes = x.new_empty((rows, columns * form.element.bits // 8), dtype=_CODES.get(form.element, torch.uint8))
+    scales = x.new_empty(0)
+    if form.group != TENSOR:
+        scales = quantizer.laid_out_empty(rows, groups, form.layout, _SCALES.get(form.scale, x.dtype), x.device)
+    key = (x.shape, x.dtype, device, form.key, round_first, *map(_identity, of))
+    launch = _launches.get(key)
+    if launch is None:
+        launch = _launch(x, of, form, round_first, groups, quantizer.pitch(scales))
+        if launch is None:
+            return None
+        repeat.remember(_launches, key, launch)
+    changing = [] if form.group == TENSOR else [scales.data_ptr()]
+    changing += [] if given is None else [given.data_ptr()]
+    kernels.queue(launch, device, x.data_ptr(), codes.data_ptr(), *changing)
+    return _shaped(x, form, codes, scales)
+
+
+def _identity(operand: Any) -> Any:
+    if isinstance(operand, torch.Tensor):
+        return operand.data_ptr(), operand.dtype
+    return tuple(operand) if isinstance(operand, Sequence) else operand
+
+
+def _launch(x: torch.Tensor, of: _Rotation, form: Format, round_first: bool, groups: int, pitch: int) -> Launch | None:
+    """The launch of a kernel for contiguous tensors like x; None if there is no such kernel."""
+    problem = _problem_of(x, of, form, round_first)
+    if problem is None or x.numel() % problem.unit or x.numel() // problem.unit >= _MOST_GROUPS:
+        return None
+    kernel = kernels.find_for_scale(kernels.Kind(x.get_device(), problem, in_place=False), x.numel(), of.scale)
+    if kernel is None:
+        return None
+    changing = ([] if form.group == TENSOR else ["scales"]) + ["tensor_scale"] * form.needs_scale
+    operands = {**addresses(of.operands), "scales_in_row": groups, "scale_pitch": pitch}
+    return kernel.prepared(x.numel(), of.scale, RowShape(of.n, of.n, of.n), operands, changing)
+
+
+def _problem_of(x: torch.Tensor, of: _Rotation, form: Format, round_first: bool) -> Problem | None:
+    """The problem of a kernel that does all of it; None if no kernel can."""
+    aligned = all(each is None or each.data_ptr() % ALIGNMENT == 0 for each in (of.signs, of.signs_after))
+    if of.matrices is not None or of.swapped or BATCH_INVARIANT or not aligned:
+        return None
+    group = x.shape[-1] if form.group == ROW else form.group
+    to = replace(form, group=group, rounded=round_first and not form.rounds_first)
+    signed = of.signs is not None or of.signs_after is not None
+    try:
+        return kernels.problem_of(of.n, x.dtype, "accurate", Rows.CONTIGUOUS, signed=signed, to=to)
+    except UsageError:  # groups that are no part of a tile
+        return None
+
+
+def _in_pytorch(
+    x: torch.Tensor, of: _Rotation, form: Format, round_first: bool, given: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    values = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    if of.n == 1:
+        values.mul_(of.scale)
+    elif values.numel():
+        values = rotated(values, of.operands)
+    if round_first:
+        values = values.to(x.dtype).float()
+    return quantizer.quantize(values.view(-1, x.shape[-1]), form, x.dtype, given)
+
+
+def _shapes(x: torch.Tensor, *options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales of a tensor without memory."""
+    to, group, rule, layout, _, given = options[-6:]
     form = Format.choose(to, group, rule, layout)
-    codes, scales = quantizer.quantize(x.reshape(-1, x.shape[-1]), form, dtype, given)
+    return _shaped(x, form, *quantizer.quantize(x.reshape(-1, x.shape[-1]).float(), form, x.dtype, given))
+
+
+def _shaped(
+    x: torch.Tensor, form: Format, codes: torch.Tensor, scales: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes of x's shape, and scales, from those of rows."""
     if form.group == TENSOR:
-        scales = x.new_zeros(())  # the caller's; an operator returns no argument
+        scales = x.new_zeros((), dtype=torch.float32)  # the caller's; an operator returns no argument
     elif form.layout is Layout.ROW_MAJOR:
         has_groups = form.group != ROW or form.name == "int8-row"
         scales = scales.view(x.shape[:-1] + (scales.shape[1:] if has_groups else ()))
@@ -191,14 +320,16 @@ def _autograd(x: torch.Tensor, *options: Any) -> tuple[torch.Tensor, torch.Tenso
     if needs_derivative(x):
         raise TensorError("x has a derivative, which quantized codes do not have; pass x.detach()")
     with torch._C._AutoDispatchBelowAutograd():
-        return _QUANTIZE(x, *options)  # type: ignore[no-any-return]
+        return _OPERATOR(x, *options)  # type: ignore[no-any-return]
 
 
 LIBRARY.define(
-    "quantize(Tensor x, str to, int group, str rule, str layout, ScalarType dtype, Tensor? given) -> (Tensor, Tensor)",
+    "rotate_quantize(Tensor x, Tensor? matrices, int[] orders, Tensor? signs, Tensor? signs_after, int n, "
+    "bool swapped, Scalar scale, str to, int group, str rule, str layout, bool round_first, Tensor? given) "
+    "-> (Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
-LIBRARY.impl("quantize", _quantize, "CompositeExplicitAutograd")
-LIBRARY.impl("quantize", _autograd, "Autograd")
-torch.library.register_fake("hadagen::quantize", _quantize, lib=LIBRARY)  # for a tensor without memory too
-_QUANTIZE: Any = torch.ops.hadagen.quantize.default
+LIBRARY.impl("rotate_quantize", _rotate_quantize, "CompositeExplicitAutograd")
+LIBRARY.impl("rotate_quantize", _autograd, "Autograd")
+torch.library.register_fake("hadagen::rotate_quantize", _shapes, lib=LIBRARY)
+_OPERATOR: Any = torch.ops.hadagen.rotate_quantize.default

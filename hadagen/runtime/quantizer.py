@@ -281,6 +281,25 @@ def laid_out(scales: torch.Tensor, layout: Layout) -> torch.Tensor:
     return scales.contiguous()
 
 
+def laid_out_empty(rows: int, groups: int, layout: Layout, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Scales as `laid_out` returns them, of any values but for the zeros that fill them up."""
+    padded = {
+        Layout.ROW_MAJOR: (rows, groups),
+        Layout.COLUMN_MAJOR: (_up(rows, _PADDED_ROWS), groups),
+        Layout.SWIZZLED: (_up(rows, _TILE_ROWS), _up(groups, _TILE_GROUPS)),
+    }[layout]
+    make = torch.empty if padded == (rows, groups) else torch.zeros
+    memory = make(padded[::-1], dtype=dtype, device=device)
+    if layout is Layout.COLUMN_MAJOR:
+        return memory.T[:rows]
+    return memory.flatten() if layout is Layout.SWIZZLED else memory.view(rows, groups)
+
+
+def pitch(scales: torch.Tensor) -> int:
+    """Of scales that lie column after column: how far apart columns are."""
+    return scales.stride(-1)
+
+
 def rows_of_scales(scales: torch.Tensor, layout: Layout, rows: int, groups: int) -> torch.Tensor:
     """Scales [rows, groups] of what `laid_out` returned."""
     if layout is Layout.SWIZZLED:

@@ -75,6 +75,11 @@ def _compute(x: torch.Tensor, of: Operands, inplace: bool) -> torch.Tensor:
     return x.copy_(y) if inplace else y
 
 
+def rotated(x: torch.Tensor, of: Operands) -> torch.Tensor:
+    """The rotation of x, which is contiguous and may be overwritten."""
+    return _compute(x, of, True)
+
+
 def _compute_into(x: torch.Tensor, y: torch.Tensor, of: Operands) -> None:
     check(x, of)
     check_like(x, y)

@@ -376,6 +376,16 @@ class Rotation(torch.nn.Module):
     ) -> Operands:
         return Operands(matrices, self._orders, before, after, self.block, self._swapped, *asked)
 
+    def operands_for(self, x: torch.Tensor, scale: float) -> Operands:
+        """What an operator takes to rotate x and multiply by a scale. Raises what a call with x raises."""
+        asked = False, float(self._scale) * scale, "accurate"
+        options = self._options(self._matrices, self._before, self._after, *asked)
+        if x.shape[-1] != self.n:
+            raise TensorError(f"the last dimension of x is {x.shape[-1]}; this rotation takes {self.n}")
+        if not torch.compiler.is_dynamo_compiling():  # where the operator's own checks do more for the message
+            check(x, options)
+        return options
+
     def _check_part(self, part: Any, name: str) -> None:
         """Raises TypeError and `TensorError`, with the name, for a tensor of a layer that cannot be rotated."""
         check_is_tensor(part, name)

@@ -69,7 +69,11 @@ class Groups(NamedTuple):
         """C expression for the number of a group in shared memory, of group `g` of those that a thread has."""
         lanes = self.mine
         warps = lanes << len(self.shared) + len(self.other_lanes)
-        parts = "g", _numbered("lane", (*self.shared, *self.other_lanes), lanes), _numbered("warp", self.other_warps, warps)
+        parts = (
+            "g",
+            _numbered("lane", (*self.shared, *self.other_lanes), lanes),
+            _numbered("warp", self.other_warps, warps),
+        )
         return " + ".join(filter(None, parts))
 
 

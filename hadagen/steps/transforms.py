@@ -137,7 +137,11 @@ class Mma(Step):
         """The exponent of the smallest power of two that it takes from a whole scale."""
         least = LEAST_POWER - (plan.cta_bits if self.over_blocks else 0)
         if self.factor == 1 and plan.folds_scale:  # at the end; so no sum before may be larger than a result
-            least += min(0, -LEAST_POWER * sum(isinstance(step, Mma) and step.factor > 0 for step in plan.steps) - plan.problem.bits)
+            least += min(
+                0,
+                -LEAST_POWER * sum(isinstance(step, Mma) and step.factor > 0 for step in plan.steps)
+                - plan.problem.bits,
+            )
         return least
 
     def faults(self, plan: Draft, at: int) -> Iterator[str]:
