@@ -21,7 +21,7 @@ from math import ceil
 
 from hadagen.arch import Arch
 from hadagen.plan import Plan
-from hadagen.regimes import Cache, Destination, buffer_bytes
+from hadagen.regimes import Cache, Destination, buffer_bytes, quantized_bytes
 from hadagen.steps.base import Cost
 
 OVERLAP = 4.0  # p of the norm: 1 means no overlap, infinity full overlap
@@ -70,7 +70,8 @@ class Estimate:
         """Microseconds of one launch over `elements` = rows · n, at the rows that are timed (`timed_rows`)."""
         model, launch = self._arch.model, self._launch
         moved_bytes = buffer_bytes(self._problem, elements)
-        in_l2, beyond, loading = _memory(self._arch, moved_bytes, destination, cache)
+        written = sum(quantized_bytes(self._problem, elements)) or moved_bytes
+        in_l2, beyond, loading = _memory(self._arch, moved_bytes, written, destination, cache)
         # Shares that other blocks have loaded before come from L2.
         shared = self._more_reads * moved_bytes / model.l2_bytes_per_us
         chain = self._latency_cycles / model.cycles_per_us
@@ -97,22 +98,22 @@ def costs_of(plan: Plan) -> list[Cost]:
     return [step.cost(plan, carrier) for step, carrier in zip(plan.steps, plan.carriers, strict=False)]
 
 
-def copy_us(arch: Arch, copied_bytes: int, destination: Destination, cache: Cache) -> float:
-    """Microseconds of the copy kernel over a buffer: launch, one load, and the memory."""
-    in_l2, beyond, loading = _memory(arch, copied_bytes, destination, cache)
+def copy_us(arch: Arch, read: int, written: int, destination: Destination, cache: Cache) -> float:
+    """Microseconds of the copy kernel that reads and writes so many bytes: launch, one load, and the memory."""
+    in_l2, beyond, loading = _memory(arch, read, written, destination, cache)
     return arch.model.launch_us + loading + in_l2 + beyond
 
 
-def _memory(arch: Arch, moved_bytes: int, destination: Destination, cache: Cache) -> tuple[float, float, float]:
+def _memory(arch: Arch, read: int, written: int, destination: Destination, cache: Cache) -> tuple[float, float, float]:
     """Microseconds of one launch: how long L2 is busy with the data it holds, how long device memory is busy with the
     rest, and how long the first load takes."""
     model = arch.model
-    footprint = moved_bytes * (1 if destination is Destination.IN_PLACE else 2)
+    moved = read + written
+    footprint = read if destination is Destination.IN_PLACE else moved
     # L2 keeps data that is read in both of its halves. So data is hot up to half of L2, and cold beyond all of it.
     beyond = 1.0
     if cache is Cache.HOT and footprint <= model.l2_bytes:
-        beyond = max(0.0, 2 * moved_bytes / model.l2_bytes - 1)
+        beyond = max(0.0, moved / model.l2_bytes - 1)
     near = 1 - beyond
-    moved = 2 * moved_bytes  # read and written
     loading = near * model.l2_latency_us + beyond * model.dram_latency_us
     return moved * near / model.l2_bytes_per_us, moved * beyond / model.dram_bytes_per_us, loading

@@ -89,14 +89,29 @@ def timed_rows(problem: Problem) -> RowShape:
 
 
 def buffer_bytes(problem: Problem, elements: int) -> int:
-    """Bytes of the input, and of the result, where a problem is timed at `elements` = rows · n."""
+    """Bytes of the input where a problem is timed at `elements` = rows · n, and of the result if that is not
+    quantized."""
     return elements * timed_rows(problem).columns * problem.io.input.bytes // problem.n
+
+
+def quantized_bytes(problem: Problem, elements: int) -> tuple[int, int]:
+    """Bytes of the codes and of the scales there; (0, 0) if the result is not quantized."""
+    form = problem.io.form
+    if form is None:
+        return 0, 0
+    scales = elements // form.group if form.group > 0 else 0
+    return elements * form.element.bits // 8, scales * form.scale_bytes(problem.io.input.bytes)
+
+
+def touched_bytes(problem: Problem, elements: int, destination: Destination) -> int:
+    """Bytes that one launch touches, each counted once."""
+    read = buffer_bytes(problem, elements)
+    return read if destination is Destination.IN_PLACE else read + (sum(quantized_bytes(problem, elements)) or read)
 
 
 def deciding_cache(problem: Problem, elements: int, destination: Destination, l2_bytes: int) -> Cache:
     """Which timings name the winner of an element count: hot where input and output fit in half of L2, else cold."""
-    buffers = 1 if destination is Destination.IN_PLACE else 2
-    return Cache.HOT if buffer_bytes(problem, elements) * buffers <= l2_bytes // 2 else Cache.COLD
+    return Cache.HOT if touched_bytes(problem, elements, destination) <= l2_bytes // 2 else Cache.COLD
 
 
 def may_be_hot(problem: Problem, elements: int, destination: Destination, l2_bytes: int) -> bool:

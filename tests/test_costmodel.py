@@ -247,7 +247,9 @@ def test_where_memory_is_the_limit_bytes_make_the_time(dtype: DType, rows: Rows)
     problem = Problem.of(1024, dtype, rows=rows)
     estimate = Estimate(build_plan(problem, seeds_of(problem)[0], SM90), SM90)
     for cell in all_cells(problem, SM90.model.l2_bytes):
-        assert estimate.us(*cell) + SM90.model.early_us >= copy_us(SM90, *cell.traffic(problem))
+        assert estimate.us(*cell) + SM90.model.early_us >= copy_us(
+            SM90, *[cell.traffic(problem).buffer_bytes] * 2, *cell[1:]
+        )
     large = Cell(1 << 27, Destination.OUT_OF_PLACE, Cache.COLD)
     nbytes = (1 << 27) * dtype.bytes * (3 / 4 if rows is Rows.PITCHED else 1)
     assert large.traffic(problem).buffer_bytes == nbytes
@@ -262,7 +264,7 @@ def test_nothing_beats_a_copy_but_by_starting_early(
     estimate = Estimate(build_plan(problem, knobs, SM90), SM90)
     late = Estimate(replace(build_plan(problem, knobs, SM90), starts_early=False), SM90)
     us = late.us(elements, destination, cache)
-    assert us >= copy_us(SM90, 2 * elements, destination, cache)
+    assert us >= copy_us(SM90, 2 * elements, 2 * elements, destination, cache)
     assert us - estimate.us(elements, destination, cache) == pytest.approx(SM90.model.early_us)
 
 

@@ -82,7 +82,7 @@ def aligned(x: torch.Tensor) -> Any:
 
 
 def unsigned_zeros(codes: torch.Tensor, to: Format) -> torch.Tensor:
-    """Codes of which a negative zero is a zero, because the sign of a sum that is 0 depends on the order of its terms."""
+    """Codes of which a negative zero is a zero: the sign of a sum that is 0 depends on the order of its terms."""
     raw = codes.view(torch.uint8)
     if to.element is Element.E4M3:
         return torch.where(raw == 0x80, 0, raw)

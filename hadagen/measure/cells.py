@@ -24,6 +24,7 @@ from hadagen.regimes import (
     element_buckets,
     main_buckets,
     may_be_hot,
+    quantized_bytes,
 )
 from hadagen.trial import Timing
 
@@ -84,12 +85,8 @@ class Cell(NamedTuple):
 
     def traffic(self, problem: Problem) -> Traffic:
         whole_vectors = -(-buffer_bytes(problem, self.elements) // 16) * 16  # a few rows of 2 elements are less
-        form = problem.io.form
-        if form is None:
-            return Traffic(whole_vectors, self.destination, self.cache)
-        codes = -(-self.elements * form.element.bits // 128) * 16
-        scales = form.scale_bytes(problem.io.input.bytes) * self.elements // form.group if form.group > 0 else 0
-        return Traffic(whole_vectors, self.destination, self.cache, codes, scales)
+        codes, scales = quantized_bytes(problem, self.elements)
+        return Traffic(whole_vectors, self.destination, self.cache, -(-codes // 16) * 16, scales)
 
 
 # What to time: the same cells for every problem, or cells by problem.

@@ -1,5 +1,5 @@
-"""Kernels for problems with a matrix, signs or a format that no bundle has: recipes with the knobs that are good for the
-nearest problem that one has."""
+"""Kernels for problems with a matrix, signs or a format that no bundle has: recipes with the knobs that are good for
+the nearest problem that one has."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ from itertools import product
 import torch
 
 from hadagen.driver import LoadedKernel
+from hadagen.formats import TENSOR, Format
 from hadagen.launch import RowShape
-from hadagen.formats import Format
 from hadagen.problem import DType, Problem
 from hadagen.runtime import fallback, quantizer
 from hadagen.runtime.operands import Operands, addresses, pack_matrix
@@ -19,6 +19,7 @@ TORCH_DTYPE = {DType.FLOAT16: torch.float16, DType.BFLOAT16: torch.bfloat16, DTy
 # So many elements at least, because the error of few may be far above that of many.
 _ELEMENTS = 1 << 15
 _SEED = 1
+_FAR_OFF = 0x7F  # a byte of which a NaN or a large number is made
 _COLUMNS = 512  # of rows that are quantized, which may be several rows or groups of a problem
 
 
@@ -79,17 +80,22 @@ def _quantizes_right(kernel: LoadedKernel, problem: Problem, form: Format) -> bo
         rotate_into(x.float(), wanted, of, fallback.transform)
     given = torch.tensor(0.01, device=device) if form.needs_scale else None
     best = quantizer.quantize(wanted.to(x.dtype).float() if form.rounded else wanted, form, x.dtype, given)
-    codes, scales = (torch.full_like(each, 0) if each.dim() else each for each in best)
+    groups = form.scales_in_row(columns)
+    codes, scales = (
+        torch.empty_like(best[0]),
+        quantizer.laid_out_empty(rows, groups, form.layout, best[1].dtype, device),
+    )
     for each in (codes, scales):
-        each.view(torch.uint8).fill_(0x7F)  # a NaN, or far off
-    operands = addresses(of) | {"scales_in_row": form.scales_in_row(columns) if form.group > 0 else 1}
-    operands |= {"scale_pitch": quantizer.pitch(scales) if scales.dim() else 0, "scales": scales.data_ptr()}
-    operands |= {"tensor_scale": 0 if given is None else given.data_ptr()}
+        torch.empty(0, dtype=torch.uint8, device=device).set_(each.untyped_storage()).fill_(_FAR_OFF)
+    operands = addresses(of) | {"scales_in_row": groups, "scale_pitch": quantizer.pitch(scales)}
+    operands |= {"scales": scales.data_ptr(), "tensor_scale": 0 if given is None else given.data_ptr()}
     stream = torch.cuda.current_stream(device).cuda_stream
     kernel.launch(stream, x.data_ptr(), codes.data_ptr(), rows * columns, scale, None, operands)
 
     def error(codes: torch.Tensor, scales: torch.Tensor) -> float:
-        values = quantizer.dequantize(codes, given if given is not None and form.group < 0 else scales, form, given)
+        values = quantizer.dequantize(
+            codes, given if form.group == TENSOR and given is not None else scales, form, given
+        )
         return float(torch.linalg.vector_norm(values - wanted) / torch.linalg.vector_norm(wanted))
 
     return error(codes, scales) <= 1.02 * error(*best) + problem.error_bound

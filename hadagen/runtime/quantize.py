@@ -5,17 +5,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
-from hadagen.driver import Launch
 from hadagen.errors import TensorError, UsageError
-from hadagen.formats import ROW, TENSOR, Element, Format, Layout
-from hadagen.launch import RowShape
-from hadagen.problem import Problem, Rows
-from hadagen.runtime import compute, kernels, quantizer, repeat
+from hadagen.formats import TENSOR, Format
+from hadagen.runtime import compute, quantizer, quantizing, repeat
 from hadagen.runtime.arguments import as_int
 from hadagen.runtime.checks import (
     DTYPES,
@@ -27,15 +23,13 @@ from hadagen.runtime.checks import (
     is_symbolic,
     kind_of,
 )
-from hadagen.runtime.choose import BATCH_INVARIANT
 from hadagen.runtime.linear import LIBRARY, has_only_memory, needs_derivative
-from hadagen.runtime.operands import Operands, addresses
+from hadagen.runtime.quantizing import Rotated, shaped
 from hadagen.runtime.repeat import ALIGNMENT
 from hadagen.runtime.rotate import rotated
 from hadagen.runtime.rotation import Rotation
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_MOST_GROUPS = 1 << 32  # which kernels count in 32 bits
 _LEAST, _MOST = 2.0**-149, torch.finfo(torch.float32).max  # of a scale, in float32
 
 
@@ -97,6 +91,13 @@ def rotate_quantize(
     Raises TypeError for an argument of a wrong type; `UsageError` for a format, group, rule or layout that do not exist
     together, and for a bad scale; `TensorError` for an x that cannot be quantized, such as one that requires gradients.
     """
+    key = _key_of(x, rotation, tensor_scale, to, scale, group, rule, layout, round_first)
+    known = key and _calls.get(key)
+    if known and has_only_memory(x) and not needs_derivative(x):
+        form, run, given = known
+        if given is None and form.needs_scale:
+            given = _tensor_scale(tensor_scale, form, x)
+        return _quantized(form, given, *run(x.data_ptr(), given))
     check_values(x)
     check_is_flag(round_first, "round_first")
     form, columns = Format.choose(to, as_int(group), rule, layout), x.shape[-1]
@@ -106,10 +107,44 @@ def rotate_quantize(
     check_options(scale, "accurate", torch.float32)
     given = _tensor_scale(tensor_scale, form, x)
     of = _operands(x, rotation, scale if is_symbolic(scale) else float(scale))
-    codes, scales = _OPERATOR(x, *of, form.name, form.group, form.rule, form.layout.value, round_first, given)
-    if form.group == TENSOR and given is not None:
-        return Quantized(codes, given, form)
-    return Quantized(codes, scales, form, given)
+    options = form.name, form.group, form.rule, form.layout.value, round_first, given
+    result = _quantized(form, given, *_OPERATOR(x, *of, *options))
+    run = _runs.get(_key_of_run(x, of, form, round_first)) if key and x.is_contiguous() else None
+    if run:
+        repeat.remember(_calls, key, (form, run, None if isinstance(tensor_scale, torch.Tensor) else given))
+    return result
+
+
+def _quantized(form: Format, given: torch.Tensor | None, codes: torch.Tensor, scales: torch.Tensor) -> Quantized:
+    return (
+        Quantized(codes, given, form)
+        if form.group == TENSOR and given is not None
+        else Quantized(codes, scales, form, given)
+    )
+
+
+# What to do for calls that differ only in the address of x, by a multiple of 16. Only checked arguments are in here. An
+# entry is right for whatever lies at the addresses of the operands of its rotation, because they are in the key.
+_calls: dict[tuple[Any, ...], tuple[Format, quantizing.Run, torch.Tensor | None]] = repeat.table()
+_runs: dict[tuple[Any, ...], quantizing.Run] = repeat.table()
+
+
+def _key_of(x: torch.Tensor, rotation: Any, tensor_scale: Any, *options: Any) -> tuple[Any, ...] | None:
+    """The key of a call in `_calls`; None where nothing is remembered."""
+    if torch.compiler.is_dynamo_compiling():
+        return None
+    try:
+        if not x.is_cuda:
+            return None
+        rotated = rotation.identity if isinstance(rotation, Rotation) else rotation
+        given = None if isinstance(tensor_scale, torch.Tensor) else tensor_scale
+        # Of equal numbers of several types some are refused.
+        types = type(rotation), type(tensor_scale), *map(type, options)
+        key = x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % ALIGNMENT, rotated, given, *options, types
+        hash(key)
+    except (AttributeError, RuntimeError, TypeError):  # an argument that is refused, or no memory
+        return None
+    return key
 
 
 def check_values(x: torch.Tensor) -> None:
@@ -127,33 +162,17 @@ def _check_has_no_gradient(x: torch.Tensor, name: str) -> None:
         raise TensorError(f"{name} requires a gradient, which quantized codes do not have; pass {name}.detach()")
 
 
-class _Rotation(NamedTuple):
-    """What the operator takes for a rotation, as `Operands` has it. Rows of n = 1 are not rotated."""
-
-    matrices: torch.Tensor | None
-    orders: Sequence[int]
-    signs: torch.Tensor | None
-    signs_after: torch.Tensor | None
-    n: int
-    swapped: bool
-    scale: float
-
-    @property
-    def operands(self) -> Operands:
-        return Operands(*self[:6], False, self.scale, "accurate", BATCH_INVARIANT)
-
-
-def _operands(x: torch.Tensor, rotation: Rotation | int | None, scale: float) -> _Rotation:
+def _operands(x: torch.Tensor, rotation: Rotation | int | None, scale: float) -> Rotated:
     columns = x.shape[-1]
     if isinstance(rotation, Rotation):
         of = rotation.operands_for(x, scale)
-        return _Rotation(*of[:6], of.scale)
+        return Rotated(*of[:6], of.scale)
     n = 1 if rotation is None else as_int(rotation)
     if isinstance(n, bool) or not isinstance(n, int):
         raise TypeError(f"rotation is a {type(rotation).__name__}; pass a Rotation, a power of two, or None")
     if n < 1 or n & (n - 1) or columns % n:
         raise UsageError(f"rotation = {n} is no power of two that divides the {columns} columns of x; choose one")
-    return _Rotation(None, [], None, None, n, False, scale)
+    return Rotated(None, [], None, None, n, False, scale)
 
 
 def _tensor_scale(given: torch.Tensor | float | None, form: Format, x: torch.Tensor) -> torch.Tensor | None:
@@ -193,13 +212,40 @@ def _check_is_possible(number: float, form: Format) -> None:
         )
 
 
+def _compute(
+    x: torch.Tensor, of: Rotated, form: Format, round_first: bool, given: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales of x, which has memory and no derivative: by a kernel if there is one."""
+    if compute.takes_kernels(x):
+        if not x.is_contiguous() or x.data_ptr() % ALIGNMENT:
+            x = x.clone(memory_format=torch.contiguous_format)
+        key = _key_of_run(x, of, form, round_first)
+        run = _runs.get(key)
+        if run is None and (run := quantizing.find(x, of, form, round_first)):
+            repeat.remember(_runs, key, run)
+        if run:
+            return run(x.data_ptr(), given)
+    return shaped(x, form, *_in_pytorch(x, of, form, round_first, given))
+
+
+def _key_of_run(x: torch.Tensor, of: Rotated, form: Format, round_first: bool) -> tuple[Any, ...]:
+    return x.shape, x.dtype, x.get_device(), form.key, round_first, of.identity
+
+
+def _in_pytorch(
+    x: torch.Tensor, of: Rotated, form: Format, round_first: bool, given: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    values = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    if of.n == 1:
+        values.mul_(of.scale)
+    elif values.numel():
+        values = rotated(values, of.operands)
+    if round_first:
+        values = values.to(x.dtype).float()
+    return quantizer.quantize(values.view(-1, x.shape[-1]), form, x.dtype, given)
+
+
 # ---- the operator ----------------------------------------------------------------------------------------------------
-# What is launched for calls that differ only in addresses. Only checked arguments are in here.
-_launches: dict[tuple[Any, ...], Launch] = repeat.table()
-_CODES = {Element.E4M3: torch.float8_e4m3fn, Element.INT8: torch.int8}
-_SCALES = {"float32": torch.float32, "e8m0": torch.uint8, "e4m3": torch.float8_e4m3fn}
-
-
 _format = functools.lru_cache(maxsize=256)(Format.choose)
 
 
@@ -219,101 +265,15 @@ def _rotate_quantize(
     round_first: bool,
     given: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    form = _format(to, group, rule, layout)
-    of = _Rotation(matrices, orders, signs, signs_after, n, swapped, scale)
-    if compute.takes_kernels(x) and (found := _by_kernel(x, of, form, round_first, given)):
-        return found
-    return _shaped(x, form, *_in_pytorch(x, of, form, round_first, given))
-
-
-def _by_kernel(
-    x: torch.Tensor, of: _Rotation, form: Format, round_first: bool, given: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Codes and scales by a kernel that does all of it; None if there is none."""
-    if not x.is_contiguous() or x.data_ptr() % ALIGNMENT:
-        x = x.clone(memory_format=torch.contiguous_format)
-    columns, device = x.shape[-1], x.get_device()
-    rows, groups = x.numel() // columns, form.scales_in_row(columns)
-    codes = x.new_empty((rows, columns * form.element.bits // 8), dtype=_CODES.get(form.element, torch.uint8))
-    scales = x.new_empty(0)
-    if form.group != TENSOR:
-        scales = quantizer.laid_out_empty(rows, groups, form.layout, _SCALES.get(form.scale, x.dtype), x.device)
-    key = (x.shape, x.dtype, device, form.key, round_first, *map(_identity, of))
-    launch = _launches.get(key)
-    if launch is None:
-        launch = _launch(x, of, form, round_first, groups, quantizer.pitch(scales))
-        if launch is None:
-            return None
-        repeat.remember(_launches, key, launch)
-    changing = [] if form.group == TENSOR else [scales.data_ptr()]
-    changing += [] if given is None else [given.data_ptr()]
-    kernels.queue(launch, device, x.data_ptr(), codes.data_ptr(), *changing)
-    return _shaped(x, form, codes, scales)
-
-
-def _identity(operand: Any) -> Any:
-    if isinstance(operand, torch.Tensor):
-        return operand.data_ptr(), operand.dtype
-    return tuple(operand) if isinstance(operand, Sequence) else operand
-
-
-def _launch(x: torch.Tensor, of: _Rotation, form: Format, round_first: bool, groups: int, pitch: int) -> Launch | None:
-    """The launch of a kernel for contiguous tensors like x; None if there is no such kernel."""
-    problem = _problem_of(x, of, form, round_first)
-    if problem is None or x.numel() % problem.unit or x.numel() // problem.unit >= _MOST_GROUPS:
-        return None
-    kernel = kernels.find_for_scale(kernels.Kind(x.get_device(), problem, in_place=False), x.numel(), of.scale)
-    if kernel is None:
-        return None
-    changing = ([] if form.group == TENSOR else ["scales"]) + ["tensor_scale"] * form.needs_scale
-    operands = {**addresses(of.operands), "scales_in_row": groups, "scale_pitch": pitch}
-    return kernel.prepared(x.numel(), of.scale, RowShape(of.n, of.n, of.n), operands, changing)
-
-
-def _problem_of(x: torch.Tensor, of: _Rotation, form: Format, round_first: bool) -> Problem | None:
-    """The problem of a kernel that does all of it; None if no kernel can."""
-    aligned = all(each is None or each.data_ptr() % ALIGNMENT == 0 for each in (of.signs, of.signs_after))
-    if of.matrices is not None or of.swapped or BATCH_INVARIANT or not aligned:
-        return None
-    group = x.shape[-1] if form.group == ROW else form.group
-    to = replace(form, group=group, rounded=round_first and not form.rounds_first)
-    signed = of.signs is not None or of.signs_after is not None
-    try:
-        return kernels.problem_of(of.n, x.dtype, "accurate", Rows.CONTIGUOUS, signed=signed, to=to)
-    except UsageError:  # groups that are no part of a tile
-        return None
-
-
-def _in_pytorch(
-    x: torch.Tensor, of: _Rotation, form: Format, round_first: bool, given: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    values = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-    if of.n == 1:
-        values.mul_(of.scale)
-    elif values.numel():
-        values = rotated(values, of.operands)
-    if round_first:
-        values = values.to(x.dtype).float()
-    return quantizer.quantize(values.view(-1, x.shape[-1]), form, x.dtype, given)
+    of = Rotated(matrices, orders, signs, signs_after, n, swapped, scale)
+    return _compute(x, of, _format(to, group, rule, layout), round_first, given)
 
 
 def _shapes(x: torch.Tensor, *options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and scales of a tensor without memory."""
     to, group, rule, layout, _, given = options[-6:]
     form = Format.choose(to, group, rule, layout)
-    return _shaped(x, form, *quantizer.quantize(x.reshape(-1, x.shape[-1]).float(), form, x.dtype, given))
-
-
-def _shaped(
-    x: torch.Tensor, form: Format, codes: torch.Tensor, scales: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes of x's shape, and scales, from those of rows."""
-    if form.group == TENSOR:
-        scales = x.new_zeros((), dtype=torch.float32)  # the caller's; an operator returns no argument
-    elif form.layout is Layout.ROW_MAJOR:
-        has_groups = form.group != ROW or form.name == "int8-row"
-        scales = scales.view(x.shape[:-1] + (scales.shape[1:] if has_groups else ()))
-    return codes.view(*x.shape[:-1], codes.shape[-1]), scales
+    return shaped(x, form, *quantizer.quantize(x.reshape(-1, x.shape[-1]).float(), form, x.dtype, given))
 
 
 def _autograd(x: torch.Tensor, *options: Any) -> tuple[torch.Tensor, torch.Tensor]:

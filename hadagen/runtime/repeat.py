@@ -62,7 +62,7 @@ def _find_empty_strided(device_type: str) -> Any:
     return getattr(getattr(guards, "guards", None), f"_empty_strided_{device_type}", empty_strided)
 
 
-_empty_strided = {name: _find_empty_strided(name) for name in ("cuda", "cpu")}
+empty_strided = {name: _find_empty_strided(name) for name in ("cuda", "cpu")}
 
 
 def runner(x: torch.Tensor, launch: Launch, inplace: bool) -> Run:
@@ -71,7 +71,7 @@ def runner(x: torch.Tensor, launch: Launch, inplace: bool) -> Run:
     device, dtype = x.get_device(), x.dtype
     current_device, raw_stream = kernels.current_device, kernels.raw_stream
     alone = torch.cuda.device_count() == 1  # a single device is always current
-    queue, count_write, empty_strided = kernels.queue, increment_version, _empty_strided[x.device.type]
+    queue, count_write, make_empty = kernels.queue, increment_version, empty_strided[x.device.type]
     sizes, strides = tuple(x.shape), torch.empty(x.shape, device="meta").stride()
 
     def run_in_place(x: torch.Tensor, address: int) -> torch.Tensor:
@@ -86,7 +86,7 @@ def runner(x: torch.Tensor, launch: Launch, inplace: bool) -> Run:
 
     def run_out_of_place(x: torch.Tensor, address: int) -> torch.Tensor:
         if alone or current_device() == device:
-            y: torch.Tensor = empty_strided(sizes, strides, dtype)
+            y: torch.Tensor = make_empty(sizes, strides, dtype)
             launch(raw_stream(device), address, y.data_ptr())
         else:
             y = torch.empty_like(x, memory_format=torch.contiguous_format)

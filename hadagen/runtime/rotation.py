@@ -376,6 +376,13 @@ class Rotation(torch.nn.Module):
     ) -> Operands:
         return Operands(matrices, self._orders, before, after, self.block, self._swapped, *asked)
 
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """The same for rotations that multiply by the same operands in memory."""
+        tensors = (self._buffers[name] for name in ("_matrices", "_before", "_after"))
+        addresses = (None if each is None else (each.data_ptr(), each.dtype, each.device) for each in tensors)
+        return self.n, self.block, self._swapped, float(self._scale), *self._orders, *addresses
+
     def operands_for(self, x: torch.Tensor, scale: float) -> Operands:
         """What an operator takes to rotate x and multiply by a scale. Raises what a call with x raises."""
         asked = False, float(self._scale) * scale, "accurate"

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hadagen.formats import TENSOR, Element, Format
-from hadagen.layout import LANE_BITS, PAIR, Axis, Place, Placement, bit, lane, scatter, swaps
+from hadagen.layout import PAIR, Axis, Place, Placement, bit, lane, scatter, swaps
 from hadagen.steps.base import FP32, WARP_BYTES, Cost, Step
 from hadagen.steps.memory import Store
 

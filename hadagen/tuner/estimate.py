@@ -167,7 +167,12 @@ class EstimateRunner:
 def timings(estimate: Estimate, problem: Problem, arch: Arch) -> tuple[Timing, ...]:
     """The estimated time of a kernel of a problem in each cell that a device of the arch has, beside that of a copy."""
     times = ((cell, estimate.us(*cell)) for cell in all_cells(problem, arch.model.l2_bytes))
-    return tuple(Timing(*cell, us, us, us, copy_us(arch, *cell.traffic(problem))) for cell, us in times)
+    return tuple(Timing(*cell, us, us, us, _copy_us(arch, problem, cell)) for cell, us in times)
+
+
+def _copy_us(arch: Arch, problem: Problem, cell: Cell) -> float:
+    traffic = cell.traffic(problem)
+    return copy_us(arch, traffic.buffer_bytes, traffic.result_bytes, cell.destination, cell.cache)
 
 
 def _verify(problem: Problem, source: Source, module: HostModule) -> dict[str, float]:
