@@ -75,7 +75,7 @@ def _quantizes_right(kernel: LoadedKernel, problem: Problem, form: Format) -> bo
     numbers, scale = torch.Generator(device).manual_seed(_SEED), problem.n**-0.5
     x = torch.randn(rows, columns, generator=numbers, device=device).to(TORCH_DTYPE[problem.io.input])
     of = _operands(problem, False, numbers)._replace(scale=scale)
-    wanted = x.float()
+    wanted = x.to(torch.float32, copy=True)
     if problem.n > 1:
         rotate_into(x.float(), wanted, of, fallback.transform)
     given = torch.tensor(0.01, device=device) if form.needs_scale else None

@@ -110,7 +110,7 @@ def rotate_quantize(
     options = form.name, form.group, form.rule, form.layout.value, round_first, given
     result = _quantized(form, given, *_OPERATOR(x, *of, *options))
     run = _runs.get(_key_of_run(x, of, form, round_first)) if key and x.is_contiguous() else None
-    if run:
+    if key and run:
         repeat.remember(_calls, key, (form, run, None if isinstance(tensor_scale, torch.Tensor) else given))
     return result
 

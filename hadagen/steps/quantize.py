@@ -170,7 +170,7 @@ class Quantize(Store):
     takes = FP32
 
     @property
-    def multiplies(self) -> str:  # type: ignore[override]
+    def multiplies(self) -> str:
         return "scale" if self.folds else ""
 
     @property
