@@ -16,7 +16,7 @@ import shutil
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -28,6 +28,7 @@ from hadagen import programs
 from hadagen.bits import Bits, decode, encode
 from hadagen.cache import KernelCache, cache_root
 from hadagen.errors import HadagenError, ToolchainError, UsageError
+from hadagen.formats import Format, Layout
 from hadagen.launch import LaunchSpec, RowShape, Source, X, Y
 from hadagen.problem import DType, Problem
 from hadagen.reference import (
@@ -342,6 +343,8 @@ def verify(
     """
     rows = verification_rows(problem, source.launch) if rows is None else rows
     module = compile_host([source]) if module is None else module
+    if problem.io.form:
+        return _verify_codes(problem, problem.io.form, source, rows, module, order_seed)
     classes = input_classes(problem, rows)
     classes[INPUT_CLASSES[-1]] = classes[INPUT_CLASSES[-1]][: max(1, rows - 1)]
     if source.launch.reads_rows and shape is None:
@@ -383,6 +386,59 @@ def verify(
             strict=True,
         )
     }
+
+
+def _verify_codes(
+    problem: Problem, form: Format, source: Source, rows: int, module: HostModule, order_seed: int
+) -> dict[str, float]:
+    """`verify` of a kernel that quantizes: the errors of `quantizer.excess_error`."""
+    import torch  # here, because only formats need it
+
+    from hadagen import quantizer
+
+    together = problem.unit // problem.n  # rows of x
+    classes = input_classes(problem, -(-rows // together) * together)
+    last = INPUT_CLASSES[-1]
+    classes[last] = classes[last][: max(1, len(classes[last]) // together - 1) * together]
+    values = np.concatenate(list(classes.values()))
+    scale, operands = verification_scale(problem), verification_operands(problem)
+    count, groups = values.size // problem.unit, form.scales_in_row(problem.unit)
+    given = torch.tensor(0.01) if form.needs_scale else None
+    wide = {DType.FLOAT16: torch.float16, DType.BFLOAT16: torch.bfloat16}.get(problem.io.input, torch.float32)
+    exact = torch.from_numpy(transform(problem, values, scale, operands)).view(count, problem.unit)
+    codes, scales = quantizer.quantize(torch.zeros(count, problem.unit), form, wide, given)  # for their shapes
+    raw_codes, raw_scales = (
+        torch.empty(0, dtype=torch.uint8).set_(each.untyped_storage()).numpy() for each in (codes, scales)
+    )
+    raw_codes[:] = 0x7F
+    sizes: dict[str, Any] = {"scales_in_row": groups, "scale_pitch": quantizer.pitch(scales) if scales.dim() else 0}
+    if given is not None:
+        sizes["tensor_scale"] = given.reshape(1).numpy()
+    written = count * groups * scales.element_size()
+    bits = _poisoned(problem.io.input, 1, values.size).reshape(-1)
+    bits[:] = encode(problem.io.input, values).reshape(-1)
+    report = module.run(
+        source.entry,
+        source.launch,
+        bits,
+        raw_codes,
+        scale=scale,
+        operands={**kernel_operands(problem, operands), **sizes},
+        scales=(raw_scales, written) if form.group > 0 else None,
+        order_seed=order_seed,
+    )
+    if report.complaint:
+        raise EmulationError(f"{source.entry}: {report.complaint}")
+    ends = np.cumsum([len(some) // together for some in classes.values()])
+    errors, begin = {}, 0
+    decoded = quantizer.rows_of_scales(scales, form.layout, count, groups) if form.group > 0 else scales
+    plain = replace(form, layout=Layout.ROW_MAJOR)
+    for name, end in zip(classes, ends, strict=True):
+        part = slice(begin, int(end))
+        of_part = decoded[part] if form.group > 0 else decoded
+        errors[name] = float(quantizer.excess_error(codes[part], of_part, exact[part], plain, wide, given))
+        begin = int(end)
+    return errors
 
 
 def _poisoned(dtype: DType, rows: int, pitch: int) -> Bits:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from hadagen import quantizer
 from hadagen.errors import TensorError, UsageError
-from hadagen.runtime import quantizer
 from hadagen.runtime.checks import check_is_flag
 from hadagen.runtime.given import as_count
 from hadagen.runtime.quantize import Quantized, check_values, rotate_quantize

@@ -41,12 +41,17 @@ LONG_ROW = 1 << 13
 BUCKETS_OF_LONG_ROWS = tuple(odd << k for k in range(18, 21) for odd in (5, 7))
 
 
+def destinations(problem: Problem) -> tuple[Destination, ...]:
+    """Where the results of a problem may go. What is quantized goes elsewhere."""
+    return (Destination.OUT_OF_PLACE,) if problem.io.form else tuple(Destination)
+
+
 def timed_elements(problem: Problem, nominal: int) -> int:
-    """The elements of the whole rows nearest to a nominal count; 0 if that is no row.
+    """The elements of the whole rows, or of groups that are longer, nearest to a nominal count; 0 if that is none.
 
     If n is a power of two, it is the nominal count of `ELEMENT_BUCKETS` and the others itself, if that holds a row.
     """
-    return round(nominal / problem.n) * problem.n
+    return round(nominal / problem.unit) * problem.unit
 
 
 @lru_cache(maxsize=1024)  # every trial asks

@@ -41,6 +41,12 @@ SPREAD = [
     (Problem.of(11008, F16, FAST, order=172), {"chunks": 2, "slabs": 3}),
     (Problem.of(80, F16, order=80), {"load": "cp_async", "rows": 16, "slabs": 5}),
     (Problem.of(512, F32, signed=True), {}),
+    (Problem.of(64, BF16, to="mxfp4_32_rceil"), {"chunks": 2}),
+    (Problem.of(1, F16, to="mxfp4_32"), {"chunks": 2}),
+    (Problem.of(128, BF16, to="fp8_group_128_column_major"), {"chunks": 4, "low_bits": "mma_shuffle"}),
+    (Problem.of(128, BF16, to="nvfp4_16"), {"chunks": 2}),
+    (Problem.of(4096, F16, FAST, to="int8_row_4096"), {"chunks": 4, "warps": 4, "far_bits": "lanes", **LOOPS}),
+    (Problem.of(256, F32, to="int4_row_1024"), {"chunks": 2, "warps": 2}),
 ]
 
 

@@ -107,7 +107,12 @@ def test_the_spread_needs_every_feature_and_calls_every_primitive() -> None:
     definition = re.compile(r"(HADAGEN_INLINE [\w ]+? |HADAGEN_(?:LOAD|BARRIER_WAIT)\()(\w+)")
     headers = device_headers()
     primitives = headers["primitives.cuh"]
-    calls = [definition.sub(r"\1", primitives), headers["hadagen.cuh"], *(render(plan).text for plan in plans)]
+    calls = [
+        definition.sub(r"\1", primitives),
+        headers["hadagen.cuh"],
+        headers["codes.cuh"],
+        *(render(plan).text for plan in plans),
+    ]
     defined = {name for _, name in definition.findall(primitives)}
     assert len(defined) > 50
     assert not defined - set(re.findall(r"\w+", "\n".join(calls)))

@@ -11,13 +11,12 @@ import torch
 from test_quantizer import ALL, TYPES, chosen, given, hard_rows
 from test_rotation import some_signs
 
-from hadagen import Rotation, rotate_quantize
+from hadagen import Rotation, quantizer, rotate_quantize
 from hadagen.formats import FORMATS, TENSOR
+from hadagen.quantizer import quantize
 from hadagen.reference import hadamard
 from hadagen.runtime import quantize as quantize_module
-from hadagen.runtime import quantizer
 from hadagen.runtime.quantize import Quantized
-from hadagen.runtime.quantizer import quantize
 
 pytestmark = pytest.mark.gpu
 

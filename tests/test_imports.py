@@ -18,6 +18,7 @@ TABLE = """
     -----------------+-----------------------------------------------------+----------------------
     errors           |                                                     |
     formats          | errors                                              |
+    quantizer        | formats                                             | torch
     problem          | formats errors                                      |
     scale            |                                                     |
     matrices         | errors                                              |
@@ -46,17 +47,17 @@ TABLE = """
     compilers        | nvrtc nvrtc_calls programs errors                   |
     toolchain        | cache programs compilers cubin ptx_version templates arch trial launch errors |
     recipes          | toolchain compilers nvrtc cache templates codegen space arch knobs target trial launch problem errors |
-    emulator         | cache programs templates reference bits launch problem errors | numpy
+    emulator         | cache programs templates reference bits quantizer launch problem formats errors | numpy torch
     libcuda          | errors                                              |
     driver           | libcuda launch errors                               |
     tuning_db.files  |                                                     |
     tuning_db.bundle | tuning_db.files trial regimes problem launch target errors |
     tuning_db        | tuning_db.files tuning_db.bundle ptx_version trial regimes problem launch target errors | sqlalchemy alembic
-    measure          | driver libcuda templates reference bits trial regimes problem launch matrices errors | torch
+    measure          | driver libcuda templates reference bits quantizer trial regimes problem launch formats matrices errors | torch
     autotuner        | measure tuning_db tuning_db.bundle toolchain compilers programs codegen space knobs arch trial problem errors |
-    runtime          | autotuner tuning_db.files tuning_db.bundle recipes driver trial regimes problem launch target matrices formats errors | torch
+    runtime          | quantizer autotuner tuning_db.files tuning_db.bundle recipes driver trial regimes problem launch target matrices formats errors | torch
     compat           | runtime problem matrices errors                             | torch
-    presets          | runtime errors                                              | torch
+    presets          | quantizer runtime errors                                              | torch
     __init__         | runtime problem errors                              |
     costmodel        | arch plan steps regimes                             |
     tuner            | *                                                   | optuna

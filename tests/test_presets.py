@@ -12,7 +12,7 @@ import torch
 from test_quantize import normal
 
 from hadagen import Rotation, TensorError, UsageError, presets
-from hadagen.runtime.quantizer import dequantize
+from hadagen.quantizer import dequantize
 
 SIGNS = torch.tensor([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1])  # `get_wgrad_sign_vector`
 

@@ -11,9 +11,8 @@ import torch
 from test_rotation import some_signs
 from torch.autograd import forward_ad
 
-from hadagen import Rotation, TensorError, UsageError, hadamard_transform, rotate_quantize
+from hadagen import Rotation, TensorError, UsageError, hadamard_transform, quantizer, rotate_quantize
 from hadagen.formats import FORMATS, Format, Layout
-from hadagen.runtime import quantizer
 
 N = 256
 R = Rotation(N, signs=some_signs(64), block=64)

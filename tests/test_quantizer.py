@@ -11,7 +11,7 @@ import quantizer_reference as exact
 import torch
 
 from hadagen.formats import FORMATS, TENSOR, Element, Format, Layout
-from hadagen.runtime.quantizer import dequantize, encode_e2m1, encode_e4m3, laid_out, quantize, rows_of_scales
+from hadagen.quantizer import dequantize, encode_e2m1, encode_e4m3, laid_out, quantize, rows_of_scales
 
 COLUMNS = 256
 GIVEN = 0.0123

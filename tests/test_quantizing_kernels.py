@@ -16,8 +16,8 @@ from hadagen.formats import FORMATS, TENSOR, Element, Format, Layout
 from hadagen.knobs import Knobs
 from hadagen.launch import Source
 from hadagen.problem import Problem
+from hadagen.quantizer import quantize
 from hadagen.reference import transform, verification_operands
-from hadagen.runtime.quantizer import quantize
 from hadagen.space import Space, build_plan
 
 ARCH = load_arch("sm90")

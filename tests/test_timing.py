@@ -17,7 +17,8 @@ from real_compilers import needs_compiler
 
 from hadagen.arch import load_arch
 from hadagen.cache import KernelCache
-from hadagen.emulator import compile_host
+from hadagen.emulator import HostModule, compile_host
+from hadagen.launch import PARAMS, Source
 from hadagen.measure import Cell, all_cells, copy_sources
 from hadagen.problem import DType, Problem, Rows
 from hadagen.regimes import Cache, Destination, timed_rows
@@ -41,10 +42,31 @@ def test_copy_sources_compile(tmp_path: Path) -> None:
         assert kernel.spill_bytes == 0
 
 
+def copies_as_many_bytes(module: HostModule, source: Source) -> None:
+    """As codes and scales have."""
+    for codes_of_vector, vectors_of_scales in ((8, 16), (4, 8), (2, 0)):
+        vectors = -(-2 * source.launch.tile_elements // 128) * 16 + 16
+        codes, scales = np.zeros(codes_of_vector * vectors, np.uint8), np.zeros(vectors, np.uint8)
+        words = vectors // vectors_of_scales if vectors_of_scales else 0
+        report = module.run(
+            source.entry,
+            source.launch,
+            np.arange(8 * vectors).astype(np.uint16),
+            codes,
+            scale=1.0,
+            operands={"codes_of_vector": codes_of_vector, "vectors_of_scales": vectors_of_scales},
+            scales=(scales[: 4 * words], 4 * words),
+        )
+        assert report.complaint == ""
+
+
 def test_copy_sources_copy() -> None:
     sources = copy_sources()
     module = compile_host(sources)
     for source in sources:
+        if source.launch.params != PARAMS:
+            copies_as_many_bytes(module, source)
+            continue
         elements = 2 * source.launch.tile_elements + 8
         x = np.arange(elements).astype(np.uint16)
         out = np.full_like(x, 0x7FFF)
@@ -56,13 +78,16 @@ def test_the_yardstick_is_the_fastest_copy_of_each_traffic(monkeypatch: pytest.M
     from hadagen.measure import timing, yardstick
     from hadagen.measure.cells import Traffic
 
+    def named(name: str) -> Any:
+        return SimpleNamespace(name=name, spec=SimpleNamespace(params=PARAMS))
+
     now = [100.0]
     monkeypatch.setattr(yardstick.time, "monotonic", lambda: now[0])
     asked: list[tuple[str, list[int]]] = []
 
     class FakeStopwatch:
-        def turns(self, copies: list[str], work: timing.Work, replays: int) -> timing.Turns:
-            (self.copy,) = copies
+        def turns(self, copies: list[Any], work: timing.Work, replays: int) -> timing.Turns:
+            (self.copy,) = (copy.name for copy in copies)
             assert 2 * work.elements == work.traffic.buffer_bytes
             return timing.Turns([], work.traffic, replays)
 
@@ -76,7 +101,7 @@ def test_the_yardstick_is_the_fastest_copy_of_each_traffic(monkeypatch: pytest.M
             return [[timing.Sample(least + size / a_us + now[0], 0, 0)] for size in sizes]
 
     small, large = (Traffic(size, Destination.IN_PLACE, Cache.HOT) for size in (2, 64))
-    copies = yardstick.Yardstick(FakeStopwatch(), ["small", "large"], 3)  # type: ignore[arg-type, list-item]
+    copies = yardstick.Yardstick(FakeStopwatch(), [named("small"), named("large")], 3)  # type: ignore[arg-type, list-item]
     copies.refresh([small])
     copies.refresh([small, large, large])
     assert asked == [(copy, [size]) for size in (2, 64) for copy in ("small", "large")]

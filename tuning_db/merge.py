@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hadagen.errors import UsageError
 from hadagen.problem import Problem
-from hadagen.regimes import Cache, Destination
+from hadagen.regimes import Cache, destinations
 from hadagen.trial import Kernel, Outcome, Timing, Trial
 from hadagen.tuning_db.bundle import Bundle, BundleEntry
 from hadagen.tuning_db.bundle_writer import write_bundle
@@ -68,7 +68,7 @@ def merge_bundles(paths: Iterable[str | os.PathLike[str]], out: str | os.PathLik
         problem: name
         for bundle in reversed(bundles)
         for problem, name in arithmetic_of(bundle).items()
-        if name and all((problem, name, destination) in left for destination in Destination)
+        if name and all((problem, name, destination) in left for destination in destinations(problem))
     }
     write_selection(out, archs.pop(), selection, arithmetic)
     return selection

@@ -30,7 +30,7 @@ from typing import Any
 
 from hadagen.launch import PORTABLE_CLUSTER
 from hadagen.problem import Problem, Rows
-from hadagen.regimes import LOSS, Destination, deciding_cache, element_buckets, nearest, other_share
+from hadagen.regimes import LOSS, Destination, deciding_cache, destinations, element_buckets, nearest, other_share
 from hadagen.trial import Outcome, Provenance, Timing, Trial, knobs_key
 
 
@@ -147,7 +147,7 @@ def invariant_arithmetic(
             continue
         scores = {digest_of(each.trial): each.score for each in reversed(ranked)}
         for name, lines in named[cell.problem].items():
-            if len(lines) == len(Destination):
+            if len(lines) == len(destinations(cell.problem)):
                 by_gpu = lines[cell.destination]
                 line = by_gpu.get(cell.gpu) or next(iter(by_gpu.values()))
                 run = line[nearest(sorted(line), cell.elements)]

@@ -21,6 +21,7 @@ from hadagen.regimes import (
     Destination,
     buffer_bytes,
     deciding_cache,
+    destinations,
     element_buckets,
     main_buckets,
     may_be_hot,
@@ -98,7 +99,7 @@ def all_cells(problem: Problem, l2_bytes: int) -> tuple[Cell, ...]:
 
     Counts that are not in `main_buckets` have only the regime that decides, or both if both count the same.
     """
-    cells = (Cell(e, d, c) for e in element_buckets(problem) for d in Destination for c in Cache)
+    cells = (Cell(e, d, c) for e in element_buckets(problem) for d in destinations(problem) for c in Cache)
     return tuple(cell for cell in cells if is_timed(problem, cell, l2_bytes) and _weighs(problem, cell, l2_bytes))
 
 
@@ -141,8 +142,10 @@ def rows_between(problem: Problem, counts: int) -> list[int]:
 
 
 def probe_cells(problem: Problem, cells: Iterable[Cell], l2_bytes: int) -> tuple[Cell, ...]:
-    """The three in-place cells that are timed first: the smallest, the largest in half of L2, the largest of all."""
-    in_place = sorted(cell for cell in cells if cell.destination is Destination.IN_PLACE)
+    """The three cells that are timed first, in place if there are such: the smallest, the largest in half of L2, the
+    largest of all."""
+    first = destinations(problem)[0]
+    in_place = sorted(cell for cell in cells if cell.destination is first)
     hot = [cell for cell in in_place if cell.cache is Cache.HOT and cell.traffic(problem).footprint <= l2_bytes // 2]
     cold = [cell for cell in in_place if cell.cache is Cache.COLD]
     return tuple(dict.fromkeys(hot[:1] + hot[-1:] + cold[-1:]))

@@ -12,6 +12,8 @@ from hadagen.matrices import find_matrix
 from hadagen.problem import Problem
 from hadagen.reference import Operands, hadamard, kernel_operands, verification_operands
 
+# The scale that a call gives for a tensor, or for all its scales.
+GIVEN_SCALE = 0.01
 # Bytes before and behind each array, and what they hold: as an entry of a matrix, nothing that it may have.
 _GUARD, _POISON = 4096, 0x7F
 
@@ -53,6 +55,9 @@ class Orthonormal(DeviceOperands):
             operands["matrix"] = matrix.numpy()
         super().__init__(problem, operands, device)
         self.scale = float((square * problem.length) ** -0.5)
+        if problem.io.form and problem.io.form.needs_scale:
+            self._given = torch.full((1,), GIVEN_SCALE, device=device)
+            self["tensor_scale"] = self._given.data_ptr()
 
 
 def orthogonal_matrix(order: int) -> torch.Tensor:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from hadagen import libcuda
-from hadagen.driver import LoadedKernel, bindings, check
+from hadagen.driver import Launch, LoadedKernel, bindings, check
 from hadagen.launch import RowShape
 from hadagen.measure.cells import EVICTION, Cell, Traffic
 from hadagen.measure.operands import Orthonormal
@@ -41,12 +41,32 @@ class Work(NamedTuple):
 
 def transform_work(problem: Problem, cell: Cell, operands: Orthonormal) -> Work:
     """A problem's at a cell, with operands of the problem."""
-    return Work(cell.traffic(problem), cell.elements, operands.scale, timed_rows(problem), operands)
+    given: Mapping[str, int] = operands
+    if form := problem.io.form:  # rows of the least length
+        rows = cell.elements // problem.unit
+        given = {**operands, "scales_in_row": form.scales_in_row(problem.unit), "scale_pitch": -(-rows // 4) * 4}
+    return Work(cell.traffic(problem), cell.elements, operands.scale, timed_rows(problem), given)
 
 
 def copy_work(traffic: Traffic) -> Work:
-    """The copy kernel's, which counts in elements of two bytes."""
-    return Work(traffic, traffic.buffer_bytes // 2, 1.0, RowShape(0, 0, 0), {})
+    """The copy kernel's, which counts in elements of two bytes. That for codes writes as many bytes as codes and scales
+    have, the latter in words."""
+    operands = {}
+    if traffic.codes_bytes:
+        vectors, words = traffic.buffer_bytes // 16, traffic.scales_bytes // 4
+        operands["codes_of_vector"] = traffic.codes_bytes // vectors
+        operands["vectors_of_scales"] = vectors // words if words else 0
+    return Work(traffic, traffic.buffer_bytes // 2, 1.0, RowShape(0, 0, 0), operands)
+
+
+def prepared(kernel: LoadedKernel, work: Work) -> Launch:
+    """The launches of a work, of which the scales go behind the codes, if there are any."""
+    if not work.traffic.codes_bytes:
+        return kernel.prepared(*work[1:])
+    behind = work.traffic.codes_bytes
+    changing = [param.name for param in kernel.spec.params if param.name == "scales"]
+    launch = kernel.prepared(*work[1:], changing=changing)
+    return lambda stream, x, y: launch(stream, x, y, *[y + behind] * len(changing))
 
 
 class Sample(NamedTuple):
@@ -71,7 +91,7 @@ class LaunchGraph:
     def __init__(self, stream: int, kernel: LoadedKernel, addresses: Iterable[tuple[int, int]], work: Work) -> None:
         """`addresses`: of x and y, one pair a launch. Raises `DriverError`."""
         driver = bindings()
-        launch = kernel.prepared(*work[1:])  # once: thousands of launches are captured in a trial
+        launch = prepared(kernel, work)  # once: thousands of launches are captured in a trial
         self._stream = stream
         begun = driver.cuStreamBeginCapture(stream, libcuda.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
         check(begun, "beginning a graph capture")
@@ -126,6 +146,8 @@ class Stopwatch:
         self._stream = stream
         self._l2_bytes = l2_bytes
         self._arena = torch.zeros(4, dtype=torch.int32, device=stream.device)
+        # Results that are quantized, which no kernel may read as input.
+        self._results = torch.zeros(4, dtype=torch.int32, device=stream.device)
         self._flusher = torch.zeros(EVICTION * l2_bytes // 4, dtype=torch.int32, device=stream.device)
 
     def operands(self, problem: Problem) -> Orthonormal:
@@ -211,7 +233,7 @@ class Stopwatch:
         x, first, again = (memory[i * size : (i + 1) * size].view(torch.int32) for i in range(REPEATED_BUFFERS))
         first.zero_()  # nothing is written between rows
         again.zero_()
-        stream, launch = self._stream.cuda_stream, kernel.prepared(*work[1:])
+        stream, launch = self._stream.cuda_stream, prepared(kernel, work)
         launch(stream, x.data_ptr(), first.data_ptr())
         same = []
         for _ in range(launches):
@@ -230,13 +252,23 @@ class Stopwatch:
         """Launches of a kernel in the slots of a work."""
         traffic = work.traffic
         base = self._arena.data_ptr()
-        # The driver may load code with a kernel's first launch, which must not happen inside a capture.
-        kernel.launch(self._stream.cuda_stream, base, base, *work[1:])
-        y_offset = 0 if traffic.destination is Destination.IN_PLACE else traffic.buffer_bytes
         slots = traffic.slots(self._l2_bytes)
-        launches = range(traffic.launches(self._l2_bytes))
-        starts = (base + launch % slots * traffic.footprint for launch in launches)
-        addresses = ((start, start + y_offset) for start in starts)
+        launches = [launch % slots for launch in range(traffic.launches(self._l2_bytes))]
+        if traffic.codes_bytes:
+            if self._results.nbytes < slots * traffic.result_bytes:
+                self._results = self._results.new_empty(slots * traffic.result_bytes // 4 + 4)
+            results = self._results.data_ptr()
+            addresses = [(base + i * traffic.buffer_bytes, results + i * traffic.result_bytes) for i in launches]
+        else:
+            y_offset = 0 if traffic.destination is Destination.IN_PLACE else traffic.buffer_bytes
+            starts = (base + i * traffic.footprint for i in launches)
+            addresses = [(start, start + y_offset) for start in starts]
+        # The driver may load code with a kernel's first launch, which must not happen inside a capture.
+        x, y = addresses[0]
+        if traffic.codes_bytes:
+            prepared(kernel, work)(self._stream.cuda_stream, x, y)
+        else:
+            kernel.launch(self._stream.cuda_stream, x, x, *work[1:])
         return LaunchGraph(self._stream.cuda_stream, kernel, addresses, work)
 
     def _timed(self, call: Callable[[], object]) -> _Interval:

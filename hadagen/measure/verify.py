@@ -21,11 +21,13 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from hadagen import quantizer
 from hadagen.bits import encode
 from hadagen.errors import told_apart
+from hadagen.formats import Element, Format
 from hadagen.launch import LaunchSpec, RowShape
 from hadagen.measure.messages import Answer
-from hadagen.measure.operands import DeviceOperands
+from hadagen.measure.operands import GIVEN_SCALE, DeviceOperands
 from hadagen.problem import DType, Numerics, Problem, Rows
 from hadagen.reference import Operands, input_classes, transform, verification_operands, verification_scale
 from hadagen.regimes import timed_rows
@@ -37,6 +39,7 @@ _BITS = {2: torch.int16, 4: torch.int32}
 
 # Bytes of an element → a NaN in every type of this size. Memory that no kernel wrote keeps it.
 _POISON = {2: 0x7FFF, 4: 0x7FFF7FFF}
+_BYTE = 0x7F
 _GUARD_ELEMENTS = 1 << 15  # 64 KiB or more
 # With this many elements, measured errors are stable to a few per mille.
 _LEAST_ELEMENTS = 1 << 17
@@ -238,6 +241,8 @@ class Verifier:
         return self._device_cases
 
     def _judge(self, kernel: Launchable, problem: Problem, cases: _Cases) -> Answer:
+        if problem.io.form:
+            return self._judge_codes(kernel, problem, problem.io.form, cases)
         counts = row_counts(kernel.spec, problem.n, kernel.resident_blocks)
         findings = _Findings()
         given = [DeviceOperands(problem, operands, self._device) for operands in self._operands]
@@ -259,6 +264,66 @@ class Verifier:
                     findings.fewer.append((part == out[:few]).all())
         findings.outside += [torch.tensor(each.are_whole(), device=self._device) for each in given]
         return _answer(problem, findings)
+
+    def _judge_codes(self, kernel: Launchable, problem: Problem, form: Format, cases: _Cases) -> Answer:
+        """The same for a kernel that quantizes. Its errors are those of `quantizer.excess_error`."""
+        counts = row_counts(kernel.spec, problem.unit, kernel.resident_blocks)
+        together = problem.unit // problem.n  # rows of x
+        findings = _Findings()
+        scale = torch.full((), GIVEN_SCALE, device=self._device) if form.needs_scale else None
+        given = [DeviceOperands(problem, operands, self._device) for operands in self._operands]
+        for key, case in cases.items():
+            operands, loops = given[key.operands], key.input_class == _LOOPED_CLASS and key.operands == 0
+            rows = case.rows((counts.looped if loops else counts.base) * together)
+            x = case.bits[rows]
+            exact = case.reference[rows].view(-1, problem.unit)
+            first = self._quantize(kernel, problem, form, x, operands, scale, findings)
+            codes, scales = first
+            dtype = TORCH_DTYPE[problem.io.input]
+            error = quantizer.excess_error(codes, scales, exact, form, dtype, scale)
+            findings.errors.setdefault(key.input_class, []).append(error)
+            again = self._quantize(kernel, problem, form, x, operands, scale, findings)
+            findings.repeated += [_same_bits(*each) for each in zip(first, again, strict=True)]
+            for few in counts.few if loops else ():
+                part, _ = self._quantize(kernel, problem, form, x[: few * together], operands, scale, findings)
+                findings.fewer.append(_same_bits(part, codes[:few]))
+        findings.outside += [torch.tensor(each.are_whole(), device=self._device) for each in given]
+        return _answer(problem, findings)
+
+    def _quantize(
+        self,
+        kernel: Launchable,
+        problem: Problem,
+        form: Format,
+        x: torch.Tensor,
+        operands: DeviceOperands,
+        scale: torch.Tensor | None,
+        findings: _Findings,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes and scales of the bits of rows. The poison around codes must be intact afterwards, and so must x."""
+        rows, groups = x.numel() // problem.unit, form.scales_in_row(problem.unit)
+        kind = {Element.E4M3: torch.float8_e4m3fn, Element.INT8: torch.int8}.get(form.element, torch.uint8)
+        size = x.numel() * form.element.bits // 8
+        memory = torch.full((size + 2 * _GUARD_ELEMENTS,), _BYTE, dtype=torch.uint8, device=self._device)
+        codes = memory[_GUARD_ELEMENTS:][:size]
+        kinds = {"float32": torch.float32, "e8m0": torch.uint8, "e4m3": torch.float8_e4m3fn}
+        of_scale = kinds.get(form.scale, TORCH_DTYPE[problem.io.input])
+        scales = quantizer.laid_out_empty(rows, groups, form.layout, of_scale, self._device)
+        source = x.clone()
+        addresses = {
+            **operands,
+            "scales": scales.data_ptr(),
+            "tensor_scale": 0 if scale is None else scale.data_ptr(),
+            "scales_in_row": groups,
+            "scale_pitch": quantizer.pitch(scales),
+        }
+        shape = RowShape(problem.n, problem.n, problem.n)
+        with_scale = verification_scale(problem)
+        kernel.launch(self._stream, source.data_ptr(), codes.data_ptr(), x.numel(), with_scale, shape, addresses)
+        result = codes.clone().view(kind).view(rows, -1)
+        codes.fill_(_BYTE)
+        findings.outside += [(memory == _BYTE).all(), (source == x).all()]
+        return result, scales
 
     def _run(
         self,
@@ -293,6 +358,10 @@ class Verifier:
         target.fill_(poison)
         findings.outside.append((memory == poison).all())
         return result
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return (one.contiguous().view(torch.uint8) == other.contiguous().view(torch.uint8)).all()
 
 
 def _relative_error(bits: torch.Tensor, reference: torch.Tensor, dtype: DType) -> torch.Tensor:

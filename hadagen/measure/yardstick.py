@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Sequence
 
 from hadagen.driver import LoadedKernel
+from hadagen.launch import PARAMS
 from hadagen.measure.cells import Traffic
 from hadagen.measure.timing import GRAPHS, Stopwatch, copy_work
 
@@ -30,11 +31,14 @@ class Yardstick:
         now = time.monotonic()
         wanted = [t for t in dict.fromkeys(traffics) if now - self._taken.get(t, -math.inf) >= _YARDSTICK_LIFE_S]
         new = [traffic for traffic in wanted if traffic not in self._fastest]
-        rounds = [self._time(copy, new) for copy in self._copies]
-        for traffic in new:
-            times = [samples[traffic] for samples in rounds]
-            self.us[traffic] = min(times)
-            self._fastest[traffic] = self._copies[times.index(self.us[traffic])]
+        for quantized in (False, True):
+            of_kind = [traffic for traffic in new if (traffic.codes_bytes > 0) is quantized]
+            copies = [copy for copy in self._copies if (copy.spec.params != PARAMS) is quantized]
+            rounds = [self._time(copy, of_kind) for copy in copies if of_kind]
+            for traffic in of_kind:
+                times = [samples[traffic] for samples in rounds]
+                self.us[traffic] = min(times)
+                self._fastest[traffic] = copies[times.index(self.us[traffic])]
         for copy in self._copies:
             self.us |= self._time(copy, [t for t in wanted if t not in new and self._fastest[t] is copy])
         self._taken |= dict.fromkeys(wanted, now)

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from hadagen.errors import StorageError, ToolchainError, UsageError
 from hadagen.launch import PORTABLE_CLUSTER, LaunchSpec
 from hadagen.problem import Problem, Rows, kernel_order
-from hadagen.regimes import Destination, nearest
+from hadagen.regimes import Destination, destinations, nearest
 from hadagen.runtime import bundles
 from hadagen.runtime.arguments import as_int, is_count, is_flag
 from hadagen.runtime.device import Device, find_device
@@ -133,12 +133,12 @@ def timed_in_bundles(
 
 
 def where_measured(problem: Problem, device: Device) -> Path | None:
-    """The bundle whose kernels calls in place run, if kernels in both destinations were measured on a GPU of this name;
-    else None.
+    """The bundle whose kernels calls run, in place if they may, if kernels in all destinations were measured on a GPU
+    of this name; else None.
 
     Raises as `choose_from_bundles` does.
     """
-    best = [_best_bundle(problem, destination, device) for destination in Destination]
+    best = [_best_bundle(problem, destination, device) for destination in destinations(problem)]
     measured = [found[2].path for found in best if found and found[0] is Match.SAME_GPU]
     return measured[0] if len(measured) == len(best) else None
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 
-from hadagen.problem import Problem, Rows, difference
+from hadagen.problem import Io, Problem, Rows, difference
 from hadagen.runtime.device import Device
 from hadagen.target import known_archs
 from hadagen.trial import Environment, Provenance, knobs_key, recipe_digest
@@ -22,17 +22,32 @@ def may_be_guessed(problem: Problem) -> bool:
 
 
 def nearest_problems(problem: Problem, known: Iterable[Problem]) -> list[Problem]:
-    """Those of the same io, and those that store what it quantizes; with a matrix if the problem has one and else
-    without. Nearest first: by the ratios of orders and of lengths. Of two equally near, the one of the same io comes
-    first, and then the one that has signs if the problem has some."""
-    plain = replace(problem.io, output=problem.io.input)
+    """Those of the same io, and with a format those of a similar one, or of none; with a matrix if the problem has one
+    and else without. Nearest first: by the ratios of orders and of lengths, and by how similar formats are. Of two
+    equally near, the one of the same io comes first, and then the one that has signs if the problem has some."""
 
     def distance(other: Problem) -> tuple[float, bool, bool, Problem]:
         same = other.io == problem.io, other.transform.signed == problem.transform.signed
-        return difference(problem, other), not same[0], not same[1], other
+        apart = difference(problem, other) + (_apart(other.io, problem.io) or 0)
+        return apart, not same[0], not same[1], other
 
-    similar = {each for each in known if each.io in (problem.io, plain) and (each.order > 1) == (problem.order > 1)}
+    similar = {
+        each for each in known if _apart(each.io, problem.io) is not None and (each.order > 1) == (problem.order > 1)
+    }
     return sorted(similar - {problem}, key=distance)
+
+
+def _apart(one: Io, other: Io) -> int | None:
+    """0 for the same io, or formats with codes of as many bits and groups of the same size; 1 and 2 for formats that
+    are less similar; 3 where one has none; None for others."""
+    if one == other:
+        return 0
+    form, wanted = one.form, other.form
+    if wanted is None or replace(one, output=one.input) != replace(other, output=other.input):
+        return None
+    if form is None:
+        return 3
+    return (form.element.bits != wanted.element.bits) + (form.group != wanted.group)
 
 
 def adapted(

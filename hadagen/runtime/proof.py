@@ -7,11 +7,12 @@ from itertools import product
 
 import torch
 
+from hadagen import quantizer
 from hadagen.driver import LoadedKernel
-from hadagen.formats import TENSOR, Format
+from hadagen.formats import Format
 from hadagen.launch import RowShape
 from hadagen.problem import DType, Problem
-from hadagen.runtime import fallback, quantizer
+from hadagen.runtime import fallback
 from hadagen.runtime.operands import Operands, addresses, pack_matrix
 from hadagen.runtime.product import rotate_into
 
@@ -66,8 +67,8 @@ def _is_right(
 
 
 def _quantizes_right(kernel: LoadedKernel, problem: Problem, form: Format) -> bool:
-    """Whether codes and scales stand for the rotated values almost as well as those of the quantizer in PyTorch: for
-    whole tiles and a ragged one, and for more tiles than the GPU holds at once."""
+    """Whether codes and scales stand for the rotated values as well as those of the quantizer in PyTorch, but for the
+    error bound: for whole tiles and a ragged one, and for more tiles than the GPU holds at once."""
     spec, device = kernel.spec, torch.device("cuda", kernel.device)
     columns = math.lcm(problem.unit, _COLUMNS)
     tiles = 2 + (kernel.resident_blocks // spec.cluster if spec.persistent else 0)
@@ -79,7 +80,8 @@ def _quantizes_right(kernel: LoadedKernel, problem: Problem, form: Format) -> bo
     if problem.n > 1:
         rotate_into(x.float(), wanted, of, fallback.transform)
     given = torch.tensor(0.01, device=device) if form.needs_scale else None
-    best = quantizer.quantize(wanted.to(x.dtype).float() if form.rounded else wanted, form, x.dtype, given)
+    exact = wanted.double()
+    best = quantizer.quantize(wanted, form, x.dtype, given)  # for the shapes
     groups = form.scales_in_row(columns)
     codes, scales = (
         torch.empty_like(best[0]),
@@ -92,13 +94,7 @@ def _quantizes_right(kernel: LoadedKernel, problem: Problem, form: Format) -> bo
     stream = torch.cuda.current_stream(device).cuda_stream
     kernel.launch(stream, x.data_ptr(), codes.data_ptr(), rows * columns, scale, None, operands)
 
-    def error(codes: torch.Tensor, scales: torch.Tensor) -> float:
-        values = quantizer.dequantize(
-            codes, given if form.group == TENSOR and given is not None else scales, form, given
-        )
-        return float(torch.linalg.vector_norm(values - wanted) / torch.linalg.vector_norm(wanted))
-
-    return error(codes, scales) <= 1.02 * error(*best) + problem.error_bound
+    return quantizer.excess_error(codes, scales, exact, form, x.dtype, given).item() <= problem.error_bound
 
 
 def _operands(problem: Problem, transposed: bool, numbers: torch.Generator) -> Operands:

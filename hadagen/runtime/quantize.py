@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hadagen import quantizer
 from hadagen.errors import TensorError, UsageError
 from hadagen.formats import TENSOR, Format
-from hadagen.runtime import compute, quantizer, quantizing, repeat
+from hadagen.runtime import compute, quantizing, repeat
 from hadagen.runtime.arguments import as_int
 from hadagen.runtime.checks import (
     DTYPES,

@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hadagen import quantizer
 from hadagen.driver import Launch
 from hadagen.errors import UsageError
 from hadagen.formats import ROW, TENSOR, Element, Format, Layout
 from hadagen.launch import RowShape
 from hadagen.problem import Problem, Rows
-from hadagen.runtime import kernels, quantizer, repeat
+from hadagen.runtime import kernels, repeat
 from hadagen.runtime.choose import BATCH_INVARIANT
 from hadagen.runtime.operands import Operands, addresses
 from hadagen.runtime.repeat import ALIGNMENT

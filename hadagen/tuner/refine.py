@@ -19,7 +19,7 @@ from math import inf, isqrt
 
 from hadagen.measure import Cell, Variant, cells_at
 from hadagen.problem import Problem
-from hadagen.regimes import LOSS, Destination
+from hadagen.regimes import LOSS, Destination, destinations
 from hadagen.trial import Environment, Kernel, Outcome, Trial, knobs_key
 from hadagen.tuning_db import winners
 from hadagen.tuning_db.store import Store
@@ -141,7 +141,7 @@ class _Refinement:
         """The places to time next: each place once, and then the places with winners once more."""
         if len(self.kernels) < 2:
             return []
-        places = [(where, count) for where in Destination for count in self._middles(where)]
+        places = [(where, count) for where in destinations(self._problem) for count in self._middles(where)]
         if not places:
             named = [(cell.destination, cell.elements) for cell in self._named]
             places = [place for place in named if place not in self._confirmed]
