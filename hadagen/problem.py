@@ -240,7 +240,7 @@ class Problem:
         if self.io.rows is not Rows.CONTIGUOUS:
             return self.with_io(rows=Rows.CONTIGUOUS)
         if self.io.form:
-            return self.with_io(output=self.io.input)
+            return self.with_io(output=self.io.input) if self.n > 1 else None
         return replace(self, transform=replace(self.transform, signed=False)) if self.transform.signed else None
 
     def with_io(self, **changes: Any) -> Problem:

@@ -62,6 +62,12 @@ SEARCH_SHARE = 0.9  # of the time budget; the rest is for races
 
 
 @dataclass(frozen=True)
+def _is_like_its_parent(problem: Problem) -> bool:
+    """Whether the knobs that are good for its parent are good for it, so that it needs few trials of its own. What
+    quantizes has other work to do."""
+    return problem.parent is not None and problem.io.form is None
+
+
 class TuneOptions:
     """What to search, with what, and for how long.
 
@@ -243,7 +249,8 @@ class _Search:
 
     def _share(self, problem: Problem) -> int:
         """The trials that a problem should get."""
-        return min(self._trials, max(LEAST_OF_CHILD, self._trials // CHILD_SHARE)) if problem.parent else self._trials
+        shared = min(self._trials, max(LEAST_OF_CHILD, self._trials // CHILD_SHARE))
+        return shared if _is_like_its_parent(problem) else self._trials
 
     def _ask(self) -> list[tuple[Problem, Knobs]]:
         """The next batch: knobs of all open problems, up to `BATCH_SIZE`; empty if no problem may have more now."""
@@ -299,7 +306,7 @@ class _Search:
         problem = study.problem
         if study.asked >= self._goals[problem]:
             return False
-        parent = problem.parent
+        parent = problem.parent if _is_like_its_parent(problem) else None
         if parent is None or study.has_first or parent not in self._studies:
             return True
         if self._finished[parent] == self._goals[parent]:
@@ -326,9 +333,10 @@ class _Search:
         self._listen(ProblemStarted(problem, study.finished))
         if self._tell_if_finished(study):
             return
-        oldest = problem.parent or problem  # the search starts with its knobs
+        # The search starts with its knobs.
+        oldest = (problem.parent if _is_like_its_parent(problem) else None) or problem
         if oldest not in self._seeds:
-            start = Space(oldest, options.arch) if problem.parent else space
+            start = space if oldest is problem else Space(oldest, options.arch)
             self._seeds[oldest] = (
                 shortlist(start, self._trials)
                 if self._estimated
