@@ -62,12 +62,6 @@ SEARCH_SHARE = 0.9  # of the time budget; the rest is for races
 
 
 @dataclass(frozen=True)
-def _is_like_its_parent(problem: Problem) -> bool:
-    """Whether the knobs that are good for its parent are good for it, so that it needs few trials of its own. What
-    quantizes has other work to do."""
-    return problem.parent is not None and problem.io.form is None
-
-
 class TuneOptions:
     """What to search, with what, and for how long.
 
@@ -407,3 +401,9 @@ def nearest_matrices(problem: Problem, others: Iterable[Problem]) -> list[Proble
     """Those of the other problems that have a matrix too and the same io, the nearest first."""
     alike = {other for other in others if other.order > 1 and other.io == problem.io} - {problem}
     return sorted(alike, key=lambda other: (difference(problem, other), other))
+
+
+def _is_like_its_parent(problem: Problem) -> bool:
+    """Whether the knobs that are good for its parent are good for it, so that it needs few trials of its own. What
+    quantizes has other work to do."""
+    return problem.parent is not None and problem.io.form is None
