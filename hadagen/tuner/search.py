@@ -25,6 +25,7 @@ from hadagen.errors import StorageError, UsageError
 from hadagen.knobs import Knobs
 from hadagen.measure import Runner
 from hadagen.problem import MAX_LOG2_N, DType, Numerics, Problem, check_tunable, difference
+from hadagen.runtime.guesses import nearest_problems
 from hadagen.space import Space
 from hadagen.trial import Outcome, Trial, knobs_key
 from hadagen.tuner.estimate import shortlist
@@ -352,6 +353,8 @@ class _Search:
             nearby += _neighbors(problem)
             if problem.order > 1:
                 nearby += nearest_matrices(problem, {*self._studies, *self._stored})[:NEAREST]
+            elif problem.io.form:
+                nearby += nearest_problems(problem, {*self._studies, *self._stored})[:NEAREST]
         return _by_turns(most_often_best(self._best_by_cell(neighbor)) for neighbor in nearby)
 
     def _best_by_cell(self, problem: Problem) -> BestByCell:
@@ -384,14 +387,15 @@ def _by_turns(lists: Iterable[Sequence[Knobs]]) -> list[Knobs]:
 
 
 def _neighbors(problem: Problem) -> list[Problem]:
-    """The problems that differ least, the nearest first: the other types, the other numerics, half and twice the n."""
+    """The problems that differ least, the nearest first: the other types, the other numerics, half and twice the n if
+    that is not quantized."""
     near = [
-        *(problem.with_io(input=dtype, output=dtype) for dtype in DType),
+        *(problem.with_io(input=dtype, output=problem.io.form or dtype) for dtype in DType),
         *(problem.with_io(numerics=numerics) for numerics in Numerics),
         *(
             replace(problem, transform=replace(problem.transform, n=m))
             for m in (problem.n // 2, problem.n * 2)
-            if 2 <= m <= 1 << MAX_LOG2_N and m % problem.order == 0
+            if 2 <= m <= 1 << MAX_LOG2_N and m % problem.order == 0 and problem.io.form is None
         ),
     ]
     return [neighbor for neighbor in dict.fromkeys(near) if neighbor != problem]
