@@ -47,7 +47,10 @@ _KNOWN = {
         rf"mbarrier\.(?:test|try)_wait(?:\.parity)?(?:\.acquire\.(?:cta|cluster))?{_SPACE}\.b64",
         r"fence\.mbarrier_init\.release\.cluster|fence\.proxy\.async(?:\.shared::cta|\.global)?",
     ),
-    (8, 1): (rf"st\.async(?:\.weak)?\.shared::cluster\.mbarrier::complete_tx::bytes(?:\.v[24])?{_TYPE}",),
+    (8, 1): (
+        rf"st\.async(?:\.weak)?\.shared::cluster\.mbarrier::complete_tx::bytes(?:\.v[24])?{_TYPE}",
+        r"cvt\.rn\.satfinite\.e4m3x2\.f32",  # on sm_89; on sm_90 since 7.8
+    ),
 }
 _SINCE = {version: re.compile("|".join(some)) for version, some in _KNOWN.items()}
 
