@@ -70,8 +70,10 @@ def problem_cells(problem: Problem) -> tuple[int, str, str, str]:
 
 
 def operand_words(problem: Problem) -> list[str]:
-    """What a transform has beside H, for a title: such as "K = 28" and "signed"."""
-    return [f"K = {problem.order}"] * (problem.order > 1) + ["signed"] * problem.transform.signed
+    """What a transform has beside H, and the format of its result, for a title: "K = 28", "signed", "to int8-row"."""
+    form = problem.io.form
+    operands = [f"K = {problem.order}"] * (problem.order > 1) + ["signed"] * problem.transform.signed
+    return [*operands, *([f"to {form.name}"] if form else [])]
 
 
 def clock_text(seconds: float | None) -> str:

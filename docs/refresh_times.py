@@ -80,11 +80,17 @@ def our_rows() -> list[dict[str, str]]:
     return shipped_rows(files.OUR_GPU)
 
 
-def shipped_rows(gpu: str) -> list[dict[str, str]]:
-    """The rows of the winners of a GPU in the shipped bundle, as `hadagen bundle export` writes them."""
+def shipped_rows(gpu: str, *, quantized: bool = False) -> list[dict[str, str]]:
+    """The rows of the winners of a GPU in the shipped bundle, as `hadagen bundle export` writes them: of those that
+    quantize, or of all others."""
     table = StringIO()
     winners = selection_of(Bundle.open(files.OURS))
-    print_csv({cell: trial for cell, trial in winners.items() if cell.gpu == gpu}, table)
+    wanted = {
+        cell: trial
+        for cell, trial in winners.items()
+        if cell.gpu == gpu and (cell.problem.io.form is not None) is quantized
+    }
+    print_csv(wanted, table)
     return [_told(row) for row in csv.DictReader(StringIO(table.getvalue()))]
 
 

@@ -69,6 +69,7 @@ PARTS = {
         "products",
         "parts",
         "signs",
+        "formats",
         "between-h200",
         "invariant",
         "pitched",

@@ -1,0 +1,58 @@
+"""The table of kernels that quantize, on an H200: beside a copy of as many bytes, and beside the transform alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import refresh_files as files
+from refresh_markdown import grid, number
+from refresh_times import shipped_rows
+
+from hadagen.problem import Problem
+from hadagen.regimes import timed_elements
+
+DTYPE, DESTINATION = "bfloat16", "out-of-place"
+# Title, elements, where the data lies before the call.
+REGIMES = (
+    ("64 K, in L2", 1 << 16, "hot"),
+    ("1 M, in L2", 1 << 20, "hot"),
+    ("4 M, in L2", 1 << 22, "hot"),
+    ("64 M, in memory", 1 << 26, "cold"),
+)
+
+
+def formats_table() -> str:
+    """Of each format, the speed as a fraction of copy, and in brackets how many times as fast as the transform alone."""
+    if not files.OURS.exists():
+        return files.NO_DATA
+    rows = shipped_rows(files.H200, quantized=True)
+    codes, plain = _times(rows), _times(shipped_rows(files.H200))
+    table = []
+    for problem in sorted({problem for problem, _, _ in codes}, key=lambda each: (each.io.form, each.n)):
+        if problem.io.input.value != DTYPE:
+            continue
+        cells = []
+        for _, nominal, cache in REGIMES:
+            elements = timed_elements(problem, nominal)
+            mine = codes.get((problem, elements, cache))
+            other = plain.get((problem.parent, elements, cache)) if problem.parent else None
+            ratio = number(other[0] / mine[0]) if mine and other else "–"
+            cells.append(f"{number(mine and mine[1] / mine[0])} ({ratio})")
+        form = problem.io.form
+        assert form is not None
+        size = f", {form.group}" if form.group > 0 else ""
+        table.append([f"{form.name}{size}; n = {problem.n}", *cells])
+    titles = [title for title, _, _ in REGIMES]
+    return grid("l" + "r" * len(titles), ["format, elements with one scale; n", *titles], table)
+
+
+Times = dict[tuple[Problem | None, int, str], tuple[float, float]]
+
+
+def _times(rows: Iterable[dict[str, str]]) -> Times:
+    """(Problem, elements, cache) → microseconds of the kernel, and of the copy."""
+    return {
+        (Problem.parse(row["problem"]), int(row["elements"]), row["cache"]): (float(row["us"]), float(row["copy_us"]))
+        for row in rows
+        if row["destination"] == DESTINATION
+    }
