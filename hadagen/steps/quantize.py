@@ -213,9 +213,11 @@ class Quantize(Store):
         for place, axis in before.axes.items():
             kind, number = _coordinate(place)
             coordinates.setdefault(kind, {})[number] = axis.stride
+        near = plan.problem.n > 1 and not form.rounds_first
         view: dict[str, Any] = {
             "form": form,
-            "code": _code(form, self.folds),
+            "code": _code(form, near),
+            "near": near and form.element is Element.E2M1,
             "bits": form.element.bits,
             "rule": f"{form.name.replace('-', '_')}_{form.rule}",
             "scale_bytes": form.scale_bytes(plan.problem.io.input.bytes),

@@ -88,20 +88,21 @@ struct Divisor {
         return is_exact ? about : fma(-fma(about, by, -size), inverse, about);
     }
 };
-HADAGEN_INLINE Divisor divide_by(float value, u32 bits) { return {bits, value, reciprocal_of(value)}; }
+HADAGEN_INLINE Divisor divide_by(float value, u32 bits) { return {bits, value, reciprocal_of_usual(value)}; }
 HADAGEN_INLINE Divisor divide_by(float value) { return divide_by(value, as_word(value)); }
 template <class D> HADAGEN_INLINE D quick_of(const D& one) { return one; }
 HADAGEN_INLINE Times quick_of(const Divisor& one, float scale) { return {product(scale, one.reciprocal)}; }
-HADAGEN_INLINE bool is_quick(const Divisor& one) { return one.value >= 0x1p-90f && one.value <= 0x1p100f; }
+HADAGEN_INLINE bool is_usual(float x) { return x >= 0x1p-90f && x <= 0x1p100f && (as_word(x) & 0x7FFFFFu) != 0x7FFFFFu; }
+HADAGEN_INLINE bool is_quick(const Divisor& one) { return is_usual(one.value); }
 HADAGEN_INLINE bool is_quick(const Factor& one) { return is_quick(quick_of(one)); }
 template <class S> HADAGEN_INLINE bool is_quick(const S& one, float scale) { return is_quick(one) && is_quick(quick_of(one, scale)); }
 HADAGEN_INLINE Divisor from_lane(const Divisor& one, u32 lane) {
     return {one.bits, shuffle(one.value, lane), shuffle(one.reciprocal, lane)};
 }
 
-// A magnitude over a number whose reciprocal is known.
+// A magnitude over a small whole number.
 HADAGEN_INLINE float over(float size, const Divisor& by) {
-    return size >= 0x1p-60f && size <= 0x1p100f && by.value >= 0x1p-60f && by.value <= 0x1p60f ? by.plain(size) : by.exact(size);
+    return size >= 0x1p-60f && size <= 0x1p100f ? by.plain(size) : by.exact(size);
 }
 HADAGEN_INLINE float over(float size, float by) { return over(size, Divisor{0u, by, 1.0f / by}); }
 
@@ -319,9 +320,12 @@ template <class T> HADAGEN_INLINE Factor mxfp4_qutlass(float peak) {
 
 HADAGEN_INLINE Given nvfp4_exact_given(float given) { return {divide_by(given), reciprocal_of(given), 0.0f}; }
 template <class T> HADAGEN_INLINE Factor nvfp4_exact(float peak, const Given& given) {
-    const float scale = over(over(peak, 6.0f), given);
+    const bool usual = peak >= 0x1p-60f && peak <= 0x1p60f && is_usual(given.value) && given.value >= 0x1p-60f && given.value <= 0x1p60f;
+    const Divisor six{0u, 6.0f, 1.0f / 6.0f};
+    const float scale = usual ? given.Divisor::plain(six.plain(peak)) : given.exact(six.exact(peak));
     const u32 code = e4m3_of(at_most(at_least(scale, 0x1p-6f), 448.0f));
-    return times_factor(code, divide_by(of_e4m3(code)).exact(given.inverse));
+    const Divisor divisor = divide_by(of_e4m3(code));
+    return times_factor(code, usual ? divisor.plain(given.inverse) : divisor.exact(given.inverse));
 }
 // What is given is the largest magnitude of all values.
 HADAGEN_INLINE Given nvfp4_transformer_engine_given(float most) {

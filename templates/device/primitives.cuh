@@ -176,6 +176,13 @@ HADAGEN_INLINE u32 larger_of_bfloat16(u32 a, u32 b) {
 HADAGEN_INLINE float product(float a, float b) { return __fmul_rn(a, b); }
 HADAGEN_INLINE float sum(float a, float b) { return __fadd_rn(a, b); }
 HADAGEN_INLINE float reciprocal_of(float a) { return __frcp_rn(a); }
+// The same for a number that is neither very large nor very small, and whose fraction bits are not all 1 (P. Markstein,
+// "Computation of elementary functions on the IBM RISC System/6000 processor", 1990).
+HADAGEN_INLINE float reciprocal_of_usual(float a) {
+    float about;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(about) : "f"(a));
+    return __fmaf_rn(__fmaf_rn(-a, about, 1.0f), about, about);
+}
 HADAGEN_INLINE float fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 // The other one where one is NaN.
 HADAGEN_INLINE float smaller(float a, float b) { return fminf(a, b); }

@@ -122,6 +122,8 @@ HADAGEN_INLINE u32 larger_of_bfloat16(u32 a, u32 b) {
 HADAGEN_INLINE float product(float a, float b) { return a * b; }
 HADAGEN_INLINE float sum(float a, float b) { return a + b; }
 HADAGEN_INLINE float reciprocal_of(float a) { return 1.0f / a; }
+// The same for a number that is neither very large nor very small.
+HADAGEN_INLINE float reciprocal_of_usual(float a) { return 1.0f / a; }
 HADAGEN_INLINE float fma(float a, float b, float c) { return std::fma(a, b, c); }
 // The other one where one is NaN.
 HADAGEN_INLINE float smaller(float a, float b) { return std::fmin(a, b); }
