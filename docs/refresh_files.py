@@ -22,6 +22,8 @@ ROTATIONS = DOCS / "data" / "rotations_h200.csv"
 PARTS = DOCS / "data" / "parts_h200.csv"
 # The kernels that calls get for x without signs, with signs on both sides, and with signs that are computed, not read.
 SIGNS = DOCS / "data" / "signs_h200.csv"
+# One kernel that quantizes, beside the transform and a quantizer that torch.compile makes.
+PASSES = DOCS / "data" / "passes_h200.csv"
 # What `examples/attention.py` and `examples/quarot.py` write.
 ATTENTION = DOCS / "data" / "attention.json"
 QUAROT = DOCS / "data" / "quarot.json"

@@ -1,4 +1,4 @@
-"""The table of kernels that quantize, on an H200: beside a copy of as many bytes, and beside the transform alone."""
+"""Tables of kernels that quantize, on an H200: beside a copy of as many bytes, the transform alone, and two passes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import refresh_files as files
 from refresh_markdown import grid, number
-from refresh_times import shipped_rows
+from refresh_times import read_rows, shipped_rows
 
 from hadagen.problem import Problem
 from hadagen.regimes import timed_elements
@@ -22,7 +22,7 @@ REGIMES = (
 
 
 def formats_table() -> str:
-    """Of each format, the speed as a fraction of copy, and in brackets how many times as fast as the transform alone."""
+    """The speed as a fraction of copy, and in brackets how many times as fast it is as the transform alone."""
     if not files.OURS.exists():
         return files.NO_DATA
     rows = shipped_rows(files.H200, quantized=True)
@@ -38,12 +38,29 @@ def formats_table() -> str:
             other = plain.get((problem.parent, elements, cache)) if problem.parent else None
             ratio = number(other[0] / mine[0]) if mine and other else "–"
             cells.append(f"{number(mine and mine[1] / mine[0])} ({ratio})")
-        form = problem.io.form
-        assert form is not None
-        size = f", {form.group}" if form.group > 0 else ""
-        table.append([f"{form.name}{size}; n = {problem.n}", *cells])
+        table.append([_name(problem), *cells])
     titles = [title for title, _, _ in REGIMES]
     return grid("l" + "r" * len(titles), ["format, elements with one scale; n", *titles], table)
+
+
+def passes_table() -> str:
+    """How many times as fast one kernel is as two passes, in Markdown."""
+    if not files.PASSES.exists():
+        return files.NO_DATA
+    times: dict[Problem, dict[str, float]] = {}
+    for row in read_rows(files.PASSES):
+        title = next(name for name, elements, _ in REGIMES if elements == int(row["elements"]))
+        times.setdefault(Problem.parse(row["problem"]), {})[title] = float(row["two_us"]) / float(row["one_us"])
+    titles = [title for title, _, _ in REGIMES if any(title in found for found in times.values())]
+    rows = [[_name(problem), *(number(found.get(title)) for title in titles)] for problem, found in times.items()]
+    return grid("l" + "r" * len(titles), ["format, elements with one scale; n", *titles], rows)
+
+
+def _name(problem: Problem) -> str:
+    form = problem.io.form
+    assert form is not None
+    size = f", {form.group}" if form.group > 0 else ""
+    return f"{form.name}{size}; n = {problem.n}"
 
 
 Times = dict[tuple[Problem | None, int, str], tuple[float, float]]

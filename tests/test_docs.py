@@ -70,6 +70,7 @@ PARTS = {
         "parts",
         "signs",
         "formats",
+        "passes",
         "between-h200",
         "invariant",
         "pitched",
