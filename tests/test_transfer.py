@@ -26,7 +26,7 @@ from hadagen.measure import Cell
 from hadagen.nvrtc import Nvrtc
 from hadagen.plan import Plan
 from hadagen.problem import Problem
-from hadagen.regimes import LOSS, Destination, element_buckets
+from hadagen.regimes import LOSS, Destination, destinations, element_buckets
 from hadagen.runtime import bundles
 from hadagen.runtime.choose import Match, choose_from_bundles
 from hadagen.runtime.device import Device
@@ -102,7 +102,9 @@ def test_the_shipped_winners_cover_every_bucket_of_what_is_legal(name: str) -> N
     for problem in measured.problems():
         cells = {(entry.destination, entry.elements) for entry in bundle.entries(problem)}
         legal = Space(problem, arch).closest(Knobs()) is not None
-        wanted = {(way, count) for way in Destination for count in element_buckets(problem)} if legal else set()
+        wanted = (
+            {(way, count) for way in destinations(problem) for count in element_buckets(problem)} if legal else set()
+        )
         assert cells == wanted, problem.key
 
 
