@@ -55,6 +55,23 @@ def dequantize(codes: torch.Tensor, scales: torch.Tensor, to: Format, given: tor
     return (_in_groups(values, to) * each[..., None]).flatten(-2)
 
 
+def is_clipped(
+    values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, to: Format, given: torch.Tensor | None
+) -> torch.Tensor:
+    """Where values are so far beyond the largest code that they would have got the next one if there were one.
+
+    values: float32 [rows, columns], of which codes and scales are.
+    """
+    largest, beyond = {
+        Element.E4M3: (0x7E, 464 / 448),
+        Element.E2M1: (0x77, 7 / 6),
+        Element.INT8: (127, 127.5 / 127),
+        Element.INT4: (0x77, 7.5 / 7),
+    }[to.element]
+    limit = torch.full_like(codes.view(torch.uint8), largest).view(codes.dtype)
+    return values.abs() > beyond * dequantize(limit, scales, to, given)
+
+
 def excess_error(
     codes: torch.Tensor,
     scales: torch.Tensor,

@@ -119,6 +119,28 @@ def test_transforms_see_the_operator() -> None:
         model(forward_ad.make_dual(x, x), scales[0])
 
 
+@pytest.mark.parametrize(("name", "rule"), [(name, rule) for name, rule, layout in ALL if layout == "row-major"])
+def test_gradients_are_those_of_the_rotation_but_where_values_are_clipped(name: str, rule: str) -> None:
+    x = normal(5, N, dtype=torch.float32).requires_grad_()
+    given = {"tensor_scale": 4.0 if rule == "transformer_engine" else 1e-3} if FORMATS[name].needs_scale else {}
+    g = normal(5, N, dtype=torch.float32)
+    found = rotate_quantize(x, R, to=name, rule=rule, scale=0.5, gradient=True, **given)
+    without = rotate_quantize(x.detach(), R, to=name, rule=rule, scale=0.5, **given)
+    values = found.dequantize()
+    assert torch.equal(values, without.dequantize())
+    values.backward(g)
+    y = R(x.detach()) * 0.5
+    kept = torch.ones_like(y)
+    if name == "fp8-tensor":
+        kept = (y.abs() <= 464 * 1e-3).float()
+        assert 0.1 < kept.mean() < 0.9
+    elif rule in ("floor", "even"):  # whose scales may be too small for the largest
+        scales = torch.exp2(found.scales.float() - 127).repeat_interleave(32, -1)
+        kept = (y.abs() / scales <= {"mxfp8": 464, "mxfp4": 7}[name]).float()
+    assert x.grad is not None
+    assert torch.allclose(x.grad, R.inverse(g * kept) * 0.5, atol=1e-6)
+
+
 def test_a_default_type_or_device_changes_nothing() -> None:
     x = normal(3, N)
     found = rotate_quantize(x, R, to="nvfp4", tensor_scale=0.01)

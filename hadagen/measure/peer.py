@@ -150,8 +150,8 @@ class Peers:
         self._keeper = PeerGraph(self._pool, [least], 1)
 
     def serving(self, problem: Problem, device: torch.device) -> list[Peer]:
-        """Those that transform such rows. None has signs."""
-        if problem.transform.signed:
+        """Those that transform such rows. None has signs, or quantizes."""
+        if problem.transform.signed or problem.io.form:
             return []
         peers = self.all if problem.order == 1 else products(problem, self.all, device)
         return [peer for peer in peers if peer.serves(problem)]

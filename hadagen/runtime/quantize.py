@@ -29,6 +29,7 @@ from hadagen.runtime.quantizing import Rotated, shaped
 from hadagen.runtime.repeat import ALIGNMENT
 from hadagen.runtime.rotate import rotated
 from hadagen.runtime.rotation import Rotation
+from hadagen.runtime.transform import hadamard_transform
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _LEAST, _MOST = 2.0**-149, torch.finfo(torch.float32).max  # of a scale, in float32
@@ -41,23 +42,34 @@ class Quantized(NamedTuple):
     scales: one for each group, in the layout of the format; of a whole row [...], for int8-row [..., 1].
     format: what they are.
     tensor_scale: for nvfp4 that of the call, float32 with one element; else None. For fp8-tensor it is the scale.
+    rotated: the rotated values, float32 of x's shape, if the call asked for gradients; else None.
     """
 
     codes: torch.Tensor
     scales: torch.Tensor
     format: Format
     tensor_scale: torch.Tensor | None = None
+    rotated: torch.Tensor | None = None
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The values that codes and scales stand for, rotated as they are, of x's shape.
 
         dtype: float16, bfloat16, float32 or float64. Raises `UsageError` for another.
+
+        Of a call with gradient=True they have the gradient of the rotated values, as if codes were not rounded, and 0
+        where a value is beyond the largest code.
         """
         if dtype not in DTYPES:
             raise UsageError(f"dtype {dtype!r:.80} is not possible; pass one of {', '.join(map(str, DTYPES))}")
         codes = self.codes.flatten(0, -2) if self.codes.dim() > 1 else self.codes[None]
         values = quantizer.dequantize(codes, self.scales, self.format, self.tensor_scale)
-        return values.view(*self.codes.shape[:-1], values.shape[-1]).to(dtype)
+        shape = *self.codes.shape[:-1], values.shape[-1]
+        if self.rotated is None:
+            return values.view(shape).to(dtype)
+        exact = self.rotated.view(values.shape)
+        clipped = quantizer.is_clipped(exact.detach(), codes, self.scales, self.format, self.tensor_scale)
+        straight = exact + (values - exact).detach()
+        return torch.where(clipped, values, straight).view(shape).to(dtype)
 
 
 def rotate_quantize(
@@ -71,6 +83,7 @@ def rotate_quantize(
     layout: str = "row-major",
     tensor_scale: torch.Tensor | float | None = None,
     round_first: bool = False,
+    gradient: bool = False,
 ) -> Quantized:
     """Rotate the last dimension of x, and quantize the result.
 
@@ -84,14 +97,22 @@ def rotate_quantize(
     tensor_scale: for fp8-tensor the scale of all values; for nvfp4 that of all scales, or with the rule
         transformer_engine the largest magnitude of all values. A number, or float32 with one element on x's device.
     round_first: round the rotated values to x's type before they are quantized. By default they stay float32.
+    gradient: whether what `dequantize` gives has gradients, where x requires one. The rotation is then computed twice,
+        and its float32 values are kept.
 
     Rotation and quantizer compute in float32, and codes are rounded half to even. What is larger than the largest code
     becomes that. In formats without a code for NaN, a NaN gets 0, and an infinity the largest code. The E8M0 scale of a
     group with either is 0xff, which is no number.
 
     Raises TypeError for an argument of a wrong type; `UsageError` for a format, group, rule or layout that do not exist
-    together, and for a bad scale; `TensorError` for an x that cannot be quantized, such as one that requires gradients.
+    together, and for a bad scale; `TensorError` for an x that cannot be quantized, such as one that requires a gradient
+    where none is asked for.
     """
+    check_is_flag(gradient, "gradient")
+    if gradient and isinstance(x, torch.Tensor) and needs_derivative(x):
+        options: dict[str, Any] = {"group": group, "rule": rule, "layout": layout, "round_first": round_first}
+        codes = rotate_quantize(x.detach(), rotation, to=to, scale=scale, tensor_scale=tensor_scale, **options)
+        return codes._replace(rotated=_rotated(x, rotation, scale))
     key = _key_of(x, rotation, tensor_scale, to, scale, group, rule, layout, round_first)
     known = key and _calls.get(key)
     if known and has_only_memory(x) and not needs_derivative(x):
@@ -160,7 +181,17 @@ def check_values(x: torch.Tensor) -> None:
 
 def _check_has_no_gradient(x: torch.Tensor, name: str) -> None:
     if x.requires_grad and torch.is_grad_enabled():
-        raise TensorError(f"{name} requires a gradient, which quantized codes do not have; pass {name}.detach()")
+        fix = f"pass {name}.detach(){', or gradient=True' if name == 'x' else ''}"
+        raise TensorError(f"{name} requires a gradient, which quantized codes do not have; {fix}")
+
+
+def _rotated(x: torch.Tensor, rotation: Rotation | int | None, scale: float) -> torch.Tensor:
+    """What is quantized, with its gradient. The arguments were checked."""
+    wide = x.float()
+    if isinstance(rotation, Rotation):
+        return rotation(wide) * scale  # type: ignore[no-any-return]
+    n = 1 if rotation is None else as_int(rotation)
+    return wide * scale if n == 1 else hadamard_transform(wide.unflatten(-1, (-1, n)), scale).flatten(-2)
 
 
 def _operands(x: torch.Tensor, rotation: Rotation | int | None, scale: float) -> Rotated:
