@@ -110,9 +110,18 @@ def rotate_quantize(
     """
     check_is_flag(gradient, "gradient")
     if gradient and isinstance(x, torch.Tensor) and needs_derivative(x):
-        options: dict[str, Any] = {"group": group, "rule": rule, "layout": layout, "round_first": round_first}
-        codes = rotate_quantize(x.detach(), rotation, to=to, scale=scale, tensor_scale=tensor_scale, **options)
-        return codes._replace(rotated=_rotated(x, rotation, scale))
+        quantized = rotate_quantize(
+            x.detach(),
+            rotation,
+            to=to,
+            scale=scale,
+            group=group,
+            rule=rule,
+            layout=layout,
+            tensor_scale=tensor_scale,
+            round_first=round_first,
+        )
+        return quantized._replace(rotated=_rotated(x, rotation, scale))
     key = _key_of(x, rotation, tensor_scale, to, scale, group, rule, layout, round_first)
     known = key and _calls.get(key)
     if known and has_only_memory(x) and not needs_derivative(x):
@@ -191,7 +200,7 @@ def _rotated(x: torch.Tensor, rotation: Rotation | int | None, scale: float) -> 
     if isinstance(rotation, Rotation):
         return rotation(wide) * scale  # type: ignore[no-any-return]
     n = 1 if rotation is None else as_int(rotation)
-    return wide * scale if n == 1 else hadamard_transform(wide.unflatten(-1, (-1, n)), scale).flatten(-2)
+    return wide * scale if n == 1 else hadamard_transform(wide.reshape(*wide.shape[:-1], -1, n), scale).flatten(-2)
 
 
 def _operands(x: torch.Tensor, rotation: Rotation | int | None, scale: float) -> Rotated:
