@@ -136,6 +136,13 @@ class Format:
         """Of one scale. input_bytes: of an element of x."""
         return {"float32": 4, "input": input_bytes}.get(self.scale, 1)
 
+    def scales_room(self, rows: int, columns: int) -> int:
+        """How many scales of rows their memory has room for, with what fills up the layout."""
+        groups = self.scales_in_row(columns)
+        if self.layout is Layout.COLUMN_MAJOR:
+            return -(-rows // 4) * 4 * groups
+        return -(-rows // 128) * 128 * -(-groups // 4) * 4 if self.layout is Layout.SWIZZLED else rows * groups
+
     def scales_in_row(self, columns: int) -> int:
         """The number of scales of a row. Raises `UsageError` where groups do not fill it."""
         if self.group in (ROW, TENSOR):

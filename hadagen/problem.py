@@ -236,7 +236,7 @@ class Problem:
     @property
     def parent(self) -> Problem | None:
         """The problem whose winners are the first guess for this one: the same with contiguous rows, without a format,
-        or without signs. None if rows are contiguous and there is neither."""
+        or without signs. None if rows are contiguous and there is neither, and where n is 1."""
         if self.io.rows is not Rows.CONTIGUOUS:
             return self.with_io(rows=Rows.CONTIGUOUS)
         if self.io.form:

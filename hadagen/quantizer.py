@@ -326,18 +326,29 @@ def laid_out(scales: torch.Tensor, layout: Layout) -> torch.Tensor:
     return scales.contiguous()
 
 
+def room(rows: int, groups: int, layout: Layout) -> int:
+    """How many scales their memory has room for, with what fills them up."""
+    return _filled_up(rows, groups, layout)[0] * _filled_up(rows, groups, layout)[1]
+
+
+def _filled_up(rows: int, groups: int, layout: Layout) -> tuple[int, int]:
+    if layout is Layout.COLUMN_MAJOR:
+        return _up(rows, _PADDED_ROWS), groups
+    return (_up(rows, _TILE_ROWS), _up(groups, _TILE_GROUPS)) if layout is Layout.SWIZZLED else (rows, groups)
+
+
+def arranged(memory: torch.Tensor, rows: int, groups: int, layout: Layout) -> torch.Tensor:
+    """Scales as `laid_out` returns them, in memory of one dimension that has `room` for them."""
+    if layout is Layout.COLUMN_MAJOR:
+        return memory.view(groups, -1 if groups else 0).T[:rows]
+    return memory if layout is Layout.SWIZZLED else memory.view(rows, groups)
+
+
 def laid_out_empty(rows: int, groups: int, layout: Layout, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Scales as `laid_out` returns them, of any values but for the zeros that fill them up."""
-    padded = {
-        Layout.ROW_MAJOR: (rows, groups),
-        Layout.COLUMN_MAJOR: (_up(rows, _PADDED_ROWS), groups),
-        Layout.SWIZZLED: (_up(rows, _TILE_ROWS), _up(groups, _TILE_GROUPS)),
-    }[layout]
-    make = torch.empty if padded == (rows, groups) else torch.zeros
-    memory = make(padded[::-1], dtype=dtype, device=device)
-    if layout is Layout.COLUMN_MAJOR:
-        return memory.T[:rows]
-    return memory.flatten() if layout is Layout.SWIZZLED else memory.view(rows, groups)
+    size = room(rows, groups, layout)
+    make = torch.empty if size == rows * groups else torch.zeros
+    return arranged(make(size, dtype=dtype, device=device), rows, groups, layout)
 
 
 def pitch(scales: torch.Tensor) -> int:

@@ -114,6 +114,21 @@ def test_kernels_without_a_rotation_give_the_same_bits(name: str, rule: str, dty
         assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
 
 
+def test_calls_that_come_again() -> None:
+    """At any address, with any tensor_scale, and what an earlier call returned may be changed."""
+    memory = torch.randn(4, 8 * 64 + 8, device="cuda", dtype=torch.bfloat16)
+    for part in memory:
+        x = part[1 : 1 + 8 * 64].view(8, 64)  # no multiple of 16 bytes
+        for scale in (0.05, 0.01):
+            wanted = quantizer.quantize(x.float(), chosen("nvfp4"), x.dtype, torch.tensor(scale, device="cuda"))
+            for given in (scale, torch.tensor(scale, device="cuda")):
+                found = rotate_quantize(x, to="nvfp4", tensor_scale=given)
+                assert torch.equal(found.codes, wanted[0])
+                assert torch.equal(found.scales.view(torch.uint8), wanted[1].view(torch.uint8))
+                assert found.tensor_scale is not None
+                found.tensor_scale.mul_(3)
+
+
 def test_a_rotation_and_a_quantizer_in_a_cuda_graph() -> None:
     x = torch.randn(64, 4096, device="cuda", dtype=torch.bfloat16)
     wanted = rotate_quantize(x, 128, to="mxfp4", layout="swizzled")  # loads the kernels, too

@@ -97,6 +97,12 @@ class StandIn:
             if self.fault == "scales twice as large" and form.scale == "float32":
                 scales.mul_(2)
             memory(operands["scales"], len(stored)).copy_(stored)
+            if self.fault == "writes behind the scales":
+                memory(operands["scales"] + len(stored), 1)[0] = 0
+            elif self.fault == "scales of a single row" and elements == problem.unit:
+                memory(operands["scales"], 1)[0] ^= 1
+            elif self.fault == "fills up the layout":
+                memory(operands["scales"], len(stored))[-1] = 1
         if self.fault == "writes behind":
             memory(y + len(raw), 1)[0] = 0
         elif self.fault == "changes its input":
@@ -127,8 +133,14 @@ def test_what_is_right_is_found_right(key: str) -> None:
         ("scales twice as large", Outcome.WRONG_ANSWER),
         ("writes behind", Outcome.WRONG_ANSWER),
         ("changes its input", Outcome.WRONG_ANSWER),
+        ("writes behind the scales", Outcome.WRONG_ANSWER),
+        ("scales of a single row", Outcome.WRONG_ANSWER),
         ("differs every time", Outcome.UNSTABLE),
     ],
 )
 def test_what_is_wrong_is_found_wrong(fault: str, found: Outcome) -> None:
     assert outcome(Problem.parse(KEYS[0]), fault)[0] is found
+
+
+def test_what_fills_up_a_layout_stays_zero() -> None:
+    assert outcome(Problem.parse(KEYS[1]), "fills up the layout")[0] is Outcome.WRONG_ANSWER

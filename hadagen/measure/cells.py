@@ -45,12 +45,13 @@ class Traffic(NamedTuple):
     destination: Destination
     cache: Cache
     codes_bytes: int = 0  # of the result instead where that is quantized, a multiple of 16
-    scales_bytes: int = 0  # and of the scales behind it
+    scales_bytes: int = 0  # and of the scales behind it,
+    room_bytes: int = 0  # of which the layout takes so many
 
     @property
     def result_bytes(self) -> int:
-        """Of what a launch writes, each part up to a multiple of 16."""
-        return self.codes_bytes + -(-self.scales_bytes // 16) * 16 if self.codes_bytes else self.buffer_bytes
+        """Room for what a launch writes, each part up to a multiple of 16."""
+        return self.codes_bytes + -(-self.room_bytes // 16) * 16 if self.codes_bytes else self.buffer_bytes
 
     @property
     def footprint(self) -> int:
@@ -87,7 +88,11 @@ class Cell(NamedTuple):
     def traffic(self, problem: Problem) -> Traffic:
         whole_vectors = -(-buffer_bytes(problem, self.elements) // 16) * 16  # a few rows of 2 elements are less
         codes, scales = quantized_bytes(problem, self.elements)
-        return Traffic(whole_vectors, self.destination, self.cache, -(-codes // 16) * 16, scales)
+        room = 0
+        if scales and (form := problem.io.form):
+            room = form.scales_room(self.elements // problem.unit, problem.unit)
+            room *= form.scale_bytes(problem.io.input.bytes)
+        return Traffic(whole_vectors, self.destination, self.cache, -(-codes // 16) * 16, scales, room)
 
 
 # What to time: the same cells for every problem, or cells by problem.

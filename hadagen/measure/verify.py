@@ -285,8 +285,15 @@ class Verifier:
             again = self._quantize(kernel, problem, form, x, operands, scale, findings)
             findings.repeated += [_same_bits(*each) for each in zip(first, again, strict=True)]
             for few in counts.few if loops else ():
-                part, _ = self._quantize(kernel, problem, form, x[: few * together], operands, scale, findings)
-                findings.fewer.append(_same_bits(part, codes[:few]))
+                part = self._quantize(kernel, problem, form, x[: few * together], operands, scale, findings)
+                findings.fewer.append(_same_bits(part[0], codes[:few]))
+                if form.group > 0:
+                    groups = form.scales_in_row(problem.unit)
+                    of_few, of_all = (
+                        quantizer.rows_of_scales(each, form.layout, rows, groups)
+                        for each, rows in ((part[1], few), (scales, len(codes)))
+                    )
+                    findings.fewer.append(_same_bits(of_few, of_all[:few]))
         findings.outside += [torch.tensor(each.are_whole(), device=self._device) for each in given]
         return _answer(problem, findings)
 
@@ -308,9 +315,13 @@ class Verifier:
         codes = memory[_GUARD_ELEMENTS:][:size]
         kinds = {"float32": torch.float32, "e8m0": torch.uint8, "e4m3": torch.float8_e4m3fn}
         of_scale = kinds.get(form.scale, TORCH_DTYPE[problem.io.input])
-        scales = quantizer.laid_out_empty(rows, groups, form.layout, of_scale, self._device)
-        if form.group < 0:
-            scales.zero_()  # which no kernel writes
+        # Poison where scales go, zeros where the layout is filled up, and poison around.
+        poisoned = torch.full((rows, groups * of_scale.itemsize), _BYTE, dtype=torch.uint8, device=self._device)
+        wanted = _memory(quantizer.laid_out(poisoned.view(of_scale), form.layout))
+        around = memory[:_GUARD_ELEMENTS]
+        scale_memory = torch.cat((around, wanted, around))
+        inside = scale_memory[_GUARD_ELEMENTS:-_GUARD_ELEMENTS]
+        scales = quantizer.arranged(inside.view(of_scale), rows, groups, form.layout)
         source = x.clone()
         addresses = {
             **operands,
@@ -322,10 +333,12 @@ class Verifier:
         shape = RowShape(problem.n, problem.n, problem.n)
         with_scale = verification_scale(problem)
         kernel.launch(self._stream, source.data_ptr(), codes.data_ptr(), x.numel(), with_scale, shape, addresses)
-        result = codes.clone().view(kind).view(rows, -1)
+        result = codes.clone().view(kind).view(rows, -1), scales.clone()
         codes.fill_(_BYTE)
-        findings.outside += [(memory == _BYTE).all(), (source == x).all()]
-        return result, scales
+        scales.copy_(quantizer.arranged(wanted.view(of_scale), rows, groups, form.layout))
+        whole = torch.cat((around, wanted, around))
+        findings.outside += [(memory == _BYTE).all(), (scale_memory == whole).all(), (source == x).all()]
+        return result
 
     def _run(
         self,
@@ -360,6 +373,11 @@ class Verifier:
         target.fill_(poison)
         findings.outside.append((memory == poison).all())
         return result
+
+
+def _memory(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes that it lies in, gaps and all."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ TORCH_DTYPE = {DType.FLOAT16: torch.float16, DType.BFLOAT16: torch.bfloat16, DTy
 _ELEMENTS = 1 << 15
 _SEED = 1
 _FAR_OFF = 0x7F  # a byte of which a NaN or a large number is made
-_COLUMNS = 512  # of rows that are quantized, which may be several rows or groups of a problem
+_UNITS = 3  # of a row that is quantized: an odd number of rows or groups of a problem
 
 
 def is_right(kernel: LoadedKernel, problem: Problem) -> bool:
@@ -70,9 +70,9 @@ def _quantizes_right(kernel: LoadedKernel, problem: Problem, form: Format) -> bo
     """Whether codes and scales stand for the rotated values as well as those of the quantizer in PyTorch, but for the
     error bound: for whole tiles and a ragged one, and for more tiles than the GPU holds at once."""
     spec, device = kernel.spec, torch.device("cuda", kernel.device)
-    columns = math.lcm(problem.unit, _COLUMNS)
+    columns = _UNITS * problem.unit
     tiles = 2 + (kernel.resident_blocks // spec.cluster if spec.persistent else 0)
-    rows = max(tiles * spec.tile_elements, _ELEMENTS) // columns + 1
+    rows = max(tiles * spec.tile_elements, _ELEMENTS) // columns | 1  # odd, so that the last tile is ragged
     numbers, scale = torch.Generator(device).manual_seed(_SEED), problem.n**-0.5
     x = torch.randn(rows, columns, generator=numbers, device=device).to(TORCH_DTYPE[problem.io.input])
     of = _operands(problem, False, numbers)._replace(scale=scale)

@@ -25,7 +25,7 @@ from hadagen.runtime.checks import (
     kind_of,
 )
 from hadagen.runtime.linear import LIBRARY, has_only_memory, needs_derivative
-from hadagen.runtime.quantizing import Rotated, shaped
+from hadagen.runtime.quantizing import Rotated, is_ready, shaped
 from hadagen.runtime.repeat import ALIGNMENT
 from hadagen.runtime.rotate import rotated
 from hadagen.runtime.rotation import Rotation
@@ -68,8 +68,8 @@ class Quantized(NamedTuple):
             return values.view(shape).to(dtype)
         exact = self.rotated.view(values.shape)
         clipped = quantizer.is_clipped(exact.detach(), codes, self.scales, self.format, self.tensor_scale)
-        straight = exact + (values - exact).detach()
-        return torch.where(clipped, values, straight).view(shape).to(dtype)
+        nothing = (exact - exact.detach()).nan_to_num(0.0)  # but for its gradient
+        return torch.where(clipped, values, values + nothing).view(shape).to(dtype)
 
 
 def rotate_quantize(
@@ -125,9 +125,8 @@ def rotate_quantize(
     key = _key_of(x, rotation, tensor_scale, to, scale, group, rule, layout, round_first)
     known = key and _calls.get(key)
     if known and has_only_memory(x) and not needs_derivative(x):
-        form, run, given = known
-        if given is None and form.needs_scale:
-            given = _tensor_scale(tensor_scale, form, x)
+        form, run = known
+        given = _tensor_scale(tensor_scale, form, x) if form.needs_scale else None
         return _quantized(form, given, *run(x.data_ptr(), given))
     check_values(x)
     check_is_flag(round_first, "round_first")
@@ -140,9 +139,8 @@ def rotate_quantize(
     of = _operands(x, rotation, scale if is_symbolic(scale) else float(scale))
     options = form.name, form.group, form.rule, form.layout.value, round_first, given
     result = _quantized(form, given, *_OPERATOR(x, *of, *options))
-    run = _runs.get(_key_of_run(x, of, form, round_first)) if key and x.is_contiguous() else None
-    if key and run:
-        repeat.remember(_calls, key, (form, run, None if isinstance(tensor_scale, torch.Tensor) else given))
+    if key and is_ready(x) and (run := _runs.get(_key_of_run(x, of, form, round_first))):
+        repeat.remember(_calls, key, (form, run))
     return result
 
 
@@ -156,26 +154,28 @@ def _quantized(form: Format, given: torch.Tensor | None, codes: torch.Tensor, sc
 
 # What to do for calls that differ only in the address of x, by a multiple of 16. Only checked arguments are in here. An
 # entry is right for whatever lies at the addresses of the operands of its rotation, because they are in the key.
-_calls: dict[tuple[Any, ...], tuple[Format, quantizing.Run, torch.Tensor | None]] = repeat.table()
+_calls: dict[tuple[Any, ...], tuple[Format, quantizing.Run]] = repeat.table()
 _runs: dict[tuple[Any, ...], quantizing.Run] = repeat.table()
+
+
+_PLAIN = {None, type(None), int, float, bool, str}
 
 
 def _key_of(x: torch.Tensor, rotation: Any, tensor_scale: Any, *options: Any) -> tuple[Any, ...] | None:
     """The key of a call in `_calls`; None where nothing is remembered."""
-    if torch.compiler.is_dynamo_compiling():
+    if torch.compiler.is_dynamo_compiling() or not isinstance(x, torch.Tensor) or not x.is_cuda:
+        return None
+    rotated = rotation.identity if isinstance(rotation, Rotation) else rotation
+    given = None if isinstance(tensor_scale, torch.Tensor) else tensor_scale
+    # Of equal numbers of several types some are refused, and what is no plain value may change.
+    types = *(None if isinstance(each, Rotation) else type(each) for each in (rotation, given)), *map(type, options)
+    if not _PLAIN.issuperset(types):
         return None
     try:
-        if not x.is_cuda:
-            return None
-        rotated = rotation.identity if isinstance(rotation, Rotation) else rotation
-        given = None if isinstance(tensor_scale, torch.Tensor) else tensor_scale
-        # Of equal numbers of several types some are refused.
-        types = type(rotation), type(tensor_scale), *map(type, options)
-        key = x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % ALIGNMENT, rotated, given, *options, types
-        hash(key)
-    except (AttributeError, RuntimeError, TypeError):  # an argument that is refused, or no memory
+        address = x.data_ptr() % ALIGNMENT
+    except RuntimeError:  # no memory
         return None
-    return key
+    return x.shape, x.stride(), x.dtype, x.get_device(), address, rotated, given, *options, types
 
 
 def check_values(x: torch.Tensor) -> None:
@@ -232,7 +232,7 @@ def _tensor_scale(given: torch.Tensor | float | None, form: Format, x: torch.Ten
         _check_has_no_gradient(given, "tensor_scale")
         if given.device.type == "cpu" and has_only_memory(given):
             _check_is_possible(float(given), form)
-        return given.detach().reshape(())
+        return given.detach().resolve_neg().reshape(())
     check_is_number(given, "tensor_scale")
     if not is_symbolic(given):
         try:
@@ -258,7 +258,7 @@ def _compute(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and scales of x, which has memory and no derivative: by a kernel if there is one."""
     if compute.takes_kernels(x):
-        if not x.is_contiguous() or x.data_ptr() % ALIGNMENT:
+        if not is_ready(x):
             x = x.clone(memory_format=torch.contiguous_format)
         key = _key_of_run(x, of, form, round_first)
         run = _runs.get(key)

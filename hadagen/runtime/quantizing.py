@@ -15,7 +15,7 @@ from hadagen.driver import Launch
 from hadagen.errors import UsageError
 from hadagen.formats import ROW, TENSOR, Element, Format, Layout
 from hadagen.launch import RowShape
-from hadagen.problem import Problem, Rows
+from hadagen.problem import LEAST_GROUP, Problem, Rows
 from hadagen.runtime import kernels, repeat
 from hadagen.runtime.choose import BATCH_INVARIANT
 from hadagen.runtime.operands import Operands, addresses
@@ -46,6 +46,11 @@ class Rotated(NamedTuple):
         """The same for rotations that have the same operands in memory."""
         tensors = (None if each is None else (each.data_ptr(), each.dtype) for each in (self[0], *self[2:4]))
         return *tensors, tuple(self.orders), *self[4:]
+
+
+def is_ready(x: torch.Tensor) -> bool:
+    """Whether kernels take x as it lies."""
+    return x.is_contiguous() and x.data_ptr() % ALIGNMENT == 0
 
 
 def shaped(
@@ -84,9 +89,13 @@ class Run:
                 return self(address, given)
         codes, scales = self._parts
         made: torch.Tensor = self._empty(*codes)
-        of_groups: torch.Tensor = (
-            quantizer.laid_out_empty(*self._laid_out, made.device) if self._is_filled_up else self._empty(*scales)
-        )
+        of_groups: torch.Tensor
+        if self._of_tensor:
+            of_groups = made.new_zeros((), dtype=torch.float32)  # the operator's second result, which says nothing
+        elif self._is_filled_up:
+            of_groups = quantizer.laid_out_empty(*self._laid_out, made.device)
+        else:
+            of_groups = self._empty(*scales)
         changing = [] if self._of_tensor else [of_groups.data_ptr()]
         if given is not None:
             changing.append(given.data_ptr())
@@ -97,7 +106,7 @@ class Run:
 def find(x: torch.Tensor, of: Rotated, form: Format, round_first: bool) -> Run | None:
     """What launches a kernel for tensors like x; None if there is none."""
     problem = _problem_of(x, of, form, round_first)
-    if problem is None or x.numel() % problem.unit or x.numel() // problem.unit >= _MOST_GROUPS:
+    if problem is None or x.numel() % problem.unit or x.numel() // LEAST_GROUP >= _MOST_GROUPS:
         return None
     kernel = kernels.find_for_scale(kernels.Kind(x.get_device(), problem, in_place=False), x.numel(), of.scale)
     if kernel is None:
