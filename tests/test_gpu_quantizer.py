@@ -121,8 +121,8 @@ def test_calls_that_come_again() -> None:
         x = part[1 : 1 + 8 * 64].view(8, 64)  # no multiple of 16 bytes
         for scale in (0.05, 0.01):
             wanted = quantizer.quantize(x.float(), chosen("nvfp4"), x.dtype, torch.tensor(scale, device="cuda"))
-            for given in (scale, torch.tensor(scale, device="cuda")):
-                found = rotate_quantize(x, to="nvfp4", tensor_scale=given)
+            for tensor_scale in (scale, torch.tensor(scale, device="cuda")):
+                found = rotate_quantize(x, to="nvfp4", tensor_scale=tensor_scale)
                 assert torch.equal(found.codes, wanted[0])
                 assert torch.equal(found.scales.view(torch.uint8), wanted[1].view(torch.uint8))
                 assert found.tensor_scale is not None
