@@ -41,6 +41,11 @@ class Layout(str, Enum):
     COLUMN_MAJOR = "column-major"
     SWIZZLED = "swizzled"
 
+    def filled_up(self, rows: int, groups: int) -> tuple[int, int]:
+        """The rows and groups that scales have with what fills up the layout."""
+        of_rows, of_groups = {"column-major": (4, 1), "swizzled": (128, 4)}.get(self.value, (1, 1))
+        return -(-rows // of_rows) * of_rows, -(-groups // of_groups) * of_groups
+
 
 ROW, TENSOR = 0, -1  # in place of the elements of a group: all of a row, all of x
 
@@ -135,13 +140,6 @@ class Format:
     def scale_bytes(self, input_bytes: int) -> int:
         """Of one scale. input_bytes: of an element of x."""
         return {"float32": 4, "input": input_bytes}.get(self.scale, 1)
-
-    def scales_room(self, rows: int, columns: int) -> int:
-        """How many scales of rows their memory has room for, with what fills up the layout."""
-        groups = self.scales_in_row(columns)
-        if self.layout is Layout.COLUMN_MAJOR:
-            return -(-rows // 4) * 4 * groups
-        return -(-rows // 128) * 128 * -(-groups // 4) * 4 if self.layout is Layout.SWIZZLED else rows * groups
 
     def scales_in_row(self, columns: int) -> int:
         """The number of scales of a row. Raises `UsageError` where groups do not fill it."""

@@ -7,6 +7,7 @@ multiplies by a reciprocal, that is written.
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
@@ -16,8 +17,7 @@ from hadagen.formats import POWERS, TENSOR, Element, Format, Layout
 _FLOAT_MAX = torch.finfo(torch.float32).max
 _E4M3_NAN, _E8M0_NAN = 0x7F, 0xFF
 _FRACTION_BITS = {Element.E4M3: 3, Element.E2M1: 1}
-_TILE_ROWS, _TILE_GROUPS = 128, 4  # of swizzled scales
-_PADDED_ROWS = 4  # of scales that lie column after column
+_TILE_GROUPS = 4  # of swizzled scales
 
 
 def quantize(
@@ -315,11 +315,11 @@ def laid_out(scales: torch.Tensor, layout: Layout) -> torch.Tensor:
     """Scales [rows, groups] in their layout."""
     rows, groups = scales.shape
     if layout is Layout.COLUMN_MAJOR:
-        memory = scales.new_zeros((groups, _up(rows, _PADDED_ROWS)))
+        memory = scales.new_zeros(layout.filled_up(rows, groups)[::-1])
         memory[:, :rows] = scales.T
         return memory.T[:rows]
     if layout is Layout.SWIZZLED:
-        padded = _bytes(scales).new_zeros((_up(rows, _TILE_ROWS), _up(groups, _TILE_GROUPS)))
+        padded = _bytes(scales).new_zeros(layout.filled_up(rows, groups))
         padded[:rows, :groups] = _bytes(scales)
         tiles = padded.view(-1, 4, 32, padded.shape[1] // _TILE_GROUPS, _TILE_GROUPS).permute(0, 3, 2, 1, 4)
         return tiles.flatten().view(scales.dtype)
@@ -327,14 +327,8 @@ def laid_out(scales: torch.Tensor, layout: Layout) -> torch.Tensor:
 
 
 def room(rows: int, groups: int, layout: Layout) -> int:
-    """How many scales their memory has room for, with what fills them up."""
-    return _filled_up(rows, groups, layout)[0] * _filled_up(rows, groups, layout)[1]
-
-
-def _filled_up(rows: int, groups: int, layout: Layout) -> tuple[int, int]:
-    if layout is Layout.COLUMN_MAJOR:
-        return _up(rows, _PADDED_ROWS), groups
-    return (_up(rows, _TILE_ROWS), _up(groups, _TILE_GROUPS)) if layout is Layout.SWIZZLED else (rows, groups)
+    """How many scales their memory has room for, with what fills it up."""
+    return prod(layout.filled_up(rows, groups))
 
 
 def arranged(memory: torch.Tensor, rows: int, groups: int, layout: Layout) -> torch.Tensor:
@@ -359,15 +353,12 @@ def pitch(scales: torch.Tensor) -> int:
 def rows_of_scales(scales: torch.Tensor, layout: Layout, rows: int, groups: int) -> torch.Tensor:
     """Scales [rows, groups] of what `laid_out` returned."""
     if layout is Layout.SWIZZLED:
-        tiles = _bytes(scales).view(-1, _up(groups, _TILE_GROUPS) // _TILE_GROUPS, 32, 4, _TILE_GROUPS)
-        padded = tiles.permute(0, 3, 2, 1, 4).reshape(_up(rows, _TILE_ROWS), _up(groups, _TILE_GROUPS))
+        filled_up = layout.filled_up(rows, groups)
+        tiles = _bytes(scales).view(-1, filled_up[1] // _TILE_GROUPS, 32, 4, _TILE_GROUPS)
+        padded = tiles.permute(0, 3, 2, 1, 4).reshape(filled_up)
         return padded[:rows, :groups].contiguous().view(scales.dtype)
     return scales.reshape(rows, groups)
 
 
 def _bytes(scales: torch.Tensor) -> torch.Tensor:
     return scales.view(torch.uint8)
-
-
-def _up(count: int, multiple: int) -> int:
-    return -(-count // multiple) * multiple

@@ -12,7 +12,7 @@ A slot holds x, and y behind it if the destination is out-of-place.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from math import fsum, log2
+from math import fsum, log2, prod
 from typing import NamedTuple
 
 from hadagen.problem import Problem
@@ -90,8 +90,8 @@ class Cell(NamedTuple):
         codes, scales = quantized_bytes(problem, self.elements)
         room = 0
         if scales and (form := problem.io.form):
-            room = form.scales_room(self.elements // problem.unit, problem.unit)
-            room *= form.scale_bytes(problem.io.input.bytes)
+            filled_up = form.layout.filled_up(self.elements // problem.unit, form.scales_in_row(problem.unit))
+            room = prod(filled_up) * form.scale_bytes(problem.io.input.bytes)
         return Traffic(whole_vectors, self.destination, self.cache, -(-codes // 16) * 16, scales, room)
 
 
