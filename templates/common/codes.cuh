@@ -95,7 +95,11 @@ HADAGEN_INLINE Times quick_of(const Divisor& one, float scale) { return {product
 HADAGEN_INLINE bool is_usual(float x) { return x >= 0x1p-90f && x <= 0x1p100f && (as_word(x) & 0x7FFFFFu) != 0x7FFFFFu; }
 HADAGEN_INLINE bool is_quick(const Divisor& one) { return is_usual(one.value); }
 HADAGEN_INLINE bool is_quick(const Factor& one) { return is_quick(quick_of(one)); }
-template <class S> HADAGEN_INLINE bool is_quick(const S& one, float scale) { return is_quick(one) && is_quick(quick_of(one, scale)); }
+HADAGEN_INLINE bool is_quick(const Factor& one, float scale) { return is_quick(quick_of(one, scale)); }
+// Its product with the scale need not be exact. The least scale of a group of zeros is quick, too.
+HADAGEN_INLINE bool is_quick(const Divisor& one, float scale) {
+    return one.value >= 0x1p-110f && one.value <= 0x1p100f && is_quick(quick_of(one, scale));
+}
 HADAGEN_INLINE Divisor from_lane(const Divisor& one, u32 lane) {
     return {one.bits, shuffle(one.value, lane), shuffle(one.reciprocal, lane)};
 }
