@@ -406,12 +406,10 @@ def _verify_codes(
     given = torch.tensor(0.01) if form.needs_scale else None
     wide = {DType.FLOAT16: torch.float16, DType.BFLOAT16: torch.bfloat16}.get(problem.io.input, torch.float32)
     exact = torch.from_numpy(transform(problem, values, scale, operands)).view(count, problem.unit)
-    codes, scales = quantizer.quantize(torch.zeros(count, problem.unit), form, wide, given)  # for their shapes
-    raw_codes, raw_scales = (
-        torch.empty(0, dtype=torch.uint8).set_(each.untyped_storage()).numpy() for each in (codes, scales)
-    )
+    codes, scales = quantizer.empty(count, problem.unit, form, wide, torch.device("cpu"))
+    raw_codes, raw_scales = (quantizer.memory_of(each).numpy() for each in (codes, scales))
     raw_codes[:] = 0x7F
-    sizes: dict[str, Any] = {"scales_in_row": groups, "scale_pitch": quantizer.pitch(scales) if scales.dim() else 0}
+    sizes: dict[str, Any] = {"scales_in_row": groups, "scale_pitch": quantizer.pitch(scales)}
     if given is not None:
         sizes["tensor_scale"] = given.reshape(1).numpy()
     written = count * groups * scales.element_size()

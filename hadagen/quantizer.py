@@ -17,6 +17,9 @@ from hadagen.formats import POWERS, TENSOR, Element, Format, Layout
 _FLOAT_MAX = torch.finfo(torch.float32).max
 _E4M3_NAN, _E8M0_NAN = 0x7F, 0xFF
 _FRACTION_BITS = {Element.E4M3: 3, Element.E2M1: 1}
+# The types of codes that are not two of 4 bits in a byte, and of scales that do not have that of the input.
+_CODES = {Element.E4M3: torch.float8_e4m3fn, Element.INT8: torch.int8}
+_SCALES = {"float32": torch.float32, "e8m0": torch.uint8, "e4m3": torch.float8_e4m3fn}
 _TILE_GROUPS = 4  # of swizzled scales
 
 
@@ -38,6 +41,21 @@ def quantize(
     scales, scaled = _RULES[to.name, to.rule](groups, largest, dtype, given)
     codes = _encode(to, scaled.flatten(-2), x)
     return codes, scales if to.group == TENSOR else laid_out(scales.squeeze(-1), to.layout)
+
+
+def types(to: Format, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
+    """Of codes and of scales. dtype: of the input."""
+    return _CODES.get(to.element, torch.uint8), _SCALES.get(to.scale, dtype)
+
+
+def empty(
+    rows: int, columns: int, to: Format, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales as `quantize` returns them for x of [rows, columns], of any values but for the zeros that fill
+    up a layout. Where one scale is given for the tensor there are [rows, 1], which say nothing."""
+    of_codes, of_scales = types(to, dtype)
+    codes = torch.empty((rows, columns * to.element.bits // 8), dtype=of_codes, device=device)
+    return codes, laid_out_empty(rows, to.scales_in_row(columns), to.layout, of_scales, device)
 
 
 def dequantize(codes: torch.Tensor, scales: torch.Tensor, to: Format, given: torch.Tensor | None) -> torch.Tensor:
@@ -358,6 +376,11 @@ def rows_of_scales(scales: torch.Tensor, layout: Layout, rows: int, groups: int)
         padded = tiles.permute(0, 3, 2, 1, 4).reshape(filled_up)
         return padded[:rows, :groups].contiguous().view(scales.dtype)
     return scales.reshape(rows, groups)
+
+
+def memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes that a tensor lies in, gaps and all."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 def _bytes(scales: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ import quantizer_reference as exact
 import torch
 
 from hadagen.formats import FORMATS, TENSOR, Element, Format, Layout
-from hadagen.quantizer import dequantize, encode_e2m1, encode_e4m3, laid_out, quantize, rows_of_scales
+from hadagen.quantizer import dequantize, empty, encode_e2m1, encode_e4m3, laid_out, quantize, rows_of_scales
 
 COLUMNS = 256
 GIVEN = 0.0123
@@ -149,3 +149,17 @@ def test_a_layout_is_undone(rows: int, groups: int, dtype: torch.dtype) -> None:
     tiles = laid_out(scales, Layout.SWIZZLED)
     assert np.array_equal(tiles.view(torch.uint8).numpy(), exact.swizzled(scales.view(torch.uint8).numpy()))
     assert torch.equal(rows_of_scales(tiles, Layout.SWIZZLED, rows, groups).float(), scales.float())
+
+
+@pytest.mark.parametrize("layout", Layout)
+@pytest.mark.parametrize("dtype", TYPES.values())
+@pytest.mark.parametrize("rows", [0, 1, 5])
+def test_empty_results_are_like_those_of_the_quantizer(layout: Layout, dtype: torch.dtype, rows: int) -> None:
+    for form in (form for form in FORMATS.values() if layout in form.layouts):
+        to = chosen(form.name, layout=layout.value)
+        found = quantize(torch.zeros(rows, COLUMNS), to, dtype, given(to))
+        for device in (torch.device("cpu"), torch.device("meta")):
+            pairs = list(zip(empty(rows, COLUMNS, to, dtype, device), found, strict=True))
+            for made, like in pairs[:1] if to.group == TENSOR else pairs:
+                assert (made.dtype, made.shape, made.stride()) == (like.dtype, like.shape, like.stride())
+                assert made.untyped_storage().nbytes() == like.untyped_storage().nbytes()

@@ -16,7 +16,7 @@ from hadagen.formats import FORMATS, TENSOR, Element, Format, Layout
 from hadagen.knobs import Knobs
 from hadagen.launch import Source
 from hadagen.problem import Problem
-from hadagen.quantizer import quantize
+from hadagen.quantizer import memory_of, quantize
 from hadagen.reference import transform, verification_operands
 from hadagen.space import Space, build_plan
 
@@ -70,7 +70,7 @@ def form_of(problem: Problem) -> Format:
 
 def all_bytes(tensor: torch.Tensor) -> Any:
     """The memory of a tensor, gaps and all."""
-    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy()
+    return memory_of(tensor).numpy()
 
 
 def aligned(x: torch.Tensor) -> Any:

@@ -93,7 +93,7 @@ class StandIn:
             raw[-tail:] = out[-tail:]
         out.copy_(raw)
         if form.group > 0:
-            stored = torch.empty(0, dtype=torch.uint8).set_(scales.untyped_storage())
+            stored = quantizer.memory_of(scales)
             if self.fault == "scales twice as large" and form.scale == "float32":
                 scales.mul_(2)
             memory(operands["scales"], len(stored)).copy_(stored)

@@ -24,7 +24,7 @@ import torch
 from hadagen import quantizer
 from hadagen.bits import encode
 from hadagen.errors import told_apart
-from hadagen.formats import Element, Format
+from hadagen.formats import Format
 from hadagen.launch import LaunchSpec, RowShape
 from hadagen.measure.messages import Answer
 from hadagen.measure.operands import GIVEN_SCALE, DeviceOperands
@@ -309,19 +309,17 @@ class Verifier:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Codes and scales of the bits of rows. The poison around codes must be intact afterwards, and so must x."""
         rows, groups = x.numel() // problem.unit, form.scales_in_row(problem.unit)
-        kind = {Element.E4M3: torch.float8_e4m3fn, Element.INT8: torch.int8}.get(form.element, torch.uint8)
+        of_codes, of_scales = quantizer.types(form, TORCH_DTYPE[problem.io.input])
         size = x.numel() * form.element.bits // 8
         memory = torch.full((size + 2 * _GUARD_ELEMENTS,), _BYTE, dtype=torch.uint8, device=self._device)
         codes = memory[_GUARD_ELEMENTS:][:size]
-        kinds = {"float32": torch.float32, "e8m0": torch.uint8, "e4m3": torch.float8_e4m3fn}
-        of_scale = kinds.get(form.scale, TORCH_DTYPE[problem.io.input])
         # Poison where scales go, zeros where the layout is filled up, and poison around.
-        poisoned = torch.full((rows, groups * of_scale.itemsize), _BYTE, dtype=torch.uint8, device=self._device)
-        wanted = _memory(quantizer.laid_out(poisoned.view(of_scale), form.layout))
+        poisoned = torch.full((rows, groups * of_scales.itemsize), _BYTE, dtype=torch.uint8, device=self._device)
+        wanted = quantizer.memory_of(quantizer.laid_out(poisoned.view(of_scales), form.layout))
         around = memory[:_GUARD_ELEMENTS]
         scale_memory = torch.cat((around, wanted, around))
         inside = scale_memory[_GUARD_ELEMENTS:-_GUARD_ELEMENTS]
-        scales = quantizer.arranged(inside.view(of_scale), rows, groups, form.layout)
+        scales = quantizer.arranged(inside.view(of_scales), rows, groups, form.layout)
         source = x.clone()
         addresses = {
             **operands,
@@ -333,7 +331,7 @@ class Verifier:
         shape = RowShape(problem.n, problem.n, problem.n)
         with_scale = verification_scale(problem)
         kernel.launch(self._stream, source.data_ptr(), codes.data_ptr(), x.numel(), with_scale, shape, addresses)
-        result = codes.clone().view(kind).view(rows, -1), scales.clone()
+        result = codes.clone().view(of_codes).view(rows, -1), scales.clone()
         codes.fill_(_BYTE)
         whole = torch.cat((around, wanted, around))
         is_of_scale = torch.cat((around == 0, wanted == _BYTE, around == 0))
@@ -374,11 +372,6 @@ class Verifier:
         target.fill_(poison)
         findings.outside.append((memory == poison).all())
         return result
-
-
-def _memory(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes that it lies in, gaps and all."""
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

@@ -81,19 +81,13 @@ def _quantizes_right(kernel: LoadedKernel, problem: Problem, form: Format) -> bo
         rotate_into(x.float(), wanted, of, fallback.transform)
     given = torch.tensor(0.01, device=device) if form.needs_scale else None
     exact = wanted.double()
-    best = quantizer.quantize(wanted, form, x.dtype, given)  # for the shapes
-    groups = form.scales_in_row(columns)
-    codes, scales = (
-        torch.empty_like(best[0]),
-        quantizer.laid_out_empty(rows, groups, form.layout, best[1].dtype, device),
-    )
+    codes, scales = quantizer.empty(rows, columns, form, x.dtype, device)
     for each in (codes, scales):
-        torch.empty(0, dtype=torch.uint8, device=device).set_(each.untyped_storage()).fill_(_FAR_OFF)
-    operands = addresses(of) | {"scales_in_row": groups, "scale_pitch": quantizer.pitch(scales)}
+        quantizer.memory_of(each).fill_(_FAR_OFF)
+    operands = addresses(of) | {"scales_in_row": form.scales_in_row(columns), "scale_pitch": quantizer.pitch(scales)}
     operands |= {"scales": scales.data_ptr(), "tensor_scale": 0 if given is None else given.data_ptr()}
     stream = torch.cuda.current_stream(device).cuda_stream
     kernel.launch(stream, x.data_ptr(), codes.data_ptr(), rows * columns, scale, None, operands)
-
     return quantizer.excess_error(codes, scales, exact, form, x.dtype, given).item() <= problem.error_bound
 
 

@@ -13,7 +13,7 @@ import torch
 from hadagen import quantizer
 from hadagen.driver import Launch
 from hadagen.errors import UsageError
-from hadagen.formats import ROW, TENSOR, Element, Format, Layout
+from hadagen.formats import ROW, TENSOR, Format, Layout
 from hadagen.launch import RowShape
 from hadagen.problem import LEAST_GROUP, Problem, Rows
 from hadagen.runtime import kernels, repeat
@@ -21,8 +21,6 @@ from hadagen.runtime.choose import BATCH_INVARIANT
 from hadagen.runtime.operands import Operands, addresses
 from hadagen.runtime.repeat import ALIGNMENT
 
-_CODES = {Element.E4M3: torch.float8_e4m3fn, Element.INT8: torch.int8}
-_SCALES = {"float32": torch.float32, "e8m0": torch.uint8, "e4m3": torch.float8_e4m3fn}
 _MOST_GROUPS = 1 << 32  # which kernels count in 32 bits
 
 
@@ -71,10 +69,8 @@ class Run:
     def __init__(self, x: torch.Tensor, form: Format, launch: Launch) -> None:
         columns = x.shape[-1]
         rows, groups = x.numel() // columns, form.scales_in_row(columns)
-        codes_type = _CODES.get(form.element, torch.uint8)
-        codes = torch.empty((rows, columns * form.element.bits // 8), dtype=codes_type, device="meta")
-        self._laid_out = rows, groups, form.layout, _SCALES.get(form.scale, x.dtype)
-        scales = quantizer.laid_out_empty(*self._laid_out, codes.device)
+        codes, scales = quantizer.empty(rows, columns, form, x.dtype, torch.device("meta"))
+        self._laid_out = rows, groups, form.layout, scales.dtype
         self._is_filled_up = scales.untyped_storage().nbytes() > rows * groups * scales.element_size()
         self._parts = [
             (tuple(part.shape), part.stride(), part.dtype) for part in shaped(x.to("meta"), form, codes, scales)
