@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import reduce
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -43,6 +43,12 @@ class Operands(NamedTuple):
     scale: float
     numerics: str
     batch_invariant: bool = False
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """The same for operands that are equal, or the same in memory."""
+        tensors = (None if each is None else (each.data_ptr(), each.dtype) for each in (self[0], *self[2:4]))
+        return *tensors, tuple(self.orders), *self[4:]
 
 
 def check(x: torch.Tensor, of: Operands) -> None:

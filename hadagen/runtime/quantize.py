@@ -24,8 +24,10 @@ from hadagen.runtime.checks import (
     is_symbolic,
     kind_of,
 )
+from hadagen.runtime.choose import BATCH_INVARIANT
 from hadagen.runtime.linear import LIBRARY, has_only_memory, needs_derivative
-from hadagen.runtime.quantizing import Rotated, is_ready, shaped
+from hadagen.runtime.operands import Operands
+from hadagen.runtime.quantizing import is_ready, shaped
 from hadagen.runtime.repeat import ALIGNMENT
 from hadagen.runtime.rotate import rotated
 from hadagen.runtime.rotation import Rotation
@@ -138,7 +140,7 @@ def rotate_quantize(
     given = _tensor_scale(tensor_scale, form, x)
     of = _operands(x, rotation, scale if is_symbolic(scale) else float(scale))
     options = form.name, form.group, form.rule, form.layout.value, round_first, given
-    result = _quantized(form, given, *_OPERATOR(x, *of, *options))
+    result = _quantized(form, given, *_OPERATOR(x, *of[:6], of.scale, *options))
     if key and is_ready(x) and (run := _runs.get(_key_of_run(x, of, form, round_first))):
         repeat.remember(_calls, key, (form, run))
     return result
@@ -203,17 +205,16 @@ def _rotated(x: torch.Tensor, rotation: Rotation | int | None, scale: float) -> 
     return wide * scale if n == 1 else hadamard_transform(wide.reshape(*wide.shape[:-1], -1, n), scale).flatten(-2)
 
 
-def _operands(x: torch.Tensor, rotation: Rotation | int | None, scale: float) -> Rotated:
+def _operands(x: torch.Tensor, rotation: Rotation | int | None, scale: float) -> Operands:
     columns = x.shape[-1]
     if isinstance(rotation, Rotation):
-        of = rotation.operands_for(x, scale)
-        return Rotated(*of[:6], of.scale)
+        return rotation.operands_for(x, scale)
     n = 1 if rotation is None else as_int(rotation)
     if isinstance(n, bool) or not isinstance(n, int):
         raise TypeError(f"rotation is a {type(rotation).__name__}; pass a Rotation, a power of two, or None")
     if n < 1 or n & (n - 1) or columns % n:
         raise UsageError(f"rotation = {n} is no power of two that divides the {columns} columns of x; choose one")
-    return Rotated(None, [], None, None, n, False, scale)
+    return Operands(None, [], None, None, n, False, False, scale, "accurate", BATCH_INVARIANT)
 
 
 def _tensor_scale(given: torch.Tensor | float | None, form: Format, x: torch.Tensor) -> torch.Tensor | None:
@@ -254,7 +255,7 @@ def _check_is_possible(number: float, form: Format) -> None:
 
 
 def _compute(
-    x: torch.Tensor, of: Rotated, form: Format, round_first: bool, given: torch.Tensor | None
+    x: torch.Tensor, of: Operands, form: Format, round_first: bool, given: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and scales of x, which has memory and no derivative: by a kernel if there is one."""
     if compute.takes_kernels(x):
@@ -269,18 +270,18 @@ def _compute(
     return shaped(x, form, *_in_pytorch(x, of, form, round_first, given))
 
 
-def _key_of_run(x: torch.Tensor, of: Rotated, form: Format, round_first: bool) -> tuple[Any, ...]:
+def _key_of_run(x: torch.Tensor, of: Operands, form: Format, round_first: bool) -> tuple[Any, ...]:
     return x.shape, x.dtype, x.get_device(), form.key, round_first, of.identity
 
 
 def _in_pytorch(
-    x: torch.Tensor, of: Rotated, form: Format, round_first: bool, given: torch.Tensor | None
+    x: torch.Tensor, of: Operands, form: Format, round_first: bool, given: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     values = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     if of.n == 1:
         values.mul_(of.scale)
     elif values.numel():
-        values = rotated(values, of.operands)
+        values = rotated(values, of)
     if round_first:
         values = values.to(x.dtype).float()
     return quantizer.quantize(values.view(-1, x.shape[-1]), form, x.dtype, given)
@@ -306,7 +307,7 @@ def _rotate_quantize(
     round_first: bool,
     given: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    of = Rotated(matrices, orders, signs, signs_after, n, swapped, scale)
+    of = Operands(matrices, orders, signs, signs_after, n, swapped, False, scale, "accurate", BATCH_INVARIANT)
     return _compute(x, of, _format(to, group, rule, layout), round_first, given)
 
 

@@ -4,9 +4,7 @@ an address that is a multiple of 16 bytes, and does all of it: the rotation, the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
 
 import torch
 
@@ -17,33 +15,10 @@ from hadagen.formats import ROW, TENSOR, Format, Layout
 from hadagen.launch import RowShape
 from hadagen.problem import LEAST_GROUP, Problem, Rows
 from hadagen.runtime import kernels, repeat
-from hadagen.runtime.choose import BATCH_INVARIANT
 from hadagen.runtime.operands import Operands, addresses
 from hadagen.runtime.repeat import ALIGNMENT
 
 _MOST_GROUPS = 1 << 32  # which kernels count in 32 bits
-
-
-class Rotated(NamedTuple):
-    """A rotation and a scale, as `Operands` has them. Rows of n = 1 are not rotated."""
-
-    matrices: torch.Tensor | None
-    orders: Sequence[int]
-    signs: torch.Tensor | None
-    signs_after: torch.Tensor | None
-    n: int
-    swapped: bool
-    scale: float
-
-    @property
-    def operands(self) -> Operands:
-        return Operands(*self[:6], False, self.scale, "accurate", BATCH_INVARIANT)
-
-    @property
-    def identity(self) -> tuple[Any, ...]:
-        """The same for rotations that have the same operands in memory."""
-        tensors = (None if each is None else (each.data_ptr(), each.dtype) for each in (self[0], *self[2:4]))
-        return *tensors, tuple(self.orders), *self[4:]
 
 
 def is_ready(x: torch.Tensor) -> bool:
@@ -99,7 +74,7 @@ class Run:
         return made, of_groups
 
 
-def find(x: torch.Tensor, of: Rotated, form: Format, round_first: bool) -> Run | None:
+def find(x: torch.Tensor, of: Operands, form: Format, round_first: bool) -> Run | None:
     """What launches a kernel for tensors like x; None if there is none."""
     problem = _problem_of(x, of, form, round_first)
     if problem is None or x.numel() % problem.unit or x.numel() // LEAST_GROUP >= _MOST_GROUPS:
@@ -112,16 +87,16 @@ def find(x: torch.Tensor, of: Rotated, form: Format, round_first: bool) -> Run |
     like = quantizer.laid_out_empty(
         x.numel() // columns, form.scales_in_row(columns), form.layout, torch.uint8, torch.device("meta")
     )
-    operands = addresses(of.operands)
+    operands = addresses(of)
     operands |= {"scales_in_row": form.scales_in_row(columns), "scale_pitch": quantizer.pitch(like)}
     rows = RowShape(of.n, of.n, of.n)
     return Run(x, form, kernel.prepared(x.numel(), of.scale, rows, operands, changing))
 
 
-def _problem_of(x: torch.Tensor, of: Rotated, form: Format, round_first: bool) -> Problem | None:
+def _problem_of(x: torch.Tensor, of: Operands, form: Format, round_first: bool) -> Problem | None:
     """The problem of a kernel that does all of it; None if no kernel can."""
     aligned = all(each is None or each.data_ptr() % ALIGNMENT == 0 for each in (of.signs, of.signs_after))
-    if of.matrices is not None or of.swapped or BATCH_INVARIANT or not aligned:
+    if of.matrices is not None or of.swapped or of.batch_invariant or not aligned:
         return None
     group = x.shape[-1] if form.group == ROW else form.group
     to = replace(form, group=group, rounded=round_first and not form.rounds_first)

@@ -385,7 +385,7 @@ class Rotation(torch.nn.Module):
 
     def operands_for(self, x: torch.Tensor, scale: float) -> Operands:
         """What an operator takes to rotate x and multiply by a scale. Raises what a call with x raises."""
-        asked = False, float(self._scale) * scale, "accurate"
+        asked = False, float(self._scale) * scale, "accurate", BATCH_INVARIANT
         options = self._options(self._matrices, self._before, self._after, *asked)
         if x.shape[-1] != self.n:
             raise TensorError(f"the last dimension of x is {x.shape[-1]}; this rotation takes {self.n}")
