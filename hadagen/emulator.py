@@ -32,6 +32,7 @@ from hadagen.formats import Format, Layout
 from hadagen.launch import LaunchSpec, RowShape, Source, X, Y
 from hadagen.problem import DType, Problem
 from hadagen.reference import (
+    GIVEN_SCALE,
     INPUT_CLASSES,
     NORMAL_ELEMENTS,
     Operands,
@@ -403,10 +404,10 @@ def _verify_codes(
     values = np.concatenate(list(classes.values()))
     scale, operands = verification_scale(problem), verification_operands(problem)
     count, groups = values.size // problem.unit, form.scales_in_row(problem.unit)
-    given = torch.tensor(0.01) if form.needs_scale else None
-    wide = {DType.FLOAT16: torch.float16, DType.BFLOAT16: torch.bfloat16}.get(problem.io.input, torch.float32)
+    given = torch.tensor(GIVEN_SCALE) if form.needs_scale else None
+    dtype: torch.dtype = getattr(torch, problem.io.input.value)
     exact = torch.from_numpy(transform(problem, values, scale, operands)).view(count, problem.unit)
-    codes, scales = quantizer.empty(count, problem.unit, form, wide, torch.device("cpu"))
+    codes, scales = quantizer.empty(count, problem.unit, form, dtype, torch.device("cpu"))
     raw_codes, raw_scales = (quantizer.memory_of(each).numpy() for each in (codes, scales))
     raw_codes[:] = 0x7F
     sizes: dict[str, Any] = {"scales_in_row": groups, "scale_pitch": quantizer.pitch(scales)}
@@ -434,7 +435,7 @@ def _verify_codes(
     for name, end in zip(classes, ends, strict=True):
         part = slice(begin, int(end))
         of_part = decoded[part] if form.group > 0 else decoded
-        errors[name] = float(quantizer.excess_error(codes[part], of_part, exact[part], plain, wide, given))
+        errors[name] = float(quantizer.excess_error(codes[part], of_part, exact[part], plain, dtype, given))
         begin = int(end)
     return errors
 

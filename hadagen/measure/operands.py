@@ -10,10 +10,8 @@ from hadagen.errors import UsageError
 from hadagen.launch import SIGN_PARAMS
 from hadagen.matrices import find_matrix
 from hadagen.problem import Problem
-from hadagen.reference import Operands, hadamard, kernel_operands, verification_operands
+from hadagen.reference import GIVEN_SCALE, Operands, hadamard, kernel_operands, verification_operands
 
-# The scale that a call gives for a tensor, or for all its scales.
-GIVEN_SCALE = 0.01
 # Bytes before and behind each array, and what they hold: as an entry of a matrix, nothing that it may have.
 _GUARD, _POISON = 4096, 0x7F
 

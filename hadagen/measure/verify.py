@@ -27,9 +27,9 @@ from hadagen.errors import told_apart
 from hadagen.formats import Format
 from hadagen.launch import LaunchSpec, RowShape
 from hadagen.measure.messages import Answer
-from hadagen.measure.operands import GIVEN_SCALE, DeviceOperands
+from hadagen.measure.operands import DeviceOperands
 from hadagen.problem import DType, Numerics, Problem, Rows
-from hadagen.reference import Operands, input_classes, transform, verification_operands, verification_scale
+from hadagen.reference import GIVEN_SCALE, Operands, input_classes, transform, verification_operands, verification_scale
 from hadagen.regimes import timed_rows
 from hadagen.trial import Outcome
 

@@ -118,14 +118,13 @@ def find_for_scale(kind: Kind, elements: int, scale: float) -> LoadedKernel | No
     return find_for_scale(kind._replace(problem=accurate), elements, scale)
 
 
-def queue(launch: driver.Launch, device: int, x: int, y: int, *others: int) -> None:
-    """Queue a prepared launch on the current stream of its device. x, y: addresses there; others: what else changes.
-    Raises `DriverError`."""
+def queue(launch: driver.Launch, device: int, x: int, y: int) -> None:
+    """Queue a prepared launch on the current stream of its device. x, y: addresses there. Raises `DriverError`."""
     if current_device() == device:
-        launch(raw_stream(device), x, y, *others)
+        launch(raw_stream(device), x, y)
     else:
         with driver.active(device):
-            launch(raw_stream(device), x, y, *others)
+            launch(raw_stream(device), x, y)
 
 
 def warmup(
