@@ -146,7 +146,9 @@ class Format:
         if self.group in (ROW, TENSOR):
             return 1
         if columns % self.group:
-            raise UsageError(f"groups of {self.group} do not fill rows of {columns} elements; choose a group that does")
+            raise UsageError(
+                f"groups of {self.group} do not fill rows of {columns} elements; pad them, or choose a group that does"
+            )
         return columns // self.group
 
 
