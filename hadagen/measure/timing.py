@@ -264,7 +264,11 @@ class Stopwatch:
             starts = (base + i * traffic.footprint for i in launches)
             addresses = [(start, start + y_offset) for start in starts]
         # The driver may load code with a kernel's first launch, which must not happen inside a capture.
-        prepared(kernel, work)(self._stream.cuda_stream, *addresses[0])
+        x, y = addresses[0]
+        if traffic.codes_bytes:
+            prepared(kernel, work)(self._stream.cuda_stream, x, y)
+        else:
+            kernel.launch(self._stream.cuda_stream, x, x, *work[1:])
         return LaunchGraph(self._stream.cuda_stream, kernel, addresses, work)
 
     def _timed(self, call: Callable[[], object]) -> _Interval:
