@@ -61,6 +61,7 @@ def _view(plan: Plan, entry: str) -> dict[str, Any]:
     lanes = stored.digits_of("lane")
     n = plan.problem.n
     span = 32 * plan.vector_elements
+    first = 1 + (plan.steps.index(plan.matrix) if plan.matrix else 0)  # form that values of a thread have
     loads_all = plan.shares_loaded > 1
     block_at = f"rank * {plan.block_elements}" if cluster > 1 and not loads_all else ""
 
@@ -78,14 +79,14 @@ def _view(plan: Plan, entry: str) -> dict[str, Any]:
         "block": plan.block_elements,
         "cluster": cluster,
         "warps": plan.warps,
-        "chunks": 1 << plan.chunk_bits,
+        "chunks": plan.eights,
         "span": span,  # elements from one vector of a thread to the next
         "bytes": plan.problem.io.input.bytes,
         "scale_form": plan.scale_form.value,
         "powers": [(view["factor"], view["power"]) for view in views if "power" in view],
         "formula": _formula(plan.problem),
         "lifted": any(view.get("lifted") for view in views),
-        "packed": not plan.matrix and any(carrier != FP32 for carrier in plan.carriers[1:]),
+        "packed": plan.eights > 0 and any(carrier != FP32 for carrier in plan.carriers[first:]),
         "wide": FP32 in plan.carriers,
         "gathered": any(view.get("gathers") for view in views),
         "fetches_next": plan.load.stages > 1 and not plan.load.staged,

@@ -50,7 +50,7 @@ class Knobs:
 
     # 256-element chunks per warp, 8 elements of each in a thread; with a matrix, groups of 32 columns
     chunks: int = _one_of(1, 2, 4, 8, 16)
-    # per block; with a matrix, groups of warps
+    # per block, times the odd factor of a row that is quantized; with a matrix, groups of warps
     warps: int = _one_of(1, 2, 4, 8, 16, 32)
     # blocks per cluster
     cluster: int = _one_of(1, 2, 4, 8, 16)
@@ -241,8 +241,10 @@ def matrix_steps(problem: Problem, knobs: Knobs) -> tuple[Step, ...]:
         return tuple(_with_requests(knobs, [Load(knobs.load), *signs, Square(knobs.rows, knobs.slabs)]))
     carrier = PACKED if knobs.exchange_carrier == PACKED else SPLIT
     columns = Columns(carrier, min(bits, COLUMN_BITS + log2(knobs.chunks)))
-    matrix = Matrix(knobs.rows, knobs.slabs, (columns.bits, bits))
-    return tuple(_with_requests(knobs, [LoadColumns(knobs.load, knobs.stages), *signs, columns, matrix]))
+    form = problem.io.form
+    matrix = Matrix(knobs.rows, knobs.slabs, (columns.bits, bits), stores=form is None)
+    steps = [LoadColumns(knobs.load, knobs.stages), *signs, columns, matrix]
+    return tuple(_with_requests(knobs, steps + _to_codes(problem, steps, False, False) if form else steps))
 
 
 class _Converter:

@@ -13,7 +13,6 @@ from operator import attrgetter
 from typing import Any
 
 from hadagen.arch import Arch, Limits
-from hadagen.formats import TENSOR
 from hadagen.knobs import (
     EXCHANGE,
     FAR_MMA,
@@ -95,8 +94,12 @@ def beyond_shared(limits: Limits, footprint: Footprint, min_blocks: int, fewer: 
     return None
 
 
-def _tile(knobs: Knobs) -> int:
-    return knobs.chunks * knobs.warps * knobs.cluster << CHUNK_BITS
+def _warps(c: Context, k: Knobs) -> int:
+    return c.problem.parts * k.warps
+
+
+def _tile(c: Context, k: Knobs) -> int:
+    return k.chunks * _warps(c, k) * k.cluster << CHUNK_BITS
 
 
 def _shares_loaded(k: Knobs) -> int:
@@ -167,21 +170,23 @@ for _name, _what in {"rows": "no tile is multiplied", "slabs": "no rows are held
 @_rule("warps")
 def _(c: Context, k: Knobs) -> str | None:
     limit = c.arch.limits.threads_per_block
-    return f"more than {limit} threads per block (take fewer warps)" if 32 * k.warps > limit else None
-
-
-@_rule("warps")
-def _(c: Context, k: Knobs) -> str | None:
-    size = c.problem.io.form.group if c.problem.io.form else TENSOR
-    return f"groups of {size} are no power of two (there are no kernels)" if size > 0 and size & (size - 1) else None
+    return f"more than {limit} threads per block (take fewer warps)" if 32 * _warps(c, k) > limit else None
 
 
 @_rule("cluster")
 def _(c: Context, k: Knobs) -> str | None:
     what = "row" if c.problem.unit == c.problem.n else f"group of {c.problem.unit}"
     return (
-        f"the tile is shorter than a {what} (take more chunks, warps or blocks)" if _tile(k) < c.problem.unit else None
+        f"the tile is shorter than a {what} (take more chunks, warps or blocks)"
+        if _tile(c, k) < c.problem.unit
+        else None
     )
+
+
+@_rule("cluster")
+def _(c: Context, k: Knobs) -> str | None:
+    several = c.problem.parts > 1 and _tile(c, k) > c.problem.unit
+    return f"a row of {c.problem.unit} fills a tile alone (take fewer chunks or warps)" if several else None
 
 
 @_rule("cluster")
@@ -192,7 +197,7 @@ def _(c: Context, k: Knobs) -> str | None:
         return "blocks of a cluster do not know each other's largest values (cluster must be 1)"
     if "cluster" not in c.arch.features or k.cluster > c.arch.limits.cluster_blocks:
         return f"the arch has no clusters of {k.cluster} blocks"
-    if _tile(k) > c.problem.n:
+    if _tile(c, k) > c.problem.n:
         return "the tile of several blocks is longer than a row (take fewer chunks, warps or blocks)"
     return None
 
@@ -488,7 +493,7 @@ def _(c: Context, k: Knobs) -> str | None:
 
 @_rule("min_blocks")
 def _(c: Context, k: Knobs) -> str | None:
-    return beyond_threads(c.arch.limits, 32 * k.warps, k.min_blocks)
+    return beyond_threads(c.arch.limits, 32 * _warps(c, k), k.min_blocks)
 
 
 @_rule("min_blocks")
@@ -497,6 +502,6 @@ def _(c: Context, k: Knobs) -> str | None:
     # All values are in fp32 at once if they cross shared memory in fp32, or are not rounded before the store.
     wide = k.exchange_carrier == FP32 or _rounds_once(c, k) or c.problem.io.form is not None
     registers = footprint.registers(wide=wide)
-    if registers > c.registers(32 * k.warps, k.min_blocks):
+    if registers > c.registers(32 * _warps(c, k), k.min_blocks):
         return "a thread's values do not fit its registers (take fewer chunks, stages or min_blocks)"
     return beyond_shared(limits, footprint, k.min_blocks, "stages or warps")

@@ -65,6 +65,8 @@ def _rows(c: Context, k: Knobs) -> str | None:
         least, sets = shape.together, k.rows // shape.together * shape.vectors
     if k.rows < least:
         return f"an mma takes columns of {least} rows at once (rows must be {least} or more)"
+    if k.rows * c.problem.n % c.problem.unit:
+        return f"a tile ends within a row of {c.problem.unit} (rows must be {c.problem.unit // c.problem.n} or more)"
     return "some warps would have nothing to multiply (take fewer warps, or more rows)" if k.warps > sets else None
 
 

@@ -229,6 +229,11 @@ class Problem:
         return max(self.n, self.io.form.group, LEAST_GROUP) if self.io.form else self.n
 
     @property
+    def parts(self) -> int:
+        """The odd factor of `unit` where there is no matrix: a tile has that many warps, times a power of two."""
+        return self.unit // (self.unit & -self.unit) if self.order == 1 else 1
+
+    @property
     def bits(self) -> int:
         """The number of index bits that H transforms: log2 of `length`."""
         return self.length.bit_length() - 1

@@ -31,7 +31,7 @@ TABLE = """
     plan             | steps layout problem launch errors                  |
     knobs            | plan steps layout problem formats errors            |
     arch             | knobs target errors                                 | pydantic yaml
-    legality         | knobs steps layout arch problem formats             |
+    legality         | knobs steps layout arch problem                     |
     matrix_legality  | legality knobs steps problem                        |
     space            | matrix_legality legality knobs plan steps layout arch problem errors |
     templates        |                                                     |

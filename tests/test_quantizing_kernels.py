@@ -17,7 +17,7 @@ from hadagen.knobs import Knobs
 from hadagen.launch import Source
 from hadagen.problem import Problem
 from hadagen.quantizer import memory_of, quantize
-from hadagen.reference import transform, verification_operands
+from hadagen.reference import kernel_operands, transform, verification_operands
 from hadagen.space import Space, build_plan
 
 ARCH = load_arch("sm90")
@@ -132,6 +132,17 @@ CASES: dict[str, dict[str, Any]] = {
     "n4096-bfloat16-to-int4_row_4096-accurate": {"chunks": 4, "warps": 4, "far_bits": "lanes", "far_lanes": "mma"},
     "n4096-bfloat16-to-mxfp4_32_qutlass-accurate": {"chunks": 4, "warps": 4, "far_bits": "lanes"},
     "n4096-float16-to-fp8_group_128-fast": {"chunks": 2, "warps": 8, "far_bits": "lanes", "mma_carrier": "packed"},
+    "n1-bfloat16-to-int8_row_768-accurate": {},
+    "n128-float32-to-fp8_row_3584-accurate": {"warps": 2},
+    "n256-bfloat16-to-int8_row_3072_convrot-accurate": {"chunks": 2, "warps": 2, "grid": "persistent", "load": "bulk"},
+    "n4096-bfloat16-to-int4_row_12288-accurate": {"chunks": 2, "warps": 8, "exchange_carrier": "fp32"},
+    "n160-k20-bfloat16-to-mxfp8_32-accurate": {"warps": 2, "rows": 8},
+    "n352-k44-float16-to-int8_row_352-accurate": {"rows": 4, "slabs": 2},
+    "n896-k28-signed-bfloat16-to-mxfp4_32_swizzled-accurate": {"rows": 4, "warps": 2},
+    "n1536-k12-float16-to-nvfp4_16-fast": {"chunks": 2, "warps": 2},
+    "n1536-k12-bfloat16-to-fp8_group_128-accurate": {"chunks": 2, "warps": 2, "rows": 2},
+    "n2560-k40-float16-to-fp8_row_5120-accurate": {"rows": 4, "warps": 2},
+    "n3584-k28-signed-bfloat16-to-int8_row_3584-accurate": {"chunks": 2, "load": "bulk", "grid": "persistent"},
     "n4096-float16-to-fp8_row_4096-accurate": {"chunks": 8, "warps": 4, "exchange_carrier": "fp32"},
 }
 
@@ -150,8 +161,8 @@ def test_rotated_values() -> None:
         places = torch.from_numpy(numbers.integers(0, columns, (rows, 6)))
         x.scatter_(1, places, torch.from_numpy(numbers.integers(-15, 16, (rows, 6)).astype(np.float32)))
         operands, exact = {}, x.double().numpy()
-        if problem.transform.signed:
+        if problem.transform.signed or problem.order > 1:
             operands = verification_operands(problem)
         y = transform(problem, exact.reshape(-1, problem.n), 0.25, operands).reshape(rows, columns)
-        found = emulated(problem, kernel, module, x.to(dtype), 0.25, **operands)
+        found = emulated(problem, kernel, module, x.to(dtype), 0.25, **kernel_operands(problem, operands))
         check(problem, found, torch.from_numpy(y).float(), dtype)

@@ -24,6 +24,9 @@ SPLIT = "split"
 # For `Step.takes`: packed, fp16 or split; the form that the load leaves.
 IN_16_BITS, AS_LOADED = "in 16 bits", "as loaded"
 
+# Kind of coordinate, such as "lane" → digit of it → the axis that lives there, as `Placement.digits_of` says.
+Coordinates = Mapping[str, Mapping[Axis, Axis]]
+
 # Bytes of one register, and of one 16-byte vector, of all threads of a warp.
 WARP_BYTES, WARP_VECTOR_BYTES = 128, 512
 

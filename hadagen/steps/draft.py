@@ -24,7 +24,7 @@ BARRIER_BYTES = 128  # room for all mbarriers; keeps what follows aligned
 
 @dataclass(frozen=True)
 class Draft:
-    """The steps of a problem over 2^chunk_bits chunks per warp, 2^warp_bits warps and 2^cta_bits blocks.
+    """The steps of a problem over 2^chunk_bits chunks per warp, `parts` · 2^warp_bits warps and 2^cta_bits blocks.
 
     With a matrix, chunks are the columns that a warp adds and subtracts, and there are 2^warp_bits groups of warps.
 
@@ -45,7 +45,7 @@ class Draft:
     def loaded(self) -> Placement:
         vector_bits = self.vector_elements.bit_length() - 1
         if self.matrix is None:
-            return Placement.standard(vector_bits, self.chunk_bits, self.warp_bits, self.cta_bits)
+            return Placement.standard(vector_bits, self.chunk_bits, self.warp_bits, self.cta_bits, self.problem.parts)
         columns = {column(number): bit(number) for number in range(self.problem.bits)}
         return Placement({**columns, ROW: Axis(self.matrix.rows * self.problem.order, self.problem.length)})
 
@@ -57,7 +57,7 @@ class Draft:
     @property
     def warps(self) -> int:
         """Of a block."""
-        return (1 if self.matrix is None else self.matrix.warps(self)) << self.warp_bits
+        return (self.problem.parts if self.matrix is None else self.matrix.warps(self)) << self.warp_bits
 
     @property
     def vector_elements(self) -> int:
@@ -77,9 +77,16 @@ class Draft:
             return self.matrix.vectors(self)
         return (THREAD_ELEMENTS << self.chunk_bits) // self.vector_elements
 
+    @property
+    def eights(self) -> int:
+        """How many times eight values a thread has between steps; 0 with a matrix, if nothing is quantized."""
+        if self.matrix:
+            return 0 if self.matrix.stores else self.matrix.values(self) // THREAD_ELEMENTS
+        return 1 << self.chunk_bits
+
     def words(self, carrier: str) -> int:
         """Registers of a thread for its share of a tile in that form."""
-        return (8 if carrier == FP32 else 4) << self.chunk_bits
+        return (8 if carrier == FP32 else 4) * (self.eights or 1 << self.chunk_bits)
 
     @cached_property
     def placements(self) -> tuple[Placement, ...]:
@@ -279,4 +286,4 @@ class Footprint:
         if self.plan.matrix:
             return 0 if crossing else self.plan.matrix.shared_bytes(self.plan)
         sizes = [step.slot_bytes for step in self.plan.exchanges if step.crosses_blocks == crossing]
-        return max(sizes, default=0) << self.plan.chunk_bits + self.plan.warp_bits
+        return max(sizes, default=0) * self.plan.warps << self.plan.chunk_bits

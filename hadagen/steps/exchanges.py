@@ -114,7 +114,7 @@ class Exchange(Step):
             "slot_bytes": self.slot_bytes,
             "slot_thread": _route(there, "slot", "warp", "rank", "lane") or "0",
             "slot_chunk": _route(there, "slot", "c") or "0",
-            "slot_read": f"warp * {1 << plan.chunk_bits}" if plan.warp_bits else "0",
+            "slot_read": f"warp * {1 << plan.chunk_bits}" if plan.warps > 1 else "0",
             "writes_to": f"lane ^ ({_route(there, 'lane', 'warp', 'rank', 'lane')})" if self.changes_lanes else "",
             "reads_from": f"lane ^ ({_route(back, 'lane', 'warp', 'rank', 'lane')})" if self.changes_lanes else "",
             "remote": self.crosses_blocks,
@@ -190,6 +190,9 @@ def _routes(plan: Draft, moves: Mapping[Place, Place]) -> Routes:
             kind = {"lane": "lane", "cta": "rank", "pair": "half"}.get(target.kind, "slot")
             above = plan.chunk_bits if target.kind == "warp" else 0
             routes[kind][name][bit(_number(place))] = bit(_number(target) + above)
+    if plan.problem.parts > 1:
+        digit = Axis(plan.problem.parts, 1 << plan.warp_bits)
+        routes["slot"]["warp"][digit] = Axis(digit.radix, digit.stride << plan.chunk_bits)
     return routes
 
 

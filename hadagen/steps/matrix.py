@@ -8,15 +8,25 @@ the length is 1, `Square` does both.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import log2
 from typing import TYPE_CHECKING, Any
 
 from hadagen.launch import ENTRY_FACTOR
-from hadagen.layout import Place, column
+from hadagen.layout import Axis, Place, bit, column
 from hadagen.problem import DType
-from hadagen.steps.base import PACKED, SPLIT, WARP_BYTES, WARP_VECTOR_BYTES, Cost, Roundings, Step
+from hadagen.steps.base import (
+    FP32,
+    PACKED,
+    SPLIT,
+    WARP_BYTES,
+    WARP_VECTOR_BYTES,
+    Coordinates,
+    Cost,
+    Roundings,
+    Step,
+)
 from hadagen.steps.memory import Load, Store
 
 if TYPE_CHECKING:
@@ -109,7 +119,8 @@ class Columns(Step):
 
 @dataclass(frozen=True)
 class Multiplies(Store):
-    """Multiplies by A, and stores. The base class of `Matrix` and `Square`.
+    """Multiplies by A, and stores, or leaves the product in fp32 to steps that quantize it. The base class of `Matrix`
+    and `Square`.
 
     A block has 2^warp_bits groups of warps. Each warp of a group multiplies by `slabs` times 16 rows of A; those of all
     its warps make up A. A tile is `rows` rows of x.
@@ -117,13 +128,21 @@ class Multiplies(Store):
 
     rows: int
     slabs: int
+    stores: bool = field(default=True, repr=False, kw_only=True)
 
     template = "matrix.cu.j2"
-    leaves = PACKED
 
     @property
     def takes(self) -> str | None:
         return None
+
+    @property
+    def leaves(self) -> str:
+        return PACKED if self.stores else FP32
+
+    def faults(self, plan: Draft, at: int) -> Iterator[str]:
+        if self.stores:
+            yield from super().faults(plan, at)
 
     def interpret(self, values: Values, plan: Draft) -> None:
         values.multiply_rows(plan.problem, plan.loaded)
@@ -154,6 +173,18 @@ class Multiplies(Store):
         """Vectors that a thread loads."""
         return -(-plan.tile_elements // (plan.vector_elements * 32 * plan.warps))
 
+    def coordinates(self, plan: Draft) -> Coordinates:
+        """Of the product that it leaves in registers. Those of rows that A lacks lie beyond the end of a row of x."""
+        raise NotImplementedError
+
+    def values(self, plan: Draft) -> int:
+        """Of a thread, that it leaves in registers."""
+        raise NotImplementedError
+
+    def rows_apart(self, plan: Draft) -> Coordinates:
+        """The digits of `coordinates` that tell rows of X apart, each with the number of a row in place of an index."""
+        raise NotImplementedError
+
     def held(self, plan: Draft) -> int:
         """Registers of a thread for A; 0 if it loads operands when it multiplies by them."""
         needed = OPERAND_REGISTERS * self.slabs * self.operands(plan)
@@ -166,9 +197,13 @@ class Multiplies(Store):
             "operands": self.operands(plan),
             "parts": 1 << plan.warp_bits,
             "warps_of_group": self.warps(plan),
-            # Whether the last warp of a group holds rows that A lacks.
-            "padded": plan.problem.order % OPERAND_SIDE > 0 or self.operands(plan) % self.slabs > 0,
+            "stores": self.stores,
+            "padded": self.is_padded(plan),
         }
+
+    def is_padded(self, plan: Draft) -> bool:
+        """Whether the last warp of a group holds rows that A lacks."""
+        return plan.problem.order % OPERAND_SIDE > 0 or self.operands(plan) % self.slabs > 0
 
 
 @dataclass(frozen=True)
@@ -225,8 +260,8 @@ class Shape:
 class Matrix(Multiplies):
     """A times what a `Columns` left in shared memory, by mma whose left operand is A.
 
-    It adds and subtracts columns whose numbers differ in the outer bits, rounds, multiplies by the signs after the
-    transform, and stores. Of 32 columns a thread has eight neighbors in a row.
+    It adds and subtracts columns whose numbers differ in the outer bits. Then it rounds, multiplies by the signs after
+    the transform and stores, or leaves all that a thread has. Of 32 columns a thread has eight neighbors in a row.
     """
 
     outer: tuple[int, int]  # the first bit that it transforms, and the end
@@ -257,7 +292,51 @@ class Matrix(Multiplies):
         return type(self).__name__, self.outer
 
     def sentence(self, bits: str) -> str:
-        return f"matrix of the transform{f', then add and subtract: bits {bits}' if bits else ''}; round and store"
+        then = "; round and store" if self.stores else ""
+        return f"matrix of the transform{f', then add and subtract: bits {bits}' if bits else ''}{then}"
+
+    def sets(self, plan: Draft) -> int:
+        """Of 32 columns and the groups beside them, which a warp has one after the other."""
+        shape = self.shape(plan)
+        return max(1, shape.rows // shape.together * shape.vectors >> plan.warp_bits)
+
+    def values(self, plan: Draft) -> int:
+        return _SUMS * self.slabs * self.shape(plan).groups * self.sets(plan)
+
+    def coordinates(self, plan: Draft) -> Coordinates:
+        shape, (problem, rows) = self.shape(plan), (plan.problem, self.rows_apart(plan))
+        number = OPERAND_SIDE * self.slabs  # of values in a set: groups, then sets, then warps
+        first = COLUMN_BITS + _log2(shape.vectors)
+        places = [*(bit(first + at) for at in range(_log2(shape.groups))), *self._of_sets(plan)]
+        held = _log2(shape.groups * self.sets(plan))
+        lanes = _log2(4 // shape.together)
+        return {
+            "value": {bit(at): bit(at) for at in range(3)}
+            | {digit: Axis(axis.radix, axis.stride * problem.length) for digit, axis in rows["value"].items()}
+            | {Axis(2, number << at): place for at, place in enumerate(places[:held])},
+            "lane": {bit(at): bit(3 + at) for at in range(lanes)}
+            | {bit(lanes + at): Axis(2, problem.n << at) for at in range(2 - lanes)}
+            | {digit: Axis(axis.radix, axis.stride * problem.length) for digit, axis in rows["lane"].items()},
+            "warp": {digit: Axis(axis.radix, axis.stride * problem.length) for digit, axis in rows["warp"].items()}
+            | {Axis(2, self.warps(plan) << at): place for at, place in enumerate(places[held:])},
+        }
+
+    def _of_sets(self, plan: Draft) -> list[Axis]:
+        """The axes that tell sets apart: columns, then rows of x."""
+        shape = self.shape(plan)
+        rows = _log2(shape.rows // shape.together)
+        return [
+            *(bit(COLUMN_BITS + at) for at in range(_log2(shape.vectors))),
+            *(Axis(2, shape.together * plan.problem.n << at) for at in range(rows)),
+        ]
+
+    def rows_apart(self, plan: Draft) -> Coordinates:
+        slabs, warps = Axis(self.slabs, OPERAND_SIDE), Axis(self.warps(plan), 1)
+        return {
+            "value": {bit(3): bit(3)} | ({slabs: slabs} if self.slabs > 1 else {}),
+            "lane": {bit(2 + at): bit(at) for at in range(3)},
+            "warp": {warps: Axis(warps.radix, OPERAND_SIDE * self.slabs)} if warps.radix > 1 else {},
+        }
 
     def shape(self, plan: Draft) -> Shape:
         return Shape(self.rows, plan.problem.order, plan.problem.length, 1 << plan.chunk_bits, plan.warps)
@@ -271,13 +350,14 @@ class Matrix(Multiplies):
         shape, columns = self.shape(plan), VECTOR * self.shape(plan).vectors
         at_once = 2 * shape.vectors if plan.load.staged else self.vectors(plan)
         loaded = OPERAND_REGISTERS * (at_once + shape.vectors)
-        return max(loaded + columns // 2, self.held(plan) + _SUMS * self.slabs * shape.groups + 2 * VECTOR)
+        sums = _SUMS * self.slabs * shape.groups if self.stores else self.values(plan)
+        return max(loaded + columns // 2, self.held(plan) + sums + 2 * VECTOR)
 
     def staged_bytes(self, plan: Draft) -> int:
         return self.shape(plan).shared_bytes
 
     def shared_bytes(self, plan: Draft) -> int:
-        planes = 2 if plan.carriers[-2] == SPLIT else 1
+        planes = 2 if plan.carriers[plan.steps.index(self)] == SPLIT else 1
         return self.shape(plan).shared_bytes * (planes - plan.load.staged)
 
     def cost(self, plan: Draft, carrier: str) -> Cost:
@@ -306,10 +386,16 @@ class Matrix(Multiplies):
             "vectors": shape.vectors,
             "groups": shape.groups,
             "held": self.held(plan) > 0,
+            "sets": self.sets(plan),
             "blocks": shape.blocks,
             "share": shape.share,
             "others": plan.footprint.matrix_offset + (0 if plan.load.staged else shape.shared_bytes),
         }
+
+
+def _log2(value: int) -> int:
+    """Of a power of two."""
+    return value.bit_length() - 1
 
 
 @dataclass(frozen=True)

@@ -1,25 +1,28 @@
 """Steps that quantize: the largest magnitude of each group, then codes and scales.
 
-A group is so many neighboring elements of a row. The bits of an index that tell its elements apart may live in any
+A group is so many neighboring elements of a row. The digits of an index that tell its elements apart may live in any
 place of a block. Those at places of a thread are told apart by the number of a value in it, `value`: its lowest bit is
 `pair`, and the next ones are those of the register.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hadagen.formats import TENSOR, Element, Format
-from hadagen.layout import PAIR, Axis, Place, Placement, bit, lane, scatter, swaps
-from hadagen.steps.base import FP32, WARP_BYTES, Cost, Step
+from hadagen.layout import PAIR, Axis, Place, add, lane, scatter, swaps
+from hadagen.steps.base import FP32, WARP_BYTES, Coordinates, Cost, Step
 from hadagen.steps.memory import Store
 
 if TYPE_CHECKING:
     from hadagen.steps.draft import Draft
 
+_VECTOR = 8  # values whose codes are stored at once, where there is a matrix
+_BIT = 2  # the radix of a bit
 _SIGNS_OF_BYTE = 8
 _WORDS = 4  # of shared memory that are read at once
 # Instructions for each element, to encode it, on a GPU with conversions to the type.
@@ -27,96 +30,103 @@ _ENCODED = {Element.E4M3: 1.5, Element.E2M1: 8.0, Element.INT8: 4.0, Element.INT
 
 
 class Groups(NamedTuple):
-    """Where the elements of groups are, by the placement before they are quantized, as numbers of bits.
+    """Where the elements of groups are, before they are quantized: which digits of coordinates tell them apart.
 
-    A thread has values of 2^kept groups. At first several lanes have values of the same groups. They share the work:
-    by each bit of `shared`, a lane goes on with half of its groups, so that it makes the scales of 2^mine.
+    A thread has values of `kept` groups. At first several lanes have values of the same groups. They share the work: by
+    each digit of `shared`, a lane goes on with half of its groups, so that it makes the scales of `mine`.
     """
 
-    values: tuple[int, ...]  # bits of `value` that tell elements of a group apart
-    others: tuple[int, ...]  # and those that tell groups apart
-    shared: tuple[int, ...]  # bits of `lane` that tell elements apart: of those that share the work,
-    lanes: tuple[int, ...]  # and of the others
-    other_lanes: tuple[int, ...]  # bits of `lane` that tell groups apart
-    warps: tuple[int, ...]  # bits of `warp` that tell elements apart,
-    other_warps: tuple[int, ...]  # and groups
+    values: tuple[Axis, ...]  # digits of `value` that tell elements of a group apart
+    others: tuple[Axis, ...]  # and those that tell groups apart, bits last
+    shared: tuple[Axis, ...]  # digits of `lane` that tell elements apart: of those that share the work,
+    lanes: tuple[Axis, ...]  # and of the others
+    other_lanes: tuple[Axis, ...]  # digits of `lane` that tell groups apart
+    warps: tuple[Axis, ...]  # digits of `warp` that tell elements apart,
+    other_warps: tuple[Axis, ...]  # and groups
 
     @classmethod
     def of(cls, plan: Draft) -> Groups:
         form = plan.problem.io.form
-        return _groups(tuple(_before(plan).axes.items()), form.group if form else 1)
+        return _groups(tuple(_flat(_coordinates(plan))), form.group if form else 1)
 
     @property
     def kept(self) -> int:
-        return 1 << len(self.others)
+        return _count(self.others)
 
     @property
     def mine(self) -> int:
         return self.kept >> len(self.shared)
 
     @property
+    def holders(self) -> int:
+        """How many warps have values of a group."""
+        return _count(self.warps)
+
+    @property
     def width(self) -> int:
         """Words of shared memory for the largest magnitudes that warps have found of one group."""
-        return max(_WORDS, 1 << len(self.warps))
+        return -(-self.holders // _WORDS) * _WORDS
 
     @property
     def shared_bytes(self) -> int:
-        groups = self.mine << len(self.shared) + len(self.other_lanes) + len(self.other_warps)
+        groups = self.mine * _count((*self.shared, *self.other_lanes, *self.other_warps))
         return 4 * self.width * groups if self.warps else 0
 
     @property
     def slot(self) -> str:
         """C expression for the number of a group in shared memory, of group `g` of those that a thread has."""
-        lanes = self.mine
-        warps = lanes << len(self.shared) + len(self.other_lanes)
-        parts = (
-            "g",
-            _numbered("lane", (*self.shared, *self.other_lanes), lanes),
-            _numbered("warp", self.other_warps, warps),
-        )
-        return " + ".join(filter(None, parts))
+        lanes = (*self.shared, *self.other_lanes)
+        of_lane, of_warp = _numbers(lanes, self.mine), _numbers(self.other_warps, self.mine * _count(lanes))
+        return add("g", scatter("lane", of_lane), scatter("warp", of_warp))
 
 
 @lru_cache(maxsize=1024)
-def _groups(axes: tuple[tuple[Place, Axis], ...], size: int) -> Groups:
-    inside: dict[str, list[int]] = {"value": [], "lane": [], "warp": [], "cta": []}
-    outside: dict[str, list[int]] = {"value": [], "lane": [], "warp": [], "cta": []}
-    for place, axis in axes:
-        kind, number = _coordinate(place)
-        (inside if axis.stride < size else outside)[kind].append(number)
-    values, others = sorted(inside["value"]), sorted(outside["value"])
-    lanes = sorted(inside["lane"])
-    count = min(len(others), len(lanes))
+def _groups(digits: tuple[tuple[str, Axis, Axis], ...], size: int) -> Groups:
+    inside: dict[str, list[Axis]] = {"value": [], "lane": [], "warp": [], "cta": []}
+    outside: dict[str, list[Axis]] = {"value": [], "lane": [], "warp": [], "cta": []}
+    for kind, digit, axis in digits:
+        (inside if axis.stride < size else outside)[kind].append(digit)
+    others = sorted(outside["value"], key=lambda digit: (digit.radix == _BIT, digit.stride))
+    lanes = inside["lane"]
+    count = min(sum(digit.radix == _BIT for digit in others), len(lanes))
     return Groups(
-        tuple(values),
+        tuple(inside["value"]),
         tuple(others),
         tuple(lanes[:count]),
         tuple(lanes[count:]),
-        tuple(sorted(outside["lane"])),
-        tuple(sorted(inside["warp"])),
-        tuple(sorted(outside["warp"])),
+        tuple(outside["lane"]),
+        tuple(inside["warp"]),
+        tuple(outside["warp"]),
     )
 
 
-def _coordinate(place: Place) -> tuple[str, int]:
-    """The kind of coordinate that a place is a bit of, and which bit."""
-    if place == PAIR:
-        return "value", 0
-    return ("value", place.index + 1) if place.kind == "reg" else (place.kind, place.index)
+def _coordinates(plan: Draft) -> Coordinates:
+    """Those of values before they are quantized."""
+    if plan.matrix:
+        return plan.matrix.coordinates(plan)
+    before = plan.before(next(at for at, step in enumerate(plan.steps) if isinstance(step, Largest | Quantize)))
+    values = {Axis(digit.radix, 2 * digit.stride): axis for digit, axis in before.digits_of("reg").items()}
+    return {
+        "value": {Axis(2, 1): before.axes[PAIR], **values},
+        **{kind: before.digits_of(kind) for kind in ("lane", "warp", "cta")},
+    }
 
 
-def _before(plan: Draft) -> Placement:
-    """The placement before values are quantized."""
-    return plan.before(next(at for at, step in enumerate(plan.steps) if isinstance(step, Largest | Quantize)))
+def _flat(coordinates: Coordinates) -> Iterator[tuple[str, Axis, Axis]]:
+    return ((kind, digit, axis) for kind, digits in coordinates.items() for digit, axis in digits.items())
 
 
-def _numbered(name: str, bits: tuple[int, ...], factor: int = 1) -> str:
-    """C expression for the number that some bits of `name` make up, the first the lowest, times a factor."""
-    return _scattered(name, {number: factor << at for at, number in enumerate(bits)})
+def _count(digits: Iterable[Axis]) -> int:
+    return prod(digit.radix for digit in digits)
 
 
-def _scattered(name: str, weights: Mapping[int, int]) -> str:
-    return scatter(name, {bit(number): Axis(2, weight) for number, weight in sorted(weights.items())})
+def _numbers(digits: Iterable[Axis], factor: int = 1) -> dict[Axis, Axis]:
+    """For `scatter`: the number that some digits make up, the first the lowest, times a factor."""
+    numbers = {}
+    for digit in digits:
+        numbers[digit] = Axis(digit.radix, factor)
+        factor *= digit.radix
+    return numbers
 
 
 @dataclass(frozen=True)
@@ -133,12 +143,14 @@ class Largest(Step):
         form = plan.problem.io.form
         if form is None or form.group == TENSOR:
             yield "no group has a scale of its own"
-        elif form.group & (form.group - 1) or form.group < plan.vector_elements or plan.matrix:
-            yield f"groups of {form.group} are no bits of an index"
+        elif form.group < plan.vector_elements:
+            yield f"a vector has more than a group of {form.group}"
         elif plan.cta_bits:
             yield "no block knows the values of another"
         elif form.group > plan.tile_elements:
             yield f"a tile of {plan.tile_elements} elements is shorter than a group of {form.group}"
+        elif plan.tile_elements % form.group or (plan.problem.parts > 1 and form.group < plan.tile_elements):
+            yield f"groups of {form.group} are no digits of an index in a tile of {plan.tile_elements} elements"
 
     def cost(self, plan: Draft, carrier: str) -> Cost:
         groups, words = Groups.of(plan), plan.words(carrier)
@@ -152,9 +164,9 @@ class Largest(Step):
         groups = Groups.of(plan)
         return {
             "groups": groups,
-            "group_of_value": _numbered("value", groups.others) or "0",
-            "place": _numbered("warp", groups.warps) or "0",
-            "some_lanes": sum(1 << number for number in groups.lanes),
+            "group_of_value": scatter("value", _numbers(groups.others)) or "0",
+            "place": scatter("warp", _numbers(groups.warps)) or "0",
+            "some_lanes": sum(digit.stride for digit in groups.lanes),
             "peaks_offset": plan.footprint.peaks_offset,
         }
 
@@ -207,12 +219,8 @@ class Quantize(Store):
         return f"quantize{', times the scale' if self.folds else ''}{swapped}, and store codes and scales"
 
     def view(self, plan: Draft, at: int) -> dict[str, Any]:
-        form, before = plan.problem.io.form, _before(plan)
+        form, coordinates = plan.problem.io.form, _coordinates(plan)
         assert form is not None
-        coordinates: dict[str, dict[int, int]] = {"value": {}, "lane": {}, "warp": {}}
-        for place, axis in before.axes.items():
-            kind, number = _coordinate(place)
-            coordinates.setdefault(kind, {})[number] = axis.stride
         near = plan.problem.n > 1 and not form.rounds_first
         view: dict[str, Any] = {
             "form": form,
@@ -223,48 +231,71 @@ class Quantize(Store):
             "scale_bytes": form.scale_bytes(plan.problem.io.input.bytes),
             "count": plan.vector_elements,
             "groups": None,
+            "row": "",
         }
         if plan.problem.transform.signed:
             view |= _signs(coordinates)
+        rows: Coordinates = {}  # of X, where some that a thread has are beyond the end
+        if plan.matrix:
+            threads = (scatter(kind, coordinates[kind]) for kind in ("lane", "warp"))
+            view |= {"thread_at": add(*threads), "vector_at": _of_vector(coordinates) or "0"}
+            rows = plan.matrix.rows_apart(plan) if plan.matrix.is_padded(plan) else {}
+        if rows:
+            view["row"] = add(scatter("lane", rows["lane"]), scatter("warp", rows["warp"]), _of_vector(rows))
         if form.group == TENSOR:
             return view
         groups = Groups.of(plan)
-        # Group g of those that a lane makes the scale of begins at value · stride.
-        starts = {at: coordinates["value"][number] for at, number in enumerate(groups.others)}
-        own = len(groups.others) - len(groups.shared)
-        of_lane = {number: starts[own + at] for at, number in enumerate(groups.shared)}
-        rest = {number: stride for number, stride in coordinates["lane"].items() if number in groups.other_lanes}
-        outer = {number: stride for number, stride in coordinates["warp"].items() if number in groups.other_warps}
-        group_at = (
-            _scattered("g", {at: starts[at] for at in range(own)}),
-            _scattered("lane", {**of_lane, **rest}),
-            _scattered("warp", outer),
-        )
-        masks = {"lane": groups.lanes, "warp": groups.warps}
+        lanes, warps = sum(digit.stride for digit in groups.lanes), scatter("warp", _numbers(groups.warps))
+        first = f"!(lane & {lanes})" if lanes else "", f"({warps}) == 0" if warps else ""
+        of_g = _numbers(groups.others)  # digit of `value` → that of g
+        handed = dict(zip(groups.shared, groups.others[len(groups.others) - len(groups.shared) :], strict=True))
         return view | {
             "groups": groups,
-            "group_of_value": _numbered("value", groups.others) or "0",
-            "group_at": " + ".join(filter(None, group_at)) or "0",
-            "shared_mask": sum(1 << number for number in groups.shared),
+            "group_of_value": scatter("value", of_g) or "0",
+            "group_at": _first_of_group(groups, coordinates) or "0",
+            "row_of_group": _first_of_group(groups, rows) if rows else "",
+            "shared_mask": sum(digit.stride for digit in groups.shared),
             # The bits of lanes that make the scale of group g.
-            "lane_of_group": _scattered("g", {own + at: 1 << number for at, number in enumerate(groups.shared)}),
-            "alone": " && ".join(f"!({name} & {sum(1 << n for n in mask)})" for name, mask in masks.items() if mask),
+            "lane_of_group": scatter("g", {of_g[of]: digit for digit, of in handed.items()}),
+            "alone": " && ".join(filter(None, first)),
         }
 
 
-def _signs(coordinates: Mapping[str, Mapping[int, int]]) -> dict[str, Any]:
-    """Where the bits of the signs after the transform are, of which a byte has eight neighbors. coordinates: kind → bit
-    of such a coordinate → stride."""
+def _of_vector(coordinates: Coordinates) -> str:
+    """C expression for how far vector `i` of a thread is from its first."""
+    digits = {digit: axis for digit, axis in coordinates["value"].items() if digit.stride >= _VECTOR}
+    return scatter("i", {Axis(digit.radix, digit.stride // _VECTOR): axis for digit, axis in digits.items()})
+
+
+def _first_of_group(groups: Groups, coordinates: Coordinates) -> str:
+    """C expression for where group `g` of those that a lane makes the scale of begins; 0 where a digit is none of the
+    coordinates."""
+    own = len(groups.others) - len(groups.shared)
+    numbers = _numbers(groups.others[:own])
+    handed = dict(zip(groups.shared, groups.others[own:], strict=True))
+    value = coordinates["value"]
+
+    def axes(kind: str, digits: Iterable[Axis]) -> dict[Axis, Axis]:
+        return {digit: coordinates[kind][digit] for digit in digits if digit in coordinates[kind]}
+
+    of_lane = {digit: value[of] for digit, of in handed.items() if of in value} | axes("lane", groups.other_lanes)
+    of_value = {numbers[digit]: axis for digit, axis in axes("value", groups.others[:own]).items()}
+    of_warp = axes("warp", groups.other_warps)
+    return add(scatter("g", of_value), scatter("lane", of_lane), scatter("warp", of_warp))
+
+
+def _signs(coordinates: Coordinates) -> dict[str, Any]:
+    """Where the bits of the signs after the transform are, of which a byte has eight neighbors."""
     values = coordinates["value"]
-    bytes_of = tuple(number for number, stride in values.items() if stride >= _SIGNS_OF_BYTE)
-    within = {number: stride for number, stride in values.items() if stride < _SIGNS_OF_BYTE}
-    thread = (_scattered(kind, coordinates[kind]) for kind in ("lane", "warp"))
+    bytes_of = {digit: axis for digit, axis in values.items() if axis.stride >= _SIGNS_OF_BYTE}
+    numbers = _numbers(bytes_of)
+    threads = (scatter(kind, coordinates[kind]) for kind in ("lane", "warp"))
     return {
-        "thread_at": " + ".join(filter(None, thread)),
-        "sign_bytes": 1 << len(bytes_of),
-        "sign_byte": _numbered("value", bytes_of) or "0",
-        "sign_byte_at": _scattered("part", {at: values[number] for at, number in enumerate(bytes_of)}),
-        "sign_bit": _scattered("value", within),
+        "signs_at": add(*threads),
+        "sign_bytes": _count(bytes_of),
+        "sign_byte": scatter("value", numbers) or "0",
+        "sign_byte_at": scatter("part", {numbers[digit]: axis for digit, axis in bytes_of.items()}),
+        "sign_bit": scatter("value", {digit: axis for digit, axis in values.items() if digit not in bytes_of}),
     }
 
 
