@@ -77,13 +77,13 @@ def no_kernels(target: Device, problems: Sequence[Problem]) -> DeviceError:
 
 def how_to_tune(problem: Problem, arch: str) -> str:
     """Advice if no bundle has kernels of a problem for an arch: to tune all problems if there is no bundle for it at
-    all, and else this one, or without its signs."""
+    all, and else this one, or without its signs and swapped bits."""
     from hadagen.runtime.device import how_to_get_kernels
     from hadagen.target import nearest_arch
 
     how = how_to_get_kernels(arch)
     if nearest_arch(arch) and (problem.order > 1 or _has_bundle(arch)):
-        how += f" --problem {replace(problem, transform=replace(problem.transform, signed=False)).key}"
+        how += f" --problem {replace(problem, transform=replace(problem.transform, signed=False, swapped=False)).key}"
     return how
 
 

@@ -71,8 +71,8 @@ def problem_cells(problem: Problem) -> tuple[int, str, str, str]:
 
 def operand_words(problem: Problem) -> list[str]:
     """What a transform has beside H, and the format of its result, for a title: "K = 28", "signed", "to int8-row"."""
-    form = problem.io.form
-    operands = [f"K = {problem.order}"] * (problem.order > 1) + ["signed"] * problem.transform.signed
+    form, of = problem.io.form, problem.transform
+    operands = [f"K = {of.order}"] * (of.order > 1) + ["swapped"] * of.swapped + ["signed"] * of.signed
     return [*operands, *([f"to {form.name}"] if form else [])]
 
 

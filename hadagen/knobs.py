@@ -21,7 +21,7 @@ from hadagen.steps.conversions import Correct, Narrow, Normalize, Round, Scale, 
 from hadagen.steps.exchanges import Exchange, Transpose
 from hadagen.steps.matrix import COLUMN_BITS, Columns, LoadColumns, Matrix, Signs, Square
 from hadagen.steps.memory import Load, Prefetch, Store, Trigger
-from hadagen.steps.quantize import Largest, Quantize
+from hadagen.steps.quantize import Largest, Quantize, Renumber
 from hadagen.steps.transforms import NORMALIZER, PARTS, Butterfly, Gather, Mma, Shuffle, SwapButterfly
 
 EXCHANGE, LOAD = "exchange", "load"
@@ -207,8 +207,13 @@ def _to_codes(problem: Problem, steps: list[Step], folds: bool, turned: bool) ->
     if form.rounds_first and problem.io.input is not DType.FLOAT32:
         rest.to(PACKED)
     rest.to(FP32)
-    swapped = MMA_MOVES[PAIR].index if turned else None
-    return [*rest.steps[len(steps) :], *[Largest()] * (form.group != TENSOR), Quantize(folds, swapped=swapped)]
+    swapped = [(MMA_MOVES[PAIR], PAIR)] if turned else []
+    if problem.transform.swapped:
+        swapped += [(PAIR, reg(0))]
+        # In 16 bits a vector has one bit of the next digit, and the lowest lane the other one.
+        swapped += [(lane(0), reg(1))] * (problem.io.input is not DType.FLOAT32 and problem.bits > 2)
+    found = rest.steps[len(steps) :] + [Renumber()] * problem.transform.swapped
+    return [*found, *[Largest()] * (form.group != TENSOR), Quantize(folds, tuple(swapped))]
 
 
 def _with_requests(knobs: Knobs, steps: list[Step]) -> list[Step]:

@@ -275,6 +275,8 @@ def _(c: Context, k: Knobs) -> str | None:
 
 @_rule("low_bits")
 def _(c: Context, k: Knobs) -> str | None:
+    if c.problem.transform.swapped and k.low_bits == "mma_shuffle":
+        return "one mma leaves bits in lanes that are exchanged with others (low_bits must be another)"
     moved = k.far_bits == LANES and k.low_bits == "mma_shuffle"
     return "one mma leaves bits in lanes that must come back from there (low_bits must be another)" if moved else None
 

@@ -53,6 +53,8 @@ def _chunks(c: Context, k: Knobs) -> str | None:
     if problem.n % VECTOR or 1 < problem.length < LEAST_LENGTH:
         return "eight columns are loaded at once (n must be a multiple of 8, and n / k 1 or more than 4)"
     if problem.length == 1:
+        if problem.io.form:
+            return "what is multiplied by a matrix alone is not quantized (n must be more than k)"
         return "there is one column (chunks must be 1)" if k.chunks > 1 else None
     return "a row has fewer columns (chunks must be fewer)" if 1 < k.chunks > c.problem.length >> COLUMN_BITS else None
 

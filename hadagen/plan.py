@@ -21,7 +21,7 @@ from hadagen.steps.base import AS_LOADED, FP32, IN_16_BITS, PACKED
 from hadagen.steps.draft import Draft
 from hadagen.steps.matrix import Multiplies, Signs
 from hadagen.steps.memory import Load, Store
-from hadagen.steps.quantize import Quantize
+from hadagen.steps.quantize import Quantize, Renumber
 
 if TYPE_CHECKING:
     from hadagen.steps.values import Operands, Reals
@@ -103,6 +103,8 @@ def _check(plan: Draft) -> None:
         raise UsageError(f"{name}: index bits [{', '.join(left)}] are never transformed")
     if sum(isinstance(step, Multiplies) for step in plan.steps) != (plan.problem.order > 1):
         raise UsageError(f"{name}: the steps do not multiply by the matrix once")
+    if sum(isinstance(step, Renumber) for step in plan.steps) != plan.problem.transform.swapped:
+        raise UsageError(f"{name}: the steps do not exchange the bits of digits once")
     flipped = [True] if plan.matrix else [True, False]  # what multiplies by a matrix flips as it stores
     if [step.before for step in plan.steps if isinstance(step, Signs)] != flipped * plan.problem.transform.signed:
         raise UsageError(f"{name}: the steps do not multiply by the signs before and after the transform")

@@ -79,14 +79,18 @@ class Transform:
 
     H is the Walsh–Hadamard matrix of order `length` = n / order in natural order. A is a matrix with entries −1, 0
     and 1 that a call gives, transposed or not; there is none if `order` is 1. s and t are vectors of ±1 that a call
-    may give if it is `signed`. A row of n = 1 is not transformed, only multiplied by the scale, and then quantized.
+    may give if it is `signed`. If it is `swapped`, the two bits of each base-4 digit of an output's index are exchanged
+    before t: with signs, that is the regular Hadamard matrix. A row of n = 1 is not transformed, only multiplied by the
+    scale, and then quantized.
 
-    Raises `UsageError` unless `length` is a power of two, n is up to 131072, and `order` is from 1 to 428.
+    Raises `UsageError` unless `length` is a power of two, of four if `swapped`, n is up to 131072, and `order` is from
+    1 to 428, and 1 if `swapped`.
     """
 
     n: int
     order: int = 1
     signed: bool = False
+    swapped: bool = False
 
     def __post_init__(self) -> None:
         most = 1 << MAX_LOG2_N
@@ -95,6 +99,10 @@ class Transform:
         times = f"{self.order} times " if self.order > 1 else ""
         if not _is_size(self.n, 1, most) or self.n % self.order or self.length & (self.length - 1):
             raise UsageError(f"n = {self.n!r} is not supported; n must be {times}a power of two, and from 2 to {most}")
+        if self.swapped and (self.order > 1 or self.n.bit_length() % 2 == 0 or self.n == 1):
+            raise UsageError(
+                f"swapped bits of n = {self.n} are not supported; n must be a power of four, without a matrix"
+            )
 
     @property
     def length(self) -> int:
@@ -148,7 +156,7 @@ class Io:
 # Such as n4096-float16-fast-pitched, n14336-k28-signed-float16-fast or n128-bfloat16-to-fp8_group_128-accurate. A part
 # "to" with the output stands behind the input if the two differ.
 _KEY = re.compile(
-    r"n([0-9]{1,9})(?:-k([0-9]{1,9}))?(-signed)?-([a-z]+[0-9]+[a-z0-9_]*)(?:-to-([a-z0-9_]+))?-([a-z]+)(?:-([a-z]+))?"
+    r"n([0-9]{1,9})(?:-k([0-9]{1,9}))?(-swapped)?(-signed)?-([a-z]+[0-9]+[a-z0-9_]*)(?:-to-([a-z0-9_]+))?-([a-z]+)(?:-([a-z]+))?"
 )
 
 
@@ -173,6 +181,8 @@ class Problem:
             raise UsageError(f"n = 1 is not supported; n must be a power of two, and from 2 to {1 << MAX_LOG2_N}")
         if form and form.group > 0 and (self.unit % self.n or self.unit % form.group or form.group < LEAST_GROUP):
             raise UsageError(f"groups of {form.group} do not fill rows of {self.n}, nor rows groups; choose another")
+        if self.transform.swapped and form is None:
+            raise UsageError("swapped bits of a result that is not quantized are not supported; give it a format")
 
     @classmethod
     def of(
@@ -184,19 +194,20 @@ class Problem:
         *,
         order: int = 1,
         signed: bool = False,
+        swapped: bool = False,
         to: Format | str | None = None,
     ) -> Problem:
         """The problem whose output has the type of its input, or is quantized to a format. Raises `UsageError`, as
         `Transform` and `Io` do."""
-        return cls(Transform(n, order, signed), Io(dtype, to or dtype, numerics, rows))  # type: ignore[arg-type]  # which it converts
+        return cls(Transform(n, order, signed, swapped), Io(dtype, to or dtype, numerics, rows))  # type: ignore[arg-type]  # which it converts
 
     @classmethod
     @lru_cache(maxsize=1024)  # every bundle names the same problems
     def parse(cls, key: str) -> Problem:
         """The problem of a `key`. Raises `UsageError` where it is none."""
         if found := _KEY.fullmatch(key):
-            n, order, signed, given, output, numerics, rows = found.groups()
-            transform = Transform(int(n), int(order or 1), bool(signed))
+            n, order, swapped, signed, given, output, numerics, rows = found.groups()
+            transform = Transform(int(n), int(order or 1), bool(signed), bool(swapped))
             problem = cls(transform, Io(given, output or given, numerics, rows or Rows.CONTIGUOUS))  # type: ignore[arg-type]
             if problem.key == key:
                 return problem
@@ -208,8 +219,8 @@ class Problem:
         output = ("to", self.io.form.key) if self.io.form else ()
         rows = () if self.io.rows is Rows.CONTIGUOUS else (self.io.rows.value,)
         order = (f"k{self.order}",) if self.order > 1 else ()
-        signed = ("signed",) if self.transform.signed else ()
-        return "-".join((f"n{self.n}", *order, *signed, self.io.input.value, *output, self.io.numerics.value, *rows))
+        flags = tuple(name for name in ("swapped", "signed") if getattr(self.transform, name))
+        return "-".join((f"n{self.n}", *order, *flags, self.io.input.value, *output, self.io.numerics.value, *rows))
 
     @property
     def n(self) -> int:
@@ -240,10 +251,12 @@ class Problem:
 
     @property
     def parent(self) -> Problem | None:
-        """The problem whose winners are the first guess for this one: the same with contiguous rows, without a format,
-        or without signs. None if rows are contiguous and there is neither, and where n is 1."""
+        """The problem whose winners are the first guess for this one: the same with contiguous rows, without swapped
+        bits, without a format, or without signs. None if rows are contiguous and there is neither, and where n is 1."""
         if self.io.rows is not Rows.CONTIGUOUS:
             return self.with_io(rows=Rows.CONTIGUOUS)
+        if self.transform.swapped:
+            return replace(self, transform=replace(self.transform, swapped=False))
         if self.io.form:
             return self.with_io(output=self.io.input) if self.n > 1 else None
         return replace(self, transform=replace(self.transform, signed=False)) if self.transform.signed else None
@@ -299,13 +312,14 @@ def kernel_order(order: int, length: int) -> int:
 
 
 def check_tunable(problems: Iterable[Problem]) -> None:
-    """Raises `UsageError` if a problem has signs: its kernels are made like the winners of the same without signs."""
+    """Raises `UsageError` if a problem has signs or swapped bits: its kernels are made like the winners of the same
+    without them."""
     for problem in problems:
-        if problem.transform.signed:
-            unsigned = replace(problem, transform=replace(problem.transform, signed=False))
+        if problem.transform.signed or problem.transform.swapped:
+            plain = replace(problem, transform=replace(problem.transform, signed=False, swapped=False))
             raise UsageError(
-                f"{problem.key} is not tuned, because kernels with signs are made like those without; "
-                f"tune {unsigned.key}"
+                f"{problem.key} is not tuned, because kernels with signs or swapped bits are made like those without; "
+                f"tune {plain.key}"
             )
 
 

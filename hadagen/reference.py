@@ -77,7 +77,16 @@ def transform(problem: Problem, x: Reals, scale: float, operands: Operands) -> R
     y = hadamard((x * signs("signs_before")).reshape(-1, problem.length), scale)
     if problem.order > 1:
         y = operands["matrix"].astype(np.float64) @ y.reshape(-1, problem.order, problem.length)
-    return y.reshape(x.shape) * signs("signs_after")
+    return _renumbered(problem, y.reshape(x.shape)) * signs("signs_after")
+
+
+def _renumbered(problem: Problem, y: Reals) -> Reals:
+    """With the two bits of each base-4 digit of the last index exchanged, if the problem says so."""
+    if not problem.transform.swapped:
+        return y
+    digits = problem.bits // 2
+    order = [axis for digit in range(digits) for axis in (2 * digit + 2, 2 * digit + 1)]
+    return y.reshape(-1, *(2,) * problem.bits).transpose(0, *order).reshape(y.shape)
 
 
 def input_classes(problem: Problem, rows: int) -> dict[str, Reals]:

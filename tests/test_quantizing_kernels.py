@@ -9,6 +9,7 @@ import pytest
 import torch
 from test_quantizer import ALL, GIVEN, TYPES, hard_rows
 
+from hadagen import Rotation
 from hadagen.arch import load_arch
 from hadagen.codegen import render
 from hadagen.emulator import HostModule, compile_host
@@ -18,6 +19,7 @@ from hadagen.launch import Source
 from hadagen.problem import Problem
 from hadagen.quantizer import memory_of, quantize
 from hadagen.reference import kernel_operands, transform, verification_operands
+from hadagen.runtime import compute, quantizing
 from hadagen.space import Space, build_plan
 
 ARCH = load_arch("sm90")
@@ -105,6 +107,28 @@ def check(problem: Problem, found: tuple[torch.Tensor, torch.Tensor], y: torch.T
         assert torch.equal(found[1].view(torch.uint8), scales.view(torch.uint8)), problem.key
 
 
+@pytest.mark.parametrize(
+    ("rotation", "to", "key"),
+    [
+        (Rotation(896, "quarot"), "int8-row", "n896-k28-float16-to-int8_row_896-accurate"),
+        (Rotation(1792, "quarot", block=896), "mxfp8", "n896-k28-float16-to-mxfp8_32-accurate"),
+        (Rotation(768, "regular", block=256), "int8-row", "n256-swapped-signed-float16-to-int8_row_768-accurate"),
+        (Rotation(768, block=128), "fp8-row", "n128-float16-to-fp8_row_768-accurate"),
+        (Rotation(768, torch.eye(3) / 2, block=96), "mxfp8", None),  # no matrix of −1, 0 and 1
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_the_kernel_that_a_rotation_asks_for(
+    rotation: Rotation, to: str, key: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compute, "takes_kernels", lambda x: True)
+    x = torch.empty(2, rotation.n, dtype=torch.float16)
+    problem = quantizing._problem_of(
+        x, rotation.operands_for(x, 1.0), Format.choose(to, None, None, "row-major"), False
+    )
+    assert (problem and problem.key) == key
+
+
 @pytest.mark.parametrize("dtype", TYPES)
 def test_hard_values_of_every_format_and_rule(dtype: str) -> None:
     x = hard_rows(TYPES[dtype])
@@ -135,6 +159,10 @@ CASES: dict[str, dict[str, Any]] = {
     "n1-bfloat16-to-int8_row_768-accurate": {},
     "n128-float32-to-fp8_row_3584-accurate": {"warps": 2},
     "n256-bfloat16-to-int8_row_3072_convrot-accurate": {"chunks": 2, "warps": 2, "grid": "persistent", "load": "bulk"},
+    "n16-swapped-bfloat16-to-mxfp4_32-accurate": {},
+    "n64-swapped-signed-float16-to-int4_row_1024-accurate": {"chunks": 2},
+    "n256-swapped-signed-bfloat16-to-int8_row_3072_convrot-accurate": {"chunks": 2, "warps": 2},
+    "n256-swapped-float32-to-fp8_group_128-accurate": {"chunks": 2},
     "n4096-bfloat16-to-int4_row_12288-accurate": {"chunks": 2, "warps": 8, "exchange_carrier": "fp32"},
     "n160-k20-bfloat16-to-mxfp8_32-accurate": {"warps": 2, "rows": 8},
     "n352-k44-float16-to-int8_row_352-accurate": {"rows": 4, "slabs": 2},

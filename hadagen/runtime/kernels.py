@@ -74,16 +74,19 @@ def problem_of(
     dtype: torch.dtype,
     numerics: str,
     rows: Rows,
+    *,
     order: int = 1,
     signed: bool = False,
+    swapped: bool = False,
     to: Format | None = None,
 ) -> Problem | None:
     """The problem of rows of n elements, which are `order` times a power of two; None if no kernel supports this n,
-    dtype or order. to: the format of the result. Raises `UsageError` where that does not fit the rows."""
+    dtype or order. signed, swapped: as in `Transform`. to: the format of the result. Raises `UsageError` where that
+    does not fit the rows."""
     least = 2 if to is None else 1
     if dtype not in _DTYPES or not least <= n <= 1 << MAX_LOG2_N or order > MAX_ORDER:
         return None
-    return Problem.of(n, _DTYPES[dtype], numerics, rows, order=order, signed=signed, to=to)
+    return Problem.of(n, _DTYPES[dtype], numerics, rows, order=order, signed=signed, swapped=swapped, to=to)
 
 
 def find(kind: Kind, elements: int) -> LoadedKernel | None:

@@ -103,4 +103,4 @@ def _operands(problem: Problem, transposed: bool, numbers: torch.Generator) -> O
         entries[0, 0] = 0
         matrix, orders = pack_matrix(entries), [problem.order]
     before, after = (random(256, -(-problem.n // 8)) if problem.transform.signed else None for _ in range(2))
-    return Operands(matrix, orders, before, after, problem.n, False, transposed, 1.0, "accurate")
+    return Operands(matrix, orders, before, after, problem.n, problem.transform.swapped, transposed, 1.0, "accurate")

@@ -13,10 +13,11 @@ from hadagen.driver import Launch
 from hadagen.errors import UsageError
 from hadagen.formats import ROW, TENSOR, Format, Layout
 from hadagen.launch import RowShape
-from hadagen.problem import LEAST_GROUP, Problem, Rows
+from hadagen.problem import LEAST_GROUP, Problem
 from hadagen.runtime import kernels, repeat
 from hadagen.runtime.operands import Operands, addresses
 from hadagen.runtime.repeat import ALIGNMENT
+from hadagen.runtime.rotate import problem_of
 
 _MOST_GROUPS = 1 << 32  # which kernels count in 32 bits
 
@@ -95,13 +96,9 @@ def find(x: torch.Tensor, of: Operands, form: Format, round_first: bool) -> Run 
 
 def _problem_of(x: torch.Tensor, of: Operands, form: Format, round_first: bool) -> Problem | None:
     """The problem of a kernel that does all of it; None if no kernel can."""
-    aligned = all(each is None or each.data_ptr() % ALIGNMENT == 0 for each in (of.signs, of.signs_after))
-    if of.matrices is not None or of.swapped or of.batch_invariant or not aligned:
-        return None
     group = x.shape[-1] if form.group == ROW else form.group
     to = replace(form, group=group, rounded=round_first and not form.rounds_first)
-    signed = of.signs is not None or of.signs_after is not None
     try:
-        return kernels.problem_of(of.n, x.dtype, "accurate", Rows.CONTIGUOUS, signed=signed, to=to)
+        return None if of.batch_invariant else problem_of(x, of, to)
     except UsageError:  # groups that are no part of a tile
         return None

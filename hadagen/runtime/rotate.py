@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from hadagen.driver import Launch
+from hadagen.formats import Format
 from hadagen.launch import RowShape
 from hadagen.problem import Problem, Rows
 from hadagen.runtime import compute, kernels, product, repeat
@@ -60,7 +61,7 @@ def _compute(x: torch.Tensor, of: Operands, inplace: bool) -> torch.Tensor:
     check(x, of)
     if inplace:
         check_writable(x)
-    problem = _problem_of(x, of)
+    problem = problem_of(x, of)
     if problem is not None:
         y = known(x, of, inplace)
         if y is None:
@@ -88,7 +89,7 @@ def _compute_into(x: torch.Tensor, y: torch.Tensor, of: Operands) -> None:
         _compute(y, of, True)
     elif not y.is_contiguous() or compute.may_overlap(x, y):
         y.copy_(_compute(x, of, False))
-    elif (problem := _problem_of(x, of)) is None:
+    elif (problem := problem_of(x, of)) is None:
         _rotate(x, y, of)
     elif not _launched_into(x, y, of, problem):
         if _is_plain(of):  # whose rows need not be contiguous
@@ -138,8 +139,9 @@ def _launched_into(x: torch.Tensor, y: torch.Tensor, of: Operands, problem: Prob
     return True
 
 
-def _problem_of(x: torch.Tensor, of: Operands) -> Problem | None:
-    """The problem of a kernel that does all of it; None if no kernel can."""
+def problem_of(x: torch.Tensor, of: Operands, to: Format | None = None) -> Problem | None:
+    """The problem of a kernel that does all of it; None if no kernel can. to: the format of the result. Raises
+    `UsageError` where that does not fit the rows."""
     if not compute.takes_kernels(x):
         return None
     order = 1
@@ -148,10 +150,14 @@ def _problem_of(x: torch.Tensor, of: Operands) -> Problem | None:
             return None
         order = of.orders[0]
     operands = [each for each in (of.matrices, of.signs, of.signs_after) if each is not None]
-    if of.swapped or any(each.data_ptr() % ALIGNMENT or not each.is_contiguous() for each in operands):
+    if any(each.data_ptr() % ALIGNMENT or not each.is_contiguous() for each in operands):
+        return None
+    if of.swapped and (to is None or of.n == 1):
         return None
     signed = of.signs is not None or of.signs_after is not None
-    return kernels.problem_of(of.n, x.dtype, of.numerics, Rows.CONTIGUOUS, order, signed)
+    return kernels.problem_of(
+        of.n, x.dtype, of.numerics, Rows.CONTIGUOUS, order=order, signed=signed, swapped=of.swapped, to=to
+    )
 
 
 def _launch(x: torch.Tensor, of: Operands, problem: Problem, in_place: bool) -> Launch | None:

@@ -63,6 +63,10 @@ class Step:
         """Place → place, for the axes that it moves after that."""
         return {}
 
+    def placed(self, placement: Placement, plan: Draft) -> Placement:
+        """The placement after it, from the one before."""
+        return placement.moved(self.moves) if self.moves else placement
+
     @property
     def over_blocks(self) -> bool:
         """Whether it transforms the bits at cta too. Each block must then have loaded the shares of all blocks."""

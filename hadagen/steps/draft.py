@@ -93,8 +93,7 @@ class Draft:
         """The placement after each step."""
         trace, placement = [], self.loaded
         for step in self.steps:
-            if step.moves:
-                placement = placement.moved(step.moves)
+            placement = step.placed(placement, self)
             trace.append(placement)
         return tuple(trace)
 

@@ -14,7 +14,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hadagen.formats import TENSOR, Element, Format
-from hadagen.layout import PAIR, Axis, Place, add, lane, scatter, swaps
+from hadagen.layout import PAIR, Axis, Place, Placement, add, bit, reg, scatter, swaps
 from hadagen.steps.base import FP32, WARP_BYTES, Coordinates, Cost, Step
 from hadagen.steps.memory import Store
 
@@ -176,7 +176,8 @@ class Quantize(Store):
     """Encodes the values, and stores codes and scales."""
 
     folds: bool = False  # multiplies by the scale, or what is left of it, with the same product that quantizes
-    swapped: int | None = None  # the bit at this lane and that at `pair` are swapped, once values are codes
+    # The bits at the two places of each pair are swapped, once values are codes.
+    swapped: tuple[tuple[Place, Place], ...] = ()
 
     template = "quantize.cu.j2"
     takes = FP32
@@ -187,7 +188,12 @@ class Quantize(Store):
 
     @property
     def moves(self) -> Mapping[Place, Place]:
-        return {} if self.swapped is None else swaps([(lane(self.swapped), PAIR)])
+        return swaps(self.swapped)
+
+    @property
+    def _across(self) -> tuple[Place, Place] | None:
+        """The lane place and the one of a thread that are swapped, if any."""
+        return next((pair for pair in self.swapped if pair[0].kind == "lane"), None)
 
     def faults(self, plan: Draft, at: int) -> Iterator[str]:
         yield from super().faults(plan, at)
@@ -200,13 +206,13 @@ class Quantize(Store):
             yield "what is stored depends on all chunks"
         elif self.folds and (form.rounds_first or plan.problem.n == 1):
             yield "what is rounded, or not transformed, is scaled before it is quantized"
-        elif self.swapped is not None and plan.vector_elements < 8:
+        elif self._across is not None and plan.vector_elements < 8:
             yield "a vector has no two values for each of two lanes"
 
     def cost(self, plan: Draft, carrier: str) -> Cost:
         form = plan.problem.io.form
         assert form is not None
-        moved = plan.vectors * (0 if self.swapped is None else 7)
+        moved = plan.vectors * (0 if self._across is None else 7)
         groups = Groups.of(plan) if form.group != TENSOR else None
         scales = 20 * groups.mine + 3 * groups.kept if groups else 0
         return Cost(
@@ -215,7 +221,7 @@ class Quantize(Store):
         )
 
     def sentence(self, bits: str) -> str:
-        swapped = "" if self.swapped is None else f", swap lane{self.swapped}↔pair"
+        swapped = "".join(f", swap {one}↔{other}" for one, other in self.swapped)
         return f"quantize{', times the scale' if self.folds else ''}{swapped}, and store codes and scales"
 
     def view(self, plan: Draft, at: int) -> dict[str, Any]:
@@ -230,6 +236,8 @@ class Quantize(Store):
             "rule": f"{form.name.replace('-', '_')}_{form.rule}",
             "scale_bytes": form.scale_bytes(plan.problem.io.input.bytes),
             "count": plan.vector_elements,
+            "across": self._across and {"mask": 1 << self._across[0].index, "of_pairs": self._across[1] == PAIR},
+            "turned": (PAIR, reg(0)) in self.swapped,
             "groups": None,
             "row": "",
         }
@@ -297,6 +305,25 @@ def _signs(coordinates: Coordinates) -> dict[str, Any]:
         "sign_byte_at": scatter("part", {numbers[digit]: axis for digit, axis in bytes_of.items()}),
         "sign_bit": scatter("value", {digit: axis for digit, axis in values.items() if digit not in bytes_of}),
     }
+
+
+@dataclass(frozen=True)
+class Renumber(Step):
+    """Exchanges the two bits of each base-4 digit of an index. No value moves: each is another element from here on."""
+
+    says = "exchange the bits of each base-4 digit of an index"
+    template = "quantize.cu.j2"
+
+    def placed(self, placement: Placement, plan: Draft) -> Placement:
+        numbered = {place: self._other(axis, plan) for place, axis in placement.axes.items()}
+        return Placement(dict(sorted(numbered.items(), key=lambda item: item[1].stride)))
+
+    def _other(self, axis: Axis, plan: Draft) -> Axis:
+        number = axis.stride.bit_length() - 1
+        return bit(number ^ 1) if axis == bit(number) and number < plan.problem.bits else axis
+
+    def cost(self, plan: Draft, carrier: str) -> Cost:
+        return Cost()
 
 
 def _code(form: Format, near: bool) -> str:

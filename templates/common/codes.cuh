@@ -226,6 +226,12 @@ HADAGEN_INLINE void swap_codes(u32 (&fours)[2], u32 mask) {
     const u32 even = up ? got : fours[0], odd = up ? fours[1] : got;
     fours[0] = zip_low_bytes(even, odd), fours[1] = zip_high_bytes(even, odd);
 }
+// Lane pairs exchange codes of four values: the one has those of two even fours of two v, and the other the odd ones.
+HADAGEN_INLINE void swap_fours(u32 (&fours)[2], u32 mask) {
+    const bool up = thread_index() & mask;
+    const u32 got = shuffle_xor(up ? fours[0] : fours[1], mask);
+    fours[0] = up ? got : fours[0], fours[1] = up ? fours[1] : got;
+}
 // Codes of 4 or 8 neighbors.
 template <class Code, int count> HADAGEN_INLINE void store_codes(byte* to, const u32 (&fours)[count / 4]) {
     const u32 second = fours[count / 4 - 1];
