@@ -209,6 +209,23 @@ class Quantize(Store):
         elif self._across is not None and plan.vector_elements < 8:
             yield "a vector has no two values for each of two lanes"
 
+    @property
+    def _of_pairs(self) -> bool:
+        """Whether neighbors come from two lanes."""
+        return self._across is not None and self._across[1] == PAIR
+
+    def _element(self, count: int, bits: int) -> str:
+        """C expression for which of `count` values gives byte `at` of word `part` of codes. 4-bit codes of even and of
+        odd elements have a word each, or half a word, so that they are joined at once."""
+        if self._of_pairs:
+            return "part + 2 * at"
+        turned = (PAIR, reg(0)) in self.swapped  # the two lowest bits are exchanged
+        if bits == 8:
+            return "4 * part + at % 2 * 2 + at / 2" if turned else "4 * part + at"
+        if count == 4:
+            return "at" if turned else "at % 2 * 2 + at / 2"
+        return "2 * part + at % 2 + at / 2 * 4" if turned else "part + 2 * at"
+
     def cost(self, plan: Draft, carrier: str) -> Cost:
         form = plan.problem.io.form
         assert form is not None
@@ -227,17 +244,21 @@ class Quantize(Store):
     def view(self, plan: Draft, at: int) -> dict[str, Any]:
         form, coordinates = plan.problem.io.form, _coordinates(plan)
         assert form is not None
-        near = plan.problem.n > 1 and not form.rounds_first
+        in_pairs = plan.vector_elements == _VECTOR  # elements of 16 bits
+        near = plan.problem.n > 1 and not form.rounds_first and in_pairs
         view: dict[str, Any] = {
             "form": form,
-            "code": _code(form, near),
+            "code": _code(form, near, in_pairs),
+            # What of a scale gives values that are encoded quickly. Two are rounded at once as they are.
+            "plain": "quotient" if form.element is Element.INT4 and in_pairs else "plain",
             "near": near and form.element is Element.E2M1,
             "bits": form.element.bits,
             "rule": f"{form.name.replace('-', '_')}_{form.rule}",
             "scale_bytes": form.scale_bytes(plan.problem.io.input.bytes),
             "count": plan.vector_elements,
-            "across": self._across and {"mask": 1 << self._across[0].index, "of_pairs": self._across[1] == PAIR},
-            "turned": (PAIR, reg(0)) in self.swapped,
+            "element": self._element(plan.vector_elements, form.element.bits),
+            "across": self._across and 1 << self._across[0].index,
+            "of_pairs": self._of_pairs,
             "groups": None,
             "row": "",
         }
@@ -326,10 +347,12 @@ class Renumber(Step):
         return Cost()
 
 
-def _code(form: Format, near: bool) -> str:
-    """The type of its codes in `templates/common/codes.cuh`. near: values were just rounded."""
+def _code(form: Format, near: bool, rounded: bool) -> str:
+    """The type of its codes in `templates/common/codes.cuh`. near: values were just summed; rounded: to 16 bits."""
     name = form.element.value.capitalize()
     if near and form.element is Element.E2M1:
         return f"{name}Near"
     lowest = "true" if form.rule in ("convrot", "quarot") else "false"  # whether the least integer is a code
+    if form.element is Element.INT4 and rounded:
+        return f"{name}Rounded<T, {lowest}>"
     return f"{name}<{lowest}>" if form.element in (Element.INT8, Element.INT4) else name

@@ -41,8 +41,9 @@ HADAGEN_INLINE u32 e4m3_of(float x) {
 }
 HADAGEN_INLINE u32 pack_e4m3(float low, float high) { return e4m3_of(low) | e4m3_of(high) << 8; }
 #endif
+HADAGEN_INLINE float of_e4m3_number(u32 code) { return product(as_float(code << 20), 0x1p120f); }
 HADAGEN_INLINE float of_e4m3(u32 code) {
-    return (code & 0x7Fu) == 0x7Fu ? as_float(0x7FFFFFFFu) : product(as_float((code & 0x7Fu) << 20), 0x1p120f);
+    return (code & 0x7Fu) == 0x7Fu ? as_float(0x7FFFFFFFu) : of_e4m3_number(code & 0x7Fu);
 }
 
 // ---- what values are divided by, or multiplied with ----------------------------------------------------------------
@@ -112,7 +113,8 @@ HADAGEN_INLINE float over(float size, float by) { return over(size, Divisor{0u, 
 
 // A divisor, and the quotient is rounded to the type of x.
 template <class T> struct RoundedDivisor : Divisor {
-    HADAGEN_INLINE float plain(float x) const { return rounded<T>(Divisor::plain(x)); }
+    HADAGEN_INLINE float quotient(float x) const { return Divisor::plain(x); }
+    HADAGEN_INLINE float plain(float x) const { return rounded<T>(quotient(x)); }
     HADAGEN_INLINE float exact(float x) const { return rounded<T>(Divisor::exact(x)); }
 };
 // So that the scale has the error of one rounding.
@@ -178,19 +180,21 @@ struct E2m1 : NoNan {
         return codes | (high_bytes(words) >> 4 & 0x08080808u);
     }
 };
-// E2M1 of values that were just rounded: those a last place of fp32 off the middle between two codes may count as in the
-// middle. All of it is sums and products, of which a GPU does twice as many as of other operations.
+// E2M1 of values that an mma just summed, which are rounded to float16 first: those within 2^-11 of the middle between two
+// codes may count as in the middle. All of it is sums and products of two values at once.
 struct E2m1Near : E2m1 {
     static HADAGEN_INLINE float unit() { return 0.5f; }
     static HADAGEN_INLINE u32 quick(const float* v) {
-        u32 sums[4];
+        const u32 pairs[2] = {pack<float16>(v[0], v[1]), pack<float16>(v[2], v[3])};
+        u32 sums[2];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            // Up to 2 a code is 1/2, then to 4 it is 1, and to 6 it is 2.
-            const float below_2 = part_of_1(v[i], 0.0f), below_4 = part_of_1(v[i], -1.0f), below_6 = part_of_1(v[i], -2.0f);
-            sums[i] = as_word(sum(fma(below_2, 4.0f, fma(below_4, 2.0f, below_6)), 0x1p23f));
+        for (int i = 0; i < 2; ++i) {
+            // Up to 2 a code is 1/2, then to 4 it is 1, and to 6 it is 2. In a sum from 1024 on the last bit is worth 1.
+            const u32 below_2 = part_of_1(pairs[i], 0u), below_4 = part_of_1(pairs[i], 0xBC00BC00u);
+            const u32 below_6 = add<float16>(part_of_1(pairs[i], 0xC000C000u), 0x64006400u);
+            sums[i] = fma<float16>(below_2, 0x44004400u, fma<float16>(below_4, 0x40004000u, below_6));
         }
-        return with_signs(low_bytes(sums), v);
+        return even_bytes(sums[0], sums[1]) | (signs_of_halves(pairs[0], pairs[1]) & 0x08080808u);
     }
 };
 // A number from −2^22 to 2^22, rounded, is in the low bits of its sum with 1.5 · 2^23.
@@ -217,31 +221,38 @@ template <bool lowest> struct Int4 : Integer<lowest ? -8 : -7, 7> {
     enum : int { bits = 4 };
     static HADAGEN_INLINE u32 quick(const float* v) { return Int4::in_range(v); }
 };
+// Of quotients that are rounded to a type of 16 bits first, two at once. Its least sums with a last bit worth 1 are from
+// 2^mantissa_bits on.
+template <class T, bool lowest> struct Int4Rounded : Int4<lowest> {
+    static HADAGEN_INLINE u32 quick(const float* v) {
+        const u32 middle = (2 * T::exponent_bias + 2 * T::mantissa_bits + 1 << T::mantissa_bits - 1) * 0x10001u;  // 1.5 times that
+        return even_bytes(add<T>(pack<T>(v[0], v[1]), middle), add<T>(pack<T>(v[2], v[3]), middle));
+    }
+};
 
-// Lane pairs exchange codes: of 8 values v, the one has the even elements of v and of v + 1, and the other the odd ones.
-// Afterwards each has all of one of them.
-HADAGEN_INLINE void swap_codes(u32 (&fours)[2], u32 mask) {
-    const bool up = thread_index() & mask;
-    const u32 got = shuffle_xor(up ? fours[0] : fours[1], mask);
-    const u32 even = up ? got : fours[0], odd = up ? fours[1] : got;
-    fours[0] = zip_low_bytes(even, odd), fours[1] = zip_high_bytes(even, odd);
-}
-// Lane pairs exchange codes of four values: the one has those of two even fours of two v, and the other the odd ones.
+// Lane pairs exchange codes: of two times two words, the one gets the first and the other the second of both.
 HADAGEN_INLINE void swap_fours(u32 (&fours)[2], u32 mask) {
     const bool up = thread_index() & mask;
     const u32 got = shuffle_xor(up ? fours[0] : fours[1], mask);
     fours[0] = up ? got : fours[0], fours[1] = up ? fours[1] : got;
 }
-// Codes of 4 or 8 neighbors.
+// The same with the two halves of a word.
+HADAGEN_INLINE u32 swap_halves(u32 word, u32 mask) {
+    const u32 got = shuffle_xor(word, mask);
+    return thread_index() & mask ? got >> 16 | (word & 0xFFFF0000u) : (word & 0xFFFFu) | got << 16;
+}
+// Of codes of the even and of the odd elements of 8 those of the first four and of the others.
+HADAGEN_INLINE void zip_fours(u32 (&fours)[2]) {
+    const u32 even = fours[0], odd = fours[1];
+    fours[0] = zip_low_bytes(even, odd), fours[1] = zip_high_bytes(even, odd);
+}
+// 4-bit codes of even and of odd elements, in turn. They are in the lower halves of bytes.
+HADAGEN_INLINE u32 join_nibbles(u32 even, u32 odd) { return (even & 0x0F0F0F0Fu) | (odd << 4 & 0xF0F0F0F0u); }
+// Codes of 4 or 8 neighbors. Those of 4 bits are in one word.
 template <class Code, int count> HADAGEN_INLINE void store_codes(byte* to, const u32 (&fours)[count / 4]) {
-    const u32 second = fours[count / 4 - 1];
-    if (Code::bits == 8) {
-        if (count == 8) store8(to, fours[0], second);
-        else store4(to, second);
-    } else {
-        if (count == 8) store4(to, join_nibbles(fours[0], second));
-        else store2(to, join_nibbles(second, 0u));
-    }
+    if (count * Code::bits == 64) store8(to, fours[0], fours[count / 4 - 1]);
+    else if (count * Code::bits == 32) store4(to, fours[0]);
+    else store2(to, fours[0]);
 }
 template <int bytes> HADAGEN_INLINE void store_scale(void* scales, i64 at, u32 bits) {
     byte* const to = static_cast<byte*>(scales) + bytes * at;
@@ -328,14 +339,18 @@ template <class T> HADAGEN_INLINE Factor mxfp4_qutlass(float peak) {
     return by_power(int(as_word(down) >> 23), is_finite(down), 3.0f);
 }
 
-HADAGEN_INLINE Given nvfp4_exact_given(float given) { return {divide_by(given), reciprocal_of(given), 0.0f}; }
+HADAGEN_INLINE Given nvfp4_exact_given(float given) {
+    const Divisor divisor = divide_by(given);
+    return {divisor, is_usual(given) ? divisor.reciprocal : reciprocal_of(given), 0.0f};
+}
 template <class T> HADAGEN_INLINE Factor nvfp4_exact(float peak, const Given& given) {
-    const bool usual = peak >= 0x1p-60f && peak <= 0x1p60f && is_usual(given.value) && given.value >= 0x1p-60f && given.value <= 0x1p60f;
     const Divisor six{0u, 6.0f, 1.0f / 6.0f};
-    const float scale = usual ? given.Divisor::plain(six.plain(peak)) : given.exact(six.exact(peak));
-    const u32 code = e4m3_of(at_most(at_least(scale, 0x1p-6f), 448.0f));
-    const Divisor divisor = divide_by(of_e4m3(code));
-    return times_factor(code, usual ? divisor.plain(given.inverse) : divisor.exact(given.inverse));
+    if (peak >= 0x1p-60f && peak <= 0x1p60f && is_usual(given.value) && given.value >= 0x1p-60f && given.value <= 0x1p60f) {
+        const u32 code = e4m3_of(smaller(bigger(given.Divisor::plain(six.plain(peak)), 0x1p-6f), 448.0f));
+        return times_factor(code, divide_by(of_e4m3_number(code)).plain(given.inverse));
+    }
+    const u32 code = e4m3_of(at_most(at_least(given.exact(six.exact(peak)), 0x1p-6f), 448.0f));
+    return times_factor(code, divide_by(of_e4m3(code)).exact(given.inverse));
 }
 // What is given is the largest magnitude of all values.
 HADAGEN_INLINE Given nvfp4_transformer_engine_given(float most) {

@@ -160,11 +160,22 @@ HADAGEN_FMA(bfloat16, "bf16x2")
 HADAGEN_SUMS(float16, "f16x2")
 #if __CUDA_ARCH__ >= 900
 HADAGEN_SUMS(bfloat16, "bf16x2")
-#else  // a product with ±1 is exact, so the sum is rounded once too
+#elif __CUDA_ARCH__ >= 800  // a product with ±1 is exact, so the sum is rounded once too
 template <> HADAGEN_INLINE u32 add<bfloat16>(u32 a, u32 b) { return fma<bfloat16>(a, bfloat16::one, b); }
 template <> HADAGEN_INLINE u32 sub<bfloat16>(u32 a, u32 b) { return fma<bfloat16>(b, bfloat16::one | 0x80008000u, a); }
+#else  // an fp32 has so many more bits that rounding to it first changes nothing
+template <> HADAGEN_INLINE u32 add<bfloat16>(u32 a, u32 b) {
+    return pack<bfloat16>(low<bfloat16>(a) + low<bfloat16>(b), high<bfloat16>(a) + high<bfloat16>(b));
+}
 #endif
 #undef HADAGEN_SUMS
+
+// |a| + b of pairs of float16, from 0 to 1.
+HADAGEN_INLINE u32 part_of_1(u32 a, u32 b) {
+    u32 d;
+    asm("{.reg .b32 size; abs.f16x2 size, %1; add.rn.sat.f16x2 %0, size, %2;}" : "=r"(d) : "r"(a), "r"(b));
+    return d;
+}
 
 // The larger of two bfloat16 without their signs, in both halves; the sign of the result means nothing.
 HADAGEN_INLINE u32 larger_of_bfloat16(u32 a, u32 b) {
@@ -188,8 +199,6 @@ HADAGEN_INLINE float fma(float a, float b, float c) { return __fmaf_rn(a, b, c);
 HADAGEN_INLINE float smaller(float a, float b) { return fminf(a, b); }
 HADAGEN_INLINE float bigger(float a, float b) { return fmaxf(a, b); }
 HADAGEN_INLINE float size_up_to(float a, float most) { return fminf(fabsf(a), most); }
-// |a| + b, from 0 to 1.
-HADAGEN_INLINE float part_of_1(float a, float b) { return __saturatef(__fadd_rn(fabsf(a), b)); }
 // The larger magnitude, NaN where one is NaN.
 HADAGEN_INLINE float larger(float a, float b) {
 #if __CUDA_ARCH__ >= 800
@@ -211,10 +220,12 @@ HADAGEN_INLINE u32 high_bytes(const u32 (&words)[4]) {
 // Bytes of both in turn, of the low halves or of the high ones.
 HADAGEN_INLINE u32 zip_low_bytes(u32 even, u32 odd) { return __byte_perm(even, odd, 0x5140); }
 HADAGEN_INLINE u32 zip_high_bytes(u32 even, u32 odd) { return __byte_perm(even, odd, 0x7362); }
-// The low halves of eight bytes, the first in the lowest.
-HADAGEN_INLINE u32 join_nibbles(u32 first, u32 second) {
-    first &= 0x0F0F0F0Fu, second &= 0x0F0F0F0Fu;
-    return __byte_perm(first | first >> 4, second | second >> 4, 0x6420);
+// Of the four halves of two words the low bytes; and bytes of ones where a half is negative, else of zeros.
+HADAGEN_INLINE u32 even_bytes(u32 a, u32 b) { return __byte_perm(a, b, 0x6420); }
+HADAGEN_INLINE u32 signs_of_halves(u32 a, u32 b) {
+    u32 d;
+    asm("prmt.b32 %0, %1, %2, 0xFDB9;" : "=r"(d) : "r"(a), "r"(b));
+    return d;
 }
 
 #if __CUDA_ARCH__ >= 890

@@ -109,6 +109,12 @@ template <class T> HADAGEN_INLINE u32 sub(u32 a, u32 b) {
     return encode_pair<T>(double(low<T>(a)) - low<T>(b), double(high<T>(a)) - high<T>(b));
 }
 
+// |a| + b of pairs of float16, from 0 to 1.
+HADAGEN_INLINE u32 part_of_1(u32 a, u32 b) {
+    const auto part = [](float size, float more) { return std::fmin(std::fmax(std::fabs(size) + more, 0.0f), 1.0f); };
+    return pack<float16>(part(low<float16>(a), low<float16>(b)), part(high<float16>(a), high<float16>(b)));
+}
+
 // The larger of two bfloat16 without their signs, in both halves; the sign of the result means nothing.
 HADAGEN_INLINE u32 larger_of_bfloat16(u32 a, u32 b) {
     const auto larger = [](u16 first, u16 second) {
@@ -129,8 +135,6 @@ HADAGEN_INLINE float fma(float a, float b, float c) { return std::fma(a, b, c); 
 HADAGEN_INLINE float smaller(float a, float b) { return std::fmin(a, b); }
 HADAGEN_INLINE float bigger(float a, float b) { return std::fmax(a, b); }
 HADAGEN_INLINE float size_up_to(float a, float most) { return std::fmin(std::fabs(a), most); }
-// |a| + b, from 0 to 1.
-HADAGEN_INLINE float part_of_1(float a, float b) { return std::fmin(std::fmax(std::fabs(a) + b, 0.0f), 1.0f); }
 // The larger magnitude, NaN where one is NaN.
 HADAGEN_INLINE float larger(float a, float b) {
     return as_float(std::max(as_word(a) & 0x7FFFFFFFu, as_word(b) & 0x7FFFFFFFu));
@@ -148,12 +152,11 @@ HADAGEN_INLINE u32 zip_low_bytes(u32 even, u32 odd) {
     return (even & 0xFFu) | (odd & 0xFFu) << 8 | (even >> 8 & 0xFFu) << 16 | (odd >> 8 & 0xFFu) << 24;
 }
 HADAGEN_INLINE u32 zip_high_bytes(u32 even, u32 odd) { return zip_low_bytes(even >> 16, odd >> 16); }
-// The low halves of eight bytes, the first in the lowest.
-HADAGEN_INLINE u32 join_nibbles(u32 first, u32 second) {
-    u32 joined = 0;
-    for (int i = 0; i < 4; ++i) joined |= (first >> 8 * i & 15u) << 4 * i | (second >> 8 * i & 15u) << (16 + 4 * i);
-    return joined;
+// Of the four halves of two words the low bytes; and bytes of ones where a half is negative, else of zeros.
+HADAGEN_INLINE u32 even_bytes(u32 a, u32 b) {
+    return (a & 0xFFu) | (a >> 16 & 0xFFu) << 8 | (b & 0xFFu) << 16 | (b >> 16 & 0xFFu) << 24;
 }
+HADAGEN_INLINE u32 signs_of_halves(u32 a, u32 b) { return even_bytes(a >> 15 & 0x10001u, b >> 15 & 0x10001u) * 0xFFu; }
 
 // ---- the warp ------------------------------------------------------------------------------------------------------
 HADAGEN_INLINE u32 shuffle_xor(u32 value, int lanes) { return machine::shuffle(value, (thread_index() ^ lanes) & 31u); }
