@@ -12,20 +12,22 @@ from hadagen.errors import UsageError
 
 
 class Element(str, Enum):
-    """What a code is: an 8-bit float of 4 exponent and 3 fraction bits, a 4-bit float of 2 and 1, or an integer."""
+    """What a code is: an 8-bit float of 4 exponent and 3 fraction bits, a 4-bit float of 2 and 1, or an integer. With
+    none there are scales alone."""
 
     E4M3 = "e4m3"
     E2M1 = "e2m1"
     INT8 = "int8"
     INT4 = "int4"
+    NONE = "none"
 
     @property
     def largest(self) -> int:
-        return {"e4m3": 448, "e2m1": 6, "int8": 127, "int4": 7}[self.value]
+        return {"e4m3": 448, "e2m1": 6, "int8": 127, "int4": 7, "none": 0}[self.value]
 
     @property
     def bits(self) -> int:
-        return 4 if self in (Element.E2M1, Element.INT4) else 8
+        return {"e4m3": 8, "e2m1": 4, "int8": 8, "int4": 4, "none": 0}[self.value]
 
 
 class Layout(str, Enum):
@@ -88,10 +90,8 @@ class Format:
         if name not in FORMATS:
             raise UsageError(f"to = {name!r:.40} is no format; choose from {', '.join(FORMATS)}")
         known = FORMATS[name]
-        if group is not None and group not in known.groups:
-            sizes = (
-                ", ".join(map(str, known.groups)) if known.groups[0] > 0 else "none, as its scales are not of groups"
-            )
+        if group is not None and (group <= 0 or group not in known.groups):
+            sizes = ", ".join(str(size) for size in known.groups if size > 0) or "none, as its scales are not of groups"
             raise UsageError(f"group = {group!r:.20} does not exist for {name}; choose {sizes}")
         if rule is not None and rule not in known.rules:
             raise UsageError(f"rule = {rule!r:.40} does not exist for {name}; choose from {', '.join(known.rules)}")
@@ -117,7 +117,7 @@ class Format:
         digits = re.search("_([0-9]{1,9})(?=_|$)", key)
         group = int(digits[1]) if digits else TENSOR
         for known in FORMATS.values():
-            if known.groups[0] == TENSOR or (group > 0 and (known.groups == (ROW,) or group in known.groups)):
+            if known.groups[0] == TENSOR or (group > 0 and (ROW in known.groups or group in known.groups)):
                 for rule in known.rules:
                     for layout in known.layouts:
                         for rounded in (False, True):
@@ -165,5 +165,6 @@ FORMATS = {
         Format("mxfp8", Element.E4M3, "e8m0", (32,), POWERS, _ALL),
         Format("mxfp4", Element.E2M1, "e8m0", (32,), (*POWERS, "deepseek_v4", "qutlass"), _ALL),
         Format("nvfp4", Element.E2M1, "e4m3", (16,), ("exact", "transformer_engine"), _ALL, needs_scale=True),
+        Format("largest", Element.NONE, "float32", (ROW, 16, 32, 64, 128)),
     )
 }

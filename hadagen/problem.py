@@ -16,7 +16,7 @@ from math import log2
 from typing import Any
 
 from hadagen.errors import UsageError
-from hadagen.formats import ROW, Format
+from hadagen.formats import ROW, Element, Format
 
 MAX_LOG2_N = 17
 # Of the matrix of a transform.
@@ -312,9 +312,14 @@ def kernel_order(order: int, length: int) -> int:
 
 
 def check_tunable(problems: Iterable[Problem]) -> None:
-    """Raises `UsageError` if a problem has signs or swapped bits: its kernels are made like the winners of the same
-    without them."""
+    """Raises `UsageError` if a problem has signs or swapped bits, because its kernels are made like the winners of the
+    same without them, or if it has no codes, because they are made like those that quantize."""
     for problem in problems:
+        if problem.io.form and problem.io.form.element is Element.NONE:
+            raise UsageError(
+                f"{problem.key} is not tuned, because kernels without codes are made like others; tune one of those, "
+                f"such as {problem.with_io(output='fp8_tensor').key}"
+            )
         if problem.transform.signed or problem.transform.swapped:
             plain = replace(problem, transform=replace(problem.transform, signed=False, swapped=False))
             raise UsageError(

@@ -59,7 +59,7 @@ def empty(
 
 
 def dequantize(codes: torch.Tensor, scales: torch.Tensor, to: Format, given: torch.Tensor | None) -> torch.Tensor:
-    """What codes and scales stand for, float32 [rows, columns]."""
+    """What codes and scales stand for, float32 [rows, columns]. The format has codes."""
     values = _decode(to, codes)
     rows, columns = values.shape
     if to.group == TENSOR:
@@ -106,12 +106,14 @@ def excess_error(
     """
     values = exact.float()
     best = quantize(values.to(dtype).float() if to.rounded else values, to, dtype, given)
+    if to.element is Element.NONE:
+        apart: torch.Tensor = torch.linalg.vector_norm(scales - best[1]) / torch.linalg.vector_norm(best[1])
+        return apart
     norm = torch.linalg.vector_norm(exact)
 
     def error(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         scales = given if to.group == TENSOR and given is not None else scales
-        apart: torch.Tensor = torch.linalg.vector_norm(dequantize(codes, scales, to, given).double() - exact)
-        relative: torch.Tensor = apart / norm
+        relative: torch.Tensor = torch.linalg.vector_norm(dequantize(codes, scales, to, given).double() - exact) / norm
         return relative
 
     excess: torch.Tensor = error(codes, scales) - 1.005 * error(*best)
@@ -129,6 +131,8 @@ def _encode(to: Format, scaled: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """The nearest codes, half to even, of values times what the scale says. x: the values before that."""
     if to.element is Element.E4M3:
         return encode_e4m3(scaled)
+    if to.element is Element.NONE:
+        return scaled.new_empty((len(scaled), 0), dtype=torch.uint8)
     # These have no code for NaN and infinity. Infinity over an infinite scale is NaN.
     scaled = torch.where(x.isinf(), x, scaled).nan_to_num(0.0, torch.inf, -torch.inf)
     if to.element is Element.E2M1:
@@ -229,6 +233,10 @@ def _int4_quarot(x: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype, *_:
     return scales.to(dtype), _rounded(x / scales, dtype)
 
 
+def _largest(x: torch.Tensor, largest: torch.Tensor, *_: Any) -> Scaled:
+    return largest, x
+
+
 def _mx(element: Element, rule: str) -> Any:
     def scaled(x: torch.Tensor, largest: torch.Tensor, *_: Any) -> Scaled:
         peak = element.largest.bit_length() - 1  # of its largest power of two
@@ -318,6 +326,7 @@ _RULES: dict[tuple[str, str], Any] = {
     ("mxfp4", "deepseek_v4"): _mxfp4_deepseek,
     ("mxfp4", "qutlass"): _mxfp4_qutlass,
     ("nvfp4", "exact"): _nvfp4,
+    ("largest", "exact"): _largest,
     ("nvfp4", "transformer_engine"): _nvfp4_transformer_engine,
 }
 

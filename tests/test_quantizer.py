@@ -33,6 +33,7 @@ REFERENCES: dict[tuple[str, str], Reference] = {
     ("nvfp4", "transformer_engine"): lambda x, dtype: exact.nvfp4(x, GIVEN, dtype, "te"),
 }
 ALL = [(name, rule) for name, form in FORMATS.items() for rule in form.rules]
+WITH_CODES = [(name, rule) for name, rule in ALL if FORMATS[name].element is not Element.NONE]
 
 
 def chosen(name: str, rule: str | None = None, layout: str = "row-major") -> Format:
@@ -59,8 +60,17 @@ def hard_rows(dtype: torch.dtype) -> torch.Tensor:
     return rows.clamp(limits.min, limits.max).to(dtype)
 
 
+@pytest.mark.parametrize("group", [None, 32])
+def test_largest_magnitudes_have_no_codes(group: int | None) -> None:
+    x = hard_rows(torch.float32)
+    x[0, 40], x[1, 80] = torch.nan, -torch.inf
+    codes, scales = quantize(x, Format.choose("largest", group, None, "row-major"), x.dtype, None)
+    assert codes.shape == (len(x), 0)
+    assert torch.equal(scales.nan_to_num(-1.0), x.view(len(x), -1, group or COLUMNS).abs().amax(-1).nan_to_num(-1.0))
+
+
 @pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize(("name", "rule"), ALL)
+@pytest.mark.parametrize(("name", "rule"), WITH_CODES)
 def test_codes_and_scales_are_those_of_the_definition(name: str, rule: str, dtype: str) -> None:
     x = hard_rows(TYPES[dtype])
     to = chosen(name, rule)
@@ -88,7 +98,7 @@ def scales_of(to: Format, wanted: exact.Quantized) -> Any:
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize(("name", "rule"), ALL)
+@pytest.mark.parametrize(("name", "rule"), WITH_CODES)
 def test_what_is_not_finite(name: str, rule: str, value: float) -> None:
     """NaN is the NaN of a format that has one, and else 0. An infinity is the largest code of a format without NaN.
     The scale of the group is no number of E8M0. Other groups are as they were."""

@@ -26,7 +26,7 @@ _BIT = 2  # the radix of a bit
 _SIGNS_OF_BYTE = 8
 _WORDS = 4  # of shared memory that are read at once
 # Instructions for each element, to encode it, on a GPU with conversions to the type.
-_ENCODED = {Element.E4M3: 1.5, Element.E2M1: 8.0, Element.INT8: 4.0, Element.INT4: 5.0}
+_ENCODED = {Element.E4M3: 1.5, Element.E2M1: 8.0, Element.INT8: 4.0, Element.INT4: 5.0, Element.NONE: 0.0}
 
 
 class Groups(NamedTuple):

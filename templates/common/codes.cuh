@@ -294,6 +294,12 @@ template <class T> HADAGEN_INLINE Factor fp8_group_power_of_two(float peak) {
 template <class T> HADAGEN_INLINE Divisor fp8_row_exact(float peak) {
     return divide_by(at_least(over(peak, 448.0f), 1.0f / (448.0f * 512.0f)));
 }
+// The largest magnitude alone.
+struct Peak {
+    u32 bits;
+};
+template <class T> HADAGEN_INLINE Peak largest_exact(float peak) { return {as_word(peak)}; }
+
 HADAGEN_INLINE Given fp8_tensor_exact_given(float given) { return {divide_by(given), 0.0f, 0.0f}; }
 
 template <class T> HADAGEN_INLINE Divisor int8_row_exact(float peak) { return divide_by(at_least(over(peak, 127.0f), 1e-30f)); }
