@@ -4,7 +4,7 @@ by address alone, as real ones do, and check what they were promised."""
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest
 import torch
 from sample_trials import launch_for
 
+from hadagen import quantizer
 from hadagen.launch import LaunchSpec, RowShape
 from hadagen.problem import DType, Problem, Rows
 from hadagen.reference import transform
@@ -34,10 +35,15 @@ class EmulatedKernel:
     launched: list[EmulatedKernel]
 
     def prepared(
-        self, elements: int, scale: float, rows: RowShape | None, operands: Mapping[str, int] | None = None
-    ) -> Callable[[int, int, int], None]:
+        self,
+        elements: int,
+        scale: float,
+        rows: RowShape | None,
+        operands: Mapping[str, int] | None = None,
+        changing: Sequence[str] = (),
+    ) -> Callable[..., None]:
         problem = self.problem
-        self.spec.arguments(elements, scale, rows, operands)
+        self.spec.arguments(elements, scale, rows, {**(operands or {}), **dict.fromkeys(changing, 0)})
         low, high = self.spec.scale_form.range
         assert low <= abs(scale) <= high
         assert elements % problem.n == 0
@@ -45,6 +51,27 @@ class EmulatedKernel:
             assert rows in (None, (problem.n, problem.n, problem.n))
             rows = RowShape(problem.n, problem.n, problem.n)
         count, size = elements // problem.n, problem.io.input.bytes
+        form = problem.io.form
+
+        def quantize(stream: int, x: int, codes: int, *others: int) -> None:
+            assert form is not None
+            at = dict(zip(changing, others, strict=True))
+            assert (x | codes | at.get("scales", 0)) % 16 == 0
+            columns = problem.n if form.group < 0 else form.group * (operands or {})["scales_in_row"]
+            source = self._rows(x, elements // problem.n, problem.n, problem.n).astype(np.float64)
+            values = transform(problem, source, scale, self._read(operands or {})) if problem.n > 1 else source * scale
+            given = _memory(at["tensor_scale"], torch.float32, 1) if form.needs_scale else None
+            dtype = getattr(torch, problem.io.input.value)
+            exact = torch.from_numpy(values).float().view(-1, columns)
+            found, scales = quantizer.quantize(exact.to(dtype).float() if form.rounded else exact, form, dtype, given)
+            _memory(codes, torch.uint8, found.numel()).copy_(found.view(torch.uint8).flatten())
+            if "scales" in at:  # but for what fills them up
+                shape = len(exact), form.scales_in_row(columns)
+                room = quantizer.room(*shape, form.layout)
+                target = quantizer.arranged(_memory(at["scales"], scales.dtype, room), *shape, form.layout)
+                is_one = quantizer.laid_out(torch.ones(shape, dtype=torch.uint8), form.layout).bool()
+                target.copy_(torch.where(is_one, scales, target))
+            self.launched.append(self)
 
         def launch(stream: int, x: int, y: int) -> None:
             assert self.in_place in (None, x == y)
@@ -61,7 +88,7 @@ class EmulatedKernel:
                     target[index] = transform(problem, row, scale, read)[0, : rows.columns]
             self.launched.append(self)
 
-        return launch
+        return launch if form is None else quantize
 
     def launch(self, stream: int, x: int, y: int, *arguments: Any) -> None:
         self.prepared(*arguments)(stream, x, y)
@@ -74,6 +101,10 @@ class EmulatedKernel:
         memory = (ctypes.c_byte * (((count - 1) * pitch + columns) * size)).from_address(address)
         flat = np.frombuffer(memory, _ELEMENT[self.problem.io.input])
         return np.lib.stride_tricks.as_strided(flat, (count, columns), (pitch * size, size))
+
+
+def _memory(address: int, dtype: torch.dtype, count: int) -> torch.Tensor:
+    return torch.frombuffer((ctypes.c_byte * (count * dtype.itemsize)).from_address(address), dtype=dtype)
 
 
 def read_operands(problem: Problem, operands: Mapping[str, int]) -> dict[str, Any]:

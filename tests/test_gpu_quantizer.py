@@ -144,3 +144,41 @@ def test_a_rotation_and_a_quantizer_in_a_cuda_graph() -> None:
     graph.replay()
     assert torch.equal(found.codes, wanted.codes)
     assert torch.equal(found.scales, wanted.scales)
+
+
+@pytest.mark.parametrize("layout", ["row-major", "column-major", "swizzled"])
+def test_results_in_out_with_and_without_a_cuda_graph(layout: str) -> None:
+    x = torch.randn(61, 4096, device="cuda", dtype=torch.bfloat16)
+    wanted = rotate_quantize(x, 128, to="mxfp8", layout=layout)
+    out = rotate_quantize(torch.zeros_like(x), 128, to="mxfp8", layout=layout)
+
+    def run() -> None:
+        assert rotate_quantize(x, 128, to="mxfp8", layout=layout, out=out).codes is out.codes
+
+    def check() -> None:
+        for mine, theirs in zip(out[:2], wanted[:2], strict=True):
+            mine, theirs = (quantizer.memory_of(each) for each in (mine, theirs))
+            assert torch.equal(mine, theirs)
+            mine.fill_(0x55)
+
+    for _ in range(3):
+        run()
+        check()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    graph.replay()
+    check()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_permuted_rows(name: str) -> None:
+    x = torch.randn(2, 17, 8, 128, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+    scale = {"tensor_scale": 0.05} if FORMATS[name].needs_scale else {}
+    wanted = rotate_quantize(x.contiguous(), 128, to=name, **scale)
+    for _ in range(2):
+        found = rotate_quantize(x, 128, to=name, **scale)
+        assert found.codes.stride()[-2] == 8 * found.codes.shape[-1]
+        assert torch.equal(found.codes.contiguous().view(torch.uint8), wanted.codes.view(torch.uint8))
+        assert torch.equal(found.scales.contiguous().view(torch.uint8), wanted.scales.view(torch.uint8))
+        assert torch.equal(found.dequantize(), wanted.dequantize())

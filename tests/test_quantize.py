@@ -11,13 +11,21 @@ import torch
 from test_rotation import some_signs
 from torch.autograd import forward_ad
 
-from hadagen import Rotation, TensorError, UsageError, hadamard_transform, quantizer, rotate_quantize
-from hadagen.formats import FORMATS, Format, Layout
+from hadagen import Quantized, Rotation, TensorError, UsageError, hadamard_transform, quantizer, rotate_quantize
+from hadagen.formats import FORMATS, TENSOR, Format, Layout
+from hadagen.quantizer import memory_of
 
 N = 256
 R = Rotation(N, signs=some_signs(64), block=64)
 ALL = [(name, rule, layout.value) for name, each in FORMATS.items() for rule in each.rules for layout in each.layouts]
 OPERATOR: Any = torch.ops.hadagen.rotate_quantize.default
+INTO: Any = torch.ops.hadagen.rotate_quantize_into.default
+# Of a dense [a, b, c, N].
+PERMUTED: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
+    lambda x: x.transpose(1, 2),
+    lambda x: x.permute(2, 0, 1, 3),
+    lambda x: x[:1].transpose(0, 2),
+)
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -87,6 +95,140 @@ def test_every_check_of_an_operator(name: str, rule: str, layout: str) -> None:
         torch.library.opcheck(OPERATOR, options, test_utils=("test_schema", "test_faketensor"))
     meta = rotate_quantize(torch.empty(5, N, device="meta", dtype=torch.half), to=name, rule=rule, **scale_for(name))
     assert meta.codes.is_meta
+
+
+@pytest.mark.parametrize(("name", "rule", "layout"), ALL)
+def test_every_check_of_the_operator_with_out(name: str, rule: str, layout: str) -> None:
+    form = Format.choose(name, None, rule, layout)
+    given = torch.tensor(0.01) if form.needs_scale else None
+    for x in (normal(0, N), normal(5, N), normal(2, 3, N).transpose(0, 1)):
+        like = rotate_quantize(x, to=name, rule=rule, layout=layout, **scale_for(name))
+        scales = None if form.group == TENSOR else torch.zeros_like(like.scales)
+        of = (None, [], None, None, 64, False, 0.125)
+        options = (x, *of, name, form.group, rule, layout, False, given, torch.zeros_like(like.codes), scales)
+        if scales is None or scales.stride() == like.scales.stride():
+            of_fp8 = torch.float8_e4m3fn in (like.codes.dtype, like.scales.dtype)  # which test_schema cannot compare
+            torch.library.opcheck(INTO, options, test_utils=("test_schema", "test_faketensor")[of_fp8:])
+
+
+@pytest.mark.parametrize(("name", "rule", "layout"), ALL)
+def test_results_in_out(name: str, rule: str, layout: str) -> None:
+    x, options = normal(2, 3, N), {"to": name, "rule": rule, "layout": layout, "scale": 0.5, **scale_for(name)}
+    wanted = rotate_quantize(x, R, **options)
+    out = rotate_quantize(torch.zeros_like(x), R, **options)
+    for given in (out, out[:2], list(out[:2])):
+        memory_of(out.codes).fill_(0x55)
+        memory_of(out.scales).fill_(0x55)
+        found = rotate_quantize(x, R, out=given, **options)
+        assert found.codes is out.codes
+        assert torch.equal(found.codes.view(torch.uint8), wanted.codes.view(torch.uint8))
+        if name == "fp8-tensor":
+            assert memory_of(out.scales).eq(0x55).all()
+            assert torch.equal(found.scales, wanted.scales)
+        else:
+            assert found.scales is out.scales
+            assert torch.equal(memory_of(found.scales), memory_of(wanted.scales)), "what fills up is no zero"
+        assert torch.equal(found.dequantize(), wanted.dequantize())
+    if name == "fp8-tensor":
+        assert rotate_quantize(x, R, out=(out.codes, None), **options).codes is out.codes
+
+
+def test_out_without_memory() -> None:
+    x = torch.empty(2, 3, N, device="meta", dtype=torch.half)
+    out = rotate_quantize(x, 64, to="fp8-group", layout="column-major")
+    assert rotate_quantize(x, 64, to="fp8-group", layout="column-major", out=out).codes is out.codes
+    with pytest.raises(TensorError, match=r"out\.scales is .* this call needs"):
+        rotate_quantize(x, 64, to="fp8-group", out=out)
+
+
+def test_a_negated_x_and_out() -> None:
+    x = torch._neg_view(normal(3, N))
+    out = rotate_quantize(normal(3, N), to="int8-row")
+    assert torch.equal(rotate_quantize(x, 64, to="int8-row", out=out).codes, rotate_quantize(x, 64, to="int8-row")[0])
+
+
+def test_out_and_gradients() -> None:
+    x = normal(3, N, dtype=torch.float32).requires_grad_()
+    wanted = rotate_quantize(x, R, to="mxfp8", gradient=True)
+    out = rotate_quantize(torch.zeros(3, N), R, to="mxfp8")
+    found = rotate_quantize(x, R, to="mxfp8", gradient=True, out=out)
+    assert found.codes is out.codes
+    (expected,) = torch.autograd.grad(wanted.dequantize().sum(), x)
+    (gradient,) = torch.autograd.grad(found.dequantize().sum(), x)
+    assert torch.equal(gradient, expected)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(("name", "layout"), [("mxfp4", "swizzled"), ("fp8-group", "column-major"), ("fp8-tensor", "")])
+def test_out_compiles_without_a_break(name: str, layout: str, backend: str) -> None:
+    options = {"to": name, "layout": layout or "row-major", **scale_for(name)}
+
+    def model(x: torch.Tensor, out: Quantized) -> tuple[torch.Tensor, torch.Tensor]:
+        found = rotate_quantize(x + 1, R, out=out, **options)
+        return found.codes, found.dequantize() * 2
+
+    for rows in (7, 3):
+        x = normal(rows, N)
+        out, wanted = (rotate_quantize(torch.zeros_like(x), **options) for _ in range(2))
+        codes, values = torch.compile(model, fullgraph=True, backend=backend)(x, out)
+        assert torch.equal(values, model(x, wanted)[1])
+        assert torch.equal(codes.view(torch.uint8), wanted.codes.view(torch.uint8))
+        for mine, theirs in zip(out[:2], wanted[:2], strict=True):
+            assert torch.equal(memory_of(mine), memory_of(theirs))
+
+
+@pytest.mark.parametrize("permuted", PERMUTED)
+@pytest.mark.parametrize("name", FORMATS)
+def test_results_lie_as_x_does(name: str, permuted: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    dense = normal(2, 3, 5, N, dtype=torch.float32)
+    gaps = torch.zeros(2, 3, 5, 2 * N)
+    gaps[..., N:] = dense
+    for x in (permuted(dense), permuted(gaps[..., N:])):
+        wanted = rotate_quantize(x.contiguous(), R, to=name, **scale_for(name))
+        found = rotate_quantize(x, R, to=name, **scale_for(name))
+        like = torch.empty_like(permuted(dense))
+        bits = FORMATS[name].element.bits
+        assert found.codes.shape[:-1] == x.shape[:-1]
+        assert found.codes.stride() == (*(each * bits // 8 for each in like.stride()[:-1]), 1)
+        assert torch.equal(found.codes.contiguous().view(torch.uint8), wanted.codes.view(torch.uint8))
+        assert found.scales.shape == wanted.scales.shape
+        assert torch.equal(found.scales, wanted.scales)
+        if name != "fp8-tensor":
+            groups = found.format.scales_in_row(N)
+            assert found.scales.stride()[:3] == tuple(each // N * groups for each in like.stride()[:-1])
+        assert torch.equal(found.dequantize(), wanted.dequantize())
+        fakes = rotate_quantize(torch.empty_strided(x.shape, x.stride(), device="meta"), 64, to=name, **scale_for(name))
+        assert (fakes.codes.stride(), fakes.scales.stride()) == (found.codes.stride(), found.scales.stride())
+
+
+@pytest.mark.parametrize("rotation", [None, 64])
+def test_gradients_of_permuted_rows(rotation: int | None) -> None:
+    x = normal(2, 3, 5, N, dtype=torch.float32)
+    g = normal(3, 5, 2, N, dtype=torch.float32)
+    gradients = []
+    for move in (lambda x: x, torch.Tensor.contiguous):
+        leaf = x.clone().requires_grad_()
+        found = rotate_quantize(move(leaf.permute(1, 2, 0, 3)), rotation, to="int8-row", gradient=True)
+        found.dequantize().backward(g)
+        gradients.append(leaf.grad)
+    assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_permuted_rows_compile(dynamic: bool, backend: str) -> None:
+    def model(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        q, k = x.view(*x.shape[:2], 2, 3, N).transpose(1, 3).unbind(2)
+        found = [rotate_quantize(each, R, to="mxfp4") for each in (q, (k + 1).contiguous().transpose(0, 1))]
+        found.append(rotate_quantize(q[:, :1].expand(-1, 4, -1, -1), 64, to="int8-row"))
+        return tuple(part for each in found for part in (*each[:2], each.dequantize()))
+
+    compiled = torch.compile(model, fullgraph=True, backend=backend, dynamic=dynamic)
+    for batch, length in ((2, 5), (3, 7)):
+        x = normal(batch, length, 6 * N)
+        for mine, wanted in zip(compiled(x), model(x), strict=True):
+            assert torch.equal(mine, wanted)
+            assert mine.stride() == wanted.stride()
 
 
 def test_it_compiles_without_a_break() -> None:
@@ -161,6 +303,69 @@ def test_rows_need_not_be_there() -> None:
         assert found.codes.shape[0] == 0
         assert found.dequantize().shape == (0, N)
     assert rotate_quantize(normal(N), to="int4-row").dequantize().shape == (N,)
+
+
+@pytest.mark.parametrize(
+    ("out", "error", "message"),
+    [
+        (lambda x, q: q.codes, TypeError, "out is a Tensor; pass what rotate_quantize returned, or codes and scales"),
+        (lambda x, q: (q.codes,), TypeError, "out is a tuple; pass what"),
+        (lambda x, q: (q.codes, None), TypeError, "out.scales is a NoneType; pass a torch.Tensor"),
+        (lambda x, q: (3, q.scales), TypeError, "out.codes is a int; pass a torch.Tensor"),
+        (
+            lambda x, q: (q.codes[:2], q.scales),
+            TensorError,
+            r"out.codes is strided float8_e4m3fn \(2, 256\) with the strides \(256, 1\) on cpu; this call needs "
+            r"strided float8_e4m3fn \(4, 256\) with the strides \(256, 1\) on cpu",
+        ),
+        (
+            lambda x, q: (q.codes.view(torch.uint8), q.scales),
+            TensorError,
+            "out.codes is strided uint8 .* needs strided",
+        ),
+        (lambda x, q: (q.codes.t().contiguous().t(), q.scales), TensorError, r"with the strides \(1, 4\) on cpu; this"),
+        (lambda x, q: (q.codes, q.scales.double()), TensorError, "out.scales is strided float64"),
+        (lambda x, q: (q.codes.to("meta"), q.scales), TensorError, "on meta; this call needs"),
+        (
+            lambda x, q: (q.codes, q.scales.to_sparse()),
+            TensorError,
+            r"out.scales is sparse_coo float32 \(4, 2\) on cpu",
+        ),
+        (
+            lambda x, q: (x.view(torch.float8_e4m3fn).view(-1)[N:].as_strided((4, N), (N, 1)), q.scales),
+            TensorError,
+            "out.codes shares memory with x; pass memory of its own",
+        ),
+        (
+            lambda x, q: (q.codes, q.codes.view(-1)[-32:].view(torch.float32).view(4, 2)),
+            TensorError,
+            "out.scales shares memory with out.codes",
+        ),
+        (lambda x, q: (q.codes, torch._neg_view(q.scales)), TensorError, "out.scales is a view that negates what it"),
+        (lambda x, q: (q.codes, q.scales.clone().requires_grad_()), TensorError, "out.scales requires a gradient"),
+    ],
+)
+def test_a_bad_out_is_one_sentence(out: Callable[..., Any], error: type[Exception], message: str) -> None:
+    x = normal(4, N)
+    with pytest.raises(error, match=message):
+        rotate_quantize(x, to="fp8-group", out=out(x, rotate_quantize(x, to="fp8-group")))
+
+
+def test_compiled_calls_check_out() -> None:
+    def model(x: torch.Tensor, codes: torch.Tensor, scales: Any) -> torch.Tensor:
+        return rotate_quantize(x, to="fp8-group", out=(codes, scales)).codes
+
+    good = rotate_quantize(normal(4, N), to="fp8-group")
+    for out in ((good.codes[:2], good.scales), (good.codes, None)):
+        with pytest.raises(Exception, match=r"this call needs strided|pass a torch\.Tensor"):
+            torch.compile(model, fullgraph=True, backend="aot_eager")(normal(4, N), *out)
+
+
+def test_out_has_no_derivative() -> None:
+    good = rotate_quantize(normal(4, N), to="fp8-group")
+    scales = torch.zeros_like(good.scales)
+    with forward_ad.dual_level(), pytest.raises(TensorError, match=r"out has a derivative, .*; pass out.detach\(\)"):
+        rotate_quantize(normal(4, N), to="fp8-group", out=(good.codes, forward_ad.make_dual(scales, scales)))
 
 
 @pytest.mark.parametrize(

@@ -230,7 +230,7 @@ def _transformed_copy(x: torch.Tensor, options: Options) -> torch.Tensor | None:
 def may_overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
     """Whether x and y may share an element. Rows that interleave are recognized as not sharing any."""
     apart = y.data_ptr() - x.data_ptr()
-    if apart >= _span(x) or -apart >= _span(y):
+    if apart >= span(x) or -apart >= span(y):
         return False
     pitch, columns = row_pitch(x), x.shape[-1]
     if pitch is None or pitch != row_pitch(y) or not pitch:
@@ -239,7 +239,7 @@ def may_overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
     return rest != 0 or not columns <= offset % pitch <= pitch - columns
 
 
-def _span(x: torch.Tensor) -> int:
+def span(x: torch.Tensor) -> int:
     """Bytes from the begin of the first to the end of the last element."""
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return (last + 1) * x.element_size() if x.numel() else 0

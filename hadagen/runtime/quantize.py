@@ -11,7 +11,7 @@ import torch
 
 from hadagen import quantizer
 from hadagen.errors import TensorError, UsageError
-from hadagen.formats import TENSOR, Format
+from hadagen.formats import TENSOR, Format, Layout
 from hadagen.runtime import compute, quantizing, repeat
 from hadagen.runtime.arguments import as_int
 from hadagen.runtime.checks import (
@@ -21,13 +21,14 @@ from hadagen.runtime.checks import (
     check_is_tensor,
     check_options,
     check_tensor,
+    check_writable,
     is_symbolic,
     kind_of,
 )
 from hadagen.runtime.choose import BATCH_INVARIANT
 from hadagen.runtime.linear import LIBRARY, has_only_memory, needs_derivative
 from hadagen.runtime.operands import Operands
-from hadagen.runtime.quantizing import is_ready, shaped
+from hadagen.runtime.quantizing import copy_into, is_ready, order_of, parts_of, shaped
 from hadagen.runtime.repeat import ALIGNMENT
 from hadagen.runtime.rotate import rotated
 from hadagen.runtime.rotation import Rotation
@@ -42,6 +43,8 @@ class Quantized(NamedTuple):
 
     codes: of x's shape; of 4-bit codes uint8 of half as many columns, the even one in the low nibble.
     scales: one for each group, in the layout of the format; of a whole row [...], for int8-row [..., 1].
+        Row-major scales, and their codes, are dense, and their leading dimensions lie in memory in the order of those
+        of x, as with `torch.empty_like`. In the other layouts codes are contiguous.
     format: what they are.
     tensor_scale: for nvfp4 that of the call, float32 with one element; else None. For fp8-tensor it is the scale.
     rotated: the rotated values, float32 of x's shape, if the call asked for gradients; else None.
@@ -68,7 +71,7 @@ class Quantized(NamedTuple):
         shape = *self.codes.shape[:-1], values.shape[-1]
         if self.rotated is None:
             return values.view(shape).to(dtype)
-        exact = self.rotated.view(values.shape)
+        exact = self.rotated.reshape(values.shape)
         clipped = quantizer.is_clipped(exact.detach(), codes, self.scales, self.format, self.tensor_scale)
         nothing = (exact - exact.detach()).nan_to_num(0.0)  # but for its gradient
         return torch.where(clipped, values, values + nothing).view(shape).to(dtype)
@@ -86,6 +89,7 @@ def rotate_quantize(
     tensor_scale: torch.Tensor | float | None = None,
     round_first: bool = False,
     gradient: bool = False,
+    out: Quantized | tuple[torch.Tensor, torch.Tensor | None] | None = None,
 ) -> Quantized:
     """Rotate the last dimension of x, and quantize the result.
 
@@ -101,6 +105,8 @@ def rotate_quantize(
     round_first: round the rotated values to x's type before they are quantized. By default they stay float32.
     gradient: whether what `dequantize` gives has gradients, where x requires one. The rotation is then computed twice,
         and its float32 values are kept.
+    out: codes and scales to write and return, like those that the call would make and without memory of x: what a call
+        returned, or a pair. For fp8-tensor its scales are not looked at.
 
     Rotation and quantizer compute in float32, and codes are rounded half to even. What is larger than the largest code
     becomes that. In formats without a code for NaN, a NaN gets 0, and an infinity the largest code. The E8M0 scale of a
@@ -108,9 +114,10 @@ def rotate_quantize(
 
     Raises TypeError for an argument of a wrong type; `UsageError` for a format, group, rule or layout that do not exist
     together, and for a bad scale; `TensorError` for an x that cannot be quantized, such as one that requires a gradient
-    where none is asked for.
+    where none is asked for, or for an out that is not like the result.
     """
     check_is_flag(gradient, "gradient")
+    destination = None if out is None else _destination(out)
     if gradient and isinstance(x, torch.Tensor) and needs_derivative(x):
         quantized = rotate_quantize(
             x.detach(),
@@ -122,6 +129,7 @@ def rotate_quantize(
             layout=layout,
             tensor_scale=tensor_scale,
             round_first=round_first,
+            out=out,
         )
         return quantized._replace(rotated=_rotated(x, rotation, scale))
     key = _key_of(x, rotation, tensor_scale, to, scale, group, rule, layout, round_first)
@@ -129,7 +137,15 @@ def rotate_quantize(
     if known and has_only_memory(x) and not needs_derivative(x):
         form, run = known
         given = _tensor_scale(tensor_scale, form, x) if form.needs_scale else None
-        return _quantized(form, given, *run(x.data_ptr(), given))
+        if destination is None:
+            return _quantized(form, given, *run(x.data_ptr(), given))
+        written = _written(destination, form)
+        if all(has_only_memory(each) and not needs_derivative(each) for each in written):
+            _check_like(written, run.parts, x)
+            _check_apart(written, x, given)
+            _fill_up(written, form)
+            run.into(x.data_ptr(), given, written)
+            return _quantized(form, given, *destination)
     check_values(x)
     check_is_flag(round_first, "round_first")
     form, columns = Format.choose(to, as_int(group), rule, layout), x.shape[-1]
@@ -139,19 +155,88 @@ def rotate_quantize(
     check_options(scale, "accurate", torch.float32)
     given = _tensor_scale(tensor_scale, form, x)
     of = _operands(x, rotation, scale if is_symbolic(scale) else float(scale))
-    options = form.name, form.group, form.rule, form.layout.value, round_first, given
-    result = _quantized(form, given, *_OPERATOR(x, *of[:6], of.scale, *options))
-    if key and is_ready(x) and (run := _runs.get(_key_of_run(x, of, form, round_first))):
+    options = *of[:6], of.scale, form.name, form.group, form.rule, form.layout.value, round_first, given
+    if destination is None:
+        result = _quantized(form, given, *_OPERATOR(x, *options))
+    else:
+        written = _written(destination, form)
+        if not torch.compiler.is_dynamo_compiling():  # where the operator's own checks do
+            for name, each in zip(_NAMES, written, strict=False):
+                _check_has_no_gradient(each, name)
+            _check_like(written, parts_of(x, form), x)
+            _fill_up(written, form)
+            x = x.resolve_neg()  # which PyTorch does only for operators with a result
+        _INTO(x, *options, written[0], None if form.group == TENSOR else written[1])
+        result = _quantized(form, given, *destination)
+    if key and is_ready(x.permute(order_of(x, form))) and (run := _runs.get(_key_of_run(x, of, form, round_first))):
         repeat.remember(_calls, key, (form, run))
     return result
 
 
-def _quantized(form: Format, given: torch.Tensor | None, codes: torch.Tensor, scales: torch.Tensor) -> Quantized:
+def _quantized(form: Format, given: torch.Tensor | None, codes: torch.Tensor, scales: Any) -> Quantized:
     return (
         Quantized(codes, given, form)
         if form.group == TENSOR and given is not None
         else Quantized(codes, scales, form, given)
     )
+
+
+# ---- out= ------------------------------------------------------------------------------------------------------------
+_NAMES = "out.codes", "out.scales"
+
+
+def _destination(out: Any) -> tuple[Any, Any]:
+    """Codes and scales of out. Raises TypeError."""
+    if not isinstance(out, Quantized) and not (isinstance(out, (tuple, list)) and len(out) == 2):
+        raise TypeError(f"out is a {type(out).__name__}; pass what rotate_quantize returned, or codes and scales")
+    return out[0], out[1]
+
+
+def _written(destination: Sequence[Any], form: Format) -> Sequence[torch.Tensor]:
+    """What is written of a destination: without scales, where the call has one. Raises TypeError."""
+    written = destination[: 1 if form.group == TENSOR else 2]
+    for name, each in zip(_NAMES, written, strict=False):
+        check_is_tensor(each, name)
+    return written
+
+
+def _check_like(written: Sequence[torch.Tensor], parts: Sequence[quantizing.Part], x: torch.Tensor) -> None:
+    """Raises `TensorError` for what is not like the result for x."""
+    for name, each, (shape, strides, dtype) in zip(_NAMES, written, parts, strict=False):
+        if each.is_neg():
+            raise TensorError(f"{name} is a view that negates what it reads; pass {name}.resolve_neg()")
+        is_like = each.layout is torch.strided and not each.is_nested and each.shape == shape and each.dtype == dtype
+        if not is_like or each.device != x.device or not _lies_like(each, strides):
+            lies = f" with the strides {each.stride()}" if each.layout is torch.strided and not each.is_nested else ""
+            raise TensorError(
+                f"{name} is {kind_of(each)} {tuple(each.shape)}{lies} on {each.device}; this call needs strided "
+                f"{str(dtype).removeprefix('torch.')} {shape} with the strides {strides} on {x.device}"
+            )
+
+
+def _lies_like(tensor: torch.Tensor, strides: tuple[int, ...]) -> bool:
+    """Whether it has these strides, as far as they say where an element lies."""
+    each = zip(tensor.shape, tensor.stride(), strides, strict=True)
+    return tensor.numel() == 0 or all(size == 1 or mine == wanted for size, mine, wanted in each)
+
+
+def _check_apart(written: Sequence[torch.Tensor], x: torch.Tensor, given: torch.Tensor | None) -> None:
+    """Raises `TensorError` for memory that PyTorch forbids to write, or that is that of another tensor of the call."""
+    others = [("x", x)] if given is None else [("x", x), ("tensor_scale", given)]
+    for name, each in zip(_NAMES, written, strict=False):
+        check_writable(each)
+        for other, tensor in others:
+            apart = each.data_ptr() - tensor.data_ptr()
+            if -compute.span(each) < apart < compute.span(tensor):
+                raise TensorError(f"{name} shares memory with {other}; pass memory of its own")
+        others.append((name, each))
+
+
+def _fill_up(written: Sequence[torch.Tensor], form: Format) -> None:
+    """Write the zeros that fill up column-major scales. PyTorch does not know that they belong to the tensor, so an
+    operator may not."""
+    if form.layout is Layout.COLUMN_MAJOR:
+        quantizing.fill_up(written[1])
 
 
 # What to do for calls that differ only in the address of x, by a multiple of 16. Only checked arguments are in here. An
@@ -165,7 +250,7 @@ _PLAIN = {None, type(None), int, float, bool, str}
 
 def _key_of(x: torch.Tensor, rotation: Any, tensor_scale: Any, *options: Any) -> tuple[Any, ...] | None:
     """The key of a call in `_calls`; None where nothing is remembered."""
-    if torch.compiler.is_dynamo_compiling() or not isinstance(x, torch.Tensor) or not x.is_cuda:
+    if torch.compiler.is_dynamo_compiling() or not isinstance(x, torch.Tensor) or not compute.takes_kernels(x):
         return None
     rotated = rotation.identity if isinstance(rotation, Rotation) else rotation
     given = None if isinstance(tensor_scale, torch.Tensor) else tensor_scale
@@ -256,22 +341,46 @@ def _check_is_possible(number: float, form: Format) -> None:
 
 def _compute(
     x: torch.Tensor, of: Operands, form: Format, round_first: bool, given: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> quantizing.Results:
     """Codes and scales of x, which has memory and no derivative: by a kernel if there is one."""
-    if compute.takes_kernels(x):
-        if not is_ready(x):
-            x = x.clone(memory_format=torch.contiguous_format)
-        key = _key_of_run(x, of, form, round_first)
-        run = _runs.get(key)
-        if run is None and (run := quantizing.find(x, of, form, round_first)):
-            repeat.remember(_runs, key, run)
-        if run:
-            return run(x.data_ptr(), given)
-    return shaped(x, form, *_in_pytorch(x, of, form, round_first, given))
+    rows, run = _find(x, of, form, round_first)
+    if run:
+        return run(rows.data_ptr(), given)
+    return shaped(x, form, *_in_pytorch(rows, of, form, round_first, given))
+
+
+def _compute_into(
+    x: torch.Tensor,
+    of: Operands,
+    form: Format,
+    round_first: bool,
+    given: torch.Tensor | None,
+    out: Sequence[torch.Tensor],
+) -> None:
+    """The same into what `Run.into` takes."""
+    rows, run = _find(x, of, form, round_first)
+    if run:
+        run.into(rows.data_ptr(), given, out)
+    else:
+        copy_into(out, shaped(x, form, *_in_pytorch(rows, of, form, round_first, given)))
+
+
+def _find(x: torch.Tensor, of: Operands, form: Format, round_first: bool) -> tuple[torch.Tensor, quantizing.Run | None]:
+    """x with its dimensions in order, and what launches a kernel for it as it then lies."""
+    rows = x.permute(order_of(x, form))
+    if not compute.takes_kernels(x):
+        return rows, None
+    if not is_ready(rows):
+        rows = rows.clone(memory_format=torch.contiguous_format)
+    key = _key_of_run(x, of, form, round_first)
+    run = _runs.get(key)
+    if run is None and (run := quantizing.find(x, of, form, round_first)):
+        repeat.remember(_runs, key, run)
+    return rows, run
 
 
 def _key_of_run(x: torch.Tensor, of: Operands, form: Format, round_first: bool) -> tuple[Any, ...]:
-    return x.shape, x.dtype, x.get_device(), form.key, round_first, of.identity
+    return x.shape, *order_of(x, form), x.dtype, x.get_device(), form.key, round_first, of.identity
 
 
 def _in_pytorch(
@@ -287,12 +396,14 @@ def _in_pytorch(
     return quantizer.quantize(values.view(-1, x.shape[-1]), form, x.dtype, given)
 
 
-# ---- the operator ----------------------------------------------------------------------------------------------------
+# ---- the operators ---------------------------------------------------------------------------------------------------
+_OUT_AT = 13  # where codes and scales of out stand behind x
+# In compiled code too, results have the strides that those of x say.
+_TAGS = torch.Tag.pt2_compliant_tag, getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order)
 _format = functools.lru_cache(maxsize=256)(Format.choose)
 
 
-def _rotate_quantize(
-    x: torch.Tensor,
+def _arguments(
     matrices: torch.Tensor | None,
     orders: Sequence[int],
     signs: torch.Tensor | None,
@@ -306,32 +417,58 @@ def _rotate_quantize(
     layout: str,
     round_first: bool,
     given: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Operands, Format, bool, torch.Tensor | None]:
     of = Operands(matrices, orders, signs, signs_after, n, swapped, False, scale, "accurate", BATCH_INVARIANT)
-    return _compute(x, of, _format(to, group, rule, layout), round_first, given)
+    return of, _format(to, group, rule, layout), round_first, given
 
 
-def _shapes(x: torch.Tensor, *options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _new(x: torch.Tensor, *options: Any) -> quantizing.Results:
+    return _compute(x, *_arguments(*options))
+
+
+def _shapes(x: torch.Tensor, *options: Any) -> quantizing.Results:
     """Codes and scales of a tensor without memory."""
     to, group, rule, layout, _, given = options[-6:]
     form = Format.choose(to, group, rule, layout)
-    return shaped(x, form, *quantizer.quantize(x.reshape(-1, x.shape[-1]).float(), form, x.dtype, given))
+    rows = x.permute(order_of(x, form)).reshape(-1, x.shape[-1])
+    return shaped(x, form, *quantizer.quantize(rows.float(), form, x.dtype, given))
 
 
-def _autograd(x: torch.Tensor, *options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    if needs_derivative(x):
-        raise TensorError("x has a derivative, which quantized codes do not have; pass x.detach()")
-    with torch._C._AutoDispatchBelowAutograd():
-        return _OPERATOR(x, *options)  # type: ignore[no-any-return]
+def _into(x: torch.Tensor, *options: Any) -> None:
+    of, form, round_first, given = _arguments(*options[:_OUT_AT])
+    written = _written(options[_OUT_AT:], form)
+    _check_like(written, parts_of(x, form), x)
+    _check_apart(written, x, given)
+    _compute_into(x, of, form, round_first, given, written)
 
 
-LIBRARY.define(
-    "rotate_quantize(Tensor x, Tensor? matrices, int[] orders, Tensor? signs, Tensor? signs_after, int n, "
-    "bool swapped, Scalar scale, str to, int group, str rule, str layout, bool round_first, Tensor? given) "
-    "-> (Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-LIBRARY.impl("rotate_quantize", _rotate_quantize, "CompositeExplicitAutograd")
-LIBRARY.impl("rotate_quantize", _autograd, "Autograd")
-torch.library.register_fake("hadagen::rotate_quantize", _shapes, lib=LIBRARY)
+def _shapes_into(x: torch.Tensor, *options: Any) -> None:
+    parts = [(tuple(part.shape), part.stride(), part.dtype) for part in _shapes(x, *options[:_OUT_AT])]
+    _check_like(_written(options[_OUT_AT:], _arguments(*options[:_OUT_AT])[1]), parts, x)
+
+
+def _autograd(operator: str) -> Any:
+    def below(x: torch.Tensor, *options: Any) -> Any:
+        for name, tensor in (("x", x), *(("out", each) for each in options[_OUT_AT:] if each is not None)):
+            if needs_derivative(tensor):
+                raise TensorError(f"{name} has a derivative, which quantized codes do not have; pass {name}.detach()")
+        with torch._C._AutoDispatchBelowAutograd():
+            return getattr(torch.ops.hadagen, operator).default(x, *options)
+
+    return below
+
+
+for _name, _out, _results, _real, _fake in (
+    ("rotate_quantize", "", "(Tensor, Tensor)", _new, _shapes),
+    ("rotate_quantize_into", ", Tensor(a!) codes, Tensor(b!)? scales", "()", _into, _shapes_into),
+):
+    LIBRARY.define(
+        f"{_name}(Tensor x, Tensor? matrices, int[] orders, Tensor? signs, Tensor? signs_after, int n, bool swapped, "
+        f"Scalar scale, str to, int group, str rule, str layout, bool round_first, Tensor? given{_out}) -> {_results}",
+        tags=_TAGS,
+    )
+    LIBRARY.impl(_name, _real, "CompositeExplicitAutograd")
+    LIBRARY.impl(_name, _autograd(_name), "Autograd")
+    torch.library.register_fake(f"hadagen::{_name}", _fake, lib=LIBRARY)
 _OPERATOR: Any = torch.ops.hadagen.rotate_quantize.default
+_INTO: Any = torch.ops.hadagen.rotate_quantize_into.default

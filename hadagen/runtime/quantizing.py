@@ -1,16 +1,16 @@
-"""The kernel of a call that quantizes: which one it is, and a `Run` that launches it. A kernel takes contiguous x, at
-an address that is a multiple of 16 bytes, and does all of it: the rotation, the largest magnitudes, codes and scales.
-"""
+"""The kernel of a call that quantizes: which one it is, and a `Run` that launches it. A kernel takes rows without gaps
+at an address that is a multiple of 16 bytes, and does all of it: rotation, largest magnitudes, codes and scales."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
 from hadagen import quantizer
 from hadagen.driver import Launch
-from hadagen.errors import UsageError
+from hadagen.errors import TensorError, UsageError
 from hadagen.formats import ROW, TENSOR, Format, Layout
 from hadagen.launch import RowShape
 from hadagen.problem import LEAST_GROUP, Problem
@@ -22,57 +22,114 @@ from hadagen.runtime.rotate import problem_of
 _MOST_GROUPS = 1 << 32  # which kernels count in 32 bits
 
 
+Part = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides and type
+Results = tuple[torch.Tensor, torch.Tensor]  # codes and scales
+
+
+def order_of(x: torch.Tensor, form: Format) -> list[int]:
+    """The dimensions of x in the order of its rows: by their strides, so that a permuted x is not copied; as they are
+    where the layout of scales counts rows, or a dimension was expanded."""
+    leading, strides = list(range(x.dim() - 1)), x.stride()
+    if form.layout is Layout.ROW_MAJOR and not x.is_contiguous() and 0 not in strides[:-1]:
+        leading.sort(key=lambda dimension: -strides[dimension])
+    return [*leading, x.dim() - 1]
+
+
 def is_ready(x: torch.Tensor) -> bool:
-    """Whether kernels take x as it lies."""
+    """Whether kernels take x, whose dimensions are in order, as it lies."""
     return x.is_contiguous() and x.data_ptr() % ALIGNMENT == 0
 
 
 def shaped(
     x: torch.Tensor, form: Format, codes: torch.Tensor, scales: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes of x's shape, and scales, from those of rows."""
+    """Codes of x's shape, and scales, from those of rows in their order."""
+    order = order_of(x, form)
+    sizes = [x.shape[dimension] for dimension in order[:-1]]
+    back = [order.index(dimension) for dimension in range(x.dim() - 1)]
     if form.group == TENSOR:
-        scales = x.new_zeros((), dtype=torch.float32)  # the caller's; an operator returns no argument
+        scales = codes.new_zeros((), dtype=torch.float32)  # the caller's; an operator returns no argument
     elif form.layout is Layout.ROW_MAJOR:
-        has_groups = form.group != ROW or form.name == "int8-row"
-        scales = scales.view(x.shape[:-1] + (scales.shape[1:] if has_groups else ()))
-    return codes.view(*x.shape[:-1], codes.shape[-1]), scales
+        if form.group != ROW or form.name == "int8-row":
+            scales = scales.view(*sizes, scales.shape[-1]).permute(*back, -1)
+        else:
+            scales = scales.view(sizes).permute(back)
+    return codes.view(*sizes, codes.shape[-1]).permute(*back, -1), scales
+
+
+def parts_of(x: torch.Tensor, form: Format) -> list[Part]:
+    """What codes and scales of x are."""
+    columns = x.shape[-1]
+    made = quantizer.empty(x.numel() // columns, columns, form, x.dtype, torch.device("meta"))
+    return [(tuple(part.shape), part.stride(), part.dtype) for part in shaped(x, form, *made)]
 
 
 class Run:
-    """Launches a kernel for tensors that differ from x in their address only."""
+    """Launches a kernel for tensors that differ from x in their address only. `parts`: what codes and scales are."""
 
     def __init__(self, x: torch.Tensor, form: Format, launch: Launch) -> None:
+        self.parts = parts_of(x, form)
         columns = x.shape[-1]
         rows, groups = x.numel() // columns, form.scales_in_row(columns)
-        codes, scales = quantizer.empty(rows, columns, form, x.dtype, torch.device("meta"))
-        self._laid_out = rows, groups, form.layout, scales.dtype
-        self._is_filled_up = scales.untyped_storage().nbytes() > rows * groups * scales.element_size()
-        self._parts = [
-            (tuple(part.shape), part.stride(), part.dtype) for part in shaped(x.to("meta"), form, codes, scales)
-        ]
+        self._laid_out = rows, groups, form.layout, self.parts[1][2]
+        self._is_filled_up = quantizer.room(*self._laid_out[:3]) > rows * groups
         self._launch, self._device, self._of_tensor = launch, x.get_device(), form.group == TENSOR
-        self._empty = repeat.empty_strided["cuda"]
+        self._empty = repeat.empty_strided[x.device.type]
 
-    def __call__(self, address: int, given: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, address: int, given: torch.Tensor | None) -> Results:
         """Codes and scales of x at that address. given: the scale of the call, if the format needs one."""
         if kernels.current_device() != self._device:
             with torch.cuda.device(self._device):
                 return self(address, given)
-        codes, scales = self._parts
-        made: torch.Tensor = self._empty(*codes)
-        of_groups: torch.Tensor
+        codes: torch.Tensor = self._empty(*self.parts[0])
+        scales: torch.Tensor
         if self._of_tensor:
-            of_groups = made.new_zeros((), dtype=torch.float32)  # the operator's second result, which says nothing
+            scales = codes.new_zeros((), dtype=torch.float32)  # the operator's second result, which says nothing
         elif self._is_filled_up:
-            of_groups = quantizer.laid_out_empty(*self._laid_out, made.device)
+            scales = quantizer.laid_out_empty(*self._laid_out, codes.device)
         else:
-            of_groups = self._empty(*scales)
-        changing = [] if self._of_tensor else [of_groups.data_ptr()]
+            scales = self._empty(*self.parts[1])
+        self._start(address, given, (codes,) if self._of_tensor else (codes, scales))
+        return codes, scales
+
+    def into(self, address: int, given: torch.Tensor | None, out: Sequence[torch.Tensor]) -> None:
+        """The same into tensors like `parts`; without the second, where the call has one scale."""
+        if kernels.current_device() != self._device:
+            with torch.cuda.device(self._device):
+                return self.into(address, given, out)
+        if any(each.data_ptr() % ALIGNMENT for each in out):
+            return copy_into(out, self(address, given))
+        if self._is_filled_up and self._laid_out[2] is Layout.SWIZZLED:
+            out[1].zero_()
+        repeat.increment_version(out)  # PyTorch does not see that a kernel writes
+        self._start(address, given, out)
+
+    def _start(self, address: int, given: torch.Tensor | None, out: Sequence[torch.Tensor]) -> None:
+        codes, *changing = (each.data_ptr() for each in out)
         if given is not None:
             changing.append(given.data_ptr())
-        self._launch(kernels.raw_stream(self._device), address, made.data_ptr(), *changing)
-        return made, of_groups
+        self._launch(kernels.raw_stream(self._device), address, codes, *changing)
+
+
+def fill_up(scales: torch.Tensor) -> None:
+    """Zero what fills up each column of column-major scales. Raises `TensorError` where their memory ends before."""
+    rows, groups = scales.shape
+    pitch = Layout.COLUMN_MAJOR.filled_up(rows, groups)[0]
+    if pitch == rows or not groups:
+        return
+    first, size = scales.storage_offset(), scales.element_size()
+    has, needs = scales.untyped_storage().nbytes(), (first + pitch * groups) * size
+    if has < needs:
+        raise TensorError(
+            f"out.scales lies in {has} bytes but ends at byte {needs}, as columns are filled up to {pitch} rows; pass "
+            "scales that a call returned"
+        )
+    scales.as_strided((groups, pitch - rows), (pitch, 1), first + rows).zero_()
+
+
+def copy_into(out: Sequence[torch.Tensor], made: Results) -> None:
+    for each, values in zip(out, made, strict=False):  # out has no scales, where the call has one
+        each.copy_(values)
 
 
 def find(x: torch.Tensor, of: Operands, form: Format, round_first: bool) -> Run | None:

@@ -1,0 +1,128 @@
+"""What `rotate_quantize` hands to its kernels, by `EmulatedDevice`, without a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from emulated_device import EmulatedDevice, device
+from test_quantize import ALL, PERMUTED, R, normal, scale_for
+
+from hadagen import TensorError, rotate_quantize
+from hadagen.formats import TENSOR, Layout
+from hadagen.quantizer import memory_of
+from hadagen.runtime import quantize, quantizing
+from hadagen.runtime.quantize import Quantized
+
+__all__ = ["device"]  # a fixture
+N = 256
+HALF = torch.float16
+
+
+def new_out(found: Quantized, fill: int = 0x55) -> Quantized:
+    """Tensors like the results, in memory of other bytes."""
+    tensors = []
+    for each in (found.codes, found.scales):
+        like = torch.full_like(memory_of(each), fill)
+        tensors.append(like.view(each.dtype).as_strided(each.shape, each.stride()))
+    return Quantized(*tensors, found.format)
+
+
+def same(found: Quantized, wanted: Quantized) -> bool:
+    """In all of their memory, gaps and what fills up scales too."""
+    pairs = [(found.codes, wanted.codes), (found.scales, wanted.scales)]
+    return all(torch.equal(memory_of(one), memory_of(other)) for one, other in pairs)
+
+
+@pytest.mark.parametrize(("name", "rule", "layout"), ALL)
+def test_a_kernel_writes_into_out(
+    name: str, rule: str, layout: str, device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, options = normal(2, 3, N, dtype=HALF), {"to": name, "rule": rule, "layout": layout, **scale_for(name)}
+    wanted = rotate_quantize(x, 128, **options)
+    monkeypatch.setattr(quantize, "copy_into", None)
+    monkeypatch.setattr(quantizing, "copy_into", None)
+    device.launched.clear()
+    for is_known in (True, True, False):
+        if not is_known:
+            quantize._calls.clear()
+        out = new_out(wanted)
+        versions = out.codes._version, out.scales._version
+        found = rotate_quantize(x, 128, out=out, **options)
+        assert found.codes is out.codes
+        assert found.codes._version > versions[0], "autograd would not know of the write"
+        if found.format.group == TENSOR:
+            assert found.scales is not out.scales
+            assert out.scales._version == versions[1]
+            assert torch.equal(found.codes.view(torch.uint8), wanted.codes.view(torch.uint8))
+        else:
+            assert found.scales is out.scales
+            assert found.scales._version > versions[1]
+            assert same(found, wanted)
+    assert len(device.launched) == 3
+
+
+def test_out_at_any_address(device: EmulatedDevice) -> None:
+    """Kernels write at multiples of 16 bytes."""
+    x = normal(4, N, dtype=HALF)
+    wanted = rotate_quantize(x, 64, to="mxfp8", layout="swizzled")
+    memory = torch.zeros(wanted.codes.numel() + 17, dtype=torch.uint8)
+    codes = memory[1 : 1 + wanted.codes.numel()].view(torch.float8_e4m3fn).view(4, N)
+    scales = torch.full_like(wanted.scales, 3)
+    for _ in range(2):
+        found = rotate_quantize(x, 64, to="mxfp8", layout="swizzled", out=(codes, scales))
+        assert found.codes is codes
+        assert torch.equal(codes.view(torch.uint8), wanted.codes.view(torch.uint8))
+        assert torch.equal(scales, wanted.scales)
+        codes.view(torch.uint8).zero_()
+        scales.fill_(3)
+
+
+def test_known_calls_check_out(device: EmulatedDevice) -> None:
+    x = normal(6, N, dtype=HALF)
+    good = rotate_quantize(x, to="fp8-group", layout="column-major")
+    assert len(quantize._calls) == 1
+    for out, message in (
+        ((good.codes[:5], good.scales), "out.codes is "),
+        ((good.codes, good.scales.contiguous()), "out.scales is strided float32 .6, 2. with the strides .2, 1. on cpu"),
+        ((x.view(torch.float8_e4m3fn)[:, :N].as_strided((6, N), (N, 1)), good.scales), "out.codes shares memory with"),
+        ((good.codes, torch.zeros(14).as_strided((6, 2), (1, 8))), "out.scales lies in 56 bytes but ends at byte 64"),
+    ):
+        with pytest.raises(TensorError, match=message):
+            rotate_quantize(x, to="fp8-group", layout="column-major", out=out)
+
+
+@pytest.mark.parametrize("name", ["fp8-group", "fp8-row", "fp8-tensor", "int8-row", "int4-row", "mxfp4"])
+@pytest.mark.parametrize("permuted", PERMUTED)
+def test_permuted_rows_are_not_copied(
+    permuted: Any, name: str, device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = permuted(normal(2, 3, 5, N, dtype=HALF))
+    wanted = rotate_quantize(x.contiguous(), R, to=name, **scale_for(name))
+    sources: list[int] = []
+    start = quantizing.Run._start
+
+    def note(run: Any, address: int, *others: Any) -> None:
+        sources.append(address)
+        start(run, address, *others)
+
+    monkeypatch.setattr(quantizing.Run, "_start", note)
+    for _ in range(2):
+        found = rotate_quantize(x, R, to=name, **scale_for(name))
+        assert found.codes.stride()[:-1] == tuple(each // (N // found.codes.shape[-1]) for each in x.stride()[:-1])
+        assert torch.equal(found.codes.contiguous().view(torch.uint8), wanted.codes.view(torch.uint8))
+        assert torch.equal(found.scales, wanted.scales)
+        out = Quantized(torch.empty_like(found.codes), torch.empty_like(found.scales), found.format)
+        into = rotate_quantize(x, R, to=name, out=out, **scale_for(name))
+        assert torch.equal(into.codes.contiguous().view(torch.uint8), wanted.codes.view(torch.uint8))
+        assert torch.equal(into.scales, wanted.scales)
+    assert sources == [x.data_ptr()] * 4
+    assert len(quantize._calls) == 2
+
+
+def test_scales_in_other_layouts_keep_the_order_of_rows(device: EmulatedDevice) -> None:
+    x = normal(2, 3, 5, N, dtype=HALF).transpose(1, 2)
+    for layout in (Layout.COLUMN_MAJOR, Layout.SWIZZLED):
+        found = rotate_quantize(x, R, to="mxfp8", layout=layout.value)
+        assert same(found, rotate_quantize(x.contiguous(), R, to="mxfp8", layout=layout.value))
