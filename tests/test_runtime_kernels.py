@@ -426,6 +426,7 @@ def test_warmup_leaves_nothing_to_load(machine: Loader, monkeypatch: pytest.Monk
         ({"device": "cpu"}, 0),
         ({"device": "meta"}, 0),
         ({"device": torch.device("mps")}, 0),
+        ({"to": "mxfp8", "batch_invariant": True}, 0),  # PyTorch quantizes in float32, of which there are no kernels
     ],
 )
 def test_what_warmup_loads(options: dict[str, Any], count: int, machine: Loader) -> None:
@@ -453,6 +454,19 @@ def test_warmup_loads_what_those_rows_run(
         assert find(rows * 256)
 
 
+def test_warmup_loads_what_quantizes(loader: Loader, machine: Loader, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = Problem.of(128, "bfloat16", to="int8_row_4096")
+    timings = times({1 << 13: 2.0, 1 << 16: 4.0}, Destination.OUT_OF_PLACE)
+    path = Path(os.environ[bundles.VARIABLE]).with_name("b.db")
+    write_trials(path, [make_trial(3, problem=problem, timings=timings)])
+    monkeypatch.setenv(bundles.VARIABLE, str(path))
+    assert hadagen.warmup(128, torch.bfloat16, to="int8-row", columns=4096) == 1
+    assert machine.images == [b"cubin 3"]
+    monkeypatch.setattr(bundles, "known", None)
+    for rows in (1, 100):
+        assert find(rows * 4096, in_place=False, problem=problem)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -467,6 +481,15 @@ def test_warmup_loads_what_those_rows_run(
         ({"numerics": "exact"}, "numerics 'exact' is not supported"),
         ({"device": "cuda:7"}, "device 'cuda:7' is not a CUDA device of this machine"),
         ({"device": 1.5}, "device 1.5 is not a CUDA device of this machine"),
+        ({"to": "fp6"}, "to = 'fp6' is no format; choose from fp8-group"),
+        ({"to": ["mxfp8", "nvfp4"], "rule": "floor"}, "rule = 'floor' does not exist for nvfp4"),
+        ({"to": "mxfp8", "n": 96}, "n = 96 is no power of two that divides columns = 96; choose one"),
+        ({"to": "mxfp8", "columns": [512, 384]}, "n = 256 is no power of two that divides columns = 384"),
+        ({"to": "mxfp8", "n": 16}, "groups of 32 do not fill rows of 16 elements"),
+        ({"to": "mxfp8", "columns": 0}, "columns = 0 is not supported; give whole numbers, at least 1"),
+        ({"to": "mxfp8", "signed": "no"}, "signed = 'no' is not supported; give True or False"),
+        ({"columns": 512}, "columns, signed, group, .* are those of a format; give to as well"),
+        ({"layout": "swizzled"}, "are those of a format; give to as well"),
     ],
 )
 def test_bad_warmups(options: dict[str, Any], message: str, machine: Loader) -> None:

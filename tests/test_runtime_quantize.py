@@ -9,10 +9,11 @@ import torch
 from emulated_device import EmulatedDevice, device
 from test_quantize import ALL, PERMUTED, R, normal, scale_for
 
-from hadagen import TensorError, rotate_quantize
+import hadagen
+from hadagen import Rotation, TensorError, rotate_quantize
 from hadagen.formats import TENSOR, Layout
 from hadagen.quantizer import memory_of
-from hadagen.runtime import quantize, quantizing
+from hadagen.runtime import kernels, quantize, quantizing, repeat
 from hadagen.runtime.quantize import Quantized
 
 __all__ = ["device"]  # a fixture
@@ -126,3 +127,38 @@ def test_scales_in_other_layouts_keep_the_order_of_rows(device: EmulatedDevice) 
     for layout in (Layout.COLUMN_MAJOR, Layout.SWIZZLED):
         found = rotate_quantize(x, R, to="mxfp8", layout=layout.value)
         assert same(found, rotate_quantize(x.contiguous(), R, to="mxfp8", layout=layout.value))
+
+
+@pytest.mark.parametrize(("name", "rule", "layout"), ALL)
+@pytest.mark.parametrize("rotation", [None, 64, Rotation(N), R], ids=["none", "64", "a row", "signs"])
+def test_warmup_finds_what_calls_find(
+    rotation: Any, name: str, rule: str, layout: str, device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With kernels that quantize, and without."""
+    found: list[Any] = []
+    find, has_kernels = kernels.find, True
+
+    def note(kind: kernels.Kind, elements: int) -> Any:
+        found.append((kind, elements))
+        return find(kind, elements) if has_kernels or kind.problem.io.form is None else None
+
+    monkeypatch.setattr(kernels, "find", note)
+    monkeypatch.setattr(kernels, "_timed_of", lambda kind: [1] if has_kernels or kind.problem.io.form is None else [])
+    monkeypatch.setattr(kernels, "_warmed_device", lambda device: -1)
+    monkeypatch.setattr(kernels, "cuda_device", lambda index: None)
+    n = 1 if rotation is None else rotation if isinstance(rotation, int) else rotation.block
+    options = {"to": name, "rule": rule, "layout": layout}
+    for has_kernels in (True, False):
+        for round_first in (True, False):
+            hadagen.warmup(n, HALF, rows=6, columns=N, signed=rotation is R, round_first=round_first, **options)
+            warmed = set(found)
+            found.clear()
+            repeat.forget()
+            rotate_quantize(
+                normal(2, 3, N, dtype=HALF), rotation, round_first=round_first, **options, **scale_for(name)
+            )
+            called = {each for each in found if has_kernels or each[0].problem.io.form is None}
+            found.clear()
+            assert called <= warmed
+            assert called == warmed or not has_kernels, "loaded in vain"
+            assert bool(called) == (has_kernels or n > 1)
