@@ -6,13 +6,19 @@ are not finite. docs/quantization.md says which code each was compared with.
 
 from __future__ import annotations
 
+import functools
+
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from hadagen import quantizer
 from hadagen.errors import TensorError, UsageError
 from hadagen.runtime.checks import check_is_flag
+from hadagen.runtime.choose import BATCH_INVARIANT
 from hadagen.runtime.given import as_count
+from hadagen.runtime.operands import Operands
 from hadagen.runtime.quantize import Quantized, check_values, rotate_quantize
+from hadagen.runtime.rotate import ROTATE
 from hadagen.runtime.rotation import Rotation
 from hadagen.runtime.transform import hadamard_transform
 
@@ -47,12 +53,12 @@ def convrot_int8(x: torch.Tensor, block: int = 256) -> Quantized:
 
     block: a power of four that divides the last dimension of x. ComfyUI has 16, 64 and 256.
     """
-    return rotate_quantize(x, _regular(x, block), to="int8-row", rule="convrot")
+    return rotate_quantize(x, _rotation(x, block, regular=True), to="int8-row", rule="convrot")
 
 
 def convrot_int4(x: torch.Tensor, block: int = 256) -> Quantized:
     """ConvRot in ComfyUI, W4A4: the same with INT4. ComfyUI keeps the same scales as float32."""
-    return rotate_quantize(x, _regular(x, block), to="int4-row")
+    return rotate_quantize(x, _rotation(x, block, regular=True), to="int4-row")
 
 
 def quarot_int4(x: torch.Tensor, rotation: Rotation | int | None = None) -> Quantized:
@@ -77,10 +83,8 @@ def transformer_engine_nvfp4(x: torch.Tensor) -> Quantized:
 
     x: [N, M], such as `tensor.t()`. The largest magnitude of all rotated values is found first. Scales are not padded.
     """
-    check_values(x)
-    with torch.device(x.device):
-        rotation = Rotation(x.shape[-1], signs=_TRANSFORMER_ENGINE_SIGNS, block=16)
-    values = rotation(x.float()).to(x.dtype)
+    rotation = _rotation(x, 16, regular=False)
+    values = ROTATE.dispatch(x.float(), rotation, False, None).to(x.dtype)
     largest = values.abs().amax().float() if values.numel() else x.new_zeros((), dtype=torch.float32)
     return rotate_quantize(values, to="nvfp4", rule="transformer_engine", tensor_scale=largest)
 
@@ -111,7 +115,31 @@ def fa3_fp8(x: torch.Tensor, kv_heads: int | None = None, *, rotate: bool = True
     return codes, torch.where(is_scaled, largest / peak, 1.0)
 
 
-def _regular(x: torch.Tensor, block: int) -> Rotation:
+def _rotation(x: torch.Tensor, block: int, *, regular: bool) -> Operands:
+    """What a `Rotation` of x over blocks multiplies by: that of ConvRot, or of TransformerEngine. Signs are made only
+    once for each block and device."""
     check_values(x)
-    with torch.device(x.device):
-        return Rotation(x.shape[-1], "regular", block=as_count(block, "block"))
+    block = as_count(block, "block")
+    if x.shape[-1] % block:
+        raise UsageError(f"block = {block} does not divide the {x.shape[-1]} columns of x; choose one that does")
+    signs = _signs(block, regular, x.device)
+    after = signs if regular else None
+    return Operands(None, [], signs, after, block, regular, False, block**-0.5, "accurate", BATCH_INVARIANT)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _signs(block: int, regular: bool, device: torch.device) -> torch.Tensor:
+    if not torch._C._len_torch_dispatch_stack():
+        return _made_signs(block, regular, device)
+    with _disable_current_modes():
+        values = _made_signs(block, regular, torch.device("cpu")).tolist()
+    return torch.tensor(values, dtype=torch.uint8, device=device)  # for these modes, such as that of fake tensors
+
+
+@functools.cache  # without a limit, because CUDA graphs keep addresses; there are few blocks
+def _made_signs(block: int, regular: bool, device: torch.device) -> torch.Tensor:
+    with torch.device(device), torch.inference_mode(False):  # whose tensors no other mode takes
+        rotation = Rotation(block, "regular") if regular else Rotation(block, signs=_TRANSFORMER_ENGINE_SIGNS)
+        signs = rotation.operands_for(torch.empty(block), 1.0).signs
+    assert signs is not None
+    return signs

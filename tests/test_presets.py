@@ -10,8 +10,9 @@ import pytest
 import quantizer_reference as exact
 import torch
 from test_quantize import normal
+from torch._subclasses import FakeTensor, FakeTensorMode
 
-from hadagen import Rotation, TensorError, UsageError, presets
+from hadagen import Rotation, TensorError, UsageError, presets, rotate_quantize
 from hadagen.quantizer import dequantize
 
 SIGNS = torch.tensor([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1])  # `get_wgrad_sign_vector`
@@ -120,6 +121,11 @@ def test_heads_for_attention(rotate: bool) -> None:
         (lambda x: presets.fa3_fp8(x.requires_grad_()), TensorError, "x requires a gradient"),
         (lambda x: presets.fa3_fp8(x, rotate="no"), TypeError, "rotate is 'no'; pass True or False"),
         (lambda x: presets.qutlass_mxfp4(x, 0), UsageError, "block = 0 is not possible"),
+        (lambda x: presets.convrot_int8(x, 0), UsageError, "block = 0 is not possible"),
+        (lambda x: presets.convrot_int8(x, 8), UsageError, "n = 8 is no power of 4"),
+        (lambda x: presets.convrot_int4(x), UsageError, "block = 256 does not divide the 128 columns of x; choose one"),
+        (lambda x: presets.transformer_engine_nvfp4(x[..., :24]), UsageError, "block = 16 does not divide the 24 col"),
+        (lambda x: presets.transformer_engine_nvfp4(x.int()), TensorError, "x has the type int32; pass values of"),
         (lambda x: presets.qutlass_mxfp4(x, 16), UsageError, "choose 32, 64 or 128"),
         (lambda x: presets.deepseek_v32_indexer(x, power_of_two=3), TypeError, "power_of_two is 3"),
     ],
@@ -144,6 +150,7 @@ def test_what_only_the_project_does() -> None:
 def test_a_default_device_changes_nothing() -> None:
     x = normal(4, 256)
     for preset in (presets.convrot_int8, presets.qutlass_mxfp4, presets.transformer_engine_nvfp4):
+        presets._made_signs.cache_clear()
         with torch.device("meta"):
             codes = preset(x).codes
         assert torch.equal(codes, preset(x).codes)
@@ -152,3 +159,42 @@ def test_a_default_device_changes_nothing() -> None:
 def test_values_that_are_not_finite_are_no_error() -> None:
     x = torch.full((2, 16), torch.inf)
     assert presets.transformer_engine_nvfp4(x).codes.shape == (2, 8)
+
+
+SIGNED = (presets.convrot_int8, presets.convrot_int4, presets.transformer_engine_nvfp4)
+
+
+@pytest.mark.parametrize("preset", [*SIGNED, presets.deepseek_v4_fp4, presets.qutlass_mxfp4])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_presets_compile_without_a_break(preset: Callable[[torch.Tensor], Any], dynamic: bool) -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return preset(x + 1).dequantize() + preset(x.flip(0)).dequantize()
+
+    presets._made_signs.cache_clear()
+    torch.compiler.reset()  # of one function only so many are kept
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for columns in (256, 512):
+        x = normal(3, columns)
+        assert torch.equal(compiled(x), model(x))
+
+
+@pytest.mark.parametrize("preset", SIGNED)
+def test_signs_are_made_once(preset: Callable[[torch.Tensor], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    presets._made_signs.cache_clear()
+    with torch.inference_mode():
+        wanted = preset(normal(3, 256)).codes.clone()
+    with FakeTensorMode():
+        assert isinstance(preset(torch.empty(3, 256)).codes, FakeTensor)
+    monkeypatch.setattr(presets, "Rotation", None)
+    assert torch.equal(preset(normal(3, 256)).codes, wanted)
+    assert preset(normal(3, 512)).codes.shape[0] == 3
+
+
+def test_what_presets_pass_has_gradients() -> None:
+    x = normal(3, 256, dtype=torch.float32).requires_grad_()
+    of = presets._rotation(x.detach(), 64, regular=True)
+    gradients = []
+    for rotation in (of, Rotation(256, "regular", block=64)):
+        found = rotate_quantize(x, rotation, to="int8-row", scale=2.0, gradient=True)
+        gradients += torch.autograd.grad(found.dequantize().square().sum(), x)
+    assert torch.equal(*gradients)

@@ -30,7 +30,7 @@ from hadagen.runtime.linear import LIBRARY, has_only_memory, needs_derivative
 from hadagen.runtime.operands import Operands
 from hadagen.runtime.quantizing import copy_into, is_ready, order_of, parts_of, shaped
 from hadagen.runtime.repeat import ALIGNMENT
-from hadagen.runtime.rotate import rotated
+from hadagen.runtime.rotate import ROTATE, rotated
 from hadagen.runtime.rotation import Rotation
 from hadagen.runtime.transform import hadamard_transform
 
@@ -79,7 +79,7 @@ class Quantized(NamedTuple):
 
 def rotate_quantize(
     x: torch.Tensor,
-    rotation: Rotation | int | None = None,
+    rotation: Rotation | Operands | int | None = None,
     *,
     to: str,
     scale: float = 1.0,
@@ -95,6 +95,7 @@ def rotate_quantize(
 
     x: [..., m] of type float16, bfloat16 or float32, with any strides. 4-bit codes need an even m.
     rotation: a `hadagen.Rotation` of rows of m; or n, for H_n, unnormalized, over blocks of n; None for no rotation.
+        (`hadagen.presets` passes what a Rotation multiplies by.)
     to: the format. docs/quantization.md has the formats, their rules, groups and layouts.
     scale: the rotated values are multiplied by it, before anything else is done with them.
     group: how many neighboring elements have one scale; None is the default of the format.
@@ -252,10 +253,11 @@ def _key_of(x: torch.Tensor, rotation: Any, tensor_scale: Any, *options: Any) ->
     """The key of a call in `_calls`; None where nothing is remembered."""
     if torch.compiler.is_dynamo_compiling() or not isinstance(x, torch.Tensor) or not compute.takes_kernels(x):
         return None
-    rotated = rotation.identity if isinstance(rotation, Rotation) else rotation
+    made = isinstance(rotation, (Rotation, Operands))
+    rotated = rotation.identity if made else rotation
     given = None if isinstance(tensor_scale, torch.Tensor) else tensor_scale
     # Of equal numbers of several types some are refused, and what is no plain value may change.
-    types = *(None if isinstance(each, Rotation) else type(each) for each in (rotation, given)), *map(type, options)
+    types = None if made else type(rotation), type(given), *map(type, options)
     if not _PLAIN.issuperset(types):
         return None
     try:
@@ -281,19 +283,23 @@ def _check_has_no_gradient(x: torch.Tensor, name: str) -> None:
         raise TensorError(f"{name} requires a gradient, which quantized codes do not have; {fix}")
 
 
-def _rotated(x: torch.Tensor, rotation: Rotation | int | None, scale: float) -> torch.Tensor:
+def _rotated(x: torch.Tensor, rotation: Rotation | Operands | int | None, scale: float) -> torch.Tensor:
     """What is quantized, with its gradient. The arguments were checked."""
     wide = x.float()
     if isinstance(rotation, Rotation):
         return rotation(wide) * scale  # type: ignore[no-any-return]
+    if isinstance(rotation, Operands):
+        return ROTATE.apply(wide, rotation._replace(scale=rotation.scale * scale))
     n = 1 if rotation is None else as_int(rotation)
     return wide * scale if n == 1 else hadamard_transform(wide.reshape(*wide.shape[:-1], -1, n), scale).flatten(-2)
 
 
-def _operands(x: torch.Tensor, rotation: Rotation | int | None, scale: float) -> Operands:
+def _operands(x: torch.Tensor, rotation: Rotation | Operands | int | None, scale: float) -> Operands:
     columns = x.shape[-1]
     if isinstance(rotation, Rotation):
         return rotation.operands_for(x, scale)
+    if isinstance(rotation, Operands):
+        return rotation._replace(scale=rotation.scale * scale)
     n = 1 if rotation is None else as_int(rotation)
     if isinstance(n, bool) or not isinstance(n, int):
         raise TypeError(f"rotation is a {type(rotation).__name__}; pass a Rotation, a power of two, or None")
