@@ -89,7 +89,7 @@ class Run:
             scales = quantizer.laid_out_empty(*self._laid_out, codes.device)
         else:
             scales = self._empty(*self.parts[1])
-        self._start(address, given, (codes,) if self._of_tensor else (codes, scales))
+        self._start(address, [codes.data_ptr()] if self._of_tensor else [codes.data_ptr(), scales.data_ptr()], given)
         return codes, scales
 
     def into(self, address: int, given: torch.Tensor | None, out: Sequence[torch.Tensor]) -> None:
@@ -97,18 +97,18 @@ class Run:
         if kernels.current_device() != self._device:
             with torch.cuda.device(self._device):
                 return self.into(address, given, out)
-        if any(each.data_ptr() % ALIGNMENT for each in out):
+        targets = [each.data_ptr() for each in out]
+        if any(target % ALIGNMENT for target in targets):
             return copy_into(out, self(address, given))
         if self._is_filled_up and self._laid_out[2] is Layout.SWIZZLED:
             out[1].zero_()
         repeat.increment_version(out)  # PyTorch does not see that a kernel writes
-        self._start(address, given, out)
+        self._start(address, targets, given)
 
-    def _start(self, address: int, given: torch.Tensor | None, out: Sequence[torch.Tensor]) -> None:
-        codes, *changing = (each.data_ptr() for each in out)
+    def _start(self, address: int, targets: list[int], given: torch.Tensor | None) -> None:
         if given is not None:
-            changing.append(given.data_ptr())
-        self._launch(kernels.raw_stream(self._device), address, codes, *changing)
+            targets.append(given.data_ptr())
+        self._launch(kernels.raw_stream(self._device), address, *targets)
 
 
 def fill_up(scales: torch.Tensor) -> None:
