@@ -22,7 +22,7 @@ from sample_bundle import hide_bundles, remake, write_sample, write_trials, writ
 from sample_trials import H100, LAUNCH, PROBLEM, in_clusters, make_kernel, make_trial, times
 
 import hadagen
-from hadagen import recipes
+from hadagen import Rotation, recipes
 from hadagen.driver import DoesNotFit, DriverError, LoadedKernel
 from hadagen.errors import NoCompilerError, StorageError
 from hadagen.launch import ENTRY
@@ -397,6 +397,8 @@ def test_a_kernel_that_does_not_load_ends_a_graph_capture(loader: Loader, monkey
 def machine(loader: Loader, monkeypatch: pytest.MonkeyPatch) -> Loader:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr(kernels, "cuda_index", lambda device: {None: 0, "cuda:1": 1}.get(device))
+    monkeypatch.setattr(kernels, "_row", lambda columns, dtype, device: torch.empty(1, columns, dtype=dtype))
+    monkeypatch.setattr(compute, "takes_kernels", lambda x: True)
     return loader
 
 
@@ -426,7 +428,6 @@ def test_warmup_leaves_nothing_to_load(machine: Loader, monkeypatch: pytest.Monk
         ({"device": "cpu"}, 0),
         ({"device": "meta"}, 0),
         ({"device": torch.device("mps")}, 0),
-        ({"to": "mxfp8", "batch_invariant": True}, 0),  # PyTorch quantizes in float32, of which there are no kernels
     ],
 )
 def test_what_warmup_loads(options: dict[str, Any], count: int, machine: Loader) -> None:
@@ -483,12 +484,13 @@ def test_warmup_loads_what_quantizes(loader: Loader, machine: Loader, monkeypatc
         ({"device": 1.5}, "device 1.5 is not a CUDA device of this machine"),
         ({"to": "fp6"}, "to = 'fp6' is no format; choose from fp8-group"),
         ({"to": ["mxfp8", "nvfp4"], "rule": "floor"}, "rule = 'floor' does not exist for nvfp4"),
-        ({"to": "mxfp8", "n": 96}, "n = 96 is no power of two that divides columns = 96; choose one"),
-        ({"to": "mxfp8", "columns": [512, 384]}, "n = 256 is no power of two that divides columns = 384"),
+        ({"to": "mxfp8", "n": 96}, "rotation = 96 is no power of two that divides the 96 columns of x; choose one"),
+        ({"to": "mxfp8", "columns": [512, 384]}, "rotation = 256 is no power of two that divides the 384 columns"),
+        ({"to": "mxfp8", "n": Rotation(256), "columns": 512}, "last dimension of x is 512; this rotation takes 256"),
+        ({"n": Rotation(256)}, "n = Rotation.* is not supported; give whole numbers, at least 1"),
         ({"to": "mxfp8", "n": 16}, "groups of 32 do not fill rows of 16 elements"),
         ({"to": "mxfp8", "columns": 0}, "columns = 0 is not supported; give whole numbers, at least 1"),
-        ({"to": "mxfp8", "signed": "no"}, "signed = 'no' is not supported; give True or False"),
-        ({"columns": 512}, "columns, signed, group, .* are those of a format; give to as well"),
+        ({"columns": 512}, "columns, group, .* are those of a format; give to as well"),
         ({"layout": "swizzled"}, "are those of a format; give to as well"),
     ],
 )

@@ -10,9 +10,8 @@ import warnings
 from collections import defaultdict
 from collections.abc import Collection, Iterable
 from contextlib import suppress
-from dataclasses import replace
 from itertools import product
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -26,7 +25,7 @@ from hadagen.errors import (
     UsageError,
     printable,
 )
-from hadagen.formats import ROW, Format
+from hadagen.formats import Format
 from hadagen.problem import MAX_LOG2_N, MAX_ORDER, DType, Numerics, Problem, Rows, padded_length
 from hadagen.regimes import Destination, nearest
 from hadagen.runtime import bundles
@@ -37,6 +36,9 @@ from hadagen.runtime.guesses import may_be_guessed
 from hadagen.runtime.loading import compile_missing, load
 from hadagen.runtime.proof import TORCH_DTYPE
 from hadagen.tuning_db.bundle import Bundle, BundleEntry
+
+if TYPE_CHECKING:
+    from hadagen.runtime.rotation import Rotation
 
 AUTOTUNE = "HADAGEN_AUTOTUNE"  # the variable that makes calls measure problems that nobody measured
 
@@ -91,19 +93,6 @@ def problem_of(
     return Problem.of(n, _DTYPES[dtype], numerics, rows, order=order, signed=signed, swapped=swapped, to=to)
 
 
-def quantizing_problem(
-    n: int, dtype: torch.dtype, columns: int, form: Format, round_first: bool, *, signed: bool
-) -> Problem | None:
-    """The problem of a kernel that rotates blocks of n in rows of `columns` elements and quantizes them; None if there
-    is no such kernel."""
-    group = columns if form.group == ROW else form.group
-    to = replace(form, group=group, rounded=round_first and not form.rounds_first)
-    try:
-        return problem_of(n, dtype, "accurate", Rows.CONTIGUOUS, signed=signed, to=to)
-    except UsageError:  # groups that are no part of a tile
-        return None
-
-
 def find(kind: Kind, elements: int) -> LoadedKernel | None:
     """The kernel for `elements` = rows · n, ready to launch; None if PyTorch must do the work.
 
@@ -146,7 +135,7 @@ def queue(launch: driver.Launch, device: int, x: int, y: int) -> None:
 
 
 def warmup(
-    n: int | Iterable[int],
+    n: int | Rotation | Iterable[int | Rotation],
     dtype: torch.dtype | str | Iterable[torch.dtype | str],
     *,
     rows: int | Iterable[int] | None = None,
@@ -156,7 +145,6 @@ def warmup(
     batch_invariant: bool | None = None,
     to: str | Iterable[str] | None = None,
     columns: int | Iterable[int] | None = None,
-    signed: bool = False,
     group: int | None = None,
     rule: str | None = None,
     layout: str = "row-major",
@@ -172,10 +160,9 @@ def warmup(
     device: of the later tensors; by default the current CUDA device. Other kinds of devices have no kernels.
     batch_invariant: as in the later calls; by default what HADAGEN_BATCH_INVARIANT says.
 
-    to: formats of later calls of `rotate_quantize`, for which inplace and numerics do not matter. n is then the block
-        of their rotations, 1 without one. Rotations with other matrices than H have other kernels; call them once.
-    columns: the last dimensions of the later tensors; by default n.
-    signed: whether the rotations have signs.
+    to: formats of later calls of `rotate_quantize`. n is then what they rotate by: a `Rotation`, or a power of two, 1
+        for no rotation. inplace, numerics and batch_invariant do not matter to them.
+    columns: the last dimensions of the later tensors; by default n, or that of the `Rotation`.
     group, rule, layout, round_first: as in the later calls.
 
     Tensors whose rows have gaps, or whose address is no multiple of 16 bytes, have other kernels, which are loaded too.
@@ -190,52 +177,57 @@ def warmup(
         raise UsageError(f"inplace = {inplace!r} is not supported; give True, False, or nothing for both")
     if batch_invariant is None:
         batch_invariant = BATCH_INVARIANT
-    for name, flag in (("batch_invariant", batch_invariant), ("signed", signed), ("round_first", round_first)):
-        if not is_flag(flag):
-            raise UsageError(f"{name} = {flag!r} is not supported; give True or False")
-    lengths = [_whole(value, "n") for value in _several(n)]
+    elif not is_flag(batch_invariant):
+        raise UsageError(f"batch_invariant = {batch_invariant!r} is not supported; give True or False")
+    if to is None and (columns is not None or group or rule or layout != "row-major" or round_first):
+        raise UsageError("columns, group, rule, layout and round_first are those of a format; give to as well")
+    rotations = _several(n)
+    lengths = [_whole(getattr(each, "n", each) if to else each, "n") for each in rotations]
     dtypes = [_dtype(value) for value in _several(dtype)]
     contracts = [Numerics.ACCURATE]
     if numerics is None or Problem.of(2, DType.FLOAT16, numerics).io.numerics is Numerics.FAST:
         contracts.append(Numerics.FAST)  # falls back to accurate if the scale is out of its range
     counts = None if rows is None else [_whole(value, "rows") for value in _several(rows)]
-    if to is None and (columns is not None or signed or group or rule or layout != "row-major" or round_first):
-        raise UsageError("columns, signed, group, rule, layout and round_first are those of a format; give to as well")
     forms = [Format.choose(name, as_int(group), rule, layout) for name in _several(() if to is None else to)]
     widths = None if columns is None else [_whole(value, "columns") for value in _several(columns)]
-    blocks = [(length, width, form) for length in lengths for width in widths or [length] for form in forms]
-    for length, width, form in blocks:
-        if length & (length - 1) or width % length:
-            raise UsageError(f"n = {length} is no power of two that divides columns = {width}; choose one")
-        form.scales_in_row(width)
+    for length, form in product(widths or lengths, forms):
+        form.scales_in_row(length)
     index = _warmed_device(device)
     if index is None:
         return 0
-    invariant = bool(batch_invariant)
     kinds: list[tuple[Kind, int]] = []  # and the elements of a row
-    if to is None:
-        for row, given, contract, lie in product(map(padded_length, lengths), dtypes, contracts, Rows):
-            if problem := problem_of(row, given, contract.value, lie):
-                # Tensors that must be copied are transformed in place, in the copy.
-                kinds += [(Kind(index, problem, place, invariant), row) for place in {bool(inplace), True}]
-    for (length, width, form), given in product(blocks, dtypes):
-        problem = quantizing_problem(length, given, width, form, bool(round_first), signed=bool(signed))
-        if problem and not invariant and _timed_of(Kind(index, problem, False)):
-            kinds.append((Kind(index, problem, False), width))
-        else:  # PyTorch quantizes what a kernel rotates in place; one without signs stands in for one with signs
-            rotating = {
-                problem_of(length, torch.float32, "accurate", Rows.CONTIGUOUS, signed=each)
-                for each in (bool(signed), False)
-            }
-            kinds += [(Kind(index, each, True, invariant), width) for each in rotating if each]
+    for rotation, length in zip(rotations, lengths, strict=True):
+        for given in dtypes:
+            if to is not None:
+                for form, width in product(forms, widths or [length]):
+                    kinds += _quantizing(index, rotation, _row(width, given, index), form, bool(round_first))
+                continue
+            row = padded_length(length)
+            for problem in {problem_of(row, given, contract.value, lie) for contract in contracts for lie in Rows}:
+                if problem:
+                    # Tensors that must be copied are transformed in place, in the copy.
+                    places = {bool(inplace), True}
+                    kinds += [(Kind(index, problem, place, bool(batch_invariant)), row) for place in places]
     asked: list[tuple[Kind, int]] = []
     for kind, row in dict.fromkeys(kinds):
+        timed = _timed_of(kind)
         # Without `rows`, all counts from a single row on.
-        wanted = [row, *(e for e in _timed_of(kind) if e > row)] if counts is None else [row * each for each in counts]
+        wanted = [row, *(e for e in timed if e > row)] if counts is None else [row * count for count in counts]
         asked += [(kind, elements) for elements in wanted]
     if target := cuda_device(index):
         compile_missing([chosen for each in asked if (chosen := _choose(*each, target))], target)
     return len({id(find(*each)) for each in asked} - {id(None)})
+
+
+def _quantizing(device: int, rotation: Any, x: torch.Tensor, form: Format, round_first: bool) -> list[tuple[Kind, int]]:
+    """What `rotate_quantize` asks for with tensors like x, and the elements of a row."""
+    from hadagen.runtime.quantize import problems_of  # here, because it imports this module
+
+    quantizing, *others = problems_of(x, rotation, form, round_first)
+    if quantizing and _timed_of(kind := Kind(device, quantizing, in_place=False)):
+        return [(kind, x.shape[-1])]
+    # PyTorch quantizes what other kernels rotate, in place.
+    return [(Kind(device, each, True, BATCH_INVARIANT), x.shape[-1]) for each in others if each]
 
 
 def _choose(
@@ -256,6 +248,10 @@ def _warmed_device(device: int | str | torch.device | None) -> int | None:
     if index is None:
         raise UsageError(f"device {device!r} is not a CUDA device of this machine; name one of those it has")
     return index
+
+
+def _row(columns: int, dtype: torch.dtype, device: int) -> torch.Tensor:
+    return torch.empty((1, columns), dtype=dtype, device=f"cuda:{device}")
 
 
 def _several(values: Any) -> list[Any]:

@@ -12,7 +12,8 @@ import torch
 from hadagen import quantizer
 from hadagen.errors import TensorError, UsageError
 from hadagen.formats import TENSOR, Format, Layout
-from hadagen.runtime import compute, quantizing, repeat
+from hadagen.problem import Problem, Rows
+from hadagen.runtime import compute, kernels, quantizing, repeat
 from hadagen.runtime.arguments import as_int
 from hadagen.runtime.checks import (
     DTYPES,
@@ -30,7 +31,7 @@ from hadagen.runtime.linear import LIBRARY, has_only_memory, needs_derivative
 from hadagen.runtime.operands import Operands
 from hadagen.runtime.quantizing import copy_into, is_ready, order_of, parts_of, shaped
 from hadagen.runtime.repeat import ALIGNMENT
-from hadagen.runtime.rotate import ROTATE, rotated
+from hadagen.runtime.rotate import ROTATE, problem_of, rotated
 from hadagen.runtime.rotation import Rotation
 from hadagen.runtime.transform import hadamard_transform
 
@@ -383,6 +384,20 @@ def _find(x: torch.Tensor, of: Operands, form: Format, round_first: bool) -> tup
     if run is None and (run := quantizing.find(x, of, form, round_first)):
         repeat.remember(_runs, key, run)
     return rows, run
+
+
+def problems_of(
+    x: torch.Tensor, rotation: Rotation | int, form: Format, round_first: bool
+) -> tuple[Problem | None, ...]:
+    """Of the kernel that quantizes tensors like x, and of those that rotate where there is none. None if no kernel can.
+    Raises what a call with these arguments raises."""
+    of, wide = _operands(x, rotation, 1.0), torch.empty_like(x, dtype=torch.float32)
+    length = of.n // math.prod(of.orders)
+    return (
+        quantizing._problem_of(x, of, form, round_first),
+        problem_of(wide, of),
+        kernels.problem_of(length, wide.dtype, "accurate", Rows.CONTIGUOUS),
+    )
 
 
 def _key_of_run(x: torch.Tensor, of: Operands, form: Format, round_first: bool) -> tuple[Any, ...]:
