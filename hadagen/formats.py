@@ -90,7 +90,7 @@ class Format:
         if name not in FORMATS:
             raise UsageError(f"to = {name!r:.40} is no format; choose from {', '.join(FORMATS)}")
         known = FORMATS[name]
-        if group is not None and (group <= 0 or group not in known.groups):
+        if group is not None and group not in known.groups:
             sizes = ", ".join(str(size) for size in known.groups if size > 0) or "none, as its scales are not of groups"
             raise UsageError(f"group = {group!r:.20} does not exist for {name}; choose {sizes}")
         if rule is not None and rule not in known.rules:
