@@ -120,7 +120,7 @@ def _far_beside_blocks(c: Context, k: Knobs) -> int:
 
 def _rounds_once(c: Context, k: Knobs) -> bool:
     """Whether only the store may round. With fp16 other steps may, because it has more bits than a bfloat16 result."""
-    return c.problem.io.numerics is Numerics.ACCURATE and not k.normalizes
+    return c.problem.io.numerics is Numerics.ACCURATE and not k.normalizes and not c.problem.may_round_within
 
 
 def _lacking(c: Context, step: Step, carrier: str = "") -> str:
@@ -311,8 +311,9 @@ def _(c: Context, k: Knobs) -> str | None:
 def _(c: Context, k: Knobs) -> str | None:
     between, tf32 = k.low_bits == "mma", c.problem.io.input in PARTS["tf32"]
     if k.mma_carrier == PACKED:
-        accurate, wide = c.problem.io.numerics is Numerics.ACCURATE, "split or tf32" if tf32 else "split"
-        return f"accurate may not round between two mma (mma_carrier must be {wide})" if between and accurate else None
+        wide = "split or tf32" if tf32 else "split"
+        once = between and _rounds_once(c, k)
+        return f"accurate may not round between two mma (mma_carrier must be {wide})" if once else None
     if not between:
         return "no value passes from one mma to another (mma_carrier must be packed)"
     if k.mma_carrier == "tf32" and not tf32:

@@ -138,7 +138,8 @@ def _fault(plan: Draft, at: int, *, exact: bool, done: set[Axis]) -> str | None:
     for i, axis in enumerate(axes := step.axes(plan.before(at))):
         if axis in done or axis in axes[:i] or axis.stride >= plan.problem.length:
             return f"transforms index bit {axis} a second time or beyond the row"
-    if plan.problem.io.numerics is Numerics.ACCURATE and not exact and step.changes_values:
+    accurate = plan.problem.io.numerics is Numerics.ACCURATE and not plan.problem.may_round_within
+    if accurate and not exact and step.changes_values:
         return "computes with rounded values, but accurate rounds once, at the end"
     return None
 

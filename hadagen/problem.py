@@ -266,6 +266,13 @@ class Problem:
         return replace(self, io=replace(self.io, **changes))
 
     @property
+    def may_round_within(self) -> bool:
+        """Whether `accurate` may round to 16 bits once between steps, because the result is quantized without being
+        rounded to 16 bits first. Values of bfloat16 stay in range then, whatever the scale."""
+        form = self.io.form
+        return form is not None and not form.rounds_first and self.io.input is DType.BFLOAT16
+
+    @property
     def error_bound(self) -> float:
         """Largest ‖out − ref‖ / ‖ref‖ against float64, on any class of input, with which a kernel may be used."""
         if self.io.numerics is Numerics.ACCURATE:

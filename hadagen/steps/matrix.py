@@ -282,7 +282,8 @@ class Matrix(Multiplies):
         return frozenset({"mma_bf16", "bf16x2_fma"} if wide else {"mma_f16"})
 
     def count_roundings(self, so_far: Roundings, carrier: str) -> None:
-        so_far.add_sums(carrier, 0)
+        if self.stores:
+            so_far.add_sums(carrier, 0)
 
     @property
     def places(self) -> tuple[Place, ...]:

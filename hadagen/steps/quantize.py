@@ -245,13 +245,16 @@ class Quantize(Store):
         form, coordinates = plan.problem.io.form, _coordinates(plan)
         assert form is not None
         in_pairs = plan.vector_elements == _VECTOR  # elements of 16 bits
-        near = plan.problem.n > 1 and not form.rounds_first and in_pairs
+        near = plan.problem.n > 1 and not form.rounds_first
+        code = _code(form, near, in_pairs)
         view: dict[str, Any] = {
             "form": form,
-            "code": _code(form, near, in_pairs),
-            # What of a scale gives values that are encoded quickly. Two are rounded at once as they are.
-            "plain": "quotient" if form.element is Element.INT4 and in_pairs else "plain",
-            "near": near and form.element is Element.E2M1,
+            "code": code,
+            # What of a scale gives values that are encoded quickly.
+            "plain": {"Int4R": "quotient(f[value])", "Int8N": "plus(f[value], 0x1.8p23f)"}.get(
+                code[:5], "plain(f[value])"
+            ),
+            "near": near,
             "bits": form.element.bits,
             "rule": f"{form.name.replace('-', '_')}_{form.rule}",
             "scale_bytes": form.scale_bytes(plan.problem.io.input.bytes),
@@ -347,12 +350,13 @@ class Renumber(Step):
         return Cost()
 
 
-def _code(form: Format, near: bool, rounded: bool) -> str:
-    """The type of its codes in `templates/common/codes.cuh`. near: values were just summed; rounded: to 16 bits."""
+def _code(form: Format, near: bool, in_pairs: bool) -> str:
+    """The type of its codes in `templates/common/codes.cuh`. near: values are not rounded before. in_pairs: they were
+    of 16 bits."""
     name = form.element.value.capitalize()
-    if near and form.element is Element.E2M1:
+    if near and (form.element is Element.INT8 or (form.element is Element.E2M1 and in_pairs)):
         return f"{name}Near"
     lowest = "true" if form.rule in ("convrot", "quarot") else "false"  # whether the least integer is a code
-    if form.element is Element.INT4 and rounded:
+    if form.element is Element.INT4 and in_pairs:
         return f"{name}Rounded<T, {lowest}>"
     return f"{name}<{lowest}>" if form.element in (Element.INT8, Element.INT4) else name

@@ -53,6 +53,7 @@ HADAGEN_INLINE float of_e4m3(u32 code) {
 struct Times {
     float factor;
     HADAGEN_INLINE float plain(float x) const { return product(x, factor); }
+    HADAGEN_INLINE float plus(float x, float more) const { return fma(x, factor, more); }
 };
 HADAGEN_INLINE Times from_lane(Times one, u32 lane) { return {shuffle(one.factor, lane)}; }
 // So that neither it nor a product that counts is subnormal or infinite.
@@ -211,6 +212,15 @@ template <int least, int most> struct Integer : NoNan {
         for (int i = 0; i < 4; ++i) sums[i] = as_word(sum(v[i], 0x1.8p23f));
         return low_bytes(sums);
     }
+};
+// The same of numbers that have it added already.
+struct Int8Near : NoNan {
+    enum : int { bits = 8 };
+    static HADAGEN_INLINE u32 quick(const float* v) {
+        const u32 sums[4] = {as_word(v[0]), as_word(v[1]), as_word(v[2]), as_word(v[3])};
+        return low_bytes(sums);
+    }
+    static HADAGEN_INLINE u32 four(const float* v) { return Integer<-127, 127>::four(v); }
 };
 // A quotient by a scale that is rounded to 8 bits may be half a code beyond the largest.
 template <bool lowest> struct Int8 : Integer<lowest ? -128 : -127, 127> {
