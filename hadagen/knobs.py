@@ -245,11 +245,13 @@ def matrix_steps(problem: Problem, knobs: Knobs) -> tuple[Step, ...]:
     if not bits:
         return tuple(_with_requests(knobs, [Load(knobs.load), *signs, Square(knobs.rows, knobs.slabs)]))
     carrier = PACKED if knobs.exchange_carrier == PACKED else SPLIT
-    columns = Columns(carrier, min(bits, COLUMN_BITS + log2(knobs.chunks)))
     form = problem.io.form
+    # What crosses has the range of fp32, so that the quantizer may multiply by the scale.
+    folds = form is not None and not form.rounds_first and (carrier == SPLIT or wide_range(problem.io.input))
+    columns = Columns(carrier, min(bits, COLUMN_BITS + log2(knobs.chunks)), scales=not folds)
     matrix = Matrix(knobs.rows, knobs.slabs, (columns.bits, bits), stores=form is None)
     steps = [LoadColumns(knobs.load, knobs.stages), *signs, columns, matrix]
-    return tuple(_with_requests(knobs, steps + _to_codes(problem, steps, False, False) if form else steps))
+    return tuple(_with_requests(knobs, steps + _to_codes(problem, steps, folds, False) if form else steps))
 
 
 class _Converter:

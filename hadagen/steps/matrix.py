@@ -58,7 +58,7 @@ class LoadColumns(Load):
 
 @dataclass(frozen=True)
 class Columns(Step):
-    """X · H, times the scale, to shared memory, packed or split.
+    """X · H, times the scale or the part of it that an mma takes, to shared memory, packed or split.
 
     An mma whose left operand is H transforms four bits, and a second one in the same accumulator a fifth. The next
     bits, which number the vectors of a thread, are transformed by add and subtract. An mma leaves two neighboring rows
@@ -67,10 +67,14 @@ class Columns(Step):
 
     carrier: str
     bits: int  # that it transforms, from the lowest on
+    scales: bool = field(default=True, repr=False)  # by the whole scale
 
     template = "matrix.cu.j2"
     takes = PACKED
-    multiplies = "scale"
+
+    @property
+    def multiplies(self) -> str:
+        return "scale" if self.scales else "factor 1"
 
     @property
     def leaves(self) -> str:
@@ -97,7 +101,7 @@ class Columns(Step):
         return type(self).__name__, self.carrier, self.bits
 
     def sentence(self, bits: str) -> str:
-        return f"mma with H, then add and subtract: bits {bits}; times the scale; {self.carrier}"
+        return f"mma with H, then add and subtract: bits {bits}{'; times the scale' * self.scales}; {self.carrier}"
 
     def cost(self, plan: Draft, carrier: str) -> Cost:
         elements = plan.vectors * VECTOR  # of a thread
