@@ -28,7 +28,7 @@ def formats_table() -> str:
     rows = shipped_rows(files.H200, quantized=True)
     codes, plain = _times(rows), _times(shipped_rows(files.H200))
     table = []
-    for problem in sorted({problem for problem, _, _ in codes}, key=lambda each: (each.io.form, each.n)):
+    for problem in sorted({problem for problem, _, _ in codes}, key=_order):
         if problem.io.input.value != DTYPE:
             continue
         cells = []
@@ -56,11 +56,18 @@ def passes_table() -> str:
     return grid("l" + "r" * len(titles), ["format, elements with one scale; n", *titles], rows)
 
 
+def _order(problem: Problem) -> tuple[str, int, int]:
+    form = problem.io.form
+    assert form is not None
+    return form.name, form.group, problem.n
+
+
 def _name(problem: Problem) -> str:
     form = problem.io.form
     assert form is not None
     size = f", {form.group}" if form.group > 0 else ""
-    return f"{form.name}{size}; n = {problem.n}"
+    factors = f" = {problem.order} · {problem.length}" if problem.order > 1 else ""
+    return f"{form.name}{size}; n = {problem.n}{factors}"
 
 
 Times = dict[tuple[Problem | None, int, str], tuple[float, float]]
