@@ -21,6 +21,16 @@ REGIMES = (
 )
 
 
+# Kernels of which parts are left out.
+PARTS = (
+    "whole",
+    "without the largest magnitude",
+    "without codes",
+    "without the rotation",
+    "loads and stores alone",
+)
+
+
 def formats_table() -> str:
     """The speed as a fraction of copy, and in brackets how many times as fast it is as the transform alone."""
     if not files.OURS.exists():
@@ -54,6 +64,23 @@ def passes_table() -> str:
     titles = [title for title, _, _ in REGIMES if any(title in found for found in times.values())]
     rows = [[_name(problem), *(number(found.get(title)) for title in titles)] for problem, found in times.items()]
     return grid("l" + "r" * len(titles), ["format, elements with one scale; n", *titles], rows)
+
+
+def quantized_parts_table() -> str:
+    """The speed of kernels of which parts are left out, as a fraction of copy: in L2, and in memory."""
+    if not files.QUANTIZED_PARTS.exists():
+        return files.NO_DATA
+    found: dict[Problem, dict[tuple[str, str], float]] = {}
+    for row in read_rows(files.QUANTIZED_PARTS):
+        fraction = float(row["copy_us"]) / float(row["us"])
+        title = next(name for name, elements, _ in REGIMES if elements == int(row["elements"]))
+        found.setdefault(Problem.parse(row["problem"]), {})[row["kernel"], title] = fraction
+    shown = [title for title, _, _ in REGIMES[2:]]
+    rows = [
+        [_name(problem), *(" / ".join(number(found[problem].get((part, title))) for title in shown) for part in PARTS)]
+        for problem in sorted(found, key=_order)
+    ]
+    return grid("l" + "r" * len(PARTS), ["format, elements with one scale; n", *PARTS], rows)
 
 
 def _order(problem: Problem) -> tuple[str, int, int]:
