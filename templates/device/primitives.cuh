@@ -160,13 +160,15 @@ HADAGEN_FMA(bfloat16, "bf16x2")
 HADAGEN_SUMS(float16, "f16x2")
 #if __CUDA_ARCH__ >= 900
 HADAGEN_SUMS(bfloat16, "bf16x2")
-#elif __CUDA_ARCH__ >= 800  // a product with ±1 is exact, so the sum is rounded once too
-template <> HADAGEN_INLINE u32 add<bfloat16>(u32 a, u32 b) { return fma<bfloat16>(a, bfloat16::one, b); }
+#else  // a product with ±1 is exact, so the sum is rounded once too
 template <> HADAGEN_INLINE u32 sub<bfloat16>(u32 a, u32 b) { return fma<bfloat16>(b, bfloat16::one | 0x80008000u, a); }
+#if __CUDA_ARCH__ >= 800
+template <> HADAGEN_INLINE u32 add<bfloat16>(u32 a, u32 b) { return fma<bfloat16>(a, bfloat16::one, b); }
 #else  // an fp32 has so many more bits that rounding to it first changes nothing
 template <> HADAGEN_INLINE u32 add<bfloat16>(u32 a, u32 b) {
     return pack<bfloat16>(low<bfloat16>(a) + low<bfloat16>(b), high<bfloat16>(a) + high<bfloat16>(b));
 }
+#endif
 #endif
 #undef HADAGEN_SUMS
 
