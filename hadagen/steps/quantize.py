@@ -246,14 +246,11 @@ class Quantize(Store):
         assert form is not None
         in_pairs = plan.vector_elements == _VECTOR  # elements of 16 bits
         near = plan.problem.n > 1 and not form.rounds_first
-        code = _code(form, near, in_pairs)
+        code, plain = _code(form, near, in_pairs)
         view: dict[str, Any] = {
             "form": form,
             "code": code,
-            # What of a scale gives values that are encoded quickly.
-            "plain": {"Int4R": "quotient(f[value])", "Int8N": "plus(f[value], 0x1.8p23f)"}.get(
-                code[:5], "plain(f[value])"
-            ),
+            "plain": plain,
             "near": near,
             "bits": form.element.bits,
             "rule": f"{form.name.replace('-', '_')}_{form.rule}",
@@ -350,13 +347,15 @@ class Renumber(Step):
         return Cost()
 
 
-def _code(form: Format, near: bool, in_pairs: bool) -> str:
-    """The type of its codes in `templates/common/codes.cuh`. near: values are not rounded before. in_pairs: they were
-    of 16 bits."""
-    name = form.element.value.capitalize()
-    if near and (form.element is Element.INT8 or (form.element is Element.E2M1 and in_pairs)):
-        return f"{name}Near"
+def _code(form: Format, near: bool, in_pairs: bool) -> tuple[str, str]:
+    """The type of its codes in `templates/common/codes.cuh`, and what of a scale gives the values that it encodes
+    quickly. near: values are not rounded before. in_pairs: they were of 16 bits."""
+    name, plain = form.element.value.capitalize(), "plain(f[value])"
     lowest = "true" if form.rule in ("convrot", "quarot") else "false"  # whether the least integer is a code
-    if form.element is Element.INT4 and in_pairs:
-        return f"{name}Rounded<T, {lowest}>"
-    return f"{name}<{lowest}>" if form.element in (Element.INT8, Element.INT4) else name
+    if form.element is Element.E2M1 and near and in_pairs:
+        return f"{name}Near", plain
+    if form.element is Element.INT8:
+        return (f"{name}Near", "plus(f[value], 0x1.8p23f)") if near else (f"{name}<{lowest}>", plain)
+    if form.element is Element.INT4:
+        return (f"{name}Rounded<T, {lowest}>", "quotient(f[value])") if in_pairs else (f"{name}<{lowest}>", plain)
+    return name, plain
