@@ -104,6 +104,8 @@ class EmulatedKernel:
 
 
 def _memory(address: int, dtype: torch.dtype, count: int) -> torch.Tensor:
+    if not count:  # such as codes of a format without codes, which torch.frombuffer refuses
+        return torch.empty(0, dtype=dtype)
     return torch.frombuffer((ctypes.c_byte * (count * dtype.itemsize)).from_address(address), dtype=dtype)
 
 

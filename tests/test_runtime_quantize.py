@@ -122,6 +122,21 @@ def test_permuted_rows_are_not_copied(
     assert len(quantize._calls) == 2
 
 
+@pytest.mark.parametrize("group", [None, 64])
+def test_a_kernel_finds_largest_magnitudes(group: int | None, device: EmulatedDevice) -> None:
+    """A kernel knows the length of rows, which None stands for."""
+    x = normal(2, 3, 5, N, dtype=HALF).transpose(1, 2)
+    for _ in range(2):
+        device.launched.clear()
+        found = rotate_quantize(x, 64, to="largest", group=group)
+        assert device.ran() == [f"n64-float16-to-largest_{group or N}-accurate"]
+        assert found.codes.shape == (2, 5, 3, 0)
+        values = hadagen.hadamard_transform(x.float().unflatten(-1, (-1, 64))).flatten(-2).abs()
+        wanted = values.unflatten(-1, (-1, group or N)).amax(-1)
+        assert torch.allclose(found.scales, wanted if group else wanted[..., 0], rtol=1e-6)
+    assert len(quantize._calls) == 1
+
+
 def test_scales_in_other_layouts_keep_the_order_of_rows(device: EmulatedDevice) -> None:
     x = normal(2, 3, 5, N, dtype=HALF).transpose(1, 2)
     for layout in (Layout.COLUMN_MAJOR, Layout.SWIZZLED):

@@ -11,7 +11,7 @@ import torch
 
 from hadagen import quantizer
 from hadagen.errors import TensorError, UsageError
-from hadagen.formats import TENSOR, Format, Layout
+from hadagen.formats import TENSOR, Element, Format, Layout
 from hadagen.problem import Problem, Rows
 from hadagen.runtime import compute, kernels, quantizing, repeat
 from hadagen.runtime.arguments import as_int
@@ -42,7 +42,8 @@ _LEAST, _MOST = 2.0**-149, torch.finfo(torch.float32).max  # of a scale, in floa
 class Quantized(NamedTuple):
     """What `rotate_quantize` returns.
 
-    codes: of x's shape; of 4-bit codes uint8 of half as many columns, the even one in the low nibble.
+    codes: of x's shape; of 4-bit codes uint8 of half as many columns, the even one in the low nibble. The format
+        "largest" has none: [..., 0].
     scales: one for each group, in the layout of the format; of a whole row [...], for int8-row [..., 1].
         Row-major scales, and their codes, are dense, and their leading dimensions lie in memory in the order of those
         of x, as with `torch.empty_like`. In the other layouts codes are contiguous.
@@ -60,13 +61,15 @@ class Quantized(NamedTuple):
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The values that codes and scales stand for, rotated as they are, of x's shape.
 
-        dtype: float16, bfloat16, float32 or float64. Raises `UsageError` for another.
+        dtype: float16, bfloat16, float32 or float64. Raises `UsageError` for another, and for a format without codes.
 
         Of a call with gradient=True they have the gradient of the rotated values, as if codes were not rounded, and 0
         where a value is beyond the largest code.
         """
         if dtype not in DTYPES:
             raise UsageError(f"dtype {dtype!r:.80} is not possible; pass one of {', '.join(map(str, DTYPES))}")
+        if self.format.element is Element.NONE:
+            raise UsageError(f"{self.format.name} has no codes, so nothing can be dequantized; read scales")
         codes = self.codes.flatten(0, -2) if self.codes.dim() > 1 else self.codes[None]
         values = quantizer.dequantize(codes, self.scales, self.format, self.tensor_scale)
         shape = *self.codes.shape[:-1], values.shape[-1]
@@ -119,6 +122,8 @@ def rotate_quantize(
     where none is asked for, or for an out that is not like the result.
     """
     check_is_flag(gradient, "gradient")
+    if gradient and isinstance(to, str) and to == "largest":
+        raise UsageError("gradient = True is not possible for largest, which has no codes; leave it out")
     destination = None if out is None else _destination(out)
     if gradient and isinstance(x, torch.Tensor) and needs_derivative(x):
         quantized = rotate_quantize(
