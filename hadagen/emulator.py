@@ -32,7 +32,6 @@ from hadagen.formats import Format, Layout
 from hadagen.launch import LaunchSpec, RowShape, Source, X, Y
 from hadagen.problem import DType, Problem
 from hadagen.reference import (
-    GIVEN_SCALE,
     INPUT_CLASSES,
     NORMAL_ELEMENTS,
     Operands,
@@ -404,15 +403,15 @@ def _verify_codes(
     values = np.concatenate(list(classes.values()))
     scale, operands = verification_scale(problem), verification_operands(problem)
     count, groups = values.size // problem.unit, form.scales_in_row(problem.unit)
-    given = torch.tensor(GIVEN_SCALE) if form.needs_scale else None
+    given = quantizer.sample_scales(form, count, torch.device("cpu"))
     dtype: torch.dtype = getattr(torch, problem.io.input.value)
     exact = torch.from_numpy(transform(problem, values, scale, operands)).view(count, problem.unit)
     codes, scales = quantizer.empty(count, problem.unit, form, dtype, torch.device("cpu"))
     raw_codes, raw_scales = (quantizer.memory_of(each).numpy() for each in (codes, scales))
     raw_codes[:] = 0x7F
-    sizes: dict[str, Any] = {"scales_in_row": groups, "scale_pitch": quantizer.pitch(scales)}
+    sizes: dict[str, Any] = {"scales_in_row": groups, "scale_pitch": quantizer.pitch(scales), "units_in_head": 1}
     if given is not None:
-        sizes["tensor_scale"] = given.reshape(1).numpy()
+        sizes["tensor_scale"] = given.reshape(-1).numpy()
     written = count * groups * scales.element_size()
     bits = _poisoned(problem.io.input, 1, values.size).reshape(-1)
     bits[:] = encode(problem.io.input, values).reshape(-1)
@@ -435,7 +434,8 @@ def _verify_codes(
     for name, end in zip(classes, ends, strict=True):
         part = slice(begin, int(end))
         of_part = decoded[part] if form.group > 0 else decoded
-        errors[name] = float(quantizer.excess_error(codes[part], of_part, exact[part], plain, dtype, given))
+        of_heads = given[part] if form.by_head and given is not None else given
+        errors[name] = float(quantizer.excess_error(codes[part], of_part, exact[part], plain, dtype, of_heads))
         begin = int(end)
     return errors
 

@@ -70,7 +70,7 @@ class Format:
     groups: tuple[int, ...]
     rules: tuple[str, ...] = ("exact",)
     layouts: tuple[Layout, ...] = (Layout.ROW_MAJOR,)
-    needs_scale: bool = False  # of the caller: that of a tensor, or for all scales of groups
+    needs_scale: bool = False  # of the caller: that of a tensor, of each head, or for all scales of groups
     group: int = ROW
     rule: str = ""
     layout: Layout = Layout.ROW_MAJOR
@@ -137,6 +137,11 @@ class Format:
         """Whether values are rounded to the type of x before they are quantized."""
         return self.rounded or self.element is Element.INT4 or self.rule == "convrot"
 
+    @property
+    def by_head(self) -> bool:
+        """Whether the caller gives a scale for each head: for as many equally long stretches of the rows of x."""
+        return self.name == "fp8-head"
+
     def scale_bytes(self, input_bytes: int) -> int:
         """Of one scale. input_bytes: of an element of x."""
         return {"float32": 4, "input": input_bytes}.get(self.scale, 1)
@@ -160,6 +165,7 @@ FORMATS = {
         Format("fp8-group", Element.E4M3, "float32", (128, 16, 32, 64), ("exact", "power_of_two"), _ALL[:2]),
         Format("fp8-row", Element.E4M3, "float32", (ROW,)),
         Format("fp8-tensor", Element.E4M3, "float32", (TENSOR,), needs_scale=True),
+        Format("fp8-head", Element.E4M3, "float32", (TENSOR,), ("exact", "fa3"), needs_scale=True),
         Format("int8-row", Element.INT8, "float32", (ROW,), ("exact", "convrot")),
         Format("int4-row", Element.INT4, "input", (ROW,), ("exact", "quarot")),
         Format("mxfp8", Element.E4M3, "e8m0", (32,), POWERS, _ALL),

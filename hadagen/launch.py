@@ -73,10 +73,12 @@ ENTRY_FACTOR = {DType.FLOAT16: 1.0, DType.BFLOAT16: 2.0**-7}
 # What a kernel takes too for a transform with signs: n bits each, of which bit i % 8 of byte i / 8 is 1 where sign i is
 # −1; a null pointer for none.
 SIGN_PARAMS = (Param("const void*", "signs_before"), Param("const void*", "signs_after"))
-# What a kernel takes too if it quantizes: where the scales go; the scale that the call gives, if the format needs one;
-# and what the layout of the scales needs: how many of them a row has, and how far apart columns of them are.
+# What a kernel takes too if it quantizes: where the scales go; the scale that the call gives, if the format needs one,
+# or those of heads, and how many times `Problem.unit` elements a head has; and what the layout of the scales needs: how
+# many of them a row has, and how far apart columns of them are.
 SCALE_PARAMS = (Param("void*", "scales"),)
 GIVEN_PARAMS = (Param("const void*", "tensor_scale"),)
+HEAD_PARAMS = (Param("u32", "units_in_head"),)
 LAYOUT_PARAMS = {
     Layout.ROW_MAJOR: (),
     Layout.COLUMN_MAJOR: (Param("u32", "scales_in_row"), Param("i64", "scale_pitch")),
@@ -96,6 +98,7 @@ def params_for(problem: Problem) -> tuple[Param, ...]:
         *(SIGN_PARAMS if problem.transform.signed else ()),
         *(SCALE_PARAMS if form and form.group != TENSOR else ()),
         *(GIVEN_PARAMS if form and form.needs_scale else ()),
+        *(HEAD_PARAMS if form and form.by_head else ()),
         *(LAYOUT_PARAMS[form.layout] if form else ()),
     )
 

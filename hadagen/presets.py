@@ -18,9 +18,7 @@ from hadagen.runtime.choose import BATCH_INVARIANT
 from hadagen.runtime.given import as_count
 from hadagen.runtime.operands import Operands
 from hadagen.runtime.quantize import Quantized, check_values, rotate_quantize
-from hadagen.runtime.rotate import ROTATE
 from hadagen.runtime.rotation import Rotation
-from hadagen.runtime.transform import hadamard_transform
 
 # The signs of TransformerEngine's random Hadamard transform, which are always these.
 _TRANSFORMER_ENGINE_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
@@ -84,9 +82,12 @@ def transformer_engine_nvfp4(x: torch.Tensor) -> Quantized:
     x: [N, M], such as `tensor.t()`. The largest magnitude of all rotated values is found first. Scales are not padded.
     """
     rotation = _rotation(x, 16, regular=False)
-    values = ROTATE.dispatch(x.float(), rotation, False, None).to(x.dtype)
-    largest = values.abs().amax().float() if values.numel() else x.new_zeros((), dtype=torch.float32)
-    return rotate_quantize(values, to="nvfp4", rule="transformer_engine", tensor_scale=largest)
+    x = x.contiguous()
+    group = next(size for size in (128, 64, 32, 16) if x.shape[-1] % size == 0)
+    magnitudes = rotate_quantize(x, rotation, to="largest", group=group, round_first=True).scales
+    largest = magnitudes.amax() if x.numel() else magnitudes.new_zeros(())
+    rule = "transformer_engine"
+    return rotate_quantize(x, rotation, to="nvfp4", rule=rule, tensor_scale=largest, round_first=True)
 
 
 def fa3_fp8(x: torch.Tensor, kv_heads: int | None = None, *, rotate: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
@@ -104,15 +105,14 @@ def fa3_fp8(x: torch.Tensor, kv_heads: int | None = None, *, rotate: bool = True
     heads = x.shape[1] if kv_heads is None else as_count(kv_heads, "kv_heads")
     if x.shape[1] % heads:
         raise UsageError(f"kv_heads = {heads} does not divide the {x.shape[1]} heads of x; choose one that does")
-    values = hadamard_transform(x.float(), x.shape[-1] ** -0.5) if rotate else x.float()
-    by_query = values.abs().amax((2, 3)) if values.numel() else values.new_zeros(x.shape[:2])
-    largest = by_query.view(x.shape[0], heads, x.shape[1] // heads).amax(-1)
-    peak = values.new_full((), 448.0)  # PyTorch would multiply by the reciprocal of a number on a GPU
-    is_scaled = largest > 1e-12
-    factor = torch.where(is_scaled, peak / largest, 1.0)
-    by_head = factor.repeat_interleave(x.shape[1] // heads, 1)[..., None, None]
-    codes = quantizer.encode_e4m3(values.to(x.dtype).float() * by_head)
-    return codes, torch.where(is_scaled, largest / peak, 1.0)
+    n = x.shape[-1] if rotate else 1
+    by_head = x.contiguous().view(x.shape[0], heads, x.shape[1] // heads, *x.shape[2:])
+    magnitudes = rotate_quantize(by_head, n, to="largest", scale=n**-0.5).scales
+    largest = magnitudes.amax((2, 3)) if x.numel() else magnitudes.new_zeros(by_head.shape[:2])
+    quantized = rotate_quantize(
+        by_head, n, to="fp8-head", scale=n**-0.5, rule="fa3", tensor_scale=largest, round_first=True
+    )
+    return quantized.codes.view(x.shape), quantizer.fa3_scales(largest)
 
 
 def _rotation(x: torch.Tensor, block: int, *, regular: bool) -> Operands:

@@ -29,7 +29,7 @@ def quantize(
     """Codes and scales.
 
     x: float32 [rows, columns]. dtype: of the input, to which INT4 and the rule convrot round. given: the scale that the
-    format needs, float32 with one element.
+    format needs, float32 with one element; or those of heads, each of as many rows.
 
     Returns codes, [rows, columns], or uint8 [rows, columns / 2] of 4-bit codes, the even one in the low nibble; and
     scales in their layout.
@@ -63,7 +63,7 @@ def dequantize(codes: torch.Tensor, scales: torch.Tensor, to: Format, given: tor
     values = _decode(to, codes)
     rows, columns = values.shape
     if to.group == TENSOR:
-        return values * scales.float()
+        return values * (_scales_of_heads(scales, to, rows) if to.by_head else scales.float())
     count = to.scales_in_row(columns)
     each = _decode_scales(to, rows_of_scales(scales, to.layout, rows, count))
     if to.rule == "qutlass":
@@ -71,6 +71,16 @@ def dequantize(codes: torch.Tensor, scales: torch.Tensor, to: Format, given: tor
     if given is not None:
         each = each * _global_scale(to, given)
     return (_in_groups(values, to) * each[..., None]).flatten(-2)
+
+
+def sample_scales(to: Format, heads: int, device: torch.device) -> torch.Tensor | None:
+    """What a call may give for values near 1: a scale, or different ones for so many heads; None if none is needed."""
+    if not to.needs_scale:
+        return None
+    if not to.by_head:
+        return torch.full((), 0.01, device=device)
+    scales = 0.01 * (1 + torch.arange(heads, dtype=torch.float32, device=device) % 3)
+    return scales * 448 if to.rule == "fa3" else scales
 
 
 def is_clipped(
@@ -209,6 +219,34 @@ def _fp8_tensor(x: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype, give
     return given, x / given
 
 
+def _of_rows(given: torch.Tensor, rows: int) -> torch.Tensor:
+    """[rows, 1], of one number for each head."""
+    of_heads = given.reshape(-1, 1)
+    return of_heads.expand(-1, rows // max(len(of_heads), 1)).reshape(rows, 1)
+
+
+def _fp8_head(x: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype, given: torch.Tensor | None) -> Scaled:
+    assert given is not None
+    return given, x / _of_rows(given, len(x))[..., None]
+
+
+def _fp8_head_fa3(x: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype, given: torch.Tensor | None) -> Scaled:
+    """What is given is the largest magnitude of each head. Of next to nothing the scale is 1."""
+    assert given is not None
+    factors = torch.where(given > 1e-12, _tensor(448, x) / given, 1.0)
+    return given, x * _of_rows(factors, len(x))[..., None]
+
+
+def _scales_of_heads(given: torch.Tensor, to: Format, rows: int) -> torch.Tensor:
+    """What the codes of each row are multiplied by, [rows, 1]."""
+    return _of_rows(fa3_scales(given) if to.rule == "fa3" else given, rows)
+
+
+def fa3_scales(largest: torch.Tensor) -> torch.Tensor:
+    """The scales of the rule fa3 for the largest magnitudes of heads."""
+    return torch.where(largest > 1e-12, _over(largest, 448), 1.0)
+
+
 def _int8(x: torch.Tensor, largest: torch.Tensor, *_: Any) -> Scaled:
     scales = _over(largest, 127).clamp(min=1e-30)
     return scales, x / scales
@@ -317,6 +355,8 @@ _RULES: dict[tuple[str, str], Any] = {
     ("fp8-group", "power_of_two"): _fp8_power_of_two,
     ("fp8-row", "exact"): _fp8_row,
     ("fp8-tensor", "exact"): _fp8_tensor,
+    ("fp8-head", "exact"): _fp8_head,
+    ("fp8-head", "fa3"): _fp8_head_fa3,
     ("int8-row", "exact"): _int8,
     ("int8-row", "convrot"): _int8_convrot,
     ("int4-row", "exact"): _int4,

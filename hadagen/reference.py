@@ -27,9 +27,6 @@ LARGE = {DType.FLOAT16: 4096.0, DType.BFLOAT16: 1e30, DType.FLOAT32: 1e30}
 # as the params of these names. Signs that are not there are none.
 Operands = Mapping[str, NDArray[Any]]
 
-# The scale that a call gives where a format needs one.
-GIVEN_SCALE = 0.01
-
 
 def verification_scale(problem: Problem) -> float:
     """The scale that makes the transform orthonormal, n**-0.5, so that results are as large as inputs.

@@ -14,6 +14,7 @@ import torch
 from sample_trials import launch_for
 
 from hadagen import quantizer
+from hadagen.formats import TENSOR
 from hadagen.launch import LaunchSpec, RowShape
 from hadagen.problem import DType, Problem, Rows
 from hadagen.reference import transform
@@ -55,17 +56,18 @@ class EmulatedKernel:
 
         def quantize(stream: int, x: int, codes: int, *others: int) -> None:
             assert form is not None
-            at = dict(zip(changing, others, strict=True))
+            at = {**(operands or {}), **dict(zip(changing, others, strict=True))}
             assert (x | codes | at.get("scales", 0)) % 16 == 0
-            columns = problem.n if form.group < 0 else form.group * (operands or {})["scales_in_row"]
+            columns = problem.n if form.group < 0 else form.group * at["scales_in_row"]
             source = self._rows(x, elements // problem.n, problem.n, problem.n).astype(np.float64)
             values = transform(problem, source, scale, self._read(operands or {})) if problem.n > 1 else source * scale
-            given = _memory(at["tensor_scale"], torch.float32, 1) if form.needs_scale else None
+            heads = elements // problem.unit // at["units_in_head"] if form.by_head else 1
+            given = _memory(at["tensor_scale"], torch.float32, heads) if form.needs_scale else None
             dtype = getattr(torch, problem.io.input.value)
             exact = torch.from_numpy(values).float().view(-1, columns)
             found, scales = quantizer.quantize(exact.to(dtype).float() if form.rounded else exact, form, dtype, given)
             _memory(codes, torch.uint8, found.numel()).copy_(found.view(torch.uint8).flatten())
-            if "scales" in at:  # but for what fills them up
+            if form.group != TENSOR:  # but for what fills them up
                 shape = len(exact), form.scales_in_row(columns)
                 room = quantizer.room(*shape, form.layout)
                 target = quantizer.arranged(_memory(at["scales"], scales.dtype, room), *shape, form.layout)

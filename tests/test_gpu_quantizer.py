@@ -11,8 +11,8 @@ import torch
 from test_quantizer import ALL, TYPES, chosen, given, hard_rows
 from test_rotation import some_signs
 
-from hadagen import Rotation, quantizer, rotate_quantize
-from hadagen.formats import FORMATS, TENSOR
+from hadagen import Rotation, presets, quantizer, rotate_quantize
+from hadagen.formats import FORMATS, TENSOR, Element
 from hadagen.quantizer import quantize
 from hadagen.reference import hadamard
 from hadagen.runtime import quantize as quantize_module
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.gpu
 def test_codes_and_scales_are_the_same_on_every_device(name: str, rule: str, dtype: str) -> None:
     x, to = hard_rows(TYPES[dtype]).float(), chosen(name, rule)
     x[0, 0], x[1, 0], x[2, 0] = torch.nan, torch.inf, -torch.inf
-    scale = given(to)
+    scale = given(to, len(x))
     on_cpu = quantize(x, to, TYPES[dtype], scale)
     on_gpu = quantize(x.cuda(), to, TYPES[dtype], None if scale is None else scale.cuda())
     for wanted, found in zip(on_cpu, on_gpu, strict=True):
@@ -69,9 +69,12 @@ def test_kernels_quantize_what_the_rotation_gives(rotation: str, dtype: str) -> 
         exact = exact.view(130, columns)
     for name, rule in ALL:
         for layout in FORMATS[name].layouts:
-            scale = {"tensor_scale": 0.05} if FORMATS[name].needs_scale else {}
+            values, scale = x, {"tensor_scale": 0.05} if FORMATS[name].needs_scale else {}
+            if name == "fp8-head":  # of 13 rows
+                values, heads = x.view(10, 13, columns), torch.arange(1.0, 11.0, device="cuda")
+                scale = {"tensor_scale": heads * (22.4 if rule == "fa3" else 0.05)}
             launched = len(quantize_module._runs)
-            found = rotate_quantize(x, r, to=name, rule=rule, layout=layout.value, **scale)
+            found = rotate_quantize(values, r, to=name, rule=rule, layout=layout.value, **scale)
             assert len(quantize_module._runs) == launched + 1, f"{name} {rule} {layout}: no kernel"
             assert_near(found, exact, x.dtype, f"{name} {rule} {layout.value}")
 
@@ -95,7 +98,9 @@ def assert_near(found: Quantized, exact: torch.Tensor, dtype: torch.dtype, what:
             step = {"e8m0": 2.0, "e4m3": 9 / 8}[form.scale]
             assert ((ratio >= 1 / step) & (ratio <= step)).all(), what
             assert (ratio != 1).double().mean() <= 0.02, what
-    values = found.dequantize().double()
+    if form.element is Element.NONE:
+        return
+    values = found.dequantize().double().view(exact.shape)
     best = quantizer.dequantize(codes, found.scales if form.group == TENSOR else scales, form, given).double()
     norm = torch.linalg.vector_norm(exact)
     mine, theirs = (float(torch.linalg.vector_norm(each - exact) / norm) for each in (values, best))
@@ -107,12 +112,14 @@ def assert_near(found: Quantized, exact: torch.Tensor, dtype: torch.dtype, what:
 def test_kernels_without_a_rotation_give_the_same_bits(name: str, rule: str, dtype: str) -> None:
     x = hard_rows(TYPES[dtype])
     x[0, 0], x[1, 40], x[2, 80] = torch.nan, torch.inf, -torch.inf
-    to, scale = chosen(name, rule), given(chosen(name, rule))
+    to, scale = chosen(name, rule), given(chosen(name, rule), len(x))
+    if name == "fp8-head":
+        x = x.view(len(scale), -1, x.shape[1])
     launched = len(quantize_module._runs)
     found = rotate_quantize(x.cuda(), to=name, rule=rule, tensor_scale=None if scale is None else scale.cuda())
     assert len(quantize_module._runs) == launched + 1
     codes, scales = quantizer.quantize(x.float(), to, x.dtype, scale)
-    assert torch.equal(found.codes.cpu().view(torch.uint8), codes.view(torch.uint8))
+    assert torch.equal(found.codes.cpu().view(torch.uint8).flatten(), codes.view(torch.uint8).flatten())
     if to.group != TENSOR:
         mine, theirs = found.scales.cpu().flatten(), scales.flatten()
         if to.scale in ("float32", "input"):
@@ -175,10 +182,52 @@ def test_results_in_out_with_and_without_a_cuda_graph(layout: str) -> None:
 def test_permuted_rows(name: str) -> None:
     x = torch.randn(2, 17, 8, 128, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
     scale = {"tensor_scale": 0.05} if FORMATS[name].needs_scale else {}
+    if name == "fp8-head":  # whose x is copied
+        scale = {"tensor_scale": torch.tensor([0.05, 0.1], device="cuda")}
     wanted = rotate_quantize(x.contiguous(), 128, to=name, **scale)
     for _ in range(2):
         found = rotate_quantize(x, 128, to=name, **scale)
-        assert found.codes.stride()[-2] == 8 * found.codes.shape[-1]
+        assert found.codes.stride()[-2] == (1 if name == "fp8-head" else 8) * found.codes.shape[-1]
         assert torch.equal(found.codes.contiguous().view(torch.uint8), wanted.codes.view(torch.uint8))
         assert torch.equal(found.scales.contiguous().view(torch.uint8), wanted.scales.view(torch.uint8))
-        assert torch.equal(found.dequantize(), wanted.dequantize())
+        assert name == "largest" or torch.equal(found.dequantize(), wanted.dequantize())
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("rotate", [False, True])
+@pytest.mark.parametrize("kv_heads", [None, 2])
+def test_heads_for_attention(kv_heads: int | None, rotate: bool, dtype: str) -> None:
+    """By two kernels. Without a rotation they have the bits of a CPU, at any length of heads and any address."""
+    for tokens in (1, 61, 256):
+        launched = len(quantize_module._runs)
+        for x in (
+            torch.randn(3, 8, tokens, 128, device="cuda").to(TYPES[dtype]),
+            torch.randn(3, tokens, 8, 128, device="cuda").to(TYPES[dtype]).transpose(1, 2),
+        ):
+            x[0, 1] *= 100
+            x[1] = 0
+            codes, scales = presets.fa3_fp8(x, kv_heads, rotate=rotate)
+            assert len(quantize_module._runs) == launched + 2
+            for found, other in zip(presets.fa3_fp8(x, kv_heads, rotate=rotate), (codes, scales), strict=True):
+                assert torch.equal(found.view(torch.uint8), other.view(torch.uint8))
+            wanted = presets.fa3_fp8(x.cpu(), kv_heads, rotate=rotate)
+            near = 1e-5 if rotate else 0
+            assert torch.allclose(scales.cpu(), wanted[1], rtol=near, atol=0)
+            same = (codes.cpu().view(torch.uint8) == wanted[0].view(torch.uint8)).double().mean()
+            assert same > 0.99 if rotate else same == 1
+            assert scales[1].eq(1).all()
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("columns", [48, 256, 4096])
+def test_gradients_of_weights(columns: int, dtype: str) -> None:
+    """The kernels of the two calls round the same rotated values."""
+    numbers = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(columns, 96, device="cuda", generator=numbers).to(TYPES[dtype]).t()
+    launched = len(quantize_module._runs)
+    found = presets.transformer_engine_nvfp4(x)
+    assert len(quantize_module._runs) == launched + 2
+    wanted = presets.transformer_engine_nvfp4(x.cpu())
+    assert found.tensor_scale is not None
+    assert torch.allclose(found.tensor_scale.cpu(), wanted.tensor_scale, rtol=1e-2)
+    assert (found.codes.cpu() == wanted.codes).double().mean() > 0.9

@@ -12,8 +12,8 @@ import torch
 from test_quantize import normal
 from torch._subclasses import FakeTensor, FakeTensorMode
 
-from hadagen import Rotation, TensorError, UsageError, presets, rotate_quantize
-from hadagen.quantizer import dequantize
+from hadagen import Rotation, TensorError, UsageError, hadamard_transform, presets, rotate_quantize
+from hadagen.quantizer import dequantize, encode_e4m3
 
 SIGNS = torch.tensor([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1])  # `get_wgrad_sign_vector`
 
@@ -108,6 +108,41 @@ def test_heads_for_attention(rotate: bool) -> None:
     assert torch.equal(ones, torch.ones(1, 2))
     assert presets.fa3_fp8(torch.zeros(1, 2, 0, 8))[1].shape == (1, 2)
     assert presets.fa3_fp8(torch.zeros(0, 2, 3, 8))[1].shape == (0, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("rotate", [False, True])
+@pytest.mark.parametrize("kv_heads", [None, 1, 2])
+def test_heads_are_those_of_float32(kv_heads: int | None, rotate: bool, dtype: torch.dtype) -> None:
+    """Bit for bit: the largest magnitude is that of float32, and values are rounded before they are multiplied."""
+    x = (
+        normal(3, 7, 4, 64, dtype=dtype).transpose(1, 2)
+        * torch.tensor([1e-14, 1e-3, 1.0]).to(dtype)[:, None, None, None]
+    )
+    y = hadamard_transform(x.float(), 64**-0.5) if rotate else x.float()
+    heads = kv_heads or 4
+    largest = y.abs().amax((2, 3)).view(3, heads, -1).amax(-1)
+    peak, is_scaled = torch.tensor(448.0), largest > 1e-12
+    factors = torch.where(is_scaled, peak / largest, 1.0).repeat_interleave(4 // heads, 1)[..., None, None]
+    codes, scales = presets.fa3_fp8(x, kv_heads, rotate=rotate)
+    assert torch.equal(codes.view(torch.uint8), encode_e4m3(y.to(dtype).float() * factors).view(torch.uint8))
+    assert torch.equal(scales, torch.where(is_scaled, largest / peak, 1.0))
+    assert scales[0].eq(1).all()
+    assert not scales[1:].eq(1).any()
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_heads_compile_without_a_break(dynamic: bool) -> None:
+    def model(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        codes, scales = presets.fa3_fp8((x + 1).transpose(1, 2), 2)
+        return codes.float(), scales
+
+    torch.compiler.reset()  # of one function only so many are kept
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for tokens in (7, 12):
+        x = normal(2, tokens, 4, 64)
+        for mine, wanted in zip(compiled(x), model(x), strict=True):
+            assert torch.equal(mine, wanted)
 
 
 @pytest.mark.parametrize(

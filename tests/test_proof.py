@@ -49,6 +49,28 @@ def test_every_operand_is_compared(unread: str, monkeypatch: pytest.MonkeyPatch)
         assert proof.is_right(kernel, problem) is right
 
 
+class FirstHead(EmulatedKernel):
+    """Takes the scale of the first head for all."""
+
+    def prepared(self, elements: int, scale: float, rows: Any, operands: Any = None, changing: Any = ()) -> Any:
+        one_head = {**operands, "units_in_head": elements // self.problem.unit}
+        return super().prepared(elements, scale, rows, one_head, changing)
+
+
+@pytest.mark.parametrize("key", ["n64-float16-to-fp8_head-accurate", "n64-float16-to-fp8_head_fa3_rounded-accurate"])
+def test_scales_of_heads_are_compared(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.current_stream", lambda device: SimpleNamespace(cuda_stream=0))
+    monkeypatch.setattr(proof, "_ELEMENTS", 1 << 12)
+    device = torch.device
+    monkeypatch.setattr("torch.device", lambda *which: device("cpu"))
+    problem = Problem.parse(key)
+    spec = replace(launch_for(problem), tile_elements=problem.n)
+    for kind, right in ((EmulatedKernel, True), (FirstHead, False)):
+        kernel: Any = kind(problem, None, spec, [])
+        object.__setattr__(kernel, "device", 0)
+        assert proof.is_right(kernel, problem) is right
+
+
 def test_rows_without_operands_are_compared_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.current_stream", lambda device: SimpleNamespace(cuda_stream=0))
     for key in ("n64-float16-fast", "n64-float16-accurate-pitched"):

@@ -33,7 +33,10 @@ def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
 
 
-def scale_for(name: str) -> dict[str, Any]:
+def scale_for(name: str, x: torch.Tensor, rule: str = "exact") -> dict[str, Any]:
+    if FORMATS[name].by_head:
+        heads = torch.arange(1, len(x) + 1, dtype=torch.float32, device=x.device)
+        return {"tensor_scale": heads * (4.48 if rule == "fa3" else 0.01)}
     return {"tensor_scale": 0.01} if FORMATS[name].needs_scale else {}
 
 
@@ -66,7 +69,7 @@ def test_it_is_the_rotation_and_then_the_quantizer(
 @pytest.mark.parametrize(("name", "rule", "layout"), WITH_CODES)
 def test_values_come_back(name: str, rule: str, layout: str) -> None:
     x = normal(2, 3, 3 * N)[..., :N]  # rows with gaps
-    given = {"tensor_scale": 4.0} if rule == "transformer_engine" else scale_for(name)
+    given = {"tensor_scale": 4.0} if rule == "transformer_engine" else scale_for(name, x, rule)
     found = rotate_quantize(x, R, to=name, rule=rule, layout=layout, **given)
     values, wanted = found.dequantize(), R(x.float())
     assert values.shape == x.shape
@@ -75,8 +78,8 @@ def test_values_come_back(name: str, rule: str, layout: str) -> None:
     assert found.dequantize(torch.float16).dtype == torch.float16
     assert found.codes.shape == (2, 3, N * FORMATS[name].element.bits // 8)
     rows = {-1: (), 0: (2, 3), 128: (2, 3, 2), 32: (2, 3, 8), 16: (2, 3, 16)}[found.format.group]
-    if name == "int8-row":
-        rows = (2, 3, 1)
+    if name in ("int8-row", "fp8-head"):
+        rows = {"int8-row": (2, 3, 1), "fp8-head": (2,)}[name]
     if found.format.layout is Layout.ROW_MAJOR:
         assert found.scales.shape == rows
     elif found.format.layout is Layout.COLUMN_MAJOR:
@@ -89,21 +92,21 @@ def test_values_come_back(name: str, rule: str, layout: str) -> None:
 @pytest.mark.parametrize(("name", "rule", "layout"), ALL)
 def test_every_check_of_an_operator(name: str, rule: str, layout: str) -> None:
     form = Format.choose(name, None, rule, layout)
-    given = torch.tensor(0.01) if form.needs_scale else None
     for rows in (0, 5):
+        given = quantizer.sample_scales(form, rows, torch.device("cpu"))
         of = (None, [], None, None, 64, False, 0.125)
         options = (normal(rows, N), *of, name, form.group, rule, layout, False, given)
         torch.library.opcheck(OPERATOR, options, test_utils=("test_schema", "test_faketensor"))
-    meta = rotate_quantize(torch.empty(5, N, device="meta", dtype=torch.half), to=name, rule=rule, **scale_for(name))
-    assert meta.codes.is_meta
+    x = torch.empty(5, N, device="meta", dtype=torch.half)
+    assert rotate_quantize(x, to=name, rule=rule, **scale_for(name, x)).codes.is_meta
 
 
 @pytest.mark.parametrize(("name", "rule", "layout"), ALL)
 def test_every_check_of_the_operator_with_out(name: str, rule: str, layout: str) -> None:
     form = Format.choose(name, None, rule, layout)
-    given = torch.tensor(0.01) if form.needs_scale else None
     for x in (normal(0, N), normal(5, N), normal(2, 3, N).transpose(0, 1)):
-        like = rotate_quantize(x, to=name, rule=rule, layout=layout, **scale_for(name))
+        given = quantizer.sample_scales(form, len(x), torch.device("cpu"))
+        like = rotate_quantize(x, to=name, rule=rule, layout=layout, **scale_for(name, x))
         scales = None if form.group == TENSOR else torch.zeros_like(like.scales)
         of = (None, [], None, None, 64, False, 0.125)
         options = (x, *of, name, form.group, rule, layout, False, given, torch.zeros_like(like.codes), scales)
@@ -114,23 +117,26 @@ def test_every_check_of_the_operator_with_out(name: str, rule: str, layout: str)
 
 @pytest.mark.parametrize(("name", "rule", "layout"), ALL)
 def test_results_in_out(name: str, rule: str, layout: str) -> None:
-    x, options = normal(2, 3, N), {"to": name, "rule": rule, "layout": layout, "scale": 0.5, **scale_for(name)}
+    x = normal(2, 3, N)
+    options = {"to": name, "rule": rule, "layout": layout, "scale": 0.5, **scale_for(name, x, rule)}
     wanted = rotate_quantize(x, R, **options)
     out = rotate_quantize(torch.zeros_like(x), R, **options)
+    if out.format.group == TENSOR:
+        out = out._replace(scales=out.scales.clone())  # not those of the call
     for given in (out, out[:2], list(out[:2])):
         memory_of(out.codes).fill_(0x55)
         memory_of(out.scales).fill_(0x55)
         found = rotate_quantize(x, R, out=given, **options)
         assert found.codes is out.codes
         assert torch.equal(found.codes.view(torch.uint8), wanted.codes.view(torch.uint8))
-        if name == "fp8-tensor":
+        if found.format.group == TENSOR:
             assert memory_of(out.scales).eq(0x55).all()
             assert torch.equal(found.scales, wanted.scales)
         else:
             assert found.scales is out.scales
             assert torch.equal(memory_of(found.scales), memory_of(wanted.scales)), "what fills up is no zero"
         assert name == "largest" or torch.equal(found.dequantize(), wanted.dequantize())
-    if name == "fp8-tensor":
+    if out.format.group == TENSOR:
         assert rotate_quantize(x, R, out=(out.codes, None), **options).codes is out.codes
 
 
@@ -162,7 +168,7 @@ def test_out_and_gradients() -> None:
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize(("name", "layout"), [("mxfp4", "swizzled"), ("fp8-group", "column-major"), ("fp8-tensor", "")])
 def test_out_compiles_without_a_break(name: str, layout: str, backend: str) -> None:
-    options = {"to": name, "layout": layout or "row-major", **scale_for(name)}
+    options = {"to": name, "layout": layout or "row-major", **scale_for(name, normal(1, N))}
 
     def model(x: torch.Tensor, out: Quantized) -> tuple[torch.Tensor, torch.Tensor]:
         found = rotate_quantize(x + 1, R, out=out, **options)
@@ -185,20 +191,21 @@ def test_results_lie_as_x_does(name: str, permuted: Callable[[torch.Tensor], tor
     gaps = torch.zeros(2, 3, 5, 2 * N)
     gaps[..., N:] = dense
     for x in (permuted(dense), permuted(gaps[..., N:])):
-        wanted = rotate_quantize(x.contiguous(), R, to=name, **scale_for(name))
-        found = rotate_quantize(x, R, to=name, **scale_for(name))
-        like = torch.empty_like(permuted(dense))
+        wanted = rotate_quantize(x.contiguous(), R, to=name, **scale_for(name, x))
+        found = rotate_quantize(x, R, to=name, **scale_for(name, x))
+        like = torch.empty_like(x.contiguous() if found.format.by_head else permuted(dense))
         bits = FORMATS[name].element.bits
         assert found.codes.shape[:-1] == x.shape[:-1]
         assert not bits or found.codes.stride() == (*(each * bits // 8 for each in like.stride()[:-1]), 1)
         assert torch.equal(found.codes.contiguous().view(torch.uint8), wanted.codes.view(torch.uint8))
         assert found.scales.shape == wanted.scales.shape
         assert torch.equal(found.scales, wanted.scales)
-        if name != "fp8-tensor":
+        if found.format.group != TENSOR:
             groups = found.format.scales_in_row(N)
             assert found.scales.stride()[:3] == tuple(each // N * groups for each in like.stride()[:-1])
         assert not bits or torch.equal(found.dequantize(), wanted.dequantize())
-        fakes = rotate_quantize(torch.empty_strided(x.shape, x.stride(), device="meta"), 64, to=name, **scale_for(name))
+        fake = torch.empty_strided(x.shape, x.stride(), device="meta")
+        fakes = rotate_quantize(fake, 64, to=name, **scale_for(name, fake))
         assert (fakes.codes.stride(), fakes.scales.stride()) == (found.codes.stride(), found.scales.stride())
 
 
@@ -226,6 +233,53 @@ def test_largest_magnitudes(
     codes, scales = compiled(x)
     assert codes.shape == found.codes.shape
     assert torch.equal(scales, wanted)
+
+
+@pytest.mark.parametrize("rule", ["exact", "fa3"])
+@pytest.mark.parametrize("leading", [1, 2, 3])
+@pytest.mark.parametrize("moved", [lambda x: x, *PERMUTED])
+def test_scales_of_heads(moved: Callable[[torch.Tensor], torch.Tensor], leading: int, rule: str) -> None:
+    """Each head is quantized as if it were a tensor; compiled code does the same."""
+    x = moved(normal(2, 3, 5, N))
+    shape = x.shape[:leading]
+    given = torch.rand(shape, generator=torch.Generator().manual_seed(1)) * (8.0 if rule == "fa3" else 0.02)
+    given = given.transpose(0, -1).contiguous().transpose(0, -1)
+    found = rotate_quantize(x, R, to="fp8-head", rule=rule, tensor_scale=given, round_first=True)
+    assert torch.equal(found.scales, given)
+    assert found.tensor_scale is None
+    for at in np.ndindex(*shape):
+        one = given[at].reshape(1)
+        part = x[at].reshape(1, -1, N)
+        alone = rotate_quantize(part, R, to="fp8-head", rule=rule, tensor_scale=one, round_first=True)
+        assert torch.equal(found.codes[at].view(torch.uint8).flatten(), alone.codes.view(torch.uint8).flatten())
+        assert torch.equal(found.dequantize()[at].flatten(), alone.dequantize().flatten())
+        if rule == "exact":
+            plain = rotate_quantize(part, R, to="fp8-tensor", tensor_scale=float(one), round_first=True)
+            assert torch.equal(plain.codes.view(torch.uint8), alone.codes.view(torch.uint8))
+            assert torch.equal(plain.dequantize(), alone.dequantize())
+
+    def model(x: torch.Tensor, given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        quantized = rotate_quantize(x, R, to="fp8-head", rule=rule, tensor_scale=given, round_first=True)
+        return quantized.codes, quantized.dequantize()
+
+    torch.compiler.reset()  # of one function only so many are kept
+    codes, values = torch.compile(model, fullgraph=True, backend="aot_eager")(x, given)
+    assert torch.equal(codes.view(torch.uint8), found.codes.view(torch.uint8))
+    assert torch.equal(values, found.dequantize())
+
+
+@pytest.mark.parametrize("shape", [(0, 3, N), (2, 0, N)])
+def test_heads_without_rows(shape: tuple[int, ...]) -> None:
+    for leading in (1, 2):
+        given = torch.ones(shape[:leading])
+        found = rotate_quantize(torch.zeros(shape), to="fp8-head", tensor_scale=given)
+        assert found.dequantize().shape == shape
+
+
+def test_magnitudes_of_the_rule_fa3_may_be_any() -> None:
+    given = torch.tensor([0.0, 1e-12, 2e-12, torch.inf, torch.nan])
+    found = rotate_quantize(torch.ones(5, 8), to="fp8-head", rule="fa3", tensor_scale=given)
+    assert found.codes.float()[:, 0].tolist() == [1, 1, 448, 0, 1]
 
 
 @pytest.mark.parametrize("rotation", [None, 64])
@@ -292,6 +346,8 @@ def test_transforms_see_the_operator() -> None:
 def test_gradients_are_those_of_the_rotation_but_where_values_are_clipped(name: str, rule: str) -> None:
     x = normal(5, N, dtype=torch.float32).requires_grad_()
     given = {"tensor_scale": 4.0 if rule == "transformer_engine" else 1e-3} if FORMATS[name].needs_scale else {}
+    if name == "fp8-head":
+        given = {"tensor_scale": scale_for(name, x, rule)["tensor_scale"] / 10}
     g = normal(5, N, dtype=torch.float32)
     found = rotate_quantize(x, R, to=name, rule=rule, scale=0.5, gradient=True, **given)
     without = rotate_quantize(x.detach(), R, to=name, rule=rule, scale=0.5, **given)
@@ -303,6 +359,10 @@ def test_gradients_are_those_of_the_rotation_but_where_values_are_clipped(name: 
     if name == "fp8-tensor":
         kept = (y.abs() <= 464 * 1e-3).float()
         assert 0.1 < kept.mean() < 0.9
+    elif name == "fp8-head":
+        kept = (y.abs() <= 464 * scale_for(name, x)["tensor_scale"][:, None] / 10).float()
+        assert 0.5 < kept.mean() < 1
+        assert kept[0].mean() < kept[-1].mean()
     elif rule in ("floor", "even"):  # whose scales may be too small for the largest
         scales = torch.exp2(found.scales.float() - 127).repeat_interleave(32, -1)
         kept = (y.abs() / scales <= {"mxfp8": 464, "mxfp4": 7}[name]).float()
@@ -326,7 +386,7 @@ def test_a_default_type_or_device_changes_nothing() -> None:
 
 def test_rows_need_not_be_there() -> None:
     for name in FORMATS:
-        found = rotate_quantize(normal(0, N), R, to=name, **scale_for(name))
+        found = rotate_quantize(normal(0, N), R, to=name, **scale_for(name, normal(0, N)))
         assert found.codes.shape[0] == 0
         assert name == "largest" or found.dequantize().shape == (0, N)
     assert rotate_quantize(normal(N), to="int4-row").dequantize().shape == (N,)
@@ -452,6 +512,57 @@ def test_out_has_no_derivative() -> None:
         (lambda x: rotate_quantize(x, to="mxfp8", round_first=2), TypeError, "round_first is 2; pass True or False"),
         (lambda x: rotate_quantize(x.float().requires_grad_(), to="mxfp8"), TensorError, "x requires a gradient"),
         (lambda x: rotate_quantize(x, to="nvfp4"), UsageError, "nvfp4 needs a tensor_scale; pass a number"),
+        (
+            lambda x: rotate_quantize(x, to="fp8-head"),
+            UsageError,
+            r"fp8-head needs a tensor_scale; pass float32 with the shape of leading dimensions of x, such as \(4,\)",
+        ),
+        (
+            lambda x: rotate_quantize(x, to="fp8-head", tensor_scale=0.1),
+            TypeError,
+            "tensor_scale is a float; fp8-head needs a tensor, float32 with the shape",
+        ),
+        *(
+            (
+                lambda x, given=given: rotate_quantize(x, to="fp8-head", tensor_scale=given(torch.ones(4))),
+                TensorError,
+                f"tensor_scale is {said}; it must be strided float32 with the shape of leading dimensions of x",
+            )
+            for given, said in (
+                (lambda of: of[:3], r"strided float32 \(3,\) on cpu"),
+                (lambda of: of[:, None], r"strided float32 \(4, 1\) on cpu"),
+                (lambda of: of[:, None].expand(-1, N), r"strided float32 \(4, 256\) on cpu"),
+                (lambda of: of[0], r"strided float32 \(\) on cpu"),
+                (lambda of: of.double(), r"strided float64 \(4,\) on cpu"),
+                (lambda of: of.to("meta"), r"strided float32 \(4,\) on meta"),
+                (lambda of: of.to_sparse(), r"sparse_coo float32 \(4,\) on cpu"),
+            )
+        ),
+        (
+            lambda x: rotate_quantize(x, to="fp8-head", tensor_scale=torch.ones(4, requires_grad=True)),
+            TensorError,
+            "tensor_scale requires a gradient",
+        ),
+        (
+            lambda x: rotate_quantize(x, to="fp8-head", tensor_scale=torch.tensor([1.0, 2.0, 0.0, 3.0])),
+            UsageError,
+            "tensor_scale = 0.0 is not possible; pass a positive number",
+        ),
+        (
+            lambda x: rotate_quantize(x, to="fp8-head", tensor_scale=torch.tensor([1.0, torch.inf, 1.0, torch.nan])),
+            UsageError,
+            "tensor_scale = nan is not possible",
+        ),
+        (
+            lambda x: rotate_quantize(x, to="fp8-head", rule="fa3", tensor_scale=torch.tensor([1.0, -1.0, 1.0, 1.0])),
+            UsageError,
+            "tensor_scale = -1.0 is not possible",
+        ),
+        (
+            lambda x: rotate_quantize(x[0], to="fp8-head", tensor_scale=torch.ones(N)),
+            TensorError,
+            r"x has one dimension; fp8-head needs another for its heads, such as x\[None\]",
+        ),
         (
             lambda x: rotate_quantize(x, to="mxfp8", tensor_scale=1.0),
             UsageError,

@@ -23,6 +23,8 @@ REFERENCES: dict[tuple[str, str], Reference] = {
     ("fp8-group", "power_of_two"): lambda x, dtype: exact.fp8_group(x, dtype, "power_of_two"),
     ("fp8-row", "exact"): lambda x, dtype: exact.fp8_row(x, dtype),
     ("fp8-tensor", "exact"): lambda x, dtype: exact.fp8_tensor(x, GIVEN, dtype),
+    ("fp8-head", "exact"): lambda x, dtype: exact.fp8_head(x, of_heads(len(x)).numpy(), dtype),
+    ("fp8-head", "fa3"): lambda x, dtype: exact.fp8_head(x, of_heads(len(x)).numpy(), dtype, "attention"),
     ("int8-row", "exact"): lambda x, dtype: exact.int8_row(x, dtype),
     ("int8-row", "convrot"): lambda x, dtype: exact.int8_row(x, dtype, "comfy_eager"),
     ("int4-row", "exact"): lambda x, dtype: exact.int4_row(x, dtype, "comfy_eager"),
@@ -40,7 +42,29 @@ def chosen(name: str, rule: str | None = None, layout: str = "row-major") -> For
     return Format.choose(name, None, rule, layout)
 
 
-def given(to: Format) -> torch.Tensor | None:
+def of_heads(rows: int) -> torch.Tensor:
+    """What a call gives for heads of four rows, or of one if there are not so many: first usual numbers, then what is
+    no scale, where the rule fa3 changes, and numbers of every size."""
+    heads = rows // 4 if rows % 4 == 0 else rows
+    usual = [GIVEN, 0.0371, 5.1, 77.0]
+    least = torch.tensor(1e-12)
+    hard = [
+        0.0,
+        torch.inf,
+        torch.nan,
+        1e-12,
+        float(least.nextafter(torch.tensor(1.0))),
+        3.4e38,
+        2.0**-149,
+        2 - 2.0**-23,
+    ]
+    sizes = 2.0 ** torch.linspace(-149, 127.9, max(heads, 20)).double()
+    return torch.cat([torch.tensor(usual + hard), sizes.float()])[:heads]
+
+
+def given(to: Format, rows: int) -> torch.Tensor | None:
+    if to.by_head:
+        return of_heads(rows)
     return torch.tensor(GIVEN) if to.needs_scale else None
 
 
@@ -74,7 +98,8 @@ def test_largest_magnitudes_have_no_codes(group: int | None) -> None:
 def test_codes_and_scales_are_those_of_the_definition(name: str, rule: str, dtype: str) -> None:
     x = hard_rows(TYPES[dtype])
     to = chosen(name, rule)
-    codes, scales = quantize(x.float(), to, x.dtype, given(to))
+    scale = given(to, len(x))
+    codes, scales = quantize(x.float(), to, x.dtype, scale)
     wanted = REFERENCES[name, rule](x.float().numpy(), dtype)
     packed = wanted.codes if to.element.bits == 8 else exact.pack_nibbles(wanted.codes)
     assert np.array_equal(codes.view(torch.uint8).numpy(), packed.view(np.uint8))
@@ -83,7 +108,7 @@ def test_codes_and_scales_are_those_of_the_definition(name: str, rule: str, dtyp
             raw(scales), wanted.scales.view(raw(scales).dtype).reshape(scales.shape)
         )
         assert np.array_equal(scales.float().numpy().ravel(), scales_of(to, wanted).ravel(), equal_nan=True)
-    values = dequantize(codes, scales, to, given(to)).double().numpy()
+    values = dequantize(codes, scales, to, scale).double().numpy()
     with np.errstate(over="ignore"):
         assert np.allclose(values, wanted.values.astype(np.float32), rtol=1e-6, atol=1e-44, equal_nan=True)
 
@@ -104,9 +129,9 @@ def test_what_is_not_finite(name: str, rule: str, value: float) -> None:
     The scale of the group is no number of E8M0. Other groups are as they were."""
     x = torch.linspace(-3, 3, 2 * COLUMNS).view(2, COLUMNS)
     to = chosen(name, rule)
-    before = quantize(x, to, torch.bfloat16, given(to))[0]
+    before = quantize(x, to, torch.bfloat16, given(to, 2))[0]
     x[1, 0] = value
-    codes, scales = quantize(x, to, torch.bfloat16, given(to))
+    codes, scales = quantize(x, to, torch.bfloat16, given(to, 2))
     assert torch.equal(codes[0].view(torch.uint8), before[0].view(torch.uint8))
     first = int(codes[1].view(torch.uint8)[0])
     is_nan = value != value
@@ -167,7 +192,7 @@ def test_a_layout_is_undone(rows: int, groups: int, dtype: torch.dtype) -> None:
 def test_empty_results_are_like_those_of_the_quantizer(layout: Layout, dtype: torch.dtype, rows: int) -> None:
     for form in (form for form in FORMATS.values() if layout in form.layouts):
         to = chosen(form.name, layout=layout.value)
-        found = quantize(torch.zeros(rows, COLUMNS), to, dtype, given(to))
+        found = quantize(torch.zeros(rows, COLUMNS), to, dtype, given(to, rows))
         for device in (torch.device("cpu"), torch.device("meta")):
             pairs = list(zip(empty(rows, COLUMNS, to, dtype, device), found, strict=True))
             for made, like in pairs[:1] if to.group == TENSOR else pairs:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_quantizer import ALL, GIVEN, TYPES, hard_rows
+from test_quantizer import ALL, TYPES, given, hard_rows
 
 from hadagen import Rotation
 from hadagen.arch import load_arch
@@ -44,12 +44,14 @@ def emulated(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and scales of x, [rows, columns], as `quantize` returns them."""
     to = form_of(problem)
-    codes, scales = quantize(torch.zeros(x.shape), to, x.dtype, torch.tensor(GIVEN))  # for their shapes
+    of_call = given(to, len(x))
+    codes, scales = quantize(torch.zeros(x.shape), to, x.dtype, of_call)  # for their shapes
     codes.view(torch.uint8).fill_(POISON)
     in_row = x.shape[1] // to.group if to.group > 0 else 1
-    given = {"scales_in_row": in_row, "scale_pitch": scales.stride(-1) if scales.dim() else 0, **operands}
-    if to.needs_scale:
-        given["tensor_scale"] = np.array([GIVEN], np.float32)
+    operands |= {"scales_in_row": in_row, "scale_pitch": scales.stride(-1) if scales.dim() else 0}
+    if of_call is not None:
+        units = x.numel() // problem.unit
+        operands |= {"tensor_scale": of_call.reshape(-1).numpy(), "units_in_head": units // of_call.numel()}
     memory = all_bytes(scales)
     report = module.run(
         kernel.entry,
@@ -57,7 +59,7 @@ def emulated(
         aligned(x.contiguous()),
         all_bytes(codes),
         scale=scale,
-        operands=given,
+        operands=operands,
         scales=None if to.group == TENSOR else (memory, x.shape[0] * in_row * scales.element_size()),
     )
     assert report.complaint == ""
@@ -97,7 +99,7 @@ def unsigned_zeros(codes: torch.Tensor, to: Format) -> torch.Tensor:
 def check(problem: Problem, found: tuple[torch.Tensor, torch.Tensor], y: torch.Tensor, dtype: torch.dtype) -> None:
     """Compare with the quantizer of rotated values, float32 [rows, columns]; every NaN is as good as another."""
     to = form_of(problem)
-    codes, scales = quantize(y.to(dtype).float() if to.rounded else y, to, dtype, torch.tensor(GIVEN))
+    codes, scales = quantize(y.to(dtype).float() if to.rounded else y, to, dtype, given(to, len(y)))
     same = unsigned_zeros(found[0], to) == unsigned_zeros(codes, to)
     if to.element is Element.INT8 and problem.n > 1:  # in the middle between two integers either is right
         quotients = (y.double().view(*scales.shape, -1) / scales[..., None].double()).flatten(-2)
@@ -175,6 +177,13 @@ CASES: dict[str, dict[str, Any]] = {
     "n1536-k12-bfloat16-to-fp8_group_128-accurate": {"chunks": 2, "warps": 2, "rows": 2},
     "n2560-k40-float16-to-fp8_row_5120-accurate": {"rows": 4, "warps": 2},
     "n3584-k28-signed-bfloat16-to-int8_row_3584-accurate": {"chunks": 2, "load": "bulk", "grid": "persistent"},
+    "n16-bfloat16-to-fp8_head_rounded-accurate": {"chunks": 2, "low_bits": "mma_shuffle"},
+    "n64-float16-to-fp8_head-accurate": {"chunks": 2, "warps": 2, "grid": "persistent"},
+    "n64-swapped-signed-float16-to-fp8_head_fa3-fast": {"chunks": 2},
+    "n128-bfloat16-to-fp8_head_fa3_rounded-accurate": {"chunks": 4, "low_bits": "mma_shuffle"},
+    "n256-float32-to-fp8_head_fa3-accurate": {"warps": 2},
+    "n896-k28-signed-bfloat16-to-fp8_head_fa3-accurate": {"rows": 4, "warps": 2},
+    "n4096-bfloat16-to-fp8_head-accurate": {"chunks": 4, "warps": 4, "far_bits": "lanes", "far_lanes": "mma"},
     "n4096-float16-to-fp8_row_4096-accurate": {"chunks": 8, "warps": 4, "exchange_carrier": "fp32"},
 }
 

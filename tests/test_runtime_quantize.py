@@ -10,7 +10,7 @@ from emulated_device import EmulatedDevice, device
 from test_quantize import ALL, PERMUTED, R, normal, scale_for
 
 import hadagen
-from hadagen import Rotation, TensorError, rotate_quantize
+from hadagen import Rotation, TensorError, presets, rotate_quantize
 from hadagen.formats import TENSOR, Layout
 from hadagen.quantizer import memory_of
 from hadagen.runtime import kernels, quantize, quantizing, repeat
@@ -40,7 +40,8 @@ def same(found: Quantized, wanted: Quantized) -> bool:
 def test_a_kernel_writes_into_out(
     name: str, rule: str, layout: str, device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    x, options = normal(2, 3, N, dtype=HALF), {"to": name, "rule": rule, "layout": layout, **scale_for(name)}
+    x = normal(2, 3, N, dtype=HALF)
+    options = {"to": name, "rule": rule, "layout": layout, **scale_for(name, x, rule)}
     wanted = rotate_quantize(x, 128, **options)
     monkeypatch.setattr(quantize, "copy_into", None)
     monkeypatch.setattr(quantizing, "copy_into", None)
@@ -100,7 +101,7 @@ def test_permuted_rows_are_not_copied(
     permuted: Any, name: str, device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x = permuted(normal(2, 3, 5, N, dtype=HALF))
-    wanted = rotate_quantize(x.contiguous(), R, to=name, **scale_for(name))
+    wanted = rotate_quantize(x.contiguous(), R, to=name, **scale_for(name, x))
     sources: list[int] = []
     start = quantizing.Run._start
 
@@ -110,12 +111,12 @@ def test_permuted_rows_are_not_copied(
 
     monkeypatch.setattr(quantizing.Run, "_start", note)
     for _ in range(2):
-        found = rotate_quantize(x, R, to=name, **scale_for(name))
+        found = rotate_quantize(x, R, to=name, **scale_for(name, x))
         assert found.codes.stride()[:-1] == tuple(each // (N // found.codes.shape[-1]) for each in x.stride()[:-1])
         assert torch.equal(found.codes.contiguous().view(torch.uint8), wanted.codes.view(torch.uint8))
         assert torch.equal(found.scales, wanted.scales)
         out = Quantized(torch.empty_like(found.codes), torch.empty_like(found.scales), found.format)
-        into = rotate_quantize(x, R, to=name, out=out, **scale_for(name))
+        into = rotate_quantize(x, R, to=name, out=out, **scale_for(name, x))
         assert torch.equal(into.codes.contiguous().view(torch.uint8), wanted.codes.view(torch.uint8))
         assert torch.equal(into.scales, wanted.scales)
     assert sources == [x.data_ptr()] * 4
@@ -135,6 +136,55 @@ def test_a_kernel_finds_largest_magnitudes(group: int | None, device: EmulatedDe
         wanted = values.unflatten(-1, (-1, group or N)).amax(-1)
         assert torch.allclose(found.scales, wanted if group else wanted[..., 0], rtol=1e-6)
     assert len(quantize._calls) == 1
+
+
+@pytest.mark.parametrize("rule", ["exact", "fa3"])
+def test_a_kernel_takes_scales_of_heads(rule: str, device: EmulatedDevice) -> None:
+    """Of the same x with heads of other lengths, too; PyTorch takes heads that are no whole units of a kernel."""
+    dense = normal(2, 3, 5, 64, dtype=HALF)
+    for x in (dense, dense.transpose(1, 2)):
+        for _ in range(2):
+            for leading in (1, 2, 3):
+                given = torch.rand(x.shape[:leading]) + 0.1
+                device.launched.clear()
+                found = rotate_quantize(x, 64, to="fp8-head", rule=rule, tensor_scale=given)
+                assert device.ran() == ["n64-float16-to-fp8_head" + ("_fa3" if rule == "fa3" else "") + "-accurate"]
+                assert found.codes.is_contiguous()
+                of_rows = given.reshape(*given.shape, *[1] * (3 - leading)).expand(x.shape[:3])
+                wanted = rotate_quantize(x, 64, to="fp8-head", rule=rule, tensor_scale=of_rows)
+                assert torch.equal(found.codes.view(torch.uint8), wanted.codes.view(torch.uint8))
+                assert torch.equal(found.scales, given)
+    assert len(quantize._calls) == 3  # of x that is not copied
+    device.launched.clear()
+    rotate_quantize(normal(4, 8, dtype=HALF), to="fp8-head", tensor_scale=torch.ones(4))
+    assert device.ran() == []
+
+
+@pytest.mark.parametrize("rotate", [False, True])
+def test_heads_for_attention_take_two_kernels(rotate: bool, device: EmulatedDevice) -> None:
+    n = 64 if rotate else 1
+    for x in (normal(2, 4, 5, 64, dtype=HALF), normal(2, 5, 4, 64, dtype=HALF).transpose(1, 2)):
+        for heads in (None, 2):
+            device.launched.clear()
+            codes, scales = presets.fa3_fp8(x, heads, rotate=rotate)
+            assert device.ran() == [
+                f"n{n}-float16-to-largest_64-accurate",
+                f"n{n}-float16-to-fp8_head_fa3_rounded-accurate",
+            ]
+            assert codes.shape == x.shape
+            assert scales.shape == (2, heads or 4)
+
+
+def test_gradients_of_weights_take_two_kernels(device: EmulatedDevice) -> None:
+    for columns, group in ((256, 128), (48, 16)):
+        x = normal(columns, 32, dtype=HALF).t()
+        device.launched.clear()
+        found = presets.transformer_engine_nvfp4(x)
+        assert device.ran() == [
+            f"n16-signed-float16-to-largest_{group}_rounded-accurate",
+            "n16-signed-float16-to-nvfp4_16_transformer_engine_rounded-accurate",
+        ]
+        assert found.codes.shape == (32, columns // 2)
 
 
 def test_scales_in_other_layouts_keep_the_order_of_rows(device: EmulatedDevice) -> None:
@@ -184,7 +234,7 @@ def test_warmup_finds_what_calls_find(
             warmed = set(found)
             found.clear()
             repeat.forget()
-            rotate_quantize(x, by, round_first=round_first, **options, **scale_for(name))
+            rotate_quantize(x, by, round_first=round_first, **options, **scale_for(name, x))
             called = {each for each in found if has_kernels or each[0].problem.io.form is None}
             found.clear()
             assert called <= warmed

@@ -30,6 +30,8 @@ KEYS = (
     "n16-float16-to-nvfp4_16-accurate",
     "n128-float16-to-int8_row_512-accurate",
     "n64-bfloat16-to-fp8_tensor-accurate",
+    "n64-bfloat16-to-fp8_head-accurate",
+    "n32-float16-to-fp8_head_fa3-accurate",
     "n1-bfloat16-to-int4_row_256-accurate",
 )
 
@@ -74,7 +76,12 @@ class StandIn:
             problem, decode(dtype, given).reshape(-1, problem.n), scale, read_operands(problem, operands)
         )
         exact = torch.from_numpy(values).float().view(-1, problem.unit)
-        of_call = torch.from_numpy(array_float(operands["tensor_scale"])) if form.needs_scale else None
+        of_call = None
+        if form.needs_scale:
+            heads = elements // problem.unit // operands["units_in_head"] if form.by_head else 1
+            of_call = torch.from_numpy(array_float(operands["tensor_scale"], heads))
+            if self.fault == "the scale of another head":
+                of_call = of_call.roll(1)
         if self.fault == "largest of half a group" and form.group > 0:
             groups = exact.view(-1, form.group)
             groups[:, form.group // 2 :] *= 0.5
@@ -109,8 +116,8 @@ class StandIn:
             given[0] ^= 1
 
 
-def array_float(address: int) -> Any:
-    return np.ctypeslib.as_array(ctypes.cast(address, ctypes.POINTER(ctypes.c_float)), (1,))[0:1].copy().reshape(())
+def array_float(address: int, count: int) -> Any:
+    return np.ctypeslib.as_array(ctypes.cast(address, ctypes.POINTER(ctypes.c_float)), (count,)).copy()
 
 
 def outcome(problem: Problem, fault: str = "") -> tuple[Outcome, str]:
@@ -140,6 +147,11 @@ def test_what_is_right_is_found_right(key: str) -> None:
 )
 def test_what_is_wrong_is_found_wrong(fault: str, found: Outcome) -> None:
     assert outcome(Problem.parse(KEYS[0]), fault)[0] is found
+
+
+def test_each_head_has_its_scale() -> None:
+    key = "n64-bfloat16-to-fp8_head-accurate"
+    assert outcome(Problem.parse(key), "the scale of another head")[0] is Outcome.WRONG_ANSWER
 
 
 def test_what_fills_up_a_layout_stays_zero() -> None:

@@ -6,11 +6,12 @@ from contextlib import suppress
 
 import torch
 
+from hadagen import quantizer
 from hadagen.errors import UsageError
 from hadagen.launch import SIGN_PARAMS
 from hadagen.matrices import find_matrix
 from hadagen.problem import Problem
-from hadagen.reference import GIVEN_SCALE, Operands, hadamard, kernel_operands, verification_operands
+from hadagen.reference import Operands, hadamard, kernel_operands, verification_operands
 
 # Bytes before and behind each array, and what they hold: as an entry of a matrix, nothing that it may have.
 _GUARD, _POISON = 4096, 0x7F
@@ -53,8 +54,8 @@ class Orthonormal(DeviceOperands):
             operands["matrix"] = matrix.numpy()
         super().__init__(problem, operands, device)
         self.scale = float((square * problem.length) ** -0.5)
-        if problem.io.form and problem.io.form.needs_scale:
-            self._given = torch.full((1,), GIVEN_SCALE, device=device)
+        self._given = quantizer.sample_scales(problem.io.form, 1, device) if problem.io.form else None
+        if self._given is not None:
             self["tensor_scale"] = self._given.data_ptr()
 
 

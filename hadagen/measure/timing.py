@@ -41,10 +41,11 @@ class Work(NamedTuple):
 
 def transform_work(problem: Problem, cell: Cell, operands: Orthonormal) -> Work:
     """A problem's at a cell, with operands of the problem."""
-    given: Mapping[str, int] = operands
+    given: dict[str, int] = operands
     if form := problem.io.form:  # rows of the least length
         rows = cell.elements // problem.unit
         given = {**operands, "scales_in_row": form.scales_in_row(problem.unit), "scale_pitch": -(-rows // 4) * 4}
+        given["units_in_head"] = rows
     return Work(cell.traffic(problem), cell.elements, operands.scale, timed_rows(problem), given)
 
 

@@ -29,7 +29,7 @@ from hadagen.launch import LaunchSpec, RowShape
 from hadagen.measure.messages import Answer
 from hadagen.measure.operands import DeviceOperands
 from hadagen.problem import DType, Numerics, Problem, Rows
-from hadagen.reference import GIVEN_SCALE, Operands, input_classes, transform, verification_operands, verification_scale
+from hadagen.reference import Operands, input_classes, transform, verification_operands, verification_scale
 from hadagen.regimes import timed_rows
 from hadagen.trial import Outcome
 
@@ -270,22 +270,22 @@ class Verifier:
         counts = row_counts(kernel.spec, problem.unit, kernel.resident_blocks)
         together = problem.unit // problem.n  # rows of x
         findings = _Findings()
-        scale = torch.full((), GIVEN_SCALE, device=self._device) if form.needs_scale else None
         given = [DeviceOperands(problem, operands, self._device) for operands in self._operands]
         for key, case in cases.items():
             operands, loops = given[key.operands], key.input_class == _LOOPED_CLASS and key.operands == 0
             rows = case.rows((counts.looped if loops else counts.base) * together)
             x = case.bits[rows]
             exact = case.reference[rows].view(-1, problem.unit)
-            first = self._quantize(kernel, problem, form, x, operands, scale, findings)
+            scale = quantizer.sample_scales(form, len(exact), self._device)
+            first = self._quantize(kernel, problem, form, x, operands, findings)
             codes, scales = first
             dtype = TORCH_DTYPE[problem.io.input]
             error = quantizer.excess_error(codes, scales, exact, form, dtype, scale)
             findings.errors.setdefault(key.input_class, []).append(error)
-            again = self._quantize(kernel, problem, form, x, operands, scale, findings)
+            again = self._quantize(kernel, problem, form, x, operands, findings)
             findings.repeated += [_same_bits(*each) for each in zip(first, again, strict=True)]
             for few in counts.few if loops else ():
-                part = self._quantize(kernel, problem, form, x[: few * together], operands, scale, findings)
+                part = self._quantize(kernel, problem, form, x[: few * together], operands, findings)
                 findings.fewer.append(_same_bits(part[0], codes[:few]))
                 if form.group > 0:
                     groups = form.scales_in_row(problem.unit)
@@ -304,10 +304,10 @@ class Verifier:
         form: Format,
         x: torch.Tensor,
         operands: DeviceOperands,
-        scale: torch.Tensor | None,
         findings: _Findings,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Codes and scales of the bits of rows. The poison around codes must be intact afterwards, and so must x."""
+        """Codes and scales of the bits of rows, of which each is a head. The poison around codes must be intact
+        afterwards, and so must x."""
         rows, groups = x.numel() // problem.unit, form.scales_in_row(problem.unit)
         of_codes, of_scales = quantizer.types(form, TORCH_DTYPE[problem.io.input])
         size = x.numel() * form.element.bits // 8
@@ -321,12 +321,14 @@ class Verifier:
         inside = scale_memory[_GUARD_ELEMENTS:-_GUARD_ELEMENTS]
         scales = quantizer.arranged(inside.view(of_scales), rows, groups, form.layout)
         source = x.clone()
+        scale = quantizer.sample_scales(form, rows, self._device)
         addresses = {
             **operands,
             "scales": scales.data_ptr(),
             "tensor_scale": 0 if scale is None else scale.data_ptr(),
             "scales_in_row": groups,
             "scale_pitch": quantizer.pitch(scales),
+            "units_in_head": 1,
         }
         shape = RowShape(problem.n, problem.n, problem.n)
         with_scale = verification_scale(problem)

@@ -79,13 +79,14 @@ def _quantizes_right(kernel: LoadedKernel, problem: Problem, form: Format) -> bo
     wanted = x.to(torch.float32, copy=True)
     if problem.n > 1:
         rotate_into(x.float(), wanted, of, fallback.transform)
-    given = torch.tensor(0.01, device=device) if form.needs_scale else None
+    given = quantizer.sample_scales(form, rows, device)
     exact = wanted.double()
     codes, scales = quantizer.empty(rows, columns, form, x.dtype, device)
     for each in (codes, scales):
         quantizer.memory_of(each).fill_(_FAR_OFF)
     operands = addresses(of) | {"scales_in_row": form.scales_in_row(columns), "scale_pitch": quantizer.pitch(scales)}
     operands |= {"scales": scales.data_ptr(), "tensor_scale": 0 if given is None else given.data_ptr()}
+    operands["units_in_head"] = _UNITS
     stream = torch.cuda.current_stream(device).cuda_stream
     kernel.launch(stream, x.data_ptr(), codes.data_ptr(), rows * columns, scale, None, operands)
     return quantizer.excess_error(codes, scales, exact, form, x.dtype, given).item() <= problem.error_bound

@@ -46,9 +46,10 @@ class Quantized(NamedTuple):
         "largest" has none: [..., 0].
     scales: one for each group, in the layout of the format; of a whole row [...], for int8-row [..., 1].
         Row-major scales, and their codes, are dense, and their leading dimensions lie in memory in the order of those
-        of x, as with `torch.empty_like`. In the other layouts codes are contiguous.
+        of x, as with `torch.empty_like`. In the other layouts, and for fp8-head, codes are contiguous. For fp8-tensor
+        and fp8-head they are the tensor_scale of the call.
     format: what they are.
-    tensor_scale: for nvfp4 that of the call, float32 with one element; else None. For fp8-tensor it is the scale.
+    tensor_scale: for nvfp4 that of the call, float32 with one element; else None.
     rotated: the rotated values, float32 of x's shape, if the call asked for gradients; else None.
     """
 
@@ -106,12 +107,14 @@ def rotate_quantize(
     rule: how a scale follows from the largest magnitude; None is the default of the format.
     layout: of the scales, "row-major", "column-major" or "swizzled".
     tensor_scale: for fp8-tensor the scale of all values; for nvfp4 that of all scales, or with the rule
-        transformer_engine the largest magnitude of all values. A number, or float32 with one element on x's device.
+        transformer_engine the largest magnitude of all values. A number, or float32 with one element on x's device. For
+        fp8-head a scale for each head, or with the rule fa3 its largest magnitude: float32 on x's device, with the
+        shape x.shape[:k] of k ≥ 1 leading dimensions.
     round_first: round the rotated values to x's type before they are quantized. By default they stay float32.
     gradient: whether what `dequantize` gives has gradients, where x requires one. The rotation is then computed twice,
         and its float32 values are kept.
     out: codes and scales to write and return, like those that the call would make and without memory of x: what a call
-        returned, or a pair. For fp8-tensor its scales are not looked at.
+        returned, or a pair. For fp8-tensor and fp8-head its scales are not looked at.
 
     Rotation and quantizer compute in float32, and codes are rounded half to even. What is larger than the largest code
     becomes that. In formats without a code for NaN, a NaN gets 0, and an infinity the largest code. The E8M0 scale of a
@@ -175,8 +178,10 @@ def rotate_quantize(
             x = x.resolve_neg()  # which PyTorch does only for operators with a result
         _INTO(x, *options, written[0], None if form.group == TENSOR else written[1])
         result = _quantized(form, given, *destination)
-    if key and is_ready(x.permute(order_of(x, form))) and (run := _runs.get(_key_of_run(x, of, form, round_first))):
-        repeat.remember(_calls, key, (form, run))
+    if key and is_ready(x.permute(order_of(x, form))):
+        run = _runs.get(_key_of_run(x, of, form, round_first, _heads(form, given)))
+        if run:
+            repeat.remember(_calls, key, (form, run))
     return result
 
 
@@ -261,7 +266,7 @@ def _key_of(x: torch.Tensor, rotation: Any, tensor_scale: Any, *options: Any) ->
         return None
     made = isinstance(rotation, (Rotation, Operands))
     rotated = rotation.identity if made else rotation
-    given = None if isinstance(tensor_scale, torch.Tensor) else tensor_scale
+    given, heads = (None, tensor_scale.numel()) if isinstance(tensor_scale, torch.Tensor) else (tensor_scale, 0)
     # Of equal numbers of several types some are refused, and what is no plain value may change.
     types = None if made else type(rotation), type(given), *map(type, options)
     if not _PLAIN.issuperset(types):
@@ -270,7 +275,7 @@ def _key_of(x: torch.Tensor, rotation: Any, tensor_scale: Any, *options: Any) ->
         address = x.data_ptr() % ALIGNMENT
     except RuntimeError:  # no memory
         return None
-    return x.shape, x.stride(), x.dtype, x.get_device(), address, rotated, given, *options, types
+    return x.shape, x.stride(), x.dtype, x.get_device(), address, rotated, given, heads, *options, types
 
 
 def check_values(x: torch.Tensor) -> None:
@@ -315,11 +320,14 @@ def _operands(x: torch.Tensor, rotation: Rotation | Operands | int | None, scale
 
 
 def _tensor_scale(given: torch.Tensor | float | None, form: Format, x: torch.Tensor) -> torch.Tensor | None:
-    """As float32 without dimensions, on x's device. A tensor on a GPU is not looked at, because that would wait."""
+    """As float32 on x's device, without dimensions or with those of heads. A tensor on a GPU is not looked at, because
+    that would wait."""
     if not form.needs_scale:
         if given is not None:
-            raise UsageError(f"{form.name} has no tensor_scale; leave it out, or choose fp8-tensor or nvfp4")
+            raise UsageError(f"{form.name} has no tensor_scale; leave it out, or choose fp8-tensor, fp8-head or nvfp4")
         return None
+    if form.by_head:
+        return _scales_of_heads(given, form, x)
     if given is None:
         raise UsageError(f"{form.name} needs a tensor_scale; pass a number, or a tensor with one element")
     if isinstance(given, torch.Tensor):
@@ -342,9 +350,36 @@ def _tensor_scale(given: torch.Tensor | float | None, form: Format, x: torch.Ten
     return torch.full((), given, dtype=torch.float32, device=x.device)
 
 
+def _scales_of_heads(given: Any, form: Format, x: torch.Tensor) -> torch.Tensor:
+    def wanted() -> str:
+        return f"float32 with the shape of leading dimensions of x, such as {tuple(x.shape[:1])}, on {x.device}"
+
+    if given is None:
+        raise UsageError(f"{form.name} needs a tensor_scale; pass {wanted()}")
+    if not isinstance(given, torch.Tensor):
+        raise TypeError(f"tensor_scale is a {type(given).__name__}; {form.name} needs a tensor, {wanted()}")
+    if x.dim() == 1:
+        raise TensorError(f"x has one dimension; {form.name} needs another for its heads, such as x[None]")
+    is_plain = given.layout is torch.strided and given.dtype == torch.float32 and not given.is_nested
+    fits = 1 <= given.dim() < x.dim() and given.shape == x.shape[: given.dim()]
+    if not is_plain or not fits or given.device != x.device:
+        what = f"{kind_of(given)} {tuple(given.shape)} on {given.device}"
+        raise TensorError(f"tensor_scale is {what}; it must be strided {wanted()}")
+    _check_has_no_gradient(given, "tensor_scale")
+    if given.device.type == "cpu" and has_only_memory(given) and given.numel():
+        for number in given.aminmax():
+            _check_is_possible(float(number), form)
+    return given.detach().resolve_neg().contiguous()
+
+
+def _heads(form: Format, given: torch.Tensor | None) -> int:
+    """How many heads have a scale; 1 where x has one, or groups."""
+    return given.numel() if form.by_head and given is not None else 1
+
+
 def _check_is_possible(number: float, form: Format) -> None:
     # A largest magnitude is what the values make it: 0, infinite or NaN too.
-    is_possible = not number < 0 if form.rule == "transformer_engine" else _LEAST <= number <= _MOST
+    is_possible = not number < 0 if form.rule in ("transformer_engine", "fa3") else _LEAST <= number <= _MOST
     if not is_possible:
         raise UsageError(
             f"tensor_scale = {number} is not possible; pass a positive number that float32 has, up to {_MOST:.3g}"
@@ -355,7 +390,7 @@ def _compute(
     x: torch.Tensor, of: Operands, form: Format, round_first: bool, given: torch.Tensor | None
 ) -> quantizing.Results:
     """Codes and scales of x, which has memory and no derivative: by a kernel if there is one."""
-    rows, run = _find(x, of, form, round_first)
+    rows, run = _find(x, of, form, round_first, _heads(form, given))
     if run:
         return run(rows.data_ptr(), given)
     return shaped(x, form, *_in_pytorch(rows, of, form, round_first, given))
@@ -370,23 +405,25 @@ def _compute_into(
     out: Sequence[torch.Tensor],
 ) -> None:
     """The same into what `Run.into` takes."""
-    rows, run = _find(x, of, form, round_first)
+    rows, run = _find(x, of, form, round_first, _heads(form, given))
     if run:
         run.into(rows.data_ptr(), given, out)
     else:
         copy_into(out, shaped(x, form, *_in_pytorch(rows, of, form, round_first, given)))
 
 
-def _find(x: torch.Tensor, of: Operands, form: Format, round_first: bool) -> tuple[torch.Tensor, quantizing.Run | None]:
+def _find(
+    x: torch.Tensor, of: Operands, form: Format, round_first: bool, heads: int
+) -> tuple[torch.Tensor, quantizing.Run | None]:
     """x with its dimensions in order, and what launches a kernel for it as it then lies."""
     rows = x.permute(order_of(x, form))
     if not compute.takes_kernels(x):
         return rows, None
     if not is_ready(rows):
         rows = rows.clone(memory_format=torch.contiguous_format)
-    key = _key_of_run(x, of, form, round_first)
+    key = _key_of_run(x, of, form, round_first, heads)
     run = _runs.get(key)
-    if run is None and (run := quantizing.find(x, of, form, round_first)):
+    if run is None and (run := quantizing.find(x, of, form, round_first, heads)):
         repeat.remember(_runs, key, run)
     return rows, run
 
@@ -405,8 +442,8 @@ def problems_of(
     )
 
 
-def _key_of_run(x: torch.Tensor, of: Operands, form: Format, round_first: bool) -> tuple[Any, ...]:
-    return x.shape, *order_of(x, form), x.dtype, x.get_device(), form.key, round_first, of.identity
+def _key_of_run(x: torch.Tensor, of: Operands, form: Format, round_first: bool, heads: int) -> tuple[Any, ...]:
+    return x.shape, *order_of(x, form), x.dtype, x.get_device(), form.key, round_first, heads, of.identity
 
 
 def _in_pytorch(

@@ -28,9 +28,9 @@ Results = tuple[torch.Tensor, torch.Tensor]  # codes and scales
 
 def order_of(x: torch.Tensor, form: Format) -> list[int]:
     """The dimensions of x in the order of its rows: by their strides, so that a permuted x is not copied; as they are
-    where the layout of scales counts rows, or a dimension was expanded."""
+    where the layout of scales counts rows, heads are stretches of rows, or a dimension was expanded."""
     leading, strides = list(range(x.dim() - 1)), x.stride()
-    if form.layout is Layout.ROW_MAJOR and not x.is_contiguous() and 0 not in strides[:-1]:
+    if form.layout is Layout.ROW_MAJOR and not form.by_head and not x.is_contiguous() and 0 not in strides[:-1]:
         leading.sort(key=lambda dimension: -strides[dimension])
     return [*leading, x.dim() - 1]
 
@@ -132,10 +132,13 @@ def copy_into(out: Sequence[torch.Tensor], made: Results) -> None:
         each.copy_(values)
 
 
-def find(x: torch.Tensor, of: Operands, form: Format, round_first: bool) -> Run | None:
-    """What launches a kernel for tensors like x; None if there is none."""
+def find(x: torch.Tensor, of: Operands, form: Format, round_first: bool, heads: int) -> Run | None:
+    """What launches a kernel for tensors like x; None if there is none. heads: how many have a scale, where they do."""
     problem = _problem_of(x, of, form, round_first)
     if problem is None or x.numel() % problem.unit or x.numel() // LEAST_GROUP >= _MOST_GROUPS:
+        return None
+    units_in_head, rest = divmod(x.numel() // problem.unit, heads)
+    if rest:
         return None
     kernel = kernels.find_for_scale(kernels.Kind(x.get_device(), problem, in_place=False), x.numel(), of.scale)
     if kernel is None:
@@ -147,6 +150,7 @@ def find(x: torch.Tensor, of: Operands, form: Format, round_first: bool) -> Run 
     )
     operands = addresses(of)
     operands |= {"scales_in_row": form.scales_in_row(columns), "scale_pitch": quantizer.pitch(like)}
+    operands["units_in_head"] = units_in_head
     rows = RowShape(of.n, of.n, of.n)
     return Run(x, form, kernel.prepared(x.numel(), of.scale, rows, operands, changing))
 

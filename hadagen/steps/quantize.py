@@ -30,7 +30,8 @@ _ENCODED = {Element.E4M3: 1.5, Element.E2M1: 8.0, Element.INT8: 4.0, Element.INT
 
 
 class Groups(NamedTuple):
-    """Where the elements of groups are, before they are quantized: which digits of coordinates tell them apart.
+    """Where the elements of groups are, before they are quantized: which digits of coordinates tell them apart. Where
+    heads have scales, units of the problem are such groups, because a head has several of them.
 
     A thread has values of `kept` groups. At first several lanes have values of the same groups. They share the work: by
     each digit of `shared`, a lane goes on with half of its groups, so that it makes the scales of `mine`.
@@ -47,7 +48,8 @@ class Groups(NamedTuple):
     @classmethod
     def of(cls, plan: Draft) -> Groups:
         form = plan.problem.io.form
-        return _groups(tuple(_flat(_coordinates(plan))), form.group if form else 1)
+        size = plan.problem.unit if form and form.by_head else form.group if form else 1
+        return _groups(tuple(_flat(_coordinates(plan))), size)
 
     @property
     def kept(self) -> int:
@@ -230,7 +232,7 @@ class Quantize(Store):
         form = plan.problem.io.form
         assert form is not None
         moved = plan.vectors * (0 if self._across is None else 7)
-        groups = Groups.of(plan) if form.group != TENSOR else None
+        groups = Groups.of(plan) if form.group != TENSOR or form.by_head else None
         scales = 20 * groups.mine + 3 * groups.kept if groups else 0
         return Cost(
             (1 + _ENCODED[form.element]) * plan.words(carrier) + 3 * plan.vectors + moved + scales,
@@ -271,7 +273,7 @@ class Quantize(Store):
             rows = plan.matrix.rows_apart(plan) if plan.matrix.is_padded(plan) else {}
         if rows:
             view["row"] = add(scatter("lane", rows["lane"]), scatter("warp", rows["warp"]), _of_vector(rows))
-        if form.group == TENSOR:
+        if form.group == TENSOR and not form.by_head:
             return view
         groups = Groups.of(plan)
         lanes, warps = sum(digit.stride for digit in groups.lanes), scatter("warp", _numbers(groups.warps))

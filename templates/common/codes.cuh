@@ -127,13 +127,19 @@ template <class T> HADAGEN_INLINE RoundedDivisor<T> from_lane(const RoundedDivis
     return {from_lane(static_cast<const Divisor&>(one), lane)};
 }
 
-// What the call gives for all groups, or all values. Some of these may be infinite.
-struct Given : Divisor {
-    float inverse, encoding;
+// What the call gives for all values, or those of a head. Some of these may be infinite.
+struct GivenDivisor : Divisor {
     HADAGEN_INLINE float plain(float x) const {
         const float about = product(x, reciprocal);
         return is_finite(about) ? Divisor::plain(x) : about;
     }
+};
+HADAGEN_INLINE GivenDivisor from_lane(const GivenDivisor& one, u32 lane) {
+    return {from_lane(static_cast<const Divisor&>(one), lane)};
+}
+// Or for all scales of groups.
+struct Given : GivenDivisor {
+    float inverse, encoding;
 };
 
 template <class Scale, int count> struct Scales {
@@ -310,7 +316,12 @@ struct Peak {
 };
 template <class T> HADAGEN_INLINE Peak largest_exact(float peak) { return {as_word(peak)}; }
 
-HADAGEN_INLINE Given fp8_tensor_exact_given(float given) { return {divide_by(given), 0.0f, 0.0f}; }
+HADAGEN_INLINE GivenDivisor fp8_tensor_exact_given(float given) { return {divide_by(given)}; }
+HADAGEN_INLINE GivenDivisor fp8_head_exact_given(float given) { return {divide_by(given)}; }
+// What is given is the largest magnitude of a head.
+HADAGEN_INLINE Factor fp8_head_fa3_given(float most) {
+    return times_factor(0u, most > 1e-12f ? divide_by(most).exact(448.0f) : 1.0f);
+}
 
 template <class T> HADAGEN_INLINE Divisor int8_row_exact(float peak) { return divide_by(at_least(over(peak, 127.0f), 1e-30f)); }
 // The scale is rounded to the type of x before it divides.
@@ -357,7 +368,7 @@ template <class T> HADAGEN_INLINE Factor mxfp4_qutlass(float peak) {
 
 HADAGEN_INLINE Given nvfp4_exact_given(float given) {
     const Divisor divisor = divide_by(given);
-    return {divisor, is_usual(given) ? divisor.reciprocal : reciprocal_of(given), 0.0f};
+    return {{divisor}, is_usual(given) ? divisor.reciprocal : reciprocal_of(given), 0.0f};
 }
 template <class T> HADAGEN_INLINE Factor nvfp4_exact(float peak, const Given& given) {
     const Divisor six{0u, 6.0f, 1.0f / 6.0f};
@@ -372,7 +383,7 @@ template <class T> HADAGEN_INLINE Factor nvfp4_exact(float peak, const Given& gi
 HADAGEN_INLINE Given nvfp4_transformer_engine_given(float most) {
     const float exact = at_most(divide_by(most).exact(448.0f * 6.0f), 0x1.fffffep127f);
     const float encoding = most == 0.0f || exact == 0.0f ? 1.0f : exact;
-    return {{0u, most, 0.0f}, reciprocal_of(encoding), encoding};
+    return {{{0u, most, 0.0f}}, reciprocal_of(encoding), encoding};
 }
 template <class T> HADAGEN_INLINE Factor nvfp4_transformer_engine(float peak, const Given& given) {
     const u32 code = e4m3_of(product(peak, product(given.encoding, 1.0f / 6.0f)));
