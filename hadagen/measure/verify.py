@@ -377,7 +377,7 @@ class Verifier:
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    return (one.contiguous().view(torch.uint8) == other.contiguous().view(torch.uint8)).all()
+    return (one.flatten().view(torch.uint8) == other.flatten().view(torch.uint8)).all()
 
 
 def _relative_error(bits: torch.Tensor, reference: torch.Tensor, dtype: DType) -> torch.Tensor:
