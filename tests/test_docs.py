@@ -71,6 +71,7 @@ PARTS = {
         "signs",
         "formats",
         "passes",
+        "quantized_parts",
         "between-h200",
         "invariant",
         "pitched",

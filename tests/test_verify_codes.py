@@ -33,6 +33,7 @@ KEYS = (
     "n64-bfloat16-to-fp8_head-accurate",
     "n32-float16-to-fp8_head_fa3-accurate",
     "n1-bfloat16-to-int4_row_256-accurate",
+    "n128-float16-to-fp8_group_128_column_major-accurate",
 )
 
 
