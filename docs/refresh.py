@@ -23,7 +23,7 @@ import sys
 from pathlib import Path
 
 import refresh_files as files
-from refresh_formats import formats_table, passes_table, quantized_parts_table
+from refresh_formats import formats_table, passes_table, quantized_parts_table, torchao_numbers
 from refresh_models import attention_table, models_table, read
 from refresh_other_tables import (
     between_table,
@@ -54,6 +54,7 @@ def generated() -> dict[Path, dict[str, str]]:
             "signs": signs_table(),
             "formats": formats_table(),
             "quantized_parts": quantized_parts_table(),
+            "torchao": torchao_numbers(),
             "passes": passes_table(),
             "pitched": pitched_table(times) if times else files.NO_DATA,
             "between": between_table(),

@@ -25,6 +25,8 @@ SIGNS = DOCS / "data" / "signs_h200.csv"
 # One kernel that quantizes, beside the transform and a quantizer that torch.compile makes.
 PASSES = DOCS / "data" / "passes_h200.csv"
 QUANTIZED_PARTS = DOCS / "data" / "quantized_parts_h200.csv"
+# `presets.fa3_fp8` beside torchao's kernels for the same codes and scales.
+TORCHAO = DOCS / "data" / "torchao_h200.csv"
 # What `examples/attention.py` and `examples/quarot.py` write.
 ATTENTION = DOCS / "data" / "attention.json"
 QUAROT = DOCS / "data" / "quarot.json"

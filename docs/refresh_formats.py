@@ -83,6 +83,18 @@ def quantized_parts_table() -> str:
     return grid("l" + "r" * len(PARTS), ["format, elements with one scale; n", *PARTS], rows)
 
 
+def torchao_numbers() -> str:
+    """How many times as fast `presets.fa3_fp8` is as torchao's kernels: the least and the most, by size."""
+    if not files.TORCHAO.exists():
+        return files.NO_DATA
+    found: dict[str, list[float]] = {}
+    for row in read_rows(files.TORCHAO):
+        size = "up to 1 M elements" if int(row["elements"]) <= 1 << 20 else "of more"
+        found.setdefault(size, []).append(float(row["torchao_us"]) / float(row["ours_us"]))
+    sizes = ", ".join(f"{min(of):.1f} to {max(of):.1f} times as fast for tensors {size}" for size, of in found.items())
+    return f"It is {sizes}."
+
+
 def _order(problem: Problem) -> tuple[str, int, int]:
     form = problem.io.form
     assert form is not None

@@ -72,6 +72,7 @@ PARTS = {
         "formats",
         "passes",
         "quantized_parts",
+        "torchao",
         "between-h200",
         "invariant",
         "pitched",
