@@ -598,3 +598,15 @@ def test_out_has_no_derivative() -> None:
 def test_bad_input_is_one_sentence(call: Callable[[torch.Tensor], Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call(normal(4, N))
+
+
+def test_what_fills_up_scales_is_memory_of_its_own() -> None:
+    groups, rows, pitch = 2, 5, 8
+    memory = torch.randn(pitch * groups + rows * groups * 128)
+    scales = memory.as_strided((rows, groups), (1, pitch))
+    x = memory[pitch * groups - 2 :][: rows * groups * 128].view(rows, -1)  # begins where the last column is filled up
+    codes = torch.empty(x.shape, dtype=torch.float8_e4m3fn)
+    before = memory.clone()
+    with pytest.raises(TensorError, match=r"out\.scales shares memory with x"):
+        rotate_quantize(x, 128, to="fp8-group", layout="column-major", out=(codes, scales))
+    assert torch.equal(memory, before)

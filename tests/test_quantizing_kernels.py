@@ -171,6 +171,7 @@ CASES: dict[str, dict[str, Any]] = {
     "n256-swapped-float32-to-fp8_group_128-accurate": {"chunks": 2},
     "n4096-bfloat16-to-int4_row_12288-accurate": {"chunks": 2, "warps": 8, "exchange_carrier": "fp32"},
     "n160-k20-bfloat16-to-mxfp8_32-accurate": {"warps": 2, "rows": 8},
+    "n256-k8-bfloat16-to-fp8_head-accurate": {"rows": 1},
     "n352-k44-float16-to-int8_row_352-accurate": {"rows": 4, "slabs": 2},
     "n896-k28-signed-bfloat16-to-mxfp4_32_swizzled-accurate": {"rows": 4, "warps": 2},
     "n1536-k12-float16-to-nvfp4_16-fast": {"chunks": 2, "warps": 2},

@@ -179,7 +179,9 @@ def warmup(
         batch_invariant = BATCH_INVARIANT
     elif not is_flag(batch_invariant):
         raise UsageError(f"batch_invariant = {batch_invariant!r} is not supported; give True or False")
-    if to is None and (columns is not None or group or rule or layout != "row-major" or round_first):
+    if not is_flag(round_first):
+        raise UsageError(f"round_first = {round_first!r} is not supported; give True or False")
+    if to is None and (columns is not None or group is not None or rule or layout != "row-major" or round_first):
         raise UsageError("columns, group, rule, layout and round_first are those of a format; give to as well")
     rotations = _several(n)
     lengths = [_whole(getattr(each, "n", each) if to else each, "n") for each in rotations]

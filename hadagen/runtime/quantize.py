@@ -152,7 +152,7 @@ def rotate_quantize(
         written = _written(destination, form)
         if all(has_only_memory(each) and not needs_derivative(each) for each in written):
             _check_like(written, run.parts, x)
-            _check_apart(written, x, given)
+            _check_apart(written, x, given, form)
             _fill_up(written, form)
             run.into(x.data_ptr(), given, written)
             return _quantized(form, given, *destination)
@@ -174,6 +174,8 @@ def rotate_quantize(
             for name, each in zip(_NAMES, written, strict=False):
                 _check_has_no_gradient(each, name)
             _check_like(written, parts_of(x, form), x)
+            if all(has_only_memory(each) for each in (x, *written)):
+                _check_apart(written, x, given, form)
             _fill_up(written, form)
             x = x.resolve_neg()  # which PyTorch does only for operators with a result
         _INTO(x, *options, written[0], None if form.group == TENSOR else written[1])
@@ -232,16 +234,20 @@ def _lies_like(tensor: torch.Tensor, strides: tuple[int, ...]) -> bool:
     return tensor.numel() == 0 or all(size == 1 or mine == wanted for size, mine, wanted in each)
 
 
-def _check_apart(written: Sequence[torch.Tensor], x: torch.Tensor, given: torch.Tensor | None) -> None:
+def _check_apart(written: Sequence[torch.Tensor], x: torch.Tensor, given: torch.Tensor | None, form: Format) -> None:
     """Raises `TensorError` for memory that PyTorch forbids to write, or that is that of another tensor of the call."""
-    others = [("x", x)] if given is None else [("x", x), ("tensor_scale", given)]
+    others = [
+        (name, each, compute.span(each)) for name, each in (("x", x), ("tensor_scale", given)) if each is not None
+    ]
     for name, each in zip(_NAMES, written, strict=False):
         check_writable(each)
-        for other, tensor in others:
-            apart = each.data_ptr() - tensor.data_ptr()
-            if -compute.span(each) < apart < compute.span(tensor):
+        size = compute.span(each)
+        if name == "out.scales" and form.layout is Layout.COLUMN_MAJOR and size:  # with what fills up the last column
+            size = each.shape[-1] * each.stride(-1) * each.element_size()
+        for other, tensor, of_other in others:
+            if -size < each.data_ptr() - tensor.data_ptr() < of_other:
                 raise TensorError(f"{name} shares memory with {other}; pass memory of its own")
-        others.append((name, each))
+        others.append((name, each, size))
 
 
 def _fill_up(written: Sequence[torch.Tensor], form: Format) -> None:
@@ -501,7 +507,7 @@ def _into(x: torch.Tensor, *options: Any) -> None:
     of, form, round_first, given = _arguments(*options[:_OUT_AT])
     written = _written(options[_OUT_AT:], form)
     _check_like(written, parts_of(x, form), x)
-    _check_apart(written, x, given)
+    _check_apart(written, x, given, form)
     _compute_into(x, of, form, round_first, given, written)
 
 

@@ -191,6 +191,11 @@ struct E2m1 : NoNan {
 // codes may count as in the middle. All of it is sums and products of two values at once.
 struct E2m1Near : E2m1 {
     static HADAGEN_INLINE float unit() { return 0.5f; }
+    static HADAGEN_INLINE u32 four(const float* v) {
+        const float rounded[4] = {
+            hadagen::rounded<float16>(v[0]), hadagen::rounded<float16>(v[1]), hadagen::rounded<float16>(v[2]), hadagen::rounded<float16>(v[3])};
+        return E2m1::four(rounded);
+    }
     static HADAGEN_INLINE u32 quick(const float* v) {
         const u32 pairs[2] = {pack<float16>(v[0], v[1]), pack<float16>(v[2], v[3])};
         u32 sums[2];
