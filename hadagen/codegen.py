@@ -124,6 +124,7 @@ def _view(plan: Plan, entry: str) -> dict[str, Any]:
 def _formula(problem: Problem) -> str:
     """The matrix that x is multiplied by, in words."""
     factors = f"(A_{problem.order} ⊗ H_{problem.length})ᵀ" if problem.order > 1 else f"H_{problem.n}"
+    factors += " · P" * problem.transform.swapped  # which exchanges the bits of each base-4 digit
     return f"D_before · {factors} · D_after" if problem.transform.signed else factors
 
 

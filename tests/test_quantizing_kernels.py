@@ -16,6 +16,7 @@ from hadagen.emulator import HostModule, compile_host
 from hadagen.formats import FORMATS, TENSOR, Element, Format, Layout
 from hadagen.knobs import Knobs
 from hadagen.launch import Source
+from hadagen.plan import interpret
 from hadagen.problem import Problem
 from hadagen.quantizer import memory_of, quantize
 from hadagen.reference import kernel_operands, transform, verification_operands
@@ -187,6 +188,17 @@ CASES: dict[str, dict[str, Any]] = {
     "n4096-bfloat16-to-fp8_head-accurate": {"chunks": 4, "warps": 4, "far_bits": "lanes", "far_lanes": "mma"},
     "n4096-float16-to-fp8_row_4096-accurate": {"chunks": 8, "warps": 4, "exchange_carrier": "fp32"},
 }
+
+
+@pytest.mark.parametrize("key", [key for key in CASES if "-k" in key or "swapped" in key or "12288" in key])
+def test_plans_compute_the_transform(key: str) -> None:
+    """With a matrix, numbered anew, or over an odd number of warps, step by step in float64."""
+    problem = Problem.parse(key)
+    operands = verification_operands(problem)
+    for knobs in Space(problem, ARCH).seeds()[:3]:
+        plan = build_plan(problem, knobs, ARCH)
+        x = np.random.default_rng(0).standard_normal((plan.rows_per_tile, problem.n))
+        assert np.allclose(interpret(plan, x, 0.3, operands), transform(problem, x, 0.3, operands))
 
 
 def test_rotated_values() -> None:
