@@ -29,7 +29,7 @@ from hadagen.bits import Bits, decode, encode
 from hadagen.cache import KernelCache, cache_root
 from hadagen.errors import HadagenError, ToolchainError, UsageError
 from hadagen.formats import Format, Layout
-from hadagen.launch import LaunchSpec, RowShape, Source, X, Y
+from hadagen.launch import LaunchSpec, RowShape, Source, X, Y, sizes_for
 from hadagen.problem import DType, Problem
 from hadagen.reference import (
     INPUT_CLASSES,
@@ -409,7 +409,7 @@ def _verify_codes(
     codes, scales = quantizer.empty(count, problem.unit, form, dtype, torch.device("cpu"))
     raw_codes, raw_scales = (quantizer.memory_of(each).numpy() for each in (codes, scales))
     raw_codes[:] = 0x7F
-    sizes: dict[str, Any] = {"scales_in_row": groups, "scale_pitch": quantizer.pitch(scales), "units_in_head": 1}
+    sizes: dict[str, Any] = {**sizes_for(form, count, problem.unit)}
     if given is not None:
         sizes["tensor_scale"] = given.reshape(-1).numpy()
     written = count * groups * scales.element_size()

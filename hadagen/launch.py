@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from hadagen.errors import UsageError
-from hadagen.formats import TENSOR, Layout
+from hadagen.formats import TENSOR, Format, Layout
 from hadagen.problem import DType, Problem, Rows
 from hadagen.scale import ScaleForm, scale_word
 
@@ -101,6 +101,12 @@ def params_for(problem: Problem) -> tuple[Param, ...]:
         *(HEAD_PARAMS if form and form.by_head else ()),
         *(LAYOUT_PARAMS[form.layout] if form else ()),
     )
+
+
+def sizes_for(form: Format, rows: int, columns: int, units_in_head: int = 1) -> dict[str, int]:
+    """The numbers that a kernel may take to quantize [rows, columns], by the names of their params."""
+    pitch = Layout.COLUMN_MAJOR.filled_up(rows, 1)[0]
+    return {"scales_in_row": form.scales_in_row(columns), "scale_pitch": pitch, "units_in_head": units_in_head}
 
 
 ENTRY = "hadagen_kernel"  # the name of every kernel once compiled, so that equal ones have equal code

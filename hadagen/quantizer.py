@@ -412,11 +412,6 @@ def laid_out_empty(rows: int, groups: int, layout: Layout, dtype: torch.dtype, d
     return arranged(make(size, dtype=dtype, device=device), rows, groups, layout)
 
 
-def pitch(scales: torch.Tensor) -> int:
-    """Of scales that lie column after column: how far apart columns are."""
-    return scales.stride(-1)
-
-
 def rows_of_scales(scales: torch.Tensor, layout: Layout, rows: int, groups: int) -> torch.Tensor:
     """Scales [rows, groups] of what `laid_out` returned."""
     if layout is Layout.SWIZZLED:

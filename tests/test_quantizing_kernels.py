@@ -130,7 +130,7 @@ def test_the_kernel_that_a_rotation_asks_for(
 ) -> None:
     monkeypatch.setattr(compute, "takes_kernels", lambda x: True)
     x = torch.empty(2, rotation.n, dtype=torch.float16)
-    problem = quantizing._problem_of(
+    problem = quantizing.problem_for(
         x, rotation.operands_for(x, 1.0), Format.choose(to, None, None, "row-major"), False
     )
     assert (problem and problem.key) == key

@@ -17,7 +17,7 @@ import torch
 
 from hadagen import libcuda
 from hadagen.driver import Launch, LoadedKernel, bindings, check
-from hadagen.launch import RowShape
+from hadagen.launch import RowShape, sizes_for
 from hadagen.measure.cells import EVICTION, Cell, Traffic
 from hadagen.measure.operands import Orthonormal
 from hadagen.measure.verify import TORCH_DTYPE
@@ -44,8 +44,7 @@ def transform_work(problem: Problem, cell: Cell, operands: Orthonormal) -> Work:
     given: dict[str, int] = operands
     if form := problem.io.form:  # rows of the least length
         rows = cell.elements // problem.unit
-        given = {**operands, "scales_in_row": form.scales_in_row(problem.unit), "scale_pitch": -(-rows // 4) * 4}
-        given["units_in_head"] = rows
+        given = {**operands, **sizes_for(form, rows, problem.unit, rows)}
     return Work(cell.traffic(problem), cell.elements, operands.scale, timed_rows(problem), given)
 
 

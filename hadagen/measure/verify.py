@@ -25,7 +25,7 @@ from hadagen import quantizer
 from hadagen.bits import encode
 from hadagen.errors import told_apart
 from hadagen.formats import Format
-from hadagen.launch import LaunchSpec, RowShape
+from hadagen.launch import LaunchSpec, RowShape, sizes_for
 from hadagen.measure.messages import Answer
 from hadagen.measure.operands import DeviceOperands
 from hadagen.problem import DType, Numerics, Problem, Rows
@@ -326,9 +326,7 @@ class Verifier:
             **operands,
             "scales": scales.data_ptr(),
             "tensor_scale": 0 if scale is None else scale.data_ptr(),
-            "scales_in_row": groups,
-            "scale_pitch": quantizer.pitch(scales),
-            "units_in_head": 1,
+            **sizes_for(form, rows, problem.unit),
         }
         shape = RowShape(problem.n, problem.n, problem.n)
         with_scale = verification_scale(problem)

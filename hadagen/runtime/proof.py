@@ -10,7 +10,7 @@ import torch
 from hadagen import quantizer
 from hadagen.driver import LoadedKernel
 from hadagen.formats import Format
-from hadagen.launch import RowShape
+from hadagen.launch import RowShape, sizes_for
 from hadagen.problem import DType, Problem
 from hadagen.runtime import fallback
 from hadagen.runtime.operands import Operands, addresses, pack_matrix
@@ -84,9 +84,8 @@ def _quantizes_right(kernel: LoadedKernel, problem: Problem, form: Format) -> bo
     codes, scales = quantizer.empty(rows, columns, form, x.dtype, device)
     for each in (codes, scales):
         quantizer.memory_of(each).fill_(_FAR_OFF)
-    operands = addresses(of) | {"scales_in_row": form.scales_in_row(columns), "scale_pitch": quantizer.pitch(scales)}
+    operands = addresses(of) | sizes_for(form, rows, columns, _UNITS)
     operands |= {"scales": scales.data_ptr(), "tensor_scale": 0 if given is None else given.data_ptr()}
-    operands["units_in_head"] = _UNITS
     stream = torch.cuda.current_stream(device).cuda_stream
     kernel.launch(stream, x.data_ptr(), codes.data_ptr(), rows * columns, scale, None, operands)
     return quantizer.excess_error(codes, scales, exact, form, x.dtype, given).item() <= problem.error_bound

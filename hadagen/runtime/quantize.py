@@ -442,7 +442,7 @@ def problems_of(
     of, wide = _operands(x, rotation, 1.0), torch.empty_like(x, dtype=torch.float32)
     length = of.n // math.prod(of.orders)
     return (
-        quantizing._problem_of(x, of, form, round_first),
+        quantizing.problem_for(x, of, form, round_first),
         problem_of(wide, of),
         kernels.problem_of(length, wide.dtype, "accurate", Rows.CONTIGUOUS),
     )

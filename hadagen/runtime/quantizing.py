@@ -12,7 +12,7 @@ from hadagen import quantizer
 from hadagen.driver import Launch
 from hadagen.errors import TensorError, UsageError
 from hadagen.formats import ROW, TENSOR, Format, Layout
-from hadagen.launch import RowShape
+from hadagen.launch import RowShape, sizes_for
 from hadagen.problem import LEAST_GROUP, Problem
 from hadagen.runtime import kernels, repeat
 from hadagen.runtime.operands import Operands, addresses
@@ -134,7 +134,7 @@ def copy_into(out: Sequence[torch.Tensor], made: Results) -> None:
 
 def find(x: torch.Tensor, of: Operands, form: Format, round_first: bool, heads: int) -> Run | None:
     """What launches a kernel for tensors like x; None if there is none. heads: how many have a scale, where they do."""
-    problem = _problem_of(x, of, form, round_first)
+    problem = problem_for(x, of, form, round_first)
     if problem is None or x.numel() % problem.unit or x.numel() // LEAST_GROUP >= _MOST_GROUPS:
         return None
     units_in_head, rest = divmod(x.numel() // problem.unit, heads)
@@ -145,17 +145,12 @@ def find(x: torch.Tensor, of: Operands, form: Format, round_first: bool, heads: 
         return None
     changing = ([] if form.group == TENSOR else ["scales"]) + ["tensor_scale"] * form.needs_scale
     columns = x.shape[-1]
-    like = quantizer.laid_out_empty(
-        x.numel() // columns, form.scales_in_row(columns), form.layout, torch.uint8, torch.device("meta")
-    )
-    operands = addresses(of)
-    operands |= {"scales_in_row": form.scales_in_row(columns), "scale_pitch": quantizer.pitch(like)}
-    operands["units_in_head"] = units_in_head
+    operands = addresses(of) | sizes_for(form, x.numel() // columns, columns, units_in_head)
     rows = RowShape(of.n, of.n, of.n)
     return Run(x, form, kernel.prepared(x.numel(), of.scale, rows, operands, changing))
 
 
-def _problem_of(x: torch.Tensor, of: Operands, form: Format, round_first: bool) -> Problem | None:
+def problem_for(x: torch.Tensor, of: Operands, form: Format, round_first: bool) -> Problem | None:
     """The problem of a kernel that does all of it; None if no kernel can."""
     group = x.shape[-1] if form.group == ROW else form.group
     to = replace(form, group=group, rounded=round_first and not form.rounds_first)
