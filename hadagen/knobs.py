@@ -13,7 +13,7 @@ from typing import Any
 
 from hadagen.errors import UsageError
 from hadagen.formats import TENSOR
-from hadagen.layout import CHUNK_BITS, LANE_BITS, MMA_MOVES, PAIR, Place, cta, lane, reg, warp
+from hadagen.layout import CHUNK_BITS, LANE_BITS, MMA_MOVES, PAIR, Place, cta, lane, log2, reg, warp
 from hadagen.plan import Plan
 from hadagen.problem import DType, Numerics, Problem
 from hadagen.steps.base import FP16, FP32, PACKED, SPLIT, Step
@@ -140,11 +140,6 @@ _FORMER = {"store": "plain"}
 # Every value that a plan can be built with, in the order in which values are searched.
 KNOB_VALUES: dict[str, tuple[KnobValue, ...]] = {knob.name: knob.metadata["values"] for knob in fields(Knobs)}
 KNOB_NAMES = tuple(KNOB_VALUES)
-
-
-def log2(value: int) -> int:
-    """Of a power of two."""
-    return value.bit_length() - 1
 
 
 def plan_of(problem: Problem, knobs: Knobs, *, starts_early: bool = False) -> Plan:

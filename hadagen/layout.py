@@ -61,6 +61,11 @@ def bit(number: int) -> Axis:
     return Axis(2, 1 << number)
 
 
+def log2(value: int) -> int:
+    """Of a power of two."""
+    return value.bit_length() - 1
+
+
 @dataclass(frozen=True, order=True)
 class Place:
     """One coordinate digit of where an element is held; a bit, unless an axis of another radix lives there."""

@@ -24,11 +24,10 @@ from hadagen.knobs import (
     WHOLE,
     Knobs,
     exchanges_of,
-    log2,
     steps_of,
     turns_in_exchange,
 )
-from hadagen.layout import CHUNK_BITS, LANE_BITS, VECTOR_BYTES, reg
+from hadagen.layout import CHUNK_BITS, LANE_BITS, VECTOR_BYTES, log2, reg
 from hadagen.problem import DType, Numerics, Problem, Rows
 from hadagen.steps.base import FP32, PACKED, Step, mixed_chunk_bits, roundings
 from hadagen.steps.conversions import Normalize

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from hadagen.knobs import KNOB_NAMES, KNOB_VALUES, Knobs, log2, matrix_steps
+from hadagen.knobs import KNOB_NAMES, KNOB_VALUES, Knobs, matrix_steps
+from hadagen.layout import log2
 from hadagen.legality import RULES, Context, Rule, beyond_shared, beyond_threads
 from hadagen.problem import LEAST_LENGTH, DType, Numerics, Problem, Rows
 from hadagen.steps.base import PACKED

@@ -13,8 +13,8 @@ from typing import Any
 
 from hadagen.arch import Arch
 from hadagen.errors import UsageError
-from hadagen.knobs import HALF, KNOB_NAMES, LOAD, Knobs, log2, plan_of
-from hadagen.layout import CHUNK_BITS
+from hadagen.knobs import HALF, KNOB_NAMES, LOAD, Knobs, plan_of
+from hadagen.layout import CHUNK_BITS, log2
 from hadagen.legality import RULES, Context, Rule
 from hadagen.matrix_legality import MATRIX_RULES
 from hadagen.plan import Plan

@@ -32,7 +32,7 @@ TABLE = """
     knobs            | plan steps layout problem formats errors            |
     arch             | knobs target errors                                 | pydantic yaml
     legality         | knobs steps layout arch problem                     |
-    matrix_legality  | legality knobs steps problem                        |
+    matrix_legality  | legality knobs steps layout problem                 |
     space            | matrix_legality legality knobs plan steps layout arch problem errors |
     templates        |                                                     |
     codegen          | plan steps layout launch problem                       | jinja2

@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import log2
 from typing import TYPE_CHECKING, Any
 
 from hadagen.launch import ENTRY_FACTOR
-from hadagen.layout import Axis, Place, bit, column
+from hadagen.layout import Axis, Place, bit, column, log2
 from hadagen.problem import DType
 from hadagen.steps.base import (
     FP32,
@@ -201,7 +200,6 @@ class Multiplies(Store):
             "operands": self.operands(plan),
             "parts": 1 << plan.warp_bits,
             "warps_of_group": self.warps(plan),
-            "stores": self.stores,
             "padded": self.is_padded(plan),
         }
 
@@ -309,29 +307,32 @@ class Matrix(Multiplies):
         return _SUMS * self.slabs * self.shape(plan).groups * self.sets(plan)
 
     def coordinates(self, plan: Draft) -> Coordinates:
-        shape, (problem, rows) = self.shape(plan), (plan.problem, self.rows_apart(plan))
+        shape, problem = self.shape(plan), plan.problem
+        rows = {
+            kind: {digit: Axis(axis.radix, axis.stride * problem.length) for digit, axis in digits.items()}
+            for kind, digits in self.rows_apart(plan).items()
+        }
         number = OPERAND_SIDE * self.slabs  # of values in a set: groups, then sets, then warps
-        first = COLUMN_BITS + _log2(shape.vectors)
-        places = [*(bit(first + at) for at in range(_log2(shape.groups))), *self._of_sets(plan)]
-        held = _log2(shape.groups * self.sets(plan))
-        lanes = _log2(4 // shape.together)
+        first = COLUMN_BITS + log2(shape.vectors)
+        places = [*(bit(first + at) for at in range(log2(shape.groups))), *self._of_sets(plan)]
+        held = log2(shape.groups * self.sets(plan))
+        lanes = log2(4 // shape.together)
         return {
             "value": {bit(at): bit(at) for at in range(3)}
-            | {digit: Axis(axis.radix, axis.stride * problem.length) for digit, axis in rows["value"].items()}
+            | rows["value"]
             | {Axis(2, number << at): place for at, place in enumerate(places[:held])},
             "lane": {bit(at): bit(3 + at) for at in range(lanes)}
             | {bit(lanes + at): Axis(2, problem.n << at) for at in range(2 - lanes)}
-            | {digit: Axis(axis.radix, axis.stride * problem.length) for digit, axis in rows["lane"].items()},
-            "warp": {digit: Axis(axis.radix, axis.stride * problem.length) for digit, axis in rows["warp"].items()}
-            | {Axis(2, self.warps(plan) << at): place for at, place in enumerate(places[held:])},
+            | rows["lane"],
+            "warp": rows["warp"] | {Axis(2, self.warps(plan) << at): place for at, place in enumerate(places[held:])},
         }
 
     def _of_sets(self, plan: Draft) -> list[Axis]:
         """The axes that tell sets apart: columns, then rows of x."""
         shape = self.shape(plan)
-        rows = _log2(shape.rows // shape.together)
+        rows = log2(shape.rows // shape.together)
         return [
-            *(bit(COLUMN_BITS + at) for at in range(_log2(shape.vectors))),
+            *(bit(COLUMN_BITS + at) for at in range(log2(shape.vectors))),
             *(Axis(2, shape.together * plan.problem.n << at) for at in range(rows)),
         ]
 
@@ -396,11 +397,6 @@ class Matrix(Multiplies):
             "share": shape.share,
             "others": plan.footprint.matrix_offset + (0 if plan.load.staged else shape.shared_bytes),
         }
-
-
-def _log2(value: int) -> int:
-    """Of a power of two."""
-    return value.bit_length() - 1
 
 
 @dataclass(frozen=True)

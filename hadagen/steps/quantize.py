@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hadagen.formats import TENSOR, Element, Format
 from hadagen.layout import PAIR, Axis, Place, Placement, add, bit, reg, scatter, swaps
 from hadagen.steps.base import FP32, WARP_BYTES, Coordinates, Cost, Step
+from hadagen.steps.matrix import VECTOR
 from hadagen.steps.memory import Store
 
 if TYPE_CHECKING:
     from hadagen.steps.draft import Draft
 
-_VECTOR = 8  # values whose codes are stored at once, where there is a matrix
 _BIT = 2  # the radix of a bit
 _SIGNS_OF_BYTE = 8
 _WORDS = 4  # of shared memory that are read at once
@@ -37,8 +37,7 @@ class Groups(NamedTuple):
     each digit of `shared`, a lane goes on with half of its groups, so that it makes the scales of `mine`.
     """
 
-    values: tuple[Axis, ...]  # digits of `value` that tell elements of a group apart
-    others: tuple[Axis, ...]  # and those that tell groups apart, bits last
+    others: tuple[Axis, ...]  # digits of `value` that tell groups apart, bits last
     shared: tuple[Axis, ...]  # digits of `lane` that tell elements apart: of those that share the work,
     lanes: tuple[Axis, ...]  # and of the others
     other_lanes: tuple[Axis, ...]  # digits of `lane` that tell groups apart
@@ -92,7 +91,6 @@ def _groups(digits: tuple[tuple[str, Axis, Axis], ...], size: int) -> Groups:
     lanes = inside["lane"]
     count = min(sum(digit.radix == _BIT for digit in others), len(lanes))
     return Groups(
-        tuple(inside["value"]),
         tuple(others),
         tuple(lanes[:count]),
         tuple(lanes[count:]),
@@ -246,7 +244,7 @@ class Quantize(Store):
     def view(self, plan: Draft, at: int) -> dict[str, Any]:
         form, coordinates = plan.problem.io.form, _coordinates(plan)
         assert form is not None
-        in_pairs = plan.vector_elements == _VECTOR  # elements of 16 bits
+        in_pairs = plan.vector_elements == VECTOR  # elements of 16 bits
         near = plan.problem.n > 1 and not form.rounds_first
         code, plain = _code(form, near, in_pairs)
         view: dict[str, Any] = {
@@ -294,8 +292,8 @@ class Quantize(Store):
 
 def _of_vector(coordinates: Coordinates) -> str:
     """C expression for how far vector `i` of a thread is from its first."""
-    digits = {digit: axis for digit, axis in coordinates["value"].items() if digit.stride >= _VECTOR}
-    return scatter("i", {Axis(digit.radix, digit.stride // _VECTOR): axis for digit, axis in digits.items()})
+    digits = {digit: axis for digit, axis in coordinates["value"].items() if digit.stride >= VECTOR}
+    return scatter("i", {Axis(digit.radix, digit.stride // VECTOR): axis for digit, axis in digits.items()})
 
 
 def _first_of_group(groups: Groups, coordinates: Coordinates) -> str:

@@ -192,9 +192,10 @@ struct E2m1 : NoNan {
 struct E2m1Near : E2m1 {
     static HADAGEN_INLINE float unit() { return 0.5f; }
     static HADAGEN_INLINE u32 four(const float* v) {
-        const float rounded[4] = {
-            hadagen::rounded<float16>(v[0]), hadagen::rounded<float16>(v[1]), hadagen::rounded<float16>(v[2]), hadagen::rounded<float16>(v[3])};
-        return E2m1::four(rounded);
+        float near[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) near[i] = rounded<float16>(v[i]);
+        return E2m1::four(near);
     }
     static HADAGEN_INLINE u32 quick(const float* v) {
         const u32 pairs[2] = {pack<float16>(v[0], v[1]), pack<float16>(v[2], v[3])};
@@ -224,19 +225,17 @@ template <int least, int most> struct Integer : NoNan {
         return low_bytes(sums);
     }
 };
-// The same of numbers that have it added already.
-struct Int8Near : NoNan {
-    enum : int { bits = 8 };
-    static HADAGEN_INLINE u32 quick(const float* v) {
-        const u32 sums[4] = {as_word(v[0]), as_word(v[1]), as_word(v[2]), as_word(v[3])};
-        return low_bytes(sums);
-    }
-    static HADAGEN_INLINE u32 four(const float* v) { return Integer<-127, 127>::four(v); }
-};
 // A quotient by a scale that is rounded to 8 bits may be half a code beyond the largest.
 template <bool lowest> struct Int8 : Integer<lowest ? -128 : -127, 127> {
     enum : int { bits = 8 };
     static HADAGEN_INLINE u32 quick(const float* v) { return lowest ? Int8::four(v) : Int8::in_range(v); }
+};
+// Of numbers to which 1.5 · 2^23 is added already.
+struct Int8Near : Int8<false> {
+    static HADAGEN_INLINE u32 quick(const float* v) {
+        const u32 sums[4] = {as_word(v[0]), as_word(v[1]), as_word(v[2]), as_word(v[3])};
+        return low_bytes(sums);
+    }
 };
 template <bool lowest> struct Int4 : Integer<lowest ? -8 : -7, 7> {
     enum : int { bits = 4 };
