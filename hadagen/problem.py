@@ -252,7 +252,7 @@ class Problem:
     @property
     def parent(self) -> Problem | None:
         """The problem whose winners are the first guess for this one: the same with contiguous rows, without swapped
-        bits, without a format, or without signs. None if nothing of that applies, or if n is 1 and rows lie so."""
+        bits, without a format, or without signs. None if nothing of that applies, or if n is 1."""
         if self.io.rows is not Rows.CONTIGUOUS:
             return self.with_io(rows=Rows.CONTIGUOUS)
         if self.transform.swapped:
