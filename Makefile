@@ -20,8 +20,8 @@ comma := ,
 NVCC := $(if $(shell command -v nvcc 2>/dev/null),,$(comma)nvcc)
 ifneq ($(origin PY),command line)
 TO_TUNE := $(VENV)/has-tune,nvrtc
-TO_TEST := $(TO_TUNE)$(NVCC),test
-TO_LINT := $(VENV)/has-tune,test,lint
+TO_TEST := $(TO_TUNE)$(NVCC),fleet,report,sign,test
+TO_LINT := $(VENV)/has-tune,fleet,report,sign,test,lint
 TO_FORMAT := $(VENV)/has-lint
 TO_DRAW := $(VENV)/has-docs
 ALL := $(TO_TEST),lint,docs

@@ -23,10 +23,10 @@ def commands(target: str, venv: Path, *variables: str) -> str:
     ("target", "extras"),
     [
         ("tune", {"tune", "nvrtc"}),
-        ("test", {"tune", "nvrtc", "test"}),
-        ("lint", {"tune", "test", "lint"}),
+        ("test", {"tune", "nvrtc", "fleet", "report", "sign", "test"}),
+        ("lint", {"tune", "fleet", "report", "sign", "test", "lint"}),
         ("docs", {"docs"}),
-        ("setup", {"tune", "nvrtc", "test", "lint", "docs"}),
+        ("setup", {"tune", "nvrtc", "fleet", "report", "sign", "test", "lint", "docs"}),
     ],
 )
 def test_a_target_installs_what_it_needs(target: str, extras: set[str], tmp_path: Path) -> None:
