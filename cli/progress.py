@@ -24,7 +24,7 @@ from hadagen.tuner.events import (
     TrialFinished,
     VariantNotTried,
 )
-from hadagen.tuner.study import REGIMES
+from hadagen.tuner.mirror import REGIMES
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

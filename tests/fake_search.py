@@ -142,11 +142,13 @@ def search_and_die(database: Path, log: Path, where: str = "", count: int = 0) -
     killer = Killer(where, count)
 
     class DyingStore(Store):
-        def record(self, trial: Trial) -> int:
-            killer.pass_by("recording")
-            number = super().record(trial)
-            killer.pass_by("recorded")
-            return number
+        def record(self, *trials: Trial) -> list[int]:
+            for _ in trials:
+                killer.pass_by("recording")
+            numbers = super().record(*trials)
+            for _ in trials:
+                killer.pass_by("recorded")
+            return numbers
 
     def listen(event: Event) -> None:
         if isinstance(event, TrialFinished):

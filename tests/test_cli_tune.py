@@ -28,8 +28,8 @@ from hadagen.problem import DType, Numerics, Problem, Rows, Transform
 from hadagen.regimes import element_buckets
 from hadagen.runtime.bundles import VARIABLE
 from hadagen.trial import Environment, Provenance
+from hadagen.tuner.mirror import REGIMES
 from hadagen.tuner.search import TuneOptions
-from hadagen.tuner.study import REGIMES
 from hadagen.tuning_db.bundle import Bundle
 from hadagen.tuning_db.bundle_writer import write_bundle
 from hadagen.tuning_db.store import Store

@@ -33,7 +33,8 @@ from hadagen.steps.exchanges import Exchange
 from hadagen.trial import Kernel, Outcome, Provenance, Trial
 from hadagen.tuner import estimate
 from hadagen.tuner.estimate import EstimateRunner, shortlist
-from hadagen.tuner.study import REGIMES, scores
+from hadagen.tuner.mirror import REGIMES
+from hadagen.tuner.study import scores
 from hadagen.tuning_db.bundle import Bundle, shipped
 
 # Hand-picked float16 kernels on an H100 80GB HBM3, of which none starts early: chunks, warps, blocks per cluster, and

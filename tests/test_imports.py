@@ -60,7 +60,7 @@ TABLE = """
     presets          | quantizer runtime errors                                              | torch
     __init__         | runtime problem errors                              |
     costmodel        | arch plan steps regimes                             |
-    tuner            | *                                                   | optuna
+    tuner            | *                                                   | optuna sqlalchemy
     cli              | *                                                   | click rich torch
 """  # noqa: E501
 # What a program that only calls kernels never imports.

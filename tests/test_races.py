@@ -41,6 +41,8 @@ class RacingRunner(FakeRunner):
         timings = (replace(timing, us=us, us_low=us, us_high=us) for timing in trial.timings)
         return replace(trial, timings=tuple(timings))
 
+    races_at_once = 1
+
     def race(self, a: Variant, b: Variant, cells: list[Cell]) -> list[tuple[float, float]]:
         self.races.append((a, b, cells))
         return [(3 - self.handicap(a), 3 - self.handicap(b)) for _ in cells]

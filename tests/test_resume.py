@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sqlite3
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from multiprocessing.synchronize import Barrier
@@ -26,8 +26,9 @@ from hadagen.space import Space
 from hadagen.trial import Trial, knobs_key
 from hadagen.tuner import pipeline
 from hadagen.tuner.events import ProblemFinished, ProblemStarted, SearchStarted, TrialFinished
+from hadagen.tuner.mirror import Mirror
 from hadagen.tuner.pipeline import Pipeline
-from hadagen.tuner.search import _optuna_storage, tune
+from hadagen.tuner.search import tune
 from hadagen.tuning_db.store import Store
 
 
@@ -120,12 +121,12 @@ def test_interrupts_while_a_trial_is_recorded_wait_for_that(tmp_path: Path, monk
     recorded = []
     record = Store.record
 
-    def interrupted(store: Store, trial: Trial) -> int:
-        recorded.append(knobs_key(trial.knobs))
+    def interrupted(store: Store, *trials: Trial) -> list[int]:
+        recorded.extend(knobs_key(trial.knobs) for trial in trials)
         if len(recorded) >= 4:
             os.kill(os.getpid(), signal.SIGINT)
             os.kill(os.getpid(), signal.SIGINT)
-        return record(store, trial)
+        return record(store, *trials)
 
     monkeypatch.setattr(Store, "record", interrupted)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -150,16 +151,16 @@ def test_an_interrupt_counts_while_what_is_under_way_is_finished(monkeypatch: py
             yield from super().run(variants)
             measured.set()
 
-    def ask() -> list[tuple[Problem, Knobs]]:
+    def ask(size: int) -> list[tuple[Problem, Knobs]]:
         if batches:
             return [batches.pop()]
         assert measured.wait(60)
         clock.monotonic = lambda: 2.0
         return []
 
-    def keep(trial: Trial) -> None:
+    def keep(trials: Sequence[Trial]) -> None:
         os.kill(os.getpid(), signal.SIGINT)
-        kept.append(trial)
+        kept.extend(trials)
 
     (problem,) = problems(256)
     batches = [(problem, Space(problem, arch()).seeds()[0])]
@@ -201,7 +202,7 @@ def test_tables_of_another_optuna_are_refused(tmp_path: Path) -> None:
 def open_together(path: Path, all_here: Barrier) -> None:
     with Store.open(path) as store:
         all_here.wait()
-        _optuna_storage(store)
+        Mirror(store).study("first")
 
 
 def test_processes_that_begin_together_share_a_new_database(tmp_path: Path) -> None:

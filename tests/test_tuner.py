@@ -26,7 +26,7 @@ from hadagen.regimes import Cache, Destination, timed_elements
 from hadagen.space import Space, build_plan
 from hadagen.toolchain import BuildFailure
 from hadagen.trial import Environment, Kernel, Outcome, Provenance, Trial, knobs_key
-from hadagen.tuner import search
+from hadagen.tuner import mirror, search
 from hadagen.tuner.estimate import shortlist
 from hadagen.tuner.events import BatchBuilt, Event, ProblemFinished, ProblemStarted, SearchStarted, TrialFinished
 from hadagen.tuner.pipeline import Pipeline
@@ -291,7 +291,7 @@ def test_a_kernel_of_an_earlier_run_is_not_measured_again() -> None:
     runner, batches = FakeRunner(), [[(problem, knobs)]]
     kept: list[Trial] = []
     with Pipeline(arch(), build, runner, [known]) as pipeline:
-        pipeline.run(lambda: batches.pop() if batches else [], kept.append, lambda event: None)
+        pipeline.run(lambda size: batches.pop() if batches else [], kept.extend, lambda event: None)
     assert runner.asked == []
     assert [(trial.timings, trial.detail) for trial in kept] == [(known.timings, f"same kernel as {knobs}")]
 
@@ -319,7 +319,7 @@ def test_a_trial_is_recorded_before_it_is_reported(store: Store) -> None:
         if isinstance(event, TrialFinished):
             seen += 1
             assert event.finished == seen
-            assert len(store.trials(blobs=False)) == seen
+            assert len(store.trials(blobs=False)) >= seen
 
     tune(options(store, FakeRunner()), listen)
     assert seen == TRIALS
@@ -379,7 +379,7 @@ def test_optuna_takes_the_fastest_for_the_best(store: Store) -> None:
 
 def test_the_sampler_hears_of_what_failed() -> None:
     (problem,) = problems(256)
-    study = Study(Space(problem, arch()), "Test GPU", {}, optuna.storages.InMemoryStorage(), seed=0)
+    study = Study(Space(problem, arch()), "Test GPU", {}, None, seed=0)
     study.tell(make_trial(problem, study.ask().to_dict(), outcome=Outcome.TIMEOUT))
     assert any(value > 0 for value in study._study.trials[-1].constraints.values())
 
@@ -387,7 +387,7 @@ def test_the_sampler_hears_of_what_failed() -> None:
 def test_the_sampler_waits_for_no_answer_that_never_comes() -> None:
     """Where what it named is not legal, and other knobs are tried."""
     (problem,) = problems(256)
-    study = Study(Space(problem, arch()), "Test GPU", {}, optuna.storages.InMemoryStorage(), seed=0)
+    study = Study(Space(problem, arch()), "Test GPU", {}, None, seed=0)
     for _ in range(8):
         study.tell(make_trial(problem, study.ask().to_dict()))
     states = Counter(trial.state for trial in study._study.trials)
@@ -407,7 +407,7 @@ def test_what_does_not_compile_without_a_device_is_an_estimate(gpu: str, provena
     batches = [[(problem, Space(problem, arch()).seeds()[0])]]
     kept: list[Trial] = []
     with Pipeline(arch(), refuse, Elsewhere()) as pipeline:
-        pipeline.run(lambda: batches.pop() if batches else [], kept.append, lambda event: None)
+        pipeline.run(lambda size: batches.pop() if batches else [], kept.extend, lambda event: None)
     assert [(trial.outcome, trial.provenance) for trial in kept] == [(Outcome.COMPILE_FAILED, provenance)]
 
 
@@ -449,7 +449,7 @@ def test_a_trial_of_knobs_that_are_not_legal_by_now_is_not_known() -> None:
 
 def test_every_other_question_is_a_step_from_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
     (problem,) = problems(256)
-    study = Study(Space(problem, arch()), "Test GPU", {}, optuna.storages.InMemoryStorage(), seed=0)
+    study = Study(Space(problem, arch()), "Test GPU", {}, None, seed=0)
     steps: list[int] = []
 
     def step(knobs: Knobs, *others: Any) -> dict[str, Any]:
@@ -471,7 +471,7 @@ def test_of_equal_knobs_the_trial_with_most_timings_is_learned_from(store: Store
     space = Space(trial.problem, arch())
     for kept in ([trial, newer], [newer, trial]):
         (known,) = known_trials(kept, arch()).values()
-        study = Study(space, "Test GPU", known, optuna.storages.InMemoryStorage(), seed=0)
+        study = Study(space, "Test GPU", known, None, seed=0)
         assert study.finished == 1
         assert study.best == scores(trial)
 
@@ -560,12 +560,12 @@ def test_a_database_that_fails_ends_it_with_its_sentence(store: Store, monkeypat
 
 def test_a_database_that_fails_in_ever_new_ways_is_given_up(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a disk that others fill while Optuna makes its tables."""
-    failures = (StorageError(f"the disk is full ({free} bytes free)") for free in range(search.STORAGE_ATTEMPTS))
+    failures = (StorageError(f"the disk is full ({free} bytes free)") for free in range(mirror.ATTEMPTS))
 
     def fails(*_: object, **__: object) -> None:
         raise next(failures)
 
-    monkeypatch.setattr(search, "RDBStorage", fails)
+    monkeypatch.setattr(mirror, "RDBStorage", fails)
     with pytest.raises(StorageError, match="the disk is full"):
         tune(options(store, FakeRunner()))
 

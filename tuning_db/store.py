@@ -76,13 +76,13 @@ class Store(Database):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def record(self, trial: Trial) -> int:
-        """Store a trial in one transaction, which is durable when this returns. Returns its row number.
+    def record(self, *trials: Trial) -> list[int]:
+        """Store trials in one transaction, which is durable when this returns. Returns their row numbers.
 
-        It replaces an earlier trial with the same problem, arch, knobs, environment and provenance.
+        Each replaces an earlier trial with the same problem, arch, knobs, environment and provenance.
         """
         with self.writing() as session:
-            return _record(session, trial)
+            return [_record(session, trial) for trial in trials]
 
     def add_timings(self, trial: Trial) -> None:
         """Store a trial as `record` does, but keep the stored timings of its kernel in other cells.

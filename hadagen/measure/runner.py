@@ -115,6 +115,10 @@ class DeviceRunner:
             if self._worker.is_busy:
                 self._worker.stop()
 
+    @property
+    def races_at_once(self) -> int:
+        return 1
+
     def race(self, a: Variant, b: Variant, cells: Sequence[Cell]) -> list[tuple[float, float]]:
         """Time two verified variants of one problem in turns: (µs of a, µs of b) for each cell.
 

@@ -1,4 +1,4 @@
-"""Builds one batch of variants while another is measured."""
+"""Builds one batch of variants while another is measured, on one device."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from math import inf
 from queue import Empty, SimpleQueue
 from threading import Event as Flag
 from threading import current_thread, main_thread
+from typing import Protocol
 
 from hadagen.arch import Arch
 from hadagen.codegen import render
@@ -29,11 +30,28 @@ BATCHES = 3  # in progress at once: one is measured, one is built, one is being 
 BATCH_SIZE = 64
 WAKE_SECONDS = 1.0
 
-Batch = Sequence[tuple[Problem, Knobs]]  # legal ones
+Batch = list[tuple[Problem, Knobs]]  # legal ones
+Ask = Callable[[int], Batch]  # of at most so many variants
+Keep = Callable[[Sequence[Trial]], None]
 _Result = BatchBuilt | VariantNotTried | Trial
 _Built = Kernel | BuildFailure | NotTried | None  # None: the runner needs no kernels
 Build = Callable[[Sequence[Source]], Sequence[Kernel | BuildFailure | NotTried]]
 _KernelKey = tuple[Problem, str]  # variants with the same key do the same thing in the same time
+
+
+class Work(Protocol):
+    """Builds and measures what a search asks for. As a context manager it ends its threads."""
+
+    def __enter__(self) -> Work: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def run(self, ask: Ask, keep: Keep, listen: Listener, deadline: float = inf) -> bool:
+        """Try the batches that `ask` returns. `keep` gets the trials, `listen` all other results.
+
+        Ends when `ask` has no more, at the deadline (of `time.monotonic()`), or at Ctrl-C. An empty batch means that
+        there is none now: more may come when trials were kept. Returns whether Ctrl-C came.
+        """
 
 
 class Pipeline:
@@ -61,31 +79,28 @@ class Pipeline:
         self._builder = ThreadPoolExecutor(1, "hadagen-build")
         self._measurer = ThreadPoolExecutor(1, "hadagen-measure")
 
-    def run(
-        self, ask: Callable[[], Batch], keep: Callable[[Trial], None], listen: Listener, deadline: float = inf
-    ) -> bool:
-        """Try the batches that `ask` returns. `keep` gets each trial, `listen` all other results.
+    def run(self, ask: Ask, keep: Keep, listen: Listener, deadline: float = inf) -> bool:
+        """As `Work.run`. At the end the variant that is measured is finished, and builds are dropped.
 
-        Ends when `ask` has no more, at the deadline (of `time.monotonic()`), or at Ctrl-C. Then the variant that is
-        measured is finished, and builds are dropped. `BATCHES` are in progress at once; the next is asked for when one
-        is complete. An empty batch means that there is none now. Returns whether Ctrl-C came. Raises what a thread
-        raised.
+        `BATCHES` are in progress at once; the next is asked for when one is complete. Raises what a thread raised.
         """
         interrupted = False
         try:
-            for result in self._come(ask, deadline):
-                if isinstance(result, Trial):
-                    with _finishing() as interrupts:
-                        keep(result)
-                    if interrupts:
-                        raise KeyboardInterrupt
-                else:
-                    listen(result)
+            for results in self._come(ask, deadline):
+                trials = [result for result in results if isinstance(result, Trial)]
+                with _finishing() as interrupts:
+                    if trials:
+                        keep(trials)
+                if interrupts:
+                    raise KeyboardInterrupt
+                for result in results:
+                    if not isinstance(result, Trial):
+                        listen(result)
         except KeyboardInterrupt:
             interrupted = True
         with _finishing() as interrupts:
-            for trial in self._stop():
-                keep(trial)
+            if trials := self._stop():
+                keep(trials)
         return interrupted or bool(interrupts)
 
     def __enter__(self) -> Pipeline:
@@ -94,24 +109,29 @@ class Pipeline:
     def __exit__(self, *_: object) -> None:
         self._stop()
 
-    def _come(self, ask: Callable[[], Batch], deadline: float) -> Iterator[_Result]:
-        """The results of the batches, as they come."""
+    def _come(self, ask: Ask, deadline: float) -> Iterator[list[_Result]]:
+        """The results of the batches as they come, those that are there at the same time together."""
         self._refill(ask, deadline)
         while self._under_way and (left := deadline - time.monotonic()) > 0:
             try:
                 # Wake up now and then: Ctrl-C just before a wait begins does not end that wait.
-                result = self._results.get(timeout=min(left, WAKE_SECONDS))
+                came = [self._results.get(timeout=min(left, WAKE_SECONDS))]
             except Empty:
                 continue
-            if isinstance(result, BaseException):
-                raise result
-            if result is None:
+            # What ends a batch, or the run, waits until all that came before is kept.
+            while isinstance(came[-1], _Result) and not self._results.empty():
+                came.append(self._results.get())
+            last = came[-1]
+            yield [
+                self._attempted(result) if isinstance(result, VariantNotTried) else result
+                for result in came
+                if isinstance(result, _Result)
+            ]
+            if isinstance(last, BaseException):
+                raise last
+            if last is None:
                 self._under_way -= 1
                 self._refill(ask, deadline)
-            elif isinstance(result, VariantNotTried):
-                yield self._attempted(result)
-            else:
-                yield result
 
     def _attempted(self, result: VariantNotTried) -> _Result:
         """The same result, and its knobs come again; after the last attempt a failed trial."""
@@ -133,9 +153,9 @@ class Pipeline:
                 trials.append(result)
         return trials
 
-    def _refill(self, ask: Callable[[], Batch], deadline: float) -> None:
+    def _refill(self, ask: Ask, deadline: float) -> None:
         while self._under_way < BATCHES and time.monotonic() < deadline:
-            batch, self._again = self._again or ask(), []
+            batch, self._again = self._again or ask(BATCH_SIZE), []
             if not batch:
                 return
             built = self._builder.submit(self._build, batch)

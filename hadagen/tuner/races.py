@@ -28,9 +28,14 @@ RaceTimes = Mapping[Cell, tuple[float, float]]  # µs of a kernel, and of the ot
 
 @runtime_checkable
 class Racing(Protocol):
-    """A runner that can time two kernels in turns: (µs of a, µs of b) for each cell. Raises `DeviceError`."""
+    """A runner that can time two kernels in turns."""
 
-    def race(self, a: Variant, b: Variant, cells: Sequence[Cell]) -> list[tuple[float, float]]: ...
+    @property
+    def races_at_once(self) -> int:
+        """How many threads may race at the same time."""
+
+    def race(self, a: Variant, b: Variant, cells: Sequence[Cell]) -> list[tuple[float, float]]:
+        """(µs of a, µs of b) for each cell. Raises `DeviceError`."""
 
 
 def race_near_ties(trials: Iterable[Trial], store: Store, runner: Racing) -> Iterator[tuple[float, ...]]:

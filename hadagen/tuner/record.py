@@ -24,7 +24,7 @@ from hadagen.regimes import Destination, deciding_cache, timed_elements
 from hadagen.space import Space
 from hadagen.trial import Environment, Outcome, Trial, utc_now
 from hadagen.tuner.events import Listener, ProblemFinished, ProblemStarted, SearchStarted, TrialFinished
-from hadagen.tuner.pipeline import BATCH_SIZE, Build, Pipeline
+from hadagen.tuner.pipeline import Build, Pipeline
 from hadagen.tuner.recording import SUFFIX, Recording, read_recording, recording_of, write_recording
 from hadagen.tuner.study import BestByCell, best_of_trials, best_scores, note_best
 from hadagen.tuning_db.atomic_file import unwritable
@@ -179,7 +179,7 @@ class _Recorder:
         )
         missing = self._missing()
         with Pipeline(options.arch, options.build, options.runner, (), options.stopped) as pipeline:
-            interrupted = pipeline.run(lambda: list(islice(missing, BATCH_SIZE)), self._finish, self._listen)
+            interrupted = pipeline.run(lambda size: list(islice(missing, size)), self._finish, self._listen)
         return RecordReport(
             outcomes={problem: draft.outcomes for problem, draft in self._drafts.items()},
             files={problem: draft.path for problem, draft in self._drafts.items() if draft.is_complete},
@@ -194,7 +194,11 @@ class _Recorder:
             for knobs in draft.missing:
                 yield problem, knobs
 
-    def _finish(self, trial: Trial) -> None:
+    def _finish(self, trials: Sequence[Trial]) -> None:
+        for trial in trials:
+            self._finish_one(trial)
+
+    def _finish_one(self, trial: Trial) -> None:
         draft = self._drafts[trial.problem]
         try:
             kept = draft.keep(trial)

@@ -1,27 +1,31 @@
 """The search: ask, build, verify and time, record, tell, over many problems at once.
 
-A batch holds knobs of all open problems. Three batches are in progress: one is measured, one is built, one is being
-built (`pipeline`). So no device waits for a compiler. The next batch is asked for only when the results of one are
-complete. So the same seed and the same answers give the same search, however long each part takes. A trial is in the
-database before anything is learned from it or reported. So every reported trial is kept, however the process ends, and
-the next run continues from there.
+A batch holds knobs of all open problems. On one device three batches are in progress: one is measured, one is built,
+one is being built (`pipeline`). So no device waits for a compiler. The next batch is asked for only when the results of
+one are complete. So the same seed and the same answers give the same search, however long each part takes. On a fleet
+results are taken as they come (`fleet`).
+
+A trial is in the database before anything is learned from it or reported. So every reported trial is kept, however the
+process ends, and the next run continues from there. Trials that are finished at the same time are recorded together.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import chain, zip_longest
 from math import inf
 from threading import Event as Flag
+from threading import Lock
 
 import optuna
-from optuna.storages import BaseStorage, InMemoryStorage, RDBStorage
 
 from hadagen.arch import Arch
-from hadagen.errors import StorageError, UsageError
+from hadagen.errors import UsageError
 from hadagen.knobs import Knobs
 from hadagen.measure import Runner
 from hadagen.problem import MAX_LOG2_N, DType, Numerics, Problem, check_tunable, difference
@@ -38,7 +42,8 @@ from hadagen.tuner.events import (
     TrialFinished,
     TuneReport,
 )
-from hadagen.tuner.pipeline import BATCH_SIZE, Build, Pipeline
+from hadagen.tuner.mirror import Mirror
+from hadagen.tuner.pipeline import Batch, Build, Pipeline, Work
 from hadagen.tuner.races import Racing, race_near_ties
 from hadagen.tuner.study import BestByCell, Study, best_of_trials, known_trials, most_often_best
 from hadagen.tuning_db.claims import Claims
@@ -57,7 +62,6 @@ CHILD_SHARE = 4
 LEAST_OF_CHILD = 3
 NEIGHBORS_TURN = 4  # one of this many trials has the best knobs so far of a neighboring problem
 NEAREST = 2  # of the problems with another matrix, beside the neighbors
-STORAGE_ATTEMPTS = 20  # more than the tables and indexes that Optuna makes
 _RACES = "races"  # claimed while the near-ties of a problem are raced
 SEARCH_SHARE = 0.9  # of the time budget; the rest is for races
 
@@ -71,6 +75,9 @@ class TuneOptions:
     of earlier runs; by default `MEASURED_TRIALS`, or `ESTIMATED_TRIALS` without a device. Problems with a parent get a
     quarter of them. With 0 nothing is searched or raced. `time_budget`: seconds, for all problems together. `known`:
     problem → knobs that are tried before any others, such as those of winners. `stopped`: set to stop building.
+
+    `work`: builds and measures what the search asks for, on one device or on a fleet. `guess`: finds the first knobs
+    of a problem as `first_guesses` does, perhaps elsewhere; it may return None if it was not told to `wait`.
     """
 
     arch: Arch
@@ -83,6 +90,8 @@ class TuneOptions:
     seed: int = 0
     known: Mapping[Problem, Sequence[Knobs]] = field(default_factory=dict)
     stopped: Flag = field(default_factory=Flag)
+    work: Callable[..., Work] = Pipeline
+    guess: Callable[[Problem, bool], Sequence[Knobs] | None] | None = None
 
     def __post_init__(self) -> None:
         """Raises `UsageError` as `check_effort` and `check_tunable` do."""
@@ -108,50 +117,31 @@ def tune(options: TuneOptions, listen: Listener = lambda event: None) -> TuneRep
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     store = options.store
-    if store is None:
-        return _search(options, listen, InMemoryStorage())
-    storage = _optuna_storage(store)
-    try:
-        with store.lent(), Claims(store, options.arch.name, options.runner.environment.gpu) as claims:
-            return _search(options, listen, storage, claims)
-    finally:
-        storage.engine.dispose()
+    with ExitStack() as until_the_end:
+        mirror = claims = None
+        if store is not None:
+            mirror = until_the_end.enter_context(Mirror(store))
+            until_the_end.enter_context(store.lent())
+            claims = until_the_end.enter_context(Claims(store, options.arch.name, options.runner.environment.gpu))
+        search = _Search(options, listen, mirror, claims)
+        search.run()
+        search.race()
+        return search.report()
 
 
-def _search(options: TuneOptions, listen: Listener, storage: BaseStorage, claims: Claims | None = None) -> TuneReport:
-    search = _Search(options, listen, storage, claims)
-    search.run()
-    search.race()
-    return search.report()
-
-
-def _optuna_storage(store: Store) -> RDBStorage:
-    """Optuna's tables, in our database."""
-    sqlite = store.url.startswith("sqlite")
-    failure, attempts = "", 0
-    while True:
-        attempts += 1
-        try:
-            with store.lent():
-                return RDBStorage(store.url, engine_kwargs={"connect_args": {"timeout": 60}} if sqlite else None)
-        except RuntimeError as error:
-            raise StorageError(
-                f"{store.place} holds tables of another Optuna than {optuna.__version__}; name another database"
-            ) from error
-        except StorageError as error:
-            # Another process may make these tables at the same time, because Optuna takes no lock. The next attempt
-            # finds the tables of that process. So a second failure with the same text has another reason.
-            if failure == str(error) or attempts == STORAGE_ATTEMPTS:
-                raise
-            failure = str(error)
+def first_guesses(problem: Problem, arch: Arch, trials: int, *, estimated: bool = False) -> list[Knobs]:
+    """The knobs with which the search of a problem begins, before it knows any times: the best by the cost model, and
+    the first seeds of the space in turns; for estimates of so many `trials` the best by the cost model alone."""
+    space = Space(problem, arch)
+    return shortlist(space, trials) if estimated else _by_turns([space.seeds()[:SEEDS], shortlist(space, RANKED)])
 
 
 class _Search:
     def __init__(
-        self, options: TuneOptions, listen: Listener, storage: BaseStorage, claims: Claims | None = None
+        self, options: TuneOptions, listen: Listener, mirror: Mirror | None = None, claims: Claims | None = None
     ) -> None:
         self.stopped = ""
-        self._options, self._listen, self._storage, self._claims = options, listen, storage, claims
+        self._options, self._listen, self._mirror, self._claims = options, listen, mirror, claims
         self._started = time.monotonic()
         self._environment = options.runner.environment
         self._estimated = not self._environment.gpu
@@ -161,7 +151,8 @@ class _Search:
         problems = dict.fromkeys(options.problems) if self._trials else {}
         self._unopened = deque(sorted(problems, key=lambda problem: problem.parent is not None))
         self._studies: dict[Problem, Study] = {}
-        self._seeds: dict[Problem, list[Knobs]] = {}  # by problem without a parent
+        self._seeds: dict[Problem, Sequence[Knobs]] = {}  # by problem without a parent
+        self._last: Problem | None = None  # that was asked for knobs
         self._ours: set[int] = set()  # row numbers of the trials of this run
         self._newest = max(options.store.rows_after(0), default=0) if options.store else 0  # row that was looked at
         kept = (
@@ -176,6 +167,8 @@ class _Search:
         self._finished_before = sum(self._finished.values())
         self._outcomes: Counter[Outcome] = Counter()
         self._raced = 0
+        self._lock = Lock()  # for what races tell
+        self._race_no_more = Flag()
         listen(
             SearchStarted(
                 problems=len(self._unopened),
@@ -190,8 +183,8 @@ class _Search:
         """Search to the end, or until time is up or Ctrl-C. All trials measured until then are recorded."""
         options, known = self._options, chain.from_iterable(known.values() for known in self._stored.values())
         deadline = self._started + SEARCH_SHARE * (options.time_budget or inf)
-        with Pipeline(options.arch, options.build, options.runner, known, options.stopped) as pipeline:
-            if pipeline.run(self._ask, self._finish, self._listen, deadline):
+        with options.work(options.arch, options.build, options.runner, known, options.stopped) as work:
+            if work.run(self._ask, self._finish, self._listen, deadline):
                 self.stopped = "interrupted"
         self._meet_others()
         if not self.stopped and (
@@ -205,27 +198,41 @@ class _Search:
 
         Does nothing if the runner cannot race.
         """
-        options, store = self._options, self._options.store
-        if self.stopped == "interrupted" or store is None or not isinstance(options.runner, Racing):
+        runner = self._options.runner
+        if self.stopped == "interrupted" or self._options.store is None or not isinstance(runner, Racing):
             return
-        deadline = self._started + (options.time_budget or inf)
-        try:
-            for problem in sorted(self._studies):
-                study = self._studies[problem]
-                if study.is_raced or not (self._claims and all(self._claims.take([(problem, _RACES)]))):
-                    continue
-                kept = study.kept
-                trials = store.trials(problem, options.arch.name, self._environment.gpu, Outcome.OK, blobs=False)
-                here = [trial for trial in trials if replace(trial.environment, nvcc="") == self._environment]
-                for margins in race_near_ties(here, store, options.runner):
-                    self._raced += len(margins)
-                    self._listen(PairRaced(problem, margins))
-                    if time.monotonic() > deadline:
-                        return
-                study.mark_raced(kept)
-                self._claims.finish(problem, _RACES)
-        except KeyboardInterrupt:
-            self.stopped = "interrupted"
+        with ThreadPoolExecutor(runner.races_at_once, "hadagen-race") as threads:
+            races = [threads.submit(self._race_one, problem, runner) for problem in sorted(self._studies)]
+            try:
+                for race in races:
+                    race.result()
+            except BaseException as error:
+                self._race_no_more.set()
+                if not isinstance(error, KeyboardInterrupt):
+                    raise
+                self.stopped = "interrupted"
+
+    def _race_one(self, problem: Problem, runner: Racing) -> None:
+        store, claims, study = self._options.store, self._claims, self._studies[problem]
+        assert store
+        assert claims
+        deadline = self._started + (self._options.time_budget or inf)
+        if self._is_over(deadline) or study.is_raced or not all(claims.take([(problem, _RACES)])):
+            return
+        kept = study.kept
+        trials = store.trials(problem, self._options.arch.name, self._environment.gpu, Outcome.OK, blobs=False)
+        here = [trial for trial in trials if replace(trial.environment, nvcc="") == self._environment]
+        for margins in race_near_ties(here, store, runner):
+            with self._lock:
+                self._raced += len(margins)
+                self._listen(PairRaced(problem, margins))
+            if self._is_over(deadline):
+                return
+        study.mark_raced(kept)
+        claims.finish(problem, _RACES)
+
+    def _is_over(self, deadline: float) -> bool:
+        return self._race_no_more.is_set() or time.monotonic() > deadline
 
     def report(self) -> TuneReport:
         return TuneReport(
@@ -247,22 +254,42 @@ class _Search:
         shared = min(self._trials, max(LEAST_OF_CHILD, self._trials // CHILD_SHARE))
         return shared if _is_like_its_parent(problem) else self._trials
 
-    def _ask(self) -> list[tuple[Problem, Knobs]]:
-        """The next batch: knobs of all open problems, up to `BATCH_SIZE`; empty if no problem may have more now."""
-        batch: list[tuple[Problem, Knobs]] = []
+    def _ask(self, size: int) -> Batch:
+        """The next batch: knobs of the open problems in turns, at most `size`; empty if none may have more now."""
+        batch: Batch = []
         self._meet_others()
         while not batch:
-            for _ in range(min(OPENED_AT_ONCE, len(self._unopened))):
-                self._open(self._unopened.popleft())
-            active = [study for study in self._studies.values() if self._may_ask(study)]
+            self._open_some()
+            active = deque(study for study in self._in_turns() if self._may_ask(study))
             if not active and not self._unopened:
                 break
-            for _ in range(min(MOST_OF_ONE_PROBLEM, max(1, BATCH_SIZE // max(1, len(active))))):
-                batch += [asked for study in active if (asked := self._ask_study(study))]
+            rounds: Counter[Problem] = Counter()
+            while active and len(batch) < size:
+                study = active.popleft()
+                if asked := self._ask_study(study):
+                    batch.append(asked)
+                    rounds[study.problem] += 1
+                    if rounds[study.problem] < MOST_OF_ONE_PROBLEM and self._may_ask(study):
+                        active.append(study)
+                self._last = study.problem
             batch = self._claimed(batch)
         return batch
 
-    def _claimed(self, batch: list[tuple[Problem, Knobs]]) -> list[tuple[Problem, Knobs]]:
+    def _in_turns(self) -> list[Study]:
+        """All studies, those after the last that was asked first."""
+        studies = list(self._studies.values())
+        first = next((i + 1 for i, study in enumerate(studies) if study.problem == self._last), 0)
+        return studies[first:] + studies[:first]
+
+    def _open_some(self) -> None:
+        """Open the next problems whose first knobs are known. If no other problem is open, wait for one."""
+        for _ in range(min(OPENED_AT_ONCE, len(self._unopened))):
+            idle = not any(map(self._may_ask, self._studies.values()))
+            if not self._open(self._unopened[0], wait=idle):
+                return
+            self._unopened.popleft()
+
+    def _claimed(self, batch: Batch) -> Batch:
         """The knobs of a batch that no other run has tried or has in progress. The others are dropped."""
         if self._claims is None:
             return batch
@@ -317,30 +344,34 @@ class _Search:
                 self._tell_if_finished(study)
         return None
 
-    def _open(self, problem: Problem) -> None:
+    def _open(self, problem: Problem, wait: bool) -> bool:
+        """Begin the search of a problem. Returns False if its first knobs are not known yet; with `wait` they will
+        be."""
         options = self._options
-        space = Space(problem, options.arch)
+        # The search starts with its knobs.
+        oldest = (problem.parent if _is_like_its_parent(problem) else None) or problem
+        if oldest not in self._seeds and len(self._stored[problem]) < self._share(problem):
+            guessed = self._guess(oldest, wait)
+            if guessed is None:
+                return False
+            self._seeds[oldest] = guessed
         device = self._environment.gpu or "estimated"
-        study = Study(space, device, self._stored[problem], self._storage, options.seed)
+        study = Study(Space(problem, options.arch), device, self._stored[problem], self._mirror, options.seed)
         self._studies[problem] = study
         self._finished[problem] = study.finished
         self._goals[problem] = max(study.finished, self._share(problem))
         self._listen(ProblemStarted(problem, study.finished))
-        if self._tell_if_finished(study):
-            return
-        # The search starts with its knobs.
-        oldest = (problem.parent if _is_like_its_parent(problem) else None) or problem
-        if oldest not in self._seeds:
-            start = space if oldest is problem else Space(oldest, options.arch)
-            self._seeds[oldest] = (
-                shortlist(start, self._trials)
-                if self._estimated
-                else _by_turns([start.seeds()[:SEEDS], shortlist(start, RANKED)])
-            )
-        for knobs in options.known.get(problem, ()):
-            study.suggest(knobs, first=True)
-        for knobs in self._seeds[oldest]:
-            study.suggest(knobs)
+        if not self._tell_if_finished(study):
+            for knobs in options.known.get(problem, ()):
+                study.suggest(knobs, first=True)
+            for knobs in self._seeds.get(oldest, ()):
+                study.suggest(knobs)
+        return True
+
+    def _guess(self, problem: Problem, wait: bool) -> Sequence[Knobs] | None:
+        if self._options.guess:
+            return self._options.guess(problem, wait)
+        return first_guesses(problem, self._options.arch, self._trials, estimated=self._estimated)
 
     def _winners_nearby(self, study: Study) -> list[Knobs]:
         """The best knobs of the problems that differ least, of this run or earlier ones.
@@ -361,18 +392,29 @@ class _Search:
         study = self._studies.get(problem)
         return study.best_by_cell if study else best_of_trials(self._stored[problem].values())
 
-    def _finish(self, trial: Trial) -> None:
+    def _finish(self, trials: Sequence[Trial]) -> None:
         """Record, then learn, then report."""
         if self._options.store is not None:
-            self._ours.add(self._options.store.record(trial))
+            self._ours.update(self._options.store.record(*trials))
         if self._claims is not None:
-            self._claims.finish(trial.problem, knobs_key(trial.knobs))
-        problem, study = trial.problem, self._studies[trial.problem]
-        study.tell(trial)
-        self._outcomes[trial.outcome] += 1
-        self._finished[problem] = study.finished
-        self._listen(TrialFinished(trial, study.best, sum(self._finished.values()), sum(self._goals.values())))
-        self._tell_if_finished(study)
+            for trial in trials:
+                self._claims.finish(trial.problem, knobs_key(trial.knobs))
+        mirrored, events = [], []
+        for trial in trials:
+            problem, study = trial.problem, self._studies[trial.problem]
+            result = study.tell(trial)
+            if study.mirrored:
+                mirrored.append((study.mirrored, result))
+            self._outcomes[trial.outcome] += 1
+            self._finished[problem] = study.finished
+            finished, goal = sum(self._finished.values()), sum(self._goals.values())
+            events.append(TrialFinished(trial, study.best, finished, goal))
+        if self._mirror is not None:
+            self._mirror.add(mirrored)
+        for event in events:
+            self._listen(event)
+        for study in dict.fromkeys(self._studies[trial.problem] for trial in trials):
+            self._tell_if_finished(study)
 
     def _tell_if_finished(self, study: Study) -> bool:
         finished = study.finished == self._goals[study.problem]

@@ -4,10 +4,10 @@ Two sources take turns: Optuna's TPE names a point, or the best trial so far of 
 nearest legal knobs are tried. If they were tried before, a few random steps lead to others. So a study returns only
 legal knobs, and none twice, until none are left.
 
-The sampler works in memory. Each finished trial is then added to Optuna's tables in the database, in one transaction.
-If the sampler worked in the database, each knob would take a transaction, and asking would take 18 ms instead of 5. So
-a killed run leaves no half-open trial behind. The trials in our own tables are the truth. Those that Optuna's tables
-lack are added at the start.
+The sampler works in memory, and finished trials are added to Optuna's tables in the database (`mirror`). If the sampler
+worked in the database, each knob would take a transaction, and asking would take 18 ms instead of 2. So a killed run
+leaves no half-open trial behind. The trials in our own tables are the truth. Those that Optuna's tables lack are added
+at the start.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution
-from optuna.storages import BaseStorage
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
@@ -35,8 +34,8 @@ from hadagen.problem import Problem
 from hadagen.regimes import Cache, Destination, deciding_cache, element_buckets, may_be_hot
 from hadagen.space import Space, check_legal
 from hadagen.trial import Outcome, Trial
+from hadagen.tuner.mirror import REGIMES, Mirror
 
-REGIMES = ("latency", "L2", "memory")
 LATENCY_ELEMENTS = 1 << 18  # up to here a launch is mostly latency
 RANDOM_STEPS = 20
 STARTUP_TRIALS = 10  # before TPE names points; suggested trials count
@@ -161,12 +160,12 @@ def step_from(knobs: Knobs, arch: Arch, choose: random.Random) -> dict[str, Any]
 class Study:
     """The search of one problem on `device` (a GPU's name, or "estimated").
 
-    `known`: the trials so far, of any run. The study learns from them, and does not repeat them. `storage`: holds
-    Optuna's tables. The same `seed` and the same answers give the same questions.
+    `known`: the trials so far, of any run. The study learns from them, and does not repeat them. `mirror`: Optuna's
+    tables; None for a search that keeps nothing. The same `seed` and the same answers give the same questions.
     """
 
     def __init__(
-        self, space: Space, device: str, known: Mapping[Knobs, Trial], storage: BaseStorage, seed: int
+        self, space: Space, device: str, known: Mapping[Knobs, Trial], mirror: Mirror | None, seed: int
     ) -> None:
         self.problem = space.problem
         self._space = space
@@ -189,13 +188,13 @@ class Study:
         self._study = optuna.create_study(directions=directions, sampler=sampler)
         # Optuna cannot change the range of a parameter, so other ranges need another study.
         name = f"{self.problem.key} on {space.arch.name}, {device}, ranges {zlib.crc32(repr(ranges).encode()):08x}"
-        self._kept = optuna.create_study(storage=storage, study_name=name, directions=directions, load_if_exists=True)
-        kept = {Knobs.from_dict(trial.params) for trial in self._kept.get_trials(deepcopy=False)}
-        for knobs, trial in known.items():
-            result = self._result(knobs, trial)
+        self.mirrored = mirror.study(name) if mirror else None
+        results = {knobs: self._result(knobs, trial) for knobs, trial in known.items()}
+        for result in results.values():
             self._study.add_trial(result)
-            if knobs not in kept:
-                self._kept.add_trial(result)
+        if mirror and self.mirrored:
+            there = {Knobs.from_dict(trial.params) for trial in self.mirrored.get_trials(deepcopy=False)}
+            mirror.add((self.mirrored, result) for knobs, result in results.items() if knobs not in there)
 
     @property
     def best(self) -> Scores:
@@ -219,16 +218,17 @@ class Study:
     @property
     def is_raced(self) -> bool:
         """Whether its near-ties were raced since its last trial, by any run."""
-        return bool(self._kept.user_attrs.get(_RACED) == self.kept)
+        return bool(self.mirrored and self.mirrored.user_attrs.get(_RACED) == self.kept)
 
     @property
     def kept(self) -> int:
         """Number of trials in Optuna's tables, of all runs. It never decreases."""
-        return len(self._kept.get_trials(deepcopy=False))
+        return len(self.mirrored.get_trials(deepcopy=False)) if self.mirrored else 0
 
     def mark_raced(self, kept: int) -> None:
         """Note that the near-ties of the first `kept` trials were raced."""
-        self._kept.set_user_attr(_RACED, kept)
+        if self.mirrored:
+            self.mirrored.set_user_attr(_RACED, kept)
 
     def suggest(self, knobs: Knobs, *, first: bool = False) -> None:
         """Ask for these knobs, or the nearest legal ones, before those of Optuna; if `first`, before all others."""
@@ -258,16 +258,16 @@ class Study:
         self._study.tell(trial, state=TrialState.FAIL)  # TPE ignores it
         return self._start(knobs)
 
-    def tell(self, trial: Trial) -> None:
-        """Learn from the trial of knobs that were asked for."""
+    def tell(self, trial: Trial) -> FrozenTrial:
+        """Learn from the trial of knobs that were asked for. Returns what Optuna's tables hold of it."""
         knobs = Knobs.from_dict(trial.knobs)
         asked, result = self._asked.pop(knobs), self._result(knobs, trial)
         for name, value in result.constraints.items():
             asked.set_constraint(name, value)
         self._study.tell(asked, result.values, result.state)
-        self._kept.add_trial(result)
         self._told.add(knobs)
         note_best(self.best_by_cell, trial)
+        return result
 
     def forget(self, knobs: Knobs) -> None:
         """Drop knobs that were asked for and will not be tried."""
