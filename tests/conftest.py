@@ -6,6 +6,9 @@ import os
 
 import pytest
 from hypothesis import HealthCheck, settings
+from postgres import postgres, postgres_server
+
+__all__ = ["postgres", "postgres_server"]  # fixtures; a session has one server only if no other module imports them
 
 # The same examples in every run, and no verdict that depends on how busy the machine is.
 settings.register_profile("hadagen", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
