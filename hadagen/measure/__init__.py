@@ -8,10 +8,11 @@ from hadagen.measure.copy import copy_sources
 from hadagen.measure.environment import device_environment
 from hadagen.measure.messages import Answer, Choice, ChoiceResult, Comparison, Ranking, Times
 from hadagen.measure.replay import ReplayRunner
-from hadagen.measure.runner import DeviceRunner, Runner, Variant
+from hadagen.measure.runner import BestTimes, DeviceRunner, Runner, Variant, without_texts
 
 __all__ = [
     "Answer",
+    "BestTimes",
     "Cell",
     "Choice",
     "ChoiceResult",
@@ -28,4 +29,5 @@ __all__ = [
     "device_environment",
     "is_timed",
     "rows_between",
+    "without_texts",
 ]

@@ -12,11 +12,13 @@ from hadagen.trial import Kernel, Outcome, Timing
 
 @dataclass(frozen=True)
 class Measure:
-    """Verify a kernel, then time it. Timing stops if the kernel exceeds `limits_us` at every probe cell."""
+    """Verify a kernel, then time it. Timing stops if the kernel exceeds `limits_us` at every probe cell. `cells`: which
+    to time; None for those of the service."""
 
     problem: Problem
     kernel: Kernel
     limits_us: dict[Cell, float]
+    cells: tuple[Cell, ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from hadagen.measure.cells import Cell, Cells
 from hadagen.measure.messages import Answer, Choice, Compare, Comparison, Measure, Race, Rank, Ranking
 from hadagen.measure.worker import Failure, Service, Worker
 from hadagen.problem import Numerics, Problem
-from hadagen.trial import Environment, Kernel, NotTried, Outcome, Provenance, Trial, utc_now
+from hadagen.trial import Environment, Kernel, NotTried, Outcome, Provenance, Timing, Trial, utc_now
 
 _REPLAYS = 7
 COMPARISON_TIMEOUT_S = 300.0  # a library may take a second for some of what our kernels do in a millisecond
@@ -21,11 +21,36 @@ COMPARISON_TIMEOUT_S = 300.0  # a library may take a second for some of what our
 
 @dataclass(frozen=True)
 class Variant:
-    """Knobs of a problem, to try. `kernel` is None only for runners that run nothing, such as `ReplayRunner`."""
+    """Knobs of a problem, to try. `kernel` is None only for runners that run nothing, such as `ReplayRunner`.
+
+    Where a runner measures for a search on another machine, that search knows best which cells to time, and the
+    `limits`, in microseconds, beyond which a kernel is not timed further. None leaves both to the runner.
+    """
 
     problem: Problem
     knobs: dict[str, Any]
     kernel: Kernel | None = None
+    cells: tuple[Cell, ...] | None = None
+    limits: dict[Cell, float] | None = None
+
+
+class BestTimes:
+    """The best time of each cell of each problem so far. A kernel `give_up` times slower at each probe cell is not
+    timed further."""
+
+    def __init__(self, give_up: float) -> None:
+        self._give_up = give_up
+        self._best: dict[Problem, dict[Cell, float]] = {}
+
+    def note(self, problem: Problem, timings: Iterable[Timing]) -> None:
+        best = self._best.setdefault(problem, {})
+        for timing in timings:
+            cell = Cell.of(timing)
+            best[cell] = min(timing.us, best.get(cell, timing.us))
+
+    def limits(self, problem: Problem) -> dict[Cell, float]:
+        """Cell → the most microseconds that a kernel may take there."""
+        return {cell: us * self._give_up for cell, us in self._best.get(problem, {}).items()}
 
 
 class Runner(Protocol):
@@ -71,13 +96,12 @@ class DeviceRunner:
     ) -> None:
         if not copy_kernels:
             raise UsageError("no copy kernel was given; build `copy_sources()` and pass the kernels")
-        copies = tuple(_bare(kernel) for kernel in copy_kernels)
+        copies = tuple(without_texts(kernel) for kernel in copy_kernels)
         self._worker = Worker(make_service, (device_index, copies, cells, _REPLAYS))
         self._environment: Environment | None = None
-        self._give_up = give_up
+        self._best = BestTimes(give_up)
         self._timeout_s = timeout_s
         self._deadline = deadline
-        self._best: dict[Problem, dict[Cell, float]] = {}
 
     @property
     def environment(self) -> Environment:
@@ -126,7 +150,7 @@ class DeviceRunner:
         """
         if a.problem != b.problem:
             raise UsageError(f"{a.problem.key} cannot be raced against {b.problem.key}; give two of one problem")
-        request = Race(a.problem, _bare(_kernel(a)), _bare(_kernel(b)), tuple(cells))
+        request = Race(a.problem, without_texts(_kernel(a)), without_texts(_kernel(b)), tuple(cells))
         return list(self._ask(request, "a race", self._timeout_s))
 
     def compare(self, variants: Sequence[Variant], cells: Sequence[tuple[Cell, Sequence[int]]]) -> Comparison:
@@ -139,7 +163,7 @@ class DeviceRunner:
         kinds = {variant.problem.with_io(numerics=Numerics.ACCURATE).key for variant in variants}
         if len(kinds) != 1:
             raise UsageError(f"{' and '.join(sorted(kinds))} cannot be compared; give variants of one n and dtype")
-        kernels = tuple((variant.problem, _bare(_kernel(variant))) for variant in variants)
+        kernels = tuple((variant.problem, without_texts(_kernel(variant))) for variant in variants)
         request = Compare(kernels, tuple((cell, tuple(wanted)) for cell, wanted in cells))
         answer: Comparison = self._ask(request, f"comparing kernels for {variants[0].problem.key}")
         return answer
@@ -152,7 +176,7 @@ class DeviceRunner:
         problem = variants[0].problem
         if any(variant.problem != problem for variant in variants):
             raise UsageError(f"not all variants are for {problem.key}; give those of one problem")
-        request = Rank(problem, tuple(_bare(_kernel(variant)) for variant in variants), tuple(choices))
+        request = Rank(problem, tuple(without_texts(_kernel(variant)) for variant in variants), tuple(choices))
         answer: Ranking = self._ask(request, f"ranking kernels for {problem.key}")
         return answer
 
@@ -182,8 +206,8 @@ class DeviceRunner:
         self._worker.send(request)
 
     def _submit(self, variant: Variant) -> None:
-        limits = {cell: us * self._give_up for cell, us in self._best.get(variant.problem, {}).items()}
-        self._send(Measure(variant.problem, _bare(_kernel(variant)), limits))
+        limits = self._best.limits(variant.problem) if variant.limits is None else variant.limits
+        self._send(Measure(variant.problem, without_texts(_kernel(variant)), limits, variant.cells))
 
     def _collect(self, variant: Variant) -> Trial | None:
         """The trial of the variant that the worker has; None if the deadline came before."""
@@ -196,10 +220,7 @@ class DeviceRunner:
             outcome = Outcome.TIMEOUT if answer.hung else Outcome.LAUNCH_FAILED
             answer = Answer(outcome, answer.detail, seconds=time.monotonic() - started)
         if answer.outcome is Outcome.OK:
-            best = self._best.setdefault(variant.problem, {})
-            for timing in answer.timings:
-                cell = Cell.of(timing)
-                best[cell] = min(timing.us, best.get(cell, timing.us))
+            self._best.note(variant.problem, answer.timings)
         kernel = _kernel(variant)
         return Trial(
             problem=variant.problem,
@@ -223,6 +244,6 @@ def _kernel(variant: Variant) -> Kernel:
     return variant.kernel
 
 
-def _bare(kernel: Kernel) -> Kernel:
+def without_texts(kernel: Kernel) -> Kernel:
     """The kernel without its texts, which a worker does not need."""
     return replace(kernel, source="", ptx=b"")

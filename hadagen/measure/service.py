@@ -79,7 +79,7 @@ class DeviceService:
             verified = self._verifier.check(kernel, problem)
             if verified.outcome is not Outcome.OK:
                 return verified
-            cells = self._cells_of(problem)
+            cells = self._cells_of(problem, request.cells)
             traffics = [cell.traffic(problem) for cell in cells]
             operands = self._stopwatch.operands(problem)
             repeated = transform_work(problem, _in_whole_rows(problem, _REPEATED_CELL), operands)
@@ -103,8 +103,9 @@ class DeviceService:
                 return Answer(Outcome.UNSTABLE, detail, verified.errors, ordered)
             return Answer(Outcome.OK, detail, verified.errors, ordered)
 
-    def _cells_of(self, problem: Problem) -> list[Cell]:
-        wanted = self._cells[problem] if isinstance(self._cells, Mapping) else self._cells
+    def _cells_of(self, problem: Problem, wanted: Sequence[Cell] | None) -> list[Cell]:
+        if wanted is None:
+            wanted = self._cells[problem] if isinstance(self._cells, Mapping) else self._cells
         cells = all_cells(problem, self._l2_bytes) if wanted is None else wanted
         whole = dict.fromkeys(_in_whole_rows(problem, cell) for cell in cells)
         return [cell for cell in whole if cell.elements]

@@ -13,7 +13,7 @@ from math import inf
 from queue import Empty, SimpleQueue
 from threading import Event as Flag
 from threading import current_thread, main_thread
-from typing import Protocol
+from typing import Any, Protocol
 
 from hadagen.arch import Arch
 from hadagen.codegen import render
@@ -22,7 +22,7 @@ from hadagen.launch import Source
 from hadagen.measure import Runner, Variant
 from hadagen.problem import Problem
 from hadagen.toolchain import BuildFailure
-from hadagen.trial import Kernel, NotTried, Outcome, Provenance, Trial, utc_now
+from hadagen.trial import Environment, Kernel, NotTried, Outcome, Provenance, Trial, utc_now
 from hadagen.tuner.events import BatchBuilt, Listener, VariantNotTried
 
 ATTEMPTS = 3  # to compile a variant whose compiler dies; then the variant is to blame
@@ -216,18 +216,7 @@ class Pipeline:
             self._of_kernel.setdefault((trial.problem, trial.kernel.digest), replace(trial, kernel=None))
 
     def _failed_trial(self, problem: Problem, knobs: Knobs, detail: str) -> Trial:
-        """The trial of knobs whose source does not compile. Without a device (`gpu` is "") it is an estimate."""
-        environment = self._runner.environment
-        return Trial(
-            problem=problem,
-            arch=self._arch.name,
-            knobs=knobs.to_dict(),
-            outcome=Outcome.COMPILE_FAILED,
-            provenance=Provenance.MEASURED if environment.gpu else Provenance.ESTIMATED,
-            detail=detail,
-            environment=environment,
-            date=utc_now(),
-        )
+        return failed_trial(problem, knobs, detail, self._arch, self._runner.environment)
 
     def _not_tried(self, variant: Variant, reason: str) -> None:
         self._results.put(VariantNotTried(variant.problem, Knobs.from_dict(variant.knobs), reason))
@@ -239,9 +228,27 @@ class Pipeline:
         if first is None:
             self._not_tried(variant, "other knobs have the same kernel, which was not tried")
             return
-        detail = f"same kernel as {knobs_text(first.knobs)}"
-        same = replace(first, knobs=variant.knobs, kernel=variant.kernel, detail=detail, date=utc_now(), seconds=0.0)
-        self._results.put(same)
+        self._results.put(repeated(first, variant.knobs, variant.kernel))
+
+
+def failed_trial(problem: Problem, knobs: Knobs, detail: str, arch: Arch, environment: Environment) -> Trial:
+    """The trial of knobs whose source does not compile. Without a device (`gpu` is "") it is an estimate."""
+    return Trial(
+        problem=problem,
+        arch=arch.name,
+        knobs=knobs.to_dict(),
+        outcome=Outcome.COMPILE_FAILED,
+        provenance=Provenance.MEASURED if environment.gpu else Provenance.ESTIMATED,
+        detail=detail,
+        environment=environment,
+        date=utc_now(),
+    )
+
+
+def repeated(first: Trial, knobs: dict[str, Any], kernel: Kernel) -> Trial:
+    """The trial of knobs whose kernel had one before."""
+    detail = f"same kernel as {knobs_text(first.knobs)}"
+    return replace(first, knobs=knobs, kernel=kernel, detail=detail, date=utc_now(), seconds=0.0)
 
 
 @contextmanager

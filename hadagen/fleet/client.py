@@ -1,0 +1,387 @@
+"""`Fleet`: the connection of a search to the workers of a Dask cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from threading import Thread
+from types import TracebackType
+from typing import Any, TypeVar
+
+from distributed import Client, Future, KilledWorker
+from distributed.client import FutureCancelledError
+
+from hadagen.arch import Arch
+from hadagen.errors import DeviceError
+from hadagen.fleet import work
+from hadagen.fleet.station import COMPILERS, Greeting, code_digest, gpu_resource
+from hadagen.knobs import Knobs
+from hadagen.measure import Cell, Variant
+from hadagen.problem import Problem
+from hadagen.toolchain import BuildFailure
+from hadagen.trial import Environment, Kernel, NotTried, Trial, knobs_key
+
+CONNECT_SECONDS = 10.0
+LOOK_SECONDS = 1.0  # between two looks at who is there
+SILENT_SECONDS = 30.0  # a worker that hangs is given up after this long; its work goes to others
+GREET_SECONDS = 60.0  # a worker imports PyTorch first
+CALL_SECONDS = 10.0
+ATTEMPTS = 3  # of a task whose workers were in trouble
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class DeviceClass:
+    """GPUs of a fleet that are alike. `environment`: of the first of them."""
+
+    arch: str
+    environment: Environment
+    count: int
+
+
+@dataclass(frozen=True)
+class FleetState:
+    """workers: how many take part. compiling: how many kernels they compile at once. gpus: class → count.
+    busy: class → share of the time, since the first was measured, in which they measured. measured: class → variants.
+    """
+
+    workers: int
+    compiling: int
+    gpus: dict[str, int]
+    busy: dict[str, float]
+    measured: dict[str, int]
+
+
+@dataclass
+class _Use:
+    """Of the GPUs of a class, in seconds: how long they measured, and how long they could have."""
+
+    busy: float = 0.0
+    available: float = 0.0
+    measured: int = 0
+
+
+@dataclass
+class _Member:
+    greeting: Greeting | None  # None: it is given no work
+
+
+class Fleet:
+    """Workers of the Dask cluster at `address` that run `hadagen.fleet`, and compile with `compiler`.
+
+    `archs`: whose GPUs take part; None for all. `say`: gets sentences about workers that come, go or are left out. It
+    is called by another thread, and so is `look`, with the state of the fleet about once a second.
+
+    Raises `DeviceError` if there is no such cluster. As a context manager it leaves the cluster at the end.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        compiler: str,
+        archs: Sequence[str] | None = None,
+        say: Callable[[str], None] = lambda sentence: None,
+        look: Callable[[FleetState], None] = lambda state: None,
+    ) -> None:
+        self.address, self._compiler, self._archs, self._say, self._tell = address, compiler, archs, say, look
+        self.failure: DeviceError | None = None  # why the fleet is no more
+        self._members: dict[str, _Member] = {}
+        self._uses: dict[str, _Use] = {}
+        self._seen = time.monotonic()
+        self._until_the_end = ExitStack()
+        self.loop = asyncio.new_event_loop()
+        thread = Thread(target=self.loop.run_forever, name="hadagen-fleet", daemon=True)
+        thread.start()
+        self._until_the_end.callback(self.loop.close)
+        self._until_the_end.callback(thread.join, CALL_SECONDS)
+        self._until_the_end.callback(self.loop.call_soon_threadsafe, self.loop.stop)
+        try:
+            self.wait(self._connect())
+        except BaseException:
+            self._until_the_end.close()
+            raise
+        self._until_the_end.callback(lambda: self.wait(self._leave()))
+
+    def __enter__(self) -> Fleet:
+        return self
+
+    def __exit__(self, *error: TracebackType | object) -> None:
+        self._until_the_end.close()
+
+    def wait(self, coroutine: Coroutine[Any, Any, Value]) -> Value:
+        """The result of a coroutine on the loop of the fleet."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
+
+    # ---- who is there ------------------------------------------------------------------------------------------------
+    @property
+    def classes(self) -> list[DeviceClass]:
+        """Which GPUs there are, in the order of arch and name."""
+        found: dict[tuple[str, str], list[Environment]] = {}
+        for member in list(self._members.values()):
+            for arch, environment in member.greeting.gpus if member.greeting else ():
+                found.setdefault((arch, environment.gpu), []).append(environment)
+        return [DeviceClass(arch, all_of[0], len(all_of)) for (arch, _), all_of in sorted(found.items())]
+
+    def count(self, gpu: str) -> int:
+        """How many GPUs of a class there are now."""
+        return sum(each.count for each in self.classes if each.environment.gpu == gpu)
+
+    @property
+    def compiling(self) -> int:
+        """How many kernels the workers compile at once."""
+        return sum(member.greeting.compiling for member in list(self._members.values()) if member.greeting)
+
+    @property
+    def dashboard(self) -> str:
+        """The address of Dask's dashboard."""
+        link: str = self._client.dashboard_link
+        return link
+
+    @property
+    def state(self) -> FleetState:
+        return FleetState(
+            workers=sum(bool(member.greeting) for member in list(self._members.values())),
+            compiling=self.compiling,
+            gpus={each.environment.gpu: each.count for each in self.classes},
+            busy={gpu: use.busy / use.available for gpu, use in self._uses.items() if use.available},
+            measured={gpu: use.measured for gpu, use in self._uses.items()},
+        )
+
+    # ---- tasks, to be awaited on `loop` ------------------------------------------------------------------------------
+    async def build(self, problem: Problem, knobs: Knobs, arch: Arch) -> Kernel | BuildFailure | NotTried:
+        """Compile a variant. Classes of one arch that want the same variant at the same time share the kernel."""
+        key = f"hadagen-build-{arch.name}-{problem.key}-{knobs_key(knobs.to_dict())}"
+        answer = await self._do(
+            lambda value: isinstance(value, (Kernel, BuildFailure, NotTried)),
+            work.build,
+            (problem, knobs, arch, self._compiler),
+            key=key,
+            resources={COMPILERS: 1},
+        )
+        built: Kernel | BuildFailure | NotTried = answer.value
+        return built
+
+    async def measure(self, variant: Variant, gpu: str, is_sound: Callable[[Any], bool]) -> Trial | NotTried:
+        """Verify and time a variant on a GPU of that class. The trial has no kernel."""
+        answer = await self._do(
+            is_sound, work.measure, (variant, gpu, self._compiler), pure=False, resources={gpu_resource(gpu): 1}
+        )
+        use = self._uses.setdefault(gpu, _Use())
+        use.busy += answer.seconds
+        use.measured += 1
+        measured: Trial | NotTried = answer.value
+        return measured
+
+    async def race(
+        self, a: Variant, b: Variant, cells: Sequence[Cell], environment: Environment
+    ) -> list[tuple[float, float]] | NotTried:
+        """Time two variants in turns, on one GPU with exactly this environment."""
+        gpu = environment.gpu
+        alike = [
+            address
+            for address, member in self._members.items()
+            if member.greeting and any(each == environment for _, each in member.greeting.gpus)
+        ]
+        if not alike:
+            return NotTried(f"no {gpu} with driver {environment.driver} is there any more")
+        answer = await self._do(
+            lambda value: isinstance(value, list) and len(value) == len(cells),
+            work.race,
+            (a, b, tuple(cells), gpu, self._compiler),
+            pure=False,
+            resources={gpu_resource(gpu): 1},
+            workers=alike,
+        )
+        times: list[tuple[float, float]] | NotTried = answer.value
+        return times
+
+    async def compute(self, function: Callable[..., Value], *arguments: Any) -> Value:
+        """The result of a function that a worker computes. Raises `DeviceError` if none can."""
+        answer = await self._do(
+            lambda value: value is not None,
+            work.compute,
+            (function, *arguments),
+            pure=False,
+            resources={COMPILERS: 1},
+        )
+        if isinstance(answer.value, NotTried):
+            raise DeviceError(f"{answer.value.reason}; run the same command again to go on")
+        value: Value = answer.value
+        return value
+
+    async def _do(
+        self, is_sound: Callable[[Any], bool], task: Callable[..., work.Answer], arguments: tuple[Any, ...], **how: Any
+    ) -> work.Answer:
+        """The answer of a worker. One that is in trouble or gives no sound answer gets no more work, and another worker
+        is asked; after `ATTEMPTS` the value is `NotTried`."""
+        reason = ""
+        for _ in range(ATTEMPTS):
+            future = self._client.submit(task, *arguments, **how)
+            try:
+                answer: Any = await future
+                value = answer.value if isinstance(answer, work.Answer) else None
+                if isinstance(value, work.Trouble):
+                    reason = value.reason
+                elif isinstance(answer, work.Answer) and is_sound(value):
+                    return answer
+                else:
+                    reason = f"it answered {value!r:.80}, which is no result"
+                await self._leave_out(await self._who_did(future), reason)
+            except KilledWorker as error:
+                reason = f"the workers that had it ended, {error.last_worker.address} last"
+            except (FutureCancelledError, OSError):
+                return work.Answer(NotTried(str(self._fail())), 0.0)
+            except Exception as error:  # of the task, or of what it returned
+                reason = f"{type(error).__name__}: {error}"
+                await self._leave_out(await self._who_did(future), reason)
+            finally:
+                future.release()
+        return work.Answer(NotTried(reason), 0.0)
+
+    async def _who_did(self, future: Future[Any]) -> str:
+        """The address of the worker that has the result of a task; "" if that is not known."""
+        with suppress(Exception):
+            found = await asyncio.wait_for(self._client.who_has([future]), CALL_SECONDS)
+            return next(iter(next(iter(found.values()), ())), "")
+        return ""
+
+    # ---- the connection ----------------------------------------------------------------------------------------------
+    async def _connect(self) -> None:
+        try:
+            connecting = Client(  # type: ignore[no-untyped-call]
+                self.address, asynchronous=True, timeout=CONNECT_SECONDS, set_as_default=False
+            )
+            self._client: Any = await connecting
+        except Exception as error:
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            raise DeviceError(
+                f"there is no Dask scheduler at {self.address} ({reason}); start one with `dask scheduler`, or give "
+                "--fleet local for the GPUs of this machine"
+            ) from error
+        await self._look()
+        self._watching = asyncio.create_task(self._watch())
+
+    async def _leave(self) -> None:
+        self._watching.cancel()
+        with suppress(Exception):
+            await asyncio.wait_for(self._client.run(work.rest, workers=self._working, on_error="ignore"), CALL_SECONDS)
+        with suppress(Exception):
+            await asyncio.wait_for(self._client.close(), CALL_SECONDS)
+
+    @property
+    def _working(self) -> list[str]:
+        return [address for address, member in self._members.items() if member.greeting]
+
+    async def _watch(self) -> None:
+        while self.failure is None:
+            await asyncio.sleep(LOOK_SECONDS)
+            try:
+                await self._look()
+            except (OSError, FutureCancelledError, asyncio.TimeoutError):
+                self._fail()
+            except Exception as error:
+                self._fail(f"{type(error).__name__}: {error}")
+
+    def _fail(self, reason: str = "") -> DeviceError:
+        """Note that nothing more can be done with the fleet."""
+        if self.failure is None:
+            self.failure = DeviceError(
+                f"the Dask scheduler at {self.address} is gone{reason and f' ({reason})'}; start it and its workers, "
+                "then run the same command again to go on"
+            )
+        return self.failure
+
+    async def _look(self) -> None:
+        """Learn who came and who left."""
+        await asyncio.wait_for(self._client.run_on_scheduler(_give_up_the_silent(SILENT_SECONDS)), GREET_SECONDS)
+        there = (await asyncio.wait_for(self._client.scheduler.identity(n_workers=-1), GREET_SECONDS))["workers"]
+        for address in self._members.keys() - there:
+            if self._members.pop(address).greeting:
+                self._say(f"the worker at {address} is gone; others do its work")
+        await asyncio.gather(*(self._greet(address) for address in there.keys() - self._members.keys()))
+        self._count_time()
+        self._tell(self.state)
+
+    def _count_time(self) -> None:
+        now = time.monotonic()
+        for each in self.classes:
+            use = self._uses.get(each.environment.gpu)
+            if use and use.measured:
+                use.available += each.count * (now - self._seen)
+        self._seen = now
+
+    async def _greet(self, address: str) -> None:
+        """Ask a worker what it offers, and say it if that cannot be used."""
+        greeting, reason = None, ""
+        try:
+            call = self._client.run(work.greet, self._compiler, workers=[address], on_error="return")
+            greeting = (await asyncio.wait_for(call, GREET_SECONDS)).get(address)
+        except Exception as error:
+            reason = f"it does not answer ({type(error).__name__})"
+        if isinstance(greeting, ImportError):
+            reason = f"hadagen is not there ({greeting}); install hadagen[fleet] there"
+        elif greeting is None:
+            reason = reason or "it was not started with --preload hadagen.fleet"
+        elif not isinstance(greeting, Greeting):
+            reason = f"it has another hadagen ({greeting!r:.80}); install the same version there"
+        elif greeting.code != code_digest():
+            reason = "it has another hadagen; install the same version there"
+        if reason or not isinstance(greeting, Greeting):
+            self._members[address] = _Member(None)
+            self._say(f"the worker at {address} is left out: {reason}")
+            return
+        for trouble in greeting.trouble:
+            self._say(f"the worker at {address}: {trouble}")
+        wanted = tuple(gpu for gpu in greeting.gpus if self._archs is None or gpu[0] in self._archs)
+        for arch, environment in set(greeting.gpus) - set(wanted):
+            self._say(f"the {environment.gpu} of the worker at {address} is not used: it is {arch}")
+        others = {each.environment.gpu: each.environment for each in self.classes}
+        for _, environment in wanted:
+            first = others.setdefault(environment.gpu, environment)
+            if _hardware(environment) != _hardware(first):
+                self._members[address] = _Member(None)
+                self._say(
+                    f"the worker at {address} is left out: its {environment.gpu} is not like the others of that name "
+                    f"({_difference(environment, first)}); tune it in a run of its own"
+                )
+                return
+        self._members[address] = _Member(replace(greeting, gpus=wanted))
+
+    async def _leave_out(self, address: str, reason: str) -> None:
+        """Give a worker no more work."""
+        member = self._members.get(address)
+        if member is None or member.greeting is None:
+            return
+        member.greeting = None
+        self._say(f"the worker at {address} gets no more work: {reason}")
+        with suppress(Exception):
+            call = self._client.run(work.dismiss, workers=[address], on_error="ignore")
+            await asyncio.wait_for(call, CALL_SECONDS)
+
+
+def _hardware(environment: Environment) -> Environment:
+    """What must be equal for times to be comparable."""
+    return replace(environment, driver="", cuda="", nvcc="")
+
+
+def _difference(one: Environment, other: Environment) -> str:
+    values = ((name, value, getattr(other, name)) for name, value in vars(one).items())
+    return ", ".join(f"{name} {mine} instead of {theirs}" for name, mine, theirs in values if mine != theirs)
+
+
+def _give_up_the_silent(seconds: float) -> Callable[..., Any]:
+    """A function for the scheduler: it removes the workers that hang. The scheduler may have no hadagen, so the
+    function travels as a whole."""
+
+    async def give_up(dask_scheduler: Any) -> None:
+        import time
+
+        for worker in list(dask_scheduler.workers.values()):
+            if time.time() - worker.last_seen > seconds:
+                await dask_scheduler.remove_worker(worker.address, stimulus_id=f"hadagen-silent-{time.time()}")
+
+    return give_up

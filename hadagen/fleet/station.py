@@ -1,0 +1,190 @@
+"""`Station`: what one worker of a fleet has: its GPUs, each with a measuring process, and a compiler."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib.util import find_spec
+from itertools import count
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Lock
+from typing import Protocol
+
+from hadagen.arch import Arch, load_arch
+from hadagen.codegen import render
+from hadagen.errors import DeviceError, HadagenError
+from hadagen.knobs import Knobs, plan_of
+from hadagen.measure import Cell, DeviceRunner, Variant, copy_sources, device_environment
+from hadagen.problem import Problem
+from hadagen.target import nearest_arch
+from hadagen.toolchain import BuildFailure, Toolchain
+from hadagen.trial import Environment, Kernel, NotTried, Trial
+
+IDLE_SECONDS = 120.0  # then a measuring process ends, and its GPU is free for others
+
+
+class Measuring(Protocol):
+    """What measures on one GPU: a `DeviceRunner`, or what stands for one."""
+
+    def run(self, variants: Iterable[Variant]) -> Iterator[tuple[Variant, Trial | NotTried]]: ...
+
+    def race(self, a: Variant, b: Variant, cells: Sequence[Cell]) -> list[tuple[float, float]]: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class Gpu:
+    """A GPU of a worker. `start` begins measuring on it, with copy kernels that the given toolchain compiles."""
+
+    environment: Environment
+    arch: str
+    start: Callable[[Toolchain], Measuring]
+    runner: Measuring | None = None
+    used: float = field(default_factory=time.monotonic)
+
+
+@dataclass(frozen=True)
+class Greeting:
+    """What a worker says of itself.
+
+    code: `code_digest()` there. gpus: (arch, environment) of each GPU. compiling: how many kernels it compiles at once.
+    trouble: why some of that is less than it should be, in sentences.
+    """
+
+    code: str
+    gpus: tuple[tuple[str, Environment], ...]
+    compiling: int
+    trouble: tuple[str, ...] = ()
+
+
+@cache
+def code_digest() -> str:
+    """SHA-256 of all code and templates of hadagen. Equal ones compile and measure alike."""
+    texts: dict[str, bytes] = {}
+    for room in ("", "cli", "templates", "tuning_db"):  # they need not lie in one folder
+        package = find_spec(f"hadagen.{room}".rstrip("."))
+        assert package
+        assert package.origin
+        folder = Path(package.origin).parent
+        for path in folder.rglob("*"):
+            if path.is_file() and path.suffix not in (".pyc", ".db"):
+                texts[Path(room, path.relative_to(folder)).as_posix()] = path.read_bytes()
+    digest = hashlib.sha256()
+    for name, text in sorted(texts.items()):
+        digest.update(f"{name} {len(text)}\n".encode() + text)
+    return digest.hexdigest()
+
+
+class Station:
+    """The GPUs and the compiler of one worker process. Its methods may be called by several threads."""
+
+    def __init__(self, gpus: Sequence[Gpu], compiling: int, trouble: Sequence[str] = ()) -> None:
+        self._gpus, self._compiling, self._trouble = gpus, compiling, tuple(trouble)
+        self._free: dict[str, SimpleQueue[Gpu]] = {gpu.environment.gpu: SimpleQueue() for gpu in gpus}
+        for gpu in gpus:
+            self._free[gpu.environment.gpu].put(gpu)
+        self._toolchains: dict[str, Toolchain] = {}
+        self._lock = Lock()
+
+    @classmethod
+    def here(cls, threads: int) -> Station:
+        """All GPUs that this process sees, if their arch is known. `threads` of the worker that measure on no GPU
+        compile."""
+        gpus, trouble = [], []
+        with suppress(DeviceError):  # ends with the first that is not there
+            for index in count():
+                environment = device_environment(index)
+                arch = f"sm{environment.compute_capability.replace('.', '')}"
+                if known := nearest_arch(arch):
+                    gpus.append(Gpu(environment, known, _starter(index, known)))
+                else:
+                    trouble.append(f"no kernels are made for its {environment.gpu} ({arch})")
+        return cls(gpus, max(0, threads - len(gpus)), trouble)
+
+    @property
+    def resources(self) -> dict[str, float]:
+        """What Dask may use at once: GPUs by class, and compilers."""
+        counts = {gpu_resource(gpu.environment.gpu): 0.0 for gpu in self._gpus} | {COMPILERS: float(self._compiling)}
+        for gpu in self._gpus:
+            counts[gpu_resource(gpu.environment.gpu)] += 1
+        return counts
+
+    def greeting(self, compiler: str) -> Greeting:
+        """With the compiler that is to be used."""
+        compiling, trouble = self._compiling, self._trouble
+        try:
+            self._toolchain(compiler)
+        except HadagenError as error:
+            compiling, trouble = 0, (*trouble, f"it compiles nothing: {error}")
+        return Greeting(code_digest(), tuple((gpu.arch, gpu.environment) for gpu in self._gpus), compiling, trouble)
+
+    def build(self, problem: Problem, knobs: Knobs, arch: Arch, compiler: str) -> Kernel | BuildFailure | NotTried:
+        """Render and compile one variant."""
+        source = render(plan_of(problem, knobs, starts_early=arch.starts_early))
+        (built,) = self._toolchain(compiler).build([source], arch, jobs=1)
+        return built
+
+    def measure(self, variant: Variant, gpu: str, compiler: str) -> Trial | NotTried:
+        """Verify and time a variant on a free GPU of that class."""
+        with self._seat(gpu, compiler) as runner:
+            for _, trial in runner.run([variant]):
+                return trial
+            raise DeviceError(f"{gpu} gave no answer")
+
+    def race(self, a: Variant, b: Variant, cells: Sequence[Cell], gpu: str, compiler: str) -> list[tuple[float, float]]:
+        """Time two variants in turns on one and the same GPU of that class."""
+        with self._seat(gpu, compiler) as runner:
+            return list(runner.race(a, b, cells))
+
+    def rest(self, idle: float = 0.0) -> None:
+        """End the measuring processes that were not used for so many seconds."""
+        for free in self._free.values():
+            for _ in range(free.qsize()):
+                gpu = free.get()
+                if gpu.runner and time.monotonic() - gpu.used >= idle:
+                    gpu.runner.close()
+                    gpu.runner = None
+                free.put(gpu)
+
+    @contextmanager
+    def _seat(self, name: str, compiler: str) -> Iterator[Measuring]:
+        gpu = self._free[name].get()
+        try:
+            if gpu.runner is None:
+                gpu.runner = gpu.start(self._toolchain(compiler))
+            yield gpu.runner
+        finally:
+            gpu.used = time.monotonic()
+            self._free[name].put(gpu)
+
+    def _toolchain(self, kind: str) -> Toolchain:
+        with self._lock:
+            if kind not in self._toolchains:
+                self._toolchains[kind] = Toolchain.find(kind)
+            return self._toolchains[kind]
+
+
+COMPILERS = "hadagen-compilers"  # the resource of which each worker has as many as it compiles kernels at once
+
+
+def gpu_resource(gpu: str) -> str:
+    """The name of the resource that is the GPUs of a class."""
+    return f"hadagen-gpu {gpu}"
+
+
+def _starter(index: int, arch: str) -> Callable[[Toolchain], DeviceRunner]:
+    def start(toolchain: Toolchain) -> DeviceRunner:
+        return DeviceRunner(index, toolchain.build_all(copy_sources(), load_arch(arch)))
+
+    return start
+
+
+def without_kernel(trial: Trial | NotTried) -> Trial | NotTried:
+    """What travels back: whoever sent the kernel has it."""
+    return replace(trial, kernel=None) if isinstance(trial, Trial) else trial

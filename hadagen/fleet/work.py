@@ -1,0 +1,105 @@
+"""The functions that Dask runs on the workers of a fleet."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from distributed import Worker, get_worker
+
+from hadagen.arch import Arch
+from hadagen.errors import HadagenError
+from hadagen.fleet.station import IDLE_SECONDS, Greeting, Station, without_kernel
+from hadagen.knobs import Knobs
+from hadagen.measure import Cell, Variant
+from hadagen.problem import Problem
+
+_REST = "hadagen-rest"  # a periodic callback of the worker
+_stations: WeakKeyDictionary[Worker, Station] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """Takes the place of an answer: why this worker cannot give one, in a sentence. Another worker may."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came of a task, and how long it took in seconds."""
+
+    value: Any
+    seconds: float
+
+
+async def offer(worker: Worker, station: Station) -> None:
+    """Let a worker do the work of a station."""
+    from tornado.ioloop import PeriodicCallback
+
+    _stations[worker] = station
+    worker.periodic_callbacks[_REST] = PeriodicCallback(lambda: station.rest(IDLE_SECONDS), 1000 * IDLE_SECONDS / 4)
+    worker.periodic_callbacks[_REST].start()
+    await worker.set_resources(**station.resources)
+
+
+async def withdraw(worker: Worker) -> None:
+    """Give a worker no more work, and end its measuring processes."""
+    station = _stations.pop(worker, None)
+    if station:
+        worker.periodic_callbacks.pop(_REST).stop()
+        station.rest()
+        await worker.set_resources(**dict.fromkeys(station.resources, 0.0))
+
+
+# ---- called for each worker ------------------------------------------------------------------------------------------
+def greet(compiler: str, *, dask_worker: Worker) -> Greeting | None:
+    """What the worker offers; None if it was started without `--preload hadagen.fleet`."""
+    station = _stations.get(dask_worker)
+    return station.greeting(compiler) if station else None
+
+
+async def dismiss(*, dask_worker: Worker) -> None:
+    """As `withdraw`."""
+    await withdraw(dask_worker)
+
+
+def rest(*, dask_worker: Worker) -> None:
+    """End the measuring processes of a worker until they are needed again."""
+    station = _stations.get(dask_worker)
+    if station:
+        station.rest()
+
+
+# ---- tasks -----------------------------------------------------------------------------------------------------------
+def build(problem: Problem, knobs: Knobs, arch: Arch, compiler: str) -> Answer:
+    """As `Station.build`."""
+    return _answered(lambda station: station.build(problem, knobs, arch, compiler))
+
+
+def measure(variant: Variant, gpu: str, compiler: str) -> Answer:
+    """As `Station.measure`. The trial comes without its kernel."""
+    return _answered(lambda station: without_kernel(station.measure(variant, gpu, compiler)))
+
+
+def race(a: Variant, b: Variant, cells: Sequence[Cell], gpu: str, compiler: str) -> Answer:
+    """As `Station.race`."""
+    return _answered(lambda station: station.race(a, b, cells, gpu, compiler))
+
+
+def compute(function: Callable[..., Any], *arguments: Any) -> Answer:
+    """What a function returns that needs neither a GPU nor a compiler."""
+    return _answered(lambda station: function(*arguments))
+
+
+def _answered(do: Callable[[Station], Any]) -> Answer:
+    started = time.monotonic()
+    station = _stations.get(get_worker())
+    try:
+        value = do(station) if station else Trouble("it was told to stop")
+    except HadagenError as error:
+        value = Trouble(str(error))
+    return Answer(value, time.monotonic() - started)
