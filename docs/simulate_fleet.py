@@ -171,7 +171,7 @@ def simulate(workers: int, trials: int, seed: int) -> dict[str, Any]:
     steady = times[count // 10 : count * 8 // 10]
     return {
         "workers": workers,
-        "classes": {of: count for of, count in state.gpus.items()},
+        "classes": state.gpus,
         "trials": count,
         "seconds": round(times[-1] - started, 2),
         "trials_per_second": round((len(steady) - 1) / (steady[-1] - steady[0]), 2),

@@ -1,7 +1,8 @@
 """The search on a fleet: each class of GPUs has a search of its own, and all share the workers that compile.
 
 A search on a fleet takes results as they come, and asks for new knobs as soon as there is room for them. `ROOM`
-variants are in progress for each GPU: one is measured, one waits, and others are compiled or on their way.
+variants are in progress for each GPU: one is measured, one waits, and others are compiled, or are finished and not
+recorded yet.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from hadagen.tuner.search import first_guesses
 
 ROOM = 4  # variants in progress for each GPU
 GIVE_UP = 1.3  # times slower than the best at each probe cell: such a kernel is not timed further
+GATHER_SECONDS = 0.2  # trials that come within this time are recorded together; no GPU waits for that
 RACE_SECONDS = 300.0  # for a race that waits for its GPU
 WAIT_SECONDS = 120.0  # for a GPU of the class to come back; Dask starts a worker that ended again within seconds
 
@@ -202,7 +204,7 @@ class FleetPipeline:
         while not self._stopped.is_set() and (left := deadline - time.monotonic()) > 0:
             self._gpus.check()
             room = ROOM * max(1, self._gpus.count)
-            if hungry and under_way <= room * 3 // 4:
+            if hungry and under_way <= room * 5 // 8:
                 batch, self._again = self._again or ask(room - under_way), []
                 for problem, knobs in batch:
                     self._start(problem, knobs)
@@ -229,6 +231,7 @@ class FleetPipeline:
             came = [self._results.get(timeout=seconds)]
         except Empty:
             return []
+        time.sleep(GATHER_SECONDS)
         while not self._results.empty():
             came.append(self._results.get())
         return came
