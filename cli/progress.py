@@ -17,6 +17,7 @@ from hadagen.tuner.estimate import BUILT_AT_ONCE
 from hadagen.tuner.events import (
     BatchBuilt,
     Event,
+    FleetChanged,
     PairRaced,
     ProblemFinished,
     ProblemStarted,
@@ -29,6 +30,7 @@ from hadagen.tuner.mirror import REGIMES
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from hadagen.fleet.client import FleetState
     from hadagen.launch import Source
     from hadagen.toolchain import BuildFailure
     from hadagen.trial import Kernel, NotTried
@@ -77,6 +79,7 @@ class State:
         self.now = "choosing kernels"
         self.raced = 0
         self.note = ""  # what went wrong for the first time, without an end to the search
+        self.fleet = ""  # who works, and how busy; "" on one device
         self._built = False  # is the first batch
         self._trying = ""
         self._problems, self._started_problems = 0, 0
@@ -114,6 +117,8 @@ class State:
             self.now = f"{event.trial.problem.key}: {best_so_far(event.best)}"
         elif isinstance(event, VariantNotTried):
             self.note = self.note or f"{event.reason}; what that cut short is tried again"
+        elif isinstance(event, FleetChanged):
+            self.fleet = fleet_text(event)
         elif isinstance(event, PairRaced):
             self.raced += 1
             self.now = f"{event.problem.key}: racing near-ties"
@@ -123,6 +128,12 @@ class State:
         outcomes = ", ".join(f"{count} {outcome.value}" for outcome, count in self.outcomes.most_common())
         races = f", {self.raced} pairs raced" if self.raced else ""
         return f"{self.finished} of {self.trials} trials" + (f" ({outcomes}{races})" if outcomes else "")
+
+    @property
+    def rate(self) -> str:
+        """Such as "3.2 trials/s, "; "" with nothing to go by."""
+        done, seconds = sum(self.outcomes.values()) - 1, self._clock() - self._first
+        return f"{done / seconds:.1f} trials/s, " if done >= FEW_TRIALS and seconds > 0 else ""
 
     @property
     def seconds_left(self) -> float | None:
@@ -140,8 +151,10 @@ class State:
 
         lines = Table.grid()
         lines.add_row(ProgressBar(total=max(1, self.trials), completed=self.finished, width=60))
-        lines.add_row(f"{self.counts}, {clock_text(self.seconds_left)} left")
+        lines.add_row(f"{self.counts}, {self.rate}{clock_text(self.seconds_left)} left")
         lines.add_row(self.now)
+        if self.fleet:
+            lines.add_row(self.fleet)
         if self.note:
             lines.add_row(self.note)
         return lines
@@ -183,8 +196,20 @@ class _Lines:
             if self._state.now != before:
                 click.echo(self._state.now, err=True)
         elif time.monotonic() >= self._next:
-            click.echo(f"{self._state.counts}, {clock_text(self._state.seconds_left)} left", err=True)
+            click.echo(f"{self._state.counts}, {self._state.rate}{clock_text(self._state.seconds_left)} left", err=True)
+            if self._state.fleet:
+                click.echo(self._state.fleet, err=True)
             self._next = time.monotonic() + LINE_SECONDS
+
+
+def fleet_text(fleet: FleetChanged | FleetState) -> str:
+    """Such as "3 workers, 24 kernels compiled at once, 2 NVIDIA H200 97% busy"."""
+    workers = "1 worker" if fleet.workers == 1 else f"{fleet.workers} workers"
+    gpus = [
+        f"{count} {gpu}" + (f" {fleet.busy[gpu]:.0%} busy" if gpu in fleet.busy else "")
+        for gpu, count in fleet.gpus.items()
+    ]
+    return ", ".join([workers, f"{fleet.compiling} kernels compiled at once", *gpus])
 
 
 def best_so_far(best: tuple[float, ...]) -> str:

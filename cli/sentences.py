@@ -14,6 +14,8 @@ from hadagen.tuning_db.atomic_file import FORBIDDEN, FULL
 # What commands import beyond a bare install; the extra `tune` brings all of it.
 TUNE_PACKAGES = ("alembic", "jinja2", "numpy", "optuna", "pydantic", "rich", "sqlalchemy", "yaml")
 
+EXTRA_OF = {"distributed": "hadagen[fleet]", "psycopg": "hadagen[fleet]"}
+
 
 def explain(error: Exception | KeyboardInterrupt) -> tuple[str, int]:
     """The sentence and the exit code that stand for `error`."""
@@ -28,7 +30,7 @@ def explain(error: Exception | KeyboardInterrupt) -> tuple[str, int]:
         return f"interrupted; {str(error) or 'start the same command again'}", 1
     if isinstance(error, ModuleNotFoundError) and error.name:
         package = error.name.partition(".")[0]
-        wanted = "hadagen[tune]" if package in TUNE_PACKAGES else package
+        wanted = "hadagen[tune]" if package in TUNE_PACKAGES else EXTRA_OF.get(package, package)
         return f"the Python package {package} is not installed; install it with: pip install '{wanted}'", 1
     if isinstance(error, OSError):
         return _of_system(error), 1

@@ -5,25 +5,24 @@ from __future__ import annotations
 import shlex
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from math import inf
 from pathlib import Path
 from statistics import geometric_mean
 from threading import Event
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from hadagen.cli import options
 from hadagen.cli.bundle import bundle_place
-from hadagen.cli.device import find_target, find_toolchain, measuring, refusal
+from hadagen.cli.lanes import Lane, place
 from hadagen.cli.listing import winner_values
 from hadagen.cli.output import (
     PROBLEM_HEADERS,
     clock_text,
-    counted,
     print_json,
     print_table,
     problem_cells,
@@ -34,16 +33,16 @@ from hadagen.cli.output import (
 from hadagen.cli.sentences import keeping
 from hadagen.errors import DeviceError, StorageError, UsageError
 from hadagen.problem import Problem, check_tunable
-from hadagen.trial import Outcome, Provenance
+from hadagen.trial import Provenance
 
 if TYPE_CHECKING:
     from hadagen.arch import Arch
     from hadagen.knobs import Knobs
-    from hadagen.measure import Cell, Runner, Variant
-    from hadagen.toolchain import Toolchain
-    from hadagen.trial import Environment, Trial
+    from hadagen.trial import Environment
+    from hadagen.tuner.events import TuneReport
     from hadagen.tuner.study import Scores
     from hadagen.tuning_db.store import Store
+    from hadagen.tuning_db.winners import WinnerCell
 
 # The words of the table at the end, which are those of the lines while it runs.
 LEGEND = (
@@ -55,11 +54,10 @@ NOT_MEASURED = (
     "only estimated; run the same command on a machine with such a GPU to measure"
 )
 REFINE_SHARE = 0.2  # of a time budget; the rest is for the search
-MOST_FAILURES = 5  # of kernels that were right when they were tuned; then it is the device
 
 
 @click.command()
-@click.option("--arch", help="Target architecture.  [default: that of the GPU here, or sm90]")
+@click.option("--arch", help="Target architecture.  [default: that of the GPU here, or sm90; of a fleet, all]")
 @options.problems()
 @options.only
 @click.option(
@@ -84,6 +82,12 @@ MOST_FAILURES = 5  # of kernels that were right when they were tuned; then it is
 @options.bundle
 @click.option("--device", type=int, metavar="INDEX", help="CUDA device to measure on.  [default: 0]")
 @click.option(
+    "--fleet",
+    metavar="ADDRESS",
+    help="Tune on the workers of a Dask cluster, such as tcp://HOST:8786, or `local` for all GPUs of this machine. "
+    "Every class of GPUs gets winners of its own; without --arch, all archs that the workers have.",
+)
+@click.option(
     "--from-winners/--from-scratch",
     default=True,
     show_default=True,
@@ -103,6 +107,7 @@ def tune(
     db: str | None,
     bundle: Path | None,
     device: int | None,
+    fleet: str | None,
     from_winners: bool,
     seed: int,
     as_json: bool,
@@ -115,137 +120,171 @@ def tune(
     where it was when it is started again. Without a GPU of the architecture, kernels are verified on the CPU and ranked
     by a model, and the output says so.
     """
-    from hadagen.cli.progress import in_parts, shown
-    from hadagen.tuner.estimate import EstimateRunner
+    from hadagen.cli.progress import shown
     from hadagen.tuner.refine import refine as look_between
     from hadagen.tuner.search import TuneOptions, check_effort
     from hadagen.tuner.search import tune as search
-    from hadagen.tuning_db.bundle import Bundle
     from hadagen.tuning_db.make import check_keeps_winners, make_bundle
 
     started = time.monotonic()
     check_effort(trials, time_budget)
     check_tunable(problems)
-    target, gpu = find_target(arch, device)
-    target = target.narrowed(only)
-    if trials == 0 and not (gpu and refine):
-        raise UsageError(
-            f"trials = 0 leaves only refining, which needs a GPU of {target.name} and no --no-refine; give 1 trial or "
-            "more"
-        )
-    path = bundle_place(bundle, target.name, db)
-    provenance = f"measuring on {gpu.gpu}" if gpu else NOT_MEASURED.format(arch=target.name)
-    toolchain, stop = find_toolchain(compiler), Event()
-    failures: list[str] = []
-    with options.open_db(db, new=trials != 0) as store, keeping(_what_is_kept(store, target.name, db, bundle)):
-        options.check_writable(store)
-        to_come = [(problem, gpu.gpu) for problem in problems] if gpu and trials != 0 else []
-        check_keeps_winners(path, store, target.name, to_come)
-        known = _known_winners(target, problems) if gpu and from_winners else {}
-        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        say(f"tuning {count} for {target.name}; {provenance}", err=True)
-        say(f"every trial is kept in {store.place}", err=True)
-        to_search = time_budget and time_budget * (1 - REFINE_SHARE if gpu and refine else 1)
-        runs: AbstractContextManager[Runner] = (
-            measuring(gpu, device or 0, toolchain) if gpu else nullcontext(EstimateRunner(target, stop))
-        )
-        with runs as runner, shown(to_search) as listen:
-            wanted = TuneOptions(
-                arch=target,
-                problems=problems,
-                store=store,
-                runner=runner,
-                build=in_parts(lambda sources: toolchain.build(sources, target, stopped=stop), listen),
-                trials=trials,
-                time_budget=to_search,
-                seed=seed,
-                known=known,
-                stopped=stop,
+    with place(fleet, arch, only, device, compiler) as where:
+        targets = where.targets
+        archs = list(dict.fromkeys(target.name for target, _ in targets))
+        refine = refine and all(gpu for _, gpu in targets)
+        if trials == 0 and not refine:
+            raise UsageError(
+                f"trials = 0 leaves only refining, which needs a GPU of {archs[0]} and no --no-refine; give 1 trial or "
+                "more"
             )
-            report = search(wanted, listen)
-        if report.stopped == "interrupted":
-            raise KeyboardInterrupt
-        if gpu and refine and not report.under_way:  # else the run that ends last refines
-            if trials != 0:
-                make_bundle(store, target.name, path)  # found by calls, however long refining takes
-            measure = partial(_timed_again, gpu, device or 0, toolchain, failures)
-            deadline = started + (time_budget or inf)
-            if not look_between(problems, store, target.name, gpu, measure, deadline) and trials == 0:
-                raise UsageError(f"{store.place} has no trial of such problems on {gpu.gpu}; tune them here first")
-        selection = make_bundle(store, target.name, path)
-        place = store.place
+        if bundle is not None and len(archs) > 1:
+            raise UsageError(
+                f"--bundle names one file, and the fleet has GPUs of {' and '.join(archs)}; choose one with --arch, or "
+                "leave --bundle out"
+            )
+        paths = {name: bundle_place(bundle, name, db) for name in archs}
+        with options.open_db(db, new=trials != 0) as store, keeping(_what_is_kept(store, archs, db, bundle)):
+            options.check_writable(store)
+            for name, path in paths.items():
+                gpus = [gpu.gpu for target, gpu in targets if gpu and target.name == name and trials != 0]
+                check_keeps_winners(path, store, name, [(problem, gpu) for problem in problems for gpu in gpus])
+            count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+            for target, gpu in targets:
+                say(f"tuning {count} for {target.name}; {_provenance(target, gpu)}", err=True)
+            say(f"every trial is kept in {store.place}", err=True)
+            to_search = time_budget and time_budget * (1 - REFINE_SHARE if refine else 1)
+            stop = Event()
+            known = {target.name: _known_winners(target, problems) for target, gpu in targets if gpu and from_winners}
+
+            def search_in(lane: Lane) -> TuneReport:
+                wanted = TuneOptions(
+                    arch=lane.arch,
+                    problems=problems,
+                    store=store,
+                    runner=lane.runner,
+                    build=lane.build,
+                    trials=trials,
+                    time_budget=to_search,
+                    seed=seed,
+                    known=known.get(lane.arch.name, {}),
+                    stopped=stop,
+                    work=lane.work,
+                    guess=lane.guess,
+                )
+                return search(wanted, lane.listen)
+
+            def refine_on(target: Arch, gpu: Environment, report: TuneReport) -> None:
+                if report.under_way:  # the run that ends last refines
+                    return
+                deadline = started + (time_budget or inf)
+                found = look_between(problems, store, target.name, gpu, where.again(gpu), deadline)
+                if not found and trials == 0:
+                    raise UsageError(f"{store.place} has no trial of such problems on {gpu.gpu}; tune them here first")
+
+            with shown(to_search) as show, where.lanes(problems, trials, stop, show) as lanes:
+                reports = where.each([partial(search_in, lane) for lane in lanes], stop)
+            if any(report.stopped == "interrupted" for report in reports):
+                raise KeyboardInterrupt
+            if refine:
+                if trials != 0:
+                    for name, path in paths.items():
+                        make_bundle(store, name, path)  # found by calls, however long refining takes
+                each = zip(targets, reports, strict=True)
+                where.each([partial(refine_on, target, gpu, report) for (target, gpu), report in each if gpu], stop)
+            selections = {name: make_bundle(store, name, path) for name, path in paths.items()}
+        results = [
+            _Result(target, gpu, report, paths[target.name], list(selections[target.name]), problems)
+            for (target, gpu), report in zip(targets, reports, strict=True)
+        ]
+        failures = list(where.failures)
     seconds = time.monotonic() - started
-    stopped = report.stopped or ("out of time" if seconds > (time_budget or inf) else "")
-    gpu_name = report.environment.gpu
-    ours = [cell for cell in selection if cell.gpu == gpu_name and cell.problem in problems]
-    between = sum(not (cell.is_bucket or cell.portable) for cell in ours)
+    late = seconds > (time_budget or inf)
     if as_json:
-        written = Bundle.open(path)
-        entries = [entry for problem in problems for entry in written.entries(problem) if entry.gpu == gpu_name]
-        print_json(
-            {
-                "arch": target.name,
-                "gpu": gpu_name,
-                "estimated": report.estimated,
-                "database": place,
-                "bundle": str(path),
-                "trials": report.finished,
-                "trials_before": report.finished_before,
-                "trials_of_other_runs": report.elsewhere,
-                "under_way_in_other_runs": report.under_way,
-                "outcomes": {outcome.value: count for outcome, count in report.outcomes.items()},
-                "seconds": seconds,
-                "stopped": stopped,
-                "between": between,
-                "winners": [winner_values(entry) for entry in entries],
-            }
-        )
+        common = {"database": store.place, "seconds": seconds}
+        values = [result.values(late) for result in results]
+        print_json(common | (values[0] if fleet is None else {"fleet": fleet, "classes": values}))
     else:
+        for result in results:
+            result.say(seconds, late, refine)
+    report_failures(failures, DeviceError)
+
+
+@dataclass(frozen=True)
+class _Result:
+    """What a search found for an arch, on a GPU or without one."""
+
+    target: Arch
+    gpu: Environment | None
+    report: TuneReport
+    path: Path
+    selection: Sequence[WinnerCell]
+    problems: Sequence[Problem]
+
+    @property
+    def _ours(self) -> list[WinnerCell]:
+        gpu = self.report.environment.gpu
+        return [cell for cell in self.selection if cell.gpu == gpu and cell.problem in self.problems]
+
+    @property
+    def _between(self) -> int:
+        """How many winners are between the sizes of the search."""
+        return sum(not (cell.is_bucket or cell.portable) for cell in self._ours)
+
+    def _stopped(self, late: bool) -> str:
+        return self.report.stopped or ("out of time" if late else "")
+
+    def values(self, late: bool) -> dict[str, Any]:
+        """For programs."""
+        from hadagen.tuning_db.bundle import Bundle
+
+        report, written = self.report, Bundle.open(self.path)
+        entries = [entry for problem in self.problems for entry in written.entries(problem)]
+        return {
+            "arch": self.target.name,
+            "gpu": report.environment.gpu,
+            "estimated": report.estimated,
+            "bundle": str(self.path),
+            "trials": report.finished,
+            "trials_before": report.finished_before,
+            "trials_of_other_runs": report.elsewhere,
+            "under_way_in_other_runs": report.under_way,
+            "outcomes": {outcome.value: count for outcome, count in report.outcomes.items()},
+            "stopped": self._stopped(late),
+            "between": self._between,
+            "winners": [winner_values(entry) for entry in entries if entry.gpu == report.environment.gpu],
+        }
+
+    def say(self, seconds: float, late: bool, refined: bool) -> None:
+        """For people."""
+        report, stopped = self.report, self._stopped(late)
         if report.best:
             _print_best(report.best)
             click.echo()
         new = f"{sum(report.outcomes.values())} new trials"
         new += f", {report.elsewhere} more of other runs" if report.elsewhere else ""
         end = f", {stopped}" if stopped else ""
-        say(f"{new} in {clock_text(seconds)}{end}; the winners are in {path}")
+        say(f"{new} in {clock_text(seconds)}{end}; the winners are in {self.path}")
         if report.under_way:
             say(f"other runs have {report.under_way} trials under way; hadagen bundle make adds what these find")
-        if gpu and refine:
-            say(f"{between} of {len(ours)} winners are between the sizes of the search")
-        say(f"every winner: {shlex.join(['hadagen', 'bundle', 'show', '--all', str(path)])}")
-        say(f"estimated: {provenance}" if report.estimated else f"measured on {gpu_name}")
-    report_failures(failures, DeviceError)
+        if refined:
+            say(f"{self._between} of {len(self._ours)} winners are between the sizes of the search")
+        say(f"every winner: {shlex.join(['hadagen', 'bundle', 'show', '--all', str(self.path)])}")
+        provenance = _provenance(self.target, self.gpu)
+        say(f"estimated: {provenance}" if report.estimated else f"measured on {report.environment.gpu}")
 
 
-def _timed_again(
-    gpu: Environment,
-    index: int,
-    toolchain: Toolchain,
-    failures: list[str],
-    cells: Mapping[Problem, Sequence[Cell]],
-    variants: Sequence[Variant],
-) -> Iterator[Trial]:
-    """Times kernels on a device at `cells`, and adds a sentence to `failures` for each that fails. Raises `DeviceError`
-    when `MOST_FAILURES` have failed."""
-    say(f"refining: timing {len(variants)} kernels between the sizes of the search", err=True)
-    with measuring(gpu, index, toolchain, cells=cells, give_up=inf) as runner:  # slow here may be fast there
-        for variant, trial in runner.run(counted(variants, "timing")):
-            if trial.outcome is not Outcome.OK and variant.kernel:
-                lost = trial.outcome in (Outcome.WRONG_ANSWER, Outcome.UNSTABLE)
-                advice = "it wins nothing any more" if lost else "it was left out"
-                failures.append(refusal(trial.problem, variant.kernel.digest, trial, advice))
-                if len(failures) == MOST_FAILURES:
-                    raise DeviceError(f"{failures[-1]}; that many fail where the device does; run hadagen doctor")
-            yield trial
+def _provenance(target: Arch, gpu: Environment | None) -> str:
+    return f"measuring on {gpu.gpu}" if gpu else NOT_MEASURED.format(arch=target.name)
 
 
-def _what_is_kept(store: Store, arch: str, db: str | None, bundle: Path | None) -> str:
+def _what_is_kept(store: Store, archs: Sequence[str], db: str | None, bundle: Path | None) -> str:
     """What is said at Ctrl-C: where trials are, and how they become a bundle."""
-    make = ["hadagen", "bundle", "make", "--arch", arch]
-    make += ["--db", store.place] * (db is not None) + [str(bundle)] * (bundle is not None)
+    rest = ["--db", store.place] * (db is not None) + [str(bundle)] * (bundle is not None)
+    commands = " and ".join(shlex.join(["hadagen", "bundle", "make", "--arch", arch, *rest]) for arch in archs)
     return (
         f"every finished trial is kept in {store.place}, and the same command goes on from there; "
-        f"to write a bundle of what has won so far: {shlex.join(make)}"
+        f"to write a bundle of what has won so far: {commands}"
     )
 
 

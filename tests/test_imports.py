@@ -60,11 +60,12 @@ TABLE = """
     presets          | quantizer runtime errors                                              | torch
     __init__         | runtime problem errors                              |
     costmodel        | arch plan steps regimes                             |
+    fleet            | measure toolchain codegen knobs arch target trial problem errors     | distributed tornado
     tuner            | *                                                   | optuna sqlalchemy
     cli              | *                                                   | click rich torch
 """  # noqa: E501
 # What a program that only calls kernels never imports.
-HEAVY = ("optuna", "jinja2", "click", "sqlalchemy", "alembic", "pydantic", "yaml", "cuda")
+HEAVY = ("optuna", "jinja2", "click", "sqlalchemy", "alembic", "pydantic", "yaml", "cuda", "distributed")
 
 ROOT = Path(__file__).resolve().parent.parent
 # Where the modules of a package lie, and the name they are imported by.

@@ -87,7 +87,8 @@ class Fleet:
         say: Callable[[str], None] = lambda sentence: None,
         look: Callable[[FleetState], None] = lambda state: None,
     ) -> None:
-        self.address, self._compiler, self._archs, self._say, self._tell = address, compiler, archs, say, look
+        self.address, self._compiler, self._archs = address, compiler, archs
+        self.say, self.look = say, look
         self.failure: DeviceError | None = None  # why the fleet is no more
         self._members: dict[str, _Member] = {}
         self._uses: dict[str, _Use] = {}
@@ -301,10 +302,10 @@ class Fleet:
         there = (await asyncio.wait_for(self._client.scheduler.identity(n_workers=-1), GREET_SECONDS))["workers"]
         for address in self._members.keys() - there:
             if self._members.pop(address).greeting:
-                self._say(f"the worker at {address} is gone; others do its work")
+                self.say(f"the worker at {address} is gone; others do its work")
         await asyncio.gather(*(self._greet(address) for address in there.keys() - self._members.keys()))
         self._count_time()
-        self._tell(self.state)
+        self.look(self.state)
 
     def _count_time(self) -> None:
         now = time.monotonic()
@@ -332,19 +333,19 @@ class Fleet:
             reason = "it has another hadagen; install the same version there"
         if reason or not isinstance(greeting, Greeting):
             self._members[address] = _Member(None)
-            self._say(f"the worker at {address} is left out: {reason}")
+            self.say(f"the worker at {address} is left out: {reason}")
             return
         for trouble in greeting.trouble:
-            self._say(f"the worker at {address}: {trouble}")
+            self.say(f"the worker at {address}: {trouble}")
         wanted = tuple(gpu for gpu in greeting.gpus if self._archs is None or gpu[0] in self._archs)
         for arch, environment in set(greeting.gpus) - set(wanted):
-            self._say(f"the {environment.gpu} of the worker at {address} is not used: it is {arch}")
+            self.say(f"the {environment.gpu} of the worker at {address} is not used: it is {arch}")
         others = {each.environment.gpu: each.environment for each in self.classes}
         for _, environment in wanted:
             first = others.setdefault(environment.gpu, environment)
             if _hardware(environment) != _hardware(first):
                 self._members[address] = _Member(None)
-                self._say(
+                self.say(
                     f"the worker at {address} is left out: its {environment.gpu} is not like the others of that name "
                     f"({_difference(environment, first)}); tune it in a run of its own"
                 )
@@ -357,7 +358,7 @@ class Fleet:
         if member is None or member.greeting is None:
             return
         member.greeting = None
-        self._say(f"the worker at {address} gets no more work: {reason}")
+        self.say(f"the worker at {address} gets no more work: {reason}")
         with suppress(Exception):
             call = self._client.run(work.dismiss, workers=[address], on_error="ignore")
             await asyncio.wait_for(call, CALL_SECONDS)

@@ -82,7 +82,27 @@ class PairRaced:
     margins: tuple[float, ...]
 
 
-Event = SearchStarted | ProblemStarted | BatchBuilt | VariantNotTried | TrialFinished | ProblemFinished | PairRaced
+@dataclass(frozen=True)
+class FleetChanged:
+    """How a fleet is, about once a second; fields as in `FleetState`."""
+
+    workers: int
+    compiling: int
+    gpus: Mapping[str, int]
+    busy: Mapping[str, float]
+    measured: Mapping[str, int]
+
+
+Event = (
+    SearchStarted
+    | ProblemStarted
+    | BatchBuilt
+    | VariantNotTried
+    | TrialFinished
+    | ProblemFinished
+    | PairRaced
+    | FleetChanged
+)
 Listener = Callable[[Event], None]
 
 

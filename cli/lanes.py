@@ -1,0 +1,226 @@
+"""Where `hadagen tune` searches: on the GPU of this machine, on its CPU, or on each class of GPUs of a fleet."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from math import inf
+from threading import Event as Flag
+from typing import TYPE_CHECKING, TypeVar
+
+from hadagen.cli.device import find_target, find_toolchain, measuring, refusal
+from hadagen.cli.output import counted, say
+from hadagen.errors import DeviceError, UsageError
+from hadagen.problem import Problem
+from hadagen.trial import NotTried, Outcome
+
+if TYPE_CHECKING:
+    from hadagen.arch import Arch
+    from hadagen.cli.progress import Building
+    from hadagen.fleet.client import Fleet
+    from hadagen.knobs import Knobs
+    from hadagen.measure import Cell, Runner, Variant
+    from hadagen.toolchain import Toolchain
+    from hadagen.trial import Environment, Trial
+    from hadagen.tuner.events import Event, Listener
+    from hadagen.tuner.pipeline import Build, Work
+
+MOST_FAILURES = 5  # of kernels that were right when they were tuned; then it is the device
+LOCAL = "local"  # the fleet of this machine alone
+
+Value = TypeVar("Value")
+Show = Callable[["Event | Building"], None]
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One search: what it is for, and what builds and measures for it. Fields as in `TuneOptions`."""
+
+    arch: Arch
+    runner: Runner
+    build: Build | None
+    listen: Listener
+    work: Callable[..., Work]
+    guess: Callable[[Problem, bool], Sequence[Knobs] | None] | None = None
+
+
+Measurer = Callable[["Mapping[Problem, Sequence[Cell]]", "Sequence[Variant]"], "Iterator[Trial]"]
+
+
+class Failures(list[str]):
+    """Sentences on kernels that failed though they were right when they were tuned."""
+
+    def note(self, variant: Variant, trial: Trial) -> None:
+        """Raises `DeviceError` when `MOST_FAILURES` have failed."""
+        if trial.outcome is Outcome.OK or variant.kernel is None:
+            return
+        lost = trial.outcome in (Outcome.WRONG_ANSWER, Outcome.UNSTABLE)
+        advice = "it wins nothing any more" if lost else "it was left out"
+        self.append(refusal(trial.problem, variant.kernel.digest, trial, advice))
+        if len(self) == MOST_FAILURES:
+            raise DeviceError(f"{self[-1]}; that many fail where the device does; run hadagen doctor")
+
+
+@dataclass
+class Here:
+    """This machine, with its GPU if it has one of the arch."""
+
+    target: Arch
+    gpu: Environment | None
+    index: int
+    toolchain: Toolchain
+    failures: Failures
+
+    @property
+    def targets(self) -> list[tuple[Arch, Environment | None]]:
+        return [(self.target, self.gpu)]
+
+    @contextmanager
+    def lanes(self, problems: Sequence[Problem], trials: int | None, stop: Flag, show: Show) -> Iterator[list[Lane]]:
+        from hadagen.cli.progress import in_parts
+        from hadagen.tuner.estimate import EstimateRunner
+        from hadagen.tuner.pipeline import Pipeline
+
+        toolchain, target = self.toolchain, self.target
+        runs = measuring(self.gpu, self.index, toolchain) if self.gpu else nullcontext(EstimateRunner(target, stop))
+        with runs as runner:
+            build = in_parts(lambda sources: toolchain.build(sources, target, stopped=stop), show)
+            yield [Lane(target, runner, build, show, Pipeline)]
+
+    def each(self, tasks: Sequence[Callable[[], Value]], stop: Flag) -> list[Value]:
+        """The results of the tasks, one for each of `targets`. In this thread, which gets Ctrl-C."""
+        return [task() for task in tasks]
+
+    def again(self, gpu: Environment) -> Measurer:
+        """Times kernels once more, for `refine`."""
+        return self._again
+
+    def _again(self, cells: Mapping[Problem, Sequence[Cell]], variants: Sequence[Variant]) -> Iterator[Trial]:
+        assert self.gpu
+        say(f"refining: timing {len(variants)} kernels between the sizes of the search", err=True)
+        with measuring(
+            self.gpu, self.index, self.toolchain, cells=cells, give_up=inf
+        ) as runner:  # slow here, fast there
+            for variant, trial in runner.run(counted(variants, "timing")):
+                self.failures.note(variant, trial)
+                yield trial
+
+
+@dataclass
+class There:
+    """A fleet, of whose classes each has a lane."""
+
+    fleet: Fleet
+    only: dict[str, list[int | str]]
+    failures: Failures
+
+    def __post_init__(self) -> None:
+        self._classes = self.fleet.classes  # those that are there at the start
+
+    @cached_property
+    def targets(self) -> list[tuple[Arch, Environment | None]]:
+        from hadagen.arch import load_arch
+
+        return [(load_arch(each.arch).narrowed(self.only), each.environment) for each in self._classes]
+
+    @contextmanager
+    def lanes(self, problems: Sequence[Problem], trials: int | None, stop: Flag, show: Show) -> Iterator[list[Lane]]:
+        from hadagen.tuner.events import FleetChanged
+        from hadagen.tuner.fleet import FleetGpus, FleetPipeline, Guesses, Summed
+        from hadagen.tuner.search import MEASURED_TRIALS
+
+        classes = self._classes
+        targets = {each.arch: target for each, (target, _) in zip(classes, self.targets, strict=True)}
+        guesses = {
+            name: Guesses(self.fleet, target, problems, MEASURED_TRIALS if trials is None else trials)
+            for name, target in targets.items()
+        }
+        summed = Summed(show, len(classes))
+        self.fleet.look = lambda state: summed.tell(FleetChanged(**vars(state)))
+        try:
+            yield [
+                Lane(
+                    targets[each.arch],
+                    FleetGpus(self.fleet, each),
+                    None,
+                    summed.of(i),
+                    FleetPipeline,
+                    guesses[each.arch],
+                )
+                for i, each in enumerate(classes)
+            ]
+        finally:
+            self.fleet.look = lambda state: None
+
+    def each(self, tasks: Sequence[Callable[[], Value]], stop: Flag) -> list[Value]:
+        """The results of the tasks, one for each of `targets`, which run side by side."""
+        from hadagen.tuner.fleet import at_once
+
+        return at_once(tasks, stop)
+
+    def again(self, gpu: Environment) -> Measurer:
+        """Times kernels once more, for `refine`."""
+        return partial(self._again, gpu)
+
+    def _again(
+        self, gpu: Environment, cells: Mapping[Problem, Sequence[Cell]], variants: Sequence[Variant]
+    ) -> Iterator[Trial]:
+        from hadagen.tuner.fleet import FleetGpus
+
+        say(f"refining: timing {len(variants)} kernels between the sizes of the search on {gpu.gpu}", err=True)
+        (of,) = (each for each in self._classes if each.environment.gpu == gpu.gpu)
+        wanted = [replace(variant, cells=tuple(cells[variant.problem]), limits={}) for variant in variants]
+        for variant, trial in FleetGpus(self.fleet, of).run(wanted):
+            if not isinstance(trial, NotTried):
+                self.failures.note(variant, trial)
+                yield trial
+
+
+@contextmanager
+def place(
+    fleet: str | None, arch: str | None, only: dict[str, list[int | str]], device: int | None, compiler: str
+) -> Iterator[Here | There]:
+    """Where to tune. Raises `DeviceError` if there is no such device or fleet, or if the fleet cannot tune."""
+    failures = Failures()
+    if fleet is None:
+        target, gpu = find_target(arch, device)
+        yield Here(target.narrowed(only), gpu, device or 0, find_toolchain(compiler), failures)
+        return
+    if device is not None:
+        raise UsageError("--device names a GPU of this machine, and --fleet others; leave one out")
+    from hadagen.cli.progress import fleet_text
+    from hadagen.fleet.client import Fleet
+    from hadagen.target import check_arch
+
+    if arch is not None:
+        check_arch(arch)
+    logging.getLogger("distributed").setLevel(logging.CRITICAL)  # what matters of it is said by `Fleet`
+    with ExitStack() as until_the_end:
+        address = fleet
+        if fleet == LOCAL:
+            from hadagen.fleet.local import local_cluster
+
+            address = until_the_end.enter_context(local_cluster())
+        there = until_the_end.enter_context(
+            Fleet(address, compiler, None if arch is None else [arch], lambda sentence: say(sentence, err=True))
+        )
+        _check(there, arch)
+        say(f"fleet at {address}: {fleet_text(there.state)}; its dashboard is {there.dashboard}", err=True)
+        yield There(there, only, failures)
+
+
+def _check(fleet: Fleet, arch: str | None) -> None:
+    """Raises `DeviceError` if nobody in a fleet could measure, or compile."""
+    start = f"dask worker {fleet.address} --preload hadagen.fleet"
+    if not fleet.classes:
+        of = f" of {arch}" if arch else ""
+        raise DeviceError(
+            f"no worker of the fleet at {fleet.address} has a GPU{of}; start `{start}` where there is one"
+        )
+    if not fleet.compiling:
+        raise DeviceError(
+            f"no worker of the fleet at {fleet.address} compiles; start `{start}` with more --nthreads than it has GPUs"
+        )
