@@ -20,6 +20,7 @@ from hadagen.tuner.events import (
     PairRaced,
     ProblemFinished,
     ProblemStarted,
+    RaceDisturbed,
     SearchStarted,
     TrialFinished,
     VariantNotTried,
@@ -113,7 +114,10 @@ class State:
             self.outcomes[event.trial.outcome] += 1
             self.now = f"{event.trial.problem.key}: {best_so_far(event.best)}"
         elif isinstance(event, VariantNotTried):
-            self.note = self.note or f"{event.reason}; what that cut short is tried again"
+            again = "what was timed then is timed again" if event.advice else "what that cut short is tried again"
+            self.note = self.note or f"{event.reason}; {again}"
+        elif isinstance(event, RaceDisturbed):
+            self.note = self.note or event.reason
         elif isinstance(event, PairRaced):
             self.raced += 1
             self.now = f"{event.problem.key}: racing near-ties"

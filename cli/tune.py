@@ -34,7 +34,7 @@ from hadagen.cli.output import (
 from hadagen.cli.sentences import keeping
 from hadagen.errors import DeviceError, StorageError, UsageError
 from hadagen.problem import Problem, check_tunable
-from hadagen.trial import Outcome, Provenance
+from hadagen.trial import NotTried, Outcome, Provenance
 
 if TYPE_CHECKING:
     from hadagen.arch import Arch
@@ -226,10 +226,13 @@ def _timed_again(
     variants: Sequence[Variant],
 ) -> Iterator[Trial]:
     """Times kernels on a device at `cells`, and adds a sentence to `failures` for each that fails. Raises `DeviceError`
-    when `MOST_FAILURES` have failed."""
+    when `MOST_FAILURES` have failed, or if the device is busy or throttled for long."""
     say(f"refining: timing {len(variants)} kernels between the sizes of the search", err=True)
     with measuring(gpu, index, toolchain, cells=cells, give_up=inf) as runner:  # slow here may be fast there
         for variant, trial in runner.run(counted(variants, "timing")):
+            if isinstance(trial, NotTried):
+                failures.append(f"a kernel of {variant.problem.key} was not timed again: {trial.reason}")
+                continue
             if trial.outcome is not Outcome.OK and variant.kernel:
                 lost = trial.outcome in (Outcome.WRONG_ANSWER, Outcome.UNSTABLE)
                 advice = "it wins nothing any more" if lost else "it was left out"

@@ -29,7 +29,7 @@ from hadagen.problem import Problem, check_tunable
 from hadagen.programs import Stopped
 from hadagen.space import Space
 from hadagen.toolchain import BuildFailure, Toolchain
-from hadagen.trial import Environment, Kernel, NotTried, Trial
+from hadagen.trial import Disturbed, Environment, Kernel, NotTried, Trial
 from hadagen.tuning_db.bundle import Bundle
 from hadagen.tuning_db.lock_file import turn
 from hadagen.tuning_db.merge import Selection, arithmetic_of, selection_of, write_selection
@@ -169,6 +169,9 @@ class Measuring:
             copies = self._toolchain.build_all(copy_sources(), self._space.arch, stopped=self._stopped)
             with DeviceRunner(self._device_index, copies, deadline=self._deadline) as runner:
                 for _, trial in runner.run(self._variants()):
+                    if isinstance(trial, Disturbed):
+                        self.failure = f"{trial.reason}; {trial.advice}"
+                        continue
                     self.trials.append(trial)
                     self._look_ahead()  # while the device has the next kernel
         except (DeviceError, Stopped) as error:

@@ -45,11 +45,13 @@ class BatchBuilt:
 
 @dataclass(frozen=True)
 class VariantNotTried:
-    """A compiler died for a `reason` that says nothing about the knobs. They are tried again later."""
+    """A compiler died, or the device was busy or throttled, for a `reason` that says nothing about the knobs. They are
+    tried again later. `advice`: what to do about the device; "" if it was a compiler."""
 
     problem: Problem
     knobs: Knobs
     reason: str
+    advice: str = ""
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,24 @@ class PairRaced:
     margins: tuple[float, ...]
 
 
-Event = SearchStarted | ProblemStarted | BatchBuilt | VariantNotTried | TrialFinished | ProblemFinished | PairRaced
+@dataclass(frozen=True)
+class RaceDisturbed:
+    """Some near-ties of a problem were not raced, because the device was busy or throttled; the next run does it."""
+
+    problem: Problem
+    reason: str
+
+
+Event = (
+    SearchStarted
+    | ProblemStarted
+    | BatchBuilt
+    | VariantNotTried
+    | TrialFinished
+    | ProblemFinished
+    | PairRaced
+    | RaceDisturbed
+)
 Listener = Callable[[Event], None]
 
 
