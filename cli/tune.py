@@ -34,7 +34,7 @@ from hadagen.cli.output import (
 from hadagen.cli.sentences import keeping
 from hadagen.errors import DeviceError, StorageError, UsageError
 from hadagen.problem import Problem, check_tunable
-from hadagen.trial import NotTried, Outcome, Provenance
+from hadagen.trial import Disturbed, Outcome, Provenance
 
 if TYPE_CHECKING:
     from hadagen.arch import Arch
@@ -230,8 +230,9 @@ def _timed_again(
     say(f"refining: timing {len(variants)} kernels between the sizes of the search", err=True)
     with measuring(gpu, index, toolchain, cells=cells, give_up=inf) as runner:  # slow here may be fast there
         for variant, trial in runner.run(counted(variants, "timing")):
-            if isinstance(trial, NotTried):
-                failures.append(f"a kernel of {variant.problem.key} was not timed again: {trial.reason}")
+            if isinstance(trial, Disturbed):
+                said = f"kernels of {variant.problem.key} were not timed again, because {trial.reason}; {trial.advice}"
+                failures += [said] if said not in failures else []
                 continue
             if trial.outcome is not Outcome.OK and variant.kernel:
                 lost = trial.outcome in (Outcome.WRONG_ANSWER, Outcome.UNSTABLE)

@@ -22,7 +22,7 @@ from typing import Any
 from hadagen.arch import load_arch
 from hadagen.codegen import render
 from hadagen.compilers import NvrtcProgram
-from hadagen.errors import DeviceError, StorageError
+from hadagen.errors import DeviceError, DisturbedError, StorageError
 from hadagen.knobs import Knobs, plan_of
 from hadagen.measure import DeviceRunner, Variant, copy_sources, device_environment
 from hadagen.problem import Problem, check_tunable
@@ -174,6 +174,8 @@ class Measuring:
                         continue
                     self.trials.append(trial)
                     self._look_ahead()  # while the device has the next kernel
+        except DisturbedError as error:  # what was measured before it was is sound
+            self.failure = str(error)
         except (DeviceError, Stopped) as error:
             if time.monotonic() < self._deadline:
                 raise

@@ -43,6 +43,12 @@ _SLOWED = {
     libnvml.HW_POWER_BRAKE_SLOWDOWN: "its power supply holds it back (hardware power brake)",
     libnvml.HW_SLOWDOWN: "the hardware holds it back (hardware slowdown)",
 }
+_IN_NORMAL_USE = {
+    libnvml.GPU_IDLE: "it is idle",
+    libnvml.SW_POWER_CAP: "its power limit holds it back",
+    libnvml.CLOCKS_SETTING: "its clock setting holds it back",
+    libnvml.SYNC_BOOST: "other GPUs of its boost group hold it back",
+}
 _CHOOSE = "choose another GPU with --device or CUDA_VISIBLE_DEVICES"
 _STOP = f"stop it, or {_CHOOSE}"
 _COOL = f"let it cool down or look for the cause with nvidia-smi -q -d PERFORMANCE, or {_CHOOSE}"
@@ -170,6 +176,23 @@ class Monitor:
     def _foreign(self, gpu: libnvml.Gpu) -> int:
         """The memory that this process did not ask for, its context included."""
         return (gpu.memory_used() or 0) - self._own_bytes()
+
+
+def state_text(gpu: libnvml.Gpu) -> str:
+    """Power limit and clock, with their usual values, what holds the clocks down now, and which processes have a
+    context, as far as NVML says."""
+    limit, usual = gpu.power_limit_watts(), gpu.default_power_limit_watts()
+    mhz, most = gpu.clock_mhz(libnvml.NVML_CLOCK_SM), gpu.max_clock_mhz(libnvml.NVML_CLOCK_SM)
+    bits, processes = gpu.event_reasons(), gpu.processes()
+    reasons = [text for bit, text in (_SLOWED | _IN_NORMAL_USE).items() if bits and bits & bit]
+    others = sorted(set(processes or ()) - {os.getpid()})
+    said = [
+        f"power limit {limit} W" + (f" of {usual} W by default" if usual else "") if limit else "power limit unknown",
+        f"clock {mhz} MHz" + (f" of at most {most} MHz" if most else "") if mhz else "clock unknown",
+        "what slows it is unknown" if bits is None else " and ".join(reasons) or "nothing slows it",
+        "other processes unknown" if processes is None else named(gpu, others) if others else "no other process",
+    ]
+    return ", ".join(said)
 
 
 def named(gpu: libnvml.Gpu, processes: Collection[int]) -> str:
