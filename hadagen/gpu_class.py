@@ -45,7 +45,7 @@ def class_name(model: str, memory_bytes: int, gpu: libnvml.Gpu | None) -> str:
 
 
 def _memory(model: str, memory_bytes: int) -> list[str]:
-    gib = -(-memory_bytes >> 30)  # up: a part of it is reserved
+    gib = -(-memory_bytes >> 30)
     return [f"{gib} GiB"] if memory_bytes and gib != _USUAL_GIB.get(model, gib) else []
 
 
@@ -70,10 +70,11 @@ def class_of(device_index: int, model: str) -> str:
 
 
 def memory_of(device_index: int) -> int:
-    """The bytes of memory of a CUDA device. Raises `DeviceError`."""
-    doing = f"asking CUDA device {device_index}"
-    driver = bindings()
-    return int(check(driver.cuDeviceTotalMem(check(driver.cuDeviceGet(device_index), doing)), doing))
+    """The bytes of memory of a CUDA device, up to whole GiB, because each driver reserves another part. Raises
+    `DeviceError`."""
+    driver, doing = bindings(), f"asking CUDA device {device_index}"
+    size = int(check(driver.cuDeviceTotalMem(check(driver.cuDeviceGet(device_index), doing)), doing))
+    return -(-size >> 30) << 30
 
 
 def nvml_gpu(device_index: int) -> libnvml.Gpu | None:
