@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from hadagen.runtime.device import Device
     from hadagen.tuning_db.bundle import Bundle, BundleEntry
 
-OK, MISSING, BROKEN, UNTRIED = "ok", "missing", "broken", "untried"
+OK, MISSING, BROKEN, UNTRIED, BUSY = "ok", "missing", "broken", "untried", "busy"
 RUNS = {"yes": "yes", "no": "no, PyTorch computes the transform instead"}
 TUNES = {
     "measured": "yes, winners are measured",
@@ -37,7 +37,7 @@ TUNES = {
 @dataclass(frozen=True)
 class Check:
     """One line of the report. `missing` limits what can be done here; `broken` is there and does not work; `untried`
-    may work, but what it needs for a trial is missing or broken."""
+    may work, but what it needs for a trial is missing or broken; with `busy`, times would be wrong now."""
 
     name: str
     state: str
@@ -46,6 +46,10 @@ class Check:
 
 class Broken(Exception):
     """Something is there and does not work."""
+
+
+class Busy(Exception):
+    """A GPU is used by others, or slowed down."""
 
 
 @click.command()
@@ -84,6 +88,8 @@ def _checked(name: str, check: Callable[[], str]) -> Check:
         return Check(name, OK, check())
     except Broken as error:
         return Check(name, BROKEN, str(error))
+    except Busy as error:
+        return Check(name, BUSY, str(error))
     except (DeviceError, ToolchainError, ModuleNotFoundError) as error:
         return Check(name, MISSING, explain(error)[0])
     except Exception as error:
@@ -112,6 +118,26 @@ def _gpu() -> str:
     if not {options.arch_of(e) for e in environments} & set(known_archs()):
         raise DeviceError(f"{says}; hadagen has a target for {', '.join(known_archs())} only, so it cannot tune here")
     return says
+
+
+def _gpu_state() -> str:
+    """Power limits, clocks, what slows the GPUs down, and who uses them. Raises `Busy` if times would be wrong now."""
+    from hadagen.driver import bindings, check
+    from hadagen.gpu_class import nvml_gpu
+    from hadagen.measure import device_environment
+    from hadagen.measure.monitor import Monitor, state_text
+
+    said, disturbed = [], []
+    for index in range(check(bindings().cuDeviceGetCount(), "counting CUDA devices")):
+        environment, gpu = device_environment(index), nvml_gpu(index)
+        if gpu is None:
+            raise DeviceError("NVML does not answer, so nothing notices if others use a GPU while it is measured")
+        found = Monitor(gpu, environment).look()
+        said.append(f"{environment.gpu}: {state_text(gpu)}")
+        disturbed += [f"{found.reason}; {found.advice}"] if found else []
+    if disturbed:
+        raise Busy("; ".join([*said, *disturbed]))
+    return "; ".join(said)
 
 
 def _kernels() -> str:
@@ -253,6 +279,7 @@ CHECKS: dict[str, Callable[[], str]] = {
     "python": _python,
     "torch": _torch,
     "gpu": _gpu,
+    "gpu state": _gpu_state,
     "kernels": _kernels,
     "tune extra": _extra,
     "cache": _cache,
@@ -261,7 +288,7 @@ CHECKS: dict[str, Callable[[], str]] = {
     "emulator": _emulator,
 }
 # Checks that come before it and have to be sound for a check to say something of its own part.
-NEEDS = {"nvrtc": ("cache",), "nvcc": ("cache",), "emulator": ("tune extra", "cache")}
+NEEDS = {"gpu state": ("gpu",), "nvrtc": ("cache",), "nvcc": ("cache",), "emulator": ("tune extra", "cache")}
 
 
 def _bundles() -> list[Check]:

@@ -15,7 +15,7 @@ from hadagen.cli.device import find_target, find_toolchain, measuring, refusal
 from hadagen.cli.output import counted, say
 from hadagen.errors import DeviceError, UsageError
 from hadagen.problem import Problem
-from hadagen.trial import NotTried, Outcome
+from hadagen.trial import Disturbed, NotTried, Outcome
 
 if TYPE_CHECKING:
     from hadagen.arch import Arch
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hadagen.knobs import Knobs
     from hadagen.measure import Cell, Runner, Variant
     from hadagen.toolchain import Toolchain
-    from hadagen.trial import Environment, Trial
+    from hadagen.trial import Environment, Kernel, Trial
     from hadagen.tuner.events import Event, Listener
     from hadagen.tuner.pipeline import Build, Work
 
@@ -53,13 +53,24 @@ Measurer = Callable[["Mapping[Problem, Sequence[Cell]]", "Sequence[Variant]"], "
 class Failures(list[str]):
     """Sentences on kernels that failed though they were right when they were tuned."""
 
-    def note(self, variant: Variant, trial: Trial) -> None:
-        """Raises `DeviceError` when `MOST_FAILURES` have failed."""
-        if trial.outcome is Outcome.OK or variant.kernel is None:
-            return
+    def take(self, variant: Variant, trial: Trial | NotTried) -> Iterator[Trial]:
+        """Yields what is a trial, and adds a sentence if it is none or failed. Raises `DeviceError` when
+        `MOST_FAILURES` have failed."""
+        if isinstance(trial, Disturbed):
+            said = f"kernels of {variant.problem.key} were not timed again, because {trial.reason}; {trial.advice}"
+            if said not in self:
+                self.append(said)
+        elif isinstance(trial, NotTried):
+            self.append(f"a kernel of {variant.problem.key} was not timed again: {trial.reason}; refine again")
+        else:
+            if trial.outcome is not Outcome.OK and variant.kernel:
+                self._fail(trial, variant.kernel)
+            yield trial
+
+    def _fail(self, trial: Trial, kernel: Kernel) -> None:
         lost = trial.outcome in (Outcome.WRONG_ANSWER, Outcome.UNSTABLE)
         advice = "it wins nothing any more" if lost else "it was left out"
-        self.append(refusal(trial.problem, variant.kernel.digest, trial, advice))
+        self.append(refusal(trial.problem, kernel.digest, trial, advice))
         if len(self) == MOST_FAILURES:
             raise DeviceError(f"{self[-1]}; that many fail where the device does; run hadagen doctor")
 
@@ -105,8 +116,7 @@ class Here:
             self.gpu, self.index, self.toolchain, cells=cells, give_up=inf
         ) as runner:  # slow here, fast there
             for variant, trial in runner.run(counted(variants, "timing")):
-                self.failures.note(variant, trial)
-                yield trial
+                yield from self.failures.take(variant, trial)
 
 
 @dataclass
@@ -174,9 +184,7 @@ class There:
         (of,) = (each for each in self._classes if each.environment.gpu == gpu.gpu)
         wanted = [replace(variant, cells=tuple(cells[variant.problem]), limits={}) for variant in variants]
         for variant, trial in FleetGpus(self.fleet, of).run(wanted):
-            if not isinstance(trial, NotTried):
-                self.failures.note(variant, trial)
-                yield trial
+            yield from self.failures.take(variant, trial)
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from hadagen.tuner.events import (
     PairRaced,
     ProblemFinished,
     ProblemStarted,
+    RaceDisturbed,
     SearchStarted,
     TrialFinished,
     VariantNotTried,
@@ -116,7 +117,10 @@ class State:
             self.outcomes[event.trial.outcome] += 1
             self.now = f"{event.trial.problem.key}: {best_so_far(event.best)}"
         elif isinstance(event, VariantNotTried):
-            self.note = self.note or f"{event.reason}; what that cut short is tried again"
+            again = "what was timed then is timed again" if event.advice else "what that cut short is tried again"
+            self.note = self.note or f"{event.reason}; {again}"
+        elif isinstance(event, RaceDisturbed):
+            self.note = self.note or event.reason
         elif isinstance(event, FleetChanged):
             self.fleet = fleet_text(event)
         elif isinstance(event, PairRaced):

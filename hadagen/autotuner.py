@@ -22,14 +22,14 @@ from typing import Any
 from hadagen.arch import load_arch
 from hadagen.codegen import render
 from hadagen.compilers import NvrtcProgram
-from hadagen.errors import DeviceError, StorageError
+from hadagen.errors import DeviceError, DisturbedError, StorageError
 from hadagen.knobs import Knobs, plan_of
 from hadagen.measure import DeviceRunner, Variant, copy_sources, device_environment
 from hadagen.problem import Problem, check_tunable
 from hadagen.programs import Stopped
 from hadagen.space import Space
 from hadagen.toolchain import BuildFailure, Toolchain
-from hadagen.trial import Environment, Kernel, NotTried, Trial
+from hadagen.trial import Disturbed, Environment, Kernel, NotTried, Trial
 from hadagen.tuning_db.bundle import Bundle
 from hadagen.tuning_db.lock_file import turn
 from hadagen.tuning_db.merge import Selection, arithmetic_of, selection_of, write_selection
@@ -169,8 +169,13 @@ class Measuring:
             copies = self._toolchain.build_all(copy_sources(), self._space.arch, stopped=self._stopped)
             with DeviceRunner(self._device_index, copies, deadline=self._deadline) as runner:
                 for _, trial in runner.run(self._variants()):
+                    if isinstance(trial, Disturbed):
+                        self.failure = f"{trial.reason}; {trial.advice}"
+                        continue
                     self.trials.append(trial)
                     self._look_ahead()  # while the device has the next kernel
+        except DisturbedError as error:  # what was measured before it was is sound
+            self.failure = str(error)
         except (DeviceError, Stopped) as error:
             if time.monotonic() < self._deadline:
                 raise

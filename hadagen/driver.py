@@ -11,12 +11,12 @@ from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from ctypes import CDLL, byref, c_int, c_uint, c_uint64, c_void_p, create_string_buffer, pointer
+from ctypes import byref, c_int, c_uint64, c_void_p, pointer
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from hadagen import libcuda
+from hadagen import libcuda, libnvml
 from hadagen.errors import DeviceError
 from hadagen.launch import PORTABLE_CLUSTER, LaunchSpec, RowShape, X, Y
 
@@ -104,16 +104,7 @@ def _error(driver: SimpleNamespace, code: int, doing: str) -> DriverError:
 @functools.cache
 def driver_version() -> str:
     """The version, such as "580.82.07", from NVML, which is a part of the driver; "" if a container lacks NVML."""
-    try:
-        nvml = CDLL("libnvidia-ml.so.1")
-    except OSError:
-        return ""
-    text = create_string_buffer(96)
-    if nvml.nvmlInit_v2() != 0:
-        return ""
-    found = nvml.nvmlSystemGetDriverVersion(text, c_uint(len(text)))
-    nvml.nvmlShutdown()
-    return text.value.decode() if found == 0 else ""
+    return libnvml.driver_version()
 
 
 @functools.cache

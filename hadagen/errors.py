@@ -46,6 +46,10 @@ class DeviceError(HadagenError):
     """A GPU is missing, was lost, or refused a call."""
 
 
+class DisturbedError(DeviceError):
+    """A GPU was busy or throttled each time that something was to be timed on it."""
+
+
 def told_apart(error: float, bound: float) -> tuple[str, str]:
     """Two different numbers as two different texts, with three digits each, or with as many as that needs."""
     for digits in range(2, 17):

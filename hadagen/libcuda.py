@@ -66,6 +66,7 @@ _IN, _OUT = 1, 2  # what ctypes calls the directions of a parameter
 _Parameter = tuple[int, Any]
 _int, _handle, _text = (_IN, c_int), (_IN, c_void_p), (_IN, c_char_p)
 _to_int, _to_handle, _to_text = (_OUT, POINTER(c_int)), (_OUT, POINTER(c_void_p)), (_OUT, POINTER(c_char_p))
+_to_size = (_OUT, POINTER(c_size_t))
 
 # Every function but cuLaunchKernelEx. Where cuda.h names one by a macro, this is the symbol that the macro means.
 FUNCTIONS: dict[str, tuple[_Parameter, ...]] = {
@@ -77,6 +78,9 @@ FUNCTIONS: dict[str, tuple[_Parameter, ...]] = {
     "cuDeviceGet": (_to_int, _int),
     "cuDeviceGetName": (_text, _int, _int),
     "cuDeviceGetAttribute": (_to_int, _int, _int),
+    "cuDeviceGetPCIBusId": (_text, _int, _int),
+    "cuDeviceGetUuid_v2": (_text, _int),
+    "cuDeviceTotalMem_v2": (_to_size, _int),
     "cuDevicePrimaryCtxRetain": (_to_handle, _int),
     "cuCtxPushCurrent_v2": (_handle,),
     "cuCtxPopCurrent_v2": (_to_handle,),

@@ -55,7 +55,12 @@ def nearest_arch(arch: str, archs: Iterable[str] | None = None) -> str | None:
     return max((each for each in some if generation(each) <= generation(arch)), key=generation, default=None)
 
 
+def model_of(gpu: str) -> str:
+    """The name of a GPU as the driver gives it, of the name of its class: "NVIDIA H200" of "NVIDIA H200, 450 W"."""
+    return gpu.partition(", ")[0]
+
+
 def arch_of_gpu(gpu: str) -> str | None:
     """The arch of a GPU with this name, such as "NVIDIA A100-SXM4-80GB"; None if the name does not tell."""
-    archs = {_ARCH_OF[word] for word in re.findall("[A-Z0-9]+", gpu.upper()) if word in _ARCH_OF}
+    archs = {_ARCH_OF[word] for word in re.findall("[A-Z0-9]+", model_of(gpu).upper()) if word in _ARCH_OF}
     return archs.pop() if len(archs) == 1 else None

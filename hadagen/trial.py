@@ -53,7 +53,11 @@ class Provenance(str, Enum):
 
 @dataclass(frozen=True)
 class Environment:
-    """The device and software a trial ran on. `gpu` is "" for an estimate, which ran on no device."""
+    """The device and software a trial ran on.
+
+    `gpu`: the name of its class (`hadagen.gpu_class`); "" for an estimate, which ran on no device. Clocks are the
+    maximum clocks. `memory_bytes` (up to whole GiB), `power_limit_watts`: 0 if they are not known, as in older trials.
+    """
 
     gpu: str = ""
     compute_capability: str = ""
@@ -64,6 +68,8 @@ class Environment:
     nvcc: str = ""
     sm_clock_mhz: int = 0
     memory_clock_mhz: int = 0
+    memory_bytes: int = 0
+    power_limit_watts: int = 0
 
 
 @dataclass(frozen=True)
@@ -129,6 +135,14 @@ class NotTried:
     as "nvcc was killed by signal 9"."""
 
     reason: str
+
+
+@dataclass(frozen=True)
+class Disturbed(NotTried):
+    """The device was busy or throttled while the variant was timed, for a `reason` such as "process 12 (python3) uses
+    the GPU". `advice`: what to do about it."""
+
+    advice: str = ""
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,9 @@ problems = st.builds(
     st.sampled_from(Rows),
 ) | st.sampled_from([MATRIX_PROBLEM, Problem.of(24, DType.BFLOAT16, order=24, signed=True)])
 environments = st.builds(
-    Environment, _text, _text, _count, st.integers(0, 2**40), _text, _text, _text, _count, _count
+    Environment,
+    *(_text, _text, _count, st.integers(0, 2**40), _text, _text, _text, _count, _count),
+    *(st.integers(0, 2**40), st.integers(0, 1000)),
 ) | st.sampled_from([Environment(), H100, H200])
 launches = st.builds(
     LaunchSpec,

@@ -25,7 +25,7 @@ import hadagen
 from hadagen import Match, autotuner
 from hadagen.arch import load_arch
 from hadagen.autotuner import MEASURING_SHARE, Measuring, add_winners, first_knobs
-from hadagen.errors import DeviceError, StorageError, ToolchainError, UsageError
+from hadagen.errors import DeviceError, DisturbedError, StorageError, ToolchainError, UsageError
 from hadagen.knobs import Knobs, plan_of
 from hadagen.launch import Source
 from hadagen.measure import DeviceRunner, Variant, all_cells
@@ -37,7 +37,7 @@ from hadagen.runtime import autotune as asking
 from hadagen.runtime import bundles, compute, kernels
 from hadagen.runtime.device import Device
 from hadagen.space import Space
-from hadagen.trial import Environment, Kernel, NotTried, Outcome, Provenance, Timing, Trial
+from hadagen.trial import Disturbed, Environment, Kernel, NotTried, Outcome, Provenance, Timing, Trial
 from hadagen.tuning_db import lock_file
 from hadagen.tuning_db.bundle import Bundle
 from hadagen.tuning_db.bundle_writer import write_bundle
@@ -327,6 +327,28 @@ def test_nothing_measured_says_how_long_it_took(machine: Machine) -> None:
         hadagen.autotune(PROBLEM, seconds=0.5)
     assert "seconds=1" in str(caught.value)
     assert not asking.bundle_path("sm80").exists()
+
+
+@pytest.mark.parametrize("busy_from", [0, 1])
+def test_what_a_busy_gpu_prevents_is_left_out(
+    busy_from: int, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The winners come from what was measured before, if anything was."""
+
+    def run(self: FakeRunner, variants: Iterable[Variant]) -> Iterator[tuple[Variant, Any]]:
+        for number, variant in enumerate(variants):
+            busy = Disturbed("process 12 uses the GPU", "stop it")
+            if number > busy_from:
+                raise DisturbedError("nothing can be timed: process 12 uses the GPU")
+            yield variant, self.trial(variant) if number < busy_from else busy
+
+    monkeypatch.setattr(FakeRunner, "run", run)
+    if busy_from:
+        hadagen.autotune(PROBLEM)
+        assert {Knobs.like(entry.knobs) for entry in own_bundle().all_entries()} == {machine.runs[0][0]}
+    else:
+        with pytest.raises(DeviceError, match=r"\(nothing can be timed: process 12 uses the GPU\); pass more seconds"):
+            hadagen.autotune(PROBLEM)
 
 
 def test_a_machine_that_starts_no_process_in_time_says_so(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

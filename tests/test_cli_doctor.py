@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from command_line import machine, run, sample, succeed
+from fake_nvml import FakeGpu, SilentGpu
 from real_compilers import needs_nvrtc
 from sample_bundle import write_trials
-from sample_trials import make_kernel, make_trial
+from sample_trials import H200, make_kernel, make_trial
 
 from hadagen.cli import doctor, options
+from hadagen.gpu_class import class_name
 from hadagen.runtime.device import Device
 from hadagen.tuning_db.bundle import Bundle
 
@@ -27,6 +30,7 @@ def test_the_doctor_finds_a_machine_without_a_gpu_sound(sample: Path) -> None:
         "python": "ok",
         "torch": "ok",
         "gpu": "missing",
+        "gpu state": "untried",
         "kernels": "missing",
         "tune extra": "ok",
         "nvrtc": "ok",
@@ -37,6 +41,42 @@ def test_the_doctor_finds_a_machine_without_a_gpu_sound(sample: Path) -> None:
     }
     assert report["can"] == {"run_kernels": "no", "tune": "estimated"}
     assert "winners are estimated" in succeed("doctor")
+
+
+@pytest.mark.parametrize(
+    ("gpu", "state", "says"),
+    [
+        (
+            FakeGpu(reasons=1),
+            "ok",
+            "NVIDIA H200: power limit 700 W of 700 W by default, clock 1980 MHz of at most 1980 MHz, it is idle, no "
+            "other process",
+        ),
+        (
+            FakeGpu(limit=450, percent=97, listed={12: 1 << 30}, names={12: "python3"}),
+            "busy",
+            "NVIDIA H200, 450 W: power limit 450 W of 700 W by default, clock 1980 MHz of at most 1980 MHz, nothing "
+            "slows it, process 12 (python3); process 12 (python3) or another process uses the GPU, 97 % of the time; "
+            "stop it, or choose another GPU with --device or CUDA_VISIBLE_DEVICES",
+        ),
+        (
+            SilentGpu(),
+            "ok",
+            "NVIDIA H200: power limit unknown, clock unknown, what slows it is unknown, other processes unknown",
+        ),
+        (None, "missing", "NVML does not answer, so nothing notices if others use a GPU while it is measured"),
+    ],
+)
+def test_the_doctor_shows_the_state_of_a_gpu(
+    gpu: FakeGpu | None, state: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bindings = SimpleNamespace(cuDeviceGetCount=lambda: (0, 1), cuDriverGetVersion=lambda: (0, 13000))
+    environment = replace(H200, gpu=class_name("NVIDIA H200", 0, gpu))
+    monkeypatch.setattr("hadagen.driver.bindings", lambda: bindings)
+    monkeypatch.setattr("hadagen.measure.device_environment", lambda index: environment)
+    monkeypatch.setattr("hadagen.gpu_class.nvml_gpu", lambda index: gpu)
+    monkeypatch.setattr("hadagen.measure.monitor._SAMPLE_S", 0.0)
+    assert doctor._checked("gpu state", doctor.CHECKS["gpu state"]) == doctor.Check("gpu state", state, says)
 
 
 def test_the_doctor_blames_the_cache_where_it_cannot_be_written(

@@ -17,10 +17,10 @@ from fake_search import CELLS, problems
 from sample_bundle import write_trials
 from sample_trials import H100, PROBLEM, in_clusters, make_trial, times
 
-from hadagen.cli import options, tune
+from hadagen.cli import lanes, options
 from hadagen.measure import Answer, Variant
 from hadagen.problem import Problem, Transform
-from hadagen.trial import Outcome, Timing, Trial
+from hadagen.trial import Disturbed, Outcome, Timing, Trial
 from hadagen.tuner import search as tuning
 from hadagen.tuner.events import Listener, TuneReport
 from hadagen.tuner.search import TuneOptions
@@ -194,7 +194,7 @@ def test_a_device_that_fails_changes_no_bundle_and_loses_no_time(
     one_is_faster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     db = fill()
-    monkeypatch.setattr(tune, "MOST_FAILURES", 1)
+    monkeypatch.setattr(lanes, "MOST_FAILURES", 1)
     FakeDevice.refusals[2] = Answer(Outcome.WRONG_ANSWER, "it is off")
     result = run(*REFINE, "256")
     said = result.stderr.splitlines()[-1]
@@ -203,6 +203,23 @@ def test_a_device_that_fails_changes_no_bundle_and_loses_no_time(
     assert not options.default_bundle("sm90").exists()
     with Store.open(db) as store:
         assert [(trial.outcome, len(trial.timings)) for trial in store.trials()] == [(Outcome.OK, 6), (Outcome.OK, 4)]
+
+
+def test_kernels_that_a_busy_gpu_prevents_are_named_once_and_the_others_go_on(
+    one_is_faster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill()
+    plain = FakeDevice.trial
+
+    def trial(self: FakeDevice, variant: Variant) -> Any:
+        busy = Disturbed("process 12 uses the GPU", "stop it")
+        return busy if variant.knobs["chunks"] == 2 else plain(self, variant)
+
+    monkeypatch.setattr(FakeDevice, "trial", trial)
+    result = run(*REFINE, "256")
+    said = "kernels of n256-float16-accurate were not timed again, because process 12 uses the GPU; stop it"
+    assert (result.exit_code, result.stderr.count(said)) == (1, 1)
+    assert len({entry.kernel for entry in Bundle.open(options.default_bundle("sm90")).entries(PROBLEM)}) == 2
 
 
 @pytest.mark.parametrize(

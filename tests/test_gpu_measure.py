@@ -19,6 +19,7 @@ from hadagen.problem import DType, Problem, Rows
 from hadagen.reference import INPUT_CLASSES
 from hadagen.regimes import Cache, Destination, buffer_bytes
 from hadagen.space import Space, build_plan
+from hadagen.target import model_of
 from hadagen.toolchain import Toolchain
 from hadagen.trial import Kernel, Outcome, Trial
 
@@ -94,7 +95,7 @@ def test_environment() -> None:
 
     environment = device_environment(0)
     properties = torch.cuda.get_device_properties(0)
-    assert environment.gpu == properties.name
+    assert model_of(environment.gpu) == properties.name
     assert environment.compute_capability == f"{properties.major}.{properties.minor}"
     assert environment.sms == properties.multi_processor_count
     assert environment.l2_bytes == properties.L2_cache_size

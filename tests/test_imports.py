@@ -49,13 +49,15 @@ TABLE = """
     recipes          | toolchain compilers nvrtc cache templates codegen space arch knobs target trial launch problem errors |
     emulator         | cache programs templates reference bits quantizer launch problem formats errors | numpy torch
     libcuda          | errors                                              |
-    driver           | libcuda launch errors                               |
+    libnvml          |                                                     |
+    driver           | libcuda libnvml launch errors                       |
+    gpu_class        | driver libnvml errors                               |
     tuning_db.files  |                                                     |
     tuning_db.bundle | tuning_db.files trial regimes problem launch target errors |
     tuning_db        | tuning_db.files tuning_db.bundle ptx_version trial regimes problem launch target errors | sqlalchemy alembic
-    measure          | driver libcuda templates reference bits quantizer trial regimes problem launch formats matrices errors | torch
+    measure          | gpu_class target driver libcuda libnvml templates reference bits quantizer trial regimes problem launch formats matrices errors | torch
     autotuner        | measure tuning_db tuning_db.bundle toolchain compilers programs codegen space knobs arch trial problem errors |
-    runtime          | quantizer autotuner tuning_db.files tuning_db.bundle recipes driver trial regimes problem launch target matrices formats errors | torch
+    runtime          | quantizer autotuner tuning_db.files tuning_db.bundle recipes gpu_class driver trial regimes problem launch target matrices formats errors | torch
     compat           | runtime problem matrices errors                             | torch
     presets          | quantizer runtime errors                                              | torch
     __init__         | runtime problem errors                              |

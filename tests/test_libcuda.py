@@ -47,6 +47,9 @@ int cuDeviceGetCount(int* count) { *count = 2; return code; }
 int cuDeviceGet(int* device, int ordinal) { *device = ordinal + 100; return code; }
 int cuDeviceGetName(char* name, int room, int device) { return !strncpy(name, device == 101 ? "GPU" : "?", room); }
 int cuDeviceGetAttribute(int* value, int which, int device) { *value = 1000 * which + device; return code; }
+int cuDeviceGetPCIBusId(char* id, int room, int device) { return !strncpy(id, device == 101 ? "0:18:0.0" : "", room); }
+int cuDeviceGetUuid_v2(char* uuid, int device) { memset(uuid, device, 16); return code; }
+int cuDeviceTotalMem_v2(size_t* bytes, int device) { *bytes = (7ull << 32) + device; return code; }
 int cuDevicePrimaryCtxRetain(Handle* context, int device) { *context = above(nullptr, device); return code; }
 int cuCtxPushCurrent_v2(Handle context) { return number(context); }
 int cuCtxPopCurrent_v2(Handle* context) { *context = nullptr; return code; }
@@ -90,6 +93,9 @@ ANSWERS: list[tuple[str, tuple[Any, ...], tuple[Any, ...]]] = [
     ("cuDeviceGet", (3,), (103,)),
     ("cuDeviceGetName", (ctypes.create_string_buffer(8), 8, 101), ()),
     ("cuDeviceGetAttribute", (16, 103), (16103,)),
+    ("cuDeviceGetPCIBusId", (ctypes.create_string_buffer(13), 13, 101), ()),
+    ("cuDeviceGetUuid", (ctypes.create_string_buffer(16), 101), ()),
+    ("cuDeviceTotalMem", (103,), ((7 << 32) + 103,)),
     ("cuDevicePrimaryCtxRetain", (103,), (103,)),
     ("cuCtxPushCurrent", (HANDLE & ~0xFF,), ()),
     ("cuCtxPopCurrent", (), (None,)),
@@ -189,6 +195,7 @@ def test_the_environment_of_a_device(bound: SimpleNamespace) -> None:
     assert (found.gpu, found.compute_capability, found.cuda) == ("GPU", "75101.76101", "12.4")
     assert (found.sms, found.l2_bytes) == (16101, 38101)
     assert (found.sm_clock_mhz, found.memory_clock_mhz) == (13, 36)
+    assert (found.memory_bytes, found.power_limit_watts) == (29 << 30, 0)  # up from 28 GiB; NVML does not know it
     with pytest.raises(DeviceError, match="this machine shows 2"):
         device_environment(2)
 

@@ -79,6 +79,7 @@ def test_a_bundle_of_an_arch_that_is_none_breaks_no_call(
         ("NVIDIA B200", "sm100"),
         ("NVIDIA Thor", "sm110"),
         ("NVIDIA GeForce RTX 5090", "sm120"),
+        ("NVIDIA H200, 450 W, 3060 MHz", "sm90"),  # a clock is no model
         ("NVIDIA RTX 6000 Ada Generation", None),  # one of three archs
         ("RTX", None),
         ("H100 or A100", None),

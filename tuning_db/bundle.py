@@ -39,7 +39,8 @@ APPLICATION_ID = 0x68616461  # "hada", in the header of the file
 FORMAT = 6  # of the tables below; in the header too
 OLDEST_FORMAT = 4  # that is read as well. Before 6, no problem names an arithmetic; before 5, every kernel has a cubin.
 
-# Every table with its columns; launch, knobs and errors are JSON objects. The first three are read on opening, the
+# Every table with its columns; launch, knobs and errors are JSON objects. An environment is there without memory and
+# power limit, because calls choose by `gpu`, the class. The first three are read on opening, the
 # others problem by problem; `winners` is the SHA-256 of what these have of it.
 TABLES = {
     "meta": "key TEXT PRIMARY KEY, value TEXT",
@@ -392,7 +393,8 @@ class _Content:
 
 def _environment(row: Mapping[str, Any]) -> Environment:
     check: dict[str, Callable[[object], Any]] = {"str": _text, "int": _count}
-    return Environment(**{each.name: check[str(each.type)](row[each.name]) for each in fields(Environment)})
+    kinds = {each.name: str(each.type) for each in fields(Environment)}
+    return Environment(**{name: check[kinds[name]](value) for name, value in row.items()})
 
 
 def _kernel(arch: str, row: Mapping[str, Any]) -> Kernel:

@@ -7,7 +7,7 @@ import os
 import sqlite3
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import astuple, replace
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
@@ -28,6 +28,7 @@ from hadagen.tuning_db.bundle import (
     Bundle,
     Row,
     Tables,
+    columns_of,
     content_digest,
     is_bundle,
     read_rows,
@@ -132,14 +133,14 @@ def _tables(
     """The rows of `bundle.TABLES`: each distinct one once, numbered in sorted order, so that files are reproducible."""
     trials = selection.values()
     problems = _numbered((trial.problem.key, arithmetic.get(trial.problem, "")) for trial in trials)
-    environments = _numbered(astuple(trial.environment) for trial in trials)
+    environments = _numbered(map(_environment_row, trials))
     kernel_rows = _numbered(_kernel_row(kernel) for kernel in kernels)
     kernel_numbers = {row[0]: number for row, number in kernel_rows.items()}
 
     def trial_row(trial: Trial) -> Row:
         return (
             problems[trial.problem.key, arithmetic.get(trial.problem, "")],
-            environments[astuple(trial.environment)],
+            environments[_environment_row(trial)],
             kernel_numbers[digest_of(trial)],
             knobs_key(trial.knobs),
             _json(trial.errors),
@@ -167,6 +168,10 @@ def _numbered(rows: Iterable[Row]) -> dict[Row, int]:
 
 def _with_numbers(numbers: Mapping[Row, int]) -> list[Row]:
     return [(number, *row) for row, number in numbers.items()]
+
+
+def _environment_row(trial: Trial) -> Row:
+    return tuple(getattr(trial.environment, name) for name in columns_of("environments")[1:])
 
 
 def _kernel_row(kernel: Kernel) -> Row:

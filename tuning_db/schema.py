@@ -24,7 +24,7 @@ from hadagen.trial import Environment
 from hadagen.tuning_db.files import inflated
 
 PREFIX = "hadagen_"
-SCHEMA_VERSION = "0007"
+SCHEMA_VERSION = "0008"
 VERSION_TABLE = f"{PREFIX}schema_version"
 
 
@@ -78,6 +78,8 @@ class EnvironmentRow(Base):
     nvcc: Mapped[str]
     sm_clock_mhz: Mapped[int]
     memory_clock_mhz: Mapped[int]
+    memory_bytes: Mapped[int] = mapped_column(BigInteger)
+    power_limit_watts: Mapped[int]
 
 
 class KernelRow(Base):

@@ -44,6 +44,8 @@ from hadagen.tuning_db.schema import (
 
 Row = TypeVar("Row", bound=Base)
 
+# Fields that a seal names only if they are not 0, because seals are older than they are.
+_LATER = ("memory_bytes", "power_limit_watts")
 _NO_BLOBS: dict[str, Any] = {"source": "", "ptx": b"", "cubin": b""}
 # Table → type of each column, without columns that may be NULL, and `Compressed` columns, which check themselves.
 _KINDS: dict[type[Base], list[tuple[str, type[Any]]]] = {
@@ -361,7 +363,7 @@ def _seal_of_trial(trial: Trial) -> str:
         "kernel": trial.kernel and _plain(trial.kernel),
         "errors": {kind: float(error) for kind, error in trial.errors.items()},
         "timings": [(*_where(t), *map(float, (t.us, t.us_low, t.us_high, t.copy_us))) for t in trial.timings],
-        "environment": vars(trial.environment),
+        "environment": {name: value for name, value in vars(trial.environment).items() if value or name not in _LATER},
         "seconds": float(trial.seconds),
     }
     return _sha256(list((vars(trial) | plain).values()))

@@ -7,11 +7,12 @@ from ctypes import create_string_buffer
 from hadagen import libcuda
 from hadagen.driver import bindings, check, driver_version
 from hadagen.errors import DeviceError, printable
+from hadagen.gpu_class import class_name, memory_of, nvml_gpu
 from hadagen.trial import Environment
 
 
 def device_environment(device_index: int = 0) -> Environment:
-    """The environment of a CUDA device. `nvcc` is "", because only a kernel has one. Clocks are the maximum clocks.
+    """The environment of a CUDA device. `nvcc` is "", because only a kernel has one.
 
     Raises `DeviceError` if there is no driver or no such device.
     """
@@ -29,8 +30,9 @@ def device_environment(device_index: int = 0) -> Environment:
     cuda = int(check(driver.cuDriverGetVersion(), "asking the driver's version"))
     major = attribute(libcuda.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)
     minor = attribute(libcuda.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)
+    memory_bytes, gpu = memory_of(device_index), nvml_gpu(device_index)
     return Environment(
-        gpu=printable(name.value.decode(errors="replace")),
+        gpu=printable(class_name(name.value.decode(errors="replace"), memory_bytes, gpu)),
         compute_capability=f"{major}.{minor}",
         sms=attribute(libcuda.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT),
         l2_bytes=attribute(libcuda.CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE),
@@ -38,4 +40,6 @@ def device_environment(device_index: int = 0) -> Environment:
         cuda=f"{cuda // 1000}.{cuda % 1000 // 10}",
         sm_clock_mhz=attribute(libcuda.CU_DEVICE_ATTRIBUTE_CLOCK_RATE) // 1000,
         memory_clock_mhz=attribute(libcuda.CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE) // 1000,
+        memory_bytes=memory_bytes,
+        power_limit_watts=(gpu and gpu.power_limit_watts()) or 0,
     )

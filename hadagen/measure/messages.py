@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from hadagen.measure.cells import Cell
 from hadagen.problem import Problem
-from hadagen.trial import Kernel, Outcome, Timing
+from hadagen.trial import Disturbed, Kernel, Outcome, Timing
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,12 @@ class Answer:
     errors: dict[str, float] = field(default_factory=dict)
     timings: tuple[Timing, ...] = ()
     seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Look:
+    """Say what disturbs timings now: `Disturbed`, or None. `Measure` and `Race` are answered with `Disturbed` too, if
+    something did, and then there are no times."""
 
 
 @dataclass(frozen=True)
@@ -68,12 +74,13 @@ class Comparison:
     """The answer to `Compare`.
 
     `answers`: the verification of each kernel. `peer_errors`: name of the library → class of input → relative error,
-    without libraries that cannot transform such rows. `times`: in the order of the cells.
+    without libraries that cannot transform such rows. `times`: in the order of the cells. `disturbed`: by what.
     """
 
     answers: tuple[Answer, ...]
     peer_errors: dict[str, dict[str, float]]
     times: tuple[Times, ...]
+    disturbed: Disturbed | None = None
 
 
 class Choice(NamedTuple):
@@ -115,8 +122,9 @@ class Ranking:
     """The answer to `Rank`.
 
     `answers`: the verification of each kernel; those that fail are not timed. `results`: in the order of `choices`;
-    None if the chosen kernel failed.
+    None if the chosen kernel failed. `disturbed`: by what.
     """
 
     answers: tuple[Answer, ...]
     results: tuple[ChoiceResult | None, ...]
+    disturbed: Disturbed | None = None

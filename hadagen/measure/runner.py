@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Any, Protocol
 
-from hadagen.errors import DeviceError, UsageError
+from hadagen.errors import DeviceError, DisturbedError, UsageError
 from hadagen.measure.cells import Cell, Cells
-from hadagen.measure.messages import Answer, Choice, Compare, Comparison, Measure, Race, Rank, Ranking
+from hadagen.measure.messages import Answer, Choice, Compare, Comparison, Look, Measure, Race, Rank, Ranking
 from hadagen.measure.worker import Failure, Service, Worker
 from hadagen.problem import Numerics, Problem
-from hadagen.trial import Environment, Kernel, NotTried, Outcome, Provenance, Timing, Trial, utc_now
+from hadagen.trial import Disturbed, Environment, Kernel, NotTried, Outcome, Provenance, Timing, Trial, utc_now
+
+_log = logging.getLogger("hadagen")
 
 _REPLAYS = 7
+_PAUSES_S = (2.0, 8.0)  # before what was disturbed is timed again
+_DISTURBED_IN_A_ROW = 3  # variants, each in all attempts; then the device is given up
 COMPARISON_TIMEOUT_S = 300.0  # a library may take a second for some of what our kernels do in a millisecond
 
 
@@ -55,7 +60,7 @@ class BestTimes:
 
 class Runner(Protocol):
     """Turns variants into trials, one by one, in their order. No outcome of a variant ends the run. The result is
-    `NotTried` if a compiler died, which may pass."""
+    `NotTried` if a compiler died, and `Disturbed` if the device was busy or throttled, which may pass."""
 
     @property
     def environment(self) -> Environment: ...
@@ -80,7 +85,10 @@ class DeviceRunner:
     deadline: of `time.monotonic()`. What goes on then is ended, and a run has no more trials.
     make_service: runs in the worker instead of the GPU; for tests.
 
-    The worker starts at the first use, and `close` kills it. Every use raises `DeviceError` if it cannot start.
+    The worker starts at the first use, and `close` kills it. Every use raises `DeviceError` if it cannot start, or
+    then has a device of another class.
+
+    What is timed while the device is busy or throttled is timed again after a pause, up to three times in all.
     """
 
     def __init__(
@@ -102,6 +110,8 @@ class DeviceRunner:
         self._best = BestTimes(give_up)
         self._timeout_s = timeout_s
         self._deadline = deadline
+        self._disturbed = 0  # variants in a row
+        self._warned: set[str] = set()
 
     @property
     def environment(self) -> Environment:
@@ -111,8 +121,9 @@ class DeviceRunner:
         assert self._environment is not None
         return self._environment
 
-    def run(self, variants: Iterable[Variant]) -> Iterator[tuple[Variant, Trial]]:
-        """Yields each variant with its trial as soon as it is finished.
+    def run(self, variants: Iterable[Variant]) -> Iterator[tuple[Variant, Trial | Disturbed]]:
+        """Yields each variant with its trial as soon as it is finished. Raises `DisturbedError` if the device was busy
+        or throttled for `_DISTURBED_IN_A_ROW` variants in a row.
 
         The next variant is drawn and handed to the worker before a trial is yielded, so the device works while the
         caller records. Leaving the loop early kills the worker if it is busy. Give variants of one problem together:
@@ -146,19 +157,30 @@ class DeviceRunner:
     def race(self, a: Variant, b: Variant, cells: Sequence[Cell]) -> list[tuple[float, float]]:
         """Time two verified variants of one problem in turns: (µs of a, µs of b) for each cell.
 
-        Raises `DeviceError` if the worker fails or exceeds the time of a variant.
+        Raises `DeviceError` if the worker fails or exceeds the time of a variant, and `DisturbedError` if the device
+        was busy or throttled in all attempts.
         """
         if a.problem != b.problem:
             raise UsageError(f"{a.problem.key} cannot be raced against {b.problem.key}; give two of one problem")
         request = Race(a.problem, without_texts(_kernel(a)), without_texts(_kernel(b)), tuple(cells))
-        return list(self._ask(request, "a race", self._timeout_s))
+        answer = self._ask(request, "a race", self._timeout_s)
+        for pause in self._pauses():
+            if not isinstance(answer, Disturbed):
+                break
+            time.sleep(pause)
+            answer = self._ask(request, "a race", self._timeout_s)
+        if isinstance(answer, Disturbed):
+            self._disturbed += 1
+            raise DisturbedError(f"a race has no times ({answer.reason}); {answer.advice}")
+        self._disturbed = 0
+        return list(answer)
 
     def compare(self, variants: Sequence[Variant], cells: Sequence[tuple[Cell, Sequence[int]]]) -> Comparison:
         """Verify variants whose problems differ in numerics only, then time them in turns with the other libraries and
         the copy.
 
         cells: each with the positions of the variants that are timed there. Raises `DeviceError` if the worker fails or
-        takes longer than `COMPARISON_TIMEOUT_S`.
+        takes longer than `COMPARISON_TIMEOUT_S`. If the device was busy or throttled meanwhile, a warning is logged.
         """
         kinds = {variant.problem.with_io(numerics=Numerics.ACCURATE).key for variant in variants}
         if len(kinds) != 1:
@@ -166,18 +188,21 @@ class DeviceRunner:
         kernels = tuple((variant.problem, without_texts(_kernel(variant))) for variant in variants)
         request = Compare(kernels, tuple((cell, tuple(wanted)) for cell, wanted in cells))
         answer: Comparison = self._ask(request, f"comparing kernels for {variants[0].problem.key}")
+        self._warn(answer.disturbed)
         return answer
 
     def rank(self, variants: Sequence[Variant], choices: Sequence[Choice]) -> Ranking:
         """Verify variants of one problem, and find the fastest for each of `choices`.
 
-        Raises `DeviceError` if the worker fails or takes longer than `COMPARISON_TIMEOUT_S`.
+        Raises `DeviceError` if the worker fails or takes longer than `COMPARISON_TIMEOUT_S`. If the device was busy or
+        throttled meanwhile, a warning is logged.
         """
         problem = variants[0].problem
         if any(variant.problem != problem for variant in variants):
             raise UsageError(f"not all variants are for {problem.key}; give those of one problem")
         request = Rank(problem, tuple(without_texts(_kernel(variant)) for variant in variants), tuple(choices))
         answer: Ranking = self._ask(request, f"ranking kernels for {problem.key}")
+        self._warn(answer.disturbed)
         return answer
 
     def _ask(self, request: Race | Compare | Rank, doing: str, timeout_s: float = COMPARISON_TIMEOUT_S) -> Any:
@@ -198,9 +223,29 @@ class DeviceRunner:
         self.close()
 
     def _start(self) -> None:
-        self._environment = self._worker.start(self._deadline)
+        environment = self._worker.start(self._deadline)
+        if self._environment not in (None, environment):
+            self._worker.stop()
+            raise DeviceError(
+                f"the GPU was {_class_text(self._environment)}, and is {_class_text(environment)} now; run the same "
+                "command again to measure it as it is"
+            )
+        self._environment = environment
 
-    def _send(self, request: Measure | Race | Compare | Rank) -> None:
+    def _warn(self, disturbed: Disturbed | None) -> None:
+        """Log a warning, once for each reason."""
+        if disturbed and disturbed.reason not in self._warned:
+            self._warned.add(disturbed.reason)
+            _log.warning("these times may be wrong: %s; %s", disturbed.reason, disturbed.advice)
+
+    def _pauses(self) -> Sequence[float]:
+        """Before each new attempt; none if waiting did not help before, or the deadline does not leave the time."""
+        if self._disturbed >= _DISTURBED_IN_A_ROW:
+            return ()
+        left = self._deadline - time.monotonic()
+        return [pause for pause in _PAUSES_S if pause < left]
+
+    def _send(self, request: Look | Measure | Race | Compare | Rank) -> None:
         if self._worker.is_busy or not self._worker.is_running:  # busy with what nobody waits for any more
             self._start()
         self._worker.send(request)
@@ -209,16 +254,52 @@ class DeviceRunner:
         limits = self._best.limits(variant.problem) if variant.limits is None else variant.limits
         self._send(Measure(variant.problem, without_texts(_kernel(variant)), limits, variant.cells))
 
-    def _collect(self, variant: Variant) -> Trial | None:
-        """The trial of the variant that the worker has; None if the deadline came before."""
+    def _collect(self, variant: Variant) -> Trial | Disturbed | None:
+        """The trial of the variant that the worker has; None if the deadline came before. Raises `DisturbedError`."""
+        answer = self._received()
+        for pause in self._pauses():
+            if not isinstance(answer, Disturbed):
+                break
+            time.sleep(pause)
+            self._submit(variant)
+            answer = self._received()
+        if answer is None:
+            return None
+        if isinstance(answer, Disturbed):
+            self._disturbed += 1
+            if self._disturbed >= _DISTURBED_IN_A_ROW:
+                raise DisturbedError(
+                    f"nothing can be timed: {answer.reason}, each time that {self._disturbed} kernels were timed; "
+                    f"{answer.advice}; finished trials are kept"
+                )
+            return answer
+        self._disturbed = 0
+        return self._trial(variant, answer)
+
+    def _received(self) -> Answer | Disturbed | None:
+        """What the worker answers, or what its failure means; None if the deadline came before."""
         started = time.monotonic()
         left = self._deadline - started
-        answer = self._worker.receive(max(0.0, min(self._timeout_s, left)))
-        if isinstance(answer, Failure):
-            if answer.hung and left < self._timeout_s:
-                return None
-            outcome = Outcome.TIMEOUT if answer.hung else Outcome.LAUNCH_FAILED
-            answer = Answer(outcome, answer.detail, seconds=time.monotonic() - started)
+        answer: Answer | Disturbed | Failure = self._worker.receive(max(0.0, min(self._timeout_s, left)))
+        if not isinstance(answer, Failure):
+            return answer
+        seconds = time.monotonic() - started
+        if not answer.hung:
+            return Answer(Outcome.LAUNCH_FAILED, answer.detail, seconds=seconds)
+        if left < self._timeout_s:
+            return None
+        return self._disturbed_now() or Answer(Outcome.TIMEOUT, answer.detail, seconds=seconds)
+
+    def _disturbed_now(self) -> Disturbed | None:
+        """What a new worker finds. A variant may have exceeded its time because others use the device."""
+        try:
+            self._send(Look())
+        except DeviceError:  # which the next variant meets again, once this one has its trial
+            return None
+        found = self._worker.receive(self._timeout_s)
+        return found if isinstance(found, Disturbed) else None
+
+    def _trial(self, variant: Variant, answer: Answer) -> Trial:
         if answer.outcome is Outcome.OK:
             self._best.note(variant.problem, answer.timings)
         kernel = _kernel(variant)
@@ -236,6 +317,10 @@ class DeviceRunner:
             date=utc_now(),
             seconds=answer.seconds,
         )
+
+
+def _class_text(environment: Environment | None) -> str:
+    return "" if environment is None else f"{environment.gpu} with {environment.power_limit_watts} W"
 
 
 def _kernel(variant: Variant) -> Kernel:

@@ -6,21 +6,24 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 
-from hadagen.driver import LoadedKernel, bindings, load
+from hadagen.driver import DriverError, LoadedKernel, bindings, load
+from hadagen.gpu_class import nvml_gpu
 from hadagen.measure.cells import Cell, Cells, all_cells, probe_cells
 from hadagen.measure.comparing import Comparer
 from hadagen.measure.environment import device_environment
-from hadagen.measure.messages import Answer, Compare, Comparison, Measure, Race, Rank, Ranking
+from hadagen.measure.messages import Answer, Compare, Comparison, Look, Measure, Race, Rank, Ranking
+from hadagen.measure.monitor import Monitor
 from hadagen.measure.operands import Orthonormal
 from hadagen.measure.timing import REPEATED_BUFFERS, Stopwatch, transform_work
 from hadagen.measure.verify import Verifier
 from hadagen.measure.yardstick import Yardstick
 from hadagen.problem import Problem
 from hadagen.regimes import Cache, Destination, timed_elements
-from hadagen.trial import Environment, Kernel, Outcome, Timing
+from hadagen.trial import Disturbed, Environment, Kernel, Outcome, Timing
 
 _RACE_REPLAYS = 15  # of each of two kernels
 
@@ -49,6 +52,8 @@ class DeviceService:
         self._replays = replays
         self._l2_bytes = self.greeting.l2_bytes
         self._cells = cells
+        reserved = partial(torch.cuda.memory_reserved, device_index)
+        self._monitor = Monitor(nvml_gpu(device_index), self.greeting, reserved)
         torch.cuda.set_device(device_index)
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         torch.cuda.set_stream(stream)
@@ -57,18 +62,42 @@ class DeviceService:
         self._verifier = Verifier(stream.device, stream.cuda_stream)
         self._yardstick = Yardstick(self._stopwatch, [self._load(k) for k in copy_kernels], replays)
         self._comparer = Comparer(self._stopwatch, self._verifier, self._yardstick, self._l2_bytes, self._loaded)
+        self._monitor.begin()
 
     def handle(
-        self, request: Measure | Race | Compare | Rank
-    ) -> Answer | list[tuple[float, float]] | Comparison | Ranking:
+        self, request: Look | Measure | Race | Compare | Rank
+    ) -> Answer | list[tuple[float, float]] | Comparison | Ranking | Disturbed | None:
+        before = self._monitor.look()
+        if isinstance(request, Look):
+            return before
+        if isinstance(request, Compare | Rank):  # which take long, so that their times are kept, with a warning
+            if before:
+                self._yardstick.forget()
+            compared = self._comparer.compare(request) if isinstance(request, Compare) else self._comparer.rank(request)
+            return replace(compared, disturbed=before or self._disturbed_now())
+        if before:
+            return before
         if isinstance(request, Race):
-            return self._race(request)
-        if isinstance(request, Compare):
-            return self._comparer.compare(request)
-        if isinstance(request, Rank):
-            return self._comparer.rank(request)
+            times = self._race(request)
+            return self._disturbed_now() or times
         started = time.monotonic()
-        return replace(self._measure(request), seconds=time.monotonic() - started)
+        try:
+            answer = self._measure(request)
+        except (DriverError, torch.cuda.OutOfMemoryError) as error:
+            is_full = not isinstance(error, DriverError) or error.code == "CUDA_ERROR_OUT_OF_MEMORY"
+            if is_full and (crowded := self._monitor.crowded()):
+                return crowded
+            raise
+        if answer.outcome is Outcome.OK and (disturbed := self._disturbed_now()):
+            return disturbed
+        return replace(answer, seconds=time.monotonic() - started)
+
+    def _disturbed_now(self) -> Disturbed | None:
+        """What has disturbed what was just timed. Then the copies may have been timed wrongly too."""
+        disturbed = self._monitor.look(after=True)
+        if disturbed:
+            self._yardstick.forget()
+        return disturbed
 
     def is_usable(self) -> bool:
         return bool(bindings().cuCtxSynchronize() == (0,))

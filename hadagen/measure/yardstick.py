@@ -26,6 +26,11 @@ class Yardstick:
         self._taken: dict[Traffic, float] = {}
         self.us: dict[Traffic, float] = {}
 
+    def forget(self) -> None:
+        """Time all copies again, and choose among them again: what was timed last may be wrong."""
+        self._fastest.clear()
+        self._taken.clear()
+
     def refresh(self, traffics: Iterable[Traffic]) -> None:
         """Time the copies for `traffics` that were never timed, or too long ago."""
         now = time.monotonic()

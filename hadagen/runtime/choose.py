@@ -55,7 +55,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 class Match(str, Enum):
     """How well an entry matches the device, best first."""
 
-    SAME_GPU = "same-gpu"  # measured on a GPU of this name
+    SAME_GPU = "same-gpu"  # measured on a GPU of this class
+    SAME_MODEL = "same-model"  # measured on such a GPU with another power limit, clock or memory
     SAME_ARCH = "same-arch"  # measured on another GPU of this arch
     ESTIMATED = "estimated"  # not known to be timed on this arch: by the cost model, or PTX of an older arch
     GENERIC = "generic"  # no kernel: plain PyTorch
@@ -69,7 +70,9 @@ def match_of(entry: BundleEntry, device: Device) -> Match:
     if entry.arch == device.arch:
         if entry.provenance is Provenance.ESTIMATED:
             return Match.ESTIMATED
-        return Match.SAME_GPU if device.is_named(entry.gpu) else Match.SAME_ARCH
+        if device.is_named(entry.gpu):
+            return Match.SAME_GPU
+        return Match.SAME_MODEL if device.is_model(entry.gpu) else Match.SAME_ARCH
     return Match.ESTIMATED if Device(entry.arch).generation < device.generation else Match.GENERIC
 
 
@@ -134,7 +137,7 @@ def timed_in_bundles(
 
 def where_measured(problem: Problem, device: Device) -> Path | None:
     """The bundle whose kernels calls run, in place if they may, if kernels in all destinations were measured on a GPU
-    of this name; else None.
+    of this class; else None.
 
     Raises as `choose_from_bundles` does.
     """
@@ -144,8 +147,8 @@ def where_measured(problem: Problem, device: Device) -> Path | None:
 
 
 def is_settled(problem: Problem, destination: Destination, device: Device) -> bool:
-    """Whether measuring on a device would change nothing for its calls: kernels were measured on a GPU of this name, or
-    are pinned.
+    """Whether measuring on a device would change nothing for its calls: kernels were measured on a GPU of this class,
+    or are pinned.
 
     Raises as `choose_from_bundles` does.
     """
@@ -253,7 +256,7 @@ class BestConfig:
     `kernel`: its digest.
     `relative_error`: the largest ‖out − ref‖ / ‖ref‖ against float64 that was measured; None if the kernel never ran.
     `us`, `copy_us`: microseconds of one launch, and of a plain copy of the same bytes; None unless measured on a GPU
-        of this name, at an element count (rows · n) within a factor of two.
+        of this class, at an element count (rows · n) within a factor of two.
     `provenance`: "kind" (measured or estimated), "arch", "gpu", "driver", "nvcc", "date" (UTC), "elements" where the
         kernel was chosen, and its "us" and "copy_us" there, on that GPU; None if these are only estimated.
 

@@ -1,4 +1,4 @@
-"""`Device`: the arch and the name of a GPU, by which kernels are chosen."""
+"""`Device`: the arch and the class of a GPU, by which kernels are chosen."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hadagen.errors import UsageError
-from hadagen.target import arch_of_gpu, check_arch, generation, known_archs, nearest_arch
+from hadagen.gpu_class import class_of
+from hadagen.target import arch_of_gpu, check_arch, generation, known_archs, model_of, nearest_arch
 
 if TYPE_CHECKING:
     import torch
@@ -17,7 +18,8 @@ _NUMBER = re.compile("-?[0-9]+|cuda(:[0-9]+)?")  # the number of a CUDA device, 
 
 @dataclass(frozen=True)
 class Device:
-    """`arch`: such as "sm90". `gpu`: its name in CUDA, such as "NVIDIA H100 80GB HBM3"; "" for any."""
+    """`arch`: such as "sm90". `gpu`: the name of its class (`hadagen.gpu_class`), which of a GPU as it comes is that in
+    CUDA, such as "NVIDIA H100 80GB HBM3"; "" for any."""
 
     arch: str
     gpu: str = ""
@@ -31,8 +33,12 @@ class Device:
         return generation(self.arch)
 
     def is_named(self, gpu: str) -> bool:
-        """Whether `gpu` is its name, with or without that of its maker."""
+        """Whether `gpu` is the name of its class, with or without that of its maker."""
         return bool(gpu) and _plain(gpu) == _plain(self.gpu)
+
+    def is_model(self, gpu: str) -> bool:
+        """Whether `gpu` is such a GPU, of its class or another."""
+        return bool(gpu) and _plain(model_of(gpu)) == _plain(model_of(self.gpu))
 
 
 def _plain(gpu: str) -> str:
@@ -53,7 +59,7 @@ def cuda_device(index: int) -> Device | None:
     if torch.version.cuda is None:
         return None
     major, minor = torch.cuda.get_device_capability(index)
-    return Device(f"sm{major}{minor}", torch.cuda.get_device_name(index))
+    return Device(f"sm{major}{minor}", class_of(index, torch.cuda.get_device_name(index)))
 
 
 def find_device(device: int | str | torch.device | None = None, arch: str | None = None) -> Device:

@@ -45,11 +45,13 @@ class BatchBuilt:
 
 @dataclass(frozen=True)
 class VariantNotTried:
-    """A compiler died for a `reason` that says nothing about the knobs. They are tried again later."""
+    """A compiler died, or the device was busy or throttled, for a `reason` that says nothing about the knobs. They are
+    tried again later. `advice`: what to do about the device; "" if it was a compiler."""
 
     problem: Problem
     knobs: Knobs
     reason: str
+    advice: str = ""
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,14 @@ class FleetChanged:
     measured: Mapping[str, int]
 
 
+@dataclass(frozen=True)
+class RaceDisturbed:
+    """Some near-ties of a problem were not raced, because the device was busy or throttled; the next run does it."""
+
+    problem: Problem
+    reason: str
+
+
 Event = (
     SearchStarted
     | ProblemStarted
@@ -102,6 +112,7 @@ Event = (
     | ProblemFinished
     | PairRaced
     | FleetChanged
+    | RaceDisturbed
 )
 Listener = Callable[[Event], None]
 

@@ -26,7 +26,7 @@ from hadagen.knobs import Knobs
 from hadagen.measure import BestTimes, Cell, Variant, without_texts
 from hadagen.problem import Problem
 from hadagen.toolchain import BuildFailure
-from hadagen.trial import Kernel, NotTried, Outcome, Provenance, Timing, Trial
+from hadagen.trial import Disturbed, Kernel, NotTried, Outcome, Provenance, Timing, Trial
 from hadagen.tuner.events import Event, Listener, SearchStarted, TrialFinished, VariantNotTried
 from hadagen.tuner.pipeline import ATTEMPTS, WAKE_SECONDS, Ask, Build, Keep, failed_trial, repeated
 from hadagen.tuner.search import first_guesses
@@ -273,7 +273,7 @@ class FleetPipeline:
             coming.set_result(trial)
             del self._coming[key]
         if isinstance(trial, NotTried):
-            return VariantNotTried(problem, knobs, trial.reason)
+            return VariantNotTried(problem, knobs, trial.reason, trial.advice if isinstance(trial, Disturbed) else "")
         if trial.outcome is Outcome.OK:
             self._best.note(problem, trial.timings)
         return trial

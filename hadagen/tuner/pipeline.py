@@ -17,12 +17,13 @@ from typing import Any, Protocol
 
 from hadagen.arch import Arch
 from hadagen.codegen import render
+from hadagen.errors import DisturbedError
 from hadagen.knobs import Knobs, knobs_text, plan_of
 from hadagen.launch import Source
 from hadagen.measure import Runner, Variant
 from hadagen.problem import Problem
 from hadagen.toolchain import BuildFailure
-from hadagen.trial import Environment, Kernel, NotTried, Outcome, Provenance, Trial, utc_now
+from hadagen.trial import Disturbed, Environment, Kernel, NotTried, Outcome, Provenance, Trial, utc_now
 from hadagen.tuner.events import BatchBuilt, Listener, VariantNotTried
 
 ATTEMPTS = 3  # to compile a variant whose compiler dies; then the variant is to blame
@@ -59,7 +60,8 @@ class Pipeline:
 
     `build` compiles variants and returns results in their order; None for a runner that needs no kernels. A kernel is
     measured once: other knobs that compile to it get its trial with their own knobs. Knobs that were `NotTried` come
-    again in a later batch, for `ATTEMPTS` in all. `known`: trials whose kernels were measured before. `stopped`: set
+    again in a later batch, for `ATTEMPTS` in all; then their trial has failed, or the run if the device was disturbed.
+    `known`: trials whose kernels were measured before. `stopped`: set
     to stop building. As a context manager it ends its threads.
     """
 
@@ -82,7 +84,8 @@ class Pipeline:
     def run(self, ask: Ask, keep: Keep, listen: Listener, deadline: float = inf) -> bool:
         """As `Work.run`. At the end the variant that is measured is finished, and builds are dropped.
 
-        `BATCHES` are in progress at once; the next is asked for when one is complete. Raises what a thread raised.
+        `BATCHES` are in progress at once; the next is asked for when one is complete. Raises what a thread raised, and
+        `DisturbedError` if the device was busy or throttled in all attempts at some knobs.
         """
         interrupted = False
         try:
@@ -98,6 +101,10 @@ class Pipeline:
                         listen(result)
         except KeyboardInterrupt:
             interrupted = True
+        except DisturbedError:
+            if trials := self._stop():
+                keep(trials)
+            raise
         with _finishing() as interrupts:
             if trials := self._stop():
                 keep(trials)
@@ -134,12 +141,18 @@ class Pipeline:
                 self._refill(ask, deadline)
 
     def _attempted(self, result: VariantNotTried) -> _Result:
-        """The same result, and its knobs come again; after the last attempt a failed trial."""
+        """The same result, and its knobs come again; after the last attempt a failed trial, if the device is not to
+        blame."""
         variant = result.problem, result.knobs
         self._attempts[variant] += 1
         if self._attempts[variant] < ATTEMPTS:
             self._again.append(variant)
             return result
+        if result.advice:
+            raise DisturbedError(
+                f"nothing can be timed: {result.reason}, in each of {ATTEMPTS} attempts; {result.advice}; finished "
+                "trials are kept"
+            )
         return self._failed_trial(*variant, f"{result.reason}, in each of {ATTEMPTS} attempts")
 
     def _stop(self) -> list[Trial]:
@@ -196,7 +209,8 @@ class Pipeline:
                     self._remember(result)
                     self._results.put(result)
                 else:
-                    self._not_tried(variant, result.reason)
+                    advice = result.advice if isinstance(result, Disturbed) else ""
+                    self._not_tried(variant, result.reason, advice)
             if not self._stopped.is_set():  # if stopped, some of these kernels may have no trial
                 for variant in known:
                     self._repeat(variant)
@@ -218,8 +232,8 @@ class Pipeline:
     def _failed_trial(self, problem: Problem, knobs: Knobs, detail: str) -> Trial:
         return failed_trial(problem, knobs, detail, self._arch, self._runner.environment)
 
-    def _not_tried(self, variant: Variant, reason: str) -> None:
-        self._results.put(VariantNotTried(variant.problem, Knobs.from_dict(variant.knobs), reason))
+    def _not_tried(self, variant: Variant, reason: str, advice: str = "") -> None:
+        self._results.put(VariantNotTried(variant.problem, Knobs.from_dict(variant.knobs), reason, advice))
 
     def _repeat(self, variant: Variant) -> None:
         """Report the trial of the same kernel, which other knobs had before, for these knobs."""

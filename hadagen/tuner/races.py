@@ -13,7 +13,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import Protocol, runtime_checkable
 
-from hadagen.errors import DeviceError
+from hadagen.errors import DeviceError, DisturbedError
 from hadagen.measure import Cell, Variant
 from hadagen.regimes import Cache
 from hadagen.trial import Trial
@@ -35,25 +35,31 @@ class Racing(Protocol):
         """How many threads may race at the same time."""
 
     def race(self, a: Variant, b: Variant, cells: Sequence[Cell]) -> list[tuple[float, float]]:
-        """(µs of a, µs of b) for each cell. Raises `DeviceError`."""
+        """(µs of a, µs of b) for each cell. Raises `DeviceError`, and `DisturbedError` if the device was busy or
+        throttled."""
 
 
 def race_near_ties(trials: Iterable[Trial], store: Store, runner: Racing) -> Iterator[tuple[float, ...]]:
     """Race the near-ties of one problem on one device, record the results, and yield the margins, pair by pair.
 
     A margin is slower time / faster time - 1, one for each cell. `trials` need no blobs. A pair whose race fails keeps
-    its times, and is not raced again. Raises `StorageError` if a result cannot be recorded.
+    its times, and is not raced again. Raises `StorageError` if a result cannot be recorded, and `DisturbedError` at the
+    end if a pair has no times because the device was busy or throttled.
     """
     field: dict[str, list[Trial]] = defaultdict(list)  # the trials that may win, by the digest of their kernel
     for trial in filter(may_win, trials):
         field[digest_of(trial)].append(trial)
     met: set[tuple[Cell, str, str]] = set()
+    disturbed: DisturbedError | None = None
     for _ in range(ROUNDS):
         for (a, b), before in _near_ties(field, met).items():
             cells = list(before)
             met |= {(cell, a, b) for cell in cells}
             try:
                 times = runner.race(_variant(field[a][0], store), _variant(field[b][0], store), cells)
+            except DisturbedError as error:
+                disturbed = error
+                continue
             except DeviceError:
                 continue
             of_a = {cell: _settled(before[cell], raced) for cell, raced in zip(cells, times, strict=True)}
@@ -65,6 +71,8 @@ def race_near_ties(trials: Iterable[Trial], store: Store, runner: Racing) -> Ite
                     raced = tuple(timing for timing in trial.timings if Cell.of(timing) in result)
                     store.add_timings(replace(trial, timings=raced, detail=note, seconds=0.0))
             yield tuple(max(pair) / min(pair) - 1 for pair in times)
+    if disturbed:
+        raise disturbed
 
 
 def _settled(before: tuple[float, float], raced: tuple[float, float]) -> tuple[float, float]:

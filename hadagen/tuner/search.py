@@ -25,7 +25,7 @@ from threading import Lock
 import optuna
 
 from hadagen.arch import Arch
-from hadagen.errors import UsageError
+from hadagen.errors import DisturbedError, UsageError
 from hadagen.knobs import Knobs
 from hadagen.measure import Runner
 from hadagen.problem import MAX_LOG2_N, DType, Numerics, Problem, check_tunable, difference
@@ -38,6 +38,7 @@ from hadagen.tuner.events import (
     PairRaced,
     ProblemFinished,
     ProblemStarted,
+    RaceDisturbed,
     SearchStarted,
     TrialFinished,
     TuneReport,
@@ -222,12 +223,17 @@ class _Search:
         kept = study.kept
         trials = store.trials(problem, self._options.arch.name, self._environment.gpu, Outcome.OK, blobs=False)
         here = [trial for trial in trials if replace(trial.environment, nvcc="") == self._environment]
-        for margins in race_near_ties(here, store, runner):
+        try:
+            for margins in race_near_ties(here, store, runner):
+                with self._lock:
+                    self._raced += len(margins)
+                    self._listen(PairRaced(problem, margins))
+                if self._is_over(deadline):
+                    return
+        except DisturbedError as error:  # the next run races what is left
             with self._lock:
-                self._raced += len(margins)
-                self._listen(PairRaced(problem, margins))
-            if self._is_over(deadline):
-                return
+                self._listen(RaceDisturbed(problem, str(error)))
+            return
         study.mark_raced(kept)
         claims.finish(problem, _RACES)
 
