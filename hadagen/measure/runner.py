@@ -11,11 +11,13 @@ from typing import Any, Protocol
 from hadagen.errors import DeviceError, UsageError
 from hadagen.measure.cells import Cell, Cells
 from hadagen.measure.messages import Answer, Choice, Compare, Comparison, Measure, Race, Rank, Ranking
+from hadagen.measure.watch import SILENCE_S
 from hadagen.measure.worker import Failure, Service, Worker
 from hadagen.problem import Numerics, Problem
 from hadagen.trial import Environment, Kernel, NotTried, Outcome, Provenance, Trial, utc_now
 
 _REPLAYS = 7
+_ATTEMPTS = 3  # at a request whose worker was killed
 COMPARISON_TIMEOUT_S = 300.0  # a library may take a second for some of what our kernels do in a millisecond
 
 
@@ -26,6 +28,9 @@ class Variant:
     problem: Problem
     knobs: dict[str, Any]
     kernel: Kernel | None = None
+
+
+_Request = Measure | Race | Compare | Rank
 
 
 class Runner(Protocol):
@@ -52,10 +57,12 @@ class DeviceRunner:
     give_up: a kernel this many times slower than the best of its problem so far, at each of three probe cells, is not
         timed further. Its trial is `ok`, with the timings so far.
     timeout_s: seconds for one variant.
+    silence_s: seconds without a sign of life from the device, after which a kernel counts as hung. See `Watch`.
     deadline: of `time.monotonic()`. What goes on then is ended, and a run has no more trials.
     make_service: runs in the worker instead of the GPU; for tests.
 
-    The worker starts at the first use, and `close` kills it. Every use raises `DeviceError` if it cannot start.
+    The worker starts at the first use, and `close` kills it. Every use raises `DeviceError` if it cannot start. If
+    another program kills the worker, a new one gets the request again, for three attempts in all.
     """
 
     def __init__(
@@ -66,13 +73,14 @@ class DeviceRunner:
         cells: Cells | None = None,
         give_up: float = 1.3,
         timeout_s: float = 20.0,
+        silence_s: float = SILENCE_S,
         deadline: float = inf,
         make_service: Callable[..., Service] = _device_service,
     ) -> None:
         if not copy_kernels:
             raise UsageError("no copy kernel was given; build `copy_sources()` and pass the kernels")
         copies = tuple(_bare(kernel) for kernel in copy_kernels)
-        self._worker = Worker(make_service, (device_index, copies, cells, _REPLAYS))
+        self._worker = Worker(make_service, (device_index, copies, cells, _REPLAYS), silence_s)
         self._environment: Environment | None = None
         self._give_up = give_up
         self._timeout_s = timeout_s
@@ -158,7 +166,7 @@ class DeviceRunner:
 
     def _ask(self, request: Race | Compare | Rank, doing: str, timeout_s: float = COMPARISON_TIMEOUT_S) -> Any:
         self._send(request)
-        answer = self._worker.receive(timeout_s)
+        answer = self._receive(request, timeout_s)
         if isinstance(answer, Failure):
             again = "ask for fewer cells at a time" if answer.hung else "run the same command again"
             raise DeviceError(f"{doing} failed ({answer.detail}); {again}")
@@ -176,22 +184,35 @@ class DeviceRunner:
     def _start(self) -> None:
         self._environment = self._worker.start(self._deadline)
 
-    def _send(self, request: Measure | Race | Compare | Rank) -> None:
+    def _send(self, request: _Request) -> None:
         if self._worker.is_busy or not self._worker.is_running:  # busy with what nobody waits for any more
             self._start()
         self._worker.send(request)
 
+    def _receive(self, request: _Request, timeout_s: float, deadline: float = inf) -> Any:
+        """The answer to the request that the worker has, or a `Failure`. timeout_s: of each attempt, and none goes on
+        after the deadline."""
+        attempt = 1
+        while True:
+            answer = self._worker.receive(max(0.0, min(timeout_s, deadline - time.monotonic())))
+            if not (isinstance(answer, Failure) and answer.killed) or attempt == _ATTEMPTS:
+                return answer
+            attempt += 1
+            self._send(request)
+
     def _submit(self, variant: Variant) -> None:
+        self._send(self._request(variant))
+
+    def _request(self, variant: Variant) -> Measure:
         limits = {cell: us * self._give_up for cell, us in self._best.get(variant.problem, {}).items()}
-        self._send(Measure(variant.problem, _bare(_kernel(variant)), limits))
+        return Measure(variant.problem, _bare(_kernel(variant)), limits)
 
     def _collect(self, variant: Variant) -> Trial | None:
         """The trial of the variant that the worker has; None if the deadline came before."""
         started = time.monotonic()
-        left = self._deadline - started
-        answer = self._worker.receive(max(0.0, min(self._timeout_s, left)))
+        answer = self._receive(self._request(variant), self._timeout_s, self._deadline)
         if isinstance(answer, Failure):
-            if answer.hung and left < self._timeout_s:
+            if answer.hung and time.monotonic() >= self._deadline:
                 return None
             outcome = Outcome.TIMEOUT if answer.hung else Outcome.LAUNCH_FAILED
             answer = Answer(outcome, answer.detail, seconds=time.monotonic() - started)
