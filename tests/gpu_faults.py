@@ -6,7 +6,7 @@ import re
 import struct
 from dataclasses import dataclass, replace
 
-from hadagen.launch import ENTRY, LaunchSpec, Source
+from hadagen.launch import ENTRY, Source
 from hadagen.trial import Kernel, Outcome, kernel_digest
 
 _FAILED, _WRONG, _HUNG = Outcome.LAUNCH_FAILED, Outcome.WRONG_ANSWER, Outcome.TIMEOUT
@@ -49,12 +49,18 @@ FAULTS = {
     "trap": Fault(_FAILED, "", 'asm volatile("trap;");'),
     "no instruction": Fault(_FAILED),
     "half of its code": Fault(_FAILED),
-    "more threads than fit": Fault(_FAILED, "does not fit"),
+    "more threads than it was compiled for": Fault(_FAILED, "does not fit"),
 }
 
 
 def broken_source(source: Source, fault: Fault) -> Source:
-    """The source with a body in front of that of the kernel."""
+    """The source with a body in front of that of the kernel, or compiled for fewer threads than it is launched with."""
+    if fault in (FAULTS["no instruction"], FAULTS["half of its code"]):
+        return source
+    if not fault.body:
+        text, count = re.subn(r"__launch_bounds__\(\d+", "__launch_bounds__(32", source.text)
+        assert count == 1
+        return replace(source, text=text)
     body = fault.body.format(threads=source.launch.threads)
     text, count = re.subn(r"(?m)^(    using namespace hadagen;)$", lambda found: f"{found[1]}\n    {body}", source.text)
     assert count == 1
@@ -70,14 +76,8 @@ def broken_kernel(kernel: Kernel, name: str) -> Kernel:
     elif name == "half of its code":
         cubin = cubin[: len(cubin) // 2]
     else:
-        launch = _larger(launch)
+        launch = replace(launch, threads=max(launch.threads, 64))
     return replace(kernel, cubin=cubin, launch=launch, digest=kernel_digest(cubin, launch))
-
-
-def _larger(launch: LaunchSpec) -> LaunchSpec:
-    """With more threads than a kernel is compiled for."""
-    assert launch.threads < 1024
-    return replace(launch, threads=1024)
 
 
 def section(elf: bytes, name: str) -> tuple[int, int]:

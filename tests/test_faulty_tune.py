@@ -13,7 +13,7 @@ from typing import Any
 
 from fake_search import arch, build, make_kernel, problems
 from faulty_tune import FaultyTune
-from gpu_faults import FAULTS, broken_source
+from gpu_faults import FAULTS, broken_kernel, broken_source
 from measure_sample import SPEC
 from real_compilers import needs_compiler
 from timed_by_digest import TimesByDigest
@@ -87,7 +87,12 @@ def test_broken_kernels_end_as_what_they_are_and_spoil_nothing_else(tmp_path: Pa
 def test_the_faults_for_a_gpu_compile() -> None:
     problem, sm90 = Problem.of(1024, "float16"), load_arch("sm90")
     source = render(build_plan(problem, Space(problem, sm90).seeds()[0], sm90))
-    sources = [broken_source(source, fault) for fault in FAULTS.values() if fault.body]
-    built = Toolchain.find().build([source, *sources], sm90)
-    digests = {kernel.digest for kernel in built if isinstance(kernel, Kernel)}
-    assert len(digests) == len(built), built
+    sources = [broken_source(source, fault) for fault in FAULTS.values()]
+    built = dict(zip(FAULTS, Toolchain.find().build_all(sources, sm90), strict=True))
+    kernels = [
+        *Toolchain.find().build_all([source], sm90),
+        *(kernel if FAULTS[name].body else broken_kernel(kernel, name) for name, kernel in built.items()),
+    ]
+    assert len({kernel.digest for kernel in kernels}) == len(FAULTS) + 1
+    for kernel in kernels:
+        kernel.check()

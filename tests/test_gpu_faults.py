@@ -39,7 +39,7 @@ def test_a_tune_survives_every_broken_kernel(tmp_path: Path, figure: Callable[[s
 
     def broken(name: str, source: Source) -> Kernel:
         fault = FAULTS[name]
-        (kernel,) = toolchain.build_all([broken_source(source, fault) if fault.body else source], arch)
+        (kernel,) = toolchain.build_all([broken_source(source, fault)], arch)
         return kernel if fault.body else broken_kernel(kernel, name)
 
     faults = {name: partial(broken, name) for name in FAULTS}
