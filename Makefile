@@ -8,8 +8,9 @@ JOBS = 2
 ARCH = sm90
 # The tests that compile with every NVRTC there is, and those that assemble the shipped kernels again.
 NVRTC_TESTS = tests/test_nvrtc.py tests/test_archs.py tests/test_assemble.py
-# More options for the program that `make tune` or `make test` runs.
+# More options for the program that `make tune`, `make sanitize` or `make test` runs.
 TUNE =
+SANITIZE =
 PYTEST =
 
 # The environment grows: each target installs the extras that it needs and no others, and a stamp says which are there.
@@ -34,7 +35,7 @@ PIP := $(PY) -m pip --disable-pip-version-check
 TYPED := build/typecheck
 
 .DEFAULT_GOAL := help
-.PHONY: help setup tune test nvrtc-test gpu-test lint typecheck archs format docs wheel clean
+.PHONY: help setup tune test nvrtc-test gpu-test sanitize lint typecheck archs format docs wheel clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' $(firstword $(MAKEFILE_LIST)) | expand -t 12
@@ -81,6 +82,9 @@ $(PTXAS):
 
 gpu-test: $(TO_TEST) ## run every test that needs a GPU, and fail where there is none
 	$(PY) -m pytest -m gpu --require-gpu $(PYTEST)
+
+sanitize: $(TO_TUNE) ## run every shipped kernel under compute-sanitizer, and go on where SANITIZE='--csv FILE' ends
+	$(PY) ci/sanitize.py run --csv build/sanitizer.csv $(SANITIZE)
 
 lint: $(TO_LINT) typecheck ## check style, types and the import table
 	$(PY) -m ruff check

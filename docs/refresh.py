@@ -9,6 +9,8 @@ and `data/bench_h200_long.csv` another one, of rows that other libraries have no
 `data/between_h100.csv` and `data/between_h200.csv` are written by `hadagen bench between --csv`.
 `data/invariant_h200.csv` has the times of all shipped kernels on an H200, summed up by problem:
 `mean` and `worst` say how much longer than the winner the kernel takes that a batch-invariant call runs.
+`data/kills.json`, `data/faults.json` and `data/laws.json` are written by tests (`--figures docs/data`),
+`data/sanitizer_h200.csv` by `ci/sanitize.py`, and `data/tunes_h200.csv` by `compare_tunes.py`.
 `data/calls_h100.json` is written by `hadagen bench calls --json`, and `data/search.json` by `compare_search.py`. Our
 times of pitched rows come from the shipped bundle. Drawing needs matplotlib (pip install 'hadagen[docs]'); checking
 does not.
@@ -34,6 +36,7 @@ from refresh_other_tables import (
     pruned_table,
 )
 from refresh_pictures import draw, draw_activations, draw_search, fingerprint, is_drawn_from
+from refresh_reliability import PROMISES, promises_table
 from refresh_rotations import parts_table, products_table, rotations_table, signs_table
 from refresh_search import Searches, search_numbers
 from refresh_speed_tables import h200_table, numbers, pitched_table
@@ -64,6 +67,7 @@ def generated() -> dict[Path, dict[str, str]]:
         },
         files.EXPERIMENTS: {"choices": choices_table(), "pruned": pruned_table()},
         files.SEARCH_PAGE: {"search": search_numbers()},
+        files.RELIABILITY: {area: promises_table(area) for area in PROMISES},
     }
 
 

@@ -39,6 +39,14 @@ PERFORMANCE = DOCS / "performance.md"
 EXPERIMENTS = DOCS / "experiments.md"
 QUANTIZATION = DOCS / "quantization.md"
 
+# What tests and `ci/sanitize.py` found, and what two tunes chose (`compare_tunes.py`).
+RELIABILITY = DOCS / "reliability.md"
+KILLS = DOCS / "data" / "kills.json"
+FAULTS = DOCS / "data" / "faults.json"
+LAWS = DOCS / "data" / "laws.json"
+SANITIZER = DOCS / "data" / "sanitizer_h200.csv"
+TUNES = DOCS / "data" / "tunes_h200.csv"
+
 SEARCH = DOCS / "data" / "search.json"
 SEARCH_PAGE = DOCS / "search.md"
 SEARCH_PICTURE = DOCS / "assets" / "search.svg"

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -24,6 +28,8 @@ ROOM = 2 << 30  # bytes, several times what a run leaves behind
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--require-gpu", action="store_true", help="fail where GPU tests would be skipped")
+    parser.addoption("--kills", type=int, help="how often test_kills.py kills a tune or a helper of one")
+    parser.addoption("--figures", type=Path, help="a folder where tests write the numbers that documents show of them")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -31,6 +37,25 @@ def pytest_configure(config: pytest.Config) -> None:
         system = os.statvfs(IN_MEMORY)
         if system.f_bavail * system.f_frsize >= ROOM and not system.f_flag & os.ST_NOEXEC:
             os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", IN_MEMORY)
+
+
+@pytest.fixture
+def kills(request: pytest.FixtureRequest) -> int | None:
+    found: int | None = request.config.getoption("--kills")
+    return found
+
+
+@pytest.fixture
+def figure(request: pytest.FixtureRequest) -> Callable[[str, Any], None]:
+    """Writes what a test found to NAME.json in the folder of `--figures`, if there is one."""
+    folder: Path | None = request.config.getoption("--figures")
+
+    def write(name: str, found: Any) -> None:
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+    return write
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -160,7 +160,16 @@ def search_and_die(database: Path, log: Path, where: str = "", count: int = 0) -
 
 # One process imports what takes long, and the others are forked from it.
 processes = get_context("forkserver")
-processes.set_forkserver_preload(["hadagen.tuner.search", "hadagen.tuning_db.store", "optuna"])
+processes.set_forkserver_preload(
+    [
+        "hadagen.tuner.search",
+        "hadagen.tuning_db.store",
+        "hadagen.toolchain",
+        "optuna",
+        "optuna.storages._rdb.storage",
+        "pytest",
+    ]
+)
 
 
 def exit_codes(target: Callable[..., object], *arguments: object, count: int = 1) -> list[int | None]:

@@ -22,6 +22,7 @@ import refresh_speed_tables
 import refresh_times
 import torch
 from refresh_other_tables import invariant_table
+from refresh_reliability import PROMISES, promises_table
 from refresh_rotations import parts_table, products_table, rotations_table
 from refresh_speed_tables import REGIMES, numbers
 from refresh_times import read_rows, read_times
@@ -47,6 +48,8 @@ def documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for page, parts in PARTS.items():
         text = "\n".join("\n".join((begin, files.NO_DATA, end)) for begin, end in map(refresh.markers, parts))
         (tmp_path / page).write_text(f"before\n{text}\nafter\n")
+    promised = {area: promises_table(area) for area in PROMISES}  # which is no measured data
+    files.RELIABILITY.write_text(refresh.refreshed(files.RELIABILITY, promised))
     write_table(tmp_path / OURS, ours())
     for module in (refresh_times, refresh_speed_tables):
         monkeypatch.setattr(module, "our_rows", lambda: read_rows(tmp_path / OURS))
@@ -79,6 +82,7 @@ PARTS = {
     ),
     "experiments.md": ("choices", "pruned"),
     "search.md": ("search",),
+    "reliability.md": tuple(PROMISES),
 }
 
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from measure_sample import CELL, H100_L2, PROBLEM, SPEC
 from hadagen.errors import DeviceError, UsageError
 from hadagen.measure import DeviceRunner, ReplayRunner, Variant
 from hadagen.measure.messages import Answer, Measure, Race
+from hadagen.measure.watch import Watch
 from hadagen.problem import DType, Numerics, Problem
 from hadagen.trial import (
     Environment,
@@ -44,7 +46,9 @@ class FakeService:
 
     greeting = GPU
 
-    def __init__(self, device_index: int, *_: object) -> None:
+    def __init__(self, watch: Watch, device_index: int, *_: object) -> None:
+        self._watch = watch
+        self._marker = Path(os.environ.get("HADAGEN_TEST_MARKER", ""))
         if device_index == 7:
             raise DeviceError("CUDA device 7 does not exist")
         if device_index == 8:
@@ -60,6 +64,21 @@ class FakeService:
             os.kill(os.getpid(), signal.SIGSEGV)
         elif entry == "hang":
             time.sleep(1e6)
+        elif entry == "hang on the device":
+            with self._watch.on():
+                time.sleep(1e6)
+        elif entry == "slow":
+            with self._watch.on():
+                for _ in range(26):
+                    time.sleep(0.05)
+                    self._watch.beat()
+            time.sleep(1.1)  # the host may be silent
+        elif entry == "is killed once":
+            if not self._marker.exists():
+                self._marker.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+        elif entry == "is killed":
+            os.kill(os.getpid(), signal.SIGKILL)
         elif entry in ("raise", "lose the device"):
             self._usable = entry == "raise"
             raise RuntimeError("an illegal address\nand a second line")
@@ -92,6 +111,29 @@ def test_a_run_survives_every_failure(runner: DeviceRunner) -> None:
     assert all(trial.provenance is Provenance.MEASURED for trial in trials)
     assert all(trial.kernel == variant.kernel for variant, trial in answers)
     assert all(trial.environment == replace(GPU, nvcc="13.0") for trial in trials)
+
+
+def test_a_hang_costs_as_long_as_a_device_may_be_silent_and_slow_kernels_are_not_taken_for_one() -> None:
+    with DeviceRunner(0, [kernel("copy")], silence_s=1.0, make_service=FakeService) as runner:
+        runner._start()
+        started = time.monotonic()
+        ((_, slow), (_, hung), (_, after)) = runner.run(variants("slow", "hang on the device", "ok"))
+    assert [slow.outcome, hung.outcome, after.outcome] == [Outcome.OK, Outcome.TIMEOUT, Outcome.OK]
+    assert hung.detail == "the device finished nothing within 1 s"
+    assert time.monotonic() - started < runner._timeout_s  # which a hang costs that nobody watches
+
+
+def test_what_another_program_kills_is_measured_again(
+    runner: DeviceRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HADAGEN_TEST_MARKER", str(tmp_path / "was killed"))
+    ((_, once), (_, again), (_, after)) = runner.run(variants("is killed once", "is killed", "ok"))
+    assert [once.outcome, again.outcome, after.outcome] == [Outcome.OK, Outcome.LAUNCH_FAILED, Outcome.OK]
+    assert again.detail == "the measuring process ended with signal 9"
+    (tmp_path / "was killed").unlink()
+    a, b = variants("ok", "ok")
+    runner._worker._process.kill()
+    assert runner.race(a, b, [CELL]) == [(1.0, 2.0)]
 
 
 def test_limits_come_from_the_best_so_far(runner: DeviceRunner) -> None:

@@ -120,6 +120,8 @@ def test_replays_alternate_and_of_several_rounds_the_fastest_counts(monkeypatch:
     from hadagen.measure.cells import Traffic
 
     done: list[str] = []
+    waited: list[tuple[int, float]] = []  # after how much was done, and for what
+    beats: list[int] = []
     now = [0.0]  # ms
 
     class Event:
@@ -128,6 +130,9 @@ def test_replays_alternate_and_of_several_rounds_the_fastest_counts(monkeypatch:
 
         def elapsed_time(self, end: Event) -> float:
             return end.ms - self.ms
+
+        def synchronize(self) -> None:
+            waited.append((len(done), self.ms))
 
     class Graph:
         def __init__(self, name: str, us: float) -> None:
@@ -143,7 +148,8 @@ def test_replays_alternate_and_of_several_rounds_the_fastest_counts(monkeypatch:
 
     monkeypatch.setattr(timing, "_event", Event)
     stream = SimpleNamespace(device="cpu", synchronize=lambda: done.append("synchronize"))
-    stopwatch = timing.Stopwatch(stream, 1 << 16)  # type: ignore[arg-type]
+    watch = SimpleNamespace(beat=lambda: beats.append(len(waited)))
+    stopwatch = timing.Stopwatch(stream, 1 << 16, watch)  # type: ignore[arg-type]
     monkeypatch.setattr(stopwatch, "_flush", lambda: done.append("flush"))
     hot, cold = (Traffic(1 << 10, Destination.IN_PLACE, cache) for cache in Cache)
     launches = hot.launches(1 << 16)
@@ -161,6 +167,11 @@ def test_replays_alternate_and_of_several_rounds_the_fastest_counts(monkeypatch:
     assert done[: one_round - 3] == [*first, *last, "synchronize"]
     assert sorted(done[one_round - 3 : one_round]) == ["close a", "close b", "close c"]
     assert done[one_round : 2 * one_round - 3] == [*last, *first, "synchronize"]
+    # The device is waited for when all is queued, replay by replay, and each that it finished is told.
+    replays = 2 * 3 + 2
+    assert {after for after, _ in waited[:replays]} == {len([*first, *last])}
+    assert len({ms for _, ms in waited}) == len(waited) == 2 * replays
+    assert beats == [0, 0, *range(1, replays + 1), replays, replays, *range(replays + 1, 2 * replays + 1)]
 
 
 def test_cells_are_of_every_problem_or_by_problem() -> None:
@@ -221,7 +232,8 @@ def test_a_result_that_differs_once_is_seen() -> None:
 
     from hadagen.measure.timing import Stopwatch, transform_work
 
-    stopwatch = Stopwatch(SimpleNamespace(device=torch.device("cpu"), cuda_stream=0), 1 << 16)  # type: ignore[arg-type]
+    stream = SimpleNamespace(device=torch.device("cpu"), cuda_stream=0, synchronize=lambda: None)
+    stopwatch = Stopwatch(stream, 1 << 16)  # type: ignore[arg-type]
     cell = Cell(1 << 10, Destination.OUT_OF_PLACE, Cache.COLD)
     work = transform_work(PROBLEM, cell, stopwatch.operands(PROBLEM))
     stopwatch.fill(PROBLEM.io.input, [], least_bytes=3 * work.traffic.buffer_bytes)

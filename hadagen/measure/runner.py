@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from hadagen.errors import DeviceError, DisturbedError, UsageError
 from hadagen.measure.cells import Cell, Cells
 from hadagen.measure.messages import Answer, Choice, Compare, Comparison, Look, Measure, Race, Rank, Ranking
+from hadagen.measure.watch import SILENCE_S
 from hadagen.measure.worker import Failure, Service, Worker
 from hadagen.problem import Numerics, Problem
 from hadagen.trial import Disturbed, Environment, Kernel, NotTried, Outcome, Provenance, Timing, Trial, utc_now
@@ -21,6 +22,7 @@ _log = logging.getLogger("hadagen")
 _REPLAYS = 7
 _PAUSES_S = (2.0, 8.0)  # before what was disturbed is timed again
 _DISTURBED_IN_A_ROW = 3  # variants, each in all attempts; then the device is given up
+_ATTEMPTS = 3  # at a request whose worker was killed
 COMPARISON_TIMEOUT_S = 300.0  # a library may take a second for some of what our kernels do in a millisecond
 
 
@@ -58,6 +60,9 @@ class BestTimes:
         return {cell: us * self._give_up for cell, us in self._best.get(problem, {}).items()}
 
 
+_Request = Look | Measure | Race | Compare | Rank
+
+
 class Runner(Protocol):
     """Turns variants into trials, one by one, in their order. No outcome of a variant ends the run. The result is
     `NotTried` if a compiler died, and `Disturbed` if the device was busy or throttled, which may pass."""
@@ -82,11 +87,13 @@ class DeviceRunner:
     give_up: a kernel this many times slower than the best of its problem so far, at each of three probe cells, is not
         timed further. Its trial is `ok`, with the timings so far.
     timeout_s: seconds for one variant.
+    silence_s: seconds without a sign of life from the device, after which a kernel counts as hung. See `Watch`.
     deadline: of `time.monotonic()`. What goes on then is ended, and a run has no more trials.
     make_service: runs in the worker instead of the GPU; for tests.
 
     The worker starts at the first use, and `close` kills it. Every use raises `DeviceError` if it cannot start, or
-    then has a device of another class.
+    then has a device of another class. If another program kills the worker, a new one gets the request again, for three
+    attempts in all.
 
     What is timed while the device is busy or throttled is timed again after a pause, up to three times in all.
     """
@@ -99,13 +106,14 @@ class DeviceRunner:
         cells: Cells | None = None,
         give_up: float = 1.3,
         timeout_s: float = 20.0,
+        silence_s: float = SILENCE_S,
         deadline: float = inf,
         make_service: Callable[..., Service] = _device_service,
     ) -> None:
         if not copy_kernels:
             raise UsageError("no copy kernel was given; build `copy_sources()` and pass the kernels")
         copies = tuple(without_texts(kernel) for kernel in copy_kernels)
-        self._worker = Worker(make_service, (device_index, copies, cells, _REPLAYS))
+        self._worker = Worker(make_service, (device_index, copies, cells, _REPLAYS), silence_s)
         self._environment: Environment | None = None
         self._best = BestTimes(give_up)
         self._timeout_s = timeout_s
@@ -207,7 +215,7 @@ class DeviceRunner:
 
     def _ask(self, request: Race | Compare | Rank, doing: str, timeout_s: float = COMPARISON_TIMEOUT_S) -> Any:
         self._send(request)
-        answer = self._worker.receive(timeout_s)
+        answer = self._receive(request, timeout_s)
         if isinstance(answer, Failure):
             again = "ask for fewer cells at a time" if answer.hung else "run the same command again"
             raise DeviceError(f"{doing} failed ({answer.detail}); {again}")
@@ -245,24 +253,38 @@ class DeviceRunner:
         left = self._deadline - time.monotonic()
         return [pause for pause in _PAUSES_S if pause < left]
 
-    def _send(self, request: Look | Measure | Race | Compare | Rank) -> None:
+    def _send(self, request: _Request) -> None:
         if self._worker.is_busy or not self._worker.is_running:  # busy with what nobody waits for any more
             self._start()
         self._worker.send(request)
 
+    def _receive(self, request: _Request, timeout_s: float, deadline: float = inf) -> Any:
+        """The answer to the request that the worker has, or a `Failure`. timeout_s: of each attempt, and none goes on
+        after the deadline."""
+        attempt = 1
+        while True:
+            answer = self._worker.receive(max(0.0, min(timeout_s, deadline - time.monotonic())))
+            if not (isinstance(answer, Failure) and answer.killed) or attempt == _ATTEMPTS:
+                return answer
+            attempt += 1
+            self._send(request)
+
     def _submit(self, variant: Variant) -> None:
+        self._send(self._request(variant))
+
+    def _request(self, variant: Variant) -> Measure:
         limits = self._best.limits(variant.problem) if variant.limits is None else variant.limits
-        self._send(Measure(variant.problem, without_texts(_kernel(variant)), limits, variant.cells))
+        return Measure(variant.problem, without_texts(_kernel(variant)), limits, variant.cells)
 
     def _collect(self, variant: Variant) -> Trial | Disturbed | None:
         """The trial of the variant that the worker has; None if the deadline came before. Raises `DisturbedError`."""
-        answer = self._received()
+        answer = self._received(variant)
         for pause in self._pauses():
             if not isinstance(answer, Disturbed):
                 break
             time.sleep(pause)
             self._submit(variant)
-            answer = self._received()
+            answer = self._received(variant)
         if answer is None:
             return None
         if isinstance(answer, Disturbed):
@@ -276,17 +298,17 @@ class DeviceRunner:
         self._disturbed = 0
         return self._trial(variant, answer)
 
-    def _received(self) -> Answer | Disturbed | None:
+    def _received(self, variant: Variant) -> Answer | Disturbed | None:
         """What the worker answers, or what its failure means; None if the deadline came before."""
         started = time.monotonic()
-        left = self._deadline - started
-        answer: Answer | Disturbed | Failure = self._worker.receive(max(0.0, min(self._timeout_s, left)))
+        answer = self._receive(self._request(variant), self._timeout_s, self._deadline)
         if not isinstance(answer, Failure):
-            return answer
+            received: Answer | Disturbed = answer
+            return received
         seconds = time.monotonic() - started
         if not answer.hung:
             return Answer(Outcome.LAUNCH_FAILED, answer.detail, seconds=seconds)
-        if left < self._timeout_s:
+        if time.monotonic() >= self._deadline:
             return None
         return self._disturbed_now() or Answer(Outcome.TIMEOUT, answer.detail, seconds=seconds)
 

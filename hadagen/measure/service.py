@@ -20,6 +20,7 @@ from hadagen.measure.monitor import Monitor
 from hadagen.measure.operands import Orthonormal
 from hadagen.measure.timing import REPEATED_BUFFERS, Stopwatch, transform_work
 from hadagen.measure.verify import Verifier
+from hadagen.measure.watch import Watch
 from hadagen.measure.yardstick import Yardstick
 from hadagen.problem import Problem
 from hadagen.regimes import Cache, Destination, timed_elements
@@ -46,8 +47,11 @@ def _in_whole_rows(problem: Problem, cell: Cell) -> Cell:
 class DeviceService:
     """Answers requests on one GPU. `cells` as `DeviceRunner` takes them."""
 
-    def __init__(self, device_index: int, copy_kernels: Sequence[Kernel], cells: Cells | None, replays: int) -> None:
+    def __init__(
+        self, watch: Watch, device_index: int, copy_kernels: Sequence[Kernel], cells: Cells | None, replays: int
+    ) -> None:
         self.greeting: Environment = device_environment(device_index)
+        self._watch = watch
         self._device_index = device_index
         self._replays = replays
         self._l2_bytes = self.greeting.l2_bytes
@@ -57,9 +61,9 @@ class DeviceService:
         torch.cuda.set_device(device_index)
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         torch.cuda.set_stream(stream)
-        self._stopwatch = Stopwatch(stream, self._l2_bytes)
+        self._stopwatch = Stopwatch(stream, self._l2_bytes, watch)
         self._stopwatch.warm_up()
-        self._verifier = Verifier(stream.device, stream.cuda_stream)
+        self._verifier = Verifier(stream.device, stream.cuda_stream, watch)
         self._yardstick = Yardstick(self._stopwatch, [self._load(k) for k in copy_kernels], replays)
         self._comparer = Comparer(self._stopwatch, self._verifier, self._yardstick, self._l2_bytes, self._loaded)
         self._monitor.begin()
@@ -104,7 +108,8 @@ class DeviceService:
 
     def _measure(self, request: Measure) -> Answer:
         problem = request.problem
-        with self._loaded(request.kernel) as kernel:
+        self._verifier.prepare(problem)
+        with self._loaded(request.kernel) as kernel, self._watch.on():
             verified = self._verifier.check(kernel, problem)
             if verified.outcome is not Outcome.OK:
                 return verified

@@ -11,6 +11,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
+from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -21,12 +22,14 @@ from hadagen.launch import RowShape, sizes_for
 from hadagen.measure.cells import EVICTION, Cell, Traffic
 from hadagen.measure.operands import Orthonormal
 from hadagen.measure.verify import TORCH_DTYPE
+from hadagen.measure.watch import Watch
 from hadagen.problem import DType, Problem
 from hadagen.regimes import Destination, timed_rows
 
 REPEATED_BUFFERS = 3  # an input and two results
 GRAPHS = 2  # rounds of `Stopwatch.time` for times that are compared with others
 _WARM_UP_FLUSHES = 2000
+_WATCHED_LAUNCHES = 32  # of a kernel that is launched again and again, before the device is waited for
 
 
 class Work(NamedTuple):
@@ -139,11 +142,13 @@ def _event() -> torch.cuda.Event:
 class Stopwatch:
     """Times launches on one stream, over an arena of random normals.
 
-    `stream` must be current for PyTorch in every call. Raises PyTorch's `RuntimeError` where memory runs out.
+    `stream` must be current for PyTorch in every call. `watch` is told what the device finishes. Raises PyTorch's
+    `RuntimeError` where memory runs out.
     """
 
-    def __init__(self, stream: torch.cuda.Stream, l2_bytes: int) -> None:
+    def __init__(self, stream: torch.cuda.Stream, l2_bytes: int, watch: Watch | None = None) -> None:
         self._stream = stream
+        self._watch = watch or Watch()
         self._l2_bytes = l2_bytes
         self._arena = torch.zeros(4, dtype=torch.int32, device=stream.device)
         # Results that are quantized, which no kernel may read as input.
@@ -200,6 +205,7 @@ class Stopwatch:
         intervals: list[list[list[_Interval]]] = []
         with ExitStack() as open_graphs:
             for turns in several:
+                self._watch.beat()
                 graphs = [open_graphs.enter_context(closing(make())) for make in turns.graphs]
                 for graph in graphs:
                     graph.replay()  # warms up
@@ -211,6 +217,9 @@ class Stopwatch:
                             self._flush()
                         times.append(self._timed(graph.replay))
                     lanes.reverse()  # so that of two neither always comes second
+            for interval in chain.from_iterable(chain.from_iterable(intervals)):
+                interval.end.synchronize()
+                self._watch.beat()
             self._stream.synchronize()
         return [
             [_sample(times, turns.traffic.launches(self._l2_bytes)) for times in lanes]
@@ -236,9 +245,12 @@ class Stopwatch:
         stream, launch = self._stream.cuda_stream, prepared(kernel, work)
         launch(stream, x.data_ptr(), first.data_ptr())
         same = []
-        for _ in range(launches):
+        for number in range(launches):
             launch(stream, x.data_ptr(), again.data_ptr())
             same.append((first == again).all())
+            if number % _WATCHED_LAUNCHES == 0:
+                self._stream.synchronize()
+                self._watch.beat()
         return bool(torch.stack(same).all())
 
     def inputs(self, dtype: DType, work: Work, rows: int) -> list[torch.Tensor]:

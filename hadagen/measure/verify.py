@@ -28,6 +28,7 @@ from hadagen.formats import Format
 from hadagen.launch import LaunchSpec, RowShape, sizes_for
 from hadagen.measure.messages import Answer
 from hadagen.measure.operands import DeviceOperands
+from hadagen.measure.watch import Watch
 from hadagen.problem import DType, Numerics, Problem, Rows
 from hadagen.reference import Operands, input_classes, transform, verification_operands, verification_scale
 from hadagen.regimes import timed_rows
@@ -194,16 +195,21 @@ class _Findings:
 class Verifier:
     """Verifies kernels on one device. It keeps the inputs and the reference of the last problem.
 
-    `stream`: handle of PyTorch's current stream.
+    `stream`: handle of PyTorch's current stream. `watch` is told of each launch.
     """
 
-    def __init__(self, device: torch.device, stream: int) -> None:
+    def __init__(self, device: torch.device, stream: int, watch: Watch | None = None) -> None:
         self._device = device
+        self._watch = watch or Watch()
         self._stream = stream
         self._problem: Problem | None = None
         self._operands: list[Operands] = []
         self._host_cases: _Cases = {}
         self._device_cases: _Cases = {}
+
+    def prepare(self, problem: Problem) -> None:
+        """Compute the reference of a problem, which may take seconds, before any kernel runs."""
+        self._cases_of(problem)
 
     def check(self, kernel: Launchable, problem: Problem) -> Answer:
         """Whether it is right; nothing is timed. Raises what a failed launch raises: `DeviceError`, or PyTorch's
@@ -330,6 +336,7 @@ class Verifier:
         }
         shape = RowShape(problem.n, problem.n, problem.n)
         with_scale = verification_scale(problem)
+        self._watch.beat()
         kernel.launch(self._stream, source.data_ptr(), codes.data_ptr(), x.numel(), with_scale, shape, addresses)
         result = codes.clone().view(of_codes).view(rows, -1), scales.clone()
         codes.fill_(_BYTE)
@@ -364,6 +371,7 @@ class Verifier:
         source.copy_(x)
         scale = verification_scale(problem)
         elements = count * problem.n
+        self._watch.beat()
         kernel.launch(self._stream, source.data_ptr(), target.data_ptr(), elements, scale, arranged.rows, operands)
         result = target.clone(memory_format=torch.contiguous_format)
         if not in_place:

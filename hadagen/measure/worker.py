@@ -24,11 +24,14 @@ from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 from hadagen.errors import DeviceError
+from hadagen.measure.watch import SILENCE_S, Watch
 
 _START_ATTEMPTS = 3
 _START_PAUSE_S = 1.0  # between attempts: the driver needs a moment to clear up after a killed process
 _START_TIMEOUT_S = 120.0
 _END_TIMEOUT_S = 10.0
+# How a process ends that another one, or a system without memory, has ended. No kernel ends its process so.
+_KILLED = {f"signal {int(number)}" for number in (signal.SIGKILL, signal.SIGTERM)}
 # What the process runs. It finds modules where this process does, and none in the directory that it starts in.
 _PROGRAM = """
 import sys
@@ -57,10 +60,12 @@ class Service(Protocol):
 @dataclass(frozen=True)
 class Failure:
     """Takes the place of an answer: the request failed, or the worker ended, or (`hung`) did not answer in time. The
-    reason is one line for people."""
+    reason is one line for people. `killed`: the worker ended by a signal that other programs send, which says nothing
+    about the request."""
 
     detail: str
     hung: bool = False
+    killed: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,12 +74,20 @@ class _Reply:
     usable: bool
 
 
+@dataclass(frozen=True)
+class _Beat:
+    """Comes before an answer, any number of times. `watched`: whether another beat has to follow soon."""
+
+    watched: bool
+
+
 def serve(connection: Connection, make_service: Callable[..., Service], arguments: tuple[Any, ...]) -> None:
     """Body of the worker process: greet, then answer requests until the other side is gone or the device is lost."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the study decides what it means
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    watch = Watch(lambda watched: connection.send(_Beat(watched)))
     try:
-        service = make_service(*arguments)
+        service = make_service(watch, *arguments)
     except Exception as error:
         connection.send(_Reply(_failure(error), usable=False))
         return
@@ -107,11 +120,15 @@ def _end_with_parent() -> None:
 
 
 class Worker:
-    """The asking side. `make_service` must be importable by name."""
+    """The asking side. `make_service` must be importable by name; it gets a `Watch` and `arguments`. silence_s: how
+    long a worker may be silent that says it is watched."""
 
-    def __init__(self, make_service: Callable[..., Service], arguments: tuple[Any, ...]) -> None:
+    def __init__(
+        self, make_service: Callable[..., Service], arguments: tuple[Any, ...], silence_s: float = SILENCE_S
+    ) -> None:
         self._make_service = make_service
         self._arguments = arguments
+        self._silence_s = silence_s
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self.is_busy = False  # with a request that no answer was received to
@@ -157,13 +174,22 @@ class Worker:
         """The answer to the last request, or a `Failure`. A process that can no longer be used is ended."""
         if self._connection is None:
             return Failure("the measuring process is not running")
+        deadline, silent_until = time.monotonic() + timeout_s, inf
         try:
-            if not self._connection.poll(timeout_s):
-                self.stop()
-                return Failure(f"no answer within {timeout_s:g} s", hung=True)
-            reply = self._connection.recv()
+            while True:
+                left = min(deadline, silent_until) - time.monotonic()
+                if not self._connection.poll(max(0.0, left)):
+                    self.stop()
+                    if deadline <= silent_until:
+                        return Failure(f"no answer within {timeout_s:g} s", hung=True)
+                    return Failure(f"the device finished nothing within {self._silence_s:g} s", hung=True)
+                reply = self._connection.recv()
+                if not isinstance(reply, _Beat):
+                    break
+                silent_until = time.monotonic() + self._silence_s if reply.watched else inf
         except (EOFError, OSError):
-            return Failure(f"the measuring process ended with {self._exit_status()}")
+            status = self._exit_status()
+            return Failure(f"the measuring process ended with {status}", killed=status in _KILLED)
         except BaseException:
             self.stop()
             raise

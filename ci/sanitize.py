@@ -1,0 +1,498 @@
+"""Runs every shipped kernel under NVIDIA's compute-sanitizer: memcheck, racecheck, initcheck and synccheck.
+
+    python ci/sanitize.py run --csv sanitizer.csv                # all kernels of the GPU's bundle, by all tools
+    python ci/sanitize.py run --csv sanitizer.csv --part 2/4     # the second quarter of them
+    python ci/sanitize.py merge docs/data/sanitizer_h200.csv sanitizer.csv other.csv
+
+Each kernel runs with a single row, around the ends of a tile, with an odd number of rows, and, if it loops, with
+several tiles a block. Each array is an allocation of its own that ends with its last element. First come *controls*:
+broken kernels, one for each tool, which that tool has to find.
+
+A run takes up where the table that `--csv` names ends, and stops after `--seconds`. It exits with 0 if all is done and
+nothing was found, with 1 if anything was found or a tool missed its control, and with 3 if kernels are left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import ctypes
+import json
+import pickle
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hadagen import driver
+from hadagen.arch import load_arch
+from hadagen.formats import TENSOR
+from hadagen.launch import ENTRY, LaunchSpec, RowShape, Source, sizes_for
+from hadagen.problem import Problem, Rows
+from hadagen.reference import kernel_operands, verification_operands, verification_scale
+from hadagen.toolchain import Toolchain
+from hadagen.tuning_db.bundle import Bundle
+
+ROOT = Path(__file__).resolve().parent.parent
+# What each tool gets besides; memory behind an allocation that is none, so that near overruns do not hit another one.
+TOOLS = {
+    "memcheck": ("--padding", "65536"),
+    "racecheck": (),
+    "initcheck": (),
+    "synccheck": (),
+}
+COMMON = ("--destroy-on-device-error", "kernel", "--report-api-errors", "no", "--print-limit", "100000")
+COLUMNS = ("gpu", "kernel", "problem", "launches", *TOOLS)
+CONTROL = "control"  # stands for the problem of a broken kernel
+NO_KERNEL = "no kernel"
+LEFT = 3
+STALL_SECONDS = 120.0  # without a kernel that is done; then the one that runs hangs
+_NO_FINDING = re.compile(
+    "COMPUTE-SANITIZER|(ERROR|RACECHECK|LEAK) SUMMARY: |No attachable process|Target application returned"
+)
+
+_CONTROL_SPEC = LaunchSpec(threads=64, cluster=1, shared_bytes=0, tile_elements=64, persistent=False)
+_CONTROL = """#include "hadagen.cuh"
+using namespace hadagen;
+extern "C" __global__ void {entry}(const void* x, void* y, i64 elements, u32 scale_word) {{
+    __shared__ volatile u32 shared[64];
+    const u16* in = static_cast<const u16*>(x);
+    volatile u16* out = static_cast<volatile u16*>(y);
+    const u32 t = thread_index();
+    const i64 i = block_index() * 64ll + t;
+    if (i >= elements) return;
+    {body}
+}}
+"""
+CONTROLS = {
+    "memcheck": "out[i + elements] = in[i];",
+    "racecheck": "shared[t] = in[i]; out[i] = shared[63 - t];",
+    "initcheck": "out[i] = out[i] + in[i];",
+    "synccheck": 'if (t < 48) asm volatile("bar.sync 0;"); out[i] = in[i];',
+}
+
+
+def name_of(digest: str) -> str:
+    """That of a kernel under the tools. It is as long as `ENTRY`, so that it can take its place in a cubin."""
+    return f"k{digest[: len(ENTRY) - 1]}"
+
+
+@dataclass(frozen=True)
+class Job:
+    """A kernel to launch. `problem`: its key, or `CONTROL`. `name`: of its entry, which no other kernel has."""
+
+    digest: str
+    problem: str
+    cubin: bytes
+    spec: LaunchSpec
+
+    @property
+    def name(self) -> str:
+        return name_of(self.digest)
+
+    @property
+    def image(self) -> bytes:
+        """The cubin with this name, so that a finding says which kernel it is of."""
+        return self.cubin.replace(ENTRY.encode(), self.name.encode())
+
+
+class Array(NamedTuple):
+    """Memory for a launch. size: bytes. pieces: (where, what) of what is in it. offset: where the array begins."""
+
+    size: int
+    pieces: tuple[tuple[int, bytes], ...] = ()
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class Case:
+    """A launch. `arrays`: by param; `numbers`: other params. `blocks`: the most that are resident, 0 for as many as the
+    device holds. Without "y" it is in place."""
+
+    elements: int
+    scale: float
+    shape: RowShape
+    arrays: Mapping[str, Array]
+    numbers: Mapping[str, int]
+    blocks: int = 0
+
+
+def cases(problem: Problem, spec: LaunchSpec) -> Iterator[Case]:
+    """Launches of few rows, with memory that ends where the rows do."""
+    tile = max(1, spec.tile_elements // problem.unit)
+    counts = {1, max(1, tile - 1), tile, tile + 1, 2 * tile + 1}
+    wanted = [(count, 0) for count in sorted(counts)]
+    if spec.persistent:  # each of two clusters takes several tiles
+        wanted.append((7 * tile + 1, 2 * spec.cluster))
+    for number, (count, blocks) in enumerate(wanted):
+        for shape, x_offset, y_offset in _shapes(problem):
+            case = _case(problem, count, shape, x_offset, y_offset)
+            yield replace(case, blocks=blocks)
+            if problem.io.form is None and number == len(wanted) - 1:
+                in_place = shape._replace(y_pitch=shape.x_pitch)
+                whole = _case(problem, count, in_place, x_offset, x_offset)
+                yield replace(
+                    whole, blocks=blocks, arrays={name: each for name, each in whole.arrays.items() if name != "y"}
+                )
+
+
+def _shapes(problem: Problem) -> list[tuple[RowShape, int, int]]:
+    """Layouts of rows, and the elements in front of x and y."""
+    n = problem.n
+    if problem.io.rows is Rows.CONTIGUOUS:
+        return [(RowShape(n, n, n), 0, 0)]
+    most, half = max(n - 1, 1), n // 2 + (n > 2)
+    return [
+        (RowShape(n, n, n), 0, 0),
+        (RowShape(most, most + 4, most + 2), 1, 3),
+        (RowShape(half, n + 8, half), 0, 1),
+    ]
+
+
+def _case(problem: Problem, units: int, shape: RowShape, x_offset: int, y_offset: int) -> Case:
+    form, size = problem.io.form, problem.io.input.bytes
+    rows = units * problem.unit // problem.n
+    columns, x_pitch, y_pitch = shape
+    random = np.random.default_rng(rows)
+    # Small bit patterns are finite in every type; none is NaN.
+    values = random.integers(0, 0x3C00, (rows, columns * size // 2), np.uint16)
+    if x_pitch == columns:
+        pieces: tuple[tuple[int, bytes], ...] = ((x_offset * size, values.tobytes()),)
+    else:
+        pieces = tuple(((x_offset + i * x_pitch) * size, row.tobytes()) for i, row in enumerate(values))
+    arrays = {"x": Array((x_offset + (rows - 1) * x_pitch + columns) * size, pieces, x_offset * size)}
+    numbers: dict[str, int] = {}
+    if form is None:
+        arrays["y"] = Array((y_offset + (rows - 1) * y_pitch + columns) * size, (), y_offset * size)
+    else:
+        arrays["y"] = Array(units * problem.unit * form.element.bits // 8)
+        groups = form.scales_in_row(problem.unit)
+        numbers = sizes_for(form, units, problem.unit)
+        if form.group != TENSOR:
+            arrays["scales"] = Array(prod(form.layout.filled_up(units, groups)) * form.scale_bytes(size))
+        if form.needs_scale:
+            given = np.full(units if form.by_head else 1, 0.01, np.float32).tobytes()
+            arrays["tensor_scale"] = Array(len(given), ((0, given),))
+    for name, value in kernel_operands(problem, verification_operands(problem)).items():
+        content = np.ascontiguousarray(value).tobytes()
+        arrays[name] = Array(len(content), ((0, content),))
+    return Case(rows * problem.n, verification_scale(problem), shape, arrays, numbers)
+
+
+def _control_case() -> Case:
+    content = np.arange(96, dtype=np.uint16).tobytes()
+    arrays = {"x": Array(192, ((0, content),)), "y": Array(192)}
+    return Case(96, 1.0, RowShape(1, 1, 1), arrays, {})
+
+
+# ── The program that runs under the sanitizer ──
+
+
+class Memory:
+    """Device memory, an allocation for each array: PyTorch would put many into one."""
+
+    def __init__(self) -> None:
+        self._library = ctypes.CDLL("libcuda.so.1")
+        self._held: list[ctypes.c_uint64] = []
+
+    def take(self, array: Array) -> int:
+        """The address of a new array, behind its offset."""
+        at = ctypes.c_uint64()
+        self._check(self._library.cuMemAlloc_v2(ctypes.byref(at), ctypes.c_size_t(max(array.size, 1))))
+        self._held.append(at)
+        for where, content in array.pieces:
+            target = ctypes.c_uint64(at.value + where)
+            self._check(self._library.cuMemcpyHtoD_v2(target, content, ctypes.c_size_t(len(content))))
+        return at.value + array.offset
+
+    def give_back(self) -> None:
+        while self._held:
+            self._library.cuMemFree_v2(self._held.pop())
+
+    def _check(self, code: int) -> None:
+        driver.check((code,), "copying to the device")
+
+
+def launch_all(jobs: Path, done: Path) -> None:
+    """Launch the kernels of a file, and note in another one what is begun and done."""
+    waiting: list[Job] = pickle.loads(jobs.read_bytes())
+    context = driver.primary_context(0)
+    driver.check(driver.bindings().cuCtxSetCurrent(context), "making a context")
+    memory = Memory()
+    with done.open("a", encoding="utf-8") as log:
+        for job in waiting:
+            _note(log, "begun", job, 0)
+            launches = 0
+            try:
+                kernel = driver.load(job.image, job.name, job.spec)
+            except driver.DoesNotFit:
+                _note(log, "done", job, 0)
+                continue
+            try:
+                some = [_control_case()] if job.problem == CONTROL else cases(Problem.parse(job.problem), job.spec)
+                for case in some:
+                    at = {name: memory.take(array) for name, array in case.arrays.items()}
+                    x, y = at.pop("x"), at.pop("y", 0)
+                    limited = replace(kernel, resident_blocks=case.blocks or kernel.resident_blocks)
+                    limited.launch(0, x, y or x, case.elements, case.scale, case.shape, {**at, **case.numbers})
+                    driver.check(driver.bindings().cuCtxSynchronize(), f"running {job.name}")
+                    memory.give_back()
+                    launches += 1
+            except driver.DriverError as error:
+                print(error, flush=True)
+                _note(log, "failed", job, launches)
+                if driver.bindings().cuCtxSynchronize() != (0,):
+                    return  # the context is lost
+            _note(log, "done", job, launches)
+            memory.give_back()
+            driver.unload(kernel)
+
+
+def _note(log: Any, what: str, job: Job, launches: int) -> None:
+    print(what, job.digest, job.problem, launches, file=log, flush=True)
+
+
+# ── What starts it ──
+
+
+def findings(output: str) -> Counter[str]:
+    """Name of a kernel, or `NO_KERNEL` → how many findings the output of a tool has of it."""
+    found: Counter[str] = Counter()
+    records = re.split(r"(?m)^========= (?=\S)", output)
+    for record in records[1:]:
+        if re.match(
+            r"COMPUTE-SANITIZER|ERROR SUMMARY: |RACECHECK SUMMARY: |LEAK SUMMARY: |\(?No |Target application", record
+        ):
+            continue
+        names = list(dict.fromkeys(re.findall(r"\bk[0-9a-f]{13}\b", record)))
+        found[names[0] if names else NO_KERNEL] += 1
+    return found
+
+
+def was_watched(output: str) -> bool:
+    """Whether the tool came to its end: without a summary it has seen nothing."""
+    return bool(re.search(r"(ERROR|RACECHECK) SUMMARY: ", output))
+
+
+@dataclass
+class Run:
+    """One tool over kernels. `launched`: (digest, problem) → launches of those that are done."""
+
+    tool: str
+    launched: dict[tuple[str, str], int]
+    found: Counter[str]
+    texts: list[str]
+
+    @property
+    def columns(self) -> dict[tuple[str, str], tuple[int, int]]:
+        """(digest, problem) → launches, findings."""
+        return {key: (launches, self.found[name_of(key[0])]) for key, launches in self.launched.items()}
+
+
+def sanitize(tool: str, jobs: Sequence[Job], folder: Path, deadline: float, program: Sequence[str]) -> Run:
+    """Run a tool over kernels until all are done or the deadline. A process that ends early is followed by another one,
+    without the kernel that ended it, which counts as found."""
+    run, waiting = Run(tool, {}, Counter(), []), list(jobs)
+    own = folder / tool
+    own.mkdir(exist_ok=True)
+    while waiting and time.monotonic() < deadline:
+        todo, done = own / "jobs", own / "done"
+        todo.write_bytes(pickle.dumps(waiting))
+        done.write_text("")
+        command = [*program, "--tool", tool, *TOOLS[tool], *COMMON]
+        command += [sys.executable, str(Path(__file__).resolve()), "launch", str(todo), str(done)]
+        with (own / "output").open("w+", encoding="utf-8", errors="replace") as output:
+            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+            _wait(process, done, deadline)
+            in_time = time.monotonic() < deadline
+            output.seek(0)
+            text = output.read()
+        noted = [line.split() for line in done.read_text(encoding="utf-8").splitlines()]
+        finished = {(digest, problem): int(count) for what, digest, problem, count in noted if what == "done"}
+        begun = [(digest, problem) for what, digest, problem, _ in noted if what == "begun"]
+        run.found += findings(text)
+        run.found += Counter(name_of(digest) for what, digest, *_ in noted if what == "failed")
+        run.texts.append(text)
+        ended_early = in_time and len(finished) < len(waiting)
+        if in_time and not (ended_early or was_watched(text)):
+            raise SystemExit(f"{tool} said nothing of what it has seen:\n{text[-2000:]}")
+        if ended_early:
+            if not begun or begun[-1] in finished:
+                raise SystemExit(f"{tool} ended before it ran a kernel:\n{text[-2000:]}")
+            finished[begun[-1]] = 0
+            run.found[name_of(begun[-1][0])] += 1
+        run.launched |= finished
+        waiting = [job for job in waiting if (job.digest, job.problem) not in run.launched]
+    return run
+
+
+def _wait(process: subprocess.Popen[bytes], done: Path, deadline: float) -> None:
+    """Until a process ends; kill it at the deadline, or when it has not come forward for `STALL_SECONDS`."""
+    size, since = 0, time.monotonic()
+    while process.poll() is None:
+        now = time.monotonic()
+        if (new := done.stat().st_size) != size:
+            size, since = new, now
+        if now >= deadline or now - since >= STALL_SECONDS:
+            process.kill()
+        time.sleep(0.05)
+
+
+def controls(arch: str) -> dict[str, Job]:
+    """Tool → a kernel that it has to find."""
+    entries = {tool: f"broken_for_{tool}" for tool in CONTROLS}
+    sources = [
+        Source(entries[tool], _CONTROL.format(entry=entries[tool], body=body), _CONTROL_SPEC)
+        for tool, body in CONTROLS.items()
+    ]
+    kernels = Toolchain.find().build_all(sources, load_arch(arch))
+    return {
+        tool: Job(kernel.digest, CONTROL, kernel.cubin, kernel.launch)
+        for tool, kernel in zip(CONTROLS, kernels, strict=True)
+    }
+
+
+def shipped(bundle: Bundle) -> list[Job]:
+    """Every kernel of a bundle that it has code of, once for each problem."""
+    wanted = {(entry.kernel, entry.problem.key) for entry in bundle.all_entries() if entry.compiled}
+    jobs = []
+    for digest, problem in sorted(wanted):
+        kernel = bundle.kernel(digest)
+        jobs.append(Job(digest, problem, kernel.cubin, kernel.launch))
+    return jobs
+
+
+Row = dict[str, str]
+Key = tuple[str, str, str]  # gpu, kernel, problem
+
+
+def read_table(path: Path) -> dict[Key, Row]:
+    if not path.exists():
+        return {}
+    with path.open(newline="", encoding="utf-8") as file:
+        return {(row["gpu"], row["kernel"], row["problem"]): row for row in csv.DictReader(file)}
+
+
+def write_table(path: Path, rows: Mapping[Key, Row]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows[key] for key in sorted(rows))
+
+
+def merged(tables: Iterable[Mapping[Key, Row]]) -> dict[Key, Row]:
+    """All rows. What a later table says of a tool counts."""
+    rows: dict[Key, Row] = {}
+    for table in tables:
+        for key, row in table.items():
+            before = rows.get(key, dict.fromkeys(COLUMNS, ""))
+            rows[key] = before | {name: value for name, value in row.items() if value != ""}
+    return rows
+
+
+def command_run(arguments: argparse.Namespace) -> int:
+    from hadagen.runtime.device import cuda_device
+
+    deadline = time.monotonic() + arguments.seconds
+    target = cuda_device(0)
+    if target is None:
+        raise SystemExit("there is no CUDA device here; run this on a machine with one")
+    program = shutil.which(arguments.sanitizer)
+    if program is None:
+        raise SystemExit(f"{arguments.sanitizer} was not found; install CUDA's compute-sanitizer, or name it")
+    part, parts = map(int, arguments.part.split("/"))
+    path = arguments.bundle or ROOT / "tuning_db" / "bundles" / f"{target.arch}.db"
+    jobs = shipped(Bundle.open(path))[part - 1 :: parts][: arguments.most]
+    rows = read_table(arguments.csv)
+    tools = arguments.tools.split(",")
+    broken = controls(target.arch)
+
+    def waiting(tool: str) -> list[Job]:
+        rest = [job for job in jobs if not rows.get((target.gpu, job.digest[:12], job.problem), {}).get(tool)]
+        return [broken[tool], *rest]
+
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(tools)) as pool:
+        started = {
+            tool: pool.submit(sanitize, tool, waiting(tool), Path(folder), deadline, [program]) for tool in tools
+        }
+        runs = [each.result() for each in started.values()]
+    new: dict[Key, Row] = {}
+    failed = False
+    for run in runs:
+        for (digest, problem), (launches, found) in run.columns.items():
+            key = target.gpu, digest[:12], problem
+            row = new.setdefault(key, dict.fromkeys(COLUMNS, "") | dict(zip(COLUMNS, key, strict=False)))
+            row |= {"launches": str(launches), run.tool: str(found)}
+            if found and problem != CONTROL:
+                failed = True
+                print(f"{run.tool}: {found} findings in kernel {digest[:12]} of {problem}")
+        control = run.columns.get((broken[run.tool].digest, CONTROL), (0, 0))
+        if not control[1]:
+            failed = True
+            print(f"{run.tool} did not find its control, so it says nothing of the others")
+        if run.found[NO_KERNEL]:
+            failed = True
+            print(f"{run.tool}: {run.found[NO_KERNEL]} findings outside of any kernel")
+        if arguments.output:
+            arguments.output.mkdir(parents=True, exist_ok=True)
+            (arguments.output / f"{run.tool}.txt").write_text("\n".join(run.texts)[-8_000_000:], encoding="utf-8")
+    rows = merged([rows, new])
+    write_table(arguments.csv, rows)
+    left = {tool: len(waiting(tool)) - 1 for tool in tools}
+    done = {tool: len(jobs) - count for tool, count in left.items()}
+    print(json.dumps({"gpu": target.gpu, "kernels": len(jobs), "done": done, "left": left}))
+    if failed:
+        return 1
+    return LEFT if any(left.values()) else 0
+
+
+def command_merge(arguments: argparse.Namespace) -> int:
+    write_table(arguments.into, merged(map(read_table, [arguments.into, *arguments.tables])))
+    return 0
+
+
+def command_launch(arguments: argparse.Namespace) -> int:
+    launch_all(arguments.jobs, arguments.done)
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    run = commands.add_parser("run", help="run kernels under the tools")
+    run.add_argument("--csv", type=Path, required=True, help="the table to go on with, and to write")
+    run.add_argument("--part", default="1/1", help="which part of the kernels, such as 2/4")
+    run.add_argument("--tools", default=",".join(TOOLS), help="which tools, with commas between them")
+    run.add_argument("--seconds", type=float, default=3600.0, help="when to stop")
+    run.add_argument("--most", type=int, help="how many kernels at most")
+    run.add_argument("--bundle", type=Path, help="the bundle; by default that which is shipped for the GPU")
+    run.add_argument("--sanitizer", default="compute-sanitizer", help="the program")
+    run.add_argument("--output", type=Path, help="a folder for all that the tools say")
+    run.set_defaults(run=command_run)
+    merge = commands.add_parser("merge", help="add the rows of tables to another one")
+    merge.add_argument("into", type=Path)
+    merge.add_argument("tables", type=Path, nargs="+")
+    merge.set_defaults(run=command_merge)
+    launch = commands.add_parser("launch", help="what runs under a tool")
+    launch.add_argument("jobs", type=Path)
+    launch.add_argument("done", type=Path)
+    launch.set_defaults(run=command_launch)
+    parsed = parser.parse_args(arguments)
+    result: int = parsed.run(parsed)
+    return result
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,279 @@
+"""The tables of reliability.md: what is promised, the tests that fail when a promise is broken, and measured figures.
+
+To add a promise, add a `Promise` to its area in `PROMISES`. A test checks that every test that is named here exists.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import refresh_files as files
+from refresh_markdown import grid
+
+NEAR = 1.02  # times that differ by no more are as good
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+
+
+@dataclass(frozen=True)
+class Promise:
+    """`tests`: as pytest names them. `figure`: what was measured of it, "" where there is no data yet."""
+
+    text: str
+    tests: Sequence[str]
+    figure: Callable[[], str] = lambda: ""
+
+
+def _read(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def _rows(path: Path) -> list[dict[str, str]]:
+    if not path.exists():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def kills() -> str:
+    found = _read(files.KILLS)
+    if not found:
+        return ""
+    count = found["tune"] + found["worker"] + found["compiler"]
+    return (
+        f"{count} kills ({found['tune']} of the tune, {found['worker']} of its measuring process, {found['compiler']} "
+        f"of compilers): {found['databases']} of {found['databases']} databases equal, of {found['trials']} trials each"
+    )
+
+
+def faults() -> str:
+    found = _read(files.FAULTS)
+    if not found:
+        return ""
+    kinds = {fault["fault"] for fault in found["faults"]}
+    return (
+        f"{found['gpu']}: {len(found['faults'])} broken kernels of {len(kinds)} kinds; "
+        f"{found['same_winners']} of {found['cells']} winners the same"
+    )
+
+
+def hangs() -> str:
+    found = _read(files.FAULTS)
+    lost = [fault["lost_s"] for fault in found["faults"] if fault["outcome"] == "timeout"] if found else []
+    return f"{found['gpu']}: {max(lost):.1f} s at most, of {len(lost)}" if lost else ""
+
+
+def laws() -> str:
+    found = _read(files.LAWS)
+    if not found:
+        return ""
+    return (
+        f"{found['gpu']}: {found['kernels']} kernels of {found['problems']} problems; "
+        f"{len(found['broken'])} break a law"
+    )
+
+
+def sanitizer() -> str:
+    rows = [row for row in _rows(files.SANITIZER) if row["problem"] != "control" and row["launches"] not in ("", "0")]
+    if not rows:
+        return ""
+    kernels = len({row["kernel"] for row in rows})
+    found = ", ".join(
+        f"{tool} {sum(int(row[tool] or 0) for row in rows)} ({sum(row[tool] != '' for row in rows)} runs)"
+        for tool in TOOLS
+    )
+    return f"{rows[0]['gpu']}: {kernels} kernels; findings: {found}"
+
+
+def tunes() -> str:
+    rows = _rows(files.TUNES)
+    if not rows:
+        return ""
+    near = sum(max(us) <= NEAR * min(us) for us in ((float(row["us_a"]), float(row["us_b"])) for row in rows))
+    problems = len({row["problem"] for row in rows})
+    return f"{rows[0]['gpu']}: {near / len(rows):.1%} of {len(rows)} cells, of {problems} problems"
+
+
+PROMISES: Mapping[str, Sequence[Promise]] = {
+    "tuning": (
+        Promise(
+            "A tune that is killed at any moment, or whose helpers are, goes on with the same command. Its database "
+            "ends up equal to that of an undisturbed run.",
+            (
+                "test_kills.py::test_a_tune_that_is_killed_at_random_moments_ends_like_one_that_was_not",
+                "test_resume.py::test_a_killed_search_ends_like_one_that_was_not",
+            ),
+            kills,
+        ),
+        Promise(
+            "A kernel that writes out of bounds, hangs, deadlocks, gives garbage or breaks the context ends as an "
+            "outcome of its trial. The winners are those of a tune without it.",
+            (
+                "test_gpu_faults.py::test_a_tune_survives_every_broken_kernel",
+                "test_faulty_tune.py::test_broken_kernels_end_as_what_they_are_and_spoil_nothing_else",
+                "test_runners.py::test_a_run_survives_every_failure",
+            ),
+            faults,
+        ),
+        Promise(
+            "A kernel that hangs costs 10 s at most. One that is only slow is not taken for it.",
+            (
+                "test_gpu_faults.py::test_a_tune_survives_every_broken_kernel",
+                "test_runners.py::test_a_hang_costs_as_long_as_a_device_may_be_silent_and_slow_kernels_are_not_taken"
+                "_for_one",
+            ),
+            hangs,
+        ),
+        Promise(
+            "A compiler or a measuring process that is killed, or finds no room, says nothing about a variant: it is "
+            "tried again.",
+            (
+                "test_attempts.py::test_what_a_compiler_died_for_is_tried_again",
+                "test_runners.py::test_what_another_program_kills_is_measured_again",
+                "test_hung_compilers.py::test_a_hung_compiler_does_not_hang_a_tune",
+            ),
+        ),
+        Promise(
+            "Runs that share a database try nothing twice, and learn from each other.",
+            (
+                "test_claims.py::test_processes_that_share_a_database_measure_nothing_twice",
+                "test_claims.py::test_a_tune_within_a_tune_leaves_it_what_is_under_way_and_both_learn_all",
+            ),
+        ),
+        Promise(
+            "Two separate tunes on one GPU choose kernels whose speeds differ by 2 % or less in at least 95 % of the "
+            "cells.",
+            ("test_reliability.py::test_two_tunes_are_compared_cell_by_cell",),
+            tunes,
+        ),
+    ),
+    "databases": (
+        Promise(
+            "A trial is stored before it is reported: a process that is killed loses none that it reported.",
+            (
+                "test_store.py::test_a_killed_process_loses_nothing_that_it_reported",
+                "test_store_files.py::test_a_full_disk_loses_nothing_stored",
+            ),
+        ),
+        Promise(
+            "A damaged database is refused with a sentence, or read right. No damage names another winner.",
+            (
+                "test_store_files.py::test_a_damaged_file_is_refused_or_read_right",
+                "test_store_files.py::test_no_changed_byte_changes_a_bundle",
+                "test_store_files.py::test_no_damage_takes_a_winner_from_a_bundle",
+            ),
+        ),
+        Promise(
+            "Databases of every earlier schema are upgraded, those of a newer one refused. An upgrade that fails "
+            "changes nothing.",
+            (
+                "test_store_schema.py::test_a_database_of_every_earlier_schema_is_upgraded",
+                "test_store_schema.py::test_a_newer_schema_is_refused",
+                "test_store_schema.py::test_an_upgrade_that_fails_changes_nothing",
+            ),
+        ),
+    ),
+    "bundles": (
+        Promise(
+            "A bundle that was cut or changed is refused, or reads as before.",
+            (
+                "test_bundle.py::test_a_changed_byte_is_noticed_or_harmless",
+                "test_bundle.py::test_a_truncated_file_is_noticed",
+                "test_bundle.py::test_a_change_of_any_value_is_noticed",
+            ),
+        ),
+        Promise(
+            "A bundle is replaced only by a complete one, and calls that run meanwhile are served.",
+            (
+                "test_bundle.py::test_a_bundle_is_replaced_only_by_a_complete_one",
+                "test_bundle.py::test_a_bundle_that_is_replaced_is_read_as_it_is_now",
+            ),
+        ),
+        Promise(
+            "A kernel that is compiled from a recipe is compared with PyTorch before its first result is given. A "
+            "wrong one is never used.",
+            (
+                "test_runtime_loading.py::test_a_recipe_is_compiled_and_compared_once",
+                "test_runtime_loading.py::test_a_wrong_kernel_is_never_used_nor_tried_again",
+                "test_recipes.py::test_a_damaged_entry_is_made_again",
+            ),
+        ),
+    ),
+    "kernels": (
+        Promise(
+            "Every shipped kernel keeps the laws of a transform: it is linear, keeps norms, and has an inverse. A row "
+            "does not depend on others, even if these are NaN. Nothing is written beside the result.",
+            (
+                "test_gpu_laws.py::test_every_shipped_kernel_keeps_the_laws",
+                "test_laws.py::test_shipped_kernels_keep_the_laws",
+                "test_laws.py::test_a_law_that_a_kernel_breaks_is_named",
+                "test_laws.py::test_a_law_of_codes_that_a_kernel_breaks_is_named",
+            ),
+            laws,
+        ),
+        Promise(
+            "compute-sanitizer finds nothing in any shipped kernel, with ragged rows and with arrays that end where "
+            "their memory does. Each tool has to find a broken kernel first.",
+            (
+                "test_sanitize.py::test_launches_stay_in_memory_that_ends_where_the_rows_do",
+                "test_sanitize.py::test_a_finding_is_counted_for_its_kernel",
+                "test_sanitize.py::test_a_silent_tool_is_noticed",
+            ),
+            sanitizer,
+        ),
+        Promise(
+            "A kernel that is broken in any one place is caught before it is timed.",
+            (
+                "test_mutations.py::test_a_broken_kernel_is_caught",
+                "test_mutations.py::test_a_broken_primitive_is_caught",
+            ),
+        ),
+        Promise(
+            "No shipped winner exceeds the error bound of its problem.",
+            ("test_bundle.py::test_the_shipped_winners_keep_their_bounds_and_are_legal",),
+        ),
+    ),
+    "runtime": (
+        Promise(
+            "Bad input is a sentence, and launches nothing.",
+            (
+                "test_runtime_launch.py::test_bad_input_launches_nothing",
+                "test_cli_failures.py::test_whatever_is_raised_becomes_a_sentence",
+            ),
+        ),
+        Promise(
+            "A damaged bundle of the user stops no call: it is left out, with one warning.",
+            ("test_choose.py::test_damage_that_is_found_late_causes_a_warning_once",),
+        ),
+        Promise(
+            "A GPU without kernels runs plain PyTorch.",
+            ("test_gpu_runtime.py::test_a_gpu_without_kernels_runs_pytorch",),
+        ),
+        Promise(
+            "Threads, streams, graphs and forks give the results of plain calls.",
+            (
+                "test_gpu_runtime_streams.py::test_threads_on_streams_of_their_own",
+                "test_gpu_runtime_streams.py::test_graphs",
+                "test_gpu_runtime_processes.py::test_a_fork_before_cuda_is_used",
+                "test_runtime_launch.py::test_a_forked_child_knows_nothing_of_its_parent",
+            ),
+        ),
+    ),
+}
+
+
+def promises_table(area: str) -> str:
+    """What is promised in an area, in Markdown."""
+    rows = [
+        (promise.text, "<br>".join(map(_link, promise.tests)), promise.figure() or "–") for promise in PROMISES[area]
+    ]
+    return grid("lll", ["promise", "tests", "figure"], rows)
+
+
+def _link(test: str) -> str:
+    file, _, name = test.partition("::")
+    return f"[{file}](../tests/{file}) {name.removeprefix('test_').replace('_', ' ')}"

@@ -1,0 +1,172 @@
+"""A tune that is killed again and again, at random moments, or whose helpers are: the same command goes on, and its
+database ends up equal to that of a run that nobody disturbed.
+
+    python -m pytest tests/test_kills.py --kills 100 --figures docs/data
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sqlite3
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+from fake_search import arch, make_kernel, options, problems, processes
+from measure_sample import SPEC
+from timed_by_digest import TimesByDigest
+
+from hadagen import programs
+from hadagen.arch import Arch
+from hadagen.launch import Source
+from hadagen.measure import DeviceRunner
+from hadagen.space import Space
+from hadagen.toolchain import BuildFailure
+from hadagen.trial import Kernel, NotTried, knobs_key
+from hadagen.tuner.search import tune
+from hadagen.tuning_db.store import Store
+from hadagen.tuning_db.winners import portfolio
+
+PROBLEMS = problems(64, 256)
+FIXED: dict[str, tuple[int | str, ...]] = {"warps": (1, 2), "butterfly_carrier": ("fp32",), "min_blocks": (1,)}
+# What is searched with few kills, and with many. All legal knobs are tried, so that finished runs have tried the same.
+SMALL = arch(**FIXED, chunks=(1,), load=("plain",), stages=(1,))
+LARGE = arch(**FIXED, chunks=(1, 2))
+FEW_KILLS = 6
+COMPILERS = 4  # at a time
+
+
+def compile_one(source: Source) -> Kernel | BuildFailure | NotTried:
+    """With a program that may be killed."""
+    answer = programs.run(["sh", "-c", "sleep 0.02"])
+    return NotTried(f"sh {answer.passing}") if answer.passing else make_kernel(source)
+
+
+def build(sources: Sequence[Source]) -> list[Kernel | BuildFailure | NotTried]:
+    with ThreadPoolExecutor(COMPILERS) as pool:
+        return list(pool.map(compile_one, sources))
+
+
+def search(database: Path, arch: Arch) -> None:
+    """What is killed."""
+    trials = max(len(Space(problem, arch).legal) for problem in PROBLEMS)
+    copy = make_kernel(Source("copy", "", SPEC))
+    with Store.open(database) as store, DeviceRunner(0, [copy], make_service=TimesByDigest) as runner:
+        tune(options(store, runner, arch=arch, problems=PROBLEMS, build=build, trials=trials))
+
+
+def content(database: Path) -> dict[tuple[str, str], tuple[Any, ...]]:
+    """By problem and knobs, all that the database says of a trial but for dates, durations and which of several knobs
+    with the same kernel came first. Fails where the file is damaged, or anything is there twice or still claimed."""
+    with closing(sqlite3.connect(database)) as connection:
+        assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+        assert connection.execute("SELECT count(*) FROM hadagen_claims").fetchone() == (0,)
+    with Store.open(database) as store:
+        trials = store.checked()
+    found = {
+        (trial.problem.key, knobs_key(trial.knobs)): (
+            trial.outcome,
+            trial.kernel,
+            sorted(trial.errors.items()),
+            trial.timings,
+            trial.environment,
+        )
+        for trial in trials
+    }
+    assert len(found) == len(trials)
+    return found
+
+
+def winners(database: Path) -> dict[str, str]:
+    with Store.open(database) as store:
+        chosen = portfolio(store.trials())
+    return {str(cell): trial.kernel.digest for cell, trial in chosen.items() if trial.kernel}
+
+
+def is_running(pid: int) -> bool:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def helpers_of(pid: int) -> dict[int, str]:
+    """The processes that a process started: their ids, and what they are."""
+    found: dict[int, str] = {}
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):
+            for child in map(int, children.read_text().split()):
+                program = Path(f"/proc/{child}/cmdline").read_bytes()
+                found[child] = "worker" if b"hadagen.measure" in program else "compiler"
+    return found
+
+
+class Killer:
+    """Starts `search` and kills it, or one of its helpers, at random moments, `left` times in all. `killed`: how often
+    it killed what. `seen`: all helpers."""
+
+    def __init__(self, left: int, arch: Arch) -> None:
+        self._random, self._left, self._arch = random.Random(1), left, arch
+        self.killed: Counter[str] = Counter()
+        self.seen: set[int] = set()
+
+    @property
+    def left(self) -> int:
+        return self._left - self.killed.total()
+
+    def run(self, database: Path, seconds: float) -> None:
+        """Start the same search again until one ends by itself. seconds: what that takes undisturbed."""
+        while True:
+            process = processes.Process(target=search, args=(database, self._arch))
+            process.start()
+            assert process.pid is not None
+            self._disturb(process, seconds)
+            process.join()
+            assert process.exitcode in (0, -signal.SIGKILL)
+            if process.exitcode == 0:
+                return
+
+    def _disturb(self, process: Any, seconds: float) -> None:
+        while self.left:
+            process.join(self._random.uniform(0, 0.7 * seconds))
+            if process.exitcode is not None:
+                return
+            helpers = helpers_of(process.pid)
+            self.seen |= helpers.keys()
+            # As often a worker or a compiler, where one is there, as the search itself.
+            kind = self._random.choice(["tune", "worker", "compiler"])
+            if victims := [pid for pid, is_one in [(process.pid, "tune"), *helpers.items()] if is_one == kind]:
+                with suppress(ProcessLookupError):
+                    os.kill(self._random.choice(victims), signal.SIGKILL)
+                    self.killed[kind] += 1
+            if kind == "tune":
+                return
+
+
+def test_a_tune_that_is_killed_at_random_moments_ends_like_one_that_was_not(
+    tmp_path: Path, kills: int | None, figure: Callable[[str, Any], None]
+) -> None:
+    undisturbed, schedules, started = tmp_path / "undisturbed.db", 0, time.monotonic()
+    arch = SMALL if kills is None else LARGE
+    search(undisturbed, arch)
+    seconds = time.monotonic() - started
+    expected = content(undisturbed)
+    assert len(expected) == sum(len(Space(problem, arch).legal) for problem in PROBLEMS)
+    killer = Killer(FEW_KILLS if kills is None else kills, arch)
+    while killer.left:
+        database = tmp_path / f"{schedules}.db"
+        killer.run(database, seconds)
+        assert content(database) == expected
+        assert winners(database) == winners(undisturbed)
+        schedules += 1
+    for _ in range(200):
+        if not any(map(is_running, killer.seen)):
+            break
+        time.sleep(0.05)
+    assert not [pid for pid in killer.seen if is_running(pid)]
+    figure("kills", {**dict(sorted(killer.killed.items())), "databases": schedules, "trials": len(expected)})

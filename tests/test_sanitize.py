@@ -1,0 +1,202 @@
+"""`ci/sanitize.py` without a GPU: what it launches, on the emulator, and what it makes of the tools' output."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import sanitize
+from real_compilers import needs_compiler
+from sanitize import CONTROL, NO_KERNEL, Job, findings, merged, name_of
+
+from hadagen.arch import load_arch
+from hadagen.codegen import render
+from hadagen.emulator import RESIDENT_CLUSTERS, compile_host
+from hadagen.formats import TENSOR
+from hadagen.knobs import Knobs
+from hadagen.problem import Problem
+from hadagen.space import Space, build_plan
+
+KEYS = (
+    "n256-float16-fast",
+    "n64-float16-fast-pitched",
+    "n96-k12-signed-bfloat16-fast",
+    "n128-bfloat16-to-fp8_group_128-accurate",
+    "n64-float16-to-mxfp4_32_swizzled-accurate",
+    "n64-bfloat16-to-fp8_head-accurate",
+)
+LOOPING = Knobs(chunks=2, warps=2, grid="persistent", low_bits="mma_shuffle", butterfly_carrier="fp32")
+JOBS = [Job(f"{i:064x}"[::-1], "n2-float16-fast", b"", sanitize._CONTROL_SPEC) for i in range(1, 5)]
+
+
+def array_of(array: sanitize.Array, dtype: Any) -> Any:
+    """In memory that ends where the array does."""
+    memory = np.full(array.size, 0x7F, np.uint8)
+    for at, content in array.pieces:
+        memory[at : at + len(content)] = np.frombuffer(content, np.uint8)
+    return memory[array.offset :].view(dtype)
+
+
+def test_launches_stay_in_memory_that_ends_where_the_rows_do() -> None:
+    arch = load_arch("sm90")
+    problems = [Problem.parse(key) for key in KEYS]
+    plans = [build_plan(problem, Space(problem, arch).seeds()[0], arch) for problem in problems]
+    looping = Problem.of(512, "float16")
+    plans.append(build_plan(looping, LOOPING, arch))
+    sources = [render(plan) for plan in plans]
+    module = compile_host(sources)
+    for problem, source in zip([*problems, looping], sources, strict=True):
+        launch, form = source.launch, problem.io.form
+        bits = f"u{problem.io.input.bytes}"
+        some = list(sanitize.cases(problem, launch))
+        tile = launch.tile_elements // problem.unit
+        counts = {case.elements // problem.unit for case in some}
+        assert counts >= {1, tile, tile + 1, 2 * tile + 1}
+        assert any(case.blocks == RESIDENT_CLUSTERS * launch.cluster for case in some) == launch.persistent
+        for case in some:
+            arrays = dict(case.arrays)
+            x = array_of(arrays.pop("x"), bits)
+            y = array_of(arrays.pop("y"), np.uint8 if form else bits) if "y" in arrays else x
+            scales = None
+            if "scales" in arrays:
+                assert form
+                units = case.elements // problem.unit
+                of_one = form.scale_bytes(problem.io.input.bytes) * (form.group != TENSOR)
+                whole = array_of(arrays.pop("scales"), np.uint8)
+                scales = whole, units * form.scales_in_row(problem.unit) * of_one
+            report = module.run(
+                source.entry,
+                launch,
+                x,
+                y,
+                scale=case.scale,
+                elements=case.elements,
+                rows=case.elements // problem.n if launch.reads_rows else 0,
+                shape=case.shape if launch.reads_rows else None,
+                operands={**{name: array_of(each, np.uint8) for name, each in arrays.items()}, **case.numbers},
+                scales=scales,
+            )
+            assert report.complaint == ""
+
+
+OUTPUTS = {
+    "memcheck": """========= Invalid __global__ write of size 2 bytes
+=========     at {name}+0x1a0
+=========     by thread (31,0,0) in block (0,0,0)
+=========     Access at 0x7f0 is out of bounds
+=========     and is 1 bytes after the nearest allocation at 0x7e0 of size 16 bytes
+=========     Saved host backtrace up to driver entry point at kernel launch time
+=========         Host Frame: [0x2d7a45] in libcuda.so.1
+=========
+""",
+    "racecheck": """========= Error: Race reported between Write access at {name}+0x90
+=========     and Read access at {name}+0xd0 [256 hazards]
+=========
+""",
+    "initcheck": """========= Uninitialized __global__ memory read of size 2 bytes
+=========     at {name}(const void *, void *, long long, unsigned int)+0x80
+=========     by thread (0,0,0) in block (0,0,0)
+=========
+""",
+    "synccheck": """========= Barrier error detected. Divergent thread(s) in warp
+=========     at {name}+0x60
+=========     by thread (48,0,0) in block (0,0,0)
+=========
+""",
+}
+
+
+@pytest.mark.parametrize("tool", OUTPUTS)
+def test_a_finding_is_counted_for_its_kernel(tool: str) -> None:
+    a, b = (name_of(job.digest) for job in JOBS[:2])
+    some = OUTPUTS[tool].format(name=a) * 2 + OUTPUTS[tool].format(name=b)
+    output = f"========= COMPUTE-SANITIZER\n{some}========= ERROR SUMMARY: 3 errors\n"
+    assert findings(output) == {a: 2, b: 1}
+    assert findings("========= COMPUTE-SANITIZER\n========= RACECHECK SUMMARY: 0 hazards displayed\n") == {}
+    assert findings("========= COMPUTE-SANITIZER\n========= Internal Sanitizer Error\n") == {NO_KERNEL: 1}
+
+
+# In place of a tool and the program that it runs: does what is said of each kernel by the end of its digest.
+STAND_IN = """
+import pickle, sys, time
+from pathlib import Path
+sys.path.insert(0, {here!r})
+sys.path.insert(0, {ci!r})
+from sanitize import name_of
+from test_sanitize import OUTPUTS
+tool, jobs, done = sys.argv[2], *map(Path, sys.argv[-2:])
+assert sys.argv[1] == "--tool"
+print("========= COMPUTE-SANITIZER")
+with done.open("a") as log:
+    for job in pickle.loads(jobs.read_bytes()):
+        does = {does}.get(job.digest, "")
+        print("begun", job.digest, job.problem, 0, file=log, flush=True)
+        if does == "dies":
+            sys.exit(1)
+        if does == "hangs":
+            time.sleep(1000)
+        if does == "fails":
+            print("failed", job.digest, job.problem, 0, file=log)
+        if does == "finding":
+            print(OUTPUTS[tool].format(name=name_of(job.digest)), end="")
+        print("done", job.digest, job.problem, 5, file=log, flush=True)
+if {summary}:
+    print("========= ERROR SUMMARY: some errors")
+"""
+
+
+def stand_in(folder: Path, does: dict[str, str], summary: bool = True) -> list[str]:
+    path = folder / "tool.py"
+    here, ci = str(Path(__file__).parent), str(Path(sanitize.__file__).parent)
+    path.write_text(STAND_IN.format(here=here, ci=ci, does=does, summary=summary))
+    return [sys.executable, str(path)]
+
+
+def run(folder: Path, does: dict[str, str], summary: bool = True, seconds: float = 60.0) -> sanitize.Run:
+    program = stand_in(folder, does, summary)
+    return sanitize.sanitize("memcheck", JOBS, folder, time.monotonic() + seconds, program)
+
+
+def test_a_kernel_that_ends_the_process_is_found_and_the_others_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sanitize, "STALL_SECONDS", 3.0)
+    one, two, three, four = (job.digest for job in JOBS)
+    found = run(tmp_path, {one: "dies", two: "fails", three: "finding", four: "hangs"}).columns
+    expected = {one: (0, 1), two: (5, 1), three: (5, 1), four: (0, 1)}
+    assert found == {(digest, "n2-float16-fast"): counts for digest, counts in expected.items()}
+
+
+def test_a_silent_tool_is_noticed(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="said nothing"):
+        run(tmp_path, {}, summary=False)
+
+
+def test_what_the_time_does_not_allow_is_left(tmp_path: Path) -> None:
+    assert run(tmp_path, {}, seconds=0.0).columns == {}
+
+
+def test_tables_are_merged_and_later_ones_count(tmp_path: Path) -> None:
+    key = ("NVIDIA H200", "0a1b", "n2-float16-fast")
+    row = dict.fromkeys(sanitize.COLUMNS, "") | dict(zip(sanitize.COLUMNS, key, strict=False))
+    first, second = {key: row | {"memcheck": "1", "racecheck": "0"}}, {key: row | {"memcheck": "0"}}
+    for name, table in (("a.csv", first), ("b.csv", second)):
+        sanitize.write_table(tmp_path / name, table)
+    assert sanitize.main(["merge", str(tmp_path / "a.csv"), str(tmp_path / "b.csv")]) == 0
+    assert sanitize.read_table(tmp_path / "a.csv") == merged([first, second])
+    assert merged([first, second])[key] == row | {"memcheck": "0", "racecheck": "0"}
+
+
+@needs_compiler
+def test_there_is_a_control_for_each_tool_by_its_own_name() -> None:
+    controls = sanitize.controls("sm90")
+    assert controls.keys() == sanitize.TOOLS.keys()
+    assert len({job.name for job in controls.values()}) == len(controls)
+    for job in controls.values():
+        assert job.problem == CONTROL
+        assert job.image.count(job.name.encode()) == job.cubin.count(b"hadagen_kernel") > 0
+        assert len(job.image) == len(job.cubin)
