@@ -38,7 +38,7 @@ FIXED: dict[str, tuple[int | str, ...]] = {"warps": (1, 2), "butterfly_carrier":
 # What is searched with few kills, and with many. All legal knobs are tried, so that finished runs have tried the same.
 SMALL = arch(**FIXED, chunks=(1,), load=("plain",), stages=(1,))
 LARGE = arch(**FIXED, chunks=(1, 2))
-FEW_KILLS = 6
+FEW_KILLS = 8
 COMPILERS = 4  # at a time
 
 
@@ -133,13 +133,12 @@ class Killer:
 
     def _disturb(self, process: Any, seconds: float) -> None:
         while self.left:
-            process.join(self._random.uniform(0, 0.7 * seconds))
+            process.join(self._random.uniform(0, 0.5 * seconds))
             if process.exitcode is not None:
                 return
             helpers = helpers_of(process.pid)
             self.seen |= helpers.keys()
-            # As often a worker or a compiler, where one is there, as the search itself.
-            kind = self._random.choice(["tune", "worker", "compiler"])
+            kind = self._random.choice(["tune", "worker", "worker", "compiler"])  # if one is there
             if victims := [pid for pid, is_one in [(process.pid, "tune"), *helpers.items()] if is_one == kind]:
                 with suppress(ProcessLookupError):
                     os.kill(self._random.choice(victims), signal.SIGKILL)

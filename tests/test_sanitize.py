@@ -61,6 +61,10 @@ def test_launches_stay_in_memory_that_ends_where_the_rows_do() -> None:
             arrays = dict(case.arrays)
             x = array_of(arrays.pop("x"), bits)
             y = array_of(arrays.pop("y"), np.uint8 if form else bits) if "y" in arrays else x
+            rows, (columns, x_pitch, y_pitch) = case.elements // problem.n, case.shape
+            assert len(x) == (rows - 1) * x_pitch + columns
+            whole_codes = case.elements * form.element.bits // 8 if form else 0
+            assert len(y) == (whole_codes or (rows - 1) * y_pitch + columns)
             scales = None
             if "scales" in arrays:
                 assert form
@@ -75,7 +79,7 @@ def test_launches_stay_in_memory_that_ends_where_the_rows_do() -> None:
                 y,
                 scale=case.scale,
                 elements=case.elements,
-                rows=case.elements // problem.n if launch.reads_rows else 0,
+                rows=rows if launch.reads_rows else 0,
                 shape=case.shape if launch.reads_rows else None,
                 operands={**{name: array_of(each, np.uint8) for name, each in arrays.items()}, **case.numbers},
                 scales=scales,

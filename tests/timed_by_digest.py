@@ -15,7 +15,7 @@ from hadagen.trial import Environment, Kernel, Outcome, Timing
 
 GPU = Environment(gpu="Test GPU", compute_capability="9.0", sms=132, l2_bytes=H100_L2)
 CELLS = [Cell(elements, Destination.IN_PLACE, Cache.HOT) for elements in (1 << 14, 1 << 20, 1 << 22)]
-SECONDS = 0.003  # of a trial
+SECONDS = 0.03  # of a trial, so that a worker mostly has one when it is killed
 
 
 def us(kernel: Kernel, cell: Cell) -> float:
