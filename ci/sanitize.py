@@ -52,7 +52,10 @@ TOOLS = {
     "initcheck": (),
     "synccheck": (),
 }
-COMMON = ("--destroy-on-device-error", "kernel", "--report-api-errors", "no", "--print-limit", "100000")
+COMMON = (
+    *("--target-processes", "application-only", "--launch-timeout", "0", "--destroy-on-device-error", "kernel"),
+    *("--report-api-errors", "no", "--print-limit", "100000"),
+)
 COLUMNS = ("gpu", "kernel", "problem", "launches", *TOOLS)
 CONTROL = "control"  # stands for the problem of a broken kernel
 NO_KERNEL = "no kernel"

@@ -187,7 +187,7 @@ def test_cells_are_of_every_problem_or_by_problem() -> None:
         ({PROBLEM: [small], long: [small, large]}, [small], [large]),
     ):
         service._cells = cells
-        assert (service._cells_of(PROBLEM), service._cells_of(long)) == (of_problem, of_long)
+        assert (service._cells_of(PROBLEM, None), service._cells_of(long, None)) == (of_problem, of_long)
 
 
 def test_cells_hold_whole_rows() -> None:
@@ -197,7 +197,7 @@ def test_cells_hold_whole_rows() -> None:
     problem = Problem.of(14336, DType.FLOAT16, order=28)
     service = DeviceService.__new__(DeviceService)  # without the device
     service._cells = [small, small._replace(elements=1 << 14), large, small._replace(elements=7000)]
-    assert [cell.elements for cell in service._cells_of(problem)] == [14336, 73 * 14336]
+    assert [cell.elements for cell in service._cells_of(problem, None)] == [14336, 73 * 14336]
 
 
 @pytest.mark.parametrize("tile_elements", [1 << k for k in range(8, 19)])
