@@ -18,9 +18,11 @@ import argparse
 import csv
 import ctypes
 import json
+import os
 import pickle
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -28,6 +30,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -61,6 +64,7 @@ CONTROL = "control"  # stands for the problem of a broken kernel
 NO_KERNEL = "no kernel"
 LEFT = 3
 STALL_SECONDS = 120.0  # without a kernel that is done; then the one that runs hangs
+END_SECONDS = 30.0  # for a tool to end, once its program has
 _NO_FINDING = re.compile(
     "COMPUTE-SANITIZER|(ERROR|RACECHECK|LEAK) SUMMARY: |No attachable process|Target application returned"
 )
@@ -227,14 +231,18 @@ class Memory:
         driver.check((code,), "copying to the device")
 
 
-def launch_all(jobs: Path, done: Path) -> None:
-    """Launch the kernels of a file, and note in another one what is begun and done."""
+def launch_all(jobs: Path, done: Path, until: float) -> None:
+    """Launch the kernels of a file, and note in another one what is begun and done. until: by the clock of the system,
+    when no other kernel is begun."""
     waiting: list[Job] = pickle.loads(jobs.read_bytes())
     context = driver.primary_context(0)
     driver.check(driver.bindings().cuCtxSetCurrent(context), "making a context")
     memory = Memory()
     with done.open("a", encoding="utf-8") as log:
+        print("process", os.getpid(), "-", 0, file=log, flush=True)
         for job in waiting:
+            if time.time() >= until:
+                return
             _note(log, "begun", job, 0)
             launches = 0
             try:
@@ -304,8 +312,11 @@ class Run:
 
 
 def sanitize(tool: str, jobs: Sequence[Job], folder: Path, deadline: float, program: Sequence[str]) -> Run:
-    """Run a tool over kernels until all are done or the deadline. A process that ends early is followed by another one,
-    without the kernel that ended it, which counts as found."""
+    """Run a tool over kernels until all are done or the deadline (of `time.monotonic()`).
+
+    A process that ends early is followed by another one, without the kernel that ended it, which counts as found. Where
+    a tool gave no summary, some of what it had seen may be lost, so that the kernels of that process run again.
+    """
     run, waiting = Run(tool, {}, Counter(), []), list(jobs)
     own = folder / tool
     own.mkdir(exist_ok=True)
@@ -313,12 +324,12 @@ def sanitize(tool: str, jobs: Sequence[Job], folder: Path, deadline: float, prog
         todo, done = own / "jobs", own / "done"
         todo.write_bytes(pickle.dumps(waiting))
         done.write_text("")
+        until = time.time() + deadline - time.monotonic()
         command = [*program, "--tool", tool, *TOOLS[tool], *COMMON]
-        command += [sys.executable, str(Path(__file__).resolve()), "launch", str(todo), str(done)]
+        command += [sys.executable, str(Path(__file__).resolve()), "launch", str(todo), str(done), str(until)]
         with (own / "output").open("w+", encoding="utf-8", errors="replace") as output:
-            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-            _wait(process, done, deadline)
-            in_time = time.monotonic() < deadline
+            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+            _wait(process, done)
             output.seek(0)
             text = output.read()
         noted = [line.split() for line in done.read_text(encoding="utf-8").splitlines()]
@@ -327,28 +338,36 @@ def sanitize(tool: str, jobs: Sequence[Job], folder: Path, deadline: float, prog
         run.found += findings(text)
         run.found += Counter(name_of(digest) for what, digest, *_ in noted if what == "failed")
         run.texts.append(text)
-        ended_early = in_time and len(finished) < len(waiting)
-        if in_time and not (ended_early or was_watched(text)):
+        broken_off = [key for key in begun if key not in finished]
+        if not broken_off and not was_watched(text):
             raise SystemExit(f"{tool} said nothing of what it has seen:\n{text[-2000:]}")
-        if ended_early:
-            if not begun or begun[-1] in finished:
-                raise SystemExit(f"{tool} ended before it ran a kernel:\n{text[-2000:]}")
-            finished[begun[-1]] = 0
-            run.found[name_of(begun[-1][0])] += 1
-        run.launched |= finished
+        if was_watched(text):
+            run.launched |= finished
+        for key in broken_off:
+            run.launched[key] = 0
+            run.found[name_of(key[0])] += 1
         waiting = [job for job in waiting if (job.digest, job.problem) not in run.launched]
     return run
 
 
-def _wait(process: subprocess.Popen[bytes], done: Path, deadline: float) -> None:
-    """Until a process ends; kill it at the deadline, or when it has not come forward for `STALL_SECONDS`."""
-    size, since = 0, time.monotonic()
+def _wait(process: subprocess.Popen[bytes], done: Path) -> None:
+    """Until a tool ends. If no kernel is done for `STALL_SECONDS`, the program under it is killed, so that the tool can
+    say what it has seen, and soon the tool too."""
+    size, since, killed = 0, time.monotonic(), False
     while process.poll() is None:
         now = time.monotonic()
         if (new := done.stat().st_size) != size:
             size, since = new, now
-        if now >= deadline or now - since >= STALL_SECONDS:
-            process.kill()
+        if now - since >= STALL_SECONDS:
+            found = re.match(r"process (\d+)", done.read_text(encoding="utf-8"))
+            if found and not killed:
+                killed, since = True, now - STALL_SECONDS + END_SECONDS
+                with suppress(ProcessLookupError):
+                    os.kill(int(found[1]), signal.SIGKILL)
+            else:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
         time.sleep(0.05)
 
 
@@ -467,7 +486,7 @@ def command_merge(arguments: argparse.Namespace) -> int:
 
 
 def command_launch(arguments: argparse.Namespace) -> int:
-    launch_all(arguments.jobs, arguments.done)
+    launch_all(arguments.jobs, arguments.done, arguments.until)
     return 0
 
 
@@ -491,6 +510,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     launch = commands.add_parser("launch", help="what runs under a tool")
     launch.add_argument("jobs", type=Path)
     launch.add_argument("done", type=Path)
+    launch.add_argument("until", type=float)
     launch.set_defaults(run=command_launch)
     parsed = parser.parse_args(arguments)
     result: int = parsed.run(parsed)
