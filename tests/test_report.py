@@ -68,8 +68,8 @@ def test_the_knob_that_decides_explains_the_variance_and_comes_first() -> None:
 
 def test_effects_are_within_problems() -> None:
     """A problem that is slow on the whole, and was searched with other values, makes no value look bad."""
-    one = trials_of([1.0, 1.1, 1.0, 1.1], [{"warps": 1 + i % 2, "chunks": i} for i in range(4)])
-    other = trials_of([9.0, 1.0, 9.0, 9.0], [{"warps": 1, "chunks": i} for i in range(4)])
+    one = trials_of([1.0, 1.0, 1.1, 1.1] * 5, [{"warps": 1 + i % 2, "chunks": i} for i in range(20)])
+    other = trials_of([1.0, *[9.0] * 19], [{"warps": 1, "chunks": i} for i in range(20)])
     two = [replace(trial, problem=Problem.of(512, "float16")) for trial in other]
     effects = effects_of(searches([*one, *two]))
     assert all(effect.importance < 0.1 for effect in effects.knobs if effect.knob == "warps")

@@ -218,7 +218,8 @@ def _outcomes(source: Source) -> Section:
 
 def _environments(source: Source) -> Section:
     head = [("GPU", False), ("compute capability", False), ("SMs", True), ("L2, MiB", True), ("driver", False)]
-    head += [("CUDA", False), ("compiler", False), ("SM clock, MHz", True), ("memory clock, MHz", True)]
+    head += [("CUDA", False), ("compiler", False), ("SM, MHz", True), ("memory, MHz", True)]
+    head += [("memory, GiB", True), ("power limit, W", True)]
     known = facts.environments(source)
     head += [("trials" if source.trials else "winners", True)]
     lines = [
@@ -229,6 +230,8 @@ def _environments(source: Source) -> Section:
             *(printable(text) or "–" for text in (where.driver, where.cuda, where.nvcc)),
             where.sm_clock_mhz or "–",
             where.memory_clock_mhz or "–",
+            f"{where.memory_bytes / (1 << 30):g}" if where.memory_bytes else "–",
+            where.power_limit_watts or "–",
             f"{count:,}",
         ]
         for where, count in known[:MOST_ENVIRONMENTS]
