@@ -9,11 +9,13 @@ import sys
 from contextlib import closing
 from html.parser import HTMLParser
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 from chromium import colored_pixels, open_page
 from command_line import database, machine, run, sample, sentence, succeed
 from report_sample import EVIL, sample_trials, write_database
+from sqlalchemy.engine import make_url
 
 from hadagen.report.drawing.page import MOST_ENVIRONMENTS, report_page
 from hadagen.report.drawing.style import ACCENT, COLORS, OUTCOME_COLORS
@@ -133,6 +135,20 @@ def test_a_page_is_replaced_and_another_file_is_not(database: Path, tmp_path: Pa
     assert said == f"{notes} is there already and is not a report of hadagen; name another place, or remove it first"
     assert notes.read_text() == "<!DOCTYPE html>\nmine"
     assert "is not a report of hadagen" in sentence(run("report", database, "-o", database), 1)
+
+
+def test_a_page_of_a_server_names_it_without_its_password(postgres: str, tmp_path: Path) -> None:
+    out = tmp_path / "report.html"
+    with Store.open(postgres) as store:
+        for trial in sample_trials(2):
+            store.record(trial)
+    assert "8 trials" in succeed("report", postgres, "-o", out)
+    password = make_url(postgres).password
+    assert password
+    page = out.read_text()
+    assert "postgresql+psycopg://hadagen:***@" in page
+    assert password not in page
+    assert quote(password) not in page
 
 
 def test_what_is_no_source_is_named_in_a_sentence(database: Path, tmp_path: Path) -> None:
