@@ -25,6 +25,7 @@ from hadagen.cli.groups import Group
 from hadagen.cli.output import say
 from hadagen.cli.record import record
 from hadagen.cli.replay import replay
+from hadagen.cli.report import report
 from hadagen.cli.sentences import explain
 from hadagen.cli.tune import tune
 from hadagen.errors import UsageError
@@ -101,5 +102,5 @@ def dev() -> None:
 
 for command in (record, replay):
     dev.add_command(command)
-for command in (tune, best, bench, bundle, emit, doctor, dev):
+for command in (tune, best, bench, bundle, report, emit, doctor, dev):
     main.add_command(command)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from hadagen.cli.output import clock_text, say
+from hadagen.regimes import REGIMES
 from hadagen.trial import Outcome
 from hadagen.tuner.estimate import BUILT_AT_ONCE
 from hadagen.tuner.events import (
@@ -26,7 +27,6 @@ from hadagen.tuner.events import (
     TrialFinished,
     VariantNotTried,
 )
-from hadagen.tuner.mirror import REGIMES
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -13,8 +13,8 @@ from hadagen.tuning_db.atomic_file import FORBIDDEN, FULL
 
 # What commands import beyond a bare install; the extra `tune` brings all of it.
 TUNE_PACKAGES = ("alembic", "jinja2", "numpy", "optuna", "pydantic", "rich", "sqlalchemy", "yaml")
-
-EXTRA_OF = {"distributed": "hadagen[fleet]", "psycopg": "hadagen[fleet]"}
+# The extras that bring the packages of single commands.
+EXTRA_OF = {"bokeh": "hadagen[report]", "distributed": "hadagen[fleet]", "psycopg": "hadagen[fleet]"}
 
 
 def explain(error: Exception | KeyboardInterrupt) -> tuple[str, int]:

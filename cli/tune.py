@@ -320,8 +320,7 @@ def _known_winners(arch: Arch, problems: Sequence[Problem]) -> dict[Problem, lis
 
 def _print_best(best: Mapping[Problem, Scores]) -> None:
     """A line for the problems that differ in n alone, with what the lines of the search called best so far."""
-    from hadagen.tuner.mirror import REGIMES
-    from hadagen.tuner.study import LATENCY_ELEMENTS
+    from hadagen.regimes import LATENCY_ELEMENTS, REGIMES
 
     groups: dict[tuple[str, ...], dict[int, Scores]] = {}
     for problem, scores in best.items():

@@ -125,6 +125,25 @@ def may_be_hot(problem: Problem, elements: int, destination: Destination, l2_byt
     return cold is Cache.COLD and all_hot is Cache.HOT
 
 
+REGIMES = ("latency", "L2", "memory")
+LATENCY_ELEMENTS = 1 << 18  # up to here a launch is mostly latency
+
+
+def regime(problem: Problem, elements: int, destination: Destination, cache: Cache, l2_bytes: int) -> str | None:
+    """Which of `REGIMES` a time belongs to.
+
+    None for element counts at which not all kernels are timed, for hot data beyond L2, and for cold data that fits in
+    half of L2.
+    """
+    if elements not in element_buckets(problem):
+        return None
+    decides = cache is deciding_cache(problem, elements, destination, l2_bytes)
+    if cache is Cache.COLD:
+        return "memory" if decides else None
+    fits = decides or may_be_hot(problem, elements, destination, l2_bytes)
+    return None if not fits else "latency" if elements <= LATENCY_ELEMENTS else "L2"
+
+
 # The weight of the time that does not decide, in the geometric mean of the hot and the cold time: in general, and where
 # the data may well be hot, because it fits in L2 though not in half of it.
 OTHER_SHARE = 0.1

@@ -1,4 +1,4 @@
-"""What every test shares: reproducible hypothesis runs, and GPU tests that say why they do not run."""
+"""What every test shares: reproducible hypothesis runs; tests that need a GPU or a browser say why they do not run."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chromium import find_chromium
 from hypothesis import HealthCheck, settings
 from postgres import postgres, postgres_server
 
@@ -30,6 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--require-gpu", action="store_true", help="fail where GPU tests would be skipped")
     parser.addoption("--kills", type=int, help="how often test_kills.py kills a tune or a helper of one")
     parser.addoption("--figures", type=Path, help="a folder where tests write the numbers that documents show of them")
+    parser.addoption("--require-chromium", action="store_true", help="fail where tests in a browser would be skipped")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -59,6 +61,7 @@ def figure(request: pytest.FixtureRequest) -> Callable[[str, Any], None]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _skip_without_chromium(config, [item for item in items if item.get_closest_marker("chromium")])
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items or _has_gpu():
         return
@@ -66,6 +69,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         raise pytest.UsageError("--require-gpu was given, but torch.cuda.is_available() is False on this machine")
     for item in gpu_items:
         item.add_marker(pytest.mark.skip(reason="needs a GPU: torch.cuda.is_available() is False"))
+
+
+def _skip_without_chromium(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not items or find_chromium():
+        return
+    if config.getoption("--require-chromium"):
+        raise pytest.UsageError("--require-chromium was given, but there is no Chromium on PATH on this machine")
+    for item in items:
+        item.add_marker(pytest.mark.skip(reason="needs a browser: there is no Chromium on PATH"))
 
 
 def _has_gpu() -> bool:

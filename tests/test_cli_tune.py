@@ -25,10 +25,9 @@ from hadagen.arch import load_arch
 from hadagen.cli import options, tune
 from hadagen.errors import DeviceError
 from hadagen.problem import DType, Numerics, Problem, Rows, Transform
-from hadagen.regimes import element_buckets
+from hadagen.regimes import REGIMES, element_buckets
 from hadagen.runtime.bundles import VARIABLE
 from hadagen.trial import Environment, Provenance
-from hadagen.tuner.mirror import REGIMES
 from hadagen.tuner.search import TuneOptions
 from hadagen.tuning_db.bundle import Bundle
 from hadagen.tuning_db.bundle_writer import write_bundle

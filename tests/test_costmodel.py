@@ -26,14 +26,13 @@ from hadagen.measure import Cell, Variant, all_cells
 from hadagen.plan import Plan
 from hadagen.problem import ROUNDING_ERROR, DType, Numerics, Problem, Rows
 from hadagen.reference import INPUT_CLASSES, input_classes, verification_operands
-from hadagen.regimes import ELEMENT_BUCKETS, Cache, Destination, element_buckets
+from hadagen.regimes import ELEMENT_BUCKETS, REGIMES, Cache, Destination, element_buckets
 from hadagen.space import Space, build_plan
 from hadagen.steps.base import Cost
 from hadagen.steps.exchanges import Exchange
 from hadagen.trial import Kernel, Outcome, Provenance, Trial
 from hadagen.tuner import estimate
 from hadagen.tuner.estimate import EstimateRunner, shortlist
-from hadagen.tuner.mirror import REGIMES
 from hadagen.tuner.study import scores
 from hadagen.tuning_db.bundle import Bundle, shipped
 

@@ -61,13 +61,15 @@ TABLE = """
     compat           | runtime problem matrices errors                             | torch
     presets          | quantizer runtime errors                                              | torch
     __init__         | runtime problem errors                              |
+    report           | knobs tuning_db.bundle tuning_db trial regimes problem formats errors |
+    report.drawing   | report trial regimes errors                         | bokeh jinja2
     costmodel        | arch plan steps regimes                             |
     fleet            | measure toolchain codegen knobs arch target trial problem errors     | distributed tornado
     tuner            | *                                                   | optuna sqlalchemy
     cli              | *                                                   | click rich torch
 """  # noqa: E501
 # What a program that only calls kernels never imports.
-HEAVY = ("optuna", "jinja2", "click", "sqlalchemy", "alembic", "pydantic", "yaml", "cuda", "distributed")
+HEAVY = ("optuna", "jinja2", "click", "sqlalchemy", "alembic", "pydantic", "yaml", "cuda", "bokeh", "distributed")
 
 ROOT = Path(__file__).resolve().parent.parent
 # Where the modules of a package lie, and the name they are imported by.

@@ -22,7 +22,7 @@ from hadagen.errors import DeviceError, StorageError, ToolchainError, UsageError
 from hadagen.knobs import Knobs
 from hadagen.measure import Cell, ReplayRunner, Variant
 from hadagen.problem import DType, Numerics, Problem, Rows
-from hadagen.regimes import Cache, Destination, timed_elements
+from hadagen.regimes import Cache, Destination, regime, timed_elements
 from hadagen.space import Space, build_plan
 from hadagen.toolchain import BuildFailure
 from hadagen.trial import Environment, Kernel, Outcome, Provenance, Trial, knobs_key
@@ -31,7 +31,7 @@ from hadagen.tuner.estimate import shortlist
 from hadagen.tuner.events import BatchBuilt, Event, ProblemFinished, ProblemStarted, SearchStarted, TrialFinished
 from hadagen.tuner.pipeline import Pipeline
 from hadagen.tuner.search import TuneOptions, tune
-from hadagen.tuner.study import Study, best_of_trials, known_trials, most_often_best, regime, scores, step_from
+from hadagen.tuner.study import Study, best_of_trials, known_trials, most_often_best, scores, step_from
 from hadagen.tuning_db.store import Store
 
 __all__ = ["empty", "path", "store"]  # fixtures

@@ -36,10 +36,9 @@ from hadagen.plan import Plan
 from hadagen.problem import Problem
 from hadagen.programs import Patience
 from hadagen.reference import NORMAL_ELEMENTS, verification_operands
-from hadagen.regimes import main_buckets
+from hadagen.regimes import main_buckets, regime
 from hadagen.space import Space
 from hadagen.trial import Environment, NotTried, Outcome, Provenance, Timing, Trial, utc_now
-from hadagen.tuner.study import regime
 
 BUILT_AT_ONCE = 8 * (os.cpu_count() or 1)  # for the host; a search that is stopped waits for them
 # Elements of each class of input. They must be many for the error to lie within the few hundredths that a bound leaves:

@@ -22,9 +22,9 @@ from sqlalchemy import MetaData, Table, func, insert, select
 from sqlalchemy.engine import Connection
 
 from hadagen.errors import StorageError
+from hadagen.regimes import REGIMES
 from hadagen.tuning_db.store import Store
 
-REGIMES = ("latency", "L2", "memory")  # the objectives
 ATTEMPTS = 20  # to open; more than the tables and indexes that Optuna makes
 _KNOWN_SCHEMA = "v3.2.0.a"  # of Optuna 5; another is written by Optuna itself
 _TABLES = ("studies", "trials", "trial_params", "trial_values", "trial_system_attributes")

@@ -31,32 +31,16 @@ from hadagen.errors import UsageError
 from hadagen.knobs import KNOB_NAMES, Knobs
 from hadagen.measure import Cell
 from hadagen.problem import Problem
-from hadagen.regimes import Cache, Destination, deciding_cache, element_buckets, may_be_hot
+from hadagen.regimes import REGIMES, element_buckets, regime
 from hadagen.space import Space, check_legal
 from hadagen.trial import Outcome, Trial
-from hadagen.tuner.mirror import REGIMES, Mirror
+from hadagen.tuner.mirror import Mirror
 
-LATENCY_ELEMENTS = 1 << 18  # up to here a launch is mostly latency
 RANDOM_STEPS = 20
 STARTUP_TRIALS = 10  # before TPE names points; suggested trials count
 _RACED = "raced"  # attribute of a study in Optuna: its number of trials when its near-ties were raced
 
 Scores = tuple[float, float, float]
-
-
-def regime(problem: Problem, elements: int, destination: Destination, cache: Cache, l2_bytes: int) -> str | None:
-    """Which of `REGIMES` a time belongs to.
-
-    None for element counts at which not all kernels are timed, for hot data beyond L2, and for cold data that fits in
-    half of L2.
-    """
-    if elements not in element_buckets(problem):
-        return None
-    decides = cache is deciding_cache(problem, elements, destination, l2_bytes)
-    if cache is Cache.COLD:
-        return "memory" if decides else None
-    fits = decides or may_be_hot(problem, elements, destination, l2_bytes)
-    return None if not fits else "latency" if elements <= LATENCY_ELEMENTS else "L2"
 
 
 def scores(trial: Trial) -> Scores:

@@ -1,0 +1,182 @@
+"""What is in a source, in plain tables: its head, errors, failures, environments and winners."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from math import isfinite
+
+from hadagen.errors import printable
+from hadagen.knobs import knobs_text
+from hadagen.problem import Problem
+from hadagen.report.names import device_name, series_name
+from hadagen.report.sources import Source
+from hadagen.trial import Environment, Outcome, Provenance, Trial
+from hadagen.tuning_db.bundle import BundleEntry
+
+MOST_DETAILS = 12  # kinds of failures in the table
+_DETAIL_LENGTH = 240
+
+
+@dataclass(frozen=True)
+class Head:
+    """What a source is of. outcomes: outcome → number of trials, the most frequent first. first, last: dates of trials,
+    or of winners if there are no trials."""
+
+    archs: tuple[str, ...]
+    gpus: tuple[str, ...]
+    problems: int
+    winners: int
+    kernels: int
+    trials: int
+    outcomes: dict[str, int]
+    first: str
+    last: str
+    measured: int
+    estimated: int
+
+
+def head_of(source: Source) -> Head:
+    """`measured` and `estimated` count trials, or winners if there are no trials."""
+    what: Sequence[Trial | BundleEntry] = source.trials or source.winners
+    dates = sorted(each.date for each in what if each.date)
+    provenances = Counter(each.provenance for each in what)
+    return Head(
+        archs=tuple(sorted({printable(each.arch) for each in what})),
+        gpus=tuple(sorted({printable(each.environment.gpu) for each in what} - {""})),
+        problems=len(source.problems),
+        winners=len(source.winners),
+        kernels=len({entry.kernel for entry in source.winners}),
+        trials=len(source.trials),
+        outcomes=dict(Counter(trial.outcome.value for trial in source.trials).most_common()),
+        first=printable(dates[0]) if dates else "",
+        last=printable(dates[-1]) if dates else "",
+        measured=provenances[Provenance.MEASURED],
+        estimated=provenances[Provenance.ESTIMATED],
+    )
+
+
+@dataclass(frozen=True, order=True)
+class ErrorPoint:
+    """The largest relative error ‖out − ref‖ / ‖ref‖ against float64 among kernels of a problem, over all classes of
+    input, and the bound of the problem. kernels: how many were measured."""
+
+    series: str
+    n: int
+    problem: str
+    error: float
+    bound: float
+    kernels: int
+
+
+def error_points(source: Source) -> list[ErrorPoint]:
+    """By series and n: of the winners, and of all trials that are ok. An error of 0 or one that is not finite is left
+    out, because no logarithmic axis has a place for it."""
+    errors: dict[Problem, dict[object, float]] = defaultdict(dict)
+    right: Iterable[Trial | BundleEntry] = (trial for trial in source.trials if trial.outcome is Outcome.OK)
+    for each in (*source.winners, *right):
+        if each.errors:
+            kernel = each.kernel if isinstance(each, BundleEntry) else each.kernel and each.kernel.digest
+            known = errors[each.problem]
+            known[kernel] = max(known.get(kernel, 0.0), *each.errors.values())
+    points = []
+    for problem, by_kernel in errors.items():
+        largest = max(by_kernel.values())
+        if isfinite(largest) and largest > 0:
+            name = series_name(problem), problem.n, problem.key
+            points.append(ErrorPoint(*name, largest, problem.error_bound, len(by_kernel)))
+    return sorted(points)
+
+
+def outcomes_by_series(trials: Iterable[Trial]) -> dict[str, dict[str, int]]:
+    """Type and numerics → outcome → number of trials."""
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    for trial in trials:
+        counts[series_name(trial.problem)][trial.outcome.value] += 1
+    return {name: dict(counts[name]) for name in sorted(counts)}
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Trials that failed alike. detail, problem, knobs: those of the first of them."""
+
+    outcome: str
+    trials: int
+    problems: int
+    detail: str
+    problem: str
+    knobs: str
+
+
+def failures(trials: Iterable[Trial], most: int = MOST_DETAILS) -> tuple[list[Failure], int]:
+    """The most frequent failures, and how many trials failed in other ways. Details that differ in numbers only count
+    as alike."""
+    alike: dict[tuple[str, str], list[Trial]] = defaultdict(list)
+    for trial in trials:
+        if trial.outcome is not Outcome.OK:
+            alike[trial.outcome.value, re.sub(r"[0-9][0-9a-f.x]*", "#", trial.detail)].append(trial)
+    ordered = sorted(alike.items(), key=lambda item: (-len(item[1]), item[0]))
+    found = [
+        Failure(
+            outcome,
+            len(group),
+            len({trial.problem for trial in group}),
+            _short(group[0].detail) or "no detail",
+            group[0].problem.key,
+            printable(knobs_text(group[0].knobs)),
+        )
+        for (outcome, _), group in ordered[:most]
+    ]
+    return found, sum(len(group) for _, group in ordered[most:])
+
+
+def _short(detail: str) -> str:
+    line = printable(" ".join(detail.split()))
+    return line if len(line) <= _DETAIL_LENGTH else line[: _DETAIL_LENGTH - 1] + "…"
+
+
+def environments(source: Source) -> list[tuple[Environment, int]]:
+    """The devices and software, with the number of trials, or of winners if there are no trials; in order."""
+    what: Sequence[Trial | BundleEntry] = source.trials or source.winners
+    counts = Counter(each.environment for each in what)
+    order = [field.name for field in fields(Environment)]
+    return sorted(counts.items(), key=lambda item: [getattr(item[0], name) for name in order])
+
+
+@dataclass(frozen=True)
+class WinnerRow:
+    """A line of the table of winners. fraction: of copy. error: None for an estimate that never ran."""
+
+    problem: str
+    device: str
+    destination: str
+    cache: str
+    elements: int
+    us: float
+    fraction: float
+    error: float | None
+    knobs: str
+    kernel: str
+    date: str
+
+
+def winner_rows(winners: Iterable[BundleEntry]) -> list[WinnerRow]:
+    """By problem, device, destination and elements. `knobs` names those that differ from their defaults."""
+    return [
+        WinnerRow(
+            entry.problem.key,
+            device_name(entry.gpu, entry.arch),
+            entry.destination.value + (", small clusters" if entry.portable else ""),
+            entry.cache.value,
+            entry.elements,
+            entry.us,
+            entry.fraction_of_copy,
+            entry.relative_error,
+            printable(knobs_text(entry.knobs)),
+            printable(entry.kernel[:12]),
+            printable(entry.date[:10]),
+        )
+        for entry in winners
+    ]

@@ -1,0 +1,67 @@
+"""How a report names devices and problems. What a file says may be hostile, so every name is `printable`."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from hadagen.errors import printable
+from hadagen.formats import FORMATS, Format, Layout
+from hadagen.problem import Problem, Rows
+
+# Of the types and numerics of a problem, in the order of their colours.
+SERIES = ("float16 accurate", "float16 fast", "bfloat16 accurate", "bfloat16 fast", "float32 accurate")
+
+
+PLAIN = "contiguous rows"
+_LONGEST = 48  # characters of a text in a chart
+
+
+@lru_cache(maxsize=4096)
+def short_text(text: str) -> str:
+    """The text on one line, cut if it is long."""
+    line = printable(text[: 4 * _LONGEST])
+    return line if len(line) <= _LONGEST else line[: _LONGEST - 1] + "…"
+
+
+def device_name(gpu: str, arch: str) -> str:
+    """Such as "NVIDIA H200 (sm90)"; "estimated for sm80" where no GPU ran."""
+    return short_text(f"{gpu} ({arch})" if gpu else f"estimated for {arch}")
+
+
+def series_name(problem: Problem) -> str:
+    """The type of its input and its numerics, one of `SERIES`."""
+    return f"{problem.io.input.value} {problem.io.numerics.value}"
+
+
+@lru_cache(maxsize=1024)
+def kind_name(problem: Problem) -> str:
+    """All that a problem computes but n, type and numerics: "contiguous rows", "with a matrix, signed, to int8-row"."""
+    of, form = problem.transform, problem.io.form
+    rows = "pitched rows" if problem.io.rows is Rows.PITCHED else PLAIN
+    parts = ["rows with a matrix" if of.order > 1 else rows]
+    parts += ["swapped bits"] * of.swapped + ["signs"] * of.signed + ([f"to {_format_name(form)}"] if form else [])
+    return ", ".join(parts)
+
+
+def _format_name(form: Format) -> str:
+    """Its name, and what of it may be chosen and is not the default. The length of rows is not named."""
+    known = FORMATS[form.name]
+    parts = [form.name]
+    parts += [f"groups of {form.group}"] if len(known.groups) > 1 and form.group in known.groups else []
+    parts += [form.rule.replace("_", " ")] if form.rule != known.rules[0] else []
+    parts += [form.layout.value] if form.layout is not Layout.ROW_MAJOR else []
+    return " ".join([*parts, *(["rounded first"] if form.rounded else [])])
+
+
+def size_name(problem: Problem) -> str:
+    """Its n, and what else of its size the kind leaves open: "4096", "14336 = 28 · 512", "128 in rows of 4096"."""
+    name = f"{problem.n} = {problem.order} · {problem.length}" if problem.order > 1 else str(problem.n)
+    return f"{name} in rows of {problem.unit}" if problem.unit > problem.n and problem.n > 1 else name
+
+
+def short_count(elements: int) -> str:
+    """Such as 64K, 1.5M or 14336."""
+    for size, suffix in ((1 << 20, "M"), (1 << 10, "K")):
+        if elements >= size and elements * 8 % size == 0:
+            return f"{elements / size:g}{suffix}"
+    return str(elements)

@@ -1,0 +1,151 @@
+"""The speed of winners against a copy: over n in each regime, and over sizes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from statistics import geometric_mean
+
+from hadagen.problem import Problem
+from hadagen.regimes import LATENCY_ELEMENTS, Cache, Destination, element_buckets, regime, touched_bytes
+from hadagen.report.names import device_name, kind_name, series_name, size_name
+from hadagen.tuning_db.bundle import BundleEntry
+
+
+@dataclass(frozen=True, order=True)
+class Shown:
+    """What the selectors of a chart choose: a device, what is computed, and a destination."""
+
+    device: str
+    kind: str
+    destination: str
+
+
+@dataclass(frozen=True, order=True)
+class OverN:
+    """Shown, series, regime → the fraction of copy at each n, in the geometric mean over sizes.
+
+    Of several problems with the same n, such as with matrices of several orders, the mean is over all of them.
+    """
+
+    shown: Shown
+    series: str
+    regime: str
+    n: list[int] = field(default_factory=list)
+    fraction: list[float] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)  # over how many times the mean is
+    joined: bool = True  # whether neighbors differ in n only; not with matrices, whose orders differ too
+
+
+@dataclass(frozen=True, order=True)
+class OverSizes:
+    """The winners of one problem in one regime of the cache, by elements (rows · n), ascending.
+
+    us: microseconds of one launch. regime: of `regimes.REGIMES`; "" for times that name no winner. l2_elements: up to
+    which data fits in half of L2; 0 where the size of L2 is not known.
+    """
+
+    shown: Shown
+    series: str
+    n: int
+    size: str  # `size_name` of the problem
+    problem: str
+    cache: str
+    l2_elements: float
+    elements: list[int] = field(default_factory=list)
+    fraction: list[float] = field(default_factory=list)
+    us: list[float] = field(default_factory=list)
+    regime: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Time:
+    entry: BundleEntry
+    cache: Cache
+    us: float
+    copy_us: float
+
+    @property
+    def fraction(self) -> float:
+        return self.copy_us / self.us
+
+    @property
+    def regime(self) -> str:
+        """Of `regimes.REGIMES`; "" for a time that names no winner."""
+        entry = self.entry
+        place = entry.problem, entry.elements, entry.destination
+        if entry.environment.l2_bytes and self.is_at_bucket:
+            return regime(*place, self.cache, entry.environment.l2_bytes) or ""
+        if self.cache is not entry.cache:
+            return ""
+        return "memory" if self.cache is Cache.COLD else "latency" if entry.elements <= LATENCY_ELEMENTS else "L2"
+
+    @property
+    def is_at_bucket(self) -> bool:
+        """Whether all kernels of the problem are timed at this size."""
+        return self.entry.elements in element_buckets(self.entry.problem)
+
+
+def speed_over_n(winners: Iterable[BundleEntry]) -> list[OverN]:
+    """One line for each device, kind, destination, series and regime.
+
+    Winners between the sizes at which all kernels are timed are left out, because not every n has some.
+    """
+    found: dict[tuple[Shown, str, str], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    with_matrix = set()
+    for time in _times(winners):
+        if time.is_at_bucket and (where := time.regime):
+            problem = time.entry.problem
+            key = _shown(time.entry), series_name(problem), where
+            found[key][problem.n].append(time.fraction)
+            if problem.order > 1:
+                with_matrix.add(key)
+    return [
+        OverN(
+            *key,
+            n=sorted(by_n),
+            fraction=[geometric_mean(by_n[n]) for n in sorted(by_n)],
+            sizes=[len(by_n[n]) for n in sorted(by_n)],
+            joined=key not in with_matrix,
+        )
+        for key, by_n in sorted(found.items())
+    ]
+
+
+def speed_over_sizes(winners: Iterable[BundleEntry]) -> list[OverSizes]:
+    """Two lines for each device, problem and destination: hot and cold."""
+    lines: dict[tuple[str, Problem, Destination, Cache], OverSizes] = {}
+    for time in sorted(_times(winners), key=lambda time: time.entry.elements):
+        entry = time.entry
+        key = device_name(entry.gpu, entry.arch), entry.problem, entry.destination, time.cache
+        if key not in lines:
+            head = series_name(entry.problem), entry.problem.n, size_name(entry.problem), entry.problem.key
+            lines[key] = OverSizes(_shown(entry), *head, time.cache.value, l2_elements=_l2_elements(entry))
+        line = lines[key]
+        line.elements.append(entry.elements)
+        line.fraction.append(time.fraction)
+        line.us.append(time.us)
+        line.regime.append(time.regime)
+    return sorted(lines.values())
+
+
+def _times(winners: Iterable[BundleEntry]) -> Iterator[_Time]:
+    """The times of winners, without those that stand in for others on GPUs that hold no large clusters."""
+    for entry in winners:
+        if entry.portable:
+            continue
+        if entry.hot_us is not None and entry.hot_copy_us is not None:
+            yield _Time(entry, Cache.HOT, entry.hot_us, entry.hot_copy_us)
+        if entry.cold_us is not None and entry.cold_copy_us is not None:
+            yield _Time(entry, Cache.COLD, entry.cold_us, entry.cold_copy_us)
+
+
+def _shown(entry: BundleEntry) -> Shown:
+    return Shown(device_name(entry.gpu, entry.arch), kind_name(entry.problem), entry.destination.value)
+
+
+def _l2_elements(entry: BundleEntry) -> float:
+    many = 1 << 20
+    elements = many * entry.problem.unit
+    return entry.environment.l2_bytes / 2 / touched_bytes(entry.problem, elements, entry.destination) * elements
