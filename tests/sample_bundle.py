@@ -55,6 +55,12 @@ def write(path: Path, selection: Mapping[WinnerCell, Trial]) -> Path:
     return path
 
 
+def change(path: Path, *statements: str) -> None:
+    with closing(sqlite3.connect(path)) as connection, connection:
+        for statement in statements:
+            connection.execute(statement)
+
+
 def remake(path: Path) -> None:
     """Makes every digest anew, as somebody could who changed the rows of a bundle."""
     with closing(sqlite3.connect(path)) as connection, connection:

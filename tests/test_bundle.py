@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sample_bundle import remake, write_trials
+from sample_bundle import change, remake, write_trials
 from sample_trials import (
     H100,
     H200,
@@ -101,11 +101,6 @@ def refusal(path: Path) -> str:
     assert str(path) in str(refused.value)
     assert "\n" not in str(refused.value)
     return str(refused.value)
-
-
-def change(path: Path, statement: str) -> None:
-    with closing(sqlite3.connect(path)) as connection, connection:
-        connection.execute(statement)
 
 
 def content(path: Path) -> list[object]:
