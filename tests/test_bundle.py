@@ -441,21 +441,6 @@ def test_a_row_or_table_that_is_gone_is_noticed(path: Path, table: str) -> None:
     assert "is damaged" in refusal(path)
 
 
-@given(st.data())
-def test_a_changed_byte_is_noticed_or_harmless(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    directory = tmp_path_factory.getbasetemp()
-    path, damaged = directory / "sound.db", directory / "damaged.db"
-    if not path.exists():
-        write(path)
-    sound = bytearray(path.read_bytes())
-    used = [place for place, byte in enumerate(sound) if byte]
-    place = data.draw(st.sampled_from(used) | st.integers(0, len(sound) - 1))
-    sound[place] = data.draw(st.integers(0, 255))
-    damaged.write_bytes(sound)
-    with suppress(StorageError):
-        assert content(damaged) == content(path)
-
-
 def test_a_truncated_file_is_noticed(path: Path) -> None:
     whole = path.read_bytes()
     for size in (0, 10, 71, 100, 4095, 4096, 4097, len(whole) // 2, len(whole) - 4096, len(whole) - 1):

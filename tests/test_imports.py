@@ -69,7 +69,18 @@ TABLE = """
     cli              | *                                                   | click rich torch
 """  # noqa: E501
 # What a program that only calls kernels never imports.
-HEAVY = ("optuna", "jinja2", "click", "sqlalchemy", "alembic", "pydantic", "yaml", "cuda", "distributed", "cryptography")
+HEAVY = (
+    "optuna",
+    "jinja2",
+    "click",
+    "sqlalchemy",
+    "alembic",
+    "pydantic",
+    "yaml",
+    "cuda",
+    "distributed",
+    "cryptography",
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 # Where the modules of a package lie, and the name they are imported by.

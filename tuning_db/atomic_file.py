@@ -36,10 +36,10 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[Path]:
             new = Path(directory, "new")  # a short name, because SQLite appends to it
             new.touch()
             yield new
-            if place.exists():
-                shutil.copymode(place, new)
             with new.open("r+b") as file:
                 os.fsync(file.fileno())  # otherwise a crash might keep the new name without the content
+            if place.exists():
+                shutil.copymode(place, new)  # which may be read-only
             os.replace(new, place)
     except (OSError, sqlite3.Error) as error:
         raise unwritable(path, error) from error
