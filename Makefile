@@ -25,6 +25,7 @@ TO_TEST := $(TO_TUNE)$(NVCC),fleet,report,sign,test
 TO_LINT := $(VENV)/has-tune,fleet,report,sign,test,lint
 TO_FORMAT := $(VENV)/has-lint
 TO_DRAW := $(VENV)/has-docs
+TO_SIGN := $(VENV)/has-sign
 ALL := $(TO_TEST),lint,docs
 ifneq ($(PRESENT),$(CURDIR))
 .PHONY: $(MADE)
@@ -35,7 +36,7 @@ PIP := $(PY) -m pip --disable-pip-version-check
 TYPED := build/typecheck
 
 .DEFAULT_GOAL := help
-.PHONY: help setup tune test nvrtc-test gpu-test sanitize lint typecheck archs format docs wheel clean
+.PHONY: help setup tune test nvrtc-test gpu-test sanitize lint typecheck archs format docs wheel release clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' $(firstword $(MAKEFILE_LIST)) | expand -t 12
@@ -110,6 +111,17 @@ docs: $(TO_DRAW) ## bring the numbers and pictures of the documents up to date w
 wheel: $(MADE) ## build dist/*.whl
 	rm -rf build/lib build/bdist.*
 	$(PIP) wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+
+# Of a copy, because the bundles in the repository stay as they are.
+RELEASE = build/release
+DIST = dist
+
+release: $(TO_SIGN) ## build dist/*.whl with the bundles signed by KEY=key.pem
+	@test -n '$(KEY)' || { echo 'a release needs the private key that signs its bundles: make release KEY=key.pem' >&2; exit 2; }
+	rm -rf '$(RELEASE)' && mkdir -p '$(RELEASE)'
+	cp -R hadagen cli templates tuning_db pyproject.toml README.md LICENSE '$(RELEASE)'
+	$(PY) -m hadagen.cli bundle sign --key '$(KEY)' '$(RELEASE)'/tuning_db/bundles/*.db
+	$(PIP) wheel --quiet --no-deps --no-build-isolation --wheel-dir '$(DIST)' '$(RELEASE)'
 
 clean: ## remove all that make made, the environment too
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

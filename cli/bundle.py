@@ -1,4 +1,4 @@
-"""`hadagen bundle`: list, make, estimate, check, show, merge, assemble and export bundles."""
+"""`hadagen bundle`: list, make, estimate, check, sign, show, merge, assemble and export bundles."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import geometric_mean
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ import click
 
 from hadagen.cli import options
 from hadagen.cli.groups import Group
-from hadagen.cli.listing import bundle_summary, list_, winner_values
+from hadagen.cli.listing import bundle_summary, list_, signers, signers_text, winner_values
 from hadagen.cli.output import (
     PROBLEM_HEADERS,
     Item,
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 @click.group(cls=Group)
 def bundle() -> None:
-    """Make, check, show and merge bundles, the files that ship winners."""
+    """Make, check, sign, show and merge bundles, the files that ship winners."""
 
 
 bundle.add_command(list_)
@@ -88,27 +89,71 @@ def estimate(arch: str, source: Path, out: Path) -> None:
 
 @bundle.command()
 @click.argument("paths", type=click.Path(path_type=Path), nargs=-1)
+@click.option("--key", metavar="PUBLIC", help="The public key that must have signed them: a PEM file, or its line.")
 @options.as_json
-def verify(paths: tuple[Path, ...], as_json: bool) -> None:
-    """Check all that is in bundles: those at PATHS, or all there are."""
+def verify(paths: tuple[Path, ...], key: str | None, as_json: bool) -> None:
+    """Check all that is in bundles: those at PATHS, or all there are.
+
+    It says who signed each, too. With --key, a bundle that this key did not sign is a failure; a file of several keys
+    means any of them.
+    """
     from hadagen.runtime import bundles
     from hadagen.tuning_db.bundle import Bundle
+    from hadagen.tuning_db.signatures import public_keys
 
+    wanted = {each.fingerprint for each in public_keys(key)} if key else set()
     sound: dict[str, str] = {}
+    signed: dict[str, list[str]] = {}
     damaged: list[str] = []
     for path in _some(paths or bundles.files()):
         try:
             each = Bundle.open(path)
             each.verify()
+            by = signers(each, must_check=bool(wanted))
         except StorageError as error:
             damaged.append(str(error))
+            continue
+        if wrong := [fingerprint for fingerprint, is_right in by.items() if is_right is False]:
+            damaged.append(f"the signature of {path} by {wrong[0]} is not of what it holds; sign it again")
+        elif wanted and not wanted & by.keys():
+            damaged.append(f"{path} is not signed by {' or '.join(sorted(wanted))}; get one that is")
         else:
-            sound[str(path)] = each.digest
+            sound[str(path)], signed[str(path)] = each.digest, list(by)
             if not as_json:
-                say(f"{path}: sound, {each.digest}")
+                say(f"{path}: sound, {each.digest}, {signers_text(by)}")
     if as_json:
-        print_json({"sound": sound, "damaged": damaged})
+        print_json({"sound": sound, "signed": signed, "damaged": damaged})
     report_failures(damaged, StorageError)
+
+
+@bundle.command()
+@click.argument("paths", type=click.Path(path_type=Path), nargs=-1, required=True)
+@click.option("--key", metavar="FILE", required=True, type=click.Path(path_type=Path), help="The private key, in PEM.")
+def sign(paths: tuple[Path, ...], key: Path) -> None:
+    """Sign the bundles at PATHS with an Ed25519 key.
+
+    \b
+    This makes a key, and prints its public half:
+      openssl genpkey -algorithm ed25519 -out key.pem
+      openssl pkey -in key.pem -pubout
+
+    The signature goes into the bundle, beside those of other keys. It is of all that the bundle holds, so a bundle
+    that is written anew has none. Where HADAGEN_TRUSTED_KEYS names the public key, calls use signed bundles only.
+    """
+    from hadagen.tuning_db.bundle_writer import sign_bundle
+    from hadagen.tuning_db.signatures import SigningKey
+
+    signing = SigningKey.read(key, partial(_passphrase, key))
+    for path in paths:
+        sign_bundle(path, signing)
+        say(f"{path}: signed by {signing.public.fingerprint}")
+    say(f"public key: {signing.public.text}")
+
+
+def _passphrase(key: Path) -> str:
+    if not sys.stdin.isatty():
+        raise UsageError(f"{key} is protected by a passphrase, and there is no terminal to ask for it; sign in one")
+    return str(click.prompt(f"passphrase of {key}", hide_input=True, err=True, default="", show_default=False))
 
 
 @bundle.command()

@@ -266,8 +266,11 @@ def _emulator() -> str:
 
 
 def _cache() -> str:
-    from hadagen.cache import KernelCache, cache_root
+    from hadagen.cache import KernelCache, cache_place, cache_root
+    from hadagen.owners import problem_of
 
+    if problem := problem_of(cache_place()):
+        raise Broken(f"others could change the kernel cache, so it is not used: {problem}")
     with KernelCache(cache_root()).workspace() as folder:
         (folder / "room").write_bytes(bytes(1 << 20))  # on a full disk, too, it is the cache that fails
     files = [path for path in cache_root().rglob("*") if path.is_file()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -46,9 +47,12 @@ def list_(db: str | None, as_json: bool) -> None:
         click.echo("no bundle; make one with: hadagen tune")
     else:
         print_table(
-            ("bundle", "arch", "GPUs", "problems", "winners", "kernels", "date"),
+            ("bundle", "arch", "GPUs", "problems", "winners", "kernels", "date", "signed by"),
             (
-                (b["path"], b["arch"], _names(b["gpus"]), b["problems"], b["winners"], b["kernels"], b["date"])
+                (
+                    *(b["path"], b["arch"], _names(b["gpus"]), b["problems"], b["winners"], b["kernels"], b["date"]),
+                    signers_text(b["signed"]).removeprefix("signed by "),
+                )
                 for b in found
             ),
         )
@@ -87,7 +91,28 @@ def bundle_summary(bundle: Bundle) -> dict[str, Any]:
         "date": bundle.date,
         "version": bundle.version,
         "digest": bundle.digest,
+        "signed": signers(bundle),
     }
+
+
+def signers(bundle: Bundle, must_check: bool = False) -> dict[str, bool | None]:
+    """The fingerprints of the keys that a bundle says signed it, and whether they did; None without cryptography. With
+    `must_check`, raises `StorageError` then."""
+    found: dict[str, bool | None] = {}
+    for each in bundle.signatures:
+        try:
+            found[each.signer.fingerprint] = each.is_of(bundle.statement)
+        except StorageError:
+            if must_check:
+                raise
+            found[each.signer.fingerprint] = None
+    return found
+
+
+def signers_text(signed: Mapping[str, bool | None]) -> str:
+    """What `signers` found, for people."""
+    notes = {True: "", False: " (wrong)", None: " (not checked, pip install 'hadagen[sign]')"}
+    return f"signed by {', '.join(key + notes[right] for key, right in signed.items())}" if signed else "not signed"
 
 
 def winner_values(entry: BundleEntry) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from fractions import Fraction
 from itertools import product
 from pathlib import Path
@@ -16,6 +17,7 @@ from click.core import ParameterSource
 from hadagen.compilers import DEFAULT
 from hadagen.errors import StorageError, UsageError
 from hadagen.matrices import find_orders
+from hadagen.owners import make_folder
 from hadagen.problem import MAX_LOG2_N, MAX_ORDER, DType, Numerics, Problem, Rows, Transform, kernel_order
 from hadagen.regimes import BUCKETS_BETWEEN, BUCKETS_OF_LONG_ROWS, ELEMENT_BUCKETS, Destination
 from hadagen.runtime.bundles import user_directory
@@ -394,6 +396,9 @@ def open_db(where: str | None, *, new: bool = False) -> Store:
     from hadagen.tuning_db.store import Store
 
     place = where or str(default_db())
+    if not where:
+        with suppress(OSError):  # which opening it says better
+            make_folder(default_db().parent)  # bundles lie there too, which calls use only if others cannot write there
     file = file_of(place)
     if file is not None and not (new or file.exists()):
         raise StorageError(f"there is no tuning database {place}; run hadagen tune first, or name another with --db")

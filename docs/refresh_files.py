@@ -46,6 +46,7 @@ FAULTS = DOCS / "data" / "faults.json"
 LAWS = DOCS / "data" / "laws.json"
 SANITIZER = DOCS / "data" / "sanitizer_h200.csv"
 TUNES = DOCS / "data" / "tunes_h200.csv"
+BUNDLE_DAMAGE = DOCS / "data" / "bundle_damage.csv"
 
 SEARCH = DOCS / "data" / "search.json"
 SEARCH_PAGE = DOCS / "search.md"

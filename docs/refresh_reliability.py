@@ -98,6 +98,22 @@ def tunes() -> str:
     return f"{rows[0]['gpu']}: {near / len(rows):.1%} of {len(rows)} cells, of {problems} problems"
 
 
+def bundle_damage() -> str:
+    rows = _rows(files.BUNDLE_DAMAGE)
+    if not rows:
+        return ""
+    count, refused, before, other, signed_refused, signed_before = (
+        sum(int(row[name]) for row in rows)
+        for name in ("cases", "refused", "as before", "other", "signed: refused", "signed: as before")
+    )
+    slowest, memory = (max(int(row[name]) for row in rows) for name in ("slowest ms", "memory MB"))
+    return (
+        f"{count} cases: {refused} refused, {before} as before, {other} hold something else with digests made anew; "
+        f"where a signature is asked for, {signed_refused} and {signed_before}, and no other; "
+        f"at most {slowest} ms and {memory} MB"
+    )
+
+
 PROMISES: Mapping[str, Sequence[Promise]] = {
     "tuning": (
         Promise(
@@ -179,11 +195,32 @@ PROMISES: Mapping[str, Sequence[Promise]] = {
     ),
     "bundles": (
         Promise(
-            "A bundle that was cut or changed is refused, or reads as before.",
+            "A bundle that was cut or changed is refused, or reads as before; also one that was made to do harm, "
+            "within 2 s.",
             (
-                "test_bundle.py::test_a_changed_byte_is_noticed_or_harmless",
+                "test_bundle_damage.py::test_no_damage_gets_past_the_checks",
                 "test_bundle.py::test_a_truncated_file_is_noticed",
                 "test_bundle.py::test_a_change_of_any_value_is_noticed",
+            ),
+            bundle_damage,
+        ),
+        Promise(
+            "Where `HADAGEN_TRUSTED_KEYS` is set, calls use what one of these keys signed and nothing else, also of "
+            "parts that are read later. The bundles of a release are signed.",
+            (
+                "test_signatures.py::test_calls_leave_out_what_no_trusted_key_signed",
+                "test_signatures.py::test_what_is_read_later_was_signed_too",
+                "test_signatures.py::test_a_setting_that_names_no_keys_is_an_error",
+                "test_wheel.py::test_the_bundles_of_a_release_are_signed",
+            ),
+        ),
+        Promise(
+            "Bundles and compiled kernels that others than the user and root could change are not used. One warning "
+            "says which, why, and what to do.",
+            (
+                "test_owners.py::test_bundles_in_a_folder_that_others_could_change_are_left_out",
+                "test_owners.py::test_a_bundle_that_others_could_change_is_left_out",
+                "test_owners.py::test_a_cache_that_others_could_change_is_neither_read_nor_written",
             ),
         ),
         Promise(

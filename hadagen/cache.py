@@ -3,18 +3,23 @@
 An entry is a directory of files, with a `meta.json` that has its key and the SHA-256 of each file. It is written in
 another directory of the same file system, and renamed into place. So it is complete or absent. Any number of processes
 may share a cache. If two build the same entry, the second uses that of the first.
+
+Whoever writes to a cache decides what runs. So one that others than the user and root could change is left alone.
 """
 
 from __future__ import annotations
 
+import atexit
 import errno
 import fcntl
 import json
 import os
 import platform
 import shutil
+import stat
 import tempfile
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from hashlib import sha256
@@ -22,6 +27,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from hadagen.errors import StorageError
+from hadagen.owners import make_folder, problem_of, problem_with
 
 CACHE_SCHEMA = 2  # of the files of an entry; a new number makes all old entries unknown
 
@@ -32,8 +38,45 @@ _OLD_SECONDS = 24 * 3600  # far longer than any process works in a folder
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
+_warned: set[tuple[Path, str]] = set()
+_private: list[Path] = []
+
+
 def cache_root() -> Path:
-    """$HADAGEN_CACHE, or `hadagen` in the user's cache directory ($XDG_CACHE_HOME or ~/.cache)."""
+    """`cache_place`. If others could change what lies there, a folder for this process alone instead, and a warning.
+
+    Raises `StorageError` as `cache_place` does.
+    """
+    place = cache_place()
+    problem = problem_of(place)
+    if not problem:
+        return place
+    if (place, problem) not in _warned:
+        _warned.add((place, problem))
+        said = f"the kernel cache {place} is neither read nor written, and compiled kernels are not kept: {problem}"
+        warnings.warn(said, RuntimeWarning, stacklevel=2)
+    return private_root()
+
+
+def private_root() -> Path:
+    """An empty folder for this process and those that it forks, removed at its end."""
+    if not _private:
+        folder, owner = tempfile.mkdtemp(prefix="hadagen-"), os.getpid()
+
+        def remove() -> None:
+            if os.getpid() == owner:  # not at the end of a forked child
+                shutil.rmtree(folder, ignore_errors=True)
+
+        atexit.register(remove)
+        _private.append(Path(folder))
+    return _private[0]
+
+
+def cache_place() -> Path:
+    """$HADAGEN_CACHE, or `hadagen` in the user's cache directory ($XDG_CACHE_HOME or ~/.cache).
+
+    Raises `StorageError` if no home directory is known.
+    """
     if root := os.environ.get("HADAGEN_CACHE"):
         return Path(root).absolute()
     if root := os.environ.get("XDG_CACHE_HOME"):
@@ -64,8 +107,9 @@ def cache_key(
 class KernelCache:
     """The entries of one `kind`: directories in `root`/kind that hold the files `names`. They are made in `root`/work.
 
-    Both directories are created at the first write. `load` never raises for a bad entry. `store` and `workspace` raise
-    `StorageError` if the disk is full or read-only.
+    Both directories are created at the first write. `load` never raises for a bad entry, and an entry that
+    others could change is one. `store` and `workspace` raise `StorageError` if the disk is full or read-only, or if
+    others could change what lies in the directory.
     """
 
     def __init__(self, root: Path, kind: str = "kernels", names: Sequence[str] = FILES) -> None:
@@ -75,8 +119,8 @@ class KernelCache:
         """Name → content of the files of an entry; None if it is missing, damaged, or of another key."""
         folder = self.entry(key)
         try:
-            meta = json.loads((folder / _META).read_bytes())
-            files = {name: (folder / name).read_bytes() for name in self._names}
+            meta = json.loads(_own_content(folder / _META))
+            files = {name: _own_content(folder / name) for name in self._names}
             return files if (meta["key"], meta["sha256"]) == (key, _digests(files)) else None
         except (OSError, ValueError, LookupError, TypeError, RecursionError):
             return None
@@ -89,12 +133,13 @@ class KernelCache:
         place = self.entry(key)
         with self.workspace() as folder:
             entry = folder / "entry"
-            entry.mkdir()
-            for name in self._names:
-                (entry / name).write_bytes(files[name])
+            entry.mkdir(mode=0o755)
             meta = {**meta, "key": key, "sha256": _digests(files)}
-            (entry / _META).write_text(json.dumps(meta, indent=1), encoding="utf-8")
-            place.parent.mkdir(exist_ok=True)
+            contents = {name: files[name] for name in self._names} | {_META: json.dumps(meta, indent=1).encode()}
+            for name, content in contents.items():
+                (entry / name).write_bytes(content)
+                (entry / name).chmod(0o644)
+            place.parent.mkdir(mode=0o755, exist_ok=True)
             while True:
                 try:
                     entry.rename(place)
@@ -116,8 +161,13 @@ class KernelCache:
         """A directory in the same file system, removed at the end. An `OSError` inside becomes a `StorageError`."""
         work = self.root / "work"
         try:
-            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)  # whoever writes here decides what runs
-            work.mkdir(exist_ok=True)
+            make_folder(self.root, mode=0o700)
+            work.mkdir(mode=0o755, exist_ok=True)
+            for each in (work, self.root / self._kind):
+                if problem := problem_of(each):
+                    raise StorageError(
+                        f"the kernel cache {self.root} is not written: {problem}, or set HADAGEN_CACHE to another place"
+                    )
             _remove_abandoned(work)
             with _folder_of_ours(work) as folder:
                 yield folder
@@ -127,6 +177,20 @@ class KernelCache:
                 f"the kernel cache {self.root} cannot be written ({error.strerror}); "
                 f"{fix}, or set HADAGEN_CACHE to a directory that can be written"
             ) from error
+
+
+def _own_content(path: Path) -> bytes:
+    """The content of a file of an entry. Raises `OSError` if others could change it."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # for a pipe, which is refused, would block
+    with open(descriptor, "rb") as file:
+        found = os.fstat(descriptor)
+        if (
+            not stat.S_ISREG(found.st_mode)
+            or problem_with(found, path)
+            or problem_with(path.parent.stat(), path.parent)
+        ):
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+        return file.read()
 
 
 def _of_this_machine() -> str:

@@ -7,13 +7,10 @@ files. Nothing is generated then, and no compiler is loaded.
 
 from __future__ import annotations
 
-import atexit
 import functools
 import hashlib
 import json
 import os
-import shutil
-import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -22,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from hadagen import nvrtc, templates
-from hadagen.cache import KernelCache, cache_root
+from hadagen.cache import KernelCache, cache_root, private_root
 from hadagen.errors import HadagenError, StorageError, ToolchainError, UsageError
 from hadagen.launch import LaunchSpec, Source
 from hadagen.problem import Problem
@@ -223,14 +220,7 @@ def _root() -> Path:
 
 def _keep_for_this_process(error: Exception) -> None:
     """Go on with an empty cache in a temporary directory, and warn."""
-    folder, owner = tempfile.mkdtemp(prefix="hadagen-"), os.getpid()
-
-    def remove() -> None:
-        if os.getpid() == owner:  # not at the end of a forked child
-            shutil.rmtree(folder, ignore_errors=True)
-
-    atexit.register(remove)
-    _found_root[:] = [Path(folder)]
+    _found_root[:] = [private_root()]
     said = f"kernels that are compiled here are not kept for later processes: {error}"
     warnings.warn(said, RuntimeWarning, stacklevel=2)
 

@@ -19,6 +19,9 @@ __all__ = ["postgres", "postgres_server"]  # fixtures; a session has one server 
 settings.register_profile("hadagen", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("hadagen")
 
+# Files that others could change are not used, and tests make many.
+os.umask(0o022)
+
 # PyTorch's threads wait for each other in a loop, which takes the CPU from other tests. Processes of tests inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

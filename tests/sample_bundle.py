@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -55,9 +55,15 @@ def write(path: Path, selection: Mapping[WinnerCell, Trial]) -> Path:
     return path
 
 
-def remake(path: Path) -> None:
-    """Makes every digest anew, as somebody could who changed the rows of a bundle."""
+def change(path: Path, *statements: str) -> None:
     with closing(sqlite3.connect(path)) as connection, connection:
+        for statement in statements:
+            connection.execute(statement)
+
+
+def remake(path: Path, connect: Callable[[Path], sqlite3.Connection] = sqlite3.connect) -> None:
+    """Makes every digest anew, as somebody could who changed the rows of a bundle."""
+    with closing(connect(path)) as connection, connection:
         for number, *_ in read_rows(connection, "problems"):
             winners = rows_digest(winners_of(connection, number))
             connection.execute("UPDATE problems SET winners = ? WHERE id = ?", (winners, number))

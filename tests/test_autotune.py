@@ -39,7 +39,7 @@ from hadagen.runtime.device import Device
 from hadagen.space import Space
 from hadagen.trial import Disturbed, Environment, Kernel, NotTried, Outcome, Provenance, Timing, Trial
 from hadagen.tuning_db import lock_file
-from hadagen.tuning_db.bundle import Bundle
+from hadagen.tuning_db.bundle import FORMAT, Bundle
 from hadagen.tuning_db.bundle_writer import write_bundle
 from hadagen.tuning_db.lock_file import turn
 from hadagen.tuning_db.winners import portfolio
@@ -407,7 +407,7 @@ def replace_by_another_arch(path: Path) -> None:
     ("change", "reason"),
     [
         (damage, "is damaged"),
-        (make_newer, "is a bundle of format 200, later than 6; upgrade hadagen"),
+        (make_newer, f"is a bundle of format 200, later than {FORMAT}; upgrade hadagen"),
         (replace_by_text, "is not a hadagen bundle"),
         (replace_by_another_arch, "its winners are of sm90, not of sm80"),
     ],

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sample_bundle import remake, write_trials
+from sample_bundle import change, remake, write_trials
 from sample_trials import (
     H100,
     H200,
@@ -101,11 +101,6 @@ def refusal(path: Path) -> str:
     assert str(path) in str(refused.value)
     assert "\n" not in str(refused.value)
     return str(refused.value)
-
-
-def change(path: Path, statement: str) -> None:
-    with closing(sqlite3.connect(path)) as connection, connection:
-        connection.execute(statement)
 
 
 def content(path: Path) -> list[object]:
@@ -444,21 +439,6 @@ def test_a_row_or_table_that_is_gone_is_noticed(path: Path, table: str) -> None:
     assert "is damaged" in refusal(path)
     change(path, f"DROP TABLE {table}")
     assert "is damaged" in refusal(path)
-
-
-@given(st.data())
-def test_a_changed_byte_is_noticed_or_harmless(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    directory = tmp_path_factory.getbasetemp()
-    path, damaged = directory / "sound.db", directory / "damaged.db"
-    if not path.exists():
-        write(path)
-    sound = bytearray(path.read_bytes())
-    used = [place for place, byte in enumerate(sound) if byte]
-    place = data.draw(st.sampled_from(used) | st.integers(0, len(sound) - 1))
-    sound[place] = data.draw(st.integers(0, 255))
-    damaged.write_bytes(sound)
-    with suppress(StorageError):
-        assert content(damaged) == content(path)
 
 
 def test_a_truncated_file_is_noticed(path: Path) -> None:

@@ -17,6 +17,7 @@ TABLE = """
     room             | may import                                          | and of other packages
     -----------------+-----------------------------------------------------+----------------------
     errors           |                                                     |
+    owners           |                                                     |
     formats          | errors                                              |
     quantizer        | formats                                             | torch
     problem          | formats errors                                      |
@@ -38,7 +39,7 @@ TABLE = """
     codegen          | plan steps layout launch problem                       | jinja2
     bits             | problem                                             | numpy
     reference        | bits launch problem                                 | numpy
-    cache            | errors                                              |
+    cache            | owners errors                                       |
     programs         | errors                                              |
     nvrtc_calls      |                                                     |
     nvrtc            | nvrtc_calls errors                                  |
@@ -53,11 +54,12 @@ TABLE = """
     driver           | libcuda libnvml launch errors                       |
     gpu_class        | driver libnvml errors                               |
     tuning_db.files  |                                                     |
-    tuning_db.bundle | tuning_db.files trial regimes problem launch target errors |
-    tuning_db        | tuning_db.files tuning_db.bundle ptx_version trial regimes problem launch target errors | sqlalchemy alembic
+    tuning_db.signatures | errors                                          | cryptography
+    tuning_db.bundle | tuning_db.files tuning_db.signatures trial regimes problem launch target errors |
+    tuning_db        | tuning_db.files tuning_db.signatures tuning_db.bundle owners ptx_version trial regimes problem launch target errors | sqlalchemy alembic
     measure          | gpu_class target driver libcuda libnvml templates reference bits quantizer trial regimes problem launch formats matrices errors | torch
     autotuner        | measure tuning_db tuning_db.bundle toolchain compilers programs codegen space knobs arch trial problem errors |
-    runtime          | quantizer autotuner tuning_db.files tuning_db.bundle recipes gpu_class driver trial regimes problem launch target matrices formats errors | torch
+    runtime          | quantizer autotuner owners tuning_db.files tuning_db.signatures tuning_db.bundle recipes gpu_class driver trial regimes problem launch target matrices formats errors | torch
     compat           | runtime problem matrices errors                             | torch
     presets          | quantizer runtime errors                                              | torch
     __init__         | runtime problem errors                              |
@@ -69,7 +71,19 @@ TABLE = """
     cli              | *                                                   | click rich torch
 """  # noqa: E501
 # What a program that only calls kernels never imports.
-HEAVY = ("optuna", "jinja2", "click", "sqlalchemy", "alembic", "pydantic", "yaml", "cuda", "bokeh", "distributed")
+HEAVY = (
+    "optuna",
+    "jinja2",
+    "click",
+    "sqlalchemy",
+    "alembic",
+    "pydantic",
+    "yaml",
+    "cuda",
+    "bokeh",
+    "distributed",
+    "cryptography",
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 # Where the modules of a package lie, and the name they are imported by.

@@ -26,6 +26,7 @@ def commands(target: str, venv: Path, *variables: str) -> str:
         ("test", {"tune", "nvrtc", "fleet", "report", "sign", "test"}),
         ("lint", {"tune", "fleet", "report", "sign", "test", "lint"}),
         ("docs", {"docs"}),
+        ("release", {"sign"}),
         ("setup", {"tune", "nvrtc", "fleet", "report", "sign", "test", "lint", "docs"}),
     ],
 )
@@ -33,6 +34,13 @@ def test_a_target_installs_what_it_needs(target: str, extras: set[str], tmp_path
     (found,) = re.findall(r"--constraint ci/constraints\.txt .*'\.\[(.*)\]'", commands(target, tmp_path))
     assert set(found.split(",")) - {"nvcc"} == extras
     assert " install " not in commands(target, tmp_path, "PY=python3")
+
+
+def test_a_release_needs_a_key() -> None:
+    command = ["make", "release", "PY=python3", "RELEASE=/nonexistent"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode
+    assert "a release needs the private key that signs its bundles: make release KEY=key.pem" in done.stderr
 
 
 def test_what_is_installed_is_not_installed_again_but_in_another_checkout(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import bundle_damage
 import compare_tunes
 import pytest
 import refresh_files as files
@@ -36,7 +37,7 @@ def test_every_test_that_is_named_exists(area: str) -> None:
 @pytest.fixture
 def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """No figures yet."""
-    for name in ("KILLS", "FAULTS", "LAWS", "SANITIZER", "TUNES"):
+    for name in ("KILLS", "FAULTS", "LAWS", "SANITIZER", "TUNES", "BUNDLE_DAMAGE"):
         monkeypatch.setattr(files, name, tmp_path / getattr(files, name).name)
     return tmp_path
 
@@ -60,8 +61,12 @@ def test_figures_are_those_of_the_data(data: Path) -> None:
     timed = [("NVIDIA H200", "n2-float16-fast", 8, "", "", us, 1, "", "") for us in (1, 1.02, 1.03, 0.9)]
     with files.TUNES.open("w", newline="") as file:
         csv.writer(file).writerows([compare_tunes.COLUMNS, *timed])
+    with files.BUNDLE_DAMAGE.open("w", newline="") as file:
+        csv.writer(file).writerows([bundle_damage.COLUMNS, ("flips", "made anew", 9, 4, 3, 2, 6, 3, 40, 1)])
     assert figures() == {
         "",
+        "9 cases: 4 refused, 3 as before, 2 hold something else with digests made anew; where a signature is asked "
+        "for, 6 and 3, and no other; at most 40 ms and 1 MB",
         "10 kills (5 of the tune, 3 of its measuring process, 2 of compilers): 4 of 4 databases equal, of 96 trials "
         "each",
         "NVIDIA H200: 3 broken kernels of 2 kinds; 8 of 9 winners the same",

@@ -1,4 +1,5 @@
-"""The wheel: every file of every room is in it, nothing else is, and with PyTorch and click alone it works."""
+"""The wheel of a release: every file of every room is in it, nothing else is, and its bundles are signed; and with
+PyTorch and click alone it works."""
 
 from __future__ import annotations
 
@@ -11,11 +12,15 @@ from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
+from signing_keys import make_key
 
 from hadagen.target import known_archs
+from hadagen.tuning_db.bundle import Bundle, shipped
+from hadagen.tuning_db.signatures import public_keys
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = {"hadagen": "hadagen", "templates": "hadagen/templates", "tuning_db": "hadagen/tuning_db", "cli": "hadagen/cli"}
+pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 # All that a bare install has, for lack of NumPy or Jinja2; the others are what importing PyTorch needs.
 BARE = ("torch", "torchgen", "functorch", "click")
 OF_TORCH = ("typing_extensions", "sympy", "mpmath", "networkx", "filelock", "fsspec")
@@ -45,32 +50,18 @@ print("python", sys.version.split()[0], "torch", torch.__version__, "hadagen", h
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a wheel is made from, without what else lies in a checkout."""
-    source = tmp_path_factory.mktemp("wheel") / "source"
-    for room in ROOMS:
-        shutil.copytree(ROOT / room, source / room, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    return source
+def key(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return make_key(tmp_path_factory.mktemp("key"))
 
 
 @pytest.fixture(scope="module")
-def expected(source: Path) -> set[str]:
-    return {
-        str(installed / path.relative_to(source / room))
-        for room, installed in ((room, Path(directory)) for room, directory in ROOMS.items())
-        for path in (source / room).rglob("*")
-        if path.is_file()
-    }
-
-
-@pytest.fixture(scope="module")
-def wheel(source: Path, expected: set[str]) -> Path:
-    """The wheel, built. `expected` is asked for first, because building leaves files in the source."""
-    command = "-m pip wheel --quiet --no-deps --no-build-isolation --disable-pip-version-check --wheel-dir"
-    subprocess.run([sys.executable, *command.split(), str(source.parent), str(source)], check=True)
-    (wheel,) = source.parent.glob("hadagen-*.whl")
+def wheel(key: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, as a release builds it."""
+    folder = tmp_path_factory.mktemp("wheel")
+    names = {"PY": sys.executable, "KEY": key[0], "RELEASE": folder / "source", "DIST": folder}
+    command = ["make", "release", *(f"{name}={value}" for name, value in names.items())]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    (wheel,) = folder.glob("hadagen-*.whl")
     return wheel
 
 
@@ -107,10 +98,26 @@ def hadagen(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return python(site, "from hadagen.cli.main import main; main(prog_name='hadagen')", *arguments)
 
 
-def test_every_file_of_every_room_is_in_the_wheel(wheel: Path, expected: set[str]) -> None:
+def test_every_file_of_every_room_is_in_the_wheel(wheel: Path) -> None:
     with ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
-    assert names == expected
+    assert names == {
+        str(Path(directory) / path.relative_to(ROOT / room))
+        for room, directory in ROOMS.items()
+        for path in (ROOT / room).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+
+
+def test_the_bundles_of_a_release_are_signed(bare: Path, key: tuple[Path, Path]) -> None:
+    """And hold what those of the repository hold."""
+    signers = public_keys(str(key[1]))
+    for path in shipped().values():
+        bundle = Bundle.open(bare / "hadagen" / "tuning_db" / "bundles" / path.name)
+        (signature,) = bundle.signatures
+        assert signature.is_of(bundle.statement)
+        assert [signature.signer] == signers
+        assert (bundle.digest, Bundle.open(path).signatures) == (Bundle.open(path).digest, ())
 
 
 def test_the_wheel_is_small_and_for_every_platform(wheel: Path) -> None:

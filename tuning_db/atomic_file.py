@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hadagen.errors import StorageError
+from hadagen.owners import make_folder
 from hadagen.tuning_db.files import read_start
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -28,17 +29,17 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[Path]:
     """
     place = Path(os.path.realpath(path))
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(place.parent)
         # In a directory of its own: no other user can guess its name or write in it, files that SQLite leaves are
         # removed with it, and the file has the permissions of any new file.
         with tempfile.TemporaryDirectory(prefix=".hadagen-", dir=place.parent, ignore_cleanup_errors=True) as directory:
             new = Path(directory, "new")  # a short name, because SQLite appends to it
             new.touch()
             yield new
-            if place.exists():
-                shutil.copymode(place, new)
             with new.open("r+b") as file:
                 os.fsync(file.fileno())  # otherwise a crash might keep the new name without the content
+            if place.exists():
+                shutil.copymode(place, new)  # which may be read-only
             os.replace(new, place)
     except (OSError, sqlite3.Error) as error:
         raise unwritable(path, error) from error
@@ -54,7 +55,7 @@ def check_place(path: str | os.PathLike[str], kind: str, is_one: Callable[[bytes
     directory = Path(os.path.realpath(path)).parent  # as `atomic_file` finds it
     try:
         header = read_start(path, HEADER_BYTES)[0] if path.exists() else b""
-        directory.mkdir(parents=True, exist_ok=True)
+        make_folder(directory)
         with tempfile.TemporaryFile(dir=directory):
             pass
     except OSError as error:

@@ -11,6 +11,7 @@ those, the row of a kernel holds the SHA-256 of its cubin and that of its PTX. `
 
 A digest shows accidents only, because whoever changes a file can make its digests anew. So the file must also have
 these tables and nothing else, no view or trigger. What is read is bounded, and every value must lie in its range.
+Beside the content lie signatures of it: a signature of the content digest is one of all that is read (`signatures`).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from hadagen.errors import StorageError
 from hadagen.launch import PORTABLE_CLUSTER, LaunchSpec, params_for
@@ -32,12 +33,23 @@ from hadagen.problem import Problem
 from hadagen.regimes import Cache, Destination
 from hadagen.target import check_arch
 from hadagen.trial import Environment, Kernel, Provenance, check_knobs, recipe_digest
-from hadagen.tuning_db.files import FileState, connect_read_only, file_state, inflated, limit_values, read_start
+from hadagen.tuning_db.files import (
+    FileState,
+    connect_read_only,
+    file_state,
+    inflated,
+    limit_values,
+    read_start,
+    state_of,
+)
+from hadagen.tuning_db.signatures import Signature, Statement
 
 SQLITE_MAGIC = b"SQLite format 3\0"
 APPLICATION_ID = 0x68616461  # "hada", in the header of the file
-FORMAT = 6  # of the tables below; in the header too
-OLDEST_FORMAT = 4  # that is read as well. Before 6, no problem names an arithmetic; before 5, every kernel has a cubin.
+FORMAT = 7  # of the tables below; in the header too
+# That is read as well. Before 7 there are no signatures; before 6, no problem names an arithmetic; before 5, every
+# kernel has a cubin.
+OLDEST_FORMAT = 4
 
 # Every table with its columns; launch, knobs and errors are JSON objects. An environment is there without memory and
 # power limit, because calls choose by `gpu`, the class. The first three are read on opening, the
@@ -70,6 +82,8 @@ INDEXES = {"trials": "problem", "entries": "trial"}
 SHARED = 0
 NO_BLOBS = "", ""  # what stands for their SHA-256 then
 BLOBS = "kernel INTEGER PRIMARY KEY REFERENCES kernels, cubin BLOB, ptx BLOB"
+# The content digest does not cover these: they are of it.
+SIGNATURES = "CREATE TABLE signatures (id INTEGER PRIMARY KEY, key TEXT, signature TEXT)"
 
 
 def columns_of(table: str) -> list[str]:
@@ -78,19 +92,25 @@ def columns_of(table: str) -> list[str]:
 
 
 # The file has these alone, in this order.
-SCHEMA = [
+UNSIGNED_SCHEMA = [
     *(f"CREATE TABLE {table} ({columns})" for table, columns in {**TABLES, "blobs": BLOBS}.items()),
     *(f"CREATE INDEX {table}_by_{column} ON {table} ({column})" for table, column in INDEXES.items()),
 ]
-FORMER_SCHEMA = [statement.replace("arithmetic TEXT, ", "") for statement in SCHEMA]
+SCHEMA = [*UNSIGNED_SCHEMA, SIGNATURES]
+FORMER_SCHEMA = [statement.replace("arithmetic TEXT, ", "") for statement in UNSIGNED_SCHEMA]
 
 # Limits that no sound bundle comes near: rows of a table that are read at once, and characters in them; characters of a
-# text; names in a JSON object; thousands of steps of SQLite. A page that is its own child would take many steps.
+# text; names in a JSON object; signatures; thousands of steps of SQLite for all that is read at once. A page that is
+# its own child would take many steps.
 MOST_ROWS = 1 << 14
 MOST_CHARACTERS = 1 << 22
 MOST_OF_TEXT = 1 << 14
 MOST_NAMES = 100
-MOST_STEPS = 4000
+MOST_SIGNATURES = 16
+MOST_STEPS = 8000
+# Pages that several trees share, and compressed zeros, are more than the file that has them. So there are also limits
+# by the size of the file, for rows, characters and inflated bytes: so many of them, and so many more for each byte.
+MOST_IN_FILE = {"rows": (1 << 12, 1 / 16), "characters": (1 << 20, 8), "inflated bytes": (1 << 24, 32)}
 
 Row = tuple[Any, ...]
 Tables = dict[str, list[Row]]
@@ -159,20 +179,32 @@ class NoKernelError(StorageError):
     """A bundle has no kernel of a digest. Where its entries named it, the file was replaced since: choose again."""
 
 
+# Raises `StorageError` if the content of the file at a path must not be used, by what is stated and who signed it.
+Accept = Callable[[Path, Statement, Sequence[Signature]], None]
+
+
+def accept_all(path: Path, statement: Statement, signatures: Sequence[Signature]) -> None:
+    """Whoever signed it, or nobody."""
+
+
 class Bundle:
     """A bundle that was found sound when it was opened."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, accept: Accept = accept_all) -> None:
         self.path = path
-        self._now = _read(path, _Content)
+        self._accept = accept
+        self._now = _read(path, self._content)
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> Bundle:
+    def open(cls, path: str | os.PathLike[str], accept: Accept = accept_all) -> Bundle:
         """Open the bundle at `path`.
 
-        Raises `StorageError` if it is missing, foreign, damaged, or of a format that is not read.
+        accept: called before anything of the content is used, and again where the file was replaced since.
+
+        Raises `StorageError` if it is missing, foreign, damaged, or of a format that is not read, and what `accept`
+        raises.
         """
-        return cls(Path(path).absolute())
+        return cls(Path(path).absolute(), accept)
 
     @property
     def arch(self) -> str:
@@ -196,7 +228,17 @@ class Bundle:
     @property
     def state(self) -> FileState:
         """That of the file when it was read."""
-        return self._now.state
+        return self._now.opened.state
+
+    @property
+    def statement(self) -> Statement:
+        """What a signature of the bundle is of."""
+        return self._now.statement
+
+    @property
+    def signatures(self) -> Sequence[Signature]:
+        """Those in the file, right or wrong (`Signature.is_of`)."""
+        return self._now.signatures
 
     def problems(self) -> list[Problem]:
         """The problems that were tuned, in order."""
@@ -242,8 +284,8 @@ class Bundle:
     def verify(self) -> None:
         """Check all of the file, as it is now. Raises `StorageError` where any row was changed, or is one too many."""
 
-        def check(connection: sqlite3.Connection, state: FileState) -> None:
-            now = _Content(connection, state)
+        def check(connection: sqlite3.Connection, opened: _Opened) -> None:
+            now = self._content(connection, opened)
             for problem in now.numbers:
                 now.read_winners(connection, problem)
             for digest in now.kernels:
@@ -252,37 +294,53 @@ class Bundle:
             blobs = sum(sums != NO_BLOBS for _, _, sums in now.kernels.values()) + any(now.read_shared(connection))
             ours = {"entries": entries, "trials": sum(now.trials.values()), "kernels": kernels, "blobs": blobs}
             for table, count in ours.items():
-                _allow_steps(connection)
                 some = f"SELECT count(*) FROM (SELECT 1 FROM {table} LIMIT {count + 1})"
                 if connection.execute(some).fetchone() != (count,):
                     raise ValueError(f"{table} has rows that belong to no problem")
+            self._now = now
 
         _read(self.path, check)
 
     def _read_now(self, read: Callable[[_Content, sqlite3.Connection], Found]) -> Found:
         """Return what `read` makes of the file as it is now, and keep what was read for later calls."""
 
-        def read_now(connection: sqlite3.Connection, state: FileState) -> Found:
-            now = self._now if self._now.state == state else _Content(connection, state)
+        def read_now(connection: sqlite3.Connection, opened: _Opened) -> Found:
+            now = self._now if self._now.opened == opened else self._content(connection, opened)
             found = read(now, connection)
             self._now = now
             return found
 
         return _read(self.path, read_now)
 
+    def _content(self, connection: sqlite3.Connection, opened: _Opened) -> _Content:
+        """The content of the file as it is now. Raises what `accept` raises."""
+        now = _Content(connection, opened)
+        self._accept(self.path, now.statement, now.signatures)
+        return now
+
+
+class _Opened(NamedTuple):
+    """A file that was opened: its state, and the format in its header."""
+
+    state: FileState
+    format: int
+
 
 class _Content:
     """What was read of one state of a file, and checked."""
 
-    def __init__(self, connection: sqlite3.Connection, state: FileState) -> None:
-        tables = {table: read_rows(connection, table) for table in OPENED}
-        self.state = state
+    def __init__(self, connection: sqlite3.Connection, opened: _Opened) -> None:
+        self.opened = opened
+        self._read_of_file = dict.fromkeys(MOST_IN_FILE, 0)
+        tables = self._counted({table: read_rows(connection, table) for table in OPENED})
         self.meta = {key: _text(value) for key, value in tables["meta"]}
         if sorted(key for key, _ in tables["meta"]) != ["arch", "date", "digest", "hadagen"]:
             raise ValueError("its head has other rows")
         check_arch(self.meta["arch"])
         if self.meta["digest"] != content_digest(tables):
             raise ValueError("the content digest does not match")
+        self.statement = Statement(opened.format, self.meta["arch"], self.meta["digest"])
+        self.signatures = _signatures(connection) if opened.format == FORMAT else ()
         self.environments = {number: _environment(row) for number, row in _by_id(tables, "environments").items()}
         self.numbers: dict[Problem, int] = {}
         self._sums: dict[int, str] = {}
@@ -300,13 +358,14 @@ class _Content:
         self.entries: dict[Problem, list[BundleEntry]] = {}
         self.kernels: dict[str, tuple[Kernel, int, tuple[str, str]]] = {}
         self._shared: tuple[bytes, bytes] | None = None
+        self._inflated: set[str] = set()  # kernels that were counted
 
     def read_winners(self, connection: sqlite3.Connection, problem: Problem) -> Sequence[BundleEntry]:
         """The winners of a problem, read once; none if it was not tuned."""
         number = self.numbers.get(problem)
         if number is None or problem in self.entries:
             return self.entries.get(problem, ())
-        tables = winners_of(connection, number)
+        tables = self._counted(winners_of(connection, number))
         if self._sums[number] != rows_digest(tables):
             raise ValueError(f"the winners of {problem.key} do not match their SHA-256")
         rows = _by_id(tables, "kernels")
@@ -349,6 +408,9 @@ class _Content:
         cubin, ptx = map(inflated, blobs, self.read_shared(connection))
         if (sha256(cubin), sha256(ptx)) != sums:
             raise ValueError("a blob does not match its SHA-256")
+        if digest not in self._inflated:
+            self._inflated.add(digest)
+            self._count("inflated bytes", len(cubin) + len(ptx))
         kernel = replace(kernel, cubin=cubin, ptx=ptx)
         kernel.check()
         return kernel
@@ -359,6 +421,19 @@ class _Content:
             found = connection.execute("SELECT cubin, ptx FROM blobs WHERE kernel = ?", (SHARED,)).fetchone()
             self._shared = (inflated(found[0]), inflated(found[1])) if found else (b"", b"")
         return self._shared
+
+    def _counted(self, tables: Tables) -> Tables:
+        """The same. Raises `ValueError` if all that was read is more than a file of this size has."""
+        for rows in tables.values():
+            self._count("rows", len(rows))
+            self._count("characters", sum(map(_characters, rows)))
+        return tables
+
+    def _count(self, what: str, more: int) -> None:
+        least, rate = MOST_IN_FILE[what]
+        self._read_of_file[what] += more
+        if self._read_of_file[what] > least + rate * self.opened.state.size:
+            raise ValueError(f"it has more {what} than a file of its size")
 
     def _trial(
         self, problem: Problem, row: Mapping[str, Any], kernels: Mapping[int, Kernel], without_code: bool
@@ -445,18 +520,29 @@ def shipped() -> dict[str, Path]:
     return {path.stem: path for path in sorted((Path(__file__).parent / "bundles").glob("*.db"))}
 
 
+def _signatures(connection: sqlite3.Connection) -> tuple[Signature, ...]:
+    query = "SELECT key, signature FROM signatures ORDER BY id LIMIT ?"
+    found = tuple(Signature(*map(_text, row)) for row in connection.execute(query, (MOST_SIGNATURES + 1,)))
+    if len(found) > MOST_SIGNATURES or len({each.key for each in found}) < len(found):
+        raise ValueError("it has too many signatures")
+    return found
+
+
 def read_rows(connection: sqlite3.Connection, table: str, where: str = "true", *values: int) -> list[Row]:
     """Rows of a table of `TABLES`, in order. Raises `ValueError` where they are more than any bundle has."""
-    _allow_steps(connection)
     query = f"SELECT * FROM {table} WHERE {where} ORDER BY 1"
     rows: list[Row] = []
     characters = 0
     for row in connection.execute(query, values):
         rows.append(row)
-        characters += sum(len(value) for value in row if isinstance(value, str | bytes))
+        characters += _characters(row)
         if len(rows) > MOST_ROWS or characters > MOST_CHARACTERS:
             raise ValueError(f"{table} has more than any search finds")
     return rows
+
+
+def _characters(row: Row) -> int:
+    return sum(len(value) for value in row if isinstance(value, str | bytes))
 
 
 def winners_of(connection: sqlite3.Connection, problem: int) -> Tables:
@@ -493,12 +579,12 @@ def is_bundle(header: bytes) -> bool:
 
 
 def _allow_steps(connection: sqlite3.Connection) -> None:
-    """Ends what SQLite does next, in an error, after `MOST_STEPS`."""
+    """Ends what SQLite does with a connection, in an error, after `MOST_STEPS`."""
     thousands = iter(range(MOST_STEPS))
     connection.set_progress_handler(lambda: next(thousands, None) is None, 1000)
 
 
-def _read(path: Path, read: Callable[[sqlite3.Connection, FileState], Found]) -> Found:
+def _read(path: Path, read: Callable[[sqlite3.Connection, _Opened], Found]) -> Found:
     """What `read` makes of the file, known to be a bundle of our format, and its state. Whatever it then fails to read
     or understand means damage."""
     for seconds in (0.01, 0.1):
@@ -512,11 +598,11 @@ def _read(path: Path, read: Callable[[sqlite3.Connection, FileState], Found]) ->
     return _read_once(path, read)
 
 
-def _read_once(path: Path, read: Callable[[sqlite3.Connection, FileState], Found]) -> Found:
+def _read_once(path: Path, read: Callable[[sqlite3.Connection, _Opened], Found]) -> Found:
     make = "with `hadagen bundle make`, or `hadagen tune` where nothing was tuned yet"
     again = f"make it again {make}, or reinstall hadagen if it came with it"
     try:
-        header, state = read_start(path, 72)
+        header, found = read_start(path, 72)
     except OSError as error:
         raise StorageError(
             f"{path} cannot be read ({error.strerror}); name another bundle, or make one {make}"
@@ -529,13 +615,20 @@ def _read_once(path: Path, read: Callable[[sqlite3.Connection, FileState], Found
     if version < OLDEST_FORMAT:
         raise StorageError(f"{path} is a bundle of format {version}, earlier than {FORMAT}; {again}")
     try:
+        page, pages = int.from_bytes(header[16:18], "big"), int.from_bytes(header[28:32], "big")
+        if found.st_size != pages * (1 << 16 if page == 1 else page):
+            raise ValueError("it was cut off, or more follows it")
         with closing(connect_read_only(path, immutable=True)) as connection:
             limit_values(connection)
             _allow_steps(connection)
             query = "SELECT sql FROM sqlite_master WHERE sql IS NOT NULL LIMIT ?"
-            schema = SCHEMA if version == FORMAT else FORMER_SCHEMA
+            schema = SCHEMA if version == FORMAT else UNSIGNED_SCHEMA if version == 6 else FORMER_SCHEMA
             if connection.execute(query, (len(schema) + 1,)).fetchall() != [(statement,) for statement in schema]:
                 raise ValueError("it has other tables")
-            return read(connection, state)
+            state = state_of(found)
+            # SQLite opened the file by its name. Whether that is the file whose header was read shows only now.
+            if connection.execute("PRAGMA user_version").fetchone() != (version,) or file_state(path) != state:
+                raise ValueError("it was replaced while it was opened")
+            return read(connection, _Opened(state, version))
     except (sqlite3.Error, ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as error:
         raise StorageError(f"{path} is damaged ({' '.join(str(error).split()):.200}); {again}") from error

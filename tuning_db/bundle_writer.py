@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sqlite3
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
@@ -21,10 +22,12 @@ from hadagen.tuning_db.atomic_file import atomic_file, check_place
 from hadagen.tuning_db.bundle import (
     APPLICATION_ID,
     FORMAT,
+    MOST_SIGNATURES,
     NO_BLOBS,
     OPENED,
     SCHEMA,
     SHARED,
+    SIGNATURES,
     Bundle,
     Row,
     Tables,
@@ -37,11 +40,14 @@ from hadagen.tuning_db.bundle import (
     winners_of,
 )
 from hadagen.tuning_db.files import deflated
+from hadagen.tuning_db.signatures import Signature, SigningKey
 from hadagen.tuning_db.winners import WinnerCell, cell_value, digest_of
 
 # Kernels in a dictionary: the number of 4, 8, 16 and 32 that makes the shipped bundle the smallest. The bytes that zlib
 # looks back. The number of kernels from which on a dictionary saves more than it takes.
 _IN_DICTIONARY, _LOOKS_BACK, _MANY = 8, 1 << 15, 64
+
+OLDEST_TO_SIGN = 6  # the format; the digest of earlier ones is of other columns
 
 
 def check_bundle_place(path: str | os.PathLike[str]) -> None:
@@ -81,6 +87,7 @@ def write_bundle(
         raise UsageError("a kernel of the bundle has no cubin; give kernels that were read with their blobs")
 
     with atomic_file(path) as new:
+        new.chmod(new.stat().st_mode & ~0o022)  # a bundle that others could change is not found
         with closing(sqlite3.connect(new, isolation_level=None)) as connection:
             digest = _fill(connection, _tables(arch, selection, kernels, arithmetic), kernels)
         try:
@@ -90,6 +97,42 @@ def write_bundle(
                 f"{path} was not written, because calls would refuse it ({error.__cause__}); tune its problem again"
             ) from error
     return digest
+
+
+def sign_bundle(path: str | os.PathLike[str], key: SigningKey) -> Signature:
+    """Add a signature to a bundle, in place of one that the key made before, and return it. The content stays.
+
+    A bundle of format 6 becomes one of the present format. The file is replaced only when the new one is complete.
+
+    Raises `StorageError` if it is missing, foreign or damaged, of an earlier format, or cannot be written.
+    """
+    Bundle.open(path)  # raises the right error where it is none
+    with atomic_file(path) as new:
+        shutil.copyfile(path, new)
+        before = Bundle.open(new)
+        before.verify()
+        if before.statement.format < OLDEST_TO_SIGN:
+            raise StorageError(
+                f"{path} is a bundle of format {before.statement.format}, and formats before {OLDEST_TO_SIGN} have no "
+                "signatures; write it anew with `hadagen bundle merge`"
+            )
+        signature = key.sign(replace(before.statement, format=FORMAT))
+        others = [each for each in before.signatures if each.key != signature.key]
+        if len(others) >= MOST_SIGNATURES:
+            raise StorageError(f"{path} has {len(others)} signatures, which is the most; write it anew and sign that")
+        with closing(sqlite3.connect(new, isolation_level=None)) as connection:
+            connection.execute("BEGIN")
+            if before.statement.format < FORMAT:
+                connection.execute(SIGNATURES)
+                connection.execute(f"PRAGMA user_version = {FORMAT}")
+            connection.execute("DELETE FROM signatures")
+            rows = [(each.key, each.signature) for each in (*others, signature)]
+            connection.executemany("INSERT INTO signatures (key, signature) VALUES (?, ?)", rows)
+            connection.execute("COMMIT")
+        after = Bundle.open(new)
+        if after.digest != before.digest or not after.signatures[-1].is_of(after.statement):
+            raise StorageError(f"{path} was changed while it was signed; sign it again")
+    return signature
 
 
 def _for_drivers(kernel: Kernel) -> Kernel:

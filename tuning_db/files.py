@@ -7,32 +7,43 @@ import sqlite3
 import stat
 import sys
 import zlib
+from typing import NamedTuple
 from urllib.parse import quote_from_bytes
 
 MOST_BYTES = 1 << 24  # of one value in a database, and of a cubin or PTX; real ones are a hundredth of it at most
 
 
-# The identity of a file: device, inode, size, and the times of its changes in ns. It differs from that of a new file of
-# the same name, and from before a change.
-FileState = tuple[int, int, int, int, int]
+class FileState(NamedTuple):
+    """The identity of a file, which differs from that of a new file of the same name, and from before a change."""
+
+    device: int
+    inode: int
+    size: int
+    changed_ns: int  # the content
+    altered_ns: int  # the content, the owner or the mode
 
 
 def file_state(path: str | os.PathLike[str]) -> FileState | None:
     """The state of a file; None if there is no such file."""
     try:
-        return _state(os.stat(path))
+        return state_of(os.stat(path))
     except OSError:
         return None
 
 
-def read_start(path: str | os.PathLike[str], size: int) -> tuple[bytes, FileState]:
-    """The first bytes of a regular file, and its state. Raises `OSError` for any other file; a pipe would block."""
+def state_of(found: os.stat_result) -> FileState:
+    """The state of a file of this status."""
+    return FileState(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+
+
+def read_start(path: str | os.PathLike[str], size: int) -> tuple[bytes, os.stat_result]:
+    """The first bytes of a regular file, and its status. Raises `OSError` for any other file; a pipe would block."""
     number = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     try:
         found = os.fstat(number)
         if not stat.S_ISREG(found.st_mode):
             raise OSError(None, "Is a directory" if stat.S_ISDIR(found.st_mode) else "Not a regular file")
-        return os.read(number, size), _state(found)
+        return os.read(number, size), found
     finally:
         os.close(number)
 
@@ -72,7 +83,3 @@ def inflated(data: bytes, shared: bytes = b"") -> bytes:
     if not stream.eof or stream.unused_data:
         raise ValueError("a compressed value was cut, or more follows it")
     return content
-
-
-def _state(found: os.stat_result) -> FileState:
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns

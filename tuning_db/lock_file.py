@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hadagen.errors import StorageError
+from hadagen.owners import make_folder
 from hadagen.tuning_db.atomic_file import unwritable
 from hadagen.tuning_db.files import file_state
 
@@ -31,7 +32,7 @@ def turn(path: Path, patience_s: float, is_done: Callable[[], bool]) -> Iterator
         return
     place = path.with_suffix(".lock")
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(place.parent)
         descriptor = os.open(place, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
         raise unwritable(place, error) from error

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hadagen.errors import DeviceError, HadagenError, StorageError, ToolchainError, UsageError, printable
+from hadagen.owners import problem_of
 from hadagen.problem import Problem
 from hadagen.regimes import Destination
-from hadagen.runtime import bundles, kernels, repeat
+from hadagen.runtime import bundles, kernels, repeat, trust
 from hadagen.runtime.choose import as_problem, is_settled, where_measured
 from hadagen.runtime.device import Device, cuda_device, cuda_index
 from hadagen.runtime.guesses import nearest_problems
@@ -53,7 +54,8 @@ def autotune(
 
     Raises `UsageError` for a bad argument; `DeviceError` if there is no GPU that hadagen makes kernels for, or nothing
     could be measured in that time; `ToolchainError` if there is no NVRTC, or numpy or Jinja2 is missing; `StorageError`
-    if the bundle cannot be written, is damaged or of another format, or another process blocks it.
+    if the bundle cannot be written, is damaged or of another format, another process blocks it, or calls would not
+    use it, because others could change it or HADAGEN_TRUSTED_KEYS is set.
     """
     wanted = as_problem(problem)
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= _MOST_SECONDS:
@@ -62,6 +64,7 @@ def autotune(
     path = bundle_path(target.arch)
     if (known := where_measured(wanted, target)) not in (None, path):
         return known
+    _check_use(path)
     if find_spec("numpy") is None:
         raise ToolchainError("numpy is missing, with which kernels are verified; pip install numpy")
     try:
@@ -93,6 +96,17 @@ def bundle_path(arch: str) -> Path:
     Raises `StorageError` if no home directory is known.
     """
     return bundles.user_directory() / f"{arch}_autotuned.db"
+
+
+def _check_use(path: Path) -> None:
+    """Raises `StorageError` if calls would not use what is written to a bundle at `path`."""
+    if trust.trusted_keys() is not None:
+        raise StorageError(
+            f"{trust.VARIABLE} is set, and nobody signs what autotune writes to {path}; tune with hadagen tune, and "
+            "sign its bundle"
+        )
+    if problem := problem_of(path):
+        raise StorageError(f"calls would not use {path}, because it could be changed by others: {problem}")
 
 
 def _measured_device(device: Any) -> tuple[int, Device]:

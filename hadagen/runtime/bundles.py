@@ -4,17 +4,31 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from hadagen.errors import StorageError
+from hadagen.owners import problem_beside, problem_of
+from hadagen.runtime import trust
 from hadagen.tuning_db.bundle import Bundle, NoKernelError, shipped
-from hadagen.tuning_db.files import FileState, file_state
+from hadagen.tuning_db.files import FileState, file_state, read_start, state_of
+from hadagen.tuning_db.signatures import PublicKey
 
 VARIABLE = "HADAGEN_BUNDLE"
+_PACKAGE = Path(__file__).parent.parent  # whoever may write there decides what runs anyway
 
-# Path → the state of the file when it was opened, and the result.
-_seen: dict[Path, tuple[FileState, Bundle | str]] = {}  # a bundle, or what is wrong with it
+
+class _Seen(NamedTuple):
+    """A file as it was opened."""
+
+    state: FileState
+    named: bool  # by the user, in HADAGEN_BUNDLE
+    keys: str | None  # `trust.setting`
+    found: Bundle | str  # or what is wrong with it
+
+
+_seen: dict[Path, _Seen] = {}
 _warned: set[str] = set()
 
 
@@ -32,8 +46,10 @@ def user_directory() -> Path:
 def pinned() -> list[Bundle]:
     """The bundles that the environment variable HADAGEN_BUNDLE names. Its paths are separated as in PATH.
 
-    Raises `StorageError` if one of them is damaged or no bundle.
+    Raises `StorageError` if one of them is damaged or no bundle, or not signed by a trusted key, and what
+    `trust.trusted_keys` raises. Who owns the files does not matter, because the user named them.
     """
+    trust.trusted_keys()
     return [_opened(path) for path in _pinned_files()]
 
 
@@ -65,8 +81,8 @@ def known() -> list[Bundle]:
     2. those of `user_directory`, by name;
     3. those that hadagen ships.
 
-    Raises what `pinned` raises. A damaged bundle among the others only gives a warning: a file left by another version
-    must not stop a program that did not name it.
+    Raises what `pinned` raises. A damaged bundle among the others only gives a warning, and so does one that others
+    could change, or that no trusted key signed: such a file must not stop a program that did not name it.
     """
     bundles = pinned()
     for path in _others():
@@ -82,14 +98,17 @@ def _pinned_files() -> list[Path]:
 
 
 def _others() -> list[Path]:
+    of_user: list[Path] = []
     try:
         directory = user_directory()
         # `glob` would treat an unreadable directory as empty.
         of_user = [directory / name for name in sorted(os.listdir(directory)) if name.endswith(".db")]
+        if of_user and (problem := problem_of(directory)):
+            of_user = []
+            _warn(f"hadagen goes on without the bundles in {directory}: {problem}")
     except (FileNotFoundError, StorageError):
-        of_user = []
+        pass
     except OSError as error:
-        of_user = []
         _warn(f"hadagen goes on without a bundle: {directory} cannot be read ({error.strerror}); make it readable")
     return [*of_user, *shipped().values()]
 
@@ -100,9 +119,11 @@ def leave_out(bundle: Bundle, error: StorageError) -> None:
     if isinstance(error, NoKernelError):
         _warn(f"{bundle.path} was replaced; hadagen uses what it is now")
         return
-    if bundle.path in map(Path.absolute, _pinned_files()):
+    if _is_pinned(bundle.path):
         raise error
-    _seen[bundle.path] = bundle.state, str(error)  # its traceback would keep the tensors of the call
+    _seen[bundle.path] = _Seen(
+        bundle.state, False, trust.setting(), str(error)
+    )  # its traceback would keep the tensors of the call
     _warn(f"hadagen goes on without a bundle: {error}")
 
 
@@ -114,18 +135,38 @@ def _warn(message: str) -> None:
 
 
 def _opened(path: Path) -> Bundle:
-    """The bundle at a path, opened once in each state of the file."""
-    path = path.absolute()
-    state = file_state(path)
+    """The bundle at a path, opened once in each state of the file. Raises `StorageError` if it must not be used."""
+    path, keys = path.absolute(), trust.trusted_keys()
+    state, named = file_state(path), _is_pinned(path)
     if state is None:
         return Bundle.open(path)  # raises the right error
-    known, found = _seen.get(path, (None, None))
-    if known != state:
+    seen = _seen.get(path)
+    if seen is None or seen[:3] != (state, named, trust.setting()):
+        found: Bundle | str
         try:
-            found = Bundle.open(path)
+            found = Bundle.open(path, trust.accepting(keys)) if named else _open_found(path, keys)
         except StorageError as error:
             found = str(error)
-        _seen[path] = state, found
-    if isinstance(found, Bundle):
-        return found
-    raise StorageError(found)
+        seen = _seen[path] = _Seen(state, named, trust.setting(), found)
+    if isinstance(seen.found, Bundle):
+        return seen.found
+    raise StorageError(seen.found)
+
+
+def _open_found(path: Path, keys: Sequence[PublicKey] | None) -> Bundle:
+    """The bundle at a path that nobody named. Raises `StorageError` if others could change it."""
+    try:
+        _, status = read_start(path, 0)
+    except OSError:
+        return Bundle.open(path)  # raises the right error
+    is_shipped = path in shipped().values()
+    if problem := problem_beside(path, status, _PACKAGE) if is_shipped else problem_of(path, status):
+        raise StorageError(f"{path} could be changed by others: {problem}")
+    bundle = Bundle.open(path, trust.accepting(keys))
+    if bundle.state != state_of(status):  # it was replaced in between
+        return _open_found(path, keys)
+    return bundle
+
+
+def _is_pinned(path: Path) -> bool:
+    return path in map(Path.absolute, _pinned_files())
