@@ -10,11 +10,13 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
-from itertools import chain
+from itertools import chain, count
 from typing import Any
+from warnings import catch_warnings, simplefilter
 
 import optuna
 from optuna.distributions import distribution_to_json
+from optuna.exceptions import ExperimentalWarning
 from optuna.storages import RDBStorage
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial
@@ -33,17 +35,14 @@ _TABLES = ("studies", "trials", "trial_params", "trial_values", "trial_system_at
 class Mirror:
     """Optuna's tables in a store. As a context manager it closes its connections at the end.
 
-    Every method raises `StorageError` if the database fails.
+    Every method raises `StorageError` if the database fails. If the connection to its server is lost, a method tries
+    again what it does, see `hadagen.tuning_db.database`.
     """
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._storage = _open(store)
-        self._tables: dict[str, Table] | None = None
-        if self._storage.get_current_version() == _KNOWN_SCHEMA:
-            known = MetaData()
-            known.reflect(self._storage.engine, only=_TABLES)
-            self._tables = {name: known.tables[name] for name in _TABLES}
+        self._tables = store.patiently(self._known_tables)
 
     def __enter__(self) -> Mirror:
         return self
@@ -53,11 +52,31 @@ class Mirror:
 
     def study(self, name: str) -> optuna.Study:
         """The study of that name, which is made if it is missing."""
-        with self._store.lent():
+
+        def opened() -> optuna.Study:
             directions = [StudyDirection.MAXIMIZE] * len(REGIMES)
-            return optuna.create_study(
+            study = optuna.create_study(
                 storage=self._storage, study_name=name, directions=directions, load_if_exists=True
             )
+            if study.metric_names is None:  # for Optuna's dashboard
+                with catch_warnings():
+                    simplefilter("ignore", ExperimentalWarning)
+                    study.set_metric_names(list(REGIMES))
+            return study
+
+        return self._store.patiently(opened)
+
+    def trials(self, study: optuna.Study) -> list[FrozenTrial]:
+        """The trials of a study, of all runs."""
+        return self._store.patiently(lambda: study.get_trials(deepcopy=False))
+
+    def noted(self, study: optuna.Study) -> dict[str, Any]:
+        """What was noted about a study."""
+        return self._store.patiently(lambda: study.user_attrs)
+
+    def note(self, study: optuna.Study, name: str, value: Any) -> None:
+        """Note a value about a study."""
+        self._store.patiently(lambda: study.set_user_attr(name, value))
 
     def add(self, results: Iterable[tuple[optuna.Study, FrozenTrial]]) -> None:
         """Add finished trials to their studies."""
@@ -66,15 +85,34 @@ class Mirror:
             by_study[study._study_id].append(trial)
         if not by_study:
             return
-        with self._store.lent():
+        attempts = count(1)
+
+        def attempt() -> None:
+            # An attempt that lost the connection may have added them.
+            again = next(attempts) > 1
+            new = {number: self._missing(number, trials) if again else trials for number, trials in by_study.items()}
             if self._tables is None:
-                for number, trials in by_study.items():
+                for number, trials in new.items():
                     for trial in trials:
                         self._storage.create_new_trial(number, trial)
                 return
             with self._storage.engine.begin() as connection:
-                for number in sorted(by_study):  # in one order, so that two runs do not wait for each other
-                    _add(connection, self._tables, number, by_study[number])
+                for number in sorted(new):  # in one order, so that two runs do not wait for each other
+                    _add(connection, self._tables, number, new[number])
+
+        self._store.patiently(attempt)
+
+    def _missing(self, study: int, trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
+        """The trials whose knobs no trial of the study has."""
+        there = [trial.params for trial in self._storage.get_all_trials(study, deepcopy=False)]
+        return [trial for trial in trials if trial.params not in there]
+
+    def _known_tables(self) -> dict[str, Table] | None:
+        if self._storage.get_current_version() != _KNOWN_SCHEMA:
+            return None
+        known = MetaData()
+        known.reflect(self._storage.engine, only=_TABLES)
+        return {name: known.tables[name] for name in _TABLES}
 
 
 def _add(connection: Connection, tables: dict[str, Table], study: int, trials: Sequence[FrozenTrial]) -> None:
@@ -82,10 +120,10 @@ def _add(connection: Connection, tables: dict[str, Table], study: int, trials: S
     studies, table = tables["studies"], tables["trials"]
     # Optuna locks the study too while it counts.
     connection.execute(select(studies.c.study_id).where(studies.c.study_id == study).with_for_update())
-    count = connection.scalar(select(func.count()).select_from(table).where(table.c.study_id == study)) or 0
+    before = connection.scalar(select(func.count()).select_from(table).where(table.c.study_id == study)) or 0
     rows = [
         {
-            "number": count + i,
+            "number": before + i,
             "study_id": study,
             "state": trial.state.name,
             "datetime_start": _utc(trial.datetime_start),
@@ -135,20 +173,21 @@ def _utc(date: datetime | None) -> datetime | None:
 
 
 def _open(store: Store) -> RDBStorage:
-    sqlite = store.url.startswith("sqlite")
+    # Optuna takes braces in a URL for places to fill in.
+    url = store.url.replace("{", "{{").replace("}", "}}")
     failure, attempts = "", 0
     while True:
         attempts += 1
         try:
-            with store.lent():
-                return RDBStorage(store.url, engine_kwargs={"connect_args": {"timeout": 60}} if sqlite else None)
+            return store.alone(lambda: RDBStorage(url, engine_kwargs=dict(store.engine_options)))
         except RuntimeError as error:
             raise StorageError(
                 f"{store.place} holds tables of another Optuna than {optuna.__version__}; name another database"
             ) from error
         except StorageError as error:
-            # Another process may make these tables at the same time, because Optuna takes no lock. The next attempt
-            # finds the tables of that process. So a second failure with the same text has another reason.
+            # In an SQLite file another process may make these tables at the same time, because Optuna takes no lock.
+            # The next attempt finds the tables of that process. So a second failure with the same text has another
+            # reason.
             if failure == str(error) or attempts == ATTEMPTS:
                 raise
             failure = str(error)
