@@ -88,9 +88,10 @@ class Mirror:
         attempts = count(1)
 
         def attempt() -> None:
-            # An attempt that lost the connection may have added them.
-            again = next(attempts) > 1
-            new = {number: self._missing(number, trials) if again else trials for number, trials in by_study.items()}
+            new = by_study
+            if next(attempts) > 1:  # the one before lost the connection, and may have added them
+                missing = {number: self._missing(number, trials) for number, trials in by_study.items()}
+                new = {number: trials for number, trials in missing.items() if trials}
             if self._tables is None:
                 for number, trials in new.items():
                     for trial in trials:
