@@ -20,7 +20,7 @@ from optuna.exceptions import ExperimentalWarning
 from optuna.storages import RDBStorage
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial
-from sqlalchemy import MetaData, Table, func, insert, select
+from sqlalchemy import MetaData, Table, func, insert, select, update
 from sqlalchemy.engine import Connection
 
 from hadagen.errors import StorageError
@@ -78,8 +78,8 @@ class Mirror:
         """Note a value about a study."""
         self._store.patiently(lambda: study.set_user_attr(name, value))
 
-    def add(self, results: Iterable[tuple[optuna.Study, FrozenTrial]]) -> None:
-        """Add finished trials to their studies."""
+    def add(self, results: Iterable[tuple[optuna.Study, FrozenTrial]], *, missing: bool = False) -> None:
+        """Add finished trials to their studies; with `missing` only those whose knobs no trial of the study has."""
         by_study: dict[int, list[FrozenTrial]] = defaultdict(list)
         for study, trial in results:
             by_study[study._study_id].append(trial)
@@ -88,25 +88,21 @@ class Mirror:
         attempts = count(1)
 
         def attempt() -> None:
-            new = by_study
-            if next(attempts) > 1:  # the one before lost the connection, and may have added them
-                missing = {number: self._missing(number, trials) for number, trials in by_study.items()}
-                new = {number: trials for number, trials in missing.items() if trials}
+            # If the attempt before lost the connection, what it added may be there.
+            only_missing = missing or next(attempts) > 1
             if self._tables is None:
-                for number, trials in new.items():
+                for number, trials in by_study.items():
+                    there = self._storage.get_all_trials(number, deepcopy=False) if only_missing else []
+                    known = [trial.params for trial in there]
                     for trial in trials:
-                        self._storage.create_new_trial(number, trial)
+                        if trial.params not in known:
+                            self._storage.create_new_trial(number, trial)
                 return
             with self._storage.engine.begin() as connection:
-                for number in sorted(new):  # in one order, so that two runs do not wait for each other
-                    _add(connection, self._tables, number, new[number])
+                for number in sorted(by_study):  # in one order, so that two runs do not wait for each other
+                    _add(connection, self._tables, number, by_study[number], only_missing)
 
         self._store.patiently(attempt)
-
-    def _missing(self, study: int, trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
-        """The trials whose knobs no trial of the study has."""
-        there = [trial.params for trial in self._storage.get_all_trials(study, deepcopy=False)]
-        return [trial for trial in trials if trial.params not in there]
 
     def _known_tables(self) -> dict[str, Table] | None:
         if self._storage.get_current_version() != _KNOWN_SCHEMA:
@@ -116,11 +112,22 @@ class Mirror:
         return {name: known.tables[name] for name in _TABLES}
 
 
-def _add(connection: Connection, tables: dict[str, Table], study: int, trials: Sequence[FrozenTrial]) -> None:
+def _add(
+    connection: Connection, tables: dict[str, Table], study: int, trials: Sequence[FrozenTrial], missing: bool
+) -> None:
     """Add trials to a study as Optuna does: numbered from 0 within their study, dates in UTC."""
     studies, table = tables["studies"], tables["trials"]
-    # Optuna locks the study too while it counts.
-    connection.execute(select(studies.c.study_id).where(studies.c.study_id == study).with_for_update())
+    # Locks the study, as Optuna does while it counts. In SQLite only a write begins a transaction.
+    connection.execute(update(studies).where(studies.c.study_id == study).values(study_name=studies.c.study_name))
+    if missing:
+        there = _knobs(connection, tables, study)
+        trials = [
+            trial
+            for trial in trials
+            if {each["param_name"]: each["param_value"] for each in _params(0, trial)} not in there
+        ]
+        if not trials:
+            return
     before = connection.scalar(select(func.count()).select_from(table).where(table.c.study_id == study)) or 0
     rows = [
         {
@@ -143,6 +150,16 @@ def _add(connection: Connection, tables: dict[str, Table], study: int, trials: S
         tables["trial_system_attributes"],
         ({"trial_id": number, "key": key, "value_json": json.dumps(value)} for number, (key, value) in attributes),
     )
+
+
+def _knobs(connection: Connection, tables: dict[str, Table], study: int) -> list[dict[str, float]]:
+    """The parameters of each trial of a study, as Optuna stores them."""
+    params, trials = tables["trial_params"], tables["trials"]
+    found: dict[int, dict[str, float]] = defaultdict(dict)
+    query = select(params.c.trial_id, params.c.param_name, params.c.param_value).join(trials)
+    for number, name, value in connection.execute(query.where(trials.c.study_id == study)):
+        found[number][name] = value
+    return list(found.values())
 
 
 def _params(number: int, trial: FrozenTrial) -> list[dict[str, Any]]:

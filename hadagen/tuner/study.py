@@ -162,10 +162,17 @@ class Study:
 
     `known`: the trials so far, of any run. The study learns from them, and does not repeat them. `mirror`: Optuna's
     tables; None for a search that keeps nothing. The same `seed` and the same answers give the same questions.
+    `elsewhere`: the knobs, as `knobs_key`, that other runs had claimed after `known` was read.
     """
 
     def __init__(
-        self, space: Space, device: str, known: Mapping[Knobs, Trial], mirror: Mirror | None, seed: int
+        self,
+        space: Space,
+        device: str,
+        known: Mapping[Knobs, Trial],
+        mirror: Mirror | None,
+        seed: int,
+        elsewhere: Collection[str] = (),
     ) -> None:
         self.problem = space.problem
         self._space = space
@@ -194,8 +201,10 @@ class Study:
         for result in results.values():
             self._study.add_trial(result)
         if mirror and self.mirrored:
-            there = {Knobs.from_dict(trial.params) for trial in mirror.trials(self.mirrored)}
-            mirror.add((self.mirrored, result) for knobs, result in results.items() if knobs not in there)
+            # Runs that are not dead add their trials to Optuna's tables before they give up the claims of them.
+            theirs = {knobs for key in elsewhere if (knobs := _knobs_of_key(key))}
+            new = ((self.mirrored, result) for knobs, result in results.items() if knobs not in theirs)
+            mirror.add(new, missing=True)
 
     @property
     def best(self) -> Scores:
