@@ -129,10 +129,10 @@ class PostgresServer:
         where = URL.create("postgresql+psycopg", user, password, "127.0.0.1", self.port, database)
         return where.render_as_string(hide_password=False)
 
-    def new_database(self) -> str:
-        """The URL of a new database without tables."""
+    def new_database(self, like: str = "template0") -> str:
+        """The URL of a new database with the tables of another, by default with none."""
         name = f"test_{next(self._numbers)}"
-        self.execute(f"CREATE DATABASE {name} TEMPLATE template0")
+        self.execute(f"CREATE DATABASE {name} TEMPLATE {like} STRATEGY FILE_COPY")
         return self.url(name)
 
     def execute(self, *statements: str, database: str = "postgres") -> list[tuple[Any, ...]]:

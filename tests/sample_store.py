@@ -1,4 +1,7 @@
-"""Tuning databases to test with: one without trials, open or not, and what is said of a file that is refused."""
+"""Tuning databases to test with: one without trials, open or not, and what is said of a file that is refused.
+
+`place` and `any_store` are of both kinds of database: a test that uses them runs on SQLite and on PostgreSQL.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from postgres import PostgresServer
 
 from hadagen.errors import StorageError
 from hadagen.tuning_db.store import Store
@@ -28,6 +32,29 @@ def path(tmp_path: Path, empty: Path) -> Path:
 @pytest.fixture
 def store(path: Path) -> Iterator[Store]:
     with Store.open(path) as store:
+        yield store
+
+
+@pytest.fixture(scope="session")
+def empty_on_server(postgres_server: PostgresServer) -> str:
+    """The name of a PostgreSQL database without trials, which others are made of."""
+    url = postgres_server.new_database()
+    Store.open(url).close()
+    return url.rpartition("/")[2]
+
+
+@pytest.fixture(params=["SQLite", "PostgreSQL"])
+def place(request: pytest.FixtureRequest) -> Path | str:
+    """A database without trials of each kind: a path, or a URL."""
+    if request.param == "SQLite":
+        return Path(request.getfixturevalue("path"))
+    server: PostgresServer = request.getfixturevalue("postgres_server")
+    return server.new_database(request.getfixturevalue("empty_on_server"))
+
+
+@pytest.fixture
+def any_store(place: Path | str) -> Iterator[Store]:
+    with Store.open(place) as store:
         yield store
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from fake_search import TRIALS, FakeRunner, exit_codes, options, problems, search_and_die
-from sample_store import empty, path, store
+from sample_store import any_store, empty, empty_on_server, path, place
 
 from hadagen.trial import knobs_key
 from hadagen.tuner.events import Event, TrialFinished
@@ -17,15 +17,19 @@ from hadagen.tuning_db import claims
 from hadagen.tuning_db.claims import LEASE_SECONDS, Claims
 from hadagen.tuning_db.store import Store
 
-__all__ = ["empty", "path", "store"]  # fixtures
+__all__ = ["any_store", "empty", "empty_on_server", "path", "place"]  # fixtures
 
 (PROBLEM,) = problems(256)
 WORK = [(PROBLEM, name) for name in ("a", "b", "c")]
 HERE = ("sm90", "Test GPU")
 
 
-def test_work_is_claimed_once_until_it_is_given_up(store: Store) -> None:
-    with Claims(store, *HERE) as one, Claims(store, *HERE) as other, Claims(store, "sm90", "Another GPU") as elsewhere:
+def test_work_is_claimed_once_until_it_is_given_up(any_store: Store) -> None:
+    with (
+        Claims(any_store, *HERE) as one,
+        Claims(any_store, *HERE) as other,
+        Claims(any_store, "sm90", "Another GPU") as elsewhere,
+    ):
         assert one.take(WORK[:2]) == [True, True]
         assert other.take(WORK) == [False, False, True]
         assert one.take([WORK[0], WORK[2]]) == [False, False]
@@ -35,24 +39,24 @@ def test_work_is_claimed_once_until_it_is_given_up(store: Store) -> None:
         one.finish(*WORK[0])
         assert one.take([]) == []
         assert other.take(WORK[:2]) == [True, False]
-    with Claims(store, *HERE) as later:
+    with Claims(any_store, *HERE) as later:
         assert later.of_others() == {}
         assert later.take(WORK) == [True, True, True]
 
 
-def test_what_has_a_trial_is_not_claimed(store: Store) -> None:
-    tune(options(store, FakeRunner()))
-    done = [(trial.problem, knobs_key(trial.knobs)) for trial in store.trials()]
-    with Claims(store, *HERE) as later:
+def test_what_has_a_trial_is_not_claimed(any_store: Store) -> None:
+    tune(options(any_store, FakeRunner()))
+    done = [(trial.problem, knobs_key(trial.knobs)) for trial in any_store.trials()]
+    with Claims(any_store, *HERE) as later:
         assert not any(later.take(done))
 
 
-def test_a_lease_ends_unless_it_is_renewed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lease_ends_unless_it_is_renewed(any_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(claims, "_place", lambda: "here")
-    one = Claims(store, *HERE, clock=lambda: now[0])
+    one = Claims(any_store, *HERE, clock=lambda _: now[0])
     monkeypatch.setattr(claims, "_place", lambda: "elsewhere")
-    other = Claims(store, *HERE, clock=lambda: now[0])
+    other = Claims(any_store, *HERE, clock=lambda _: now[0])
     assert one.take(WORK) == [True, True, True]
     now[0] = LEASE_SECONDS - 1
     one.renew()
@@ -63,30 +67,32 @@ def test_a_lease_ends_unless_it_is_renewed(store: Store, monkeypatch: pytest.Mon
     assert other.take(WORK) == [True, True, True]
 
 
-def test_claims_of_a_process_that_ended_here_are_free_at_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_claims_of_a_process_that_ended_here_are_free_at_once(
+    any_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     monkeypatch.setattr("os.getpid", lambda: ended.pid)
-    dead = Claims(store, *HERE)
+    dead = Claims(any_store, *HERE)
     monkeypatch.undo()
     assert dead.take(WORK) == [True, True, True]
-    living = Claims(store, *HERE)
+    living = Claims(any_store, *HERE)
     assert living.of_others() == {}
     assert living.take(WORK) == [True, True, True]
 
 
-def test_a_tune_within_a_tune_leaves_it_what_is_under_way_and_both_learn_all(store: Store) -> None:
+def test_a_tune_within_a_tune_leaves_it_what_is_under_way_and_both_learn_all(any_store: Store) -> None:
     inner, outer = FakeRunner(), FakeRunner()
     reports = []
 
     def listen(event: Event) -> None:
         if isinstance(event, TrialFinished) and event.finished == 5:
-            reports.append(tune(options(store, inner, trials=4 * TRIALS)))
+            reports.append(tune(options(any_store, inner, trials=4 * TRIALS)))
 
-    reports.append(tune(options(store, outer, trials=4 * TRIALS), listen))
+    reports.append(tune(options(any_store, outer, trials=4 * TRIALS), listen))
     of_inner, of_outer = reports
     asked = [(problem, knobs_key(knobs)) for problem, knobs in (*inner.asked, *outer.asked)]
-    assert len(asked) == len(set(asked)) == 4 * TRIALS == len(store.trials())
+    assert len(asked) == len(set(asked)) == 4 * TRIALS == len(any_store.trials())
     assert sum(of_inner.outcomes.values()) == len(inner.asked) > TRIALS
     assert sum(of_outer.outcomes.values()) == len(outer.asked) > TRIALS
     assert of_inner.finished + of_inner.under_way == 4 * TRIALS

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import optuna
 import pytest
 from optuna.distributions import CategoricalDistribution
 from optuna.trial import FrozenTrial, TrialState, create_trial
+from sample_store import any_store, empty, empty_on_server, path, place
 
 from hadagen.tuner import mirror
 from hadagen.tuner.mirror import Mirror
 from hadagen.tuning_db.store import Store
+
+__all__ = ["any_store", "empty", "empty_on_server", "path", "place"]  # fixtures
 
 RANGES = {"warps": CategoricalDistribution((1, 2, 4)), "load": CategoricalDistribution(("plain", "cp_async"))}
 
@@ -29,11 +30,11 @@ def told(trial: FrozenTrial) -> dict[str, object]:
 
 @pytest.mark.parametrize("schema", [mirror._KNOWN_SCHEMA, "of another Optuna"])
 def test_trials_are_as_optuna_itself_would_have_added_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, schema: str
+    any_store: Store, monkeypatch: pytest.MonkeyPatch, schema: str
 ) -> None:
     monkeypatch.setattr(mirror, "_KNOWN_SCHEMA", schema)
     added = results()
-    with Store.open(tmp_path / "trials.db") as store, Mirror(store) as tables:
+    with Mirror(any_store) as tables:
         assert (tables._tables is None) == (schema == "of another Optuna")
         ours, theirs = tables.study("ours"), tables.study("theirs")
         tables.add([])
@@ -41,8 +42,7 @@ def test_trials_are_as_optuna_itself_would_have_added_them(
         tables.add([(ours, added[2])])
         for trial in added[1:]:
             theirs.add_trial(trial)
-        url = store.url
-    read = {name: optuna.load_study(study_name=name, storage=url) for name in ("ours", "theirs")}
+    read = {name: optuna.load_study(study_name=name, storage=any_store.url) for name in ("ours", "theirs")}
     assert [told(trial) for trial in read["ours"].trials] == [told(trial) for trial in read["theirs"].trials]
     assert [trial.number for trial in read["ours"].trials] == [0, 1, 2]
-    assert len(read["ours"].directions) == len(mirror.REGIMES)
+    assert read["ours"].metric_names == list(mirror.REGIMES)

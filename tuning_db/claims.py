@@ -1,14 +1,13 @@
 """`Claims`: the work that a run has in progress in a tuning database, so that no other run does the same.
 
-A claim is a lease. It is valid for `LEASE_SECONDS`, by the clocks of the machines that share the database, and its run
-renews it. A run that ends gives its claims up. If a run was killed, its claims end at once for runs on the same
-machine, and for others when the lease is over.
+A claim is a lease. It is valid for `LEASE_SECONDS`, by the clock of the database server, or for an SQLite file by those
+of the machines that share it. Its run renews it. A run that ends gives its claims up. If a run was killed, its claims
+end at once for runs on the same machine, and for others when the lease is over.
 """
 
 from __future__ import annotations
 
 import os
-import time
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -37,8 +36,8 @@ class Claims:
     As a context manager it gives all claims up at its end. Every method raises `StorageError` if the database fails.
     """
 
-    def __init__(self, store: Store, arch: str, gpu: str, clock: Callable[[], float] = time.time) -> None:
-        self._store, self._clock = store, clock
+    def __init__(self, store: Store, arch: str, gpu: str, clock: Callable[[Session], float] | None = None) -> None:
+        self._store, self._clock = store, clock or store.clock
         self._here = {"arch": arch, "gpu": gpu}
         self._owner = f"{_place()} {os.getpid()} {uuid.uuid4().hex}"
         self._finished: set[Work] = set()
@@ -53,26 +52,40 @@ class Claims:
     def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._renewing.join()
-        with suppress(StorageError), self._store.writing() as session:  # if it fails, the lease ends by itself
-            session.execute(delete(ClaimRow).where(ClaimRow.owner == self._owner))
+        mine = delete(ClaimRow).where(ClaimRow.owner == self._owner)
+        with suppress(StorageError):  # if it fails, the lease ends by itself
+            self._store.write(lambda session: session.execute(mine), patient=False)
 
     def take(self, wanted: Sequence[Work]) -> list[bool]:
         """Claim work. Returns for each whether it is ours now: not if another run has a claim or a trial of it."""
-        with self._store.writing() as session:
-            self._drop_what_ended(session)
+        with self._lock:
+            finished = set(self._finished)
+        added: set[tuple[int, str]] = set()  # by an attempt, which may be there although it failed
+
+        def attempt(session: Session) -> list[bool]:
+            self._drop_what_ended(session, finished)
             numbers = {problem: row_of(session, ProblemRow, {"key": problem.key}).id for problem, _ in wanted}
             taken = self._tried(session, numbers.values())
-            claims = select(ClaimRow.problem_id, ClaimRow.work).filter_by(**self._here)
-            taken.update((number, work) for number, work in session.execute(claims))
-            lease = {"owner": self._owner, "expires": self._clock() + LEASE_SECONDS, **self._here}
+            claims = select(ClaimRow.problem_id, ClaimRow.work, ClaimRow.owner).filter_by(**self._here)
+            there: set[tuple[int, str]] = set()
+            for number, work, owner in session.execute(claims):
+                ours = owner == self._owner and (number, work) in added
+                (there if ours else taken).add((number, work))
+            lease = {"owner": self._owner, "expires": self._clock(session) + LEASE_SECONDS, **self._here}
             answers = []
             for problem, work in wanted:
                 place = numbers[problem], work
                 answers.append(place not in taken)
-                if place not in taken:
-                    taken.add(place)
+                if place not in taken and place not in there:
+                    added.add(place)
                     session.add(ClaimRow(problem_id=numbers[problem], work=work, **lease))
+                taken.add(place)
             return answers
+
+        answers = self._store.write(attempt)
+        with self._lock:
+            self._finished -= finished
+        return answers
 
     def finish(self, problem: Problem, work: str) -> None:
         """Note that claimed work is recorded. The next `take` removes its claim."""
@@ -81,18 +94,23 @@ class Claims:
 
     def of_others(self) -> dict[Problem, set[str]]:
         """Problem → the work that other runs have in progress."""
-        found: dict[Problem, set[str]] = defaultdict(set)
-        with self._store.reading() as session:
+
+        def look(session: Session) -> dict[Problem, set[str]]:
+            found: dict[Problem, set[str]] = defaultdict(set)
+            now = self._clock(session)
             for claim, problem in session.execute(self._claims):
-                if claim.owner != self._owner and self._counts(claim):
+                if claim.owner != self._owner and _counts(claim, now):
                     found[problem_of(problem)].add(claim.work)
-        return dict(found)
+            return dict(found)
+
+        return self._store.read(look)
 
     def renew(self) -> None:
         """Renew the leases of this run."""
-        with self._store.writing() as session:
-            mine = update(ClaimRow).where(ClaimRow.owner == self._owner)
-            session.execute(mine.values(expires=self._clock() + LEASE_SECONDS))
+        mine = update(ClaimRow).where(ClaimRow.owner == self._owner)
+        self._store.write(
+            lambda session: session.execute(mine.values(expires=self._clock(session) + LEASE_SECONDS)), patient=False
+        )
 
     def _renew_now_and_then(self) -> None:
         while not self._ended.wait(RENEW_SECONDS):
@@ -113,18 +131,18 @@ class Claims:
         )
         return {(number, work) for number, work in session.execute(query)}
 
-    def _drop_what_ended(self, session: Session) -> None:
-        with self._lock:
-            finished, self._finished = self._finished, set()
+    def _drop_what_ended(self, session: Session, finished: set[Work]) -> None:
+        now = self._clock(session)
         for claim, problem in session.execute(self._claims).all():
             mine = claim.owner == self._owner
             done = (problem_of(problem), claim.work) in finished
-            if done if mine else not self._counts(claim):
+            if done if mine else not _counts(claim, now):
                 session.delete(claim)
         session.flush()
 
-    def _counts(self, claim: ClaimRow) -> bool:
-        return claim.expires > self._clock() and not _is_dead(claim.owner)
+
+def _counts(claim: ClaimRow, now: float) -> bool:
+    return claim.expires > now and not _is_dead(claim.owner)
 
 
 def _place() -> str:

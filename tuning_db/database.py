@@ -1,7 +1,11 @@
 """Opens a tuning database, gives its transactions, and turns each failure into one clear sentence.
 
 A database is a path or an SQLAlchemy URL (SQLite or PostgreSQL). A new database gets the current schema. An older one
-is upgraded with a message. A newer or foreign one is refused, unchanged. A file without write permission is only read.
+is upgraded with a message. A newer or foreign one is refused, unchanged. A file without write permission is only read,
+and so are the tables of a PostgreSQL database whose user may not write them.
+
+If the connection to a server is lost, such as at its restart, a transaction is tried again as a whole for
+`PATIENCE_SECONDS`. Whether the lost one was committed may be unknown. So each must have the same effect if done twice.
 """
 
 from __future__ import annotations
@@ -12,36 +16,34 @@ import re
 import shutil
 import sqlite3
 import stat
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
 from sqlalchemy import Connection, Engine, create_engine, event, inspect, text
 from sqlalchemy.engine import URL, make_url
-from sqlalchemy.exc import ArgumentError, SQLAlchemyError
+from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
 from sqlalchemy.orm import Session
 from sqlalchemy.pool import NullPool
 
 from hadagen.errors import StorageError, UsageError
+from hadagen.tuning_db import postgresql
 from hadagen.tuning_db.files import connect_read_only, limit_values, read_start
 from hadagen.tuning_db.schema import SCHEMA_VERSION, VERSION_TABLE, Base
 
 MIGRATIONS = Path(__file__).parent / "migrations"
 BUSY_SECONDS = 60.0  # how long to wait for another process to finish its transaction
+PATIENCE_SECONDS = 60.0  # how long to try to reach a server again that was lost; a restart takes some seconds
+RETRY_SECONDS = 0.5  # between two attempts
+
+T = TypeVar("T")
 
 _log = logging.getLogger("hadagen")
 # SQLAlchemy logs a traceback if Ctrl-C ends a query. Without a handler, that would be printed.
 logging.getLogger("sqlalchemy").addHandler(logging.NullHandler())
-
-# (Dialect, whether it writes) → how a transaction begins. There is one writer at a time, so that a writer may look
-# first and then insert. A reader sees the database at one moment.
-_BEGIN = {
-    ("sqlite", False): "BEGIN",
-    ("sqlite", True): "BEGIN IMMEDIATE",
-    ("postgresql", False): "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ",
-    ("postgresql", True): "SELECT pg_advisory_xact_lock(1751213172)",
-}
 
 # Message of SQLite → our sentence. Its messages are part of its interface; Python 3.10 does not give error codes.
 _DAMAGED = "{place} is damaged; restore it from a copy, or name another file to start a new database"
@@ -60,84 +62,148 @@ _SENTENCES = {
 class Database:
     """An open database with the current schema.
 
-    `place`: its path or URL for messages, without a password. `url`: opens it again, for instance for Optuna, whose
-    tables are beside ours. `read_only`: whether it is only read. Every method raises `StorageError` if the database
-    fails. Stored rows are then unchanged.
+    `place`: its path or URL for messages, without a password. `url`, with a password, and `engine_options`: open it
+    again, for instance for Optuna, whose tables are beside ours. `read_only`: whether it is only read. Every method
+    raises `StorageError` if the database fails. Stored rows are then unchanged.
     """
 
     def __init__(self, where: str | os.PathLike[str], upgraded: Callable[[Session], None]) -> None:
         """Open a database; create or upgrade it if needed. `upgraded`: called at the end of an upgrade, within its
         transaction. Raises `UsageError` for a URL of another backend than SQLite and PostgreSQL."""
         self._upgraded = upgraded
-        url = _url(where)
-        self.url = url.render_as_string(hide_password=False)
-        self.place = url.render_as_string(hide_password=True)
-        self._path = _file(url)
+        self._url = _url(where)
+        self.url = self._url.render_as_string(hide_password=False)
+        self._path = _file(self._url)
+        self._on_server = self._url.get_backend_name() == "postgresql"
         self.read_only = False
         if self._path is not None:
             self.place = str(self._path)
             self.read_only = _inspect_file(self._path)
-        self._engine = self._create_engine(url)
+        else:
+            self.place = postgresql.place_of(self._url)
+        self.engine_options: dict[str, Any] = (
+            postgresql.engine_options(self._url) if self._on_server else {"connect_args": {"timeout": BUSY_SECONDS}}
+        )
+        self._engine = self._create_engine(self._url)
         self._writer = self._engine.execution_options(writes=True)
         self._bring_up_to_date()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.place!r})"
 
     def close(self) -> None:
         self._engine.dispose()
 
-    @contextmanager
-    def reading(self) -> Iterator[Session]:
-        """A transaction that sees the database at one moment."""
-        with self._sentences(), Session(self._engine) as session, session.begin():
-            yield session
+    def read(self, work: Callable[[Session], T]) -> T:
+        """Call `work` in a transaction that sees the database at one moment. Returns what it returns."""
+        return self.patiently(lambda: self._transact(self._engine, work))
 
-    @contextmanager
-    def writing(self) -> Iterator[Session]:
-        """A transaction that excludes other writers. It is durable when it ends, and has no effect if it fails."""
+    def write(self, work: Callable[[Session], T], *, patient: bool = True) -> T:
+        """Call `work` in a transaction that excludes other writers. It is durable when this returns, and has no effect
+        if it fails.
+
+        If the server is lost, `work` is called again, unless not `patient`, and finds what it wrote before or not.
+        """
         if self.read_only:
-            raise StorageError(_SENTENCES["readonly database"].format(place=self.place))
-        with self._sentences(), Session(self._writer) as session, session.begin():
-            yield session
+            raise StorageError(self._read_only)
+        seconds = PATIENCE_SECONDS if patient else 0.0
+        return self.patiently(lambda: self._transact(self._writer, work), seconds)
+
+    def patiently(self, work: Callable[[], T], seconds: float | None = None) -> T:
+        """Call `work`, and again if it lost the server, until that was away for so many `seconds`
+        (`PATIENCE_SECONDS`). `work` may use another library, which wraps the errors of SQLAlchemy."""
+        limit = PATIENCE_SECONDS if seconds is None else seconds
+        lost = None  # when
+        while True:
+            try:
+                with self.lent():
+                    try:
+                        return work()
+                    except Exception as error:
+                        if not self._is_lost(error):
+                            raise
+                        now = time.monotonic()
+                        if lost is None and limit:
+                            _log.warning("%s does not answer; trying again for %.0f s", self.place, limit)
+                        lost = now if lost is None else lost
+                        if now - lost >= limit:
+                            raise
+            except StorageError as error:
+                if lost is None or not limit:
+                    raise
+                raise StorageError(f"{error}; it was tried for {limit:.0f} s") from error.__cause__
+            time.sleep(RETRY_SECONDS)
+
+    def alone(self, work: Callable[[], T]) -> T:
+        """Call `work`, which uses the database by its `url`, such as to make tables that are not ours. On a server no
+        other run does so, or writes, at the same time."""
+        return self.write(lambda session: work()) if self._on_server else self.patiently(work)
+
+    def clock(self, session: Session) -> float:
+        """Seconds since the epoch by a clock that all users of the database share: that of its server, or of this
+        machine."""
+        if not self._on_server:
+            return time.time()
+        return float(session.scalar(text("SELECT extract(epoch FROM clock_timestamp())")))
+
+    def _transact(self, engine: Engine, work: Callable[[Session], T]) -> T:
+        with self._values_checked(), Session(engine) as session, session.begin():
+            return work(session)
+
+    @property
+    def _read_only(self) -> str:
+        if self._on_server:
+            return (
+                f"{self.place} is read-only for its user; have INSERT, UPDATE and DELETE on its tables granted, "
+                "or name another database"
+            )
+        return _SENTENCES["readonly database"].format(place=self.place)
 
     def check(self) -> None:
         """Raises `StorageError` if SQLite finds damage anywhere in its file."""
         if self._path is not None:
-            with self.reading() as session:
-                found = session.scalar(text("PRAGMA integrity_check(1)"))
-                if found != "ok":
-                    raise ValueError(found)
+            found = self.read(lambda session: session.scalar(text("PRAGMA integrity_check(1)")))
+            if found != "ok":
+                raise StorageError(_DAMAGED.format(place=self.place))
 
     def _create_engine(self, url: URL) -> Engine:
-        backend = url.get_backend_name()
         try:
-            if backend != "sqlite":
-                engine = create_engine(url)
-            elif self._path is not None and self.read_only:
+            if self._path is not None and self.read_only:
                 # Opened for each transaction, because another process may replace the file, or begin to write it.
                 engine = create_engine(url, creator=partial(_connect_read_only, self._path), poolclass=NullPool)
             else:
-                engine = create_engine(url, connect_args={"timeout": BUSY_SECONDS})
+                engine = create_engine(url, **self.engine_options)
         except ImportError as error:
             raise StorageError(
-                f"{self.place} needs the Python package {error.name}, which is missing; install it with pip"
+                f"{self.place} needs the Python package psycopg, which is missing; {postgresql.INSTALL}"
+                if self._on_server
+                else f"{self.place} needs the Python package {error.name}, which is missing; install it with pip"
             ) from error
         except ArgumentError as error:
             raise UsageError(
                 f"{self.place} names no driver that SQLAlchemy has; name a file or a postgresql:// URL"
             ) from error
 
-        if backend == "sqlite":
+        if not self._on_server:
             event.listen(engine, "connect", lambda connection, _: limit_values(connection))
 
         @event.listens_for(engine, "begin")
         def begin(connection: Connection) -> None:
             writes = connection.get_execution_options().get("writes", False)
-            connection.exec_driver_sql(_BEGIN[backend, writes])
+            if self._on_server:
+                connection.exec_driver_sql(postgresql.begin(writes, BUSY_SECONDS))
+            else:
+                # One at a time writes, so that a writer may look first and then insert.
+                connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
 
         return engine
 
     def _bring_up_to_date(self) -> None:
-        with self._sentences(), self._engine.begin() as connection:
+        with self.lent(), self._values_checked(), self._engine.begin() as connection:
             version = self._version(connection)
+            if self._on_server and version == SCHEMA_VERSION:
+                tables = list(Base.metadata.tables)
+                self.read_only = bool(connection.scalar(text(postgresql.IS_READ_ONLY), {"tables": tables}))
         if version == SCHEMA_VERSION:
             if self._path is not None and not self.read_only:
                 self._let_readers_and_writers_overlap()
@@ -147,17 +213,22 @@ class Database:
                 f"{self.place} has schema {version or 'none'}, not {SCHEMA_VERSION}, and is read-only; "
                 "make it writable, or open a copy that is, and it will be upgraded"
             )
-        with self._sentences(), self._writer.begin() as connection:
+        version = self.patiently(self._upgrade)
+        if version not in (None, SCHEMA_VERSION):
+            _log.warning("%s was upgraded from schema %s to %s", self.place, version, SCHEMA_VERSION)
+        if self._path is not None:
+            self._let_readers_and_writers_overlap()
+
+    def _upgrade(self) -> str | None:
+        """Returns the version before."""
+        with self._values_checked(), self._writer.begin() as connection:
             version = self._version(connection)  # again: another process may have been faster
             if version != SCHEMA_VERSION:
                 _migrate(connection, version)
                 with Session(connection) as session:
                     self._upgraded(session)
                     session.flush()
-        if version not in (None, SCHEMA_VERSION):
-            _log.warning("%s was upgraded from schema %s to %s", self.place, version, SCHEMA_VERSION)
-        if self._path is not None:
-            self._let_readers_and_writers_overlap()
+        return version
 
     def _version(self, connection: Connection) -> str | None:
         """The schema version; None if there is no schema yet. Raises `StorageError` for a foreign or newer database,
@@ -207,40 +278,46 @@ class Database:
         connection.close()
 
     @contextmanager
-    def _sentences(self) -> Iterator[None]:
-        try:
-            yield
-        except SQLAlchemyError as error:
-            reason = str(getattr(error, "orig", None) or error)
-            for says, sentence in _SENTENCES.items():
-                if says in reason:
-                    known = {"place": self.place, "busy": BUSY_SECONDS, "free": self._free_bytes()}
-                    raise StorageError(sentence.format(**known)) from error
-            raise StorageError(
-                f"{self.place} failed ({' '.join(reason.split())}); check it, or name another"
-            ) from error
-        except (ValueError, RecursionError, OverflowError) as error:  # no such value was written by hadagen
-            raise StorageError(_DAMAGED.format(place=self.place)) from error
-
-    @contextmanager
     def lent(self) -> Iterator[None]:
         """A context in which another library works in the database by its `url`, and may wrap the errors of SQLAlchemy.
         If the database fails there, this raises `StorageError` too."""
         try:
             yield
-        except StorageError:
-            raise
         except Exception as error:
-            failure = error if isinstance(error, SQLAlchemyError) else error.__cause__
-            if not isinstance(failure, SQLAlchemyError):
+            failure = _of_sqlalchemy(error)
+            if failure is None or isinstance(error, StorageError):
                 raise
-            with self._sentences():
-                raise failure from failure.__cause__
+            raise StorageError(self._sentence(failure)) from error
+
+    @contextmanager
+    def _values_checked(self) -> Iterator[None]:
+        try:
+            yield
+        except (ValueError, RecursionError, OverflowError) as error:  # no such value was written by hadagen
+            raise StorageError(_DAMAGED.format(place=self.place)) from error
+
+    def _sentence(self, error: SQLAlchemyError) -> str:
+        if self._on_server and isinstance(error, DBAPIError):
+            return postgresql.sentence(error, self._url, BUSY_SECONDS)
+        reason = str(getattr(error, "orig", None) or error)
+        for says, sentence in _SENTENCES.items():
+            if says in reason:
+                return sentence.format(place=self.place, busy=BUSY_SECONDS, free=self._free_bytes())
+        return f"{self.place} failed ({' '.join(reason.split())}); check it, or name another"
+
+    def _is_lost(self, error: BaseException) -> bool:
+        failure = _of_sqlalchemy(error)
+        return self._on_server and failure is not None and postgresql.is_lost(failure)
 
     def _free_bytes(self) -> int:
         with suppress(OSError):  # the directory may be gone too
             return shutil.disk_usage(self._path.parent).free if self._path else 0
         return 0
+
+
+def _of_sqlalchemy(error: BaseException) -> SQLAlchemyError | None:
+    """The error of SQLAlchemy that this is, or that another library wrapped."""
+    return next((each for each in (error, error.__cause__) if isinstance(each, SQLAlchemyError)), None)
 
 
 def file_of(where: str | os.PathLike[str]) -> Path | None:
@@ -265,10 +342,11 @@ def _url(where: str | os.PathLike[str]) -> URL:
         url = make_url(text_form)
         backend = url.get_backend_name()
     except (SQLAlchemyError, ValueError) as error:
-        raise UsageError(
-            f"database {text_form!r} is no URL that SQLAlchemy understands; name a file instead"
-        ) from error
-    if (backend, True) not in _BEGIN:
+        shown = re.sub("(?s)(://[^:@/]*):.*@", r"\1:***@", text_form)  # without a password
+        raise UsageError(f"database {shown!r} is no URL that SQLAlchemy understands; name a file instead") from error
+    if backend in ("postgresql", "postgres"):
+        return postgresql.checked(url)
+    if backend != "sqlite":
         raise UsageError(f"database {backend} is not supported; name a file or a postgresql:// URL")
     return url
 

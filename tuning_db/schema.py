@@ -2,7 +2,7 @@
 
 They hold every trial, its timings, its errors, and what it ran: problem, kernel and environment, each stored once.
 Real columns everywhere; JSON only for knobs. Optuna keeps its own tables (`trials`, `studies`, `alembic_version` …) in
-the same database, hence the prefix. Nothing here is particular to SQLite: PostgreSQL works too.
+the same database, hence the prefix. SQLite and PostgreSQL have the same tables.
 
 A new database is made from this file, and an older one is brought up to it by migrations. So a change here needs a
 migration in `migrations/versions` and a new `SCHEMA_VERSION`. If kernels or trials then say more, the migration empties
@@ -43,6 +43,29 @@ class Compressed(TypeDecorator[bytes]):
         return None if value is None else inflated(value)
 
 
+class Escaped(TypeDecorator[str]):
+    """Text in PostgreSQL, which has no NUL: compilers print such. An escape character stands before what means one."""
+
+    impl = String
+    cache_ok = True
+    _ESCAPE = "\x10"
+
+    def process_bind_param(self, value: str | None, dialect: Dialect) -> str | None:
+        return value and value.replace(self._ESCAPE, self._ESCAPE + "e").replace("\0", self._ESCAPE + "0")
+
+    def process_result_value(self, value: str | None, dialect: Dialect) -> str | None:
+        return value and value.replace(self._ESCAPE + "0", "\0").replace(self._ESCAPE + "e", self._ESCAPE)
+
+
+class EscapedText(Escaped):
+    impl = Text
+    cache_ok = True
+
+
+Characters = String().with_variant(Escaped(), "postgresql")
+LongText = Text().with_variant(EscapedText(), "postgresql")
+
+
 class Base(DeclarativeBase):
     metadata = MetaData(
         naming_convention={
@@ -52,7 +75,7 @@ class Base(DeclarativeBase):
             "ix": "ix_%(table_name)s_%(column_0_name)s",
         }
     )
-    type_annotation_map = {str: String(), float: Double(), dict[str, Any]: JSON()}  # noqa: RUF012
+    type_annotation_map = {str: Characters, float: Double(), dict[str, Any]: JSON()}  # noqa: RUF012
 
 
 class ProblemRow(Base):
@@ -107,7 +130,7 @@ class KernelRow(Base):
     spill_bytes: Mapped[int]
     static_shared_bytes: Mapped[int]
     nvcc: Mapped[str]
-    source: Mapped[str] = mapped_column(Text)
+    source: Mapped[str] = mapped_column(LongText)
     ptx: Mapped[bytes] = mapped_column(Compressed)
     cubin: Mapped[bytes] = mapped_column(Compressed)
     seal: Mapped[str]
@@ -128,7 +151,7 @@ class TrialRow(Base):
     knobs_key: Mapped[str]  # the knobs as canonical text, so that equal knobs are equal keys
     provenance: Mapped[str]
     outcome: Mapped[str]
-    detail: Mapped[str] = mapped_column(Text)
+    detail: Mapped[str] = mapped_column(LongText)
     date: Mapped[str]
     seconds: Mapped[float]
     seal: Mapped[str]

@@ -61,7 +61,8 @@ _KINDS: dict[type[Base], list[tuple[str, type[Any]]]] = {
 class Store(Database):
     """A tuning database. Several threads and processes may use it at once.
 
-    Every method raises `StorageError` if the database fails.
+    Every method raises `StorageError` if the database fails. If the connection to its server is lost, a method tries
+    again what it does, see `hadagen.tuning_db.database`.
     """
 
     @classmethod
@@ -83,27 +84,32 @@ class Store(Database):
 
         Each replaces an earlier trial with the same problem, arch, knobs, environment and provenance.
         """
-        with self.writing() as session:
-            return [_record(session, trial) for trial in trials]
+        return self.write(lambda session: [_record(session, trial).id for trial in trials])
 
     def add_timings(self, trial: Trial) -> None:
         """Store a trial as `record` does, but keep the stored timings of its kernel in other cells.
 
         If the stored trial of these knobs has another kernel, nothing is stored.
         """
-        with self.writing() as session:
+        stored: set[str] = set()  # seals of what an attempt wrote, which may be there although it failed
+
+        def add(session: Session) -> None:
             row = session.scalar(select(TrialRow).filter_by(**_key(session, trial)))
+            whole = trial
             if row:
-                if not (row.kernel and trial.kernel and row.kernel.digest == trial.kernel.digest):
+                same = row.kernel and trial.kernel and row.kernel.digest == trial.kernel.digest
+                if not same or row.seal in stored:
                     return
                 wanted = select(TrialRow.id).where(TrialRow.id == row.id)
                 new = {_where(timing) for timing in trial.timings}
                 kept = [timing for timing in _timings(session, wanted)[row.id] if _where(timing) not in new]
                 detail = "; ".join(filter(None, (row.detail, trial.detail)))
-                trial = replace(
+                whole = replace(
                     trial, timings=(*kept, *trial.timings), detail=detail, seconds=row.seconds + trial.seconds
                 )
-            _record(session, trial)
+            stored.add(_record(session, whole).seal)
+
+        self.write(add)
 
     def trials(
         self,
@@ -131,15 +137,18 @@ class Store(Database):
             .order_by(TrialRow.id)
             .options(joinedload(TrialRow.problem), joinedload(TrialRow.environment), kernels)
         )
-        with self.reading() as session:
+
+        def found(session: Session) -> list[Trial]:
             errors = _errors(session, wanted)
             timings = _timings(session, wanted)
             return [_trial(row, errors[row.id], timings[row.id], blobs) for row in session.scalars(query)]
 
+        return self.read(found)
+
     def rows_after(self, row: int) -> list[int]:
         """The row numbers of the trials that were recorded after trial `row`, ascending; with 0 those of all trials."""
-        with self.reading() as session:
-            return list(session.scalars(select(TrialRow.id).where(TrialRow.id > row).order_by(TrialRow.id)))
+        query = select(TrialRow.id).where(TrialRow.id > row).order_by(TrialRow.id)
+        return self.read(lambda session: list(session.scalars(query)))
 
     def checked(self) -> list[Trial]:
         """All `trials`, without blobs, after a check that no row of the database is changed or missing.
@@ -151,11 +160,14 @@ class Store(Database):
 
     def kernel(self, digest: str) -> Kernel:
         """The kernel of that digest, with source, PTX and cubin."""
-        with self.reading() as session:
+
+        def found(session: Session) -> Kernel:
             row = session.scalar(select(KernelRow).where(KernelRow.digest == digest))
             if row is None:
                 raise StorageError(f"{self.place} holds no kernel {digest}; tune its problem again")
             return _kernel(row, blobs=True)
+
+        return self.read(found)
 
 
 def _where(timing: Timing) -> tuple[int, Destination, Cache]:
@@ -173,7 +185,7 @@ def _key(session: Session, trial: Trial) -> dict[str, object]:
     }
 
 
-def _record(session: Session, trial: Trial) -> int:
+def _record(session: Session, trial: Trial) -> TrialRow:
     key = _key(session, trial)
     row = session.scalar(select(TrialRow).filter_by(**key)) or TrialRow(**key)
     row.knobs = trial.knobs
@@ -194,7 +206,7 @@ def _record(session: Session, trial: Trial) -> int:
         session.execute(insert(ErrorRow), errors)
     if trial.timings:
         session.execute(insert(TimingRow), [_timing_columns(row.id, *timing) for timing in enumerate(trial.timings)])
-    return row.id
+    return row
 
 
 def row_of(session: Session, model: type[Row], columns: dict[str, object]) -> Row:

@@ -10,15 +10,17 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
-from itertools import chain
+from itertools import chain, count
 from typing import Any
+from warnings import catch_warnings, simplefilter
 
 import optuna
 from optuna.distributions import distribution_to_json
+from optuna.exceptions import ExperimentalWarning
 from optuna.storages import RDBStorage
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial
-from sqlalchemy import MetaData, Table, func, insert, select
+from sqlalchemy import MetaData, Table, func, insert, select, update
 from sqlalchemy.engine import Connection
 
 from hadagen.errors import StorageError
@@ -33,17 +35,14 @@ _TABLES = ("studies", "trials", "trial_params", "trial_values", "trial_system_at
 class Mirror:
     """Optuna's tables in a store. As a context manager it closes its connections at the end.
 
-    Every method raises `StorageError` if the database fails.
+    Every method raises `StorageError` if the database fails. If the connection to its server is lost, a method tries
+    again what it does, see `hadagen.tuning_db.database`.
     """
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._storage = _open(store)
-        self._tables: dict[str, Table] | None = None
-        if self._storage.get_current_version() == _KNOWN_SCHEMA:
-            known = MetaData()
-            known.reflect(self._storage.engine, only=_TABLES)
-            self._tables = {name: known.tables[name] for name in _TABLES}
+        self._tables = store.patiently(self._known_tables)
 
     def __enter__(self) -> Mirror:
         return self
@@ -53,39 +52,86 @@ class Mirror:
 
     def study(self, name: str) -> optuna.Study:
         """The study of that name, which is made if it is missing."""
-        with self._store.lent():
+
+        def opened() -> optuna.Study:
             directions = [StudyDirection.MAXIMIZE] * len(REGIMES)
-            return optuna.create_study(
+            study = optuna.create_study(
                 storage=self._storage, study_name=name, directions=directions, load_if_exists=True
             )
+            if study.metric_names is None:  # for Optuna's dashboard
+                with catch_warnings():
+                    simplefilter("ignore", ExperimentalWarning)
+                    study.set_metric_names(list(REGIMES))
+            return study
 
-    def add(self, results: Iterable[tuple[optuna.Study, FrozenTrial]]) -> None:
-        """Add finished trials to their studies."""
+        return self._store.patiently(opened)
+
+    def trials(self, study: optuna.Study) -> list[FrozenTrial]:
+        """The trials of a study, of all runs."""
+        return self._store.patiently(lambda: study.get_trials(deepcopy=False))
+
+    def noted(self, study: optuna.Study) -> dict[str, Any]:
+        """What was noted about a study."""
+        return self._store.patiently(lambda: study.user_attrs)
+
+    def note(self, study: optuna.Study, name: str, value: Any) -> None:
+        """Note a value about a study."""
+        self._store.patiently(lambda: study.set_user_attr(name, value))
+
+    def add(self, results: Iterable[tuple[optuna.Study, FrozenTrial]], *, missing: bool = False) -> None:
+        """Add finished trials to their studies; with `missing` only those whose knobs no trial of the study has."""
         by_study: dict[int, list[FrozenTrial]] = defaultdict(list)
         for study, trial in results:
             by_study[study._study_id].append(trial)
         if not by_study:
             return
-        with self._store.lent():
+        attempts = count(1)
+
+        def attempt() -> None:
+            # If the attempt before lost the connection, what it added may be there.
+            only_missing = missing or next(attempts) > 1
             if self._tables is None:
                 for number, trials in by_study.items():
+                    there = self._storage.get_all_trials(number, deepcopy=False) if only_missing else []
+                    known = [trial.params for trial in there]
                     for trial in trials:
-                        self._storage.create_new_trial(number, trial)
+                        if trial.params not in known:
+                            self._storage.create_new_trial(number, trial)
                 return
             with self._storage.engine.begin() as connection:
                 for number in sorted(by_study):  # in one order, so that two runs do not wait for each other
-                    _add(connection, self._tables, number, by_study[number])
+                    _add(connection, self._tables, number, by_study[number], only_missing)
+
+        self._store.patiently(attempt)
+
+    def _known_tables(self) -> dict[str, Table] | None:
+        if self._storage.get_current_version() != _KNOWN_SCHEMA:
+            return None
+        known = MetaData()
+        known.reflect(self._storage.engine, only=_TABLES)
+        return {name: known.tables[name] for name in _TABLES}
 
 
-def _add(connection: Connection, tables: dict[str, Table], study: int, trials: Sequence[FrozenTrial]) -> None:
+def _add(
+    connection: Connection, tables: dict[str, Table], study: int, trials: Sequence[FrozenTrial], missing: bool
+) -> None:
     """Add trials to a study as Optuna does: numbered from 0 within their study, dates in UTC."""
     studies, table = tables["studies"], tables["trials"]
-    # Optuna locks the study too while it counts.
-    connection.execute(select(studies.c.study_id).where(studies.c.study_id == study).with_for_update())
-    count = connection.scalar(select(func.count()).select_from(table).where(table.c.study_id == study)) or 0
+    # Locks the study, as Optuna does while it counts. In SQLite only a write begins a transaction.
+    connection.execute(update(studies).where(studies.c.study_id == study).values(study_name=studies.c.study_name))
+    if missing:
+        there = _knobs(connection, tables, study)
+        trials = [
+            trial
+            for trial in trials
+            if {each["param_name"]: each["param_value"] for each in _params(0, trial)} not in there
+        ]
+        if not trials:
+            return
+    before = connection.scalar(select(func.count()).select_from(table).where(table.c.study_id == study)) or 0
     rows = [
         {
-            "number": count + i,
+            "number": before + i,
             "study_id": study,
             "state": trial.state.name,
             "datetime_start": _utc(trial.datetime_start),
@@ -104,6 +150,16 @@ def _add(connection: Connection, tables: dict[str, Table], study: int, trials: S
         tables["trial_system_attributes"],
         ({"trial_id": number, "key": key, "value_json": json.dumps(value)} for number, (key, value) in attributes),
     )
+
+
+def _knobs(connection: Connection, tables: dict[str, Table], study: int) -> list[dict[str, float]]:
+    """The parameters of each trial of a study, as Optuna stores them."""
+    params, trials = tables["trial_params"], tables["trials"]
+    found: dict[int, dict[str, float]] = defaultdict(dict)
+    query = select(params.c.trial_id, params.c.param_name, params.c.param_value).join(trials)
+    for number, name, value in connection.execute(query.where(trials.c.study_id == study)):
+        found[number][name] = value
+    return list(found.values())
 
 
 def _params(number: int, trial: FrozenTrial) -> list[dict[str, Any]]:
@@ -135,20 +191,21 @@ def _utc(date: datetime | None) -> datetime | None:
 
 
 def _open(store: Store) -> RDBStorage:
-    sqlite = store.url.startswith("sqlite")
+    # Optuna takes braces in a URL for places to fill in.
+    url = store.url.replace("{", "{{").replace("}", "}}")
     failure, attempts = "", 0
     while True:
         attempts += 1
         try:
-            with store.lent():
-                return RDBStorage(store.url, engine_kwargs={"connect_args": {"timeout": 60}} if sqlite else None)
+            return store.alone(lambda: RDBStorage(url, engine_kwargs=dict(store.engine_options)))
         except RuntimeError as error:
             raise StorageError(
                 f"{store.place} holds tables of another Optuna than {optuna.__version__}; name another database"
             ) from error
         except StorageError as error:
-            # Another process may make these tables at the same time, because Optuna takes no lock. The next attempt
-            # finds the tables of that process. So a second failure with the same text has another reason.
+            # In an SQLite file another process may make these tables at the same time, because Optuna takes no lock.
+            # The next attempt finds the tables of that process. So a second failure with the same text has another
+            # reason.
             if failure == str(error) or attempts == ATTEMPTS:
                 raise
             failure = str(error)

@@ -154,6 +154,7 @@ class _Search:
         self._studies: dict[Problem, Study] = {}
         self._seeds: dict[Problem, Sequence[Knobs]] = {}  # by problem without a parent
         self._last: Problem | None = None  # that was asked for knobs
+        self._elsewhere: dict[Problem, set[str]] = {}  # what other runs have in progress
         self._ours: set[int] = set()  # row numbers of the trials of this run
         self._newest = max(options.store.rows_after(0), default=0) if options.store else 0  # row that was looked at
         kept = (
@@ -322,9 +323,9 @@ class _Search:
                 elif study.learn(trial):
                     self._finished[trial.problem] = study.finished
                     self._tell_if_finished(study)
-        under_way = claims.of_others()
+        self._elsewhere = claims.of_others()
         for problem, study in self._studies.items():
-            study.leave_to_others(under_way.get(problem, ()))
+            study.leave_to_others(self._elsewhere.get(problem, ()))
 
     def _may_ask(self, study: Study) -> bool:
         """Whether a problem may have another trial now.
@@ -362,7 +363,14 @@ class _Search:
                 return False
             self._seeds[oldest] = guessed
         device = self._environment.gpu or "estimated"
-        study = Study(Space(problem, options.arch), device, self._stored[problem], self._mirror, options.seed)
+        study = Study(
+            Space(problem, options.arch),
+            device,
+            self._stored[problem],
+            self._mirror,
+            options.seed,
+            self._elsewhere.get(problem, ()),
+        )
         self._studies[problem] = study
         self._finished[problem] = study.finished
         self._goals[problem] = max(study.finished, self._share(problem))

@@ -146,10 +146,17 @@ class Study:
 
     `known`: the trials so far, of any run. The study learns from them, and does not repeat them. `mirror`: Optuna's
     tables; None for a search that keeps nothing. The same `seed` and the same answers give the same questions.
+    `elsewhere`: the knobs, as `knobs_key`, that other runs had claimed after `known` was read.
     """
 
     def __init__(
-        self, space: Space, device: str, known: Mapping[Knobs, Trial], mirror: Mirror | None, seed: int
+        self,
+        space: Space,
+        device: str,
+        known: Mapping[Knobs, Trial],
+        mirror: Mirror | None,
+        seed: int,
+        elsewhere: Collection[str] = (),
     ) -> None:
         self.problem = space.problem
         self._space = space
@@ -172,13 +179,16 @@ class Study:
         self._study = optuna.create_study(directions=directions, sampler=sampler)
         # Optuna cannot change the range of a parameter, so other ranges need another study.
         name = f"{self.problem.key} on {space.arch.name}, {device}, ranges {zlib.crc32(repr(ranges).encode()):08x}"
+        self._mirror = mirror
         self.mirrored = mirror.study(name) if mirror else None
         results = {knobs: self._result(knobs, trial) for knobs, trial in known.items()}
         for result in results.values():
             self._study.add_trial(result)
         if mirror and self.mirrored:
-            there = {Knobs.from_dict(trial.params) for trial in self.mirrored.get_trials(deepcopy=False)}
-            mirror.add((self.mirrored, result) for knobs, result in results.items() if knobs not in there)
+            # Runs that are not dead add their trials to Optuna's tables before they give up the claims of them.
+            theirs = {knobs for key in elsewhere if (knobs := _knobs_of_key(key))}
+            new = ((self.mirrored, result) for knobs, result in results.items() if knobs not in theirs)
+            mirror.add(new, missing=True)
 
     @property
     def best(self) -> Scores:
@@ -202,17 +212,18 @@ class Study:
     @property
     def is_raced(self) -> bool:
         """Whether its near-ties were raced since its last trial, by any run."""
-        return bool(self.mirrored and self.mirrored.user_attrs.get(_RACED) == self.kept)
+        noted = self._mirror.noted(self.mirrored) if self._mirror and self.mirrored else {}
+        return bool(self.mirrored) and noted.get(_RACED) == self.kept
 
     @property
     def kept(self) -> int:
         """Number of trials in Optuna's tables, of all runs. It never decreases."""
-        return len(self.mirrored.get_trials(deepcopy=False)) if self.mirrored else 0
+        return len(self._mirror.trials(self.mirrored)) if self._mirror and self.mirrored else 0
 
     def mark_raced(self, kept: int) -> None:
         """Note that the near-ties of the first `kept` trials were raced."""
-        if self.mirrored:
-            self.mirrored.set_user_attr(_RACED, kept)
+        if self._mirror and self.mirrored:
+            self._mirror.note(self.mirrored, _RACED, kept)
 
     def suggest(self, knobs: Knobs, *, first: bool = False) -> None:
         """Ask for these knobs, or the nearest legal ones, before those of Optuna; if `first`, before all others."""
