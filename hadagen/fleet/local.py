@@ -1,4 +1,8 @@
-"""A fleet of this machine alone: a worker for each GPU."""
+"""A fleet of this machine alone: a worker for each GPU, and others that compile.
+
+Those that compile are processes of their own. Python renders a source, and ranks the first knobs of a problem for
+seconds, and a worker that measures must not wait for that.
+"""
 
 from __future__ import annotations
 
@@ -13,25 +17,27 @@ from hadagen.errors import DeviceError
 from hadagen.measure import device_environment
 
 PRELOAD = "hadagen.fleet"
+THREADS = 2  # of a process that compiles; the compilers themselves are programs
 
 
 @contextmanager
 def local_cluster() -> Iterator[str]:
-    """A Dask cluster of processes on this machine, with a worker for each GPU, while the context lasts. Yields the
-    address of its scheduler. Raises `DeviceError` if there is no GPU."""
-    gpus = _gpus()
-    # Each has the CPUs in equal parts, and one thread more for its GPU.
-    threads = max(1, len(os.sched_getaffinity(0)) // len(gpus)) + 1
+    """A Dask cluster of processes on this machine while the context lasts. Yields the address of its scheduler. Raises
+    `DeviceError` if there is no GPU."""
+    gpus = [(gpu, 1) for gpu in _gpus()]
+    compilers = [("", THREADS)] * max(1, len(os.sched_getaffinity(0)) // THREADS)
     workers = {
-        i: {
-            "cls": Nanny,
-            "options": {"nthreads": threads, "preload": [PRELOAD], "env": {"CUDA_VISIBLE_DEVICES": gpu}},
-        }
-        for i, gpu in enumerate(gpus)
+        i: {"cls": Nanny, "options": {"nthreads": threads, "preload": [PRELOAD], "env": _environment(gpu)}}
+        for i, (gpu, threads) in enumerate(gpus + compilers)
     }
     scheduler = {"cls": Scheduler, "options": {"host": "127.0.0.1", "dashboard_address": ":8787"}}
     with SpecCluster(workers, scheduler) as cluster:  # type: ignore[no-untyped-call]
         yield cluster.scheduler_address
+
+
+def _environment(gpu: str) -> dict[str, str]:
+    """Of a worker that sees this GPU, or none. What matters of its log is said by the search."""
+    return {"CUDA_VISIBLE_DEVICES": gpu, "DASK_LOGGING__DISTRIBUTED": "error"}
 
 
 def _gpus() -> list[str]:

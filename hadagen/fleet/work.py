@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -43,7 +44,8 @@ async def offer(worker: Worker, station: Station) -> None:
     _stations[worker] = station
     worker.periodic_callbacks[_REST] = PeriodicCallback(lambda: station.rest(IDLE_SECONDS), 1000 * IDLE_SECONDS / 4)
     worker.periodic_callbacks[_REST].start()
-    await worker.set_resources(**station.resources)
+    with suppress(KeyError):  # a scheduler that does not know the worker yet learns of them when it registers
+        await worker.set_resources(**station.resources)
 
 
 async def withdraw(worker: Worker) -> None:
