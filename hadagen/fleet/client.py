@@ -168,10 +168,10 @@ class Fleet:
 
     async def measure(self, variant: Variant, gpu: str, is_sound: Callable[[Any], bool]) -> Trial | NotTried:
         """Verify and time a variant on a GPU of that class. The trial has no kernel."""
+        use = self._uses.setdefault(gpu, _Use())
         answer = await self._do(
             is_sound, work.measure, (variant, gpu, self._compiler), pure=False, resources={gpu_resource(gpu): 1}
         )
-        use = self._uses.setdefault(gpu, _Use())
         use.busy += answer.seconds
         use.measured += 1
         measured: Trial | NotTried = answer.value
@@ -311,7 +311,7 @@ class Fleet:
         now = time.monotonic()
         for each in self.classes:
             use = self._uses.get(each.environment.gpu)
-            if use and use.measured:
+            if use:
                 use.available += each.count * (now - self._seen)
         self._seen = now
 

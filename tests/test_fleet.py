@@ -1,0 +1,106 @@
+"""`hadagen tune --fleet` on a real Dask cluster: scheduler and workers are processes, their GPUs are the emulator's."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from hadagen.cli.main import main
+from hadagen.tuning_db.store import Store
+
+WORKER = Path(__file__).with_name("emulated_worker.py")
+TUNE = ("--problem", "n64-float16-fast", "--no-refine", "--from-scratch", "--json")
+
+
+class Cluster:
+    """A scheduler, and workers that are started one by one."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file, self._started = folder / "scheduler.json", []
+        command = ["distributed.cli.dask_scheduler", "--host", "127.0.0.1", "--port", "0", "--no-dashboard"]
+        self.scheduler = self._run(*command, "--scheduler-file", str(self._file))
+        while not self._file.exists():
+            assert self.scheduler.poll() is None
+            time.sleep(0.05)
+        self.address = json.loads(self._file.read_text())["address"]
+
+    def _run(self, *module: str, **environment: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", *module]
+        process = subprocess.Popen(command, env=os.environ | environment, stderr=subprocess.DEVNULL)
+        self._started.append(process)
+        return process
+
+    def add(self, gpus: str, threads: int = 2, **environment: str) -> subprocess.Popen[bytes]:
+        """A worker without a nanny, with these GPUs."""
+        options = ["--preload", str(WORKER), "--no-nanny", "--nthreads", str(threads), "--no-dashboard"]
+        command = ["distributed.cli.dask_worker", self.address, *options]
+        return self._run(*command, EMULATED_GPUS=gpus, **environment)
+
+    def wait_for(self, workers: int) -> None:
+        from distributed import Client
+
+        with Client(self.address, set_as_default=False) as client:  # type: ignore[no-untyped-call]
+            client.wait_for_workers(workers, timeout=60)
+            while not all(worker["resources"] for worker in client.scheduler_info(n_workers=-1)["workers"].values()):
+                time.sleep(0.1)
+
+    def close(self) -> None:
+        for process in self._started:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    made = Cluster(tmp_path)
+    yield made
+    made.close()
+
+
+def test_a_fleet_of_two_classes_finds_winners_for_each_whatever_a_worker_does(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.add("Emulated A")
+    cluster.add("Emulated B", EMULATED_DRIVER="590.2")
+    cluster.add("Emulated B", EMULATED_FAULT="garbage")
+    cluster.add("Emulated A", EMULATED_CODE="of another version")
+    cluster.wait_for(4)
+    database = tmp_path / "trials.db"
+    result = CliRunner().invoke(
+        main, ["tune", "--fleet", cluster.address, "--db", str(database), "--trials", "4", *TUNE]
+    )
+    assert result.exit_code == 0, result.output
+    classes = json.loads(result.stdout)["classes"]
+    assert [(each["gpu"], each["trials"]) for each in classes] == [("Emulated A", 4), ("Emulated B", 4)]
+    assert all(each["winners"] for each in classes)
+    assert "it has another hadagen; install the same version there" in result.stderr
+    with Store.open(database) as store:
+        tried = Counter((trial.environment.gpu, str(trial.knobs)) for trial in store.trials(blobs=False))
+    assert len(tried) == 8
+    assert set(tried.values()) == {1}
+
+
+def test_without_a_scheduler_or_a_gpu_there_is_a_sentence(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.add("")
+    cluster.wait_for(1)
+    database = str(tmp_path / "trials.db")
+    run = CliRunner().invoke(main, ["tune", "--fleet", cluster.address, "--db", database, *TUNE])
+    assert run.exit_code == 1
+    assert f"no worker of the fleet at {cluster.address} has a GPU; start `dask worker" in run.stderr
+    cluster.scheduler.kill()
+    cluster.scheduler.wait()
+    run = CliRunner().invoke(main, ["tune", "--fleet", cluster.address, "--db", database, *TUNE])
+    assert run.exit_code == 1
+    assert f"there is no Dask scheduler at {cluster.address}" in run.stderr
+    assert "start one with `dask scheduler`" in run.stderr
+    run = CliRunner().invoke(main, ["tune", "--fleet", "local", "--device", "0", "--db", database, *TUNE])
+    assert "--device names a GPU of this machine, and --fleet others; leave one out" in run.stderr
