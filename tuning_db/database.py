@@ -137,7 +137,12 @@ class Database:
     def alone(self, work: Callable[[], T]) -> T:
         """Call `work`, which uses the database by its `url`, such as to make tables that are not ours. On a server no
         other run does so, or writes, at the same time."""
-        return self.write(lambda session: work()) if self._on_server else self.patiently(work)
+
+        def locked(session: Session) -> T:
+            session.connection()  # begins the transaction, which locks
+            return work()
+
+        return self.write(locked) if self._on_server else self.patiently(work)
 
     def clock(self, session: Session) -> float:
         """Seconds since the epoch by a clock that all users of the database share: that of its server, or of this
