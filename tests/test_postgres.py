@@ -158,7 +158,7 @@ def test_a_server_that_cannot_be_used_is_one_sentence(postgres_server: PostgresS
 
 def test_a_user_without_rights_is_one_sentence(postgres_server: PostgresServer, postgres: str) -> None:
     server, name = postgres_server, postgres.rpartition("/")[2]
-    server.execute("DROP ROLE IF EXISTS guest", f"CREATE ROLE guest LOGIN PASSWORD '{SECRET}'")
+    server.execute(f"CREATE ROLE guest LOGIN PASSWORD '{SECRET}'")
     guest = server.url(name, "guest", SECRET)
     assert "lacks a right (permission denied for schema public); let an owner grant it" in refusal(guest)
     with Store.open(postgres) as store:
