@@ -161,7 +161,7 @@ def test_a_user_without_rights_is_one_sentence(postgres_server: PostgresServer, 
     server.execute(f"CREATE ROLE guest LOGIN PASSWORD '{SECRET}'")
     guest = server.url(name, "guest", SECRET)
     assert "lacks a right (permission denied for schema public); let an owner grant it" in refusal(guest)
-    with Store.open(postgres) as store:
+    with Store.open(postgres) as store, Mirror(store):
         store.record(make_trial())
     assert "lacks a right (permission denied for table hadagen_schema_version)" in refusal(guest)
     server.execute("GRANT SELECT ON ALL TABLES IN SCHEMA public TO guest", database=name)
@@ -177,9 +177,10 @@ def test_a_user_without_rights_is_one_sentence(postgres_server: PostgresServer, 
         writer.record(make_trial(2))
     assert "lacks a right (permission denied for sequence hadagen_kernels_id_seq)" in sentence(refused.value)
     server.execute("GRANT USAGE ON ALL SEQUENCES IN SCHEMA public TO guest", database=name)
-    with Store.open(guest) as writer:
+    with Store.open(guest) as writer, Mirror(writer) as tables:
         writer.record(make_trial(2))
         assert len(writer.trials()) == 2
+        assert tables.study("one").metric_names
 
 
 @pytest.mark.parametrize(
