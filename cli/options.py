@@ -403,9 +403,3 @@ def open_db(where: str | None, *, new: bool = False) -> Store:
     if file is not None and not (new or file.exists()):
         raise StorageError(f"there is no tuning database {place}; run hadagen tune first, or name another with --db")
     return Store.open(place)
-
-
-def check_writable(store: Store) -> None:
-    """Raises `StorageError` where no trial can be kept in a tuning database."""
-    if store.read_only:
-        raise StorageError(f"{store.place} is read-only; make it writable, or name another database with --db")

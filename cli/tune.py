@@ -145,7 +145,7 @@ def tune(
             )
         paths = {name: bundle_place(bundle, name, db) for name in archs}
         with options.open_db(db, new=trials != 0) as store, keeping(_what_is_kept(store, archs, db, bundle)):
-            options.check_writable(store)
+            store.check_writable()
             for name, path in paths.items():
                 gpus = [gpu.gpu for target, gpu in targets if gpu and target.name == name and trials != 0]
                 check_keeps_winners(path, store, name, [(problem, gpu) for problem in problems for gpu in gpus])

@@ -190,6 +190,32 @@ PROMISES: Mapping[str, Sequence[Promise]] = {
                 "test_store_schema.py::test_a_database_of_every_earlier_schema_is_upgraded",
                 "test_store_schema.py::test_a_newer_schema_is_refused",
                 "test_store_schema.py::test_an_upgrade_that_fails_changes_nothing",
+                "test_postgres.py::test_a_database_of_every_earlier_schema_is_upgraded",
+            ),
+        ),
+        Promise(
+            "A PostgreSQL server may be killed and started again: runs go on. What it committed unheard is not done "
+            "twice. If it stays away, runs end with a sentence, and the same command continues.",
+            (
+                "test_postgres.py::test_a_tune_outlives_a_restart",
+                "test_postgres.py::test_what_was_committed_unheard_is_not_done_twice",
+                "test_postgres.py::test_a_server_that_stays_away_ends_a_tune_with_a_sentence",
+            ),
+        ),
+        Promise(
+            "Eight tuners that begin at once on one PostgreSQL database, of which one is killed, lose no trial and "
+            "record none twice, in our tables and in Optuna's.",
+            (
+                "test_postgres.py::test_of_eight_tuners_that_begin_at_once_one_is_killed_and_the_others_go_on",
+                "test_claims.py::test_a_run_that_begins_meanwhile_leaves_optunas_tables_to_the_run_that_fills_them",
+            ),
+        ),
+        Promise(
+            "A server that cannot be used is one sentence. No message contains a password.",
+            (
+                "test_postgres.py::test_a_server_that_cannot_be_used_is_one_sentence",
+                "test_postgres.py::test_a_user_without_rights_is_one_sentence",
+                "test_cli_postgres.py::test_a_url_that_cannot_be_shows_no_password",
             ),
         ),
     ),

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from importlib.util import find_spec
 from itertools import count
@@ -65,6 +66,8 @@ class PostgresServer:
         self._programs = find_programs()
         self._folder = Path(tempfile.mkdtemp(prefix="hadagen-postgres-", dir=os.environ.get("PYTEST_DEBUG_TEMPROOT")))
         self._process: subprocess.Popen[bytes] | None = None
+        # The system ends the server with the thread that started it, so this is one that lives as long as we do.
+        self._starter = ThreadPoolExecutor(1, "postgres")
         self._numbers = count(1)
         self._as_user: dict[str, Any] = {"cwd": self._folder, "env": {**os.environ, "LC_ALL": "C"}}
         if os.geteuid() == 0:
@@ -96,9 +99,8 @@ class PostgresServer:
         with (self._folder / "log").open("ab") as log:
             while True:
                 if self._process is None or self._process.poll() is not None:
-                    self._process = subprocess.Popen(
-                        command, stdout=log, stderr=log, preexec_fn=end_with_us, **self._as_user
-                    )
+                    known = {"stdout": log, "stderr": log, "preexec_fn": end_with_us, **self._as_user}
+                    self._process = self._starter.submit(subprocess.Popen, command, **known).result()
                 with suppress(Exception):
                     self.execute("SELECT 1")
                     return

@@ -6,11 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import optuna
 import pytest
 from fake_search import TRIALS, FakeRunner, exit_codes, options, problems, search_and_die
 from sample_store import any_store, empty, empty_on_server, path, place
 
-from hadagen.trial import knobs_key
+from hadagen.trial import Trial, knobs_key
 from hadagen.tuner.events import Event, TrialFinished
 from hadagen.tuner.search import tune
 from hadagen.tuning_db import claims
@@ -98,6 +99,27 @@ def test_a_tune_within_a_tune_leaves_it_what_is_under_way_and_both_learn_all(any
     assert of_inner.finished + of_inner.under_way == 4 * TRIALS
     assert (of_outer.finished, of_outer.under_way) == (4 * TRIALS, 0)
     assert [report.stopped for report in reports] == ["", ""]
+
+
+def test_a_run_that_begins_meanwhile_leaves_optunas_tables_to_the_run_that_fills_them(
+    any_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a run has recorded trials, and before it has added them to Optuna's tables."""
+    record, runner = any_store.record, FakeRunner()
+
+    def recording(*trials: Trial) -> list[int]:
+        numbers = record(*trials)
+        monkeypatch.undo()
+        tune(options(any_store, FakeRunner()))
+        return numbers
+
+    monkeypatch.setattr(any_store, "record", recording)
+    tune(options(any_store, runner))
+    (study,) = optuna.get_all_study_names(any_store.url)
+    found = [
+        tuple(trial.params.values()) for trial in optuna.load_study(study_name=study, storage=any_store.url).trials
+    ]
+    assert len(found) == len(set(found)) == len(any_store.trials())
 
 
 def test_processes_that_share_a_database_measure_nothing_twice(tmp_path: Path) -> None:

@@ -169,7 +169,9 @@ def test_a_damaged_bundle_is_refused(sample: Path) -> None:
 def test_a_read_only_database_is_refused_before_the_search(database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hadagen.tuning_db.database._writable", lambda path: False)
     result = run(*TINY_TUNE, "--db", database)
-    assert sentence(result, 1) == f"{database} is read-only; make it writable, or name another database with --db"
+    assert (
+        sentence(result, 1) == f"{database} is read-only; make it and its directory writable, or name another database"
+    )
 
 
 def test_missing_compilers_are_named_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,8 +104,7 @@ class Database:
 
         If the server is lost, `work` is called again, unless not `patient`, and finds what it wrote before or not.
         """
-        if self.read_only:
-            raise StorageError(self._read_only)
+        self.check_writable()
         seconds = PATIENCE_SECONDS if patient else 0.0
         return self.patiently(lambda: self._transact(self._writer, work), seconds)
 
@@ -137,7 +136,12 @@ class Database:
     def alone(self, work: Callable[[], T]) -> T:
         """Call `work`, which uses the database by its `url`, such as to make tables that are not ours. On a server no
         other run does so, or writes, at the same time."""
-        return self.write(lambda session: work()) if self._on_server else self.patiently(work)
+
+        def locked(session: Session) -> T:
+            session.connection()  # begins the transaction, which locks
+            return work()
+
+        return self.write(locked) if self._on_server else self.patiently(work)
 
     def clock(self, session: Session) -> float:
         """Seconds since the epoch by a clock that all users of the database share: that of its server, or of this
@@ -150,14 +154,15 @@ class Database:
         with self._values_checked(), Session(engine) as session, session.begin():
             return work(session)
 
-    @property
-    def _read_only(self) -> str:
-        if self._on_server:
-            return (
+    def check_writable(self) -> None:
+        """Raises `StorageError` if it is read-only."""
+        if self.read_only and self._on_server:
+            raise StorageError(
                 f"{self.place} is read-only for its user; have INSERT, UPDATE and DELETE on its tables granted, "
                 "or name another database"
             )
-        return _SENTENCES["readonly database"].format(place=self.place)
+        if self.read_only:
+            raise StorageError(_SENTENCES["readonly database"].format(place=self.place))
 
     def check(self) -> None:
         """Raises `StorageError` if SQLite finds damage anywhere in its file."""
