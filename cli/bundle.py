@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @click.group(cls=Group)
 def bundle() -> None:
-    """Make, check, sign, show and merge bundles, the files that ship winners."""
+    """Make, check, sign and merge bundles, the files that ship winners."""
 
 
 bundle.add_command(list_)

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("machine")
 COMMANDS = {
     "": ["tune", "best", "bench", "bundle", "report", "emit", "doctor", "dev"],
     "bench": ["kernels", "between", "calls"],
-    "bundle": ["list", "make", "estimate", "verify", "show", "merge", "assemble", "export"],
+    "bundle": ["list", "make", "estimate", "verify", "sign", "show", "merge", "assemble", "export"],
     "dev": ["record", "replay"],
 }
 

@@ -34,7 +34,7 @@ class FakeService:
     """A kernel named "busy 2" finds the GPU busy twice, and so does a race that has it first; "hang" never ends. A new
     process finds device 1 busy."""
 
-    def __init__(self, device_index: int, *_: object) -> None:
+    def __init__(self, watch: object, device_index: int, *_: object) -> None:
         self._is_busy = device_index == 1
         self._asked: Counter[str] = Counter()
         self.greeting = GPU

@@ -22,6 +22,7 @@ _log = logging.getLogger("hadagen")
 _REPLAYS = 7
 _PAUSES_S = (2.0, 8.0)  # before what was disturbed is timed again
 _DISTURBED_IN_A_ROW = 3  # variants, each in all attempts; then the device is given up
+_LOOK_S = 20.0  # for a new worker to say how the device is
 _ATTEMPTS = 3  # at a request whose worker was killed
 COMPARISON_TIMEOUT_S = 300.0  # a library may take a second for some of what our kernels do in a millisecond
 
@@ -318,7 +319,7 @@ class DeviceRunner:
             self._send(Look())
         except DeviceError:  # which the next variant meets again, once this one has its trial
             return None
-        found = self._worker.receive(self._timeout_s)
+        found = self._worker.receive(_LOOK_S)
         return found if isinstance(found, Disturbed) else None
 
     def _trial(self, variant: Variant, answer: Answer) -> Trial:
