@@ -343,7 +343,7 @@ class Fleet:
         others = {each.environment.gpu: each.environment for each in self.classes}
         for _, environment in wanted:
             first = others.setdefault(environment.gpu, environment)
-            if _hardware(environment) != _hardware(first):
+            if hardware(environment) != hardware(first):
                 self._members[address] = _Member(None)
                 self.say(
                     f"the worker at {address} is left out: its {environment.gpu} is not like the others of that name "
@@ -364,8 +364,8 @@ class Fleet:
             await asyncio.wait_for(call, CALL_SECONDS)
 
 
-def _hardware(environment: Environment) -> Environment:
-    """What must be equal for times to be comparable."""
+def hardware(environment: Environment) -> Environment:
+    """What must be equal for times to be those of one class. Drivers may differ."""
     return replace(environment, driver="", cuda="", nvcc="")
 
 

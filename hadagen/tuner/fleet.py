@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from hadagen.arch import Arch
 from hadagen.errors import DeviceError
-from hadagen.fleet.client import DeviceClass, Fleet
+from hadagen.fleet.client import DeviceClass, Fleet, hardware
 from hadagen.knobs import Knobs
 from hadagen.measure import BestTimes, Cell, Variant, without_texts
 from hadagen.problem import Problem
@@ -115,7 +115,7 @@ class FleetGpus:
             and value.provenance is Provenance.MEASURED
             and isinstance(value.detail, str)
             and isinstance(value.environment, type(self.environment))
-            and _hardware(value.environment) == _hardware(self.environment)
+            and hardware(value.environment) == hardware(self.environment)
             and value.environment.nvcc == variant.kernel.nvcc
             and isinstance(value.errors, dict)
             and all(type(error) is float and not error < 0 for error in value.errors.values())
@@ -146,11 +146,6 @@ class FleetGpus:
                 f"no worker at {self._fleet.address} has a {self.environment.gpu} any more; start one, then run the "
                 "same command again to go on"
             )
-
-
-def _hardware(environment: Any) -> Any:
-    """Of workers with other drivers too, the times are those of one class."""
-    return replace(environment, driver="", cuda="", nvcc="")
 
 
 def _is_time(timing: object) -> bool:
