@@ -187,7 +187,7 @@ def test_refining_alone_is_refused_where_nothing_was_tuned_or_can_be_kept(
     assert f"has winners that {fill()} has no working trial of" in sentence(run(*REFINE, "512"), 2)
     monkeypatch.setattr("hadagen.tuning_db.database._writable", lambda path: False)
     said = sentence(run(*REFINE, "256", "--db", db), 1)
-    assert said.startswith(f"{db} is read-only; make it writable, or name another")
+    assert said.startswith(f"{db} is read-only; make it and its directory writable, or name another")
 
 
 def test_a_device_that_fails_changes_no_bundle_and_loses_no_time(
