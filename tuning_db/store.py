@@ -6,10 +6,10 @@ import hashlib
 import json
 import os
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from math import inf, nan
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from sqlalchemy import JSON, delete, insert, select, update
 from sqlalchemy.orm import Session, defer, joinedload, selectinload
@@ -84,7 +84,7 @@ class Store(Database):
 
         Each replaces an earlier trial with the same problem, arch, knobs, environment and provenance.
         """
-        return self.write(lambda session: [_record(session, trial).id for trial in trials])
+        return self.write(lambda session: _record(session, trials))
 
     def add_timings(self, trial: Trial) -> None:
         """Store a trial as `record` does, but keep the stored timings of its kernel in other cells.
@@ -94,7 +94,8 @@ class Store(Database):
         stored: set[str] = set()  # seals of what an attempt wrote, which may be there although it failed
 
         def add(session: Session) -> None:
-            row = session.scalar(select(TrialRow).filter_by(**_key(session, trial)))
+            (place,) = _places(session, [trial])
+            row = session.scalar(select(TrialRow).filter_by(**place._asdict()))
             whole = trial
             if row:
                 same = row.kernel and trial.kernel and row.kernel.digest == trial.kernel.digest
@@ -107,7 +108,7 @@ class Store(Database):
                 whole = replace(
                     trial, timings=(*kept, *trial.timings), detail=detail, seconds=row.seconds + trial.seconds
                 )
-            stored.add(_record(session, whole).seal)
+            stored.update(session.scalars(select(TrialRow.seal).where(TrialRow.id.in_(_record(session, [whole])))))
 
         self.write(add)
 
@@ -174,39 +175,82 @@ def _where(timing: Timing) -> tuple[int, Destination, Cache]:
     return timing.elements, timing.destination, timing.cache
 
 
-def _key(session: Session, trial: Trial) -> dict[str, object]:
+class _Place(NamedTuple):
     """The columns that identify a trial."""
+
+    problem_id: int
+    arch: str
+    knobs_key: str
+    environment_id: int
+    provenance: str
+
+
+def _places(session: Session, trials: Iterable[Trial]) -> list[_Place]:
+    problems: dict[Problem, int] = {}
+    environments: dict[Environment, int] = {}
+    places = []
+    for trial in trials:
+        problem, environment = trial.problem, trial.environment
+        if problem not in problems:
+            problems[problem] = row_of(session, ProblemRow, {"key": problem.key}).id
+        if environment not in environments:
+            environments[environment] = row_of(session, EnvironmentRow, dict(vars(environment))).id
+        key, provenance = knobs_key(trial.knobs), trial.provenance.value
+        places.append(_Place(problems[problem], trial.arch, key, environments[environment], provenance))
+    return places
+
+
+def _record(session: Session, trials: Sequence[Trial]) -> list[int]:
+    """Write trials, and return their row numbers. A statement writes many rows: with one for each row, a trial took
+    7 ms of the search."""
+    places = _places(session, trials)
+    kernels = _kernels(session, [trial.kernel for trial in trials if trial.kernel])
+    last = dict(zip(places, trials, strict=True))
+    ids = _ids(session, last)
+    if ids:
+        changed = [{"id": ids[place], **_trial_columns(last[place], kernels)} for place in ids]
+        session.execute(update(TrialRow), changed)
+        session.execute(delete(ErrorRow).where(ErrorRow.trial_id.in_(ids.values())))
+        session.execute(delete(TimingRow).where(TimingRow.trial_id.in_(ids.values())))
+    if new := [place._asdict() | _trial_columns(last[place], kernels) for place in last if place not in ids]:
+        session.execute(insert(TrialRow), new)
+        ids = _ids(session, last)
+    errors = [
+        {"trial_id": ids[place], "input_class": kind, "relative_error": error}
+        for place, trial in last.items()
+        for kind, error in trial.errors.items()
+    ]
+    timings = [
+        _timing_columns(ids[place], *timing) for place, trial in last.items() for timing in enumerate(trial.timings)
+    ]
+    for model, rows in ((ErrorRow, errors), (TimingRow, timings)):
+        if rows:
+            session.execute(insert(model), rows)
+    return [ids[place] for place in places]
+
+
+def _ids(session: Session, places: Iterable[_Place]) -> dict[_Place, int]:
+    """The row numbers of those places that have a trial."""
+    columns = [getattr(TrialRow, name) for name in _Place._fields]
+    query = select(TrialRow.id, *columns)
+    for column, values in zip(columns, zip(*places, strict=True), strict=True):
+        query = query.where(column.in_(set(values)))
+    found = {_Place(*place): number for number, *place in session.execute(query)}
+    return {place: found[place] for place in places if place in found}
+
+
+def _trial_columns(trial: Trial, kernels: Mapping[str, tuple[int, Kernel]]) -> dict[str, object]:
+    """Those that do not identify it. kernels: digest → row number, and the kernel as it is stored."""
+    kernel_id, kernel = kernels[trial.kernel.digest] if trial.kernel else (None, None)
     return {
-        "problem_id": row_of(session, ProblemRow, {"key": trial.problem.key}).id,
-        "arch": trial.arch,
-        "knobs_key": knobs_key(trial.knobs),
-        "environment_id": row_of(session, EnvironmentRow, asdict(trial.environment)).id,
-        "provenance": trial.provenance.value,
+        "knobs": trial.knobs,
+        "outcome": trial.outcome.value,
+        "detail": trial.detail,
+        "date": trial.date,
+        "seconds": trial.seconds,
+        "kernel_id": kernel_id,
+        "seal": _seal_of_trial(replace(trial, kernel=kernel)),
     }
-
-
-def _record(session: Session, trial: Trial) -> TrialRow:
-    key = _key(session, trial)
-    row = session.scalar(select(TrialRow).filter_by(**key)) or TrialRow(**key)
-    row.knobs = trial.knobs
-    row.outcome = trial.outcome.value
-    row.detail = trial.detail
-    row.date = trial.date
-    row.seconds = trial.seconds
-    row.kernel = None if trial.kernel is None else _kernel_row(session, trial.kernel)
-    row.seal = _seal_of_trial(replace(trial, kernel=None if row.kernel is None else _kernel(row.kernel, blobs=False)))
-    session.add(row)
-    session.flush()
-    session.execute(delete(ErrorRow).where(ErrorRow.trial_id == row.id))
-    session.execute(delete(TimingRow).where(TimingRow.trial_id == row.id))
-    if trial.errors:
-        errors = [
-            {"trial_id": row.id, "input_class": kind, "relative_error": error} for kind, error in trial.errors.items()
-        ]
-        session.execute(insert(ErrorRow), errors)
-    if trial.timings:
-        session.execute(insert(TimingRow), [_timing_columns(row.id, *timing) for timing in enumerate(trial.timings)])
-    return row
 
 
 def row_of(session: Session, model: type[Row], columns: dict[str, object]) -> Row:
@@ -219,19 +263,30 @@ def row_of(session: Session, model: type[Row], columns: dict[str, object]) -> Ro
     return row
 
 
-def _kernel_row(session: Session, kernel: Kernel) -> KernelRow:
-    """The row with the digest of a kernel, which is added if it is missing. It learns the arithmetic of the kernel if
-    an earlier hadagen wrote it."""
-    row = session.scalar(select(KernelRow).where(KernelRow.digest == kernel.digest))
-    if row is None:
-        columns = asdict(kernel) | kernel.launch.to_dict()
-        del columns["launch"]
-        row = KernelRow(**columns, seal=_seal_of_kernel(kernel))
-    elif kernel.launch.arithmetic and not row.arithmetic:
-        stored = _kernel(row, blobs=True)  # which is sound, so that a new seal hides no damage
-        row.arithmetic = kernel.launch.arithmetic
-        row.seal = _seal_of_kernel(replace(stored, launch=replace(stored.launch, arithmetic=row.arithmetic)))
-    return row
+def _kernels(session: Session, kernels: Iterable[Kernel]) -> dict[str, tuple[int, Kernel]]:
+    """Digest → row number, and the kernel as it is stored, without its blobs. Those that are missing are added. One
+    that an earlier hadagen wrote learns its arithmetic."""
+    wanted = {kernel.digest: kernel for kernel in kernels}
+    found = {}
+    for row in session.scalars(
+        select(KernelRow)
+        .where(KernelRow.digest.in_(wanted))
+        .options(*(defer(getattr(KernelRow, name)) for name in _NO_BLOBS))
+    ):
+        arithmetic = wanted[row.digest].launch.arithmetic
+        if arithmetic and not row.arithmetic:
+            stored = _kernel(row, blobs=True)  # which is sound, so that a new seal hides no damage
+            row.arithmetic = arithmetic
+            row.seal = _seal_of_kernel(replace(stored, launch=replace(stored.launch, arithmetic=arithmetic)))
+        found[row.digest] = row.id, _kernel(row, blobs=False)
+    if new := [kernel for digest, kernel in wanted.items() if digest not in found]:
+        rows = [{**vars(kernel), **kernel.launch.to_dict(), "seal": _seal_of_kernel(kernel)} for kernel in new]
+        for each in rows:
+            del each["launch"]
+        session.execute(insert(KernelRow), rows)
+        numbers = session.execute(select(KernelRow.digest, KernelRow.id).where(KernelRow.digest.in_(wanted)))
+        found |= {digest: (number, wanted[digest]) for digest, number in numbers if digest not in found}
+    return found
 
 
 def _timing_columns(trial_id: int, position: int, timing: Timing) -> dict[str, object]:
