@@ -7,6 +7,9 @@ Needs no GPU. Scheduler and workers are Dask's, in processes of their own. A wor
 after a time in proportion to what that trial took on its GPU, `SECONDS` in the mean. It takes `COMPILE_SECONDS` for a
 kernel of `KERNEL_BYTES` random bytes. The coordinator is `hadagen.tuner`, as in `hadagen tune --fleet`, with a database
 on disk, and may use one CPU core. All classes have the recorded times, and each is searched by itself.
+
+`search` of the result compares a search of one problem that has `WORKERS` variants in progress with one that has a
+single one: the fraction of the best possible speed that they reach, see `hadagen.tuner.replay`.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import heapq
 import json
 import os
 import random
@@ -22,31 +26,48 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from functools import partial
+from itertools import count
+from math import inf
 from pathlib import Path
 from statistics import fmean
+from threading import Event as Flag
 from typing import Any
 
 from hadagen.arch import Arch, load_arch
-from hadagen.fleet.client import DeviceClass, Fleet
+from hadagen.fleet.client import DeviceClass, Fleet, FleetState
 from hadagen.fleet.station import Gpu, Station
 from hadagen.knobs import Knobs
 from hadagen.launch import LaunchSpec
 from hadagen.measure import ReplayRunner, Variant
 from hadagen.problem import Problem
 from hadagen.trial import Environment, Kernel, Trial, kernel_digest, knobs_key
-from hadagen.tuner.events import Event, TrialFinished
+from hadagen.tuner.events import Event, Listener, TrialFinished
 from hadagen.tuner.fleet import FleetGpus, FleetPipeline, Guesses, Summed, at_once
+from hadagen.tuner.pipeline import Ask, Keep
 from hadagen.tuner.recording import SUFFIX, read_recording
-from hadagen.tuner.replay import Field
+from hadagen.tuner.replay import Field, curve
 from hadagen.tuner.search import TuneOptions, tune
 from hadagen.tuning_db.store import Store
 
 DATA = Path(__file__).resolve().parent / "data"
 CLASSES = ("A", "B", "C")
-SECONDS = 0.97  # a measurement, in the mean
+SECONDS = 0.92  # a measurement, in the mean of all that are recorded
 COMPILE_SECONDS = 0.1
 KERNEL_BYTES = 40_000
+# What each worker does from time to time, as seldom as may be: here all of them share a few CPUs.
+WORKER_SETTINGS = {
+    "DASK_DISTRIBUTED__WORKER__PROFILE__ENABLED": "False",
+    "DASK_DISTRIBUTED__WORKER__MEMORY__MONITOR_INTERVAL": "60s",
+    "DASK_DISTRIBUTED__ADMIN__TICK__INTERVAL": "10s",
+    "DASK_DISTRIBUTED__ADMIN__TICK__LIMIT": "60s",
+    "DASK_DISTRIBUTED__ADMIN__SYSTEM_MONITOR__INTERVAL": "10s",
+}
+WORKERS = 16
+MORE = 1.3  # times the evaluations of a search with one variant in progress
+SEEDS = 20
 LAUNCH = LaunchSpec(threads=32, cluster=1, shared_bytes=0, tile_elements=4096, persistent=False)
 ARCH = "sm90"
 
@@ -103,6 +124,7 @@ async def work(address: str, names: Sequence[str]) -> None:
 def cluster(workers: int, processes: int) -> Iterator[str]:
     """The address of a scheduler with so many simulated workers."""
     names = [CLASSES[i % len(CLASSES)] for i in range(workers)]
+    quiet = os.environ | WORKER_SETTINGS
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "scheduler.json")
         scheduler = [sys.executable, "-m", "distributed.cli.dask_scheduler", "--host", "127.0.0.1", "--port", "0"]
@@ -115,7 +137,7 @@ def cluster(workers: int, processes: int) -> Iterator[str]:
             address = json.loads(file.read_text())["address"]
             for i in range(processes):
                 command = [sys.executable, __file__, "--serve", address, *names[i::processes]]
-                started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL))
+                started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=quiet))
             for process in started[1:]:
                 assert process.stdout
                 assert process.stdout.readline() == b"ready\n"
@@ -131,15 +153,19 @@ def simulate(workers: int, trials: int, seed: int) -> dict[str, Any]:
     target = replace(load_arch(ARCH), search=searched[0].recording.target.search)
     problems = [field.recording.problem for field in searched]
     times: list[float] = []
+    looks: list[tuple[float, dict[str, float]]] = []  # when, and class → seconds that its GPUs measured so far
 
     def listen(event: Event) -> None:
         if isinstance(event, TrialFinished):
             times.append(time.monotonic())
 
+    def look(state: FleetState) -> None:
+        looks.append((time.monotonic(), dict(state.seconds)))
+
     with cluster(workers, 4) as address, tempfile.TemporaryDirectory() as folder:
         if hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(0, list(os.sched_getaffinity(0))[:1])
-        with Store.open(Path(folder, "trials.db")) as store, Fleet(address, "recorded") as fleet:
+        with Store.open(Path(folder, "trials.db")) as store, Fleet(address, "recorded", look=look) as fleet:
             guesses = Guesses(fleet, target, problems, trials)
             for problem in problems:
                 guesses(problem, True)
@@ -160,24 +186,91 @@ def simulate(workers: int, trials: int, seed: int) -> dict[str, Any]:
                 )
                 return tune(options, summed.of(number))
 
-            from functools import partial
-            from threading import Event as Flag
-
             reports = at_once([partial(search, i, each) for i, each in enumerate(fleet.classes)], Flag())
             used = time.process_time() - cpu
             state = fleet.state
-    count = len(times)
+    finished = len(times)
     # While no class has ended.
-    steady = times[count // 10 : count * 8 // 10]
+    steady = times[finished // 10 : finished * 8 // 10]
+    (first, before), *_, (last, after) = (each for each in looks if steady[0] <= each[0] <= steady[-1])
+    busy = {gpu: (after[gpu] - before[gpu]) / (last - first) / state.gpus[gpu] for gpu in state.gpus}
     return {
         "workers": workers,
         "classes": state.gpus,
-        "trials": count,
+        "trials": finished,
         "seconds": round(times[-1] - started, 2),
         "trials_per_second": round((len(steady) - 1) / (steady[-1] - steady[0]), 2),
-        "busy": {of: round(share, 4) for of, share in state.busy.items()},
-        "coordinator_ms_per_trial": round(1000 * used / count, 2),
+        "busy": {of: round(share, 4) for of, share in busy.items()},
+        "coordinator_ms_per_trial": round(1000 * used / finished, 2),
         "finished": [report.finished for report in reports],
+    }
+
+
+class InTurn:
+    """`Work` on a recording: `WORKERS` variants are in progress, each for as long as its recorded trial took."""
+
+    workers = WORKERS
+
+    def __init__(self, arch: Arch, build: Any, runner: ReplayRunner, known: Any = (), stopped: Any = None) -> None:
+        self._runner = runner
+
+    def __enter__(self) -> InTurn:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def run(self, ask: Ask, keep: Keep, listen: Listener, deadline: float = inf) -> bool:
+        now, number = 0.0, count()
+        under_way: list[tuple[float, int, Trial]] = []
+        while True:
+            while len(under_way) < self.workers and (batch := ask(self.workers - len(under_way))):
+                for _, trial in self._runner.run([Variant(problem, knobs.to_dict(), None) for problem, knobs in batch]):
+                    heapq.heappush(under_way, (now + trial.seconds, next(number), trial))
+            if not under_way:
+                return False
+            now, _, trial = heapq.heappop(under_way)
+            keep([trial])
+
+
+class OneByOne(InTurn):
+    workers = 1
+
+
+def evaluated(searched: tuple[Field, type[InTurn], int]) -> list[Trial]:
+    """The trials of a search, with a seed, in the order in which they ended."""
+    field, work, seed = searched
+    order: list[Trial] = []
+    tune(
+        TuneOptions(
+            field.recording.target,
+            [field.recording.problem],
+            None,
+            ReplayRunner(field.trials),
+            None,
+            min(len(field.trials), round(MORE * field.budget)),
+            seed=seed,
+            work=work,  # type: ignore[arg-type]
+        ),
+        lambda event: order.append(event.trial) if isinstance(event, TrialFinished) else None,
+    )
+    return order
+
+
+def compare_searches() -> dict[str, Any]:
+    """What a search reaches with one variant in progress, and with `WORKERS` after `MORE` times its evaluations."""
+    searched = fields()
+    reached = {}
+    with ProcessPoolExecutor() as processes:
+        for work in (OneByOne, InTurn):
+            runs = [(field, work, seed) for field in searched for seed in range(SEEDS)]
+            orders = list(processes.map(evaluated, runs))
+            more = 1.0 if work is OneByOne else MORE
+            wide = [replace(field, evaluations=round(more * field.budget)) for field in searched]
+            reached[work] = curve(wide, [orders[i * SEEDS : (i + 1) * SEEDS] for i in range(len(searched))]).final
+    return {"workers": WORKERS, "more": MORE, "seeds": SEEDS, "problems": len(searched)} | {
+        "one_by_one": round(reached[OneByOne], 5),
+        "in_parallel": round(reached[InTurn], 5),
     }
 
 
@@ -192,7 +285,7 @@ def main() -> None:
     if arguments.serve:
         asyncio.run(work(arguments.serve[0], arguments.serve[1:]))
         return
-    found = simulate(arguments.workers, arguments.trials, arguments.seed)
+    found = {"search": compare_searches()} | simulate(arguments.workers, arguments.trials, arguments.seed)
     arguments.out.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     print(json.dumps(found, indent=2))
 

@@ -7,7 +7,7 @@ problem on an arch is said in `hadagen.legality`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import reduce
 from typing import Any
 
@@ -97,7 +97,7 @@ class Knobs:
     trigger: str = _one_of("end", "store", "load")
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return dict(vars(self))
 
     @property
     def normalizes(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from hadagen.errors import UsageError
@@ -185,7 +185,7 @@ class LaunchSpec:
         return tiles * self.cluster
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"scale_form": self.scale_form.value, "params": self.signature}
+        return {**vars(self), "scale_form": self.scale_form.value, "params": self.signature}
 
     def digested(self) -> dict[str, Any]:
         """`to_dict`, as the digest of a kernel covers it: without what does not change how it is launched. A flag

@@ -64,7 +64,10 @@ class Claims:
 
         def attempt(session: Session) -> list[bool]:
             self._drop_what_ended(session, finished)
-            numbers = {problem: row_of(session, ProblemRow, {"key": problem.key}).id for problem, _ in wanted}
+            numbers = {
+                problem: row_of(session, ProblemRow, {"key": problem.key}).id
+                for problem in {each for each, _ in wanted}
+            }
             taken = self._tried(session, numbers.values())
             claims = select(ClaimRow.problem_id, ClaimRow.work, ClaimRow.owner).filter_by(**self._here)
             there: set[tuple[int, str]] = set()

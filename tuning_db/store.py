@@ -7,7 +7,7 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from math import inf, nan
 from typing import Any, NamedTuple, TypeVar
 
@@ -290,8 +290,8 @@ def _kernels(session: Session, kernels: Iterable[Kernel]) -> dict[str, tuple[int
 
 
 def _timing_columns(trial_id: int, position: int, timing: Timing) -> dict[str, object]:
-    columns = asdict(timing) | {"destination": timing.destination.value, "cache": timing.cache.value}
-    return columns | {"trial_id": trial_id, "position": position}
+    where = {"destination": timing.destination.value, "cache": timing.cache.value}
+    return {**vars(timing), **where, "trial_id": trial_id, "position": position}
 
 
 def _wanted(

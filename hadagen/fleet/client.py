@@ -46,13 +46,15 @@ class DeviceClass:
 @dataclass(frozen=True)
 class FleetState:
     """workers: how many take part. compiling: how many kernels they compile at once. gpus: class → count.
-    busy: class → share of the time, since the first was measured, in which they measured. measured: class → variants.
+    busy: class → share of the time, since the first was measured, in which they measured. seconds: class → for how long
+    they did. measured: class → variants.
     """
 
     workers: int
     compiling: int
     gpus: dict[str, int]
     busy: dict[str, float]
+    seconds: dict[str, float]
     measured: dict[str, int]
 
 
@@ -149,6 +151,7 @@ class Fleet:
             compiling=self.compiling,
             gpus={each.environment.gpu: each.count for each in self.classes},
             busy={gpu: use.busy / use.available for gpu, use in self._uses.items() if use.available},
+            seconds={gpu: use.busy for gpu, use in self._uses.items()},
             measured={gpu: use.measured for gpu, use in self._uses.items()},
         )
 

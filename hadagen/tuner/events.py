@@ -92,6 +92,7 @@ class FleetChanged:
     compiling: int
     gpus: Mapping[str, int]
     busy: Mapping[str, float]
+    seconds: Mapping[str, float]
     measured: Mapping[str, int]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from itertools import chain, count
 from typing import Any
@@ -66,9 +66,18 @@ class Mirror:
 
         return self._store.patiently(opened)
 
-    def trials(self, study: optuna.Study) -> list[FrozenTrial]:
-        """The trials of a study, of all runs."""
-        return self._store.patiently(lambda: study.get_trials(deepcopy=False))
+    def count(self, study: optuna.Study) -> int:
+        """The number of trials of a study, of all runs."""
+        if self._tables is None:
+            return self._store.patiently(lambda: len(study.get_trials(deepcopy=False)))
+        table = self._tables["trials"]
+        query = select(func.count()).select_from(table).where(table.c.study_id == study._study_id)
+
+        def counted() -> int:
+            with self._storage.engine.connect() as connection:
+                return connection.scalar(query) or 0
+
+        return self._store.patiently(counted)
 
     def noted(self, study: optuna.Study) -> dict[str, Any]:
         """What was noted about a study."""
@@ -119,12 +128,14 @@ def _add(
     studies, table = tables["studies"], tables["trials"]
     # Locks the study, as Optuna does while it counts. In SQLite only a write begins a transaction.
     connection.execute(update(studies).where(studies.c.study_id == study).values(study_name=studies.c.study_name))
+    # All trials of a study have the same ranges.
+    ranges = {name: distribution_to_json(each) for name, each in trials[0].distributions.items()}
     if missing:
         there = _knobs(connection, tables, study)
         trials = [
             trial
             for trial in trials
-            if {each["param_name"]: each["param_value"] for each in _params(0, trial)} not in there
+            if {each["param_name"]: each["param_value"] for each in _params(0, trial, ranges)} not in there
         ]
         if not trials:
             return
@@ -142,7 +153,7 @@ def _add(
     added = insert(table).returning(table.c.trial_id, sort_by_parameter_order=True)
     numbers = connection.scalars(added, rows).all()
     told = list(zip(numbers, trials, strict=True))
-    _insert(connection, tables["trial_params"], chain.from_iterable(_params(*each) for each in told))
+    _insert(connection, tables["trial_params"], chain.from_iterable(_params(*each, ranges) for each in told))
     _insert(connection, tables["trial_values"], chain.from_iterable(_values(*each) for each in told))
     attributes = ((number, item) for number, trial in told for item in trial.system_attrs.items())
     _insert(
@@ -162,13 +173,13 @@ def _knobs(connection: Connection, tables: dict[str, Table], study: int) -> list
     return list(found.values())
 
 
-def _params(number: int, trial: FrozenTrial) -> list[dict[str, Any]]:
+def _params(number: int, trial: FrozenTrial, ranges: Mapping[str, str]) -> list[dict[str, Any]]:
     return [
         {
             "trial_id": number,
             "param_name": name,
             "param_value": trial.distributions[name].to_internal_repr(value),
-            "distribution_json": distribution_to_json(trial.distributions[name]),
+            "distribution_json": ranges[name],
         }
         for name, value in trial.params.items()
     ]

@@ -30,14 +30,15 @@ Order = Sequence[Trial]  # in the order in which a search evaluated them
 class Field:
     """A recording to search: the trials whose knobs are legal by today's rules.
 
-    `best` and `worst`: cell → microseconds; the best may be a trial of knobs that are gone. `of` raises `UsageError` if
-    no trial is legal and right.
+    `best` and `worst`: cell → microseconds; the best may be a trial of knobs that are gone. `evaluations`: how many a
+    search makes; 0 for the default. `of` raises `UsageError` if no trial is legal and right.
     """
 
     recording: Recording
     trials: tuple[Trial, ...]
     best: Mapping[Cell, float]
     worst: Mapping[Cell, float]
+    evaluations: int = 0
 
     @classmethod
     def of(cls, recording: Recording) -> Field:
@@ -60,8 +61,9 @@ class Field:
 
     @property
     def budget(self) -> int:
-        """The evaluations of a search: a tenth of the variants, but at least 60, and no more than all variants."""
-        return min(len(self.trials), max(LEAST_BUDGET, ceil(len(self.trials) / BUDGET_SHARE)))
+        """The evaluations of a search: by default a tenth of the variants, but at least 60; never more than all."""
+        wanted = self.evaluations or max(LEAST_BUDGET, ceil(len(self.trials) / BUDGET_SHARE))
+        return min(len(self.trials), wanted)
 
 
 def times_of(trial: Trial) -> dict[Cell, float]:

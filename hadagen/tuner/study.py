@@ -166,7 +166,7 @@ class Study:
         }
         self._first: deque[Knobs] = deque()
         self._suggested: deque[Knobs] = deque()
-        self._asked: dict[Knobs, optuna.Trial] = {}
+        self._asked: dict[Knobs, optuna.Trial | None] = {}  # with the trial of those that TPE named
         self._elsewhere: set[Knobs] = set()
         self._told = set(known)
         self.best_by_cell = best_of_trials(known.values())
@@ -218,7 +218,7 @@ class Study:
     @property
     def kept(self) -> int:
         """Number of trials in Optuna's tables, of all runs. It never decreases."""
-        return len(self._mirror.trials(self.mirrored)) if self._mirror and self.mirrored else 0
+        return self._mirror.count(self.mirrored) if self._mirror and self.mirrored else 0
 
     def mark_raced(self, kept: int) -> None:
         """Note that the near-ties of the first `kept` trials were raced."""
@@ -257,16 +257,20 @@ class Study:
         """Learn from the trial of knobs that were asked for. Returns what Optuna's tables hold of it."""
         knobs = Knobs.from_dict(trial.knobs)
         asked, result = self._asked.pop(knobs), self._result(knobs, trial)
-        for name, value in result.constraints.items():
-            asked.set_constraint(name, value)
-        self._study.tell(asked, result.values, result.state)
+        if asked:
+            for name, value in result.constraints.items():
+                asked.set_constraint(name, value)
+            self._study.tell(asked, result.values, result.state)
+        else:
+            self._study.add_trial(result)
         self._told.add(knobs)
         note_best(self.best_by_cell, trial)
         return result
 
     def forget(self, knobs: Knobs) -> None:
         """Drop knobs that were asked for and will not be tried."""
-        self._study.tell(self._asked.pop(knobs), state=TrialState.FAIL)  # TPE ignores it
+        if asked := self._asked.pop(knobs):
+            self._study.tell(asked, state=TrialState.FAIL)  # TPE ignores it
 
     def learn(self, trial: Trial) -> bool:
         """Learn from a trial of another run. Returns whether this search could have asked for it."""
@@ -284,9 +288,6 @@ class Study:
         self._elsewhere = {knobs for key in keys if (knobs := _knobs_of_key(key))} - self._asked.keys() - self._told
 
     def _start(self, knobs: Knobs, trial: optuna.Trial | None = None) -> Knobs:
-        if trial is None:
-            self._study.enqueue_trial(knobs.to_dict())
-            trial = self._study.ask(self._ranges)
         self._asked[knobs] = trial
         return knobs
 
