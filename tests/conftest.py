@@ -33,6 +33,7 @@ ROOM = 2 << 30  # bytes, several times what a run leaves behind
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--require-gpu", action="store_true", help="fail where GPU tests would be skipped")
     parser.addoption("--kills", type=int, help="how often test_kills.py kills a tune or a helper of one")
+    parser.addoption("--schedules", type=int, default=1, help="how many fleets test_fleet_kills.py breaks")
     parser.addoption("--figures", type=Path, help="a folder where tests write the numbers that documents show of them")
     parser.addoption("--require-chromium", action="store_true", help="fail where tests in a browser would be skipped")
 
@@ -42,6 +43,12 @@ def pytest_configure(config: pytest.Config) -> None:
         system = os.statvfs(IN_MEMORY)
         if system.f_bavail * system.f_frsize >= ROOM and not system.f_flag & os.ST_NOEXEC:
             os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", IN_MEMORY)
+
+
+@pytest.fixture
+def schedules(request: pytest.FixtureRequest) -> int:
+    found: int = request.config.getoption("--schedules")
+    return found
 
 
 @pytest.fixture

@@ -2,13 +2,14 @@
 
 EMULATED_GPUS names them, with ";" between. Kernels are compiled for the GPU, verified on the CPU, and take what the
 cost model says. EMULATED_FAULT says what goes wrong, from the second variant on: "garbage" is answered, the worker
-"hangs", or its measuring "breaks". EMULATED_CODE: another hadagen.
+"hangs", or its measuring "breaks". EMULATED_CODE: another hadagen. EMULATED_SECONDS: how long a measurement takes.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,6 +26,7 @@ from hadagen.trial import Environment, NotTried, Provenance, Trial
 from hadagen.tuner.estimate import EstimateRunner
 
 ARCH = "sm90"
+SECONDS = float(os.environ.get("EMULATED_SECONDS", 0))
 FAULT = os.environ.get("EMULATED_FAULT", "")
 if code := os.environ.get("EMULATED_CODE"):
     station.code_digest = lambda: code  # type: ignore[assignment]
@@ -40,6 +42,7 @@ class Emulated:
     def run(self, variants: Iterable[Variant]) -> Iterator[tuple[Variant, Trial | NotTried]]:
         for variant, trial in self._runner.run(variants):
             self._measured += 1
+            time.sleep(SECONDS)
             if self._measured > 1 and FAULT:
                 yield variant, self._fault()
                 continue

@@ -3,61 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from fleet_cluster import Cluster
 
 from hadagen.cli.main import main
 from hadagen.tuning_db.store import Store
 
-WORKER = Path(__file__).with_name("emulated_worker.py")
 TUNE = ("--problem", "n64-float16-fast", "--no-refine", "--from-scratch", "--json")
-
-
-class Cluster:
-    """A scheduler, and workers that are started one by one."""
-
-    def __init__(self, folder: Path) -> None:
-        self._file, self._started = folder / "scheduler.json", []
-        command = ["distributed.cli.dask_scheduler", "--host", "127.0.0.1", "--port", "0", "--no-dashboard"]
-        self.scheduler = self._run(*command, "--scheduler-file", str(self._file))
-        while not self._file.exists():
-            assert self.scheduler.poll() is None
-            time.sleep(0.05)
-        self.address = json.loads(self._file.read_text())["address"]
-
-    def _run(self, *module: str, **environment: str) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", *module]
-        process = subprocess.Popen(command, env=os.environ | environment, stderr=subprocess.DEVNULL)
-        self._started.append(process)
-        return process
-
-    def add(self, gpus: str, threads: int = 2, **environment: str) -> subprocess.Popen[bytes]:
-        """A worker without a nanny, with these GPUs."""
-        options = ["--preload", str(WORKER), "--no-nanny", "--nthreads", str(threads), "--no-dashboard"]
-        command = ["distributed.cli.dask_worker", self.address, *options]
-        return self._run(*command, EMULATED_GPUS=gpus, **environment)
-
-    def wait_for(self, workers: int) -> None:
-        from distributed import Client
-
-        with Client(self.address, set_as_default=False) as client:  # type: ignore[no-untyped-call]
-            client.wait_for_workers(workers, timeout=60)
-            while not all(worker["resources"] for worker in client.scheduler_info(n_workers=-1)["workers"].values()):
-                time.sleep(0.1)
-
-    def close(self) -> None:
-        for process in self._started:
-            process.send_signal(signal.SIGKILL)
-            process.wait()
 
 
 @pytest.fixture

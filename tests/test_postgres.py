@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import signal
 import sqlite3
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -18,6 +17,7 @@ import psycopg
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
+from each_once import assert_each_once
 from fake_search import TRIALS, FakeRunner, options, problems, processes, search_and_die
 from postgres import PostgresServer
 from sample_store import any_store, empty, empty_on_server, path, place
@@ -26,7 +26,6 @@ from sqlalchemy import Engine, MetaData, create_engine, event, text
 from sqlalchemy.exc import OperationalError
 
 from hadagen.errors import StorageError
-from hadagen.trial import knobs_key
 from hadagen.tuner.events import Event, TrialFinished
 from hadagen.tuner.mirror import Mirror
 from hadagen.tuner.search import tune
@@ -241,7 +240,7 @@ def test_what_was_committed_unheard_is_not_done_twice(url: str) -> None:
         study = tables.study("one")
         with failing(tables._storage.engine, lost):
             tables.add([(study, result)])
-        assert len(tables.trials(study)) == 1
+        assert tables.count(study) == 1
 
 
 def test_a_tune_outlives_a_restart(postgres: str, postgres_server: PostgresServer) -> None:
@@ -289,19 +288,6 @@ def test_a_server_that_stays_away_ends_a_tune_with_a_sentence(
 
 
 # ---- many tuners -----------------------------------------------------------------------------------------------------
-def assert_each_once(store: Store) -> None:
-    """All trials, and the same in Optuna's tables."""
-    ours = Counter((trial.problem.key, knobs_key(trial.knobs)) for trial in store.trials())
-    studies = optuna.study.get_all_study_summaries(store.url)
-    theirs = Counter(
-        (study.study_name.split()[0], knobs_key(trial.params))
-        for study in studies
-        for trial in optuna.load_study(study_name=study.study_name, storage=store.url).trials
-    )
-    assert theirs == ours
-    assert set(ours.values()) == {1}
-
-
 def test_of_eight_tuners_that_begin_at_once_one_is_killed_and_the_others_go_on(tmp_path: Path, postgres: str) -> None:
     log = tmp_path / "log"
     dying = processes.Process(target=search_and_die, args=(postgres, log, "measured", 1))
