@@ -10,9 +10,10 @@ and `data/bench_h200_long.csv` another one, of rows that other libraries have no
 `data/invariant_h200.csv` has the times of all shipped kernels on an H200, summed up by problem:
 `mean` and `worst` say how much longer than the winner the kernel takes that a batch-invariant call runs.
 `data/kills.json`, `data/faults.json` and `data/laws.json` are written by tests (`--figures docs/data`),
-`data/sanitizer_h200.csv` by `ci/sanitize.py`, and `data/tunes_h200.csv` by `compare_tunes.py`.
-`data/calls_h100.json` is written by `hadagen bench calls --json`, and `data/search.json` by `compare_search.py`. Our
-times of pitched rows come from the shipped bundle. Drawing needs matplotlib (pip install 'hadagen[docs]'); checking
+`data/sanitizer_h200.csv` by `ci/sanitize.py`, `data/fleet.json` by `simulate_fleet.py`, and `data/tunes_h200.csv` by
+`compare_tunes.py`. `data/fleet_h100.json` has the trials of one GPU and of two in the same time, by the command that it
+names. `data/calls_h100.json` is written by `hadagen bench calls --json`, and `data/search.json` by `compare_search.py`.
+Our times of pitched rows come from the shipped bundle. Drawing needs matplotlib (pip install 'hadagen[docs]'); checking
 does not.
 
 A document shows each generated part between two markers, such as `<!-- calls:begin -->` and `<!-- calls:end -->`. The
@@ -25,6 +26,7 @@ import sys
 from pathlib import Path
 
 import refresh_files as files
+from refresh_fleet import fleet_numbers
 from refresh_formats import formats_table, passes_table, quantized_parts_table, torchao_numbers
 from refresh_models import attention_table, models_table, read
 from refresh_other_tables import (
@@ -66,7 +68,7 @@ def generated() -> dict[Path, dict[str, str]]:
             "calls": call_table(),
         },
         files.EXPERIMENTS: {"choices": choices_table(), "pruned": pruned_table()},
-        files.SEARCH_PAGE: {"search": search_numbers()},
+        files.SEARCH_PAGE: {"search": search_numbers(), "fleet": fleet_numbers()},
         files.RELIABILITY: {area: promises_table(area) for area in PROMISES},
     }
 

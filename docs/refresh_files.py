@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 DOCS = Path(__file__).resolve().parent
 OURS = DOCS.parent / "tuning_db" / "bundles" / "sm90.db"
@@ -48,9 +50,20 @@ SANITIZER = DOCS / "data" / "sanitizer_h200.csv"
 TUNES = DOCS / "data" / "tunes_h200.csv"
 BUNDLE_DAMAGE = DOCS / "data" / "bundle_damage.csv"
 
+# What `simulate_fleet.py` found, trials of one GPU and of several in the same time, and what a test found that breaks
+# fleets.
+FLEET = DOCS / "data" / "fleet.json"
+FLEET_GPUS = DOCS / "data" / "fleet_h100.json"
+FLEET_KILLS = DOCS / "data" / "fleet_kills.json"
+
 SEARCH = DOCS / "data" / "search.json"
 SEARCH_PAGE = DOCS / "search.md"
 SEARCH_PICTURE = DOCS / "assets" / "search.svg"
 
 # What a document shows where there is no data yet.
 NO_DATA = "*No measured table has been committed yet.*"
+
+
+def read_json(path: Path) -> Any:
+    """The content of a file; None if there is no such file yet."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None

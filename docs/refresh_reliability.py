@@ -6,13 +6,12 @@ To add a promise, add a `Promise` to its area in `PROMISES`. A test checks that 
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import refresh_files as files
+from refresh_fleet import search_in_parallel, speed
 from refresh_markdown import grid
 
 NEAR = 1.02  # times that differ by no more are as good
@@ -28,10 +27,6 @@ class Promise:
     figure: Callable[[], str] = lambda: ""
 
 
-def _read(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
-
-
 def _rows(path: Path) -> list[dict[str, str]]:
     if not path.exists():
         return []
@@ -40,7 +35,7 @@ def _rows(path: Path) -> list[dict[str, str]]:
 
 
 def kills() -> str:
-    found = _read(files.KILLS)
+    found = files.read_json(files.KILLS)
     if not found:
         return ""
     count = found["tune"] + found["worker"] + found["compiler"]
@@ -51,7 +46,7 @@ def kills() -> str:
 
 
 def faults() -> str:
-    found = _read(files.FAULTS)
+    found = files.read_json(files.FAULTS)
     if not found:
         return ""
     kinds = {fault["fault"] for fault in found["faults"]}
@@ -62,13 +57,13 @@ def faults() -> str:
 
 
 def hangs() -> str:
-    found = _read(files.FAULTS)
+    found = files.read_json(files.FAULTS)
     lost = [fault["lost_s"] for fault in found["faults"] if fault["outcome"] == "timeout"] if found else []
     return f"{found['gpu']}: {max(lost):.1f} s at most, of {len(lost)}" if lost else ""
 
 
 def laws() -> str:
-    found = _read(files.LAWS)
+    found = files.read_json(files.LAWS)
     if not found:
         return ""
     return (
@@ -86,7 +81,9 @@ def sanitizer() -> str:
         f"{tool} {sum(int(row[tool] or 0) for row in rows)} ({sum(row[tool] != '' for row in rows)} runs)"
         for tool in TOOLS
     )
-    return f"{rows[0]['gpu']}: {kernels} kernels; findings: {found}"
+    exits = [int(row["exits"]) for row in rows if row.get("exits")]
+    waits = f"; {sum(exits)} launches where racecheck does not see that a block waits for what others send"
+    return f"{rows[0]['gpu']}: {kernels} kernels; findings: {found}{waits if exits else ''}"
 
 
 def tunes() -> str:
@@ -217,6 +214,31 @@ PROMISES: Mapping[str, Sequence[Promise]] = {
                 "test_postgres.py::test_a_user_without_rights_is_one_sentence",
                 "test_cli_postgres.py::test_a_url_that_cannot_be_shows_no_password",
             ),
+        ),
+    ),
+    "fleets": (
+        Promise(
+            "One run tunes on all GPUs of a fleet at once. Each class of GPUs gets trials and winners of its own.",
+            (
+                "test_fleet.py::test_a_fleet_of_two_classes_finds_winners_for_each_whatever_a_worker_does",
+                "test_gpu_class.py::test_classes_have_trials_and_winners_of_their_own",
+            ),
+            speed,
+        ),
+        Promise(
+            "A worker that answers garbage or has another hadagen gets no work, and a sentence says so. Others do its "
+            "work, and every trial is recorded once.",
+            ("test_fleet.py::test_a_fleet_of_two_classes_finds_winners_for_each_whatever_a_worker_does",),
+        ),
+        Promise(
+            "A fleet without a scheduler or without a GPU is one sentence, which says what to start.",
+            ("test_fleet.py::test_without_a_scheduler_or_a_gpu_there_is_a_sentence",),
+        ),
+        Promise(
+            "A search with many variants in progress finds kernels that are as good as those of a search with one, "
+            "after at most 1.3 times the evaluations.",
+            ("test_replay.py::test_a_search_with_many_variants_in_progress_finds_kernels_that_are_as_good",),
+            search_in_parallel,
         ),
     ),
     "bundles": (

@@ -81,7 +81,7 @@ PARTS = {
         "pitched",
     ),
     "experiments.md": ("choices", "pruned"),
-    "search.md": ("search",),
+    "search.md": ("search", "fleet"),
     "reliability.md": tuple(PROMISES),
 }
 

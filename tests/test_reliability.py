@@ -14,7 +14,8 @@ import pytest
 import refresh_files as files
 import refresh_reliability
 import sanitize
-from refresh_reliability import PROMISES
+from refresh_fleet import fleet_numbers
+from refresh_reliability import PROMISES, TOOLS
 from sample_bundle import write_trials
 from sample_trials import H100, make_timing, make_trial
 
@@ -37,7 +38,17 @@ def test_every_test_that_is_named_exists(area: str) -> None:
 @pytest.fixture
 def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """No figures yet."""
-    for name in ("KILLS", "FAULTS", "LAWS", "SANITIZER", "TUNES", "BUNDLE_DAMAGE"):
+    for name in (
+        "KILLS",
+        "FAULTS",
+        "LAWS",
+        "SANITIZER",
+        "TUNES",
+        "BUNDLE_DAMAGE",
+        "FLEET",
+        "FLEET_GPUS",
+        "FLEET_KILLS",
+    ):
         monkeypatch.setattr(files, name, tmp_path / getattr(files, name).name)
     return tmp_path
 
@@ -63,8 +74,18 @@ def test_figures_are_those_of_the_data(data: Path) -> None:
         csv.writer(file).writerows([compare_tunes.COLUMNS, *timed])
     with files.BUNDLE_DAMAGE.open("w", newline="") as file:
         csv.writer(file).writerows([bundle_damage.COLUMNS, ("flips", "made anew", 9, 4, 3, 2, 6, 3, 40, 1)])
+    search = {"workers": 16, "more": 1.3, "seeds": 20, "problems": 6, "one_by_one": 0.99594, "in_parallel": 0.99695}
+    simulated = {"search": search, "workers": 9, "classes": {"A": 5, "B": 4}, "busy": {"A": 0.984, "B": 0.966}}
+    simulated |= {"trials_per_second": 8.61, "coordinator_ms_per_trial": 12.11}
+    files.FLEET.write_text(json.dumps(simulated))
+    counted = [{"gpus": gpus, "new_trials": trials} for gpus, trials in ((1, 100), (2, 195))]
+    of_gpus = {"gpu": "NVIDIA H100", "cpus": 32, "command": "hadagen tune", "runs": counted}
+    files.FLEET_GPUS.write_text(json.dumps(of_gpus))
     assert figures() == {
         "",
+        "9 simulated GPUs of 2 classes: 9 trials a second, at least 96% busy; 2 NVIDIA H100: 1.95 times the trials "
+        "of 1",
+        "16 in progress: 0.997 of the best speed; one: 0.996; 6 problems, 20 seeds",
         "9 cases: 4 refused, 3 as before, 2 hold something else with digests made anew; where a signature is asked "
         "for, 6 and 3, and no other; at most 40 ms and 1 MB",
         "10 kills (5 of the tune, 3 of its measuring process, 2 of compilers): 4 of 4 databases equal, of 96 trials "
@@ -76,6 +97,24 @@ def test_figures_are_those_of_the_data(data: Path) -> None:
         "synccheck 0 (0 runs)",
         "NVIDIA H200: 50.0% of 4 cells, of 1 problems",
     }
+
+
+def test_launches_of_which_racecheck_does_not_see_a_wait_are_told_apart(data: Path) -> None:
+    row = {"gpu": "NVIDIA H200", "problem": "n2-float16-fast", "launches": "6", **dict.fromkeys(TOOLS, "0")}
+    with files.SANITIZER.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [*row, "kernel", "exits"])
+        writer.writeheader()
+        writer.writerows({**row, "kernel": kernel, "exits": exits} for kernel, exits in (("a", 2), ("b", 3), ("c", "")))
+    found = refresh_reliability.sanitizer()
+    assert "racecheck 0 (3 runs)" in found
+    assert found.endswith("; 5 launches where racecheck does not see that a block waits for what others send")
+
+
+def test_the_page_about_the_search_has_what_fleets_do(data: Path) -> None:
+    assert fleet_numbers() == files.NO_DATA
+    runs = [{"gpus": gpus, "new_trials": trials} for gpus, trials in ((1, 100), (2, 195))]
+    files.FLEET_GPUS.write_text(json.dumps({"gpu": "H100", "cpus": 8, "command": "hadagen tune", "runs": runs}))
+    assert "2 GPUs finished 195 trials, and 1 finished 100 in the same time" in " ".join(fleet_numbers().split())
 
 
 class Racer:

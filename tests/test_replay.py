@@ -14,6 +14,7 @@ from statistics import geometric_mean
 import pytest
 from command_line import run, sentence, succeed
 from fake_search import CELLS, GPU, arch, make_trial, problems
+from simulate_fleet import MORE, InTurn, OneByOne, evaluated
 
 from hadagen.arch import Arch
 from hadagen.errors import UsageError
@@ -100,6 +101,17 @@ def test_curves_never_fall_and_a_seed_has_one() -> None:
 def test_the_default_search_is_ahead_of_chance() -> None:
     curves = run_searches([field_of()], range(3))
     assert curves["hadagen"].final > curves["random"].final
+
+
+def test_a_search_with_many_variants_in_progress_finds_kernels_that_are_as_good() -> None:
+    """After as many times the evaluations as `simulate_fleet` allows."""
+    timed = [replace(trial, seconds=sum(each.us for each in trial.timings)) for trial in field_of().trials]
+    field = replace(field_of(), trials=tuple(timed))
+    reached = {}
+    for work, more in ((OneByOne, 1.0), (InTurn, MORE)):
+        orders = [evaluated((field, work, seed)) for seed in range(3)]
+        reached[work] = curve([replace(field, evaluations=round(more * field.budget))], [orders]).final
+    assert reached[InTurn] >= reached[OneByOne]
 
 
 def test_a_curve_says_what_was_found_when() -> None:

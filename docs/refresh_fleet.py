@@ -1,0 +1,70 @@
+"""What fleets do in a simulation, and on the GPUs of one machine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import refresh_files as files
+from refresh_markdown import wrapped
+
+
+def fleet_numbers() -> str:
+    """The paragraphs of the page about the search, in Markdown."""
+    simulated, gpus = files.read_json(files.FLEET), files.read_json(files.FLEET_GPUS)
+    paragraphs = []
+    if simulated:
+        search = simulated["search"]
+        paragraphs += [
+            f"In a simulation on the recordings above, {simulated['workers']} workers with one GPU each, of "
+            f"{len(simulated['classes'])} classes, finished {simulated['trials_per_second']:.0f} trials a second in "
+            f"one run. From a tenth to eight tenths of the trials, the GPUs of each class measured at least "
+            f"{_least_busy(simulated)}% of the time. Each trial took "
+            f"{simulated['coordinator_ms_per_trial']:.1f} ms of the CPU time of `hadagen tune`.",
+            f"A search with many variants in progress knows fewer results when it chooses. With {search['workers']} in "
+            f"progress, after {search['more']:g} times the evaluations, it reaches {search['in_parallel']:.3f} of the "
+            f"best speed. One that has a single variant in progress reaches {search['one_by_one']:.3f} after its "
+            f"budget ({search['problems']} problems, {search['seeds']} seeds).",
+        ]
+    if gpus:
+        one, many = gpus["runs"][0], gpus["runs"][-1]
+        paragraphs.append(
+            f"On one machine with {many['gpus']} {gpus['gpu']} and {gpus['cpus']} CPUs, {many['gpus']} GPUs finished "
+            f"{many['new_trials']} trials, and {one['gpus']} finished {one['new_trials']} in the same time, so the "
+            f"fleet was {many['new_trials'] / one['new_trials']:.2f} times as fast: `{gpus['command']}`"
+        )
+    return "\n\n".join(map(wrapped, paragraphs)) or files.NO_DATA
+
+
+def speed() -> str:
+    """How busy the GPUs of a fleet are, and what more GPUs bring; "" without data."""
+    simulated, gpus = files.read_json(files.FLEET), files.read_json(files.FLEET_GPUS)
+    found = []
+    if simulated:
+        found.append(
+            f"{simulated['workers']} simulated GPUs of {len(simulated['classes'])} classes: "
+            f"{simulated['trials_per_second']:.0f} trials a second, at least {_least_busy(simulated)}% busy"
+        )
+    if gpus:
+        one, many = gpus["runs"][0], gpus["runs"][-1]
+        found.append(
+            f"{many['gpus']} {gpus['gpu']}: {many['new_trials'] / one['new_trials']:.2f} times the trials of "
+            f"{one['gpus']}"
+        )
+    return "; ".join(found)
+
+
+def search_in_parallel() -> str:
+    """What a search with many variants in progress reaches; "" without data."""
+    simulated = files.read_json(files.FLEET)
+    if not simulated:
+        return ""
+    search = simulated["search"]
+    return (
+        f"{search['workers']} in progress: {search['in_parallel']:.3f} of the best speed; one: "
+        f"{search['one_by_one']:.3f}; {search['problems']} problems, {search['seeds']} seeds"
+    )
+
+
+def _least_busy(simulated: Any) -> int:
+    """Percent, rounded down."""
+    return int(100 * min(simulated["busy"].values()))
