@@ -65,6 +65,18 @@ def search_in_parallel() -> str:
     )
 
 
+def kills() -> str:
+    """What was left of fleets that were broken at random moments; "" without data."""
+    found = files.read_json(files.FLEET_KILLS)
+    if not found:
+        return ""
+    happened = {kind: count for kind, count in found["faults"].items() if count}
+    return (
+        f"{sum(happened.values())} faults of {len(happened)} kinds in {found['runs']} runs: {found['equal']} of "
+        f"{found['schedules']} databases have every trial once, {found['trials']} in all"
+    )
+
+
 def _least_busy(simulated: Any) -> int:
     """Percent, rounded down."""
     return int(100 * min(simulated["busy"].values()))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import refresh_files as files
+from refresh_fleet import kills as fleet_kills
 from refresh_fleet import search_in_parallel, speed
 from refresh_markdown import grid
 
@@ -229,6 +230,13 @@ PROMISES: Mapping[str, Sequence[Promise]] = {
             "A worker that answers garbage or has another hadagen gets no work, and a sentence says so. Others do its "
             "work, and every trial is recorded once.",
             ("test_fleet.py::test_a_fleet_of_two_classes_finds_winners_for_each_whatever_a_worker_does",),
+        ),
+        Promise(
+            "A fleet loses no finished trial and has none twice, whatever breaks: a worker is killed, hangs, answers "
+            "garbage, cannot use its GPU or comes back with another driver; the run, the scheduler or the database "
+            "server is killed. A run ends by itself or with a sentence, and the same command goes on.",
+            ("test_fleet_kills.py::test_a_fleet_loses_nothing_whatever_breaks",),
+            fleet_kills,
         ),
         Promise(
             "A fleet without a scheduler or without a GPU is one sentence, which says what to start.",

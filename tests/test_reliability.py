@@ -81,8 +81,12 @@ def test_figures_are_those_of_the_data(data: Path) -> None:
     counted = [{"gpus": gpus, "new_trials": trials} for gpus, trials in ((1, 100), (2, 195))]
     of_gpus = {"gpu": "NVIDIA H100", "cpus": 32, "command": "hadagen tune", "runs": counted}
     files.FLEET_GPUS.write_text(json.dumps(of_gpus))
+    faults = {"a worker hangs": 7, "the tune is killed": 5, "a gpu breaks": 0}
+    killed = {"schedules": 4, "faults": faults, "runs": 9, "trials": 64, "equal": 3}
+    files.FLEET_KILLS.write_text(json.dumps(killed))
     assert figures() == {
         "",
+        "12 faults of 2 kinds in 9 runs: 3 of 4 databases have every trial once, 64 in all",
         "9 simulated GPUs of 2 classes: 9 trials a second, at least 96% busy; 2 NVIDIA H100: 1.95 times the trials "
         "of 1",
         "16 in progress: 0.997 of the best speed; one: 0.996; 6 problems, 20 seeds",
