@@ -93,6 +93,7 @@ class Fleet:
         self.say, self.look = say, look
         self.failure: DeviceError | None = None  # why the fleet is no more
         self._members: dict[str, _Member] = {}
+        self._greetings: dict[str, asyncio.Task[None]] = {}  # of workers that have not answered yet
         self._uses: dict[str, _Use] = {}
         self._seen = time.monotonic()
         self._until_the_end = ExitStack()
@@ -268,6 +269,7 @@ class Fleet:
             ) from error
         await self._look()
         self._watching = asyncio.create_task(self._watch())
+        await asyncio.gather(*self._greetings.values())
 
     async def _leave(self) -> None:
         self._watching.cancel()
@@ -306,7 +308,10 @@ class Fleet:
         for address in self._members.keys() - there:
             if self._members.pop(address).greeting:
                 self.say(f"the worker at {address} is gone; others do its work")
-        await asyncio.gather(*(self._greet(address) for address in there.keys() - self._members.keys()))
+        for address in there.keys() - self._members.keys() - self._greetings.keys():
+            # Beside this, since a worker that hangs does not answer.
+            greeting = self._greetings[address] = asyncio.create_task(self._greet(address))
+            greeting.add_done_callback(lambda _, address=address: self._greetings.pop(address))
         self._count_time()
         self.look(self.state)
 
