@@ -27,7 +27,7 @@ from hadagen.measure import BestTimes, Cell, Variant, without_texts
 from hadagen.problem import Problem
 from hadagen.toolchain import BuildFailure
 from hadagen.trial import Disturbed, Kernel, NotTried, Outcome, Provenance, Timing, Trial
-from hadagen.tuner.events import Event, Listener, SearchStarted, TrialFinished, VariantNotTried
+from hadagen.tuner.events import Event, Listener, OfClass, SearchStarted, TrialFinished, VariantNotTried
 from hadagen.tuner.pipeline import ATTEMPTS, WAKE_SECONDS, Ask, Build, Keep, failed_trial, repeated
 from hadagen.tuner.search import first_guesses
 
@@ -305,8 +305,8 @@ def at_once(tasks: Sequence[Callable[[], Value]], stopped: Flag) -> list[Value]:
 
 
 class Summed:
-    """Hands the events of several searches to one listener, one at a time. Counts are those of all searches together,
-    and the first event comes when all have begun."""
+    """Hands the events of several searches to one listener, one at a time, and with the class of GPUs where there are
+    several. Counts are those of all searches together, and the first event comes when all have begun."""
 
     def __init__(self, listen: Listener, searches: int) -> None:
         self._listen, self._searches = listen, searches
@@ -344,6 +344,8 @@ class Summed:
             self._counts[search] = event.finished, event.trials
             finished, trials = self._totals
             event = replace(event, finished=finished, trials=trials)
+        if self._searches > 1 and isinstance(event, OfClass):
+            event = replace(event, gpu=self._began[search].environment.gpu)
         if len(self._began) < self._searches:
             self._early.append(event)
         else:
