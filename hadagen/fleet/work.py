@@ -53,7 +53,7 @@ async def withdraw(worker: Worker) -> None:
     station = _stations.pop(worker, None)
     if station:
         worker.periodic_callbacks.pop(_REST).stop()
-        station.rest()
+        station.end()
         await worker.set_resources(**dict.fromkeys(station.resources, 0.0))
 
 
