@@ -67,11 +67,6 @@ class _Use:
     measured: int = 0
 
 
-@dataclass
-class _Member:
-    greeting: Greeting | None  # None: it is given no work
-
-
 class Fleet:
     """Workers of the Dask cluster at `address` that run `hadagen.fleet`, and compile with `compiler`.
 
@@ -92,7 +87,7 @@ class Fleet:
         self.address, self._compiler, self._archs = address, compiler, archs
         self.say, self.look = say, look
         self.failure: DeviceError | None = None  # why the fleet is no more
-        self._members: dict[str, _Member] = {}
+        self._members: dict[str, Greeting | None] = {}  # by address; None: it is given no work
         self._greetings: dict[str, asyncio.Task[None]] = {}  # of workers that have not answered yet
         self._uses: dict[str, _Use] = {}
         self._seen = time.monotonic()
@@ -125,8 +120,8 @@ class Fleet:
     def classes(self) -> list[DeviceClass]:
         """Which GPUs there are, in the order of arch and name."""
         found: dict[tuple[str, str], list[Environment]] = {}
-        for member in list(self._members.values()):
-            for arch, environment in member.greeting.gpus if member.greeting else ():
+        for greeting in self._offers:
+            for arch, environment in greeting.gpus:
                 found.setdefault((arch, environment.gpu), []).append(environment)
         return [DeviceClass(arch, all_of[0], len(all_of)) for (arch, _), all_of in sorted(found.items())]
 
@@ -135,9 +130,14 @@ class Fleet:
         return sum(each.count for each in self.classes if each.environment.gpu == gpu)
 
     @property
+    def _offers(self) -> list[Greeting]:
+        """Of the workers that are given work."""
+        return [greeting for greeting in list(self._members.values()) if greeting]
+
+    @property
     def compiling(self) -> int:
         """How many kernels the workers compile at once."""
-        return sum(member.greeting.compiling for member in list(self._members.values()) if member.greeting)
+        return sum(greeting.compiling for greeting in self._offers)
 
     @property
     def dashboard(self) -> str:
@@ -148,7 +148,7 @@ class Fleet:
     @property
     def state(self) -> FleetState:
         return FleetState(
-            workers=sum(bool(member.greeting) for member in list(self._members.values())),
+            workers=len(self._offers),
             compiling=self.compiling,
             gpus={each.environment.gpu: each.count for each in self.classes},
             busy={gpu: use.busy / use.available for gpu, use in self._uses.items() if use.available},
@@ -188,8 +188,8 @@ class Fleet:
         gpu = environment.gpu
         alike = [
             address
-            for address, member in self._members.items()
-            if member.greeting and any(each == environment for _, each in member.greeting.gpus)
+            for address, greeting in self._members.items()
+            if greeting and any(each == environment for _, each in greeting.gpus)
         ]
         if not alike:
             return NotTried(f"no {gpu} with driver {environment.driver} is there any more")
@@ -280,7 +280,7 @@ class Fleet:
 
     @property
     def _working(self) -> list[str]:
-        return [address for address, member in self._members.items() if member.greeting]
+        return [address for address, greeting in self._members.items() if greeting]
 
     async def _watch(self) -> None:
         while self.failure is None:
@@ -306,7 +306,7 @@ class Fleet:
         await asyncio.wait_for(self._client.run_on_scheduler(_give_up_the_silent(SILENT_SECONDS)), GREET_SECONDS)
         there = (await asyncio.wait_for(self._client.scheduler.identity(n_workers=-1), GREET_SECONDS))["workers"]
         for address in self._members.keys() - there:
-            if self._members.pop(address).greeting:
+            if self._members.pop(address):
                 self.say(f"the worker at {address} is gone; others do its work")
         for address in there.keys() - self._members.keys() - self._greetings.keys():
             # Beside this, since a worker that hangs does not answer.
@@ -340,7 +340,7 @@ class Fleet:
         elif greeting.code != code_digest():
             reason = "it has another hadagen; install the same version there"
         if reason or not isinstance(greeting, Greeting):
-            self._members[address] = _Member(None)
+            self._members[address] = None
             self.say(f"the worker at {address} is left out: {reason}")
             return
         for trouble in greeting.trouble:
@@ -352,20 +352,19 @@ class Fleet:
         for _, environment in wanted:
             first = others.setdefault(environment.gpu, environment)
             if hardware(environment) != hardware(first):
-                self._members[address] = _Member(None)
+                self._members[address] = None
                 self.say(
                     f"the worker at {address} is left out: its {environment.gpu} is not like the others of that name "
                     f"({_difference(environment, first)}); tune it in a run of its own"
                 )
                 return
-        self._members[address] = _Member(replace(greeting, gpus=wanted))
+        self._members[address] = replace(greeting, gpus=wanted)
 
     async def _leave_out(self, address: str, reason: str) -> None:
         """Give a worker no more work."""
-        member = self._members.get(address)
-        if member is None or member.greeting is None:
+        if self._members.get(address) is None:
             return
-        member.greeting = None
+        self._members[address] = None
         self.say(f"the worker at {address} gets no more work: {reason}")
         with suppress(Exception):
             call = self._client.run(work.dismiss, workers=[address], on_error="ignore")
