@@ -22,7 +22,7 @@ from hadagen.knobs import Knobs
 from hadagen.measure import Cell, Variant
 from hadagen.problem import Problem
 from hadagen.toolchain import BuildFailure
-from hadagen.trial import Environment, Kernel, NotTried, Trial, knobs_key
+from hadagen.trial import Disturbed, Environment, Kernel, NotTried, Trial, knobs_key
 
 CONNECT_SECONDS = 10.0
 LOOK_SECONDS = 1.0  # between two looks at who is there
@@ -184,22 +184,26 @@ class Fleet:
     async def race(
         self, a: Variant, b: Variant, cells: Sequence[Cell], environment: Environment
     ) -> list[tuple[float, float]] | NotTried:
-        """Time two variants in turns, on one GPU with exactly this environment."""
+        """Time two variants in turns, on one GPU with exactly this environment; `Disturbed` if that was busy or
+        throttled in all attempts."""
         gpu = environment.gpu
-        alike = [
-            address
-            for address, greeting in self._members.items()
-            if greeting and any(each == environment for _, each in greeting.gpus)
-        ]
-        if not alike:
+
+        def alike() -> list[str]:
+            return [
+                address
+                for address, greeting in self._members.items()
+                if greeting and any(each == environment for _, each in greeting.gpus)
+            ]
+
+        if not alike():
             return NotTried(f"no {gpu} with driver {environment.driver} is there any more")
         answer = await self._do(
-            lambda value: isinstance(value, list) and len(value) == len(cells),
+            lambda value: isinstance(value, Disturbed) or (isinstance(value, list) and len(value) == len(cells)),
             work.race,
             (a, b, tuple(cells), gpu, self._compiler),
             pure=False,
             resources={gpu_resource(gpu): 1},
-            workers=alike,
+            among=alike,
         )
         times: list[tuple[float, float]] | NotTried = answer.value
         return times
@@ -219,12 +223,22 @@ class Fleet:
         return value
 
     async def _do(
-        self, is_sound: Callable[[Any], bool], task: Callable[..., work.Answer], arguments: tuple[Any, ...], **how: Any
+        self,
+        is_sound: Callable[[Any], bool],
+        task: Callable[..., work.Answer],
+        arguments: tuple[Any, ...],
+        among: Callable[[], list[str]] | None = None,
+        **how: Any,
     ) -> work.Answer:
         """The answer of a worker. One that is in trouble or gives no sound answer gets no more work, and another worker
-        is asked; after `ATTEMPTS` the value is `NotTried`."""
+        is asked; after `ATTEMPTS`, or when there is no other one, the value is `NotTried`. `among`: the addresses of
+        those that may be asked now, if not all may."""
         reason = ""
         for _ in range(ATTEMPTS):
+            if among:
+                how["workers"] = among()
+                if not how["workers"]:
+                    break
             future = self._client.submit(task, *arguments, **how)
             try:
                 answer: Any = await future

@@ -20,7 +20,7 @@ from threading import Lock
 from typing import Any, TypeVar
 
 from hadagen.arch import Arch
-from hadagen.errors import DeviceError
+from hadagen.errors import DeviceError, DisturbedError
 from hadagen.fleet.client import DeviceClass, Fleet, hardware
 from hadagen.knobs import Knobs
 from hadagen.measure import BestTimes, Cell, Variant, without_texts
@@ -86,6 +86,8 @@ class FleetGpus:
             times = self._fleet.wait(asyncio.wait_for(self._fleet.race(a, b, cells, self.environment), RACE_SECONDS))
         except asyncio.TimeoutError:
             raise DeviceError(f"no {self.environment.gpu} raced two kernels within {RACE_SECONDS:g} s") from None
+        if isinstance(times, Disturbed):
+            raise DisturbedError(times.reason)
         if isinstance(times, NotTried):
             raise DeviceError(times.reason)
         return times
