@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from threading import Thread
 from types import TracebackType
 from typing import Any, TypeVar
@@ -325,7 +326,7 @@ class Fleet:
         for address in there.keys() - self._members.keys() - self._greetings.keys():
             # Beside this, since a worker that hangs does not answer.
             greeting = self._greetings[address] = asyncio.create_task(self._greet(address))
-            greeting.add_done_callback(lambda _, address=address: self._greetings.pop(address))
+            greeting.add_done_callback(partial(self._greetings.pop, address))
         self._count_time()
         self.look(self.state)
 
