@@ -19,6 +19,7 @@ from hadagen.tuner.events import (
     BatchBuilt,
     Event,
     FleetChanged,
+    OfClass,
     PairRaced,
     ProblemFinished,
     ProblemStarted,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
     from hadagen.fleet.client import FleetState
     from hadagen.launch import Source
+    from hadagen.problem import Problem
     from hadagen.toolchain import BuildFailure
     from hadagen.trial import Kernel, NotTried
     from hadagen.tuner.pipeline import Build
@@ -115,17 +117,17 @@ class State:
             self.trials, self.finished = event.trials, event.finished
             self._first = self._first or self._clock()
             self.outcomes[event.trial.outcome] += 1
-            self.now = f"{event.trial.problem.key}: {best_so_far(event.best)}"
+            self.now = f"{_where(event.trial.problem, event)}: {best_so_far(event.best)}"
         elif isinstance(event, VariantNotTried):
             again = "what was timed then is timed again" if event.advice else "what that cut short is tried again"
-            self.note = self.note or f"{event.reason}; {again}"
+            self.note = self.note or f"{_reason(event)}; {again}"
         elif isinstance(event, RaceDisturbed):
-            self.note = self.note or event.reason
+            self.note = self.note or _reason(event)
         elif isinstance(event, FleetChanged):
             self.fleet = fleet_text(event)
         elif isinstance(event, PairRaced):
             self.raced += 1
-            self.now = f"{event.problem.key}: racing near-ties"
+            self.now = f"{_where(event.problem, event)}: racing near-ties"
 
     @property
     def counts(self) -> str:
@@ -195,7 +197,7 @@ class _Lines:
         if isinstance(event, ProblemFinished):
             result = f"{event.finished} trials, {best_so_far(event.best)}"
             result = result if event.finished else "no choice of knobs is legal on this arch, so it gets no kernel"
-            click.echo(f"{event.problem.key}: {result}", err=True)
+            click.echo(f"{_where(event.problem, event)}: {result}", err=True)
         elif not self._state.has_begun:
             if self._state.now != before:
                 click.echo(self._state.now, err=True)
@@ -214,6 +216,14 @@ def fleet_text(fleet: FleetChanged | FleetState) -> str:
         for gpu, count in fleet.gpus.items()
     ]
     return ", ".join([workers, f"{fleet.compiling} kernels compiled at once", *gpus])
+
+
+def _where(problem: Problem, event: OfClass) -> str:
+    return f"{problem.key} on {event.gpu}" if event.gpu else problem.key
+
+
+def _reason(event: VariantNotTried | RaceDisturbed) -> str:
+    return f"{event.gpu}: {event.reason}" if event.gpu else event.reason
 
 
 def best_so_far(best: tuple[float, ...]) -> str:

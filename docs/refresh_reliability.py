@@ -239,6 +239,14 @@ PROMISES: Mapping[str, Sequence[Promise]] = {
             fleet_kills,
         ),
         Promise(
+            "Workers of one machine that see the same GPU never measure on it at the same time. One that gets none "
+            "says so in a sentence, and others do its work. A race on a busy GPU is left for the next run.",
+            (
+                "test_station.py::test_workers_that_see_the_same_gpus_use_different_ones",
+                "test_fleet_races.py::test_a_race_on_a_busy_gpu_is_left_for_later_and_its_worker_stays",
+            ),
+        ),
+        Promise(
             "A fleet without a scheduler or without a GPU is one sentence, which says what to start.",
             ("test_fleet.py::test_without_a_scheduler_or_a_gpu_there_is_a_sentence",),
         ),

@@ -203,7 +203,7 @@ def _folder_of_ours(work: Path) -> Iterator[Path]:
     """A new folder in `work`, locked until it is removed at the end."""
     while True:
         folder = Path(tempfile.mkdtemp(prefix=_of_this_machine(), dir=work))
-        with _locked(folder) as ours:
+        with locked(folder) as ours:
             if ours is False:
                 continue  # another process removed it as abandoned before it was locked
             try:
@@ -222,13 +222,13 @@ def _remove_abandoned(work: Path) -> None:
         with suppress(FileNotFoundError):  # another process may be faster
             age = time.time() - folder.stat().st_mtime
             if folder.name.startswith(_of_this_machine()) or age > _OLD_SECONDS:
-                with _locked(folder) as abandoned:
+                with locked(folder) as abandoned:
                     if abandoned:
                         shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[bool | None]:
+def locked(folder: Path) -> Iterator[bool | None]:
     """Lock a folder. Yields whether that succeeded, or None if the file system has no locks.
 
     The system unlocks the folder when the process ends.

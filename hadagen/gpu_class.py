@@ -81,8 +81,15 @@ def nvml_gpu(device_index: int) -> libnvml.Gpu | None:
     """A CUDA device as NVML knows it; None if it does not. CUDA may number devices in another order, so it is found by
     its PCI bus. Raises `DeviceError` if there is no such device."""
     driver, doing = bindings(), f"asking CUDA device {device_index}"
-    device = check(driver.cuDeviceGet(device_index), doing)
-    bus, uuid = create_string_buffer(32), create_string_buffer(16)
+    device, bus = check(driver.cuDeviceGet(device_index), doing), create_string_buffer(32)
     check(driver.cuDeviceGetPCIBusId(bus, len(bus), device), doing)
-    check(driver.cuDeviceGetUuid(uuid, device), doing)
-    return libnvml.find_gpu(bus.value.decode(errors="replace"), f"MIG-{UUID(bytes=uuid.raw)}")
+    return libnvml.find_gpu(bus.value.decode(errors="replace"), f"MIG-{uuid_of(device_index)}")
+
+
+def uuid_of(device_index: int) -> str:
+    """The UUID of a CUDA device, or of the part of a GPU (MIG) that it is, without the "GPU-" or "MIG-" in front.
+    Raises `DeviceError`."""
+    driver, doing = bindings(), f"asking CUDA device {device_index}"
+    uuid = create_string_buffer(16)
+    check(driver.cuDeviceGetUuid(uuid, check(driver.cuDeviceGet(device_index), doing)), doing)
+    return str(UUID(bytes=uuid.raw))

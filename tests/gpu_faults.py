@@ -15,11 +15,13 @@ _FAILED, _WRONG, _HUNG = Outcome.LAUNCH_FAILED, Outcome.WRONG_ANSWER, Outcome.TI
 @dataclass(frozen=True)
 class Fault:
     """`body`: what the kernel begins with, for the float16 kernels of a search; "" if its code or launch is changed.
-    `says`: a part of the detail of its trial."""
+    `says`: a part of the detail of its trial. `few_threads`: whether it is compiled for fewer than it is launched with.
+    """
 
     outcome: Outcome
     says: str = ""
     body: str = ""
+    few_threads: bool = False
 
 
 FAULTS = {
@@ -49,18 +51,18 @@ FAULTS = {
     "trap": Fault(_FAILED, "", 'asm volatile("trap;");'),
     "no instruction": Fault(_FAILED),
     "half of its code": Fault(_FAILED),
-    "more threads than it was compiled for": Fault(_FAILED, "does not fit"),
+    "more threads than it was compiled for": Fault(_FAILED, few_threads=True),
 }
 
 
 def broken_source(source: Source, fault: Fault) -> Source:
     """The source with a body in front of that of the kernel, or compiled for fewer threads than it is launched with."""
-    if fault in (FAULTS["no instruction"], FAULTS["half of its code"]):
-        return source
-    if not fault.body:
+    if fault.few_threads:
         text, count = re.subn(r"__launch_bounds__\(\d+", "__launch_bounds__(32", source.text)
         assert count == 1
         return replace(source, text=text)
+    if not fault.body:
+        return source
     body = fault.body.format(threads=source.launch.threads)
     text, count = re.subn(r"(?m)^(    using namespace hadagen;)$", lambda found: f"{found[1]}\n    {body}", source.text)
     assert count == 1

@@ -188,7 +188,7 @@ def test_what_another_machine_left_is_removed_when_it_is_old(cache: KernelCache)
 def test_a_folder_that_is_taken_for_abandoned_before_it_is_locked_is_replaced(
     cache: KernelCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    locked, cleaned = cache_module._locked, []
+    locked, cleaned = cache_module.locked, []
 
     def clean_first(folder: Path) -> Any:
         if not cleaned:
@@ -196,7 +196,7 @@ def test_a_folder_that_is_taken_for_abandoned_before_it_is_locked_is_replaced(
             folder.rmdir()
         return locked(folder)
 
-    monkeypatch.setattr(cache_module, "_locked", clean_first)
+    monkeypatch.setattr(cache_module, "locked", clean_first)
     with cache.workspace() as folder:
         assert folder.is_dir()
         assert [folder] != cleaned

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,17 @@ from hadagen.cli.output import clock_text
 from hadagen.cli.progress import State, in_parts, shown
 from hadagen.trial import Outcome
 from hadagen.tuner.estimate import BUILT_AT_ONCE
-from hadagen.tuner.events import BatchBuilt, PairRaced, ProblemFinished, ProblemStarted, SearchStarted, TrialFinished
+from hadagen.tuner.events import (
+    BatchBuilt,
+    Event,
+    PairRaced,
+    ProblemFinished,
+    ProblemStarted,
+    RaceDisturbed,
+    SearchStarted,
+    TrialFinished,
+)
+from hadagen.tuner.fleet import Summed
 
 SCORES = (0.5, 0.75, 1.0)
 
@@ -46,6 +57,35 @@ def test_progress_is_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixt
     finished, without = capsys.readouterr().err.splitlines()[-2:]
     assert finished.startswith("n256-float16-accurate: 2 trials, best so far")
     assert without.startswith("n256-float16-accurate: no choice of knobs is legal on this arch")
+
+
+@pytest.mark.parametrize(
+    ("names", "of_problem", "of_note"), [(("A",), "", ""), (("A", "B"), " on B", "B: ")], ids=["one", "two"]
+)
+def test_lines_name_the_class_where_a_fleet_has_several(
+    names: tuple[str, ...], of_problem: str, of_note: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    problem, state = make_trial().problem, State(None)
+    with shown(None) as listen:
+
+        def both(event: Event) -> None:
+            listen(event)
+            state.listen(event)
+
+        summed = Summed(both, len(names))
+        for i, name in enumerate(names):
+            environment = replace(FakeRunner.environment, gpu=name)
+            summed.of(i)(SearchStarted(1, 2, 0, environment, estimated=False))
+        tell = summed.of(len(names) - 1)
+        tell(ProblemFinished(problem, 0, SCORES))
+        tell(RaceDisturbed(problem, "it is busy"))
+        tell(TrialFinished(make_trial(), SCORES, 1, trials=2))
+        assert state.now.startswith(f"{problem.key}{of_problem}: best so far")
+        tell(PairRaced(problem, (0.01,)))
+        assert state.now == f"{problem.key}{of_problem}: racing near-ties"
+    finished, note = capsys.readouterr().err.splitlines()[1:]
+    assert finished.startswith(f"{problem.key}{of_problem}: no choice of knobs")
+    assert note == f"{of_note}it is busy"
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ from sample_trials import H200, make_timing, make_trial
 
 from hadagen.cli.main import main
 from hadagen.matrices import auto_orders
+from hadagen.measure.watch import SILENCE_S
 from hadagen.problem import Problem
 from hadagen.regimes import timed_elements
 from hadagen.runtime import bundles
@@ -495,6 +496,11 @@ def test_the_readme_names_every_environment_variable() -> None:
     assert {"HADAGEN_CACHE", "CXX"} <= used
     named = re.findall("^[|] (`.*?) [|]", (ROOT / "README.md").read_text(), re.MULTILINE)
     assert used <= set(re.findall(r"`(\w+)`", "".join(named))) | {"XDG_CACHE_HOME"}
+
+
+def test_the_page_of_faults_says_when_a_kernel_counts_as_hung() -> None:
+    said = " ".join((ROOT / "docs" / "internals" / "faults.md").read_text().split())
+    assert f"A kernel counts as hung after {SILENCE_S:g} s of silence." in said
 
 
 def test_one_range_of_python_stands_everywhere() -> None:

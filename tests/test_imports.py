@@ -66,7 +66,7 @@ TABLE = """
     report           | knobs tuning_db.bundle tuning_db trial regimes problem formats errors |
     report.drawing   | report trial regimes errors                         | bokeh jinja2
     costmodel        | arch plan steps regimes                             |
-    fleet            | measure toolchain codegen knobs arch target trial problem errors     | distributed tornado
+    fleet            | measure gpu_class toolchain cache owners codegen knobs arch target trial problem errors | distributed tornado
     tuner            | *                                                   | optuna sqlalchemy
     cli              | *                                                   | click rich torch
 """  # noqa: E501

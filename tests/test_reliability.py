@@ -66,7 +66,7 @@ def test_figures_are_those_of_the_data(data: Path) -> None:
     files.FAULTS.write_text(json.dumps(found))
     files.LAWS.write_text(json.dumps({"gpu": "NVIDIA H200", "kernels": 7, "problems": 3, "broken": {"a": ["norm"]}}))
     row = dict.fromkeys(sanitize.COLUMNS, "") | {"gpu": "NVIDIA H200", "launches": "6"}
-    a = row | {"kernel": "a", "problem": "n2-float16-fast", "memcheck": "0", "racecheck": "2"}
+    a = row | {"kernel": "a", "problem": "n2-float16-fast", "memcheck": "0", "racecheck": "2", "exits": "3"}
     control = row | {"kernel": "c", "problem": sanitize.CONTROL, "memcheck": "1"}
     sanitize.write_table(files.SANITIZER, {("", str(i), ""): each for i, each in enumerate((a, control))})
     timed = [("NVIDIA H200", "n2-float16-fast", 8, "", "", us, 1, "", "") for us in (1, 1.02, 1.03, 0.9)]
@@ -98,7 +98,7 @@ def test_figures_are_those_of_the_data(data: Path) -> None:
         "NVIDIA H200: 7.2 s at most, of 2",
         "NVIDIA H200: 7 kernels of 3 problems; 1 break a law",
         "NVIDIA H200: 1 kernels; findings: memcheck 0 (1 runs), racecheck 2 (1 runs), initcheck 0 (0 runs), "
-        "synccheck 0 (0 runs)",
+        "synccheck 0 (0 runs); 3 launches where racecheck does not see that a block waits for what others send",
         "NVIDIA H200: 50.0% of 4 cells, of 1 problems",
     }
 

@@ -124,6 +124,30 @@ def test_a_finding_is_counted_for_its_kernel(tool: str) -> None:
     assert findings("========= COMPUTE-SANITIZER\n========= Internal Sanitizer Error\n") == {NO_KERNEL: 1}
 
 
+# What racecheck says of a store into the shared memory of another block, which may be over, or not have begun.
+REMOTE = """========= Potential invalid __shared__ {access} of size 16 bytes
+=========     at hadagen kernel {name}+0x170
+=========     by thread (0,0,0) in block (0,0,0)
+=========     Address 0x1000400 is located in a block that might {state}
+=========
+"""
+
+
+def test_stores_into_blocks_that_might_have_exited_are_counted_apart() -> None:
+    name = name_of(JOBS[0].digest)
+    exited = REMOTE.format(access="write", name=name, state="have already exited")
+    others = [
+        REMOTE.format(access="write", name=name, state="not have entered yet"),
+        REMOTE.format(access="read", name=name, state="have already exited"),
+        OUTPUTS["racecheck"].format(name=name),
+    ]
+    output = "".join([exited, *others, exited, "========= RACECHECK SUMMARY: 5 hazards displayed\n"])
+    assert sanitize.exits(output) == {name: 2}
+    assert findings(output) == {name: len(others)}
+    unnamed = exited.replace(name, "another")
+    assert (sanitize.exits(unnamed), findings(unnamed)) == ({}, {NO_KERNEL: 1})
+
+
 # In place of a tool and the program that it runs: does what is said of each kernel by the end of its digest.
 STAND_IN = """
 import atexit, os, pickle, sys, time
@@ -197,6 +221,17 @@ def test_tables_are_merged_and_later_ones_count(tmp_path: Path) -> None:
     assert sanitize.main(["merge", str(tmp_path / "a.csv"), str(tmp_path / "b.csv")]) == 0
     assert sanitize.read_table(tmp_path / "a.csv") == merged([first, second])
     assert merged([first, second])[key] == row | {"memcheck": "0", "racecheck": "0"}
+
+
+def test_a_table_without_the_newest_column_is_read_and_merged(tmp_path: Path) -> None:
+    old, new = tmp_path / "old.csv", tmp_path / "new.csv"
+    old.write_text("gpu,kernel,problem,launches,memcheck,racecheck\nNVIDIA H200,0a1b,n2-float16-fast,6,0,2\n")
+    key = ("NVIDIA H200", "0a1b", "n2-float16-fast")
+    row = sanitize.read_table(old)[key]
+    assert (row["racecheck"], row[sanitize.EXITS]) == ("2", "")
+    sanitize.write_table(new, {key: row | {"racecheck": "0", sanitize.EXITS: "2"}})
+    assert sanitize.main(["merge", str(old), str(new)]) == 0
+    assert sanitize.read_table(old)[key] == row | {"racecheck": "0", sanitize.EXITS: "2"}
 
 
 @needs_compiler

@@ -23,7 +23,7 @@ from hadagen.knobs import Knobs
 from hadagen.measure import Cell, Variant
 from hadagen.problem import Problem
 from hadagen.toolchain import BuildFailure
-from hadagen.trial import Environment, Kernel, NotTried, Trial, knobs_key
+from hadagen.trial import Disturbed, Environment, Kernel, NotTried, Trial, knobs_key
 
 CONNECT_SECONDS = 10.0
 LOOK_SECONDS = 1.0  # between two looks at who is there
@@ -68,11 +68,6 @@ class _Use:
     measured: int = 0
 
 
-@dataclass
-class _Member:
-    greeting: Greeting | None  # None: it is given no work
-
-
 class Fleet:
     """Workers of the Dask cluster at `address` that run `hadagen.fleet`, and compile with `compiler`.
 
@@ -93,7 +88,7 @@ class Fleet:
         self.address, self._compiler, self._archs = address, compiler, archs
         self.say, self.look = say, look
         self.failure: DeviceError | None = None  # why the fleet is no more
-        self._members: dict[str, _Member] = {}
+        self._members: dict[str, Greeting | None] = {}  # by address; None: it is given no work
         self._greetings: dict[str, asyncio.Task[None]] = {}  # of workers that have not answered yet
         self._uses: dict[str, _Use] = {}
         self._seen = time.monotonic()
@@ -126,8 +121,8 @@ class Fleet:
     def classes(self) -> list[DeviceClass]:
         """Which GPUs there are, in the order of arch and name."""
         found: dict[tuple[str, str], list[Environment]] = {}
-        for member in list(self._members.values()):
-            for arch, environment in member.greeting.gpus if member.greeting else ():
+        for greeting in self._offers:
+            for arch, environment in greeting.gpus:
                 found.setdefault((arch, environment.gpu), []).append(environment)
         return [DeviceClass(arch, all_of[0], len(all_of)) for (arch, _), all_of in sorted(found.items())]
 
@@ -136,9 +131,14 @@ class Fleet:
         return sum(each.count for each in self.classes if each.environment.gpu == gpu)
 
     @property
+    def _offers(self) -> list[Greeting]:
+        """Of the workers that are given work."""
+        return [greeting for greeting in list(self._members.values()) if greeting]
+
+    @property
     def compiling(self) -> int:
         """How many kernels the workers compile at once."""
-        return sum(member.greeting.compiling for member in list(self._members.values()) if member.greeting)
+        return sum(greeting.compiling for greeting in self._offers)
 
     @property
     def dashboard(self) -> str:
@@ -149,7 +149,7 @@ class Fleet:
     @property
     def state(self) -> FleetState:
         return FleetState(
-            workers=sum(bool(member.greeting) for member in list(self._members.values())),
+            workers=len(self._offers),
             compiling=self.compiling,
             gpus={each.environment.gpu: each.count for each in self.classes},
             busy={gpu: use.busy / use.available for gpu, use in self._uses.items() if use.available},
@@ -185,22 +185,26 @@ class Fleet:
     async def race(
         self, a: Variant, b: Variant, cells: Sequence[Cell], environment: Environment
     ) -> list[tuple[float, float]] | NotTried:
-        """Time two variants in turns, on one GPU with exactly this environment."""
+        """Time two variants in turns, on one GPU with exactly this environment; `Disturbed` if that was busy or
+        throttled in all attempts."""
         gpu = environment.gpu
-        alike = [
-            address
-            for address, member in self._members.items()
-            if member.greeting and any(each == environment for _, each in member.greeting.gpus)
-        ]
-        if not alike:
+
+        def alike() -> list[str]:
+            return [
+                address
+                for address, greeting in self._members.items()
+                if greeting and any(each == environment for _, each in greeting.gpus)
+            ]
+
+        if not alike():
             return NotTried(f"no {gpu} with driver {environment.driver} is there any more")
         answer = await self._do(
-            lambda value: isinstance(value, list) and len(value) == len(cells),
+            lambda value: isinstance(value, Disturbed) or (isinstance(value, list) and len(value) == len(cells)),
             work.race,
             (a, b, tuple(cells), gpu, self._compiler),
             pure=False,
             resources={gpu_resource(gpu): 1},
-            workers=alike,
+            among=alike,
         )
         times: list[tuple[float, float]] | NotTried = answer.value
         return times
@@ -220,12 +224,22 @@ class Fleet:
         return value
 
     async def _do(
-        self, is_sound: Callable[[Any], bool], task: Callable[..., work.Answer], arguments: tuple[Any, ...], **how: Any
+        self,
+        is_sound: Callable[[Any], bool],
+        task: Callable[..., work.Answer],
+        arguments: tuple[Any, ...],
+        among: Callable[[], list[str]] | None = None,
+        **how: Any,
     ) -> work.Answer:
         """The answer of a worker. One that is in trouble or gives no sound answer gets no more work, and another worker
-        is asked; after `ATTEMPTS` the value is `NotTried`."""
+        is asked; after `ATTEMPTS`, or when there is no other one, the value is `NotTried`. `among`: the addresses of
+        those that may be asked now, if not all may."""
         reason = ""
         for _ in range(ATTEMPTS):
+            if among:
+                how["workers"] = among()
+                if not how["workers"]:
+                    break
             future = self._client.submit(task, *arguments, **how)
             try:
                 answer: Any = await future
@@ -281,7 +295,7 @@ class Fleet:
 
     @property
     def _working(self) -> list[str]:
-        return [address for address, member in self._members.items() if member.greeting]
+        return [address for address, greeting in self._members.items() if greeting]
 
     async def _watch(self) -> None:
         while self.failure is None:
@@ -307,7 +321,7 @@ class Fleet:
         await asyncio.wait_for(self._client.run_on_scheduler(_give_up_the_silent(SILENT_SECONDS)), GREET_SECONDS)
         there = (await asyncio.wait_for(self._client.scheduler.identity(n_workers=-1), GREET_SECONDS))["workers"]
         for address in self._members.keys() - there:
-            if self._members.pop(address).greeting:
+            if self._members.pop(address):
                 self.say(f"the worker at {address} is gone; others do its work")
         for address in there.keys() - self._members.keys() - self._greetings.keys():
             # Beside this, since a worker that hangs does not answer.
@@ -341,7 +355,7 @@ class Fleet:
         elif greeting.code != code_digest():
             reason = "it has another hadagen; install the same version there"
         if reason or not isinstance(greeting, Greeting):
-            self._members[address] = _Member(None)
+            self._members[address] = None
             self.say(f"the worker at {address} is left out: {reason}")
             return
         for trouble in greeting.trouble:
@@ -353,20 +367,19 @@ class Fleet:
         for _, environment in wanted:
             first = others.setdefault(environment.gpu, environment)
             if hardware(environment) != hardware(first):
-                self._members[address] = _Member(None)
+                self._members[address] = None
                 self.say(
                     f"the worker at {address} is left out: its {environment.gpu} is not like the others of that name "
                     f"({_difference(environment, first)}); tune it in a run of its own"
                 )
                 return
-        self._members[address] = _Member(replace(greeting, gpus=wanted))
+        self._members[address] = replace(greeting, gpus=wanted)
 
     async def _leave_out(self, address: str, reason: str) -> None:
         """Give a worker no more work."""
-        member = self._members.get(address)
-        if member is None or member.greeting is None:
+        if self._members.get(address) is None:
             return
-        member.greeting = None
+        self._members[address] = None
         self.say(f"the worker at {address} gets no more work: {reason}")
         with suppress(Exception):
             call = self._client.run(work.dismiss, workers=[address], on_error="ignore")

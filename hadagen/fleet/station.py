@@ -5,27 +5,31 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
-from queue import SimpleQueue
-from threading import Lock
+from threading import Condition, Lock
 from typing import Protocol
 
 from hadagen.arch import Arch, load_arch
+from hadagen.cache import cache_root, locked
 from hadagen.codegen import render
-from hadagen.errors import DeviceError, HadagenError
+from hadagen.errors import DeviceError, HadagenError, StorageError
+from hadagen.gpu_class import uuid_of
 from hadagen.knobs import Knobs, plan_of
 from hadagen.measure import Cell, DeviceRunner, Variant, copy_sources, device_environment
+from hadagen.owners import make_folder
 from hadagen.problem import Problem
 from hadagen.target import nearest_arch
 from hadagen.toolchain import BuildFailure, Toolchain
 from hadagen.trial import Environment, Kernel, NotTried, Trial
 
 IDLE_SECONDS = 120.0  # then a measuring process ends, and its GPU is free for others
+TAKEN_SECONDS = 30.0  # the wait for a GPU on which another process measures
+_LOOK_SECONDS = 0.5  # between two looks whether it still does
 
 
 class Measuring(Protocol):
@@ -40,13 +44,48 @@ class Measuring(Protocol):
 
 @dataclass
 class Gpu:
-    """A GPU of a worker. `start` begins measuring on it, with copy kernels that the given toolchain compiles."""
+    """A GPU of a worker. `start` begins measuring on it, with copy kernels that the given toolchain compiles. `uuid`:
+    names it for all processes of the machine; "" for one that no other process has."""
 
     environment: Environment
     arch: str
     start: Callable[[Toolchain], Measuring]
+    uuid: str = ""
     runner: Measuring | None = None
     used: float = field(default_factory=time.monotonic)
+    _lock: ExitStack | None = None  # it is ours until this is closed
+
+    def reserve(self) -> bool:
+        """Keep other workers of the user off this GPU until `rest`. False if another one keeps us off."""
+        if self._lock is None:
+            with ExitStack() as until:
+                if self.uuid and until.enter_context(_reserved(self.uuid)) is False:
+                    return False
+                self._lock = until.pop_all()
+        return True
+
+    def rest(self) -> None:
+        """End the measuring process, and leave the GPU to others."""
+        if self.runner:
+            self.runner.close()
+            self.runner = None
+        if self._lock:
+            self._lock.close()
+            self._lock = None
+
+
+@contextmanager
+def _reserved(uuid: str) -> Iterator[bool | None]:
+    """Lock a GPU for this process. Yields whether that succeeded, or None if there is no place for locks."""
+    folder = None
+    with suppress(StorageError, OSError):
+        folder = cache_root() / "gpus" / uuid
+        make_folder(folder)
+    if folder is None or not folder.is_dir():
+        yield None
+        return
+    with locked(folder) as ours:
+        yield ours
 
 
 @dataclass(frozen=True)
@@ -86,9 +125,12 @@ class Station:
 
     def __init__(self, gpus: Sequence[Gpu], compiling: int, trouble: Sequence[str] = ()) -> None:
         self._gpus, self._compiling, self._trouble = gpus, compiling, tuple(trouble)
-        self._free: dict[str, SimpleQueue[Gpu]] = {gpu.environment.gpu: SimpleQueue() for gpu in gpus}
+        self._of_class: dict[str, list[Gpu]] = {}
         for gpu in gpus:
-            self._free[gpu.environment.gpu].put(gpu)
+            self._of_class.setdefault(gpu.environment.gpu, []).append(gpu)
+        self._free = {name: list(all_of) for name, all_of in self._of_class.items()}
+        self._freed = Condition()
+        self._has_ended = False
         self._toolchains: dict[str, Toolchain] = {}
         self._lock = Lock()
 
@@ -102,7 +144,7 @@ class Station:
                 environment = device_environment(index)
                 arch = f"sm{environment.compute_capability.replace('.', '')}"
                 if known := nearest_arch(arch):
-                    gpus.append(Gpu(environment, known, _starter(index, known)))
+                    gpus.append(Gpu(environment, known, _starter(index, known), uuid_of(index)))
                 else:
                     trouble.append(f"no kernels are made for its {environment.gpu} ({arch})")
         return cls(gpus, max(0, threads - len(gpus)), trouble)
@@ -144,24 +186,51 @@ class Station:
 
     def rest(self, idle: float = 0.0) -> None:
         """End the measuring processes that were not used for so many seconds."""
-        for free in self._free.values():
-            for _ in range(free.qsize()):
-                gpu = free.get()
+        with self._freed:
+            for gpu in (gpu for free in self._free.values() for gpu in free):
                 if gpu.runner and time.monotonic() - gpu.used >= idle:
-                    gpu.runner.close()
-                    gpu.runner = None
-                free.put(gpu)
+                    gpu.rest()
+
+    def end(self) -> None:
+        """End all measuring processes, those that measure now when they have done so."""
+        self._has_ended = True
+        self.rest()
 
     @contextmanager
     def _seat(self, name: str, compiler: str) -> Iterator[Measuring]:
-        gpu = self._free[name].get()
+        gpu = self._take(name)
         try:
             if gpu.runner is None:
                 gpu.runner = gpu.start(self._toolchain(compiler))
             yield gpu.runner
         finally:
             gpu.used = time.monotonic()
-            self._free[name].put(gpu)
+            with self._freed:
+                if gpu.runner is None or self._has_ended:
+                    gpu.rest()
+                self._free[name].append(gpu)
+                self._freed.notify()
+
+    def _take(self, name: str) -> Gpu:
+        """A GPU of the class on which nobody measures. Raises `DeviceError` if other processes have had all of them for
+        `TAKEN_SECONDS`."""
+        free, all_of = self._free[name], self._of_class[name]
+        last = time.monotonic()  # that some of them was ours
+        with self._freed:
+            while True:
+                for gpu in sorted(free, key=lambda gpu: gpu.runner is None):
+                    if gpu.reserve():
+                        free.remove(gpu)
+                        return gpu
+                if len(free) < len(all_of):
+                    last = time.monotonic()
+                elif time.monotonic() - last >= TAKEN_SECONDS:
+                    uuids = " and ".join(f"GPU-{gpu.uuid}" for gpu in all_of)
+                    raise DeviceError(
+                        f"other processes measure on {name} ({uuids}), and have done so for {TAKEN_SECONDS:g} s; start "
+                        "each worker of a machine with GPUs of its own in CUDA_VISIBLE_DEVICES, or one worker for all"
+                    )
+                self._freed.wait(_LOOK_SECONDS)
 
     def _toolchain(self, kind: str) -> Toolchain:
         with self._lock:

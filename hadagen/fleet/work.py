@@ -12,11 +12,12 @@ from weakref import WeakKeyDictionary
 from distributed import Worker, get_worker
 
 from hadagen.arch import Arch
-from hadagen.errors import HadagenError
+from hadagen.errors import DisturbedError, HadagenError
 from hadagen.fleet.station import IDLE_SECONDS, Greeting, Station, without_kernel
 from hadagen.knobs import Knobs
 from hadagen.measure import Cell, Variant
 from hadagen.problem import Problem
+from hadagen.trial import Disturbed
 
 _REST = "hadagen-rest"  # a periodic callback of the worker
 _stations: WeakKeyDictionary[Worker, Station] = WeakKeyDictionary()
@@ -53,7 +54,7 @@ async def withdraw(worker: Worker) -> None:
     station = _stations.pop(worker, None)
     if station:
         worker.periodic_callbacks.pop(_REST).stop()
-        station.rest()
+        station.end()
         await worker.set_resources(**dict.fromkeys(station.resources, 0.0))
 
 
@@ -88,8 +89,16 @@ def measure(variant: Variant, gpu: str, compiler: str) -> Answer:
 
 
 def race(a: Variant, b: Variant, cells: Sequence[Cell], gpu: str, compiler: str) -> Answer:
-    """As `Station.race`."""
-    return _answered(lambda station: station.race(a, b, cells, gpu, compiler))
+    """As `Station.race`; `Disturbed` if the device was busy or throttled in all attempts, which is no trouble of the
+    worker."""
+
+    def raced(station: Station) -> list[tuple[float, float]] | Disturbed:
+        try:
+            return station.race(a, b, cells, gpu, compiler)
+        except DisturbedError as error:
+            return Disturbed(str(error))
+
+    return _answered(raced)
 
 
 def compute(function: Callable[..., Any], *arguments: Any) -> Answer:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-SILENCE_S = 4.0  # of a watched worker, after which its kernel counts as hung
+SILENCE_S = 3.0  # of a watched worker, after which its kernel counts as hung
 _PAUSE_S = 0.2  # between beats that are told
 
 

@@ -11,6 +11,13 @@ from hadagen.trial import Environment, Outcome, Trial
 from hadagen.tuner.study import Scores
 
 
+@dataclass(frozen=True, kw_only=True)
+class OfClass:
+    """An event of the search for one class of GPUs. `gpu`: that class, if a fleet has several; else ""."""
+
+    gpu: str = ""
+
+
 @dataclass(frozen=True)
 class SearchStarted:
     """`trials`: number at the end of the search. `finished`: how many of these earlier runs have finished.
@@ -44,7 +51,7 @@ class BatchBuilt:
 
 
 @dataclass(frozen=True)
-class VariantNotTried:
+class VariantNotTried(OfClass):
     """A compiler died, or the device was busy or throttled, for a `reason` that says nothing about the knobs. They are
     tried again later. `advice`: what to do about the device; "" if it was a compiler."""
 
@@ -55,7 +62,7 @@ class VariantNotTried:
 
 
 @dataclass(frozen=True)
-class TrialFinished:
+class TrialFinished(OfClass):
     """A trial was recorded. `best`: the best fractions of copy of its problem so far, one for each of `REGIMES`.
 
     `finished` and `trials` as in `SearchStarted`.
@@ -68,7 +75,7 @@ class TrialFinished:
 
 
 @dataclass(frozen=True)
-class ProblemFinished:
+class ProblemFinished(OfClass):
     """All trials of a problem are finished. `best` as in `TrialFinished`."""
 
     problem: Problem
@@ -77,7 +84,7 @@ class ProblemFinished:
 
 
 @dataclass(frozen=True)
-class PairRaced:
+class PairRaced(OfClass):
     """Two kernels that nearly tie were timed again in turns. `margins`: slower / faster time - 1, one for each cell."""
 
     problem: Problem
@@ -97,7 +104,7 @@ class FleetChanged:
 
 
 @dataclass(frozen=True)
-class RaceDisturbed:
+class RaceDisturbed(OfClass):
     """Some near-ties of a problem were not raced, because the device was busy or throttled; the next run does it."""
 
     problem: Problem

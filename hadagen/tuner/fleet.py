@@ -20,14 +20,14 @@ from threading import Lock
 from typing import Any, TypeVar
 
 from hadagen.arch import Arch
-from hadagen.errors import DeviceError
+from hadagen.errors import DeviceError, DisturbedError
 from hadagen.fleet.client import DeviceClass, Fleet, hardware
 from hadagen.knobs import Knobs
 from hadagen.measure import BestTimes, Cell, Variant, without_texts
 from hadagen.problem import Problem
 from hadagen.toolchain import BuildFailure
 from hadagen.trial import Disturbed, Kernel, NotTried, Outcome, Provenance, Timing, Trial
-from hadagen.tuner.events import Event, Listener, SearchStarted, TrialFinished, VariantNotTried
+from hadagen.tuner.events import Event, Listener, OfClass, SearchStarted, TrialFinished, VariantNotTried
 from hadagen.tuner.pipeline import ATTEMPTS, WAKE_SECONDS, Ask, Build, Keep, failed_trial, repeated
 from hadagen.tuner.search import first_guesses
 
@@ -86,6 +86,8 @@ class FleetGpus:
             times = self._fleet.wait(asyncio.wait_for(self._fleet.race(a, b, cells, self.environment), RACE_SECONDS))
         except asyncio.TimeoutError:
             raise DeviceError(f"no {self.environment.gpu} raced two kernels within {RACE_SECONDS:g} s") from None
+        if isinstance(times, Disturbed):
+            raise DisturbedError(times.reason)
         if isinstance(times, NotTried):
             raise DeviceError(times.reason)
         return times
@@ -305,8 +307,8 @@ def at_once(tasks: Sequence[Callable[[], Value]], stopped: Flag) -> list[Value]:
 
 
 class Summed:
-    """Hands the events of several searches to one listener, one at a time. Counts are those of all searches together,
-    and the first event comes when all have begun."""
+    """Hands the events of several searches to one listener, one at a time, and with the class of GPUs where there are
+    several. Counts are those of all searches together, and the first event comes when all have begun."""
 
     def __init__(self, listen: Listener, searches: int) -> None:
         self._listen, self._searches = listen, searches
@@ -344,6 +346,8 @@ class Summed:
             self._counts[search] = event.finished, event.trials
             finished, trials = self._totals
             event = replace(event, finished=finished, trials=trials)
+        if self._searches > 1 and isinstance(event, OfClass):
+            event = replace(event, gpu=self._began[search].environment.gpu)
         if len(self._began) < self._searches:
             self._early.append(event)
         else:

@@ -1,0 +1,117 @@
+"""What one worker of a fleet has: which of its GPUs it measures on, while other processes may have them too."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as Waits
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from measure_sample import CELL
+from test_runners import GPU, variants
+
+from hadagen.errors import DeviceError
+from hadagen.fleet import station as station_module
+from hadagen.fleet.station import Gpu, Station
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HADAGEN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(station_module, "TAKEN_SECONDS", 0.0)
+    monkeypatch.setattr(station_module, "_LOOK_SECONDS", 0.01)
+
+
+class Racer:
+    """Says on which GPU it races."""
+
+    def __init__(self, uuid: str) -> None:
+        self.uuid = uuid
+
+    def run(self, wanted: object) -> Any:
+        raise NotImplementedError
+
+    def race(self, a: object, b: object, cells: Sequence[object]) -> Any:
+        return [(self.uuid, cell) for cell in cells]
+
+    def close(self) -> None:
+        pass
+
+
+class Worker(Station):
+    """A station whose GPUs have these UUIDs."""
+
+    def __init__(self, *uuids: str) -> None:
+        super().__init__([Gpu(GPU, "sm90", lambda _, uuid=uuid: Racer(uuid), uuid) for uuid in uuids], 0)
+
+    def _toolchain(self, kind: str) -> Any:
+        return kind
+
+    def used(self) -> Any:
+        """The UUID of the GPU on which it measures."""
+        a, b = variants("ok", "ok")
+        return self.race(a, b, [CELL], GPU.gpu, "nvrtc")[0][0]
+
+
+def test_workers_that_see_the_same_gpus_use_different_ones() -> None:
+    first, second, third = (Worker("0a", "0b") for _ in range(3))
+    assert [first.used(), second.used(), first.used(), second.used()] == ["0a", "0b", "0a", "0b"]
+    with pytest.raises(DeviceError) as caught:
+        third.used()
+    assert str(caught.value) == (
+        "other processes measure on Stand-in (GPU-0a and GPU-0b), and have done so for 0 s; start each worker of a "
+        "machine with GPUs of its own in CUDA_VISIBLE_DEVICES, or one worker for all"
+    )
+    first.rest(idle=3600.0)
+    with pytest.raises(DeviceError):
+        third.used()
+    first.rest()
+    assert third.used() == "0a"
+
+
+def test_a_worker_waits_for_its_own_gpu_if_another_process_has_the_rest() -> None:
+    first, second = Worker("0a"), Worker("0a", "0b")
+    assert [first.used(), second.used()] == ["0a", "0b"]
+    with ThreadPoolExecutor(1) as threads, ExitStack() as seat:
+        seat.enter_context(second._seat(GPU.gpu, "nvrtc"))
+        waits = threads.submit(second.used)
+        with pytest.raises(Waits):
+            waits.result(timeout=0.1)
+        seat.close()
+        assert waits.result(timeout=10) == "0b"
+
+
+def test_a_worker_that_is_told_to_stop_leaves_a_gpu_when_it_has_measured() -> None:
+    first, second = Worker("0a"), Worker("0a")
+    with first._seat(GPU.gpu, "nvrtc"):
+        first.end()
+    assert second.used() == "0a"
+
+
+def test_a_gpu_is_free_again_when_measuring_does_not_start_or_its_process_is_killed() -> None:
+    broken = Worker("0a")
+    broken._toolchain = lambda kind: 1 / 0  # type: ignore[assignment]
+    with pytest.raises(ZeroDivisionError):
+        broken.used()
+    worker = Worker("0a")
+    assert worker.used() == "0a"
+    worker.rest()
+    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); from test_station import Worker\n"
+    code += "worker = Worker('0a'); worker.used(); print('measures', flush=True); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout
+        assert other.stdout.readline() == b"measures\n"
+        with pytest.raises(DeviceError, match="GPU-0a"):
+            worker.used()
+        other.kill()
+    assert worker.used() == "0a"
+
+
+def test_without_a_place_for_locks_a_worker_measures(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file where the folder should be")
+    assert [Worker("0a").used(), Worker("0a").used()] == ["0a", "0a"]
