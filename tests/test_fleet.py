@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from fleet_cluster import Cluster
+from fleet_cluster import Cluster, end
 
 from hadagen.cli.main import main
 from hadagen.tuning_db.store import Store
@@ -48,15 +48,17 @@ def test_a_fleet_of_two_classes_finds_winners_for_each_whatever_a_worker_does(cl
     assert set(tried.values()) == {1}
 
 
-def test_without_a_scheduler_or_a_gpu_there_is_a_sentence(cluster: Cluster, tmp_path: Path) -> None:
+def test_without_a_scheduler_or_a_gpu_there_is_a_sentence(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cluster.add("")
     cluster.wait_for(1)
     database = str(tmp_path / "trials.db")
     run = CliRunner().invoke(main, ["tune", "--fleet", cluster.address, "--db", database, *TUNE])
     assert run.exit_code == 1
     assert f"no worker of the fleet at {cluster.address} has a GPU; start `dask worker" in run.stderr
-    cluster.scheduler.kill()
-    cluster.scheduler.wait()
+    end(cluster.scheduler)
+    monkeypatch.setattr("hadagen.fleet.client.CONNECT_SECONDS", 0.5)
     run = CliRunner().invoke(main, ["tune", "--fleet", cluster.address, "--db", database, *TUNE])
     assert run.exit_code == 1
     assert f"there is no Dask scheduler at {cluster.address}" in run.stderr
