@@ -229,12 +229,12 @@ def _record(session: Session, trials: Sequence[Trial]) -> list[int]:
     return [ids[place] for place in places]
 
 
-def _ids(session: Session, places: Iterable[_Place]) -> dict[_Place, int]:
+def _ids(session: Session, places: Collection[_Place]) -> dict[_Place, int]:
     """The row numbers of those places that have a trial."""
     columns = [getattr(TrialRow, name) for name in _Place._fields]
     query = select(TrialRow.id, *columns)
-    for column, values in zip(columns, zip(*places, strict=True), strict=True):
-        query = query.where(column.in_(set(values)))
+    for i, column in enumerate(columns):
+        query = query.where(column.in_({place[i] for place in places}))
     found = {_Place(*place): number for number, *place in session.execute(query)}
     return {place: found[place] for place in places if place in found}
 
