@@ -149,7 +149,7 @@ class There:
             for name, target in targets.items()
         }
         summed = Summed(show, len(classes))
-        self.fleet.look = lambda state: summed.tell(FleetChanged(**vars(state)))
+        self.fleet.look = lambda state: summed.tell(FleetChanged(state))
         try:
             yield [
                 Lane(

@@ -124,7 +124,7 @@ class State:
         elif isinstance(event, RaceDisturbed):
             self.note = self.note or _reason(event)
         elif isinstance(event, FleetChanged):
-            self.fleet = fleet_text(event)
+            self.fleet = fleet_text(event.state)
         elif isinstance(event, PairRaced):
             self.raced += 1
             self.now = f"{_where(event.problem, event)}: racing near-ties"
@@ -208,7 +208,7 @@ class _Lines:
             self._next = time.monotonic() + LINE_SECONDS
 
 
-def fleet_text(fleet: FleetChanged | FleetState) -> str:
+def fleet_text(fleet: FleetState) -> str:
     """Such as "3 workers, 24 kernels compiled at once, 2 NVIDIA H200 97% busy"."""
     workers = "1 worker" if fleet.workers == 1 else f"{fleet.workers} workers"
     gpus = [

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from hadagen.knobs import Knobs
 from hadagen.problem import Problem
 from hadagen.trial import Environment, Outcome, Trial
 from hadagen.tuner.study import Scores
+
+if TYPE_CHECKING:
+    from hadagen.fleet.client import FleetState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,14 +97,9 @@ class PairRaced(OfClass):
 
 @dataclass(frozen=True)
 class FleetChanged:
-    """How a fleet is, about once a second; fields as in `FleetState`."""
+    """How a fleet is, about once a second."""
 
-    workers: int
-    compiling: int
-    gpus: Mapping[str, int]
-    busy: Mapping[str, float]
-    seconds: Mapping[str, float]
-    measured: Mapping[str, int]
+    state: FleetState
 
 
 @dataclass(frozen=True)
