@@ -29,7 +29,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
-from itertools import count
+from itertools import count, product, repeat
 from math import inf
 from pathlib import Path
 from statistics import fmean
@@ -48,7 +48,7 @@ from hadagen.tuner.events import Event, Listener, TrialFinished
 from hadagen.tuner.fleet import FleetGpus, FleetPipeline, Guesses, Summed, at_once
 from hadagen.tuner.pipeline import Ask, Keep
 from hadagen.tuner.recording import SUFFIX, read_recording
-from hadagen.tuner.replay import Field, curve
+from hadagen.tuner.replay import Field, curve, default_search
 from hadagen.tuner.search import TuneOptions, tune
 from hadagen.tuning_db.store import Store
 
@@ -237,41 +237,26 @@ class OneByOne(InTurn):
     workers = 1
 
 
-def evaluated(searched: tuple[Field, type[InTurn], int]) -> list[Trial]:
-    """The trials of a search, with a seed, in the order in which they ended."""
-    field, work, seed = searched
-    order: list[Trial] = []
-    tune(
-        TuneOptions(
-            field.recording.target,
-            [field.recording.problem],
-            None,
-            ReplayRunner(field.trials),
-            None,
-            min(len(field.trials), round(MORE * field.budget)),
-            seed=seed,
-            work=work,  # type: ignore[arg-type]
-        ),
-        lambda event: order.append(event.trial) if isinstance(event, TrialFinished) else None,
-    )
-    return order
-
-
 def compare_searches() -> dict[str, Any]:
     """What a search reaches with one variant in progress, and with `WORKERS` after `MORE` times its evaluations."""
     searched = fields()
-    reached = {}
-    with ProcessPoolExecutor() as processes:
-        for work in (OneByOne, InTurn):
-            runs = [(field, work, seed) for field in searched for seed in range(SEEDS)]
-            orders = list(processes.map(evaluated, runs))
-            more = 1.0 if work is OneByOne else MORE
-            wide = [replace(field, evaluations=round(more * field.budget)) for field in searched]
-            reached[work] = curve(wide, [orders[i * SEEDS : (i + 1) * SEEDS] for i in range(len(searched))]).final
-    return {"workers": WORKERS, "more": MORE, "seeds": SEEDS, "problems": len(searched)} | {
-        "one_by_one": round(reached[OneByOne], 5),
-        "in_parallel": round(reached[InTurn], 5),
+    more = [replace(field, evaluations=round(MORE * field.budget)) for field in searched]
+    return {
+        "workers": WORKERS,
+        "more": MORE,
+        "seeds": SEEDS,
+        "problems": len(searched),
+        "one_by_one": round(reached(searched, OneByOne, SEEDS), 5),
+        "in_parallel": round(reached(more, InTurn, SEEDS), 5),
     }
+
+
+def reached(searched: Sequence[Field], work: type[InTurn], seeds: int) -> float:
+    """The fraction of the best possible speed after the budget of each field."""
+    runs = list(product(searched, range(seeds)))
+    with ProcessPoolExecutor() as processes:
+        orders = iter(list(processes.map(default_search, *zip(*runs, strict=True), repeat(work))))
+    return curve(searched, [[next(orders) for _ in range(seeds)] for _ in searched]).final
 
 
 def main() -> None:

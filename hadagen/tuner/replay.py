@@ -8,7 +8,7 @@ variant in a cell, the slowest time of the recording counts as its best time the
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, exp, fsum, log
 
@@ -17,6 +17,7 @@ from hadagen.measure import Cell, ReplayRunner
 from hadagen.space import Space
 from hadagen.trial import Outcome, Trial, knobs_key
 from hadagen.tuner.events import Event, TrialFinished
+from hadagen.tuner.pipeline import Pipeline, Work
 from hadagen.tuner.recording import Recording
 from hadagen.tuner.search import TuneOptions, tune
 
@@ -73,8 +74,8 @@ def times_of(trial: Trial) -> dict[Cell, float]:
     return {Cell.of(timing): timing.us for timing in trial.timings}
 
 
-def default_search(field: Field, seed: int) -> Order:
-    """The trials of `tune` for one problem, without known winners and without a store."""
+def default_search(field: Field, seed: int, work: Callable[..., Work] = Pipeline) -> Order:
+    """The trials of `tune` for one problem, without known winners and without a store. work: as in `TuneOptions`."""
     order: list[Trial] = []
 
     def listen(event: Event) -> None:
@@ -90,6 +91,7 @@ def default_search(field: Field, seed: int) -> Order:
             build=None,
             trials=field.budget,
             seed=seed,
+            work=work,
         ),
         listen,
     )
