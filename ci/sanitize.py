@@ -8,9 +8,11 @@ Each kernel runs with a single row, around the ends of a tile, with an odd numbe
 several tiles a block. Each array is an allocation of its own that ends with its last element. First come *controls*:
 broken kernels, one for each tool, which that tool has to find.
 
-Where blocks store into each other's shared memory, racecheck sees cluster barriers only, and says that a target "might
-have already exited", although it waits at an mbarrier until all bytes sent to it are there. The column `exits` counts
-these records, which are no findings: the emulator fails a kernel whose block ends while bytes are on their way to it.
+Where blocks store into each other's shared memory, a thread prepares an mbarrier (`mbarrier.init`) and then arrives at
+it. ptxas makes of the first an instruction of the warp, and racecheck warns of a race between it and the second. The
+column `own_barrier` counts these warnings, which are no findings: the emulator, to which both are accesses of their
+thread, finds no race. The machine code has to have these two instructions where racecheck says; any other warning is a
+finding.
 
 A run takes up where the table that `--csv` names ends, and stops after `--seconds`. It exits with 0 if all is done and
 nothing was found, with 1 if anything was found or a tool missed its control, and with 3 if kernels are left.
@@ -44,11 +46,14 @@ import numpy as np
 
 from hadagen import driver
 from hadagen.arch import load_arch
+from hadagen.compilers import find_tool
+from hadagen.errors import ToolchainError
 from hadagen.formats import TENSOR
 from hadagen.launch import ENTRY, LaunchSpec, RowShape, Source, sizes_for
 from hadagen.problem import Problem, Rows
 from hadagen.reference import kernel_operands, verification_operands, verification_scale
-from hadagen.toolchain import Toolchain
+from hadagen.toolchain import Toolchain, disassemble
+from hadagen.trial import Kernel
 from hadagen.tuning_db.bundle import Bundle
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -63,8 +68,8 @@ COMMON = (
     *("--target-processes", "application-only", "--launch-timeout", "0", "--destroy-on-device-error", "kernel"),
     *("--report-api-errors", "no", "--print-limit", "100000"),
 )
-EXITS = "exits"  # counts what racecheck says of blocks that might have exited
-COLUMNS = ("gpu", "kernel", "problem", "launches", *TOOLS, EXITS)
+OWN_BARRIER = "own_barrier"  # counts racecheck's warnings of a barrier that one thread prepares and arrives at
+COLUMNS = ("gpu", "kernel", "problem", "launches", *TOOLS, OWN_BARRIER)
 CONTROL = "control"  # stands for the problem of a broken kernel
 NO_KERNEL = "no kernel"
 LEFT = 3
@@ -73,10 +78,11 @@ END_SECONDS = 30.0  # for a tool to end, once its program has
 _NO_FINDING = re.compile(
     r"COMPUTE-SANITIZER|ERROR SUMMARY: |RACECHECK SUMMARY: |LEAK SUMMARY: |\(?No |Target application"
 )
-_EXIT = re.compile(
-    r"Potential invalid __shared__ write .*is located in a block that might have already exited\s*$",
-    re.DOTALL | re.MULTILINE,
+_WARP_RACE = re.compile(
+    r"Warning: Race reported between Write access at (\w+)\+(0x[0-9a-f]+)\n"
+    r"=+ +and Read access at \1\+(0x[0-9a-f]+) \[\d+ hazards\]\n=+\s*"
 )
+_PREPARES, _ARRIVES = re.compile(r"(@\S+ )?SYNCS\.EXCH\b"), re.compile(r"(@\S+ )?SYNCS\.ARRIVE\b")
 
 _CONTROL_SPEC = LaunchSpec(threads=64, cluster=1, shared_bytes=0, tile_elements=64, persistent=False)
 _CONTROL = """#include "hadagen.cuh"
@@ -108,10 +114,12 @@ def name_of(digest: str) -> str:
 class Job:
     """A kernel to launch. `problem`: its key, or `CONTROL`. `name`: of its entry, which no other kernel has."""
 
-    digest: str
+    kernel: Kernel
     problem: str
-    cubin: bytes
-    spec: LaunchSpec
+
+    @property
+    def digest(self) -> str:
+        return self.kernel.digest
 
     @property
     def name(self) -> str:
@@ -120,7 +128,12 @@ class Job:
     @property
     def image(self) -> bytes:
         """The cubin with this name, so that a finding says which kernel it is of."""
-        return self.cubin.replace(ENTRY.encode(), self.name.encode())
+        return self.kernel.cubin.replace(ENTRY.encode(), self.name.encode())
+
+    def instructions(self) -> dict[int, str]:
+        """Address → instruction."""
+        found = re.findall(r"/\*([0-9a-f]{4,})\*/ +(.*?) *;", disassemble(self.kernel))
+        return {int(address, 16): instruction for address, instruction in found}
 
 
 class Array(NamedTuple):
@@ -255,13 +268,13 @@ def launch_all(jobs: Path, done: Path, until: float) -> None:
             _note(log, "begun", job, 0)
             launches = 0
             try:
-                kernel = driver.load(job.image, job.name, job.spec)
+                kernel = driver.load(job.image, job.name, job.kernel.launch)
             except driver.DoesNotFit:
                 _note(log, "done", job, 0)
                 continue
             try:
-                some = [_control_case()] if job.problem == CONTROL else cases(Problem.parse(job.problem), job.spec)
-                for case in some:
+                control = job.problem == CONTROL
+                for case in [_control_case()] if control else cases(Problem.parse(job.problem), job.kernel.launch):
                     at = {name: memory.take(array) for name, array in case.arrays.items()}
                     x, y = at.pop("x"), at.pop("y", 0)
                     limited = replace(kernel, resident_blocks=case.blocks or kernel.resident_blocks)
@@ -286,26 +299,28 @@ def _note(log: Any, what: str, job: Job, launches: int) -> None:
 # ── What starts it ──
 
 
-def findings(output: str) -> Counter[str]:
-    """Name of a kernel, or `NO_KERNEL` → how many findings the output of a tool has of it."""
-    return Counter(name for name, record in _records(output) if not _is_exit(name, record))
-
-
-def exits(output: str) -> Counter[str]:
-    """Name of a kernel → how often racecheck says that a block of it might have exited before a store into it."""
-    return Counter(name for name, record in _records(output) if _is_exit(name, record))
-
-
-def _is_exit(name: str, record: str) -> bool:
-    return name != NO_KERNEL and bool(_EXIT.match(record))
-
-
-def _records(output: str) -> Iterator[tuple[str, str]]:
-    """The name of its kernel, or `NO_KERNEL`, and the text of all that a tool has to say of kernels."""
+def findings(output: str, jobs: Iterable[Job] = ()) -> tuple[Counter[str], Counter[str]]:
+    """Name of a kernel, or `NO_KERNEL` → how many findings the output of a tool has of it, and how many warnings that
+    are none (`OWN_BARRIER`), which only kernels of `jobs` can have."""
+    found: Counter[str] = Counter()
+    own_barrier: Counter[str] = Counter()
+    by_name = {job.name: job for job in jobs}
+    instructions: dict[str, dict[int, str]] = {}
     for record in re.split(r"(?m)^========= (?=\S)", output)[1:]:
-        if not _NO_FINDING.match(record):
-            name = re.search(r"\bk[0-9a-f]{13}\b", record)
-            yield name[0] if name else NO_KERNEL, record
+        if _NO_FINDING.match(record):
+            continue
+        named = re.search(r"\bk[0-9a-f]{13}\b", record)
+        name = named[0] if named else NO_KERNEL
+        race = _WARP_RACE.fullmatch(record)
+        if race and name in by_name:
+            if name not in instructions:
+                instructions[name] = by_name[name].instructions()
+            write, read = (instructions[name].get(int(address, 16), "") for address in race.groups()[1:])
+            if _PREPARES.match(write) and _ARRIVES.match(read):
+                own_barrier[name] += 1
+                continue
+        found[name] += 1
+    return found, own_barrier
 
 
 def was_watched(output: str) -> bool:
@@ -320,7 +335,7 @@ class Run:
     tool: str
     launched: dict[tuple[str, str], int]
     found: Counter[str]
-    exits: Counter[str]
+    own_barrier: Counter[str]
     texts: list[str]
 
     @property
@@ -353,8 +368,9 @@ def sanitize(tool: str, jobs: Sequence[Job], folder: Path, deadline: float, prog
         noted = [line.split() for line in done.read_text(encoding="utf-8").splitlines()]
         finished = {(digest, problem): int(count) for what, digest, problem, count in noted if what == "done"}
         begun = [(digest, problem) for what, digest, problem, _ in noted if what == "begun"]
-        run.found += findings(text)
-        run.exits += exits(text)
+        found, own_barrier = findings(text, jobs)
+        run.found += found
+        run.own_barrier += own_barrier
         run.found += Counter(name_of(digest) for what, digest, *_ in noted if what == "failed")
         run.texts.append(text)
         broken_off = [key for key in begun if key not in finished]
@@ -398,20 +414,13 @@ def controls(arch: str) -> dict[str, Job]:
         for tool, body in CONTROLS.items()
     ]
     kernels = Toolchain.find().build_all(sources, load_arch(arch))
-    return {
-        tool: Job(kernel.digest, CONTROL, kernel.cubin, kernel.launch)
-        for tool, kernel in zip(CONTROLS, kernels, strict=True)
-    }
+    return {tool: Job(kernel, CONTROL) for tool, kernel in zip(CONTROLS, kernels, strict=True)}
 
 
 def shipped(bundle: Bundle) -> list[Job]:
     """Every kernel of a bundle that it has code of, once for each problem."""
     wanted = {(entry.kernel, entry.problem.key) for entry in bundle.all_entries() if entry.compiled}
-    jobs = []
-    for digest, problem in sorted(wanted):
-        kernel = bundle.kernel(digest)
-        jobs.append(Job(digest, problem, kernel.cubin, kernel.launch))
-    return jobs
+    return [Job(bundle.kernel(digest), problem) for digest, problem in sorted(wanted)]
 
 
 Row = dict[str, str]
@@ -444,6 +453,12 @@ def merged(tables: Iterable[Mapping[Key, Row]]) -> dict[Key, Row]:
     return rows
 
 
+def without_former(rows: Mapping[Key, Row], gpu: str, jobs: Iterable[Job]) -> dict[Key, Row]:
+    """The rows but those of kernels that are shipped no more for a GPU."""
+    there = {(gpu, job.digest[:12], job.problem) for job in jobs}
+    return {key: row for key, row in rows.items() if key in there or key[0] != gpu or key[2] == CONTROL}
+
+
 def command_run(arguments: argparse.Namespace) -> int:
     from hadagen.runtime.device import cuda_device
 
@@ -454,10 +469,17 @@ def command_run(arguments: argparse.Namespace) -> int:
     program = shutil.which(arguments.sanitizer)
     if program is None:
         raise SystemExit(f"{arguments.sanitizer} was not found; install CUDA's compute-sanitizer, or name it")
+    try:
+        find_tool("nvdisasm")  # reads what racecheck warns of
+    except ToolchainError as error:
+        raise SystemExit(str(error)) from None
     part, parts = map(int, arguments.part.split("/"))
     path = arguments.bundle or ROOT / "tuning_db" / "bundles" / f"{target.arch}.db"
-    jobs = shipped(Bundle.open(path))[part - 1 :: parts][: arguments.most]
+    kernels = shipped(Bundle.open(path))
+    jobs = kernels[part - 1 :: parts][: arguments.most]
     rows = read_table(arguments.csv)
+    if arguments.bundle is None:
+        rows = without_former(rows, target.gpu, kernels)
     tools = arguments.tools.split(",")
     broken = controls(target.arch)
 
@@ -478,7 +500,7 @@ def command_run(arguments: argparse.Namespace) -> int:
             row = new.setdefault(key, dict.fromkeys(COLUMNS, "") | dict(zip(COLUMNS, key, strict=False)))
             row |= {"launches": str(launches), run.tool: str(found)}
             if run.tool == "racecheck":
-                row[EXITS] = str(run.exits[name_of(digest)])
+                row[OWN_BARRIER] = str(run.own_barrier[name_of(digest)])
             if found and problem != CONTROL:
                 failed = True
                 print(f"{run.tool}: {found} findings in kernel {digest[:12]} of {problem}")

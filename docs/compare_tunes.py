@@ -1,7 +1,7 @@
 """Times what two separate tunes of one GPU chose against each other, in turns.
 
-    hadagen tune --db a.db --bundle a-bundle.db --from-scratch --n 256,4096
-    hadagen tune --db b.db --bundle b-bundle.db --from-scratch --n 256,4096 --seed 1
+    hadagen tune --db a.db --bundle a-bundle.db --from-scratch --n 1024,4096 --trials 100
+    hadagen tune --db b.db --bundle b-bundle.db --from-scratch --n 1024,4096 --trials 100 --seed 1
     python docs/compare_tunes.py a-bundle.db b-bundle.db --csv docs/data/tunes_h200.csv
 
 The table has a row for each cell that both tunes have a winner of. Where both chose the same kernel there is nothing to

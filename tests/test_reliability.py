@@ -15,7 +15,7 @@ import refresh_files as files
 import refresh_reliability
 import sanitize
 from refresh_fleet import fleet_numbers
-from refresh_reliability import PROMISES, TOOLS
+from refresh_reliability import PROMISES
 from sample_bundle import write_trials
 from sample_trials import H100, make_timing, make_trial
 
@@ -66,7 +66,7 @@ def test_figures_are_those_of_the_data(data: Path) -> None:
     files.FAULTS.write_text(json.dumps(found))
     files.LAWS.write_text(json.dumps({"gpu": "NVIDIA H200", "kernels": 7, "problems": 3, "broken": {"a": ["norm"]}}))
     row = dict.fromkeys(sanitize.COLUMNS, "") | {"gpu": "NVIDIA H200", "launches": "6"}
-    a = row | {"kernel": "a", "problem": "n2-float16-fast", "memcheck": "0", "racecheck": "2", "exits": "3"}
+    a = row | {"kernel": "a", "problem": "n2-float16-fast", "memcheck": "0", "racecheck": "2", "own_barrier": "3"}
     control = row | {"kernel": "c", "problem": sanitize.CONTROL, "memcheck": "1"}
     sanitize.write_table(files.SANITIZER, {("", str(i), ""): each for i, each in enumerate((a, control))})
     timed = [("NVIDIA H200", "n2-float16-fast", 8, "", "", us, 1, "", "") for us in (1, 1.02, 1.03, 0.9)]
@@ -98,20 +98,9 @@ def test_figures_are_those_of_the_data(data: Path) -> None:
         "NVIDIA H200: 7.2 s at most, of 2",
         "NVIDIA H200: 7 kernels of 3 problems; 1 break a law",
         "NVIDIA H200: 1 kernels; findings: memcheck 0 (1 runs), racecheck 2 (1 runs), initcheck 0 (0 runs), "
-        "synccheck 0 (0 runs); 3 launches where racecheck does not see that a block waits for what others send",
+        "synccheck 0 (0 runs); 1 kernels with warnings of a barrier that one thread prepares",
         "NVIDIA H200: 50.0% of 4 cells, of 1 problems",
     }
-
-
-def test_launches_of_which_racecheck_does_not_see_a_wait_are_told_apart(data: Path) -> None:
-    row = {"gpu": "NVIDIA H200", "problem": "n2-float16-fast", "launches": "6", **dict.fromkeys(TOOLS, "0")}
-    with files.SANITIZER.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*row, "kernel", "exits"])
-        writer.writeheader()
-        writer.writerows({**row, "kernel": kernel, "exits": exits} for kernel, exits in (("a", 2), ("b", 3), ("c", "")))
-    found = refresh_reliability.sanitizer()
-    assert "racecheck 0 (3 runs)" in found
-    assert found.endswith("; 5 launches where racecheck does not see that a block waits for what others send")
 
 
 def test_the_page_about_the_search_has_what_fleets_do(data: Path) -> None:

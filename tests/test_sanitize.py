@@ -18,8 +18,10 @@ from hadagen.codegen import render
 from hadagen.emulator import RESIDENT_CLUSTERS, compile_host
 from hadagen.formats import TENSOR
 from hadagen.knobs import Knobs
+from hadagen.launch import ENTRY
 from hadagen.problem import Problem
 from hadagen.space import Space, build_plan
+from hadagen.trial import Kernel
 
 KEYS = (
     "n256-float16-fast",
@@ -30,7 +32,13 @@ KEYS = (
     "n64-bfloat16-to-fp8_head-accurate",
 )
 LOOPING = Knobs(chunks=2, warps=2, grid="persistent", low_bits="mma_shuffle", butterfly_carrier="fp32")
-JOBS = [Job(f"{i:064x}"[::-1], "n2-float16-fast", b"", sanitize._CONTROL_SPEC) for i in range(1, 5)]
+JOBS = [
+    Job(
+        Kernel(f"{i:064x}"[::-1], ENTRY, "sm90", "", b"", b"", sanitize._CONTROL_SPEC, 32, 0, "13.0.88"),
+        "n2-float16-fast",
+    )
+    for i in range(1, 5)
+]
 
 
 def array_of(array: sanitize.Array, dtype: Any) -> Any:
@@ -119,33 +127,39 @@ def test_a_finding_is_counted_for_its_kernel(tool: str) -> None:
     a, b = (name_of(job.digest) for job in JOBS[:2])
     some = OUTPUTS[tool].format(name=a) * 2 + OUTPUTS[tool].format(name=b)
     output = f"========= COMPUTE-SANITIZER\n{some}========= ERROR SUMMARY: 3 errors\n"
-    assert findings(output) == {a: 2, b: 1}
-    assert findings("========= COMPUTE-SANITIZER\n========= RACECHECK SUMMARY: 0 hazards displayed\n") == {}
-    assert findings("========= COMPUTE-SANITIZER\n========= Internal Sanitizer Error\n") == {NO_KERNEL: 1}
+    assert findings(output) == ({a: 2, b: 1}, {})
+    assert findings("========= COMPUTE-SANITIZER\n========= RACECHECK SUMMARY: 0 hazards displayed\n") == ({}, {})
+    assert findings("========= COMPUTE-SANITIZER\n========= Internal Sanitizer Error\n") == ({NO_KERNEL: 1}, {})
 
 
-# What racecheck says of a store into the shared memory of another block, which may be over, or not have begun.
-REMOTE = """========= Potential invalid __shared__ {access} of size 16 bytes
-=========     at hadagen kernel {name}+0x170
-=========     by thread (0,0,0) in block (0,0,0)
-=========     Address 0x1000400 is located in a block that might {state}
+# What racecheck says of two accesses of a warp, and the machine code of a kernel.
+WARNING = """========= Warning: Race reported between Write access at {name}+{write}
+=========     and Read access at {name}+{read} [128 hazards]
 =========
+"""
+CODE = """
+        /*02a0*/              @!UP0 SYNCS.EXCH.64 URZ, [UR7+0x78], UR4 ;
+        /*0330*/               @!P0 SYNCS.ARRIVE.TRANS64 RZ, [UR7+0x78], R8 ;
+        /*0340*/                    STS [R5], R4 ;
+        /*0350*/                    SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR7+0x78], R3 ;
 """
 
 
-def test_stores_into_blocks_that_might_have_exited_are_counted_apart() -> None:
-    name = name_of(JOBS[0].digest)
-    exited = REMOTE.format(access="write", name=name, state="have already exited")
+def test_warnings_of_a_barrier_that_one_thread_prepares_are_counted_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sanitize, "disassemble", lambda kernel: CODE)
+    name = JOBS[0].name
+    own = WARNING.format(name=name, write="0x2a0", read="0x330")
     others = [
-        REMOTE.format(access="write", name=name, state="not have entered yet"),
-        REMOTE.format(access="read", name=name, state="have already exited"),
-        OUTPUTS["racecheck"].format(name=name),
+        WARNING.format(name=name, write="0x340", read="0x330"),
+        WARNING.format(name=name, write="0x2a0", read="0x350"),
+        WARNING.format(name=name, write="0x2a0", read="0x1330"),
+        own.replace("Warning", "Error"),
+        own.replace("[128", f"[96 hazards]\n=========     and Write access at {name}+0x340 [32"),
     ]
-    output = "".join([exited, *others, exited, "========= RACECHECK SUMMARY: 5 hazards displayed\n"])
-    assert sanitize.exits(output) == {name: 2}
-    assert findings(output) == {name: len(others)}
-    unnamed = exited.replace(name, "another")
-    assert (sanitize.exits(unnamed), findings(unnamed)) == ({}, {NO_KERNEL: 1})
+    output = "".join([own, *others, own, "========= RACECHECK SUMMARY: 7 hazards displayed\n"])
+    assert findings(output, JOBS) == ({name: len(others)}, {name: 2})
+    assert findings(own.replace(name, "another"), JOBS) == ({NO_KERNEL: 1}, {})
+    assert findings(own, JOBS[1:]) == ({name: 1}, {})
 
 
 # In place of a tool and the program that it runs: does what is said of each kernel by the end of its digest.
@@ -228,10 +242,23 @@ def test_a_table_without_the_newest_column_is_read_and_merged(tmp_path: Path) ->
     old.write_text("gpu,kernel,problem,launches,memcheck,racecheck\nNVIDIA H200,0a1b,n2-float16-fast,6,0,2\n")
     key = ("NVIDIA H200", "0a1b", "n2-float16-fast")
     row = sanitize.read_table(old)[key]
-    assert (row["racecheck"], row[sanitize.EXITS]) == ("2", "")
-    sanitize.write_table(new, {key: row | {"racecheck": "0", sanitize.EXITS: "2"}})
+    assert (row["racecheck"], row[sanitize.OWN_BARRIER]) == ("2", "")
+    sanitize.write_table(new, {key: row | {"racecheck": "0", sanitize.OWN_BARRIER: "2"}})
     assert sanitize.main(["merge", str(old), str(new)]) == 0
-    assert sanitize.read_table(old)[key] == row | {"racecheck": "0", sanitize.EXITS: "2"}
+    assert sanitize.read_table(old)[key] == row | {"racecheck": "0", sanitize.OWN_BARRIER: "2"}
+
+
+def test_kernels_that_are_shipped_no_more_leave_the_table() -> None:
+    job, gpu = JOBS[0], "NVIDIA H200"
+    keys = [
+        (gpu, job.digest[:12], job.problem),
+        (gpu, job.digest[:12], "n4-float16-fast"),
+        (gpu, "0a1b", job.problem),
+        (gpu, "0a1b", CONTROL),
+        ("NVIDIA H100", "0a1b", job.problem),
+    ]
+    left = sanitize.without_former({key: {} for key in keys}, gpu, [job])
+    assert list(left) == [keys[0], *keys[3:]]
 
 
 @needs_compiler
@@ -241,5 +268,5 @@ def test_there_is_a_control_for_each_tool_by_its_own_name() -> None:
     assert len({job.name for job in controls.values()}) == len(controls)
     for job in controls.values():
         assert job.problem == CONTROL
-        assert job.image.count(job.name.encode()) == job.cubin.count(b"hadagen_kernel") > 0
-        assert len(job.image) == len(job.cubin)
+        assert job.image.count(job.name.encode()) == job.kernel.cubin.count(b"hadagen_kernel") > 0
+        assert len(job.image) == len(job.kernel.cubin)
