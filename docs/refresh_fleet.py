@@ -30,7 +30,7 @@ def fleet_numbers() -> str:
         paragraphs.append(
             f"On one machine with {many['gpus']} {gpus['gpu']} and {gpus['cpus']} CPUs, {many['gpus']} GPUs finished "
             f"{many['new_trials']} trials, and {one['gpus']} finished {one['new_trials']} in the same time, so the "
-            f"fleet was {many['new_trials'] / one['new_trials']:.2f} times as fast: `{gpus['command']}`"
+            f"fleet was {_gain(gpus):.2f} times as fast: `{gpus['command']}`"
         )
     return "\n\n".join(map(wrapped, paragraphs)) or files.NO_DATA
 
@@ -46,10 +46,7 @@ def speed() -> str:
         )
     if gpus:
         one, many = gpus["runs"][0], gpus["runs"][-1]
-        found.append(
-            f"{many['gpus']} {gpus['gpu']}: {many['new_trials'] / one['new_trials']:.2f} times the trials of "
-            f"{one['gpus']}"
-        )
+        found.append(f"{many['gpus']} {gpus['gpu']}: {_gain(gpus):.2f} times the trials of {one['gpus']}")
     return "; ".join(found)
 
 
@@ -75,6 +72,11 @@ def kills() -> str:
         f"{sum(happened.values())} faults of {len(happened)} kinds in {found['runs']} runs: {found['equal']} of "
         f"{found['schedules']} databases have every trial once, {found['trials']} in all"
     )
+
+
+def _gain(gpus: Any) -> float:
+    """The trials of the most GPUs, as a multiple of those of the fewest in the same time."""
+    return float(gpus["runs"][-1]["new_trials"] / gpus["runs"][0]["new_trials"])
 
 
 def _least_busy(simulated: Any) -> int:

@@ -80,6 +80,11 @@ def test_trials_can_be_read_without_blobs(any_store: Store) -> None:
         any_store.kernel("abc")
 
 
+def test_no_trials_are_recorded_as_none(any_store: Store) -> None:
+    assert any_store.record() == []
+    assert any_store.trials() == []
+
+
 def test_recording_again_replaces(any_store: Store) -> None:
     number = any_store.record(make_trial(knobs={"a": 1, "b": 2}))
     again = make_trial(

@@ -7,6 +7,7 @@ import os
 import shutil
 import sqlite3
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from importlib.metadata import version
@@ -145,9 +146,12 @@ def _fill(connection: sqlite3.Connection, tables: Tables, kernels: Sequence[Kern
     connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
     connection.execute(f"PRAGMA user_version = {FORMAT}")
     connection.execute("BEGIN")
-    compiled = [(number, kernel) for number, kernel in enumerate(kernels, 1) if kernel.cubin]
-    cubins, ptx = _dictionary([each.cubin for _, each in compiled]), _dictionary([each.ptx for _, each in compiled])
-    blobs = [(number, deflated(each.cubin, cubins), deflated(each.ptx, ptx)) for number, each in compiled]
+    compiled = {number: kernel for number, kernel in enumerate(kernels, 1) if kernel.cubin}
+    cubins = _dictionary([each.cubin for each in compiled.values()])
+    ptx = _dictionary([each.ptx for each in compiled.values()])
+    with ThreadPoolExecutor() as pool:
+        deflating = pool.map(lambda each: (deflated(each.cubin, cubins), deflated(each.ptx, ptx)), compiled.values())
+        blobs = [(number, *both) for number, both in zip(compiled, deflating, strict=True)]
     if cubins:
         blobs.append((SHARED, deflated(cubins), deflated(ptx)))
     for statement in SCHEMA:
