@@ -93,7 +93,9 @@ REFINE_SHARE = 0.2  # of a time budget; the rest is for the search
     show_default=True,
     help="Whether to try first what wins in the bundles there are. Trials in the database count either way.",
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Same seed and same timings: same search.")
+@click.option(
+    "--seed", type=int, default=0, show_default=True, help="Same seed and same timings: same search, but for a fleet."
+)
 @options.as_json
 @keeping()
 def tune(

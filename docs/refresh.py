@@ -68,7 +68,8 @@ def generated() -> dict[Path, dict[str, str]]:
             "calls": call_table(),
         },
         files.EXPERIMENTS: {"choices": choices_table(), "pruned": pruned_table()},
-        files.SEARCH_PAGE: {"search": search_numbers(), "fleet": fleet_numbers()},
+        files.SEARCH_PAGE: {"search": search_numbers()},
+        files.FLEETS: {"fleet": fleet_numbers()},
         files.RELIABILITY: {area: promises_table(area) for area in PROMISES},
     }
 

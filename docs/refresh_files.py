@@ -52,6 +52,7 @@ BUNDLE_DAMAGE = DOCS / "data" / "bundle_damage.csv"
 
 # What `simulate_fleet.py` found, trials of one GPU and of several in the same time, and what a test found that breaks
 # fleets.
+FLEETS = DOCS / "fleets.md"
 FLEET = DOCS / "data" / "fleet.json"
 FLEET_GPUS = DOCS / "data" / "fleet_h100.json"
 FLEET_KILLS = DOCS / "data" / "fleet_kills.json"

@@ -9,13 +9,13 @@ from refresh_markdown import wrapped
 
 
 def fleet_numbers() -> str:
-    """The paragraphs of the page about the search, in Markdown."""
+    """The paragraphs of the page about fleets, in Markdown."""
     simulated, gpus = files.read_json(files.FLEET), files.read_json(files.FLEET_GPUS)
     paragraphs = []
     if simulated:
         search = simulated["search"]
         paragraphs += [
-            f"In a simulation on the recordings above, {simulated['workers']} workers with one GPU each, of "
+            f"In a simulation on [recorded timings](search.md), {simulated['workers']} workers with one GPU each, of "
             f"{len(simulated['classes'])} classes, finished {simulated['trials_per_second']:.0f} trials a second in "
             f"one run. From a tenth to eight tenths of the trials, the GPUs of each class measured at least "
             f"{_least_busy(simulated)}% of the time. Each trial took "
@@ -23,7 +23,8 @@ def fleet_numbers() -> str:
             f"A search with many variants in progress knows fewer results when it chooses. With {search['workers']} in "
             f"progress, after {search['more']:g} times the evaluations, it reaches {search['in_parallel']:.3f} of the "
             f"best speed. One that has a single variant in progress reaches {search['one_by_one']:.3f} after its "
-            f"budget ({search['problems']} problems, {search['seeds']} seeds).",
+            f"budget ({search['problems']} problems, {search['seeds']} seeds). A search on one GPU has some batches in "
+            "progress, as in the [tables](search.md).",
         ]
     if gpus:
         one, many = gpus["runs"][0], gpus["runs"][-1]

@@ -77,14 +77,14 @@ def sanitizer() -> str:
     rows = [row for row in _rows(files.SANITIZER) if row["problem"] != "control" and row["launches"] not in ("", "0")]
     if not rows:
         return ""
-    kernels = len({row["kernel"] for row in rows})
     found = ", ".join(
-        f"{tool} {sum(int(row[tool] or 0) for row in rows)} ({sum(row[tool] != '' for row in rows)} runs)"
+        f"{tool} {sum(int(row[tool] or 0) for row in rows)} ({sum(row[tool] != '' for row in rows)} kernels)"
         for tool in TOOLS
     )
-    own = len({row["kernel"] for row in rows if int(row["own_barrier"] or 0)})
+    own = sum(row["own_barrier"] not in ("", "0") for row in rows)
     warned = f"; {own} kernels with warnings of a barrier that one thread prepares" if own else ""
-    return f"{rows[0]['gpu']}: {kernels} kernels; findings: {found}{warned}"
+    problems = len({row["problem"] for row in rows})
+    return f"{rows[0]['gpu']}: {len(rows)} kernels of {problems} problems; findings: {found}{warned}"
 
 
 def tunes() -> str:
@@ -209,7 +209,8 @@ PROMISES: Mapping[str, Sequence[Promise]] = {
             ),
         ),
         Promise(
-            "A server that cannot be used is one sentence. No message contains a password.",
+            "A server that cannot be used ends a command with one sentence that says why. No message contains a "
+            "password.",
             (
                 "test_postgres.py::test_a_server_that_cannot_be_used_is_one_sentence",
                 "test_postgres.py::test_a_user_without_rights_is_one_sentence",
@@ -239,15 +240,15 @@ PROMISES: Mapping[str, Sequence[Promise]] = {
             fleet_kills,
         ),
         Promise(
-            "Workers of one machine that see the same GPU never measure on it at the same time. One that gets none "
-            "says so in a sentence, and others do its work. A race on a busy GPU is left for the next run.",
+            "Workers of one user and machine that see the same GPU never measure on it at the same time. One that gets "
+            "none says so in a sentence, and others do its work. A race on a busy GPU is left for the next run.",
             (
                 "test_station.py::test_workers_that_see_the_same_gpus_use_different_ones",
                 "test_fleet_races.py::test_a_race_on_a_busy_gpu_is_left_for_later_and_its_worker_stays",
             ),
         ),
         Promise(
-            "A fleet without a scheduler or without a GPU is one sentence, which says what to start.",
+            "A fleet without a scheduler or without a GPU ends a command with one sentence that says what to start.",
             ("test_fleet.py::test_without_a_scheduler_or_a_gpu_there_is_a_sentence",),
         ),
         Promise(
@@ -341,7 +342,7 @@ PROMISES: Mapping[str, Sequence[Promise]] = {
     ),
     "runtime": (
         Promise(
-            "Bad input is a sentence, and launches nothing.",
+            "Bad input is answered with a sentence that says what to do, and launches nothing.",
             (
                 "test_runtime_launch.py::test_bad_input_launches_nothing",
                 "test_cli_failures.py::test_whatever_is_raised_becomes_a_sentence",

@@ -82,7 +82,8 @@ PARTS = {
         "pitched",
     ),
     "experiments.md": ("choices", "pruned"),
-    "search.md": ("search", "fleet"),
+    "search.md": ("search",),
+    "fleets.md": ("fleet",),
     "reliability.md": tuple(PROMISES),
 }
 

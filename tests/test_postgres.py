@@ -23,13 +23,13 @@ from postgres import PostgresServer
 from sample_store import any_store, empty, empty_on_server, path, place
 from sample_trials import make_kernel, make_trial, times
 from sqlalchemy import Engine, MetaData, create_engine, event, text
-from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import DBAPIError, OperationalError
 
 from hadagen.errors import StorageError
 from hadagen.tuner.events import Event, TrialFinished
 from hadagen.tuner.mirror import Mirror
 from hadagen.tuner.search import tune
-from hadagen.tuning_db import database, schema
+from hadagen.tuning_db import database, postgresql, schema
 from hadagen.tuning_db.claims import Claims
 from hadagen.tuning_db.store import Store
 
@@ -261,6 +261,17 @@ def test_a_tune_outlives_a_restart(postgres: str, postgres_server: PostgresServe
     assert len(runner.asked) == TRIALS
     for restart in restarts:
         restart.join()
+
+
+def test_a_run_that_is_gone_while_it_writes_stops_no_other(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert postgresql.ABANDONED_WRITER_SECONDS < database.BUSY_SECONDS
+    monkeypatch.setattr(postgresql, "ABANDONED_WRITER_SECONDS", 1)
+    with Store.open(url) as store, create_engine(url).connect() as gone:
+        gone.exec_driver_sql(postgresql.begin(True, database.BUSY_SECONDS))
+        store.record(make_trial())
+        with pytest.raises(DBAPIError, match="idle-in-transaction timeout") as undone:
+            gone.exec_driver_sql("SELECT 1")
+    assert postgresql.is_lost(undone.value)  # so whoever comes back does it again
 
 
 def test_a_server_that_stays_away_ends_a_tune_with_a_sentence(

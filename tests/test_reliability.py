@@ -97,13 +97,13 @@ def test_figures_are_those_of_the_data(data: Path) -> None:
         "NVIDIA H200: 3 broken kernels of 2 kinds; 8 of 9 winners the same",
         "NVIDIA H200: 7.2 s at most, of 2",
         "NVIDIA H200: 7 kernels of 3 problems; 1 break a law",
-        "NVIDIA H200: 1 kernels; findings: memcheck 0 (1 runs), racecheck 2 (1 runs), initcheck 0 (0 runs), "
-        "synccheck 0 (0 runs); 1 kernels with warnings of a barrier that one thread prepares",
+        "NVIDIA H200: 1 kernels of 1 problems; findings: memcheck 0 (1 kernels), racecheck 2 (1 kernels), initcheck 0 "
+        "(0 kernels), synccheck 0 (0 kernels); 1 kernels with warnings of a barrier that one thread prepares",
         "NVIDIA H200: 50.0% of 4 cells, of 1 problems",
     }
 
 
-def test_the_page_about_the_search_has_what_fleets_do(data: Path) -> None:
+def test_the_page_about_fleets_has_what_they_do(data: Path) -> None:
     assert fleet_numbers() == files.NO_DATA
     runs = [{"gpus": gpus, "new_trials": trials} for gpus, trials in ((1, 100), (2, 195))]
     files.FLEET_GPUS.write_text(json.dumps({"gpu": "H100", "cpus": 8, "command": "hadagen tune", "runs": runs}))

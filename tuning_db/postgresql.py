@@ -15,9 +15,10 @@ from hadagen.errors import UsageError
 
 DIALECT = "postgresql+psycopg"
 INSTALL = "pip install 'hadagen[fleet]'"
-ABANDONED_SECONDS = (
-    300  # a transaction that does nothing for so long is undone: its client may be gone, its lock is not
-)
+# A transaction that does nothing for so long is undone: its client may be gone, its locks are not. One that writes, for
+# which others wait, after less than they wait.
+ABANDONED_SECONDS = 300
+ABANDONED_WRITER_SECONDS = 30
 _LOCK = 1751213172  # any number, the same in every hadagen
 
 # For libpq, unless the URL says otherwise. A server or a network that is gone is noticed within a minute.
@@ -93,8 +94,9 @@ def engine_options(url: URL) -> dict[str, Any]:
 
 def begin(writes: bool, busy_seconds: float) -> str:
     """The statements that begin a transaction. One at a time writes. A reader sees the database at one moment."""
+    abandoned = ABANDONED_WRITER_SECONDS if writes else ABANDONED_SECONDS
     waits = f"SET LOCAL lock_timeout = {round(busy_seconds * 1000)}"
-    waits += f"; SET LOCAL idle_in_transaction_session_timeout = {ABANDONED_SECONDS * 1000}"
+    waits += f"; SET LOCAL idle_in_transaction_session_timeout = {abandoned * 1000}"
     if writes:
         return f"{waits}; SELECT pg_advisory_xact_lock({_LOCK})"
     return f"SET TRANSACTION ISOLATION LEVEL REPEATABLE READ; {waits}"
@@ -102,13 +104,13 @@ def begin(writes: bool, busy_seconds: float) -> str:
 
 def is_lost(error: SQLAlchemyError) -> bool:
     """Whether a transaction failed because the server was restarted, cannot be reached or has no connection left, or
-    because it met another one: then the same transaction may succeed later."""
+    because it met another one or was taken for abandoned: then the same transaction may succeed later."""
     if not isinstance(error, DBAPIError):
         return False
     code = _code(error)
     if code is None:  # no server said so: it was never reached, or is gone
         return error.connection_invalidated or error.statement is None
-    return error.connection_invalidated or code[:2] in ("08", "40") or code[:4] == "57P0" or code == "53300"
+    return error.connection_invalidated or code[:2] in ("08", "40") or code[:4] == "57P0" or code in ("53300", "25P03")
 
 
 def sentence(error: DBAPIError, url: URL, busy_seconds: float) -> str:

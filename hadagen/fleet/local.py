@@ -31,7 +31,7 @@ def local_cluster() -> Iterator[str]:
         i: {"cls": Nanny, "options": {"nthreads": threads, "preload": [PRELOAD], "env": _environment(gpu)}}
         for i, (gpu, threads) in enumerate(gpus + compilers)
     }
-    scheduler = {"cls": Scheduler, "options": {"host": "127.0.0.1", "dashboard_address": ":8787"}}
+    scheduler = {"cls": Scheduler, "options": {"host": "127.0.0.1", "dashboard_address": "127.0.0.1:8787"}}
     with SpecCluster(workers, scheduler) as cluster:  # type: ignore[no-untyped-call]
         yield cluster.scheduler_address
 
