@@ -271,12 +271,14 @@ class Fleet:
 
     # ---- the connection ----------------------------------------------------------------------------------------------
     async def _connect(self) -> None:
+        connecting: Any = Client(  # type: ignore[no-untyped-call]
+            self.address, asynchronous=True, timeout=CONNECT_SECONDS, set_as_default=False
+        )
         try:
-            connecting = Client(  # type: ignore[no-untyped-call]
-                self.address, asynchronous=True, timeout=CONNECT_SECONDS, set_as_default=False
-            )
-            self._client: Any = await connecting
+            self._client = await connecting
         except Exception as error:
+            with suppress(Exception):
+                await asyncio.wait_for(connecting.close(), CALL_SECONDS)
             reason = (str(error) or type(error).__name__).splitlines()[0]
             raise DeviceError(
                 f"there is no Dask scheduler at {self.address} ({reason}); start one with `dask scheduler`, or give "
