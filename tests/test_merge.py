@@ -14,7 +14,7 @@ from hadagen.problem import Numerics, Transform
 from hadagen.regimes import Cache, Destination
 from hadagen.trial import Environment, Provenance
 from hadagen.tuning_db.bundle import Bundle, shipped
-from hadagen.tuning_db.merge import merge_bundles, write_selection
+from hadagen.tuning_db.merge import arithmetic_of, merge_bundles, selection_of, write_selection
 from hadagen.tuning_db.winners import WinnerCell, portfolio
 
 
@@ -92,8 +92,12 @@ def test_merging_a_bundle_with_itself_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_merging_a_shipped_bundle_with_itself_changes_nothing(tmp_path: Path) -> None:
-    """One of measured and one of estimated winners; the others are made like the latter."""
-    for path in (shipped()["sm90"], shipped()["sm80"]):
+    """A part of one of measured winners, and one of estimated winners; the others are made like the latter."""
+    measured, part = Bundle.open(shipped()["sm90"]), tmp_path / "part.db"
+    some = measured.problems()[::10]
+    selection = {cell: trial for cell, trial in selection_of(measured).items() if cell.problem in some}
+    write_selection(part, "sm90", selection, arithmetic_of(measured))
+    for path in (part, shipped()["sm80"]):
         merge_bundles([path], tmp_path / "merged.db")
         assert Bundle.open(tmp_path / "merged.db").digest == Bundle.open(path).digest
 
