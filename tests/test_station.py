@@ -17,7 +17,7 @@ from test_runners import GPU, variants
 
 from hadagen.errors import DeviceError
 from hadagen.fleet import station as station_module
-from hadagen.fleet.station import Gpu, Station
+from hadagen.fleet.station import Gpu, GpuError, Station, gpu_resource
 
 
 @pytest.fixture(autouse=True)
@@ -72,6 +72,27 @@ def test_workers_that_see_the_same_gpus_use_different_ones() -> None:
         third.used()
     first.rest()
     assert third.used() == "0a"
+
+
+def test_a_gpu_on_which_measuring_fails_is_used_no_more_and_others_are() -> None:
+    worker, after = Worker("0a", "0b"), Worker("0a")
+
+    def fails() -> None:
+        with worker._seat(GPU.gpu, "nvrtc"):
+            raise DeviceError("it is lost")
+
+    assert worker.used() == "0a"
+    with pytest.raises(GpuError, match="it is lost") as caught:
+        fails()
+    assert caught.value.environment == GPU
+    assert after.used() == "0a"  # it is free for others
+    assert [worker.used(), worker.used()] == ["0b", "0b"]
+    assert worker.resources[gpu_resource(GPU.gpu)] == len(worker.greeting("nvrtc").gpus) == 1
+    with pytest.raises(GpuError):
+        fails()
+    with pytest.raises(DeviceError, match="it has no Stand-in any more that works"):
+        worker.used()
+    assert worker.resources[gpu_resource(GPU.gpu)] == 0
 
 
 def test_a_worker_waits_for_its_own_gpu_if_another_process_has_the_rest() -> None:

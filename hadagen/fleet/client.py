@@ -231,9 +231,9 @@ class Fleet:
         among: Callable[[], list[str]] | None = None,
         **how: Any,
     ) -> work.Answer:
-        """The answer of a worker. One that is in trouble or gives no sound answer gets no more work, and another worker
-        is asked; after `ATTEMPTS`, or when there is no other one, the value is `NotTried`. `among`: the addresses of
-        those that may be asked now, if not all may."""
+        """The answer of a worker. One that is in trouble or gives no sound answer gets no more work, or only its GPU
+        that is to blame, and another one is asked; after `ATTEMPTS`, or when there is no other one, the value is
+        `NotTried`. `among`: the addresses of those that may be asked now, if not all may."""
         reason = ""
         for _ in range(ATTEMPTS):
             if among:
@@ -244,13 +244,14 @@ class Fleet:
             try:
                 answer: Any = await future
                 value = answer.value if isinstance(answer, work.Answer) else None
+                gpu = None
                 if isinstance(value, work.Trouble):
-                    reason = value.reason
+                    reason, gpu = value.reason, value.gpu
                 elif isinstance(answer, work.Answer) and is_sound(value):
                     return answer
                 else:
                     reason = f"it answered {value!r:.80}, which is no result"
-                await self._leave_out(await self._who_did(future), reason)
+                await self._leave_out(await self._who_did(future), reason, gpu)
             except KilledWorker as error:
                 reason = f"the workers that had it ended, {error.last_worker.address} last"
             except (FutureCancelledError, OSError):
@@ -377,10 +378,19 @@ class Fleet:
                 return
         self._members[address] = replace(greeting, gpus=wanted)
 
-    async def _leave_out(self, address: str, reason: str) -> None:
-        """Give a worker no more work."""
-        if self._members.get(address) is None:
+    async def _leave_out(self, address: str, reason: str, gpu: Environment | None = None) -> None:
+        """Give a worker no more work, or only one of its GPUs if it has others."""
+        greeting = self._members.get(address)
+        if greeting is None:
             return
+        left = list(greeting.gpus)
+        lost = next((each for each in left if each[1] == gpu), None)
+        if lost:
+            left.remove(lost)
+            if left:
+                self._members[address] = replace(greeting, gpus=tuple(left))
+                self.say(f"a {lost[1].gpu} of the worker at {address} gets no more work: {reason}")
+                return
         self._members[address] = None
         self.say(f"the worker at {address} gets no more work: {reason}")
         with suppress(Exception):

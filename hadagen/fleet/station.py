@@ -17,7 +17,7 @@ from typing import Protocol
 from hadagen.arch import Arch, load_arch
 from hadagen.cache import cache_root, locked
 from hadagen.codegen import render
-from hadagen.errors import DeviceError, HadagenError, StorageError
+from hadagen.errors import DeviceError, DisturbedError, HadagenError, StorageError
 from hadagen.gpu_class import uuid_of
 from hadagen.knobs import Knobs, plan_of
 from hadagen.measure import Cell, DeviceRunner, Variant, copy_sources, device_environment
@@ -25,11 +25,19 @@ from hadagen.owners import make_folder
 from hadagen.problem import Problem
 from hadagen.target import nearest_arch
 from hadagen.toolchain import BuildFailure, Toolchain
-from hadagen.trial import Environment, Kernel, NotTried, Trial
+from hadagen.trial import Disturbed, Environment, Kernel, NotTried, Trial
 
 IDLE_SECONDS = 120.0  # then a measuring process ends, and its GPU is free for others
 TAKEN_SECONDS = 30.0  # the wait for a GPU on which another process measures
 _LOOK_SECONDS = 0.5  # between two looks whether it still does
+
+
+class GpuError(DeviceError):
+    """Nothing can be measured on one GPU of a worker. `environment`: of that GPU."""
+
+    def __init__(self, reason: str, environment: Environment) -> None:
+        super().__init__(reason)
+        self.environment = environment
 
 
 class Measuring(Protocol):
@@ -121,10 +129,13 @@ def code_digest() -> str:
 
 
 class Station:
-    """The GPUs and the compiler of one worker process. Its methods may be called by several threads."""
+    """The GPUs and the compiler of one worker process. Its methods may be called by several threads.
+
+    A GPU on which measuring fails is used no more: that raises `GpuError`.
+    """
 
     def __init__(self, gpus: Sequence[Gpu], compiling: int, trouble: Sequence[str] = ()) -> None:
-        self._gpus, self._compiling, self._trouble = gpus, compiling, tuple(trouble)
+        self._compiling, self._trouble = compiling, tuple(trouble)
         self._of_class: dict[str, list[Gpu]] = {}
         for gpu in gpus:
             self._of_class.setdefault(gpu.environment.gpu, []).append(gpu)
@@ -152,10 +163,8 @@ class Station:
     @property
     def resources(self) -> dict[str, float]:
         """What Dask may use at once: GPUs by class, and compilers."""
-        counts = {gpu_resource(gpu.environment.gpu): 0.0 for gpu in self._gpus} | {COMPILERS: float(self._compiling)}
-        for gpu in self._gpus:
-            counts[gpu_resource(gpu.environment.gpu)] += 1
-        return counts
+        gpus = {gpu_resource(name): float(len(all_of)) for name, all_of in self._of_class.items()}
+        return gpus | {COMPILERS: float(self._compiling)}
 
     def greeting(self, compiler: str) -> Greeting:
         """With the compiler that is to be used."""
@@ -164,7 +173,8 @@ class Station:
             self._toolchain(compiler)
         except HadagenError as error:
             compiling, trouble = 0, (*trouble, f"it compiles nothing: {error}")
-        return Greeting(code_digest(), tuple((gpu.arch, gpu.environment) for gpu in self._gpus), compiling, trouble)
+        gpus = tuple((gpu.arch, gpu.environment) for all_of in self._of_class.values() for gpu in all_of)
+        return Greeting(code_digest(), gpus, compiling, trouble)
 
     def build(self, problem: Problem, knobs: Knobs, arch: Arch, compiler: str) -> Kernel | BuildFailure | NotTried:
         """Render and compile one variant."""
@@ -179,10 +189,16 @@ class Station:
                 return trial
             raise DeviceError(f"{gpu} gave no answer")
 
-    def race(self, a: Variant, b: Variant, cells: Sequence[Cell], gpu: str, compiler: str) -> list[tuple[float, float]]:
-        """Time two variants in turns on one and the same GPU of that class."""
+    def race(
+        self, a: Variant, b: Variant, cells: Sequence[Cell], gpu: str, compiler: str
+    ) -> list[tuple[float, float]] | Disturbed:
+        """Time two variants in turns on one and the same GPU of that class; `Disturbed` if that was busy or throttled
+        in all attempts, which says nothing against it."""
         with self._seat(gpu, compiler) as runner:
-            return list(runner.race(a, b, cells))
+            try:
+                return list(runner.race(a, b, cells))
+            except DisturbedError as error:
+                return Disturbed(str(error))
 
     def rest(self, idle: float = 0.0) -> None:
         """End the measuring processes that were not used for so many seconds."""
@@ -199,21 +215,28 @@ class Station:
     @contextmanager
     def _seat(self, name: str, compiler: str) -> Iterator[Measuring]:
         gpu = self._take(name)
+        works = True
         try:
             if gpu.runner is None:
                 gpu.runner = gpu.start(self._toolchain(compiler))
             yield gpu.runner
+        except DeviceError as error:
+            works = False
+            raise GpuError(str(error), gpu.environment) from error
         finally:
             gpu.used = time.monotonic()
             with self._freed:
-                if gpu.runner is None or self._has_ended:
+                if gpu.runner is None or self._has_ended or not works:
                     gpu.rest()
-                self._free[name].append(gpu)
+                if works:
+                    self._free[name].append(gpu)
+                else:
+                    self._of_class[name].remove(gpu)
                 self._freed.notify()
 
     def _take(self, name: str) -> Gpu:
-        """A GPU of the class on which nobody measures. Raises `DeviceError` if other processes have had all of them for
-        `TAKEN_SECONDS`."""
+        """A GPU of the class on which nobody measures. Raises `DeviceError` if none works, or if other processes have
+        had all of them for `TAKEN_SECONDS`."""
         free, all_of = self._free[name], self._of_class[name]
         last = time.monotonic()  # that some of them was ours
         with self._freed:
@@ -222,6 +245,8 @@ class Station:
                     if gpu.reserve():
                         free.remove(gpu)
                         return gpu
+                if not all_of:
+                    raise DeviceError(f"it has no {name} any more that works")
                 if len(free) < len(all_of):
                     last = time.monotonic()
                 elif time.monotonic() - last >= TAKEN_SECONDS:

@@ -12,12 +12,12 @@ from weakref import WeakKeyDictionary
 from distributed import Worker, get_worker
 
 from hadagen.arch import Arch
-from hadagen.errors import DisturbedError, HadagenError
-from hadagen.fleet.station import IDLE_SECONDS, Greeting, Station, without_kernel
+from hadagen.errors import HadagenError
+from hadagen.fleet.station import IDLE_SECONDS, GpuError, Greeting, Station, without_kernel
 from hadagen.knobs import Knobs
 from hadagen.measure import Cell, Variant
 from hadagen.problem import Problem
-from hadagen.trial import Disturbed
+from hadagen.trial import Environment
 
 _REST = "hadagen-rest"  # a periodic callback of the worker
 _stations: WeakKeyDictionary[Worker, Station] = WeakKeyDictionary()
@@ -25,9 +25,11 @@ _stations: WeakKeyDictionary[Worker, Station] = WeakKeyDictionary()
 
 @dataclass(frozen=True)
 class Trouble:
-    """Takes the place of an answer: why this worker cannot give one, in a sentence. Another worker may."""
+    """Takes the place of an answer: why this worker cannot give one, in a sentence. Another worker may. `gpu`: of the
+    one GPU that is to blame, which measures no more."""
 
     reason: str
+    gpu: Environment | None = None
 
 
 @dataclass(frozen=True)
@@ -89,16 +91,8 @@ def measure(variant: Variant, gpu: str, compiler: str) -> Answer:
 
 
 def race(a: Variant, b: Variant, cells: Sequence[Cell], gpu: str, compiler: str) -> Answer:
-    """As `Station.race`; `Disturbed` if the device was busy or throttled in all attempts, which is no trouble of the
-    worker."""
-
-    def raced(station: Station) -> list[tuple[float, float]] | Disturbed:
-        try:
-            return station.race(a, b, cells, gpu, compiler)
-        except DisturbedError as error:
-            return Disturbed(str(error))
-
-    return _answered(raced)
+    """As `Station.race`."""
+    return _answered(lambda station: station.race(a, b, cells, gpu, compiler))
 
 
 def compute(function: Callable[..., Any], *arguments: Any) -> Answer:
@@ -108,9 +102,15 @@ def compute(function: Callable[..., Any], *arguments: Any) -> Answer:
 
 def _answered(do: Callable[[Station], Any]) -> Answer:
     started = time.monotonic()
-    station = _stations.get(get_worker())
+    worker = get_worker()
+    station = _stations.get(worker)
+    if station is None:
+        return Answer(Trouble("it was told to stop"), 0.0)
     try:
-        value = do(station) if station else Trouble("it was told to stop")
+        value = do(station)
+    except GpuError as error:
+        value = Trouble(str(error), error.environment)
+        worker.loop.add_callback(worker.set_resources, **station.resources)
     except HadagenError as error:
         value = Trouble(str(error))
     return Answer(value, time.monotonic() - started)
