@@ -241,8 +241,8 @@ PROMISES: Mapping[str, Sequence[Promise]] = {
         ),
         Promise(
             "Workers of one user and machine that see the same GPU never measure on it at the same time. One that gets "
-            "none says so in a sentence, and others do its work. A race on a busy GPU is left for the next run. If a GPU "
-            "fails, its worker goes on with others.",
+            "none says so in a sentence, and others do its work. A race on a busy GPU is left for the next run. If a "
+            "GPU fails, its worker goes on with others.",
             (
                 "test_station.py::test_workers_that_see_the_same_gpus_use_different_ones",
                 "test_fleet_races.py::test_a_race_on_a_busy_gpu_is_left_for_later_and_its_worker_stays",
