@@ -90,8 +90,9 @@ def test_a_gpu_on_which_measuring_fails_is_used_no_more_and_others_are() -> None
     assert worker.resources[gpu_resource(GPU.gpu)] == len(worker.greeting("nvrtc").gpus) == 1
     with pytest.raises(GpuError):
         fails()
-    with pytest.raises(DeviceError, match="it has no Stand-in any more that works"):
+    with pytest.raises(GpuError, match="it has no Stand-in any more that works") as caught:
         worker.used()
+    assert caught.value.environment == GPU
     assert worker.resources[gpu_resource(GPU.gpu)] == 0
 
 

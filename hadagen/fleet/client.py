@@ -383,13 +383,13 @@ class Fleet:
         greeting = self._members.get(address)
         if greeting is None:
             return
-        left = list(greeting.gpus)
-        lost = next((each for each in left if each[1] == gpu), None)
-        if lost:
-            left.remove(lost)
+        if gpu:
+            at = next((i for i, (_, each) in enumerate(greeting.gpus) if each == gpu), len(greeting.gpus))
+            left = greeting.gpus[:at] + greeting.gpus[at + 1 :]
             if left:
-                self._members[address] = replace(greeting, gpus=tuple(left))
-                self.say(f"a {lost[1].gpu} of the worker at {address} gets no more work: {reason}")
+                if left != greeting.gpus:  # else it is left out already
+                    self._members[address] = replace(greeting, gpus=left)
+                    self.say(f"a {gpu.gpu} of the worker at {address} gets no more work: {reason}")
                 return
         self._members[address] = None
         self.say(f"the worker at {address} gets no more work: {reason}")

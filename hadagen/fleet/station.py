@@ -140,6 +140,7 @@ class Station:
         for gpu in gpus:
             self._of_class.setdefault(gpu.environment.gpu, []).append(gpu)
         self._free = {name: list(all_of) for name, all_of in self._of_class.items()}
+        self._lost: dict[str, Environment] = {}  # of the last GPU of a class that failed
         self._freed = Condition()
         self._has_ended = False
         self._toolchains: dict[str, Toolchain] = {}
@@ -232,11 +233,12 @@ class Station:
                     self._free[name].append(gpu)
                 else:
                     self._of_class[name].remove(gpu)
+                    self._lost[name] = gpu.environment
                 self._freed.notify()
 
     def _take(self, name: str) -> Gpu:
-        """A GPU of the class on which nobody measures. Raises `DeviceError` if none works, or if other processes have
-        had all of them for `TAKEN_SECONDS`."""
+        """A GPU of the class on which nobody measures. Raises `GpuError` if none works, and `DeviceError` if other
+        processes have had all of them for `TAKEN_SECONDS`."""
         free, all_of = self._free[name], self._of_class[name]
         last = time.monotonic()  # that some of them was ours
         with self._freed:
@@ -246,7 +248,7 @@ class Station:
                         free.remove(gpu)
                         return gpu
                 if not all_of:
-                    raise DeviceError(f"it has no {name} any more that works")
+                    raise GpuError(f"it has no {name} any more that works", self._lost[name])
                 if len(free) < len(all_of):
                     last = time.monotonic()
                 elif time.monotonic() - last >= TAKEN_SECONDS:
