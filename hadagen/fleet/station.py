@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from threading import Condition, Lock
-from typing import Protocol
+from typing import Any, Protocol
 
 from hadagen.arch import Arch, load_arch
 from hadagen.cache import cache_root, locked
@@ -38,6 +38,9 @@ class GpuError(DeviceError):
     def __init__(self, reason: str, environment: Environment) -> None:
         super().__init__(reason)
         self.environment = environment
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.environment)
 
 
 class Measuring(Protocol):
