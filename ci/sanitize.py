@@ -50,6 +50,7 @@ from hadagen.compilers import find_tool
 from hadagen.errors import ToolchainError
 from hadagen.formats import TENSOR
 from hadagen.launch import ENTRY, LaunchSpec, RowShape, Source, sizes_for
+from hadagen.measure import without_texts
 from hadagen.problem import Problem, Rows
 from hadagen.reference import kernel_operands, verification_operands, verification_scale
 from hadagen.toolchain import Toolchain, disassemble
@@ -420,7 +421,7 @@ def controls(arch: str) -> dict[str, Job]:
 def shipped(bundle: Bundle) -> list[Job]:
     """Every kernel of a bundle that it has code of, once for each problem."""
     wanted = {(entry.kernel, entry.problem.key) for entry in bundle.all_entries() if entry.compiled}
-    return [Job(bundle.kernel(digest), problem) for digest, problem in sorted(wanted)]
+    return [Job(without_texts(bundle.kernel(digest)), problem) for digest, problem in sorted(wanted)]
 
 
 Row = dict[str, str]

@@ -84,7 +84,7 @@ def test_a_gpu_on_which_measuring_fails_is_used_no_more_and_others_are() -> None
     assert worker.used() == "0a"
     with pytest.raises(GpuError, match="it is lost") as caught:
         fails()
-    assert caught.value.environment == GPU
+    assert caught.value.gpu == GPU.gpu
     assert after.used() == "0a"  # it is free for others
     assert [worker.used(), worker.used()] == ["0b", "0b"]
     assert worker.resources[gpu_resource(GPU.gpu)] == len(worker.greeting("nvrtc").gpus) == 1
@@ -92,7 +92,7 @@ def test_a_gpu_on_which_measuring_fails_is_used_no_more_and_others_are() -> None
         fails()
     with pytest.raises(GpuError, match="it has no Stand-in any more that works") as caught:
         worker.used()
-    assert caught.value.environment == GPU
+    assert caught.value.gpu == GPU.gpu
     assert worker.resources[gpu_resource(GPU.gpu)] == 0
 
 

@@ -244,7 +244,7 @@ class Fleet:
             try:
                 answer: Any = await future
                 value = answer.value if isinstance(answer, work.Answer) else None
-                gpu = None
+                gpu = ""
                 if isinstance(value, work.Trouble):
                     reason, gpu = value.reason, value.gpu
                 elif isinstance(answer, work.Answer) and is_sound(value):
@@ -378,18 +378,18 @@ class Fleet:
                 return
         self._members[address] = replace(greeting, gpus=wanted)
 
-    async def _leave_out(self, address: str, reason: str, gpu: Environment | None = None) -> None:
-        """Give a worker no more work, or only one of its GPUs if it has others."""
+    async def _leave_out(self, address: str, reason: str, gpu: str = "") -> None:
+        """Give a worker no more work, or only one of its GPUs of a class if it has others."""
         greeting = self._members.get(address)
         if greeting is None:
             return
         if gpu:
-            at = next((i for i, (_, each) in enumerate(greeting.gpus) if each == gpu), len(greeting.gpus))
+            at = next((i for i, (_, each) in enumerate(greeting.gpus) if each.gpu == gpu), len(greeting.gpus))
             left = greeting.gpus[:at] + greeting.gpus[at + 1 :]
             if left:
                 if left != greeting.gpus:  # else it is left out already
                     self._members[address] = replace(greeting, gpus=left)
-                    self.say(f"a {gpu.gpu} of the worker at {address} gets no more work: {reason}")
+                    self.say(f"a {gpu} of the worker at {address} gets no more work: {reason}")
                 return
         self._members[address] = None
         self.say(f"the worker at {address} gets no more work: {reason}")

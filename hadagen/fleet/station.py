@@ -33,14 +33,14 @@ _LOOK_SECONDS = 0.5  # between two looks whether it still does
 
 
 class GpuError(DeviceError):
-    """Nothing can be measured on one GPU of a worker. `environment`: of that GPU."""
+    """Nothing can be measured on one GPU of a worker. `gpu`: its class."""
 
-    def __init__(self, reason: str, environment: Environment) -> None:
+    def __init__(self, reason: str, gpu: str) -> None:
         super().__init__(reason)
-        self.environment = environment
+        self.gpu = gpu
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (str(self), self.environment)
+        return type(self), (str(self), self.gpu)
 
 
 class Measuring(Protocol):
@@ -143,7 +143,6 @@ class Station:
         for gpu in gpus:
             self._of_class.setdefault(gpu.environment.gpu, []).append(gpu)
         self._free = {name: list(all_of) for name, all_of in self._of_class.items()}
-        self._lost: dict[str, Environment] = {}  # of the last GPU of a class that failed
         self._freed = Condition()
         self._has_ended = False
         self._toolchains: dict[str, Toolchain] = {}
@@ -226,7 +225,7 @@ class Station:
             yield gpu.runner
         except DeviceError as error:
             works = False
-            raise GpuError(str(error), gpu.environment) from error
+            raise GpuError(str(error), name) from error
         finally:
             gpu.used = time.monotonic()
             with self._freed:
@@ -236,7 +235,6 @@ class Station:
                     self._free[name].append(gpu)
                 else:
                     self._of_class[name].remove(gpu)
-                    self._lost[name] = gpu.environment
                 self._freed.notify()
 
     def _take(self, name: str) -> Gpu:
@@ -251,7 +249,7 @@ class Station:
                         free.remove(gpu)
                         return gpu
                 if not all_of:
-                    raise GpuError(f"it has no {name} any more that works", self._lost[name])
+                    raise GpuError(f"it has no {name} any more that works", name)
                 if len(free) < len(all_of):
                     last = time.monotonic()
                 elif time.monotonic() - last >= TAKEN_SECONDS:

@@ -17,7 +17,6 @@ from hadagen.fleet.station import IDLE_SECONDS, GpuError, Greeting, Station, wit
 from hadagen.knobs import Knobs
 from hadagen.measure import Cell, Variant
 from hadagen.problem import Problem
-from hadagen.trial import Environment
 
 _REST = "hadagen-rest"  # a periodic callback of the worker
 _stations: WeakKeyDictionary[Worker, Station] = WeakKeyDictionary()
@@ -25,11 +24,11 @@ _stations: WeakKeyDictionary[Worker, Station] = WeakKeyDictionary()
 
 @dataclass(frozen=True)
 class Trouble:
-    """Takes the place of an answer: why this worker cannot give one, in a sentence. Another worker may. `gpu`: of the
-    one GPU that is to blame, which measures no more."""
+    """Takes the place of an answer: why this worker cannot give one, in a sentence. Another worker may. `gpu`: the
+    class of the one GPU that is to blame, which measures no more; "" if it is the worker."""
 
     reason: str
-    gpu: Environment | None = None
+    gpu: str = ""
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,7 @@ def _answered(do: Callable[[Station], Any]) -> Answer:
     try:
         value = do(station)
     except GpuError as error:
-        value = Trouble(str(error), error.environment)
+        value = Trouble(str(error), error.gpu)
         worker.loop.add_callback(worker.set_resources, **station.resources)
     except HadagenError as error:
         value = Trouble(str(error))
