@@ -9,7 +9,7 @@ several tiles a block. Each array is an allocation of its own that ends with its
 broken kernels, one for each tool, which that tool has to find.
 
 Where blocks store into each other's shared memory, a thread prepares an mbarrier (`mbarrier.init`) and then arrives at
-it. ptxas makes of the first an instruction of the warp, and racecheck warns of a race between it and the second. The
+it. ptxas compiles the first to an instruction of the whole warp, and racecheck warns of a race between the two. The
 column `own_barrier` counts these warnings, which are no findings: the emulator, to which both are accesses of their
 thread, finds no race. The machine code has to have these two instructions where racecheck says; any other warning is a
 finding.

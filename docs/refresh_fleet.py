@@ -20,10 +20,10 @@ def fleet_numbers() -> str:
             f"one run. From a tenth to eight tenths of the trials, the GPUs of each class measured at least "
             f"{_least_busy(simulated)}% of the time. Each trial took "
             f"{simulated['coordinator_ms_per_trial']:.1f} ms of the CPU time of `hadagen tune`.",
-            f"A search with many variants in progress knows fewer results when it chooses. With {search['workers']} in "
-            f"progress, after {search['more']:g} times the evaluations, it reaches {search['in_parallel']:.3f} of the "
-            f"best speed. One that has a single variant in progress reaches {search['one_by_one']:.3f} after its "
-            f"budget ({search['problems']} problems, {search['seeds']} seeds). A search on one GPU has some batches in "
+            f"A search with many variants in progress knows fewer results when it chooses. With one in progress, a "
+            f"search reaches {search['one_by_one']:.3f} of the best speed within its budget. With {search['workers']} "
+            f"in progress, it reaches {search['in_parallel']:.3f} after {search['more']:g} times as many evaluations "
+            f"({search['problems']} problems, {search['seeds']} seeds). A search on one GPU has some batches in "
             "progress, as in the [tables](search.md).",
         ]
     if gpus:

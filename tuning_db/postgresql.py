@@ -110,7 +110,7 @@ def is_lost(error: SQLAlchemyError) -> bool:
     code = _code(error)
     if code is None:  # no server said so: it was never reached, or is gone
         return error.connection_invalidated or error.statement is None
-    return error.connection_invalidated or code[:2] in ("08", "40") or code[:4] == "57P0" or code in ("53300", "25P03")
+    return error.connection_invalidated or code[:2] in ("08", "40") or code[:4] == "57P0" or code == "53300"
 
 
 def sentence(error: DBAPIError, url: URL, busy_seconds: float) -> str:
