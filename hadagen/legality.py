@@ -308,17 +308,19 @@ def _(c: Context, k: Knobs) -> str | None:
 
 @_rule("mma_carrier")
 def _(c: Context, k: Knobs) -> str | None:
-    between, tf32 = k.low_bits == "mma", c.problem.io.input in PARTS["tf32"]
+    between, parts = k.low_bits == "mma", PARTS["tf32"].get(c.problem.io.input, 0)
+    tf32 = parts > c.problem.keeps_16_bits
     if k.mma_carrier == PACKED:
         wide = "split or tf32" if tf32 else "split"
-        once = between and _rounds_once(c, k)
-        return f"{c.problem.io.numerics.value} may not round between two mma (mma_carrier must be {wide})" if once else None
+        said = f"{c.problem.io.numerics.value} may not round between two mma (mma_carrier must be {wide})"
+        return said if between and _rounds_once(c, k) else None
     if not between:
         return "no value passes from one mma to another (mma_carrier must be packed)"
     if k.mma_carrier == "tf32" and c.problem.keeps_16_bits and tf32 and PARTS["tf32"][c.problem.io.input] == 1:
         return "accurate codes are of values with 16 bits, and a tf32 has 11 (mma_carrier must be split)"
     if k.mma_carrier == "tf32" and not tf32:
-        return f"a tf32 has no more bits than a {c.problem.io.input.value} (mma_carrier must be another)"
+        few = "fewer than the 16 of accurate codes" if parts else f"no more than a {c.problem.io.input.value}"
+        return f"a tf32 has 11 bits, {few} (mma_carrier must be another)"
     operand = "bfloat16" if k.mma_carrier == "split" else k.mma_carrier
     lacking = _lacking(c, Mma(1, operand)) or (k.normalizes and _lacking(c, Normalize()))
     return f"the arch has no {lacking} (mma_carrier must be another)" if lacking else None
