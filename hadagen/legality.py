@@ -319,8 +319,8 @@ def _(c: Context, k: Knobs) -> str | None:
     if k.mma_carrier == "tf32" and c.problem.keeps_16_bits and tf32 and PARTS["tf32"][c.problem.io.input] == 1:
         return "accurate codes are of values with 16 bits, and a tf32 has 11 (mma_carrier must be split)"
     if k.mma_carrier == "tf32" and not tf32:
-        few = "fewer than the 16 of accurate codes" if parts else f"no more than a {c.problem.io.input.value}"
-        return f"a tf32 has 11 bits, {few} (mma_carrier must be another)"
+        few = "fewer bits than accurate codes need" if parts else f"no more bits than a {c.problem.io.input.value}"
+        return f"a tf32 has {few} (mma_carrier must be another)"
     operand = "bfloat16" if k.mma_carrier == "split" else k.mma_carrier
     lacking = _lacking(c, Mma(1, operand)) or (k.normalizes and _lacking(c, Normalize()))
     return f"the arch has no {lacking} (mma_carrier must be another)" if lacking else None

@@ -220,3 +220,17 @@ def test_rotated_values() -> None:
         y = transform(problem, exact.reshape(-1, problem.n), 0.25, operands).reshape(rows, columns)
         found = emulated(problem, kernel, module, x.to(dtype), 0.25, **kernel_operands(problem, operands))
         check(problem, found, torch.from_numpy(y).float(), dtype)
+
+
+def test_few_accurate_codes_differ_from_those_of_exact_values() -> None:
+    """Random values, which nearly all lie apart from the middle between two codes."""
+    differing = {}
+    for numerics, carrier in (("accurate", "split"), ("fast", "tf32")):
+        problem = Problem.parse(f"n256-bfloat16-to-int8_row_4096_convrot-{numerics}")
+        kernel = source(problem, chunks=4, warps=4, low_bits="mma", mma_carrier=carrier)
+        x = torch.randn(16, 4096, generator=torch.Generator().manual_seed(0)).bfloat16()
+        y = transform(problem, x.double().numpy().reshape(-1, 256), 1 / 16, {}).reshape(x.shape)
+        codes, _ = quantize(torch.from_numpy(y).float(), form_of(problem), x.dtype, None)
+        found, _ = emulated(problem, kernel, compile_host([kernel]), x, 1 / 16)
+        differing[numerics] = float((codes != found).float().mean())
+    assert differing["accurate"] < 1e-4 < 1e-3 < differing["fast"]
