@@ -128,11 +128,8 @@ def test_accurate_codes_stand_beside_fast_ones(documents: Path) -> None:
     accurate, fast = trial(1, "accurate", 3.0), trial(2, "fast", 2.0)
     write_trials(files.OURS, [accurate, fast])
     assert accurate_codes_table() == files.NO_DATA
-    counts = {accurate: 5, fast: 9000}
-    write_table(
-        files.CODES,
-        [{"problem": each.problem.key, "codes": 500000, "differing": count} for each, count in counts.items()],
-    )
+    counts = {accurate.problem.key: 5, fast.problem.key: 9000}
+    write_table(files.CODES, [{"problem": key, "codes": 500000, "differing": of} for key, of in counts.items()])
     cells = [cell.strip() for cell in accurate_codes_table().splitlines()[-1].split("|")[1:-1]]
     assert cells == ["int8-row, 4096; n = 256", "–", "1.50", "–", "–", "10", "18,000"]
 
