@@ -79,6 +79,32 @@ def test_the_nearest_problem(wanted: str, known: list[str]) -> None:
     assert [each.key for each in found] == known
 
 
+def test_the_nearest_problem_of_a_fast_quantizer() -> None:
+    """Kernels that quantize, also accurate ones, come before those that do not; fast ones are not for accurate calls."""
+    known = [
+        "n256-bfloat16-to-int8_row_256-fast",
+        "n256-bfloat16-to-fp8_group_128-fast",
+        "n256-bfloat16-to-int8_row_256-accurate",
+        "n256-bfloat16-fast",
+        "n256-bfloat16-accurate",
+    ]
+    fast, accurate = (Problem.parse(f"n256-signed-bfloat16-to-int8_row_256-{name}") for name in ("fast", "accurate"))
+    assert [each.key for each in nearest_problems(fast, problems(*reversed(known)))] == known
+    assert [each.key for each in nearest_problems(accurate, problems(*known))] == [known[2], known[4]]
+
+
+def test_a_fast_call_takes_the_accurate_winner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the same format, where no bundle has a fast one."""
+    accurate, fast = (Problem.parse(f"n256-float16-to-int8_row_256-{name}") for name in ("accurate", "fast"))
+    pin(tmp_path, [trial(accurate.key)], monkeypatch)
+    best, chosen = choose_from_bundles(fast, Destination.IN_PLACE, 1 << 13, HERE)
+    assert (best, chosen and chosen[0].problem) == (Match.SAME_GPU, accurate)
+    pin(tmp_path, [trial(accurate.key), trial(fast.key, 2)], monkeypatch)
+    _, chosen = choose_from_bundles(fast, Destination.IN_PLACE, 1 << 13, HERE)
+    assert chosen is not None
+    assert chosen[0].problem == fast
+
+
 @pytest.mark.parametrize("gpu", [H100.gpu, ""])
 def test_signs_take_the_kernels_of_the_same_rows(gpu: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pin(tmp_path, [trial(PROBLEM.key, i, timings=times({1 << (6 + 7 * i): 2.0})) for i in (1, 2)], monkeypatch)

@@ -123,6 +123,21 @@ def test_permuted_rows_are_not_copied(
     assert len(quantize._calls) == 2
 
 
+@pytest.mark.parametrize("dtype", [HALF, torch.float32])
+def test_numerics_name_the_kernel(dtype: torch.dtype, device: EmulatedDevice) -> None:
+    """Of new and of known calls, with and without out=. float32 is always accurate."""
+    x, plain = normal(4, N, dtype=dtype), str(dtype).removeprefix("torch.")
+    for _ in range(2):
+        for numerics in ("accurate", "fast"):
+            found = rotate_quantize(x, 64, to="mxfp8", scale=0.125, numerics=numerics)
+            rotate_quantize(x, R, to="mxfp8", numerics=numerics, out=found)
+            wanted = numerics if dtype == HALF else "accurate"
+            assert device.ran() == [f"n64-{each}{plain}-to-mxfp8_32-{wanted}" for each in ("", "signed-")]
+    presets.convrot_int8(x, 64, numerics="fast")
+    presets.fa3_fp8(x.view(1, 4, 1, N), numerics="fast")
+    assert all(key.endswith("fast" if dtype == HALF else "accurate") for key in device.ran())
+
+
 @pytest.mark.parametrize("group", [None, 64])
 def test_a_kernel_finds_largest_magnitudes(group: int | None, device: EmulatedDevice) -> None:
     """A kernel knows the length of rows, which None stands for."""
@@ -229,14 +244,16 @@ def test_warmup_finds_what_calls_find(
     columns = None if isinstance(by, Rotation) else N
     options = {"to": name, "rule": rule, "layout": layout}
     for has_kernels in (True, False):
-        for round_first in (True, False):
-            hadagen.warmup(by, HALF, rows=6, columns=columns, round_first=round_first, **options)
+        for round_first, numerics in ((True, "accurate"), (False, "fast"), (False, None)):
+            hadagen.warmup(by, HALF, rows=6, columns=columns, round_first=round_first, numerics=numerics, **options)
             warmed = set(found)
             found.clear()
             repeat.forget()
-            rotate_quantize(x, by, round_first=round_first, **options, **scale_for(name, x))
+            for each in ("accurate", "fast") if numerics is None else (numerics,):
+                rotate_quantize(x, by, round_first=round_first, numerics=each, **options, **scale_for(name, x))
             called = {each for each in found if has_kernels or each[0].problem.io.form is None}
             found.clear()
             assert called <= warmed
-            assert called == warmed or not has_kernels, "loaded in vain"
+            # Fast calls take accurate kernels too, where the scale asks for that.
+            assert called == warmed or not has_kernels or numerics == "fast", "loaded in vain"
             assert bool(called) == (has_kernels or rotation != "none")

@@ -15,7 +15,8 @@ tells two apart decides:
 
 A problem with a matrix or signs that no bundle has takes the entries of the nearest problem that one has, with knobs
 that are legal for it, as estimates (see `guesses`); but not for batch-invariant calls, because no bundle names an
-arithmetic of theirs.
+arithmetic of theirs. A problem with a format and `fast` numerics that no bundle has takes the entries of the accurate
+problem before that.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from hadagen.errors import StorageError, ToolchainError, UsageError
 from hadagen.launch import PORTABLE_CLUSTER, LaunchSpec
-from hadagen.problem import Problem, Rows, kernel_order
+from hadagen.problem import Numerics, Problem, Rows, kernel_order
 from hadagen.regimes import Destination, destinations, nearest
 from hadagen.runtime import bundles
 from hadagen.runtime.arguments import as_int, is_count, is_flag
@@ -173,6 +174,9 @@ def _best(
 ) -> tuple[Match, dict[int, BundleEntry], Bundle | None] | None:
     """`_best_bundle`, or else entries that are adapted from those of the nearest problem, without a bundle."""
     best = _best_bundle(problem, destination, device, without, batch_invariant)
+    if best is None and problem.io.form and problem.io.numerics is Numerics.FAST:  # whose limits accurate kernels keep
+        accurate = problem.with_io(numerics=Numerics.ACCURATE)
+        best = _best_bundle(accurate, destination, device, without, batch_invariant)
     if best or batch_invariant or not may_be_guessed(problem):
         return best
     served = {each for asked in bundles.in_turn() for bundle in serving(asked, device) for each in bundle.problems()}

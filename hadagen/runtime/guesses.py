@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 
-from hadagen.problem import Io, Problem, Rows, difference
+from hadagen.problem import Io, Numerics, Problem, Rows, difference
 from hadagen.runtime.device import Device
 from hadagen.target import known_archs
 from hadagen.trial import Environment, Provenance, knobs_key, recipe_digest
@@ -38,16 +38,19 @@ def nearest_problems(problem: Problem, known: Iterable[Problem]) -> list[Problem
 
 
 def _apart(one: Io, other: Io) -> int | None:
-    """0 for the same io, or formats with codes of as many bits and groups of the same size; 1 and 2 for formats that
-    are less similar; 3 where one has none; None for others."""
+    """How far kernels of one io are from what a problem of the other needs: 0 for the same io, or formats with codes of
+    as many bits and groups of the same size; 1 and 2 for formats that are less similar; 3 where one has none. For a
+    format of `fast` numerics 2 more, if they are accurate. None for others."""
     if one == other:
         return 0
     form, wanted = one.form, other.form
-    if wanted is None or replace(one, output=one.input) != replace(other, output=other.input):
+    slower = one.numerics is Numerics.ACCURATE and other.numerics is Numerics.FAST
+    alike = replace(one, output=one.input, numerics=other.numerics if slower else one.numerics)
+    if wanted is None or alike != replace(other, output=other.input):
         return None
     if form is None:
-        return 3
-    return (form.element.bits != wanted.element.bits) + (form.group != wanted.group)
+        return 3 + 2 * slower
+    return (form.element.bits != wanted.element.bits) + (form.group != wanted.group) + 2 * slower
 
 
 def adapted(
