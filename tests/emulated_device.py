@@ -22,7 +22,7 @@ from hadagen.runtime import compute, kernels, repeat
 from hadagen.runtime.operands import packed_size, unpack_matrices
 from hadagen.scale import ScaleForm
 
-# What numpy takes for an element. It has no bfloat16, which the tests of memory do not need.
+# What numpy takes for an element. It has no bfloat16, of which there are only kernels that quantize.
 _ELEMENT = {DType.FLOAT16: np.float16, DType.FLOAT32: np.float32}
 
 
@@ -59,7 +59,7 @@ class EmulatedKernel:
             at = {**(operands or {}), **dict(zip(changing, others, strict=True))}
             assert (x | codes | at.get("scales", 0)) % 16 == 0
             columns = problem.n if form.group < 0 else form.group * at["scales_in_row"]
-            source = self._rows(x, elements // problem.n, problem.n, problem.n).astype(np.float64)
+            source = _memory(x, getattr(torch, problem.io.input.value), elements).view(-1, problem.n).double().numpy()
             values = transform(problem, source, scale, self._read(operands or {})) if problem.n > 1 else source * scale
             heads = elements // problem.unit // at["units_in_head"] if form.by_head else 1
             given = _memory(at["tensor_scale"], torch.float32, heads) if form.needs_scale else None
@@ -144,11 +144,13 @@ class EmulatedDevice:
     def _find(self, kind: kernels.Kind, elements: int) -> EmulatedKernel | None:
         self.searches += 1
         problem = kind.problem
-        if problem.io.rows not in self.served or problem.io.input is DType.BFLOAT16 or problem.key in self.without:
+        if problem.io.rows not in self.served or problem.key in self.without:
+            return None
+        if problem.io.input is DType.BFLOAT16 and not problem.io.form:
             return None
         if problem.order > 1 and (problem.io.input is DType.FLOAT32 or problem.n % 8 or problem.length in (2, 4)):
             return None
-        form = self.form if problem.io.numerics.value == "fast" else ScaleForm.FP32
+        form = self.form if problem.may_round_often else ScaleForm.FP32
         spec = replace(launch_for(problem), scale_form=form)
         return EmulatedKernel(problem, kind.in_place, spec, self.launched)
 

@@ -459,7 +459,7 @@ def test_warmup_loads_what_quantizes(loader: Loader, machine: Loader, monkeypatc
     problem = Problem.of(128, "bfloat16", to="int8_row_4096")
     timings = times({1 << 13: 2.0, 1 << 16: 4.0}, Destination.OUT_OF_PLACE)
     path = Path(os.environ[bundles.VARIABLE]).with_name("b.db")
-    write_trials(path, [make_trial(3, problem=problem, timings=timings)])
+    write_trials(path, [make_trial(3, problem=problem, timings=timings, errors={"normal": 0.0})])
     monkeypatch.setenv(bundles.VARIABLE, str(path))
     assert hadagen.warmup(128, torch.bfloat16, to="int8-row", columns=4096) == 1
     assert machine.images == [b"cubin 3"]
