@@ -117,7 +117,8 @@ def excess_error(
     values = exact.float()
     best = quantize(values.to(dtype).float() if to.rounded else values, to, dtype, given)
     if to.element is Element.NONE:
-        apart: torch.Tensor = torch.linalg.vector_norm(scales - best[1]) / torch.linalg.vector_norm(best[1])
+        wanted = best[1].double()  # of which squares are finite
+        apart: torch.Tensor = torch.linalg.vector_norm(scales.double() - wanted) / torch.linalg.vector_norm(wanted)
         return apart
     norm = torch.linalg.vector_norm(exact)
 
