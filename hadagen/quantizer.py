@@ -58,19 +58,35 @@ def empty(
     return codes, laid_out_empty(rows, to.scales_in_row(columns), to.layout, of_scales, device)
 
 
-def dequantize(codes: torch.Tensor, scales: torch.Tensor, to: Format, given: torch.Tensor | None) -> torch.Tensor:
-    """What codes and scales stand for, float32 [rows, columns]. The format has codes."""
+def dequantize(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    to: Format,
+    given: torch.Tensor | None,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """The values that codes and scales stand for, float32 [rows, columns]. The format has codes.
+
+    The product of a code and a finite scale is at most the largest number of dtype, and of float32. The code of a value
+    near the largest may be rounded up, beyond it.
+    """
+    most = min(torch.finfo(dtype).max, _FLOAT_MAX)
     values = _decode(to, codes)
     rows, columns = values.shape
     if to.group == TENSOR:
-        return values * (_scales_of_heads(scales, to, rows) if to.by_head else scales.float())
+        return _times(values, _scales_of_heads(scales, to, rows) if to.by_head else scales.float(), most)
     count = to.scales_in_row(columns)
     each = _decode_scales(to, rows_of_scales(scales, to.layout, rows, count))
     if to.rule == "qutlass":
         each = each / _tensor(3.0, each)
     if given is not None:
         each = each * _global_scale(to, given)
-    return (_in_groups(values, to) * each[..., None]).flatten(-2)
+    return _times(_in_groups(values, to), each[..., None], most).flatten(-2)
+
+
+def _times(values: torch.Tensor, scales: torch.Tensor, most: float) -> torch.Tensor:
+    limits = torch.where(scales.isfinite(), most, torch.inf)
+    return (values * scales).clamp(-limits, limits)
 
 
 def sample_scales(to: Format, heads: int, device: torch.device) -> torch.Tensor | None:
@@ -288,7 +304,6 @@ def _mx(element: Element, rule: str) -> Any:
         else:
             if rule == "even":  # up where the fraction, rounded to as many bits as an element has, would be 2
                 bits = bits + (1 << 22 - _FRACTION_BITS[element])
-                finite = finite & (bits >> 23 < 255)
             exponents = (bits >> 23) - peak
         return _by_powers(x, exponents, finite)
 

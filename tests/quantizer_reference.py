@@ -335,9 +335,6 @@ def mx(values: NDArray[Any], element: str, rule: str = "floor", dtype: str = "bf
     finite = np.isfinite(largest)
     with _quiet():
         exponents = mx_exponents(np.where(finite, largest, F(0)), element, rule)
-    if rule == "even":
-        # What rounds up to 2^128 is an infinity.
-        finite &= exponents < 128 - int(np.log2(FORMATS[element][2]))
     return _scaled_by_powers(x, encode_e8m0(exponents, finite), element)
 
 

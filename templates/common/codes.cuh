@@ -351,7 +351,7 @@ template <int most> HADAGEN_INLINE Factor mx_rceil(float peak) {
 }
 template <int power, int fraction> HADAGEN_INLINE Factor mx_even(float peak) {
     const u32 bits = as_word(peak) + (1u << (22 - fraction));
-    return by_power(int(bits >> 23) - power, is_finite(peak) && bits >> 23 < 255u);
+    return by_power(int(bits >> 23) - power, is_finite(peak));
 }
 template <class T> HADAGEN_INLINE Factor mxfp8_floor(float peak) { return mx_floor<8>(peak); }
 template <class T> HADAGEN_INLINE Factor mxfp8_ceil(float peak) { return mx_ceil<8>(peak); }
