@@ -231,9 +231,14 @@ def _fp8_row(x: torch.Tensor, largest: torch.Tensor, *_: Any) -> Scaled:
     return scales, x / scales
 
 
+def _over_given(x: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+    """x / given. Over a scale of 0 a value of 0 is 0, and any other is infinite with its own sign."""
+    return torch.where((given == 0) & (x == 0), x, x / (given + 0.0))  # a sum with 0.0 is no negative zero
+
+
 def _fp8_tensor(x: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype, given: torch.Tensor | None) -> Scaled:
     assert given is not None
-    return given, x / given
+    return given, _over_given(x, given)
 
 
 def _of_rows(given: torch.Tensor, rows: int) -> torch.Tensor:
@@ -244,7 +249,7 @@ def _of_rows(given: torch.Tensor, rows: int) -> torch.Tensor:
 
 def _fp8_head(x: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype, given: torch.Tensor | None) -> Scaled:
     assert given is not None
-    return given, x / _of_rows(given, len(x))[..., None]
+    return given, _over_given(x, _of_rows(given, len(x))[..., None])
 
 
 def _fp8_head_fa3(x: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype, given: torch.Tensor | None) -> Scaled:
@@ -342,7 +347,7 @@ def _power(exponents: torch.Tensor) -> torch.Tensor:
 
 def _nvfp4(x: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype, given: torch.Tensor | None) -> Scaled:
     assert given is not None
-    scales = encode_e4m3((_over(largest, 6) / given).clamp(2.0**-6, 448.0))
+    scales = encode_e4m3(_over_given(_over(largest, 6), given).clamp(2.0**-6, 448.0))
     return scales, x * ((1 / given) / scales.float())
 
 

@@ -386,10 +386,11 @@ def _heads(form: Format, given: torch.Tensor | None) -> int:
 
 def _check_is_possible(number: float, form: Format) -> None:
     # A largest magnitude is what the values make it: 0, infinite or NaN too.
-    is_possible = not number < 0 if form.rule in ("transformer_engine", "fa3") else _LEAST <= number <= _MOST
+    is_magnitude = form.rule in ("transformer_engine", "fa3")
+    is_possible = not number < 0 if is_magnitude else number == 0 or _LEAST <= number <= _MOST
     if not is_possible:
         raise UsageError(
-            f"tensor_scale = {number} is not possible; pass a positive number that float32 has, up to {_MOST:.3g}"
+            f"tensor_scale = {number} is not possible; pass a positive number that float32 has, up to {_MOST:.3g}, or 0"
         )
 
 
