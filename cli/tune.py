@@ -32,7 +32,7 @@ from hadagen.cli.output import (
 )
 from hadagen.cli.sentences import keeping
 from hadagen.errors import DeviceError, StorageError, UsageError
-from hadagen.problem import Problem, check_tunable
+from hadagen.problem import Numerics, Problem, check_tunable
 from hadagen.trial import Provenance
 
 if TYPE_CHECKING:
@@ -292,8 +292,8 @@ def _what_is_kept(store: Store, archs: Sequence[str], db: str | None, bundle: Pa
 
 def _known_winners(arch: Arch, problems: Sequence[Problem]) -> dict[Problem, list[Knobs]]:
     """What wins in the bundles there are for the arch, the knobs of most cells first: by measurement on any GPU, or by
-    estimate if no winner of the problem was measured. A problem with a matrix that has none gets the winners of the
-    most similar one."""
+    estimate if no winner of the problem was measured. A problem that has none gets those of its other numerics if its
+    result is quantized, and with a matrix those of the most similar problem."""
     from hadagen.knobs import Knobs
     from hadagen.runtime import bundles
     from hadagen.tuner.search import nearest_matrices
@@ -302,8 +302,9 @@ def _known_winners(arch: Arch, problems: Sequence[Problem]) -> dict[Problem, lis
     tuned = {problem for bundle in here for problem in bundle.problems()}
     like = dict(zip(problems, problems, strict=True))
     for problem in like.keys() - tuned:
-        if problem.order > 1:
-            like[problem] = next(iter(nearest_matrices(problem, tuned)), problem)
+        others = [problem.with_io(numerics=each) for each in Numerics] if problem.io.form else []
+        others += nearest_matrices(problem, tuned) if problem.order > 1 else []
+        like[problem] = next((other for other in others if other in tuned), problem)
     cells: dict[Problem, dict[Provenance, Counter[Knobs]]]
     cells = {problem: {provenance: Counter() for provenance in Provenance} for problem in like.values()}
     for bundle in here:

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import refresh_files as files
 from refresh_fleet import fleet_numbers
-from refresh_formats import formats_table, passes_table, quantized_parts_table, torchao_numbers
+from refresh_formats import accurate_codes_table, formats_table, passes_table, quantized_parts_table, torchao_numbers
 from refresh_models import attention_table, models_table, read
 from refresh_other_tables import (
     between_table,
@@ -58,6 +58,7 @@ def generated() -> dict[Path, dict[str, str]]:
             "parts": parts_table(),
             "signs": signs_table(),
             "formats": formats_table(),
+            "codes": accurate_codes_table(),
             "quantized_parts": quantized_parts_table(),
             "torchao": torchao_numbers(),
             "passes": passes_table(),

@@ -26,6 +26,8 @@ PARTS = DOCS / "data" / "parts_h200.csv"
 SIGNS = DOCS / "data" / "signs_h200.csv"
 # One kernel that quantizes, beside the transform and a quantizer that torch.compile makes.
 PASSES = DOCS / "data" / "passes_h200.csv"
+# What `measure_codes.py` counts.
+CODES = DOCS / "data" / "codes_h200.csv"
 QUANTIZED_PARTS = DOCS / "data" / "quantized_parts_h200.csv"
 # `presets.fa3_fp8` beside torchao's kernels for the same codes and scales.
 TORCHAO = DOCS / "data" / "torchao_h200.csv"

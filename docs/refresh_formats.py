@@ -8,7 +8,7 @@ import refresh_files as files
 from refresh_markdown import grid, number
 from refresh_times import read_rows, shipped_rows
 
-from hadagen.problem import Problem
+from hadagen.problem import Numerics, Problem
 from hadagen.regimes import timed_elements
 
 DTYPE, DESTINATION = "bfloat16", "out-of-place"
@@ -39,7 +39,7 @@ def formats_table() -> str:
     codes, plain = _times(rows), _times(shipped_rows(files.H200))
     table = []
     for problem in sorted({problem for problem, _, _ in codes}, key=_order):
-        if problem.io.input.value != DTYPE:
+        if problem.io.input.value != DTYPE or problem.io.numerics is Numerics.FAST:
             continue
         cells = []
         for _, nominal, cache in REGIMES:
@@ -50,6 +50,29 @@ def formats_table() -> str:
             cells.append(f"{number(mine and mine[1] / mine[0])} ({ratio})")
         table.append([_name(problem), *cells])
     titles = [title for title, _, _ in REGIMES]
+    return grid("l" + "r" * len(titles), ["format, elements with one scale; n", *titles], table)
+
+
+def accurate_codes_table() -> str:
+    """How long accurate kernels take beside fast ones, and how many codes of both differ from those of exact values."""
+    if not (files.OURS.exists() and files.CODES.exists()):
+        return files.NO_DATA
+    times = _times(shipped_rows(files.H200, quantized=True))
+    counted = {Problem.parse(row["problem"]): row for row in read_rows(files.CODES)}
+    table = []
+    for fast in sorted({problem for problem, _, _ in times if problem.io.numerics is Numerics.FAST}, key=_order):
+        accurate = fast.with_io(numerics=Numerics.ACCURATE)
+        cells = []
+        for _, nominal, cache in REGIMES:
+            place = timed_elements(fast, nominal), cache
+            mine, other = times.get((accurate, *place)), times.get((fast, *place))
+            # As fractions of the copies beside them, because both were not timed in one run.
+            cells.append(number(mine[0] / mine[1] / (other[0] / other[1]) if mine and other else None))
+        for each in (accurate, fast):
+            row = counted.get(each)
+            cells.append(f"{1e6 * int(row['differing']) / int(row['codes']):,.0f}" if row else "–")
+        table.append([_name(fast), *cells])
+    titles = [*(title for title, _, _ in REGIMES), "accurate", "fast"]
     return grid("l" + "r" * len(titles), ["format, elements with one scale; n", *titles], table)
 
 

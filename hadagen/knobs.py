@@ -15,7 +15,7 @@ from hadagen.errors import UsageError
 from hadagen.formats import TENSOR
 from hadagen.layout import CHUNK_BITS, LANE_BITS, MMA_MOVES, PAIR, Place, cta, lane, log2, reg, warp
 from hadagen.plan import Plan
-from hadagen.problem import DType, Numerics, Problem
+from hadagen.problem import DType, Problem
 from hadagen.steps.base import FP16, FP32, PACKED, SPLIT, Step
 from hadagen.steps.conversions import Correct, Narrow, Normalize, Round, Scale, Widen
 from hadagen.steps.exchanges import Exchange, Transpose
@@ -368,7 +368,7 @@ def _float32_low_bits(problem: Problem, knobs: Knobs) -> list[Step]:
 
 def _scales_in_mma(problem: Problem, knobs: Knobs) -> bool:
     """Whether the scale is multiplied by mma, in 16-bit factors; packed values then need no step for it."""
-    if problem.io.numerics is Numerics.ACCURATE:
+    if not problem.may_round_often:
         return False  # for the sake of scales of any size
     if knobs.low_bits == "mma":
         return knobs.mma_carrier == PACKED

@@ -119,7 +119,7 @@ def _far_beside_blocks(c: Context, k: Knobs) -> int:
 
 def _rounds_once(c: Context, k: Knobs) -> bool:
     """Whether only the store may round. With fp16 other steps may, because it has more bits than a bfloat16 result."""
-    return c.problem.io.numerics is Numerics.ACCURATE and not k.normalizes and not c.problem.may_round_within
+    return not (k.normalizes or c.problem.may_round_often or c.problem.may_round_within)
 
 
 def _lacking(c: Context, step: Step, carrier: str = "") -> str:
@@ -308,15 +308,19 @@ def _(c: Context, k: Knobs) -> str | None:
 
 @_rule("mma_carrier")
 def _(c: Context, k: Knobs) -> str | None:
-    between, tf32 = k.low_bits == "mma", c.problem.io.input in PARTS["tf32"]
+    between, parts = k.low_bits == "mma", PARTS["tf32"].get(c.problem.io.input, 0)
+    tf32 = parts > c.problem.keeps_16_bits
     if k.mma_carrier == PACKED:
         wide = "split or tf32" if tf32 else "split"
-        once = between and _rounds_once(c, k)
-        return f"accurate may not round between two mma (mma_carrier must be {wide})" if once else None
+        said = f"{c.problem.io.numerics.value} may not round between two mma (mma_carrier must be {wide})"
+        return said if between and _rounds_once(c, k) else None
     if not between:
         return "no value passes from one mma to another (mma_carrier must be packed)"
+    if k.mma_carrier == "tf32" and c.problem.keeps_16_bits and tf32 and PARTS["tf32"][c.problem.io.input] == 1:
+        return "accurate codes are of values with 16 bits, and a tf32 has 11 (mma_carrier must be split)"
     if k.mma_carrier == "tf32" and not tf32:
-        return f"a tf32 has no more bits than a {c.problem.io.input.value} (mma_carrier must be another)"
+        few = "fewer bits than accurate codes need" if parts else f"no more bits than a {c.problem.io.input.value}"
+        return f"a tf32 has {few} (mma_carrier must be another)"
     operand = "bfloat16" if k.mma_carrier == "split" else k.mma_carrier
     lacking = _lacking(c, Mma(1, operand)) or (k.normalizes and _lacking(c, Normalize()))
     return f"the arch has no {lacking} (mma_carrier must be another)" if lacking else None
@@ -330,8 +334,8 @@ def _(c: Context, k: Knobs) -> str | None:
         return "no mma leaves packed values (accumulator must be fp32)"
     if c.problem.io.input is not DType.FLOAT16:
         return "no mma sums in bfloat16 (accumulator must be fp32)"
-    if c.problem.io.numerics is Numerics.ACCURATE:
-        return "accurate may not round inside an mma (accumulator must be fp32)"
+    if not c.problem.may_round_often:
+        return f"{c.problem.io.numerics.value} may not round inside an mma (accumulator must be fp32)"
     return None
 
 
@@ -360,9 +364,8 @@ def _(c: Context, k: Knobs) -> str | None:
     if k.butterfly_carrier == FP32:
         carries = _has_butterflies(c, k) or _has_exchange(c, k)
         return None if carries else "no butterfly has a carrier (butterfly_carrier must be packed)"
-    accurate = c.problem.io.numerics is Numerics.ACCURATE
-    if accurate and _has_butterflies(c, k):
-        return "accurate may not round between butterflies (butterfly_carrier must be fp32)"
+    if not c.problem.may_round_often and _has_butterflies(c, k):
+        return f"{c.problem.io.numerics.value} may not round between butterflies (butterfly_carrier must be fp32)"
     if _has_butterflies(c, k) and not k.normalizes and (lacking := _lacking(c, Butterfly(reg(2)), PACKED)):
         return f"the arch has no {lacking} (butterfly_carrier must be fp32)"
     if k.low_bits != "mma":
@@ -381,7 +384,7 @@ def _(c: Context, k: Knobs) -> str | None:
     if k.butterfly_carrier == FP32 and not _has_butterflies(c, k):
         return "no butterfly has a carrier (butterfly_carrier must be as exchange_carrier)"
     if _rounds_once(c, k) and _has_exchange(c, k):
-        return "accurate may not round before an exchange (exchange_carrier must be fp32)"
+        return f"{c.problem.io.numerics.value} may not round before an exchange (exchange_carrier must be fp32)"
     return None
 
 

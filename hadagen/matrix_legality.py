@@ -7,7 +7,7 @@ from functools import lru_cache
 from hadagen.knobs import KNOB_NAMES, KNOB_VALUES, Knobs, matrix_steps
 from hadagen.layout import log2
 from hadagen.legality import RULES, Context, Rule, beyond_shared, beyond_threads
-from hadagen.problem import LEAST_LENGTH, DType, Numerics, Problem, Rows
+from hadagen.problem import LEAST_LENGTH, DType, Problem, Rows
 from hadagen.steps.base import PACKED
 from hadagen.steps.draft import Draft, Footprint
 from hadagen.steps.matrix import COLUMN_BITS, OPERAND_SIDE, VECTOR, Shape
@@ -89,8 +89,8 @@ def _exchange_carrier(c: Context, k: Knobs) -> str | None:
         last = "nothing follows the matrix but the store (exchange_carrier must be packed)"
         return last if k.exchange_carrier != PACKED else None
     if k.exchange_carrier == PACKED:
-        if c.problem.io.numerics is Numerics.ACCURATE and not c.problem.may_round_within:
-            return "accurate may not round before the matrix (exchange_carrier must be fp32)"
+        if not (c.problem.may_round_often or c.problem.may_round_within):
+            return f"{c.problem.io.numerics.value} may not round before the matrix (exchange_carrier must be fp32)"
         # Sums of few values often lie in the middle between two 16-bit values.
         few = "sums of so few values round badly (exchange_carrier must be fp32)"
         return few if c.problem.order < VECTOR else None

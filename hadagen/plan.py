@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 from hadagen.errors import UsageError
 from hadagen.launch import ARITHMETIC_DIGITS, LaunchSpec
 from hadagen.layout import Axis
-from hadagen.problem import Numerics
 from hadagen.steps.base import AS_LOADED, FP32, IN_16_BITS, PACKED
 from hadagen.steps.draft import Draft
 from hadagen.steps.matrix import Multiplies, Signs
@@ -108,7 +107,7 @@ def _check(plan: Draft) -> None:
     flipped = [True] if plan.matrix else [True, False]  # what multiplies by a matrix flips as it stores
     if [step.before for step in plan.steps if isinstance(step, Signs)] != flipped * plan.problem.transform.signed:
         raise UsageError(f"{name}: the steps do not multiply by the signs before and after the transform")
-    in_parts = SCALE_IN_PARTS if plan.problem.io.numerics is Numerics.FAST else ()
+    in_parts = SCALE_IN_PARTS if plan.problem.may_round_often else ()
     if (multiplied := plan.multiplied()) not in (*WHOLE_SCALE, *in_parts):
         raise UsageError(f"{name}: the steps do not multiply by the scale once; they do by {multiplied}")
     if plan.order not in ORDERS:
@@ -138,8 +137,8 @@ def _fault(plan: Draft, at: int, *, exact: bool, done: set[Axis]) -> str | None:
     for i, axis in enumerate(axes := step.axes(plan.before(at))):
         if axis in done or axis in axes[:i] or axis.stride >= plan.problem.length:
             return f"transforms index bit {axis} a second time or beyond the row"
-    accurate = plan.problem.io.numerics is Numerics.ACCURATE and not plan.problem.may_round_within
-    if accurate and not exact and step.changes_values:
+    may_round = plan.problem.may_round_often or plan.problem.may_round_within
+    if not may_round and not exact and step.changes_values:
         return "computes with rounded values, but accurate rounds once, at the end"
     return None
 

@@ -1,7 +1,8 @@
 """Rotations with a quantizer, by the names of the projects that need them.
 
 Given the same rotated values, codes and scales are those of each project's reference, bit for bit, but for values that
-are not finite. docs/quantization.md says which code each was compared with.
+are not finite. docs/quantization.md says which code each was compared with. `numerics` is as for
+`hadagen.rotate_quantize`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _TRANSFORMER_ENGINE_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -
 _QUTLASS_SCALES = {32: 181 / 1024, 64: 1 / 8, 128: 181 / 2048}
 
 
-def deepseek_v32_indexer(x: torch.Tensor, *, power_of_two: bool = False) -> Quantized:
+def deepseek_v32_indexer(x: torch.Tensor, *, power_of_two: bool = False, numerics: str = "accurate") -> Quantized:
     """The activations of DeepSeek V3.2's indexer: H_128 · 128^-½, rounded to x's type, then FP8 by groups of 128.
 
     x: [..., 128] or several heads of 128, after RoPE. power_of_two: whether scales are rounded up to powers of two,
@@ -35,36 +36,36 @@ def deepseek_v32_indexer(x: torch.Tensor, *, power_of_two: bool = False) -> Quan
     """
     check_is_flag(power_of_two, "power_of_two")
     rule = "power_of_two" if power_of_two else "exact"
-    return rotate_quantize(x, 128, to="fp8-group", scale=128**-0.5, rule=rule, round_first=True)
+    return rotate_quantize(x, 128, to="fp8-group", scale=128**-0.5, rule=rule, round_first=True, numerics=numerics)
 
 
-def deepseek_v4_fp4(x: torch.Tensor) -> Quantized:
+def deepseek_v4_fp4(x: torch.Tensor, *, numerics: str = "accurate") -> Quantized:
     """The activations of DeepSeek V4's indexer: H_128 · 128^-½, rounded to x's type, then MXFP4 with powers of two up.
 
     x: [..., 128] or several heads of 128, after RoPE.
     """
-    return rotate_quantize(x, 128, to="mxfp4", scale=128**-0.5, rule="deepseek_v4", round_first=True)
+    return rotate_quantize(x, 128, to="mxfp4", scale=128**-0.5, rule="deepseek_v4", round_first=True, numerics=numerics)
 
 
-def convrot_int8(x: torch.Tensor, block: int = 256) -> Quantized:
+def convrot_int8(x: torch.Tensor, block: int = 256, *, numerics: str = "accurate") -> Quantized:
     """ConvRot in ComfyUI, W8A8: the regular Hadamard matrix over blocks, rounded to x's type, then INT8 by rows.
 
     block: a power of four that divides the last dimension of x. ComfyUI has 16, 64 and 256.
     """
-    return rotate_quantize(x, _rotation(x, block, regular=True), to="int8-row", rule="convrot")
+    return rotate_quantize(x, _rotation(x, block, regular=True), to="int8-row", rule="convrot", numerics=numerics)
 
 
-def convrot_int4(x: torch.Tensor, block: int = 256) -> Quantized:
+def convrot_int4(x: torch.Tensor, block: int = 256, *, numerics: str = "accurate") -> Quantized:
     """ConvRot in ComfyUI, W4A4: the same with INT4. ComfyUI keeps the same scales as float32."""
-    return rotate_quantize(x, _rotation(x, block, regular=True), to="int4-row")
+    return rotate_quantize(x, _rotation(x, block, regular=True), to="int4-row", numerics=numerics)
 
 
-def quarot_int4(x: torch.Tensor, rotation: Rotation | int | None = None) -> Quantized:
+def quarot_int4(x: torch.Tensor, rotation: Rotation | int | None = None, *, numerics: str = "accurate") -> Quantized:
     """QuaRot's quantizer of activations, behind a rotation that rounds to x's type. QuaRot has float16."""
-    return rotate_quantize(x, rotation, to="int4-row", rule="quarot")
+    return rotate_quantize(x, rotation, to="int4-row", rule="quarot", numerics=numerics)
 
 
-def qutlass_mxfp4(x: torch.Tensor, block: int = 32) -> Quantized:
+def qutlass_mxfp4(x: torch.Tensor, block: int = 32, *, numerics: str = "accurate") -> Quantized:
     """QuTLASS's fused quantizer. Its matrix is H · block^-½, rounded to bfloat16.
 
     block: 32, 64 or 128. Codes are those of three times a value over its scale. QuTLASS swizzles scales in a second
@@ -73,10 +74,10 @@ def qutlass_mxfp4(x: torch.Tensor, block: int = 32) -> Quantized:
     block = as_count(block, "block")
     if block not in _QUTLASS_SCALES:
         raise UsageError(f"block = {block} is not one of QuTLASS's; choose 32, 64 or 128")
-    return rotate_quantize(x, block, to="mxfp4", scale=_QUTLASS_SCALES[block], rule="qutlass")
+    return rotate_quantize(x, block, to="mxfp4", scale=_QUTLASS_SCALES[block], rule="qutlass", numerics=numerics)
 
 
-def transformer_engine_nvfp4(x: torch.Tensor) -> Quantized:
+def transformer_engine_nvfp4(x: torch.Tensor, *, numerics: str = "accurate") -> Quantized:
     """TransformerEngine's NVFP4 of a transposed tensor, for gradients of weights: its signs and H_16 over 16 tokens.
 
     x: [N, M], such as `tensor.t()`. The largest magnitude of all rotated values is found first. Scales are not padded.
@@ -84,13 +85,17 @@ def transformer_engine_nvfp4(x: torch.Tensor) -> Quantized:
     rotation = _rotation(x, 16, regular=False)
     x = x.contiguous()
     group = next(size for size in (128, 64, 32, 16) if x.shape[-1] % size == 0)
-    magnitudes = rotate_quantize(x, rotation, to="largest", group=group, round_first=True).scales
+    magnitudes = rotate_quantize(x, rotation, to="largest", group=group, round_first=True, numerics=numerics).scales
     largest = magnitudes.amax() if x.numel() else magnitudes.new_zeros(())
     rule = "transformer_engine"
-    return rotate_quantize(x, rotation, to="nvfp4", rule=rule, tensor_scale=largest, round_first=True)
+    return rotate_quantize(
+        x, rotation, to="nvfp4", rule=rule, tensor_scale=largest, round_first=True, numerics=numerics
+    )
 
 
-def fa3_fp8(x: torch.Tensor, kv_heads: int | None = None, *, rotate: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+def fa3_fp8(
+    x: torch.Tensor, kv_heads: int | None = None, *, rotate: bool = True, numerics: str = "accurate"
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Queries, keys or values for FlashAttention 3, as torchao quantizes them: H · D^-½ over each head, then FP8.
 
     x: [batch, heads, sequence, D], with any strides. kv_heads: the number of heads of keys, which divides that of x;
@@ -107,10 +112,10 @@ def fa3_fp8(x: torch.Tensor, kv_heads: int | None = None, *, rotate: bool = True
         raise UsageError(f"kv_heads = {heads} does not divide the {x.shape[1]} heads of x; choose one that does")
     n = x.shape[-1] if rotate else 1
     by_head = x.contiguous().view(x.shape[0], heads, x.shape[1] // heads, *x.shape[2:])
-    magnitudes = rotate_quantize(by_head, n, to="largest", scale=n**-0.5).scales
+    magnitudes = rotate_quantize(by_head, n, to="largest", scale=n**-0.5, numerics=numerics).scales
     largest = magnitudes.amax((2, 3)) if x.numel() else magnitudes.new_zeros(by_head.shape[:2])
     quantized = rotate_quantize(
-        by_head, n, to="fp8-head", scale=n**-0.5, rule="fa3", tensor_scale=largest, round_first=True
+        by_head, n, to="fp8-head", scale=n**-0.5, rule="fa3", tensor_scale=largest, round_first=True, numerics=numerics
     )
     return quantized.codes.view(x.shape), quantizer.fa3_scales(largest)
 

@@ -27,6 +27,8 @@ LEAST_LENGTH = 8
 LEAST_GROUP = 16
 # Elements of the longest row with a matrix that fits in the shared memory of a block with four bytes each.
 _LONGEST = 57344
+# Index bits of the shortest H with two mma. A shorter one has no exchange either.
+_BITS_OF_TWO_MMA = 8
 
 
 class DType(str, Enum):
@@ -43,7 +45,10 @@ class DType(str, Enum):
 
 class Numerics(str, Enum):
     """`accurate` rounds to the type once, at the store; `fast` may round between steps, no more often than HadaCore.
-    float32 has only `accurate`."""
+
+    If the result is quantized, every value of `accurate` keeps 16 significant bits until then, and `fast` may round
+    values to 16 bits, or cut them off to 11, once. A problem in which `fast` would change nothing has only `accurate`,
+    such as all problems of float32."""
 
     ACCURATE = "accurate"
     FAST = "fast"
@@ -60,6 +65,8 @@ class Rows(str, Enum):
 
 # Largest ‖out − ref‖ / ‖ref‖ against float64 that a kernel may show and still be used: of `accurate` ones at every n,
 ACCURATE_BOUND = {DType.FLOAT16: 2.2e-4, DType.BFLOAT16: 1.8e-3, DType.FLOAT32: 3e-7}
+# of those that quantize 16-bit input, whose values keep 16 significant bits,
+CODES_BOUND = 2.0**-15
 # and of `fast` ones HadaCore's at the same n, so that they are nowhere less accurate than the fast kernels in use; here
 # for n = 2, 4, 8 … 32768 as measured on an H100 over 4 M normal elements. They show how often it rounds: once up to
 # n = 16, twice up to 256, three times up to 4096, four times beyond. It has no longer rows; ours round no more often.
@@ -118,7 +125,8 @@ def _is_size(value: Any, least: int, most: int) -> bool:
 
 @dataclass(frozen=True, order=True)
 class Io:
-    """What a transform reads and writes, and how often it may round in between. For float32 `fast` means `accurate`.
+    """What a transform reads and writes, and how often it may round in between. `fast` means `accurate` for float32,
+    and for float16 that is quantized, because rounded sums could leave its range.
 
     output: the type of the input, or the format in which the result is quantized. Its key will do.
 
@@ -146,7 +154,7 @@ class Io:
             raise UsageError(
                 f"output {self.output.value} of input {self.input.value} is not supported; choose {self.input.value}"
             )
-        if self.input is DType.FLOAT32:
+        if self.input is DType.FLOAT32 or (self.form and self.input is DType.FLOAT16):
             object.__setattr__(self, "numerics", Numerics.ACCURATE)
 
     @property
@@ -164,7 +172,8 @@ _KEY = re.compile(
 
 @dataclass(frozen=True, order=True)
 class Problem:
-    """A transform of the last dimension of x, and what is read and written for it.
+    """A transform of the last dimension of x, and what is read and written for it. If the result is quantized, and no
+    plan would round between steps, `fast` means `accurate`.
 
     Raises `UsageError` for anything else than these two; `Problem.of` takes n and the names of types.
     """
@@ -185,6 +194,8 @@ class Problem:
             raise UsageError(f"groups of {form.group} do not fill rows of {self.n}, nor rows groups; choose another")
         if self.transform.swapped and form is None:
             raise UsageError("swapped bits of a result that is not quantized are not supported; give it a format")
+        if form and not self._has_steps_to_round_between:
+            object.__setattr__(self, "io", replace(self.io, numerics=Numerics.ACCURATE))
 
     @classmethod
     def of(
@@ -268,16 +279,36 @@ class Problem:
         return replace(self, io=replace(self.io, **changes))
 
     @property
+    def _has_steps_to_round_between(self) -> bool:
+        """Of a result that is quantized: whether there are two mma for H, an exchange, or H and a matrix. H beside a
+        matrix is rounded in no other way than to 16 bits."""
+        if self.order == 1:
+            return self.bits >= _BITS_OF_TWO_MMA
+        return self.bits > 0 and not (self.io.form and self.io.form.rounds_first)
+
+    @property
+    def keeps_16_bits(self) -> bool:
+        """Whether every value must keep 16 significant bits until it is quantized."""
+        return self.io.form is not None and self.io.numerics is Numerics.ACCURATE
+
+    @property
     def may_round_within(self) -> bool:
-        """Whether `accurate` may round to 16 bits once between steps, because the result is quantized without being
+        """Whether values may be rounded to 16 bits once between steps, because the result is quantized without being
         rounded to 16 bits first. Values of bfloat16 stay in range then, whatever the scale."""
         form = self.io.form
-        return form is not None and not form.rounds_first and self.io.input is DType.BFLOAT16
+        return form is not None and not form.rounds_first and self.io.numerics is Numerics.FAST
+
+    @property
+    def may_round_often(self) -> bool:
+        """Whether steps may round as often as HadaCore's, sum in 16 bits, and multiply by a scale in 16-bit parts."""
+        return self.io.form is None and self.io.numerics is Numerics.FAST
 
     @property
     def error_bound(self) -> float:
         """Largest ‖out − ref‖ / ‖ref‖ against float64, on any class of input, with which a kernel may be used."""
-        if self.io.numerics is Numerics.ACCURATE:
+        if self.keeps_16_bits and self.io.input is not DType.FLOAT32:
+            return CODES_BOUND
+        if not self.may_round_often:
             return ACCURATE_BOUND[self.io.input]
         return _SAMPLED * self._fast_error
 
@@ -287,7 +318,7 @@ class Problem:
         dtype = self.io.input
         if dtype is DType.FLOAT32:
             return 0.0
-        if self.io.numerics is Numerics.ACCURATE:
+        if not self.may_round_often:
             return (ACCURATE_BOUND[dtype] / ROUNDING_ERROR[dtype]) ** 2
         return (self._fast_error / ROUNDING_ERROR[dtype]) ** 2
 

@@ -45,7 +45,7 @@ SPREAD = [
     (Problem.of(1, F16, to="mxfp4_32"), {"chunks": 2}),
     (Problem.of(128, BF16, to="fp8_group_128_column_major"), {"chunks": 4, "low_bits": "mma_shuffle"}),
     (Problem.of(128, BF16, to="nvfp4_16"), {"chunks": 2}),
-    (Problem.of(4096, F16, FAST, to="int8_row_4096"), {"chunks": 4, "warps": 4, "far_bits": "lanes", **LOOPS}),
+    (Problem.of(4096, BF16, FAST, to="int8_row_4096"), {"chunks": 4, "warps": 4, "far_bits": "lanes", **LOOPS}),
     (Problem.of(256, F32, to="int4_row_1024"), {"chunks": 2, "warps": 2}),
 ]
 

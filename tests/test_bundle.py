@@ -61,7 +61,7 @@ from hadagen.tuning_db.bundle import (
 from hadagen.tuning_db.bundle_writer import check_bundle_place, write_bundle
 from hadagen.tuning_db.files import MOST_BYTES, deflated, inflated
 from hadagen.tuning_db.make import make_bundle
-from hadagen.tuning_db.merge import merge_bundles
+from hadagen.tuning_db.merge import arithmetic_of, merge_bundles, selection_of, write_selection
 from hadagen.tuning_db.store import Store
 from hadagen.tuning_db.winners import WinnerCell, cell_value, portfolio
 
@@ -754,12 +754,33 @@ def test_a_bundle_of_a_former_format_is_read(version: int) -> None:
     """One of a problem of contiguous and one of pitched rows, as it was written then."""
     bundle = Bundle.open(Path(__file__).parent / "formats" / f"bundle_{version}.db")
     bundle.verify()
-    assert [problem.key for problem in bundle.problems()] == ["n256-float16-accurate", "n256-float16-accurate-pitched"]
-    for problem in bundle.problems():
+    plain = [problem for problem in bundle.problems() if not problem.io.form]
+    assert [problem.key for problem in plain] == ["n256-float16-accurate", "n256-float16-accurate-pitched"]
+    for problem in plain:
         (entry, *_) = bundle.entries(problem)
         assert entry.launch.reads_rows == (problem.io.rows is Rows.PITCHED)
         assert bundle.arithmetic(problem) == entry.launch.arithmetic == ""
         assert bundle.kernel(entry.kernel).launch == entry.launch == launch_for(problem)
+
+
+@pytest.mark.parametrize("arch", ["", "sm80"])
+def test_codes_of_a_former_format_are_fast_if_they_may_be_rounded(arch: str, tmp_path: Path) -> None:
+    """Of measured kernels, and of estimates, which are named by their problem. Written anew, they are the same."""
+    formats = Path(__file__).parent / "formats"
+    old = Bundle.open(formats / (f"bundle_7_{arch}.db" if arch else "bundle_7.db"))
+    old.verify()
+    codes = [problem.key for problem in old.problems() if problem.io.form]
+    assert codes == [
+        "n128-bfloat16-to-fp8_group_128-accurate",
+        "n256-bfloat16-to-int8_row_4096-fast",
+        "n256-float16-to-int8_row_4096-accurate",
+        "n14336-k28-bfloat16-to-int4_row_14336-accurate",
+    ]
+    write_selection(tmp_path / "new.db", old.arch, selection_of(old), arithmetic_of(old))
+    new = Bundle.open(tmp_path / "new.db")
+    assert list(new.all_entries()) == list(old.all_entries())
+    for entry in new.all_entries():
+        assert new.kernel(entry.kernel) == old.kernel(entry.kernel)
 
 
 def test_other_formats_are_refused(path: Path) -> None:

@@ -18,14 +18,14 @@ from command_line import SMALL_TUNE, TINY_TUNE, machine, raising, run, sentence,
 from fake_device import FakeDevice, fake_gpu
 from fake_search import CELLS
 from sample_bundle import write_sample, write_trials
-from sample_trials import H200, PROBLEM, in_clusters, make_trial, times
+from sample_trials import H200, PROBLEM, in_clusters, launch_for, make_kernel, make_trial, times
 
 from hadagen import measure
 from hadagen.arch import load_arch
 from hadagen.cli import options, tune
 from hadagen.errors import DeviceError
 from hadagen.problem import DType, Numerics, Problem, Rows, Transform
-from hadagen.regimes import REGIMES, element_buckets
+from hadagen.regimes import REGIMES, destinations, element_buckets
 from hadagen.runtime.bundles import VARIABLE
 from hadagen.trial import Environment, Provenance
 from hadagen.tuner.search import TuneOptions
@@ -262,18 +262,26 @@ def test_a_tune_begins_with_the_winners_there_are(
     assert wanted[1].known == {}
 
 
-def test_a_tune_with_a_new_matrix_begins_with_the_winners_of_the_most_similar_one(
+def test_a_tune_of_a_new_problem_begins_with_the_winners_of_a_similar_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With a matrix, of the most similar one; of codes, of the other numerics."""
     like, far = Problem.of(10240, DType.FLOAT16, order=20), Problem.of(172 << 6, DType.FLOAT16, order=172)
+    fast = Problem.parse("n256-bfloat16-to-int8_row_4096-fast")
     trials = [
-        make_trial(chunks, problem=each, timings=times({element_buckets(each)[0]: 2.0}))
-        for chunks, each in ((2, like), (4, far), (8, PROBLEM))
+        make_trial(
+            chunks,
+            problem=each,
+            kernel=make_kernel(b"cubin %d" % chunks, launch=launch_for(each)),
+            timings=times({element_buckets(each)[0]: 2.0}, destinations(each)[0]),
+        )
+        for chunks, each in ((2, like), (4, far), (8, PROBLEM), (16, fast))
     ]
     monkeypatch.setenv(VARIABLE, str(write_trials(tmp_path / "winners.db", trials)))
-    asked = [Problem.of(14336, DType.FLOAT16, order=28), like, replace(PROBLEM, transform=Transform(128))]
+    accurate = fast.with_io(numerics=Numerics.ACCURATE)
+    asked = [Problem.of(14336, DType.FLOAT16, order=28), like, replace(PROBLEM, transform=Transform(128)), accurate]
     known = tune._known_winners(load_arch("sm90"), asked)
-    assert [[knobs.chunks for knobs in known[each]] for each in asked] == [[2], [2], []]
+    assert [[knobs.chunks for knobs in known[each]] for each in asked] == [[2], [2], [], [16]]
 
 
 @pytest.mark.parametrize(

@@ -21,19 +21,20 @@ import refresh_models
 import refresh_speed_tables
 import refresh_times
 import torch
+from refresh_formats import accurate_codes_table
 from refresh_other_tables import invariant_table
 from refresh_reliability import PROMISES, promises_table
 from refresh_rotations import parts_table, products_table, rotations_table
 from refresh_speed_tables import REGIMES, numbers
 from refresh_times import read_rows, read_times
 from sample_bundle import write_trials
-from sample_trials import H200, make_timing, make_trial
+from sample_trials import H200, launch_for, make_kernel, make_timing, make_trial
 
 from hadagen.cli.main import main
 from hadagen.matrices import auto_orders
 from hadagen.measure.watch import SILENCE_S
 from hadagen.problem import Problem
-from hadagen.regimes import timed_elements
+from hadagen.regimes import Destination, timed_elements
 from hadagen.runtime import bundles
 from hadagen.trial import Trial
 
@@ -74,6 +75,7 @@ PARTS = {
         "parts",
         "signs",
         "formats",
+        "codes",
         "passes",
         "quantized_parts",
         "torchao",
@@ -112,6 +114,24 @@ def write_table(path: Path, rows: list[dict[str, object]]) -> None:
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()
         writer.writerows(rows)
+
+
+def test_accurate_codes_stand_beside_fast_ones(documents: Path) -> None:
+    def trial(chunks: int, numerics: str, us: float) -> Trial:
+        problem = Problem.parse(f"n256-bfloat16-to-int8_row_4096-{numerics}")
+        timing = make_timing(us, timed_elements(problem, 1 << 20), Destination.OUT_OF_PLACE)
+        kernel = make_kernel(b"cubin %d" % chunks, launch=launch_for(problem))
+        return make_trial(
+            chunks, problem=problem, kernel=kernel, environment=H200, timings=(timing,), errors={"one": 0}
+        )
+
+    accurate, fast = trial(1, "accurate", 3.0), trial(2, "fast", 2.0)
+    write_trials(files.OURS, [accurate, fast])
+    assert accurate_codes_table() == files.NO_DATA
+    counts = {accurate.problem.key: 5, fast.problem.key: 9000}
+    write_table(files.CODES, [{"problem": key, "codes": 500000, "differing": of} for key, of in counts.items()])
+    cells = [cell.strip() for cell in accurate_codes_table().splitlines()[-1].split("|")[1:-1]]
+    assert cells == ["int8-row, 4096; n = 256", "–", "1.50", "–", "–", "10", "18,000"]
 
 
 def test_rotations_stand_beside_the_next_power_of_two(documents: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,46 @@ def test_the_nearest_problem(wanted: str, known: list[str]) -> None:
     other_kind = "n3584-k28-float16-fast" if "-k" not in wanted else "n256-float16-fast"
     found = nearest_problems(Problem.parse(wanted), problems(wanted, *reversed(known), *others, other_kind))
     assert [each.key for each in found] == known
+
+
+def test_the_nearest_problem_of_codes() -> None:
+    """Numerics count as much as a length that is twice as long."""
+    wanted = "n1024-bfloat16-to-int8_row_4096-fast"
+    known = [
+        "n1024-bfloat16-to-fp8_row_4096-fast",
+        "n512-bfloat16-to-int8_row_4096-fast",
+        "n1024-bfloat16-to-int8_row_4096-accurate",
+        "n256-bfloat16-to-int8_row_4096-fast",
+        "n512-bfloat16-to-mxfp4_32-accurate",
+    ]
+    others = ["n1024-float16-to-int8_row_4096-accurate", "n14336-k28-bfloat16-to-int8_row_14336-fast"]
+    found = nearest_problems(Problem.parse(wanted), problems(wanted, *reversed(known), *others))
+    assert [each.key for each in found] == known
+
+
+def test_fast_codes_that_no_bundle_has_are_accurate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have kernels of their own where a bundle has some, and no kernel for another length is as near."""
+    accurate, fast, longer = problems(
+        *(f"n{n}-bfloat16-to-int8_row_4096-{kind}" for n, kind in ((256, "accurate"), (256, "fast"), (512, "fast")))
+    )
+    elements, place = 1 << 17, Destination.OUT_OF_PLACE
+    trials = [
+        make_trial(chunks, problem=each, kernel=make_kernel(each.key.encode(), launch=launch_for(each)))
+        for chunks, each in ((1, accurate), (2, longer), (4, fast))
+    ]
+
+    def chosen(*winners: Trial, **options: bool) -> tuple[Match, Problem | None]:
+        hide_bundles(tmp_path, monkeypatch)
+        cells = {WinnerCell(each.problem, "sm90", each.environment.gpu, place, elements): each for each in winners}
+        timed = {cell: replace(each, timings=times({elements: 2.0}, place)) for cell, each in cells.items()}
+        monkeypatch.setenv(bundles.VARIABLE, str(write(tmp_path / f"{len(winners)}.db", timed)))
+        match, found = choose_from_bundles(fast, place, elements, HERE, **options)
+        return match, found and found[0].problem
+
+    assert chosen(*trials[:2]) == (Match.SAME_GPU, accurate)
+    assert chosen(*trials) == (Match.SAME_GPU, fast)
+    assert chosen(trials[1]) == (Match.ESTIMATED, fast)
+    assert chosen(*trials[:2], batch_invariant=True) == (Match.GENERIC, None)  # the bundle names no arithmetic
 
 
 @pytest.mark.parametrize("gpu", [H100.gpu, ""])

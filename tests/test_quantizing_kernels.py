@@ -226,7 +226,7 @@ CASES: dict[str, dict[str, Any]] = {
     "n32-bfloat16-to-mxfp4_32_swizzled-accurate": {"chunks": 2, "low_bits": "mma_shuffle"},
     "n64-bfloat16-to-mxfp8_32_column_major-accurate": {"chunks": 2, "grid": "persistent"},
     "n128-bfloat16-to-fp8_group_128-accurate": {"chunks": 4, "warps": 2, "low_bits": "mma_shuffle"},
-    "n128-float16-to-fp8_group_128_column_major-fast": {"chunks": 2, "warps": 2, "low_bits": "mma_shuffle"},
+    "n128-float16-to-fp8_group_128_column_major-accurate": {"chunks": 2, "warps": 2, "low_bits": "mma_shuffle"},
     "n128-signed-bfloat16-to-fp8_group_128_rounded-accurate": {"chunks": 2, "low_bits": "mma_shuffle"},
     "n128-bfloat16-to-int8_row_4096_convrot-accurate": {"chunks": 4, "warps": 4, "grid": "persistent"},
     "n128-float32-to-int8_row_1024-accurate": {"chunks": 2, "warps": 2},
@@ -234,8 +234,8 @@ CASES: dict[str, dict[str, Any]] = {
     "n256-bfloat16-to-fp8_group_64-fast": {"chunks": 2, "accumulator": "packed"},
     "n512-float32-to-mxfp8_32_even-accurate": {"chunks": 2, "warps": 4},
     "n4096-bfloat16-to-int4_row_4096-accurate": {"chunks": 4, "warps": 4, "far_bits": "lanes", "far_lanes": "mma"},
-    "n4096-bfloat16-to-mxfp4_32_qutlass-accurate": {"chunks": 4, "warps": 4, "far_bits": "lanes"},
-    "n4096-float16-to-fp8_group_128-fast": {"chunks": 2, "warps": 8, "far_bits": "lanes", "mma_carrier": "packed"},
+    "n4096-bfloat16-to-mxfp4_32_qutlass-fast": {"chunks": 4, "warps": 4, "far_bits": "lanes"},
+    "n4096-float16-to-fp8_group_128-accurate": {"chunks": 2, "warps": 8, "far_bits": "lanes"},
     "n1-bfloat16-to-int8_row_768-accurate": {},
     "n128-float32-to-fp8_row_3584-accurate": {"warps": 2},
     "n256-bfloat16-to-int8_row_3072_convrot-accurate": {"chunks": 2, "warps": 2, "grid": "persistent", "load": "bulk"},
@@ -248,17 +248,17 @@ CASES: dict[str, dict[str, Any]] = {
     "n256-k8-bfloat16-to-fp8_head-accurate": {"rows": 1},
     "n352-k44-float16-to-int8_row_352-accurate": {"rows": 4, "slabs": 2},
     "n896-k28-signed-bfloat16-to-mxfp4_32_swizzled-accurate": {"rows": 4, "warps": 2},
-    "n1536-k12-float16-to-nvfp4_16-fast": {"chunks": 2, "warps": 2},
-    "n1536-k12-bfloat16-to-fp8_group_128-accurate": {"chunks": 2, "warps": 2, "rows": 2},
+    "n1536-k12-float16-to-nvfp4_16-accurate": {"chunks": 2, "warps": 2},
+    "n1536-k12-bfloat16-to-fp8_group_128-fast": {"chunks": 2, "warps": 2, "rows": 2},
     "n2560-k40-float16-to-fp8_row_5120-accurate": {"rows": 4, "warps": 2},
     "n3584-k28-signed-bfloat16-to-int8_row_3584-accurate": {"chunks": 2, "load": "bulk", "grid": "persistent"},
     "n16-bfloat16-to-fp8_head_rounded-accurate": {"chunks": 2, "low_bits": "mma_shuffle"},
     "n64-float16-to-fp8_head-accurate": {"chunks": 2, "warps": 2, "grid": "persistent"},
-    "n64-swapped-signed-float16-to-fp8_head_fa3-fast": {"chunks": 2},
+    "n64-swapped-signed-float16-to-fp8_head_fa3-accurate": {"chunks": 2},
     "n128-bfloat16-to-fp8_head_fa3_rounded-accurate": {"chunks": 4, "low_bits": "mma_shuffle"},
     "n256-float32-to-fp8_head_fa3-accurate": {"warps": 2},
     "n896-k28-signed-bfloat16-to-fp8_head_fa3-accurate": {"rows": 4, "warps": 2},
-    "n4096-bfloat16-to-fp8_head-accurate": {"chunks": 4, "warps": 4, "far_bits": "lanes", "far_lanes": "mma"},
+    "n4096-bfloat16-to-fp8_head-fast": {"chunks": 4, "warps": 4, "far_bits": "lanes", "far_lanes": "mma"},
     "n4096-float16-to-fp8_row_4096-accurate": {"chunks": 8, "warps": 4, "exchange_carrier": "fp32"},
 }
 
@@ -293,3 +293,17 @@ def test_rotated_values() -> None:
         y = transform(problem, exact.reshape(-1, problem.n), 0.25, operands).reshape(rows, columns)
         found = emulated(problem, kernel, module, x.to(dtype), 0.25, **kernel_operands(problem, operands))
         check(problem, found, torch.from_numpy(y).float(), dtype)
+
+
+def test_few_accurate_codes_differ_from_those_of_exact_values() -> None:
+    """Random values, which nearly all lie apart from the middle between two codes."""
+    differing = {}
+    for numerics, carrier in (("accurate", "split"), ("fast", "tf32")):
+        problem = Problem.parse(f"n256-bfloat16-to-int8_row_4096_convrot-{numerics}")
+        kernel = source(problem, chunks=4, warps=4, low_bits="mma", mma_carrier=carrier)
+        x = torch.randn(16, 4096, generator=torch.Generator().manual_seed(0)).bfloat16()
+        y = transform(problem, x.double().numpy().reshape(-1, 256), 1 / 16, {}).reshape(x.shape)
+        codes, _ = quantize(torch.from_numpy(y).float(), form_of(problem), x.dtype, None)
+        found, _ = emulated(problem, kernel, compile_host([kernel]), x, 1 / 16)
+        differing[numerics] = float((codes != found).float().mean())
+    assert differing["accurate"] < 1e-4 < 1e-3 < differing["fast"]

@@ -123,6 +123,24 @@ def test_permuted_rows_are_not_copied(
     assert len(quantize._calls) == 2
 
 
+@pytest.mark.parametrize(
+    ("dtype", "block", "fast"), [(torch.bfloat16, 256, True), (torch.bfloat16, 64, False), (HALF, 256, False)]
+)
+def test_numerics_name_the_kernel(dtype: torch.dtype, block: int, fast: bool, device: EmulatedDevice) -> None:
+    """Of new and of known calls, with and without out=. A kernel that rounds in no step is always accurate."""
+    x, plain = normal(4, N, dtype=dtype), str(dtype).removeprefix("torch.")
+    signed = Rotation(N, block=block, signs=[1, -1] * (block // 2))
+    for _ in range(2):
+        for numerics in ("accurate", "fast"):
+            found = rotate_quantize(x, block, to="mxfp8", scale=0.125, numerics=numerics)
+            rotate_quantize(x, signed, to="mxfp8", numerics=numerics, out=found)
+            wanted = numerics if fast else "accurate"
+            assert device.ran() == [f"n{block}-{each}{plain}-to-mxfp8_32-{wanted}" for each in ("", "signed-")]
+    presets.convrot_int8(x, 256, numerics="fast")
+    presets.fa3_fp8(x.view(1, 4, 1, N), numerics="fast")
+    assert {key.rpartition("-")[2] for key in device.ran()} == ({"fast"} if dtype != HALF else {"accurate"})
+
+
 @pytest.mark.parametrize("group", [None, 64])
 def test_a_kernel_finds_largest_magnitudes(group: int | None, device: EmulatedDevice) -> None:
     """A kernel knows the length of rows, which None stands for."""
@@ -229,14 +247,16 @@ def test_warmup_finds_what_calls_find(
     columns = None if isinstance(by, Rotation) else N
     options = {"to": name, "rule": rule, "layout": layout}
     for has_kernels in (True, False):
-        for round_first in (True, False):
-            hadagen.warmup(by, HALF, rows=6, columns=columns, round_first=round_first, **options)
+        for round_first, numerics in ((True, "accurate"), (False, "fast"), (False, None)):
+            hadagen.warmup(by, HALF, rows=6, columns=columns, round_first=round_first, numerics=numerics, **options)
             warmed = set(found)
             found.clear()
             repeat.forget()
-            rotate_quantize(x, by, round_first=round_first, **options, **scale_for(name, x))
+            for each in ("accurate", "fast") if numerics is None else (numerics,):
+                rotate_quantize(x, by, round_first=round_first, numerics=each, **options, **scale_for(name, x))
             called = {each for each in found if has_kernels or each[0].problem.io.form is None}
             found.clear()
             assert called <= warmed
-            assert called == warmed or not has_kernels, "loaded in vain"
+            # Fast calls take accurate kernels too, where the scale asks for that.
+            assert called == warmed or not has_kernels or numerics == "fast", "loaded in vain"
             assert bool(called) == (has_kernels or rotation != "none")

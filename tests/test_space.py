@@ -19,8 +19,12 @@ from hadagen.arch import Arch, load_arch
 from hadagen.errors import UsageError
 from hadagen.knobs import KNOB_NAMES, Knobs
 from hadagen.legality import Context
+from hadagen.plan import Plan
 from hadagen.problem import DType, Numerics, Problem, Rows
 from hadagen.space import Space, build_plan, rules_for, shape_of
+from hadagen.steps.base import FP16, PACKED
+from hadagen.steps.conversions import Narrow, Round
+from hadagen.steps.transforms import Mma
 
 PROBLEMS = [Problem.of(n, DType.FLOAT16, numerics) for n in (2, 32, 256, 4096, 32768) for numerics in Numerics]
 PROBLEMS += [Problem.of(n, DType.FLOAT32) for n in (128, 256, 4096)]
@@ -535,6 +539,51 @@ def test_accurate_sums_in_fp32() -> None:
     knobs = Knobs(low_bits="mma_shuffle", butterfly_carrier="fp32")
     build_plan(Problem.of(256, DType.FLOAT16), knobs, ARCH)
     check(Problem.of(256, DType.FLOAT16), replace(knobs, accumulator="packed"), "accurate may not round inside an mma")
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "n256-bfloat16-to-fp8_group_128",
+        "n512-signed-bfloat16-to-int8_row_4096_convrot",
+        "n4096-bfloat16-to-mxfp4_32",
+        "n4096-bfloat16-to-int4_row_4096",
+        "n1024-float16-to-nvfp4_16",
+        "n1792-k28-bfloat16-to-int8_row_1792",
+    ],
+)
+@pytest.mark.parametrize("arch", ["sm75", "sm80", "sm90"])
+def test_accurate_codes_are_of_values_with_16_bits(key: str, arch: str) -> None:
+    """Whatever the knobs: steps hand on fp32, or two bfloat16 for each value, until the format rounds. Fast codes may
+    be of fewer, if an mma or an exchange is between."""
+    problem, target = Problem.parse(f"{key}-accurate"), load_arch(arch)
+    assert problem.io.form
+    legal = Space(problem, target).legal
+    for knobs in random.Random(1).sample(legal, min(100, len(legal))):
+        plan = build_plan(problem, knobs, target)
+        rounded = [step for step, form in zip(plan.steps, plan.carriers[1:], strict=True) if form in (PACKED, FP16)]
+        assert not any(isinstance(step, Mma) and step.cuts for step in plan.steps), knobs
+        assert sum(isinstance(step, Round) for step in rounded) <= problem.io.form.rounds_first, knobs
+        assert not any(isinstance(step, Narrow | Mma) for step in rounded), knobs
+
+
+def test_fast_codes_may_be_of_values_that_were_rounded_once() -> None:
+    tf32 = Knobs(
+        chunks=4, warps=4, low_bits="mma", mma_carrier="tf32", butterfly_carrier="fp32", exchange_carrier="fp32"
+    )
+    packed = replace(tf32, mma_carrier="packed")
+    for form in ("fp8_row_4096", "int4_row_4096"):
+        fast = Problem.parse(f"n4096-bfloat16-to-{form}-fast")
+        accurate = fast.with_io(numerics=Numerics.ACCURATE)
+        build_plan(fast, tf32, ARCH)
+        check(accurate, tf32, "a tf32 has fewer bits than accurate codes need")
+        check(accurate, packed, "accurate may not round between two mma")
+        check(fast, packed, "fast may not round between two mma" if form == "int4_row_4096" else "")
+        check(
+            fast, replace(packed, exchange_carrier="packed"), "may not round" if "int4" in form else "rounds more often"
+        )
+        with pytest.raises(UsageError, match="cuts values off to 11 bits"):
+            Plan(accurate, 2, 2, 0, build_plan(fast, tf32, ARCH).steps)
 
 
 def test_bad_knobs_are_named() -> None:

@@ -179,6 +179,58 @@ def test_an_upgrade_that_finds_another_kernel_than_its_name_says_leaves_it_damag
         store.trials()
 
 
+def test_an_upgrade_tells_codes_that_may_be_rounded_from_accurate_ones(tmp_path: Path) -> None:
+    """Of two trials in one cell, the one that was accurate stays. Fast codes of which none is rounded were wrong."""
+    problem_of_trials = {
+        "n256-bfloat16-to-int8_row_4096-accurate": [1, 2],
+        "n256-bfloat16-to-int8_row_4096-fast": [2, 4],
+        "n512-signed-bfloat16-to-fp8_tensor-fast": [8],
+        "n4096-bfloat16-to-mxfp4_32_qutlass-accurate": [1],
+        "n256-bfloat16-to-int8_row_4096_convrot-accurate": [1],
+        "n14336-k28-bfloat16-to-fp8_row_14336-accurate": [1],
+        "n14336-k28-bfloat16-to-int4_row_14336-accurate": [1],
+        "n128-bfloat16-to-fp8_group_128-accurate": [1],
+        "n128-bfloat16-to-fp8_group_128-fast": [1, 2],
+        "n256-float16-to-int8_row_4096-fast": [4],
+        "n256-float32-to-int8_row_4096-accurate": [1],
+    }
+    path = database_of("0008", tmp_path)
+    with closing(sqlite3.connect(path)) as old, old:
+        columns = [name for _, name, *_ in old.execute("PRAGMA table_info(hadagen_trials)")][4:]
+        for number, (key, chunks) in enumerate(problem_of_trials.items(), 10):
+            old.execute("INSERT INTO hadagen_problems VALUES (?, ?)", (number, key))
+            for each in chunks:
+                changed = ", ".join(
+                    {"knobs": f"'{{\"chunks\": {each}}}'", "knobs_key": f"'{{\"chunks\":{each}}}'"}.get(c, c)
+                    for c in columns
+                )
+                old.execute(
+                    f"INSERT INTO hadagen_trials SELECT {100 * number + each}, {number}, environment_id, NULL, "
+                    f"{changed} FROM hadagen_trials WHERE id = 2"
+                )
+                old.execute(f"UPDATE hadagen_trials SET seconds = {number} WHERE problem_id = {number}")
+    with Store.open(path) as store:
+        found = {(each.problem.key, each.knobs["chunks"]): each for each in store.trials() if each.problem.io.form}
+    wrong = [("n128-bfloat16-to-fp8_group_128-accurate", 2), ("n256-float16-to-int8_row_4096-accurate", 4)]
+    assert list(found) == [
+        ("n256-bfloat16-to-int8_row_4096-fast", 1),
+        ("n256-bfloat16-to-int8_row_4096-fast", 2),
+        ("n256-bfloat16-to-int8_row_4096-fast", 4),
+        ("n512-signed-bfloat16-to-fp8_tensor-fast", 8),
+        ("n4096-bfloat16-to-mxfp4_32_qutlass-fast", 1),
+        ("n256-bfloat16-to-int8_row_4096_convrot-fast", 1),
+        ("n14336-k28-bfloat16-to-fp8_row_14336-fast", 1),
+        ("n14336-k28-bfloat16-to-int4_row_14336-accurate", 1),
+        ("n128-bfloat16-to-fp8_group_128-accurate", 1),
+        wrong[0],
+        wrong[1],
+        ("n256-float32-to-int8_row_4096-accurate", 1),
+    ]
+    assert found["n256-bfloat16-to-int8_row_4096-fast", 2].seconds == 10  # which was accurate
+    assert [key for key, each in found.items() if each.outcome is Outcome.WRONG_ANSWER] == wrong
+    test_the_migrations_end_at_the_schema(path)
+
+
 def test_an_older_schema_is_upgraded_with_a_message(
     store: Store, path: Path, next_version: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

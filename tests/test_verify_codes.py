@@ -95,8 +95,8 @@ class StandIn:
         if self.fault == "codes of a single row" and elements == problem.unit:
             raw[0] ^= 3
         elif self.fault == "differs every time":
-            place = self.calls % len(raw)
-            raw[place] ^= 1 if raw[place] & 0x7F < 0x70 else 2
+            tiny = (raw & 0x7F < 0x10).nonzero()[:1]  # a wrong sign of it is hardly an error
+            raw[tiny] ^= self.calls % 2 << 7
         elif self.fault == "swaps neighbors":
             raw = raw.view(-1, 2).flip(1).flatten()
         out = memory(y, len(raw))

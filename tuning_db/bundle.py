@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from hadagen.errors import StorageError
 from hadagen.launch import PORTABLE_CLUSTER, LaunchSpec, params_for
-from hadagen.problem import Problem
+from hadagen.problem import Numerics, Problem
 from hadagen.regimes import Cache, Destination
 from hadagen.target import check_arch
 from hadagen.trial import Environment, Kernel, Provenance, check_knobs, recipe_digest
@@ -46,10 +46,11 @@ from hadagen.tuning_db.signatures import Signature, Statement
 
 SQLITE_MAGIC = b"SQLite format 3\0"
 APPLICATION_ID = 0x68616461  # "hada", in the header of the file
-FORMAT = 7  # of the tables below; in the header too
-# That is read as well. Before 7 there are no signatures; before 6, no problem names an arithmetic; before 5, every
-# kernel has a cubin.
+FORMAT = 8  # of the tables below; in the header too
+# That is read as well. Before 8, accurate kernels that quantize could round between steps; before 7, there are no
+# signatures; before 6, no problem names an arithmetic; before 5, every kernel has a cubin.
 OLDEST_FORMAT = 4
+SIGNED, ACCURATE_CODES = 7, 8  # formats since which that is so
 
 # Every table with its columns; launch, knobs and errors are JSON objects. An environment is there without memory and
 # power limit, because calls choose by `gpu`, the class. The first three are read on opening, the
@@ -340,13 +341,17 @@ class _Content:
         if self.meta["digest"] != content_digest(tables):
             raise ValueError("the content digest does not match")
         self.statement = Statement(opened.format, self.meta["arch"], self.meta["digest"])
-        self.signatures = _signatures(connection) if opened.format == FORMAT else ()
+        self.signatures = _signatures(connection) if opened.format >= SIGNED else ()
         self.environments = {number: _environment(row) for number, row in _by_id(tables, "environments").items()}
         self.numbers: dict[Problem, int] = {}
+        self._named: dict[Problem, Problem] = {}  # as what the file names each of them
         self._sums: dict[int, str] = {}
         self.arithmetic: dict[Problem, str] = {}
         for number, key, *former, winners in tables["problems"]:
-            problem = Problem.parse(key)
+            named = Problem.parse(key)
+            may_round = opened.format < ACCURATE_CODES and named.io.form
+            problem = named.with_io(numerics=Numerics.FAST) if may_round else named
+            self._named[problem] = named
             if problem in self.numbers:
                 raise ValueError(f"{problem.key} is there twice")
             self.numbers[problem] = number
@@ -436,17 +441,19 @@ class _Content:
             raise ValueError(f"it has more {what} than a file of its size")
 
     def _trial(
-        self, problem: Problem, row: Mapping[str, Any], kernels: Mapping[int, Kernel], without_code: bool
+        self, problem: Problem, row: Mapping[str, Any], kernels: dict[int, Kernel], without_code: bool
     ) -> dict[str, Any]:
-        """What the entries of a trial have in common."""
+        """What the entries of a trial have in common. Kernels without code get the names of today."""
         kernel = kernels[row["kernel"]]
         # Calls have no other arguments to give.
         if kernel.launch.params != params_for(problem) or kernel.launch.tile_elements % problem.n:
             raise ValueError(f"{problem.key} has a kernel for other rows or params")
         knobs, errors = _object(row["knobs"]), _object(row["errors"])
         check_knobs(knobs)
-        if without_code and kernel.digest != recipe_digest(problem, knobs, kernel.launch):
-            raise ValueError(f"{problem.key} has a kernel without code that is not of its recipe")
+        if without_code:
+            if kernel.digest != recipe_digest(self._named[problem], knobs, kernel.launch):
+                raise ValueError(f"{problem.key} has a kernel without code that is not of its recipe")
+            kernel = kernels[row["kernel"]] = replace(kernel, digest=recipe_digest(problem, knobs, kernel.launch))
         provenance = Provenance(row["provenance"])
         known = bool(errors) or provenance is Provenance.ESTIMATED
         if not known or not all(type(error) in (int, float) and 0 <= error <= 1e9 for error in errors.values()):
@@ -622,7 +629,7 @@ def _read_once(path: Path, read: Callable[[sqlite3.Connection, _Opened], Found])
             limit_values(connection)
             _allow_steps(connection)
             query = "SELECT sql FROM sqlite_master WHERE sql IS NOT NULL LIMIT ?"
-            schema = SCHEMA if version == FORMAT else UNSIGNED_SCHEMA if version == 6 else FORMER_SCHEMA
+            schema = SCHEMA if version >= SIGNED else UNSIGNED_SCHEMA if version == 6 else FORMER_SCHEMA
             if connection.execute(query, (len(schema) + 1,)).fetchall() != [(statement,) for statement in schema]:
                 raise ValueError("it has other tables")
             state = state_of(found)

@@ -29,6 +29,7 @@ from hadagen.tuning_db.bundle import (
     SCHEMA,
     SHARED,
     SIGNATURES,
+    SIGNED,
     Bundle,
     Row,
     Tables,
@@ -103,7 +104,7 @@ def write_bundle(
 def sign_bundle(path: str | os.PathLike[str], key: SigningKey) -> Signature:
     """Add a signature to a bundle, in place of one that the key made before, and return it. The content stays.
 
-    A bundle of format 6 becomes one of the present format. The file is replaced only when the new one is complete.
+    A bundle of format 6 becomes one of format 7. The file is replaced only when the new one is complete.
 
     Raises `StorageError` if it is missing, foreign or damaged, of an earlier format, or cannot be written.
     """
@@ -117,15 +118,16 @@ def sign_bundle(path: str | os.PathLike[str], key: SigningKey) -> Signature:
                 f"{path} is a bundle of format {before.statement.format}, and formats before {OLDEST_TO_SIGN} have no "
                 "signatures; write it anew with `hadagen bundle merge`"
             )
-        signature = key.sign(replace(before.statement, format=FORMAT))
+        signed = max(before.statement.format, SIGNED)  # whose keys mean the same
+        signature = key.sign(replace(before.statement, format=signed))
         others = [each for each in before.signatures if each.key != signature.key]
         if len(others) >= MOST_SIGNATURES:
             raise StorageError(f"{path} has {len(others)} signatures, which is the most; write it anew and sign that")
         with closing(sqlite3.connect(new, isolation_level=None)) as connection:
             connection.execute("BEGIN")
-            if before.statement.format < FORMAT:
+            if before.statement.format < signed:
                 connection.execute(SIGNATURES)
-                connection.execute(f"PRAGMA user_version = {FORMAT}")
+                connection.execute(f"PRAGMA user_version = {signed}")
             connection.execute("DELETE FROM signatures")
             rows = [(each.key, each.signature) for each in (*others, signature)]
             connection.executemany("INSERT INTO signatures (key, signature) VALUES (?, ?)", rows)

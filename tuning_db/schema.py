@@ -24,7 +24,7 @@ from hadagen.trial import Environment
 from hadagen.tuning_db.files import inflated
 
 PREFIX = "hadagen_"
-SCHEMA_VERSION = "0008"
+SCHEMA_VERSION = "0009"
 VERSION_TABLE = f"{PREFIX}schema_version"
 
 

@@ -15,7 +15,7 @@ tells two apart decides:
 
 A problem with a matrix or signs that no bundle has takes the entries of the nearest problem that one has, with knobs
 that are legal for it, as estimates (see `guesses`); but not for batch-invariant calls, because no bundle names an
-arithmetic of theirs.
+arithmetic of theirs. Fast codes that no bundle has are made by the kernel for accurate ones, if one has that.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from hadagen.errors import StorageError, ToolchainError, UsageError
 from hadagen.launch import PORTABLE_CLUSTER, LaunchSpec
-from hadagen.problem import Problem, Rows, kernel_order
+from hadagen.problem import Numerics, Problem, Rows, kernel_order
 from hadagen.regimes import Destination, destinations, nearest
 from hadagen.runtime import bundles
 from hadagen.runtime.arguments import as_int, is_count, is_flag
@@ -171,8 +171,12 @@ def _best(
     without: Collection[str] = (),
     batch_invariant: bool = False,
 ) -> tuple[Match, dict[int, BundleEntry], Bundle | None] | None:
-    """`_best_bundle`, or else entries that are adapted from those of the nearest problem, without a bundle."""
+    """`_best_bundle`, for fast codes or else for accurate ones, or else entries that are adapted from those of the
+    nearest problem, without a bundle."""
     best = _best_bundle(problem, destination, device, without, batch_invariant)
+    if best is None and problem.io.form:  # fast codes may be as accurate as others
+        accurate = problem.with_io(numerics=Numerics.ACCURATE)
+        best = None if accurate == problem else _best_bundle(accurate, destination, device, without, batch_invariant)
     if best or batch_invariant or not may_be_guessed(problem):
         return best
     served = {each for asked in bundles.in_turn() for bundle in serving(asked, device) for each in bundle.problems()}

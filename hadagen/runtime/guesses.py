@@ -39,15 +39,14 @@ def nearest_problems(problem: Problem, known: Iterable[Problem]) -> list[Problem
 
 def _apart(one: Io, other: Io) -> int | None:
     """0 for the same io, or formats with codes of as many bits and groups of the same size; 1 and 2 for formats that
-    are less similar; 3 where one has none; None for others."""
+    are less similar; 3 where one has none; one more for other numerics of a format; None for others."""
     if one == other:
         return 0
     form, wanted = one.form, other.form
-    if wanted is None or replace(one, output=one.input) != replace(other, output=other.input):
+    if wanted is None or (one.input, one.rows) != (other.input, other.rows):
         return None
-    if form is None:
-        return 3
-    return (form.element.bits != wanted.element.bits) + (form.group != wanted.group)
+    apart = 3 if form is None else (form.element.bits != wanted.element.bits) + (form.group != wanted.group)
+    return apart + (one.numerics is not other.numerics)
 
 
 def adapted(

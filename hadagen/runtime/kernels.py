@@ -161,7 +161,7 @@ def warmup(
     batch_invariant: as in the later calls; by default what HADAGEN_BATCH_INVARIANT says.
 
     to: formats of later calls of `rotate_quantize`. n is then what they rotate by: a `Rotation`, or a power of two, 1
-        for no rotation. inplace, numerics and batch_invariant do not matter to them.
+        for no rotation. inplace and batch_invariant do not matter to them.
     columns: the last dimensions of the later tensors; by default n, or that of the `Rotation`.
     group, rule, layout, round_first: as in the later calls.
 
@@ -202,7 +202,9 @@ def warmup(
         for given in dtypes:
             if to is not None:
                 for form, width in product(forms, widths or [length]):
-                    kinds += _quantizing(index, rotation, _row(width, given, index), form, bool(round_first))
+                    row_of_x = _row(width, given, index)
+                    for contract in contracts:
+                        kinds += _quantizing(index, rotation, row_of_x, form, bool(round_first), contract)
                 continue
             row = padded_length(length)
             for problem in {problem_of(row, given, contract.value, lie) for contract in contracts for lie in Rows}:
@@ -221,11 +223,13 @@ def warmup(
     return len({id(find(*each)) for each in asked} - {id(None)})
 
 
-def _quantizing(device: int, rotation: Any, x: torch.Tensor, form: Format, round_first: bool) -> list[tuple[Kind, int]]:
+def _quantizing(
+    device: int, rotation: Any, x: torch.Tensor, form: Format, round_first: bool, numerics: Numerics
+) -> list[tuple[Kind, int]]:
     """What `rotate_quantize` asks for with tensors like x, and the elements of a row."""
     from hadagen.runtime.quantize import problems_of  # here, because it imports this module
 
-    quantizing, *others = problems_of(x, rotation, form, round_first)
+    quantizing, *others = problems_of(x, rotation, form, round_first, numerics.value)
     if quantizing and _timed_of(kind := Kind(device, quantizing, in_place=False)):
         return [(kind, x.shape[-1])]
     # PyTorch quantizes what other kernels rotate, in place.

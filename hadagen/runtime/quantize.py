@@ -95,6 +95,7 @@ def rotate_quantize(
     tensor_scale: torch.Tensor | float | None = None,
     round_first: bool = False,
     gradient: bool = False,
+    numerics: str = "accurate",
     out: Quantized | tuple[torch.Tensor, torch.Tensor | None] | None = None,
 ) -> Quantized:
     """Rotate the last dimension of x, and quantize the result.
@@ -114,6 +115,9 @@ def rotate_quantize(
     round_first: round the rotated values to x's type before they are quantized. By default they stay float32.
     gradient: whether what `dequantize` gives has gradients, where x requires one. The rotation is then computed twice,
         and its float32 values are kept.
+    numerics: "accurate" keeps at least 16 significant bits of every value until codes are made, on every GPU; only the
+        conversion to FP4 may look at fewer, as docs/quantization.md says. "fast" may round values to fewer bits between
+        steps. float32 is always accurate.
     out: codes and scales to write and return, like those that the call would make and without memory of x: what a call
         returned, or a pair. For fp8-tensor and fp8-head its scales are not looked at.
 
@@ -140,10 +144,11 @@ def rotate_quantize(
             layout=layout,
             tensor_scale=tensor_scale,
             round_first=round_first,
+            numerics=numerics,
             out=out,
         )
         return quantized._replace(rotated=_rotated(x, rotation, scale))
-    key = _key_of(x, rotation, tensor_scale, to, scale, group, rule, layout, round_first)
+    key = _key_of(x, rotation, tensor_scale, to, scale, group, rule, layout, round_first, numerics)
     known = key and _calls.get(key)
     if known and has_only_memory(x) and not needs_derivative(x):
         form, run = known
@@ -163,10 +168,10 @@ def rotate_quantize(
     form.scales_in_row(columns)
     if form.element.bits == 4 and columns % 2:
         raise TensorError(f"x has {columns} columns; 4-bit codes need an even number")
-    check_options(scale, "accurate", torch.float32)
+    check_options(scale, numerics, torch.float32)
     given = _tensor_scale(tensor_scale, form, x)
-    of = _operands(x, rotation, scale if is_symbolic(scale) else float(scale))
-    options = *of[:6], of.scale, form.name, form.group, form.rule, form.layout.value, round_first, given
+    of = _operands(x, rotation, scale if is_symbolic(scale) else float(scale), numerics)
+    options = *of[:6], of.scale, numerics, form.name, form.group, form.rule, form.layout.value, round_first, given
     if destination is None:
         result = _quantized(form, given, *_OPERATOR(x, *options))
     else:
@@ -312,18 +317,18 @@ def _rotated(x: torch.Tensor, rotation: Rotation | Operands | int | None, scale:
     return wide * scale if n == 1 else hadamard_transform(wide.reshape(*wide.shape[:-1], -1, n), scale).flatten(-2)
 
 
-def _operands(x: torch.Tensor, rotation: Rotation | Operands | int | None, scale: float) -> Operands:
+def _operands(x: torch.Tensor, rotation: Rotation | Operands | int | None, scale: float, numerics: str) -> Operands:
     columns = x.shape[-1]
     if isinstance(rotation, Rotation):
-        return rotation.operands_for(x, scale)
+        return rotation.operands_for(x, scale)._replace(numerics=numerics)
     if isinstance(rotation, Operands):
-        return rotation._replace(scale=rotation.scale * scale)
+        return rotation._replace(scale=rotation.scale * scale, numerics=numerics)
     n = 1 if rotation is None else as_int(rotation)
     if isinstance(n, bool) or not isinstance(n, int):
         raise TypeError(f"rotation is a {type(rotation).__name__}; pass a Rotation, a power of two, or None")
     if n < 1 or n & (n - 1) or columns % n:
         raise UsageError(f"rotation = {n} is no power of two that divides the {columns} columns of x; choose one")
-    return Operands(None, [], None, None, n, False, False, scale, "accurate", BATCH_INVARIANT)
+    return Operands(None, [], None, None, n, False, False, scale, numerics, BATCH_INVARIANT)
 
 
 def _tensor_scale(given: torch.Tensor | float | None, form: Format, x: torch.Tensor) -> torch.Tensor | None:
@@ -437,11 +442,11 @@ def _find(
 
 
 def problems_of(
-    x: torch.Tensor, rotation: Rotation | int, form: Format, round_first: bool
+    x: torch.Tensor, rotation: Rotation | int, form: Format, round_first: bool, numerics: str
 ) -> tuple[Problem | None, ...]:
     """Of the kernel that quantizes tensors like x, and of those that rotate where there is none. None if no kernel can.
     Raises what a call with these arguments raises."""
-    of, wide = _operands(x, rotation, 1.0), torch.empty_like(x, dtype=torch.float32)
+    of, wide = _operands(x, rotation, 1.0, numerics), torch.empty_like(x, dtype=torch.float32)
     length = of.n // math.prod(of.orders)
     return (
         quantizing.problem_for(x, of, form, round_first),
@@ -468,7 +473,7 @@ def _in_pytorch(
 
 
 # ---- the operators ---------------------------------------------------------------------------------------------------
-_OUT_AT = 13  # where codes and scales of out stand behind x
+_OUT_AT = 14  # where codes and scales of out stand behind x
 # In compiled code too, results have the strides that those of x say.
 _TAGS = torch.Tag.pt2_compliant_tag, getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order)
 _format = functools.lru_cache(maxsize=256)(Format.choose)
@@ -482,6 +487,7 @@ def _arguments(
     n: int,
     swapped: bool,
     scale: float,
+    numerics: str,
     to: str,
     group: int,
     rule: str,
@@ -489,7 +495,7 @@ def _arguments(
     round_first: bool,
     given: torch.Tensor | None,
 ) -> tuple[Operands, Format, bool, torch.Tensor | None]:
-    of = Operands(matrices, orders, signs, signs_after, n, swapped, False, scale, "accurate", BATCH_INVARIANT)
+    of = Operands(matrices, orders, signs, signs_after, n, swapped, False, scale, numerics, BATCH_INVARIANT)
     return of, _format(to, group, rule, layout), round_first, given
 
 
@@ -535,7 +541,8 @@ for _name, _out, _results, _real, _fake in (
 ):
     LIBRARY.define(
         f"{_name}(Tensor x, Tensor? matrices, int[] orders, Tensor? signs, Tensor? signs_after, int n, bool swapped, "
-        f"Scalar scale, str to, int group, str rule, str layout, bool round_first, Tensor? given{_out}) -> {_results}",
+        f"Scalar scale, str numerics, str to, int group, str rule, str layout, bool round_first, Tensor? given{_out}) "
+        f"-> {_results}",
         tags=_TAGS,
     )
     LIBRARY.impl(_name, _real, "CompositeExplicitAutograd")

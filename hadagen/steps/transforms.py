@@ -148,6 +148,8 @@ class Mma(Step):
         parts = PARTS[self.operand].get(plan.problem.io.input) if self.in_parts else 1
         if self.parts != parts:
             yield f"takes values as {self.parts} {self.operand} instead of {parts or 'another type'}"
+        if self.cuts and plan.problem.keeps_16_bits:
+            yield "cuts values off to 11 bits, but those that are quantized accurately keep 16"
         if self.turned and self.operand == "tf32":
             yield "only 16-bit values are transposed on their way in"
         if self.idle and (self.operand == "tf32" or len(self.places) < 2):
