@@ -76,6 +76,8 @@ HADACORE_ERROR = {
 }
 # The error of one rounding of normal values, which do not fill their range evenly.
 ROUNDING_ERROR = {DType.FLOAT16: 2.08e-4, DType.BFLOAT16: 1.66e-3}
+# A "large" element is a standard normal one times this. It is near the maximum of the type; results stay finite.
+LARGE = {DType.FLOAT16: 4096.0, DType.BFLOAT16: 1e30, DType.FLOAT32: 1e30}
 # A factor on the bound of `fast`: kernels are verified with small samples, whose error may exceed HadaCore's by this.
 _SAMPLED = 1.03
 

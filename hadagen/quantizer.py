@@ -58,19 +58,35 @@ def empty(
     return codes, laid_out_empty(rows, to.scales_in_row(columns), to.layout, of_scales, device)
 
 
-def dequantize(codes: torch.Tensor, scales: torch.Tensor, to: Format, given: torch.Tensor | None) -> torch.Tensor:
-    """What codes and scales stand for, float32 [rows, columns]. The format has codes."""
+def dequantize(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    to: Format,
+    given: torch.Tensor | None,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """The values that codes and scales stand for, float32 [rows, columns]. The format has codes.
+
+    The product of a code and a finite scale is at most the largest number of dtype, and of float32. The code of a value
+    near the largest may be rounded up, beyond it.
+    """
+    most = min(torch.finfo(dtype).max, _FLOAT_MAX)
     values = _decode(to, codes)
     rows, columns = values.shape
     if to.group == TENSOR:
-        return values * (_scales_of_heads(scales, to, rows) if to.by_head else scales.float())
+        return _times(values, _scales_of_heads(scales, to, rows) if to.by_head else scales.float(), most)
     count = to.scales_in_row(columns)
     each = _decode_scales(to, rows_of_scales(scales, to.layout, rows, count))
     if to.rule == "qutlass":
         each = each / _tensor(3.0, each)
     if given is not None:
         each = each * _global_scale(to, given)
-    return (_in_groups(values, to) * each[..., None]).flatten(-2)
+    return _times(_in_groups(values, to), each[..., None], most).flatten(-2)
+
+
+def _times(values: torch.Tensor, scales: torch.Tensor, most: float) -> torch.Tensor:
+    limits = torch.where(scales.isfinite(), most, torch.inf)
+    return (values * scales).clamp(-limits, limits)
 
 
 def sample_scales(to: Format, heads: int, device: torch.device) -> torch.Tensor | None:
@@ -117,7 +133,8 @@ def excess_error(
     values = exact.float()
     best = quantize(values.to(dtype).float() if to.rounded else values, to, dtype, given)
     if to.element is Element.NONE:
-        apart: torch.Tensor = torch.linalg.vector_norm(scales - best[1]) / torch.linalg.vector_norm(best[1])
+        wanted = best[1].double()  # of which squares are finite
+        apart: torch.Tensor = torch.linalg.vector_norm(scales.double() - wanted) / torch.linalg.vector_norm(wanted)
         return apart
     norm = torch.linalg.vector_norm(exact)
 
@@ -214,9 +231,14 @@ def _fp8_row(x: torch.Tensor, largest: torch.Tensor, *_: Any) -> Scaled:
     return scales, x / scales
 
 
+def _over_given(x: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+    """x / given. Over a scale of 0 a value of 0 is 0, and any other is infinite with its own sign."""
+    return torch.where((given == 0) & (x == 0), x, x / (given + 0.0))  # a sum with 0.0 is no negative zero
+
+
 def _fp8_tensor(x: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype, given: torch.Tensor | None) -> Scaled:
     assert given is not None
-    return given, x / given
+    return given, _over_given(x, given)
 
 
 def _of_rows(given: torch.Tensor, rows: int) -> torch.Tensor:
@@ -227,7 +249,7 @@ def _of_rows(given: torch.Tensor, rows: int) -> torch.Tensor:
 
 def _fp8_head(x: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype, given: torch.Tensor | None) -> Scaled:
     assert given is not None
-    return given, x / _of_rows(given, len(x))[..., None]
+    return given, _over_given(x, _of_rows(given, len(x))[..., None])
 
 
 def _fp8_head_fa3(x: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype, given: torch.Tensor | None) -> Scaled:
@@ -287,7 +309,6 @@ def _mx(element: Element, rule: str) -> Any:
         else:
             if rule == "even":  # up where the fraction, rounded to as many bits as an element has, would be 2
                 bits = bits + (1 << 22 - _FRACTION_BITS[element])
-                finite = finite & (bits >> 23 < 255)
             exponents = (bits >> 23) - peak
         return _by_powers(x, exponents, finite)
 
@@ -326,7 +347,7 @@ def _power(exponents: torch.Tensor) -> torch.Tensor:
 
 def _nvfp4(x: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype, given: torch.Tensor | None) -> Scaled:
     assert given is not None
-    scales = encode_e4m3((_over(largest, 6) / given).clamp(2.0**-6, 448.0))
+    scales = encode_e4m3(_over_given(_over(largest, 6), given).clamp(2.0**-6, 448.0))
     return scales, x * ((1 / given) / scales.float())
 
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from hadagen.bits import Reals, decode, encode
 from hadagen.launch import ENTRY_BYTES
-from hadagen.problem import DType, Problem
+from hadagen.problem import LARGE, DType, Problem
 
 INPUT_CLASSES = ("normal", "constant", "one-hot", "uneven", "large")
 
@@ -19,9 +19,6 @@ NORMAL_ELEMENTS = 8192
 
 # Each run of this many elements of an "uneven" row is up to this power of two smaller than the largest run.
 UNEVEN_RUN, UNEVEN_POWER = 256, 40
-# A "large" element is a standard normal one times this. It is near the maximum of the type; results stay finite.
-LARGE = {DType.FLOAT16: 4096.0, DType.BFLOAT16: 1e30, DType.FLOAT32: 1e30}
-
 
 # What a transform takes beside x and the scale: "matrix", its entries [order, order]; "signs_before" and "signs_after"
 # as the params of these names. Signs that are not there are none.

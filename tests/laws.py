@@ -9,7 +9,8 @@
 
 And of a kernel that quantizes, besides *rows*, *ragged* and *outside*:
 
-- *range*: finite values have codes and scales that stand for finite values, and no row of values is lost.
+- *range*: finite values, large ones too, have codes and scales that stand for finite values, and no row of values is
+  lost.
 - *scale*: of twice the values, scales are twice as large, and codes are the same.
 """
 
@@ -24,7 +25,7 @@ from hadagen import quantizer
 from hadagen.formats import TENSOR, Element, Format
 from hadagen.measure.operands import DeviceOperands, orthogonal_matrix
 from hadagen.measure.verify import _BITS, TORCH_DTYPE, Arrangement, Launchable, Verifier, _Findings, arrangements
-from hadagen.problem import Problem
+from hadagen.problem import LARGE, Problem
 from hadagen.reference import Operands, verification_operands, verification_scale
 
 MOST_ROWS = 300  # of a transform; of kernels with more rows in a tile, tiles are ragged anyway
@@ -97,6 +98,8 @@ class _Laws:
                 if theirs is not None and mine is not None and not _same(mine, theirs[:few]):
                     self._broken.append(f"ragged: {few} rows have other codes or scales than among {units}")
         self._check_range(form, codes, scales)
+        large = torch.randn(units, self._problem.unit, generator=self._random) * LARGE[self._problem.io.input]
+        self._check_range(form, *self._quantize(large.to(self._device, self._dtype), form))
         if scales is not None and not form.needs_scale and scales.dtype != torch.uint8:
             twice = self._quantize(x * 2, form)
             assert twice[1] is not None
@@ -140,7 +143,7 @@ class _Laws:
                 self._broken.append(f"rows: other rows of {value} change a row ({where})")
 
     def _check_range(self, form: Format, codes: torch.Tensor, scales: torch.Tensor | None) -> None:
-        if scales is not None and scales.dtype != torch.uint8 and not bool(torch.isfinite(scales.float()).all()):
+        if scales is not None and not bool(torch.isfinite(quantizer._decode_scales(form, scales)).all()):
             self._broken.append("range: a scale of finite values is not finite")
         if form.element is Element.NONE or not codes.numel():
             return

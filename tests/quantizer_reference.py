@@ -159,6 +159,12 @@ def over(x: Floats, constant: float, how: str) -> Floats:
     return x / F(constant) if how == "divided" else x * F(1 / constant)
 
 
+def over_given(x: Floats, scale: NDArray[Any] | np.float32) -> Floats:
+    """x / scale, where 0 over a scale of 0 is 0, and any other value over it is infinite. (No project says this.)"""
+    zero = np.broadcast_to(scale == 0, x.shape)
+    return np.where(zero, np.where(x == 0, x, x * F(np.inf)), x / scale).astype(F)
+
+
 def _quiet() -> Any:
     return np.errstate(divide="ignore", invalid="ignore", over="ignore", under="ignore")
 
@@ -209,7 +215,7 @@ def fp8_tensor(values: NDArray[Any], scale: float, dtype: str = "bfloat16", orde
     """One given scale: codes of x / scale, or of x · fp32(1 / scale), as `reciprocal`."""
     x, s = rounded(values, dtype), F(scale)
     with _quiet():
-        codes = encode_e4m3fn(x / s if order == "divide" else x * (F(1) / s))
+        codes = encode_e4m3fn(over_given(x, s) if order == "divide" else x * (F(1) / s))
     return _result(codes, decode_e4m3fn(codes), s.reshape(1), s.reshape(1, 1))
 
 
@@ -219,7 +225,7 @@ def fp8_head(values: NDArray[Any], given: Floats, dtype: str = "bfloat16", order
     x, each = rounded(values, dtype), np.repeat(given.astype(F), len(values) // len(given))[:, None]
     with _quiet():
         if order == "divide":
-            codes, scales = encode_e4m3fn(x / each), each
+            codes, scales = encode_e4m3fn(over_given(x, each)), each
         else:
             codes = encode_e4m3fn(x * np.where(each > F(1e-12), F(448) / each, F(1)))
             scales = np.where(each > F(1e-12), each / F(448), F(1))
@@ -335,9 +341,6 @@ def mx(values: NDArray[Any], element: str, rule: str = "floor", dtype: str = "bf
     finite = np.isfinite(largest)
     with _quiet():
         exponents = mx_exponents(np.where(finite, largest, F(0)), element, rule)
-    if rule == "even":
-        # What rounds up to 2^128 is an infinity.
-        finite &= exponents < 128 - int(np.log2(FORMATS[element][2]))
     return _scaled_by_powers(x, encode_e8m0(exponents, finite), element)
 
 
@@ -413,7 +416,7 @@ def nvfp4(
             s = F(1) / genc
             scales = encode_e4m3fn(largest * (genc * F(1 / 6)))
         elif order == "torchao":
-            quotient = over(largest, 6, constants) / s
+            quotient = over_given(over(largest, 6, constants), s)
             scales = encode_e4m3fn(np.clip(quotient, F(2.0**-6), F(448)))
         else:
             scales = encode_e4m3fn(over(largest, 6, constants) / s)

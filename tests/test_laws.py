@@ -133,6 +133,9 @@ class ChangedCodes(test_verify_codes.StandIn):
         self, stream: int, x: int, y: int, elements: int, scale: float, rows: RowShape, operands: Mapping[str, int]
     ) -> None:
         super().launch(stream, x, y, elements, scale, rows, operands)
+        if self.fault == "a scale of nothing":
+            bytes_at(operands["scales"], 1)[0] = 0xFF
+            return
         codes, scales = bytes_at(y, elements), bytes_at(operands["scales"], elements // 128 * 4).view(np.float32)
         given = decode(self.problem.io.input, array_at(x, elements, self.problem.io.input))
         if self.fault == "a code of nothing":
@@ -162,3 +165,12 @@ def test_a_law_of_codes_that_a_kernel_breaks_is_named(law: str, fault: str) -> N
     with np.errstate(invalid="ignore"):
         broken = broken_laws(ChangedCodes(problem, fault), problem, CPU, 0)
     assert law in {sentence.partition(":")[0] for sentence in broken} if law else broken == []
+
+
+@pytest.mark.parametrize("fault", ["a scale of nothing", ""])
+def test_scales_that_are_bytes_are_numbers(fault: str) -> None:
+    problem = Problem.parse("n32-bfloat16-to-mxfp8_32_even-accurate")
+    kernel = ChangedCodes(problem, fault) if fault else test_verify_codes.StandIn(problem)
+    with np.errstate(invalid="ignore"):
+        broken = broken_laws(kernel, problem, CPU, 0)
+    assert broken == ["range: a scale of finite values is not finite"] * 2 * bool(fault)

@@ -110,6 +110,16 @@ def test_heads_for_attention(rotate: bool) -> None:
     assert presets.fa3_fp8(torch.zeros(0, 2, 3, 8))[1].shape == (0, 2)
 
 
+def test_zeros_stay_zeros() -> None:
+    """Also where a preset finds the largest magnitude of all values itself."""
+    x = torch.zeros(4, 256)
+    made = (getattr(presets, name) for name in ("deepseek_v32_indexer", "deepseek_v4_fp4", "qutlass_mxfp4"))
+    for preset in (*made, presets.convrot_int8, presets.quarot_int4, presets.transformer_engine_nvfp4):
+        found = preset(x)
+        assert found.scales.float().isfinite().all()
+        assert torch.equal(found.dequantize(), x)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("rotate", [False, True])
 @pytest.mark.parametrize("kv_heads", [None, 1, 2])

@@ -6,12 +6,14 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from emulated_device import EmulatedKernel
 from sample_trials import launch_for
 
 from hadagen.problem import Problem
+from hadagen.reference import transform
 from hadagen.runtime import proof
 
 # Param → the problem whose kernels are right if they read it, and wrong if they do not.
@@ -69,6 +71,42 @@ def test_scales_of_heads_are_compared(key: str, monkeypatch: pytest.MonkeyPatch)
         kernel: Any = kind(problem, None, spec, [])
         object.__setattr__(kernel, "device", 0)
         assert proof.is_right(kernel, problem) is right
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "n64-float16-fast",
+        "n64-float32-accurate",
+        "n64-float16-to-fp8_group_128-accurate",
+        "n32-float32-to-mxfp4_32_even-accurate",
+        "n32-float16-to-nvfp4_16-accurate",
+        "n64-float32-to-fp8_head-accurate",
+        "n64-float32-to-largest_64-accurate",
+    ],
+)
+def test_large_values_are_compared(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Right kernels are found right, and those whose sums overflow are not."""
+    monkeypatch.setattr("torch.cuda.current_stream", lambda device: SimpleNamespace(cuda_stream=0))
+    monkeypatch.setattr(proof, "_ELEMENTS", 1 << 12)
+    device = torch.device
+    monkeypatch.setattr("torch.device", lambda *which: device("cpu"))
+    problem = Problem.parse(key)
+    spec = replace(launch_for(problem), tile_elements=problem.unit)
+    kernel: Any = EmulatedKernel(problem, None, spec, [])
+    object.__setattr__(kernel, "device", 0)
+    assert proof.is_right(kernel, problem)
+
+    def overflowing(problem: Problem, x: Any, *others: Any) -> Any:
+        with np.errstate(invalid="ignore"):
+            return transform(problem, np.where(np.abs(x) > 2.0**13, np.inf, x), *others)
+
+    monkeypatch.setattr("emulated_device.transform", overflowing)
+    assert not proof.is_right(kernel, problem)
+
+
+def test_norms_of_large_values_are_finite() -> None:
+    assert proof._norm(torch.full((4,), 1e30)) == pytest.approx(2e30)
 
 
 def test_rows_without_operands_are_compared_as_before(monkeypatch: pytest.MonkeyPatch) -> None:

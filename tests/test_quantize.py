@@ -235,6 +235,69 @@ def test_largest_magnitudes(
     assert torch.equal(scales, wanted)
 
 
+@pytest.mark.parametrize("name", ["fp8-tensor", "fp8-head", "nvfp4"])
+@pytest.mark.parametrize("zero", [True, False])
+def test_zeros_by_the_scale_of_their_largest_magnitude(name: str, zero: bool) -> None:
+    """As docs/quantization.md finds it: of a tensor of zeros, or of one head of zeros, it is 0. Eager, compiled, with a
+    number, and with gradients."""
+    x = torch.zeros(3, 2, N) if zero else normal(3, 2, N, dtype=torch.float32)
+    x[1] = 0
+    magnitudes = rotate_quantize(x, R, to="largest").scales
+    scale = (magnitudes.amax(1) if name == "fp8-head" else magnitudes.amax()) / (448 * (6 if name == "nvfp4" else 1))
+
+    def model(x: torch.Tensor, scale: torch.Tensor | float) -> tuple[torch.Tensor, ...]:
+        found = rotate_quantize(x, R, to=name, tensor_scale=scale)
+        return found.codes.view(torch.uint8), found.scales.float(), found.dequantize()
+
+    torch.compiler.reset()  # of one function only so many are kept
+    codes, scales, values = model(x, scale)
+    for other in torch.compile(model, fullgraph=True, backend="aot_eager")(x, scale), model(x, scale):
+        assert all(torch.equal(one, wanted) for one, wanted in zip(other, (codes, scales, values), strict=True))
+    if name != "fp8-head":
+        assert all(
+            torch.equal(one, wanted) for one, wanted in zip(model(x, float(scale)), model(x, scale), strict=True)
+        )
+    error = (values - R(x)).norm() if zero else (values - R(x)).norm() / x.norm()
+    assert error < (0.15 if name == "nvfp4" else 0.04) * (not zero) or error == 0
+    assert scales.isfinite().all()
+    assert not values[1].any()
+    assert not (codes[1] & (0x77 if name == "nvfp4" else 0x7F)).any()
+    wide = x.clone().requires_grad_()
+    found = rotate_quantize(wide, R, to=name, tensor_scale=scale, gradient=True).dequantize()
+    (gradient,) = torch.autograd.grad(found.sum(), wide)
+    assert torch.allclose(gradient[1], R.inverse(torch.ones(2, N)), atol=1e-5)
+
+
+def test_the_gradient_of_values_beyond_a_scale_of_zero() -> None:
+    x = torch.tensor([[0.0, 1.0, -2.0, 0.0]]).requires_grad_()
+    values = rotate_quantize(x, to="fp8-tensor", tensor_scale=0.0, gradient=True).dequantize()
+    (gradient,) = torch.autograd.grad(values.sum(), x)
+    assert torch.equal(values, torch.zeros_like(values))
+    assert torch.equal(gradient, torch.tensor([[1.0, 0.0, 0.0, 1.0]]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("name", "rule", "layout"), WITH_CODES)
+def test_finite_values_stay_finite(name: str, rule: str, layout: str, dtype: torch.dtype) -> None:
+    """Also in the type of x, whose largest number a code may round up."""
+    largest = torch.finfo(dtype).max
+    x = torch.full((2, N), largest * 0.3).to(dtype)
+    x[0, 3::16], x[1] = largest, -largest
+    scale = scale_for(name, x, rule)
+    if FORMATS[name].needs_scale:
+        most = torch.full((2,), largest) if name == "fp8-head" else torch.tensor(largest)
+        scale = {
+            "tensor_scale": most / (1 if rule in ("fa3", "transformer_engine") else 448 if "fp8" in name else 2688)
+        }
+    found = rotate_quantize(x, to=name, rule=rule, layout=layout, **scale)
+    for to in (dtype, torch.float32, torch.float64):
+        values = found.dequantize(to)
+        assert values.isfinite().all()
+        assert (
+            (values.double() - x.double()).abs() <= largest * (1 / 8 if FORMATS[name].element.bits == 8 else 1 / 4)
+        ).all()
+
+
 @pytest.mark.parametrize("rule", ["exact", "fa3"])
 @pytest.mark.parametrize("leading", [1, 2, 3])
 @pytest.mark.parametrize("moved", [lambda x: x, *PERMUTED])
@@ -549,9 +612,9 @@ def test_out_has_no_derivative() -> None:
             "tensor_scale requires a gradient",
         ),
         (
-            lambda x: rotate_quantize(x, to="fp8-head", tensor_scale=torch.tensor([1.0, 2.0, 0.0, 3.0])),
+            lambda x: rotate_quantize(x, to="fp8-head", tensor_scale=torch.tensor([1.0, 2.0, -0.5, 3.0])),
             UsageError,
-            "tensor_scale = 0.0 is not possible; pass a positive number",
+            "tensor_scale = -0.5 is not possible; pass a positive number that float32 has, up to 3.4e.38, or 0",
         ),
         (
             lambda x: rotate_quantize(x, to="fp8-head", tensor_scale=torch.tensor([1.0, torch.inf, 1.0, torch.nan])),
@@ -573,7 +636,6 @@ def test_out_has_no_derivative() -> None:
             UsageError,
             "mxfp8 has no tensor_scale; leave it out",
         ),
-        (lambda x: rotate_quantize(x, to="nvfp4", tensor_scale=0.0), UsageError, "tensor_scale = 0.0 is not possible"),
         (lambda x: rotate_quantize(x, to="nvfp4", tensor_scale=1e-50), UsageError, "tensor_scale = 1e-50 is not poss"),
         (lambda x: rotate_quantize(x, to="nvfp4", tensor_scale=1e39), UsageError, "up to 3.4e.38"),
         (lambda x: rotate_quantize(x, to="nvfp4", tensor_scale=10**400), UsageError, "tensor_scale = inf is not poss"),

@@ -11,10 +11,11 @@ import quantizer_reference as exact
 import torch
 
 from hadagen.formats import FORMATS, TENSOR, Element, Format, Layout
-from hadagen.quantizer import dequantize, empty, encode_e2m1, encode_e4m3, laid_out, quantize, rows_of_scales
+from hadagen.quantizer import _decode, dequantize, empty, encode_e2m1, encode_e4m3, laid_out, quantize, rows_of_scales
 
 COLUMNS = 256
 GIVEN = 0.0123
+FLOAT_MAX = torch.finfo(torch.float32).max
 TYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 Reference = Callable[[Any, str], exact.Quantized]
 # (format, rule) → the definition of its codes and scales, for values of a type.
@@ -69,18 +70,23 @@ def given(to: Format, rows: int) -> torch.Tensor | None:
 
 
 def hard_rows(dtype: torch.dtype) -> torch.Tensor:
-    """Of every size that a type has, with outliers, halves between codes, subnormals, zeros of both signs and the
-    largest number."""
+    """Of every size that a type has, with outliers, halves between codes, subnormals, zeros of both signs, and up to
+    the largest number: alone in each group, everywhere, and the 42 numbers before it."""
     g = torch.Generator().manual_seed(0)
     normal = torch.randn(400, COLUMNS, generator=g)
     sizes = 2.0 ** torch.randint(-140, 120, (400, 1), generator=g).double()
     outliers = torch.where(torch.rand(400, COLUMNS, generator=g) < 0.01, normal * 300, normal)
     halves = torch.randint(-31, 32, (400, COLUMNS), generator=g) / 4.0  # many are half way between two codes
     zeros = torch.where(torch.arange(COLUMNS) % 3 == 0, -0.0, 0.0).expand(3, COLUMNS)
+    limits = torch.finfo(dtype)
+    columns = torch.arange(COLUMNS)
+    alone = torch.where(columns % 16 == 5, limits.max, 0.3 * limits.max)
+    before = limits.max * (1 - limits.eps / 2 * torch.arange(42).double()[:, None].repeat(1, COLUMNS))
     rows = torch.cat(
         [normal, outliers, halves, (normal.double() * sizes).float(), zeros, torch.full((1, COLUMNS), 3e38)]
     )
-    limits = torch.finfo(dtype)
+    least = limits.smallest_normal * limits.eps * (columns % 9 - 4)
+    rows = torch.cat([rows.double(), *(each.expand(2, COLUMNS).double() for each in (alone, -alone, least)), before])
     return rows.clamp(limits.min, limits.max).to(dtype)
 
 
@@ -110,7 +116,57 @@ def test_codes_and_scales_are_those_of_the_definition(name: str, rule: str, dtyp
         assert np.array_equal(scales.float().numpy().ravel(), scales_of(to, wanted).ravel(), equal_nan=True)
     values = dequantize(codes, scales, to, scale).double().numpy()
     with np.errstate(over="ignore"):
-        assert np.allclose(values, wanted.values.astype(np.float32), rtol=1e-6, atol=1e-44, equal_nan=True)
+        exactly = np.where(np.isfinite(wanted.values), wanted.values.clip(-FLOAT_MAX, FLOAT_MAX), wanted.values)
+        assert np.allclose(values, exactly.astype(np.float32), rtol=1e-6, atol=1e-44, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("name", "rule"), WITH_CODES)
+def test_finite_values_have_finite_scales_and_come_back(name: str, rule: str, dtype: str) -> None:
+    """Up to the largest number, in each type too. No error is larger than that of the rule `floor`, which cuts off an
+    eighth or a quarter of the largest magnitude."""
+    to, x = chosen(name, rule), hard_rows(TYPES[dtype])
+    magnitudes = x.float().abs().amax(1)
+    exact_scale = {"fp8-tensor": magnitudes.amax() / 448, "fp8-head": magnitudes / 448}
+    scale = exact_scale.get(name, magnitudes.amax() / (448 * 6)) if to.needs_scale else None
+    if rule in ("fa3", "transformer_engine"):
+        scale = magnitudes if rule == "fa3" else magnitudes.amax()
+    codes, scales = quantize(x.float(), to, x.dtype, scale)
+    assert scales.dtype != torch.uint8 or 0xFF not in scales
+    values = dequantize(codes, scales, to, scale, x.dtype)
+    assert values.isfinite().all()
+    assert values.to(x.dtype).isfinite().all()
+    most = magnitudes if to.by_head or not to.needs_scale else magnitudes.amax()
+    error = (values.double() - x.double()).abs().amax(1)
+    assert (error <= most.double() * (1 / 8 if to.element.bits == 8 else 1 / 4) + 1e-3).all()
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("name", "rule"), [(name, rule) for name, rule in ALL if FORMATS[name].needs_scale])
+def test_a_scale_of_zero_keeps_zeros(name: str, rule: str, dtype: str) -> None:
+    """Any other value has the largest code with its sign. All of them stand for 0, or come back where 0 is the largest
+    magnitude. Other heads are as they were."""
+    to = chosen(name, rule)
+    limits = torch.finfo(TYPES[dtype])
+    some = [0.0, -0.0, limits.smallest_normal * limits.eps, -limits.smallest_normal, 1.0, -limits.max, torch.inf]
+    x = torch.tensor([some[at % 7] for at in range(7 * 16)] + [0.0] * 16).to(TYPES[dtype]).float()[None].expand(2, -1)
+    scale = torch.tensor([0.0, 2.0]) if to.by_head else torch.tensor(0.0)
+    codes, scales = quantize(x, to, TYPES[dtype], scale)
+    usual = quantize(x, to, TYPES[dtype], torch.full_like(scale, 2.0))[0]
+    assert not to.by_head or torch.equal(codes[1].view(torch.uint8), usual[1].view(torch.uint8))
+    values = dequantize(codes, scales, to, scale)[0]
+    if rule in ("fa3", "transformer_engine"):  # the magnitude of zeros
+        assert (values[x[0] == 0] == 0).all()
+        return
+    decoded = _decode(to, codes)[0]
+    assert torch.equal(decoded, torch.where(x[0] == 0, 0.0, x[0].sign() * to.element.largest))
+    assert torch.equal(values, torch.zeros_like(values))
+    groups = x[0].view(-1, 16).abs().amax(1)
+    assert name != "nvfp4" or torch.equal(scales[0].float(), torch.where(groups == 0, 2.0**-6, 448.0))
+    far = x.clone()
+    far[0, 0] = torch.nan
+    codes, scales = quantize(far, to, TYPES[dtype], scale)
+    assert _decode(to, codes)[0, 0].isnan() if to.element is Element.E4M3 else scales[0, 0].isnan()
 
 
 def raw(scales: torch.Tensor) -> Any:

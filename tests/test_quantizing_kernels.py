@@ -12,14 +12,14 @@ from test_quantizer import ALL, TYPES, given, hard_rows
 from hadagen import Rotation
 from hadagen.arch import load_arch
 from hadagen.codegen import render
-from hadagen.emulator import HostModule, compile_host
+from hadagen.emulator import HostModule, compile_host, verify
 from hadagen.formats import FORMATS, TENSOR, Element, Format, Layout
 from hadagen.knobs import Knobs
 from hadagen.launch import Source
 from hadagen.plan import interpret
 from hadagen.problem import Problem
 from hadagen.quantizer import memory_of, quantize
-from hadagen.reference import kernel_operands, transform, verification_operands
+from hadagen.reference import hadamard, kernel_operands, transform, verification_operands
 from hadagen.runtime import compute, quantizing
 from hadagen.space import Space, build_plan
 
@@ -41,11 +41,17 @@ def source(problem: Problem, **wanted: Any) -> Source:
 
 
 def emulated(
-    problem: Problem, kernel: Source, module: HostModule, x: torch.Tensor, scale: float = 1.0, **operands: Any
+    problem: Problem,
+    kernel: Source,
+    module: HostModule,
+    x: torch.Tensor,
+    scale: float = 1.0,
+    of_call: torch.Tensor | None = None,
+    **operands: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales of x, [rows, columns], as `quantize` returns them."""
+    """Codes and scales of x, [rows, columns], as `quantize` returns them. of_call: `given` by default."""
     to = form_of(problem)
-    of_call = given(to, len(x))
+    of_call = given(to, len(x)) if of_call is None else of_call
     codes, scales = quantize(torch.zeros(x.shape), to, x.dtype, of_call)  # for their shapes
     codes.view(torch.uint8).fill_(POISON)
     in_row = x.shape[1] // to.group if to.group > 0 else 1
@@ -97,10 +103,17 @@ def unsigned_zeros(codes: torch.Tensor, to: Format) -> torch.Tensor:
     return raw
 
 
-def check(problem: Problem, found: tuple[torch.Tensor, torch.Tensor], y: torch.Tensor, dtype: torch.dtype) -> None:
+def check(
+    problem: Problem,
+    found: tuple[torch.Tensor, torch.Tensor],
+    y: torch.Tensor,
+    dtype: torch.dtype,
+    of_call: torch.Tensor | None = None,
+) -> None:
     """Compare with the quantizer of rotated values, float32 [rows, columns]; every NaN is as good as another."""
     to = form_of(problem)
-    codes, scales = quantize(y.to(dtype).float() if to.rounded else y, to, dtype, given(to, len(y)))
+    of_call = given(to, len(y)) if of_call is None else of_call
+    codes, scales = quantize(y.to(dtype).float() if to.rounded else y, to, dtype, of_call)
     same = unsigned_zeros(found[0], to) == unsigned_zeros(codes, to)
     if to.element is Element.INT8 and problem.n > 1:  # in the middle between two integers either is right
         quotients = (y.double().view(*scales.shape, -1) / scales[..., None].double()).flatten(-2)
@@ -145,6 +158,66 @@ def test_hard_values_of_every_format_and_rule(dtype: str) -> None:
     module = compile_host(kernels)
     for problem, kernel in zip(problems, kernels, strict=True):
         check(problem, emulated(problem, kernel, module, x), x.float(), x.dtype)
+
+
+def test_rotated_values_up_to_the_largest() -> None:
+    """Sums that fill the range of a type, and each of its largest numbers alone: kernels multiply by the scale of the
+    call and the reciprocal of that of a group at once. Scales of finite values are finite."""
+    n = 64
+    problems = [Problem.of(n, dtype, to=form(name, "even")) for dtype in TYPES for name in ("mxfp8", "mxfp4")]
+    problems += [Problem.of(n, list(TYPES)[at % 3], to=form(*each)) for at, each in enumerate(ALL) if each[1] != "even"]
+    kernels = [source(problem) for problem in problems]
+    module = compile_host(kernels)
+    for problem, kernel in zip(problems, kernels, strict=True):
+        dtype = TYPES[problem.io.input.value]
+        largest = torch.finfo(dtype).max
+        columns, unit = 1024, largest / (2 / torch.finfo(dtype).eps - 1)  # of the last bit
+        numbers = torch.Generator().manual_seed(0)
+        alone = torch.zeros(24, columns, dtype=torch.float64)
+        alone[:, ::n] = largest - unit * torch.arange(24).double()[:, None]
+        sums = torch.randint(-1, 2, (24, columns), generator=numbers).double() * unit * (int(largest / unit) // n)
+        x = torch.cat([alone, sums]).to(dtype)
+        y = torch.from_numpy(hadamard(x.double().view(-1, n).numpy())).view(-1, columns).float()
+        found = emulated(problem, kernel, module, x)
+        check(problem, found, y, dtype)
+        scales = (
+            found[1].view(torch.uint8) == 0xFF if form_of(problem).scale == "e8m0" else ~found[1].float().isfinite()
+        )
+        assert not scales.any() or form_of(problem).group == TENSOR, problem.key
+
+
+@pytest.mark.parametrize("n", [1, 64])
+def test_a_scale_of_zero(n: int) -> None:
+    """Zeros keep their codes, and all else has the largest ones, as in PyTorch."""
+    forms = [form(name, rule) for name, rule in ALL if FORMATS[name].needs_scale]
+    forms += [form("fp8-head", "exact", rounded=True), form("nvfp4", "exact", rounded=True)]
+    problems = [Problem.of(n, dtype, to=to) for dtype in TYPES for to in forms]
+    kernels = [source(problem) for problem in problems]
+    module = compile_host(kernels)
+    for problem, kernel in zip(problems, kernels, strict=True):
+        to, dtype = form_of(problem), TYPES[problem.io.input.value]
+        limits = torch.finfo(dtype)
+        x = torch.zeros(24, 256)
+        x[4:12:2, ::64] = torch.tensor([[1.0], [-limits.max], [limits.smallest_normal * limits.eps], [torch.inf]])
+        x[5, 3], x[6, 70] = -3.0, 0.5
+        if n == 1:
+            x[:, 1::2] = torch.where(x[:, 1::2] == 0, -0.0, x[:, 1::2])
+            x[8, 0] = torch.nan
+        x = x.to(dtype)
+        y = torch.from_numpy(hadamard(x.double().view(-1, n).numpy())).view(24, 256).float() if n > 1 else x.float()
+        for zero in (0.0, -0.0):
+            of_call = torch.full((6,), zero) if to.by_head else torch.tensor(zero)
+            if to.by_head:
+                of_call[3] = 0.01
+            check(problem, emulated(problem, kernel, module, x, of_call=of_call), y, dtype, of_call)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_largest_magnitudes_of_every_class_of_input(dtype: str) -> None:
+    """Of large values too, whose squares float32 cannot hold."""
+    problem = Problem.of(64, dtype, to=form("largest", "exact", group=64))
+    errors = verify(problem, source(problem))
+    assert {name: error for name, error in errors.items() if not error <= problem.error_bound} == {}
 
 
 # Problem → knobs. Values of rows of few small integers are exact in fp32, so their codes are those of PyTorch.

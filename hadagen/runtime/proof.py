@@ -11,7 +11,7 @@ from hadagen import quantizer
 from hadagen.driver import LoadedKernel
 from hadagen.formats import Format
 from hadagen.launch import RowShape, sizes_for
-from hadagen.problem import DType, Problem
+from hadagen.problem import LARGE, DType, Problem
 from hadagen.runtime import fallback
 from hadagen.runtime.operands import Operands, addresses, pack_matrix
 from hadagen.runtime.product import rotate_into
@@ -27,31 +27,39 @@ _UNITS = 3  # of a row that is quantized: an odd number of rows or groups of a p
 def is_right(kernel: LoadedKernel, problem: Problem) -> bool:
     """Whether its results are within the error bound of the problem, out of place and in place: for whole tiles and a
     ragged one, more tiles than the GPU holds at once if blocks loop over tiles, for whole rows and rows that are cut
-    short if the kernel reads such rows, and for a matrix and its transpose if it takes one.
+    short if the kernel reads such rows, for a matrix and its transpose if it takes one, and for large values.
 
     Runs on the current stream of the kernel's device, which must be the current device and must not capture a graph.
     Waits for it. PyTorch's random numbers stay as they are. Raises `DriverError` if a launch fails, and PyTorch's
     `RuntimeError` if memory runs out.
     """
     if problem.io.form:
-        return _quantizes_right(kernel, problem, problem.io.form)
+        form = problem.io.form
+        return all(_quantizes_right(kernel, problem, form, size) for size in (1.0, LARGE[problem.io.input]))
     spec, n = kernel.spec, problem.n
     tiles = 2 + (kernel.resident_blocks // spec.cluster if spec.persistent else 0)
     rows = max(tiles * spec.tile_elements // n, _ELEMENTS // n) + 1
     lengths = (n, max(n // 2 + 1, n - 3)) if spec.reads_rows else (n,)
     transposed = (False, True) if problem.order > 1 else (False,)
     device = torch.device("cuda", kernel.device)
-    return all(_is_right(kernel, problem, device, rows, *which) for which in product(lengths, transposed))
+    ways = [*product(lengths, transposed), (n, False, LARGE[problem.io.input])]
+    return all(_is_right(kernel, problem, device, rows, *way) for way in ways)
 
 
 def _is_right(
-    kernel: LoadedKernel, problem: Problem, device: torch.device, rows: int, columns: int, transposed: bool
+    kernel: LoadedKernel,
+    problem: Problem,
+    device: torch.device,
+    rows: int,
+    columns: int,
+    transposed: bool,
+    size: float = 1.0,
 ) -> bool:
-    """For rows of so many elements, one behind the other."""
+    """For rows of so many elements, one behind the other: normal values times `size`."""
     scale = problem.n**-0.5
     numbers = torch.Generator(device).manual_seed(_SEED)
     x = torch.randn(rows, columns, generator=numbers, device=device, dtype=torch.float32)
-    x = x.to(TORCH_DTYPE[problem.io.input])
+    x = (x * size).to(TORCH_DTYPE[problem.io.input])
     exact = torch.float64 if problem.io.input is DType.FLOAT32 else torch.float32
     wanted = torch.empty(rows, columns, dtype=exact, device=device)
     of = _operands(problem, transposed, numbers)
@@ -60,26 +68,33 @@ def _is_right(
     shape = RowShape(columns, columns, columns) if kernel.spec.reads_rows else None
     for y in (torch.full_like(x, math.nan), x):
         kernel.launch(stream, x.data_ptr(), y.data_ptr(), rows * problem.n, scale, shape, addresses(of))
-        error = torch.linalg.vector_norm(y.to(exact) - wanted) / torch.linalg.vector_norm(wanted)
-        if not error.item() <= problem.error_bound:  # NaN is wrong too
+        error = _norm(y.to(exact) - wanted) / _norm(wanted)
+        if not error <= problem.error_bound:  # NaN is wrong too
             return False
     return True
 
 
-def _quantizes_right(kernel: LoadedKernel, problem: Problem, form: Format) -> bool:
+def _norm(values: torch.Tensor) -> float:
+    """The norm, in float64: squares of large values stay finite."""
+    return float(torch.linalg.vector_norm(values, dtype=torch.float64))
+
+
+def _quantizes_right(kernel: LoadedKernel, problem: Problem, form: Format, size: float = 1.0) -> bool:
     """Whether codes and scales stand for the rotated values as well as those of the quantizer in PyTorch, but for the
-    error bound: for whole tiles and a ragged one, and for more tiles than the GPU holds at once."""
+    error bound: for whole tiles and a ragged one, and for more tiles than the GPU holds at once. The values are normal
+    ones times `size`."""
     spec, device = kernel.spec, torch.device("cuda", kernel.device)
     columns = _UNITS * problem.unit
     tiles = 2 + (kernel.resident_blocks // spec.cluster if spec.persistent else 0)
     rows = max(tiles * spec.tile_elements, _ELEMENTS) // columns | 1  # odd, so that the last tile is ragged
     numbers, scale = torch.Generator(device).manual_seed(_SEED), problem.n**-0.5
-    x = torch.randn(rows, columns, generator=numbers, device=device).to(TORCH_DTYPE[problem.io.input])
+    x = (torch.randn(rows, columns, generator=numbers, device=device) * size).to(TORCH_DTYPE[problem.io.input])
     of = _operands(problem, False, numbers)._replace(scale=scale)
     wanted = x.to(torch.float32, copy=True)
     if problem.n > 1:
         rotate_into(x.float(), wanted, of, fallback.transform)
     given = quantizer.sample_scales(form, rows, device)
+    given = given if given is None else given * size
     exact = wanted.double()
     codes, scales = quantizer.empty(rows, columns, form, x.dtype, device)
     for each in (codes, scales):

@@ -63,6 +63,7 @@ class Quantized(NamedTuple):
         """The values that codes and scales stand for, rotated as they are, of x's shape.
 
         dtype: float16, bfloat16, float32 or float64. Raises `UsageError` for another, and for a format without codes.
+        A value beyond the largest number of dtype becomes that number, if its scale is finite.
 
         Of a call with gradient=True they have the gradient of the rotated values, as if codes were not rounded, and 0
         where a value is beyond the largest code.
@@ -72,7 +73,7 @@ class Quantized(NamedTuple):
         if self.format.element is Element.NONE:
             raise UsageError(f"{self.format.name} has no codes, so nothing can be dequantized; read scales")
         codes = self.codes.flatten(0, -2) if self.codes.dim() > 1 else self.codes[None]
-        values = quantizer.dequantize(codes, self.scales, self.format, self.tensor_scale)
+        values = quantizer.dequantize(codes, self.scales, self.format, self.tensor_scale, dtype)
         shape = *self.codes.shape[:-1], values.shape[-1]
         if self.rotated is None:
             return values.view(shape).to(dtype)
@@ -390,10 +391,11 @@ def _heads(form: Format, given: torch.Tensor | None) -> int:
 
 def _check_is_possible(number: float, form: Format) -> None:
     # A largest magnitude is what the values make it: 0, infinite or NaN too.
-    is_possible = not number < 0 if form.rule in ("transformer_engine", "fa3") else _LEAST <= number <= _MOST
+    is_magnitude = form.rule in ("transformer_engine", "fa3")
+    is_possible = not number < 0 if is_magnitude else number == 0 or _LEAST <= number <= _MOST
     if not is_possible:
         raise UsageError(
-            f"tensor_scale = {number} is not possible; pass a positive number that float32 has, up to {_MOST:.3g}"
+            f"tensor_scale = {number} is not possible; pass a positive number that float32 has, up to {_MOST:.3g}, or 0"
         )
 
 

@@ -127,11 +127,16 @@ template <class T> HADAGEN_INLINE RoundedDivisor<T> from_lane(const RoundedDivis
     return {from_lane(static_cast<const Divisor&>(one), lane)};
 }
 
-// What the call gives for all values, or those of a head. Some of these may be infinite.
+// What the call gives for all values, or those of a head. Some of these may be infinite. Over a scale of 0, which is not
+// quick, a value of 0 is 0, and any other is infinite with its own sign.
 struct GivenDivisor : Divisor {
     HADAGEN_INLINE float plain(float x) const {
         const float about = product(x, reciprocal);
         return is_finite(about) ? Divisor::plain(x) : about;
+    }
+    HADAGEN_INLINE float exact(float x) const {
+        if (value == 0.0f) return x == 0.0f ? x : product(x, as_float(0x7F800000u));
+        return Divisor::exact(x);
     }
 };
 HADAGEN_INLINE GivenDivisor from_lane(const GivenDivisor& one, u32 lane) {
@@ -351,7 +356,7 @@ template <int most> HADAGEN_INLINE Factor mx_rceil(float peak) {
 }
 template <int power, int fraction> HADAGEN_INLINE Factor mx_even(float peak) {
     const u32 bits = as_word(peak) + (1u << (22 - fraction));
-    return by_power(int(bits >> 23) - power, is_finite(peak) && bits >> 23 < 255u);
+    return by_power(int(bits >> 23) - power, is_finite(peak));
 }
 template <class T> HADAGEN_INLINE Factor mxfp8_floor(float peak) { return mx_floor<8>(peak); }
 template <class T> HADAGEN_INLINE Factor mxfp8_ceil(float peak) { return mx_ceil<8>(peak); }
