@@ -3,7 +3,7 @@
 Needs a GPU. Writes a row for each problem that has accurate and fast kernels. The input is normal, and the same for
 both. Exact values are rotated in float64 and rounded to float32 before PyTorch quantizes them.
 
-    python docs/measure_codes.py docs/data/codes_h200.csv
+    python docs/measure_codes.py docs/data/codes_h100.csv
 """
 
 from __future__ import annotations

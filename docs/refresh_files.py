@@ -26,8 +26,9 @@ PARTS = DOCS / "data" / "parts_h200.csv"
 SIGNS = DOCS / "data" / "signs_h200.csv"
 # One kernel that quantizes, beside the transform and a quantizer that torch.compile makes.
 PASSES = DOCS / "data" / "passes_h200.csv"
-# What `measure_codes.py` counts.
-CODES = DOCS / "data" / "codes_h200.csv"
+# Winners of accurate and of fast problems, as `hadagen bundle export` writes them, and what `measure_codes.py` counts.
+ACCURATE_CODES = DOCS / "data" / "accurate_codes_h100.csv"
+CODES = DOCS / "data" / "codes_h100.csv"
 QUANTIZED_PARTS = DOCS / "data" / "quantized_parts_h200.csv"
 # `presets.fa3_fp8` beside torchao's kernels for the same codes and scales.
 TORCHAO = DOCS / "data" / "torchao_h200.csv"

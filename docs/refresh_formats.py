@@ -1,4 +1,5 @@
-"""Tables of kernels that quantize, on an H200: beside a copy of as many bytes, the transform alone, and two passes."""
+"""Tables of kernels that quantize, on an H200: beside a copy of as many bytes, the transform alone, and two passes. And
+on an H100, those that are accurate beside those that are fast."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def formats_table() -> str:
     codes, plain = _times(rows), _times(shipped_rows(files.H200))
     table = []
     for problem in sorted({problem for problem, _, _ in codes}, key=_order):
-        if problem.io.input.value != DTYPE or problem.io.numerics is Numerics.FAST:
+        if problem.io.input.value != DTYPE:
             continue
         cells = []
         for _, nominal, cache in REGIMES:
@@ -55,9 +56,9 @@ def formats_table() -> str:
 
 def accurate_codes_table() -> str:
     """How long accurate kernels take beside fast ones, and how many codes of both differ from those of exact values."""
-    if not (files.OURS.exists() and files.CODES.exists()):
+    if not (files.ACCURATE_CODES.exists() and files.CODES.exists()):
         return files.NO_DATA
-    times = _times(shipped_rows(files.H200, quantized=True))
+    times = _times(read_rows(files.ACCURATE_CODES))
     counted = {Problem.parse(row["problem"]): row for row in read_rows(files.CODES)}
     table = []
     for fast in sorted({problem for problem, _, _ in times if problem.io.numerics is Numerics.FAST}, key=_order):
@@ -66,12 +67,11 @@ def accurate_codes_table() -> str:
         for _, nominal, cache in REGIMES:
             place = timed_elements(fast, nominal), cache
             mine, other = times.get((accurate, *place)), times.get((fast, *place))
-            # As fractions of the copies beside them, because both were not timed in one run.
-            cells.append(number(mine[0] / mine[1] / (other[0] / other[1]) if mine and other else None))
+            cells.append(number(mine[0] / other[0] if mine and other else None))
         for each in (accurate, fast):
             row = counted.get(each)
             cells.append(f"{1e6 * int(row['differing']) / int(row['codes']):,.0f}" if row else "–")
-        table.append([_name(fast), *cells])
+        table.append([_name(accurate), *cells])
     titles = [*(title for title, _, _ in REGIMES), "accurate", "fast"]
     return grid("l" + "r" * len(titles), ["format, elements with one scale; n", *titles], table)
 
@@ -129,7 +129,8 @@ def _name(problem: Problem) -> str:
     assert form is not None
     size = f", {form.group}" if form.group > 0 else ""
     factors = f" = {problem.order} · {problem.length}" if problem.order > 1 else ""
-    return f"{form.name}{size}; n = {problem.n}{factors}"
+    numerics = ", fast" if problem.io.numerics is Numerics.FAST else ""
+    return f"{form.name}{size}; n = {problem.n}{factors}{numerics}"
 
 
 Times = dict[tuple[Problem | None, int, str], tuple[float, float]]

@@ -28,13 +28,13 @@ from refresh_rotations import parts_table, products_table, rotations_table
 from refresh_speed_tables import REGIMES, numbers
 from refresh_times import read_rows, read_times
 from sample_bundle import write_trials
-from sample_trials import H200, launch_for, make_kernel, make_timing, make_trial
+from sample_trials import H200, make_timing, make_trial
 
 from hadagen.cli.main import main
 from hadagen.matrices import auto_orders
 from hadagen.measure.watch import SILENCE_S
 from hadagen.problem import Problem
-from hadagen.regimes import Destination, timed_elements
+from hadagen.regimes import timed_elements
 from hadagen.runtime import bundles
 from hadagen.trial import Trial
 
@@ -117,19 +117,15 @@ def write_table(path: Path, rows: list[dict[str, object]]) -> None:
 
 
 def test_accurate_codes_stand_beside_fast_ones(documents: Path) -> None:
-    def trial(chunks: int, numerics: str, us: float) -> Trial:
-        problem = Problem.parse(f"n256-bfloat16-to-int8_row_4096-{numerics}")
-        timing = make_timing(us, timed_elements(problem, 1 << 20), Destination.OUT_OF_PLACE)
-        kernel = make_kernel(b"cubin %d" % chunks, launch=launch_for(problem))
-        return make_trial(
-            chunks, problem=problem, kernel=kernel, environment=H200, timings=(timing,), errors={"one": 0}
-        )
-
-    accurate, fast = trial(1, "accurate", 3.0), trial(2, "fast", 2.0)
-    write_trials(files.OURS, [accurate, fast])
+    key = "n256-bfloat16-to-int8_row_4096-{}".format
+    place = {"elements": 1 << 20, "cache": "hot", "destination": "out-of-place", "copy_us": 1.0}
     assert accurate_codes_table() == files.NO_DATA
-    counts = {accurate.problem.key: 5, fast.problem.key: 9000}
-    write_table(files.CODES, [{"problem": key, "codes": 500000, "differing": of} for key, of in counts.items()])
+    write_table(
+        files.ACCURATE_CODES,
+        [{"problem": key(kind), "us": us, **place} for kind, us in {"accurate": 3.0, "fast": 2.0}.items()],
+    )
+    counts = {"accurate": 5, "fast": 9000}
+    write_table(files.CODES, [{"problem": key(kind), "codes": 500000, "differing": of} for kind, of in counts.items()])
     cells = [cell.strip() for cell in accurate_codes_table().splitlines()[-1].split("|")[1:-1]]
     assert cells == ["int8-row, 4096; n = 256", "–", "1.50", "–", "–", "10", "18,000"]
 
