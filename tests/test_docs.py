@@ -477,14 +477,14 @@ def test_the_architecture_names_every_module() -> None:
 
 def test_the_readme_rotates_activations_and_weight_to_the_same_result() -> None:
     blocks = re.findall("```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    (code,) = (block for block in blocks if "def rotate" in block)
+    (code,) = (block for block in blocks if "layer(x)" in block)
     names: dict[str, Any] = {}
     torch.manual_seed(0)
     exec(code, names)
-    x, y, layer, rotate = (names[name] for name in ("x", "y", "layer", "rotate"))
+    x, y, layer, rotation = (names[name] for name in ("x", "y", "layer", "rotation"))
     torch.testing.assert_close(y, layer(x), rtol=1e-4, atol=1e-4)
     x[:, 5] = 1000.0  # an outlier, which is spread over the row
-    assert rotate(x).abs().max() < 25
+    assert rotation(x).abs().max() < 25
 
 
 def test_the_page_of_rotations_says_what_auto_does() -> None:

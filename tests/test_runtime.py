@@ -18,6 +18,7 @@ import hadagen
 from hadagen import hadamard_transform
 from hadagen.errors import TensorError, UsageError
 from hadagen.reference import hadamard
+from hadagen.runtime import transform
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Largest relative error of normal inputs; rounding a 16-bit result once costs four fifths of it.
@@ -54,6 +55,26 @@ def padded(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
     m = x.shape[-1]
     more = torch.nn.functional.pad(x.detach().double(), (0, (1 << (m - 1).bit_length()) - m))
     return expected(more, scale)[..., :m]
+
+
+@pytest.mark.parametrize("length", [96, 128])
+def test_a_scale_that_looks_orthonormal_warns_once_where_rows_are_padded(
+    length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transform, "_has_warned", False)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        hadamard_transform(torch.ones(2, 128), 128**-0.5)
+        hadamard_transform(torch.ones(2, 96), 1.0)
+        hadamard_transform(torch.ones(2, 100), 0.5)
+        assert found == []
+        for _ in range(2):
+            hadamard_transform(torch.ones(2, 96), length**-0.5)
+        hadamard_transform(torch.ones(2, 100), 0.1)
+    (warning,) = found
+    assert warning.filename == __file__
+    assert "rows of 96 elements are padded to 128, and 32 results are cut off" in str(warning.message)
+    assert "use hadagen.Rotation(96), which is" in str(warning.message)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

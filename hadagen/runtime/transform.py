@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, cast
 
 import torch
 from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
+from hadagen.problem import padded_length
 from hadagen.runtime import operator
 from hadagen.runtime.checks import (
     REAL,
@@ -31,6 +33,9 @@ _dispatch_modes: Any = torch._C._len_torch_dispatch_stack
 _with_gradient: Any = operator.Remembered.apply  # type: ignore[attr-defined]
 _in_functorch: Any = torch._C._are_functorch_transforms_active
 
+_NEARLY = 1e-3  # relative, as a scale may have been rounded
+_has_warned = False
+
 
 def hadamard_transform(
     x: torch.Tensor,
@@ -44,11 +49,13 @@ def hadamard_transform(
     """(x · H_n) · scale over the last dimension, where H_n is the Hadamard matrix of ±1 in Sylvester's order.
 
     x: [..., m] with m at least 1, of type float16, bfloat16, float32 or float64, with any strides, on any device.
-        If m is no power of two, each row is zero-padded to the next one, n, and the first m results are returned. If
-        there are kernels for the GPU, they run for all types but float64 and for m from 2 to 131072. All other calls
-        run in plain PyTorch. The first call on an NVIDIA GPU without any kernels gives a RuntimeWarning. The number of
-        rows may be 0.
-    scale: n ** -0.5 makes the transform orthonormal and, if m = n, its own inverse.
+        If m is no power of two, each row is zero-padded to the next one, n, and the first m results are returned. That
+        is no orthonormal transform of rows of m, whatever the scale, and it has no inverse; `hadagen.Rotation(m)` is
+        one. If there are kernels for the GPU, they run for all types but float64 and for m from 2 to 131072. All other
+        calls run in plain PyTorch. The first call on an NVIDIA GPU without any kernels gives a RuntimeWarning. The
+        number of rows may be 0.
+    scale: for m = n, n ** -0.5 makes the transform orthonormal and its own inverse. For another m, such a scale gives a
+        warning once.
     inplace: overwrite x and return it.
     out: the tensor to write and return, of x's shape, dtype and device; either x itself or without overlap with x.
     numerics: "accurate" rounds to the type of x once, when the result is stored. "fast" may also round between steps,
@@ -110,8 +117,26 @@ def _dispatched(
         check_call(x, scale, numerics)
         if out is not None:
             check_like(x, out)
+        _warn_of_padding(x.shape[-1], scale)
     options = Options(scale if is_symbolic(scale) else float(scale), numerics, bool(batch_invariant))
     return cast(torch.Tensor, operator.HADAMARD.dispatch(x, options, inplace, out))
+
+
+def _warn_of_padding(columns: Any, scale: Any) -> None:
+    """Warn, once, if the scale is that of an orthonormal transform but rows are padded. In a trace, either may be open;
+    then it does not warn."""
+    global _has_warned
+    if _has_warned or type(columns) is not int or is_symbolic(scale):
+        return
+    n = padded_length(columns)
+    if n != columns and any(abs(abs(float(scale)) * length**0.5 - 1) < _NEARLY for length in (columns, n)):
+        _has_warned = True
+        warnings.warn(
+            f"rows of {columns} elements are padded to {n}, and {n - columns} results are cut off, so the transform is "
+            f"not orthonormal with scale = {float(scale):.4g}; use hadagen.Rotation({columns}), which is",
+            UserWarning,
+            stacklevel=4,  # the caller of hadamard_transform
+        )
 
 
 def _number(scale: Any) -> Any:
