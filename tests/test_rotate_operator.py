@@ -135,7 +135,7 @@ def test_a_named_matrix_is_a_tensor_of_its_own() -> None:
 def test_a_stored_matrix_is_a_tensor_of_its_own(rotation: Rotation) -> None:
     of = rotation.operands_for(torch.empty(rotation.n), 1.0)
     signs = (None, None) if of.signs is not None else (rotation.packed_signs, rotation.packed_signs_after)
-    arguments = rotation.packed_matrices, *signs, rotation.name, list(rotation.k), rotation.block
+    arguments = rotation.packed_matrices, *signs, rotation.name, list(rotation.k), rotation.block, rotation._scale
     torch.library.opcheck(stored_matrix, arguments)
     assert torch.equal(stored_matrix(*arguments), of.matrices)
 

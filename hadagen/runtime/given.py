@@ -114,7 +114,8 @@ def _checked(matrix: torch.Tensor) -> torch.Tensor:
     _check_kind(matrix)
     if is_unknown(matrix):
         raise UsageError("the matrix has no values, unlike another; make all of them on the same device")
-    copy = matrix.detach().to("cpu", torch.float64, copy=True)
+    # Contiguous, so that what follows from equal matrices is equal to the last bit.
+    copy = matrix.detach().to("cpu", torch.float64, copy=True, memory_format=torch.contiguous_format)
     if not copy.isfinite().all():
         raise UsageError("the matrix has entries that are not finite; replace them")
     if not 0 < mean_square_of_rows(copy) < math.inf:

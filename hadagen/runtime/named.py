@@ -16,10 +16,11 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
+from hadagen.errors import TensorError
 from hadagen.matrices import find_matrix
 from hadagen.problem import MAX_ORDER, kernel_order
 from hadagen.runtime import sealed
-from hadagen.runtime.given import as_matrices, unpack_given
+from hadagen.runtime.given import as_matrices, mean_square_of_rows, unpack_given
 from hadagen.runtime.linear import LIBRARY
 from hadagen.runtime.operands import TRAILER, combined, pack_matrices, pack_signs, packed_size, unpack_signs
 
@@ -87,6 +88,14 @@ named_matrix: Any = torch.ops.hadagen.named_matrix.default
 
 
 # ---- what depends on sealed buffers ----------------------------------------------------------------------------------
+def scale_of(squares: Sequence[float], orders: Sequence[int], n: int) -> str:
+    """What makes the product with H orthonormal. squares: `mean_square_of_rows` of each matrix.
+
+    As text: torch.compile takes a float for a variable, and compiles twice.
+    """
+    return repr((n // prod(orders) * prod(squares)) ** -0.5)
+
+
 def folds(matrices: Sequence[torch.Tensor], n: int) -> bool:
     """Whether signs become a part of what `combined` gave. If there is no H, they then cost nothing."""
     return len(matrices) == 1 and matrices[0].dtype == torch.int8 and len(matrices[0]) == n
@@ -103,18 +112,21 @@ def stored_on(
     name: str,
     orders: Sequence[int],
     n: int,
+    scale: str,
 ) -> torch.Tensor:
     """The matrices as `rotate` takes them for rows of n, on the device of the sealed buffers from which they follow.
 
     matrices: given ones, as `pack_given` stores them; None for those of the name. signs, signs_after: those that are a
-    part of the matrix. Raises `TensorError` if a buffer is not whole.
+    part of the matrix. scale: what `scale_of` gives, for which the call was made.
+
+    Raises `TensorError` if a buffer is not whole, and for matrices of −1, 0 and 1 of another scale.
     """
     buffers = [each for each in (matrices, signs, signs_after) if each is not None]
     places = tuple(
         None if each is None else (each.data_ptr(), sealed.version_of(each)) for each in (matrices, signs, signs_after)
     )
     device = buffers[0].device
-    key = *places, name, tuple(orders), n, device
+    key = *places, name, tuple(orders), n, device, scale
     found = _stored.get(key)
     if found is not None and not any(each.expired() for each in found[0]):
         return found[1]
@@ -127,6 +139,14 @@ def stored_on(
             parts = [matrix_of(name, order) for order in orders]
         else:
             parts, _ = as_matrices(unpack_given(sealed.on_cpu(matrices)[:-TRAILER], orders))
+            own = scale_of(list(map(mean_square_of_rows, parts)), orders, n)
+            if own != scale and parts[0].dtype == torch.int8:
+                raise TensorError(
+                    f"the given matrices need the scale {own}, but the call was traced for others, of {scale}; trace "
+                    "it anew"
+                )
+            if own != scale:  # a trace has the scale of the matrices with which it was made
+                parts[0] = (parts[0].double() * (float(own) / float(scale))).to(parts[0].dtype)
         parts = combined(parts, n)
         if before is not None:
             parts = [parts[0] * before]
@@ -154,6 +174,7 @@ def _fake_stored(
     name: str,
     orders: Sequence[int],
     n: int,
+    scale: str,
 ) -> torch.Tensor:
     device = next(each for each in (matrices, signs, signs_after) if each is not None).device
     entries = torch.int8
@@ -165,11 +186,12 @@ def _fake_stored(
 
 
 LIBRARY.define(
-    "stored_matrix(Tensor? matrices, Tensor? signs, Tensor? signs_after, str name, int[] orders, int n) -> Tensor",
+    "stored_matrix(Tensor? matrices, Tensor? signs, Tensor? signs_after, str name, int[] orders, int n, "
+    "str scale) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 LIBRARY.impl("stored_matrix", _copy_of_stored, "CompositeExplicitAutograd")
 torch.library.register_fake("hadagen::stored_matrix", _fake_stored, lib=LIBRARY)
 
-# (matrices, signs, signs_after, name, orders, n) → what `stored_on` gives, in a new tensor.
+# (matrices, signs, signs_after, name, orders, n, scale) → what `stored_on` gives, in a new tensor.
 stored_matrix: Any = torch.ops.hadagen.stored_matrix.default

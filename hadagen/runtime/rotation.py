@@ -50,6 +50,7 @@ from hadagen.runtime.named import (
     named_matrix,
     named_on,
     regular_diagonal,
+    scale_of,
     stored_matrix,
     stored_on,
 )
@@ -184,9 +185,7 @@ class Rotation(torch.nn.Module):
         self._set_matrices(matrices, list(map(mean_square_of_rows, matrices)))
 
     def _set_matrices(self, matrices: list[torch.Tensor], squares: list[float]) -> None:
-        rest = self.block // math.prod(self.k)
-        # As text: torch.compile takes a float for a variable, and compiles twice.
-        self._scale = repr((rest * math.prod(squares)) ** -0.5)
+        self._scale = scale_of(squares, self.k, self.block)
         matrices = combined(matrices, self.block)
         self._orders = tuple(len(each) for each in matrices)
         self._all_of_h = folds(matrices, self.block)  # whether signs are a part of the matrix
@@ -526,7 +525,7 @@ class Rotation(torch.nn.Module):
         if self._sizes[_MATRICES] is not None or (self._all_of_h and self._signed):
             fold = self._all_of_h
             signs = (before, after) if fold else (None, None)
-            matrices = stored_matrix(self.packed_matrices, *signs, self.name, list(self.k), self.block)
+            matrices = stored_matrix(self.packed_matrices, *signs, self.name, list(self.k), self.block, self._scale)
             return (matrices, None, None) if fold else (matrices, before, after)
         matrices = None
         if self.k:
@@ -558,7 +557,7 @@ class Rotation(torch.nn.Module):
         if matrices is not None or (self._all_of_h and self._signed):
             fold = self._all_of_h
             signs = (before, after) if fold else (None, None)
-            matrices = stored_on(matrices, *signs, self.name, self.k, self.block)
+            matrices = stored_on(matrices, *signs, self.name, self.k, self.block, self._scale)
             if fold:
                 before = after = None
         elif self.k:
@@ -592,7 +591,7 @@ class Rotation(torch.nn.Module):
             device = buffer.device
         elif values is None:
             raise TensorError(self._fault(name, name, sealed.State.EMPTY, None))
-        self._warn(f"{name} of a Rotation {sealed.FAULTS[sealed.State.EMPTY]}")
+        self._warn(f"{name} {sealed.FAULTS[sealed.State.EMPTY]}")
         self._buffers[name] = buffer = _placed(values, len(values), device)
         return buffer
 
@@ -620,11 +619,7 @@ class Rotation(torch.nn.Module):
     def _fault(self, name: str, said: str, state: sealed.State, found: torch.Tensor | None) -> str:
         if state is sealed.State.OTHER and found is not None:
             return f"{said} holds {sealed.text_of(found)}, not {self._describe(name)}; use the rotation that it is of"
-        if state is sealed.State.EMPTY:
-            fix = "load a state dict that has them"
-        else:
-            fix = "load a state dict that has it whole"
-        return f"{said} of a Rotation {sealed.FAULTS[state]}; {fix}"
+        return f"{said} {sealed.FAULTS[state]}; load a state dict that has it whole"
 
     def _warn(self, what: str) -> None:
         if not self._has_warned:
@@ -702,7 +697,7 @@ class Rotation(torch.nn.Module):
         # What fn leaves in a buffer need not be its values: `to_empty` leaves any, and `.type` casts integers.
         known = {name: self._refresh(name) for name in _BUFFERS}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._place = fn(self._place)
+        self._place = _moved(self._place, fn)
         for name, values in known.items():
             buffer = self._buffers[name]
             if values is not None and buffer is not None:
@@ -739,9 +734,9 @@ class Rotation(torch.nn.Module):
             given = state_dict.get(key)
             if size is None:
                 if state_dict.pop(key, None) is not None:
-                    said = _BUFFERS[name]
+                    said = f"{_BUFFERS[name]}="
                     error_msgs.append(
-                        f"{key} holds the {said} of a Rotation made without {said}=; make it with {said}="
+                        f"{key} is of a Rotation made with {said}, which this one lacks; make it with {said}"
                     )
                 continue
             if isinstance(given, torch.Tensor) and not given.is_meta and sealed.is_readable(given):
@@ -759,7 +754,7 @@ class Rotation(torch.nn.Module):
                     missing.append(key)
                     continue
                 # As if it were missing, on the device where it should be.
-                self._warn(f"{key} of a state dict {sealed.FAULTS[state]}")
+                self._warn(f"{key} in a state dict {sealed.FAULTS[state]}")
                 state_dict[key] = _placed(self._values[name], size, given.device)
             elif given is None and self._values[name] is not None:
                 self._warn(f"a state dict has no {key}")
@@ -806,6 +801,13 @@ class Rotation(torch.nn.Module):
     def _device(self) -> torch.device:
         buffers = (self._buffers[name] for name in _BUFFERS)
         return next((each.device for each in buffers if each is not None), self._place.device)
+
+
+def _moved(place: torch.Tensor, fn: Callable[..., Any]) -> Any:
+    try:
+        return fn(place)
+    except NotImplementedError:  # from the meta device, on which others put all other tensors of a model
+        return fn(torch.empty(0, dtype=place.dtype, device="cpu"))
 
 
 def _index(device: torch.device) -> int:

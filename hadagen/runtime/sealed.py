@@ -106,8 +106,8 @@ def check(*operands: torch.Tensor | None, least: int) -> None:
         state = state_of(on_cpu(sealed))
         if state is not State.WHOLE:
             raise TensorError(
-                f"a buffer of a rotation {FAULTS[state]}; load a state dict that has it, or call reset_parameters() of "
-                "the Rotation"
+                f"a buffer of a Rotation {FAULTS[state]}; load a state dict that has it whole, or call its "
+                "reset_parameters()"
             )
         if len(_checked) > 4096:
             _checked.clear()
@@ -115,7 +115,7 @@ def check(*operands: torch.Tensor | None, least: int) -> None:
 
 
 FAULTS = {
-    State.EMPTY: "holds no values of a rotation, as if nobody wrote to it",
+    State.EMPTY: "holds no values of a Rotation, as memory that nobody wrote",
     State.DAMAGED: "was changed since it was made: its checksum is wrong",
 }
 
