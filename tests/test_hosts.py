@@ -48,6 +48,7 @@ def through_file(save: Callable[[Any, Any], None], load: Callable[[Any], Any], v
 
 
 def safetensors(seed: int) -> dict[str, torch.Tensor]:
+    pytest.importorskip("safetensors")
     from safetensors.torch import load, save
 
     return load(save(Model(seed).state_dict()))

@@ -370,6 +370,60 @@ def test_the_matrix_of_a_checkpoint_of_compressed_tensors(size: int, order: int 
         torch.testing.assert_close(r.shard(0, 3).matrix(), weight / math.sqrt(size))
 
 
+@pytest.mark.parametrize("size", [64, 96, 400])
+@pytest.mark.parametrize("randomize", [False, True])
+@pytest.mark.parametrize("kind", ["hadamard", "random-hadamard"])
+def test_what_compressed_tensors_itself_computes(kind: str, randomize: bool, size: int) -> None:
+    """Its own layers, with the permutation that they keep beside the weight."""
+    transform = pytest.importorskip("compressed_tensors.transform")
+    if kind == "hadamard" and size != 64:
+        pytest.skip("its deterministic matrix is of a power of two")
+    scheme = transform.TransformScheme(type=kind, randomize=randomize, head_dim=size, precision=torch.float64)
+    factory = transform.TransformFactory.from_scheme(scheme, name="u", seed=42)
+    layer, x = torch.nn.Linear(2 * size, 8), normal(3, 2 * size)
+    for inverse in (False, True):
+        arguments = transform.TransformArgs(targets=["Linear"], location="input", inverse=inverse)
+        theirs = factory.create_transform(layer, arguments)
+        state = theirs.state_dict()
+        r = Rotation.from_compressed_tensors(state["weight"].data, n=2 * size, perm=state.get("perm"))
+        assert r.name == ("given" if randomize else "compressed-tensors")
+        torch.testing.assert_close(r.inverse(x) if inverse else r(x), theirs(x), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(r.inverse(r(x)), x)
+
+
+def test_a_permutation_that_changes_nothing_is_no_given_matrix() -> None:
+    weight = dense("compressed-tensors", (12,), 96, some_signs(96))
+    r = Rotation.from_compressed_tensors(weight, perm=torch.arange(96))
+    assert r.to_dict() == Rotation.from_compressed_tensors(weight).to_dict()
+
+
+@pytest.mark.parametrize(
+    ("size", "perm", "kind", "message"),
+    [
+        (
+            512,
+            torch.arange(512).flip(0),
+            UsageError,
+            "order 512 has no kernel, as its order may be at most 428",
+        ),
+        (
+            12,
+            torch.arange(11),
+            UsageError,
+            r"perm is strided int64 of the shape \(11,\); it must have",
+        ),
+        (12, torch.zeros(12).long(), UsageError, "it must have each integer from 0 to 11 once"),
+        (12, torch.arange(12.0), UsageError, "perm is strided float32"),
+        (12, torch.arange(12, device="meta"), UsageError, "it must have each integer from 0 to 11 once"),
+        (12, list(range(12)), TypeError, "perm is a list; pass a torch.Tensor"),
+    ],
+)
+def test_what_is_no_permutation_is_one_sentence(size: int, perm: Any, kind: type[Exception], message: str) -> None:
+    weight = dense("compressed-tensors", (12,) if size == 12 else (), size, some_signs(size))
+    with pytest.raises(kind, match=message):
+        Rotation.from_compressed_tensors(weight, perm=perm)
+
+
 def test_k_of_1_means_no_other_matrix() -> None:
     assert Rotation(64, k=1).to_dict() == Rotation(64).to_dict()
     assert Rotation(48, "quarot", k=(1, 12)).k == (12,)

@@ -13,7 +13,6 @@ from math import prod
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hadagen.errors import TensorError
@@ -102,7 +101,7 @@ def folds(matrices: Sequence[torch.Tensor], n: int) -> bool:
 
 
 # Addresses and versions of the buffers, and the rest of the arguments → the buffers, and the operand.
-_stored: dict[tuple[Any, ...], tuple[list[StorageWeakRef], torch.Tensor]] = {}
+_stored: dict[tuple[Any, ...], tuple[list[Any], torch.Tensor]] = {}
 
 
 def stored_on(
@@ -157,7 +156,7 @@ def stored_on(
         operand = operand.to(device, _held_by(device, operand.dtype))
     if len(_stored) >= 256:
         _stored.clear()
-    _stored[key] = [StorageWeakRef(each.untyped_storage()) for each in buffers], operand
+    _stored[key] = [sealed.StorageWeakRef(each.untyped_storage()) for each in buffers], operand
     return operand
 
 

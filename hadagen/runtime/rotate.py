@@ -23,9 +23,9 @@ from hadagen.runtime.linear import LinearOperator
 from hadagen.runtime.operands import Operands, addresses, check, is_packed
 from hadagen.runtime.repeat import ALIGNMENT, increment_version
 
-# `_key_of` → what to do for all calls that differ only in the address of x. Only checked arguments are in here. An
+# `key_of` → what to do for all calls that differ only in the address of x. Only checked arguments are in here. An
 # entry is right for whatever lies at the addresses of its operands, because they are in the key.
-_calls: dict[tuple[Any, ...], repeat.Run] = repeat.table()
+calls: dict[tuple[Any, ...], repeat.Run] = repeat.table()
 # The same for out=, where x and out are contiguous and share no memory.
 _launches: dict[tuple[Any, ...], Launch] = repeat.table()
 
@@ -58,13 +58,13 @@ def known(x: torch.Tensor, number: int, inplace: bool) -> torch.Tensor | None:
     """
     try:
         address = x.data_ptr()
-        run = _calls[_key_of(x, address, number, inplace)]
+        run = calls[key_of(x, address, number, inplace)]
     except (KeyError, RuntimeError, TypeError):  # a new call, no memory, or a bad argument
         return None
     return run(x, address) if address else None
 
 
-def _key_of(x: torch.Tensor, address: int, number: int, inplace: bool) -> tuple[Any, ...]:
+def key_of(x: torch.Tensor, address: int, number: int, inplace: bool) -> tuple[Any, ...]:
     return x.shape, x.dtype, x.get_device(), x.is_contiguous() and address % ALIGNMENT == 0, inplace, number
 
 
@@ -128,7 +128,7 @@ def _by_kernel(x: torch.Tensor, of: Operands, problem: Problem, inplace: bool) -
         launch = _launch(x, of, problem, inplace)
         if launch is not None:
             run = repeat.runner(x, launch, inplace)
-            repeat.remember(_calls, _key_of(x, address, number_of(of), inplace), run)
+            repeat.remember(calls, key_of(x, address, number_of(of), inplace), run)
             return run(x, address)
     if _is_plain(of):
         return None
@@ -145,7 +145,7 @@ def _launched_into(x: torch.Tensor, y: torch.Tensor, of: Operands, problem: Prob
     source, target = x.data_ptr(), y.data_ptr()
     if not x.is_contiguous() or (source | target) % ALIGNMENT:
         return False
-    key = _key_of(x, source, number_of(of), False)
+    key = key_of(x, source, number_of(of), False)
     launch = _launches.get(key)
     if launch is None:
         launch = _launch(x, of, problem, False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hadagen.errors import TensorError, UsageError
 from hadagen.matrices import MAX_GIVEN_ORDER, find_matrix, find_orders
+from hadagen.problem import Numerics
 from hadagen.runtime import sealed
 from hadagen.runtime.arguments import as_int
 from hadagen.runtime.checks import (
@@ -63,7 +65,7 @@ from hadagen.runtime.operands import (
     unpack_signs,
 )
 from hadagen.runtime.repeat import ALIGNMENT
-from hadagen.runtime.rotate import ROTATE, known, number_of
+from hadagen.runtime.rotate import ROTATE, calls, number_of
 
 _GIVEN = "given"
 _ROWS_AT_A_TIME = 1024
@@ -71,6 +73,7 @@ _ROWS_AT_A_TIME = 1024
 _MAX_REGULAR = 1 << 26
 # The sealed buffers, and what they hold: the arguments of the same names.
 _MATRICES, _SIGNS, _AFTER = "packed_matrices", "packed_signs", "packed_signs_after"
+_NUMERICS = tuple(member.value for member in Numerics)
 _BUFFERS = {_MATRICES: "matrix", _SIGNS: "signs", _AFTER: "signs_after"}
 
 # Needed in every call, so that they are looked up only once.
@@ -110,6 +113,8 @@ class Rotation(torch.nn.Module):
     Raises `UsageError` for values that are not possible, and TypeError for an argument of a wrong type.
     """
 
+    _made: _Made | None  # the operands that the last call had
+    _held: torch.Tensor | None  # that of the name, on the module's device
     packed_matrices: torch.Tensor | None
     packed_signs: torch.Tensor | None
     packed_signs_after: torch.Tensor | None
@@ -446,12 +451,17 @@ class Rotation(torch.nn.Module):
             and not (inplace and _in_functorch())
             and x.shape[-1:] == (self.n,)
         ):
-            made = self._made
-            if made is not None and made.is_current(self._buffers, x.get_device()):
-                number = made.numbers.get((transposed, numerics, batch_invariant))
-                y = None if number is None else known(x, number, inplace)
-                if y is not None:
-                    return y
+            made, index = self._made, x.get_device()
+            if made is not None and made.index == index and (not made.watched or made.is_whole(self._buffers)):
+                try:
+                    address = x.data_ptr()
+                    number, _ = made.known[transposed, numerics, batch_invariant]
+                    aligned = x.is_contiguous() and address % ALIGNMENT == 0
+                    run = calls[x.shape, x.dtype, index, aligned, inplace, number]  # as `key_of` makes it
+                except (KeyError, RuntimeError, TypeError):  # a new call, no memory, or a bad argument
+                    address = 0
+                if address:
+                    return run(x, address)
         check_is_flag(batch_invariant, "batch_invariant")
         if not stands_for_a_tensor(x):
             check_is_tensor(x, "x")
@@ -481,29 +491,20 @@ class Rotation(torch.nn.Module):
             if made is None or not made.is_current(self._buffers, _index(device)):
                 made = self._look(device)
             tensors = made.tensors
-            if scale == 1.0 and numerics in ("accurate", "fast"):
-                of = self._operands(tensors, transposed, scale, numerics, batch_invariant)
-                made.numbers[transposed, numerics, batch_invariant] = number_of(of)
-                return of
+            if scale == 1.0 and numerics in _NUMERICS:
+                key = transposed, numerics, batch_invariant
+                if key not in made.known:
+                    of = self._operands(tensors, transposed, scale, numerics, batch_invariant)
+                    made.known[key] = number_of(of), of
+                return made.known[key][1]
         return self._operands(tensors, transposed, scale, numerics, batch_invariant)
 
     def _operands(
         self, tensors: tuple[Any, Any, Any], transposed: bool, scale: float, numerics: str, batch_invariant: bool
     ) -> Operands:
         matrices, before, after = tensors
-        scale = float(self._scale) * scale
-        return Operands(
-            matrices,
-            self._orders,
-            before,
-            after,
-            self.block,
-            self._swapped,
-            transposed,
-            scale,
-            numerics,
-            batch_invariant,
-        )
+        asked = transposed, float(self._scale) * scale, numerics, batch_invariant
+        return Operands(matrices, self._orders, before, after, self.block, self._swapped, *asked)
 
     def _may_look(self, x: Any) -> bool:
         """Whether buffers can be read and operands made: not in traces, for fake tensors, or while a graph is
@@ -578,7 +579,7 @@ class Rotation(torch.nn.Module):
         if self._sizes[name] is None:
             return None
         buffer, values = self._buffers[name], self._values[name]
-        if hasattr(buffer, "to_local"):  # a DTensor, which is a replica on each rank
+        if buffer is not None and hasattr(buffer, "to_local"):  # a DTensor, which is a replica on each rank
             buffer = buffer.to_local()
         if buffer is not None and sealed.is_readable(buffer):
             found = self._read(buffer)
@@ -635,13 +636,14 @@ class Rotation(torch.nn.Module):
 
     def _fill(self) -> None:
         """Make operands for the module's device, so that the next call, captured or compiled, has them."""
-        self._made: _Made | None = None
-        self._held: torch.Tensor | None = None
+        self._made = self._held = None
         if _is_dynamo_compiling() or _dispatch_modes() or self._device.type == "meta":
             return
         named = self.k if self.name != _GIVEN else ()
         if named or self._swapped:
             self._held = named_on(self.name, self.k or (1,), self.block, str(self._device))
+        with contextlib.suppress(TensorError):  # which the next call raises
+            self._look(self._device)
 
     @property
     def identity(self) -> tuple[Any, ...]:
@@ -760,16 +762,14 @@ class Rotation(torch.nn.Module):
                 self._warn(f"a state dict has no {key}")
                 missing.append(key)
         lacking: list[str] = []
-        super()._load_from_state_dict(  # type: ignore[no-untyped-call]
-            state_dict, prefix, local_metadata, strict, lacking, unexpected_keys, error_msgs
-        )
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, lacking, unexpected_keys, error_msgs)
         missing_keys += [key for key in lacking if key not in missing]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_made": None, "_held": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._fill()
 
     @property
@@ -825,14 +825,17 @@ class _Made:
         tensors: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
     ) -> None:
         self.index, self.tensors = index, tensors
-        self.numbers: dict[tuple[Any, ...], int] = {}  # transposed, numerics and batch_invariant → `number_of`
-        self._watched = watched
+        # transposed, numerics and batch_invariant → `number_of`, and what it is of
+        self.known: dict[tuple[Any, ...], tuple[int, Operands]] = {}
+        self.watched = watched
 
     def is_current(self, buffers: Mapping[str, torch.Tensor | None], index: int) -> bool:
-        """Whether the buffers are the same, nobody wrote to them, and x is on the device of this index."""
-        if index != self.index:
-            return False
-        for name, tensor, version, address in self._watched:
+        """Whether the buffers are the same, and x is on the device of this index."""
+        return index == self.index and self.is_whole(buffers)
+
+    def is_whole(self, buffers: Mapping[str, torch.Tensor | None]) -> bool:
+        """Whether the buffers are the same, and nobody wrote to them."""
+        for name, tensor, version, address in self.watched:
             if buffers[name] is not tensor or tensor.data_ptr() != address:
                 return False
             if version >= 0 and tensor._version != version:
@@ -857,8 +860,7 @@ def _written(buffer: torch.Tensor, values: torch.Tensor | None) -> torch.Tensor:
     if buffer.is_meta or not sealed.is_readable(buffer):
         return buffer
     if values is None:
-        with torch.no_grad():
-            return buffer.zero_()
+        values = torch.zeros(buffer.shape, dtype=torch.uint8, device="cpu")
     if buffer.dtype != torch.uint8 or buffer.shape != values.shape:
         return _placed(values, len(values), buffer.device)
     if not torch.equal(sealed.on_cpu(buffer), values):
@@ -875,7 +877,7 @@ def _as_permutation(perm: Any, size: int) -> torch.Tensor:
     check_is_tensor(perm, "perm")
     whole = perm.layout is torch.strided and not perm.is_nested and not is_unknown(perm)
     if whole and perm.shape == (size,) and not perm.is_floating_point() and not perm.is_complex():
-        order = perm.detach().to("cpu", torch.int64)
+        order: torch.Tensor = perm.detach().to("cpu", torch.int64)
         if torch.equal(order.sort().values, torch.arange(size, device="cpu")):
             return order
     raise UsageError(

@@ -12,9 +12,10 @@ import enum
 import hashlib
 import struct
 import zlib
+from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch.multiprocessing.reductions import StorageWeakRef as _StorageWeakRef
 
 from hadagen.errors import TensorError
 from hadagen.runtime.operands import TRAILER
@@ -85,6 +86,8 @@ def version_of(tensor: torch.Tensor) -> int:
     """A number that writes to the tensor change, unless they go through `.data`; inference tensors do not count."""
     return -1 if tensor.is_inference() else tensor._version
 
+
+StorageWeakRef: Any = _StorageWeakRef  # which has no types
 
 # The address of a buffer that was checked → the memory, its version then, and its size.
 _checked: dict[int, tuple[StorageWeakRef, int, int]] = {}
