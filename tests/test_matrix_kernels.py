@@ -356,9 +356,11 @@ def test_a_rotation_gives_a_kernel_what_it_takes(n: int, order: int) -> None:
     source = render(build_plan(problem, draw(problem, random.Random(0)), ARCH))
     kernel = compile_host([source])
     x = torch.randn((9, n), generator=torch.manual_seed(0)).half()
-    matrix, turned = rotation.get_buffer("_matrices").numpy().reshape(2, -1).copy()
+    of = rotation.operands_for(x, 1.0)
+    matrix, turned = of.matrices.numpy().reshape(2, -1).copy()
     names = ("signs_before", "signs_after")
-    given = [rotation.get_buffer(name).numpy() for name in ("_before", "_after")] if n > order else []
+    given = [each.numpy() for each in (of.signs, of.signs_after) if each is not None]
+    assert len(given) == 2 * (n > order)
     signed, turned_signs = (dict(zip(names, some, strict=False)) for some in (given, given[::-1]))
     for wanted, operands in (
         (rotation(x.double()), {"matrix": matrix, **signed}),

@@ -176,9 +176,9 @@ def test_operands_in_memory_that_kernels_cannot_read(device: EmulatedDevice) -> 
     r, x = signed(224), normal(3, 224, dtype=HALF)
     wanted = x.double() @ r.matrix()
     device.ran()
-    of = (r._orders, r._before, r._after, 224, False, False, float(r._scale), "accurate")
-    odd = torch.cat([torch.zeros(1, dtype=torch.uint8), r._matrices])[1:]
-    strided = torch.stack([r._matrices, r._matrices], 1)[:, 0]
+    matrices, *of = r.operands_for(x, 1.0)
+    odd = torch.cat([torch.zeros(1, dtype=torch.uint8), matrices])[1:]
+    strided = torch.stack([matrices, matrices], 1)[:, 0]
     for matrices in (odd, strided):
         assert same(rotate.ROTATE.functional(x, matrices, *of), wanted)
     assert "n224-k28-signed" not in ran(device)
@@ -203,7 +203,7 @@ def test_a_call_that_comes_again_is_one_look_up(
     with pytest.raises(TypeError):
         r(normal(4, 224, dtype=HALF), inplace=inplace)  # a new call, which would be checked
     repeat.forget()
-    assert not rotate._calls
+    assert not rotate.calls
 
 
 def test_other_operands_are_another_call(device: EmulatedDevice) -> None:
@@ -223,9 +223,9 @@ def test_other_operands_are_another_call(device: EmulatedDevice) -> None:
         y = rotate.ROTATE.functional(x, matrices, [28], other, *of[2:])
         assert same(y, rotate.ROTATE.functional(x.double(), matrices, [28], other, *of[2:]))
     r = signed(224)
-    for matrices in (r._matrices, r._matrices.flip(0)):
-        y = torch.func.functional_call(r, {"_matrices": matrices}, x)
-        assert same(y, torch.func.functional_call(r, {"_matrices": matrices}, x.double()))
+    for other in (r, Rotation(224, signs=some_signs(224, seed=2), signs_after=some_signs(224, seed=3))):
+        assert same(torch.func.functional_call(r, other.state_dict(), x), x.double() @ other.matrix())
+    assert same(r(x), x.double() @ signed(224).matrix())
     for r in (signed(224), Rotation(224, signs=some_signs(224)), Rotation(224, signs=some_signs(224, seed=1))):
         for numerics in ("accurate", "fast"):
             assert same(r(x, numerics=numerics), x.double() @ r.matrix())
@@ -294,7 +294,7 @@ def test_batches_and_modes_see_the_operator(device: EmulatedDevice) -> None:
 
 def test_a_scale_beyond_the_fast_kernel_takes_the_accurate_one(device: EmulatedDevice) -> None:
     r, x = signed(224), normal(3, 224, dtype=HALF)
-    of = (r._matrices, r._orders, r._before, r._after, 224, False, False, 1e-9, "fast")
+    of = r.operands_for(x, 1.0)._replace(scale=1e-9, numerics="fast")
     rotate.ROTATE.functional(x, *of)
     assert device.ran() == ["n224-k28-signed-float16-accurate"]
 
@@ -338,9 +338,7 @@ def test_a_generated_kernel_computes_the_rotation(rotation: Rotation, key: str) 
     module = compile_host([source])
     x = normal(5, problem.n, dtype=HALF)
     for transposed in (False, True):
-        of = rotation._options(
-            rotation._matrices, rotation._before, rotation._after, transposed, float(rotation._scale), "accurate"
-        )
+        of = rotation.operands_for(x, 1.0)._replace(transposed=transposed)
         halves = of.matrices.chunk(2) if of.matrices is not None else ()
         arrays = {each.data_ptr(): each.numpy() for each in (*halves, of.signs, of.signs_after) if each is not None}
         operands: dict[str, Any] = {name: arrays.get(value, value) for name, value in addresses(of).items()}

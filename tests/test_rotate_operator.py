@@ -14,7 +14,7 @@ from test_runtime_operator import compiled, dual, jvp
 
 from hadagen import Rotation
 from hadagen.errors import TensorError
-from hadagen.runtime.named import named_matrix
+from hadagen.runtime.named import named_matrix, named_on, stored_matrix
 from hadagen.runtime.operands import pack_signs
 from hadagen.runtime.rotate import ROTATE, Operands
 
@@ -27,20 +27,10 @@ NOTHING = {"matrices": None, "orders": [], "signs": None, "signs_after": None}
 
 
 def operands(rotation: Rotation = R, transposed: bool = False, **changes: Any) -> Operands:
-    own = Operands(
-        rotation._matrices,
-        rotation._orders,
-        rotation._before,
-        rotation._after,
-        rotation.block,
-        rotation._swapped,
-        transposed,
-        float(rotation._scale),
-        "accurate",
-    )
+    own = rotation.operands_for(torch.empty(rotation.n), 1.0)._replace(transposed=transposed)
     if rotation is R:  # its matrix has the signs
         signs, signs_after = map(pack_signs, (R.signs, R.signs_after))
-        own = own._replace(matrices=Rotation(40, "dao", k=20)._matrices, signs=signs, signs_after=signs_after)
+        own = own._replace(matrices=named_on("dao", (20,), 40, "cpu"), signs=signs, signs_after=signs_after)
     return own._replace(**changes)
 
 
@@ -123,9 +113,31 @@ def test_bad_operands_are_the_same_sentence_everywhere(changes: dict[str, Any], 
 
 def test_a_named_matrix_is_a_tensor_of_its_own() -> None:
     for n in (12, 12 * 128):  # whose kernels take orders of 12 and 48
-        torch.library.opcheck(named_matrix, ("dao", 12, n, "cpu"))
-        named_matrix("dao", 12, n, "cpu").zero_()
-        assert torch.equal(named_matrix("dao", 12, n, "cpu"), Rotation(n, "dao")._matrices)
+        torch.library.opcheck(named_matrix, ("dao", [12], n, "cpu"))
+        named_matrix("dao", [12], n, "cpu").zero_()
+        r = Rotation(n, "dao")
+        assert torch.equal(named_matrix("dao", [12], n, "cpu"), r.operands_for(torch.empty(n), 1.0).matrices)
+    torch.library.opcheck(named_matrix, ("regular", [1], 64, "cpu"))
+    torch.library.opcheck(named_matrix, ("auto", [76, 36], 10944, "cpu"))
+
+
+@pytest.mark.parametrize(
+    "rotation",
+    [
+        Rotation(56, torch.linalg.qr(normal(7, 7)).Q),
+        Rotation(56, [torch.eye(7).float() * 0.5, torch.ones(2, 2)]),
+        Rotation(24, torch.eye(3), signs=some_signs(24)),
+        Rotation(12, torch.eye(12), signs=some_signs(12), signs_after=some_signs(12, seed=1)),
+        R,
+    ],
+    ids=repr,
+)
+def test_a_stored_matrix_is_a_tensor_of_its_own(rotation: Rotation) -> None:
+    of = rotation.operands_for(torch.empty(rotation.n), 1.0)
+    signs = (None, None) if of.signs is not None else (rotation.packed_signs, rotation.packed_signs_after)
+    arguments = rotation.packed_matrices, *signs, rotation.name, list(rotation.k), rotation.block, rotation._scale
+    torch.library.opcheck(stored_matrix, arguments)
+    assert torch.equal(stored_matrix(*arguments), of.matrices)
 
 
 def test_compiled_bad_input_is_the_sentence_too() -> None:

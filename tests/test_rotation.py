@@ -128,7 +128,8 @@ def test_signs_are_a_part_of_a_matrix_that_has_all_of_h(n: int, orders: tuple[in
     signs, after = some_signs(n), some_signs(n, seed=1)
     for before, behind in ((signs, after), (signs, None), (None, after)):
         r = Rotation(n, "auto", k=orders, signs=before, signs_after=behind)
-        assert r._before is r._after is None
+        of = r.operands_for(normal(1, n), 1.0)
+        assert of.signs is of.signs_after is None
         torch.testing.assert_close(r.matrix(), dense("auto", orders, n, before, behind))
         torch.testing.assert_close(r.inverse(r(normal(3, n))), normal(3, n))
 
@@ -162,7 +163,7 @@ def test_the_norm_of_a_given_matrix_does_not_matter(factor: float) -> None:
 
 
 def test_sixteen_bit_results_are_rounded_once() -> None:
-    h = Rotation(172)._matrices
+    h = Rotation(172).operands_for(normal(1, 172), 1.0).matrices
     x = torch.randint(-9, 9, (64, 344), generator=torch.Generator().manual_seed(0))  # so that every sum is exact
     for dtype in (torch.float16, torch.bfloat16):
         y = ROTATE.functional(x.to(dtype), h, [172], None, None, 344, False, False, 0.25, "accurate")
@@ -369,6 +370,60 @@ def test_the_matrix_of_a_checkpoint_of_compressed_tensors(size: int, order: int 
         torch.testing.assert_close(r.shard(0, 3).matrix(), weight / math.sqrt(size))
 
 
+@pytest.mark.parametrize("size", [64, 96, 400])
+@pytest.mark.parametrize("randomize", [False, True])
+@pytest.mark.parametrize("kind", ["hadamard", "random-hadamard"])
+def test_what_compressed_tensors_itself_computes(kind: str, randomize: bool, size: int) -> None:
+    """Its own layers, with the permutation that they keep beside the weight."""
+    transform = pytest.importorskip("compressed_tensors.transform")
+    if kind == "hadamard" and size != 64:
+        pytest.skip("its deterministic matrix is of a power of two")
+    scheme = transform.TransformScheme(type=kind, randomize=randomize, head_dim=size, precision=torch.float64)
+    factory = transform.TransformFactory.from_scheme(scheme, name="u", seed=42)
+    layer, x = torch.nn.Linear(2 * size, 8), normal(3, 2 * size)
+    for inverse in (False, True):
+        arguments = transform.TransformArgs(targets=["Linear"], location="input", inverse=inverse)
+        theirs = factory.create_transform(layer, arguments)
+        state = theirs.state_dict()
+        r = Rotation.from_compressed_tensors(state["weight"].data, n=2 * size, perm=state.get("perm"))
+        assert r.name == ("given" if randomize else "compressed-tensors")
+        torch.testing.assert_close(r.inverse(x) if inverse else r(x), theirs(x), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(r.inverse(r(x)), x)
+
+
+def test_a_permutation_that_changes_nothing_is_no_given_matrix() -> None:
+    weight = dense("compressed-tensors", (12,), 96, some_signs(96))
+    r = Rotation.from_compressed_tensors(weight, perm=torch.arange(96))
+    assert r.to_dict() == Rotation.from_compressed_tensors(weight).to_dict()
+
+
+@pytest.mark.parametrize(
+    ("size", "perm", "kind", "message"),
+    [
+        (
+            512,
+            torch.arange(512).flip(0),
+            UsageError,
+            "order 512 has no kernel, as its order may be at most 428",
+        ),
+        (
+            12,
+            torch.arange(11),
+            UsageError,
+            r"perm is strided int64 of the shape \(11,\); it must have",
+        ),
+        (12, torch.zeros(12).long(), UsageError, "it must have each integer from 0 to 11 once"),
+        (12, torch.arange(12.0), UsageError, "perm is strided float32"),
+        (12, torch.arange(12, device="meta"), UsageError, "it must have each integer from 0 to 11 once"),
+        (12, list(range(12)), TypeError, "perm is a list; pass a torch.Tensor"),
+    ],
+)
+def test_what_is_no_permutation_is_one_sentence(size: int, perm: Any, kind: type[Exception], message: str) -> None:
+    weight = dense("compressed-tensors", (12,) if size == 12 else (), size, some_signs(size))
+    with pytest.raises(kind, match=message):
+        Rotation.from_compressed_tensors(weight, perm=perm)
+
+
 def test_k_of_1_means_no_other_matrix() -> None:
     assert Rotation(64, k=1).to_dict() == Rotation(64).to_dict()
     assert Rotation(48, "quarot", k=(1, 12)).k == (12,)
@@ -411,10 +466,12 @@ def test_what_is_no_matrix_of_a_checkpoint_is_one_sentence(weight: torch.Tensor,
 
 
 # ---- as a module -----------------------------------------------------------------------------------------------------
-def test_it_has_neither_parameters_nor_state() -> None:
+def test_it_has_no_parameters_and_stores_what_was_given_alone() -> None:
+    for made in (Rotation(112), Rotation(64), Rotation(64, "regular"), Rotation(240, k=(12, 20))):
+        assert (list(made.parameters()), list(made.buffers()), made.state_dict()) == ([], [], {})
+        made.load_state_dict({})
     r = Rotation(112, signs=some_signs(112))
-    assert (list(r.parameters()), r.state_dict()) == ([], {})
-    r.load_state_dict({})
+    assert {name: each.dtype for name, each in r.state_dict().items()} == {"packed_signs": torch.uint8}
     assert repr(r) == "Rotation(n=112, block=112 = 28 · 4, matrix='auto', signs)"
     assert repr(Rotation(64)) == "Rotation(n=64, block=64, matrix='auto')"
 
@@ -428,6 +485,7 @@ def test_moves_and_casts_keep_the_operands() -> None:
     assert torch.equal(model.to("meta").to_empty(device="cpu")[1](x), wanted)
     with torch.device("meta"):
         made = Rotation(28, a, signs=[1] * 28)
+        assert made.packed_signs.is_meta
     assert made(x.to("meta")).device.type == "meta"
     assert torch.equal(made.to_empty(device="cpu")(x), Rotation(28, a)(x))
     for move in (lambda r: r.to("meta"), lambda r: r.to_empty(device="meta"), lambda r: r.to("meta").shard(0, 2)):
@@ -469,8 +527,8 @@ SINGULAR = torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
         ((3, SINGULAR * 0), {}, "the matrix has the norm 0"),
         ((3, SINGULAR.double() * 1e200), {}, "cannot be made orthonormal"),
         ((3, SINGULAR.cfloat()), {}, "the matrix is a complex64 tensor; pass real numbers"),
-        ((3, SINGULAR.to("meta")), {}, "the matrix has a layout or a device without values"),
-        ((3, SINGULAR.to_sparse()), {}, "the matrix has a layout or a device without values"),
+        ((9, [SINGULAR, SINGULAR.to("meta")]), {}, "the matrix has no values, unlike another"),
+        ((3, SINGULAR.to_sparse()), {}, "the matrix has a layout without a value for each entry"),
         ((3, SINGULAR.clone().requires_grad_()), {}, r"pass matrix.detach\(\)"),
         ((10, SINGULAR), {}, "n = 10 is not 3 times a power of two"),
         ((18, SINGULAR), {}, "n = 18 is not 3 times a power of two"),
@@ -498,7 +556,6 @@ def test_a_bad_rotation_is_one_sentence(arguments: tuple[Any, ...], options: dic
         ((4, 4), {}, "matrix is a int; pass a name, a K×K tensor or a list of them"),
         ((4, [[1, 1], [1, -1]]), {}, "matrix is a list; pass a name"),
         ((4,), {"signs": "++--"}, "signs is a str; pass a tensor or a list"),
-        ((2,), {"signs": torch.ones(2, device="meta")}, "signs is a Tensor; pass"),
     ],
 )
 def test_a_wrong_type_is_one_sentence(arguments: tuple[Any, ...], options: dict[str, Any], message: str) -> None:
@@ -513,7 +570,7 @@ def test_a_wrong_type_is_one_sentence(arguments: tuple[Any, ...], options: dict[
         (lambda r: r(torch.ones(2, 25)), TensorError, "the last dimension of x is 25; this rotation takes 24"),
         (lambda r: r(torch.tensor(1.0)), TensorError, "x has no dimension"),
         (lambda r: r(torch.ones(2, 24).long()), TensorError, "x has the type int64"),
-        (lambda r: r(torch.ones(2, 24, device="meta")), TensorError, "matrices is on cpu but x on meta; move the rot"),
+        (lambda r: r(torch.ones(2, 24, device="meta")), TensorError, "is on cpu but x on meta; move the rotation"),
         (lambda r: r([1.0]), TypeError, "x is a list; pass a torch.Tensor"),
         (lambda r: r(torch.ones(24), numerics="exact"), UsageError, "numerics 'exact' is not supported"),
         (lambda r: r(torch.ones(24), inplace=2), TypeError, "inplace is 2"),
@@ -553,7 +610,7 @@ def test_a_wrong_type_is_one_sentence(arguments: tuple[Any, ...], options: dict[
 )
 def test_a_bad_call_is_one_sentence(call: Callable[[Rotation], Any], kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
-        call(Rotation(24))
+        call(Rotation(24, signs=[1] * 24))
 
 
 def test_what_is_not_orthogonal_has_no_inverse() -> None:

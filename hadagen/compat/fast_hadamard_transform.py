@@ -140,7 +140,7 @@ def _of_order(k: int, function: Any, x: Any, scale: Any, exact: bool) -> torch.T
         raise TensorError(f"the last dimension of x is {m}; it may be at most {k * _MOST}, or pass exact=True")
     if not is_symbolic(scale):
         scale = float(scale)
-    matrix = named_matrix("dao", k, n, str(x.device))
+    matrix = named_matrix("dao", [k], n, str(x.device))
     y = rotate(pad(x, (0, n - m)), matrix, kernel_order(k, n // k), n, scale=scale)
     return y if n == m else y[..., :m].contiguous()
 

@@ -65,7 +65,7 @@ def matmul_hadU(X: torch.Tensor, transpose: bool = False) -> torch.Tensor:
     k = _order(n)
     if k == 1:
         return _rotated(X, None, 1, transpose)
-    return _rotated(X, named_matrix("quarot", k, n, str(X.device)), kernel_order(k, n // k), transpose)
+    return _rotated(X, named_matrix("quarot", [k], n, str(X.device)), kernel_order(k, n // k), transpose)
 
 
 def matmul_hadUt(X: torch.Tensor) -> torch.Tensor:

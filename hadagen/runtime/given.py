@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch._subclasses import FakeTensor
 
 from hadagen.errors import UsageError
 from hadagen.matrices import MAX_GIVEN_ORDER
@@ -16,6 +17,7 @@ from hadagen.runtime.checks import DTYPES
 # How far the rows of a given matrix may be from orthonormal where an inverse is asked: a few roundings of its type, but
 # at least this much, because many matrices are computed in float32.
 _LEAST_TOLERANCE = 1e-5
+_TYPES = (torch.int8, *DTYPES)  # of given matrices; their places are stored
 
 
 def as_count(value: Any, name: str) -> int:
@@ -38,6 +40,38 @@ def as_orders(k: Any) -> tuple[int, ...]:
     return tuple(as_count(order, "k") for order in orders)
 
 
+def is_unknown(values: Any) -> bool:
+    """Whether it is a tensor without values, such as on the meta device, which a state dict may bring later."""
+    return isinstance(values, torch.Tensor) and (values.is_meta or isinstance(values, FakeTensor))
+
+
+def pack_given(given: list[torch.Tensor]) -> torch.Tensor:
+    """Matrices as bytes: their entries in the least type that holds all, and a byte for the type of each."""
+    entries = torch.cat([each.flatten().to(_least_type(given)) for each in given])
+    types = torch.tensor([_TYPES.index(each.dtype) for each in given], dtype=torch.uint8, device="cpu")
+    return torch.cat([entries.view(torch.uint8), types])
+
+
+def size_of_given(given: list[torch.Tensor]) -> int:
+    """The number of those bytes."""
+    return sum(each.numel() for each in given) * _least_type(given).itemsize + len(given)
+
+
+def unpack_given(packed: torch.Tensor, orders: Sequence[int]) -> list[torch.Tensor]:
+    """The matrices of `pack_given`, on the CPU."""
+    count = len(orders)
+    types = [_TYPES[code] for code in packed[-count:].tolist()]
+    empty = [torch.empty(0, dtype=dtype, device="meta") for dtype in types]
+    entries = packed[:-count].clone().view(_least_type(empty))
+    parts = entries.split([order**2 for order in orders])  # type: ignore[no-untyped-call]
+    return [part.view(order, order).to(dtype) for part, order, dtype in zip(parts, orders, types, strict=True)]
+
+
+def _least_type(matrices: list[torch.Tensor]) -> torch.dtype:
+    types = {each.dtype for each in matrices}
+    return torch.int8 if types == {torch.int8} else torch.float64 if torch.float64 in types else torch.float32
+
+
 def as_matrices(matrix: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """The matrices as operands, and copies of them, of types that hold them and tell how exact they are. On the CPU.
 
@@ -46,27 +80,53 @@ def as_matrices(matrix: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
 
     matrix: a tensor [K, K] of real numbers, or several. Raises TypeError and `UsageError` for anything else.
     """
-    given = [matrix] if isinstance(matrix, torch.Tensor) else matrix
-    if not isinstance(given, Sequence) or not all(isinstance(each, torch.Tensor) for each in given):
-        raise TypeError(f"matrix is a {type(matrix).__name__}; pass a name, a K×K tensor or a list of them")
-    if not given:
-        raise UsageError("matrix is an empty list; pass a name, a K×K tensor or a list of them")
+    given = listed(matrix)
     matrices = [_checked(each) for each in given]
     copies, operands = [], []
     for wide, each in zip(matrices, given, strict=True):
         whole = bool(((wide == 0) | (wide.abs() == 1)).all())
         copies.append(wide.to(torch.int8 if whole else each.dtype if each.dtype in DTYPES else torch.float64))
         operands.append(wide if whole else wide / 2.0 ** (math.frexp(mean_square_of_rows(wide))[1] // 2))
-    types = {each.dtype for each in copies}
-    # The least that holds all operands.
-    packed = torch.int8 if types == {torch.int8} else torch.float64 if torch.float64 in types else torch.float32
-    return [operand.to(packed) for operand in operands], copies
+    least = _least_type(copies)
+    return [operand.to(least) for operand in operands], copies
+
+
+def listed(matrix: Any) -> Sequence[torch.Tensor]:
+    """One matrix or several. Raises TypeError and `UsageError` for anything else."""
+    given = [matrix] if isinstance(matrix, torch.Tensor) else matrix
+    if not isinstance(given, Sequence) or not all(isinstance(each, torch.Tensor) for each in given):
+        raise TypeError(f"matrix is a {type(matrix).__name__}; pass a name, a K×K tensor or a list of them")
+    if not given:
+        raise UsageError("matrix is an empty list; pass a name, a K×K tensor or a list of them")
+    return given
+
+
+def as_unknown(given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Matrices without values: those that `as_matrices` copies, as far as types and shapes say. Raises `UsageError`."""
+    for each in given:
+        _check_kind(each)
+    types = [each.dtype if each.dtype in _TYPES else torch.float64 for each in given]
+    return [torch.empty(each.shape, dtype=dtype, device="meta") for each, dtype in zip(given, types, strict=True)]
 
 
 def _checked(matrix: torch.Tensor) -> torch.Tensor:
     """A copy in float64 on the CPU."""
-    if matrix.layout is not torch.strided or matrix.is_nested or matrix.is_meta:
-        raise UsageError("the matrix has a layout or a device without values; pass a dense tensor")
+    _check_kind(matrix)
+    if is_unknown(matrix):
+        raise UsageError("the matrix has no values, unlike another; make all of them on the same device")
+    # Contiguous, so that what follows from equal matrices is equal to the last bit.
+    copy = matrix.detach().to("cpu", torch.float64, copy=True, memory_format=torch.contiguous_format)
+    if not copy.isfinite().all():
+        raise UsageError("the matrix has entries that are not finite; replace them")
+    if not 0 < mean_square_of_rows(copy) < math.inf:
+        raise UsageError(f"the matrix has the norm {float(copy.norm()):.3g}, and cannot be made orthonormal; scale it")
+    return copy
+
+
+def _check_kind(matrix: torch.Tensor) -> None:
+    """Raises `UsageError`. Reads no values."""
+    if matrix.is_nested or matrix.layout is not torch.strided:
+        raise UsageError("the matrix has a layout without a value for each entry; pass a dense tensor")
     if matrix.is_complex() or matrix.dtype == torch.bool:
         plain = str(matrix.dtype).removeprefix("torch.")
         raise UsageError(f"the matrix is a {plain} tensor; pass real numbers")
@@ -76,12 +136,6 @@ def _checked(matrix: torch.Tensor) -> torch.Tensor:
         raise UsageError(f"the matrix has the order {len(matrix)}; it may be at most {MAX_GIVEN_ORDER}")
     if matrix.requires_grad:
         raise UsageError("the matrix requires grad, but a Rotation has gradients of x alone; pass matrix.detach()")
-    copy = matrix.to("cpu", torch.float64, copy=True)
-    if not copy.isfinite().all():
-        raise UsageError("the matrix has entries that are not finite; replace them")
-    if not 0 < mean_square_of_rows(copy) < math.inf:
-        raise UsageError(f"the matrix has the norm {float(copy.norm()):.3g}, and cannot be made orthonormal; scale it")
-    return copy
 
 
 def why_not_orthogonal(matrix: torch.Tensor, given: torch.Tensor) -> str | None:
@@ -117,10 +171,11 @@ def check_orders(orders: tuple[int, ...], asked: tuple[int, ...] | None, block: 
         raise UsageError(f"n = {block} is not {plain} times a power of two; choose such blocks or other matrices")
 
 
-def as_signs(values: Any, name: str, length: int) -> torch.Tensor:
-    """`length` numbers of ±1, as int8 on the CPU. Raises TypeError and `UsageError`, with the name, for others."""
+def as_signs(values: Any, name: str, length: int) -> torch.Tensor | None:
+    """`length` numbers of ±1, as int8 on the CPU; None for a tensor without values. Raises TypeError and `UsageError`,
+    with the name, for others."""
     try:
-        signs = torch.as_tensor(values, device="cpu")
+        signs = values if is_unknown(values) else torch.as_tensor(values, device="cpu")
     except (TypeError, ValueError, OverflowError, RuntimeError):
         raise TypeError(f"{name} is a {type(values).__name__}; pass a tensor or a list of 1 and -1") from None
     if signs.shape != (length,):
@@ -128,6 +183,8 @@ def as_signs(values: Any, name: str, length: int) -> torch.Tensor:
     if signs.is_complex() or signs.dtype == torch.bool or signs.layout is not torch.strided:
         plain = str(signs.dtype).removeprefix("torch.")
         raise UsageError(f"{name} is a {plain} tensor; pass a dense one of integers or real numbers, each 1 or -1")
+    if is_unknown(signs):
+        return None
     signs = signs.detach().double()
     wrong = (signs.abs() != 1).nonzero()
     if len(wrong):

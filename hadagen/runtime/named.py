@@ -1,18 +1,29 @@
-"""`torch.ops.hadagen.named_matrix`: a named Hadamard matrix on a device. As an operator, so that torch.compile does not
-look inside."""
+"""Operands of rotations, made once for each device: those of named matrices, and those that depend on sealed buffers.
+
+Both are operators of `torch.ops.hadagen` too, so that torch.compile does not look inside. They lie outside of modules,
+where nobody casts, moves, leaves out or stores them. What depends on a name alone is never freed, because CUDA graphs
+keep addresses; there are few names and lengths.
+"""
 
 from __future__ import annotations
 
-from functools import lru_cache
+import functools
+from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from hadagen.errors import TensorError
 from hadagen.matrices import find_matrix
-from hadagen.problem import kernel_order
+from hadagen.problem import MAX_ORDER, kernel_order
+from hadagen.runtime import sealed
+from hadagen.runtime.given import as_matrices, mean_square_of_rows, unpack_given
 from hadagen.runtime.linear import LIBRARY
-from hadagen.runtime.operands import combined, pack_matrix, packed_size
+from hadagen.runtime.operands import TRAILER, combined, pack_matrices, pack_signs, packed_size, unpack_signs
+
+REGULAR = "regular"
 
 
 def matrix_of(name: str, order: int) -> torch.Tensor:
@@ -24,26 +35,162 @@ def matrix_of(name: str, order: int) -> torch.Tensor:
     return entries.view(order, order) * 2 - 1
 
 
-@lru_cache(maxsize=64)
-def _on(name: str, order: int, n: int, device: str) -> torch.Tensor:
+def regular_diagonal(n: int) -> torch.Tensor:
+    """⊗ diag(1, 1, 1, −1) for n = 4^k: the regular matrix is D · H · P · D, where P exchanges bits."""
+    diagonal = torch.tensor([1], dtype=torch.int8, device="cpu")
+    digit = torch.tensor([1, 1, 1, -1], dtype=torch.int8, device="cpu")
+    while len(diagonal) < n:
+        diagonal = torch.kron(diagonal, digit)
+    return diagonal
+
+
+@functools.cache
+def named_on(name: str, orders: tuple[int, ...], n: int, device: str) -> torch.Tensor:
+    """The matrices as `rotate` takes them for rows of n, `combined` and packed; for `regular` the packed diagonal."""
     with _disable_current_modes(), torch.inference_mode(False):  # whose tensors would outlive them here
-        (matrix,) = combined([matrix_of(name, order)], n)
-        return pack_matrix(matrix).to(device)
+        if name == REGULAR:
+            return pack_signs(regular_diagonal(n)).to(device)
+        operand = pack_matrices(combined([matrix_of(name, order) for order in orders], n))
+        assert operand is not None
+        return operand.to(device)
 
 
-def _copy(name: str, order: int, n: int, device: str) -> torch.Tensor:
-    return _on(name, order, n, device).clone()  # compiled code may reuse the memory of a result
+def _copy_of_named(name: str, orders: Sequence[int], n: int, device: str) -> torch.Tensor:
+    return named_on(name, tuple(orders), n, device).clone()  # compiled code may reuse the memory of a result
 
 
-def _fake(name: str, order: int, n: int, device: str) -> torch.Tensor:
-    return torch.empty(packed_size(kernel_order(order, n // order)), dtype=torch.uint8, device=device)
+def _fake_named(name: str, orders: Sequence[int], n: int, device: str) -> torch.Tensor:
+    if name == REGULAR:
+        return torch.empty(-(-n // 8), dtype=torch.uint8, device=device)
+    return _empty(torch.int8, orders, n, torch.device(device))
 
 
-LIBRARY.define("named_matrix(str name, int order, int n, str device) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
-LIBRARY.impl("named_matrix", _copy, "CompositeExplicitAutograd")
-torch.library.register_fake("hadagen::named_matrix", _fake, lib=LIBRARY)
+def _empty(entries: torch.dtype, orders: Sequence[int], n: int, device: torch.device) -> torch.Tensor:
+    """What matrices of such entries are as an operand, without values."""
+    order = prod(orders)
+    if entries == torch.int8 and 1 < order <= MAX_ORDER:
+        return torch.empty(packed_size(kernel_order(order, n // order)), dtype=torch.uint8, device=device)
+    return torch.empty(sum(order**2 for order in orders), dtype=_held_by(device, entries), device=device)
 
-# (name, order, n, device) → the matrix as `rotate` takes it for rows of n, `combined` and packed, in a new tensor. Its
-# order is `kernel_order(order, n // order)`.
+
+def _held_by(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if device.type == "mps" and dtype == torch.float64 else dtype  # which has no float64
+
+
+LIBRARY.define("named_matrix(str name, int[] orders, int n, str device) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+LIBRARY.impl("named_matrix", _copy_of_named, "CompositeExplicitAutograd")
+torch.library.register_fake("hadagen::named_matrix", _fake_named, lib=LIBRARY)
+
+# (name, orders, n, device) → what `named_on` gives, in a new tensor. For `regular`, orders is [1].
 # The device is text, because traces of torch.jit have no devices in operators.
 named_matrix: Any = torch.ops.hadagen.named_matrix.default
+
+
+# ---- what depends on sealed buffers ----------------------------------------------------------------------------------
+def scale_of(squares: Sequence[float], orders: Sequence[int], n: int) -> str:
+    """What makes the product with H orthonormal. squares: `mean_square_of_rows` of each matrix.
+
+    As text: torch.compile takes a float for a variable, and compiles twice.
+    """
+    return repr((n // prod(orders) * prod(squares)) ** -0.5)
+
+
+def folds(matrices: Sequence[torch.Tensor], n: int) -> bool:
+    """Whether signs become a part of what `combined` gave. If there is no H, they then cost nothing."""
+    return len(matrices) == 1 and matrices[0].dtype == torch.int8 and len(matrices[0]) == n
+
+
+# Addresses and versions of the buffers, and the rest of the arguments → the buffers, and the operand.
+_stored: dict[tuple[Any, ...], tuple[list[Any], torch.Tensor]] = {}
+
+
+def stored_on(
+    matrices: torch.Tensor | None,
+    signs: torch.Tensor | None,
+    signs_after: torch.Tensor | None,
+    name: str,
+    orders: Sequence[int],
+    n: int,
+    scale: str,
+) -> torch.Tensor:
+    """The matrices as `rotate` takes them for rows of n, on the device of the sealed buffers from which they follow.
+
+    matrices: given ones, as `pack_given` stores them; None for those of the name. signs, signs_after: those that are a
+    part of the matrix. scale: what `scale_of` gives, for which the call was made.
+
+    Raises `TensorError` if a buffer is not whole, and for matrices of −1, 0 and 1 of another scale.
+    """
+    buffers = [each for each in (matrices, signs, signs_after) if each is not None]
+    places = tuple(
+        None if each is None else (each.data_ptr(), sealed.version_of(each)) for each in (matrices, signs, signs_after)
+    )
+    device = buffers[0].device
+    key = *places, name, tuple(orders), n, device, scale
+    found = _stored.get(key)
+    if found is not None and not any(each.expired() for each in found[0]):
+        return found[1]
+    with _disable_current_modes(), torch.inference_mode(False):
+        sealed.check(*buffers, least=0)
+        before, after = (
+            None if each is None else unpack_signs(sealed.on_cpu(each), n) for each in (signs, signs_after)
+        )
+        if matrices is None:
+            parts = [matrix_of(name, order) for order in orders]
+        else:
+            parts, _ = as_matrices(unpack_given(sealed.on_cpu(matrices)[:-TRAILER], orders))
+            own = scale_of(list(map(mean_square_of_rows, parts)), orders, n)
+            if own != scale and parts[0].dtype == torch.int8:
+                raise TensorError(
+                    f"the given matrices need the scale {own}, but the call was traced for others, of {scale}; trace "
+                    "it anew"
+                )
+            if own != scale:  # a trace has the scale of the matrices with which it was made
+                parts[0] = (parts[0].double() * (float(own) / float(scale))).to(parts[0].dtype)
+        parts = combined(parts, n)
+        if before is not None:
+            parts = [parts[0] * before]
+        if after is not None:
+            parts = [after[:, None] * parts[0]]
+        operand = pack_matrices(parts)
+        assert operand is not None
+        operand = operand.to(device, _held_by(device, operand.dtype))
+    if len(_stored) >= 256:
+        _stored.clear()
+    _stored[key] = [sealed.StorageWeakRef(each.untyped_storage()) for each in buffers], operand
+    return operand
+
+
+def _copy_of_stored(
+    matrices: torch.Tensor | None, signs: torch.Tensor | None, signs_after: torch.Tensor | None, *rest: Any
+) -> torch.Tensor:
+    return stored_on(matrices, signs, signs_after, *rest).clone()
+
+
+def _fake_stored(
+    matrices: torch.Tensor | None,
+    signs: torch.Tensor | None,
+    signs_after: torch.Tensor | None,
+    name: str,
+    orders: Sequence[int],
+    n: int,
+    scale: str,
+) -> torch.Tensor:
+    device = next(each for each in (matrices, signs, signs_after) if each is not None).device
+    entries = torch.int8
+    if matrices is not None:
+        count = sum(order**2 for order in orders)
+        size = (matrices.numel() - TRAILER - len(orders)) // count
+        entries = torch.int8 if size == 1 else torch.float32 if size == 4 else torch.float64
+    return _empty(entries, orders, n, device)
+
+
+LIBRARY.define(
+    "stored_matrix(Tensor? matrices, Tensor? signs, Tensor? signs_after, str name, int[] orders, int n, "
+    "str scale) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+LIBRARY.impl("stored_matrix", _copy_of_stored, "CompositeExplicitAutograd")
+torch.library.register_fake("hadagen::stored_matrix", _fake_stored, lib=LIBRARY)
+
+# (matrices, signs, signs_after, name, orders, n, scale) → what `stored_on` gives, in a new tensor.
+stored_matrix: Any = torch.ops.hadagen.stored_matrix.default

@@ -14,6 +14,7 @@ from hadagen.launch import ENTRY_BYTES
 from hadagen.problem import MAX_ORDER, kernel_order
 from hadagen.runtime.checks import check_call
 
+TRAILER = 128  # bytes behind the values of a sealed buffer; see `hadagen.runtime.sealed`
 _PART = 16  # rows and columns of a part of a packed matrix
 
 
@@ -28,7 +29,7 @@ class Operands(NamedTuple):
         list of tensors, for which autograd's `is_grads_batched` has no rule.)
     orders: K of each matrix. n is the product of all K times a power of two, the order of H.
     signs, signs_after: the diagonals of D_in and D_out, uint8 [⌈n/8⌉]: bit i % 8 of byte i // 8 is 1 where element i is
-        −1; or None.
+        −1; or a `sealed` buffer of these bytes; or None.
     swapped: the two bits of each base-4 digit of an output's index are exchanged, between H and D_out. n is a power of
         4, and there are no matrices.
     """
@@ -78,7 +79,7 @@ def check(x: torch.Tensor, of: Operands) -> None:
         if signs is None:
             continue
         size = -(-of.n // 8)
-        if signs.shape != (size,) or signs.dtype != torch.uint8:
+        if signs.shape not in ((size,), (size + TRAILER,)) or signs.dtype != torch.uint8:
             plain = str(signs.dtype).removeprefix("torch.")
             raise TensorError(
                 f"{name} is {plain} of the shape {tuple(signs.shape)}; it must be uint8 of ({size},), a bit each"

@@ -17,7 +17,7 @@ from hadagen.problem import LEAST_GROUP, Problem
 from hadagen.runtime import kernels, repeat
 from hadagen.runtime.operands import Operands, addresses
 from hadagen.runtime.repeat import ALIGNMENT
-from hadagen.runtime.rotate import problem_of
+from hadagen.runtime.rotate import check_whole, problem_of
 
 _MOST_GROUPS = 1 << 32  # which kernels count in 32 bits
 
@@ -134,6 +134,7 @@ def copy_into(out: Sequence[torch.Tensor], made: Results) -> None:
 
 def find(x: torch.Tensor, of: Operands, form: Format, round_first: bool, heads: int) -> Run | None:
     """What launches a kernel for tensors like x; None if there is none. heads: how many have a scale, where they do."""
+    check_whole(of)
     problem = problem_for(x, of, form, round_first)
     if problem is None or x.numel() % problem.unit or x.numel() // LEAST_GROUP >= _MOST_GROUPS:
         return None

@@ -7,6 +7,7 @@ there is none, PyTorch does it, and H goes through the kernels of `hadamard_tran
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -15,55 +16,66 @@ from hadagen.driver import Launch
 from hadagen.formats import Format
 from hadagen.launch import RowShape
 from hadagen.problem import Problem, Rows
-from hadagen.runtime import compute, kernels, product, repeat
+from hadagen.runtime import compute, kernels, product, repeat, sealed
 from hadagen.runtime.checks import check_like, check_writable
 from hadagen.runtime.choose import BATCH_INVARIANT
 from hadagen.runtime.linear import LinearOperator
 from hadagen.runtime.operands import Operands, addresses, check, is_packed
 from hadagen.runtime.repeat import ALIGNMENT, increment_version
 
-# `_key_of` → what to do for all calls that differ only in the address of x. Only checked arguments are in here. An
+# `key_of` → what to do for all calls that differ only in the address of x. Only checked arguments are in here. An
 # entry is right for whatever lies at the addresses of its operands, because they are in the key.
-_calls: dict[tuple[Any, ...], repeat.Run] = repeat.table()
+calls: dict[tuple[Any, ...], repeat.Run] = repeat.table()
 # The same for out=, where x and out are contiguous and share no memory.
 _launches: dict[tuple[Any, ...], Launch] = repeat.table()
 
 
-def known(x: torch.Tensor, of: Operands, inplace: bool) -> torch.Tensor | None:
-    """The result of a call that comes again, with arguments that were checked then; None for any other.
-
-    The shapes of operands must be right, and their memory contiguous.
-    """
-    try:
-        address = x.data_ptr()
-        run = _calls[_key_of(x, address, of, inplace)]
-    except (KeyError, RuntimeError, TypeError):  # a new call, no memory, or a bad argument
-        return None
-    return run(x, address) if address else None
+# What operands are and where they lie → a number that no other has. With numbers, keys are cheap to compare.
+_numbers: dict[tuple[Any, ...], int] = repeat.table()
+_next_number = itertools.count().__next__
 
 
-def _key_of(x: torch.Tensor, address: int, of: Operands, inplace: bool) -> tuple[Any, ...]:
+def number_of(of: Operands) -> int:
+    """The same for operands that are the same in memory, as long as that memory is theirs."""
     matrices, orders, signs, signs_after = of[:4]
-    return (
-        x.shape,
-        x.dtype,
-        x.get_device(),
-        x.is_contiguous() and address % ALIGNMENT == 0,
-        inplace,
+    key = (
         matrices is not None and (matrices.data_ptr(), matrices.dtype, *orders),
         signs is not None and signs.data_ptr(),
         signs_after is not None and signs_after.data_ptr(),
         of[4:],
     )
+    number = _numbers.get(key)
+    if number is None:
+        number = _next_number()
+        repeat.remember(_numbers, key, number)
+    return number
+
+
+def known(x: torch.Tensor, number: int, inplace: bool) -> torch.Tensor | None:
+    """The result of a call that comes again, with arguments that were checked then; None for any other.
+
+    number: that of the operands. Their shapes must be right, and their memory contiguous.
+    """
+    try:
+        address = x.data_ptr()
+        run = calls[key_of(x, address, number, inplace)]
+    except (KeyError, RuntimeError, TypeError):  # a new call, no memory, or a bad argument
+        return None
+    return run(x, address) if address else None
+
+
+def key_of(x: torch.Tensor, address: int, number: int, inplace: bool) -> tuple[Any, ...]:
+    return x.shape, x.dtype, x.get_device(), x.is_contiguous() and address % ALIGNMENT == 0, inplace, number
 
 
 def _compute(x: torch.Tensor, of: Operands, inplace: bool) -> torch.Tensor:
     check(x, of)
+    check_whole(of)
     if inplace:
         check_writable(x)
     problem = problem_of(x, of)
     if problem is not None:
-        y = known(x, of, inplace)
+        y = known(x, number_of(of), inplace)
         if y is None:
             y = _by_kernel(x, of, problem, inplace)
         if y is not None:
@@ -76,6 +88,11 @@ def _compute(x: torch.Tensor, of: Operands, inplace: bool) -> torch.Tensor:
     return x.copy_(y) if inplace else y
 
 
+def check_whole(of: Operands) -> None:
+    """Raises `TensorError` for sealed signs that are not whole."""
+    sealed.check(of.signs, of.signs_after, least=-(-of.n // 8))
+
+
 def rotated(x: torch.Tensor, of: Operands) -> torch.Tensor:
     """The rotation of x, which is contiguous and may be overwritten."""
     return _compute(x, of, True)
@@ -83,6 +100,7 @@ def rotated(x: torch.Tensor, of: Operands) -> torch.Tensor:
 
 def _compute_into(x: torch.Tensor, y: torch.Tensor, of: Operands) -> None:
     check(x, of)
+    check_whole(of)
     check_like(x, y)
     check_writable(y)
     if x.data_ptr() == y.data_ptr() and x.stride() == y.stride():
@@ -110,7 +128,7 @@ def _by_kernel(x: torch.Tensor, of: Operands, problem: Problem, inplace: bool) -
         launch = _launch(x, of, problem, inplace)
         if launch is not None:
             run = repeat.runner(x, launch, inplace)
-            repeat.remember(_calls, _key_of(x, address, of, inplace), run)
+            repeat.remember(calls, key_of(x, address, number_of(of), inplace), run)
             return run(x, address)
     if _is_plain(of):
         return None
@@ -127,7 +145,7 @@ def _launched_into(x: torch.Tensor, y: torch.Tensor, of: Operands, problem: Prob
     source, target = x.data_ptr(), y.data_ptr()
     if not x.is_contiguous() or (source | target) % ALIGNMENT:
         return False
-    key = _key_of(x, source, of, False)
+    key = key_of(x, source, number_of(of), False)
     launch = _launches.get(key)
     if launch is None:
         launch = _launch(x, of, problem, False)

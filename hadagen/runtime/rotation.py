@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
+from torch._subclasses import FakeTensor
+from torch.autograd import forward_ad
+from torch.overrides import has_torch_function_unary
+from torch.utils._python_dispatch import _disable_current_modes
 
 from hadagen.errors import TensorError, UsageError
-from hadagen.matrices import find_matrix, find_orders
+from hadagen.matrices import MAX_GIVEN_ORDER, find_matrix, find_orders
+from hadagen.problem import Numerics
+from hadagen.runtime import sealed
 from hadagen.runtime.arguments import as_int
 from hadagen.runtime.checks import (
     DTYPES,
@@ -27,19 +35,53 @@ from hadagen.runtime.given import (
     as_matrices,
     as_orders,
     as_signs,
+    as_unknown,
     check_orders,
+    is_unknown,
+    listed,
     mean_square_of_rows,
+    pack_given,
+    size_of_given,
+    unpack_given,
     why_not_orthogonal,
 )
-from hadagen.runtime.linear import has_only_memory, needs_derivative
-from hadagen.runtime.named import matrix_of
-from hadagen.runtime.operands import Operands, check, combined, pack_matrices, pack_signs, unpack_matrices
-from hadagen.runtime.rotate import ROTATE, known
+from hadagen.runtime.named import (
+    REGULAR,
+    folds,
+    matrix_of,
+    named_matrix,
+    named_on,
+    regular_diagonal,
+    scale_of,
+    stored_matrix,
+    stored_on,
+)
+from hadagen.runtime.operands import (
+    TRAILER,
+    Operands,
+    check,
+    combined,
+    pack_signs,
+    unpack_signs,
+)
+from hadagen.runtime.repeat import ALIGNMENT
+from hadagen.runtime.rotate import ROTATE, calls, number_of
 
 _GIVEN = "given"
 _ROWS_AT_A_TIME = 1024
 # The largest block with the regular matrix, whose diagonal is stored.
 _MAX_REGULAR = 1 << 26
+# The sealed buffers, and what they hold: the arguments of the same names.
+_MATRICES, _SIGNS, _AFTER = "packed_matrices", "packed_signs", "packed_signs_after"
+_NUMERICS = tuple(member.value for member in Numerics)
+_BUFFERS = {_MATRICES: "matrix", _SIGNS: "signs", _AFTER: "signs_after"}
+
+# Needed in every call, so that they are looked up only once.
+_Tensor = torch.Tensor
+_is_grad_enabled = torch.is_grad_enabled
+_is_dynamo_compiling = torch.compiler.is_dynamo_compiling
+_dispatch_modes: Any = torch._C._len_torch_dispatch_stack
+_in_functorch: Any = torch._C._are_functorch_transforms_active
 
 
 class Rotation(torch.nn.Module):
@@ -60,16 +102,22 @@ class Rotation(torch.nn.Module):
     Attributes: n, block, name (of the matrices; "given" if they have none), k (the orders), signs, signs_after (int8 on
     the CPU, or None).
 
-    The module has no parameters, and nothing in its state_dict; `to_dict` and `from_dict` store a rotation. It takes x
-    on its own device, to which `.to` moves it. A change of type, such as `.half()`, does not change it.
+    The module has no parameters. Signs and given matrices are persistent buffers, `packed_signs`, `packed_signs_after`
+    and `packed_matrices`, of uint8, so that a change of type, such as `.half()`, does not change them. Each has a
+    checksum, and says which rotation it is of. A rotation without signs and given matrices adds nothing to a
+    state_dict. `to_dict` and `from_dict` store a rotation without the module. `.to` moves it to the device of x.
+
+    Signs and matrices that are tensors without values, such as on the meta device, are those of a state_dict that is
+    loaded later.
 
     Raises `UsageError` for values that are not possible, and TypeError for an argument of a wrong type.
     """
 
-    _place: torch.Tensor  # empty, so that a rotation without operands has a device too
-    _matrices: torch.Tensor | None
-    _before: torch.Tensor | None
-    _after: torch.Tensor | None
+    _made: _Made | None  # the operands that the last call had
+    _held: torch.Tensor | None  # that of the name, on the module's device
+    packed_matrices: torch.Tensor | None
+    packed_signs: torch.Tensor | None
+    packed_signs_after: torch.Tensor | None
 
     def __init__(
         self,
@@ -87,47 +135,65 @@ class Rotation(torch.nn.Module):
         if self.n % self.block:
             raise UsageError(f"block = {self.block} does not divide n = {self.n}; choose one that does")
         orders = None if k is None else as_orders(k)
+        with _disable_current_modes(), torch.inference_mode(False):  # whose tensors other modes do not take
+            self._make(matrix, orders, signs, signs_after)
+        device = torch.empty(0).device  # get_default_device ignores `with torch.device` in PyTorch 2.6
+        self._place = torch.empty(0, dtype=torch.int8, device=device)
+        for name, size in self._sizes.items():
+            self.register_buffer(name, None if size is None else _placed(self._values[name], size, device))
+        self._fill()
+
+    def _make(self, matrix: Any, orders: tuple[int, ...] | None, signs: Any, signs_after: Any) -> None:
+        """Set all that follows from the arguments, on the CPU."""
+        # Each sealed buffer as it was made or last loaded, on the CPU; None where it has no values yet.
+        self._values: dict[str, torch.Tensor | None] = dict.fromkeys(_BUFFERS)
+        self._sizes: dict[str, int | None] = dict.fromkeys(_BUFFERS)  # None where there is no such buffer
         self._given: list[torch.Tensor] = []  # the matrices, on the CPU, of the types in which they were given
         self._no_inverse: str | None = None  # why there is none
+        self._has_warned = False
         if isinstance(matrix, str):
             if orders is not None:
                 orders = tuple(order for order in orders if order != 1)
             self.name, self.k = matrix, find_orders(matrix, self.block, orders)
-            matrices, squares = [matrix_of(matrix, order) for order in self.k], [float(order) for order in self.k]
+            self._set_matrices([matrix_of(matrix, order) for order in self.k], [float(order) for order in self.k])
         else:
-            matrices, self._given = as_matrices(matrix)
-            self.name, self.k = _GIVEN, tuple(len(each) for each in matrices)
+            given = listed(matrix)
+            unknown = all(map(is_unknown, given))
+            copies = as_unknown(given) if unknown else as_matrices(given)[1]
+            self.name, self.k = _GIVEN, tuple(len(each) for each in copies)
             check_orders(self.k, orders, self.block)
-            self._no_inverse = next(filter(None, map(why_not_orthogonal, matrices, self._given)), None)
-            squares = [mean_square_of_rows(each) for each in matrices]
-        self.signs, self.signs_after = (
-            None if values is None else as_signs(values, name, self.block)
-            for name, values in (("signs", signs), ("signs_after", signs_after))
-        )
-        rest = self.block // math.prod(self.k)
-        # As text: torch.compile takes a float for a variable, and compiles twice.
-        self._scale = repr((rest * math.prod(squares)) ** -0.5)
-        self._swapped = self.name == "regular"
-        before, after = self.signs, self.signs_after
+            self._sizes[_MATRICES] = size_of_given(copies) + TRAILER
+            self._set_given(copies)
+            if not unknown:
+                self._values[_MATRICES] = sealed.seal(pack_given(copies), self._describe(_MATRICES))
+        self._swapped = self.name == REGULAR
         if self._swapped and self.block > _MAX_REGULAR:
             raise UsageError(f"a block of regular has {self.block} elements; choose blocks of at most {_MAX_REGULAR}")
-        if self._swapped:  # the regular matrix is D · H · P · D, where P exchanges bits
-            diagonal = _regular_diagonal(self.block)
-            before, after = (diagonal if each is None else each * diagonal for each in (before, after))
-        # The operands. Buffers are copies of them on the module's device.
+        for name, argument, values in ((_SIGNS, "signs", signs), (_AFTER, "signs_after", signs_after)):
+            if values is None:
+                continue
+            self._sizes[name] = -(-self.block // 8) + TRAILER
+            numbers = as_signs(values, argument, self.block)
+            if numbers is not None:
+                if self._swapped:  # kernels take the product with the diagonal of the matrix
+                    numbers = numbers * regular_diagonal(self.block)
+                self._values[name] = sealed.seal(pack_signs(numbers), self._describe(name))
+        self._signed = self._sizes[_SIGNS] is not None or self._sizes[_AFTER] is not None
+
+    def _set_given(self, given: list[torch.Tensor]) -> None:
+        """Take given matrices, as `as_matrices` copies them; without values, their orders alone."""
+        if given[0].is_meta:
+            self._set_matrices(given, [float(len(each)) for each in given])
+            return
+        matrices, self._given = as_matrices(given)
+        self._no_inverse = next(filter(None, map(why_not_orthogonal, matrices, self._given)), None)
+        self._set_matrices(matrices, list(map(mean_square_of_rows, matrices)))
+
+    def _set_matrices(self, matrices: list[torch.Tensor], squares: list[float]) -> None:
+        self._scale = scale_of(squares, self.k, self.block)
         matrices = combined(matrices, self.block)
-        if len(matrices) == 1 and matrices[0].dtype == torch.int8 and len(matrices[0]) == self.block:
-            matrices, before, after = [_signed(matrices[0], before, after)], None, None
         self._orders = tuple(len(each) for each in matrices)
-        self._operands = {
-            "_place": torch.empty(0, dtype=torch.int8, device="cpu"),
-            "_matrices": pack_matrices(matrices),
-            "_before": None if before is None else pack_signs(before),
-            "_after": None if after is None else pack_signs(after),
-        }
-        for name, operand in self._operands.items():
-            self.register_buffer(name, operand, persistent=False)
-        self._to_device(torch.empty(0).device)  # get_default_device ignores `with torch.device` in PyTorch 2.6
+        self._all_of_h = folds(matrices, self.block)  # whether signs are a part of the matrix
 
     def forward(
         self,
@@ -208,6 +274,8 @@ class Rotation(torch.nn.Module):
             return self(weight)  # type: ignore[no-any-return]
         if bias is not None:
             self._check_part(bias, "bias")
+            if bias.device != weight.device:
+                raise TensorError(f"bias is on {bias.device} but weight on {weight.device}; move one of them with .to")
             if not bias.dim() or bias.shape[-1] != self.n:
                 raise TensorError(f"bias has the shape {tuple(bias.shape)}; its last dimension must be {self.n}")
         folded = self(weight.mT).mT.contiguous()
@@ -229,11 +297,11 @@ class Rotation(torch.nn.Module):
             )
         signs: dict[str, Any] = {"signs": self.signs, "signs_after": self.signs_after}
         if self.name == _GIVEN:
+            self._known(_MATRICES)
             part = Rotation(mine, self._given, block=self.block, **signs)
         else:
             part = Rotation(mine, self.name, k=self.k, block=self.block, **signs)
-        part._to_device(self._device)
-        return part
+        return part.to(self._device)
 
     # ---- storing -----------------------------------------------------------------------------------------------------
     def to_dict(self) -> dict[str, Any]:
@@ -244,6 +312,7 @@ class Rotation(torch.nn.Module):
         name, else dtype and entries.
         """
         if self.name == _GIVEN:
+            self._known(_MATRICES)
             factors: list[dict[str, Any]] = [
                 {"order": len(each), "dtype": str(each.dtype).removeprefix("torch."), "entries": each.tolist()}
                 for each in self._given
@@ -289,17 +358,22 @@ class Rotation(torch.nn.Module):
         return made
 
     @classmethod
-    def from_compressed_tensors(cls, weight: torch.Tensor, n: int | None = None) -> Rotation:
+    def from_compressed_tensors(
+        cls, weight: torch.Tensor, n: int | None = None, *, perm: torch.Tensor | None = None
+    ) -> Rotation:
         """The rotation whose dense matrix a checkpoint of compressed-tensors carries: `random-hadamard` or `hadamard`.
 
         weight: [size, size], diag(signs) · (A ⊗ H)ᵀ times any positive number; float16, bfloat16, float32, float64 or
             int8.
         n: what the rotation takes, in blocks of `size`. None is size.
+        perm: the permutation that a checkpoint of a transform with `randomize` has beside the weight: [size] integers.
+            The rotation is then that of weight[perm][:, perm], which has no structure, so its matrix is a given one;
+            size is at most 428.
 
-        Raises TypeError if weight is no tensor, and `UsageError` if it is no such matrix.
+        Raises TypeError if weight or perm is no tensor, and `UsageError` if they are no such matrix and permutation.
         """
         check_is_tensor(weight, "weight")
-        strange = weight.is_nested or weight.is_meta or weight.layout is not torch.strided
+        strange = weight.is_nested or is_unknown(weight) or weight.layout is not torch.strided
         if strange or weight.dtype not in (*DTYPES, torch.int8):
             plain = str(weight.dtype).removeprefix("torch.")
             raise UsageError(f"weight is a {plain} tensor without values of ±c; pass the tensor of the checkpoint")
@@ -313,24 +387,44 @@ class Rotation(torch.nn.Module):
             raise UsageError(
                 f"weight has magnitudes from {least:.3g} to {most:.3g}; those of a Hadamard matrix are all the same"
             )
+        found = cls._recognized(weight, size if n is None else n)
+        if found is None:
+            raise UsageError(
+                f"weight is not diag(signs) times a Hadamard matrix of compressed-tensors of order {size}; pass the "
+                "tensor of a transform of type random-hadamard or hadamard, not transposed"
+            )
+        if perm is None:
+            return found
+        order = _as_permutation(perm, size)
+        weight = weight[order][:, order]
+        permuted = cls._recognized(weight, found.n)
+        if permuted is not None:
+            return permuted
+        if size > MAX_GIVEN_ORDER:
+            raise UsageError(
+                f"a permuted matrix of order {size} has no kernel, as its order may be at most {MAX_GIVEN_ORDER}; "
+                "multiply by weight[perm][:, perm] itself"
+            )
+        return cls(found.n, weight.sign().to(torch.int8).T, block=size)
+
+    @classmethod
+    def _recognized(cls, weight: torch.Tensor, n: int) -> Rotation | None:
+        """The rotation, over blocks, whose named matrix this weight is; None if it is of none."""
+        size = len(weight)
         for k in _orders_of_compressed_tensors(size):
             base = cls(size, "compressed-tensors", k=k).to("cpu")
             # Row 0 of A ⊗ H is that of A, each entry repeated: H begins with ones.
-            matrices = unpack_matrices(base._matrices, base._orders)
-            first = matrices[0][0] if matrices else torch.ones(1, dtype=torch.int8, device="cpu")
+            first = matrix_of(base.name, base.k[0])[0] if base.k else torch.tensor([1], dtype=torch.int8, device="cpu")
             signs = weight[:, 0].sign().to(torch.int8) * first.repeat_interleave(size // len(first))
             if all(_agrees(base, signs, weight, row) for row in range(0, size, _ROWS_AT_A_TIME)):
-                return cls(size if n is None else n, "compressed-tensors", k=k, signs=signs, block=size)
-        raise UsageError(
-            f"weight is not diag(signs) times a Hadamard matrix of compressed-tensors of order {size}; pass the tensor "
-            "of a transform of type random-hadamard or hadamard, not transposed"
-        )
+                return cls(n, "compressed-tensors", k=k, signs=signs, block=size)
+        return None
 
     # ---- inside ------------------------------------------------------------------------------------------------------
     def extra_repr(self) -> str:
         rest = self.block // math.prod(self.k)
         factors = f" = {' · '.join(map(str, (*self.k, rest)))}" if self.k else ""
-        signs = [name for name in ("signs", "signs_after") if getattr(self, name) is not None]
+        signs = [_BUFFERS[name] for name in (_SIGNS, _AFTER) if self._sizes[name] is not None]
         return ", ".join([f"n={self.n}", f"block={self.block}{factors}", f"matrix={self.name!r}", *signs])
 
     def _run(
@@ -344,52 +438,230 @@ class Rotation(torch.nn.Module):
     ) -> torch.Tensor:
         if batch_invariant is None:
             batch_invariant = BATCH_INVARIANT
+        # As in `hadamard_transform`: a repeated call goes straight to its kernel if the dispatcher has nothing to do.
+        if (
+            out is None
+            and not _is_dynamo_compiling()
+            and type(x) is _Tensor
+            and not has_torch_function_unary(x)
+            and not x.is_neg()
+            and not _dispatch_modes()
+            and forward_ad._current_level < 0
+            and not (x.requires_grad and _is_grad_enabled())
+            and not (inplace and _in_functorch())
+            and x.shape[-1:] == (self.n,)
+        ):
+            made, index = self._made, x.get_device()
+            if made is not None and made.index == index and (not made.watched or made.is_whole(self._buffers)):
+                try:
+                    address = x.data_ptr()
+                    number, _ = made.known[transposed, numerics, batch_invariant]
+                    aligned = x.is_contiguous() and address % ALIGNMENT == 0
+                    run = calls[x.shape, x.dtype, index, aligned, inplace, number]  # as `key_of` makes it
+                except (KeyError, RuntimeError, TypeError):  # a new call, no memory, or a bad argument
+                    address = 0
+                if address:
+                    return run(x, address)
         check_is_flag(batch_invariant, "batch_invariant")
-        asked = transposed, float(self._scale), numerics, bool(batch_invariant)
-        if out is None and has_only_memory(x) and not needs_derivative(x) and x.shape[-1:] == (self.n,):
-            buffers = self._buffers  # as attributes they take PyTorch several times as long
-            operands = self._options(buffers["_matrices"], buffers["_before"], buffers["_after"], *asked)
-            y = known(x, operands, inplace)
-            if y is not None:
-                return y
-        options = self._options(self._matrices, self._before, self._after, *asked)
         if not stands_for_a_tensor(x):
             check_is_tensor(x, "x")
             check_destination(x, inplace, out)
-            compiling = torch.compiler.is_dynamo_compiling()  # where the operator's own checks do more for the message
-            if not compiling:
-                check_tensor(x)
-            if x.dim() and x.shape[-1] != self.n:
-                raise TensorError(f"the last dimension of x is {x.shape[-1]}; this rotation takes {self.n}")
-            if not compiling:
-                check(x, options)
-                if out is not None:
-                    check_like(x, out)
+        compiling = _is_dynamo_compiling()  # where the operator's own checks do more for the message
+        if not stands_for_a_tensor(x) and not compiling:
+            check_tensor(x)
+        if not stands_for_a_tensor(x) and x.dim() and x.shape[-1] != self.n:
+            raise TensorError(f"the last dimension of x is {x.shape[-1]}; this rotation takes {self.n}")
+        options = self._options(x, transposed, 1.0, numerics, bool(batch_invariant))
+        if not stands_for_a_tensor(x) and not compiling:
+            check(x, options)
+            if out is not None:
+                check_like(x, out)
         return cast(torch.Tensor, ROTATE.dispatch(x, options, inplace, out))
 
+    # ---- operands ----------------------------------------------------------------------------------------------------
     def _options(
-        self,
-        matrices: torch.Tensor | None,
-        before: torch.Tensor | None,
-        after: torch.Tensor | None,
-        *asked: Any,
+        self, x: torch.Tensor, transposed: bool, scale: float, numerics: str, batch_invariant: bool
     ) -> Operands:
+        """What operators take. Raises `TensorError` if the buffers do not hold the values of such a rotation."""
+        if _is_dynamo_compiling() or not self._may_look(x):
+            tensors = self._unchecked(x)
+        else:
+            device = self._device if stands_for_a_tensor(x) else x.device
+            made = self._made
+            if made is None or not made.is_current(self._buffers, _index(device)):
+                made = self._look(device)
+            tensors = made.tensors
+            if scale == 1.0 and numerics in _NUMERICS:
+                key = transposed, numerics, batch_invariant
+                if key not in made.known:
+                    of = self._operands(tensors, transposed, scale, numerics, batch_invariant)
+                    made.known[key] = number_of(of), of
+                return made.known[key][1]
+        return self._operands(tensors, transposed, scale, numerics, batch_invariant)
+
+    def _operands(
+        self, tensors: tuple[Any, Any, Any], transposed: bool, scale: float, numerics: str, batch_invariant: bool
+    ) -> Operands:
+        matrices, before, after = tensors
+        asked = transposed, float(self._scale) * scale, numerics, batch_invariant
         return Operands(matrices, self._orders, before, after, self.block, self._swapped, *asked)
+
+    def _may_look(self, x: Any) -> bool:
+        """Whether buffers can be read and operands made: not in traces, for fake tensors, or while a graph is
+        captured."""
+        if stands_for_a_tensor(x):  # whose trace sees what is done with x alone
+            return not _dispatch_modes() and self._device.type != "meta"
+        if not isinstance(x, torch.Tensor) or isinstance(x, FakeTensor) or x.is_meta:
+            return False
+        if _dispatch_modes() or _in_functorch() or torch._C._is_tracing():
+            return False
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+            made = self._made
+            return made is not None and made.is_current(self._buffers, x.get_device())
+        return True
+
+    def _unchecked(self, x: Any) -> tuple[Any, Any, Any]:
+        """The operands where buffers cannot be read: the buffers themselves, which operators check when they run."""
+        before, after = self.packed_signs, self.packed_signs_after
+        if self._sizes[_MATRICES] is not None or (self._all_of_h and self._signed):
+            fold = self._all_of_h
+            signs = (before, after) if fold else (None, None)
+            matrices = stored_matrix(self.packed_matrices, *signs, self.name, list(self.k), self.block, self._scale)
+            return (matrices, None, None) if fold else (matrices, before, after)
+        matrices = None
+        if self.k:
+            matrices = self._named(x)
+        elif self._swapped and (before is None or after is None):
+            diagonal = self._named(x)
+            before, after = (diagonal if each is None else each for each in (before, after))
+        return matrices, before, after
+
+    def _named(self, x: Any) -> torch.Tensor:
+        """The operand of the name: that of the module's device, else of an operator."""
+        held = self._held
+        if (
+            held is not None
+            and held.device == x.device
+            and (_is_dynamo_compiling() or not isinstance(x, FakeTensor) or x.fake_mode.allow_non_fake_inputs)
+        ):
+            return held
+        return named_matrix(self.name, list(self.k) or [1], self.block, str(x.device))  # type: ignore[no-any-return]
+
+    def _look(self, device: torch.device) -> _Made:
+        """The operands for tensors on a device, after a look at the buffers, which are repaired where they are empty.
+
+        Raises `TensorError` for other buffers, and where values are not known.
+        """
+        matrices, before, after = (self._checked(name, device) for name in _BUFFERS)
+        buffers = [(name, self._buffers[name]) for name in _BUFFERS]
+        watched = [(name, each, sealed.version_of(each), each.data_ptr()) for name, each in buffers if each is not None]
+        if matrices is not None or (self._all_of_h and self._signed):
+            fold = self._all_of_h
+            signs = (before, after) if fold else (None, None)
+            matrices = stored_on(matrices, *signs, self.name, self.k, self.block, self._scale)
+            if fold:
+                before = after = None
+        elif self.k:
+            matrices = named_on(self.name, self.k, self.block, str(device))
+        elif self._swapped and (before is None or after is None):
+            diagonal = named_on(self.name, (1,), self.block, str(device))
+            before, after = (diagonal if each is None else each for each in (before, after))
+        if device.type == "cuda":  # kernels need it
+            before, after = (
+                each.clone() if each is not None and each.data_ptr() % ALIGNMENT else each for each in (before, after)
+            )
+        tensors = matrices, before, after
+        self._made = _Made(_index(device), watched, tensors)
+        return self._made
+
+    def _checked(self, name: str, device: torch.device) -> torch.Tensor | None:
+        """A buffer that holds what it should, after it was read."""
+        if self._sizes[name] is None:
+            return None
+        buffer, values = self._buffers[name], self._values[name]
+        if buffer is not None and hasattr(buffer, "to_local"):  # a DTensor, which is a replica on each rank
+            buffer = buffer.to_local()
+        if buffer is not None and sealed.is_readable(buffer):
+            found = self._read(buffer)
+            state = self._state(name, found)
+            if state is sealed.State.WHOLE:
+                self._learn(name, found)
+                return buffer.detach()
+            if state is not sealed.State.EMPTY or values is None:
+                raise TensorError(self._fault(name, name, state, found))
+            device = buffer.device
+        elif values is None:
+            raise TensorError(self._fault(name, name, sealed.State.EMPTY, None))
+        self._warn(f"{name} {sealed.FAULTS[sealed.State.EMPTY]}")
+        self._buffers[name] = buffer = _placed(values, len(values), device)
+        return buffer
+
+    @staticmethod
+    def _read(buffer: torch.Tensor) -> torch.Tensor:
+        return sealed.on_cpu(buffer) if buffer.dtype == torch.uint8 else torch.empty(0, device="cpu")
+
+    def _state(self, name: str, found: torch.Tensor) -> sealed.State:
+        """What a buffer holds whose bytes were found: other values only of the same rotation."""
+        state = sealed.state_of(found, self._describe(name))
+        if state is sealed.State.WHOLE and name != _MATRICES and len(found) != self._sizes[name]:
+            return sealed.State.DAMAGED
+        return state
+
+    def _learn(self, name: str, found: torch.Tensor) -> None:
+        """Take the values of a whole buffer, which may be others than before."""
+        values = self._values[name]
+        if values is not None and torch.equal(values, found):
+            return
+        self._values[name] = found
+        if name == _MATRICES:
+            self._sizes[name] = len(found)
+            self._set_given(unpack_given(found[:-TRAILER], self.k))
+
+    def _fault(self, name: str, said: str, state: sealed.State, found: torch.Tensor | None) -> str:
+        if state is sealed.State.OTHER and found is not None:
+            return f"{said} holds {sealed.text_of(found)}, not {self._describe(name)}; use the rotation that it is of"
+        return f"{said} {sealed.FAULTS[state]}; load a state dict that has it whole"
+
+    def _warn(self, what: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"{what}; the values with which the Rotation was made, or that it had last, are taken instead",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def _describe(self, name: str) -> str:
+        return f"{_BUFFERS[name]} of Rotation(n={self.n}, block={self.block}, {self.name!r}, k={list(self.k)})"
+
+    def _fill(self) -> None:
+        """Make operands for the module's device, so that the next call, captured or compiled, has them."""
+        self._made = self._held = None
+        if _is_dynamo_compiling() or _dispatch_modes() or self._device.type == "meta":
+            return
+        named = self.k if self.name != _GIVEN else ()
+        if named or self._swapped:
+            self._held = named_on(self.name, self.k or (1,), self.block, str(self._device))
+        with contextlib.suppress(TensorError):  # which the next call raises
+            self._look(self._device)
 
     @property
     def identity(self) -> tuple[Any, ...]:
         """The same for rotations that multiply by the same operands in memory."""
-        tensors = (self._buffers[name] for name in ("_matrices", "_before", "_after"))
-        addresses = (None if each is None else (each.data_ptr(), each.dtype, each.device) for each in tensors)
-        return self.n, self.block, self._swapped, float(self._scale), *self._orders, *addresses
+        made = self._made
+        if made is None or not made.is_current(self._buffers, made.index):
+            if not self._may_look(self._place):
+                return (object(),)  # like nothing else
+            made = self._look(self._device)
+        tensors = (None if each is None else (each.data_ptr(), each.dtype, each.device) for each in made.tensors)
+        return self.n, self.block, self._swapped, float(self._scale), *self._orders, *tensors
 
     def operands_for(self, x: torch.Tensor, scale: float) -> Operands:
         """What an operator takes to rotate x and multiply by a scale. Raises what a call with x raises."""
-        asked = False, float(self._scale) * scale, "accurate", BATCH_INVARIANT
-        options = self._options(self._matrices, self._before, self._after, *asked)
         if x.shape[-1] != self.n:
             raise TensorError(f"the last dimension of x is {x.shape[-1]}; this rotation takes {self.n}")
-        if not torch.compiler.is_dynamo_compiling():  # where the operator's own checks do more for the message
+        options = self._options(x, False, scale, "accurate", BATCH_INVARIANT)
+        if not _is_dynamo_compiling():  # where the operator's own checks do more for the message
             check(x, options)
         return options
 
@@ -398,50 +670,219 @@ class Rotation(torch.nn.Module):
         check_is_tensor(part, name)
         if part.is_nested or part.layout is not torch.strided or part.dtype not in DTYPES:
             raise TensorError(f"{name} is a {kind_of(part)} tensor; pass a dense one of {', '.join(map(str, DTYPES))}")
-        needed = any(each is not None for each in (self._matrices, self._before, self._after))
+        needed = any(each is not None and not each.is_meta for each in map(self._buffers.get, _BUFFERS))
         if needed and part.device != self._device:
             raise TensorError(
                 f"{name} is on {part.device} but the rotation on {self._device}; move one of them with .to"
             )
 
     def _check_inverse(self) -> None:
+        if self.name == _GIVEN and not _is_dynamo_compiling():
+            self._refresh(_MATRICES)
         if self._no_inverse is not None:
             raise UsageError(self._no_inverse)
 
+    # ---- as a module -------------------------------------------------------------------------------------------------
+    def reset_parameters(self) -> None:
+        """Write the signs and given matrices again, as they were made or last loaded, into the module's buffers.
+
+        Values that are not known yet, of a rotation made on the meta device, are those of a state dict that is loaded
+        later; a call before raises `TensorError`.
+        """
+        for name, size in self._sizes.items():
+            buffer = self._buffers[name]
+            if size is not None and buffer is not None:
+                self._buffers[name] = _written(buffer, self._values[name])
+        self._fill()
+
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Rotation:
-        # What moves or casts the buffers only says where they go: casts would round matrices, and `to_empty` would
-        # leave any values.
+        # What fn leaves in a buffer need not be its values: `to_empty` leaves any, and `.type` casts integers.
+        known = {name: self._refresh(name) for name in _BUFFERS}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._to_device(self._device)
+        self._place = _moved(self._place, fn)
+        for name, values in known.items():
+            buffer = self._buffers[name]
+            if values is not None and buffer is not None:
+                self._buffers[name] = _written(buffer, values)
+        self._fill()
         return self
+
+    def _refresh(self, name: str) -> torch.Tensor | None:
+        """The values of a buffer, after a look at it if that is possible now; None if it does not hold any."""
+        buffer = self._buffers[name]
+        if buffer is None or not sealed.is_readable(buffer):
+            return self._values[name]
+        made = self._made
+        if made is None or not made.is_current(self._buffers, made.index):
+            found = self._read(buffer)
+            if self._state(name, found) is not sealed.State.WHOLE:
+                return None  # the next call says so
+            self._learn(name, found)
+        return self._values[name]
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        state_dict, missing = dict(state_dict), []
+        for name, size in self._sizes.items():
+            key = prefix + name
+            given = state_dict.get(key)
+            if size is None:
+                if state_dict.pop(key, None) is not None:
+                    said = f"{_BUFFERS[name]}="
+                    error_msgs.append(
+                        f"{key} is of a Rotation made with {said}, which this one lacks; make it with {said}"
+                    )
+                continue
+            if isinstance(given, torch.Tensor) and not given.is_meta and sealed.is_readable(given):
+                found = self._read(given)
+                state = self._state(name, found)
+                if state is sealed.State.WHOLE:
+                    self._learn(name, found)
+                    buffer = self._buffers[name]
+                    if buffer is not None and buffer.shape != given.shape:
+                        self._buffers[name] = torch.empty_like(given, device=buffer.device)
+                    continue
+                if state is not sealed.State.EMPTY or self._values[name] is None:
+                    error_msgs.append(self._fault(name, key, state, found))
+                    state_dict.pop(key)
+                    missing.append(key)
+                    continue
+                # As if it were missing, on the device where it should be.
+                self._warn(f"{key} in a state dict {sealed.FAULTS[state]}")
+                state_dict[key] = _placed(self._values[name], size, given.device)
+            elif given is None and self._values[name] is not None:
+                self._warn(f"a state dict has no {key}")
+                missing.append(key)
+        lacking: list[str] = []
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, lacking, unexpected_keys, error_msgs)
+        missing_keys += [key for key in lacking if key not in missing]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_made": None, "_held": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._fill()
+
+    @property
+    def signs(self) -> torch.Tensor | None:
+        """The diagonal of D_in: int8 [block] on the CPU, or None. Raises `TensorError` if it is not known."""
+        return self._signs_in(_SIGNS)
+
+    @property
+    def signs_after(self) -> torch.Tensor | None:
+        """The diagonal of D_out: int8 [block] on the CPU, or None. Raises `TensorError` if it is not known."""
+        return self._signs_in(_AFTER)
+
+    def _signs_in(self, name: str) -> torch.Tensor | None:
+        if self._sizes[name] is None:
+            return None
+        values = self._known(name)
+        signs = unpack_signs(values, self.block)
+        return signs * regular_diagonal(self.block) if self._swapped else signs
+
+    def _known(self, name: str) -> torch.Tensor:
+        """The values of a buffer, as it is now if it can be read. Raises `TensorError` if they are not known."""
+        self._refresh(name)
+        values = self._values[name]
+        if values is None:
+            raise TensorError(self._fault(name, name, sealed.State.EMPTY, None))
+        return values
 
     @property
     def _device(self) -> torch.device:
-        return self._place.device
+        buffers = (self._buffers[name] for name in _BUFFERS)
+        return next((each.device for each in buffers if each is not None), self._place.device)
 
-    def _to_device(self, device: torch.device) -> None:
-        for name, operand in self._operands.items():
-            if operand is not None:
-                wide = operand.dtype == torch.float64 and device.type == "mps"  # which has no float64
-                self._buffers[name] = (operand.float() if wide else operand).to(device)
+
+def _moved(place: torch.Tensor, fn: Callable[..., Any]) -> Any:
+    try:
+        return fn(place)
+    except NotImplementedError:  # from the meta device, on which others put all other tensors of a model
+        return fn(torch.empty(0, dtype=place.dtype, device="cpu"))
+
+
+def _index(device: torch.device) -> int:
+    """As `Tensor.get_device` gives it."""
+    return -1 if device.index is None else device.index
+
+
+class _Made:
+    """The operands of a rotation for one device, and the buffers from which they were made."""
+
+    def __init__(
+        self,
+        index: int,
+        watched: list[tuple[str, torch.Tensor, int, int]],
+        tensors: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
+    ) -> None:
+        self.index, self.tensors = index, tensors
+        # transposed, numerics and batch_invariant → `number_of`, and what it is of
+        self.known: dict[tuple[Any, ...], tuple[int, Operands]] = {}
+        self.watched = watched
+
+    def is_current(self, buffers: Mapping[str, torch.Tensor | None], index: int) -> bool:
+        """Whether the buffers are the same, and x is on the device of this index."""
+        return index == self.index and self.is_whole(buffers)
+
+    def is_whole(self, buffers: Mapping[str, torch.Tensor | None]) -> bool:
+        """Whether the buffers are the same, and nobody wrote to them."""
+        for name, tensor, version, address in self.watched:
+            if buffers[name] is not tensor or tensor.data_ptr() != address:
+                return False
+            if version >= 0 and tensor._version != version:
+                return False
+        return True
+
+
+def _placed(values: torch.Tensor | None, size: int, device: torch.device) -> torch.Tensor:
+    """A buffer with these values on a device; without values, one that holds none."""
+    if device.type == "meta":
+        return torch.empty(size, dtype=torch.uint8, device=device)
+    if values is None:
+        return torch.zeros(size, dtype=torch.uint8, device=device)
+    if _dispatch_modes():  # such as that of fake tensors
+        return torch.tensor(values.tolist(), dtype=torch.uint8, device=device)
+    with torch.inference_mode(False):
+        return values.to(device, copy=True)
+
+
+def _written(buffer: torch.Tensor, values: torch.Tensor | None) -> torch.Tensor:
+    """The buffer with these values, written to it only if it has others; a new one if it cannot take them."""
+    if buffer.is_meta or not sealed.is_readable(buffer):
+        return buffer
+    if values is None:
+        values = torch.zeros(buffer.shape, dtype=torch.uint8, device="cpu")
+    if buffer.dtype != torch.uint8 or buffer.shape != values.shape:
+        return _placed(values, len(values), buffer.device)
+    if not torch.equal(sealed.on_cpu(buffer), values):
+        with torch.no_grad():
+            buffer.copy_(values)
+    return buffer
 
 
 _STORED = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.int8, *DTYPES)}
 
 
-def _signed(matrix: torch.Tensor, before: torch.Tensor | None, after: torch.Tensor | None) -> torch.Tensor:
-    """The matrix A with D_out · A · D_in, where signs are given. If there is no H, signs then cost nothing."""
-    matrix = matrix if after is None else after[:, None] * matrix
-    return matrix if before is None else matrix * before
-
-
-def _regular_diagonal(n: int) -> torch.Tensor:
-    """⊗ diag(1, 1, 1, −1) for n = 4^k."""
-    diagonal = torch.ones(1, dtype=torch.int8, device="cpu")
-    digit = torch.tensor([1, 1, 1, -1], dtype=torch.int8, device="cpu")
-    while len(diagonal) < n:
-        diagonal = torch.kron(diagonal, digit)
-    return diagonal
+def _as_permutation(perm: Any, size: int) -> torch.Tensor:
+    """As int64 on the CPU. Raises TypeError and `UsageError` for what is no permutation of so many indices."""
+    check_is_tensor(perm, "perm")
+    whole = perm.layout is torch.strided and not perm.is_nested and not is_unknown(perm)
+    if whole and perm.shape == (size,) and not perm.is_floating_point() and not perm.is_complex():
+        order: torch.Tensor = perm.detach().to("cpu", torch.int64)
+        if torch.equal(order.sort().values, torch.arange(size, device="cpu")):
+            return order
+    raise UsageError(
+        f"perm is {kind_of(perm)} of the shape {tuple(perm.shape)}; it must have each integer from 0 to {size - 1} once"
+    )
 
 
 def _orders_of_compressed_tensors(size: int) -> list[tuple[int, ...]]:
