@@ -80,7 +80,7 @@ def test_the_nearest_problem(wanted: str, known: list[str]) -> None:
 
 
 def test_the_nearest_problem_of_a_fast_quantizer() -> None:
-    """Kernels that quantize, also accurate ones, come before those that do not; fast ones are not for accurate calls."""
+    """Kernels that quantize, accurate ones too, come before others; fast ones are not for accurate calls."""
     known = [
         "n256-bfloat16-to-int8_row_256-fast",
         "n256-bfloat16-to-fp8_group_128-fast",

@@ -33,7 +33,6 @@ from hadagen.runtime.quantizing import copy_into, is_ready, order_of, parts_of, 
 from hadagen.runtime.repeat import ALIGNMENT
 from hadagen.runtime.rotate import ROTATE, problem_of, rotated
 from hadagen.runtime.rotation import Rotation
-from hadagen.runtime.transform import hadamard_transform
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _LEAST, _MOST = 2.0**-149, torch.finfo(torch.float32).max  # of a scale, in float32
@@ -308,12 +307,7 @@ def _check_has_no_gradient(x: torch.Tensor, name: str) -> None:
 def _rotated(x: torch.Tensor, rotation: Rotation | Operands | int | None, scale: float) -> torch.Tensor:
     """What is quantized, with its gradient. The arguments were checked."""
     wide = x.float()
-    if isinstance(rotation, Rotation):
-        return rotation(wide) * scale  # type: ignore[no-any-return]
-    if isinstance(rotation, Operands):
-        return ROTATE.apply(wide, rotation._replace(scale=rotation.scale * scale))
-    n = 1 if rotation is None else as_int(rotation)
-    return wide * scale if n == 1 else hadamard_transform(wide.reshape(*wide.shape[:-1], -1, n), scale).flatten(-2)
+    return ROTATE.apply(wide, _operands(wide, rotation, scale, "accurate"))
 
 
 def _operands(x: torch.Tensor, rotation: Rotation | Operands | int | None, scale: float, numerics: str) -> Operands:
@@ -461,10 +455,7 @@ def _in_pytorch(
     x: torch.Tensor, of: Operands, form: Format, round_first: bool, given: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     values = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-    if of.n == 1:
-        values.mul_(of.scale)
-    elif values.numel():
-        values = rotated(values, of)
+    values = rotated(values, of)
     if round_first:
         values = values.to(x.dtype).float()
     return quantizer.quantize(values.view(-1, x.shape[-1]), form, x.dtype, given)
