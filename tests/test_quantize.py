@@ -13,7 +13,16 @@ from emulated_device import EmulatedDevice
 from test_rotation import some_signs
 from torch.autograd import forward_ad
 
-from hadagen import Quantized, Rotation, TensorError, UsageError, hadamard_transform, quantizer, rotate_quantize
+from hadagen import (
+    Quantized,
+    Rotation,
+    TensorError,
+    UsageError,
+    hadamard_transform,
+    presets,
+    quantizer,
+    rotate_quantize,
+)
 from hadagen.formats import FORMATS, TENSOR, Element, Format, Layout
 from hadagen.quantizer import memory_of
 from hadagen.runtime import repeat
@@ -69,6 +78,24 @@ def test_it_is_the_rotation_and_then_the_quantizer(
     assert torch.equal(found.scales, scales.view(3, 5, 2))
 
 
+@pytest.mark.parametrize("gradient", [False, True])
+def test_a_number_rotates_as_a_rotation_of_it_does(gradient: bool) -> None:
+    """Without a scale; a scale is the whole factor of a number, and a further one of a Rotation."""
+    x = normal(3, N).requires_grad_(gradient)
+    for n in (1, 2, 64, 256):
+        factor = n**-0.5
+        for mine, theirs in ((None, None), (2 * factor, 2.0), (1.0, 1 / factor), (0.0, 0.0)):
+            found = rotate_quantize(x, n, to="int8-row", scale=mine, gradient=gradient)
+            wanted = rotate_quantize(x, Rotation(N, block=n), to="int8-row", scale=theirs, gradient=gradient)
+            assert torch.allclose(found.scales, wanted.scales, rtol=1e-6)
+            assert (found.codes - wanted.codes).abs().max() <= 1
+    for rotation in (None, presets._rotation(x.detach(), 64, regular=True), R):
+        default, one = (
+            rotate_quantize(x.detach(), rotation, to="largest", **options).scales for options in ({}, {"scale": 1})
+        )
+        assert torch.equal(default, one)
+
+
 def small_rotations() -> Iterator[tuple[int, Any]]:
     """Rows of up to 16 elements, and all kinds of rotations of them, among them those of blocks of one element."""
     generator = torch.Generator().manual_seed(0)
@@ -105,8 +132,8 @@ def test_small_blocks_are_rotated_too(kernels: bool, monkeypatch: pytest.MonkeyP
         if isinstance(rotation, Rotation):
             y, wide = rotation(x), rotation(leaf)
         else:
-            y = hadamard_transform(x.unflatten(-1, (-1, rotation or 1))).flatten(-2)
-            wide = hadamard_transform(leaf.unflatten(-1, (-1, rotation or 1))).flatten(-2)
+            size = rotation or 1
+            y, wide = (hadamard_transform(each.unflatten(-1, (-1, size)), size**-0.5).flatten(-2) for each in (x, leaf))
         wanted = quantizer.quantize(y, Format.choose("int8-row", None, None, "row-major"), x.dtype, None)
         out = rotate_quantize(torch.zeros(5, n), to="int8-row")
         traced = rotate_quantize(leaf, rotation, to="int8-row", gradient=True)

@@ -147,7 +147,7 @@ def test_a_kernel_finds_largest_magnitudes(group: int | None, device: EmulatedDe
         found = rotate_quantize(x, 64, to="largest", group=group)
         assert device.ran() == [f"n64-float16-to-largest_{group or N}-accurate"]
         assert found.codes.shape == (2, 5, 3, 0)
-        values = hadagen.hadamard_transform(x.float().unflatten(-1, (-1, 64))).flatten(-2).abs()
+        values = hadagen.hadamard_transform(x.float().unflatten(-1, (-1, 64)), 0.125).flatten(-2).abs()
         wanted = values.unflatten(-1, (-1, group or N)).amax(-1)
         assert torch.allclose(found.scales, wanted if group else wanted[..., 0], rtol=1e-6)
     assert len(quantize._calls) == 1

@@ -86,7 +86,7 @@ def rotate_quantize(
     rotation: Rotation | Operands | int | None = None,
     *,
     to: str,
-    scale: float = 1.0,
+    scale: float | None = None,
     group: int | None = None,
     rule: str | None = None,
     layout: str = "row-major",
@@ -99,10 +99,11 @@ def rotate_quantize(
     """Rotate the last dimension of x, and quantize the result.
 
     x: [..., m] of type float16, bfloat16 or float32, with any strides. 4-bit codes need an even m.
-    rotation: a `hadagen.Rotation` of rows of m; or n, for H_n, unnormalized, over blocks of n; None for no rotation.
-        (`hadagen.presets` passes what a Rotation multiplies by.)
+    rotation: a `hadagen.Rotation` of rows of m; or n, a power of two, for H_n · n^-½ over blocks of n; None for no
+        rotation. (`hadagen.presets` passes what a Rotation multiplies by.)
     to: the format. docs/quantization.md has the formats, their rules, groups and layouts.
-    scale: the rotated values are multiplied by it, before anything else is done with them.
+    scale: for a Rotation and for None a factor on the values before they are quantized, 1 by default. For n the whole
+        factor on H_n: by default n^-½, which makes it orthonormal; scale=1 is the unnormalized H_n.
     group: how many neighboring elements have one scale; None is the default of the format.
     rule: how a scale follows from the largest magnitude; None is the default of the format.
     layout: of the scales, "row-major", "column-major" or "swizzled".
@@ -166,9 +167,9 @@ def rotate_quantize(
     form.scales_in_row(columns)
     if form.element.bits == 4 and columns % 2:
         raise TensorError(f"x has {columns} columns; 4-bit codes need an even number")
-    check_options(scale, numerics, torch.float32)
+    check_options(1.0 if scale is None else scale, numerics, torch.float32)
     given = _tensor_scale(tensor_scale, form, x)
-    of = _operands(x, rotation, scale if is_symbolic(scale) else float(scale), numerics)
+    of = _operands(x, rotation, scale if scale is None or is_symbolic(scale) else float(scale), numerics)
     options = *of[:6], of.scale, numerics, form.name, form.group, form.rule, form.layout.value, round_first, given
     if destination is None:
         result = _quantized(form, given, *_OPERATOR(x, *options))
@@ -304,24 +305,29 @@ def _check_has_no_gradient(x: torch.Tensor, name: str) -> None:
         raise TensorError(f"{name} requires a gradient, which quantized codes do not have; {fix}")
 
 
-def _rotated(x: torch.Tensor, rotation: Rotation | Operands | int | None, scale: float) -> torch.Tensor:
+def _rotated(x: torch.Tensor, rotation: Rotation | Operands | int | None, scale: float | None) -> torch.Tensor:
     """What is quantized, with its gradient. The arguments were checked."""
     wide = x.float()
     return ROTATE.apply(wide, _operands(wide, rotation, scale, "accurate"))
 
 
-def _operands(x: torch.Tensor, rotation: Rotation | Operands | int | None, scale: float, numerics: str) -> Operands:
+def _operands(
+    x: torch.Tensor, rotation: Rotation | Operands | int | None, scale: float | None, numerics: str
+) -> Operands:
+    """scale: None for the default."""
     columns = x.shape[-1]
+    factor = 1.0 if scale is None else scale
     if isinstance(rotation, Rotation):
-        return rotation.operands_for(x, scale)._replace(numerics=numerics)
+        return rotation.operands_for(x, factor)._replace(numerics=numerics)
     if isinstance(rotation, Operands):
-        return rotation._replace(scale=rotation.scale * scale, numerics=numerics)
+        return rotation._replace(scale=rotation.scale * factor, numerics=numerics)
     n = 1 if rotation is None else as_int(rotation)
     if isinstance(n, bool) or not isinstance(n, int):
         raise TypeError(f"rotation is a {type(rotation).__name__}; pass a Rotation, a power of two, or None")
     if n < 1 or n & (n - 1) or columns % n:
         raise UsageError(f"rotation = {n} is no power of two that divides the {columns} columns of x; choose one")
-    return Operands(None, [], None, None, n, False, False, scale, numerics, BATCH_INVARIANT)
+    factor = n**-0.5 if scale is None else scale
+    return Operands(None, [], None, None, n, False, False, factor, numerics, BATCH_INVARIANT)
 
 
 def _tensor_scale(given: torch.Tensor | float | None, form: Format, x: torch.Tensor) -> torch.Tensor | None:
@@ -438,7 +444,7 @@ def problems_of(
 ) -> tuple[Problem | None, ...]:
     """Of the kernel that quantizes tensors like x, and of those that rotate where there is none. None if no kernel can.
     Raises what a call with these arguments raises."""
-    of, wide = _operands(x, rotation, 1.0, numerics), torch.empty_like(x, dtype=torch.float32)
+    of, wide = _operands(x, rotation, None, numerics), torch.empty_like(x, dtype=torch.float32)
     length = of.n // math.prod(of.orders)
     return (
         quantizing.problem_for(x, of, form, round_first),

@@ -48,7 +48,9 @@ def hadamard_transform(
         there are kernels for the GPU, they run for all types but float64 and for m from 2 to 131072. All other calls
         run in plain PyTorch. The first call on an NVIDIA GPU without any kernels gives a RuntimeWarning. The number of
         rows may be 0.
-    scale: n ** -0.5 makes the transform orthonormal and, if m = n, its own inverse.
+    scale: n ** -0.5 makes the transform orthonormal and, if m = n, its own inverse. With the default of 1,
+        results are about √n times as large as x, and at most n times. So float16 overflows for n = 32768 where values
+        of x are around 300.
     inplace: overwrite x and return it.
     out: the tensor to write and return, of x's shape, dtype and device; either x itself or without overlap with x.
     numerics: "accurate" rounds to the type of x once, when the result is stored. "fast" may also round between steps,
