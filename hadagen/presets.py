@@ -18,7 +18,8 @@ from hadagen.runtime.checks import check_is_flag
 from hadagen.runtime.choose import BATCH_INVARIANT
 from hadagen.runtime.given import as_count
 from hadagen.runtime.operands import Operands
-from hadagen.runtime.quantize import Quantized, check_values, rotate_quantize
+from hadagen.runtime.quantize import check_values, rotate_quantize
+from hadagen.runtime.quantized import Quantized
 from hadagen.runtime.rotation import Rotation
 
 # The signs of TransformerEngine's random Hadamard transform, which are always these.

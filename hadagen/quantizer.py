@@ -20,6 +20,8 @@ _FRACTION_BITS = {Element.E4M3: 3, Element.E2M1: 1}
 # The types of codes that are not two of 4 bits in a byte, and of scales that do not have that of the input.
 _CODES = {Element.E4M3: torch.float8_e4m3fn, Element.INT8: torch.int8}
 _SCALES = {"float32": torch.float32, "e8m0": torch.uint8, "e4m3": torch.float8_e4m3fn}
+# Which PyTorch has from 2.7 and from 2.8 on.
+_NATIVE = {getattr(torch, name) for name in ("float8_e8m0fnu", "float4_e2m1fn_x2") if hasattr(torch, name)}
 _TILE_GROUPS = 4  # of swizzled scales
 
 
@@ -60,6 +62,7 @@ def empty(
 
 def dequantize(codes: torch.Tensor, scales: torch.Tensor, to: Format, given: torch.Tensor | None) -> torch.Tensor:
     """What codes and scales stand for, float32 [rows, columns]. The format has codes."""
+    codes, scales = as_bytes(codes), as_bytes(scales)
     values = _decode(to, codes)
     rows, columns = values.shape
     if to.group == TENSOR:
@@ -420,6 +423,11 @@ def rows_of_scales(scales: torch.Tensor, layout: Layout, rows: int, groups: int)
         padded = tiles.permute(0, 3, 2, 1, 4).reshape(filled_up)
         return padded[:rows, :groups].contiguous().view(scales.dtype)
     return scales.reshape(rows, groups)
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """E8M0 scales and FP4 codes of PyTorch's own types as a view of uint8, as they are here; others unchanged."""
+    return tensor.view(torch.uint8) if tensor.dtype in _NATIVE else tensor
 
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from hadagen import Rotation, TensorError, presets, rotate_quantize
 from hadagen.formats import TENSOR, Layout
 from hadagen.quantizer import memory_of
 from hadagen.runtime import kernels, quantize, quantizing, repeat
-from hadagen.runtime.quantize import Quantized
+from hadagen.runtime.quantized import Quantized
 
 __all__ = ["device"]  # a fixture
 N = 256

@@ -5,18 +5,17 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from hadagen import quantizer
 from hadagen.errors import TensorError, UsageError
-from hadagen.formats import TENSOR, Element, Format, Layout
+from hadagen.formats import TENSOR, Format, Layout
 from hadagen.problem import Problem, Rows
 from hadagen.runtime import compute, kernels, quantizing, repeat
 from hadagen.runtime.arguments import as_int
 from hadagen.runtime.checks import (
-    DTYPES,
     check_is_flag,
     check_is_number,
     check_is_tensor,
@@ -29,6 +28,7 @@ from hadagen.runtime.checks import (
 from hadagen.runtime.choose import BATCH_INVARIANT
 from hadagen.runtime.linear import LIBRARY, has_only_memory, needs_derivative
 from hadagen.runtime.operands import Operands
+from hadagen.runtime.quantized import Quantized
 from hadagen.runtime.quantizing import copy_into, is_ready, order_of, parts_of, shaped
 from hadagen.runtime.repeat import ALIGNMENT
 from hadagen.runtime.rotate import ROTATE, problem_of, rotated
@@ -36,49 +36,6 @@ from hadagen.runtime.rotation import Rotation
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _LEAST, _MOST = 2.0**-149, torch.finfo(torch.float32).max  # of a scale, in float32
-
-
-class Quantized(NamedTuple):
-    """What `rotate_quantize` returns.
-
-    codes: of x's shape; of 4-bit codes uint8 of half as many columns, the even one in the low nibble. The format
-        "largest" has none: [..., 0].
-    scales: one for each group, in the layout of the format; of a whole row [...], for int8-row [..., 1].
-        Row-major scales, and their codes, are dense, and their leading dimensions lie in memory in the order of those
-        of x, as with `torch.empty_like`. In the other layouts, and for fp8-head, codes are contiguous. For fp8-tensor
-        and fp8-head they are the tensor_scale of the call.
-    format: what they are.
-    tensor_scale: for nvfp4 that of the call, float32 with one element; else None.
-    rotated: the rotated values, float32 of x's shape, if the call asked for gradients; else None.
-    """
-
-    codes: torch.Tensor
-    scales: torch.Tensor
-    format: Format
-    tensor_scale: torch.Tensor | None = None
-    rotated: torch.Tensor | None = None
-
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The values that codes and scales stand for, rotated as they are, of x's shape.
-
-        dtype: float16, bfloat16, float32 or float64. Raises `UsageError` for another, and for a format without codes.
-
-        Of a call with gradient=True they have the gradient of the rotated values, as if codes were not rounded, and 0
-        where a value is beyond the largest code.
-        """
-        if dtype not in DTYPES:
-            raise UsageError(f"dtype {dtype!r:.80} is not possible; pass one of {', '.join(map(str, DTYPES))}")
-        if self.format.element is Element.NONE:
-            raise UsageError(f"{self.format.name} has no codes, so nothing can be dequantized; read scales")
-        codes = self.codes.flatten(0, -2) if self.codes.dim() > 1 else self.codes[None]
-        values = quantizer.dequantize(codes, self.scales, self.format, self.tensor_scale)
-        shape = *self.codes.shape[:-1], values.shape[-1]
-        if self.rotated is None:
-            return values.view(shape).to(dtype)
-        exact = self.rotated.reshape(values.shape)
-        clipped = quantizer.is_clipped(exact.detach(), codes, self.scales, self.format, self.tensor_scale)
-        nothing = (exact - exact.detach()).nan_to_num(0.0)  # but for its gradient
-        return torch.where(clipped, values, values + nothing).view(shape).to(dtype)
 
 
 def rotate_quantize(
@@ -146,7 +103,8 @@ def rotate_quantize(
             numerics=numerics,
             out=out,
         )
-        return quantized._replace(rotated=_rotated(x, rotation, scale))
+        quantized._exact = _rotated(x, rotation, scale)
+        return quantized
     key = _key_of(x, rotation, tensor_scale, to, scale, group, rule, layout, round_first, numerics)
     known = key and _calls.get(key)
     if known and has_only_memory(x) and not needs_derivative(x):
@@ -206,9 +164,10 @@ _NAMES = "out.codes", "out.scales"
 
 def _destination(out: Any) -> tuple[Any, Any]:
     """Codes and scales of out. Raises TypeError."""
-    if not isinstance(out, Quantized) and not (isinstance(out, (tuple, list)) and len(out) == 2):
+    if not isinstance(out, (Quantized, tuple, list)) or len(out) != 2:
         raise TypeError(f"out is a {type(out).__name__}; pass what rotate_quantize returned, or codes and scales")
-    return out[0], out[1]
+    codes, scales = out
+    return codes, scales
 
 
 def _written(destination: Sequence[Any], form: Format) -> Sequence[torch.Tensor]:
@@ -216,7 +175,7 @@ def _written(destination: Sequence[Any], form: Format) -> Sequence[torch.Tensor]
     written = destination[: 1 if form.group == TENSOR else 2]
     for name, each in zip(_NAMES, written, strict=False):
         check_is_tensor(each, name)
-    return written
+    return [quantizer.as_bytes(each) for each in written]
 
 
 def _check_like(written: Sequence[torch.Tensor], parts: Sequence[quantizing.Part], x: torch.Tensor) -> None:
