@@ -190,7 +190,7 @@ Scaled = tuple[torch.Tensor, torch.Tensor]
 
 
 def _tensor(value: float, like: torch.Tensor) -> torch.Tensor:
-    return torch.full((), value, dtype=torch.float32, device=like.device)
+    return like.new_full((), value, dtype=torch.float32)
 
 
 def _over(x: torch.Tensor, divisor: float) -> torch.Tensor:
@@ -247,7 +247,7 @@ def _scales_of_heads(given: torch.Tensor, to: Format, rows: int) -> torch.Tensor
 
 def fa3_scales(largest: torch.Tensor) -> torch.Tensor:
     """The scales of the rule fa3 for the largest magnitudes of heads."""
-    return torch.where(largest > 1e-12, _over(largest, 448), 1.0)
+    return torch.where(largest > 1e-12, _over(largest, 448), _tensor(1.0, largest))
 
 
 def _int8(x: torch.Tensor, largest: torch.Tensor, *_: Any) -> Scaled:

@@ -11,7 +11,7 @@ import torch
 from hadagen.errors import UsageError
 from hadagen.matrices import MAX_GIVEN_ORDER
 from hadagen.runtime.arguments import as_int, is_count
-from hadagen.runtime.checks import DTYPES
+from hadagen.runtime.checks import DTYPES, check_is_tensor, has_values, kind_of
 
 # How far the rows of a given matrix may be from orthonormal where an inverse is asked: a few roundings of its type, but
 # at least this much, because many matrices are computed in float32.
@@ -65,9 +65,10 @@ def as_matrices(matrix: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
 
 def _checked(matrix: torch.Tensor) -> torch.Tensor:
     """A copy in float64 on the CPU."""
-    if matrix.layout is not torch.strided or matrix.is_nested or matrix.is_meta:
+    check_is_tensor(matrix, "matrix")
+    if matrix.layout is not torch.strided or matrix.is_nested or not has_values(matrix):
         raise UsageError("the matrix has a layout or a device without values; pass a dense tensor")
-    if matrix.is_complex() or matrix.dtype == torch.bool:
+    if matrix.is_complex() or matrix.dtype == torch.bool or matrix.is_quantized:
         plain = str(matrix.dtype).removeprefix("torch.")
         raise UsageError(f"the matrix is a {plain} tensor; pass real numbers")
     if matrix.dim() != 2 or matrix.shape[0] != matrix.shape[1] or not len(matrix):
@@ -119,6 +120,11 @@ def check_orders(orders: tuple[int, ...], asked: tuple[int, ...] | None, block: 
 
 def as_signs(values: Any, name: str, length: int) -> torch.Tensor:
     """`length` numbers of ±1, as int8 on the CPU. Raises TypeError and `UsageError`, with the name, for others."""
+    if isinstance(values, torch.Tensor):
+        check_is_tensor(values, name)
+        if values.is_nested or values.layout is not torch.strided or values.is_quantized or not has_values(values):
+            what = kind_of(values) if has_values(values) else "tensor without values"
+            raise UsageError(f"{name} is a {what}; pass a dense one of integers or real numbers, each 1 or -1")
     try:
         signs = torch.as_tensor(values, device="cpu")
     except (TypeError, ValueError, OverflowError, RuntimeError):

@@ -261,7 +261,10 @@ def _row(columns: int, dtype: torch.dtype, device: int) -> torch.Tensor:
 
 
 def _several(values: Any) -> list[Any]:
-    return list(values) if isinstance(values, Iterable) and not isinstance(values, str) else [values]
+    try:
+        return [values] if isinstance(values, str) else list(values)
+    except (TypeError, ValueError, RuntimeError):  # no iterable, or an array without a dimension
+        return [values]
 
 
 def _whole(value: Any, name: str) -> int:

@@ -16,18 +16,21 @@ from hadagen.problem import Problem, Rows
 from hadagen.runtime import compute, kernels, quantizing, repeat
 from hadagen.runtime.arguments import as_int
 from hadagen.runtime.checks import (
+    check_alike,
     check_is_flag,
     check_is_number,
     check_is_tensor,
     check_options,
     check_tensor,
     check_writable,
+    is_functional,
     is_symbolic,
     kind_of,
+    shape_of,
 )
 from hadagen.runtime.choose import BATCH_INVARIANT
 from hadagen.runtime.linear import LIBRARY, has_only_memory, needs_derivative
-from hadagen.runtime.operands import Operands
+from hadagen.runtime.operands import Operands, check
 from hadagen.runtime.quantized import Quantized
 from hadagen.runtime.quantizing import copy_into, is_ready, order_of, parts_of, shaped
 from hadagen.runtime.repeat import ALIGNMENT
@@ -89,7 +92,9 @@ def rotate_quantize(
     if gradient and isinstance(to, str) and to == "largest":
         raise UsageError("gradient = True is not possible for largest, which has no codes; leave it out")
     destination = None if out is None else _destination(out)
-    if gradient and isinstance(x, torch.Tensor) and needs_derivative(x):
+    if gradient:
+        _check_kind(x)
+    if gradient and needs_derivative(x):
         quantized = rotate_quantize(
             x.detach(),
             rotation,
@@ -181,13 +186,16 @@ def _written(destination: Sequence[Any], form: Format) -> Sequence[torch.Tensor]
 def _check_like(written: Sequence[torch.Tensor], parts: Sequence[quantizing.Part], x: torch.Tensor) -> None:
     """Raises `TensorError` for what is not like the result for x."""
     for name, each, (shape, strides, dtype) in zip(_NAMES, written, parts, strict=False):
+        check_alike(x, each, name)
         if each.is_neg():
             raise TensorError(f"{name} is a view that negates what it reads; pass {name}.resolve_neg()")
+        if is_functional(each) or is_functional(x):
+            raise TensorError("out= is not possible under torch.func.functionalize; leave it out")
         is_like = each.layout is torch.strided and not each.is_nested and each.shape == shape and each.dtype == dtype
         if not is_like or each.device != x.device or not _lies_like(each, strides):
             lies = f" with the strides {each.stride()}" if each.layout is torch.strided and not each.is_nested else ""
             raise TensorError(
-                f"{name} is {kind_of(each)} {tuple(each.shape)}{lies} on {each.device}; this call needs strided "
+                f"{name} is {kind_of(each)} {shape_of(each)}{lies} on {each.device}; this call needs strided "
                 f"{str(dtype).removeprefix('torch.')} {shape} with the strides {strides} on {x.device}"
             )
 
@@ -236,26 +244,33 @@ def _key_of(x: torch.Tensor, rotation: Any, tensor_scale: Any, *options: Any) ->
         return None
     made = isinstance(rotation, (Rotation, Operands))
     rotated = rotation.identity if made else rotation
-    given, heads = (None, tensor_scale.numel()) if isinstance(tensor_scale, torch.Tensor) else (tensor_scale, 0)
+    given = None if isinstance(tensor_scale, torch.Tensor) else tensor_scale
     # Of equal numbers of several types some are refused, and what is no plain value may change.
     types = None if made else type(rotation), type(given), *map(type, options)
     if not _PLAIN.issuperset(types):
         return None
     try:
         address = x.data_ptr() % ALIGNMENT
-    except RuntimeError:  # no memory
+        heads = tensor_scale.numel() if isinstance(tensor_scale, torch.Tensor) else 0
+        like = x.shape, x.stride(), x.dtype, x.get_device(), address
+    except (RuntimeError, ValueError):  # no memory, or no shape
         return None
-    return x.shape, x.stride(), x.dtype, x.get_device(), address, rotated, given, heads, *options, types
+    return *like, rotated, given, heads, *options, types
 
 
 def check_values(x: torch.Tensor) -> None:
     """Raises TypeError and `TensorError` for what cannot be quantized."""
+    _check_kind(x)
+    _check_has_no_gradient(x, "x")
+
+
+def _check_kind(x: torch.Tensor) -> None:
+    """The same, but for an x that requires a gradient."""
     check_is_tensor(x, "x")
     if x.dtype not in _DTYPES:
         plain = str(x.dtype).removeprefix("torch.")
         raise TensorError(f"x has the type {plain}; pass values of float16, bfloat16 or float32 that are not quantized")
     check_tensor(x)
-    _check_has_no_gradient(x, "x")
 
 
 def _check_has_no_gradient(x: torch.Tensor, name: str) -> None:
@@ -279,7 +294,10 @@ def _operands(
     if isinstance(rotation, Rotation):
         return rotation.operands_for(x, factor)._replace(numerics=numerics)
     if isinstance(rotation, Operands):
-        return rotation._replace(scale=rotation.scale * factor, numerics=numerics)
+        made = rotation._replace(scale=rotation.scale * factor, numerics=numerics)
+        if not torch.compiler.is_dynamo_compiling():  # where the operator's own checks do
+            check(x, made)
+        return made
     n = 1 if rotation is None else as_int(rotation)
     if isinstance(n, bool) or not isinstance(n, int):
         raise TypeError(f"rotation is a {type(rotation).__name__}; pass a Rotation, a power of two, or None")
@@ -301,10 +319,12 @@ def _tensor_scale(given: torch.Tensor | float | None, form: Format, x: torch.Ten
     if given is None:
         raise UsageError(f"{form.name} needs a tensor_scale; pass a number, or a tensor with one element")
     if isinstance(given, torch.Tensor):
+        check_is_tensor(given, "tensor_scale")
         is_plain = given.layout is torch.strided and given.dtype == torch.float32 and given.numel() == 1
         if not is_plain or given.is_nested or given.device != x.device:
             what = f"{kind_of(given)} with {given.numel()} elements on {given.device}"
             raise TensorError(f"tensor_scale is {what}; it must be strided float32 with one element on {x.device}")
+        check_alike(x, given, "tensor_scale")
         _check_has_no_gradient(given, "tensor_scale")
         if given.device.type == "cpu" and has_only_memory(given):
             _check_is_possible(float(given), form)
@@ -330,11 +350,13 @@ def _scales_of_heads(given: Any, form: Format, x: torch.Tensor) -> torch.Tensor:
         raise TypeError(f"tensor_scale is a {type(given).__name__}; {form.name} needs a tensor, {wanted()}")
     if x.dim() == 1:
         raise TensorError(f"x has one dimension; {form.name} needs another for its heads, such as x[None]")
+    check_is_tensor(given, "tensor_scale")
     is_plain = given.layout is torch.strided and given.dtype == torch.float32 and not given.is_nested
-    fits = 1 <= given.dim() < x.dim() and given.shape == x.shape[: given.dim()]
-    if not is_plain or not fits or given.device != x.device:
-        what = f"{kind_of(given)} {tuple(given.shape)} on {given.device}"
+    fits = is_plain and 1 <= given.dim() < x.dim() and given.shape == x.shape[: given.dim()]
+    if not fits or given.device != x.device:
+        what = f"{kind_of(given)} {shape_of(given)} on {given.device}"
         raise TensorError(f"tensor_scale is {what}; it must be strided {wanted()}")
+    check_alike(x, given, "tensor_scale")
     _check_has_no_gradient(given, "tensor_scale")
     if given.device.type == "cpu" and has_only_memory(given) and given.numel():
         for number in given.aminmax():
