@@ -192,7 +192,7 @@ def test_every_check_of_an_operator(name: str, rule: str, layout: str) -> None:
     form = Format.choose(name, None, rule, layout)
     for rows in (0, 5):
         given = quantizer.sample_scales(form, rows, torch.device("cpu"))
-        of = (None, [], None, None, 64, False, 0.125, "accurate")
+        of = (None, [], None, None, 64, False, 0.125, "accurate", False)
         options = (normal(rows, N), *of, name, form.group, rule, layout, False, given)
         torch.library.opcheck(OPERATOR, options, test_utils=("test_schema", "test_faketensor"))
     x = torch.empty(5, N, device="meta", dtype=torch.half)
@@ -206,7 +206,7 @@ def test_every_check_of_the_operator_with_out(name: str, rule: str, layout: str)
         given = quantizer.sample_scales(form, len(x), torch.device("cpu"))
         like = rotate_quantize(x, to=name, rule=rule, layout=layout, **scale_for(name, x))
         scales = None if form.group == TENSOR else torch.zeros_like(like.scales)
-        of = (None, [], None, None, 64, False, 0.125, "fast")
+        of = (None, [], None, None, 64, False, 0.125, "fast", True)
         options = (x, *of, name, form.group, rule, layout, False, given, torch.zeros_like(like.codes), scales)
         if scales is None or scales.stride() == like.scales.stride():
             of_fp8 = torch.float8_e4m3fn in (like.codes.dtype, like.scales.dtype)  # which test_schema cannot compare

@@ -244,13 +244,14 @@ def test_warmup_finds_what_calls_find(
     columns = None if isinstance(by, Rotation) else N
     options = {"to": name, "rule": rule, "layout": layout}
     for has_kernels in (True, False):
-        for round_first, numerics in ((True, "accurate"), (False, "fast"), (False, None)):
-            hadagen.warmup(by, HALF, rows=6, columns=columns, round_first=round_first, numerics=numerics, **options)
+        for flag, numerics in ((True, "accurate"), (False, "fast"), (False, None)):
+            asked = {"round_first": flag, "batch_invariant": flag}
+            hadagen.warmup(by, HALF, rows=6, columns=columns, numerics=numerics, **asked, **options)
             warmed = set(found)
             found.clear()
             repeat.forget()
             for each in ("accurate", "fast") if numerics is None else (numerics,):
-                rotate_quantize(x, by, round_first=round_first, numerics=each, **options, **scale_for(name, x))
+                rotate_quantize(x, by, numerics=each, **asked, **options, **scale_for(name, x))
             called = {each for each in found if has_kernels or each[0].problem.io.form is None}
             found.clear()
             assert called <= warmed

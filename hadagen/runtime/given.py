@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from hadagen.errors import UsageError
 from hadagen.matrices import MAX_GIVEN_ORDER
@@ -122,9 +123,9 @@ def as_signs(values: Any, name: str, length: int) -> torch.Tensor:
     """`length` numbers of ±1, as int8 on the CPU. Raises TypeError and `UsageError`, with the name, for others."""
     if isinstance(values, torch.Tensor):
         check_is_tensor(values, name)
-        if values.is_nested or values.layout is not torch.strided or values.is_quantized or not has_values(values):
-            what = kind_of(values) if has_values(values) else "tensor without values"
-            raise UsageError(f"{name} is a {what}; pass a dense one of integers or real numbers, each 1 or -1")
+        if values.is_nested or values.is_quantized or isinstance(values, FakeTensor):
+            what = "fake" if isinstance(values, FakeTensor) else kind_of(values)
+            raise UsageError(f"{name} is a {what} tensor; pass a dense one of integers or real numbers, each 1 or -1")
     try:
         signs = torch.as_tensor(values, device="cpu")
     except (TypeError, ValueError, OverflowError, RuntimeError):

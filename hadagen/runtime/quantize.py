@@ -54,6 +54,7 @@ def rotate_quantize(
     round_first: bool = False,
     gradient: bool = False,
     numerics: str = "accurate",
+    batch_invariant: bool | None = None,
     out: Quantized | tuple[torch.Tensor, torch.Tensor | None] | None = None,
 ) -> Quantized:
     """Rotate the last dimension of x, and quantize the result.
@@ -77,6 +78,8 @@ def rotate_quantize(
     numerics: "accurate" keeps at least 16 significant bits of every value until codes are made, on every GPU; only the
         conversion to FP4 may look at fewer, as docs/quantization.md says. "fast" may round values to fewer bits between
         steps. float32 is always accurate.
+    batch_invariant: as for `hadagen.hadamard_transform`. Where kernels that quantize do not give the same bits in every
+        call, PyTorch does, with one RuntimeWarning. By default such calls are made if HADAGEN_BATCH_INVARIANT is 1.
     out: codes and scales to write and return, like those that the call would make and without memory of x: what a call
         returned, or a pair. For fp8-tensor and fp8-head its scales are not looked at.
 
@@ -89,6 +92,10 @@ def rotate_quantize(
     where none is asked for, or for an out that is not like the result.
     """
     check_is_flag(gradient, "gradient")
+    if batch_invariant is None:
+        batch_invariant = BATCH_INVARIANT
+    check_is_flag(batch_invariant, "batch_invariant")
+    asked = numerics, bool(batch_invariant)
     if gradient and isinstance(to, str) and to == "largest":
         raise UsageError("gradient = True is not possible for largest, which has no codes; leave it out")
     destination = None if out is None else _destination(out)
@@ -106,11 +113,12 @@ def rotate_quantize(
             tensor_scale=tensor_scale,
             round_first=round_first,
             numerics=numerics,
+            batch_invariant=batch_invariant,
             out=out,
         )
-        quantized._exact = _rotated(x, rotation, scale)
+        quantized._exact = _rotated(x, rotation, scale, *asked)
         return quantized
-    key = _key_of(x, rotation, tensor_scale, to, scale, group, rule, layout, round_first, numerics)
+    key = _key_of(x, rotation, tensor_scale, to, scale, group, rule, layout, round_first, *asked)
     known = key and _calls.get(key)
     if known and has_only_memory(x) and not needs_derivative(x):
         form, run = known
@@ -132,8 +140,8 @@ def rotate_quantize(
         raise TensorError(f"x has {columns} columns; 4-bit codes need an even number")
     check_options(1.0 if scale is None else scale, numerics, torch.float32)
     given = _tensor_scale(tensor_scale, form, x)
-    of = _operands(x, rotation, scale if scale is None or is_symbolic(scale) else float(scale), numerics)
-    options = *of[:6], of.scale, numerics, form.name, form.group, form.rule, form.layout.value, round_first, given
+    of = _operands(x, rotation, scale if scale is None or is_symbolic(scale) else float(scale), *asked)
+    options = *of[:6], of.scale, *asked, form.name, form.group, form.rule, form.layout.value, round_first, given
     if destination is None:
         result = _quantized(form, given, *_OPERATOR(x, *options))
     else:
@@ -279,22 +287,32 @@ def _check_has_no_gradient(x: torch.Tensor, name: str) -> None:
         raise TensorError(f"{name} requires a gradient, which quantized codes do not have; {fix}")
 
 
-def _rotated(x: torch.Tensor, rotation: Rotation | Operands | int | None, scale: float | None) -> torch.Tensor:
+def _rotated(
+    x: torch.Tensor,
+    rotation: Rotation | Operands | int | None,
+    scale: float | None,
+    numerics: str,
+    batch_invariant: bool,
+) -> torch.Tensor:
     """What is quantized, with its gradient. The arguments were checked."""
     wide = x.float()
-    return ROTATE.apply(wide, _operands(wide, rotation, scale, "accurate"))
+    return ROTATE.apply(wide, _operands(wide, rotation, scale, numerics, batch_invariant))
 
 
 def _operands(
-    x: torch.Tensor, rotation: Rotation | Operands | int | None, scale: float | None, numerics: str
+    x: torch.Tensor,
+    rotation: Rotation | Operands | int | None,
+    scale: float | None,
+    numerics: str,
+    batch_invariant: bool,
 ) -> Operands:
     """scale: None for the default."""
     columns = x.shape[-1]
     factor = 1.0 if scale is None else scale
     if isinstance(rotation, Rotation):
-        return rotation.operands_for(x, factor)._replace(numerics=numerics)
+        return rotation.operands_for(x, factor)._replace(numerics=numerics, batch_invariant=batch_invariant)
     if isinstance(rotation, Operands):
-        made = rotation._replace(scale=rotation.scale * factor, numerics=numerics)
+        made = rotation._replace(scale=rotation.scale * factor, numerics=numerics, batch_invariant=batch_invariant)
         if not torch.compiler.is_dynamo_compiling():  # where the operator's own checks do
             check(x, made)
         return made
@@ -304,7 +322,7 @@ def _operands(
     if n < 1 or n & (n - 1) or columns % n:
         raise UsageError(f"rotation = {n} is no power of two that divides the {columns} columns of x; choose one")
     factor = n**-0.5 if scale is None else scale
-    return Operands(None, [], None, None, n, False, False, factor, numerics, BATCH_INVARIANT)
+    return Operands(None, [], None, None, n, False, False, factor, numerics, batch_invariant)
 
 
 def _tensor_scale(given: torch.Tensor | float | None, form: Format, x: torch.Tensor) -> torch.Tensor | None:
@@ -421,11 +439,16 @@ def _find(
 
 
 def problems_of(
-    x: torch.Tensor, rotation: Rotation | int, form: Format, round_first: bool, numerics: str
+    x: torch.Tensor,
+    rotation: Rotation | int,
+    form: Format,
+    round_first: bool,
+    numerics: str,
+    batch_invariant: bool,
 ) -> tuple[Problem | None, ...]:
     """Of the kernel that quantizes tensors like x, and of those that rotate where there is none. None if no kernel can.
     Raises what a call with these arguments raises."""
-    of, wide = _operands(x, rotation, None, numerics), torch.empty_like(x, dtype=torch.float32)
+    of, wide = _operands(x, rotation, None, numerics, batch_invariant), torch.empty_like(x, dtype=torch.float32)
     length = of.n // math.prod(of.orders)
     return (
         quantizing.problem_for(x, of, form, round_first),
@@ -449,7 +472,7 @@ def _in_pytorch(
 
 
 # ---- the operators ---------------------------------------------------------------------------------------------------
-_OUT_AT = 14  # where codes and scales of out stand behind x
+_OUT_AT = 15  # where codes and scales of out stand behind x
 # In compiled code too, results have the strides that those of x say.
 _TAGS = torch.Tag.pt2_compliant_tag, getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order)
 _format = functools.lru_cache(maxsize=256)(Format.choose)
@@ -464,6 +487,7 @@ def _arguments(
     swapped: bool,
     scale: float,
     numerics: str,
+    batch_invariant: bool,
     to: str,
     group: int,
     rule: str,
@@ -471,7 +495,7 @@ def _arguments(
     round_first: bool,
     given: torch.Tensor | None,
 ) -> tuple[Operands, Format, bool, torch.Tensor | None]:
-    of = Operands(matrices, orders, signs, signs_after, n, swapped, False, scale, numerics, BATCH_INVARIANT)
+    of = Operands(matrices, orders, signs, signs_after, n, swapped, False, scale, numerics, batch_invariant)
     return of, _format(to, group, rule, layout), round_first, given
 
 
@@ -517,8 +541,8 @@ for _name, _out, _results, _real, _fake in (
 ):
     LIBRARY.define(
         f"{_name}(Tensor x, Tensor? matrices, int[] orders, Tensor? signs, Tensor? signs_after, int n, bool swapped, "
-        f"Scalar scale, str numerics, str to, int group, str rule, str layout, bool round_first, Tensor? given{_out}) "
-        f"-> {_results}",
+        "Scalar scale, str numerics, bool batch_invariant, str to, int group, str rule, str layout, bool round_first, "
+        f"Tensor? given{_out}) -> {_results}",
         tags=_TAGS,
     )
     LIBRARY.impl(_name, _real, "CompositeExplicitAutograd")

@@ -137,10 +137,13 @@ def find(x: torch.Tensor, of: Operands, form: Format, round_first: bool, heads: 
     problem = problem_for(x, of, form, round_first)
     if problem is None or x.numel() % problem.unit or x.numel() // LEAST_GROUP >= _MOST_GROUPS:
         return None
+    if of.batch_invariant and x.shape[-1] % problem.unit:  # where kernels take some numbers of rows only
+        return None
     units_in_head, rest = divmod(x.numel() // problem.unit, heads)
     if rest:
         return None
-    kernel = kernels.find_for_scale(kernels.Kind(x.get_device(), problem, in_place=False), x.numel(), of.scale)
+    kind = kernels.Kind(x.get_device(), problem, False, of.batch_invariant)
+    kernel = kernels.find_for_scale(kind, x.numel(), of.scale)
     if kernel is None:
         return None
     changing = ([] if form.group == TENSOR else ["scales"]) + ["tensor_scale"] * form.needs_scale
@@ -155,6 +158,6 @@ def problem_for(x: torch.Tensor, of: Operands, form: Format, round_first: bool) 
     group = x.shape[-1] if form.group == ROW else form.group
     to = replace(form, group=group, rounded=round_first and not form.rounds_first)
     try:
-        return None if of.batch_invariant else problem_of(x, of, to)
+        return problem_of(x, of, to)
     except UsageError:  # groups that are no part of a tile
         return None
