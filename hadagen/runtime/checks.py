@@ -19,7 +19,7 @@ from hadagen.runtime.overlap import overlaps_itself
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 REAL = (float, int, Real)  # the first two are faster to check
-is_functional: Any = torch._is_functional_tensor  # type: ignore[attr-defined]  # of torch.func.functionalize
+is_functional: Any = torch._is_functional_tensor  # of torch.func.functionalize
 _NUMERICS = tuple(member.value for member in Numerics)
 
 
@@ -75,6 +75,11 @@ def check_is_tensor(x: Any, name: str) -> None:
         raise TypeError(f"{name} is a {type(x).__name__}; pass a torch.Tensor")
     if torch.compiler.is_dynamo_compiling():
         return
+    try:
+        if type(x) is torch.Tensor and x.data_ptr():
+            return  # at once, as nearly always
+    except RuntimeError:  # it has no memory, or wraps another tensor
+        pass
     if is_lazy(x):
         raise TensorError(f"{name} is an uninitialized parameter; give it a shape and values first")
     if _is_freed(x):

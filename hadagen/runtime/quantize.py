@@ -505,10 +505,11 @@ def _new(x: torch.Tensor, *options: Any) -> quantizing.Results:
 
 def _shapes(x: torch.Tensor, *options: Any) -> quantizing.Results:
     """Codes and scales of a tensor without memory."""
-    to, group, rule, layout, _, given = options[-6:]
-    form = Format.choose(to, group, rule, layout)
-    rows = x.permute(order_of(x, form)).reshape(-1, x.shape[-1])
-    return shaped(x, form, *quantizer.quantize(rows.float(), form, x.dtype, given))
+    codes, scales = (
+        x.new_empty_strided(shape, strides, dtype=dtype)
+        for shape, strides, dtype in parts_of(x, _arguments(*options)[1])
+    )
+    return codes, scales
 
 
 def _into(x: torch.Tensor, *options: Any) -> None:
@@ -520,8 +521,8 @@ def _into(x: torch.Tensor, *options: Any) -> None:
 
 
 def _shapes_into(x: torch.Tensor, *options: Any) -> None:
-    parts = [(tuple(part.shape), part.stride(), part.dtype) for part in _shapes(x, *options[:_OUT_AT])]
-    _check_like(_written(options[_OUT_AT:], _arguments(*options[:_OUT_AT])[1]), parts, x)
+    form = _arguments(*options[:_OUT_AT])[1]
+    _check_like(_written(options[_OUT_AT:], form), parts_of(x, form), x)
 
 
 def _autograd(operator: str) -> Any:

@@ -154,7 +154,7 @@ class Quantized:
             _check_part(self.tensor_scale, "tensor_scale", form, (torch.float32,), None, self.codes)
         elif self.tensor_scale is not None:
             raise UsageError(f"{form.name} has no tensor_scale; leave it out")
-        if torch.compiler.is_dynamo_compiling():
+        if torch.compiler.is_compiling():
             return  # where sizes may be unknown
         if not self.codes.dim():
             raise TensorError("codes have no dimension; pass codes of the shape [..., m]")

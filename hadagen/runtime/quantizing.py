@@ -58,10 +58,19 @@ def shaped(
 
 
 def parts_of(x: torch.Tensor, form: Format) -> list[Part]:
-    """What codes and scales of x are."""
+    """What codes and scales of x are. By formula, so that sizes of x may be symbols, without a guard on them."""
     columns = x.shape[-1]
-    made = quantizer.empty(x.numel() // columns, columns, form, x.dtype, torch.device("meta"))
-    return [(tuple(part.shape), part.stride(), part.dtype) for part in shaped(x, form, *made)]
+    rows, groups = x.numel() // columns, form.scales_in_row(columns)
+    of_codes, of_scales = quantizer.types(form, x.dtype)
+    codes = torch.empty((rows, columns * form.element.bits // 8), dtype=of_codes, device="meta")
+    scales = torch.empty((rows, groups), dtype=of_scales, device="meta")
+    made = [(tuple(part.shape), part.stride(), part.dtype) for part in shaped(x, form, codes, scales)]
+    filled_up = form.layout.filled_up(rows, groups)
+    if form.layout is Layout.COLUMN_MAJOR:
+        made[1] = (rows, groups), (1, torch.sym_max(filled_up[0], 1)), of_scales
+    elif form.layout is Layout.SWIZZLED:
+        made[1] = (filled_up[0] * filled_up[1],), (1,), of_scales
+    return made
 
 
 class Run:
