@@ -28,8 +28,7 @@ def quantized(x: torch.Tensor, form: str, rotate: bool) -> torch.Tensor:
     if form == "fp8":
         codes, scales = presets.fa3_fp8(x[None], rotate=rotate)
         return codes[0].float() * scales[0][:, None, None]
-    rotation, scale = (smollm.HEAD, smollm.HEAD**-0.5) if rotate else (None, 1.0)
-    return rotate_quantize(x, rotation, to=form, scale=scale).dequantize()
+    return rotate_quantize(x, smollm.HEAD if rotate else None, to=form).dequantize()
 
 
 def attention(

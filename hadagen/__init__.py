@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from hadagen.runtime.autotune import autotune
     from hadagen.runtime.choose import BestConfig, Match, best_config
     from hadagen.runtime.kernels import warmup
-    from hadagen.runtime.quantize import Quantized, rotate_quantize
+    from hadagen.runtime.quantize import rotate_quantize
+    from hadagen.runtime.quantized import Quantized
     from hadagen.runtime.rotation import Rotation
     from hadagen.runtime.transform import hadamard_transform
 
@@ -57,7 +58,7 @@ _LAZY = {
     "Match": "hadagen.runtime.choose",
     "autotune": "hadagen.runtime.autotune",
     "best_config": "hadagen.runtime.choose",
-    "Quantized": "hadagen.runtime.quantize",
+    "Quantized": "hadagen.runtime.quantized",
     "Rotation": "hadagen.runtime.rotation",
     "rotate_quantize": "hadagen.runtime.quantize",
     "hadamard_transform": "hadagen.runtime.transform",

@@ -18,7 +18,8 @@ from hadagen.runtime.checks import check_is_flag
 from hadagen.runtime.choose import BATCH_INVARIANT
 from hadagen.runtime.given import as_count
 from hadagen.runtime.operands import Operands
-from hadagen.runtime.quantize import Quantized, check_values, rotate_quantize
+from hadagen.runtime.quantize import check_values, rotate_quantize
+from hadagen.runtime.quantized import Quantized
 from hadagen.runtime.rotation import Rotation
 
 # The signs of TransformerEngine's random Hadamard transform, which are always these.
@@ -36,7 +37,7 @@ def deepseek_v32_indexer(x: torch.Tensor, *, power_of_two: bool = False, numeric
     """
     check_is_flag(power_of_two, "power_of_two")
     rule = "power_of_two" if power_of_two else "exact"
-    return rotate_quantize(x, 128, to="fp8-group", scale=128**-0.5, rule=rule, round_first=True, numerics=numerics)
+    return rotate_quantize(x, 128, to="fp8-group", rule=rule, round_first=True, numerics=numerics)
 
 
 def deepseek_v4_fp4(x: torch.Tensor, *, numerics: str = "accurate") -> Quantized:
@@ -44,7 +45,7 @@ def deepseek_v4_fp4(x: torch.Tensor, *, numerics: str = "accurate") -> Quantized
 
     x: [..., 128] or several heads of 128, after RoPE.
     """
-    return rotate_quantize(x, 128, to="mxfp4", scale=128**-0.5, rule="deepseek_v4", round_first=True, numerics=numerics)
+    return rotate_quantize(x, 128, to="mxfp4", rule="deepseek_v4", round_first=True, numerics=numerics)
 
 
 def convrot_int8(x: torch.Tensor, block: int = 256, *, numerics: str = "accurate") -> Quantized:
@@ -61,7 +62,10 @@ def convrot_int4(x: torch.Tensor, block: int = 256, *, numerics: str = "accurate
 
 
 def quarot_int4(x: torch.Tensor, rotation: Rotation | int | None = None, *, numerics: str = "accurate") -> Quantized:
-    """QuaRot's quantizer of activations, behind a rotation that rounds to x's type. QuaRot has float16."""
+    """QuaRot's quantizer of activations, behind a rotation that rounds to x's type. QuaRot has float16.
+
+    rotation: as for `hadagen.rotate_quantize`; a power of two is orthonormal.
+    """
     return rotate_quantize(x, rotation, to="int4-row", rule="quarot", numerics=numerics)
 
 
@@ -112,10 +116,10 @@ def fa3_fp8(
         raise UsageError(f"kv_heads = {heads} does not divide the {x.shape[1]} heads of x; choose one that does")
     n = x.shape[-1] if rotate else 1
     by_head = x.contiguous().view(x.shape[0], heads, x.shape[1] // heads, *x.shape[2:])
-    magnitudes = rotate_quantize(by_head, n, to="largest", scale=n**-0.5, numerics=numerics).scales
+    magnitudes = rotate_quantize(by_head, n, to="largest", numerics=numerics).scales
     largest = magnitudes.amax((2, 3)) if x.numel() else magnitudes.new_zeros(by_head.shape[:2])
     quantized = rotate_quantize(
-        by_head, n, to="fp8-head", scale=n**-0.5, rule="fa3", tensor_scale=largest, round_first=True, numerics=numerics
+        by_head, n, to="fp8-head", rule="fa3", tensor_scale=largest, round_first=True, numerics=numerics
     )
     return quantized.codes.view(x.shape), quantizer.fa3_scales(largest)
 

@@ -20,6 +20,8 @@ _FRACTION_BITS = {Element.E4M3: 3, Element.E2M1: 1}
 # The types of codes that are not two of 4 bits in a byte, and of scales that do not have that of the input.
 _CODES = {Element.E4M3: torch.float8_e4m3fn, Element.INT8: torch.int8}
 _SCALES = {"float32": torch.float32, "e8m0": torch.uint8, "e4m3": torch.float8_e4m3fn}
+# Which PyTorch has from 2.7 and from 2.8 on.
+_NATIVE = {getattr(torch, name) for name in ("float8_e8m0fnu", "float4_e2m1fn_x2") if hasattr(torch, name)}
 _TILE_GROUPS = 4  # of swizzled scales
 
 
@@ -71,6 +73,7 @@ def dequantize(
     near the largest may be rounded up, beyond it.
     """
     most = min(torch.finfo(dtype).max, _FLOAT_MAX)
+    codes, scales = as_bytes(codes), as_bytes(scales)
     values = _decode(to, codes)
     rows, columns = values.shape
     if to.group == TENSOR:
@@ -204,7 +207,7 @@ Scaled = tuple[torch.Tensor, torch.Tensor]
 
 
 def _tensor(value: float, like: torch.Tensor) -> torch.Tensor:
-    return torch.full((), value, dtype=torch.float32, device=like.device)
+    return like.new_full((), value, dtype=torch.float32)
 
 
 def _over(x: torch.Tensor, divisor: float) -> torch.Tensor:
@@ -266,7 +269,7 @@ def _scales_of_heads(given: torch.Tensor, to: Format, rows: int) -> torch.Tensor
 
 def fa3_scales(largest: torch.Tensor) -> torch.Tensor:
     """The scales of the rule fa3 for the largest magnitudes of heads."""
-    return torch.where(largest > 1e-12, _over(largest, 448), 1.0)
+    return torch.where(largest > 1e-12, _over(largest, 448), _tensor(1.0, largest))
 
 
 def _int8(x: torch.Tensor, largest: torch.Tensor, *_: Any) -> Scaled:
@@ -441,6 +444,11 @@ def rows_of_scales(scales: torch.Tensor, layout: Layout, rows: int, groups: int)
         padded = tiles.permute(0, 3, 2, 1, 4).reshape(filled_up)
         return padded[:rows, :groups].contiguous().view(scales.dtype)
     return scales.reshape(rows, groups)
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """E8M0 scales and FP4 codes of PyTorch's own types as a view of uint8, as they are here; others unchanged."""
+    return tensor.view(torch.uint8) if tensor.dtype in _NATIVE else tensor
 
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:

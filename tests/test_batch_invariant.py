@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import warnings
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,8 +18,9 @@ import torch
 from emulated_device import EmulatedDevice, device, same
 from sample_bundle import hide_bundles
 from sample_trials import H100, H200, LAUNCH, PROBLEM, make_kernel, make_trial, times
+from test_quantizing_kernels import emulated
 
-from hadagen import hadamard_transform
+from hadagen import hadamard_transform, rotate_quantize
 from hadagen.arch import load_arch
 from hadagen.bits import encode
 from hadagen.codegen import render
@@ -29,7 +31,7 @@ from hadagen.launch import LaunchSpec, params_for
 from hadagen.plan import Plan
 from hadagen.problem import DType, Numerics, Problem, Rows
 from hadagen.regimes import Destination
-from hadagen.runtime import bundles, choose, compute, kernels, operator
+from hadagen.runtime import bundles, choose, compute, kernels, operator, quantize
 from hadagen.runtime.choose import best_config, choose_from_bundles, timed_in_bundles
 from hadagen.runtime.device import Device
 from hadagen.space import Space, build_plan
@@ -88,6 +90,28 @@ def _some_plans(problem: Problem) -> list[Plan]:
     shapes = {(k.chunks, k.warps, k.cluster, k.load, k.far_bits, k.low_bits, k.exchange_carrier): k for k in legal}
     kept = list(shapes.values())
     return [build_plan(problem, knobs, arch) for knobs in kept[:: max(1, len(kept) // 10)]]
+
+
+@pytest.mark.parametrize("key", ["n256-float16-to-int8_row_256-accurate", "n512-bfloat16-to-mxfp4_32-accurate"])
+def test_kernels_of_one_arithmetic_give_the_same_codes(key: str) -> None:
+    """And the same scales, wherever a row lies among others."""
+    problem = Problem.parse(key)
+    of: dict[str, list[Plan]] = defaultdict(list)
+    for plan in _some_plans(problem):
+        of[plan.arithmetic].append(plan)
+    assert max(map(len, of.values())) > 1
+    module = compile_host([render(plan) for plans in of.values() for plan in plans])
+    x = torch.randn(1 << 14, generator=torch.Generator().manual_seed(1)).view(-1, problem.n)
+    x = x.to(getattr(torch, problem.io.input.value))
+
+    def results(plan: Plan, place: int) -> tuple[bytes, bytes]:
+        """Codes and scales of a row, at a place among others."""
+        moved = x.roll(place, 0)
+        codes, scales = emulated(problem, render(plan), module, moved, problem.n**-0.5)
+        return codes.view(torch.uint8)[place].numpy().tobytes(), scales[place].numpy().tobytes()
+
+    for plans in of.values():
+        assert len({results(plan, place) for plan in plans for place in (0, 7, len(x) - 1)}) == 1
 
 
 def test_a_kernel_is_called_the_same_whatever_its_arithmetic_is() -> None:
@@ -274,6 +298,67 @@ def test_a_problem_without_such_kernels_is_refused(bundle: Path) -> None:
         kernels.find(INVARIANT, SMALL)
     # Where no call has a kernel, PyTorch does the work of all.
     assert kernels.find(INVARIANT._replace(problem=Problem.of(512, "float16")), 1 << 13) is None
+
+
+QUANTIZING = PROBLEM.with_io(output="mxfp8_32")
+
+
+@pytest.mark.usefixtures("machine")
+def test_where_no_kernel_quantizes_so_there_is_one_warning(bundle: Path) -> None:
+    kind = kernels.Kind(0, QUANTIZING, False, True)
+    quantizing = [trial(n, name, {SMALL: 1.0}, problem=QUANTIZING) for n, name in ((1, ONE), (2, TWO))]
+    named = {t.kernel.digest: t.kernel for t in quantizing if t.kernel}
+    write_bundle(bundle, "sm90", portfolio(quantizing), named.__getitem__, {QUANTIZING: TWO})
+    found = kernels.find(kind, SMALL)
+    assert found
+    assert found.launch.arithmetic == TWO  # type: ignore[attr-defined]
+    kernels._forget()
+    write_bundle(bundle, "sm90", portfolio(quantizing), named.__getitem__, {})
+    with pytest.warns(
+        RuntimeWarning, match="no kernels of n256-float16-to-mxfp8_32-accurate give the same .*, so PyTor"
+    ):
+        assert kernels.find(kind, SMALL) is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert kernels.find(kind, 2 * SMALL) is None
+
+
+def test_calls_that_quantize_ask_for_such_kernels(device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """New and known ones, with and without out=, by argument and by default; each remembered apart."""
+    asked: list[bool] = []
+    find = kernels.find
+
+    def note(kind: kernels.Kind, elements: int) -> Any:
+        asked.append(kind.batch_invariant)
+        return find(kind, elements)
+
+    monkeypatch.setattr(kernels, "find", note)
+    x = torch.randn(3, 256)
+    for flag in (True, False, True):
+        q = rotate_quantize(x, 64, to="mxfp8", batch_invariant=flag)
+        rotate_quantize(x, 64, to="mxfp8", batch_invariant=flag, out=q)
+        rotate_quantize(x.requires_grad_(), 64, to="mxfp8", batch_invariant=flag, gradient=True)
+        x.requires_grad_(False)
+    assert asked[:1] == [True]
+    assert set(asked) == {True, False}
+    assert len(device.ran()) >= 9
+    asked.clear()
+    for flag in (True, False):
+        monkeypatch.setattr(quantize, "BATCH_INVARIANT", flag)
+        rotate_quantize(torch.randn(5, 256), 64, to="mxfp8")
+        assert asked == [flag]
+        asked.clear()
+    with pytest.raises(TypeError, match="batch_invariant is 'yes'; pass True or False"):
+        rotate_quantize(x, to="mxfp8", batch_invariant="yes")  # type: ignore[arg-type]
+
+
+def test_rows_that_kernels_take_in_some_numbers_only_take_none(device: EmulatedDevice) -> None:
+    """Two rows of 8 are a unit of 16."""
+    for rows in (1, 2):
+        rotate_quantize(torch.randn(rows, 8), to="fp8-tensor", tensor_scale=0.1, batch_invariant=True)
+        assert device.ran() == []
+    rotate_quantize(torch.randn(2, 8), to="fp8-tensor", tensor_scale=0.1)
+    assert len(device.ran()) == 1
 
 
 # ---- the argument ----------------------------------------------------------------------------------------------------

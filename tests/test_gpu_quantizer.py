@@ -16,7 +16,7 @@ from hadagen.formats import FORMATS, TENSOR, Element
 from hadagen.quantizer import quantize
 from hadagen.reference import hadamard
 from hadagen.runtime import quantize as quantize_module
-from hadagen.runtime.quantize import Quantized
+from hadagen.runtime.quantized import Quantized
 
 pytestmark = pytest.mark.gpu
 

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from emulated_device import EmulatedDevice
 from test_rotation import some_signs
 from torch.autograd import forward_ad
 
-from hadagen import Quantized, Rotation, TensorError, UsageError, hadamard_transform, quantizer, rotate_quantize
+from hadagen import (
+    Quantized,
+    Rotation,
+    TensorError,
+    UsageError,
+    hadamard_transform,
+    presets,
+    quantizer,
+    rotate_quantize,
+)
 from hadagen.formats import FORMATS, TENSOR, Element, Format, Layout
 from hadagen.quantizer import memory_of
+from hadagen.runtime import repeat
 
 N = 256
 R = Rotation(N, signs=some_signs(64), block=64)
@@ -66,6 +78,92 @@ def test_it_is_the_rotation_and_then_the_quantizer(
     assert torch.equal(found.scales, scales.view(3, 5, 2))
 
 
+@pytest.mark.parametrize("gradient", [False, True])
+def test_a_number_rotates_as_a_rotation_of_it_does(gradient: bool) -> None:
+    """Without a scale; a scale is the whole factor of a number, and a further one of a Rotation."""
+    x = normal(3, N).requires_grad_(gradient)
+    for n in (1, 2, 64, 256):
+        factor = n**-0.5
+        for mine, theirs in ((None, None), (2 * factor, 2.0), (1.0, 1 / factor), (0.0, 0.0)):
+            found = rotate_quantize(x, n, to="int8-row", scale=mine, gradient=gradient)
+            wanted = rotate_quantize(x, Rotation(N, block=n), to="int8-row", scale=theirs, gradient=gradient)
+            assert torch.allclose(found.scales, wanted.scales, rtol=1e-6)
+            assert (found.codes - wanted.codes).abs().max() <= 1
+    for rotation in (None, presets._rotation(x.detach(), 64, regular=True), R):
+        default, one = (
+            rotate_quantize(x.detach(), rotation, to="largest", **options).scales for options in ({}, {"scale": 1})
+        )
+        assert torch.equal(default, one)
+
+
+def small_rotations() -> Iterator[tuple[int, Any]]:
+    """Rows of up to 16 elements, and all kinds of rotations of them, among them those of blocks of one element."""
+    generator = torch.Generator().manual_seed(0)
+    given: dict[str, Any] = {
+        "-1": torch.tensor([[-1]]),
+        "2": torch.tensor([[2.0]]),
+        "H": torch.tensor([[1, 1], [1, -1]]),
+        "-1, H": [torch.tensor([[-1.0]]), torch.tensor([[1, 1], [1, -1]])],
+        "any": torch.tensor([[1.0, 2.0, 0.5], [0.0, -1.0, 3.0], [1.5, 0.25, -2.0]]),
+    }
+    for n in (1, 2, 3, 4, 6, 8, 12, 16):
+        for block in (block for block in range(1, n + 1) if n % block == 0):
+            for matrix in ("auto", "regular", *given.values()):
+                for before, after in ((False, False), (True, False), (False, True), (True, True)):
+                    signs = [
+                        (-1) ** torch.randint(2, (block,), generator=generator) if f else None for f in (before, after)
+                    ]
+                    with suppress(UsageError):  # a block that these matrices do not have
+                        yield n, Rotation(n, matrix, signs=signs[0], signs_after=signs[1], block=block)
+            if block & (block - 1) == 0:
+                yield n, block
+        yield n, None
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+def test_small_blocks_are_rotated_too(kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is quantized is what the rotation gives, by itself, with gradients, and into out."""
+    if kernels:
+        EmulatedDevice(monkeypatch)
+    count = 0
+    for n, rotation in small_rotations():
+        x = normal(5, n, dtype=torch.float32)
+        leaf = x.clone().requires_grad_()
+        if isinstance(rotation, Rotation):
+            y, wide = rotation(x), rotation(leaf)
+        else:
+            size = rotation or 1
+            y, wide = (hadamard_transform(each.unflatten(-1, (-1, size)), size**-0.5).flatten(-2) for each in (x, leaf))
+        wanted = quantizer.quantize(y, Format.choose("int8-row", None, None, "row-major"), x.dtype, None)
+        out = rotate_quantize(torch.zeros(5, n), to="int8-row")
+        traced = rotate_quantize(leaf, rotation, to="int8-row", gradient=True)
+        for found in (
+            rotate_quantize(x, rotation, to="int8-row"),
+            rotate_quantize(x, rotation, to="int8-row"),  # known, where a kernel did it
+            rotate_quantize(x, rotation, to="int8-row", out=out),
+            traced,
+        ):
+            assert torch.allclose(found.scales, wanted[1], rtol=1e-5), rotation
+            assert (found.codes - wanted[0]).abs().max() <= (1 if kernels else 0), rotation
+        g = normal(5, n, dtype=torch.float32)
+        expected, gradient = (torch.autograd.grad((each * g).sum(), leaf)[0] for each in (wide, traced.dequantize()))
+        assert torch.allclose(gradient, expected, atol=1e-5), rotation
+        count += 1
+    repeat.forget()
+    assert count > 300
+
+
+@pytest.mark.parametrize("options", [{"signs": [-1]}, {"signs_after": [-1]}, {"matrix": torch.tensor([[-1.0]])}, {}])
+def test_compiled_calls_rotate_small_blocks_too(options: dict[str, Any]) -> None:
+    rotation, x = Rotation(4, block=1, **options), torch.arange(1.0, 5.0)
+    torch.compiler.reset()  # of one function only so many are kept
+    compiled = torch.compile(
+        lambda x: rotate_quantize(x, rotation, to="int8-row").codes, fullgraph=True, backend="aot_eager"
+    )
+    wanted = x / 4 * (-1 if options else 1)
+    assert torch.equal(compiled(x), (127 * wanted).round().to(torch.int8))
+
+
 @pytest.mark.parametrize(("name", "rule", "layout"), WITH_CODES)
 def test_values_come_back(name: str, rule: str, layout: str) -> None:
     x = normal(2, 3, 3 * N)[..., :N]  # rows with gaps
@@ -94,7 +192,7 @@ def test_every_check_of_an_operator(name: str, rule: str, layout: str) -> None:
     form = Format.choose(name, None, rule, layout)
     for rows in (0, 5):
         given = quantizer.sample_scales(form, rows, torch.device("cpu"))
-        of = (None, [], None, None, 64, False, 0.125, "accurate")
+        of = (None, [], None, None, 64, False, 0.125, "accurate", False)
         options = (normal(rows, N), *of, name, form.group, rule, layout, False, given)
         torch.library.opcheck(OPERATOR, options, test_utils=("test_schema", "test_faketensor"))
     x = torch.empty(5, N, device="meta", dtype=torch.half)
@@ -108,7 +206,7 @@ def test_every_check_of_the_operator_with_out(name: str, rule: str, layout: str)
         given = quantizer.sample_scales(form, len(x), torch.device("cpu"))
         like = rotate_quantize(x, to=name, rule=rule, layout=layout, **scale_for(name, x))
         scales = None if form.group == TENSOR else torch.zeros_like(like.scales)
-        of = (None, [], None, None, 64, False, 0.125, "fast")
+        of = (None, [], None, None, 64, False, 0.125, "fast", True)
         options = (x, *of, name, form.group, rule, layout, False, given, torch.zeros_like(like.codes), scales)
         if scales is None or scales.stride() == like.scales.stride():
             of_fp8 = torch.float8_e4m3fn in (like.codes.dtype, like.scales.dtype)  # which test_schema cannot compare
@@ -122,7 +220,7 @@ def test_results_in_out(name: str, rule: str, layout: str) -> None:
     wanted = rotate_quantize(x, R, **options)
     out = rotate_quantize(torch.zeros_like(x), R, **options)
     if out.format.group == TENSOR:
-        out = out._replace(scales=out.scales.clone())  # not those of the call
+        out.scales = out.scales.clone()  # not those of the call
     for given in (out, out[:2], list(out[:2])):
         memory_of(out.codes).fill_(0x55)
         memory_of(out.scales).fill_(0x55)

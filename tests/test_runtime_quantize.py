@@ -14,7 +14,7 @@ from hadagen import Rotation, TensorError, presets, rotate_quantize
 from hadagen.formats import TENSOR, Layout
 from hadagen.quantizer import memory_of
 from hadagen.runtime import kernels, quantize, quantizing, repeat
-from hadagen.runtime.quantize import Quantized
+from hadagen.runtime.quantized import Quantized
 
 __all__ = ["device"]  # a fixture
 N = 256
@@ -150,7 +150,7 @@ def test_a_kernel_finds_largest_magnitudes(group: int | None, device: EmulatedDe
         found = rotate_quantize(x, 64, to="largest", group=group)
         assert device.ran() == [f"n64-float16-to-largest_{group or N}-accurate"]
         assert found.codes.shape == (2, 5, 3, 0)
-        values = hadagen.hadamard_transform(x.float().unflatten(-1, (-1, 64))).flatten(-2).abs()
+        values = hadagen.hadamard_transform(x.float().unflatten(-1, (-1, 64)), 0.125).flatten(-2).abs()
         wanted = values.unflatten(-1, (-1, group or N)).amax(-1)
         assert torch.allclose(found.scales, wanted if group else wanted[..., 0], rtol=1e-6)
     assert len(quantize._calls) == 1
@@ -247,13 +247,14 @@ def test_warmup_finds_what_calls_find(
     columns = None if isinstance(by, Rotation) else N
     options = {"to": name, "rule": rule, "layout": layout}
     for has_kernels in (True, False):
-        for round_first, numerics in ((True, "accurate"), (False, "fast"), (False, None)):
-            hadagen.warmup(by, HALF, rows=6, columns=columns, round_first=round_first, numerics=numerics, **options)
+        for flag, numerics in ((True, "accurate"), (False, "fast"), (False, None)):
+            asked = {"round_first": flag, "batch_invariant": flag}
+            hadagen.warmup(by, HALF, rows=6, columns=columns, numerics=numerics, **asked, **options)
             warmed = set(found)
             found.clear()
             repeat.forget()
             for each in ("accurate", "fast") if numerics is None else (numerics,):
-                rotate_quantize(x, by, round_first=round_first, numerics=each, **options, **scale_for(name, x))
+                rotate_quantize(x, by, numerics=each, **asked, **options, **scale_for(name, x))
             called = {each for each in found if has_kernels or each[0].problem.io.form is None}
             found.clear()
             assert called <= warmed

@@ -20,7 +20,7 @@ from hadagen.errors import TensorError
 from hadagen.problem import kernel_order, padded_length
 from hadagen.runtime import transform
 from hadagen.runtime.arguments import is_flag
-from hadagen.runtime.checks import check_call, check_is_tensor, is_symbolic, stands_for_a_tensor
+from hadagen.runtime.checks import check_call, check_is_tensor, has_values, is_symbolic, stands_for_a_tensor
 from hadagen.runtime.named import named_matrix
 from hadagen.runtime.rotate import rotate
 
@@ -63,10 +63,9 @@ def hadamard_transform_ref(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         scale = _number(scale)
         check_call(x, scale, "accurate")
     m = x.shape[-1]
-    matrix = torch.ones((1, 1), dtype=x.dtype, device=x.device)
-    factor = torch.tensor([[1, 1], [1, -1]], dtype=x.dtype, device=x.device)
+    matrix = x.new_ones((1, 1))
     while matrix.shape[0] < m:
-        matrix = torch.kron(factor, matrix)
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
     # The zeros of a padded x would meet only the rows that are cut off here.
     return torch.nn.functional.linear(x, matrix[:m, :m]) * scale
 
@@ -156,6 +155,9 @@ def _number(scale: Any) -> Any:
         return scale if known else float(scale)
     if scale.is_meta:
         raise TypeError("scale is on the meta device, where it has no value; pass a number, or a tensor that has one")
+    check_is_tensor(scale, "scale")
+    if not has_values(scale):
+        raise TypeError("scale is a FakeTensor, which has no value; pass a number, or a tensor that has one")
     if scale.is_complex() or scale.numel() != 1:
         plain = str(scale.dtype).removeprefix("torch.")
         raise TypeError(

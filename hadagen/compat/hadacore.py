@@ -14,7 +14,7 @@ from torch.overrides import handle_torch_function
 
 from hadagen.errors import TensorError
 from hadagen.runtime import transform
-from hadagen.runtime.checks import stands_for_a_tensor
+from hadagen.runtime.checks import check_is_tensor, stands_for_a_tensor
 
 __all__ = ["hadacore_transform", "hadamard_transform"]
 
@@ -29,8 +29,9 @@ def hadamard_transform(x: torch.Tensor, inplace: bool = False) -> torch.Tensor:
     """
     if stands_for_a_tensor(x):
         return handle_torch_function(hadamard_transform, (x,), x, inplace)
+    check_is_tensor(x, "x")
     # The transform reports all other errors.
-    n = x.shape[-1] if isinstance(x, torch.Tensor) and not x.is_nested and x.dim() else 1
+    n = x.shape[-1] if not x.is_nested and x.dim() else 1
     if n & (n - 1):
         raise TensorError(f"the last dimension of x is {n}; it must be a power of two, so pad it with zeros")
     return transform.hadamard_transform(x, max(n, 1) ** -0.5, inplace=inplace)

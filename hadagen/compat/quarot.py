@@ -20,7 +20,7 @@ from hadagen.matrices import find_matrix, find_orders
 from hadagen.problem import kernel_order
 from hadagen.runtime import transform
 from hadagen.runtime.arguments import as_int, is_count
-from hadagen.runtime.checks import check_is_tensor, check_tensor, kind_of, stands_for_a_tensor
+from hadagen.runtime.checks import check_alike, check_is_tensor, check_tensor, kind_of, stands_for_a_tensor
 from hadagen.runtime.linear import has_only_memory
 from hadagen.runtime.named import matrix_of, named_matrix
 from hadagen.runtime.operands import combined, pack_matrices
@@ -186,8 +186,9 @@ def _check_matrix(matrix: torch.Tensor, name: str, order: int, other: torch.Tens
     """Raises TypeError and `TensorError` unless it is dense, real, of this order, and can go to the device of other."""
     check_is_tensor(matrix, name)
     dense = not matrix.is_nested and matrix.layout is torch.strided and (other.is_meta or not matrix.is_meta)
-    if not dense or matrix.is_complex() or matrix.dtype == torch.bool:
+    if not dense or matrix.is_complex() or matrix.dtype == torch.bool or matrix.is_quantized:
         raise TensorError(f"{name} is a {kind_of(matrix)} tensor on {matrix.device}; pass a dense one of real numbers")
+    check_alike(other, matrix, name)
     if matrix.shape != (order, order):
         raise TensorError(f"{name} has the shape {tuple(matrix.shape)}; it must be ({order}, {order})")
 
@@ -195,8 +196,9 @@ def _check_matrix(matrix: torch.Tensor, name: str, order: int, other: torch.Tens
 def _operand(matrix: torch.Tensor, order: int, n: int) -> tuple[torch.Tensor, int]:
     """The matrix as `rotate` takes it, and its order then: as kernels do where its entries are seen to be −1, 0 and 1.
     To look at a matrix on a GPU would wait for that."""
+    matrix = matrix.detach()
     if matrix.device.type == "cpu" and has_only_memory(matrix):
-        wide = matrix.detach().double()
+        wide = matrix.double()
         if ((wide == 0) | (wide.abs() == 1)).all():
             (taken,) = combined([wide.to(torch.int8)], n)
             return cast(torch.Tensor, pack_matrices([taken])), len(taken)

@@ -21,6 +21,7 @@ from hadagen.compat.fast_hadamard_transform import (
 )
 from hadagen.errors import TensorError
 from hadagen.runtime.checks import (
+    check_alike,
     check_is_tensor,
     check_like,
     check_tensor,
@@ -28,6 +29,7 @@ from hadagen.runtime.checks import (
     kind_of,
     stands_for_a_tensor,
 )
+from hadagen.runtime.linear import check_autograd_follows
 
 __all__ = [
     "hadamard_transform",
@@ -71,16 +73,20 @@ def hadamard_transform_with_signs(
         check_is_tensor(out, "out")
         check_like(x, out)
         check_writable(out)
+        if torch.is_grad_enabled() and out.requires_grad:
+            check_autograd_follows(out, "out")
     y = hadamard_transform(x * signs1.to(x.dtype), scale) * signs2.to(x.dtype)
     return y if out is None else out.copy_(y)
 
 
 def _check_signs(signs: Any, name: str, x: torch.Tensor) -> None:
     check_is_tensor(signs, name)
-    if signs.is_nested or signs.layout is not torch.strided or signs.is_complex() or signs.dtype == torch.bool:
+    strange = signs.is_nested or signs.layout is not torch.strided or signs.is_quantized
+    if strange or signs.is_complex() or signs.dtype == torch.bool:
         raise TensorError(
             f"{name} is a {kind_of(signs)} tensor; pass a dense one of integers or real numbers, each 1 or -1"
         )
+    check_alike(x, signs, name)
     if signs.shape != x.shape[-1:]:
         raise TensorError(f"{name} has the shape {tuple(signs.shape)}; it must be ({x.shape[-1]},), as the rows of x")
     if signs.device != x.device:

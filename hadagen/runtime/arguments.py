@@ -10,7 +10,7 @@ def as_int(value: Any) -> Any:
     """An integer of any kind, such as numpy's, as a Python int; a bool or any other value unchanged."""
     try:
         return value if isinstance(value, bool) else operator.index(value)
-    except TypeError:
+    except (TypeError, ValueError, RuntimeError):  # a tensor without one value, too
         return value
 
 

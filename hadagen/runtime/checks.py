@@ -8,6 +8,8 @@ from numbers import Real
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.parameter import is_lazy
 from torch.overrides import has_torch_function_unary
 
 from hadagen.errors import TensorError, UsageError
@@ -17,6 +19,7 @@ from hadagen.runtime.overlap import overlaps_itself
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 REAL = (float, int, Real)  # the first two are faster to check
+is_functional: Any = torch._is_functional_tensor  # of torch.func.functionalize
 _NUMERICS = tuple(member.value for member in Numerics)
 
 
@@ -66,9 +69,55 @@ def stands_for_a_tensor(x: Any) -> bool:
 
 
 def check_is_tensor(x: Any, name: str) -> None:
-    """Raises TypeError."""
+    """Raises TypeError for anything else, and `TensorError` for one without a shape or without its memory. So it comes
+    before all that reads more of x."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} is a {type(x).__name__}; pass a torch.Tensor")
+    if torch.compiler.is_dynamo_compiling():
+        return
+    try:
+        if type(x) is torch.Tensor and x.data_ptr():
+            return  # at once, as nearly always
+    except RuntimeError:  # it has no memory, or wraps another tensor
+        pass
+    if is_lazy(x):
+        raise TensorError(f"{name} is an uninitialized parameter; give it a shape and values first")
+    if _is_freed(x):
+        raise TensorError(f"the memory of {name} was freed; bring its values back first, or pass another tensor")
+
+
+def _is_freed(x: torch.Tensor) -> bool:
+    """Whether it has elements but no memory, as parameters that are sharded or offloaded at the moment. PyTorch's own
+    functions read address 0 then."""
+    if (
+        type(x) not in (torch.Tensor, torch.nn.Parameter)
+        or is_functional(x)
+        or torch._C._are_functorch_transforms_active()
+    ):
+        return False
+    if x.is_nested or x.layout is not torch.strided or x.device.type not in ("cpu", "cuda") or x._is_zerotensor():
+        return False
+    return x.data_ptr() == 0 and x.numel() > 0
+
+
+def has_values(x: torch.Tensor) -> bool:
+    """Whether x is no stand-in for a tensor, on the meta device or in a trace."""
+    return not x.is_meta and not isinstance(x, FakeTensor)
+
+
+def check_alike(x: torch.Tensor, other: torch.Tensor, name: str) -> None:
+    """Raises `TensorError` where one is a FakeTensor and the other has values, which PyTorch does not mix."""
+    if torch.compiler.is_dynamo_compiling():
+        return
+    fakes = [each for each in (x, other) if isinstance(each, FakeTensor)]
+    if len(fakes) == 1 and not fakes[0].fake_mode.allow_non_fake_inputs:
+        what, mine = ("has values", "is a FakeTensor") if fakes[0] is x else ("is a FakeTensor", "has values")
+        raise TensorError(f"{name} {what} but x {mine}; pass both with values, or both fake")
+
+
+def shape_of(x: torch.Tensor) -> str:
+    """For a message; nested tensors have none."""
+    return "of several shapes" if x.is_nested else str(tuple(x.shape))
 
 
 def kind_of(x: torch.Tensor) -> str:
@@ -107,6 +156,9 @@ def check_destination(x: torch.Tensor, inplace: bool, out: torch.Tensor | None) 
 
 def check_like(x: torch.Tensor, out: torch.Tensor) -> None:
     """Raises `TensorError` if out cannot take the result for x."""
+    if out.is_nested:
+        raise TensorError("out is a nested tensor; pass an out like x")
+    check_alike(x, out, "out")
     for what in ("shape", "dtype", "device", "layout"):
         mine, theirs = getattr(out, what), getattr(x, what)
         if mine != theirs:

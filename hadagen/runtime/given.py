@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch._subclasses import FakeTensor
 
 from hadagen.errors import UsageError
 from hadagen.matrices import MAX_GIVEN_ORDER
 from hadagen.runtime.arguments import as_int, is_count
-from hadagen.runtime.checks import DTYPES
+from hadagen.runtime.checks import DTYPES, check_is_tensor, has_values, kind_of
 
 # How far the rows of a given matrix may be from orthonormal where an inverse is asked: a few roundings of its type, but
 # at least this much, because many matrices are computed in float32.
@@ -42,7 +41,7 @@ def as_orders(k: Any) -> tuple[int, ...]:
 
 def is_unknown(values: Any) -> bool:
     """Whether it is a tensor without values, such as on the meta device, which a state dict may bring later."""
-    return isinstance(values, torch.Tensor) and (values.is_meta or isinstance(values, FakeTensor))
+    return isinstance(values, torch.Tensor) and not has_values(values)
 
 
 def pack_given(given: list[torch.Tensor]) -> torch.Tensor:
@@ -124,10 +123,11 @@ def _checked(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def _check_kind(matrix: torch.Tensor) -> None:
-    """Raises `UsageError`. Reads no values."""
+    """Raises TypeError, `UsageError` and `TensorError`. Reads no values."""
+    check_is_tensor(matrix, "matrix")
     if matrix.is_nested or matrix.layout is not torch.strided:
         raise UsageError("the matrix has a layout without a value for each entry; pass a dense tensor")
-    if matrix.is_complex() or matrix.dtype == torch.bool:
+    if matrix.is_complex() or matrix.dtype == torch.bool or matrix.is_quantized:
         plain = str(matrix.dtype).removeprefix("torch.")
         raise UsageError(f"the matrix is a {plain} tensor; pass real numbers")
     if matrix.dim() != 2 or matrix.shape[0] != matrix.shape[1] or not len(matrix):
@@ -174,6 +174,11 @@ def check_orders(orders: tuple[int, ...], asked: tuple[int, ...] | None, block: 
 def as_signs(values: Any, name: str, length: int) -> torch.Tensor | None:
     """`length` numbers of ±1, as int8 on the CPU; None for a tensor without values. Raises TypeError and `UsageError`,
     with the name, for others."""
+    if isinstance(values, torch.Tensor):
+        check_is_tensor(values, name)
+        if values.is_nested or values.is_quantized:
+            what = kind_of(values)
+            raise UsageError(f"{name} is a {what} tensor; pass a dense one of integers or real numbers, each 1 or -1")
     try:
         signs = values if is_unknown(values) else torch.as_tensor(values, device="cpu")
     except (TypeError, ValueError, OverflowError, RuntimeError):

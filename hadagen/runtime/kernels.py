@@ -161,7 +161,7 @@ def warmup(
     batch_invariant: as in the later calls; by default what HADAGEN_BATCH_INVARIANT says.
 
     to: formats of later calls of `rotate_quantize`. n is then what they rotate by: a `Rotation`, or a power of two, 1
-        for no rotation. inplace and batch_invariant do not matter to them.
+        for no rotation. inplace does not matter to them.
     columns: the last dimensions of the later tensors; by default n, or that of the `Rotation`.
     group, rule, layout, round_first: as in the later calls.
 
@@ -204,7 +204,9 @@ def warmup(
                 for form, width in product(forms, widths or [length]):
                     row_of_x = _row(width, given, index)
                     for contract in contracts:
-                        kinds += _quantizing(index, rotation, row_of_x, form, bool(round_first), contract)
+                        kinds += _quantizing(
+                            index, rotation, row_of_x, form, bool(round_first), contract, bool(batch_invariant)
+                        )
                 continue
             row = padded_length(length)
             for problem in {problem_of(row, given, contract.value, lie) for contract in contracts for lie in Rows}:
@@ -224,16 +226,22 @@ def warmup(
 
 
 def _quantizing(
-    device: int, rotation: Any, x: torch.Tensor, form: Format, round_first: bool, numerics: Numerics
+    device: int,
+    rotation: Any,
+    x: torch.Tensor,
+    form: Format,
+    round_first: bool,
+    numerics: Numerics,
+    batch_invariant: bool,
 ) -> list[tuple[Kind, int]]:
     """What `rotate_quantize` asks for with tensors like x, and the elements of a row."""
     from hadagen.runtime.quantize import problems_of  # here, because it imports this module
 
-    quantizing, *others = problems_of(x, rotation, form, round_first, numerics.value)
-    if quantizing and _timed_of(kind := Kind(device, quantizing, in_place=False)):
+    quantizing, *others = problems_of(x, rotation, form, round_first, numerics.value, batch_invariant)
+    if quantizing and _timed_of(kind := Kind(device, quantizing, False, batch_invariant)):
         return [(kind, x.shape[-1])]
     # PyTorch quantizes what other kernels rotate, in place.
-    return [(Kind(device, each, True, BATCH_INVARIANT), x.shape[-1]) for each in others if each]
+    return [(Kind(device, each, True, batch_invariant), x.shape[-1]) for each in others if each]
 
 
 def _choose(
@@ -261,7 +269,10 @@ def _row(columns: int, dtype: torch.dtype, device: int) -> torch.Tensor:
 
 
 def _several(values: Any) -> list[Any]:
-    return list(values) if isinstance(values, Iterable) and not isinstance(values, str) else [values]
+    try:
+        return [values] if isinstance(values, str) else list(values)
+    except (TypeError, ValueError, RuntimeError):  # no iterable, or an array without a dimension
+        return [values]
 
 
 def _whole(value: Any, name: str) -> int:
@@ -309,10 +320,15 @@ def _timed_on(kind: Kind, target: Device) -> list[int]:
     found = timed_in_bundles(*wanted, batch_invariant=kind.batch_invariant)
     # Other rows are copied to contiguous ones then, and rotations are computed with kernels for H alone.
     alone = kind.problem.io.rows is Rows.CONTIGUOUS and not may_be_guessed(kind.problem)
-    if kind.batch_invariant and not found and alone and timed_in_bundles(*wanted):
-        raise DeviceError(
-            f"no kernels of {kind.problem.key} give the same bits in every call on {printable(target.gpu)}; leave out "
-            "batch_invariant, or pass a shorter row"
+    quantizes = kind.problem.io.form is not None
+    if kind.batch_invariant and not found and (alone or quantizes) and timed_in_bundles(*wanted):
+        said = f"no kernels of {kind.problem.key} give the same bits in every call on {printable(target.gpu)}"
+        if not quantizes:
+            raise DeviceError(f"{said}; leave out batch_invariant, or pass a shorter row")
+        warnings.warn(
+            f"{said}, so PyTorch quantizes there, which is slower; leave out batch_invariant",
+            RuntimeWarning,
+            stacklevel=2,
         )
     return found
 

@@ -23,10 +23,11 @@ from torch.overrides import has_torch_function_unary
 from torch.utils._pytree import tree_leaves
 
 from hadagen.errors import TensorError
-from hadagen.runtime.checks import check_like, check_tensor, stands_for_a_tensor
+from hadagen.runtime.checks import check_like, check_tensor, is_functional, stands_for_a_tensor
 
 LIBRARY: Any = torch.library.Library("hadagen", "DEF")  # type: ignore[no-untyped-call]
 
+_ASKED = {"x": "inplace=True", "out": "out="}
 _unpack_dual: Any = torch._C._VariableFunctions._unpack_dual  # looked up once, because that takes longer than the call
 
 
@@ -102,8 +103,11 @@ class LinearOperator:
                 return self._compute(x, options, target is x)
             self._compute_into(x, out, options)
             return out
-        if target is not None and not watched and (x.is_neg() or target.is_neg()):
-            # A view into a conjugate is negated as it is read, which PyTorch does only for operators with a result.
+        if target is not None and not watched and any(each.is_neg() or is_functional(each) for each in tensors):
+            # A view into a conjugate is negated as it is read, which PyTorch does only for operators with a result. The
+            # same is so for tensors of torch.func.functionalize.
+            if torch.is_grad_enabled() and target.requires_grad:
+                check_autograd_follows(target, "x" if inplace else "out")
             return target.copy_(self.functional(x.resolve_neg(), *options))
         if inplace or out is x:
             self.in_place(x, *options)
@@ -161,7 +165,7 @@ class LinearOperator:
                 self.in_place(x, *options)
             return
         if x.requires_grad and torch.is_grad_enabled():
-            _check_autograd_follows(x)
+            check_autograd_follows(x, "x")
         if not (has_only_memory(x) or torch._C._are_functorch_transforms_active()):
             # torch.compile assumes that autograd need not know of an operator that writes to its input.
             x.copy_(self.functional(x, *options))
@@ -245,6 +249,8 @@ def has_only_memory(x: torch.Tensor) -> bool:
     if (
         torch.compiler.is_dynamo_compiling()
         or type(x) is not torch.Tensor
+        or x.layout is not torch.strided
+        or x.is_nested
         or has_torch_function_unary(x)
         or x.is_neg()
         or torch._C._len_torch_dispatch_stack()
@@ -280,16 +286,18 @@ def _apply_at_one_level(function: Any, *arguments: Any) -> Any:
         return function.apply(*arguments)
 
 
-def _check_autograd_follows(x: torch.Tensor) -> None:
+def check_autograd_follows(x: torch.Tensor, name: str) -> None:
     """Raises `TensorError` if PyTorch would refuse to record a write to x, because it refuses only after the write."""
     origin = x if x._base is None else x._base
     if origin is not x and torch._C._autograd._get_creation_meta(x) != torch._C._autograd.CreationMeta.DEFAULT:
         raise TensorError(
-            "x is a view that autograd cannot follow, made by chunk, split or unbind or under no_grad; "
-            "leave out inplace=True, or clone x first"
+            f"{name} is a view that autograd cannot follow, made by chunk, split or unbind or under no_grad; "
+            f"leave out {_ASKED[name]}, or clone {name} first"
         )
     if origin.is_leaf:
-        raise TensorError("x is a leaf, or a view of one, that requires grad; leave out inplace=True or use no_grad")
+        raise TensorError(
+            f"{name} is a leaf, or a view of one, that requires grad; leave out {_ASKED[name]} or use no_grad"
+        )
 
 
 def _with_last_in_place(x: torch.Tensor, in_dims: tuple[Any, ...]) -> tuple[torch.Tensor, int]:

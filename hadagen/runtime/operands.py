@@ -12,7 +12,7 @@ import torch
 from hadagen.errors import TensorError
 from hadagen.launch import ENTRY_BYTES
 from hadagen.problem import MAX_ORDER, kernel_order
-from hadagen.runtime.checks import check_call
+from hadagen.runtime.checks import check_alike, check_call
 
 TRAILER = 128  # bytes behind the values of a sealed buffer; see `hadagen.runtime.sealed`
 _PART = 16  # rows and columns of a part of a packed matrix
@@ -88,6 +88,7 @@ def check(x: torch.Tensor, of: Operands) -> None:
 
 
 def _check_place(x: torch.Tensor, operand: torch.Tensor, subject: str) -> None:
+    check_alike(x, operand, subject.removesuffix(" is"))
     if operand.device != x.device:
         raise TensorError(f"{subject} on {operand.device} but x on {x.device}; move the rotation with .to(x.device)")
 

@@ -5,82 +5,40 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from hadagen import quantizer
 from hadagen.errors import TensorError, UsageError
-from hadagen.formats import TENSOR, Element, Format, Layout
+from hadagen.formats import TENSOR, Format, Layout
 from hadagen.problem import Problem, Rows
 from hadagen.runtime import compute, kernels, quantizing, repeat
 from hadagen.runtime.arguments import as_int
 from hadagen.runtime.checks import (
-    DTYPES,
+    check_alike,
     check_is_flag,
     check_is_number,
     check_is_tensor,
     check_options,
     check_tensor,
     check_writable,
+    is_functional,
     is_symbolic,
     kind_of,
+    shape_of,
 )
 from hadagen.runtime.choose import BATCH_INVARIANT
 from hadagen.runtime.linear import LIBRARY, has_only_memory, needs_derivative
-from hadagen.runtime.operands import Operands
+from hadagen.runtime.operands import Operands, check
+from hadagen.runtime.quantized import Quantized
 from hadagen.runtime.quantizing import copy_into, is_ready, order_of, parts_of, shaped
 from hadagen.runtime.repeat import ALIGNMENT
 from hadagen.runtime.rotate import ROTATE, problem_of, rotated
 from hadagen.runtime.rotation import Rotation
-from hadagen.runtime.transform import hadamard_transform
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _LEAST, _MOST = 2.0**-149, torch.finfo(torch.float32).max  # of a scale, in float32
-
-
-class Quantized(NamedTuple):
-    """What `rotate_quantize` returns.
-
-    codes: of x's shape; of 4-bit codes uint8 of half as many columns, the even one in the low nibble. The format
-        "largest" has none: [..., 0].
-    scales: one for each group, in the layout of the format; of a whole row [...], for int8-row [..., 1].
-        Row-major scales, and their codes, are dense, and their leading dimensions lie in memory in the order of those
-        of x, as with `torch.empty_like`. In the other layouts, and for fp8-head, codes are contiguous. For fp8-tensor
-        and fp8-head they are the tensor_scale of the call.
-    format: what they are.
-    tensor_scale: for nvfp4 that of the call, float32 with one element; else None.
-    rotated: the rotated values, float32 of x's shape, if the call asked for gradients; else None.
-    """
-
-    codes: torch.Tensor
-    scales: torch.Tensor
-    format: Format
-    tensor_scale: torch.Tensor | None = None
-    rotated: torch.Tensor | None = None
-
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The values that codes and scales stand for, rotated as they are, of x's shape.
-
-        dtype: float16, bfloat16, float32 or float64. Raises `UsageError` for another, and for a format without codes.
-        A value beyond the largest number of dtype becomes that number, if its scale is finite.
-
-        Of a call with gradient=True they have the gradient of the rotated values, as if codes were not rounded, and 0
-        where a value is beyond the largest code.
-        """
-        if dtype not in DTYPES:
-            raise UsageError(f"dtype {dtype!r:.80} is not possible; pass one of {', '.join(map(str, DTYPES))}")
-        if self.format.element is Element.NONE:
-            raise UsageError(f"{self.format.name} has no codes, so nothing can be dequantized; read scales")
-        codes = self.codes.flatten(0, -2) if self.codes.dim() > 1 else self.codes[None]
-        values = quantizer.dequantize(codes, self.scales, self.format, self.tensor_scale, dtype)
-        shape = *self.codes.shape[:-1], values.shape[-1]
-        if self.rotated is None:
-            return values.view(shape).to(dtype)
-        exact = self.rotated.reshape(values.shape)
-        clipped = quantizer.is_clipped(exact.detach(), codes, self.scales, self.format, self.tensor_scale)
-        nothing = (exact - exact.detach()).nan_to_num(0.0)  # but for its gradient
-        return torch.where(clipped, values, values + nothing).view(shape).to(dtype)
 
 
 def rotate_quantize(
@@ -88,7 +46,7 @@ def rotate_quantize(
     rotation: Rotation | Operands | int | None = None,
     *,
     to: str,
-    scale: float = 1.0,
+    scale: float | None = None,
     group: int | None = None,
     rule: str | None = None,
     layout: str = "row-major",
@@ -96,15 +54,17 @@ def rotate_quantize(
     round_first: bool = False,
     gradient: bool = False,
     numerics: str = "accurate",
+    batch_invariant: bool | None = None,
     out: Quantized | tuple[torch.Tensor, torch.Tensor | None] | None = None,
 ) -> Quantized:
     """Rotate the last dimension of x, and quantize the result.
 
     x: [..., m] of type float16, bfloat16 or float32, with any strides. 4-bit codes need an even m.
-    rotation: a `hadagen.Rotation` of rows of m; or n, for H_n, unnormalized, over blocks of n; None for no rotation.
-        (`hadagen.presets` passes what a Rotation multiplies by.)
+    rotation: a `hadagen.Rotation` of rows of m; or n, a power of two, for H_n · n^-½ over blocks of n; None for no
+        rotation. (`hadagen.presets` passes what a Rotation multiplies by.)
     to: the format. docs/quantization.md has the formats, their rules, groups and layouts.
-    scale: the rotated values are multiplied by it, before anything else is done with them.
+    scale: for a Rotation and for None a factor on the values before they are quantized, 1 by default. For n the whole
+        factor on H_n: by default n^-½, which makes it orthonormal; scale=1 is the unnormalized H_n.
     group: how many neighboring elements have one scale; None is the default of the format.
     rule: how a scale follows from the largest magnitude; None is the default of the format.
     layout: of the scales, "row-major", "column-major" or "swizzled".
@@ -118,6 +78,8 @@ def rotate_quantize(
     numerics: "accurate" keeps at least 16 significant bits of every value until codes are made, on every GPU; only the
         conversion to FP4 may look at fewer, as docs/quantization.md says. "fast" may round values to fewer bits between
         steps. float32 is always accurate.
+    batch_invariant: as for `hadagen.hadamard_transform`. Where kernels that quantize do not give the same bits in every
+        call, PyTorch does, with one RuntimeWarning. By default such calls are made if HADAGEN_BATCH_INVARIANT is 1.
     out: codes and scales to write and return, like those that the call would make and without memory of x: what a call
         returned, or a pair. For fp8-tensor and fp8-head its scales are not looked at.
 
@@ -130,10 +92,16 @@ def rotate_quantize(
     where none is asked for, or for an out that is not like the result.
     """
     check_is_flag(gradient, "gradient")
+    if batch_invariant is None:
+        batch_invariant = BATCH_INVARIANT
+    check_is_flag(batch_invariant, "batch_invariant")
+    asked = numerics, bool(batch_invariant)
     if gradient and isinstance(to, str) and to == "largest":
         raise UsageError("gradient = True is not possible for largest, which has no codes; leave it out")
     destination = None if out is None else _destination(out)
-    if gradient and isinstance(x, torch.Tensor) and needs_derivative(x):
+    if gradient:
+        _check_kind(x)
+    if gradient and needs_derivative(x):
         quantized = rotate_quantize(
             x.detach(),
             rotation,
@@ -145,10 +113,12 @@ def rotate_quantize(
             tensor_scale=tensor_scale,
             round_first=round_first,
             numerics=numerics,
+            batch_invariant=batch_invariant,
             out=out,
         )
-        return quantized._replace(rotated=_rotated(x, rotation, scale))
-    key = _key_of(x, rotation, tensor_scale, to, scale, group, rule, layout, round_first, numerics)
+        quantized._exact = _rotated(x, rotation, scale, *asked)
+        return quantized
+    key = _key_of(x, rotation, tensor_scale, to, scale, group, rule, layout, round_first, *asked)
     known = key and _calls.get(key)
     if known and has_only_memory(x) and not needs_derivative(x):
         form, run = known
@@ -168,10 +138,10 @@ def rotate_quantize(
     form.scales_in_row(columns)
     if form.element.bits == 4 and columns % 2:
         raise TensorError(f"x has {columns} columns; 4-bit codes need an even number")
-    check_options(scale, numerics, torch.float32)
+    check_options(1.0 if scale is None else scale, numerics, torch.float32)
     given = _tensor_scale(tensor_scale, form, x)
-    of = _operands(x, rotation, scale if is_symbolic(scale) else float(scale), numerics)
-    options = *of[:6], of.scale, numerics, form.name, form.group, form.rule, form.layout.value, round_first, given
+    of = _operands(x, rotation, scale if scale is None or is_symbolic(scale) else float(scale), *asked)
+    options = *of[:6], of.scale, *asked, form.name, form.group, form.rule, form.layout.value, round_first, given
     if destination is None:
         result = _quantized(form, given, *_OPERATOR(x, *options))
     else:
@@ -207,9 +177,10 @@ _NAMES = "out.codes", "out.scales"
 
 def _destination(out: Any) -> tuple[Any, Any]:
     """Codes and scales of out. Raises TypeError."""
-    if not isinstance(out, Quantized) and not (isinstance(out, (tuple, list)) and len(out) == 2):
+    if not isinstance(out, (Quantized, tuple, list)) or len(out) != 2:
         raise TypeError(f"out is a {type(out).__name__}; pass what rotate_quantize returned, or codes and scales")
-    return out[0], out[1]
+    codes, scales = out
+    return codes, scales
 
 
 def _written(destination: Sequence[Any], form: Format) -> Sequence[torch.Tensor]:
@@ -217,19 +188,22 @@ def _written(destination: Sequence[Any], form: Format) -> Sequence[torch.Tensor]
     written = destination[: 1 if form.group == TENSOR else 2]
     for name, each in zip(_NAMES, written, strict=False):
         check_is_tensor(each, name)
-    return written
+    return [quantizer.as_bytes(each) for each in written]
 
 
 def _check_like(written: Sequence[torch.Tensor], parts: Sequence[quantizing.Part], x: torch.Tensor) -> None:
     """Raises `TensorError` for what is not like the result for x."""
     for name, each, (shape, strides, dtype) in zip(_NAMES, written, parts, strict=False):
+        check_alike(x, each, name)
         if each.is_neg():
             raise TensorError(f"{name} is a view that negates what it reads; pass {name}.resolve_neg()")
+        if is_functional(each) or is_functional(x):
+            raise TensorError("out= is not possible under torch.func.functionalize; leave it out")
         is_like = each.layout is torch.strided and not each.is_nested and each.shape == shape and each.dtype == dtype
         if not is_like or each.device != x.device or not _lies_like(each, strides):
             lies = f" with the strides {each.stride()}" if each.layout is torch.strided and not each.is_nested else ""
             raise TensorError(
-                f"{name} is {kind_of(each)} {tuple(each.shape)}{lies} on {each.device}; this call needs strided "
+                f"{name} is {kind_of(each)} {shape_of(each)}{lies} on {each.device}; this call needs strided "
                 f"{str(dtype).removeprefix('torch.')} {shape} with the strides {strides} on {x.device}"
             )
 
@@ -278,26 +252,33 @@ def _key_of(x: torch.Tensor, rotation: Any, tensor_scale: Any, *options: Any) ->
         return None
     made = isinstance(rotation, (Rotation, Operands))
     rotated = rotation.identity if made else rotation
-    given, heads = (None, tensor_scale.numel()) if isinstance(tensor_scale, torch.Tensor) else (tensor_scale, 0)
+    given = None if isinstance(tensor_scale, torch.Tensor) else tensor_scale
     # Of equal numbers of several types some are refused, and what is no plain value may change.
     types = None if made else type(rotation), type(given), *map(type, options)
     if not _PLAIN.issuperset(types):
         return None
     try:
         address = x.data_ptr() % ALIGNMENT
-    except RuntimeError:  # no memory
+        heads = tensor_scale.numel() if isinstance(tensor_scale, torch.Tensor) else 0
+        like = x.shape, x.stride(), x.dtype, x.get_device(), address
+    except (RuntimeError, ValueError):  # no memory, or no shape
         return None
-    return x.shape, x.stride(), x.dtype, x.get_device(), address, rotated, given, heads, *options, types
+    return *like, rotated, given, heads, *options, types
 
 
 def check_values(x: torch.Tensor) -> None:
     """Raises TypeError and `TensorError` for what cannot be quantized."""
+    _check_kind(x)
+    _check_has_no_gradient(x, "x")
+
+
+def _check_kind(x: torch.Tensor) -> None:
+    """The same, but for an x that requires a gradient."""
     check_is_tensor(x, "x")
     if x.dtype not in _DTYPES:
         plain = str(x.dtype).removeprefix("torch.")
         raise TensorError(f"x has the type {plain}; pass values of float16, bfloat16 or float32 that are not quantized")
     check_tensor(x)
-    _check_has_no_gradient(x, "x")
 
 
 def _check_has_no_gradient(x: torch.Tensor, name: str) -> None:
@@ -306,29 +287,42 @@ def _check_has_no_gradient(x: torch.Tensor, name: str) -> None:
         raise TensorError(f"{name} requires a gradient, which quantized codes do not have; {fix}")
 
 
-def _rotated(x: torch.Tensor, rotation: Rotation | Operands | int | None, scale: float) -> torch.Tensor:
+def _rotated(
+    x: torch.Tensor,
+    rotation: Rotation | Operands | int | None,
+    scale: float | None,
+    numerics: str,
+    batch_invariant: bool,
+) -> torch.Tensor:
     """What is quantized, with its gradient. The arguments were checked."""
     wide = x.float()
-    if isinstance(rotation, Rotation):
-        return rotation(wide) * scale  # type: ignore[no-any-return]
-    if isinstance(rotation, Operands):
-        return ROTATE.apply(wide, rotation._replace(scale=rotation.scale * scale))
-    n = 1 if rotation is None else as_int(rotation)
-    return wide * scale if n == 1 else hadamard_transform(wide.reshape(*wide.shape[:-1], -1, n), scale).flatten(-2)
+    return ROTATE.apply(wide, _operands(wide, rotation, scale, numerics, batch_invariant))
 
 
-def _operands(x: torch.Tensor, rotation: Rotation | Operands | int | None, scale: float, numerics: str) -> Operands:
+def _operands(
+    x: torch.Tensor,
+    rotation: Rotation | Operands | int | None,
+    scale: float | None,
+    numerics: str,
+    batch_invariant: bool,
+) -> Operands:
+    """scale: None for the default."""
     columns = x.shape[-1]
+    factor = 1.0 if scale is None else scale
     if isinstance(rotation, Rotation):
-        return rotation.operands_for(x, scale)._replace(numerics=numerics)
+        return rotation.operands_for(x, factor)._replace(numerics=numerics, batch_invariant=batch_invariant)
     if isinstance(rotation, Operands):
-        return rotation._replace(scale=rotation.scale * scale, numerics=numerics)
+        made = rotation._replace(scale=rotation.scale * factor, numerics=numerics, batch_invariant=batch_invariant)
+        if not torch.compiler.is_dynamo_compiling():  # where the operator's own checks do
+            check(x, made)
+        return made
     n = 1 if rotation is None else as_int(rotation)
     if isinstance(n, bool) or not isinstance(n, int):
         raise TypeError(f"rotation is a {type(rotation).__name__}; pass a Rotation, a power of two, or None")
     if n < 1 or n & (n - 1) or columns % n:
         raise UsageError(f"rotation = {n} is no power of two that divides the {columns} columns of x; choose one")
-    return Operands(None, [], None, None, n, False, False, scale, numerics, BATCH_INVARIANT)
+    factor = n**-0.5 if scale is None else scale
+    return Operands(None, [], None, None, n, False, False, factor, numerics, batch_invariant)
 
 
 def _tensor_scale(given: torch.Tensor | float | None, form: Format, x: torch.Tensor) -> torch.Tensor | None:
@@ -343,10 +337,12 @@ def _tensor_scale(given: torch.Tensor | float | None, form: Format, x: torch.Ten
     if given is None:
         raise UsageError(f"{form.name} needs a tensor_scale; pass a number, or a tensor with one element")
     if isinstance(given, torch.Tensor):
+        check_is_tensor(given, "tensor_scale")
         is_plain = given.layout is torch.strided and given.dtype == torch.float32 and given.numel() == 1
         if not is_plain or given.is_nested or given.device != x.device:
             what = f"{kind_of(given)} with {given.numel()} elements on {given.device}"
             raise TensorError(f"tensor_scale is {what}; it must be strided float32 with one element on {x.device}")
+        check_alike(x, given, "tensor_scale")
         _check_has_no_gradient(given, "tensor_scale")
         if given.device.type == "cpu" and has_only_memory(given):
             _check_is_possible(float(given), form)
@@ -372,11 +368,13 @@ def _scales_of_heads(given: Any, form: Format, x: torch.Tensor) -> torch.Tensor:
         raise TypeError(f"tensor_scale is a {type(given).__name__}; {form.name} needs a tensor, {wanted()}")
     if x.dim() == 1:
         raise TensorError(f"x has one dimension; {form.name} needs another for its heads, such as x[None]")
+    check_is_tensor(given, "tensor_scale")
     is_plain = given.layout is torch.strided and given.dtype == torch.float32 and not given.is_nested
-    fits = 1 <= given.dim() < x.dim() and given.shape == x.shape[: given.dim()]
-    if not is_plain or not fits or given.device != x.device:
-        what = f"{kind_of(given)} {tuple(given.shape)} on {given.device}"
+    fits = is_plain and 1 <= given.dim() < x.dim() and given.shape == x.shape[: given.dim()]
+    if not fits or given.device != x.device:
+        what = f"{kind_of(given)} {shape_of(given)} on {given.device}"
         raise TensorError(f"tensor_scale is {what}; it must be strided {wanted()}")
+    check_alike(x, given, "tensor_scale")
     _check_has_no_gradient(given, "tensor_scale")
     if given.device.type == "cpu" and has_only_memory(given) and given.numel():
         for number in given.aminmax():
@@ -442,11 +440,16 @@ def _find(
 
 
 def problems_of(
-    x: torch.Tensor, rotation: Rotation | int, form: Format, round_first: bool, numerics: str
+    x: torch.Tensor,
+    rotation: Rotation | int,
+    form: Format,
+    round_first: bool,
+    numerics: str,
+    batch_invariant: bool,
 ) -> tuple[Problem | None, ...]:
     """Of the kernel that quantizes tensors like x, and of those that rotate where there is none. None if no kernel can.
     Raises what a call with these arguments raises."""
-    of, wide = _operands(x, rotation, 1.0, numerics), torch.empty_like(x, dtype=torch.float32)
+    of, wide = _operands(x, rotation, None, numerics, batch_invariant), torch.empty_like(x, dtype=torch.float32)
     length = of.n // math.prod(of.orders)
     return (
         quantizing.problem_for(x, of, form, round_first),
@@ -463,17 +466,14 @@ def _in_pytorch(
     x: torch.Tensor, of: Operands, form: Format, round_first: bool, given: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     values = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-    if of.n == 1:
-        values.mul_(of.scale)
-    elif values.numel():
-        values = rotated(values, of)
+    values = rotated(values, of)
     if round_first:
         values = values.to(x.dtype).float()
     return quantizer.quantize(values.view(-1, x.shape[-1]), form, x.dtype, given)
 
 
 # ---- the operators ---------------------------------------------------------------------------------------------------
-_OUT_AT = 14  # where codes and scales of out stand behind x
+_OUT_AT = 15  # where codes and scales of out stand behind x
 # In compiled code too, results have the strides that those of x say.
 _TAGS = torch.Tag.pt2_compliant_tag, getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order)
 _format = functools.lru_cache(maxsize=256)(Format.choose)
@@ -488,6 +488,7 @@ def _arguments(
     swapped: bool,
     scale: float,
     numerics: str,
+    batch_invariant: bool,
     to: str,
     group: int,
     rule: str,
@@ -495,7 +496,7 @@ def _arguments(
     round_first: bool,
     given: torch.Tensor | None,
 ) -> tuple[Operands, Format, bool, torch.Tensor | None]:
-    of = Operands(matrices, orders, signs, signs_after, n, swapped, False, scale, numerics, BATCH_INVARIANT)
+    of = Operands(matrices, orders, signs, signs_after, n, swapped, False, scale, numerics, batch_invariant)
     return of, _format(to, group, rule, layout), round_first, given
 
 
@@ -505,10 +506,11 @@ def _new(x: torch.Tensor, *options: Any) -> quantizing.Results:
 
 def _shapes(x: torch.Tensor, *options: Any) -> quantizing.Results:
     """Codes and scales of a tensor without memory."""
-    to, group, rule, layout, _, given = options[-6:]
-    form = Format.choose(to, group, rule, layout)
-    rows = x.permute(order_of(x, form)).reshape(-1, x.shape[-1])
-    return shaped(x, form, *quantizer.quantize(rows.float(), form, x.dtype, given))
+    codes, scales = (
+        x.new_empty_strided(shape, strides, dtype=dtype)
+        for shape, strides, dtype in parts_of(x, _arguments(*options)[1])
+    )
+    return codes, scales
 
 
 def _into(x: torch.Tensor, *options: Any) -> None:
@@ -520,8 +522,8 @@ def _into(x: torch.Tensor, *options: Any) -> None:
 
 
 def _shapes_into(x: torch.Tensor, *options: Any) -> None:
-    parts = [(tuple(part.shape), part.stride(), part.dtype) for part in _shapes(x, *options[:_OUT_AT])]
-    _check_like(_written(options[_OUT_AT:], _arguments(*options[:_OUT_AT])[1]), parts, x)
+    form = _arguments(*options[:_OUT_AT])[1]
+    _check_like(_written(options[_OUT_AT:], form), parts_of(x, form), x)
 
 
 def _autograd(operator: str) -> Any:
@@ -541,8 +543,8 @@ for _name, _out, _results, _real, _fake in (
 ):
     LIBRARY.define(
         f"{_name}(Tensor x, Tensor? matrices, int[] orders, Tensor? signs, Tensor? signs_after, int n, bool swapped, "
-        f"Scalar scale, str numerics, str to, int group, str rule, str layout, bool round_first, Tensor? given{_out}) "
-        f"-> {_results}",
+        "Scalar scale, str numerics, bool batch_invariant, str to, int group, str rule, str layout, bool round_first, "
+        f"Tensor? given{_out}) -> {_results}",
         tags=_TAGS,
     )
     LIBRARY.impl(_name, _real, "CompositeExplicitAutograd")

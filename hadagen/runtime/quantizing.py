@@ -58,10 +58,19 @@ def shaped(
 
 
 def parts_of(x: torch.Tensor, form: Format) -> list[Part]:
-    """What codes and scales of x are."""
+    """What codes and scales of x are. By formula, so that sizes of x may be symbols, without a guard on them."""
     columns = x.shape[-1]
-    made = quantizer.empty(x.numel() // columns, columns, form, x.dtype, torch.device("meta"))
-    return [(tuple(part.shape), part.stride(), part.dtype) for part in shaped(x, form, *made)]
+    rows, groups = x.numel() // columns, form.scales_in_row(columns)
+    of_codes, of_scales = quantizer.types(form, x.dtype)
+    codes = torch.empty((rows, columns * form.element.bits // 8), dtype=of_codes, device="meta")
+    scales = torch.empty((rows, groups), dtype=of_scales, device="meta")
+    made = [(tuple(part.shape), part.stride(), part.dtype) for part in shaped(x, form, codes, scales)]
+    filled_up = form.layout.filled_up(rows, groups)
+    if form.layout is Layout.COLUMN_MAJOR:
+        made[1] = (rows, groups), (1, torch.sym_max(filled_up[0], 1)), of_scales
+    elif form.layout is Layout.SWIZZLED:
+        made[1] = (filled_up[0] * filled_up[1],), (1,), of_scales
+    return made
 
 
 class Run:
@@ -138,10 +147,13 @@ def find(x: torch.Tensor, of: Operands, form: Format, round_first: bool, heads: 
     problem = problem_for(x, of, form, round_first)
     if problem is None or x.numel() % problem.unit or x.numel() // LEAST_GROUP >= _MOST_GROUPS:
         return None
+    if of.batch_invariant and x.shape[-1] % problem.unit:  # where kernels take some numbers of rows only
+        return None
     units_in_head, rest = divmod(x.numel() // problem.unit, heads)
     if rest:
         return None
-    kernel = kernels.find_for_scale(kernels.Kind(x.get_device(), problem, in_place=False), x.numel(), of.scale)
+    kind = kernels.Kind(x.get_device(), problem, False, of.batch_invariant)
+    kernel = kernels.find_for_scale(kind, x.numel(), of.scale)
     if kernel is None:
         return None
     changing = ([] if form.group == TENSOR else ["scales"]) + ["tensor_scale"] * form.needs_scale
@@ -156,6 +168,6 @@ def problem_for(x: torch.Tensor, of: Operands, form: Format, round_first: bool) 
     group = x.shape[-1] if form.group == ROW else form.group
     to = replace(form, group=group, rounded=round_first and not form.rounds_first)
     try:
-        return None if of.batch_invariant else problem_of(x, of, to)
+        return problem_of(x, of, to)
     except UsageError:  # groups that are no part of a tile
         return None

@@ -17,7 +17,7 @@ from hadagen.formats import Format
 from hadagen.launch import RowShape
 from hadagen.problem import Problem, Rows
 from hadagen.runtime import compute, kernels, product, repeat, sealed
-from hadagen.runtime.checks import check_like, check_writable
+from hadagen.runtime.checks import check_alike, check_like, check_writable
 from hadagen.runtime.choose import BATCH_INVARIANT
 from hadagen.runtime.linear import LinearOperator
 from hadagen.runtime.operands import Operands, addresses, check, is_packed
@@ -221,6 +221,8 @@ def rotate(
     x: [..., n]. matrix: the entries of A, of this order, row by row; None for H alone, and then order is 1.
     """
     orders = [] if matrix is None else [order]
+    if matrix is not None:
+        check_alike(x, matrix, "the matrix")
     return ROTATE.apply(
         x, Operands(matrix, orders, None, None, n, False, transposed, scale, "accurate", BATCH_INVARIANT)
     )

@@ -26,6 +26,7 @@ from hadagen.runtime.checks import (
     check_is_tensor,
     check_like,
     check_tensor,
+    has_values,
     kind_of,
     stands_for_a_tensor,
 )
@@ -373,7 +374,7 @@ class Rotation(torch.nn.Module):
         Raises TypeError if weight or perm is no tensor, and `UsageError` if they are no such matrix and permutation.
         """
         check_is_tensor(weight, "weight")
-        strange = weight.is_nested or is_unknown(weight) or weight.layout is not torch.strided
+        strange = weight.is_nested or weight.layout is not torch.strided or not has_values(weight)
         if strange or weight.dtype not in (*DTYPES, torch.int8):
             plain = str(weight.dtype).removeprefix("torch.")
             raise UsageError(f"weight is a {plain} tensor without values of ±c; pass the tensor of the checkpoint")

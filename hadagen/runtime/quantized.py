@@ -1,0 +1,273 @@
+"""`Quantized`: codes and scales, which format they have, and what they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import torch
+from torch.utils import _pytree
+
+from hadagen import quantizer
+from hadagen.errors import TensorError, UsageError
+from hadagen.formats import ROW, TENSOR, Element, Format, Layout
+from hadagen.runtime.checks import DTYPES, check_alike, check_is_flag, check_is_tensor, kind_of
+
+# PyTorch's own types of what is stored in bytes here, with the version that brought them.
+_NATIVE = {"e8m0": ("float8_e8m0fnu", "2.7"), Element.E2M1: ("float4_e2m1fn_x2", "2.8")}
+
+
+class Quantized:
+    """What `rotate_quantize` returns. `codes, scales = q` gives its two tensors.
+
+    codes: of x's shape; of 4-bit codes uint8 of half as many columns, the even one in the low nibble. The format
+        "largest" has none: [..., 0].
+    scales: one for each group, in the layout of the format; of a whole row [...], for int8-row [..., 1].
+        Row-major scales, and their codes, are dense, and their leading dimensions lie in memory in the order of those
+        of x, as with `torch.empty_like`. In the other layouts, and for fp8-head, codes are contiguous. For fp8-tensor
+        and fp8-head they are the tensor_scale of the call.
+    format: what they are.
+    tensor_scale: for nvfp4 that of the call, float32 with one element; else None.
+
+    E8M0 scales and 4-bit codes are uint8. Their views as `torch.float8_e8m0fnu` and `torch.float4_e2m1fn_x2`, which
+    `as_torch_types` returns, are taken in their place everywhere.
+
+    It is a node of PyTorch's pytrees, so torch.export, torch.vmap and others look into it. Once hadagen.Quantized was
+    imported, `torch.load` with weights_only=True reads what `torch.save` stored. Gradients are not stored.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    format: Format
+    tensor_scale: torch.Tensor | None
+
+    def __init__(
+        self, codes: torch.Tensor, scales: torch.Tensor, format: Format, tensor_scale: torch.Tensor | None = None
+    ) -> None:
+        self.codes, self.scales, self.format, self.tensor_scale = codes, scales, format, tensor_scale
+        self._exact: torch.Tensor | None = None  # the rotated values, float32, if dequantize has their gradient
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The values that codes and scales stand for, rotated as they are, of x's shape.
+
+        dtype: float16, bfloat16, float32 or float64. A value beyond the largest number of dtype becomes that number, if
+            its scale is finite.
+
+        Of a call with gradient=True they have the gradient of the rotated values, as if codes were not rounded, and 0
+        where a value is beyond the largest code.
+
+        Raises `UsageError` for another dtype, and for a format without codes; TypeError and `TensorError` for codes,
+        scales or a tensor_scale that the format does not have.
+        """
+        if dtype not in DTYPES:
+            raise UsageError(f"dtype {dtype!r:.80} is not possible; pass one of {', '.join(map(str, DTYPES))}")
+        self._check()
+        form = self.format
+        codes = quantizer.as_bytes(self.codes)
+        rows = codes.flatten(0, -2) if codes.dim() > 1 else codes[None]
+        values = quantizer.dequantize(rows, self.scales, form, self.tensor_scale, dtype)
+        shape = *codes.shape[:-1], values.shape[-1]
+        if self._exact is None:
+            return values.view(shape).to(dtype)
+        exact = self._exact.reshape(values.shape)
+        clipped = quantizer.is_clipped(exact.detach(), rows, self.scales, form, self.tensor_scale)
+        nothing = (exact - exact.detach()).nan_to_num(0.0)  # but for its gradient
+        return torch.where(clipped, values, values + nothing).view(shape).to(dtype)
+
+    def to(
+        self, device: torch.device | str | int | torch.Tensor, *, non_blocking: bool = False, copy: bool = False
+    ) -> Quantized:
+        """The same on a device, or on that of a tensor. Returns itself if it is there and copy is False.
+
+        Raises `UsageError` for what is no device, such as a type: codes are never converted.
+        """
+        check_is_flag(non_blocking, "non_blocking")
+        check_is_flag(copy, "copy")
+        if isinstance(device, torch.dtype):
+            raise UsageError(f"codes are never converted, to {device} neither; pass a device, or call dequantize")
+        try:
+            place = device.device if isinstance(device, torch.Tensor) else torch.device(device)
+        except (RuntimeError, TypeError):
+            raise UsageError(f"device {device!r:.80} is no device; pass one such as cpu or cuda:0") from None
+
+        def moved(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(place, non_blocking=bool(non_blocking), copy=bool(copy))
+
+        leaves, context = _flatten(self)
+        found = [moved(each) for each in leaves]
+        if all(new is old for new, old in zip(found, leaves, strict=True)):
+            return self
+        made = _unflatten(found, context)
+        if self.format.layout is Layout.COLUMN_MAJOR and made.scales is not self.scales:
+            made.scales = quantizer.laid_out(made.scales, Layout.COLUMN_MAJOR)  # with what fills up its columns
+        return made
+
+    def as_torch_types(self) -> Quantized:
+        """The same with views of PyTorch's own types: `torch.float8_e8m0fnu` for E8M0 scales, and
+        `torch.float4_e2m1fn_x2` for FP4 codes. All else has a type of its own, or none in PyTorch, as INT4 has.
+
+        Raises `UsageError` if this version of PyTorch lacks the type.
+        """
+        made = _unflatten(*_flatten(self))
+        made.codes = _as_native(self.codes, self.format.element)
+        made.scales = _as_native(self.scales, self.format.scale)
+        return made
+
+    # ---- as a pair ---------------------------------------------------------------------------------------------------
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter((self.codes, self.scales))
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: Any) -> Any:
+        return (self.codes, self.scales)[index]
+
+    def __repr__(self) -> str:
+        key = self.format.key if isinstance(self.format, Format) else repr(self.format)
+        parts = {"codes": self.codes, "scales": self.scales, "tensor_scale": self.tensor_scale}
+        said = [f"{name}={_said(part)}" for name, part in parts.items() if part is not None]
+        return ", ".join([f"Quantized({key}", *said, *([] if self._exact is None else ["gradient=True"])]) + ")"
+
+    def __reduce__(self) -> Any:
+        # Types of one byte as uint8, because pickle alone cannot read float8 back.
+        stored = [each.view(torch.uint8) if each.dtype.itemsize == 1 else each for each in self]
+        types = self.codes.dtype, self.scales.dtype
+        return _restored, (*stored, types, _described(self.format), self.tensor_scale)
+
+    # ---- checks ------------------------------------------------------------------------------------------------------
+    def _check(self) -> None:
+        """Raises TypeError, `UsageError` and `TensorError` for what the format does not have. Reads no memory."""
+        form = self.format
+        if not isinstance(form, Format):
+            raise TypeError(
+                f"format is a {type(form).__name__}; pass that of a Quantized that rotate_quantize returned"
+            )
+        if form.element is Element.NONE:
+            raise UsageError(f"{form.name} has no codes, so nothing can be dequantized; read scales")
+        of_codes, of_scales = quantizer.types(form, torch.float32)
+        _check_part(self.codes, "codes", form, (of_codes,), form.element, self.codes)
+        types = (torch.float16, torch.bfloat16, torch.float32) if form.scale == "input" else (of_scales,)
+        _check_part(self.scales, "scales", form, types, form.scale, self.codes)
+        if form.needs_scale and form.group != TENSOR:
+            _check_part(self.tensor_scale, "tensor_scale", form, (torch.float32,), None, self.codes)
+        elif self.tensor_scale is not None:
+            raise UsageError(f"{form.name} has no tensor_scale; leave it out")
+        if torch.compiler.is_compiling():
+            return  # where sizes may be unknown
+        if not self.codes.dim():
+            raise TensorError("codes have no dimension; pass codes of the shape [..., m]")
+        *leading, last = self.codes.shape
+        rows, groups = prod(leading), form.scales_in_row(last * 8 // form.element.bits)
+        if form.by_head:
+            shape, fits = "those of leading dimensions of codes", (*leading,)[: self.scales.dim()] == self.scales.shape
+        elif form.group == TENSOR:
+            shape, fits = "one element", self.scales.numel() == 1
+        elif form.layout is Layout.SWIZZLED:
+            size = quantizer.room(rows, groups, form.layout)
+            shape, fits = f"({size},)", self.scales.shape == (size,)
+        else:
+            shapes = [(*leading, groups), (rows, groups), *([(*leading,), (rows,)] if form.group == ROW else [])]
+            shape, fits = f"{shapes[0]}", tuple(self.scales.shape) in shapes
+        if not fits:
+            raise TensorError(
+                f"scales have the shape {tuple(self.scales.shape)}; {form.name} in the layout {form.layout.value} "
+                f"needs {shape} for codes of the shape {tuple(self.codes.shape)}"
+            )
+        if form.needs_scale and form.group != TENSOR and self.tensor_scale.numel() != 1:  # type: ignore[union-attr]
+            raise TensorError(
+                f"tensor_scale has {self.tensor_scale.numel()} elements; {form.name} has one"  # type: ignore[union-attr]
+            )
+
+
+def _check_part(
+    part: Any, name: str, form: Format, types: tuple[torch.dtype, ...], kind: Any, codes: torch.Tensor
+) -> None:
+    check_is_tensor(part, name)
+    native = getattr(torch, _NATIVE[kind][0], None) if kind in _NATIVE else None
+    if part.is_nested or part.layout is not torch.strided or part.dtype not in (*types, native):
+        wanted = " or ".join(str(each).removeprefix("torch.") for each in (*types, native) if each is not None)
+        raise TensorError(f"{name} is {kind_of(part)}; {form.name} has strided {wanted}")
+    check_alike(codes, part, name)
+    if part.device != codes.device:
+        raise TensorError(f"{name} is on {part.device} but codes on {codes.device}; move them with .to")
+
+
+def _as_native(tensor: torch.Tensor, kind: Any) -> torch.Tensor:
+    if kind not in _NATIVE:
+        return tensor
+    name, version = _NATIVE[kind]
+    native = getattr(torch, name, None)
+    if native is None:
+        raise UsageError(f"PyTorch {torch.__version__} has no torch.{name}; use {version} or newer, or uint8 as it is")
+    return tensor.view(native)
+
+
+def _said(part: Any) -> str:
+    if not isinstance(part, torch.Tensor):
+        return type(part).__name__
+    shape = "?" if part.is_nested else ", ".join(map(str, part.shape))
+    return f"{str(part.dtype).removeprefix('torch.')}[{shape}] on {part.device}"
+
+
+# ---- as plain values, for pytrees and for storing --------------------------------------------------------------------
+Described = tuple[str, int, str, str, bool]
+
+
+def _described(form: Format) -> Described:
+    return form.name, form.group, form.rule, form.layout.value, form.rounded
+
+
+def _format_of(described: Any) -> Format:
+    name, group, rule, layout, rounded = described
+    form = Format.choose(name, group, rule, layout)
+    return replace(form, rounded=True) if rounded else form
+
+
+def _restored(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    types: tuple[torch.dtype, torch.dtype],
+    described: Described,
+    tensor_scale: torch.Tensor | None,
+) -> Quantized:
+    return Quantized(codes.view(types[0]), scales.view(types[1]), _format_of(described), tensor_scale)
+
+
+_OPTIONAL = ("tensor_scale", "_exact")
+
+
+def _flatten(quantized: Quantized) -> tuple[list[Any], tuple[Any, ...]]:
+    """The tensors that are there, and all else in plain values."""
+    present = [getattr(quantized, name) is not None for name in _OPTIONAL]
+    leaves = [getattr(quantized, name) for name, has in zip(_OPTIONAL, present, strict=True) if has]
+    return [quantized.codes, quantized.scales, *leaves], (*_described(quantized.format), *present)
+
+
+def _unflatten(leaves: Any, context: Any) -> Quantized:
+    codes, scales, *others = leaves
+    *described, has_scale, has_exact = context
+    made = Quantized(codes, scales, _format_of(described), others[0] if has_scale else None)
+    if has_exact:
+        made._exact = others[-1]
+    return made
+
+
+def _flatten_with_keys(quantized: Quantized) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
+    leaves, context = _flatten(quantized)
+    names = ["codes", "scales", *(name for name, has in zip(_OPTIONAL, context[-2:], strict=True) if has)]
+    return [(_pytree.GetAttrKey(name), leaf) for name, leaf in zip(names, leaves, strict=True)], context
+
+
+_pytree.register_pytree_node(
+    Quantized,
+    _flatten,
+    _unflatten,
+    serialized_type_name="hadagen.Quantized",
+    to_dumpable_context=list,
+    from_dumpable_context=tuple,
+    flatten_with_keys_fn=_flatten_with_keys,
+)
+torch.serialization.add_safe_globals([_restored])
