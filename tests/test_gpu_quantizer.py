@@ -127,6 +127,38 @@ def test_kernels_without_a_rotation_give_the_same_bits(name: str, rule: str, dty
         assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
 
 
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("rotation", [None, 64])
+@pytest.mark.parametrize("name", [name for name, form in FORMATS.items() if form.needs_scale])
+def test_a_scale_of_zero_is_the_same_on_every_device(name: str, rotation: int | None, dtype: str) -> None:
+    """By kernels, eager and compiled: values of 0 have the code 0, all others the largest."""
+    x = torch.zeros(8, 256)
+    x[3, 64:128], x[5, 7], x[6] = 1.0, -1e-6, torch.finfo(TYPES[dtype]).max / 64
+    x = x.to(TYPES[dtype])
+    scale = torch.zeros(8) if name == "fp8-head" else torch.zeros(())
+    values = x[:, None] if name == "fp8-head" else x
+
+    def model(x: torch.Tensor, scale: Any) -> tuple[torch.Tensor, ...]:
+        found = rotate_quantize(x, rotation, to=name, tensor_scale=scale)
+        return found.codes.view(torch.uint8), found.scales, found.dequantize()
+
+    codes, scales, zeros = model(values, scale)
+    torch.compiler.reset()  # of one function only so many are kept
+    scales_given = [scale.cuda()] if name == "fp8-head" else [scale.cuda(), 0.0]
+    for run in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
+        for zero in scales_given:
+            found = [each.cpu() for each in run(values.cuda(), zero)]
+            of_format = chosen(name)
+            mine, theirs = (
+                quantizer._decode(of_format, each.flatten(0, -2).view(quantizer.types(of_format, x.dtype)[0]))
+                for each in (found[0], codes)
+            )
+            assert torch.equal(mine, theirs)
+            assert torch.equal(found[1].float(), scales.float())
+            assert torch.equal(found[2], zeros)
+            assert not zeros.any()
+
+
 def test_calls_that_come_again() -> None:
     """At any address, with any tensor_scale, and what an earlier call returned may be changed."""
     memory = torch.randn(4, 8 * 64 + 8, device="cuda", dtype=torch.bfloat16)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from spaces import draw
 from test_quantizer import ALL, TYPES, given, hard_rows
 
 from hadagen import Rotation
@@ -218,6 +220,31 @@ def test_largest_magnitudes_of_every_class_of_input(dtype: str) -> None:
     problem = Problem.of(64, dtype, to=form("largest", "exact", group=64))
     errors = verify(problem, source(problem))
     assert {name: error for name, error in errors.items() if not error <= problem.error_bound} == {}
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+def test_sums_beyond_float16_do_not_overflow(rounded: bool) -> None:
+    """Whatever the knobs and the numerics are. A result that is quantized need not be a float16; if it is rounded to
+    one, only those beyond its range are infinite."""
+    choose = random.Random(0)
+    plans = [
+        build_plan(problem, draw(problem, choose), ARCH)
+        for n in (64, 256, 1024, 4096)
+        for problem in [Problem.of(n, "float16", "fast", to=form("largest", "exact", 32, rounded=rounded))]
+        for _ in range(5)
+    ]
+    kernels = [render(plan) for plan in plans]
+    module = compile_host(kernels)
+    for plan, kernel in zip(plans, kernels, strict=True):
+        n = plan.problem.n
+        columns = max(n, 256)
+        x = torch.full((max(4, kernel.launch.tile_elements // columns), columns), 60000.0).half()
+        x[1::2] *= torch.from_numpy(np.random.default_rng(n).choice([-1.0, 1.0], columns)).half()
+        for scale in (n**-0.5, 1.0):
+            y = torch.from_numpy(hadamard(x.double().view(-1, n).numpy(), scale)).view(len(x), -1, 32)
+            wanted = (y.half() if rounded else y).abs().amax(-1).float()
+            found = emulated(plan.problem, kernel, module, x, scale)[1]
+            assert torch.allclose(found, wanted, rtol=2e-3, atol=1.0), (plan.problem.key, plan.digest)
 
 
 # Problem → knobs. Values of rows of few small integers are exact in fp32, so their codes are those of PyTorch.

@@ -42,7 +42,7 @@ def is_right(kernel: LoadedKernel, problem: Problem) -> bool:
     lengths = (n, max(n // 2 + 1, n - 3)) if spec.reads_rows else (n,)
     transposed = (False, True) if problem.order > 1 else (False,)
     device = torch.device("cuda", kernel.device)
-    ways = [*product(lengths, transposed), (n, False, LARGE[problem.io.input])]
+    ways = [*product(lengths, transposed, (1.0,)), (n, False, LARGE[problem.io.input])]
     return all(_is_right(kernel, problem, device, rows, *way) for way in ways)
 
 
