@@ -67,7 +67,8 @@ def parts_of(x: torch.Tensor, form: Format) -> list[Part]:
     made = [(tuple(part.shape), part.stride(), part.dtype) for part in shaped(x, form, codes, scales)]
     filled_up = form.layout.filled_up(rows, groups)
     if form.layout is Layout.COLUMN_MAJOR:
-        made[1] = (rows, groups), (1, torch.sym_max(filled_up[0], 1)), of_scales
+        pitch: int = torch.sym_max(filled_up[0], 1)  # type: ignore[no-untyped-call]
+        made[1] = (rows, groups), (1, pitch), of_scales
     elif form.layout is Layout.SWIZZLED:
         made[1] = (filled_up[0] * filled_up[1],), (1,), of_scales
     return made
