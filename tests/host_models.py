@@ -39,7 +39,7 @@ class Model(torch.nn.Module):
         self.signs = Rotation(96, signs=signs_of(96, seed).tolist())
         self.both = Rotation(96, signs=signs_of(48, seed), signs_after=signs_of(48, seed + 100), block=48)
         self.regular = Rotation(96, "regular", signs_after=signs_of(16, seed), block=16)
-        self.given = Rotation(96, orthogonal(3, seed) * (1 + seed))
+        self.given = Rotation(96, orthogonal(12, seed) * (1 + 2 * seed))
         self.folded = Rotation(96, signs=signs_of(24, seed), block=24)
         self.named = Rotation(96)
 

@@ -162,6 +162,13 @@ def test_the_norm_of_a_given_matrix_does_not_matter(factor: float) -> None:
     assert r.to_dict()["factors"][0]["entries"] == a.tolist()
 
 
+def test_how_a_given_matrix_lies_does_not_matter() -> None:
+    for k in range(5, 40):
+        q = torch.linalg.qr(normal(k, k, seed=k)).Q.float()
+        one, other = (Rotation(k, each) for each in (q.contiguous(), q.T.contiguous().T))
+        assert one.operands_for(torch.eye(k), 1.0).scale == other.operands_for(torch.eye(k), 1.0).scale
+
+
 def test_sixteen_bit_results_are_rounded_once() -> None:
     h = Rotation(172).operands_for(normal(1, 172), 1.0).matrices
     x = torch.randint(-9, 9, (64, 344), generator=torch.Generator().manual_seed(0))  # so that every sum is exact
