@@ -152,7 +152,7 @@ def rotate_quantize(
             _check_like(written, parts_of(x, form), x)
             if all(has_only_memory(each) for each in (x, *written)):
                 _check_apart(written, x, given, form)
-            _fill_up(written, form)
+                _fill_up(written, form)
             x = x.resolve_neg()  # which PyTorch does only for operators with a result
         _INTO(x, *options, written[0], None if form.group == TENSOR else written[1])
         result = _quantized(form, given, *destination)
