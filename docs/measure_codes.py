@@ -61,7 +61,7 @@ def unequal(one: torch.Tensor, other: torch.Tensor, bits: int) -> tuple[int, int
     assert one.shape == other.shape
     if bits == 4:
         one, other = (torch.stack((each & 15, each >> 4)) for each in (one, other))
-    elif one.dtype != torch.float32:
+    elif one.element_size() == 1:
         one, other = one.view(torch.uint8), other.view(torch.uint8)
     return one.numel(), int((one != other).sum())
 
