@@ -506,10 +506,11 @@ def _new(x: torch.Tensor, *options: Any) -> quantizing.Results:
 
 def _shapes(x: torch.Tensor, *options: Any) -> quantizing.Results:
     """Codes and scales of a tensor without memory."""
-    codes, scales = (
-        x.new_empty_strided(shape, strides, dtype=dtype)
-        for shape, strides, dtype in parts_of(x, _arguments(*options)[1])
-    )
+    form = _arguments(*options)[1]
+    codes, scales = (x.new_empty_strided(shape, strides, dtype=dtype) for shape, strides, dtype in parts_of(x, form))
+    if form.layout is Layout.COLUMN_MAJOR:  # in memory that ends with what fills up the last column
+        memory = scales.new_empty(scales.shape[1] * scales.stride(1))
+        scales = memory.as_strided(scales.shape, scales.stride())
     return codes, scales
 
 
