@@ -65,7 +65,7 @@ def test_kernels_quantize_what_the_rotation_gives(rotation: str, dtype: str) -> 
     if isinstance(r, Rotation):
         exact = exact @ r.matrix().double()
     elif r:
-        exact = exact.view(-1, r) @ torch.from_numpy(hadamard(np.eye(r))).cuda()
+        exact = exact.view(-1, r) @ torch.from_numpy(hadamard(np.eye(r), r**-0.5)).cuda()
         exact = exact.view(130, columns)
     for name, rule in ALL:
         for layout in FORMATS[name].layouts:

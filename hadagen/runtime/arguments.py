@@ -7,9 +7,11 @@ from typing import Any
 
 
 def as_int(value: Any) -> Any:
-    """An integer of any kind, such as numpy's, as a Python int; a bool or any other value unchanged."""
+    """An integer of any kind, such as numpy's, as a Python int; None, a bool or any other value unchanged.
+
+    None is not given to `operator.index`, of which Dynamo of PyTorch before 2.13 catches no error."""
     try:
-        return value if isinstance(value, bool) else operator.index(value)
+        return value if value is None or isinstance(value, bool) else operator.index(value)
     except (TypeError, ValueError, RuntimeError):  # a tensor without one value, too
         return value
 
