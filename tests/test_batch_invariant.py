@@ -306,7 +306,9 @@ QUANTIZING = PROBLEM.with_io(output="mxfp8_32")
 @pytest.mark.usefixtures("machine")
 def test_where_no_kernel_quantizes_so_there_is_one_warning(bundle: Path) -> None:
     kind = kernels.Kind(0, QUANTIZING, False, True)
-    quantizing = [trial(n, name, {SMALL: 1.0}, problem=QUANTIZING, errors={"normal": 0.0}) for n, name in ((1, ONE), (2, TWO))]
+    quantizing = [
+        trial(n, name, {SMALL: 1.0}, problem=QUANTIZING, errors={"normal": 0.0}) for n, name in ((1, ONE), (2, TWO))
+    ]
     named = {t.kernel.digest: t.kernel for t in quantizing if t.kernel}
     write_bundle(bundle, "sm90", portfolio(quantizing), named.__getitem__, {QUANTIZING: TWO})
     found = kernels.find(kind, SMALL)
