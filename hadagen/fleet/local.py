@@ -18,6 +18,7 @@ from hadagen.measure import device_environment
 
 PRELOAD = "hadagen.fleet"
 THREADS = 2  # of a process that compiles; the compilers themselves are programs
+HOST = "127.0.0.1"  # whoever reaches a scheduler, nanny or worker runs programs there, so all listen on loopback alone
 
 
 @contextmanager
@@ -28,10 +29,10 @@ def local_cluster() -> Iterator[str]:
     # Half of the CPUs compile: with all of them, what measures waited for a CPU, and took twice as long.
     compilers = [("", THREADS)] * max(1, (len(os.sched_getaffinity(0)) // 2 - len(gpus)) // THREADS)
     workers = {
-        i: {"cls": Nanny, "options": {"nthreads": threads, "preload": [PRELOAD], "env": _environment(gpu)}}
+        i: {"cls": Nanny, "options": {"host": HOST, "nthreads": threads, "preload": [PRELOAD], "env": _environment(gpu)}}
         for i, (gpu, threads) in enumerate(gpus + compilers)
     }
-    scheduler = {"cls": Scheduler, "options": {"host": "127.0.0.1", "dashboard_address": "127.0.0.1:8787"}}
+    scheduler = {"cls": Scheduler, "options": {"host": HOST, "dashboard_address": f"{HOST}:8787"}}
     with SpecCluster(workers, scheduler) as cluster:  # type: ignore[no-untyped-call]
         yield cluster.scheduler_address
 
