@@ -29,7 +29,10 @@ def local_cluster() -> Iterator[str]:
     # Half of the CPUs compile: with all of them, what measures waited for a CPU, and took twice as long.
     compilers = [("", THREADS)] * max(1, (len(os.sched_getaffinity(0)) // 2 - len(gpus)) // THREADS)
     workers = {
-        i: {"cls": Nanny, "options": {"host": HOST, "nthreads": threads, "preload": [PRELOAD], "env": _environment(gpu)}}
+        i: {
+            "cls": Nanny,
+            "options": {"host": HOST, "nthreads": threads, "preload": [PRELOAD], "env": _environment(gpu)},
+        }
         for i, (gpu, threads) in enumerate(gpus + compilers)
     }
     scheduler = {"cls": Scheduler, "options": {"host": HOST, "dashboard_address": f"{HOST}:8787"}}
