@@ -52,9 +52,14 @@ def listening(process: psutil.Process) -> set[Any]:
     return {each.laddr for each in process.net_connections("inet") if each.status == psutil.CONN_LISTEN}
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux lists the sockets of other processes to everybody")
-def test_every_process_of_a_local_fleet_listens_on_loopback_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with one GPU."""
     monkeypatch.setattr("hadagen.fleet.local._gpus", lambda: ["0"])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux lists the sockets of other processes to everybody")
+def test_every_process_of_a_local_fleet_listens_on_loopback_alone(alone: None) -> None:
     here = psutil.Process()
     others, sockets = set(here.children(recursive=True)), listening(here)
     with local_cluster() as address, Client(address, set_as_default=False) as client:  # type: ignore[no-untyped-call]
@@ -121,12 +126,12 @@ def test_only_a_client_with_the_certificate_of_the_fleet_reaches_it(secured: Clu
         assert run.exit_code == 0, run.output
         assert "warning" not in run.stderr
         plain = refusal(secured.address.replace("tls", "tcp"))
-    fix = "name the fleet's ca-file, client.cert and client.key in Dask's configuration, under distributed.comm.tls"
+    fix = "name the fleet's ca-file and certificates in Dask's configuration, under distributed.comm.tls"
     without = CliRunner().invoke(main, tune)
     assert without.exit_code == 1
     assert without.stderr.splitlines() == [
-        f"hadagen: the Dask scheduler at {secured.address} asks for a certificate, and Dask's configuration names "
-        f"none; {fix}"
+        f"hadagen: the Dask scheduler at {secured.address} needs TLS, and Dask's configuration names no certificate of "
+        f"a client; {fix}"
     ]
     with configured(certificate(tmp_path / "other.pem")):
         foreign = refusal(secured.address)
@@ -135,6 +140,17 @@ def test_only_a_client_with_the_certificate_of_the_fleet_reaches_it(secured: Clu
         assert sentence.endswith(fix)
     with configured(tmp_path / "lost.pem"):
         assert f"names certificates that cannot be used ({tmp_path / 'lost.pem'}" in refusal(secured.address)
+
+
+def test_a_local_fleet_has_tls_where_dask_requires_it(alone: None, tmp_path: Path) -> None:
+    with configured(certificate(tmp_path / "fleet.pem")):
+        with local_cluster() as address:
+            assert address.startswith("tls://127.0.0.1:")
+            with Fleet(address, "nvrtc") as fleet:
+                assert fleet.state.workers == 2
+        (tmp_path / "fleet.pem").write_text("no certificate")
+        with pytest.raises(DeviceError, match=r"names certificates that cannot be used \(.*fleet.pem"), local_cluster():
+            pass
 
 
 @pytest.mark.parametrize(

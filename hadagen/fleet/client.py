@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ssl
 import time
 import warnings
 from collections.abc import Callable, Coroutine, Sequence
@@ -35,9 +34,7 @@ SILENT_SECONDS = 30.0  # a worker that hangs is given up after this long; its wo
 GREET_SECONDS = 60.0  # a worker imports PyTorch first
 CALL_SECONDS = 10.0
 ATTEMPTS = 3  # of a task whose workers were in trouble
-CERTIFICATES = (
-    "name the fleet's ca-file, client.cert and client.key in Dask's configuration, under distributed.comm.tls"
-)
+CERTIFICATES = "name the fleet's ca-file and certificates in Dask's configuration, under distributed.comm.tls"
 
 Value = TypeVar("Value")
 
@@ -293,7 +290,7 @@ class Fleet:
             asynchronous=True,
             timeout=CONNECT_SECONDS,
             set_as_default=False,
-            security=_security(self.address),
+            security=security(self.address, "client"),
         )
         try:
             self._client = await connecting
@@ -423,23 +420,26 @@ class Fleet:
             await asyncio.wait_for(call, CALL_SECONDS)
 
 
-def _security(address: str) -> Security:
-    """The certificates that Dask's configuration names. Raises `DeviceError` if they cannot be read, or if the address
-    needs some and there are none."""
-    security = Security()  # type: ignore[no-untyped-call]
-    try:
-        context = security.get_connection_args("client")["ssl_context"]  # type: ignore[no-untyped-call]
-    except (OSError, ssl.SSLError) as error:
-        named = ", ".join(filter(None, (security.tls_ca_file, security.tls_client_cert, security.tls_client_key)))
-        raise DeviceError(
-            f"Dask's configuration names certificates that cannot be used ({named}: {error}); {CERTIFICATES}"
-        ) from error
-    if context is None and address.startswith("tls://"):
-        raise DeviceError(
-            f"the Dask scheduler at {address} asks for a certificate, and Dask's configuration names none; "
-            f"{CERTIFICATES}"
-        )
-    return security
+def security(address: str, *roles: str) -> Security:
+    """The certificates that Dask's configuration names for these roles: client, scheduler or worker. Raises
+    `DeviceError` if they cannot be read, or if the address needs some that are not named."""
+    named = Security()  # type: ignore[no-untyped-call]
+    for role in roles:
+        try:
+            context = named.get_connection_args(role)["ssl_context"]  # type: ignore[no-untyped-call]
+        except (OSError, ValueError) as error:  # it is not there, or is no certificate
+            files = ", ".join(
+                filter(None, (named.tls_ca_file, *(getattr(named, f"tls_{role}_{part}") for part in ("cert", "key"))))
+            )
+            raise DeviceError(
+                f"Dask's configuration names certificates that cannot be used ({files}: {error}); {CERTIFICATES}"
+            ) from error
+        if context is None and address.startswith("tls://"):
+            raise DeviceError(
+                f"the Dask scheduler at {address} needs TLS, and Dask's configuration names no certificate of a "
+                f"{role}; {CERTIFICATES}"
+            )
+    return named
 
 
 def is_open(address: str) -> bool:

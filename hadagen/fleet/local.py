@@ -10,10 +10,11 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from distributed import Nanny, Scheduler
+from distributed import Nanny, Scheduler, Security
 from distributed.deploy.spec import SpecCluster
 
 from hadagen.errors import DeviceError
+from hadagen.fleet.client import security
 from hadagen.measure import device_environment
 
 PRELOAD = "hadagen.fleet"
@@ -23,8 +24,9 @@ HOST = "127.0.0.1"  # whoever reaches a scheduler, nanny or worker runs programs
 
 @contextmanager
 def local_cluster() -> Iterator[str]:
-    """A Dask cluster of processes on this machine while the context lasts. Yields the address of its scheduler. Raises
-    `DeviceError` if there is no GPU."""
+    """A Dask cluster of processes on this machine while the context lasts. Yields the address of its scheduler. Its
+    connections have TLS if Dask's configuration requires encryption. Raises `DeviceError` if there is no GPU, or a
+    certificate is missing that TLS needs."""
     gpus = [(gpu, 1) for gpu in _gpus()]
     # Half of the CPUs compile: with all of them, what measures waited for a CPU, and took twice as long.
     compilers = [("", THREADS)] * max(1, (len(os.sched_getaffinity(0)) // 2 - len(gpus)) // THREADS)
@@ -35,7 +37,9 @@ def local_cluster() -> Iterator[str]:
         }
         for i, (gpu, threads) in enumerate(gpus + compilers)
     }
-    scheduler = {"cls": Scheduler, "options": {"host": HOST, "dashboard_address": f"{HOST}:8787"}}
+    address = f"{'tls' if Security().require_encryption else 'tcp'}://{HOST}"  # type: ignore[no-untyped-call]
+    security(address, "scheduler", "worker", "client")
+    scheduler = {"cls": Scheduler, "options": {"host": address, "dashboard_address": f"{HOST}:8787"}}
     with SpecCluster(workers, scheduler) as cluster:  # type: ignore[no-untyped-call]
         yield cluster.scheduler_address
 
