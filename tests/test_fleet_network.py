@@ -136,10 +136,16 @@ def test_only_a_client_with_the_certificate_of_the_fleet_reaches_it(secured: Clu
     with configured(certificate(tmp_path / "other.pem")):
         foreign = refusal(secured.address)
     for sentence in (foreign, plain, refusal(secured.address.replace("tls", "tcp"))):
-        assert "refuses the connection" in sentence
+        assert "there is no connection to the Dask scheduler at" in sentence
         assert sentence.endswith(fix)
     with configured(tmp_path / "lost.pem"):
         assert f"names certificates that cannot be used ({tmp_path / 'lost.pem'}" in refusal(secured.address)
+
+
+def test_an_address_of_another_protocol_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    with closing(Cluster(tmp_path)) as plain, configured(certificate(tmp_path / "fleet.pem")):
+        for address in (plain.address.replace("tcp", "tls"), plain.address, plain.address.replace("tcp", "carrier")):
+            assert "give its address with tcp:// or tls://" in refusal(address)
 
 
 def test_a_local_fleet_has_tls_where_dask_requires_it(alone: None, tmp_path: Path) -> None:
@@ -160,10 +166,11 @@ def test_a_local_fleet_has_tls_where_dask_requires_it(alone: None, tmp_path: Pat
         ("tcp://[2001:db8::1]:8786", True),
         ("tcp://[fe80::1%eth0]:8786", True),
         ("ws://10.1.2.3:8786", True),
-        ("ws://node7:8786", True),
+        ("tcp://node7.invalid:8786", True),
         ("tcp://127.0.0.1:8786", False),
         ("tcp://127.8.0.1:8786", False),
         ("tcp://[::1]:8786", False),
+        ("tcp://localhost:8786", False),
         ("tls://10.1.2.3:8786", False),
         ("inproc://10.1.2.3/1/2", False),
     ],

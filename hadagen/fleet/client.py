@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 
 from distributed import Client, Future, KilledWorker, Security
 from distributed.client import FutureCancelledError
-from distributed.comm import CommClosedError, get_address_host
+from distributed.comm.addressing import get_address_host, resolve_address
+from distributed.comm.core import CommClosedError
 
 from hadagen.arch import Arch
 from hadagen.errors import DeviceError
@@ -298,10 +299,10 @@ class Fleet:
             with suppress(Exception):
                 await asyncio.wait_for(connecting.close(), CALL_SECONDS)
             reason = (str(error) or type(error).__name__).splitlines()[0]
-            if isinstance(error, (CommClosedError, RuntimeError)):  # somebody is there, or encryption is required
+            if isinstance(error, CommClosedError) or not isinstance(error, (OSError, asyncio.TimeoutError)):
                 raise DeviceError(
-                    f"the Dask scheduler at {self.address} refuses the connection ({reason}); give its address with "
-                    f"tcp:// or tls://, as it prints it, and for TLS {CERTIFICATES}"
+                    f"there is no connection to the Dask scheduler at {self.address} ({reason}); give its address with "
+                    f"tcp:// or tls://, as the scheduler prints it, and for TLS {CERTIFICATES}"
                 ) from error
             raise DeviceError(
                 f"there is no Dask scheduler at {self.address} ({reason}); start one with `dask scheduler`, or give "
@@ -428,9 +429,8 @@ def security(address: str, *roles: str) -> Security:
         try:
             context = named.get_connection_args(role)["ssl_context"]  # type: ignore[no-untyped-call]
         except (OSError, ValueError) as error:  # it is not there, or is no certificate
-            files = ", ".join(
-                filter(None, (named.tls_ca_file, *(getattr(named, f"tls_{role}_{part}") for part in ("cert", "key"))))
-            )
+            settings = named.get_tls_config_for_role(role)  # type: ignore[no-untyped-call]
+            files = ", ".join(dict.fromkeys(filter(None, (settings[part] for part in ("ca_file", "cert", "key")))))
             raise DeviceError(
                 f"Dask's configuration names certificates that cannot be used ({files}: {error}); {CERTIFICATES}"
             ) from error
@@ -443,12 +443,12 @@ def security(address: str, *roles: str) -> Security:
 
 
 def is_open(address: str) -> bool:
-    """Whether programs on other machines may listen in at this address of a Dask connection."""
+    """Whether a connection to this address is without TLS, and not to loopback."""
     if address.startswith(("tls://", "wss://", "inproc://")):
         return False
     try:
-        return not ip_address(get_address_host(address)).is_loopback
-    except ValueError:  # the host has a name
+        return not ip_address(get_address_host(resolve_address(address))).is_loopback
+    except (OSError, ValueError):  # a name that cannot be resolved
         return True
 
 
