@@ -84,7 +84,7 @@ REFINE_SHARE = 0.2  # of a time budget; the rest is for the search
 @click.option(
     "--fleet",
     metavar="ADDRESS",
-    help="Tune on the workers of a Dask cluster, such as tcp://HOST:8786, or `local` for all GPUs of this machine. "
+    help="Tune on the workers of a Dask cluster, such as tls://HOST:8786, or `local` for all GPUs of this machine. "
     "Every class of GPUs gets winners of its own; without --arch, all archs that the workers have.",
 )
 @click.option(

@@ -254,6 +254,15 @@ PROMISES: Mapping[str, Sequence[Promise]] = {
             ("test_fleet.py::test_without_a_scheduler_or_a_gpu_there_is_a_sentence",),
         ),
         Promise(
+            "Every process of a local fleet listens on 127.0.0.1 alone. A fleet with TLS refuses whoever lacks its "
+            "certificate. A fleet without TLS at another address than loopback brings a warning.",
+            (
+                "test_fleet_network.py::test_every_process_of_a_local_fleet_listens_on_loopback_alone",
+                "test_fleet_network.py::test_only_a_client_with_the_certificate_of_the_fleet_reaches_it",
+                "test_fleet_network.py::test_a_scheduler_beyond_loopback_without_tls_brings_a_warning",
+            ),
+        ),
+        Promise(
             "A search with many variants in progress finds kernels that are as good as those of a search with one, "
             "after at most 1.3 times the evaluations.",
             ("test_replay.py::test_a_search_with_many_variants_in_progress_finds_kernels_that_are_as_good",),

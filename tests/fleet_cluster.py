@@ -27,7 +27,8 @@ class Cluster:
         """Start it at the address that it had before, if it had one."""
         self._file.unlink(missing_ok=True)
         port = self.address.rpartition(":")[2]
-        command = ["distributed.cli.dask_scheduler", "--host", "127.0.0.1", "--port", port, "--no-dashboard"]
+        command = ["distributed.cli.dask_scheduler", "--host", "127.0.0.1", "--port", port]
+        command += ["--no-dashboard", "--dashboard-address", "127.0.0.1:0"]  # it has an HTTP server without it too
         self.scheduler = self._run(*command, "--scheduler-file", str(self._file))
         while not self._file.exists():
             assert self.scheduler.poll() is None
@@ -43,7 +44,7 @@ class Cluster:
     def add(self, gpus: str, threads: int = 2, **environment: str) -> subprocess.Popen[bytes]:
         """A worker without a nanny, with these GPUs."""
         options = ["--preload", str(WORKER), "--no-nanny", "--nthreads", str(threads), "--no-dashboard"]
-        command = ["distributed.cli.dask_worker", self.address, *options]
+        command = ["distributed.cli.dask_worker", self.address, "--host", "127.0.0.1", *options]
         return self._run(*command, EMULATED_GPUS=gpus, **environment)
 
     def wait_for(self, workers: int) -> None:

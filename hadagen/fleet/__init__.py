@@ -1,8 +1,8 @@
 """Fleets: Dask workers compile kernels and measure them on their GPUs, for a search that runs elsewhere.
 
     dask scheduler
-    dask worker tcp://HOST:8786 --preload hadagen.fleet        on every machine, with or without GPUs
-    hadagen tune --fleet tcp://HOST:8786
+    dask worker tls://HOST:8786 --preload hadagen.fleet        on every machine, with or without GPUs
+    hadagen tune --fleet tls://HOST:8786
 
 A worker offers every GPU that it sees. All its threads but one for each GPU compile. Dask decides which worker does
 what, moves results, and repeats the work of workers that end. Importing this imports neither Dask nor CUDA.

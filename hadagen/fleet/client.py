@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import time
+import warnings
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from ipaddress import ip_address
 from threading import Thread
 from types import TracebackType
 from typing import Any, TypeVar
 
-from distributed import Client, Future, KilledWorker
+from distributed import Client, Future, KilledWorker, Security
 from distributed.client import FutureCancelledError
+from distributed.comm.addressing import get_address_host, resolve_address
+from distributed.comm.core import CommClosedError
 
 from hadagen.arch import Arch
 from hadagen.errors import DeviceError
@@ -31,6 +35,7 @@ SILENT_SECONDS = 30.0  # a worker that hangs is given up after this long; its wo
 GREET_SECONDS = 60.0  # a worker imports PyTorch first
 CALL_SECONDS = 10.0
 ATTEMPTS = 3  # of a task whose workers were in trouble
+CERTIFICATES = "name the fleet's ca-file and certificates in Dask's configuration, under distributed.comm.tls"
 
 Value = TypeVar("Value")
 
@@ -74,7 +79,9 @@ class Fleet:
     `archs`: whose GPUs take part; None for all. `say`: gets sentences about workers that come, go or are left out. It
     is called by another thread, and so is `look`, with the state of the fleet about once a second.
 
-    Raises `DeviceError` if there is no such cluster. As a context manager it leaves the cluster at the end.
+    Certificates for TLS are those of Dask's configuration. Warns if the scheduler is reached without TLS, at an address
+    that is not loopback. Raises `DeviceError` if there is no such cluster, or if it refuses the connection. As a
+    context manager it leaves the cluster at the end.
     """
 
     def __init__(
@@ -101,10 +108,17 @@ class Fleet:
         self._until_the_end.callback(self.loop.call_soon_threadsafe, self.loop.stop)
         try:
             self.wait(self._connect())
+            self._until_the_end.callback(lambda: self.wait(self._leave()))
+            if is_open(self._client.scheduler_comm.comm.peer_address):
+                warnings.warn(
+                    f"anybody who reaches the Dask scheduler at {address} or its workers can run programs there, since "
+                    f"they are without TLS; start them with TLS, give its tls:// address, and {CERTIFICATES}",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
         except BaseException:
             self._until_the_end.close()
             raise
-        self._until_the_end.callback(lambda: self.wait(self._leave()))
 
     def __enter__(self) -> Fleet:
         return self
@@ -273,7 +287,11 @@ class Fleet:
     # ---- the connection ----------------------------------------------------------------------------------------------
     async def _connect(self) -> None:
         connecting: Any = Client(  # type: ignore[no-untyped-call]
-            self.address, asynchronous=True, timeout=CONNECT_SECONDS, set_as_default=False
+            self.address,
+            asynchronous=True,
+            timeout=CONNECT_SECONDS,
+            set_as_default=False,
+            security=security(self.address, "client"),
         )
         try:
             self._client = await connecting
@@ -281,6 +299,11 @@ class Fleet:
             with suppress(Exception):
                 await asyncio.wait_for(connecting.close(), CALL_SECONDS)
             reason = (str(error) or type(error).__name__).splitlines()[0]
+            if isinstance(error, CommClosedError) or not isinstance(error, (OSError, asyncio.TimeoutError)):
+                raise DeviceError(
+                    f"there is no connection to the Dask scheduler at {self.address} ({reason}); give its address with "
+                    f"tcp:// or tls://, as the scheduler prints it, and for TLS {CERTIFICATES}"
+                ) from error
             raise DeviceError(
                 f"there is no Dask scheduler at {self.address} ({reason}); start one with `dask scheduler`, or give "
                 "--fleet local for the GPUs of this machine"
@@ -396,6 +419,37 @@ class Fleet:
         with suppress(Exception):
             call = self._client.run(work.dismiss, workers=[address], on_error="ignore")
             await asyncio.wait_for(call, CALL_SECONDS)
+
+
+def security(address: str, *roles: str) -> Security:
+    """The certificates that Dask's configuration names for these roles: client, scheduler or worker. Raises
+    `DeviceError` if they cannot be read, or if the address needs some that are not named."""
+    named = Security()  # type: ignore[no-untyped-call]
+    for role in roles:
+        try:
+            context = named.get_connection_args(role)["ssl_context"]  # type: ignore[no-untyped-call]
+        except (OSError, ValueError) as error:  # it is not there, or is no certificate
+            settings = named.get_tls_config_for_role(role)  # type: ignore[no-untyped-call]
+            files = ", ".join(dict.fromkeys(filter(None, (settings[part] for part in ("ca_file", "cert", "key")))))
+            raise DeviceError(
+                f"Dask's configuration names certificates that cannot be used ({files}: {error}); {CERTIFICATES}"
+            ) from error
+        if context is None and address.startswith("tls://"):
+            raise DeviceError(
+                f"the Dask scheduler at {address} needs TLS, and Dask's configuration names no certificate of a "
+                f"{role}; {CERTIFICATES}"
+            )
+    return named
+
+
+def is_open(address: str) -> bool:
+    """Whether a connection to this address is without TLS, and not to loopback."""
+    if address.startswith(("tls://", "wss://", "inproc://")):
+        return False
+    try:
+        return not ip_address(get_address_host(resolve_address(address))).is_loopback
+    except (OSError, ValueError):  # a name that cannot be resolved
+        return True
 
 
 def hardware(environment: Environment) -> Environment:

@@ -10,28 +10,36 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from distributed import Nanny, Scheduler
+from distributed import Nanny, Scheduler, Security
 from distributed.deploy.spec import SpecCluster
 
 from hadagen.errors import DeviceError
+from hadagen.fleet.client import security
 from hadagen.measure import device_environment
 
 PRELOAD = "hadagen.fleet"
 THREADS = 2  # of a process that compiles; the compilers themselves are programs
+HOST = "127.0.0.1"  # whoever reaches a scheduler, nanny or worker runs programs there, so all listen on loopback alone
 
 
 @contextmanager
 def local_cluster() -> Iterator[str]:
-    """A Dask cluster of processes on this machine while the context lasts. Yields the address of its scheduler. Raises
-    `DeviceError` if there is no GPU."""
+    """A Dask cluster of processes on this machine while the context lasts. Yields the address of its scheduler. Its
+    connections have TLS if Dask's configuration requires encryption. Raises `DeviceError` if there is no GPU, or a
+    certificate is missing that TLS needs."""
     gpus = [(gpu, 1) for gpu in _gpus()]
     # Half of the CPUs compile: with all of them, what measures waited for a CPU, and took twice as long.
     compilers = [("", THREADS)] * max(1, (len(os.sched_getaffinity(0)) // 2 - len(gpus)) // THREADS)
     workers = {
-        i: {"cls": Nanny, "options": {"nthreads": threads, "preload": [PRELOAD], "env": _environment(gpu)}}
+        i: {
+            "cls": Nanny,
+            "options": {"host": HOST, "nthreads": threads, "preload": [PRELOAD], "env": _environment(gpu)},
+        }
         for i, (gpu, threads) in enumerate(gpus + compilers)
     }
-    scheduler = {"cls": Scheduler, "options": {"host": "127.0.0.1", "dashboard_address": "127.0.0.1:8787"}}
+    address = f"{'tls' if Security().require_encryption else 'tcp'}://{HOST}"  # type: ignore[no-untyped-call]
+    security(address, "scheduler", "worker", "client")
+    scheduler = {"cls": Scheduler, "options": {"host": address, "dashboard_address": f"{HOST}:8787"}}
     with SpecCluster(workers, scheduler) as cluster:  # type: ignore[no-untyped-call]
         yield cluster.scheduler_address
 
