@@ -1,0 +1,101 @@
+"""The rotation whose dense matrix a checkpoint of compressed-tensors carries."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from hadagen.errors import UsageError
+from hadagen.matrices import MAX_GIVEN_ORDER, find_orders
+from hadagen.runtime.checks import DTYPES, check_is_tensor, has_values, kind_of
+from hadagen.runtime.named import matrix_of
+
+_NAME = "compressed-tensors"
+_ROWS_AT_A_TIME = 1024
+
+
+def rotation_of(make: Any, weight: torch.Tensor, n: int | None, perm: torch.Tensor | None) -> Any:
+    """What `Rotation.from_compressed_tensors` returns and raises. make: `Rotation`."""
+    check_is_tensor(weight, "weight")
+    strange = weight.is_nested or weight.layout is not torch.strided or not has_values(weight)
+    if strange or weight.dtype not in (*DTYPES, torch.int8):
+        plain = str(weight.dtype).removeprefix("torch.")
+        raise UsageError(f"weight is a {plain} tensor without values of ±c; pass the tensor of the checkpoint")
+    if weight.dim() != 2 or weight.shape[0] != weight.shape[1] or not len(weight):
+        raise UsageError(f"weight has the shape {tuple(weight.shape)}; it must be square")
+    size = len(weight)
+    weight = weight.detach().cpu()
+    magnitudes = weight.abs()
+    least, most = float(magnitudes.min()), float(magnitudes.max())
+    if not 0.99 * most <= least <= most < math.inf or not least:
+        raise UsageError(
+            f"weight has magnitudes from {least:.3g} to {most:.3g}; those of a Hadamard matrix are all the same"
+        )
+    found = _recognized(make, weight, size if n is None else n)
+    if found is None:
+        raise UsageError(
+            f"weight is not diag(signs) times a Hadamard matrix of compressed-tensors of order {size}; pass the "
+            "tensor of a transform of type random-hadamard or hadamard, not transposed"
+        )
+    if perm is None:
+        return found
+    order = _as_permutation(perm, size)
+    weight = weight[order][:, order]
+    permuted = _recognized(make, weight, found.n)
+    if permuted is not None:
+        return permuted
+    if size > MAX_GIVEN_ORDER:
+        raise UsageError(
+            f"a permuted matrix of order {size} has no kernel, as its order may be at most {MAX_GIVEN_ORDER}; "
+            "multiply by weight[perm][:, perm] itself"
+        )
+    return make(found.n, weight.sign().to(torch.int8).T, block=size)
+
+
+def _recognized(make: Any, weight: torch.Tensor, n: int) -> Any:
+    """The rotation, over blocks, whose named matrix this weight is; None if it is of none."""
+    size = len(weight)
+    for k in _orders_of(size):
+        base = make(size, _NAME, k=k).to("cpu")
+        # Row 0 of A ⊗ H is that of A, each entry repeated: H begins with ones.
+        first = matrix_of(base.name, base.k[0])[0] if base.k else torch.tensor([1], dtype=torch.int8, device="cpu")
+        signs = weight[:, 0].sign().to(torch.int8) * first.repeat_interleave(size // len(first))
+        if all(_agrees(base, signs, weight, row) for row in range(0, size, _ROWS_AT_A_TIME)):
+            return make(n, _NAME, k=k, signs=signs, block=size)
+    return None
+
+
+def _as_permutation(perm: Any, size: int) -> torch.Tensor:
+    """As int64 on the CPU. Raises TypeError and `UsageError` for what is no permutation of so many indices."""
+    check_is_tensor(perm, "perm")
+    whole = perm.layout is torch.strided and not perm.is_nested and has_values(perm)
+    if whole and perm.shape == (size,) and not perm.is_floating_point() and not perm.is_complex():
+        order: torch.Tensor = perm.detach().to("cpu", torch.int64)
+        if torch.equal(order.sort().values, torch.arange(size, device="cpu")):
+            return order
+    raise UsageError(
+        f"perm is {kind_of(perm)} of the shape {tuple(perm.shape)}; it must have each integer from 0 to {size - 1} once"
+    )
+
+
+def _orders_of(size: int) -> list[tuple[int, ...]]:
+    """The orders that its matrices of this size may have, those of its rule first."""
+    found: list[tuple[int, ...]] = []
+    for k in (None, (), *((order,) for order in range(256, 0, -4))):
+        try:
+            orders = find_orders(_NAME, size, k)
+        except UsageError:
+            continue
+        if orders not in found:
+            found.append(orders)
+    return found
+
+
+def _agrees(base: Any, signs: torch.Tensor, weight: torch.Tensor, first: int) -> bool:
+    """Whether some rows of the weight, from `first` on, have the signs of diag(signs) · base."""
+    rows = slice(first, first + _ROWS_AT_A_TIME)
+    identity = torch.zeros(len(signs[rows]), base.n, device="cpu")
+    identity[:, first:].fill_diagonal_(1.0)
+    return torch.equal((base(identity) * signs[rows, None]) > 0, weight[rows] > 0)
