@@ -403,16 +403,15 @@ class Rotation(torch.nn.Module):
             and forward_ad._current_level < 0
             and not (x.requires_grad and _is_grad_enabled())
             and not (inplace and _in_functorch())
-            and x.shape[-1:] == (self.n,)
         ):
             made, index = self._made, x.get_device()
             if made is not None and made.index == index and (not made.watched or made.is_whole(self._buffers)):
                 try:
-                    address = x.data_ptr()
+                    address = x.data_ptr() if x.shape[-1:] == (self.n,) else 0
                     number, _ = made.known[transposed, numerics, batch_invariant]
                     aligned = x.is_contiguous() and address % ALIGNMENT == 0
                     run = calls[x.shape, x.dtype, index, aligned, inplace, number]  # as `key_of` makes it
-                except (KeyError, RuntimeError, TypeError):  # a new call, no memory, or a bad argument
+                except (KeyError, RuntimeError, TypeError):  # a new call, no memory or shape, or a bad argument
                     address = 0
                 if address:
                     return run(x, address)
