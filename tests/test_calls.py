@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -34,8 +35,11 @@ def test_the_ladder_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(value) == {"gpu", "python", "torch", "driver", "tensor", "us", "ms"}
 
 
-def test_what_a_process_pays_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_process_pays_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(costs, "_STARTS", 1)
+    for name in ("json", "torch"):
+        (tmp_path / f"{name}.py").write_text("raise ImportError('a module of the folder in which the user is')")
+    monkeypatch.chdir(tmp_path)
     found = costs.start_costs("cpu")
     assert list(found) == ["import hadagen, after torch", "the first call, after PyTorch's own"]
     assert all(0 < ms < 1e5 for ms in found.values())
