@@ -309,7 +309,7 @@ def _(c: Context, k: Knobs) -> str | None:
 @_rule("mma_carrier")
 def _(c: Context, k: Knobs) -> str | None:
     between, parts = k.low_bits == "mma", PARTS["tf32"].get(c.problem.io.input, 0)
-    tf32 = parts > c.problem.keeps_16_bits
+    tf32 = parts > (1 if c.problem.keeps_16_bits else 0)  # one has 11 bits, two have 22
     if k.mma_carrier == PACKED:
         wide = "split or tf32" if tf32 else "split"
         said = f"{c.problem.io.numerics.value} may not round between two mma (mma_carrier must be {wide})"

@@ -783,6 +783,21 @@ def test_codes_of_a_former_format_are_fast_if_they_may_be_rounded(arch: str, tmp
         assert new.kernel(entry.kernel) == old.kernel(entry.kernel)
 
 
+def test_trials_of_a_former_format_may_share_an_estimated_kernel(tmp_path: Path) -> None:
+    path = Path(shutil.copy(Path(__file__).parent / "formats" / "bundle_7_sm80.db", tmp_path))
+    change(
+        path,
+        "INSERT INTO trials SELECT id + 100, problem, environment, kernel, knobs, errors, provenance, date FROM trials",
+        "INSERT INTO entries SELECT id + 100, trial + 100, destination, 2 * elements, cache, hot_us, hot_copy_us, "
+        "cold_us, cold_copy_us FROM entries",
+    )
+    remake(path)
+    bundle = Bundle.open(path)
+    bundle.verify()
+    problem = Problem.parse("n256-bfloat16-to-int8_row_4096-fast")
+    assert len({entry.kernel for entry in bundle.entries(problem)}) == 1 < len(bundle.entries(problem))
+
+
 def test_other_formats_are_refused(path: Path) -> None:
     with closing(sqlite3.connect(path)) as connection:
         assert connection.execute("PRAGMA application_id").fetchone() == (APPLICATION_ID,)

@@ -451,9 +451,11 @@ class _Content:
         knobs, errors = _object(row["knobs"]), _object(row["errors"])
         check_knobs(knobs)
         if without_code:
-            if kernel.digest != recipe_digest(self._named[problem], knobs, kernel.launch):
+            named = dict.fromkeys((self._named[problem], problem))  # one, but in former formats
+            *_, today = digests = [recipe_digest(each, knobs, kernel.launch) for each in named]
+            if kernel.digest not in digests:  # another trial may have renamed it
                 raise ValueError(f"{problem.key} has a kernel without code that is not of its recipe")
-            kernel = kernels[row["kernel"]] = replace(kernel, digest=recipe_digest(problem, knobs, kernel.launch))
+            kernel = kernels[row["kernel"]] = replace(kernel, digest=today)
         provenance = Provenance(row["provenance"])
         known = bool(errors) or provenance is Provenance.ESTIMATED
         if not known or not all(type(error) in (int, float) and 0 <= error <= 1e9 for error in errors.values()):
