@@ -15,7 +15,7 @@ import click
 from click.core import ParameterSource
 
 from hadagen.compilers import DEFAULT
-from hadagen.errors import StorageError, UsageError
+from hadagen.errors import StorageError, UsageError, shown
 from hadagen.matrices import find_orders
 from hadagen.owners import make_folder
 from hadagen.problem import MAX_LOG2_N, MAX_ORDER, DType, Numerics, Problem, Rows, Transform, kernel_order
@@ -269,7 +269,7 @@ def _order_of(n: int, k: str) -> int:
     """The order of the matrix of `hadagen.Rotation`, or the one that is asked for; 1 for none."""
     if k != AUTO:
         if not _is_whole(k):
-            raise UsageError(f"--k {k!r} is not an order; write such as 28, or {AUTO}")
+            raise UsageError(f"--k {shown(k)} is not an order; write such as 28, or {AUTO}")
         return int(k)
     if not 2 <= n <= 1 << MAX_LOG2_N:
         return 1  # `Transform` says why not
@@ -292,17 +292,18 @@ def parse_sizes(texts: Iterable[str], k: str = AUTO) -> list[Transform]:
     for text in (part.strip() for given in texts for part in given.split(",")):
         first, dash, last = text.partition("-")
         if not _is_whole(first) or (dash and not _is_whole(last)):
-            raise UsageError(f"--n {text!r} is not a size; write 4096, 128,256 or 2-32768")
+            raise UsageError(f"--n {shown(text)} is not a size; write 4096, 128,256 or 2-32768")
         low = high = parse_transform(int(first), k)
         if dash:
             high = parse_transform(int(last), k)
             one, other = (_order_of(size.n, k) for size in (low, high))
             if one != other:
                 raise UsageError(
-                    f"--n {text!r} goes from a matrix of order {one} to one of {other}; name each size, or --k"
+                    f"--n {shown(text)} goes from a matrix of order {one} to one of {other}; name each size, or --k"
                 )
         if low.n > high.n:
-            raise UsageError(f"--n {text!r} is an empty range; write the smaller size first, as in {high.n}-{low.n}")
+            said = f"--n {shown(text)} is an empty range"
+            raise UsageError(f"{said}; write the smaller size first, as in {high.n}-{low.n}")
         sizes.update(parse_transform(low.n << m, k) for m in range((high.n // low.n).bit_length()))
     return sorted(sizes)
 
@@ -316,7 +317,7 @@ def parse_knobs(texts: Iterable[str]) -> dict[str, int | str]:
     for text in (part.strip() for given in texts for part in given.split(",")):
         name, equals, value = text.partition("=")
         if not (name and equals and value):
-            raise UsageError(f"--knobs {text!r} is not of the form k=v; write for example --knobs warps=4")
+            raise UsageError(f"--knobs {shown(text)} is not of the form k=v; write for example --knobs warps=4")
         if name in values:
             raise UsageError(f"--knobs sets {name} twice, to {values[name]} and {value}; give one value")
         values[name] = int(value) if _is_whole(value) else value
@@ -333,7 +334,8 @@ def parse_ranges(texts: Iterable[str]) -> dict[str, list[int | str]]:
         name, _, listed = (part.strip() for part in text.partition("="))
         values = [value.strip() for value in listed.split(",")]
         if not (name and all(values)):
-            raise UsageError(f"--only {text!r} is not of the form KNOB=V1,V2,...; write for example --only warps=2,4")
+            said = f"--only {shown(text)} is not of the form KNOB=V1,V2,..."
+            raise UsageError(f"{said}; write for example --only warps=2,4")
         if name in ranges:
             raise UsageError(f"--only names {name} twice; give all its values at once, as in {name}={listed},...")
         ranges[name] = [int(value) if _is_whole(value) else value for value in values]
@@ -351,7 +353,7 @@ def parse_elements(text: str) -> list[int]:
         if part[-1:] in _FACTORS:
             number, factor = part[:-1], _FACTORS[part[-1]]
         if not re.fullmatch(r"[0-9]+(\.[0-9]+)?", number) or len(number) > _MOST_DIGITS:
-            raise UsageError(f"--elements {part!r} is not a size; write for example 65536,1M")
+            raise UsageError(f"--elements {shown(part)} is not a size; write for example 65536,1M")
         count = Fraction(number) * factor
         others = *BUCKETS_BETWEEN, *BUCKETS_OF_LONG_ROWS
         if count not in ELEMENT_BUCKETS and count not in others:

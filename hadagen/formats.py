@@ -8,7 +8,7 @@ from enum import Enum
 from functools import cached_property
 from typing import Any
 
-from hadagen.errors import UsageError
+from hadagen.errors import UsageError, choice, shown
 
 
 class Element(str, Enum):
@@ -88,16 +88,16 @@ class Format:
         if group is not None and not isinstance(group, int):
             raise TypeError(f"group is a {type(group).__name__}; pass an integer or None")
         if name not in FORMATS:
-            raise UsageError(f"to = {name!r:.40} is no format; choose from {', '.join(FORMATS)}")
+            raise UsageError(f"to = {shown(name)} is no format; {choice(name, FORMATS)}")
         known = FORMATS[name]
         if group is not None and group not in known.groups:
             sizes = ", ".join(str(size) for size in known.groups if size > 0) or "none, as its scales are not of groups"
-            raise UsageError(f"group = {group!r:.20} does not exist for {name}; choose {sizes}")
+            raise UsageError(f"group = {shown(group)} does not exist for {name}; choose {sizes}")
         if rule is not None and rule not in known.rules:
-            raise UsageError(f"rule = {rule!r:.40} does not exist for {name}; choose from {', '.join(known.rules)}")
+            raise UsageError(f"rule = {shown(rule)} does not exist for {name}; {choice(rule, known.rules)}")
         layouts = [each.value for each in known.layouts]
         if layout not in layouts:
-            raise UsageError(f"layout = {layout!r:.40} does not exist for {name}; choose from {', '.join(layouts)}")
+            raise UsageError(f"layout = {shown(layout)} does not exist for {name}; {choice(layout, layouts)}")
         chosen = known.groups[0] if group is None else group
         return replace(known, group=chosen, rule=rule or known.rules[0], layout=Layout(layout))
 
@@ -124,7 +124,7 @@ class Format:
                             form = replace(known, group=group, rule=rule, layout=layout, rounded=rounded)
                             if form.key == key:
                                 return form
-        raise UsageError(f"{key!r:.80} names no format; write one such as fp8_group_128 or int8_row_4096")
+        raise UsageError(f"{shown(key)} names no format; write one such as fp8_group_128 or int8_row_4096")
 
     def __lt__(self, other: Any) -> bool:  # problems are sorted, and have types beside formats
         return self.key < (other.key if isinstance(other, Format) else str(other.value))

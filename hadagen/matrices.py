@@ -22,7 +22,7 @@ from hashlib import sha256
 from math import prod
 from pathlib import Path
 
-from hadagen.errors import StorageError, UsageError
+from hadagen.errors import StorageError, UsageError, choice, shown
 
 NAMES = ("auto", "quarot", "dao", "compressed-tensors", "regular")
 # The largest order of a matrix that a caller gives.
@@ -193,7 +193,7 @@ def find_matrix(name: str, order: int) -> Matrix:
 def check_name(name: str) -> None:
     """Raises `UsageError` if it is none of `NAMES`."""
     if name not in NAMES:
-        raise UsageError(f"matrix {name!r:.80} is not known; choose one of {', '.join(NAMES)}, or give a K×K tensor")
+        raise UsageError(f"matrix {shown(name)} is neither a known name nor a K×K tensor; {choice(name, NAMES)}")
 
 
 def find_orders(name: str, n: int, k: tuple[int, ...] | None = None) -> tuple[int, ...]:

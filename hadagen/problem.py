@@ -15,7 +15,7 @@ from functools import cached_property, lru_cache
 from math import log2
 from typing import Any
 
-from hadagen.errors import UsageError
+from hadagen.errors import UsageError, choice, shown
 from hadagen.formats import ROW, Element, Format
 
 MAX_LOG2_N = 17
@@ -104,10 +104,12 @@ class Transform:
     def __post_init__(self) -> None:
         most = 1 << MAX_LOG2_N
         if not _is_size(self.order, 1, MAX_ORDER):
-            raise UsageError(f"order = {self.order!r} is not supported; the order of a matrix is from 1 to {MAX_ORDER}")
+            said = f"order = {shown(self.order)} is not supported"
+            raise UsageError(f"{said}; the order of a matrix is from 1 to {MAX_ORDER}")
         times = f"{self.order} times " if self.order > 1 else ""
         if not _is_size(self.n, 1, most) or self.n % self.order or self.length & (self.length - 1):
-            raise UsageError(f"n = {self.n!r} is not supported; n must be {times}a power of two, and from 2 to {most}")
+            said = f"n = {shown(self.n)} is not supported"
+            raise UsageError(f"{said}; n must be {times}a power of two, and from 2 to {most}")
         if self.swapped and (self.order > 1 or self.n.bit_length() % 2 == 0 or self.n == 1):
             raise UsageError(
                 f"swapped bits of n = {self.n} are not supported; n must be a power of four, without a matrix"
@@ -184,7 +186,7 @@ class Problem:
     def __post_init__(self) -> None:
         if not (isinstance(self.transform, Transform) and isinstance(self.io, Io)):
             raise UsageError(
-                f"Problem({self.transform!r:.40}, {self.io!r:.40}) is not supported; give a Transform and an Io, or "
+                f"Problem({shown(self.transform)}, {shown(self.io)}) is not supported; give a Transform and an Io, or "
                 'call such as Problem.of(4096, "float16")'
             )
         form = self.io.form
@@ -224,7 +226,7 @@ class Problem:
             problem = cls(transform, Io(given, output or given, numerics, rows or Rows.CONTIGUOUS))  # type: ignore[arg-type]
             if problem.key == key:
                 return problem
-        raise UsageError(f"{key!r:.80} names no problem; write one such as n4096-float16-fast or n64-float32-accurate")
+        raise UsageError(f"{shown(key)} names no problem; write one such as n4096-float16-fast or n64-float32-accurate")
 
     @cached_property
     def key(self) -> str:
@@ -383,5 +385,5 @@ def _member(kind: type[Enum], value: Any, what: str) -> Any:
     try:
         return kind(value)
     except ValueError:
-        known = ", ".join(str(member.value) for member in kind)
-        raise UsageError(f"{what} {value!r} is not supported; choose one of {known}") from None
+        known = [str(member.value) for member in kind]
+        raise UsageError(f"{what} {shown(value)} is not supported; {choice(value, known)}") from None

@@ -146,8 +146,9 @@ def test_the_rules_of_other_names(name: str, n: int, orders: tuple[int, ...]) ->
         ("dao", 160, None, "n = 160 is 40 · 4 and 20 · 8 with matrices of dao; name one, such as k=40"),
         ("regular", 2048, None, "n = 2048 is no power of 4, which regular needs; use blocks of 1024 or auto"),
         ("regular", 14336, None, "n = 14336 is no power of 4, which regular needs; use blocks of 1024 or auto"),
+        ("Dao", 64, None, r"matrix 'Dao' is neither a known name nor a K×K tensor; did you mean dao\?$"),
         ("regular", 64, (4,), "k = 4 has no meaning for regular"),
-        ("quip", 64, None, f"matrix 'quip' is not known; choose one of {', '.join(NAMES)}, or give a K×K tensor"),
+        ("quip", 64, None, f"'quip' is neither a known name nor a K×K tensor; choose one of {', '.join(NAMES)}$"),
     ],
 )
 def test_what_no_rule_gives_is_one_sentence(name: str, n: int, k: tuple[int, ...] | None, message: str) -> None:

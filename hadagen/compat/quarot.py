@@ -15,7 +15,7 @@ from typing import cast
 import torch
 from torch.overrides import handle_torch_function
 
-from hadagen.errors import TensorError, UsageError
+from hadagen.errors import TensorError, UsageError, shown
 from hadagen.matrices import find_matrix, find_orders
 from hadagen.problem import kernel_order
 from hadagen.runtime import transform
@@ -90,7 +90,7 @@ def matmul_hadU_cuda(
         return handle_torch_function(matmul_hadU_cuda, (X,), X, hadK, K, transpose)
     k = as_int(K)
     if not is_count(k):
-        raise UsageError(f"K = {K!r:.80} is not possible; it must be an integer of at least 1")
+        raise UsageError(f"K = {shown(K)} is not possible; it must be an integer of at least 1")
     check_is_tensor(X, "X")
     if k == 1:
         return _rotated(X, None, 1, transpose)
@@ -142,7 +142,8 @@ def apply_exact_had_to_linear(
     if had_dim == -1:
         rotated = matmul_hadU(weight)
     elif not is_count(had_dim) or not is_pow2(had_dim) or n % had_dim:
-        raise UsageError(f"had_dim = {had_dim!r:.80} is not a power of two that divides {n}; choose one, or -1 for all")
+        said = f"had_dim = {shown(had_dim)} is not a power of two that divides {n}"
+        raise UsageError(f"{said}; choose one, or -1 for all")
     else:
         blocks = weight.unflatten(-1, (n // had_dim, had_dim))  # type: ignore[no-untyped-call]
         if R2 is None:
@@ -207,7 +208,7 @@ def _operand(matrix: torch.Tensor, order: int, n: int) -> tuple[torch.Tensor, in
 
 def _order(n: int) -> int:
     if not is_count(as_int(n)):
-        raise UsageError(f"n = {n!r:.80} is not possible; it must be an integer of at least 1")
+        raise UsageError(f"n = {shown(n)} is not possible; it must be an integer of at least 1")
     orders = find_orders("quarot", as_int(n))
     return orders[0] if orders else 1
 

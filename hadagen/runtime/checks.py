@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import is_lazy
 from torch.overrides import has_torch_function_unary
 
-from hadagen.errors import TensorError, UsageError
+from hadagen.errors import TensorError, UsageError, choice, shown
 from hadagen.problem import Numerics
 from hadagen.runtime.arguments import is_flag
 from hadagen.runtime.overlap import overlaps_itself
@@ -50,7 +50,7 @@ def check_options(scale: float, numerics: str, dtype: torch.dtype) -> None:
     if not is_symbolic(scale):
         _check_is_finite(scale, torch.float64 if dtype == torch.float64 else torch.float32)  # the type to compute in
     if numerics not in _NUMERICS:
-        raise UsageError(f"numerics {numerics!r} is not supported; choose one of {_names(_NUMERICS)}")
+        raise UsageError(f"numerics {shown(numerics)} is not supported; {choice(numerics, _NUMERICS)}")
 
 
 def _check_is_finite(scale: float, dtype: torch.dtype) -> None:
@@ -142,7 +142,7 @@ def check_tensor(x: torch.Tensor) -> None:
 def check_is_flag(value: Any, name: str) -> None:
     """Raises TypeError."""
     if not is_flag(value):
-        raise TypeError(f"{name} is {value!r}; pass True or False")
+        raise TypeError(f"{name} is {shown(value)}; pass True or False")
 
 
 def check_destination(x: torch.Tensor, inplace: bool, out: torch.Tensor | None) -> None:

@@ -31,7 +31,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from hadagen.errors import StorageError, ToolchainError, UsageError
+from hadagen.errors import StorageError, ToolchainError, UsageError, shown
 from hadagen.launch import PORTABLE_CLUSTER, LaunchSpec
 from hadagen.problem import Numerics, Problem, Rows, kernel_order
 from hadagen.regimes import Destination, destinations, nearest
@@ -320,7 +320,8 @@ def as_problem(given: Any) -> Problem:
         raise
     except (KeyError, TypeError, ValueError):
         raise UsageError(
-            f'problem = {given!r} is not one; give a Problem, its key, or such as {{"n": 4096, "dtype": "float16"}}'
+            f"problem = {shown(given)} is not one; give a Problem, its key, or such as "
+            '{"n": 4096, "dtype": "float16"}'
         ) from None
 
 
@@ -381,12 +382,12 @@ def best_config(
     """
     rows = as_int(rows)
     if not is_count(rows):
-        raise UsageError(f"rows = {rows!r} is not supported; give a whole number of rows, at least 1")
+        raise UsageError(f"rows = {shown(rows)} is not supported; give a whole number of rows, at least 1")
     if batch_invariant is None:
         batch_invariant = BATCH_INVARIANT
     for name, flag in (("inplace", inplace), ("batch_invariant", batch_invariant), ("signed", signed)):
         if not is_flag(flag):
-            raise UsageError(f"{name} = {flag!r} is not supported; give True or False")
+            raise UsageError(f"{name} = {shown(flag)} is not supported; give True or False")
     said: dict[str, Any] = {"order": as_int(order)} if order != 1 else {}
     said |= {"signed": True} if signed else {}
     if isinstance(problem, Mapping):

@@ -24,6 +24,7 @@ from hadagen.errors import (
     ToolchainError,
     UsageError,
     printable,
+    shown,
 )
 from hadagen.formats import Format
 from hadagen.problem import MAX_LOG2_N, MAX_ORDER, DType, Numerics, Problem, Rows, padded_length
@@ -174,13 +175,13 @@ def warmup(
     is captured, and `StorageError` if HADAGEN_BUNDLE names a file that is damaged or no bundle.
     """
     if inplace is not None and not is_flag(inplace):
-        raise UsageError(f"inplace = {inplace!r} is not supported; give True, False, or nothing for both")
+        raise UsageError(f"inplace = {shown(inplace)} is not supported; give True, False, or nothing for both")
     if batch_invariant is None:
         batch_invariant = BATCH_INVARIANT
     elif not is_flag(batch_invariant):
-        raise UsageError(f"batch_invariant = {batch_invariant!r} is not supported; give True or False")
+        raise UsageError(f"batch_invariant = {shown(batch_invariant)} is not supported; give True or False")
     if not is_flag(round_first):
-        raise UsageError(f"round_first = {round_first!r} is not supported; give True or False")
+        raise UsageError(f"round_first = {shown(round_first)} is not supported; give True or False")
     if to is None and (columns is not None or group is not None or rule or layout != "row-major" or round_first):
         raise UsageError("columns, group, rule, layout and round_first are those of a format; give to as well")
     rotations = _several(n)
@@ -260,7 +261,7 @@ def _warmed_device(device: int | str | torch.device | None) -> int | None:
             return None
     index = cuda_index(device)
     if index is None:
-        raise UsageError(f"device {device!r} is not a CUDA device of this machine; name one of those it has")
+        raise UsageError(f"device {shown(device)} is not a CUDA device of this machine; name one of those it has")
     return index
 
 
@@ -278,14 +279,14 @@ def _several(values: Any) -> list[Any]:
 def _whole(value: Any, name: str) -> int:
     number: int = as_int(value)
     if not is_count(number):
-        raise UsageError(f"{name} = {value!r} is not supported; give whole numbers, at least 1")
+        raise UsageError(f"{name} = {shown(value)} is not supported; give whole numbers, at least 1")
     return number
 
 
 def _dtype(value: Any) -> torch.dtype:
     found = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise UsageError(f"dtype {value!r} is not supported; give a floating-point type, such as torch.float16")
+        raise UsageError(f"dtype {shown(value)} is not supported; give a floating-point type, such as torch.float16")
     return found
 
 

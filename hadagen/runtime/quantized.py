@@ -11,7 +11,7 @@ import torch
 from torch.utils import _pytree
 
 from hadagen import quantizer
-from hadagen.errors import TensorError, UsageError
+from hadagen.errors import TensorError, UsageError, shown
 from hadagen.formats import ROW, TENSOR, Element, Format, Layout
 from hadagen.runtime.checks import DTYPES, check_alike, check_is_flag, check_is_tensor, kind_of
 
@@ -62,7 +62,7 @@ class Quantized:
         scales or a tensor_scale that the format does not have.
         """
         if dtype not in DTYPES:
-            raise UsageError(f"dtype {dtype!r:.80} is not possible; pass one of {', '.join(map(str, DTYPES))}")
+            raise UsageError(f"dtype {shown(dtype)} is not possible; pass one of {', '.join(map(str, DTYPES))}")
         self._check()
         form = self.format
         codes = quantizer.as_bytes(self.codes)
@@ -90,7 +90,7 @@ class Quantized:
         try:
             place = device.device if isinstance(device, torch.Tensor) else torch.device(device)
         except (RuntimeError, TypeError):
-            raise UsageError(f"device {device!r:.80} is no device; pass one such as cpu or cuda:0") from None
+            raise UsageError(f"device {shown(device)} is no device; pass one such as cpu or cuda:0") from None
 
         def moved(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.to(place, non_blocking=bool(non_blocking), copy=bool(copy))

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from torch.overrides import has_torch_function_unary
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hadagen.errors import TensorError, UsageError
+from hadagen.errors import TensorError, UsageError, choice, shown
 from hadagen.matrices import find_matrix, find_orders
 from hadagen.problem import Numerics
 from hadagen.runtime import sealed
@@ -243,7 +243,7 @@ class Rotation(torch.nn.Module):
         """
         if dtype not in DTYPES:
             plain = str(dtype).removeprefix("torch.")
-            raise UsageError(f"dtype {plain!r:.80} is not possible; pass one of {', '.join(map(str, DTYPES))}")
+            raise UsageError(f"dtype {shown(plain)} is not possible; pass one of {', '.join(map(str, DTYPES))}")
         return self(torch.eye(self.n, dtype=dtype, device=self._device))  # type: ignore[no-any-return]
 
     def fold_into(
@@ -262,7 +262,7 @@ class Rotation(torch.nn.Module):
         """
         self._check_part(weight, "weight")
         if side not in ("input", "output"):
-            raise UsageError(f"side {side!r:.80} is not known; choose input or output")
+            raise UsageError(f"side {shown(side)} is not known; {choice(side, ('input', 'output'))}")
         axis = -1 if side == "input" else -2
         if weight.dim() < 2 or weight.shape[axis] != self.n:
             place = f"[..., out, {self.n}]" if side == "input" else f"[..., {self.n}, in]"
@@ -288,7 +288,7 @@ class Rotation(torch.nn.Module):
         """
         world, rank = as_count(world, "world"), as_int(rank)
         if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < world:
-            raise UsageError(f"rank = {rank!r:.80} is not possible; it must be from 0 to {world - 1}")
+            raise UsageError(f"rank = {shown(rank)} is not possible; it must be from 0 to {world - 1}")
         mine, left = divmod(self.n, world)
         if left or mine % self.block:
             raise UsageError(
@@ -352,8 +352,8 @@ class Rotation(torch.nn.Module):
             known = find_matrix(name, order).digest
             if digest != known:
                 raise UsageError(
-                    f"the matrix of order {order} of {name} has the digest {known[:8]}, but {digest!r:.10} was stored; "
-                    "use the version of hadagen that stored it"
+                    f"the matrix of order {order} of {name} has the digest {known[:8]}, but {shown(digest, 10)} was "
+                    "stored; use the version of hadagen that stored it"
                 )
         return made
 
