@@ -187,7 +187,7 @@ def find_matrix(name: str, order: int) -> Matrix:
     try:
         return _TABLE[name, order]
     except KeyError:
-        raise UsageError(f"{name} has no matrix of order {order}; {_offer(name)}") from None
+        raise UsageError(f"matrix = {name!r} has none of order {shown(order)}; {_offer(name)}") from None
 
 
 def check_name(name: str) -> None:
@@ -232,7 +232,7 @@ def find_orders(name: str, n: int, k: tuple[int, ...] | None = None) -> tuple[in
         if name == "compressed-tensors" and _is_power_of_two(n) and n != 32:
             found = ()
     if found is None or n % prod(found) or not _is_power_of_two(n // prod(found)):
-        raise UsageError(f"{_as_product(n)} = {n}: {name} has no matrices that give it; {_advice(name, n)}")
+        raise UsageError(f"matrix = {name!r} has no matrices for {n} = {_as_product(n)} elements; {_advice(name, n)}")
     return found
 
 
@@ -264,9 +264,9 @@ def _given_orders(name: str, n: int, k: tuple[int, ...]) -> tuple[int, ...]:
         raise UsageError(f"n = {n} is not {asked}; {_advice(name, n)}")
     for order in k:
         if (name, order) not in _TABLE:
-            whose = "no Hadamard matrix" if ("auto", order) not in _TABLE else f"{name} has no matrix"
+            whose = f"matrix = {name!r} has none" if ("auto", order) in _TABLE else "there is no Hadamard matrix"
             power = (n // size).bit_length() - 1
-            raise UsageError(f"{_plain(k)} · 2^{power} = {n}: {whose} of order {order}; {_advice(name, n)}")
+            raise UsageError(f"{n} = {_plain(k)} · 2^{power}: {whose} of order {order}; {_advice(name, n)}")
     return k
 
 

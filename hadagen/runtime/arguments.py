@@ -5,13 +5,20 @@ from __future__ import annotations
 import operator
 from typing import Any
 
+_BOOLS = "bool", "torch.bool"  # of numpy and of PyTorch, of which both make an index
+
 
 def as_int(value: Any) -> Any:
-    """An integer of any kind, such as numpy's, as a Python int; None, a bool or any other value unchanged.
+    """An integer of any kind, such as numpy's, as a Python int; None, a bool of any kind, or another value unchanged.
 
     None is not given to `operator.index`, of which Dynamo of PyTorch before 2.13 catches no error."""
     try:
-        return value if value is None or isinstance(value, bool) else operator.index(value)
+        if value is None or isinstance(value, bool):
+            return value
+        # Dynamo cannot look for an attribute of a size.
+        if not isinstance(value, int) and str(getattr(value, "dtype", "")) in _BOOLS:
+            return value
+        return operator.index(value)
     except (TypeError, ValueError, RuntimeError):  # a tensor without one value, too
         return value
 

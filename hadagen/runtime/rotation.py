@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from torch.overrides import has_torch_function_unary
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hadagen.errors import TensorError, UsageError, choice, shown
+from hadagen.errors import HadagenError, TensorError, UsageError, choice, shortened, shown
 from hadagen.matrices import find_matrix, find_orders
 from hadagen.problem import Numerics
 from hadagen.runtime import sealed
@@ -31,6 +31,7 @@ from hadagen.runtime.checks import (
 )
 from hadagen.runtime.choose import BATCH_INVARIANT
 from hadagen.runtime.compressed_tensors import rotation_of
+from hadagen.runtime.compute import check_apart
 from hadagen.runtime.given import (
     as_count,
     as_matrices,
@@ -46,6 +47,7 @@ from hadagen.runtime.given import (
     unpack_given,
     why_not_orthogonal,
 )
+from hadagen.runtime.linear import has_only_memory
 from hadagen.runtime.named import (
     REGULAR,
     folds,
@@ -244,7 +246,16 @@ class Rotation(torch.nn.Module):
         if dtype not in DTYPES:
             plain = str(dtype).removeprefix("torch.")
             raise UsageError(f"dtype {shown(plain)} is not possible; pass one of {', '.join(map(str, DTYPES))}")
-        return self(torch.eye(self.n, dtype=dtype, device=self._device))  # type: ignore[no-any-return]
+        try:
+            return self(torch.eye(self.n, dtype=dtype, device=self._device))  # type: ignore[no-any-return]
+        except RuntimeError as error:
+            if isinstance(error, HadagenError):
+                raise
+            plain = str(dtype).removeprefix("torch.")
+            raise UsageError(
+                f"the matrix of n = {self.n} has {self.n}² numbers of {plain}, for which {self._device} has no memory "
+                f"({shortened(str(error))}); rotate rows instead"
+            ) from None
 
     def fold_into(
         self, weight: torch.Tensor, side: str, bias: torch.Tensor | None = None
@@ -331,6 +342,8 @@ class Rotation(torch.nn.Module):
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Rotation:
         """The rotation of `to_dict`. Raises `UsageError` for anything else, and if this version has another matrix."""
+        if not isinstance(data, Mapping):
+            raise UsageError(f"data is a {type(data).__name__}; pass the dictionary that to_dict returned")
         try:
             name, factors = data["matrix"], list(data["factors"])
             options = {key: data[key] for key in ("n", "block", "signs", "signs_after")}
@@ -343,11 +356,12 @@ class Rotation(torch.nn.Module):
         except UsageError:
             raise
         except KeyError as error:
-            raise UsageError(f"data has no valid {error}; pass what to_dict returned") from None
-        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-            raise UsageError(f"data is no rotation ({error}); pass what to_dict returned") from None
+            raise UsageError(f"data has no valid {shortened(str(error))}; pass what to_dict returned") from None
+        except (TypeError, ValueError, OverflowError, RuntimeError, IndexError, AttributeError) as error:
+            raise UsageError(f"data is no rotation ({shortened(str(error))}); pass what to_dict returned") from None
         if made.k != orders:
-            raise UsageError(f"data has factors of the orders {orders}, not {made.k}; pass what to_dict returned")
+            said = f"data has factors of the orders {shown(orders)}, not {made.k}"
+            raise UsageError(f"{said}; pass what to_dict returned")
         for order, digest in zip(made.k, stored, strict=True):
             known = find_matrix(name, order).digest
             if digest != known:
@@ -414,6 +428,8 @@ class Rotation(torch.nn.Module):
                 except (KeyError, RuntimeError, TypeError):  # a new call, no memory or shape, or a bad argument
                     address = 0
                 if address:
+                    if inplace and made.watched:
+                        self._check_apart(x, None)
                     return run(x, address)
         check_is_flag(batch_invariant, "batch_invariant")
         if not stands_for_a_tensor(x):
@@ -429,7 +445,15 @@ class Rotation(torch.nn.Module):
             check(x, options)
             if out is not None:
                 check_like(x, out)
+            if inplace or out is not None:
+                self._check_apart(x, out)
         return cast(torch.Tensor, ROTATE.dispatch(x, options, inplace, out))
+
+    def _check_apart(self, x: torch.Tensor, out: torch.Tensor | None) -> None:
+        """Raises `TensorError` if the result would be written over the module's own buffers."""
+        name, target = ("x", x) if out is None else ("out", out)
+        if has_only_memory(target):
+            check_apart(target, name, self.tensors)
 
     # ---- operands ----------------------------------------------------------------------------------------------------
     def _options(
@@ -597,6 +621,14 @@ class Rotation(torch.nn.Module):
             self._held = named_on(self.name, self.k or (1,), self.block, str(self._device))
         with contextlib.suppress(TensorError):  # which the next call raises
             self._look(self._device)
+
+    @property
+    def tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """The buffers that can be read, with their names in messages."""
+        buffers = [(name, self._buffers[name]) for name in _BUFFERS]
+        return [
+            (f"{name} of the rotation", each) for name, each in buffers if each is not None and sealed.is_readable(each)
+        ]
 
     @property
     def identity(self) -> tuple[Any, ...]:
