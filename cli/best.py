@@ -43,7 +43,8 @@ def best(
     from hadagen.runtime.choose import Match, best_config
     from hadagen.target import known_archs
 
-    asked = (problem, rows, device)
+    columns = click.get_current_context().params["columns"]
+    asked = (problem, rows * (columns or problem.n) // problem.n, device)
     config = best_config(*asked, arch=arch, inplace=inplace, batch_invariant=batch_invariant or None)
     if arch and config.match is Match.GENERIC and arch not in known_archs():
         known = ", ".join(known_archs())
@@ -54,7 +55,7 @@ def best(
     if as_json:
         print_json(config.to_dict())
         return
-    say(f"{problem.key}, {rows} rows, {config.destination.value} on {config.device.gpu or config.device.arch}")
+    say(f"{problem.key}, {config.rows} rows, {config.destination.value} on {config.device.gpu or config.device.arch}")
     if config.launch is None or config.knobs is None or config.provenance is None:
         say(f"no kernel, PyTorch computes it; {_why_none(config)}")
         return

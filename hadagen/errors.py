@@ -34,7 +34,7 @@ def shown(value: Any, most: int = _MOST) -> str:
 def choice(given: Any, known: Iterable[str]) -> str:
     """What to choose instead of a name that is not known: "did you mean …", or else all that are known."""
     names = list(known)
-    near = _similar(given, names) if isinstance(given, str) else []
+    near = names_like(given, names)
     if near:
         return f"did you mean {_either(near)}?"
     return f"choose {names[0]}" if len(names) == 1 else f"choose one of {', '.join(names)}"
@@ -44,10 +44,12 @@ def _either(names: list[str]) -> str:
     return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
-def _similar(given: str, known: list[str]) -> list[str]:
-    """The names that may be meant: the one that differs in case and hyphens alone, those that hold the given one or
-    begin it, or the one with the fewest typing errors."""
-    wanted = _plain(given[:_MOST])
+def names_like(given: Any, known: Iterable[str]) -> list[str]:
+    """The known names that may be meant: the one that differs in case and hyphens alone, those that hold the given
+    name or begin it, or the one with the fewest typing errors."""
+    if not isinstance(given, str) or not given:
+        return []
+    known, wanted = list(known), _plain(given[:_MOST])
     plain = {name: _plain(name) for name in known}
     for is_meant in (
         lambda name: name == wanted,

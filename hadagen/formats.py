@@ -124,7 +124,23 @@ class Format:
                             form = replace(known, group=group, rule=rule, layout=layout, rounded=rounded)
                             if form.key == key:
                                 return form
-        raise UsageError(f"{shown(key)} names no format; write one such as fp8_group_128 or int8_row_4096")
+        raise UsageError(f"{shown(key)} is no format; {choice(key, FORMATS)}")
+
+    def for_rows(self, columns: int, round_first: bool) -> Format:
+        """The format of a kernel that quantizes rows of so many elements, after it rounded them to x's type or not.
+        Raises `UsageError` where groups do not fill a row."""
+        self.scales_in_row(columns)
+        group = columns if self.group == ROW else self.group
+        return replace(self, group=group, rounded=bool(round_first) and not self.rounds_first)
+
+    @property
+    def text(self) -> str:
+        """As `rotate_quantize` takes it, for people: "int8-row", or "mxfp4, rule=qutlass, layout=swizzled"."""
+        known = FORMATS[self.name]
+        parts = [self.name, *([f"group={self.group}"] if self.group > 0 and self.group != known.groups[0] else [])]
+        parts += [f"rule={self.rule}"] if self.rule != known.rules[0] else []
+        parts += [f"layout={self.layout.value}"] if self.layout is not Layout.ROW_MAJOR else []
+        return ", ".join([*parts, *(["round_first=True"] if self.rounded else [])])
 
     def __lt__(self, other: Any) -> bool:  # problems are sorted, and have types beside formats
         return self.key < (other.key if isinstance(other, Format) else str(other.value))

@@ -192,7 +192,7 @@ def find_matrix(name: str, order: int) -> Matrix:
 
 def check_name(name: str) -> None:
     """Raises `UsageError` if it is none of `NAMES`."""
-    if name not in NAMES:
+    if not isinstance(name, str) or name not in NAMES:
         raise UsageError(f"matrix {shown(name)} is neither a known name nor a K×K tensor; {choice(name, NAMES)}")
 
 
@@ -210,6 +210,10 @@ def find_orders(name: str, n: int, k: tuple[int, ...] | None = None) -> tuple[in
     Raises `UsageError` if the name has no matrices for n, or several choices.
     """
     check_name(name)
+    if not isinstance(n, int) or not 1 <= n < 1 << 63:
+        raise UsageError(f"n = {shown(n)} is not possible; it must be an integer from 1 to 2^63 - 1")
+    if k is not None and not (isinstance(k, tuple) and all(isinstance(order, int) and order > 0 for order in k)):
+        raise UsageError(f"k = {shown(k)} is not possible; it must be a tuple of integers of at least 1")
     if k is not None and not (name == "regular" and not k):
         return _given_orders(name, n, k)
     if name == "regular":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import click
@@ -112,13 +113,38 @@ WRONG = {
     (*BEST, "256", "--arch", "hopper"): "arch 'hopper' is not one; write sm and the compute capability",
     (*BEST, "256", "--device", "0"): "device '0' is no name of a GPU, which is wanted beside an arch; write such as",
     (*KEY, "n256-float32-fast"): "'n256-float32-fast' names no problem; write one such as n4096-float16-fast or",
-    (*KEY, "n100-float16-fast"): "n = 100 is not supported",
+    (*KEY, "n98-float16-fast"): "matrix = 'auto' has no matrices for 98 = 49 · 2^1 elements; pad it to 100",
     (*KEY, "n256-float16-fast", "--n", "256"): "--problem names all of a problem; leave it out, or --n",
     (*KEY, "n256-float16-fast", "--k", "1"): "--problem names all of a problem; leave it out, or --k",
     (*KEY, "n256-float16-fast", "--signed"): "--problem names all of a problem; leave it out, or --signed",
     (*KEY, "n256-float16-fast", "--pitched"): "--problem names all of a problem; leave it out, or --pitched",
     ("tune", "--problem", "n256-float16-fast", "--dtype", "float16"): "leave it out, or --dtype",
     ("tune", "--problem", "n256-float16-fast", "--contiguous"): "leave it out, or --pitched/--contiguous",
+    (*KEY, "n256-float16-fast", "--to", "int8-row"): "--problem names all of a problem; leave it out, or --to",
+    (*KEY, "n256-float16-fast", "--round-first"): "--problem names all of a problem; leave it out, or --round-first",
+    (*KEY, "n256-float16-to-MXFP4-accurate"): "to = 'MXFP4' is no format; did you mean mxfp4?",
+    (*KEY, "n256-float16-to-int8_row-accurate"): "'int8_row' is no format; did you mean int8-row?",
+    (*BEST, "256", "--to", "fp8"): "to = 'fp8' is no format; did you mean fp8-group, fp8-row, fp8-tensor or fp8-head?",
+    (*BEST, "256", "--to", "mxfp4", "--rule", "Floor"): "rule = 'Floor' does not exist for mxfp4; did you mean floor?",
+    (
+        *BEST,
+        "256",
+        "--to",
+        "mxfp4",
+        "--layout",
+        "tiled",
+    ): "layout = 'tiled' does not exist for mxfp4; choose one of row-",
+    (
+        *BEST,
+        "256",
+        "--to",
+        "mxfp4",
+        "--columns",
+        "300",
+    ): "columns = 300 is not supported; rows are a multiple of n = 256",
+    (*BEST, "256", "--group", "32"): "columns, group, rule, layout and round_first are those of a format; give to as",
+    (*BEST, "256", "--nummerics", "fast"): "No such option '--nummerics'. Did you mean '--numerics'?; see",
+    ("tune", "--n", "128", "--to", "fp9-row"): "to = 'fp9-row' is no format; did you mean fp8-row?",
     ("best", "--arch", "sm90", "--rows", "8"): "no problem is named; give --n, or --problem with a key such as n4096",
     ("best", "--n", "256", "--rows", "8"): "this machine has no CUDA device to choose for; name an arch",
     ("emit", "--space", "--n", "98"): "matrix = 'auto' has no matrices for 98 = 49 · 2^1 elements",
@@ -152,6 +178,53 @@ WRONG = {
     ("bench", "--elements", "65536.5"): "--elements 65536.5 is not supported; give powers of two from 8192",
     ("bench", "--elements", "1e6"): "--elements '1e6' is not a size; write for example 65536,1M",
 }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key"),
+    [
+        ("--problem n14336-float16-fast", "n14336-k28-float16-fast"),
+        ("--problem n14336-signed-float16-fast", "n14336-k28-signed-float16-fast"),
+        ("--problem n768-bfloat16-accurate", "n768-k24-bfloat16-accurate"),
+        ("--problem n96-k12-float16-fast", "n96-k12-float16-fast"),
+        ("--problem n128-bfloat16-to-int8-row-accurate", "n128-bfloat16-to-int8_row_128-accurate"),
+        ("--problem n14336-bfloat16-to-fp8-row-fast", "n14336-k28-bfloat16-to-fp8_row_14336-fast"),
+        ("--problem n128-bfloat16-to-int8_row_4096-accurate", "n128-bfloat16-to-int8_row_4096-accurate"),
+        ("--n 128 --to int8-row --columns 4096", "n128-float16-to-int8_row_4096-accurate"),
+        ("--n 128 --to fp8-group --group 64 --rule power_of_two", "n128-float16-to-fp8_group_64_power_of_two-accurate"),
+        ("--n 1 --to nvfp4 --columns 64 --layout swizzled", "n1-float16-to-nvfp4_16_swizzled-accurate"),
+        ("--n 128 --to fp8-tensor --round-first --signed", "n128-signed-float16-to-fp8_tensor_rounded-accurate"),
+        ("--n 14336 --to int8-row", "n14336-k28-float16-to-int8_row_14336-accurate"),
+    ],
+)
+def test_problems_are_spelled_as_calls_are(arguments: str, key: str) -> None:
+    asked = arguments.split()
+    assert json.loads(succeed("emit", "--space", "--json", *asked))["problem"] == key
+    rows = ("best", "--arch", "sm90", "--json", "--rows", "12")
+    assert json.loads(succeed(*rows, *asked)) == json.loads(
+        succeed("best", "--arch", "sm90", "--json", "--problem", key, "--rows", _rows_of(asked))
+    )
+
+
+def _rows_of(asked: list[str]) -> str:
+    """Rows of n elements for 12 rows of `--columns`."""
+    given = dict(pairwise(asked))
+    return str(12 * int(given.get("--columns", given.get("--n", 1))) // int(given.get("--n", 1)))
+
+
+def test_several_formats_are_several_problems() -> None:
+    @click.command()
+    @options.problems(one_kind=True)
+    def command(problems: list[Problem]) -> None:
+        click.echo(" ".join(problem.key for problem in problems))
+
+    found = CliRunner().invoke(command, ["--n", "128,256", "--dtype", "bfloat16", "--to", "fp8-row", "--to", "mxfp4"])
+    assert found.output.split() == [
+        "n128-bfloat16-to-fp8_row_128-accurate",
+        "n256-bfloat16-to-fp8_row_256-accurate",
+        "n128-bfloat16-to-mxfp4_32-accurate",
+        "n256-bfloat16-to-mxfp4_32-accurate",
+    ]
 
 
 @pytest.mark.parametrize("arguments", WRONG, ids=" ".join)

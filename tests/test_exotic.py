@@ -52,6 +52,6 @@ def test_a_long_or_odd_value_is_refused_in_a_short_sentence(name: str) -> None:
                     raise AssertionError(f"{argument} = {kind}") from error
                 else:
                     continue
-            assert len(said) <= 400, (argument, kind)
+            assert len(said) <= 450, (argument, kind)
             assert "\n" not in said, (argument, kind)
             assert "object" not in said, (argument, kind)  # as of Python

@@ -603,7 +603,7 @@ def test_a_result_is_not_written_over_the_buffers_of_the_rotation(monkeypatch: p
         r(x.clone(), inplace=True)
         # A call that comes again, whose kernel is known.
         with monkeypatch.context() as patch:
-            patch.setattr("hadagen.runtime.rotation.calls", defaultdict(lambda: lambda x, address: x.zero_()))
+            patch.setattr("hadagen.runtime.rotation.calls", defaultdict(lambda: lambda given, _: given.zero_()))
             assert not r(x.clone(), inplace=True).any()
             with pytest.raises(TensorError, match=f"x shares memory with {name} of the rotation"):
                 r(values, inplace=True)

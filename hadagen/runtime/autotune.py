@@ -16,6 +16,7 @@ from hadagen.owners import problem_of
 from hadagen.problem import Problem
 from hadagen.regimes import Destination
 from hadagen.runtime import bundles, kernels, repeat, trust
+from hadagen.runtime.arguments import explained
 from hadagen.runtime.choose import as_problem, is_settled, where_measured
 from hadagen.runtime.device import Device, cuda_device, cuda_index
 from hadagen.runtime.guesses import nearest_problems
@@ -31,6 +32,7 @@ _MOST_SECONDS = 3600
 _tried: set[tuple[Device, Problem]] = set()  # what a call asked for in this process
 
 
+@explained(TypeError)
 def autotune(
     problem: Problem | str | Mapping[str, Any],
     device: int | str | torch.device | None = None,

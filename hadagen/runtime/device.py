@@ -71,7 +71,7 @@ def find_device(device: int | str | torch.device | None = None, arch: str | None
     if arch is not None:
         if device is not None and (not isinstance(device, str) or _NUMBER.fullmatch(device)):
             raise UsageError(
-                f"device {shown(str(device))} is no name of a GPU, which is wanted beside an arch; "
+                f"device {shown(device)} is no name of a GPU, which is wanted beside an arch; "
                 "write such as 'NVIDIA H100 80GB HBM3', or leave out one of the two"
             )
         target = Device(arch, device or "")
@@ -98,7 +98,7 @@ def cuda_index(device: Any = None) -> int | None:
         return torch.cuda.current_device()
     try:
         device = torch.device(device)
-    except (RuntimeError, TypeError):
+    except (RuntimeError, TypeError, ValueError, OverflowError):
         return None
     if device.type != "cuda" or not torch.cuda.is_available():
         return None

@@ -27,10 +27,10 @@ from hadagen.errors import (
     shown,
 )
 from hadagen.formats import Format
-from hadagen.problem import MAX_LOG2_N, MAX_ORDER, DType, Numerics, Problem, Rows, padded_length
+from hadagen.problem import MAX_LOG2_N, MAX_ORDER, DType, Numerics, Problem, Rows, check_no_format, padded_length
 from hadagen.regimes import Destination, nearest
 from hadagen.runtime import bundles
-from hadagen.runtime.arguments import as_int, is_count, is_flag
+from hadagen.runtime.arguments import as_int, explained, is_count, is_flag
 from hadagen.runtime.choose import BATCH_INVARIANT, choose_from_bundles, is_served, timed_in_bundles
 from hadagen.runtime.device import Device, cuda_device, cuda_index, how_to_get_kernels
 from hadagen.runtime.guesses import may_be_guessed
@@ -135,6 +135,7 @@ def queue(launch: driver.Launch, device: int, x: int, y: int) -> None:
             launch(raw_stream(device), x, y)
 
 
+@explained(TypeError)
 def warmup(
     n: int | Rotation | Iterable[int | Rotation],
     dtype: torch.dtype | str | Iterable[torch.dtype | str],
@@ -182,10 +183,10 @@ def warmup(
         raise UsageError(f"batch_invariant = {shown(batch_invariant)} is not supported; give True or False")
     if not is_flag(round_first):
         raise UsageError(f"round_first = {shown(round_first)} is not supported; give True or False")
-    if to is None and (columns is not None or group is not None or rule or layout != "row-major" or round_first):
-        raise UsageError("columns, group, rule, layout and round_first are those of a format; give to as well")
+    if to is None:
+        check_no_format(columns, group, rule, layout, bool(round_first))
     rotations = _several(n)
-    lengths = [_whole(getattr(each, "n", each) if to else each, "n") for each in rotations]
+    lengths = [_whole(each if to is None else getattr(each, "n", each), "n") for each in rotations]
     dtypes = [_dtype(value) for value in _several(dtype)]
     contracts = [Numerics.ACCURATE]
     if numerics is None or Problem.of(2, DType.FLOAT16, numerics).io.numerics is Numerics.FAST:
@@ -256,7 +257,7 @@ def _warmed_device(device: int | str | torch.device | None) -> int | None:
     """The CUDA index of a device; None if such a device has no kernels. Raises `UsageError` if it does not exist."""
     if device is None and not torch.cuda.is_available():
         return None
-    with suppress(RuntimeError, TypeError):  # it names no device
+    with suppress(RuntimeError, TypeError, ValueError, OverflowError):  # it names no device
         if device is not None and torch.device(device).type != "cuda":
             return None
     index = cuda_index(device)

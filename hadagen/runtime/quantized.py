@@ -15,7 +15,7 @@ from torch.utils import _pytree
 from hadagen import quantizer
 from hadagen.errors import TensorError, UsageError, shown
 from hadagen.formats import ROW, TENSOR, Element, Format, Layout
-from hadagen.runtime.checks import DTYPES, check_alike, check_is_flag, check_is_tensor, is_functional, kind_of
+from hadagen.runtime.checks import check_alike, check_dtype, check_is_flag, check_is_tensor, is_functional, kind_of
 
 # PyTorch's own types of what is stored in bytes here, with the version that brought them.
 _NATIVE = {"e8m0": ("float8_e8m0fnu", "2.7"), Element.E2M1: ("float4_e2m1fn_x2", "2.8")}
@@ -63,8 +63,7 @@ class Quantized:
         Raises `UsageError` for another dtype, and for a format without codes; TypeError and `TensorError` for codes,
         scales or a tensor_scale that the format does not have.
         """
-        if dtype not in DTYPES:
-            raise UsageError(f"dtype {shown(dtype)} is not possible; pass one of {', '.join(map(str, DTYPES))}")
+        check_dtype(dtype)
         self._check()
         form = self.format
         codes = quantizer.as_bytes(self.codes)
@@ -91,7 +90,7 @@ class Quantized:
             raise UsageError(f"codes are never converted, to {device} neither; pass a device, or call dequantize")
         try:
             place = device.device if isinstance(device, torch.Tensor) else torch.device(device)
-        except (RuntimeError, TypeError):
+        except (RuntimeError, TypeError, ValueError, OverflowError):
             raise UsageError(f"device {shown(device)} is no device; pass one such as cpu or cuda:0") from None
 
         for name, part in self._check_kinds():
@@ -137,10 +136,10 @@ class Quantized:
         return (self.codes, self.scales)[index]
 
     def __repr__(self) -> str:
-        key = self.format.key if isinstance(self.format, Format) else shown(self.format)
+        form = self.format.text if isinstance(self.format, Format) else shown(self.format)
         parts = {"codes": self.codes, "scales": self.scales, "tensor_scale": self.tensor_scale}
         said = [f"{name}={_said(part)}" for name, part in parts.items() if part is not None]
-        return ", ".join([f"Quantized({key}", *said, *([] if self._exact is None else ["gradient=True"])]) + ")"
+        return ", ".join([f"Quantized({form}", *said, *([] if self._exact is None else ["gradient=True"])]) + ")"
 
     def __reduce__(self) -> Any:
         for name, part in self._check_kinds():

@@ -16,12 +16,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hadagen.errors import HadagenError, TensorError, UsageError, choice, shortened, shown
 from hadagen.matrices import find_matrix, find_orders
-from hadagen.problem import Numerics
+from hadagen.problem import Numerics, Transform
 from hadagen.runtime import sealed
-from hadagen.runtime.arguments import as_int
+from hadagen.runtime.arguments import as_int, explained, is_one_of
 from hadagen.runtime.checks import (
     DTYPES,
     check_destination,
+    check_dtype,
     check_is_flag,
     check_is_tensor,
     check_like,
@@ -121,6 +122,7 @@ class Rotation(torch.nn.Module):
     packed_signs: torch.Tensor | None
     packed_signs_after: torch.Tensor | None
 
+    @explained(TypeError)
     def __init__(
         self,
         n: int,
@@ -243,9 +245,7 @@ class Rotation(torch.nn.Module):
 
         dtype: float16, bfloat16, float32 or float64. Raises `UsageError` for another.
         """
-        if dtype not in DTYPES:
-            plain = str(dtype).removeprefix("torch.")
-            raise UsageError(f"dtype {shown(plain)} is not possible; pass one of {', '.join(map(str, DTYPES))}")
+        check_dtype(dtype)
         try:
             return self(torch.eye(self.n, dtype=dtype, device=self._device))  # type: ignore[no-any-return]
         except RuntimeError as error:
@@ -272,7 +272,7 @@ class Rotation(torch.nn.Module):
         matrix is not orthogonal; `TensorError` for a weight or bias that does not fit.
         """
         self._check_part(weight, "weight")
-        if side not in ("input", "output"):
+        if not is_one_of(side, ("input", "output")):
             raise UsageError(f"side {shown(side)} is not known; {choice(side, ('input', 'output'))}")
         axis = -1 if side == "input" else -2
         if weight.dim() < 2 or weight.shape[axis] != self.n:
@@ -388,6 +388,15 @@ class Rotation(torch.nn.Module):
         """
         return cast(Rotation, rotation_of(cls, weight, n, perm))
 
+    @property
+    def transform(self) -> Transform | None:
+        """What a kernel computes for each block; None if PyTorch computes it."""
+        try:
+            of = Transform(self.block, math.prod(self._orders), self._signed and not self._all_of_h, self._swapped)
+        except UsageError:  # too long, or of too large a matrix
+            return None
+        return of if len(self._orders) <= 1 and all(each.dtype == torch.int8 for each in self._given) else None
+
     # ---- inside ------------------------------------------------------------------------------------------------------
     def extra_repr(self) -> str:
         rest = self.block // math.prod(self.k)
@@ -416,7 +425,7 @@ class Rotation(torch.nn.Module):
             and not _dispatch_modes()
             and forward_ad._current_level < 0
             and not (x.requires_grad and _is_grad_enabled())
-            and not (inplace and _in_functorch())
+            and not (inplace is not False and _in_functorch())
         ):
             made, index = self._made, x.get_device()
             if made is not None and made.index == index and (not made.watched or made.is_whole(self._buffers)):
@@ -468,7 +477,7 @@ class Rotation(torch.nn.Module):
             if made is None or not made.is_current(self._buffers, _index(device)):
                 made = self._look(device)
             tensors = made.tensors
-            if scale == 1.0 and numerics in _NUMERICS:
+            if scale == 1.0 and is_one_of(numerics, _NUMERICS):
                 key = transposed, numerics, batch_invariant
                 if key not in made.known:
                     of = self._operands(tensors, transposed, scale, numerics, batch_invariant)
