@@ -4,8 +4,8 @@
 
 `best_config` says which kernel that runs, `warmup` loads it beforehand, and `autotune` measures which is the fastest
 here. `Rotation` is an orthonormal transform of rows of K·2^m elements, and `rotate_quantize` has a quantizer behind
-it. `import hadagen` imports neither PyTorch nor CUDA; the first use of a name does. Where PyTorch is imported too, before
-or after, hadagen's operators are registered with it.
+it. `import hadagen` imports neither PyTorch nor CUDA; the first use of a name does. Once a program has imported both
+hadagen and PyTorch, in any order, hadagen's operators are registered.
 """
 
 from __future__ import annotations
