@@ -609,11 +609,13 @@ class Rotation(torch.nn.Module):
         tensors = (None if each is None else (each.data_ptr(), each.dtype, each.device) for each in made.tensors)
         return self.n, self.block, self._swapped, float(self._scale), *self._orders, *tensors
 
-    def operands_for(self, x: torch.Tensor, scale: float) -> Operands:
+    def operands_for(
+        self, x: torch.Tensor, scale: float, numerics: str = "accurate", batch_invariant: bool = BATCH_INVARIANT
+    ) -> Operands:
         """What an operator takes to rotate x and multiply by a scale. Raises what a call with x raises."""
         if x.shape[-1] != self.n:
             raise TensorError(f"the last dimension of x is {x.shape[-1]}; this rotation takes {self.n}")
-        options = self._options(x, False, scale, "accurate", BATCH_INVARIANT)
+        options = self._options(x, False, scale, numerics, batch_invariant)
         if not _is_dynamo_compiling():  # where the operator's own checks do more for the message
             check(x, options)
         return options
