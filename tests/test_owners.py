@@ -275,7 +275,8 @@ def test_bundles_in_a_folder_that_others_could_change_are_left_out(found: Path, 
     best, (said,) = matches(2)
     assert best == [Match.GENERIC] * 2
     assert said == (
-        f"hadagen goes on without the bundles in {found.parent}: others can write to {opened}; run: chmod go-w {opened}"
+        f"hadagen goes on without the bundles in {found.parent}: others can write to {opened}; run: chmod go-w "
+        f"{opened}, or name them in HADAGEN_BUNDLE"
     )
     with pytest.raises(StorageError, match=f"calls would not use .*: others can write to {opened}"):
         autotune._check_use(found)
