@@ -208,6 +208,22 @@ class KernelCache:
             ) from error
 
 
+def open_cache() -> KernelCache:
+    """The kernels of `cache_root`. If they cannot be written, new ones are kept for this process, which a warning says.
+    Raises `StorageError` as `cache_root` does."""
+    root = cache_root()
+    if not root.is_dir() or os.access(root, os.W_OK):
+        return KernelCache(root)
+    warn_not_kept(f"the kernel cache {root} cannot be written")
+    return KernelCache(private_root(), beside=[root])
+
+
+def warn_not_kept(why: object) -> None:
+    """Warn that new kernels are kept for this process alone."""
+    said = f"kernels that are compiled here are not kept for later processes: {why}"
+    warnings.warn(said, RuntimeWarning, stacklevel=3)
+
+
 def _own_content(path: Path) -> bytes:
     """The content of a file of an entry. Raises `OSError` if others could change it."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # for a pipe, which is refused, would block

@@ -11,7 +11,6 @@ import functools
 import hashlib
 import json
 import os
-import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hadagen import nvrtc, templates
-from hadagen.cache import FILES, KernelCache, cache_root, private_root
+from hadagen.cache import FILES, KernelCache, cache_root, private_root, warn_not_kept
 from hadagen.errors import HadagenError, StorageError, ToolchainError, UsageError
 from hadagen.launch import LaunchSpec, Source
 from hadagen.problem import Problem
@@ -231,8 +230,7 @@ def _keep_for_this_process(error: StorageError) -> None:
         raise ToolchainError(f"no kernel can be compiled here: {another}") from error
     if private not in _roots:
         _roots.append(private)
-        said = f"kernels that are compiled here are not kept for later processes: {error}"
-        warnings.warn(said, RuntimeWarning, stacklevel=2)
+        warn_not_kept(error)
 
 
 def _read(kind: str, place: str) -> Any:

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hadagen import cache as cache_module
-from hadagen.cache import FILES, KernelCache, cache_key, cache_root
+from hadagen.cache import FILES, KernelCache, cache_key, cache_root, open_cache, private_root
 from hadagen.errors import StorageError
 
 INPUTS: dict[str, Any] = {
@@ -246,6 +246,19 @@ def test_what_lies_beside_is_read_and_not_written(cache: KernelCache, tmp_path: 
     assert not other.root.exists()
     other.store("new", CONTENT, {})
     assert other.load("new") == CONTENT
+    assert cache.load("new") is None
+
+
+def test_a_cache_that_is_only_read_has_another_beside_it(cache: KernelCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HADAGEN_CACHE", str(cache.root))
+    cache.store("key", CONTENT, {})
+    assert open_cache().root == cache.root
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: path != cache.root and access(path, mode))
+    with pytest.warns(RuntimeWarning, match="are not kept for later processes: .* cannot be written"):
+        beside = open_cache()
+    beside.store("new", CONTENT, {})
+    assert (beside.root, beside.load("key"), beside.load("new")) == (private_root(), CONTENT, CONTENT)
     assert cache.load("new") is None
 
 
