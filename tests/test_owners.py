@@ -343,6 +343,24 @@ def test_a_cache_that_others_could_change_is_neither_read_nor_written(
         cache.store("other", CONTENT, {})
 
 
+def test_temporary_files_lie_where_others_cannot_replace_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in a /tmp without the sticky bit, as volumes of Kubernetes are."""
+    memory = folder.parent / "memory"
+    memory.mkdir()
+    monkeypatch.setattr("hadagen.cache._private", [])
+    monkeypatch.setattr("hadagen.cache._IN_MEMORY", str(memory))
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(folder))
+    folder.chmod(0o777)
+    memory.chmod(0o777)
+    with pytest.raises(StorageError, match=f"no place for temporary files .others can write to {folder}; run"):
+        private_root()
+    memory.chmod(0o1777)
+    assert private_root().parent == memory
+    monkeypatch.setattr("hadagen.cache._private", [])
+    folder.chmod(0o1777)
+    assert private_root().parent == folder
+
+
 @pytest.mark.parametrize("name", ["", "kernel.cubin", "meta.json"])
 @pytest.mark.parametrize("how", ["mode", "owner", "pipe"])
 def test_an_entry_that_others_could_have_changed_is_made_again(
