@@ -26,6 +26,7 @@ from hadagen.runtime.checks import (
     check_is_tensor,
     check_like,
     check_tensor,
+    how_to_join,
     kind_of,
     stands_for_a_tensor,
 )
@@ -275,7 +276,8 @@ class Rotation(torch.nn.Module):
         if bias is not None:
             self._check_part(bias, "bias")
             if bias.device != weight.device:
-                raise TensorError(f"bias is on {bias.device} but weight on {weight.device}; move one of them with .to")
+                advice = how_to_join(bias.device, weight.device, "move one of them with .to")
+                raise TensorError(f"bias is on {bias.device} but weight on {weight.device}; {advice}")
             if not bias.dim() or bias.shape[-1] != self.n:
                 raise TensorError(f"bias has the shape {tuple(bias.shape)}; its last dimension must be {self.n}")
         folded = self(weight.mT).mT.contiguous()
@@ -627,9 +629,8 @@ class Rotation(torch.nn.Module):
             raise TensorError(f"{name} is a {kind_of(part)} tensor; pass a dense one of {', '.join(map(str, DTYPES))}")
         needed = any(each is not None and not each.is_meta for each in map(self._buffers.get, _BUFFERS))
         if needed and part.device != self._device:
-            raise TensorError(
-                f"{name} is on {part.device} but the rotation on {self._device}; move one of them with .to"
-            )
+            advice = how_to_join(part.device, self._device, "move one of them with .to")
+            raise TensorError(f"{name} is on {part.device} but the rotation on {self._device}; {advice}")
 
     def _check_inverse(self) -> None:
         if self.name == _GIVEN and not _is_dynamo_compiling():
