@@ -28,7 +28,7 @@ import numpy as np
 from hadagen import programs
 from hadagen.bits import Bits, decode, encode
 from hadagen.cache import KernelCache, cache_root
-from hadagen.errors import HadagenError, ToolchainError, UsageError
+from hadagen.errors import HadagenError, ToolchainError, UsageError, shown
 from hadagen.formats import Format, Layout
 from hadagen.launch import LaunchSpec, RowShape, Source, X, Y, sizes_for
 from hadagen.problem import DType, Problem
@@ -469,7 +469,7 @@ def _compiler(cxx: str | None) -> _Compiler:
         except ValueError:  # a quotation that does not end
             command = []
         if not command:
-            raise ToolchainError(f"CXX = {name!r} is no command; set it to a C++ compiler, such as c++")
+            raise ToolchainError(f"CXX = {shown(name)} is no command; set it to a C++ compiler, such as c++")
         if shutil.which(command[0]) is None:
             continue
         try:
