@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from collections.abc import Callable
@@ -83,6 +84,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         raise pytest.UsageError("--require-gpu was given, but torch.cuda.is_available() is False on this machine")
     for item in gpu_items:
         item.add_marker(pytest.mark.skip(reason="needs a GPU: torch.cuda.is_available() is False"))
+
+
+def pytest_collection_finish() -> None:
+    # What was imported and collected stays to the end, and looking for garbage in it again and again takes time.
+    gc.collect()
+    gc.freeze()
 
 
 def _skip_without_chromium(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from rounding import rounding_bound
-from slow import tested
+from slow import cases_of
 from spaces import ARCH, draw, families
 
 from hadagen import emulator
@@ -116,7 +116,7 @@ def variants() -> dict[Problem, list[Variant]]:
 @pytest.fixture(scope="module")
 def module(variants: dict[Problem, list[Variant]], request: pytest.FixtureRequest) -> HostModule:
     """Of the problems that this session tests."""
-    problems = tested(request, "problem")
+    problems = cases_of(request, "problem")
     return compile_host([variant.source for problem in problems for variant in variants[problem]])
 
 

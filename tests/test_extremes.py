@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from slow import tested
+from slow import cases_of
 from spaces import ARCH, draw
 
 from hadagen.bits import Bits, decode, encode
@@ -72,7 +72,7 @@ PLANS = list({plan.digest: plan for plan in sample()}.values())
 @pytest.fixture(scope="module")
 def sources(request: pytest.FixtureRequest) -> dict[int, Source]:
     """Of the plans that this session tests."""
-    return {number: render(PLANS[number]) for number in tested(request, "number")}
+    return {number: render(PLANS[number]) for number in cases_of(request, "number")}
 
 
 @pytest.fixture(scope="module")
