@@ -27,7 +27,8 @@ class Operands(NamedTuple):
     matrices: the entries of A1, A2, …, row by row, one matrix behind the other: [ΣK²] of any real type but uint8; None
         for none. Or one matrix with entries −1, 0 and 1, as kernels take it: uint8, what `pack_matrix` gives. (Not a
         list of tensors, for which autograd's `is_grads_batched` has no rule.)
-    orders: K of each matrix. n is the product of all K times a power of two, the order of H.
+    orders: K of each matrix, or [1] without matrices, as AOTInductor cannot pass an empty list. n is the product of all
+        K times a power of two, the order of H.
     signs, signs_after: the diagonals of D_in and D_out, uint8 [⌈n/8⌉]: bit i % 8 of byte i // 8 is 1 where element i is
         −1; or a `sealed` buffer of these bytes; or None.
     swapped: the two bits of each base-4 digit of an output's index are exchanged, between H and D_out. n is a power of
@@ -61,7 +62,7 @@ def check(x: torch.Tensor, of: Operands) -> None:
     if is_packed(of.matrices) and len(of.orders) == 1:
         size = packed_size(of.orders[0])
     if of.matrices is None:
-        if size:
+        if prod(of.orders) != 1:  # exported by earlier versions, it may be empty
             raise TensorError(f"matrices is None but the orders are {list(of.orders)}; pass their {size} entries")
     elif of.matrices.shape != (size,):
         shape = tuple(of.matrices.shape)
@@ -73,7 +74,7 @@ def check(x: torch.Tensor, of: Operands) -> None:
     if min(of.orders, default=1) < 1 or left or rest & (rest - 1):
         orders = " · ".join(map(str, of.orders)) or "1"
         raise TensorError(f"n = {of.n} is not {orders} times a power of two; pass other matrices")
-    if of.swapped and (of.orders or rest.bit_length() % 2 == 0):
+    if of.swapped and (of.matrices is not None or rest.bit_length() % 2 == 0):
         raise TensorError(f"n = {of.n} must be a power of 4 without matrices, so that bits can be exchanged")
     for name, signs in (("signs", of.signs), ("signs_after", of.signs_after)):
         if signs is None:

@@ -11,7 +11,7 @@ import torch
 
 from hadagen import quantizer
 from hadagen.errors import TensorError, UsageError
-from hadagen.formats import TENSOR, Format, Layout
+from hadagen.formats import TENSOR, Format
 from hadagen.problem import Problem, Rows
 from hadagen.runtime import compute, kernels, quantizing, repeat
 from hadagen.runtime.arguments import as_int
@@ -222,7 +222,7 @@ def _check_apart(written: Sequence[torch.Tensor], x: torch.Tensor, given: torch.
     for name, each in zip(_NAMES, written, strict=False):
         check_writable(each)
         size = compute.span(each)
-        if name == "out.scales" and form.layout is Layout.COLUMN_MAJOR and size:  # with what fills up the last column
+        if name == "out.scales" and form.layout.in_columns and size:  # with what fills up the last column
             size = each.shape[-1] * each.stride(-1) * each.element_size()
         for other, tensor, of_other in others:
             if -size < each.data_ptr() - tensor.data_ptr() < of_other:
@@ -231,9 +231,9 @@ def _check_apart(written: Sequence[torch.Tensor], x: torch.Tensor, given: torch.
 
 
 def _fill_up(written: Sequence[torch.Tensor], form: Format) -> None:
-    """Write the zeros that fill up column-major scales. PyTorch does not know that they belong to the tensor, so an
+    """Write the zeros that fill up columns of scales. PyTorch does not know that they belong to the tensor, so an
     operator may not."""
-    if form.layout is Layout.COLUMN_MAJOR:
+    if form.layout.in_columns:
         quantizing.fill_up(written[1])
 
 
@@ -322,7 +322,7 @@ def _operands(
     if n < 1 or n & (n - 1) or columns % n:
         raise UsageError(f"rotation = {n} is no power of two that divides the {columns} columns of x; choose one")
     factor = n**-0.5 if scale is None else scale
-    return Operands(None, [], None, None, n, False, False, factor, numerics, batch_invariant)
+    return Operands(None, [1], None, None, n, False, False, factor, numerics, batch_invariant)
 
 
 def _tensor_scale(given: torch.Tensor | float | None, form: Format, x: torch.Tensor) -> torch.Tensor | None:
@@ -401,10 +401,18 @@ def _compute(
     x: torch.Tensor, of: Operands, form: Format, round_first: bool, given: torch.Tensor | None
 ) -> quantizing.Results:
     """Codes and scales of x, which has memory and no derivative: by a kernel if there is one."""
+    if form.by_kernels is not form:
+        return _laid_out(x, form, *_compute(x, of, form.by_kernels, round_first, given))
     rows, run = _find(x, of, form, round_first, _heads(form, given))
     if run:
         return run(rows.data_ptr(), given)
     return shaped(x, form, *_in_pytorch(rows, of, form, round_first, given))
+
+
+def _laid_out(x: torch.Tensor, form: Format, codes: torch.Tensor, scales: torch.Tensor) -> quantizing.Results:
+    """Codes and row-major scales of x as the layout has them."""
+    rows = scales.reshape(-1, scales.shape[-1])
+    return codes.contiguous(), quantizer.laid_out(rows, form.layout, (*x.shape[:-2],))
 
 
 def _compute_into(
@@ -416,6 +424,8 @@ def _compute_into(
     out: Sequence[torch.Tensor],
 ) -> None:
     """The same into what `Run.into` takes."""
+    if form.by_kernels is not form:
+        return copy_into(out, _compute(x, of, form, round_first, given))
     rows, run = _find(x, of, form, round_first, _heads(form, given))
     if run:
         run.into(rows.data_ptr(), given, out)
@@ -450,6 +460,7 @@ def problems_of(
     """Of the kernel that quantizes tensors like x, and of those that rotate where there is none. None if no kernel can.
     Raises what a call with these arguments raises."""
     of, wide = _operands(x, rotation, None, numerics, batch_invariant), torch.empty_like(x, dtype=torch.float32)
+    form = form.by_kernels
     length = of.n // math.prod(of.orders)
     return (
         quantizing.problem_for(x, of, form, round_first),
@@ -508,7 +519,7 @@ def _shapes(x: torch.Tensor, *options: Any) -> quantizing.Results:
     """Codes and scales of a tensor without memory."""
     form = _arguments(*options)[1]
     codes, scales = (x.new_empty_strided(shape, strides, dtype=dtype) for shape, strides, dtype in parts_of(x, form))
-    if form.layout is Layout.COLUMN_MAJOR:  # in memory that ends with what fills up the last column
+    if form.layout.in_columns:  # in memory that ends with what fills up the last column
         memory = scales.new_empty(scales.shape[1] * scales.stride(1))
         scales = memory.as_strided(scales.shape, scales.stride())
     return codes, scales

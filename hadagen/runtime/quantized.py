@@ -67,12 +67,15 @@ class Quantized:
         form = self.format
         codes = quantizer.as_bytes(self.codes)
         rows = codes.flatten(0, -2) if codes.dim() > 1 else codes[None]
-        values = quantizer.dequantize(rows, self.scales, form, self.tensor_scale, dtype)
+        scales = self.scales
+        if form.by_head:  # one for each row
+            scales = scales[(...,) + (None,) * (codes.dim() - 1 - scales.dim())].expand(codes.shape[:-1])
+        values = quantizer.dequantize(rows, scales, form, self.tensor_scale, dtype)
         shape = *codes.shape[:-1], values.shape[-1]
         if self._exact is None:
             return values.view(shape).to(dtype)
         exact = self._exact.reshape(values.shape)
-        clipped = quantizer.is_clipped(exact.detach(), rows, self.scales, form, self.tensor_scale)
+        clipped = quantizer.is_clipped(exact.detach(), rows, scales, form, self.tensor_scale)
         nothing = (exact - exact.detach()).nan_to_num(0.0)  # but for its gradient
         return torch.where(clipped, values, values + nothing).view(shape).to(dtype)
 
@@ -100,7 +103,7 @@ class Quantized:
         if all(new is old for new, old in zip(found, leaves, strict=True)):
             return self
         made = _unflatten(found, context)
-        if self.format.layout is Layout.COLUMN_MAJOR and made.scales is not self.scales:
+        if self.format.layout.in_columns and made.scales is not self.scales:
             made.scales = quantizer.laid_out(made.scales, Layout.COLUMN_MAJOR)  # with what fills up its columns
         return made
 
@@ -165,11 +168,10 @@ class Quantized:
             shape, fits = "those of leading dimensions of codes", (*leading,)[: self.scales.dim()] == self.scales.shape
         elif form.group == TENSOR:
             shape, fits = "one element", self.scales.numel() == 1
-        elif form.layout is Layout.SWIZZLED:
-            size = quantizer.room(rows, groups, form.layout)
-            shape, fits = f"({size},)", self.scales.shape == (size,)
         else:
-            shapes = [(*leading, groups), (rows, groups), *([(*leading,), (rows,)] if form.group == ROW else [])]
+            shapes = [quantizer.shape_of_scales(leading, groups, form.layout)]
+            if form.layout is Layout.ROW_MAJOR:
+                shapes += [(rows, groups), *([(*leading,), (rows,)] if form.group == ROW else [])]
             shape, fits = f"{shapes[0]}", tuple(self.scales.shape) in shapes
         if not fits:
             raise TensorError(
@@ -187,6 +189,7 @@ def _check_part(
 ) -> None:
     check_is_tensor(part, name)
     native = getattr(torch, _NATIVE[kind][0], None) if kind in _NATIVE else None
+    native = None if torch.int32 in types else native  # of packed scales
     if part.is_nested or part.layout is not torch.strided or part.dtype not in (*types, native):
         wanted = " or ".join(str(each).removeprefix("torch.") for each in (*types, native) if each is not None)
         raise TensorError(f"{name} is {kind_of(part)}; {form.name} has strided {wanted}")
@@ -196,7 +199,7 @@ def _check_part(
 
 
 def _as_native(tensor: torch.Tensor, kind: Any) -> torch.Tensor:
-    if kind not in _NATIVE:
+    if kind not in _NATIVE or tensor.dtype == torch.int32:  # of packed scales
         return tensor
     name, version = _NATIVE[kind]
     native = getattr(torch, name, None)

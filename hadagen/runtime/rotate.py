@@ -220,9 +220,8 @@ def rotate(
 
     x: [..., n]. matrix: the entries of A, of this order, row by row; None for H alone, and then order is 1.
     """
-    orders = [] if matrix is None else [order]
     if matrix is not None:
         check_alike(x, matrix, "the matrix")
     return ROTATE.apply(
-        x, Operands(matrix, orders, None, None, n, False, transposed, scale, "accurate", BATCH_INVARIANT)
+        x, Operands(matrix, [order], None, None, n, False, transposed, scale, "accurate", BATCH_INVARIANT)
     )

@@ -192,7 +192,7 @@ class Rotation(torch.nn.Module):
     def _set_matrices(self, matrices: list[torch.Tensor], squares: list[float]) -> None:
         self._scale = scale_of(squares, self.k, self.block)
         matrices = combined(matrices, self.block)
-        self._orders = tuple(len(each) for each in matrices)
+        self._orders = tuple(len(each) for each in matrices) or (1,)
         self._all_of_h = folds(matrices, self.block)  # whether signs are a part of the matrix
 
     def forward(
