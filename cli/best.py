@@ -8,7 +8,7 @@ import click
 
 from hadagen.cli import options
 from hadagen.cli.device import how_to_tune
-from hadagen.cli.output import print_json, say, short_knobs
+from hadagen.cli.output import fraction_text, print_json, say, short_knobs
 from hadagen.errors import UsageError, shown
 from hadagen.problem import Problem
 from hadagen.target import nearest_arch
@@ -123,5 +123,5 @@ def _time(config: BestConfig) -> str:
     where = "" if config.match is Match.SAME_GPU else f" on {source['gpu']}"
     return (
         f"{us:.2f} µs for {source['elements']} elements{rows}{where}, "
-        f"{copy_us / us:.2f} of a plain copy ({copy_us:.2f} µs)"
+        f"{fraction_text(copy_us / us)} of a plain copy ({copy_us:.2f} µs)"
     )

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("machine")
 
 # ---- help ------------------------------------------------------------------------------------------------------------
 COMMANDS = {
-    "": ["tune", "best", "bench", "bundle", "report", "emit", "doctor", "dev"],
+    "": ["tune", "best", "bench", "bundle", "compile", "report", "emit", "doctor", "dev"],
     "bench": ["kernels", "between", "calls"],
     "bundle": ["list", "make", "estimate", "verify", "sign", "show", "merge", "assemble", "export"],
     "dev": ["record", "replay"],
@@ -343,34 +343,41 @@ def test_numbers_lean_right_and_text_left_without_blanks_at_the_end(capsys: pyte
 
 
 # ---- a bare install --------------------------------------------------------------------------------------------------
+# The exit code, stdout and stderr of commands, one after the other in one process.
 WITHOUT_EXTRAS = f"""
-import sys
+import contextlib, io, json, sys
 class Hidden:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in {TUNE_PACKAGES}:
             raise ModuleNotFoundError(name, name=name)
 sys.meta_path.insert(0, Hidden())
 from hadagen.cli.main import main
-main(prog_name="hadagen")
+found = []
+for command in json.loads(sys.argv[1]):
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        try:
+            main(command, prog_name="hadagen")
+        except SystemExit as end:
+            code = end.code or 0
+    found.append((code, out.getvalue(), err.getvalue()))
+print(json.dumps(found))
 """
 
 
 def test_a_bare_install_chooses_kernels_and_names_the_extra_for_the_rest(sample: Path) -> None:
-    def bare(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-c", WITHOUT_EXTRAS, *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=False)
-
-    assert json.loads(bare(*BEST, "256", "--inplace", "--json").stdout)["match"] == "same-arch"
-    assert bare("bundle", "verify").returncode == 0
-    done = bare("doctor", "--json")
-    assert done.returncode == 0
-    checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+    refused = ["tune"], ["emit", "--n", "2"], ["bundle", "make", "--db", str(sample)]
+    commands = [*BEST, "256", "--inplace", "--json"], ["bundle", "verify", str(sample)], ["doctor", "--json"], *refused
+    script = [sys.executable, "-c", WITHOUT_EXTRAS, json.dumps(commands)]
+    done = subprocess.run(script, stdout=subprocess.PIPE, text=True, check=True)
+    best, verified, doctor, *others = json.loads(done.stdout)
+    assert json.loads(best[1])["match"] == "same-arch"
+    assert verified[0] == doctor[0] == 0
+    checks = {check["name"]: check for check in json.loads(doctor[1])["checks"]}
     assert "is not installed; install it with: pip install 'hadagen[tune]'" in checks["tune extra"]["says"]
     assert checks["tune extra"]["state"] == "missing"
     assert checks["emulator"]["says"].startswith("it cannot be tried without the tune")
     assert "untried" not in {checks[name]["state"] for name in ("nvrtc", "nvcc")}  # a call may compile
-    for arguments in (("tune",), ("emit", "--n", "2"), ("bundle", "make", "--db", str(sample))):
-        done = bare(*arguments)
-        assert done.returncode == 1
-        assert done.stderr.startswith("hadagen: the Python package ")
-        assert done.stderr.endswith("is not installed; install it with: pip install 'hadagen[tune]'\n")
+    for code, _, said in others:
+        assert code == 1
+        assert said.startswith("hadagen: the Python package ")
+        assert said.endswith("is not installed; install it with: pip install 'hadagen[tune]'\n")

@@ -332,7 +332,11 @@ def test_names_of_sglang() -> None:
         ({"signs2": torch.ones(2, 8)}, TensorError, r"signs2 has the shape \(2, 8\); it must be \(8,\)"),
         ({"signs2": torch.ones(8).cfloat()}, TensorError, "signs2 is a strided complex64 tensor; pass a dense one"),
         ({"signs2": torch.ones(8).to_sparse()}, TensorError, "signs2 is a sparse_coo float32 tensor"),
-        ({"signs2": torch.ones(8, device="meta")}, TensorError, "signs2 is on meta but x on cpu"),
+        (
+            {"signs2": torch.ones(8, device="meta")},
+            TensorError,
+            "signs2 is on meta but x on cpu; a tensor on meta has no values; put",
+        ),
         ({"out": 3}, TypeError, "out is a int"),
         ({"out": torch.ones(8)}, TensorError, "out has the shape"),
         ({"out": torch.ones(1, 8).expand(2, 8)}, TensorError, "share memory"),

@@ -246,7 +246,11 @@ def test_a_type_that_this_pytorch_lacks_is_one_sentence(monkeypatch: pytest.Monk
         ({"scales": lambda t: t.int()}, TensorError, "scales is strided int32; mxfp4 has strided uint8"),
         ({"scales": lambda t: t.to_sparse()}, TensorError, "scales is sparse_coo uint8; mxfp4 has strided uint8"),
         ({"codes": lambda t: torch.nested.nested_tensor([t[0]])}, TensorError, "codes is nested; mxfp4 has"),
-        ({"scales": lambda t: t.to("meta")}, TensorError, "scales is on meta but codes on cpu; move them with .to"),
+        (
+            {"scales": lambda t: t.to("meta")},
+            TensorError,
+            "scales is on meta but codes on cpu; a tensor on meta has no values; put",
+        ),
         (
             {"scales": lambda t: t[..., :4]},
             TensorError,

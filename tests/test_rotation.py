@@ -634,7 +634,11 @@ def test_the_operators_do_not_write_over_signs_either() -> None:
         (lambda r: r(torch.ones(2, 25)), TensorError, "the last dimension of x is 25; this rotation takes 24"),
         (lambda r: r(torch.tensor(1.0)), TensorError, "x has no dimension"),
         (lambda r: r(torch.ones(2, 24).long()), TensorError, "x has the type int64"),
-        (lambda r: r(torch.ones(2, 24, device="meta")), TensorError, "is on cpu but x on meta; move the rotation"),
+        (
+            lambda r: r(torch.ones(2, 24, device="meta")),
+            TensorError,
+            "is on cpu but x on meta; a tensor on meta has no values; put",
+        ),
         (lambda r: r([1.0]), TypeError, "x is a list; pass a torch.Tensor"),
         (lambda r: r(torch.ones(24), numerics="exact"), UsageError, "numerics 'exact' is not supported"),
         (lambda r: r(torch.ones(24), inplace=2), TypeError, "inplace is 2"),
@@ -663,7 +667,7 @@ def test_the_operators_do_not_write_over_signs_either() -> None:
         (
             lambda r: r.fold_into(torch.ones(24, 3), "output", torch.ones(24, device="meta")),
             TensorError,
-            "bias is on meta but the rotation on cpu; move one",
+            "bias is on meta but the rotation on cpu; a tensor on meta has no values; put",
         ),
         (lambda r: r.matrix("float32"), UsageError, "dtype 'float32' is not possible; pass one of torch.float16, "),
         (lambda r: r.matrix(torch.int32), UsageError, "dtype 'int32' is not possible; pass one of torch.float16, "),

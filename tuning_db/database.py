@@ -10,12 +10,14 @@ If the connection to a server is lost, such as at its restart, a transaction is 
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import re
 import shutil
 import sqlite3
 import stat
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -376,6 +378,7 @@ def _inspect_file(path: Path) -> bool:
         if not path.exists():
             if not _writable(path.parent):
                 raise StorageError(f"{path} cannot be created: its directory is not writable; name another file")
+            _check_locks(path)
             return False
         start, _ = read_start(path, 16)
         for name in ("-journal", "-wal", "-shm"):  # SQLite opens them too, if they exist
@@ -387,7 +390,22 @@ def _inspect_file(path: Path) -> bool:
         raise StorageError(f"{path} cannot be opened ({error.strerror}); name another file") from error
     if start not in (b"", b"SQLite format 3\0"):
         raise StorageError(_SENTENCES["not a database"].format(place=path))
-    return not (_writable(path) and _writable(path.parent))
+    read_only = not (_writable(path) and _writable(path.parent))
+    if not read_only:
+        _check_locks(path)
+    return read_only
+
+
+def _check_locks(path: Path) -> None:
+    """Raises `StorageError` if files beside this one cannot be locked. SQLite would say that it is locked by others."""
+    with suppress(OSError), tempfile.TemporaryFile(dir=path.parent) as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kind that SQLite uses
+        except OSError as error:
+            raise StorageError(
+                f"{path} lies on a file system without locks ({error.strerror}), and a database needs them; name a "
+                "file on another disk"
+            ) from error
 
 
 def _writable(path: Path) -> bool:

@@ -26,6 +26,7 @@ from hadagen.runtime.checks import (
     check_like,
     check_tensor,
     check_writable,
+    how_to_join,
     kind_of,
     stands_for_a_tensor,
 )
@@ -93,4 +94,5 @@ def _check_signs(signs: Any, name: str, x: torch.Tensor) -> None:
     if signs.shape != x.shape[-1:]:
         raise TensorError(f"{name} has the shape {tuple(signs.shape)}; it must be ({x.shape[-1]},), as the rows of x")
     if signs.device != x.device:
-        raise TensorError(f"{name} is on {signs.device} but x on {x.device}; move it with .to(x.device)")
+        advice = how_to_join(x.device, signs.device, "move it with .to(x.device)")
+        raise TensorError(f"{name} is on {signs.device} but x on {x.device}; {advice}")

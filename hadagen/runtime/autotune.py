@@ -108,7 +108,10 @@ def _check_use(path: Path) -> None:
             "sign its bundle"
         )
     if problem := problem_of(path):
-        raise StorageError(f"calls would not use {path}, because it could be changed by others: {problem}")
+        raise StorageError(
+            f"calls would not use {path}, because it could be changed by others: {problem}, or set XDG_DATA_HOME to "
+            "another place"
+        )
 
 
 def _measured_device(device: Any) -> tuple[int, Device]:

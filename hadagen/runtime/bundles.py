@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from hadagen.tuning_db.files import FileState, file_state, read_start, state_of
 from hadagen.tuning_db.signatures import PublicKey
 
 VARIABLE = "HADAGEN_BUNDLE"
+_NAME_IT = f"or name the bundle in {VARIABLE}"
 _PACKAGE = Path(__file__).parent.parent  # whoever may write there decides what runs anyway
 
 
@@ -117,12 +119,24 @@ def _others() -> list[Path]:
         of_user = [directory / name for name in sorted(os.listdir(directory)) if name.endswith(".db")]
         if of_user and (problem := problem_of(directory)):
             of_user = []
-            _warn(f"hadagen goes on without the bundles in {directory}: {problem}")
+            _warn(f"hadagen goes on without the bundles in {directory}: {problem}, or name them in {VARIABLE}")
     except (FileNotFoundError, StorageError):
         pass
     except OSError as error:
         _warn(f"hadagen goes on without a bundle: {directory} cannot be read ({error.strerror}); make it readable")
     return [*of_user, *shipped().values()]
+
+
+def why_unused(path: Path) -> str:
+    """Why calls will not use a bundle that was written to `path`, and what to do, as a clause; "" if they will, or if
+    calls use a file there only if HADAGEN_BUNDLE names it."""
+    path = path.absolute()
+    with suppress(StorageError):  # no home directory is known
+        if path.parent == user_directory() and not _is_pinned(path) and (problem := problem_of(path)):
+            return f"{problem}, {_NAME_IT}"
+        if trust.setting() is not None and (path.parent == user_directory() or _is_pinned(path)):
+            return f"{trust.VARIABLE} is set; sign it with `hadagen bundle sign`"
+    return ""
 
 
 def leave_out(bundle: Bundle, error: StorageError) -> None:
@@ -176,7 +190,7 @@ def _open_found(path: Path, keys: Sequence[PublicKey] | None) -> Bundle:
         return Bundle.open(path)  # raises the right error
     is_shipped = path in shipped().values()
     if problem := problem_beside(path, status, _PACKAGE) if is_shipped else problem_of(path, status):
-        raise StorageError(f"{path} could be changed by others: {problem}")
+        raise StorageError(f"{path} could be changed by others: {problem}, {_NAME_IT}")
     bundle = Bundle.open(path, trust.accepting(keys))
     if bundle.state != state_of(status):  # it was replaced in between
         return _open_found(path, keys)

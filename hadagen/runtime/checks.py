@@ -122,6 +122,13 @@ def check_alike(x: torch.Tensor, other: torch.Tensor, name: str) -> None:
         raise TensorError(f"{name} {what} but x {mine}; pass both with values, or both fake")
 
 
+def how_to_join(one: torch.device, other: torch.device, move: str) -> str:
+    """Advice for tensors on two devices: `move`, except with the meta device, whose tensors have no values to move."""
+    if "meta" in (one.type, other.type):
+        return "a tensor on meta has no values; put both there, or give it values with .to_empty and load_state_dict"
+    return move
+
+
 def shape_of(x: torch.Tensor) -> str:
     """For a message; nested tensors have none."""
     return "of several shapes" if x.is_nested else str(tuple(x.shape))

@@ -12,7 +12,7 @@ import torch
 from hadagen.errors import TensorError
 from hadagen.launch import ENTRY_BYTES
 from hadagen.problem import MAX_ORDER, kernel_order
-from hadagen.runtime.checks import check_alike, check_call
+from hadagen.runtime.checks import check_alike, check_call, how_to_join
 
 TRAILER = 128  # bytes behind the values of a sealed buffer; see `hadagen.runtime.sealed`
 _PART = 16  # rows and columns of a part of a packed matrix
@@ -97,8 +97,8 @@ def check(x: torch.Tensor, of: Operands) -> None:
 def _check_place(x: torch.Tensor, operand: torch.Tensor, name: str) -> None:
     check_alike(x, operand, f"{name} of the rotation")
     if operand.device != x.device:
-        said = f"{name} of the rotation is on {operand.device} but x on {x.device}"
-        raise TensorError(f"{said}; move the rotation with .to(x.device)")
+        advice = how_to_join(x.device, operand.device, "move the rotation with .to(x.device)")
+        raise TensorError(f"{name} of the rotation is on {operand.device} but x on {x.device}; {advice}")
 
 
 def unpack_matrices(matrices: torch.Tensor | None, orders: Sequence[int]) -> list[torch.Tensor]:

@@ -141,7 +141,8 @@ def rotate_quantize(
     check_options(1.0 if scale is None else scale, numerics, torch.float32)
     given = _tensor_scale(tensor_scale, form, x)
     of = _operands(x, rotation, scale if scale is None or is_symbolic(scale) else float(scale), *asked)
-    options = *of[:6], of.scale, *asked, form.name, form.group, form.rule, form.layout.value, round_first, given
+    values = [*of]  # torch.compile of PyTorch 2.6 cannot slice a NamedTuple
+    options = *values[:6], of.scale, *asked, form.name, form.group, form.rule, form.layout.value, round_first, given
     if destination is None:
         result = _quantized(form, given, *_OPERATOR(x, *options))
     else:
@@ -314,9 +315,10 @@ def _operands(
     columns = x.shape[-1]
     factor = 1.0 if scale is None else scale
     if isinstance(rotation, Rotation):
-        return rotation.operands_for(x, factor)._replace(numerics=numerics, batch_invariant=batch_invariant)
+        return rotation.operands_for(x, factor, numerics, batch_invariant)
     if isinstance(rotation, Operands):
-        made = rotation._replace(scale=rotation.scale * factor, numerics=numerics, batch_invariant=batch_invariant)
+        fields = [*rotation]  # torch.compile of PyTorch 2.6 lacks _replace
+        made = Operands(*fields[:7], rotation.scale * factor, numerics, batch_invariant)
         if not torch.compiler.is_dynamo_compiling():  # where the operator's own checks do
             check(x, made)
         return made

@@ -15,7 +15,15 @@ from torch.utils import _pytree
 from hadagen import quantizer
 from hadagen.errors import TensorError, UsageError, shown
 from hadagen.formats import ROW, TENSOR, Element, Format, Layout
-from hadagen.runtime.checks import check_alike, check_dtype, check_is_flag, check_is_tensor, is_functional, kind_of
+from hadagen.runtime.checks import (
+    check_alike,
+    check_dtype,
+    check_is_flag,
+    check_is_tensor,
+    how_to_join,
+    is_functional,
+    kind_of,
+)
 
 # PyTorch's own types of what is stored in bytes here, with the version that brought them.
 _NATIVE = {"e8m0": ("float8_e8m0fnu", "2.7"), Element.E2M1: ("float4_e2m1fn_x2", "2.8")}
@@ -224,7 +232,8 @@ def _check_part(
         raise TensorError(f"{name} is {kind_of(part)}; {form.name} has strided {wanted}")
     check_alike(codes, part, name)
     if part.device != codes.device:
-        raise TensorError(f"{name} is on {part.device} but codes on {codes.device}; move them with .to")
+        advice = how_to_join(part.device, codes.device, "move them with .to")
+        raise TensorError(f"{name} is on {part.device} but codes on {codes.device}; {advice}")
 
 
 def _as_native(tensor: torch.Tensor, kind: Any) -> torch.Tensor:

@@ -27,6 +27,7 @@ from hadagen.runtime.checks import (
     check_is_tensor,
     check_like,
     check_tensor,
+    how_to_join,
     kind_of,
     stands_for_a_tensor,
 )
@@ -286,7 +287,8 @@ class Rotation(torch.nn.Module):
         if bias is not None:
             self._check_part(bias, "bias")
             if bias.device != weight.device:
-                raise TensorError(f"bias is on {bias.device} but weight on {weight.device}; move one of them with .to")
+                advice = how_to_join(bias.device, weight.device, "move one of them with .to")
+                raise TensorError(f"bias is on {bias.device} but weight on {weight.device}; {advice}")
             if not bias.dim() or bias.shape[-1] != self.n:
                 raise TensorError(f"bias has the shape {tuple(bias.shape)}; its last dimension must be {self.n}")
         folded = self(weight.mT).mT.contiguous()
@@ -650,11 +652,13 @@ class Rotation(torch.nn.Module):
         tensors = (None if each is None else (each.data_ptr(), each.dtype, each.device) for each in made.tensors)
         return self.n, self.block, self._swapped, float(self._scale), *self._orders, *tensors
 
-    def operands_for(self, x: torch.Tensor, scale: float) -> Operands:
+    def operands_for(
+        self, x: torch.Tensor, scale: float, numerics: str = "accurate", batch_invariant: bool = BATCH_INVARIANT
+    ) -> Operands:
         """What an operator takes to rotate x and multiply by a scale. Raises what a call with x raises."""
         if x.shape[-1] != self.n:
             raise TensorError(f"the last dimension of x is {x.shape[-1]}; this rotation takes {self.n}")
-        options = self._options(x, False, scale, "accurate", BATCH_INVARIANT)
+        options = self._options(x, False, scale, numerics, batch_invariant)
         if not _is_dynamo_compiling():  # where the operator's own checks do more for the message
             check(x, options)
         return options
@@ -666,9 +670,8 @@ class Rotation(torch.nn.Module):
             raise TensorError(f"{name} is a {kind_of(part)} tensor; pass a dense one of {', '.join(map(str, DTYPES))}")
         needed = any(each is not None and not each.is_meta for each in map(self._buffers.get, _BUFFERS))
         if needed and part.device != self._device:
-            raise TensorError(
-                f"{name} is on {part.device} but the rotation on {self._device}; move one of them with .to"
-            )
+            advice = how_to_join(part.device, self._device, "move one of them with .to")
+            raise TensorError(f"{name} is on {part.device} but the rotation on {self._device}; {advice}")
 
     def _check_inverse(self) -> None:
         if self.name == _GIVEN and not _is_dynamo_compiling():
