@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import re
 import shlex
 import shutil
 import threading
@@ -28,7 +29,7 @@ import numpy as np
 from hadagen import programs
 from hadagen.bits import Bits, decode, encode
 from hadagen.cache import KernelCache, cache_root
-from hadagen.errors import HadagenError, ToolchainError, UsageError
+from hadagen.errors import HadagenError, ToolchainError, UsageError, shown
 from hadagen.formats import Format, Layout
 from hadagen.launch import LaunchSpec, RowShape, Source, X, Y, sizes_for
 from hadagen.problem import DType, Problem
@@ -63,6 +64,7 @@ FLAGS = (
 KERNEL_FLAGS = (*FLAGS, "-Og")
 MACHINE_FLAGS = (*FLAGS, "-O2")
 KERNELS_PER_UNIT = 16
+_STEP = re.compile(r"^ *// (\d+\. .+)$", re.MULTILINE)  # the comment of a step in the body of a kernel
 LIBRARY, OBJECT = "kernels.so", "machine.o"  # the names of what is built, in the cache
 
 RESIDENT_CLUSTERS = 2  # of the imagined device: few, so that a persistent grid loops
@@ -96,15 +98,16 @@ class EmulationReport:
 
     `races`: accesses without a barrier between them and an access of another thread to the same 16 bytes of shared
     memory, or in-place loads of overwritten values. `uninitialized_reads`: loads of shared memory that was never
-    written. `unwritten`, `rewritten`: elements of the output that were written never, or more than once. `wavefronts`:
-    of shared-memory accesses. `bank_conflicts`: wavefronts that were not necessary. `sectors`: accessed 32-byte sectors
-    of global memory. `excess_sectors`: those that coalesced accesses would not have touched. `prefetched_bytes`: bytes
-    that L2 was asked for.
+    written in its block. `unwritten`, `rewritten`: elements of the output that were written never, or more than once.
+    `wavefronts`: of shared-memory accesses. `bank_conflicts`: wavefronts that were not necessary. `sectors`: accessed
+    32-byte sectors of global memory. `excess_sectors`: those that coalesced accesses would not have touched.
+    `prefetched_bytes`: bytes that L2 was asked for.
     """
 
     races: int
     first_race: str
     uninitialized_reads: int
+    first_uninitialized_read: str
     unwritten: int
     rewritten: int
     wavefronts: int
@@ -118,6 +121,8 @@ class EmulationReport:
         """A fault of the kernel, as a sentence; "" if it has none."""
         if self.races:
             return f"{self.races} races; the first: {self.first_race}"
+        if self.uninitialized_reads:
+            return f"{self.uninitialized_reads} uninitialized reads; the first: {self.first_uninitialized_read}"
         if self.unwritten or self.rewritten:
             return f"{self.unwritten} elements of the output are never written and {self.rewritten} more than once"
         return ""
@@ -144,13 +149,14 @@ class _Launch(ctypes.Structure):
     )
 
 
-_COUNTS = [count.name for count in fields(EmulationReport) if count.name != "first_race"]
+_COUNTS = [each.name for each in fields(EmulationReport) if not each.name.startswith("first_")]
+_FIRST = ("first_race", "first_uninitialized_read")
 
 
 class _Report(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in _COUNTS),
-        ("first_race", ctypes.c_char * 256),
+        *((name, ctypes.c_char * 256) for name in _FIRST),
         ("error", ctypes.c_char * 768),
     )
 
@@ -251,7 +257,8 @@ class HostModule:
         if report.error:
             raise EmulationError(f"{entry}: {report.error.decode(errors='replace')}")
         counts = {name: getattr(report, name) for name in _COUNTS}
-        return EmulationReport(first_race=report.first_race.decode(errors="replace"), **counts)
+        first = {name: getattr(report, name).decode(errors="replace") for name in _FIRST}
+        return EmulationReport(**first, **counts)
 
 
 def compile_host(
@@ -270,7 +277,7 @@ def compile_host(
     """
     texts = host_texts() if texts is None else texts
     root = cache_root() if cache_directory is None else cache_directory
-    unique = list(dict.fromkeys(source.text + _call(source) for source in sources))
+    unique = list(dict.fromkeys(_noting_steps(source.text) + _call(source) for source in sources))
     units = ["\n".join(unique[at : at + KERNELS_PER_UNIT]) for at in range(0, len(unique), KERNELS_PER_UNIT)]
     compiler = _compiler(os.environ.get("CXX"))
     key = _key(compiler.identity, KERNEL_FLAGS, MACHINE_FLAGS, sorted(texts.items()), units)
@@ -288,6 +295,11 @@ def compile_host(
 
 def _caller(entry: str) -> str:
     return f"call_{entry}"
+
+
+def _noting_steps(text: str) -> str:
+    """The text of a kernel that tells the machine at which step each thread is: at the comment before each block."""
+    return _STEP.sub(r'hadagen::machine::begin_step(R"(\1)");', text)
 
 
 def _call(source: Source) -> str:
@@ -469,7 +481,7 @@ def _compiler(cxx: str | None) -> _Compiler:
         except ValueError:  # a quotation that does not end
             command = []
         if not command:
-            raise ToolchainError(f"CXX = {name!r} is no command; set it to a C++ compiler, such as c++")
+            raise ToolchainError(f"CXX = {shown(name)} is no command; set it to a C++ compiler, such as c++")
         if shutil.which(command[0]) is None:
             continue
         try:

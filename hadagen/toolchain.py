@@ -16,7 +16,7 @@ from hadagen.arch import Arch
 from hadagen.cache import KernelCache, cache_key, open_cache
 from hadagen.compilers import COMPILERS, DEFAULT, NVCC_HINT, Compiler, Nvcc, Ptxas, find_tool, run
 from hadagen.cubin import is_cubin
-from hadagen.errors import ToolchainError, UsageError
+from hadagen.errors import ToolchainError, UsageError, choice, shown
 from hadagen.launch import ENTRY, Source
 from hadagen.programs import Finished, Patience, one_line
 from hadagen.ptx_version import lowered
@@ -63,7 +63,7 @@ class Toolchain:
         Raises `ToolchainError` if there is none, or none that works.
         """
         if kind not in COMPILERS:
-            raise UsageError(f"there is no compiler {kind!r}; give {' or '.join(COMPILERS)}")
+            raise UsageError(f"there is no compiler {shown(kind)}; {choice(kind, COMPILERS)}")
         try:
             return cls(COMPILERS[kind].find())
         except ToolchainError as error:

@@ -247,9 +247,13 @@ def test_folding_into_a_layer_as_quarot_does(options: dict[str, Any], rotation: 
 @pytest.mark.parametrize(
     ("call", "kind", "message"),
     [
-        (lambda: quarot.get_hadK(37), UsageError, r"37 · 2\^0 = 37: quarot has no matrices that give it; pad it to"),
+        (
+            lambda: quarot.get_hadK(37),
+            UsageError,
+            r"matrix = 'quarot' has no matrices for 37 = 37 · 2\^0 elements; pad it to",
+        ),
         (lambda: quarot.get_hadK(0), UsageError, "n = 0 is not possible"),
-        (lambda: quarot.matmul_hadU(torch.ones(37)), UsageError, "quarot has no matrices"),
+        (lambda: quarot.matmul_hadU(torch.ones(37)), UsageError, "matrix = 'quarot' has no matrices"),
         (lambda: quarot.matmul_hadU([1.0]), TypeError, "X is a list"),
         (lambda: quarot.matmul_hadU(torch.ones(12).long()), TensorError, "x has the type int64"),
         (lambda: quarot.matmul_hadU(torch.tensor(1.0)), TensorError, "x has no dimension"),

@@ -30,7 +30,8 @@ from hadagen.runtime.checks import (
     kind_of,
     stands_for_a_tensor,
 )
-from hadagen.runtime.linear import check_autograd_follows
+from hadagen.runtime.compute import check_apart
+from hadagen.runtime.linear import check_autograd_follows, has_only_memory
 
 __all__ = [
     "hadamard_transform",
@@ -74,6 +75,8 @@ def hadamard_transform_with_signs(
         check_is_tensor(out, "out")
         check_like(x, out)
         check_writable(out)
+        if all(has_only_memory(each) for each in (out, signs1, signs2)):
+            check_apart(out, "out", (("signs1", signs1), ("signs2", signs2)))
         if torch.is_grad_enabled() and out.requires_grad:
             check_autograd_follows(out, "out")
     y = hadamard_transform(x * signs1.to(x.dtype), scale) * signs2.to(x.dtype)

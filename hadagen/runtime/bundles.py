@@ -27,7 +27,7 @@ class _Seen(NamedTuple):
     state: FileState
     named: bool  # by the user, in HADAGEN_BUNDLE
     keys: str | None  # `trust.setting`
-    found: Bundle | str  # or what is wrong with it
+    found: Bundle | StorageError  # without a traceback, which would keep the tensors of the call
 
 
 _seen: dict[Path, _Seen] = {}
@@ -86,13 +86,25 @@ def known() -> list[Bundle]:
     Raises what `pinned` raises. A damaged bundle among the others only gives a warning, and so does one that others
     could change, or that no trusted key signed: such a file must not stop a program that did not name it.
     """
-    bundles = pinned()
+    bundles, untrusted = pinned(), []
     for path in _others():
         try:
             bundles.append(_opened(path))
+        except trust.UntrustedError as error:
+            untrusted.append(str(error))
         except StorageError as error:
             _warn(f"hadagen goes on without a bundle: {error}")
+    if untrusted:
+        count = "a bundle" if len(untrusted) == 1 else f"{len(untrusted)} bundles that no trusted key signed, such as"
+        _warn(f"hadagen goes on without {count}: {untrusted[0]}")
     return bundles
+
+
+def untrusted() -> list[Path]:
+    """The bundles that `known` leaves out because no trusted key signed them."""
+    known()
+    found = ((path, _seen.get(path.absolute())) for path in _others())
+    return [path for path, seen in found if seen and isinstance(seen.found, trust.UntrustedError)]
 
 
 def _pinned_files() -> list[Path]:
@@ -135,9 +147,7 @@ def leave_out(bundle: Bundle, error: StorageError) -> None:
         return
     if _is_pinned(bundle.path):
         raise error
-    _seen[bundle.path] = _Seen(
-        bundle.state, False, trust.setting(), str(error)
-    )  # its traceback would keep the tensors of the call
+    _seen[bundle.path] = _Seen(bundle.state, False, trust.setting(), _alone(error))
     _warn(f"hadagen goes on without a bundle: {error}")
 
 
@@ -156,15 +166,20 @@ def _opened(path: Path) -> Bundle:
         return Bundle.open(path)  # raises the right error
     seen = _seen.get(path)
     if seen is None or seen[:3] != (state, named, trust.setting()):
-        found: Bundle | str
+        found: Bundle | StorageError
         try:
             found = Bundle.open(path, trust.accepting(keys)) if named else _open_found(path, keys)
         except StorageError as error:
-            found = str(error)
+            found = _alone(error)
         seen = _seen[path] = _Seen(state, named, trust.setting(), found)
     if isinstance(seen.found, Bundle):
         return seen.found
-    raise StorageError(seen.found)
+    raise _alone(seen.found)
+
+
+def _alone(error: StorageError) -> StorageError:
+    """The same without a traceback."""
+    return (trust.UntrustedError if isinstance(error, trust.UntrustedError) else StorageError)(str(error))
 
 
 def _open_found(path: Path, keys: Sequence[PublicKey] | None) -> Bundle:
