@@ -27,7 +27,7 @@ from hadagen.cli.output import (
     say,
     short_knobs,
 )
-from hadagen.errors import StorageError, UsageError
+from hadagen.errors import StorageError, UsageError, shown
 from hadagen.regimes import LOSS
 
 if TYPE_CHECKING:
@@ -298,7 +298,7 @@ def export(path: Path, out: str, gpu: str | None) -> None:
     if not selection:
         known = ", ".join(filter(None, opened.gpus()))
         advice = f"choose one of {known}" if known else "leave out --gpu"
-        raise UsageError(f"{path} has no winner of {gpu}; {advice}")
+        raise UsageError(f"{path} has no winner of {shown(gpu)}; {advice}")
     if out == "-":
         print_csv(selection, sys.stdout)
         return

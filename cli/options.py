@@ -15,7 +15,7 @@ import click
 from click.core import ParameterSource
 
 from hadagen.compilers import DEFAULT
-from hadagen.errors import StorageError, UsageError, shown
+from hadagen.errors import StorageError, UsageError, shortened, shown
 from hadagen.formats import FORMATS, Format
 from hadagen.matrices import find_orders
 from hadagen.owners import make_folder
@@ -384,7 +384,8 @@ def parse_knobs(texts: Iterable[str]) -> dict[str, int | str]:
         if not (name and equals and value):
             raise UsageError(f"--knobs {shown(text)} is not of the form k=v; write for example --knobs warps=4")
         if name in values:
-            raise UsageError(f"--knobs sets {name} twice, to {values[name]} and {value}; give one value")
+            said = f"--knobs sets {shortened(name)} twice, to {shortened(str(values[name]))} and {shortened(value)}"
+            raise UsageError(f"{said}; give one value")
         values[name] = int(value) if _is_whole(value) else value
     return values
 
@@ -402,7 +403,8 @@ def parse_ranges(texts: Iterable[str]) -> dict[str, list[int | str]]:
             said = f"--only {shown(text)} is not of the form KNOB=V1,V2,..."
             raise UsageError(f"{said}; write for example --only warps=2,4")
         if name in ranges:
-            raise UsageError(f"--only names {name} twice; give all its values at once, as in {name}={listed},...")
+            said = f"--only names {shortened(name)} twice"
+            raise UsageError(f"{said}; give all its values at once, as in {shortened(name)}={shortened(listed)},...")
         ranges[name] = [int(value) if _is_whole(value) else value for value in values]
     return ranges
 

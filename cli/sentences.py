@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import click
 
-from hadagen.errors import HadagenError
+from hadagen.errors import HadagenError, shortened
 from hadagen.tuning_db.atomic_file import FORBIDDEN, FULL
 
 # What commands import beyond a bare install; the extra `tune` brings all of it.
@@ -23,9 +24,9 @@ def explain(error: Exception | KeyboardInterrupt) -> tuple[str, int]:
         return str(error), error.exit_code
     if isinstance(error, click.UsageError):
         command = error.ctx.command_path if error.ctx else "hadagen"
-        return f"{error.format_message().rstrip('.')}; see '{command} --help'", 2
+        return f"{_short(error.format_message()).rstrip('.')}; see '{command} --help'", 2
     if isinstance(error, click.ClickException):
-        return error.format_message(), error.exit_code
+        return _short(error.format_message()), error.exit_code
     if isinstance(error, (click.Abort, KeyboardInterrupt)):
         return f"interrupted; {str(error) or 'start the same command again'}", 1
     if isinstance(error, ModuleNotFoundError) and error.name:
@@ -36,6 +37,11 @@ def explain(error: Exception | KeyboardInterrupt) -> tuple[str, int]:
         return _of_system(error), 1
     bug = f"{type(error).__name__}: {' '.join(str(error).split())}"
     return f"{bug}; this is a bug of hadagen, please report it with what HADAGEN_DEBUG=1 shows", 1
+
+
+def _short(said: str) -> str:
+    """What click says, with long values that it quotes cut off."""
+    return shortened(re.sub(r"\S{100,}", lambda found: shortened(found[0]), said), 400)
 
 
 @contextmanager

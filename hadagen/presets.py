@@ -72,7 +72,7 @@ def quarot_int4(x: torch.Tensor, rotation: Rotation | int | None = None, *, nume
 
 
 def qutlass_mxfp4(x: torch.Tensor, block: int = 32, *, numerics: str = "accurate") -> Quantized:
-    """QuTLASS's fused quantizer. Its matrix is H · block^-½, rounded to bfloat16.
+    """QuTLASS's fused quantizer, with the method abs_max: its default is quest. The matrix is H · block^-½ in bfloat16.
 
     block: 32, 64 or 128. Codes are those of three times a value over its scale. QuTLASS swizzles scales in a second
     kernel; `hadagen.rotate_quantize` with layout="swizzled" does it at once.

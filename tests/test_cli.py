@@ -255,6 +255,36 @@ def test_what_has_too_many_digits_for_a_number_is_refused_as_other_values_are(
     assert len(refused) < 300
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *(
+            (*BEST, "64", option, "{}")
+            for option in ("--k", "--dtype", "--numerics", "--to", "--arch", "--rows", "--{}")
+        ),
+        (*BEST, "64", "--to", "mxfp4", "--rule", "{}"),
+        (*BEST, "64", "--to", "mxfp4", "--layout", "{}"),
+        (*BEST, "{}"),
+        (*KEY, "{}"),
+        (*KEY, "n64-float16-to-{}-fast"),
+        ("emit", "--n", "64", "--knobs", "{}"),
+        ("emit", "--n", "64", "--knobs", "{0}={0},{0}={0}"),
+        ("emit", "--n", "64", "--compiler", "{}", "--ptx"),
+        ("tune", "--n", "64", "--only", "{}"),
+        ("tune", "--n", "64", "--only", "{0}={0}", "--only", "{0}={0}"),
+        ("tune", "--db", "{}://host"),
+        ("bench", "--elements", "{}"),
+        ("{}",),
+    ],
+    ids=" ".join,
+)
+def test_a_long_value_is_shortened(arguments: tuple[str, ...]) -> None:
+    for long in ("x" * 5000, "x y " * 1250):
+        refused = run(*(argument.format(long) for argument in arguments))
+        assert refused.exit_code == 2
+        assert len(refused.stderr) < 500
+
+
 @pytest.mark.parametrize("given", ["--trials -1", "--trials 0", "--time-budget -1", "--time-budget nan"])
 def test_a_tune_that_would_try_nothing_is_refused(given: str) -> None:
     assert "; give " in sentence(run(*TINY_TUNE, *given.split()), 2)

@@ -482,7 +482,7 @@ def test_warmup_loads_what_quantizes(loader: Loader, machine: Loader, monkeypatc
         ({"numerics": "exact"}, "numerics 'exact' is not supported"),
         ({"device": "cuda:7"}, "device 'cuda:7' is not a CUDA device of this machine"),
         ({"device": 1.5}, "device 1.5 is not a CUDA device of this machine"),
-        ({"to": "fp6"}, "to = 'fp6' is no format; choose from fp8-group"),
+        ({"to": "fp6"}, "to = 'fp6' is no format; choose one of fp8-group"),
         ({"to": ["mxfp8", "nvfp4"], "rule": "floor"}, "rule = 'floor' does not exist for nvfp4"),
         ({"to": "mxfp8", "n": 96}, "rotation = 96 is no power of two that divides the 96 columns of x; choose one"),
         ({"to": "mxfp8", "columns": [512, 384]}, "rotation = 256 is no power of two that divides the 384 columns"),

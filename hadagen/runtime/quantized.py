@@ -128,9 +128,12 @@ class Quantized:
         """
         self._check_kinds()
         form = self.format
-        for part, name, kind in ((self.codes, "codes", form.element), (self.scales, "scales", form.scale)):
-            if kind in _NATIVE:
-                _check_part(part, name, form, (torch.uint8,), kind, self.codes)
+        of_codes, of_scales = quantizer.types(form, self.scales.dtype)
+        for part, name, kind, dtype in (
+            (self.codes, "codes", form.element, of_codes),
+            (self.scales, "scales", form.scale, of_scales),
+        ):
+            _check_part(part, name, form, (dtype,), kind, self.codes)
         made = _unflatten(*_flatten(self))
         made.codes = _as_native(self.codes, self.format.element)
         made.scales = _as_native(self.scales, self.format.scale)

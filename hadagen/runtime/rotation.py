@@ -345,7 +345,7 @@ class Rotation(torch.nn.Module):
     def from_dict(cls, data: Mapping[str, Any]) -> Rotation:
         """The rotation of `to_dict`. Raises `UsageError` for anything else, and if this version has another matrix."""
         if not isinstance(data, Mapping):
-            raise UsageError(f"data is a {type(data).__name__}; pass the dictionary that to_dict returned")
+            raise UsageError(f"data is a {type(data).__name__}; pass what to_dict returned")
         try:
             name, factors = data["matrix"], list(data["factors"])
             options = {key: data[key] for key in ("n", "block", "signs", "signs_after")}
