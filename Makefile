@@ -36,7 +36,8 @@ PIP := $(PY) -m pip --disable-pip-version-check
 TYPED := build/typecheck
 
 .DEFAULT_GOAL := help
-.PHONY: help setup tune test long-test nvrtc-test gpu-test sanitize lint typecheck archs format docs wheel release clean
+.PHONY: help setup tune test long-test nvrtc-test torch-test gpu-test sanitize lint typecheck archs format docs wheel
+.PHONY: release clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' $(firstword $(MAKEFILE_LIST)) | expand -t 12
@@ -86,6 +87,9 @@ build/nvrtc/%/nvidia/cuda_nvrtc/lib/libnvrtc.so.12:
 
 $(PTXAS):
 	$(PIP) install --quiet --no-deps --target build/ptxas nvidia-cuda-nvcc-cu12==12.9.86
+
+torch-test: $(TO_TEST) $(MODEL) ## run the tests of the runtime with other releases of PyTorch, which are downloaded
+	$(PY) ci/torch_releases.py --jobs $(JOBS)
 
 gpu-test: $(TO_TEST) ## run every test that needs a GPU, and fail where there is none
 	$(PY) -m pytest -m gpu --require-gpu $(PYTEST)

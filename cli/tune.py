@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hadagen.cli import options
-from hadagen.cli.bundle import bundle_place
+from hadagen.cli.bundle import bundle_place, unused_text
 from hadagen.cli.lanes import Lane, place
 from hadagen.cli.listing import winner_values
 from hadagen.cli.output import (
@@ -240,6 +240,7 @@ class _Result:
 
     def values(self, late: bool) -> dict[str, Any]:
         """For programs."""
+        from hadagen.runtime.bundles import why_unused
         from hadagen.tuning_db.bundle import Bundle
 
         report, written = self.report, Bundle.open(self.path)
@@ -249,6 +250,7 @@ class _Result:
             "gpu": report.environment.gpu,
             "estimated": report.estimated,
             "bundle": str(self.path),
+            "unused": why_unused(self.path),
             "trials": report.finished,
             "trials_before": report.finished_before,
             "trials_of_other_runs": report.elsewhere,
@@ -268,7 +270,7 @@ class _Result:
         new = f"{sum(report.outcomes.values())} new trials"
         new += f", {report.elsewhere} more of other runs" if report.elsewhere else ""
         end = f", {stopped}" if stopped else ""
-        say(f"{new} in {clock_text(seconds)}{end}; the winners are in {self.path}")
+        say(f"{new} in {clock_text(seconds)}{end}; the winners are in {self.path}{unused_text(self.path)}")
         if report.under_way:
             say(f"other runs have {report.under_way} trials under way; hadagen bundle make adds what these find")
         if refined:

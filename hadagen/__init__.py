@@ -4,7 +4,8 @@
 
 `best_config` says which kernel that runs, `warmup` loads it beforehand, and `autotune` measures which is the fastest
 here. `Rotation` is an orthonormal transform of rows of K·2^m elements, and `rotate_quantize` has a quantizer behind
-it. `import hadagen` imports neither PyTorch nor CUDA; the first use of a name does.
+it. `import hadagen` imports neither PyTorch nor CUDA; the first use of a name does. Once a program has imported both
+hadagen and PyTorch, in any order, hadagen's operators are registered.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from hadagen.errors import DeviceError, HadagenError, StorageError, TensorError, UsageError
 from hadagen.problem import DType, Numerics, Problem, Rows
+from hadagen.registration import register_with_torch
 
 # Python in a checkout finds this directory before the installed package. The other rooms are beside it.
 _beside = os.path.dirname(__path__[0])
@@ -82,3 +84,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+register_with_torch()

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
+import re
 import shlex
 import shutil
 import threading
@@ -27,7 +29,7 @@ import numpy as np
 from hadagen import programs
 from hadagen.bits import Bits, decode, encode
 from hadagen.cache import KernelCache, cache_root
-from hadagen.errors import HadagenError, ToolchainError, UsageError
+from hadagen.errors import HadagenError, ToolchainError, UsageError, shown
 from hadagen.formats import Format, Layout
 from hadagen.launch import LaunchSpec, RowShape, Source, X, Y, sizes_for
 from hadagen.problem import DType, Problem
@@ -62,6 +64,7 @@ FLAGS = (
 KERNEL_FLAGS = (*FLAGS, "-Og")
 MACHINE_FLAGS = (*FLAGS, "-O2")
 KERNELS_PER_UNIT = 16
+_STEP = re.compile(r"^ *// (\d+\. .+)$", re.MULTILINE)  # the comment of a step in the body of a kernel
 LIBRARY, OBJECT = "kernels.so", "machine.o"  # the names of what is built, in the cache
 
 RESIDENT_CLUSTERS = 2  # of the imagined device: few, so that a persistent grid loops
@@ -95,15 +98,16 @@ class EmulationReport:
 
     `races`: accesses without a barrier between them and an access of another thread to the same 16 bytes of shared
     memory, or in-place loads of overwritten values. `uninitialized_reads`: loads of shared memory that was never
-    written. `unwritten`, `rewritten`: elements of the output that were written never, or more than once. `wavefronts`:
-    of shared-memory accesses. `bank_conflicts`: wavefronts that were not necessary. `sectors`: accessed 32-byte sectors
-    of global memory. `excess_sectors`: those that coalesced accesses would not have touched. `prefetched_bytes`: bytes
-    that L2 was asked for.
+    written in its block. `unwritten`, `rewritten`: elements of the output that were written never, or more than once.
+    `wavefronts`: of shared-memory accesses. `bank_conflicts`: wavefronts that were not necessary. `sectors`: accessed
+    32-byte sectors of global memory. `excess_sectors`: those that coalesced accesses would not have touched.
+    `prefetched_bytes`: bytes that L2 was asked for.
     """
 
     races: int
     first_race: str
     uninitialized_reads: int
+    first_uninitialized_read: str
     unwritten: int
     rewritten: int
     wavefronts: int
@@ -117,6 +121,8 @@ class EmulationReport:
         """A fault of the kernel, as a sentence; "" if it has none."""
         if self.races:
             return f"{self.races} races; the first: {self.first_race}"
+        if self.uninitialized_reads:
+            return f"{self.uninitialized_reads} uninitialized reads; the first: {self.first_uninitialized_read}"
         if self.unwritten or self.rewritten:
             return f"{self.unwritten} elements of the output are never written and {self.rewritten} more than once"
         return ""
@@ -143,13 +149,14 @@ class _Launch(ctypes.Structure):
     )
 
 
-_COUNTS = [count.name for count in fields(EmulationReport) if count.name != "first_race"]
+_COUNTS = [each.name for each in fields(EmulationReport) if not each.name.startswith("first_")]
+_FIRST = ("first_race", "first_uninitialized_read")
 
 
 class _Report(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in _COUNTS),
-        ("first_race", ctypes.c_char * 256),
+        *((name, ctypes.c_char * 256) for name in _FIRST),
         ("error", ctypes.c_char * 768),
     )
 
@@ -250,7 +257,8 @@ class HostModule:
         if report.error:
             raise EmulationError(f"{entry}: {report.error.decode(errors='replace')}")
         counts = {name: getattr(report, name) for name in _COUNTS}
-        return EmulationReport(first_race=report.first_race.decode(errors="replace"), **counts)
+        first = {name: getattr(report, name).decode(errors="replace") for name in _FIRST}
+        return EmulationReport(**first, **counts)
 
 
 def compile_host(
@@ -269,10 +277,10 @@ def compile_host(
     """
     texts = host_texts() if texts is None else texts
     root = cache_root() if cache_directory is None else cache_directory
-    unique = list(dict.fromkeys(source.text + _call(source) for source in sources))
+    unique = list(dict.fromkeys(_noting_steps(source.text) + _call(source) for source in sources))
     units = ["\n".join(unique[at : at + KERNELS_PER_UNIT]) for at in range(0, len(unique), KERNELS_PER_UNIT)]
     compiler = _compiler(os.environ.get("CXX"))
-    key = _key(compiler.version, KERNEL_FLAGS, MACHINE_FLAGS, sorted(texts.items()), units)
+    key = _key(compiler.identity, KERNEL_FLAGS, MACHINE_FLAGS, sorted(texts.items()), units)
     library = KernelCache(root, "host", [LIBRARY])
     if not library.load(key):
         with library.workspace() as folder:
@@ -287,6 +295,11 @@ def compile_host(
 
 def _caller(entry: str) -> str:
     return f"call_{entry}"
+
+
+def _noting_steps(text: str) -> str:
+    """The text of a kernel that tells the machine at which step each thread is: at the comment before each block."""
+    return _STEP.sub(r'hadagen::machine::begin_step(R"(\1)");', text)
 
 
 def _call(source: Source) -> str:
@@ -307,7 +320,8 @@ def host_texts() -> dict[str, str]:
 
 def host_compiler() -> str:
     """The C++ compiler and its version. Raises `ToolchainError` if there is none."""
-    return ": ".join(_compiler(os.environ.get("CXX")).version.splitlines()[:2])
+    compiler = _compiler(os.environ.get("CXX"))
+    return ": ".join([shlex.join(compiler.command), *compiler.version.splitlines()[:1]])
 
 
 def verification_rows(problem: Problem, launch: LaunchSpec, least: int = NORMAL_ELEMENTS) -> int:
@@ -451,6 +465,12 @@ class _Compiler:
     command: tuple[str, ...]
     version: str
 
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """What its objects depend on: options, version and kind of CPU, wherever it lies."""
+        said = [line for line in self.version.splitlines() if not line.startswith("InstalledDir:")]  # as clang says
+        return self.command[1:], said, platform.machine()
+
 
 @cache
 def _compiler(cxx: str | None) -> _Compiler:
@@ -461,14 +481,14 @@ def _compiler(cxx: str | None) -> _Compiler:
         except ValueError:  # a quotation that does not end
             command = []
         if not command:
-            raise ToolchainError(f"CXX = {name!r} is no command; set it to a C++ compiler, such as c++")
+            raise ToolchainError(f"CXX = {shown(name)} is no command; set it to a C++ compiler, such as c++")
         if shutil.which(command[0]) is None:
             continue
         try:
             said = programs.run([*command, "--version"]).log
         except OSError as error:
             raise ToolchainError(f"{name} cannot be run ({error.strerror}); set CXX to a C++ compiler") from error
-        return _Compiler(tuple(command), f"{name}\n{said}")
+        return _Compiler(tuple(command), said)
     raise ToolchainError(
         f"no C++ compiler was found as {cxx or 'c++, g++ or clang++'}; install one or set CXX to its name"
     )
@@ -514,7 +534,7 @@ class _HostBuild:
     def _machine(self, name: str) -> Path:
         """One of `MACHINE`, from the cache or newly built."""
         shared = [self._texts[header] for header in MACHINE_HEADERS]
-        key = _key(self._compiler.version, MACHINE_FLAGS, shared, self._texts[name])
+        key = _key(self._compiler.identity, MACHINE_FLAGS, shared, self._texts[name])
         objects = KernelCache(self._root, "machine", [OBJECT])
         built = (self._folder / name).with_suffix(".o")
         if found := objects.load(key):

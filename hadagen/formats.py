@@ -8,7 +8,7 @@ from enum import Enum
 from functools import cached_property
 from typing import Any
 
-from hadagen.errors import UsageError
+from hadagen.errors import UsageError, choice, shown
 
 
 class Element(str, Enum):
@@ -33,23 +33,43 @@ class Element(str, Enum):
 class Layout(str, Enum):
     """How the scales of groups lie in memory.
 
-    row-major     [..., groups]
-    column-major  [rows, groups], of which column after column lies in memory, each padded to a multiple of 4 rows
-    swizzled      one dimension: tiles of 128 rows and 4 groups, padded with zeros. In a tile, that of row r and group c
-                  is at (r % 32) · 16 + (r // 32) · 4 + c
+    row-major         [..., groups]
+    column-major      [rows, groups], column after column in memory, each padded with zeros to a multiple of 16 bytes
+    packed            [rows, ⌈groups/4⌉] int32, column after column in the same way: the biased exponents of four
+                      powers of two, the first in the lowest byte; padded with zeros
+    swizzled          [room]: tiles of 128 rows and 4 groups, padded with zeros. In a tile, the scale of row r and group
+                      c is at (r % 32) · 16 + (r // 32) · 4 + c
+    batched-swizzled  [..., room]: the same for each matrix of x [..., rows, columns]
     """
 
     ROW_MAJOR = "row-major"
     COLUMN_MAJOR = "column-major"
+    PACKED = "packed"
     SWIZZLED = "swizzled"
+    BATCHED_SWIZZLED = "batched-swizzled"
 
-    def filled_up(self, rows: int, groups: int) -> tuple[int, int]:
-        """The rows and groups that scales have with what fills up the layout."""
-        of_rows, of_groups = {"column-major": (4, 1), "swizzled": (128, 4)}.get(self.value, (1, 1))
+    @property
+    def in_columns(self) -> bool:
+        """Whether column after column lies in memory."""
+        return self in (Layout.COLUMN_MAJOR, Layout.PACKED)
+
+    def filled_up(self, rows: int, groups: int, size: int) -> tuple[int, int]:
+        """Rows and columns of the memory of scales, with the zeros that fill it up. size: bytes of an element."""
+        of_rows, of_groups = {
+            "column-major": (COLUMN_ALIGNMENT // size, 1),
+            "packed": (COLUMN_ALIGNMENT // 4, 1),
+            "swizzled": TILE,
+            "batched-swizzled": TILE,
+        }.get(self.value, (1, 1))
+        groups = -(-groups // 4) if self is Layout.PACKED else groups
         return -(-rows // of_rows) * of_rows, -(-groups // of_groups) * of_groups
 
 
+COLUMN_ALIGNMENT = 16  # bytes of a column of scales, as TMA needs
+TILE = 128, 4  # rows and groups of a tile of swizzled scales
 ROW, TENSOR = 0, -1  # in place of the elements of a group: all of a row, all of x
+# The layouts that kernels write. Others are made from row-major scales.
+KERNEL_LAYOUTS = Layout.ROW_MAJOR, Layout.COLUMN_MAJOR, Layout.SWIZZLED
 
 
 @dataclass(frozen=True)
@@ -88,16 +108,18 @@ class Format:
         if group is not None and not isinstance(group, int):
             raise TypeError(f"group is a {type(group).__name__}; pass an integer or None")
         if name not in FORMATS:
-            raise UsageError(f"to = {name!r:.40} is no format; choose from {', '.join(FORMATS)}")
+            raise UsageError(f"to = {shown(name)} is no format; {choice(name, FORMATS)}")
         known = FORMATS[name]
         if group is not None and group not in known.groups:
             sizes = ", ".join(str(size) for size in known.groups if size > 0) or "none, as its scales are not of groups"
-            raise UsageError(f"group = {group!r:.20} does not exist for {name}; choose {sizes}")
+            raise UsageError(f"group = {shown(group)} does not exist for {name}; choose {sizes}")
         if rule is not None and rule not in known.rules:
-            raise UsageError(f"rule = {rule!r:.40} does not exist for {name}; choose from {', '.join(known.rules)}")
+            raise UsageError(f"rule = {shown(rule)} does not exist for {name}; {choice(rule, known.rules)}")
         layouts = [each.value for each in known.layouts]
         if layout not in layouts:
-            raise UsageError(f"layout = {layout!r:.40} does not exist for {name}; choose from {', '.join(layouts)}")
+            raise UsageError(f"layout = {shown(layout)} does not exist for {name}; {choice(layout, layouts)}")
+        if layout == Layout.PACKED.value and known.scale == "float32" and rule != "power_of_two":
+            raise UsageError(f"layout = packed holds powers of two; choose the rule power_of_two of {name}")
         chosen = known.groups[0] if group is None else group
         return replace(known, group=chosen, rule=rule or known.rules[0], layout=Layout(layout))
 
@@ -119,12 +141,28 @@ class Format:
         for known in FORMATS.values():
             if known.groups[0] == TENSOR or (group > 0 and (ROW in known.groups or group in known.groups)):
                 for rule in known.rules:
-                    for layout in known.layouts:
+                    for layout in filter(KERNEL_LAYOUTS.__contains__, known.layouts):
                         for rounded in (False, True):
                             form = replace(known, group=group, rule=rule, layout=layout, rounded=rounded)
                             if form.key == key:
                                 return form
-        raise UsageError(f"{key!r:.80} names no format; write one such as fp8_group_128 or int8_row_4096")
+        raise UsageError(f"{shown(key)} is no format; {choice(key, FORMATS)}")
+
+    def for_rows(self, columns: int, round_first: bool) -> Format:
+        """The format of a kernel that quantizes rows of so many elements, after it rounded them to x's type or not.
+        Raises `UsageError` where groups do not fill a row."""
+        self.scales_in_row(columns)
+        group = columns if self.group == ROW else self.group
+        return replace(self.by_kernels, group=group, rounded=bool(round_first) and not self.rounds_first)
+
+    @property
+    def text(self) -> str:
+        """As `rotate_quantize` takes it, for people: "int8-row", or "mxfp4, rule=qutlass, layout=swizzled"."""
+        known = FORMATS[self.name]
+        parts = [self.name, *([f"group={self.group}"] if self.group > 0 and self.group != known.groups[0] else [])]
+        parts += [f"rule={self.rule}"] if self.rule != known.rules[0] else []
+        parts += [f"layout={self.layout.value}"] if self.layout is not Layout.ROW_MAJOR else []
+        return ", ".join([*parts, *(["round_first=True"] if self.rounded else [])])
 
     def __lt__(self, other: Any) -> bool:  # problems are sorted, and have types beside formats
         return self.key < (other.key if isinstance(other, Format) else str(other.value))
@@ -142,6 +180,11 @@ class Format:
         """Whether the caller gives a scale for each head: for as many equally long stretches of the rows of x."""
         return self.name == "fp8-head"
 
+    @property
+    def by_kernels(self) -> Format:
+        """The format that a kernel writes for this one: with row-major scales, if kernels lack the layout."""
+        return self if self.layout in KERNEL_LAYOUTS else replace(self, layout=Layout.ROW_MAJOR)
+
     def scale_bytes(self, input_bytes: int) -> int:
         """Of one scale. input_bytes: of an element of x."""
         return {"float32": 4, "input": input_bytes}.get(self.scale, 1)
@@ -158,19 +201,21 @@ class Format:
 
 
 POWERS = ("floor", "ceil", "rceil", "even")  # rules that give a power of two
-_ALL = tuple(Layout)
+_OF_WORDS = Layout.ROW_MAJOR, Layout.COLUMN_MAJOR, Layout.PACKED
+_OF_BYTES = Layout.ROW_MAJOR, Layout.COLUMN_MAJOR, Layout.SWIZZLED, Layout.BATCHED_SWIZZLED
+_OF_POWERS = *_OF_BYTES, Layout.PACKED
 FORMATS = {
     each.name: each
     for each in (
-        Format("fp8-group", Element.E4M3, "float32", (128, 16, 32, 64), ("exact", "power_of_two"), _ALL[:2]),
+        Format("fp8-group", Element.E4M3, "float32", (128, 16, 32, 64), ("exact", "power_of_two"), _OF_WORDS),
         Format("fp8-row", Element.E4M3, "float32", (ROW,)),
         Format("fp8-tensor", Element.E4M3, "float32", (TENSOR,), needs_scale=True),
         Format("fp8-head", Element.E4M3, "float32", (TENSOR,), ("exact", "fa3"), needs_scale=True),
         Format("int8-row", Element.INT8, "float32", (ROW,), ("exact", "convrot")),
         Format("int4-row", Element.INT4, "input", (ROW,), ("exact", "quarot")),
-        Format("mxfp8", Element.E4M3, "e8m0", (32,), POWERS, _ALL),
-        Format("mxfp4", Element.E2M1, "e8m0", (32,), (*POWERS, "deepseek_v4", "qutlass"), _ALL),
-        Format("nvfp4", Element.E2M1, "e4m3", (16,), ("exact", "transformer_engine"), _ALL, needs_scale=True),
+        Format("mxfp8", Element.E4M3, "e8m0", (32,), POWERS, _OF_POWERS),
+        Format("mxfp4", Element.E2M1, "e8m0", (32,), (*POWERS, "deepseek_v4", "qutlass"), _OF_POWERS),
+        Format("nvfp4", Element.E2M1, "e4m3", (16,), ("exact", "transformer_engine"), _OF_BYTES, needs_scale=True),
         Format("largest", Element.NONE, "float32", (ROW, 16, 32, 64, 128)),
     )
 }

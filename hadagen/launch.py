@@ -105,7 +105,7 @@ def params_for(problem: Problem) -> tuple[Param, ...]:
 
 def sizes_for(form: Format, rows: int, columns: int, units_in_head: int = 1) -> dict[str, int]:
     """The numbers that a kernel may take to quantize [rows, columns], by the names of their params."""
-    pitch = Layout.COLUMN_MAJOR.filled_up(rows, 1)[0]
+    pitch = Layout.COLUMN_MAJOR.filled_up(rows, 1, form.scale_bytes(4))[0]
     return {"scales_in_row": form.scales_in_row(columns), "scale_pitch": pitch, "units_in_head": units_in_head}
 
 

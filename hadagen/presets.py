@@ -8,8 +8,10 @@ are not finite. docs/quantization.md says which code each was compared with. `nu
 from __future__ import annotations
 
 import functools
+from contextlib import nullcontext
 
 import torch
+from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hadagen import quantizer
@@ -88,9 +90,11 @@ def transformer_engine_nvfp4(x: torch.Tensor, *, numerics: str = "accurate") -> 
     """
     rotation = _rotation(x, 16, regular=False)
     x = x.contiguous()
-    group = next(size for size in (128, 64, 32, 16) if x.shape[-1] % size == 0)
+    group = 16
+    if not torch.compiler.is_compiling():  # where the number of tokens may be unknown
+        group = next(size for size in (128, 64, 32, 16) if x.shape[-1] % size == 0)
     magnitudes = rotate_quantize(x, rotation, to="largest", group=group, round_first=True, numerics=numerics).scales
-    largest = magnitudes.amax() if x.numel() else magnitudes.new_zeros(())
+    largest = _largest(magnitudes.flatten())
     rule = "transformer_engine"
     return rotate_quantize(
         x, rotation, to="nvfp4", rule=rule, tensor_scale=largest, round_first=True, numerics=numerics
@@ -117,11 +121,16 @@ def fa3_fp8(
     n = x.shape[-1] if rotate else 1
     by_head = x.contiguous().view(x.shape[0], heads, x.shape[1] // heads, *x.shape[2:])
     magnitudes = rotate_quantize(by_head, n, to="largest", numerics=numerics).scales
-    largest = magnitudes.amax((2, 3)) if x.numel() else magnitudes.new_zeros(by_head.shape[:2])
+    largest = _largest(magnitudes.flatten(2))
     quantized = rotate_quantize(
         by_head, n, to="fp8-head", rule="fa3", tensor_scale=largest, round_first=True, numerics=numerics
     )
     return quantized.codes.view(x.shape), quantizer.fa3_scales(largest)
+
+
+def _largest(magnitudes: torch.Tensor) -> torch.Tensor:
+    """The largest in the last dimension; 0 where there is none, without a question of how many there are."""
+    return torch.nn.functional.pad(magnitudes, (0, 1)).amax(-1)
 
 
 def _rotation(x: torch.Tensor, block: int, *, regular: bool) -> Operands:
@@ -131,9 +140,11 @@ def _rotation(x: torch.Tensor, block: int, *, regular: bool) -> Operands:
     block = as_count(block, "block")
     if x.shape[-1] % block:
         raise UsageError(f"block = {block} does not divide the {x.shape[-1]} columns of x; choose one that does")
-    signs = _signs(block, regular, x.device)
+    of_x = x.fake_mode if not torch.compiler.is_dynamo_compiling() and isinstance(x, FakeTensor) else nullcontext()
+    with of_x:
+        signs = _signs(block, regular, x.device)
     after = signs if regular else None
-    return Operands(None, [], signs, after, block, regular, False, block**-0.5, "accurate", BATCH_INVARIANT)
+    return Operands(None, [1], signs, after, block, regular, False, block**-0.5, "accurate", BATCH_INVARIANT)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

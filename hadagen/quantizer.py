@@ -7,12 +7,13 @@ multiplies by a reciprocal, that is written.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
 import torch
 
-from hadagen.formats import POWERS, TENSOR, Element, Format, Layout
+from hadagen.formats import POWERS, TENSOR, TILE, Element, Format, Layout
 
 _FLOAT_MAX = torch.finfo(torch.float32).max
 _E4M3_NAN, _E8M0_NAN = 0x7F, 0xFF
@@ -22,7 +23,6 @@ _CODES = {Element.E4M3: torch.float8_e4m3fn, Element.INT8: torch.int8}
 _SCALES = {"float32": torch.float32, "e8m0": torch.uint8, "e4m3": torch.float8_e4m3fn}
 # Which PyTorch has from 2.7 and from 2.8 on.
 _NATIVE = {getattr(torch, name) for name in ("float8_e8m0fnu", "float4_e2m1fn_x2") if hasattr(torch, name)}
-_TILE_GROUPS = 4  # of swizzled scales
 
 
 def quantize(
@@ -47,7 +47,8 @@ def quantize(
 
 def types(to: Format, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
     """Of codes and of scales. dtype: of the input."""
-    return _CODES.get(to.element, torch.uint8), _SCALES.get(to.scale, dtype)
+    of_scales = torch.int32 if to.layout is Layout.PACKED else _SCALES.get(to.scale, dtype)
+    return _CODES.get(to.element, torch.uint8), of_scales
 
 
 def empty(
@@ -79,7 +80,7 @@ def dequantize(
     if to.group == TENSOR:
         return _times(values, _scales_of_heads(scales, to, rows) if to.by_head else scales.float(), most)
     count = to.scales_in_row(columns)
-    each = _decode_scales(to, rows_of_scales(scales, to.layout, rows, count))
+    each = _decode_scales(rows_of_scales(scales, to.layout, rows, count))
     if to.rule == "qutlass":
         each = each / _tensor(3.0, each)
     if given is not None:
@@ -247,6 +248,8 @@ def _fp8_tensor(x: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype, give
 def _of_rows(given: torch.Tensor, rows: int) -> torch.Tensor:
     """[rows, 1], of one number for each head."""
     of_heads = given.reshape(-1, 1)
+    if of_heads.shape[0] == rows:  # len() would make the number of a trace constant
+        return of_heads
     return of_heads.expand(-1, rows // max(len(of_heads), 1)).reshape(rows, 1)
 
 
@@ -396,30 +399,44 @@ _RULES: dict[tuple[str, str], Any] = {
 
 
 # ---- scales ----------------------------------------------------------------------------------------------------------
-def _decode_scales(to: Format, scales: torch.Tensor) -> torch.Tensor:
-    if to.scale != "e8m0":
+def _decode_scales(scales: torch.Tensor) -> torch.Tensor:
+    if scales.dtype != torch.uint8:
         return scales.float()
     return torch.where(scales == _E8M0_NAN, torch.nan, _power(scales.int()))
 
 
-def laid_out(scales: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """Scales [rows, groups] in their layout."""
+def laid_out(scales: torch.Tensor, layout: Layout, matrices: tuple[int, ...] = ()) -> torch.Tensor:
+    """Scales [rows, groups] in their layout. matrices: how many have these rows, for batched-swizzled, by dimension."""
+    if layout is Layout.ROW_MAJOR:
+        return scales.contiguous()
+    if layout is Layout.PACKED:
+        scales = _packed_exponents(scales)
+        layout = Layout.COLUMN_MAJOR
     rows, groups = scales.shape
     if layout is Layout.COLUMN_MAJOR:
-        memory = scales.new_zeros(layout.filled_up(rows, groups)[::-1])
-        memory[:, :rows] = scales.T
-        return memory.T[:rows]
-    if layout is Layout.SWIZZLED:
-        padded = _bytes(scales).new_zeros(layout.filled_up(rows, groups))
-        padded[:rows, :groups] = _bytes(scales)
-        tiles = padded.view(-1, 4, 32, padded.shape[1] // _TILE_GROUPS, _TILE_GROUPS).permute(0, 3, 2, 1, 4)
-        return tiles.flatten().view(scales.dtype)
-    return scales.contiguous()
+        memory = scales.new_zeros(room(rows, groups, layout, scales.element_size()))
+        arranged(memory, rows, groups, layout).copy_(scales)
+        return arranged(memory, rows, groups, layout)
+    count = prod(matrices)
+    rows = rows // max(count, 1)
+    memory = _bytes(scales).new_zeros((*matrices, room(rows, groups, layout, 1)))
+    memory.view(-1)[_swizzled(rows, groups, count, scales.device).flatten()] = _bytes(scales).flatten()
+    return memory.view(scales.dtype)
 
 
-def room(rows: int, groups: int, layout: Layout) -> int:
-    """How many scales their memory has room for, with what fills it up."""
-    return prod(layout.filled_up(rows, groups))
+def shape_of_scales(leading: Sequence[int], groups: int, layout: Layout) -> tuple[int, ...]:
+    """That of the scales of codes [..., columns] in a layout. leading: all sizes of the codes but the last."""
+    if layout is Layout.ROW_MAJOR:
+        return *leading, groups
+    if layout.in_columns:
+        return prod(leading), layout.filled_up(0, groups, 4)[1]
+    matrices = [*leading[:-1]] if layout is Layout.BATCHED_SWIZZLED else []
+    return *matrices, room(prod(leading[len(matrices) :]), groups, layout, 1)
+
+
+def room(rows: int, groups: int, layout: Layout, size: int) -> int:
+    """How many elements the memory of scales has, with what fills it up. size: bytes of an element."""
+    return prod(layout.filled_up(rows, groups, size))
 
 
 def arranged(memory: torch.Tensor, rows: int, groups: int, layout: Layout) -> torch.Tensor:
@@ -431,19 +448,42 @@ def arranged(memory: torch.Tensor, rows: int, groups: int, layout: Layout) -> to
 
 def laid_out_empty(rows: int, groups: int, layout: Layout, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Scales as `laid_out` returns them, of any values but for the zeros that fill them up."""
-    size = room(rows, groups, layout)
+    size = room(rows, groups, layout, dtype.itemsize)
     make = torch.empty if size == rows * groups else torch.zeros
     return arranged(make(size, dtype=dtype, device=device), rows, groups, layout)
 
 
 def rows_of_scales(scales: torch.Tensor, layout: Layout, rows: int, groups: int) -> torch.Tensor:
-    """Scales [rows, groups] of what `laid_out` returned."""
-    if layout is Layout.SWIZZLED:
-        filled_up = layout.filled_up(rows, groups)
-        tiles = _bytes(scales).view(-1, filled_up[1] // _TILE_GROUPS, 32, 4, _TILE_GROUPS)
-        padded = tiles.permute(0, 3, 2, 1, 4).reshape(filled_up)
-        return padded[:rows, :groups].contiguous().view(scales.dtype)
-    return scales.reshape(rows, groups)
+    """Scales [rows, groups] of what `laid_out` returned; packed ones as bytes."""
+    if layout is Layout.PACKED:
+        each = scales[..., None] >> torch.arange(0, 32, 8, device=scales.device)
+        return (each & 0xFF).to(torch.uint8).flatten(-2)[:, :groups]
+    if layout not in (Layout.SWIZZLED, Layout.BATCHED_SWIZZLED):
+        if layout is Layout.COLUMN_MAJOR:  # an index, as other operations ask traces whether columns have gaps
+            row, group = (torch.arange(size, device=scales.device) for size in (rows, groups))
+            taken = scales.view(torch.uint8) if scales.element_size() == 1 else scales
+            return taken[row[:, None], group].view(scales.dtype)
+        return scales.reshape(rows, groups)
+    count = prod(scales.shape[:-1])
+    places = _swizzled(rows // max(count, 1), groups, count, scales.device)
+    return _bytes(scales).flatten()[places].view(scales.dtype)
+
+
+def _swizzled(rows: int, groups: int, matrices: int, device: torch.device) -> torch.Tensor:
+    """Where swizzled scales lie: int64 [matrices · rows, groups]. Each matrix has memory of its own."""
+    of_rows, of_groups = TILE
+    tiles_down, tiles_across = -(-rows // of_rows), -(-groups // of_groups)
+    row, group = torch.arange(rows, device=device)[:, None], torch.arange(groups, device=device)
+    tile = torch.arange(matrices, device=device)[:, None, None] * tiles_down + row // of_rows
+    tile = tile * tiles_across + group // of_groups
+    within = row % 32 * 16 + row % of_rows // 32 * 4 + group % of_groups
+    return (tile * prod(TILE) + within).flatten(0, 1)
+
+
+def _packed_exponents(scales: torch.Tensor) -> torch.Tensor:
+    """int32 [rows, ⌈groups/4⌉] of scales that are powers of two. Of one that is not finite it is 0xff, no number."""
+    exponents = scales if scales.dtype == torch.uint8 else (scales.view(torch.int32) >> 23).to(torch.uint8)
+    return torch.nn.functional.pad(exponents, (0, -exponents.shape[-1] % 4)).contiguous().view(torch.int32)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

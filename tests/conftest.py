@@ -14,6 +14,7 @@ from chromium import find_chromium
 from hypothesis import HealthCheck, settings
 from postgres import postgres, postgres_server
 from slow import slow_cases
+from torch_releases import failing_here
 
 __all__ = ["postgres", "postgres_server"]  # fixtures; a session has one server only if no other module imports them
 
@@ -76,6 +77,10 @@ def figure(request: pytest.FixtureRequest) -> Callable[[str, Any], None]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for at in slow_cases([f"{item.path.name}::{getattr(item, 'originalname', item.name)}" for item in items]):
         items[at].add_marker(pytest.mark.slow)
+    for failing in failing_here():
+        for item in items:
+            if failing.covers(item.nodeid):
+                item.add_marker(pytest.mark.xfail(reason=failing.why, strict=True))
     _skip_without_chromium(config, [item for item in items if item.get_closest_marker("chromium")])
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items or _has_gpu():

@@ -69,7 +69,7 @@ class EmulatedKernel:
             _memory(codes, torch.uint8, found.numel()).copy_(found.view(torch.uint8).flatten())
             if form.group != TENSOR:  # but for what fills them up
                 shape = len(exact), form.scales_in_row(columns)
-                room = quantizer.room(*shape, form.layout)
+                room = quantizer.room(*shape, form.layout, scales.element_size())
                 target = quantizer.arranged(_memory(at["scales"], scales.dtype, room), *shape, form.layout)
                 is_one = quantizer.laid_out(torch.ones(shape, dtype=torch.uint8), form.layout).bool()
                 target.copy_(torch.where(is_one, scales, target))

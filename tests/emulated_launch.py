@@ -61,7 +61,7 @@ class EmulatedLaunch:
                 given["tensor_scale"] = bytes_at(operands["tensor_scale"], 4 * (units if form.by_head else 1))
             if form.group != TENSOR:
                 size = form.scale_bytes(problem.io.input.bytes)
-                room = quantizer.room(units, groups, form.layout)
+                room = quantizer.room(units, groups, form.layout, size)
                 scales = bytes_at(operands["scales"], room * size), units * groups * size
         report = self.module.run(
             self.source.entry,

@@ -143,7 +143,7 @@ class _Laws:
                 self._broken.append(f"rows: other rows of {value} change a row ({where})")
 
     def _check_range(self, form: Format, codes: torch.Tensor, scales: torch.Tensor | None) -> None:
-        if scales is not None and not bool(torch.isfinite(quantizer._decode_scales(form, scales)).all()):
+        if scales is not None and not bool(torch.isfinite(quantizer._decode_scales(scales)).all()):
             self._broken.append("range: a scale of finite values is not finite")
         if form.element is Element.NONE or not codes.numel():
             return

@@ -27,7 +27,7 @@ from hadagen.cli.output import problem_cells
 from hadagen.errors import DeviceError
 from hadagen.problem import DType, Numerics, Problem, Rows, Transform
 from hadagen.regimes import REGIMES, destinations, element_buckets
-from hadagen.runtime.bundles import VARIABLE
+from hadagen.runtime.bundles import VARIABLE, why_unused
 from hadagen.trial import Environment, Provenance
 from hadagen.tuner.search import TuneOptions
 from hadagen.tuning_db.bundle import Bundle, shipped
@@ -61,6 +61,31 @@ def test_a_tune_without_a_gpu_estimates_is_found_and_goes_on() -> None:
     assert found["match"] == "estimated"
     assert found["kernel"] in {winner["kernel"] for winner in again["winners"]}
     assert "estimated" in succeed("bundle", "list")
+
+
+def test_a_tune_says_if_calls_will_not_use_its_winners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So does whatever else writes a bundle."""
+    succeed(*TINY_TUNE)
+    path = options.default_bundle("sm90")
+    assert json.loads(succeed(*TINY_TUNE, "--json"))["unused"] == why_unused(path) == ""
+    monkeypatch.setenv("HADAGEN_TRUSTED_KEYS", "MCow")
+    assert "calls do not use it: HADAGEN_TRUSTED_KEYS is set; sign it with" in succeed(
+        "bundle", "make", "--arch", "sm90"
+    )
+    monkeypatch.delenv("HADAGEN_TRUSTED_KEYS")
+    path.parent.chmod(0o777)
+    why = f"others can write to {path.parent}; run: chmod go-w {path.parent}, or name the bundle in HADAGEN_BUNDLE"
+    said = succeed(*TINY_TUNE)
+    assert f"; the winners are in {path}, and calls do not use it: {why}\n" in said
+    assert json.loads(succeed(*TINY_TUNE, "--json"))["unused"] == why
+    elsewhere = tmp_path / "elsewhere.db"
+    said = succeed("bundle", "make", "--arch", "sm90", elsewhere)
+    assert said.endswith(" MB\n")
+    assert succeed("bundle", "merge", elsewhere, elsewhere, path.with_name("b.db")).endswith(
+        f", and calls do not use it: {why}\n"
+    )
+    monkeypatch.setenv(VARIABLE, str(path))
+    assert json.loads(succeed(*TINY_TUNE, "--json"))["unused"] == ""
 
 
 @pytest.mark.parametrize("numerics", Numerics)

@@ -277,6 +277,57 @@ def test_any_number_of_rows(rows_left_over: int) -> None:
     assert max(errors.values()) <= problem.error_bound
 
 
+RAGGED = [
+    "n32-bfloat16-fast",
+    "n64-float32-accurate",
+    "n128-float16-to-mxfp8_32-accurate",
+    "n128-bfloat16-to-int8_row_512-accurate",
+    "n40-k40-float16-accurate",
+    "n112-k112-bfloat16-accurate",
+]
+
+
+@pytest.fixture(scope="module")
+def ragged() -> list[Source]:
+    """Kernels that stage tiles of several rows in shared memory, of every kind of load and grid."""
+    problems = [Problem.parse(key) for key in RAGGED]
+    choices = [(problem, knobs) for problem in problems for knobs in families(problem, "load", "grid", "stages")]
+    plans = [build_plan(problem, knobs, ARCH) for problem, knobs in choices]
+    return [render(plan) for plan in plans if plan.load.staged and plan.is_ragged]
+
+
+def problem_of(source: Source) -> Problem:
+    (found,) = (key for key in RAGGED if source.entry.startswith(f"hadagen_{key.replace('-', '_')}_"))
+    return Problem.parse(found)
+
+
+def test_a_tile_of_too_few_rows_is_read_as_far_as_it_was_written(ragged: list[Source]) -> None:
+    module = compile_host(ragged)
+    assert {problem_of(source).key for source in ragged} == set(RAGGED)
+    for source in ragged:
+        verify(problem_of(source), source, rows=1, module=module)
+
+
+def test_a_read_of_what_was_never_written_is_a_fault_that_names_its_step(ragged: list[Source]) -> None:
+    """Where nothing is put in the place of missing rows."""
+    unfilled = r"cp_async16_or_zero\((.*), ([^,\n]*<.*)\);", r"if (\2) cp_async16(\1);"
+    unguarded = r"load_at \+ i \* \d+ < here \? (shared_load16\(.*\)) : zero16\(\)", r"\1"
+    broken = []
+    for source in ragged:
+        text, changes = re.subn(*(unguarded if "bulk_copy(" in source.text else unfilled), source.text)
+        assert changes == 1
+        broken.append(replace(source, text=text))
+    module = compile_host(broken)
+    for source in broken:
+        with pytest.raises(EmulationError) as caught:
+            verify(problem_of(source), source, rows=1, module=module)
+        fault = (
+            r"thread \d+ of block \d+ reads byte \d+ of shared memory, which was never written in its block, in step "
+        )
+        step = r"1\. load \w+" if " load_at" in source.text else r"\d\. matrix of the transform"
+        assert re.match(rf"{source.entry}: \d+ uninitialized reads; the first: {fault}{step}", str(caught.value))
+
+
 def test_rows_of_a_verification_show_a_ragged_tile_and_come_round_a_persistent_loop() -> None:
     problem = Problem.of(256, DType.FLOAT16)
     for tile_bits in range(9, 17):

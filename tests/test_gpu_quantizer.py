@@ -87,7 +87,7 @@ def assert_near(found: Quantized, exact: torch.Tensor, dtype: torch.dtype, what:
     codes, scales = quantizer.quantize(exact.float(), form, dtype, found.scales if form.group == TENSOR else given)
     if form.group != TENSOR:
         mine, theirs = (
-            quantizer._decode_scales(form, quantizer.rows_of_scales(each, form.layout, *shape))
+            quantizer._decode_scales(quantizer.rows_of_scales(each, form.layout, *shape))
             for shape in [(len(exact), form.scales_in_row(exact.shape[1]))]
             for each in (found.scales, scales)
         )

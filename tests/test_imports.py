@@ -62,7 +62,8 @@ TABLE = """
     runtime          | quantizer autotuner owners tuning_db.files tuning_db.signatures tuning_db.bundle recipes gpu_class driver trial regimes problem launch target matrices formats errors | torch
     compat           | runtime problem matrices errors                             | torch
     presets          | quantizer runtime errors                                              | torch
-    __init__         | runtime problem errors                              |
+    registration     |                                                     |
+    __init__         | registration runtime problem errors                 |
     report           | knobs tuning_db.bundle tuning_db trial regimes problem formats errors |
     report.drawing   | report trial regimes errors                         | bokeh jinja2
     costmodel        | arch plan steps regimes                             |

@@ -165,6 +165,7 @@ def test_bank_conflicts_are_wavefronts_beyond_the_ideal(stride: int) -> None:
     _, report = run(CONFLICTS[stride], random_bits(256))
     assert (report.wavefronts, report.bank_conflicts) == STRIDES[stride]
     assert report.uninitialized_reads == 32
+    assert report.complaint.endswith("of shared memory, which was never written in its block")
 
 
 def test_excess_sectors_are_those_of_half_used_sectors() -> None:

@@ -29,7 +29,13 @@ from hadagen.runtime import repeat
 
 N = 256
 R = Rotation(N, signs=some_signs(64), block=64)
-ALL = [(name, rule, layout.value) for name, each in FORMATS.items() for rule in each.rules for layout in each.layouts]
+ALL = [
+    (name, rule, layout.value)
+    for name, each in FORMATS.items()
+    for rule in each.rules
+    for layout in each.layouts
+    if layout is not Layout.PACKED or each.scale == "e8m0" or rule == "power_of_two"
+]
 WITH_CODES = [each for each in ALL if FORMATS[each[0]].element is not Element.NONE]
 OPERATOR: Any = torch.ops.hadagen.rotate_quantize.default
 INTO: Any = torch.ops.hadagen.rotate_quantize_into.default
@@ -180,11 +186,14 @@ def test_values_come_back(name: str, rule: str, layout: str) -> None:
         rows = {"int8-row": (2, 3, 1), "fp8-head": (2,)}[name]
     if found.format.layout is Layout.ROW_MAJOR:
         assert found.scales.shape == rows
-    elif found.format.layout is Layout.COLUMN_MAJOR:
-        assert found.scales.shape == (6, rows[-1])
-        assert found.scales.stride() == (1, 8)
+    elif found.format.layout.in_columns:
+        is_packed = found.format.layout is Layout.PACKED
+        assert found.scales.shape == (6, -(-rows[-1] // 4) if is_packed else rows[-1])
+        assert found.scales.stride(0) == 1
+        assert found.scales.stride(1) * found.scales.element_size() == (32 if found.scales.element_size() > 1 else 16)
     else:
-        assert found.scales.shape == (128 * max(4, rows[-1]),)
+        matrices = (2,) if found.format.layout is Layout.BATCHED_SWIZZLED else ()
+        assert found.scales.shape == (*matrices, 128 * max(4, rows[-1]))
 
 
 @pytest.mark.parametrize(("name", "rule", "layout"), ALL)

@@ -10,7 +10,7 @@ import pytest
 import quantizer_reference as exact
 import torch
 
-from hadagen.formats import FORMATS, TENSOR, Element, Format, Layout
+from hadagen.formats import FORMATS, KERNEL_LAYOUTS, TENSOR, Element, Format, Layout
 from hadagen.quantizer import _decode, dequantize, empty, encode_e2m1, encode_e4m3, laid_out, quantize, rows_of_scales
 
 COLUMNS = 256
@@ -233,16 +233,35 @@ def test_every_float_has_the_nearest_code() -> None:
 def test_a_layout_is_undone(rows: int, groups: int, dtype: torch.dtype) -> None:
     scales = (torch.arange(rows * groups, dtype=torch.float32).view(rows, groups) % 200 + 1).to(dtype)
     column = laid_out(scales, Layout.COLUMN_MAJOR)
-    assert column.stride() == (1, -(-rows // 4) * 4) or rows < 2
+    aligned = 16 // dtype.itemsize
+    assert column.stride() == (1, -(-rows // aligned) * aligned) or rows < 2
     assert torch.equal(rows_of_scales(column, Layout.COLUMN_MAJOR, rows, groups).float(), scales.float())
     if dtype == torch.float32 or not rows:
         return
     tiles = laid_out(scales, Layout.SWIZZLED)
     assert np.array_equal(tiles.view(torch.uint8).numpy(), exact.swizzled(scales.view(torch.uint8).numpy()))
     assert torch.equal(rows_of_scales(tiles, Layout.SWIZZLED, rows, groups).float(), scales.float())
+    batch = laid_out(torch.cat([scales, scales.flip(0)]), Layout.BATCHED_SWIZZLED, (1, 2))
+    for mine, of in zip(batch[0], (scales, scales.flip(0)), strict=True):
+        assert np.array_equal(mine.view(torch.uint8).numpy(), exact.swizzled(of.contiguous().view(torch.uint8).numpy()))
+    both = rows_of_scales(batch, Layout.BATCHED_SWIZZLED, 2 * rows, groups)
+    assert torch.equal(both.float(), torch.cat([scales, scales.flip(0)]).float())
 
 
-@pytest.mark.parametrize("layout", Layout)
+@pytest.mark.parametrize(("rows", "groups"), [(1, 1), (5, 3), (128, 4), (129, 9), (0, 4)])
+def test_powers_of_two_are_packed(rows: int, groups: int) -> None:
+    exponents = (torch.arange(rows * groups).view(rows, groups) * 7 % 255).to(torch.uint8)
+    as_floats = torch.where(exponents > 0, exponents.int() << 23, 1 << 22).view(torch.float32)
+    words = laid_out(exponents, Layout.PACKED)
+    assert words.stride() == (1, -(-rows // 4) * 4) or rows < 2
+    assert np.array_equal(words.numpy(), exact.four_to_a_word(exponents.numpy()))
+    assert torch.equal(laid_out(as_floats, Layout.PACKED), words)
+    assert torch.equal(rows_of_scales(words, Layout.PACKED, rows, groups), exponents)
+    not_finite = laid_out(torch.tensor([[torch.nan, torch.inf, 1.0]]), Layout.PACKED)
+    assert not_finite.item() == 0x007FFFFF
+
+
+@pytest.mark.parametrize("layout", KERNEL_LAYOUTS)
 @pytest.mark.parametrize("dtype", TYPES.values())
 @pytest.mark.parametrize("rows", [0, 1, 5])
 def test_empty_results_are_like_those_of_the_quantizer(layout: Layout, dtype: torch.dtype, rows: int) -> None:

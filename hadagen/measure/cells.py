@@ -90,8 +90,9 @@ class Cell(NamedTuple):
         codes, scales = quantized_bytes(problem, self.elements)
         room = 0
         if scales and (form := problem.io.form):
-            filled_up = form.layout.filled_up(self.elements // problem.unit, form.scales_in_row(problem.unit))
-            room = prod(filled_up) * form.scale_bytes(problem.io.input.bytes)
+            rows, groups = self.elements // problem.unit, form.scales_in_row(problem.unit)
+            size = form.scale_bytes(problem.io.input.bytes)
+            room = prod(form.layout.filled_up(rows, groups, size)) * size
         return Traffic(whole_vectors, self.destination, self.cache, -(-codes // 16) * 16, scales, room)
 
 

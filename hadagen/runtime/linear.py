@@ -265,7 +265,11 @@ def has_only_memory(x: torch.Tensor) -> bool:
 
 
 def needs_derivative(x: torch.Tensor) -> bool:
-    return (x.requires_grad and torch.is_grad_enabled()) or _has_tangent(x)
+    """Whether autograd or a transform may ask for the derivative of what follows from x."""
+    if x.requires_grad and torch.is_grad_enabled():
+        return True
+    # Dynamo cannot look for tangents. It knows the transforms that are a part of what it compiles.
+    return torch._C._are_functorch_transforms_active() if torch.compiler.is_dynamo_compiling() else _has_tangent(x)
 
 
 def _has_tangent(x: torch.Tensor) -> bool:

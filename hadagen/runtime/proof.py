@@ -112,7 +112,7 @@ def _operands(problem: Problem, transposed: bool, numbers: torch.Generator) -> O
     def random(end: int, size: int) -> torch.Tensor:
         return torch.randint(end, (size,), generator=numbers, device=numbers.device, dtype=torch.uint8)
 
-    matrix, orders = None, []
+    matrix, orders = None, [1]
     if problem.order > 1:
         entries = random(2, problem.order**2).to(torch.int8).view(problem.order, problem.order) * 2 - 1
         entries[0, 0] = 0

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from hadagen import quantizer
-from hadagen.errors import TensorError, UsageError
-from hadagen.formats import TENSOR, Format, Layout
+from hadagen.errors import TensorError, UsageError, shown
+from hadagen.formats import TENSOR, Format
 from hadagen.problem import Problem, Rows
 from hadagen.runtime import compute, kernels, quantizing, repeat
 from hadagen.runtime.arguments import as_int
@@ -128,7 +128,7 @@ def rotate_quantize(
         written = _written(destination, form)
         if all(has_only_memory(each) and not needs_derivative(each) for each in written):
             _check_like(written, run.parts, x)
-            _check_apart(written, x, given, form)
+            _check_apart(written, x, given, form, rotation)
             _fill_up(written, form)
             run.into(x.data_ptr(), given, written)
             return _quantized(form, given, *destination)
@@ -141,7 +141,8 @@ def rotate_quantize(
     check_options(1.0 if scale is None else scale, numerics, torch.float32)
     given = _tensor_scale(tensor_scale, form, x)
     of = _operands(x, rotation, scale if scale is None or is_symbolic(scale) else float(scale), *asked)
-    options = *of[:6], of.scale, *asked, form.name, form.group, form.rule, form.layout.value, round_first, given
+    values = [*of]  # torch.compile of PyTorch 2.6 cannot slice a NamedTuple
+    options = *values[:6], of.scale, *asked, form.name, form.group, form.rule, form.layout.value, round_first, given
     if destination is None:
         result = _quantized(form, given, *_OPERATOR(x, *options))
     else:
@@ -151,7 +152,7 @@ def rotate_quantize(
                 _check_has_no_gradient(each, name)
             _check_like(written, parts_of(x, form), x)
             if all(has_only_memory(each) for each in (x, *written)):
-                _check_apart(written, x, given, form)
+                _check_apart(written, x, given, form, rotation)
                 _fill_up(written, form)
             x = x.resolve_neg()  # which PyTorch does only for operators with a result
         _INTO(x, *options, written[0], None if form.group == TENSOR else written[1])
@@ -214,15 +215,19 @@ def _lies_like(tensor: torch.Tensor, strides: tuple[int, ...]) -> bool:
     return tensor.numel() == 0 or all(size == 1 or mine == wanted for size, mine, wanted in each)
 
 
-def _check_apart(written: Sequence[torch.Tensor], x: torch.Tensor, given: torch.Tensor | None, form: Format) -> None:
+def _check_apart(
+    written: Sequence[torch.Tensor], x: torch.Tensor, given: torch.Tensor | None, form: Format, rotation: Any
+) -> None:
     """Raises `TensorError` for memory that PyTorch forbids to write, or that is that of another tensor of the call."""
     others = [
         (name, each, compute.span(each)) for name, each in (("x", x), ("tensor_scale", given)) if each is not None
     ]
+    if isinstance(rotation, (Rotation, Operands)):
+        others += [(name, each, compute.span(each)) for name, each in rotation.tensors]
     for name, each in zip(_NAMES, written, strict=False):
         check_writable(each)
         size = compute.span(each)
-        if name == "out.scales" and form.layout is Layout.COLUMN_MAJOR and size:  # with what fills up the last column
+        if name == "out.scales" and form.layout.in_columns and size:  # with what fills up the last column
             size = each.shape[-1] * each.stride(-1) * each.element_size()
         for other, tensor, of_other in others:
             if -size < each.data_ptr() - tensor.data_ptr() < of_other:
@@ -231,9 +236,9 @@ def _check_apart(written: Sequence[torch.Tensor], x: torch.Tensor, given: torch.
 
 
 def _fill_up(written: Sequence[torch.Tensor], form: Format) -> None:
-    """Write the zeros that fill up column-major scales. PyTorch does not know that they belong to the tensor, so an
+    """Write the zeros that fill up columns of scales. PyTorch does not know that they belong to the tensor, so an
     operator may not."""
-    if form.layout is Layout.COLUMN_MAJOR:
+    if form.layout.in_columns:
         quantizing.fill_up(written[1])
 
 
@@ -310,9 +315,10 @@ def _operands(
     columns = x.shape[-1]
     factor = 1.0 if scale is None else scale
     if isinstance(rotation, Rotation):
-        return rotation.operands_for(x, factor)._replace(numerics=numerics, batch_invariant=batch_invariant)
+        return rotation.operands_for(x, factor, numerics, batch_invariant)
     if isinstance(rotation, Operands):
-        made = rotation._replace(scale=rotation.scale * factor, numerics=numerics, batch_invariant=batch_invariant)
+        fields = [*rotation]  # torch.compile of PyTorch 2.6 lacks _replace
+        made = Operands(*fields[:7], rotation.scale * factor, numerics, batch_invariant)
         if not torch.compiler.is_dynamo_compiling():  # where the operator's own checks do
             check(x, made)
         return made
@@ -320,9 +326,11 @@ def _operands(
     if isinstance(n, bool) or not isinstance(n, int):
         raise TypeError(f"rotation is a {type(rotation).__name__}; pass a Rotation, a power of two, or None")
     if n < 1 or n & (n - 1) or columns % n:
-        raise UsageError(f"rotation = {n} is no power of two that divides the {columns} columns of x; choose one")
+        raise UsageError(
+            f"rotation = {shown(n)} is no power of two that divides the {columns} columns of x; choose one"
+        )
     factor = n**-0.5 if scale is None else scale
-    return Operands(None, [], None, None, n, False, False, factor, numerics, batch_invariant)
+    return Operands(None, [1], None, None, n, False, False, factor, numerics, batch_invariant)
 
 
 def _tensor_scale(given: torch.Tensor | float | None, form: Format, x: torch.Tensor) -> torch.Tensor | None:
@@ -401,10 +409,18 @@ def _compute(
     x: torch.Tensor, of: Operands, form: Format, round_first: bool, given: torch.Tensor | None
 ) -> quantizing.Results:
     """Codes and scales of x, which has memory and no derivative: by a kernel if there is one."""
+    if form.by_kernels is not form:
+        return _laid_out(x, form, *_compute(x, of, form.by_kernels, round_first, given))
     rows, run = _find(x, of, form, round_first, _heads(form, given))
     if run:
         return run(rows.data_ptr(), given)
     return shaped(x, form, *_in_pytorch(rows, of, form, round_first, given))
+
+
+def _laid_out(x: torch.Tensor, form: Format, codes: torch.Tensor, scales: torch.Tensor) -> quantizing.Results:
+    """Codes and row-major scales of x as the layout has them."""
+    rows = scales.reshape(-1, scales.shape[-1])
+    return codes.contiguous(), quantizer.laid_out(rows, form.layout, (*x.shape[:-2],))
 
 
 def _compute_into(
@@ -416,6 +432,8 @@ def _compute_into(
     out: Sequence[torch.Tensor],
 ) -> None:
     """The same into what `Run.into` takes."""
+    if form.by_kernels is not form:
+        return copy_into(out, _compute(x, of, form, round_first, given))
     rows, run = _find(x, of, form, round_first, _heads(form, given))
     if run:
         run.into(rows.data_ptr(), given, out)
@@ -450,6 +468,7 @@ def problems_of(
     """Of the kernel that quantizes tensors like x, and of those that rotate where there is none. None if no kernel can.
     Raises what a call with these arguments raises."""
     of, wide = _operands(x, rotation, None, numerics, batch_invariant), torch.empty_like(x, dtype=torch.float32)
+    form = form.by_kernels
     length = of.n // math.prod(of.orders)
     return (
         quantizing.problem_for(x, of, form, round_first),
@@ -508,7 +527,7 @@ def _shapes(x: torch.Tensor, *options: Any) -> quantizing.Results:
     """Codes and scales of a tensor without memory."""
     form = _arguments(*options)[1]
     codes, scales = (x.new_empty_strided(shape, strides, dtype=dtype) for shape, strides, dtype in parts_of(x, form))
-    if form.layout is Layout.COLUMN_MAJOR:  # in memory that ends with what fills up the last column
+    if form.layout.in_columns:  # in memory that ends with what fills up the last column
         memory = scales.new_empty(scales.shape[1] * scales.stride(1))
         scales = memory.as_strided(scales.shape, scales.stride())
     return codes, scales
@@ -518,7 +537,7 @@ def _into(x: torch.Tensor, *options: Any) -> None:
     of, form, round_first, given = _arguments(*options[:_OUT_AT])
     written = _written(options[_OUT_AT:], form)
     _check_like(written, parts_of(x, form), x)
-    _check_apart(written, x, given, form)
+    _check_apart(written, x, given, form, of)
     _compute_into(x, of, form, round_first, given, written)
 
 

@@ -4,7 +4,7 @@ at an address that is a multiple of 16 bytes, and does all of it: rotation, larg
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from math import prod
 
 import torch
 
@@ -40,38 +40,39 @@ def is_ready(x: torch.Tensor) -> bool:
     return x.is_contiguous() and x.data_ptr() % ALIGNMENT == 0
 
 
-def shaped(
-    x: torch.Tensor, form: Format, codes: torch.Tensor, scales: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes of x's shape, and scales, from those of rows in their order."""
-    order = order_of(x, form)
-    sizes = [x.shape[dimension] for dimension in order[:-1]]
-    back = [order.index(dimension) for dimension in range(x.dim() - 1)]
+def shaped(x: torch.Tensor, form: Format, codes: torch.Tensor, scales: torch.Tensor) -> Results:
+    """Codes and scales like `parts_of` x, of contiguous codes of rows in their order and their scales."""
+    of_codes, of_scales = parts_of(x, form)
     if form.group == TENSOR:
         scales = codes.new_zeros((), dtype=torch.float32)  # the caller's; an operator returns no argument
-    elif form.layout is Layout.ROW_MAJOR:
-        if form.group != ROW or form.name == "int8-row":
-            scales = scales.view(*sizes, scales.shape[-1]).permute(*back, -1)
-        else:
-            scales = scales.view(sizes).permute(back)
-    return codes.view(*sizes, codes.shape[-1]).permute(*back, -1), scales
+    return codes.as_strided(*of_codes[:2]), scales.as_strided(*of_scales[:2])
 
 
-def parts_of(x: torch.Tensor, form: Format) -> list[Part]:
+def parts_of(x: torch.Tensor, form: Format) -> tuple[Part, Part]:
     """What codes and scales of x are. By formula, so that sizes of x may be symbols, without a guard on them."""
-    columns = x.shape[-1]
-    rows, groups = x.numel() // columns, form.scales_in_row(columns)
+    *leading, columns = x.shape
+    order, rows, groups = order_of(x, form), prod(leading), form.scales_in_row(columns)
     of_codes, of_scales = quantizer.types(form, x.dtype)
-    codes = torch.empty((rows, columns * form.element.bits // 8), dtype=of_codes, device="meta")
-    scales = torch.empty((rows, groups), dtype=of_scales, device="meta")
-    made = [(tuple(part.shape), part.stride(), part.dtype) for part in shaped(x, form, codes, scales)]
-    filled_up = form.layout.filled_up(rows, groups)
-    if form.layout is Layout.COLUMN_MAJOR:
-        pitch: int = torch.sym_max(filled_up[0], 1)  # type: ignore[no-untyped-call]
-        made[1] = (rows, groups), (1, pitch), of_scales
-    elif form.layout is Layout.SWIZZLED:
-        made[1] = (filled_up[0] * filled_up[1],), (1,), of_scales
-    return made
+    codes = (*leading, columns * form.element.bits // 8)
+    scales = quantizer.shape_of_scales(leading, groups, form.layout)
+    if form.group == TENSOR:
+        scales = ()
+    elif form.group == ROW and form.name != "int8-row":
+        scales = scales[:-1]
+    strides = _strides(scales, order)
+    if form.layout.in_columns:
+        pitch, _ = form.layout.filled_up(rows, groups, of_scales.itemsize)
+        strides = 1, torch.sym_max(pitch, 1)  # type: ignore[no-untyped-call]
+    return (codes, _strides(codes, order), of_codes), (scales, strides, of_scales)
+
+
+def _strides(sizes: tuple[int, ...], order: list[int]) -> tuple[int, ...]:
+    """Those of a tensor without gaps, whose dimensions lie in memory in this order, the fastest last."""
+    strides, step = [1] * len(sizes), 1
+    for dimension in reversed(order[: len(sizes)]):
+        strides[dimension] = step
+        step *= torch.sym_max(sizes[dimension], 1)  # type: ignore[no-untyped-call]
+    return tuple(strides)
 
 
 class Run:
@@ -82,7 +83,7 @@ class Run:
         columns = x.shape[-1]
         rows, groups = x.numel() // columns, form.scales_in_row(columns)
         self._laid_out = rows, groups, form.layout, self.parts[1][2]
-        self._is_filled_up = quantizer.room(*self._laid_out[:3]) > rows * groups
+        self._is_filled_up = quantizer.room(rows, groups, form.layout, self.parts[1][2].itemsize) > rows * groups
         self._launch, self._device, self._of_tensor = launch, x.get_device(), form.group == TENSOR
         self._empty = repeat.empty_strided[x.device.type]
 
@@ -122,12 +123,12 @@ class Run:
 
 
 def fill_up(scales: torch.Tensor) -> None:
-    """Zero what fills up each column of column-major scales. Raises `TensorError` where their memory ends before."""
-    rows, groups = scales.shape
-    pitch = Layout.COLUMN_MAJOR.filled_up(rows, groups)[0]
+    """Zero what fills up each column of scales. Raises `TensorError` where their memory ends before."""
+    (rows, groups), size = scales.shape, scales.element_size()
+    pitch = Layout.COLUMN_MAJOR.filled_up(rows, groups, size)[0]
     if pitch == rows or not groups:
         return
-    first, size = scales.storage_offset(), scales.element_size()
+    first = scales.storage_offset()
     has, needs = scales.untyped_storage().nbytes(), (first + pitch * groups) * size
     if has < needs:
         raise TensorError(
@@ -166,9 +167,7 @@ def find(x: torch.Tensor, of: Operands, form: Format, round_first: bool, heads: 
 
 def problem_for(x: torch.Tensor, of: Operands, form: Format, round_first: bool) -> Problem | None:
     """The problem of a kernel that does all of it; None if no kernel can."""
-    group = x.shape[-1] if form.group == ROW else form.group
-    to = replace(form, group=group, rounded=round_first and not form.rounds_first)
     try:
-        return problem_of(x, of, to)
+        return problem_of(x, of, form.for_rows(x.shape[-1], round_first))
     except UsageError:  # groups that are no part of a tile
         return None

@@ -409,6 +409,12 @@ HADAGEN_INLINE void load_rows(u32 (&words)[4], const byte* row) {
 HADAGEN_INLINE void cp_async16(byte* shared, const void* global) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global) : "memory");
 }
+// The same, with zeros instead of what lies at `global` where it is not inside the array; nothing is read there.
+HADAGEN_INLINE void cp_async16_or_zero(byte* shared, const void* global, bool inside) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global),
+                 "r"(inside ? 16u : 0u)
+                 : "memory");
+}
 HADAGEN_INLINE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits until at most `pending` of this thread's newest groups are under way.
 template <int pending> HADAGEN_INLINE void cp_async_wait() {

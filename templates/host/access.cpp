@@ -141,10 +141,10 @@ template <class Note> void for_cells(u32 rank, u32 offset, u32 bytes, Note note)
 }
 
 void note_read(u32 rank, u32 offset, u32 bytes) {
-    bool uninitialized = false;
+    i64 uninitialized = -1;  // the first such byte
     const Stamp stamp = stamp_now();
     for_cells(rank, offset, bytes, [&](Cell& cell, u32 at) {
-        uninitialized |= cell.write.by == Stamp::nobody;
+        if (cell.write.by == Stamp::nobody && uninitialized < 0) uninitialized = at;
         if (!in_order(cell.write)) race("reads", at, cell.write, "has written");
         Stamp now = stamp;
         if (!in_order(cell.read)) {
@@ -154,7 +154,11 @@ void note_read(u32 rank, u32 offset, u32 bytes) {
         }
         cell.read = now;
     });
-    m.report->uninitialized_reads += uninitialized;
+    if (uninitialized < 0 || m.report->uninitialized_reads++) return;
+    std::snprintf(m.report->first_uninitialized_read, sizeof m.report->first_uninitialized_read,
+                  "%s reads byte %lld of shared memory, which was never written in its block%s%s",
+                  Name(m.running->who).text, uninitialized, *m.running->plan_step ? ", in step " : "",
+                  m.running->plan_step);
 }
 
 void note_write(u32 rank, u32 offset, u32 bytes, const Stamp& stamp) {
@@ -291,9 +295,10 @@ void shared_store(byte* shared, const void* from, u32 bytes) {
 void copy_async(byte* shared, const void* global) {
     step();
     begin_copy(self->rank, shared, vector_bytes);
-    element(global, vector_bytes, m.x, m.launch.x_pitch, "loads", "x");
     m.running->copies.push_back({shared, global, m.running->groups});
     m.warp().shared.add(self->thread % warp_lanes, shared - self->shared);
+    if (!global) return;  // zeros
+    element(global, vector_bytes, m.x, m.launch.x_pitch, "loads", "x");
     m.warp().global.add(self->thread % warp_lanes, i64(global) - i64(m.x));
 }
 

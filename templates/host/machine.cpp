@@ -160,6 +160,7 @@ void begin_cluster(i64 first_block) {
                                           m.blocks[rank].memory.base};
         thread.who = who;
         thread.clock = Clock{};
+        thread.plan_step = "";
         thread.copies.clear();
         thread.groups = 0;
         thread.synced = !launch.starts_early;
@@ -206,6 +207,8 @@ void run_clusters() {
 }
 
 }  // namespace
+
+void begin_step(const char* step) { m.running->plan_step = step; }
 
 // ---- primitives ----------------------------------------------------------------------------------------------------
 u32 shuffle(u32 value, u32 from_lane) {

@@ -18,6 +18,9 @@ struct Identity {
 };
 extern const Identity* self;  // the thread that runs
 
+// The running thread comes to a step of the plan. `step`: its number and sentence, for messages.
+void begin_step(const char* step);
+
 // Collectives of a warp.
 u32 shuffle(u32 value, u32 from_lane);
 // d += a · b, each lane with its fragments of mma.m16n8k16 or m16n8k8, decoded: the sums are exact to fp64 and rounded
@@ -45,7 +48,7 @@ void store(void* global, const void* from, i64 bytes);
 Vec16 shared_load(const byte* shared);
 void shared_store(byte* shared, const void* from, u32 bytes);
 
-// Asynchronous copies. The bytes read as NaN until the thread has waited.
+// Asynchronous copies. The bytes read as NaN until the thread has waited. `global`: null for zeros.
 void copy_async(byte* shared, const void* global);
 void copy_async_commit();
 void copy_async_wait(u32 pending);
@@ -105,6 +108,7 @@ struct Report {
     i64 excess_sectors;       // those that no coalesced access would touch
     i64 prefetched_bytes;     // that L2 was asked for
     char first_race[256];
+    char first_uninitialized_read[256];
     char error[768];  // empty where the kernel ran to its end
 };
 

@@ -270,6 +270,10 @@ HADAGEN_INLINE void load_rows(u32 (&words)[4], const byte* row) {
 
 // ---- asynchronous copies -------------------------------------------------------------------------------------------
 HADAGEN_INLINE void cp_async16(byte* shared, const void* global) { machine::copy_async(shared, global); }
+// The same, with zeros instead of what lies at `global` where it is not inside the array; nothing is read there.
+HADAGEN_INLINE void cp_async16_or_zero(byte* shared, const void* global, bool inside) {
+    machine::copy_async(shared, inside ? global : nullptr);
+}
 HADAGEN_INLINE void cp_async_commit() { machine::copy_async_commit(); }
 // Waits until at most `pending` of this thread's newest groups are under way.
 template <int pending> HADAGEN_INLINE void cp_async_wait() { machine::copy_async_wait(pending); }

@@ -24,6 +24,7 @@ struct Thread : Identity {
     u32 who;               // number in the cluster
     Clock clock;
     const char* waits_at;  // or null
+    const char* plan_step;  // its number and sentence; "" before the first
     void* operand;         // of a warp's collective, on this thread's stack
     std::vector<AsyncCopy> copies;
     u32 groups;  // of copies committed
