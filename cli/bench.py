@@ -16,6 +16,7 @@ from hadagen.cli.device import find_device, measuring, no_kernels, refusal, runn
 from hadagen.cli.groups import Group
 from hadagen.cli.output import (
     counted,
+    fraction_text,
     operand_words,
     print_json,
     print_table,
@@ -269,5 +270,5 @@ def _place(row: Row) -> tuple[Any, ...]:
 def _cell(row: Row | None, others: Mapping[tuple[Any, ...], Mapping[str, Row]]) -> str:
     if row is None:
         return "-"
-    faster = (f" ×{other['us'] / row['us']:.2f}" for other in others.get(_place(row), {}).values())
-    return f"{row['fraction_of_copy']:.2f}{''.join(faster)}"
+    faster = (f" ×{fraction_text(other['us'] / row['us'])}" for other in others.get(_place(row), {}).values())
+    return f"{fraction_text(row['fraction_of_copy'])}{''.join(faster)}"

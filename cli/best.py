@@ -8,8 +8,8 @@ import click
 
 from hadagen.cli import options
 from hadagen.cli.device import how_to_tune
-from hadagen.cli.output import print_json, say, short_knobs
-from hadagen.errors import UsageError
+from hadagen.cli.output import fraction_text, print_json, say, short_knobs
+from hadagen.errors import UsageError, shown
 from hadagen.problem import Problem
 from hadagen.target import nearest_arch
 
@@ -43,18 +43,19 @@ def best(
     from hadagen.runtime.choose import Match, best_config
     from hadagen.target import known_archs
 
-    asked = (problem, rows, device)
+    columns = click.get_current_context().params["columns"]
+    asked = (problem, rows * (columns or problem.n) // problem.n, device)
     config = best_config(*asked, arch=arch, inplace=inplace, batch_invariant=batch_invariant or None)
     if arch and config.match is Match.GENERIC and arch not in known_archs():
         known = ", ".join(known_archs())
-        raise UsageError(f"arch {arch!r} is not known and no bundle serves it; choose one of {known}")
+        raise UsageError(f"arch {shown(arch)} is not known and no bundle serves it; choose one of {known}")
     if not config.launch and best_config(*asked, arch=arch, inplace=inplace, batch_invariant=False).launch:
         said = f"{problem.key} has no kernels that give the same bits in every call"
         raise UsageError(f"{said}; leave out --batch-invariant, or HADAGEN_BATCH_INVARIANT")
     if as_json:
         print_json(config.to_dict())
         return
-    say(f"{problem.key}, {rows} rows, {config.destination.value} on {config.device.gpu or config.device.arch}")
+    say(f"{problem.key}, {config.rows} rows, {config.destination.value} on {config.device.gpu or config.device.arch}")
     if config.launch is None or config.knobs is None or config.provenance is None:
         say(f"no kernel, PyTorch computes it; {_why_none(config)}")
         return
@@ -122,5 +123,5 @@ def _time(config: BestConfig) -> str:
     where = "" if config.match is Match.SAME_GPU else f" on {source['gpu']}"
     return (
         f"{us:.2f} µs for {source['elements']} elements{rows}{where}, "
-        f"{copy_us / us:.2f} of a plain copy ({copy_us:.2f} µs)"
+        f"{fraction_text(copy_us / us)} of a plain copy ({copy_us:.2f} µs)"
     )

@@ -65,7 +65,7 @@ def make(db: str | None, arch: str, loss: float, path: Path | None) -> None:
     path = bundle_place(path, arch, db)
     with options.open_db(db) as store:
         selection = make_bundle(store, arch, path, loss)
-    say(f"{path}: {count_of(selection)}, {path.stat().st_size / 1e6:.1f} MB")
+    say(f"{path}: {count_of(selection)}, {path.stat().st_size / 1e6:.1f} MB{unused_text(path)}")
 
 
 @bundle.command()
@@ -84,7 +84,7 @@ def estimate(arch: str, source: Path, out: Path) -> None:
     from hadagen.tuning_db.bundle import Bundle
 
     selection = estimate_bundle(Bundle.open(source), load_arch(arch), out)
-    say(f"{out}: {count_of(selection)}, {out.stat().st_size / 1e6:.1f} MB")
+    say(f"{out}: {count_of(selection)}, {out.stat().st_size / 1e6:.1f} MB{unused_text(out)}")
 
 
 @bundle.command()
@@ -232,7 +232,7 @@ def merge(paths: tuple[Path, ...], out: Path) -> None:
 
     _keep_others(out, paths, f"{out} twice to add to it")
     selection = merge_bundles(paths, out)
-    say(f"{out}: {count_of(selection)}, {out.stat().st_size / 1e6:.1f} MB")
+    say(f"{out}: {count_of(selection)}, {out.stat().st_size / 1e6:.1f} MB{unused_text(out)}")
 
 
 @bundle.command()
@@ -277,7 +277,7 @@ def assemble(path: Path, out: Path, ptxas: str | None, drop_ptx: bool, table: Pa
         rows = (dict(zip(ASSEMBLED, (old, new.digest), strict=True)) for old, new in sorted(kernels.items()))
         write_table(table, ASSEMBLED, rows, dict.fromkeys(ASSEMBLED, ".12"))
     made = f"{count_of(selection)}, {out.stat().st_size / 1e6:.1f} MB"
-    say(f"{out}: {made}, by {assembler.release}{oldest_driver(Bundle.open(out))}")
+    say(f"{out}: {made}, by {assembler.release}{oldest_driver(Bundle.open(out))}{unused_text(out)}")
 
 
 @bundle.command()
@@ -310,6 +310,14 @@ def _keep_others(out: Path, sources: Iterable[Path], instead: str) -> None:
     """Raises `UsageError` where `out` would replace a file that is none of the sources."""
     if out.exists() and not any(source.exists() and source.samefile(out) for source in sources):
         raise UsageError(f"{out} is there already and would be lost; name a new file last, or {instead}")
+
+
+def unused_text(path: Path) -> str:
+    """Why calls will not use a bundle that was written, as the end of a line; "" if they will."""
+    from hadagen.runtime.bundles import why_unused
+
+    why = why_unused(path)
+    return f", and calls do not use it: {why}" if why else ""
 
 
 def bundle_place(given: Path | None, arch: str, db: str | None) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
 import warnings
@@ -42,6 +43,10 @@ class Check:
     name: str
     state: str
     says: str
+
+
+class Missing(Exception):
+    """Something is not there, which limits what can be done."""
 
 
 class Broken(Exception):
@@ -90,6 +95,8 @@ def _checked(name: str, check: Callable[[], str]) -> Check:
         return Check(name, BROKEN, str(error))
     except Busy as error:
         return Check(name, BUSY, str(error))
+    except Missing as error:
+        return Check(name, MISSING, str(error))
     except (DeviceError, ToolchainError, ModuleNotFoundError) as error:
         return Check(name, MISSING, explain(error)[0])
     except Exception as error:
@@ -270,12 +277,20 @@ def _cache() -> str:
     from hadagen.owners import problem_of
 
     if problem := problem_of(cache_place()):
-        raise Broken(f"others could change the kernel cache, so it is not used: {problem}")
-    with KernelCache(cache_root()).workspace() as folder:
+        raise Broken(
+            f"others could change the kernel cache, so it is not used: {problem}, or set HADAGEN_CACHE to another place"
+        )
+    root = cache_root()
+    size = sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
+    says = f"{root}, {size / 1e6:.0f} MB"
+    if root.is_dir() and not os.access(root, os.W_OK):
+        raise Missing(
+            f"{says}; it is only read, so kernels that it lacks are compiled in each process; to tune, set "
+            "HADAGEN_CACHE to a directory that can be written"
+        )
+    with KernelCache(root).workspace() as folder:
         (folder / "room").write_bytes(bytes(1 << 20))  # on a full disk, too, it is the cache that fails
-    files = [path for path in cache_root().rglob("*") if path.is_file()]
-    size = sum(path.stat().st_size for path in files)
-    return f"{cache_root()}, {size / 1e6:.0f} MB"
+    return says
 
 
 CHECKS: dict[str, Callable[[], str]] = {

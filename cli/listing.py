@@ -39,13 +39,18 @@ def list_(db: str | None, as_json: bool) -> None:
     if db is not None or _has_default_db():
         with options.open_db(db) as store:
             databases.append(_database_summary(store))
+    untrusted = bundles.untrusted()
     if as_json:
-        print_json({"bundles": found, "databases": databases})
+        print_json({"bundles": found, "untrusted": [str(path) for path in untrusted], "databases": databases})
         report_failures(damaged, StorageError)
         return
-    if not found:
+    if untrusted:
+        count = "1 bundle" if len(untrusted) == 1 else f"{len(untrusted)} bundles"
+        others = " besides those that follow" if found else ""
+        say(f"{count}{others}, none signed by your keys; sign them with hadagen bundle sign, or name their keys too")
+    elif not found:
         click.echo("no bundle; make one with: hadagen tune")
-    else:
+    if found:
         print_table(
             ("bundle", "arch", "GPUs", "problems", "winners", "kernels", "date", "signed by"),
             (

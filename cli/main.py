@@ -19,6 +19,7 @@ import click
 from hadagen.cli.bench import bench
 from hadagen.cli.best import best
 from hadagen.cli.bundle import bundle
+from hadagen.cli.compile import compile_
 from hadagen.cli.doctor import doctor
 from hadagen.cli.emit import emit
 from hadagen.cli.groups import Group
@@ -102,5 +103,5 @@ def dev() -> None:
 
 for command in (record, replay):
     dev.add_command(command)
-for command in (tune, best, bench, bundle, report, emit, doctor, dev):
+for command in (tune, best, bench, bundle, compile_, report, emit, doctor, dev):
     main.add_command(command)

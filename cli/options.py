@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from fractions import Fraction
 from itertools import product
@@ -15,7 +15,8 @@ import click
 from click.core import ParameterSource
 
 from hadagen.compilers import DEFAULT
-from hadagen.errors import StorageError, UsageError
+from hadagen.errors import StorageError, UsageError, shown
+from hadagen.formats import FORMATS, Format
 from hadagen.matrices import find_orders
 from hadagen.owners import make_folder
 from hadagen.problem import MAX_LOG2_N, MAX_ORDER, DType, Numerics, Problem, Rows, Transform, kernel_order
@@ -31,6 +32,10 @@ ALL_SIZES = f"2-{1 << MAX_LOG2_N}"
 NUMERICS = "accurate rounds once, to the type of x; fast may round between steps. float32 is always accurate."
 Command = Callable[..., None]
 _FACTORS = {"K": 1 << 10, "M": 1 << 20}
+# The parts of a key that leave out an order, or name a format as a caller does.
+_KEY = re.compile(
+    "(n([0-9]{1,9}))(-k[0-9]{1,9})?((?:-swapped)?(?:-signed)?)(-[a-z]+[0-9]+)(?:-to-(.+?))?(-[a-z]+(?:-contiguous|-pitched)?)"
+)
 _MOST_DIGITS = 20  # more than any value has; of thousands, Python makes no number
 
 
@@ -118,7 +123,9 @@ k = click.option(
     metavar=f"INTEGER|{AUTO}",
     help=f"Order of the matrix, 1 for none; {AUTO}: of the one that hadagen.Rotation takes.",
 )
-KEY = "by its key, such as n4096-float16-fast or n64-float32-accurate-pitched, in place of the options that follow"
+KEY = (
+    "by its key, such as n4096-float16-fast or n128-bfloat16-to-int8-row-accurate, in place of the options that follow"
+)
 PITCHED = "Rows of any number of elements up to n, any number of elements apart"
 
 
@@ -127,13 +134,58 @@ def _check_key_is_alone() -> None:
     context = click.get_current_context()
     for option in context.command.params:
         given = context.get_parameter_source(option.name or "") is not ParameterSource.DEFAULT
-        if given and option.name in ("n", "k", "dtype", "numerics", "pitched", "signed"):
+        if given and option.name in ("n", "k", "dtype", "numerics", "pitched", "signed", "to", *FORMAT_OPTIONS):
             names = "/".join(option.opts + option.secondary_opts)
             raise UsageError(f"--problem names all of a problem; leave it out, or {names}")
 
 
+FORMAT_OPTIONS = "columns", "group", "rule", "layout", "round_first"
+
+
+def formats(*, several: bool) -> Callable[[Command], Command]:
+    """`--to`, several times or once, and `--columns --group --rule --layout --round-first`, all spelled as arguments of
+    `hadagen.rotate_quantize` are."""
+    once = "" if not several else " May be given several times."
+
+    def with_options(command: Command) -> Command:
+        for option in (
+            click.option("--round-first", is_flag=True, help="Round to the type of x before that."),
+            click.option("--layout", default="row-major", show_default=True, help="How the scales lie in memory."),
+            click.option("--rule", help="How a scale follows from the largest magnitude.  [default: of the format]"),
+            click.option("--group", type=int, help="Elements with one scale.  [default: of the format]"),
+            click.option(
+                "--columns", type=int, help="Elements of a row that is quantized, a multiple of n.  [default: n]"
+            ),
+            click.option(
+                "--to",
+                metavar="FORMAT",
+                multiple=several,
+                help=f"Quantize the result: {', '.join(FORMATS)}, as hadagen.rotate_quantize does.{once}",
+            ),
+        ):
+            command = option(command)
+        return command
+
+    return with_options
+
+
+def parse_problem(key: str) -> Problem:
+    """The problem of a key. A format in it may be spelled as `hadagen.rotate_quantize` has it, and without an order K
+    it has the one that `--n` finds. Raises `UsageError` where it is none."""
+    if found := _KEY.fullmatch(key):
+        head, n, order, flags, dtype, to, rest = found.groups()
+        size = int(n)
+        if order is None and size & (size - 1):
+            order = f"-k{parse_transform(size).order}"
+        if to and "_" not in to:
+            to = Format.choose(to, None, None, "row-major").for_rows(size, round_first=False).key
+        key = "".join((head, order or "", flags, dtype, f"-to-{to}" if to else "", rest))
+    return Problem.parse(key)
+
+
 def problem(command: Command) -> Command:
-    """`--problem`, or `--n --k --dtype --numerics --pitched --signed`, which the command receives as one `Problem`."""
+    """`--problem`, or `--n --k --dtype --numerics --pitched --signed` and the options of `formats`, which the command
+    receives as one `Problem`."""
 
     @click.option("--problem", "key", metavar="KEY", help=f"The problem {KEY}.")
     @click.option("--n", type=int, help=f"Row length, from 2 to {1 << MAX_LOG2_N}: K times a power of two.")
@@ -142,6 +194,7 @@ def problem(command: Command) -> Command:
     @click.option("--numerics", default=Numerics.ACCURATE.value, show_default=True, help=NUMERICS)
     @click.option("--pitched", is_flag=True, help=f"{PITCHED}.")
     @click.option("--signed", is_flag=True, help="With signs before and behind the transform.")
+    @formats(several=False)
     @functools.wraps(command)
     def with_problem(
         *,
@@ -152,15 +205,17 @@ def problem(command: Command) -> Command:
         numerics: str,
         pitched: bool,
         signed: bool,
+        to: str | None,
         **others: Any,
     ) -> None:
+        form = {"to": to, **{name: others.pop(name) for name in FORMAT_OPTIONS}}
         if key is not None:
             _check_key_is_alone()
-            command(problem=Problem.parse(key), **others)
+            command(problem=parse_problem(key), **others)
         elif n is not None:
             of, rows = parse_transform(n, k), Rows.PITCHED if pitched else Rows.CONTIGUOUS
             _check_rows(of, rows)
-            command(problem=Problem.of(of.n, dtype, numerics, rows, order=of.order, signed=signed), **others)
+            command(problem=Problem.of(of.n, dtype, numerics, rows, order=of.order, signed=signed, **form), **others)
         else:
             raise UsageError("no problem is named; give --n, or --problem with a key such as n4096-float16-fast")
 
@@ -182,8 +237,8 @@ def destinations(command: Command) -> Command:
 
 
 def problems(*, sizes: str = ALL_SIZES, one_kind: bool = False) -> Callable[[Command], Command]:
-    """`--problem`, or `--n --k --dtype --numerics --pitched/--contiguous`, of which all but K may name several values,
-    and which the command receives as a list of `problems`, each once.
+    """`--problem`, or `--n --k --dtype --numerics --pitched/--contiguous --to` and the other options of `formats`. The
+    options before K and the formats may name several values; the command receives a list of `problems`, each once.
 
     sizes: the row lengths where none are named. one_kind: whether only contiguous rows of float16, accurate, are meant
     where nothing is named; all dtypes, numerics and rows otherwise, with a matrix all that have kernels.
@@ -204,6 +259,7 @@ def problems(*, sizes: str = ALL_SIZES, one_kind: bool = False) -> Callable[[Com
             default=False if one_kind else None,
             help=f"{PITCHED}; or only contiguous ones.  [default: {'contiguous' if one_kind else 'both'}]",
         )
+        @formats(several=True)
         @functools.wraps(command)
         def with_problems(
             *,
@@ -213,13 +269,20 @@ def problems(*, sizes: str = ALL_SIZES, one_kind: bool = False) -> Callable[[Com
             dtype: Sequence[str],
             numerics: Sequence[str],
             pitched: bool | None,
+            to: Sequence[str],
             **others: Any,
         ) -> None:
+            form = {name: others.pop(name) for name in FORMAT_OPTIONS}
             if keys:
                 _check_key_is_alone()
             source = click.get_current_context().get_parameter_source("dtype")
-            told = () if keys else _product(parse_sizes(n, k), dtype, numerics, pitched, source)
-            command(problems=list(dict.fromkeys((*map(Problem.parse, keys), *told))), **others)
+            told = (
+                problem
+                for each in to or (None,)
+                for problem in _product(parse_sizes(n, k), dtype, numerics, pitched, source, {"to": each, **form})
+            )
+            named = map(parse_problem, keys) if keys else told
+            command(problems=list(dict.fromkeys(named)), **others)
 
         return with_problems
 
@@ -232,17 +295,19 @@ def _product(
     numerics: Iterable[str],
     pitched: bool | None,
     source_of_dtypes: ParameterSource | None,
+    form: Mapping[str, Any],
 ) -> Iterator[Problem]:
-    """All problems of these values. Kernels with a matrix take contiguous rows of 16-bit types, so of such problems
-    the others come only where they are asked for. Raises `UsageError`."""
+    """All problems of these values. Kernels with a matrix take contiguous rows of 16-bit types, and those that quantize
+    take contiguous rows, so of such problems the others come only where they are asked for. form: `to` and the other
+    options of a format. Raises `UsageError`."""
     asked = {None: tuple(Rows), False: (Rows.CONTIGUOUS,), True: (Rows.PITCHED,)}[pitched]
     for of, dtype, kind, rows in product(transforms, dtypes, numerics, asked):
         by_default = (dtype == DType.FLOAT32.value and source_of_dtypes is ParameterSource.DEFAULT) or (
             rows is Rows.PITCHED and pitched is None
         )
-        if of.order == 1 or not by_default:
+        if not by_default or (of.order == 1 and (form["to"] is None or rows is Rows.CONTIGUOUS)):
             _check_rows(of, rows)
-            yield Problem.of(of.n, dtype, kind, rows, order=of.order)
+            yield Problem.of(of.n, dtype, kind, rows, order=of.order, **form)
 
 
 def _check_rows(transform: Transform, rows: Rows) -> None:
@@ -269,7 +334,7 @@ def _order_of(n: int, k: str) -> int:
     """The order of the matrix of `hadagen.Rotation`, or the one that is asked for; 1 for none."""
     if k != AUTO:
         if not _is_whole(k):
-            raise UsageError(f"--k {k!r} is not an order; write such as 28, or {AUTO}")
+            raise UsageError(f"--k {shown(k)} is not an order; write such as 28, or {AUTO}")
         return int(k)
     if not 2 <= n <= 1 << MAX_LOG2_N:
         return 1  # `Transform` says why not
@@ -292,17 +357,18 @@ def parse_sizes(texts: Iterable[str], k: str = AUTO) -> list[Transform]:
     for text in (part.strip() for given in texts for part in given.split(",")):
         first, dash, last = text.partition("-")
         if not _is_whole(first) or (dash and not _is_whole(last)):
-            raise UsageError(f"--n {text!r} is not a size; write 4096, 128,256 or 2-32768")
+            raise UsageError(f"--n {shown(text)} is not a size; write 4096, 128,256 or 2-32768")
         low = high = parse_transform(int(first), k)
         if dash:
             high = parse_transform(int(last), k)
             one, other = (_order_of(size.n, k) for size in (low, high))
             if one != other:
                 raise UsageError(
-                    f"--n {text!r} goes from a matrix of order {one} to one of {other}; name each size, or --k"
+                    f"--n {shown(text)} goes from a matrix of order {one} to one of {other}; name each size, or --k"
                 )
         if low.n > high.n:
-            raise UsageError(f"--n {text!r} is an empty range; write the smaller size first, as in {high.n}-{low.n}")
+            said = f"--n {shown(text)} is an empty range"
+            raise UsageError(f"{said}; write the smaller size first, as in {high.n}-{low.n}")
         sizes.update(parse_transform(low.n << m, k) for m in range((high.n // low.n).bit_length()))
     return sorted(sizes)
 
@@ -316,7 +382,7 @@ def parse_knobs(texts: Iterable[str]) -> dict[str, int | str]:
     for text in (part.strip() for given in texts for part in given.split(",")):
         name, equals, value = text.partition("=")
         if not (name and equals and value):
-            raise UsageError(f"--knobs {text!r} is not of the form k=v; write for example --knobs warps=4")
+            raise UsageError(f"--knobs {shown(text)} is not of the form k=v; write for example --knobs warps=4")
         if name in values:
             raise UsageError(f"--knobs sets {name} twice, to {values[name]} and {value}; give one value")
         values[name] = int(value) if _is_whole(value) else value
@@ -333,7 +399,8 @@ def parse_ranges(texts: Iterable[str]) -> dict[str, list[int | str]]:
         name, _, listed = (part.strip() for part in text.partition("="))
         values = [value.strip() for value in listed.split(",")]
         if not (name and all(values)):
-            raise UsageError(f"--only {text!r} is not of the form KNOB=V1,V2,...; write for example --only warps=2,4")
+            said = f"--only {shown(text)} is not of the form KNOB=V1,V2,..."
+            raise UsageError(f"{said}; write for example --only warps=2,4")
         if name in ranges:
             raise UsageError(f"--only names {name} twice; give all its values at once, as in {name}={listed},...")
         ranges[name] = [int(value) if _is_whole(value) else value for value in values]
@@ -351,7 +418,7 @@ def parse_elements(text: str) -> list[int]:
         if part[-1:] in _FACTORS:
             number, factor = part[:-1], _FACTORS[part[-1]]
         if not re.fullmatch(r"[0-9]+(\.[0-9]+)?", number) or len(number) > _MOST_DIGITS:
-            raise UsageError(f"--elements {part!r} is not a size; write for example 65536,1M")
+            raise UsageError(f"--elements {shown(part)} is not a size; write for example 65536,1M")
         count = Fraction(number) * factor
         others = *BUCKETS_BETWEEN, *BUCKETS_OF_LONG_ROWS
         if count not in ELEMENT_BUCKETS and count not in others:

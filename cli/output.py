@@ -11,7 +11,9 @@ from typing import Any, TypeVar
 import click
 
 from hadagen.errors import HadagenError, printable
+from hadagen.formats import FORMATS, ROW
 from hadagen.problem import Problem
+from hadagen.report.names import format_name
 
 Item = TypeVar("Item")
 
@@ -59,6 +61,13 @@ def range_text(sizes: Collection[int]) -> str:
     return str(least) if least == most else f"{least}-{most}"
 
 
+def fraction_text(fraction: float) -> str:
+    """A fraction of the speed of a copy, with two decimals or two significant digits; "-" for 0, which is not timed."""
+    if not fraction:
+        return "-"
+    return f"{fraction:.2f}" if fraction >= 0.1 else f"{fraction:.2g}"
+
+
 # Headers of `problem_cells`.
 PROBLEM_HEADERS = ("n", "dtype", "numerics", "rows")
 
@@ -70,10 +79,14 @@ def problem_cells(problem: Problem) -> tuple[int, str, str, str]:
 
 
 def operand_words(problem: Problem) -> list[str]:
-    """What a transform has beside H, and the format of its result, for a title: "K = 28", "signed", "to int8-row"."""
+    """What a transform has beside H, and the format of its result, for a title: "K = 28", "signed", "to int8-row". Two
+    problems of equal n, types, numerics and rows have different words."""
     form, of = problem.io.form, problem.transform
     operands = [f"K = {of.order}"] * (of.order > 1) + ["swapped"] * of.swapped + ["signed"] * of.signed
-    return [*operands, *([f"to {form.name}"] if form else [])]
+    if form is None:
+        return operands
+    longer = [f"in rows of {form.group}"] if form.group > problem.n and ROW in FORMATS[form.name].groups else []
+    return [*operands, " ".join((f"to {format_name(form)}", *longer))]
 
 
 def clock_text(seconds: float | None) -> str:

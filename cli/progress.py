@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hadagen.cli.output import clock_text, say
+from hadagen.cli.output import clock_text, fraction_text, say
 from hadagen.regimes import REGIMES
 from hadagen.trial import Outcome
 from hadagen.tuner.estimate import BUILT_AT_ONCE
@@ -227,6 +227,6 @@ def _reason(event: VariantNotTried | RaceDisturbed) -> str:
 
 
 def best_so_far(best: tuple[float, ...]) -> str:
-    """The best fraction of copy in each regime."""
-    scores = ", ".join(f"{regime} {score:.2f}" for regime, score in zip(REGIMES, best, strict=True))
+    """The best fraction of copy in each regime; "-" in one in which the problem is not timed."""
+    scores = ", ".join(f"{regime} {fraction_text(score)}" for regime, score in zip(REGIMES, best, strict=True))
     return f"best so far, as fraction of copy: {scores}"

@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hadagen.cli import options
-from hadagen.cli.bundle import bundle_place
+from hadagen.cli.bundle import bundle_place, unused_text
 from hadagen.cli.lanes import Lane, place
 from hadagen.cli.listing import winner_values
 from hadagen.cli.output import (
     PROBLEM_HEADERS,
     clock_text,
+    fraction_text,
     print_json,
     print_table,
     problem_cells,
@@ -47,7 +48,8 @@ if TYPE_CHECKING:
 # The words of the table at the end, which are those of the lines while it runs.
 LEGEND = (
     "As a fraction of the speed of a plain copy: the mean over n, and in brackets the least and the most.\n"
-    "latency: up to {latency} elements; L2: more, found in the L2 cache; memory: found in device memory"
+    "latency: up to {latency} elements; L2: more, found in the L2 cache; memory: found in device memory;\n"
+    "-: not timed, because rows of this length are only timed at more elements"
 )
 NOT_MEASURED = (
     "there is no {arch} GPU here, so kernels are verified on the CPU and ranked by a cost model, and every winner is "
@@ -238,6 +240,7 @@ class _Result:
 
     def values(self, late: bool) -> dict[str, Any]:
         """For programs."""
+        from hadagen.runtime.bundles import why_unused
         from hadagen.tuning_db.bundle import Bundle
 
         report, written = self.report, Bundle.open(self.path)
@@ -247,6 +250,7 @@ class _Result:
             "gpu": report.environment.gpu,
             "estimated": report.estimated,
             "bundle": str(self.path),
+            "unused": why_unused(self.path),
             "trials": report.finished,
             "trials_before": report.finished_before,
             "trials_of_other_runs": report.elsewhere,
@@ -266,7 +270,7 @@ class _Result:
         new = f"{sum(report.outcomes.values())} new trials"
         new += f", {report.elsewhere} more of other runs" if report.elsewhere else ""
         end = f", {stopped}" if stopped else ""
-        say(f"{new} in {clock_text(seconds)}{end}; the winners are in {self.path}")
+        say(f"{new} in {clock_text(seconds)}{end}; the winners are in {self.path}{unused_text(self.path)}")
         if report.under_way:
             say(f"other runs have {report.under_way} trials under way; hadagen bundle make adds what these find")
         if refined:
@@ -328,15 +332,20 @@ def _print_best(best: Mapping[Problem, Scores]) -> None:
     groups: dict[tuple[str, ...], dict[int, Scores]] = {}
     for problem, scores in best.items():
         groups.setdefault(problem_cells(problem)[1:], {})[problem.n] = scores
-    print_table(
-        (*PROBLEM_HEADERS[1:], "n", *REGIMES),
-        ((*kind, range_text(found), *map(_mean, zip(*found.values(), strict=True))) for kind, found in groups.items()),
-    )
+    rows = []
+    for kind, found in groups.items():
+        by_regime = (dict(zip(found, each, strict=True)) for each in zip(*found.values(), strict=True))
+        rows.append((*kind, range_text(found), *map(_mean, by_regime)))
+    print_table((*PROBLEM_HEADERS[1:], "n", *REGIMES), rows)
     click.echo(LEGEND.format(latency=options.short_elements(LATENCY_ELEMENTS)))
 
 
-def _mean(fractions: Sequence[float]) -> str:
-    known = [fraction for fraction in fractions if fraction]  # 0 where nothing was timed
-    if len(known) < 2:
-        return f"{known[0]:.2f}" if known else "-"
-    return f"{geometric_mean(known):.2f} ({min(known):.2f}-{max(known):.2f})"
+def _mean(fractions: Mapping[int, float]) -> str:
+    """Of the fractions of copy of some n. A value of 0 is not timed, and the cell names the n that are."""
+    known = {n: fraction for n, fraction in fractions.items() if fraction}
+    if not known:
+        return "-"
+    text = fraction_text(geometric_mean(known.values()))
+    if len(known) > 1:
+        text += f" ({fraction_text(min(known.values()))}-{fraction_text(max(known.values()))})"
+    return text if len(known) == len(fractions) else f"{text} of n = {range_text(known)}"

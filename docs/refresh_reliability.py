@@ -300,6 +300,15 @@ PROMISES: Mapping[str, Sequence[Promise]] = {
             ),
         ),
         Promise(
+            "A cache of compiled kernels that cannot be written is read, and one that was copied is found. Where "
+            "nothing can be written, PyTorch does the work.",
+            (
+                "test_recipes.py::test_a_cache_that_cannot_be_written_is_read",
+                "test_recipes.py::test_a_cache_serves_a_copy_of_the_installation_at_another_place_and_time",
+                "test_recipes.py::test_where_nothing_can_be_written_no_kernel_is_made",
+            ),
+        ),
+        Promise(
             "A bundle is replaced only by a complete one, and calls that run meanwhile are served.",
             (
                 "test_bundle.py::test_a_bundle_is_replaced_only_by_a_complete_one",

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from hadagen.errors import UsageError
+from hadagen.errors import UsageError, choice, shown
 from hadagen.knobs import KNOB_VALUES, KnobValue
 from hadagen.target import ARCH_DIRECTORY, check_arch, known_archs
 
@@ -161,14 +161,14 @@ class Arch:
         """
         for knob, values in only.items():
             if knob not in self.search:
-                raise UsageError(f"knob {knob!r} is not known; choose from {', '.join(self.search)}")
+                raise UsageError(f"knob {shown(knob)} is not known; {choice(knob, self.search)}")
             searched = ", ".join(map(str, self.search[knob]))
             if not values:
                 raise UsageError(f"knob {knob} is left no value to search; give at least one of {searched}")
             for value in values:
                 if value not in self.search[knob]:
                     raise UsageError(
-                        f"knob {knob} = {value!r} is not searched on {self.name}; choose one of {searched}"
+                        f"knob {knob} = {shown(value)} is not searched on {self.name}; choose one of {searched}"
                     )
         kept = {knob: tuple(value for value in self.search[knob] if value in values) for knob, values in only.items()}
         return replace(self, search={**self.search, **kept})
@@ -178,7 +178,7 @@ class Arch:
 def load_arch(name: str) -> Arch:
     """The target called `name`, such as "sm90". Raises `UsageError` where it is unknown or its file is wrong."""
     if name not in known_archs():
-        raise UsageError(f"arch {name!r} is not known; choose one of {', '.join(known_archs())}")
+        raise UsageError(f"arch {shown(name)} is not known; choose one of {', '.join(known_archs())}")
     values = json.loads(_ARCHS.read_text(encoding="utf-8")).get(name)
     if values is None:
         raise UsageError(f"arch {name} is not in {_ARCHS.name} yet; run make archs")
@@ -209,7 +209,7 @@ def read_arch(path: Path) -> Arch:
     except ValidationError as error:
         wrong = error.errors(include_url=False)[0]
         where = ".".join(map(str, wrong["loc"])) or "the file"
-        what = _MISTAKES.get(wrong["type"], "is {input!r}; {msg}").format(**wrong)
+        what = _MISTAKES.get(wrong["type"], "is {input}; {msg}").format(**wrong | {"input": shown(wrong["input"])})
         what = what.replace("Input should be", "expected")
         raise UsageError(f"{path.name}: {where} {what}") from None
     if arch.name != path.stem:
@@ -232,7 +232,7 @@ def _completed(path: Path) -> Any:
     other = _read(ARCH_DIRECTORY / f"{name}.yaml") if name in known_archs() else {"like": None}
     if "like" in other:
         whole = ", ".join(arch for arch in known_archs() if "like" not in _read(ARCH_DIRECTORY / f"{arch}.yaml"))
-        raise UsageError(f"{path.name}: like is {name!r}; expected an arch whose file is whole: {whole}")
+        raise UsageError(f"{path.name}: like is {shown(name)}; expected an arch whose file is whole: {whole}")
     for section, inherited in other.items():
         if isinstance(inherited, dict) and isinstance(values.get(section), dict):
             values[section] = {**inherited, **values[section]}

@@ -2,7 +2,8 @@
 
 An entry is a directory of files, with a `meta.json` that has its key and the SHA-256 of each file. It is written in
 another directory of the same file system, and renamed into place. So it is complete or absent. Any number of processes
-may share a cache. If two build the same entry, the second uses that of the first.
+may share a cache. If two build the same entry, the second uses that of the first. A key depends on contents and
+versions alone, never on paths or times. So a cache may be filled on one machine, and only be read on another.
 
 Whoever writes to a cache decides what runs. So one that others than the user and root could change is left alone.
 """
@@ -36,7 +37,11 @@ FILES = ("source.cu", "kernel.ptx", "kernel.cubin", "log.txt")
 _META = "meta.json"
 _OLD_SECONDS = 24 * 3600  # far longer than any process works in a folder
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
-
+_NO_FOLDER = (errno.ENOTDIR, errno.EEXIST, errno.ELOOP)
+_IN_MEMORY = "/dev/shm"  # where containers may write that may write nowhere else
+# Seconds before an entry is looked for again that is there and cannot be read. Some network file systems show it late.
+_PAUSES = (0.0, *(0.01 * 2**i for i in range(9)))
+_ELSEWHERE = "or set HADAGEN_CACHE to another place"
 
 _warned: set[tuple[Path, str]] = set()
 _private: list[Path] = []
@@ -45,7 +50,7 @@ _private: list[Path] = []
 def cache_root() -> Path:
     """`cache_place`. If others could change what lies there, a folder for this process alone instead, and a warning.
 
-    Raises `StorageError` as `cache_place` does.
+    Raises `StorageError` as `cache_place` and `private_root` do.
     """
     place = cache_place()
     problem = problem_of(place)
@@ -54,14 +59,15 @@ def cache_root() -> Path:
     if (place, problem) not in _warned:
         _warned.add((place, problem))
         said = f"the kernel cache {place} is neither read nor written, and compiled kernels are not kept: {problem}"
-        warnings.warn(said, RuntimeWarning, stacklevel=2)
+        warnings.warn(f"{said}, {_ELSEWHERE}", RuntimeWarning, stacklevel=2)
     return private_root()
 
 
 def private_root() -> Path:
-    """An empty folder for this process and those that it forks, removed at its end."""
+    """An empty folder for this process and those that it forks, removed at its end. Raises `StorageError` if there is
+    no place where this process may write and others could not put another in its stead."""
     if not _private:
-        folder, owner = tempfile.mkdtemp(prefix="hadagen-"), os.getpid()
+        folder, owner = _temporary_folder(), os.getpid()
 
         def remove() -> None:
             if os.getpid() == owner:  # not at the end of a forked child
@@ -70,6 +76,21 @@ def private_root() -> Path:
         atexit.register(remove)
         _private.append(Path(folder))
     return _private[0]
+
+
+def _temporary_folder() -> str:
+    """In the directory for temporary files, or else in memory."""
+    failure = ""
+    for find in (tempfile.gettempdir, lambda: _IN_MEMORY):
+        try:
+            place = find()
+            problem = problem_of(f"{place}/hadagen-")
+            if not problem:
+                return tempfile.mkdtemp(prefix="hadagen-", dir=place)
+        except OSError as error:
+            problem = f"{error.strerror}"
+        failure = failure or problem
+    raise StorageError(f"there is no place for temporary files ({failure}); set TMPDIR to a folder that can be written")
 
 
 def cache_place() -> Path:
@@ -106,24 +127,28 @@ def cache_key(
 
 class KernelCache:
     """The entries of one `kind`: directories in `root`/kind that hold the files `names`. They are made in `root`/work.
+    `beside`: roots of other caches, which are only read.
 
     Both directories are created at the first write. `load` never raises for a bad entry, and an entry that
     others could change is one. `store` and `workspace` raise `StorageError` if the disk is full or read-only, or if
     others could change what lies in the directory.
     """
 
-    def __init__(self, root: Path, kind: str = "kernels", names: Sequence[str] = FILES) -> None:
-        self.root, self._kind, self._names = root, kind, tuple(names)
+    def __init__(
+        self, root: Path, kind: str = "kernels", names: Sequence[str] = FILES, beside: Sequence[Path] = ()
+    ) -> None:
+        self.root, self._kind, self._names, self._beside = root, kind, tuple(names), tuple(beside)
 
     def load(self, key: str) -> dict[str, bytes] | None:
         """Name → content of the files of an entry; None if it is missing, damaged, or of another key."""
-        folder = self.entry(key)
-        try:
-            meta = json.loads(_own_content(folder / _META))
-            files = {name: _own_content(folder / name) for name in self._names}
-            return files if (meta["key"], meta["sha256"]) == (key, _digests(files)) else None
-        except (OSError, ValueError, LookupError, TypeError, RecursionError):
-            return None
+        for root in (*self._beside, self.root):
+            folder = root / self._kind / key
+            with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
+                meta = json.loads(_own_content(folder / _META))
+                files = {name: _own_content(folder / name) for name in self._names}
+                if (meta["key"], meta["sha256"]) == (key, _digests(files)):
+                    return files
+        return None
 
     def store(self, key: str, files: Mapping[str, bytes], meta: Mapping[str, object]) -> dict[str, bytes]:
         """Store the files of an entry and return them. If another process was first, return the files of that one.
@@ -139,8 +164,8 @@ class KernelCache:
             for name, content in contents.items():
                 (entry / name).write_bytes(content)
                 (entry / name).chmod(0o644)
-            place.parent.mkdir(mode=0o755, exist_ok=True)
-            while True:
+            make_folder(place.parent)
+            for pause in _PAUSES:
                 try:
                     entry.rename(place)
                     return dict(files)
@@ -151,6 +176,11 @@ class KernelCache:
                     return winner
                 with suppress(FileNotFoundError):  # another process was faster
                     place.rename(Path(tempfile.mkdtemp(dir=folder)) / "damaged")
+                    continue
+                time.sleep(pause)
+            raise StorageError(
+                f"an entry of the kernel cache is there and cannot be read; remove {place}, {_ELSEWHERE}"
+            )
 
     def entry(self, key: str) -> Path:
         """The directory of an entry, which may not exist."""
@@ -162,21 +192,36 @@ class KernelCache:
         work = self.root / "work"
         try:
             make_folder(self.root, mode=0o700)
-            work.mkdir(mode=0o755, exist_ok=True)
+            make_folder(work)
             for each in (work, self.root / self._kind):
                 if problem := problem_of(each):
-                    raise StorageError(
-                        f"the kernel cache {self.root} is not written: {problem}, or set HADAGEN_CACHE to another place"
-                    )
+                    raise StorageError(f"the kernel cache {self.root} is not written: {problem}, {_ELSEWHERE}")
             _remove_abandoned(work)
             with _folder_of_ours(work) as folder:
                 yield folder
         except OSError as error:
             fix = "free some space" if error.errno in _NO_ROOM else "make it writable"
+            fix = "make it a folder" if error.errno in _NO_FOLDER else fix
             raise StorageError(
                 f"the kernel cache {self.root} cannot be written ({error.strerror}); "
                 f"{fix}, or set HADAGEN_CACHE to a directory that can be written"
             ) from error
+
+
+def open_cache() -> KernelCache:
+    """The kernels of `cache_root`. If they cannot be written, new ones are kept for this process, which a warning says.
+    Raises `StorageError` as `cache_root` does."""
+    root = cache_root()
+    if not root.is_dir() or os.access(root, os.W_OK):
+        return KernelCache(root)
+    warn_not_kept(f"the kernel cache {root} cannot be written")
+    return KernelCache(private_root(), beside=[root])
+
+
+def warn_not_kept(why: object) -> None:
+    """Warn that new kernels are kept for this process alone."""
+    said = f"kernels that are compiled here are not kept for later processes: {why}"
+    warnings.warn(said, RuntimeWarning, stacklevel=3)
 
 
 def _own_content(path: Path) -> bytes:
@@ -236,8 +281,11 @@ def locked(folder: Path) -> Iterator[bool | None]:
     locked: bool | None
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError:  # removed by now, or no directory
+    except FileNotFoundError:  # removed by now
         yield False
+        return
+    except OSError:  # such as a process that has too many open files
+        yield None
         return
     try:
         try:

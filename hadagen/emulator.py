@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import re
 import shlex
 import shutil
@@ -28,7 +29,7 @@ import numpy as np
 from hadagen import programs
 from hadagen.bits import Bits, decode, encode
 from hadagen.cache import KernelCache, cache_root
-from hadagen.errors import HadagenError, ToolchainError, UsageError
+from hadagen.errors import HadagenError, ToolchainError, UsageError, shown
 from hadagen.formats import Format, Layout
 from hadagen.launch import LaunchSpec, RowShape, Source, X, Y, sizes_for
 from hadagen.problem import DType, Problem
@@ -279,7 +280,7 @@ def compile_host(
     unique = list(dict.fromkeys(_noting_steps(source.text) + _call(source) for source in sources))
     units = ["\n".join(unique[at : at + KERNELS_PER_UNIT]) for at in range(0, len(unique), KERNELS_PER_UNIT)]
     compiler = _compiler(os.environ.get("CXX"))
-    key = _key(compiler.version, KERNEL_FLAGS, MACHINE_FLAGS, sorted(texts.items()), units)
+    key = _key(compiler.identity, KERNEL_FLAGS, MACHINE_FLAGS, sorted(texts.items()), units)
     library = KernelCache(root, "host", [LIBRARY])
     if not library.load(key):
         with library.workspace() as folder:
@@ -319,7 +320,8 @@ def host_texts() -> dict[str, str]:
 
 def host_compiler() -> str:
     """The C++ compiler and its version. Raises `ToolchainError` if there is none."""
-    return ": ".join(_compiler(os.environ.get("CXX")).version.splitlines()[:2])
+    compiler = _compiler(os.environ.get("CXX"))
+    return ": ".join([shlex.join(compiler.command), *compiler.version.splitlines()[:1]])
 
 
 def verification_rows(problem: Problem, launch: LaunchSpec, least: int = NORMAL_ELEMENTS) -> int:
@@ -463,6 +465,12 @@ class _Compiler:
     command: tuple[str, ...]
     version: str
 
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """What its objects depend on: options, version and kind of CPU, wherever it lies."""
+        said = [line for line in self.version.splitlines() if not line.startswith("InstalledDir:")]  # as clang says
+        return self.command[1:], said, platform.machine()
+
 
 @cache
 def _compiler(cxx: str | None) -> _Compiler:
@@ -473,14 +481,14 @@ def _compiler(cxx: str | None) -> _Compiler:
         except ValueError:  # a quotation that does not end
             command = []
         if not command:
-            raise ToolchainError(f"CXX = {name!r} is no command; set it to a C++ compiler, such as c++")
+            raise ToolchainError(f"CXX = {shown(name)} is no command; set it to a C++ compiler, such as c++")
         if shutil.which(command[0]) is None:
             continue
         try:
             said = programs.run([*command, "--version"]).log
         except OSError as error:
             raise ToolchainError(f"{name} cannot be run ({error.strerror}); set CXX to a C++ compiler") from error
-        return _Compiler(tuple(command), f"{name}\n{said}")
+        return _Compiler(tuple(command), said)
     raise ToolchainError(
         f"no C++ compiler was found as {cxx or 'c++, g++ or clang++'}; install one or set CXX to its name"
     )
@@ -526,7 +534,7 @@ class _HostBuild:
     def _machine(self, name: str) -> Path:
         """One of `MACHINE`, from the cache or newly built."""
         shared = [self._texts[header] for header in MACHINE_HEADERS]
-        key = _key(self._compiler.version, MACHINE_FLAGS, shared, self._texts[name])
+        key = _key(self._compiler.identity, MACHINE_FLAGS, shared, self._texts[name])
         objects = KernelCache(self._root, "machine", [OBJECT])
         built = (self._folder / name).with_suffix(".o")
         if found := objects.load(key):

@@ -2,10 +2,82 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
+_MOST = 80  # characters of a value in a message
+
 
 def printable(text: str) -> str:
     """The text on one line. Characters that would control a terminal, such as escapes or line ends, are escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def shortened(text: str, most: int = _MOST) -> str:
+    """The text on one line, cut off behind `most` characters."""
+    text = printable(" ".join(text[: 2 * most].split()))
+    return text if len(text) <= most else f"{text[:most]}…"
+
+
+def shown(value: Any, most: int = _MOST) -> str:
+    """A value that somebody gave, as a message shows it: its `repr` on one line, cut off behind `most` characters."""
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:  # Python refuses to write very long ones
+        return f"an integer of {value.bit_length()} bits"
+    if type(value) in (str, bytes):
+        value = value[: most + 1]
+    try:
+        return shortened(repr(value), most)
+    except Exception:  # a `repr` of the caller's may raise anything, and one of a list has its elements
+        return f"a {type(value).__name__}"
+
+
+def choice(given: Any, known: Iterable[str]) -> str:
+    """What to choose instead of a name that is not known: "did you mean …", or else all that are known."""
+    names = list(known)
+    near = names_like(given, names)
+    if near:
+        return f"did you mean {_either(near)}?"
+    return f"choose {names[0]}" if len(names) == 1 else f"choose one of {', '.join(names)}"
+
+
+def _either(names: list[str]) -> str:
+    return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
+def names_like(given: Any, known: Iterable[str]) -> list[str]:
+    """The known names that may be meant: the one that differs in case and hyphens alone, those that hold the given
+    name or begin it, or the one with the fewest typing errors."""
+    if not isinstance(given, str) or not given:
+        return []
+    known, wanted = list(known), _plain(given[:_MOST])
+    plain = {name: _plain(name) for name in known}
+    for is_meant in (
+        lambda name: name == wanted,
+        lambda name: len(wanted) > 1 and name.startswith(wanted),
+        lambda name: len(wanted) > 2 and wanted in name,
+        lambda name: len(name) > 1 and wanted.startswith(name),
+    ):
+        if found := [name for name in known if is_meant(plain[name])]:
+            return found
+    errors = {name: _typing_errors(wanted, plain[name]) for name in known}
+    least = min(errors.values(), default=len(wanted))
+    is_near = len(wanted) > 2 and least <= max(1, len(wanted) // 4)
+    return [name for name in known if errors[name] == least][:1] if is_near else []
+
+
+def _plain(name: str) -> str:
+    return "".join(name.lower().replace("_", "-").split()).strip("-")
+
+
+def _typing_errors(one: str, other: str) -> int:
+    """How many letters must be added, left out or replaced to turn one text into the other (Levenshtein)."""
+    before = list(range(len(other) + 1))
+    for row, letter in enumerate(one, 1):
+        now = [row]
+        for column, beside in enumerate(other, 1):
+            now.append(min(before[column] + 1, now[-1] + 1, before[column - 1] + (letter != beside)))
+        before = now
+    return before[-1]
 
 
 class HadagenError(Exception):

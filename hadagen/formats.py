@@ -8,7 +8,7 @@ from enum import Enum
 from functools import cached_property
 from typing import Any
 
-from hadagen.errors import UsageError
+from hadagen.errors import UsageError, choice, shown
 
 
 class Element(str, Enum):
@@ -108,16 +108,16 @@ class Format:
         if group is not None and not isinstance(group, int):
             raise TypeError(f"group is a {type(group).__name__}; pass an integer or None")
         if name not in FORMATS:
-            raise UsageError(f"to = {name!r:.40} is no format; choose from {', '.join(FORMATS)}")
+            raise UsageError(f"to = {shown(name)} is no format; {choice(name, FORMATS)}")
         known = FORMATS[name]
         if group is not None and group not in known.groups:
             sizes = ", ".join(str(size) for size in known.groups if size > 0) or "none, as its scales are not of groups"
-            raise UsageError(f"group = {group!r:.20} does not exist for {name}; choose {sizes}")
+            raise UsageError(f"group = {shown(group)} does not exist for {name}; choose {sizes}")
         if rule is not None and rule not in known.rules:
-            raise UsageError(f"rule = {rule!r:.40} does not exist for {name}; choose from {', '.join(known.rules)}")
+            raise UsageError(f"rule = {shown(rule)} does not exist for {name}; {choice(rule, known.rules)}")
         layouts = [each.value for each in known.layouts]
         if layout not in layouts:
-            raise UsageError(f"layout = {layout!r:.40} does not exist for {name}; choose from {', '.join(layouts)}")
+            raise UsageError(f"layout = {shown(layout)} does not exist for {name}; {choice(layout, layouts)}")
         if layout == Layout.PACKED.value and known.scale == "float32" and rule != "power_of_two":
             raise UsageError(f"layout = packed holds powers of two; choose the rule power_of_two of {name}")
         chosen = known.groups[0] if group is None else group
@@ -146,7 +146,23 @@ class Format:
                             form = replace(known, group=group, rule=rule, layout=layout, rounded=rounded)
                             if form.key == key:
                                 return form
-        raise UsageError(f"{key!r:.80} names no format; write one such as fp8_group_128 or int8_row_4096")
+        raise UsageError(f"{shown(key)} is no format; {choice(key, FORMATS)}")
+
+    def for_rows(self, columns: int, round_first: bool) -> Format:
+        """The format of a kernel that quantizes rows of so many elements, after it rounded them to x's type or not.
+        Raises `UsageError` where groups do not fill a row."""
+        self.scales_in_row(columns)
+        group = columns if self.group == ROW else self.group
+        return replace(self.by_kernels, group=group, rounded=bool(round_first) and not self.rounds_first)
+
+    @property
+    def text(self) -> str:
+        """As `rotate_quantize` takes it, for people: "int8-row", or "mxfp4, rule=qutlass, layout=swizzled"."""
+        known = FORMATS[self.name]
+        parts = [self.name, *([f"group={self.group}"] if self.group > 0 and self.group != known.groups[0] else [])]
+        parts += [f"rule={self.rule}"] if self.rule != known.rules[0] else []
+        parts += [f"layout={self.layout.value}"] if self.layout is not Layout.ROW_MAJOR else []
+        return ", ".join([*parts, *(["round_first=True"] if self.rounded else [])])
 
     def __lt__(self, other: Any) -> bool:  # problems are sorted, and have types beside formats
         return self.key < (other.key if isinstance(other, Format) else str(other.value))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import reduce
 from typing import Any
 
-from hadagen.errors import UsageError
+from hadagen.errors import UsageError, choice, shown
 from hadagen.formats import TENSOR
 from hadagen.layout import CHUNK_BITS, LANE_BITS, MMA_MOVES, PAIR, Place, cta, lane, log2, reg, warp
 from hadagen.plan import Plan
@@ -112,7 +112,7 @@ class Knobs:
         unknown = sorted(set(known) - set(KNOB_NAMES))
         if unknown:
             gone = "gone, though kernels that have it still run" if unknown[0] in _FORMER else "not known"
-            raise UsageError(f"knob {unknown[0]!r} is {gone}; choose from {', '.join(KNOB_NAMES)}")
+            raise UsageError(f"knob {shown(unknown[0])} is {gone}; {choice(unknown[0], KNOB_NAMES)}")
         return cls(**known)
 
     @classmethod

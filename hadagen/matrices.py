@@ -22,7 +22,7 @@ from hashlib import sha256
 from math import prod
 from pathlib import Path
 
-from hadagen.errors import StorageError, UsageError
+from hadagen.errors import StorageError, UsageError, choice, shown
 
 NAMES = ("auto", "quarot", "dao", "compressed-tensors", "regular")
 # The largest order of a matrix that a caller gives.
@@ -187,13 +187,13 @@ def find_matrix(name: str, order: int) -> Matrix:
     try:
         return _TABLE[name, order]
     except KeyError:
-        raise UsageError(f"{name} has no matrix of order {order}; {_offer(name)}") from None
+        raise UsageError(f"matrix = {name!r} has none of order {shown(order)}; {_offer(name)}") from None
 
 
 def check_name(name: str) -> None:
     """Raises `UsageError` if it is none of `NAMES`."""
-    if name not in NAMES:
-        raise UsageError(f"matrix {name!r:.80} is not known; choose one of {', '.join(NAMES)}, or give a K×K tensor")
+    if not isinstance(name, str) or name not in NAMES:
+        raise UsageError(f"matrix {shown(name)} is neither a known name nor a K×K tensor; {choice(name, NAMES)}")
 
 
 def find_orders(name: str, n: int, k: tuple[int, ...] | None = None) -> tuple[int, ...]:
@@ -210,6 +210,10 @@ def find_orders(name: str, n: int, k: tuple[int, ...] | None = None) -> tuple[in
     Raises `UsageError` if the name has no matrices for n, or several choices.
     """
     check_name(name)
+    if not isinstance(n, int) or not 1 <= n < 1 << 63:
+        raise UsageError(f"n = {shown(n)} is not possible; it must be an integer from 1 to 2^63 - 1")
+    if k is not None and not (isinstance(k, tuple) and all(isinstance(order, int) and order > 0 for order in k)):
+        raise UsageError(f"k = {shown(k)} is not possible; it must be a tuple of integers of at least 1")
     if k is not None and not (name == "regular" and not k):
         return _given_orders(name, n, k)
     if name == "regular":
@@ -232,7 +236,7 @@ def find_orders(name: str, n: int, k: tuple[int, ...] | None = None) -> tuple[in
         if name == "compressed-tensors" and _is_power_of_two(n) and n != 32:
             found = ()
     if found is None or n % prod(found) or not _is_power_of_two(n // prod(found)):
-        raise UsageError(f"{_as_product(n)} = {n}: {name} has no matrices that give it; {_advice(name, n)}")
+        raise UsageError(f"matrix = {name!r} has no matrices for {n} = {_as_product(n)} elements; {_advice(name, n)}")
     return found
 
 
@@ -264,9 +268,9 @@ def _given_orders(name: str, n: int, k: tuple[int, ...]) -> tuple[int, ...]:
         raise UsageError(f"n = {n} is not {asked}; {_advice(name, n)}")
     for order in k:
         if (name, order) not in _TABLE:
-            whose = "no Hadamard matrix" if ("auto", order) not in _TABLE else f"{name} has no matrix"
+            whose = f"matrix = {name!r} has none" if ("auto", order) in _TABLE else "there is no Hadamard matrix"
             power = (n // size).bit_length() - 1
-            raise UsageError(f"{_plain(k)} · 2^{power} = {n}: {whose} of order {order}; {_advice(name, n)}")
+            raise UsageError(f"{n} = {_plain(k)} · 2^{power}: {whose} of order {order}; {_advice(name, n)}")
     return k
 
 

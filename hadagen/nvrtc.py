@@ -8,15 +8,17 @@ NVRTC documentation: https://docs.nvidia.com/cuda/nvrtc/
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 import re
+import struct
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from ctypes import byref, c_int
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from hadagen import nvrtc_calls
 from hadagen.errors import NoCompilerError, ToolchainError
@@ -29,6 +31,8 @@ _SONAMES = ("libnvrtc.so.13", "libnvrtc.so.12")
 # Where the wheels of CUDA 13 and of CUDA 12 keep libraries, below a folder of packages.
 _FOLDERS = ("nvidia/cu13/lib", "nvidia/cuda_nvrtc/lib")
 _MAPS = Path("/proc/self/maps")  # the files that this process has mapped
+_NOTES, _BUILD_ID = 4, 3  # PT_NOTE and NT_GNU_BUILD_ID
+_SAMPLE, _SAMPLES = 1 << 12, 64  # bytes of one sample of a file, and how many there are
 HINT = "install PyTorch with CUDA, or: pip install nvidia-cuda-nvrtc"
 
 
@@ -134,24 +138,74 @@ class Nvrtc:
 
 @functools.cache
 def stamp() -> str:
-    """What tells the library that `Nvrtc.find` would load from others, without loading it: path, size and time."""
-    for path in [os.environ.get("HADAGEN_NVRTC") or "", *_candidates()]:
-        if path and os.path.exists(path):
-            real = os.path.realpath(path)
-            return f"{real} {os.stat(real).st_size} {os.stat(real).st_mtime_ns}"
-    return f"{_SONAMES}"  # one that only the system's loader finds
+    """What tells the library that `Nvrtc.find` would load from others, wherever it lies; "" if there is none. It is
+    loaded only if the system's loader alone finds it."""
+    named = os.environ.get("HADAGEN_NVRTC")
+    for look in (lambda: None, Nvrtc.find):  # what is loaded has a path
+        with suppress(ToolchainError):
+            look()
+        loaded = (path for path in _mapped() if named and os.path.basename(path).startswith(named))
+        for path in [named, *loaded] if named else _candidates():
+            if os.path.exists(path):
+                with suppress(OSError):
+                    return _identity(path)
+    return ""
+
+
+def _identity(path: str) -> str:
+    """The size of a file, and the build ID that the linker put into it; without one, a digest of samples of it. The
+    library has 100 MB, so it is not read as a whole."""
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        return f"{size} {_build_id(file) or _sampled(file, size)}"
+
+
+def _build_id(file: BinaryIO) -> str:
+    """That of a library of 64 bits (System V gABI, "Program Header" and "Note Section"); "" if it has none."""
+    header = file.read(64)
+    if len(header) < 64 or header[:6] != b"\x7fELF\2\1":
+        return ""
+    at, (entry_size, count) = struct.unpack_from("<Q", header, 32)[0], struct.unpack_from("<HH", header, 54)
+    for number in range(count):
+        file.seek(at + number * entry_size)
+        entry = file.read(56)
+        if len(entry) < 56 or struct.unpack_from("<I", entry)[0] != _NOTES:
+            continue
+        file.seek(struct.unpack_from("<Q", entry, 8)[0])
+        notes, place = file.read(min(struct.unpack_from("<Q", entry, 32)[0], _SAMPLE)), 0
+        while place + 12 <= len(notes):
+            name_size, size, kind = struct.unpack_from("<III", notes, place)
+            content = place + 12 + -(-name_size // 4) * 4
+            if kind == _BUILD_ID and notes[place + 12 : content] == b"GNU\0":
+                return notes[content : content + size].hex()
+            place = content + -(-size // 4) * 4
+    return ""
+
+
+def _sampled(file: BinaryIO, size: int) -> str:
+    digest = hashlib.sha256()
+    for number in range(_SAMPLES):
+        file.seek(max(0, size - _SAMPLE) * number // (_SAMPLES - 1))
+        digest.update(file.read(_SAMPLE))
+    return digest.hexdigest()
 
 
 def _candidates() -> Iterator[str]:
     """Paths where the library may be, best first."""
-    with suppress(OSError):  # PyTorch loads it with its own first compilation
-        yield from re.findall(r" (/.*/libnvrtc\.so\.\d\S*)$", _MAPS.read_text(errors="replace"), re.M)
+    yield from _mapped()  # PyTorch loads it with its own first compilation
     for soname, folder in zip(_SONAMES, _FOLDERS, strict=True):
         yield from (path for entry in sys.path if os.path.exists(path := f"{entry or '.'}/{folder}/{soname}"))
     for soname in _SONAMES:
         if home := os.environ.get("CUDA_HOME"):
             yield f"{home}/lib64/{soname}"
         yield soname
+
+
+def _mapped() -> list[str]:
+    """The paths of those that this process has loaded."""
+    with suppress(OSError):
+        return re.findall(r" (/.*/libnvrtc\.so\.\d\S*)$", _MAPS.read_text(errors="replace"), re.M)
+    return []
 
 
 @functools.cache

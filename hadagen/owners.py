@@ -8,6 +8,9 @@ are usual are fine too:
 - writing by the group of the user's own name, or of root, if it has no other members;
 - in a container whose users are mapped, a folder above that belongs to a user who is not.
 
+A container that runs under a number that its image does not know, as in OpenShift, has another user: that of the image,
+to whom the home directory belongs there. `_user_of_image` says when.
+
 What keeps these rules only the user and root can change. So it cannot be replaced between the check and the use. Where
 files have no owners (no `os.geteuid`), nothing is checked.
 """
@@ -23,7 +26,7 @@ from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-_ROOT = 0  # user and group
+_ROOT = _ROOT_GROUP = 0
 _OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _MOST_LINKS = 40  # as in Linux
 _ALL_USERS = 0xFFFFFFFF  # in the map of a process that is in no such container
@@ -84,22 +87,23 @@ def problem_with(found: os.stat_result, path: Path, owners: Collection[int] | No
     if found.st_uid not in owners:
         return f"{path} belongs to {_user(found.st_uid)}; as root run: chown {os.geteuid()} {name}"
     others = found.st_mode & _OTHERS & ~may_write
-    if others & stat.S_IWGRP and _is_own_group(os.geteuid(), found.st_gid):
+    if others & stat.S_IWGRP and _is_own_group(os.geteuid(), found.st_gid, _user_of_image()):
         others &= ~stat.S_IWGRP
-    return f"others can write to {path}; run: chmod go-w {name}" if others else ""
+    run = "run" if os.geteuid() in (_ROOT, found.st_uid) else "as root run"
+    return f"others can write to {path}; {run}: chmod go-w {name}" if others else ""
 
 
 def make_folder(path: Path, mode: int = 0o755) -> None:
-    """Make a folder and those above it where they are missing. By default, only the user may write there. Raises
-    `OSError`."""
-    missing = []
+    """Make a folder and those above it where they are missing, also where a link points. By default, only the user may
+    write there. Raises `OSError`."""
+    missing, path = [], Path(os.path.realpath(path))
     while not os.path.lexists(path):
         missing.append(path)
         path = path.parent
     for each in reversed(missing):
         each.mkdir(mode, exist_ok=True)
     if not missing and not path.is_dir():
-        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
 
 
 def _on_the_way(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
@@ -123,25 +127,42 @@ def _on_the_way(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
 
 
 def _owners() -> set[int]:
-    return {_ROOT, os.geteuid()}
+    return {_ROOT, os.geteuid()} | _user_of_image()
+
+
+def _user_of_image() -> frozenset[int]:
+    """The owner of the home directory, if root's group may write there, and this process has that group but not root's
+    user.
+
+    So OpenShift starts a container: the image gives its files to a user of its own and to root's group, and the process
+    has that group and a number that nobody knew before. Whoever made the image decides what runs anyway. Where people
+    share a machine no process is of this kind, and nobody can give a folder to a group without being in it.
+    """
+    if os.geteuid() != _ROOT and os.getegid() == _ROOT_GROUP:
+        with suppress(OSError):
+            home = os.stat(os.path.expanduser("~"))
+            if home.st_gid == _ROOT_GROUP and home.st_mode & stat.S_IWGRP:
+                return frozenset({home.st_uid})
+    return frozenset()
 
 
 @functools.cache
-def _is_own_group(user: int, group: int) -> bool:
-    """Whether the members of a group are the user, or root, alone."""
+def _is_own_group(user: int, group: int, of_image: frozenset[int] = frozenset()) -> bool:
+    """Whether the members of a group are the user, or root, or the user of the image, alone."""
     import grp
     import pwd
 
     members: set[str] = set()
     with suppress(KeyError):
         members = set(grp.getgrgid(group).gr_mem)
-    name = ""
-    with suppress(KeyError):
-        entry = pwd.getpwuid(user)
-        name = entry.pw_name
-        if (entry.pw_gid, grp.getgrgid(group).gr_name) == (group, name):
-            return members <= {name}
-    return group == _ROOT and members <= {"root", name}
+    names = {"root"}
+    for each in (*of_image, user):
+        with suppress(KeyError):
+            entry = pwd.getpwuid(each)
+            names.add(entry.pw_name)
+            if (each, entry.pw_gid, grp.getgrgid(group).gr_name) == (user, group, entry.pw_name):
+                return members <= {entry.pw_name}
+    return group == _ROOT_GROUP and members <= names
 
 
 @functools.cache

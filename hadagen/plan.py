@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from hadagen.errors import UsageError
+from hadagen.errors import UsageError, choice, shown
 from hadagen.launch import ARITHMETIC_DIGITS, LaunchSpec
 from hadagen.layout import Axis
 from hadagen.steps.base import AS_LOADED, FP32, IN_16_BITS, PACKED
@@ -111,7 +111,7 @@ def _check(plan: Draft) -> None:
     if (multiplied := plan.multiplied()) not in (*WHOLE_SCALE, *in_parts):
         raise UsageError(f"{name}: the steps do not multiply by the scale once; they do by {multiplied}")
     if plan.order not in ORDERS:
-        raise UsageError(f"{name}: order {plan.order!r} is not known; choose from {', '.join(ORDERS)}")
+        raise UsageError(f"{name}: order {shown(plan.order)} is not known; {choice(plan.order, ORDERS)}")
     if plan.order == "by_group":
         if len(plan.exchanges) != 1 or plan.cta_bits or plan.exchanges[0].rounds > 1:
             raise UsageError(f"{name}: only one exchange, of all vectors in a block, goes group by group")

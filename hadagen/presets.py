@@ -8,8 +8,10 @@ are not finite. docs/quantization.md says which code each was compared with. `nu
 from __future__ import annotations
 
 import functools
+from contextlib import nullcontext
 
 import torch
+from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hadagen import quantizer
@@ -138,7 +140,9 @@ def _rotation(x: torch.Tensor, block: int, *, regular: bool) -> Operands:
     block = as_count(block, "block")
     if x.shape[-1] % block:
         raise UsageError(f"block = {block} does not divide the {x.shape[-1]} columns of x; choose one that does")
-    signs = _signs(block, regular, x.device)
+    of_x = x.fake_mode if not torch.compiler.is_dynamo_compiling() and isinstance(x, FakeTensor) else nullcontext()
+    with of_x:
+        signs = _signs(block, regular, x.device)
     after = signs if regular else None
     return Operands(None, [1], signs, after, block, regular, False, block**-0.5, "accurate", BATCH_INVARIANT)
 

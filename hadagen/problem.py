@@ -15,8 +15,8 @@ from functools import cached_property, lru_cache
 from math import log2
 from typing import Any
 
-from hadagen.errors import UsageError
-from hadagen.formats import ROW, Element, Format
+from hadagen.errors import UsageError, choice, shown
+from hadagen.formats import FORMATS, ROW, Element, Format
 
 MAX_LOG2_N = 17
 # Of the matrix of a transform.
@@ -104,10 +104,15 @@ class Transform:
     def __post_init__(self) -> None:
         most = 1 << MAX_LOG2_N
         if not _is_size(self.order, 1, MAX_ORDER):
-            raise UsageError(f"order = {self.order!r} is not supported; the order of a matrix is from 1 to {MAX_ORDER}")
+            said = f"order = {shown(self.order)} is not supported"
+            raise UsageError(f"{said}; the order of a matrix is from 1 to {MAX_ORDER}")
+        for name in ("signed", "swapped"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise UsageError(f"{name} = {shown(value)} is not supported; give True or False")
         times = f"{self.order} times " if self.order > 1 else ""
         if not _is_size(self.n, 1, most) or self.n % self.order or self.length & (self.length - 1):
-            raise UsageError(f"n = {self.n!r} is not supported; n must be {times}a power of two, and from 2 to {most}")
+            said = f"n = {shown(self.n)} is not supported"
+            raise UsageError(f"{said}; n must be {times}a power of two, and from 2 to {most}")
         if self.swapped and (self.order > 1 or self.n.bit_length() % 2 == 0 or self.n == 1):
             raise UsageError(
                 f"swapped bits of n = {self.n} are not supported; n must be a power of four, without a matrix"
@@ -184,7 +189,7 @@ class Problem:
     def __post_init__(self) -> None:
         if not (isinstance(self.transform, Transform) and isinstance(self.io, Io)):
             raise UsageError(
-                f"Problem({self.transform!r:.40}, {self.io!r:.40}) is not supported; give a Transform and an Io, or "
+                f"Problem({shown(self.transform)}, {shown(self.io)}) is not supported; give a Transform and an Io, or "
                 'call such as Problem.of(4096, "float16")'
             )
         form = self.io.form
@@ -209,22 +214,38 @@ class Problem:
         signed: bool = False,
         swapped: bool = False,
         to: Format | str | None = None,
+        columns: int | None = None,
+        group: int | None = None,
+        rule: str | None = None,
+        layout: str = "row-major",
+        round_first: bool = False,
     ) -> Problem:
         """The problem whose output has the type of its input, or is quantized to a format. Raises `UsageError`, as
-        `Transform` and `Io` do."""
-        return cls(Transform(n, order, signed, swapped), Io(dtype, to or dtype, numerics, rows))  # type: ignore[arg-type]  # which it converts
+        `Transform` and `Io` do.
+
+        to: a format as in a `key`, or its name as in `hadagen.rotate_quantize`; with the name, group, rule, layout and
+            round_first as there, and the elements of the rows of x as columns, by default n.
+        """
+        is_key = isinstance(to, str) and to not in FORMATS and "_" in to
+        if to is not None and not isinstance(to, Format) and not is_key:
+            transform = Transform(n, order, signed, swapped)
+            columns = n if columns is None else columns
+            if not _is_size(columns, 1, (1 << 63) - 1) or columns % n:
+                raise UsageError(f"columns = {shown(columns)} is not supported; rows are a multiple of n = {n}")
+            if not isinstance(round_first, bool):
+                raise UsageError(f"round_first = {shown(round_first)} is not supported; give True or False")
+            form = Format.choose(to, group, rule, layout).for_rows(columns, round_first)
+            return cls(transform, Io(dtype, form, numerics, rows))  # type: ignore[arg-type]  # which it converts
+        check_no_format(columns, group, rule, layout, round_first)
+        output: Any = dtype if to is None else to
+        return cls(Transform(n, order, signed, swapped), Io(dtype, output, numerics, rows))  # type: ignore[arg-type]
 
     @classmethod
-    @lru_cache(maxsize=1024)  # every bundle names the same problems
     def parse(cls, key: str) -> Problem:
         """The problem of a `key`. Raises `UsageError` where it is none."""
-        if found := _KEY.fullmatch(key):
-            n, order, swapped, signed, given, output, numerics, rows = found.groups()
-            transform = Transform(int(n), int(order or 1), bool(signed), bool(swapped))
-            problem = cls(transform, Io(given, output or given, numerics, rows or Rows.CONTIGUOUS))  # type: ignore[arg-type]
-            if problem.key == key:
-                return problem
-        raise UsageError(f"{key!r:.80} names no problem; write one such as n4096-float16-fast or n64-float32-accurate")
+        if found := _parsed(key) if isinstance(key, str) else None:
+            return found
+        raise UsageError(f"{shown(key)} names no problem; write one such as n4096-float16-fast or n64-float32-accurate")
 
     @cached_property
     def key(self) -> str:
@@ -331,6 +352,17 @@ class Problem:
         return errors[min(self.bits, len(errors)) - 1]
 
 
+@lru_cache(maxsize=1024)  # every bundle names the same problems
+def _parsed(key: str) -> Problem | None:
+    found = _KEY.fullmatch(key)
+    if found is None:
+        return None
+    n, order, swapped, signed, given, output, numerics, rows = found.groups()
+    transform = Transform(int(n), int(order or 1), bool(signed), bool(swapped))
+    problem = Problem(transform, Io(given, output or given, numerics, rows or Rows.CONTIGUOUS))  # type: ignore[arg-type]
+    return problem if problem.key == key else None
+
+
 def kernel_order(order: int, length: int) -> int:
     """The order of the matrix with which kernels multiply by a matrix of this order and an H of this length.
 
@@ -368,6 +400,13 @@ def check_tunable(problems: Iterable[Problem]) -> None:
             )
 
 
+def check_no_format(columns: Any, group: Any, rule: Any, layout: Any, round_first: Any) -> None:
+    """Raises `UsageError` where an option of a format is given, for a call that has none."""
+    is_default = isinstance(layout, str) and layout == "row-major"
+    if not is_default or round_first is not False or any(each is not None for each in (columns, group, rule)):
+        raise UsageError("columns, group, rule, layout and round_first are those of a format; give to as well")
+
+
 def difference(one: Problem, other: Problem) -> float:
     """How far two transforms are apart, to find kernels that may be good for both: by how many times two their matrices
     and the lengths of H differ."""
@@ -380,8 +419,7 @@ def padded_length(columns: int) -> int:
 
 
 def _member(kind: type[Enum], value: Any, what: str) -> Any:
-    try:
-        return kind(value)
-    except ValueError:
-        known = ", ".join(str(member.value) for member in kind)
-        raise UsageError(f"{what} {value!r} is not supported; choose one of {known}") from None
+    known = [str(member.value) for member in kind]
+    if not isinstance(value, str) or value not in known:
+        raise UsageError(f"{what} {shown(value)} is not supported; {choice(value, known)}")
+    return kind(value)

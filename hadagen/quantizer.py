@@ -460,7 +460,9 @@ def rows_of_scales(scales: torch.Tensor, layout: Layout, rows: int, groups: int)
         return (each & 0xFF).to(torch.uint8).flatten(-2)[:, :groups]
     if layout not in (Layout.SWIZZLED, Layout.BATCHED_SWIZZLED):
         if layout is Layout.COLUMN_MAJOR:  # an index, as other operations ask traces whether columns have gaps
-            return scales[torch.arange(rows, device=scales.device)[:, None], torch.arange(groups, device=scales.device)]
+            row, group = (torch.arange(size, device=scales.device) for size in (rows, groups))
+            taken = scales.view(torch.uint8) if scales.element_size() == 1 else scales
+            return taken[row[:, None], group].view(scales.dtype)
         return scales.reshape(rows, groups)
     count = prod(scales.shape[:-1])
     places = _swizzled(rows // max(count, 1), groups, count, scales.device)

@@ -11,7 +11,6 @@ import functools
 import hashlib
 import json
 import os
-import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -19,13 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from hadagen import nvrtc, templates
-from hadagen.cache import KernelCache, cache_root, private_root
+from hadagen.cache import FILES, KernelCache, cache_root, private_root, warn_not_kept
 from hadagen.errors import HadagenError, StorageError, ToolchainError, UsageError
 from hadagen.launch import LaunchSpec, Source
 from hadagen.problem import Problem
 from hadagen.trial import Trial, knobs_key
 
 _ENTRY = ("kernel.json",)  # the file of an entry of the index, and of a verdict
+_SOURCES = (".py", ".json", ".yaml", ".j2", ".cuh", ".cu")  # of the generator
 _CUBIN, _PTX = "kernel.cubin", "kernel.ptx"  # files of a compiled kernel
 
 
@@ -143,7 +143,7 @@ def _compile(recipes: Sequence[Recipe], target: str, jobs: int) -> list[bytes | 
             results[i] = error
 
     def build() -> list[Any]:
-        toolchain = Toolchain((NvrtcHere if jobs == 1 else NvrtcProgram)(library), cache=KernelCache(_root()))
+        toolchain = Toolchain((NvrtcHere if jobs == 1 else NvrtcProgram)(library), cache=_cache())
         built = toolchain.build(list(sources.values()), compiled_for, jobs=jobs)
         return list(zip(built, (toolchain.key(source, compiled_for) for source in sources.values()), strict=True))
 
@@ -151,7 +151,10 @@ def _compile(recipes: Sequence[Recipe], target: str, jobs: int) -> list[bytes | 
         made = build()
     except StorageError as error:
         _keep_for_this_process(error)
-        made = build()
+        try:
+            made = build()
+        except StorageError as again:
+            raise ToolchainError(f"no kernel can be compiled here: {again}") from error
     for (i, source), (kernel, key) in zip(sources.items(), made, strict=True):
         if isinstance(kernel, BuildFailure | NotTried):
             why = kernel.summary if isinstance(kernel, BuildFailure) else kernel.reason
@@ -183,7 +186,7 @@ def _known(recipe: Recipe, target: str) -> bytes | None:
     """The code of a recipe that was compiled before."""
     match _read("recipes", _index_key(recipe, target)):
         case [str(key), str(name)]:
-            return (KernelCache(_root()).load(key) or {}).get(name)
+            return (_cache().load(key) or {}).get(name)
     return None
 
 
@@ -195,46 +198,51 @@ def _index_key(recipe: Recipe, target: str) -> str:
 
 @functools.cache
 def _generator() -> str:
-    """What tells this generator from others: the names, sizes and times of its files."""
+    """What tells this generator from others: a digest of its files. Where they lie and when they were written does not
+    matter, so a cache serves every copy of an installation."""
     here, texts = Path(__file__).parent, Path(templates.__file__).parent
     folders = [here, here / "steps", here / "arch", texts, texts / "common", texts / "device"]
-    files = [(folder.name, file) for folder in folders for file in os.scandir(folder) if file.is_file()]
-    return _digest(sorted((name, f.name, f.stat().st_size, f.stat().st_mtime_ns) for name, f in files))
+    digest = hashlib.sha256()
+    for folder in folders:
+        for name in sorted(each.name for each in os.scandir(folder) if each.name.endswith(_SOURCES) and each.is_file()):
+            content = (folder / name).read_bytes()
+            digest.update(f"{folder.name}/{name} {len(content)}\n".encode() + content)
+    return digest.hexdigest()
 
 
-# The directory of the cache, once it is known whether it can be written.
-_found_root: list[Path] = []
+# The directories of the caches that are read. New entries go to the last.
+_roots: list[Path] = []
 
 
-def _root() -> Path:
-    """The directory of the cache, or one for this process alone if that cannot be written."""
-    if not _found_root:
-        try:
-            root = cache_root()
-            with KernelCache(root).workspace():
-                _found_root[:] = [root]
-        except (StorageError, OSError) as error:
-            _keep_for_this_process(error)
-    return _found_root[0]
+def _cache(kind: str = "kernels", names: Sequence[str] = FILES) -> KernelCache:
+    """The entries of one kind. Raises `StorageError` if there is no place for a cache."""
+    if not _roots:
+        _roots.append(cache_root())
+    return KernelCache(_roots[-1], kind, names, beside=_roots[:-1])
 
 
-def _keep_for_this_process(error: Exception) -> None:
-    """Go on with an empty cache in a temporary directory, and warn."""
-    _found_root[:] = [private_root()]
-    said = f"kernels that are compiled here are not kept for later processes: {error}"
-    warnings.warn(said, RuntimeWarning, stacklevel=2)
+def _keep_for_this_process(error: StorageError) -> None:
+    """Write to a temporary directory from now on, and warn. What the cache has is still read. Raises `ToolchainError`
+    if no directory can be written, because a compiler needs one."""
+    try:
+        private = private_root()
+    except StorageError as another:
+        raise ToolchainError(f"no kernel can be compiled here: {another}") from error
+    if private not in _roots:
+        _roots.append(private)
+        warn_not_kept(error)
 
 
 def _read(kind: str, place: str) -> Any:
-    files = KernelCache(_root(), kind, _ENTRY).load(place)
-    with suppress(ValueError):
+    with suppress(StorageError, ValueError):
+        files = _cache(kind, _ENTRY).load(place)
         return None if files is None else json.loads(files[_ENTRY[0]])
     return None
 
 
 def _keep(kind: str, place: str, said: object) -> None:
     with suppress(StorageError):  # it is only found anew
-        KernelCache(_root(), kind, _ENTRY).store(place, {_ENTRY[0]: json.dumps(said).encode()}, {})
+        _cache(kind, _ENTRY).store(place, {_ENTRY[0]: json.dumps(said).encode()}, {})
 
 
 def _digest(*values: Any) -> str:

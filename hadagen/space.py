@@ -12,7 +12,7 @@ from math import prod
 from typing import Any
 
 from hadagen.arch import Arch
-from hadagen.errors import UsageError
+from hadagen.errors import UsageError, shown
 from hadagen.knobs import HALF, KNOB_NAMES, LOAD, Knobs, plan_of
 from hadagen.layout import CHUNK_BITS, log2
 from hadagen.legality import RULES, Context, Rule
@@ -36,7 +36,7 @@ def check_legal(problem: Problem, knobs: Knobs, arch: Arch) -> None:
         value = getattr(knobs, name)
         if value not in arch.search[name]:
             known = ", ".join(map(str, arch.search[name]))
-            raise UsageError(f"knob {name} = {value!r} is not searched on {arch.name}; choose one of {known}")
+            raise UsageError(f"knob {name} = {shown(value)} is not searched on {arch.name}; choose one of {known}")
     context = Context(problem, arch)
     for rule in rules_for(problem):
         if why := rule.broken(context, knobs):

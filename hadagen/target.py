@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from hadagen.errors import UsageError
+from hadagen.errors import UsageError, shown
 
 ARCH_DIRECTORY = Path(__file__).with_name("arch")
 
@@ -32,7 +32,7 @@ _ARCH_OF = {model: arch for arch, models in _MODELS.items() for model in models.
 def check_arch(name: object) -> None:
     """The one rule for names of archs: sm and the compute capability, in two or three digits. Raises `UsageError`."""
     if not isinstance(name, str) or not re.fullmatch("sm[1-9][0-9]{1,2}", name):
-        raise UsageError(f"arch {name!r} is not one; write sm and the compute capability, for instance sm90")
+        raise UsageError(f"arch {shown(name)} is not one; write sm and the compute capability, for instance sm90")
 
 
 def known_archs() -> list[str]:

@@ -13,10 +13,10 @@ from threading import Event
 from typing import TypeVar
 
 from hadagen.arch import Arch
-from hadagen.cache import KernelCache, cache_key, cache_root
+from hadagen.cache import KernelCache, cache_key, open_cache
 from hadagen.compilers import COMPILERS, DEFAULT, NVCC_HINT, Compiler, Nvcc, Ptxas, find_tool, run
 from hadagen.cubin import is_cubin
-from hadagen.errors import ToolchainError, UsageError
+from hadagen.errors import ToolchainError, UsageError, choice, shown
 from hadagen.launch import ENTRY, Source
 from hadagen.programs import Finished, Patience, one_line
 from hadagen.ptx_version import lowered
@@ -53,7 +53,7 @@ class Toolchain:
     compiler: Compiler
     note: str = ""
     headers: Mapping[str, str] = field(default_factory=device_headers)
-    cache: KernelCache = field(default_factory=lambda: KernelCache(cache_root()))
+    cache: KernelCache = field(default_factory=open_cache)
     patience: Patience = field(default_factory=Patience, compare=False)
 
     @classmethod
@@ -63,7 +63,7 @@ class Toolchain:
         Raises `ToolchainError` if there is none, or none that works.
         """
         if kind not in COMPILERS:
-            raise UsageError(f"there is no compiler {kind!r}; give {' or '.join(COMPILERS)}")
+            raise UsageError(f"there is no compiler {shown(kind)}; {choice(kind, COMPILERS)}")
         try:
             return cls(COMPILERS[kind].find())
         except ToolchainError as error:
@@ -209,7 +209,7 @@ def assembled(kernels: Sequence[Kernel], arch: Arch, ptxas: Ptxas, *, jobs: int 
     """
     stopped = Event()
     by_digest = {kernel.digest: kernel for kernel in kernels}
-    with KernelCache(cache_root()).workspace() as folder:
+    with open_cache().workspace() as folder:
         return _each(
             lambda digest: _assembled(by_digest[digest], arch, ptxas, folder, stopped),
             by_digest,
@@ -246,7 +246,7 @@ def _assembled(kernel: Kernel, arch: Arch, ptxas: Ptxas, folder: Path, stopped: 
 def disassemble(kernel: Kernel) -> str:
     """The machine code of a kernel as text. Raises `ToolchainError` if nvdisasm is missing or fails."""
     nvdisasm = find_tool("nvdisasm")
-    with KernelCache(cache_root()).workspace() as folder:
+    with open_cache().workspace() as folder:
         (folder / "kernel.cubin").write_bytes(kernel.cubin)
         answer = run([nvdisasm, "--print-code", "kernel.cubin"], NVCC_HINT, folder)
     if not answer.ok:

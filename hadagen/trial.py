@@ -164,3 +164,9 @@ class Trial:
     environment: Environment = Environment()
     date: str = ""  # UTC, ISO 8601
     seconds: float = 0.0  # wall time the trial took
+
+    def __post_init__(self) -> None:
+        # What a compiler says may quote a name that is no UTF-8, of which Python makes lone surrogates: no file and no
+        # database takes these, so escapes take their place.
+        if isinstance(self.detail, str) and not self.detail.isascii():
+            object.__setattr__(self, "detail", self.detail.encode("utf-8", "backslashreplace").decode())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import pytest
 from chromium import find_chromium
 from hypothesis import HealthCheck, settings
 from postgres import postgres, postgres_server
+from slow import slow_cases
 from torch_releases import failing_here
 
 __all__ = ["postgres", "postgres_server"]  # fixtures; a session has one server only if no other module imports them
@@ -71,7 +73,10 @@ def figure(request: pytest.FixtureRequest) -> Callable[[str, Any], None]:
     return write
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses by the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for at in slow_cases([f"{item.path.name}::{getattr(item, 'originalname', item.name)}" for item in items]):
+        items[at].add_marker(pytest.mark.slow)
     for failing in failing_here():
         for item in items:
             if failing.covers(item.nodeid):
@@ -84,6 +89,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         raise pytest.UsageError("--require-gpu was given, but torch.cuda.is_available() is False on this machine")
     for item in gpu_items:
         item.add_marker(pytest.mark.skip(reason="needs a GPU: torch.cuda.is_available() is False"))
+
+
+def pytest_collection_finish() -> None:
+    # What was imported and collected stays to the end, and looking for garbage in it again and again takes time.
+    gc.collect()
+    gc.freeze()
 
 
 def _skip_without_chromium(config: pytest.Config, items: list[pytest.Item]) -> None:

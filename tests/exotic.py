@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch._subclasses import FakeTensorMode
 
 import hadagen
-from hadagen import Quantized, Rotation, presets, rotate_quantize
+from hadagen import Quantized, Rotation, matrices, presets, rotate_quantize
 from hadagen.compat import fast_hadamard_transform, hadacore, quarot, sglang
 
 Tensor = torch.Tensor
@@ -116,6 +118,16 @@ CALLS: dict[str, tuple[Tensor, Callable[[Any], Any]]] = {
     "dequantize scales": (torch.ones(2, 1), lambda t: _quantized("int8-row", scales=t).dequantize()),
     "dequantize tensor_scale": (ONE, lambda t: _quantized("nvfp4", tensor_scale=t).dequantize()),
     "Quantized to": (X, lambda t: _quantized("nvfp4").to(t)),
+    **{
+        f"Quantized {part}, {does}": (dense, lambda t, part=part, call=call: call(_quantized("nvfp4", **{part: t})))
+        for part, dense in (("codes", torch.ones(2, 32)), ("scales", torch.ones(2, 1)), ("tensor_scale", ONE))
+        for does, call in {
+            "to": lambda q: q.to("cpu", copy=True),
+            "as_torch_types": Quantized.as_torch_types,
+            "pickle": pickle.dumps,
+            "repr": repr,
+        }.items()
+    },
     "deepseek_v32_indexer": (torch.ones(2, 128), presets.deepseek_v32_indexer),
     "deepseek_v4_fp4": (torch.ones(2, 128), presets.deepseek_v4_fp4),
     "convrot_int8": (torch.ones(2, 256), presets.convrot_int8),
@@ -156,3 +168,71 @@ def exotic(kind: str, dense: Tensor, gradient: bool) -> Any:
         return made.requires_grad_() if gradient else made
     except (RuntimeError, IndexError, ValueError):
         return None
+
+
+class Unprintable:
+    def __repr__(self) -> str:
+        raise RuntimeError("no repr")
+
+
+# Values of which no function may say more than a little, or that are hard to write at all.
+LONG: dict[str, Any] = {
+    "text": "x" * 5000,
+    "lines": "x\n" * 2500,
+    "integer": 10**400,
+    "longer integer": 10**5000,
+    "negative integer": -(10**5000),
+    "list": ["x" * 5000] * 3,
+    "numbers": list(range(3000)),
+    "integers in a list": [10**5000],
+    "dictionary": {"x" * 5000: "y" * 5000},
+    "unprintable": Unprintable(),
+    "a dtype": torch.float16,
+    "array": np.array([[1.5] * 40] * 40),
+    "true": np.True_,
+    "a true tensor": torch.tensor(True),
+}
+
+# Functions, and arguments with which they work; each argument of each is replaced.
+ARGUMENTS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "hadamard_transform": (hadagen.hadamard_transform, {"x": X}),
+    "Rotation": (Rotation, {"n": 8}),
+    "Rotation, regular": (Rotation, {"n": 16, "matrix": "regular"}),
+    "Rotation.forward": (R, {"x": X}),
+    "Rotation.inverse": (R.inverse, {"x": X}),
+    "Rotation.matrix": (R.matrix, {}),
+    "Rotation.fold_into": (R.fold_into, {"weight": torch.eye(8), "side": "output"}),
+    "Rotation.shard": (Rotation(8, block=4).shard, {"rank": 0, "world": 2}),
+    "Rotation.from_dict": (Rotation.from_dict, {"data": SIGNED.to_dict()}),
+    "Rotation.from_compressed_tensors": (Rotation.from_compressed_tensors, {"weight": torch.ones(1, 1)}),
+    "rotate_quantize": (rotate_quantize, {"x": X, "to": "int8-row"}),
+    "rotate_quantize, groups": (rotate_quantize, {"x": torch.ones(2, 128), "to": "fp8-group", "rule": "power_of_two"}),
+    "rotate_quantize, scale": (rotate_quantize, {"x": X, "to": "fp8-tensor", "tensor_scale": 1.0}),
+    "Quantized.dequantize": (_quantized("int8-row").dequantize, {}),
+    "Quantized.to": (_quantized("int8-row").to, {"device": "cpu"}),
+    "warmup": (hadagen.warmup, {"n": 8, "dtype": "float16"}),
+    "warmup, quantized": (hadagen.warmup, {"n": 8, "dtype": "float16", "to": "int8-row"}),
+    "best_config": (hadagen.best_config, {"problem": "n64-float16-fast", "rows": 8, "arch": "sm90"}),
+    "autotune": (hadagen.autotune, {"problem": "n64-float16-fast"}),
+    "Problem": (hadagen.Problem, {"transform": 1, "io": 1}),
+    "Problem.of": (hadagen.Problem.of, {"n": 64, "dtype": "float16"}),
+    "Problem.parse": (hadagen.Problem.parse, {"key": "n64-float16-fast"}),
+    "deepseek_v32_indexer": (presets.deepseek_v32_indexer, {"x": torch.ones(2, 128)}),
+    "convrot_int8": (presets.convrot_int8, {"x": torch.ones(2, 256)}),
+    "quarot_int4": (presets.quarot_int4, {"x": X}),
+    "qutlass_mxfp4": (presets.qutlass_mxfp4, {"x": torch.ones(2, 32)}),
+    "transformer_engine_nvfp4": (presets.transformer_engine_nvfp4, {"x": torch.ones(2, 32)}),
+    "fa3_fp8": (presets.fa3_fp8, {"x": torch.ones(1, 2, 3, 8)}),
+    "fast_hadamard_transform": (fast_hadamard_transform.hadamard_transform, {"x": X}),
+    "fast_hadamard_transform_12N": (fast_hadamard_transform.hadamard_transform_12N, {"x": torch.ones(2, 48)}),
+    "hadacore": (hadacore.hadamard_transform, {"x": X}),
+    "quarot get_hadK": (quarot.get_hadK, {"n": 12}),
+    "quarot matmul_hadU_cuda": (quarot.matmul_hadU_cuda, {"X": torch.ones(2, 12), "hadK": torch.eye(3), "K": 3}),
+    "quarot had_dim": (quarot.apply_exact_had_to_linear, {"module": torch.nn.Linear(8, 8)}),
+    "sglang": (
+        sglang.hadamard_transform_with_signs,
+        {"x": X, "signs1": torch.ones(8), "signs2": torch.ones(8)},
+    ),
+    "find_matrix": (matrices.find_matrix, {"name": "auto", "order": 12}),
+    "find_orders": (matrices.find_orders, {"name": "auto", "n": 12}),
+}

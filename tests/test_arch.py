@@ -142,7 +142,7 @@ def test_every_key_is_needed(key: str, values: dict[str, Any], read: Callable[[A
         ("model.sms", None, "sm90.yaml: model.sms is None; expected a valid integer"),
         ("features", ["wgmma"], "sm90.yaml: features.0 is 'wgmma'; expected 'mma_f16', 'mma_bf16', 'mma_tf32', "),
         ("features", "mma_f16", "sm90.yaml: features is 'mma_f16'; expected a valid array"),
-        ("search.colour", ["red"], "sm90.yaml: knob 'colour' is not known; choose from chunks, warps, cluster"),
+        ("search.colour", ["red"], "sm90.yaml: knob 'colour' is not known; choose one of chunks, warps, cluster"),
         ("search.warps", [3], "sm90.yaml: knob warps = 3 is not searched on sm90; choose one of 1, 2, 4, 8, 16, 32"),
         ("search.warps", [[1]], "sm90.yaml: search.warps.0"),
         ("search.warps", [], "sm90.yaml: knob warps is left no value to search; give at least one of 1, 2, 4"),

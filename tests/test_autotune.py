@@ -79,9 +79,10 @@ class FakeToolchain:
 
     def build(self, sources: Sequence[Source], arch: Any, **_: object) -> list[Any]:
         self.built.extend(source.text for source in sources)
-        if isinstance(self.refused, Exception):
-            raise self.refused
-        return [self.refused or kernel for kernel in self.build_all(sources, arch)]
+        refused = self.refused  # read once: the test may set it while another thread is here
+        if isinstance(refused, Exception):
+            raise refused
+        return [refused or kernel for kernel in self.build_all(sources, arch)]
 
 
 class FakeRunner:

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hadagen import cache as cache_module
-from hadagen.cache import FILES, KernelCache, cache_key, cache_root
+from hadagen.cache import FILES, KernelCache, cache_key, cache_root, open_cache, private_root
 from hadagen.errors import StorageError
 
 INPUTS: dict[str, Any] = {
@@ -153,7 +153,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing_half_written(
 
 def test_a_place_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(StorageError, match="make it writable, or set HADAGEN_CACHE to a directory that can be written"):
+    with pytest.raises(StorageError, match="make it a folder, or set HADAGEN_CACHE to a directory that can be written"):
         KernelCache(tmp_path / "file" / "cache").store("key", CONTENT, {})
 
 
@@ -208,6 +208,91 @@ def test_an_entry_in_the_place_of_another_is_none(cache: KernelCache) -> None:
     assert cache.load("other") is None
     assert cache.store("other", CONTENT, {}) == CONTENT
     assert cache.load("other") == CONTENT
+
+
+def test_an_entry_that_appears_late_is_waited_for(cache: KernelCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on network file systems, where a name may be taken before it is seen."""
+    rename, pauses = Path.rename, []
+
+    def taken(path: Path, target: Path) -> Path:
+        if path.name == "entry":
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
+        return rename(path, target)
+
+    def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == appears_after:
+            monkeypatch.setattr(Path, "rename", rename)
+            KernelCache(cache.root).store("key", {**CONTENT, "log.txt": b"late"}, {})
+            monkeypatch.setattr(Path, "rename", taken)
+
+    monkeypatch.setattr(cache_module.time, "sleep", sleep)
+    monkeypatch.setattr(Path, "rename", taken)
+    appears_after = 0  # never
+    with pytest.raises(StorageError, match=r"is there and cannot be read; remove .*key, or set HADAGEN_CACHE"):
+        cache.store("key", CONTENT, {})
+    assert len(pauses) <= 20
+    assert 3 < sum(pauses) < 30
+    pauses.clear()
+    appears_after = 4
+    assert cache.store("key", CONTENT, {})["log.txt"] == b"late"
+    assert len(pauses) == 4
+
+
+def test_what_lies_beside_is_read_and_not_written(cache: KernelCache, tmp_path: Path) -> None:
+    cache.store("key", CONTENT, {})
+    other = KernelCache(tmp_path / "other", beside=[cache.root])
+    assert other.load("key") == CONTENT
+    assert not other.root.exists()
+    other.store("new", CONTENT, {})
+    assert other.load("new") == CONTENT
+    assert cache.load("new") is None
+
+
+def test_a_cache_that_is_only_read_has_another_beside_it(cache: KernelCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HADAGEN_CACHE", str(cache.root))
+    cache.store("key", CONTENT, {})
+    assert open_cache().root == cache.root
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: path != cache.root and access(path, mode))
+    with pytest.warns(RuntimeWarning, match="are not kept for later processes: .* cannot be written"):
+        beside = open_cache()
+    beside.store("new", CONTENT, {})
+    assert (beside.root, beside.load("key"), beside.load("new")) == (private_root(), CONTENT, CONTENT)
+    assert cache.load("new") is None
+
+
+@pytest.mark.parametrize("link", ["root", "work", "kernels"])
+def test_a_link_that_leads_nowhere_leads_to_a_new_folder(cache: KernelCache, tmp_path: Path, link: str) -> None:
+    """As after the disk that it leads to was emptied."""
+    place = cache.root if link == "root" else cache.root / link
+    place.parent.mkdir(exist_ok=True)
+    place.symlink_to(tmp_path / "gone" / "cache")
+    if link == "work":  # from where entries are renamed
+        (cache.root / "kernels").symlink_to(tmp_path / "gone" / "kernels")
+    assert cache.store("key", CONTENT, {}) == cache.load("key") == CONTENT
+    assert (tmp_path / "gone" / "cache").is_dir()
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.EMFILE])
+def test_without_locks_a_cache_works(cache: KernelCache, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """The folders of killed processes then stay."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    cache.store("first", CONTENT, {})
+    (cache.root / "work" / f"{cache_module._of_this_machine()}left").mkdir()
+    monkeypatch.setattr("fcntl.flock", refuse)
+    if number == errno.EMFILE:
+        opened = os.open
+
+        def open_file(path: Any, flags: int, *rest: Any, **options: Any) -> int:
+            return refuse() or 0 if flags & os.O_DIRECTORY else opened(path, flags, *rest, **options)
+
+        monkeypatch.setattr(cache_module.os, "open", open_file)
+    assert cache.store("key", CONTENT, {}) == cache.load("key") == CONTENT
+    assert len(os.listdir(cache.root / "work")) == 1
 
 
 def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

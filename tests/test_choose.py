@@ -23,6 +23,7 @@ from sample_bundle import hide_bundles, write_sample, write_trials, write_winner
 from sample_trials import H100, LAUNCH, PROBLEM, make_trial
 
 import hadagen
+from hadagen import Rotation
 from hadagen.errors import StorageError, UsageError
 from hadagen.problem import DType, Numerics, Problem, Rows, Transform
 from hadagen.regimes import Cache, Destination, element_buckets, nearest
@@ -448,9 +449,11 @@ def test_bad_problem() -> None:
     with pytest.raises(UsageError, match="n = 100 is not supported"):
         hadagen.best_config({"n": 100, "dtype": "float16"}, 1, arch="sm90")
     bad: Any
-    for bad in ({"n": 128}, {"n": 128, "dtype": "float16", "m": 1}, 7):
-        with pytest.raises(UsageError, match=r"problem = .* is not one; give a Problem, its key, or such as"):
-            hadagen.best_config(bad, 1, arch="sm90")
+    for lacking in ({"n": 128}, {"dtype": "float16"}):
+        with pytest.raises(UsageError, match=r"problem = .* lacks '(n|dtype)'; give such as "):
+            hadagen.best_config(lacking, 1, arch="sm90")
+    with pytest.raises(UsageError, match=r"problem = .* is not one; give a Problem, its key, or such as"):
+        hadagen.best_config({"n": 128, "dtype": "float16", "m": 1}, 1, arch="sm90")
     for bad in ("n128", "n128-float16", "n0128-float16-fast", "n128-float16-fast-contiguous", "n128-float32-fast"):
         with pytest.raises(UsageError, match=f"'{bad}' names no problem; write one such as n4096-float16-fast"):
             hadagen.best_config(bad, 1, arch="sm90")
@@ -499,24 +502,73 @@ def test_a_gpu_of_another_arch_is_refused() -> None:
 @pytest.mark.parametrize(
     ("arguments", "options", "message"),
     [
-        ((4096, "float16"), {"rows": 8}, "best_config: multiple values for argument 'rows'; call it with a problem"),
-        ((PROBLEM,), {}, "best_config: missing a required argument: 'rows'"),
-        ((), {}, "best_config: missing a required argument: 'problem'"),
-        ((), {"n": 4096, "dtype": "float16", "rows": 8}, "best_config: missing a required argument: 'problem'"),
-        ((PROBLEM, 8), {"numerics": "fast"}, "best_config: got an unexpected keyword argument 'numerics'"),
-        ((PROBLEM, 8, None, "sm90"), {}, "best_config: too many positional arguments"),
+        ((4096, "float16"), {}, "best_config: missing a required argument: 'rows'; call"),
+        ((PROBLEM,), {}, "best_config: missing a required argument: 'rows'; call"),
+        ((), {}, "best_config: missing a required argument: 'n'; call"),
+        ((), {"dtype": "float16", "rows": 8}, "best_config: missing a required argument: 'n'; call"),
+        ((4096,), {"rows": 8}, "best_config: missing a required argument: 'dtype'; call"),
         (
-            (4096,),
-            {"rows": 8},
-            'problem = 4096 is not one; give a Problem, its key, or such as {"n": 4096, "dtype": "float16"}',
+            (4096, "float16"),
+            {"row": 8},
+            "best_config: got an unexpected keyword argument 'row' (did you mean rows?); call",
         ),
+        ((4096, "float16"), {"rows": 8, "x": 1}, "best_config: got an unexpected keyword argument 'x'; call"),
+        ((PROBLEM, 8, None, "sm90"), {}, "best_config: too many positional arguments; call"),
+        (
+            (4096.0, "float16"),
+            {"rows": 8},
+            "n = 4096.0 is not supported; give a whole number, at least 1, a Rotation or",
+        ),
+        ((PROBLEM, 8), {"numerics": "fast"}, "a problem has its dtype, numerics and format; leave out"),
+        ((PROBLEM, "float16"), {"rows": 8}, "a problem has its dtype, numerics and format; leave out"),
+        ((Rotation(8), "float16"), {"rows": 8, "signed": True}, "a Rotation says itself whether"),
+        ((Rotation(6, torch.rand(3, 3) + torch.eye(3)), "float16"), {"rows": 8}, "no kernel computes this Rotation"),
+        ((Rotation(1 << 20), "float16"), {"rows": 8}, "no kernel computes this Rotation"),
+        ((128, "float16"), {"rows": 8, "rule": "exact"}, "columns, group, rule, layout and round_first are those of"),
+        ((128, "float16"), {"rows": 8, "to": "MXFP4"}, "to = 'MXFP4' is no format; did you mean mxfp4?"),
+        ((128, "float16"), {"rows": 8, "to": "int8-row", "columns": 100}, "columns = 100 is not supported; rows are a"),
     ],
+    ids=str,
 )
-def test_miscalls_are_answered_with_a_call(arguments: Any, options: dict[str, Any], message: str) -> None:
+def test_miscalls_are_answered_with_what_is_wrong(arguments: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError) as caught:
         hadagen.best_config(*arguments, **options)
-    assert str(caught.value).startswith(message)
-    assert '{"n": 4096, "dtype": "float16"}' in str(caught.value)
+    said = str(caught.value)
+    assert said.startswith(message)
+    assert message.endswith("; call") == said.endswith('; call it such as best_config(4096, "float16", rows=8)')
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "key", "rows"),
+    [
+        ((256, torch.float16), {}, "n256-float16-accurate", 12),
+        ((256, "bfloat16"), {"numerics": "fast"}, "n256-bfloat16-fast", 12),
+        ((3000, "float16"), {}, "n4096-float16-accurate-pitched", 12),
+        ((14336, "float16"), {"order": 28, "signed": True}, "n14336-k28-signed-float16-accurate", 12),
+        ((Rotation(14336), "float16"), {}, "n14336-k28-float16-accurate", 12),
+        ((Rotation(4096, signs=[1] * 128, block=128), "float16"), {}, "n128-signed-float16-accurate", 384),
+        ((128, "bfloat16"), {"to": "int8-row"}, "n128-bfloat16-to-int8_row_128-accurate", 12),
+        ((128, "bfloat16"), {"to": "int8-row", "columns": 4096}, "n128-bfloat16-to-int8_row_4096-accurate", 384),
+        ((Rotation(4096, block=64), "bfloat16"), {"to": "fp8-row"}, "n64-bfloat16-to-fp8_row_4096-accurate", 768),
+        (
+            (Rotation(256, "regular"), "float16"),
+            {"to": "int4-row"},
+            "n256-swapped-float16-to-int4_row_256-accurate",
+            12,
+        ),
+        (
+            (1, "float16"),
+            {"to": "mxfp4", "columns": 64, "rule": "qutlass", "layout": "swizzled", "round_first": True},
+            "n1-float16-to-mxfp4_32_qutlass_swizzled_rounded-accurate",
+            768,
+        ),
+    ],
+    ids=str,
+)
+def test_arguments_are_those_of_warmup(arguments: Any, options: dict[str, Any], key: str, rows: int) -> None:
+    found = hadagen.best_config(*arguments, rows=12, arch="sm90", **options)
+    assert (found.problem.key, found.rows) == (key, rows)
+    assert hadagen.best_config(problem=key, rows=rows, arch="sm90") == found
 
 
 @pytest.mark.parametrize("device", ["cpu", "NVIDIA H100 80GB HBM3", "cuda:1", 1, 7, 1.5])

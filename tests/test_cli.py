@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import click
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("machine")
 
 # ---- help ------------------------------------------------------------------------------------------------------------
 COMMANDS = {
-    "": ["tune", "best", "bench", "bundle", "report", "emit", "doctor", "dev"],
+    "": ["tune", "best", "bench", "bundle", "compile", "report", "emit", "doctor", "dev"],
     "bench": ["kernels", "between", "calls"],
     "bundle": ["list", "make", "estimate", "verify", "sign", "show", "merge", "assemble", "export"],
     "dev": ["record", "replay"],
@@ -89,7 +90,10 @@ WRONG = {
     ("--nonsense",): f"{click.NoSuchOption('--nonsense').format_message().rstrip('.')}; see 'hadagen --help'",
     ("best", "--arch", "sm90", "--n", "256"): "Missing option '--rows'; see 'hadagen best --help'",
     (*BEST, "many"): "Invalid value for '--n': 'many' is not a valid integer; see 'hadagen best --help'",
-    (*BEST, "98"): "49 · 2^1 = 98: auto has no matrices that give it; pad it to 100, or use blocks of a size that auto",
+    (
+        *BEST,
+        "98",
+    ): "matrix = 'auto' has no matrices for 98 = 49 · 2^1 elements; pad it to 100, or use blocks of a size that auto",
     (*BEST, "19712"): "n = 19712 takes matrices of the orders 28 and 44, and a kernel takes one; name the order of one",
     (*BEST, "14336", "--k", "1"): "n = 14336 is not supported; n must be a power of two, and from 2 to 131072",
     (*BEST, "14336", "--k", "12"): "n = 14336 is not supported; n must be 12 times a power of two",
@@ -109,19 +113,44 @@ WRONG = {
     (*BEST, "256", "--arch", "hopper"): "arch 'hopper' is not one; write sm and the compute capability",
     (*BEST, "256", "--device", "0"): "device '0' is no name of a GPU, which is wanted beside an arch; write such as",
     (*KEY, "n256-float32-fast"): "'n256-float32-fast' names no problem; write one such as n4096-float16-fast or",
-    (*KEY, "n100-float16-fast"): "n = 100 is not supported",
+    (*KEY, "n98-float16-fast"): "matrix = 'auto' has no matrices for 98 = 49 · 2^1 elements; pad it to 100",
     (*KEY, "n256-float16-fast", "--n", "256"): "--problem names all of a problem; leave it out, or --n",
     (*KEY, "n256-float16-fast", "--k", "1"): "--problem names all of a problem; leave it out, or --k",
     (*KEY, "n256-float16-fast", "--signed"): "--problem names all of a problem; leave it out, or --signed",
     (*KEY, "n256-float16-fast", "--pitched"): "--problem names all of a problem; leave it out, or --pitched",
     ("tune", "--problem", "n256-float16-fast", "--dtype", "float16"): "leave it out, or --dtype",
     ("tune", "--problem", "n256-float16-fast", "--contiguous"): "leave it out, or --pitched/--contiguous",
+    (*KEY, "n256-float16-fast", "--to", "int8-row"): "--problem names all of a problem; leave it out, or --to",
+    (*KEY, "n256-float16-fast", "--round-first"): "--problem names all of a problem; leave it out, or --round-first",
+    (*KEY, "n256-float16-to-MXFP4-accurate"): "to = 'MXFP4' is no format; did you mean mxfp4?",
+    (*KEY, "n256-float16-to-int8_row-accurate"): "'int8_row' is no format; did you mean int8-row?",
+    (*BEST, "256", "--to", "fp8"): "to = 'fp8' is no format; did you mean fp8-group, fp8-row, fp8-tensor or fp8-head?",
+    (*BEST, "256", "--to", "mxfp4", "--rule", "Floor"): "rule = 'Floor' does not exist for mxfp4; did you mean floor?",
+    (
+        *BEST,
+        "256",
+        "--to",
+        "mxfp4",
+        "--layout",
+        "tiled",
+    ): "layout = 'tiled' does not exist for mxfp4; choose one of row-",
+    (
+        *BEST,
+        "256",
+        "--to",
+        "mxfp4",
+        "--columns",
+        "300",
+    ): "columns = 300 is not supported; rows are a multiple of n = 256",
+    (*BEST, "256", "--group", "32"): "columns, group, rule, layout and round_first are those of a format; give to as",
+    (*BEST, "256", "--nummerics", "fast"): "No such option '--nummerics'. Did you mean '--numerics'?; see",
+    ("tune", "--n", "128", "--to", "fp9-row"): "to = 'fp9-row' is no format; did you mean fp8-row?",
     ("best", "--arch", "sm90", "--rows", "8"): "no problem is named; give --n, or --problem with a key such as n4096",
     ("best", "--n", "256", "--rows", "8"): "this machine has no CUDA device to choose for; name an arch",
-    ("emit", "--space", "--n", "98"): "49 · 2^1 = 98: auto has no matrices that give it",
+    ("emit", "--space", "--n", "98"): "matrix = 'auto' has no matrices for 98 = 49 · 2^1 elements",
     ("emit", "--space", "--n", "4096", "--arch", "sm1"): "arch 'sm1' is not known; choose one of sm75, sm80, ",
     ("emit", "--n", "4096", "--arch", "sm1"): "arch 'sm1' is not known; choose one of sm75, sm80, ",
-    ("emit", "--n", "4096", "--knobs", "speed=11"): "knob 'speed' is not known; choose from chunks, warps,",
+    ("emit", "--n", "4096", "--knobs", "speed=11"): "knob 'speed' is not known; choose one of chunks, warps,",
     ("emit", "--n", "4096", "--knobs", "warps=3"): "knob warps = 3 is not searched on sm90; choose one of 1, 2,",
     ("emit", "--n", "4096", "--knobs", "warps=x"): "knob warps = 'x' is not searched on sm90; choose one of 1, 2,",
     ("emit", "--n", "4096", "--knobs", "warps=²"): "knob warps = '²' is not searched on sm90; choose one of 1, 2,",
@@ -130,7 +159,7 @@ WRONG = {
     ("emit", "--n", "8192", "--knobs", "chunks=1,warps=1"): "a row",
     ("emit", "--n", "4096", "--space", "--knobs", "warps=3"): "knob warps = 3 is not searched on sm90; choose one of",
     ("emit", "--n", "4096", "--json"): "--json is for --space alone, a kernel is text; leave it out or add --space",
-    ("tune", "--n", "3"): "3 · 2^0 = 3: auto has no matrices that give it",
+    ("tune", "--n", "3"): "matrix = 'auto' has no matrices for 3 = 3 · 2^0 elements",
     ("tune", "--n", "14336", "--pitched"): "there are no kernels for pitched rows with a matrix; leave out --pitched",
     ("tune", "--n", "2-14336"): "--n '2-14336' goes from a matrix of order 1 to one of 28; name each size, or --k",
     ("tune", "--problem", "n4096-signed-float16-fast"): "n4096-signed-float16-fast is not tuned, because kernels with",
@@ -142,13 +171,60 @@ WRONG = {
     ("tune", "--numerics", "so-so"): "numerics 'so-so' is not supported",
     ("tune", "--arch", "sm1"): "arch 'sm1' is not known; choose one of sm75, sm80, ",
     ("tune", "--db", "mysql://host/db"): "database mysql is not supported; name a file or a postgresql:// URL",
-    ("bench", "--n", "6"): "3 · 2^1 = 6: auto has no matrices that give it",
+    ("bench", "--n", "6"): "matrix = 'auto' has no matrices for 6 = 3 · 2^1 elements",
     ("bench", "--elements", "1000"): "--elements 1000 is not supported; give powers of two from 8192 to 268435456",
     ("bench", "--elements", "1.5"): "--elements 1.5 is not supported; give powers of two from 8192 to 268435456",
     ("bench", "--elements", "many"): "--elements 'many' is not a size; write for example 65536,1M",
     ("bench", "--elements", "65536.5"): "--elements 65536.5 is not supported; give powers of two from 8192",
     ("bench", "--elements", "1e6"): "--elements '1e6' is not a size; write for example 65536,1M",
 }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key"),
+    [
+        ("--problem n14336-float16-fast", "n14336-k28-float16-fast"),
+        ("--problem n14336-signed-float16-fast", "n14336-k28-signed-float16-fast"),
+        ("--problem n768-bfloat16-accurate", "n768-k24-bfloat16-accurate"),
+        ("--problem n96-k12-float16-fast", "n96-k12-float16-fast"),
+        ("--problem n128-bfloat16-to-int8-row-accurate", "n128-bfloat16-to-int8_row_128-accurate"),
+        ("--problem n14336-bfloat16-to-fp8-row-fast", "n14336-k28-bfloat16-to-fp8_row_14336-fast"),
+        ("--problem n128-bfloat16-to-int8_row_4096-accurate", "n128-bfloat16-to-int8_row_4096-accurate"),
+        ("--n 128 --to int8-row --columns 4096", "n128-float16-to-int8_row_4096-accurate"),
+        ("--n 128 --to fp8-group --group 64 --rule power_of_two", "n128-float16-to-fp8_group_64_power_of_two-accurate"),
+        ("--n 1 --to nvfp4 --columns 64 --layout swizzled", "n1-float16-to-nvfp4_16_swizzled-accurate"),
+        ("--n 128 --to fp8-tensor --round-first --signed", "n128-signed-float16-to-fp8_tensor_rounded-accurate"),
+        ("--n 14336 --to int8-row", "n14336-k28-float16-to-int8_row_14336-accurate"),
+    ],
+)
+def test_problems_are_spelled_as_calls_are(arguments: str, key: str) -> None:
+    asked = arguments.split()
+    assert json.loads(succeed("emit", "--space", "--json", *asked))["problem"] == key
+    rows = ("best", "--arch", "sm90", "--json", "--rows", "12")
+    assert json.loads(succeed(*rows, *asked)) == json.loads(
+        succeed("best", "--arch", "sm90", "--json", "--problem", key, "--rows", _rows_of(asked))
+    )
+
+
+def _rows_of(asked: list[str]) -> str:
+    """Rows of n elements for 12 rows of `--columns`."""
+    given = dict(pairwise(asked))
+    return str(12 * int(given.get("--columns", given.get("--n", 1))) // int(given.get("--n", 1)))
+
+
+def test_several_formats_are_several_problems() -> None:
+    @click.command()
+    @options.problems(one_kind=True)
+    def command(problems: list[Problem]) -> None:
+        click.echo(" ".join(problem.key for problem in problems))
+
+    found = CliRunner().invoke(command, ["--n", "128,256", "--dtype", "bfloat16", "--to", "fp8-row", "--to", "mxfp4"])
+    assert found.output.split() == [
+        "n128-bfloat16-to-fp8_row_128-accurate",
+        "n256-bfloat16-to-fp8_row_256-accurate",
+        "n128-bfloat16-to-mxfp4_32-accurate",
+        "n256-bfloat16-to-mxfp4_32-accurate",
+    ]
 
 
 @pytest.mark.parametrize("arguments", WRONG, ids=" ".join)
@@ -172,7 +248,11 @@ def test_what_has_too_many_digits_for_a_number_is_refused_as_other_values_are(
     arguments: tuple[str, ...], said: str
 ) -> None:
     many = "9" * 5000
-    assert said.format(many) in sentence(run(*(argument.format(many) for argument in arguments)), 2)
+    refused = sentence(run(*(argument.format(many) for argument in arguments)), 2)
+    before, _, behind = said.partition("{}")
+    assert refused.startswith(before + many[:50])
+    assert behind.rpartition("'")[2] in refused
+    assert len(refused) < 300
 
 
 @pytest.mark.parametrize("given", ["--trials -1", "--trials 0", "--time-budget -1", "--time-budget nan"])
@@ -263,34 +343,41 @@ def test_numbers_lean_right_and_text_left_without_blanks_at_the_end(capsys: pyte
 
 
 # ---- a bare install --------------------------------------------------------------------------------------------------
+# The exit code, stdout and stderr of commands, one after the other in one process.
 WITHOUT_EXTRAS = f"""
-import sys
+import contextlib, io, json, sys
 class Hidden:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in {TUNE_PACKAGES}:
             raise ModuleNotFoundError(name, name=name)
 sys.meta_path.insert(0, Hidden())
 from hadagen.cli.main import main
-main(prog_name="hadagen")
+found = []
+for command in json.loads(sys.argv[1]):
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        try:
+            main(command, prog_name="hadagen")
+        except SystemExit as end:
+            code = end.code or 0
+    found.append((code, out.getvalue(), err.getvalue()))
+print(json.dumps(found))
 """
 
 
 def test_a_bare_install_chooses_kernels_and_names_the_extra_for_the_rest(sample: Path) -> None:
-    def bare(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-c", WITHOUT_EXTRAS, *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=False)
-
-    assert json.loads(bare(*BEST, "256", "--inplace", "--json").stdout)["match"] == "same-arch"
-    assert bare("bundle", "verify").returncode == 0
-    done = bare("doctor", "--json")
-    assert done.returncode == 0
-    checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+    refused = ["tune"], ["emit", "--n", "2"], ["bundle", "make", "--db", str(sample)]
+    commands = [*BEST, "256", "--inplace", "--json"], ["bundle", "verify", str(sample)], ["doctor", "--json"], *refused
+    script = [sys.executable, "-c", WITHOUT_EXTRAS, json.dumps(commands)]
+    done = subprocess.run(script, stdout=subprocess.PIPE, text=True, check=True)
+    best, verified, doctor, *others = json.loads(done.stdout)
+    assert json.loads(best[1])["match"] == "same-arch"
+    assert verified[0] == doctor[0] == 0
+    checks = {check["name"]: check for check in json.loads(doctor[1])["checks"]}
     assert "is not installed; install it with: pip install 'hadagen[tune]'" in checks["tune extra"]["says"]
     assert checks["tune extra"]["state"] == "missing"
     assert checks["emulator"]["says"].startswith("it cannot be tried without the tune")
     assert "untried" not in {checks[name]["state"] for name in ("nvrtc", "nvcc")}  # a call may compile
-    for arguments in (("tune",), ("emit", "--n", "2"), ("bundle", "make", "--db", str(sample))):
-        done = bare(*arguments)
-        assert done.returncode == 1
-        assert done.stderr.startswith("hadagen: the Python package ")
-        assert done.stderr.endswith("is not installed; install it with: pip install 'hadagen[tune]'\n")
+    for code, _, said in others:
+        assert code == 1
+        assert said.startswith("hadagen: the Python package ")
+        assert said.endswith("is not installed; install it with: pip install 'hadagen[tune]'\n")

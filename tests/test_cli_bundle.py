@@ -63,7 +63,7 @@ def test_verify_names_what_calls_go_on_without(sample: Path, monkeypatch: pytest
 
 def test_list_of_nothing_says_what_to_do() -> None:
     assert succeed("bundle", "list") == "no bundle; make one with: hadagen tune\n"
-    assert json.loads(succeed("bundle", "list", "--json")) == {"bundles": [], "databases": []}
+    assert json.loads(succeed("bundle", "list", "--json")) == {"bundles": [], "untrusted": [], "databases": []}
 
 
 def test_a_bundle_is_made_found_verified_and_shown(database: Path) -> None:

@@ -96,6 +96,16 @@ def test_the_doctor_blames_the_cache_where_it_cannot_be_written(
         )
 
 
+def test_a_cache_that_is_only_read_is_not_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls read it; only tuning needs more."""
+    monkeypatch.setenv("HADAGEN_CACHE", str(tmp_path))
+    (tmp_path / "kernel").write_bytes(bytes(2_000_000))
+    monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)
+    found = doctor._checked("cache", doctor.CHECKS["cache"])
+    assert found.state == "missing"
+    assert found.says.startswith(f"{tmp_path}, 2 MB; it is only read, so kernels that it lacks are compiled in each")
+
+
 @needs_nvrtc
 def test_the_doctor_tries_nvrtc_without_the_tune_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call compiles with it, and needs no extra."""

@@ -54,10 +54,27 @@ def test_a_user_who_may_only_read_cannot_tune(postgres_server: PostgresServer, p
     assert "s3cret" not in said
 
 
+MISTYPED = (
+    "postgresql:/me:s3cret@host/x",
+    "postgresql:me:s3cret@host/x",
+    "postgresql//me:s3cret@host/x",
+    "postgresql;//me:s3cret@host/x",
+    "Postgres+psycopg:/me:s3cret@host/x",
+    " postgresql:/me:s3cret@host/x",
+    "me:s3cret@host/x",
+    "me:s3c/ret@host/x",
+    "//me:s3cret@host/x",
+    "host=here password=s3cret dbname=x",
+)
+
+
 @pytest.mark.parametrize(
     ("url", "said"),
     [
-        ("postgresql://me:s3cret@host:port/x", "postgresql://me:***@host:port/x' is no URL"),
+        ("postgresql://me:s3cret@host:port/x", "the URL of the database cannot be read; write such as postgresql://"),
+        ("postgresql://me:s3cret", "the URL of the database cannot be read; write such as postgresql://"),
+        ("://me:s3cret@host/x", "the URL of the database cannot be read; write such as postgresql://"),
+        *((url, "the database is neither a file nor a URL; write such as postgresql://") for url in MISTYPED),
         ("postgresql://me:s3cr@et@host/x", "the URL of the database has two @; write %40"),
         ("postgresql://me:s3c@ret/y@host/x", "the URL of the database has two @; write %40"),
         ("postgresql+psycopg2://me:s3cret@host/x", "psycopg2://me:***@host/x names another driver than psycopg; "),
@@ -65,10 +82,27 @@ def test_a_user_who_may_only_read_cannot_tune(postgres_server: PostgresServer, p
         ("mysql://me:s3cret@host/x", "database mysql is not supported; name a file or a postgresql:// URL"),
     ],
 )
-def test_a_url_that_cannot_be_shows_no_password(url: str, said: str) -> None:
-    found = sentence(run("bundle", "list", "--db", url), 2)
-    assert said in found
-    assert not any(secret in found for secret in ("s3c", "et@", "ret"))
+def test_a_url_that_cannot_be_shows_no_password(
+    url: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for command in (("bundle", "list"), TINY_TUNE):
+        found = sentence(run(*command, "--db", url), 2)
+        assert said in found
+        assert not any(secret in found for secret in ("s3c", "et@", "ret"))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["./me:s3cret@host.db", "sub/a:b@c.db", "a:b.db", "postgres/tune.db", "mysql.db"])
+def test_a_file_may_have_almost_any_name(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert f"there is no tuning database {name}; " in sentence(run("bundle", "list", "--db", name), 1)
+
+
+def test_messages_show_only_those_options_of_a_url_that_say_where_the_server_is() -> None:
+    for option in ("password", "passwd", "pwd", "sslpassword"):
+        url = f"postgresql://me@127.0.0.1:1/x?{option}=s3cret&host=127.0.0.1&connect_timeout=1"
+        assert "s3cret" not in sentence(run("bundle", "list", "--db", url), 1)
 
 
 def test_a_missing_driver_is_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from sample_trials import make_trial
 
 from hadagen.cli import progress
 from hadagen.cli.output import clock_text
-from hadagen.cli.progress import State, in_parts, shown
+from hadagen.cli.progress import State, best_so_far, in_parts, shown
 from hadagen.trial import Outcome
 from hadagen.tuner.estimate import BUILT_AT_ONCE
 from hadagen.tuner.events import (
@@ -41,6 +41,7 @@ def test_progress_says_how_far_the_search_is_and_what_time_is_left() -> None:
     state.listen(TrialFinished(make_trial(outcome=Outcome.TIMEOUT), SCORES, 23, trials=103))
     assert state.counts == "23 of 103 trials (20 ok, 1 timeout)"
     assert state.now == "n256-float16-accurate: best so far, as fraction of copy: latency 0.50, L2 0.75, memory 1.00"
+    assert best_so_far((0.0, 0.0421, 1.0)).endswith(": latency -, L2 0.042, memory 1.00")  # the first is not timed
     state.listen(PairRaced(make_trial().problem, (0.01,)))
     assert state.counts == "23 of 103 trials (20 ok, 1 timeout, 1 pairs raced)"
     now[0] = 999.0

@@ -12,7 +12,7 @@ from command_line import machine, run, sample, sentence, succeed
 from sample_bundle import change, remake
 from signing_keys import make_key
 
-from hadagen.runtime.bundles import VARIABLE
+from hadagen.runtime.bundles import VARIABLE, user_directory
 from hadagen.tuning_db.bundle import Bundle
 from hadagen.tuning_db.signatures import public_keys
 
@@ -91,10 +91,26 @@ def test_without_cryptography_signatures_are_named_but_not_checked(
 
 
 def test_list_says_what_calls_leave_out(sample: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, public = make_key(tmp_path)
+    private, public = make_key(tmp_path)
     monkeypatch.setenv("HADAGEN_TRUSTED_KEYS", str(public))
     (key,) = public_keys(str(public))
     said = sentence(run("bundle", "list"), 1)
     assert said.startswith(f"{sample} is not signed, and HADAGEN_TRUSTED_KEYS asks for {key.fingerprint}; sign it")
     monkeypatch.delenv(VARIABLE)
     assert succeed("bundle", "list") == "no bundle; make one with: hadagen tune\n"
+    found = user_directory() / "sm90.db"
+    found.parent.mkdir(parents=True)
+    shutil.copy(sample, found)
+    monkeypatch.setenv("HADAGEN_TRUSTED_KEYS", str(public))
+    listed = run("bundle", "list")
+    fix = "none signed by your keys; sign them with hadagen bundle sign, or name their keys too"
+    assert listed.stdout == f"1 bundle, {fix}\n"
+    shutil.copy(sample, found.with_name("more.db"))
+    assert run("bundle", "list").stdout == f"2 bundles, {fix}\n"
+    assert json.loads(run("bundle", "list", "--json").stdout)["untrusted"] == [
+        str(found.with_name(name)) for name in ("more.db", "sm90.db")
+    ]
+    succeed("bundle", "sign", found, "--key", private)
+    listed = run("bundle", "list").stdout
+    assert listed.startswith(f"1 bundle besides those that follow, {fix}\n")
+    assert str(found) in listed

@@ -23,13 +23,14 @@ from sample_trials import H200, PROBLEM, in_clusters, launch_for, make_kernel, m
 from hadagen import measure
 from hadagen.arch import load_arch
 from hadagen.cli import options, tune
+from hadagen.cli.output import problem_cells
 from hadagen.errors import DeviceError
 from hadagen.problem import DType, Numerics, Problem, Rows, Transform
 from hadagen.regimes import REGIMES, destinations, element_buckets
-from hadagen.runtime.bundles import VARIABLE
+from hadagen.runtime.bundles import VARIABLE, why_unused
 from hadagen.trial import Environment, Provenance
 from hadagen.tuner.search import TuneOptions
-from hadagen.tuning_db.bundle import Bundle
+from hadagen.tuning_db.bundle import Bundle, shipped
 from hadagen.tuning_db.bundle_writer import write_bundle
 from hadagen.tuning_db.store import Store
 from hadagen.tuning_db.winners import portfolio
@@ -62,6 +63,31 @@ def test_a_tune_without_a_gpu_estimates_is_found_and_goes_on() -> None:
     assert "estimated" in succeed("bundle", "list")
 
 
+def test_a_tune_says_if_calls_will_not_use_its_winners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So does whatever else writes a bundle."""
+    succeed(*TINY_TUNE)
+    path = options.default_bundle("sm90")
+    assert json.loads(succeed(*TINY_TUNE, "--json"))["unused"] == why_unused(path) == ""
+    monkeypatch.setenv("HADAGEN_TRUSTED_KEYS", "MCow")
+    assert "calls do not use it: HADAGEN_TRUSTED_KEYS is set; sign it with" in succeed(
+        "bundle", "make", "--arch", "sm90"
+    )
+    monkeypatch.delenv("HADAGEN_TRUSTED_KEYS")
+    path.parent.chmod(0o777)
+    why = f"others can write to {path.parent}; run: chmod go-w {path.parent}, or name the bundle in HADAGEN_BUNDLE"
+    said = succeed(*TINY_TUNE)
+    assert f"; the winners are in {path}, and calls do not use it: {why}\n" in said
+    assert json.loads(succeed(*TINY_TUNE, "--json"))["unused"] == why
+    elsewhere = tmp_path / "elsewhere.db"
+    said = succeed("bundle", "make", "--arch", "sm90", elsewhere)
+    assert said.endswith(" MB\n")
+    assert succeed("bundle", "merge", elsewhere, elsewhere, path.with_name("b.db")).endswith(
+        f", and calls do not use it: {why}\n"
+    )
+    monkeypatch.setenv(VARIABLE, str(path))
+    assert json.loads(succeed(*TINY_TUNE, "--json"))["unused"] == ""
+
+
 @pytest.mark.parametrize("numerics", Numerics)
 def test_the_table_of_all_problems_fits_a_terminal(numerics: Numerics, capsys: pytest.CaptureFixture[str]) -> None:
     kinds = product(DType, Rows, (1 << k for k in range(1, 16)))
@@ -71,6 +97,26 @@ def test_the_table_of_all_problems_fits_a_terminal(numerics: Numerics, capsys: p
     assert len(lines) <= 10
     assert max(map(len, lines)) <= 100
     assert re.split("  +", lines[1])[3:] == ["2-32768", "1.37 (1.25-5.00)", "0.50 (0.50-0.50)", "-"]
+
+
+def test_the_table_has_every_problem_and_every_number_its_digits(capsys: pytest.CaptureFixture[str]) -> None:
+    keys = ("n128-float16-to-int8_row_4096-accurate", "n128-float16-to-int8_row_14336-accurate")
+    quantized = [Problem.parse(key) for key in keys]
+    pitched = [Problem.of(n, DType.FLOAT16, rows="pitched") for n in (1 << 15, 1 << 16, 1 << 17)]
+    fractions = dict.fromkeys(quantized, (0.0042, 0.5, 1.0)) | dict.fromkeys(pitched, (0.5, 0.25, 1.0))
+    tune._print_best(fractions | {pitched[-1]: (0.0, 0.25, 1.0)})
+    lines = [re.split("  +", line) for line in capsys.readouterr().out.splitlines()]
+    assert lines[1:4] == [
+        ["float16", "accurate", "contiguous, to int8-row in rows of 4096", "128", "0.0042", "0.50", "1.00"],
+        ["float16", "accurate", "contiguous, to int8-row in rows of 14336", "128", "0.0042", "0.50", "1.00"],
+        [
+            *("float16", "accurate", "pitched", "32768-131072"),
+            *("0.50 (0.50-0.50) of n = 32768-65536", "0.25 (0.25-0.25)", "1.00 (1.00-1.00)"),
+        ],
+    ]
+    # No table can have one of two problems in the place of the other.
+    problems = Bundle.open(shipped()["sm90"]).problems()
+    assert len(set(map(problem_cells, problems))) == len(problems)
 
 
 def test_the_winners_of_a_tune_name_another_for_gpus_that_do_not_hold_one() -> None:

@@ -247,9 +247,13 @@ def test_folding_into_a_layer_as_quarot_does(options: dict[str, Any], rotation: 
 @pytest.mark.parametrize(
     ("call", "kind", "message"),
     [
-        (lambda: quarot.get_hadK(37), UsageError, r"37 · 2\^0 = 37: quarot has no matrices that give it; pad it to"),
+        (
+            lambda: quarot.get_hadK(37),
+            UsageError,
+            r"matrix = 'quarot' has no matrices for 37 = 37 · 2\^0 elements; pad it to",
+        ),
         (lambda: quarot.get_hadK(0), UsageError, "n = 0 is not possible"),
-        (lambda: quarot.matmul_hadU(torch.ones(37)), UsageError, "quarot has no matrices"),
+        (lambda: quarot.matmul_hadU(torch.ones(37)), UsageError, "matrix = 'quarot' has no matrices"),
         (lambda: quarot.matmul_hadU([1.0]), TypeError, "X is a list"),
         (lambda: quarot.matmul_hadU(torch.ones(12).long()), TensorError, "x has the type int64"),
         (lambda: quarot.matmul_hadU(torch.tensor(1.0)), TensorError, "x has no dimension"),
@@ -328,7 +332,11 @@ def test_names_of_sglang() -> None:
         ({"signs2": torch.ones(2, 8)}, TensorError, r"signs2 has the shape \(2, 8\); it must be \(8,\)"),
         ({"signs2": torch.ones(8).cfloat()}, TensorError, "signs2 is a strided complex64 tensor; pass a dense one"),
         ({"signs2": torch.ones(8).to_sparse()}, TensorError, "signs2 is a sparse_coo float32 tensor"),
-        ({"signs2": torch.ones(8, device="meta")}, TensorError, "signs2 is on meta but x on cpu"),
+        (
+            {"signs2": torch.ones(8, device="meta")},
+            TensorError,
+            "signs2 is on meta but x on cpu; a tensor on meta has no values; put",
+        ),
         ({"out": 3}, TypeError, "out is a int"),
         ({"out": torch.ones(8)}, TensorError, "out has the shape"),
         ({"out": torch.ones(1, 8).expand(2, 8)}, TensorError, "share memory"),

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from rounding import rounding_bound
+from slow import cases_of
 from spaces import ARCH, draw, families
 
 from hadagen import emulator
@@ -113,8 +114,10 @@ def variants() -> dict[Problem, list[Variant]]:
 
 
 @pytest.fixture(scope="module")
-def module(variants: dict[Problem, list[Variant]]) -> HostModule:
-    return compile_host([variant.source for some in variants.values() for variant in some])
+def module(variants: dict[Problem, list[Variant]], request: pytest.FixtureRequest) -> HostModule:
+    """Of the problems that this session tests."""
+    problems = cases_of(request, "problem")
+    return compile_host([variant.source for problem in problems for variant in variants[problem]])
 
 
 def test_the_variants_have_every_value_of_every_knob(variants: dict[Problem, list[Variant]]) -> None:

@@ -11,7 +11,8 @@ import pytest
 import hadagen.driver
 import hadagen.emulator
 import hadagen.tuner  # noqa: F401  so that all classes of errors are there
-from hadagen.errors import HadagenError
+from hadagen.errors import HadagenError, choice, shown
+from hadagen.formats import FORMATS
 
 
 def kinds(base: type[HadagenError] = HadagenError) -> Iterator[type[HadagenError]]:
@@ -27,3 +28,60 @@ def test_an_error_survives_a_process_boundary(kind: type[HadagenError]) -> None:
     copy = pickle.loads(pickle.dumps(error))
     assert type(copy) is kind
     assert (str(copy), vars(copy)) == (str(error), vars(error))
+
+
+class Unprintable:
+    def __repr__(self) -> str:
+        raise RuntimeError("no repr")
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("fp8", "'fp8'"),
+        (True, "True"),
+        (-(2**63), "-9223372036854775808"),
+        (10**400, "an integer of 1329 bits"),
+        (-(10**5000), "an integer of 16610 bits"),
+        ([10**5000], "a list"),
+        (Unprintable(), "a Unprintable"),
+        ("a\x1b[2J\n", r"'a\x1b[2J\n'"),
+        (float("nan"), "nan"),
+    ],
+    ids=lambda value: value if type(value) is str and value.isprintable() else type(value).__name__,
+)
+def test_a_value_is_shown_on_one_short_line(value: object, said: str) -> None:
+    assert shown(value) == said
+
+
+@pytest.mark.parametrize(
+    "value", ["x" * 10**6, b"\0" * 10**6, list(range(10**5)), {"x" * 10**5: "\n" * 10**5}], ids=type
+)
+def test_a_long_value_is_cut_off(value: object) -> None:
+    said = shown(value)
+    assert len(said) <= 81
+    assert said.endswith("…")
+    assert "\n" not in said
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("MXFP4", "mxfp4"),
+        ("int8_row", "int8-row"),
+        ("int8_row_4096", "int8-row"),
+        ("fp8", "fp8-group, fp8-row, fp8-tensor or fp8-head"),
+        ("fp4", "mxfp4 or nvfp4"),
+        ("nvfp4 ", "nvfp4"),
+        ("fp8-gruop", "fp8-group"),
+        ("int8-rwo", "int8-row"),
+        ("lagest", "largest"),
+        ("x" * 10**5, ""),
+        ("", ""),
+        (8, ""),
+        (None, ""),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_a_name_that_is_nearly_right_is_answered_with_what_may_be_meant(given: object, meant: str) -> None:
+    assert choice(given, FORMATS) == (f"did you mean {meant}?" if meant else f"choose one of {', '.join(FORMATS)}")

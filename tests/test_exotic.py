@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 
 import pytest
-from exotic import CALLS, KINDS, exotic
+from exotic import ARGUMENTS, CALLS, KINDS, LONG, exotic
 
 from hadagen.errors import HadagenError
 
@@ -32,3 +33,25 @@ def test_any_tensor_is_taken_or_refused_in_a_sentence(name: str) -> None:
                     continue
             assert "\n" not in said
             assert not said.startswith("iteration"), "of Python"
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_a_long_or_odd_value_is_refused_in_a_short_sentence(name: str) -> None:
+    call, arguments = ARGUMENTS[name]
+    for argument, parameter in inspect.signature(call).parameters.items():
+        if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+            continue
+        for kind, value in LONG.items():
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                try:
+                    call(**arguments | {argument: value})
+                except (HadagenError, TypeError) as error:
+                    said = str(error)
+                except Exception as error:
+                    raise AssertionError(f"{argument} = {kind}") from error
+                else:
+                    continue
+            assert len(said) <= 450, (argument, kind)
+            assert "\n" not in said, (argument, kind)
+            assert "object" not in said, (argument, kind)  # as of Python

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from slow import cases_of
 from spaces import ARCH, draw
 
 from hadagen.bits import Bits, decode, encode
@@ -66,12 +67,17 @@ def sample() -> list[Plan]:
 
 
 PLANS = list({plan.digest: plan for plan in sample()}.values())
-SOURCES: list[Source] = [render(plan) for plan in PLANS]
 
 
 @pytest.fixture(scope="module")
-def module() -> HostModule:
-    return compile_host(SOURCES)
+def sources(request: pytest.FixtureRequest) -> dict[int, Source]:
+    """Of the plans that this session tests."""
+    return {number: render(PLANS[number]) for number in cases_of(request, "number")}
+
+
+@pytest.fixture(scope="module")
+def module(sources: dict[int, Source]) -> HostModule:
+    return compile_host(list(sources.values()))
 
 
 def operands(plan: Plan) -> set[str]:
@@ -112,9 +118,9 @@ def inputs(plan: Plan, rows: int) -> dict[str, tuple[np.ndarray, float]]:
     return found
 
 
-@pytest.mark.parametrize("number", range(len(PLANS)), ids=lambda number: SOURCES[number].entry)
-def test_the_edges_of_a_type(number: int, module: HostModule) -> None:
-    plan, source = PLANS[number], SOURCES[number]
+@pytest.mark.parametrize("number", range(len(PLANS)), ids=lambda at: f"{PLANS[at].problem.key}-{PLANS[at].digest[:8]}")
+def test_the_edges_of_a_type(number: int, sources: dict[int, Source], module: HostModule) -> None:
+    plan, source = PLANS[number], sources[number]
     problem = plan.problem
     least, greatest = plan.scale_form.range
     slack = FLOAT32_SLACK if problem.io.input is DType.FLOAT32 else SLACK[problem.io.numerics]

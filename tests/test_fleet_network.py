@@ -148,6 +148,16 @@ def test_an_address_of_another_protocol_is_refused_in_a_sentence(tmp_path: Path)
             assert "give its address with tcp:// or tls://" in refusal(address)
 
 
+@pytest.mark.parametrize("place", ["tls:/me:s3cret@host:8786", "tls://me:s3cret@host:8786", "postgresql:me:s3cret"])
+def test_what_is_no_address_is_refused_without_showing_it(place: str) -> None:
+    tuned = CliRunner().invoke(main, ["tune", "--fleet", place, "--n", "64"])
+    assert tuned.exit_code == 2
+    assert tuned.stderr.startswith(
+        "hadagen: --fleet names no address of a Dask scheduler; give such as tls://HOST:8786"
+    )
+    assert "s3cret" not in tuned.output
+
+
 def test_a_local_fleet_has_tls_where_dask_requires_it(alone: None, tmp_path: Path) -> None:
     with configured(certificate(tmp_path / "fleet.pem")):
         with local_cluster() as address:

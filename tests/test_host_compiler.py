@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from machine_case import COPY, Case
 
-from hadagen import programs
+from hadagen import emulator, programs
 from hadagen.cache import KernelCache
 from hadagen.emulator import LIBRARY, HostCompileError, HostCompilerDied, compile_host, host_texts
 from hadagen.errors import StorageError, ToolchainError
@@ -132,6 +132,22 @@ def test_the_death_of_a_compiler_says_nothing_of_a_source(
     assert os.listdir(tmp_path / "work") == []
 
 
+def test_a_compiler_that_was_moved_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other options, another version or another CPU make another."""
+
+    def identity(folder: str, options: str, version: str, machine: str) -> object:
+        (tmp_path / folder).mkdir(exist_ok=True)
+        program = fake_compiler(tmp_path / folder / "c++", f"echo {version}; echo InstalledDir: {tmp_path / folder}")
+        monkeypatch.setattr("platform.machine", lambda: machine)
+        emulator._compiler.cache_clear()
+        return emulator._compiler(f"{program} {options}").identity
+
+    one = identity("a", "-O1", "12.2", "x86_64")
+    assert identity("b", "-O1", "12.2", "x86_64") == one
+    for change in (("a", "-O2", "12.2", "x86_64"), ("a", "-O1", "12.3", "x86_64"), ("a", "-O1", "12.2", "aarch64")):
+        assert identity(*change) != one
+
+
 @pytest.mark.parametrize("damage", ["cut off", "flipped", "of another"])
 def test_a_damaged_library_is_built_again(tmp_path: Path, damage: str) -> None:
     source = Case("any", COPY).source
@@ -170,5 +186,5 @@ def test_a_compiler_is_out_of_reach_of_ctrl_c(tmp_path: Path, monkeypatch: pytes
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match=r"file cannot be written .*; make it writable, or set HADAGEN_CACHE"):
+    with pytest.raises(StorageError, match=r"file cannot be written .*; make it a folder, or set HADAGEN_CACHE"):
         compile_host([Case("any", COPY).source], cache_directory=tmp_path / "file")

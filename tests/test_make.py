@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from slow import SAMPLED, slow_cases
 
 ROOT = Path(__file__).resolve().parent.parent
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
@@ -55,3 +56,28 @@ def test_what_is_installed_is_not_installed_again_but_in_another_checkout(tmp_pa
     assert "venv" not in commands("test", tmp_path).replace(str(tmp_path), "")
     (tmp_path / "made").write_text("/elsewhere\n")
     assert "-m venv --clear" in commands("docs", tmp_path)
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_every_slow_test_exists(name: str) -> None:
+    file, function = name.split("::")
+    assert re.search(rf"(?m)^def {function}\(", (ROOT / "tests" / file).read_text())
+
+
+def test_one_of_so_many_cases_is_no_slow_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SAMPLED, "a::b", 2)
+    monkeypatch.setitem(SAMPLED, "a::c", 0)
+    assert slow_cases(["a::b", "a::b", "a::d", "a::b", "a::c"]) == {1, 4}
+
+
+def test_every_slow_test_runs_in_one_of_the_checks_of_a_change(tmp_path: Path) -> None:
+    """`nvrtc-test` runs its files as a whole, and `long-test` the slow tests of all others."""
+    test, long_test, nvrtc_test = (
+        commands(target, tmp_path, "PY=python3") for target in ("test", "long-test", "nvrtc-test")
+    )
+    assert "-m 'not slow'" in test
+    assert "-m slow" in long_test
+    assert "slow" not in nvrtc_test
+    assert set(re.findall(r"--ignore=(\S+)", long_test)) == set(re.findall(r"tests/test_\w+\.py", nvrtc_test))
+    of_a_change = (ROOT / ".ci" / "run").read_text()
+    assert all(f"make {target}" in of_a_change for target in ("test", "long-test", "nvrtc-test"))

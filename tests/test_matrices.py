@@ -99,7 +99,7 @@ def test_the_rule_of_quarot() -> None:
         known = (172, 156, 140, 124, 116, 108, 60, 52, 36, 28, 44, 40, 20, 12)
         k = next((k for k in known if n % k == 0), 1)
         if (n // k) & (n // k - 1):
-            with pytest.raises(UsageError, match=f"= {n}: quarot has no matrices that give it; "):
+            with pytest.raises(UsageError, match=f"matrix = 'quarot' has no matrices for {n} = "):
                 find_orders("quarot", n)
         else:
             assert find_orders("quarot", n) == ((k,) if k > 1 else ())
@@ -128,26 +128,37 @@ def test_the_rules_of_other_names(name: str, n: int, orders: tuple[int, ...]) ->
 @pytest.mark.parametrize(
     ("name", "n", "k", "message"),
     [
-        ("auto", 208, (13,), r"13 · 2\^4 = 208: no Hadamard matrix of order 13; 52 · 4 gives it"),
-        ("auto", 26, None, r"13 · 2\^1 = 26: auto has no matrices that give it; pad it to 28, or use blocks"),
-        ("auto", 3001, None, r"3001 · 2\^0 = 3001: auto has no matrices that give it; pad it to 3008,"),
+        ("auto", 208, (13,), r"208 = 13 · 2\^4: there is no Hadamard matrix of order 13; 52 · 4 gives it"),
+        ("auto", 26, None, r"matrix = 'auto' has no matrices for 26 = 13 · 2\^1 elements; pad it to 28, or use blocks"),
+        ("auto", 3001, None, r"matrix = 'auto' has no matrices for 3001 = 3001 · 2\^0 elements; pad it to 3008,"),
         ("auto", 100001, None, "pad it to 100064,"),
-        ("auto", 3, None, r"3 · 2\^0 = 3: auto has no matrices that give it; pad it to 4,"),
+        ("auto", 3, None, r"matrix = 'auto' has no matrices for 3 = 3 · 2\^0 elements; pad it to 4,"),
         ("auto", 24, (5,), "n = 24 is not k = 5 times a power of two; 12 · 2 gives it"),
         ("auto", 29568, (44, 85), "n = 29568 is not k = 44 · 85 times a power of two; 44 · 84 · 8 gives it"),
-        ("quarot", 18944, None, r"37 · 2\^9 = 18944: quarot has no matrices that give it; auto gives it as 148 · 128"),
-        ("quarot", 92, (92,), r"92 · 2\^0 = 92: quarot has no matrix of order 92; auto gives it as 92"),
-        ("auto", 684, None, r"171 · 2\^2 = 684: auto has no matrices that give it; give k=684$"),
-        ("auto", 1368, None, r"171 · 2\^3 = 1368: auto has no matrices that give it; give k=684$"),
+        (
+            "quarot",
+            18944,
+            None,
+            r"matrix = 'quarot' has no matrices for 18944 = 37 · 2\^9 elements; auto gives it as 148 · 128",
+        ),
+        ("quarot", 92, (92,), r"92 = 92 · 2\^0: matrix = 'quarot' has none of order 92; auto gives it as 92"),
+        ("auto", 684, None, r"matrix = 'auto' has no matrices for 684 = 171 · 2\^2 elements; give k=684$"),
+        ("auto", 1368, None, r"matrix = 'auto' has no matrices for 1368 = 171 · 2\^3 elements; give k=684$"),
         ("auto", 1848, (12,), r"n = 1848 is not k = 12 times a power of two; give k=924$"),
-        ("compressed-tensors", 1848, None, "has no matrices that give it; auto with k=924 gives it$"),
+        ("compressed-tensors", 1848, None, "has no matrices for 1848 = .* elements; auto with k=924 gives it$"),
         ("auto", 96, (), "n = 96 is not a power of two, so other orders are needed; 12 · 8 gives it"),
-        ("compressed-tensors", 13696, None, r"= 13696: compressed-tensors has no matrices .*; auto gives it as 428"),
+        (
+            "compressed-tensors",
+            13696,
+            None,
+            r"matrix = 'compressed-tensors' has no matrices for 13696 = .*; auto gives it as 428",
+        ),
         ("dao", 160, None, "n = 160 is 40 · 4 and 20 · 8 with matrices of dao; name one, such as k=40"),
         ("regular", 2048, None, "n = 2048 is no power of 4, which regular needs; use blocks of 1024 or auto"),
         ("regular", 14336, None, "n = 14336 is no power of 4, which regular needs; use blocks of 1024 or auto"),
+        ("Dao", 64, None, r"matrix 'Dao' is neither a known name nor a K×K tensor; did you mean dao\?$"),
         ("regular", 64, (4,), "k = 4 has no meaning for regular"),
-        ("quip", 64, None, f"matrix 'quip' is not known; choose one of {', '.join(NAMES)}, or give a K×K tensor"),
+        ("quip", 64, None, f"'quip' is neither a known name nor a K×K tensor; choose one of {', '.join(NAMES)}$"),
     ],
 )
 def test_what_no_rule_gives_is_one_sentence(name: str, n: int, k: tuple[int, ...] | None, message: str) -> None:
@@ -156,5 +167,5 @@ def test_what_no_rule_gives_is_one_sentence(name: str, n: int, k: tuple[int, ...
 
 
 def test_a_name_says_which_orders_it_has() -> None:
-    with pytest.raises(UsageError, match="dao has no matrix of order 16; it has 12, 20, 28, 40"):
+    with pytest.raises(UsageError, match="matrix = 'dao' has none of order 16; it has 12, 20, 28, 40"):
         find_matrix("dao", 16)

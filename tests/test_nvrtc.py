@@ -6,6 +6,7 @@ import os
 import pickle
 import re
 import shutil
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -167,3 +168,55 @@ def test_a_library_without_its_other_half_is_named(tmp_path: Path) -> None:
     )
     assert done.stdout.startswith(f"NVRTC at {alone} compiles nothing (")
     assert "failed to open libnvrtc-builtins.so" in done.stdout
+
+
+def elf(build_id: bytes, content: bytes = b"") -> bytes:
+    """A library with a note of another kind and a build ID, which a program header names."""
+    notes = struct.pack("<III4s", 4, 2, 5, b"GNU\0") + b"\1\2\0\0"
+    notes += struct.pack("<III4s", 4, len(build_id), 3, b"GNU\0") + build_id
+    header = struct.pack("<6s26xQ14xHH", b"\x7fELF\2\1", 64, 56, 2).ljust(64, b"\0")
+    programs = struct.pack("<II48x", 1, 5) + struct.pack("<IIQQQQ16x", 4, 4, 176, 0, 0, len(notes))
+    return header + programs + notes + content
+
+
+def test_a_library_is_known_by_its_build_wherever_and_whenever_it_was_put(tmp_path: Path) -> None:
+    seen: dict[str, str] = {}
+    for name, content in {
+        "a": elf(b"\xaa" * 20, bytes(5 << 20)),
+        "b": elf(b"\xbb" * 20, bytes(5 << 20)),
+        "c": elf(b"\xaa" * 20, bytes(6 << 20)),
+        "d": bytes(5 << 20),  # no ELF
+        "e": bytes(5 << 20)[:-1] + b"e",
+        "f": b"short",
+        "g": elf(b"\xaa" * 20)[:170],
+    }.items():
+        (tmp_path / name).write_bytes(content)
+        seen[name] = nvrtc._identity(str(tmp_path / name))
+        os.utime(tmp_path / name, (1, 1))
+        (tmp_path / "moved").mkdir(exist_ok=True)
+        (tmp_path / name).rename(tmp_path / "moved" / name)
+        assert nvrtc._identity(str(tmp_path / "moved" / name)) == seen[name]
+    assert len(set(seen.values())) == len(seen)
+    assert seen["a"] == f"{len(elf(bytes(20))) + (5 << 20)} {'aa' * 20}"
+
+
+def test_the_stamp_is_of_the_library_that_would_be_loaded(
+    nowhere: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stamp() -> str:
+        return nvrtc.stamp.__wrapped__()
+
+    assert stamp() == ""
+    for folder in ("nvidia/cu13/lib", "mapped"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / SONAMES[0]).write_text(folder)
+    assert stamp() == nvrtc._identity(str(tmp_path / IN_WHEELS[0]))
+    # One that only the system's loader finds has a path once it is loaded.
+    monkeypatch.setenv("HADAGEN_NVRTC", "libnvrtc.so.13")
+    (tmp_path / "mapped" / "libnvrtc.so.13.0.88").write_text("of the system")
+
+    def load(path: str) -> None:
+        (tmp_path / "maps").write_text(f"7f00-7f01 r--p 00000000 00:00 1    {tmp_path}/mapped/libnvrtc.so.13.0.88\n")
+
+    monkeypatch.setattr(nvrtc, "_load", load)
+    assert stamp() == nvrtc._identity(str(tmp_path / "mapped" / "libnvrtc.so.13.0.88"))

@@ -26,7 +26,7 @@ CONTENT = {name: f"content of {name}".encode() for name in FILES}
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Two folders deep, of the user alone."""
-    monkeypatch.setattr(owners, "_is_own_group", lambda user, group: False)
+    monkeypatch.setattr(owners, "_is_own_group", lambda *_: False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     make_folder(tmp_path / "outer" / "inner")
     return tmp_path / "outer" / "inner"
@@ -114,6 +114,8 @@ def test_the_file_that_was_opened_counts(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("user", "group", "members", "is_fine"),
     [
+        (None, ("root", 0), ["image"], True),
+        (("ada", 1000), ("ada", 1000), ["image"], False),
         (("ada", 1000), ("ada", 1000), [], True),
         (("ada", 1000), ("ada", 1000), ["ada"], True),
         (("ada", 1000), ("ada", 1000), ["ada", "bob"], False),
@@ -132,11 +134,13 @@ def test_the_group_of_a_user_alone_may_write(
     is_fine: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In a container, the user may have no name."""
+    """In a container, the user may have no name, and root's group the user of the image as a member."""
     import grp
     import pwd
 
     def find_user(number: int) -> pwd.struct_passwd:
+        if number == 1001:
+            return pwd.struct_passwd(("image", "x", 1001, 0, "", "/", "/bin/sh"))
         if user is None:
             raise KeyError(number)
         return pwd.struct_passwd((user[0], "x", 4711, user[1], "", "/", "/bin/sh"))
@@ -148,7 +152,58 @@ def test_the_group_of_a_user_alone_may_write(
 
     monkeypatch.setattr(pwd, "getpwuid", find_user)
     monkeypatch.setattr(grp, "getgrgid", find_group)
-    assert owners._is_own_group.__wrapped__(4711, group[1] if group else 4711) is is_fine
+    of_image = frozenset({1001}) if "image" in members else frozenset()
+    assert owners._is_own_group.__wrapped__(4711, group[1] if group else 4711, of_image) is is_fine
+
+
+@pytest.fixture
+def image(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The home directory of a container that OpenShift starts, of the image's user and root's group. The process has
+    that group, and a number that the image does not know. The user that runs the tests plays that of the image."""
+    group = folder.stat().st_gid
+    monkeypatch.setattr(owners, "_ROOT", 4711 if os.geteuid() == 0 else 0)
+    monkeypatch.setattr(owners, "_ROOT_GROUP", group)
+    monkeypatch.setattr(owners, "_is_own_group", lambda _, its, of_image: its == group and len(of_image) == 1)
+    monkeypatch.setattr(os, "getegid", lambda: group)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000660000)
+    monkeypatch.setenv("HOME", str(folder))
+    for name in (".", ".cache", ".cache/hadagen"):
+        (folder / name).mkdir(exist_ok=True)
+        (folder / name).chmod(0o775)
+    return folder
+
+
+def test_the_user_of_an_image_may_own_what_a_container_uses(image: Path) -> None:
+    for place in (image, image / ".cache" / "hadagen", image / "missing"):
+        assert problem_of(place) == ""
+    assert cache_root() == image / ".cache" / "hadagen"
+    cache = KernelCache(cache_root())
+    assert cache.store("key", CONTENT, {}) == cache.load("key") == CONTENT
+    cache.root.chmod(0o777)
+    assert problem_of(cache.root) == f"others can write to {cache.root}; as root run: chmod go-w {cache.root}"
+
+
+@pytest.mark.parametrize("change", ["root", "group", "home of the user alone", "home of another group", "no home"])
+def test_elsewhere_the_owner_of_the_home_directory_is_a_user_like_others(
+    image: Path, change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process of root does not use files of others, nor one of an ordinary group, whatever HOME names."""
+    owner, place = image.stat().st_uid, image / ".cache" / "hadagen"
+    if change == "root":
+        monkeypatch.setattr(os, "geteuid", lambda: owners._ROOT)
+    elif change == "group":
+        monkeypatch.setattr(os, "getegid", lambda: 100)
+    elif change == "home of the user alone":
+        image.chmod(0o755)
+    elif change == "home of another group":
+        monkeypatch.setattr(owners, "_ROOT_GROUP", 100)
+        monkeypatch.setattr(os, "getegid", lambda: 100)
+    else:
+        monkeypatch.setenv("HOME", str(image / "missing"))
+    place.chmod(0o755)
+    assert owner not in owners._owners()
+    assert " belongs to " in problem_of(place)
+    assert " belongs to " in owners.problem_with(place.stat(), place)
 
 
 def test_where_files_have_no_owners_nothing_is_checked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +245,7 @@ def test_folders_are_made_for_the_user_alone(tmp_path: Path) -> None:
     assert (modes["a/b"], modes["a/c"], modes["d"], modes["e"], modes["f/g"]) == (0o755, 0o700, 0o755, 0o755, 0o700)
     assert path.stat().st_mode & 0o022 == 0
     assert not any(mode & 0o022 for name, mode in modes.items() if name.startswith("f"))
-    with pytest.raises(FileExistsError):
+    with pytest.raises(NotADirectoryError):
         make_folder(path)
 
 
@@ -220,7 +275,8 @@ def test_bundles_in_a_folder_that_others_could_change_are_left_out(found: Path, 
     best, (said,) = matches(2)
     assert best == [Match.GENERIC] * 2
     assert said == (
-        f"hadagen goes on without the bundles in {found.parent}: others can write to {opened}; run: chmod go-w {opened}"
+        f"hadagen goes on without the bundles in {found.parent}: others can write to {opened}; run: chmod go-w "
+        f"{opened}, or name them in HADAGEN_BUNDLE"
     )
     with pytest.raises(StorageError, match=f"calls would not use .*: others can write to {opened}"):
         autotune._check_use(found)
@@ -278,13 +334,31 @@ def test_a_cache_that_others_could_change_is_neither_read_nor_written(
     assert roots == {private_root()}
     assert [str(each.message) for each in said] == [
         f"the kernel cache {cache.root} is neither read nor written, and compiled kernels are not kept: others can "
-        f"write to {cache.root.parent}; run: chmod go-w {cache.root.parent}"
+        f"write to {cache.root.parent}; run: chmod go-w {cache.root.parent}, or set HADAGEN_CACHE to another place"
     ]
     assert private_root().stat().st_mode & 0o777 == 0o700
     instead = KernelCache(private_root(), "tests")
     assert instead.store("key", CONTENT, {}) == instead.load("key") == CONTENT
     with pytest.raises(StorageError, match=r"is not written: others can write to .*, or set HADAGEN_CACHE to another"):
         cache.store("other", CONTENT, {})
+
+
+def test_temporary_files_lie_where_others_cannot_replace_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in a /tmp without the sticky bit, as volumes of Kubernetes are."""
+    memory = folder.parent / "memory"
+    memory.mkdir()
+    monkeypatch.setattr("hadagen.cache._private", [])
+    monkeypatch.setattr("hadagen.cache._IN_MEMORY", str(memory))
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(folder))
+    folder.chmod(0o777)
+    memory.chmod(0o777)
+    with pytest.raises(StorageError, match=f"no place for temporary files .others can write to {folder}; run"):
+        private_root()
+    memory.chmod(0o1777)
+    assert private_root().parent == memory
+    monkeypatch.setattr("hadagen.cache._private", [])
+    folder.chmod(0o1777)
+    assert private_root().parent == folder
 
 
 @pytest.mark.parametrize("name", ["", "kernel.cubin", "meta.json"])

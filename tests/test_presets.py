@@ -228,8 +228,12 @@ def test_signs_are_made_once(preset: Callable[[torch.Tensor], Any], monkeypatch:
     presets._made_signs.cache_clear()
     with torch.inference_mode():
         wanted = preset(normal(3, 256)).codes.clone()
-    with FakeTensorMode():
-        assert isinstance(preset(torch.empty(3, 256)).codes, FakeTensor)
+    with FakeTensorMode() as mode:
+        fake = torch.empty(3, 256)
+        assert isinstance(preset(fake).codes, FakeTensor)
+    outside = preset(fake)  # whose mode is not on any more
+    assert isinstance(outside.codes, FakeTensor)
+    assert outside.codes.fake_mode is mode
     monkeypatch.setattr(presets, "Rotation", None)
     assert torch.equal(preset(normal(3, 256)).codes, wanted)
     assert preset(normal(3, 512)).codes.shape[0] == 3

@@ -102,8 +102,8 @@ def test_a_number_rotates_as_a_rotation_of_it_does(gradient: bool) -> None:
         assert torch.equal(default, one)
 
 
-def small_rotations() -> Iterator[tuple[int, Any]]:
-    """Rows of up to 16 elements, and all kinds of rotations of them, among them those of blocks of one element."""
+def small_rotations(n: int) -> Iterator[Any]:
+    """All kinds of rotations of rows of n elements, among them those of blocks of one element."""
     generator = torch.Generator().manual_seed(0)
     given: dict[str, Any] = {
         "-1": torch.tensor([[-1]]),
@@ -112,27 +112,27 @@ def small_rotations() -> Iterator[tuple[int, Any]]:
         "-1, H": [torch.tensor([[-1.0]]), torch.tensor([[1, 1], [1, -1]])],
         "any": torch.tensor([[1.0, 2.0, 0.5], [0.0, -1.0, 3.0], [1.5, 0.25, -2.0]]),
     }
-    for n in (1, 2, 3, 4, 6, 8, 12, 16):
-        for block in (block for block in range(1, n + 1) if n % block == 0):
-            for matrix in ("auto", "regular", *given.values()):
-                for before, after in ((False, False), (True, False), (False, True), (True, True)):
-                    signs = [
-                        (-1) ** torch.randint(2, (block,), generator=generator) if f else None for f in (before, after)
-                    ]
-                    with suppress(UsageError):  # a block that these matrices do not have
-                        yield n, Rotation(n, matrix, signs=signs[0], signs_after=signs[1], block=block)
-            if block & (block - 1) == 0:
-                yield n, block
-        yield n, None
+    for block in (block for block in range(1, n + 1) if n % block == 0):
+        for matrix in ("auto", "regular", *given.values()):
+            for before, after in ((False, False), (True, False), (False, True), (True, True)):
+                signs = [
+                    (-1) ** torch.randint(2, (block,), generator=generator) if f else None for f in (before, after)
+                ]
+                with suppress(UsageError):  # a block that these matrices do not have
+                    yield Rotation(n, matrix, signs=signs[0], signs_after=signs[1], block=block)
+        if block & (block - 1) == 0:
+            yield block
+    yield None
 
 
 @pytest.mark.parametrize("kernels", [False, True])
-def test_small_blocks_are_rotated_too(kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 6, 8, 12, 16])
+def test_small_blocks_are_rotated_too(n: int, kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is quantized is what the rotation gives, by itself, with gradients, and into out."""
     if kernels:
         EmulatedDevice(monkeypatch)
     count = 0
-    for n, rotation in small_rotations():
+    for rotation in small_rotations(n):
         x = normal(5, n, dtype=torch.float32)
         leaf = x.clone().requires_grad_()
         if isinstance(rotation, Rotation):
@@ -156,7 +156,7 @@ def test_small_blocks_are_rotated_too(kernels: bool, monkeypatch: pytest.MonkeyP
         assert torch.allclose(gradient, expected, atol=1e-5), rotation
         count += 1
     repeat.forget()
-    assert count > 300
+    assert count >= 18
 
 
 @pytest.mark.parametrize("options", [{"signs": [-1]}, {"signs_after": [-1]}, {"matrix": torch.tensor([[-1.0]])}, {}])

@@ -101,13 +101,13 @@ def test_it_is_a_pair() -> None:
 
 def test_its_repr_is_one_line() -> None:
     assert repr(made("nvfp4")) == (
-        "Quantized(nvfp4_16, codes=uint8[2, 3, 128] on cpu, scales=float8_e4m3fn[2, 3, 16] on cpu, "
+        "Quantized(nvfp4, codes=uint8[2, 3, 128] on cpu, scales=float8_e4m3fn[2, 3, 16] on cpu, "
         "tensor_scale=float32[] on cpu)"
     )
-    assert repr(made("int8-row")).startswith("Quantized(int8_row, codes=int8[2, 3, 256] on cpu")
+    assert repr(made("int8-row")).startswith("Quantized(int8-row, codes=int8[2, 3, 256] on cpu")
     x = normal(3, N).requires_grad_()
     assert repr(rotate_quantize(x, to="mxfp8", gradient=True)).endswith(" on cpu, gradient=True)")
-    assert repr(_pytree.tree_map(lambda leaf: 3, made())) == "Quantized(mxfp4_32, codes=int, scales=int)"
+    assert repr(_pytree.tree_map(lambda leaf: 3, made())) == "Quantized(mxfp4, codes=int, scales=int)"
 
 
 def test_gradients_pass_through_trees_and_moves() -> None:
@@ -246,7 +246,11 @@ def test_a_type_that_this_pytorch_lacks_is_one_sentence(monkeypatch: pytest.Monk
         ({"scales": lambda t: t.int()}, TensorError, "scales is strided int32; mxfp4 has strided uint8"),
         ({"scales": lambda t: t.to_sparse()}, TensorError, "scales is sparse_coo uint8; mxfp4 has strided uint8"),
         ({"codes": lambda t: torch.nested.nested_tensor([t[0]])}, TensorError, "codes is nested; mxfp4 has"),
-        ({"scales": lambda t: t.to("meta")}, TensorError, "scales is on meta but codes on cpu; move them with .to"),
+        (
+            {"scales": lambda t: t.to("meta")},
+            TensorError,
+            "scales is on meta but codes on cpu; a tensor on meta has no values; put",
+        ),
         (
             {"scales": lambda t: t[..., :4]},
             TensorError,

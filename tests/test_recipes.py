@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import errno
+import json
+import os
+import shutil
+import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from real_compilers import needs_nvrtc
 
+import hadagen.cache
 from hadagen import codegen, nvrtc, recipes
 from hadagen.arch import load_arch
+from hadagen.cache import private_root
 from hadagen.cubin import is_cubin
 from hadagen.errors import NoCompilerError, ToolchainError, UsageError
 from hadagen.knobs import Knobs
@@ -33,7 +41,7 @@ def recipe_of(arch: str = "sm90", problem: Problem = PROBLEM, **knobs: int | str
 @pytest.fixture(autouse=True)
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The directory of an empty cache."""
-    monkeypatch.setattr(recipes, "_found_root", [])
+    monkeypatch.setattr(recipes, "_roots", [])
     nvrtc.stamp.cache_clear()
     monkeypatch.setenv("HADAGEN_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
@@ -95,10 +103,7 @@ def test_a_recipe_is_compiled_for_the_gpu_that_calls_it() -> None:
     """With the features of its own arch."""
     older, newer = (image_of(recipe_of("sm80"), target) for target in ("sm80", "sm90"))
     assert older != newer
-    assert (
-        b"griddepcontrol"
-        not in recipes.KernelCache(recipes._root()).load(_key(recipe_of("sm80"), "sm90"))["kernel.ptx"]
-    )
+    assert b"griddepcontrol" not in recipes._cache().load(_key(recipe_of("sm80"), "sm90"))["kernel.ptx"]
 
 
 def _key(recipe: Recipe, target: str) -> str:
@@ -165,6 +170,133 @@ def test_where_the_cache_cannot_be_written_kernels_are_kept_for_this_process(
         assert image_of(recipe_of(), "sm90") == first
 
 
+PROGRAM = """
+import json, sys
+from hadagen import recipes
+from hadagen.launch import LaunchSpec
+from hadagen.problem import Problem
+key, knobs, launch = json.loads(sys.argv[1])
+recipe = recipes.Recipe(Problem.parse(key), knobs, "sm90", LaunchSpec.from_dict(launch))
+assert recipes.image_of(recipe, "sm90")
+print(recipes.__file__, "hadagen.codegen" in sys.modules, [str(root) for root in recipes._roots])
+"""
+
+
+def run_copy(folder: Path, cache: Path) -> str:
+    """The output of a program that needs a kernel, with the hadagen and the NVRTC of a folder."""
+    recipe = recipe_of()
+    given = json.dumps([recipe.problem.key, dict(recipe.knobs), recipe.launch.to_dict()])
+    variables = {**os.environ, "PYTHONPATH": str(folder), "HADAGEN_CACHE": str(cache), "PYTHONDONTWRITEBYTECODE": "1"}
+    variables["HADAGEN_NVRTC"] = str(next(folder.rglob("libnvrtc.so.*")))
+    command = [sys.executable, "-W", "error", "-c", PROGRAM, given]
+    done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@needs_nvrtc
+def test_a_cache_serves_a_copy_of_the_installation_at_another_place_and_time(tmp_path: Path) -> None:
+    """As in a container, where one step of the build fills a cache that later ones only read."""
+    library = Path(nvrtc.Nvrtc.find().path)
+    first, second = tmp_path / "first", tmp_path / "image" / "second"
+    for name, source in {"": "hadagen", "templates": "templates", "tuning_db": "tuning_db"}.items():
+        ignored = shutil.ignore_patterns("__pycache__", "*.db", "*.pyc")
+        shutil.copytree(
+            Path(recipes.__file__).parent.parent / source, first / "hadagen" / name, ignore=ignored, dirs_exist_ok=True
+        )
+    (first / "lib").mkdir()
+    for each in library.parent.glob("libnvrtc*"):
+        (first / "lib" / each.name).symlink_to(each)
+    assert "True" in run_copy(first, tmp_path / "cache")
+    shutil.copytree(first, second, copy_function=shutil.copy)
+    shutil.copytree(tmp_path / "cache", tmp_path / "image" / "cache", copy_function=shutil.copy)
+    for path in (tmp_path / "image").rglob("*"):
+        os.utime(path, (1_000_000_000, 1_000_000_000), follow_symlinks=False)
+    shutil.rmtree(first)
+    shutil.rmtree(tmp_path / "cache")
+    said = run_copy(second, tmp_path / "image" / "cache")
+    assert str(second) in said
+    assert "False" in said  # nothing was generated
+
+
+def test_the_generator_is_known_by_what_is_in_its_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def digest() -> str:
+        return recipes._generator.__wrapped__()
+
+    for folder in ("hadagen/steps", "hadagen/arch", "templates/common", "templates/device"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "a.py").write_text("1")
+    monkeypatch.setattr(recipes, "__file__", str(tmp_path / "hadagen" / "recipes.py"))
+    monkeypatch.setattr(recipes.templates, "__file__", str(tmp_path / "templates" / "__init__.py"))
+    seen = {digest()}
+    changed = tmp_path / "templates" / "common" / "a.py"
+    status = changed.stat()
+    changed.write_text("2")
+    os.utime(changed, ns=(status.st_atime_ns, status.st_mtime_ns))
+    seen.add(digest())
+    changed.rename(changed.with_name("b.py"))
+    seen.add(digest())
+    assert len(seen) == 3
+    (tmp_path / "hadagen" / "steps" / "a.cpython-311.pyc").write_bytes(b"times")
+    (tmp_path / "hadagen" / "steps" / "a.py").touch()
+    assert digest() in seen
+
+
+@needs_nvrtc
+def test_a_cache_that_cannot_be_written_is_read(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a word. Kernels that it lacks are kept for this process."""
+    first = image_of(recipe_of(), "sm90")
+    monkeypatch.setattr(recipes, "_roots", [])
+    monkeypatch.setattr(hadagen.cache, "make_folder", refuse_within(root))
+    with monkeypatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        forbid_work(patch)
+        assert image_of(recipe_of(), "sm90") == first
+        recipes.keep_verdict(first, PROBLEM, recipe_of().launch, "GPU", "580", True)
+    with pytest.warns(RuntimeWarning, match="are not kept for later processes: .* cannot be written"):
+        second = image_of(recipe_of(warps=2), "sm90")
+    forbid_work(monkeypatch)
+    assert (image_of(recipe_of(), "sm90"), image_of(recipe_of(warps=2), "sm90")) == (first, second)
+
+
+@needs_nvrtc
+def test_where_nothing_can_be_written_no_kernel_is_made(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch does the work then, and no bundle is blamed."""
+    monkeypatch.setattr(hadagen.cache, "_private", [])
+    monkeypatch.setattr(hadagen.cache, "make_folder", refuse_within(root))
+    monkeypatch.setattr(hadagen.cache, "_IN_MEMORY", str(root / "missing"))
+
+    def none() -> str:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
+
+    monkeypatch.setattr("tempfile.gettempdir", none)
+    for _ in range(2):
+        with pytest.raises(ToolchainError, match=r"compiled here: .* \(No usable temporary .*; set TMPDIR to a folder"):
+            image_of(recipe_of(), "sm90")
+    monkeypatch.delenv("HADAGEN_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(recipes, "_roots", [])
+    monkeypatch.setattr(Path, "home", _no_home)
+    with pytest.raises(ToolchainError, match="set TMPDIR to a folder"):
+        image_of(recipe_of(), "sm90")
+
+
+def _no_home() -> Path:
+    raise RuntimeError("no home")
+
+
+def refuse_within(folder: Path) -> Callable[..., None]:
+    """`make_folder` where a folder is on a disk that is only read."""
+    make = hadagen.cache.make_folder
+
+    def made(path: Path, mode: int = 0o755) -> None:
+        if path.is_relative_to(folder):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+        make(path, mode)
+
+    return made
+
+
 def test_a_verdict_is_of_one_image_problem_launch_gpu_and_driver(root: Path) -> None:
     given = (b"image", PROBLEM, recipe_of().launch, "GPU", "580")
     recipes.keep_verdict(*given, False)
@@ -179,12 +311,12 @@ def test_a_verdict_is_of_one_image_problem_launch_gpu_and_driver(root: Path) -> 
 
 @needs_nvrtc
 def test_a_cache_that_fills_up_later_is_left_for_another(root: Path) -> None:
-    assert recipes._root() == root
+    root.mkdir()
     (root / "kernels").write_text("no folder")
     with pytest.warns(RuntimeWarning, match="are not kept for later processes"):
         first = image_of(recipe_of(), "sm90")
     assert image_of(recipe_of(), "sm90") == first
-    assert recipes._root() != root
+    assert recipes._roots == [root, private_root()]
 
 
 @needs_nvrtc

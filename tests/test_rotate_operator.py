@@ -90,10 +90,16 @@ def test_fake_tensors_and_those_without_memory() -> None:
         ({"matrices": torch.ones(0), "orders": [0]}, "n = 40 is not 0 times a power of two"),
         ({"matrices": torch.ones(40)}, r"matrices has the shape \(40,\); matrices of the orders \[40\] have \(1600,\)"),
         ({"matrices": None}, r"matrices is None but the orders are \[40\]; pass their 1600 entries"),
-        ({"matrices": torch.ones(1600, device="meta")}, "matrices is on meta but x on cpu; move the rotation"),
+        (
+            {"matrices": torch.ones(1600, device="meta")},
+            "the matrix of the rotation is on meta but x on cpu; a tensor on meta has no values; put",
+        ),
         ({"signs": SIGNS["signs"]}, r"signs is int64 of the shape \(40,\); it must be uint8 of \(5,\)"),
         ({"signs_after": torch.ones(20).byte()}, r"signs_after is uint8 of the shape \(20,\); it must be uint8 of"),
-        ({"signs": torch.ones(5, dtype=torch.uint8, device="meta")}, "signs is on meta but x on cpu"),
+        (
+            {"signs": torch.ones(5, dtype=torch.uint8, device="meta")},
+            "the vector signs of the rotation is on meta but x on cpu; a tensor on meta has no values; put",
+        ),
         ({"swapped": True}, "n = 40 must be a power of 4 without matrices"),
         ({"swapped": True, **NOTHING, "n": 8}, "n = 8 must be a power of 4 without matrices"),
         ({"scale": float("inf")}, "scale = inf is not finite"),

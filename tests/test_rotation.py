@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import pickle
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_runtime import BOUNDS, error, normal
 
-from hadagen import Rotation, hadamard_transform
+from hadagen import Rotation, hadamard_transform, rotate_quantize
 from hadagen.errors import TensorError, UsageError
 from hadagen.matrices import _TABLE, NAMES, find_matrix
 from hadagen.runtime import fallback
@@ -341,6 +342,9 @@ def test_what_is_stored_has_the_signs_and_the_digest() -> None:
         ),
         ({"factors": 3}, "data is no rotation"),
         ({"factors": [3]}, "data is no rotation"),
+        ({"factors": [np.int64(3)]}, "data is no rotation"),
+        ({"factors": np.ones((2, 2))}, "data is no rotation"),
+        ({"factors": torch.ones(2, 2)}, "data is no rotation"),
         ({"n": "24"}, "n = '24' is not possible"),
         ({"n": None}, "n = None is not possible"),
         ({"matrix": None}, "data is no rotation"),
@@ -362,7 +366,7 @@ def test_nothing_that_is_stored_may_lack() -> None:
     for key in Rotation(24).to_dict():
         with pytest.raises(UsageError, match=f"data has no valid '{key}'; pass what to_dict returned"):
             Rotation.from_dict({name: value for name, value in Rotation(24).to_dict().items() if name != key})
-    for data in (None, [], 3):
+    for data in (None, [], 3, "n", np.int64(3), np.ones(3), torch.ones(3)):
         with pytest.raises(UsageError, match="pass what to_dict returned"):
             Rotation.from_dict(data)  # type: ignore[arg-type]
 
@@ -463,6 +467,8 @@ def test_its_deterministic_matrix_too() -> None:
         (dense("quarot", (20,), 40), "weight is not diag"),
         (torch.ones(26, 26), "weight is not diag"),
         (torch.ones(4, 4).cfloat(), "weight is a complex64 tensor"),
+        (torch.ones(1, 1).expand(1 << 20, 1 << 20), r"several elements of weight \[1048576, 1048576\] share memory"),
+        (torch.ones(32).as_strided((16, 16), (1, 1)), r"several elements of weight \[16, 16\] share memory"),
         (torch.ones(4, 4, device="meta"), "weight is a float32 tensor without values"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -470,6 +476,15 @@ def test_its_deterministic_matrix_too() -> None:
 def test_what_is_no_matrix_of_a_checkpoint_is_one_sentence(weight: torch.Tensor, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         Rotation.from_compressed_tensors(weight)
+
+
+def test_a_matrix_for_which_there_is_no_memory_is_one_sentence() -> None:
+    with pytest.raises(
+        UsageError, match=r"^the matrix of n = 1099511627776 has .* for which cpu has no memory .*rows"
+    ) as e:
+        Rotation(1 << 40).matrix()
+    assert "\n" not in str(e.value)
+    assert len(str(e.value)) < 250
 
 
 # ---- as a module -----------------------------------------------------------------------------------------------------
@@ -513,18 +528,22 @@ SINGULAR = torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
         ((2.5,), {}, "n = 2.5 is not possible"),
         ((True,), {}, "n = True is not possible"),
         ((1 << 2000,), {}, r"n = an integer of 2001 bits is not possible; it must be an integer from 1 to 2\^63 - 1"),
-        (((1 << 62) - 1,), {}, "auto has no matrices that give it; pad it to 4611686018427387904"),
+        (
+            ((1 << 62) - 1,),
+            {},
+            "matrix = 'auto' has no matrices for 4611686018427387903 = .*; pad it to 4611686018427387904",
+        ),
         ((12,), {"block": 8}, "block = 8 does not divide n = 12"),
         ((12,), {"block": 0}, "block = 0 is not possible"),
-        ((208,), {"k": 13}, r"13 · 2\^4 = 208: no Hadamard matrix of order 13; 52 · 4 gives it"),
+        ((208,), {"k": 13}, r"208 = 13 · 2\^4: there is no Hadamard matrix of order 13; 52 · 4 gives it"),
         ((208,), {"k": 0}, "k = 0 is not possible"),
         ((208,), {"k": "52"}, "k = '5' is not possible"),
         ((208,), {"k": 52.0}, "k = 52.0 is not possible"),
         ((208,), {"k": torch.tensor(52.0)}, r"k = tensor\(52.\) is not possible"),
         ((4**22, "regular"), {}, "a block of regular has 17592186044416 elements; choose blocks of at most 67108864"),
         ((160, "dao"), {}, "is 40 · 4 and 20 · 8 with matrices of dao"),
-        ((64, "hadamard"), {}, "matrix 'hadamard' is not known"),
-        ((64, "given"), {}, "matrix 'given' is not known"),
+        ((64, "hadamard"), {}, "matrix 'hadamard' is neither a known name nor a"),
+        ((64, "given"), {}, "matrix 'given' is neither a known name nor a"),
         ((12, torch.ones(3, 4)), {}, r"the matrix has the shape \(3, 4\); it must be square"),
         ((12, torch.ones(3)), {}, r"the matrix has the shape \(3,\); it must be square"),
         ((0, torch.ones(0, 0)), {}, "n = 0"),
@@ -570,6 +589,44 @@ def test_a_wrong_type_is_one_sentence(arguments: tuple[Any, ...], options: dict[
         Rotation(*arguments, **options)
 
 
+def test_a_result_is_not_written_over_the_buffers_of_the_rotation(monkeypatch: pytest.MonkeyPatch) -> None:
+    signed, given = Rotation(32, signs=some_signs(32)), Rotation(6, torch.rand(3, 3) + torch.eye(3))
+    for r, name in ((signed, "packed_signs"), (given, "packed_matrices")):
+        buffer = r.get_buffer(name)
+        before = buffer.clone()
+        values = buffer[: 2 * r.n].view(torch.float16)
+        x = torch.ones(r.n, dtype=torch.float16)
+        with pytest.raises(TensorError, match=f"out shares memory with {name} of the rotation; pass memory of its own"):
+            r(x, out=values)
+        with pytest.raises(TensorError, match=f"x shares memory with {name} of the rotation; pass memory of its own"):
+            r(values, inplace=True)
+        r(x.clone(), inplace=True)
+        # A call that comes again, whose kernel is known.
+        with monkeypatch.context() as patch:
+            patch.setattr("hadagen.runtime.rotation.calls", defaultdict(lambda: lambda given, _: given.zero_()))
+            assert not r(x.clone(), inplace=True).any()
+            with pytest.raises(TensorError, match=f"x shares memory with {name} of the rotation"):
+                r(values, inplace=True)
+        assert torch.equal(buffer, before)
+        assert torch.equal(r(values), r(values.clone()))  # which only reads
+        out = buffer[: r.n].view(torch.int8)[None], torch.ones(1, 1)
+        with pytest.raises(TensorError, match=rf"out\.codes shares memory with {name} of the rotation"):
+            rotate_quantize(x[None], r, to="int8-row", out=out)
+        assert torch.equal(buffer, before)
+
+
+def test_the_operators_do_not_write_over_signs_either() -> None:
+    signs = torch.zeros(160, dtype=torch.uint8)
+    options = None, [], signs[:4], None, 32, False, False, 1.0, "accurate"
+    for call in (
+        lambda: torch.ops.hadagen.rotate_(signs[:64].view(torch.float16), *options),
+        lambda: torch.ops.hadagen.rotate_out(torch.ones(32).half(), *options, signs[:64].view(torch.float16)),
+    ):
+        with pytest.raises(TensorError, match="shares memory with the vector signs of the rotation"):
+            call()
+    assert not signs.any()
+
+
 @pytest.mark.parametrize(
     ("call", "kind", "message"),
     [
@@ -577,7 +634,11 @@ def test_a_wrong_type_is_one_sentence(arguments: tuple[Any, ...], options: dict[
         (lambda r: r(torch.ones(2, 25)), TensorError, "the last dimension of x is 25; this rotation takes 24"),
         (lambda r: r(torch.tensor(1.0)), TensorError, "x has no dimension"),
         (lambda r: r(torch.ones(2, 24).long()), TensorError, "x has the type int64"),
-        (lambda r: r(torch.ones(2, 24, device="meta")), TensorError, "is on cpu but x on meta; move the rotation"),
+        (
+            lambda r: r(torch.ones(2, 24, device="meta")),
+            TensorError,
+            "is on cpu but x on meta; a tensor on meta has no values; put",
+        ),
         (lambda r: r([1.0]), TypeError, "x is a list; pass a torch.Tensor"),
         (lambda r: r(torch.ones(24), numerics="exact"), UsageError, "numerics 'exact' is not supported"),
         (lambda r: r(torch.ones(24), inplace=2), TypeError, "inplace is 2"),
@@ -606,7 +667,7 @@ def test_a_wrong_type_is_one_sentence(arguments: tuple[Any, ...], options: dict[
         (
             lambda r: r.fold_into(torch.ones(24, 3), "output", torch.ones(24, device="meta")),
             TensorError,
-            "bias is on meta but the rotation on cpu; move one",
+            "bias is on meta but the rotation on cpu; a tensor on meta has no values; put",
         ),
         (lambda r: r.matrix("float32"), UsageError, "dtype 'float32' is not possible; pass one of torch.float16, "),
         (lambda r: r.matrix(torch.int32), UsageError, "dtype 'int32' is not possible; pass one of torch.float16, "),

@@ -69,7 +69,7 @@ def loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Loader:
     monkeypatch.setattr(kernels, "_unserved", set())
     monkeypatch.setattr(kernels.driver, "load", loader)
     monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(recipes, "_found_root", [tmp_path / "cache"])
+    monkeypatch.setattr(recipes, "_roots", [tmp_path / "cache"])
     monkeypatch.setattr("torch.cuda.device", lambda index: nullcontext())
     return loader
 

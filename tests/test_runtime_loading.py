@@ -64,7 +64,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(loading.driver, "unload", machine.unload)
     monkeypatch.setattr("torch.cuda.device", lambda index: nullcontext())
     monkeypatch.setattr(recipes, "image_of", machine.image_of)
-    monkeypatch.setattr(recipes, "_root", lambda: tmp_path / "cache")
+    monkeypatch.setattr(recipes, "_roots", [tmp_path / "cache"])
     monkeypatch.setattr(loading, "is_right", machine.is_right)
     monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: False)
     return machine

@@ -51,6 +51,28 @@ def best() -> hadagen.Best:
     return hadagen.best_config(PROBLEM, 1, arch="sm90", inplace=True)
 
 
+def test_one_warning_names_all_that_no_trusted_key_signed(
+    signed: Path, keys: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("sm80", "sm86", "sm100"):
+        write_sample(signed.with_name(f"{name}.db"))
+    monkeypatch.setenv(trust.VARIABLE, str(make_key(tmp_path, "other")[1]))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = [best().match for _ in range(2)]
+    assert found == [Match.GENERIC] * 2
+    (said,) = [str(each.message) for each in caught]
+    assert said.startswith("hadagen goes on without 4 bundles that no trusted key signed, such as: ")
+    assert len(bundles.untrusted()) == 4
+    monkeypatch.setenv(trust.VARIABLE, str(keys[1]))
+    with pytest.warns(RuntimeWarning, match="goes on without 3 bundles that no trusted key signed"):
+        now = best()
+    assert now.match is not Match.GENERIC
+    assert signed not in bundles.untrusted()
+    monkeypatch.delenv(trust.VARIABLE)
+    assert not bundles.untrusted()
+
+
 # ---- what is signed --------------------------------------------------------------------------------------------------
 def test_a_signature_changes_nothing_else(tmp_path: Path, keys: tuple[Path, Path]) -> None:
     path = write_sample(tmp_path / "sm90.db")

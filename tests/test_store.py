@@ -41,6 +41,14 @@ def test_trials_come_back_as_they_were_recorded(empty: Path, trials: list[Trial]
             assert store.trials() == trials
 
 
+def test_a_name_that_is_no_utf_8_is_kept_as_escapes(any_store: Store) -> None:
+    any_store.record(make_trial(detail="/tmp/\udcff.cu: no such file"))
+    assert any_store.trials()[0].detail == "/tmp/\\udcff.cu: no such file"
+    with pytest.raises(StorageError, match=r"cannot store 'sm90.udcff', which has a lone surrogate"):
+        any_store.record(make_trial(arch="sm90\udcff"))
+    assert len(any_store.trials()) == 1
+
+
 def test_what_is_no_number_comes_back_too(any_store: Store) -> None:
     any_store.record(make_trial(outcome=Outcome.WRONG_ANSWER, errors={"normal": math.nan, "large": math.inf}))
     errors = any_store.trials()[0].errors

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import shutil
@@ -12,8 +13,10 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from sample_bundle import write_sample
 from sample_store import empty, path, refusal, store
 from sample_trials import H100, H200, make_kernel, make_trial, times
 from sqlalchemy import event
@@ -22,7 +25,7 @@ from hadagen.errors import StorageError, UsageError
 from hadagen.trial import Outcome
 from hadagen.tuning_db import database
 from hadagen.tuning_db.bundle import Bundle
-from hadagen.tuning_db.files import MOST_BYTES
+from hadagen.tuning_db.files import MOST_BYTES, connect_alone
 from hadagen.tuning_db.make import make_bundle
 from hadagen.tuning_db.schema import SCHEMA_VERSION
 from hadagen.tuning_db.store import Store
@@ -335,3 +338,31 @@ def test_a_database_locked_for_long_is_reported(path: Path, monkeypatch: pytest.
         assert store.trials() == []
         with pytest.raises(StorageError, match=r"trials\.db was locked by another process"):
             store.record(make_trial())
+
+
+def test_on_a_file_system_without_locks_a_database_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SQLite would wait a minute for a process that there is not."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.lockf", refuse)
+    (tmp_path / "there.db").touch()
+    for name in ("new.db", "there.db"):
+        assert "lies on a file system without locks (No locks available)" in refusal(tmp_path / name)
+
+
+def test_a_bundle_is_written_and_read_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened, connect = [], sqlite3.connect
+
+    def connecting(place: str, **options: Any) -> sqlite3.Connection:
+        opened.append(place)
+        return connect(place, **options)
+
+    monkeypatch.setattr(sqlite3, "connect", connecting)
+    written = write_sample(tmp_path / "sm90.db")
+    assert len(opened) >= 2
+    assert all(place.endswith(("?nolock=1", "&immutable=1")) for place in opened)
+    with closing(connect(written)) as other, closing(connect_alone(written)) as alone:
+        other.execute("BEGIN EXCLUSIVE")
+        alone.execute("DELETE FROM meta")

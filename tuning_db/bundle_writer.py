@@ -41,7 +41,7 @@ from hadagen.tuning_db.bundle import (
     sha256,
     winners_of,
 )
-from hadagen.tuning_db.files import deflated
+from hadagen.tuning_db.files import connect_alone, deflated
 from hadagen.tuning_db.signatures import Signature, SigningKey
 from hadagen.tuning_db.winners import WinnerCell, cell_value, digest_of
 
@@ -90,7 +90,7 @@ def write_bundle(
 
     with atomic_file(path) as new:
         new.chmod(new.stat().st_mode & ~0o022)  # a bundle that others could change is not found
-        with closing(sqlite3.connect(new, isolation_level=None)) as connection:
+        with closing(connect_alone(new)) as connection:
             digest = _fill(connection, _tables(arch, selection, kernels, arithmetic), kernels)
         try:
             Bundle.open(new).verify()
@@ -123,7 +123,7 @@ def sign_bundle(path: str | os.PathLike[str], key: SigningKey) -> Signature:
         others = [each for each in before.signatures if each.key != signature.key]
         if len(others) >= MOST_SIGNATURES:
             raise StorageError(f"{path} has {len(others)} signatures, which is the most; write it anew and sign that")
-        with closing(sqlite3.connect(new, isolation_level=None)) as connection:
+        with closing(connect_alone(new)) as connection:
             connection.execute("BEGIN")
             if before.statement.format < signed:
                 connection.execute(SIGNATURES)

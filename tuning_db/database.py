@@ -10,12 +10,14 @@ If the connection to a server is lost, such as at its restart, a transaction is 
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import re
 import shutil
 import sqlite3
 import stat
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -29,7 +31,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
 from sqlalchemy.orm import Session
 from sqlalchemy.pool import NullPool
 
-from hadagen.errors import StorageError, UsageError
+from hadagen.errors import StorageError, UsageError, shortened, shown
 from hadagen.tuning_db import postgresql
 from hadagen.tuning_db.files import connect_read_only, limit_values, read_start
 from hadagen.tuning_db.schema import SCHEMA_VERSION, VERSION_TABLE, Base
@@ -47,6 +49,12 @@ logging.getLogger("sqlalchemy").addHandler(logging.NullHandler())
 
 # Message of SQLite → our sentence. Its messages are part of its interface; Python 3.10 does not give error codes.
 _DAMAGED = "{place} is damaged; restore it from a copy, or name another file to start a new database"
+_URL = "postgresql://USER:PASSWORD@HOST/DATABASE"
+# What begins like a URL, or has a password as a URL has, but is none. A file of such a name has "./" before it.
+_ALMOST_A_URL = re.compile(
+    r"(?i)\s*[a-z][a-z0-9+.-]*\s*:/|\s*(postgres(ql)?|psql|pgsql|sqlite|mysql|mariadb)(\+\w*)?\s*(:|;|//)"
+    r"|(?![./~]|\w+/)[^@]*:[^@]*@|//[^@]*@|(.*\s)?password\s*="
+)
 _SENTENCES = {
     "readonly database": "{place} is read-only; make it and its directory writable, or name another database",
     "disk is full": "the disk of {place} is full ({free} bytes free); make room and run again, nothing stored is lost",
@@ -251,7 +259,7 @@ class Database:
             return None
         version = str(connection.scalar(text(f"SELECT version_num FROM {VERSION_TABLE}")))
         if not (re.fullmatch("[0-9]{4}", version) and int(version)):
-            raise ValueError(f"{version!r} is no schema version")
+            raise ValueError(f"{shown(version)} is no schema version")
         if version > SCHEMA_VERSION:
             raise StorageError(
                 f"{self.place} has schema {version} and this hadagen knows no later one than {SCHEMA_VERSION}; "
@@ -270,8 +278,8 @@ class Database:
             others = [name for name, _ in connection.exec_driver_sql(columns)]
         if others:
             raise StorageError(
-                f"{self.place} is not a tuning database: {others[0]!r:.40} in it is not a plain table; remove that, or "
-                "name another file"
+                f"{self.place} is not a tuning database: {shown(others[0])} in it is not a plain table; remove that, "
+                "or name another file"
             )
 
     def _let_readers_and_writers_overlap(self) -> None:
@@ -298,6 +306,11 @@ class Database:
     def _values_checked(self) -> Iterator[None]:
         try:
             yield
+        except UnicodeEncodeError as error:  # of what is to be stored: what was read came from bytes
+            raise StorageError(
+                f"{self.place} cannot store {shown(error.object)}, which has a lone surrogate, as of a name that is no "
+                "UTF-8; leave that character out"
+            ) from error
         except (ValueError, RecursionError, OverflowError) as error:  # no such value was written by hadagen
             raise StorageError(_DAMAGED.format(place=self.place)) from error
 
@@ -339,20 +352,22 @@ def _url(where: str | os.PathLike[str]) -> URL:
     text_form = os.fspath(where)
     if not text_form.isascii() and os.fsencode(text_form) != text_form.encode("utf-8", "replace"):
         raise UsageError(
-            f"database {text_form!r} has a name that is no UTF-8, which no URL can have; name another file"
+            f"database {shown(text_form)} has a name that is no UTF-8, which no URL can have; name another file"
         )
     if "://" not in text_form:
+        if isinstance(where, str) and _ALMOST_A_URL.match(text_form):  # not shown, as it may have a password
+            raise UsageError(f"the database is neither a file nor a URL; write such as {_URL}, or ./NAME for a file")
         return URL.create("sqlite", database=os.path.abspath(text_form))
     try:
         url = make_url(text_form)
         backend = url.get_backend_name()
-    except (SQLAlchemyError, ValueError) as error:
-        shown = re.sub("(?s)(://[^:@/]*):.*@", r"\1:***@", text_form)  # without a password
-        raise UsageError(f"database {shown!r} is no URL that SQLAlchemy understands; name a file instead") from error
+    except (SQLAlchemyError, ValueError):
+        # Any part of it may be a password, so it is not shown, nor is the error that quotes it.
+        raise UsageError(f"the URL of the database cannot be read; write such as {_URL}, or name a file") from None
     if backend in ("postgresql", "postgres"):
         return postgresql.checked(url)
     if backend != "sqlite":
-        raise UsageError(f"database {backend} is not supported; name a file or a postgresql:// URL")
+        raise UsageError(f"database {shortened(backend)} is not supported; name a file or a postgresql:// URL")
     return url
 
 
@@ -363,6 +378,7 @@ def _inspect_file(path: Path) -> bool:
         if not path.exists():
             if not _writable(path.parent):
                 raise StorageError(f"{path} cannot be created: its directory is not writable; name another file")
+            _check_locks(path)
             return False
         start, _ = read_start(path, 16)
         for name in ("-journal", "-wal", "-shm"):  # SQLite opens them too, if they exist
@@ -374,7 +390,22 @@ def _inspect_file(path: Path) -> bool:
         raise StorageError(f"{path} cannot be opened ({error.strerror}); name another file") from error
     if start not in (b"", b"SQLite format 3\0"):
         raise StorageError(_SENTENCES["not a database"].format(place=path))
-    return not (_writable(path) and _writable(path.parent))
+    read_only = not (_writable(path) and _writable(path.parent))
+    if not read_only:
+        _check_locks(path)
+    return read_only
+
+
+def _check_locks(path: Path) -> None:
+    """Raises `StorageError` if files beside this one cannot be locked. SQLite would say that it is locked by others."""
+    with suppress(OSError), tempfile.TemporaryFile(dir=path.parent) as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kind that SQLite uses
+        except OSError as error:
+            raise StorageError(
+                f"{path} lies on a file system without locks ({error.strerror}), and a database needs them; name a "
+                "file on another disk"
+            ) from error
 
 
 def _writable(path: Path) -> bool:

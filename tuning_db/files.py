@@ -52,10 +52,18 @@ def connect_read_only(
     path: str | os.PathLike[str], *, immutable: bool, check_same_thread: bool = True
 ) -> sqlite3.Connection:
     """An SQLite connection to a file. The path may have bytes that are no UTF-8, or begin with two slashes."""
-    # After two slashes, a URI has the name of a host.
-    absolute = b"/" + os.fsencode(os.path.abspath(path)).lstrip(b"/")
-    uri = f"file:{quote_from_bytes(absolute)}?mode=ro{'&immutable=1' if immutable else ''}"
+    uri = f"{_uri(path)}?mode=ro{'&immutable=1' if immutable else ''}"
     return sqlite3.connect(uri, uri=True, check_same_thread=check_same_thread)
+
+
+def connect_alone(path: str | os.PathLike[str]) -> sqlite3.Connection:
+    """An SQLite connection to a new file that no other process uses. It works on file systems without locks too."""
+    return sqlite3.connect(f"{_uri(path)}?nolock=1", uri=True, isolation_level=None)
+
+
+def _uri(path: str | os.PathLike[str]) -> str:
+    # After two slashes, a URI has the name of a host.
+    return f"file:{quote_from_bytes(b'/' + os.fsencode(os.path.abspath(path)).lstrip(b'/'))}"
 
 
 def limit_values(connection: sqlite3.Connection) -> None:

@@ -32,6 +32,8 @@ _CONNECTION = {
     "fallback_application_name": "hadagen",
 }
 
+_PLACES = "host", "hostaddr", "port", "service", "dbname", "user"  # options of a URL
+
 # What a role needs to record trials, beside reading them.
 IS_READ_ONLY = """
     SELECT current_setting('transaction_read_only') = 'on' OR NOT bool_and(has_table_privilege(name, does))
@@ -82,8 +84,9 @@ def checked(url: URL) -> URL:
 
 
 def place_of(url: URL) -> str:
-    """The URL for messages, without secrets."""
-    return url.difference_update_query(["password", "sslpassword"]).render_as_string(hide_password=True)
+    """The URL for messages, without secrets: of its options, those that say where the server is."""
+    others = [name for name in url.query if name not in _PLACES]
+    return url.difference_update_query(others).render_as_string(hide_password=True)
 
 
 def engine_options(url: URL) -> dict[str, Any]:

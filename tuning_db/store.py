@@ -15,7 +15,7 @@ from sqlalchemy import JSON, delete, insert, select, update
 from sqlalchemy.orm import Session, defer, joinedload, selectinload
 from sqlalchemy.sql import Select
 
-from hadagen.errors import StorageError
+from hadagen.errors import StorageError, shown
 from hadagen.launch import LaunchSpec
 from hadagen.problem import Problem
 from hadagen.regimes import Cache, Destination
@@ -470,4 +470,4 @@ def _check(row: Base | None) -> None:
 
 def _damaged(model: type[Base], column: str, value: object) -> ValueError:
     """What `Database` says in a sentence."""
-    return ValueError(f"{model.__tablename__}.{column} is {value!r}")
+    return ValueError(f"{model.__tablename__}.{column} is {shown(value)}")

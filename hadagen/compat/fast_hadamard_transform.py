@@ -16,7 +16,7 @@ import torch
 from torch.nn.functional import pad
 from torch.overrides import handle_torch_function
 
-from hadagen.errors import TensorError
+from hadagen.errors import TensorError, shown
 from hadagen.problem import kernel_order, padded_length
 from hadagen.runtime import transform
 from hadagen.runtime.arguments import is_flag
@@ -127,7 +127,7 @@ def _of_order(k: int, function: Any, x: Any, scale: Any, exact: bool) -> torch.T
         return cast(torch.Tensor, handle_torch_function(function, (x,), x, scale, exact=exact))
     check_is_tensor(x, "x")
     if not is_flag(exact):
-        raise TypeError(f"exact is {exact!r}; pass True or False")
+        raise TypeError(f"exact is {shown(exact)}; pass True or False")
     scale = _number(scale)
     if not torch.compiler.is_dynamo_compiling():  # where the operator's own checks do more for the message
         check_call(x, scale, "accurate")

@@ -15,12 +15,20 @@ from typing import cast
 import torch
 from torch.overrides import handle_torch_function
 
-from hadagen.errors import TensorError, UsageError
+from hadagen.errors import TensorError, UsageError, shown
 from hadagen.matrices import find_matrix, find_orders
 from hadagen.problem import kernel_order
 from hadagen.runtime import transform
 from hadagen.runtime.arguments import as_int, is_count
-from hadagen.runtime.checks import check_alike, check_is_tensor, check_tensor, kind_of, stands_for_a_tensor
+from hadagen.runtime.checks import (
+    check_alike,
+    check_is_flag,
+    check_is_tensor,
+    check_tensor,
+    kind_of,
+    stands_for_a_tensor,
+)
+from hadagen.runtime.given import as_count
 from hadagen.runtime.linear import has_only_memory
 from hadagen.runtime.named import matrix_of, named_matrix
 from hadagen.runtime.operands import combined, pack_matrices
@@ -46,6 +54,7 @@ def get_hadK(n: int, transpose: bool = False) -> tuple[torch.Tensor | None, int]
     K is the first of 172 156 140 124 116 108 60 52 36 28 44 40 20 12 that divides n. Raises `UsageError` if n / K is no
     power of two.
     """
+    check_is_flag(transpose, "transpose")
     k = _order(n)
     if k == 1:
         return None, 1
@@ -61,6 +70,7 @@ def matmul_hadU(X: torch.Tensor, transpose: bool = False) -> torch.Tensor:
     """
     if stands_for_a_tensor(X):
         return handle_torch_function(matmul_hadU, (X,), X, transpose)
+    check_is_flag(transpose, "transpose")
     n = _length(X)
     k = _order(n)
     if k == 1:
@@ -88,9 +98,8 @@ def matmul_hadU_cuda(
     """
     if stands_for_a_tensor(X):
         return handle_torch_function(matmul_hadU_cuda, (X,), X, hadK, K, transpose)
-    k = as_int(K)
-    if not is_count(k):
-        raise UsageError(f"K = {K!r:.80} is not possible; it must be an integer of at least 1")
+    k = as_count(K, "K")
+    check_is_flag(transpose, "transpose")
     check_is_tensor(X, "X")
     if k == 1:
         return _rotated(X, None, 1, transpose)
@@ -136,13 +145,15 @@ def apply_exact_had_to_linear(
     """
     if not isinstance(module, torch.nn.Linear):
         raise TypeError(f"module is a {type(module).__name__}; pass a torch.nn.Linear")
+    check_is_flag(output, "output")
     had_dim = as_int(had_dim)
     weight = module.weight.data.T if output else module.weight.data
     n = weight.shape[-1]
-    if had_dim == -1:
+    if isinstance(had_dim, int) and had_dim == -1:
         rotated = matmul_hadU(weight)
     elif not is_count(had_dim) or not is_pow2(had_dim) or n % had_dim:
-        raise UsageError(f"had_dim = {had_dim!r:.80} is not a power of two that divides {n}; choose one, or -1 for all")
+        said = f"had_dim = {shown(had_dim)} is not a power of two that divides {n}"
+        raise UsageError(f"{said}; choose one, or -1 for all")
     else:
         blocks = weight.unflatten(-1, (n // had_dim, had_dim))  # type: ignore[no-untyped-call]
         if R2 is None:
@@ -206,9 +217,7 @@ def _operand(matrix: torch.Tensor, order: int, n: int) -> tuple[torch.Tensor, in
 
 
 def _order(n: int) -> int:
-    if not is_count(as_int(n)):
-        raise UsageError(f"n = {n!r:.80} is not possible; it must be an integer of at least 1")
-    orders = find_orders("quarot", as_int(n))
+    orders = find_orders("quarot", as_count(n, "n"))
     return orders[0] if orders else 1
 
 

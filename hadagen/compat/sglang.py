@@ -26,10 +26,12 @@ from hadagen.runtime.checks import (
     check_like,
     check_tensor,
     check_writable,
+    how_to_join,
     kind_of,
     stands_for_a_tensor,
 )
-from hadagen.runtime.linear import check_autograd_follows
+from hadagen.runtime.compute import check_apart
+from hadagen.runtime.linear import check_autograd_follows, has_only_memory
 
 __all__ = [
     "hadamard_transform",
@@ -73,6 +75,8 @@ def hadamard_transform_with_signs(
         check_is_tensor(out, "out")
         check_like(x, out)
         check_writable(out)
+        if all(has_only_memory(each) for each in (out, signs1, signs2)):
+            check_apart(out, "out", (("signs1", signs1), ("signs2", signs2)))
         if torch.is_grad_enabled() and out.requires_grad:
             check_autograd_follows(out, "out")
     y = hadamard_transform(x * signs1.to(x.dtype), scale) * signs2.to(x.dtype)
@@ -90,4 +94,5 @@ def _check_signs(signs: Any, name: str, x: torch.Tensor) -> None:
     if signs.shape != x.shape[-1:]:
         raise TensorError(f"{name} has the shape {tuple(signs.shape)}; it must be ({x.shape[-1]},), as the rows of x")
     if signs.device != x.device:
-        raise TensorError(f"{name} is on {signs.device} but x on {x.device}; move it with .to(x.device)")
+        advice = how_to_join(x.device, signs.device, "move it with .to(x.device)")
+        raise TensorError(f"{name} is on {signs.device} but x on {x.device}; {advice}")

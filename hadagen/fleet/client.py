@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 import warnings
 from collections.abc import Callable, Coroutine, Sequence
@@ -20,7 +21,7 @@ from distributed.comm.addressing import get_address_host, resolve_address
 from distributed.comm.core import CommClosedError
 
 from hadagen.arch import Arch
-from hadagen.errors import DeviceError
+from hadagen.errors import DeviceError, UsageError, shown
 from hadagen.fleet import work
 from hadagen.fleet.station import COMPILERS, Greeting, code_digest, gpu_resource
 from hadagen.knobs import Knobs
@@ -36,6 +37,7 @@ GREET_SECONDS = 60.0  # a worker imports PyTorch first
 CALL_SECONDS = 10.0
 ATTEMPTS = 3  # of a task whose workers were in trouble
 CERTIFICATES = "name the fleet's ca-file and certificates in Dask's configuration, under distributed.comm.tls"
+_ADDRESS = re.compile(r"(?i)([a-z][a-z0-9+]*://)?([\w.%-]{1,253}|\[[\w:.%-]{1,99}\])(:\d{1,5})?[\d/]{0,40}")
 
 Value = TypeVar("Value")
 
@@ -92,6 +94,7 @@ class Fleet:
         say: Callable[[str], None] = lambda sentence: None,
         look: Callable[[FleetState], None] = lambda state: None,
     ) -> None:
+        check_address(address)
         self.address, self._compiler, self._archs = address, compiler, archs
         self.say, self.look = say, look
         self.failure: DeviceError | None = None  # why the fleet is no more
@@ -264,7 +267,7 @@ class Fleet:
                 elif isinstance(answer, work.Answer) and is_sound(value):
                     return answer
                 else:
-                    reason = f"it answered {value!r:.80}, which is no result"
+                    reason = f"it answered {shown(value)}, which is no result"
                 await self._leave_out(await self._who_did(future), reason, gpu)
             except KilledWorker as error:
                 reason = f"the workers that had it ended, {error.last_worker.address} last"
@@ -377,7 +380,7 @@ class Fleet:
         elif greeting is None:
             reason = reason or "it was not started with --preload hadagen.fleet"
         elif not isinstance(greeting, Greeting):
-            reason = f"it has another hadagen ({greeting!r:.80}); install the same version there"
+            reason = f"it has another hadagen ({shown(greeting)}); install the same version there"
         elif greeting.code != code_digest():
             reason = "it has another hadagen; install the same version there"
         if reason or not isinstance(greeting, Greeting):
@@ -419,6 +422,16 @@ class Fleet:
         with suppress(Exception):
             call = self._client.run(work.dismiss, workers=[address], on_error="ignore")
             await asyncio.wait_for(call, CALL_SECONDS)
+
+
+def check_address(address: str) -> None:
+    """Raises `UsageError` for what is no address of a scheduler, such as the URL of a database. The message does not
+    show it, because it may have a password."""
+    if not _ADDRESS.fullmatch(address):
+        raise UsageError(
+            "--fleet names no address of a Dask scheduler; give such as tls://HOST:8786, as the scheduler prints it, "
+            "or local for the GPUs of this machine"
+        )
 
 
 def security(address: str, *roles: str) -> Security:

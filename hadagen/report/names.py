@@ -39,11 +39,11 @@ def kind_name(problem: Problem) -> str:
     of, form = problem.transform, problem.io.form
     rows = "pitched rows" if problem.io.rows is Rows.PITCHED else PLAIN
     parts = ["rows with a matrix" if of.order > 1 else rows]
-    parts += ["swapped bits"] * of.swapped + ["signs"] * of.signed + ([f"to {_format_name(form)}"] if form else [])
+    parts += ["swapped bits"] * of.swapped + ["signs"] * of.signed + ([f"to {format_name(form)}"] if form else [])
     return ", ".join(parts)
 
 
-def _format_name(form: Format) -> str:
+def format_name(form: Format) -> str:
     """Its name, and what of it may be chosen and is not the default. The length of rows is not named."""
     known = FORMATS[form.name]
     parts = [form.name]

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import operator
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, TypeVar, cast
+
+from hadagen.errors import names_like, shortened
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_BOOLS = "bool", "torch.bool"  # of numpy and of PyTorch, of which both make an index
 
 
 def as_int(value: Any) -> Any:
-    """An integer of any kind, such as numpy's, as a Python int; None, a bool or any other value unchanged.
+    """An integer of any kind, such as numpy's, as a Python int; None, a bool of any kind, or another value unchanged.
 
     None is not given to `operator.index`, of which Dynamo of PyTorch before 2.13 catches no error."""
     try:
-        return value if value is None or isinstance(value, bool) else operator.index(value)
+        if value is None or isinstance(value, bool):
+            return value
+        # Dynamo cannot look for an attribute of a size.
+        if not isinstance(value, int) and str(getattr(value, "dtype", "")) in _BOOLS:
+            return value
+        return operator.index(value)
     except (TypeError, ValueError, RuntimeError):  # a tensor without one value, too
         return value
 
@@ -27,3 +41,40 @@ def is_flag(value: Any) -> bool:
         return value in (True, False)
     except (RuntimeError, TypeError, ValueError):  # an array has no single answer
         return False
+
+
+def is_one_of(value: Any, names: Collection[Any]) -> bool:
+    """Whether it is text and one of the names. Comparing other values, such as arrays, may raise anything."""
+    return isinstance(value, str) and value in names
+
+
+def explained(
+    kind: type[Exception], advice: str = "", renamed: Mapping[str, str] | None = None
+) -> Callable[[Function], Function]:
+    """Name the argument that may be meant where a caller names one that does not exist, as Python does from 3.13 on.
+    Only for functions that are not called often, because every call gets a little slower.
+
+    kind: of the error for arguments that are missing, unknown or too many. renamed: other names of arguments.
+    """
+
+    def decorated(function: Function) -> Function:
+        wanted = inspect.signature(function)
+
+        @functools.wraps(function)
+        def checked(*arguments: Any, **options: Any) -> Any:
+            for old, new in (renamed or {}).items():
+                if old in options and new not in options:
+                    options[new] = options.pop(old)
+            try:
+                wanted.bind(*arguments, **options)
+            except TypeError as error:
+                said = [f"{function.__qualname__.removesuffix('.__init__')}: {shortened(str(error))}"]
+                unknown = next((name for name in options if name not in wanted.parameters), "")
+                if similar := names_like(unknown, wanted.parameters):
+                    said[0] += f" (did you mean {similar[0]}?)"
+                raise kind("; ".join([*said, *filter(None, [advice])])) from None
+            return function(*arguments, **options)
+
+        return cast(Function, checked)
+
+    return decorated

@@ -11,11 +11,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hadagen.errors import DeviceError, HadagenError, StorageError, ToolchainError, UsageError, printable
+from hadagen.errors import DeviceError, HadagenError, StorageError, ToolchainError, UsageError, printable, shown
 from hadagen.owners import problem_of
 from hadagen.problem import Problem
 from hadagen.regimes import Destination
 from hadagen.runtime import bundles, kernels, repeat, trust
+from hadagen.runtime.arguments import explained
 from hadagen.runtime.choose import as_problem, is_settled, where_measured
 from hadagen.runtime.device import Device, cuda_device, cuda_index
 from hadagen.runtime.guesses import nearest_problems
@@ -31,6 +32,7 @@ _MOST_SECONDS = 3600
 _tried: set[tuple[Device, Problem]] = set()  # what a call asked for in this process
 
 
+@explained(TypeError)
 def autotune(
     problem: Problem | str | Mapping[str, Any],
     device: int | str | torch.device | None = None,
@@ -59,7 +61,7 @@ def autotune(
     """
     wanted = as_problem(problem)
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= _MOST_SECONDS:
-        raise UsageError(f"seconds = {seconds!r} is not supported; give more than 0, at most {_MOST_SECONDS}")
+        raise UsageError(f"seconds = {shown(seconds)} is not supported; give more than 0, at most {_MOST_SECONDS}")
     index, target = _measured_device(device)
     path = bundle_path(target.arch)
     if (known := where_measured(wanted, target)) not in (None, path):
@@ -106,7 +108,10 @@ def _check_use(path: Path) -> None:
             "sign its bundle"
         )
     if problem := problem_of(path):
-        raise StorageError(f"calls would not use {path}, because it could be changed by others: {problem}")
+        raise StorageError(
+            f"calls would not use {path}, because it could be changed by others: {problem}, or set XDG_DATA_HOME to "
+            "another place"
+        )
 
 
 def _measured_device(device: Any) -> tuple[int, Device]:
@@ -119,7 +124,7 @@ def _measured_device(device: Any) -> tuple[int, Device]:
         )
     index = cuda_index(device)
     if index is None:
-        raise UsageError(f"device {device!r} is not a CUDA device of this machine; name one of those it has")
+        raise UsageError(f"device {shown(device)} is not a CUDA device of this machine; name one of those it has")
     target = cuda_device(index)
     if target is None:
         raise DeviceError("PyTorch is built for GPUs of another maker; call autotune where it sees an NVIDIA GPU")

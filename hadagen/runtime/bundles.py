@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from hadagen.tuning_db.files import FileState, file_state, read_start, state_of
 from hadagen.tuning_db.signatures import PublicKey
 
 VARIABLE = "HADAGEN_BUNDLE"
+_NAME_IT = f"or name the bundle in {VARIABLE}"
 _PACKAGE = Path(__file__).parent.parent  # whoever may write there decides what runs anyway
 
 
@@ -25,7 +27,7 @@ class _Seen(NamedTuple):
     state: FileState
     named: bool  # by the user, in HADAGEN_BUNDLE
     keys: str | None  # `trust.setting`
-    found: Bundle | str  # or what is wrong with it
+    found: Bundle | StorageError  # without a traceback, which would keep the tensors of the call
 
 
 _seen: dict[Path, _Seen] = {}
@@ -84,13 +86,25 @@ def known() -> list[Bundle]:
     Raises what `pinned` raises. A damaged bundle among the others only gives a warning, and so does one that others
     could change, or that no trusted key signed: such a file must not stop a program that did not name it.
     """
-    bundles = pinned()
+    bundles, untrusted = pinned(), []
     for path in _others():
         try:
             bundles.append(_opened(path))
+        except trust.UntrustedError as error:
+            untrusted.append(str(error))
         except StorageError as error:
             _warn(f"hadagen goes on without a bundle: {error}")
+    if untrusted:
+        count = "a bundle" if len(untrusted) == 1 else f"{len(untrusted)} bundles that no trusted key signed, such as"
+        _warn(f"hadagen goes on without {count}: {untrusted[0]}")
     return bundles
+
+
+def untrusted() -> list[Path]:
+    """The bundles that `known` leaves out because no trusted key signed them."""
+    known()
+    found = ((path, _seen.get(path.absolute())) for path in _others())
+    return [path for path, seen in found if seen and isinstance(seen.found, trust.UntrustedError)]
 
 
 def _pinned_files() -> list[Path]:
@@ -105,12 +119,24 @@ def _others() -> list[Path]:
         of_user = [directory / name for name in sorted(os.listdir(directory)) if name.endswith(".db")]
         if of_user and (problem := problem_of(directory)):
             of_user = []
-            _warn(f"hadagen goes on without the bundles in {directory}: {problem}")
+            _warn(f"hadagen goes on without the bundles in {directory}: {problem}, or name them in {VARIABLE}")
     except (FileNotFoundError, StorageError):
         pass
     except OSError as error:
         _warn(f"hadagen goes on without a bundle: {directory} cannot be read ({error.strerror}); make it readable")
     return [*of_user, *shipped().values()]
+
+
+def why_unused(path: Path) -> str:
+    """Why calls will not use a bundle that was written to `path`, and what to do, as a clause; "" if they will, or if
+    calls use a file there only if HADAGEN_BUNDLE names it."""
+    path = path.absolute()
+    with suppress(StorageError):  # no home directory is known
+        if path.parent == user_directory() and not _is_pinned(path) and (problem := problem_of(path)):
+            return f"{problem}, {_NAME_IT}"
+        if trust.setting() is not None and (path.parent == user_directory() or _is_pinned(path)):
+            return f"{trust.VARIABLE} is set; sign it with `hadagen bundle sign`"
+    return ""
 
 
 def leave_out(bundle: Bundle, error: StorageError) -> None:
@@ -121,9 +147,7 @@ def leave_out(bundle: Bundle, error: StorageError) -> None:
         return
     if _is_pinned(bundle.path):
         raise error
-    _seen[bundle.path] = _Seen(
-        bundle.state, False, trust.setting(), str(error)
-    )  # its traceback would keep the tensors of the call
+    _seen[bundle.path] = _Seen(bundle.state, False, trust.setting(), _alone(error))
     _warn(f"hadagen goes on without a bundle: {error}")
 
 
@@ -142,15 +166,20 @@ def _opened(path: Path) -> Bundle:
         return Bundle.open(path)  # raises the right error
     seen = _seen.get(path)
     if seen is None or seen[:3] != (state, named, trust.setting()):
-        found: Bundle | str
+        found: Bundle | StorageError
         try:
             found = Bundle.open(path, trust.accepting(keys)) if named else _open_found(path, keys)
         except StorageError as error:
-            found = str(error)
+            found = _alone(error)
         seen = _seen[path] = _Seen(state, named, trust.setting(), found)
     if isinstance(seen.found, Bundle):
         return seen.found
-    raise StorageError(seen.found)
+    raise _alone(seen.found)
+
+
+def _alone(error: StorageError) -> StorageError:
+    """The same without a traceback."""
+    return (trust.UntrustedError if isinstance(error, trust.UntrustedError) else StorageError)(str(error))
 
 
 def _open_found(path: Path, keys: Sequence[PublicKey] | None) -> Bundle:
@@ -161,7 +190,7 @@ def _open_found(path: Path, keys: Sequence[PublicKey] | None) -> Bundle:
         return Bundle.open(path)  # raises the right error
     is_shipped = path in shipped().values()
     if problem := problem_beside(path, status, _PACKAGE) if is_shipped else problem_of(path, status):
-        raise StorageError(f"{path} could be changed by others: {problem}")
+        raise StorageError(f"{path} could be changed by others: {problem}, {_NAME_IT}")
     bundle = Bundle.open(path, trust.accepting(keys))
     if bundle.state != state_of(status):  # it was replaced in between
         return _open_found(path, keys)

@@ -12,9 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import is_lazy
 from torch.overrides import has_torch_function_unary
 
-from hadagen.errors import TensorError, UsageError
+from hadagen.errors import TensorError, UsageError, choice, shown
 from hadagen.problem import Numerics
-from hadagen.runtime.arguments import is_flag
+from hadagen.runtime.arguments import is_flag, is_one_of
 from hadagen.runtime.overlap import overlaps_itself
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -49,8 +49,15 @@ def check_options(scale: float, numerics: str, dtype: torch.dtype) -> None:
     check_is_number(scale)
     if not is_symbolic(scale):
         _check_is_finite(scale, torch.float64 if dtype == torch.float64 else torch.float32)  # the type to compute in
-    if numerics not in _NUMERICS:
-        raise UsageError(f"numerics {numerics!r} is not supported; choose one of {_names(_NUMERICS)}")
+    if not is_one_of(numerics, _NUMERICS):
+        raise UsageError(f"numerics {shown(numerics)} is not supported; {choice(numerics, _NUMERICS)}")
+
+
+def check_dtype(dtype: Any) -> None:
+    """Raises `UsageError` unless it is one of the types that are computed in."""
+    if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
+        said = _plain(dtype) if isinstance(dtype, torch.dtype) else dtype
+        raise UsageError(f"dtype {shown(said)} is not possible; pass one of {', '.join(map(str, DTYPES))}")
 
 
 def _check_is_finite(scale: float, dtype: torch.dtype) -> None:
@@ -115,6 +122,13 @@ def check_alike(x: torch.Tensor, other: torch.Tensor, name: str) -> None:
         raise TensorError(f"{name} {what} but x {mine}; pass both with values, or both fake")
 
 
+def how_to_join(one: torch.device, other: torch.device, move: str) -> str:
+    """Advice for tensors on two devices: `move`, except with the meta device, whose tensors have no values to move."""
+    if "meta" in (one.type, other.type):
+        return "a tensor on meta has no values; put both there, or give it values with .to_empty and load_state_dict"
+    return move
+
+
 def shape_of(x: torch.Tensor) -> str:
     """For a message; nested tensors have none."""
     return "of several shapes" if x.is_nested else str(tuple(x.shape))
@@ -142,7 +156,7 @@ def check_tensor(x: torch.Tensor) -> None:
 def check_is_flag(value: Any, name: str) -> None:
     """Raises TypeError."""
     if not is_flag(value):
-        raise TypeError(f"{name} is {value!r}; pass True or False")
+        raise TypeError(f"{name} is {shown(value)}; pass True or False")
 
 
 def check_destination(x: torch.Tensor, inplace: bool, out: torch.Tensor | None) -> None:

@@ -11,6 +11,7 @@ from hadagen.errors import UsageError
 from hadagen.matrices import MAX_GIVEN_ORDER, find_orders
 from hadagen.runtime.checks import DTYPES, check_is_tensor, has_values, kind_of
 from hadagen.runtime.named import matrix_of
+from hadagen.runtime.overlap import overlaps_itself
 
 _NAME = "compressed-tensors"
 _ROWS_AT_A_TIME = 1024
@@ -26,6 +27,8 @@ def rotation_of(make: Any, weight: torch.Tensor, n: int | None, perm: torch.Tens
     if weight.dim() != 2 or weight.shape[0] != weight.shape[1] or not len(weight):
         raise UsageError(f"weight has the shape {tuple(weight.shape)}; it must be square")
     size = len(weight)
+    if overlaps_itself(weight.shape, weight.stride()):  # the rest would take memory for all of it
+        raise UsageError(f"several elements of weight [{size}, {size}] share memory; those of a Hadamard matrix differ")
     weight = weight.detach().cpu()
     magnitudes = weight.abs()
     least, most = float(magnitudes.min()), float(magnitudes.max())

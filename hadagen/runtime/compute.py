@@ -7,6 +7,7 @@ distance from each other. Only tensors with yet another order of elements are co
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -237,6 +238,14 @@ def may_overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
         return True
     offset, rest = divmod(apart, x.element_size())
     return rest != 0 or not columns <= offset % pitch <= pitch - columns
+
+
+def check_apart(y: torch.Tensor, name: str, others: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raises `TensorError` if y, which is written, shares memory with one of the others, which all have names."""
+    size = span(y)
+    for other, tensor in others:
+        if -size < y.data_ptr() - tensor.data_ptr() < span(tensor):
+            raise TensorError(f"{name} shares memory with {other}; pass memory of its own")
 
 
 def span(x: torch.Tensor) -> int:

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hadagen.errors import UsageError
+from hadagen.errors import UsageError, shown
 from hadagen.gpu_class import class_of
 from hadagen.target import arch_of_gpu, check_arch, generation, known_archs, model_of, nearest_arch
 
@@ -71,12 +71,13 @@ def find_device(device: int | str | torch.device | None = None, arch: str | None
     if arch is not None:
         if device is not None and (not isinstance(device, str) or _NUMBER.fullmatch(device)):
             raise UsageError(
-                f"device {str(device)!r} is no name of a GPU, which is wanted beside an arch; "
+                f"device {shown(device)} is no name of a GPU, which is wanted beside an arch; "
                 "write such as 'NVIDIA H100 80GB HBM3', or leave out one of the two"
             )
         target = Device(arch, device or "")
         if (its := arch_of_gpu(target.gpu)) not in (None, arch):
-            raise UsageError(f"device {device!r} is a GPU of {its}, not of {arch}; give that arch, or another device")
+            said = f"device {shown(device)} is a GPU of {its}, not of {arch}"
+            raise UsageError(f"{said}; give that arch, or another device")
         return target
     import torch
 
@@ -85,7 +86,7 @@ def find_device(device: int | str | torch.device | None = None, arch: str | None
     index = cuda_index(device)
     found = None if index is None else cuda_device(index)
     if found is None:
-        raise UsageError(f"device {device!r} is not a CUDA device of this machine; name one, or name an arch too")
+        raise UsageError(f"device {shown(device)} is not a CUDA device of this machine; name one, or name an arch too")
     return found
 
 
@@ -97,7 +98,7 @@ def cuda_index(device: Any = None) -> int | None:
         return torch.cuda.current_device()
     try:
         device = torch.device(device)
-    except (RuntimeError, TypeError):
+    except (RuntimeError, TypeError, ValueError, OverflowError):
         return None
     if device.type != "cuda" or not torch.cuda.is_available():
         return None

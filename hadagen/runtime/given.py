@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hadagen.errors import UsageError
+from hadagen.errors import UsageError, shown
 from hadagen.matrices import MAX_GIVEN_ORDER
 from hadagen.runtime.arguments import as_int, is_count
 from hadagen.runtime.checks import DTYPES, check_is_tensor, has_values, kind_of
@@ -23,9 +23,7 @@ def as_count(value: Any, name: str) -> int:
     """Raises `UsageError`, with the name, unless it is an integer from 1 to 2^63 - 1."""
     value = as_int(value)
     if not is_count(value) or value >= 1 << 63:
-        huge = isinstance(value, int) and abs(value) >= 1 << 63  # which Python may refuse to write
-        said = f"an integer of {value.bit_length()} bits" if huge else f"{value!r:.80}"
-        raise UsageError(f"{name} = {said} is not possible; it must be an integer from 1 to 2^63 - 1")
+        raise UsageError(f"{name} = {shown(value)} is not possible; it must be an integer from 1 to 2^63 - 1")
     return int(value)
 
 

@@ -24,12 +24,13 @@ from hadagen.errors import (
     ToolchainError,
     UsageError,
     printable,
+    shown,
 )
 from hadagen.formats import Format
-from hadagen.problem import MAX_LOG2_N, MAX_ORDER, DType, Numerics, Problem, Rows, padded_length
+from hadagen.problem import MAX_LOG2_N, MAX_ORDER, DType, Numerics, Problem, Rows, check_no_format, padded_length
 from hadagen.regimes import Destination, nearest
 from hadagen.runtime import bundles
-from hadagen.runtime.arguments import as_int, is_count, is_flag
+from hadagen.runtime.arguments import as_int, explained, is_count, is_flag
 from hadagen.runtime.choose import BATCH_INVARIANT, choose_from_bundles, is_served, timed_in_bundles
 from hadagen.runtime.device import Device, cuda_device, cuda_index, how_to_get_kernels
 from hadagen.runtime.guesses import may_be_guessed
@@ -134,6 +135,7 @@ def queue(launch: driver.Launch, device: int, x: int, y: int) -> None:
             launch(raw_stream(device), x, y)
 
 
+@explained(TypeError)
 def warmup(
     n: int | Rotation | Iterable[int | Rotation],
     dtype: torch.dtype | str | Iterable[torch.dtype | str],
@@ -174,17 +176,17 @@ def warmup(
     is captured, and `StorageError` if HADAGEN_BUNDLE names a file that is damaged or no bundle.
     """
     if inplace is not None and not is_flag(inplace):
-        raise UsageError(f"inplace = {inplace!r} is not supported; give True, False, or nothing for both")
+        raise UsageError(f"inplace = {shown(inplace)} is not supported; give True, False, or nothing for both")
     if batch_invariant is None:
         batch_invariant = BATCH_INVARIANT
     elif not is_flag(batch_invariant):
-        raise UsageError(f"batch_invariant = {batch_invariant!r} is not supported; give True or False")
+        raise UsageError(f"batch_invariant = {shown(batch_invariant)} is not supported; give True or False")
     if not is_flag(round_first):
-        raise UsageError(f"round_first = {round_first!r} is not supported; give True or False")
-    if to is None and (columns is not None or group is not None or rule or layout != "row-major" or round_first):
-        raise UsageError("columns, group, rule, layout and round_first are those of a format; give to as well")
+        raise UsageError(f"round_first = {shown(round_first)} is not supported; give True or False")
+    if to is None:
+        check_no_format(columns, group, rule, layout, bool(round_first))
     rotations = _several(n)
-    lengths = [_whole(getattr(each, "n", each) if to else each, "n") for each in rotations]
+    lengths = [_whole(each if to is None else getattr(each, "n", each), "n") for each in rotations]
     dtypes = [_dtype(value) for value in _several(dtype)]
     contracts = [Numerics.ACCURATE]
     if numerics is None or Problem.of(2, DType.FLOAT16, numerics).io.numerics is Numerics.FAST:
@@ -255,12 +257,12 @@ def _warmed_device(device: int | str | torch.device | None) -> int | None:
     """The CUDA index of a device; None if such a device has no kernels. Raises `UsageError` if it does not exist."""
     if device is None and not torch.cuda.is_available():
         return None
-    with suppress(RuntimeError, TypeError):  # it names no device
+    with suppress(RuntimeError, TypeError, ValueError, OverflowError):  # it names no device
         if device is not None and torch.device(device).type != "cuda":
             return None
     index = cuda_index(device)
     if index is None:
-        raise UsageError(f"device {device!r} is not a CUDA device of this machine; name one of those it has")
+        raise UsageError(f"device {shown(device)} is not a CUDA device of this machine; name one of those it has")
     return index
 
 
@@ -278,14 +280,14 @@ def _several(values: Any) -> list[Any]:
 def _whole(value: Any, name: str) -> int:
     number: int = as_int(value)
     if not is_count(number):
-        raise UsageError(f"{name} = {value!r} is not supported; give whole numbers, at least 1")
+        raise UsageError(f"{name} = {shown(value)} is not supported; give whole numbers, at least 1")
     return number
 
 
 def _dtype(value: Any) -> torch.dtype:
     found = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise UsageError(f"dtype {value!r} is not supported; give a floating-point type, such as torch.float16")
+        raise UsageError(f"dtype {shown(value)} is not supported; give a floating-point type, such as torch.float16")
     return found
 
 

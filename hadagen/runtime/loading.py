@@ -60,15 +60,20 @@ def load(bundle: Bundle | None, entry: BundleEntry, device: int, target: Device)
 def compile_missing(chosen: Iterable[tuple[BundleEntry, Bundle | None]], target: Device) -> None:
     """Compile the kernels of these entries that have no cubin for this arch, several at a time. Whatever fails will
     fail again when it is loaded."""
-    by_arch: dict[str, dict[str, Recipe]] = defaultdict(dict)
-    for entry, _ in chosen:
-        if entry.arch != target.arch or not entry.compiled:
-            by_arch[entry.arch].setdefault(entry.kernel, _recipe(entry))
-    for recipes in by_arch.values():
+    for recipes in lacking_code(chosen, target).values():
         from hadagen.recipes import compile_all
 
         with suppress(HadagenError):
-            compile_all(list(recipes.values()), target.arch, jobs=min(len(recipes), cpus()))
+            compile_all(recipes, target.arch, jobs=min(len(recipes), cpus()))
+
+
+def lacking_code(chosen: Iterable[tuple[BundleEntry, Bundle | None]], target: Device) -> dict[str, list[Recipe]]:
+    """The recipes of these entries that have no cubin for this arch, each once, by the arch whose rules they keep."""
+    found = {(e.arch, e.kernel, e.problem): e for e, _ in chosen if e.arch != target.arch or not e.compiled}
+    by_arch: dict[str, list[Recipe]] = defaultdict(list)
+    for entry in found.values():
+        by_arch[entry.arch].append(_recipe(entry))
+    return by_arch
 
 
 def _compiled(entry: BundleEntry, target: Device) -> bytes:

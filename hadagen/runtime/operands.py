@@ -12,7 +12,7 @@ import torch
 from hadagen.errors import TensorError
 from hadagen.launch import ENTRY_BYTES
 from hadagen.problem import MAX_ORDER, kernel_order
-from hadagen.runtime.checks import check_alike, check_call
+from hadagen.runtime.checks import check_alike, check_call, how_to_join
 
 TRAILER = 128  # bytes behind the values of a sealed buffer; see `hadagen.runtime.sealed`
 _PART = 16  # rows and columns of a part of a packed matrix
@@ -47,6 +47,12 @@ class Operands(NamedTuple):
     batch_invariant: bool = False
 
     @property
+    def tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """Those that are there, with their names in messages."""
+        named = ("the matrix", self.matrices), ("the vector signs", self.signs), ("the vector signs_after", self[3])
+        return [(f"{name} of the rotation", each) for name, each in named if each is not None]
+
+    @property
     def identity(self) -> tuple[Any, ...]:
         """The same for operands that are equal, or the same in memory."""
         tensors = (None if each is None else (each.data_ptr(), each.dtype) for each in (self[0], *self[2:4]))
@@ -69,7 +75,7 @@ def check(x: torch.Tensor, of: Operands) -> None:
         kind = "packed matrices" if is_packed(of.matrices) else "matrices"
         raise TensorError(f"matrices has the shape {shape}; {kind} of the orders {list(of.orders)} have ({size},)")
     else:
-        _check_place(x, of.matrices, "matrices is")
+        _check_place(x, of.matrices, "the matrix")
     rest, left = divmod(of.n, max(prod(of.orders), 1))
     if min(of.orders, default=1) < 1 or left or rest & (rest - 1):
         orders = " · ".join(map(str, of.orders)) or "1"
@@ -85,13 +91,14 @@ def check(x: torch.Tensor, of: Operands) -> None:
             raise TensorError(
                 f"{name} is {plain} of the shape {tuple(signs.shape)}; it must be uint8 of ({size},), a bit each"
             )
-        _check_place(x, signs, f"{name} is")
+        _check_place(x, signs, f"the vector {name}")
 
 
-def _check_place(x: torch.Tensor, operand: torch.Tensor, subject: str) -> None:
-    check_alike(x, operand, subject.removesuffix(" is"))
+def _check_place(x: torch.Tensor, operand: torch.Tensor, name: str) -> None:
+    check_alike(x, operand, f"{name} of the rotation")
     if operand.device != x.device:
-        raise TensorError(f"{subject} on {operand.device} but x on {x.device}; move the rotation with .to(x.device)")
+        advice = how_to_join(x.device, operand.device, "move the rotation with .to(x.device)")
+        raise TensorError(f"{name} of the rotation is on {operand.device} but x on {x.device}; {advice}")
 
 
 def unpack_matrices(matrices: torch.Tensor | None, orders: Sequence[int]) -> list[torch.Tensor]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hadagen import quantizer
-from hadagen.errors import TensorError, UsageError
+from hadagen.errors import TensorError, UsageError, shown
 from hadagen.formats import TENSOR, Format
 from hadagen.problem import Problem, Rows
 from hadagen.runtime import compute, kernels, quantizing, repeat
@@ -128,7 +128,7 @@ def rotate_quantize(
         written = _written(destination, form)
         if all(has_only_memory(each) and not needs_derivative(each) for each in written):
             _check_like(written, run.parts, x)
-            _check_apart(written, x, given, form)
+            _check_apart(written, x, given, form, rotation)
             _fill_up(written, form)
             run.into(x.data_ptr(), given, written)
             return _quantized(form, given, *destination)
@@ -141,7 +141,8 @@ def rotate_quantize(
     check_options(1.0 if scale is None else scale, numerics, torch.float32)
     given = _tensor_scale(tensor_scale, form, x)
     of = _operands(x, rotation, scale if scale is None or is_symbolic(scale) else float(scale), *asked)
-    options = *of[:6], of.scale, *asked, form.name, form.group, form.rule, form.layout.value, round_first, given
+    values = [*of]  # torch.compile of PyTorch 2.6 cannot slice a NamedTuple
+    options = *values[:6], of.scale, *asked, form.name, form.group, form.rule, form.layout.value, round_first, given
     if destination is None:
         result = _quantized(form, given, *_OPERATOR(x, *options))
     else:
@@ -151,7 +152,7 @@ def rotate_quantize(
                 _check_has_no_gradient(each, name)
             _check_like(written, parts_of(x, form), x)
             if all(has_only_memory(each) for each in (x, *written)):
-                _check_apart(written, x, given, form)
+                _check_apart(written, x, given, form, rotation)
                 _fill_up(written, form)
             x = x.resolve_neg()  # which PyTorch does only for operators with a result
         _INTO(x, *options, written[0], None if form.group == TENSOR else written[1])
@@ -214,11 +215,15 @@ def _lies_like(tensor: torch.Tensor, strides: tuple[int, ...]) -> bool:
     return tensor.numel() == 0 or all(size == 1 or mine == wanted for size, mine, wanted in each)
 
 
-def _check_apart(written: Sequence[torch.Tensor], x: torch.Tensor, given: torch.Tensor | None, form: Format) -> None:
+def _check_apart(
+    written: Sequence[torch.Tensor], x: torch.Tensor, given: torch.Tensor | None, form: Format, rotation: Any
+) -> None:
     """Raises `TensorError` for memory that PyTorch forbids to write, or that is that of another tensor of the call."""
     others = [
         (name, each, compute.span(each)) for name, each in (("x", x), ("tensor_scale", given)) if each is not None
     ]
+    if isinstance(rotation, (Rotation, Operands)):
+        others += [(name, each, compute.span(each)) for name, each in rotation.tensors]
     for name, each in zip(_NAMES, written, strict=False):
         check_writable(each)
         size = compute.span(each)
@@ -310,9 +315,10 @@ def _operands(
     columns = x.shape[-1]
     factor = 1.0 if scale is None else scale
     if isinstance(rotation, Rotation):
-        return rotation.operands_for(x, factor)._replace(numerics=numerics, batch_invariant=batch_invariant)
+        return rotation.operands_for(x, factor, numerics, batch_invariant)
     if isinstance(rotation, Operands):
-        made = rotation._replace(scale=rotation.scale * factor, numerics=numerics, batch_invariant=batch_invariant)
+        fields = [*rotation]  # torch.compile of PyTorch 2.6 lacks _replace
+        made = Operands(*fields[:7], rotation.scale * factor, numerics, batch_invariant)
         if not torch.compiler.is_dynamo_compiling():  # where the operator's own checks do
             check(x, made)
         return made
@@ -320,7 +326,9 @@ def _operands(
     if isinstance(n, bool) or not isinstance(n, int):
         raise TypeError(f"rotation is a {type(rotation).__name__}; pass a Rotation, a power of two, or None")
     if n < 1 or n & (n - 1) or columns % n:
-        raise UsageError(f"rotation = {n} is no power of two that divides the {columns} columns of x; choose one")
+        raise UsageError(
+            f"rotation = {shown(n)} is no power of two that divides the {columns} columns of x; choose one"
+        )
     factor = n**-0.5 if scale is None else scale
     return Operands(None, [1], None, None, n, False, False, factor, numerics, batch_invariant)
 
@@ -529,7 +537,7 @@ def _into(x: torch.Tensor, *options: Any) -> None:
     of, form, round_first, given = _arguments(*options[:_OUT_AT])
     written = _written(options[_OUT_AT:], form)
     _check_like(written, parts_of(x, form), x)
-    _check_apart(written, x, given, form)
+    _check_apart(written, x, given, form, of)
     _compute_into(x, of, form, round_first, given, written)
 
 

@@ -8,12 +8,22 @@ from math import prod
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree
 
 from hadagen import quantizer
-from hadagen.errors import TensorError, UsageError
+from hadagen.errors import TensorError, UsageError, shown
 from hadagen.formats import ROW, TENSOR, Element, Format, Layout
-from hadagen.runtime.checks import DTYPES, check_alike, check_is_flag, check_is_tensor, kind_of
+from hadagen.runtime.checks import (
+    check_alike,
+    check_dtype,
+    check_is_flag,
+    check_is_tensor,
+    how_to_join,
+    is_functional,
+    kind_of,
+)
 
 # PyTorch's own types of what is stored in bytes here, with the version that brought them.
 _NATIVE = {"e8m0": ("float8_e8m0fnu", "2.7"), Element.E2M1: ("float4_e2m1fn_x2", "2.8")}
@@ -61,8 +71,7 @@ class Quantized:
         Raises `UsageError` for another dtype, and for a format without codes; TypeError and `TensorError` for codes,
         scales or a tensor_scale that the format does not have.
         """
-        if dtype not in DTYPES:
-            raise UsageError(f"dtype {dtype!r:.80} is not possible; pass one of {', '.join(map(str, DTYPES))}")
+        check_dtype(dtype)
         self._check()
         form = self.format
         codes = quantizer.as_bytes(self.codes)
@@ -92,8 +101,12 @@ class Quantized:
             raise UsageError(f"codes are never converted, to {device} neither; pass a device, or call dequantize")
         try:
             place = device.device if isinstance(device, torch.Tensor) else torch.device(device)
-        except (RuntimeError, TypeError):
-            raise UsageError(f"device {device!r:.80} is no device; pass one such as cpu or cuda:0") from None
+        except (RuntimeError, TypeError, ValueError, OverflowError):
+            raise UsageError(f"device {shown(device)} is no device; pass one such as cpu or cuda:0") from None
+
+        for name, part in self._check_kinds():
+            if part.is_meta and place.type != "meta":
+                raise TensorError(f"{name} has no values, so none can be moved to {place}; load or compute them first")
 
         def moved(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.to(place, non_blocking=bool(non_blocking), copy=bool(copy))
@@ -113,6 +126,11 @@ class Quantized:
 
         Raises `UsageError` if this version of PyTorch lacks the type.
         """
+        self._check_kinds()
+        form = self.format
+        for part, name, kind in ((self.codes, "codes", form.element), (self.scales, "scales", form.scale)):
+            if kind in _NATIVE:
+                _check_part(part, name, form, (torch.uint8,), kind, self.codes)
         made = _unflatten(*_flatten(self))
         made.codes = _as_native(self.codes, self.format.element)
         made.scales = _as_native(self.scales, self.format.scale)
@@ -129,25 +147,36 @@ class Quantized:
         return (self.codes, self.scales)[index]
 
     def __repr__(self) -> str:
-        key = self.format.key if isinstance(self.format, Format) else repr(self.format)
+        form = self.format.text if isinstance(self.format, Format) else shown(self.format)
         parts = {"codes": self.codes, "scales": self.scales, "tensor_scale": self.tensor_scale}
         said = [f"{name}={_said(part)}" for name, part in parts.items() if part is not None]
-        return ", ".join([f"Quantized({key}", *said, *([] if self._exact is None else ["gradient=True"])]) + ")"
+        return ", ".join([f"Quantized({form}", *said, *([] if self._exact is None else ["gradient=True"])]) + ")"
 
     def __reduce__(self) -> Any:
+        for name, part in self._check_kinds():
+            if isinstance(part, FakeTensor) or is_functional(part):
+                raise TensorError(f"{name} stands for a tensor in a trace and has no values; store it after the trace")
         # Types of one byte as uint8, because pickle alone cannot read float8 back.
         stored = [each.view(torch.uint8) if each.dtype.itemsize == 1 else each for each in self]
         types = self.codes.dtype, self.scales.dtype
         return _restored, (*stored, types, _described(self.format), self.tensor_scale)
 
     # ---- checks ------------------------------------------------------------------------------------------------------
+    def _check_kinds(self) -> list[tuple[str, torch.Tensor]]:
+        """The parts, with their names. Raises TypeError and `TensorError` unless they are dense tensors of a format."""
+        _check_format(self.format)
+        parts: list[tuple[str, Any]] = [("codes", self.codes), ("scales", self.scales)]
+        parts += [] if self.tensor_scale is None else [("tensor_scale", self.tensor_scale)]
+        for name, part in parts:
+            check_is_tensor(part, name)
+            if part.is_nested or part.layout is not torch.strided or part.is_quantized:
+                raise TensorError(f"{name} is {kind_of(part)}; {self.format.name} has dense tensors of plain types")
+        return parts
+
     def _check(self) -> None:
         """Raises TypeError, `UsageError` and `TensorError` for what the format does not have. Reads no memory."""
+        _check_format(self.format)
         form = self.format
-        if not isinstance(form, Format):
-            raise TypeError(
-                f"format is a {type(form).__name__}; pass that of a Quantized that rotate_quantize returned"
-            )
         if form.element is Element.NONE:
             raise UsageError(f"{form.name} has no codes, so nothing can be dequantized; read scales")
         of_codes, of_scales = quantizer.types(form, torch.float32)
@@ -184,6 +213,11 @@ class Quantized:
             )
 
 
+def _check_format(form: Any) -> None:
+    if not isinstance(form, Format):
+        raise TypeError(f"format is a {type(form).__name__}; pass that of a Quantized that rotate_quantize returned")
+
+
 def _check_part(
     part: Any, name: str, form: Format, types: tuple[torch.dtype, ...], kind: Any, codes: torch.Tensor
 ) -> None:
@@ -195,7 +229,8 @@ def _check_part(
         raise TensorError(f"{name} is {kind_of(part)}; {form.name} has strided {wanted}")
     check_alike(codes, part, name)
     if part.device != codes.device:
-        raise TensorError(f"{name} is on {part.device} but codes on {codes.device}; move them with .to")
+        advice = how_to_join(part.device, codes.device, "move them with .to")
+        raise TensorError(f"{name} is on {part.device} but codes on {codes.device}; {advice}")
 
 
 def _as_native(tensor: torch.Tensor, kind: Any) -> torch.Tensor:
@@ -209,7 +244,7 @@ def _as_native(tensor: torch.Tensor, kind: Any) -> torch.Tensor:
 
 
 def _said(part: Any) -> str:
-    if not isinstance(part, torch.Tensor):
+    if not isinstance(part, torch.Tensor) or is_lazy(part):
         return type(part).__name__
     shape = "?" if part.is_nested else ", ".join(map(str, part.shape))
     return f"{str(part.dtype).removeprefix('torch.')}[{shape}] on {part.device}"

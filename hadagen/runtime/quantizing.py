@@ -4,7 +4,6 @@ at an address that is a multiple of 16 bytes, and does all of it: rotation, larg
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from math import prod
 
 import torch
@@ -168,9 +167,7 @@ def find(x: torch.Tensor, of: Operands, form: Format, round_first: bool, heads: 
 
 def problem_for(x: torch.Tensor, of: Operands, form: Format, round_first: bool) -> Problem | None:
     """The problem of a kernel that does all of it; None if no kernel can."""
-    group = x.shape[-1] if form.group == ROW else form.group
-    to = replace(form, group=group, rounded=round_first and not form.rounds_first)
     try:
-        return problem_of(x, of, to)
+        return problem_of(x, of, form.for_rows(x.shape[-1], round_first))
     except UsageError:  # groups that are no part of a tile
         return None

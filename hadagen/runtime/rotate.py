@@ -73,6 +73,7 @@ def _compute(x: torch.Tensor, of: Operands, inplace: bool) -> torch.Tensor:
     check_whole(of)
     if inplace:
         check_writable(x)
+        compute.check_apart(x, "x", of.tensors)
     problem = problem_of(x, of)
     if problem is not None:
         y = known(x, number_of(of), inplace)
@@ -103,6 +104,7 @@ def _compute_into(x: torch.Tensor, y: torch.Tensor, of: Operands) -> None:
     check_whole(of)
     check_like(x, y)
     check_writable(y)
+    compute.check_apart(y, "out", of.tensors)
     if x.data_ptr() == y.data_ptr() and x.stride() == y.stride():
         _compute(y, of, True)
     elif not y.is_contiguous() or compute.may_overlap(x, y):

@@ -14,23 +14,26 @@ from torch.autograd import forward_ad
 from torch.overrides import has_torch_function_unary
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hadagen.errors import TensorError, UsageError
+from hadagen.errors import HadagenError, TensorError, UsageError, choice, shortened, shown
 from hadagen.matrices import find_matrix, find_orders
-from hadagen.problem import Numerics
+from hadagen.problem import Numerics, Transform
 from hadagen.runtime import sealed
-from hadagen.runtime.arguments import as_int
+from hadagen.runtime.arguments import as_int, explained, is_one_of
 from hadagen.runtime.checks import (
     DTYPES,
     check_destination,
+    check_dtype,
     check_is_flag,
     check_is_tensor,
     check_like,
     check_tensor,
+    how_to_join,
     kind_of,
     stands_for_a_tensor,
 )
 from hadagen.runtime.choose import BATCH_INVARIANT
 from hadagen.runtime.compressed_tensors import rotation_of
+from hadagen.runtime.compute import check_apart
 from hadagen.runtime.given import (
     as_count,
     as_matrices,
@@ -46,6 +49,7 @@ from hadagen.runtime.given import (
     unpack_given,
     why_not_orthogonal,
 )
+from hadagen.runtime.linear import has_only_memory
 from hadagen.runtime.named import (
     REGULAR,
     folds,
@@ -119,6 +123,7 @@ class Rotation(torch.nn.Module):
     packed_signs: torch.Tensor | None
     packed_signs_after: torch.Tensor | None
 
+    @explained(TypeError)
     def __init__(
         self,
         n: int,
@@ -241,10 +246,17 @@ class Rotation(torch.nn.Module):
 
         dtype: float16, bfloat16, float32 or float64. Raises `UsageError` for another.
         """
-        if dtype not in DTYPES:
+        check_dtype(dtype)
+        try:
+            return self(torch.eye(self.n, dtype=dtype, device=self._device))  # type: ignore[no-any-return]
+        except RuntimeError as error:
+            if isinstance(error, HadagenError):
+                raise
             plain = str(dtype).removeprefix("torch.")
-            raise UsageError(f"dtype {plain!r:.80} is not possible; pass one of {', '.join(map(str, DTYPES))}")
-        return self(torch.eye(self.n, dtype=dtype, device=self._device))  # type: ignore[no-any-return]
+            raise UsageError(
+                f"the matrix of n = {self.n} has {self.n}² numbers of {plain}, for which {self._device} has no memory "
+                f"({shortened(str(error))}); rotate rows instead"
+            ) from None
 
     def fold_into(
         self, weight: torch.Tensor, side: str, bias: torch.Tensor | None = None
@@ -261,8 +273,8 @@ class Rotation(torch.nn.Module):
         matrix is not orthogonal; `TensorError` for a weight or bias that does not fit.
         """
         self._check_part(weight, "weight")
-        if side not in ("input", "output"):
-            raise UsageError(f"side {side!r:.80} is not known; choose input or output")
+        if not is_one_of(side, ("input", "output")):
+            raise UsageError(f"side {shown(side)} is not known; {choice(side, ('input', 'output'))}")
         axis = -1 if side == "input" else -2
         if weight.dim() < 2 or weight.shape[axis] != self.n:
             place = f"[..., out, {self.n}]" if side == "input" else f"[..., {self.n}, in]"
@@ -275,7 +287,8 @@ class Rotation(torch.nn.Module):
         if bias is not None:
             self._check_part(bias, "bias")
             if bias.device != weight.device:
-                raise TensorError(f"bias is on {bias.device} but weight on {weight.device}; move one of them with .to")
+                advice = how_to_join(bias.device, weight.device, "move one of them with .to")
+                raise TensorError(f"bias is on {bias.device} but weight on {weight.device}; {advice}")
             if not bias.dim() or bias.shape[-1] != self.n:
                 raise TensorError(f"bias has the shape {tuple(bias.shape)}; its last dimension must be {self.n}")
         folded = self(weight.mT).mT.contiguous()
@@ -288,7 +301,7 @@ class Rotation(torch.nn.Module):
         """
         world, rank = as_count(world, "world"), as_int(rank)
         if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < world:
-            raise UsageError(f"rank = {rank!r:.80} is not possible; it must be from 0 to {world - 1}")
+            raise UsageError(f"rank = {shown(rank)} is not possible; it must be from 0 to {world - 1}")
         mine, left = divmod(self.n, world)
         if left or mine % self.block:
             raise UsageError(
@@ -331,6 +344,8 @@ class Rotation(torch.nn.Module):
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Rotation:
         """The rotation of `to_dict`. Raises `UsageError` for anything else, and if this version has another matrix."""
+        if not isinstance(data, Mapping):
+            raise UsageError(f"data is a {type(data).__name__}; pass the dictionary that to_dict returned")
         try:
             name, factors = data["matrix"], list(data["factors"])
             options = {key: data[key] for key in ("n", "block", "signs", "signs_after")}
@@ -343,17 +358,18 @@ class Rotation(torch.nn.Module):
         except UsageError:
             raise
         except KeyError as error:
-            raise UsageError(f"data has no valid {error}; pass what to_dict returned") from None
-        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-            raise UsageError(f"data is no rotation ({error}); pass what to_dict returned") from None
+            raise UsageError(f"data has no valid {shortened(str(error))}; pass what to_dict returned") from None
+        except (TypeError, ValueError, OverflowError, RuntimeError, IndexError, AttributeError) as error:
+            raise UsageError(f"data is no rotation ({shortened(str(error))}); pass what to_dict returned") from None
         if made.k != orders:
-            raise UsageError(f"data has factors of the orders {orders}, not {made.k}; pass what to_dict returned")
+            said = f"data has factors of the orders {shown(orders)}, not {made.k}"
+            raise UsageError(f"{said}; pass what to_dict returned")
         for order, digest in zip(made.k, stored, strict=True):
             known = find_matrix(name, order).digest
             if digest != known:
                 raise UsageError(
-                    f"the matrix of order {order} of {name} has the digest {known[:8]}, but {digest!r:.10} was stored; "
-                    "use the version of hadagen that stored it"
+                    f"the matrix of order {order} of {name} has the digest {known[:8]}, but {shown(digest, 10)} was "
+                    "stored; use the version of hadagen that stored it"
                 )
         return made
 
@@ -373,6 +389,15 @@ class Rotation(torch.nn.Module):
         Raises TypeError if weight or perm is no tensor, and `UsageError` if they are no such matrix and permutation.
         """
         return cast(Rotation, rotation_of(cls, weight, n, perm))
+
+    @property
+    def transform(self) -> Transform | None:
+        """What a kernel computes for each block; None if PyTorch computes it."""
+        try:
+            of = Transform(self.block, math.prod(self._orders), self._signed and not self._all_of_h, self._swapped)
+        except UsageError:  # too long, or of too large a matrix
+            return None
+        return of if len(self._orders) <= 1 and all(each.dtype == torch.int8 for each in self._given) else None
 
     # ---- inside ------------------------------------------------------------------------------------------------------
     def extra_repr(self) -> str:
@@ -402,7 +427,7 @@ class Rotation(torch.nn.Module):
             and not _dispatch_modes()
             and forward_ad._current_level < 0
             and not (x.requires_grad and _is_grad_enabled())
-            and not (inplace and _in_functorch())
+            and not (inplace is not False and _in_functorch())
         ):
             made, index = self._made, x.get_device()
             if made is not None and made.index == index and (not made.watched or made.is_whole(self._buffers)):
@@ -414,6 +439,8 @@ class Rotation(torch.nn.Module):
                 except (KeyError, RuntimeError, TypeError):  # a new call, no memory or shape, or a bad argument
                     address = 0
                 if address:
+                    if inplace and made.watched:
+                        self._check_apart(x, None)
                     return run(x, address)
         check_is_flag(batch_invariant, "batch_invariant")
         if not stands_for_a_tensor(x):
@@ -429,7 +456,15 @@ class Rotation(torch.nn.Module):
             check(x, options)
             if out is not None:
                 check_like(x, out)
+            if inplace or out is not None:
+                self._check_apart(x, out)
         return cast(torch.Tensor, ROTATE.dispatch(x, options, inplace, out))
+
+    def _check_apart(self, x: torch.Tensor, out: torch.Tensor | None) -> None:
+        """Raises `TensorError` if the result would be written over the module's own buffers."""
+        name, target = ("x", x) if out is None else ("out", out)
+        if has_only_memory(target):
+            check_apart(target, name, self.tensors)
 
     # ---- operands ----------------------------------------------------------------------------------------------------
     def _options(
@@ -444,7 +479,7 @@ class Rotation(torch.nn.Module):
             if made is None or not made.is_current(self._buffers, _index(device)):
                 made = self._look(device)
             tensors = made.tensors
-            if scale == 1.0 and numerics in _NUMERICS:
+            if scale == 1.0 and is_one_of(numerics, _NUMERICS):
                 key = transposed, numerics, batch_invariant
                 if key not in made.known:
                     of = self._operands(tensors, transposed, scale, numerics, batch_invariant)
@@ -599,6 +634,14 @@ class Rotation(torch.nn.Module):
             self._look(self._device)
 
     @property
+    def tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """The buffers that can be read, with their names in messages."""
+        buffers = [(name, self._buffers[name]) for name in _BUFFERS]
+        return [
+            (f"{name} of the rotation", each) for name, each in buffers if each is not None and sealed.is_readable(each)
+        ]
+
+    @property
     def identity(self) -> tuple[Any, ...]:
         """The same for rotations that multiply by the same operands in memory."""
         made = self._made
@@ -609,11 +652,13 @@ class Rotation(torch.nn.Module):
         tensors = (None if each is None else (each.data_ptr(), each.dtype, each.device) for each in made.tensors)
         return self.n, self.block, self._swapped, float(self._scale), *self._orders, *tensors
 
-    def operands_for(self, x: torch.Tensor, scale: float) -> Operands:
+    def operands_for(
+        self, x: torch.Tensor, scale: float, numerics: str = "accurate", batch_invariant: bool = BATCH_INVARIANT
+    ) -> Operands:
         """What an operator takes to rotate x and multiply by a scale. Raises what a call with x raises."""
         if x.shape[-1] != self.n:
             raise TensorError(f"the last dimension of x is {x.shape[-1]}; this rotation takes {self.n}")
-        options = self._options(x, False, scale, "accurate", BATCH_INVARIANT)
+        options = self._options(x, False, scale, numerics, batch_invariant)
         if not _is_dynamo_compiling():  # where the operator's own checks do more for the message
             check(x, options)
         return options
@@ -625,9 +670,8 @@ class Rotation(torch.nn.Module):
             raise TensorError(f"{name} is a {kind_of(part)} tensor; pass a dense one of {', '.join(map(str, DTYPES))}")
         needed = any(each is not None and not each.is_meta for each in map(self._buffers.get, _BUFFERS))
         if needed and part.device != self._device:
-            raise TensorError(
-                f"{name} is on {part.device} but the rotation on {self._device}; move one of them with .to"
-            )
+            advice = how_to_join(part.device, self._device, "move one of them with .to")
+            raise TensorError(f"{name} is on {part.device} but the rotation on {self._device}; {advice}")
 
     def _check_inverse(self) -> None:
         if self.name == _GIVEN and not _is_dynamo_compiling():

@@ -16,6 +16,10 @@ from hadagen.tuning_db.signatures import PublicKey, Signature, Statement, check_
 VARIABLE = "HADAGEN_TRUSTED_KEYS"
 
 
+class UntrustedError(StorageError):
+    """No trusted key signed a bundle."""
+
+
 def setting() -> str | None:
     """The value of the variable; None if it is not set."""
     return os.environ.get(VARIABLE)
@@ -48,7 +52,7 @@ def accepting(keys: Sequence[PublicKey] | None) -> Accept:
                 "from where it was signed"
             )
         by = f"signed by {', '.join(each.signer.fingerprint for each in signatures)}" if signatures else "not signed"
-        raise StorageError(
+        raise UntrustedError(
             f"{path} is {by}, and {VARIABLE} asks for {' or '.join(key.fingerprint for key in keys)}; sign it with "
             "`hadagen bundle sign`, or name its key too"
         )

@@ -1,0 +1,88 @@
+"""Which tests are slow: they run in `make long-test`, and `make test` runs a sample of their cases."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+# File and function → of how many cases one is in the sample; 0 for none, where other tests of the file are the sample.
+SAMPLED = {
+    "test_archs.py::test_an_arch_has_the_features_whose_primitives_compile": 10,
+    "test_archs.py::test_every_structure_of_a_kernel_compiles": 18,
+    "test_archs.py::test_every_structure_of_a_kernel_is_right": 6,
+    "test_batch_invariant.py::test_kernels_of_one_arithmetic_give_the_same_bits": 3,
+    "test_batch_invariant.py::test_the_variable_is_the_default": 3,
+    "test_bundle.py::test_a_change_of_any_value_is_noticed": 3,
+    "test_bundle.py::test_the_shipped_bundles_are_sound": 11,
+    "test_bundle.py::test_the_shipped_winners_keep_their_bounds_and_are_legal": 11,
+    "test_costmodel.py::test_estimates_of_whole_rows_are_near_what_was_measured": 3,
+    "test_emulator.py::test_an_exchange_with_lanes_is_free_of_bank_conflicts_and_stores_whole_sectors": 4,
+    "test_emulator.py::test_an_infinity_stays_in_its_row": 4,
+    "test_emulator.py::test_nan_comes_out_as_nan_and_an_infinity_as_nan_where_values_are_taken_apart": 4,
+    "test_emulator.py::test_so_is_one_that_brings_bits_to_an_mma": 4,
+    "test_emulator.py::test_variants_are_right": 4,
+    "test_extremes.py::test_the_edges_of_a_type": 4,
+    "test_fleet_kills.py::test_a_fleet_loses_nothing_whatever_breaks": 0,
+    "test_fleet_network.py::test_a_local_fleet_has_tls_where_dask_requires_it": 0,
+    "test_fleet_network.py::test_a_scheduler_beyond_loopback_without_tls_brings_a_warning": 5,
+    "test_fleet_network.py::test_an_address_of_another_protocol_is_refused_in_a_sentence": 0,
+    "test_fleet_network.py::test_every_process_of_a_local_fleet_listens_on_loopback_alone": 0,
+    "test_fleet_network.py::test_only_a_client_with_the_certificate_of_the_fleet_reaches_it": 0,
+    "test_hosts.py::test_two_processes_keep_the_map": 0,
+    "test_kills.py::test_a_tune_that_is_killed_at_random_moments_ends_like_one_that_was_not": 0,
+    "test_long_rows.py::test_what_is_shipped_for_long_rows_is_right": 4,
+    "test_mutations.py::test_a_broken_primitive_is_caught": 4,
+    "test_mutations.py::test_a_kernel_broken_anywhere_is_caught": 0,
+    "test_plan.py::test_every_n_equals_the_explicit_matrix": 4,
+    "test_presets.py::test_presets_compile_without_a_break": 4,
+    "test_quantize.py::test_largest_magnitudes": 3,
+    "test_quantize.py::test_out_compiles_without_a_break": 4,
+    "test_quantize.py::test_permuted_rows_compile": 4,
+    "test_quantize.py::test_scales_of_heads": 5,
+    "test_quantize.py::test_small_blocks_are_rotated_too": 5,
+    "test_quantize.py::test_zeros_by_the_scale_of_their_largest_magnitude": 5,
+    "test_quantized.py::test_types_of_pytorch_are_taken": 5,
+    "test_quantizing_kernels.py::test_hard_values_of_every_format_and_rule": 3,
+    "test_refine.py::test_calls_lose_nothing_at_any_count_that_was_looked_at": 0,
+    "test_rotate_operator.py::test_gradients_of_every_named_matrix": 4,
+    "test_rotation.py::test_a_row_gives_the_same_bits_in_every_batch": 3,
+    "test_rotation.py::test_every_named_matrix_against_float64": 3,
+    "test_runtime_quantize.py::test_warmup_finds_what_calls_find": 3,
+    "test_space.py::test_accurate_codes_are_of_values_with_16_bits": 5,
+    "test_space.py::test_every_choice_is_legal_or_has_a_reason": 4,
+    "test_space.py::test_no_knob_that_is_chosen_after_a_rule_was_asked_has_a_say": 5,
+    "test_space.py::test_no_two_legal_choices_mean_the_same_plan": 4,
+    "test_space.py::test_seeds_are_legal_and_of_every_shape": 4,
+    "test_space.py::test_seeds_take_values_into_an_mma_as_proved_good": 2,
+    "test_space.py::test_what_is_legal_fits_the_limits": 5,
+    "test_store_files.py::test_damaged_rows_are_refused": 3,
+    "test_transfer.py::test_every_shipped_recipe_renders_and_is_marked": 10,
+    "test_transfer.py::test_shipped_recipes_compile_where_they_are_called": 5,
+    "test_transfer.py::test_the_shipped_winners_cover_every_bucket_of_what_is_legal": 10,
+    "test_tuner.py::test_same_seed_and_same_answers_give_the_same_search": 0,
+    "test_wheel.py::test_a_bare_install_looks_up_and_inspects": 0,
+    "test_wheel.py::test_a_bare_install_transforms_compiles_and_chooses": 0,
+    "test_wheel.py::test_every_file_of_every_room_is_in_the_wheel": 0,
+    "test_wheel.py::test_the_bundles_of_a_release_are_signed": 0,
+    "test_wheel.py::test_the_wheel_is_small_and_for_every_platform": 0,
+    "test_wheel.py::test_what_tunes_names_the_extra_it_needs": 0,
+}
+
+
+def slow_cases(names: list[str]) -> set[int]:
+    """The indexes of slow tests among those of the names, such as "test_space.py::test_bad_knobs_are_named"."""
+    before: dict[str, int] = {}
+    slow = set()
+    for at, name in enumerate(names):
+        if name in SAMPLED:
+            number = before[name] = before.get(name, -1) + 1
+            if not SAMPLED[name] or number % SAMPLED[name]:
+                slow.add(at)
+    return slow
+
+
+def cases_of(request: pytest.FixtureRequest, name: str) -> list[Any]:
+    """The values of a parameter with which this session calls tests of the module: all that a fixture has to build."""
+    of_module = (item for item in request.session.items if item.path == request.path and hasattr(item, "callspec"))
+    return list(dict.fromkeys(item.callspec.params[name] for item in of_module if name in item.callspec.params))
