@@ -455,14 +455,15 @@ def laid_out_empty(rows: int, groups: int, layout: Layout, dtype: torch.dtype, d
 
 def rows_of_scales(scales: torch.Tensor, layout: Layout, rows: int, groups: int) -> torch.Tensor:
     """Scales [rows, groups] of what `laid_out` returned; packed ones as bytes."""
-    if layout is Layout.PACKED:
-        each = scales[..., None] >> torch.arange(0, 32, 8, device=scales.device)
+    if layout.in_columns:  # an index, as other operations ask traces whether columns have gaps
+        row, column = (torch.arange(size, device=scales.device) for size in (rows, scales.shape[1]))
+        taken = scales.view(torch.uint8) if scales.element_size() == 1 else scales
+        taken = taken[row[:, None], column].view(scales.dtype)
+        if layout is Layout.COLUMN_MAJOR:
+            return taken
+        each = taken[..., None] >> torch.arange(0, 32, 8, device=scales.device)
         return (each & 0xFF).to(torch.uint8).flatten(-2)[:, :groups]
-    if layout not in (Layout.SWIZZLED, Layout.BATCHED_SWIZZLED):
-        if layout is Layout.COLUMN_MAJOR:  # an index, as other operations ask traces whether columns have gaps
-            row, group = (torch.arange(size, device=scales.device) for size in (rows, groups))
-            taken = scales.view(torch.uint8) if scales.element_size() == 1 else scales
-            return taken[row[:, None], group].view(scales.dtype)
+    if layout is Layout.ROW_MAJOR:
         return scales.reshape(rows, groups)
     count = prod(scales.shape[:-1])
     places = _swizzled(rows // max(count, 1), groups, count, scales.device)

@@ -72,6 +72,8 @@ class EmulatedKernel:
                 room = quantizer.room(*shape, form.layout, scales.element_size())
                 target = quantizer.arranged(_memory(at["scales"], scales.dtype, room), *shape, form.layout)
                 is_one = quantizer.laid_out(torch.ones(shape, dtype=torch.uint8), form.layout).bool()
+                if scales.element_size() == 1:  # an element of FP8 is not chosen by every release of PyTorch
+                    scales, target = scales.view(torch.uint8), target.view(torch.uint8)
                 target.copy_(torch.where(is_one, scales, target))
             self.launched.append(self)
 

@@ -91,7 +91,7 @@ class _Laws:
             among[others] = value
             kept = ~others if units > 1 else others.new_zeros(units)
             for mine, theirs in zip(self._quantize(among, form), (codes, scales), strict=True):
-                if theirs is not None and mine is not None and not _same(mine[kept], theirs[kept]):
+                if theirs is not None and mine is not None and not torch.equal(_bits(mine)[kept], _bits(theirs)[kept]):
                     self._broken.append(f"rows: other rows of {value} change a row")
         for few in self._counts[:-1]:
             for mine, theirs in zip(self._quantize(x[:few], form), (codes, scales), strict=True):
@@ -168,5 +168,9 @@ class _Laws:
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    as_integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[one.element_size()]
-    return torch.equal(one.contiguous().view(as_integers), other.contiguous().view(as_integers))
+    return torch.equal(_bits(one), _bits(other))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The bits of elements as integers, which every release of PyTorch compares and indexes."""
+    return tensor.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()])

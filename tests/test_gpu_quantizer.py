@@ -12,7 +12,7 @@ from test_quantizer import ALL, TYPES, chosen, given, hard_rows
 from test_rotation import some_signs
 
 from hadagen import Rotation, presets, quantizer, rotate_quantize
-from hadagen.formats import FORMATS, TENSOR, Element
+from hadagen.formats import FORMATS, KERNEL_LAYOUTS, TENSOR, Element, Layout
 from hadagen.quantizer import quantize
 from hadagen.reference import hadamard
 from hadagen.runtime import quantize as quantize_module
@@ -68,7 +68,7 @@ def test_kernels_quantize_what_the_rotation_gives(rotation: str, dtype: str) -> 
         exact = exact.view(-1, r) @ torch.from_numpy(hadamard(np.eye(r), r**-0.5)).cuda()
         exact = exact.view(130, columns)
     for name, rule in ALL:
-        for layout in FORMATS[name].layouts:
+        for layout in filter(KERNEL_LAYOUTS.__contains__, FORMATS[name].layouts):
             values, scale = x, {"tensor_scale": 0.05} if FORMATS[name].needs_scale else {}
             if name == "fp8-head":  # of 13 rows
                 values, heads = x.view(10, 13, columns), torch.arange(1.0, 11.0, device="cuda")
@@ -185,7 +185,19 @@ def test_a_rotation_and_a_quantizer_in_a_cuda_graph() -> None:
     assert torch.equal(found.scales, wanted.scales)
 
 
-@pytest.mark.parametrize("layout", ["row-major", "column-major", "swizzled"])
+@pytest.mark.parametrize(("name", "rule"), [("mxfp8", "floor"), ("fp8-group", "power_of_two")])
+def test_layouts_that_are_made_of_row_major_scales(name: str, rule: str) -> None:
+    x = torch.randn(3, 61, 4096, device="cuda", dtype=torch.bfloat16)
+    rows = rotate_quantize(x, 128, to=name, rule=rule)
+    for layout in set(FORMATS[name].layouts) - set(KERNEL_LAYOUTS):
+        found = rotate_quantize(x, 128, to=name, rule=rule, layout=layout.value)
+        assert torch.equal(found.codes.view(torch.uint8), rows.codes.view(torch.uint8))
+        assert torch.equal(found.dequantize(), rows.dequantize())
+        wanted = rotate_quantize(x.cpu(), 128, to=name, rule=rule, layout=layout.value)
+        assert (found.scales.shape, found.scales.stride()) == (wanted.scales.shape, wanted.scales.stride())
+
+
+@pytest.mark.parametrize("layout", [each.value for each in Layout])
 def test_results_in_out_with_and_without_a_cuda_graph(layout: str) -> None:
     x = torch.randn(61, 4096, device="cuda", dtype=torch.bfloat16)
     wanted = rotate_quantize(x, 128, to="mxfp8", layout=layout)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -10,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from real_compilers import needs_nvrtc
 from sample_bundle import hide_bundles, write
 from sample_trials import H100, H200, PROBLEM, launch_for, make_kernel, make_trial, times
 from test_runtime_kernels import Loader, find, loader
@@ -229,6 +232,37 @@ def test_a_failure_is_remembered_and_pytorch_does_it(loader: Loader, monkeypatch
     kernels.forget(SIGNED)
     with pytest.raises(hadagen.DeviceError, match="refused"):  # or plain PyTorch would stay in the graph
         find(1 << 20, problem=SIGNED)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("place", ["read-only", "open to others"])
+def test_where_nothing_can_be_written_pytorch_does_it(
+    loader: Loader, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bundle is not blamed: other kernels of it run."""
+
+    def refuse() -> str:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
+
+    def unwritable(path: Path, mode: int = 0) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr(recipes, "_roots", [])
+    monkeypatch.setattr("hadagen.cache._private", [])
+    monkeypatch.setattr("hadagen.cache._IN_MEMORY", str(tmp_path / "missing"))
+    monkeypatch.setattr("tempfile.gettempdir", refuse)
+    monkeypatch.setenv("HADAGEN_CACHE", str(tmp_path / "cache"))
+    if place == "read-only":
+        monkeypatch.setattr("hadagen.cache.make_folder", unwritable)
+    else:
+        (tmp_path / "cache").mkdir()
+        (tmp_path / "cache").chmod(0o777)
+    with pytest.warns(RuntimeWarning, match=f"plain PyTorch transforms {SIGNED.key} here: .*no place for temporary"):
+        assert find(problem=SIGNED) is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert find(problem=SIGNED) is None
+        assert find() is not None
 
 
 def test_without_a_generator_pytorch_does_it(loader: Loader, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ def commands(target: str, venv: Path, *variables: str) -> str:
     [
         ("tune", {"tune", "nvrtc"}),
         ("test", {"tune", "nvrtc", "fleet", "report", "sign", "test"}),
+        ("torch-test", {"tune", "nvrtc", "fleet", "report", "sign", "test"}),
         ("lint", {"tune", "fleet", "report", "sign", "test", "lint"}),
         ("docs", {"docs"}),
         ("release", {"sign"}),

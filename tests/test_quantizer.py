@@ -254,7 +254,8 @@ def test_powers_of_two_are_packed(rows: int, groups: int) -> None:
     as_floats = torch.where(exponents > 0, exponents.int() << 23, 1 << 22).view(torch.float32)
     words = laid_out(exponents, Layout.PACKED)
     assert words.stride() == (1, -(-rows // 4) * 4) or rows < 2
-    assert np.array_equal(words.numpy(), exact.four_to_a_word(exponents.numpy()))
+    assert words.shape == (rows, -(-groups // 4))
+    assert not rows or np.array_equal(words.numpy(), exact.four_to_a_word(exponents.numpy()))
     assert torch.equal(laid_out(as_floats, Layout.PACKED), words)
     assert torch.equal(rows_of_scales(words, Layout.PACKED, rows, groups), exponents)
     not_finite = laid_out(torch.tensor([[torch.nan, torch.inf, 1.0]]), Layout.PACKED)

@@ -52,6 +52,13 @@ class Operands(NamedTuple):
         named = ("the matrix", self.matrices), ("the vector signs", self.signs), ("the vector signs_after", self[3])
         return [(f"{name} of the rotation", each) for name, each in named if each is not None]
 
+    def scaled(self, factor: float, numerics: str, batch_invariant: bool) -> Operands:
+        """The same times a factor, with these numerics."""
+        # Not by _replace, which torch.compile of PyTorch 2.6 lacks.
+        tensors = self.matrices, self.orders, self.signs, self.signs_after
+        asked = self.scale * factor, numerics, batch_invariant
+        return Operands(*tensors, self.n, self.swapped, self.transposed, *asked)
+
     @property
     def identity(self) -> tuple[Any, ...]:
         """The same for operands that are equal, or the same in memory."""

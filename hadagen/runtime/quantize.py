@@ -317,8 +317,7 @@ def _operands(
     if isinstance(rotation, Rotation):
         return rotation.operands_for(x, factor, numerics, batch_invariant)
     if isinstance(rotation, Operands):
-        fields = [*rotation]  # torch.compile of PyTorch 2.6 lacks _replace
-        made = Operands(*fields[:7], rotation.scale * factor, numerics, batch_invariant)
+        made = rotation.scaled(factor, numerics, batch_invariant)
         if not torch.compiler.is_dynamo_compiling():  # where the operator's own checks do
             check(x, made)
         return made

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import chain, zip_longest
 from math import inf
 from threading import Event as Flag
@@ -130,11 +131,18 @@ def tune(options: TuneOptions, listen: Listener = lambda event: None) -> TuneRep
         return search.report()
 
 
-def first_guesses(problem: Problem, arch: Arch, trials: int, *, estimated: bool = False) -> list[Knobs]:
+def first_guesses(problem: Problem, arch: Arch, trials: int, *, estimated: bool = False) -> tuple[Knobs, ...]:
     """The knobs with which the search of a problem begins, before it knows any times: the best by the cost model, and
     the first seeds of the space in turns; for estimates of so many `trials` the best by the cost model alone."""
+    return _first_guesses(problem, arch, trials if estimated else None)
+
+
+@lru_cache(maxsize=256)  # several searches of one process ask for the same problem and arch
+def _first_guesses(problem: Problem, arch: Arch, estimates: int | None) -> tuple[Knobs, ...]:
     space = Space(problem, arch)
-    return shortlist(space, trials) if estimated else _by_turns([space.seeds()[:SEEDS], shortlist(space, RANKED)])
+    if estimates is not None:
+        return tuple(shortlist(space, estimates))
+    return tuple(_by_turns([space.seeds()[:SEEDS], shortlist(space, RANKED)]))
 
 
 class _Search:
