@@ -75,7 +75,7 @@ def figure(request: pytest.FixtureRequest) -> Callable[[str, Any], None]:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses by the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    for at in slow_cases([f"{item.path.name}::{getattr(item, 'originalname', item.name)}" for item in items]):
+    for at in slow_cases([item.nodeid for item in items]):
         items[at].add_marker(pytest.mark.slow)
     for failing in failing_here():
         for item in items:

@@ -109,11 +109,12 @@ SAMPLED = {
 }
 
 
-def slow_cases(names: list[str]) -> set[int]:
-    """The indexes of slow tests among those of the names, such as "test_space.py::test_bad_knobs_are_named"."""
+def slow_cases(tests: list[str]) -> set[int]:
+    """The indexes of slow tests among these, which are named as by pytest: "tests/test_plan.py::test_a_row[a case]"."""
     before: dict[str, int] = {}
     slow = set()
-    for at, name in enumerate(names):
+    for at, test in enumerate(tests):
+        name = test.partition("[")[0].rpartition("/")[2]
         if name in SAMPLED:
             number = before[name] = before.get(name, -1) + 1
             if not SAMPLED[name] or number % SAMPLED[name]:

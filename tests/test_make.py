@@ -67,7 +67,7 @@ def test_every_slow_test_exists(name: str) -> None:
 def test_one_of_so_many_cases_is_no_slow_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SAMPLED, "a::b", 2)
     monkeypatch.setitem(SAMPLED, "a::c", 0)
-    assert slow_cases(["a::b", "a::b", "a::d", "a::b", "a::c"]) == {1, 4}
+    assert slow_cases(["a::b[/]", "x/a::b[1]", "a::d", "a::b[2]", "a::c"]) == {1, 4}
 
 
 def test_every_slow_test_runs_in_one_of_the_checks_of_a_change(tmp_path: Path) -> None:
