@@ -519,12 +519,23 @@ def _arguments(
 
 
 def _new(x: torch.Tensor, *options: Any) -> quantizing.Results:
-    return _compute(x, *_arguments(*options))
+    arguments = _arguments(*options)
+    _check(x, *arguments)
+    return _compute(x, *arguments)
+
+
+def _check(x: torch.Tensor, of: Operands, form: Format, round_first: bool, given: torch.Tensor | None) -> None:
+    """Raises `TensorError` for arguments of different devices, of which kernels would read any memory."""
+    check(x, of)
+    if given is not None and given.device != x.device:
+        raise TensorError(f"tensor_scale is on {given.device} but x on {x.device}; move one of them with .to")
 
 
 def _shapes(x: torch.Tensor, *options: Any) -> quantizing.Results:
     """Codes and scales of a tensor without memory."""
-    form = _arguments(*options)[1]
+    arguments = _arguments(*options)
+    _check(x, *arguments)
+    form = arguments[1]
     codes, scales = (x.new_empty_strided(shape, strides, dtype=dtype) for shape, strides, dtype in parts_of(x, form))
     if form.layout.in_columns:  # in memory that ends with what fills up the last column
         memory = scales.new_empty(scales.shape[1] * scales.stride(1))
@@ -534,6 +545,7 @@ def _shapes(x: torch.Tensor, *options: Any) -> quantizing.Results:
 
 def _into(x: torch.Tensor, *options: Any) -> None:
     of, form, round_first, given = _arguments(*options[:_OUT_AT])
+    _check(x, of, form, round_first, given)
     written = _written(options[_OUT_AT:], form)
     _check_like(written, parts_of(x, form), x)
     _check_apart(written, x, given, form, of)
@@ -541,7 +553,9 @@ def _into(x: torch.Tensor, *options: Any) -> None:
 
 
 def _shapes_into(x: torch.Tensor, *options: Any) -> None:
-    form = _arguments(*options[:_OUT_AT])[1]
+    arguments = _arguments(*options[:_OUT_AT])
+    _check(x, *arguments)
+    form = arguments[1]
     _check_like(_written(options[_OUT_AT:], form), parts_of(x, form), x)
 
 
