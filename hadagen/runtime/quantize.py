@@ -256,7 +256,6 @@ def _key_of(x: torch.Tensor, rotation: Any, tensor_scale: Any, *options: Any) ->
     if torch.compiler.is_dynamo_compiling() or not isinstance(x, torch.Tensor) or not compute.takes_kernels(x):
         return None
     made = isinstance(rotation, (Rotation, Operands))
-    rotated = rotation.identity if made else rotation
     given = None if isinstance(tensor_scale, torch.Tensor) else tensor_scale
     # Of equal numbers of several types some are refused, and what is no plain value may change.
     types = None if made else type(rotation), type(given), *map(type, options)
@@ -266,6 +265,7 @@ def _key_of(x: torch.Tensor, rotation: Any, tensor_scale: Any, *options: Any) ->
         address = x.data_ptr() % ALIGNMENT
         heads = tensor_scale.numel() if isinstance(tensor_scale, torch.Tensor) else 0
         like = x.shape, x.stride(), x.dtype, x.get_device(), address
+        rotated = rotation.identity if made else rotation
     except (RuntimeError, ValueError):  # no memory, or no shape
         return None
     return *like, rotated, given, heads, *options, types
