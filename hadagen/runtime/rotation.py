@@ -439,7 +439,7 @@ class Rotation(torch.nn.Module):
                 except (KeyError, RuntimeError, TypeError):  # a new call, no memory or shape, or a bad argument
                     address = 0
                 if address:
-                    if inplace and made.watched:
+                    if inplace and made.watched and made.may_lie_at(address, x.nbytes):
                         self._check_apart(x, None)
                     return run(x, address)
         check_is_flag(batch_invariant, "batch_invariant")
@@ -825,6 +825,11 @@ class _Made:
         # transposed, numerics and batch_invariant → `number_of`, and what it is of
         self.known: dict[tuple[Any, ...], tuple[int, Operands]] = {}
         self.watched = watched
+        self._places = [(address, address + tensor.nbytes) for _, tensor, _, address in watched]
+
+    def may_lie_at(self, address: int, size: int) -> bool:
+        """Whether one of the buffers lies in so many bytes from an address on, if it is on that device."""
+        return any([begin < address + size and address < end for begin, end in self._places])  # noqa: C419 (faster)
 
     def is_current(self, buffers: Mapping[str, torch.Tensor | None], index: int) -> bool:
         """Whether the buffers are the same, and x is on the device of this index."""
