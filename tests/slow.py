@@ -61,6 +61,7 @@ SAMPLED = {
     "test_overlap.py::test_as_a_count_of_all_places_says": 0,
     "test_plan.py::test_every_n_equals_the_explicit_matrix": 8,
     "test_postgres.py::test_a_database_of_every_earlier_schema_is_upgraded": 4,
+    "test_postgres.py::test_of_eight_tuners_that_begin_at_once_one_is_killed_and_the_others_go_on": 0,
     "test_presets.py::test_heads_compile_without_a_break": 2,
     "test_presets.py::test_presets_compile_without_a_break": 6,
     "test_quantize.py::test_compiled_calls_rotate_small_blocks_too": 4,
