@@ -51,7 +51,12 @@ def run(program: str, folder: Path, **variables: str) -> None:
     """Runs a script that does its work wherever it is imported, as training scripts do."""
     script = folder / "train.py"
     script.write_text(BEGIN + program)
-    environment = {**os.environ, "HADAGEN_CACHE": str(folder / "cache"), "XDG_DATA_HOME": str(folder), **variables}
+    environment = {
+        **os.environ,
+        "HADAGEN_CACHE": str(folder / "cache"),
+        "XDG_DATA_HOME": str(folder / "data"),
+        **variables,
+    }
     environment.pop("HADAGEN_BUNDLE", None)
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, check=False)
     assert (done.stdout, done.returncode) == ("done\n", 0), done.stdout + done.stderr
@@ -63,7 +68,7 @@ def test_a_problem_is_measured_in_time_and_its_winners_run(tmp_path: Path) -> No
 
 def test_the_variable_measures_at_the_first_call_of_a_machine(tmp_path: Path) -> None:
     run(BY_VARIABLE, tmp_path, HADAGEN_AUTOTUNE="1")
-    (path,) = (tmp_path / "hadagen" / "bundles").glob("*.db")
+    (path,) = (tmp_path / "data" / "hadagen" / "bundles").glob("*.db")
     written = path.read_bytes()
     run(BY_VARIABLE, tmp_path, HADAGEN_AUTOTUNE="1")
     assert path.read_bytes() == written

@@ -180,6 +180,8 @@ def _destination(out: Any) -> tuple[Any, Any]:
     """Codes and scales of out. Raises TypeError."""
     if not isinstance(out, (Quantized, tuple, list)) or len(out) != 2:
         raise TypeError(f"out is a {type(out).__name__}; pass what rotate_quantize returned, or codes and scales")
+    if isinstance(out, Quantized):
+        return out.codes, out.scales  # which torch.compile of PyTorch 2.8 and earlier cannot unpack
     codes, scales = out
     return codes, scales
 
