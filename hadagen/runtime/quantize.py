@@ -67,7 +67,7 @@ def rotate_quantize(
         factor on H_n: by default n^-½, which makes it orthonormal; scale=1 is the unnormalized H_n.
     group: how many neighboring elements have one scale; None is the default of the format.
     rule: how a scale follows from the largest magnitude; None is the default of the format.
-    layout: of the scales, "row-major", "column-major" or "swizzled".
+    layout: of the scales, "row-major", "column-major", "packed", "swizzled" or "batched-swizzled".
     tensor_scale: for fp8-tensor the scale of all values; for nvfp4 that of all scales, or with the rule
         transformer_engine the largest magnitude of all values. A number, or float32 with one element on x's device. For
         fp8-head a scale for each head, or with the rule fa3 its largest magnitude: float32 on x's device, with the

@@ -44,7 +44,7 @@ class Quantized:
     E8M0 scales and 4-bit codes are uint8. Their views as `torch.float8_e8m0fnu` and `torch.float4_e2m1fn_x2`, which
     `as_torch_types` returns, are taken in their place everywhere.
 
-    It is a node of PyTorch's pytrees, so torch.export, torch.vmap and others look into it. Once hadagen.Quantized was
+    It is a node of PyTorch's pytrees, so torch.export, torch.vmap and others look into it. Once hadagen was
     imported, `torch.load` with weights_only=True reads what `torch.save` stored. Gradients are not stored.
     """
 
