@@ -210,7 +210,8 @@ def _case(problem: Problem, units: int, shape: RowShape, x_offset: int, y_offset
         groups = form.scales_in_row(problem.unit)
         numbers = sizes_for(form, units, problem.unit)
         if form.group != TENSOR:
-            arrays["scales"] = Array(prod(form.layout.filled_up(units, groups)) * form.scale_bytes(size))
+            of_scale = form.scale_bytes(size)
+            arrays["scales"] = Array(prod(form.layout.filled_up(units, groups, of_scale)) * of_scale)
         if form.needs_scale:
             given = np.full(units if form.by_head else 1, 0.01, np.float32).tobytes()
             arrays["tensor_scale"] = Array(len(given), ((0, given),))

@@ -160,7 +160,7 @@ def test_only_one_exchange_in_a_block_goes_group_by_group() -> None:
     plan = worked_example()
     with pytest.raises(UsageError, match="all chunks meet from the exchange on"):
         dataclasses.replace(plan, order="by_group")
-    with pytest.raises(UsageError, match="order 'by_tile' is not known; choose from by_step, by_group"):
+    with pytest.raises(UsageError, match="order 'by_tile' is not known; choose one of by_step, by_group"):
         dataclasses.replace(plan, order="by_tile")
     knobs = Knobs(8, 8, far_bits="lanes", far_lanes="mma", butterfly_carrier="fp32", order="by_group")
     grouped = build_plan(Problem.of(16384, DType.FLOAT16, Numerics.FAST), knobs, ARCH)

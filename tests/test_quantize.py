@@ -632,7 +632,7 @@ def test_out_has_no_derivative() -> None:
         (lambda x: rotate_quantize(x, to=["mxfp8"]), TypeError, "to is a list; pass a string"),
         (lambda x: rotate_quantize(x, to="mxfp8", rule=np.ones(2)), TypeError, "rule is a ndarray; pass a string"),
         (lambda x: rotate_quantize(x, to="mxfp8", group=32.0), TypeError, "group is a float; pass an integer or None"),
-        (lambda x: rotate_quantize(x, to="mxfp8").dequantize(torch.int8), UsageError, "dtype torch.int8 is not poss"),
+        (lambda x: rotate_quantize(x, to="mxfp8").dequantize(torch.int8), UsageError, "dtype 'int8' is not poss"),
         (
             lambda x: rotate_quantize(x, to="largest").dequantize(),
             UsageError,
@@ -644,7 +644,7 @@ def test_out_has_no_derivative() -> None:
             "gradient = True is not possible for largest, which has no codes; leave it out",
         ),
         (lambda x: rotate_quantize(x, to="largest", group=8), UsageError, "choose 16, 32, 64, 128"),
-        (lambda x: rotate_quantize(x, to="fp6"), UsageError, "to = 'fp6' is no format; choose from fp8-group, "),
+        (lambda x: rotate_quantize(x, to="fp6"), UsageError, "to = 'fp6' is no format; choose one of fp8-group, "),
         (
             lambda x: rotate_quantize(x, to="mxfp8", group=64),
             UsageError,
@@ -656,7 +656,7 @@ def test_out_has_no_derivative() -> None:
             "choose none, as its scales are not of groups",
         ),
         (lambda x: rotate_quantize(x, to="mxfp8", rule="exact"), UsageError, "rule = 'exact' does not exist for mxfp8"),
-        (lambda x: rotate_quantize(x, to="fp8-row", layout="swizzled"), UsageError, "choose from row-major"),
+        (lambda x: rotate_quantize(x, to="fp8-row", layout="swizzled"), UsageError, "for fp8-row; choose row-major"),
         (lambda x: rotate_quantize(x[:, :48], to="fp8-group"), UsageError, "groups of 128 do not fill rows of 48"),
         (lambda x: rotate_quantize(x[:, :5], to="int4-row"), TensorError, "x has 5 columns; 4-bit codes need an even"),
         (

@@ -93,7 +93,7 @@ def test_a_cut_range_contains_its_values_and_no_others() -> None:
 @pytest.mark.parametrize(
     ("only", "said"),
     [
-        ({"warp": (2,)}, "knob 'warp' is not known; choose from chunks, warps"),
+        ({"warp": (2,)}, "knob 'warp' is not known; did you mean warps"),
         ({"warps": (3,)}, "knob warps = 3 is not searched on sm90; choose one of 1, 2, 4, 8"),
         ({"warps": ("2",)}, "knob warps = '2' is not searched on sm90"),
         ({"warps": ()}, "knob warps is left no value to search; give at least one of 1, 2, 4, 8"),

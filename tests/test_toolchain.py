@@ -256,7 +256,7 @@ def test_no_compiler_is_one_sentence_with_the_fix(monkeypatch: pytest.MonkeyPatc
         Toolchain.find("nvcc")
     with pytest.raises(ToolchainError, match=r"NVRTC cannot be loaded from .*none\.so"):
         Toolchain.find()
-    with pytest.raises(UsageError, match="there is no compiler 'gcc'; give nvrtc or nvcc"):
+    with pytest.raises(UsageError, match="there is no compiler 'gcc'; choose one of nvrtc, nvcc"):
         Toolchain.find("gcc")
 
 

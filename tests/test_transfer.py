@@ -87,7 +87,7 @@ def test_shipped_recipes_compile_where_they_are_called(
 ) -> None:
     if generation(name) not in Nvrtc.find().archs:
         pytest.skip(f"NVRTC {Nvrtc.find().release} does not know {name}")
-    monkeypatch.setattr(recipes, "_root", lambda: tmp_path)
+    monkeypatch.setattr(recipes, "_roots", [tmp_path])
     entries = shipped_recipes(name)
     for entry in entries[:: len(entries) // COMPILED][:COMPILED]:
         kernel = runnable(Bundle.open(shipped()[name]), entry)
