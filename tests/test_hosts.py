@@ -134,9 +134,19 @@ BUFFERS = {
     "given": lambda seed: Rotation(96, orthogonal(3, seed)),
     "given ±1": lambda seed: Rotation(48, torch.eye(3)[[seed, 1 - seed, 2]], signs=signs_of(48, seed)),
 }
+
+
+def freed(buffer: torch.Tensor) -> torch.Tensor:
+    """Memory that was a buffer's, of which an allocator has changed the first bytes."""
+    memory = buffer.clone()
+    memory[:16] ^= 0x55
+    return memory
+
+
 WRITES: dict[str, Callable[[Rotation, str], Any]] = {
     "zeros": lambda r, name: r.get_buffer(name).zero_(),
     "other memory": lambda r, name: r._buffers.update({name: torch.full_like(r.get_buffer(name), 7)}),
+    "freed memory": lambda r, name: r._buffers.update({name: freed(r.get_buffer(name))}),
     ".data": lambda r, name: setattr(r.get_buffer(name), "data", torch.zeros_like(r.get_buffer(name))),
     "a cast": lambda r, name: setattr(r, name, r.get_buffer(name).half()),
     "meta": lambda r, name: r._buffers.update({name: r.get_buffer(name).to("meta")}),

@@ -189,7 +189,7 @@ def _destination(out: Any) -> tuple[Any, Any]:
 def _written(destination: Sequence[Any], form: Format) -> Sequence[torch.Tensor]:
     """What is written of a destination: without scales, where the call has one. Raises TypeError."""
     written = destination[: 1 if form.group == TENSOR else 2]
-    for name, each in zip(_NAMES, written, strict=False):
+    for name, each in zip(_NAMES[: len(written)], written, strict=True):  # older Dynamos take False for True
         check_is_tensor(each, name)
     return [quantizer.as_bytes(each) for each in written]
 

@@ -575,12 +575,16 @@ class Rotation(torch.nn.Module):
             if state is sealed.State.WHOLE:
                 self._learn(name, found)
                 return buffer.detach()
-            if state is not sealed.State.EMPTY or values is None:
+            # Memory that nobody wrote may be that of a freed buffer, of which the allocator changed the first bytes.
+            is_new = self._made is None or all(each is not buffer for _, each, *_ in self._made.watched)
+            if values is None or not (state is sealed.State.EMPTY or (state is sealed.State.DAMAGED and is_new)):
                 raise TensorError(self._fault(name, name, state, found))
             device = buffer.device
         elif values is None:
             raise TensorError(self._fault(name, name, sealed.State.EMPTY, None))
-        self._warn(f"{name} {sealed.FAULTS[sealed.State.EMPTY]}")
+        else:
+            state = sealed.State.EMPTY
+        self._warn(f"{name} {sealed.FAULTS[state]}")
         self._buffers[name] = buffer = _placed(values, len(values), device)
         return buffer
 
