@@ -233,11 +233,13 @@ class Everything(torch.nn.Module):
         for rotation in self.rotations:
             part = x[:, : rotation.n].contiguous()
             out += [rotation(part), rotation.inverse(part), rotation(part.clone(), inplace=True)]
-            out += [*rotate_quantize(part, rotation, to="int8-row")]
+            q = rotate_quantize(part, rotation, to="int8-row")
+            out += [q.codes, q.scales]
         for name, rule, layout in FORMS:
             out += quantized(name, rule, layout)(x)[:2]  # the C++ of several releases lacks float8 in arithmetic
         q = rotate_quantize(torch.zeros_like(x), N, to="mxfp8", layout="column-major")
-        out += [*rotate_quantize(x, N, to="mxfp8", layout="column-major", out=q)]
+        q = rotate_quantize(x, N, to="mxfp8", layout="column-major", out=q)
+        out += [q.codes, q.scales]
         for call in PRESETS.values():
             out += call(x)[:2]
         return tuple(out)
