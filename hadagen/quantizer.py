@@ -89,7 +89,8 @@ def dequantize(
 
 
 def _times(values: torch.Tensor, scales: torch.Tensor, most: float) -> torch.Tensor:
-    limits = torch.where(scales.isfinite(), most, torch.inf)
+    # No infinity or NaN is written here or below, because torch.export.save of PyTorch 2.8 stores neither.
+    limits = torch.where(scales.isfinite(), most, scales.abs())
     return (values * scales).clamp(-limits, limits)
 
 
@@ -402,7 +403,8 @@ _RULES: dict[tuple[str, str], Any] = {
 def _decode_scales(scales: torch.Tensor) -> torch.Tensor:
     if scales.dtype != torch.uint8:
         return scales.float()
-    return torch.where(scales == _E8M0_NAN, torch.nan, _power(scales.int()))
+    bits = torch.where(scales > 0, scales.int() << 23, 1 << 22)
+    return torch.where(scales == _E8M0_NAN, 0x7FC00000, bits).view(torch.float32)
 
 
 def laid_out(scales: torch.Tensor, layout: Layout, matrices: tuple[int, ...] = ()) -> torch.Tensor:
