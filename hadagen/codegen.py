@@ -38,7 +38,7 @@ def render(plan: Plan) -> Source:
     blocks: dict[str, Any] = {}
     view = _view(plan, entry) | {"blocks": blocks}
     modules = {name: ENVIRONMENT.get_template(name).make_module(view) for name in {s.template for s in plan.steps}}
-    blocks |= {name: getattr(modules[step.template], name) for step in plan.steps for name in [type(step).__name__]}
+    blocks |= {name: getattr(modules[step.template], name) for step in plan.steps for name in [step.name]}
     text = ENVIRONMENT.get_template("kernel.cu.j2").render(view)
     return Source(entry, text, plan.launch)
 
@@ -157,7 +157,7 @@ def _steps(plan: Plan) -> list[dict[str, Any]]:
     views: list[dict[str, Any]] = []
     for at, (step, line) in enumerate(zip(plan.steps, plan.describe(), strict=True)):
         forms = {*plan.carriers[at : at + 2]} - {""}
-        view = {"kind": type(step).__name__, "number": at + 1, "line": line, "carrier": plan.carriers[at]}
+        view = {"kind": step.name, "number": at + 1, "line": line, "carrier": plan.carriers[at]}
         view |= {"wide": FP32 in forms, "packed": bool(forms - {FP32})}
         views.append({**vars(step), **view, **step.view(plan, at)})
     return views

@@ -29,7 +29,7 @@ TABLE = """
     target           | errors                                              |
     layout           |                                                     |
     steps            | layout problem formats scale launch                 | numpy
-    plan             | steps layout launch errors                          |
+    plan             | steps layout problem launch errors                  |
     knobs            | plan steps layout problem formats errors            |
     arch             | knobs target errors                                 | pydantic yaml
     legality         | knobs steps layout arch problem                     |

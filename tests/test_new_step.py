@@ -47,12 +47,14 @@ for (int i = 0; i < 2 * {{ chunks }}; ++i) {
 class Quad(Step):
     """Transforms the bits at reg[`low`] and the next at once."""
 
-    low: int
-
+    name = "Quad"
+    labels = "low"
     template = "quad.cu.j2"
     says = "quad from reg{low}: bits {bits}"
     takes = FP32
     holds_all = True
+
+    low: int
 
     @property
     def places(self) -> tuple[Place, ...]:
@@ -114,6 +116,7 @@ for (int i = 0; i < 8 * {{ chunks }}; ++i) {{ f }}[i] += as_float(load16(bias).w
 class AddBias(Step):
     """Adds the one float at the address that the kernel is given as `bias`."""
 
+    name = "AddBias"
     template = "bias.cu.j2"
     says = "add the bias"
     takes = FP32

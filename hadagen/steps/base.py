@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from hadagen.launch import Param
 from hadagen.layout import Axis, Place, Placement, cta
@@ -48,8 +48,13 @@ class Step:
 
     Each kind is a frozen dataclass. The defaults are those of a step that does arithmetic on every value in its place,
     in any form, and transforms no bit. Its block in a kernel is the macro of its name in `template`.
+
+    Stored recipes depend on the name of a step and the labels of its fields, through the arithmetic and the digest of a
+    plan. So neither ever changes, whatever its class and fields are called.
     """
 
+    name: ClassVar[str]
+    labels: ClassVar[str] = ""  # of its fields, but for those with repr=False, in their order
     template = "steps.cu.j2"
     says = ""  # format of its `sentence`, with its fields and {bits}
 
@@ -143,7 +148,7 @@ class Step:
         steps say the same give the same bits."""
         if not (self.changes_values or self.leaves):
             return ()
-        return type(self).__name__, *map(str, self.axes(plan.before(at))), *plan.carriers[at : at + 2]
+        return self.name, *map(str, self.axes(plan.before(at))), *plan.carriers[at : at + 2]
 
     def cost(self, plan: Draft, carrier: str) -> Cost:
         """Its cost. carrier: the form of the values before it."""
@@ -153,9 +158,23 @@ class Step:
         """What it does, in words. bits: the numbers of the bits that it transforms, as text."""
         return self.says.format(bits=bits, **vars(self))
 
+    def __str__(self) -> str:
+        """As digests of plans have it."""
+        values = (getattr(self, each.name) for each in fields(self) if each.repr)  # type: ignore[arg-type]
+        labelled = (f"{label}={_digested(value)}" for label, value in zip(self.labels.split(), values, strict=True))
+        return f"{self.name}({', '.join(labelled)})"
+
     def view(self, plan: Draft, at: int) -> dict[str, Any]:
         """Names and values for its block in the template, beside its fields, as step `at` of the plan."""
         return {}
+
+
+def _digested(value: Any) -> str:
+    if isinstance(value, Place):
+        return f"Place(kind={value.kind!r}, index={value.index})"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_digested, value))}{',' * (len(value) == 1)})"
+    return repr(value)
 
 
 def mixed_chunk_bits(steps: Iterable[Step]) -> int:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 class Transpose(Step):
     """Applies `MMA_MOVES` to packed values (movmatrix), which undoes the moves of one `Mma`."""
 
+    name = "Transpose"
     says = "transpose back"
     moves = MMA_MOVES
     takes = PACKED
@@ -32,6 +33,9 @@ class Transpose(Step):
 @dataclass(frozen=True)
 class Exchange(Step):
     """Swaps places of a warp with warp or cta bits through (distributed) shared memory."""
+
+    name = "Exchange"
+    labels = "pairs carrier rounds shared_layout turned"
 
     pairs: tuple[tuple[Place, Place], ...]  # (place in a warp, warp or cta place); `pair` if and only if turned
     carrier: str

@@ -49,6 +49,7 @@ class LoadColumns(Load):
     columns, a block holds the same rows of X of several rows of x.
     """
 
+    name = "LoadColumns"
     template = "matrix.cu.j2"
 
     def cost(self, plan: Draft, carrier: str) -> Cost:
@@ -63,6 +64,9 @@ class Columns(Step):
     bits, which number the vectors of a thread, are transformed by add and subtract. An mma leaves two neighboring rows
     of X, of one column, in a thread. Rounded, these are a word of a right operand of `Matrix`.
     """
+
+    name = "Columns"
+    labels = "carrier bits"
 
     carrier: str
     bits: int  # that it transforms, from the lowest on
@@ -97,7 +101,7 @@ class Columns(Step):
             so_far.add(carrier, 1.0)
 
     def arithmetic(self, plan: Draft, at: int) -> tuple[Any, ...]:
-        return type(self).__name__, self.carrier, self.bits
+        return self.name, self.carrier, self.bits
 
     def sentence(self, bits: str) -> str:
         return f"mma with H, then add and subtract: bits {bits}{'; times the scale' * self.scales}; {self.carrier}"
@@ -266,6 +270,9 @@ class Matrix(Multiplies):
     the transform and stores, or leaves all that a thread has. Of 32 columns a thread has eight neighbors in a row.
     """
 
+    name = "Matrix"
+    labels = "rows slabs outer"
+
     outer: tuple[int, int]  # the first bit that it transforms, and the end
 
     def faults(self, plan: Draft, at: int) -> Iterator[str]:
@@ -292,7 +299,7 @@ class Matrix(Multiplies):
         return tuple(map(column, range(*self.outer)))
 
     def arithmetic(self, plan: Draft, at: int) -> tuple[Any, ...]:
-        return type(self).__name__, self.outer
+        return self.name, self.outer
 
     def sentence(self, bits: str) -> str:
         then = "; round and store" if self.stores else ""
@@ -404,6 +411,8 @@ class Square(Multiplies):
     """Rows of x, which `Load` has staged, times Aᵀ and the scale, where H is 1: by mma of 16 rows with 8 columns of Aᵀ.
     The result goes through shared memory, is multiplied by the signs after the transform, and stored."""
 
+    name = "Square"
+    labels = "rows slabs"
     multiplies = "scale"
 
     def faults(self, plan: Draft, at: int) -> Iterator[str]:
@@ -420,7 +429,7 @@ class Square(Multiplies):
         so_far.add(carrier, 1.0)
 
     def arithmetic(self, plan: Draft, at: int) -> tuple[Any, ...]:
-        return (type(self).__name__,)
+        return (self.name,)
 
     def sentence(self, bits: str) -> str:
         return "matrix of the transform, times the scale; round and store"
@@ -461,6 +470,9 @@ class Square(Multiplies):
 @dataclass(frozen=True)
 class Signs(Step):
     """Multiplies by the signs before or after the transform, if the call gives some."""
+
+    name = "Signs"
+    labels = "before"
 
     before: bool
 

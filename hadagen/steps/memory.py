@@ -18,6 +18,9 @@ class Load(Step):
     """Global memory → registers, in 16-byte vectors, with `stages` tiles in flight. Before a `Gather` it loads to
     shared memory only, where the `Gather` reads."""
 
+    name = "Load"
+    labels = "path stages carrier"
+
     path: str  # plain, cp_async, bulk or multicast
     stages: int = 1
     carrier: str = PACKED  # fp32 for float32
@@ -84,6 +87,9 @@ class _Asks(Step):
 class Prefetch(_Asks):
     """Asks L2 for the input about `mib` MiB behind the tile that was just loaded, for a tile that starts later."""
 
+    name = "Prefetch"
+    labels = "mib"
+
     mib: int
 
     says = "prefetch to L2 what is {mib} MiB ahead"
@@ -110,6 +116,7 @@ class Prefetch(_Asks):
 class Trigger(_Asks):
     """Lets the next kernel in the stream start on free SMs. It waits for the end of this one all the same."""
 
+    name = "Trigger"
     says = "let the next kernel start"
 
     def features(self, dtype: DType, carrier: str) -> frozenset[str]:
@@ -124,6 +131,7 @@ class Trigger(_Asks):
 class Store(Step):
     """Registers → global memory, each 16-byte vector to its address. Values have the form that `Load` left."""
 
+    name = "Store"
     says = "store"
 
     @property

@@ -134,6 +134,7 @@ class Largest(Step):
     """Finds the largest magnitude of each group, a NaN where there is one: of a thread, then of the lanes by shuffles,
     then of the warps through shared memory."""
 
+    name = "Largest"
     says = "the largest magnitude of each group"
     template = "quantize.cu.j2"
     takes = FP32
@@ -174,6 +175,9 @@ class Largest(Step):
 @dataclass(frozen=True)
 class Quantize(Store):
     """Encodes the values, and stores codes and scales."""
+
+    name = "Quantize"
+    labels = "folds swapped"
 
     folds: bool = False  # multiplies by the scale, or what is left of it, with the same product that quantizes
     # The bits at the two places of each pair are swapped, once values are codes.
@@ -332,6 +336,7 @@ def _signs(coordinates: Coordinates) -> dict[str, Any]:
 class Renumber(Step):
     """Exchanges the two bits of each base-4 digit of an index. No value moves: each is another element from here on."""
 
+    name = "Renumber"
     says = "exchange the bits of each base-4 digit of an index"
     template = "quantize.cu.j2"
 
