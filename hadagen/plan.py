@@ -18,8 +18,7 @@ from hadagen.errors import UsageError, choice, shown
 from hadagen.launch import ARITHMETIC_DIGITS, LaunchSpec
 from hadagen.layout import Axis
 from hadagen.problem import Io
-from hadagen.steps.base import AS_LOADED, FP32, IN_16_BITS, PACKED
-from hadagen.steps.draft import Draft
+from hadagen.steps.base import AS_LOADED, FP32, IN_16_BITS, PACKED, Draft
 from hadagen.steps.matrix import Multiplies, Signs
 from hadagen.steps.memory import Load, Store
 from hadagen.steps.quantize import Quantize, Renumber
@@ -135,8 +134,8 @@ def _check(plan: Draft) -> None:
         raise UsageError(f"{name}: the steps do not multiply by the matrix once")
     if sum(isinstance(step, Renumber) for step in plan.steps) != plan.problem.transform.swapped:
         raise UsageError(f"{name}: the steps do not exchange the bits of digits once")
-    flipped = [True] if plan.matrix else [True, False]  # what multiplies by a matrix flips as it stores
-    if [step.before for step in plan.steps if isinstance(step, Signs)] != flipped * plan.problem.transform.signed:
+    flips = [step.before for step in plan.steps if isinstance(step, Signs)]
+    if flips != [*plan.tile.flips] * plan.problem.transform.signed:
         raise UsageError(f"{name}: the steps do not multiply by the signs before and after the transform")
     in_parts = SCALE_IN_PARTS if plan.problem.may_round_often else ()
     if (multiplied := plan.multiplied()) not in (*WHOLE_SCALE, *in_parts):

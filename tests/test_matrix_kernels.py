@@ -156,15 +156,15 @@ def test_shared_memory_meets_no_bank_conflicts(sources: dict[str, list[Source]],
             x = np.zeros(source.launch.tile_elements, np.uint16)
             report = module.run(source.entry, source.launch, x, x.copy(), scale=1.0, operands=operands)
             assert not report.complaint
-            if isinstance(plan.matrix, Matrix) and (knobs.load, knobs.chunks) != ("bulk", 1):
+            if isinstance(plan.tile, Matrix) and (knobs.load, knobs.chunks) != ("bulk", 1):
                 assert report.bank_conflicts == 0, source.entry
-                staged.add((knobs.load, plan.matrix.shape(plan).groups > 1))
+                staged.add((knobs.load, plan.tile.shape(plan).groups > 1))
     assert staged >= {("bulk", True), ("bulk", False)}
 
 
 def test_all_ways_through_the_kernel_are_tried() -> None:
     tried = [(plan, knobs) for key in WITH_MATRIX for plan, knobs in zip(plans(key), chosen(key), strict=True)]
-    with_h = [(plan, plan.matrix, knobs) for plan, knobs in tried if isinstance(plan.matrix, Matrix)]
+    with_h = [(plan, plan.tile, knobs) for plan, knobs in tried if isinstance(plan.tile, Matrix)]
     loads = {"plain": [("tiles", 1)], "bulk": [("tiles", 1), ("persistent", 1), ("persistent", 2)]}
     both = {True, False}
     for load, ways in loads.items():
@@ -186,7 +186,7 @@ def test_all_ways_through_the_kernel_are_tried() -> None:
         assert {knobs.ahead > 0 for *_, knobs in some} == both
     assert {matrix.shape(plan).together for plan, matrix, _ in with_h} == {1, 2, 4}
     assert {matrix.operands(plan) % matrix.slabs > 0 for plan, matrix, _ in with_h} == both
-    squares = [(plan, plan.matrix) for plan, _ in tried if isinstance(plan.matrix, Square)]
+    squares = [(plan, plan.tile) for plan, _ in tried if isinstance(plan.tile, Square)]
     assert {square.in_place(plan) for plan, square in squares} == both
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import jinja2
@@ -24,9 +25,8 @@ from hadagen.problem import DType, Problem
 from hadagen.reference import hadamard
 from hadagen.regimes import Cache, Destination
 from hadagen.space import build_plan
-from hadagen.steps.base import FP32, Cost, Roundings, Step
+from hadagen.steps.base import FP32, Cost, Draft, Region, Roundings, Step
 from hadagen.steps.conversions import Round
-from hadagen.steps.draft import Draft
 from hadagen.steps.transforms import Butterfly
 
 QUAD = """
@@ -122,6 +122,9 @@ class AddBias(Step):
     takes = FP32
     params = (Param("const void*", "bias"),)
 
+    def regions(self, plan: Draft) -> Iterator[Region]:
+        yield Region("bias", 16 * plan.warps)
+
 
 def test_what_a_step_asks_for_reaches_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = Problem.of(256, DType.FLOAT32)
@@ -129,6 +132,8 @@ def test_what_a_step_asks_for_reaches_the_kernel(monkeypatch: pytest.MonkeyPatch
     plan = dataclasses.replace(known, steps=(*known.steps[:-1], AddBias(), known.steps[-1]))
     assert known.launch.params == PARAMS
     assert plan.launch.signature == f"{known.launch.signature}, const void* bias"
+    assert plan.footprint.offset("bias") == known.launch.shared_bytes
+    assert plan.launch.shared_bytes == known.launch.shared_bytes + 16 * plan.warps
 
     loaders = [jinja2.DictLoader({"bias.cu.j2": BIAS}), codegen.ENVIRONMENT.loader]
     monkeypatch.setattr(codegen.ENVIRONMENT, "loader", jinja2.ChoiceLoader([each for each in loaders if each]))

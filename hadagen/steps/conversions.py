@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from hadagen.layout import LANE_BITS
+from hadagen.layout import LANE_BITS, VECTOR_BYTES
 from hadagen.problem import DType
-from hadagen.steps.base import FP16, FP32, IN_16_BITS, PACKED, Cost, Roundings, Step
-
-if TYPE_CHECKING:
-    from hadagen.steps.draft import Draft
+from hadagen.steps.base import FP16, FP32, IN_16_BITS, PACKED, Cost, Draft, Region, Roundings, Step
 
 _CORRECTION = 0.25  # roundings, as measured: a correction changes values by a fraction of their last places
 
@@ -78,6 +75,11 @@ class Normalize(Step):
     name = "Normalize"
     says = "find the level of the warp"
     takes = PACKED
+    normalizes = True
+
+    def regions(self, plan: Draft) -> Iterator[Region]:
+        """The levels of all warps of the cluster, one vector each."""
+        yield Region("levels", VECTOR_BYTES << plan.warp_bits + plan.cta_bits)
 
     def features(self, dtype: DType, carrier: str) -> frozenset[str]:
         return frozenset({"xorsign_bf16x2"})

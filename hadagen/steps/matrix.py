@@ -13,9 +13,10 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from hadagen.launch import ENTRY_FACTOR
-from hadagen.layout import Axis, Place, bit, column, log2
+from hadagen.layout import ROW, Axis, Place, Placement, add, bit, column, log2, scatter
 from hadagen.problem import DType
 from hadagen.steps.base import (
+    BARRIERS,
     FP32,
     PACKED,
     SPLIT,
@@ -23,13 +24,15 @@ from hadagen.steps.base import (
     WARP_VECTOR_BYTES,
     Coordinates,
     Cost,
+    Draft,
+    Region,
     Roundings,
     Step,
+    Tile,
 )
 from hadagen.steps.memory import Load, Store
 
 if TYPE_CHECKING:
-    from hadagen.steps.draft import Draft
     from hadagen.steps.values import Values
 
 OPERAND_SIDE = 16  # rows and columns of A in an operand of an mma
@@ -125,7 +128,7 @@ class Columns(Step):
 
 
 @dataclass(frozen=True)
-class Multiplies(Store):
+class Multiplies(Store, Tile):
     """Multiplies by A, and stores, or leaves the product in fp32 to steps that quantize it. The base class of `Matrix`
     and `Square`.
 
@@ -138,6 +141,7 @@ class Multiplies(Store):
     stores: bool = field(default=True, repr=False, kw_only=True)
 
     template = "matrix.cu.j2"
+    flips = (True,)  # those after the transform are flipped as it stores
 
     @property
     def takes(self) -> str | None:
@@ -164,33 +168,30 @@ class Multiplies(Store):
         """Warps of a group."""
         return -(-self.operands(plan) // self.slabs)
 
-    def registers(self, plan: Draft) -> int:
-        """Of a thread."""
+    def shared_bytes(self, plan: Draft) -> int:
+        """Bytes of what it multiplies or leaves in shared memory, besides what the load has staged."""
         raise NotImplementedError
 
-    def shared_bytes(self, plan: Draft) -> int:
-        """Besides what the load has staged."""
-        raise NotImplementedError
+    def regions(self, plan: Draft) -> Iterator[Region]:
+        if plan.load.staged:
+            yield BARRIERS  # or the zeros that a `Square` reads
+        yield Region("slots", self.shared_bytes(plan))
+
+    def held_from(self, plan: Draft) -> int:
+        return 1 + plan.steps.index(self)
+
+    def placement(self, plan: Draft) -> Placement:
+        columns = {column(number): bit(number) for number in range(plan.problem.bits)}
+        return Placement({**columns, ROW: Axis(self.rows * plan.problem.order, plan.problem.length)})
 
     def staged_bytes(self, plan: Draft) -> int:
-        """Of a staged tile."""
         return plan.tile_elements * plan.problem.io.input.bytes
 
     def vectors(self, plan: Draft) -> int:
-        """Vectors that a thread loads."""
         return -(-plan.tile_elements // (plan.vector_elements * 32 * plan.warps))
 
-    def coordinates(self, plan: Draft) -> Coordinates:
-        """Of the product that it leaves in registers. Those of rows that A lacks lie beyond the end of a row of x."""
-        raise NotImplementedError
-
-    def values(self, plan: Draft) -> int:
-        """Of a thread, that it leaves in registers."""
-        raise NotImplementedError
-
-    def rows_apart(self, plan: Draft) -> Coordinates:
-        """The digits of `coordinates` that tell rows of X apart, each with the number of a row in place of an index."""
-        raise NotImplementedError
+    def eights(self, plan: Draft) -> int:
+        return 0
 
     def held(self, plan: Draft) -> int:
         """Registers of a thread for A; 0 if it loads operands when it multiplies by them."""
@@ -205,6 +206,14 @@ class Multiplies(Store):
             "parts": 1 << plan.warp_bits,
             "warps_of_group": self.warps(plan),
             "padded": self.is_padded(plan),
+        }
+
+    def names(self, plan: Draft) -> dict[str, Any]:
+        return {
+            "stages_from": "loads.cu.j2" if plan.load.in_bulk else "matrix.cu.j2",
+            "load_thread": "",
+            "store_thread": "",
+            "m": self.view(plan, 0),
         }
 
     def is_padded(self, plan: Draft) -> bool:
@@ -311,13 +320,15 @@ class Matrix(Multiplies):
         return max(1, shape.rows // shape.together * shape.vectors >> plan.warp_bits)
 
     def values(self, plan: Draft) -> int:
+        """Values of a thread that it leaves in registers."""
         return _SUMS * self.slabs * self.shape(plan).groups * self.sets(plan)
 
-    def coordinates(self, plan: Draft) -> Coordinates:
+    def coordinates(self, plan: Draft, before: Placement) -> Coordinates:
+        """Those of the product. Rows that A lacks lie beyond the end of a row of x."""
         shape, problem = self.shape(plan), plan.problem
         rows = {
             kind: {digit: Axis(axis.radix, axis.stride * problem.length) for digit, axis in digits.items()}
-            for kind, digits in self.rows_apart(plan).items()
+            for kind, digits in self._rows(plan).items()
         }
         number = OPERAND_SIDE * self.slabs  # of values in a set: groups, then sets, then warps
         first = COLUMN_BITS + log2(shape.vectors)
@@ -344,6 +355,10 @@ class Matrix(Multiplies):
         ]
 
     def rows_apart(self, plan: Draft) -> Coordinates:
+        return self._rows(plan) if self.is_padded(plan) else {}
+
+    def _rows(self, plan: Draft) -> Coordinates:
+        """The digits of `coordinates` that tell rows of X apart, each with the number of a row in place of an index."""
         slabs, warps = Axis(self.slabs, OPERAND_SIDE), Axis(self.warps(plan), 1)
         return {
             "value": {bit(3): bit(3)} | ({slabs: slabs} if self.slabs > 1 else {}),
@@ -358,7 +373,21 @@ class Matrix(Multiplies):
         shape = self.shape(plan)
         return 2 * shape.share * shape.vectors
 
-    def registers(self, plan: Draft) -> int:
+    def names(self, plan: Draft) -> dict[str, Any]:
+        if self.stores:
+            return super().names(plan)
+        coordinates = self.coordinates(plan, plan.loaded)
+        at = {
+            "vectors": self.eights(plan),
+            "stored_at": add(*(scatter(kind, coordinates[kind]) for kind in ("lane", "warp"))),
+            "store_vector": of_vector(coordinates) or "0",
+        }
+        return super().names(plan) | at
+
+    def eights(self, plan: Draft) -> int:
+        return 0 if self.stores else self.values(plan) // VECTOR
+
+    def registers(self, plan: Draft, *, wide: bool) -> int:
         """The larger of what `Columns` needs, loads and sums, and what this step needs, A and its sums."""
         shape, columns = self.shape(plan), VECTOR * self.shape(plan).vectors
         at_once = 2 * shape.vectors if plan.load.staged else self.vectors(plan)
@@ -402,7 +431,7 @@ class Matrix(Multiplies):
             "sets": self.sets(plan),
             "blocks": shape.blocks,
             "share": shape.share,
-            "others": plan.footprint.matrix_offset + (0 if plan.load.staged else shape.shared_bytes),
+            "others": plan.footprint.offset("slots") + (0 if plan.load.staged else shape.shared_bytes),
         }
 
 
@@ -434,7 +463,7 @@ class Square(Multiplies):
     def sentence(self, bits: str) -> str:
         return "matrix of the transform, times the scale; round and store"
 
-    def registers(self, plan: Draft) -> int:
+    def registers(self, plan: Draft, *, wide: bool) -> int:
         return OPERAND_REGISTERS * self.slabs * (self.operands(plan) + 2)
 
     def in_place(self, plan: Draft) -> bool:
@@ -442,7 +471,7 @@ class Square(Multiplies):
         return self.warps(plan) == 1
 
     def shared_bytes(self, plan: Draft) -> int:
-        return 0 if self.in_place(plan) else plan.footprint.stage_bytes
+        return 0 if self.in_place(plan) else plan.stage_bytes
 
     def cost(self, plan: Draft, carrier: str) -> Cost:
         groups = self.rows / OPERAND_SIDE / (1 << plan.warp_bits)  # of 16 rows, of one warp
@@ -462,9 +491,15 @@ class Square(Multiplies):
         return super().view(plan, at) | {
             "sets": self.rows // OPERAND_SIDE,
             "in_place": self.in_place(plan),
-            "product": plan.footprint.matrix_offset,
+            "product": plan.footprint.offset("slots"),
             "undo": round(1 / ENTRY_FACTOR[plan.problem.io.input]),
         }
+
+
+def of_vector(coordinates: Coordinates) -> str:
+    """C expression for how far vector `i` of a thread is from its first."""
+    digits = {digit: axis for digit, axis in coordinates["value"].items() if digit.stride >= VECTOR}
+    return scatter("i", {Axis(digit.radix, digit.stride // VECTOR): axis for digit, axis in digits.items()})
 
 
 @dataclass(frozen=True)

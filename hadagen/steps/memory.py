@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hadagen.problem import DType, Rows
-from hadagen.steps.base import AS_LOADED, FP32, PACKED, WARP_VECTOR_BYTES, Cost, Step
-
-if TYPE_CHECKING:
-    from hadagen.steps.draft import Draft
+from hadagen.steps.base import AS_LOADED, BARRIERS, FP32, PACKED, WARP_VECTOR_BYTES, Cost, Draft, Region, Step
 
 
 @dataclass(frozen=True)
@@ -27,7 +24,7 @@ class Load(Step):
 
     template = "loads.cu.j2"
     takes = ""
-    loads = holds_all = True
+    loads = reads_x = holds_all = True
 
     @property
     def leaves(self) -> str:
@@ -52,6 +49,12 @@ class Load(Step):
     def multicast(self) -> bool:
         """Whether every block of a cluster copies its share to all blocks, so that each has whole rows."""
         return self.path == "multicast"
+
+    def regions(self, plan: Draft) -> Iterator[Region]:
+        if self.in_bulk:
+            yield BARRIERS
+        if self.staged:
+            yield Region("stages", self.stages * plan.stage_bytes)
 
     def faults(self, plan: Draft, at: int) -> Iterator[str]:
         if self.stages < 1 or (self.stages > 1 and not plan.persistent):

@@ -11,16 +11,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from hadagen.formats import TENSOR, Element, Format
 from hadagen.layout import PAIR, Axis, Place, Placement, add, bit, reg, scatter, swaps
-from hadagen.steps.base import FP32, WARP_BYTES, Coordinates, Cost, Step
-from hadagen.steps.matrix import VECTOR
+from hadagen.steps.base import FP32, WARP_BYTES, Coordinates, Cost, Draft, Region, Step
+from hadagen.steps.matrix import VECTOR, of_vector
 from hadagen.steps.memory import Store
-
-if TYPE_CHECKING:
-    from hadagen.steps.draft import Draft
 
 _BIT = 2  # the radix of a bit
 _SIGNS_OF_BYTE = 8
@@ -102,14 +99,8 @@ def _groups(digits: tuple[tuple[str, Axis, Axis], ...], size: int) -> Groups:
 
 def _coordinates(plan: Draft) -> Coordinates:
     """Those of values before they are quantized."""
-    if plan.matrix:
-        return plan.matrix.coordinates(plan)
-    before = plan.before(next(at for at, step in enumerate(plan.steps) if isinstance(step, Largest | Quantize)))
-    values = {Axis(digit.radix, 2 * digit.stride): axis for digit, axis in before.digits_of("reg").items()}
-    return {
-        "value": {Axis(2, 1): before.axes[PAIR], **values},
-        **{kind: before.digits_of(kind) for kind in ("lane", "warp", "cta")},
-    }
+    at = next(at for at, step in enumerate(plan.steps) if isinstance(step, Largest | Quantize))
+    return plan.tile.coordinates(plan, plan.before(at))
 
 
 def _flat(coordinates: Coordinates) -> Iterator[tuple[str, Axis, Axis]]:
@@ -140,6 +131,10 @@ class Largest(Step):
     takes = FP32
     holds_all = True
 
+    def regions(self, plan: Draft) -> Iterator[Region]:
+        """What warps tell each other of a group that several have values of."""
+        yield Region("peaks", Groups.of(plan).shared_bytes)
+
     def faults(self, plan: Draft, at: int) -> Iterator[str]:
         form = plan.problem.io.form
         if form is None or form.group == TENSOR:
@@ -168,7 +163,7 @@ class Largest(Step):
             "group_of_value": scatter("value", _numbers(groups.others)) or "0",
             "place": scatter("warp", _numbers(groups.warps)) or "0",
             "some_lanes": sum(digit.stride for digit in groups.lanes),
-            "peaks_offset": plan.footprint.peaks_offset,
+            "peaks_offset": plan.footprint.offset("peaks"),
         }
 
 
@@ -268,13 +263,8 @@ class Quantize(Store):
         }
         if plan.problem.transform.signed:
             view |= _signs(coordinates)
-        rows: Coordinates = {}  # of X, where some that a thread has are beyond the end
-        if plan.matrix:
-            threads = (scatter(kind, coordinates[kind]) for kind in ("lane", "warp"))
-            view |= {"thread_at": add(*threads), "vector_at": _of_vector(coordinates) or "0"}
-            rows = plan.matrix.rows_apart(plan) if plan.matrix.is_padded(plan) else {}
-        if rows:
-            view["row"] = add(scatter("lane", rows["lane"]), scatter("warp", rows["warp"]), _of_vector(rows))
+        if rows := plan.tile.rows_apart(plan):  # where some that a thread has are beyond the end of X
+            view["row"] = add(scatter("lane", rows["lane"]), scatter("warp", rows["warp"]), of_vector(rows))
         if form.group == TENSOR and not form.by_head:
             return view
         groups = Groups.of(plan)
@@ -292,12 +282,6 @@ class Quantize(Store):
             "lane_of_group": scatter("g", {of_g[of]: digit for digit, of in handed.items()}),
             "alone": " && ".join(filter(None, first)),
         }
-
-
-def _of_vector(coordinates: Coordinates) -> str:
-    """C expression for how far vector `i` of a thread is from its first."""
-    digits = {digit: axis for digit, axis in coordinates["value"].items() if digit.stride >= VECTOR}
-    return scatter("i", {Axis(digit.radix, digit.stride // VECTOR): axis for digit, axis in digits.items()})
 
 
 def _first_of_group(groups: Groups, coordinates: Coordinates) -> str:

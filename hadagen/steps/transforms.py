@@ -5,15 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hadagen.layout import MMA_MOVES, PAIR, Place, lane, reg, swaps
 from hadagen.problem import DType
 from hadagen.scale import ScaleForm
-from hadagen.steps.base import FP16, FP32, IN_16_BITS, PACKED, WARP_BYTES, Cost, Roundings, Step
-
-if TYPE_CHECKING:
-    from hadagen.steps.draft import Draft
+from hadagen.steps.base import FP16, FP32, IN_16_BITS, PACKED, WARP_BYTES, Cost, Draft, Roundings, Step
 
 LEAST_POWER = -4  # with 2^-4 of the scale in an mma, sums of 16 values are no larger than the largest value
 NORMALIZER = 3  # as the `factor` of an `Mma`
