@@ -122,17 +122,15 @@ class _Laws:
     ) -> torch.Tensor:
         bits = x.contiguous().view(_BITS[self._problem.io.input.bytes])
         given = self._operands if operands is None else operands
-        out = self._verifier._run(self._kernel, self._problem, bits, given, way, in_place, self._findings)
+        (out,) = self._verifier.run(self._kernel, self._problem, bits, given, way, in_place, self._findings)
         return out.view(self._dtype)
 
     def _quantize(self, x: torch.Tensor, form: Format) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Codes, and scales [rows, groups], None where these say nothing of rows."""
         bits = x.view(-1, self._problem.n).view(_BITS[self._problem.io.input.bytes])
-        run = self._verifier._quantize
-        codes, scales = run(self._kernel, self._problem, form, bits, self._operands, self._findings)
-        if form.group == TENSOR:
-            return codes, None
-        return codes, quantizer.rows_of_scales(scales, form.layout, len(x), form.scales_in_row(self._problem.unit))
+        (way,) = arrangements(self._problem)
+        found = self._verifier.run(self._kernel, self._problem, bits, self._operands, way, False, self._findings)
+        return found[0], found[1] if form.group != TENSOR else None
 
     def _check_rows(self, x: torch.Tensor, y: torch.Tensor, way: Arrangement, in_place: bool, where: str) -> None:
         kept = torch.arange(len(x)) % 3 == 1

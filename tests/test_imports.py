@@ -25,6 +25,7 @@ TABLE = """
     matrices         | errors                                              |
     launch           | scale problem formats errors                                |
     regimes          | problem launch                                      |
+    accuracy         | quantizer problem formats                           | torch
     trial            | regimes problem launch                              |
     target           | errors                                              |
     layout           |                                                     |
@@ -48,7 +49,7 @@ TABLE = """
     compilers        | nvrtc nvrtc_calls programs errors                   |
     toolchain        | cache programs compilers cubin ptx_version templates arch trial launch errors |
     recipes          | toolchain compilers nvrtc cache templates codegen space arch knobs target trial launch problem errors |
-    emulator         | cache programs templates reference bits quantizer launch problem formats errors | numpy torch
+    emulator         | cache programs templates reference bits accuracy quantizer launch problem errors | numpy torch
     libcuda          | errors                                              |
     libnvml          |                                                     |
     driver           | libcuda libnvml launch errors                       |
@@ -57,7 +58,7 @@ TABLE = """
     tuning_db.signatures | errors                                          | cryptography
     tuning_db.bundle | tuning_db.files tuning_db.signatures trial regimes problem launch target errors |
     tuning_db        | tuning_db.files tuning_db.signatures tuning_db.bundle owners ptx_version trial regimes problem launch target errors | sqlalchemy alembic
-    measure          | gpu_class target driver libcuda libnvml templates reference bits quantizer trial regimes problem launch formats matrices errors | torch
+    measure          | accuracy gpu_class target driver libcuda libnvml templates reference bits quantizer trial regimes problem launch formats matrices errors | torch
     autotuner        | measure tuning_db tuning_db.bundle toolchain compilers programs codegen space knobs arch trial problem errors |
     runtime          | quantizer autotuner owners tuning_db.files tuning_db.signatures tuning_db.bundle recipes gpu_class driver trial regimes problem launch target matrices formats errors | torch
     compat           | runtime problem matrices errors                             | torch

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hadagen.measure.verify import TORCH_DTYPE
+from hadagen.accuracy import TORCH_DTYPE
 from hadagen.problem import DType, Problem, Rows
 from hadagen.reference import hadamard, verification_operands, verification_scale
 
