@@ -30,18 +30,10 @@ from hadagen import programs
 from hadagen.bits import Bits, decode, encode
 from hadagen.cache import KernelCache, cache_root
 from hadagen.errors import HadagenError, ToolchainError, UsageError, shown
-from hadagen.launch import LaunchSpec, RowShape, Source, X, Y, sizes_for
+from hadagen.launch import LaunchSpec, RowShape, Source, X, Y
+from hadagen.operands import Values, kernel_operands, sizes_for, verification_operands
 from hadagen.problem import DType, Problem
-from hadagen.reference import (
-    INPUT_CLASSES,
-    NORMAL_ELEMENTS,
-    Operands,
-    input_classes,
-    kernel_operands,
-    transform,
-    verification_operands,
-    verification_scale,
-)
+from hadagen.reference import INPUT_CLASSES, NORMAL_ELEMENTS, input_classes, transform, verification_scale
 from hadagen.templates import read_texts
 
 # What the machine is built from, of the sources in `templates`.
@@ -340,7 +332,7 @@ def verify(
     *,
     module: HostModule | None = None,
     shape: RowShape | None = None,
-    operands: Operands | None = None,
+    operands: Values | None = None,
     in_place: bool = False,
     order_seed: int = 0,
 ) -> dict[str, float]:
@@ -372,13 +364,14 @@ def verify(
     values = np.concatenate(list(classes.values()))
     values[:, columns:] = 0.0
     scale = verification_scale(problem)
-    operands = verification_operands(problem) if operands is None else operands
+    units = values.size // problem.unit
+    operands = verification_operands(problem, units) if operands is None else operands
     exact = torch.from_numpy(transform(problem, values, scale, operands)[:, :columns])
     x = _poisoned(problem.io.input, len(values), x_pitch)
     x[:, :columns] = encode(problem.io.input, values[:, :columns])
     taken: dict[str, Any] = kernel_operands(problem, operands)
-    units = values.size // problem.unit
-    given = scales = None
+    scales = None
+    given = torch.from_numpy(operands["tensor_scale"]) if "tensor_scale" in operands else None
     if form is None:
         out = x if in_place else _poisoned(problem.io.input, len(values), y_pitch)
     else:
@@ -388,9 +381,7 @@ def verify(
         out[:] = 0x7F
         written = units * form.scales_in_row(problem.unit) * laid_out.element_size()
         scales = (memory, written) if form.group > 0 else None
-        given = quantizer.sample_scales(form, units, torch.device("cpu"))
         taken |= sizes_for(form, units, problem.unit)
-        taken |= {} if given is None else {"tensor_scale": given.reshape(-1).numpy()}
     report = module.run(
         source.entry,
         source.launch,
@@ -414,7 +405,7 @@ def verify(
     for name, some in classes.items():
         rows_here, begin = slice(begin, begin + len(some)), begin + len(some)
         here = slice(rows_here.start // together, rows_here.stop // together)
-        of_heads = given[here] if given is not None and given.dim() else given
+        of_heads = given if given is None else given[here] if len(given) > 1 else given[0]
         errors[name] = float(error_of(problem, [each[here] for each in results], exact[rows_here], of_heads))
     return errors
 

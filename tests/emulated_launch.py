@@ -14,8 +14,8 @@ from hadagen import quantizer
 from hadagen.emulator import RESIDENT_CLUSTERS, EmulationError, HostModule
 from hadagen.formats import TENSOR
 from hadagen.launch import LaunchSpec, RowShape, Source
+from hadagen.operands import kernel_operands, verification_operands
 from hadagen.problem import Problem
-from hadagen.reference import kernel_operands, verification_operands
 
 
 def bytes_at(address: int, count: int) -> np.ndarray[Any, Any]:

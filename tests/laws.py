@@ -25,8 +25,9 @@ from hadagen import quantizer
 from hadagen.formats import TENSOR, Element, Format
 from hadagen.measure.operands import DeviceOperands, orthogonal_matrix
 from hadagen.measure.verify import _BITS, TORCH_DTYPE, Arrangement, Launchable, Verifier, _Findings, arrangements
+from hadagen.operands import Values, verification_operands
 from hadagen.problem import LARGE, Problem
-from hadagen.reference import Operands, verification_operands, verification_scale
+from hadagen.reference import verification_scale
 
 MOST_ROWS = 300  # of a transform; of kernels with more rows in a tile, tiles are ragged anyway
 # Errors of few values do not average out, so some elements allow more than the bound of a problem.
@@ -43,7 +44,7 @@ class _Laws:
     def __init__(self, kernel: Launchable, problem: Problem, device: torch.device, stream: int) -> None:
         self._kernel, self._problem, self._device = kernel, problem, device
         self._verifier, self._findings = Verifier(device, stream), _Findings()
-        given: Operands = verification_operands(problem)
+        given: Values = verification_operands(problem)
         turned = dict(given)
         if problem.order > 1:
             matrix = orthogonal_matrix(problem.order)

@@ -19,7 +19,8 @@ from sample_bundle import write_sample
 from hadagen import toolchain
 from hadagen.arch import load_arch
 from hadagen.cli import emit
-from hadagen.launch import LaunchSpec, Source, params_for
+from hadagen.launch import LaunchSpec, Source
+from hadagen.operands import params_for
 from hadagen.problem import DType, Problem
 from hadagen.toolchain import Toolchain
 

@@ -23,13 +23,14 @@ TABLE = """
     problem          | formats errors                                      |
     scale            |                                                     |
     matrices         | errors                                              |
-    launch           | scale problem formats errors                                |
+    launch           | scale errors                                        |
+    operands         | launch problem formats quantizer                    | numpy torch
     regimes          | problem launch                                      |
     accuracy         | quantizer problem formats                           | torch
     trial            | regimes problem launch                              |
     target           | errors                                              |
     layout           |                                                     |
-    steps            | layout problem formats scale launch                 | numpy
+    steps            | operands layout problem formats scale launch                 | numpy
     plan             | steps layout problem launch errors                  |
     knobs            | plan steps layout problem formats errors            |
     arch             | knobs target errors                                 | pydantic yaml
@@ -39,7 +40,7 @@ TABLE = """
     templates        |                                                     |
     codegen          | plan steps layout launch problem                       | jinja2
     bits             | problem                                             | numpy
-    reference        | bits launch problem                                 | numpy
+    reference        | operands bits problem                                 | numpy
     cache            | owners errors                                       |
     programs         | errors                                              |
     nvrtc_calls      |                                                     |
@@ -49,18 +50,18 @@ TABLE = """
     compilers        | nvrtc nvrtc_calls programs errors                   |
     toolchain        | cache programs compilers cubin ptx_version templates arch trial launch errors |
     recipes          | toolchain compilers nvrtc cache templates codegen space arch knobs target trial launch problem errors |
-    emulator         | cache programs templates reference bits accuracy quantizer launch problem errors | numpy torch
+    emulator         | operands cache programs templates reference bits accuracy quantizer launch problem errors | numpy torch
     libcuda          | errors                                              |
     libnvml          |                                                     |
     driver           | libcuda libnvml launch errors                       |
     gpu_class        | driver libnvml errors                               |
     tuning_db.files  |                                                     |
     tuning_db.signatures | errors                                          | cryptography
-    tuning_db.bundle | tuning_db.files tuning_db.signatures trial regimes problem launch target errors |
+    tuning_db.bundle | operands tuning_db.files tuning_db.signatures trial regimes problem launch target errors |
     tuning_db        | tuning_db.files tuning_db.signatures tuning_db.bundle owners ptx_version trial regimes problem launch target errors | sqlalchemy alembic
-    measure          | accuracy gpu_class target driver libcuda libnvml templates reference bits quantizer trial regimes problem launch formats matrices errors | torch
+    measure          | operands accuracy gpu_class target driver libcuda libnvml templates reference bits quantizer trial regimes problem launch formats matrices errors | torch
     autotuner        | measure tuning_db tuning_db.bundle toolchain compilers programs codegen space knobs arch trial problem errors |
-    runtime          | quantizer autotuner owners tuning_db.files tuning_db.signatures tuning_db.bundle recipes gpu_class driver trial regimes problem launch target matrices formats errors | torch
+    runtime          | operands quantizer autotuner owners tuning_db.files tuning_db.signatures tuning_db.bundle recipes gpu_class driver trial regimes problem launch target matrices formats errors | torch
     compat           | runtime problem matrices errors                             | torch
     presets          | quantizer runtime errors                                              | torch
     registration     |                                                     |

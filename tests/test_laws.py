@@ -21,7 +21,8 @@ from hadagen.bits import decode, encode
 from hadagen.codegen import render
 from hadagen.emulator import compile_host
 from hadagen.knobs import Knobs, plan_of
-from hadagen.launch import LaunchSpec, RowShape, params_for
+from hadagen.launch import LaunchSpec, RowShape
+from hadagen.operands import params_for
 from hadagen.problem import Problem
 from hadagen.tuning_db.bundle import Bundle
 

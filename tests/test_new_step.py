@@ -18,8 +18,9 @@ from hadagen.costmodel import Estimate, costs_of
 from hadagen.emulator import EmulationError, compile_host, verification_rows, verify
 from hadagen.errors import UsageError
 from hadagen.knobs import Knobs
-from hadagen.launch import PARAMS, Param
+from hadagen.launch import PARAMS
 from hadagen.layout import Place, reg
+from hadagen.operands import Operand
 from hadagen.plan import Plan, interpret
 from hadagen.problem import DType, Problem
 from hadagen.reference import hadamard
@@ -120,7 +121,7 @@ class AddBias(Step):
     template = "bias.cu.j2"
     says = "add the bias"
     takes = FP32
-    params = (Param("const void*", "bias"),)
+    operands = (Operand("bias", lambda problem: True, lambda problem, *_: np.ones(4, np.float32)),)
 
     def regions(self, plan: Draft) -> Iterator[Region]:
         yield Region("bias", 16 * plan.warps)

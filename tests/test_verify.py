@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from measure_sample import ALL_PROBLEMS, PROBLEM, SPEC, array_at
 
 from hadagen.bits import decode, encode
-from hadagen.launch import LaunchSpec, RowShape, params_for
+from hadagen.launch import LaunchSpec, RowShape
+from hadagen.operands import params_for
 from hadagen.problem import DType, Problem, Rows
 from hadagen.reference import INPUT_CLASSES, hadamard, transform
 from hadagen.trial import Outcome

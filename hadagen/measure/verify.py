@@ -26,12 +26,13 @@ from hadagen.accuracy import TORCH_DTYPE, error_of, scales_in_rows
 from hadagen.bits import encode
 from hadagen.errors import told_apart
 from hadagen.formats import TENSOR
-from hadagen.launch import LaunchSpec, RowShape, sizes_for
+from hadagen.launch import LaunchSpec, RowShape
 from hadagen.measure.messages import Answer
 from hadagen.measure.operands import DeviceOperands
 from hadagen.measure.watch import Watch
+from hadagen.operands import MATRIX, Values, operands_of, sizes_for, verification_operands
 from hadagen.problem import Numerics, Problem, Rows
-from hadagen.reference import Operands, input_classes, transform, verification_operands, verification_scale
+from hadagen.reference import input_classes, transform, verification_scale
 from hadagen.regimes import timed_rows
 from hadagen.trial import Outcome
 
@@ -123,15 +124,18 @@ def arrangements(problem: Problem) -> tuple[Arrangement, ...]:
     )
 
 
-def operand_sets(problem: Problem) -> list[Operands]:
+def operand_sets(problem: Problem) -> list[Values]:
     """The operands to verify a problem with, those of most classes of input first: the matrix as it is, with signs;
     the matrix transposed, with signs; and no signs."""
-    operands = verification_operands(problem)
-    sets: list[Operands] = [operands]
-    if problem.order > 1:
+    operands, optional = (
+        verification_operands(problem),
+        [each.name for each in operands_of(problem) if each.is_optional],
+    )
+    sets: list[Values] = [operands]
+    if MATRIX.is_taken(problem):
         sets.append({**operands, "matrix": operands["matrix"].T})
-    if problem.transform.signed:
-        sets.append({name: each for name, each in operands.items() if name == "matrix"})
+    if optional:
+        sets.append({name: each for name, each in operands.items() if name not in optional})
     return sets
 
 
@@ -164,7 +168,7 @@ _Results = tuple[torch.Tensor, ...]
 _Cases = dict[_CaseKey, _Case]
 
 
-def _cases(problem: Problem, operands: list[Operands]) -> _Cases:
+def _cases(problem: Problem, operands: list[Values]) -> _Cases:
     """Each class of input with the first operands, and the normal one with all others too."""
     rows = _LEAST_ELEMENTS // problem.n + 1
     rows += problem.order > 1 and rows % 2 == 0
@@ -204,7 +208,7 @@ class Verifier:
         self._watch = watch or Watch()
         self._stream = stream
         self._problem: Problem | None = None
-        self._operands: list[Operands] = []
+        self._operands: list[Values] = []
         self._host_cases: _Cases = {}
         self._device_cases: _Cases = {}
 

@@ -12,7 +12,8 @@ from hadagen import quantizer
 from hadagen.driver import Launch
 from hadagen.errors import TensorError, UsageError
 from hadagen.formats import ROW, TENSOR, Format, Layout
-from hadagen.launch import RowShape, sizes_for
+from hadagen.launch import RowShape
+from hadagen.operands import sizes_for
 from hadagen.problem import LEAST_GROUP, Problem
 from hadagen.runtime import kernels, repeat
 from hadagen.runtime.operands import Operands, addresses

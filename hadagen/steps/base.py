@@ -10,8 +10,9 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, cast
 
-from hadagen.launch import Param, params_for
+from hadagen.launch import Param
 from hadagen.layout import PAIR, THREAD_ELEMENTS, VECTOR_BYTES, Axis, Place, Placement, add, cta, reg, scatter
+from hadagen.operands import Operand, params_for
 from hadagen.problem import DType, Problem
 from hadagen.scale import ScaleForm
 
@@ -115,10 +116,7 @@ class Step:
         """The part of the scale that it multiplies by; "" for none."""
         return ""
 
-    @property
-    def params(self) -> tuple[Param, ...]:
-        """What the kernel must take for this step, besides what all kernels take."""
-        return ()
+    operands: tuple[Operand, ...] = ()  # that the kernel takes for its sake, of those that its problem has
 
     def features(self, dtype: DType, carrier: str) -> frozenset[str]:
         """The features that the arch must have (`hadagen.arch.Feature`). dtype: of the input; carrier: the form of the
@@ -400,9 +398,8 @@ class Draft:
 
     @property
     def params(self) -> tuple[Param, ...]:
-        """What the kernel takes: for its problem, and for its steps besides."""
-        of_steps = (param for step in self.steps for param in step.params)
-        return tuple(dict.fromkeys((*params_for(self.problem), *of_steps)))
+        """What the kernel takes."""
+        return params_for(self.problem, [operand for step in self.steps for operand in step.operands])
 
     @property
     def folds_scale(self) -> bool:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from hadagen.launch import ENTRY_FACTOR
 from hadagen.layout import ROW, Axis, Place, Placement, add, bit, column, log2, scatter
+from hadagen.operands import ENTRY_FACTOR, MATRIX, SIGNS
 from hadagen.problem import DType
 from hadagen.steps.base import (
     BARRIERS,
@@ -141,6 +141,7 @@ class Multiplies(Store, Tile):
     stores: bool = field(default=True, repr=False, kw_only=True)
 
     template = "matrix.cu.j2"
+    operands = MATRIX, *SIGNS
     flips = (True,)  # those after the transform are flipped as it stores
 
     @property
@@ -160,13 +161,13 @@ class Multiplies(Store, Tile):
         super().interpret(values, plan)
         values.flip(plan.problem, plan.placements[-1], "signs_after")
 
-    def operands(self, plan: Draft) -> int:
+    def operands_in_slab(self, plan: Draft) -> int:
         """Operands of a slab, each of 16 columns of A."""
         return -(-plan.problem.order // OPERAND_SIDE)
 
     def warps(self, plan: Draft) -> int:
         """Warps of a group."""
-        return -(-self.operands(plan) // self.slabs)
+        return -(-self.operands_in_slab(plan) // self.slabs)
 
     def shared_bytes(self, plan: Draft) -> int:
         """Bytes of what it multiplies or leaves in shared memory, besides what the load has staged."""
@@ -195,14 +196,14 @@ class Multiplies(Store, Tile):
 
     def held(self, plan: Draft) -> int:
         """Registers of a thread for A; 0 if it loads operands when it multiplies by them."""
-        needed = OPERAND_REGISTERS * self.slabs * self.operands(plan)
+        needed = OPERAND_REGISTERS * self.slabs * self.operands_in_slab(plan)
         return needed if needed <= _MOST_HELD else 0
 
     def view(self, plan: Draft, at: int) -> dict[str, Any]:
         return {
             "order": plan.problem.order,
             "slabs": self.slabs,
-            "operands": self.operands(plan),
+            "operands": self.operands_in_slab(plan),
             "parts": 1 << plan.warp_bits,
             "warps_of_group": self.warps(plan),
             "padded": self.is_padded(plan),
@@ -218,7 +219,7 @@ class Multiplies(Store, Tile):
 
     def is_padded(self, plan: Draft) -> bool:
         """Whether the last warp of a group holds rows that A lacks."""
-        return plan.problem.order % OPERAND_SIDE > 0 or self.operands(plan) % self.slabs > 0
+        return plan.problem.order % OPERAND_SIDE > 0 or self.operands_in_slab(plan) % self.slabs > 0
 
 
 @dataclass(frozen=True)
@@ -407,14 +408,14 @@ class Matrix(Multiplies):
         planes = 2 if carrier == SPLIT else 1
         sets = shape.rows // shape.together * shape.vectors / (1 << plan.warp_bits)  # of a warp
         groups = sets * shape.groups  # of 32 columns
-        loaded = self.slabs * self.operands(plan) * (1 if self.held(plan) else sets)  # operands of A
-        mma = 4 * planes * groups * self.slabs * self.operands(plan)
-        reads = 2 * planes * groups * self.operands(plan)
+        loaded = self.slabs * self.operands_in_slab(plan) * (1 if self.held(plan) else sets)  # operands of A
+        mma = 4 * planes * groups * self.slabs * self.operands_in_slab(plan)
+        reads = 2 * planes * groups * self.operands_in_slab(plan)
         return Cost(
             instructions=mma + reads + groups * self.slabs * (24 + 16 * log2(shape.groups)) + 5 * loaded,
             mma=round(mma),
             shared_bytes=reads * WARP_VECTOR_BYTES,
-            waits={"shared": 1, "mma": self.operands(plan) * planes},
+            waits={"shared": 1, "mma": self.operands_in_slab(plan) * planes},
         )
 
     def view(self, plan: Draft, at: int) -> dict[str, Any]:
@@ -464,7 +465,7 @@ class Square(Multiplies):
         return "matrix of the transform, times the scale; round and store"
 
     def registers(self, plan: Draft, *, wide: bool) -> int:
-        return OPERAND_REGISTERS * self.slabs * (self.operands(plan) + 2)
+        return OPERAND_REGISTERS * self.slabs * (self.operands_in_slab(plan) + 2)
 
     def in_place(self, plan: Draft) -> bool:
         """Whether the result replaces what is staged: if no other warp reads it."""
@@ -475,16 +476,16 @@ class Square(Multiplies):
 
     def cost(self, plan: Draft, carrier: str) -> Cost:
         groups = self.rows / OPERAND_SIDE / (1 << plan.warp_bits)  # of 16 rows, of one warp
-        mma = 2 * groups * self.slabs * self.operands(plan)
+        mma = 2 * groups * self.slabs * self.operands_in_slab(plan)
         words = 4 * groups * self.slabs
         staged = self.vectors(plan)
         return Cost(
-            instructions=mma + 3 * groups * self.operands(plan) + 7 * words + 4 * staged,
+            instructions=mma + 3 * groups * self.operands_in_slab(plan) + 7 * words + 4 * staged,
             mma=round(mma),
-            shared_bytes=groups * self.operands(plan) * WARP_VECTOR_BYTES
+            shared_bytes=groups * self.operands_in_slab(plan) * WARP_VECTOR_BYTES
             + words * WARP_BYTES
             + WARP_VECTOR_BYTES * staged,
-            waits={"mma": self.operands(plan), "shared": 2, "block sync": 2},
+            waits={"mma": self.operands_in_slab(plan), "shared": 2, "block sync": 2},
         )
 
     def view(self, plan: Draft, at: int) -> dict[str, Any]:
@@ -508,6 +509,7 @@ class Signs(Step):
 
     name = "Signs"
     labels = "before"
+    operands = SIGNS
 
     before: bool
 

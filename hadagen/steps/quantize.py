@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from hadagen.formats import TENSOR, Element, Format
 from hadagen.layout import PAIR, Axis, Place, Placement, add, bit, reg, scatter, swaps
+from hadagen.operands import SCALES, TENSOR_SCALE
 from hadagen.steps.base import FP32, WARP_BYTES, Coordinates, Cost, Draft, Region, Step
 from hadagen.steps.matrix import VECTOR, of_vector
 from hadagen.steps.memory import Store
@@ -180,6 +181,7 @@ class Quantize(Store):
 
     template = "quantize.cu.j2"
     takes = FP32
+    operands = SCALES, TENSOR_SCALE
 
     @property
     def multiplies(self) -> str:
