@@ -145,7 +145,7 @@ def _complete(given: Mapping[str, int | str], problem: Problem, arch: Arch) -> P
     Raises `UsageError` where there are none, with the reason why the default ones are not legal with those given.
     """
     from hadagen.knobs import Knobs
-    from hadagen.runtime.choose import best_config
+    from hadagen.runtime.best import best_config
     from hadagen.space import Space, build_plan
 
     winner = best_config(problem, max(1, LARGE_ELEMENTS // problem.n), arch=arch.name, inplace=True)
