@@ -17,10 +17,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from sample_store import any_store, empty, empty_on_server, path, place, store
 from sample_trials import H100, H200, LAUNCH, PROBLEM, make_kernel, make_timing, make_trial, times, trial_lists
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import OperationalError
 
 from hadagen.errors import StorageError, UsageError
 from hadagen.problem import DType, Numerics, Rows
 from hadagen.trial import Outcome, Trial
+from hadagen.tuning_db import postgresql
 from hadagen.tuning_db.store import Store
 
 __all__ = ["any_store", "empty", "empty_on_server", "path", "place", "store"]  # fixtures
@@ -235,6 +238,9 @@ def test_no_message_has_a_password() -> None:
         Store.open("postgresql://me:secret@localhost:1/trials")
     assert "postgresql+psycopg://me:***@localhost:1/trials" in str(refused.value)
     assert "secret" not in str(refused.value)
+    quoting = OperationalError("", None, Exception('invalid options "password=secret sslpassword=hush"'))
+    said = postgresql.sentence(quoting, make_url("postgresql://me:secret@host/x?sslpassword=hush"), 1.0)
+    assert "password=*** sslpassword=***" in said
 
 
 def test_what_sqlalchemy_logs_is_not_printed() -> None:
