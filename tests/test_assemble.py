@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from command_line import machine, run, sentence, succeed
+from command_line import run, sentence, succeed
 from real_compilers import needs_nvcc
 from sample_bundle import write_trials
 from sample_trials import H200, PROBLEM, make_kernel, make_trial
@@ -27,7 +27,6 @@ from hadagen.toolchain import Toolchain, assembled
 from hadagen.trial import Kernel, kernel_digest, recipe_digest
 from hadagen.tuning_db.bundle import Bundle, BundleEntry, shipped
 
-__all__ = ["machine"]  # a fixture
 pytestmark = pytest.mark.usefixtures("machine")
 
 VERSION = 'if [ "$1" = --version ]; then echo "Cuda compilation tools, release 12.9, V12.9.86"; exit; fi'

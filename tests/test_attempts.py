@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from fake_search import TRIALS, FakeRunner, build, options
-from sample_store import empty, path, store
 
 from hadagen.launch import Source
 from hadagen.measure import Variant
@@ -15,8 +14,6 @@ from hadagen.trial import NotTried, Outcome
 from hadagen.tuner.events import Event, VariantNotTried
 from hadagen.tuner.search import tune
 from hadagen.tuning_db.store import Store
-
-__all__ = ["empty", "path", "store"]  # fixtures
 
 
 class Mortal:

@@ -9,7 +9,6 @@ from pathlib import Path
 import optuna
 import pytest
 from fake_search import TRIALS, FakeRunner, exit_codes, options, problems, search_and_die
-from sample_store import any_store, empty, empty_on_server, path, place
 
 from hadagen.trial import Trial, knobs_key
 from hadagen.tuner.events import Event, TrialFinished
@@ -17,8 +16,6 @@ from hadagen.tuner.search import tune
 from hadagen.tuning_db import claims
 from hadagen.tuning_db.claims import LEASE_SECONDS, Claims
 from hadagen.tuning_db.store import Store
-
-__all__ = ["any_store", "empty", "empty_on_server", "path", "place"]  # fixtures
 
 (PROBLEM,) = problems(256)
 WORK = [(PROBLEM, name) for name in ("a", "b", "c")]

@@ -12,7 +12,7 @@ import click
 import pytest
 from click.shell_completion import ShellComplete
 from click.testing import CliRunner
-from command_line import BEST, TINY_TUNE, machine, run, sample, sentence, succeed
+from command_line import BEST, TINY_TUNE, run, sentence, succeed
 
 from hadagen.cli import options
 from hadagen.cli.main import MOVED, main
@@ -21,7 +21,6 @@ from hadagen.cli.sentences import TUNE_PACKAGES
 from hadagen.problem import Problem, Transform
 from hadagen.regimes import BUCKETS_BETWEEN, BUCKETS_OF_LONG_ROWS, ELEMENT_BUCKETS
 
-__all__ = ["machine", "sample"]  # fixtures
 pytestmark = pytest.mark.usefixtures("machine")
 
 

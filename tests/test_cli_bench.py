@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import SMALL_TUNE, machine, run, sentence, succeed
-from fake_device import FakeDevice, fake_gpu
+from command_line import SMALL_TUNE, run, sentence, succeed
+from fake_device import FakeDevice
 from fake_search import CELLS
 from sample_bundle import write_trials
 from sample_trials import MATRIX_PROBLEM, PROBLEM, make_trial, times
@@ -27,7 +27,6 @@ from hadagen.runtime.bundles import VARIABLE
 from hadagen.toolchain import BuildFailure, Toolchain
 from hadagen.trial import Outcome
 
-__all__ = ["fake_gpu", "machine"]  # fixtures
 pytestmark = pytest.mark.usefixtures("machine")
 
 COUNTS = ",".join(str(elements) for elements, _ in CELLS)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from command_line import BEST, machine, run, sample, sentence, succeed
+from command_line import BEST, run, sentence, succeed
 from sample_trials import H100, make_trial, times
 
 from hadagen.problem import DType, Problem
@@ -18,7 +18,6 @@ from hadagen.tuning_db.bundle import shipped
 from hadagen.tuning_db.bundle_writer import write_bundle
 from hadagen.tuning_db.winners import portfolio
 
-__all__ = ["machine", "sample"]  # fixtures
 pytestmark = pytest.mark.usefixtures("machine")
 
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from command_line import SMALL, machine, run, sentence, succeed
-from fake_device import FakeDevice, fake_gpu
+from command_line import SMALL, run, sentence, succeed
+from fake_device import FakeDevice
 from sample_bundle import write_trials
 from sample_trials import make_kernel, make_trial
 
@@ -21,7 +21,6 @@ from hadagen.trial import Outcome
 from hadagen.tuning_db.bundle_writer import write_bundle
 from hadagen.tuning_db.winners import portfolio
 
-__all__ = ["fake_gpu", "machine"]  # fixtures
 pytestmark = pytest.mark.usefixtures("machine")
 
 BETWEEN = ("bench", "between", "--n", "2,4", "--numerics", "fast", "--inplace", "--out-of-place", "--counts", "5")

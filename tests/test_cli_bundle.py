@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from command_line import BEST, database, machine, raising, run, sample, sentence, succeed
+from command_line import BEST, raising, run, sentence, succeed
 from sample_bundle import write_trials
 from sample_trials import H100, make_trial, times
 
@@ -21,7 +21,6 @@ from hadagen.tuning_db import table
 from hadagen.tuning_db.bundle import Bundle
 from hadagen.tuning_db.store import Store
 
-__all__ = ["database", "machine", "sample"]  # fixtures
 pytestmark = pytest.mark.usefixtures("machine")
 
 GPU = H100.gpu

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from command_line import machine, run, sentence, succeed
+from command_line import run, sentence, succeed
 from real_compilers import needs_nvrtc
 from sample_bundle import write_trials
 from sample_trials import make_trial, times
@@ -19,7 +19,6 @@ from hadagen.regimes import Destination
 from hadagen.runtime.bundles import VARIABLE
 from hadagen.trial import Environment, Kernel, Provenance, recipe_digest
 
-__all__ = ["machine"]  # a fixture
 pytestmark = pytest.mark.usefixtures("machine")
 COMPILE = ("compile", "--arch", "sm90", "--problem", "n64-float16-fast")
 

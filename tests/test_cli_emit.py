@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from command_line import machine, run, sample, sentence, succeed
+from command_line import run, sentence, succeed
 from real_compilers import needs_nvcc
 from sample_bundle import write_sample
 
@@ -23,7 +23,6 @@ from hadagen.launch import LaunchSpec, Source, params_for
 from hadagen.problem import DType, Problem
 from hadagen.toolchain import Toolchain
 
-__all__ = ["machine", "sample"]  # fixtures
 pytestmark = pytest.mark.usefixtures("machine")
 
 

@@ -15,8 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from command_line import BEST, TINY_TUNE, database, machine, raising, run, sample, sentence, succeed
-from fake_device import FakeDevice, fake_gpu
+from command_line import BEST, TINY_TUNE, raising, run, sentence, succeed
+from fake_device import FakeDevice
 from real_compilers import needs_nvcc
 from sample_bundle import write_sample
 
@@ -26,7 +26,6 @@ from hadagen.cli.output import report_failures
 from hadagen.errors import DeviceError, NoCompilerError
 from hadagen.runtime.bundles import VARIABLE
 
-__all__ = ["database", "fake_gpu", "machine", "sample"]  # fixtures
 pytestmark = pytest.mark.usefixtures("machine")
 
 

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import TINY_TUNE, machine, run, sentence, succeed
+from command_line import TINY_TUNE, run, sentence, succeed
 from postgres import PASSWORD, PostgresServer
 
 from hadagen.tuning_db.bundle import Bundle
 
-__all__ = ["machine"]  # fixtures
 pytestmark = pytest.mark.usefixtures("machine")
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from unittest.mock import MagicMock
 
 import pytest
-from command_line import machine, run
+from command_line import run
 from sample_bundle import write_sample, write_trials
 from sample_trials import H100, PROBLEM, make_kernel, make_trial
 
@@ -16,7 +16,6 @@ from hadagen.errors import HadagenError, StorageError, printable
 from hadagen.runtime import bundles
 from hadagen.tuning_db import bundle_writer
 
-__all__ = ["machine"]  # a fixture
 pytestmark = pytest.mark.usefixtures("machine")
 
 EVIL = "\x1b[2Jwiped\x9b31m\r\nforged\u202eline\x07\x00"

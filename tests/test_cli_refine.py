@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import SMALL_TUNE, TINY_TUNE, machine, raising, run, sentence, succeed
-from fake_device import FakeDevice, fake_gpu
+from command_line import SMALL_TUNE, TINY_TUNE, raising, run, sentence, succeed
+from fake_device import FakeDevice
 from fake_search import CELLS, problems
 from sample_bundle import write_trials
 from sample_trials import H100, PROBLEM, in_clusters, make_trial, times
@@ -27,7 +27,6 @@ from hadagen.tuner.search import TuneOptions
 from hadagen.tuning_db.bundle import Bundle
 from hadagen.tuning_db.store import Store
 
-__all__ = ["fake_gpu", "machine"]  # fixtures
 pytestmark = pytest.mark.usefixtures("machine")
 
 REFINE = ("tune", "--trials", "0", "--n")

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from command_line import machine, run, sample, sentence, succeed
+from command_line import run, sentence, succeed
 from sample_bundle import change, remake
 from signing_keys import make_key
 
@@ -16,7 +16,6 @@ from hadagen.runtime.bundles import VARIABLE, user_directory
 from hadagen.tuning_db.bundle import Bundle
 from hadagen.tuning_db.signatures import public_keys
 
-__all__ = ["machine", "sample"]  # fixtures
 pytestmark = pytest.mark.usefixtures("machine")
 
 

@@ -14,8 +14,8 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from command_line import SMALL_TUNE, TINY_TUNE, machine, raising, run, sentence, succeed
-from fake_device import FakeDevice, fake_gpu
+from command_line import SMALL_TUNE, TINY_TUNE, raising, run, sentence, succeed
+from fake_device import FakeDevice
 from fake_search import CELLS
 from sample_bundle import write_sample, write_trials
 from sample_trials import H200, PROBLEM, in_clusters, launch_for, make_kernel, make_trial, times
@@ -35,7 +35,6 @@ from hadagen.tuning_db.bundle_writer import write_bundle
 from hadagen.tuning_db.store import Store
 from hadagen.tuning_db.winners import portfolio
 
-__all__ = ["fake_gpu", "machine"]  # fixtures
 pytestmark = pytest.mark.usefixtures("machine")
 
 

@@ -9,15 +9,12 @@ from wsgiref.util import setup_testing_defaults
 
 import optuna_dashboard
 from fake_search import TRIALS, FakeRunner, options, problems
-from sample_store import any_store, empty, empty_on_server, path, place
 
 from hadagen.knobs import KNOB_NAMES
 from hadagen.regimes import REGIMES
 from hadagen.trial import knobs_key
 from hadagen.tuner.search import tune
 from hadagen.tuning_db.store import Store
-
-__all__ = ["any_store", "empty", "empty_on_server", "path", "place"]  # fixtures
 
 
 def get(app: Any, path: str) -> Any:

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from fake_search import TRIALS, FakeRunner, options
 from measure_sample import CELL, PROBLEM
-from sample_store import empty, path, store
 from test_races import RacingRunner
 from test_runners import GPU, kernel, variants
 
@@ -26,7 +25,6 @@ from hadagen.tuner.events import Event, RaceDisturbed, VariantNotTried
 from hadagen.tuner.search import tune
 from hadagen.tuning_db.store import Store
 
-__all__ = ["empty", "path", "store"]  # fixtures
 BUSY = Disturbed("process 12 (python3) uses the GPU, 97 % of the time", "stop it, or choose another GPU")
 
 

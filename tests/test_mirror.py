@@ -6,13 +6,10 @@ import optuna
 import pytest
 from optuna.distributions import CategoricalDistribution
 from optuna.trial import FrozenTrial, TrialState, create_trial
-from sample_store import any_store, empty, empty_on_server, path, place
 
 from hadagen.tuner import mirror
 from hadagen.tuner.mirror import Mirror
 from hadagen.tuning_db.store import Store
-
-__all__ = ["any_store", "empty", "empty_on_server", "path", "place"]  # fixtures
 
 RANGES = {"warps": CategoricalDistribution((1, 2, 4)), "load": CategoricalDistribution(("plain", "cp_async"))}
 

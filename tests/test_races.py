@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 from fake_search import CELLS, TRIALS, FakeRunner, arch, make_kernel, options, problems
-from sample_store import empty, path, store
 from sample_trials import make_timing, make_trial
 from sample_trials import times as times_at
 
@@ -24,8 +23,6 @@ from hadagen.tuner.races import race_near_ties
 from hadagen.tuner.search import tune
 from hadagen.tuning_db.store import Store
 from hadagen.tuning_db.winners import best_by_cell
-
-__all__ = ["empty", "path", "store"]  # fixtures
 
 
 class RacingRunner(FakeRunner):

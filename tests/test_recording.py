@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from command_line import machine, run, sentence, succeed
+from command_line import run, sentence, succeed
 from fake_search import CELLS, GPU, FakeRunner, arch, build, problems
 
 from hadagen import measure
@@ -31,7 +31,6 @@ from hadagen.tuner.events import ProblemFinished, TrialFinished
 from hadagen.tuner.record import RecordOptions, RecordReport, deciding_cells, record
 from hadagen.tuner.recording import Recording, read_recording, write_recording
 
-__all__ = ["machine"]  # a fixture
 TIMED = tuple(Cell(elements, Destination.IN_PLACE, cache) for elements, cache in CELLS)
 NVCC = "13.0"
 SHIPPED = Path(__file__).resolve().parent.parent / "docs" / "data" / "recordings"

@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 import pytest
 from chromium import colored_pixels, open_page
-from command_line import database, machine, run, sample, sentence, succeed
+from command_line import run, sentence, succeed
 from report_sample import EVIL, sample_trials, write_database
 from sqlalchemy.engine import make_url
 
@@ -24,7 +24,6 @@ from hadagen.trial import Outcome
 from hadagen.tuning_db.bundle import Bundle, shipped
 from hadagen.tuning_db.store import Store
 
-__all__ = ["database", "machine", "sample"]  # fixtures
 pytestmark = pytest.mark.usefixtures("machine")
 
 MOST_BYTES = 5_000_000

@@ -15,15 +15,12 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
-from sample_store import any_store, empty, empty_on_server, path, place, store
 from sample_trials import H100, H200, LAUNCH, PROBLEM, make_kernel, make_timing, make_trial, times, trial_lists
 
 from hadagen.errors import StorageError, UsageError
 from hadagen.problem import DType, Numerics, Rows
 from hadagen.trial import Outcome, Trial
 from hadagen.tuning_db.store import Store
-
-__all__ = ["any_store", "empty", "empty_on_server", "path", "place", "store"]  # fixtures
 
 
 # ---- what is stored --------------------------------------------------------------------------------------------------

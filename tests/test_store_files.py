@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from sample_bundle import write_sample
-from sample_store import empty, path, refusal, store
+from sample_store import refusal
 from sample_trials import H100, H200, make_kernel, make_trial, times
 from sqlalchemy import event
 
@@ -30,7 +30,6 @@ from hadagen.tuning_db.make import make_bundle
 from hadagen.tuning_db.schema import SCHEMA_VERSION
 from hadagen.tuning_db.store import Store
 
-__all__ = ["empty", "path", "store"]  # fixtures
 ORDINARY_USER = 65534
 
 

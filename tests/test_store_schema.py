@@ -15,7 +15,7 @@ import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sample_store import empty, path, refusal, store
+from sample_store import refusal
 from sample_trials import LAUNCH, PROBLEM, make_kernel, make_trial
 from sqlalchemy import create_engine
 from sqlalchemy.dialects import postgresql
@@ -27,8 +27,6 @@ from hadagen.problem import Rows
 from hadagen.trial import Environment, Kernel, Outcome, Timing, Trial
 from hadagen.tuning_db import database, schema
 from hadagen.tuning_db.store import Store
-
-__all__ = ["empty", "path", "store"]  # fixtures
 
 
 # ---- tables and columns ----------------------------------------------------------------------------------------------
