@@ -1,6 +1,6 @@
 """Tuning databases on a real PostgreSQL server: opened at once, by other users, when it restarts, by many tuners.
 
-What a store and claims do on both kinds of database is tested in test_store.py, test_claims.py and test_mirror.py.
+What a store and claims do on both kinds of database is tested in test_store.py, test_claims.py and test_claims.py.
 """
 
 from __future__ import annotations

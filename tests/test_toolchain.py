@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from real_compilers import needs_nvcc, needs_nvrtc
+from running import script
 
 from hadagen import compilers, toolchain
 from hadagen.arch import Arch, load_arch
@@ -88,13 +89,6 @@ def no_tools(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("CUDA_HOME", raising=False)
     monkeypatch.setenv("HADAGEN_NVRTC", str(tmp_path / "none.so"))
     monkeypatch.setattr(compilers, "find_spec", lambda name: None)
-
-
-def script(path: Path, *lines: str, mode: int = 0o755) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(["#!/bin/sh", *lines, ""]))
-    path.chmod(mode)
-    return path
 
 
 @dataclass(frozen=True)
