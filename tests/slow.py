@@ -55,7 +55,7 @@ SAMPLED = {
     "test_examples.py::test_attention_loses_less_with_a_rotation": 0,
     "test_examples.py::test_without_the_model_an_example_says_how_to_get_it": 0,
     "test_extremes.py::test_the_edges_of_a_type": 7,
-    "test_far_bits.py::test_groups_are_as_small_as_chunks_that_meet_from_the_exchange_on": 5,
+    "test_structures.py::test_groups_are_as_small_as_chunks_that_meet_from_the_exchange_on": 5,
     "test_kills.py::test_broken_kernels_end_as_what_they_are_and_spoil_nothing_else": 0,
     "test_fleet.py::test_a_fleet_of_two_classes_finds_winners_for_each_whatever_a_worker_does": 0,
     "test_fleet.py::test_without_a_scheduler_or_a_gpu_there_is_a_sentence": 0,
@@ -167,7 +167,7 @@ SAMPLED = {
     "test_make.py::test_the_bundles_of_a_release_are_signed": 0,
     "test_make.py::test_the_wheel_is_small_and_for_every_platform": 0,
     "test_make.py::test_what_tunes_names_the_extra_it_needs": 0,
-    "test_wide_mma.py::test_a_value_of_11_bits_stays_as_it_is_lifted_and_cut_off": 0,
+    "test_structures.py::test_a_value_of_11_bits_stays_as_it_is_lifted_and_cut_off": 0,
 }
 
 
