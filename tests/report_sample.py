@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from sample_trials import H100, make_timing, make_trial
@@ -11,7 +10,6 @@ from sample_trials import H100, make_timing, make_trial
 from hadagen.problem import Problem
 from hadagen.regimes import Cache
 from hadagen.trial import Outcome, Trial
-from hadagen.tuning_db.store import Store
 
 # Wherever it becomes part of a page, or of a script, it leaves a trace in the page that is drawn.
 EVIL = (
@@ -28,13 +26,6 @@ def sample_trials(count: int = 24, text: str = "") -> list[Trial]:
     text: goes wherever a database keeps any text.
     """
     return [_trial(Problem.parse(key), number, text) for key in KEYS for number in range(count)]
-
-
-def write_database(path: Path, trials: list[Trial]) -> Path:
-    with Store.open(path) as store:
-        for trial in trials:
-            store.record(trial)
-    return path
 
 
 def _trial(problem: Problem, number: int, text: str) -> Trial:

@@ -13,6 +13,7 @@ import pytest
 from postgres import PostgresServer
 
 from hadagen.errors import StorageError
+from hadagen.trial import Trial
 from hadagen.tuning_db.store import Store
 
 
@@ -56,6 +57,13 @@ def place(request: pytest.FixtureRequest) -> Path | str:
 def any_store(place: Path | str) -> Iterator[Store]:
     with Store.open(place) as store:
         yield store
+
+
+def recorded(path: Path, *trials: Trial) -> Path:
+    """Records trials in a database, which it makes if there is none; returns its path."""
+    with Store.open(path) as store:
+        store.record(*trials)
+    return path
 
 
 def refusal(path: Path) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from command_line import BEST, raising, run, sentence, succeed
 from sample_bundle import change, remake, write_trials
+from sample_store import recorded
 from sample_trials import H100, make_trial, times
 from signing_keys import make_key
 
@@ -89,20 +90,20 @@ def test_a_bundle_of_another_database_is_not_replaced(
     monkeypatch.setattr("hadagen.tuner.search.tune", raising(AssertionError("it searched")))
     succeed("bundle", "make", "--db", database)
     before = options.default_bundle("sm90").read_bytes()
-    other = tmp_path / "other.db"
-    with Store.open(other) as store:
-        store.record(replace(make_trial(), problem=Problem.of(512, "float16")))
-        store.record(replace(make_trial(), arch="sm80"))
-        store.record(replace(make_trial(), outcome=Outcome.COMPILE_FAILED, kernel=None))
-        store.record(make_trial(2, outcome=Outcome.WRONG_ANSWER))  # another kernel than that which won
+    other = recorded(
+        tmp_path / "other.db",
+        replace(make_trial(), problem=Problem.of(512, "float16")),
+        replace(make_trial(), arch="sm80"),
+        replace(make_trial(), outcome=Outcome.COMPILE_FAILED, kernel=None),
+        make_trial(2, outcome=Outcome.WRONG_ANSWER),  # another kernel than that which won
+    )
     refused = f"has winners that {other} has no working trial of, such as of n256-float16-accurate on {GPU}, and they"
     assert refused in sentence(run("bundle", "make", "--db", other), 2)
     tiny = ["tune", "--n", "512", "--dtype", "float16", "--numerics", "accurate", "--contiguous", "--trials", "1"]
     assert refused in sentence(run(*tiny, "--db", other), 2)
     assert options.default_bundle("sm90").read_bytes() == before
     with Store.open(database) as store:  # its own, by which the winner is wrong by now
-        for trial in store.trials():
-            store.record(replace(trial, outcome=Outcome.WRONG_ANSWER))
+        store.record(*(replace(trial, outcome=Outcome.WRONG_ANSWER) for trial in store.trials()))
         store.record(replace(make_trial(), problem=Problem.of(512, "float16")))
     succeed("bundle", "make", "--db", database)
     assert [problem.n for problem in Bundle.open(options.default_bundle("sm90")).problems()] == [512]
@@ -125,10 +126,9 @@ def test_a_line_of_a_bundle_has_the_mean_of_copy_and_the_largest_error(tmp_path:
 
 
 def test_fewer_kernels_are_kept_the_more_may_be_lost(tmp_path: Path) -> None:
-    with Store.open(tmp_path / "trials.db") as store:
-        store.record(make_trial(1, timings=times({1 << 13: 1.00, 1 << 20: 1.01})))
-        store.record(make_trial(2, timings=times({1 << 13: 1.01, 1 << 20: 1.00})))
-    make = ("bundle", "make", "--db", tmp_path / "trials.db", tmp_path / "x.db")
+    trials = [make_trial(1, timings=times({1 << 13: 1.00, 1 << 20: 1.01}))]
+    trials += [make_trial(2, timings=times({1 << 13: 1.01, 1 << 20: 1.00}))]
+    make = ("bundle", "make", "--db", recorded(tmp_path / "trials.db", *trials), tmp_path / "x.db")
     assert "2 winners, 1 kernels" in succeed(*make)
     assert "2 winners, 2 kernels" in succeed(*make, "--loss", "0")
     for loss in ("-0.1", "1.5", "nan"):

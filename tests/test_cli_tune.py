@@ -20,6 +20,7 @@ from command_line import SMALL_TUNE, TINY_TUNE, raising, run, sentence, succeed
 from fake_device import FakeDevice
 from fake_search import CELLS, FakeRunner, problems
 from sample_bundle import write_sample, write_trials
+from sample_store import recorded
 from sample_trials import H100, H200, PROBLEM, in_clusters, launch_for, make_kernel, make_trial, times
 
 from hadagen import measure
@@ -55,6 +56,24 @@ from hadagen.tuning_db.store import Store
 from hadagen.tuning_db.winners import portfolio
 
 pytestmark = pytest.mark.usefixtures("machine")
+
+
+@pytest.fixture
+def wanted(monkeypatch: pytest.MonkeyPatch) -> list[TuneOptions]:
+    """What was asked of searches, each of which ends at once."""
+    asked: list[TuneOptions] = []
+
+    def interrupted(options: TuneOptions, listen: Listener) -> TuneReport:
+        asked.append(options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tuning, "tune", interrupted)
+    return asked
+
+
+@pytest.fixture
+def no_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "tune", raising(AssertionError("it searched")))
 
 
 def test_a_tune_without_a_gpu_estimates_is_found_and_goes_on() -> None:
@@ -138,12 +157,11 @@ def test_the_table_has_every_problem_and_every_number_its_digits(capsys: pytest.
 
 
 def test_the_winners_of_a_tune_name_another_for_gpus_that_do_not_hold_one() -> None:
-    db = options.default_db()
-    db.parent.mkdir(parents=True)
-    fields = {"problem": PROBLEM.with_io(numerics=Numerics.FAST), "provenance": Provenance.ESTIMATED}
-    with Store.open(db) as store:
-        for blocks, chunks, us in ((16, 1, 1.5), (8, 2, 2.5)):
-            store.record(in_clusters(blocks, chunks, timings=times({1 << 16: us}), environment=Environment(), **fields))
+    fields: dict[str, Any] = {"provenance": Provenance.ESTIMATED, "environment": Environment()}
+    fields["problem"] = PROBLEM.with_io(numerics=Numerics.FAST)
+    trials = (in_clusters(16, 1, timings=times({1 << 16: 1.5}), **fields),)
+    trials += (in_clusters(8, 2, timings=times({1 << 16: 2.5}), **fields),)
+    recorded(options.default_db(), *trials)
     tuned = ("tune", "--n", "256", "--dtype", "float16", "--numerics", "fast", "--contiguous", "--trials", "2")
     found = json.loads(succeed(*tuned, "--json"))["winners"]
     assert [(winner["us"], winner["portable"]) for winner in found] == [(1.5, False), (2.5, True)]
@@ -166,12 +184,8 @@ def test_what_is_tuned(
     names: str,
     kind: tuple[str, ...],
     ends: tuple[str, ...],
-    monkeypatch: pytest.MonkeyPatch,
+    wanted: list[TuneOptions],
 ) -> None:
-    wanted: list[TuneOptions] = []
-    monkeypatch.setattr(
-        "hadagen.tuner.search.tune", lambda options, listen: wanted.append(options) or raising(KeyboardInterrupt())()
-    )
     result = run("tune", "--n", "64", *arguments, *kind)
     expected = {f"n64-{name}{end}" for name in names.split() for end in ends}
     assert {problem.key for problem in wanted[0].problems} == expected
@@ -180,18 +194,14 @@ def test_what_is_tuned(
 
 
 @pytest.mark.parametrize("place", ["a directory", "beneath a file"])
-def test_a_bad_place_for_the_bundle_is_noticed_before_the_search(
-    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("hadagen.tuner.search.tune", raising(AssertionError("it searched")))
+def test_a_bad_place_for_the_bundle_is_noticed_before_the_search(place: str, tmp_path: Path, no_search: None) -> None:
     (tmp_path / "file").touch()
     path = tmp_path if place == "a directory" else tmp_path / "file" / "sm90.db"
     assert f"{path} cannot be written" in sentence(run(*TINY_TUNE, "--bundle", path), 1)
     assert not options.default_db().exists()
 
 
-def test_what_is_no_bundle_is_not_replaced_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hadagen.tuner.search.tune", raising(AssertionError("it searched")))
+def test_what_is_no_bundle_is_not_replaced_by_one(tmp_path: Path, no_search: None) -> None:
     letter, database = tmp_path / "letter.txt", tmp_path / "tuning.db"
     letter.write_text("Dear reader")
     Store.open(database).close()
@@ -203,8 +213,9 @@ def test_what_is_no_bundle_is_not_replaced_by_one(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("db", ["{0}/new.db", "sqlite:///{0}/new.db", "{0}/sub/../new.db", "{0}/link.db", "new.db"])
-def test_one_file_is_not_both_database_and_bundle(db: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hadagen.tuner.search.tune", raising(AssertionError("it searched")))
+def test_one_file_is_not_both_database_and_bundle(
+    db: str, no_search: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     new = tmp_path / "new.db"
     (tmp_path / "sub").mkdir()
@@ -310,12 +321,8 @@ def test_a_tune_with_a_gpu_measures(fake_gpu: None) -> None:
 
 
 def test_a_tune_begins_with_the_winners_there_are(
-    fake_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fake_gpu: None, wanted: list[TuneOptions], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wanted: list[TuneOptions] = []
-    monkeypatch.setattr(
-        "hadagen.tuner.search.tune", lambda options, listen: wanted.append(options) or raising(KeyboardInterrupt())()
-    )
     bundle = write_sample(tmp_path / "winners.db", chunks=2)
     problem = Problem.of(256, DType.FLOAT16)
     monkeypatch.setenv(VARIABLE, str(bundle))
@@ -357,12 +364,13 @@ def test_a_tune_of_a_new_problem_begins_with_the_winners_of_a_similar_one(
     ],
 )
 def test_a_tune_begins_with_estimates_only_if_nothing_was_measured_on_its_arch(
-    others: list[dict[str, object]], chunks: list[int], fake_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    others: list[dict[str, object]],
+    chunks: list[int],
+    fake_gpu: None,
+    wanted: list[TuneOptions],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    wanted: list[TuneOptions] = []
-    monkeypatch.setattr(
-        "hadagen.tuner.search.tune", lambda options, listen: wanted.append(options) or raising(KeyboardInterrupt())()
-    )
     trials = [make_trial(2 << i, **fields) for i, fields in enumerate(others)]
     kernels = {trial.kernel.digest: trial.kernel for trial in trials if trial.kernel}
     write_bundle(tmp_path / "winners.db", trials[0].arch, portfolio(trials), kernels.__getitem__, {})
@@ -372,10 +380,7 @@ def test_a_tune_begins_with_estimates_only_if_nothing_was_measured_on_its_arch(
 
 
 def test_a_tune_reports_the_winners_of_its_own_gpu(fake_gpu: None) -> None:
-    db = options.default_db()
-    db.parent.mkdir(parents=True)
-    with Store.open(db) as store:
-        store.record(make_trial(problem=Problem.of(4, DType.FLOAT16, Numerics.FAST), environment=H200))
+    recorded(options.default_db(), make_trial(problem=Problem.of(4, DType.FLOAT16, Numerics.FAST), environment=H200))
     winners = json.loads(succeed(*SMALL_TUNE))["winners"]
     assert {winner["gpu"] for winner in winners} == {"Test GPU"}
 
@@ -418,12 +423,9 @@ def one_is_faster(fake_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def fill(path: Path | None = None, **fields: Any) -> Path:
     """A database in which one kernel of n = 256 wins at 1M elements, and another at 2M, by a lucky time; returns it."""
-    path = path or options.default_db()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with Store.open(path) as store:
-        for chunks, us in ((1, {1 << 20: 1.0, 1 << 21: 2.0}), (2, {1 << 20: 2.0, 1 << 21: 1.0})):
-            store.record(make_trial(chunks, timings=times(us), **fields))
-    return path
+    one = make_trial(1, timings=times({1 << 20: 1.0, 1 << 21: 2.0}), **fields)
+    other = make_trial(2, timings=times({1 << 20: 2.0, 1 << 21: 1.0}), **fields)
+    return recorded(path or options.default_db(), one, other)
 
 
 def test_winners_are_found_between_those_that_were_tuned(one_is_faster: None, tmp_path: Path) -> None:
@@ -446,9 +448,8 @@ def test_winners_are_found_between_those_that_were_tuned(one_is_faster: None, tm
 
 def test_only_winners_between_are_counted(one_is_faster: None) -> None:
     """And neither what is for GPUs that hold no large clusters nor what wins for other problems."""
-    with Store.open(fill()) as store:
-        store.record(make_trial(problem=replace(PROBLEM, transform=Transform(512)), timings=times({1 << 20: 1.0})))
-        store.record(in_clusters(16, 1, timings=times({1 << 20: 1.0, 1 << 21: 2.0})))
+    of_another = make_trial(problem=replace(PROBLEM, transform=Transform(512)), timings=times({1 << 20: 1.0}))
+    recorded(fill(), of_another, in_clusters(16, 1, timings=times({1 << 20: 1.0, 1 << 21: 2.0})))
     assert "1 of 5 winners are between" in succeed(*REFINE, "256", "--contiguous")
 
 

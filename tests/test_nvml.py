@@ -293,8 +293,7 @@ def test_classes_have_trials_and_winners_of_their_own(tmp_path: Path) -> None:
     limited = replace(tuned, gpu="NVIDIA H200, 450 W", power_limit_watts=450)
     trials = [make_trial(1, environment=tuned), make_trial(2, environment=limited)]
     with Store.open(tmp_path / "trials.db") as store:
-        for trial in trials:
-            store.record(trial)
+        store.record(*trials)
         assert store.trials(gpu=tuned.gpu) == trials[:1]
         assert store.checked()[1].environment == limited
     bundle = Bundle.open(write_trials(tmp_path / "sm90.db", trials))

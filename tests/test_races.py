@@ -121,8 +121,7 @@ def test_a_race_is_about_the_times_that_came_first(store: Store) -> None:
         make_trial(chunks, problem=problem, timings=times_at({1 << 20: us})) for chunks, us in ((4, 10.05), (8, 10.3))
     ]
     other = replace(twin, knobs=twin.knobs | {"warps": 16}, timings=times_at({1 << 20: 12.0}))
-    for trial in (twin, other, *candidates):
-        store.record(trial)
+    store.record(twin, other, *candidates)
 
     class Confirming(RacingRunner):
         def race(self, a: Variant, b: Variant, cells: list[Cell]) -> list[tuple[float, float]]:
@@ -220,8 +219,7 @@ def test_only_trials_of_this_environment_are_raced(store: Store) -> None:
     """The same kernels as fast under another driver stay as they are."""
     tune(options(store, RacingRunner(), trials=TRIALS // 2))
     older = [replace(each, environment=replace(each.environment, driver="1.0"), detail="") for each in store.trials()]
-    for trial in older:
-        store.record(trial)
+    store.record(*older)
     runner = RacingRunner()
     tune(options(store, runner))
     assert runner.races
@@ -234,8 +232,7 @@ def test_only_what_may_win_is_raced(store: Store) -> None:
     """Kernels whose error is above a bound that came later race no more."""
     tune(options(store, RacingRunner(), trials=TRIALS // 2))
     beyond = {"normal": 2 * problems(256)[0].error_bound}
-    for trial in store.trials():
-        store.record(replace(trial, errors=beyond, detail=""))
+    store.record(*(replace(trial, errors=beyond, detail="") for trial in store.trials()))
     runner = RacingRunner()
     tune(options(store, runner))
     refused = {knobs_key(trial.knobs) for trial in store.trials(blobs=False) if trial.errors == beyond}

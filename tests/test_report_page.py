@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
-import sqlite3
 import sys
-from contextlib import closing
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import quote
@@ -14,7 +12,9 @@ from urllib.parse import quote
 import pytest
 from chromium import colored_pixels, open_page
 from command_line import run, sentence, succeed
-from report_sample import EVIL, sample_trials, write_database
+from report_sample import EVIL, sample_trials
+from sample_bundle import change
+from sample_store import recorded
 from sqlalchemy.engine import make_url
 
 from hadagen.report.drawing.page import MOST_ENVIRONMENTS, report_page
@@ -55,7 +55,7 @@ def headings(page: str) -> list[str]:
 def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page of a database whose every text tries to run a script."""
     folder = tmp_path_factory.mktemp("hostile")
-    succeed("report", write_database(folder / "trials.db", sample_trials(text=EVIL)), "-o", folder / "report.html")
+    succeed("report", recorded(folder / "trials.db", *sample_trials(text=EVIL)), "-o", folder / "report.html")
     return folder / "report.html"
 
 
@@ -139,8 +139,7 @@ def test_a_page_is_replaced_and_another_file_is_not(database: Path, tmp_path: Pa
 def test_a_page_of_a_server_names_it_without_its_password(postgres: str, tmp_path: Path) -> None:
     out = tmp_path / "report.html"
     with Store.open(postgres) as store:
-        for trial in sample_trials(2):
-            store.record(trial)
+        store.record(*sample_trials(2))
     assert "8 trials" in succeed("report", postgres, "-o", out)
     password = make_url(postgres).password
     assert password
@@ -166,8 +165,7 @@ def test_what_is_no_source_is_named_in_a_sentence(database: Path, tmp_path: Path
     assert "is not a tuning database" in refused(tmp_path / "notes.txt")
     assert "cannot be read (Is a directory)" in refused(tmp_path)
     shutil.copy(database, tmp_path / "newer.db")
-    with closing(sqlite3.connect(tmp_path / "newer.db")) as connection, connection:
-        connection.execute("UPDATE hadagen_schema_version SET version_num = '9999'")
+    change(tmp_path / "newer.db", "UPDATE hadagen_schema_version SET version_num = '9999'")
     assert "has schema 9999 and this hadagen knows no later one" in refused(tmp_path / "newer.db")
     (tmp_path / "cut.db").write_bytes(shipped()["sm75"].read_bytes()[:20_000])
     assert "is damaged" in refused(tmp_path / "cut.db")

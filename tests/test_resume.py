@@ -103,8 +103,7 @@ def test_a_finished_search_is_not_done_again(tmp_path: Path) -> None:
 def test_trials_of_two_drivers_count_once(tmp_path: Path) -> None:
     with Store.open(tmp_path / "trials.db") as store:
         tune(options(store, FakeRunner()))
-        for trial in store.trials():
-            store.record(replace(trial, environment=replace(trial.environment, driver="1.0")))
+        store.record(*(replace(each, environment=replace(each.environment, driver="1.0")) for each in store.trials()))
         report = tune(options(store, FakeRunner(), trials=TRIALS + 3))
         assert (report.finished, report.finished_before) == (TRIALS + 3, TRIALS)
 
@@ -227,8 +226,7 @@ def test_optuna_gets_the_trials_that_its_tables_lack(tmp_path: Path) -> None:
     with Store.open(tmp_path / "trials.db") as store:
         tune(options(store, FakeRunner(), trials=5))
         imported = Store.open(tmp_path / "imported.db")
-        for trial in store.trials():
-            imported.record(trial)
+        imported.record(*store.trials())
         report = tune(options(imported, FakeRunner(), trials=6))
         assert (report.finished_before, report.finished) == (5, 6)
         (name,) = optuna.get_all_study_names(imported.url)

@@ -21,6 +21,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from hypothesis import HealthCheck, given, settings
+from sample_bundle import change
 from sample_store import refusal
 from sample_trials import H100, H200, LAUNCH, PROBLEM, make_kernel, make_timing, make_trial, times, trial_lists
 from sqlalchemy import create_engine
@@ -74,8 +75,7 @@ def test_trials_are_found_by_problem_arch_gpu_and_outcome(any_store: Store) -> N
         replace(trial, knobs={}, outcome=Outcome.TIMEOUT),
         replace(trial, problem=PROBLEM.with_io(rows=Rows.PITCHED)),
     ]
-    for each in (trial, *others):
-        any_store.record(each)
+    any_store.record(trial, *others)
     assert any_store.trials() == [trial, *others]
     assert any_store.trials(problem=others[0].problem) == [others[0]]
     assert any_store.trials(problem=others[4].problem) == [others[4]]
@@ -124,8 +124,7 @@ def test_a_kernel_learns_its_arithmetic_unless_it_is_damaged(store: Store, path:
     for damaged in (False, True):
         store.record(first)
         if damaged:
-            with closing(sqlite3.connect(path)) as connection, connection:
-                connection.execute("UPDATE hadagen_kernels SET registers = 99, arithmetic = ''")
+            change(path, "UPDATE hadagen_kernels SET registers = 99, arithmetic = ''")
             with pytest.raises(StorageError, match="is damaged"):
                 store.record(second)
         else:
@@ -362,9 +361,8 @@ def test_a_database_of_every_earlier_schema_is_upgraded(schema_version: str, tmp
 
 def test_an_upgrade_distrusts_kernels_without_the_fence_of_bulk_copies(first: Path) -> None:
     digest = make_kernel(b"cubin 1", launch=replace(LAUNCH, persistent=True)).digest
-    with closing(sqlite3.connect(first)) as old, old:
-        source = "bulk_copy(staged + stage * 8192u, x);"
-        old.execute("UPDATE hadagen_kernels SET persistent = 1, source = ?, digest = ?", (source, digest))
+    source = "bulk_copy(staged + stage * 8192u, x);"
+    change(first, "UPDATE hadagen_kernels SET persistent = 1, source = ?, digest = ?", given=(source, digest))
     with Store.open(first) as store:
         assert [trial.outcome for trial in store.trials()] == [Outcome.UNSTABLE, Outcome.COMPILE_FAILED]
 
@@ -396,8 +394,7 @@ def test_an_upgrade_gives_kernels_the_names_of_today(first: Path) -> None:
 
 def test_an_upgrade_that_finds_another_kernel_than_its_name_says_leaves_it_damaged(tmp_path: Path) -> None:
     path = database_of("0003", tmp_path)  # in which names are of launches too
-    with closing(sqlite3.connect(path)) as old, old:
-        old.execute("UPDATE hadagen_kernels SET tile_elements = 4608")
+    change(path, "UPDATE hadagen_kernels SET tile_elements = 4608")
     with Store.open(path) as store, pytest.raises(StorageError, match="is damaged"):
         store.trials()
 
