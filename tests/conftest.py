@@ -13,6 +13,7 @@ import pytest
 from chromium import find_chromium
 from command_line import database, machine, sample
 from fake_device import fake_gpu
+from fleet_cluster import cluster
 from hypothesis import HealthCheck, settings
 from postgres import postgres, postgres_server
 from sample_store import any_store, empty, empty_on_server, path, place, store
@@ -22,6 +23,7 @@ from torch_releases import failing_here
 # Fixtures of every test. A session has one server, and one empty database, only if no other module imports them.
 __all__ = [
     "any_store",
+    "cluster",
     "database",
     "empty",
     "empty_on_server",

@@ -36,14 +36,6 @@ from hadagen.tuning_db.store import Store
 TUNE = ("--problem", "n64-float16-fast", "--no-refine", "--from-scratch", "--json")
 
 
-@pytest.fixture
-def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
-    made = Cluster(tmp_path)
-    yield made
-    made.close()
-
-
 def test_a_fleet_of_two_classes_finds_winners_for_each_whatever_a_worker_does(cluster: Cluster, tmp_path: Path) -> None:
     cluster.add("Emulated A")
     cluster.add("Emulated B", EMULATED_DRIVER="590.2")

@@ -17,8 +17,7 @@ from typing import Any
 
 import fake_search
 from fake_search import arch, make_kernel, options, problems, processes
-from faulty_tune import FaultyTune
-from gpu_faults import FAULTS, broken_kernel, broken_source
+from faulty_tune import FAULTS, FaultyTune, broken_kernel, broken_source
 from measure_sample import SPEC
 from real_compilers import needs_compiler
 from running import is_running, wait_until

@@ -17,9 +17,9 @@ import psycopg
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from each_once import assert_each_once
 from fake_search import TRIALS, FakeRunner, options, problems, processes, search_and_die
 from postgres import PostgresServer
+from sample_store import assert_each_once
 from sample_trials import make_kernel, make_trial, times
 from sqlalchemy import Engine, MetaData, create_engine, event, text
 from sqlalchemy.exc import DBAPIError, OperationalError
