@@ -168,6 +168,7 @@ WRONG = {
     ("tune", "--n", "64-2"): "--n '64-2' is an empty range; write the smaller size first, as in 2-64",
     ("tune", "--dtype", "int8"): "dtype 'int8' is not supported",
     ("tune", "--numerics", "so-so"): "numerics 'so-so' is not supported",
+    ("tune", "--arch", ""): "arch '' is not known; choose one of sm75, sm80, ",
     ("tune", "--arch", "sm1"): "arch 'sm1' is not known; choose one of sm75, sm80, ",
     ("tune", "--db", "mysql://host/db"): "database mysql is not supported; name a file or a postgresql:// URL",
     ("bench", "--n", "6"): "matrix = 'auto' has no matrices for 6 = 3 · 2^1 elements",

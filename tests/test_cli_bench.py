@@ -20,7 +20,7 @@ from sample_trials import MATRIX_PROBLEM, PROBLEM, make_kernel, make_trial, time
 from hadagen.cli import device, options
 from hadagen.errors import DeviceError, ToolchainError
 from hadagen.launch import Source
-from hadagen.measure import Answer, Cell, Choice, ChoiceResult, Comparison, Ranking, Variant
+from hadagen.measure import Answer, Cell, Choice, ChoiceResult, Ranking, Variant
 from hadagen.problem import DType, Numerics, Problem, Transform
 from hadagen.regimes import Destination
 from hadagen.runtime.bundles import VARIABLE
@@ -36,6 +36,18 @@ pytestmark = pytest.mark.usefixtures("machine")
 COUNTS = ",".join(str(elements) for elements, _ in CELLS)
 GRID = ("--inplace", "--out-of-place", "--hot", "--cold")
 BENCH = ("bench", "--n", "2,4", "--numerics", "fast", "--elements", COUNTS)
+
+
+def fail_at(n: int, error: BaseException, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device fails on rows of n elements."""
+    answer = getattr(FakeDevice, method)
+
+    def fails(self: FakeDevice, variants: Sequence[Variant], asked: Any) -> Any:
+        if variants[0].problem.n == n:
+            raise error
+        return answer(self, variants, asked)
+
+    monkeypatch.setattr(FakeDevice, method, fails)
 
 
 def test_bench_prints_one_table(fake_gpu: None) -> None:
@@ -127,14 +139,7 @@ def test_a_device_that_fails_on_some_rows_is_asked_for_the_others(
     fake_gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     succeed("tune", "--n", "2,4", "--dtype", "float16", "--numerics", "fast", "--contiguous", "--trials", "1")
-    compare = FakeDevice.compare
-
-    def fails_at_two(self: FakeDevice, variants: Sequence[Variant], cells: Any) -> Comparison:
-        if variants[0].problem.n == 2:
-            raise DeviceError("comparing failed; run it again")
-        return compare(self, variants, cells)
-
-    monkeypatch.setattr(FakeDevice, "compare", fails_at_two)
+    fail_at(2, DeviceError("comparing failed; run it again"), "compare", monkeypatch)
     result = run(*BENCH)
     assert (result.exit_code, result.stderr) == (1, "hadagen: comparing failed; run it again\n")
     assert [line.split()[0] for line in result.stdout.splitlines()[1:]] == ["n", "4"]
@@ -144,14 +149,7 @@ def test_an_interrupted_bench_writes_what_it_has(
     fake_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     succeed("tune", "--n", "2,4", "--dtype", "float16", "--numerics", "fast", "--contiguous", "--trials", "1")
-    compare = FakeDevice.compare
-
-    def interrupted_at_four(self: FakeDevice, variants: Sequence[Variant], cells: Any) -> Comparison:
-        if variants[0].problem.n == 4:
-            raise KeyboardInterrupt
-        return compare(self, variants, cells)
-
-    monkeypatch.setattr(FakeDevice, "compare", interrupted_at_four)
+    fail_at(4, KeyboardInterrupt(), "compare", monkeypatch)
     result = run(*BENCH, "--csv", tmp_path / "bench.csv")
     said = "hadagen: interrupted; what had finished is in the results, and the rest is not\n"
     assert (result.exit_code, result.stderr) == (1, said)
@@ -301,14 +299,7 @@ def test_between_says_what_it_could_not_time_and_shows_the_rest(
     fake_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     succeed("tune", "--n", "2,4", "--dtype", "float16", "--numerics", "fast", "--contiguous", "--trials", "1")
-    rank = FakeDevice.rank
-
-    def fails_at_two(self: FakeDevice, variants: Sequence[Variant], choices: Sequence[Choice]) -> Ranking:
-        if variants[0].problem.n == 2:
-            raise DeviceError("ranking failed; run it again")
-        return rank(self, variants, choices)
-
-    monkeypatch.setattr(FakeDevice, "rank", fails_at_two)
+    fail_at(2, DeviceError("ranking failed; run it again"), "rank", monkeypatch)
     result = run(*BETWEEN, "--csv", tmp_path / "between.csv")
     assert (result.exit_code, result.stderr) == (1, "hadagen: ranking failed; run it again\n")
     assert len((tmp_path / "between.csv").read_text().splitlines()) == 1 + 5

@@ -135,12 +135,6 @@ def test_fewer_kernels_are_kept_the_more_may_be_lost(tmp_path: Path) -> None:
         assert sentence(run(*make, "--loss", loss), 2) == f"--loss {loss} is not supported; give 0 to 1"
 
 
-def test_a_bundle_of_nothing_is_refused(database: Path, tmp_path: Path) -> None:
-    said = sentence(run("bundle", "make", "--db", database, "--arch", "sm80", tmp_path / "x.db"), 1)
-    assert "there is no winner for sm80" in said
-    assert not (tmp_path / "x.db").exists()
-
-
 def test_the_winners_of_a_bundle_are_exported_and_merged(sample: Path, tmp_path: Path) -> None:
     succeed("bundle", "export", sample, tmp_path / "winners.csv")
     header, *lines = (tmp_path / "winners.csv").read_text().splitlines()

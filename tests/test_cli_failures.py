@@ -16,7 +16,7 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
-from command_line import BEST, TINY_TUNE, raising, run, sentence, succeed
+from command_line import TINY_TUNE, raising, run, sentence, succeed
 from fake_device import FakeDevice
 from postgres import PASSWORD, PostgresServer
 from real_compilers import needs_nvcc
@@ -73,10 +73,6 @@ def test_a_table_in_the_way_is_noticed_before_anything_is_timed(
     assert FakeDevice.compared == []
     assert FakeDevice.ranked == []
     assert (tmp_path / "notes.csv").read_text() == "n,time\n8,0.5\n"
-
-
-def test_tune_refuses_an_empty_arch() -> None:
-    assert "arch '' is not known; choose one of" in sentence(run("tune", "--arch", ""), 2)
 
 
 INTERRUPTED = """
@@ -136,18 +132,6 @@ def test_a_foreign_file_is_refused_and_left_alone(command: str, tmp_path: Path) 
     foreign.write_text("Dear Sir or Madam,\n" * 100)
     assert f"{foreign} is not a " in sentence(run(*command.split(), foreign), 1)
     assert foreign.read_text() == "Dear Sir or Madam,\n" * 100
-
-
-def test_a_newer_bundle_is_refused(sample: Path) -> None:
-    change(sample, "PRAGMA user_version = 99")
-    for arguments in (("bundle", "verify"), ("bundle", "list"), (*BEST, "256")):
-        assert "is a bundle of format 99, later than" in sentence(run(*arguments), 1)
-
-
-def test_a_newer_database_is_refused(database: Path) -> None:
-    change(database, "UPDATE hadagen_schema_version SET version_num = '9999'")
-    for arguments in (("bundle", "list", "--db"), (*TINY_TUNE, "--db")):
-        assert "schema 9999" in sentence(run(*arguments, database), 1)
 
 
 def test_sound_bundles_are_told_of_beside_damaged_ones(sample: Path) -> None:
@@ -271,12 +255,6 @@ def test_a_tune_and_its_bundle(postgres: str, postgres_server: PostgresServer, t
     said = "".join(done.stdout + done.stderr for done in (tuned, again, bundled, listed))
     assert PASSWORD not in said
     assert postgres.split(":")[2].partition("@")[0] not in said  # as it is written in the URL
-
-
-@pytest.mark.parametrize("command", [TINY_TUNE, ("bundle", "make", "--arch", "sm90"), ("bundle", "list")])
-def test_a_server_that_is_not_there_is_one_sentence(command: tuple[str, ...]) -> None:
-    said = sentence(run(*command, "--db", "postgresql://me:s3cret@127.0.0.1:1/trials"), 1)
-    assert said.startswith("no server answers at postgresql+psycopg://me:***@127.0.0.1:1/trials (Connection refused); ")
 
 
 def test_a_user_who_may_only_read_cannot_tune(postgres_server: PostgresServer, postgres: str) -> None:

@@ -136,14 +136,6 @@ def test_a_prepared_launch_takes_streams_and_addresses(fake: FakeDriver) -> None
     assert fake.more == [100, 2**33, 128, 1 << 40]
 
 
-def test_only_a_kernel_that_waits_itself_starts_early(fake: FakeDriver) -> None:
-    for early in (False, True):
-        kernel = driver.load(b"image", "entry", replace(TILES, starts_early=early))
-        kernel.launch(7, 16, 32, 1 << 20, 1.0)
-        attributes = [(a.id, a.value.programmaticStreamSerializationAllowed) for a in fake.attributes]
-        assert attributes == [(libcuda.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, 1)] * early
-
-
 def test_clusters_and_much_shared_memory(fake: FakeDriver) -> None:
     kernel = driver.load(b"image", "entry", CLUSTERS)
     assert ("cuFuncSetAttribute", FUNCTION, SHARED, 100_000) in fake.calls
@@ -268,12 +260,6 @@ def test_blocks_are_used_again(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(driver.LoadedKernel, "block", None)
     launch(7, 64, 80)
     assert [call[2][:2] for call in fake.launched][2:] == [[32, 48], [64, 80]]
-
-
-def test_check_returns_what_the_call_did(fake: FakeDriver) -> None:
-    ok = CUresult.CUDA_SUCCESS
-    assert driver.check((ok,)) is None
-    assert driver.check((ok, 1)) == 1
 
 
 def test_no_gpu_is_one_sentence() -> None:

@@ -182,13 +182,6 @@ def test_a_race_leaves_alone_what_others_have_timed_meanwhile(store: Store) -> N
         assert 3160320 in {timing.elements for timing in trial.timings}
 
 
-def test_what_has_no_new_trial_is_not_raced_again(store: Store) -> None:
-    again = RacingRunner()
-    for runner in (RacingRunner(), again):
-        tune(options(store, runner))
-    assert again.races == []
-
-
 def test_after_ctrl_c_nothing_is_raced(store: Store) -> None:
     def listen(event: Event) -> None:
         if isinstance(event, TrialFinished) and event.finished == TRIALS - 1:

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 from command_line import run, sentence, succeed
+from fake_device import FakeDevice
 from fake_search import CELLS, GPU, FakeRunner, arch, build, make_trial, problems
 from simulate_fleet import MORE, InTurn, OneByOne
 
@@ -311,34 +312,6 @@ def test_a_knob_that_came_later_has_its_default(tmp_path: Path) -> None:
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
-class FakeDevice(FakeRunner):
-    """Stands for a `DeviceRunner` on an H100."""
-
-    def __init__(self, device_index: int, copy_kernels: object, *, cells: Any, give_up: float) -> None:
-        super().__init__()
-        self._cells = cells
-        assert give_up == float("inf")
-
-    def trial(self, variant: Variant) -> Trial:
-        trial = super().trial(variant)
-        (timing, *_) = trial.timings
-        cells = self._cells[variant.problem]
-        timings = (replace(timing, **cell._asdict(), us=timing.us + i) for i, cell in enumerate(cells))
-        return replace(trial, timings=tuple(timings))
-
-    def __enter__(self) -> FakeDevice:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-
-@pytest.fixture
-def fake_gpu(machine: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "device_environment", lambda index=0: FakeDevice.environment)
-    monkeypatch.setattr(measure, "DeviceRunner", FakeDevice)
-
-
 ONE = ("dev", "record", "--n", "64", "--dtype", "float16", "--numerics", "fast", "--contiguous")
 CUT = tuple(
     f"--only={cut}"
@@ -387,7 +360,7 @@ def test_the_ranges_of_another_arch_are_refused(machine: None, tmp_path: Path) -
     assert said == f"{tmp_path / 'other.jsonl.gz'} is of sm80, not of sm90; name a recording of sm90"
 
 
-def test_the_command_records(fake_gpu: None, tmp_path: Path) -> None:
+def test_the_command_records(machine: None, fake_gpu: None, tmp_path: Path) -> None:
     arguments = (*ONE, *CUT, "--elements", "64K,64M", "--out", tmp_path / "new")
     (counted,) = json.loads(succeed(*arguments, "--dry-run", "--json"))
     report = json.loads(succeed(*arguments, "--json"))
@@ -401,7 +374,7 @@ def test_the_command_records(fake_gpu: None, tmp_path: Path) -> None:
 
 
 def test_the_command_records_as_many_variants_as_the_limit(
-    fake_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    machine: None, fake_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = (*ONE, *CUT, "--elements", "64K", "--out", tmp_path)
     (counted,) = json.loads(succeed(*arguments, "--dry-run", "--json"))
@@ -434,7 +407,9 @@ def test_recording_needs_a_gpu(machine: None) -> None:
     assert said == "there is no sm90 GPU here; record on a machine that has one, or count with --dry-run"
 
 
-def test_recording_needs_a_gpu_of_that_arch(fake_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recording_needs_a_gpu_of_that_arch(
+    machine: None, fake_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ampere = replace(FakeDevice.environment, compute_capability="8.0")
     monkeypatch.setattr(measure, "device_environment", lambda index=0: ampere)
     said = sentence(run(*ONE, *CUT, "--arch", "sm90", "--out", tmp_path), 1)

@@ -28,7 +28,7 @@ from sqlalchemy import create_engine
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.schema import CreateTable
 
-from hadagen.errors import StorageError, UsageError
+from hadagen.errors import StorageError
 from hadagen.launch import LaunchSpec
 from hadagen.problem import DType, Numerics, Rows
 from hadagen.trial import Environment, Kernel, Outcome, Timing, Trial
@@ -228,21 +228,6 @@ def test_a_url_opens_the_same_database(path: Path) -> None:
     with Store.open(path) as store:
         assert store.trials() == [make_trial()]
         assert store.url == f"sqlite:///{path}"
-
-
-@pytest.mark.parametrize(
-    "url", ["mysql://somewhere/trials", "what://is/this", "://", "postgresql://host:port/x", "postgresql+foo://host/x"]
-)
-def test_a_url_that_cannot_be_is_wrong_usage(url: str) -> None:
-    with pytest.raises(UsageError, match="name a file"):
-        Store.open(url)
-
-
-def test_no_message_has_a_password() -> None:
-    with pytest.raises(StorageError) as refused:
-        Store.open("postgresql://me:secret@localhost:1/trials")
-    assert "postgresql+psycopg://me:***@localhost:1/trials" in str(refused.value)
-    assert "secret" not in str(refused.value)
 
 
 def test_what_sqlalchemy_logs_is_not_printed() -> None:

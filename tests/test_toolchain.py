@@ -168,15 +168,6 @@ def test_what_is_cached_needs_no_compiler(tools: Toolchain, arch: Arch) -> None:
     assert relaunched.launch == moved
 
 
-def test_a_damaged_entry_is_built_again(tools: Toolchain, arch: Arch) -> None:
-    sources = [source("copy", COPY)]
-    built = tools.build(sources, arch)
-    cubin = tools.cache.root / "kernels" / tools.key(sources[0], arch) / "kernel.cubin"
-    cubin.write_bytes(cubin.read_bytes()[:100])
-    assert tools.build(sources, arch) == built
-    assert cubin.read_bytes() == kernels(built)[0].cubin
-
-
 def test_builders_of_one_kernel_agree(tools: Toolchain, arch: Arch) -> None:
     with ThreadPoolExecutor(3) as pool:
         results = list(pool.map(lambda _: tools.build([source("copy", COPY)], arch, jobs=1), range(3)))
