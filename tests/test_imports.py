@@ -74,8 +74,6 @@ TABLE = """
     tuner            | *                                                   | optuna sqlalchemy
     cli              | *                                                   | click rich torch
 """  # noqa: E501
-# Packages whose modules still import each other in a circle.
-IN_CIRCLES = ("steps",)
 # What a program that only calls kernels never imports.
 HEAVY = (
     "optuna",
@@ -179,20 +177,16 @@ def test_a_module_imports_only_what_its_room_may(module: str) -> None:
     assert not wrong, f"{room} may import {sorted(ROOMS[room].rooms)} and {sorted(ROOMS[room].packages)}; but {wrong}"
 
 
-@pytest.mark.parametrize("package", ["", *IN_CIRCLES])
-def test_no_module_imports_itself_through_others(package: str) -> None:
-    """Not within functions or for types either. The packages named are tested to need their exception."""
-    after: dict[str, set[str]] = {}
-    for module in MODULES:
-        ours = {file_of(target) for _, target in imports_of(module) if target.startswith("hadagen.")} - {module}
-        here = next((each for each in IN_CIRCLES if each == room_of(module) != package), "")
-        after[module] = {each for each in ours if not here or room_of(each) != here}
-    circle: list[str] = []
+def test_no_module_imports_itself_through_others() -> None:
+    """Not within functions or for types either."""
+    after = {
+        module: {file_of(target) for _, target in imports_of(module) if target.startswith("hadagen.")} - {module}
+        for module in MODULES
+    }
     try:
         TopologicalSorter(after).prepare()
     except CycleError as error:
-        circle = error.args[1]
-    assert bool(circle) == bool(package), " imports ".join(reversed(circle))
+        pytest.fail(" imports ".join(reversed(error.args[1])))
 
 
 @pytest.mark.parametrize(("module", "first"), [("hadagen", "sys"), ("hadagen.runtime", "torch")])
