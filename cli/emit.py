@@ -111,7 +111,7 @@ def _how_to_use(plan: Plan, source: Source, arch: Arch) -> str:
     if order := plan.problem.order if plan.problem.order > 1 else 0:
         lines += [
             f"  matrix      device address of A: y = A X H, where X [{order}, {plan.problem.length}] is a row of x;",
-            "              hadagen.launch.MATRIX_PARAMS says how its entries, -1, 0 and 1, lie there",
+            "              hadagen.operands.ENTRY_BYTES says how its entries, -1, 0 and 1, lie there",
         ]
     if plan.problem.transform.signed:
         lines += [

@@ -27,7 +27,8 @@ from hadagen.codegen import render
 from hadagen.emulator import compile_host
 from hadagen.errors import DeviceError, UsageError
 from hadagen.knobs import Knobs
-from hadagen.launch import LaunchSpec, params_for
+from hadagen.launch import LaunchSpec
+from hadagen.operands import params_for
 from hadagen.plan import Plan
 from hadagen.problem import DType, Numerics, Problem, Rows
 from hadagen.regimes import Destination

@@ -14,7 +14,7 @@ import torch
 from hadagen import quantizer
 from hadagen.errors import TensorError, UsageError
 from hadagen.formats import ROW, TENSOR, Format, Layout
-from hadagen.launch import sizes_for
+from hadagen.operands import sizes_for
 from hadagen.problem import LEAST_GROUP, Problem
 from hadagen.runtime import calls
 from hadagen.runtime.calls import ALIGNMENT, Part, Run, problem_of, span
