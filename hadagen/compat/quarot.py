@@ -20,6 +20,7 @@ from hadagen.matrices import find_matrix, find_orders
 from hadagen.problem import kernel_order
 from hadagen.runtime import transform
 from hadagen.runtime.arguments import as_int, is_count
+from hadagen.runtime.calls import has_only_memory
 from hadagen.runtime.checks import (
     check_alike,
     check_is_flag,
@@ -29,7 +30,6 @@ from hadagen.runtime.checks import (
     stands_for_a_tensor,
 )
 from hadagen.runtime.given import as_count
-from hadagen.runtime.linear import has_only_memory
 from hadagen.runtime.named import matrix_of, named_matrix
 from hadagen.runtime.operands import combined, pack_matrices
 from hadagen.runtime.rotate import rotate

@@ -20,6 +20,7 @@ from hadagen.compat.fast_hadamard_transform import (
     hadamard_transform_40N,
 )
 from hadagen.errors import TensorError
+from hadagen.runtime.calls import has_only_memory
 from hadagen.runtime.checks import (
     check_alike,
     check_is_tensor,
@@ -31,7 +32,7 @@ from hadagen.runtime.checks import (
     stands_for_a_tensor,
 )
 from hadagen.runtime.compute import check_apart
-from hadagen.runtime.linear import check_autograd_follows, has_only_memory
+from hadagen.runtime.linear import check_autograd_follows
 
 __all__ = [
     "hadamard_transform",

@@ -14,7 +14,7 @@ from hadagen.formats import TENSOR, Format
 from hadagen.problem import Problem, Rows
 from hadagen.runtime import calls, kernels
 from hadagen.runtime.arguments import as_int
-from hadagen.runtime.calls import Run, number_of, problem_of
+from hadagen.runtime.calls import Run, has_only_memory, needs_derivative, number_of, problem_of
 from hadagen.runtime.checks import (
     REAL,
     check_alike,
@@ -40,7 +40,6 @@ from hadagen.runtime.codes import (
     problem_for,
     written_of,
 )
-from hadagen.runtime.linear import has_only_memory, needs_derivative
 from hadagen.runtime.operands import Operands, check
 from hadagen.runtime.quantized import Quantized
 from hadagen.runtime.rotate import ROTATE
@@ -219,17 +218,19 @@ def _made(
     if is_plain:
         if what is not None and not _PLAIN.issuperset(map(type, what[4:])):
             what = None  # what is no plain value may change
-        return make(x, of, form, round_first, given, written, what)
-    values = [*of]  # torch.compile of PyTorch 2.6 cannot slice a NamedTuple
-    options = *values[:6], of.scale, of.numerics, of.batch_invariant
-    options += form.name, form.group, form.rule, form.layout.value, round_first, given
-    if written is None:
-        made: tuple[Any, Any] = NEW(x, *options)
-        return made
-    if not torch.compiler.is_dynamo_compiling():
-        x = x.resolve_neg()  # which PyTorch does only for operators with a result
-    INTO(x, *options, written[0], None if form.group == TENSOR else written[1])
-    return written[0], written[-1]
+        results = make(x, of, form, round_first, given, written, what)
+    else:
+        values = [*of]  # torch.compile of PyTorch 2.6 cannot slice a NamedTuple
+        options = *values[:6], of.scale, of.numerics, of.batch_invariant
+        options += form.name, form.group, form.rule, form.layout.value, round_first, given
+        if written is None:
+            results = NEW(x, *options)
+        else:
+            if not torch.compiler.is_dynamo_compiling():
+                x = x.resolve_neg()  # which PyTorch does only for operators with a result
+            INTO(x, *options, written[0], None if form.group == TENSOR else written[1])
+            results = written[0], written[-1]
+    return results
 
 
 def _destination(out: Any) -> tuple[Any, Any]:

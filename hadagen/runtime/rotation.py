@@ -17,7 +17,7 @@ from hadagen.matrices import find_matrix, find_orders
 from hadagen.problem import Numerics, Transform
 from hadagen.runtime import sealed
 from hadagen.runtime.arguments import as_int, explained, is_one_of
-from hadagen.runtime.calls import ALIGNMENT, Range, again, is_plain, number_of
+from hadagen.runtime.calls import ALIGNMENT, Range, again, has_only_memory, is_plain, number_of
 from hadagen.runtime.checks import (
     DTYPES,
     check_destination,
@@ -48,7 +48,6 @@ from hadagen.runtime.given import (
     unpack_given,
     why_not_orthogonal,
 )
-from hadagen.runtime.linear import has_only_memory
 from hadagen.runtime.named import (
     REGULAR,
     folds,
