@@ -14,6 +14,7 @@ from typing import Any
 from hadagen.errors import UsageError, choice, shown
 from hadagen.formats import TENSOR
 from hadagen.layout import CHUNK_BITS, LANE_BITS, MMA_MOVES, PAIR, Place, cta, lane, log2, reg, warp
+from hadagen.operands import prologue_of
 from hadagen.plan import Plan
 from hadagen.problem import DType, Problem
 from hadagen.steps.base import FP16, FP32, PACKED, SPLIT, Step
@@ -161,6 +162,9 @@ def plan_of(problem: Problem, knobs: Knobs, *, starts_early: bool = False) -> Pl
 
 def steps_of(problem: Problem, knobs: Knobs) -> tuple[Step, ...]:
     """The steps of the plan that legal knobs mean."""
+    if prologue := prologue_of(problem):
+        load, *others = steps_of(replace(problem, prologue=""), knobs)
+        return load, prologue.step(), *others
     if problem.order > 1:
         return matrix_steps(problem, knobs)
     steps: list[Step] = [Load(knobs.load, knobs.stages, FP32 if problem.io.input is DType.FLOAT32 else PACKED)]
