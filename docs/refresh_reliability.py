@@ -52,8 +52,8 @@ def faults() -> str:
         return ""
     kinds = {fault["fault"] for fault in found["faults"]}
     return (
-        f"{found['gpu']}: {len(found['faults'])} broken kernels of {len(kinds)} kinds; "
-        f"{found['same_winners']} of {found['cells']} winners the same"
+        f"{found['gpu']}: {len(found['faults'])} broken kernels of {len(kinds)} kinds; {found['same_winners']} of "
+        f"{found['cells']} winners the same"
     )
 
 
@@ -68,8 +68,8 @@ def laws() -> str:
     if not found:
         return ""
     return (
-        f"{found['gpu']}: {found['kernels']} kernels of {found['problems']} problems; "
-        f"{len(found['broken'])} break a law"
+        f"{found['gpu']}: {found['kernels']} kernels of {found['problems']} problems; {len(found['broken'])} break a "
+        "law"
     )
 
 
@@ -107,8 +107,8 @@ def bundle_damage() -> str:
     slowest, memory = (max(int(row[name]) for row in rows) for name in ("slowest ms", "memory MB"))
     return (
         f"{count} cases: {refused} refused, {before} as before, {other} hold something else with digests made anew; "
-        f"where a signature is asked for, {signed_refused} and {signed_before}, and no other; "
-        f"at most {slowest} ms and {memory} MB"
+        f"where a signature is asked for, {signed_refused} and {signed_before}, and no other; at most {slowest} ms and "
+        f"{memory} MB"
     )
 
 
@@ -143,8 +143,8 @@ PROMISES: Mapping[str, Sequence[Promise]] = {
             hangs,
         ),
         Promise(
-            "A compiler or a measuring process that is killed, or finds no room, does not count against a variant: "
-            "the variant is tried again.",
+            "A compiler or a measuring process that is killed, or finds no room, does not count against a variant: the "
+            "variant is tried again.",
             (
                 "test_resume.py::test_what_a_compiler_died_for_is_tried_again",
                 "test_runners.py::test_what_another_program_kills_is_measured_again",
@@ -183,8 +183,7 @@ PROMISES: Mapping[str, Sequence[Promise]] = {
         ),
         Promise(
             "Databases of every earlier schema are upgraded, and databases of a newer schema are refused. An upgrade "
-            "that fails"
-            "changes nothing.",
+            "that fails changes nothing.",
             (
                 "test_store.py::test_a_database_of_every_earlier_schema_is_upgraded",
                 "test_store.py::test_a_newer_schema_is_refused",
@@ -203,8 +202,8 @@ PROMISES: Mapping[str, Sequence[Promise]] = {
             ),
         ),
         Promise(
-            "If eight tuners begin at once on one PostgreSQL database and one is killed, no trial is lost or "
-            "recorded twice, neither in hadagen's tables nor in Optuna's.",
+            "If eight tuners begin at once on one PostgreSQL database and one is killed, no trial is lost or recorded "
+            "twice, neither in hadagen's tables nor in Optuna's.",
             (
                 "test_postgres.py::test_of_eight_tuners_that_begin_at_once_one_is_killed_and_the_others_go_on",
                 "test_claims.py::test_a_run_that_begins_meanwhile_leaves_optunas_tables_to_the_run_that_fills_them",
@@ -242,9 +241,9 @@ PROMISES: Mapping[str, Sequence[Promise]] = {
             fleet_kills,
         ),
         Promise(
-            "Workers of one user and machine that see the same GPU never measure on it at the same time. A worker "
-            "that gets no GPU says so in a sentence, and other workers do its work. A race on a busy GPU is left for "
-            "the next run. If a GPU fails, its worker goes on with its other GPUs.",
+            "Workers of one user and machine that see the same GPU never measure on it at the same time. A worker that "
+            "gets no GPU says so in a sentence, and other workers do its work. A race on a busy GPU is left for the "
+            "next run. If a GPU fails, its worker goes on with its other GPUs.",
             (
                 "test_station.py::test_workers_that_see_the_same_gpus_use_different_ones",
                 "test_station.py::test_a_race_on_a_busy_gpu_is_left_for_later_and_its_worker_stays",
@@ -282,8 +281,8 @@ PROMISES: Mapping[str, Sequence[Promise]] = {
             bundle_damage,
         ),
         Promise(
-            "Where `HADAGEN_TRUSTED_KEYS` is set, calls use only bundles that one of these keys signed. This "
-            "includes parts that are read later. The bundles of a release are signed.",
+            "Where `HADAGEN_TRUSTED_KEYS` is set, calls use only bundles that one of these keys signed. This includes "
+            "parts that are read later. The bundles of a release are signed.",
             (
                 "test_signatures.py::test_calls_leave_out_what_no_trusted_key_signed",
                 "test_signatures.py::test_what_is_read_later_was_signed_too",
