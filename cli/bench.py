@@ -86,7 +86,7 @@ def kernels(
     table: Path | None,
     as_json: bool,
 ) -> None:
-    """Time the kernels that calls run, beside a plain copy of the same bytes.
+    """Time the kernels that calls run, beside a plain copy.
 
     Without --hot and --cold, data that fits in half of L2 lies in L2, and larger data in device memory. Pitched rows
     have three quarters of n elements. With a matrix, the nearest whole number of rows to each size is timed. Needs a

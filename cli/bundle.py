@@ -93,9 +93,9 @@ def estimate(arch: str, source: Path, out: Path) -> None:
 )
 @options.as_json
 def verify(paths: tuple[Path, ...], key: str | None, as_json: bool) -> None:
-    """Check the contents of the bundles at PATHS, or of all bundles that hadagen finds.
+    """Check the contents of bundles.
 
-    The output says who signed each bundle. With --key, a bundle that this key did not sign is a failure. If the file
+    Checks the bundles at PATHS, or all bundles that hadagen finds. The output says who signed each bundle. With --key, a bundle that this key did not sign is a failure. If the file
     has several keys, any one of these keys suffices.
     """
     from hadagen.runtime import bundles

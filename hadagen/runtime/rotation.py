@@ -92,29 +92,29 @@ class Rotation(SealedModule):
     """r(x) = x · M with M = D_in · (A1 ⊗ A2 ⊗ … ⊗ H)ᵀ · D_out / c, over each block of the last dimension of x.
 
     n: the last dimension of x, at least 1.
-    matrix: the name of a set of Hadamard matrices (`hadagen.matrices` has them and their rules); or a K×K tensor of
-        real numbers, with K up to 428; or several. A1 belongs to the slowest index. Tensors are copied.
-    k: the order K of the named matrix, or several orders. None takes the rule of the name.
-    signs, signs_after: the diagonals of D_in and D_out: a tensor or sequence of as many ±1 as a block has elements.
-        None is 1 everywhere.
-    block: divides n. Each block of so many elements is rotated by itself, with the same signs. None is n.
+    matrix: the name of a set of Hadamard matrices (docs/rotations.md has the names and their rules), a K×K tensor of
+        real numbers with K up to 428, or a list of such tensors. A1 belongs to the slowest index. Tensors are copied.
+    k: the order K of the named matrix, or several orders. None applies the rule of the name.
+    signs, signs_after: the diagonals of D_in and D_out: a tensor or sequence of ±1, as many as a block has elements.
+        None means 1 everywhere.
+    block: the block size, which divides n. Each block is rotated separately, with the same signs. None is n.
 
-    H is Sylvester's matrix, of the order that is left of a block: a power of two. c makes M orthonormal: it is √block
-    for Hadamard matrices, and has a factor ‖A‖ / √K, with the Frobenius norm, for each other A. If a given matrix is
-    not orthogonal, M is not either, and there is no inverse.
+    H is Sylvester's matrix of the order block / (K1 · K2 · …), a power of two. c makes M orthonormal: it is √block for
+    Hadamard matrices, times ‖A‖ / √K for each other A, with the Frobenius norm. If a given matrix is not orthogonal, M
+    is not orthogonal, and there is no inverse.
 
-    Attributes: n, block, name (of the matrices; "given" if they have none), k (the orders), signs, signs_after (int8 on
-    the CPU, or None).
+    Attributes: n, block, name (of the matrices; "given" for tensors), k (the orders), signs, signs_after (int8 on the
+    CPU, or None).
 
     The module has no parameters. Signs and given matrices are persistent buffers, `packed_signs`, `packed_signs_after`
-    and `packed_matrices`, of uint8, so that a change of type, such as `.half()`, does not change them. Each has a
-    checksum, and says which rotation it is of. A rotation without signs and given matrices adds nothing to a
-    state_dict. `to_dict` and `from_dict` store a rotation without the module. `.to` moves it to the device of x.
+    and `packed_matrices`, of uint8, so that a change of type, such as `.half()`, does not change them. Each buffer has
+    a checksum and the n, block, name and orders of its rotation. A rotation without signs and given matrices adds
+    nothing to a state_dict. `to_dict` and `from_dict` store a rotation without the module. `.to` moves the module to
+    the device of x.
 
-    Signs and matrices that are tensors without values, such as on the meta device, are those of a state_dict that is
-    loaded later.
+    Signs and matrices may be tensors without values, such as on the meta device, if a state_dict is loaded later.
 
-    Raises `UsageError` for values that are not possible, and TypeError for an argument of a wrong type.
+    Raises `UsageError` for impossible values, and TypeError for an argument of a wrong type.
     """
 
     _BUFFERS: ClassVar[dict[str, str]] = {_MATRICES: "matrix", _SIGNS: "signs", _AFTER: "signs_after"}
@@ -256,9 +256,10 @@ class Rotation(SealedModule):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """The weight of a linear layer, y = x · weightᵀ + bias, whose input or output is rotated.
 
-        side: "input": weight · M for a weight [..., out, n]. With it, r(x) gives the y that x gave.
-            "output": Mᵀ · weight for a weight [..., n, in], and bias · M for a bias [..., n]. x then gives r(y).
-        bias: only with "output"; a bias does not change if the input is rotated.
+        side: "input": returns weight · M for a weight [..., out, n]. The new layer maps r(x) to y.
+            "output": returns Mᵀ · weight for a weight [..., n, in], and bias · M for a bias [..., n]. The new layer
+            maps x to r(y).
+        bias: only with "output", because a rotation of the input does not change the bias.
 
         Returns new tensors of the same types: the weight, or the weight and the bias if there is one.
 
@@ -288,7 +289,7 @@ class Rotation(SealedModule):
         return folded if bias is None else (folded, self(bias))
 
     def shard(self, rank: int, world: int) -> Rotation:
-        """The rotation of what rank `rank` of `world` holds if the last dimension is split evenly over the ranks.
+        """The rotation of the part of rank `rank` of `world`, if the last dimension is split evenly over the ranks.
 
         Raises `UsageError` unless the block divides n / world.
         """
@@ -311,11 +312,11 @@ class Rotation(SealedModule):
 
     # ---- storing -----------------------------------------------------------------------------------------------------
     def to_dict(self) -> dict[str, Any]:
-        """All of the rotation in numbers, strings, lists and dictionaries, which JSON can hold.
+        """The rotation as numbers, strings, lists and dictionaries, which JSON can hold.
 
-        n, block, matrix (the name), signs and signs_after (lists of ±1, or None), and factors, a list with a dictionary
-        for each matrix but Sylvester's: its order, and sha256 (the digest of `hadagen.matrices.Matrix`) if it has a
-        name, else dtype and entries.
+        Keys: n, block, matrix (the name), signs and signs_after (lists of ±1, or None), and factors. factors has a
+        dictionary for each matrix except Sylvester's: order, and for a named matrix sha256 (the digest of
+        `hadagen.matrices.Matrix`), else dtype and entries.
         """
         if self.name == _GIVEN:
             self._known(_MATRICES)
@@ -336,7 +337,8 @@ class Rotation(SealedModule):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Rotation:
-        """The rotation of `to_dict`. Raises `UsageError` for anything else, and if this version has another matrix."""
+        """The rotation that `to_dict` stored. Raises `UsageError` for other data, and if this version has another
+        matrix."""
         if not isinstance(data, Mapping):
             raise UsageError(f"data is a {type(data).__name__}; pass what to_dict returned")
         try:
@@ -370,22 +372,22 @@ class Rotation(SealedModule):
     def from_compressed_tensors(
         cls, weight: torch.Tensor, n: int | None = None, *, perm: torch.Tensor | None = None
     ) -> Rotation:
-        """The rotation whose dense matrix a checkpoint of compressed-tensors carries: `random-hadamard` or `hadamard`.
+        """The rotation of a dense matrix from a checkpoint of compressed-tensors: `random-hadamard` or `hadamard`.
 
         weight: [size, size], diag(signs) · (A ⊗ H)ᵀ times any positive number; float16, bfloat16, float32, float64 or
             int8.
-        n: what the rotation takes, in blocks of `size`. None is size.
-        perm: the permutation that a checkpoint of a transform with `randomize` has beside the weight: [size] integers.
-            The rotation is then that of weight[perm][:, perm], which has no structure, so its matrix is a given one;
-            size is at most 428.
+        n: the n of the rotation, whose blocks have `size` elements. None is size.
+        perm: the permutation in a checkpoint of a transform with `randomize`: [size] integers. The rotation then has
+            the given matrix weight[perm][:, perm], because a permuted matrix has no structure; size is at most 428.
 
-        Raises TypeError if weight or perm is no tensor, and `UsageError` if they are no such matrix and permutation.
+        Raises TypeError if weight or perm is no tensor, and `UsageError` if weight is no such matrix or perm no
+        permutation.
         """
         return cast(Rotation, rotation_of(cls, weight, n, perm))
 
     @property
     def transform(self) -> Transform | None:
-        """What a kernel computes for each block; None if PyTorch computes it."""
+        """The transform that a kernel computes for each block; None if PyTorch computes the rotation."""
         try:
             of = Transform(self.block, math.prod(self._orders), self._signed and not self._all_of_h, self._swapped)
         except UsageError:  # too long, or of too large a matrix

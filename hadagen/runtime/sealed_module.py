@@ -141,10 +141,10 @@ class SealedModule(torch.nn.Module):
 
     # ---- writing -----------------------------------------------------------------------------------------------------
     def reset_parameters(self) -> None:
-        """Write the signs and given matrices again, as they were made or last loaded, into the module's buffers.
+        """Write the signs and given matrices, as they were made or last loaded, into the module's buffers again.
 
-        Values that are not known yet, of a rotation made on the meta device, are those of a state dict that is loaded
-        later; a call before raises `TensorError`.
+        If the rotation was made on the meta device, its values are not known before a state dict is loaded. A call
+        before then raises `TensorError`.
         """
         self._write(self._values)
 
