@@ -95,7 +95,7 @@ def kernels(
     PyTorch: H by a product or by fast_hadamard_transform and then a product with the matrix, or one product with the
     n×n matrix.
 
-    Errors are ‖out − ref‖ / ‖ref‖ for normally distributed input, where ref is computed in float64.
+    Errors are ‖out − ref‖ / ‖ref‖ against float64, for normally distributed input.
     """
     from hadagen.regimes import Cache, timed_elements
 

@@ -95,8 +95,8 @@ def estimate(arch: str, source: Path, out: Path) -> None:
 def verify(paths: tuple[Path, ...], key: str | None, as_json: bool) -> None:
     """Check the contents of bundles.
 
-    Checks the bundles at PATHS, or all bundles that hadagen finds. The output says who signed each bundle. With --key, a bundle that this key did not sign is a failure. If the file
-    has several keys, any one of these keys suffices.
+    Checks the bundles at PATHS, or all bundles that hadagen finds. The output says who signed each bundle. With --key,
+    a bundle that this key did not sign is a failure. If the file has several keys, any one of these keys suffices.
     """
     from hadagen.runtime import bundles
     from hadagen.tuning_db.bundle import Bundle
